@@ -1,0 +1,319 @@
+"""CPAttention: validates once, picks the engine, and runs the pipeline."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from thdattn import pipeline
+from thdattn.comm import Comm
+from thdattn.packing import PackedBatch, as_int
+from thdattn.plan import Plan
+from thdattn.sharding import Sharding
+
+ENGINES = {"cuda": "thdattn.ops", "reference": "thdattn.reference"}
+UNLIMITED = 2**30  # a window this wide is none; keeps position + window within int32
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What forward keeps for backward.
+
+    q, k, v, plan: as passed; out: as returned.
+    lse: (num_heads, local_rows) float32 (float64 for float64 input), natural log of the softmax sum; -inf on padding.
+    max_logit: (num_heads,) float32, the largest scaled logit over all ranks' valid rows (-inf without any); None if
+        not asked for.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    max_logit: Any
+    plan: Plan
+
+
+class CPAttention:
+    """Attention over packed sequences whose rows are spread over the ranks of a comm.
+
+    Query head h reads kv head h // (num_heads // num_kv_heads). Rows of padding in q, k, v, dout never change a
+    result, NaN included, and out, dq, dk, dv are exactly 0 there.
+
+    Args:
+        comm: the ranks, from thdattn.comm.init or thdattn.comm.run_local.
+        num_heads: query heads.
+        head_dim: width of q and k.
+        num_kv_heads: heads of k and v, a divisor of num_heads; num_heads by default.
+        v_head_dim: width of v and out; head_dim by default.
+        causal: a query sees no later position.
+        window: (left, right), how many positions before and after its own a query sees; -1 = unlimited. Causal
+            attention has no right side: -1 or 0.
+        softmax_scale: factor on q.k, > 0; head_dim**-0.5 by default.
+        dtype: of q, k, v: "bfloat16" or "float16"; the reference engine also takes "float32" and "float64".
+        deterministic: bitwise the same results on every run with the same inputs and cp_size; the backward of the
+            CUDA engine then computes dq in a kernel of its own.
+        engine: "cuda", "reference", or "auto": cuda where a GPU is usable and the comm takes GPU arrays.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a dtype that the engine does not compute in.
+        ValueError: a value out of range, head dims that the engine has no kernel for, or an engine that does not
+            work with this comm.
+        RuntimeError: engine="cuda" where CuPy or a GPU is missing; the message says which.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        v_head_dim: int | None = None,
+        causal: bool = True,
+        window: tuple[int, int] = (-1, -1),
+        softmax_scale: float | None = None,
+        dtype: DTypeLike = "bfloat16",
+        deterministic: bool = False,
+        engine: str = "auto",
+    ) -> None:
+        if not isinstance(comm, Comm):
+            raise TypeError(f"comm is a {type(comm).__name__}, wanted a Comm; make one with thdattn.comm.init()")
+        self.comm = comm
+        self.num_heads = _positive("num_heads", num_heads)
+        self.num_kv_heads = _positive("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        self.head_dim = _positive("head_dim", head_dim)
+        self.v_head_dim = _positive("v_head_dim", head_dim if v_head_dim is None else v_head_dim)
+        self.causal = bool(causal)
+        self.window = _normal_window(window, self.causal)
+        self.softmax_scale = float(head_dim**-0.5 if softmax_scale is None else softmax_scale)
+        self.deterministic = bool(deterministic)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads is {num_heads}, not a multiple of num_kv_heads = {num_kv_heads}; "
+                f"wanted as many query heads for every kv head"
+            )
+        if not 0 < self.softmax_scale < math.inf:
+            raise ValueError(f"softmax_scale is {softmax_scale}, wanted a finite number > 0; None is head_dim**-0.5")
+        self._engine, _ = choose_engine(engine, comm)
+        self.engine: str = self._engine.name
+        self.dtype = self._checked_dtype(dtype)
+        self._check_head_dims()
+
+    def plan(self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk") -> Plan:
+        """Plans one batch for this rank; every layer with this mask and these head dims can use it.
+
+        Collective: every rank calls it with the same batch, which is checked (lengths on a GPU are not read).
+
+        Args:
+            batch: the global lengths. On a GPU only with engine "cuda"; then nothing is copied to the host and the
+                plan may be made inside a captured CUDA graph.
+            sharding: "dual_chunk", "contiguous", or a Sharding of this batch over comm.size ranks.
+
+        Raises:
+            TypeError: batch is no PackedBatch.
+            ValueError: lengths that the sharding cannot split, a Sharding of another batch or size, or (on every
+                rank) a batch that differs between ranks.
+        """
+        if isinstance(sharding, str):
+            sharding = Sharding(batch, self.comm.size, sharding)
+        if sharding.batch is not batch:
+            raise ValueError("sharding was made for another batch; make it with Sharding(batch, comm.size)")
+        if sharding.cp_size != self.comm.size:
+            raise ValueError(
+                f"sharding has cp_size {sharding.cp_size}, wanted {self.comm.size}, the ranks of comm; "
+                f"make it with Sharding(batch, {self.comm.size})"
+            )
+        self.comm.agree("the plan's batch, sharding and attention", self._fingerprint(sharding))
+        tiles = self._engine.tiles(self.head_dim, self.v_head_dim)
+        arrays = self._engine.plan_arrays(sharding, self.comm.rank, self.window, tiles)
+        return Plan(sharding, self.comm.rank, self.window, tiles, arrays, self.engine, self._engine.empty)
+
+    def forward(self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False) -> tuple[Any, Saved]:
+        """Attention of this rank's rows over the keys of all ranks. Collective.
+
+        Args:
+            q: (local_rows, num_heads, head_dim), this rank's rows in the order of plan.rows.
+            k: (local_rows, num_kv_heads, head_dim).
+            v: (local_rows, num_kv_heads, v_head_dim).
+            plan: from this attention's plan method, or that of one with the same mask and head dims.
+            return_max_logit: also compute saved.max_logit.
+
+        Returns:
+            (out, saved): out (local_rows, num_heads, v_head_dim), a new array; saved goes to backward.
+
+        Raises:
+            TypeError: an array of the wrong dtype or on the wrong device, or a plan that is none.
+            ValueError: an array of the wrong shape, or a plan of another rank, size, mask, engine or head dim.
+        """
+        self._check_plan(plan)
+        q = self._checked("q", q, (plan.local_rows, self.num_heads, self.head_dim))
+        k = self._checked("k", k, (plan.local_rows, self.num_kv_heads, self.head_dim))
+        v = self._checked("v", v, (plan.local_rows, self.num_kv_heads, self.v_head_dim))
+        out, lse, max_logit = pipeline.forward(
+            self._engine, self.comm, plan, q, k, v, self.softmax_scale, return_max_logit
+        )
+        return out, Saved(q, k, v, out, lse, max_logit, plan)
+
+    def backward(self, dout: Any, saved: Saved) -> tuple[Any, Any, Any]:
+        """Gradients of forward for this rank's rows. Collective.
+
+        Args:
+            dout: (local_rows, num_heads, v_head_dim), gradient of out.
+            saved: from forward of this attention.
+
+        Returns:
+            (dq, dk, dv): new arrays, shapes and dtype of q, k, v. dk and dv are summed over ranks in float32.
+
+        Raises:
+            TypeError, ValueError: as forward.
+        """
+        if not isinstance(saved, Saved):
+            raise TypeError(f"saved is a {type(saved).__name__}, wanted the Saved that forward returned")
+        plan = saved.plan
+        self._check_plan(plan)
+        dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))
+        return pipeline.backward(
+            self._engine, self.comm, plan, dout, saved.q, saved.k, saved.v, saved.out, saved.lse,
+            self.softmax_scale, self.deterministic,
+        )
+
+    def _checked_dtype(self, dtype: DTypeLike) -> np.dtype[Any]:
+        found = np.dtype(_bfloat16() if dtype == "bfloat16" else dtype)
+        if found.name not in self._engine.dtypes:
+            raise TypeError(
+                f"dtype is {found.name}, wanted one of {', '.join(self._engine.dtypes)} for engine "
+                f"{self.engine!r}; cast the inputs, or use engine='reference'"
+            )
+        return found
+
+    def _check_head_dims(self) -> None:
+        found, known = (self.head_dim, self.v_head_dim), self._engine.head_dims
+        if known is not None and found not in known:
+            wanted = ", ".join(str(d) if d == dv else f"{d}/{dv}" for d, dv in known)
+            raise ValueError(
+                f"head_dim/v_head_dim is {found[0]}/{found[1]}, wanted one of {wanted} for engine {self.engine!r}; "
+                f"pad the heads with zeros to one of these, or use engine='reference'"
+            )
+
+    def _check_plan(self, plan: Plan) -> None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan is a {type(plan).__name__}, wanted a Plan; make it with attn.plan(batch)")
+        wanted = {
+            "cp_size": (plan.cp_size, self.comm.size),
+            "cp_rank": (plan.cp_rank, self.comm.rank),
+            "window": (plan.window, self.window),
+            "engine": (plan.engine_name, self.engine),
+            "tiles": (plan.tiles, self._engine.tiles(self.head_dim, self.v_head_dim)),
+        }
+        for what, (found, expected) in wanted.items():
+            if found != expected:
+                raise ValueError(
+                    f"plan was made for {what} {found}, wanted {expected}; make it with this attention's "
+                    f"plan(batch) on this rank"
+                )
+
+    def _checked(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
+        x = self._engine.from_user(name, x)
+        if x.dtype != self.dtype:
+            raise TypeError(f"{name} is {x.dtype}, wanted {self.dtype}; cast it, or make CPAttention(dtype=...) match")
+        if x.shape != shape:
+            raise ValueError(
+                f"{name} has shape {x.shape}, wanted {shape} = (local_rows, heads, width); pass this rank's rows "
+                f"(Sharding.shard cuts them out) with the heads that CPAttention was made for"
+            )
+        return x
+
+    def _fingerprint(self, sharding: Sharding) -> int:
+        """A number that differs where ranks would run collectives of different sizes or mask differently."""
+        batch = sharding.batch
+        state = (
+            sharding.strategy, batch.num_seqs, batch.total_rows, self.window, self.num_heads, self.num_kv_heads,
+            self.head_dim, self.v_head_dim, self.dtype.name, self.engine,
+        )
+        digest = hashlib.sha256(repr(state).encode())
+        if not batch.on_device:
+            digest.update(batch.cu_seqlens.tobytes() + batch.cu_seqlens_padded.tobytes())
+        return int.from_bytes(digest.digest()[:7], "little")
+
+
+def choose_engine(engine: str, comm: Comm) -> tuple[Any, str]:
+    """The engine module for a comm, and why it was chosen.
+
+    Args:
+        engine: "auto", "cuda" or "reference".
+        comm: the ranks; comm.devices says which arrays it moves.
+
+    Raises:
+        ValueError: an unknown engine, or one whose arrays the comm does not move.
+        RuntimeError: engine="cuda" without CuPy or a GPU; the message says which.
+    """
+    if engine not in ("auto", *ENGINES):
+        raise ValueError(f"engine is {engine!r}, wanted 'auto', 'cuda' or 'reference'; pass one of these")
+    obstacle = None
+    if engine != "reference":
+        obstacle = f"a comm of backend {comm.name!r} moves host arrays" if "cuda" not in comm.devices else _no_gpu()
+    if engine == "cuda" and obstacle:
+        raise (RuntimeError if "cuda" in comm.devices else ValueError)(
+            f"engine is 'cuda', but {obstacle}; use engine='reference', or a comm and machine with GPUs"
+        )
+    if engine == "auto":
+        engine, why = ("reference", obstacle) if obstacle else ("cuda", "a GPU is usable")
+    else:
+        why = "asked for"
+    module = importlib.import_module(ENGINES[engine])
+    if module.device not in comm.devices:
+        raise ValueError(
+            f"engine {engine!r} computes on {module.device} arrays, but a comm of backend {comm.name!r} moves "
+            f"{' and '.join(sorted(comm.devices))} arrays; use engine='cuda', or thdattn.comm.init('mpi')"
+        )
+    return module, str(why)
+
+
+def _no_gpu() -> str | None:
+    """Why the CUDA engine cannot run here, or None. Missing drivers raise more than ImportError."""
+    try:
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return f"CuPy finds no usable GPU ({type(error).__name__}: {error})"
+    if not count:
+        return "CuPy finds no GPU"
+    capability = int(cupy.cuda.Device().compute_capability)
+    return None if capability >= 80 else f"the GPU has compute capability {capability / 10}, wanted 8.0 or later"
+
+
+def _bfloat16() -> Any:
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16
+
+
+def _positive(name: str, value: Any) -> int:
+    number = as_int(name, value)
+    if number < 1:
+        raise ValueError(f"{name} is {number}, wanted >= 1; pass a positive count")
+    return number
+
+
+def _normal_window(window: Any, causal: bool) -> tuple[int, int]:
+    """(left, right) with -1 for unlimited; causal is right = 0."""
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise TypeError(f"window is {window!r}, wanted (left, right); pass (-1, -1) for no window") from None
+    left, right = as_int("window[0]", left), as_int("window[1]", right)
+    if min(left, right) < -1:
+        raise ValueError(f"window is {(left, right)}, wanted numbers >= -1; -1 means unlimited")
+    if causal and right > 0:
+        raise ValueError(
+            f"window is {(left, right)} with causal=True, wanted a right side of -1 or 0, as a causal query sees no "
+            f"later position; pass window=({left}, 0), or causal=False"
+        )
+    return -1 if left >= UNLIMITED else left, 0 if causal else -1 if right >= UNLIMITED else right

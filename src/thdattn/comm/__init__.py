@@ -1,0 +1,363 @@
+"""Ranks and the collectives between them: one contract, four backends.
+
+==========  ======================================================  =========================
+backend     what a rank is                                          arrays
+==========  ======================================================  =========================
+"single"    this process, alone                                     NumPy, CuPy
+local       one thread of this process, from :func:`run_local`      NumPy, CuPy
+"mpi"       one process, found through MPI                          NumPy
+"nccl"      one process with its own GPU, found through MPI         CuPy
+==========  ======================================================  =========================
+
+A program looks the same on all of them::
+
+    import thdattn
+
+    with thdattn.comm.init() as comm:
+        ...
+
+and is started as ``mpiexec -n 4 python -m mpi4py program.py``. The ``-m mpi4py`` matters: without it an error on
+one rank before :func:`init` leaves the other ranks waiting for ever. From :func:`init` on, an exception that no one
+catches ends all ranks in either case; leave a rank by raising, not by ``sys.exit``.
+
+Importing this package needs neither MPI nor a GPU: mpi4py and CuPy are loaded when a backend is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Comm", "SingleComm", "init", "run_local"]
+
+Result = TypeVar("Result")
+
+logger = logging.getLogger("thdattn")
+
+_INTEGERS = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64"})
+_ARRAY_KINDS = {"cpu": "NumPy", "cuda": "CuPy"}
+
+# What launchers tell the processes they start. Slurm's own variables are absent on purpose: a batch script that
+# never calls srun has them too.
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID")
+
+
+class Comm(ABC):
+    """What the rest of the package asks of a group of ranks.
+
+    Every rank calls the same collectives in the same order with the same shapes and dtypes. Arrays are C-contiguous
+    and ``send`` and ``recv`` do not overlap; what the other ranks read is free again when the call returns (on a GPU:
+    for work later on the same stream). Arrays of size 0 are legal everywhere. Checks look at this rank's arguments
+    only and cost no communication.
+
+    Attributes:
+        name: which backend this is.
+        rank: this rank, 0 <= rank < size.
+        size: number of ranks.
+        devices: which arrays it takes, "cpu" for NumPy and "cuda" for CuPy.
+        sum_dtypes: names of the dtypes that reduce_scatter and all_reduce take.
+    """
+
+    name: str
+    devices: frozenset[str]
+    sum_dtypes: frozenset[str] = _INTEGERS | {"float32", "float64"}
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._closed = False
+
+    def all_gather(self, send: Any, recv: Any) -> None:
+        """Put every rank's rows into one array, rank 0's first.
+
+        Args:
+            send: (rows, ...), any dtype.
+            recv: (size * rows, ...), same dtype; overwritten.
+
+        Raises:
+            TypeError: an array is of the wrong kind or not C-contiguous, or the dtypes differ.
+            ValueError: recv has the wrong shape, or shares memory with send.
+        """
+        self._check_buffers(send, recv)
+        self._check_shape(recv, (self.size * send.shape[0], *send.shape[1:]), "size * rows of send")
+        self._all_gather(send, recv)
+
+    def reduce_scatter(self, send: Any, recv: Any) -> None:
+        """Add all ranks' arrays and keep this rank's share of the rows.
+
+        Args:
+            send: (size * rows, ...), a dtype of sum_dtypes.
+            recv: (rows, ...), same dtype; overwritten with rows [rank * rows, (rank + 1) * rows) of the sum.
+
+        Raises:
+            TypeError: an array is of the wrong kind or not C-contiguous, the dtypes differ, or cannot be summed here.
+            ValueError: rows of send not divisible by size, recv has the wrong shape, or shares memory with send.
+        """
+        self._check_buffers(send, recv)
+        self._check_sum_dtype("send", send)
+        rows, rest = divmod(send.shape[0], self.size)
+        if rest:
+            raise ValueError(
+                f"send has {send.shape[0]} rows, not a multiple of the {self.size} ranks; "
+                f"pad it to {(rows + 1) * self.size} rows"
+            )
+        self._check_shape(recv, (rows, *send.shape[1:]), "rows of send / size")
+        self._reduce_scatter(send, recv)
+
+    def all_reduce(self, array: Any, op: str) -> None:
+        """Replace the array by its element-wise sum or maximum over all ranks.
+
+        Args:
+            array: any shape, a dtype of sum_dtypes; overwritten.
+            op: "sum" or "max". The maximum of numbers and NaN is unspecified.
+
+        Raises:
+            TypeError: the array is of the wrong kind, not C-contiguous, or of a dtype that cannot be summed here.
+            ValueError: op is unknown.
+        """
+        self._check_array("array", array)
+        self._check_sum_dtype("array", array)
+        if op not in ("sum", "max"):
+            raise ValueError(f'op is {op!r}; it must be "sum" or "max"')
+        self._all_reduce(array, op)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here; on GPU ranks also wait for the current stream."""
+        self._check_open()
+        self._barrier()
+
+    def agree(self, name: str, value: int) -> None:
+        """Check that every rank holds the same number, such as the hash of a plan.
+
+        Costs a message over the host, so it is meant for once per plan, not once per layer.
+
+        Args:
+            name: what the number is, for the message.
+            value: any int.
+
+        Raises:
+            ValueError: on every rank, naming the ranks that differ from rank 0.
+        """
+        self._check_open()
+        values = self._gather_values(operator.index(value))
+        differing = [rank for rank, other in enumerate(values) if other != values[0]]
+        if differing:
+            found = ", ".join(f"rank {rank} has {values[rank]}" for rank in differing)
+            raise ValueError(
+                f"{name} is not the same on all ranks: rank 0 has {values[0]}, but {found}; "
+                f"give every rank the same global input"
+            )
+
+    def close(self) -> None:
+        """Give the backend's resources back; a second call does nothing.
+
+        Every rank must call it. Collectives raise RuntimeError afterwards.
+        """
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # NOTE: not on errors. Closing waits for the other ranks, and they may be stuck in a collective for this one.
+        if error is None:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
+
+    @abstractmethod
+    def _all_gather(self, send: Any, recv: Any) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, send: Any, recv: Any) -> None: ...
+
+    @abstractmethod
+    def _all_reduce(self, array: Any, op: str) -> None: ...
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+    @abstractmethod
+    def _gather_values(self, value: int) -> Sequence[int]: ...
+
+    def _close(self) -> None:  # noqa: B027 - most backends hold nothing
+        """Release what the backend holds; called once."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"this {self.name} comm is closed; call thdattn.comm.init() for a new one")
+
+    def _check_array(self, name: str, array: Any) -> None:
+        self._check_open()
+        if _device(array) not in self.devices:
+            kind = type(array)
+            wanted = " or ".join(_ARRAY_KINDS[device] for device in sorted(self.devices))
+            raise TypeError(
+                f"{name} is a {kind.__module__}.{kind.__qualname__}, but the {self.name} backend takes {wanted} "
+                f"arrays; convert it, or choose the backend that fits in thdattn.comm.init"
+            )
+        if not array.flags.c_contiguous:
+            raise TypeError(
+                f"{name} is not C-contiguous (shape {array.shape}, strides {array.strides}); copy it first"
+            )
+
+    def _check_buffers(self, send: Any, recv: Any) -> None:
+        self._check_array("send", send)
+        self._check_array("recv", recv)
+        if send.ndim == 0:
+            raise ValueError("send has no dimensions; its first dimension is the rows, reshape it to (1,)")
+        if isinstance(send, np.ndarray) != isinstance(recv, np.ndarray):
+            raise TypeError(
+                f"send is a {type(send).__name__} and recv a {type(recv).__name__}; use one device for both"
+            )
+        if send.dtype != recv.dtype:
+            raise TypeError(f"send is {send.dtype} but recv is {recv.dtype}; make recv {send.dtype}")
+        begin, other = _address(send), _address(recv)
+        if begin < other + recv.nbytes and other < begin + send.nbytes:
+            raise ValueError("send and recv share memory; give recv memory of its own")
+
+    def _check_shape(self, recv: Any, wanted: tuple[int, ...], rule: str) -> None:
+        if recv.shape != wanted:
+            raise ValueError(
+                f"recv has shape {recv.shape}; with {self.size} ranks it must be {wanted} ({rule}, "
+                f"other dimensions as send)"
+            )
+
+    def _check_sum_dtype(self, name: str, array: Any) -> None:
+        if array.dtype.name not in self.sum_dtypes:
+            raise TypeError(
+                f"{name} is {array.dtype}; the {self.name} backend sums {', '.join(sorted(self.sum_dtypes))}; "
+                f"convert it to float32"
+            )
+
+
+class SingleComm(Comm):
+    """One rank alone: collectives are copies."""
+
+    name = "single"
+    devices = frozenset({"cpu", "cuda"})
+    sum_dtypes = Comm.sum_dtypes | {"float16", "bfloat16"}
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def _all_gather(self, send: Any, recv: Any) -> None:
+        recv[...] = send
+
+    def _reduce_scatter(self, send: Any, recv: Any) -> None:
+        recv[...] = send
+
+    def _all_reduce(self, array: Any, op: str) -> None:
+        pass
+
+    def _barrier(self) -> None:
+        pass
+
+    def _gather_values(self, value: int) -> Sequence[int]:
+        return [value]
+
+
+def init(backend: str = "auto") -> Comm:
+    """Join this process's ranks.
+
+    "auto" is "single" unless an MPI launcher started several ranks; then "nccl" if every rank has a GPU of its own,
+    else "mpi". All ranks choose the same, and a choice against GPUs that exist is logged as a warning.
+
+    Args:
+        backend: "auto", "single", "mpi" or "nccl".
+
+    Returns:
+        A comm whose rank and size are those of MPI's COMM_WORLD ("single": 0 and 1).
+
+    Raises:
+        ValueError: unknown backend.
+        RuntimeError: MPI, CuPy, NCCL or a GPU is missing; two ranks share a GPU; or MPI sees another number of ranks
+            than the launcher started. Errors of GPUs and NCCL are raised on every rank.
+    """
+    if backend not in ("auto", "single", "mpi", "nccl"):
+        raise ValueError(f'backend is {backend!r}; it must be "auto", "single", "mpi" or "nccl"')
+    launched = _launched_size()
+    if backend == "single" or (backend == "auto" and launched in (None, 1)):
+        return SingleComm()
+
+    from thdattn.comm import mpi
+
+    world = mpi.connect(launched)
+    if backend == "mpi":
+        return mpi.MpiComm(world)
+
+    from thdattn.comm import nccl
+
+    answers = nccl.survey(world)
+    try:
+        gpus = nccl.choose(answers)
+    except RuntimeError as error:
+        if backend == "nccl":
+            raise
+        if world.rank == 0:
+            level = logging.WARNING if any(found for found, _ in answers) else logging.INFO
+            logger.log(level, "thdattn.comm.init uses MPI and host arrays, not NCCL: %s", error)
+        return mpi.MpiComm(world)
+    return nccl.NcclComm(world, gpus)
+
+
+def run_local(cp_size: int, fn: Callable[[Comm], Result], timeout: float = 60.0) -> list[Result]:
+    """Run a program on simulated ranks: threads of this process, for tests and for learning.
+
+    Simulated ranks may share one GPU. Each thread starts with CuPy's device 0 and the legacy default stream as
+    current; that stream orders the ranks' work, so fn must not switch to another one.
+
+    Args:
+        cp_size: number of ranks.
+        fn: called as fn(comm) on every rank.
+        timeout: seconds that a rank waits in a collective for the others; computing takes as long as it takes.
+
+    Returns:
+        What fn returned, in rank order.
+
+    Raises:
+        ValueError: cp_size < 1 or timeout <= 0.
+        TimeoutError: a rank did not come to a collective in time; names those that did.
+        RuntimeError: a rank returned while others wait for it, or ranks are in different collectives.
+        Exception: whatever the first rank to fail raised; from Python 3.11 a note says which rank it was.
+    """
+    from thdattn.comm import local
+
+    return local.run(cp_size, fn, timeout)
+
+
+def _device(array: Any) -> str | None:
+    if isinstance(array, np.ndarray):
+        return "cpu"
+    # By name, so that NumPy-only installations need no CuPy to ask.
+    return "cuda" if type(array).__module__.startswith("cupy") else None
+
+
+def _address(array: Any) -> int:
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
+    return int(array.data.ptr)
+
+
+def _launched_size() -> int | None:
+    """Ranks that an MPI launcher started: None without a launcher, 0 if it does not say how many."""
+    for variable in _SIZE_VARIABLES:
+        if os.environ.get(variable, "").isdigit():
+            return int(os.environ[variable])
+    return 0 if any(variable in os.environ for variable in _RANK_VARIABLES) else None

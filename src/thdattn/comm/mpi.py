@@ -1,0 +1,125 @@
+"""MPI ranks: host arrays through mpi4py, and the one door through which the package reaches MPI."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from thdattn.comm import Comm
+
+
+class MpiComm(Comm):
+    """One process of an MPI job, with NumPy arrays. MPI chooses the order of its sums.
+
+    Args:
+        world: the communicator of all ranks; a duplicate of it is used, so other traffic on it does no harm.
+    """
+
+    name = "mpi"
+    devices = frozenset({"cpu"})
+
+    def __init__(self, world: Any) -> None:
+        from mpi4py import MPI
+
+        super().__init__(world.rank, world.size)
+        self._in_place = MPI.IN_PLACE
+        self._ops = {"sum": MPI.SUM, "max": MPI.MAX}
+        self._world = world.Dup()
+
+    def _all_gather(self, send: Any, recv: Any) -> None:
+        self._world.Allgather(_as_unsigned(send), _as_unsigned(recv))
+
+    def _reduce_scatter(self, send: Any, recv: Any) -> None:
+        self._world.Reduce_scatter_block(send, recv, op=self._ops["sum"])
+
+    def _all_reduce(self, array: Any, op: str) -> None:
+        self._world.Allreduce(self._in_place, array, op=self._ops[op])
+
+    def _barrier(self) -> None:
+        self._world.Barrier()
+
+    def _gather_values(self, value: int) -> Sequence[int]:
+        return self._world.allgather(value)
+
+    def _close(self) -> None:
+        free(self._world)
+
+
+def connect(launched: int | None) -> Any:
+    """MPI's COMM_WORLD, checked against what the launcher said.
+
+    From here on an exception that no one catches on one rank ends all ranks.
+
+    Args:
+        launched: ranks that the launcher started; None without a launcher, 0 if it did not say how many.
+
+    Raises:
+        RuntimeError: mpi4py or the MPI library is missing, or MPI sees another number of ranks than the launcher.
+    """
+    try:
+        from mpi4py import MPI
+    except Exception as error:  # mpi4py without an MPI library raises RuntimeError, not ImportError
+        raise RuntimeError(
+            f"MPI cannot be loaded ({type(error).__name__}: {error}); install mpi4py and an MPI library: "
+            f"pip install 'thdattn[mpich]' brings both, pip install 'thdattn[mpi]' uses the one on this machine"
+        ) from error
+    world = MPI.COMM_WORLD
+    alone = launched == 0 and world.size == 1 and os.environ.get("PMIX_RANK", "0") != "0"
+    if alone or (launched and launched != world.size):
+        library = MPI.Get_library_version().split("\n")[0].strip()
+        raise RuntimeError(
+            f"the launcher started {launched or 'several'} ranks but MPI sees {world.size}: launcher and MPI library "
+            f"({library}) are of different makes; use the launcher that came with the library, for an MPI "
+            f"installed by pip that is {Path(sys.executable).parent / 'mpiexec'}"
+        )
+    if world.size > 1:
+        _end_all_ranks_on_error(world)
+    return world
+
+
+def local_rank(world: Any) -> int:
+    """Which of the ranks on this machine this one is."""
+    from mpi4py import MPI
+
+    machine = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
+    rank = int(machine.rank)
+    machine.Free()
+    return rank
+
+
+def free(communicator: Any) -> None:
+    """Free a communicator, unless the program finalised MPI before."""
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        communicator.Free()
+
+
+def _end_all_ranks_on_error(world: Any) -> None:
+    """Turn an uncaught exception into MPI_Abort; MPI_Finalize would wait for ranks that wait for this one."""
+    previous = sys.excepthook
+    if getattr(previous, "ends_all_ranks", False):
+        return
+
+    def report_and_abort(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        previous(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        world.Abort(1)
+
+    report_and_abort.ends_all_ranks = True  # type: ignore[attr-defined]
+    sys.excepthook = report_and_abort
+
+
+def _as_unsigned(array: np.ndarray) -> np.ndarray:
+    """The same bytes as unsigned integers, since MPI has no bfloat16 and a copy needs no meaning."""
+    width = array.itemsize if array.itemsize in (1, 2, 4, 8) else 1
+    return array.reshape(-1).view(f"u{width}")

@@ -1,0 +1,209 @@
+"""NCCL ranks: GPU arrays through CuPy's NCCL, one process and one GPU per rank, found through MPI.
+
+Starting NCCL is where such programs hang: a rank that fails alone leaves the others in a call without a timeout. So
+each step of the start is tried on every rank, its outcome (ok, result or error) is exchanged over MPI, and either all
+ranks go on or all raise.
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from thdattn.comm import Comm, mpi
+
+# ncclCommInitRank has no timeout of its own. Minutes, as very large jobs are slow to start.
+_START_TIMEOUT_SECONDS = 300.0
+
+_INSTALL = "pip install 'thdattn[cuda13]' (or [cuda12], after the driver's CUDA version)"
+
+
+class Gpu(NamedTuple):
+    """The GPU of one rank: its number in this process, and what tells it from every other GPU."""
+
+    device: int
+    hostname: str
+    pci_bus_id: str
+    uuid: str
+
+
+Outcome = tuple[bool, Any]  # (True, result) or (False, message)
+
+
+class NcclComm(Comm):
+    """One process with one GPU, with CuPy arrays on that GPU.
+
+    Collectives go to the stream that is current in the calling thread and return at once; they may be captured in a
+    CUDA graph. NCCL checks nothing across ranks: different shapes on two ranks hang or corrupt, see Comm.agree.
+
+    NOTE: drop captured graphs that hold a collective before close(), also on errors. Destroying the communicator
+    first leaves every rank hanging at exit (measured with NCCL 2.28).
+
+    Args:
+        world: the MPI communicator of all ranks.
+        gpus: every rank's GPU, in rank order, from choose(). This rank's becomes CuPy's current device.
+
+    Raises:
+        RuntimeError: on every rank, if NCCL could not start on one.
+    """
+
+    name = "nccl"
+    devices = frozenset({"cuda"})
+    sum_dtypes = Comm.sum_dtypes | {"float16", "bfloat16"}
+
+    def __init__(self, world: Any, gpus: Sequence[Gpu]) -> None:
+        super().__init__(world.rank, world.size)
+        cupy, nccl = load()
+        self._cupy = cupy
+        self._device = gpus[world.rank].device
+        self._bytes = nccl.NCCL_UINT8
+        self._dtypes = {dtype: getattr(nccl, f"NCCL_{dtype.upper()}") for dtype in self.sum_dtypes}
+        self._ops = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX}
+        cupy.cuda.Device(self._device).use()
+        self._nccl = _start(world, nccl)
+        self._world = world.Dup()
+        atexit.register(self.close)  # runs before mpi4py's MPI_Finalize
+
+    def _all_gather(self, send: Any, recv: Any) -> None:
+        if send.size:
+            self._nccl.allGather(send.data.ptr, recv.data.ptr, send.nbytes, self._bytes, self._stream())
+
+    def _reduce_scatter(self, send: Any, recv: Any) -> None:
+        if recv.size:
+            dtype = self._dtypes[send.dtype.name]
+            self._nccl.reduceScatter(
+                send.data.ptr, recv.data.ptr, recv.size, dtype, self._ops["sum"], self._stream()
+            )
+
+    def _all_reduce(self, array: Any, op: str) -> None:
+        if array.size:
+            dtype, pointer = self._dtypes[array.dtype.name], array.data.ptr
+            self._nccl.allReduce(pointer, pointer, array.size, dtype, self._ops[op], self._stream())
+
+    def _barrier(self) -> None:
+        self._cupy.cuda.get_current_stream().synchronize()
+        self._world.Barrier()
+
+    def _gather_values(self, value: int) -> Sequence[int]:
+        return self._world.allgather(value)
+
+    def _close(self) -> None:
+        atexit.unregister(self.close)
+        self._nccl.destroy()
+        mpi.free(self._world)
+
+    def _stream(self) -> int:
+        return self._cupy.cuda.get_current_stream().ptr
+
+    def _check_array(self, name: str, array: Any) -> None:
+        super()._check_array(name, array)
+        if array.size and array.data.device_id != self._device:
+            raise ValueError(
+                f"{name} is on GPU {array.data.device_id}, but rank {self.rank} works on GPU {self._device}; "
+                f"make arrays under cupy.cuda.Device({self._device}), which init made current"
+            )
+
+
+def survey(world: Any) -> list[Outcome]:
+    """Every rank's GPU, or why it has none, in rank order; the same list on every rank."""
+    local_rank = mpi.local_rank(world)
+    return world.allgather(_attempt(lambda: _find_gpu(local_rank)))
+
+
+def choose(answers: Sequence[Outcome]) -> list[Gpu]:
+    """Every rank's GPU, if each rank has one to itself.
+
+    Args:
+        answers: what survey() returned; equal on all ranks, so all ranks return or all raise.
+
+    Raises:
+        RuntimeError: a rank has no usable GPU, or two ranks have the same one.
+    """
+    gpus: list[Gpu] = _results("no usable GPU", answers)
+    owner: dict[
+        tuple[str, str], int
+    ] = {}  # slices of one GPU differ in uuid, and CuPy may cut a uuid at a 0 byte
+    for rank, gpu in enumerate(gpus):
+        first = owner.setdefault((gpu.pci_bus_id, gpu.uuid), rank)
+        if first != rank:
+            raise RuntimeError(
+                f"ranks {first} and {rank} have the same GPU, PCI bus id {gpu.pci_bus_id} on {gpu.hostname}, which "
+                f"NCCL does not support; start at most one rank per GPU, each with another CUDA_VISIBLE_DEVICES or "
+                f"all with the same list of GPUs"
+            )
+    return gpus
+
+
+def load() -> tuple[Any, Any]:
+    """CuPy and its NCCL module.
+
+    Raises:
+        RuntimeError: one of them is missing; says what to install.
+    """
+    try:
+        import cupy
+        from cupy.cuda import nccl
+    except Exception as error:
+        raise RuntimeError(f"CuPy cannot be loaded ({type(error).__name__}: {error}); {_INSTALL}") from error
+    if not nccl.available:
+        raise RuntimeError(f"CuPy finds no NCCL library; {_INSTALL}")
+    return cupy, nccl
+
+
+def _find_gpu(local_rank: int) -> Gpu:
+    """The GPU of this rank: the only one it sees, else the one whose number is its rank on this machine."""
+    cupy, _ = load()
+    hostname = socket.gethostname()
+    count = cupy.cuda.runtime.getDeviceCount()
+    device = 0 if count == 1 else local_rank
+    if device >= count:
+        raise RuntimeError(
+            f"rank number {local_rank} of {hostname} sees {count} GPUs; start at most {count} ranks there, or give "
+            f"each rank one GPU of its own in CUDA_VISIBLE_DEVICES"
+        )
+    uuid = bytes(cupy.cuda.runtime.getDeviceProperties(device)["uuid"]).hex()
+    return Gpu(device, hostname, cupy.cuda.Device(device).pci_bus_id, uuid)
+
+
+def _start(world: Any, nccl: Any) -> Any:
+    """Make the communicator on all ranks, or raise on all ranks."""
+    # NOTE: the outcome is sent, not the id: a rank 0 that raised here would leave the others in bcast.
+    made = world.bcast(_attempt(nccl.get_unique_id) if world.rank == 0 else None, root=0)
+    (unique_id,) = _results("NCCL made no unique id", [made])
+    deadline = threading.Timer(_START_TIMEOUT_SECONDS, _give_up, (world,))
+    deadline.daemon = True
+    deadline.start()
+    try:
+        ok, communicator = _attempt(lambda: nccl.NcclCommunicator(world.size, unique_id, world.rank))
+        _results("NCCL did not start", world.allgather((ok, None if ok else communicator)))
+    finally:
+        deadline.cancel()
+    return communicator
+
+
+def _give_up(world: Any) -> None:
+    print(
+        f"thdattn: rank {world.rank} of {world.size} on {socket.gethostname()}: NCCL did not start within "
+        f"{_START_TIMEOUT_SECONDS:g} s, ending all ranks; NCCL_DEBUG=INFO shows which rank is missing",
+        file=sys.stderr,
+        flush=True,
+    )
+    world.Abort(1)
+
+
+def _attempt(action: Callable[[], Any]) -> Outcome:
+    try:
+        return True, action()
+    except Exception as error:  # noqa: BLE001  becomes a RuntimeError on every rank, see _results
+        return False, f"{type(error).__name__}: {error}"
+
+
+def _results(failure: str, outcomes: Sequence[Outcome]) -> list[Any]:
+    failed = [f"rank {rank}: {message}" for rank, (ok, message) in enumerate(outcomes) if not ok]
+    if failed:
+        raise RuntimeError(f"{failure} on {'; '.join(failed)}")
+    return [result for _, result in outcomes]

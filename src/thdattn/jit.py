@@ -1,0 +1,130 @@
+"""CUDA source to a loaded kernel: NVRTC to a cubin, a disk cache, and the launch attributes.
+
+No host compiler and no headers are needed, and a cubin for any architecture can be built on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import cupy
+from cupy.cuda import driver, function, nvrtc
+
+log = logging.getLogger("thdattn")
+
+SOURCE = Path(__file__).with_name("kernels.cu")
+OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
+
+
+def cache_dir() -> Path:
+    """Where cubins are kept: $THDATTN_CACHE_DIR, else thdattn/ in the user's cache directory."""
+    chosen = os.environ.get("THDATTN_CACHE_DIR")
+    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "thdattn"
+
+
+def device_arch() -> str:
+    """NVRTC's name of the current device's architecture; sm_90a on Hopper, for wgmma and setmaxnreg."""
+    capability = cupy.cuda.Device().compute_capability
+    return "sm_90a" if capability == "90" else f"sm_{capability}"
+
+
+def source_hash() -> str:
+    """The first 16 hex digits of the SHA-256 of the kernel sources: what a test record or a benchmark row is about."""
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+
+
+def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:
+    """Compiles one kernel of kernels.cu with NVRTC; needs no GPU.
+
+    Args:
+        name: a C++ name expression, for instance "thd_reorder<true>".
+        arch: "sm_80", "sm_90a", ...
+
+    Returns:
+        (cubin, lowered name, compiler log with registers and spills).
+
+    Raises:
+        RuntimeError: NVRTC refused the source; its log is the message.
+    """
+    program = nvrtc.createProgram(SOURCE.read_text(), SOURCE.name, (), ())
+    try:
+        nvrtc.addNameExpression(program, name)
+        try:
+            nvrtc.compileProgram(program, (f"-arch={arch}", *OPTIONS))
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(f"{name} for {arch}: {error}\n{nvrtc.getProgramLog(program)}") from None
+        # CuPy drops the last byte of a cubin, which disassemblers miss in a file.
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getLoweredName(program, name), nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def cached_cubin(name: str, arch: str) -> tuple[bytes, str]:
+    """compile_kernel through the disk cache; returns (cubin, lowered name).
+
+    Keyed by source, options, name, architecture and NVRTC version. Many ranks may compile at once: each writes a file
+    of its own and renames it, so a reader never sees half of one.
+    """
+    key = repr((SOURCE.read_bytes(), OPTIONS, name, arch, nvrtc.getVersion()))
+    path = cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+    try:
+        lowered, _, cubin = path.read_bytes().partition(b"\0")
+        return cubin, lowered.decode()
+    except FileNotFoundError:
+        pass
+    start = time.perf_counter()
+    cubin, low, compiler_log = compile_kernel(name, arch)
+    registers = re.search(r"Used (\d+) registers", compiler_log)
+    log.info("compiled %s for %s in %.1f s, %s registers", name, arch, time.perf_counter() - start,
+             registers[1] if registers else "?")
+    _write_atomically(path, low.encode() + b"\0" + cubin)
+    return cubin, low
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        log.warning("the kernel cache %s cannot be written (%s): kernels are compiled again next time; "
+                    "set THDATTN_CACHE_DIR to a writable directory", path.parent, error)
+
+
+class Kernel:
+    """A loaded kernel of the current device; call it with (grid, block, args)."""
+
+    def __init__(self, name: str, shared_bytes: int = 0):
+        cubin, lowered = cached_cubin(name, device_arch())
+        self._module = function.Module()
+        self._module.load(cubin)
+        self._function = self._module.get_function(lowered)
+        self._shared_bytes = shared_bytes
+        if shared_bytes > 48 * 1024:
+            attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.funcSetAttribute(self._function.ptr, attribute, shared_bytes)
+
+    def __call__(self, grid: tuple[int, ...], block: int, args: tuple[Any, ...]) -> None:
+        """Launches on CuPy's current stream; a grid without blocks is no launch."""
+        if all(grid):
+            self._function(grid, (block,), args, shared_mem=self._shared_bytes, stream=cupy.cuda.get_current_stream())
+
+
+@functools.cache
+def _kernel_of_device(device: int, name: str, shared_bytes: int) -> Kernel:
+    return Kernel(name, shared_bytes)
+
+
+def kernel(name: str, shared_bytes: int = 0) -> Kernel:
+    """The kernel of that C++ name expression with so much dynamic shared memory, loaded once per device."""
+    return _kernel_of_device(cupy.cuda.runtime.getDevice(), name, shared_bytes)

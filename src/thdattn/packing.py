@@ -1,0 +1,348 @@
+"""The packed batch: how long every sequence is, and which rows of the packed buffer it occupies.
+
+Sequence order is defined here: sequence b starts at row cu_seqlens_padded[b], its valid rows first,
+its padding after.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+INT32_MAX = 2**31 - 1
+DLPACK_CPU = 1
+
+
+class PackedBatch:
+    """Sequences of different lengths in one buffer of rows, without a batch dimension.
+
+    The offsets are the global ones, the same on every rank. On the host they are copied, frozen and checked
+    once, here, so that nothing later has to check them again. On a GPU they are kept as they are and only
+    their dtypes and shapes are checked: reading a value would make the host wait for the GPU, and a CUDA
+    graph rewrites the offsets between replays.
+
+    Args:
+        cu_seqlens: (num_seqs + 1,) int32, offsets of the valid tokens: starts at 0, never decreases. A NumPy
+            array, a list of ints, or an array on a GPU.
+        cu_seqlens_padded: (num_seqs + 1,) int32, row offsets of the sequences in the packed buffer; None
+            means cu_seqlens, no padding anywhere. On the same side (host or GPU) as cu_seqlens.
+        total_rows: rows of the packed buffer, at most 2**31 - 1. None means cu_seqlens_padded[-1]; more is a
+            fixed capacity whose last rows belong to no sequence. Required for offsets on a GPU.
+
+    Attributes:
+        cu_seqlens: (num_seqs + 1,) int32, read-only on the host.
+        cu_seqlens_padded: (num_seqs + 1,) int32, read-only on the host.
+        total_rows: rows of the packed buffer.
+        on_device: whether the offsets lie on a GPU.
+
+    Raises:
+        TypeError: offsets that are not int32, or a total_rows that is no int.
+        ValueError: offsets that are not 1-D, do not start at 0 or decrease; a sequence longer than its padded
+            length; offsets of different shapes or on different sides; total_rows too small, too large or,
+            for offsets on a GPU, missing.
+
+    Source: the THD format of Transformer Engine (cu_seqlens, cu_seqlens_padded).
+    """
+
+    def __init__(
+        self,
+        cu_seqlens: ArrayLike,
+        cu_seqlens_padded: ArrayLike | None = None,
+        *,
+        total_rows: int | None = None,
+    ) -> None:
+        self.on_device: bool = _lies_on_device(cu_seqlens)
+        if cu_seqlens_padded is not None and _lies_on_device(cu_seqlens_padded) != self.on_device:
+            here, there = ("a GPU", "the host") if self.on_device else ("the host", "a GPU")
+            raise ValueError(
+                f"cu_seqlens lies on {here} but cu_seqlens_padded on {there}; wanted both on one side; "
+                f"copy cu_seqlens_padded to {here}"
+            )
+        checked = _device_offsets if self.on_device else _host_offsets
+        self.cu_seqlens: Any = checked("cu_seqlens", cu_seqlens)
+        self.cu_seqlens_padded: Any = self.cu_seqlens
+        if cu_seqlens_padded is not None:
+            self.cu_seqlens_padded = checked("cu_seqlens_padded", cu_seqlens_padded)
+            self._check_padding()
+        self.total_rows: int = self._checked_total_rows(total_rows)
+
+    @classmethod
+    def from_lengths(cls, lengths: ArrayLike, multiple: int = 1) -> PackedBatch:
+        """The batch of sequences with these lengths, each padded up to a multiple.
+
+        Args:
+            lengths: (num_seqs,) integers >= 0, valid tokens of every sequence.
+            multiple: every padded length is the next multiple of this (2*cp_size for dual_chunk), >= 1.
+
+        Returns:
+            A batch on the host; total_rows is the sum of the padded lengths.
+
+        Raises:
+            TypeError: lengths that are not integers, or a multiple that is no int.
+            ValueError: lengths not 1-D, a negative length, multiple < 1, or 2**31 rows or more.
+        """
+        multiple = as_int("multiple", multiple)
+        if multiple < 1:
+            raise ValueError(f"multiple is {multiple}, wanted >= 1; pass 1 for no padding")
+        valid = np.asarray(lengths)
+        if valid.ndim != 1:
+            raise ValueError(
+                f"lengths has shape {valid.shape}, wanted (num_seqs,); pass one length per sequence"
+            )
+        if valid.size and valid.dtype.kind not in "iu":
+            raise TypeError(f"lengths is {valid.dtype}, wanted integers; convert it with .astype('int32')")
+        bad = (valid < 0) | (valid > INT32_MAX)
+        if bad.any():
+            seq = int(bad.argmax())
+            raise ValueError(
+                f"lengths[{seq}] is {valid[seq]}, wanted 0 <= length < 2**31; "
+                "pass the number of tokens of every sequence, 0 for an empty one"
+            )
+        valid = valid.astype(np.int64)
+        padded = -(-valid // multiple) * multiple
+        if padded.sum() > INT32_MAX:
+            raise ValueError(
+                f"lengths padded to multiples of {multiple} take {padded.sum()} rows, wanted < 2**31 "
+                "as rows are counted in int32; split the batch"
+            )
+        cu_seqlens, cu_seqlens_padded = np.zeros((2, valid.size + 1), np.int32)
+        np.cumsum(valid, out=cu_seqlens[1:])
+        np.cumsum(padded, out=cu_seqlens_padded[1:])
+        return cls(cu_seqlens, cu_seqlens_padded)
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences, zero-length ones included."""
+        return int(self.cu_seqlens.shape[0]) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """(num_seqs,) int32, valid tokens of every sequence. ValueError if the offsets lie on a GPU."""
+        self.require_host("lengths")
+        lengths: NDArray[np.int32] = np.diff(self.cu_seqlens)
+        return lengths
+
+    @property
+    def total_tokens(self) -> int:
+        """Valid tokens of all sequences together. ValueError if the offsets lie on a GPU."""
+        self.require_host("total_tokens")
+        return int(self.cu_seqlens[-1])
+
+    def pack(self, arrays: Iterable[ArrayLike], fill: Any = 0) -> NDArray[Any]:
+        """Lays one host array per sequence out in sequence order.
+
+        Args:
+            arrays: num_seqs arrays (lengths[b], ...), all of one trailing shape and one dtype.
+            fill: the value of the rows that hold no valid token.
+
+        Returns:
+            (total_rows, ...), a new array of the same dtype.
+
+        Raises:
+            TypeError: arrays of different dtypes.
+            ValueError: a wrong number of arrays, of rows in one, different trailing shapes, no array at all
+                (nothing tells the trailing shape then), or offsets on a GPU.
+        """
+        self.require_host("pack")
+        remedy = "pass one array per sequence, as long as batch.lengths"
+        pieces = check_arrays("arrays", arrays, self.lengths, remedy)
+        if not pieces:
+            raise ValueError(
+                "arrays is empty, as the batch has no sequences: wanted at least one array to take the "
+                "trailing shape and dtype from; make the buffer with np.full((batch.total_rows, ...), fill)"
+            )
+        rows = np.full((self.total_rows, *pieces[0].shape[1:]), fill, pieces[0].dtype)
+        rows[rows_of_runs(self.cu_seqlens_padded[:-1], self.lengths)] = np.concatenate(pieces)
+        return rows
+
+    def unpack(self, rows: ArrayLike) -> list[NDArray[Any]]:
+        """Takes the valid rows of every sequence out of a host array in sequence order.
+
+        Args:
+            rows: (total_rows, ...), any dtype.
+
+        Returns:
+            num_seqs arrays (lengths[b], ...): views of rows, not copies.
+
+        Raises:
+            ValueError: a wrong number of rows, or offsets on a GPU.
+        """
+        self.require_host("unpack")
+        remedy = "pass an array of batch.total_rows rows, as pack makes it"
+        packed = check_rows("rows", rows, self.total_rows, remedy)
+        begins = self.cu_seqlens_padded[:-1]
+        ends = begins + self.lengths
+        return [packed[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+    def require_host(self, what: str) -> None:
+        """Raises ValueError, saying that `what` needs offsets on the host, if they lie on a GPU."""
+        if self.on_device:
+            raise ValueError(
+                f"{what} needs the offsets on the host, but cu_seqlens lies on a GPU and reading it would "
+                "make the host wait; build the PackedBatch from NumPy offsets (cu_seqlens.get())"
+            )
+
+    def _check_padding(self) -> None:
+        if tuple(self.cu_seqlens_padded.shape) != tuple(self.cu_seqlens.shape):
+            raise ValueError(
+                f"cu_seqlens_padded has shape {tuple(self.cu_seqlens_padded.shape)}, wanted "
+                f"{tuple(self.cu_seqlens.shape)} as cu_seqlens; pass num_seqs + 1 offsets in both"
+            )
+        if self.on_device:
+            return
+        padded = np.diff(self.cu_seqlens_padded)
+        too_long = self.lengths > padded
+        if too_long.any():
+            seq = int(too_long.argmax())
+            raise ValueError(
+                f"sequence {seq} has {self.lengths[seq]} tokens but cu_seqlens_padded leaves it "
+                f"{padded[seq]} rows; wanted length <= padded length; pad it to {self.lengths[seq]} or more"
+            )
+
+    def _checked_total_rows(self, total_rows: int | None) -> int:
+        if total_rows is None:
+            if self.on_device:
+                raise ValueError(
+                    "total_rows is None, wanted an int, as cu_seqlens lies on a GPU and reading its last "
+                    "value would make the host wait; pass total_rows, the rows of your packed buffer"
+                )
+            return int(self.cu_seqlens_padded[-1])
+        total_rows = as_int("total_rows", total_rows)
+        if not 0 <= total_rows <= INT32_MAX:
+            raise ValueError(
+                f"total_rows is {total_rows}, wanted 0 <= total_rows < 2**31 as rows are counted in int32; "
+                "pass the rows of your packed buffer, or split the batch"
+            )
+        if not self.on_device and total_rows < self.cu_seqlens_padded[-1]:
+            raise ValueError(
+                f"total_rows is {total_rows} but cu_seqlens_padded ends at {self.cu_seqlens_padded[-1]}; "
+                "wanted at least that; leave total_rows out, or pass the rows of a larger buffer"
+            )
+        return total_rows
+
+
+def rows_of_runs(begins: NDArray[np.integer[Any]], lengths: NDArray[np.integer[Any]]) -> NDArray[np.int32]:
+    """The rows of many runs of consecutive rows, one run after the other.
+
+    Args:
+        begins: (num_runs,) integers, first row of every run.
+        lengths: (num_runs,) integers >= 0, rows of every run.
+
+    Returns:
+        (sum of lengths,) int32. Begins [5, 2] and lengths [2, 3] give [5, 6, 2, 3, 4].
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    shift = begins - (ends - lengths)
+    rows = np.repeat(shift, lengths)
+    rows += np.arange(rows.size)
+    return rows.astype(np.int32)
+
+
+def check_rows(name: str, array: ArrayLike, num_rows: int, remedy: str) -> NDArray[Any]:
+    """The array as NumPy sees it, if it has num_rows rows; ValueError with name and remedy otherwise."""
+    rows = np.asarray(array)
+    if rows.shape[:1] != (num_rows,):
+        raise ValueError(f"{name} has shape {rows.shape}, wanted {num_rows} rows; {remedy}")
+    return rows
+
+
+def check_arrays(
+    name: str, arrays: Iterable[ArrayLike], num_rows: NDArray[np.integer[Any]], remedy: str
+) -> list[NDArray[Any]]:
+    """The arrays as NumPy sees them, if array i has num_rows[i] rows and all share trailing shape and dtype.
+
+    Args:
+        name: what the caller calls the list, for the error.
+        arrays: arrays (num_rows[i], ...).
+        num_rows: (num_arrays,) integers, rows wanted of every array.
+        remedy: what to do about a wrong number of arrays or rows, for the error.
+
+    Raises:
+        TypeError: arrays of different dtypes.
+        ValueError: a wrong number of arrays, of rows in one, or different trailing shapes.
+    """
+    listed = list(arrays)
+    if len(listed) != len(num_rows):
+        raise ValueError(f"{name} holds {len(listed)} arrays, wanted {len(num_rows)}; {remedy}")
+    checked = [
+        check_rows(f"{name}[{i}]", array, wanted, remedy)
+        for i, (array, wanted) in enumerate(zip(listed, num_rows.tolist(), strict=True))
+    ]
+    for i, array in enumerate(checked):
+        if array.shape[1:] != checked[0].shape[1:]:
+            raise ValueError(
+                f"{name}[{i}] has trailing shape {array.shape[1:]}, wanted {checked[0].shape[1:]} as "
+                f"{name}[0]; give all arrays the same shape after the first dimension"
+            )
+        if array.dtype != checked[0].dtype:
+            raise TypeError(
+                f"{name}[{i}] is {array.dtype}, wanted {checked[0].dtype} as {name}[0]; "
+                f"convert it with .astype('{checked[0].dtype}')"
+            )
+    return checked
+
+
+def as_int(name: str, value: Any) -> int:
+    """The value as a Python int; TypeError with the name if it is not an integer."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} is {value!r}, a {type(value).__name__}; wanted an int; convert it with int()"
+        ) from None
+
+
+def _lies_on_device(array: Any) -> bool:
+    dlpack_device = getattr(array, "__dlpack_device__", None)
+    return dlpack_device is not None and dlpack_device()[0] != DLPACK_CPU
+
+
+def _device_offsets(name: str, offsets: Any) -> Any:
+    dtype = str(offsets.dtype).rpartition(".")[2]  # "int32" of CuPy and JAX, "torch.int32" of torch
+    if dtype != "int32":
+        raise TypeError(f"{name} is {dtype}, wanted int32; convert it with .astype('int32') where it is made")
+    _check_offsets_shape(name, tuple(offsets.shape))
+    return offsets
+
+
+def _host_offsets(name: str, offsets: Any) -> NDArray[np.int32]:
+    """A frozen int32 copy: a caller who reuses the array cannot undo the checks."""
+    values = np.asarray(offsets)
+    _check_offsets_shape(name, values.shape)
+    if hasattr(offsets, "dtype"):
+        if values.dtype != np.int32:
+            raise TypeError(f"{name} is {values.dtype}, wanted int32; convert it with .astype('int32')")
+    elif values.dtype.kind != "i":
+        raise TypeError(
+            f"{name} holds {values.dtype} values, wanted ints; pass an int32 array or a list of ints"
+        )
+    if values[0] != 0:
+        raise ValueError(
+            f"{name}[0] is {values[0]}, wanted 0; put a 0 in front of the cumulative sum of the lengths"
+        )
+    decreases = values[1:] < values[:-1]
+    if decreases.any():
+        seq = int(decreases.argmax())
+        raise ValueError(
+            f"{name} decreases from {values[seq]} at index {seq} to {values[seq + 1]} at index {seq + 1}; "
+            "wanted offsets that never decrease; pass the cumulative sum of the lengths, starting at 0"
+        )
+    if values[-1] > INT32_MAX:
+        raise ValueError(
+            f"{name} ends at {values[-1]}, wanted < 2**31 as rows are counted in int32; split the batch"
+        )
+    frozen = values.astype(np.int32)
+    frozen.setflags(write=False)
+    return frozen
+
+
+def _check_offsets_shape(name: str, shape: tuple[int, ...]) -> None:
+    if len(shape) != 1 or shape[0] < 1:
+        raise ValueError(
+            f"{name} has shape {shape}, wanted (num_seqs + 1,); pass the cumulative sum of the lengths, "
+            "starting at 0 ([0] for no sequences)"
+        )

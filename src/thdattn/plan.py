@@ -1,0 +1,188 @@
+"""The plan of one rank: which keys every query row sees, as ranges of rows, and the maps between the two row orders.
+
+Made once per batch and used by every layer, forward and backward. Everything that differs between masks, shardings,
+chunks, windows and padding ends here: the engines only see ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from thdattn.packing import PackedBatch
+from thdattn.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class PlanArrays:
+    """The arrays of a plan, int32, in the engine's own array type.
+
+    rows, positions: (local_rows,), sequence-order row (-1: filler) and position in its sequence of every local row.
+    key_ranges: (local_rows, 2), [begin, end) rows of the key buffer, in sequence order, that a query row sees;
+        (0, 0) for padding.
+    query_ranges: (key_rows, 2), its transpose: [begin, end) local query rows that see a key row; (0, 0) for none.
+    rank_order: (cp_size * local_rows,), sequence-order row of every row of a gathered buffer; -1 for fillers.
+    query_tiles, key_tiles: (ceil(rows / tile),), tiles of query rows and of key rows, the longest first.
+    """
+
+    rows: Any
+    positions: Any
+    key_ranges: Any
+    query_ranges: Any
+    rank_order: Any
+    query_tiles: Any
+    key_tiles: Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank needs to know of a batch; made by CPAttention.plan.
+
+    The work buffers of a plan are reused by every call: calls with one plan belong on one stream.
+
+    Attributes:
+        sharding, cp_rank: whose plan it is.
+        window: (left, right), -1 = unlimited; a causal mask is right = 0.
+        tiles: (rows per query tile, rows per key tile) that query_tiles and key_tiles are made for.
+        arrays: the PlanArrays.
+    """
+
+    sharding: Sharding
+    cp_rank: int
+    window: tuple[int, int]
+    tiles: tuple[int, int]
+    arrays: PlanArrays
+    engine_name: str
+    _empty: Callable[[tuple[int, ...], DTypeLike], Any] = field(repr=False)
+    _buffers: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def batch(self) -> PackedBatch:
+        """The batch the plan is about."""
+        return self.sharding.batch
+
+    @property
+    def cp_size(self) -> int:
+        """Number of context-parallel ranks."""
+        return self.sharding.cp_size
+
+    @property
+    def local_rows(self) -> int:
+        """Rows that every rank stores, fillers included."""
+        return self.sharding.local_rows
+
+    @property
+    def key_rows(self) -> int:
+        """Rows of the key buffer: all rows of the packed batch, in sequence order."""
+        return self.batch.total_rows
+
+    @property
+    def rows(self) -> Any:
+        """(local_rows,) int32, sequence-order row of every local row; -1 for fillers."""
+        return self.arrays.rows
+
+    @property
+    def positions(self) -> Any:
+        """(local_rows,) int32, position of every local row in its sequence (counting on over padding), for RoPE."""
+        return self.arrays.positions
+
+    @property
+    def key_ranges(self) -> Any:
+        """(local_rows, 2) int32, the keys that every local query row sees."""
+        return self.arrays.key_ranges
+
+    @property
+    def query_ranges(self) -> Any:
+        """(key_rows, 2) int32, the local query rows that see every key row."""
+        return self.arrays.query_ranges
+
+    @property
+    def rank_order(self) -> Any:
+        """(cp_size * local_rows,) int32, sequence-order row of every gathered row; -1 for fillers."""
+        return self.arrays.rank_order
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """A work buffer, made on first use and kept: a captured CUDA graph must find it where it was."""
+        key = (name, shape, np.dtype(dtype))
+        if key not in self._buffers:
+            self._buffers[key] = self._empty(shape, dtype)
+        return self._buffers[key]
+
+
+def host_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int]) -> PlanArrays:
+    """The arrays of a plan from lengths on the host, in NumPy.
+
+    Args:
+        sharding: of a batch on the host.
+        cp_rank: the rank to plan for.
+        window: (left, right), -1 = unlimited; causal is right = 0.
+        tiles: rows per query tile and per key tile.
+
+    Returns:
+        PlanArrays of NumPy arrays. No Python loop over sequences; the loop over ranks is the only one.
+    """
+    batch = sharding.batch
+    rows = sharding.rows(cp_rank)
+    positions, key_ranges = _query_side(batch, rows, window)
+    query_ranges = _key_side(batch, rows[rows >= 0], window)
+    return PlanArrays(
+        rows=rows,
+        positions=positions,
+        key_ranges=key_ranges,
+        query_ranges=query_ranges,
+        rank_order=np.concatenate([sharding.rows(rank) for rank in range(sharding.cp_size)]),
+        query_tiles=_longest_first(key_ranges, tiles[0]),
+        key_tiles=_longest_first(query_ranges, tiles[1]),
+    )
+
+
+def _locate(batch: PackedBatch, rows: NDArray[np.int32]) -> tuple[NDArray[Any], ...]:
+    """Per row of the packed buffer: first row and length of its sequence, and position; length 0 outside all."""
+    if batch.num_seqs == 0:
+        return np.zeros_like(rows), np.zeros_like(rows), np.zeros_like(rows)
+    starts = batch.cu_seqlens_padded
+    inside = (rows >= 0) & (rows < starts[-1])
+    seq = np.searchsorted(starts[1:], np.where(inside, rows, 0), side="right")
+    seq = np.minimum(seq, batch.num_seqs - 1)
+    begin = np.where(inside, starts[seq], 0)
+    return begin, np.where(inside, batch.lengths[seq], 0), np.where(inside, rows - begin, 0)
+
+
+def _query_side(
+    batch: PackedBatch, rows: NDArray[np.int32], window: tuple[int, int]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(positions, key_ranges) of query rows: the rule of the mask on absolute positions, written as a range."""
+    left, right = window
+    begin, length, position = _locate(batch, rows)
+    first = np.maximum(0, position - left) if left >= 0 else np.zeros_like(position)
+    last = np.minimum(length, position + right + 1) if right >= 0 else length
+    ranges = np.stack([begin + first, begin + last], axis=1)
+    ranges[position >= length] = 0
+    return position.astype(np.int32), ranges.astype(np.int32)
+
+
+def _key_side(batch: PackedBatch, owned: NDArray[np.int32], window: tuple[int, int]) -> NDArray[np.int32]:
+    """query_ranges: owned rows ascend, so those between two positions of a sequence are neighbours."""
+    left, right = window
+    begin, length, position = _locate(batch, np.arange(batch.total_rows, dtype=np.int32))
+    first = np.maximum(0, position - right) if right >= 0 else np.zeros_like(position)
+    last = np.minimum(length, position + left + 1) if left >= 0 else length
+    ranges = np.stack([np.searchsorted(owned, begin + first), np.searchsorted(owned, begin + last)], axis=1)
+    ranges[(position >= length) | (ranges[:, 0] >= ranges[:, 1])] = 0
+    return ranges.astype(np.int32)
+
+
+def _longest_first(ranges: NDArray[np.int32], tile: int) -> NDArray[np.int32]:
+    """Tiles by falling span of the other side's rows between the first and last in sight; ties in their own order."""
+    if not len(ranges):
+        return np.zeros(0, np.int32)
+    starts = np.arange(0, len(ranges), tile)
+    empty = ranges[:, 0] >= ranges[:, 1]
+    first = np.minimum.reduceat(np.where(empty, np.iinfo(np.int32).max, ranges[:, 0]), starts)
+    last = np.maximum.reduceat(np.where(empty, 0, ranges[:, 1]), starts)
+    span = np.maximum(0, last.astype(np.int64) - first)
+    return np.argsort(-span, kind="stable").astype(np.int32)

@@ -1,0 +1,292 @@
+"""The NumPy engine: attention forward and backward over key ranges, and the two moves of rows.
+
+It has the functions of the CUDA engine (`ops.py`) with the same arguments, so everything above the engine
+runs on any laptop. Like the kernels it obeys one rule, `score(i, j)` counts iff
+`key_begin[i] <= j < key_end[i]`, and knows neither sequences nor ranks. No product ever touches a row that no
+range names: whatever padding holds, NaN included, cannot reach a result.
+
+float16, bfloat16 and float32 are computed in float32, float64 in float64. Work is proportional to visible
+pairs, up to the corners of the blocks that `row_blocks` makes.
+
+Inside, arrays are heads first and query heads are grouped by the kv head they read: (num_kv_heads, rows,
+group, width), so that one batched product serves a group without repeating k or v.
+
+Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, for the backward with `lse` and `delta`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from thdattn.packing import DLPACK_CPU
+from thdattn.plan import Plan, PlanArrays, host_arrays
+from thdattn.sharding import Sharding
+
+Array = NDArray[Any]
+
+name = "reference"
+device = "cpu"
+dtypes = ("float16", "bfloat16", "float32", "float64")
+head_dims = None  # any
+
+MAX_BLOCK_ROWS = 128
+MAX_BLOCK_SCORES = 2**24  # num_heads * rows * keys of one block: 64 MiB of float32 scores
+
+
+def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """A new uninitialised array."""
+    return np.empty(shape, dtype)
+
+
+def from_user(name: str, x: Any) -> Array:
+    """A user's array as a C-contiguous NumPy array, without a copy where it is one.
+
+    Raises:
+        TypeError: the array is not on the host, or cannot be exchanged through DLPack.
+    """
+    if not isinstance(x, np.ndarray):
+        if not hasattr(x, "__dlpack__") or x.__dlpack_device__()[0] != DLPACK_CPU:
+            raise TypeError(
+                f"{name} is a {type(x).__module__}.{type(x).__name__}, wanted a NumPy array, or an array on the host "
+                f"that speaks DLPack; copy it with numpy.asarray or {name}.get(), or use engine='cuda'"
+            )
+        try:
+            x = np.from_dlpack(x)
+        except (BufferError, RuntimeError) as error:
+            raise TypeError(
+                f"{name} cannot be read through DLPack ({error}); pass a NumPy array (bfloat16: ml_dtypes.bfloat16)"
+            ) from error
+    return np.ascontiguousarray(x)
+
+
+def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
+    """Rows per query tile and per key tile of a plan's tile lists, which this engine does not use."""
+    return MAX_BLOCK_ROWS, MAX_BLOCK_ROWS
+
+
+def plan_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int]) -> PlanArrays:
+    """The arrays of a plan in NumPy; see plan.host_arrays. ValueError for lengths on a GPU."""
+    sharding.batch.require_host("a plan of the reference engine")
+    return host_arrays(sharding, cp_rank, window, tiles)
+
+
+def attn_fwd(
+    q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool
+) -> tuple[Array, Array, Array | None]:
+    """Attention of this rank's query rows over the whole key buffer.
+
+    Args:
+        q: (local_rows, num_heads, head_dim), rows as in `plan.key_ranges`.
+        k: (key_rows, num_kv_heads, head_dim), sequence order.
+        v: (key_rows, num_kv_heads, v_head_dim), sequence order.
+        plan: gives `key_ranges`, (local_rows, 2) int32; an empty range marks padding.
+        softmax_scale: factor on q.k.
+        return_max_logit: also return the largest scaled logit of every head.
+
+    Returns:
+        out: (local_rows, num_heads, v_head_dim), dtype of q; exactly 0 on padding.
+        lse: (num_heads, local_rows), float32 (float64 for float64 input), natural log; -inf on padding.
+        max_logit: (num_heads,) float32, -inf if every row is padding; None if not asked for.
+    """
+    local_rows, num_heads, _ = q.shape
+    num_kv_heads, v_head_dim = v.shape[1:]
+    dtype = _compute_dtype(q.dtype)
+    rows, blocks = row_blocks(plan.key_ranges, num_heads)
+    ranges = plan.key_ranges[rows]
+    scaled_q = _group_heads(q[rows], num_kv_heads, dtype) * dtype.type(softmax_scale)
+    keys, values = _heads_first(k, dtype), _heads_first(v, dtype)
+
+    # Per non-empty row, by (kv head, row, head of the group).
+    o = np.empty((*scaled_q.shape[:3], v_head_dim), dtype)
+    row_max = np.empty(scaled_q.shape[:3], dtype)
+    row_sum = np.empty(scaled_q.shape[:3], dtype)
+    for row_begin, row_end, key_begin, key_end in blocks.tolist():
+        here, seen = slice(row_begin, row_end), slice(key_begin, key_end)
+        scores = _masked_scores(scaled_q[:, here], keys[:, seen], ranges[here] - key_begin)
+        row_max[:, here] = scores.max(axis=-1)
+        p = np.exp(scores - row_max[:, here, :, None], out=scores)
+        row_sum[:, here] = p.sum(axis=-1)
+        o[:, here] = (_merge_group(p) @ values[:, seen]).reshape(o[:, here].shape)
+    o /= row_sum[..., None]
+
+    out = np.zeros((local_rows, num_heads, v_head_dim), q.dtype)
+    out[rows] = _ungroup_heads(o).astype(q.dtype)
+    lse = np.full((num_heads, local_rows), -np.inf, dtype)
+    lse[:, rows] = (row_max + np.log(row_sum)).swapaxes(1, 2).reshape(num_heads, -1)
+    if not return_max_logit:
+        return out, lse, None
+    return out, lse, row_max.max(axis=1, initial=-np.inf).reshape(num_heads).astype(np.float32)
+
+
+def attn_bwd(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    plan: Plan,
+    softmax_scale: float,
+    kv_grad_dtype: DTypeLike,
+    deterministic: bool,
+) -> tuple[Array, Array, Array]:
+    """Gradients of `attn_fwd`; dk and dv are this rank's share, a sum over its own query rows.
+
+    P = exp(scale*S - lse), dS = P*(dout v^T - delta), dq = scale*dS k, dk = scale*dS^T q, dv = P^T dout.
+
+    Args:
+        dout: (local_rows, num_heads, v_head_dim), gradient of out.
+        q, k, v, plan, softmax_scale: as given to `attn_fwd`.
+        out, lse: as returned by `attn_fwd`.
+        kv_grad_dtype: dtype of dk and dv; they are summed in float32 (float64) and cast once.
+        deterministic: part of the engine contract; blocks are always summed in row order here.
+
+    Returns:
+        dq: (local_rows, num_heads, head_dim), dtype of q; exactly 0 on padding.
+        dk: (key_rows, num_kv_heads, head_dim), kv_grad_dtype; exactly 0 on rows that no local query sees.
+        dv: (key_rows, num_kv_heads, v_head_dim), the same.
+    """
+    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    dtype = _compute_dtype(q.dtype)
+    scale = dtype.type(softmax_scale)
+    rows, blocks = row_blocks(plan.key_ranges, num_heads)
+    ranges = plan.key_ranges[rows]
+    scaled_q = _group_heads(q[rows], num_kv_heads, dtype) * scale
+    do = _group_heads(dout[rows], num_kv_heads, dtype)
+    delta = (do * _group_heads(out[rows], num_kv_heads, dtype)).sum(axis=-1)
+    row_lse = _group_heads(lse[:, rows].T[..., None], num_kv_heads, dtype)
+    keys, values = _heads_first(k, dtype), _heads_first(v, dtype)
+
+    grad_q = np.empty_like(scaled_q)
+    grad_k, grad_v = np.zeros(keys.shape, dtype), np.zeros(values.shape, dtype)
+    for row_begin, row_end, key_begin, key_end in blocks.tolist():
+        here, seen = slice(row_begin, row_end), slice(key_begin, key_end)
+        scores = _masked_scores(scaled_q[:, here], keys[:, seen], ranges[here] - key_begin)
+        p = _merge_group(np.exp(scores - row_lse[:, here], out=scores))
+        block_do = _merge_group(do[:, here])
+        grad_v[:, seen] += p.swapaxes(1, 2) @ block_do
+        ds = block_do @ values[:, seen].swapaxes(1, 2)
+        ds -= delta[:, here].reshape(num_kv_heads, -1, 1)
+        ds *= p
+        grad_q[:, here] = (ds @ keys[:, seen]).reshape(grad_q[:, here].shape)
+        grad_k[:, seen] += ds.swapaxes(1, 2) @ _merge_group(scaled_q[:, here])
+
+    dq = np.zeros(q.shape, q.dtype)
+    dq[rows] = _ungroup_heads(grad_q * scale).astype(q.dtype)
+    return dq, grad_k.swapaxes(0, 1).astype(kv_grad_dtype), grad_v.swapaxes(0, 1).astype(kv_grad_dtype)
+
+
+def to_sequence_order(k_ranks: Array, v_ranks: Array, plan: Plan) -> tuple[Array, Array]:
+    """Rows gathered from all ranks, moved to sequence order: out[rank_order[t]] = in[t].
+
+    Args:
+        k_ranks, v_ranks: (cp_size*local_rows, ...), rank order; filler rows (rank_order -1) are dropped.
+        plan: gives `rank_order`, (cp_size*local_rows,) int32, and `key_rows`.
+
+    Returns:
+        k, v: (key_rows, ...), the dtypes of the inputs; rows that no rank owns are 0.
+    """
+    owned = plan.rank_order >= 0
+
+    def move(x: Array) -> Array:
+        result = np.zeros((plan.key_rows, *x.shape[1:]), x.dtype)
+        result[plan.rank_order[owned]] = x[owned]
+        return result
+
+    return move(k_ranks), move(v_ranks)
+
+
+def to_rank_order(dk: Array, dv: Array, plan: Plan) -> tuple[Array, Array]:
+    """Inverse of `to_sequence_order`: out[t] = in[rank_order[t]], 0 on filler rows.
+
+    Args:
+        dk, dv: (key_rows, ...), sequence order.
+        plan: gives `rank_order`, (cp_size*local_rows,) int32.
+
+    Returns:
+        dk_ranks, dv_ranks: (cp_size*local_rows, ...), the dtypes of the inputs.
+    """
+    owned = plan.rank_order >= 0
+
+    def move(x: Array) -> Array:
+        result = np.zeros((len(plan.rank_order), *x.shape[1:]), x.dtype)
+        result[owned] = x[plan.rank_order[owned]]
+        return result
+
+    return move(dk), move(dv)
+
+
+def row_blocks(key_ranges: Array, num_heads: int) -> tuple[Array, Array]:
+    """Blocks of consecutive non-empty query rows, each with the span of keys that its rows see.
+
+    A block ends where the key ranges of two neighbouring rows do not overlap (the next document, or windows
+    apart). So every key of a span is seen by a row of its block: no padding, no other document.
+
+    Args:
+        key_ranges: (local_rows, 2) int32, [begin, end) per query row.
+        num_heads: query heads; a block holds at most MAX_BLOCK_SCORES scores, or one row.
+
+    Returns:
+        rows: (num_rows,), the rows with a non-empty range, ascending.
+        blocks: (num_blocks, 4), row_begin, row_end (indices into `rows`), key_begin, key_end.
+    """
+    rows = np.flatnonzero(key_ranges[:, 0] < key_ranges[:, 1])
+    if not len(rows):
+        return rows, np.zeros((0, 4), np.int64)
+    begin, end = key_ranges[rows].T.astype(np.int64)
+    apart = np.maximum(begin[1:], begin[:-1]) >= np.minimum(end[1:], end[:-1])
+    starts = np.concatenate([[0], np.flatnonzero(apart) + 1])
+    starts = _cut(starts, len(rows), np.full(len(starts), MAX_BLOCK_ROWS))
+
+    span = np.maximum.reduceat(end, starts) - np.minimum.reduceat(begin, starts)
+    starts = _cut(starts, len(rows), np.maximum(1, MAX_BLOCK_SCORES // (num_heads * span)))
+    key_begin, key_end = np.minimum.reduceat(begin, starts), np.maximum.reduceat(end, starts)
+    return rows, np.stack([starts, np.append(starts[1:], len(rows)), key_begin, key_end], axis=1)
+
+
+def _cut(starts: Array, stop: int, limits: Array) -> Array:
+    """Starts of the pieces when run i, from starts[i] to the next start or stop, is cut every limits[i]."""
+    pieces = -(-np.diff(starts, append=stop) // limits)
+    first_piece = np.cumsum(pieces) - pieces
+    index_in_run = np.arange(pieces.sum()) - np.repeat(first_piece, pieces)
+    cut: Array = np.repeat(starts, pieces) + index_in_run * np.repeat(limits, pieces)
+    return cut
+
+
+def _masked_scores(q: Array, k: Array, ranges: Array) -> Array:
+    """(num_kv_heads, rows, group, keys) scores, -inf outside `ranges` (relative to the first key)."""
+    scores = (_merge_group(q) @ k.swapaxes(1, 2)).reshape(*q.shape[:3], k.shape[1])
+    key = np.arange(k.shape[1])
+    hidden = (key < ranges[:, :1]) | (key >= ranges[:, 1:])
+    np.copyto(scores, -np.inf, where=hidden[:, None, :])
+    return scores
+
+
+def _compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def _heads_first(x: Array, dtype: np.dtype[Any]) -> Array:
+    """(rows, heads, width) -> (heads, rows, width), contiguous."""
+    return np.ascontiguousarray(x.swapaxes(0, 1), dtype)
+
+
+def _group_heads(x: Array, num_kv_heads: int, dtype: np.dtype[Any]) -> Array:
+    """(rows, num_heads, width) -> (num_kv_heads, rows, group, width), contiguous."""
+    rows, num_heads, width = x.shape
+    grouped = x.reshape(rows, num_kv_heads, num_heads // num_kv_heads, width)
+    return np.ascontiguousarray(grouped.swapaxes(0, 1), dtype)
+
+
+def _ungroup_heads(x: Array) -> Array:
+    """(num_kv_heads, rows, group, width) -> (rows, num_heads, width)."""
+    num_kv_heads, rows, group, width = x.shape
+    return x.swapaxes(0, 1).reshape(rows, num_kv_heads * group, width)
+
+
+def _merge_group(x: Array) -> Array:
+    """(num_kv_heads, rows, group, width) -> (num_kv_heads, rows*group, width), without a copy."""
+    return x.reshape(x.shape[0], -1, x.shape[3])

@@ -1,0 +1,189 @@
+"""Which rows of the packed batch a rank owns, and in which local order.
+
+Nothing else in the package depends on the strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from thdattn.packing import PackedBatch, as_int, check_arrays, check_rows, rows_of_runs
+
+
+def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int32]:
+    """Chunks cp_rank and 2*cp_size-1-cp_rank of every sequence cut into 2*cp_size equal chunks.
+
+    Under a causal mask one of the two chunks is cheap and the other dear, so work is equal on every rank.
+
+    Args:
+        batch: a batch on the host whose padded lengths are multiples of 2*cp_size.
+        cp_size: number of context-parallel ranks.
+        cp_rank: the rank asked about, 0 <= cp_rank < cp_size.
+
+    Returns:
+        (cu_seqlens_padded[-1] // cp_size,) int32, ascending sequence-order rows.
+
+    Source: Llama 3, arXiv:2407.21783, 3.3.2; row for row Transformer Engine's thd_get_partitioned_indices.
+    """
+    starts: NDArray[np.int32] = batch.cu_seqlens_padded
+    chunk = np.diff(starts) // (2 * cp_size)
+    begins = starts[:-1, None] + chunk[:, None] * np.array([cp_rank, 2 * cp_size - 1 - cp_rank], np.int32)
+    return rows_of_runs(begins.ravel(), np.repeat(chunk, 2))
+
+
+def contiguous(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int32]:
+    """The cp_rank-th of cp_size equal slices of the packed buffer, cut without regard to sequences.
+
+    Args:
+        batch: any batch on the host.
+        cp_size: number of context-parallel ranks.
+        cp_rank: the rank asked about, 0 <= cp_rank < cp_size.
+
+    Returns:
+        At most ceil(total_rows / cp_size) rows, int32, ascending; the last ranks may own fewer, or none.
+    """
+    local_rows = _rows_per_rank(batch, cp_size)
+    begin, end = (min(rank * local_rows, batch.total_rows) for rank in (cp_rank, cp_rank + 1))
+    return np.arange(begin, end, dtype=np.int32)
+
+
+STRATEGIES: dict[str, Callable[[PackedBatch, int, int], NDArray[np.int32]]] = {
+    "dual_chunk": dual_chunk,
+    "contiguous": contiguous,
+}
+
+
+class Sharding:
+    """The rows of a packed batch, spread over cp_size ranks.
+
+    Every rank stores local_rows rows. A rank that owns fewer has fillers behind its own rows: row -1.
+
+    Args:
+        batch: the packed batch. Offsets on a GPU are never read, so only local_rows can be asked then.
+        cp_size: number of context-parallel ranks, >= 1.
+        strategy: "dual_chunk" or "contiguous", see the functions of those names.
+
+    Attributes:
+        batch, cp_size, strategy: as passed.
+        local_rows: rows that every rank stores, total_rows / cp_size rounded up.
+
+    Raises:
+        TypeError: batch is no PackedBatch, or cp_size no int.
+        ValueError: cp_size < 1, an unknown strategy, or (dual_chunk, offsets on the host) a padded length
+            that is not a multiple of 2*cp_size.
+    """
+
+    def __init__(self, batch: PackedBatch, cp_size: int, strategy: str = "dual_chunk") -> None:
+        if not isinstance(batch, PackedBatch):
+            raise TypeError(
+                f"batch is a {type(batch).__name__}, wanted a PackedBatch; make PackedBatch(cu_seqlens)"
+            )
+        cp_size = as_int("cp_size", cp_size)
+        if cp_size < 1:
+            raise ValueError(f"cp_size is {cp_size}, wanted >= 1; pass the number of ranks")
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy is {strategy!r}, wanted one of {list(STRATEGIES)}; pass one of these")
+        if strategy == "dual_chunk" and not batch.on_device:
+            _check_chunks(batch, cp_size)
+        self.batch = batch
+        self.cp_size = cp_size
+        self.strategy = strategy
+        self.local_rows = _rows_per_rank(batch, cp_size)
+        self._rows: dict[int, NDArray[np.int32]] = {}
+
+    def rows(self, cp_rank: int) -> NDArray[np.int32]:
+        """The sequence-order row of every local row of a rank, in local order.
+
+        Args:
+            cp_rank: 0 <= cp_rank < cp_size.
+
+        Returns:
+            (local_rows,) int32, read-only: the rows owned, ascending, then -1 for every filler. Made once.
+
+        Raises:
+            TypeError: cp_rank is no int.
+            ValueError: cp_rank out of range, or the batch has its offsets on a GPU.
+        """
+        self.batch.require_host("Sharding.rows")
+        cp_rank = as_int("cp_rank", cp_rank)
+        if not 0 <= cp_rank < self.cp_size:
+            raise ValueError(
+                f"cp_rank is {cp_rank}, wanted 0 <= cp_rank < cp_size = {self.cp_size}; "
+                "pass this rank's number, or make the Sharding with the right cp_size"
+            )
+        if cp_rank not in self._rows:
+            owned = STRATEGIES[self.strategy](self.batch, self.cp_size, cp_rank)
+            rows = np.full(self.local_rows, -1, np.int32)
+            rows[: owned.size] = owned
+            rows.setflags(write=False)
+            self._rows[cp_rank] = rows
+        return self._rows[cp_rank]
+
+    def shard(self, x: ArrayLike, cp_rank: int) -> NDArray[Any]:
+        """The rows of a host array that a rank owns.
+
+        Args:
+            x: (total_rows, ...) in sequence order, any dtype.
+            cp_rank: 0 <= cp_rank < cp_size.
+
+        Returns:
+            (local_rows, ...), a new array of the same dtype; filler rows are 0.
+
+        Raises:
+            TypeError: cp_rank is no int.
+            ValueError: a wrong number of rows, cp_rank out of range, or the batch has its offsets on a GPU.
+        """
+        remedy = "pass the whole packed array, as batch.pack makes it"
+        packed = check_rows("x", x, self.batch.total_rows, remedy)
+        owned = self._owned(cp_rank)
+        local = np.zeros((self.local_rows, *packed.shape[1:]), packed.dtype)
+        local[: owned.size] = packed[owned]
+        return local
+
+    def unshard(self, local_arrays: Iterable[ArrayLike]) -> NDArray[Any]:
+        """The packed array whose rows lie in every rank's local host array.
+
+        Args:
+            local_arrays: cp_size arrays (local_rows, ...), rank 0's first, of one trailing shape and dtype.
+
+        Returns:
+            (total_rows, ...) in sequence order, a new array of the same dtype; rows that no rank owns are 0.
+
+        Raises:
+            TypeError: arrays of different dtypes.
+            ValueError: a wrong number of arrays, of rows in one, different trailing shapes, or the batch has
+                its offsets on a GPU.
+        """
+        num_rows = np.full(self.cp_size, self.local_rows)
+        remedy = "pass the local array of every rank, in rank order"
+        shards = check_arrays("local_arrays", local_arrays, num_rows, remedy)
+        packed = np.zeros((self.batch.total_rows, *shards[0].shape[1:]), shards[0].dtype)
+        for cp_rank, shard in enumerate(shards):
+            owned = self._owned(cp_rank)
+            packed[owned] = shard[: owned.size]
+        return packed
+
+    def _owned(self, cp_rank: int) -> NDArray[np.int32]:
+        rows = self.rows(cp_rank)
+        return rows[rows >= 0]
+
+
+def _rows_per_rank(batch: PackedBatch, cp_size: int) -> int:
+    return -(-batch.total_rows // cp_size)
+
+
+def _check_chunks(batch: PackedBatch, cp_size: int) -> None:
+    multiple = 2 * cp_size
+    padded = np.diff(batch.cu_seqlens_padded)
+    uneven = padded % multiple != 0
+    if uneven.any():
+        seq = int(uneven.argmax())
+        raise ValueError(
+            f"sequence {seq} has padded length {padded[seq]}, wanted a multiple of 2*cp_size = {multiple} "
+            f"for dual_chunk; pad it to {-(-int(padded[seq]) // multiple) * multiple} "
+            f"(PackedBatch.from_lengths(lengths, multiple={multiple}) does this)"
+        )

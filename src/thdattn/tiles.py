@@ -1,0 +1,122 @@
+"""Tile sizes of the attention kernels per head dim: the one table a new head dim or a new measurement touches.
+
+Numbers are compile-time constants of kernels.cu; what bounds them is registers (no kernel may spill) and shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels.cu
+STATIC_BYTES = 1536  # at most what the kernels declare beside their tiles
+
+ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """thd_attn_fwd: tile_n keys at a time; each warp owns `fragments` times 16 query rows."""
+
+    tile_n: int
+    warps: int
+    fragments: int
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows of a thread block."""
+        return 16 * self.warps * self.fragments
+
+
+@dataclass(frozen=True)
+class Backward:
+    """thd_attn_bwd: tile_n keys per thread block, tile_m query rows at a time, loaded `stages` deep.
+
+    `split` warps share 16 keys and divide the columns of dk and dv.
+    """
+
+    tile_m: int
+    tile_n: int
+    split: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """All tile sizes of one head dim. `backward` is a choice: the first that fits the GPU's shared memory."""
+
+    head_dim: int
+    v_head_dim: int
+    forward: Forward
+    backward: tuple[Backward, ...]
+    dq_tile_n: int
+
+    def forward_kernel(self, dtype: str) -> tuple[str, int]:
+        """(name, bytes of shared memory) of thd_attn_fwd for "float16" or "bfloat16"."""
+        f = self.forward
+        name = self._name("thd_attn_fwd", ELEMENT_TYPES[dtype], self.head_dim, self.v_head_dim, f.tile_n, f.warps,
+                          f.fragments)
+        return name, 2 * (f.tile_m * (self.head_dim + PAD) + f.tile_n * self._pair)
+
+    def delta_kernel(self, dtype: str) -> tuple[str, int]:
+        """(name, no shared memory) of thd_attn_delta."""
+        return self._name("thd_attn_delta", ELEMENT_TYPES[dtype], self.v_head_dim), 0
+
+    def backward_kernel(self, dtype: str, grad_dtype: str, with_dq: bool, tiles: Backward) -> tuple[str, int]:
+        """(name, bytes of shared memory) of thd_attn_bwd; grad_dtype is that of dk and dv."""
+        name = self._name("thd_attn_bwd", ELEMENT_TYPES[dtype], ELEMENT_TYPES[grad_dtype], self.head_dim,
+                          self.v_head_dim, tiles.tile_m, tiles.tile_n, tiles.split, tiles.stages,
+                          str(with_dq).lower())
+        stats = 4  # lse and delta of a query row, in 2-byte elements
+        rows = tiles.tile_n * self._pair + tiles.stages * tiles.tile_m * (self._pair + stats)
+        return name, 2 * (rows + tiles.tile_n * (tiles.tile_m + PAD))
+
+    def dq_kernel(self, dtype: str) -> tuple[str, int]:
+        """(name, bytes of shared memory) of thd_attn_bwd_dq; its query tiles are those of the forward."""
+        name = self._name("thd_attn_bwd_dq", ELEMENT_TYPES[dtype], self.head_dim, self.v_head_dim, self.dq_tile_n,
+                          self.forward.tile_m // 16)
+        return name, 2 * (self.forward.tile_m + self.dq_tile_n) * self._pair
+
+    def backward_for(self, shared_bytes: int) -> Backward:
+        """The first choice of the backward that fits `shared_bytes` of shared memory per block."""
+        return next(b for b in self.backward
+                    if self.backward_kernel("bfloat16", "float32", True, b)[1] + STATIC_BYTES <= shared_bytes)
+
+    def kernels(self, shared_bytes: int) -> list[tuple[str, int]]:
+        """Every kernel of this head dim on a GPU with so much shared memory per block."""
+        backward = self.backward_for(shared_bytes)
+        return [
+            kernel
+            for dtype in ("float16", "bfloat16")
+            for kernel in (
+                self.forward_kernel(dtype),
+                self.delta_kernel(dtype),
+                self.dq_kernel(dtype),
+                *(self.backward_kernel(dtype, grad, with_dq, backward)
+                  for grad in (dtype, "float32") for with_dq in (True, False)),
+            )
+        ]
+
+    @property
+    def _pair(self) -> int:
+        """Elements of one row of keys and one of values."""
+        return self.head_dim + self.v_head_dim + 2 * PAD
+
+    @staticmethod
+    def _name(kernel: str, *constants: str | int) -> str:
+        return f"{kernel}<{', '.join(map(str, constants))}>"
+
+
+TILES = {
+    (t.head_dim, t.v_head_dim): t
+    for t in (
+        Tiles(64, 64, Forward(64, 4, 2), (Backward(64, 128, 1, 2),), 64),
+        Tiles(96, 96, Forward(48, 4, 2), (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), 32),
+        Tiles(128, 128, Forward(48, 4, 2), (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), 16),
+        Tiles(192, 128, Forward(64, 4, 1), (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), 16),
+        Tiles(192, 192, Forward(64, 4, 1), (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), 16),
+        Tiles(256, 256, Forward(32, 4, 1), (Backward(32, 64, 2, 2), Backward(32, 32, 2, 1)), 16),
+    )
+}
+
+REORDER_KERNELS = {to_rank_order: f"thd_reorder<{str(to_rank_order).lower()}>" for to_rank_order in (False, True)}
+PLAN_KERNELS = ("thd_plan_dual_chunk", "thd_plan_queries", "thd_plan_keys", "thd_plan_tile_cost", "thd_plan_tile_order")

@@ -1,0 +1,296 @@
+"""thdattn.comm without MPI and without a GPU: the contract on simulated ranks, hangs, errors, and the choice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from launch import SOURCE
+from ranks.comm_contract import check_contract
+
+import thdattn.comm
+from thdattn.comm import mpi, nccl
+
+LAUNCHER_VARIABLES = (*thdattn.comm._SIZE_VARIABLES, *thdattn.comm._RANK_VARIABLES)
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    for variable in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_single_rank_keeps_the_contract():
+    check_contract(thdattn.comm.init("single"), np)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
+def test_simulated_ranks_keep_the_contract(cp_size):
+    thdattn.comm.run_local(cp_size, lambda comm: check_contract(comm, np), timeout=30)
+
+
+def test_reduce_scatter_of_two_ranks_worked_by_hand():
+    def program(comm):
+        recv = np.full((1, 2), np.nan, np.float32)
+        comm.reduce_scatter(np.array([[1, 2], [3, 4]], np.float32) * (comm.rank + 1), recv)
+        return recv.tolist()
+
+    assert thdattn.comm.run_local(2, program) == [[[3, 6]], [[9, 12]]]
+
+
+def test_results_come_in_rank_order():
+    def program(comm):
+        time.sleep(0.01 * (comm.size - comm.rank))
+        return comm.rank, comm.size
+
+    assert thdattn.comm.run_local(3, program) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_simulated_sums_are_made_in_rank_order():
+    # In float32, (2**25 + 1) - 2**25 is 0 and (2**25 - 2**25) + 1 is 1.
+    def program(comm):
+        array = np.array([2.0**25, 1, -(2.0**25)][comm.rank : comm.rank + 1], np.float32)
+        comm.all_reduce(array, "sum")
+        return float(array[0])
+
+    assert thdattn.comm.run_local(3, program) == [0.0, 0.0, 0.0]
+
+
+# --- what keeps a wrong program from hanging -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_failing_rank_ends_all_and_its_error_is_the_one_raised(failing):
+    given_up = []
+
+    def program(comm):
+        if comm.rank == failing:
+            time.sleep(0.05)
+            raise KeyError("the real one")
+        try:
+            comm.barrier()
+        except RuntimeError as error:
+            given_up.append(str(error))
+            raise
+
+    began = time.perf_counter()
+    with pytest.raises(KeyError, match="the real one") as caught:
+        thdattn.comm.run_local(4, program, timeout=30)
+    assert time.perf_counter() - began < 5
+    assert len(given_up) == 3
+    assert all(f"rank {failing} failed with KeyError" in message for message in given_up)
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == [f"raised on simulated rank {failing} of 4"]
+
+
+def test_rank_that_hangs_is_named_with_those_that_arrived():
+    release = threading.Event()
+
+    def program(comm):
+        if comm.rank == 1:
+            release.wait(20)
+        comm.all_gather(np.zeros(2), np.zeros(6))
+
+    began = time.perf_counter()
+    try:
+        with pytest.raises(TimeoutError) as caught:
+            thdattn.comm.run_local(3, program, timeout=0.3)
+    finally:
+        release.set()
+    assert time.perf_counter() - began < 5
+    message = str(caught.value)
+    assert "rank 0 waits in all_gather of (2,) float64; rank 2 waits in" in message
+    assert "rank 1 did not come within 0.3 s" in message
+    if sys.version_info >= (3, 11):
+        assert "rank 1 still running" in caught.value.__notes__[-1]
+
+
+def test_late_rank_cannot_join_a_round_that_timed_out():
+    late = []
+
+    def program(comm):
+        if comm.rank == 1:
+            time.sleep(0.4)
+            try:
+                comm.barrier()
+            except RuntimeError as error:
+                late.append(str(error))
+                raise
+        comm.barrier()
+
+    with pytest.raises(TimeoutError, match="rank 1 did not come"):
+        thdattn.comm.run_local(2, program, timeout=0.2)
+    for _ in range(100):
+        if late:
+            break
+        time.sleep(0.02)
+    assert "rank 0 failed with TimeoutError" in late[0]
+
+
+def test_rank_that_returns_early_is_named_at_once():
+    def program(comm):
+        if comm.rank != 1:
+            comm.barrier()
+
+    began = time.perf_counter()
+    with pytest.raises(RuntimeError, match="rank 0 waits in barrier.*rank 1 returned already"):
+        thdattn.comm.run_local(2, program, timeout=30)
+    assert time.perf_counter() - began < 5
+
+
+def test_ranks_in_different_collectives_are_named():
+    def program(comm):
+        if comm.rank == 0:
+            comm.barrier()
+        else:
+            comm.all_reduce(np.zeros(3), "sum")
+
+    with pytest.raises(RuntimeError, match=r"rank 0: barrier; rank 1: all_reduce sum of \(3,\) float64"):
+        thdattn.comm.run_local(2, program)
+
+
+def test_different_shapes_on_two_ranks_are_named():
+    def program(comm):
+        comm.all_reduce(np.zeros(3 + comm.rank), "sum")
+
+    with pytest.raises(
+        RuntimeError, match=r"rank 0: all_reduce sum of \(3,\).*rank 1: all_reduce sum of \(4,\)"
+    ):
+        thdattn.comm.run_local(2, program)
+
+
+def test_agree_raises_on_every_rank_and_names_those_that_differ():
+    messages = []
+
+    def program(comm):
+        comm.agree("same", 5)
+        try:
+            comm.agree("plan hash", 7 if comm.rank in (1, 3) else 6)
+        except ValueError as error:
+            messages.append(str(error))
+
+    thdattn.comm.run_local(4, program)
+    assert len(messages) == 4
+    assert set(messages) == {
+        (
+            "plan hash is not the same on all ranks: rank 0 has 6, but rank 1 has 7, rank 3 has 7; "
+            "give every rank the same global input"
+        )
+    }
+
+
+@pytest.mark.parametrize(("arguments", "message"), [((0,), "cp_size is 0"), ((2, 0.0), "timeout is 0")])
+def test_run_local_names_bad_arguments(arguments, message):
+    cp_size, *timeout = arguments
+    with pytest.raises(ValueError, match=message):
+        thdattn.comm.run_local(cp_size, lambda comm: None, *timeout)
+
+
+def test_comm_is_closed_at_the_end_of_a_with_block_but_not_on_an_error():
+    with thdattn.comm.init("single") as comm:
+        comm.barrier()
+    with pytest.raises(RuntimeError, match=r"single comm is closed; call thdattn.comm.init"):
+        comm.barrier()
+
+    still_open = thdattn.comm.init("single")
+    with pytest.raises(KeyError), still_open:
+        raise KeyError
+    still_open.barrier()
+
+
+# --- init ------------------------------------------------------------------------------------------------------
+
+
+def test_import_needs_neither_mpi_nor_cupy():
+    program = (
+        "import sys; sys.modules['cupy'] = sys.modules['mpi4py'] = None\n"
+        "import thdattn.comm, thdattn.comm.local, thdattn.comm.mpi, thdattn.comm.nccl\n"
+        "assert thdattn.comm.run_local(2, lambda comm: comm.rank) == [0, 1]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={"PYTHONPATH": str(SOURCE)})
+
+
+def test_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match=r'backend is \'gloo\'; it must be "auto"'):
+        thdattn.comm.init("gloo")
+
+
+@pytest.mark.parametrize("variable", [None, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_auto_is_single_without_a_launcher_or_with_one_rank(no_launcher, monkeypatch, variable):
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert thdattn.comm.init("auto").name == "single"
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "0"}, 4),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2"}, 2),
+        ({"MV2_COMM_WORLD_SIZE": "8"}, 8),
+        ({"PMIX_RANK": "3"}, 0),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
+    ],
+)
+def test_launchers_are_recognised_by_their_environment(no_launcher, monkeypatch, environment, size):
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert thdattn.comm._launched_size() == size
+
+
+@pytest.mark.parametrize("backend", ["auto", "mpi", "nccl"])
+def test_launcher_without_mpi4py_is_an_error_with_a_remedy(no_launcher, monkeypatch, backend):
+    monkeypatch.setenv("PMI_SIZE", "4")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(RuntimeError, match=r"MPI cannot be loaded .*pip install 'thdattn\[mpich\]'"):
+        thdattn.comm.init(backend)
+
+
+class World:
+    """As much of a communicator as init looks at."""
+
+    def __init__(self, size):
+        self.rank, self.size = 0, size
+
+
+@pytest.fixture
+def chosen(no_launcher, monkeypatch):
+    """init under a launcher of 2 ranks, with MPI and the GPUs that the test gives."""
+
+    def init(backend, answers):
+        monkeypatch.setenv("PMI_SIZE", "2")
+        monkeypatch.setattr(mpi, "connect", lambda launched: World(launched))
+        monkeypatch.setattr(mpi, "MpiComm", lambda world: ("mpi", world.size))
+        monkeypatch.setattr(nccl, "survey", lambda world: answers)
+        monkeypatch.setattr(nccl, "NcclComm", lambda world, gpus: ("nccl", gpus))
+        return thdattn.comm.init(backend)
+
+    return init
+
+
+GPUS = [nccl.Gpu(0, "node", "0000:01:00.0", "aa"), nccl.Gpu(1, "node", "0000:02:00.0", "bb")]
+
+
+def test_auto_takes_nccl_where_every_rank_has_a_gpu(chosen):
+    assert chosen("auto", [(True, gpu) for gpu in GPUS]) == ("nccl", GPUS)
+
+
+def test_auto_takes_mpi_where_a_rank_has_no_gpu_and_warns(chosen, caplog):
+    assert chosen("auto", [(True, GPUS[0]), (False, "no driver")]) == ("mpi", 2)
+    assert "uses MPI and host arrays, not NCCL: no usable GPU on rank 1: no driver" in caplog.text
+
+
+def test_auto_without_any_gpu_warns_of_nothing(chosen, caplog):
+    assert chosen("auto", [(False, "no driver")] * 2) == ("mpi", 2)
+    assert caplog.text == ""
+
+
+def test_nccl_without_gpus_names_every_rank(chosen):
+    with pytest.raises(RuntimeError, match="no usable GPU on rank 0: no driver; rank 1: no driver"):
+        chosen("nccl", [(False, "no driver")] * 2)

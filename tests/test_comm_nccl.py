@@ -1,0 +1,241 @@
+"""How NCCL ranks are started, without a GPU: MPI is threads here and NCCL a stand-in that notes its calls."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import thdattn.comm
+from thdattn.comm import mpi, nccl
+
+
+class World:
+    """mpi4py's communicator on simulated ranks."""
+
+    def __init__(self, comm):
+        self.rank, self.size, self._meeting = comm.rank, comm.size, comm._meeting
+
+    def allgather(self, value):
+        return self._meeting.exchange(self.rank, "allgather", value)
+
+    def bcast(self, value, root):
+        return self._meeting.exchange(self.rank, "bcast", value)[root]
+
+    def Barrier(self):
+        self.allgather(None)
+
+    def Dup(self):
+        return self
+
+    def Abort(self, code):
+        """Replaced where a test expects it."""
+
+
+class Communicator:
+    def __init__(self, size, unique_id, rank):
+        self.made_with = (size, unique_id, rank)
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+
+class Array:
+    """What the backend reads of a CuPy array."""
+
+    def __init__(self, shape, dtype, pointer=4096, device_id=0):
+        host = np.zeros(shape, dtype)
+        self.shape, self.dtype, self.ndim, self.size = host.shape, host.dtype, host.ndim, host.size
+        self.nbytes, self.flags, self.strides = host.nbytes, host.flags, host.strides
+        self.data = SimpleNamespace(ptr=pointer, device_id=device_id)
+
+
+Array.__module__ = "cupy"
+
+
+def make_cupy(uuids):
+    """CuPy as a process sees it that has GPUs with these uuids."""
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: len(uuids), getDeviceProperties=lambda device: {"uuid": uuids[device]}
+    )
+    stream = SimpleNamespace(ptr=77, synchronize=lambda: None)
+
+    class Device:
+        def __init__(self, number):
+            self.pci_bus_id = f"0000:{uuids[number].hex()}:00.0"
+
+        def use(self):
+            pass
+
+    return SimpleNamespace(
+        cuda=SimpleNamespace(runtime=runtime, Device=Device, get_current_stream=lambda: stream)
+    )
+
+
+def make_nccl(**overrides):
+    dtypes = thdattn.comm.SingleComm.sum_dtypes
+    constants = {f"NCCL_{name.upper()}": f"NCCL_{name.upper()}" for name in (*dtypes, "sum", "max")}
+    return SimpleNamespace(
+        **{**constants, "get_unique_id": lambda: b"id", "NcclCommunicator": Communicator, **overrides}
+    )
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """start(gpus_of_rank, fn): NCCL on ranks that see the given GPUs; returns what fn(comm) made of each rank."""
+    mine = threading.local()
+    opened = []
+    monkeypatch.setattr(nccl, "load", lambda: (mine.cupy, mine.nccl))
+    monkeypatch.setattr(mpi, "local_rank", lambda world: world.rank)
+    monkeypatch.setattr(mpi, "free", lambda communicator: None)
+    monkeypatch.setattr(nccl.socket, "gethostname", lambda: "node7")
+
+    def join(simulated, gpus, stand_in):
+        mine.cupy, mine.nccl = make_cupy(gpus), stand_in
+        world = World(simulated)
+        comm = nccl.NcclComm(world, nccl.choose(nccl.survey(world)))
+        opened.append(comm)
+        return comm
+
+    def start(gpus_of_rank, fn, stand_in=None):
+        stand_in = stand_in or make_nccl()
+        return thdattn.comm.run_local(
+            len(gpus_of_rank),
+            lambda simulated: fn(join(simulated, gpus_of_rank[simulated.rank], stand_in)),
+            timeout=10,
+        )
+
+    def refusals(gpus_of_rank, stand_in=None):
+        """The message that each rank raises."""
+
+        def program(simulated):
+            with pytest.raises(RuntimeError) as refusal:
+                join(simulated, gpus_of_rank[simulated.rank], stand_in or make_nccl())
+            return str(refusal.value)
+
+        return thdattn.comm.run_local(len(gpus_of_rank), program, timeout=10)
+
+    start.refusals = refusals
+    yield start
+    for comm in opened:
+        comm.close()
+
+
+FOUR_GPUS = [b"\x0a", b"\x0b", b"\x0c", b"\x0d"]
+
+
+def test_every_rank_takes_the_gpu_of_its_number_and_the_id_of_rank_0(start):
+    made = start([FOUR_GPUS] * 4, lambda comm: (comm._device, comm._nccl.made_with))
+    assert made == [(rank, (4, b"id", rank)) for rank in range(4)]
+
+
+def test_ranks_that_see_one_gpu_each_take_it(start):
+    assert start([[b"\x0a"], [b"\x0b"]], lambda comm: comm._device) == [0, 0]
+
+
+def test_two_ranks_on_one_gpu_are_refused_by_name_on_every_rank(start):
+    messages = start.refusals([[b"\x0a"], [b"\x0b"], [b"\x0b"]])
+    assert len(messages) == 3
+    assert all("ranks 1 and 2 have the same GPU, PCI bus id 0000:0b:00.0 on node7" in m for m in messages)
+
+
+def test_more_ranks_than_gpus_are_refused_on_every_rank(start):
+    messages = start.refusals([FOUR_GPUS[:2]] * 3)
+    assert len(messages) == 3
+    assert all(
+        "no usable GPU on rank 2: RuntimeError: rank number 2 of node7 sees 2 GPUs" in m for m in messages
+    )
+
+
+def test_failing_rank_0_raises_on_every_rank_instead_of_stranding_them(start):
+    def no_id():
+        raise OSError("no network interface")
+
+    messages = start.refusals([FOUR_GPUS] * 4, make_nccl(get_unique_id=no_id))
+    assert messages == ["NCCL made no unique id on rank 0: OSError: no network interface"] * 4
+
+
+def test_communicator_that_fails_on_one_rank_raises_on_every_rank(start):
+    def communicator(size, unique_id, rank):
+        if rank == 1:
+            raise KeyError(7)  # what CuPy makes of NCCL errors it does not know
+        return Communicator(size, unique_id, rank)
+
+    messages = start.refusals([FOUR_GPUS] * 2, make_nccl(NcclCommunicator=communicator))
+    assert messages == ["NCCL did not start on rank 1: KeyError: 7"] * 2
+
+
+def test_start_that_never_ends_aborts_the_job(start, monkeypatch, capsys):
+    monkeypatch.setattr(nccl, "_START_TIMEOUT_SECONDS", 0.05)
+    aborted = threading.Event()
+    monkeypatch.setattr(World, "Abort", lambda self, code: aborted.set())
+
+    def stuck(*arguments):
+        assert aborted.wait(5)
+        return Communicator(*arguments)
+
+    start([[b"\x0a"]], lambda comm: None, make_nccl(NcclCommunicator=stuck))
+    assert "rank 0 of 1 on node7: NCCL did not start within 0.05 s" in capsys.readouterr().err
+
+
+def test_collectives_pass_pointers_counts_dtypes_and_the_current_stream(start):
+
+    def program(comm):
+        comm.all_gather(Array((3, 2), np.float16, 1000), Array((6, 2), np.float16, 2000))
+        comm.reduce_scatter(Array((6, 2), ml_dtypes.bfloat16, 1000), Array((3, 2), ml_dtypes.bfloat16, 2000))
+        comm.all_reduce(Array((5,), np.float32, 3000), "max")
+        comm.all_reduce(Array((0, 4), np.float32, 0), "sum")
+        return comm._nccl.calls
+
+    calls = start([[b"\x0a"], [b"\x0b"]], program)[0]
+    assert calls == [
+        ("allGather", 1000, 2000, 12, "NCCL_UINT8", 77),
+        ("reduceScatter", 1000, 2000, 6, "NCCL_BFLOAT16", "NCCL_SUM", 77),
+        ("allReduce", 3000, 3000, 5, "NCCL_FLOAT32", "NCCL_MAX", 77),
+    ]
+
+
+def test_close_destroys_the_communicator_once(start):
+    def program(comm):
+        comm.close()
+        comm.close()
+        return comm._nccl.calls
+
+    assert start([[b"\x0a"]], program) == [[("destroy",)]]
+
+
+def test_array_on_another_gpu_is_named(start):
+    def program(comm):
+        comm.all_reduce(Array((5,), np.float32, device_id=3), "sum")
+
+    with pytest.raises(ValueError, match="array is on GPU 3, but rank 0 works on GPU 0"):
+        start([[b"\x0a"]], program)
+
+
+def test_host_array_is_refused_with_the_remedy(start):
+    with pytest.raises(TypeError, match=r"array is a numpy.ndarray, but the nccl backend takes CuPy arrays"):
+        start([[b"\x0a"]], lambda comm: comm.all_reduce(np.zeros(3), "sum"))
+
+
+def test_missing_cupy_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(RuntimeError, match=r"CuPy cannot be loaded .*pip install 'thdattn\[cuda13\]'"):
+        nccl.load()
+
+
+def test_cupy_without_nccl_says_what_to_install(monkeypatch):
+    without = SimpleNamespace(available=False)
+    cuda = SimpleNamespace(nccl=without)
+    for name, module in {
+        "cupy": SimpleNamespace(cuda=cuda),
+        "cupy.cuda": cuda,
+        "cupy.cuda.nccl": without,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(RuntimeError, match="CuPy finds no NCCL library; pip install"):
+        nccl.load()

@@ -1,0 +1,254 @@
+"""The oracle against cases worked by hand, finite differences and invariances; never against an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from thdattn import oracle
+
+MASKS = [
+    pytest.param(True, (-1, -1), id="causal"),
+    pytest.param(False, (-1, -1), id="full"),
+    pytest.param(True, (2, 0), id="causal-left"),
+    pytest.param(False, (1, 2), id="two-sided"),
+    pytest.param(False, (-1, 1), id="right-only"),
+    pytest.param(False, (3, -1), id="left-only"),
+]
+
+
+def random_document(length, num_heads=4, num_kv_heads=2, head_dim=3, v_head_dim=2, seed=0):
+    rng = np.random.default_rng(seed)
+    return (
+        rng.standard_normal((length, num_heads, head_dim)),
+        rng.standard_normal((length, num_kv_heads, head_dim)),
+        rng.standard_normal((length, num_kv_heads, v_head_dim)),
+        rng.standard_normal((length, num_heads, v_head_dim)),
+    )
+
+
+def batch_of(lengths, padded_lengths, slack=0):
+    cu_seqlens_padded = np.concatenate([[0], np.cumsum(padded_lengths)]).astype(np.int32)
+    return SimpleNamespace(
+        lengths=np.array(lengths, np.int32),
+        cu_seqlens_padded=cu_seqlens_padded,
+        total_rows=int(cu_seqlens_padded[-1]) + slack,
+    )
+
+
+def test_one_token_returns_its_value_and_its_logit():
+    q, k, v, dout = random_document(1, num_heads=2, num_kv_heads=2)
+    result = oracle.attention(q, k, v, dout, softmax_scale=0.5)
+    logit = 0.5 * (q * k).sum(axis=-1)[0]
+    np.testing.assert_array_equal(result.out, v)
+    np.testing.assert_allclose(result.lse[:, 0], logit, rtol=1e-15)
+    np.testing.assert_allclose(result.max_logit, logit, rtol=1e-15)
+    np.testing.assert_array_equal(result.dv, dout)
+    np.testing.assert_array_equal(result.dq, 0)
+    np.testing.assert_array_equal(result.dk, 0)
+
+
+def test_two_causal_tokens_worked_by_hand():
+    # Scores of the second row: log 1 = 0 and log 3, so its weights are 1/4 and 3/4.
+    q, k, v = (np.array(x, float).reshape(2, 1, 1) for x in ([1, 1], [0, np.log(3)], [8, 4]))
+    dout = np.array([0.0, 1.0]).reshape(2, 1, 1)
+    result = oracle.attention(q, k, v, dout, softmax_scale=1.0)
+    np.testing.assert_allclose(result.out.ravel(), [8, 5])
+    np.testing.assert_allclose(result.lse.ravel(), [0, np.log(4)], atol=1e-15)
+    np.testing.assert_allclose(result.max_logit, np.log(3))
+    np.testing.assert_allclose(result.dv.ravel(), [0.25, 0.75])
+    # dS = P * (v - out) = (1/4 * 3, 3/4 * -1); dq = dS k, dk = dS q.
+    np.testing.assert_allclose(result.dk.ravel(), [0.75, -0.75])
+    np.testing.assert_allclose(result.dq.ravel(), [0, -0.75 * np.log(3)], atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "seen"),
+    [
+        (True, (-1, -1), [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]),
+        (False, (-1, -1), [[0, 1, 2, 3]] * 4),
+        (True, (1, 0), [[0], [0, 1], [1, 2], [2, 3]]),
+        (True, (1, 5), [[0], [0, 1], [1, 2], [2, 3]]),  # causal wins over the right side of the window
+        (False, (0, 1), [[0, 1], [1, 2], [2, 3], [3]]),
+        (False, (1, 1), [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]]),
+        (False, (0, 0), [[0], [1], [2], [3]]),
+        (False, (2, -1), [[0, 1, 2, 3]] * 3 + [[1, 2, 3]]),
+        (False, (-1, 0), [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]),
+    ],
+)
+def test_equal_keys_give_the_mean_of_the_visible_values(causal, window, seen):
+    q, k, v, _ = random_document(4)
+    k[:] = k[:1, :1]
+    result = oracle.attention(q, k, v, causal=causal, window=window)
+    wanted = np.stack([np.repeat(v[rows].mean(axis=0), 2, axis=0) for rows in seen])
+    np.testing.assert_allclose(result.out, wanted, rtol=1e-14)
+    logit = 3**-0.5 * (q * k[0, 0]).sum(axis=-1).T
+    np.testing.assert_allclose(result.lse, logit + np.log([len(rows) for rows in seen]), rtol=1e-13)
+    np.testing.assert_allclose(result.max_logit, logit.max(axis=1), rtol=1e-14)
+
+
+def test_query_head_h_reads_kv_head_h_over_group():
+    q, k, v, _ = random_document(1, num_heads=6, num_kv_heads=2)
+    out = oracle.attention(q, k, v).out
+    np.testing.assert_array_equal(out, v[:, [0, 0, 0, 1, 1, 1]])
+
+
+@pytest.mark.parametrize(("causal", "window"), MASKS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (3, 1)])
+def test_gradients_are_central_differences_of_the_forward(causal, window, num_heads, num_kv_heads):
+    *inputs, dout = random_document(6, num_heads, num_kv_heads)
+    how = {"causal": causal, "window": window, "softmax_scale": 0.7}
+    result = oracle.attention(*inputs, dout, **how)
+    step = 1e-5
+    for x, gradient in zip(inputs, (result.dq, result.dk, result.dv), strict=True):
+        numeric = np.zeros_like(x)
+        for index in np.ndindex(x.shape):
+            kept = x[index]
+            sides = []
+            for x[index] in (kept + step, kept - step):
+                sides.append((oracle.attention(*inputs, **how).out * dout).sum())
+            x[index] = kept
+            numeric[index] = (sides[0] - sides[1]) / (2 * step)
+        np.testing.assert_allclose(gradient, numeric, atol=2e-9)
+
+
+def test_a_row_block_more_changes_nothing(monkeypatch):
+    q, k, v, dout = random_document(70)
+    for causal, window in [(True, (-1, -1)), (False, (5, 9)), (False, (-1, 3)), (False, (-1, -1))]:
+        monkeypatch.setattr(oracle, "MAX_BLOCK_ROWS", 256)
+        whole = oracle.attention(q, k, v, dout, causal=causal, window=window)
+        monkeypatch.setattr(oracle, "MAX_BLOCK_ROWS", 8)
+        blocked = oracle.attention(q, k, v, dout, causal=causal, window=window)
+        for field in vars(whole):
+            np.testing.assert_allclose(getattr(blocked, field), getattr(whole, field), rtol=1e-12, atol=1e-13)
+
+
+def test_a_shift_of_all_keys_shifts_only_the_lse():
+    q, k, v, dout = random_document(9)
+    shift = np.random.default_rng(1).standard_normal(3)
+    plain = oracle.attention(q, k, v, dout, softmax_scale=1.0)
+    shifted = oracle.attention(q, k + shift, v, dout, softmax_scale=1.0)
+    np.testing.assert_allclose(shifted.out, plain.out, rtol=1e-12)
+    np.testing.assert_allclose(shifted.lse, plain.lse + (q @ shift).T, rtol=1e-12)
+    np.testing.assert_allclose(shifted.dk, plain.dk, atol=1e-13)
+    np.testing.assert_allclose(plain.dk.sum(axis=0), 0, atol=1e-13)  # the gradient along such a shift
+
+
+def test_full_attention_does_not_see_the_order_of_its_keys():
+    q, k, v, dout = random_document(9)
+    order = np.random.default_rng(1).permutation(9)
+    plain = oracle.attention(q, k, v, dout, causal=False)
+    permuted = oracle.attention(q, k[order], v[order], dout, causal=False)
+    np.testing.assert_allclose(permuted.out, plain.out, rtol=1e-12)
+    np.testing.assert_allclose(permuted.dk, plain.dk[order], atol=1e-13)
+    np.testing.assert_allclose(permuted.dv, plain.dv[order], atol=1e-13)
+
+
+def test_padding_is_exactly_zero_and_never_read():
+    batch = batch_of([3, 0, 5, 0], [4, 2, 8, 0], slack=3)
+    padding = np.ones(batch.total_rows, bool)
+    padding[[0, 1, 2, 6, 7, 8, 9, 10]] = False
+    inputs = random_document(batch.total_rows)
+    for x in inputs:
+        x[padding] = np.nan
+    result = oracle.packed_attention(batch, *inputs)
+    for x in (result.out, result.dq, result.dk, result.dv):
+        assert np.isfinite(x).all()
+        assert (x[padding] == 0).all()
+        assert (x[~padding] != 0).any()
+    assert (result.lse[:, padding] == -np.inf).all()
+    second = oracle.attention(*(x[6:11] for x in inputs))
+    np.testing.assert_array_equal(result.out[6:11], second.out)
+    np.testing.assert_array_equal(result.dk[6:11], second.dk)
+    np.testing.assert_array_equal(result.lse[:, 6:11], second.lse)
+    np.testing.assert_array_equal(
+        result.max_logit, np.maximum(second.max_logit, oracle.attention(*(x[:3] for x in inputs)).max_logit)
+    )
+
+
+def test_no_documents_or_empty_documents_give_zeros():
+    for batch in (batch_of([], [], slack=2), batch_of([0, 0], [0, 2])):
+        result = oracle.packed_attention(batch, *random_document(2))
+        assert not result.out.any() and not result.dq.any() and not result.dk.any() and not result.dv.any()
+        assert (result.lse == -np.inf).all() and (result.max_logit == -np.inf).all()
+
+
+def test_without_dout_there_are_no_gradients():
+    q, k, v, _ = random_document(3)
+    for result in (oracle.attention(q, k, v), oracle.packed_attention(batch_of([3], [3]), q, k, v)):
+        assert result.dq is None and result.dk is None and result.dv is None
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_baseline_holds_values_of_its_dtype_and_errs_like_it(dtype):
+    inputs = [x.astype(dtype) for x in random_document(100, head_dim=32, v_head_dim=16)]
+    truth = oracle.attention(*inputs)
+    baseline = oracle.attention(*inputs, rounding=dtype)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    for field in ("out", "dq", "dk", "dv"):
+        actual, wanted = getattr(baseline, field), getattr(truth, field)
+        assert actual.dtype == np.float64
+        np.testing.assert_array_equal(actual.astype(dtype).astype(np.float64), actual)
+        error = np.abs(actual - wanted).max()
+        assert eps / 16 < error / np.abs(wanted).max() < 2 * eps
+
+
+def test_baseline_rounds_every_stored_matrix_once():
+    q, k, v, dout = (x[:, 0].astype(np.float16) for x in random_document(20, 1, 1, 32, 32))
+
+    def product(a, b):
+        return (a.astype(np.float32) @ b.astype(np.float32)).astype(np.float16)
+
+    scores = product(q, k.T).astype(np.float32)
+    p = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    p = p.astype(np.float16)
+    dp = product(dout, v.T).astype(np.float32)
+    ds = (p * (dp - (p * dp).sum(axis=1, keepdims=True))).astype(np.float16)
+    by_hand = {"out": product(p, v), "dq": product(ds, k), "dk": product(ds.T, q), "dv": product(p.T, dout)}
+    result = oracle.attention(
+        *(x[:, None] for x in (q, k, v, dout)), causal=False, softmax_scale=1.0, rounding=np.float16
+    )
+    for field, wanted in by_hand.items():
+        differs = getattr(result, field)[:, 0] != wanted
+        assert differs.mean() < 0.02, field  # a sum in another order may round to the neighbour, rarely
+
+
+def test_budget_accepts_the_baseline_and_refuses_a_dropped_key():
+    inputs = [x.astype(ml_dtypes.bfloat16) for x in random_document(64, head_dim=32, v_head_dim=16)]
+    truth = oracle.attention(*inputs)
+    baseline = oracle.attention(*inputs, rounding=ml_dtypes.bfloat16)
+    dropped = oracle.attention(*inputs, window=(62, 0))  # the last row does not see the first key
+    for field in ("out", "dq", "dk", "dv"):
+        wanted, plain = getattr(truth, field), getattr(baseline, field)
+        ok, error, budget = oracle.within_budget(plain.astype(ml_dtypes.bfloat16), wanted, plain)
+        assert ok and 0 < error <= budget / 2
+        poor = 3 * plain - 2 * wanted
+        assert not oracle.within_budget(poor.astype(np.float32), wanted, plain)[0]
+    ok, error, budget = oracle.within_budget(dropped.out.astype(np.float32), truth.out, baseline.out)
+    assert not ok and error > budget
+
+
+def test_budget_for_infinities_nan_and_exact_zeros():
+    lse = np.array([[0.5, -np.inf]])
+    assert oracle.within_budget(lse.astype(np.float32), lse, lse)[:2] == (True, 0.0)
+    for wrong in ([0.5, 0.0], [0.5, np.inf], [0.5, np.nan], [-np.inf, -np.inf]):
+        assert not oracle.within_budget(np.array([wrong], np.float32), lse, lse)[0]
+    zeros = np.zeros((4, 2, 8))
+    ok, _, budget = oracle.within_budget(zeros.astype(np.float16), zeros, zeros)
+    assert ok and 0 < budget < 1e-6
+    assert not oracle.within_budget((zeros + 1e-3).astype(np.float16), zeros, zeros)[0]
+
+
+def test_shapes_that_do_not_belong_together_are_named():
+    q, k, v, dout = random_document(4)
+    with pytest.raises(ValueError, match=r"k has shape \(3, 2, 3\), wanted \(4, heads, width\)"):
+        oracle.attention(q, k[:3], v)
+    with pytest.raises(ValueError, match="a divisor of those of q"):
+        oracle.attention(q[:, :3], k, v)
+    with pytest.raises(ValueError, match=r"dout has shape \(4, 4, 3\), wanted \(4, 4, 2\)"):
+        oracle.attention(q, k, v, q)
+    with pytest.raises(ValueError, match="q has 4 rows, the batch total_rows = 8"):
+        oracle.packed_attention(batch_of([3], [8]), q, k, v, dout)

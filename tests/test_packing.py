@@ -1,0 +1,352 @@
+"""PackedBatch: its offsets, its checks, and rows in and out of sequence order."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thdattn.packing import PackedBatch, rows_of_runs
+
+
+class DeviceOffsets:
+    """Offsets on a GPU as far as the host may look: reading a value fails the test."""
+
+    def __init__(self, num_offsets, dtype="int32"):
+        self.shape = (num_offsets,)
+        self.dtype = np.dtype(dtype)
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+    def _read(self, *args, **kwargs):
+        raise AssertionError("read values that lie on the GPU")
+
+    __array__ = __dlpack__ = __getitem__ = __iter__ = __len__ = __bool__ = __eq__ = __lt__ = _read
+
+
+def int32(*values):
+    return np.array(values, np.int32)
+
+
+def test_two_padded_sequences_worked_by_hand():
+    batch = PackedBatch(int32(0, 7, 10), int32(0, 8, 12))
+    assert batch.num_seqs == 2
+    assert batch.lengths.tolist() == [7, 3]
+    assert batch.lengths.dtype == np.int32
+    assert batch.total_tokens == 10
+    assert batch.total_rows == 12
+    assert not batch.on_device
+
+    a = np.array([10, 11, 12, 13, 14, 15, 16])
+    b = np.array([20, 21, 22])
+    rows = batch.pack([a, b], fill=-1)
+    assert rows.tolist() == [10, 11, 12, 13, 14, 15, 16, -1, 20, 21, 22, -1]
+    assert [piece.tolist() for piece in batch.unpack(rows)] == [a.tolist(), b.tolist()]
+
+
+def test_from_lengths_pads_every_length_to_the_multiple():
+    batch = PackedBatch.from_lengths([7, 0, 3, 4], multiple=4)
+    assert batch.cu_seqlens.tolist() == [0, 7, 7, 10, 14]
+    assert batch.cu_seqlens_padded.tolist() == [0, 8, 8, 12, 16]
+    assert batch.cu_seqlens.dtype == batch.cu_seqlens_padded.dtype == np.int32
+
+
+def test_without_padded_offsets_there_is_no_padding():
+    batch = PackedBatch(int32(0, 2, 5))
+    assert batch.cu_seqlens_padded.tolist() == [0, 2, 5]
+    assert batch.total_rows == 5
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "lengths"),
+    [
+        ([0], []),
+        ([0, 0], [0]),
+        ([0, 0, 0, 0], [0, 0, 0]),
+        ([0, 0, 4], [0, 4]),
+        ([0, 4, 4, 4, 6], [4, 0, 0, 2]),
+        ([0, 4, 4], [4, 0]),
+    ],
+)
+def test_zero_length_sequences_are_legal_anywhere(cu_seqlens, lengths):
+    batch = PackedBatch(np.array(cu_seqlens, np.int32))
+    assert batch.num_seqs == len(lengths)
+    assert batch.lengths.tolist() == lengths
+    assert batch.total_tokens == batch.total_rows == sum(lengths)
+
+
+def test_a_sequence_may_be_all_padding():
+    batch = PackedBatch(int32(0, 0, 1), int32(0, 4, 8))
+    rows = batch.pack([np.zeros(0), np.array([9.0])], fill=5)
+    assert rows.tolist() == [5, 5, 5, 5, 9, 5, 5, 5]
+
+
+def test_all_sequences_empty_pack_to_no_rows():
+    batch = PackedBatch.from_lengths([0, 0], multiple=8)
+    rows = batch.pack([np.zeros((0, 3), np.float16)] * 2)
+    assert rows.shape == (0, 3)
+    assert rows.dtype == np.float16
+    assert [piece.shape for piece in batch.unpack(rows)] == [(0, 3), (0, 3)]
+
+
+def test_rows_past_the_last_sequence_are_capacity():
+    batch = PackedBatch(int32(0, 1), int32(0, 2), total_rows=5)
+    assert batch.total_rows == 5
+    assert batch.pack([np.array([7])], fill=-1).tolist() == [7, -1, -1, -1, -1]
+
+
+def test_a_list_of_ints_becomes_int32():
+    batch = PackedBatch([0, 3], (0, 4))
+    assert batch.cu_seqlens.dtype == batch.cu_seqlens_padded.dtype == np.int32
+
+
+def test_offsets_cannot_change_after_their_check():
+    cu_seqlens = int32(0, 3)
+    batch = PackedBatch(cu_seqlens)
+    cu_seqlens[1] = 99
+    assert batch.cu_seqlens.tolist() == [0, 3]
+    with pytest.raises(ValueError, match="read-only"):
+        batch.cu_seqlens[1] = 99
+
+
+def test_the_largest_int32_offset_is_legal():
+    batch = PackedBatch(int32(0, 2**31 - 1))
+    assert batch.total_rows == 2**31 - 1
+    assert batch.lengths.tolist() == [2**31 - 1]
+
+
+def test_pack_copies_and_unpack_views():
+    batch = PackedBatch.from_lengths([2])
+    source = np.array([1, 2])
+    rows = batch.pack([source])
+    batch.unpack(rows)[0][0] = 5
+    assert rows.tolist() == [5, 2]
+    assert source.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.bool_])
+@pytest.mark.parametrize("trailing", [(), (4,), (2, 3)])
+def test_pack_keeps_dtype_and_trailing_shape(dtype, trailing):
+    batch = PackedBatch.from_lengths([3, 1], multiple=4)
+    arrays = [np.ones((n, *trailing), dtype) for n in (3, 1)]
+    rows = batch.pack(arrays)
+    assert rows.shape == (8, *trailing)
+    assert rows.dtype == dtype
+    assert rows.reshape(8, -1)[:, 0].tolist() == [1, 1, 1, 0, 1, 0, 0, 0]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=8),
+    multiple=st.integers(1, 9),
+    capacity=st.integers(0, 5),
+)
+def test_unpack_undoes_pack_and_the_rest_is_fill(lengths, multiple, capacity):
+    padded = PackedBatch.from_lengths(lengths, multiple)
+    batch = PackedBatch(padded.cu_seqlens, padded.cu_seqlens_padded, total_rows=padded.total_rows + capacity)
+    values = np.arange(sum(lengths) * 2).reshape(-1, 2)
+    arrays = np.split(values, np.cumsum(lengths)[:-1])
+    rows = batch.pack(arrays, fill=-1)
+    for piece, array in zip(batch.unpack(rows), arrays, strict=True):
+        np.testing.assert_array_equal(piece, array)
+    assert (rows[:, 0] == -1).sum() == batch.total_rows - sum(lengths)
+
+
+def test_a_hundred_thousand_sequences_build_and_unpack():
+    lengths = np.arange(100_000, dtype=np.int32) % 7
+    batch = PackedBatch.from_lengths(lengths, multiple=8)
+    np.testing.assert_array_equal(batch.lengths, lengths)
+    pieces = batch.unpack(np.arange(batch.total_rows))
+    assert len(pieces) == 100_000
+    assert pieces[99_999].tolist() == list(range(batch.total_rows - 8, batch.total_rows - 8 + 99_999 % 7))
+
+
+def test_rows_of_runs_worked_by_hand():
+    rows = rows_of_runs(int32(5, 9, 2), int32(2, 0, 3))
+    assert rows.tolist() == [5, 6, 2, 3, 4]
+    assert rows.dtype == np.int32
+
+
+# --- offsets on a GPU -----------------------------------------------------------------------------
+
+
+def test_offsets_on_a_gpu_are_kept_unread():
+    cu_seqlens, cu_seqlens_padded = DeviceOffsets(4), DeviceOffsets(4)
+    batch = PackedBatch(cu_seqlens, cu_seqlens_padded, total_rows=64)
+    assert batch.on_device
+    assert batch.num_seqs == 3
+    assert batch.total_rows == 64
+    assert batch.cu_seqlens is cu_seqlens
+    assert batch.cu_seqlens_padded is cu_seqlens_padded
+    assert PackedBatch(cu_seqlens, total_rows=64).cu_seqlens_padded is cu_seqlens
+
+
+def test_torch_spelling_of_int32_is_understood():
+    offsets = DeviceOffsets(2)
+    offsets.dtype = "torch.int32"
+    assert PackedBatch(offsets, total_rows=8).num_seqs == 1
+
+
+def test_an_array_whose_dlpack_device_is_the_cpu_is_on_the_host():
+    class HostOffsets:
+        dtype = np.dtype(np.int32)
+
+        def __dlpack_device__(self):
+            return (1, 0)
+
+        def __array__(self, dtype=None, copy=None):
+            return int32(0, 3)
+
+    batch = PackedBatch(HostOffsets())
+    assert not batch.on_device
+    assert batch.total_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("what", "read"),
+    [
+        ("lengths", lambda batch: batch.lengths),
+        ("total_tokens", lambda batch: batch.total_tokens),
+        ("pack", lambda batch: batch.pack([np.zeros(1)])),
+        ("unpack", lambda batch: batch.unpack(np.zeros(8))),
+    ],
+)
+def test_reading_lengths_on_a_gpu_says_what_to_do(what, read):
+    batch = PackedBatch(DeviceOffsets(2), total_rows=8)
+    with pytest.raises(ValueError, match=rf"{what} needs the offsets on the host.*from NumPy offsets"):
+        read(batch)
+
+
+def test_offsets_on_a_gpu_need_total_rows():
+    with pytest.raises(ValueError, match=r"total_rows is None, wanted an int.*pass total_rows"):
+        PackedBatch(DeviceOffsets(3))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint32"])
+def test_offsets_on_a_gpu_must_be_int32(dtype):
+    with pytest.raises(TypeError, match=rf"cu_seqlens is {dtype}, wanted int32.*astype"):
+        PackedBatch(DeviceOffsets(3, dtype), total_rows=8)
+
+
+def test_offsets_on_a_gpu_are_checked_for_shape():
+    with pytest.raises(ValueError, match=r"cu_seqlens has shape \(0,\), wanted \(num_seqs \+ 1,\)"):
+        PackedBatch(DeviceOffsets(0), total_rows=8)
+    with pytest.raises(ValueError, match=r"cu_seqlens_padded has shape \(4,\), wanted \(3,\) as cu_seqlens"):
+        PackedBatch(DeviceOffsets(3), DeviceOffsets(4), total_rows=8)
+
+
+def test_offsets_on_different_sides_say_which_to_copy():
+    with pytest.raises(ValueError, match=r"cu_seqlens lies on a GPU .*copy cu_seqlens_padded to a GPU"):
+        PackedBatch(DeviceOffsets(2), int32(0, 4), total_rows=4)
+    with pytest.raises(ValueError, match=r"cu_seqlens lies on the host .*copy cu_seqlens_padded to the host"):
+        PackedBatch(int32(0, 4), DeviceOffsets(2))
+
+
+# --- errors: name, found, wanted, remedy ----------------------------------------------------------
+
+
+def test_decreasing_offsets_name_index_and_both_values():
+    with pytest.raises(ValueError, match=r"cu_seqlens decreases from 5 at index 1 to 3 at index 2.*sum"):
+        PackedBatch(int32(0, 5, 3, 9))
+    with pytest.raises(ValueError, match=r"cu_seqlens_padded decreases from 8 at index 2 to 7 at index 3"):
+        PackedBatch(int32(0, 1, 2, 3), int32(0, 4, 8, 7))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.float32])
+def test_offsets_of_another_dtype_name_the_cast(dtype):
+    with pytest.raises(TypeError, match=rf"cu_seqlens is {np.dtype(dtype)}, wanted int32.*\.astype"):
+        PackedBatch(np.array([0, 3], dtype))
+    with pytest.raises(TypeError, match=rf"cu_seqlens_padded is {np.dtype(dtype)}, wanted int32"):
+        PackedBatch(int32(0, 3), np.array([0, 3], dtype))
+
+
+def test_a_list_of_floats_is_refused():
+    with pytest.raises(TypeError, match=r"cu_seqlens holds float64 values, wanted ints"):
+        PackedBatch([0.0, 3.0])
+
+
+@pytest.mark.parametrize("offsets", [int32(), np.int32(0), np.zeros((2, 2), np.int32), []])
+def test_offsets_of_a_wrong_shape_are_refused(offsets):
+    with pytest.raises(ValueError, match=r"cu_seqlens has shape \(.*\), wanted \(num_seqs \+ 1,\).*\[0\]"):
+        PackedBatch(offsets)
+
+
+def test_offsets_must_start_at_zero():
+    with pytest.raises(ValueError, match=r"cu_seqlens\[0\] is 2, wanted 0; put a 0 in front"):
+        PackedBatch(int32(2, 5))
+
+
+def test_padded_offsets_must_have_the_same_shape():
+    with pytest.raises(ValueError, match=r"cu_seqlens_padded has shape \(2,\), wanted \(3,\) as cu_seqlens"):
+        PackedBatch(int32(0, 1, 2), int32(0, 4))
+
+
+def test_a_sequence_longer_than_its_padding_is_named():
+    with pytest.raises(ValueError, match=r"sequence 1 has 5 tokens .* leaves it 4 rows.*pad it to 5 or more"):
+        PackedBatch(int32(0, 3, 8), int32(0, 4, 8))
+
+
+def test_more_rows_than_int32_counts_are_refused():
+    with pytest.raises(ValueError, match=r"cu_seqlens ends at 2147483648, wanted < 2\*\*31.*split the batch"):
+        PackedBatch([0, 2**31])
+    with pytest.raises(ValueError, match=r"lengths padded to multiples of 1 take 4000000000 rows.*split"):
+        PackedBatch.from_lengths([2_000_000_000, 2_000_000_000])
+    with pytest.raises(ValueError, match=r"total_rows is 2147483648, wanted 0 <= total_rows < 2\*\*31"):
+        PackedBatch(int32(0, 1), total_rows=2**31)
+
+
+def test_total_rows_below_the_padded_end_is_refused():
+    with pytest.raises(ValueError, match=r"total_rows is 7 but cu_seqlens_padded ends at 8; .*leave .* out"):
+        PackedBatch(int32(0, 3), int32(0, 8), total_rows=7)
+
+
+def test_negative_total_rows_are_refused_on_a_gpu_too():
+    with pytest.raises(ValueError, match=r"total_rows is -1, wanted 0 <= total_rows"):
+        PackedBatch(DeviceOffsets(2), total_rows=-1)
+
+
+def test_total_rows_must_be_an_int():
+    with pytest.raises(TypeError, match=r"total_rows is 8\.0, a float; wanted an int"):
+        PackedBatch(int32(0, 3), total_rows=8.0)
+
+
+def test_from_lengths_names_a_bad_length():
+    with pytest.raises(ValueError, match=r"lengths\[1\] is -2, wanted 0 <= length"):
+        PackedBatch.from_lengths([3, -2])
+    with pytest.raises(ValueError, match=r"lengths\[0\] is 2147483648, wanted 0 <= length < 2\*\*31"):
+        PackedBatch.from_lengths([2**31])
+    with pytest.raises(TypeError, match=r"lengths is float64, wanted integers"):
+        PackedBatch.from_lengths([3.0])
+    with pytest.raises(ValueError, match=r"lengths has shape \(1, 2\), wanted \(num_seqs,\)"):
+        PackedBatch.from_lengths([[3, 4]])
+
+
+def test_from_lengths_names_a_bad_multiple():
+    with pytest.raises(ValueError, match=r"multiple is 0, wanted >= 1"):
+        PackedBatch.from_lengths([3], multiple=0)
+    with pytest.raises(TypeError, match=r"multiple is 4\.0, a float; wanted an int"):
+        PackedBatch.from_lengths([3], multiple=4.0)
+
+
+def test_pack_names_what_is_wrong_with_the_arrays():
+    batch = PackedBatch.from_lengths([2, 3])
+    with pytest.raises(ValueError, match=r"arrays holds 1 arrays, wanted 2; pass one array per sequence"):
+        batch.pack([np.zeros(2)])
+    with pytest.raises(ValueError, match=r"arrays\[1\] has shape \(4,\), wanted 3 rows; .*batch\.lengths"):
+        batch.pack([np.zeros(2), np.zeros(4)])
+    with pytest.raises(ValueError, match=r"arrays\[0\] has shape \(\), wanted 2 rows"):
+        batch.pack([np.float32(1), np.zeros(3)])
+    with pytest.raises(ValueError, match=r"arrays\[1\] has trailing shape \(5,\), wanted \(4,\) as"):
+        batch.pack([np.zeros((2, 4)), np.zeros((3, 5))])
+    with pytest.raises(TypeError, match=r"arrays\[1\] is float32, wanted float64.*astype\('float64'\)"):
+        batch.pack([np.zeros(2), np.zeros(3, np.float32)])
+
+
+def test_packing_no_arrays_says_that_the_shape_is_unknown():
+    with pytest.raises(ValueError, match=r"arrays is empty.*make the buffer with np\.full"):
+        PackedBatch(int32(0), total_rows=4).pack([])
+
+
+def test_unpack_names_a_wrong_number_of_rows():
+    with pytest.raises(ValueError, match=r"rows has shape \(4, 2\), wanted 5 rows; .*batch\.total_rows"):
+        PackedBatch.from_lengths([2, 3]).unpack(np.zeros((4, 2)))

@@ -1,0 +1,297 @@
+"""Sharding: which rows a rank owns, and arrays taken apart and put together by it."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thdattn.packing import PackedBatch
+from thdattn.sharding import Sharding
+
+CP_SIZES = st.sampled_from([1, 2, 3, 4, 8])
+STRATEGIES = st.sampled_from(["dual_chunk", "contiguous"])
+LENGTHS = st.lists(st.integers(0, 40), max_size=6)
+
+
+class DeviceOffsets:
+    """Offsets on a GPU: a shape, a dtype, and nothing that could be read."""
+
+    dtype = np.dtype(np.int32)
+
+    def __init__(self, num_offsets):
+        self.shape = (num_offsets,)
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+
+def all_rows(sharding):
+    return [sharding.rows(cp_rank).tolist() for cp_rank in range(sharding.cp_size)]
+
+
+def batch_with_capacity(lengths, multiple, capacity):
+    batch = PackedBatch.from_lengths(lengths, multiple)
+    return PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=batch.total_rows + capacity)
+
+
+# --- dual_chunk -----------------------------------------------------------------------------------
+
+
+def test_two_ranks_two_padded_sequences_worked_by_hand():
+    # Sequence 0 has 4 chunks of 2 rows, sequence 1 (at row 8) 4 chunks of 1: rank 0 keeps chunks 0 and 3.
+    sharding = Sharding(PackedBatch([0, 7, 10], [0, 8, 12]), cp_size=2)
+    assert sharding.strategy == "dual_chunk"
+    assert sharding.local_rows == 6
+    assert all_rows(sharding) == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+
+
+def test_two_ranks_two_equal_sequences_as_transformer_engine():
+    sharding = Sharding(PackedBatch([0, 8, 16]), cp_size=2)
+    assert all_rows(sharding) == [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]
+
+
+def test_four_ranks_four_sequences_as_transformer_engine():
+    cu_seqlens = np.array([0, 8, 16, 24, 40], np.int32)
+    sharding = Sharding(PackedBatch(cu_seqlens), cp_size=4)
+    position = np.arange(40) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+    assert [position[sharding.rows(cp_rank)].tolist() for cp_rank in range(4)] == [
+        [0, 7, 0, 7, 0, 7, 0, 1, 14, 15],
+        [1, 6, 1, 6, 1, 6, 2, 3, 12, 13],
+        [2, 5, 2, 5, 2, 5, 4, 5, 10, 11],
+        [3, 4, 3, 4, 3, 4, 6, 7, 8, 9],
+    ]
+
+
+def test_tokens_padded_and_split_as_transformer_engine():
+    batch = PackedBatch.from_lengths([2, 3], multiple=4)
+    tokens = batch.pack([np.array([1, 1]), np.array([2, 2, 2])])
+    assert tokens.tolist() == [1, 1, 0, 0, 2, 2, 2, 0]
+    assert Sharding(batch, cp_size=2).shard(tokens, 0).tolist() == [1, 0, 2, 0]
+
+
+def test_repeated_offsets_change_nothing():
+    plain = Sharding(PackedBatch([0, 16, 40]), cp_size=4)
+    for cu_seqlens in ([0, 16, 40, 40, 40], [0, 0, 16, 16, 40], [0, 0, 0, 16, 40]):
+        assert all_rows(Sharding(PackedBatch(cu_seqlens), cp_size=4)) == all_rows(plain)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 5, 7, 8, 9, 698])
+def test_where_each_row_of_one_sequence_goes(length):
+    # The inverse, row by row: chunk c lies on rank c in the first half, on rank 2*cp_size-1-c in the second.
+    cp_size = 4
+    batch = PackedBatch.from_lengths([8, length, 8], multiple=2 * cp_size)
+    begin, end = batch.cu_seqlens_padded[1:3].tolist()
+    expected = [[] for _ in range(cp_size)]
+    for row in range(begin, end):
+        chunk = (row - begin) // ((end - begin) // (2 * cp_size))
+        expected[min(chunk, 2 * cp_size - 1 - chunk)].append(row)
+    sharding = Sharding(batch, cp_size)
+    owned = [[row for row in sharding.rows(rank).tolist() if begin <= row < end] for rank in range(cp_size)]
+    assert owned == expected
+
+
+@given(chunks=st.lists(st.integers(0, 6), max_size=6), cp_size=CP_SIZES)
+def test_dual_chunk_gives_every_rank_the_same_causal_work(chunks, cp_size):
+    lengths = np.array(chunks, np.int64) * 2 * cp_size
+    batch = PackedBatch.from_lengths(lengths)
+    sharding = Sharding(batch, cp_size)
+    visible_keys = np.concatenate([np.arange(1, length + 1) for length in lengths] or [np.zeros(0, np.int64)])
+    work = {int(visible_keys[sharding.rows(cp_rank)].sum()) for cp_rank in range(cp_size)}
+    assert work == {int(visible_keys.sum()) // cp_size}
+
+
+def test_capacity_past_the_sequences_is_filler():
+    sharding = Sharding(PackedBatch([0, 3], [0, 4], total_rows=9), cp_size=2)
+    assert sharding.local_rows == 5
+    assert all_rows(sharding) == [[0, 3, -1, -1, -1], [1, 2, -1, -1, -1]]
+
+
+# --- contiguous -----------------------------------------------------------------------------------
+
+
+def test_contiguous_cuts_the_buffer_without_regard_to_sequences():
+    sharding = Sharding(PackedBatch([0, 3, 7, 10]), cp_size=4, strategy="contiguous")
+    assert sharding.local_rows == 3
+    assert all_rows(sharding) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, -1, -1]]
+
+
+def test_contiguous_with_fewer_tokens_than_ranks_leaves_ranks_empty():
+    sharding = Sharding(PackedBatch([0, 1, 3]), cp_size=8, strategy="contiguous")
+    assert all_rows(sharding) == [[0], [1], [2], [-1], [-1], [-1], [-1], [-1]]
+
+
+def test_contiguous_owns_the_capacity_too():
+    sharding = Sharding(PackedBatch([0, 3], total_rows=6), cp_size=2, strategy="contiguous")
+    assert all_rows(sharding) == [[0, 1, 2], [3, 4, 5]]
+
+
+# --- both -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous"])
+@pytest.mark.parametrize("cu_seqlens", [[0], [0, 0], [0, 0, 0, 0]])
+def test_no_tokens_at_all_is_legal(strategy, cu_seqlens):
+    sharding = Sharding(PackedBatch(cu_seqlens), 4, strategy)
+    assert sharding.local_rows == 0
+    assert all_rows(sharding) == [[], [], [], []]
+    assert sharding.unshard([np.zeros((0, 2))] * 4).shape == (0, 2)
+
+
+@given(lengths=LENGTHS, cp_size=CP_SIZES, strategy=STRATEGIES, capacity=st.integers(0, 20))
+def test_every_row_of_every_sequence_is_owned_once(lengths, cp_size, strategy, capacity):
+    batch = batch_with_capacity(lengths, 2 * cp_size, capacity)
+    sharding = Sharding(batch, cp_size, strategy)
+    rows = np.concatenate([sharding.rows(cp_rank) for cp_rank in range(cp_size)])
+    owned = np.sort(rows[rows >= 0])
+    end = batch.total_rows if strategy == "contiguous" else int(batch.cu_seqlens_padded[-1])
+    assert owned.tolist() == list(range(end))
+
+
+@given(lengths=LENGTHS, cp_size=CP_SIZES, strategy=STRATEGIES, capacity=st.integers(0, 20))
+def test_rows_ascend_and_fillers_come_last(lengths, cp_size, strategy, capacity):
+    batch = batch_with_capacity(lengths, 2 * cp_size, capacity)
+    sharding = Sharding(batch, cp_size, strategy)
+    assert sharding.local_rows == -(-batch.total_rows // cp_size)
+    for cp_rank in range(cp_size):
+        rows = sharding.rows(cp_rank)
+        assert rows.shape == (sharding.local_rows,)
+        assert rows.dtype == np.int32
+        num_owned = int((rows >= 0).sum())
+        assert (np.diff(rows[:num_owned]) > 0).all()
+        assert (rows[num_owned:] == -1).all()
+
+
+@given(lengths=LENGTHS, cp_size=CP_SIZES, strategy=STRATEGIES, capacity=st.integers(0, 20))
+def test_unshard_undoes_shard_and_rows_without_owner_are_zero(lengths, cp_size, strategy, capacity):
+    batch = batch_with_capacity(lengths, 2 * cp_size, capacity)
+    sharding = Sharding(batch, cp_size, strategy)
+    x = np.arange(1, 2 * batch.total_rows + 1, dtype=np.float32).reshape(-1, 2)
+    local_arrays = [sharding.shard(x, cp_rank) for cp_rank in range(cp_size)]
+    expected = x.copy()
+    if strategy == "dual_chunk":
+        expected[batch.cu_seqlens_padded[-1] :] = 0
+    np.testing.assert_array_equal(sharding.unshard(local_arrays), expected)
+
+
+def test_filler_rows_are_zero_after_shard_and_dropped_by_unshard():
+    sharding = Sharding(PackedBatch([0, 3]), 2, "contiguous")
+    local = sharding.shard(np.array([5, 6, 7]), 1)
+    assert local.tolist() == [7, 0]
+    local[1] = 99
+    assert sharding.unshard([np.array([5, 6]), local]).tolist() == [5, 6, 7]
+
+
+def test_shard_and_unshard_keep_bfloat16_and_trailing_shape():
+    sharding = Sharding(PackedBatch([0, 8]), 2)
+    x = np.arange(48).reshape(8, 2, 3).astype(ml_dtypes.bfloat16)
+    local_arrays = [sharding.shard(x, cp_rank) for cp_rank in range(2)]
+    assert local_arrays[0].shape == (4, 2, 3)
+    whole = sharding.unshard(local_arrays)
+    assert local_arrays[0].dtype == whole.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(whole, x)
+
+
+def test_a_shard_is_a_copy():
+    sharding = Sharding(PackedBatch([0, 2]), 1)
+    x = np.array([1, 2])
+    sharding.shard(x, 0)[0] = 9
+    assert x.tolist() == [1, 2]
+
+
+def test_rows_are_made_once_and_cannot_be_changed():
+    sharding = Sharding(PackedBatch([0, 8]), 2)
+    assert sharding.rows(1) is sharding.rows(1)
+    with pytest.raises(ValueError, match="read-only"):
+        sharding.rows(1)[0] = 3
+
+
+def test_a_hundred_thousand_sequences_are_all_owned():
+    lengths = np.arange(100_000) % 40
+    batch = PackedBatch.from_lengths(lengths, multiple=16)
+    sharding = Sharding(batch, cp_size=8)
+    rows = np.sort(np.concatenate([sharding.rows(cp_rank) for cp_rank in range(8)]))
+    np.testing.assert_array_equal(rows, np.arange(batch.total_rows))
+
+
+# --- offsets on a GPU -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous"])
+def test_offsets_on_a_gpu_leave_only_the_number_of_rows(strategy):
+    sharding = Sharding(PackedBatch(DeviceOffsets(3), total_rows=30), 4, strategy)
+    assert sharding.local_rows == 8
+    for read in (
+        lambda: sharding.rows(0),
+        lambda: sharding.shard(np.zeros(30), 0),
+        lambda: sharding.unshard([np.zeros(8)] * 4),
+    ):
+        with pytest.raises(ValueError, match=r"Sharding\.rows needs the offsets on the host"):
+            read()
+
+
+# --- errors: name, found, wanted, remedy ----------------------------------------------------------
+
+
+def test_an_indivisible_sequence_names_the_culprit_and_the_fix():
+    batch = PackedBatch([0, 8, 18, 27])
+    with pytest.raises(ValueError, match=r"sequence 1 has padded length 10, .*cp_size = 4 .*pad it to 12 "):
+        Sharding(batch, 2)
+    with pytest.raises(ValueError, match=r"PackedBatch\.from_lengths\(lengths, multiple=4\)"):
+        Sharding(batch, 2)
+
+
+def test_contiguous_has_no_divisibility_rule():
+    assert Sharding(PackedBatch([0, 8, 18, 27]), 2, "contiguous").local_rows == 14
+
+
+@pytest.mark.parametrize("cp_size", [0, -2])
+def test_cp_size_must_be_positive(cp_size):
+    with pytest.raises(ValueError, match=rf"cp_size is {cp_size}, wanted >= 1; pass the number of ranks"):
+        Sharding(PackedBatch([0, 8]), cp_size)
+
+
+def test_cp_size_must_be_an_int():
+    with pytest.raises(TypeError, match=r"cp_size is 2\.0, a float; wanted an int"):
+        Sharding(PackedBatch([0, 8]), 2.0)
+
+
+@pytest.mark.parametrize("cp_rank", [-1, 2])
+def test_cp_rank_out_of_range_names_the_range(cp_rank):
+    sharding = Sharding(PackedBatch([0, 8]), 2)
+    with pytest.raises(ValueError, match=rf"cp_rank is {cp_rank}, wanted 0 <= cp_rank < cp_size = 2"):
+        sharding.rows(cp_rank)
+    with pytest.raises(ValueError, match=rf"cp_rank is {cp_rank}, wanted 0 <= cp_rank < cp_size = 2"):
+        sharding.shard(np.zeros(8), cp_rank)
+
+
+def test_cp_rank_must_be_an_int():
+    with pytest.raises(TypeError, match=r"cp_rank is None, a NoneType; wanted an int"):
+        Sharding(PackedBatch([0, 8]), 2).rows(None)
+
+
+def test_an_unknown_strategy_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"strategy is 'zigzag', wanted one of .*'dual_chunk', 'contiguous'"):
+        Sharding(PackedBatch([0, 8]), 2, "zigzag")
+
+
+def test_a_batch_that_is_none_says_how_to_make_one():
+    with pytest.raises(TypeError, match=r"batch is a list, wanted a PackedBatch; make PackedBatch"):
+        Sharding([0, 8], 2)
+
+
+def test_shard_names_a_wrong_number_of_rows():
+    with pytest.raises(ValueError, match=r"x has shape \(4, 3\), wanted 8 rows; pass the whole packed array"):
+        Sharding(PackedBatch([0, 8]), 2).shard(np.zeros((4, 3)), 0)
+
+
+def test_unshard_names_what_is_wrong_with_the_arrays():
+    sharding = Sharding(PackedBatch([0, 8]), 2)
+    with pytest.raises(ValueError, match=r"local_arrays holds 1 arrays, wanted 2; .*of every rank"):
+        sharding.unshard([np.zeros(4)])
+    with pytest.raises(ValueError, match=r"local_arrays\[1\] has shape \(3,\), wanted 4 rows"):
+        sharding.unshard([np.zeros(4), np.zeros(3)])
+    with pytest.raises(ValueError, match=r"local_arrays\[1\] has trailing shape \(2,\), wanted \(\)"):
+        sharding.unshard([np.zeros(4), np.zeros((4, 2))])
+    with pytest.raises(TypeError, match=r"local_arrays\[1\] is float32, wanted float64"):
+        sharding.unshard([np.zeros(4), np.zeros(4, np.float32)])
