@@ -5,12 +5,12 @@ No host compiler and no headers are needed, and a cubin for any architecture can
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
 import re
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -120,11 +120,14 @@ class Kernel:
             self._function(grid, (block,), args, shared_mem=self._shared_bytes, stream=cupy.cuda.get_current_stream())
 
 
-@functools.cache
-def _kernel_of_device(device: int, name: str, shared_bytes: int) -> Kernel:
-    return Kernel(name, shared_bytes)
+_loaded: dict[tuple[int, str], Kernel] = {}
+_loading = threading.Lock()
 
 
 def kernel(name: str, shared_bytes: int = 0) -> Kernel:
     """The kernel of that C++ name expression with so much dynamic shared memory, loaded once per device."""
-    return _kernel_of_device(cupy.cuda.runtime.getDevice(), name, shared_bytes)
+    key = cupy.cuda.runtime.getDevice(), name
+    with _loading:  # simulated ranks are threads: the first compiles, the others wait
+        if key not in _loaded:
+            _loaded[key] = Kernel(name, shared_bytes)
+        return _loaded[key]

@@ -253,10 +253,9 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     float softmax_scale) {
   constexpr int kThreads = kWarps * kWarp, kWarpRows = 16 * kFragments, kTileM = kWarpRows * kWarps;
   constexpr int kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8, kRows = 2 * kFragments;
-  static_assert(kTileM <= kThreads, "one thread per query row");
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Sight<kWarps> sight;
-  __shared__ int2 range[kTileM];
+  __shared__ int2 range[kThreads];    // of the tile's rows, then empty
   T* const tile_q = (T*)shared;
   T* const tile_k = tile_q + kTileM * (kHeadDim + kPad);
   T* const tile_v = tile_k + kTileN * (kHeadDim + kPad);
@@ -270,7 +269,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   v += kv_head * kVHeadDim;
 
   // Ranges live in shared memory: only tiles that compare read them, and registers are what the kernel is short of.
-  const int2 mine = range_of(key_ranges, m0 + threadIdx.x, q_rows);
+  const int2 mine = threadIdx.x < kTileM ? range_of(key_ranges, m0 + threadIdx.x, q_rows) : make_int2(0, 0);
   range[threadIdx.x] = mine;
   sight.publish_first(mine, 0);
   sight.publish_all(!is_empty(mine), mine);
@@ -443,7 +442,7 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
   constexpr int kQSize = kTileM * (kHeadDim + kPad), kDoutSize = kTileM * (kVHeadDim + kPad);
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Sight<kWarps> sight;
-  __shared__ int2 range[kTileN];
+  __shared__ int2 range[kThreads];    // of the tile's rows, then empty
   T* const tile_k = (T*)shared;
   T* const tile_v = tile_k + kTileN * (kHeadDim + kPad);
   T* const tile_q = tile_v + kTileN * (kVHeadDim + kPad);
@@ -458,7 +457,7 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
   const u32 k_stride = num_kv_heads * kHeadDim, v_stride = num_kv_heads * kVHeadDim;
 
   const int2 mine = threadIdx.x < kTileN ? range_of(query_ranges, n0 + threadIdx.x, k_rows) : make_int2(0, 0);
-  if (threadIdx.x < kTileN) range[threadIdx.x] = mine;
+  range[threadIdx.x] = mine;
   sight.publish_first(mine, 0);
   sight.publish_all(threadIdx.x < kTileN, mine);  // padding counts: its scores are not bounded by any lse
   const int key0 = n0 + warp_key + lane / 4;
@@ -503,7 +502,7 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
     __syncthreads();
     if (kStages > 1 && next_m0 != kNone) load_step((stage + 1) % kStages, head + (next_m0 <= m0), next_m0);
     copies_commit();
-    sight.publish_first(threadIdx.x < kTileN ? range[threadIdx.x] : make_int2(0, 0), next_m0 == kNone ? kNone : next_m0 + kTileM);
+    sight.publish_first(range[threadIdx.x], next_m0 == kNone ? kNone : next_m0 + kTileM);
 
     const bool interior = is_interior(m0);
     const bool in_sight = any_touches<16>(range + warp_key, m0, kTileM);

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels.cu
-STATIC_BYTES = 1536  # at most what the kernels declare beside their tiles
+STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
 
 ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
 

@@ -1,0 +1,354 @@
+"""The packs, masks and head layouts that CPU and GPU tests share, and what attention over one of them must give.
+
+Tensors of a case are made per valid token, in sequence order without padding, so that inputs and truth are the same for
+every cp_size; `run` spreads them over simulated ranks and poisons every row that holds no token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import thdattn
+from thdattn import oracle
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+CP_SIZES = (1, 2, 4, 8)
+INPUTS = ("q", "k", "v", "dout")
+FIELDS = ("out", "lse", "max_logit", "dq", "dk", "dv")
+FLOAT32_ERROR = 1e-4  # of what is computed and kept in float32, whatever the inputs are
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pack with its mask and heads.
+
+    lengths: valid tokens of every sequence.
+    padded: padded lengths; None = the next multiples of 2*cp_size, or of 3 for the contiguous sharding.
+    slack: rows of the packed buffer behind the last sequence.
+    heads: (num_heads, num_kv_heads); dims: (head_dim, v_head_dim).
+    cp_sizes: the numbers of ranks that can share it.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    padded: tuple[int, ...] | None = None
+    slack: int = 0
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (64, 64)
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    sharding: str = "dual_chunk"
+    cp_sizes: tuple[int, ...] = CP_SIZES
+
+    def __str__(self) -> str:
+        return self.name
+
+    def batch(self, cp_size: int) -> thdattn.PackedBatch:
+        """The case's batch for cp_size ranks."""
+        padded = self.padded
+        if padded is None:
+            multiple = 2 * cp_size if self.sharding == "dual_chunk" else 3
+            padded = tuple(-(-length // multiple) * multiple for length in self.lengths)
+        cu_seqlens, cu_seqlens_padded = offsets(self.lengths), offsets(padded)
+        return thdattn.PackedBatch(
+            cu_seqlens, cu_seqlens_padded, total_rows=int(cu_seqlens_padded[-1]) + self.slack
+        )
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """(heads, width) of q, k, v and dout."""
+        (num_heads, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
+        return {"q": (num_heads, head_dim), "k": (num_kv_heads, head_dim), "v": (num_kv_heads, v_head_dim),
+                "dout": (num_heads, v_head_dim)}
+
+    def attention(self, comm: thdattn.comm.Comm, dtype: Any, **options: Any) -> thdattn.CPAttention:
+        """CPAttention with the case's heads and mask."""
+        (num_heads, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
+        return thdattn.CPAttention(comm, num_heads, head_dim, num_kv_heads, v_head_dim, self.causal, self.window,
+                                   dtype=dtype, **options)
+
+    def slim(self) -> Case:
+        """The same pack, mask and head counts with narrow heads, for the NumPy engine."""
+        return replace(self, dims=(8, 8) if self.dims[0] == self.dims[1] else (12, 8))
+
+
+def offsets(lengths: tuple[int, ...]) -> np.ndarray:
+    """(num_seqs + 1,) int32, cumulative sum from 0."""
+    return np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))]).astype(np.int32)
+
+
+# Lengths 0, 1, 2N-1, 2N and odd for every N of CP_SIZES.
+EDGES = (0, 1, 3, 4, 7, 8, 15, 16, 2, 5, 33, 0, 129, 0)
+# Chunks shorter and longer than every window below, at every cp_size.
+UNEVEN = (257, 3, 64, 0, 100, 17, 190)
+
+FIXTURES = (
+    Case("worked-example", (7, 3)),
+    Case("two-of-eight", (8, 8)),
+    Case("four-sequences", (8, 8, 8, 16)),
+    Case("two-and-three", (2, 3)),
+    Case("edge-lengths", EDGES),
+    Case("edge-lengths-contiguous", EDGES, sharding="contiguous"),
+    Case("all-empty", (0, 0, 0)),
+    Case("all-empty-padded", (0, 0, 0), padded=(16, 0, 32)),
+    Case("all-empty-contiguous", (0, 0), padded=(5, 2), sharding="contiguous"),
+    Case("no-sequences", ()),
+    Case("no-sequences-slack", (), slack=19),
+    Case("no-sequences-contiguous", (), slack=3, sharding="contiguous"),
+    Case("one-token", (1,)),
+    Case("fewer-tokens-than-ranks", (1, 0, 2), padded=(1, 0, 2), sharding="contiguous"),
+    Case("repeated-offsets", (16, 24, 0, 0, 0, 0)),
+    Case("empty-but-padded-between", (40, 0, 9, 0), padded=(48, 16, 16, 32)),
+    # A document of 5 tokens in 64 rows: ranks beyond the first own nothing but padding.
+    Case("ranks-of-padding", (5,), padded=(64,), sharding="contiguous"),
+    Case("ranks-of-padding-dual", (1, 0), padded=(32, 16)),
+)
+REGRESSIONS = (
+    # Transformer Engine issues: NaN in the backward with padding at the end (2186), keys dropped for padding that was
+    # overlooked (3331), 7 tokens treated as 6 (1930).
+    Case("te-2186", (9, 8, 8, 12, 8, 12), padded=(12, 8, 8, 12, 8, 12), cp_sizes=(1, 2)),
+    Case("te-3331", (698,), padded=(704,), cp_sizes=(1, 2, 4, 8)),
+    Case("te-1930", (7,)),
+)
+HEADS = (
+    Case("mha", (37, 90), heads=(3, 3)),
+    Case("gqa-32-8", (37, 90), heads=(32, 8)),
+    Case("gqa-12-2", (37, 90), heads=(12, 2)),
+    Case("mqa", (37, 90), heads=(8, 1)),
+)
+MASKS = (
+    Case("causal", UNEVEN),
+    Case("full", UNEVEN, causal=False),
+    Case("full-contiguous", UNEVEN, causal=False, sharding="contiguous"),
+    Case("window-causal", UNEVEN, window=(10, 0)),
+    Case("window-causal-contiguous", UNEVEN, window=(70, 0), sharding="contiguous"),
+    Case("window-two-sided", UNEVEN, causal=False, window=(16, 16)),
+    Case("window-lopsided", UNEVEN, causal=False, window=(3, 40)),
+    Case("window-lopsided-contiguous", UNEVEN, causal=False, window=(40, 3), sharding="contiguous"),
+    Case("window-left-only", UNEVEN, causal=False, window=(9, -1)),
+    Case("window-right-only", UNEVEN, causal=False, window=(-1, 5)),
+    Case("window-larger-than-sequences", UNEVEN, causal=False, window=(1000, 300)),
+    Case("window-self", UNEVEN, causal=False, window=(0, 0)),
+    Case("window-self-causal", UNEVEN, window=(0, 0)),
+)
+BUFFERS = (
+    Case("capacity", (100, 30, 0), slack=61),
+    Case("capacity-of-a-tile", (100, 30, 0), slack=300),
+    Case("capacity-contiguous", (100, 30, 0), slack=61, sharding="contiguous"),
+    # One row less and one row more than tiles of 64 and 128 rows.
+    Case("tail-tiles", (63, 65, 127, 129), padded=(64, 80, 128, 144)),
+    Case("tail-tile-of-one", (384, 1), padded=(384, 1), sharding="contiguous"),
+)
+SMALL = FIXTURES + REGRESSIONS + HEADS + MASKS + BUFFERS
+BIG = (
+    Case("8192-of-34", (34,) * 8192, heads=(2, 1)),
+    Case("65536-window", (65536, *(16,) * 1000), heads=(2, 1), window=(300, 0)),
+)
+LONG = Case("65536-causal", (65536, *(16,) * 1000), heads=(2, 1))
+
+CASES = {case.name: case for case in (*SMALL, *BIG, LONG)}
+
+
+def seeded(text: str) -> np.random.Generator:
+    """A generator that depends on nothing but a name."""
+    return np.random.default_rng(zlib.crc32(text.encode()))
+
+
+def random_inputs(case: Case, dtype: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """q, k, v, dout of the valid tokens: (total_tokens, heads, width)."""
+    rng, tokens = seeded(f"{case.name} {seed}"), sum(case.lengths)
+    return tuple(
+        rng.standard_normal((tokens, *shape), np.float32).astype(dtype) for shape in case.shapes().values()
+    )
+
+
+@lru_cache(maxsize=3)
+def truth(case: Case, dtype: np.dtype, seed: int = 0) -> tuple[oracle.Result, oracle.Result | None]:
+    """The float64 oracle over the valid tokens, and the baseline of 16-bit dtypes."""
+    batch = thdattn.PackedBatch(offsets(case.lengths))
+    how = {"causal": case.causal, "window": case.window}
+    inputs = random_inputs(case, dtype, seed)
+    exact = oracle.packed_attention(batch, *inputs, **how)
+    if dtype == np.float64:
+        return exact, None
+    return exact, oracle.packed_attention(batch, *inputs, **how, rounding=dtype)
+
+
+@dataclass
+class Outcome:
+    """What all ranks together returned, on the host.
+
+    tokens: per field the rows of the valid tokens, in sequence order; lse (num_heads, total_tokens).
+    padding: per field every row that holds no token: padding, slack and fillers.
+    max_logits: one (num_heads,) per rank.
+    """
+
+    tokens: dict[str, np.ndarray]
+    padding: dict[str, np.ndarray]
+    max_logits: list[np.ndarray]
+
+
+def token_rows(batch: thdattn.PackedBatch) -> np.ndarray:
+    """The packed rows that hold a valid token."""
+    begins, lengths = batch.cu_seqlens_padded[:-1].tolist(), batch.lengths.tolist()
+    pieces = [np.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+    return np.concatenate([np.zeros(0, int), *pieces])
+
+
+def local_rows(batch: thdattn.PackedBatch, rows: np.ndarray, tokens: np.ndarray, fill: float) -> np.ndarray:
+    """A rank's rows of a tensor of valid tokens; `fill` in every row that holds none."""
+    packed = np.full((batch.total_rows + 1, *tokens.shape[1:]), fill, tokens.dtype)
+    packed[token_rows(batch)] = tokens
+    return packed[rows]  # row -1, a filler, is the one behind all others
+
+
+def run(
+    case: Case, cp_size: int, dtype: Any, *, xp: Any = np, fill: float = np.nan, seed: int = 0,
+    wrap: Callable[[Any], Any] = lambda x: x, **options: Any,
+) -> Outcome:
+    """Forward and backward of a case over cp_size simulated ranks; `wrap` makes a user's array of one of xp."""
+    batch = case.batch(cp_size)
+    sharding = thdattn.Sharding(batch, cp_size, case.sharding)
+    inputs = random_inputs(case, dtype, seed)
+
+    def program(comm: thdattn.comm.Comm) -> dict[str, np.ndarray]:
+        attention = case.attention(comm, dtype, **options)
+        plan = attention.plan(batch, case.sharding)
+        q, k, v, dout = (
+            wrap(xp.asarray(local_rows(batch, sharding.rows(comm.rank), x, fill))) for x in inputs
+        )
+        out, saved = attention.forward(q, k, v, plan, return_max_logit=True)
+        gradients = attention.backward(dout, saved)
+        return {field: to_host(x) for field, x in zip(
+            FIELDS, (out, saved.lse, saved.max_logit, *gradients), strict=True)}
+
+    return assemble(sharding, thdattn.comm.run_local(cp_size, program, timeout=240))
+
+
+def assemble(sharding: thdattn.Sharding, ranks: list[dict[str, np.ndarray]]) -> Outcome:
+    """Puts every rank's rows where they belong, and those that hold no token aside."""
+    batch = sharding.batch
+    rows = np.concatenate([sharding.rows(rank) for rank in range(sharding.cp_size)])
+    tokens = token_rows(batch)
+    token_of_row = np.full(batch.total_rows + 1, -1)
+    token_of_row[tokens] = np.arange(len(tokens))
+    token = token_of_row[rows]
+    held = np.flatnonzero(token >= 0)
+    order = held[np.argsort(token[held])]
+    assert len(order) == len(tokens), "every token lies on one rank"
+    outcome = Outcome({}, {}, [result["max_logit"] for result in ranks])
+    for field in ("out", "lse", "dq", "dk", "dv"):
+        by_row = np.concatenate([result[field].T if field == "lse" else result[field] for result in ranks])
+        outcome.tokens[field] = by_row[order].T if field == "lse" else by_row[order]
+        outcome.padding[field] = by_row[token < 0]
+    outcome.tokens["max_logit"] = ranks[0]["max_logit"]
+    return outcome
+
+
+def to_host(x: Any) -> np.ndarray:
+    """A NumPy copy of a NumPy or CuPy array."""
+    return np.array(x) if isinstance(x, np.ndarray) else x.get()
+
+
+def check(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
+    """Asserts everything the contract promises about an outcome, padding first."""
+    dtype = np.dtype(dtype)
+    check_padding(outcome)
+    exact, baseline = truth(case, dtype, seed)
+    for field in FIELDS:
+        actual, wanted = outcome.tokens[field], getattr(exact, field)
+        assert actual.shape == wanted.shape, f"{field} of {case}"
+        if field in ("lse", "max_logit"):
+            kept = np.float64 if dtype == np.float64 and field == "lse" else np.float32
+            assert actual.dtype == kept, f"{field} of {case} is {actual.dtype}"
+            error = FLOAT32_ERROR if kept == np.float32 else 1e-12
+            np.testing.assert_allclose(actual, wanted, rtol=error, atol=error, err_msg=f"{field} of {case}")
+            continue
+        assert actual.dtype == dtype, f"{field} of {case} is {actual.dtype}"
+        if not wanted.any():
+            # Rows that see one key: dP - delta is a difference of equal sums, and what is left is float32 rounding.
+            np.testing.assert_allclose(actual.astype(np.float64), 0, atol=FLOAT32_ERROR, err_msg=f"{field} of {case}")
+        elif baseline is None:
+            np.testing.assert_allclose(actual, wanted, rtol=1e-10, atol=1e-12, err_msg=f"{field} of {case}")
+        else:
+            ok, error, budget = oracle.within_budget(actual, wanted, getattr(baseline, field))
+            assert ok, f"{field} of {case}: max error {error:.3e} over budget {budget:.3e}"
+
+
+def check_padding(outcome: Outcome) -> None:
+    """Rows that hold no token are exactly 0, -inf in lse; max_logit is the same on all ranks."""
+    for field, rows in outcome.padding.items():
+        if field == "lse":
+            assert (rows == -np.inf).all(), "lse of padding is -inf"
+        else:
+            assert not rows.any(), f"{field} of padding is 0"  # NaN is true
+    for rank, max_logit in enumerate(outcome.max_logits):
+        np.testing.assert_array_equal(max_logit, outcome.max_logits[0], err_msg=f"max_logit of rank {rank}")
+
+
+def check_long(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
+    """`check` of a causal case whose first document is too long for the oracle: samples of it, the others whole.
+
+    A sampled query row is computed by itself. A sampled key needs lse and out of every later row; those are the
+    outcome's own, which the sampled rows check.
+    """
+    check_padding(outcome)
+    length, batch = case.lengths[0], thdattn.PackedBatch(offsets(case.lengths[1:]))
+    inputs = random_inputs(case, dtype, seed)
+    edges = [0, 1, 63, 64, 127, 128, length // 2 - 1, length // 2, length - 1]
+    picks = np.unique(np.append(edges, seeded(case.name).integers(0, length, 40)))
+    rest = slice(length, None)
+    results = []
+    for rounding in (None, dtype):
+        others = oracle.packed_attention(batch, *(x[rest] for x in inputs), rounding=rounding)
+        results.append((others, _sample(case, [x[:length] for x in inputs], outcome, picks, rounding)))
+    for field in ("out", "dq", "dk", "dv"):
+        for part, rows in enumerate((rest, picks)):
+            wanted, baseline = (
+                result[part][field] if part else getattr(result[part], field) for result in results
+            )
+            ok, error, budget = oracle.within_budget(outcome.tokens[field][rows], wanted, baseline)
+            assert ok, f"{field} of {case}, {('others', 'samples')[part]}: max error {error:.3e} over {budget:.3e}"
+    for part, rows in enumerate((rest, picks)):
+        wanted = results[0][part]["lse"] if part else results[0][part].lse
+        np.testing.assert_allclose(outcome.tokens["lse"][:, rows], wanted, rtol=FLOAT32_ERROR, atol=FLOAT32_ERROR)
+
+
+def _sample(
+    case: Case, inputs: list[np.ndarray], outcome: Outcome, picks: np.ndarray, rounding: Any
+) -> dict[str, np.ndarray]:
+    """out, lse, dq of the query rows `picks` and dk, dv of the keys `picks` of one causal document."""
+    num_heads, num_kv_heads = case.heads
+    scale, group, position = case.dims[0] ** -0.5, num_heads // num_kv_heads, np.arange(len(inputs[0]))
+
+    def stored(x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float64) if rounding is None else x.astype(rounding).astype(np.float32)
+
+    q, k, v, dout = map(stored, inputs)
+    like = {"out": dout, "dq": q, "dk": k, "dv": v}
+    result = {field: np.zeros_like(x[picks]) for field, x in like.items()}
+    result["lse"] = np.zeros((num_heads, len(picks)))
+    for h in range(num_heads):
+        g = h // group
+        logits = scale * stored(q[picks, h] @ k[:, g].T)
+        logits[position > picks[:, None]] = -np.inf
+        result["lse"][h] = lse = np.logaddexp.reduce(logits, axis=1)
+        p = stored(np.exp(logits - lse[:, None]))
+        dp = stored(dout[picks, h] @ v[:, g].T)
+        ds = stored(p * (dp - (p * dp).sum(axis=1, keepdims=True)))
+        result["out"][:, h], result["dq"][:, h] = p @ v[:, g], scale * (ds @ k[:, g])
+
+        logits = scale * stored(q[:, h] @ k[picks, g].T)
+        logits[position[:, None] < picks] = -np.inf
+        p = stored(np.exp(logits - outcome.tokens["lse"][h, : len(q), None]))
+        delta = (dout[:, h] * outcome.tokens["out"][: len(q), h].astype(np.float64)).sum(axis=1, keepdims=True)
+        ds = stored(p * (stored(dout[:, h] @ v[picks, g].T) - delta))
+        result["dk"][:, g] += scale * (ds.T @ q[:, h])
+        result["dv"][:, g] += p.T @ dout[:, h]
+    return {field: x if field == "lse" else stored(x).astype(np.float64) for field, x in result.items()}

@@ -1,0 +1,92 @@
+"""Attention on real ranks, as a program under mpiexec.
+
+mpiexec -n 4 python -m mpi4py attention_ranks.py cases mpi 4
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import thdattn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from cases import BFLOAT16, CASES, FIELDS, assemble, check, local_rows, random_inputs, to_host
+
+NAMES = ("worked-example", "edge-lengths", "all-empty", "no-sequences-slack", "gqa-12-2", "causal", "window-two-sided",
+         "window-causal-contiguous", "capacity-contiguous", "fewer-tokens-than-ranks", "ranks-of-padding")
+ENGINES = {"mpi": "reference", "nccl": "cuda"}
+
+
+def run_cases(comm: thdattn.comm.Comm, xp: Any, world: Any) -> None:
+    """Every rank computes its rows; rank 0 compares what they make together with the oracle."""
+    for case in map(CASES.get, NAMES):
+        case = case if comm.name == "nccl" else case.slim()
+        for dtype in (BFLOAT16,) if comm.name == "nccl" else (BFLOAT16, np.dtype("float64")):
+            result = attend(comm, xp, case, dtype)
+            ranks = world.gather(result)
+            if comm.rank == 0:
+                sharding = thdattn.Sharding(case.batch(comm.size), comm.size, case.sharding)
+                check(case, dtype, assemble(sharding, ranks))
+
+
+def attend(comm: thdattn.comm.Comm, xp: Any, case: Any, dtype: Any) -> dict[str, np.ndarray]:
+    """Forward and backward of this rank's rows; rows without a token are NaN."""
+    batch = case.batch(comm.size)
+    attention = case.attention(comm, dtype)
+    assert attention.engine == ENGINES[comm.name]
+    plan = attention.plan(batch, case.sharding)
+    q, k, v, dout = (
+        xp.asarray(local_rows(batch, to_host(plan.rows), x, np.nan)) for x in random_inputs(case, dtype)
+    )
+    out, saved = attention.forward(q, k, v, plan, return_max_logit=True)
+    arrays = (out, saved.lse, saved.max_logit, *attention.backward(dout, saved))
+    return {field: to_host(x) for field, x in zip(FIELDS, arrays, strict=True)}
+
+
+def fail_on_one_rank(comm: thdattn.comm.Comm, xp: Any) -> None:
+    """The last rank passes q of the wrong shape, while the others wait for it in the first collective."""
+    case = CASES["causal"]
+    attention = case.attention(comm, BFLOAT16)
+    plan = attention.plan(case.batch(comm.size))
+    rows = plan.local_rows - (comm.rank == comm.size - 1)
+    q, k, v, _ = (xp.zeros((rows, *shape), BFLOAT16) for shape in case.shapes().values())
+    out, _ = attention.forward(q, k, v, plan)
+    print(to_host(out).shape)
+
+
+def disagree(comm: thdattn.comm.Comm) -> None:
+    """The last rank has a batch of its own."""
+    batch = thdattn.PackedBatch.from_lengths([64, 32 if comm.rank < comm.size - 1 else 64], 2 * comm.size)
+    try:
+        thdattn.CPAttention(comm, 2, 64).plan(batch)
+    except ValueError as error:
+        print(f"rank {comm.rank}: {error}")
+
+
+def main(scenario: str, backend: str, size: str) -> None:
+    comm = thdattn.comm.init(backend)
+    assert comm.size == int(size), f"MPI sees {comm.size} ranks, the launcher started {size}"
+    if backend == "nccl":
+        import cupy as xp
+    else:
+        xp = np
+    if scenario == "cases":
+        from mpi4py import MPI
+
+        run_cases(comm, xp, MPI.COMM_WORLD)
+    elif scenario == "bad-input":
+        fail_on_one_rank(comm, xp)
+    elif scenario == "disagree":
+        disagree(comm)
+    else:
+        raise ValueError(f"scenario is {scenario!r}")
+    comm.close()
+    print(f"rank {comm.rank} of {comm.size}: {scenario} on {backend} done", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,34 @@
+"""Attention over real MPI ranks with host arrays, each test one mpiexec."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from launch import run_ranks
+
+PROGRAM = Path(__file__).parent / "ranks" / "attention_ranks.py"
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_ranks_together_are_the_oracle(n):
+    run = run_ranks(n, PROGRAM, "cases", "mpi", str(n), timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("cases on mpi done") == n
+
+
+def test_bad_input_on_one_rank_ends_all_ranks_with_its_message():
+    began = time.perf_counter()
+    run = run_ranks(4, PROGRAM, "bad-input", "mpi", "4", timeout=60)
+    assert run.returncode != 0
+    assert "ValueError: q has shape" in run.stderr and "this rank's rows" in run.stderr
+    assert "done" not in run.stdout
+    assert time.perf_counter() - began < 30
+
+
+def test_batch_that_differs_on_one_rank_raises_on_every_rank():
+    run = run_ranks(4, PROGRAM, "disagree", "mpi", "4", timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("the plan's batch, sharding and attention is not the same on all ranks") == 4
+    assert run.stdout.count("but rank 3 has") == 4

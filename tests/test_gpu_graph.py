@@ -1,0 +1,156 @@
+"""Forward and backward, and the plan before them, captured in a CUDA graph and replayed with other numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cases import BFLOAT16, FIELDS, Case, assemble, check, random_inputs, to_host, token_rows
+
+import thdattn
+from thdattn.packing import PackedBatch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
+
+ROWS = 700
+# Packs of one number of sequences, as a graph has; unused ones have length 0.
+PACKS = [
+    Case("graph-0", (300, 40, 200), padded=(304, 48, 200)),
+    Case("graph-1", (1, 500, 0), padded=(2, 600, 0)),
+    Case("graph-2", (0, 0, 0), padded=(0, 0, 0)),
+    Case("graph-3", (700, 0, 0), padded=(700, 0, 0)),
+]
+
+
+class Layer:
+    """A layer on a stream of its own, with inputs that stay where they are."""
+
+    def __init__(self, cupy, deterministic=True, plan_each_time=False):
+        self.cupy = cupy
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.attention = PACKS[0].attention(
+            thdattn.comm.init("single"), BFLOAT16, engine="cuda", deterministic=deterministic
+        )
+        self.plan_each_time = plan_each_time
+        self.kept = []
+        with self.stream:
+            self.lengths = [cupy.zeros(4, np.int32) for _ in range(2)]
+            self.inputs = [cupy.zeros((ROWS, *shape), BFLOAT16) for shape in PACKS[0].shapes().values()]
+            self.set(PACKS[0], 0)
+            self.plan = self.attention.plan(self.batch())
+
+    def batch(self):
+        return PackedBatch(*self.lengths, total_rows=ROWS)
+
+    def set(self, case, seed):
+        """Writes a pack's lengths and its inputs, NaN in every row that holds no token."""
+        batch = host_batch(case)
+        for there, here in zip(self.lengths, (batch.cu_seqlens, batch.cu_seqlens_padded), strict=True):
+            there.set(np.array(here), self.stream)
+        for there, tokens in zip(self.inputs, random_inputs(case, BFLOAT16, seed), strict=True):
+            packed = np.full(there.shape, np.nan, BFLOAT16)
+            packed[token_rows(batch)] = tokens
+            there.set(packed, self.stream)
+        self.stream.synchronize()
+
+    def run(self):
+        """out, lse, max_logit, dq, dk, dv."""
+        if self.plan_each_time:
+            self.plan = self.attention.plan(self.batch())
+        q, k, v, dout = self.inputs
+        out, saved = self.attention.forward(q, k, v, self.plan, return_max_logit=True)
+        return out, saved.lse, saved.max_logit, *self.attention.backward(dout, saved)
+
+    def eager(self):
+        with self.stream:
+            results = self.run()
+            self.stream.synchronize()
+        return [to_host(x) for x in results]
+
+    def capture(self):
+        """The graph, and the arrays it writes. The eager run before it compiles and loads the kernels."""
+        with self.stream:
+            self.run()
+            self.stream.synchronize()
+            self.stream.begin_capture()
+            results = self.run()
+            graph = self.stream.end_capture()
+        self.kept.append(self.plan)  # the graph writes into its buffers
+        return graph, results
+
+    def replay(self, graph, results):
+        graph.launch(self.stream)
+        self.stream.synchronize()
+        return [to_host(x) for x in results]
+
+
+def host_batch(case):
+    batch = case.batch(1)
+    return PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=ROWS)
+
+
+def check_arrays(case, arrays, seed):
+    """Compares packed results with the oracle."""
+    sharding = thdattn.Sharding(host_batch(case), 1, "contiguous")
+    check(case, BFLOAT16, assemble(sharding, [dict(zip(FIELDS, arrays, strict=True))]), seed)
+
+
+def test_replays_with_other_inputs_are_the_eager_results(cupy):
+    layer = Layer(cupy)
+    graph, results = layer.capture()
+    for seed in (1, 2, 3):
+        layer.set(PACKS[0], seed)
+        replayed = layer.replay(graph, results)
+        for x, y in zip(replayed, layer.eager(), strict=True):
+            assert x.tobytes() == y.tobytes()
+        check_arrays(PACKS[0], replayed, seed)
+
+
+def test_atomic_sums_start_anew_at_every_replay(cupy):
+    layer = Layer(cupy, deterministic=False)
+    graph, results = layer.capture()
+    for seed in (1, 2, 2, 2):
+        layer.set(PACKS[0], seed)
+        check_arrays(PACKS[0], layer.replay(graph, results), seed)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_replays_plan_anew_for_other_lengths(cupy, deterministic):
+    layer = Layer(cupy, deterministic, plan_each_time=True)
+    graph, results = layer.capture()
+    for seed, case in enumerate([*PACKS[1:], *PACKS], 1):
+        layer.set(case, seed)
+        replayed = layer.replay(graph, results)
+        check_arrays(case, replayed, seed)
+        if deterministic:
+            for x, y in zip(replayed, layer.eager(), strict=True):
+                assert x.tobytes() == y.tobytes()
+
+
+def test_plan_made_before_the_capture_serves_it(cupy):
+    """A plan of lengths on the GPU that were there when it was made, used by a graph of two layers."""
+    layer = Layer(cupy)
+    with layer.stream:
+        layer.run()
+        layer.stream.synchronize()
+        layer.stream.begin_capture()
+        first, second = layer.run(), layer.run()
+        graph = layer.stream.end_capture()
+    layer.set(PACKS[0], 5)
+    check_arrays(PACKS[0], layer.replay(graph, first), 5)
+    for x, y in zip(first, second, strict=True):
+        assert to_host(x).tobytes() == to_host(y).tobytes()
+
+
+@pytest.mark.parametrize("plan_each_time", [False, True])
+def test_replay_writes_to_no_memory_that_went_back_to_the_pool(cupy, plan_each_time):
+    """An array made after the capture, on the same stream, must not be where the graph has its work buffers."""
+    layer = Layer(cupy, plan_each_time=plan_each_time)
+    graph, results = layer.capture()
+    with layer.stream:
+        others = [cupy.full(size, 0xAB, np.uint8)
+                  for size in (16, 512, 1024, 2048, 4096, 8192, 2**14, 2**16, 2**18, 2**20) for _ in range(8)]
+        layer.stream.synchronize()
+    layer.set(PACKS[0], 3)
+    check_arrays(PACKS[0], layer.replay(graph, results), 3)
+    overwritten = [x.size for x in others if (to_host(x) != 0xAB).any()]
+    assert not overwritten, f"the graph wrote into arrays of {overwritten} bytes that were made after it"

@@ -1,0 +1,71 @@
+"""thd_reorder between rank order and sequence order, in both directions, against NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cases import BFLOAT16, SMALL
+
+import thdattn
+from thdattn import reference
+from thdattn.plan import Plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
+
+NAMES = ("worked-example", "edge-lengths", "edge-lengths-contiguous", "capacity", "capacity-contiguous", "no-sequences",
+         "no-sequences-slack", "fewer-tokens-than-ranks")
+PACKS = [case for case in SMALL if case.name in NAMES]
+# (heads, width) of k and of v: rows of 16 bytes and of odd multiples, less and more than the 512 bytes a warp moves.
+WIDTHS = [((1, 8), (1, 8)), ((3, 8), (1, 24)), ((1, 264), (5, 72)), ((2, 128), (2, 64)), ((7, 88), (8, 256))]
+
+
+def engines_and_plans(case, cp_size):
+    from thdattn import ops
+
+    sharding = thdattn.Sharding(case.batch(cp_size), cp_size, case.sharding)
+    window, tiles = (-1, 0), (64, 64)
+    return [
+        Plan(sharding, 0, window, tiles, engine.plan_arrays(sharding, 0, window, tiles), engine.name, engine.empty)
+        for engine in (reference, ops)
+    ]
+
+
+def distinct(rows, shape, dtype, first):
+    """Bit patterns that differ from element to element, NaN among them, so that a move is compared byte by byte."""
+    words = np.arange(first, first + rows * shape[0] * shape[1] * dtype.itemsize // 2, dtype=np.uint64)
+    return (words * 40503 % 65521).astype(np.uint16).view(dtype).reshape(rows, *shape)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float16"), np.dtype("float32")], ids=str)
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+@pytest.mark.parametrize("case", PACKS, ids=str)
+def test_both_directions_move_every_byte_as_numpy_does(cupy, case, cp_size, dtype):
+    from thdattn import ops
+
+    here, there = engines_and_plans(case, cp_size)
+    owned = here.rank_order[here.rank_order >= 0]
+    for k_shape, v_shape in WIDTHS:
+        k, v = (distinct(len(here.rank_order), shape, dtype, i) for i, shape in enumerate((k_shape, v_shape)))
+        wanted = reference.to_sequence_order(k, v, here)
+        moved = ops.to_sequence_order(cupy.asarray(k), cupy.asarray(v), there)
+        for x, y in zip(moved, wanted, strict=True):
+            assert x.shape == y.shape and x.dtype == dtype
+            assert x.get()[owned].tobytes() == y[owned].tobytes()
+
+        k, v = (distinct(here.key_rows, shape, dtype, i + 7) for i, shape in enumerate((k_shape, v_shape)))
+        wanted = reference.to_rank_order(k, v, here)
+        moved = ops.to_rank_order(cupy.asarray(k), cupy.asarray(v), there)
+        for x, y in zip(moved, wanted, strict=True):
+            assert x.get().tobytes() == y.tobytes()
+            assert not x.get()[here.rank_order < 0].any()
+
+
+def test_there_and_back_is_where_it_was(cupy):
+    from thdattn import ops
+
+    case = next(case for case in SMALL if case.name == "edge-lengths")
+    _, plan = engines_and_plans(case, 4)
+    k, v = (distinct(plan.key_rows, (2, 64), BFLOAT16, i) for i in (0, 5))
+    back = ops.to_sequence_order(*ops.to_rank_order(cupy.asarray(k), cupy.asarray(v), plan), plan)
+    for x, y in zip(back, (k, v), strict=True):
+        assert x.get().tobytes() == y.tobytes()
