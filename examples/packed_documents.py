@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import random
 import sys
 import sysconfig
@@ -19,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; NumPy reads this once, when it is imported
 
 import numpy as np
 import report
@@ -143,7 +146,7 @@ def embed(this: Run, tokens: np.ndarray) -> list[Any]:
 
 
 def timed(this: Run, call: Callable[[], Any], progress: report.Progress, what: str) -> tuple[Any, tuple[float, float]]:
-    """The result of a call, and seconds: of the first call (kernels are compiled then), and the median of later ones."""
+    """The result of a call, and its seconds: the first time (kernels are compiled then), and the median after that."""
     seconds = []
     for number in range(1 + this.args.repeats):
         progress.step = f"{what}, call {number + 1} of {1 + this.args.repeats}"
@@ -174,7 +177,8 @@ def check(this: Run, inputs: dict[str, Any], results: dict[str, Any]) -> report.
         truth = oracle.packed_attention(documents, q, k, v, dout, **how)
         baseline = oracle.packed_attention(documents, q, k, v, dout, **how, rounding=this.attn.dtype)
         for name, x in actual.items():
-            errors[name] = oracle.within_budget(x, getattr(truth, name), getattr(baseline, name))
+            exact = getattr(truth, name)
+            errors[name] = (*oracle.within_budget(x, exact, getattr(baseline, name)), float(np.abs(exact).max()))
     return report.Verdicts(len(sample), len(sample_rows), errors, int(not_zero))
 
 
@@ -185,7 +189,7 @@ def choose_sample(lengths: np.ndarray, scores: int, seed: int) -> np.ndarray:
         if int(lengths[document]) ** 2 <= scores:
             chosen.append(document)
             scores -= int(lengths[document]) ** 2
-    return np.array(chosen or [lengths.argmin()])
+    return np.array(chosen or [int(lengths.argmin())])
 
 
 def rows_of_all_ranks(this: Run, x: Any, rows: np.ndarray) -> np.ndarray:
@@ -201,17 +205,17 @@ def rows_of_all_ranks(this: Run, x: Any, rows: np.ndarray) -> np.ndarray:
     part[mine] = to_host(x)[local_row[rows[mine]]]
     everything = this.xp.asarray(part)
     this.comm.all_reduce(everything, "sum")
-    return to_host(everything).astype(x.dtype)
+    return np.asarray(to_host(everything), x.dtype)
 
 
 def is_padding(plan: thdattn.Plan) -> np.ndarray:
     """(local_rows,) bool: the rows that see no key, not even themselves."""
     begin, end = to_host(plan.key_ranges).T
-    return begin == end
+    return np.asarray(begin == end)
 
 
 def to_host(x: Any) -> np.ndarray:
-    return x if isinstance(x, np.ndarray) else x.get()
+    return x if isinstance(x, np.ndarray) else np.asarray(x.get())
 
 
 def synchronize(this: Run) -> None:

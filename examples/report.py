@@ -15,19 +15,26 @@ import thdattn
 
 BAR_WIDTH = 24
 
+# Of the picture. Colours that stay apart for colour-blind readers: Paul Tol's "bright" and "light" schemes.
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99")
+PADDING = "#bbbbbb"
+MOST_BARS = 16
+MOST_PIXELS = 1200
+FEW_ROWS = 90  # of the enlarged part, at least
+
 
 @dataclass
 class Verdicts:
-    """errors: per result (ok, largest error, budget), on rank 0 only; not_zero: elements of padding that are not 0."""
+    """errors: per result (ok, largest error, budget, largest value), on rank 0 only; not_zero: of padding, how many."""
 
     documents: int
     tokens: int
-    errors: dict[str, tuple[bool, float, float]]
+    errors: dict[str, tuple[bool, float, float, float]]
     not_zero: int
 
     @property
     def passed(self) -> bool:
-        return self.not_zero == 0 and all(ok for ok, _, _ in self.errors.values())
+        return self.not_zero == 0 and all(ok for ok, *_ in self.errors.values())
 
 
 class Progress:
@@ -55,9 +62,11 @@ class Progress:
             if seconds > 2 and (in_place or self.step != shown):
                 shown = self.step
                 line = f"{seconds:4.0f} s  {shown} ..."
-                print(f"\r\033[K{line}" if in_place else line, end="" if in_place else "\n", file=sys.stderr, flush=True)
+                sys.stderr.write(f"\r\033[K{line}" if in_place else f"{line}\n")
+                sys.stderr.flush()
         if in_place and shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
 
 
 def print_pack(batch: thdattn.PackedBatch) -> None:
@@ -82,11 +91,9 @@ def print_work(comm: thdattn.comm.Comm, sharding: thdattn.Sharding, work: np.nda
 
 
 def print_engine(attn: thdattn.CPAttention, why: str) -> None:
-    mask = "causal" if attn.causal else "full"
-    window = "" if max(attn.window) < 1 else f", window {attn.window}"
     print("\nThe attention")
     print(f"  {attn.num_heads} query heads on {attn.num_kv_heads} kv heads, head dim {attn.head_dim}, {attn.dtype}, "
-          f"{mask} mask{window}")
+          f"{_mask(attn)}")
     print(textwrap.fill(f"engine {attn.engine}: {why}", 88, initial_indent="  ", subsequent_indent="    "))
 
 
@@ -105,12 +112,116 @@ def print_times(
 
 def print_verdicts(verdicts: Verdicts) -> None:
     print(f"\nAgainst float64, {verdicts.documents} random documents with {verdicts.tokens:,} tokens")
-    print("             largest error          budget")
-    for name, (ok, error, budget) in verdicts.errors.items():
-        print(f"  {name:<10} {error:>13.1e} {budget:>15.1e}   {_word(ok)}")
-    padding = "exactly 0" if verdicts.not_zero == 0 else f"{verdicts.not_zero} not 0"
-    print(f"  {'padding':<10} {padding:>13} {'exactly 0':>15}   {_word(verdicts.not_zero == 0)}")
+    print("            largest value   largest error      budget")
+    for name, (ok, error, budget, value) in verdicts.errors.items():
+        print(f"  {name:<9} {value:>13.4f} {error:>15.4f} {budget:>11.4f}   {_word(ok)}")
+    padding = "all 0" if verdicts.not_zero == 0 else f"{verdicts.not_zero:,} not 0"
+    print(f"  {'padding':<9} {'':>13} {padding:>15} {'all 0':>11}   {_word(verdicts.not_zero == 0)}")
     print("  (budget: twice the error of plain attention in the same dtype)")
+
+
+def draw(path: str, sharding: thdattn.Sharding, attn: thdattn.CPAttention, names: list[str]) -> None:
+    """Save a picture: who owns which row of which document, and the mask with every rank's query rows coloured."""
+    from matplotlib.figure import Figure
+
+    batch = sharding.batch
+    owner = np.full(batch.total_rows, -1)
+    for rank in range(sharding.cp_size):
+        rows = sharding.rows(rank)
+        owner[rows[rows >= 0]] = rank
+    alone = thdattn.CPAttention(
+        thdattn.comm.init("single"), attn.num_heads, attn.head_dim, causal=attn.causal, window=attn.window,
+        engine="reference",
+    )  # fmt: skip
+    key_ranges = alone.plan(batch, "contiguous").key_ranges  # of one rank: all rows, in sequence order
+
+    figure = Figure(figsize=(15, 5.9), layout="constrained")
+    documents, whole, part = figure.subplots(1, 3, width_ratios=(0.8, 1, 1))
+    _draw_documents(documents, sharding, owner, names)
+    _draw_mask(whole, owner, key_ranges, 0, batch.total_rows)
+    whole.set_title(f"Who sees what: all {batch.total_rows:,} rows", fontsize=11)
+    begin, end = _few_rows(batch)
+    _draw_mask(part, owner, key_ranges, begin, end)
+    part.set_title(f"Enlarged: rows {begin:,} to {end:,}", fontsize=11)
+    title = f"{batch.num_seqs} documents on {sharding.cp_size} ranks, sharding {sharding.strategy!r}, {_mask(attn)}"
+    figure.suptitle(title, fontsize=14)
+    handles = [_patch(_colour(rank), f"rank {rank}") for rank in range(sharding.cp_size)]
+    figure.legend(handles=[*handles, _patch(PADDING, "padding")], loc="outside lower center", ncols=10, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_documents(axes: Any, sharding: thdattn.Sharding, owner: np.ndarray, names: list[str]) -> None:
+    """One bar per document, the longest on top."""
+    batch = sharding.batch
+    starts, lengths = batch.cu_seqlens_padded, batch.lengths
+    longest = np.argsort(-lengths, kind="stable")[:MOST_BARS]
+    for bar, document in enumerate(longest.tolist()):
+        ranks = owner[starts[document] : starts[document] + lengths[document]]
+        begins = np.flatnonzero(np.diff(ranks, prepend=-2))
+        for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(ranks)], strict=True):
+            axes.barh(bar, end - begin, left=begin, height=0.72, color=_colour(ranks[begin]), linewidth=0)
+    axes.set_yticks(range(len(longest)), [_tail(names[document]) for document in longest], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("position in the document (tokens)")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    which = f"the {len(longest)} longest documents" if len(longest) < batch.num_seqs else "all documents"
+    axes.set_title(f"Who owns which row: {which}", fontsize=11)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+
+
+def _draw_mask(axes: Any, owner: np.ndarray, key_ranges: np.ndarray, begin: int, end: int) -> None:
+    """Query rows down, key rows across; a pixel is coloured where the row at its middle sees the key at its middle."""
+    pixels = min(MOST_PIXELS, end - begin)
+    rows = begin + ((np.arange(pixels) + 0.5) * (end - begin) / pixels).astype(int)
+    seen = (key_ranges[rows, :1] <= rows) & (rows < key_ranges[rows, 1:])
+    colours = np.array([_rgb(_colour(rank)) for rank in owner[rows]])
+    image = np.where(seen[:, :, None], colours[:, None, :], 1.0)
+    if pixels == end - begin:  # else a row of padding would be drawn here and there, by chance
+        padding = key_ranges[rows, 0] == key_ranges[rows, 1]
+        image[padding] = image[:, padding] = _rgb(PADDING)
+    axes.imshow(image, extent=(begin, end, end, begin), interpolation="nearest")
+    axes.set_anchor("N")
+    axes.set_xlabel("key row of the pack")
+    axes.set_ylabel("query row of the pack")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def _few_rows(batch: thdattn.PackedBatch) -> tuple[int, int]:
+    """The shortest stretch of FEW_ROWS or more that is made of neighbouring documents: single rows can be seen."""
+    starts = batch.cu_seqlens_padded.tolist()
+    stretches = [(end - start, start, end) for start in starts for end in starts if end - start >= FEW_ROWS]
+    _, begin, end = min(stretches, default=(0, 0, batch.total_rows))
+    return begin, end
+
+
+def _tail(name: str) -> str:
+    """A file name with as many of its folders as fit."""
+    while len(name) > 30 and "/" in name.removeprefix("…/"):
+        name = f"…/{name.removeprefix('…/').split('/', 1)[1]}"
+    return name
+
+
+def _colour(rank: int) -> str:
+    return COLOURS[rank % len(COLOURS)]
+
+
+def _rgb(colour: str) -> tuple[float, float, float]:
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return red, green, blue
+
+
+def _patch(colour: str, label: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=colour, label=label)
+
+
+def _mask(attn: thdattn.CPAttention) -> str:
+    left, right = attn.window
+    sides = [f"{left:,} back"] * (left >= 0) + [f"{right:,} ahead"] * (right > 0)
+    return ("causal mask" if attn.causal else "full mask") + (f", window {' and '.join(sides)}" if sides else "")
 
 
 def _seconds(seconds: float) -> str:

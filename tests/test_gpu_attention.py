@@ -118,6 +118,20 @@ def test_arrays_that_are_not_contiguous_are_accepted(cupy, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_arrays_that_are_not_aligned_to_16_bytes_are_accepted(cupy, dtype):
+    """A view one element into a buffer is contiguous, but no kernel can read it 16 bytes at a time."""
+    case = next(case for case in SMALL if case.name == "causal")
+
+    def shifted(x):
+        view = cupy.zeros(x.size + 1, x.dtype)[1:].reshape(x.shape)
+        view[...] = x
+        assert view.data.ptr % 16 and view.flags.c_contiguous
+        return view
+
+    check(case, dtype, run(case, 2, dtype, xp=cupy, engine="cuda", wrap=shifted))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_torch_tensors_go_in_and_results_become_torch_tensors(cupy, dtype):
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():

@@ -24,8 +24,8 @@ PACKS = [
 class Layer:
     """A layer on a stream of its own, with inputs that stay where they are."""
 
-    def __init__(self, cupy, deterministic=True, plan_each_time=False):
-        self.cupy = cupy
+    def __init__(self, cupy, deterministic=True, plan_each_time=False, rows=ROWS):
+        self.rows = rows
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.attention = PACKS[0].attention(
             thdattn.comm.init("single"), BFLOAT16, engine="cuda", deterministic=deterministic
@@ -34,16 +34,16 @@ class Layer:
         self.kept = []
         with self.stream:
             self.lengths = [cupy.zeros(4, np.int32) for _ in range(2)]
-            self.inputs = [cupy.zeros((ROWS, *shape), BFLOAT16) for shape in PACKS[0].shapes().values()]
+            self.inputs = [cupy.zeros((rows, *shape), BFLOAT16) for shape in PACKS[0].shapes().values()]
             self.set(PACKS[0], 0)
             self.plan = self.attention.plan(self.batch())
 
     def batch(self):
-        return PackedBatch(*self.lengths, total_rows=ROWS)
+        return PackedBatch(*self.lengths, total_rows=self.rows)
 
     def set(self, case, seed):
         """Writes a pack's lengths and its inputs, NaN in every row that holds no token."""
-        batch = host_batch(case)
+        batch = host_batch(case, self.rows)
         for there, here in zip(self.lengths, (batch.cu_seqlens, batch.cu_seqlens_padded), strict=True):
             there.set(np.array(here), self.stream)
         for there, tokens in zip(self.inputs, random_inputs(case, BFLOAT16, seed), strict=True):
@@ -83,14 +83,14 @@ class Layer:
         return [to_host(x) for x in results]
 
 
-def host_batch(case):
+def host_batch(case, rows):
     batch = case.batch(1)
-    return PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=ROWS)
+    return PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=rows)
 
 
 def check_arrays(case, arrays, seed):
     """Compares packed results with the oracle."""
-    sharding = thdattn.Sharding(host_batch(case), 1, "contiguous")
+    sharding = thdattn.Sharding(host_batch(case, len(arrays[0])), 1, "contiguous")
     check(case, BFLOAT16, assemble(sharding, [dict(zip(FIELDS, arrays, strict=True))]), seed)
 
 
@@ -143,8 +143,11 @@ def test_plan_made_before_the_capture_serves_it(cupy):
 
 @pytest.mark.parametrize("plan_each_time", [False, True])
 def test_replay_writes_to_no_memory_that_went_back_to_the_pool(cupy, plan_each_time):
-    """An array made after the capture, on the same stream, must not be where the graph has its work buffers."""
-    layer = Layer(cupy, plan_each_time=plan_each_time)
+    """An array made after the capture, on the same stream, must not be where the graph has its work buffers.
+
+    With as many rows, no work buffer of the plan is so small that a result happens to take its place.
+    """
+    layer = Layer(cupy, plan_each_time=plan_each_time, rows=40_000)
     graph, results = layer.capture()
     with layer.stream:
         others = [cupy.full(size, 0xAB, np.uint8)

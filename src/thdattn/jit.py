@@ -5,6 +5,7 @@ No host compiler and no headers are needed, and a cubin for any architecture can
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -18,9 +19,11 @@ from typing import Any
 import cupy
 from cupy.cuda import driver, function, nvrtc
 
+from thdattn import wgmma
+
 log = logging.getLogger("thdattn")
 
-SOURCE = Path(__file__).with_name("kernels.cu")
+FOLDER = Path(__file__).parent
 OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 
 
@@ -36,13 +39,20 @@ def device_arch() -> str:
     return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
+@functools.cache
+def source(sm90: bool) -> str:
+    """What NVRTC gets: the shared device code, then the portable or the Hopper kernels, in one text without includes."""
+    wrappers, kernels = (wgmma.wrappers(), "kernels_sm90.cu") if sm90 else ("", "kernels.cu")
+    return (FOLDER / "kernels.cuh").read_text() + wrappers + (FOLDER / kernels).read_text()
+
+
 def source_hash() -> str:
     """The first 16 hex digits of the SHA-256 of the kernel sources: what a test record or a benchmark row is about."""
-    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    return hashlib.sha256((source(False) + source(True)).encode()).hexdigest()[:16]
 
 
 def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:
-    """Compiles one kernel of kernels.cu with NVRTC; needs no GPU.
+    """Compiles one kernel of kernels.cu, or of kernels_sm90.cu if its name says so, with NVRTC; needs no GPU.
 
     Args:
         name: a C++ name expression, for instance "thd_reorder<true>".
@@ -54,7 +64,7 @@ def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:
     Raises:
         RuntimeError: NVRTC refused the source; its log is the message.
     """
-    program = nvrtc.createProgram(SOURCE.read_text(), SOURCE.name, (), ())
+    program = nvrtc.createProgram(source("_sm90" in name), "kernels.cu", (), ())
     try:
         nvrtc.addNameExpression(program, name)
         try:
@@ -73,7 +83,7 @@ def cached_cubin(name: str, arch: str) -> tuple[bytes, str]:
     Keyed by source, options, name, architecture and NVRTC version. Many ranks may compile at once: each writes a file
     of its own and renames it, so a reader never sees half of one.
     """
-    key = repr((SOURCE.read_bytes(), OPTIONS, name, arch, nvrtc.getVersion()))
+    key = repr((source("_sm90" in name), OPTIONS, name, arch, nvrtc.getVersion()))
     path = cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
     try:
         lowered, _, cubin = path.read_bytes().partition(b"\0")

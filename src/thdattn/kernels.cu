@@ -8,39 +8,9 @@
 // each tile for the next row in sight; gaps between documents, chunks or windows cost nothing. A tile that every
 // row sees whole is computed without comparisons.
 //
-// Header-free: NVRTC compiles it as it stands. Built with mma.sync m16n8k16, ldmatrix and cp.async (PTX ISA 9.7).
+// Built with mma.sync m16n8k16, ldmatrix and cp.async (PTX ISA 9.7). kernels.cuh comes first.
 
 // ------------------------------------------------------------------------------------------------ instructions
-
-using u32 = unsigned int;
-
-struct f16 { unsigned short bits; };
-struct bf16 { unsigned short bits; };
-
-[[maybe_unused]] constexpr int kWarp = 32;
-[[maybe_unused]] constexpr int kNone = 0x7fffffff;                    // no further row in sight
-[[maybe_unused]] constexpr float kLog2e = 1.4426950408889634f;
-[[maybe_unused]] constexpr float kLn2 = 0.6931471805599453f;
-#define kInfinity __int_as_float(0x7f800000)
-
-template <typename T> __device__ u32 pack(float low, float high);
-template <> __device__ __forceinline__ u32 pack<bf16>(float low, float high) {
-  u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r;
-}
-template <> __device__ __forceinline__ u32 pack<f16>(float low, float high) {
-  u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r;
-}
-
-template <typename T> __device__ float2 unpack(u32 pair);
-template <> __device__ __forceinline__ float2 unpack<bf16>(u32 pair) {
-  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
-template <> __device__ __forceinline__ float2 unpack<f16>(u32 pair) {
-  float2 r;
-  asm("{ .reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
-      : "=f"(r.x), "=f"(r.y) : "r"(pair));
-  return r;
-}
 
 template <typename T> __device__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
 #define THD_MMA(TYPE, NAME)                                                                                         \
@@ -53,8 +23,6 @@ template <typename T> __device__ void mma(float (&c)[4], const u32 (&a)[4], u32 
 THD_MMA(bf16, "bf16")
 THD_MMA(f16, "f16")
 #undef THD_MMA
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void ldmatrix(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -75,10 +43,6 @@ __device__ __forceinline__ void copy_async_4(void* dst, const void* src, bool va
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;"); }
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group 0;"); }
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r;
-}
-
 __device__ __forceinline__ void add_to_global(float* p, float x, float y) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" :: "l"(p), "f"(x), "f"(y) : "memory");
@@ -88,24 +52,12 @@ __device__ __forceinline__ void add_to_global(float* p, float x, float y) {
 #endif
 }
 
-__device__ __forceinline__ void store_pair(float* p, float x, float y) { *(float2*)p = make_float2(x, y); }
-__device__ __forceinline__ void store_pair(bf16* p, float x, float y) { *(u32*)p = pack<bf16>(x, y); }
-__device__ __forceinline__ void store_pair(f16* p, float x, float y) { *(u32*)p = pack<f16>(x, y); }
-
 // ------------------------------------------------------------------------------------------------ ranges
-
-__device__ __forceinline__ bool is_empty(int2 range) { return range.x >= range.y; }
-__device__ __forceinline__ bool contains(int2 range, int i) { return (u32)(i - range.x) < (u32)(range.y - range.x); }
-__device__ __forceinline__ bool touches(int2 range, int begin, int size) { return range.x < begin + size && range.y > begin; }
 
 // Whether any of this warp's kRows rows sees a row of [begin, begin + size).
 template <int kRows>
 __device__ __forceinline__ bool any_touches(const int2* ranges, int begin, int size) {
   return __any_sync(0xffffffffu, touches(ranges[threadIdx.x % kRows], begin, size));
-}
-
-__device__ __forceinline__ int2 range_of(const int2* ranges, int row, int num_rows) {
-  return row < num_rows ? ranges[row] : make_int2(0, 0);
 }
 
 // What the rows of one tile see of the other side: the first row in sight, and the rows [all.x, all.y) that every
@@ -209,30 +161,6 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[kFragments][kBloc
         mma<T>(sum[f][n + 1], weights[f][k], fb[2], fb[3]);
       }
     }
-}
-
-// Accumulators of two neighbouring 16x8 blocks are, rounded, the A operand of one 16x16 block.
-template <typename T, int kFragments, int kBlocks>
-__device__ __forceinline__ void round_to_operand(u32 (&a)[kFragments][kBlocks / 2][4],
-                                                 const float (&c)[kFragments][kBlocks][4]) {
-  #pragma unroll
-  for (int f = 0; f < kFragments; ++f)
-    #pragma unroll
-    for (int n = 0; n < kBlocks; n += 2) {
-      a[f][n / 2][0] = pack<T>(c[f][n][0], c[f][n][1]);
-      a[f][n / 2][1] = pack<T>(c[f][n][2], c[f][n][3]);
-      a[f][n / 2][2] = pack<T>(c[f][n + 1][0], c[f][n + 1][1]);
-      a[f][n / 2][3] = pack<T>(c[f][n + 1][2], c[f][n + 1][3]);
-    }
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
 // ------------------------------------------------------------------------------------------------ forward
@@ -614,15 +542,14 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
 // dq of one tile of query rows of one head, summed in registers in key order: bitwise repeatable, at the price of
 // computing scores and dP a second time (7 matrix products instead of 5).
 //
-// Shapes as in thd_attn_bwd; dq (q_rows, num_heads, kHeadDim); tile_order: query tiles, the longest first.
-// Launch: grid (tiles, num_heads), block 32 * kWarps, shared memory (16 * kWarps + kTileN) * (kHeadDim + kVHeadDim + 16)
+// Shapes as in thd_attn_bwd; dq (q_rows, num_heads, kHeadDim).
+// Launch: grid (ceil(q_rows / (16 * kWarps)), num_heads), block 32 * kWarps, shared memory (16 * kWarps + kTileN) * (kHeadDim + kVHeadDim + 16)
 // elements.
 template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps>
 __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
     const float* __restrict__ stats, T* __restrict__ dq, const int2* __restrict__ key_ranges,
-    const int2* __restrict__ query_ranges, const int* __restrict__ tile_order, int q_rows, int k_rows, int group,
-    float softmax_scale) {
+    const int2* __restrict__ query_ranges, int q_rows, int k_rows, int group, float softmax_scale) {
   constexpr int kThreads = kWarps * kWarp, kTileM = 16 * kWarps, kBlocks = kTileN / 8;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Sight<kWarps> sight;
@@ -633,7 +560,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
 
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int num_heads = gridDim.y, head = blockIdx.y, num_kv_heads = num_heads / group, kv_head = head / group;
-  const int m0 = tile_order[blockIdx.x] * kTileM;
+  const int m0 = (gridDim.x - 1 - blockIdx.x) * kTileM;    // under a causal mask the last rows see the most
   const u32 q_stride = num_heads * kHeadDim, dout_stride = num_heads * kVHeadDim;
   const u32 k_stride = num_kv_heads * kHeadDim, v_stride = num_kv_heads * kVHeadDim;
 

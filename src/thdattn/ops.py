@@ -6,6 +6,8 @@ CUDA graph. Results are new arrays (a layer's output must outlive the next layer
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -16,6 +18,7 @@ from thdattn import jit
 from thdattn.packing import DLPACK_CPU
 from thdattn.plan import Plan, PlanArrays, host_arrays
 from thdattn.sharding import Sharding
+from thdattn.tensor_map import tensor_map
 from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, TILES, Tiles
 
 name = "cuda"
@@ -23,7 +26,7 @@ device = "cuda"
 dtypes = ("float16", "bfloat16")
 head_dims = tuple(TILES)
 
-Array = cupy.ndarray
+Array = Any  # cupy.ndarray, whose hints are partial
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -47,19 +50,34 @@ def from_user(name: str, x: Any) -> Array:
     if x.device.id != current:
         raise ValueError(f"{name} is on GPU {x.device.id}, wanted the current GPU {current}; copy it there, or "
                          f"make GPU {x.device.id} current with cupy.cuda.Device({x.device.id}).use()")
-    return cupy.ascontiguousarray(x)
+    x = cupy.ascontiguousarray(x)
+    return x if x.data.ptr % 16 == 0 else x.copy()  # the kernels move 16 bytes at a time
 
 
 def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
     """Rows per query tile and per key tile of the kernels for these head dims."""
-    chosen = TILES[head_dim, v_head_dim]
-    return chosen.forward.tile_m, chosen.backward_for(_shared_memory()).tile_n
+    gpu, chosen = _gpu(cupy.cuda.runtime.getDevice()), TILES[head_dim, v_head_dim]
+    forward = chosen.forward_sm90 if gpu.sm90 else chosen.forward
+    return forward.tile_m, chosen.backward_for(gpu.shared_bytes).tile_n
 
 
-def _shared_memory() -> int:
-    """Bytes of shared memory that a thread block of the current GPU may ask for."""
-    limit: int = cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
-    return limit
+@dataclass(frozen=True)
+class _Gpu:
+    """What the choice of kernels and grids depends on."""
+
+    sm90: bool
+    multiprocessors: int
+    shared_bytes: int
+
+
+@functools.cache
+def _gpu(device: int) -> _Gpu:
+    attributes = cupy.cuda.Device(device).attributes
+    return _Gpu(
+        sm90=jit.device_arch() == "sm_90a",
+        multiprocessors=attributes["MultiProcessorCount"],
+        shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
+    )
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -126,22 +144,45 @@ def attn_fwd(
     q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool
 ) -> tuple[Array, Array, Array | None]:
     """Attention of this rank's query rows over the whole key buffer; see reference.attn_fwd."""
-    chosen, num_heads, group = _layout(q, k, v)
-    forward = chosen.forward
-    num_tiles = len(plan.arrays.query_tiles)
+    gpu, chosen = _gpu(cupy.cuda.runtime.getDevice()), TILES[q.shape[2], v.shape[2]]
     out = empty((*q.shape[:2], v.shape[2]), q.dtype)
-    lse = empty((num_heads, len(q)), np.float32)
-    max_logits = plan.buffer("max_logits", (num_heads, num_tiles * forward.warps), np.float32)
-    jit.kernel(*chosen.forward_kernel(q.dtype.name))(
-        (num_tiles, num_heads), 32 * forward.warps,
-        (q, k, v, out, lse, max_logits, plan.key_ranges, plan.query_ranges, plan.arrays.query_tiles,
-         np.int32(len(q)), np.int32(len(k)), np.int32(group), np.float32(softmax_scale)),
-    )
+    lse = empty((q.shape[1], len(q)), np.float32)
+    launch = _forward_sm90 if gpu.sm90 else _forward
+    max_logits = launch(gpu, chosen, q, k, v, out, lse, plan, softmax_scale)
     if not return_max_logit:
         return out, lse, None
-    if not num_tiles:
-        return out, lse, cupy.full(num_heads, -np.inf, np.float32)
+    if not len(q):
+        return out, lse, cupy.full(q.shape[1], -np.inf, np.float32)
     return out, lse, max_logits.max(axis=1)
+
+
+def _forward(
+    gpu: _Gpu, chosen: Tiles, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float
+) -> Array:
+    tiles, num_tiles, num_heads = chosen.forward, len(plan.arrays.query_tiles), q.shape[1]
+    max_logits = plan.buffer("max_logits", (num_heads, num_tiles * tiles.warps), np.float32)
+    jit.kernel(*chosen.forward_kernel(q.dtype.name))(
+        (num_tiles, num_heads), 32 * tiles.warps,
+        (q, k, v, out, lse, max_logits, plan.key_ranges, plan.query_ranges, plan.arrays.query_tiles,
+         np.int32(len(q)), np.int32(len(k)), np.int32(num_heads // k.shape[1]), np.float32(softmax_scale)),
+    )
+    return max_logits
+
+
+def _forward_sm90(
+    gpu: _Gpu, chosen: Tiles, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float
+) -> Array:
+    tiles, num_tiles, num_heads = chosen.forward_sm90, len(plan.arrays.query_tiles), q.shape[1]
+    max_logits = plan.buffer("max_logits", (num_heads, num_tiles * tiles.warps), np.float32)
+    if num_tiles:
+        jit.kernel(*chosen.forward_sm90_kernel(q.dtype.name))(
+            (min(gpu.multiprocessors, num_tiles * num_heads),), 128 * (1 + tiles.consumers),
+            (tensor_map(q, tiles.tile_m), tensor_map(k, tiles.tile_n), tensor_map(v, tiles.tile_n),
+             out, lse, max_logits, plan.key_ranges, plan.query_ranges, plan.arrays.query_tiles,
+             plan.buffer("work_counter", (1,), np.int32, zeroed=True), np.int32(len(q)), np.int32(len(k)),
+             np.int32(num_tiles), np.int32(num_heads), np.int32(num_heads // k.shape[1]), np.float32(softmax_scale)),
+        )
+    return max_logits
 
 
 def attn_bwd(
@@ -153,10 +194,9 @@ def attn_bwd(
     dq is summed by atomics in float32 and rounded once; `deterministic` computes it in a kernel of its own, in key
     order, for about 1.4 times the matrix products.
     """
-    chosen, num_heads, group = _layout(q, k, v)
-    backward = chosen.backward_for(_shared_memory())
-    dtype, scale = q.dtype.name, np.float32(softmax_scale)
-    sizes = (np.int32(len(q)), np.int32(len(k)), np.int32(group), scale)
+    gpu, chosen = _gpu(cupy.cuda.runtime.getDevice()), TILES[q.shape[2], v.shape[2]]
+    backward, dtype, num_heads = chosen.backward_for(gpu.shared_bytes), q.dtype.name, q.shape[1]
+    sizes = (np.int32(len(q)), np.int32(len(k)), np.int32(num_heads // k.shape[1]), np.float32(softmax_scale))
 
     stats = plan.buffer("stats", (2, num_heads, len(q)), np.float32)
     lanes = 8 if v.shape[2] <= 64 else 16 if v.shape[2] <= 128 else 32
@@ -174,17 +214,12 @@ def attn_bwd(
     )
     if deterministic:
         jit.kernel(*chosen.dq_kernel(dtype))(
-            (len(plan.arrays.query_tiles), num_heads), 2 * chosen.forward.tile_m,
-            (q, k, v, dout, stats, dq, plan.key_ranges, plan.query_ranges, plan.arrays.query_tiles, *sizes),
+            (-(-len(q) // (16 * chosen.dq_warps)), num_heads), 32 * chosen.dq_warps,
+            (q, k, v, dout, stats, dq, plan.key_ranges, plan.query_ranges, *sizes),
         )
     else:
         dq[...] = dq_sum
     return dq, dk, dv
-
-
-def _layout(q: Array, k: Array, v: Array) -> tuple[Tiles, int, int]:
-    """Tile sizes, query heads, and query heads per kv head."""
-    return TILES[q.shape[2], v.shape[2]], q.shape[1], q.shape[1] // k.shape[1]
 
 
 # ------------------------------------------------------------------------------------------------ reorder

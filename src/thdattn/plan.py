@@ -105,11 +105,13 @@ class Plan:
         """(cp_size * local_rows,) int32, sequence-order row of every gathered row; -1 for fillers."""
         return self.arrays.rank_order
 
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """A work buffer, made on first use and kept: a captured CUDA graph must find it where it was."""
-        key = (name, shape, np.dtype(dtype))
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike, zeroed: bool = False) -> Any:
+        """A work buffer, made (and zeroed) on first use and kept: a captured CUDA graph must find it where it was."""
+        key = (name, shape, dtype)
         if key not in self._buffers:
             self._buffers[key] = self._empty(shape, dtype)
+            if zeroed:
+                self._buffers[key].fill(0)
         return self._buffers[key]
 
 

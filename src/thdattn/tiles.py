@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels.cu
 STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
+SLAB, SLAB_BYTES = 64, 128  # columns of a slab of a Hopper tile, bytes of its rows
+SM90_EXTRA_BYTES = 1024 + 256  # to align the tiles, and for the barriers behind them
 
 ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
 
@@ -25,6 +27,24 @@ class Forward:
     def tile_m(self) -> int:
         """Query rows of a thread block."""
         return 16 * self.warps * self.fragments
+
+
+@dataclass(frozen=True)
+class ForwardSm90:
+    """thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows."""
+
+    tile_n: int
+    consumers: int
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows of a thread block."""
+        return 64 * self.consumers
+
+    @property
+    def warps(self) -> int:
+        """Warps that compute."""
+        return 4 * self.consumers
 
 
 @dataclass(frozen=True)
@@ -47,8 +67,10 @@ class Tiles:
     head_dim: int
     v_head_dim: int
     forward: Forward
+    forward_sm90: ForwardSm90
     backward: tuple[Backward, ...]
     dq_tile_n: int
+    dq_warps: int
 
     def forward_kernel(self, dtype: str) -> tuple[str, int]:
         """(name, bytes of shared memory) of thd_attn_fwd for "float16" or "bfloat16"."""
@@ -56,6 +78,15 @@ class Tiles:
         name = self._name("thd_attn_fwd", ELEMENT_TYPES[dtype], self.head_dim, self.v_head_dim, f.tile_n, f.warps,
                           f.fragments)
         return name, 2 * (f.tile_m * (self.head_dim + PAD) + f.tile_n * self._pair)
+
+    def forward_sm90_kernel(self, dtype: str) -> tuple[str, int]:
+        """(name, bytes of shared memory) of thd_attn_fwd_sm90."""
+        f = self.forward_sm90
+        name = self._name("thd_attn_fwd_sm90", ELEMENT_TYPES[dtype], self.head_dim, self.v_head_dim, f.tile_n,
+                          f.consumers)
+        q, k, v = (rows * SLAB_BYTES * -(-width // SLAB) for rows, width in
+                   ((f.tile_m, self.head_dim), (2 * f.tile_n, self.head_dim), (2 * f.tile_n, self.v_head_dim)))
+        return name, q + k + v + SM90_EXTRA_BYTES
 
     def delta_kernel(self, dtype: str) -> tuple[str, int]:
         """(name, no shared memory) of thd_attn_delta."""
@@ -71,10 +102,10 @@ class Tiles:
         return name, 2 * (rows + tiles.tile_n * (tiles.tile_m + PAD))
 
     def dq_kernel(self, dtype: str) -> tuple[str, int]:
-        """(name, bytes of shared memory) of thd_attn_bwd_dq; its query tiles are those of the forward."""
+        """(name, bytes of shared memory) of thd_attn_bwd_dq."""
         name = self._name("thd_attn_bwd_dq", ELEMENT_TYPES[dtype], self.head_dim, self.v_head_dim, self.dq_tile_n,
-                          self.forward.tile_m // 16)
-        return name, 2 * (self.forward.tile_m + self.dq_tile_n) * self._pair
+                          self.dq_warps)
+        return name, 2 * (16 * self.dq_warps + self.dq_tile_n) * self._pair
 
     def backward_for(self, shared_bytes: int) -> Backward:
         """The first choice of the backward that fits `shared_bytes` of shared memory per block."""
@@ -82,7 +113,7 @@ class Tiles:
                     if self.backward_kernel("bfloat16", "float32", True, b)[1] + STATIC_BYTES <= shared_bytes)
 
     def kernels(self, shared_bytes: int) -> list[tuple[str, int]]:
-        """Every kernel of this head dim on a GPU with so much shared memory per block."""
+        """Every portable kernel of this head dim on a GPU with so much shared memory per block."""
         backward = self.backward_for(shared_bytes)
         return [
             kernel
@@ -109,12 +140,17 @@ class Tiles:
 TILES = {
     (t.head_dim, t.v_head_dim): t
     for t in (
-        Tiles(64, 64, Forward(64, 4, 2), (Backward(64, 128, 1, 2),), 64),
-        Tiles(96, 96, Forward(48, 4, 2), (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), 32),
-        Tiles(128, 128, Forward(48, 4, 2), (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), 16),
-        Tiles(192, 128, Forward(64, 4, 1), (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), 16),
-        Tiles(192, 192, Forward(64, 4, 1), (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), 16),
-        Tiles(256, 256, Forward(32, 4, 1), (Backward(32, 64, 2, 2), Backward(32, 32, 2, 1)), 16),
+        Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3), (Backward(64, 128, 1, 2),), 64, 8),
+        Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(128, 2),
+              (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), 32, 8),
+        Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2),
+              (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), 16, 8),
+        Tiles(192, 128, Forward(64, 4, 1), ForwardSm90(128, 2),
+              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), 16, 4),
+        Tiles(192, 192, Forward(64, 4, 1), ForwardSm90(112, 2),
+              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), 16, 4),
+        Tiles(256, 256, Forward(32, 4, 1), ForwardSm90(80, 2),
+              (Backward(32, 64, 2, 2), Backward(32, 32, 2, 1)), 16, 4),
     )
 }
 

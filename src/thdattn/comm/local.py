@@ -167,7 +167,7 @@ def run(cp_size: int, fn: Callable[[Comm], Result], timeout: float) -> list[Resu
         try:
             with LocalComm(rank, meeting) as comm:
                 results[rank] = fn(comm)
-        except BaseException as error:  # noqa: BLE001  the caller's thread raises it again
+        except BaseException as error:  # the caller's thread raises it again
             meeting.leave(rank, error)
         else:
             meeting.leave(rank, None)

@@ -198,7 +198,7 @@ def _give_up(world: Any) -> None:
 def _attempt(action: Callable[[], Any]) -> Outcome:
     try:
         return True, action()
-    except Exception as error:  # noqa: BLE001  becomes a RuntimeError on every rank, see _results
+    except Exception as error:  # becomes a RuntimeError on every rank, see _results
         return False, f"{type(error).__name__}: {error}"
 
 

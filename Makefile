@@ -1,0 +1,36 @@
+# Every goal sets up what it needs first (tools/setup.sh): nothing has to be installed beforehand but Python 3.10.
+#
+#   make demo                        packed documents over several ranks, checked against float64
+#   make demo RANKS=2 ARGS="--plot demo.png --window 500"
+#   make check                       every kind of pack and mask on this machine's engine, against float64
+#   make info                        versions, GPUs, where libraries come from, what is missing
+#   make test                        tests that need no GPU;  make gpu-test: those that need one
+#   make lint                        ruff and mypy
+#
+# PYTHON=... chooses the interpreter. ARGS=... is handed to the program.
+
+PYTHON ?= python3
+ARGS ?=
+
+export PYTHON RANKS
+export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.PHONY: demo check info test gpu-test lint
+
+demo:
+	@python=$$(tools/setup.sh demo) && exec "$$python" tools/demo.py $(ARGS)
+
+check:
+	@python=$$(tools/setup.sh demo) && exec "$$python" -m thdattn check $(ARGS)
+
+info:
+	@python=$$(tools/setup.sh demo) && exec "$$python" -m thdattn info
+
+test:
+	@python=$$(tools/setup.sh test) && exec "$$python" -m pytest $(ARGS)
+
+gpu-test:
+	@python=$$(tools/setup.sh test) && exec "$$python" -m pytest -m gpu $(ARGS)
+
+lint:
+	@python=$$(tools/setup.sh lint) && "$$python" -m ruff check . && exec "$$python" -m mypy

@@ -1,0 +1,301 @@
+"""Who is timed: this package and other implementations of packed attention, on the same inputs and the same stream.
+
+A peer is told apart from ours by how it is called, never by how it is timed. Only what a peer needs is imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import inspect
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import cupy
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+from workloads import Case
+
+import thdattn
+
+# Two right results in bfloat16 differ by less: as a whole, and anywhere relative to the largest element.
+RELATIVE_ERROR, LARGEST_ERROR = 1e-2, 2.0**-5
+DISTINCT_NUMBERS = 16_777_259  # a prime: arrays that repeat them never have two equal rows
+
+
+class Inputs(NamedTuple):
+    """CuPy arrays (rows, heads, width), bfloat16, standard normal."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+
+
+def draw_inputs(case: Case) -> Inputs:
+    """The inputs of a case, the same in every run."""
+    layout = Inputs(
+        q=(case.heads, case.head_dim),
+        k=(case.kv_heads, case.head_dim),
+        v=(case.kv_heads, case.v_head_dim),
+        dout=(case.heads, case.v_head_dim),
+    )
+    return Inputs(*(normal((case.total_tokens, *shape), seed) for seed, shape in enumerate(layout)))
+
+
+def normal(shape: tuple[int, ...], seed: int, dtype: DTypeLike = ml_dtypes.bfloat16) -> Any:
+    """Standard normal numbers on the GPU; drawing all of a large array on the host would outlast its timing."""
+    size = int(np.prod(shape))
+    numbers = _numbers(seed, np.dtype(dtype))
+    return cupy.tile(numbers, -(-size // numbers.size))[:size].reshape(shape)
+
+
+@lru_cache
+def _numbers(seed: int, dtype: np.dtype[Any]) -> Any:
+    rng = np.random.default_rng(seed)
+    return cupy.asarray(rng.standard_normal(DISTINCT_NUMBERS, np.float32).astype(dtype))
+
+
+def release_memory() -> None:
+    """Gives the free memory of CuPy's and torch's pools back, as either would otherwise starve the other.
+
+    NOTE: no captured graph may be alive: its work arrays can lie in the free memory of CuPy's pool.
+    """
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+
+
+class Peer(ABC):
+    """Attention over one case; results of the last calls are kept, and backward follows the last forward."""
+
+    @classmethod
+    @abstractmethod
+    def version(cls) -> str:
+        """The version of the implementation; raises where it cannot be imported."""
+
+    @abstractmethod
+    def __init__(self, case: Case, inputs: Inputs) -> None: ...
+
+    @abstractmethod
+    def forward(self) -> None: ...
+
+    @abstractmethod
+    def backward(self) -> None: ...
+
+    @abstractmethod
+    def capture(self, call: Callable[[], None], calls: int) -> Callable[[], object]:
+        """A CUDA graph of so many calls of `forward` or `backward`; returns what replays it."""
+
+    @abstractmethod
+    def results(self) -> Sequence[Any]:
+        """out and, after a backward, dq, dk, dv: (rows, heads, width) in sequence order."""
+
+
+class Ours(Peer):
+    """CPAttention on one rank."""
+
+    @classmethod
+    def version(cls) -> str:
+        return thdattn.__version__
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.attn = thdattn.CPAttention(
+            thdattn.comm.init("single"), case.heads, case.head_dim, case.kv_heads, case.v_head_dim,
+            causal=case.causal, window=case.window, engine="cuda",
+        )  # fmt: skip
+        self.batch = case.batch()
+        self.batch_on_device = thdattn.PackedBatch(
+            cupy.asarray(self.batch.cu_seqlens), total_rows=self.batch.total_rows
+        )
+        self.plan = self.attn.plan(self.batch, "contiguous")
+        self.grads: Sequence[Any] = ()
+
+    def forward(self) -> None:
+        q, k, v, _ = self.inputs
+        self.out, self.saved = self.attn.forward(q, k, v, self.plan)
+
+    def backward(self) -> None:
+        self.grads = self.attn.backward(self.inputs.dout, self.saved)
+
+    def capture(self, call: Callable[[], None], calls: int) -> Callable[[], object]:
+        stream = cupy.cuda.get_current_stream()
+        stream.begin_capture()
+        try:
+            for _ in range(calls):
+                call()
+        finally:  # a stream left in capture would fail every later call
+            graph = stream.end_capture()
+        return lambda: graph.launch(stream)
+
+    def results(self) -> Sequence[Any]:
+        return self.out, *self.grads
+
+
+class TorchPeer(Peer):
+    """A peer on torch tensors that share memory with the inputs; its backward is autograd's."""
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        import torch
+
+        # Autograd runs a backward on the stream of its forward, which must be the one that is captured.
+        self.stream = torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)
+        torch.cuda.set_stream(self.stream)
+        self.torch = torch
+        self.case = case
+        self.longest = max(case.lengths)
+        self.leaves = [self.laid_out(tensor(x)).requires_grad_() for x in inputs[:3]]
+        self.dout = self.laid_out(tensor(inputs.dout))
+        self.cu_seqlens = torch.from_dlpack(cupy.asarray(case.batch().cu_seqlens))
+        self.grads: Sequence[Any] = ()
+
+    @abstractmethod
+    def attend(self, q: Any, k: Any, v: Any) -> Any:
+        """out of one forward call."""
+
+    def laid_out(self, x: Any) -> Any:
+        """A packed tensor (rows, heads, width) as this peer takes it, without a copy."""
+        return x
+
+    def packed(self, x: Any) -> Any:
+        """Inverse of laid_out."""
+        return x
+
+    def forward(self) -> None:
+        self.out = self.attend(*self.leaves)
+
+    def backward(self) -> None:
+        self.grads = self.torch.autograd.grad(self.out, self.leaves, self.dout, retain_graph=True)
+
+    def capture(self, call: Callable[[], None], calls: int) -> Callable[[], object]:
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph, stream=self.stream):
+            for _ in range(calls):
+                call()
+        replay: Callable[[], object] = graph.replay
+        return replay
+
+    def results(self) -> Sequence[Any]:
+        return [self.packed(x.detach()) for x in (self.out, *self.grads)]
+
+    def check(self, wanted: Sequence[Any]) -> None:
+        """Raises ValueError where the results are not those of ours (CuPy arrays) within bfloat16."""
+        for name, found, ours in zip(("out", "dq", "dk", "dv"), self.results(), map(tensor, wanted), strict=False):
+            reference = ours.float()
+            error = found.float() - reference
+            relative = float(error.norm() / reference.norm())
+            largest = float(error.abs().max() / reference.abs().max())
+            if not (relative <= RELATIVE_ERROR and largest <= LARGEST_ERROR):  # NaN fails too
+                raise ValueError(
+                    f"{name} differs from ours by {relative:.1e} as a whole (at most {RELATIVE_ERROR:.1e}) and by "
+                    f"{largest:.1e} of the largest element (at most {LARGEST_ERROR:.1e}): not timed"
+                )
+
+
+class FlashAttention4(TorchPeer):
+    """flash-attn-4: kernels in the CuTe DSL, compiled at the first call."""
+
+    @classmethod
+    def version(cls) -> str:
+        import flash_attn.cute.interface  # noqa: F401 - fails early where a part is missing
+
+        return importlib.metadata.version("flash-attn-4")
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        from flash_attn.cute.interface import flash_attn_varlen_func
+
+        super().__init__(case, inputs)
+        self.attention = flash_attn_varlen_func
+        self.window = tuple(None if side < 0 else side for side in case.window)
+
+    def attend(self, q: Any, k: Any, v: Any) -> Any:
+        out, _ = self.attention(
+            q, k, v, cu_seqlens_q=self.cu_seqlens, cu_seqlens_k=self.cu_seqlens, max_seqlen_q=self.longest,
+            max_seqlen_k=self.longest, causal=self.case.causal, window_size=self.window,
+        )  # fmt: skip
+        return out
+
+
+class TorchVarlen(TorchPeer):
+    """torch.nn.attention.varlen: FlashAttention-2. Releases differ in how the mask is said."""
+
+    @classmethod
+    def version(cls) -> str:
+        import torch
+        import torch.nn.attention.varlen
+
+        return str(torch.__version__)
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if case.head_dim != case.v_head_dim:
+            raise ValueError("takes one head_dim for q, k and v")
+        known = inspect.signature(varlen_attn).parameters
+        self.mask: dict[str, Any] = {}
+        if "window_size" in known:
+            self.mask["window_size"] = case.sides
+        elif case.window == (-1, -1):
+            self.mask["is_causal"] = case.causal
+        else:
+            raise ValueError("takes no window in this release")
+        if case.heads != case.kv_heads and "enable_gqa" in known:
+            self.mask["enable_gqa"] = True
+        super().__init__(case, inputs)
+        self.attention = varlen_attn
+
+    def attend(self, q: Any, k: Any, v: Any) -> Any:
+        return self.attention(q, k, v, self.cu_seqlens, self.cu_seqlens, self.longest, self.longest, **self.mask)
+
+
+class TorchCudnn(TorchPeer):
+    """scaled_dot_product_attention on cuDNN: a batch of equal lengths, (batch, heads, length, width)."""
+
+    @classmethod
+    def version(cls) -> str:
+        import torch
+
+        return f"{torch.__version__} cuDNN {torch.backends.cudnn.version()}"
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        import torch
+
+        if len(set(case.lengths)) > 1:
+            raise ValueError("takes only sequences of one length")
+        if case.window != (-1, -1):
+            raise ValueError("takes no window")
+        # For the whole process, as a context around every call would count as its time; nobody else here uses them.
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_math_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        super().__init__(case, inputs)
+        self.attention = torch.nn.functional.scaled_dot_product_attention
+        self.grouped = case.heads != case.kv_heads
+
+    def laid_out(self, x: Any) -> Any:
+        return x.view(len(self.case.lengths), self.case.lengths[0], *x.shape[1:]).transpose(1, 2)
+
+    def packed(self, x: Any) -> Any:
+        return x.transpose(1, 2).flatten(0, 1)
+
+    def attend(self, q: Any, k: Any, v: Any) -> Any:
+        return self.attention(q, k, v, is_causal=self.case.causal, enable_gqa=self.grouped)
+
+
+def tensor(x: Any) -> Any:
+    """A bfloat16 CuPy array as a torch tensor over the same memory; as int16, since not every CuPy exports bfloat16."""
+    import torch
+
+    return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
+
+
+PEERS: dict[str, type[Peer]] = {
+    "ours": Ours, "fa4": FlashAttention4, "varlen": TorchVarlen, "cudnn": TorchCudnn,
+}  # fmt: skip

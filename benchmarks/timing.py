@@ -1,0 +1,91 @@
+"""GPU times from CUDA events, in milliseconds: of calls as a user makes them, and of the GPU's work alone.
+
+Everything runs on CuPy's current stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from statistics import median
+
+import cupy
+
+Call = Callable[[], object]
+GROUP_MS = 40.0  # GPU time of a group of calls, aimed at
+MAX_CALLS = 50
+
+
+def calls_per_group(ms: float) -> int:
+    """How many calls of so many milliseconds make a group."""
+    return max(1, min(MAX_CALLS, round(GROUP_MS / max(ms, 1e-3))))
+
+
+def called(call: Call, calls: int) -> list[float]:
+    """Times of calls made back to back on an idle GPU; where the host is slower than the GPU, its time shows."""
+    stream = cupy.cuda.get_current_stream()
+    events = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(calls)]
+    stream.synchronize()
+    for start, stop in events:
+        start.record(stream)
+        call()
+        stop.record(stream)
+    stream.synchronize()
+    return [cupy.cuda.get_elapsed_time(start, stop) for start, stop in events]
+
+
+def replayed(replay: Call, calls: int) -> list[float]:
+    """The time of one of the `calls` calls in a captured graph; the replay before it hides the graph's own launch."""
+    stream = cupy.cuda.get_current_stream()
+    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+    stream.synchronize()
+    replay()
+    start.record(stream)
+    replay()
+    stop.record(stream)
+    stream.synchronize()
+    return [cupy.cuda.get_elapsed_time(start, stop) / calls]
+
+
+def interleaved(
+    groups: Mapping[str, Callable[[], list[float]]], rounds: int, guard: Callable[[str], AbstractContextManager[object]]
+) -> dict[str, float]:
+    """Medians of groups that take turns, so that a GPU that slows down does so for everyone.
+
+    Args:
+        groups: name -> what times one group of calls.
+        rounds: turns of every group.
+        guard: name -> a context that may swallow the error of a group; a group that never succeeded has no median.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in groups}
+    for _ in range(rounds):
+        for name, group in groups.items():
+            with guard(name):
+                samples[name] += group()
+    return {name: median(times) for name, times in samples.items() if times}
+
+
+def host(call: Call, calls: int) -> float:
+    """Host milliseconds of a call that nobody waits for."""
+    stream = cupy.cuda.get_current_stream()
+    stream.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    elapsed = time.perf_counter() - start
+    stream.synchronize()
+    return elapsed / calls * 1e3
+
+
+def finished(call: Call, calls: int) -> float:
+    """Median host milliseconds from a call to the end of its GPU work."""
+    stream = cupy.cuda.get_current_stream()
+    times = []
+    for _ in range(calls):
+        stream.synchronize()
+        start = time.perf_counter()
+        call()
+        stream.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return median(times)

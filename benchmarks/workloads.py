@@ -1,0 +1,124 @@
+"""What is timed: packs of sequences with their masks and head layouts, and how much work each is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+import thdattn
+
+PACK_TOKENS = 65_536  # of the packs that are drawn from a distribution
+DOCUMENTS = Path(__file__).with_name("doc_lengths.csv")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pack in one head layout, bfloat16.
+
+    lengths: tokens of every sequence. window: (left, right) as CPAttention takes it, -1 = unlimited.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: int = 16
+    kv_heads: int = 16
+    head_dim: int = 128
+    v_head_dim: int = 128
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all sequences, which is also the rows of q, k, v and dout: there is no padding."""
+        return sum(self.lengths)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The window with the causal mask in it: how far a query sees to the left and to the right, -1 = unlimited."""
+        return self.window[0], 0 if self.causal else self.window[1]
+
+    def batch(self) -> thdattn.PackedBatch:
+        """The pack, with its lengths on the host."""
+        return thdattn.PackedBatch.from_lengths(self.lengths)
+
+    def flops(self, direction: str) -> float:
+        """Operations of "forward" or "backward" of all heads.
+
+        Two products of 2*width per visible pair forward, one over head_dim and one over v_head_dim; the backward
+        counts 2.5 times as much, as everyone reports it.
+        """
+        forward = 2 * (self.head_dim + self.v_head_dim) * self.heads * visible_pairs(self.lengths, self.sides)
+        return forward * {"forward": 1.0, "backward": 2.5}[direction]
+
+
+def visible_pairs(lengths: tuple[int, ...], sides: tuple[int, int]) -> int:
+    """Pairs (query, key) that the mask leaves, over all sequences.
+
+    Each side of the window hides a triangle of the length x length square.
+    """
+    length = np.array(lengths, np.int64)
+    hidden = [np.maximum(length - 1 - side, 0) for side in sides if side >= 0]
+    return int((length**2).sum() - sum((n * (n + 1) // 2).sum() for n in hidden))
+
+
+def lognormal_pack(seed: int = 0) -> tuple[int, ...]:
+    """Lengths exp(N(6.2, 1.2)) clipped to 16..8192, drawn until the pack would be too long."""
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while True:
+        length = int(np.clip(np.exp(rng.normal(6.2, 1.2)), 16, 8192))
+        if sum(lengths) + length > PACK_TOKENS:
+            return tuple(lengths)
+        lengths.append(length)
+
+
+def document_pack(seed: int = 0) -> tuple[int, ...]:
+    """Lengths of real documents, no longer than a quarter of the pack, drawn until the pack would be too long.
+
+    A bin of doc_lengths.csv is drawn by its share, then a length uniformly inside it.
+    """
+    bins: NDArray[np.float64] = np.loadtxt(DOCUMENTS, delimiter=",", skiprows=2)
+    share = bins[:, 2] / bins[:, 2].sum()
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while True:
+        low, high, _ = bins[rng.choice(len(bins), p=share)]
+        length = int(rng.integers(low, high, endpoint=True))
+        if length > PACK_TOKENS // 4:
+            continue
+        if sum(lengths) + length > PACK_TOKENS:
+            return tuple(lengths)
+        lengths.append(length)
+
+
+def _cases() -> tuple[Case, ...]:
+    long = Case("1x16384", (16_384,))
+    lognormal = Case("lognormal64k", lognormal_pack())
+    skewed = tuple(int(length) for length in np.geomspace(33, 15_000, 10).round())
+    return (
+        long,
+        Case("bucket32k", (24_576, 28_672, 30_720, 32_768)),
+        replace(long, name="1x16384-full", causal=False),
+        replace(long, name="1x16384-gqa", heads=32, kv_heads=8),
+        replace(long, name="1x16384-d64", heads=32, kv_heads=32, head_dim=64, v_head_dim=64),
+        replace(long, name="1x16384-d96", head_dim=96, v_head_dim=96),
+        replace(long, name="1x16384-d192v128", head_dim=192),
+        replace(long, name="1x16384-d256", heads=8, kv_heads=8, head_dim=256, v_head_dim=256),
+        Case("4x4096", (4_096,) * 4),
+        Case("16x1024", (1_024,) * 16),
+        Case("64x256", (256,) * 64),
+        Case("481x34", (34,) * 481),
+        lognormal,
+        replace(lognormal, name="lognormal64k-gqa", heads=32, kv_heads=8),
+        Case("1x65536-w1024", (65_536,), window=(1_024, 0)),
+        Case("skewed10-w512", skewed, window=(512, 0)),
+        Case("doc64k", document_pack()),
+        Case("8192x34", (34,) * 8_192),
+        Case("65536+1000x16", (65_536, *(16,) * 1_000)),
+    )
+
+
+CASES = {case.name: case for case in _cases()}

@@ -1,0 +1,77 @@
+// Device code that the portable and the Hopper kernels share: element types, ranges of rows, small reductions.
+// Header-free; jit.py pastes it in front of either source.
+
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct f16 { unsigned short bits; };
+struct bf16 { unsigned short bits; };
+
+[[maybe_unused]] constexpr int kWarp = 32;
+[[maybe_unused]] constexpr int kNone = 0x7fffffff;                    // no further row in sight
+[[maybe_unused]] constexpr float kLog2e = 1.4426950408889634f;
+[[maybe_unused]] constexpr float kLn2 = 0.6931471805599453f;
+#define kInfinity __int_as_float(0x7f800000)
+
+template <typename T> __device__ u32 pack(float low, float high);
+template <> __device__ __forceinline__ u32 pack<bf16>(float low, float high) {
+  u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r;
+}
+template <> __device__ __forceinline__ u32 pack<f16>(float low, float high) {
+  u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r;
+}
+
+template <typename T> __device__ float2 unpack(u32 pair);
+template <> __device__ __forceinline__ float2 unpack<bf16>(u32 pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+template <> __device__ __forceinline__ float2 unpack<f16>(u32 pair) {
+  float2 r;
+  asm("{ .reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
+      : "=f"(r.x), "=f"(r.y) : "r"(pair));
+  return r;
+}
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r;
+}
+
+__device__ __forceinline__ void store_pair(float* p, float x, float y) { *(float2*)p = make_float2(x, y); }
+__device__ __forceinline__ void store_pair(bf16* p, float x, float y) { *(u32*)p = pack<bf16>(x, y); }
+__device__ __forceinline__ void store_pair(f16* p, float x, float y) { *(u32*)p = pack<f16>(x, y); }
+
+// A range [x, y) of rows of the other side that a row sees; (0, 0) marks padding.
+__device__ __forceinline__ bool is_empty(int2 range) { return range.x >= range.y; }
+__device__ __forceinline__ bool contains(int2 range, int i) { return (u32)(i - range.x) < (u32)(range.y - range.x); }
+__device__ __forceinline__ bool touches(int2 range, int begin, int size) { return range.x < begin + size && range.y > begin; }
+
+__device__ __forceinline__ int2 range_of(const int2* ranges, int row, int num_rows) {
+  return row < num_rows ? ranges[row] : make_int2(0, 0);
+}
+
+// Over the four lanes that hold one row of an accumulator.
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// Accumulators of two neighbouring 16x8 blocks are, rounded, the A operand of one 16x16 block.
+template <typename T, int kFragments, int kBlocks>
+__device__ __forceinline__ void round_to_operand(u32 (&a)[kFragments][kBlocks / 2][4],
+                                                 const float (&c)[kFragments][kBlocks][4]) {
+  #pragma unroll
+  for (int f = 0; f < kFragments; ++f)
+    #pragma unroll
+    for (int n = 0; n < kBlocks; n += 2) {
+      a[f][n / 2][0] = pack<T>(c[f][n][0], c[f][n][1]);
+      a[f][n / 2][1] = pack<T>(c[f][n][2], c[f][n][3]);
+      a[f][n / 2][2] = pack<T>(c[f][n + 1][0], c[f][n + 1][1]);
+      a[f][n / 2][3] = pack<T>(c[f][n + 1][2], c[f][n + 1][3]);
+    }
+}

@@ -1,0 +1,451 @@
+// Hopper kernels (sm_90a): the same contracts as kernels.cu, with TMA, mbarriers and wgmma.
+//
+// One persistent thread block per multiprocessor. Its first warpgroup produces: one warp walks the key tiles in sight
+// of the current query tile and starts the bulk copies. The others consume: each owns 64 query rows, keeps scores,
+// probabilities and output in registers, and leaves its exponentials to run under the other's matrix products.
+// kernels.cuh and the wrappers of wgmma.py come first.
+
+// ------------------------------------------------------------------------------------------------ instructions
+
+struct alignas(64) TensorMap { char opaque[128]; };
+
+__device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals));
+}
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u64* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
+  asm volatile("{ .reg .pred done;\n"
+               "wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+               "@!done bra wait; }" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+template <int kId, int kThreads> __device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;" :: "n"(kId), "n"(kThreads) : "memory");
+}
+
+// Copies a box (64 columns, 1 head, the map's rows) to shared memory; what lies outside the tensor arrives as zeros.
+__device__ __forceinline__ void copy_box(void* dst, const TensorMap* map, int column, int head, int row, u64* barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+               :: "r"(shared_address(dst)), "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending, int kBlocks>
+__device__ __forceinline__ void wgmma_wait(float (&accumulator)[kBlocks][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
+  #pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) asm volatile("" : "+f"(accumulator[i / 4][i % 4]) :: "memory");
+}
+
+template <int kRegisters> __device__ __forceinline__ void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
+template <int kRegisters> __device__ __forceinline__ void registers_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
+
+// ------------------------------------------------------------------------------------------------ tiles
+
+// A tile is stored as slabs of 64 columns, rows 128 bytes apart, in the 128-byte swizzle that TMA writes and wgmma
+// reads; head dim 96 takes two slabs, the second half filled with zeros by TMA.
+constexpr int kSlab = 64;
+constexpr int kRowBytes = 128;
+template <int kCols> constexpr int kSlabs = (kCols + kSlab - 1) / kSlab;
+template <int kRows, int kCols> constexpr int kTileBytes = kSlabs<kCols> * kRows * kRowBytes;
+
+__device__ __forceinline__ u64 descriptor(const void* tile, int slab_bytes) {
+  const u64 address = shared_address(tile);
+  return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)(slab_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+template <int kRows, int kCols>
+__device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* map, int head, int row, u64* barrier) {
+  #pragma unroll
+  for (int s = 0; s < kSlabs<kCols>; ++s) copy_box(tile + s * kRows * kRowBytes, map, s * kSlab, head, row, barrier);
+}
+
+// scores = q . k^T: 64 rows of q (in a tile of kRowsQ) with the kRowsK rows of k.
+template <typename T, int kDim, int kRowsQ, int kRowsK>
+__device__ __forceinline__ void start_scores(float (&scores)[kRowsK / 8][4], const unsigned char* q, const unsigned char* k) {
+  const u64 a = descriptor(q, 16), b = descriptor(k, 16);
+  #pragma unroll
+  for (int d = 0; d < kDim; d += 16) {
+    const int slab = d / kSlab, offset = d % kSlab * 2;
+    Wgmma<T, kRowsK>::template shared<0, 0>(scores, a + (slab * kRowsQ * kRowBytes + offset) / 16,
+                                            b + (slab * kRowsK * kRowBytes + offset) / 16, d > 0);
+  }
+}
+
+// sum (+)= weights . v: weights in registers (64 x kRowsV), v of kRowsV rows.
+template <typename T, int kCols, int kRowsV>
+__device__ __forceinline__ void start_weighted_sum(float (&sum)[kCols / 8][4], const u32 (&weights)[1][kRowsV / 16][4],
+                                                   const unsigned char* v) {
+  const u64 b = descriptor(v, kRowsV * kRowBytes);
+  #pragma unroll
+  for (int i = 0; i < kRowsV / 16; ++i)
+    Wgmma<T, kCols>::template registers<1>(sum, weights[0][i], b + i * 16 * kRowBytes / 16, 1);
+}
+
+// Four lanes hold a 4x4 block of words, a row per lane; afterwards lane i holds column i.
+__device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
+  const int lane = threadIdx.x % 4;
+  #pragma unroll
+  for (int step = 1; step <= 2; step *= 2)
+    #pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (!(i & step)) {
+        const u32 mine = lane & step ? x[i] : x[i + step];
+        const u32 theirs = __shfl_xor_sync(0xffffffffu, mine, step);
+        if (lane & step) x[i] = theirs; else x[i + step] = theirs;
+      }
+}
+
+// ------------------------------------------------------------------------------------------------ forward
+
+// What the producer tells the consumers of a query tile, and of each key tile.
+struct QueryTile { int tile, head; bool has_keys; };
+struct KeyTile { int row; u32 flags; };              // kLast, and per consumer kSees << 2i, kMasked << 2i
+constexpr u32 kLast = 1u << 31, kSees = 1, kMasked = 2;
+
+template <int kTileM, int kTileN, int kHeadDim, int kVHeadDim>
+struct ForwardShared {
+  static constexpr int kStages = 2;
+  unsigned char q[kTileBytes<kTileM, kHeadDim>];
+  unsigned char k[kStages][kTileBytes<kTileN, kHeadDim>];
+  unsigned char v[kStages][kTileBytes<kTileN, kVHeadDim>];
+  u64 q_full, q_empty, k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], v_landed[kStages];
+  QueryTile query_tile;
+  KeyTile key_tile[kStages];
+};
+
+// Zeros the rows of a value tile that no query sees: their weight is 0, but 0 * NaN is NaN. One warp.
+template <int kRows, int kCols>
+__device__ __forceinline__ void clear_padding(unsigned char* tile, const int2* query_ranges, int row, int num_rows) {
+  const int lane = threadIdx.x % kWarp;
+  for (int i = 0; i < kRows; i += kWarp) {
+    const int mine = row + i + lane;
+    u32 padding = __ballot_sync(0xffffffffu, mine < num_rows && i + lane < kRows && is_empty(query_ranges[min(mine, num_rows - 1)]));
+    for (; padding; padding &= padding - 1)
+      #pragma unroll
+      for (int s = 0; s < kSlabs<kCols>; ++s)
+        ((u32*)(tile + (s * kRows + i + __ffs(padding) - 1) * kRowBytes))[lane] = 0;
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+}
+
+// One step of the online softmax of a thread's two rows, on unscaled scores, which become probabilities. Returns by how
+// much each row's earlier sums shrink. A row that has seen nothing yet keeps -inf and uses 0.
+template <int kBlocks>
+__device__ __forceinline__ float2 softmax_step(float (&score)[kBlocks][4], float (&row_max)[2], float (&row_sum)[2],
+                                               float scale_log2) {
+  float shrink[2];
+  #pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float largest = row_max[r];
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n) largest = fmaxf(largest, fmaxf(score[n][2 * r], score[n][2 * r + 1]));
+    largest = quad_max(largest);
+    const float base = largest == -kInfinity ? 0.f : largest * scale_log2;
+    shrink[r] = exp2_fast(row_max[r] * scale_log2 - base);
+    row_max[r] = largest;
+    row_sum[r] *= shrink[r];
+    #pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      float& s = score[i / 2][2 * r + i % 2];
+      s = exp2_fast(fmaf(s, scale_log2, -base));
+      row_sum[r] += s;
+    }
+  }
+  return make_float2(shrink[0], shrink[1]);
+}
+
+template <int kBlocks>
+__device__ __forceinline__ void hide(float (&score)[kBlocks][4], const int2 (&range)[2], int first_key) {
+  #pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i)
+    if (!contains(range[i % 4 / 2], first_key + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2)) score[i / 4][i % 4] = -kInfinity;
+}
+
+template <int kBlocks>
+__device__ __forceinline__ void scale_rows(float (&sum)[kBlocks][4], float2 factor) {
+  #pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) sum[i / 4][i % 4] *= i % 4 < 2 ? factor.x : factor.y;
+}
+
+// The contract of thd_attn_fwd; max_logits (num_heads, tiles, 4 * kConsumers); maps of boxes of kTileM rows of q and
+// kTileN rows of k, v; counter: one int, zero, and zero again afterwards.
+// Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers).
+template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers>
+__global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
+    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+    const __grid_constant__ TensorMap map_v, T* __restrict__ out, float* __restrict__ lse, float* __restrict__ max_logits,
+    const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges, const int* __restrict__ tile_order,
+    int* __restrict__ counter, int q_rows, int k_rows, int num_tiles, int num_heads, int group, float softmax_scale) {
+  constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
+  using Shared = ForwardShared<kTileM, kTileN, kHeadDim, kVHeadDim>;
+  extern __shared__ unsigned char shared_bytes[];
+  Shared& shared = *(Shared*)(((u64)shared_bytes + 1023) & ~(u64)1023);
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x % kWarp;
+
+  if (threadIdx.x == 0) {
+    barrier_init(&shared.q_full, 1);
+    barrier_init(&shared.q_empty, 4 * kConsumers);
+    for (int s = 0; s < Shared::kStages; ++s) {
+      barrier_init(&shared.k_full[s], 1);
+      barrier_init(&shared.v_full[s], 1);
+      barrier_init(&shared.v_landed[s], 1);
+      barrier_init(&shared.k_empty[s], 4 * kConsumers);
+      barrier_init(&shared.v_empty[s], 4 * kConsumers);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    registers_give<kConsumers == 2 ? 40 : 32>();
+    if (threadIdx.x >= kWarp) return;
+    const int num_work = num_tiles * num_heads;
+    u32 q_parity = 1, stage = 0, parity = 1, landed_parity = 0;
+    for (int work = blockIdx.x; ; ) {
+      if (work >= num_work) {
+        barrier_wait(&shared.q_empty, q_parity);
+        if (lane == 0) {
+          shared.query_tile.tile = -1;
+          barrier_arrive(&shared.q_full);
+        }
+        break;
+      }
+      // The next tile of work is asked for early; whoever gets the last number leaves the counter as it was.
+      int next_work = 0;
+      if (lane == 0) {
+        next_work = atomicAdd(counter, 1);
+        if (next_work == num_work - 1) *counter = 0;
+        next_work += gridDim.x;
+      }
+      const int head = work / num_tiles, kv_head = head / group, tile = tile_order[work % num_tiles];
+      int2 range[kTileM / kWarp];
+      #pragma unroll
+      for (int i = 0; i < kTileM / kWarp; ++i) range[i] = range_of(key_ranges, tile * kTileM + i * kWarp + lane, q_rows);
+      auto first_in_sight = [&](int from) {
+        int first = kNone;
+        #pragma unroll
+        for (int i = 0; i < kTileM / kWarp; ++i) {
+          const int row = max(range[i].x, from);
+          first = min(first, row < range[i].y ? row : kNone);
+        }
+        return __reduce_min_sync(0xffffffffu, first);
+      };
+      int row = first_in_sight(0);
+
+      barrier_wait(&shared.q_empty, q_parity);
+      q_parity ^= 1;
+      if (lane == 0) {
+        shared.query_tile = {tile, head, row != kNone};
+        barrier_expect(&shared.q_full, kTileBytes<kTileM, kHeadDim>);
+        copy_tile<kTileM, kHeadDim>(shared.q, &map_q, head, tile * kTileM, &shared.q_full);
+      }
+      while (row != kNone) {
+        const int next = first_in_sight(row + kTileN);
+        u32 flags = next == kNone ? kLast : 0;
+        #pragma unroll
+        for (int c = 0; c < kConsumers; ++c) {
+          const int2 a = range[2 * c], b = range[2 * c + 1];
+          auto hides = [&](int2 r) { return !is_empty(r) && (r.x > row || r.y < row + kTileN); };
+          if (__any_sync(0xffffffffu, touches(a, row, kTileN) || touches(b, row, kTileN))) flags |= kSees << 2 * c;
+          if (__any_sync(0xffffffffu, hides(a) || hides(b))) flags |= kMasked << 2 * c;
+        }
+        barrier_wait(&shared.k_empty[stage], parity);
+        if (lane == 0) {
+          shared.key_tile[stage] = {row, flags};
+          barrier_expect(&shared.k_full[stage], kTileBytes<kTileN, kHeadDim>);
+          copy_tile<kTileN, kHeadDim>(shared.k[stage], &map_k, kv_head, row, &shared.k_full[stage]);
+        }
+        bool padding = false;
+        if (flags & 0x2a)
+          for (int i = row + lane; i < min(row + kTileN, k_rows); i += kWarp) padding |= is_empty(query_ranges[i]);
+        padding = __any_sync(0xffffffffu, padding);
+        u64* const v_arrived = padding ? &shared.v_landed[stage] : &shared.v_full[stage];
+        barrier_wait(&shared.v_empty[stage], parity);
+        if (lane == 0) {
+          barrier_expect(v_arrived, kTileBytes<kTileN, kVHeadDim>);
+          copy_tile<kTileN, kVHeadDim>(shared.v[stage], &map_v, kv_head, row, v_arrived);
+        }
+        if (padding) {
+          barrier_wait(v_arrived, landed_parity >> stage & 1);
+          landed_parity ^= 1 << stage;
+          clear_padding<kTileN, kVHeadDim>(shared.v[stage], query_ranges, row, k_rows);
+          if (lane == 0) barrier_arrive(&shared.v_full[stage]);
+        }
+        stage ^= 1;
+        parity ^= stage == 0;
+        row = next;
+      }
+      work = __shfl_sync(0xffffffffu, next_work, 0);
+    }
+  } else {
+    registers_take<kConsumers == 2 ? 232 : 160>();
+    const int consumer = warpgroup - 1, warp = threadIdx.x / kWarp % 4;
+    const unsigned char* const my_q = shared.q + consumer * 64 * kRowBytes;
+    const float scale_log2 = softmax_scale * kLog2e;
+    u32 q_parity = 0, stage = 0, parity = 0;
+#if VARIANT == 1 || VARIANT == 3
+    if (consumer == kConsumers - 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
+#endif
+    while (true) {
+      barrier_wait(&shared.q_full, q_parity);
+      q_parity ^= 1;
+      const QueryTile query_tile = shared.query_tile;
+      if (query_tile.tile < 0) break;
+      const int row0 = query_tile.tile * kTileM + consumer * 64 + warp * 16 + lane / 4;
+      const int2 range[2] = {range_of(key_ranges, row0, q_rows), range_of(key_ranges, row0 + 8, q_rows)};
+      float sum_out[kOutBlocks][4] = {};
+      float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {0.f, 0.f};
+
+#ifndef VARIANT
+#define VARIANT 0
+#endif
+      bool last = !query_tile.has_keys;
+      if (last && lane == 0) barrier_arrive(&shared.q_empty);
+#if VARIANT < 2
+      while (!last) {
+        barrier_wait(&shared.k_full[stage], parity);
+        const KeyTile key_tile = shared.key_tile[stage];
+        last = key_tile.flags & kLast;
+        const u32 mine = key_tile.flags >> 2 * consumer;
+        float score[kBlocks][4];
+        if (mine & kSees) {
+          wgmma_begin();
+          start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[stage]);
+          wgmma_commit();
+          wgmma_wait<0>(score);
+        }
+        if (lane == 0) {
+          barrier_arrive(&shared.k_empty[stage]);
+          if (last) barrier_arrive(&shared.q_empty);
+        }
+        u32 probability[1][kTileN / 16][4];
+        if (VARIANT == 1) asm volatile("bar.sync %0, 256;" :: "r"(1 + consumer) : "memory");
+        if (mine & kSees) {
+          if (mine & kMasked) hide(score, range, key_tile.row);
+          scale_rows(sum_out, softmax_step(score, row_max, row_sum, scale_log2));
+          round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&score);
+        }
+        if (VARIANT == 1) asm volatile("bar.arrive %0, 256;" :: "r"(1 + (consumer + 1) % kConsumers) : "memory");
+        barrier_wait(&shared.v_full[stage], parity);
+        if (mine & kSees) {
+          wgmma_begin();
+          start_weighted_sum<T, kVHeadDim, kTileN>(sum_out, probability, shared.v[stage]);
+          wgmma_commit();
+          wgmma_wait<0>(sum_out);
+        }
+        if (lane == 0) barrier_arrive(&shared.v_empty[stage]);
+        stage ^= 1;
+        parity ^= stage == 0;
+      }
+#else
+      auto my_turn = [&] { if (VARIANT == 3) asm volatile("bar.sync %0, 256;" :: "r"(1 + consumer) : "memory"); };
+      auto your_turn = [&] { if (VARIANT == 3) asm volatile("bar.arrive %0, 256;" :: "r"(1 + (consumer + 1) % kConsumers) : "memory"); };
+      KeyTile key_tile;
+      u32 mine = 0;
+      auto next_key_tile = [&] {
+        barrier_wait(&shared.k_full[stage], parity);
+        key_tile = shared.key_tile[stage];
+        const u32 flags = __shfl_sync(0xffffffffu, key_tile.flags, 0);
+        last = flags & kLast;
+        mine = flags >> 2 * consumer;
+      };
+      auto release_keys = [&] {
+        if (lane == 0) {
+          barrier_arrive(&shared.k_empty[stage]);
+          if (last) barrier_arrive(&shared.q_empty);
+        }
+      };
+      auto next_stage = [&] { stage ^= 1; parity ^= stage == 0; };
+      auto skip = [&] {
+        my_turn(); your_turn();
+        release_keys();
+        barrier_wait(&shared.v_full[stage], parity);
+        if (lane == 0) barrier_arrive(&shared.v_empty[stage]);
+        next_stage();
+      };
+      while (!last) {
+        next_key_tile();
+        if (!(mine & kSees)) { skip(); continue; }
+        u32 probability[1][kTileN / 16][4];
+        {
+          float score[kBlocks][4];
+          my_turn();
+          wgmma_begin();
+          start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[stage]);
+          wgmma_commit();
+          your_turn();
+          wgmma_wait<0>(score);
+          release_keys();
+          if (mine & kMasked) hide(score, range, key_tile.row);
+          scale_rows(sum_out, softmax_step(score, row_max, row_sum, scale_log2));
+          round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&score);
+        }
+        u32 v_stage = stage, v_parity = parity;
+        next_stage();
+        while (!last) {
+          next_key_tile();
+          if (!(mine & kSees)) break;
+          float score[kBlocks][4];
+          my_turn();
+          wgmma_begin();
+          start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[stage]);
+          wgmma_commit();
+          barrier_wait(&shared.v_full[v_stage], v_parity);
+          start_weighted_sum<T, kVHeadDim, kTileN>(sum_out, probability, shared.v[v_stage]);
+          wgmma_commit();
+          your_turn();
+          wgmma_wait<1>(score);
+          release_keys();
+          if (mine & kMasked) hide(score, range, key_tile.row);
+          const float2 shrink = softmax_step(score, row_max, row_sum, scale_log2);
+          wgmma_wait<0>(sum_out);
+          if (lane == 0) barrier_arrive(&shared.v_empty[v_stage]);
+          scale_rows(sum_out, shrink);
+          round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&score);
+          v_stage = stage, v_parity = parity;
+          next_stage();
+        }
+        barrier_wait(&shared.v_full[v_stage], v_parity);
+        wgmma_begin();
+        start_weighted_sum<T, kVHeadDim, kTileN>(sum_out, probability, shared.v[v_stage]);
+        wgmma_commit();
+        wgmma_wait<0>(sum_out);
+        if (lane == 0) barrier_arrive(&shared.v_empty[v_stage]);
+        if (!(mine & kSees)) skip();
+      }
+#endif
+
+      // Normalise and store: quads trade words so that every lane stores 16 bytes.
+      float largest = -kInfinity;
+      #pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = row0 + 8 * r;
+        const bool padding = is_empty(range[r]);
+        const float total = quad_sum(row_sum[r]), logit = row_max[r] * softmax_scale, scale = 1.f / total;
+        if (!padding) largest = fmaxf(largest, logit);
+        if (lane % 4 == 0 && row < q_rows)
+          lse[(size_t)query_tile.head * q_rows + row] = padding ? -kInfinity : logit + __log2f(total) * kLn2;
+        T* const out_row = out + ((size_t)row * num_heads + query_tile.head) * kVHeadDim;
+        #pragma unroll
+        for (int n = 0; n < kOutBlocks; n += 4) {
+          u32 words[4];
+          #pragma unroll
+          for (int i = 0; i < 4; ++i)
+            words[i] = padding ? 0 : pack<T>(sum_out[n + i][2 * r] * scale, sum_out[n + i][2 * r + 1] * scale);
+          transpose_in_quad(words);
+          if (row < q_rows) *(uint4*)(out_row + (n + lane % 4) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
+      for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
+      if (lane == 0)
+        max_logits[((size_t)query_tile.head * num_tiles + query_tile.tile) * 4 * kConsumers + 4 * consumer + warp] = largest;
+    }
+  }
+}

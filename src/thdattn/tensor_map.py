@@ -1,0 +1,50 @@
+"""Tensor maps: how the copy engine of Hopper GPUs finds boxes of a (rows, heads, width) array."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+
+MAP = np.dtype([("opaque", np.uint8, (128,))])
+BOX_COLUMNS = 64  # 128 bytes, the width of the swizzle
+DATA_TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+SWIZZLE_128B, L2_PROMOTION_256B = 3, 3
+
+
+def tensor_map(x: Any, box_rows: int) -> Any:
+    """A CUtensorMap of a CuPy array, to be passed to a kernel by value.
+
+    Args:
+        x: (rows, heads, width), C-contiguous, 16-bit, 16-byte aligned, at least one row.
+        box_rows: a copy moves box_rows rows of 64 columns of one head; what lies outside the array arrives as zeros.
+
+    Returns:
+        NumPy void scalar of 128 bytes. Maps are kept, as a training loop sees the same few buffers again and again.
+
+    Source: CUDA driver API, cuTensorMapEncodeTiled.
+    """
+    return _encode(x.data.ptr, x.shape, x.dtype.name, box_rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def _encode(address: int, shape: tuple[int, int, int], dtype: str, box_rows: int) -> Any:
+    rows, heads, width = shape
+    storage = (ctypes.c_ubyte * 192)()
+    aligned = (ctypes.addressof(storage) + 63) & ~63
+    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(aligned), DATA_TYPES[dtype], 3, ctypes.c_void_p(address), (u64 * 3)(width, heads, rows),
+        (u64 * 2)(2 * width, 2 * heads * width), (u32 * 3)(BOX_COLUMNS, 1, box_rows), (u32 * 3)(1, 1, 1),
+        0, SWIZZLE_128B, L2_PROMOTION_256B, 0,
+    )
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled returned {status} for an array of shape {shape} at {address:#x}")
+    return np.frombuffer(ctypes.string_at(aligned, MAP.itemsize), dtype=MAP)[0]
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,132 @@
+"""The benchmarks without a GPU: how much work a case is, what the packs are, and the record of measurements."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import record
+from workloads import CASES, PACK_TOKENS, Case, document_pack, lognormal_pack, visible_pairs
+
+BENCHMARKS = Path(record.__file__).parent
+KEY = ("gpu", "case", "peer", "direction", "timing")
+
+
+def brute_force_pairs(lengths, causal, window):
+    pairs = 0
+    for length in lengths:
+        query, key = np.mgrid[:length, :length]
+        sees = np.ones((length, length), bool)
+        if causal:
+            sees &= key <= query
+        if window[0] >= 0:
+            sees &= key >= query - window[0]
+        if window[1] >= 0:
+            sees &= key <= query + window[1]
+        pairs += int(sees.sum())
+    return pairs
+
+
+def row(case, peer, direction, timing, ms, tflops, gpu="H100"):
+    key = dict(zip(KEY, (gpu, case, peer, direction, timing), strict=True))
+    return key | {"ms": ms, "tflops": tflops}
+
+
+def test_flops_worked_by_hand():
+    # Causal: 1 + 2 + 3 pairs; 2*(4 + 8) operations per pair and head; two heads.
+    case = Case("by hand", (3,), heads=2, kv_heads=1, head_dim=4, v_head_dim=8)
+    assert case.flops("forward") == 6 * 2 * (4 + 8) * 2
+    assert case.flops("backward") == 2.5 * case.flops("forward")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [(-1, -1), (0, 0), (3, 0), (-1, 0), (5, -1), (2, 4), (100, 100)])
+def test_visible_pairs_are_those_of_the_mask(causal, window):
+    lengths = (0, 1, 2, 5, 17)
+    if causal and window[1] > 0:
+        window = (window[0], 0)
+    case = Case("pairs", lengths, causal=causal, window=window)
+    assert visible_pairs(lengths, case.sides) == brute_force_pairs(lengths, causal, window)
+
+
+def test_pairs_of_a_long_sequence_do_not_overflow():
+    assert visible_pairs((2**20, 2**20), (-1, -1)) == 2**41
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_packs_into_its_tokens(name):
+    case = CASES[name]
+    assert case.name == name
+    assert case.batch().total_rows == case.batch().total_tokens == case.total_tokens == sum(case.lengths)
+    assert min(case.lengths) > 0 and case.heads % case.kv_heads == 0
+    assert case.flops("forward") > 0
+
+
+@pytest.mark.parametrize(("draw", "shortest", "longest"), [(lognormal_pack, 16, 8192), (document_pack, 1, 16_384)])
+def test_drawn_packs_are_the_same_every_time_and_nearly_full(draw, shortest, longest):
+    lengths = draw(0)
+    assert lengths == draw(0) != draw(1)
+    assert shortest <= min(lengths) and max(lengths) <= longest
+    assert PACK_TOKENS - longest < sum(lengths) <= PACK_TOKENS
+
+
+def test_document_shares_sum_to_what_their_source_says():
+    assert BENCHMARKS.joinpath("doc_lengths.csv").read_text().startswith("# Real document lengths")
+    bins = np.loadtxt(BENCHMARKS / "doc_lengths.csv", delimiter=",", skiprows=2)
+    assert bins[:, 2].sum() == pytest.approx(100.02)
+    np.testing.assert_array_equal(bins[1:, 0], bins[:-1, 1] + 1)
+
+
+def test_rows_round_trip_and_replace_only_their_own_measurement(tmp_path):
+    path = tmp_path / "results" / "attention.csv"
+    first = [row("a, b", "ours", "forward", "called", "1.5", "300"), row("a, b", "fa4", "forward", "called", "", "")]
+    assert record.save(path, first, KEY) == first == record.load(path)
+    other_gpu = [row("a, b", "ours", "forward", "called", "9", "50", gpu="A100")]
+    record.save(path, other_gpu, KEY)
+    again = [row("a, b", "ours", "forward", "called", "1.0", "450")]
+    assert record.save(path, again, KEY) == [first[1], *other_gpu, *again] == record.load(path)
+
+
+def test_results_file_names_the_gpu():
+    assert record.results_file("attention", "NVIDIA H100 80GB HBM3").name == "attention_nvidia-h100-80gb-hbm3.csv"
+
+
+def fake_rows():
+    return [
+        row("one", "ours", "forward", "called", "2", "300"),
+        row("one", "ours", "backward", "called", "5", "250.4"),
+        row("one", "ours", "forward", "graph", "2", "310"),
+        row("one", "fa4", "forward", "called", "1", "600"),
+        row("one", "fa4", "backward", "called", "", ""),
+        row("one", "varlen", "forward", "graph", "4", "155"),
+        row("one", "ours", "plan", "host_lengths", "1.234", ""),
+        row("one", "ours", "plan", "device_lengths", "0.05", ""),
+        row("one", "ours", "forward", "host", "0.0423", ""),
+        row("two", "ours", "forward", "called", "0.1", "3.456"),
+    ]
+
+
+def test_table_shows_speeds_ratios_and_blanks():
+    header, one, two = record.table(fake_rows()).splitlines()
+    assert header.split()[:5] == ["case", "ours", "called", "ours", "graph"]
+    assert one.split() == [
+        "one", "300/250", "310/-", "0.50/-", "-/-", "-/-", "2.0/-", "1.2/0.050", "42.3",
+    ]  # fmt: skip
+    assert two.split()[:3] == ["two", "3.46/-", "-/-"]
+
+
+def test_best_peer_ignores_blanks():
+    times = record.Times(fake_rows())
+    assert times.best_peer("one", "forward", "graph") == 155
+    assert np.isnan(times.best_peer("two", "forward", "graph"))
+
+
+def test_plot_is_written_for_whatever_was_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    record.plot(fake_rows(), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000

@@ -1,0 +1,197 @@
+"""Every kernel compiles for every architecture without spills and fits its shared memory; the disk cache. No GPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from launch import SOURCE
+
+from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATIC_BYTES, TILES
+
+pytest.importorskip("cupy")
+try:
+    from thdattn import jit
+
+    jit.nvrtc.getVersion()
+except Exception as error:
+    pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
+
+# Bytes of shared memory that a thread block may ask for.
+ARCHITECTURES = {"sm_80": 166912, "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376}
+SMALL_KERNEL = PLAN_KERNELS[0]
+
+
+def resources(log: str, lowered: str) -> tuple[int, int]:
+    """(bytes spilled or on the stack, bytes of static shared memory) of one entry function in ptxas's log."""
+    (entry,) = [part for part in log.split("Compiling entry function")[1:] if part.lstrip().startswith(f"'{lowered}'")]
+    spilled = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", entry)
+    assert len(spilled) == 3 and "registers" in entry, f"ptxas says other things than expected: {entry}"
+    shared = re.search(r"(\d+) bytes smem", entry)
+    return sum(map(int, spilled)), int(shared[1]) if shared else 0
+
+
+def compile_all(kernels: list[tuple[str, int]], arch: str) -> None:
+    """Compiles kernels in parallel (NVRTC releases the interpreter) and checks each against the architecture."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = list(pool.map(lambda kernel: jit.compile_kernel(kernel[0], arch), kernels))
+    for (name, dynamic), (cubin, lowered, log) in zip(kernels, compiled, strict=True):
+        assert cubin.startswith(b"\x7fELF"), name
+        assert lowered.encode() in cubin, name
+        spilled, static = resources(log, lowered)
+        assert spilled == 0, f"{name} for {arch} spills {spilled} bytes"
+        assert static <= STATIC_BYTES, f"{name} declares {static} bytes, STATIC_BYTES is {STATIC_BYTES}"
+        assert static + dynamic <= ARCHITECTURES[arch], f"{name} wants {static} + {dynamic} bytes of shared memory"
+
+
+@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_attention_kernels_fit_and_do_not_spill(arch, dims):
+    tiles = TILES[dims]
+    kernels = tiles.kernels(ARCHITECTURES[arch])
+    if arch == "sm_90a":
+        kernels += [tiles.forward_sm90_kernel(dtype) for dtype in ("float16", "bfloat16")]
+    compile_all(kernels, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
+    compile_all([(name, 0) for name in (*REORDER_KERNELS.values(), *PLAN_KERNELS)], arch)
+
+
+@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
+def test_backward_is_the_first_choice_that_fits(dims):
+    tiles = TILES[dims]
+    needs = [tiles.backward_kernel("bfloat16", "float32", True, b)[1] + STATIC_BYTES for b in tiles.backward]
+    assert needs == sorted(needs, reverse=True), "choices are listed from large to small"
+    for choice, need in zip(tiles.backward, needs, strict=True):
+        assert tiles.backward_for(need) == choice
+    for shared_bytes in ARCHITECTURES.values():
+        assert tiles.backward_for(shared_bytes) in tiles.backward
+
+
+def test_kernel_that_does_not_exist_is_named_with_the_compilers_log():
+    with pytest.raises(RuntimeError, match=r"(?s)thd_no_such_kernel for sm_90a: .*thd_no_such_kernel.* undefined"):
+        jit.compile_kernel("thd_no_such_kernel", "sm_90a")
+
+
+# --- the disk cache --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("THDATTN_CACHE_DIR", str(directory))
+    return directory
+
+
+def no_compiler(name, arch):
+    raise AssertionError(f"{name} is compiled again")
+
+
+def test_second_call_reads_the_cubin_and_does_not_compile(cache, monkeypatch):
+    compiled, lowered, _ = jit.compile_kernel(SMALL_KERNEL, "sm_90a")
+    first = jit.cached_cubin(SMALL_KERNEL, "sm_90a")
+    monkeypatch.setattr(jit, "compile_kernel", no_compiler)
+    assert jit.cached_cubin(SMALL_KERNEL, "sm_90a") == first == (compiled, lowered)
+    assert len(list(cache.iterdir())) == 1
+    for name, arch in ((SMALL_KERNEL, "sm_80"), (PLAN_KERNELS[1], "sm_90a")):
+        with pytest.raises(AssertionError, match="compiled again"):
+            jit.cached_cubin(name, arch)
+
+
+def test_a_compilation_is_logged_and_a_hit_is_not(cache, caplog):
+    with caplog.at_level(logging.INFO, "thdattn"):
+        jit.cached_cubin(SMALL_KERNEL, "sm_80")
+        (record,) = caplog.records
+        assert record.name == "thdattn" and record.levelno == logging.INFO
+        assert re.fullmatch(rf"compiled {SMALL_KERNEL} for sm_80 in \d+\.\d s, \d+ registers", record.getMessage())
+        jit.cached_cubin(SMALL_KERNEL, "sm_80")
+        assert len(caplog.records) == 1
+
+
+def blocked_by_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file" / "cache"
+
+
+@pytest.mark.parametrize("place", [lambda _: Path("/proc/thdattn"), blocked_by_a_file], ids=["read-only", "a-file"])
+def test_cache_that_cannot_be_written_is_a_warning_and_no_error(place, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("THDATTN_CACHE_DIR", str(place(tmp_path)))
+    with caplog.at_level(logging.WARNING, "thdattn"):
+        cubin, _ = jit.cached_cubin(SMALL_KERNEL, "sm_80")
+    assert cubin.startswith(b"\x7fELF")
+    (record,) = caplog.records
+    assert "cannot be written" in record.getMessage() and "THDATTN_CACHE_DIR" in record.getMessage()
+
+
+def test_cache_is_in_the_users_cache_directory_unless_told_otherwise(monkeypatch):
+    monkeypatch.setenv("THDATTN_CACHE_DIR", "/a/b")
+    assert jit.cache_dir() == Path("/a/b")
+    monkeypatch.delenv("THDATTN_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    assert jit.cache_dir() == Path("/c/thdattn")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/d")
+    assert jit.cache_dir() == Path("/d/.cache/thdattn")
+
+
+PROGRAM = f"""
+import hashlib, os, sys, time
+from thdattn import jit
+print("ready", flush=True)
+sys.stdin.readline()
+cubin, lowered = jit.cached_cubin({SMALL_KERNEL!r}, "sm_80")
+print(hashlib.sha256(cubin).hexdigest(), lowered, jit.source_hash(), flush=True)
+"""
+
+
+def start(source: Path, directory: Path) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(source), "THDATTN_CACHE_DIR": str(directory)}
+    return subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, text=True, stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(process: subprocess.Popen) -> str:
+    output, errors = process.communicate("go\n", timeout=60)
+    assert process.returncode == 0, errors
+    return output.removeprefix("ready\n")
+
+
+def test_four_processes_that_compile_at_once_agree_and_leave_one_whole_file(cache):
+    ranks = [start(SOURCE, cache) for _ in range(4)]
+    for rank in ranks:
+        assert rank.stdout.readline() == "ready\n"
+    for rank in ranks:
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+    seen = set()
+    while any(rank.poll() is None for rank in ranks):
+        seen |= {path.read_bytes() for path in cache.glob("*.cubin")}
+        time.sleep(0.001)
+    outputs = {rank.communicate()[0] for rank in ranks}
+    assert all(rank.returncode == 0 for rank in ranks)
+    assert len(outputs) == 1
+    (path,) = cache.iterdir()
+    assert seen <= {path.read_bytes()}, "nobody saw half a file"
+
+
+@pytest.mark.parametrize("changed", sorted(path.name for path in (SOURCE / "thdattn").glob("*.cu*")))
+def test_changed_source_is_compiled_anew(changed, cache, tmp_path):
+    copy = tmp_path / "src"
+    shutil.copytree(SOURCE / "thdattn", copy / "thdattn")
+    before = finish(start(copy, cache)).split()
+    with (copy / "thdattn" / changed).open("a") as file:
+        file.write("\n// another comment\n")
+    after = finish(start(copy, cache)).split()
+    # The portable kernels do not contain the Hopper ones.
+    assert len(list(cache.glob("*.cubin"))) == (1 if "sm90" in changed else 2)
+    assert before[1] == after[1] and before[2] != after[2], "source_hash follows the source"
