@@ -57,6 +57,7 @@ def run_with(changed, plan=None, attn=None):
         ({"v_head_dim": -1}, ValueError, "v_head_dim is -1, wanted >= 1"),
         ({"dtype": "int32"}, TypeError, "dtype is int32, wanted one of float16, bfloat16, float32, float64"),
         ({"dtype": "complex64"}, TypeError, "dtype is complex64, wanted one of … engine 'reference'"),
+        ({"dtype": "bf16"}, TypeError, "dtype is 'bf16', wanted one of … bfloat16"),
         ({"window": (-2, 0)}, ValueError, "window is (-2, 0), wanted numbers >= -1; -1 means unlimited"),
         ({"window": (0, -5), "causal": False}, ValueError, "window is (0, -5), wanted numbers >= -1"),
         ({"window": (4, 1)}, ValueError, "window is (4, 1) with causal=True, wanted a right side of -1 or 0 … (4, 0)"),
@@ -68,6 +69,7 @@ def run_with(changed, plan=None, attn=None):
         ({"softmax_scale": -1}, ValueError, "softmax_scale is -1, wanted a finite number > 0"),
         ({"softmax_scale": float("inf")}, ValueError, "softmax_scale is inf, wanted a finite number > 0"),
         ({"softmax_scale": float("nan")}, ValueError, "softmax_scale is nan, wanted a finite number > 0"),
+        ({"softmax_scale": "x"}, TypeError, "softmax_scale is 'x', "),
         ({"engine": "triton"}, ValueError, "engine is 'triton', wanted 'auto', 'cuda' or 'reference'"),
         ({"comm": 4}, TypeError, "comm is a int, wanted a Comm; make one with thdattn.comm.init()"),
         ({"comm": None}, TypeError, "comm is a NoneType, wanted a Comm"),
@@ -236,6 +238,7 @@ DIFFERENCES = {
     "num_kv_heads": lambda comm: attention(comm, num_kv_heads=1 + comm.rank // 3).plan(PackedBatch([0, 16])),
     "head_dim": lambda comm: attention(comm, head_dim=8 + comm.rank // 3).plan(PackedBatch([0, 16])),
     "v_head_dim": lambda comm: attention(comm, v_head_dim=8 + comm.rank // 3).plan(PackedBatch([0, 16])),
+    "softmax_scale": lambda comm: attention(comm, softmax_scale=1.0 + comm.rank // 3).plan(PackedBatch([0, 16])),
     "dtype": lambda comm: attention(comm, dtype=["float32", "float16"][comm.rank // 3]).plan(PackedBatch([0, 16])),
 }  # fmt: skip
 

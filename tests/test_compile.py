@@ -113,7 +113,11 @@ def test_a_compilation_is_logged_and_a_hit_is_not(cache, caplog):
         jit.cached_cubin(SMALL_KERNEL, "sm_80")
         (record,) = caplog.records
         assert record.name == "thdattn" and record.levelno == logging.INFO
-        assert re.fullmatch(rf"compiled {SMALL_KERNEL} for sm_80 in \d+\.\d s, \d+ registers", record.getMessage())
+        said = re.fullmatch(rf"compiled {SMALL_KERNEL} for sm_80 in \d+\.\d s, (\d+) registers", record.getMessage())
+        assert said
+        _, lowered, compiler_log = jit.compile_kernel(SMALL_KERNEL, "sm_80")
+        own = re.search(rf"'{lowered}'.*?Used (\d+) registers", compiler_log, re.DOTALL)
+        assert said[1] == own[1], "the registers of this kernel, not of another one of the same source"
         jit.cached_cubin(SMALL_KERNEL, "sm_80")
         assert len(caplog.records) == 1
 

@@ -35,11 +35,16 @@ __device__ __forceinline__ void copy_box(void* dst, const TensorMap* map, int co
 
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Fixes where in the program the values are ready: the compiler orders volatile asm, not the arithmetic around it.
+template <int kBlocks>
+__device__ __forceinline__ void pin(float (&values)[kBlocks][4]) {
+  #pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) asm volatile("" : "+f"(values[i / 4][i % 4]) :: "memory");
+}
 template <int kPending, int kBlocks>
 __device__ __forceinline__ void wgmma_wait(float (&accumulator)[kBlocks][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
-  #pragma unroll
-  for (int i = 0; i < 4 * kBlocks; ++i) asm volatile("" : "+f"(accumulator[i / 4][i % 4]) :: "memory");
+  pin(accumulator);
 }
 
 template <int kRegisters> __device__ __forceinline__ void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
@@ -141,6 +146,9 @@ template <int kBlocks>
 __device__ __forceinline__ float2 softmax_step(float (&score)[kBlocks][4], float (&row_max)[2], float (&row_sum)[2],
                                                float scale_log2) {
   float shrink[2];
+#ifdef NOSOFT
+  row_sum[0] += score[0][0]; row_sum[1] += score[0][2]; return make_float2(1.f, 1.f);
+#endif
   #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float largest = row_max[r];
@@ -259,8 +267,12 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
         barrier_wait(&shared.k_empty[stage], parity);
         if (lane == 0) {
           shared.key_tile[stage] = {row, flags};
+#ifdef NOLOAD
+          barrier_arrive(&shared.k_full[stage]);
+#else
           barrier_expect(&shared.k_full[stage], kTileBytes<kTileN, kHeadDim>);
           copy_tile<kTileN, kHeadDim>(shared.k[stage], &map_k, kv_head, row, &shared.k_full[stage]);
+#endif
         }
         bool padding = false;
         if (flags & 0x2a)
@@ -269,8 +281,12 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
         u64* const v_arrived = padding ? &shared.v_landed[stage] : &shared.v_full[stage];
         barrier_wait(&shared.v_empty[stage], parity);
         if (lane == 0) {
+#ifdef NOLOAD
+          barrier_arrive(v_arrived);
+#else
           barrier_expect(v_arrived, kTileBytes<kTileN, kVHeadDim>);
           copy_tile<kTileN, kVHeadDim>(shared.v[stage], &map_v, kv_head, row, v_arrived);
+#endif
         }
         if (padding) {
           barrier_wait(v_arrived, landed_parity >> stage & 1);
@@ -373,26 +389,30 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
       while (!last) {
         next_key_tile();
         if (!(mine & kSees)) { skip(); continue; }
+        float score[kBlocks][4];
         u32 probability[1][kTileN / 16][4];
-        {
-          float score[kBlocks][4];
-          my_turn();
-          wgmma_begin();
-          start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[stage]);
-          wgmma_commit();
-          your_turn();
-          wgmma_wait<0>(score);
-          release_keys();
-          if (mine & kMasked) hide(score, range, key_tile.row);
-          scale_rows(sum_out, softmax_step(score, row_max, row_sum, scale_log2));
+        my_turn();
+        wgmma_begin();
+        start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[stage]);
+        wgmma_commit();
+        your_turn();
+        wgmma_wait<0>(score);
+        release_keys();
+        if (mine & kMasked) hide(score, range, key_tile.row);
+        float2 shrink = softmax_step(score, row_max, row_sum, scale_log2);
+        int v_stage = stage, v_done = -1;
+        u32 v_parity = parity;
+        auto finish_sum = [&] {
+          wgmma_wait<0>(sum_out);
+          if (lane == 0 && v_done >= 0) barrier_arrive(&shared.v_empty[v_done]);
+          scale_rows(sum_out, shrink);
           round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&score);
-        }
-        u32 v_stage = stage, v_parity = parity;
+        };
         next_stage();
         while (!last) {
           next_key_tile();
           if (!(mine & kSees)) break;
-          float score[kBlocks][4];
+          finish_sum();
           my_turn();
           wgmma_begin();
           start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[stage]);
@@ -404,14 +424,11 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
           wgmma_wait<1>(score);
           release_keys();
           if (mine & kMasked) hide(score, range, key_tile.row);
-          const float2 shrink = softmax_step(score, row_max, row_sum, scale_log2);
-          wgmma_wait<0>(sum_out);
-          if (lane == 0) barrier_arrive(&shared.v_empty[v_stage]);
-          scale_rows(sum_out, shrink);
-          round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&score);
-          v_stage = stage, v_parity = parity;
+          shrink = softmax_step(score, row_max, row_sum, scale_log2);
+          v_done = v_stage, v_stage = stage, v_parity = parity;
           next_stage();
         }
+        finish_sum();
         barrier_wait(&shared.v_full[v_stage], v_parity);
         wgmma_begin();
         start_weighted_sum<T, kVHeadDim, kTileN>(sum_out, probability, shared.v[v_stage]);
