@@ -629,7 +629,8 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
 // Moves whole rows of two buffers (k and v, or dk and dv) between rank order and sequence order in one launch: one
 // warp a row, 16 bytes a lane.
 //
-//   kToRankOrder = false   out[rank_order[t]] = in[t]   after all-gather of k, v; fillers are dropped
+//   kToRankOrder = false   out[rank_order[t]] = in[t]   after all-gather of k, v; rows that no local query sees, padding
+//                                                       among them, become 0, as 0 * NaN would spread through a product
 //   kToRankOrder = true    out[t] = in[rank_order[t]]   before reduce-scatter of dk, dv; fillers become 0
 //
 // rank_order (num_rows): sequence-order row of row t in rank order, -1 for fillers; pitch: 16-byte words per row.
@@ -637,15 +638,17 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
 template <bool kToRankOrder>
 __global__ void __launch_bounds__(256) thd_reorder(
     uint4* __restrict__ out0, const uint4* __restrict__ in0, int pitch0, uint4* __restrict__ out1,
-    const uint4* __restrict__ in1, int pitch1, const int* __restrict__ rank_order, int num_rows) {
+    const uint4* __restrict__ in1, int pitch1, const int* __restrict__ rank_order,
+    const int2* __restrict__ query_ranges, int num_rows) {
   const int row = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (row >= num_rows) return;
   const int other = rank_order[row], pitch = blockIdx.y ? pitch1 : pitch0;
   if (!kToRankOrder && other < 0) return;
+  const bool zero = kToRankOrder ? other < 0 : is_empty(query_ranges[other]);
   const uint4* const in = (blockIdx.y ? in1 : in0) + (size_t)(kToRankOrder ? max(other, 0) : row) * pitch;
   uint4* const out = (blockIdx.y ? out1 : out0) + (size_t)(kToRankOrder ? row : other) * pitch;
   #pragma unroll 4
-  for (int i = lane; i < pitch; i += kWarp) out[i] = other < 0 ? make_uint4(0, 0, 0, 0) : in[i];
+  for (int i = lane; i < pitch; i += kWarp) out[i] = zero ? make_uint4(0, 0, 0, 0) : in[i];
 }
 
 // ------------------------------------------------------------------------------------------------ plan

@@ -23,10 +23,6 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
                "wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra wait; }" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
-template <int kId, int kThreads> __device__ __forceinline__ void named_sync() {
-  asm volatile("bar.sync %0, %1;" :: "n"(kId), "n"(kThreads) : "memory");
-}
-
 // Copies a box (64 columns, 1 head, the map's rows) to shared memory; what lies outside the tensor arrives as zeros.
 __device__ __forceinline__ void copy_box(void* dst, const TensorMap* map, int column, int head, int row, u64* barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
@@ -110,34 +106,125 @@ __device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
 
 // What the producer tells the consumers of a query tile, and of each key tile.
 struct QueryTile { int tile, head; bool has_keys; };
-struct KeyTile { int row; u32 flags; };              // kLast, and per consumer kSees << 2i, kMasked << 2i
+struct KeyTile { int row; u32 flags; };               // kLast, and per consumer c: kSees << 2c, kMasked << 2c
 constexpr u32 kLast = 1u << 31, kSees = 1, kMasked = 2;
 
-template <int kTileM, int kTileN, int kHeadDim, int kVHeadDim>
-struct ForwardShared {
-  static constexpr int kStages = 2;
-  unsigned char q[kTileBytes<kTileM, kHeadDim>];
-  unsigned char k[kStages][kTileBytes<kTileN, kHeadDim>];
-  unsigned char v[kStages][kTileBytes<kTileN, kVHeadDim>];
-  u64 q_full, q_empty, k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], v_landed[kStages];
-  QueryTile query_tile;
-  KeyTile key_tile[kStages];
+// Position in a ring of buffers; the parity is the one that its barriers are waited on with.
+template <int kStages>
+struct Ring {
+  u32 stage, parity;
+  __device__ __forceinline__ void advance() {
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    parity ^= stage == 0;
+  }
 };
 
-// Zeros the rows of a value tile that no query sees: their weight is 0, but 0 * NaN is NaN. One warp.
-template <int kRows, int kCols>
-__device__ __forceinline__ void clear_padding(unsigned char* tile, const int2* query_ranges, int row, int num_rows) {
-  const int lane = threadIdx.x % kWarp;
-  for (int i = 0; i < kRows; i += kWarp) {
-    const int mine = row + i + lane;
-    u32 padding = __ballot_sync(0xffffffffu, mine < num_rows && i + lane < kRows && is_empty(query_ranges[min(mine, num_rows - 1)]));
-    for (; padding; padding &= padding - 1)
-      #pragma unroll
-      for (int s = 0; s < kSlabs<kCols>; ++s)
-        ((u32*)(tile + (s * kRows + i + __ffs(padding) - 1) * kRowBytes))[lane] = 0;
+template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+struct ForwardShared {
+  static constexpr int kTileM = 64 * kConsumers;
+  static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>;
+  static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
+  unsigned char q[kQStages][kQBytes];
+  unsigned char k[kStages][kKBytes];
+  unsigned char v[kStages][kVBytes];
+  u64 q_full[kQStages], q_empty[kQStages];
+  u64 k_full[kStages], k_empty[kStages];
+  u64 v_full[kStages], v_empty[kStages];
+  QueryTile query_tile[kQStages];
+  KeyTile key_tile[kStages];
+
+  __device__ __forceinline__ void init() {
+    for (int s = 0; s < kQStages; ++s) barrier_init(&q_full[s], 1), barrier_init(&q_empty[s], 4 * kConsumers);
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&k_full[s], 1), barrier_init(&k_empty[s], 4 * kConsumers);
+      barrier_init(&v_full[s], 1), barrier_init(&v_empty[s], 4 * kConsumers);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncwarp();
+};
+
+struct ForwardSize { int q_rows, num_tiles, num_heads, group; };
+
+// The producer, one warp: for every query tile of this block the key tiles in sight. Keys run one tile ahead of values.
+template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+__device__ __forceinline__ void produce_forward(
+    ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, const TensorMap* map_q,
+    const TensorMap* map_k, const TensorMap* map_v, const int2* key_ranges, const int* tile_order, int* counter,
+    ForwardSize size) {
+  using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
+  constexpr int kTileM = Shared::kTileM, kRows = kTileM / kWarp;
+  const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.num_heads;
+  Ring<kQStages> q_ring = {0, 1};
+  Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
+  int v_row = kNone, v_head = 0;                      // the value tile that is due
+
+  auto load_values = [&] {
+    if (v_row == kNone) return;
+    barrier_wait(&shared.v_empty[v_ring.stage], v_ring.parity);
+    if (lane == 0) {
+      barrier_expect(&shared.v_full[v_ring.stage], Shared::kVBytes);
+      copy_tile<kTileN, kVHeadDim>(shared.v[v_ring.stage], map_v, v_head, v_row, &shared.v_full[v_ring.stage]);
+    }
+    v_ring.advance();
+    v_row = kNone;
+  };
+
+  for (int work = blockIdx.x; work < num_work; ) {
+    // The next tile of work is asked for early; whoever gets the last number leaves the counter as it was.
+    int next_work = 0;
+    if (lane == 0) {
+      next_work = atomicAdd(counter, 1);
+      if (next_work == num_work - 1) *counter = 0;
+      next_work += gridDim.x;
+    }
+    const int head = work / size.num_tiles, kv_head = head / size.group, tile = tile_order[work % size.num_tiles];
+    int2 range[kRows];
+    #pragma unroll
+    for (int i = 0; i < kRows; ++i) range[i] = range_of(key_ranges, tile * kTileM + i * kWarp + lane, size.q_rows);
+    auto first_in_sight = [&](int from) {
+      int first = kNone;
+      #pragma unroll
+      for (int i = 0; i < kRows; ++i) first = min(first, max(range[i].x, from) < range[i].y ? max(range[i].x, from) : kNone);
+      return __reduce_min_sync(0xffffffffu, first);
+    };
+    int row = first_in_sight(0);
+
+    barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
+    if (lane == 0) {
+      shared.query_tile[q_ring.stage] = {tile, head, row != kNone};
+      barrier_expect(&shared.q_full[q_ring.stage], Shared::kQBytes);
+      copy_tile<kTileM, kHeadDim>(shared.q[q_ring.stage], map_q, head, tile * kTileM, &shared.q_full[q_ring.stage]);
+    }
+    q_ring.advance();
+    while (row != kNone) {
+      const int next = first_in_sight(row + kTileN);
+      u32 flags = next == kNone ? kLast : 0;
+      #pragma unroll
+      for (int c = 0; c < kConsumers; ++c) {
+        const int2 a = range[2 * c], b = range[2 * c + 1];
+        auto hides = [&](int2 r) { return !is_empty(r) && (r.x > row || r.y < row + kTileN); };
+        if (__any_sync(0xffffffffu, touches(a, row, kTileN) || touches(b, row, kTileN))) flags |= kSees << 2 * c;
+        if (__any_sync(0xffffffffu, hides(a) || hides(b))) flags |= kMasked << 2 * c;
+      }
+      barrier_wait(&shared.k_empty[k_ring.stage], k_ring.parity);
+      if (lane == 0) {
+        shared.key_tile[k_ring.stage] = {row, flags};
+        barrier_expect(&shared.k_full[k_ring.stage], Shared::kKBytes);
+        copy_tile<kTileN, kHeadDim>(shared.k[k_ring.stage], map_k, kv_head, row, &shared.k_full[k_ring.stage]);
+      }
+      k_ring.advance();
+      load_values();
+      v_row = row, v_head = kv_head;
+      row = next;
+    }
+    work = __shfl_sync(0xffffffffu, next_work, 0);
+  }
+  load_values();
+  barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
+  if (lane == 0) {
+    shared.query_tile[q_ring.stage].tile = -1;
+    barrier_arrive(&shared.q_full[q_ring.stage]);
+  }
 }
 
 // One step of the online softmax of a thread's two rows, on unscaled scores, which become probabilities. Returns by how
@@ -146,9 +233,6 @@ template <int kBlocks>
 __device__ __forceinline__ float2 softmax_step(float (&score)[kBlocks][4], float (&row_max)[2], float (&row_sum)[2],
                                                float scale_log2) {
   float shrink[2];
-#ifdef NOSOFT
-  row_sum[0] += score[0][0]; row_sum[1] += score[0][2]; return make_float2(1.f, 1.f);
-#endif
   #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float largest = row_max[r];
@@ -182,287 +266,165 @@ __device__ __forceinline__ void scale_rows(float (&sum)[kBlocks][4], float2 fact
   for (int i = 0; i < 4 * kBlocks; ++i) sum[i / 4][i % 4] *= i % 4 < 2 ? factor.x : factor.y;
 }
 
-// The contract of thd_attn_fwd; max_logits (num_heads, tiles, 4 * kConsumers); maps of boxes of kTileM rows of q and
-// kTileN rows of k, v; counter: one int, zero, and zero again afterwards.
-// Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers).
-template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers>
-__global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
-    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-    const __grid_constant__ TensorMap map_v, T* __restrict__ out, float* __restrict__ lse, float* __restrict__ max_logits,
-    const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges, const int* __restrict__ tile_order,
-    int* __restrict__ counter, int q_rows, int k_rows, int num_tiles, int num_heads, int group, float softmax_scale) {
+// A consumer, one warpgroup: 64 query rows. The sum over the previous values runs on the tensor cores while this one
+// takes its exponentials, and the consumers take turns in starting matrix products.
+template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+__device__ __forceinline__ void consume_forward(
+    ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, T* out, float* lse,
+    float* max_logits, const int2* key_ranges, ForwardSize size, float softmax_scale) {
   constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
-  using Shared = ForwardShared<kTileM, kTileN, kHeadDim, kVHeadDim>;
-  extern __shared__ unsigned char shared_bytes[];
-  Shared& shared = *(Shared*)(((u64)shared_bytes + 1023) & ~(u64)1023);
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
+  const float scale_log2 = softmax_scale * kLog2e;
+  Ring<kQStages> q_ring = {0, 0};
+  Ring<kStages> ring = {0, 0};
+  auto arrive = [&](u64* barrier) { if (lane == 0) barrier_arrive(barrier); };
+  auto my_turn = [&] { asm volatile("bar.sync %0, 256;" :: "r"(1 + consumer) : "memory"); };
+  auto next_turn = [&] { asm volatile("bar.arrive %0, 256;" :: "r"(1 + (consumer + 1) % kConsumers) : "memory"); };
+  if (consumer == kConsumers - 1) next_turn();
 
-  if (threadIdx.x == 0) {
-    barrier_init(&shared.q_full, 1);
-    barrier_init(&shared.q_empty, 4 * kConsumers);
-    for (int s = 0; s < Shared::kStages; ++s) {
-      barrier_init(&shared.k_full[s], 1);
-      barrier_init(&shared.v_full[s], 1);
-      barrier_init(&shared.v_landed[s], 1);
-      barrier_init(&shared.k_empty[s], 4 * kConsumers);
-      barrier_init(&shared.v_empty[s], 4 * kConsumers);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncthreads();
+  while (true) {
+    barrier_wait(&shared.q_full[q_ring.stage], q_ring.parity);
+    QueryTile query_tile = shared.query_tile[q_ring.stage];
+    query_tile.tile = __shfl_sync(0xffffffffu, query_tile.tile, 0);
+    if (query_tile.tile < 0) break;
+    const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytes;
+    const int row0 = query_tile.tile * kTileM + consumer * 64 + warp * 16 + lane / 4;
+    const int2 range[2] = {range_of(key_ranges, row0, size.q_rows), range_of(key_ranges, row0 + 8, size.q_rows)};
+    float sum_out[kOutBlocks][4] = {};
+    float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {0.f, 0.f};
 
-  if (warpgroup == 0) {
-    registers_give<kConsumers == 2 ? 40 : 32>();
-    if (threadIdx.x >= kWarp) return;
-    const int num_work = num_tiles * num_heads;
-    u32 q_parity = 1, stage = 0, parity = 1, landed_parity = 0;
-    for (int work = blockIdx.x; ; ) {
-      if (work >= num_work) {
-        barrier_wait(&shared.q_empty, q_parity);
-        if (lane == 0) {
-          shared.query_tile.tile = -1;
-          barrier_arrive(&shared.q_full);
-        }
-        break;
+    bool last = !__shfl_sync(0xffffffffu, query_tile.has_keys, 0);
+    u32 mine = 0;
+    int first_key = 0;
+    auto next_key_tile = [&] {
+      barrier_wait(&shared.k_full[ring.stage], ring.parity);
+      first_key = shared.key_tile[ring.stage].row;
+      const u32 flags = __shfl_sync(0xffffffffu, shared.key_tile[ring.stage].flags, 0);
+      last = flags & kLast;
+      mine = flags >> 2 * consumer;
+    };
+    auto release_keys = [&] {
+      arrive(&shared.k_empty[ring.stage]);
+      if (last) arrive(&shared.q_empty[q_ring.stage]);
+    };
+    auto pass = [&] {                                 // out of sight of these 64 rows: hand turn and buffers on
+      my_turn();
+      next_turn();
+      release_keys();
+      barrier_wait(&shared.v_full[ring.stage], ring.parity);
+      arrive(&shared.v_empty[ring.stage]);
+      ring.advance();
+    };
+    if (last) arrive(&shared.q_empty[q_ring.stage]);
+    while (!last) {
+      next_key_tile();
+      if (!(mine & kSees)) {
+        pass();
+        continue;
       }
-      // The next tile of work is asked for early; whoever gets the last number leaves the counter as it was.
-      int next_work = 0;
-      if (lane == 0) {
-        next_work = atomicAdd(counter, 1);
-        if (next_work == num_work - 1) *counter = 0;
-        next_work += gridDim.x;
-      }
-      const int head = work / num_tiles, kv_head = head / group, tile = tile_order[work % num_tiles];
-      int2 range[kTileM / kWarp];
-      #pragma unroll
-      for (int i = 0; i < kTileM / kWarp; ++i) range[i] = range_of(key_ranges, tile * kTileM + i * kWarp + lane, q_rows);
-      auto first_in_sight = [&](int from) {
-        int first = kNone;
-        #pragma unroll
-        for (int i = 0; i < kTileM / kWarp; ++i) {
-          const int row = max(range[i].x, from);
-          first = min(first, row < range[i].y ? row : kNone);
-        }
-        return __reduce_min_sync(0xffffffffu, first);
+      float score[kBlocks][4];
+      my_turn();
+      wgmma_begin();
+      start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[ring.stage]);
+      wgmma_commit();
+      next_turn();
+      wgmma_wait<0>(score);
+      release_keys();
+      if (mine & kMasked) hide(score, range, first_key);
+      float2 shrink = softmax_step(score, row_max, row_sum, scale_log2);
+      int done = -1;                                // stage whose values the sum in flight reads
+      Ring<kStages> v_ring = ring;
+      ring.advance();
+
+      u32 probability[1][kTileN / 16][4];
+      auto finish_sum = [&] {
+        wgmma_wait<0>(sum_out);
+        if (done >= 0) arrive(&shared.v_empty[done]);
+        scale_rows(sum_out, shrink);
+        round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&score);
       };
-      int row = first_in_sight(0);
-
-      barrier_wait(&shared.q_empty, q_parity);
-      q_parity ^= 1;
-      if (lane == 0) {
-        shared.query_tile = {tile, head, row != kNone};
-        barrier_expect(&shared.q_full, kTileBytes<kTileM, kHeadDim>);
-        copy_tile<kTileM, kHeadDim>(shared.q, &map_q, head, tile * kTileM, &shared.q_full);
-      }
-      while (row != kNone) {
-        const int next = first_in_sight(row + kTileN);
-        u32 flags = next == kNone ? kLast : 0;
-        #pragma unroll
-        for (int c = 0; c < kConsumers; ++c) {
-          const int2 a = range[2 * c], b = range[2 * c + 1];
-          auto hides = [&](int2 r) { return !is_empty(r) && (r.x > row || r.y < row + kTileN); };
-          if (__any_sync(0xffffffffu, touches(a, row, kTileN) || touches(b, row, kTileN))) flags |= kSees << 2 * c;
-          if (__any_sync(0xffffffffu, hides(a) || hides(b))) flags |= kMasked << 2 * c;
-        }
-        barrier_wait(&shared.k_empty[stage], parity);
-        if (lane == 0) {
-          shared.key_tile[stage] = {row, flags};
-#ifdef NOLOAD
-          barrier_arrive(&shared.k_full[stage]);
-#else
-          barrier_expect(&shared.k_full[stage], kTileBytes<kTileN, kHeadDim>);
-          copy_tile<kTileN, kHeadDim>(shared.k[stage], &map_k, kv_head, row, &shared.k_full[stage]);
-#endif
-        }
-        bool padding = false;
-        if (flags & 0x2a)
-          for (int i = row + lane; i < min(row + kTileN, k_rows); i += kWarp) padding |= is_empty(query_ranges[i]);
-        padding = __any_sync(0xffffffffu, padding);
-        u64* const v_arrived = padding ? &shared.v_landed[stage] : &shared.v_full[stage];
-        barrier_wait(&shared.v_empty[stage], parity);
-        if (lane == 0) {
-#ifdef NOLOAD
-          barrier_arrive(v_arrived);
-#else
-          barrier_expect(v_arrived, kTileBytes<kTileN, kVHeadDim>);
-          copy_tile<kTileN, kVHeadDim>(shared.v[stage], &map_v, kv_head, row, v_arrived);
-#endif
-        }
-        if (padding) {
-          barrier_wait(v_arrived, landed_parity >> stage & 1);
-          landed_parity ^= 1 << stage;
-          clear_padding<kTileN, kVHeadDim>(shared.v[stage], query_ranges, row, k_rows);
-          if (lane == 0) barrier_arrive(&shared.v_full[stage]);
-        }
-        stage ^= 1;
-        parity ^= stage == 0;
-        row = next;
-      }
-      work = __shfl_sync(0xffffffffu, next_work, 0);
-    }
-  } else {
-    registers_take<kConsumers == 2 ? 232 : 160>();
-    const int consumer = warpgroup - 1, warp = threadIdx.x / kWarp % 4;
-    const unsigned char* const my_q = shared.q + consumer * 64 * kRowBytes;
-    const float scale_log2 = softmax_scale * kLog2e;
-    u32 q_parity = 0, stage = 0, parity = 0;
-#if VARIANT == 1 || VARIANT == 3
-    if (consumer == kConsumers - 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
-#endif
-    while (true) {
-      barrier_wait(&shared.q_full, q_parity);
-      q_parity ^= 1;
-      const QueryTile query_tile = shared.query_tile;
-      if (query_tile.tile < 0) break;
-      const int row0 = query_tile.tile * kTileM + consumer * 64 + warp * 16 + lane / 4;
-      const int2 range[2] = {range_of(key_ranges, row0, q_rows), range_of(key_ranges, row0 + 8, q_rows)};
-      float sum_out[kOutBlocks][4] = {};
-      float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {0.f, 0.f};
-
-#ifndef VARIANT
-#define VARIANT 0
-#endif
-      bool last = !query_tile.has_keys;
-      if (last && lane == 0) barrier_arrive(&shared.q_empty);
-#if VARIANT < 2
-      while (!last) {
-        barrier_wait(&shared.k_full[stage], parity);
-        const KeyTile key_tile = shared.key_tile[stage];
-        last = key_tile.flags & kLast;
-        const u32 mine = key_tile.flags >> 2 * consumer;
-        float score[kBlocks][4];
-        if (mine & kSees) {
-          wgmma_begin();
-          start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[stage]);
-          wgmma_commit();
-          wgmma_wait<0>(score);
-        }
-        if (lane == 0) {
-          barrier_arrive(&shared.k_empty[stage]);
-          if (last) barrier_arrive(&shared.q_empty);
-        }
-        u32 probability[1][kTileN / 16][4];
-        if (VARIANT == 1) asm volatile("bar.sync %0, 256;" :: "r"(1 + consumer) : "memory");
-        if (mine & kSees) {
-          if (mine & kMasked) hide(score, range, key_tile.row);
-          scale_rows(sum_out, softmax_step(score, row_max, row_sum, scale_log2));
-          round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&score);
-        }
-        if (VARIANT == 1) asm volatile("bar.arrive %0, 256;" :: "r"(1 + (consumer + 1) % kConsumers) : "memory");
-        barrier_wait(&shared.v_full[stage], parity);
-        if (mine & kSees) {
-          wgmma_begin();
-          start_weighted_sum<T, kVHeadDim, kTileN>(sum_out, probability, shared.v[stage]);
-          wgmma_commit();
-          wgmma_wait<0>(sum_out);
-        }
-        if (lane == 0) barrier_arrive(&shared.v_empty[stage]);
-        stage ^= 1;
-        parity ^= stage == 0;
-      }
-#else
-      auto my_turn = [&] { if (VARIANT == 3) asm volatile("bar.sync %0, 256;" :: "r"(1 + consumer) : "memory"); };
-      auto your_turn = [&] { if (VARIANT == 3) asm volatile("bar.arrive %0, 256;" :: "r"(1 + (consumer + 1) % kConsumers) : "memory"); };
-      KeyTile key_tile;
-      u32 mine = 0;
-      auto next_key_tile = [&] {
-        barrier_wait(&shared.k_full[stage], parity);
-        key_tile = shared.key_tile[stage];
-        const u32 flags = __shfl_sync(0xffffffffu, key_tile.flags, 0);
-        last = flags & kLast;
-        mine = flags >> 2 * consumer;
-      };
-      auto release_keys = [&] {
-        if (lane == 0) {
-          barrier_arrive(&shared.k_empty[stage]);
-          if (last) barrier_arrive(&shared.q_empty);
-        }
-      };
-      auto next_stage = [&] { stage ^= 1; parity ^= stage == 0; };
-      auto skip = [&] {
-        my_turn(); your_turn();
-        release_keys();
-        barrier_wait(&shared.v_full[stage], parity);
-        if (lane == 0) barrier_arrive(&shared.v_empty[stage]);
-        next_stage();
+      auto start_sum = [&] {
+        barrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
+        start_weighted_sum<T, kVHeadDim, kTileN>(sum_out, probability, shared.v[v_ring.stage]);
+        wgmma_commit();
       };
       while (!last) {
         next_key_tile();
-        if (!(mine & kSees)) { skip(); continue; }
-        float score[kBlocks][4];
-        u32 probability[1][kTileN / 16][4];
+        if (!(mine & kSees)) break;
+        finish_sum();
         my_turn();
         wgmma_begin();
-        start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[stage]);
+        start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[ring.stage]);
         wgmma_commit();
-        your_turn();
-        wgmma_wait<0>(score);
+        start_sum();
+        next_turn();
+        wgmma_wait<1>(score);
         release_keys();
-        if (mine & kMasked) hide(score, range, key_tile.row);
-        float2 shrink = softmax_step(score, row_max, row_sum, scale_log2);
-        int v_stage = stage, v_done = -1;
-        u32 v_parity = parity;
-        auto finish_sum = [&] {
-          wgmma_wait<0>(sum_out);
-          if (lane == 0 && v_done >= 0) barrier_arrive(&shared.v_empty[v_done]);
-          scale_rows(sum_out, shrink);
-          round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&score);
-        };
-        next_stage();
-        while (!last) {
-          next_key_tile();
-          if (!(mine & kSees)) break;
-          finish_sum();
-          my_turn();
-          wgmma_begin();
-          start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[stage]);
-          wgmma_commit();
-          barrier_wait(&shared.v_full[v_stage], v_parity);
-          start_weighted_sum<T, kVHeadDim, kTileN>(sum_out, probability, shared.v[v_stage]);
-          wgmma_commit();
-          your_turn();
-          wgmma_wait<1>(score);
-          release_keys();
-          if (mine & kMasked) hide(score, range, key_tile.row);
-          shrink = softmax_step(score, row_max, row_sum, scale_log2);
-          v_done = v_stage, v_stage = stage, v_parity = parity;
-          next_stage();
-        }
-        finish_sum();
-        barrier_wait(&shared.v_full[v_stage], v_parity);
-        wgmma_begin();
-        start_weighted_sum<T, kVHeadDim, kTileN>(sum_out, probability, shared.v[v_stage]);
-        wgmma_commit();
-        wgmma_wait<0>(sum_out);
-        if (lane == 0) barrier_arrive(&shared.v_empty[v_stage]);
-        if (!(mine & kSees)) skip();
+        if (mine & kMasked) hide(score, range, first_key);
+        shrink = softmax_step(score, row_max, row_sum, scale_log2);
+        done = v_ring.stage;
+        v_ring = ring;
+        ring.advance();
       }
-#endif
-
-      // Normalise and store: quads trade words so that every lane stores 16 bytes.
-      float largest = -kInfinity;
-      #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = row0 + 8 * r;
-        const bool padding = is_empty(range[r]);
-        const float total = quad_sum(row_sum[r]), logit = row_max[r] * softmax_scale, scale = 1.f / total;
-        if (!padding) largest = fmaxf(largest, logit);
-        if (lane % 4 == 0 && row < q_rows)
-          lse[(size_t)query_tile.head * q_rows + row] = padding ? -kInfinity : logit + __log2f(total) * kLn2;
-        T* const out_row = out + ((size_t)row * num_heads + query_tile.head) * kVHeadDim;
-        #pragma unroll
-        for (int n = 0; n < kOutBlocks; n += 4) {
-          u32 words[4];
-          #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            words[i] = padding ? 0 : pack<T>(sum_out[n + i][2 * r] * scale, sum_out[n + i][2 * r + 1] * scale);
-          transpose_in_quad(words);
-          if (row < q_rows) *(uint4*)(out_row + (n + lane % 4) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      }
-      for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
-      if (lane == 0)
-        max_logits[((size_t)query_tile.head * num_tiles + query_tile.tile) * 4 * kConsumers + 4 * consumer + warp] = largest;
+      finish_sum();
+      wgmma_begin();
+      start_sum();
+      wgmma_wait<0>(sum_out);
+      arrive(&shared.v_empty[v_ring.stage]);
+      if (!(mine & kSees)) pass();
     }
+    q_ring.advance();
+
+    // Normalise and store: quads trade words so that every lane stores 16 bytes.
+    float largest = -kInfinity;
+    #pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row0 + 8 * r;
+      const bool padding = is_empty(range[r]);
+      const float total = quad_sum(row_sum[r]), logit = row_max[r] * softmax_scale, scale = 1.f / total;
+      if (!padding) largest = fmaxf(largest, logit);
+      if (lane % 4 == 0 && row < size.q_rows)
+        lse[(size_t)query_tile.head * size.q_rows + row] = padding ? -kInfinity : logit + __log2f(total) * kLn2;
+      T* const out_row = out + ((size_t)row * size.num_heads + query_tile.head) * kVHeadDim;
+      #pragma unroll
+      for (int n = 0; n < kOutBlocks; n += 4) {
+        u32 words[4];
+        #pragma unroll
+        for (int i = 0; i < 4; ++i)
+          words[i] = padding ? 0 : pack<T>(sum_out[n + i][2 * r] * scale, sum_out[n + i][2 * r + 1] * scale);
+        transpose_in_quad(words);
+        if (row < size.q_rows)
+          *(uint4*)(out_row + (n + lane % 4) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+    for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
+    const size_t slot = ((size_t)query_tile.head * size.num_tiles + query_tile.tile) * kConsumers + consumer;
+    if (lane == 0) max_logits[slot * 4 + warp] = largest;
+  }
+}
+
+// The contract of thd_attn_fwd; max_logits (num_heads, tiles, 4 * kConsumers); maps of boxes of 64 * kConsumers rows of
+// q and kTileN rows of k, v; counter: one int, zero, and zero again afterwards.
+// Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers).
+template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+__global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
+    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+    const __grid_constant__ TensorMap map_v, T* __restrict__ out, float* __restrict__ lse, float* __restrict__ max_logits,
+    const int2* __restrict__ key_ranges, const int* __restrict__ tile_order, int* __restrict__ counter, int q_rows,
+    int num_tiles, int num_heads, int group, float softmax_scale) {
+  using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
+  extern __shared__ unsigned char shared_bytes[];
+  Shared& shared = *(Shared*)(((u64)shared_bytes + 1023) & ~(u64)1023);
+  const ForwardSize size = {q_rows, num_tiles, num_heads, group};
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) shared.init();
+  __syncthreads();
+  if (warpgroup == 0) {
+    registers_give<kConsumers == 2 ? 40 : 32>();
+    if (threadIdx.x < kWarp)
+      produce_forward(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
+  } else {
+    registers_take<kConsumers == 2 ? 232 : 160>();
+    consume_forward(shared, warpgroup - 1, out, lse, max_logits, key_ranges, size, softmax_scale);
   }
 }

@@ -178,9 +178,8 @@ def _forward_sm90(
         jit.kernel(*chosen.forward_sm90_kernel(q.dtype.name))(
             (min(gpu.multiprocessors, num_tiles * num_heads),), 128 * (1 + tiles.consumers),
             (tensor_map(q, tiles.tile_m), tensor_map(k, tiles.tile_n), tensor_map(v, tiles.tile_n),
-             out, lse, max_logits, plan.key_ranges, plan.query_ranges, plan.arrays.query_tiles,
-             plan.buffer("work_counter", (1,), np.int32, zeroed=True), np.int32(len(q)), np.int32(len(k)),
-             np.int32(num_tiles), np.int32(num_heads), np.int32(num_heads // k.shape[1]), np.float32(softmax_scale)),
+             out, lse, max_logits, plan.key_ranges, plan.arrays.query_tiles,
+             plan.buffer("work_counter", (1,), np.int32, zeroed=True), np.int32(len(q)), np.int32(num_tiles), np.int32(num_heads), np.int32(num_heads // k.shape[1]), np.float32(softmax_scale)),
         )
     return max_logits
 
@@ -226,7 +225,7 @@ def attn_bwd(
 
 
 def to_sequence_order(k_ranks: Array, v_ranks: Array, plan: Plan) -> tuple[Array, Array]:
-    """Gathered rows moved to sequence order, into buffers of the plan; rows that no rank owns are never read."""
+    """Gathered rows moved to sequence order, into buffers of the plan; rows that no local query sees become 0."""
     k, v = (plan.buffer(name, (plan.key_rows, *x.shape[1:]), x.dtype) for name, x in (("k", k_ranks), ("v", v_ranks)))
     _reorder(False, (k, k_ranks), (v, v_ranks), plan)
     return k, v
@@ -246,4 +245,6 @@ def _reorder(to_rank_order: bool, first: tuple[Array, Array], second: tuple[Arra
     rows = len(plan.rank_order)
     args = [arg for out, source in (first, second)
             for arg in (out, source, np.int32(out.shape[1] * out.shape[2] * out.itemsize // 16))]
-    jit.kernel(REORDER_KERNELS[to_rank_order])((-(-rows // 8), 2), 256, (*args, plan.rank_order, np.int32(rows)))
+    jit.kernel(REORDER_KERNELS[to_rank_order])(
+        (-(-rows // 8), 2), 256, (*args, plan.rank_order, plan.query_ranges, np.int32(rows))
+    )

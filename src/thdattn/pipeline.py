@@ -59,15 +59,18 @@ def backward(
 
 
 def _gather(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any) -> tuple[Any, Any]:
-    if comm.size == 1:
+    """Keys and values of all ranks in sequence order, without what padding held."""
+    if comm.size > 1:
+        k_ranks, v_ranks = (
+            plan.buffer(name, (comm.size * plan.local_rows, *x.shape[1:]), x.dtype)
+            for name, x in (("k_ranks", k), ("v_ranks", v))
+        )
+        comm.all_gather(k, k_ranks)
+        comm.all_gather(v, v_ranks)
+        k, v = k_ranks, v_ranks
+    elif not plan.has_padding:
         return k, v  # one rank's rows are in sequence order already
-    k_ranks, v_ranks = (
-        plan.buffer(name, (comm.size * plan.local_rows, *x.shape[1:]), x.dtype)
-        for name, x in (("k_ranks", k), ("v_ranks", v))
-    )
-    comm.all_gather(k, k_ranks)
-    comm.all_gather(v, v_ranks)
-    keys, values = engine.to_sequence_order(k_ranks, v_ranks, plan)
+    keys, values = engine.to_sequence_order(k, v, plan)
     return keys, values
 
 

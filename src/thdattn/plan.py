@@ -81,6 +81,11 @@ class Plan:
         return self.batch.total_rows
 
     @property
+    def has_padding(self) -> bool:
+        """Whether some row of the packed batch is padding; True where only the GPU knows."""
+        return self.batch.on_device or self.batch.total_tokens < self.batch.total_rows
+
+    @property
     def rows(self) -> Any:
         """(local_rows,) int32, sequence-order row of every local row; -1 for fillers."""
         return self.arrays.rows

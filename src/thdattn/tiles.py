@@ -31,10 +31,15 @@ class Forward:
 
 @dataclass(frozen=True)
 class ForwardSm90:
-    """thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows."""
+    """thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows.
+
+    q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead.
+    """
 
     tile_n: int
     consumers: int
+    q_stages: int
+    kv_stages: int
 
     @property
     def tile_m(self) -> int:
@@ -83,9 +88,10 @@ class Tiles:
         """(name, bytes of shared memory) of thd_attn_fwd_sm90."""
         f = self.forward_sm90
         name = self._name("thd_attn_fwd_sm90", ELEMENT_TYPES[dtype], self.head_dim, self.v_head_dim, f.tile_n,
-                          f.consumers)
+                          f.consumers, f.q_stages, f.kv_stages)
         q, k, v = (rows * SLAB_BYTES * -(-width // SLAB) for rows, width in
-                   ((f.tile_m, self.head_dim), (2 * f.tile_n, self.head_dim), (2 * f.tile_n, self.v_head_dim)))
+                   ((f.q_stages * f.tile_m, self.head_dim), (f.kv_stages * f.tile_n, self.head_dim),
+                    (f.kv_stages * f.tile_n, self.v_head_dim)))
         return name, q + k + v + SM90_EXTRA_BYTES
 
     def delta_kernel(self, dtype: str) -> tuple[str, int]:
@@ -140,16 +146,16 @@ class Tiles:
 TILES = {
     (t.head_dim, t.v_head_dim): t
     for t in (
-        Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3), (Backward(64, 128, 1, 2),), 64, 8),
-        Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(128, 2),
+        Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3, 2, 4), (Backward(64, 128, 1, 2),), 64, 8),
+        Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(128, 2, 1, 3),
               (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), 32, 8),
-        Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2),
+        Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 1, 3),
               (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), 16, 8),
-        Tiles(192, 128, Forward(64, 4, 1), ForwardSm90(128, 2),
+        Tiles(192, 128, Forward(64, 4, 1), ForwardSm90(128, 2, 1, 2),
               (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), 16, 4),
-        Tiles(192, 192, Forward(64, 4, 1), ForwardSm90(112, 2),
+        Tiles(192, 192, Forward(64, 4, 1), ForwardSm90(112, 2, 1, 2),
               (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), 16, 4),
-        Tiles(256, 256, Forward(32, 4, 1), ForwardSm90(80, 2),
+        Tiles(256, 256, Forward(32, 4, 1), ForwardSm90(80, 2, 1, 2),
               (Backward(32, 64, 2, 2), Backward(32, 32, 2, 1)), 16, 4),
     )
 }
