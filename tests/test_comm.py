@@ -137,7 +137,7 @@ def test_rank_that_returns_early_is_named_at_once():
             comm.barrier()
 
     began = time.perf_counter()
-    with pytest.raises(RuntimeError, match="rank 0 waits in barrier.*rank 1 returned already"):
+    with pytest.raises(RuntimeError, match=r"rank 0 waits in barrier.*rank 1 returned already"):
         thdattn.comm.run_local(2, program, timeout=30)
     assert time.perf_counter() - began < 5
 

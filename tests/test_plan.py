@@ -29,7 +29,8 @@ class Wanted:
 
 
 def owned_rows(batch, cp_size, cp_rank, sharding):
-    """The sequence-order rows of a rank's local rows: two chunks of every sequence, or a slice of the buffer."""
+    """The sequence-order rows of a rank's local rows: two chunks of every sequence and a slice of what lies behind
+    the last one, or a slice of the buffer."""
     local_rows = (batch.total_rows + cp_size - 1) // cp_size
     if sharding == "contiguous":
         rows = [row for row in range(cp_rank * local_rows, (cp_rank + 1) * local_rows) if row < batch.total_rows]
@@ -40,6 +41,9 @@ def owned_rows(batch, cp_size, cp_rank, sharding):
             chunk = (end - begin) // (2 * cp_size)
             for c in (cp_rank, 2 * cp_size - 1 - cp_rank):
                 rows += range(begin + c * chunk, begin + (c + 1) * chunk)
+        spare = local_rows - len(rows)
+        behind = starts[-1] + cp_rank * spare
+        rows += [row for row in range(behind, behind + spare) if row < batch.total_rows]
     return rows + [-1] * (local_rows - len(rows))
 
 

@@ -101,10 +101,10 @@ def test_dual_chunk_gives_every_rank_the_same_causal_work(chunks, cp_size):
     assert work == {int(visible_keys.sum()) // cp_size}
 
 
-def test_capacity_past_the_sequences_is_filler():
+def test_capacity_past_the_sequences_is_shared_out_in_slices():
     sharding = Sharding(PackedBatch([0, 3], [0, 4], total_rows=9), cp_size=2)
     assert sharding.local_rows == 5
-    assert all_rows(sharding) == [[0, 3, -1, -1, -1], [1, 2, -1, -1, -1]]
+    assert all_rows(sharding) == [[0, 3, 4, 5, 6], [1, 2, 7, 8, -1]]
 
 
 # --- contiguous -----------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_every_row_of_every_sequence_is_owned_once(lengths, cp_size, strategy, c
     sharding = Sharding(batch, cp_size, strategy)
     rows = np.concatenate([sharding.rows(cp_rank) for cp_rank in range(cp_size)])
     owned = np.sort(rows[rows >= 0])
-    end = batch.total_rows if strategy == "contiguous" else int(batch.cu_seqlens_padded[-1])
+    end = batch.total_rows
     assert owned.tolist() == list(range(end))
 
 
@@ -163,15 +163,12 @@ def test_rows_ascend_and_fillers_come_last(lengths, cp_size, strategy, capacity)
 
 
 @given(lengths=LENGTHS, cp_size=CP_SIZES, strategy=STRATEGIES, capacity=st.integers(0, 20))
-def test_unshard_undoes_shard_and_rows_without_owner_are_zero(lengths, cp_size, strategy, capacity):
+def test_unshard_undoes_shard(lengths, cp_size, strategy, capacity):
     batch = batch_with_capacity(lengths, 2 * cp_size, capacity)
     sharding = Sharding(batch, cp_size, strategy)
     x = np.arange(1, 2 * batch.total_rows + 1, dtype=np.float32).reshape(-1, 2)
     local_arrays = [sharding.shard(x, cp_rank) for cp_rank in range(cp_size)]
-    expected = x.copy()
-    if strategy == "dual_chunk":
-        expected[batch.cu_seqlens_padded[-1] :] = 0
-    np.testing.assert_array_equal(sharding.unshard(local_arrays), expected)
+    np.testing.assert_array_equal(sharding.unshard(local_arrays), x)
 
 
 def test_filler_rows_are_zero_after_shard_and_dropped_by_unshard():

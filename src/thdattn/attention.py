@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - makes "bfloat16" a dtype to NumPy
 import numpy as np
 from numpy.typing import DTypeLike
 
@@ -91,19 +92,22 @@ class CPAttention:
         self.v_head_dim = _positive("v_head_dim", head_dim if v_head_dim is None else v_head_dim)
         self.causal = bool(causal)
         self.window = _normal_window(window, self.causal)
-        self.softmax_scale = float(head_dim**-0.5 if softmax_scale is None else softmax_scale)
+        self.softmax_scale = self.head_dim**-0.5 if softmax_scale is None else _positive_float(softmax_scale)
         self.deterministic = bool(deterministic)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads is {num_heads}, not a multiple of num_kv_heads = {num_kv_heads}; "
                 f"wanted as many query heads for every kv head"
             )
-        if not 0 < self.softmax_scale < math.inf:
-            raise ValueError(f"softmax_scale is {softmax_scale}, wanted a finite number > 0; None is head_dim**-0.5")
         self._engine, _ = choose_engine(engine, comm)
         self.engine: str = self._engine.name
         self.dtype = self._checked_dtype(dtype)
         self._check_head_dims()
+        self._tiles = self._engine.tiles(self.head_dim, self.v_head_dim)
+        self._plans = {
+            "cp_size": comm.size, "cp_rank": comm.rank, "window": self.window, "engine": self.engine,
+            "tiles": self._tiles,
+        }
 
     def plan(self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk") -> Plan:
         """Plans one batch for this rank; every layer with this mask and these head dims can use it.
@@ -130,9 +134,8 @@ class CPAttention:
                 f"make it with Sharding(batch, {self.comm.size})"
             )
         self.comm.agree("the plan's batch, sharding and attention", self._fingerprint(sharding))
-        tiles = self._engine.tiles(self.head_dim, self.v_head_dim)
-        arrays = self._engine.plan_arrays(sharding, self.comm.rank, self.window, tiles)
-        return Plan(sharding, self.comm.rank, self.window, tiles, arrays, self.engine, self._engine.empty)
+        arrays = self._engine.plan_arrays(sharding, self.comm.rank, self.window, self._tiles)
+        return Plan(sharding, self.comm.rank, self.window, self._tiles, arrays, self.engine, self._engine.empty)
 
     def forward(self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False) -> tuple[Any, Saved]:
         """Attention of this rank's rows over the keys of all ranks. Collective.
@@ -184,11 +187,14 @@ class CPAttention:
         )
 
     def _checked_dtype(self, dtype: DTypeLike) -> np.dtype[Any]:
-        found = np.dtype(_bfloat16() if dtype == "bfloat16" else dtype)
-        if found.name not in self._engine.dtypes:
+        try:
+            found = None if dtype is None else np.dtype("bfloat16" if dtype == "bfloat16" else dtype)
+        except TypeError:
+            found = None
+        if found is None or found.name not in self._engine.dtypes:
             raise TypeError(
-                f"dtype is {found.name}, wanted one of {', '.join(self._engine.dtypes)} for engine "
-                f"{self.engine!r}; cast the inputs, or use engine='reference'"
+                f"dtype is {found.name if found else repr(dtype)}, wanted one of {', '.join(self._engine.dtypes)} "
+                f"for engine {self.engine!r}; cast the inputs, or use engine='reference'"
             )
         return found
 
@@ -204,17 +210,10 @@ class CPAttention:
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan is a {type(plan).__name__}, wanted a Plan; make it with attn.plan(batch)")
-        wanted = {
-            "cp_size": (plan.cp_size, self.comm.size),
-            "cp_rank": (plan.cp_rank, self.comm.rank),
-            "window": (plan.window, self.window),
-            "engine": (plan.engine_name, self.engine),
-            "tiles": (plan.tiles, self._engine.tiles(self.head_dim, self.v_head_dim)),
-        }
-        for what, (found, expected) in wanted.items():
-            if found != expected:
+        for what, found in plan.made_for.items():
+            if found != self._plans[what]:
                 raise ValueError(
-                    f"plan was made for {what} {found}, wanted {expected}; make it with this attention's "
+                    f"plan was made for {what} {found}, wanted {self._plans[what]}; make it with this attention's "
                     f"plan(batch) on this rank"
                 )
 
@@ -234,7 +233,7 @@ class CPAttention:
         batch = sharding.batch
         state = (
             sharding.strategy, batch.num_seqs, batch.total_rows, self.window, self.num_heads, self.num_kv_heads,
-            self.head_dim, self.v_head_dim, self.dtype.name, self.engine,
+            self.head_dim, self.v_head_dim, self.softmax_scale, self.dtype.name, self.engine,
         )
         digest = hashlib.sha256(repr(state).encode())
         if not batch.on_device:
@@ -289,16 +288,22 @@ def _no_gpu() -> str | None:
     return None if capability >= 80 else f"the GPU has compute capability {capability / 10}, wanted 8.0 or later"
 
 
-def _bfloat16() -> Any:
-    import ml_dtypes
-
-    return ml_dtypes.bfloat16
-
-
 def _positive(name: str, value: Any) -> int:
     number = as_int(name, value)
     if number < 1:
         raise ValueError(f"{name} is {number}, wanted >= 1; pass a positive count")
+    return number
+
+
+def _positive_float(softmax_scale: Any) -> float:
+    try:
+        number = float(softmax_scale)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"softmax_scale is {softmax_scale!r}, wanted a number; None is head_dim**-0.5"
+        ) from None
+    if not 0 < number < math.inf:
+        raise ValueError(f"softmax_scale is {softmax_scale}, wanted a finite number > 0; None is head_dim**-0.5")
     return number
 
 

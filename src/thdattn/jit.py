@@ -30,7 +30,7 @@ OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 def cache_dir() -> Path:
     """Where cubins are kept: $THDATTN_CACHE_DIR, else thdattn/ in the user's cache directory."""
     chosen = os.environ.get("THDATTN_CACHE_DIR")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "thdattn"
+    return Path(chosen or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / ("" if chosen else "thdattn")
 
 
 def device_arch() -> str:
@@ -41,7 +41,7 @@ def device_arch() -> str:
 
 @functools.cache
 def source(sm90: bool) -> str:
-    """What NVRTC gets: the shared device code, then the portable or the Hopper kernels, in one text without includes."""
+    """What NVRTC gets: the shared device code, then the portable or the Hopper kernels, in one text."""
     wrappers, kernels = (wgmma.wrappers(), "kernels_sm90.cu") if sm90 else ("", "kernels.cu")
     return (FOLDER / "kernels.cuh").read_text() + wrappers + (FOLDER / kernels).read_text()
 
@@ -88,11 +88,11 @@ def cached_cubin(name: str, arch: str) -> tuple[bytes, str]:
     try:
         lowered, _, cubin = path.read_bytes().partition(b"\0")
         return cubin, lowered.decode()
-    except FileNotFoundError:
-        pass
+    except OSError:
+        pass  # not there yet, or no cache to be had; writing says which
     start = time.perf_counter()
     cubin, low, compiler_log = compile_kernel(name, arch)
-    registers = re.search(r"Used (\d+) registers", compiler_log)
+    registers = re.search(re.escape(low) + r"'.*?Used (\d+) registers", compiler_log, re.DOTALL)
     log.info("compiled %s for %s in %.1f s, %s registers", name, arch, time.perf_counter() - start,
              registers[1] if registers else "?")
     _write_atomically(path, low.encode() + b"\0" + cubin)

@@ -176,9 +176,9 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[kFragments][kBloc
 template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kFragments>
 __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ out,
-    float* __restrict__ lse, float* __restrict__ max_logits, const int2* __restrict__ key_ranges,
-    const int2* __restrict__ query_ranges, const int* __restrict__ tile_order, int q_rows, int k_rows, int group,
-    float softmax_scale) {
+    float* __restrict__ lse, float softmax_scale, float* __restrict__ max_logits,
+    const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges, const int* __restrict__ tile_order,
+    int q_rows, int k_rows, int group) {
   constexpr int kThreads = kWarps * kWarp, kWarpRows = 16 * kFragments, kTileM = kWarpRows * kWarps;
   constexpr int kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8, kRows = 2 * kFragments;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -362,9 +362,9 @@ template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, in
           bool kAddDq>
 __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
-    const float* __restrict__ stats, float* __restrict__ dq_sum, Grad* __restrict__ dk, Grad* __restrict__ dv,
-    const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges, const int* __restrict__ tile_order,
-    int q_rows, int k_rows, int group, float softmax_scale) {
+    Grad* __restrict__ dk, Grad* __restrict__ dv, float softmax_scale, const float* __restrict__ stats,
+    float* __restrict__ dq_sum, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
+    const int* __restrict__ tile_order, int q_rows, int k_rows, int group) {
   constexpr int kThreads = kTileN * 2 * kSplit, kWarps = kThreads / kWarp;
   constexpr int kBlocks = kTileM / 8, kKCols = kHeadDim / kSplit, kVCols = kVHeadDim / kSplit;
   constexpr int kQSize = kTileM * (kHeadDim + kPad), kDoutSize = kTileM * (kVHeadDim + kPad);
@@ -548,8 +548,8 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
 template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps>
 __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
-    const float* __restrict__ stats, T* __restrict__ dq, const int2* __restrict__ key_ranges,
-    const int2* __restrict__ query_ranges, int q_rows, int k_rows, int group, float softmax_scale) {
+    T* __restrict__ dq, float softmax_scale, const float* __restrict__ stats, const int2* __restrict__ key_ranges,
+    const int2* __restrict__ query_ranges, int q_rows, int k_rows, int group) {
   constexpr int kThreads = kWarps * kWarp, kTileM = 16 * kWarps, kBlocks = kTileN / 8;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Sight<kWarps> sight;
@@ -676,14 +676,16 @@ __device__ __forceinline__ int lower_bound(const int* rows, int n, int x) {
   return low;
 }
 
-// rank_order (cp_size * local_rows) of the dual_chunk sharding. Launch: one thread an element.
+// rank_order (cp_size * local_rows) of the dual_chunk sharding; the rows behind the last sequence are shared out in equal
+// slices. Launch: one thread an element.
 __global__ void thd_plan_dual_chunk(int* __restrict__ rank_order, const int* __restrict__ cu_seqlens_padded,
-                                    int num_seqs, int cp_size, int local_rows) {
+                                    int num_seqs, int cp_size, int local_rows, int total_rows) {
   const int t = blockIdx.x * blockDim.x + threadIdx.x;
   if (t >= cp_size * local_rows) return;
-  const int rank = t / local_rows, i = t % local_rows;
-  int row = -1;
-  if (i < cu_seqlens_padded[num_seqs] / cp_size) {
+  const int rank = t / local_rows, i = t % local_rows, end = cu_seqlens_padded[num_seqs], owned = end / cp_size;
+  int row = end + rank * (local_rows - owned) + i - owned;
+  if (row >= total_rows) row = -1;
+  if (i < owned) {
     const int seq = sequence_of(cu_seqlens_padded, num_seqs, i * cp_size), begin = cu_seqlens_padded[seq];
     const int chunk = (cu_seqlens_padded[seq + 1] - begin) / (2 * cp_size), p = i - begin / cp_size;
     row = begin + (p < chunk ? rank * chunk + p : (2 * cp_size - 1 - rank) * chunk + p - chunk);

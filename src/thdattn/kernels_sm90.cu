@@ -156,20 +156,17 @@ __device__ __forceinline__ void produce_forward(
   const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.num_heads;
   Ring<kQStages> q_ring = {0, 1};
   Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
-  int v_row = kNone, v_head = 0;                      // the value tile that is due
-
-  auto load_values = [&] {
-    if (v_row == kNone) return;
+  auto tile_of = [&](int work) { return work < num_work ? tile_order[work % size.num_tiles] : 0; };
+  auto load_values = [&](int kv_head, int row) {
     barrier_wait(&shared.v_empty[v_ring.stage], v_ring.parity);
     if (lane == 0) {
       barrier_expect(&shared.v_full[v_ring.stage], Shared::kVBytes);
-      copy_tile<kTileN, kVHeadDim>(shared.v[v_ring.stage], map_v, v_head, v_row, &shared.v_full[v_ring.stage]);
+      copy_tile<kTileN, kVHeadDim>(shared.v[v_ring.stage], map_v, kv_head, row, &shared.v_full[v_ring.stage]);
     }
     v_ring.advance();
-    v_row = kNone;
   };
 
-  for (int work = blockIdx.x; work < num_work; ) {
+  for (int work = blockIdx.x, tile = tile_of(work); work < num_work; ) {
     // The next tile of work is asked for early; whoever gets the last number leaves the counter as it was.
     int next_work = 0;
     if (lane == 0) {
@@ -177,7 +174,7 @@ __device__ __forceinline__ void produce_forward(
       if (next_work == num_work - 1) *counter = 0;
       next_work += gridDim.x;
     }
-    const int head = work / size.num_tiles, kv_head = head / size.group, tile = tile_order[work % size.num_tiles];
+    const int head = work / size.num_tiles, kv_head = head / size.group;
     int2 range[kRows];
     #pragma unroll
     for (int i = 0; i < kRows; ++i) range[i] = range_of(key_ranges, tile * kTileM + i * kWarp + lane, size.q_rows);
@@ -187,7 +184,7 @@ __device__ __forceinline__ void produce_forward(
       for (int i = 0; i < kRows; ++i) first = min(first, max(range[i].x, from) < range[i].y ? max(range[i].x, from) : kNone);
       return __reduce_min_sync(0xffffffffu, first);
     };
-    int row = first_in_sight(0);
+    int row = first_in_sight(0), row_before = kNone;
 
     barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
     if (lane == 0) {
@@ -213,13 +210,14 @@ __device__ __forceinline__ void produce_forward(
         copy_tile<kTileN, kHeadDim>(shared.k[k_ring.stage], map_k, kv_head, row, &shared.k_full[k_ring.stage]);
       }
       k_ring.advance();
-      load_values();
-      v_row = row, v_head = kv_head;
+      if (row_before != kNone) load_values(kv_head, row_before);
+      row_before = row;
       row = next;
     }
     work = __shfl_sync(0xffffffffu, next_work, 0);
+    tile = tile_of(work);
+    if (row_before != kNone) load_values(kv_head, row_before);
   }
-  load_values();
   barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
   if (lane == 0) {
     shared.query_tile[q_ring.stage].tile = -1;
@@ -227,31 +225,34 @@ __device__ __forceinline__ void produce_forward(
   }
 }
 
-// One step of the online softmax of a thread's two rows, on unscaled scores, which become probabilities. Returns by how
-// much each row's earlier sums shrink. A row that has seen nothing yet keeps -inf and uses 0.
-template <int kBlocks>
-__device__ __forceinline__ float2 softmax_step(float (&score)[kBlocks][4], float (&row_max)[2], float (&row_sum)[2],
-                                               float scale_log2) {
-  float shrink[2];
-  #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float largest = row_max[r];
+// Online softmax of a thread's two rows on unscaled scores. A row that has seen nothing yet keeps -inf and uses 0.
+struct Softmax {
+  float scale_log2, row_max[2], row_sum[2];
+
+  // Turns new scores into probabilities; returns by how much each row's earlier sums shrink.
+  template <int kBlocks>
+  __device__ __forceinline__ float2 add(float (&score)[kBlocks][4]) {
+    float shrink[2];
     #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) largest = fmaxf(largest, fmaxf(score[n][2 * r], score[n][2 * r + 1]));
-    largest = quad_max(largest);
-    const float base = largest == -kInfinity ? 0.f : largest * scale_log2;
-    shrink[r] = exp2_fast(row_max[r] * scale_log2 - base);
-    row_max[r] = largest;
-    row_sum[r] *= shrink[r];
-    #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i) {
-      float& s = score[i / 2][2 * r + i % 2];
-      s = exp2_fast(fmaf(s, scale_log2, -base));
-      row_sum[r] += s;
+    for (int r = 0; r < 2; ++r) {
+      float largest = row_max[r];
+      #pragma unroll
+      for (int n = 0; n < kBlocks; ++n) largest = fmaxf(largest, fmaxf(score[n][2 * r], score[n][2 * r + 1]));
+      largest = quad_max(largest);
+      const float base = largest == -kInfinity ? 0.f : largest * scale_log2;
+      shrink[r] = exp2_fast(row_max[r] * scale_log2 - base);
+      row_max[r] = largest;
+      row_sum[r] *= shrink[r];
+      #pragma unroll
+      for (int i = 0; i < 2 * kBlocks; ++i) {
+        float& s = score[i / 2][2 * r + i % 2];
+        s = exp2_fast(fmaf(s, scale_log2, -base));
+        row_sum[r] += s;
+      }
     }
+    return make_float2(shrink[0], shrink[1]);
   }
-  return make_float2(shrink[0], shrink[1]);
-}
+};
 
 template <int kBlocks>
 __device__ __forceinline__ void hide(float (&score)[kBlocks][4], const int2 (&range)[2], int first_key) {
@@ -274,7 +275,6 @@ __device__ __forceinline__ void consume_forward(
     float* max_logits, const int2* key_ranges, ForwardSize size, float softmax_scale) {
   constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
   const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
-  const float scale_log2 = softmax_scale * kLog2e;
   Ring<kQStages> q_ring = {0, 0};
   Ring<kStages> ring = {0, 0};
   auto arrive = [&](u64* barrier) { if (lane == 0) barrier_arrive(barrier); };
@@ -291,7 +291,7 @@ __device__ __forceinline__ void consume_forward(
     const int row0 = query_tile.tile * kTileM + consumer * 64 + warp * 16 + lane / 4;
     const int2 range[2] = {range_of(key_ranges, row0, size.q_rows), range_of(key_ranges, row0 + 8, size.q_rows)};
     float sum_out[kOutBlocks][4] = {};
-    float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {0.f, 0.f};
+    Softmax softmax = {softmax_scale * kLog2e, {-kInfinity, -kInfinity}, {0.f, 0.f}};
 
     bool last = !__shfl_sync(0xffffffffu, query_tile.has_keys, 0);
     u32 mine = 0;
@@ -331,7 +331,7 @@ __device__ __forceinline__ void consume_forward(
       wgmma_wait<0>(score);
       release_keys();
       if (mine & kMasked) hide(score, range, first_key);
-      float2 shrink = softmax_step(score, row_max, row_sum, scale_log2);
+      float2 shrink = softmax.add(score);
       int done = -1;                                // stage whose values the sum in flight reads
       Ring<kStages> v_ring = ring;
       ring.advance();
@@ -361,7 +361,7 @@ __device__ __forceinline__ void consume_forward(
         wgmma_wait<1>(score);
         release_keys();
         if (mine & kMasked) hide(score, range, first_key);
-        shrink = softmax_step(score, row_max, row_sum, scale_log2);
+        shrink = softmax.add(score);
         done = v_ring.stage;
         v_ring = ring;
         ring.advance();
@@ -381,7 +381,7 @@ __device__ __forceinline__ void consume_forward(
     for (int r = 0; r < 2; ++r) {
       const int row = row0 + 8 * r;
       const bool padding = is_empty(range[r]);
-      const float total = quad_sum(row_sum[r]), logit = row_max[r] * softmax_scale, scale = 1.f / total;
+      const float total = quad_sum(softmax.row_sum[r]), logit = softmax.row_max[r] * softmax_scale, scale = 1.f / total;
       if (!padding) largest = fmaxf(largest, logit);
       if (lane % 4 == 0 && row < size.q_rows)
         lse[(size_t)query_tile.head * size.q_rows + row] = padding ? -kInfinity : logit + __log2f(total) * kLn2;
@@ -409,9 +409,9 @@ __device__ __forceinline__ void consume_forward(
 template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-    const __grid_constant__ TensorMap map_v, T* __restrict__ out, float* __restrict__ lse, float* __restrict__ max_logits,
-    const int2* __restrict__ key_ranges, const int* __restrict__ tile_order, int* __restrict__ counter, int q_rows,
-    int num_tiles, int num_heads, int group, float softmax_scale) {
+    const __grid_constant__ TensorMap map_v, T* __restrict__ out, float* __restrict__ lse, float softmax_scale,
+    float* __restrict__ max_logits, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
+    int* __restrict__ counter, int q_rows, int num_tiles, int num_heads, int group) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
   extern __shared__ unsigned char shared_bytes[];
   Shared& shared = *(Shared*)(((u64)shared_bytes + 1023) & ~(u64)1023);

@@ -19,7 +19,7 @@ from thdattn.packing import DLPACK_CPU
 from thdattn.plan import Plan, PlanArrays, host_arrays
 from thdattn.sharding import Sharding
 from thdattn.tensor_map import tensor_map
-from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, TILES, Tiles
+from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, TILES, ForwardSm90
 
 name = "cuda"
 device = "cuda"
@@ -41,7 +41,7 @@ def from_user(name: str, x: Any) -> Array:
         TypeError: the array is not on a GPU, or cannot be exchanged through DLPack.
         ValueError: it lies on another GPU than the current one.
     """
-    if not isinstance(x, cupy.ndarray):
+    if type(x) is not cupy.ndarray:
         if isinstance(x, np.ndarray) or not hasattr(x, "__dlpack__") or x.__dlpack_device__()[0] == DLPACK_CPU:
             raise TypeError(f"{name} is a {type(x).__name__} on the host, wanted an array on the GPU; "
                             f"copy it with cupy.asarray({name}), or use engine='reference'")
@@ -50,8 +50,9 @@ def from_user(name: str, x: Any) -> Array:
     if x.device.id != current:
         raise ValueError(f"{name} is on GPU {x.device.id}, wanted the current GPU {current}; copy it there, or "
                          f"make GPU {x.device.id} current with cupy.cuda.Device({x.device.id}).use()")
-    x = cupy.ascontiguousarray(x)
-    return x if x.data.ptr % 16 == 0 else x.copy()  # the kernels move 16 bytes at a time
+    if x.flags.c_contiguous and x.data.ptr % 16 == 0:  # the kernels move 16 bytes at a time
+        return x
+    return x.copy(order="C")
 
 
 def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
@@ -106,8 +107,8 @@ def _device_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], ti
 
     if sharding.strategy == "dual_chunk":
         rank_order = empty((cp_size * local_rows,), np.int32)
-        _launch_rows(dual_chunk, rank_order.size,
-                     (rank_order, cu_seqlens_padded, seqs, np.int32(cp_size), np.int32(local_rows)))
+        _launch_rows(dual_chunk, rank_order.size, (rank_order, cu_seqlens_padded, seqs, np.int32(cp_size),
+                                                   np.int32(local_rows), np.int32(batch.total_rows)))
     else:  # contiguous rows do not depend on the lengths
         rank_order = cupy.arange(cp_size * local_rows, dtype=np.int32)
         rank_order[batch.total_rows :] = -1
@@ -126,7 +127,7 @@ def _device_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], ti
 def _longest_first(ranges: Array, tile: int) -> Array:
     cost_kernel, order_kernel = PLAN_KERNELS[-2:]
     num_tiles = -(-len(ranges) // tile)
-    cost, order = empty((num_tiles,), np.int32), empty((num_tiles,), np.int32)
+    order, cost = empty((2, num_tiles), np.int32)  # one array: a replayed graph writes cost as long as order lives
     _launch_rows(cost_kernel, 32 * num_tiles,
                  (cost, ranges, np.int32(len(ranges)), np.int32(tile), np.int32(num_tiles)))
     _launch_rows(order_kernel, 32 * num_tiles, (order, cost, np.int32(num_tiles)))
@@ -140,48 +141,50 @@ def _launch_rows(kernel: str, threads: int, args: tuple[Any, ...]) -> None:
 # ------------------------------------------------------------------------------------------------ attention
 
 
+@dataclass(frozen=True)
+class _Launch:
+    """A kernel with all that does not change between the calls of a plan; the arguments of a call come first."""
+
+    kernel: jit.Kernel
+    grid: tuple[int, ...]
+    block: int
+    fixed: tuple[Any, ...]
+
+    def __call__(self, *args: Any) -> None:
+        self.kernel(self.grid, self.block, args + self.fixed)
+
+
 def attn_fwd(
     q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool
 ) -> tuple[Array, Array, Array | None]:
     """Attention of this rank's query rows over the whole key buffer; see reference.attn_fwd."""
-    gpu, chosen = _gpu(cupy.cuda.runtime.getDevice()), TILES[q.shape[2], v.shape[2]]
-    out = empty((*q.shape[:2], v.shape[2]), q.dtype)
-    lse = empty((q.shape[1], len(q)), np.float32)
-    launch = _forward_sm90 if gpu.sm90 else _forward
-    max_logits = launch(gpu, chosen, q, k, v, out, lse, plan, softmax_scale)
-    if not return_max_logit:
-        return out, lse, None
-    if not len(q):
-        return out, lse, cupy.full(q.shape[1], -np.inf, np.float32)
-    return out, lse, max_logits.max(axis=1)
+    num_rows, num_heads, _ = q.shape
+    out, lse = empty((num_rows, num_heads, v.shape[2]), q.dtype), empty((num_heads, num_rows), np.float32)
+    if not num_rows:
+        return out, lse, cupy.full(num_heads, -np.inf, np.float32) if return_max_logit else None
+    launch, boxes, max_logits = plan.once(("forward", *_layout(q, k, v)), lambda: _forward(q, k, v, plan))
+    inputs = map(tensor_map, (q, k, v), boxes) if boxes else (q, k, v)
+    launch(*inputs, out, lse, np.float32(softmax_scale))
+    return out, lse, max_logits.max(axis=1) if return_max_logit else None
 
 
-def _forward(
-    gpu: _Gpu, chosen: Tiles, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float
-) -> Array:
-    tiles, num_tiles, num_heads = chosen.forward, len(plan.arrays.query_tiles), q.shape[1]
-    max_logits = plan.buffer("max_logits", (num_heads, num_tiles * tiles.warps), np.float32)
-    jit.kernel(*chosen.forward_kernel(q.dtype.name))(
-        (num_tiles, num_heads), 32 * tiles.warps,
-        (q, k, v, out, lse, max_logits, plan.key_ranges, plan.query_ranges, plan.arrays.query_tiles,
-         np.int32(len(q)), np.int32(len(k)), np.int32(num_heads // k.shape[1]), np.float32(softmax_scale)),
-    )
-    return max_logits
-
-
-def _forward_sm90(
-    gpu: _Gpu, chosen: Tiles, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float
-) -> Array:
-    tiles, num_tiles, num_heads = chosen.forward_sm90, len(plan.arrays.query_tiles), q.shape[1]
-    max_logits = plan.buffer("max_logits", (num_heads, num_tiles * tiles.warps), np.float32)
-    if num_tiles:
-        jit.kernel(*chosen.forward_sm90_kernel(q.dtype.name))(
-            (min(gpu.multiprocessors, num_tiles * num_heads),), 128 * (1 + tiles.consumers),
-            (tensor_map(q, tiles.tile_m), tensor_map(k, tiles.tile_n), tensor_map(v, tiles.tile_n),
-             out, lse, max_logits, plan.key_ranges, plan.arrays.query_tiles,
-             plan.buffer("work_counter", (1,), np.int32, zeroed=True), np.int32(len(q)), np.int32(num_tiles), np.int32(num_heads), np.int32(num_heads // k.shape[1]), np.float32(softmax_scale)),
-        )
-    return max_logits
+def _forward(q: Array, k: Array, v: Array, plan: Plan) -> tuple[_Launch, tuple[int, ...], Array]:
+    """The launch of the forward, the rows of the boxes that it loads by tensor map (none: by pointer), max_logits."""
+    gpu, chosen, dtype = _gpu(cupy.cuda.runtime.getDevice()), TILES[q.shape[2], v.shape[2]], q.dtype.name
+    (num_rows, num_heads, _), num_tiles = q.shape, len(plan.arrays.query_tiles)
+    tiles = chosen.forward_sm90 if gpu.sm90 else chosen.forward
+    max_logits = empty((num_heads, num_tiles * tiles.warps), np.float32)
+    group = num_heads // k.shape[1]
+    if isinstance(tiles, ForwardSm90):
+        fixed = (max_logits, plan.key_ranges, plan.arrays.query_tiles, cupy.zeros(1, np.int32),
+                 *map(np.int32, (num_rows, num_tiles, num_heads, group)))
+        grid, block = (min(gpu.multiprocessors, num_tiles * num_heads),), 128 * (1 + tiles.consumers)
+        kernel = jit.kernel(*chosen.forward_sm90_kernel(dtype))
+        return _Launch(kernel, grid, block, fixed), (tiles.tile_m, tiles.tile_n, tiles.tile_n), max_logits
+    fixed = (max_logits, plan.key_ranges, plan.query_ranges, plan.arrays.query_tiles,
+             *map(np.int32, (num_rows, len(k), group)))
+    kernel = jit.kernel(*chosen.forward_kernel(dtype))
+    return _Launch(kernel, (num_tiles, num_heads), 32 * tiles.warps, fixed), (), max_logits
 
 
 def attn_bwd(
@@ -193,32 +196,55 @@ def attn_bwd(
     dq is summed by atomics in float32 and rounded once; `deterministic` computes it in a kernel of its own, in key
     order, for about 1.4 times the matrix products.
     """
-    gpu, chosen = _gpu(cupy.cuda.runtime.getDevice()), TILES[q.shape[2], v.shape[2]]
-    backward, dtype, num_heads = chosen.backward_for(gpu.shared_bytes), q.dtype.name, q.shape[1]
-    sizes = (np.int32(len(q)), np.int32(len(k)), np.int32(num_heads // k.shape[1]), np.float32(softmax_scale))
-
-    stats = plan.buffer("stats", (2, num_heads, len(q)), np.float32)
-    lanes = 8 if v.shape[2] <= 64 else 16 if v.shape[2] <= 128 else 32
-    _launch_rows(chosen.delta_kernel(dtype)[0], len(q) * num_heads * lanes,
-                  (out, dout, lse, plan.key_ranges, stats, np.int32(len(q)), np.int32(num_heads)))
-
-    dq = empty(q.shape, q.dtype)
-    dk, dv = empty(k.shape, kv_grad_dtype), empty(v.shape, kv_grad_dtype)
-    dq_sum = dq if deterministic else plan.buffer("dq_sum", q.shape, np.float32)
+    dq, dk, dv = empty(q.shape, q.dtype), empty(k.shape, kv_grad_dtype), empty(v.shape, kv_grad_dtype)
+    key = ("backward", *_layout(q, k, v), dk.dtype, deterministic)
+    launches = plan.once(key, lambda: _backward(q, k, v, plan, dk.dtype, deterministic))
+    scale = np.float32(softmax_scale)
+    launches.delta(out, dout, lse)
     if not deterministic:
-        dq_sum.fill(0)
-    jit.kernel(*chosen.backward_kernel(dtype, dk.dtype.name, not deterministic, backward))(
-        (len(plan.arrays.key_tiles), k.shape[1]), 2 * backward.tile_n * backward.split,
-        (q, k, v, dout, stats, dq_sum, dk, dv, plan.key_ranges, plan.query_ranges, plan.arrays.key_tiles, *sizes),
-    )
+        launches.dq_sum.fill(0)
+    launches.main(q, k, v, dout, dk, dv, scale)
     if deterministic:
-        jit.kernel(*chosen.dq_kernel(dtype))(
-            (-(-len(q) // (16 * chosen.dq_warps)), num_heads), 32 * chosen.dq_warps,
-            (q, k, v, dout, stats, dq, plan.key_ranges, plan.query_ranges, *sizes),
-        )
+        launches.dq(q, k, v, dout, dq, scale)
     else:
-        dq[...] = dq_sum
+        dq[...] = launches.dq_sum
     return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The launches of the backward; dq_sum, float32, is where `main` adds dq unless it is deterministic."""
+
+    delta: _Launch
+    main: _Launch
+    dq: _Launch
+    dq_sum: Array
+
+
+def _backward(q: Array, k: Array, v: Array, plan: Plan, grad_dtype: np.dtype[Any], deterministic: bool) -> _Backward:
+    gpu, chosen, dtype = _gpu(cupy.cuda.runtime.getDevice()), TILES[q.shape[2], v.shape[2]], q.dtype.name
+    num_rows, num_heads, _ = q.shape
+    tiles = chosen.backward_for(gpu.shared_bytes)
+    stats = plan.buffer("stats", (2, num_heads, num_rows), np.float32)
+    dq_sum = plan.buffer("dq_sum", (0,) if deterministic else q.shape, np.float32)
+    sizes = tuple(map(np.int32, (num_rows, len(k), num_heads // k.shape[1])))
+    lanes = 8 if v.shape[2] <= 64 else 16 if v.shape[2] <= 128 else 32
+    return _Backward(
+        delta=_Launch(jit.kernel(*chosen.delta_kernel(dtype)), (-(-num_rows * num_heads * lanes // 256),), 256,
+                      (plan.key_ranges, stats, *map(np.int32, (num_rows, num_heads)))),
+        main=_Launch(jit.kernel(*chosen.backward_kernel(dtype, grad_dtype.name, not deterministic, tiles)),
+                     (len(plan.arrays.key_tiles), k.shape[1]), 2 * tiles.tile_n * tiles.split,
+                     (stats, dq_sum, plan.key_ranges, plan.query_ranges, plan.arrays.key_tiles, *sizes)),
+        dq=_Launch(jit.kernel(*chosen.dq_kernel(dtype)),
+                   (-(-num_rows // (16 * chosen.dq_warps)), num_heads), 32 * chosen.dq_warps,
+                   (stats, plan.key_ranges, plan.query_ranges, *sizes)),
+        dq_sum=dq_sum,
+    )
+
+
+def _layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
+    """What the launches of a plan depend on beside the plan."""
+    return q.dtype, q.shape[1], k.shape[1], q.shape[2], v.shape[2]
 
 
 # ------------------------------------------------------------------------------------------------ reorder

@@ -179,7 +179,8 @@ def within_budget(
     accumulator = np.float64 if actual.dtype == np.float64 else np.float32
     width = actual.shape[-1] if actual.ndim == 3 else 1
     finite = np.abs(oracle[np.isfinite(oracle)])
-    floor = float(ml_dtypes.finfo(actual.dtype).eps) * finite.max(initial=0.0)
+    resolution = ml_dtypes.finfo(actual.dtype).eps  # type: ignore[no-untyped-call]
+    floor = float(resolution) * finite.max(initial=0.0)
     floor += width * float(np.finfo(accumulator).eps)
     error = _max_error(actual.astype(np.float64), oracle)
     budget = float(factor * _max_error(baseline, oracle) + floor)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from thdattn.packing import PackedBatch
 from thdattn.sharding import Sharding
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,15 @@ class Plan:
     arrays: PlanArrays
     engine_name: str
     _empty: Callable[[tuple[int, ...], DTypeLike], Any] = field(repr=False)
-    _buffers: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+    _kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def made_for(self) -> dict[str, Any]:
+        """What must agree with the attention that uses the plan."""
+        return {
+            "cp_size": self.cp_size, "cp_rank": self.cp_rank, "window": self.window, "engine": self.engine_name,
+            "tiles": self.tiles,
+        }
 
     @property
     def batch(self) -> PackedBatch:
@@ -110,14 +120,16 @@ class Plan:
         """(cp_size * local_rows,) int32, sequence-order row of every gathered row; -1 for fillers."""
         return self.arrays.rank_order
 
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike, zeroed: bool = False) -> Any:
-        """A work buffer, made (and zeroed) on first use and kept: a captured CUDA graph must find it where it was."""
-        key = (name, shape, dtype)
-        if key not in self._buffers:
-            self._buffers[key] = self._empty(shape, dtype)
-            if zeroed:
-                self._buffers[key].fill(0)
-        return self._buffers[key]
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """What `make` returned when it was first called for this key: what a plan's calls have in common."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        kept: T = self._kept[key]
+        return kept
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """A work buffer, made on first use and kept: a captured CUDA graph must find it where it was."""
+        return self.once((name, shape, dtype), lambda: self._empty(shape, dtype))
 
 
 def host_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int]) -> PlanArrays:

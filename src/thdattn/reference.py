@@ -176,7 +176,8 @@ def attn_bwd(
 
     dq = np.zeros(q.shape, q.dtype)
     dq[rows] = _ungroup_heads(grad_q * scale).astype(q.dtype)
-    return dq, grad_k.swapaxes(0, 1).astype(kv_grad_dtype), grad_v.swapaxes(0, 1).astype(kv_grad_dtype)
+    dk, dv = (x.swapaxes(0, 1).astype(kv_grad_dtype, order="C") for x in (grad_k, grad_v))
+    return dq, dk, dv
 
 
 def to_sequence_order(k_ranks: Array, v_ranks: Array, plan: Plan) -> tuple[Array, Array]:

@@ -17,7 +17,8 @@ from thdattn.packing import PackedBatch, as_int, check_arrays, check_rows, rows_
 def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int32]:
     """Chunks cp_rank and 2*cp_size-1-cp_rank of every sequence cut into 2*cp_size equal chunks.
 
-    Under a causal mask one of the two chunks is cheap and the other dear, so work is equal on every rank.
+    Under a causal mask one of the two chunks is cheap and the other dear, so work is equal on every rank. Rows behind
+    the last sequence (a fixed capacity) are shared out in equal slices.
 
     Args:
         batch: a batch on the host whose padded lengths are multiples of 2*cp_size.
@@ -25,14 +26,17 @@ def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int
         cp_rank: the rank asked about, 0 <= cp_rank < cp_size.
 
     Returns:
-        (cu_seqlens_padded[-1] // cp_size,) int32, ascending sequence-order rows.
+        At most ceil(total_rows / cp_size) sequence-order rows, int32, ascending.
 
     Source: Llama 3, arXiv:2407.21783, 3.3.2; row for row Transformer Engine's thd_get_partitioned_indices.
     """
     starts: NDArray[np.int32] = batch.cu_seqlens_padded
     chunk = np.diff(starts) // (2 * cp_size)
     begins = starts[:-1, None] + chunk[:, None] * np.array([cp_rank, 2 * cp_size - 1 - cp_rank], np.int32)
-    return rows_of_runs(begins.ravel(), np.repeat(chunk, 2))
+    owned = rows_of_runs(begins.ravel(), np.repeat(chunk, 2))
+    spare = _rows_per_rank(batch, cp_size) - owned.size
+    behind = int(starts[-1]) + spare * cp_rank + np.arange(spare)
+    return np.concatenate([owned, behind[behind < batch.total_rows].astype(np.int32)])
 
 
 def contiguous(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int32]:

@@ -26,17 +26,17 @@ def tensor_map(x: Any, box_rows: int) -> Any:
 
     Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
-    return _encode(x.data.ptr, x.shape, x.dtype.name, box_rows)
+    return _encode(x.data.ptr, x.shape, x.dtype, box_rows)
 
 
 @functools.lru_cache(maxsize=4096)
-def _encode(address: int, shape: tuple[int, int, int], dtype: str, box_rows: int) -> Any:
+def _encode(address: int, shape: tuple[int, int, int], dtype: np.dtype[Any], box_rows: int) -> Any:
     rows, heads, width = shape
     storage = (ctypes.c_ubyte * 192)()
     aligned = (ctypes.addressof(storage) + 63) & ~63
     u64, u32 = ctypes.c_uint64, ctypes.c_uint32
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(aligned), DATA_TYPES[dtype], 3, ctypes.c_void_p(address), (u64 * 3)(width, heads, rows),
+        ctypes.c_void_p(aligned), DATA_TYPES[dtype.name], 3, ctypes.c_void_p(address), (u64 * 3)(width, heads, rows),
         (u64 * 2)(2 * width, 2 * heads * width), (u32 * 3)(BOX_COLUMNS, 1, box_rows), (u32 * 3)(1, 1, 1),
         0, SWIZZLE_128B, L2_PROMOTION_256B, 0,
     )

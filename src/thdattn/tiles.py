@@ -147,7 +147,7 @@ TILES = {
     (t.head_dim, t.v_head_dim): t
     for t in (
         Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3, 2, 4), (Backward(64, 128, 1, 2),), 64, 8),
-        Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(128, 2, 1, 3),
+        Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(112, 3, 1, 3),
               (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), 32, 8),
         Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 1, 3),
               (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), 16, 8),

@@ -45,7 +45,8 @@ class MpiComm(Comm):
         self._world.Barrier()
 
     def _gather_values(self, value: int) -> Sequence[int]:
-        return self._world.allgather(value)
+        values: list[int] = self._world.allgather(value)
+        return values
 
     def _close(self) -> None:
         free(self._world)

@@ -89,7 +89,8 @@ class NcclComm(Comm):
         self._world.Barrier()
 
     def _gather_values(self, value: int) -> Sequence[int]:
-        return self._world.allgather(value)
+        values: list[int] = self._world.allgather(value)
+        return values
 
     def _close(self) -> None:
         atexit.unregister(self.close)
@@ -97,7 +98,8 @@ class NcclComm(Comm):
         mpi.free(self._world)
 
     def _stream(self) -> int:
-        return self._cupy.cuda.get_current_stream().ptr
+        stream: int = self._cupy.cuda.get_current_stream().ptr
+        return stream
 
     def _check_array(self, name: str, array: Any) -> None:
         super()._check_array(name, array)
@@ -111,7 +113,8 @@ class NcclComm(Comm):
 def survey(world: Any) -> list[Outcome]:
     """Every rank's GPU, or why it has none, in rank order; the same list on every rank."""
     local_rank = mpi.local_rank(world)
-    return world.allgather(_attempt(lambda: _find_gpu(local_rank)))
+    found: list[Outcome] = world.allgather(_attempt(lambda: _find_gpu(local_rank)))
+    return found
 
 
 def choose(answers: Sequence[Outcome]) -> list[Gpu]:
