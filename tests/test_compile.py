@@ -48,6 +48,7 @@ def compile_all(kernels: list[tuple[str, int]], arch: str) -> None:
         assert lowered.encode() in cubin, name
         spilled, static = resources(log, lowered)
         assert spilled == 0, f"{name} for {arch} spills {spilled} bytes"
+        assert "wgmma.mma_async instructions are serialized" not in log, f"{name} waits after every wgmma: {log}"
         assert static <= STATIC_BYTES, f"{name} declares {static} bytes, STATIC_BYTES is {STATIC_BYTES}"
         assert static + dynamic <= ARCHITECTURES[arch], f"{name} wants {static} + {dynamic} bytes of shared memory"
 

@@ -117,6 +117,9 @@ struct Ring {
     stage = stage + 1 == kStages ? 0 : stage + 1;
     parity ^= stage == 0;
   }
+  __device__ __forceinline__ Ring back(u32 steps) const {
+    return stage < steps ? Ring{stage + kStages - steps, parity ^ 1} : Ring{stage - steps, parity};
+  }
 };
 
 template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
@@ -132,6 +135,7 @@ struct ForwardShared {
   u64 v_full[kStages], v_empty[kStages];
   QueryTile query_tile[kQStages];
   KeyTile key_tile[kStages];
+  int2 range[kTileM];                                 // of the query rows; registers are what consumers are short of
 
   __device__ __forceinline__ void init() {
     for (int s = 0; s < kQStages; ++s) barrier_init(&q_full[s], 1), barrier_init(&q_empty[s], 4 * kConsumers);
@@ -225,40 +229,48 @@ __device__ __forceinline__ void produce_forward(
   }
 }
 
-// Online softmax of a thread's two rows on unscaled scores. A row that has seen nothing yet keeps -inf and uses 0.
+// Online softmax of a thread's two rows, in powers of two. Probabilities are relative to a base that follows the row
+// maximum only when that has grown by more than kSlack: the sums stay far from overflow, any base gives the same
+// quotient, and sums rarely have to be rescaled.
 struct Softmax {
-  float scale_log2, row_max[2], row_sum[2];
+  static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
+  float scale_log2, row_max[2] = {-kInfinity, -kInfinity}, base[2] = {kNothingYet, kNothingYet}, row_sum[2] = {};
+  float2 shrink;                                      // what sums so far are to be multiplied with, if `rescale`
+  bool rescale;
 
-  // Turns new scores into probabilities; returns by how much each row's earlier sums shrink.
+  // Turns new scores into probabilities.
   template <int kBlocks>
-  __device__ __forceinline__ float2 add(float (&score)[kBlocks][4]) {
-    float shrink[2];
+  __device__ __forceinline__ void add(float (&score)[kBlocks][4]) {
     #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float largest = row_max[r];
       #pragma unroll
-      for (int n = 0; n < kBlocks; ++n) largest = fmaxf(largest, fmaxf(score[n][2 * r], score[n][2 * r + 1]));
-      largest = quad_max(largest);
-      const float base = largest == -kInfinity ? 0.f : largest * scale_log2;
-      shrink[r] = exp2_fast(row_max[r] * scale_log2 - base);
-      row_max[r] = largest;
-      row_sum[r] *= shrink[r];
-      #pragma unroll
-      for (int i = 0; i < 2 * kBlocks; ++i) {
-        float& s = score[i / 2][2 * r + i % 2];
-        s = exp2_fast(fmaf(s, scale_log2, -base));
-        row_sum[r] += s;
-      }
+      for (int n = 0; n < kBlocks; ++n) row_max[r] = fmaxf(row_max[r], fmaxf(score[n][2 * r], score[n][2 * r + 1]));
+      row_max[r] = quad_max(row_max[r]);
     }
-    return make_float2(shrink[0], shrink[1]);
+    const float top[2] = {row_max[0] * scale_log2, row_max[1] * scale_log2};
+    rescale = __any_sync(0xffffffffu, top[0] > base[0] + kSlack || top[1] > base[1] + kSlack);
+    if (rescale) {
+      const float next[2] = {fmaxf(base[0], top[0]), fmaxf(base[1], top[1])};
+      shrink = make_float2(exp2_fast(base[0] - next[0]), exp2_fast(base[1] - next[1]));
+      row_sum[0] *= shrink.x, row_sum[1] *= shrink.y;
+      base[0] = next[0], base[1] = next[1];
+    }
+    #pragma unroll
+    for (int i = 0; i < 4 * kBlocks; ++i) {
+      float& s = score[i / 4][i % 4];
+      s = exp2_fast(fmaf(s, scale_log2, -base[i % 4 / 2]));
+      row_sum[i % 4 / 2] += s;
+    }
   }
 };
 
 template <int kBlocks>
-__device__ __forceinline__ void hide(float (&score)[kBlocks][4], const int2 (&range)[2], int first_key) {
+__device__ __forceinline__ void hide(float (&score)[kBlocks][4], const int2* warp_range, int first_key) {
+  const int lane = threadIdx.x % kWarp;
+  const int2 range[2] = {warp_range[lane / 4], warp_range[lane / 4 + 8]};
   #pragma unroll
   for (int i = 0; i < 4 * kBlocks; ++i)
-    if (!contains(range[i % 4 / 2], first_key + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2)) score[i / 4][i % 4] = -kInfinity;
+    if (!contains(range[i % 4 / 2], first_key + i / 4 * 8 + lane % 4 * 2 + i % 2)) score[i / 4][i % 4] = -kInfinity;
 }
 
 template <int kBlocks>
@@ -288,10 +300,12 @@ __device__ __forceinline__ void consume_forward(
     query_tile.tile = __shfl_sync(0xffffffffu, query_tile.tile, 0);
     if (query_tile.tile < 0) break;
     const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytes;
-    const int row0 = query_tile.tile * kTileM + consumer * 64 + warp * 16 + lane / 4;
-    const int2 range[2] = {range_of(key_ranges, row0, size.q_rows), range_of(key_ranges, row0 + 8, size.q_rows)};
+    const int first_row = query_tile.tile * kTileM + consumer * 64 + warp * 16;
+    int2* const range = shared.range + consumer * 64 + warp * 16;
+    if (lane < 16) range[lane] = range_of(key_ranges, first_row + lane, size.q_rows);
+    __syncwarp();
     float sum_out[kOutBlocks][4] = {};
-    Softmax softmax = {softmax_scale * kLog2e, {-kInfinity, -kInfinity}, {0.f, 0.f}};
+    Softmax softmax = {softmax_scale * kLog2e};
 
     bool last = !__shfl_sync(0xffffffffu, query_tile.has_keys, 0);
     u32 mine = 0;
@@ -331,21 +345,21 @@ __device__ __forceinline__ void consume_forward(
       wgmma_wait<0>(score);
       release_keys();
       if (mine & kMasked) hide(score, range, first_key);
-      float2 shrink = softmax.add(score);
-      int done = -1;                                // stage whose values the sum in flight reads
-      Ring<kStages> v_ring = ring;
+      softmax.add(score);
+      bool summing = false;                           // values two tiles back are being read
       ring.advance();
 
       u32 probability[1][kTileN / 16][4];
       auto finish_sum = [&] {
         wgmma_wait<0>(sum_out);
-        if (done >= 0) arrive(&shared.v_empty[done]);
-        scale_rows(sum_out, shrink);
+        if (summing) arrive(&shared.v_empty[ring.back(2).stage]);
+        if (softmax.rescale) scale_rows(sum_out, softmax.shrink);
         round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&score);
       };
       auto start_sum = [&] {
-        barrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
-        start_weighted_sum<T, kVHeadDim, kTileN>(sum_out, probability, shared.v[v_ring.stage]);
+        const Ring<kStages> values = ring.back(1);
+        barrier_wait(&shared.v_full[values.stage], values.parity);
+        start_weighted_sum<T, kVHeadDim, kTileN>(sum_out, probability, shared.v[values.stage]);
         wgmma_commit();
       };
       while (!last) {
@@ -361,16 +375,15 @@ __device__ __forceinline__ void consume_forward(
         wgmma_wait<1>(score);
         release_keys();
         if (mine & kMasked) hide(score, range, first_key);
-        shrink = softmax.add(score);
-        done = v_ring.stage;
-        v_ring = ring;
+        softmax.add(score);
+        summing = true;
         ring.advance();
       }
       finish_sum();
       wgmma_begin();
       start_sum();
       wgmma_wait<0>(sum_out);
-      arrive(&shared.v_empty[v_ring.stage]);
+      arrive(&shared.v_empty[ring.back(1).stage]);
       if (!(mine & kSees)) pass();
     }
     q_ring.advance();
@@ -379,12 +392,12 @@ __device__ __forceinline__ void consume_forward(
     float largest = -kInfinity;
     #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row0 + 8 * r;
-      const bool padding = is_empty(range[r]);
-      const float total = quad_sum(softmax.row_sum[r]), logit = softmax.row_max[r] * softmax_scale, scale = 1.f / total;
-      if (!padding) largest = fmaxf(largest, logit);
+      const int row = first_row + lane / 4 + 8 * r;
+      const bool padding = is_empty(range[lane / 4 + 8 * r]);
+      const float total = quad_sum(softmax.row_sum[r]), scale = 1.f / total;
+      if (!padding) largest = fmaxf(largest, softmax.row_max[r] * softmax_scale);
       if (lane % 4 == 0 && row < size.q_rows)
-        lse[(size_t)query_tile.head * size.q_rows + row] = padding ? -kInfinity : logit + __log2f(total) * kLn2;
+        lse[(size_t)query_tile.head * size.q_rows + row] = padding ? -kInfinity : (softmax.base[r] + __log2f(total)) * kLn2;
       T* const out_row = out + ((size_t)row * size.num_heads + query_tile.head) * kVHeadDim;
       #pragma unroll
       for (int n = 0; n < kOutBlocks; n += 4) {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels.cu
 STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
 SLAB, SLAB_BYTES = 64, 128  # columns of a slab of a Hopper tile, bytes of its rows
-SM90_EXTRA_BYTES = 1024 + 256  # to align the tiles, and for the barriers behind them
+SM90_EXTRA_BYTES = 1024 + 256 + 1536  # to align the tiles, for the barriers behind them, and for the ranges
 
 ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
 
@@ -146,10 +146,10 @@ class Tiles:
 TILES = {
     (t.head_dim, t.v_head_dim): t
     for t in (
-        Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3, 2, 4), (Backward(64, 128, 1, 2),), 64, 8),
-        Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(112, 3, 1, 3),
+        Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3, 2, 2), (Backward(64, 128, 1, 2),), 64, 8),
+        Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(96, 3, 1, 3),
               (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), 32, 8),
-        Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 1, 3),
+        Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 2, 2),
               (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), 16, 8),
         Tiles(192, 128, Forward(64, 4, 1), ForwardSm90(128, 2, 1, 2),
               (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), 16, 4),
