@@ -11,8 +11,10 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import cupy
 import ml_dtypes
@@ -21,6 +23,7 @@ from numpy.typing import DTypeLike
 from workloads import Case
 
 import thdattn
+from thdattn import ops
 
 # Two right results in bfloat16 differ by less: as a whole, and anywhere relative to the largest element.
 RELATIVE_ERROR, LARGEST_ERROR = 1e-2, 2.0**-5
@@ -136,6 +139,16 @@ class Ours(Peer):
 
     def results(self) -> Sequence[Any]:
         return self.out, *self.grads
+
+
+class Portable(Ours):
+    """The same with the portable kernels, which GPUs with kernels of their own do not use."""
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        gpu = replace(ops._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
+        with patch.object(ops, "_gpu", lambda device: gpu):
+            super().__init__(case, inputs)
+            self.forward()  # a plan keeps the kernels of its first call
 
 
 class TorchPeer(Peer):
@@ -297,5 +310,5 @@ def tensor(x: Any) -> Any:
 
 
 PEERS: dict[str, type[Peer]] = {
-    "ours": Ours, "fa4": FlashAttention4, "varlen": TorchVarlen, "cudnn": TorchCudnn,
+    "ours": Ours, "portable": Portable, "fa4": FlashAttention4, "varlen": TorchVarlen, "cudnn": TorchCudnn,
 }  # fmt: skip

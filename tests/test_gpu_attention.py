@@ -5,6 +5,8 @@ Simulated ranks share the GPU. Every allocation starts as NaN and every row that
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cases import BFLOAT16, BIG, LONG, SMALL, Case, check, check_long, random_inputs, run, to_host
@@ -42,6 +44,15 @@ def test_every_pack_and_mask_is_the_oracle(cupy, case, dtype, cp_size):
 
 @pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS))
 def test_every_head_dim_is_the_oracle(cupy, case, dtype, cp_size):
+    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *SMALL], [BFLOAT16]))
+def test_portable_kernels_are_the_oracle_on_every_gpu(cupy, monkeypatch, case, dtype, cp_size):
+    from thdattn import ops
+
+    gpu = replace(ops._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
+    monkeypatch.setattr(ops, "_gpu", lambda device: gpu)
     check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
 
 

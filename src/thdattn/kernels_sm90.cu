@@ -416,7 +416,8 @@ __device__ __forceinline__ void consume_forward(
   }
 }
 
-// The contract of thd_attn_fwd; max_logits (num_heads, tiles, 4 * kConsumers); maps of boxes of 64 * kConsumers rows of
+// The contract of thd_attn_fwd, except that padding rows of k and v must hold finite numbers: a copy by tensor map cannot
+// leave rows out (the pipeline zeros them). max_logits (num_heads, tiles, 4 * kConsumers); maps of boxes of 64 * kConsumers rows of
 // q and kTileN rows of k, v; counter: one int, zero, and zero again afterwards.
 // Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers).
 template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
