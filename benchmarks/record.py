@@ -105,6 +105,26 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
+def summary(rows: Sequence[Row]) -> str:
+    """The README's table, Markdown: TFLOP/s of every peer, forward/backward, with the launch overhead taken out."""
+    times, about = Times(rows), rows[0]
+    peers = ["ours", *times.peers]
+    versions = {row["peer"]: row["peer_version"] for row in rows}
+    lines = [
+        f"{about['gpu']}, driver {about['driver']}, kernel sources {about['kernel_sources']}, "
+        f"{about['command'].removeprefix('python ')}; bfloat16, causal, 16 heads of 128 unless the name says so;",
+        "TFLOP/s forward/backward in replayed CUDA graphs.",
+        f"Versions: {', '.join(f'{peer} {versions[peer]}' for peer in peers)}.",
+        "",
+        "| case | " + " | ".join(peers) + " |",
+        "|---" * (1 + len(peers)) + "|",
+    ]
+    for case in times.cases:
+        speeds = [[times.value("tflops", case, peer, way, "graph") for way in DIRECTIONS] for peer in peers]
+        lines.append(f"| {case} | " + " | ".join(_slashed(x, 3) for x in speeds) + " |")
+    return "\n".join(lines)
+
+
 def _slashed(numbers: Iterable[float], digits: int) -> str:
     """Numbers to so many significant digits, or all of a larger integer; a dash for NaN."""
     return "/".join(

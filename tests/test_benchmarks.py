@@ -130,3 +130,18 @@ def test_plot_is_written_for_whatever_was_measured(tmp_path):
     pytest.importorskip("matplotlib")
     record.plot(fake_rows(), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_numbers_of_the_readme_are_those_of_the_results():
+    page = (Path(record.__file__).parents[1] / "README.md").read_text()
+    shown = page.split("<!-- numbers:begin -->\n")[1].split("\n<!-- numbers:end -->")[0]
+    rows = record.load(record.results_file("attention", "NVIDIA H100 80GB HBM3"))
+    assert len(rows) > 100
+    assert shown == record.summary(rows)
+
+
+def test_ratios_of_the_readme_are_those_of_the_reorder_results():
+    rows = record.load(record.results_file("reorder", "NVIDIA H100 80GB HBM3"))
+    ratios = [float(row["ratio"]) for row in rows]
+    page = (Path(record.__file__).parents[1] / "README.md").read_text()
+    assert f"at {min(ratios):.2f} to {max(ratios):.2f} of a plain" in " ".join(page.split())
