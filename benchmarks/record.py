@@ -1,4 +1,7 @@
-"""The record of measurements: what they were taken on, the CSV file, the table and the plot."""
+"""The record of measurements: what they were taken on, the CSV file, the table and the plot.
+
+    python benchmarks/record.py benchmarks/results/attention_GPU.csv      prints the table that stands in README.md
+"""
 
 from __future__ import annotations
 
@@ -159,3 +162,7 @@ def plot(rows: Iterable[Row], path: Path) -> None:
     panels[-1].set_xticks([x + 0.4 for x in range(len(times.cases))], times.cases, rotation=40, ha="right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    print(summary(load(Path(sys.argv[1]))))
