@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from thdattn.comm import Comm
+
+SECONDS_TO_BE_HEARD = 0.5
 
 
 class MpiComm(Comm):
@@ -102,6 +105,18 @@ def free(communicator: Any) -> None:
         communicator.Free()
 
 
+def abort(world: Any) -> None:
+    """End all ranks, after giving the launcher time to pass on what this one has said.
+
+    NOTE: MPI_Abort kills the launcher's helpers too, and with them output that they have not forwarded yet; nothing
+    tells when they have.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(SECONDS_TO_BE_HEARD)
+    world.Abort(1)
+
+
 def _end_all_ranks_on_error(world: Any) -> None:
     """Turn an uncaught exception into MPI_Abort; MPI_Finalize would wait for ranks that wait for this one."""
     previous = sys.excepthook
@@ -112,9 +127,7 @@ def _end_all_ranks_on_error(world: Any) -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         previous(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        world.Abort(1)
+        abort(world)
 
     report_and_abort.ends_all_ranks = True  # type: ignore[attr-defined]
     sys.excepthook = report_and_abort

@@ -193,9 +193,8 @@ def _give_up(world: Any) -> None:
         f"thdattn: rank {world.rank} of {world.size} on {socket.gethostname()}: NCCL did not start within "
         f"{_START_TIMEOUT_SECONDS:g} s, ending all ranks; NCCL_DEBUG=INFO shows which rank is missing",
         file=sys.stderr,
-        flush=True,
     )
-    world.Abort(1)
+    mpi.abort(world)
 
 
 def _attempt(action: Callable[[], Any]) -> Outcome:
