@@ -142,7 +142,7 @@ def rows_of(
             "direction": direction,
             "timing": how,
             "ms": "" if ms is None else f"{ms:.5f}",
-            "tflops": f"{case.flops(direction) / ms / 1e9:.2f}" if ms is not None and counted else "",
+            "tflops": f"{getattr(case.flops, direction) / ms / 1e9:.2f}" if ms is not None and counted else "",
         }
 
 

@@ -109,10 +109,7 @@ class Ours(Peer):
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         self.inputs = inputs
-        self.attn = thdattn.CPAttention(
-            thdattn.comm.init("single"), case.heads, case.head_dim, case.kv_heads, case.v_head_dim,
-            causal=case.causal, window=case.window, engine="cuda",
-        )  # fmt: skip
+        self.attn = case.attention("cuda")
         self.batch = case.batch()
         self.batch_on_device = thdattn.PackedBatch(
             cupy.asarray(self.batch.cu_seqlens), total_rows=self.batch.total_rows

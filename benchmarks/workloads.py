@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -44,24 +45,18 @@ class Case:
         """The pack, with its lengths on the host."""
         return thdattn.PackedBatch.from_lengths(self.lengths)
 
-    def flops(self, direction: str) -> float:
-        """Operations of "forward" or "backward" of all heads.
+    def attention(self, engine: str) -> thdattn.CPAttention:
+        """The attention of the case, on one rank."""
+        return thdattn.CPAttention(
+            thdattn.comm.init("single"), self.heads, self.head_dim, self.kv_heads, self.v_head_dim,
+            causal=self.causal, window=self.window, engine=engine,
+        )  # fmt: skip
 
-        Two products of 2*width per visible pair forward, one over head_dim and one over v_head_dim; the backward
-        counts 2.5 times as much, as everyone reports it.
-        """
-        forward = 2 * (self.head_dim + self.v_head_dim) * self.heads * visible_pairs(self.lengths, self.sides)
-        return forward * {"forward": 1.0, "backward": 2.5}[direction]
-
-
-def visible_pairs(lengths: tuple[int, ...], sides: tuple[int, int]) -> int:
-    """Pairs (query, key) that the mask leaves, over all sequences.
-
-    Each side of the window hides a triangle of the length x length square.
-    """
-    length = np.array(lengths, np.int64)
-    hidden = [np.maximum(length - 1 - side, 0) for side in sides if side >= 0]
-    return int((length**2).sum() - sum((n * (n + 1) // 2).sum() for n in hidden))
+    @cached_property
+    def flops(self) -> thdattn.Flops:
+        """Operations of all heads; the same for every engine and peer."""
+        attn = self.attention("reference")
+        return attn.flops(attn.plan(self.batch(), "contiguous"))
 
 
 def lognormal_pack(seed: int = 0) -> tuple[int, ...]:

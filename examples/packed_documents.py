@@ -101,7 +101,7 @@ def run(comm: thdattn.comm.Comm, args: argparse.Namespace) -> bool:
         verdicts = check(this, inputs, results)
 
     if comm.rank == 0:
-        report.print_times(attn, int(work[:, 1].sum()), forward, backward)
+        report.print_times(attn, attn.flops(plan), forward, backward)
         report.print_verdicts(verdicts)
     return verdicts.passed
 
@@ -135,7 +135,7 @@ def embed(this: Run, tokens: np.ndarray) -> list[Any]:
     frequencies = 10_000.0 ** -np.linspace(0, 1, FEATURES // 2)
     angles = to_host(plan.positions)[:, None] * frequencies
     vectors = rng.standard_normal((256, FEATURES))[local_tokens] + np.hstack([np.sin(angles), np.cos(angles)])
-    padding = is_padding(plan)
+    padding = ~to_host(plan.valid)
     arrays = []
     for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads):
         weights = rng.standard_normal((FEATURES, heads * args.head_dim), np.float32) * FEATURES**-0.5
@@ -167,7 +167,7 @@ def check(this: Run, inputs: dict[str, Any], results: dict[str, Any]) -> report.
     q, k, v, dout = (rows_of_all_ranks(this, x, sample_rows) for x in inputs.values())
     actual = {name: rows_of_all_ranks(this, x, sample_rows) for name, x in results.items()}
 
-    padding = is_padding(this.plan)
+    padding = ~to_host(this.plan.valid)
     not_zero = this.total([sum(int((to_host(x)[padding] != 0).sum()) for x in results.values())]).sum()
 
     errors = {}
@@ -206,12 +206,6 @@ def rows_of_all_ranks(this: Run, x: Any, rows: np.ndarray) -> np.ndarray:
     everything = this.xp.asarray(part)
     this.comm.all_reduce(everything, "sum")
     return np.asarray(to_host(everything), x.dtype)
-
-
-def is_padding(plan: thdattn.Plan) -> np.ndarray:
-    """(local_rows,) bool: the rows that see no key, not even themselves."""
-    begin, end = to_host(plan.key_ranges).T
-    return np.asarray(begin == end)
 
 
 def to_host(x: Any) -> np.ndarray:

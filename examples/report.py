@@ -98,15 +98,14 @@ def print_engine(attn: thdattn.CPAttention, why: str) -> None:
 
 
 def print_times(
-    attn: thdattn.CPAttention, pairs: int, forward: tuple[float, float], backward: tuple[float, float]
+    attn: thdattn.CPAttention, flops: thdattn.Flops, forward: tuple[float, float], backward: tuple[float, float]
 ) -> None:
     print("\nTime of all ranks together      first call     later calls (median)")
-    for name, products, (first, later) in (("forward", 2, forward), ("backward", 5, backward)):
+    for name, work, (first, later) in (("forward", flops.forward, forward), ("backward", flops.backward, backward)):
         speed = ""
         if attn.engine == "cuda":
             gpus = attn.comm.size if attn.comm.name == "nccl" else 1
-            flops = 2 * products * pairs * attn.num_heads * attn.head_dim
-            speed = f"   {flops / later / gpus / 1e12:.0f} TFLOP/s per GPU"
+            speed = f"   {work / later / gpus / 1e12:.0f} TFLOP/s per GPU"
         print(f"  {name:<24} {_seconds(first):>15} {_seconds(later):>15}{speed}")
 
 
@@ -133,15 +132,15 @@ def draw(path: str, sharding: thdattn.Sharding, attn: thdattn.CPAttention, names
         thdattn.comm.init("single"), attn.num_heads, attn.head_dim, causal=attn.causal, window=attn.window,
         engine="reference",
     )  # fmt: skip
-    key_ranges = alone.plan(batch, "contiguous").key_ranges  # of one rank: all rows, in sequence order
+    plan = alone.plan(batch, "contiguous")  # of one rank: all rows, in sequence order
 
     figure = Figure(figsize=(15, 5.9), layout="constrained")
     documents, whole, part = figure.subplots(1, 3, width_ratios=(0.8, 1, 1))
     _draw_documents(documents, sharding, owner, names)
-    _draw_mask(whole, owner, key_ranges, 0, batch.total_rows)
+    _draw_mask(whole, owner, plan, 0, batch.total_rows)
     whole.set_title(f"Who sees what: all {batch.total_rows:,} rows", fontsize=11)
     begin, end = _few_rows(batch)
-    _draw_mask(part, owner, key_ranges, begin, end)
+    _draw_mask(part, owner, plan, begin, end)
     part.set_title(f"Enlarged: rows {begin:,} to {end:,}", fontsize=11)
     title = f"{batch.num_seqs} documents on {sharding.cp_size} ranks, sharding {sharding.strategy!r}, {_mask(attn)}"
     figure.suptitle(title, fontsize=14)
@@ -170,15 +169,15 @@ def _draw_documents(axes: Any, sharding: thdattn.Sharding, owner: np.ndarray, na
     axes.tick_params(left=False)
 
 
-def _draw_mask(axes: Any, owner: np.ndarray, key_ranges: np.ndarray, begin: int, end: int) -> None:
+def _draw_mask(axes: Any, owner: np.ndarray, plan: thdattn.Plan, begin: int, end: int) -> None:
     """Query rows down, key rows across; a pixel is coloured where the row at its middle sees the key at its middle."""
     pixels = min(MOST_PIXELS, end - begin)
     rows = begin + ((np.arange(pixels) + 0.5) * (end - begin) / pixels).astype(int)
-    seen = (key_ranges[rows, :1] <= rows) & (rows < key_ranges[rows, 1:])
+    seen = (plan.key_ranges[rows, :1] <= rows) & (rows < plan.key_ranges[rows, 1:])
     colours = np.array([_rgb(_colour(rank)) for rank in owner[rows]])
     image = np.where(seen[:, :, None], colours[:, None, :], 1.0)
     if pixels == end - begin:  # else a row of padding would be drawn here and there, by chance
-        padding = key_ranges[rows, 0] == key_ranges[rows, 1]
+        padding = ~plan.valid[rows]
         image[padding] = image[:, padding] = _rgb(PADDING)
     axes.imshow(image, extent=(begin, end, end, begin), interpolation="nearest")
     axes.set_anchor("N")

@@ -11,25 +11,12 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import record
-from workloads import CASES, PACK_TOKENS, Case, document_pack, lognormal_pack, visible_pairs
+from workloads import CASES, PACK_TOKENS, Case, document_pack, lognormal_pack
+
+import thdattn
 
 BENCHMARKS = Path(record.__file__).parent
 KEY = ("gpu", "case", "peer", "direction", "timing")
-
-
-def brute_force_pairs(lengths, causal, window):
-    pairs = 0
-    for length in lengths:
-        query, key = np.mgrid[:length, :length]
-        sees = np.ones((length, length), bool)
-        if causal:
-            sees &= key <= query
-        if window[0] >= 0:
-            sees &= key >= query - window[0]
-        if window[1] >= 0:
-            sees &= key <= query + window[1]
-        pairs += int(sees.sum())
-    return pairs
 
 
 def row(case, peer, direction, timing, ms, tflops, gpu="H100"):
@@ -37,25 +24,10 @@ def row(case, peer, direction, timing, ms, tflops, gpu="H100"):
     return key | {"ms": ms, "tflops": tflops}
 
 
-def test_flops_worked_by_hand():
-    # Causal: 1 + 2 + 3 pairs; 2*(4 + 8) operations per pair and head; two heads.
-    case = Case("by hand", (3,), heads=2, kv_heads=1, head_dim=4, v_head_dim=8)
-    assert case.flops("forward") == 6 * 2 * (4 + 8) * 2
-    assert case.flops("backward") == 2.5 * case.flops("forward")
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [(-1, -1), (0, 0), (3, 0), (-1, 0), (5, -1), (2, 4), (100, 100)])
-def test_visible_pairs_are_those_of_the_mask(causal, window):
-    lengths = (0, 1, 2, 5, 17)
-    if causal and window[1] > 0:
-        window = (window[0], 0)
-    case = Case("pairs", lengths, causal=causal, window=window)
-    assert visible_pairs(lengths, case.sides) == brute_force_pairs(lengths, causal, window)
-
-
-def test_pairs_of_a_long_sequence_do_not_overflow():
-    assert visible_pairs((2**20, 2**20), (-1, -1)) == 2**41
+def test_flops_are_those_of_the_visible_pairs():
+    # Causal, one back: 1 + 2 + 2 pairs; 2*(4 + 8) operations per pair and head; two heads.
+    case = Case("by hand", (3,), heads=2, kv_heads=1, head_dim=4, v_head_dim=8, window=(1, 0))
+    assert case.flops == thdattn.Flops(forward=5 * 2 * (4 + 8) * 2, backward=5 * 5 * (4 + 8) * 2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -64,7 +36,7 @@ def test_every_case_packs_into_its_tokens(name):
     assert case.name == name
     assert case.batch().total_rows == case.batch().total_tokens == case.total_tokens == sum(case.lengths)
     assert min(case.lengths) > 0 and case.heads % case.kv_heads == 0
-    assert case.flops("forward") > 0
+    assert case.flops.forward > 0
 
 
 @pytest.mark.parametrize(("draw", "shortest", "longest"), [(lognormal_pack, 16, 8192), (document_pack, 1, 16_384)])

@@ -68,3 +68,15 @@ def test_uploaded_host_plan_is_the_host_plan(cupy):
     for field, x in vars(wanted).items():
         assert isinstance(getattr(made, field), cupy.ndarray)
         np.testing.assert_array_equal(getattr(made, field).get(), x, err_msg=field)
+
+
+@pytest.mark.parametrize("name", ["edge-lengths", "capacity", "all-empty", "no-sequences"])
+def test_valid_rows_are_known_on_the_gpu(cupy, name):
+    case = next(case for case in SMALL if case.name == name)
+    attention = thdattn.CPAttention(thdattn.comm.init("single"), 2, 64, engine="cuda")
+    reference = thdattn.CPAttention(thdattn.comm.init("single"), 2, 64, engine="reference")
+    batch = case.batch(1)
+    for lengths in (batch, on_gpu(cupy, batch)):
+        valid = attention.plan(lengths).valid
+        assert isinstance(valid, cupy.ndarray) and valid.dtype == bool
+        np.testing.assert_array_equal(valid.get(), reference.plan(batch).valid)

@@ -1,11 +1,11 @@
 """Attention over packed variable-length sequences spread over many GPUs, forward and backward, without a framework."""
 
 from thdattn import comm
-from thdattn.attention import CPAttention, Saved
+from thdattn.attention import CPAttention, Flops, Saved
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
 from thdattn.sharding import Sharding
 
 __version__ = "0.1.0"
 
-__all__ = ["CPAttention", "PackedBatch", "Plan", "Saved", "Sharding", "__version__", "comm"]
+__all__ = ["CPAttention", "Flops", "PackedBatch", "Plan", "Saved", "Sharding", "__version__", "comm"]

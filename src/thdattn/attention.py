@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401 - makes "bfloat16" a dtype to NumPy
 import numpy as np
@@ -39,6 +39,13 @@ class Saved:
     lse: Any
     max_logit: Any
     plan: Plan
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of one attention layer, all ranks together: exact ints."""
+
+    forward: int
+    backward: int
 
 
 class CPAttention:
@@ -185,6 +192,22 @@ class CPAttention:
             self._engine, self.comm, plan, dout, saved.q, saved.k, saved.v, saved.out, saved.lse,
             self.softmax_scale, self.deterministic,
         )
+
+    def flops(self, plan: Plan) -> Flops:
+        """Operations of one forward and one backward over a plan's batch, of all ranks together.
+
+        By FlashAttention's convention, so that speeds can be compared: products of visible pairs alone, two forward
+        (one as wide as q and k, one as v), and 2.5 times as many operations backward (five products).
+
+        Args:
+            plan: as for forward; its lengths on the host.
+
+        Raises:
+            TypeError, ValueError: as forward; also a ValueError if the lengths lie on a GPU.
+        """
+        self._check_plan(plan)
+        one_each = plan.visible_pairs * self.num_heads * (self.head_dim + self.v_head_dim)
+        return Flops(forward=2 * one_each, backward=5 * one_each)
 
     def _checked_dtype(self, dtype: DTypeLike) -> np.dtype[Any]:
         try:

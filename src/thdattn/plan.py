@@ -111,6 +111,26 @@ class Plan:
         return self.arrays.key_ranges
 
     @property
+    def valid(self) -> Any:
+        """(local_rows,) bool, on the plan's device: whether a local row holds a token, for a loss; else it is padding.
+
+        Computed at every call, as a captured CUDA graph may have planned anew since the last one.
+        """
+        begin, end = self.arrays.key_ranges.T
+        return begin < end  # a token sees at least itself
+
+    @property
+    def visible_pairs(self) -> int:
+        """Pairs (query, key) that the mask leaves, of all ranks together. ValueError if the offsets lie on a GPU.
+
+        Each side of the window hides a triangle of the length x length square.
+        """
+        self.batch.require_host("counting visible pairs")
+        lengths = self.batch.lengths.astype(np.int64)
+        hidden = [np.maximum(lengths - 1 - side, 0) for side in self.window if side >= 0]
+        return int((lengths**2).sum() - sum((n * (n + 1) // 2).sum() for n in hidden))
+
+    @property
     def query_ranges(self) -> Any:
         """(key_rows, 2) int32, the local query rows that see every key row."""
         return self.arrays.query_ranges

@@ -1,0 +1,124 @@
+"""How much work a plan is: visible pairs and FLOPs against a count of every pair, and which rows hold a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import SMALL, Case, token_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import thdattn
+
+WINDOWS = [(-1, -1), (0, 0), (3, 0), (-1, 0), (5, -1), (2, 4), (0, 7), (100, 100)]
+
+
+def attention(comm=None, **options):
+    comm = comm or thdattn.comm.init("single")
+    return thdattn.CPAttention(comm, **{"num_heads": 2, "head_dim": 8, "engine": "reference", **options})
+
+
+def counted_pairs(lengths, causal, window):
+    """Every query and key of every document, one by one."""
+    left, right = window
+    return sum(
+        (left < 0 or key >= query - left) and (right < 0 or key <= query + right) and (not causal or key <= query)
+        for length in lengths for query in range(length) for key in range(length)
+    )  # fmt: skip
+
+
+def test_flops_worked_by_hand():
+    # Causal: 1 + 2 + 3 pairs; per pair and head 2*4 operations for the score, 2*8 for its share of the output.
+    attn = attention(num_heads=2, num_kv_heads=1, head_dim=4, v_head_dim=8)
+    flops = attn.flops(attn.plan(thdattn.PackedBatch([0, 3]), "contiguous"))
+    assert flops.forward == 6 * 2 * (2 * 4 + 2 * 8)
+    assert flops.backward == 2.5 * flops.forward
+    assert [type(count) for count in flops] == [int, int]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_every_rank_counts_the_pairs_of_all_ranks(window, causal, cp_size):
+    lengths = (0, 1, 2, 5, 0, 17, 9)
+    window = (window[0], min(window[1], 0)) if causal else window
+    batch = thdattn.PackedBatch.from_lengths(lengths, multiple=2 * cp_size)
+
+    def program(comm):
+        attn = attention(comm, num_heads=3, head_dim=8, causal=causal, window=window)
+        plan = attn.plan(batch)
+        return plan, attn.flops(plan)
+
+    pairs = counted_pairs(lengths, causal, window)
+    ranks = thdattn.comm.run_local(cp_size, program)
+    for plan, flops in ranks:
+        assert plan.visible_pairs == pairs
+        assert flops == thdattn.Flops(pairs * 3 * 2 * (8 + 8), pairs * 3 * 5 * (8 + 8))
+    assert sum(int(np.diff(plan.key_ranges).sum()) for plan, _ in ranks) == pairs, "a rank's share is its key ranges"
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 2)), max_size=5), st.integers(0, 9), st.booleans(),
+       st.tuples(st.integers(-1, 17), st.integers(-1, 17)))
+def test_pairs_of_any_pack_are_those_counted(pack, slack, causal, window):
+    window = (window[0], min(window[1], 0)) if causal else window
+    lengths = tuple(length for length, _ in pack)
+    padded = tuple(length + padding for length, padding in pack)
+    batch = Case("any", lengths, padded, slack).batch(1)
+    plan = attention(causal=causal, window=window).plan(batch, "contiguous")
+    assert plan.visible_pairs == counted_pairs(lengths, causal, window)
+
+
+@pytest.mark.parametrize(("causal", "pairs"), [(True, 65_536 * 65_537 // 2), (False, 65_536**2)])
+def test_long_documents_do_not_overflow(causal, pairs):
+    attn = attention(num_heads=128, num_kv_heads=8, head_dim=128, causal=causal)
+    flops = attn.flops(attn.plan(thdattn.PackedBatch.from_lengths([65_536, 65_536, 7, 65_536], 2)))
+    small = 7 * 8 // 2 if causal else 49
+    assert flops.forward == 4 * 128 * 128 * (3 * pairs + small)
+    assert flops.backward == 10 * 128 * 128 * (3 * pairs + small)
+
+
+def test_longest_possible_document_does_not_overflow():
+    attn = attention(num_heads=1)
+    plan = attn.plan(thdattn.PackedBatch([0, 4]))
+    longest = thdattn.PackedBatch([0, 2**31 - 1])
+    plan = replace(plan, sharding=thdattn.Sharding(longest, 1, "contiguous"))
+    assert plan.visible_pairs == (2**31 - 1) * 2**31 // 2
+    assert replace(plan, window=(-1, -1)).visible_pairs == (2**31 - 1) ** 2
+
+
+def test_plan_of_another_mask_is_refused():
+    plan = attention(window=(5, 0)).plan(thdattn.PackedBatch([0, 8]))
+    with pytest.raises(ValueError, match=r"plan was made for window \(5, 0\), wanted \(-1, 0\)"):
+        attention().flops(plan)
+    with pytest.raises(TypeError, match=r"plan is a PackedBatch, wanted a Plan; make it with attn\.plan\(batch\)"):
+        attention().flops(plan.batch)
+
+
+def test_lengths_on_a_gpu_are_refused():
+    class OnGpu:
+        shape, dtype = (2,), np.dtype("int32")
+
+        def __dlpack_device__(self):
+            return 2, 0
+
+    attn = attention()
+    plan = replace(attn.plan(thdattn.PackedBatch([0, 4])),
+                   sharding=thdattn.Sharding(thdattn.PackedBatch(OnGpu(), total_rows=4), 1))
+    with pytest.raises(ValueError, match=r"counting visible pairs needs the offsets on the host.*cu_seqlens\.get\(\)"):
+        attn.flops(plan)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_valid_rows_are_those_that_hold_a_token(case):
+    for cp_size in case.cp_sizes:
+        batch = case.batch(cp_size)
+        plans = thdattn.comm.run_local(
+            cp_size, lambda comm, batch=batch: case.slim().attention(comm, "float32").plan(batch, case.sharding)
+        )
+        for plan in plans:
+            assert plan.valid.shape == (plan.local_rows,) and plan.valid.dtype == bool
+            np.testing.assert_array_equal(plan.valid, np.isin(plan.rows, token_rows(batch)))
+        assert sum(int(plan.valid.sum()) for plan in plans) == batch.total_tokens
