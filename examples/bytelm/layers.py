@@ -1,0 +1,178 @@
+"""The layers on the CPU, each forward next to its backward; layers_cuda.py has the same functions for a GPU.
+
+Arrays have one row per token. A backward takes the gradient of the forward's result, returns the gradient of its input,
+and adds the gradient of a weight to the array passed for it. All of it works in float32, and in float64 for tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+xp = np
+DTYPE = np.dtype("float32")  # of activations, and of the weights as the layers read them
+EPSILON = 1e-6  # in the root of RMSNorm
+
+Array = Any
+
+
+class AdamWStep(NamedTuple):
+    """The numbers of one step, as 32-bit floats for a kernel.
+
+    mean <- beta1 * mean + (1 - beta1) * gradient; square likewise with the gradient's square; then
+    weights <- keep * weights - size * mean / (sqrt(square * square_scale) + epsilon).
+    """
+
+    beta1: float
+    beta2: float
+    size: float
+    square_scale: float
+    epsilon: float
+    keep: float
+    max_norm: float
+
+
+def linear_forward(x: Array, weight: Array, dtype: DTypeLike = None) -> Array:
+    """x (rows, in), weight (out, in) -> (rows, out), in the dtype of x or in another."""
+    return (x @ weight.T).astype(dtype or x.dtype, copy=False)
+
+
+def linear_backward(dy: Array, x: Array, weight: Array, dweight: Array) -> Array:
+    """dy (rows, out) -> dx (rows, in); dweight (out, in) += dy^T x."""
+    dweight += dy.T @ x
+    return dy @ weight
+
+
+def residual_norm_forward(x: Array, branch: Array | None, weight: Array) -> tuple[Array, Array]:
+    """What a layer starts with: adds the branch to the residual stream x, and normalises the sum (RMSNorm).
+
+    Args:
+        x: (rows, width); branch: the same, or None for nothing to add; weight: (width,).
+
+    Returns:
+        (sum, normalised): both (rows, width).
+    """
+    if branch is not None:
+        x = x + branch
+    return x, x * _inverse_rms(x) * weight
+
+
+def residual_norm_backward(dy: Array, dsum: Array | None, x: Array, weight: Array, dweight: Array) -> Array:
+    """The gradient of the sum, which is that of x and that of the branch.
+
+    Args:
+        dy: (rows, width), gradient of the normalised sum; dsum: what else reached the sum, or None.
+        x: (rows, width), the sum that the forward returned.
+    """
+    scale = _inverse_rms(x)
+    normal = x * scale
+    dweight += (dy * normal).sum(axis=0)
+    dnormal = dy * weight
+    dx = scale * (dnormal - normal * (dnormal * normal).mean(axis=1, keepdims=True))
+    return dx if dsum is None else dx + dsum
+
+
+def _inverse_rms(x: Array) -> Array:
+    return 1 / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + EPSILON)
+
+
+def rope_forward(qkv: Array, rotation: Array, heads: int, kv_heads: int) -> tuple[Array, Array, Array]:
+    """Cuts q, k, v out of one product and turns q and k by their positions.
+
+    Args:
+        qkv: (rows, (heads + 2 * kv_heads) * head_dim); column i of a head forms a plane with i + head_dim / 2.
+        rotation: (2, rows, head_dim / 2), cosines and sines.
+
+    Returns:
+        q (rows, heads, head_dim), k and v (rows, kv_heads, head_dim), contiguous.
+    """
+    head_dim = 2 * rotation.shape[2]
+    q, k, v = np.split(qkv.reshape(len(qkv), -1, head_dim), [heads, heads + kv_heads], axis=1)
+    cos, sin = rotation[:, :, None]
+    return _turn(q, cos, sin), _turn(k, cos, sin), np.ascontiguousarray(v)
+
+
+def rope_backward(dq: Array, dk: Array, dv: Array, rotation: Array) -> Array:
+    """The gradient of qkv: turned back and put together again."""
+    cos, sin = rotation[:, :, None]
+    return np.concatenate([_turn(dq, cos, -sin), _turn(dk, cos, -sin), dv], axis=1).reshape(len(dq), -1)
+
+
+def _turn(x: Array, cos: Array, sin: Array) -> Array:
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def swiglu_forward(gate_up: Array) -> Array:
+    """silu(gate) * up: (rows, 2 * hidden) -> (rows, hidden)."""
+    gate, up = np.split(gate_up, 2, axis=1)
+    return gate * _sigmoid(gate) * up
+
+
+def swiglu_backward(dy: Array, gate_up: Array) -> Array:
+    """dy (rows, hidden) -> (rows, 2 * hidden)."""
+    gate, up = np.split(gate_up, 2, axis=1)
+    sigmoid = _sigmoid(gate)
+    silu = gate * sigmoid
+    return np.concatenate([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], axis=1)
+
+
+def _sigmoid(x: Array) -> Array:
+    return 0.5 + 0.5 * np.tanh(0.5 * x)  # does not overflow, unlike exp
+
+
+def embedding_forward(tokens: Array, table: Array) -> Array:
+    """tokens (rows,) int32, table (vocabulary, width) -> (rows, width)."""
+    return table[tokens]
+
+
+def embedding_backward(dx: Array, tokens: Array, dtable: Array) -> None:
+    """dtable += onehot(tokens)^T dx: for so small a vocabulary a matrix product is fast, and sums in a fixed order."""
+    dtable += (np.arange(len(dtable))[:, None] == tokens).astype(dx.dtype) @ dx
+
+
+def cross_entropy(logits: Array, targets: Array, vocabulary: int, num_targets: int) -> tuple[Array, Array]:
+    """Forward and backward in one: the loss needs the softmax, and the softmax is the gradient but for the target.
+
+    Args:
+        logits: (rows, columns), of which the first `vocabulary` count.
+        targets: (rows,) int32; rows with -1 do not count.
+        num_targets: what the sums are divided by: targets of all ranks.
+
+    Returns:
+        (loss, dlogits): 0-d, nats; (rows, columns), exactly 0 where nothing counts.
+    """
+    counted = np.flatnonzero(targets >= 0)
+    target = np.arange(len(counted)), targets[counted]
+    x = logits[counted, :vocabulary]
+    x = x - x.max(axis=1, keepdims=True)
+    p = np.exp(x)
+    total = p.sum(axis=1, keepdims=True)
+    loss = (np.log(total[:, 0]) - x[target]).sum() / num_targets
+    p /= total
+    p[target] -= 1
+    dlogits = np.zeros_like(logits)
+    dlogits[counted, :vocabulary] = p / num_targets
+    return np.asarray(loss, logits.dtype), dlogits
+
+
+def l2_norm(x: Array) -> Array:
+    """0-d, the root of the sum of squares of x (n,)."""
+    return np.asarray(np.linalg.norm(x), x.dtype)
+
+
+def adamw_update(
+    weights: Array, copy: Array, gradient: Array, mean: Array, square: Array, norm: Array, step: AdamWStep
+) -> None:
+    """One step of AdamW on flat arrays (n,), in place; `copy` gets the new weights in its own dtype.
+
+    norm: 0-d, of the whole gradient, which is scaled down to step.max_norm where it is longer.
+    """
+    gradient = gradient * min(1.0, step.max_norm / max(float(norm), step.epsilon))
+    mean += (1 - step.beta1) * (gradient - mean)
+    square += (1 - step.beta2) * (gradient * gradient - square)
+    weights *= step.keep
+    weights -= step.size * mean / (np.sqrt(square * step.square_scale) + step.epsilon)
+    copy[...] = weights

@@ -1,0 +1,296 @@
+"""A byte-level transformer, forward and backward by hand, whose rows are spread over the ranks of a comm.
+
+RMSNorm, RoPE by position, attention over packed documents (thdattn) with grouped queries and, on every second layer, an
+optional sliding window, SwiGLU. The model walks its layers and keeps what matrix products and attention made; norms and
+SwiGLU are computed again in the backward, which is cheap and halves the memory of a row. Every rank has all weights and
+its own rows; ranks meet inside the attention and in reduce_gradient.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+import thdattn
+
+VOCAB = 257
+EOD = 256  # end of document, and the input before the first byte
+TABLE_ROWS = 264  # of the embedding and the head: VOCAB, and unused rows that keep matrices aligned to 16 bytes
+LAYERS = {"reference": "layers", "cuda": "layers_cuda"}
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a model. `window`: how many bytes back layers 0, 2, 4, ... see; 0 = all. The others see all.
+
+    width and hidden are multiples of 8, head_dim is one that the engine has a kernel for. `tied`: head = embedding.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    window: int = 0
+    tied: bool = True
+    rope_base: float = 10_000.0
+
+
+SIZES = {
+    "tiny": Config(layers=3, width=128, heads=2, kv_heads=1, head_dim=64, hidden=384, window=128),
+    "small": Config(layers=8, width=512, heads=8, kv_heads=4, head_dim=64, hidden=1408, window=512),
+    "base": Config(layers=12, width=1024, heads=8, kv_heads=4, head_dim=128, hidden=2816, window=1024),
+    "1b": Config(layers=22, width=2048, heads=16, kv_heads=4, head_dim=128, hidden=5632, window=2048, tied=False,
+                 rope_base=100_000.0),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One batch on this rank, for all layers: plans[layer % 2] is that of a layer.
+
+    rotation: (2, local_rows, head_dim / 2), cosines and sines of RoPE.
+    """
+
+    plans: tuple[thdattn.Plan, thdattn.Plan]
+    rotation: Array
+
+    @property
+    def sharding(self) -> thdattn.Sharding:
+        """Which rows of the pack this rank has."""
+        return self.plans[0].sharding
+
+    @property
+    def local_rows(self) -> int:
+        """Rows of this rank."""
+        return self.plans[0].local_rows
+
+    @property
+    def positions(self) -> Array:
+        """(local_rows,) int32, position of every row in its document."""
+        return self.plans[0].positions
+
+    @property
+    def valid(self) -> Array:
+        """(local_rows,) bool, True where a row holds a token."""
+        return self.plans[0].valid
+
+
+class Model:
+    """The weights, and what is computed with them.
+
+    Args:
+        config: the shape.
+        comm: the ranks.
+        engine: of thdattn: "auto", "cuda" or "reference".
+        seed: of the weights, which are the same on every rank and engine.
+        dtype: that layers compute in; by default bfloat16 on a GPU and float32 elsewhere. The reference engine also
+            takes "float64".
+
+    Attributes:
+        weights: flat, float32 (float64 for dtype "float64"): the matrices, then the gains of the norms.
+        gradient: flat, the same dtype; loss_and_gradient adds to it.
+        params, grads: name -> view into weights and gradient.
+        num_matrix_weights: how many of the weights belong to matrices.
+        copy: flat, in `dtype`: the weights as layers read them.
+    """
+
+    def __init__(
+        self, config: Config, comm: thdattn.comm.Comm, engine: str = "auto", seed: int = 0, dtype: DTypeLike = None
+    ) -> None:
+        self.config = config
+        self.comm = comm
+        engine_module, _ = thdattn.attention.choose_engine(engine, comm)
+        self.layers = importlib.import_module(LAYERS[engine_module.name])
+        self.dtype = np.dtype(dtype or self.layers.DTYPE)
+        windows = ((config.window - 1, 0) if config.window else (-1, -1), (-1, -1))
+        self.attentions = [
+            thdattn.CPAttention(comm, config.heads, config.head_dim, config.kv_heads, window=window, dtype=self.dtype,
+                                engine=engine_module.name)
+            for window in windows
+        ]
+        shapes = _shapes(config)
+        self.num_matrix_weights = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
+        size, xp = sum(map(math.prod, shapes.values())), self.layers.xp
+        self.weights, self.gradient = xp.zeros((2, size), np.promote_types(self.dtype, np.float32))
+        self.copy = xp.zeros(size, self.dtype)
+        self.params, self.grads, self._read = (_views(x, shapes) for x in (self.weights, self.gradient, self.copy))
+        self._initialise(seed)
+
+    def _initialise(self, seed: int) -> None:
+        """Normal with deviation in_features**-0.5; what adds to the residual stream smaller, as 2 per layer add up."""
+        rng, xp = np.random.default_rng(seed), self.layers.xp
+        for name, x in self.params.items():
+            if x.ndim == 1:
+                x.fill(1)
+                continue
+            scale = 0.02 if name in ("embedding", "head") else x.shape[1] ** -0.5
+            if name.endswith((".out", ".down")):
+                scale /= math.sqrt(2 * self.config.layers)
+            x[...] = xp.asarray(rng.standard_normal(x.shape, np.float32) * np.float32(scale))
+            if x.shape[0] == TABLE_ROWS:
+                x[VOCAB:] = 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Makes the layers see `weights`: to be called when these were written to other than by AdamW.step."""
+        self.copy[...] = self.weights
+
+    def plan(self, batch: thdattn.PackedBatch, sharding: str = "dual_chunk") -> ModelPlan:
+        """Plans a batch for this rank. Collective; see CPAttention.plan."""
+        windowed, full = (attention.plan(batch, sharding) for attention in self.attentions)
+        xp, half = self.layers.xp, self.config.head_dim // 2
+        angles = full.positions[:, None] * self.config.rope_base ** -(xp.arange(half) / half)  # float64
+        rotation = xp.stack([xp.cos(angles), xp.sin(angles)])
+        return ModelPlan((windowed, full), rotation.astype(self.weights.dtype))
+
+    # ------------------------------------------------------------------------------------------------ loss, gradient
+
+    def loss(self, tokens: Array, targets: Array, plan: ModelPlan, num_targets: int) -> Array:
+        """This rank's share of the mean loss. Collective.
+
+        Args:
+            tokens: (local_rows,) int32 on the engine's device, < VOCAB; anything such on padding.
+            targets: (local_rows,) int32, the byte that follows, or EOD; -1 does not count.
+            plan: of the batch.
+            num_targets: targets that count, of all ranks (and of all micro-batches that make one step).
+
+        Returns:
+            0-d array: the sum of nats over this rank's targets, divided by num_targets.
+        """
+        hidden, _ = self._forward(tokens, plan)
+        loss, _ = self.layers.cross_entropy(self._logits(hidden), targets, VOCAB, num_targets)
+        return loss
+
+    def loss_and_gradient(self, tokens: Array, targets: Array, plan: ModelPlan, num_targets: int) -> Array:
+        """The same; adds this rank's share of the gradient to `gradient`."""
+        hidden, saved = self._forward(tokens, plan)
+        loss, dlogits = self.layers.cross_entropy(self._logits(hidden), targets, VOCAB, num_targets)
+        dhidden = self.layers.linear_backward(dlogits, hidden, self._read[self._head], self.grads[self._head])
+        self._backward(dhidden, tokens, plan, saved)
+        return loss
+
+    def logits(self, tokens: Array, plan: ModelPlan) -> Array:
+        """(local_rows, VOCAB) float32, of the byte that follows. Collective."""
+        hidden, _ = self._forward(tokens, plan)
+        return self._logits(hidden)[:, :VOCAB]
+
+    def reduce_gradient(self) -> None:
+        """Sums `gradient` over the ranks, in float32. Collective."""
+        self.comm.all_reduce(self.gradient, "sum")
+
+    def flops(self, plan: ModelPlan) -> int:
+        """Forward and backward of all ranks: 6 per weight that multiplies and token, and the attention's."""
+        c = self.config
+        multiplying = self.num_matrix_weights - TABLE_ROWS * c.width * (1 if c.tied else 2) + VOCAB * c.width
+        counts = [attention.flops(p) for attention, p in zip(self.attentions, plan.plans, strict=True)]
+        attention = sum(counts[layer % 2].forward + counts[layer % 2].backward for layer in range(c.layers))
+        return 6 * multiplying * plan.sharding.batch.total_tokens + attention
+
+    # ------------------------------------------------------------------------------------------------ layers
+
+    def _forward(self, tokens: Array, plan: ModelPlan) -> tuple[Array, list[Any]]:
+        """Normalised rows for the head, and what the backward needs: one Kept per layer, then the last sum."""
+        self._check_rows("tokens", tokens, plan)
+        x, branch = self.layers.embedding_forward(tokens, self._read["embedding"]), None
+        saved: list[Any] = []
+        for layer in range(self.config.layers):
+            x, branch, kept = self._layer_forward(layer, x, branch, plan)
+            saved.append(kept)
+        x, hidden = self.layers.residual_norm_forward(x, branch, self._read["norm"])
+        return hidden, [*saved, x]
+
+    def _backward(self, dhidden: Array, tokens: Array, plan: ModelPlan, saved: list[Any]) -> None:
+        x = saved.pop()
+        dx = self.layers.residual_norm_backward(dhidden, None, x, self._read["norm"], self.grads["norm"])
+        for layer in reversed(range(self.config.layers)):
+            dx = self._layer_backward(layer, dx, plan, saved.pop())
+        self.layers.embedding_backward(dx, tokens, self.grads["embedding"])
+
+    def _layer_forward(self, layer: int, x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Array, Array, Kept]:
+        """x: residual stream; branch: what the last layer adds to it. Returns both anew, and what to keep."""
+        ops, c, w = self.layers, self.config, _of_layer(self._read, layer)
+        x, h = ops.residual_norm_forward(x, branch, w["attention_norm"])
+        q, k, v = ops.rope_forward(ops.linear_forward(h, w["qkv"]), plan.rotation, c.heads, c.kv_heads)
+        out, attention = self.attentions[layer % 2].forward(q, k, v, plan.plans[layer % 2])
+        branch = ops.linear_forward(out.reshape(len(x), -1), w["out"])
+        y, h = ops.residual_norm_forward(x, branch, w["mlp_norm"])
+        gate_up = ops.linear_forward(h, w["gate_up"])
+        branch = ops.linear_forward(ops.swiglu_forward(gate_up), w["down"])
+        return y, branch, Kept(x, attention, y, gate_up)
+
+    def _layer_backward(self, layer: int, dx: Array, plan: ModelPlan, kept: Kept) -> Array:
+        """dx: gradient of the residual stream after the layer, which is also that of its branch; returns that before."""
+        ops, w, dw = self.layers, _of_layer(self._read, layer), _of_layer(self.grads, layer)
+        dswiglu = ops.linear_backward(dx, ops.swiglu_forward(kept.gate_up), w["down"], dw["down"])
+        dgate_up = ops.swiglu_backward(dswiglu, kept.gate_up)
+        _, h = ops.residual_norm_forward(kept.y, None, w["mlp_norm"])
+        dh = ops.linear_backward(dgate_up, h, w["gate_up"], dw["gate_up"])
+        dy = ops.residual_norm_backward(dh, dx, kept.y, w["mlp_norm"], dw["mlp_norm"])
+
+        out = kept.attention.out
+        dout = ops.linear_backward(dy, out.reshape(len(out), -1), w["out"], dw["out"])
+        dq, dk, dv = self.attentions[layer % 2].backward(dout.reshape(out.shape), kept.attention)
+        dqkv = ops.rope_backward(dq, dk, dv, plan.rotation)
+        _, h = ops.residual_norm_forward(kept.x, None, w["attention_norm"])
+        dh = ops.linear_backward(dqkv, h, w["qkv"], dw["qkv"])
+        return ops.residual_norm_backward(dh, dy, kept.x, w["attention_norm"], dw["attention_norm"])
+
+    def _logits(self, hidden: Array) -> Array:
+        """(rows, TABLE_ROWS), in the dtype of the weights: too few columns to save by rounding them."""
+        return self.layers.linear_forward(hidden, self._read[self._head], self.weights.dtype)
+
+    @property
+    def _head(self) -> str:
+        return "embedding" if self.config.tied else "head"
+
+    def _check_rows(self, name: str, x: Array, plan: ModelPlan) -> None:
+        if x.shape != (plan.local_rows,) or x.dtype != np.int32:
+            raise ValueError(
+                f"{name} is {x.dtype} {x.shape}, wanted int32 {(plan.local_rows,)}, the rows of this rank; "
+                f"cut them out with plan.sharding.shard(x, comm.rank)"
+            )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Of one layer, for the backward: the residual stream before attention and before the MLP, and the products."""
+
+    x: Array
+    attention: thdattn.attention.Saved
+    y: Array
+    gate_up: Array
+
+
+def _shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in the order of the flat array: matrices (out, in) first, then the gains of the norms."""
+    matrices: dict[str, tuple[int, ...]] = {"embedding": (TABLE_ROWS, c.width)}
+    if not c.tied:
+        matrices["head"] = (TABLE_ROWS, c.width)
+    gains: dict[str, tuple[int, ...]] = {"norm": (c.width,)}
+    for layer in range(c.layers):
+        matrices[f"{layer}.qkv"] = ((c.heads + 2 * c.kv_heads) * c.head_dim, c.width)
+        matrices[f"{layer}.out"] = (c.width, c.heads * c.head_dim)
+        matrices[f"{layer}.gate_up"] = (2 * c.hidden, c.width)
+        matrices[f"{layer}.down"] = (c.width, c.hidden)
+        gains[f"{layer}.attention_norm"] = (c.width,)
+        gains[f"{layer}.mlp_norm"] = (c.width,)
+    return matrices | gains
+
+
+def _views(flat: Array, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
+    return {name: flat[end - math.prod(shape) : end].reshape(shape)
+            for (name, shape), end in zip(shapes.items(), ends, strict=True)}
+
+
+def _of_layer(views: dict[str, Array], layer: int) -> dict[str, Array]:
+    return {name.partition(".")[2]: x for name, x in views.items() if name.startswith(f"{layer}.")}
