@@ -206,8 +206,8 @@ class CPAttention:
             TypeError, ValueError: as forward; also a ValueError if the lengths lie on a GPU.
         """
         self._check_plan(plan)
-        one_each = plan.visible_pairs * self.num_heads * (self.head_dim + self.v_head_dim)
-        return Flops(forward=2 * one_each, backward=5 * one_each)
+        multiply_adds = plan.visible_pairs * self.num_heads * (self.head_dim + self.v_head_dim)
+        return Flops(forward=2 * multiply_adds, backward=5 * multiply_adds)
 
     def _checked_dtype(self, dtype: DTypeLike) -> np.dtype[Any]:
         try:

@@ -1,0 +1,93 @@
+"""The smallest training loop learns what the same loop learns in float64, one document at a time, on any ranks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+from launch import SOURCE, run_ranks
+
+import thdattn
+from thdattn import oracle
+
+sys.path.append(str(SOURCE.parent / "examples"))
+
+import minimal_loop
+
+EXAMPLE = SOURCE.parent / "examples" / "minimal_loop.py"
+PRINTED = 5e-3  # four decimals of a loss above 0.01, computed in bfloat16
+
+@pytest.fixture(scope="module")
+def truth():
+    """The losses in float64, with neither packing nor padding nor ranks."""
+    loop, rng = minimal_loop, np.random.default_rng(0)
+    q_width, kv_width = loop.HEADS * loop.HEAD_DIM, loop.KV_HEADS * loop.HEAD_DIM
+    documents = [rng.standard_normal((n, loop.WIDTH), np.float32).astype(float) for n in loop.LENGTHS]
+    w_in = rng.standard_normal((loop.WIDTH, q_width + 2 * kv_width), np.float32) * loop.WIDTH**-0.5
+    w_out = rng.standard_normal((q_width, loop.WIDTH), np.float32) * q_width**-0.5
+    total, losses = sum(loop.LENGTHS) * loop.WIDTH, []
+    for _ in range(loop.STEPS):
+        loss, dw_in, dw_out = 0.0, np.zeros(w_in.shape), np.zeros(w_out.shape)
+        for x in documents:
+            qkv = [part.reshape(len(x), -1, loop.HEAD_DIM)
+                   for part in np.split(x @ w_in, [q_width, q_width + kv_width], axis=1)]
+            out = oracle.attention(*qkv).out.reshape(len(x), -1)
+            error = out @ w_out - [x[: n + 1].mean(axis=0) for n in range(len(x))]
+            loss += (error**2).sum() / total
+            dout = (2 * error / total @ w_out.T).reshape(len(x), -1, loop.HEAD_DIM)
+            made = oracle.attention(*qkv, dout)
+            dw_in += x.T @ np.hstack([part.reshape(len(x), -1) for part in (made.dq, made.dk, made.dv)])
+            dw_out += out.T @ (2 * error / total)
+        w_in, w_out = w_in - loop.LEARNING_RATE * dw_in, w_out - loop.LEARNING_RATE * dw_out
+        losses.append(loss)
+    return losses
+
+
+def test_loss_falls_to_a_quarter(truth):
+    assert all(later < earlier for earlier, later in itertools.pairwise(truth))
+    assert truth[-1] < truth[0] / 4
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+def test_losses_on_any_ranks_are_those_of_float64(monkeypatch, truth, cp_size):
+    float32 = partial(thdattn.CPAttention, dtype="float32", engine="reference")
+    monkeypatch.setattr(minimal_loop.thdattn, "CPAttention", float32)
+    for losses in thdattn.comm.run_local(cp_size, minimal_loop.train):
+        np.testing.assert_allclose(losses, truth, rtol=1e-5)
+
+
+def printed(run):
+    assert run.returncode == 0, run.stdout + run.stderr
+    return [float(loss) for loss in re.findall(r"^step +\d+ +loss (\S+)$", run.stdout, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("arguments", [[], ["2"]], ids=["alone", "simulated"])
+def test_one_process_prints_the_losses_once(truth, arguments):
+    command = [sys.executable, str(EXAMPLE), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    np.testing.assert_allclose(printed(run), truth, rtol=PRINTED)
+
+
+def test_two_processes_print_the_losses_once(truth):
+    np.testing.assert_allclose(printed(run_ranks(2, EXAMPLE)), truth, rtol=PRINTED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_losses_on_a_gpu_are_those_of_float64(cupy, poisoned_gpu, truth, cp_size):
+    for losses in thdattn.comm.run_local(cp_size, minimal_loop.train):
+        np.testing.assert_allclose(losses, truth, rtol=PRINTED)
+
+
+@pytest.mark.gpu
+def test_two_gpus_print_the_losses_once(cupy, truth):
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs 2 GPUs")
+    np.testing.assert_allclose(printed(run_ranks(2, EXAMPLE, timeout=240)), truth, rtol=PRINTED)
