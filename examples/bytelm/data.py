@@ -1,0 +1,281 @@
+"""Documents, their packing into micro-batches, and the thread that prepares the next one.
+
+A document of n bytes has n + 1 targets: its bytes and the end-of-document token, EOD. Packing needs only lengths, so a
+run goes on in the middle of an epoch without reading what it has read before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sysconfig
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model import EOD
+
+import thdattn
+
+T = TypeVar("T")
+
+NOT_COUNTED = -1  # target of a row that holds no token
+LOOK_AHEAD = 64  # pieces that may wait for a batch with room for them
+VALIDATION_SHARE = 0.05  # of the documents
+NO_DOCUMENTS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """Bytes [begin, end) of a file; the name is the path below the folder, the same on every machine."""
+
+    name: str
+    path: Path
+    begin: int
+    end: int
+
+    @property
+    def num_targets(self) -> int:
+        """Its bytes and its EOD."""
+        return self.end - self.begin + 1
+
+    def tokens(self, begin: int, end: int) -> NDArray[np.int32]:
+        """Tokens [begin, end) of: EOD, the bytes, EOD. They are read from the file anew.
+
+        Raises:
+            ValueError: the file is shorter than it was.
+        """
+        last = self.num_targets
+        first_byte, end_byte = max(begin - 1, 0), min(end, last) - 1
+        with self.path.open("rb") as file:
+            file.seek(self.begin + first_byte)
+            content = file.read(max(end_byte - first_byte, 0))
+        if len(content) < end_byte - first_byte:
+            raise ValueError(
+                f"{self.path} ends at byte {self.begin + first_byte + len(content)}, wanted {self.end} bytes as when "
+                f"the program started; leave the documents alone while it runs, or start it again"
+            )
+        tokens = np.frombuffer(content, np.uint8).astype(np.int32)
+        return np.pad(tokens, (int(begin == 0), int(end > last)), constant_values=EOD)
+
+
+class Piece(NamedTuple):
+    """Targets [begin, end) of a document: all of it, unless that is too long."""
+
+    document: Document
+    begin: int
+    end: int
+
+
+class Position(NamedTuple):
+    """Where the micro-batches of a run go on: the batch of that number in that epoch comes next."""
+
+    epoch: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward and backward works on, of all ranks together.
+
+    tokens, targets: (total_rows,) int32 in sequence order; target NOT_COUNTED on rows that hold no token.
+    batch: the lengths; one sequence per piece of a document.
+    num_targets, num_bytes: targets with and without EOD.
+    after: where to go on behind this one.
+    """
+
+    tokens: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    batch: thdattn.PackedBatch
+    num_targets: int
+    num_bytes: int
+    after: Position
+
+    @property
+    def padding(self) -> float:
+        """The share of rows that hold no token."""
+        return 1 - self.num_targets / self.batch.total_rows
+
+    def local(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """(tokens, targets) of one rank, whose rows Sharding.rows says; fillers, row -1, are not counted."""
+        return np.append(self.tokens, np.int32(0))[rows], np.append(self.targets, np.int32(NOT_COUNTED))[rows]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents become micro-batches.
+
+    rows: of every micro-batch, so that all have buffers of one size.
+    multiple: every piece is padded to a multiple of this.
+    longest: targets of the longest piece; longer documents are split.
+    """
+
+    rows: int
+    multiple: int
+    longest: int
+
+    @classmethod
+    def of(cls, tokens: int, cp_size: int, sharding: str, longest: int | None = None) -> Packing:
+        """The packing for a budget of tokens per micro-batch, and for pieces as long as that if `longest` is None.
+
+        dual_chunk needs multiples of 2 * cp_size. 16 is one for 1, 2, 4 and 8 ranks: these make the same batches and
+        so the same model, whichever of them trains it.
+
+        Raises:
+            ValueError: a budget or a length that is too small.
+        """
+        multiple = math.lcm(16, 2 * cp_size) if sharding == "dual_chunk" else 1
+        if tokens < max(multiple, 2):
+            raise ValueError(
+                f"tokens is {tokens}, wanted at least {max(multiple, 2)} per micro-batch for {cp_size} ranks with "
+                f"sharding {sharding!r}; pass --tokens {max(multiple, 2)} or more"
+            )
+        if longest is not None and longest < 1:
+            raise ValueError(f"longest is {longest}, wanted at least 1; pass --longest 1 or more, or leave it out")
+        room = tokens // multiple * multiple
+        return cls(tokens, multiple, min(room, longest or room))
+
+    def padded(self, length: int) -> int:
+        """Rows that a piece of so many targets takes."""
+        return -(-length // self.multiple) * self.multiple
+
+
+def find_documents(folder: Path | None = None) -> list[Document]:
+    """Every document, by name: the source files of Python's standard library, or all files of a folder.
+
+    Of a folder: its readable regular files and those of its subfolders, except empty and hidden ones. A single file is
+    cut in two, so that there is something to train on and something to validate with.
+
+    Raises:
+        ValueError: the folder does not exist, or holds no document.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
+    if not root.is_dir():
+        raise ValueError(f"--data is {root}, wanted a folder that exists; pass one with files to train on")
+    documents = []
+    for path in root.rglob("*.py" if folder is None else "*"):
+        parts = path.relative_to(root).parts
+        hidden = any(part.startswith(".") for part in parts)
+        unwanted = hidden if folder is not None else bool(NO_DOCUMENTS.intersection(parts))
+        if not unwanted and path.is_file() and os.access(path, os.R_OK) and (size := path.stat().st_size):
+            documents.append(Document("/".join(parts), path, 0, size))
+    documents.sort(key=lambda document: document.name)
+    if len(documents) == 1 and documents[0].end > 1:
+        (whole,) = documents
+        cut = max(1, round((1 - VALIDATION_SHARE) * whole.end))
+        documents = [replace(whole, name=f"{whole.name}:0", end=cut), replace(whole, name=f"{whole.name}:1", begin=cut)]
+    if len(documents) < 2:
+        raise ValueError(
+            f"--data is {root}, which holds {len(documents)} readable files that are not empty or hidden, wanted one "
+            f"of 2 bytes or more; pass a folder with files to train on"
+        )
+    return documents
+
+
+def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """(training, validation): the names' hashes choose, so a file stays on its side when others come and go."""
+    by_hash = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
+    held_back = max(1, round(VALIDATION_SHARE * len(documents)))
+    training = sorted(by_hash[held_back:], key=lambda document: document.name)
+    return training, by_hash[:held_back]
+
+
+def fingerprint(documents: Iterable[Document]) -> int:
+    """A number that differs where names or sizes do."""
+    known = "\n".join(f"{document.name} {document.begin} {document.end}" for document in documents)
+    return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7], "little")
+
+
+def shortened(documents: Iterable[Document], num_bytes: int) -> list[Document]:
+    """The first documents, with so many bytes together at most; the last may be cut short."""
+    kept = []
+    for document in documents:
+        if num_bytes <= 0:
+            break
+        kept.append(replace(document, end=min(document.end, document.begin + num_bytes)))
+        num_bytes -= kept[-1].end - kept[-1].begin
+    return kept
+
+
+def pieces_of(documents: Iterable[Document], longest: int) -> Iterator[Piece]:
+    """Every target exactly once; longer documents are split."""
+    for document in documents:
+        for begin in range(0, document.num_targets, longest):
+            yield Piece(document, begin, min(begin + longest, document.num_targets))
+
+
+def pack(pieces: Iterable[Piece], packing: Packing) -> Iterator[list[Piece]]:
+    """The pieces of every micro-batch: the first that fits, out of those that wait and then of those to come."""
+    coming = iter(pieces)
+    waiting: deque[Piece] = deque()
+    while True:
+        chosen, too_long, free = [], [], packing.rows
+        while free >= packing.multiple and len(too_long) < LOOK_AHEAD:
+            piece = waiting.popleft() if waiting else next(coming, None)
+            if piece is None:
+                break
+            rows = packing.padded(piece.end - piece.begin)
+            (chosen if rows <= free else too_long).append(piece)
+            free -= rows if rows <= free else 0
+        waiting.extendleft(reversed(too_long))
+        if not chosen:
+            return
+        yield chosen
+
+
+def read(pieces: Sequence[Piece], packing: Packing, after: Position) -> MicroBatch:
+    """The micro-batch of these pieces."""
+    lengths = [piece.end - piece.begin for piece in pieces]
+    fitted = thdattn.PackedBatch.from_lengths(lengths, packing.multiple)
+    batch = thdattn.PackedBatch(fitted.cu_seqlens, fitted.cu_seqlens_padded, total_rows=packing.rows)
+    texts = [piece.document.tokens(piece.begin, piece.end + 1) for piece in pieces]
+    num_ends = sum(piece.end == piece.document.num_targets for piece in pieces)
+    return MicroBatch(
+        tokens=batch.pack([text[:-1] for text in texts]),
+        targets=batch.pack([text[1:] for text in texts], fill=NOT_COUNTED),
+        batch=batch,
+        num_targets=batch.total_tokens,
+        num_bytes=batch.total_tokens - num_ends,
+        after=after,
+    )
+
+
+def micro_batches(
+    documents: Sequence[Document], packing: Packing, seed: int, position: Position
+) -> Iterator[MicroBatch]:
+    """Micro-batches without end: epoch after epoch, each in its own order, from a position on."""
+    epoch, first = position
+    pieces = list(pieces_of(documents, packing.longest))
+    while True:
+        order = np.random.default_rng([seed, epoch]).permutation(len(pieces))
+        packed = pack((pieces[i] for i in order), packing)
+        for number, chosen in enumerate(islice(packed, first, None), first):
+            yield read(chosen, packing, Position(epoch, number + 1))
+        epoch, first = epoch + 1, 0
+
+
+def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
+    """The items in lists of `size`; the last may be shorter."""
+    while group := list(islice(items, size)):
+        yield group
+
+
+def prepared(items: Iterator[T]) -> Iterator[T]:
+    """The items, each made by a thread while the caller works on the one before.
+
+    An error of the thread is raised in the caller. Close the iterator (contextlib.closing) to end the thread.
+    """
+    end = object()
+    with ThreadPoolExecutor(1, "data") as thread:
+        coming = thread.submit(next, items, end)
+        while (item := coming.result()) is not end:
+            coming = thread.submit(next, items, end)
+            yield item  # type: ignore[misc]  # no longer the end
