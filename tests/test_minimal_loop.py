@@ -23,6 +23,7 @@ import minimal_loop
 EXAMPLE = SOURCE.parent / "examples" / "minimal_loop.py"
 PRINTED = 5e-3  # four decimals of a loss above 0.01, computed in bfloat16
 
+
 @pytest.fixture(scope="module")
 def truth():
     """The losses in float64, with neither packing nor padding nor ranks."""
