@@ -29,6 +29,26 @@ __device__ __forceinline__ void copy_box(void* dst, const TensorMap* map, int co
                :: "r"(shared_address(dst)), "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier)) : "memory");
 }
 
+// Copies 16-byte aligned bytes, a multiple of 16.
+__device__ __forceinline__ void copy_bulk(void* dst, const void* src, int bytes, u64* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(shared_address(dst)), "l"(src), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+// Adds a box of fp32 (32 columns, 1 head, the map's rows) from shared to global memory; rows outside are left out.
+__device__ __forceinline__ void add_box(const TensorMap* map, int column, int head, int row, const void* src) {
+  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
+               :: "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(src)) : "memory");
+}
+__device__ __forceinline__ void add_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void add_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// What this thread wrote to shared memory becomes visible to wgmma and to bulk copies.
+__device__ __forceinline__ void publish_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Stores four 8x8 blocks of an operand's fragments; lane l gives the address of row l % 8 of block l / 8.
+__device__ __forceinline__ void store_matrices(void* row, const u32 (&a)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(shared_address(row)), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
+}
+
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Fixes where in the program the values are ready: the compiler orders volatile asm, not the arithmetic around it.
@@ -100,6 +120,27 @@ __device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
         const u32 theirs = __shfl_xor_sync(0xffffffffu, mine, step);
         if (lane & step) x[i] = theirs; else x[i + step] = theirs;
       }
+}
+
+// Stores one (kHalf) of the two rows that this thread shares with its quad. 16-bit: quads trade words so that every lane
+// stores 16 bytes. A scale of 0 stores zeros.
+template <int kHalf, typename T, int kBlocks>
+__device__ __forceinline__ void store_row(T* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
+  #pragma unroll
+  for (int n = 0; n < kBlocks; n += 4) {
+    u32 words[4];
+    #pragma unroll
+    for (int i = 0; i < 4; ++i)
+      words[i] = scale == 0.f ? 0 : pack<T>(sum[n + i][2 * kHalf] * scale, sum[n + i][2 * kHalf + 1] * scale);
+    transpose_in_quad(words);
+    if (exists) *(uint4*)(row + (n + threadIdx.x % 4) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+template <int kHalf, int kBlocks>
+__device__ __forceinline__ void store_row(float* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
+  #pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+    if (exists) store_pair(row + n * 8 + threadIdx.x % 4 * 2, sum[n][2 * kHalf] * scale, sum[n][2 * kHalf + 1] * scale);
 }
 
 // ------------------------------------------------------------------------------------------------ forward
@@ -390,26 +431,21 @@ __device__ __forceinline__ void consume_forward(
 
     // Normalise and store: quads trade words so that every lane stores 16 bytes.
     float largest = -kInfinity;
+    float scale[2];
     #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + lane / 4 + 8 * r;
       const bool padding = is_empty(range[lane / 4 + 8 * r]);
-      const float total = quad_sum(softmax.row_sum[r]), scale = 1.f / total;
+      const float total = quad_sum(softmax.row_sum[r]);
+      scale[r] = padding ? 0.f : 1.f / total;
       if (!padding) largest = fmaxf(largest, softmax.row_max[r] * softmax_scale);
       if (lane % 4 == 0 && row < size.q_rows)
         lse[(size_t)query_tile.head * size.q_rows + row] = padding ? -kInfinity : (softmax.base[r] + __log2f(total)) * kLn2;
-      T* const out_row = out + ((size_t)row * size.num_heads + query_tile.head) * kVHeadDim;
-      #pragma unroll
-      for (int n = 0; n < kOutBlocks; n += 4) {
-        u32 words[4];
-        #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          words[i] = padding ? 0 : pack<T>(sum_out[n + i][2 * r] * scale, sum_out[n + i][2 * r + 1] * scale);
-        transpose_in_quad(words);
-        if (row < size.q_rows)
-          *(uint4*)(out_row + (n + lane % 4) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
-      }
     }
+    const int row = first_row + lane / 4, pitch = size.num_heads * kVHeadDim;
+    T* const out_row = out + (size_t)row * pitch + query_tile.head * kVHeadDim;
+    store_row<0>(out_row, sum_out, scale[0], row < size.q_rows);
+    store_row<1>(out_row + 8 * pitch, sum_out, scale[1], row + 8 < size.q_rows);
     for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
     const size_t slot = ((size_t)query_tile.head * size.num_tiles + query_tile.tile) * kConsumers + consumer;
     if (lane == 0) max_logits[slot * 4 + warp] = largest;
@@ -440,5 +476,343 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
   } else {
     registers_take<kConsumers == 2 ? 232 : 160>();
     consume_forward(shared, warpgroup - 1, out, lse, max_logits, key_ranges, size, softmax_scale);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ backward
+
+// One thread block owns a tile of 128 key rows of one kv head at a time. Two warpgroups, the key side, own 64 keys each:
+// they compute scores transposed, so that probabilities and score gradients are the register operands of dv and dk. The
+// third, the query side, loads the query tiles in sight, multiplies the score gradients, which it gets through shared
+// memory, with the keys, and adds the tile of dq to global memory.
+
+// What the query side tells the key side of a query tile.
+struct Step { int row, head, tile; u32 flags; };      // flags: kLast, and those of a KeyTile, and:
+constexpr u32 kFirst = 1u << 30;                      // first of a tile of keys
+constexpr u32 kNothing = 1u << 29;                    // no query sees the tile of keys
+constexpr u32 kEnd = 1u << 28;                        // no more work
+
+// Where the query side is in its walk: the next query tile, `row` of head `head` of the group, of a work item.
+struct Walk { int work, next_work, tile, head, row; u32 first; };
+
+template <int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+struct BackwardShared {
+  static constexpr int kTileN = 128;
+  static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
+  static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>, kDoutBytes = kTileBytes<kTileM, kVHeadDim>;
+  unsigned char k[kKBytes], v[kVBytes];
+  unsigned char q[kStages][kQBytes], dout[kStages][kDoutBytes];
+  unsigned char ds[kStages][kTileBytes<kTileN, kTileM>];        // keys are the rows
+  unsigned char dq[kTileM * kHeadDim * 4];                        // slabs of 32 columns
+  float lse_log2[kStages][kTileM], delta[kStages][kTileM];
+  u64 kv_full, kv_empty;
+  u64 full[kStages], empty[kStages];
+  u64 ds_full[kStages];                                           // ds is empty where q is
+  Step step[kStages];
+  Walk walk;
+  int2 range[kTileN];                                             // of the key rows
+
+  __device__ __forceinline__ void init() {
+    barrier_init(&kv_full, 1), barrier_init(&kv_empty, 12);
+    for (int s = 0; s < kStages; ++s)
+      barrier_init(&full[s], 1), barrier_init(&empty[s], 12), barrier_init(&ds_full[s], 8);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+struct BackwardSize { int q_rows, k_rows, stats_rows, num_tiles, num_kv_heads, group; };
+
+// One step of the walk, by one warp: the next query tile in sight is loaded, and what it is to whom written down.
+template <int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+__device__ __forceinline__ void walk_on(
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, Ring<kStages> ring, const TensorMap* map_q,
+    const TensorMap* map_dout, const float* stats, const int2* query_ranges, const int* tile_order, int* counter,
+    BackwardSize size) {
+  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
+  constexpr int kTileN = Shared::kTileN, kRows = kTileN / kWarp;
+  const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.num_kv_heads;
+  Walk walk = shared.walk;
+  __syncwarp();
+  if (walk.first == kEnd) return;
+  if (walk.first == kFirst && walk.work < num_work) {
+    if (lane == 0) {                                   // whoever gets the last number leaves the counter as it was
+      walk.next_work = atomicAdd(counter, 1);
+      if (walk.next_work == num_work - 1) *counter = 0;
+    }
+    walk.tile = tile_order[walk.work % size.num_tiles];
+  }
+  int2 range[kRows];
+  #pragma unroll
+  for (int i = 0; i < kRows; ++i) range[i] = range_of(query_ranges, walk.tile * kTileN + i * kWarp + lane, size.k_rows);
+  auto first_in_sight = [&](int from) {
+    int first = kNone;
+    #pragma unroll
+    for (int i = 0; i < kRows; ++i) first = min(first, max(range[i].x, from) < range[i].y ? max(range[i].x, from) : kNone);
+    first = __reduce_min_sync(0xffffffffu, first);
+    return first == kNone ? kNone : first / kTileM * kTileM;
+  };
+  if (walk.first == kFirst) walk.row = first_in_sight(0);
+  const int row = walk.row, head = walk.work / size.num_tiles * size.group + walk.head;
+  u32 flags = walk.first;
+  if (walk.work >= num_work) {
+    flags = kEnd;
+  } else if (row == kNone) {
+    flags |= kNothing | kLast;
+  } else {
+    #pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int2 a = range[2 * c], b = range[2 * c + 1];
+      auto hides = [&](int2 r) { return r.x > row || r.y < row + kTileM; };      // padding too: no lse bounds its scores
+      if (__any_sync(0xffffffffu, touches(a, row, kTileM) || touches(b, row, kTileM))) flags |= kSees << 2 * c;
+      if (__any_sync(0xffffffffu, hides(a) || hides(b))) flags |= kMasked << 2 * c;
+    }
+    walk.row = first_in_sight(row + kTileM);
+    if (walk.row == kNone && walk.head + 1 < size.group) walk.row = first_in_sight(0), ++walk.head;
+    if (walk.row == kNone) flags |= kLast;
+  }
+  walk.first = flags == kEnd ? kEnd : 0;
+  if (flags & kLast) walk.work = walk.next_work + gridDim.x, walk.head = 0, walk.first = kFirst;
+  barrier_wait(&shared.empty[ring.stage], ring.parity);
+  if (lane == 0) {
+    u64* const full = &shared.full[ring.stage];
+    shared.walk = walk;
+    shared.step[ring.stage] = {row, head, walk.tile, flags};
+    if (flags & (kEnd | kNothing)) {
+      barrier_arrive(full);
+    } else {
+      barrier_expect(full, Shared::kQBytes + Shared::kDoutBytes + 8 * kTileM);
+      const float* const lse_log2 = stats + (size_t)head * size.stats_rows + row;
+      copy_tile<kTileM, kHeadDim>(shared.q[ring.stage], map_q, head, row, full);
+      copy_bulk(shared.lse_log2[ring.stage], lse_log2, 4 * kTileM, full);
+      copy_tile<kTileM, kVHeadDim>(shared.dout[ring.stage], map_dout, head, row, full);
+      copy_bulk(shared.delta[ring.stage], lse_log2 + (size_t)size.num_kv_heads * size.group * size.stats_rows,
+                4 * kTileM, full);
+    }
+  }
+  __syncwarp();
+}
+
+// The query side, one warpgroup.
+template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+__device__ __forceinline__ void serve_queries(
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, const TensorMap* map_q,
+    const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout, const TensorMap* map_dq,
+    const float* stats, const int2* query_ranges, const int* tile_order, int* counter, BackwardSize size) {
+  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
+  constexpr int kTileN = Shared::kTileN, kPieceCols = kHeadDim % 64 ? kHeadDim : 64;
+  constexpr int kPieces = kTileM / 64 * (kHeadDim / kPieceCols);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  auto arrive = [&](u64* barrier) { if (lane == 0) barrier_arrive(barrier); };
+  auto all_warps = [] { asm volatile("bar.sync 1, 128;" ::: "memory"); };
+  Ring<kStages> ring = {0, 1};
+  u32 kv_parity = 1;
+  if (threadIdx.x == 0) shared.walk = {(int)blockIdx.x, 0, 0, 0, kNone, kFirst};
+  __syncwarp();
+
+  for (int to_fill = kStages; ; --to_fill) {
+    if (to_fill <= 0) {
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      const Step step = shared.step[ring.stage];
+      const u32 flags = __shfl_sync(0xffffffffu, step.flags, 0);
+      if (flags & kEnd) break;
+      if (flags & kNothing) {
+        barrier_wait(&shared.ds_full[ring.stage], ring.parity);
+        arrive(&shared.empty[ring.stage]);
+      } else {
+        if (flags & kFirst) {
+          if (warp == 0) barrier_wait(&shared.kv_empty, kv_parity);
+          if (threadIdx.x == 0) {
+            const int kv_head = step.head / size.group, row = step.tile * kTileN;
+            barrier_expect(&shared.kv_full, Shared::kKBytes + Shared::kVBytes);
+            copy_tile<kTileN, kHeadDim>(shared.k, map_k, kv_head, row, &shared.kv_full);
+            copy_tile<kTileN, kVHeadDim>(shared.v, map_v, kv_head, row, &shared.kv_full);
+          }
+          kv_parity ^= 1;
+        }
+        // The tile of dq = dS k, in pieces that leave the key side its registers; the copy engine adds it to global memory.
+        barrier_wait(&shared.ds_full[ring.stage], ring.parity);
+        if (threadIdx.x == 0) add_wait_read();
+        all_warps();
+        #pragma unroll 1
+        for (int piece = 0; piece < kPieces; ++piece) {
+          const int m = piece * kPieceCols / kHeadDim * 64, first_col = piece * kPieceCols % kHeadDim;
+          const u64 a = descriptor(shared.ds[ring.stage] + m / 64 * kTileN * kRowBytes, 16);
+          const u64 b = descriptor(shared.k + first_col / kSlab * kTileN * kRowBytes, kTileN * kRowBytes);
+          float sum[kPieceCols / 8][4];
+          wgmma_begin();
+          #pragma unroll
+          for (int n = 0; n < kTileN; n += 16)
+            Wgmma<T, kPieceCols>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
+          wgmma_commit();
+          wgmma_wait<0>(sum);
+          unsigned char* const target = shared.dq + first_col / 32 * kTileM * kRowBytes
+                                        + (m + warp * 16 + lane / 4) * kRowBytes + lane % 2 * 8;
+          #pragma unroll
+          for (int n = 0; n < kPieceCols / 8; ++n) {
+            unsigned char* const pair = target + n / 4 * kTileM * kRowBytes + ((n % 4 * 2 + lane % 4 / 2) ^ lane / 4) * 16;
+            store_pair((float*)pair, sum[n][0], sum[n][1]);
+            store_pair((float*)(pair + 8 * kRowBytes), sum[n][2], sum[n][3]);
+          }
+        }
+        arrive(&shared.empty[ring.stage]);
+        if (flags & kLast) arrive(&shared.kv_empty);
+        publish_to_async();
+        all_warps();
+        if (threadIdx.x == 0) {
+          #pragma unroll
+          for (int c = 0; c < kHeadDim; c += 32)
+            add_box(map_dq, c, step.head, step.row, shared.dq + c / 32 * kTileM * kRowBytes);
+          add_commit();
+        }
+      }
+    }
+    if (warp == 0)
+      walk_on(shared, ring, map_q, map_dout, stats, query_ranges, tile_order, counter, size);
+    ring.advance();
+  }
+  if (threadIdx.x == 0) add_wait_read();
+}
+
+// The key side, one warpgroup: 64 keys.
+template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+__device__ __forceinline__ void serve_keys(
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, int side, Grad* dk, Grad* dv,
+    const int2* query_ranges, BackwardSize size, float softmax_scale) {
+  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
+  constexpr int kTileN = Shared::kTileN, kBlocks = kTileM / 8;
+  const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
+  const unsigned char* const my_k = shared.k + side * 64 * kRowBytes;
+  const unsigned char* const my_v = shared.v + side * 64 * kRowBytes;
+  int2* const range = shared.range + side * 64 + warp * 16;
+  Ring<kStages> ring = {0, 0};
+  u32 kv_parity = 0;
+  auto arrive = [&](u64* barrier) { if (lane == 0) barrier_arrive(barrier); };
+  // Score gradients go to the query side as they are: keys are the rows.
+  auto hand_over = [&](const u32 (&ds)[1][kTileM / 16][4]) {
+    unsigned char* const row = shared.ds[ring.stage] + (side * 64 + warp * 16 + lane % 16) * kRowBytes;
+    #pragma unroll
+    for (int i = 0; i < kTileM / 16; ++i)
+      store_matrices(row + i / 4 * kTileN * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16, ds[0][i]);
+    publish_to_async();
+    __syncwarp();
+    arrive(&shared.ds_full[ring.stage]);
+  };
+  const float scale_log2 = softmax_scale * kLog2e;
+
+  while (true) {
+    barrier_wait(&shared.full[ring.stage], ring.parity);
+    u32 flags = __shfl_sync(0xffffffffu, shared.step[ring.stage].flags, 0);
+    if (flags & kEnd) break;
+    if (lane < 16) range[lane] = range_of(query_ranges, shared.step[ring.stage].tile * kTileN + side * 64 + warp * 16 + lane, size.k_rows);
+    __syncwarp();
+    float sum_dk[kHeadDim / 8][4] = {}, sum_dv[kVHeadDim / 8][4] = {};
+    if (flags & kNothing) {
+      arrive(&shared.ds_full[ring.stage]);
+    } else {
+      barrier_wait(&shared.kv_full, kv_parity);
+      kv_parity ^= 1;
+    }
+    while (!(flags & kNothing)) {
+      const u32 mine = flags >> 2 * side;
+      if (mine & kSees) {
+        // Probabilities from the saved lse, transposed, and dv += P^T dout.
+        float p[kBlocks][4];
+        wgmma_begin();
+        start_scores<T, kHeadDim, kTileN, kTileM>(p, my_k, shared.q[ring.stage]);
+        wgmma_commit();
+        wgmma_wait<0>(p);
+        #pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          const float2 lse = *(const float2*)(shared.lse_log2[ring.stage] + n * 8 + lane % 4 * 2);
+          #pragma unroll
+          for (int e = 0; e < 4; ++e) p[n][e] = exp2_fast(fmaf(p[n][e], scale_log2, -(e % 2 ? lse.y : lse.x)));
+        }
+        if (mine & kMasked) {
+          const int2 r[2] = {range[lane / 4], range[lane / 4 + 8]};
+          const int first_query = shared.step[ring.stage].row;
+          #pragma unroll
+          for (int i = 0; i < 4 * kBlocks; ++i)
+            if (!contains(r[i % 4 / 2], first_query + i / 4 * 8 + lane % 4 * 2 + i % 2)) p[i / 4][i % 4] = 0.f;
+        }
+        u32 probability[1][kTileM / 16][4];
+        round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
+
+        // dS = P (dP - delta), and dk += dS^T q.
+        float dp[kBlocks][4];
+        wgmma_begin();
+        start_scores<T, kVHeadDim, kTileN, kTileM>(dp, my_v, shared.dout[ring.stage]);
+        wgmma_commit();
+        start_weighted_sum<T, kVHeadDim, kTileM>(sum_dv, probability, shared.dout[ring.stage]);
+        wgmma_commit();
+        wgmma_wait<1>(dp);
+        if (flags & kLast) arrive(&shared.kv_empty);
+        #pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          const float2 delta = *(const float2*)(shared.delta[ring.stage] + n * 8 + lane % 4 * 2);
+          #pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float2 weight = unpack<T>(probability[0][n / 2][n % 2 * 2 + r]);
+            dp[n][2 * r] = weight.x * (dp[n][2 * r] - delta.x);
+            dp[n][2 * r + 1] = weight.y * (dp[n][2 * r + 1] - delta.y);
+          }
+        }
+        u32 dscore[1][kTileM / 16][4];
+        round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
+        hand_over(dscore);
+        wgmma_begin();
+        start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[ring.stage]);
+        wgmma_commit();
+        wgmma_wait<0>(sum_dk);
+        pin(sum_dv);
+      } else {
+        if (flags & kLast) arrive(&shared.kv_empty);
+        u32 zeros[1][kTileM / 16][4];
+        #pragma unroll
+        for (int i = 0; i < kTileM / 4; ++i) zeros[0][i / 4][i % 4] = 0;
+        hand_over(zeros);
+      }
+      if (flags & kLast) break;
+      arrive(&shared.empty[ring.stage]);
+      ring.advance();
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      flags = __shfl_sync(0xffffffffu, shared.step[ring.stage].flags, 0);
+    }
+    const int row = shared.step[ring.stage].tile * kTileN + side * 64 + warp * 16 + lane / 4;
+    const size_t at = (size_t)row * size.num_kv_heads + shared.step[ring.stage].head / size.group;
+    const size_t below = at + 8 * size.num_kv_heads;
+    __syncwarp();
+    arrive(&shared.empty[ring.stage]);
+    ring.advance();
+    store_row<0>(dk + at * kHeadDim, sum_dk, softmax_scale, row < size.k_rows);
+    store_row<1>(dk + below * kHeadDim, sum_dk, softmax_scale, row + 8 < size.k_rows);
+    store_row<0>(dv + at * kVHeadDim, sum_dv, 1.f, row < size.k_rows);
+    store_row<1>(dv + below * kVHeadDim, sum_dv, 1.f, row + 8 < size.k_rows);
+  }
+}
+
+// The contract of thd_attn_bwd, except that padding rows of q, k, v, dout must hold finite numbers, that stats has
+// stats_rows >= q_rows rows per head, a multiple of kTileM, and that dq_sum lacks the factor softmax_scale.
+// Maps of boxes of kTileM rows of q, dout, dq_sum and 128 rows of k, v; counter: one int, zero, and zero again afterwards.
+// Launch: grid at most tiles * num_kv_heads and one block per multiprocessor, block 384.
+template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+__global__ void __launch_bounds__(384, 1) thd_attn_bwd_sm90(
+    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Grad* __restrict__ dk,
+    Grad* __restrict__ dv, float softmax_scale, const __grid_constant__ TensorMap map_dq,
+    const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ tile_order,
+    int* __restrict__ counter, int q_rows, int k_rows, int stats_rows, int num_tiles, int num_kv_heads, int group) {
+  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
+  extern __shared__ unsigned char shared_bytes[];
+  Shared& shared = *(Shared*)(((u64)shared_bytes + 1023) & ~(u64)1023);
+  const BackwardSize size = {q_rows, k_rows, stats_rows, num_tiles, num_kv_heads, group};
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) shared.init();
+  __syncthreads();
+  if (warpgroup == 0) {
+    registers_give<88>();
+    serve_queries<T>(shared, &map_q, &map_k, &map_v, &map_dout, &map_dq, stats, query_ranges, tile_order, counter, size);
+  } else {
+    registers_take<208>();
+    serve_keys<T>(shared, warpgroup - 1, dk, dv, query_ranges, size, softmax_scale);
   }
 }

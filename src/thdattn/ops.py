@@ -19,7 +19,7 @@ from thdattn.packing import DLPACK_CPU
 from thdattn.plan import Plan, PlanArrays, host_arrays
 from thdattn.sharding import Sharding
 from thdattn.tensor_map import tensor_map
-from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, TILES, ForwardSm90
+from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATS_ROWS, TILES, ForwardSm90
 
 name = "cuda"
 device = "cuda"
@@ -201,45 +201,72 @@ def attn_bwd(
     launches = plan.once(key, lambda: _backward(q, k, v, plan, dk.dtype, deterministic))
     scale = np.float32(softmax_scale)
     launches.delta(out, dout, lse)
-    if not deterministic:
-        launches.dq_sum.fill(0)
-    launches.main(q, k, v, dout, dk, dv, scale)
+    if launches.boxes and plan.has_padding:
+        q, dout = _without_padding(q, dout, plan)
+    inputs = map(tensor_map, (q, k, v, dout), launches.boxes) if launches.boxes else (q, k, v, dout)
+    launches.main(*inputs, dk, dv, scale)
     if deterministic:
         launches.dq(q, k, v, dout, dq, scale)
     else:
-        dq[...] = launches.dq_sum
+        launches.dq(dq, launches.dq_sum, scale)
     return dq, dk, dv
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """The launches of the backward; dq_sum, float32, is where `main` adds dq unless it is deterministic."""
+    """The launches of the backward; dq_sum, float32, is where `main` adds dq unless it is deterministic.
+
+    boxes: rows of the boxes of q, k, v and dout that `main` loads by tensor map; none where it loads by pointer.
+    """
 
     delta: _Launch
     main: _Launch
     dq: _Launch
     dq_sum: Array
+    boxes: tuple[int, ...]
 
 
 def _backward(q: Array, k: Array, v: Array, plan: Plan, grad_dtype: np.dtype[Any], deterministic: bool) -> _Backward:
     gpu, chosen, dtype = _gpu(cupy.cuda.runtime.getDevice()), TILES[q.shape[2], v.shape[2]], q.dtype.name
-    num_rows, num_heads, _ = q.shape
-    tiles = chosen.backward_for(gpu.shared_bytes)
-    stats = plan.buffer("stats", (2, num_heads, num_rows), np.float32)
+    num_rows, num_heads, head_dim = q.shape
+    num_tiles, num_kv_heads = len(plan.arrays.key_tiles), k.shape[1]
+    stats_rows = -(-num_rows // STATS_ROWS) * STATS_ROWS
+    stats = plan.buffer("stats", (2, num_heads, stats_rows), np.float32)
     dq_sum = plan.buffer("dq_sum", (0,) if deterministic else q.shape, np.float32)
-    sizes = tuple(map(np.int32, (num_rows, len(k), num_heads // k.shape[1])))
+    sizes = tuple(map(np.int32, (num_rows, len(k), stats_rows)))
+    group = np.int32(num_heads // num_kv_heads)
+
     lanes = 8 if v.shape[2] <= 64 else 16 if v.shape[2] <= 128 else 32
-    return _Backward(
-        delta=_Launch(jit.kernel(*chosen.delta_kernel(dtype)), (-(-num_rows * num_heads * lanes // 256),), 256,
-                      (plan.key_ranges, stats, *map(np.int32, (num_rows, num_heads)))),
-        main=_Launch(jit.kernel(*chosen.backward_kernel(dtype, grad_dtype.name, not deterministic, tiles)),
-                     (len(plan.arrays.key_tiles), k.shape[1]), 2 * tiles.tile_n * tiles.split,
-                     (stats, dq_sum, plan.key_ranges, plan.query_ranges, plan.arrays.key_tiles, *sizes)),
-        dq=_Launch(jit.kernel(*chosen.dq_kernel(dtype)),
-                   (-(-num_rows // (16 * chosen.dq_warps)), num_heads), 32 * chosen.dq_warps,
-                   (stats, plan.key_ranges, plan.query_ranges, *sizes)),
-        dq_sum=dq_sum,
-    )
+    delta = _Launch(jit.kernel(*chosen.delta_kernel(dtype)), (-(-stats_rows * num_heads * lanes // 256),), 256,
+                    (plan.key_ranges, stats, dq_sum, np.int32(0 if deterministic else head_dim // 4),
+                     np.int32(num_rows), np.int32(stats_rows), np.int32(num_heads)))
+    sm90, boxes = chosen.backward_sm90, ()
+    if gpu.sm90 and sm90 and not deterministic:
+        main = _Launch(jit.kernel(*chosen.backward_sm90_kernel(dtype, grad_dtype.name)),
+                       (min(gpu.multiprocessors, num_tiles * num_kv_heads),), sm90.threads,
+                       (tensor_map(dq_sum, sm90.tile_m), stats, plan.query_ranges, plan.arrays.key_tiles,
+                        cupy.zeros(1, np.int32), *sizes, np.int32(num_tiles), np.int32(num_kv_heads), group))
+        boxes = (sm90.tile_m, sm90.tile_n, sm90.tile_n, sm90.tile_m)
+    else:
+        tiles = chosen.backward_for(gpu.shared_bytes)
+        main = _Launch(jit.kernel(*chosen.backward_kernel(dtype, grad_dtype.name, not deterministic, tiles)),
+                       (num_tiles, num_kv_heads), 2 * tiles.tile_n * tiles.split,
+                       (stats, dq_sum, plan.key_ranges, plan.query_ranges, plan.arrays.key_tiles, *sizes, group))
+    if deterministic:
+        dq = _Launch(jit.kernel(*chosen.dq_kernel(dtype)), (-(-num_rows // (16 * chosen.dq_warps)), num_heads),
+                     32 * chosen.dq_warps, (stats, plan.key_ranges, plan.query_ranges, *sizes, group))
+    else:
+        words = q.size // 8
+        dq = _Launch(jit.kernel(*chosen.round_kernel(dtype)), (-(-words // 256),), 256, (np.uint64(words),))
+    return _Backward(delta, main, dq, dq_sum, boxes)
+
+
+def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
+    """Copies whose padding rows are 0, as 0 * NaN would spread through a product."""
+    copies = [plan.buffer(name, x.shape, x.dtype) for name, x in (("q", q), ("dout", dout))]
+    order = plan.once("local_order", lambda: cupy.arange(len(q), dtype=np.int32))
+    _reorder(False, (copies[0], q), (copies[1], dout), order, plan.key_ranges)
+    return copies[0], copies[1]
 
 
 def _layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
@@ -253,7 +280,7 @@ def _layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
 def to_sequence_order(k_ranks: Array, v_ranks: Array, plan: Plan) -> tuple[Array, Array]:
     """Gathered rows moved to sequence order, into buffers of the plan; rows that no local query sees become 0."""
     k, v = (plan.buffer(name, (plan.key_rows, *x.shape[1:]), x.dtype) for name, x in (("k", k_ranks), ("v", v_ranks)))
-    _reorder(False, (k, k_ranks), (v, v_ranks), plan)
+    _reorder(False, (k, k_ranks), (v, v_ranks), plan.rank_order, plan.query_ranges)
     return k, v
 
 
@@ -262,15 +289,14 @@ def to_rank_order(dk: Array, dv: Array, plan: Plan) -> tuple[Array, Array]:
     rows = len(plan.rank_order)
     dk_ranks, dv_ranks = (plan.buffer(name, (rows, *x.shape[1:]), x.dtype)
                           for name, x in (("dk_ranks", dk), ("dv_ranks", dv)))
-    _reorder(True, (dk_ranks, dk), (dv_ranks, dv), plan)
+    _reorder(True, (dk_ranks, dk), (dv_ranks, dv), plan.rank_order, plan.query_ranges)
     return dk_ranks, dv_ranks
 
 
-def _reorder(to_rank_order: bool, first: tuple[Array, Array], second: tuple[Array, Array], plan: Plan) -> None:
-    """Each pair is (out, in); one launch moves both."""
-    rows = len(plan.rank_order)
+def _reorder(
+    to_rank_order: bool, first: tuple[Array, Array], second: tuple[Array, Array], order: Array, ranges: Array
+) -> None:
+    """Each pair is (out, in); one launch moves both. Rows whose range is empty hold nothing."""
     args = [arg for out, source in (first, second)
             for arg in (out, source, np.int32(out.shape[1] * out.shape[2] * out.itemsize // 16))]
-    jit.kernel(REORDER_KERNELS[to_rank_order])(
-        (-(-rows // 8), 2), 256, (*args, plan.rank_order, plan.query_ranges, np.int32(rows))
-    )
+    jit.kernel(REORDER_KERNELS[to_rank_order])((-(-len(order) // 8), 2), 256, (*args, order, ranges, np.int32(len(order))))
