@@ -11,7 +11,7 @@ import math
 import os
 import sysconfig
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
-
 from model import EOD
+from numpy.typing import NDArray
 
 import thdattn
 
@@ -217,7 +216,9 @@ def pack(pieces: Iterable[Piece], packing: Packing) -> Iterator[list[Piece]]:
     coming = iter(pieces)
     waiting: deque[Piece] = deque()
     while True:
-        chosen, too_long, free = [], [], packing.rows
+        chosen: list[Piece] = []
+        too_long: list[Piece] = []
+        free = packing.rows
         while free >= packing.multiple and len(too_long) < LOOK_AHEAD:
             piece = waiting.popleft() if waiting else next(coming, None)
             if piece is None:
@@ -248,6 +249,11 @@ def read(pieces: Sequence[Piece], packing: Packing, after: Position) -> MicroBat
     )
 
 
+def in_order(documents: Iterable[Document], packing: Packing) -> list[MicroBatch]:
+    """All micro-batches of some documents, for validation."""
+    return [read(pieces, packing, Position(0, 0)) for pieces in pack(pieces_of(documents, packing.longest), packing)]
+
+
 def micro_batches(
     documents: Sequence[Document], packing: Packing, seed: int, position: Position
 ) -> Iterator[MicroBatch]:
@@ -268,7 +274,7 @@ def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
         yield group
 
 
-def prepared(items: Iterator[T]) -> Iterator[T]:
+def prepared(items: Iterator[T]) -> Generator[T, None, None]:
     """The items, each made by a thread while the caller works on the one before.
 
     An error of the thread is raised in the caller. Close the iterator (contextlib.closing) to end the thread.

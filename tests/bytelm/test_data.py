@@ -138,7 +138,8 @@ def test_shortened_documents_have_so_many_bytes(folder):
 
 def test_first_fit_worked_by_hand(tmp_path):
     # 9, 5, 3, 8 targets, 12 rows: 9 + 3 fit together, then 5, which waited, and 8 is too long beside it.
-    pieces = [Piece(Document(name, tmp_path, 0, end - 1), 0, end) for name, end in zip("abcd", (9, 5, 3, 8), strict=True)]
+    lengths = zip("abcd", (9, 5, 3, 8), strict=True)
+    pieces = [Piece(Document(name, tmp_path, 0, length - 1), 0, length) for name, length in lengths]
     packed = [[piece.document.name for piece in chosen] for chosen in data.pack(pieces, Packing(12, 1, 12))]
     assert packed == [["a", "c"], ["b"], ["d"]]
     # In multiples of 4 they take 12, 8, 4, 8.
@@ -206,7 +207,7 @@ def test_ranks_together_hold_every_row_and_count_every_target_once(folder, cp_si
             counted = batch.targets != NOT_COUNTED
             assert Counter(found[targets != NOT_COUNTED].tolist()) == Counter(wanted[counted].tolist())
             assert found.dtype == np.int32
-        assert 0 <= tokens.min() and tokens.max() <= EOD
+        assert tokens.min() >= 0 and tokens.max() <= EOD
 
 
 def test_1_2_4_and_8_ranks_make_the_same_batches():
@@ -290,7 +291,7 @@ def test_error_of_the_thread_is_raised_in_the_loop(folder):
     next(batches)
     for document in documents:
         document.path.write_bytes(b"")
-    with pytest.raises(ValueError, match="ends at byte 0, wanted .* leave the documents alone"):
+    with pytest.raises(ValueError, match=r"ends at byte 0, wanted .* leave the documents alone"):
         list(itertools.islice(batches, 100))
     assert not data_threads()
 

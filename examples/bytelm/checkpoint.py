@@ -1,0 +1,82 @@
+"""One file that holds all that a run needs to go on, or a sampler to start: checkpoint.npz, which NumPy reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from data import Position
+from model import Config
+from numpy.typing import NDArray
+
+NAME = "checkpoint.npz"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of a run behind a step.
+
+    config: the model's shape. step: steps done. position: where the data goes on.
+    settings: what has to stay as it is for the run to go on as if never interrupted; JSON's types.
+    weights: flat, as Model.weights. optimizer: name -> array, as AdamW.state.
+    """
+
+    config: Config
+    step: int
+    position: Position
+    settings: dict[str, Any]
+    weights: NDArray[Any]
+    optimizer: dict[str, NDArray[Any]]
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> None:
+    """Writes the checkpoint of a folder, which is made if missing.
+
+    The file is written beside the old one and takes its place when it is complete: whenever the program or the machine
+    stops, there is a whole one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "config": asdict(checkpoint.config), "step": checkpoint.step, "position": checkpoint.position,
+        "settings": checkpoint.settings,
+    }  # fmt: skip
+    arrays: dict[str, Any] = {f"optimizer.{name}": array for name, array in checkpoint.optimizer.items()}
+    arrays |= {"about": json.dumps(about), "weights": checkpoint.weights}
+    unfinished = folder / f"{NAME}.{os.getpid()}.unfinished"
+    try:
+        with unfinished.open("wb") as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(folder / NAME)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load(folder: Path) -> Checkpoint:
+    """The checkpoint of a folder, its arrays on the host.
+
+    Raises:
+        ValueError: there is none, or a file that is no checkpoint.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist, wanted a checkpoint; train with --checkpoint {folder} first")
+    try:
+        with np.load(path) as file:
+            arrays = dict(file)
+        about = json.loads(str(arrays.pop("about")))
+        return Checkpoint(
+            Config(**about["config"]), about["step"], Position(*about["position"]), about["settings"],
+            arrays.pop("weights"), {name.removeprefix("optimizer."): array for name, array in arrays.items()},
+        )  # fmt: skip
+    except (zipfile.BadZipFile, EOFError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {error}), wanted a checkpoint of this version of the "
+            f"example; delete it and train again"
+        ) from error

@@ -1,0 +1,167 @@
+"""What a run measures without making the GPU wait: times, numbers on their way to the host, and the record of a run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from model import Model
+
+Array = Any
+Result = TypeVar("Result")
+
+# Dense bfloat16 operations per second, NVIDIA's data sheets; by what the GPU's name contains.
+PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12, "A100": 312e12}
+
+
+class Clock:
+    """Marks in time: of the host, or of the GPU's current stream, reached when the work before is done."""
+
+    def __init__(self, model: Model) -> None:
+        self._xp = None if model.layers.xp is np else model.layers.xp
+
+    def mark(self) -> Any:
+        """Now."""
+        if self._xp is None:
+            return time.perf_counter()
+        event = self._xp.cuda.Event()
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two marks that have been reached."""
+        return float(end - begin if self._xp is None else self._xp.cuda.get_elapsed_time(begin, end) / 1e3)
+
+
+class AttentionMeter:
+    """Counts and times what a model's attention does, its communication included."""
+
+    def __init__(self, model: Model, clock: Clock) -> None:
+        self._clock = clock
+        self._spans: list[tuple[Any, Any]] = []
+        self._flops = 0
+        for attention in model.attentions:
+            self._wrap(attention)
+
+    def take(self) -> tuple[int, list[tuple[Any, Any]]]:
+        """(operations of all ranks, spans between marks of this rank) since the last time this was called."""
+        taken = self._flops, self._spans
+        self._flops, self._spans = 0, []
+        return taken
+
+    def _wrap(self, attention: Any) -> None:
+        forward, backward = attention.forward, attention.backward
+
+        def timed_forward(q: Array, k: Array, v: Array, plan: Any) -> Any:
+            self._flops += attention.flops(plan).forward
+            with self._timed():
+                return forward(q, k, v, plan)
+
+        def timed_backward(dout: Array, saved: Any) -> Any:
+            self._flops += attention.flops(saved.plan).backward
+            with self._timed():
+                return backward(dout, saved)
+
+        attention.forward, attention.backward = timed_forward, timed_backward
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = self._clock.mark()
+        yield
+        self._spans.append((begin, self._clock.mark()))
+
+
+def on_the_way(x: Array) -> Callable[[], np.ndarray]:
+    """Starts to copy a small array to the host; what is returned waits for the copy and for nothing behind it."""
+    if isinstance(x, np.ndarray):
+        copy = x.copy()
+        return lambda: copy
+    import cupy
+    import cupyx
+
+    pinned = cupyx.empty_pinned(x.shape, x.dtype)
+    x.get(out=pinned, blocking=False)
+    arrived = cupy.cuda.Event(disable_timing=True)
+    arrived.record()
+
+    def wait() -> np.ndarray:
+        arrived.synchronize()
+        return np.array(pinned)
+
+    return wait
+
+
+def peak_flops(model: Model) -> float | None:
+    """Operations per second that this rank's GPU could do in bfloat16; None if it is not known, or no GPU."""
+    if model.layers.xp is np:
+        return None
+    device = model.layers.xp.cuda.runtime.getDevice()
+    name = model.layers.xp.cuda.runtime.getDeviceProperties(device)["name"].decode()
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+class Record:
+    """The lines of a run, one dictionary each, kept and written to a JSONL file as they come.
+
+    Args:
+        path: the file, or None for none.
+        steps: keep the lines that the file has of so many steps, for a run that goes on.
+    """
+
+    def __init__(self, path: Path | None, steps: int) -> None:
+        self.lines: list[dict[str, Any]] = []
+        if path and steps and path.exists():
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            self.lines = [line for line in lines if line["step"] <= steps]
+        self._file = None
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", buffering=1)
+            self._file.writelines(json.dumps(line) + "\n" for line in self.lines)
+
+    def add(self, **line: Any) -> None:
+        """One line; None stands for a number that is not known."""
+        self.lines.append(line)
+        if self._file:
+            self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        if self._file:
+            self._file.close()
+
+
+def plot(path: Path, lines: list[dict[str, Any]], title: str) -> None:
+    """Draws bits per byte over steps: every step, their running mean, and the validation."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    steps, training = _column(lines, "bits_per_byte")
+    axes.plot(steps, training, color="#66ccee", linewidth=0.6, label="training, every step")
+    if len(training) >= 20:
+        width = len(training) // 20
+        mean = np.convolve(training, np.full(width, 1 / width), "valid")
+        axes.plot(steps[width - 1 :], mean, color="#4477aa", linewidth=1.6, label=f"training, mean of {width} steps")
+    steps, validation = _column(lines, "validation_bits_per_byte")
+    axes.plot(steps, validation, "o-", color="#ee6677", markersize=4, label="validation")
+    if len(validation):
+        axes.annotate(f"{validation[-1]:.2f}", (steps[-1], validation[-1]), (4, 8), textcoords="offset points")
+    axes.set_xlabel("steps")
+    axes.set_ylabel("bits per byte")
+    axes.set_title(title, fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=100)
+
+
+def _column(lines: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values) of the lines that have it."""
+    found = [(line["step"], line[name]) for line in lines if name in line]
+    steps, values = np.array(found, float).reshape(-1, 2).T
+    return steps, values

@@ -1,0 +1,383 @@
+"""Trains a byte-level language model on packed documents, context-parallel, without a framework.
+
+    python examples/bytelm/train.py --size tiny                             one rank
+    mpiexec -n 4 python -m mpi4py examples/bytelm/train.py --size tiny      four, each with a GPU if it has one
+
+Read train() first and Trainer.step() second: this is how thdattn is used in a training loop. model.py has the network,
+data.py the documents. All ranks make the same micro-batches and take their own rows of them.
+
+Ctrl-C on any rank ends all ranks behind the same step, with a checkpoint if --checkpoint is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import signal
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; NumPy reads this once, when it is imported
+
+import checkpoint
+import data
+import measure
+import numpy as np
+from checkpoint import Checkpoint
+from data import MicroBatch, Packing, Position
+from model import SIZES, Config, Model, ModelPlan
+from numpy.typing import NDArray
+from optimizer import AdamW
+from tqdm import tqdm
+
+import thdattn
+from thdattn.sharding import STRATEGIES
+
+NATS_PER_BIT = math.log(2)
+LAST_LR = 0.1  # of the highest
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a size is trained with unless told otherwise. longest: tokens of the longest piece of a document; None: all
+    that fits. A tiny model learns more from many short pieces than from one long one."""
+
+    tokens: int
+    longest: int | None
+    steps: int
+    lr: float
+    val_bytes: int
+
+
+RECIPES = {
+    "tiny": Recipe(tokens=512, longest=256, steps=1200, lr=4e-3, val_bytes=2**16),
+    "small": Recipe(tokens=16_384, longest=None, steps=2000, lr=2e-3, val_bytes=2**20),
+    "base": Recipe(tokens=32_768, longest=None, steps=5000, lr=1e-3, val_bytes=2**20),
+    "1b": Recipe(tokens=32_768, longest=None, steps=20_000, lr=3e-4, val_bytes=2**20),
+}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step has made, or is about to make: on a GPU its numbers are still on their way.
+
+    numbers: waits for (mean loss in nats, ranks that were asked to stop, norm of the gradient).
+    span: marks before and after the step. attention_flops: of all ranks; attention_spans: of this one.
+    """
+
+    batches: Sequence[MicroBatch]
+    lr: float
+    numbers: Callable[[], np.ndarray]
+    span: tuple[Any, Any]
+    flops: int
+    attention_flops: int
+    attention_spans: list[tuple[Any, Any]]
+
+
+class Trainer:
+    """A model, its optimizer, and the step of both. Every rank calls every method alike."""
+
+    def __init__(self, comm: thdattn.comm.Comm, config: Config, engine: str, sharding: str, seed: int) -> None:
+        self.comm = comm
+        self.sharding = sharding
+        self.model = Model(config, comm, engine, seed)
+        self.optimizer = AdamW(self.model)
+        self.xp = self.model.layers.xp
+        self.clock = measure.Clock(self.model)
+        self.attention_meter = measure.AttentionMeter(self.model, self.clock)
+        self._last_mark = self.clock.mark()
+
+    def step(self, batches: Sequence[MicroBatch], lr: float, stop: bool = False) -> StepResult:
+        """One step on the mean loss of some micro-batches. Nothing in here waits for the GPU.
+
+        Args:
+            batches: of all ranks together.
+            lr: learning rate.
+            stop: this rank was asked to stop; all ranks learn of it from the result.
+        """
+        model, num_targets = self.model, sum(batch.num_targets for batch in batches)
+        model.gradient.fill(0)
+        numbers = self.xp.zeros(3, np.float32)
+        numbers[1] = float(stop)
+        flops = 0
+        for batch in batches:
+            tokens, targets, plan = self._local(batch)
+            numbers[0] += model.loss_and_gradient(tokens, targets, plan, num_targets)
+            flops += model.flops(plan)
+        self.comm.all_reduce(numbers, "sum")
+        model.reduce_gradient()
+        numbers[2] = self.optimizer.step(model.gradient, lr)
+
+        attention_flops, attention_spans = self.attention_meter.take()
+        before, self._last_mark = self._last_mark, self.clock.mark()
+        return StepResult(batches, lr, measure.on_the_way(numbers), (before, self._last_mark), flops, attention_flops,
+                          attention_spans)  # fmt: skip
+
+    def bits_per_byte(self, batches: Sequence[MicroBatch]) -> float:
+        """Bits that the model needs for these documents, ends included, per byte. Waits for the GPU."""
+        total = self.xp.zeros(1, np.float32)
+        num_bytes = sum(batch.num_bytes for batch in batches)
+        for batch in batches:
+            total += self.model.loss(*self._local(batch), num_bytes)
+        self.comm.all_reduce(total, "sum")
+        return float(total[0]) / NATS_PER_BIT
+
+    def pause(self) -> None:
+        """What was done since the last step is not part of the next one's time."""
+        self.attention_meter.take()
+        self._last_mark = self.clock.mark()
+
+    def state(self, step: int, position: Position, settings: dict[str, Any]) -> Checkpoint:
+        """The checkpoint behind a step."""
+        optimizer = {name: _to_host(x) for name, x in self.optimizer.state.items()}
+        return Checkpoint(self.model.config, step, position, settings, _to_host(self.model.weights), optimizer)
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Takes weights and optimizer over from a checkpoint, which has to be the same on all ranks."""
+        self.comm.agree("the checkpoint", zlib.crc32(saved.weights.tobytes(), saved.step))
+        self.model.weights[...] = self.xp.asarray(saved.weights)
+        self.model.refresh()
+        for name, x in self.optimizer.state.items():
+            x[...] = saved.optimizer[name] if isinstance(x, np.ndarray) else self.xp.asarray(saved.optimizer[name])
+
+    def _local(self, batch: MicroBatch) -> tuple[Any, Any, ModelPlan]:
+        """(tokens, targets, plan) of this rank."""
+        plan = self.model.plan(batch.batch, self.sharding)
+        tokens, targets = batch.local(plan.sharding.rows(self.comm.rank))
+        return self.xp.asarray(tokens), self.xp.asarray(targets), plan
+
+
+class Interrupt:
+    """Whether this process was asked to stop by SIGINT (Ctrl-C) or SIGTERM; it then ends behind a step."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._request)
+
+    def _request(self, number: int, frame: object) -> None:
+        self.requested = True
+
+
+class Reporter:
+    """What rank 0 prints, records and draws. Every rank calls every method alike."""
+
+    def __init__(self, trainer: Trainer, args: argparse.Namespace, done: int) -> None:
+        self._trainer, self._args = trainer, args
+        self._shown = trainer.comm.rank == 0
+        self._peak = measure.peak_flops(trainer.model)
+        self._record = measure.Record(args.metrics if self._shown else None, done)
+        self._bar = tqdm(
+            total=args.steps, initial=done, disable=not self._shown, mininterval=0.5, ncols=120,
+            bar_format="{n}/{total} |{bar}| {elapsed}<{remaining}{postfix}",
+        )  # fmt: skip
+
+    def introduce(self, documents: Sequence[data.Document], packing: Packing, done: int) -> None:
+        """Says what is going to happen."""
+        model, args = self._trainer.model, self._args
+        num_bytes = sum(document.end - document.begin for document in documents)
+        where = f"{args.data}" if args.data else f"Python {sys.version.split()[0]}'s standard library"
+        self._say(f"{args.size}: {model.weights.size:,} weights in {model.config.layers} layers, {model.dtype}, engine "
+                  f"{model.attentions[0].engine!r}; ranks: {model.comm.size}, backend {model.comm.name!r}")
+        self._say(f"{len(documents):,} documents of {where}, {num_bytes:,} bytes; steps of {args.accumulate} x "
+                  f"{packing.rows:,} tokens")
+        if done:
+            self._say(f"going on behind step {done}")
+
+    def step(self, number: int, result: StepResult) -> bool:
+        """Records a step, waiting for its numbers; returns whether some rank was asked to stop.
+
+        Raises:
+            FloatingPointError: the loss is infinite or not a number.
+        """
+        loss, stop, norm = result.numbers().tolist()
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss of step {number} is {loss}; lower --lr, or raise --warmup")
+        clock, size = self._trainer.clock, self._trainer.comm.size
+        seconds = clock.seconds(*result.span)
+        attention_seconds = sum(clock.seconds(*span) for span in result.attention_spans)
+        num_targets = sum(batch.num_targets for batch in result.batches)
+        num_bytes = sum(batch.num_bytes for batch in result.batches)
+        tokens_per_s = num_targets / seconds
+        padding = 1 - num_targets / sum(batch.batch.total_rows for batch in result.batches)
+        tflops = result.attention_flops / size / attention_seconds / 1e12
+        self._record.add(
+            step=number, loss=loss, bits_per_byte=loss * num_targets / max(num_bytes, 1) / NATS_PER_BIT, lr=result.lr,
+            gradient_norm=norm, tokens_per_s=tokens_per_s, padding=padding, attention_tflops=tflops,
+            mfu=result.flops / size / seconds / self._peak if self._peak else None,
+        )  # fmt: skip
+        self._bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s, attention {tflops:.3g} TFLOP/s, "
+                                  f"padding {padding:.1%}", refresh=False)
+        self._bar.update()
+        return bool(stop)
+
+    def validation(self, step: int, bits_per_byte: float) -> None:
+        """Records a validation."""
+        self._record.add(step=step, validation_bits_per_byte=bits_per_byte)
+        self._say(f"step {step:>6}   validation {bits_per_byte:.3f} bits per byte")
+
+    def finish(self, step: int, stopped: bool) -> None:
+        """Draws the curve, and says how the run ended."""
+        args = self._args
+        if stopped and step < args.steps:
+            self._say(f"stopped behind step {step}" + (", --resume goes on from there" if args.checkpoint else ""))
+        self._bar.close()
+        self._record.close()
+        if self._shown and args.plot:
+            model = self._trainer.model
+            tokens = args.accumulate * args.tokens
+            title = f"{args.size}, {model.weights.size:,} weights, steps of {tokens:,} tokens, ranks: {model.comm.size}"
+            measure.plot(args.plot, self._record.lines, title)
+
+    def _say(self, text: str) -> None:
+        if self._shown:
+            self._bar.write(text)
+
+
+def main() -> int:
+    args = parse_arguments()
+    interrupt = Interrupt()
+    with thdattn.comm.init() as comm:
+        train(comm, args, interrupt)
+    return 0
+
+
+def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrupt) -> None:
+    """The whole program of one rank."""
+    documents = data.find_documents(args.data)
+    comm.agree("the documents", data.fingerprint(documents))
+    training, validation = data.split(documents)
+    packing = Packing.of(args.tokens, comm.size, args.sharding, args.longest)
+    config = SIZES[args.size] if args.window is None else replace(SIZES[args.size], window=args.window)
+    settings = settings_of(args, packing, data.fingerprint(documents))
+    saved = saved_run(args, settings)
+    step, position = (saved.step, saved.position) if saved else (0, Position(0, 0))
+
+    trainer = Trainer(comm, config, args.engine, args.sharding, args.seed)
+    if saved:
+        trainer.restore(saved)
+    held_back = data.in_order(data.shortened(validation, args.val_bytes), packing)
+    reporter = Reporter(trainer, args, step)
+    reporter.introduce(documents, packing, step)
+    if step == 0:
+        reporter.validation(step, trainer.bits_per_byte(held_back))
+
+    groups = data.grouped(data.micro_batches(training, packing, args.seed, position), args.accumulate)
+    unread: StepResult | None = None  # read a step later, when the GPU has the next step to work on
+    stop = False
+    with closing(data.prepared(groups)) as coming:
+        trainer.pause()
+        while step < args.steps and not stop:
+            batches = next(coming)
+            result = trainer.step(batches, learning_rate(step, args), interrupt.requested)
+            stop = unread is not None and reporter.step(step, unread)
+            step, position, unread = step + 1, batches[-1].after, result
+            if step % args.val_every and step % args.save_every and step < args.steps and not stop:
+                continue
+            stop |= reporter.step(step, unread)
+            unread = None
+            if step % args.val_every == 0 or step == args.steps:
+                reporter.validation(step, trainer.bits_per_byte(held_back))
+            if comm.rank == 0 and args.checkpoint:
+                checkpoint.save(args.checkpoint, trainer.state(step, position, settings))
+            trainer.pause()
+    reporter.finish(step, stop)
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Rises linearly, then falls like a cosine to a tenth."""
+    rising = min(1.0, (step + 1) / args.warmup)
+    passed = max(0, step - args.warmup) / max(1, args.steps - args.warmup)
+    falling = LAST_LR + (1 - LAST_LR) * (1 + math.cos(math.pi * passed)) / 2
+    return float(args.lr * rising * falling)
+
+
+def settings_of(args: argparse.Namespace, packing: Packing, documents: int) -> dict[str, Any]:
+    """What a run that goes on must have in common with its beginning; by option, as JSON has it."""
+    same = ("size", "window", "accumulate", "lr", "warmup", "seed")
+    return {name: getattr(args, name) for name in same} | {
+        "tokens": packing.rows, "longest": packing.longest, "padding to multiples": packing.multiple,
+        "fingerprint of the documents": documents,
+    }  # fmt: skip
+
+
+def saved_run(args: argparse.Namespace, settings: dict[str, Any]) -> Checkpoint | None:
+    """The run to go on with, if that is asked for.
+
+    Raises:
+        ValueError: there is none, or it had other settings; or there is one that would be overwritten.
+    """
+    if not args.resume:
+        if args.checkpoint and (args.checkpoint / checkpoint.NAME).exists():
+            raise ValueError(
+                f"--checkpoint is {args.checkpoint}, which holds the checkpoint of another run, wanted a new folder; "
+                f"pass --resume to go on with that run, or delete it"
+            )
+        return None
+    saved = checkpoint.load(args.checkpoint)
+    for name, wanted in saved.settings.items():
+        if settings[name] != wanted:
+            raise ValueError(
+                f"{name} is {settings[name]}, but the run in {args.checkpoint} began with {wanted}, wanted the same to "
+                f"go on with it; pass the options that it began with and --resume, or begin anew in another folder"
+            )
+    return saved
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--size", choices=list(SIZES), default="tiny", help="of the model (default: tiny)")
+    add("--data", type=Path, metavar="DIR", help="train on the files below it (default: Python's standard library)")
+    add("--steps", type=_positive, metavar="N", help="steps of the whole run (default: by size)")
+    add("--tokens", type=_positive, metavar="N", help="rows per micro-batch, of all ranks together (default: by size)")
+    add("--longest", type=_positive, metavar="N", help="split documents that are longer (default: by size)")
+    add("--accumulate", type=_positive, default=1, metavar="N", help="micro-batches per step (default: 1)")
+    add("--lr", type=float, metavar="X", help="highest learning rate (default: by size)")
+    add("--warmup", type=_positive, metavar="N", help="steps until then (default: a twentieth)")
+    add("--seed", type=int, default=0, metavar="N", help="of weights and order of the documents (default: 0)")
+    add("--engine", choices=["auto", "cuda", "reference"], default="auto", help="GPU or NumPy (default: what is there)")
+    add("--sharding", choices=list(STRATEGIES), default="dual_chunk", help="which rank owns which rows")
+    add("--window", type=int, metavar="N", help="bytes that every second layer sees; 0: all (default: by size)")
+    add("--val-every", type=_positive, metavar="N", help="validate every N steps (default: a tenth of --steps)")
+    add("--val-bytes", type=_positive, metavar="N", help="on so many bytes (default: by size)")
+    add("--checkpoint", type=Path, metavar="DIR", help="save the run there at the end, and for --resume and sample.py")
+    add("--save-every", type=_positive, metavar="N", help="and every N steps (default: with every validation)")
+    add("--resume", action="store_true", help="go on with the run in --checkpoint; pass the options it began with")
+    add("--metrics", type=Path, metavar="FILE", help="write a JSON line per step and validation")
+    add("--plot", type=Path, metavar="FILE", help="draw bits per byte into this PNG, PDF or SVG file at the end")
+    args = parser.parse_args()
+    recipe = RECIPES[args.size]
+    defaults = asdict(recipe) | {"warmup": max(1, (args.steps or recipe.steps) // 20)}
+    defaults |= {"val_every": max(1, (args.steps or recipe.steps) // 10)}
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.save_every = args.save_every or args.val_every
+    if args.resume and not args.checkpoint:
+        parser.error("--resume needs --checkpoint DIR, the folder of the run to go on with")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs Matplotlib; install it with: pip install 'thdattn[examples]'")
+    return args
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def _to_host(x: Any) -> NDArray[Any]:
+    return x if isinstance(x, np.ndarray) else np.asarray(x.get())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
