@@ -279,13 +279,15 @@ def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrup
             result = trainer.step(batches, learning_rate(step, args), interrupt.requested)
             stop = unread is not None and reporter.step(step, unread)
             step, position, unread = step + 1, batches[-1].after, result
-            if step % args.val_every and step % args.save_every and step < args.steps and not stop:
+            last = step == args.steps
+            validates, saves = last or step % args.val_every == 0, last or step % args.save_every == 0
+            if not (validates or saves or stop):
                 continue
             stop |= reporter.step(step, unread)
             unread = None
-            if step % args.val_every == 0 or step == args.steps:
+            if validates:
                 reporter.validation(step, trainer.bits_per_byte(held_back))
-            if comm.rank == 0 and args.checkpoint:
+            if (saves or stop) and args.checkpoint and comm.rank == 0:
                 checkpoint.save(args.checkpoint, trainer.state(step, position, settings))
             trainer.pause()
     reporter.finish(step, stop)

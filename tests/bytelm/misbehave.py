@@ -1,0 +1,34 @@
+"""train.py with an accident: misbehave.py ACCIDENT RANK STEP [options of train.py]; run by test_train.py.
+
+ctrl-c: that rank alone gets SIGINT amid that step. fail: that rank alone raises there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "bytelm"))
+
+import train
+
+accident, rank, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+sys.argv[1:4] = []
+step = train.Trainer.step
+calls = 0
+
+
+def step_with_accident(self, batches, lr, stop=False):
+    global calls
+    calls += 1
+    if calls == number and self.comm.rank == rank:
+        if accident == "fail":
+            raise RuntimeError("an accident, on purpose")
+        os.kill(os.getpid(), signal.SIGINT)
+    return step(self, batches, lr, stop)
+
+
+train.Trainer.step = step_with_accident
+sys.exit(train.main())

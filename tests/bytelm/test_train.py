@@ -1,0 +1,303 @@
+"""Training runs as a user starts them, on one rank and on two, and what they leave behind."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import checkpoint
+import data
+import launch
+import measure
+import numpy as np
+import pytest
+import train
+from model import SIZES
+from programs import MISBEHAVE, SAMPLE, TRAIN, lines_of, options, start, validations
+
+import thdattn
+
+NOBODY_INTERRUPTS = SimpleNamespace(requested=False)
+KEYS = {"step", "loss", "bits_per_byte", "lr", "gradient_norm", "tokens_per_s", "padding", "attention_tflops", "mfu"}
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory):
+    """A folder of 30 small documents."""
+    folder = tmp_path_factory.mktemp("documents")
+    for i, document in enumerate(data.find_documents()[:30]):
+        (folder / f"{i}.py").write_bytes(document.path.read_bytes()[: 40 + 50 * i])
+    return folder
+
+
+def small(documents, **changed):
+    """Options of a run that takes a second."""
+    values = {"data": documents, "tokens": 96, "longest": 64, "steps": 12, "val_bytes": 200, "accumulate": 2}
+    return options(**values | changed)
+
+
+def arguments(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
+    return train.parse_arguments()
+
+
+def losses(monkeypatch, cp_size, metrics, *words):
+    """What each step of a run on simulated ranks has recorded."""
+    args = arguments(monkeypatch, "--metrics", metrics, *words)
+    thdattn.comm.run_local(cp_size, lambda comm: train.train(comm, args, NOBODY_INTERRUPTS))
+    return [line["loss"] for line in lines_of(metrics) if "loss" in line]
+
+
+# --- learning --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """The tiny model's whole run on the standard library, on two ranks: (what it printed, its folder)."""
+    folder = tmp_path_factory.mktemp("tiny")
+    words = options(size="tiny", checkpoint=folder, metrics=folder / "run.jsonl", plot=folder / "run.png")
+    run = start(2, TRAIN, *words, timeout=280)
+    assert run.returncode == 0, run.stderr
+    return run, folder
+
+
+def test_tiny_model_learns_the_standard_library_on_two_ranks(tiny_run):
+    _, folder = tiny_run
+    bits = validations(folder / "run.jsonl")
+    assert bits[0] > 7, "it knows something before it has learnt"
+    assert bits[-1] < 2.5
+    assert bits[-1] == min(bits)
+
+
+def test_metrics_are_one_valid_line_per_step_and_validation(tiny_run):
+    _, folder = tiny_run
+    steps = [line for line in lines_of(folder / "run.jsonl") if len(line) > 2]
+    assert [line["step"] for line in steps] == list(range(1, train.RECIPES["tiny"].steps + 1))
+    for line in steps:
+        assert line.keys() == KEYS
+        assert line["mfu"] is None
+        assert all(math.isfinite(value) for name, value in line.items() if name != "mfu")
+        assert 0 <= line["padding"] < 0.5 and line["tokens_per_s"] > 0 and line["attention_tflops"] > 0
+        assert line["bits_per_byte"] >= line["loss"] / math.log(2)
+    assert len(validations(folder / "run.jsonl")) == 11
+
+
+def test_rank_0_alone_prints_with_progress(tiny_run):
+    run, _ = tiny_run
+    assert run.stdout.count("ranks: 2, backend 'mpi'") == 1
+    assert run.stdout.count("validation") == 11
+    assert "tokens/s, attention" in run.stderr and "padding" in run.stderr
+
+
+def test_plot_is_a_picture(tiny_run):
+    _, folder = tiny_run
+    picture = (folder / "run.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 15_000
+
+
+def test_sample_of_the_trained_model_looks_like_its_documents(tiny_run):
+    _, folder = tiny_run
+    run = start(1, SAMPLE, *options(checkpoint=folder, prompt="def ", bytes=200))
+    assert run.returncode == 0, run.stderr
+    header, text = run.stdout.split("\n", 1)
+    assert header == f"--- behind step {train.RECIPES['tiny'].steps}"
+    assert text.startswith("def ") and len(text) > 50
+    assert sum(character in " \netaoinsr_(.,)" for character in text) > 0.4 * len(text)
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_every_number_of_ranks_trains_the_same_model(documents, tmp_path, monkeypatch, cp_size):
+    one = losses(monkeypatch, 1, tmp_path / "1", *small(documents))
+    several = losses(monkeypatch, cp_size, tmp_path / "n", *small(documents))
+    assert len(one) == 12
+    np.testing.assert_allclose(several, one, rtol=1e-4)
+
+
+def test_sharding_window_and_accumulation_reach_the_model(documents, tmp_path, monkeypatch):
+    plain = losses(monkeypatch, 2, tmp_path / "plain", *small(documents, steps=3))
+    for name, option in {"window": 3, "seed": 1, "accumulate": 1}.items():
+        other = losses(monkeypatch, 2, tmp_path / name, *small(documents, steps=3, **{name: option}))
+        assert other[1:] != pytest.approx(plain[1:], rel=1e-4), name
+    contiguous = losses(monkeypatch, 2, tmp_path / "contiguous", *small(documents, steps=3, sharding="contiguous"))
+    assert contiguous[-1] < contiguous[0]
+
+
+def test_learning_rate_rises_and_falls(monkeypatch):
+    args = arguments(monkeypatch, "--steps", "100", "--warmup", "10", "--lr", "0.5")
+    rates = [train.learning_rate(step, args) for step in range(100)]
+    np.testing.assert_allclose(rates[:10], np.arange(1, 11) * 0.05)
+    assert max(rates) == rates[9] == rates[10] == 0.5
+    assert all(later < rate for rate, later in itertools.pairwise(rates[10:]))
+    assert rates[55] == pytest.approx(0.5 * 0.55, rel=1e-3)
+    assert rates[-1] == pytest.approx(0.05, rel=0.02)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(documents, tmp_path, monkeypatch):
+    args = arguments(monkeypatch, "--checkpoint", tmp_path, *small(documents, save_every=3))
+    step = train.Trainer.step
+
+    def spoiled(self, batches, lr, stop=False):
+        if self.optimizer.state["step"] == 7:
+            self.model.copy[:] = np.nan
+        return step(self, batches, lr, stop)
+
+    monkeypatch.setattr(train.Trainer, "step", spoiled)
+    with pytest.raises(FloatingPointError, match="the loss of step 8 is nan; lower --lr"):
+        train.train(thdattn.comm.init("single"), args, NOBODY_INTERRUPTS)
+    saved = checkpoint.load(tmp_path)
+    assert saved.step == 6 and np.isfinite(saved.weights).all()
+
+
+# --- going on --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_interrupted_and_resumed_is_bitwise_as_uninterrupted(documents, tmp_path, ranks):
+    """The interrupt comes to the last rank alone; all stop behind the same step."""
+    whole, parts, metrics = tmp_path / "whole", tmp_path / "parts", tmp_path / "parts.jsonl"
+    run = start(ranks, TRAIN, *small(documents, checkpoint=whole))
+    assert run.returncode == 0, run.stderr
+    resumable = small(documents, checkpoint=parts, metrics=metrics, val_every=7)
+    run = start(ranks, MISBEHAVE, "ctrl-c", ranks - 1, 3, *resumable)
+    assert run.returncode == 0, run.stderr
+    stopped = checkpoint.load(parts).step
+    assert stopped == 5 and f"stopped behind step {stopped}, --resume goes on" in run.stdout
+    assert lines_of(metrics)[-1]["step"] == stopped
+    run = start(ranks, TRAIN, *resumable, "--resume")
+    assert run.returncode == 0, run.stderr
+    assert f"going on behind step {stopped}" in run.stdout
+
+    one, other = checkpoint.load(whole), checkpoint.load(parts)
+    assert one.step == other.step == 12 and one.position == other.position
+    assert one.weights.tobytes() == other.weights.tobytes()
+    for name, x in one.optimizer.items():
+        assert x.tobytes() == other.optimizer[name].tobytes(), name
+    assert [line["step"] for line in lines_of(metrics) if "loss" in line] == list(range(1, 13))
+
+
+def test_ctrl_c_in_the_terminal_stops_all_ranks_with_a_checkpoint(documents, tmp_path):
+    if launch._is_open_mpi(launch.mpiexec(2)[0]):
+        pytest.skip("Open MPI's launcher kills the ranks a second after Ctrl-C")
+    metrics = tmp_path / "run.jsonl"
+    words = small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)
+    command = [*launch.mpiexec(2), sys.executable, "-m", "mpi4py", str(TRAIN), *words]
+    environment = {**os.environ, "PYTHONPATH": str(launch.SOURCE)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          start_new_session=True) as process:  # fmt: skip
+        try:
+            limit = time.monotonic() + 60
+            while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):
+                assert process.poll() is None and time.monotonic() < limit, process.communicate()
+                time.sleep(0.05)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher and to every rank
+            output, errors = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors
+    assert f"stopped behind step {checkpoint.load(tmp_path).step}" in output
+    assert lines_of(metrics)[-1]["step"] == checkpoint.load(tmp_path).step
+
+
+def test_failure_of_one_rank_ends_all(documents, tmp_path):
+    run = start(2, MISBEHAVE, "fail", 1, 3, *small(documents, steps=100_000), timeout=60)
+    assert run.returncode != 0
+    assert "RuntimeError: an accident, on purpose" in run.stderr
+
+
+def test_going_on_with_other_options_is_refused_by_name(documents, tmp_path, monkeypatch):
+    single = thdattn.comm.init("single")
+    words = ["--checkpoint", tmp_path, *small(documents, steps=2)]
+    train.train(single, arguments(monkeypatch, *words), NOBODY_INTERRUPTS)
+    for changed in (["--lr", "1.5"], ["--seed", "7"], ["--tokens", "128"], ["--accumulate", "3"], ["--window", "9"]):
+        name = changed[0].removeprefix("--")
+        with pytest.raises(ValueError, match=rf"{name} is {changed[1]}, but the run in .* began with"):
+            train.train(single, arguments(monkeypatch, *words, *changed, "--resume"), NOBODY_INTERRUPTS)
+    with pytest.raises(ValueError, match=r"holds the checkpoint of another run, wanted a new folder; pass --resume"):
+        train.train(single, arguments(monkeypatch, *words), NOBODY_INTERRUPTS)
+    longer = [*words, "--steps", "4", "--warmup", "1", "--resume"]
+    train.train(single, arguments(monkeypatch, *longer), NOBODY_INTERRUPTS)
+    assert checkpoint.load(tmp_path).step == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--resume"], "--resume needs --checkpoint DIR"),
+        (["--steps", "0"], "0 is less than 1"),
+        (["--size", "huge"], "invalid choice: 'huge'"),
+    ],
+)
+def test_wrong_options_are_named(monkeypatch, capsys, words, message):
+    with pytest.raises(SystemExit):
+        arguments(monkeypatch, *words)
+    assert message in capsys.readouterr().err
+
+
+def test_missing_documents_are_an_error_of_all_ranks(tmp_path):
+    run = start(2, TRAIN, "--data", tmp_path / "missing", timeout=60)
+    assert run.returncode != 0
+    assert "missing, wanted a folder that exists" in run.stderr
+
+
+# --- measuring -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_attention_meter_counts_visible_pairs_of_all_layers(documents, cp_size):
+    def measured(comm):
+        trainer = train.Trainer(comm, SIZES["tiny"], "reference", "dual_chunk", 0)
+        packing = data.Packing.of(160, comm.size, "dual_chunk")
+        batch = next(data.micro_batches(data.find_documents(documents), packing, 0, data.Position(0, 0)))
+        result = trainer.step([batch], 1e-3)
+        return batch, result, trainer.clock
+
+    config = SIZES["tiny"]
+    for batch, result, clock in thdattn.comm.run_local(cp_size, measured):
+        pairs = [0, 0]
+        for length in batch.batch.lengths.tolist():
+            for query in range(length):
+                pairs[0] += min(query + 1, config.window or length)
+                pairs[1] += query + 1
+        visible = sum(pairs[layer % 2] for layer in range(config.layers))
+        products = 2 + 5
+        assert result.attention_flops == 2 * products * visible * config.heads * config.head_dim
+        assert len(result.attention_spans) == 2 * config.layers
+        in_attention = sum(clock.seconds(*span) for span in result.attention_spans)
+        assert 0 < in_attention < clock.seconds(*result.span)
+
+
+def test_record_of_a_run_that_goes_on_drops_what_will_be_done_again(tmp_path):
+    path = tmp_path / "folder" / "run.jsonl"
+    record = measure.Record(path, 0)
+    for step in range(1, 6):
+        record.add(step=step, loss=1.0)
+    record.close()
+    record = measure.Record(path, 3)
+    record.add(step=4, loss=2.0)
+    record.close()
+    assert [(line["step"], line["loss"]) for line in lines_of(path)] == [(1, 1), (2, 1), (3, 1), (4, 2)]
+    assert record.lines == lines_of(path)
+    measure.Record(path, 0).close()
+    assert path.read_text() == ""
+
+
+def test_validation_is_the_oracles_bits_per_byte(documents):
+    """Against logits of the whole documents and a softmax in float64."""
+    trainer = train.Trainer(thdattn.comm.init("single"), SIZES["tiny"], "reference", "contiguous", 0)
+    held_back = data.shortened(data.find_documents(documents), 300)
+    batches = data.in_order(held_back, data.Packing.of(2048, 1, "contiguous"))
+    bits = 0.0
+    for batch in batches:
+        tokens, targets, plan = trainer._local(batch)
+        logits = trainer.model.logits(tokens, plan).astype(np.float64)
+        log_sums = np.log(np.exp(logits).sum(axis=1))
+        valid = targets >= 0
+        bits += (log_sums - logits[np.arange(len(targets)), targets])[valid].sum() / np.log(2)
+    assert trainer.bits_per_byte(batches) == pytest.approx(bits / 300, rel=1e-5)
