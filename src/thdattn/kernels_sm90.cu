@@ -464,7 +464,7 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     int* __restrict__ counter, int q_rows, int num_tiles, int num_heads, int group) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
   extern __shared__ unsigned char shared_bytes[];
-  Shared& shared = *(Shared*)(((u64)shared_bytes + 1023) & ~(u64)1023);
+  Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
   const ForwardSize size = {q_rows, num_tiles, num_heads, group};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
@@ -481,19 +481,16 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
 
 // ------------------------------------------------------------------------------------------------ backward
 
-// One thread block owns a tile of 128 key rows of one kv head at a time. Two warpgroups, the key side, own 64 keys each:
-// they compute scores transposed, so that probabilities and score gradients are the register operands of dv and dk. The
-// third, the query side, loads the query tiles in sight, multiplies the score gradients, which it gets through shared
-// memory, with the keys, and adds the tile of dq to global memory.
+// One thread block owns a tile of 128 key rows of one kv head at a time. The first warpgroup produces: it walks the query
+// tiles in sight. Two warpgroups, the key side, own 64 keys each: they compute scores transposed, so that probabilities and
+// score gradients are the register operands of dv and dk. The last, the query side, multiplies the score gradients, which
+// it gets through shared memory, with the keys, and has each tile of dq added to global memory.
 
-// What the query side tells the key side of a query tile.
+// What the producer tells of a query tile.
 struct Step { int row, head, tile; u32 flags; };      // flags: kLast, and those of a KeyTile, and:
 constexpr u32 kFirst = 1u << 30;                      // first of a tile of keys
 constexpr u32 kNothing = 1u << 29;                    // no query sees the tile of keys
 constexpr u32 kEnd = 1u << 28;                        // no more work
-
-// Where the query side is in its walk: the next query tile, `row` of head `head` of the group, of a work item.
-struct Walk { int work, next_work, tile, head, row; u32 first; };
 
 template <int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 struct BackwardShared {
@@ -507,228 +504,267 @@ struct BackwardShared {
   float lse_log2[kStages][kTileM], delta[kStages][kTileM];
   u64 kv_full, kv_empty;
   u64 full[kStages], empty[kStages];
-  u64 ds_full[kStages];                                           // ds is empty where q is
-  Step step[kStages];
-  Walk walk;
-  int2 range[kTileN];                                             // of the key rows
+  u64 ds_full[kStages], ds_empty[kStages];
+  Step step[kStages], ds_step[kStages];
+  int2 range[kTileN], item[8];                                    // of the key rows, and of the key side's warps
 
   __device__ __forceinline__ void init() {
     barrier_init(&kv_full, 1), barrier_init(&kv_empty, 12);
-    for (int s = 0; s < kStages; ++s)
-      barrier_init(&full[s], 1), barrier_init(&empty[s], 12), barrier_init(&ds_full[s], 8);
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&full[s], 1), barrier_init(&empty[s], 8);
+      barrier_init(&ds_full[s], 8), barrier_init(&ds_empty[s], 4);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 };
 
 struct BackwardSize { int q_rows, k_rows, stats_rows, num_tiles, num_kv_heads, group; };
 
-// One step of the walk, by one warp: the next query tile in sight is loaded, and what it is to whom written down.
+// The producer, one warp: for every tile of keys of this block, and every query head of its group, the query tiles in sight.
 template <int kHeadDim, int kVHeadDim, int kTileM, int kStages>
-__device__ __forceinline__ void walk_on(
-    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, Ring<kStages> ring, const TensorMap* map_q,
-    const TensorMap* map_dout, const float* stats, const int2* query_ranges, const int* tile_order, int* counter,
-    BackwardSize size) {
+__device__ __forceinline__ void produce_backward(
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
+    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges,
+    const int* tile_order, int* counter, BackwardSize size) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
-  constexpr int kTileN = Shared::kTileN, kRows = kTileN / kWarp;
+  constexpr int kTileN = Shared::kTileN;
   const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.num_kv_heads;
-  Walk walk = shared.walk;
-  __syncwarp();
-  if (walk.first == kEnd) return;
-  if (walk.first == kFirst && walk.work < num_work) {
+  Ring<kStages> ring = {0, 1};
+  u32 kv_parity = 1;
+
+  for (int work = blockIdx.x; work < num_work; ) {
+    int next_work = 0;
     if (lane == 0) {                                   // whoever gets the last number leaves the counter as it was
-      walk.next_work = atomicAdd(counter, 1);
-      if (walk.next_work == num_work - 1) *counter = 0;
+      next_work = atomicAdd(counter, 1);
+      if (next_work == num_work - 1) *counter = 0;
+      next_work += gridDim.x;
     }
-    walk.tile = tile_order[walk.work % size.num_tiles];
+    const int tile = tile_order[work % size.num_tiles], kv_head = work / size.num_tiles;
+    auto range = [&](int i) { return range_of(query_ranges, tile * kTileN + i * kWarp + lane, size.k_rows); };
+    auto first_in_sight = [&](int from) {
+      int first = kNone;
+      #pragma unroll 1
+      for (int i = 0; i < kTileN / kWarp; ++i) {         // read again and again from the cache: registers are dear here
+        const int2 r = range(i);
+        first = min(first, max(r.x, from) < r.y ? max(r.x, from) : kNone);
+      }
+      first = __reduce_min_sync(0xffffffffu, first);
+      return first == kNone ? kNone : first / kTileM * kTileM;
+    };
+    int row = first_in_sight(0), head = kv_head * size.group;
+    u32 flags = row == kNone ? kNothing | kLast : kFirst;
+    do {
+      const int this_head = head;
+      int next = kNone;
+      if (row != kNone) {
+        #pragma unroll 1
+        for (int i = 0; i < kTileN / kWarp; ++i) {
+          const int2 r = range(i);
+          const bool hides = r.x > row || r.y < row + kTileM;      // padding too: no lse bounds its scores
+          if (__any_sync(0xffffffffu, touches(r, row, kTileM))) flags |= kSees << i / 2 * 2;
+          if (__any_sync(0xffffffffu, hides)) flags |= kMasked << i / 2 * 2;
+        }
+        next = first_in_sight(row + kTileM);
+        if (next == kNone && ++head < (kv_head + 1) * size.group) next = first_in_sight(0);
+        if (next == kNone) flags |= kLast;
+      }
+      u64* const full = &shared.full[ring.stage];
+      barrier_wait(&shared.empty[ring.stage], ring.parity);
+      if (lane == 0) {
+        shared.step[ring.stage] = {row, this_head, tile, flags};
+        if (row == kNone) {
+          barrier_arrive(full);
+        } else {
+          const u32 lse_log2 = this_head * size.stats_rows + row;
+          const u32 delta = lse_log2 + size.num_kv_heads * size.group * size.stats_rows;
+          barrier_expect(full, Shared::kQBytes + Shared::kDoutBytes + 8 * kTileM);
+          copy_tile<kTileM, kHeadDim>(shared.q[ring.stage], map_q, this_head, row, full);
+          copy_bulk(shared.lse_log2[ring.stage], stats + lse_log2, 4 * kTileM, full);
+          copy_tile<kTileM, kVHeadDim>(shared.dout[ring.stage], map_dout, this_head, row, full);
+          copy_bulk(shared.delta[ring.stage], stats + delta, 4 * kTileM, full);
+        }
+      }
+      ring.advance();
+      if (flags & kFirst) {
+        barrier_wait(&shared.kv_empty, kv_parity);
+        kv_parity ^= 1;
+        if (lane == 0) {
+          barrier_expect(&shared.kv_full, Shared::kKBytes + Shared::kVBytes);
+          copy_tile<kTileN, kHeadDim>(shared.k, map_k, kv_head, tile * kTileN, &shared.kv_full);
+          copy_tile<kTileN, kVHeadDim>(shared.v, map_v, kv_head, tile * kTileN, &shared.kv_full);
+        }
+      }
+      row = next;
+      flags = 0;
+    } while (row != kNone);
+    work = __shfl_sync(0xffffffffu, next_work, 0);
   }
-  int2 range[kRows];
-  #pragma unroll
-  for (int i = 0; i < kRows; ++i) range[i] = range_of(query_ranges, walk.tile * kTileN + i * kWarp + lane, size.k_rows);
-  auto first_in_sight = [&](int from) {
-    int first = kNone;
-    #pragma unroll
-    for (int i = 0; i < kRows; ++i) first = min(first, max(range[i].x, from) < range[i].y ? max(range[i].x, from) : kNone);
-    first = __reduce_min_sync(0xffffffffu, first);
-    return first == kNone ? kNone : first / kTileM * kTileM;
-  };
-  if (walk.first == kFirst) walk.row = first_in_sight(0);
-  const int row = walk.row, head = walk.work / size.num_tiles * size.group + walk.head;
-  u32 flags = walk.first;
-  if (walk.work >= num_work) {
-    flags = kEnd;
-  } else if (row == kNone) {
-    flags |= kNothing | kLast;
-  } else {
-    #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int2 a = range[2 * c], b = range[2 * c + 1];
-      auto hides = [&](int2 r) { return r.x > row || r.y < row + kTileM; };      // padding too: no lse bounds its scores
-      if (__any_sync(0xffffffffu, touches(a, row, kTileM) || touches(b, row, kTileM))) flags |= kSees << 2 * c;
-      if (__any_sync(0xffffffffu, hides(a) || hides(b))) flags |= kMasked << 2 * c;
-    }
-    walk.row = first_in_sight(row + kTileM);
-    if (walk.row == kNone && walk.head + 1 < size.group) walk.row = first_in_sight(0), ++walk.head;
-    if (walk.row == kNone) flags |= kLast;
-  }
-  walk.first = flags == kEnd ? kEnd : 0;
-  if (flags & kLast) walk.work = walk.next_work + gridDim.x, walk.head = 0, walk.first = kFirst;
   barrier_wait(&shared.empty[ring.stage], ring.parity);
   if (lane == 0) {
-    u64* const full = &shared.full[ring.stage];
-    shared.walk = walk;
-    shared.step[ring.stage] = {row, head, walk.tile, flags};
-    if (flags & (kEnd | kNothing)) {
-      barrier_arrive(full);
-    } else {
-      barrier_expect(full, Shared::kQBytes + Shared::kDoutBytes + 8 * kTileM);
-      const float* const lse_log2 = stats + (size_t)head * size.stats_rows + row;
-      copy_tile<kTileM, kHeadDim>(shared.q[ring.stage], map_q, head, row, full);
-      copy_bulk(shared.lse_log2[ring.stage], lse_log2, 4 * kTileM, full);
-      copy_tile<kTileM, kVHeadDim>(shared.dout[ring.stage], map_dout, head, row, full);
-      copy_bulk(shared.delta[ring.stage], lse_log2 + (size_t)size.num_kv_heads * size.group * size.stats_rows,
-                4 * kTileM, full);
-    }
+    shared.step[ring.stage].flags = kEnd;
+    barrier_arrive(&shared.full[ring.stage]);
   }
-  __syncwarp();
 }
 
-// The query side, one warpgroup.
+// What follows from the number of the thread, computed where it is needed: there are no registers to keep it.
+struct Me { int group, warp, lane; };
+__device__ __forceinline__ Me me() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return {thread / 128, thread / kWarp % 4, thread % kWarp};
+}
+
+// The query side, one warpgroup: dq = dS k, in pieces that leave the key side its registers.
 template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void serve_queries(
-    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, const TensorMap* map_q,
-    const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout, const TensorMap* map_dq,
-    const float* stats, const int2* query_ranges, const int* tile_order, int* counter, BackwardSize size) {
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, const TensorMap* map_dq) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   constexpr int kTileN = Shared::kTileN, kPieceCols = kHeadDim % 64 ? kHeadDim : 64;
   constexpr int kPieces = kTileM / 64 * (kHeadDim / kPieceCols);
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  auto arrive = [&](u64* barrier) { if (lane == 0) barrier_arrive(barrier); };
+  auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   auto all_warps = [] { asm volatile("bar.sync 1, 128;" ::: "memory"); };
-  Ring<kStages> ring = {0, 1};
-  u32 kv_parity = 1;
-  if (threadIdx.x == 0) shared.walk = {(int)blockIdx.x, 0, 0, 0, kNone, kFirst};
-  __syncwarp();
+  Ring<kStages> ring = {0, 0};
 
-  for (int to_fill = kStages; ; --to_fill) {
-    if (to_fill <= 0) {
-      barrier_wait(&shared.full[ring.stage], ring.parity);
-      const Step step = shared.step[ring.stage];
-      const u32 flags = __shfl_sync(0xffffffffu, step.flags, 0);
-      if (flags & kEnd) break;
-      if (flags & kNothing) {
-        barrier_wait(&shared.ds_full[ring.stage], ring.parity);
-        arrive(&shared.empty[ring.stage]);
-      } else {
-        if (flags & kFirst) {
-          if (warp == 0) barrier_wait(&shared.kv_empty, kv_parity);
-          if (threadIdx.x == 0) {
-            const int kv_head = step.head / size.group, row = step.tile * kTileN;
-            barrier_expect(&shared.kv_full, Shared::kKBytes + Shared::kVBytes);
-            copy_tile<kTileN, kHeadDim>(shared.k, map_k, kv_head, row, &shared.kv_full);
-            copy_tile<kTileN, kVHeadDim>(shared.v, map_v, kv_head, row, &shared.kv_full);
-          }
-          kv_parity ^= 1;
-        }
-        // The tile of dq = dS k, in pieces that leave the key side its registers; the copy engine adds it to global memory.
-        barrier_wait(&shared.ds_full[ring.stage], ring.parity);
-        if (threadIdx.x == 0) add_wait_read();
-        all_warps();
-        #pragma unroll 1
-        for (int piece = 0; piece < kPieces; ++piece) {
-          const int m = piece * kPieceCols / kHeadDim * 64, first_col = piece * kPieceCols % kHeadDim;
-          const u64 a = descriptor(shared.ds[ring.stage] + m / 64 * kTileN * kRowBytes, 16);
-          const u64 b = descriptor(shared.k + first_col / kSlab * kTileN * kRowBytes, kTileN * kRowBytes);
-          float sum[kPieceCols / 8][4];
-          wgmma_begin();
-          #pragma unroll
-          for (int n = 0; n < kTileN; n += 16)
-            Wgmma<T, kPieceCols>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
-          wgmma_commit();
-          wgmma_wait<0>(sum);
-          unsigned char* const target = shared.dq + first_col / 32 * kTileM * kRowBytes
-                                        + (m + warp * 16 + lane / 4) * kRowBytes + lane % 2 * 8;
-          #pragma unroll
-          for (int n = 0; n < kPieceCols / 8; ++n) {
-            unsigned char* const pair = target + n / 4 * kTileM * kRowBytes + ((n % 4 * 2 + lane % 4 / 2) ^ lane / 4) * 16;
-            store_pair((float*)pair, sum[n][0], sum[n][1]);
-            store_pair((float*)(pair + 8 * kRowBytes), sum[n][2], sum[n][3]);
-          }
-        }
-        arrive(&shared.empty[ring.stage]);
-        if (flags & kLast) arrive(&shared.kv_empty);
-        publish_to_async();
-        all_warps();
-        if (threadIdx.x == 0) {
-          #pragma unroll
-          for (int c = 0; c < kHeadDim; c += 32)
-            add_box(map_dq, c, step.head, step.row, shared.dq + c / 32 * kTileM * kRowBytes);
-          add_commit();
+  while (true) {
+    barrier_wait(&shared.ds_full[ring.stage], ring.parity);
+    const Step& step = shared.ds_step[ring.stage];
+    const u32 flags = __shfl_sync(0xffffffffu, step.flags, 0);
+    if (flags & kEnd) break;
+    if (!(flags & kNothing)) {
+      if (threadIdx.x % 128 == 0) add_wait_read();
+      all_warps();
+      #pragma unroll 1
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const int m = piece * kPieceCols / kHeadDim * 64, first_col = piece * kPieceCols % kHeadDim;
+        const u64 a = descriptor(shared.ds[ring.stage] + m / 64 * kTileN * kRowBytes, 16);
+        const u64 b = descriptor(shared.k + first_col / kSlab * kTileN * kRowBytes, kTileN * kRowBytes);
+        float sum[kPieceCols / 8][4];
+        wgmma_begin();
+        #pragma unroll
+        for (int n = 0; n < kTileN; n += 16)
+          Wgmma<T, kPieceCols>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
+        wgmma_commit();
+        wgmma_wait<0>(sum);
+        if (piece == kPieces - 1 && flags & kLast) arrive(&shared.kv_empty);
+        const auto [group, warp, lane] = me();
+        unsigned char* const target = shared.dq + first_col / 32 * kTileM * kRowBytes
+                                      + (m + warp * 16 + lane / 4) * kRowBytes + lane % 2 * 8;
+        #pragma unroll
+        for (int n = 0; n < kPieceCols / 8; ++n) {
+          unsigned char* const pair = target + n / 4 * kTileM * kRowBytes + ((n % 4 * 2 + lane % 4 / 2) ^ lane / 4) * 16;
+          store_pair((float*)pair, sum[n][0], sum[n][1]);
+          store_pair((float*)(pair + 8 * kRowBytes), sum[n][2], sum[n][3]);
         }
       }
+      publish_to_async();
+      all_warps();
+      if (threadIdx.x % 128 == 0) {
+        #pragma unroll
+        for (int c = 0; c < kHeadDim; c += 32)
+          add_box(map_dq, c, step.head, step.row, shared.dq + c / 32 * kTileM * kRowBytes);
+        add_commit();
+      }
     }
-    if (warp == 0)
-      walk_on(shared, ring, map_q, map_dout, stats, query_ranges, tile_order, counter, size);
+    arrive(&shared.ds_empty[ring.stage]);
     ring.advance();
   }
-  if (threadIdx.x == 0) add_wait_read();
+  if (threadIdx.x % 128 == 0) add_wait_read();
 }
 
 // The key side, one warpgroup: 64 keys.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void serve_keys(
-    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, int side, Grad* dk, Grad* dv,
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, Grad* dk, Grad* dv,
     const int2* query_ranges, BackwardSize size, float softmax_scale) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   constexpr int kTileN = Shared::kTileN, kBlocks = kTileM / 8;
-  const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
-  const unsigned char* const my_k = shared.k + side * 64 * kRowBytes;
-  const unsigned char* const my_v = shared.v + side * 64 * kRowBytes;
-  int2* const range = shared.range + side * 64 + warp * 16;
+  auto mine = [&](const unsigned char* tile) { return tile + (me().group - 1) * 64 * kRowBytes; };
   Ring<kStages> ring = {0, 0};
   u32 kv_parity = 0;
-  auto arrive = [&](u64* barrier) { if (lane == 0) barrier_arrive(barrier); };
-  // Score gradients go to the query side as they are: keys are the rows.
-  auto hand_over = [&](const u32 (&ds)[1][kTileM / 16][4]) {
-    unsigned char* const row = shared.ds[ring.stage] + (side * 64 + warp * 16 + lane % 16) * kRowBytes;
-    #pragma unroll
-    for (int i = 0; i < kTileM / 16; ++i)
-      store_matrices(row + i / 4 * kTileN * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16, ds[0][i]);
+  auto arrive = [&](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
+  u32 flags;
+  auto look = [&] {
+    barrier_wait(&shared.full[ring.stage], ring.parity);
+    flags = __shfl_sync(0xffffffffu, shared.step[ring.stage].flags, 0);
+  };
+  auto sees = [&] { return flags & kSees << 2 * (me().group - 1); };
+  // Every step is handed over to the query side; score gradients as they are: keys are the rows.
+  auto hand_over = [&](auto store) {
+    barrier_wait(&shared.ds_empty[ring.stage], ring.parity ^ 1);
+    const auto [group, warp, lane] = me();
+    const int side = group - 1;
+    if (side == 0 && warp == 0 && lane == 0) shared.ds_step[ring.stage] = shared.step[ring.stage];
+    store(shared.ds[ring.stage] + (side * 64 + warp * 16 + lane % 16) * kRowBytes);
     publish_to_async();
     __syncwarp();
     arrive(&shared.ds_full[ring.stage]);
   };
+  auto hand_over_ds = [&](const u32 (&ds)[1][kTileM / 16][4]) {
+    hand_over([&](unsigned char* row) {
+      const int lane = me().lane;
+      #pragma unroll
+      for (int i = 0; i < kTileM / 16; ++i)
+        store_matrices(row + i / 4 * kTileN * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16, ds[0][i]);
+    });
+  };
+  auto pass = [&] {                                   // out of sight of these 64 keys
+    if (flags & kLast) arrive(&shared.kv_empty);
+    u32 zeros[1][kTileM / 16][4];
+    #pragma unroll
+    for (int i = 0; i < kTileM / 4; ++i) zeros[0][i / 4][i % 4] = 0;
+    hand_over_ds(zeros);
+    arrive(&shared.empty[ring.stage]);
+    ring.advance();
+  };
   const float scale_log2 = softmax_scale * kLog2e;
 
   while (true) {
-    barrier_wait(&shared.full[ring.stage], ring.parity);
-    u32 flags = __shfl_sync(0xffffffffu, shared.step[ring.stage].flags, 0);
+    look();
+    if (flags & (kNothing | kEnd)) hand_over([](unsigned char*) {});
     if (flags & kEnd) break;
-    if (lane < 16) range[lane] = range_of(query_ranges, shared.step[ring.stage].tile * kTileN + side * 64 + warp * 16 + lane, size.k_rows);
+    const auto [group, warp, lane] = me();
+    const int side = group - 1;
+    int2* const range = shared.range + side * 64 + warp * 16;
+    int2& item = shared.item[side * 4 + warp];          // first key of the warp, kv head
+    if (lane == 0) item = {shared.step[ring.stage].tile * kTileN + side * 64 + warp * 16, shared.step[ring.stage].head / size.group};
+    __syncwarp();
+    if (lane < 16) range[lane] = range_of(query_ranges, item.x + lane, size.k_rows);
     __syncwarp();
     float sum_dk[kHeadDim / 8][4] = {}, sum_dv[kVHeadDim / 8][4] = {};
     if (flags & kNothing) {
-      arrive(&shared.ds_full[ring.stage]);
+      arrive(&shared.empty[ring.stage]);
+      ring.advance();
     } else {
       barrier_wait(&shared.kv_full, kv_parity);
       kv_parity ^= 1;
+      flags = 0;
     }
-    while (!(flags & kNothing)) {
-      const u32 mine = flags >> 2 * side;
-      if (mine & kSees) {
+    while (!(flags & kLast)) {
+      look();
+      if (!sees()) {
+        pass();
+        continue;
+      }
+      float p[kBlocks][4];
+      wgmma_begin();
+      start_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
+      wgmma_commit();
+      wgmma_wait<0>(p);
+      u32 dscore[1][kTileM / 16][4];
+      while (true) {
         // Probabilities from the saved lse, transposed, and dv += P^T dout.
-        float p[kBlocks][4];
-        wgmma_begin();
-        start_scores<T, kHeadDim, kTileN, kTileM>(p, my_k, shared.q[ring.stage]);
-        wgmma_commit();
-        wgmma_wait<0>(p);
+        const auto [group, warp, lane] = me();
+    const int side = group - 1;
+        const float* const lse_log2 = shared.lse_log2[ring.stage] + lane % 4 * 2;
         #pragma unroll
         for (int n = 0; n < kBlocks; ++n) {
-          const float2 lse = *(const float2*)(shared.lse_log2[ring.stage] + n * 8 + lane % 4 * 2);
+          const float2 lse = *(const float2*)(lse_log2 + n * 8);
           #pragma unroll
           for (int e = 0; e < 4; ++e) p[n][e] = exp2_fast(fmaf(p[n][e], scale_log2, -(e % 2 ? lse.y : lse.x)));
         }
-        if (mine & kMasked) {
-          const int2 r[2] = {range[lane / 4], range[lane / 4 + 8]};
+        if (flags & kMasked << 2 * side) {
+          const int2* const range = shared.range + side * 64 + warp * 16 + lane / 4;
+          const int2 r[2] = {range[0], range[8]};
           const int first_query = shared.step[ring.stage].row;
           #pragma unroll
           for (int i = 0; i < 4 * kBlocks; ++i)
@@ -736,19 +772,20 @@ __device__ __forceinline__ void serve_keys(
         }
         u32 probability[1][kTileM / 16][4];
         round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
-
-        // dS = P (dP - delta), and dk += dS^T q.
         float dp[kBlocks][4];
         wgmma_begin();
-        start_scores<T, kVHeadDim, kTileN, kTileM>(dp, my_v, shared.dout[ring.stage]);
-        wgmma_commit();
         start_weighted_sum<T, kVHeadDim, kTileM>(sum_dv, probability, shared.dout[ring.stage]);
+        start_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), shared.dout[ring.stage]);
         wgmma_commit();
-        wgmma_wait<1>(dp);
+        wgmma_wait<0>(dp);
+        pin(sum_dv);
         if (flags & kLast) arrive(&shared.kv_empty);
+
+        // dS = P (dP - delta).
+        const float* const deltas = shared.delta[ring.stage] + me().lane % 4 * 2;
         #pragma unroll
         for (int n = 0; n < kBlocks; ++n) {
-          const float2 delta = *(const float2*)(shared.delta[ring.stage] + n * 8 + lane % 4 * 2);
+          const float2 delta = *(const float2*)(deltas + n * 8);
           #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const float2 weight = unpack<T>(probability[0][n / 2][n % 2 * 2 + r]);
@@ -756,33 +793,34 @@ __device__ __forceinline__ void serve_keys(
             dp[n][2 * r + 1] = weight.y * (dp[n][2 * r + 1] - delta.y);
           }
         }
-        u32 dscore[1][kTileM / 16][4];
         round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
-        hand_over(dscore);
+        hand_over_ds(dscore);
+
+        // dk += dS^T q, with the scores of the next step behind it.
+        ring.advance();
+        if (flags & kLast) break;
+        look();
+        if (!sees()) break;
         wgmma_begin();
-        start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[ring.stage]);
+        start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[ring.back(1).stage]);
         wgmma_commit();
-        wgmma_wait<0>(sum_dk);
-        pin(sum_dv);
-      } else {
-        if (flags & kLast) arrive(&shared.kv_empty);
-        u32 zeros[1][kTileM / 16][4];
-        #pragma unroll
-        for (int i = 0; i < kTileM / 4; ++i) zeros[0][i / 4][i % 4] = 0;
-        hand_over(zeros);
+        start_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
+        wgmma_commit();
+        wgmma_wait<1>(sum_dk);
+        arrive(&shared.empty[ring.back(1).stage]);
+        wgmma_wait<0>(p);
       }
-      if (flags & kLast) break;
-      arrive(&shared.empty[ring.stage]);
-      ring.advance();
-      barrier_wait(&shared.full[ring.stage], ring.parity);
-      flags = __shfl_sync(0xffffffffu, shared.step[ring.stage].flags, 0);
+      wgmma_begin();
+      start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[ring.back(1).stage]);
+      wgmma_commit();
+      wgmma_wait<0>(sum_dk);
+      arrive(&shared.empty[ring.back(1).stage]);
+      if (!sees()) pass();
     }
-    const int row = shared.step[ring.stage].tile * kTileN + side * 64 + warp * 16 + lane / 4;
-    const size_t at = (size_t)row * size.num_kv_heads + shared.step[ring.stage].head / size.group;
-    const size_t below = at + 8 * size.num_kv_heads;
-    __syncwarp();
-    arrive(&shared.empty[ring.stage]);
-    ring.advance();
+    const auto [last_group, last_warp, last_lane] = me();
+    const int2 mine_done = shared.item[(last_group - 1) * 4 + last_warp];
+    const int row = mine_done.x + last_lane / 4;
+    const size_t at = (size_t)row * size.num_kv_heads + mine_done.y, below = at + 8 * size.num_kv_heads;
     store_row<0>(dk + at * kHeadDim, sum_dk, softmax_scale, row < size.k_rows);
     store_row<1>(dk + below * kHeadDim, sum_dk, softmax_scale, row + 8 < size.k_rows);
     store_row<0>(dv + at * kVHeadDim, sum_dv, 1.f, row < size.k_rows);
@@ -793,9 +831,9 @@ __device__ __forceinline__ void serve_keys(
 // The contract of thd_attn_bwd, except that padding rows of q, k, v, dout must hold finite numbers, that stats has
 // stats_rows >= q_rows rows per head, a multiple of kTileM, and that dq_sum lacks the factor softmax_scale.
 // Maps of boxes of kTileM rows of q, dout, dq_sum and 128 rows of k, v; counter: one int, zero, and zero again afterwards.
-// Launch: grid at most tiles * num_kv_heads and one block per multiprocessor, block 384.
+// Launch: grid at most tiles * num_kv_heads and one block per multiprocessor, block 512.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
-__global__ void __launch_bounds__(384, 1) thd_attn_bwd_sm90(
+__global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Grad* __restrict__ dk,
     Grad* __restrict__ dv, float softmax_scale, const __grid_constant__ TensorMap map_dq,
@@ -803,16 +841,21 @@ __global__ void __launch_bounds__(384, 1) thd_attn_bwd_sm90(
     int* __restrict__ counter, int q_rows, int k_rows, int stats_rows, int num_tiles, int num_kv_heads, int group) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   extern __shared__ unsigned char shared_bytes[];
-  Shared& shared = *(Shared*)(((u64)shared_bytes + 1023) & ~(u64)1023);
+  Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
   const BackwardSize size = {q_rows, k_rows, stats_rows, num_tiles, num_kv_heads, group};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
+  constexpr int kQueryRegisters = kHeadDim % 64 ? 80 : 64, kKeyRegisters = kHeadDim % 64 ? 200 : 208;
   if (warpgroup == 0) {
-    registers_give<88>();
-    serve_queries<T>(shared, &map_q, &map_k, &map_v, &map_dout, &map_dq, stats, query_ranges, tile_order, counter, size);
+    registers_give<32>();
+    if (threadIdx.x < kWarp)
+      produce_backward(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, tile_order, counter, size);
+  } else if (warpgroup == 3) {
+    registers_give<kQueryRegisters>();
+    serve_queries<T>(shared, &map_dq);
   } else {
-    registers_take<208>();
-    serve_keys<T>(shared, warpgroup - 1, dk, dv, query_ranges, size, softmax_scale);
+    registers_take<kKeyRegisters>();
+    serve_keys<T>(shared, dk, dv, query_ranges, size, softmax_scale);
   }
 }

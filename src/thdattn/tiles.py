@@ -79,7 +79,7 @@ class BackwardSm90:
     stages: int
 
     tile_n = 128
-    threads = 384
+    threads = 512
 
 
 @dataclass(frozen=True)
