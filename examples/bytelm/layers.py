@@ -34,7 +34,7 @@ class AdamWStep(NamedTuple):
     max_norm: float
 
 
-def linear_forward(x: Array, weight: Array, dtype: DTypeLike = None) -> Array:
+def linear_forward(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
     """x (rows, in), weight (out, in) -> (rows, out), in the dtype of x or in another."""
     return (x @ weight.T).astype(dtype or x.dtype, copy=False)
 
@@ -89,7 +89,7 @@ def rope_forward(qkv: Array, rotation: Array, heads: int, kv_heads: int) -> tupl
         q (rows, heads, head_dim), k and v (rows, kv_heads, head_dim), contiguous.
     """
     head_dim = 2 * rotation.shape[2]
-    q, k, v = np.split(qkv.reshape(len(qkv), -1, head_dim), [heads, heads + kv_heads], axis=1)
+    q, k, v = np.split(qkv.reshape(len(qkv), heads + 2 * kv_heads, head_dim), [heads, heads + kv_heads], axis=1)
     cos, sin = rotation[:, :, None]
     return _turn(q, cos, sin), _turn(k, cos, sin), np.ascontiguousarray(v)
 
@@ -97,7 +97,8 @@ def rope_forward(qkv: Array, rotation: Array, heads: int, kv_heads: int) -> tupl
 def rope_backward(dq: Array, dk: Array, dv: Array, rotation: Array) -> Array:
     """The gradient of qkv: turned back and put together again."""
     cos, sin = rotation[:, :, None]
-    return np.concatenate([_turn(dq, cos, -sin), _turn(dk, cos, -sin), dv], axis=1).reshape(len(dq), -1)
+    dqkv = np.concatenate([_turn(dq, cos, -sin), _turn(dk, cos, -sin), dv], axis=1)
+    return dqkv.reshape(len(dqkv), dqkv.shape[1] * dqkv.shape[2])
 
 
 def _turn(x: Array, cos: Array, sin: Array) -> Array:

@@ -40,17 +40,16 @@ class Config:
     head_dim: int
     hidden: int
     window: int = 0
-    tied: bool = True
     rope_base: float = 10_000.0
+    tied: bool = False
 
 
 SIZES = {
-    "tiny": Config(layers=3, width=128, heads=2, kv_heads=1, head_dim=64, hidden=384, window=128),
-    "small": Config(layers=8, width=512, heads=8, kv_heads=4, head_dim=64, hidden=1408, window=512),
-    "base": Config(layers=12, width=1024, heads=8, kv_heads=4, head_dim=128, hidden=2816, window=1024),
-    "1b": Config(layers=22, width=2048, heads=16, kv_heads=4, head_dim=128, hidden=5632, window=2048, tied=False,
-                 rope_base=100_000.0),
-}  # fmt: skip
+    "tiny": Config(layers=4, width=128, heads=2, kv_heads=1, head_dim=64, hidden=384, window=5, rope_base=100.0),
+    "small": Config(layers=8, width=512, heads=8, kv_heads=4, head_dim=64, hidden=1408, window=256),
+    "base": Config(layers=12, width=1024, heads=8, kv_heads=4, head_dim=128, hidden=2816, window=512),
+    "1b": Config(layers=22, width=2048, heads=16, kv_heads=4, head_dim=128, hidden=5632, window=1024),
+}
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,8 @@ class Model:
     """
 
     def __init__(
-        self, config: Config, comm: thdattn.comm.Comm, engine: str = "auto", seed: int = 0, dtype: DTypeLike = None
+        self, config: Config, comm: thdattn.comm.Comm, engine: str = "auto", seed: int = 0,
+        dtype: DTypeLike | None = None,
     ) -> None:
         self.config = config
         self.comm = comm
@@ -126,13 +126,17 @@ class Model:
         self._initialise(seed)
 
     def _initialise(self, seed: int) -> None:
-        """Normal with deviation in_features**-0.5; what adds to the residual stream smaller, as 2 per layer add up."""
+        """Normal with deviation in_features**-0.5; what adds to the residual stream smaller, as 2 per layer add up.
+
+        A head of its own starts at 0 and may then read large embeddings: both make the first steps count.
+        """
         rng, xp = np.random.default_rng(seed), self.layers.xp
+        tables = {} if self.config.tied else {"embedding": 1.0, "head": 0.0}
         for name, x in self.params.items():
             if x.ndim == 1:
                 x.fill(1)
                 continue
-            scale = 0.02 if name in ("embedding", "head") else x.shape[1] ** -0.5
+            scale = tables.get(name, x.shape[1] ** -0.5)
             if name.endswith((".out", ".down")):
                 scale /= math.sqrt(2 * self.config.layers)
             x[...] = xp.asarray(rng.standard_normal(x.shape, np.float32) * np.float32(scale))
@@ -146,11 +150,13 @@ class Model:
 
     def plan(self, batch: thdattn.PackedBatch, sharding: str = "dual_chunk") -> ModelPlan:
         """Plans a batch for this rank. Collective; see CPAttention.plan."""
-        windowed, full = (attention.plan(batch, sharding) for attention in self.attentions)
+        windowed, full = self.attentions
+        full_plan = full.plan(batch, sharding)
+        windowed_plan = windowed.plan(batch, full_plan.sharding) if self.config.window else full_plan
         xp, half = self.layers.xp, self.config.head_dim // 2
-        angles = full.positions[:, None] * self.config.rope_base ** -(xp.arange(half) / half)  # float64
+        angles = full_plan.positions[:, None] * self.config.rope_base ** -(xp.arange(half) / half)  # float64
         rotation = xp.stack([xp.cos(angles), xp.sin(angles)])
-        return ModelPlan((windowed, full), rotation.astype(self.weights.dtype))
+        return ModelPlan((windowed_plan, full_plan), rotation.astype(self.weights.dtype))
 
     # ------------------------------------------------------------------------------------------------ loss, gradient
 
@@ -158,22 +164,25 @@ class Model:
         """This rank's share of the mean loss. Collective.
 
         Args:
-            tokens: (local_rows,) int32 on the engine's device, < VOCAB; anything such on padding.
-            targets: (local_rows,) int32, the byte that follows, or EOD; -1 does not count.
+            tokens: (local_rows,) int32 on the engine's device, bytes and EOD; any of these on padding.
+            targets: (local_rows,) int32, the byte that follows, or EOD; -1 does not count, nor does padding.
             plan: of the batch.
             num_targets: targets that count, of all ranks (and of all micro-batches that make one step).
 
         Returns:
             0-d array: the sum of nats over this rank's targets, divided by num_targets.
+
+        Raises:
+            ValueError: tokens or targets of another shape or dtype.
         """
         hidden, _ = self._forward(tokens, plan)
-        loss, _ = self.layers.cross_entropy(self._logits(hidden), targets, VOCAB, num_targets)
+        loss, _ = self._cross_entropy(hidden, targets, plan, num_targets)
         return loss
 
     def loss_and_gradient(self, tokens: Array, targets: Array, plan: ModelPlan, num_targets: int) -> Array:
         """The same; adds this rank's share of the gradient to `gradient`."""
         hidden, saved = self._forward(tokens, plan)
-        loss, dlogits = self.layers.cross_entropy(self._logits(hidden), targets, VOCAB, num_targets)
+        loss, dlogits = self._cross_entropy(hidden, targets, plan, num_targets)
         dhidden = self.layers.linear_backward(dlogits, hidden, self._read[self._head], self.grads[self._head])
         self._backward(dhidden, tokens, plan, saved)
         return loss
@@ -221,14 +230,14 @@ class Model:
         x, h = ops.residual_norm_forward(x, branch, w["attention_norm"])
         q, k, v = ops.rope_forward(ops.linear_forward(h, w["qkv"]), plan.rotation, c.heads, c.kv_heads)
         out, attention = self.attentions[layer % 2].forward(q, k, v, plan.plans[layer % 2])
-        branch = ops.linear_forward(out.reshape(len(x), -1), w["out"])
+        branch = ops.linear_forward(_flat(out), w["out"])
         y, h = ops.residual_norm_forward(x, branch, w["mlp_norm"])
         gate_up = ops.linear_forward(h, w["gate_up"])
         branch = ops.linear_forward(ops.swiglu_forward(gate_up), w["down"])
         return y, branch, Kept(x, attention, y, gate_up)
 
     def _layer_backward(self, layer: int, dx: Array, plan: ModelPlan, kept: Kept) -> Array:
-        """dx: gradient of the residual stream after the layer, which is also that of its branch; returns that before."""
+        """dx: gradient of the residual stream behind the layer, and so of its branch; returns that in front of it."""
         ops, w, dw = self.layers, _of_layer(self._read, layer), _of_layer(self.grads, layer)
         dswiglu = ops.linear_backward(dx, ops.swiglu_forward(kept.gate_up), w["down"], dw["down"])
         dgate_up = ops.swiglu_backward(dswiglu, kept.gate_up)
@@ -237,7 +246,7 @@ class Model:
         dy = ops.residual_norm_backward(dh, dx, kept.y, w["mlp_norm"], dw["mlp_norm"])
 
         out = kept.attention.out
-        dout = ops.linear_backward(dy, out.reshape(len(out), -1), w["out"], dw["out"])
+        dout = ops.linear_backward(dy, _flat(out), w["out"], dw["out"])
         dq, dk, dv = self.attentions[layer % 2].backward(dout.reshape(out.shape), kept.attention)
         dqkv = ops.rope_backward(dq, dk, dv, plan.rotation)
         _, h = ops.residual_norm_forward(kept.x, None, w["attention_norm"])
@@ -247,6 +256,11 @@ class Model:
     def _logits(self, hidden: Array) -> Array:
         """(rows, TABLE_ROWS), in the dtype of the weights: too few columns to save by rounding them."""
         return self.layers.linear_forward(hidden, self._read[self._head], self.weights.dtype)
+
+    def _cross_entropy(self, hidden: Array, targets: Array, plan: ModelPlan, num_targets: int) -> tuple[Array, Array]:
+        self._check_rows("targets", targets, plan)
+        counted = self.layers.xp.where(plan.valid, targets, np.int32(-1))
+        return self.layers.cross_entropy(self._logits(hidden), counted, VOCAB, num_targets)
 
     @property
     def _head(self) -> str:
@@ -290,6 +304,11 @@ def _views(flat: Array, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
     ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
     return {name: flat[end - math.prod(shape) : end].reshape(shape)
             for (name, shape), end in zip(shapes.items(), ends, strict=True)}
+
+
+def _flat(x: Array) -> Array:
+    """(rows, heads, width) -> (rows, heads * width); a rank may have no rows."""
+    return x.reshape(len(x), x.shape[1] * x.shape[2])
 
 
 def _of_layer(views: dict[str, Array], layer: int) -> dict[str, Array]:

@@ -1,0 +1,183 @@
+"""The layers on a GPU: the functions of layers.py with the same arguments, on CuPy arrays in bfloat16.
+
+Matrix products are cuBLAS's, with float32 sums; gradients of weights are added up in float32, in place. The rest is in
+layers.cu. Sums have one order, so the same inputs give the same bits. Nothing waits for the GPU; everything runs on
+CuPy's current stream.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import cupy
+import ml_dtypes
+import numpy as np
+from layers import EPSILON, AdamWStep
+from numpy.typing import DTypeLike
+
+xp = cupy
+DTYPE = np.dtype(ml_dtypes.bfloat16)
+SOURCE = Path(__file__).with_name("layers.cu")
+OPTIONS = ("-std=c++17",)
+STEP = np.dtype([(name, np.float32) for name in AdamWStep._fields])
+BLOCK = 256  # threads of the kernels that do not care
+STRIDING_BLOCKS = 1024  # enough to fill a GPU
+
+Array = Any
+_SCALES = np.array([0, 1], np.float32)  # where cuBLAS reads alpha and beta
+
+
+def linear_forward(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
+    """See layers.linear_forward."""
+    y = cupy.empty((len(x), len(weight)), dtype or x.dtype)
+    _product(y, x, weight, transpose_b=True)
+    return y
+
+
+def linear_backward(dy: Array, x: Array, weight: Array, dweight: Array) -> Array:
+    """See layers.linear_backward."""
+    _product(dweight, dy, x, transpose_a=True, add=True)
+    dx = cupy.empty_like(x)
+    _product(dx, dy, weight)
+    return dx
+
+
+def _product(
+    out: Array, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False, add: bool = False
+) -> None:
+    """out = a b, or out += a b: bfloat16 matrices, out in bfloat16 or float32, sums in float32.
+
+    cuBLAS counts rows where we count columns, so it is asked for out^T = b^T a^T.
+    """
+    if not (out.size and a.size):
+        return  # a rank without rows
+    blas = cupy.cuda.cublas
+    types = {"bfloat16": cupy.cuda.runtime.CUDA_R_16BF, "float32": cupy.cuda.runtime.CUDA_R_32F}
+    alpha, beta = _SCALES.ctypes.data + _SCALES.itemsize, _SCALES.ctypes.data + _SCALES.itemsize * add
+    blas.gemmEx(
+        cupy.cuda.device.get_cublas_handle(), int(transpose_b), int(transpose_a),
+        out.shape[1], out.shape[0], a.shape[0 if transpose_a else 1],
+        alpha, b.data.ptr, types[b.dtype.name], b.shape[1], a.data.ptr, types[a.dtype.name], a.shape[1],
+        beta, out.data.ptr, types[out.dtype.name], out.shape[1],
+        blas.CUBLAS_COMPUTE_32F, blas.CUBLAS_GEMM_DEFAULT,
+    )  # fmt: skip
+
+
+def residual_norm_forward(x: Array, branch: Array | None, weight: Array) -> tuple[Array, Array]:
+    """See layers.residual_norm_forward. The sum is rounded to bfloat16 once: half the memory of a float32 stream."""
+    (rows, width), y = x.shape, cupy.empty_like(x)
+    total = x if branch is None else cupy.empty_like(x)
+    _launch("residual_norm_forward", rows, _row_block(width), total, y, x, branch, weight, width, EPSILON)
+    return total, y
+
+
+def residual_norm_backward(dy: Array, dsum: Array | None, x: Array, weight: Array, dweight: Array) -> Array:
+    """See layers.residual_norm_backward."""
+    (rows, width), dx = x.shape, cupy.empty_like(x)
+    partial = cupy.empty((min(rows, STRIDING_BLOCKS), width), np.float32)
+    _launch("residual_norm_backward", len(partial), _row_block(width), dx, partial, dy, dsum, x, weight, rows, width,
+            EPSILON)
+    dweight += partial.sum(axis=0)
+    return dx
+
+
+def _row_block(width: int) -> int:
+    return -(-width // (8 * 32)) * 32
+
+
+def rope_forward(qkv: Array, rotation: Array, heads: int, kv_heads: int) -> tuple[Array, Array, Array]:
+    """See layers.rope_forward."""
+    head_dim = 2 * rotation.shape[2]
+    q, k, v = (cupy.empty((len(qkv), n, head_dim), qkv.dtype) for n in (heads, kv_heads, kv_heads))
+    _rope(q, k, v, qkv, rotation, backward=False)
+    return q, k, v
+
+
+def rope_backward(dq: Array, dk: Array, dv: Array, rotation: Array) -> Array:
+    """See layers.rope_backward."""
+    rows, heads, head_dim = dq.shape
+    dqkv = cupy.empty((rows, (heads + 2 * dk.shape[1]) * head_dim), dq.dtype)
+    _rope(dq, dk, dv, dqkv, rotation, backward=True)
+    return dqkv
+
+
+def _rope(q: Array, k: Array, v: Array, qkv: Array, rotation: Array, backward: bool) -> None:
+    rows, heads, head_dim = q.shape
+    _launch("rope", -(-qkv.size // (16 * BLOCK)), BLOCK, q, k, v, qkv, rotation, rows, heads, k.shape[1], head_dim,
+            backward)
+
+
+def swiglu_forward(gate_up: Array) -> Array:
+    """See layers.swiglu_forward."""
+    rows, hidden = len(gate_up), gate_up.shape[1] // 2
+    y = cupy.empty((rows, hidden), gate_up.dtype)
+    _launch("swiglu_forward", -(-y.size // (8 * BLOCK)), BLOCK, y, gate_up, rows, hidden)
+    return y
+
+
+def swiglu_backward(dy: Array, gate_up: Array) -> Array:
+    """See layers.swiglu_backward."""
+    dgate_up = cupy.empty_like(gate_up)
+    _launch("swiglu_backward", -(-dy.size // (8 * BLOCK)), BLOCK, dgate_up, dy, gate_up, *dy.shape)
+    return dgate_up
+
+
+def embedding_forward(tokens: Array, table: Array) -> Array:
+    """See layers.embedding_forward."""
+    return table.take(tokens, axis=0)
+
+
+def embedding_backward(dx: Array, tokens: Array, dtable: Array) -> None:
+    """See layers.embedding_backward."""
+    chosen = cupy.empty((len(tokens), len(dtable)), dx.dtype)
+    _launch("one_hot", -(-chosen.size // BLOCK), BLOCK, chosen, tokens, *chosen.shape)
+    _product(dtable, chosen, dx, transpose_a=True, add=True)
+
+
+def cross_entropy(logits: Array, targets: Array, vocabulary: int, num_targets: int) -> tuple[Array, Array]:
+    """See layers.cross_entropy; dlogits is bfloat16."""
+    rows, columns = logits.shape
+    nats, dlogits = cupy.empty(rows, np.float32), cupy.empty((rows, columns), DTYPE)
+    _launch("cross_entropy", -(-rows * 32 // BLOCK), BLOCK, nats, dlogits, logits, targets, rows, columns, vocabulary,
+            1 / num_targets)
+    return nats.sum() / np.float32(num_targets), dlogits
+
+
+def l2_norm(x: Array) -> Array:
+    """See layers.l2_norm."""
+    partial = cupy.empty(STRIDING_BLOCKS, np.float32)
+    _launch("sum_of_squares", STRIDING_BLOCKS, BLOCK, partial, x, np.uint64(x.size))
+    return cupy.sqrt(partial.sum())
+
+
+def adamw_update(
+    weights: Array, copy: Array, gradient: Array, mean: Array, square: Array, norm: Array, step: AdamWStep
+) -> None:
+    """See layers.adamw_update."""
+    _launch("adamw_update", -(-weights.size // BLOCK), BLOCK, weights, copy, gradient, mean, square, norm,
+            np.uint64(weights.size), np.array(step, STEP)[()])
+
+
+def _launch(name: str, grid: int, block: int, *args: Any) -> None:
+    """On the current stream; no blocks are no launch."""
+    if grid:
+        _kernel(name)((grid,), (block,), tuple(map(_argument, args)))
+
+
+def _argument(x: Any) -> Any:
+    """As the kernels declare it: numbers have 32 bits, None is a null pointer."""
+    if x is None:
+        return np.intp(0)
+    return np.float32(x) if isinstance(x, float) else np.int32(x) if type(x) is int else x
+
+
+@functools.cache
+def _module() -> cupy.RawModule:
+    return cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    return _module().get_function(name)
