@@ -28,7 +28,7 @@ Array = Any
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a model. `window`: how many bytes back layers 0, 2, 4, ... see; 0 = all. The others see all.
+    """The shape of a model. `window`: how many bytes layers 0, 2, 4, ... see, the newest included; 0 = all, as the others.
 
     width and hidden are multiples of 8, head_dim is one that the engine has a kernel for. `tied`: head = embedding.
     """
@@ -140,7 +140,7 @@ class Model:
             if name.endswith((".out", ".down")):
                 scale /= math.sqrt(2 * self.config.layers)
             x[...] = xp.asarray(rng.standard_normal(x.shape, np.float32) * np.float32(scale))
-            if x.shape[0] == TABLE_ROWS:
+            if name in ("embedding", "head"):
                 x[VOCAB:] = 0
         self.refresh()
 
@@ -176,13 +176,15 @@ class Model:
             ValueError: tokens or targets of another shape or dtype.
         """
         hidden, _ = self._forward(tokens, plan)
-        loss, _ = self._cross_entropy(hidden, targets, plan, num_targets)
+        counted = self._counted(targets, plan)
+        loss, _ = self.layers.cross_entropy(self._logits(hidden), counted, VOCAB, num_targets)
         return loss
 
     def loss_and_gradient(self, tokens: Array, targets: Array, plan: ModelPlan, num_targets: int) -> Array:
         """The same; adds this rank's share of the gradient to `gradient`."""
         hidden, saved = self._forward(tokens, plan)
-        loss, dlogits = self._cross_entropy(hidden, targets, plan, num_targets)
+        counted = self._counted(targets, plan)
+        loss, dlogits = self.layers.cross_entropy(self._logits(hidden), counted, VOCAB, num_targets)
         dhidden = self.layers.linear_backward(dlogits, hidden, self._read[self._head], self.grads[self._head])
         self._backward(dhidden, tokens, plan, saved)
         return loss
@@ -257,10 +259,10 @@ class Model:
         """(rows, TABLE_ROWS), in the dtype of the weights: too few columns to save by rounding them."""
         return self.layers.linear_forward(hidden, self._read[self._head], self.weights.dtype)
 
-    def _cross_entropy(self, hidden: Array, targets: Array, plan: ModelPlan, num_targets: int) -> tuple[Array, Array]:
+    def _counted(self, targets: Array, plan: ModelPlan) -> Array:
+        """The targets, without those of padding and of fillers, whatever these hold."""
         self._check_rows("targets", targets, plan)
-        counted = self.layers.xp.where(plan.valid, targets, np.int32(-1))
-        return self.layers.cross_entropy(self._logits(hidden), counted, VOCAB, num_targets)
+        return self.layers.xp.where(plan.valid, targets, np.int32(-1))
 
     @property
     def _head(self) -> str:

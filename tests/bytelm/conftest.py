@@ -5,5 +5,4 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-BYTELM = Path(__file__).resolve().parents[2] / "examples" / "bytelm"
-sys.path.insert(0, str(BYTELM))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "bytelm"))

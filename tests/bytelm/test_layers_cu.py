@@ -1,0 +1,34 @@
+"""The kernels of the example compile for every architecture without spills. No GPU, and no cuBLAS."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cupy")
+try:
+    import layers_cuda
+    from cupy.cuda import nvrtc
+
+    nvrtc.getVersion()
+except Exception as error:
+    pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
+
+LAUNCHED = set(re.findall(r'_launch\(\s*"(\w+)"', Path(layers_cuda.__file__).read_text()))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
+def test_kernels_compile_and_do_not_spill(arch):
+    program = nvrtc.createProgram(layers_cuda.SOURCE.read_text(), "layers.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (f"-arch={arch}", *layers_cuda.OPTIONS, "--ptxas-options=-v"))
+    except nvrtc.NVRTCError as error:
+        pytest.fail(f"{error}\n{nvrtc.getProgramLog(program)}")
+    log = nvrtc.getProgramLog(program)
+    entries = dict(re.findall(r"Compiling entry function '(\w+)'.*?\n(.*?)(?=Compiling entry|\Z)", log, re.DOTALL))
+    assert set(entries) == LAUNCHED, "what is launched exists, and what exists is launched"
+    for name, entry in entries.items():
+        spilled = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", entry)
+        assert spilled == ["0"] * 3, f"{name} for {arch} spills: {entry}"
