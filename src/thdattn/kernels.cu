@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
 // Also sets dq_sum to zero, for the sums to come.
 //
 // out, dout (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows); stats (2, num_heads, stats_rows), rows from q_rows on are
-// padding; dq_sum (q_rows, num_heads, 4 * dq_words) fp32.
+// padding; dq_sum (stats_rows, num_heads, 4 * dq_words) fp32.
 // Launch: grid ceil(stats_rows * num_heads / (256 / kLanes)), block 256. Bound by memory.
 template <typename T, int kVHeadDim>
 __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ dout, const float* __restrict__ lse,
@@ -346,7 +346,7 @@ __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ 
     stats[i] = padding ? kInfinity : lse[(size_t)head * q_rows + row] * kLog2e;
     stats[(size_t)num_heads * stats_rows + i] = delta;
   }
-  if (row < q_rows)
+  if (row < stats_rows)
     for (int i = chunk; i < dq_words; i += kLanes) dq_sum[item * dq_words + i] = make_uint4(0, 0, 0, 0);
 }
 

@@ -34,13 +34,13 @@ __device__ __forceinline__ void copy_bulk(void* dst, const void* src, int bytes,
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(shared_address(dst)), "l"(src), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
-// Adds a box of fp32 (32 columns, 1 head, the map's rows) from shared to global memory; rows outside are left out.
-__device__ __forceinline__ void add_box(const TensorMap* map, int column, int head, int row, const void* src) {
-  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
-               :: "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(src)) : "memory");
+// Adds fp32 from shared to global memory; 16-byte aligned bytes, a multiple of 16.
+__device__ __forceinline__ void add_bulk(float* dst, const void* src, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+               :: "l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void add_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void add_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+template <int kPending> __device__ __forceinline__ void add_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory"); }
 // What this thread wrote to shared memory becomes visible to wgmma and to bulk copies.
 __device__ __forceinline__ void publish_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Stores four 8x8 blocks of an operand's fragments; lane l gives the address of row l % 8 of block l / 8.
@@ -150,6 +150,15 @@ struct QueryTile { int tile, head; bool has_keys; };
 struct KeyTile { int row; u32 flags; };               // kLast, and per consumer c: kSees << 2c, kMasked << 2c
 constexpr u32 kLast = 1u << 31, kSees = 1, kMasked = 2;
 
+// Work is done head by head, for the L2 cache, the longest tiles of a head first. The last few heads take turns, so that
+// what is left at the end are short tiles, which fill the multiprocessors evenly.
+struct WorkItem { int tile, head; };
+__device__ __forceinline__ WorkItem work_item(int work, const int* tile_order, int num_tiles, int num_heads, int last_heads) {
+  const int rest = work - (num_heads - last_heads) * num_tiles;
+  if (rest < 0) return {tile_order[work % num_tiles], work / num_tiles};
+  return {tile_order[rest / last_heads], num_heads - last_heads + rest % last_heads};
+}
+
 // Position in a ring of buffers; the parity is the one that its barriers are waited on with.
 template <int kStages>
 struct Ring {
@@ -188,7 +197,7 @@ struct ForwardShared {
   }
 };
 
-struct ForwardSize { int q_rows, num_tiles, num_heads, group; };
+struct ForwardSize { int q_rows, num_tiles, num_heads, last_heads, group; };
 
 // The producer, one warp: for every query tile of this block the key tiles in sight. Keys run one tile ahead of values.
 template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
@@ -201,7 +210,9 @@ __device__ __forceinline__ void produce_forward(
   const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.num_heads;
   Ring<kQStages> q_ring = {0, 1};
   Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
-  auto tile_of = [&](int work) { return work < num_work ? tile_order[work % size.num_tiles] : 0; };
+  auto item_of = [&](int work) {
+    return work < num_work ? work_item(work, tile_order, size.num_tiles, size.num_heads, size.last_heads) : WorkItem{};
+  };
   auto load_values = [&](int kv_head, int row) {
     barrier_wait(&shared.v_empty[v_ring.stage], v_ring.parity);
     if (lane == 0) {
@@ -211,7 +222,9 @@ __device__ __forceinline__ void produce_forward(
     v_ring.advance();
   };
 
-  for (int work = blockIdx.x, tile = tile_of(work); work < num_work; ) {
+  WorkItem item = item_of(blockIdx.x);
+  for (int work = blockIdx.x; work < num_work; ) {
+    const auto [tile, head] = item;
     // The next tile of work is asked for early; whoever gets the last number leaves the counter as it was.
     int next_work = 0;
     if (lane == 0) {
@@ -219,7 +232,7 @@ __device__ __forceinline__ void produce_forward(
       if (next_work == num_work - 1) *counter = 0;
       next_work += gridDim.x;
     }
-    const int head = work / size.num_tiles, kv_head = head / size.group;
+    const int kv_head = head / size.group;
     int2 range[kRows];
     #pragma unroll
     for (int i = 0; i < kRows; ++i) range[i] = range_of(key_ranges, tile * kTileM + i * kWarp + lane, size.q_rows);
@@ -260,7 +273,7 @@ __device__ __forceinline__ void produce_forward(
       row = next;
     }
     work = __shfl_sync(0xffffffffu, next_work, 0);
-    tile = tile_of(work);
+    item = item_of(work);
     if (row_before != kNone) load_values(kv_head, row_before);
   }
   barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
@@ -461,11 +474,11 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, T* __restrict__ out, float* __restrict__ lse, float softmax_scale,
     float* __restrict__ max_logits, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
-    int* __restrict__ counter, int q_rows, int num_tiles, int num_heads, int group) {
+    int* __restrict__ counter, int q_rows, int num_tiles, int num_heads, int last_heads, int group) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
   extern __shared__ unsigned char shared_bytes[];
   Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
-  const ForwardSize size = {q_rows, num_tiles, num_heads, group};
+  const ForwardSize size = {q_rows, num_tiles, num_heads, last_heads, group};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
@@ -492,6 +505,12 @@ constexpr u32 kFirst = 1u << 30;                      // first of a tile of keys
 constexpr u32 kNothing = 1u << 29;                    // no query sees the tile of keys
 constexpr u32 kEnd = 1u << 28;                        // no more work
 
+// dq_sum, fp32, is a sequence of pieces, 64 query rows by as many columns as divide the head dim and leave the key side its
+// registers; a piece is stored as the accumulators of a warpgroup: float4 n of every thread after float4 n - 1 of all.
+template <int kHeadDim> constexpr int kPieceCols = kHeadDim % 64 ? kHeadDim : 64;
+template <int kHeadDim> constexpr int kPieces = kHeadDim / kPieceCols<kHeadDim>;    // of 64 rows
+template <int kHeadDim> constexpr int kPieceFloats = 64 * kPieceCols<kHeadDim>;
+
 template <int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 struct BackwardShared {
   static constexpr int kTileN = 128;
@@ -500,7 +519,7 @@ struct BackwardShared {
   unsigned char k[kKBytes], v[kVBytes];
   unsigned char q[kStages][kQBytes], dout[kStages][kDoutBytes];
   unsigned char ds[kStages][kTileBytes<kTileN, kTileM>];        // keys are the rows
-  unsigned char dq[kTileM * kHeadDim * 4];                        // slabs of 32 columns
+  float dq[2][kPieceFloats<kHeadDim>];                            // pieces on their way to global memory
   float lse_log2[kStages][kTileM], delta[kStages][kTileM];
   u64 kv_full, kv_empty;
   u64 full[kStages], empty[kStages];
@@ -518,7 +537,7 @@ struct BackwardShared {
   }
 };
 
-struct BackwardSize { int q_rows, k_rows, stats_rows, num_tiles, num_kv_heads, group; };
+struct BackwardSize { int q_rows, k_rows, stats_rows, num_tiles, num_kv_heads, last_heads, group; };
 
 // The producer, one warp: for every tile of keys of this block, and every query head of its group, the query tiles in sight.
 template <int kHeadDim, int kVHeadDim, int kTileM, int kStages>
@@ -539,19 +558,20 @@ __device__ __forceinline__ void produce_backward(
       if (next_work == num_work - 1) *counter = 0;
       next_work += gridDim.x;
     }
-    const int tile = tile_order[work % size.num_tiles], kv_head = work / size.num_tiles;
-    auto range = [&](int i) { return range_of(query_ranges, tile * kTileN + i * kWarp + lane, size.k_rows); };
+    const WorkItem item = work_item(work, tile_order, size.num_tiles, size.num_kv_heads, size.last_heads);
+    // Ranges are read again and again from the cache: there are no registers to keep them.
+    auto range = [&](int i) { return range_of(query_ranges, item.tile * kTileN + i * kWarp + lane, size.k_rows); };
     auto first_in_sight = [&](int from) {
       int first = kNone;
       #pragma unroll 1
-      for (int i = 0; i < kTileN / kWarp; ++i) {         // read again and again from the cache: registers are dear here
+      for (int i = 0; i < kTileN / kWarp; ++i) {
         const int2 r = range(i);
         first = min(first, max(r.x, from) < r.y ? max(r.x, from) : kNone);
       }
       first = __reduce_min_sync(0xffffffffu, first);
       return first == kNone ? kNone : first / kTileM * kTileM;
     };
-    int row = first_in_sight(0), head = kv_head * size.group;
+    int row = first_in_sight(0), head = item.head * size.group;
     u32 flags = row == kNone ? kNothing | kLast : kFirst;
     do {
       const int this_head = head;
@@ -560,18 +580,18 @@ __device__ __forceinline__ void produce_backward(
         #pragma unroll 1
         for (int i = 0; i < kTileN / kWarp; ++i) {
           const int2 r = range(i);
-          const bool hides = r.x > row || r.y < row + kTileM;      // padding too: no lse bounds its scores
+          const bool hides = r.x > row || r.y < row + kTileM;
           if (__any_sync(0xffffffffu, touches(r, row, kTileM))) flags |= kSees << i / 2 * 2;
           if (__any_sync(0xffffffffu, hides)) flags |= kMasked << i / 2 * 2;
         }
         next = first_in_sight(row + kTileM);
-        if (next == kNone && ++head < (kv_head + 1) * size.group) next = first_in_sight(0);
+        if (next == kNone && ++head < (item.head + 1) * size.group) next = first_in_sight(0);
         if (next == kNone) flags |= kLast;
       }
       u64* const full = &shared.full[ring.stage];
       barrier_wait(&shared.empty[ring.stage], ring.parity);
       if (lane == 0) {
-        shared.step[ring.stage] = {row, this_head, tile, flags};
+        shared.step[ring.stage] = {row, this_head, item.tile, flags};
         if (row == kNone) {
           barrier_arrive(full);
         } else {
@@ -590,8 +610,8 @@ __device__ __forceinline__ void produce_backward(
         kv_parity ^= 1;
         if (lane == 0) {
           barrier_expect(&shared.kv_full, Shared::kKBytes + Shared::kVBytes);
-          copy_tile<kTileN, kHeadDim>(shared.k, map_k, kv_head, tile * kTileN, &shared.kv_full);
-          copy_tile<kTileN, kVHeadDim>(shared.v, map_v, kv_head, tile * kTileN, &shared.kv_full);
+          copy_tile<kTileN, kHeadDim>(shared.k, map_k, item.head, item.tile * kTileN, &shared.kv_full);
+          copy_tile<kTileN, kVHeadDim>(shared.v, map_v, item.head, item.tile * kTileN, &shared.kv_full);
         }
       }
       row = next;
@@ -614,16 +634,15 @@ __device__ __forceinline__ Me me() {
   return {thread / 128, thread / kWarp % 4, thread % kWarp};
 }
 
-// The query side, one warpgroup: dq = dS k, in pieces that leave the key side its registers.
+// The query side, one warpgroup: dq = dS k.
 template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void serve_queries(
-    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, const TensorMap* map_dq) {
-  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
-  constexpr int kTileN = Shared::kTileN, kPieceCols = kHeadDim % 64 ? kHeadDim : 64;
-  constexpr int kPieces = kTileM / 64 * (kHeadDim / kPieceCols);
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, float* dq_sum, int blocks_of_64) {
+  constexpr int kTileN = 128, kCols = kPieceCols<kHeadDim>, kAll = kTileM / 64 * kPieces<kHeadDim>;
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   auto all_warps = [] { asm volatile("bar.sync 1, 128;" ::: "memory"); };
   Ring<kStages> ring = {0, 0};
+  u32 turn = 0;
 
   while (true) {
     barrier_wait(&shared.ds_full[ring.stage], ring.parity);
@@ -631,44 +650,62 @@ __device__ __forceinline__ void serve_queries(
     const u32 flags = __shfl_sync(0xffffffffu, step.flags, 0);
     if (flags & kEnd) break;
     if (!(flags & kNothing)) {
-      if (threadIdx.x % 128 == 0) add_wait_read();
-      all_warps();
       #pragma unroll 1
-      for (int piece = 0; piece < kPieces; ++piece) {
-        const int m = piece * kPieceCols / kHeadDim * 64, first_col = piece * kPieceCols % kHeadDim;
-        const u64 a = descriptor(shared.ds[ring.stage] + m / 64 * kTileN * kRowBytes, 16);
+      for (int piece = 0; piece < kAll; ++piece) {
+        const int m = piece / kPieces<kHeadDim>, first_col = piece % kPieces<kHeadDim> * kCols;
+        const u64 a = descriptor(shared.ds[ring.stage] + m * kTileN * kRowBytes, 16);
         const u64 b = descriptor(shared.k + first_col / kSlab * kTileN * kRowBytes, kTileN * kRowBytes);
-        float sum[kPieceCols / 8][4];
+        float sum[kCols / 8][4];
         wgmma_begin();
         #pragma unroll
         for (int n = 0; n < kTileN; n += 16)
-          Wgmma<T, kPieceCols>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
+          Wgmma<T, kCols>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
         wgmma_commit();
         wgmma_wait<0>(sum);
-        if (piece == kPieces - 1 && flags & kLast) arrive(&shared.kv_empty);
-        const auto [group, warp, lane] = me();
-        unsigned char* const target = shared.dq + first_col / 32 * kTileM * kRowBytes
-                                      + (m + warp * 16 + lane / 4) * kRowBytes + lane % 2 * 8;
+        if (piece == kAll - 1 && flags & kLast) arrive(&shared.kv_empty);
+
+        // The copy engine adds the piece to global memory.
+        const int thread = threadIdx.x % 128;
+        float4* const staging = (float4*)shared.dq[turn ^= 1];
+        if (thread == 0) add_wait_read<1>();
+        all_warps();
         #pragma unroll
-        for (int n = 0; n < kPieceCols / 8; ++n) {
-          unsigned char* const pair = target + n / 4 * kTileM * kRowBytes + ((n % 4 * 2 + lane % 4 / 2) ^ lane / 4) * 16;
-          store_pair((float*)pair, sum[n][0], sum[n][1]);
-          store_pair((float*)(pair + 8 * kRowBytes), sum[n][2], sum[n][3]);
+        for (int n = 0; n < kCols / 8; ++n) staging[n * 128 + thread] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+        publish_to_async();
+        all_warps();
+        if (thread == 0) {
+          const size_t block = (size_t)step.head * blocks_of_64 + step.row / 64;
+          add_bulk(dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim>, staging, 4 * kPieceFloats<kHeadDim>);
+          add_commit();
         }
-      }
-      publish_to_async();
-      all_warps();
-      if (threadIdx.x % 128 == 0) {
-        #pragma unroll
-        for (int c = 0; c < kHeadDim; c += 32)
-          add_box(map_dq, c, step.head, step.row, shared.dq + c / 32 * kTileM * kRowBytes);
-        add_commit();
       }
     }
     arrive(&shared.ds_empty[ring.stage]);
     ring.advance();
   }
-  if (threadIdx.x % 128 == 0) add_wait_read();
+  if (threadIdx.x % 128 == 0) add_wait_read<0>();
+}
+
+// dq (q_rows, num_heads, kHeadDim) = dq_sum * scale, rounded. Launch: grid (stats_rows / 64, num_heads), block 128.
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(128) thd_attn_round_sm90(T* __restrict__ dq, const float4* __restrict__ dq_sum, float scale,
+                                                           int q_rows) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int row = blockIdx.x * 64 + warp * 16 + lane / 4, pitch = gridDim.y * kHeadDim;
+  T* const out = dq + (size_t)row * pitch + blockIdx.y * kHeadDim;
+  #pragma unroll
+  for (int piece = 0; piece < kPieces<kHeadDim>; ++piece) {
+    const size_t block = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
+    const float4* const in = dq_sum + (block * kPieces<kHeadDim> + piece) * (kPieceFloats<kHeadDim> / 4) + threadIdx.x;
+    float sum[kPieceCols<kHeadDim> / 8][4];
+    #pragma unroll
+    for (int n = 0; n < kPieceCols<kHeadDim> / 8; ++n) {
+      const float4 x = in[n * 128];
+      sum[n][0] = x.x, sum[n][1] = x.y, sum[n][2] = x.z, sum[n][3] = x.w;
+    }
+    store_row<0>(out + piece * kPieceCols<kHeadDim>, sum, scale, row < q_rows);
+    store_row<1>(out + piece * kPieceCols<kHeadDim> + 8 * pitch, sum, scale, row + 8 < q_rows);
+  }
 }
 
 // The key side, one warpgroup: 64 keys.
@@ -828,21 +865,22 @@ __device__ __forceinline__ void serve_keys(
   }
 }
 
-// The contract of thd_attn_bwd, except that padding rows of q, k, v, dout must hold finite numbers, that stats has
-// stats_rows >= q_rows rows per head, a multiple of kTileM, and that dq_sum lacks the factor softmax_scale.
-// Maps of boxes of kTileM rows of q, dout, dq_sum and 128 rows of k, v; counter: one int, zero, and zero again afterwards.
+// The contract of thd_attn_bwd, except that padding rows of q, k, v, dout must hold finite numbers, that stats_rows is a
+// multiple of kTileM, and that dq_sum (num_heads, stats_rows / 64, pieces) is in the order of thd_attn_round_sm90.
+// Maps of boxes of kTileM rows of q, dout and 128 rows of k, v; counter: one int, zero, and zero again afterwards.
 // Launch: grid at most tiles * num_kv_heads and one block per multiprocessor, block 512.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Grad* __restrict__ dk,
-    Grad* __restrict__ dv, float softmax_scale, const __grid_constant__ TensorMap map_dq,
+    Grad* __restrict__ dv, float softmax_scale, float* __restrict__ dq_sum,
     const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ tile_order,
-    int* __restrict__ counter, int q_rows, int k_rows, int stats_rows, int num_tiles, int num_kv_heads, int group) {
+    int* __restrict__ counter, int q_rows, int k_rows, int stats_rows, int num_tiles, int num_kv_heads, int last_heads,
+    int group) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   extern __shared__ unsigned char shared_bytes[];
   Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
-  const BackwardSize size = {q_rows, k_rows, stats_rows, num_tiles, num_kv_heads, group};
+  const BackwardSize size = {q_rows, k_rows, stats_rows, num_tiles, num_kv_heads, last_heads, group};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
@@ -853,7 +891,7 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
       produce_backward(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, tile_order, counter, size);
   } else if (warpgroup == 3) {
     registers_give<kQueryRegisters>();
-    serve_queries<T>(shared, &map_dq);
+    serve_queries<T>(shared, dq_sum, stats_rows / 64);
   } else {
     registers_take<kKeyRegisters>();
     serve_keys<T>(shared, dk, dv, query_ranges, size, softmax_scale);

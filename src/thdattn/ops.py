@@ -177,7 +177,7 @@ def _forward(q: Array, k: Array, v: Array, plan: Plan) -> tuple[_Launch, tuple[i
     group = num_heads // k.shape[1]
     if isinstance(tiles, ForwardSm90):
         fixed = (max_logits, plan.key_ranges, plan.arrays.query_tiles, cupy.zeros(1, np.int32),
-                 *map(np.int32, (num_rows, num_tiles, num_heads, group)))
+                 *map(np.int32, (num_rows, num_tiles, num_heads, _last_heads(num_heads, num_tiles), group)))
         grid, block = (min(gpu.multiprocessors, num_tiles * num_heads),), 128 * (1 + tiles.consumers)
         kernel = jit.kernel(*chosen.forward_sm90_kernel(dtype))
         return _Launch(kernel, grid, block, fixed), (tiles.tile_m, tiles.tile_n, tiles.tile_n), max_logits
@@ -232,7 +232,7 @@ def _backward(q: Array, k: Array, v: Array, plan: Plan, grad_dtype: np.dtype[Any
     num_tiles, num_kv_heads = len(plan.arrays.key_tiles), k.shape[1]
     stats_rows = -(-num_rows // STATS_ROWS) * STATS_ROWS
     stats = plan.buffer("stats", (2, num_heads, stats_rows), np.float32)
-    dq_sum = plan.buffer("dq_sum", (0,) if deterministic else q.shape, np.float32)
+    dq_sum = plan.buffer("dq_sum", (0,) if deterministic else (stats_rows, num_heads, head_dim), np.float32)
     sizes = tuple(map(np.int32, (num_rows, len(k), stats_rows)))
     group = np.int32(num_heads // num_kv_heads)
 
@@ -240,25 +240,26 @@ def _backward(q: Array, k: Array, v: Array, plan: Plan, grad_dtype: np.dtype[Any
     delta = _Launch(jit.kernel(*chosen.delta_kernel(dtype)), (-(-stats_rows * num_heads * lanes // 256),), 256,
                     (plan.key_ranges, stats, dq_sum, np.int32(0 if deterministic else head_dim // 4),
                      np.int32(num_rows), np.int32(stats_rows), np.int32(num_heads)))
-    sm90, boxes = chosen.backward_sm90, ()
+    sm90 = chosen.backward_sm90
     if gpu.sm90 and sm90 and not deterministic:
         main = _Launch(jit.kernel(*chosen.backward_sm90_kernel(dtype, grad_dtype.name)),
                        (min(gpu.multiprocessors, num_tiles * num_kv_heads),), sm90.threads,
-                       (tensor_map(dq_sum, sm90.tile_m), stats, plan.query_ranges, plan.arrays.key_tiles,
-                        cupy.zeros(1, np.int32), *sizes, np.int32(num_tiles), np.int32(num_kv_heads), group))
-        boxes = (sm90.tile_m, sm90.tile_n, sm90.tile_n, sm90.tile_m)
-    else:
-        tiles = chosen.backward_for(gpu.shared_bytes)
-        main = _Launch(jit.kernel(*chosen.backward_kernel(dtype, grad_dtype.name, not deterministic, tiles)),
-                       (num_tiles, num_kv_heads), 2 * tiles.tile_n * tiles.split,
-                       (stats, dq_sum, plan.key_ranges, plan.query_ranges, plan.arrays.key_tiles, *sizes, group))
+                       (dq_sum, stats, plan.query_ranges, plan.arrays.key_tiles, cupy.zeros(1, np.int32), *sizes,
+                        *map(np.int32, (num_tiles, num_kv_heads, _last_heads(num_kv_heads, num_tiles))), group))
+        dq = _Launch(jit.kernel(*chosen.round_sm90_kernel(dtype)), (stats_rows // 64, num_heads), 128,
+                     (np.int32(num_rows),))
+        return _Backward(delta, main, dq, dq_sum, (sm90.tile_m, sm90.tile_n, sm90.tile_n, sm90.tile_m))
+    tiles = chosen.backward_for(gpu.shared_bytes)
+    main = _Launch(jit.kernel(*chosen.backward_kernel(dtype, grad_dtype.name, not deterministic, tiles)),
+                   (num_tiles, num_kv_heads), 2 * tiles.tile_n * tiles.split,
+                   (stats, dq_sum, plan.key_ranges, plan.query_ranges, plan.arrays.key_tiles, *sizes, group))
     if deterministic:
         dq = _Launch(jit.kernel(*chosen.dq_kernel(dtype)), (-(-num_rows // (16 * chosen.dq_warps)), num_heads),
                      32 * chosen.dq_warps, (stats, plan.key_ranges, plan.query_ranges, *sizes, group))
     else:
         words = q.size // 8
         dq = _Launch(jit.kernel(*chosen.round_kernel(dtype)), (-(-words // 256),), 256, (np.uint64(words),))
-    return _Backward(delta, main, dq, dq_sum, boxes)
+    return _Backward(delta, main, dq, dq_sum, ())
 
 
 def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
@@ -267,6 +268,11 @@ def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
     order = plan.once("local_order", lambda: cupy.arange(len(q), dtype=np.int32))
     _reorder(False, (copies[0], q), (copies[1], dout), order, plan.key_ranges)
     return copies[0], copies[1]
+
+
+def _last_heads(num_heads: int, num_tiles: int) -> int:
+    """How many heads take turns at the end of the work: as many as keep all multiprocessors equally busy."""
+    return min(num_heads, -(-3 * _gpu(cupy.cuda.runtime.getDevice()).multiprocessors // num_tiles))
 
 
 def _layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:

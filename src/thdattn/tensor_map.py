@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 MAP = np.dtype([("opaque", np.uint8, (128,))])
-BOX_BYTES = 128  # of a row of a box: the width of the swizzle
-DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
+BOX_COLUMNS = 64  # 128 bytes, the width of the swizzle
+DATA_TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 SWIZZLE_128B, L2_PROMOTION_256B = 3, 3
 
 
@@ -18,9 +18,8 @@ def tensor_map(x: Any, box_rows: int) -> Any:
     """A CUtensorMap of a CuPy array, to be passed to a kernel by value.
 
     Args:
-        x: (rows, heads, width), C-contiguous, 16-bit or float32, 16-byte aligned, at least one row.
-        box_rows: a copy moves box_rows rows of 128 bytes of one head; what lies outside the array arrives as zeros, and is
-            left out where a box is stored.
+        x: (rows, heads, width), C-contiguous, 16-bit, 16-byte aligned, at least one row.
+        box_rows: a copy moves box_rows rows of 64 columns of one head; what lies outside the array arrives as zeros.
 
     Returns:
         NumPy void scalar of 128 bytes. Maps are kept, as a training loop sees the same few buffers again and again.
@@ -32,13 +31,13 @@ def tensor_map(x: Any, box_rows: int) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _encode(address: int, shape: tuple[int, int, int], dtype: np.dtype[Any], box_rows: int) -> Any:
-    (rows, heads, width), item = shape, dtype.itemsize
+    rows, heads, width = shape
     storage = (ctypes.c_ubyte * 192)()
     aligned = (ctypes.addressof(storage) + 63) & ~63
     u64, u32 = ctypes.c_uint64, ctypes.c_uint32
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned), DATA_TYPES[dtype.name], 3, ctypes.c_void_p(address), (u64 * 3)(width, heads, rows),
-        (u64 * 2)(item * width, item * heads * width), (u32 * 3)(BOX_BYTES // item, 1, box_rows), (u32 * 3)(1, 1, 1),
+        (u64 * 2)(2 * width, 2 * heads * width), (u32 * 3)(BOX_COLUMNS, 1, box_rows), (u32 * 3)(1, 1, 1),
         0, SWIZZLE_128B, L2_PROMOTION_256B, 0,
     )
     if status:

@@ -111,6 +111,10 @@ class Tiles:
         k, v = (slabs(f.kv_stages * f.tile_n, width) for width in (self.head_dim, self.v_head_dim))
         return name, q + k + v + SM90_EXTRA_BYTES
 
+    def round_sm90_kernel(self, dtype: str) -> tuple[str, int]:
+        """(name, no shared memory) of thd_attn_round_sm90."""
+        return self._name("thd_attn_round_sm90", ELEMENT_TYPES[dtype], self.head_dim), 0
+
     def backward_sm90_kernel(self, dtype: str, grad_dtype: str) -> tuple[str, int]:
         """(name, bytes of shared memory) of thd_attn_bwd_sm90; grad_dtype is that of dk and dv."""
         b = self.backward_sm90
@@ -119,7 +123,8 @@ class Tiles:
                           self.v_head_dim, b.tile_m, b.stages)
         rows = b.tile_n + b.stages * b.tile_m
         inputs = slabs(rows, self.head_dim) + slabs(rows, self.v_head_dim)
-        dscore, dq, stats = b.stages * slabs(b.tile_n, b.tile_m), 4 * b.tile_m * self.head_dim, 8 * b.stages * b.tile_m
+        piece = 4 * 64 * (self.head_dim if self.head_dim % 64 else 64)
+        dscore, dq, stats = b.stages * slabs(b.tile_n, b.tile_m), 2 * piece, 8 * b.stages * b.tile_m
         return name, inputs + dscore + dq + stats + SM90_EXTRA_BYTES
 
     def round_kernel(self, dtype: str) -> tuple[str, int]:
