@@ -28,9 +28,10 @@ Array = Any
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a model. `window`: how many bytes layers 0, 2, 4, ... see, the newest included; 0 = all, as the others.
+    """The shape of a model.
 
-    width and hidden are multiples of 8, head_dim is one that the engine has a kernel for. `tied`: head = embedding.
+    width and hidden are multiples of 8, head_dim is one that the engine has a kernel for. `window`: how many bytes
+    layers 0, 2, 4, ... see, the newest included; 0 = all, as the other layers do. `tied`: the head is the embedding.
     """
 
     layers: int
@@ -123,6 +124,7 @@ class Model:
         self.weights, self.gradient = xp.zeros((2, size), np.promote_types(self.dtype, np.float32))
         self.copy = xp.zeros(size, self.dtype)
         self.params, self.grads, self._read = (_views(x, shapes) for x in (self.weights, self.gradient, self.copy))
+        self._of_layer = [(_of_layer(self._read, i), _of_layer(self.grads, i)) for i in range(config.layers)]
         self._initialise(seed)
 
     def _initialise(self, seed: int) -> None:
@@ -228,7 +230,7 @@ class Model:
 
     def _layer_forward(self, layer: int, x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Array, Array, Kept]:
         """x: residual stream; branch: what the last layer adds to it. Returns both anew, and what to keep."""
-        ops, c, w = self.layers, self.config, _of_layer(self._read, layer)
+        ops, c, (w, _) = self.layers, self.config, self._of_layer[layer]
         x, h = ops.residual_norm_forward(x, branch, w["attention_norm"])
         q, k, v = ops.rope_forward(ops.linear_forward(h, w["qkv"]), plan.rotation, c.heads, c.kv_heads)
         out, attention = self.attentions[layer % 2].forward(q, k, v, plan.plans[layer % 2])
@@ -240,7 +242,7 @@ class Model:
 
     def _layer_backward(self, layer: int, dx: Array, plan: ModelPlan, kept: Kept) -> Array:
         """dx: gradient of the residual stream behind the layer, and so of its branch; returns that in front of it."""
-        ops, w, dw = self.layers, _of_layer(self._read, layer), _of_layer(self.grads, layer)
+        ops, (w, dw) = self.layers, self._of_layer[layer]
         dswiglu = ops.linear_backward(dx, ops.swiglu_forward(kept.gate_up), w["down"], dw["down"])
         dgate_up = ops.swiglu_backward(dswiglu, kept.gate_up)
         _, h = ops.residual_norm_forward(kept.y, None, w["mlp_norm"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from model import EOD, SIZES, TABLE_ROWS, VOCAB, Config, Model
-from texts import LENGTHS, SMALL, Text, run
+from texts import LENGTHS, SMALL, Text, busy_weights, run
 
 import thdattn
 
@@ -19,13 +19,6 @@ REFERENCE = {"engine": "reference"}
 
 def single(config=SMALL, **options):
     return Model(config, thdattn.comm.init("single"), **REFERENCE, **options)
-
-
-def busy_weights(config=SMALL):
-    """Weights of which none is special: of the model's own, the head is 0 and the gains are 1."""
-    model = single(config)
-    rng = np.random.default_rng(1)
-    return model.weights + 0.2 * rng.standard_normal(model.weights.shape, np.float32)
 
 
 def assert_same(actual, expected):
@@ -84,7 +77,7 @@ def test_ranks_give_the_loss_and_gradient_of_one(cp_size, sharding, window):
 
 
 def test_packed_documents_give_what_they_give_one_by_one():
-    weights = busy_weights()
+    weights = busy_weights(SMALL)
     packed = run(TEXT, weights=weights, **REFERENCE)
     alone = [run(text, num_targets=TEXT.num_targets, weights=weights, **REFERENCE) for text in TEXT.one_by_one()]
     together = replace(
@@ -98,7 +91,7 @@ def test_packed_documents_give_what_they_give_one_by_one():
 @pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous"])
 def test_what_padding_holds_changes_no_bit(sharding):
     zeros, others = (
-        run(TEXT, cp_size=2, sharding=sharding, padding=padding, slack=7, weights=busy_weights(), **REFERENCE)
+        run(TEXT, cp_size=2, sharding=sharding, padding=padding, slack=7, weights=busy_weights(SMALL), **REFERENCE)
         for padding in (0, 99)
     )
     assert others.loss == zeros.loss
@@ -109,7 +102,7 @@ def test_masked_targets_do_not_count():
     (document,) = Text.random((20,), masked=0).one_by_one()
     first_half = Text(document.inputs, [np.where(np.arange(20) < 10, document.targets[0], -1).astype(np.int32)])
     cut = Text([document.inputs[0][:10]], [document.targets[0][:10]])
-    masked, shorter = (run(text, weights=busy_weights(), **REFERENCE) for text in (first_half, cut))
+    masked, shorter = (run(text, weights=busy_weights(SMALL), **REFERENCE) for text in (first_half, cut))
     assert first_half.num_targets == 10
     assert masked.loss == pytest.approx(shorter.loss, rel=1e-6)
     np.testing.assert_allclose(masked.gradient, shorter.gradient, atol=FLOAT32 * np.abs(shorter.gradient).max())
@@ -117,7 +110,7 @@ def test_masked_targets_do_not_count():
 
 def test_text_without_targets_has_neither_loss_nor_gradient():
     text = Text(TEXT.inputs, [np.full_like(target, -1) for target in TEXT.targets])
-    outcome = run(text, num_targets=1, weights=busy_weights(), **REFERENCE)
+    outcome = run(text, num_targets=1, weights=busy_weights(SMALL), **REFERENCE)
     assert outcome.loss == 0 and not outcome.gradient.any()
 
 
@@ -127,7 +120,7 @@ def test_no_tokens_at_all_are_legal():
 
 
 def test_loss_is_the_mean_of_minus_log_probabilities():
-    outcome = run(TEXT, weights=busy_weights(), **REFERENCE)
+    outcome = run(TEXT, weights=busy_weights(SMALL), **REFERENCE)
     logits, targets = np.concatenate(outcome.logits), np.concatenate(TEXT.targets)
     assert logits.shape == (sum(LENGTHS), VOCAB) and logits.dtype == np.float32
     nats = np.logaddexp.reduce(logits.astype(np.float64), axis=1) - logits[np.arange(len(targets)), targets]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,13 @@ class Text:
         return sum(int((target >= 0).sum()) for target in self.targets)
 
 
+def busy_weights(config: Config) -> np.ndarray:
+    """Weights of which none is special: of the model's own, the head is 0 and the gains are 1."""
+    model = Model(config, thdattn.comm.init("single"), engine="reference")
+    rng = np.random.default_rng(1)
+    return model.weights + np.float32(0.5 * config.width**-0.5) * rng.standard_normal(model.weights.shape, np.float32)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a model made of a text: the mean loss, and on the host: the gradient of every rank, logits per document."""
@@ -53,7 +61,8 @@ class Outcome:
 
 def run(
     text: Text, config: Config = SMALL, cp_size: int = 1, sharding: str = "dual_chunk", num_targets: int | None = None,
-    padding: int = 0, slack: int = 0, **options: Any,
+    padding: int = 0, slack: int = 0, weights: np.ndarray | None = None, prepare: Callable[[Model], None] | None = None,
+    **options: Any,
 ) -> Outcome:
     """Loss, gradient and logits of a model over a text.
 
@@ -61,9 +70,10 @@ def run(
         num_targets: to divide by; those of the text by default.
         padding: what tokens and targets hold on rows without a token.
         slack: rows behind the documents.
-        options: of Model; `weights` (flat, host) instead of those that the seed gives.
+        weights: flat, on the host, instead of those that the seed gives.
+        prepare: called with the model before it is used.
+        options: of Model.
     """
-    weights = options.pop("weights", None)
     fitted = thdattn.PackedBatch.from_lengths([len(x) for x in text.inputs], 2 * cp_size)
     rows = fitted.total_rows + slack
     batch = thdattn.PackedBatch(fitted.cu_seqlens, fitted.cu_seqlens_padded, total_rows=rows)
@@ -75,6 +85,8 @@ def run(
         if weights is not None:
             model.weights[...] = xp.asarray(weights)
             model.refresh()
+        if prepare:
+            prepare(model)
         plan = model.plan(batch, sharding)
         tokens, targets = (xp.asarray(plan.sharding.shard(x, comm.rank)) for x in packed)
         loss = model.loss_and_gradient(tokens, targets, plan, text.num_targets if num_targets is None else num_targets)
