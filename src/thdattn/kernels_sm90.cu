@@ -744,11 +744,16 @@ __device__ __forceinline__ void serve_keys(
         store_matrices(row + i / 4 * kTileN * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16, ds[0][i]);
     });
   };
+  // The two warpgroups take turns in starting matrix products, twice a step, so that one's run under the other's arithmetic.
+  auto my_turn = [] { asm volatile("bar.sync %0, 256;" :: "r"(1 + me().group) : "memory"); };
+  auto next_turn = [] { asm volatile("bar.arrive %0, 256;" :: "r"(4 - me().group) : "memory"); };
+  if (me().group == 2) next_turn();
   auto pass = [&] {                                   // out of sight of these 64 keys
     if (flags & kLast) arrive(&shared.kv_empty);
     u32 zeros[1][kTileM / 16][4];
     #pragma unroll
     for (int i = 0; i < kTileM / 4; ++i) zeros[0][i / 4][i % 4] = 0;
+    for (int i = 0; i < 2; ++i) my_turn(), next_turn();
     hand_over_ds(zeros);
     arrive(&shared.empty[ring.stage]);
     ring.advance();
@@ -810,10 +815,12 @@ __device__ __forceinline__ void serve_keys(
         u32 probability[1][kTileM / 16][4];
         round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
         float dp[kBlocks][4];
+        my_turn();
         wgmma_begin();
         start_weighted_sum<T, kVHeadDim, kTileM>(sum_dv, probability, shared.dout[ring.stage]);
         start_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), shared.dout[ring.stage]);
         wgmma_commit();
+        next_turn();
         wgmma_wait<0>(dp);
         pin(sum_dv);
         if (flags & kLast) arrive(&shared.kv_empty);
@@ -838,18 +845,22 @@ __device__ __forceinline__ void serve_keys(
         if (flags & kLast) break;
         look();
         if (!sees()) break;
+        my_turn();
         wgmma_begin();
         start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[ring.back(1).stage]);
         wgmma_commit();
         start_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
         wgmma_commit();
+        next_turn();
         wgmma_wait<1>(sum_dk);
         arrive(&shared.empty[ring.back(1).stage]);
         wgmma_wait<0>(p);
       }
+      my_turn();
       wgmma_begin();
       start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[ring.back(1).stage]);
       wgmma_commit();
+      next_turn();
       wgmma_wait<0>(sum_dk);
       arrive(&shared.empty[ring.back(1).stage]);
       if (!sees()) pass();
