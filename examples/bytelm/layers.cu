@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(512) residual_norm_backward(
 // turned back on the way in (backward). rotation: (2, rows, head_dim / 2). Flat: vectors of half the heads' width.
 extern "C" __global__ void rope(
     bf16* q, bf16* k, bf16* v, bf16* qkv, const float* rotation, int rows, int heads, int kv_heads, int head_dim,
-    bool backward) {
+    int backward) {
   const int half = head_dim / 2, slots = heads + 2 * kv_heads;
   const u32 index = blockIdx.x * blockDim.x + threadIdx.x;
   const int column = index % (half / 8) * 8, slot = index / (half / 8) % slots;

@@ -53,7 +53,7 @@ def _product(
     """
     if not (out.size and a.size):
         return  # a rank without rows
-    blas = cupy.cuda.cublas
+    blas = _cublas()
     types = {"bfloat16": cupy.cuda.runtime.CUDA_R_16BF, "float32": cupy.cuda.runtime.CUDA_R_32F}
     alpha, beta = _SCALES.ctypes.data + _SCALES.itemsize, _SCALES.ctypes.data + _SCALES.itemsize * add
     blas.gemmEx(
@@ -63,6 +63,15 @@ def _product(
         beta, out.data.ptr, types[out.dtype.name], out.shape[1],
         blas.CUBLAS_COMPUTE_32F, blas.CUBLAS_GEMM_DEFAULT,
     )  # fmt: skip
+
+
+@functools.cache
+def _cublas() -> Any:
+    try:
+        return cupy.cuda.cublas  # loaded by this access
+    except ImportError as error:
+        raise RuntimeError(f"cuBLAS is missing, wanted for matrix products ({error}); install it with "
+                           f"pip install 'cuda-toolkit[cublas]=={cupy.cuda.nvrtc.getVersion()[0]}.*'") from error
 
 
 def residual_norm_forward(x: Array, branch: Array | None, weight: Array) -> tuple[Array, Array]:
@@ -170,7 +179,7 @@ def _argument(x: Any) -> Any:
     """As the kernels declare it: numbers have 32 bits, None is a null pointer."""
     if x is None:
         return np.intp(0)
-    return np.float32(x) if isinstance(x, float) else np.int32(x) if type(x) is int else x
+    return np.float32(x) if isinstance(x, float) else np.int32(x) if isinstance(x, int) else x
 
 
 @functools.cache

@@ -46,7 +46,7 @@ class Config:
 
 
 SIZES = {
-    "tiny": Config(layers=4, width=128, heads=2, kv_heads=1, head_dim=64, hidden=384, window=5, rope_base=100.0),
+    "tiny": Config(layers=3, width=96, heads=2, kv_heads=1, head_dim=64, hidden=256, window=5, rope_base=100.0),
     "small": Config(layers=8, width=512, heads=8, kv_heads=4, head_dim=64, hidden=1408, window=256),
     "base": Config(layers=12, width=1024, heads=8, kv_heads=4, head_dim=128, hidden=2816, window=512),
     "1b": Config(layers=22, width=2048, heads=16, kv_heads=4, head_dim=128, hidden=5632, window=1024),
@@ -124,7 +124,7 @@ class Model:
         self.weights, self.gradient = xp.zeros((2, size), np.promote_types(self.dtype, np.float32))
         self.copy = xp.zeros(size, self.dtype)
         self.params, self.grads, self._read = (_views(x, shapes) for x in (self.weights, self.gradient, self.copy))
-        self._of_layer = [(_of_layer(self._read, i), _of_layer(self.grads, i)) for i in range(config.layers)]
+        self._by_layer = [(_of_layer(self._read, i), _of_layer(self.grads, i)) for i in range(config.layers)]
         self._initialise(seed)
 
     def _initialise(self, seed: int) -> None:
@@ -230,7 +230,7 @@ class Model:
 
     def _layer_forward(self, layer: int, x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Array, Array, Kept]:
         """x: residual stream; branch: what the last layer adds to it. Returns both anew, and what to keep."""
-        ops, c, (w, _) = self.layers, self.config, self._of_layer[layer]
+        ops, c, (w, _) = self.layers, self.config, self._by_layer[layer]
         x, h = ops.residual_norm_forward(x, branch, w["attention_norm"])
         q, k, v = ops.rope_forward(ops.linear_forward(h, w["qkv"]), plan.rotation, c.heads, c.kv_heads)
         out, attention = self.attentions[layer % 2].forward(q, k, v, plan.plans[layer % 2])
@@ -242,7 +242,7 @@ class Model:
 
     def _layer_backward(self, layer: int, dx: Array, plan: ModelPlan, kept: Kept) -> Array:
         """dx: gradient of the residual stream behind the layer, and so of its branch; returns that in front of it."""
-        ops, (w, dw) = self.layers, self._of_layer[layer]
+        ops, (w, dw) = self.layers, self._by_layer[layer]
         dswiglu = ops.linear_backward(dx, ops.swiglu_forward(kept.gate_up), w["down"], dw["down"])
         dgate_up = ops.swiglu_backward(dswiglu, kept.gate_up)
         _, h = ops.residual_norm_forward(kept.y, None, w["mlp_norm"])

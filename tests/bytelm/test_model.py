@@ -222,7 +222,7 @@ def test_wrong_rows_are_refused(name, wrong):
 def test_every_size_fits_the_kernels(size):
     config = SIZES[size]
     assert config.head_dim in (64, 128) and config.heads % config.kv_heads == 0
-    assert config.width % 64 == 0 and config.hidden % 64 == 0 and config.width <= 4096
+    assert config.width % 8 == 0 and config.hidden % 8 == 0 and config.width <= 4096
 
 
 def test_1b_has_a_billion_weights():
