@@ -298,6 +298,7 @@ def test_a_step_can_be_captured_so_it_waits_for_nothing(cupy):
 
     with stream:
         (eager, step), (captured, again) = stepper(), stepper()
+        start = to_host(eager.weights.copy())
         eager_results = [step(), step()][1]
         again()
         stream.synchronize()
@@ -306,5 +307,8 @@ def test_a_step_can_be_captured_so_it_waits_for_nothing(cupy):
         graph = stream.end_capture()
         graph.launch(stream)
         stream.synchronize()
-        for x, y in zip((*kept, captured.weights), (*eager_results, eager.weights), strict=True):
-            np.testing.assert_allclose(to_host(x), to_host(y), rtol=1e-2, atol=1e-4)
+        for x, y in zip(kept, eager_results, strict=True):
+            assert float(x) == pytest.approx(float(y), rel=2.0**-8)
+        moved = to_host(eager.weights)
+        # AdamW makes steps of one size of gradients that are next to nothing, whose sign the order of a sum decides.
+        assert distance(to_host(captured.weights), moved) < 0.05 * distance(moved, start)
