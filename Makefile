@@ -1,7 +1,8 @@
 # Every goal sets up what it needs first (tools/setup.sh): nothing has to be installed beforehand but Python 3.10.
 #
-#   make demo                        packed documents over several ranks, checked against float64
-#   make demo RANKS=2 ARGS="--plot demo.png --window 500"
+#   make demo                        trains a small language model across ranks, and prints what it writes
+#   make demo RANKS=2 ARGS="--steps 300 --plot curve.png"
+#   make tutorial                    packed documents over 4 ranks, each result checked against float64
 #   make check                       every kind of pack and mask on this machine's engine, against float64
 #   make info                        versions, GPUs, where libraries come from, what is missing
 #   make test                        tests that need no GPU;  make gpu-test: those that need one
@@ -15,16 +16,20 @@ ARGS ?=
 export PYTHON RANKS
 export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo check info test gpu-test lint
+.PHONY: demo tutorial check info test gpu-test lint
 
 demo:
 	@python=$$(tools/setup.sh demo) && exec "$$python" tools/demo.py $(ARGS)
 
+tutorial:
+	@python=$$(tools/setup.sh demo) && exec env RANKS="$${RANKS:-4}" \
+	  "$$python" tools/ranks.py examples/packed_documents.py --ranks "$${RANKS:-4}" $(ARGS)
+
 check:
-	@python=$$(tools/setup.sh demo) && exec "$$python" -m thdattn check $(ARGS)
+	@python=$$(tools/setup.sh check) && exec "$$python" -m thdattn check $(ARGS)
 
 info:
-	@python=$$(tools/setup.sh demo) && exec "$$python" -m thdattn info
+	@python=$$(tools/setup.sh check) && exec "$$python" -m thdattn info
 
 test:
 	@python=$$(tools/setup.sh test) && exec "$$python" -m pytest $(ARGS)

@@ -46,33 +46,41 @@ def test_shell_command_is_one_that_make_or_ci_runs(command):
     elif command.startswith("python -m thdattn "):
         assert f'"$$python" {command.removeprefix("python ")}' in makefile
     elif command.startswith("mpiexec "):
-        assert command == "mpiexec -n 4 python -m mpi4py examples/packed_documents.py"
-        starter = (ROOT / "tools" / "demo.py").read_text()
-        assert '"-n", str(processes), sys.executable, "-m", "mpi4py", EXAMPLE' in starter
-        assert 'EXAMPLE = "examples/packed_documents.py"' in starter
+        program = re.match(r"mpiexec -n \d python -m mpi4py (\S+)", command)[1]
+        starters = makefile + (ROOT / "tools" / "demo.py").read_text()
+        assert program in starters and (ROOT / program).exists()
+        started = '"-n", str(processes), sys.executable, "-m", "mpi4py", program'
+        assert started in (ROOT / "tools" / "ranks.py").read_text()
+    elif command.startswith("python examples/bytelm/sample.py "):
+        assert "examples/bytelm/sample.py" in (ROOT / "tools" / "demo.py").read_text()
     else:
         assert command == ".ci/run", f"{command} is neither in the Makefile nor in .ci/run"
 
 
-def test_options_of_the_example_exist():
-    used = set(re.findall(r'ARGS="([^"]*)"', "\n".join(c for c in commands() if c.startswith("make demo"))))
-    example = (ROOT / "examples" / "packed_documents.py").read_text()
-    options = {word for arguments in used for word in arguments.split() if word.startswith("--")}
-    assert options
-    for option in options:
-        assert f'"{option}"' in example
+@pytest.mark.parametrize("program", ["packed_documents.py", "bytelm/train.py", "bytelm/sample.py"])
+def test_options_of_the_examples_exist(program):
+    target = {"packed_documents.py": "make tutorial", "bytelm/train.py": "make demo"}.get(program, "no target")
+    mine = [command for command in commands() if f"examples/{program}" in command or command.startswith(target)]
+    used = {option for command in mine for option in re.findall(r"--[a-z-]+", command)}
+    source = (ROOT / "examples" / program).read_text()
+    assert used
+    for option in used:
+        assert f'"{option}"' in source
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_linked_files_exist(page):
     links = [link for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]) if "://" not in link]
+    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", PAGES[page], re.MULTILINE)}
     for link in links:
-        assert (ROOT / link).exists(), f"{page} links to {link}"
+        path, _, heading = link.partition("#")
+        assert (ROOT / path).exists(), f"{page} links to {link}"
+        assert not heading or heading in headings, f"{page} links to its heading {heading}"
 
 
 def test_ci_installs_every_extra_it_needs_and_runs_the_test_command():
     ci = (ROOT / ".ci" / "run").read_text()
-    assert "[cuda13,mpich,test,lint]" in ci
+    assert "[cuda13,mpich,examples,test,lint]" in ci
     assert re.search(r"^step make test ", ci, re.MULTILINE)
 
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Prints the Python that `make GOAL` uses, and installs what it lacks: setup.sh demo|test|lint
+# Prints the Python that `make GOAL` uses, and installs what it lacks: setup.sh demo|check|test|lint
 #
 # The first of $PYTHON and .venv/bin/python that has every package is taken as it is, without touching the network.
 # Otherwise .venv is made with the extras that fit this machine. Where that fails (no network), an interpreter that has
@@ -22,7 +22,8 @@ needed="numpy ml_dtypes"
 wanted=""
 extras=""
 case $goal in
-  test) needed="$needed pytest"; wanted="hypothesis pytest_timeout matplotlib"; extras="test" ;;
+  demo) needed="$needed tqdm"; wanted="matplotlib"; extras="examples" ;;
+  test) needed="$needed pytest tqdm"; wanted="hypothesis pytest_timeout matplotlib"; extras="test" ;;
   lint) needed="numpy ruff mypy"; extras="lint,test" ;;
 esac
 
@@ -32,7 +33,7 @@ if [ "$goal" != lint ] && command -v nvidia-smi >/dev/null 2>&1; then
     '' | *[!0-9]*) say "nvidia-smi finds no GPU" ;;
     *)
       if [ "$driver" -ge 580 ]; then cuda=cuda13; elif [ "$driver" -ge 525 ]; then cuda=cuda12; else cuda=; fi
-      if [ -n "$cuda" ]; then wanted="$wanted cupy"; extras="${extras:+$extras,}$cuda"
+      if [ -n "$cuda" ]; then wanted="$wanted cupy"; extras="${extras:+$extras,}$cuda,cublas${cuda#cuda}"
       else say "NVIDIA driver $driver is older than 525, so the GPU is not used"; fi ;;
   esac
 fi

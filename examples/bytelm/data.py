@@ -193,17 +193,6 @@ def fingerprint(documents: Iterable[Document]) -> int:
     return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7], "little")
 
 
-def shortened(documents: Iterable[Document], num_bytes: int) -> list[Document]:
-    """The first documents, with so many bytes together at most; the last may be cut short."""
-    kept = []
-    for document in documents:
-        if num_bytes <= 0:
-            break
-        kept.append(replace(document, end=min(document.end, document.begin + num_bytes)))
-        num_bytes -= kept[-1].end - kept[-1].begin
-    return kept
-
-
 def pieces_of(documents: Iterable[Document], longest: int) -> Iterator[Piece]:
     """Every target exactly once; longer documents are split."""
     for document in documents:
@@ -249,9 +238,13 @@ def read(pieces: Sequence[Piece], packing: Packing, after: Position) -> MicroBat
     )
 
 
-def in_order(documents: Iterable[Document], packing: Packing) -> list[MicroBatch]:
-    """All micro-batches of some documents, for validation."""
-    return [read(pieces, packing, Position(0, 0)) for pieces in pack(pieces_of(documents, packing.longest), packing)]
+def validation_batches(documents: Iterable[Document], packing: Packing, num_bytes: int) -> list[MicroBatch]:
+    """Random pieces of the documents, always the same ones, of about so many bytes together; all if there are fewer."""
+    pieces = list(pieces_of(documents, packing.longest))
+    order = np.random.default_rng(0).permutation(len(pieces))
+    ends = np.cumsum([pieces[i].end - pieces[i].begin for i in order])
+    chosen = [pieces[i] for i in order[: np.searchsorted(ends, num_bytes) + 1]]
+    return [read(batch, packing, Position(0, 0)) for batch in pack(chosen, packing)]
 
 
 def micro_batches(

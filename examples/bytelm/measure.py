@@ -125,7 +125,8 @@ class Record:
             self._file.writelines(json.dumps(line) + "\n" for line in self.lines)
 
     def add(self, **line: Any) -> None:
-        """One line; None stands for a number that is not known."""
+        """One line, to six digits; None stands for a number that is not known."""
+        line = {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in line.items()}
         self.lines.append(line)
         if self._file:
             self._file.write(json.dumps(line) + "\n")
@@ -144,8 +145,8 @@ def plot(path: Path, lines: list[dict[str, Any]], title: str) -> None:
     axes = figure.subplots()
     steps, training = _column(lines, "bits_per_byte")
     axes.plot(steps, training, color="#66ccee", linewidth=0.6, label="training, every step")
-    if len(training) >= 20:
-        width = len(training) // 20
+    if len(training) >= 40:
+        width = len(training) // 40
         mean = np.convolve(training, np.full(width, 1 / width), "valid")
         axes.plot(steps[width - 1 :], mean, color="#4477aa", linewidth=1.6, label=f"training, mean of {width} steps")
     steps, validation = _column(lines, "validation_bits_per_byte")

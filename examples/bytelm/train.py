@@ -57,7 +57,7 @@ class Recipe:
 
 
 RECIPES = {
-    "tiny": Recipe(tokens=512, longest=256, steps=1200, lr=4e-3, val_bytes=2**16),
+    "tiny": Recipe(tokens=512, longest=256, steps=1800, lr=3e-3, val_bytes=2**15),
     "small": Recipe(tokens=16_384, longest=None, steps=2000, lr=2e-3, val_bytes=2**20),
     "base": Recipe(tokens=32_768, longest=None, steps=5000, lr=1e-3, val_bytes=2**20),
     "1b": Recipe(tokens=32_768, longest=None, steps=20_000, lr=3e-4, val_bytes=2**20),
@@ -263,7 +263,7 @@ def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrup
     trainer = Trainer(comm, config, args.engine, args.sharding, args.seed)
     if saved:
         trainer.restore(saved)
-    held_back = data.in_order(data.shortened(validation, args.val_bytes), packing)
+    held_back = data.validation_batches(validation, packing, args.val_bytes)
     reporter = Reporter(trainer, args, step)
     reporter.introduce(documents, packing, step)
     if step == 0:
@@ -295,8 +295,9 @@ def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrup
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Rises linearly, then falls like a cosine to a tenth."""
-    rising = min(1.0, (step + 1) / args.warmup)
-    passed = max(0, step - args.warmup) / max(1, args.steps - args.warmup)
+    warmup = args.warmup or max(1, args.steps // 20)
+    rising = min(1.0, (step + 1) / warmup)
+    passed = max(0, step - warmup) / max(1, args.steps - warmup)
     falling = LAST_LR + (1 - LAST_LR) * (1 + math.cos(math.pi * passed)) / 2
     return float(args.lr * rising * falling)
 
@@ -349,22 +350,22 @@ def parse_arguments() -> argparse.Namespace:
     add("--sharding", choices=list(STRATEGIES), default="dual_chunk", help="which rank owns which rows")
     add("--window", type=int, metavar="N", help="bytes that every second layer sees; 0: all (default: by size)")
     add("--val-every", type=_positive, metavar="N", help="validate every N steps (default: a tenth of --steps)")
-    add("--val-bytes", type=_positive, metavar="N", help="on so many bytes (default: by size)")
+    add("--val-bytes", type=_positive, metavar="N", help="on about so many bytes (default: by size)")
     add("--checkpoint", type=Path, metavar="DIR", help="save the run there at the end, and for --resume and sample.py")
     add("--save-every", type=_positive, metavar="N", help="and every N steps (default: with every validation)")
     add("--resume", action="store_true", help="go on with the run in --checkpoint; pass the options it began with")
     add("--metrics", type=Path, metavar="FILE", help="write a JSON line per step and validation")
     add("--plot", type=Path, metavar="FILE", help="draw bits per byte into this PNG, PDF or SVG file at the end")
     args = parser.parse_args()
-    recipe = RECIPES[args.size]
-    defaults = asdict(recipe) | {"warmup": max(1, (args.steps or recipe.steps) // 20)}
-    defaults |= {"val_every": max(1, (args.steps or recipe.steps) // 10)}
-    for name, value in defaults.items():
+    for name, value in asdict(RECIPES[args.size]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    args.val_every = args.val_every or max(1, args.steps // 10)
     args.save_every = args.save_every or args.val_every
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint DIR, the folder of the run to go on with")
+    if not args.lr > 0:
+        parser.error(f"--lr is {args.lr}, wanted a number above 0")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs Matplotlib; install it with: pip install 'thdattn[examples]'")
     return args

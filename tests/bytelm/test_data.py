@@ -125,14 +125,6 @@ def test_fingerprint_tells_other_names_and_sizes(folder):
     assert before != data.fingerprint(data.find_documents(folder))
 
 
-def test_shortened_documents_have_so_many_bytes(folder):
-    documents = data.find_documents(folder)
-    for limit in (1, 20, 100, sum(SIZES), 10_000):
-        kept = data.shortened(documents, limit)
-        assert sum(d.end - d.begin for d in kept) == min(limit, sum(SIZES))
-        assert [d.name for d in kept] == [d.name for d in documents[: len(kept)]]
-
-
 # --- packing ---------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +249,17 @@ def test_going_on_at_a_position_is_as_if_never_interrupted(folder):
     for i in range(29):
         resumed = next(data.micro_batches(documents, packing, 3, run[i].after))
         assert same(resumed, run[i + 1]) and resumed.after == run[i + 1].after
+
+
+def test_validation_is_on_a_fixed_sample_of_about_so_many_bytes(folder):
+    documents, packing = data.find_documents(folder), Packing(64, 16, 32)
+    for limit in (1, 100, 300):
+        batches = data.validation_batches(documents, packing, limit)
+        assert limit <= sum(batch.num_targets for batch in batches) <= limit + packing.longest
+        again = data.validation_batches(documents, packing, limit)
+        assert all(same(one, other) for one, other in zip(batches, again, strict=True))
+    everything = data.validation_batches(documents, packing, 10_000)
+    assert sum(batch.num_bytes for batch in everything) == sum(SIZES)
 
 
 def test_groups_are_lists_of_one_size():

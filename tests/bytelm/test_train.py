@@ -84,7 +84,7 @@ def test_metrics_are_one_valid_line_per_step_and_validation(tiny_run):
         assert line["mfu"] is None
         assert all(math.isfinite(value) for name, value in line.items() if name != "mfu")
         assert 0 <= line["padding"] < 0.5 and line["tokens_per_s"] > 0 and line["attention_tflops"] > 0
-        assert line["bits_per_byte"] >= line["loss"] / math.log(2)
+        assert line["bits_per_byte"] > 0.9999 * line["loss"] / math.log(2), "ends cost bits and are no bytes"
     assert len(validations(folder / "run.jsonl")) == 11
 
 
@@ -221,9 +221,8 @@ def test_going_on_with_other_options_is_refused_by_name(documents, tmp_path, mon
             train.train(single, arguments(monkeypatch, *words, *changed, "--resume"), NOBODY_INTERRUPTS)
     with pytest.raises(ValueError, match=r"holds the checkpoint of another run, wanted a new folder; pass --resume"):
         train.train(single, arguments(monkeypatch, *words), NOBODY_INTERRUPTS)
-    longer = [*words, "--steps", "4", "--warmup", "1", "--resume"]
-    train.train(single, arguments(monkeypatch, *longer), NOBODY_INTERRUPTS)
-    assert checkpoint.load(tmp_path).step == 4
+    train.train(single, arguments(monkeypatch, *words, "--steps", "50", "--resume"), NOBODY_INTERRUPTS)
+    assert checkpoint.load(tmp_path).step == 50, "more steps are always possible"
 
 
 @pytest.mark.parametrize(
@@ -231,6 +230,7 @@ def test_going_on_with_other_options_is_refused_by_name(documents, tmp_path, mon
     [
         (["--resume"], "--resume needs --checkpoint DIR"),
         (["--steps", "0"], "0 is less than 1"),
+        (["--lr", "0"], "--lr is 0.0, wanted a number above 0"),
         (["--size", "huge"], "invalid choice: 'huge'"),
     ],
 )
@@ -280,7 +280,7 @@ def test_record_of_a_run_that_goes_on_drops_what_will_be_done_again(tmp_path):
         record.add(step=step, loss=1.0)
     record.close()
     record = measure.Record(path, 3)
-    record.add(step=4, loss=2.0)
+    record.add(step=4, loss=2.0000001)
     record.close()
     assert [(line["step"], line["loss"]) for line in lines_of(path)] == [(1, 1), (2, 1), (3, 1), (4, 2)]
     assert record.lines == lines_of(path)
@@ -291,8 +291,8 @@ def test_record_of_a_run_that_goes_on_drops_what_will_be_done_again(tmp_path):
 def test_validation_is_the_oracles_bits_per_byte(documents):
     """Against logits of the whole documents and a softmax in float64."""
     trainer = train.Trainer(thdattn.comm.init("single"), SIZES["tiny"], "reference", "contiguous", 0)
-    held_back = data.shortened(data.find_documents(documents), 300)
-    batches = data.in_order(held_back, data.Packing.of(2048, 1, "contiguous"))
+    packing = data.Packing.of(2048, 1, "contiguous")
+    batches = data.validation_batches(data.find_documents(documents)[:3], packing, 10_000)
     bits = 0.0
     for batch in batches:
         tokens, targets, plan = trainer._local(batch)
@@ -300,4 +300,4 @@ def test_validation_is_the_oracles_bits_per_byte(documents):
         log_sums = np.log(np.exp(logits).sum(axis=1))
         valid = targets >= 0
         bits += (log_sums - logits[np.arange(len(targets)), targets])[valid].sum() / np.log(2)
-    assert trainer.bits_per_byte(batches) == pytest.approx(bits / 300, rel=1e-5)
+    assert trainer.bits_per_byte(batches) == pytest.approx(bits / sum(batch.num_bytes for batch in batches), rel=1e-5)

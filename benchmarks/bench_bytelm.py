@@ -1,0 +1,140 @@
+"""Times training steps of examples/bytelm as train.py makes them: real documents, the next batch made meanwhile.
+
+    python benchmarks/bench_bytelm.py --size 1b
+    mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 131072
+
+Every run adds a row to benchmarks/results/bytelm_GPU.csv and prints the table that stands in README.md. A step is timed
+from the end of the step before to its own end on the GPU. Model FLOPs are 6 per weight that multiplies and token, and
+those of the attention's visible pairs; nothing is counted for what is computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from statistics import median, quantiles
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "bytelm"))
+
+import data
+import measure
+import record
+from data import Packing, Position
+from model import SIZES
+from train import RECIPES, StepResult, Trainer
+
+import thdattn
+
+EXAMPLE = Path(data.__file__).parent
+KEY = ("gpu", "size", "ranks", "tokens", "accumulate", "sharding")
+WARM_UP = 8  # steps that compile kernels, fill memory pools and are not counted
+
+
+def main() -> int:
+    args = parse_arguments()
+    with thdattn.comm.init("auto") as comm:
+        row = bench(comm, args)
+        if comm.rank:
+            return 0
+    about = record.provenance()
+    about["command"] = f"mpiexec -n {comm.size} python -m mpi4py {about['command'].removeprefix('python ')}"
+    path = args.out or record.results_file("bytelm", about["gpu"])
+    record.save(path, [about | {"example_sources": example_hash()} | row], KEY)
+    print(f"wrote {path}\n{summary(load_all())}")
+    return 0
+
+
+def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
+    """The row of one configuration."""
+    trainer = Trainer(comm, SIZES[args.size], "cuda", args.sharding, seed=0)
+    packing = Packing.of(args.tokens or RECIPES[args.size].tokens, comm.size, args.sharding)
+    training, _ = data.split(data.find_documents())
+    groups = data.grouped(data.micro_batches(training, packing, 0, Position(0, 0)), args.accumulate)
+    results = []
+    with closing(data.prepared(groups)) as coming:
+        for number in range(WARM_UP + args.steps):
+            results.append(trainer.step(next(coming), 1e-4))
+            if number:
+                results[-2].numbers()  # the host stays one step ahead, as in train.py
+    results[-1].numbers()
+    pool = trainer.xp.get_default_memory_pool()
+    fixed = {
+        "size": args.size, "ranks": str(comm.size), "tokens": str(packing.rows), "accumulate": str(args.accumulate),
+        "sharding": args.sharding, "weights": str(trainer.model.weights.size), "steps": str(args.steps),
+    }  # fmt: skip
+    peak = measure.peak_flops(trainer.model)
+    return fixed | measured(trainer, results[WARM_UP:], peak) | {"memory_gib": f"{pool.total_bytes() / 2**30:.1f}"}
+
+
+def measured(trainer: Trainer, results: list[StepResult], peak: float | None) -> record.Row:
+    """Medians over the steps; speeds are of the median step, per rank where they say so."""
+    clock, size = trainer.clock, trainer.comm.size
+    seconds = [clock.seconds(*result.span) for result in results]
+    low, *_, high = quantiles(seconds, n=10)
+    tokens = [sum(batch.num_targets for batch in result.batches) for result in results]
+    rows = sum(batch.batch.total_rows for result in results for batch in result.batches)
+    attention = [
+        result.attention_flops / size / sum(clock.seconds(*span) for span in result.attention_spans)
+        for result in results
+    ]
+    mfu = [result.flops / size / step / peak for result, step in zip(results, seconds, strict=True)] if peak else []
+    return {
+        "ms_per_step": f"{1e3 * median(seconds):.2f}",
+        "ms_p10": f"{1e3 * low:.2f}",
+        "ms_p90": f"{1e3 * high:.2f}",
+        "tokens_per_s": f"{median(n / step for n, step in zip(tokens, seconds, strict=True)):.0f}",
+        "mfu": f"{median(mfu):.4f}" if mfu else "",
+        "attention_tflops": f"{median(attention) / 1e12:.1f}",
+        "padding": f"{1 - sum(tokens) / rows:.4f}",
+        "last_loss": f"{float(results[-1].numbers()[0]):.3f}",
+    }
+
+
+def load_all() -> list[record.Row]:
+    """The rows of every GPU."""
+    return [row for path in sorted(record.RESULTS.glob("bytelm_*.csv")) for row in record.load(path)]
+
+
+def summary(rows: Iterable[record.Row]) -> str:
+    """The README's table, Markdown: the smaller models first, and few ranks before many."""
+    lines = [
+        "| GPU | model | GPUs | tokens per step | ms per step | tokens/s | MFU | attention TFLOP/s per GPU | padding |",
+        "|---" * 9 + "|",
+    ]
+    by_size = sorted(rows, key=lambda row: (list(SIZES).index(row["size"]), int(row["ranks"]), row["gpu"]))
+    for row in by_size:
+        mfu = f"{100 * float(row['mfu']):.0f} %" if row["mfu"] else "-"
+        tokens = int(row["tokens"]) * int(row["accumulate"])
+        lines.append(
+            f"| {row['gpu'].removeprefix('NVIDIA ')} | {row['size']}, {int(row['weights']):,} weights | "
+            f"{row['ranks']} | {tokens:,} | {float(row['ms_per_step']):.0f} | {int(row['tokens_per_s']):,} | {mfu} | "
+            f"{float(row['attention_tflops']):.0f} | {100 * float(row['padding']):.1f} % |"
+        )
+    return "\n".join(lines)
+
+
+def example_hash() -> str:
+    """Changes with the example's code, kernels included, as kernel_sources does with the package's kernels."""
+    digest = hashlib.sha256()
+    for path in sorted([*EXAMPLE.glob("*.py"), *EXAMPLE.glob("*.cu")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="1b", help="of the model (default: 1b)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="rows per micro-batch of all ranks (default: by size)")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches per step (default: 1)")
+    parser.add_argument("--sharding", default="dual_chunk", help="dual_chunk (default) or contiguous")
+    parser.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps (default: 30)")
+    parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/bytelm_GPU.csv by default")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The benchmark of training steps without a GPU, and the numbers of the README."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import numpy as np
+import pytest
+from launch import SOURCE
+
+sys.path.append(str(SOURCE.parent / "benchmarks"))
+
+import bench_bytelm
+import data
+import model
+from model import SIZES
+from programs import validations
+from train import Trainer
+
+import thdattn
+
+ROW = {
+    "gpu": "NVIDIA H100 80GB HBM3", "size": "1b", "weights": "1234567", "ranks": "2", "tokens": "65536",
+    "accumulate": "2", "ms_per_step": "12.6", "tokens_per_s": "5201", "mfu": "0.4219", "attention_tflops": "301.4",
+    "padding": "0.0123",
+}  # fmt: skip
+
+
+def test_table_worked_by_hand():
+    first = ROW | {"ranks": "1", "mfu": ""}
+    smaller = ROW | {"size": "small"}
+    header, rule, *lines = bench_bytelm.summary([ROW, first, smaller]).splitlines()
+    assert header.count("|") == rule.count("|") == 10
+    cells = "2 | 131,072 | 13 | 5,201 | 42 % | 301 | 1.2 % |"
+    assert lines[2] == f"| H100 80GB HBM3 | 1b, 1,234,567 weights | {cells}"
+    assert [line.split(" | ")[1].split(",")[0] for line in lines] == ["small", "1b", "1b"]
+    assert " | 1 | 131,072 | 13 | 5,201 | - | " in lines[1]
+
+
+def test_medians_of_measured_steps_are_those_of_their_marks():
+    trainer = Trainer(thdattn.comm.init("single"), SIZES["tiny"], "reference", "dual_chunk", 0)
+    packing = data.Packing.of(96, 1, "dual_chunk")
+    batches = data.micro_batches(data.find_documents()[:20], packing, 0, data.Position(0, 0))
+    results = [trainer.step([next(batches)], 1e-3) for _ in range(5)]
+    row = bench_bytelm.measured(trainer, results, peak=1e9)
+    steps = sorted(end - begin for begin, end in (result.span for result in results))
+    assert float(row["ms_per_step"]) == pytest.approx(1e3 * steps[2], abs=0.006)
+    assert float(row["padding"]) == pytest.approx(np.mean([result.batches[0].padding for result in results]), abs=1e-4)
+    assert float(row["mfu"]) > 0
+    assert float(row["last_loss"]) == pytest.approx(results[-1].numbers()[0], abs=1e-3)
+    assert bench_bytelm.measured(trainer, results, peak=None)["mfu"] == ""
+
+
+def test_example_hash_is_of_the_sources():
+    assert len(bench_bytelm.example_hash()) == 16
+    assert bench_bytelm.EXAMPLE.joinpath("train.py").exists()
+
+
+def test_curve_of_the_readme_is_the_recorded_one():
+    bits = validations(SOURCE.parent / "benchmarks" / "results" / "bytelm_tiny.jsonl")
+    page = " ".join((SOURCE.parent / "README.md").read_text().split())
+    assert f"from {bits[0]:.2f} to {bits[-1]:.2f} bits per byte" in page
+    assert f"validation {bits[-1]:.3f} bits per byte" in page
+
+
+def test_sizes_of_the_readme_are_those_of_the_models():
+    page = " ".join((SOURCE.parent / "README.md").read_text().split())
+    shown = {"tiny": "0.4 million weights", "small": "24 million", "base": "142 million", "1b": "a billion"}
+    for name, config in SIZES.items():
+        weights = sum(math.prod(shape) for shape in model._shapes(config).values())
+        millions = f"{weights / 1e6:.1f}" if weights < 1e7 else f"{weights / 1e6:.0f}"
+        assert f"`{name}` ({shown[name]})" in page
+        assert shown[name].startswith(millions) or (shown[name] == "a billion" and 0.95e9 < weights < 1.05e9)
+
+
+def test_numbers_of_the_readme_are_those_of_the_results():
+    page = (SOURCE.parent / "README.md").read_text()
+    rows = bench_bytelm.load_all()
+    if not rows:
+        assert "bytelm:begin" not in page, "the README shows numbers that no result file has"
+        return
+    shown = page.split("<!-- bytelm:begin -->\n")[1].split("\n<!-- bytelm:end -->")[0]
+    assert shown == bench_bytelm.summary(rows)

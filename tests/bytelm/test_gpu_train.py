@@ -1,0 +1,88 @@
+"""Training on GPUs, in bfloat16: the same curve as on the CPU, on one GPU and on several."""
+
+from __future__ import annotations
+
+import checkpoint
+import numpy as np
+import pytest
+from launch import SOURCE
+from programs import MISBEHAVE, SAMPLE, TRAIN, lines_of, options, start, validations
+
+pytestmark = pytest.mark.gpu
+
+CPU_CURVE = SOURCE.parent / "benchmarks" / "results" / "bytelm_tiny.jsonl"
+FEW = {"steps": 60, "val_bytes": 8192, "val_every": 30}
+
+
+def run(ranks, engine, folder, program=TRAIN, before=(), **more):
+    """The finished process of a run that leaves its checkpoint and metrics in the folder."""
+    words = options(engine=engine, checkpoint=folder, metrics=folder / "run.jsonl", **more)
+    process = start(ranks, program, *before, *words, timeout=280)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process
+
+
+def mean_loss(folder, steps):
+    """Of the last steps: single ones differ between dtypes by chance."""
+    return np.mean([line["loss"] for line in lines_of(folder / "run.jsonl") if "loss" in line][-steps:])
+
+
+@pytest.fixture(scope="module")
+def few_steps_on_the_cpu(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cpu")
+    run(1, "reference", folder, **FEW)
+    return folder
+
+
+def test_tiny_model_reaches_the_curve_of_the_cpu(cupy, tmp_path):
+    """The documents are those of this machine's Python, so bits are equal to a tolerance only."""
+    process = run(1, "cuda", tmp_path, size="tiny")
+    assert "bfloat16, engine 'cuda'" in process.stdout
+    assert validations(tmp_path / "run.jsonl")[-1] < validations(CPU_CURVE)[-1] + 0.1
+    text = start(1, SAMPLE, *options(checkpoint=tmp_path, prompt="def ", bytes=100))
+    assert text.returncode == 0, text.stderr
+    assert "\ndef " in text.stdout and len(text.stdout) > 60
+
+
+def test_first_steps_are_those_of_the_cpu(cupy, tmp_path, few_steps_on_the_cpu):
+    run(1, "cuda", tmp_path, **FEW)
+    on_gpu, on_cpu = (lines_of(folder / "run.jsonl") for folder in (tmp_path, few_steps_on_the_cpu))
+    assert on_gpu[1]["loss"] == pytest.approx(on_cpu[1]["loss"], rel=2**-7)  # two units in the last place of bfloat16
+    assert mean_loss(tmp_path, 20) == pytest.approx(mean_loss(few_steps_on_the_cpu, 20), rel=0.03)
+
+
+def test_metrics_on_a_gpu_are_finite_and_mfu_is_a_share(cupy, tmp_path):
+    run(1, "cuda", tmp_path, accumulate=2, **FEW)
+    steps = [line for line in lines_of(tmp_path / "run.jsonl") if "loss" in line]
+    assert len(steps) == FEW["steps"]
+    for line in steps:
+        assert line["tokens_per_s"] > 0 and line["attention_tflops"] > 0
+        assert line["mfu"] is None or 0 < line["mfu"] < 1
+
+
+def test_run_that_goes_on_ends_where_an_uninterrupted_one_does(cupy, tmp_path, few_steps_on_the_cpu):
+    process = run(1, "cuda", tmp_path, MISBEHAVE, ("ctrl-c", 0, 20), **FEW)
+    stopped = checkpoint.load(tmp_path).step
+    assert 20 <= stopped < 30 and f"stopped behind step {stopped}" in process.stdout
+    run(1, "cuda", tmp_path, resume=True, **FEW)
+    assert checkpoint.load(tmp_path).step == FEW["steps"]
+    assert mean_loss(tmp_path, 20) == pytest.approx(mean_loss(few_steps_on_the_cpu, 20), rel=0.03)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("sharding", "tolerance"), [("dual_chunk", 0.03), ("contiguous", 0.1)])
+def test_gpus_together_train_as_one_rank_does(cupy, tmp_path, few_steps_on_the_cpu, ranks, sharding, tolerance):
+    """contiguous needs no padding and so packs other batches."""
+    found = cupy.cuda.runtime.getDeviceCount()
+    if found < ranks:
+        pytest.skip(f"needs {ranks} GPUs, found {found}")
+    process = run(ranks, "cuda", tmp_path, sharding=sharding, **FEW)
+    assert f"ranks: {ranks}, backend 'nccl'" in process.stdout
+    assert mean_loss(tmp_path, 20) == pytest.approx(mean_loss(few_steps_on_the_cpu, 20), rel=tolerance)
+
+
+def test_ctrl_c_on_one_gpu_stops_all_behind_the_same_step(cupy, tmp_path):
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs 2 GPUs")
+    process = run(2, "cuda", tmp_path, MISBEHAVE, ("ctrl-c", 1, 20), **FEW | {"steps": 10_000})
+    assert f"stopped behind step {checkpoint.load(tmp_path).step}" in process.stdout

@@ -1,0 +1,75 @@
+"""Starts a program of this repository on as many ranks as this machine can run: ranks.py PROGRAM [its options].
+
+Processes under mpiexec where MPI works, one GPU each on a machine with GPUs; else one process. $RANKS asks for so many,
+and not for one per GPU or core and four at most.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    line = command(*sys.argv[1:])
+    print("+", *line, "\n", flush=True)
+    os.execvp(line[0], line)
+
+
+def command(program: str, *options: str) -> list[str]:
+    """What starts a program, which is named by its path below the repository; changes to that folder for good."""
+    os.chdir(ROOT)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, ["src", os.environ.get("PYTHONPATH")]))
+    gpus = count_gpus()
+    wanted = int(os.environ.get("RANKS") or min(4, max(2, gpus or os.cpu_count() or 1)))
+    processes = min(wanted, gpus) if gpus else wanted
+    launcher = mpi_launcher() if processes > 1 else None
+    if launcher is None:
+        return [sys.executable, program, *options]
+    return [*launcher, "-n", str(processes), sys.executable, "-m", "mpi4py", program, *options]
+
+
+def count_gpus() -> int:
+    try:
+        import cupy
+
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except Exception:  # CuPy without a driver raises more than ImportError
+        return 0
+
+
+def mpi_launcher() -> list[str] | None:
+    """mpiexec with the flags it needs here, if two ranks started by it find each other.
+
+    The launcher beside this Python comes first: one of another make than the MPI library starts programs of one rank
+    each. Open MPI refuses root and more ranks than cores unless told otherwise.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if launcher is None:
+        return None
+    version = run([launcher, "--version"])
+    flags = []
+    if any(name in version for name in ("Open MPI", "OpenRTE", "PRRTE", "prte")):
+        flags = ["--oversubscribe", *["--allow-run-as-root"] * (os.geteuid() == 0)]
+    size = "from mpi4py import MPI; print(f'{MPI.COMM_WORLD.size} ranks')"
+    answers = run([launcher, *flags, "-n", "2", sys.executable, "-m", "mpi4py", "-c", size])
+    return [launcher, *flags] if answers.count("2 ranks") == 2 else None
+
+
+def run(command: list[str]) -> str:
+    """What a command prints; nothing if it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    main()
