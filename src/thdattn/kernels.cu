@@ -316,15 +316,15 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
 // Per query row what the backward needs besides the tensors, ready for use:
 // stats[0][head][row] = lse * log2(e), +inf on padding rows, which makes every probability there exactly 0;
 // stats[1][head][row] = delta = rowsum(dout * out), 0 on padding rows.
-// Also sets dq_sum to zero, for the sums to come.
+// Also sets `words` words of `sums` to zero, for what the main kernel adds up.
 //
 // out, dout (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows); stats (2, num_heads, stats_rows), rows from q_rows on are
-// padding; dq_sum (stats_rows, num_heads, 4 * dq_words) fp32.
+// padding.
 // Launch: grid ceil(stats_rows * num_heads / (256 / kLanes)), block 256. Bound by memory.
 template <typename T, int kVHeadDim>
 __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ dout, const float* __restrict__ lse,
                                const int2* __restrict__ key_ranges, float* __restrict__ stats,
-                               uint4* __restrict__ dq_sum, int dq_words, int q_rows, int stats_rows, int num_heads) {
+                               uint4* __restrict__ sums, size_t words, int q_rows, int stats_rows, int num_heads) {
   constexpr int kChunks = kVHeadDim / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
   const size_t item = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
   const int chunk = threadIdx.x % kLanes, row = item / num_heads, head = item % num_heads;
@@ -346,17 +346,17 @@ __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ 
     stats[i] = padding ? kInfinity : lse[(size_t)head * q_rows + row] * kLog2e;
     stats[(size_t)num_heads * stats_rows + i] = delta;
   }
-  if (row < stats_rows)
-    for (int i = chunk; i < dq_words; i += kLanes) dq_sum[item * dq_words + i] = make_uint4(0, 0, 0, 0);
+  const size_t thread = (size_t)blockIdx.x * blockDim.x + threadIdx.x, threads = (size_t)gridDim.x * blockDim.x;
+  for (size_t i = thread; i < words; i += threads) sums[i] = make_uint4(0, 0, 0, 0);
 }
 
-// dq = dq_sum * scale, rounded; words of 8 elements. Launch: grid ceil(words / 256), block 256. Bound by memory.
+// out = sums * scale, rounded; words of 8 elements. Launch: grid ceil(words / 256), block 256. Bound by memory.
 template <typename T>
-__global__ void thd_attn_round(uint4* __restrict__ dq, const float4* __restrict__ dq_sum, float scale, size_t words) {
+__global__ void thd_attn_round(uint4* __restrict__ out, const float4* __restrict__ sums, float scale, size_t words) {
   const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= words) return;
-  const float4 a = dq_sum[2 * i], b = dq_sum[2 * i + 1];
-  dq[i] = make_uint4(pack<T>(a.x * scale, a.y * scale), pack<T>(a.z * scale, a.w * scale),
+  const float4 a = sums[2 * i], b = sums[2 * i + 1];
+  out[i] = make_uint4(pack<T>(a.x * scale, a.y * scale), pack<T>(a.z * scale, a.w * scale),
                      pack<T>(b.x * scale, b.y * scale), pack<T>(b.z * scale, b.w * scale));
 }
 

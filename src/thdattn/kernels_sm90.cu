@@ -123,7 +123,7 @@ __device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
 }
 
 // Stores one (kHalf) of the two rows that this thread shares with its quad. 16-bit: quads trade words so that every lane
-// stores 16 bytes. A scale of 0 stores zeros.
+// stores 16 bytes; a scale of 0 stores zeros. fp32: is added, for several thread blocks may have a share.
 template <int kHalf, typename T, int kBlocks>
 __device__ __forceinline__ void store_row(T* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
   #pragma unroll
@@ -140,7 +140,9 @@ template <int kHalf, int kBlocks>
 __device__ __forceinline__ void store_row(float* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
   #pragma unroll
   for (int n = 0; n < kBlocks; ++n)
-    if (exists) store_pair(row + n * 8 + threadIdx.x % 4 * 2, sum[n][2 * kHalf] * scale, sum[n][2 * kHalf + 1] * scale);
+    if (exists)
+      asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" :: "l"(row + n * 8 + threadIdx.x % 4 * 2),
+                   "f"(sum[n][2 * kHalf] * scale), "f"(sum[n][2 * kHalf + 1] * scale) : "memory");
 }
 
 // ------------------------------------------------------------------------------------------------ forward
@@ -537,9 +539,10 @@ struct BackwardShared {
   }
 };
 
-struct BackwardSize { int q_rows, k_rows, stats_rows, num_tiles, num_kv_heads, last_heads, group; };
+// The query heads of a kv head are done in parts: `parts` are there of all kv heads together, of `heads` query heads each.
+struct BackwardSize { int q_rows, k_rows, stats_rows, num_tiles, parts, last_parts, heads, group; };
 
-// The producer, one warp: for every tile of keys of this block, and every query head of its group, the query tiles in sight.
+// The producer, one warp: for every tile of keys of this block, and every query head of a part, the query tiles in sight.
 template <int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void produce_backward(
     BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
@@ -547,7 +550,7 @@ __device__ __forceinline__ void produce_backward(
     const int* tile_order, int* counter, BackwardSize size) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   constexpr int kTileN = Shared::kTileN;
-  const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.num_kv_heads;
+  const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.parts;
   Ring<kStages> ring = {0, 1};
   u32 kv_parity = 1;
 
@@ -558,7 +561,7 @@ __device__ __forceinline__ void produce_backward(
       if (next_work == num_work - 1) *counter = 0;
       next_work += gridDim.x;
     }
-    const WorkItem item = work_item(work, tile_order, size.num_tiles, size.num_kv_heads, size.last_heads);
+    const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.last_parts);
     // Ranges are read again and again from the cache: there are no registers to keep them.
     auto range = [&](int i) { return range_of(query_ranges, item.tile * kTileN + i * kWarp + lane, size.k_rows); };
     auto first_in_sight = [&](int from) {
@@ -571,7 +574,7 @@ __device__ __forceinline__ void produce_backward(
       first = __reduce_min_sync(0xffffffffu, first);
       return first == kNone ? kNone : first / kTileM * kTileM;
     };
-    int row = first_in_sight(0), head = item.head * size.group;
+    int row = first_in_sight(0), head = item.head * size.heads;
     u32 flags = row == kNone ? kNothing | kLast : kFirst;
     do {
       const int this_head = head;
@@ -585,7 +588,7 @@ __device__ __forceinline__ void produce_backward(
           if (__any_sync(0xffffffffu, hides)) flags |= kMasked << i / 2 * 2;
         }
         next = first_in_sight(row + kTileM);
-        if (next == kNone && ++head < (item.head + 1) * size.group) next = first_in_sight(0);
+        if (next == kNone && ++head < (item.head + 1) * size.heads) next = first_in_sight(0);
         if (next == kNone) flags |= kLast;
       }
       u64* const full = &shared.full[ring.stage];
@@ -596,7 +599,7 @@ __device__ __forceinline__ void produce_backward(
           barrier_arrive(full);
         } else {
           const u32 lse_log2 = this_head * size.stats_rows + row;
-          const u32 delta = lse_log2 + size.num_kv_heads * size.group * size.stats_rows;
+          const u32 delta = lse_log2 + size.parts * size.heads * size.stats_rows;
           barrier_expect(full, Shared::kQBytes + Shared::kDoutBytes + 8 * kTileM);
           copy_tile<kTileM, kHeadDim>(shared.q[ring.stage], map_q, this_head, row, full);
           copy_bulk(shared.lse_log2[ring.stage], stats + lse_log2, 4 * kTileM, full);
@@ -610,8 +613,8 @@ __device__ __forceinline__ void produce_backward(
         kv_parity ^= 1;
         if (lane == 0) {
           barrier_expect(&shared.kv_full, Shared::kKBytes + Shared::kVBytes);
-          copy_tile<kTileN, kHeadDim>(shared.k, map_k, item.head, item.tile * kTileN, &shared.kv_full);
-          copy_tile<kTileN, kVHeadDim>(shared.v, map_v, item.head, item.tile * kTileN, &shared.kv_full);
+          copy_tile<kTileN, kHeadDim>(shared.k, map_k, item.head * size.heads / size.group, item.tile * kTileN, &shared.kv_full);
+          copy_tile<kTileN, kVHeadDim>(shared.v, map_v, item.head * size.heads / size.group, item.tile * kTileN, &shared.kv_full);
         }
       }
       row = next;
@@ -832,7 +835,7 @@ __device__ __forceinline__ void serve_keys(
           const float2 delta = *(const float2*)(deltas + n * 8);
           #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const float2 weight = unpack<T>(probability[0][n / 2][n % 2 * 2 + r]);
+            const float2 weight = unpack_probabilities<T>(probability[0][n / 2][n % 2 * 2 + r]);
             dp[n][2 * r] = weight.x * (dp[n][2 * r] - delta.x);
             dp[n][2 * r + 1] = weight.y * (dp[n][2 * r + 1] - delta.y);
           }
@@ -868,7 +871,8 @@ __device__ __forceinline__ void serve_keys(
     const auto [last_group, last_warp, last_lane] = me();
     const int2 mine_done = shared.item[(last_group - 1) * 4 + last_warp];
     const int row = mine_done.x + last_lane / 4;
-    const size_t at = (size_t)row * size.num_kv_heads + mine_done.y, below = at + 8 * size.num_kv_heads;
+    const int num_kv_heads = size.parts * size.heads / size.group;
+    const size_t at = (size_t)row * num_kv_heads + mine_done.y, below = at + 8 * num_kv_heads;
     store_row<0>(dk + at * kHeadDim, sum_dk, softmax_scale, row < size.k_rows);
     store_row<1>(dk + below * kHeadDim, sum_dk, softmax_scale, row + 8 < size.k_rows);
     store_row<0>(dv + at * kVHeadDim, sum_dv, 1.f, row < size.k_rows);
@@ -877,21 +881,22 @@ __device__ __forceinline__ void serve_keys(
 }
 
 // The contract of thd_attn_bwd, except that padding rows of q, k, v, dout must hold finite numbers, that stats_rows is a
-// multiple of kTileM, and that dq_sum (num_heads, stats_rows / 64, pieces) is in the order of thd_attn_round_sm90.
+// multiple of kTileM, that dq_sum (num_heads, stats_rows / 64, pieces) is in the order of thd_attn_round_sm90, and that fp32 dk
+// and dv are added to what is there.
 // Maps of boxes of kTileM rows of q, dout and 128 rows of k, v; counter: one int, zero, and zero again afterwards.
-// Launch: grid at most tiles * num_kv_heads and one block per multiprocessor, block 512.
+// Launch: grid at most num_tiles * parts and one block per multiprocessor, block 512.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Grad* __restrict__ dk,
     Grad* __restrict__ dv, float softmax_scale, float* __restrict__ dq_sum,
     const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ tile_order,
-    int* __restrict__ counter, int q_rows, int k_rows, int stats_rows, int num_tiles, int num_kv_heads, int last_heads,
+    int* __restrict__ counter, int q_rows, int k_rows, int stats_rows, int num_tiles, int parts, int last_parts, int heads,
     int group) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   extern __shared__ unsigned char shared_bytes[];
   Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
-  const BackwardSize size = {q_rows, k_rows, stats_rows, num_tiles, num_kv_heads, last_heads, group};
+  const BackwardSize size = {q_rows, k_rows, stats_rows, num_tiles, parts, last_parts, heads, group};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();

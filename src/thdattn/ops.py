@@ -19,7 +19,7 @@ from thdattn.packing import DLPACK_CPU
 from thdattn.plan import Plan, PlanArrays, host_arrays
 from thdattn.sharding import Sharding
 from thdattn.tensor_map import tensor_map
-from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATS_ROWS, TILES, ForwardSm90
+from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATS_ROWS, TILES, ForwardSm90, Tiles
 
 name = "cuda"
 device = "cuda"
@@ -196,70 +196,107 @@ def attn_bwd(
     dq is summed by atomics in float32 and rounded once; `deterministic` computes it in a kernel of its own, in key
     order, for about 1.4 times the matrix products.
     """
-    dq, dk, dv = empty(q.shape, q.dtype), empty(k.shape, kv_grad_dtype), empty(v.shape, kv_grad_dtype)
-    key = ("backward", *_layout(q, k, v), dk.dtype, deterministic)
-    launches = plan.once(key, lambda: _backward(q, k, v, plan, dk.dtype, deterministic))
+    dkv_dtype = np.dtype(kv_grad_dtype)
+    key = ("backward", *_layout(q, k, v), dkv_dtype, deterministic)
+    launches = plan.once(key, lambda: _backward(q, k, v, plan, dkv_dtype, deterministic))
     scale = np.float32(softmax_scale)
+    dq = empty(q.shape, q.dtype)
+    dkv = launches.dkv_sum if dkv_dtype == np.float32 else empty((k.size + v.size,), dkv_dtype)
     launches.delta(out, dout, lse)
     if launches.boxes and plan.has_padding:
         q, dout = _without_padding(q, dout, plan)
     inputs = map(tensor_map, (q, k, v, dout), launches.boxes) if launches.boxes else (q, k, v, dout)
-    launches.main(*inputs, dk, dv, scale)
+    launches.main(*inputs, *_split_kv(dkv if launches.round_dkv is None else launches.dkv_sum, k, v), scale)
     if deterministic:
         launches.dq(q, k, v, dout, dq, scale)
     else:
         launches.dq(dq, launches.dq_sum, scale)
-    return dq, dk, dv
+    if launches.round_dkv is not None:
+        launches.round_dkv(dkv, launches.dkv_sum, np.float32(1))
+    return dq, *_split_kv(dkv, k, v)
+
+
+def _split_kv(dkv: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """dk and dv, which lie one behind the other."""
+    return dkv[: k.size].reshape(k.shape), dkv[k.size :].reshape(v.shape)
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """The launches of the backward; dq_sum, float32, is where `main` adds dq unless it is deterministic.
+    """The launches of the backward, and the float32 sums that belong to the plan.
 
+    dq_sum: where `main` adds dq unless it is deterministic. dkv_sum: dk and dv where they are wanted in float32, or
+    where several thread blocks have a share of them; then round_dkv rounds them.
     boxes: rows of the boxes of q, k, v and dout that `main` loads by tensor map; none where it loads by pointer.
     """
 
     delta: _Launch
     main: _Launch
     dq: _Launch
+    round_dkv: _Launch | None
     dq_sum: Array
+    dkv_sum: Array
     boxes: tuple[int, ...]
 
 
-def _backward(q: Array, k: Array, v: Array, plan: Plan, grad_dtype: np.dtype[Any], deterministic: bool) -> _Backward:
+def _backward(q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any], deterministic: bool) -> _Backward:
     gpu, chosen, dtype = _gpu(cupy.cuda.runtime.getDevice()), TILES[q.shape[2], v.shape[2]], q.dtype.name
     num_rows, num_heads, head_dim = q.shape
     num_tiles, num_kv_heads = len(plan.arrays.key_tiles), k.shape[1]
-    stats_rows = -(-num_rows // STATS_ROWS) * STATS_ROWS
+    group, stats_rows = num_heads // num_kv_heads, -(-num_rows // STATS_ROWS) * STATS_ROWS
+    sm90 = None if deterministic or not gpu.sm90 else chosen.backward_sm90
+    split = _split(plan, num_tiles, num_heads, num_kv_heads) if sm90 else 1
+
     stats = plan.buffer("stats", (2, num_heads, stats_rows), np.float32)
-    dq_sum = plan.buffer("dq_sum", (0,) if deterministic else (stats_rows, num_heads, head_dim), np.float32)
+    dq_size = 0 if deterministic else stats_rows * num_heads * head_dim
+    dkv_size = k.size + v.size if split > 1 or dkv_dtype == np.float32 else 0
+    sums = plan.buffer("sums", (dq_size + dkv_size,), np.float32)
     sizes = tuple(map(np.int32, (num_rows, len(k), stats_rows)))
-    group = np.int32(num_heads // num_kv_heads)
 
     lanes = 8 if v.shape[2] <= 64 else 16 if v.shape[2] <= 128 else 32
     delta = _Launch(jit.kernel(*chosen.delta_kernel(dtype)), (-(-stats_rows * num_heads * lanes // 256),), 256,
-                    (plan.key_ranges, stats, dq_sum, np.int32(0 if deterministic else head_dim // 4),
-                     np.int32(num_rows), np.int32(stats_rows), np.int32(num_heads)))
-    sm90 = chosen.backward_sm90
-    if gpu.sm90 and sm90 and not deterministic:
-        main = _Launch(jit.kernel(*chosen.backward_sm90_kernel(dtype, grad_dtype.name)),
-                       (min(gpu.multiprocessors, num_tiles * num_kv_heads),), sm90.threads,
-                       (dq_sum, stats, plan.query_ranges, plan.arrays.key_tiles, cupy.zeros(1, np.int32), *sizes,
-                        *map(np.int32, (num_tiles, num_kv_heads, _last_heads(num_kv_heads, num_tiles))), group))
+                    (plan.key_ranges, stats, sums, np.uint64(sums.size // 4),
+                     *map(np.int32, (num_rows, stats_rows, num_heads))))
+    round_dkv, boxes = None, ()
+    if sm90:
+        grad = "float32" if dkv_size else dtype
+        parts = num_kv_heads * split
+        main = _Launch(jit.kernel(*chosen.backward_sm90_kernel(dtype, grad)),
+                       (min(gpu.multiprocessors, num_tiles * parts),), sm90.threads,
+                       (sums, stats, plan.query_ranges, plan.arrays.key_tiles, cupy.zeros(1, np.int32), *sizes,
+                        *map(np.int32, (num_tiles, parts, _last_heads(parts, num_tiles), group // split, group))))
         dq = _Launch(jit.kernel(*chosen.round_sm90_kernel(dtype)), (stats_rows // 64, num_heads), 128,
                      (np.int32(num_rows),))
-        return _Backward(delta, main, dq, dq_sum, (sm90.tile_m, sm90.tile_n, sm90.tile_n, sm90.tile_m))
-    tiles = chosen.backward_for(gpu.shared_bytes)
-    main = _Launch(jit.kernel(*chosen.backward_kernel(dtype, grad_dtype.name, not deterministic, tiles)),
-                   (num_tiles, num_kv_heads), 2 * tiles.tile_n * tiles.split,
-                   (stats, dq_sum, plan.key_ranges, plan.query_ranges, plan.arrays.key_tiles, *sizes, group))
-    if deterministic:
-        dq = _Launch(jit.kernel(*chosen.dq_kernel(dtype)), (-(-num_rows // (16 * chosen.dq_warps)), num_heads),
-                     32 * chosen.dq_warps, (stats, plan.key_ranges, plan.query_ranges, *sizes, group))
+        boxes = (sm90.tile_m, sm90.tile_n, sm90.tile_n, sm90.tile_m)
+        if dkv_size and dkv_dtype != np.float32:
+            round_dkv = _round(chosen, dtype, dkv_size)
     else:
-        words = q.size // 8
-        dq = _Launch(jit.kernel(*chosen.round_kernel(dtype)), (-(-words // 256),), 256, (np.uint64(words),))
-    return _Backward(delta, main, dq, dq_sum, ())
+        tiles = chosen.backward_for(gpu.shared_bytes)
+        main = _Launch(jit.kernel(*chosen.backward_kernel(dtype, dkv_dtype.name, not deterministic, tiles)),
+                       (num_tiles, num_kv_heads), 2 * tiles.tile_n * tiles.split,
+                       (stats, sums, plan.key_ranges, plan.query_ranges, plan.arrays.key_tiles, *sizes,
+                        np.int32(group)))
+        dq = _round(chosen, dtype, q.size)
+        if deterministic:
+            dq = _Launch(jit.kernel(*chosen.dq_kernel(dtype)), (-(-num_rows // (16 * chosen.dq_warps)), num_heads),
+                         32 * chosen.dq_warps, (stats, plan.key_ranges, plan.query_ranges, *sizes, np.int32(group)))
+    return _Backward(delta, main, dq, round_dkv, sums[:dq_size], sums[dq_size:], boxes)
+
+
+def _round(chosen: Tiles, dtype: str, size: int) -> _Launch:
+    return _Launch(jit.kernel(*chosen.round_kernel(dtype)), (-(-size // 2048),), 256, (np.uint64(size // 8),))
+
+
+def _split(plan: Plan, num_tiles: int, num_heads: int, num_kv_heads: int) -> int:
+    """Into how many parts the query heads of a kv head are split, which then add their shares of dk and dv.
+
+    One part needs no sums; more parts keep all multiprocessors busy where there are few tiles, and let blocks that
+    work at the same time share the queries of few heads in the L2 cache where sequences are long.
+    """
+    multiprocessors = _gpu(cupy.cuda.runtime.getDevice()).multiprocessors
+    few = num_tiles * num_kv_heads < 3 * multiprocessors
+    return num_heads // num_kv_heads if few or SPLIT else 1
+SPLIT = True
 
 
 def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
