@@ -637,15 +637,56 @@ __device__ __forceinline__ Me me() {
   return {thread / 128, thread / kWarp % 4, thread % kWarp};
 }
 
+// The order in which tiles of keys add to a tile of queries: any, or (kOrdered) rising, for the same bits on every run.
+// turns (num_heads, stats_rows / 64): the tile of keys whose turn it is; zero at first, which is no news for anyone.
+template <bool kOrdered, int kTileM>
+struct Turns {
+  static constexpr int kTileN = 128;
+  const int2* key_ranges;
+  int* turns;
+  int q_rows;
+  int* passed_to = nullptr;                           // by this thread, when its sums have arrived
+  int next = 0;
+
+  // By one warp: waits for the turn of a tile of keys, and finds whose turn is next.
+  __device__ __forceinline__ void wait(int* turn, int first_query, int tile) {
+    if (!kOrdered) return;
+    int first = kNone, after = kNone;
+    #pragma unroll
+    for (int i = me().lane; i < kTileM; i += kWarp) {
+      const int2 range = range_of(key_ranges, first_query + i, q_rows);
+      if (is_empty(range)) continue;
+      first = min(first, range.x / kTileN);
+      if (range.y > (tile + 1) * kTileN) after = min(after, max(range.x / kTileN, tile + 1));
+    }
+    first = __reduce_min_sync(0xffffffffu, first);
+    after = __reduce_min_sync(0xffffffffu, after);
+    pass();
+    if (first < tile) {
+      int now;
+      do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory"); while (now != tile);
+    }
+    passed_to = turn, next = after;
+  }
+  // By the same warp: the sums of the last turn are waited for, and the turn is passed on.
+  __device__ __forceinline__ void pass() {
+    if (!kOrdered || !passed_to || me().lane) return;
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    asm volatile("fence.acq_rel.gpu; st.release.gpu.s32 [%0], %1;" :: "l"(passed_to), "r"(next) : "memory");
+  }
+};
+
 // The query side, one warpgroup: dq = dS k.
-template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+template <typename T, bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void serve_queries(
-    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, float* dq_sum, int blocks_of_64) {
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, float* dq_sum, const int2* key_ranges, int* turns,
+    BackwardSize size) {
   constexpr int kTileN = 128, kCols = kPieceCols<kHeadDim>, kAll = kTileM / 64 * kPieces<kHeadDim>;
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   auto all_warps = [] { asm volatile("bar.sync 1, 128;" ::: "memory"); };
   Ring<kStages> ring = {0, 0};
-  u32 turn = 0;
+  u32 buffer = 0;
+  Turns<kOrdered, kTileM> order = {key_ranges, turns, size.q_rows};
 
   while (true) {
     barrier_wait(&shared.ds_full[ring.stage], ring.parity);
@@ -669,15 +710,16 @@ __device__ __forceinline__ void serve_queries(
 
         // The copy engine adds the piece to global memory.
         const int thread = threadIdx.x % 128;
-        float4* const staging = (float4*)shared.dq[turn ^= 1];
+        float4* const staging = (float4*)shared.dq[buffer ^= 1];
         if (thread == 0) add_wait_read<1>();
         all_warps();
         #pragma unroll
         for (int n = 0; n < kCols / 8; ++n) staging[n * 128 + thread] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
         publish_to_async();
         all_warps();
+        const size_t block = (size_t)step.head * (size.stats_rows / 64) + step.row / 64;
+        if (me().warp == 0 && piece == 0) order.wait(turns + block, step.row, step.tile);
         if (thread == 0) {
-          const size_t block = (size_t)step.head * blocks_of_64 + step.row / 64;
           add_bulk(dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim>, staging, 4 * kPieceFloats<kHeadDim>);
           add_commit();
         }
@@ -686,6 +728,7 @@ __device__ __forceinline__ void serve_queries(
     arrive(&shared.ds_empty[ring.stage]);
     ring.advance();
   }
+  if (me().warp == 0) order.pass();
   if (threadIdx.x % 128 == 0) add_wait_read<0>();
 }
 
@@ -883,16 +926,17 @@ __device__ __forceinline__ void serve_keys(
 // The contract of thd_attn_bwd, except that padding rows of q, k, v, dout must hold finite numbers, that stats_rows is a
 // multiple of kTileM, that dq_sum (num_heads, stats_rows / 64, pieces) is in the order of thd_attn_round_sm90, and that fp32 dk
 // and dv are added to what is there.
-// Maps of boxes of kTileM rows of q, dout and 128 rows of k, v; counter: one int, zero, and zero again afterwards.
+// kOrdered: the same bits on every run; then parts are whole groups, tile_order is rising, and no block waits for a later one.
+// turns (num_heads, stats_rows / 64): zero. Maps of boxes of kTileM rows of q, dout and 128 rows of k, v; counter: one int, zero, and zero again afterwards.
 // Launch: grid at most num_tiles * parts and one block per multiprocessor, block 512.
-template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages, bool kOrdered>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Grad* __restrict__ dk,
     Grad* __restrict__ dv, float softmax_scale, float* __restrict__ dq_sum,
-    const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ tile_order,
-    int* __restrict__ counter, int q_rows, int k_rows, int stats_rows, int num_tiles, int parts, int last_parts, int heads,
-    int group) {
+    int* __restrict__ turns, const float* __restrict__ stats, const int2* __restrict__ key_ranges,
+    const int2* __restrict__ query_ranges, const int* __restrict__ tile_order, int* __restrict__ counter, int q_rows,
+    int k_rows, int stats_rows, int num_tiles, int parts, int last_parts, int heads, int group) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   extern __shared__ unsigned char shared_bytes[];
   Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
@@ -907,7 +951,7 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
       produce_backward(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, tile_order, counter, size);
   } else if (warpgroup == 3) {
     registers_give<kQueryRegisters>();
-    serve_queries<T>(shared, dq_sum, stats_rows / 64);
+    serve_queries<T, kOrdered>(shared, dq_sum, key_ranges, turns, size);
   } else {
     registers_take<kKeyRegisters>();
     serve_keys<T>(shared, dk, dv, query_ranges, size, softmax_scale);

@@ -26,6 +26,8 @@ device = "cuda"
 dtypes = ("float16", "bfloat16")
 head_dims = tuple(TILES)
 
+LONG = 1536  # local queries in sight of an average key, from which on the backward splits groups of heads
+
 Array = Any  # cupy.ndarray, whose hints are partial
 
 
@@ -193,8 +195,8 @@ def attn_bwd(
 ) -> tuple[Array, Array, Array]:
     """Gradients of attn_fwd; dk and dv are this rank's share. See reference.attn_bwd.
 
-    dq is summed by atomics in float32 and rounded once; `deterministic` computes it in a kernel of its own, in key
-    order, for about 1.4 times the matrix products.
+    dq is summed by atomics in float32 and rounded once. `deterministic`: on Hopper, thread blocks wait for each other to
+    add in key order; elsewhere dq has a kernel of its own, for about 1.4 times the matrix products.
     """
     dkv_dtype = np.dtype(kv_grad_dtype)
     key = ("backward", *_layout(q, k, v), dkv_dtype, deterministic)
@@ -207,10 +209,10 @@ def attn_bwd(
         q, dout = _without_padding(q, dout, plan)
     inputs = map(tensor_map, (q, k, v, dout), launches.boxes) if launches.boxes else (q, k, v, dout)
     launches.main(*inputs, *_split_kv(dkv if launches.round_dkv is None else launches.dkv_sum, k, v), scale)
-    if deterministic:
-        launches.dq(q, k, v, dout, dq, scale)
-    else:
+    if launches.sums_dq:
         launches.dq(dq, launches.dq_sum, scale)
+    else:
+        launches.dq(q, k, v, dout, dq, scale)
     if launches.round_dkv is not None:
         launches.round_dkv(dkv, launches.dkv_sum, np.float32(1))
     return dq, *_split_kv(dkv, k, v)
@@ -225,7 +227,7 @@ def _split_kv(dkv: Array, k: Array, v: Array) -> tuple[Array, Array]:
 class _Backward:
     """The launches of the backward, and the float32 sums that belong to the plan.
 
-    dq_sum: where `main` adds dq unless it is deterministic. dkv_sum: dk and dv where they are wanted in float32, or
+    sums_dq: whether `main` adds dq to dq_sum, for the launch dq to round, or leaves dq to it. dkv_sum: dk and dv where they are wanted in float32, or
     where several thread blocks have a share of them; then round_dkv rounds them.
     boxes: rows of the boxes of q, k, v and dout that `main` loads by tensor map; none where it loads by pointer.
     """
@@ -234,6 +236,7 @@ class _Backward:
     main: _Launch
     dq: _Launch
     round_dkv: _Launch | None
+    sums_dq: bool
     dq_sum: Array
     dkv_sum: Array
     boxes: tuple[int, ...]
@@ -244,27 +247,33 @@ def _backward(q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any]
     num_rows, num_heads, head_dim = q.shape
     num_tiles, num_kv_heads = len(plan.arrays.key_tiles), k.shape[1]
     group, stats_rows = num_heads // num_kv_heads, -(-num_rows // STATS_ROWS) * STATS_ROWS
-    sm90 = None if deterministic or not gpu.sm90 else chosen.backward_sm90
-    split = _split(plan, num_tiles, num_heads, num_kv_heads) if sm90 else 1
+    sm90 = chosen.backward_sm90 if gpu.sm90 else None
+    sums_dq = sm90 is not None or not deterministic
+    split = _split(plan, num_tiles, num_heads, num_kv_heads) if sm90 and not deterministic else 1
 
     stats = plan.buffer("stats", (2, num_heads, stats_rows), np.float32)
-    dq_size = 0 if deterministic else stats_rows * num_heads * head_dim
+    dq_size = stats_rows * num_heads * head_dim if sums_dq else 0
     dkv_size = k.size + v.size if split > 1 or dkv_dtype == np.float32 else 0
-    sums = plan.buffer("sums", (dq_size + dkv_size,), np.float32)
+    turns = -(-stats_rows // 64 * num_heads // 4) * 4
+    sums = plan.buffer("sums", (dq_size + dkv_size + turns,), np.float32)
+    dq_sum, dkv_sum = sums[:dq_size], sums[dq_size : dq_size + dkv_size]
     sizes = tuple(map(np.int32, (num_rows, len(k), stats_rows)))
 
     lanes = 8 if v.shape[2] <= 64 else 16 if v.shape[2] <= 128 else 32
     delta = _Launch(jit.kernel(*chosen.delta_kernel(dtype)), (-(-stats_rows * num_heads * lanes // 256),), 256,
-                    (plan.key_ranges, stats, sums, np.uint64(sums.size // 4),
+                    (plan.key_ranges, stats, sums, np.uint64(-(-sums.nbytes // 16)),
                      *map(np.int32, (num_rows, stats_rows, num_heads))))
     round_dkv, boxes = None, ()
     if sm90:
-        grad = "float32" if dkv_size else dtype
         parts = num_kv_heads * split
-        main = _Launch(jit.kernel(*chosen.backward_sm90_kernel(dtype, grad)),
-                       (min(gpu.multiprocessors, num_tiles * parts),), sm90.threads,
-                       (sums, stats, plan.query_ranges, plan.arrays.key_tiles, cupy.zeros(1, np.int32), *sizes,
-                        *map(np.int32, (num_tiles, parts, _last_heads(parts, num_tiles), group // split, group))))
+        order, last_parts = plan.arrays.key_tiles, _last_heads(parts, num_tiles)
+        if deterministic:  # a block that waits must find those it waits for at work
+            order, last_parts = plan.once("rising", lambda: cupy.arange(num_tiles, dtype=np.int32)), parts
+        kernel = chosen.backward_sm90_kernel(dtype, "float32" if dkv_size else dtype, deterministic)
+        main = _Launch(jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * parts),), sm90.threads,
+                       (sums, sums[dq_size + dkv_size :], stats, plan.key_ranges, plan.query_ranges, order,
+                        cupy.zeros(1, np.int32), *sizes,
+                        *map(np.int32, (num_tiles, parts, last_parts, group // split, group))))
         dq = _Launch(jit.kernel(*chosen.round_sm90_kernel(dtype)), (stats_rows // 64, num_heads), 128,
                      (np.int32(num_rows),))
         boxes = (sm90.tile_m, sm90.tile_n, sm90.tile_n, sm90.tile_m)
@@ -276,11 +285,10 @@ def _backward(q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any]
                        (num_tiles, num_kv_heads), 2 * tiles.tile_n * tiles.split,
                        (stats, sums, plan.key_ranges, plan.query_ranges, plan.arrays.key_tiles, *sizes,
                         np.int32(group)))
-        dq = _round(chosen, dtype, q.size)
-        if deterministic:
-            dq = _Launch(jit.kernel(*chosen.dq_kernel(dtype)), (-(-num_rows // (16 * chosen.dq_warps)), num_heads),
-                         32 * chosen.dq_warps, (stats, plan.key_ranges, plan.query_ranges, *sizes, np.int32(group)))
-    return _Backward(delta, main, dq, round_dkv, sums[:dq_size], sums[dq_size:], boxes)
+        dq = _round(chosen, dtype, q.size) if sums_dq else _Launch(
+            jit.kernel(*chosen.dq_kernel(dtype)), (-(-num_rows // (16 * chosen.dq_warps)), num_heads),
+            32 * chosen.dq_warps, (stats, plan.key_ranges, plan.query_ranges, *sizes, np.int32(group)))
+    return _Backward(delta, main, dq, round_dkv, sums_dq, dq_sum, dkv_sum, boxes)
 
 
 def _round(chosen: Tiles, dtype: str, size: int) -> _Launch:
@@ -293,10 +301,9 @@ def _split(plan: Plan, num_tiles: int, num_heads: int, num_kv_heads: int) -> int
     One part needs no sums; more parts keep all multiprocessors busy where there are few tiles, and let blocks that
     work at the same time share the queries of few heads in the L2 cache where sequences are long.
     """
-    multiprocessors = _gpu(cupy.cuda.runtime.getDevice()).multiprocessors
-    few = num_tiles * num_kv_heads < 3 * multiprocessors
-    return num_heads // num_kv_heads if few or SPLIT else 1
-SPLIT = True
+    few_items = num_tiles * num_kv_heads < 3 * _gpu(cupy.cuda.runtime.getDevice()).multiprocessors
+    long_sequences = not plan.batch.on_device and plan.visible_pairs > LONG * plan.cp_size * plan.key_rows
+    return num_heads // num_kv_heads if few_items or long_sequences else 1
 
 
 def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:

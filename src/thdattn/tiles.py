@@ -115,12 +115,12 @@ class Tiles:
         """(name, no shared memory) of thd_attn_round_sm90."""
         return self._name("thd_attn_round_sm90", ELEMENT_TYPES[dtype], self.head_dim), 0
 
-    def backward_sm90_kernel(self, dtype: str, grad_dtype: str) -> tuple[str, int]:
+    def backward_sm90_kernel(self, dtype: str, grad_dtype: str, ordered: bool) -> tuple[str, int]:
         """(name, bytes of shared memory) of thd_attn_bwd_sm90; grad_dtype is that of dk and dv."""
         b = self.backward_sm90
         assert b is not None
         name = self._name("thd_attn_bwd_sm90", ELEMENT_TYPES[dtype], ELEMENT_TYPES[grad_dtype], self.head_dim,
-                          self.v_head_dim, b.tile_m, b.stages)
+                          self.v_head_dim, b.tile_m, b.stages, str(ordered).lower())
         rows = b.tile_n + b.stages * b.tile_m
         inputs = slabs(rows, self.head_dim) + slabs(rows, self.v_head_dim)
         piece = 4 * 64 * (self.head_dim if self.head_dim % 64 else 64)
