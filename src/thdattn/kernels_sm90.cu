@@ -40,7 +40,9 @@ __device__ __forceinline__ void add_bulk(float* dst, const void* src, int bytes)
                :: "l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void add_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int kPending> __device__ __forceinline__ void add_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory"); }
+// Until the sums so far have been read from shared memory; until they have arrived.
+__device__ __forceinline__ void add_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void add_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // What this thread wrote to shared memory becomes visible to wgmma and to bulk copies.
 __device__ __forceinline__ void publish_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Stores four 8x8 blocks of an operand's fragments; lane l gives the address of row l % 8 of block l / 8.
@@ -497,9 +499,9 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
 // ------------------------------------------------------------------------------------------------ backward
 
 // One thread block owns a tile of 128 key rows of one kv head at a time. The first warpgroup produces: it walks the query
-// tiles in sight. Two warpgroups, the key side, own 64 keys each: they compute scores transposed, so that probabilities and
+// tiles in sight; another warp of it sends sums of dq away. Two warpgroups, the key side, own 64 keys each: they compute scores transposed, so that probabilities and
 // score gradients are the register operands of dv and dk. The last, the query side, multiplies the score gradients, which
-// it gets through shared memory, with the keys, and has each tile of dq added to global memory.
+// it gets through shared memory, with the keys.
 
 // What the producer tells of a query tile.
 struct Step { int row, head, tile; u32 flags; };      // flags: kLast, and those of a KeyTile, and:
@@ -526,7 +528,8 @@ struct BackwardShared {
   u64 kv_full, kv_empty;
   u64 full[kStages], empty[kStages];
   u64 ds_full[kStages], ds_empty[kStages];
-  Step step[kStages], ds_step[kStages];
+  u64 dq_full[2], dq_empty[2];
+  Step step[kStages], ds_step[kStages], dq_step[2];
   int2 range[kTileN], item[8];                                    // of the key rows, and of the key side's warps
 
   __device__ __forceinline__ void init() {
@@ -535,6 +538,7 @@ struct BackwardShared {
       barrier_init(&full[s], 1), barrier_init(&empty[s], 8);
       barrier_init(&ds_full[s], 8), barrier_init(&ds_empty[s], 4);
     }
+    for (int s = 0; s < 2; ++s) barrier_init(&dq_full[s], 4), barrier_init(&dq_empty[s], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 };
@@ -637,99 +641,107 @@ __device__ __forceinline__ Me me() {
   return {thread / 128, thread / kWarp % 4, thread % kWarp};
 }
 
-// The order in which tiles of keys add to a tile of queries: any, or (kOrdered) rising, for the same bits on every run.
-// turns (num_heads, stats_rows / 64): the tile of keys whose turn it is; zero at first, which is no news for anyone.
-template <bool kOrdered, int kTileM>
-struct Turns {
-  static constexpr int kTileN = 128;
-  const int2* key_ranges;
-  int* turns;
-  int q_rows;
-  int* passed_to = nullptr;                           // by this thread, when its sums have arrived
-  int next = 0;
-
-  // By one warp: waits for the turn of a tile of keys, and finds whose turn is next.
-  __device__ __forceinline__ void wait(int* turn, int first_query, int tile) {
-    if (!kOrdered) return;
-    int first = kNone, after = kNone;
-    #pragma unroll
-    for (int i = me().lane; i < kTileM; i += kWarp) {
-      const int2 range = range_of(key_ranges, first_query + i, q_rows);
-      if (is_empty(range)) continue;
-      first = min(first, range.x / kTileN);
-      if (range.y > (tile + 1) * kTileN) after = min(after, max(range.x / kTileN, tile + 1));
-    }
-    first = __reduce_min_sync(0xffffffffu, first);
-    after = __reduce_min_sync(0xffffffffu, after);
-    pass();
-    if (first < tile) {
-      int now;
-      do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory"); while (now != tile);
-    }
-    passed_to = turn, next = after;
-  }
-  // By the same warp: the sums of the last turn are waited for, and the turn is passed on.
-  __device__ __forceinline__ void pass() {
-    if (!kOrdered || !passed_to || me().lane) return;
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-    asm volatile("fence.acq_rel.gpu; st.release.gpu.s32 [%0], %1;" :: "l"(passed_to), "r"(next) : "memory");
-  }
-};
-
-// The query side, one warpgroup: dq = dS k.
-template <typename T, bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
-__device__ __forceinline__ void serve_queries(
-    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, float* dq_sum, const int2* key_ranges, int* turns,
-    BackwardSize size) {
+// The query side, one warpgroup: dq = dS k, piece by piece.
+template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+__device__ __forceinline__ void serve_queries(BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared) {
   constexpr int kTileN = 128, kCols = kPieceCols<kHeadDim>, kAll = kTileM / 64 * kPieces<kHeadDim>;
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
-  auto all_warps = [] { asm volatile("bar.sync 1, 128;" ::: "memory"); };
   Ring<kStages> ring = {0, 0};
-  u32 buffer = 0;
-  Turns<kOrdered, kTileM> order = {key_ranges, turns, size.q_rows};
+  Ring<2> pieces = {0, 1};
 
   while (true) {
     barrier_wait(&shared.ds_full[ring.stage], ring.parity);
-    const Step& step = shared.ds_step[ring.stage];
-    const u32 flags = __shfl_sync(0xffffffffu, step.flags, 0);
-    if (flags & kEnd) break;
-    if (!(flags & kNothing)) {
-      #pragma unroll 1
-      for (int piece = 0; piece < kAll; ++piece) {
-        const int m = piece / kPieces<kHeadDim>, first_col = piece % kPieces<kHeadDim> * kCols;
-        const u64 a = descriptor(shared.ds[ring.stage] + m * kTileN * kRowBytes, 16);
-        const u64 b = descriptor(shared.k + first_col / kSlab * kTileN * kRowBytes, kTileN * kRowBytes);
-        float sum[kCols / 8][4];
-        wgmma_begin();
-        #pragma unroll
-        for (int n = 0; n < kTileN; n += 16)
-          Wgmma<T, kCols>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
-        wgmma_commit();
-        wgmma_wait<0>(sum);
-        if (piece == kAll - 1 && flags & kLast) arrive(&shared.kv_empty);
-
-        // The copy engine adds the piece to global memory.
-        const int thread = threadIdx.x % 128;
-        float4* const staging = (float4*)shared.dq[buffer ^= 1];
-        if (thread == 0) add_wait_read<1>();
-        all_warps();
-        #pragma unroll
-        for (int n = 0; n < kCols / 8; ++n) staging[n * 128 + thread] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
-        publish_to_async();
-        all_warps();
-        const size_t block = (size_t)step.head * (size.stats_rows / 64) + step.row / 64;
-        if (me().warp == 0 && piece == 0) order.wait(turns + block, step.row, step.tile);
-        if (thread == 0) {
-          add_bulk(dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim>, staging, 4 * kPieceFloats<kHeadDim>);
-          add_commit();
-        }
-      }
+    const u32 flags = __shfl_sync(0xffffffffu, shared.ds_step[ring.stage].flags, 0);
+    if (flags & kNothing) {
+      arrive(&shared.ds_empty[ring.stage]);
+      ring.advance();
+      continue;
     }
+    #pragma unroll 1
+    for (int piece = 0; piece < (flags & kEnd ? 1 : kAll); ++piece) {
+      const int m = piece / kPieces<kHeadDim>, first_col = piece % kPieces<kHeadDim> * kCols;
+      const u64 a = descriptor(shared.ds[ring.stage] + m * kTileN * kRowBytes, 16);
+      const u64 b = descriptor(shared.k + first_col / kSlab * kTileN * kRowBytes, kTileN * kRowBytes);
+      float sum[kCols / 8][4];
+      wgmma_begin();
+      #pragma unroll
+      for (int n = 0; n < kTileN; n += 16)
+        Wgmma<T, kCols>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
+      wgmma_commit();
+      wgmma_wait<0>(sum);
+      if (piece == kAll - 1 && flags & kLast) arrive(&shared.kv_empty);
+
+      barrier_wait(&shared.dq_empty[pieces.stage], pieces.parity);
+      float4* const staging = (float4*)shared.dq[pieces.stage] + threadIdx.x % 128;
+      #pragma unroll
+      for (int n = 0; n < kCols / 8; ++n) staging[n * 128] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+      if (threadIdx.x % 128 == 0) shared.dq_step[pieces.stage] = shared.ds_step[ring.stage];
+      publish_to_async();
+      __syncwarp();
+      arrive(&shared.dq_full[pieces.stage]);
+      pieces.advance();
+    }
+    if (flags & kEnd) break;
     arrive(&shared.ds_empty[ring.stage]);
     ring.advance();
   }
-  if (me().warp == 0) order.pass();
-  if (threadIdx.x % 128 == 0) add_wait_read<0>();
+}
+
+// One warp has the copy engine add the pieces of dq to global memory: in any order, or (kOrdered) every tile of queries gets
+// its sums from tiles of keys in rising order, for the same bits on every run.
+// turns (num_heads, stats_rows / 64): the tile of keys whose turn it is; zero at first, which is no news for anyone.
+template <bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+__device__ __forceinline__ void add_queries(
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, float* dq_sum, const int2* key_ranges, int* turns,
+    BackwardSize size) {
+  constexpr int kTileN = 128, kAll = kTileM / 64 * kPieces<kHeadDim>;
+  const int lane = threadIdx.x % kWarp;
+  Ring<2> pieces = {0, 0};
+  while (true) {
+    Step step;
+    int* turn;
+    for (int piece = 0; piece < kAll; ++piece) {
+      barrier_wait(&shared.dq_full[pieces.stage], pieces.parity);
+      step = shared.dq_step[pieces.stage];
+      if (step.flags & kEnd) return;
+      const size_t block = (size_t)step.head * (size.stats_rows / 64) + step.row / 64;
+      turn = turns + block;
+      auto is_my_turn = [&] {
+        int now;
+        asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+        return __shfl_sync(0xffffffffu, now, 0) == step.tile;
+      };
+      if (kOrdered && piece == 0 && !is_my_turn()) {
+        int first = kNone;
+        for (int i = lane; i < kTileM; i += kWarp) {
+          const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
+          if (!is_empty(range)) first = min(first, range.x / kTileN);
+        }
+        if (__reduce_min_sync(0xffffffffu, first) < step.tile) while (!is_my_turn());
+      }
+      if (lane == 0) {
+        float* const target = dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim>;
+        add_bulk(target, shared.dq[pieces.stage], 4 * kPieceFloats<kHeadDim>);
+        add_commit();
+        add_wait_read();
+        barrier_arrive(&shared.dq_empty[pieces.stage]);
+      }
+      __syncwarp();
+      pieces.advance();
+    }
+    if (kOrdered) {
+      int next = kNone;
+      for (int i = lane; i < kTileM; i += kWarp) {
+        const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
+        if (range.y > (step.tile + 1) * kTileN) next = min(next, max(range.x / kTileN, step.tile + 1));
+      }
+      next = __reduce_min_sync(0xffffffffu, next);
+      if (lane == 0) {
+        add_wait();
+        asm volatile("st.release.gpu.s32 [%0], %1;" :: "l"(turn), "r"(next) : "memory");
+      }
+    }
+  }
 }
 
 // dq (q_rows, num_heads, kHeadDim) = dq_sum * scale, rounded. Launch: grid (stats_rows / 64, num_heads), block 128.
@@ -949,9 +961,11 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     registers_give<32>();
     if (threadIdx.x < kWarp)
       produce_backward(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, tile_order, counter, size);
+    else if (threadIdx.x < 2 * kWarp)
+      add_queries<kOrdered>(shared, dq_sum, key_ranges, turns, size);
   } else if (warpgroup == 3) {
     registers_give<kQueryRegisters>();
-    serve_queries<T, kOrdered>(shared, dq_sum, key_ranges, turns, size);
+    serve_queries<T>(shared);
   } else {
     registers_take<kKeyRegisters>();
     serve_keys<T>(shared, dk, dv, query_ranges, size, softmax_scale);
