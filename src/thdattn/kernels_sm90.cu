@@ -547,7 +547,8 @@ struct BackwardShared {
 struct BackwardSize { int q_rows, k_rows, stats_rows, num_tiles, parts, last_parts, heads, group; };
 
 // The producer, one warp: for every tile of keys of this block, and every query head of a part, the query tiles in sight.
-template <int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+// Rising; or kFalling, so that under a causal mask all tiles of keys begin together and need not wait for each other's turn.
+template <bool kFalling, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void produce_backward(
     BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
     const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges,
@@ -568,17 +569,19 @@ __device__ __forceinline__ void produce_backward(
     const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.last_parts);
     // Ranges are read again and again from the cache: there are no registers to keep them.
     auto range = [&](int i) { return range_of(query_ranges, item.tile * kTileN + i * kWarp + lane, size.k_rows); };
-    auto first_in_sight = [&](int from) {
-      int first = kNone;
+    auto next_in_sight = [&](int row) {
+      int nearest = kNone;
       #pragma unroll 1
       for (int i = 0; i < kTileN / kWarp; ++i) {
         const int2 r = range(i);
-        first = min(first, max(r.x, from) < r.y ? max(r.x, from) : kNone);
+        const int begin = kFalling ? r.x : max(r.x, row + kTileM), end = kFalling ? min(r.y, row) : r.y;
+        if (begin < end) nearest = min(nearest, kFalling ? -end : begin);
       }
-      first = __reduce_min_sync(0xffffffffu, first);
-      return first == kNone ? kNone : first / kTileM * kTileM;
+      nearest = __reduce_min_sync(0xffffffffu, nearest);
+      return nearest == kNone ? kNone : (kFalling ? -nearest - 1 : nearest) / kTileM * kTileM;
     };
-    int row = first_in_sight(0), head = item.head * size.heads;
+    constexpr int kBefore = kFalling ? kNone : -kTileM;
+    int row = next_in_sight(kBefore), head = item.head * size.heads;
     u32 flags = row == kNone ? kNothing | kLast : kFirst;
     do {
       const int this_head = head;
@@ -587,12 +590,12 @@ __device__ __forceinline__ void produce_backward(
         #pragma unroll 1
         for (int i = 0; i < kTileN / kWarp; ++i) {
           const int2 r = range(i);
-          const bool hides = r.x > row || r.y < row + kTileM;
+          const bool hides = r.x > row || r.y < row + kTileM;      // padding too: no lse bounds its scores
           if (__any_sync(0xffffffffu, touches(r, row, kTileM))) flags |= kSees << i / 2 * 2;
           if (__any_sync(0xffffffffu, hides)) flags |= kMasked << i / 2 * 2;
         }
-        next = first_in_sight(row + kTileM);
-        if (next == kNone && ++head < (item.head + 1) * size.heads) next = first_in_sight(0);
+        next = next_in_sight(row);
+        if (next == kNone && ++head < (item.head + 1) * size.heads) next = next_in_sight(kBefore);
         if (next == kNone) flags |= kLast;
       }
       u64* const full = &shared.full[ring.stage];
@@ -708,7 +711,7 @@ __device__ __forceinline__ void add_queries(
       turn = turns + block;
       auto is_my_turn = [&] {
         int now;
-        asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+        asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
         return __shfl_sync(0xffffffffu, now, 0) == step.tile;
       };
       if (kOrdered && piece == 0 && !is_my_turn()) {
@@ -738,7 +741,7 @@ __device__ __forceinline__ void add_queries(
       next = __reduce_min_sync(0xffffffffu, next);
       if (lane == 0) {
         add_wait();
-        asm volatile("st.release.gpu.s32 [%0], %1;" :: "l"(turn), "r"(next) : "memory");
+        asm volatile("st.relaxed.gpu.s32 [%0], %1;" :: "l"(turn), "r"(next) : "memory");
       }
     }
   }
@@ -960,7 +963,7 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
   if (warpgroup == 0) {
     registers_give<32>();
     if (threadIdx.x < kWarp)
-      produce_backward(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, tile_order, counter, size);
+      produce_backward<kOrdered>(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, tile_order, counter, size);
     else if (threadIdx.x < 2 * kWarp)
       add_queries<kOrdered>(shared, dq_sum, key_ranges, turns, size);
   } else if (warpgroup == 3) {
