@@ -171,6 +171,21 @@ class Tiles:
             )
         ]
 
+    def kernels_sm90(self) -> list[tuple[str, int]]:
+        """Every Hopper kernel of this head dim; for what is missing there, the portable one runs."""
+        kernels = [self.forward_sm90_kernel(dtype) for dtype in ("float16", "bfloat16")]
+        if self.backward_sm90:
+            kernels += [
+                kernel
+                for dtype in ("float16", "bfloat16")
+                for kernel in (
+                    self.round_sm90_kernel(dtype),
+                    *(self.backward_sm90_kernel(dtype, grad, ordered)
+                      for grad in (dtype, "float32") for ordered in (True, False)),
+                )
+            ]
+        return kernels
+
     @property
     def _pair(self) -> int:
         """Elements of one row of keys and one of values."""
