@@ -26,7 +26,7 @@ device = "cuda"
 dtypes = ("float16", "bfloat16")
 head_dims = tuple(TILES)
 
-LONG = 1536  # local queries in sight of an average key, from which on the backward splits groups of heads
+LONG = 1024  # local queries in sight of an average key, from which on the backward splits groups of heads
 
 Array = Any  # cupy.ndarray, whose hints are partial
 

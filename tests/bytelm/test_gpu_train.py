@@ -5,12 +5,10 @@ from __future__ import annotations
 import checkpoint
 import numpy as np
 import pytest
-from launch import SOURCE
 from programs import MISBEHAVE, SAMPLE, TRAIN, lines_of, options, start, validations
 
 pytestmark = pytest.mark.gpu
 
-CPU_CURVE = SOURCE.parent / "benchmarks" / "results" / "bytelm_tiny.jsonl"
 FEW = {"steps": 60, "val_bytes": 8192, "val_every": 30}
 
 
@@ -35,10 +33,12 @@ def few_steps_on_the_cpu(tmp_path_factory):
 
 
 def test_tiny_model_reaches_the_curve_of_the_cpu(cupy, tmp_path):
-    """The documents are those of this machine's Python, so bits are equal to a tolerance only."""
+    """On the documents of this machine's Python, which are not those of the recorded curve."""
+    run(1, "reference", tmp_path / "cpu", size="tiny")
     process = run(1, "cuda", tmp_path, size="tiny")
     assert "bfloat16, engine 'cuda'" in process.stdout
-    assert validations(tmp_path / "run.jsonl")[-1] < validations(CPU_CURVE)[-1] + 0.1
+    on_gpu, on_cpu = (validations(folder / "run.jsonl")[-1] for folder in (tmp_path, tmp_path / "cpu"))
+    assert on_gpu < on_cpu + 0.05 and on_gpu < 2.5
     text = start(1, SAMPLE, *options(checkpoint=tmp_path, prompt="def ", bytes=100))
     assert text.returncode == 0, text.stderr
     assert "\ndef " in text.stdout and len(text.stdout) > 60
