@@ -1,0 +1,330 @@
+// The Hopper forward (sm_90a): the contract of thd_attn_fwd, with TMA, mbarriers and wgmma.
+//
+// One persistent thread block per multiprocessor. Its first warpgroup produces: one warp walks the key tiles in sight
+// of the current query tile and starts the bulk copies. The others consume: each owns 64 query rows, keeps scores,
+// probabilities and output in registers, and leaves its exponentials to run under the other's matrix products.
+// kernels_sm90.cuh comes first.
+
+// What the producer tells the consumers of a query tile, and of each key tile.
+struct QueryTile { int tile, head; bool has_keys; };
+struct KeyTile { int row; u32 flags; };
+
+template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+struct ForwardShared {
+  static constexpr int kTileM = 64 * kConsumers;
+  static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>;
+  static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
+  unsigned char q[kQStages][kQBytes];
+  unsigned char k[kStages][kKBytes];
+  unsigned char v[kStages][kVBytes];
+  u64 q_full[kQStages], q_empty[kQStages];
+  u64 k_full[kStages], k_empty[kStages];
+  u64 v_full[kStages], v_empty[kStages];
+  QueryTile query_tile[kQStages];
+  KeyTile key_tile[kStages];
+  int2 range[kTileM];                                 // of the query rows; registers are what consumers are short of
+
+  __device__ __forceinline__ void init() {
+    for (int s = 0; s < kQStages; ++s) barrier_init(&q_full[s], 1), barrier_init(&q_empty[s], 4 * kConsumers);
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&k_full[s], 1), barrier_init(&k_empty[s], 4 * kConsumers);
+      barrier_init(&v_full[s], 1), barrier_init(&v_empty[s], 4 * kConsumers);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+struct ForwardSize { int q_rows, num_tiles, num_heads, last_heads, group; };
+
+// The producer, one warp: for every query tile of this block the key tiles in sight. Keys run one tile ahead of values.
+template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+__device__ __forceinline__ void produce_forward(
+    ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, const TensorMap* map_q,
+    const TensorMap* map_k, const TensorMap* map_v, const int2* key_ranges, const int* tile_order, int* counter,
+    ForwardSize size) {
+  using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
+  constexpr int kTileM = Shared::kTileM, kRows = kTileM / kWarp;
+  const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.num_heads;
+  Ring<kQStages> q_ring = {0, 1};
+  Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
+  auto item_of = [&](int work) {
+    return work < num_work ? work_item(work, tile_order, size.num_tiles, size.num_heads, size.last_heads) : WorkItem{};
+  };
+  auto load_values = [&](int kv_head, int row) {
+    barrier_wait(&shared.v_empty[v_ring.stage], v_ring.parity);
+    if (lane == 0) {
+      barrier_expect(&shared.v_full[v_ring.stage], Shared::kVBytes);
+      copy_tile<kTileN, kVHeadDim>(shared.v[v_ring.stage], map_v, kv_head, row, &shared.v_full[v_ring.stage]);
+    }
+    v_ring.advance();
+  };
+
+  WorkItem item = item_of(blockIdx.x);
+  for (int work = blockIdx.x; work < num_work; ) {
+    const auto [tile, head] = item;
+    // The next tile of work is asked for early; whoever gets the last number leaves the counter as it was.
+    int next_work = 0;
+    if (lane == 0) {
+      next_work = atomicAdd(counter, 1);
+      if (next_work == num_work - 1) *counter = 0;
+      next_work += gridDim.x;
+    }
+    const int kv_head = head / size.group;
+    int2 range[kRows];
+    #pragma unroll
+    for (int i = 0; i < kRows; ++i) range[i] = range_of(key_ranges, tile * kTileM + i * kWarp + lane, size.q_rows);
+    auto first_in_sight = [&](int from) {
+      int first = kNone;
+      #pragma unroll
+      for (int i = 0; i < kRows; ++i) first = min(first, max(range[i].x, from) < range[i].y ? max(range[i].x, from) : kNone);
+      return __reduce_min_sync(0xffffffffu, first);
+    };
+    int row = first_in_sight(0), row_before = kNone;
+
+    barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
+    if (lane == 0) {
+      shared.query_tile[q_ring.stage] = {tile, head, row != kNone};
+      barrier_expect(&shared.q_full[q_ring.stage], Shared::kQBytes);
+      copy_tile<kTileM, kHeadDim>(shared.q[q_ring.stage], map_q, head, tile * kTileM, &shared.q_full[q_ring.stage]);
+    }
+    q_ring.advance();
+    while (row != kNone) {
+      const int next = first_in_sight(row + kTileN);
+      u32 flags = next == kNone ? kLast : 0;
+      #pragma unroll
+      for (int c = 0; c < kConsumers; ++c) {
+        const int2 a = range[2 * c], b = range[2 * c + 1];
+        auto hides = [&](int2 r) { return !is_empty(r) && (r.x > row || r.y < row + kTileN); };
+        if (__any_sync(0xffffffffu, touches(a, row, kTileN) || touches(b, row, kTileN))) flags |= kSees << 2 * c;
+        if (__any_sync(0xffffffffu, hides(a) || hides(b))) flags |= kMasked << 2 * c;
+      }
+      barrier_wait(&shared.k_empty[k_ring.stage], k_ring.parity);
+      if (lane == 0) {
+        shared.key_tile[k_ring.stage] = {row, flags};
+        barrier_expect(&shared.k_full[k_ring.stage], Shared::kKBytes);
+        copy_tile<kTileN, kHeadDim>(shared.k[k_ring.stage], map_k, kv_head, row, &shared.k_full[k_ring.stage]);
+      }
+      k_ring.advance();
+      if (row_before != kNone) load_values(kv_head, row_before);
+      row_before = row;
+      row = next;
+    }
+    work = __shfl_sync(0xffffffffu, next_work, 0);
+    item = item_of(work);
+    if (row_before != kNone) load_values(kv_head, row_before);
+  }
+  barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
+  if (lane == 0) {
+    shared.query_tile[q_ring.stage].tile = -1;
+    barrier_arrive(&shared.q_full[q_ring.stage]);
+  }
+}
+
+// Online softmax of a thread's two rows, in powers of two. Probabilities are relative to a base that follows the row
+// maximum only when that has grown by more than kSlack: the sums stay far from overflow, any base gives the same
+// quotient, and sums rarely have to be rescaled.
+struct Softmax {
+  static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
+  float scale_log2, row_max[2] = {-kInfinity, -kInfinity}, base[2] = {kNothingYet, kNothingYet}, row_sum[2] = {};
+  float2 shrink;                                      // what sums so far are to be multiplied with, if `rescale`
+  bool rescale;
+
+  // Turns new scores into probabilities.
+  template <int kBlocks>
+  __device__ __forceinline__ void add(float (&score)[kBlocks][4]) {
+    #pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      #pragma unroll
+      for (int n = 0; n < kBlocks; ++n) row_max[r] = fmaxf(row_max[r], fmaxf(score[n][2 * r], score[n][2 * r + 1]));
+      row_max[r] = quad_max(row_max[r]);
+    }
+    const float top[2] = {row_max[0] * scale_log2, row_max[1] * scale_log2};
+    rescale = __any_sync(0xffffffffu, top[0] > base[0] + kSlack || top[1] > base[1] + kSlack);
+    if (rescale) {
+      const float next[2] = {fmaxf(base[0], top[0]), fmaxf(base[1], top[1])};
+      shrink = make_float2(exp2_fast(base[0] - next[0]), exp2_fast(base[1] - next[1]));
+      row_sum[0] *= shrink.x, row_sum[1] *= shrink.y;
+      base[0] = next[0], base[1] = next[1];
+    }
+    #pragma unroll
+    for (int i = 0; i < 4 * kBlocks; ++i) {
+      float& s = score[i / 4][i % 4];
+      s = exp2_fast(fmaf(s, scale_log2, -base[i % 4 / 2]));
+      row_sum[i % 4 / 2] += s;
+    }
+  }
+};
+
+template <int kBlocks>
+__device__ __forceinline__ void hide(float (&score)[kBlocks][4], const int2* warp_range, int first_key) {
+  const int lane = threadIdx.x % kWarp;
+  const int2 range[2] = {warp_range[lane / 4], warp_range[lane / 4 + 8]};
+  #pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i)
+    if (!contains(range[i % 4 / 2], first_key + i / 4 * 8 + lane % 4 * 2 + i % 2)) score[i / 4][i % 4] = -kInfinity;
+}
+
+template <int kBlocks>
+__device__ __forceinline__ void scale_rows(float (&sum)[kBlocks][4], float2 factor) {
+  #pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) sum[i / 4][i % 4] *= i % 4 < 2 ? factor.x : factor.y;
+}
+
+// A consumer, one warpgroup: 64 query rows. The sum over the previous values runs on the tensor cores while this one
+// takes its exponentials, and the consumers take turns in starting matrix products.
+template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+__device__ __forceinline__ void consume_forward(
+    ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, T* out, float* lse,
+    float* max_logits, const int2* key_ranges, ForwardSize size, float softmax_scale) {
+  constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
+  const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
+  Ring<kQStages> q_ring = {0, 0};
+  Ring<kStages> ring = {0, 0};
+  auto arrive = [&](u64* barrier) { if (lane == 0) barrier_arrive(barrier); };
+  auto my_turn = [&] { asm volatile("bar.sync %0, 256;" :: "r"(1 + consumer) : "memory"); };
+  auto next_turn = [&] { asm volatile("bar.arrive %0, 256;" :: "r"(1 + (consumer + 1) % kConsumers) : "memory"); };
+  if (consumer == kConsumers - 1) next_turn();
+
+  while (true) {
+    barrier_wait(&shared.q_full[q_ring.stage], q_ring.parity);
+    QueryTile query_tile = shared.query_tile[q_ring.stage];
+    query_tile.tile = __shfl_sync(0xffffffffu, query_tile.tile, 0);
+    if (query_tile.tile < 0) break;
+    const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytes;
+    const int first_row = query_tile.tile * kTileM + consumer * 64 + warp * 16;
+    int2* const range = shared.range + consumer * 64 + warp * 16;
+    if (lane < 16) range[lane] = range_of(key_ranges, first_row + lane, size.q_rows);
+    __syncwarp();
+    float sum_out[kOutBlocks][4] = {};
+    Softmax softmax = {softmax_scale * kLog2e};
+
+    bool last = !__shfl_sync(0xffffffffu, query_tile.has_keys, 0);
+    u32 mine = 0;
+    int first_key = 0;
+    auto next_key_tile = [&] {
+      barrier_wait(&shared.k_full[ring.stage], ring.parity);
+      first_key = shared.key_tile[ring.stage].row;
+      const u32 flags = __shfl_sync(0xffffffffu, shared.key_tile[ring.stage].flags, 0);
+      last = flags & kLast;
+      mine = flags >> 2 * consumer;
+    };
+    auto release_keys = [&] {
+      arrive(&shared.k_empty[ring.stage]);
+      if (last) arrive(&shared.q_empty[q_ring.stage]);
+    };
+    auto pass = [&] {                                 // out of sight of these 64 rows: hand turn and buffers on
+      my_turn();
+      next_turn();
+      release_keys();
+      barrier_wait(&shared.v_full[ring.stage], ring.parity);
+      arrive(&shared.v_empty[ring.stage]);
+      ring.advance();
+    };
+    if (last) arrive(&shared.q_empty[q_ring.stage]);
+    while (!last) {
+      next_key_tile();
+      if (!(mine & kSees)) {
+        pass();
+        continue;
+      }
+      float score[kBlocks][4];
+      my_turn();
+      wgmma_begin();
+      start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[ring.stage]);
+      wgmma_commit();
+      next_turn();
+      wgmma_wait<0>(score);
+      release_keys();
+      if (mine & kMasked) hide(score, range, first_key);
+      softmax.add(score);
+      bool summing = false;                           // values two tiles back are being read
+      ring.advance();
+
+      u32 probability[1][kTileN / 16][4];
+      auto finish_sum = [&] {
+        wgmma_wait<0>(sum_out);
+        if (summing) arrive(&shared.v_empty[ring.back(2).stage]);
+        if (softmax.rescale) scale_rows(sum_out, softmax.shrink);
+        round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&score);
+      };
+      auto start_sum = [&] {
+        const Ring<kStages> values = ring.back(1);
+        barrier_wait(&shared.v_full[values.stage], values.parity);
+        start_weighted_sum<T, kVHeadDim, kTileN>(sum_out, probability, shared.v[values.stage]);
+        wgmma_commit();
+      };
+      while (!last) {
+        next_key_tile();
+        if (!(mine & kSees)) break;
+        finish_sum();
+        my_turn();
+        wgmma_begin();
+        start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[ring.stage]);
+        wgmma_commit();
+        start_sum();
+        next_turn();
+        wgmma_wait<1>(score);
+        release_keys();
+        if (mine & kMasked) hide(score, range, first_key);
+        softmax.add(score);
+        summing = true;
+        ring.advance();
+      }
+      finish_sum();
+      wgmma_begin();
+      start_sum();
+      wgmma_wait<0>(sum_out);
+      arrive(&shared.v_empty[ring.back(1).stage]);
+      if (!(mine & kSees)) pass();
+    }
+    q_ring.advance();
+
+    // Normalise and store: quads trade words so that every lane stores 16 bytes.
+    float largest = -kInfinity;
+    float scale[2];
+    #pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + lane / 4 + 8 * r;
+      const bool padding = is_empty(range[lane / 4 + 8 * r]);
+      const float total = quad_sum(softmax.row_sum[r]);
+      scale[r] = padding ? 0.f : 1.f / total;
+      if (!padding) largest = fmaxf(largest, softmax.row_max[r] * softmax_scale);
+      if (lane % 4 == 0 && row < size.q_rows)
+        lse[(size_t)query_tile.head * size.q_rows + row] = padding ? -kInfinity : (softmax.base[r] + __log2f(total)) * kLn2;
+    }
+    const int row = first_row + lane / 4, pitch = size.num_heads * kVHeadDim;
+    T* const out_row = out + (size_t)row * pitch + query_tile.head * kVHeadDim;
+    store_row<0>(out_row, sum_out, scale[0], row < size.q_rows);
+    store_row<1>(out_row + 8 * pitch, sum_out, scale[1], row + 8 < size.q_rows);
+    for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
+    const size_t slot = ((size_t)query_tile.head * size.num_tiles + query_tile.tile) * kConsumers + consumer;
+    if (lane == 0) max_logits[slot * 4 + warp] = largest;
+  }
+}
+
+// The contract of thd_attn_fwd, except that padding rows of k and v must hold finite numbers: a copy by tensor map cannot
+// leave rows out (the pipeline zeros them). max_logits (num_heads, tiles, 4 * kConsumers); maps of boxes of 64 * kConsumers rows of
+// q and kTileN rows of k, v; counter: one int, zero, and zero again afterwards.
+// Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers).
+template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+__global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
+    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+    const __grid_constant__ TensorMap map_v, T* __restrict__ out, float* __restrict__ lse, float softmax_scale,
+    float* __restrict__ max_logits, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
+    int* __restrict__ counter, int q_rows, int num_tiles, int num_heads, int last_heads, int group) {
+  using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
+  extern __shared__ unsigned char shared_bytes[];
+  Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
+  const ForwardSize size = {q_rows, num_tiles, num_heads, last_heads, group};
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) shared.init();
+  __syncthreads();
+  if (warpgroup == 0) {
+    registers_give<kConsumers == 2 ? 40 : 32>();
+    if (threadIdx.x < kWarp)
+      produce_forward(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
+  } else {
+    registers_take<kConsumers == 2 ? 232 : 160>();
+    consume_forward(shared, warpgroup - 1, out, lse, max_logits, key_ranges, size, softmax_scale);
+  }
+}
