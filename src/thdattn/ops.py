@@ -60,9 +60,9 @@ def from_user(name: str, x: Any) -> Array:
 def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
     """Rows per query tile and per key tile of the kernels for these head dims."""
     gpu, chosen = _gpu(cupy.cuda.runtime.getDevice()), TILES[head_dim, v_head_dim]
-    if gpu.sm90:
-        return chosen.forward_sm90.tile_m, chosen.backward_sm90.tile_n
-    return chosen.forward.tile_m, chosen.backward_for(gpu.shared_bytes).tile_n
+    forward = chosen.forward_sm90 if gpu.sm90 else chosen.forward
+    backward = chosen.backward_sm90 if gpu.sm90 and chosen.backward_sm90 else chosen.backward_for(gpu.shared_bytes)
+    return forward.tile_m, backward.tile_n
 
 
 @dataclass(frozen=True)
@@ -199,9 +199,10 @@ def attn_bwd(
     dq is summed by atomics in float32 and rounded once. `deterministic`: on Hopper up to head dim 128, thread blocks
     wait for each other to add in key order; elsewhere dq has a kernel of its own, for 1.4 times the matrix products.
     """
+    if not len(q):
+        return empty(q.shape, q.dtype), cupy.zeros(k.shape, kv_grad_dtype), cupy.zeros(v.shape, kv_grad_dtype)
     gpu, chosen = _gpu(cupy.cuda.runtime.getDevice()), TILES[q.shape[2], v.shape[2]]
-    sm90 = gpu.sm90 and (chosen.backward_sm90.deterministic or not deterministic)
-    backward = _BackwardSm90 if sm90 else _BackwardPortable
+    backward = _BackwardSm90 if gpu.sm90 and chosen.backward_sm90 else _BackwardPortable
     dkv_dtype = np.dtype(kv_grad_dtype)
     key = ("backward", *_layout(q, k, v), dkv_dtype, deterministic)
     return plan.once(key, lambda: backward(gpu, chosen, q, k, v, plan, dkv_dtype, deterministic))(
@@ -215,6 +216,7 @@ class _BackwardSm90:
     def __init__(self, gpu: _Gpu, chosen: Tiles, q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any],
                  deterministic: bool) -> None:
         sm90, dtype, num_tiles = chosen.backward_sm90, q.dtype.name, len(plan.arrays.key_tiles)
+        assert sm90 is not None
         (num_rows, num_heads, head_dim), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows = num_heads // num_kv_heads, _stats_rows(num_rows)
         split = 1 if deterministic else _split(gpu, plan, num_tiles, num_heads, num_kv_heads)
@@ -230,14 +232,12 @@ class _BackwardSm90:
         order, last_parts = plan.arrays.key_tiles, _last_heads(gpu, parts, num_tiles)
         if deterministic:  # a block that waits must find those it waits for at work
             order, last_parts = plan.once("rising", lambda: cupy.arange(num_tiles, dtype=np.int32)), parts
-        together = sm90.blocks_per_tile
         kernel = chosen.backward_sm90_kernel(dtype, "float32" if dkv_size else dtype, deterministic)
         self.main = _Launch(
-            jit.kernel(*kernel), (together * min(gpu.multiprocessors // together, num_tiles * parts),), sm90.threads,
-            (self.dq_sum, *((turns, stats, plan.key_ranges) if sm90.deterministic else (stats,)), plan.query_ranges,
-             order, cupy.zeros(1, np.int32),
+            jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * parts),), sm90.threads,
+            (self.dq_sum, turns, stats, plan.key_ranges, plan.query_ranges, order, cupy.zeros(1, np.int32),
              *map(np.int32, (num_rows, num_keys, stats_rows, num_tiles, parts, last_parts, group // split, group))))
-        self.boxes = sm90.tile_m, sm90.box_n, sm90.box_n, sm90.tile_m
+        self.boxes = sm90.tile_m, sm90.tile_n, sm90.tile_n, sm90.tile_m
         self.round_dq = _Launch(jit.kernel(*chosen.round_sm90_kernel(dtype)), (stats_rows // 64, num_heads), 128,
                                 (np.int32(num_rows),))
         self.round_dkv = _round(chosen, dtype, dkv_size) if dkv_size and dkv_dtype != np.float32 else None
@@ -247,7 +247,7 @@ class _BackwardSm90:
         dq = empty(q.shape, q.dtype)
         dkv = self.dkv_sum if self.dkv_dtype == np.float32 else empty((k.size + v.size,), self.dkv_dtype)
         self.delta(out, dout, lse)
-        if plan.has_padding:
+        if plan.has_local_padding:
             q, dout = _without_padding(q, dout, plan)
         inputs = map(tensor_map, (q, k, v, dout), self.boxes)
         self.main(*inputs, *_dk_dv(self.dkv_sum if self.dkv_sum.size else dkv, k, v), softmax_scale)
@@ -269,8 +269,6 @@ class _BackwardPortable:
         sizes = tuple(map(np.int32, (num_rows, num_keys, _stats_rows(num_rows), num_heads // num_kv_heads)))
         tiles = chosen.backward_for(gpu.shared_bytes)
         order = plan.arrays.key_tiles
-        if tiles.tile_n != plan.tiles[1]:  # a plan for other kernels
-            order = plan.once("portable", lambda: cupy.arange(-(-num_keys // tiles.tile_n), dtype=np.int32))
         self.main = _Launch(
             jit.kernel(*chosen.backward_kernel(dtype, dkv_dtype.name, not deterministic, tiles)),
             (len(order), num_kv_heads), 2 * tiles.tile_n * tiles.split,
