@@ -59,7 +59,7 @@ def test_attention_kernels_fit_and_do_not_spill(arch, dims):
     tiles = TILES[dims]
     kernels = tiles.kernels(ARCHITECTURES[arch])
     if arch == "sm_90a":
-        kernels += [tiles.forward_sm90_kernel(dtype) for dtype in ("float16", "bfloat16")]
+        kernels += tiles.kernels_sm90()
     compile_all(kernels, arch)
 
 

@@ -56,6 +56,27 @@ def test_portable_kernels_are_the_oracle_on_every_gpu(cupy, monkeypatch, case, d
     check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
 
 
+@pytest.mark.parametrize("parts", [lambda group: 1, lambda group: group], ids=["one-part", "a-part-per-head"])
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([case for case in DIMS if case.heads[0] > case.heads[1]]))
+def test_query_heads_of_a_group_may_be_split(cupy, monkeypatch, case, dtype, cp_size, parts):
+    from thdattn import ops
+
+    monkeypatch.setattr(ops, "_split", lambda gpu, plan, tiles, heads, kv_heads: parts(heads // kv_heads))
+    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS, [BFLOAT16]))
+def test_portable_deterministic_is_the_oracle_and_bitwise_the_same(cupy, monkeypatch, case, dtype, cp_size):
+    from thdattn import ops
+
+    gpu = replace(ops._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
+    monkeypatch.setattr(ops, "_gpu", lambda device: gpu)
+    first, again = (run(case, cp_size, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(2))
+    check(case, dtype, first)
+    for field, x in first.tokens.items():
+        assert again.tokens[field].tobytes() == x.tobytes(), field
+
+
 @pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS))
 def test_deterministic_is_the_oracle_and_bitwise_the_same_three_times(cupy, case, dtype, cp_size):
     outcomes = [run(case, cp_size, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(3)]

@@ -217,3 +217,17 @@ def test_work_buffers_are_made_once_per_name_shape_and_dtype():
     for other in (plan.buffer("y", (3, 2), np.float32), plan.buffer("x", (2, 3), np.float32),
                   plan.buffer("x", (3, 2), np.float16)):
         assert other is not buffer and not np.shares_memory(other, buffer)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_plan_knows_whether_a_local_row_of_some_rank_holds_no_token(case):
+    for cp_size in case.cp_sizes:
+        batch = case.batch(cp_size)
+
+        def plan_of(comm, case=case, batch=batch):
+            attention = thdattn.CPAttention(comm, 1, 64, engine="reference")
+            return attention.plan(batch, case.sharding)
+
+        plans = thdattn.comm.run_local(cp_size, plan_of)
+        holds_a_token = np.concatenate([plan.key_ranges[:, 1] > plan.key_ranges[:, 0] for plan in plans])
+        assert {plan.has_local_padding for plan in plans} == {not holds_a_token.all()}

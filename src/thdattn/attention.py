@@ -66,7 +66,7 @@ class CPAttention:
         softmax_scale: factor on q.k, > 0; head_dim**-0.5 by default.
         dtype: of q, k, v: "bfloat16" or "float16"; the reference engine also takes "float32" and "float64".
         deterministic: bitwise the same results on every run with the same inputs and cp_size; the backward of the
-            CUDA engine then computes dq in a kernel of its own.
+            CUDA engine is then slower, as it adds up dq in a fixed order.
         engine: "cuda", "reference", or "auto": cuda where a GPU is usable and the comm takes GPU arrays.
 
     Raises:

@@ -40,19 +40,29 @@ def device_arch() -> str:
 
 
 @functools.cache
-def source(sm90: bool) -> str:
-    """What NVRTC gets: the shared device code, then the portable or the Hopper kernels, in one text."""
-    wrappers, kernels = (wgmma.wrappers(), "kernels_sm90.cu") if sm90 else ("", "kernels.cu")
-    return (FOLDER / "kernels.cuh").read_text() + wrappers + (FOLDER / kernels).read_text()
+def source(file: str) -> str:
+    """What NVRTC gets for the kernels of a file: the device code it shares with others, then its own, in one text."""
+    shared = (FOLDER / "kernels.cuh").read_text()
+    if "sm90" in file:
+        shared += wgmma.wrappers() + (FOLDER / "kernels_sm90.cuh").read_text()
+    return shared + (FOLDER / file).read_text()
+
+
+FILES = ("kernels.cu", "kernels_sm90_fwd.cu", "kernels_sm90_bwd.cu")
+
+
+def file_of(name: str) -> str:
+    """The file of a kernel."""
+    return FILES[0] if "_sm90" not in name else FILES[1] if "_fwd" in name else FILES[2]
 
 
 def source_hash() -> str:
     """The first 16 hex digits of the SHA-256 of the kernel sources: what a test record or a benchmark row is about."""
-    return hashlib.sha256((source(False) + source(True)).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(map(source, FILES)).encode()).hexdigest()[:16]
 
 
 def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:
-    """Compiles one kernel of kernels.cu, or of kernels_sm90.cu if its name says so, with NVRTC; needs no GPU.
+    """Compiles one kernel with NVRTC; needs no GPU.
 
     Args:
         name: a C++ name expression, for instance "thd_reorder<true>".
@@ -64,7 +74,7 @@ def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:
     Raises:
         RuntimeError: NVRTC refused the source; its log is the message.
     """
-    program = nvrtc.createProgram(source("_sm90" in name), "kernels.cu", (), ())
+    program = nvrtc.createProgram(source(file_of(name)), file_of(name), (), ())
     try:
         nvrtc.addNameExpression(program, name)
         try:
@@ -83,7 +93,7 @@ def cached_cubin(name: str, arch: str) -> tuple[bytes, str]:
     Keyed by source, options, name, architecture and NVRTC version. Many ranks may compile at once: each writes a file
     of its own and renames it, so a reader never sees half of one.
     """
-    key = repr((source("_sm90" in name), OPTIONS, name, arch, nvrtc.getVersion()))
+    key = repr((source(file_of(name)), OPTIONS, name, arch, nvrtc.getVersion()))
     path = cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
     try:
         lowered, _, cubin = path.read_bytes().partition(b"\0")

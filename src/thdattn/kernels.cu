@@ -316,13 +316,15 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
 // Per query row what the backward needs besides the tensors, ready for use:
 // stats[0][head][row] = lse * log2(e), +inf on padding rows, which makes every probability there exactly 0;
 // stats[1][head][row] = delta = rowsum(dout * out), 0 on padding rows.
+// Also sets `words` words of `sums` to zero, for what the main kernel adds up.
 //
-// out, dout (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows); stats (2, num_heads, q_rows).
-// Launch: grid ceil(q_rows * num_heads / (256 / kLanes)), block 256. Bound by memory.
+// out, dout (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows); stats (2, num_heads, stats_rows), rows from q_rows on are
+// padding.
+// Launch: grid ceil(stats_rows * num_heads / (256 / kLanes)), block 256. Bound by memory.
 template <typename T, int kVHeadDim>
 __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ dout, const float* __restrict__ lse,
-                               const int2* __restrict__ key_ranges, float* __restrict__ stats, int q_rows,
-                               int num_heads) {
+                               const int2* __restrict__ key_ranges, float* __restrict__ stats,
+                               uint4* __restrict__ sums, size_t words, int q_rows, int stats_rows, int num_heads) {
   constexpr int kChunks = kVHeadDim / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
   const size_t item = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
   const int chunk = threadIdx.x % kLanes, row = item / num_heads, head = item % num_heads;
@@ -339,11 +341,23 @@ __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ 
   }
   #pragma unroll
   for (int i = kLanes / 2; i; i /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, i);
-  if (row < q_rows && chunk == 0) {
-    const size_t i = (size_t)head * q_rows + row;
-    stats[i] = padding ? kInfinity : lse[i] * kLog2e;
-    stats[(size_t)num_heads * q_rows + i] = delta;
+  if (row < stats_rows && chunk == 0) {
+    const size_t i = (size_t)head * stats_rows + row;
+    stats[i] = padding ? kInfinity : lse[(size_t)head * q_rows + row] * kLog2e;
+    stats[(size_t)num_heads * stats_rows + i] = delta;
   }
+  const size_t thread = (size_t)blockIdx.x * blockDim.x + threadIdx.x, threads = (size_t)gridDim.x * blockDim.x;
+  for (size_t i = thread; i < words; i += threads) sums[i] = make_uint4(0, 0, 0, 0);
+}
+
+// out = sums * scale, rounded; words of 8 elements. Launch: grid ceil(words / 256), block 256. Bound by memory.
+template <typename T>
+__global__ void thd_attn_round(uint4* __restrict__ out, const float4* __restrict__ sums, float scale, size_t words) {
+  const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= words) return;
+  const float4 a = sums[2 * i], b = sums[2 * i + 1];
+  out[i] = make_uint4(pack<T>(a.x * scale, a.y * scale), pack<T>(a.z * scale, a.w * scale),
+                     pack<T>(b.x * scale, b.y * scale), pack<T>(b.z * scale, b.w * scale));
 }
 
 // Gradients of one tile of key rows of one kv head: dk and dv stay in registers over all query heads of the group and
@@ -353,7 +367,7 @@ __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ 
 // cores as the operand that dv and dk need; only dq takes its score gradients through shared memory.
 // kSplit warps share 16 keys and divide the columns of dk and dv where these would not fit the registers.
 //
-// q, dq_sum (q_rows, num_heads, kHeadDim), dq_sum fp32, zeroed; dout (q_rows, num_heads, kVHeadDim);
+// q, dq_sum (q_rows, num_heads, kHeadDim), dq_sum fp32, zeroed, and still to be multiplied with softmax_scale; dout (q_rows, num_heads, kVHeadDim);
 // k, dk (k_rows, num_heads / group, kHeadDim); v, dv (.., kVHeadDim); stats from thd_attn_delta
 // key_ranges (q_rows), query_ranges (k_rows); tile_order: key tiles, the longest first
 // Launch: grid (tiles, num_kv_heads), block 2 * kTileN * kSplit, shared memory kTileN * (kHeadDim + kVHeadDim + 16)
@@ -364,7 +378,7 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
     Grad* __restrict__ dk, Grad* __restrict__ dv, float softmax_scale, const float* __restrict__ stats,
     float* __restrict__ dq_sum, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
-    const int* __restrict__ tile_order, int q_rows, int k_rows, int group) {
+    const int* __restrict__ tile_order, int q_rows, int k_rows, int stats_rows, int group) {
   constexpr int kThreads = kTileN * 2 * kSplit, kWarps = kThreads / kWarp;
   constexpr int kBlocks = kTileM / 8, kKCols = kHeadDim / kSplit, kVCols = kVHeadDim / kSplit;
   constexpr int kQSize = kTileM * (kHeadDim + kPad), kDoutSize = kTileM * (kVHeadDim + kPad);
@@ -402,7 +416,7 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
                                               q_rows, key_ranges, interior);
     for (int i = threadIdx.x; i < 2 * kTileM; i += kThreads) {
       const int row = m0 + i % kTileM;
-      const size_t source = ((size_t)(i / kTileM) * num_heads + head) * q_rows + row;
+      const size_t source = ((size_t)(i / kTileM) * num_heads + head) * stats_rows + row;
       copy_async_4(tile_stats + stage * 2 * kTileM + i, stats + (row < q_rows ? source : 0), row < q_rows);
     }
   };
@@ -513,9 +527,7 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
           float* const target = dq_sum + (size_t)row * q_stride + done_head * kHeadDim + col + lane % 4 * 2;
           #pragma unroll
           for (int n = 0; n < kCols / 8; ++n)
-            if (row < q_rows)
-              add_to_global(target + n * 8, sum_dq[f][n][2 * half] * softmax_scale,
-                            sum_dq[f][n][2 * half + 1] * softmax_scale);
+            if (row < q_rows) add_to_global(target + n * 8, sum_dq[f][n][2 * half], sum_dq[f][n][2 * half + 1]);
         }
     }
   }
@@ -549,7 +561,7 @@ template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps>
 __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
     T* __restrict__ dq, float softmax_scale, const float* __restrict__ stats, const int2* __restrict__ key_ranges,
-    const int2* __restrict__ query_ranges, int q_rows, int k_rows, int group) {
+    const int2* __restrict__ query_ranges, int q_rows, int k_rows, int stats_rows, int group) {
   constexpr int kThreads = kWarps * kWarp, kTileM = 16 * kWarps, kBlocks = kTileN / 8;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Sight<kWarps> sight;
@@ -573,8 +585,8 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
   #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool padding = is_empty(range[r]);
-    lse_log2[r] = padding ? kInfinity : stats[(size_t)head * q_rows + row0 + 8 * r];
-    delta[r] = padding ? 0.f : stats[((size_t)num_heads + head) * q_rows + row0 + 8 * r];
+    lse_log2[r] = padding ? kInfinity : stats[(size_t)head * stats_rows + row0 + 8 * r];
+    delta[r] = padding ? 0.f : stats[((size_t)num_heads + head) * stats_rows + row0 + 8 * r];
   }
   __syncthreads();
   const int2 all = sight.all();

@@ -19,12 +19,14 @@ from thdattn.packing import DLPACK_CPU
 from thdattn.plan import Plan, PlanArrays, host_arrays
 from thdattn.sharding import Sharding
 from thdattn.tensor_map import tensor_map
-from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, TILES, ForwardSm90
+from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATS_ROWS, TILES, ForwardSm90, Tiles
 
 name = "cuda"
 device = "cuda"
 dtypes = ("float16", "bfloat16")
 head_dims = tuple(TILES)
+
+LONG = 1024  # local queries in sight of an average key, from which on the backward splits groups of heads
 
 Array = Any  # cupy.ndarray, whose hints are partial
 
@@ -59,7 +61,8 @@ def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
     """Rows per query tile and per key tile of the kernels for these head dims."""
     gpu, chosen = _gpu(cupy.cuda.runtime.getDevice()), TILES[head_dim, v_head_dim]
     forward = chosen.forward_sm90 if gpu.sm90 else chosen.forward
-    return forward.tile_m, chosen.backward_for(gpu.shared_bytes).tile_n
+    backward = chosen.backward_sm90 if gpu.sm90 and chosen.backward_sm90 else chosen.backward_for(gpu.shared_bytes)
+    return forward.tile_m, backward.tile_n
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ def _forward(q: Array, k: Array, v: Array, plan: Plan) -> tuple[_Launch, tuple[i
     group = num_heads // k.shape[1]
     if isinstance(tiles, ForwardSm90):
         fixed = (max_logits, plan.key_ranges, plan.arrays.query_tiles, cupy.zeros(1, np.int32),
-                 *map(np.int32, (num_rows, num_tiles, num_heads, group)))
+                 *map(np.int32, (num_rows, num_tiles, num_heads, _last_heads(gpu, num_heads, num_tiles), group)))
         grid, block = (min(gpu.multiprocessors, num_tiles * num_heads),), 128 * (1 + tiles.consumers)
         kernel = jit.kernel(*chosen.forward_sm90_kernel(dtype))
         return _Launch(kernel, grid, block, fixed), (tiles.tile_m, tiles.tile_n, tiles.tile_n), max_logits
@@ -193,53 +196,147 @@ def attn_bwd(
 ) -> tuple[Array, Array, Array]:
     """Gradients of attn_fwd; dk and dv are this rank's share. See reference.attn_bwd.
 
-    dq is summed by atomics in float32 and rounded once; `deterministic` computes it in a kernel of its own, in key
-    order, for about 1.4 times the matrix products.
+    dq is summed by atomics in float32 and rounded once. `deterministic`: on Hopper up to head dim 128, thread blocks
+    wait for each other to add in key order; elsewhere dq has a kernel of its own, for 1.4 times the matrix products.
     """
-    dq, dk, dv = empty(q.shape, q.dtype), empty(k.shape, kv_grad_dtype), empty(v.shape, kv_grad_dtype)
-    key = ("backward", *_layout(q, k, v), dk.dtype, deterministic)
-    launches = plan.once(key, lambda: _backward(q, k, v, plan, dk.dtype, deterministic))
-    scale = np.float32(softmax_scale)
-    launches.delta(out, dout, lse)
-    if not deterministic:
-        launches.dq_sum.fill(0)
-    launches.main(q, k, v, dout, dk, dv, scale)
-    if deterministic:
-        launches.dq(q, k, v, dout, dq, scale)
-    else:
-        dq[...] = launches.dq_sum
-    return dq, dk, dv
-
-
-@dataclass(frozen=True)
-class _Backward:
-    """The launches of the backward; dq_sum, float32, is where `main` adds dq unless it is deterministic."""
-
-    delta: _Launch
-    main: _Launch
-    dq: _Launch
-    dq_sum: Array
-
-
-def _backward(q: Array, k: Array, v: Array, plan: Plan, grad_dtype: np.dtype[Any], deterministic: bool) -> _Backward:
-    gpu, chosen, dtype = _gpu(cupy.cuda.runtime.getDevice()), TILES[q.shape[2], v.shape[2]], q.dtype.name
-    num_rows, num_heads, _ = q.shape
-    tiles = chosen.backward_for(gpu.shared_bytes)
-    stats = plan.buffer("stats", (2, num_heads, num_rows), np.float32)
-    dq_sum = plan.buffer("dq_sum", (0,) if deterministic else q.shape, np.float32)
-    sizes = tuple(map(np.int32, (num_rows, len(k), num_heads // k.shape[1])))
-    lanes = 8 if v.shape[2] <= 64 else 16 if v.shape[2] <= 128 else 32
-    return _Backward(
-        delta=_Launch(jit.kernel(*chosen.delta_kernel(dtype)), (-(-num_rows * num_heads * lanes // 256),), 256,
-                      (plan.key_ranges, stats, *map(np.int32, (num_rows, num_heads)))),
-        main=_Launch(jit.kernel(*chosen.backward_kernel(dtype, grad_dtype.name, not deterministic, tiles)),
-                     (len(plan.arrays.key_tiles), k.shape[1]), 2 * tiles.tile_n * tiles.split,
-                     (stats, dq_sum, plan.key_ranges, plan.query_ranges, plan.arrays.key_tiles, *sizes)),
-        dq=_Launch(jit.kernel(*chosen.dq_kernel(dtype)),
-                   (-(-num_rows // (16 * chosen.dq_warps)), num_heads), 32 * chosen.dq_warps,
-                   (stats, plan.key_ranges, plan.query_ranges, *sizes)),
-        dq_sum=dq_sum,
+    if not len(q):
+        return empty(q.shape, q.dtype), cupy.zeros(k.shape, kv_grad_dtype), cupy.zeros(v.shape, kv_grad_dtype)
+    gpu, chosen = _gpu(cupy.cuda.runtime.getDevice()), TILES[q.shape[2], v.shape[2]]
+    backward = _BackwardSm90 if gpu.sm90 and chosen.backward_sm90 else _BackwardPortable
+    dkv_dtype = np.dtype(kv_grad_dtype)
+    key = ("backward", *_layout(q, k, v), dkv_dtype, deterministic)
+    return plan.once(key, lambda: backward(gpu, chosen, q, k, v, plan, dkv_dtype, deterministic))(
+        dout, q, k, v, out, lse, plan, np.float32(softmax_scale)
     )
+
+
+class _BackwardSm90:
+    """The launches of the backward on Hopper; dq is summed in float32, in an order of its own, and rounded."""
+
+    def __init__(self, gpu: _Gpu, chosen: Tiles, q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any],
+                 deterministic: bool) -> None:
+        sm90, dtype, num_tiles = chosen.backward_sm90, q.dtype.name, len(plan.arrays.key_tiles)
+        assert sm90 is not None
+        (num_rows, num_heads, head_dim), (num_keys, num_kv_heads, _) = q.shape, k.shape
+        group, stats_rows = num_heads // num_kv_heads, _stats_rows(num_rows)
+        split = 1 if deterministic else _split(gpu, plan, num_tiles, num_heads, num_kv_heads)
+        # Gradients of which several thread blocks have a share are summed in float32, and rounded where that is wanted.
+        self.dkv_dtype = dkv_dtype
+        dkv_size = k.size + v.size if split > 1 or dkv_dtype == np.float32 else 0
+        dq_size, num_turns = stats_rows * num_heads * head_dim, stats_rows // 64 * num_heads
+        sums = plan.buffer("sums", (dq_size + dkv_size + -(-num_turns // 4) * 4,), np.float32)
+        self.dq_sum, self.dkv_sum, turns = sums[:dq_size], sums[dq_size :][:dkv_size], sums[dq_size + dkv_size :]
+        stats, self.delta = _delta(chosen, q, v, plan, sums)
+
+        parts = num_kv_heads * split
+        order, last_parts = plan.arrays.key_tiles, _last_heads(gpu, parts, num_tiles)
+        if deterministic:  # a block that waits must find those it waits for at work
+            order, last_parts = plan.once("rising", lambda: cupy.arange(num_tiles, dtype=np.int32)), parts
+        kernel = chosen.backward_sm90_kernel(dtype, "float32" if dkv_size else dtype, deterministic)
+        self.main = _Launch(
+            jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * parts),), sm90.threads,
+            (self.dq_sum, turns, stats, plan.key_ranges, plan.query_ranges, order, cupy.zeros(1, np.int32),
+             *map(np.int32, (num_rows, num_keys, stats_rows, num_tiles, parts, last_parts, group // split, group))))
+        self.boxes = sm90.tile_m, sm90.tile_n, sm90.tile_n, sm90.tile_m
+        self.round_dq = _Launch(jit.kernel(*chosen.round_sm90_kernel(dtype)), (stats_rows // 64, num_heads), 128,
+                                (np.int32(num_rows),))
+        self.round_dkv = _round(chosen, dtype, dkv_size) if dkv_size and dkv_dtype != np.float32 else None
+
+    def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
+                 softmax_scale: Any) -> tuple[Array, Array, Array]:
+        dq = empty(q.shape, q.dtype)
+        dkv = self.dkv_sum if self.dkv_dtype == np.float32 else empty((k.size + v.size,), self.dkv_dtype)
+        self.delta(out, dout, lse)
+        if plan.has_local_padding:
+            q, dout = _without_padding(q, dout, plan)
+        inputs = map(tensor_map, (q, k, v, dout), self.boxes)
+        self.main(*inputs, *_dk_dv(self.dkv_sum if self.dkv_sum.size else dkv, k, v), softmax_scale)
+        self.round_dq(dq, self.dq_sum, softmax_scale)
+        if self.round_dkv is not None:
+            self.round_dkv(dkv, self.dkv_sum, np.float32(1))
+        return dq, *_dk_dv(dkv, k, v)
+
+
+class _BackwardPortable:
+    """The launches of the backward for every GPU: dq is summed in float32 and rounded, or has a kernel of its own."""
+
+    def __init__(self, gpu: _Gpu, chosen: Tiles, q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any],
+                 deterministic: bool) -> None:
+        (num_rows, num_heads, _), (num_keys, num_kv_heads, _), dtype = q.shape, k.shape, q.dtype.name
+        self.dkv_dtype = dkv_dtype
+        self.dq_sum = plan.buffer("dq_sum", (0,) if deterministic else q.shape, np.float32)
+        stats, self.delta = _delta(chosen, q, v, plan, self.dq_sum)
+        sizes = tuple(map(np.int32, (num_rows, num_keys, _stats_rows(num_rows), num_heads // num_kv_heads)))
+        tiles = chosen.backward_for(gpu.shared_bytes)
+        order = plan.arrays.key_tiles
+        self.main = _Launch(
+            jit.kernel(*chosen.backward_kernel(dtype, dkv_dtype.name, not deterministic, tiles)),
+            (len(order), num_kv_heads), 2 * tiles.tile_n * tiles.split,
+            (stats, self.dq_sum, plan.key_ranges, plan.query_ranges, order, *sizes))
+        self.dq = None if not deterministic else _Launch(
+            jit.kernel(*chosen.dq_kernel(dtype)), (-(-num_rows // (16 * chosen.dq_warps)), num_heads),
+            32 * chosen.dq_warps, (stats, plan.key_ranges, plan.query_ranges, *sizes))
+        self.round_dq = _round(chosen, dtype, q.size)
+
+    def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
+                 softmax_scale: Any) -> tuple[Array, Array, Array]:
+        dq, dkv = empty(q.shape, q.dtype), empty((k.size + v.size,), self.dkv_dtype)
+        self.delta(out, dout, lse)
+        self.main(q, k, v, dout, *_dk_dv(dkv, k, v), softmax_scale)
+        if self.dq is None:
+            self.round_dq(dq, self.dq_sum, softmax_scale)
+        else:
+            self.dq(q, k, v, dout, dq, softmax_scale)
+        return dq, *_dk_dv(dkv, k, v)
+
+
+def _stats_rows(num_rows: int) -> int:
+    return -(-num_rows // STATS_ROWS) * STATS_ROWS
+
+
+def _delta(chosen: Tiles, q: Array, v: Array, plan: Plan, sums: Array) -> tuple[Array, _Launch]:
+    """(stats, the launch that fills it and sets sums to zero); see thd_attn_delta."""
+    (num_rows, num_heads, _), stats_rows = q.shape, _stats_rows(len(q))
+    stats = plan.buffer("stats", (2, num_heads, stats_rows), np.float32)
+    lanes = 8 if v.shape[2] <= 64 else 16 if v.shape[2] <= 128 else 32
+    return stats, _Launch(
+        jit.kernel(*chosen.delta_kernel(q.dtype.name)), (-(-stats_rows * num_heads * lanes // 256),), 256,
+        (plan.key_ranges, stats, sums, np.uint64(-(-sums.size // 4)),
+         *map(np.int32, (num_rows, stats_rows, num_heads))))
+
+
+def _round(chosen: Tiles, dtype: str, size: int) -> _Launch:
+    """The launch that rounds so many float32 sums."""
+    return _Launch(jit.kernel(*chosen.round_kernel(dtype)), (-(-size // 2048),), 256, (np.uint64(size // 8),))
+
+
+def _dk_dv(dkv: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """dk and dv, which lie one behind the other."""
+    return dkv[: k.size].reshape(k.shape), dkv[k.size :].reshape(v.shape)
+
+
+def _split(gpu: _Gpu, plan: Plan, num_tiles: int, num_heads: int, num_kv_heads: int) -> int:
+    """Into how many parts the query heads of a kv head are split, which then add their shares of dk and dv.
+
+    One part needs no sums; more parts keep all multiprocessors busy where there are few tiles, and let blocks that
+    work at the same time share the queries of few heads in the L2 cache where sequences are long.
+    """
+    few_items = num_tiles * num_kv_heads < 3 * gpu.multiprocessors
+    long_sequences = not plan.batch.on_device and plan.visible_pairs > LONG * plan.cp_size * plan.key_rows
+    return num_heads // num_kv_heads if few_items or long_sequences else 1
+
+
+def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
+    """Copies whose padding rows are 0, as 0 * NaN would spread through a product."""
+    copies = [plan.buffer(name, x.shape, x.dtype) for name, x in (("q", q), ("dout", dout))]
+    order = plan.once("local_order", lambda: cupy.arange(len(q), dtype=np.int32))
+    _reorder(False, (copies[0], q), (copies[1], dout), order, plan.key_ranges)
+    return copies[0], copies[1]
+
+
+def _last_heads(gpu: _Gpu, num_heads: int, num_tiles: int) -> int:
+    """How many heads take turns at the end of the work: as many as keep all multiprocessors equally busy."""
+    return min(num_heads, -(-3 * gpu.multiprocessors // num_tiles))
 
 
 def _layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
@@ -253,7 +350,7 @@ def _layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
 def to_sequence_order(k_ranks: Array, v_ranks: Array, plan: Plan) -> tuple[Array, Array]:
     """Gathered rows moved to sequence order, into buffers of the plan; rows that no local query sees become 0."""
     k, v = (plan.buffer(name, (plan.key_rows, *x.shape[1:]), x.dtype) for name, x in (("k", k_ranks), ("v", v_ranks)))
-    _reorder(False, (k, k_ranks), (v, v_ranks), plan)
+    _reorder(False, (k, k_ranks), (v, v_ranks), plan.rank_order, plan.query_ranges)
     return k, v
 
 
@@ -262,15 +359,15 @@ def to_rank_order(dk: Array, dv: Array, plan: Plan) -> tuple[Array, Array]:
     rows = len(plan.rank_order)
     dk_ranks, dv_ranks = (plan.buffer(name, (rows, *x.shape[1:]), x.dtype)
                           for name, x in (("dk_ranks", dk), ("dv_ranks", dv)))
-    _reorder(True, (dk_ranks, dk), (dv_ranks, dv), plan)
+    _reorder(True, (dk_ranks, dk), (dv_ranks, dv), plan.rank_order, plan.query_ranges)
     return dk_ranks, dv_ranks
 
 
-def _reorder(to_rank_order: bool, first: tuple[Array, Array], second: tuple[Array, Array], plan: Plan) -> None:
-    """Each pair is (out, in); one launch moves both."""
-    rows = len(plan.rank_order)
+def _reorder(
+    to_rank_order: bool, first: tuple[Array, Array], second: tuple[Array, Array], order: Array, ranges: Array
+) -> None:
+    """Each pair is (out, in); one launch moves both. Rows whose range is empty hold nothing."""
     args = [arg for out, source in (first, second)
             for arg in (out, source, np.int32(out.shape[1] * out.shape[2] * out.itemsize // 16))]
-    jit.kernel(REORDER_KERNELS[to_rank_order])(
-        (-(-rows // 8), 2), 256, (*args, plan.rank_order, plan.query_ranges, np.int32(rows))
-    )
+    rows = len(order)
+    jit.kernel(REORDER_KERNELS[to_rank_order])((-(-rows // 8), 2), 256, (*args, order, ranges, np.int32(rows)))

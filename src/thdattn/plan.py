@@ -96,6 +96,11 @@ class Plan:
         return self.batch.on_device or self.batch.total_tokens < self.batch.total_rows
 
     @property
+    def has_local_padding(self) -> bool:
+        """Whether some local row of some rank holds no token: padding or a filler; True where only the GPU knows."""
+        return self.has_padding or self.cp_size * self.local_rows > self.key_rows
+
+    @property
     def rows(self) -> Any:
         """(local_rows,) int32, sequence-order row of every local row; -1 for fillers."""
         return self.arrays.rows

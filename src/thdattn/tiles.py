@@ -10,9 +10,15 @@ from dataclasses import dataclass
 PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels.cu
 STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
 SLAB, SLAB_BYTES = 64, 128  # columns of a slab of a Hopper tile, bytes of its rows
+STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
 SM90_EXTRA_BYTES = 1024 + 256 + 1536  # to align the tiles, for the barriers behind them, and for the ranges
 
 ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
+
+
+def slabs(rows: int, width: int) -> int:
+    """Bytes of a Hopper tile of rows of `width` 16-bit elements."""
+    return rows * SLAB_BYTES * -(-width // SLAB)
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,30 @@ class Backward:
 
 
 @dataclass(frozen=True)
+class BackwardSm90:
+    """thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time, `stages` query tiles loaded ahead."""
+
+    tile_m: int
+    stages: int
+
+    tile_n = 128
+    threads = 512
+
+
+@dataclass(frozen=True)
 class Tiles:
-    """All tile sizes of one head dim. `backward` is a choice: the first that fits the GPU's shared memory."""
+    """All tile sizes of one head dim.
+
+    `backward` is a choice: the first that fits the GPU's shared memory. backward_sm90: None where the sums of dk and dv
+    do not fit the registers of a warpgroup; then Hopper runs `backward`.
+    """
 
     head_dim: int
     v_head_dim: int
     forward: Forward
     forward_sm90: ForwardSm90
     backward: tuple[Backward, ...]
+    backward_sm90: BackwardSm90 | None
     dq_tile_n: int
     dq_warps: int
 
@@ -89,10 +111,29 @@ class Tiles:
         f = self.forward_sm90
         name = self._name("thd_attn_fwd_sm90", ELEMENT_TYPES[dtype], self.head_dim, self.v_head_dim, f.tile_n,
                           f.consumers, f.q_stages, f.kv_stages)
-        q, k, v = (rows * SLAB_BYTES * -(-width // SLAB) for rows, width in
-                   ((f.q_stages * f.tile_m, self.head_dim), (f.kv_stages * f.tile_n, self.head_dim),
-                    (f.kv_stages * f.tile_n, self.v_head_dim)))
+        q = slabs(f.q_stages * f.tile_m, self.head_dim)
+        k, v = (slabs(f.kv_stages * f.tile_n, width) for width in (self.head_dim, self.v_head_dim))
         return name, q + k + v + SM90_EXTRA_BYTES
+
+    def round_sm90_kernel(self, dtype: str) -> tuple[str, int]:
+        """(name, no shared memory) of thd_attn_round_sm90."""
+        return self._name("thd_attn_round_sm90", ELEMENT_TYPES[dtype], self.head_dim), 0
+
+    def backward_sm90_kernel(self, dtype: str, grad_dtype: str, ordered: bool) -> tuple[str, int]:
+        """(name, bytes of shared memory) of thd_attn_bwd_sm90; grad_dtype is that of dk and dv."""
+        b = self.backward_sm90
+        assert b is not None
+        name = self._name("thd_attn_bwd_sm90", ELEMENT_TYPES[dtype], ELEMENT_TYPES[grad_dtype], self.head_dim,
+                          self.v_head_dim, b.tile_m, b.stages, str(ordered).lower())
+        rows = b.tile_n + b.stages * b.tile_m
+        inputs = slabs(rows, self.head_dim) + slabs(rows, self.v_head_dim)
+        dscore, stats = b.stages * slabs(b.tile_n, b.tile_m), 8 * b.stages * b.tile_m
+        pieces = 2 * 4 * 64 * (self.head_dim if self.head_dim % 64 else 64)
+        return name, inputs + dscore + pieces + stats + SM90_EXTRA_BYTES
+
+    def round_kernel(self, dtype: str) -> tuple[str, int]:
+        """(name, no shared memory) of thd_attn_round."""
+        return self._name("thd_attn_round", ELEMENT_TYPES[dtype]), 0
 
     def delta_kernel(self, dtype: str) -> tuple[str, int]:
         """(name, no shared memory) of thd_attn_delta."""
@@ -127,11 +168,22 @@ class Tiles:
             for kernel in (
                 self.forward_kernel(dtype),
                 self.delta_kernel(dtype),
+                self.round_kernel(dtype),
                 self.dq_kernel(dtype),
                 *(self.backward_kernel(dtype, grad, with_dq, backward)
                   for grad in (dtype, "float32") for with_dq in (True, False)),
             )
         ]
+
+    def kernels_sm90(self) -> list[tuple[str, int]]:
+        """Every Hopper kernel of this head dim; without a backward there, the portable one runs."""
+        kernels = [self.forward_sm90_kernel(dtype) for dtype in ("float16", "bfloat16")]
+        if self.backward_sm90:
+            for dtype in ("float16", "bfloat16"):
+                kernels.append(self.round_sm90_kernel(dtype))
+                kernels += [self.backward_sm90_kernel(dtype, grad, ordered)
+                            for grad in (dtype, "float32") for ordered in (False, True)]
+        return kernels
 
     @property
     def _pair(self) -> int:
@@ -146,17 +198,18 @@ class Tiles:
 TILES = {
     (t.head_dim, t.v_head_dim): t
     for t in (
-        Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3, 2, 2), (Backward(64, 128, 1, 2),), 64, 8),
+        Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3, 2, 2), (Backward(64, 128, 1, 2),),
+              BackwardSm90(128, 2), 64, 8),
         Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(96, 3, 1, 3),
-              (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), 32, 8),
+              (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), BackwardSm90(64, 2), 32, 8),
         Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 2, 2),
-              (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), 16, 8),
+              (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), BackwardSm90(64, 2), 16, 8),
         Tiles(192, 128, Forward(64, 4, 1), ForwardSm90(128, 2, 1, 2),
-              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), 16, 4),
+              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), None, 16, 4),
         Tiles(192, 192, Forward(64, 4, 1), ForwardSm90(112, 2, 1, 2),
-              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), 16, 4),
+              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), None, 16, 4),
         Tiles(256, 256, Forward(32, 4, 1), ForwardSm90(80, 2, 1, 2),
-              (Backward(32, 64, 2, 2), Backward(32, 32, 2, 1)), 16, 4),
+              (Backward(32, 64, 2, 2), Backward(32, 32, 2, 1)), None, 16, 4),
     )
 }
 

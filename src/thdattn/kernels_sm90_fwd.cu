@@ -1,126 +1,13 @@
-// Hopper kernels (sm_90a): the same contracts as kernels.cu, with TMA, mbarriers and wgmma.
+// The Hopper forward (sm_90a): the contract of thd_attn_fwd, with TMA, mbarriers and wgmma.
 //
 // One persistent thread block per multiprocessor. Its first warpgroup produces: one warp walks the key tiles in sight
 // of the current query tile and starts the bulk copies. The others consume: each owns 64 query rows, keeps scores,
 // probabilities and output in registers, and leaves its exponentials to run under the other's matrix products.
-// kernels.cuh and the wrappers of wgmma.py come first.
-
-// ------------------------------------------------------------------------------------------------ instructions
-
-struct alignas(64) TensorMap { char opaque[128]; };
-
-__device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals));
-}
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u64* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
-  asm volatile("{ .reg .pred done;\n"
-               "wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-               "@!done bra wait; }" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
-}
-// Copies a box (64 columns, 1 head, the map's rows) to shared memory; what lies outside the tensor arrives as zeros.
-__device__ __forceinline__ void copy_box(void* dst, const TensorMap* map, int column, int head, int row, u64* barrier) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-               :: "r"(shared_address(dst)), "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Fixes where in the program the values are ready: the compiler orders volatile asm, not the arithmetic around it.
-template <int kBlocks>
-__device__ __forceinline__ void pin(float (&values)[kBlocks][4]) {
-  #pragma unroll
-  for (int i = 0; i < 4 * kBlocks; ++i) asm volatile("" : "+f"(values[i / 4][i % 4]) :: "memory");
-}
-template <int kPending, int kBlocks>
-__device__ __forceinline__ void wgmma_wait(float (&accumulator)[kBlocks][4]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
-  pin(accumulator);
-}
-
-template <int kRegisters> __device__ __forceinline__ void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
-template <int kRegisters> __device__ __forceinline__ void registers_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
-
-// ------------------------------------------------------------------------------------------------ tiles
-
-// A tile is stored as slabs of 64 columns, rows 128 bytes apart, in the 128-byte swizzle that TMA writes and wgmma
-// reads; head dim 96 takes two slabs, the second half filled with zeros by TMA.
-constexpr int kSlab = 64;
-constexpr int kRowBytes = 128;
-template <int kCols> constexpr int kSlabs = (kCols + kSlab - 1) / kSlab;
-template <int kRows, int kCols> constexpr int kTileBytes = kSlabs<kCols> * kRows * kRowBytes;
-
-__device__ __forceinline__ u64 descriptor(const void* tile, int slab_bytes) {
-  const u64 address = shared_address(tile);
-  return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)(slab_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
-}
-
-template <int kRows, int kCols>
-__device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* map, int head, int row, u64* barrier) {
-  #pragma unroll
-  for (int s = 0; s < kSlabs<kCols>; ++s) copy_box(tile + s * kRows * kRowBytes, map, s * kSlab, head, row, barrier);
-}
-
-// scores = q . k^T: 64 rows of q (in a tile of kRowsQ) with the kRowsK rows of k.
-template <typename T, int kDim, int kRowsQ, int kRowsK>
-__device__ __forceinline__ void start_scores(float (&scores)[kRowsK / 8][4], const unsigned char* q, const unsigned char* k) {
-  const u64 a = descriptor(q, 16), b = descriptor(k, 16);
-  #pragma unroll
-  for (int d = 0; d < kDim; d += 16) {
-    const int slab = d / kSlab, offset = d % kSlab * 2;
-    Wgmma<T, kRowsK>::template shared<0, 0>(scores, a + (slab * kRowsQ * kRowBytes + offset) / 16,
-                                            b + (slab * kRowsK * kRowBytes + offset) / 16, d > 0);
-  }
-}
-
-// sum (+)= weights . v: weights in registers (64 x kRowsV), v of kRowsV rows.
-template <typename T, int kCols, int kRowsV>
-__device__ __forceinline__ void start_weighted_sum(float (&sum)[kCols / 8][4], const u32 (&weights)[1][kRowsV / 16][4],
-                                                   const unsigned char* v) {
-  const u64 b = descriptor(v, kRowsV * kRowBytes);
-  #pragma unroll
-  for (int i = 0; i < kRowsV / 16; ++i)
-    Wgmma<T, kCols>::template registers<1>(sum, weights[0][i], b + i * 16 * kRowBytes / 16, 1);
-}
-
-// Four lanes hold a 4x4 block of words, a row per lane; afterwards lane i holds column i.
-__device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
-  const int lane = threadIdx.x % 4;
-  #pragma unroll
-  for (int step = 1; step <= 2; step *= 2)
-    #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (!(i & step)) {
-        const u32 mine = lane & step ? x[i] : x[i + step];
-        const u32 theirs = __shfl_xor_sync(0xffffffffu, mine, step);
-        if (lane & step) x[i] = theirs; else x[i + step] = theirs;
-      }
-}
-
-// ------------------------------------------------------------------------------------------------ forward
+// kernels_sm90.cuh comes first.
 
 // What the producer tells the consumers of a query tile, and of each key tile.
 struct QueryTile { int tile, head; bool has_keys; };
-struct KeyTile { int row; u32 flags; };               // kLast, and per consumer c: kSees << 2c, kMasked << 2c
-constexpr u32 kLast = 1u << 31, kSees = 1, kMasked = 2;
-
-// Position in a ring of buffers; the parity is the one that its barriers are waited on with.
-template <int kStages>
-struct Ring {
-  u32 stage, parity;
-  __device__ __forceinline__ void advance() {
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-    parity ^= stage == 0;
-  }
-  __device__ __forceinline__ Ring back(u32 steps) const {
-    return stage < steps ? Ring{stage + kStages - steps, parity ^ 1} : Ring{stage - steps, parity};
-  }
-};
+struct KeyTile { int row; u32 flags; };
 
 template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 struct ForwardShared {
@@ -147,7 +34,7 @@ struct ForwardShared {
   }
 };
 
-struct ForwardSize { int q_rows, num_tiles, num_heads, group; };
+struct ForwardSize { int q_rows, num_tiles, num_heads, last_heads, group; };
 
 // The producer, one warp: for every query tile of this block the key tiles in sight. Keys run one tile ahead of values.
 template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
@@ -160,7 +47,9 @@ __device__ __forceinline__ void produce_forward(
   const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.num_heads;
   Ring<kQStages> q_ring = {0, 1};
   Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
-  auto tile_of = [&](int work) { return work < num_work ? tile_order[work % size.num_tiles] : 0; };
+  auto item_of = [&](int work) {
+    return work < num_work ? work_item(work, tile_order, size.num_tiles, size.num_heads, size.last_heads) : WorkItem{};
+  };
   auto load_values = [&](int kv_head, int row) {
     barrier_wait(&shared.v_empty[v_ring.stage], v_ring.parity);
     if (lane == 0) {
@@ -170,7 +59,9 @@ __device__ __forceinline__ void produce_forward(
     v_ring.advance();
   };
 
-  for (int work = blockIdx.x, tile = tile_of(work); work < num_work; ) {
+  WorkItem item = item_of(blockIdx.x);
+  for (int work = blockIdx.x; work < num_work; ) {
+    const auto [tile, head] = item;
     // The next tile of work is asked for early; whoever gets the last number leaves the counter as it was.
     int next_work = 0;
     if (lane == 0) {
@@ -178,7 +69,7 @@ __device__ __forceinline__ void produce_forward(
       if (next_work == num_work - 1) *counter = 0;
       next_work += gridDim.x;
     }
-    const int head = work / size.num_tiles, kv_head = head / size.group;
+    const int kv_head = head / size.group;
     int2 range[kRows];
     #pragma unroll
     for (int i = 0; i < kRows; ++i) range[i] = range_of(key_ranges, tile * kTileM + i * kWarp + lane, size.q_rows);
@@ -219,7 +110,7 @@ __device__ __forceinline__ void produce_forward(
       row = next;
     }
     work = __shfl_sync(0xffffffffu, next_work, 0);
-    tile = tile_of(work);
+    item = item_of(work);
     if (row_before != kNone) load_values(kv_head, row_before);
   }
   barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
@@ -390,26 +281,21 @@ __device__ __forceinline__ void consume_forward(
 
     // Normalise and store: quads trade words so that every lane stores 16 bytes.
     float largest = -kInfinity;
+    float scale[2];
     #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + lane / 4 + 8 * r;
       const bool padding = is_empty(range[lane / 4 + 8 * r]);
-      const float total = quad_sum(softmax.row_sum[r]), scale = 1.f / total;
+      const float total = quad_sum(softmax.row_sum[r]);
+      scale[r] = padding ? 0.f : 1.f / total;
       if (!padding) largest = fmaxf(largest, softmax.row_max[r] * softmax_scale);
       if (lane % 4 == 0 && row < size.q_rows)
         lse[(size_t)query_tile.head * size.q_rows + row] = padding ? -kInfinity : (softmax.base[r] + __log2f(total)) * kLn2;
-      T* const out_row = out + ((size_t)row * size.num_heads + query_tile.head) * kVHeadDim;
-      #pragma unroll
-      for (int n = 0; n < kOutBlocks; n += 4) {
-        u32 words[4];
-        #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          words[i] = padding ? 0 : pack<T>(sum_out[n + i][2 * r] * scale, sum_out[n + i][2 * r + 1] * scale);
-        transpose_in_quad(words);
-        if (row < size.q_rows)
-          *(uint4*)(out_row + (n + lane % 4) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
-      }
     }
+    const int row = first_row + lane / 4, pitch = size.num_heads * kVHeadDim;
+    T* const out_row = out + (size_t)row * pitch + query_tile.head * kVHeadDim;
+    store_row<0>(out_row, sum_out, scale[0], row < size.q_rows);
+    store_row<1>(out_row + 8 * pitch, sum_out, scale[1], row + 8 < size.q_rows);
     for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
     const size_t slot = ((size_t)query_tile.head * size.num_tiles + query_tile.tile) * kConsumers + consumer;
     if (lane == 0) max_logits[slot * 4 + warp] = largest;
@@ -425,11 +311,11 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, T* __restrict__ out, float* __restrict__ lse, float softmax_scale,
     float* __restrict__ max_logits, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
-    int* __restrict__ counter, int q_rows, int num_tiles, int num_heads, int group) {
+    int* __restrict__ counter, int q_rows, int num_tiles, int num_heads, int last_heads, int group) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
   extern __shared__ unsigned char shared_bytes[];
-  Shared& shared = *(Shared*)(((u64)shared_bytes + 1023) & ~(u64)1023);
-  const ForwardSize size = {q_rows, num_tiles, num_heads, group};
+  Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
+  const ForwardSize size = {q_rows, num_tiles, num_heads, last_heads, group};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();

@@ -1,0 +1,180 @@
+// Device code that the Hopper kernels (sm_90a) share: TMA, mbarriers, wgmma, tiles in shared memory, the order of work.
+// kernels.cuh and the wrappers of wgmma.py come first.
+
+// ------------------------------------------------------------------------------------------------ instructions
+
+struct alignas(64) TensorMap { char opaque[128]; };
+
+__device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals));
+}
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u64* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
+  asm volatile("{ .reg .pred done;\n"
+               "wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+               "@!done bra wait; }" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+// Copies a box (64 columns, 1 head, the map's rows) to shared memory; what lies outside the tensor arrives as zeros.
+__device__ __forceinline__ void copy_box(void* dst, const TensorMap* map, int column, int head, int row, u64* barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+               :: "r"(shared_address(dst)), "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier)) : "memory");
+}
+
+// Copies 16-byte aligned bytes, a multiple of 16.
+__device__ __forceinline__ void copy_bulk(void* dst, const void* src, int bytes, u64* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(shared_address(dst)), "l"(src), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+// Adds fp32 from shared to global memory; 16-byte aligned bytes, a multiple of 16.
+__device__ __forceinline__ void add_bulk(float* dst, const void* src, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+               :: "l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void add_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until the sums so far have been read from shared memory; until they have arrived.
+__device__ __forceinline__ void add_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void add_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// What this thread wrote to shared memory becomes visible to wgmma and to bulk copies.
+__device__ __forceinline__ void publish_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Stores four 8x8 blocks of an operand's fragments; lane l gives the address of row l % 8 of block l / 8.
+__device__ __forceinline__ void store_matrices(void* row, const u32 (&a)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(shared_address(row)), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
+}
+
+__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Fixes where in the program the values are ready: the compiler orders volatile asm, not the arithmetic around it.
+template <int kBlocks>
+__device__ __forceinline__ void pin(float (&values)[kBlocks][4]) {
+  #pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) asm volatile("" : "+f"(values[i / 4][i % 4]) :: "memory");
+}
+template <int kPending, int kBlocks>
+__device__ __forceinline__ void wgmma_wait(float (&accumulator)[kBlocks][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
+  pin(accumulator);
+}
+
+template <int kRegisters> __device__ __forceinline__ void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
+template <int kRegisters> __device__ __forceinline__ void registers_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
+
+// ------------------------------------------------------------------------------------------------ tiles
+
+// A tile is stored as slabs of 64 columns, rows 128 bytes apart, in the 128-byte swizzle that TMA writes and wgmma
+// reads; head dim 96 takes two slabs, the second half filled with zeros by TMA.
+constexpr int kSlab = 64;
+constexpr int kRowBytes = 128;
+template <int kCols> constexpr int kSlabs = (kCols + kSlab - 1) / kSlab;
+template <int kRows, int kCols> constexpr int kTileBytes = kSlabs<kCols> * kRows * kRowBytes;
+
+__device__ __forceinline__ u64 descriptor(const void* tile, int slab_bytes) {
+  const u64 address = shared_address(tile);
+  return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)(slab_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+template <int kRows, int kCols>
+__device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* map, int head, int row, u64* barrier) {
+  #pragma unroll
+  for (int s = 0; s < kSlabs<kCols>; ++s) copy_box(tile + s * kRows * kRowBytes, map, s * kSlab, head, row, barrier);
+}
+
+// scores = q . k^T: 64 rows of q (in a tile of kRowsQ) with the kRowsK rows of k.
+template <typename T, int kDim, int kRowsQ, int kRowsK>
+__device__ __forceinline__ void start_scores(float (&scores)[kRowsK / 8][4], const unsigned char* q, const unsigned char* k) {
+  const u64 a = descriptor(q, 16), b = descriptor(k, 16);
+  #pragma unroll
+  for (int d = 0; d < kDim; d += 16) {
+    const int slab = d / kSlab, offset = d % kSlab * 2;
+    Wgmma<T, kRowsK>::template shared<0, 0>(scores, a + (slab * kRowsQ * kRowBytes + offset) / 16,
+                                            b + (slab * kRowsK * kRowBytes + offset) / 16, d > 0);
+  }
+}
+
+// sum (+)= weights . v: weights in registers (64 x kRowsV), v of kRowsV rows.
+template <typename T, int kCols, int kRowsV>
+__device__ __forceinline__ void start_weighted_sum(float (&sum)[kCols / 8][4], const u32 (&weights)[1][kRowsV / 16][4],
+                                                   const unsigned char* v) {
+  const u64 b = descriptor(v, kRowsV * kRowBytes);
+  #pragma unroll
+  for (int i = 0; i < kRowsV / 16; ++i)
+    Wgmma<T, kCols>::template registers<1>(sum, weights[0][i], b + i * 16 * kRowBytes / 16, 1);
+}
+
+// Four lanes hold a 4x4 block of words, a row per lane; afterwards lane i holds column i.
+__device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
+  const int lane = threadIdx.x % 4;
+  #pragma unroll
+  for (int step = 1; step <= 2; step *= 2)
+    #pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (!(i & step)) {
+        const u32 mine = lane & step ? x[i] : x[i + step];
+        const u32 theirs = __shfl_xor_sync(0xffffffffu, mine, step);
+        if (lane & step) x[i] = theirs; else x[i + step] = theirs;
+      }
+}
+
+// Stores one (kHalf) of the two rows that this thread shares with its quad. 16-bit: quads trade words so that every lane
+// stores 16 bytes; a scale of 0 stores zeros. fp32: is added, for several thread blocks may have a share.
+template <int kHalf, typename T, int kBlocks>
+__device__ __forceinline__ void store_row(T* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
+  #pragma unroll
+  for (int n = 0; n < kBlocks; n += 4) {
+    u32 words[4];
+    #pragma unroll
+    for (int i = 0; i < 4; ++i)
+      words[i] = scale == 0.f ? 0 : pack<T>(sum[n + i][2 * kHalf] * scale, sum[n + i][2 * kHalf + 1] * scale);
+    transpose_in_quad(words);
+    if (exists) *(uint4*)(row + (n + threadIdx.x % 4) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+template <int kHalf, int kBlocks>
+__device__ __forceinline__ void store_row(float* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
+  #pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+    if (exists)
+      asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" :: "l"(row + n * 8 + threadIdx.x % 4 * 2),
+                   "f"(sum[n][2 * kHalf] * scale), "f"(sum[n][2 * kHalf + 1] * scale) : "memory");
+}
+
+// ------------------------------------------------------------------------------------------------ work
+
+// What is said of a tile of the other side: the last one in sight; for group c of 64 own rows, kSees << 2c if one of them
+// sees it, kMasked << 2c if one of them does not see all of it.
+constexpr u32 kLast = 1u << 31, kSees = 1, kMasked = 2;
+
+// Work is done head by head, for the L2 cache, the longest tiles of a head first. The last few heads take turns, so that
+// what is left at the end are short tiles, which fill the multiprocessors evenly.
+struct WorkItem { int tile, head; };
+__device__ __forceinline__ WorkItem work_item(int work, const int* tile_order, int num_tiles, int num_heads, int last_heads) {
+  const int rest = work - (num_heads - last_heads) * num_tiles;
+  if (rest < 0) return {tile_order[work % num_tiles], work / num_tiles};
+  return {tile_order[rest / last_heads], num_heads - last_heads + rest % last_heads};
+}
+
+// Position in a ring of buffers; the parity is the one that its barriers are waited on with.
+template <int kStages>
+struct Ring {
+  u32 stage, parity;
+  __device__ __forceinline__ void advance() {
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    parity ^= stage == 0;
+  }
+  __device__ __forceinline__ Ring back(u32 steps) const {
+    return stage < steps ? Ring{stage + kStages - steps, parity ^ 1} : Ring{stage - steps, parity};
+  }
+};
+
+// What follows from the number of the thread, computed where it is needed: there are no registers to keep it.
+struct Me { int group, warp, lane; };
+__device__ __forceinline__ Me me() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return {thread / 128, thread / kWarp % 4, thread % kWarp};
+}

@@ -1,0 +1,477 @@
+// The Hopper backward (sm_90a): the contract of thd_attn_bwd, with TMA, mbarriers and wgmma, for head dims whose sums of
+// dk and dv fit the registers of one warpgroup.
+//
+// One persistent thread block per multiprocessor owns a tile of 128 key rows of one kv head at a time. Of its first
+// warpgroup one warp produces: it walks the query tiles in sight; another sends sums of dq away. Two warpgroups, the key
+// side, own 64 keys each: they compute scores transposed, so that probabilities and score gradients are the register
+// operands of dv and dk. The last, the query side, multiplies the score gradients, which it gets through shared memory,
+// with the keys: dq. kernels_sm90.cuh comes first.
+
+// What the producer tells of a query tile.
+struct Step { int row, head, tile; u32 flags; };      // flags: kLast, and those of a KeyTile, and:
+constexpr u32 kFirst = 1u << 30;                      // first of a tile of keys
+constexpr u32 kNothing = 1u << 29;                    // no query sees the tile of keys
+constexpr u32 kEnd = 1u << 28;                        // no more work
+
+// dq_sum, fp32, is a sequence of pieces, 64 query rows by as many columns as divide the head dim and leave the key side its
+// registers; a piece is stored as the accumulators of a warpgroup: float4 n of every thread after float4 n - 1 of all.
+template <int kHeadDim> constexpr int kPieceCols = kHeadDim % 64 ? kHeadDim : 64;
+template <int kHeadDim> constexpr int kPieces = kHeadDim / kPieceCols<kHeadDim>;    // of 64 rows
+template <int kHeadDim> constexpr int kPieceFloats = 64 * kPieceCols<kHeadDim>;
+
+template <int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+struct BackwardShared {
+  static constexpr int kTileN = 128;
+  static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
+  static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>, kDoutBytes = kTileBytes<kTileM, kVHeadDim>;
+  unsigned char k[kKBytes], v[kVBytes];
+  unsigned char q[kStages][kQBytes], dout[kStages][kDoutBytes];
+  unsigned char ds[kStages][kTileBytes<kTileN, kTileM>];        // keys are the rows
+  float dq[2][kPieceFloats<kHeadDim>];                            // pieces on their way to global memory
+  float lse_log2[kStages][kTileM], delta[kStages][kTileM];
+  u64 kv_full, kv_empty;
+  u64 full[kStages], empty[kStages];
+  u64 ds_full[kStages], ds_empty[kStages];
+  u64 dq_full[2], dq_empty[2];
+  Step step[kStages], ds_step[kStages], dq_step[2];
+  int2 range[kTileN], item[8];                                    // of the key rows, and of the key side's warps
+
+  __device__ __forceinline__ void init() {
+    barrier_init(&kv_full, 1), barrier_init(&kv_empty, 12);
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&full[s], 1), barrier_init(&empty[s], 8);
+      barrier_init(&ds_full[s], 8), barrier_init(&ds_empty[s], 4);
+    }
+    for (int s = 0; s < 2; ++s) barrier_init(&dq_full[s], 4), barrier_init(&dq_empty[s], 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+// The query heads of a kv head are done in parts: `parts` are there of all kv heads together, of `heads` query heads each.
+struct BackwardSize { int q_rows, k_rows, stats_rows, num_tiles, parts, last_parts, heads, group; };
+
+// A number of work; also the first comes from here, so that only blocks that run hold work that others may wait for. Whoever
+// draws the last of all numbers leaves the counter as it was.
+__device__ __forceinline__ int draw_work(int* counter, int draws) {
+  const int work = atomicAdd(counter, 1);
+  if (work == draws - 1) *counter = 0;
+  return work;
+}
+
+// The producer, one warp: for every tile of keys of this block, and every query head of a part, the query tiles in sight.
+// Rising; or kFalling, so that under a causal mask all tiles of keys begin together and need not wait for each other's turn.
+template <bool kFalling, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+__device__ __forceinline__ void produce_backward(
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
+    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges,
+    const int* tile_order, int* counter, BackwardSize size) {
+  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
+  constexpr int kTileN = Shared::kTileN;
+  const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.parts;
+  Ring<kStages> ring = {0, 1};
+  u32 kv_parity = 1;
+
+  auto draw = [&] { return lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
+  for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
+    const int next_work = draw();                      // early, for its latency
+    const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.last_parts);
+    // Ranges are read again and again from the cache: there are no registers to keep them.
+    auto range = [&](int i) { return range_of(query_ranges, item.tile * kTileN + i * kWarp + lane, size.k_rows); };
+    auto next_in_sight = [&](int row) {
+      int nearest = kNone;
+      #pragma unroll 1
+      for (int i = 0; i < kTileN / kWarp; ++i) {
+        const int2 r = range(i);
+        const int begin = kFalling ? r.x : max(r.x, row + kTileM), end = kFalling ? min(r.y, row) : r.y;
+        if (begin < end) nearest = min(nearest, kFalling ? -end : begin);
+      }
+      nearest = __reduce_min_sync(0xffffffffu, nearest);
+      return nearest == kNone ? kNone : (kFalling ? -nearest - 1 : nearest) / kTileM * kTileM;
+    };
+    constexpr int kBefore = kFalling ? kNone : -kTileM;
+    int row = next_in_sight(kBefore), head = item.head * size.heads;
+    u32 flags = row == kNone ? kNothing | kLast : kFirst;
+    do {
+      const int this_head = head;
+      int next = kNone;
+      if (row != kNone) {
+        #pragma unroll 1
+        for (int i = 0; i < kTileN / kWarp; ++i) {
+          const int2 r = range(i);
+          const bool hides = r.x > row || r.y < row + kTileM;      // padding too: no lse bounds its scores
+          if (__any_sync(0xffffffffu, touches(r, row, kTileM))) flags |= kSees << i / 2 * 2;
+          if (__any_sync(0xffffffffu, hides)) flags |= kMasked << i / 2 * 2;
+        }
+        next = next_in_sight(row);
+        if (next == kNone && ++head < (item.head + 1) * size.heads) next = next_in_sight(kBefore);
+        if (next == kNone) flags |= kLast;
+      }
+      u64* const full = &shared.full[ring.stage];
+      barrier_wait(&shared.empty[ring.stage], ring.parity);
+      if (lane == 0) {
+        shared.step[ring.stage] = {row, this_head, item.tile, flags};
+        if (row == kNone) {
+          barrier_arrive(full);
+        } else {
+          const u32 lse_log2 = this_head * size.stats_rows + row;
+          const u32 delta = lse_log2 + size.parts * size.heads * size.stats_rows;
+          barrier_expect(full, Shared::kQBytes + Shared::kDoutBytes + 8 * kTileM);
+          copy_tile<kTileM, kHeadDim>(shared.q[ring.stage], map_q, this_head, row, full);
+          copy_bulk(shared.lse_log2[ring.stage], stats + lse_log2, 4 * kTileM, full);
+          copy_tile<kTileM, kVHeadDim>(shared.dout[ring.stage], map_dout, this_head, row, full);
+          copy_bulk(shared.delta[ring.stage], stats + delta, 4 * kTileM, full);
+        }
+      }
+      ring.advance();
+      if (flags & kFirst) {
+        barrier_wait(&shared.kv_empty, kv_parity);
+        kv_parity ^= 1;
+        if (lane == 0) {
+          barrier_expect(&shared.kv_full, Shared::kKBytes + Shared::kVBytes);
+          copy_tile<kTileN, kHeadDim>(shared.k, map_k, item.head * size.heads / size.group, item.tile * kTileN, &shared.kv_full);
+          copy_tile<kTileN, kVHeadDim>(shared.v, map_v, item.head * size.heads / size.group, item.tile * kTileN, &shared.kv_full);
+        }
+      }
+      row = next;
+      flags = 0;
+    } while (row != kNone);
+    work = __shfl_sync(0xffffffffu, next_work, 0);
+  }
+  barrier_wait(&shared.empty[ring.stage], ring.parity);
+  if (lane == 0) {
+    shared.step[ring.stage].flags = kEnd;
+    barrier_arrive(&shared.full[ring.stage]);
+  }
+}
+
+// The query side, one warpgroup: dq = dS k, piece by piece.
+template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+__device__ __forceinline__ void serve_queries(BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared) {
+  constexpr int kTileN = 128, kCols = kPieceCols<kHeadDim>, kAll = kTileM / 64 * kPieces<kHeadDim>;
+  auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
+  Ring<kStages> ring = {0, 0};
+  Ring<2> pieces = {0, 1};
+
+  while (true) {
+    barrier_wait(&shared.ds_full[ring.stage], ring.parity);
+    const u32 flags = __shfl_sync(0xffffffffu, shared.ds_step[ring.stage].flags, 0);
+    if (flags & kNothing) {
+      arrive(&shared.ds_empty[ring.stage]);
+      ring.advance();
+      continue;
+    }
+    #pragma unroll 1
+    for (int piece = 0; piece < (flags & kEnd ? 1 : kAll); ++piece) {
+      const int m = piece / kPieces<kHeadDim>, first_col = piece % kPieces<kHeadDim> * kCols;
+      const u64 a = descriptor(shared.ds[ring.stage] + m * kTileN * kRowBytes, 16);
+      const u64 b = descriptor(shared.k + first_col / kSlab * kTileN * kRowBytes, kTileN * kRowBytes);
+      float sum[kCols / 8][4];
+      wgmma_begin();
+      #pragma unroll
+      for (int n = 0; n < kTileN; n += 16)
+        Wgmma<T, kCols>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
+      wgmma_commit();
+      wgmma_wait<0>(sum);
+      if (piece == kAll - 1 && flags & kLast) arrive(&shared.kv_empty);
+
+      barrier_wait(&shared.dq_empty[pieces.stage], pieces.parity);
+      float4* const staging = (float4*)shared.dq[pieces.stage] + threadIdx.x % 128;
+      #pragma unroll
+      for (int n = 0; n < kCols / 8; ++n) staging[n * 128] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+      if (threadIdx.x % 128 == 0) shared.dq_step[pieces.stage] = shared.ds_step[ring.stage];
+      publish_to_async();
+      __syncwarp();
+      arrive(&shared.dq_full[pieces.stage]);
+      pieces.advance();
+    }
+    if (flags & kEnd) break;
+    arrive(&shared.ds_empty[ring.stage]);
+    ring.advance();
+  }
+}
+
+// One warp has the copy engine add the pieces of dq to global memory: in any order, or (kOrdered) every tile of queries gets
+// its sums from tiles of keys in rising order, for the same bits on every run.
+// turns (num_heads, stats_rows / 64): the tile of keys whose turn it is; zero at first, which is no news for anyone.
+template <bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+__device__ __forceinline__ void add_queries(
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, float* dq_sum, const int2* key_ranges, int* turns,
+    BackwardSize size) {
+  constexpr int kTileN = 128, kAll = kTileM / 64 * kPieces<kHeadDim>;
+  const int lane = threadIdx.x % kWarp;
+  Ring<2> pieces = {0, 0};
+  while (true) {
+    Step step;
+    int* turn;
+    for (int piece = 0; piece < kAll; ++piece) {
+      barrier_wait(&shared.dq_full[pieces.stage], pieces.parity);
+      step = shared.dq_step[pieces.stage];
+      if (step.flags & kEnd) return;
+      const size_t block = (size_t)step.head * (size.stats_rows / 64) + step.row / 64;
+      turn = turns + block;
+      auto is_my_turn = [&] {
+        int now;
+        asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+        return __shfl_sync(0xffffffffu, now, 0) == step.tile;
+      };
+      if (kOrdered && piece == 0 && !is_my_turn()) {
+        int first = kNone;
+        for (int i = lane; i < kTileM; i += kWarp) {
+          const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
+          if (!is_empty(range)) first = min(first, range.x / kTileN);
+        }
+        if (__reduce_min_sync(0xffffffffu, first) < step.tile) while (!is_my_turn());
+      }
+      if (lane == 0) {
+        float* const target = dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim>;
+        add_bulk(target, shared.dq[pieces.stage], 4 * kPieceFloats<kHeadDim>);
+        add_commit();
+        add_wait_read();
+        barrier_arrive(&shared.dq_empty[pieces.stage]);
+      }
+      __syncwarp();
+      pieces.advance();
+    }
+    if (kOrdered) {
+      int next = kNone;
+      for (int i = lane; i < kTileM; i += kWarp) {
+        const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
+        if (range.y > (step.tile + 1) * kTileN) next = min(next, max(range.x / kTileN, step.tile + 1));
+      }
+      next = __reduce_min_sync(0xffffffffu, next);
+      if (lane == 0) {
+        add_wait();
+        asm volatile("st.relaxed.gpu.s32 [%0], %1;" :: "l"(turn), "r"(next) : "memory");
+      }
+    }
+  }
+}
+
+// dq (q_rows, num_heads, kHeadDim) = dq_sum * scale, rounded. Launch: grid (stats_rows / 64, num_heads), block 128.
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(128) thd_attn_round_sm90(T* __restrict__ dq, const float4* __restrict__ dq_sum, float scale,
+                                                           int q_rows) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int row = blockIdx.x * 64 + warp * 16 + lane / 4, pitch = gridDim.y * kHeadDim;
+  T* const out = dq + (size_t)row * pitch + blockIdx.y * kHeadDim;
+  #pragma unroll
+  for (int piece = 0; piece < kPieces<kHeadDim>; ++piece) {
+    const size_t block = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
+    const float4* const in = dq_sum + (block * kPieces<kHeadDim> + piece) * (kPieceFloats<kHeadDim> / 4) + threadIdx.x;
+    float sum[kPieceCols<kHeadDim> / 8][4];
+    #pragma unroll
+    for (int n = 0; n < kPieceCols<kHeadDim> / 8; ++n) {
+      const float4 x = in[n * 128];
+      sum[n][0] = x.x, sum[n][1] = x.y, sum[n][2] = x.z, sum[n][3] = x.w;
+    }
+    store_row<0>(out + piece * kPieceCols<kHeadDim>, sum, scale, row < q_rows);
+    store_row<1>(out + piece * kPieceCols<kHeadDim> + 8 * pitch, sum, scale, row + 8 < q_rows);
+  }
+}
+
+// The key side, one warpgroup: 64 keys.
+template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+__device__ __forceinline__ void serve_keys(
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, Grad* dk, Grad* dv,
+    const int2* query_ranges, BackwardSize size, float softmax_scale) {
+  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
+  constexpr int kTileN = Shared::kTileN, kBlocks = kTileM / 8;
+  auto mine = [&](const unsigned char* tile) { return tile + (me().group - 1) * 64 * kRowBytes; };
+  Ring<kStages> ring = {0, 0};
+  u32 kv_parity = 0;
+  auto arrive = [&](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
+  u32 flags;
+  auto look = [&] {
+    barrier_wait(&shared.full[ring.stage], ring.parity);
+    flags = __shfl_sync(0xffffffffu, shared.step[ring.stage].flags, 0);
+  };
+  auto sees = [&] { return flags & kSees << 2 * (me().group - 1); };
+  // Every step is handed over to the query side; score gradients as they are: keys are the rows.
+  auto hand_over = [&](auto store) {
+    barrier_wait(&shared.ds_empty[ring.stage], ring.parity ^ 1);
+    const auto [group, warp, lane] = me();
+    const int side = group - 1;
+    if (side == 0 && warp == 0 && lane == 0) shared.ds_step[ring.stage] = shared.step[ring.stage];
+    store(shared.ds[ring.stage] + (side * 64 + warp * 16 + lane % 16) * kRowBytes);
+    publish_to_async();
+    __syncwarp();
+    arrive(&shared.ds_full[ring.stage]);
+  };
+  auto hand_over_ds = [&](const u32 (&ds)[1][kTileM / 16][4]) {
+    hand_over([&](unsigned char* row) {
+      const int lane = me().lane;
+      #pragma unroll
+      for (int i = 0; i < kTileM / 16; ++i)
+        store_matrices(row + i / 4 * kTileN * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16, ds[0][i]);
+    });
+  };
+  // The two warpgroups take turns in starting matrix products, twice a step, so that one's run under the other's arithmetic.
+  auto my_turn = [] { asm volatile("bar.sync %0, 256;" :: "r"(1 + me().group) : "memory"); };
+  auto next_turn = [] { asm volatile("bar.arrive %0, 256;" :: "r"(4 - me().group) : "memory"); };
+  if (me().group == 2) next_turn();
+  auto pass = [&] {                                   // out of sight of these 64 keys
+    if (flags & kLast) arrive(&shared.kv_empty);
+    u32 zeros[1][kTileM / 16][4];
+    #pragma unroll
+    for (int i = 0; i < kTileM / 4; ++i) zeros[0][i / 4][i % 4] = 0;
+    for (int i = 0; i < 2; ++i) my_turn(), next_turn();
+    hand_over_ds(zeros);
+    arrive(&shared.empty[ring.stage]);
+    ring.advance();
+  };
+  const float scale_log2 = softmax_scale * kLog2e;
+
+  while (true) {
+    look();
+    if (flags & (kNothing | kEnd)) hand_over([](unsigned char*) {});
+    if (flags & kEnd) break;
+    const auto [group, warp, lane] = me();
+    const int side = group - 1;
+    int2* const range = shared.range + side * 64 + warp * 16;
+    int2& item = shared.item[side * 4 + warp];          // first key of the warp, kv head
+    if (lane == 0) item = {shared.step[ring.stage].tile * kTileN + side * 64 + warp * 16, shared.step[ring.stage].head / size.group};
+    __syncwarp();
+    if (lane < 16) range[lane] = range_of(query_ranges, item.x + lane, size.k_rows);
+    __syncwarp();
+    float sum_dk[kHeadDim / 8][4] = {}, sum_dv[kVHeadDim / 8][4] = {};
+    if (flags & kNothing) {
+      arrive(&shared.empty[ring.stage]);
+      ring.advance();
+    } else {
+      barrier_wait(&shared.kv_full, kv_parity);
+      kv_parity ^= 1;
+      flags = 0;
+    }
+    while (!(flags & kLast)) {
+      look();
+      if (!sees()) {
+        pass();
+        continue;
+      }
+      float p[kBlocks][4];
+      wgmma_begin();
+      start_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
+      wgmma_commit();
+      wgmma_wait<0>(p);
+      u32 dscore[1][kTileM / 16][4];
+      while (true) {
+        // Probabilities from the saved lse, transposed, and dv += P^T dout.
+        const auto [group, warp, lane] = me();
+    const int side = group - 1;
+        const float* const lse_log2 = shared.lse_log2[ring.stage] + lane % 4 * 2;
+        #pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          const float2 lse = *(const float2*)(lse_log2 + n * 8);
+          #pragma unroll
+          for (int e = 0; e < 4; ++e) p[n][e] = exp2_fast(fmaf(p[n][e], scale_log2, -(e % 2 ? lse.y : lse.x)));
+        }
+        if (flags & kMasked << 2 * side) {
+          const int2* const range = shared.range + side * 64 + warp * 16 + lane / 4;
+          const int2 r[2] = {range[0], range[8]};
+          const int first_query = shared.step[ring.stage].row;
+          #pragma unroll
+          for (int i = 0; i < 4 * kBlocks; ++i)
+            if (!contains(r[i % 4 / 2], first_query + i / 4 * 8 + lane % 4 * 2 + i % 2)) p[i / 4][i % 4] = 0.f;
+        }
+        u32 probability[1][kTileM / 16][4];
+        round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
+        float dp[kBlocks][4];
+        my_turn();
+        wgmma_begin();
+        start_weighted_sum<T, kVHeadDim, kTileM>(sum_dv, probability, shared.dout[ring.stage]);
+        start_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), shared.dout[ring.stage]);
+        wgmma_commit();
+        next_turn();
+        wgmma_wait<0>(dp);
+        pin(sum_dv);
+        if (flags & kLast) arrive(&shared.kv_empty);
+
+        // dS = P (dP - delta).
+        const float* const deltas = shared.delta[ring.stage] + me().lane % 4 * 2;
+        #pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          const float2 delta = *(const float2*)(deltas + n * 8);
+          #pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float2 weight = unpack_probabilities<T>(probability[0][n / 2][n % 2 * 2 + r]);
+            dp[n][2 * r] = weight.x * (dp[n][2 * r] - delta.x);
+            dp[n][2 * r + 1] = weight.y * (dp[n][2 * r + 1] - delta.y);
+          }
+        }
+        round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
+        hand_over_ds(dscore);
+
+        // dk += dS^T q, with the scores of the next step behind it.
+        ring.advance();
+        if (flags & kLast) break;
+        look();
+        if (!sees()) break;
+        my_turn();
+        wgmma_begin();
+        start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[ring.back(1).stage]);
+        wgmma_commit();
+        start_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
+        wgmma_commit();
+        next_turn();
+        wgmma_wait<1>(sum_dk);
+        arrive(&shared.empty[ring.back(1).stage]);
+        wgmma_wait<0>(p);
+      }
+      my_turn();
+      wgmma_begin();
+      start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[ring.back(1).stage]);
+      wgmma_commit();
+      next_turn();
+      wgmma_wait<0>(sum_dk);
+      arrive(&shared.empty[ring.back(1).stage]);
+      if (!sees()) pass();
+    }
+    const auto [last_group, last_warp, last_lane] = me();
+    const int2 mine_done = shared.item[(last_group - 1) * 4 + last_warp];
+    const int row = mine_done.x + last_lane / 4;
+    const int num_kv_heads = size.parts * size.heads / size.group;
+    const size_t at = (size_t)row * num_kv_heads + mine_done.y, below = at + 8 * num_kv_heads;
+    store_row<0>(dk + at * kHeadDim, sum_dk, softmax_scale, row < size.k_rows);
+    store_row<1>(dk + below * kHeadDim, sum_dk, softmax_scale, row + 8 < size.k_rows);
+    store_row<0>(dv + at * kVHeadDim, sum_dv, 1.f, row < size.k_rows);
+    store_row<1>(dv + below * kVHeadDim, sum_dv, 1.f, row + 8 < size.k_rows);
+  }
+}
+
+// The contract of thd_attn_bwd, except that padding rows of q, k, v, dout must hold finite numbers, that stats_rows is a
+// multiple of kTileM, that dq_sum (num_heads, stats_rows / 64, pieces) is in the order of thd_attn_round_sm90, and that fp32 dk
+// and dv are added to what is there.
+// kOrdered: the same bits on every run; then parts are whole groups, tile_order is rising, and no block waits for one with
+// later work. turns (num_heads, stats_rows / 64): zero. Maps of boxes of kTileM rows of q, dout and 128 rows of k, v; counter:
+// one int, zero, and zero again afterwards.
+// Launch: grid at most num_tiles * parts and one block per multiprocessor, block 512.
+template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages, bool kOrdered>
+__global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
+    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Grad* __restrict__ dk,
+    Grad* __restrict__ dv, float softmax_scale, float* __restrict__ dq_sum,
+    int* __restrict__ turns, const float* __restrict__ stats, const int2* __restrict__ key_ranges,
+    const int2* __restrict__ query_ranges, const int* __restrict__ tile_order, int* __restrict__ counter, int q_rows,
+    int k_rows, int stats_rows, int num_tiles, int parts, int last_parts, int heads, int group) {
+  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
+  extern __shared__ unsigned char shared_bytes[];
+  Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
+  const BackwardSize size = {q_rows, k_rows, stats_rows, num_tiles, parts, last_parts, heads, group};
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) shared.init();
+  __syncthreads();
+  constexpr int kQueryRegisters = kHeadDim % 64 ? 80 : 64, kKeyRegisters = kHeadDim % 64 ? 200 : 208;
+  if (warpgroup == 0) {
+    registers_give<32>();
+    if (threadIdx.x < kWarp)
+      produce_backward<kOrdered>(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, tile_order, counter, size);
+    else if (threadIdx.x < 2 * kWarp)
+      add_queries<kOrdered>(shared, dq_sum, key_ranges, turns, size);
+  } else if (warpgroup == 3) {
+    registers_give<kQueryRegisters>();
+    serve_queries<T>(shared);
+  } else {
+    registers_take<kKeyRegisters>();
+    serve_keys<T>(shared, dk, dv, query_ranges, size, softmax_scale);
+  }
+}
