@@ -145,7 +145,8 @@ class Portable(Ours):
         gpu = replace(ops._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
         with patch.object(ops, "_gpu", lambda device: gpu):
             super().__init__(case, inputs)
-            self.forward()  # a plan keeps the kernels of its first call
+            self.forward()  # a plan keeps the kernels of its first calls
+            self.backward()
 
 
 class TorchPeer(Peer):
