@@ -60,9 +60,9 @@ def from_user(name: str, x: Any) -> Array:
 def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
     """Rows per query tile and per key tile of the kernels for these head dims."""
     gpu, chosen = _gpu(cupy.cuda.runtime.getDevice()), TILES[head_dim, v_head_dim]
-    forward = chosen.forward_sm90 if gpu.sm90 else chosen.forward
-    backward = chosen.backward_sm90 if gpu.sm90 and chosen.backward_sm90 else chosen.backward_for(gpu.shared_bytes)
-    return forward.tile_m, backward.tile_n
+    if gpu.sm90:
+        return chosen.forward_sm90.tile_m, chosen.backward_sm90.tile_n
+    return chosen.forward.tile_m, chosen.backward_for(gpu.shared_bytes).tile_n
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,8 @@ def attn_bwd(
     if not len(q):
         return empty(q.shape, q.dtype), cupy.zeros(k.shape, kv_grad_dtype), cupy.zeros(v.shape, kv_grad_dtype)
     gpu, chosen = _gpu(cupy.cuda.runtime.getDevice()), TILES[q.shape[2], v.shape[2]]
-    backward = _BackwardSm90 if gpu.sm90 and chosen.backward_sm90 else _BackwardPortable
+    sm90 = gpu.sm90 and (chosen.backward_sm90.has_order or not deterministic)
+    backward = _BackwardSm90 if sm90 else _BackwardPortable
     dkv_dtype = np.dtype(kv_grad_dtype)
     key = ("backward", *_layout(q, k, v), dkv_dtype, deterministic)
     return plan.once(key, lambda: backward(gpu, chosen, q, k, v, plan, dkv_dtype, deterministic))(
@@ -216,7 +217,6 @@ class _BackwardSm90:
     def __init__(self, gpu: _Gpu, chosen: Tiles, q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any],
                  deterministic: bool) -> None:
         sm90, dtype, num_tiles = chosen.backward_sm90, q.dtype.name, len(plan.arrays.key_tiles)
-        assert sm90 is not None
         (num_rows, num_heads, head_dim), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows = num_heads // num_kv_heads, _stats_rows(num_rows)
         split = 1 if deterministic else _split(gpu, plan, num_tiles, num_heads, num_kv_heads)
@@ -234,8 +234,9 @@ class _BackwardSm90:
             order, last_parts = plan.once("rising", lambda: cupy.arange(num_tiles, dtype=np.int32)), parts
         kernel = chosen.backward_sm90_kernel(dtype, "float32" if dkv_size else dtype, deterministic)
         self.main = _Launch(
-            jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * parts),), sm90.threads,
-            (self.dq_sum, turns, stats, plan.key_ranges, plan.query_ranges, order, cupy.zeros(1, np.int32),
+            jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * parts),), 512,
+            (self.dq_sum, *((turns, stats, plan.key_ranges) if sm90.has_order else (stats,)), plan.query_ranges, order,
+             cupy.zeros(1, np.int32),
              *map(np.int32, (num_rows, num_keys, stats_rows, num_tiles, parts, last_parts, group // split, group))))
         self.boxes = sm90.tile_m, sm90.tile_n, sm90.tile_n, sm90.tile_m
         self.round_dq = _Launch(jit.kernel(*chosen.round_sm90_kernel(dtype)), (stats_rows // 64, num_heads), 128,

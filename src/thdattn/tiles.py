@@ -79,23 +79,48 @@ class BackwardSm90:
     stages: int
 
     tile_n = 128
-    threads = 512
+    has_order = True
+
+    def kernel(self, head_dim: int, v_head_dim: int, ordered: bool) -> tuple[str, tuple[str | int, ...], int]:
+        """(name, constants in it beside types and head dims, bytes of its tiles in shared memory)."""
+        rows = self.tile_n + self.stages * self.tile_m
+        inputs = slabs(rows, head_dim) + slabs(rows, v_head_dim)
+        dscore, stats = self.stages * slabs(self.tile_n, self.tile_m), 8 * self.stages * self.tile_m
+        pieces = 2 * 4 * 64 * (head_dim if head_dim % 64 else 64)
+        return "thd_attn_bwd_sm90", (self.tile_m, self.stages, str(ordered).lower()), inputs + dscore + pieces + stats
+
+
+@dataclass(frozen=True)
+class BackwardWideSm90:
+    """thd_attn_bwd_wide_sm90: 64 keys per thread block, 64 query rows at a time, dq summed in any order.
+
+    q_stages tiles of queries and dout_stages tiles of their gradients are loaded ahead.
+    """
+
+    q_stages: int
+    dout_stages: int
+
+    tile_m = tile_n = 64
+    has_order = False
+
+    def kernel(self, head_dim: int, v_head_dim: int, ordered: bool) -> tuple[str, tuple[str | int, ...], int]:
+        """(name, constants in it beside types and head dims, bytes of its tiles in shared memory)."""
+        assert not ordered
+        inputs = slabs(64 * (1 + self.q_stages), head_dim) + slabs(64 * (1 + self.dout_stages), v_head_dim)
+        stats = 4 * 64 * (self.q_stages + self.dout_stages)
+        return "thd_attn_bwd_wide_sm90", (self.q_stages, self.dout_stages), inputs + 2 * slabs(64, 64) + stats
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """All tile sizes of one head dim.
-
-    `backward` is a choice: the first that fits the GPU's shared memory. backward_sm90: None where the sums of dk and dv
-    do not fit the registers of a warpgroup; then Hopper runs `backward`.
-    """
+    """All tile sizes of one head dim. `backward` is a choice: the first that fits the GPU's shared memory."""
 
     head_dim: int
     v_head_dim: int
     forward: Forward
     forward_sm90: ForwardSm90
     backward: tuple[Backward, ...]
-    backward_sm90: BackwardSm90 | None
+    backward_sm90: BackwardSm90 | BackwardWideSm90
     dq_tile_n: int
     dq_warps: int
 
@@ -120,16 +145,11 @@ class Tiles:
         return self._name("thd_attn_round_sm90", ELEMENT_TYPES[dtype], self.head_dim), 0
 
     def backward_sm90_kernel(self, dtype: str, grad_dtype: str, ordered: bool) -> tuple[str, int]:
-        """(name, bytes of shared memory) of thd_attn_bwd_sm90; grad_dtype is that of dk and dv."""
-        b = self.backward_sm90
-        assert b is not None
-        name = self._name("thd_attn_bwd_sm90", ELEMENT_TYPES[dtype], ELEMENT_TYPES[grad_dtype], self.head_dim,
-                          self.v_head_dim, b.tile_m, b.stages, str(ordered).lower())
-        rows = b.tile_n + b.stages * b.tile_m
-        inputs = slabs(rows, self.head_dim) + slabs(rows, self.v_head_dim)
-        dscore, stats = b.stages * slabs(b.tile_n, b.tile_m), 8 * b.stages * b.tile_m
-        pieces = 2 * 4 * 64 * (self.head_dim if self.head_dim % 64 else 64)
-        return name, inputs + dscore + pieces + stats + SM90_EXTRA_BYTES
+        """(name, bytes of shared memory) of the Hopper backward; grad_dtype is that of dk and dv."""
+        kernel, constants, tile_bytes = self.backward_sm90.kernel(self.head_dim, self.v_head_dim, ordered)
+        name = self._name(kernel, ELEMENT_TYPES[dtype], ELEMENT_TYPES[grad_dtype], self.head_dim, self.v_head_dim,
+                          *constants)
+        return name, tile_bytes + SM90_EXTRA_BYTES
 
     def round_kernel(self, dtype: str) -> tuple[str, int]:
         """(name, no shared memory) of thd_attn_round."""
@@ -176,14 +196,17 @@ class Tiles:
         ]
 
     def kernels_sm90(self) -> list[tuple[str, int]]:
-        """Every Hopper kernel of this head dim; without a backward there, the portable one runs."""
-        kernels = [self.forward_sm90_kernel(dtype) for dtype in ("float16", "bfloat16")]
-        if self.backward_sm90:
-            for dtype in ("float16", "bfloat16"):
-                kernels.append(self.round_sm90_kernel(dtype))
-                kernels += [self.backward_sm90_kernel(dtype, grad, ordered)
-                            for grad in (dtype, "float32") for ordered in (False, True)]
-        return kernels
+        """Every Hopper kernel of this head dim."""
+        orders = (False, True) if self.backward_sm90.has_order else (False,)
+        return [
+            kernel
+            for dtype in ("float16", "bfloat16")
+            for kernel in (
+                self.forward_sm90_kernel(dtype),
+                self.round_sm90_kernel(dtype),
+                *(self.backward_sm90_kernel(dtype, grad, ordered) for grad in (dtype, "float32") for ordered in orders),
+            )
+        ]
 
     @property
     def _pair(self) -> int:
@@ -205,11 +228,11 @@ TILES = {
         Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 2, 2),
               (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), BackwardSm90(64, 2), 16, 8),
         Tiles(192, 128, Forward(64, 4, 1), ForwardSm90(128, 2, 1, 2),
-              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), None, 16, 4),
+              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardWideSm90(3, 2), 16, 4),
         Tiles(192, 192, Forward(64, 4, 1), ForwardSm90(112, 2, 1, 2),
-              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), None, 16, 4),
+              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardWideSm90(3, 2), 16, 4),
         Tiles(256, 256, Forward(32, 4, 1), ForwardSm90(80, 2, 1, 2),
-              (Backward(32, 64, 2, 2), Backward(32, 32, 2, 1)), None, 16, 4),
+              (Backward(32, 64, 2, 2), Backward(32, 32, 2, 1)), BackwardWideSm90(2, 2), 16, 4),
     )
 }
 
