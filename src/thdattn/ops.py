@@ -26,7 +26,7 @@ device = "cuda"
 dtypes = ("float16", "bfloat16")
 head_dims = tuple(TILES)
 
-LONG = 1024  # local queries in sight of an average key, from which on the backward splits groups of heads
+LONG = 1024  # local queries in sight of an average key, beyond which the backward goes about its work differently
 
 Array = Any  # cupy.ndarray, whose hints are partial
 
@@ -230,7 +230,9 @@ class _BackwardSm90:
 
         parts = num_kv_heads * split
         order, last_parts = plan.arrays.key_tiles, _last_heads(gpu, parts, num_tiles)
-        if deterministic:  # a block that waits must find those it waits for at work
+        if deterministic or 0 < _queries_in_sight(plan) <= 2 * LONG:
+            # All heads of one tile after another: the heads of a row lie side by side in memory, and a block that waits
+            # for its turn finds those it waits for at work. Long sequences would not fit the L2 cache for all heads.
             order, last_parts = plan.once("rising", lambda: cupy.arange(num_tiles, dtype=np.int32)), parts
         kernel = chosen.backward_sm90_kernel(dtype, "float32" if dkv_size else dtype, deterministic)
         self.main = _Launch(
@@ -323,8 +325,12 @@ def _split(gpu: _Gpu, plan: Plan, num_tiles: int, num_heads: int, num_kv_heads: 
     work at the same time share the queries of few heads in the L2 cache where sequences are long.
     """
     few_items = num_tiles * num_kv_heads < 3 * gpu.multiprocessors
-    long_sequences = not plan.batch.on_device and plan.visible_pairs > LONG * plan.cp_size * plan.key_rows
-    return num_heads // num_kv_heads if few_items or long_sequences else 1
+    return num_heads // num_kv_heads if few_items or _queries_in_sight(plan) > LONG else 1
+
+
+def _queries_in_sight(plan: Plan) -> float:
+    """Local queries that see an average key; 0 where only the GPU knows."""
+    return 0 if plan.batch.on_device else plan.visible_pairs / (plan.cp_size * plan.key_rows)
 
 
 def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
