@@ -14,6 +14,7 @@ import cupy
 
 Call = Callable[[], object]
 GROUP_MS = 40.0  # GPU time of a group of calls, aimed at
+REST = 0.1  # seconds before a group: a GPU at its power limit runs slower for a while, whoever brought it there
 MAX_CALLS = 50
 
 
@@ -51,7 +52,7 @@ def replayed(replay: Call, calls: int) -> list[float]:
 def interleaved(
     groups: Mapping[str, Callable[[], list[float]]], rounds: int, guard: Callable[[str], AbstractContextManager[object]]
 ) -> dict[str, float]:
-    """Medians of groups that take turns, so that a GPU that slows down does so for everyone.
+    """Medians of groups that take turns, each on a rested GPU, so that none pays for what ran before it.
 
     Args:
         groups: name -> what times one group of calls.
@@ -61,6 +62,7 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in groups}
     for _ in range(rounds):
         for name, group in groups.items():
+            time.sleep(REST)
             with guard(name):
                 samples[name] += group()
     return {name: median(times) for name, times in samples.items() if times}

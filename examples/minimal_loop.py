@@ -7,65 +7,48 @@
 Attention between two weight matrices learns to give every token the mean of its document so far.
 """
 
-from __future__ import annotations
-
 import importlib
-import os
 import sys
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; NumPy reads this once, when it is imported
 
 import numpy as np
 
 import thdattn
 
 LENGTHS = (700, 30, 251, 1, 64)  # tokens of every document
-WIDTH, HEADS, KV_HEADS, HEAD_DIM = 32, 4, 2, 64
-STEPS, LEARNING_RATE = 20, 2.0
+WIDTH, HEADS, KV_HEADS, HEAD_DIM, STEPS, LEARNING_RATE = 32, 4, 2, 64, 20, 2.0
 
 
 def train(comm: thdattn.comm.Comm) -> list[float]:
     """One rank's whole program; every rank runs it. Returns the loss of every step."""
-    # Pack: the same documents on every rank, in one buffer; every length is padded to a multiple of 2 * ranks.
-    batch = thdattn.PackedBatch.from_lengths(LENGTHS, multiple=2 * comm.size)
+    batch = thdattn.PackedBatch.from_lengths(LENGTHS, multiple=2 * comm.size)  # the same on every rank
     rng = np.random.default_rng(0)
     documents = [rng.standard_normal((n, WIDTH), np.float32) for n in LENGTHS]
     means = [x.cumsum(axis=0) / np.arange(1, len(x) + 1, dtype=np.float32)[:, None] for x in documents]
-
     attn = thdattn.CPAttention(comm, HEADS, HEAD_DIM, KV_HEADS)
-    plan = attn.plan(batch)  # once per batch: every layer, forward and backward, uses it
+    plan = attn.plan(batch)  # once per batch, for every layer; plan.positions are for position embeddings
     xp = importlib.import_module("cupy" if attn.engine == "cuda" else "numpy")
-
-    # Shard: this rank's rows. A model with position embeddings takes them from plan.positions.
     x, wanted = (xp.asarray(plan.sharding.shard(batch.pack(rows), comm.rank)) for rows in (documents, means))
     w_in = xp.asarray(rng.standard_normal((WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM), np.float32) * WIDTH**-0.5)
     w_out = xp.asarray(rng.standard_normal((HEADS * HEAD_DIM, WIDTH), np.float32) * (HEADS * HEAD_DIM) ** -0.5)
-
     losses = []
-    for step in range(1, STEPS + 1):
-        # Forward: each rank computes its own rows; attention sees the keys of all ranks.
+    for _ in range(STEPS):
         qkv = (x @ w_in).reshape(-1, HEADS + 2 * KV_HEADS, HEAD_DIM).astype(attn.dtype)
         q, k, v = xp.split(qkv, [HEADS, HEADS + KV_HEADS], axis=1)
-        out, saved = attn.forward(q, k, v, plan)
+        out, saved = attn.forward(q, k, v, plan)  # sees the keys of all ranks
         features = out.reshape(-1, HEADS * HEAD_DIM).astype(np.float32)
         error = xp.where(plan.valid[:, None], features @ w_out - wanted, 0)  # padding is no target
         loss = xp.asarray((error**2).sum() / (batch.total_tokens * WIDTH))  # this rank's share
-
-        # Backward: the same in reverse.
         derror = error * (2 / (batch.total_tokens * WIDTH))
         dw_out = features.T @ derror
         dout = (derror @ w_out.T).reshape(-1, HEADS, HEAD_DIM).astype(attn.dtype)
-        dqkv = xp.concatenate(attn.backward(dout, saved), axis=1)  # dq, dk, dv
-        dw_in = x.T @ dqkv.reshape(len(x), -1).astype(np.float32)
-
-        # Step: every rank has all weights, so it needs the gradients of all ranks' rows.
-        for share in (loss, dw_in, dw_out):
+        dqkv = xp.concatenate(attn.backward(dout, saved), axis=1).reshape(len(x), -1)
+        dw_in = x.T @ dqkv.astype(np.float32)
+        for share in (loss, dw_in, dw_out):  # every rank has all weights, and needs the gradients of all rows
             comm.all_reduce(share, "sum")
-        w_in -= LEARNING_RATE * dw_in
-        w_out -= LEARNING_RATE * dw_out
+        w_in, w_out = w_in - LEARNING_RATE * dw_in, w_out - LEARNING_RATE * dw_out
         losses.append(float(loss))
         if comm.rank == 0:
-            print(f"step {step:2}   loss {losses[-1]:.4f}")
+            print(f"step {len(losses):2}   loss {losses[-1]:.4f}")
     return losses
 
 

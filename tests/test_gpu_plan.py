@@ -80,3 +80,22 @@ def test_valid_rows_are_known_on_the_gpu(cupy, name):
         valid = attention.plan(lengths).valid
         assert isinstance(valid, cupy.ndarray) and valid.dtype == bool
         np.testing.assert_array_equal(valid.get(), reference.plan(batch).valid)
+
+
+@pytest.mark.parametrize("tile_m", [64, 128])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_query_tiles_alone_with_a_tile_of_keys(cupy, case, tile_m):
+    from thdattn import ops
+
+    for cp_size in case.cp_sizes:
+        batch = case.batch(cp_size)
+
+        def alone(comm, case=case, batch=batch):
+            plan = thdattn.CPAttention(comm, 1, 64, window=case.window, causal=case.causal).plan(batch, case.sharding)
+            return ops._alone(plan, tile_m).get(), plan.key_ranges.get(), plan.tiles[1]
+
+        for found, ranges, tile_n in thdattn.comm.run_local(cp_size, alone):
+            for tile, number in enumerate(found):
+                rows = ranges[tile * tile_m :][:tile_m]
+                in_sight = {key // tile_n for begin, end in rows for key in range(begin, end)}
+                assert number == (1 + in_sight.pop() if len(in_sight) == 1 else 0)

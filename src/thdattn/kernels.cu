@@ -770,3 +770,19 @@ __global__ void thd_plan_tile_order(int* __restrict__ order, const int* __restri
   before = __reduce_add_sync(0xffffffffu, before);
   if (threadIdx.x % kWarp == 0) order[before] = t;
 }
+
+// alone (tiles of tile_m query rows): 1 + the tile of tile_n keys where all keys in sight of their rows lie; 0 for none or many.
+// One warp a tile.
+__global__ void thd_plan_alone(int* __restrict__ alone, const int2* __restrict__ key_ranges, int num_rows, int tile_m,
+                               int tile_n, int num_tiles) {
+  const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
+  if (t >= num_tiles) return;
+  int begin = kNone, end = 0;
+  for (int i = threadIdx.x % kWarp; i < tile_m; i += kWarp) {
+    const int2 range = range_of(key_ranges, t * tile_m + i, num_rows);
+    if (!is_empty(range)) begin = min(begin, range.x), end = max(end, range.y);
+  }
+  begin = __reduce_min_sync(0xffffffffu, begin);
+  end = __reduce_max_sync(0xffffffffu, end);
+  if (threadIdx.x % kWarp == 0) alone[t] = end > 0 && begin / tile_n == (end - 1) / tile_n ? 1 + begin / tile_n : 0;
+}

@@ -1,18 +1,20 @@
-// The Hopper backward (sm_90a): the contract of thd_attn_bwd, with TMA, mbarriers and wgmma, for head dims whose sums of
-// dk and dv fit the registers of one warpgroup.
+// The Hopper backward (sm_90a): the contract of thd_attn_bwd, with TMA, mbarriers and wgmma; first for head dims whose sums
+// of dk and dv fit the registers of one warpgroup, below for wider heads. kernels_sm90.cuh comes first.
 //
 // One persistent thread block per multiprocessor owns a tile of 128 key rows of one kv head at a time. Of its first
 // warpgroup one warp produces: it walks the query tiles in sight; another sends sums of dq away. Two warpgroups, the key
 // side, own 64 keys each: they compute scores transposed, so that probabilities and score gradients are the register
 // operands of dv and dk. The last, the query side, multiplies the score gradients, which it gets through shared memory,
-// with the keys: dq. kernels_sm90.cuh comes first.
+// with the keys: dq.
 
 // What the producer tells of a query tile.
 struct Step { int row, head, tile; u32 flags; };      // flags: kLast, and those of a KeyTile, and:
 constexpr u32 kFirst = 1u << 30;                      // first of a tile of keys
 constexpr u32 kNothing = 1u << 29;                    // no query sees the tile of keys
 constexpr u32 kEnd = 1u << 28;                        // no more work
+constexpr u32 kAlone = 1u << 27;                      // the query tile sees no other tile of keys
 
+// dq comes from one tile of keys, and is stored by it, or from many, which add to dq_sum.
 // dq_sum, fp32, is a sequence of pieces, 64 query rows by as many columns as divide the head dim and leave the key side its
 // registers; a piece is stored as the accumulators of a warpgroup: float4 n of every thread after float4 n - 1 of all.
 template <int kHeadDim> constexpr int kPieceCols = kHeadDim % 64 ? kHeadDim : 64;
@@ -58,12 +60,52 @@ __device__ __forceinline__ int draw_work(int* counter, int draws) {
   return work;
 }
 
+// The queries between the first and the last that a tile of keys sees, [first, end), one warp; kNone: no queries. For each
+// group of 64 keys, lanes keep one bound each, so that a vote compares a tile of queries with all of them.
+template <int kGroups, int kTileM>
+struct QuerySight {
+  int first, end, bound;
+
+  __device__ __forceinline__ QuerySight(const int2* query_ranges, int first_key, int k_rows) : first(kNone), end(0), bound(0) {
+    const int lane = threadIdx.x % kWarp;
+    #pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      int bounds[4] = {0, kNone, 0, kNone};           // of those who see any: end, begin; begin and end of what all see
+      #pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int2 r = range_of(query_ranges, first_key + group * 64 + i * kWarp + lane, k_rows);
+        if (!is_empty(r)) bounds[0] = max(bounds[0], r.y), bounds[1] = min(bounds[1], r.x);
+        bounds[2] = max(bounds[2], r.x), bounds[3] = min(bounds[3], r.y);    // padding too: no lse bounds its scores
+      }
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int all = i % 2 ? __reduce_min_sync(0xffffffffu, bounds[i]) : __reduce_max_sync(0xffffffffu, bounds[i]);
+        if (lane == group * 4 + i) bound = all;
+        if (i == 0) end = max(end, all);
+        if (i == 1) first = min(first, all);
+      }
+    }
+  }
+  // kSees and kMasked of the groups for the tile of queries from `row` on.
+  __device__ __forceinline__ u32 flags(int row) const {
+    const bool odd = threadIdx.x % 2;
+    const u32 votes = __ballot_sync(0xffffffffu, odd ? row + kTileM > bound : row < bound);
+    u32 flags = 0;
+    #pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      if ((votes >> group * 4 & 3) == 3) flags |= kSees << 2 * group;
+      if (votes >> group * 4 & 12) flags |= kMasked << 2 * group;
+    }
+    return flags;
+  }
+};
+
 // The producer, one warp: for every tile of keys of this block, and every query head of a part, the query tiles in sight.
 // Rising; or kFalling, so that under a causal mask all tiles of keys begin together and need not wait for each other's turn.
 template <bool kFalling, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void produce_backward(
     BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
-    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges,
+    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges, const int* alone,
     const int* tile_order, int* counter, BackwardSize size) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   constexpr int kTileN = Shared::kTileN;
@@ -75,36 +117,19 @@ __device__ __forceinline__ void produce_backward(
   for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
     const int next_work = draw();                      // early, for its latency
     const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.last_parts);
-    // Ranges are read again and again from the cache: there are no registers to keep them.
-    auto range = [&](int i) { return range_of(query_ranges, item.tile * kTileN + i * kWarp + lane, size.k_rows); };
-    auto next_in_sight = [&](int row) {
-      int nearest = kNone;
-      #pragma unroll 1
-      for (int i = 0; i < kTileN / kWarp; ++i) {
-        const int2 r = range(i);
-        const int begin = kFalling ? r.x : max(r.x, row + kTileM), end = kFalling ? min(r.y, row) : r.y;
-        if (begin < end) nearest = min(nearest, kFalling ? -end : begin);
-      }
-      nearest = __reduce_min_sync(0xffffffffu, nearest);
-      return nearest == kNone ? kNone : (kFalling ? -nearest - 1 : nearest) / kTileM * kTileM;
-    };
-    constexpr int kBefore = kFalling ? kNone : -kTileM;
-    int row = next_in_sight(kBefore), head = item.head * size.heads;
+    const QuerySight<2, kTileM> sight(query_ranges, item.tile * kTileN, size.k_rows);
+    const int first = (kFalling ? sight.end - 1 : sight.first) / kTileM * kTileM;
+    int row = sight.first == kNone ? kNone : first, head = item.head * size.heads;
     u32 flags = row == kNone ? kNothing | kLast : kFirst;
     do {
       const int this_head = head;
       int next = kNone;
       if (row != kNone) {
-        #pragma unroll 1
-        for (int i = 0; i < kTileN / kWarp; ++i) {
-          const int2 r = range(i);
-          const bool hides = r.x > row || r.y < row + kTileM;      // padding too: no lse bounds its scores
-          if (__any_sync(0xffffffffu, touches(r, row, kTileM))) flags |= kSees << i / 2 * 2;
-          if (__any_sync(0xffffffffu, hides)) flags |= kMasked << i / 2 * 2;
-        }
-        next = next_in_sight(row);
-        if (next == kNone && ++head < (item.head + 1) * size.heads) next = next_in_sight(kBefore);
-        if (next == kNone) flags |= kLast;
+        flags |= sight.flags(row);
+        if (alone[row / kTileM] == 1 + item.tile) flags |= kAlone;
+        if (kFalling ? row > sight.first : row + kTileM < sight.end) next = row + (kFalling ? -kTileM : kTileM);
+        else if (++head < (item.head + 1) * size.heads) next = first;
+        else flags |= kLast;
       }
       u64* const full = &shared.full[ring.stage];
       barrier_wait(&shared.empty[ring.stage], ring.parity);
@@ -144,9 +169,21 @@ __device__ __forceinline__ void produce_backward(
   }
 }
 
+// Stores a piece of dq (q_rows, num_heads, kHeadDim), one warpgroup: 64 rows from `row` on, the columns from first_col on.
+template <int kHeadDim, typename T, int kBlocks>
+__device__ __forceinline__ void store_dq(T* dq, const float (&sum)[kBlocks][4], float scale, int row, int head, int first_col,
+                                         BackwardSize size) {
+  row += me().warp * 16 + me().lane / 4;
+  const int pitch = size.parts * size.heads * kHeadDim;
+  T* const out = dq + (size_t)row * pitch + head * kHeadDim + first_col;
+  store_row<0>(out, sum, scale, row < size.q_rows);
+  store_row<1>(out + 8 * pitch, sum, scale, row + 8 < size.q_rows);
+}
+
 // The query side, one warpgroup: dq = dS k, piece by piece.
 template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
-__device__ __forceinline__ void serve_queries(BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared) {
+__device__ __forceinline__ void serve_queries(
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, T* dq, BackwardSize size, float softmax_scale) {
   constexpr int kTileN = 128, kCols = kPieceCols<kHeadDim>, kAll = kTileM / 64 * kPieces<kHeadDim>;
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   Ring<kStages> ring = {0, 0};
@@ -173,6 +210,11 @@ __device__ __forceinline__ void serve_queries(BackwardShared<kHeadDim, kVHeadDim
       wgmma_commit();
       wgmma_wait<0>(sum);
       if (piece == kAll - 1 && flags & kLast) arrive(&shared.kv_empty);
+      if (flags & kAlone) {
+        const Step& step = shared.ds_step[ring.stage];
+        store_dq<kHeadDim>(dq, sum, softmax_scale, step.row + m * 64, step.head, first_col, size);
+        continue;
+      }
 
       barrier_wait(&shared.dq_empty[pieces.stage], pieces.parity);
       float4* const staging = (float4*)shared.dq[pieces.stage] + threadIdx.x % 128;
@@ -191,7 +233,7 @@ __device__ __forceinline__ void serve_queries(BackwardShared<kHeadDim, kVHeadDim
 }
 
 // One warp has the copy engine add the pieces of dq to global memory: in any order, or (kOrdered) every tile of queries gets
-// its sums from tiles of keys in rising order, for the same bits on every run.
+// its sums from the tiles of keys in its sight in rising order, for the same bits on every run; from others it gets zeros.
 // turns (num_heads, stats_rows / 64): the tile of keys whose turn it is; zero at first, which is no news for anyone.
 template <bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void add_queries(
@@ -201,26 +243,30 @@ __device__ __forceinline__ void add_queries(
   const int lane = threadIdx.x % kWarp;
   Ring<2> pieces = {0, 0};
   while (true) {
-    Step step;
-    int* turn;
+    int* turn = nullptr;                               // nullptr: these sums are zeros, in no need of an order
+    int next = kNone;
     for (int piece = 0; piece < kAll; ++piece) {
       barrier_wait(&shared.dq_full[pieces.stage], pieces.parity);
-      step = shared.dq_step[pieces.stage];
+      const Step step = shared.dq_step[pieces.stage];
       if (step.flags & kEnd) return;
       const size_t block = (size_t)step.head * (size.stats_rows / 64) + step.row / 64;
-      turn = turns + block;
-      auto is_my_turn = [&] {
-        int now;
-        asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-        return __shfl_sync(0xffffffffu, now, 0) == step.tile;
-      };
-      if (kOrdered && piece == 0 && !is_my_turn()) {
+      if (kOrdered && piece == 0) {
         int first = kNone;
+        bool sees = false;
+        #pragma unroll 1
         for (int i = lane; i < kTileM; i += kWarp) {
           const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
           if (!is_empty(range)) first = min(first, range.x / kTileN);
+          if (range.y > (step.tile + 1) * kTileN) next = min(next, max(range.x / kTileN, step.tile + 1));
+          sees |= touches(range, step.tile * kTileN, kTileN);
         }
-        if (__reduce_min_sync(0xffffffffu, first) < step.tile) while (!is_my_turn());
+        next = __reduce_min_sync(0xffffffffu, next);
+        if (__any_sync(0xffffffffu, sees)) turn = turns + block;
+        if (turn && __reduce_min_sync(0xffffffffu, first) < step.tile) {
+          int now;
+          do asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+          while (__shfl_sync(0xffffffffu, now, 0) != step.tile);
+        }
       }
       if (lane == 0) {
         float* const target = dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim>;
@@ -232,28 +278,20 @@ __device__ __forceinline__ void add_queries(
       __syncwarp();
       pieces.advance();
     }
-    if (kOrdered) {
-      int next = kNone;
-      for (int i = lane; i < kTileM; i += kWarp) {
-        const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
-        if (range.y > (step.tile + 1) * kTileN) next = min(next, max(range.x / kTileN, step.tile + 1));
-      }
-      next = __reduce_min_sync(0xffffffffu, next);
-      if (lane == 0) {
-        add_wait();
-        asm volatile("st.relaxed.gpu.s32 [%0], %1;" :: "l"(turn), "r"(next) : "memory");
-      }
+    if (kOrdered && turn && lane == 0) {
+      add_wait();
+      asm volatile("st.relaxed.gpu.s32 [%0], %1;" :: "l"(turn), "r"(next) : "memory");
     }
   }
 }
 
-// dq (q_rows, num_heads, kHeadDim) = dq_sum * scale, rounded. Launch: grid (stats_rows / 64, num_heads), block 128.
-template <typename T, int kHeadDim>
+// dq (q_rows, num_heads, kHeadDim) = dq_sum * scale, rounded, where it comes from many tiles of keys.
+// alone: of tiles of kTileM query rows. Launch: grid (stats_rows / 64, num_heads), block 128. Bound by memory.
+template <typename T, int kHeadDim, int kTileM>
 __global__ void __launch_bounds__(128) thd_attn_round_sm90(T* __restrict__ dq, const float4* __restrict__ dq_sum, float scale,
-                                                           int q_rows) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int row = blockIdx.x * 64 + warp * 16 + lane / 4, pitch = gridDim.y * kHeadDim;
-  T* const out = dq + (size_t)row * pitch + blockIdx.y * kHeadDim;
+                                                           const int* __restrict__ alone, BackwardSize size) {
+  const int row = blockIdx.x * 64;
+  if (alone[row / kTileM]) return;
   #pragma unroll
   for (int piece = 0; piece < kPieces<kHeadDim>; ++piece) {
     const size_t block = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
@@ -264,8 +302,7 @@ __global__ void __launch_bounds__(128) thd_attn_round_sm90(T* __restrict__ dq, c
       const float4 x = in[n * 128];
       sum[n][0] = x.x, sum[n][1] = x.y, sum[n][2] = x.z, sum[n][3] = x.w;
     }
-    store_row<0>(out + piece * kPieceCols<kHeadDim>, sum, scale, row < q_rows);
-    store_row<1>(out + piece * kPieceCols<kHeadDim> + 8 * pitch, sum, scale, row + 8 < q_rows);
+    store_dq<kHeadDim>(dq, sum, scale, row, blockIdx.y, piece * kPieceCols<kHeadDim>, size);
   }
 }
 
@@ -357,7 +394,7 @@ __device__ __forceinline__ void serve_keys(
       while (true) {
         // Probabilities from the saved lse, transposed, and dv += P^T dout.
         const auto [group, warp, lane] = me();
-    const int side = group - 1;
+        const int side = group - 1;
         const float* const lse_log2 = shared.lse_log2[ring.stage] + lane % 4 * 2;
         #pragma unroll
         for (int n = 0; n < kBlocks; ++n) {
@@ -439,8 +476,8 @@ __device__ __forceinline__ void serve_keys(
 }
 
 // The contract of thd_attn_bwd, except that padding rows of q, k, v, dout must hold finite numbers, that stats_rows is a
-// multiple of kTileM, that dq_sum (num_heads, stats_rows / 64, pieces) is in the order of thd_attn_round_sm90, and that fp32 dk
-// and dv are added to what is there.
+// multiple of kTileM, that fp32 dk and dv are added to what is there, and that thd_attn_round_sm90 finishes dq:
+// dq_sum (num_heads, stats_rows / 64, pieces), zero, is for its tiles of kTileM rows that are not alone.
 // kOrdered: the same bits on every run; then parts are whole groups, tile_order is rising, and no block waits for one with
 // later work. turns (num_heads, stats_rows / 64): zero. Maps of boxes of kTileM rows of q, dout and 128 rows of k, v; counter:
 // one int, zero, and zero again afterwards.
@@ -448,15 +485,13 @@ __device__ __forceinline__ void serve_keys(
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages, bool kOrdered>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Grad* __restrict__ dk,
-    Grad* __restrict__ dv, float softmax_scale, float* __restrict__ dq_sum,
-    int* __restrict__ turns, const float* __restrict__ stats, const int2* __restrict__ key_ranges,
-    const int2* __restrict__ query_ranges, const int* __restrict__ tile_order, int* __restrict__ counter, int q_rows,
-    int k_rows, int stats_rows, int num_tiles, int parts, int last_parts, int heads, int group) {
+    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, T* __restrict__ dq,
+    Grad* __restrict__ dk, Grad* __restrict__ dv, float softmax_scale, float* __restrict__ dq_sum, int* __restrict__ turns,
+    const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
+    const int* __restrict__ alone, const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   extern __shared__ unsigned char shared_bytes[];
   Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
-  const BackwardSize size = {q_rows, k_rows, stats_rows, num_tiles, parts, last_parts, heads, group};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
@@ -464,12 +499,12 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
   if (warpgroup == 0) {
     registers_give<32>();
     if (threadIdx.x < kWarp)
-      produce_backward<kOrdered>(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, tile_order, counter, size);
+      produce_backward<kOrdered>(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, alone, tile_order, counter, size);
     else if (threadIdx.x < 2 * kWarp)
       add_queries<kOrdered>(shared, dq_sum, key_ranges, turns, size);
   } else if (warpgroup == 3) {
     registers_give<kQueryRegisters>();
-    serve_queries<T>(shared);
+    serve_queries<T>(shared, dq, size, softmax_scale);
   } else {
     registers_take<kKeyRegisters>();
     serve_keys<T>(shared, dk, dv, query_ranges, size, softmax_scale);
@@ -550,7 +585,7 @@ template <typename T, int kDim> struct ScoreRows<T, kDim, true> {
 template <int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void produce_wide(
     WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
-    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges,
+    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges, const int* alone,
     const int* tile_order, int* counter, BackwardSize size) {
   using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>;
   const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.parts;
@@ -562,32 +597,19 @@ __device__ __forceinline__ void produce_wide(
   for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
     const int next_work = draw();                      // early, for its latency
     const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.last_parts);
-    // Ranges are read again and again from the cache: there are no registers to keep them.
-    auto range = [&](int i) { return range_of(query_ranges, item.tile * kWideTile + i * kWarp + lane, size.k_rows); };
-    auto first_in_sight = [&](int from) {
-      int first = kNone;
-      #pragma unroll 1
-      for (int i = 0; i < kWideTile / kWarp; ++i) {
-        const int2 r = range(i);
-        first = min(first, max(r.x, from) < r.y ? max(r.x, from) : kNone);
-      }
-      first = __reduce_min_sync(0xffffffffu, first);
-      return first == kNone ? kNone : first / kWideTile * kWideTile;
-    };
-    int row = first_in_sight(0), head = item.head * size.heads;
+    const QuerySight<1, kWideTile> sight(query_ranges, item.tile * kWideTile, size.k_rows);
+    const int first = sight.first / kWideTile * kWideTile;
+    int row = sight.first == kNone ? kNone : first, head = item.head * size.heads;
     u32 flags = row == kNone ? kNothing | kLast : kFirst;
     do {
       const int this_head = head;
       int next = kNone;
       if (row != kNone) {
-        #pragma unroll 1
-        for (int i = 0; i < kWideTile / kWarp; ++i) {
-          const int2 r = range(i);
-          if (__any_sync(0xffffffffu, r.x > row || r.y < row + kWideTile)) flags |= kMasked;
-        }
-        next = first_in_sight(row + kWideTile);
-        if (next == kNone && ++head < (item.head + 1) * size.heads) next = first_in_sight(0);
-        if (next == kNone) flags |= kLast;
+        flags |= sight.flags(row);
+        if (alone[row / kWideTile] == 1 + item.tile) flags |= kAlone;
+        if (row + kWideTile < sight.end) next = row + kWideTile;
+        else if (++head < (item.head + 1) * size.heads) next = first;
+        else flags |= kLast;
       }
       barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
       if (lane == 0) {
@@ -646,7 +668,7 @@ __device__ __forceinline__ void add_quad(float* dst, const float (&x)[4]) {
 // The query role: dq = dS k, a piece at a time.
 template <typename T, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void serve_wide_queries(
-    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, float* dq_sum, BackwardSize size) {
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, T* dq, float* dq_sum, BackwardSize size, float softmax_scale) {
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   Ring<kSlots> ring = {0, 0};
 
@@ -667,6 +689,10 @@ __device__ __forceinline__ void serve_wide_queries(
         Wgmma<T, kSlab>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
       wgmma_commit();
       wgmma_wait<0>(sum);
+      if (step.flags & kAlone) {
+        store_dq<kHeadDim>(dq, sum, softmax_scale, step.row, step.head, piece * kSlab, size);
+        continue;
+      }
       float* const dst = dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim> + threadIdx.x % 128 * 4;
       #pragma unroll
       for (int n = 0; n < kSlab / 8; ++n) add_quad(dst + n * 512, sum[n]);
@@ -912,21 +938,20 @@ __device__ __forceinline__ void serve_wide_values(
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Grad* __restrict__ dk,
-    Grad* __restrict__ dv, float softmax_scale, float* __restrict__ dq_sum, const float* __restrict__ stats,
-    const int2* __restrict__ query_ranges, const int* __restrict__ tile_order, int* __restrict__ counter, int q_rows,
-    int k_rows, int stats_rows, int num_tiles, int parts, int last_parts, int heads, int group) {
+    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, T* __restrict__ dq,
+    Grad* __restrict__ dk, Grad* __restrict__ dv, float softmax_scale, float* __restrict__ dq_sum,
+    const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ alone,
+    const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
   using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>;
   extern __shared__ unsigned char shared_bytes[];
   Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
-  const BackwardSize size = {q_rows, k_rows, stats_rows, num_tiles, parts, last_parts, heads, group};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
   if (warpgroup == 0) {
     registers_give<32>();
     if (threadIdx.x < kWarp)
-      produce_wide(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, tile_order, counter, size);
+      produce_wide(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, alone, tile_order, counter, size);
   } else if (warpgroup == 1) {
     registers_take<kHeadDim == 256 ? 192 : 208>();
     serve_wide_keys<T>(shared, dk, query_ranges, size, softmax_scale);
@@ -935,6 +960,6 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     serve_wide_values<T>(shared, dv, size);
   } else {
     registers_give<64>();
-    serve_wide_queries<T>(shared, dq_sum, size);
+    serve_wide_queries<T>(shared, dq, dq_sum, size, softmax_scale);
   }
 }

@@ -26,6 +26,8 @@ device = "cuda"
 dtypes = ("float16", "bfloat16")
 head_dims = tuple(TILES)
 
+BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (  # of kernels_sm90_bwd.cu
+    "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "last_parts", "heads", "group")])
 LONG = 1024  # local queries in sight of an average key, beyond which the backward goes about its work differently
 
 Array = Any  # cupy.ndarray, whose hints are partial
@@ -106,7 +108,7 @@ def _device_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], ti
         for name, x in (("cu_seqlens", batch.cu_seqlens), ("cu_seqlens_padded", batch.cu_seqlens_padded))
     )
     seqs, left, right = np.int32(batch.num_seqs), np.int32(window[0]), np.int32(window[1])
-    dual_chunk, queries, keys, _, _ = PLAN_KERNELS
+    dual_chunk, queries, keys, *_ = PLAN_KERNELS
 
     if sharding.strategy == "dual_chunk":
         rank_order = empty((cp_size * local_rows,), np.int32)
@@ -128,7 +130,7 @@ def _device_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], ti
 
 
 def _longest_first(ranges: Array, tile: int) -> Array:
-    cost_kernel, order_kernel = PLAN_KERNELS[-2:]
+    cost_kernel, order_kernel = PLAN_KERNELS[3:5]
     num_tiles = -(-len(ranges) // tile)
     order, cost = empty((2, num_tiles), np.int32)  # one array: a replayed graph writes cost as long as order lives
     _launch_rows(cost_kernel, 32 * num_tiles,
@@ -234,15 +236,17 @@ class _BackwardSm90:
             # All heads of one tile after another: the heads of a row lie side by side in memory, and a block that waits
             # for its turn finds those it waits for at work. Long sequences would not fit the L2 cache for all heads.
             order, last_parts = plan.once("rising", lambda: cupy.arange(num_tiles, dtype=np.int32)), parts
+        size = np.array((num_rows, num_keys, stats_rows, num_tiles, parts, last_parts, group // split, group),
+                        BACKWARD_SIZE)[()]
+        alone = _alone(plan, sm90.tile_m)
         kernel = chosen.backward_sm90_kernel(dtype, "float32" if dkv_size else dtype, deterministic)
         self.main = _Launch(
             jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * parts),), 512,
-            (self.dq_sum, *((turns, stats, plan.key_ranges) if sm90.has_order else (stats,)), plan.query_ranges, order,
-             cupy.zeros(1, np.int32),
-             *map(np.int32, (num_rows, num_keys, stats_rows, num_tiles, parts, last_parts, group // split, group))))
+            (self.dq_sum, *((turns, stats, plan.key_ranges) if sm90.has_order else (stats,)), plan.query_ranges, alone,
+             order, cupy.zeros(1, np.int32), size))
         self.boxes = sm90.tile_m, sm90.tile_n, sm90.tile_n, sm90.tile_m
         self.round_dq = _Launch(jit.kernel(*chosen.round_sm90_kernel(dtype)), (stats_rows // 64, num_heads), 128,
-                                (np.int32(num_rows),))
+                                (alone, size))
         self.round_dkv = _round(chosen, dtype, dkv_size) if dkv_size and dkv_dtype != np.float32 else None
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
@@ -253,11 +257,24 @@ class _BackwardSm90:
         if plan.has_local_padding:
             q, dout = _without_padding(q, dout, plan)
         inputs = map(tensor_map, (q, k, v, dout), self.boxes)
-        self.main(*inputs, *_dk_dv(self.dkv_sum if self.dkv_sum.size else dkv, k, v), softmax_scale)
+        self.main(*inputs, dq, *_dk_dv(self.dkv_sum if self.dkv_sum.size else dkv, k, v), softmax_scale)
         self.round_dq(dq, self.dq_sum, softmax_scale)
         if self.round_dkv is not None:
             self.round_dkv(dkv, self.dkv_sum, np.float32(1))
         return dq, *_dk_dv(dkv, k, v)
+
+
+def _alone(plan: Plan, tile_m: int) -> Array:
+    """(tiles of tile_m query rows,) int32: whether a tile sees keys of one tile of keys only; see thd_plan_alone."""
+
+    def make() -> Array:
+        num_tiles = _stats_rows(plan.local_rows) // tile_m
+        alone = empty((num_tiles,), np.int32)
+        _launch_rows(PLAN_KERNELS[5], 32 * num_tiles,
+                     (alone, plan.key_ranges, *map(np.int32, (plan.local_rows, tile_m, plan.tiles[1], num_tiles))))
+        return alone
+
+    return plan.once(("alone", tile_m), make)
 
 
 class _BackwardPortable:

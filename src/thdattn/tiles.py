@@ -142,7 +142,7 @@ class Tiles:
 
     def round_sm90_kernel(self, dtype: str) -> tuple[str, int]:
         """(name, no shared memory) of thd_attn_round_sm90."""
-        return self._name("thd_attn_round_sm90", ELEMENT_TYPES[dtype], self.head_dim), 0
+        return self._name("thd_attn_round_sm90", ELEMENT_TYPES[dtype], self.head_dim, self.backward_sm90.tile_m), 0
 
     def backward_sm90_kernel(self, dtype: str, grad_dtype: str, ordered: bool) -> tuple[str, int]:
         """(name, bytes of shared memory) of the Hopper backward; grad_dtype is that of dk and dv."""
@@ -237,4 +237,5 @@ TILES = {
 }
 
 REORDER_KERNELS = {to_rank_order: f"thd_reorder<{str(to_rank_order).lower()}>" for to_rank_order in (False, True)}
-PLAN_KERNELS = ("thd_plan_dual_chunk", "thd_plan_queries", "thd_plan_keys", "thd_plan_tile_cost", "thd_plan_tile_order")
+PLAN_KERNELS = ("thd_plan_dual_chunk", "thd_plan_queries", "thd_plan_keys", "thd_plan_tile_cost", "thd_plan_tile_order",
+                "thd_plan_alone")
