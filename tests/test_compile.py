@@ -41,7 +41,7 @@ def resources(log: str, lowered: str) -> tuple[int, int]:
 
 def compile_all(kernels: list[tuple[str, int]], arch: str) -> None:
     """Compiles kernels in parallel (NVRTC releases the interpreter) and checks each against the architecture."""
-    jit.compile_kernel(SMALL_KERNEL, arch)  # NVRTC's first call loads parts of it, which several threads must not do at once
+    jit.compile_kernel(SMALL_KERNEL, arch)  # the first call loads parts of NVRTC: not safe in several threads
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = list(pool.map(lambda kernel: jit.compile_kernel(kernel[0], arch), kernels))
     for (name, dynamic), (cubin, lowered, log) in zip(kernels, compiled, strict=True):
