@@ -109,7 +109,9 @@ def _machine() -> dict[str, Any] | None:
 
 
 def _head() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    # The commit, with "-dirty" where the tree is not what was committed; kernel_sources says what was tested.
+    what = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", str(Path(__file__).parent), *what]
     try:
         head = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except OSError:

@@ -28,7 +28,10 @@ head_dims = tuple(TILES)
 
 BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (  # of kernels_sm90_bwd.cu
     "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "last_parts", "heads", "group")])
-LONG = 1024  # local queries in sight of an average key, beyond which the backward goes about its work differently
+# Where the Hopper backward changes how it works, in local queries that see an average key; measured on an H100.
+SPLIT_GROUPS_BEYOND = 1024
+HEADS_TOGETHER_UP_TO = 2048
+_DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER, _ALONE = PLAN_KERNELS
 
 Array = Any  # cupy.ndarray, whose hints are partial
 
@@ -108,34 +111,32 @@ def _device_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], ti
         for name, x in (("cu_seqlens", batch.cu_seqlens), ("cu_seqlens_padded", batch.cu_seqlens_padded))
     )
     seqs, left, right = np.int32(batch.num_seqs), np.int32(window[0]), np.int32(window[1])
-    dual_chunk, queries, keys, *_ = PLAN_KERNELS
 
     if sharding.strategy == "dual_chunk":
         rank_order = empty((cp_size * local_rows,), np.int32)
-        _launch_rows(dual_chunk, rank_order.size, (rank_order, cu_seqlens_padded, seqs, np.int32(cp_size),
-                                                   np.int32(local_rows), np.int32(batch.total_rows)))
+        _launch_rows(_DUAL_CHUNK, rank_order.size, (rank_order, cu_seqlens_padded, seqs, np.int32(cp_size),
+                                                    np.int32(local_rows), np.int32(batch.total_rows)))
     else:  # contiguous rows do not depend on the lengths
         rank_order = cupy.arange(cp_size * local_rows, dtype=np.int32)
         rank_order[batch.total_rows :] = -1
     rows = rank_order[cp_rank * local_rows : (cp_rank + 1) * local_rows]
 
     positions, key_ranges = empty((local_rows,), np.int32), empty((local_rows, 2), np.int32)
-    _launch_rows(queries, local_rows, (positions, key_ranges, rows, cu_seqlens, cu_seqlens_padded, seqs,
-                                       np.int32(local_rows), left, right))
+    _launch_rows(_QUERIES, local_rows, (positions, key_ranges, rows, cu_seqlens, cu_seqlens_padded, seqs,
+                                        np.int32(local_rows), left, right))
     query_ranges = empty((batch.total_rows, 2), np.int32)
-    _launch_rows(keys, batch.total_rows, (query_ranges, rows, cu_seqlens, cu_seqlens_padded, seqs,
-                                          np.int32(local_rows), np.int32(batch.total_rows), left, right))
+    _launch_rows(_KEYS, batch.total_rows, (query_ranges, rows, cu_seqlens, cu_seqlens_padded, seqs,
+                                           np.int32(local_rows), np.int32(batch.total_rows), left, right))
     return PlanArrays(rows, positions, key_ranges, query_ranges, rank_order,
                       _longest_first(key_ranges, tiles[0]), _longest_first(query_ranges, tiles[1]))
 
 
 def _longest_first(ranges: Array, tile: int) -> Array:
-    cost_kernel, order_kernel = PLAN_KERNELS[3:5]
     num_tiles = -(-len(ranges) // tile)
     order, cost = empty((2, num_tiles), np.int32)  # one array: a replayed graph writes cost as long as order lives
-    _launch_rows(cost_kernel, 32 * num_tiles,
+    _launch_rows(_TILE_COST, 32 * num_tiles,
                  (cost, ranges, np.int32(len(ranges)), np.int32(tile), np.int32(num_tiles)))
-    _launch_rows(order_kernel, 32 * num_tiles, (order, cost, np.int32(num_tiles)))
+    _launch_rows(_TILE_ORDER, 32 * num_tiles, (order, cost, np.int32(num_tiles)))
     return order
 
 
@@ -198,8 +199,9 @@ def attn_bwd(
 ) -> tuple[Array, Array, Array]:
     """Gradients of attn_fwd; dk and dv are this rank's share. See reference.attn_bwd.
 
-    dq is summed by atomics in float32 and rounded once. `deterministic`: on Hopper up to head dim 128, thread blocks
-    wait for each other to add in key order; elsewhere dq has a kernel of its own, for 1.4 times the matrix products.
+    Where dq comes from several tiles of keys, atomics sum it in float32; it is rounded once. `deterministic`: on Hopper
+    up to head dim 128, thread blocks wait for each other to add in key order; elsewhere dq has a kernel of its own, for
+    1.4 times the matrix products.
     """
     if not len(q):
         return empty(q.shape, q.dtype), cupy.zeros(k.shape, kv_grad_dtype), cupy.zeros(v.shape, kv_grad_dtype)
@@ -214,7 +216,7 @@ def attn_bwd(
 
 
 class _BackwardSm90:
-    """The launches of the backward on Hopper; dq is summed in float32, in an order of its own, and rounded."""
+    """The launches of the backward on Hopper; sums of dq are float32, in a layout of their own, rounded at the end."""
 
     def __init__(self, gpu: _Gpu, chosen: Tiles, q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any],
                  deterministic: bool) -> None:
@@ -232,7 +234,7 @@ class _BackwardSm90:
 
         parts = num_kv_heads * split
         order, last_parts = plan.arrays.key_tiles, _last_heads(gpu, parts, num_tiles)
-        if deterministic or 0 < _queries_in_sight(plan) <= 2 * LONG:
+        if deterministic or 0 < _queries_in_sight(plan) <= HEADS_TOGETHER_UP_TO:
             # All heads of one tile after another: the heads of a row lie side by side in memory, and a block that waits
             # for its turn finds those it waits for at work. Long sequences would not fit the L2 cache for all heads.
             order, last_parts = plan.once("rising", lambda: cupy.arange(num_tiles, dtype=np.int32)), parts
@@ -265,12 +267,12 @@ class _BackwardSm90:
 
 
 def _alone(plan: Plan, tile_m: int) -> Array:
-    """(tiles of tile_m query rows,) int32: whether a tile sees keys of one tile of keys only; see thd_plan_alone."""
+    """(tiles of tile_m query rows,) int32: 1 + the one tile of keys that a tile sees, else 0; see thd_plan_alone."""
 
     def make() -> Array:
         num_tiles = _stats_rows(plan.local_rows) // tile_m
         alone = empty((num_tiles,), np.int32)
-        _launch_rows(PLAN_KERNELS[5], 32 * num_tiles,
+        _launch_rows(_ALONE, 32 * num_tiles,
                      (alone, plan.key_ranges, *map(np.int32, (plan.local_rows, tile_m, plan.tiles[1], num_tiles))))
         return alone
 
@@ -342,7 +344,7 @@ def _split(gpu: _Gpu, plan: Plan, num_tiles: int, num_heads: int, num_kv_heads: 
     work at the same time share the queries of few heads in the L2 cache where sequences are long.
     """
     few_items = num_tiles * num_kv_heads < 3 * gpu.multiprocessors
-    return num_heads // num_kv_heads if few_items or _queries_in_sight(plan) > LONG else 1
+    return num_heads // num_kv_heads if few_items or _queries_in_sight(plan) > SPLIT_GROUPS_BEYOND else 1
 
 
 def _queries_in_sight(plan: Plan) -> float:
