@@ -314,15 +314,15 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
 // ------------------------------------------------------------------------------------------------ backward
 
 // Per query row what the backward needs besides the tensors, ready for use:
-// stats[0][head][row] = lse * log2(e), +inf on padding rows, which makes every probability there exactly 0;
-// stats[1][head][row] = delta = rowsum(dout * out), 0 on padding rows.
+// stats[0][head][row] = -lse / softmax_scale, -inf on padding rows, which makes every probability there exactly 0;
+// stats[1][head][row] = -delta = -rowsum(dout * out), 0 on padding rows.
 // Also sets `words` words of `sums` to zero, for what the main kernel adds up.
 //
 // out, dout (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows); stats (2, num_heads, stats_rows), rows from q_rows on are
 // padding.
 // Launch: grid ceil(stats_rows * num_heads / (256 / kLanes)), block 256. Bound by memory.
 template <typename T, int kVHeadDim>
-__global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ dout, const float* __restrict__ lse,
+__global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ dout, const float* __restrict__ lse, float softmax_scale,
                                const int2* __restrict__ key_ranges, float* __restrict__ stats,
                                uint4* __restrict__ sums, size_t words, int q_rows, int stats_rows, int num_heads) {
   constexpr int kChunks = kVHeadDim / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
@@ -343,8 +343,8 @@ __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ 
   for (int i = kLanes / 2; i; i /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, i);
   if (row < stats_rows && chunk == 0) {
     const size_t i = (size_t)head * stats_rows + row;
-    stats[i] = padding ? kInfinity : lse[(size_t)head * q_rows + row] * kLog2e;
-    stats[(size_t)num_heads * stats_rows + i] = delta;
+    stats[i] = padding ? -kInfinity : -lse[(size_t)head * q_rows + row] / softmax_scale;
+    stats[(size_t)num_heads * stats_rows + i] = -delta;
   }
   const size_t thread = (size_t)blockIdx.x * blockDim.x + threadIdx.x, threads = (size_t)gridDim.x * blockDim.x;
   for (size_t i = thread; i < words; i += threads) sums[i] = make_uint4(0, 0, 0, 0);
@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
   T* const tile_q = tile_v + kTileN * (kVHeadDim + kPad);
   T* const tile_dout = tile_q + kStages * kQSize;
   T* const tile_ds = tile_dout + kStages * kDoutSize;                            // (keys, queries)
-  float* const tile_stats = (float*)(tile_ds + kTileN * (kTileM + kPad));        // per stage: lse, delta
+  float* const tile_stats = (float*)(tile_ds + kTileN * (kTileM + kPad));        // per stage: -lse, -delta
 
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int num_kv_heads = gridDim.y, kv_head = blockIdx.y, num_heads = num_kv_heads * group;
@@ -450,8 +450,8 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
     const bool in_sight = any_touches<16>(range + warp_key, m0, kTileM);
     const T* const stage_q = tile_q + stage * kQSize;
     const T* const stage_dout = tile_dout + stage * kDoutSize;
-    const float* const lse_log2 = tile_stats + stage * 2 * kTileM;
-    const float* const delta = lse_log2 + kTileM;
+    const float* const minus_lse = tile_stats + stage * 2 * kTileM;
+    const float* const minus_delta = minus_lse + kTileM;
     T* const my_ds = tile_ds + (warp_key + lane / 4) * (kTileM + kPad) + lane % 4 * 2;
     if (in_sight) {
       // Probabilities from the saved lse, then dv += P^T dout.
@@ -460,10 +460,9 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
       const float scale_log2 = softmax_scale * kLog2e;
       #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
-        const float2 row_lse = *(const float2*)(lse_log2 + n * 8 + lane % 4 * 2);
+        const float2 x = *(const float2*)(minus_lse + n * 8 + lane % 4 * 2);
         #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          score[0][n][e] = exp2_fast(fmaf(score[0][n][e], scale_log2, -(e % 2 ? row_lse.y : row_lse.x)));
+        for (int e = 0; e < 4; ++e) score[0][n][e] = exp2_fast((score[0][n][e] + (e % 2 ? x.y : x.x)) * scale_log2);
       }
       if (!interior) {
         #pragma unroll
@@ -481,9 +480,9 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
       dot_rows<T, kVHeadDim>(dprobability, tile_v + warp_key * (kVHeadDim + kPad), stage_dout);
       #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
-        const float2 row_delta = *(const float2*)(delta + n * 8 + lane % 4 * 2);
+        const float2 x = *(const float2*)(minus_delta + n * 8 + lane % 4 * 2);
         #pragma unroll
-        for (int e = 0; e < 4; ++e) score[0][n][e] *= dprobability[0][n][e] - (e % 2 ? row_delta.y : row_delta.x);
+        for (int e = 0; e < 4; ++e) score[0][n][e] *= dprobability[0][n][e] + (e % 2 ? x.y : x.x);
       }
       u32 dscore[1][kBlocks / 2][4];
       round_to_operand<T>(dscore, score);
@@ -581,12 +580,12 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
   sight.publish_all(!is_empty(mine), mine);
   const int row0 = m0 + warp * 16 + lane / 4;
   const int2 range[2] = {range_of(key_ranges, row0, q_rows), range_of(key_ranges, row0 + 8, q_rows)};
-  float lse_log2[2], delta[2];
+  float minus_lse[2], minus_delta[2];
   #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool padding = is_empty(range[r]);
-    lse_log2[r] = padding ? kInfinity : stats[(size_t)head * stats_rows + row0 + 8 * r];
-    delta[r] = padding ? 0.f : stats[((size_t)num_heads + head) * stats_rows + row0 + 8 * r];
+    minus_lse[r] = padding ? -kInfinity : stats[(size_t)head * stats_rows + row0 + 8 * r];
+    minus_delta[r] = padding ? 0.f : stats[((size_t)num_heads + head) * stats_rows + row0 + 8 * r];
   }
   __syncthreads();
   const int2 all = sight.all();
@@ -613,9 +612,9 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
       for (int n = 0; n < kBlocks; ++n)
         #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float p = exp2_fast(fmaf(score[0][n][e], softmax_scale * kLog2e, -lse_log2[e / 2]));
+          const float p = exp2_fast((score[0][n][e] + minus_lse[e / 2]) * (softmax_scale * kLog2e));
           const bool visible = interior || contains(range[e / 2], n0 + n * 8 + lane % 4 * 2 + e % 2);
-          score[0][n][e] = visible ? p * (dprobability[0][n][e] - delta[e / 2]) : 0.f;
+          score[0][n][e] = visible ? p * (dprobability[0][n][e] + minus_delta[e / 2]) : 0.f;
         }
       u32 dscore[1][kBlocks / 2][4];
       round_to_operand<T>(dscore, score);

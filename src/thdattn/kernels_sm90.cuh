@@ -84,16 +84,35 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* 
   for (int s = 0; s < kSlabs<kCols>; ++s) copy_box(tile + s * kRows * kRowBytes, map, s * kSlab, head, row, barrier);
 }
 
-// scores = q . k^T: 64 rows of q (in a tile of kRowsQ) with the kRowsK rows of k.
-template <typename T, int kDim, int kRowsQ, int kRowsK>
-__device__ __forceinline__ void start_scores(float (&scores)[kRowsK / 8][4], const unsigned char* q, const unsigned char* k) {
+// scores (+)= q . k^T: 64 rows of q (in a tile of kRowsQ) with the kRowsK rows of k.
+template <typename T, int kDim, int kRowsQ, int kRowsK, bool kAdd>
+__device__ __forceinline__ void start_products(float (&scores)[kRowsK / 8][4], const unsigned char* q, const unsigned char* k) {
   const u64 a = descriptor(q, 16), b = descriptor(k, 16);
   #pragma unroll
   for (int d = 0; d < kDim; d += 16) {
     const int slab = d / kSlab, offset = d % kSlab * 2;
     Wgmma<T, kRowsK>::template shared<0, 0>(scores, a + (slab * kRowsQ * kRowBytes + offset) / 16,
-                                            b + (slab * kRowsK * kRowBytes + offset) / 16, d > 0);
+                                            b + (slab * kRowsK * kRowBytes + offset) / 16, kAdd || d > 0);
   }
+}
+template <typename T, int kDim, int kRowsQ, int kRowsK>
+__device__ __forceinline__ void start_scores(float (&scores)[kRowsK / 8][4], const unsigned char* q, const unsigned char* k) {
+  start_products<T, kDim, kRowsQ, kRowsK, false>(scores, q, k);
+}
+template <typename T, int kDim, int kRowsQ, int kRowsK>
+__device__ __forceinline__ void add_scores(float (&scores)[kRowsK / 8][4], const unsigned char* q, const unsigned char* k) {
+  start_products<T, kDim, kRowsQ, kRowsK, true>(scores, q, k);
+}
+// Every column begins at its number.
+template <int kBlocks>
+__device__ __forceinline__ void begin_columns(float (&scores)[kBlocks][4], const float* numbers) {
+  const float2* const mine = (const float2*)numbers + threadIdx.x % 4;
+  #pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    const float2 x = mine[n * 4];
+    scores[n][0] = scores[n][2] = x.x, scores[n][1] = scores[n][3] = x.y;
+  }
+  pin(scores);
 }
 
 // sum (+)= weights . v: weights in registers (64 x kRowsV), v of kRowsV rows.
@@ -158,6 +177,10 @@ __device__ __forceinline__ WorkItem work_item(int work, const int* tile_order, i
   return {tile_order[rest / last_heads], num_heads - last_heads + rest % last_heads};
 }
 
+// A value that all lanes have, so that the compiler knows: what follows from it it keeps in uniform registers, where matrix
+// products want their descriptors, instead of moving each there.
+__device__ __forceinline__ u32 uniform(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
+
 // Position in a ring of buffers; the parity is the one that its barriers are waited on with.
 template <int kStages>
 struct Ring {
@@ -169,12 +192,14 @@ struct Ring {
   __device__ __forceinline__ Ring back(u32 steps) const {
     return stage < steps ? Ring{stage + kStages - steps, parity ^ 1} : Ring{stage - steps, parity};
   }
+  // In an array of twice as many, for what is read while its buffer is filled again.
+  __device__ __forceinline__ u32 place() const { return stage + parity * kStages; }
 };
 
 // What follows from the number of the thread, computed where it is needed: there are no registers to keep it.
-struct Me { int group, warp, lane; };
+struct Me { int warp, lane; };
 __device__ __forceinline__ Me me() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return {thread / 128, thread / kWarp % 4, thread % kWarp};
+  return {thread / kWarp % 4, thread % kWarp};
 }

@@ -30,12 +30,12 @@ struct BackwardShared {
   unsigned char q[kStages][kQBytes], dout[kStages][kDoutBytes];
   unsigned char ds[kStages][kTileBytes<kTileN, kTileM>];        // keys are the rows
   float dq[2][kPieceFloats<kHeadDim>];                            // pieces on their way to global memory
-  float lse_log2[kStages][kTileM], delta[kStages][kTileM];
+  float minus_lse[kStages][kTileM], minus_delta[kStages][kTileM];
   u64 kv_full, kv_empty;
   u64 full[kStages], empty[kStages];
   u64 ds_full[kStages], ds_empty[kStages];
   u64 dq_full[2], dq_empty[2];
-  Step step[kStages], ds_step[kStages], dq_step[2];
+  Step step[2 * kStages], dq_step[2];                             // the query side reads a step after its tiles are gone
   int2 range[kTileN], item[8];                                    // of the key rows, and of the key side's warps
 
   __device__ __forceinline__ void init() {
@@ -111,6 +111,7 @@ __device__ __forceinline__ void produce_backward(
   constexpr int kTileN = Shared::kTileN;
   const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.parts;
   Ring<kStages> ring = {0, 1};
+  Ring<2 * kStages> place = {0, 0};
   u32 kv_parity = 1;
 
   auto draw = [&] { return lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
@@ -134,20 +135,20 @@ __device__ __forceinline__ void produce_backward(
       u64* const full = &shared.full[ring.stage];
       barrier_wait(&shared.empty[ring.stage], ring.parity);
       if (lane == 0) {
-        shared.step[ring.stage] = {row, this_head, item.tile, flags};
+        shared.step[place.stage] = {row, this_head, item.tile, flags};
         if (row == kNone) {
           barrier_arrive(full);
         } else {
-          const u32 lse_log2 = this_head * size.stats_rows + row;
-          const u32 delta = lse_log2 + size.parts * size.heads * size.stats_rows;
+          const u32 lse = this_head * size.stats_rows + row;
+          const u32 delta = lse + size.parts * size.heads * size.stats_rows;
           barrier_expect(full, Shared::kQBytes + Shared::kDoutBytes + 8 * kTileM);
           copy_tile<kTileM, kHeadDim>(shared.q[ring.stage], map_q, this_head, row, full);
-          copy_bulk(shared.lse_log2[ring.stage], stats + lse_log2, 4 * kTileM, full);
+          copy_bulk(shared.minus_lse[ring.stage], stats + lse, 4 * kTileM, full);
           copy_tile<kTileM, kVHeadDim>(shared.dout[ring.stage], map_dout, this_head, row, full);
-          copy_bulk(shared.delta[ring.stage], stats + delta, 4 * kTileM, full);
+          copy_bulk(shared.minus_delta[ring.stage], stats + delta, 4 * kTileM, full);
         }
       }
-      ring.advance();
+      ring.advance(), place.advance();
       if (flags & kFirst) {
         barrier_wait(&shared.kv_empty, kv_parity);
         kv_parity ^= 1;
@@ -164,7 +165,7 @@ __device__ __forceinline__ void produce_backward(
   }
   barrier_wait(&shared.empty[ring.stage], ring.parity);
   if (lane == 0) {
-    shared.step[ring.stage].flags = kEnd;
+    shared.step[place.stage].flags = kEnd;
     barrier_arrive(&shared.full[ring.stage]);
   }
 }
@@ -191,14 +192,11 @@ __device__ __forceinline__ void serve_queries(
 
   while (true) {
     barrier_wait(&shared.ds_full[ring.stage], ring.parity);
-    const u32 flags = __shfl_sync(0xffffffffu, shared.ds_step[ring.stage].flags, 0);
-    if (flags & kNothing) {
-      arrive(&shared.ds_empty[ring.stage]);
-      ring.advance();
-      continue;
-    }
+    const Step& step = shared.step[ring.place()];
+    const u32 flags = __shfl_sync(0xffffffffu, step.flags, 0);
+    const int num_pieces = flags & kNothing ? 0 : flags & kEnd ? 1 : kAll;
     #pragma unroll 1
-    for (int piece = 0; piece < (flags & kEnd ? 1 : kAll); ++piece) {
+    for (int piece = 0; piece < num_pieces; ++piece) {
       const int m = piece / kPieces<kHeadDim>, first_col = piece % kPieces<kHeadDim> * kCols;
       const u64 a = descriptor(shared.ds[ring.stage] + m * kTileN * kRowBytes, 16);
       const u64 b = descriptor(shared.k + first_col / kSlab * kTileN * kRowBytes, kTileN * kRowBytes);
@@ -211,7 +209,6 @@ __device__ __forceinline__ void serve_queries(
       wgmma_wait<0>(sum);
       if (piece == kAll - 1 && flags & kLast) arrive(&shared.kv_empty);
       if (flags & kAlone) {
-        const Step& step = shared.ds_step[ring.stage];
         store_dq<kHeadDim>(dq, sum, softmax_scale, step.row + m * 64, step.head, first_col, size);
         continue;
       }
@@ -220,7 +217,7 @@ __device__ __forceinline__ void serve_queries(
       float4* const staging = (float4*)shared.dq[pieces.stage] + threadIdx.x % 128;
       #pragma unroll
       for (int n = 0; n < kCols / 8; ++n) staging[n * 128] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
-      if (threadIdx.x % 128 == 0) shared.dq_step[pieces.stage] = shared.ds_step[ring.stage];
+      if (threadIdx.x % 128 == 0) shared.dq_step[pieces.stage] = step;
       publish_to_async();
       __syncwarp();
       arrive(&shared.dq_full[pieces.stage]);
@@ -306,53 +303,56 @@ __global__ void __launch_bounds__(128) thd_attn_round_sm90(T* __restrict__ dq, c
   }
 }
 
-// The key side, one warpgroup: 64 keys.
+// dP - delta becomes dS = P (dP - delta).
+template <typename T, int kBlocks>
+__device__ __forceinline__ void weigh(float (&dp)[kBlocks][4], const u32 (&probability)[1][kBlocks / 2][4]) {
+  #pragma unroll
+  for (int i = 0; i < 2 * kBlocks; ++i) {
+    const float2 weight = unpack_probabilities<T>(probability[0][i / 4][i % 4]);
+    dp[i / 2][i % 2 * 2] *= weight.x, dp[i / 2][i % 2 * 2 + 1] *= weight.y;
+  }
+}
+
+// The key side, one warpgroup: 64 keys, the first or (side 1) the last of the tile.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void serve_keys(
-    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, Grad* dk, Grad* dv,
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, int side, Grad* dk, Grad* dv,
     const int2* query_ranges, BackwardSize size, float softmax_scale) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   constexpr int kTileN = Shared::kTileN, kBlocks = kTileM / 8;
-  auto mine = [&](const unsigned char* tile) { return tile + (me().group - 1) * 64 * kRowBytes; };
+  auto mine = [&](const unsigned char* tile) { return tile + side * 64 * kRowBytes; };
   Ring<kStages> ring = {0, 0};
   u32 kv_parity = 0;
   auto arrive = [&](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   u32 flags;
+  auto step = [&]() -> const Step& { return shared.step[ring.place()]; };
   auto look = [&] {
     barrier_wait(&shared.full[ring.stage], ring.parity);
-    flags = __shfl_sync(0xffffffffu, shared.step[ring.stage].flags, 0);
+    flags = __shfl_sync(0xffffffffu, step().flags, 0);
   };
-  auto sees = [&] { return flags & kSees << 2 * (me().group - 1); };
+  auto sees = [&] { return flags & kSees << 2 * side; };
   // Every step is handed over to the query side; score gradients as they are: keys are the rows.
-  auto hand_over = [&](auto store) {
-    barrier_wait(&shared.ds_empty[ring.stage], ring.parity ^ 1);
-    const auto [group, warp, lane] = me();
-    const int side = group - 1;
-    if (side == 0 && warp == 0 && lane == 0) shared.ds_step[ring.stage] = shared.step[ring.stage];
-    store(shared.ds[ring.stage] + (side * 64 + warp * 16 + lane % 16) * kRowBytes);
+  auto wait_for_place = [&](Ring<kStages> of) { barrier_wait(&shared.ds_empty[of.stage], of.parity ^ 1); };
+  auto hand_over = [&](Ring<kStages> of) {
     publish_to_async();
     __syncwarp();
-    arrive(&shared.ds_full[ring.stage]);
+    arrive(&shared.ds_full[of.stage]);
   };
-  auto hand_over_ds = [&](const u32 (&ds)[1][kTileM / 16][4]) {
-    hand_over([&](unsigned char* row) {
-      const int lane = me().lane;
-      #pragma unroll
-      for (int i = 0; i < kTileM / 16; ++i)
-        store_matrices(row + i / 4 * kTileN * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16, ds[0][i]);
-    });
+  auto store_ds = [&](Ring<kStages> of, const u32 (&ds)[1][kTileM / 16][4]) {
+    const auto [warp, lane] = me();
+    unsigned char* const row = shared.ds[of.stage] + (side * 64 + warp * 16 + lane % 16) * kRowBytes;
+    #pragma unroll
+    for (int i = 0; i < kTileM / 16; ++i)
+      store_matrices(row + i / 4 * kTileN * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16, ds[0][i]);
   };
-  // The two warpgroups take turns in starting matrix products, twice a step, so that one's run under the other's arithmetic.
-  auto my_turn = [] { asm volatile("bar.sync %0, 256;" :: "r"(1 + me().group) : "memory"); };
-  auto next_turn = [] { asm volatile("bar.arrive %0, 256;" :: "r"(4 - me().group) : "memory"); };
-  if (me().group == 2) next_turn();
   auto pass = [&] {                                   // out of sight of these 64 keys
     if (flags & kLast) arrive(&shared.kv_empty);
     u32 zeros[1][kTileM / 16][4];
     #pragma unroll
     for (int i = 0; i < kTileM / 4; ++i) zeros[0][i / 4][i % 4] = 0;
-    for (int i = 0; i < 2; ++i) my_turn(), next_turn();
-    hand_over_ds(zeros);
+    wait_for_place(ring);
+    store_ds(ring, zeros);
+    hand_over(ring);
     arrive(&shared.empty[ring.stage]);
     ring.advance();
   };
@@ -360,13 +360,15 @@ __device__ __forceinline__ void serve_keys(
 
   while (true) {
     look();
-    if (flags & (kNothing | kEnd)) hand_over([](unsigned char*) {});
+    if (flags & (kNothing | kEnd)) {
+      wait_for_place(ring);
+      hand_over(ring);
+    }
     if (flags & kEnd) break;
-    const auto [group, warp, lane] = me();
-    const int side = group - 1;
+    const auto [warp, lane] = me();
     int2* const range = shared.range + side * 64 + warp * 16;
     int2& item = shared.item[side * 4 + warp];          // first key of the warp, kv head
-    if (lane == 0) item = {shared.step[ring.stage].tile * kTileN + side * 64 + warp * 16, shared.step[ring.stage].head / size.group};
+    if (lane == 0) item = {step().tile * kTileN + side * 64 + warp * 16, step().head / size.group};
     __syncwarp();
     if (lane < 16) range[lane] = range_of(query_ranges, item.x + lane, size.k_rows);
     __syncwarp();
@@ -377,35 +379,34 @@ __device__ __forceinline__ void serve_keys(
     } else {
       barrier_wait(&shared.kv_full, kv_parity);
       kv_parity ^= 1;
-      flags = 0;
     }
-    while (!(flags & kLast)) {
+    bool last = flags & kNothing;
+    while (!last) {
       look();
+      last = flags & kLast;
       if (!sees()) {
         pass();
         continue;
       }
+      // Scores, then dP, begin at -lse and -delta, which so are loaded before the products, not before the arithmetic.
       float p[kBlocks][4];
+      begin_columns(p, shared.minus_lse[ring.stage]);
       wgmma_begin();
-      start_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
+      add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
       wgmma_commit();
       wgmma_wait<0>(p);
       u32 dscore[1][kTileM / 16][4];
       while (true) {
-        // Probabilities from the saved lse, transposed, and dv += P^T dout.
-        const auto [group, warp, lane] = me();
-        const int side = group - 1;
-        const float* const lse_log2 = shared.lse_log2[ring.stage] + lane % 4 * 2;
+        ring.stage = uniform(ring.stage);
+        const Ring<kStages> now = ring;
+        // Probabilities, transposed, and dv += P^T dout.
         #pragma unroll
-        for (int n = 0; n < kBlocks; ++n) {
-          const float2 lse = *(const float2*)(lse_log2 + n * 8);
-          #pragma unroll
-          for (int e = 0; e < 4; ++e) p[n][e] = exp2_fast(fmaf(p[n][e], scale_log2, -(e % 2 ? lse.y : lse.x)));
-        }
+        for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
         if (flags & kMasked << 2 * side) {
+          const auto [warp, lane] = me();
           const int2* const range = shared.range + side * 64 + warp * 16 + lane / 4;
           const int2 r[2] = {range[0], range[8]};
-          const int first_query = shared.step[ring.stage].row;
+          const int first_query = step().row;
           #pragma unroll
           for (int i = 0; i < 4 * kBlocks; ++i)
             if (!contains(r[i % 4 / 2], first_query + i / 4 * 8 + lane % 4 * 2 + i % 2)) p[i / 4][i % 4] = 0.f;
@@ -413,58 +414,49 @@ __device__ __forceinline__ void serve_keys(
         u32 probability[1][kTileM / 16][4];
         round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
         float dp[kBlocks][4];
-        my_turn();
+        begin_columns(dp, shared.minus_delta[now.stage]);
         wgmma_begin();
-        start_weighted_sum<T, kVHeadDim, kTileM>(sum_dv, probability, shared.dout[ring.stage]);
-        start_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), shared.dout[ring.stage]);
+        start_weighted_sum<T, kVHeadDim, kTileM>(sum_dv, probability, shared.dout[now.stage]);
+        add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), shared.dout[now.stage]);
         wgmma_commit();
-        next_turn();
+        wait_for_place(now);
+        ring.advance();
+        look();                                       // behind the last step comes one of other keys, or the end
         wgmma_wait<0>(dp);
         pin(sum_dv);
-        if (flags & kLast) arrive(&shared.kv_empty);
+        if (last) arrive(&shared.kv_empty);
 
         // dS = P (dP - delta).
-        const float* const deltas = shared.delta[ring.stage] + me().lane % 4 * 2;
-        #pragma unroll
-        for (int n = 0; n < kBlocks; ++n) {
-          const float2 delta = *(const float2*)(deltas + n * 8);
-          #pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float2 weight = unpack_probabilities<T>(probability[0][n / 2][n % 2 * 2 + r]);
-            dp[n][2 * r] = weight.x * (dp[n][2 * r] - delta.x);
-            dp[n][2 * r + 1] = weight.y * (dp[n][2 * r + 1] - delta.y);
-          }
-        }
+        weigh<T>(dp, probability);
         round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
-        hand_over_ds(dscore);
+        store_ds(now, dscore);
+        hand_over(now);
 
         // dk += dS^T q, with the scores of the next step behind it.
-        ring.advance();
-        if (flags & kLast) break;
-        look();
-        if (!sees()) break;
-        my_turn();
+        if (last || !sees()) break;
+        last = flags & kLast;
+        begin_columns(p, shared.minus_lse[ring.stage]);
         wgmma_begin();
-        start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[ring.back(1).stage]);
+        start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[now.stage]);
         wgmma_commit();
-        start_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
+        add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
         wgmma_commit();
-        next_turn();
         wgmma_wait<1>(sum_dk);
-        arrive(&shared.empty[ring.back(1).stage]);
+        arrive(&shared.empty[now.stage]);
         wgmma_wait<0>(p);
       }
-      my_turn();
       wgmma_begin();
       start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[ring.back(1).stage]);
       wgmma_commit();
-      next_turn();
       wgmma_wait<0>(sum_dk);
       arrive(&shared.empty[ring.back(1).stage]);
-      if (!sees()) pass();
+      if (!last) {
+        last = flags & kLast;
+        pass();
+      }
     }
-    const auto [last_group, last_warp, last_lane] = me();
-    const int2 mine_done = shared.item[(last_group - 1) * 4 + last_warp];
+    const auto [last_warp, last_lane] = me();
+    const int2 mine_done = shared.item[side * 4 + last_warp];
     const int row = mine_done.x + last_lane / 4;
     const int num_kv_heads = size.parts * size.heads / size.group;
     const size_t at = (size_t)row * num_kv_heads + mine_done.y, below = at + 8 * num_kv_heads;
@@ -507,7 +499,7 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     serve_queries<T>(shared, dq, size, softmax_scale);
   } else {
     registers_take<kKeyRegisters>();
-    serve_keys<T>(shared, dk, dv, query_ranges, size, softmax_scale);
+    serve_keys<T>(shared, warpgroup - 1, dk, dv, query_ranges, size, softmax_scale);
   }
 }
 
@@ -532,7 +524,7 @@ struct WideShared {
   unsigned char k[kQBytes], v[kDoutBytes];
   unsigned char q[kQStages][kQBytes], dout[kDoutStages][kDoutBytes];
   unsigned char ds[kSlots][kTileBytes<kWideTile, kWideTile>];     // keys are the rows; before that, the probabilities
-  float lse_log2[kQStages][kWideTile], delta[kDoutStages][kWideTile];
+  float minus_lse[kQStages][kWideTile], minus_delta[kDoutStages][kWideTile];
   u64 kv_full, kv_empty;
   u64 q_full[kQStages], q_empty[kQStages];
   u64 dout_full[kDoutStages], dout_empty[kDoutStages];
@@ -561,13 +553,13 @@ template <typename T, int kDim, bool kInRegisters> struct ScoreRows {
   const unsigned char* tile;
   __device__ __forceinline__ void load(const unsigned char* from) { tile = from; }
   __device__ __forceinline__ void start(float (&scores)[kWideTile / 8][4], const unsigned char* other) const {
-    start_scores<T, kDim, kWideTile, kWideTile>(scores, tile, other);
+    add_scores<T, kDim, kWideTile, kWideTile>(scores, tile, other);
   }
 };
 template <typename T, int kDim> struct ScoreRows<T, kDim, true> {
   u32 a[kDim / 16][4];
   __device__ __forceinline__ void load(const unsigned char* tile) {
-    const auto [group, warp, lane] = me();
+    const auto [warp, lane] = me();
     const unsigned char* const row = tile + (warp * 16 + lane % 16) * kRowBytes;
     #pragma unroll
     for (int i = 0; i < kDim / 16; ++i)
@@ -577,7 +569,7 @@ template <typename T, int kDim> struct ScoreRows<T, kDim, true> {
     const u64 b = descriptor(other, 16);
     #pragma unroll
     for (int i = 0; i < kDim / 16; ++i)
-      Wgmma<T, kWideTile>::template registers<0>(scores, a[i], b + (i / 4 * kWideTile * kRowBytes + i % 4 * 32) / 16, i > 0);
+      Wgmma<T, kWideTile>::template registers<0>(scores, a[i], b + (i / 4 * kWideTile * kRowBytes + i % 4 * 32) / 16, 1);
   }
 };
 
@@ -620,7 +612,7 @@ __device__ __forceinline__ void produce_wide(
         } else {
           barrier_expect(full, Shared::kQBytes + 4 * kWideTile);
           copy_tile<kWideTile, kHeadDim>(shared.q[q_ring.stage], map_q, this_head, row, full);
-          copy_bulk(shared.lse_log2[q_ring.stage], stats + this_head * size.stats_rows + row, 4 * kWideTile, full);
+          copy_bulk(shared.minus_lse[q_ring.stage], stats + this_head * size.stats_rows + row, 4 * kWideTile, full);
         }
       }
       barrier_wait(&shared.dout_empty[dout_ring.stage], dout_ring.parity);
@@ -633,7 +625,7 @@ __device__ __forceinline__ void produce_wide(
           const u32 delta = (size.parts * size.heads + this_head) * size.stats_rows + row;
           barrier_expect(full, Shared::kDoutBytes + 4 * kWideTile);
           copy_tile<kWideTile, kVHeadDim>(shared.dout[dout_ring.stage], map_dout, this_head, row, full);
-          copy_bulk(shared.delta[dout_ring.stage], stats + delta, 4 * kWideTile, full);
+          copy_bulk(shared.minus_delta[dout_ring.stage], stats + delta, 4 * kWideTile, full);
         }
       }
       q_ring.advance(), dout_ring.advance();
@@ -737,7 +729,7 @@ __device__ __forceinline__ void serve_wide_keys(
   while (true) {
     look();
     if (flags & kEnd) break;
-    const auto [group, warp, lane] = me();
+    const auto [warp, lane] = me();
     int2* const range = shared.range + warp * 16;
     int2& item = shared.item[warp];                     // first key of the warp, kv head
     if (lane == 0) {
@@ -759,14 +751,9 @@ __device__ __forceinline__ void serve_wide_keys(
       float p[kBlocks][4];
       // Probabilities from the saved lse, transposed; every thread leaves them for its counterpart of the value role.
       auto hand_over = [&](Ring<kSlots> to) {
-        const auto [group, warp, lane] = me();
-        const float* const lse_log2 = shared.lse_log2[ring.stage] + lane % 4 * 2;
+        const auto [warp, lane] = me();
         #pragma unroll
-        for (int n = 0; n < kBlocks; ++n) {
-          const float2 lse = *(const float2*)(lse_log2 + n * 8);
-          #pragma unroll
-          for (int e = 0; e < 4; ++e) p[n][e] = exp2_fast(fmaf(p[n][e], scale_log2, -(e % 2 ? lse.y : lse.x)));
-        }
+        for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
         if (flags & kMasked) {
           const int2* const range = shared.range + warp * 16 + lane / 4;
           const int2 r[2] = {range[0], range[8]};
@@ -786,6 +773,7 @@ __device__ __forceinline__ void serve_wide_keys(
         arrive(&shared.p_full[to.stage]);
         ring.advance();
       };
+      begin_columns(p, shared.minus_lse[ring.stage]);
       wgmma_begin();
       keys.start(p, shared.q[ring.stage]);
       wgmma_commit();
@@ -794,6 +782,7 @@ __device__ __forceinline__ void serve_wide_keys(
       while (!(flags & kLast)) {
         // The scores of the next step, and behind them dk += dS^T q.
         look();
+        begin_columns(p, shared.minus_lse[ring.stage]);
         wgmma_begin();
         keys.start(p, shared.q[ring.stage]);
         wgmma_commit();
@@ -814,7 +803,7 @@ __device__ __forceinline__ void serve_wide_keys(
       wgmma_wait<0>(sum_dk);
       release(ring.back(1).stage);
     }
-    const auto [last_group, last_warp, last_lane] = me();
+    const auto [last_warp, last_lane] = me();
     const int2 mine_done = shared.item[last_warp];
     const int row = mine_done.x + last_lane / 4;
     const int num_kv_heads = size.parts * size.heads / size.group;
@@ -838,7 +827,7 @@ __device__ __forceinline__ void serve_wide_values(
     flags = __shfl_sync(0xffffffffu, shared.dout_step[ring.stage].flags, 0);
   };
   auto tell_queries = [&] {
-    const auto [group, warp, lane] = me();
+    const auto [warp, lane] = me();
     if (warp == 0 && lane == 0) shared.ds_step[slot.stage] = shared.dout_step[ring.stage];
     publish_to_async();
     __syncwarp();
@@ -848,7 +837,7 @@ __device__ __forceinline__ void serve_wide_values(
   while (true) {
     look();
     if (flags & kEnd) break;
-    const auto [group, warp, lane] = me();
+    const auto [warp, lane] = me();
     if (lane == 0) {
       const Step& step = shared.dout_step[ring.stage];
       shared.item[4 + warp] = {step.tile * kWideTile + warp * 16, step.head / size.group};
@@ -864,6 +853,7 @@ __device__ __forceinline__ void serve_wide_values(
       ScoreRows<T, kVHeadDim, kVHeadDim == 128> values;
       values.load(shared.v);
       float dp[kBlocks][4];
+      begin_columns(dp, shared.minus_delta[ring.stage]);
       wgmma_begin();
       values.start(dp, shared.dout[ring.stage]);
       wgmma_commit();
@@ -879,7 +869,7 @@ __device__ __forceinline__ void serve_wide_values(
       };
       while (true) {
         // dv += P^T dout, and under it dS = P (dP - delta), in the place of P.
-        const auto [group, warp, lane] = me();
+        const auto [warp, lane] = me();
         barrier_wait(&shared.p_full[slot.stage], slot.parity);
         unsigned char* const place = shared.ds[slot.stage] + warp * 16 * kRowBytes;
         #pragma unroll
@@ -889,17 +879,7 @@ __device__ __forceinline__ void serve_wide_values(
         }
         wgmma_begin();
         start_dv();
-        const float* const deltas = shared.delta[ring.stage] + lane % 4 * 2;
-        #pragma unroll
-        for (int n = 0; n < kBlocks; ++n) {
-          const float2 delta = *(const float2*)(deltas + n * 8);
-          #pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float2 weight = unpack_probabilities<T>(probability[0][n / 2][n % 2 * 2 + r]);
-            dp[n][2 * r] = weight.x * (dp[n][2 * r] - delta.x);
-            dp[n][2 * r + 1] = weight.y * (dp[n][2 * r + 1] - delta.y);
-          }
-        }
+        weigh<T>(dp, probability);
         u32 dscore[1][kBlocks / 2][4];
         round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
         __syncwarp();
@@ -914,6 +894,7 @@ __device__ __forceinline__ void serve_wide_values(
         ring.advance();
         if (flags & kLast) break;
         look();
+        begin_columns(dp, shared.minus_delta[ring.stage]);
         wgmma_begin();
         values.start(dp, shared.dout[ring.stage]);
         wgmma_commit();
@@ -921,7 +902,7 @@ __device__ __forceinline__ void serve_wide_values(
       }
       arrive(&shared.kv_empty);
     }
-    const auto [last_group, last_warp, last_lane] = me();
+    const auto [last_warp, last_lane] = me();
     const int2 mine_done = shared.item[4 + last_warp];
     const int row = mine_done.x + last_lane / 4;
     const int num_kv_heads = size.parts * size.heads / size.group;

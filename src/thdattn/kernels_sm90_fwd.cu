@@ -2,7 +2,7 @@
 //
 // One persistent thread block per multiprocessor. Its first warpgroup produces: one warp walks the key tiles in sight
 // of the current query tile and starts the bulk copies. The others consume: each owns 64 query rows, keeps scores,
-// probabilities and output in registers, and leaves its exponentials to run under the other's matrix products.
+// probabilities and output in registers, and takes exponentials under its own and the others' matrix products.
 // kernels_sm90.cuh comes first.
 
 // What the producer tells the consumers of a query tile, and of each key tile.
@@ -170,8 +170,8 @@ __device__ __forceinline__ void scale_rows(float (&sum)[kBlocks][4], float2 fact
   for (int i = 0; i < 4 * kBlocks; ++i) sum[i / 4][i % 4] *= i % 4 < 2 ? factor.x : factor.y;
 }
 
-// A consumer, one warpgroup: 64 query rows. The sum over the previous values runs on the tensor cores while this one
-// takes its exponentials, and the consumers take turns in starting matrix products.
+// A consumer, one warpgroup: 64 query rows. The sum over the previous values runs on the tensor cores while it takes its
+// exponentials.
 template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, T* out, float* lse,
@@ -181,9 +181,6 @@ __device__ __forceinline__ void consume_forward(
   Ring<kQStages> q_ring = {0, 0};
   Ring<kStages> ring = {0, 0};
   auto arrive = [&](u64* barrier) { if (lane == 0) barrier_arrive(barrier); };
-  auto my_turn = [&] { asm volatile("bar.sync %0, 256;" :: "r"(1 + consumer) : "memory"); };
-  auto next_turn = [&] { asm volatile("bar.arrive %0, 256;" :: "r"(1 + (consumer + 1) % kConsumers) : "memory"); };
-  if (consumer == kConsumers - 1) next_turn();
 
   while (true) {
     barrier_wait(&shared.q_full[q_ring.stage], q_ring.parity);
@@ -212,9 +209,7 @@ __device__ __forceinline__ void consume_forward(
       arrive(&shared.k_empty[ring.stage]);
       if (last) arrive(&shared.q_empty[q_ring.stage]);
     };
-    auto pass = [&] {                                 // out of sight of these 64 rows: hand turn and buffers on
-      my_turn();
-      next_turn();
+    auto pass = [&] {                                 // out of sight of these 64 rows
       release_keys();
       barrier_wait(&shared.v_full[ring.stage], ring.parity);
       arrive(&shared.v_empty[ring.stage]);
@@ -228,11 +223,9 @@ __device__ __forceinline__ void consume_forward(
         continue;
       }
       float score[kBlocks][4];
-      my_turn();
       wgmma_begin();
       start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[ring.stage]);
       wgmma_commit();
-      next_turn();
       wgmma_wait<0>(score);
       release_keys();
       if (mine & kMasked) hide(score, range, first_key);
@@ -257,12 +250,10 @@ __device__ __forceinline__ void consume_forward(
         next_key_tile();
         if (!(mine & kSees)) break;
         finish_sum();
-        my_turn();
         wgmma_begin();
         start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[ring.stage]);
         wgmma_commit();
         start_sum();
-        next_turn();
         wgmma_wait<1>(score);
         release_keys();
         if (mine & kMasked) hide(score, range, first_key);

@@ -255,7 +255,7 @@ class _BackwardSm90:
                  softmax_scale: Any) -> tuple[Array, Array, Array]:
         dq = empty(q.shape, q.dtype)
         dkv = self.dkv_sum if self.dkv_dtype == np.float32 else empty((k.size + v.size,), self.dkv_dtype)
-        self.delta(out, dout, lse)
+        self.delta(out, dout, lse, softmax_scale)
         if plan.has_local_padding:
             q, dout = _without_padding(q, dout, plan)
         inputs = map(tensor_map, (q, k, v, dout), self.boxes)
@@ -303,7 +303,7 @@ class _BackwardPortable:
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
                  softmax_scale: Any) -> tuple[Array, Array, Array]:
         dq, dkv = empty(q.shape, q.dtype), empty((k.size + v.size,), self.dkv_dtype)
-        self.delta(out, dout, lse)
+        self.delta(out, dout, lse, softmax_scale)
         self.main(q, k, v, dout, *_dk_dv(dkv, k, v), softmax_scale)
         if self.dq is None:
             self.round_dq(dq, self.dq_sum, softmax_scale)

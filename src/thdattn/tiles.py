@@ -223,7 +223,7 @@ TILES = {
     for t in (
         Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3, 2, 2), (Backward(64, 128, 1, 2),),
               BackwardSm90(128, 2), 64, 8),
-        Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(96, 3, 1, 3),
+        Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(112, 3, 1, 3),
               (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), BackwardSm90(64, 2), 32, 8),
         Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 2, 2),
               (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), BackwardSm90(64, 2), 16, 8),
