@@ -35,14 +35,14 @@ struct BackwardShared {
   u64 full[kStages], empty[kStages];
   u64 ds_full[kStages], ds_empty[kStages];
   u64 dq_full[2], dq_empty[2];
-  Step step[2 * kStages], dq_step[2];                             // the query side reads a step after its tiles are gone
+  Step step[2 * kStages];                                         // the query side reads a step after its tiles are gone
   int2 range[kTileN], item[8];                                    // of the key rows, and of the key side's warps
 
   __device__ __forceinline__ void init() {
     barrier_init(&kv_full, 1), barrier_init(&kv_empty, 12);
     for (int s = 0; s < kStages; ++s) {
       barrier_init(&full[s], 1), barrier_init(&empty[s], 8);
-      barrier_init(&ds_full[s], 8), barrier_init(&ds_empty[s], 4);
+      barrier_init(&ds_full[s], 8), barrier_init(&ds_empty[s], 5);
     }
     for (int s = 0; s < 2; ++s) barrier_init(&dq_full[s], 4), barrier_init(&dq_empty[s], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -190,13 +190,11 @@ __device__ __forceinline__ void serve_queries(
   Ring<kStages> ring = {0, 0};
   Ring<2> pieces = {0, 1};
 
-  while (true) {
+  for (Step step = {}; !(step.flags & kEnd); ring.advance()) {
     barrier_wait(&shared.ds_full[ring.stage], ring.parity);
-    const Step& step = shared.step[ring.place()];
-    const u32 flags = __shfl_sync(0xffffffffu, step.flags, 0);
-    const int num_pieces = flags & kNothing ? 0 : flags & kEnd ? 1 : kAll;
+    step = shared.step[ring.place()];                 // arrives under the first products, which are wasted if there is nothing
     #pragma unroll 1
-    for (int piece = 0; piece < num_pieces; ++piece) {
+    for (int piece = 0; piece < kAll; ++piece) {
       const int m = piece / kPieces<kHeadDim>, first_col = piece % kPieces<kHeadDim> * kCols;
       const u64 a = descriptor(shared.ds[ring.stage] + m * kTileN * kRowBytes, 16);
       const u64 b = descriptor(shared.k + first_col / kSlab * kTileN * kRowBytes, kTileN * kRowBytes);
@@ -206,26 +204,24 @@ __device__ __forceinline__ void serve_queries(
       for (int n = 0; n < kTileN; n += 16)
         Wgmma<T, kCols>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
       wgmma_commit();
+      barrier_wait(&shared.dq_empty[pieces.stage], pieces.parity);
       wgmma_wait<0>(sum);
-      if (piece == kAll - 1 && flags & kLast) arrive(&shared.kv_empty);
-      if (flags & kAlone) {
+      const bool nothing = step.flags & (kNothing | kEnd);
+      if (nothing || piece == kAll - 1) arrive(&shared.ds_empty[ring.stage]);
+      if (nothing) break;
+      if (step.flags & kLast && piece == kAll - 1) arrive(&shared.kv_empty);
+      if (step.flags & kAlone) {
         store_dq<kHeadDim>(dq, sum, softmax_scale, step.row + m * 64, step.head, first_col, size);
         continue;
       }
-
-      barrier_wait(&shared.dq_empty[pieces.stage], pieces.parity);
       float4* const staging = (float4*)shared.dq[pieces.stage] + threadIdx.x % 128;
       #pragma unroll
       for (int n = 0; n < kCols / 8; ++n) staging[n * 128] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
-      if (threadIdx.x % 128 == 0) shared.dq_step[pieces.stage] = step;
       publish_to_async();
       __syncwarp();
       arrive(&shared.dq_full[pieces.stage]);
       pieces.advance();
     }
-    if (flags & kEnd) break;
-    arrive(&shared.ds_empty[ring.stage]);
-    ring.advance();
   }
 }
 
@@ -238,14 +234,20 @@ __device__ __forceinline__ void add_queries(
     BackwardSize size) {
   constexpr int kTileN = 128, kAll = kTileM / 64 * kPieces<kHeadDim>;
   const int lane = threadIdx.x % kWarp;
+  Ring<kStages> ring = {0, 0};
   Ring<2> pieces = {0, 0};
   while (true) {
+    barrier_wait(&shared.ds_full[ring.stage], ring.parity);
+    const Step step = shared.step[ring.place()];
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&shared.ds_empty[ring.stage]);
+    ring.advance();
+    if (step.flags & kEnd) return;
+    if (step.flags & (kNothing | kAlone)) continue;
     int* turn = nullptr;                               // nullptr: these sums are zeros, in no need of an order
     int next = kNone;
     for (int piece = 0; piece < kAll; ++piece) {
       barrier_wait(&shared.dq_full[pieces.stage], pieces.parity);
-      const Step step = shared.dq_step[pieces.stage];
-      if (step.flags & kEnd) return;
       const size_t block = (size_t)step.head * (size.stats_rows / 64) + step.row / 64;
       if (kOrdered && piece == 0) {
         int first = kNone;
@@ -388,68 +390,71 @@ __device__ __forceinline__ void serve_keys(
         pass();
         continue;
       }
-      // Scores, then dP, begin at -lse and -delta, which so are loaded before the products, not before the arithmetic.
+      // Scores and dP begin at -lse and -delta, so that arithmetic does not wait for loads.
       float p[kBlocks][4];
       begin_columns(p, shared.minus_lse[ring.stage]);
       wgmma_begin();
       add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
       wgmma_commit();
       wgmma_wait<0>(p);
-      u32 dscore[1][kTileM / 16][4];
       while (true) {
         ring.stage = uniform(ring.stage);
         const Ring<kStages> now = ring;
-        // Probabilities, transposed, and dv += P^T dout.
+        ring.advance();
+        // Probabilities, transposed.
         #pragma unroll
         for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
         if (flags & kMasked << 2 * side) {
           const auto [warp, lane] = me();
           const int2* const range = shared.range + side * 64 + warp * 16 + lane / 4;
           const int2 r[2] = {range[0], range[8]};
-          const int first_query = step().row;
+          const int first_query = shared.step[now.place()].row;
           #pragma unroll
           for (int i = 0; i < 4 * kBlocks; ++i)
             if (!contains(r[i % 4 / 2], first_query + i / 4 * 8 + lane % 4 * 2 + i % 2)) p[i / 4][i % 4] = 0.f;
         }
         u32 probability[1][kTileM / 16][4];
         round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
+
+        // dv += P^T dout, and behind it dP.
         float dp[kBlocks][4];
-        begin_columns(dp, shared.minus_delta[now.stage]);
         wgmma_begin();
         start_weighted_sum<T, kVHeadDim, kTileM>(sum_dv, probability, shared.dout[now.stage]);
+        wgmma_commit();
+        begin_columns(dp, shared.minus_delta[now.stage]);
+        wgmma_begin();
         add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), shared.dout[now.stage]);
         wgmma_commit();
-        wait_for_place(now);
-        ring.advance();
-        look();                                       // behind the last step comes one of other keys, or the end
         wgmma_wait<0>(dp);
         pin(sum_dv);
         if (last) arrive(&shared.kv_empty);
-
-        // dS = P (dP - delta).
         weigh<T>(dp, probability);
+        u32 dscore[1][kTileM / 16][4];
         round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
-        store_ds(now, dscore);
-        hand_over(now);
 
-        // dk += dS^T q, with the scores of the next step behind it.
-        if (last || !sees()) break;
-        last = flags & kLast;
-        begin_columns(p, shared.minus_lse[ring.stage]);
+        // dk += dS^T q, and behind it the scores of the next step.
         wgmma_begin();
         start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[now.stage]);
         wgmma_commit();
+        wait_for_place(now);
+        store_ds(now, dscore);
+        hand_over(now);
+        barrier_wait(&shared.full[ring.stage], ring.parity);    // behind the last step comes one of other keys, or the end
+        flags = step().flags;
+        if (last || !sees()) {
+          wgmma_wait<0>(sum_dk);
+          arrive(&shared.empty[now.stage]);
+          break;
+        }
+        last = flags & kLast;
+        begin_columns(p, shared.minus_lse[ring.stage]);
+        wgmma_begin();
         add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
         wgmma_commit();
         wgmma_wait<1>(sum_dk);
         arrive(&shared.empty[now.stage]);
         wgmma_wait<0>(p);
       }
-      wgmma_begin();
-      start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[ring.back(1).stage]);
-      wgmma_commit();
-      wgmma_wait<0>(sum_dk);
-      arrive(&shared.empty[ring.back(1).stage]);
       if (!last) {
         last = flags & kLast;
         pass();
