@@ -770,8 +770,8 @@ __global__ void thd_plan_tile_order(int* __restrict__ order, const int* __restri
   if (threadIdx.x % kWarp == 0) order[before] = t;
 }
 
-// alone (tiles of tile_m query rows): 1 + the tile of tile_n keys where all keys in sight of their rows lie; 0 for none or many.
-// One warp a tile.
+// alone (tiles of tile_m query rows): 1 + the tile of tile_n keys where all keys in sight of their rows lie; 0 for many, -1 for
+// none. One warp a tile.
 __global__ void thd_plan_alone(int* __restrict__ alone, const int2* __restrict__ key_ranges, int num_rows, int tile_m,
                                int tile_n, int num_tiles) {
   const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
@@ -783,5 +783,6 @@ __global__ void thd_plan_alone(int* __restrict__ alone, const int2* __restrict__
   }
   begin = __reduce_min_sync(0xffffffffu, begin);
   end = __reduce_max_sync(0xffffffffu, end);
-  if (threadIdx.x % kWarp == 0) alone[t] = end > 0 && begin / tile_n == (end - 1) / tile_n ? 1 + begin / tile_n : 0;
+  const int tile = begin / tile_n;
+  if (threadIdx.x % kWarp == 0) alone[t] = end == 0 ? -1 : tile == (end - 1) / tile_n ? 1 + tile : 0;
 }

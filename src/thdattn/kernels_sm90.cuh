@@ -30,13 +30,17 @@ __device__ __forceinline__ void copy_bulk(void* dst, const void* src, int bytes,
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(shared_address(dst)), "l"(src), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
-// Adds fp32 from shared to global memory; 16-byte aligned bytes, a multiple of 16.
+// Stores fp32 from shared to global memory, or adds; 16-byte aligned bytes, a multiple of 16.
+__device__ __forceinline__ void store_bulk(float* dst, const void* src, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               :: "l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void add_bulk(float* dst, const void* src, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                :: "l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void add_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until the sums so far have been read from shared memory; until they have arrived.
+// Until what was stored and added so far has been read from shared memory; until it has arrived.
 __device__ __forceinline__ void add_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void add_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // What this thread wrote to shared memory becomes visible to wgmma and to bulk copies.

@@ -13,8 +13,10 @@ constexpr u32 kFirst = 1u << 30;                      // first of a tile of keys
 constexpr u32 kNothing = 1u << 29;                    // no query sees the tile of keys
 constexpr u32 kEnd = 1u << 28;                        // no more work
 constexpr u32 kAlone = 1u << 27;                      // the query tile sees no other tile of keys
+// Whether a step has a share of sums of dq.
+__device__ __forceinline__ bool has_sums(u32 flags) { return flags & (kSees | kSees << 2) && !(flags & kAlone); }
 
-// dq comes from one tile of keys, and is stored by it, or from many, which add to dq_sum.
+// dq comes from one tile of keys, and is stored by it, or from many, whose shares add up in dq_sum.
 // dq_sum, fp32, is a sequence of pieces, 64 query rows by as many columns as divide the head dim and leave the key side its
 // registers; a piece is stored as the accumulators of a warpgroup: float4 n of every thread after float4 n - 1 of all.
 template <int kHeadDim> constexpr int kPieceCols = kHeadDim % 64 ? kHeadDim : 64;
@@ -212,8 +214,8 @@ __device__ __forceinline__ void serve_queries(
       if (step.flags & kLast && piece == kAll - 1) arrive(&shared.kv_empty);
       if (step.flags & kAlone) {
         store_dq<kHeadDim>(dq, sum, softmax_scale, step.row + m * 64, step.head, first_col, size);
-        continue;
       }
+      if (!has_sums(step.flags)) continue;
       float4* const staging = (float4*)shared.dq[pieces.stage] + threadIdx.x % 128;
       #pragma unroll
       for (int n = 0; n < kCols / 8; ++n) staging[n * 128] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
@@ -225,9 +227,11 @@ __device__ __forceinline__ void serve_queries(
   }
 }
 
-// One warp has the copy engine add the pieces of dq to global memory: in any order, or (kOrdered) every tile of queries gets
-// its sums from the tiles of keys in its sight in rising order, for the same bits on every run; from others it gets zeros.
-// turns (num_heads, stats_rows / 64): the tile of keys whose turn it is; zero at first, which is no news for anyone.
+// One warp has the copy engine bring the pieces of dq to global memory. Whose sums are the first for a tile of queries, stores
+// them, and nothing has to be zero before; the others add. In any order; or (kOrdered) in rising order of the tiles of keys,
+// for the same bits on every run.
+// turns (num_heads, stats_rows / 64), zero at first: kStoring, then kStored; or the tile of keys whose turn it is.
+constexpr int kStoring = 1, kStored = 2;
 template <bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void add_queries(
     BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, float* dq_sum, const int2* key_ranges, int* turns,
@@ -236,6 +240,11 @@ __device__ __forceinline__ void add_queries(
   const int lane = threadIdx.x % kWarp;
   Ring<kStages> ring = {0, 0};
   Ring<2> pieces = {0, 0};
+  auto wait_for = [&](const int* turn, int wanted) {
+    int now;
+    do asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    while (__shfl_sync(0xffffffffu, now, 0) != wanted);
+  };
   while (true) {
     barrier_wait(&shared.ds_full[ring.stage], ring.parity);
     const Step step = shared.step[ring.place()];
@@ -243,33 +252,36 @@ __device__ __forceinline__ void add_queries(
     if (lane == 0) barrier_arrive(&shared.ds_empty[ring.stage]);
     ring.advance();
     if (step.flags & kEnd) return;
-    if (step.flags & (kNothing | kAlone)) continue;
-    int* turn = nullptr;                               // nullptr: these sums are zeros, in no need of an order
-    int next = kNone;
+    if (!has_sums(step.flags)) continue;
+    const size_t block = (size_t)step.head * (size.stats_rows / 64) + step.row / 64;
+    int* const turn = turns + block;
+    bool first, sees = true;
+    int after = kStored;                               // what `turn` becomes
+    if (kOrdered) {
+      int first_tile = kNone;
+      after = kNone, sees = false;
+      #pragma unroll 1
+      for (int i = lane; i < kTileM; i += kWarp) {
+        const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
+        if (!is_empty(range)) first_tile = min(first_tile, range.x / kTileN);
+        if (range.y > (step.tile + 1) * kTileN) after = min(after, max(range.x / kTileN, step.tile + 1));
+        sees |= touches(range, step.tile * kTileN, kTileN);
+      }
+      after = __reduce_min_sync(0xffffffffu, after);
+      sees = __any_sync(0xffffffffu, sees);
+      first = __reduce_min_sync(0xffffffffu, first_tile) == step.tile;
+      if (sees && !first) wait_for(turn, step.tile);
+    } else {
+      const int before = __shfl_sync(0xffffffffu, lane == 0 ? atomicCAS(turn, 0, kStoring) : 0, 0);
+      first = before == 0;
+      if (before == kStoring) wait_for(turn, kStored);
+    }
     for (int piece = 0; piece < kAll; ++piece) {
       barrier_wait(&shared.dq_full[pieces.stage], pieces.parity);
-      const size_t block = (size_t)step.head * (size.stats_rows / 64) + step.row / 64;
-      if (kOrdered && piece == 0) {
-        int first = kNone;
-        bool sees = false;
-        #pragma unroll 1
-        for (int i = lane; i < kTileM; i += kWarp) {
-          const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
-          if (!is_empty(range)) first = min(first, range.x / kTileN);
-          if (range.y > (step.tile + 1) * kTileN) next = min(next, max(range.x / kTileN, step.tile + 1));
-          sees |= touches(range, step.tile * kTileN, kTileN);
-        }
-        next = __reduce_min_sync(0xffffffffu, next);
-        if (__any_sync(0xffffffffu, sees)) turn = turns + block;
-        if (turn && __reduce_min_sync(0xffffffffu, first) < step.tile) {
-          int now;
-          do asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-          while (__shfl_sync(0xffffffffu, now, 0) != step.tile);
-        }
-      }
       if (lane == 0) {
         float* const target = dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim>;
-        add_bulk(target, shared.dq[pieces.stage], 4 * kPieceFloats<kHeadDim>);
+        if (first) store_bulk(target, shared.dq[pieces.stage], 4 * kPieceFloats<kHeadDim>);
+        else if (sees) add_bulk(target, shared.dq[pieces.stage], 4 * kPieceFloats<kHeadDim>);
         add_commit();
         add_wait_read();
         barrier_arrive(&shared.dq_empty[pieces.stage]);
@@ -277,20 +289,21 @@ __device__ __forceinline__ void add_queries(
       __syncwarp();
       pieces.advance();
     }
-    if (kOrdered && turn && lane == 0) {
+    if ((kOrdered ? sees : first) && lane == 0) {
       add_wait();
-      asm volatile("st.relaxed.gpu.s32 [%0], %1;" :: "l"(turn), "r"(next) : "memory");
+      asm volatile("st.relaxed.gpu.s32 [%0], %1;" :: "l"(turn), "r"(after) : "memory");
     }
   }
 }
 
-// dq (q_rows, num_heads, kHeadDim) = dq_sum * scale, rounded, where it comes from many tiles of keys.
+// dq (q_rows, num_heads, kHeadDim) = dq_sum * scale, rounded, where it comes from many tiles of keys; 0 where from none.
 // alone: of tiles of kTileM query rows. Launch: grid (stats_rows / 64, num_heads), block 128. Bound by memory.
 template <typename T, int kHeadDim, int kTileM>
 __global__ void __launch_bounds__(128) thd_attn_round_sm90(T* __restrict__ dq, const float4* __restrict__ dq_sum, float scale,
                                                            const int* __restrict__ alone, BackwardSize size) {
-  const int row = blockIdx.x * 64;
-  if (alone[row / kTileM]) return;
+  const int row = blockIdx.x * 64, source = alone[row / kTileM];
+  if (source > 0) return;
+  if (source < 0) scale = 0.f;
   #pragma unroll
   for (int piece = 0; piece < kPieces<kHeadDim>; ++piece) {
     const size_t block = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
@@ -474,7 +487,7 @@ __device__ __forceinline__ void serve_keys(
 
 // The contract of thd_attn_bwd, except that padding rows of q, k, v, dout must hold finite numbers, that stats_rows is a
 // multiple of kTileM, that fp32 dk and dv are added to what is there, and that thd_attn_round_sm90 finishes dq:
-// dq_sum (num_heads, stats_rows / 64, pieces), zero, is for its tiles of kTileM rows that are not alone.
+// dq_sum (num_heads, stats_rows / 64, pieces) is for its tiles of kTileM rows that are not alone.
 // kOrdered: the same bits on every run; then parts are whole groups, tile_order is rising, and no block waits for one with
 // later work. turns (num_heads, stats_rows / 64): zero. Maps of boxes of kTileM rows of q, dout and 128 rows of k, v; counter:
 // one int, zero, and zero again afterwards.
@@ -919,8 +932,8 @@ __device__ __forceinline__ void serve_wide_values(
   tell_queries();
 }
 
-// The contract of thd_attn_bwd_sm90, for head dims that are multiples of 64, without an order; tiles of 64 keys, maps of boxes
-// of 64 rows. Launch: grid at most num_tiles * parts and one block per multiprocessor, block 512.
+// The contract of thd_attn_bwd_sm90, for head dims that are multiples of 64, without an order, adding to a dq_sum of zeros;
+// tiles of 64 keys, maps of boxes of 64 rows. Launch: grid at most num_tiles * parts and one block per multiprocessor, block 512.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,

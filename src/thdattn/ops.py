@@ -230,7 +230,7 @@ class _BackwardSm90:
         dq_size, num_turns = stats_rows * num_heads * head_dim, stats_rows // 64 * num_heads
         sums = plan.buffer("sums", (dq_size + dkv_size + -(-num_turns // 4) * 4,), np.float32)
         self.dq_sum, self.dkv_sum, turns = sums[:dq_size], sums[dq_size :][:dkv_size], sums[dq_size + dkv_size :]
-        stats, self.delta = _delta(chosen, q, v, plan, sums)
+        stats, self.delta = _delta(chosen, q, v, plan, sums[dq_size:] if sm90.has_order else sums)
 
         parts = num_kv_heads * split
         order, last_parts = plan.arrays.key_tiles, _last_heads(gpu, parts, num_tiles)
@@ -267,7 +267,7 @@ class _BackwardSm90:
 
 
 def _alone(plan: Plan, tile_m: int) -> Array:
-    """(tiles of tile_m query rows,) int32: 1 + the one tile of keys that a tile sees, else 0; see thd_plan_alone."""
+    """(tiles of tile_m query rows,) int32: 1 + the one tile of keys that a tile sees, 0 for many, -1 for none."""
 
     def make() -> Array:
         num_tiles = _stats_rows(plan.local_rows) // tile_m
