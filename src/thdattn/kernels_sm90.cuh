@@ -88,24 +88,24 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* 
   for (int s = 0; s < kSlabs<kCols>; ++s) copy_box(tile + s * kRows * kRowBytes, map, s * kSlab, head, row, barrier);
 }
 
-// scores (+)= q . k^T: 64 rows of q (in a tile of kRowsQ) with the kRowsK rows of k.
-template <typename T, int kDim, int kRowsQ, int kRowsK, bool kAdd>
-__device__ __forceinline__ void start_products(float (&scores)[kRowsK / 8][4], const unsigned char* q, const unsigned char* k) {
+// scores (+)= q . k^T: 64 rows of q with kRows of k, in tiles of kRowsQ and kRowsK.
+template <bool kAdd, typename T, int kDim, int kRowsQ, int kRowsK, int kRows>
+__device__ __forceinline__ void start_products(float (&scores)[kRows / 8][4], const unsigned char* q, const unsigned char* k) {
   const u64 a = descriptor(q, 16), b = descriptor(k, 16);
   #pragma unroll
   for (int d = 0; d < kDim; d += 16) {
     const int slab = d / kSlab, offset = d % kSlab * 2;
-    Wgmma<T, kRowsK>::template shared<0, 0>(scores, a + (slab * kRowsQ * kRowBytes + offset) / 16,
+    Wgmma<T, kRows>::template shared<0, 0>(scores, a + (slab * kRowsQ * kRowBytes + offset) / 16,
                                             b + (slab * kRowsK * kRowBytes + offset) / 16, kAdd || d > 0);
   }
 }
 template <typename T, int kDim, int kRowsQ, int kRowsK>
 __device__ __forceinline__ void start_scores(float (&scores)[kRowsK / 8][4], const unsigned char* q, const unsigned char* k) {
-  start_products<T, kDim, kRowsQ, kRowsK, false>(scores, q, k);
+  start_products<false, T, kDim, kRowsQ, kRowsK, kRowsK>(scores, q, k);
 }
-template <typename T, int kDim, int kRowsQ, int kRowsK>
-__device__ __forceinline__ void add_scores(float (&scores)[kRowsK / 8][4], const unsigned char* q, const unsigned char* k) {
-  start_products<T, kDim, kRowsQ, kRowsK, true>(scores, q, k);
+template <typename T, int kDim, int kRowsQ, int kRowsK, int kBlocks>
+__device__ __forceinline__ void add_scores(float (&scores)[kBlocks][4], const unsigned char* q, const unsigned char* k) {
+  start_products<true, T, kDim, kRowsQ, kRowsK, 8 * kBlocks>(scores, q, k);
 }
 // Every column begins at its number.
 template <int kBlocks>
@@ -119,13 +119,13 @@ __device__ __forceinline__ void begin_columns(float (&scores)[kBlocks][4], const
   pin(scores);
 }
 
-// sum (+)= weights . v: weights in registers (64 x kRowsV), v of kRowsV rows.
-template <typename T, int kCols, int kRowsV>
-__device__ __forceinline__ void start_weighted_sum(float (&sum)[kCols / 8][4], const u32 (&weights)[1][kRowsV / 16][4],
+// sum += weights . v: weights in registers, 64 rows, as many columns as v has rows, in a tile of kRowsV.
+template <typename T, int kCols, int kRowsV, int kSteps>
+__device__ __forceinline__ void start_weighted_sum(float (&sum)[kCols / 8][4], const u32 (&weights)[1][kSteps][4],
                                                    const unsigned char* v) {
   const u64 b = descriptor(v, kRowsV * kRowBytes);
   #pragma unroll
-  for (int i = 0; i < kRowsV / 16; ++i)
+  for (int i = 0; i < kSteps; ++i)
     Wgmma<T, kCols>::template registers<1>(sum, weights[0][i], b + i * 16 * kRowBytes / 16, 1);
 }
 
@@ -196,8 +196,9 @@ struct Ring {
   __device__ __forceinline__ Ring back(u32 steps) const {
     return stage < steps ? Ring{stage + kStages - steps, parity ^ 1} : Ring{stage - steps, parity};
   }
-  // In an array of twice as many, for what is read while its buffer is filled again.
+  // In an array of twice as many, for what is still read while its buffer is filled again.
   __device__ __forceinline__ u32 place() const { return stage + parity * kStages; }
+  __device__ __forceinline__ u32 place_to_fill() const { return stage + (parity ^ 1) * kStages; }
 };
 
 // What follows from the number of the thread, computed where it is needed: there are no registers to keep it.

@@ -13,6 +13,7 @@ constexpr u32 kFirst = 1u << 30;                      // first of a tile of keys
 constexpr u32 kNothing = 1u << 29;                    // no query sees the tile of keys
 constexpr u32 kEnd = 1u << 28;                        // no more work
 constexpr u32 kAlone = 1u << 27;                      // the query tile sees no other tile of keys
+constexpr u32 kAdds = 1u << 26;                       // another tile of keys has already stored its share of dq
 // Whether a step has a share of sums of dq.
 __device__ __forceinline__ bool has_sums(u32 flags) { return flags & (kSees | kSees << 2) && !(flags & kAlone); }
 
@@ -102,18 +103,27 @@ struct QuerySight {
   }
 };
 
+// turns (num_heads, stats_rows / 64), zero at first, say who may bring a share of dq: kStoring, then kStored; or (kOrdered) the
+// tile of keys whose turn it is.
+constexpr int kStoring = 1, kStored = 2;
+__device__ __forceinline__ u32 turn_of(int head, int row, BackwardSize size) { return head * (size.stats_rows / 64) + row / 64; }
+__device__ __forceinline__ int state_of(const int* turn) {
+  int state;
+  asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(state) : "l"(turn) : "memory");
+  return state;
+}
+
 // The producer, one warp: for every tile of keys of this block, and every query head of a part, the query tiles in sight.
-// Rising; or kFalling, so that under a causal mask all tiles of keys begin together and need not wait for each other's turn.
-template <bool kFalling, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+// Rising; or (kOrdered) falling, so that under a causal mask all tiles of keys begin together and need not wait for each other.
+template <bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void produce_backward(
     BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
-    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges, const int* alone,
-    const int* tile_order, int* counter, BackwardSize size) {
+    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int* turns, const int2* query_ranges,
+    const int* alone, const int* tile_order, int* counter, BackwardSize size) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   constexpr int kTileN = Shared::kTileN;
   const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.parts;
   Ring<kStages> ring = {0, 1};
-  Ring<2 * kStages> place = {0, 0};
   u32 kv_parity = 1;
 
   auto draw = [&] { return lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
@@ -121,53 +131,53 @@ __device__ __forceinline__ void produce_backward(
     const int next_work = draw();                      // early, for its latency
     const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.last_parts);
     const QuerySight<2, kTileM> sight(query_ranges, item.tile * kTileN, size.k_rows);
-    const int first = (kFalling ? sight.end - 1 : sight.first) / kTileM * kTileM;
-    int row = sight.first == kNone ? kNone : first, head = item.head * size.heads;
-    u32 flags = row == kNone ? kNothing | kLast : kFirst;
-    do {
-      const int this_head = head;
-      int next = kNone;
-      if (row != kNone) {
+    const int first = (kOrdered ? sight.end - 1 : sight.first) / kTileM * kTileM;
+    const bool nothing = sight.first == kNone;
+    int row = first, head = item.head * size.heads;
+    for (u32 flags = nothing ? kNothing | kLast : kFirst; ; flags = 0) {
+      const bool end_of_head = kOrdered ? row <= sight.first : row + kTileM >= sight.end;
+      if (!nothing) {
         flags |= sight.flags(row);
         if (alone[row / kTileM] == 1 + item.tile) flags |= kAlone;
-        if (kFalling ? row > sight.first : row + kTileM < sight.end) next = row + (kFalling ? -kTileM : kTileM);
-        else if (++head < (item.head + 1) * size.heads) next = first;
-        else flags |= kLast;
+        if (!kOrdered && state_of(turns + turn_of(head, row, size)) == kStored) flags |= kAdds;
+        if (end_of_head && head + 1 == (item.head + 1) * size.heads) flags |= kLast;
       }
       u64* const full = &shared.full[ring.stage];
       barrier_wait(&shared.empty[ring.stage], ring.parity);
       if (lane == 0) {
-        shared.step[place.stage] = {row, this_head, item.tile, flags};
-        if (row == kNone) {
+        shared.step[ring.place_to_fill()] = {row, head, item.tile, flags};
+        if (nothing) {
           barrier_arrive(full);
         } else {
-          const u32 lse = this_head * size.stats_rows + row;
+          const u32 lse = head * size.stats_rows + row;
           const u32 delta = lse + size.parts * size.heads * size.stats_rows;
           barrier_expect(full, Shared::kQBytes + Shared::kDoutBytes + 8 * kTileM);
-          copy_tile<kTileM, kHeadDim>(shared.q[ring.stage], map_q, this_head, row, full);
+          copy_tile<kTileM, kHeadDim>(shared.q[ring.stage], map_q, head, row, full);
           copy_bulk(shared.minus_lse[ring.stage], stats + lse, 4 * kTileM, full);
-          copy_tile<kTileM, kVHeadDim>(shared.dout[ring.stage], map_dout, this_head, row, full);
+          copy_tile<kTileM, kVHeadDim>(shared.dout[ring.stage], map_dout, head, row, full);
           copy_bulk(shared.minus_delta[ring.stage], stats + delta, 4 * kTileM, full);
         }
       }
-      ring.advance(), place.advance();
+      ring.advance();
       if (flags & kFirst) {
         barrier_wait(&shared.kv_empty, kv_parity);
         kv_parity ^= 1;
         if (lane == 0) {
+          const int kv_head = head / size.group, key = item.tile * kTileN;
           barrier_expect(&shared.kv_full, Shared::kKBytes + Shared::kVBytes);
-          copy_tile<kTileN, kHeadDim>(shared.k, map_k, item.head * size.heads / size.group, item.tile * kTileN, &shared.kv_full);
-          copy_tile<kTileN, kVHeadDim>(shared.v, map_v, item.head * size.heads / size.group, item.tile * kTileN, &shared.kv_full);
+          copy_tile<kTileN, kHeadDim>(shared.k, map_k, kv_head, key, &shared.kv_full);
+          copy_tile<kTileN, kVHeadDim>(shared.v, map_v, kv_head, key, &shared.kv_full);
         }
       }
-      row = next;
-      flags = 0;
-    } while (row != kNone);
+      if (flags & kLast) break;
+      row = end_of_head ? first : row + (kOrdered ? -kTileM : kTileM);
+      head += end_of_head;
+    }
     work = __shfl_sync(0xffffffffu, next_work, 0);
   }
   barrier_wait(&shared.empty[ring.stage], ring.parity);
   if (lane == 0) {
-    shared.step[place.stage].flags = kEnd;
+    shared.step[ring.place_to_fill()].flags = kEnd;
     barrier_arrive(&shared.full[ring.stage]);
   }
 }
@@ -230,8 +240,6 @@ __device__ __forceinline__ void serve_queries(
 // One warp has the copy engine bring the pieces of dq to global memory. Whose sums are the first for a tile of queries, stores
 // them, and nothing has to be zero before; the others add. In any order; or (kOrdered) in rising order of the tiles of keys,
 // for the same bits on every run.
-// turns (num_heads, stats_rows / 64), zero at first: kStoring, then kStored; or the tile of keys whose turn it is.
-constexpr int kStoring = 1, kStored = 2;
 template <bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void add_queries(
     BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, float* dq_sum, const int2* key_ranges, int* turns,
@@ -240,11 +248,7 @@ __device__ __forceinline__ void add_queries(
   const int lane = threadIdx.x % kWarp;
   Ring<kStages> ring = {0, 0};
   Ring<2> pieces = {0, 0};
-  auto wait_for = [&](const int* turn, int wanted) {
-    int now;
-    do asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    while (__shfl_sync(0xffffffffu, now, 0) != wanted);
-  };
+  auto wait_for = [](const int* turn, int wanted) { while (__shfl_sync(0xffffffffu, state_of(turn), 0) != wanted); };
   while (true) {
     barrier_wait(&shared.ds_full[ring.stage], ring.parity);
     const Step step = shared.step[ring.place()];
@@ -253,9 +257,9 @@ __device__ __forceinline__ void add_queries(
     ring.advance();
     if (step.flags & kEnd) return;
     if (!has_sums(step.flags)) continue;
-    const size_t block = (size_t)step.head * (size.stats_rows / 64) + step.row / 64;
+    const u32 block = turn_of(step.head, step.row, size);
     int* const turn = turns + block;
-    bool first, sees = true;
+    bool first = false, sees = true;
     int after = kStored;                               // what `turn` becomes
     if (kOrdered) {
       int first_tile = kNone;
@@ -271,7 +275,7 @@ __device__ __forceinline__ void add_queries(
       sees = __any_sync(0xffffffffu, sees);
       first = __reduce_min_sync(0xffffffffu, first_tile) == step.tile;
       if (sees && !first) wait_for(turn, step.tile);
-    } else {
+    } else if (!(step.flags & kAdds)) {
       const int before = __shfl_sync(0xffffffffu, lane == 0 ? atomicCAS(turn, 0, kStoring) : 0, 0);
       first = before == 0;
       if (before == kStoring) wait_for(turn, kStored);
@@ -279,7 +283,7 @@ __device__ __forceinline__ void add_queries(
     for (int piece = 0; piece < kAll; ++piece) {
       barrier_wait(&shared.dq_full[pieces.stage], pieces.parity);
       if (lane == 0) {
-        float* const target = dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim>;
+        float* const target = dq_sum + (size_t)(block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim>;
         if (first) store_bulk(target, shared.dq[pieces.stage], 4 * kPieceFloats<kHeadDim>);
         else if (sees) add_bulk(target, shared.dq[pieces.stage], 4 * kPieceFloats<kHeadDim>);
         add_commit();
@@ -328,13 +332,14 @@ __device__ __forceinline__ void weigh(float (&dp)[kBlocks][4], const u32 (&proba
   }
 }
 
-// The key side, one warpgroup: 64 keys, the first or (side 1) the last of the tile.
-template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+// The key side, one warpgroup: 64 keys, the first or (side 1) the last of the tile. kPart queries at a time, which is what its
+// registers have room for beside the sums.
+template <typename T, int kPart, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void serve_keys(
     BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, int side, Grad* dk, Grad* dv,
     const int2* query_ranges, BackwardSize size, float softmax_scale) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
-  constexpr int kTileN = Shared::kTileN, kBlocks = kTileM / 8;
+  constexpr int kTileN = Shared::kTileN, kBlocks = kPart / 8, kSteps = kPart / 16;
   auto mine = [&](const unsigned char* tile) { return tile + side * 64 * kRowBytes; };
   Ring<kStages> ring = {0, 0};
   u32 kv_parity = 0;
@@ -353,20 +358,23 @@ __device__ __forceinline__ void serve_keys(
     __syncwarp();
     arrive(&shared.ds_full[of.stage]);
   };
-  auto store_ds = [&](Ring<kStages> of, const u32 (&ds)[1][kTileM / 16][4]) {
+  auto store_ds = [&](Ring<kStages> of, int first_query, const u32 (&ds)[1][kSteps][4]) {
     const auto [warp, lane] = me();
     unsigned char* const row = shared.ds[of.stage] + (side * 64 + warp * 16 + lane % 16) * kRowBytes;
     #pragma unroll
-    for (int i = 0; i < kTileM / 16; ++i)
-      store_matrices(row + i / 4 * kTileN * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16, ds[0][i]);
+    for (int i = 0; i < kSteps; ++i) {
+      const int column = first_query + i * 16;
+      store_matrices(row + column / kSlab * kTileN * kRowBytes + ((column % kSlab / 8 + lane / 16) ^ lane % 8) * 16, ds[0][i]);
+    }
   };
   auto pass = [&] {                                   // out of sight of these 64 keys
     if (flags & kLast) arrive(&shared.kv_empty);
-    u32 zeros[1][kTileM / 16][4];
+    u32 zeros[1][kSteps][4];
     #pragma unroll
-    for (int i = 0; i < kTileM / 4; ++i) zeros[0][i / 4][i % 4] = 0;
+    for (int i = 0; i < 4 * kSteps; ++i) zeros[0][i / 4][i % 4] = 0;
     wait_for_place(ring);
-    store_ds(ring, zeros);
+    #pragma unroll
+    for (int query = 0; query < kTileM; query += kPart) store_ds(ring, query, zeros);
     hand_over(ring);
     arrive(&shared.empty[ring.stage]);
     ring.advance();
@@ -405,52 +413,63 @@ __device__ __forceinline__ void serve_keys(
       }
       // Scores and dP begin at -lse and -delta, so that arithmetic does not wait for loads.
       float p[kBlocks][4];
-      begin_columns(p, shared.minus_lse[ring.stage]);
-      wgmma_begin();
-      add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
-      wgmma_commit();
-      wgmma_wait<0>(p);
-      while (true) {
-        ring.stage = uniform(ring.stage);
-        const Ring<kStages> now = ring;
-        ring.advance();
-        // Probabilities, transposed.
+      auto start_p = [&](u32 stage, int query) {
+        begin_columns(p, shared.minus_lse[stage] + query);
+        wgmma_begin();
+        add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[stage] + query * kRowBytes);
+        wgmma_commit();
+      };
+      // From the scores of a part to its score gradients, with dv += P^T dout and the start of dk += dS^T q.
+      auto finish_part = [&](Ring<kStages> now, int query) {
         #pragma unroll
         for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
         if (flags & kMasked << 2 * side) {
           const auto [warp, lane] = me();
           const int2* const range = shared.range + side * 64 + warp * 16 + lane / 4;
           const int2 r[2] = {range[0], range[8]};
-          const int first_query = shared.step[now.place()].row;
+          const int first_query = shared.step[now.place()].row + query;
           #pragma unroll
           for (int i = 0; i < 4 * kBlocks; ++i)
             if (!contains(r[i % 4 / 2], first_query + i / 4 * 8 + lane % 4 * 2 + i % 2)) p[i / 4][i % 4] = 0.f;
         }
-        u32 probability[1][kTileM / 16][4];
+        u32 probability[1][kSteps][4];
         round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
 
-        // dv += P^T dout, and behind it dP.
+        const unsigned char* const dout = shared.dout[now.stage] + query * kRowBytes;
         float dp[kBlocks][4];
         wgmma_begin();
-        start_weighted_sum<T, kVHeadDim, kTileM>(sum_dv, probability, shared.dout[now.stage]);
+        start_weighted_sum<T, kVHeadDim, kTileM>(sum_dv, probability, dout);
         wgmma_commit();
-        begin_columns(dp, shared.minus_delta[now.stage]);
+        begin_columns(dp, shared.minus_delta[now.stage] + query);
         wgmma_begin();
-        add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), shared.dout[now.stage]);
+        add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), dout);
         wgmma_commit();
         wgmma_wait<0>(dp);
         pin(sum_dv);
-        if (last) arrive(&shared.kv_empty);
+        if (last && query == kTileM - kPart) arrive(&shared.kv_empty);
         weigh<T>(dp, probability);
-        u32 dscore[1][kTileM / 16][4];
+        u32 dscore[1][kSteps][4];
         round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
-
-        // dk += dS^T q, and behind it the scores of the next step.
         wgmma_begin();
-        start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[now.stage]);
+        start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[now.stage] + query * kRowBytes);
         wgmma_commit();
-        wait_for_place(now);
-        store_ds(now, dscore);
+        if (query == 0) wait_for_place(now);
+        store_ds(now, query, dscore);
+      };
+      start_p(ring.stage, 0);
+      wgmma_wait<0>(p);
+      while (true) {
+        ring.stage = uniform(ring.stage);
+        const Ring<kStages> now = ring;
+        ring.advance();
+        #pragma unroll
+        for (int query = 0; query < kTileM - kPart; query += kPart) {
+          finish_part(now, query);
+          start_p(now.stage, query + kPart);
+          wgmma_wait<1>(sum_dk);
+          wgmma_wait<0>(p);
+        }
+        finish_part(now, kTileM - kPart);
         hand_over(now);
         barrier_wait(&shared.full[ring.stage], ring.parity);    // behind the last step comes one of other keys, or the end
         flags = step().flags;
@@ -460,10 +479,7 @@ __device__ __forceinline__ void serve_keys(
           break;
         }
         last = flags & kLast;
-        begin_columns(p, shared.minus_lse[ring.stage]);
-        wgmma_begin();
-        add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
-        wgmma_commit();
+        start_p(ring.stage, 0);
         wgmma_wait<1>(sum_dk);
         arrive(&shared.empty[now.stage]);
         wgmma_wait<0>(p);
@@ -492,7 +508,7 @@ __device__ __forceinline__ void serve_keys(
 // later work. turns (num_heads, stats_rows / 64): zero. Maps of boxes of kTileM rows of q, dout and 128 rows of k, v; counter:
 // one int, zero, and zero again afterwards.
 // Launch: grid at most num_tiles * parts and one block per multiprocessor, block 512.
-template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages, bool kOrdered>
+template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kPart, int kStages, bool kOrdered>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, T* __restrict__ dq,
@@ -500,16 +516,17 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
     const int* __restrict__ alone, const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
-  extern __shared__ unsigned char shared_bytes[];
-  Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  Shared& shared = *(Shared*)shared_bytes;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
-  constexpr int kQueryRegisters = kHeadDim % 64 ? 80 : 64, kKeyRegisters = kHeadDim % 64 ? 200 : 208;
+  constexpr int kQueryRegisters = kHeadDim == 96 ? 80 : 64, kKeyRegisters = kHeadDim == 96 ? 200 : 208;
   if (warpgroup == 0) {
     registers_give<32>();
     if (threadIdx.x < kWarp)
-      produce_backward<kOrdered>(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, alone, tile_order, counter, size);
+      produce_backward<kOrdered>(shared, &map_q, &map_k, &map_v, &map_dout, stats, turns, query_ranges, alone, tile_order, counter,
+                                 size);
     else if (threadIdx.x < 2 * kWarp)
       add_queries<kOrdered>(shared, dq_sum, key_ranges, turns, size);
   } else if (warpgroup == 3) {
@@ -517,7 +534,7 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     serve_queries<T>(shared, dq, size, softmax_scale);
   } else {
     registers_take<kKeyRegisters>();
-    serve_keys<T>(shared, warpgroup - 1, dk, dv, query_ranges, size, softmax_scale);
+    serve_keys<T, kPart>(shared, warpgroup - 1, dk, dv, query_ranges, size, softmax_scale);
   }
 }
 
@@ -942,8 +959,8 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ alone,
     const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
   using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>;
-  extern __shared__ unsigned char shared_bytes[];
-  Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  Shared& shared = *(Shared*)shared_bytes;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
