@@ -103,8 +103,8 @@ struct QuerySight {
   }
 };
 
-// turns (num_heads, stats_rows / 64), zero at first, say who may bring a share of dq: kStoring, then kStored; or (kOrdered) the
-// tile of keys whose turn it is.
+// turns (num_heads, stats_rows / 64), zero at first, say who may bring a share of dq: kStoring, then kStored; or (kOrdered)
+// 1 + the tile of keys whose turn it is.
 constexpr int kStoring = 1, kStored = 2;
 __device__ __forceinline__ u32 turn_of(int head, int row, BackwardSize size) { return head * (size.stats_rows / 64) + row / 64; }
 __device__ __forceinline__ int state_of(const int* turn) {
@@ -114,7 +114,6 @@ __device__ __forceinline__ int state_of(const int* turn) {
 }
 
 // The producer, one warp: for every tile of keys of this block, and every query head of a part, the query tiles in sight.
-// Rising; or (kOrdered) falling, so that under a causal mask all tiles of keys begin together and need not wait for each other.
 template <bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void produce_backward(
     BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
@@ -128,14 +127,14 @@ __device__ __forceinline__ void produce_backward(
 
   auto draw = [&] { return lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
   for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
-    const int next_work = draw();                      // early, for its latency
+    const int next_work = kOrdered ? 0 : draw();       // early, for its latency; but none may wait for work that lies drawn
     const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.last_parts);
     const QuerySight<2, kTileM> sight(query_ranges, item.tile * kTileN, size.k_rows);
-    const int first = (kOrdered ? sight.end - 1 : sight.first) / kTileM * kTileM;
+    const int first = sight.first / kTileM * kTileM;
     const bool nothing = sight.first == kNone;
     int row = first, head = item.head * size.heads;
     for (u32 flags = nothing ? kNothing | kLast : kFirst; ; flags = 0) {
-      const bool end_of_head = kOrdered ? row <= sight.first : row + kTileM >= sight.end;
+      const bool end_of_head = row + kTileM >= sight.end;
       if (!nothing) {
         flags |= sight.flags(row);
         if (alone[row / kTileM] == 1 + item.tile) flags |= kAlone;
@@ -170,10 +169,10 @@ __device__ __forceinline__ void produce_backward(
         }
       }
       if (flags & kLast) break;
-      row = end_of_head ? first : row + (kOrdered ? -kTileM : kTileM);
+      row = end_of_head ? first : row + kTileM;
       head += end_of_head;
     }
-    work = __shfl_sync(0xffffffffu, next_work, 0);
+    work = __shfl_sync(0xffffffffu, kOrdered ? draw() : next_work, 0);
   }
   barrier_wait(&shared.empty[ring.stage], ring.parity);
   if (lane == 0) {
@@ -238,8 +237,8 @@ __device__ __forceinline__ void serve_queries(
 }
 
 // One warp has the copy engine bring the pieces of dq to global memory. Whose sums are the first for a tile of queries, stores
-// them, and nothing has to be zero before; the others add. In any order; or (kOrdered) in rising order of the tiles of keys,
-// for the same bits on every run.
+// them, and nothing has to be zero before; the others add. In any order; or (kOrdered) in falling order of the tiles of keys,
+// for the same bits on every run: under a causal mask each begins where it is the first, and finds the others ahead.
 template <bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void add_queries(
     BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, float* dq_sum, const int2* key_ranges, int* turns,
@@ -249,36 +248,45 @@ __device__ __forceinline__ void add_queries(
   Ring<kStages> ring = {0, 0};
   Ring<2> pieces = {0, 0};
   auto wait_for = [](const int* turn, int wanted) { while (__shfl_sync(0xffffffffu, state_of(turn), 0) != wanted); };
+  int* turn = nullptr;                                 // of the step before, if others wait for its sums
+  int after;                                           // what it becomes when they have arrived
   while (true) {
     barrier_wait(&shared.ds_full[ring.stage], ring.parity);
     const Step step = shared.step[ring.place()];
     __syncwarp();
     if (lane == 0) barrier_arrive(&shared.ds_empty[ring.stage]);
     ring.advance();
+    if (turn && lane == 0) {
+      add_wait();
+      asm volatile("st.relaxed.gpu.s32 [%0], %1;" :: "l"(turn), "r"(after) : "memory");
+    }
+    turn = nullptr;
     if (step.flags & kEnd) return;
     if (!has_sums(step.flags)) continue;
     const u32 block = turn_of(step.head, step.row, size);
-    int* const turn = turns + block;
     bool first = false, sees = true;
-    int after = kStored;                               // what `turn` becomes
     if (kOrdered) {
-      int first_tile = kNone;
-      after = kNone, sees = false;
+      int first_tile = -1;
+      after = -1, sees = false;
       #pragma unroll 1
       for (int i = lane; i < kTileM; i += kWarp) {
         const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
-        if (!is_empty(range)) first_tile = min(first_tile, range.x / kTileN);
-        if (range.y > (step.tile + 1) * kTileN) after = min(after, max(range.x / kTileN, step.tile + 1));
+        if (is_empty(range)) continue;
+        const int last_tile = (range.y - 1) / kTileN;
+        first_tile = max(first_tile, last_tile);
+        if (range.x < step.tile * kTileN) after = max(after, min(last_tile, step.tile - 1));
         sees |= touches(range, step.tile * kTileN, kTileN);
       }
-      after = __reduce_min_sync(0xffffffffu, after);
+      after = 1 + __reduce_max_sync(0xffffffffu, after);
       sees = __any_sync(0xffffffffu, sees);
-      first = __reduce_min_sync(0xffffffffu, first_tile) == step.tile;
-      if (sees && !first) wait_for(turn, step.tile);
+      first = __reduce_max_sync(0xffffffffu, first_tile) == step.tile;
+      if (sees) turn = turns + block;
+      if (sees && !first) wait_for(turn, 1 + step.tile);
     } else if (!(step.flags & kAdds)) {
-      const int before = __shfl_sync(0xffffffffu, lane == 0 ? atomicCAS(turn, 0, kStoring) : 0, 0);
+      const int before = __shfl_sync(0xffffffffu, lane == 0 ? atomicCAS(turns + block, 0, kStoring) : 0, 0);
       first = before == 0;
-      if (before == kStoring) wait_for(turn, kStored);
+      if (first) turn = turns + block, after = kStored;
+      if (before == kStoring) wait_for(turns + block, kStored);
     }
     for (int piece = 0; piece < kAll; ++piece) {
       barrier_wait(&shared.dq_full[pieces.stage], pieces.parity);
@@ -292,10 +300,6 @@ __device__ __forceinline__ void add_queries(
       }
       __syncwarp();
       pieces.advance();
-    }
-    if ((kOrdered ? sees : first) && lane == 0) {
-      add_wait();
-      asm volatile("st.relaxed.gpu.s32 [%0], %1;" :: "l"(turn), "r"(after) : "memory");
     }
   }
 }
@@ -504,7 +508,7 @@ __device__ __forceinline__ void serve_keys(
 // The contract of thd_attn_bwd, except that padding rows of q, k, v, dout must hold finite numbers, that stats_rows is a
 // multiple of kTileM, that fp32 dk and dv are added to what is there, and that thd_attn_round_sm90 finishes dq:
 // dq_sum (num_heads, stats_rows / 64, pieces) is for its tiles of kTileM rows that are not alone.
-// kOrdered: the same bits on every run; then parts are whole groups, tile_order is rising, and no block waits for one with
+// kOrdered: the same bits on every run; then parts are whole groups, tile_order is falling, and no block waits for one with
 // later work. turns (num_heads, stats_rows / 64): zero. Maps of boxes of kTileM rows of q, dout and 128 rows of k, v; counter:
 // one int, zero, and zero again afterwards.
 // Launch: grid at most num_tiles * parts and one block per multiprocessor, block 512.

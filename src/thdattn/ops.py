@@ -234,10 +234,12 @@ class _BackwardSm90:
 
         parts = num_kv_heads * split
         order, last_parts = plan.arrays.key_tiles, _last_heads(gpu, parts, num_tiles)
-        if deterministic or 0 < _queries_in_sight(plan) <= HEADS_TOGETHER_UP_TO:
-            # All heads of one tile after another: the heads of a row lie side by side in memory, and a block that waits
-            # for its turn finds those it waits for at work. Long sequences would not fit the L2 cache for all heads.
+        if 0 < _queries_in_sight(plan) <= HEADS_TOGETHER_UP_TO:
+            # All heads of one tile after another: the heads of a row lie side by side in memory. All heads of long
+            # sequences would not fit the L2 cache.
             order, last_parts = plan.once("rising", lambda: cupy.arange(num_tiles, dtype=np.int32)), parts
+        if deterministic:  # a block that waits for its turn finds those it waits for at work
+            order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
         size = np.array((num_rows, num_keys, stats_rows, num_tiles, parts, last_parts, group // split, group),
                         BACKWARD_SIZE)[()]
         alone = _alone(plan, sm90.tile_m)
