@@ -247,7 +247,6 @@ __device__ __forceinline__ void add_queries(
   const int lane = threadIdx.x % kWarp;
   Ring<kStages> ring = {0, 0};
   Ring<2> pieces = {0, 0};
-  auto wait_for = [](const int* turn, int wanted) { while (__shfl_sync(0xffffffffu, state_of(turn), 0) != wanted); };
   int* turn = nullptr;                                 // of the step before, if others wait for its sums
   int after;                                           // what it becomes when they have arrived
   while (true) {
@@ -256,38 +255,41 @@ __device__ __forceinline__ void add_queries(
     __syncwarp();
     if (lane == 0) barrier_arrive(&shared.ds_empty[ring.stage]);
     ring.advance();
-    if (turn && lane == 0) {
-      add_wait();
-      asm volatile("st.relaxed.gpu.s32 [%0], %1;" :: "l"(turn), "r"(after) : "memory");
-    }
-    turn = nullptr;
-    if (step.flags & kEnd) return;
-    if (!has_sums(step.flags)) continue;
+    const bool shares = has_sums(step.flags);
     const u32 block = turn_of(step.head, step.row, size);
     bool first = false, sees = true;
-    if (kOrdered) {
+    const int wanted = kOrdered ? 1 + step.tile : kStored;
+    int state = wanted, next = kStored;
+    if (kOrdered && shares) {
+      state = state_of(turns + block);                 // early, for its latency
       int first_tile = -1;
-      after = -1, sees = false;
+      next = -1, sees = false;
       #pragma unroll 1
       for (int i = lane; i < kTileM; i += kWarp) {
         const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
         if (is_empty(range)) continue;
         const int last_tile = (range.y - 1) / kTileN;
         first_tile = max(first_tile, last_tile);
-        if (range.x < step.tile * kTileN) after = max(after, min(last_tile, step.tile - 1));
+        if (range.x < step.tile * kTileN) next = max(next, min(last_tile, step.tile - 1));
         sees |= touches(range, step.tile * kTileN, kTileN);
       }
-      after = 1 + __reduce_max_sync(0xffffffffu, after);
+      next = 1 + __reduce_max_sync(0xffffffffu, next);
       sees = __any_sync(0xffffffffu, sees);
       first = __reduce_max_sync(0xffffffffu, first_tile) == step.tile;
-      if (sees) turn = turns + block;
-      if (sees && !first) wait_for(turn, 1 + step.tile);
-    } else if (!(step.flags & kAdds)) {
-      const int before = __shfl_sync(0xffffffffu, lane == 0 ? atomicCAS(turns + block, 0, kStoring) : 0, 0);
-      first = before == 0;
-      if (first) turn = turns + block, after = kStored;
-      if (before == kStoring) wait_for(turns + block, kStored);
     }
+    if (turn && lane == 0) {
+      add_wait();
+      asm volatile("st.relaxed.gpu.s32 [%0], %1;" :: "l"(turn), "r"(after) : "memory");
+    }
+    turn = nullptr;
+    if (step.flags & kEnd) return;
+    if (!shares) continue;
+    if (!kOrdered && !(step.flags & kAdds)) {
+      state = __shfl_sync(0xffffffffu, lane == 0 ? atomicCAS(turns + block, 0, kStoring) : 0, 0);
+      first = state == 0;
+    }
+    if (kOrdered ? sees : first) turn = turns + block, after = next;
+    while (!first && sees && __shfl_sync(0xffffffffu, state, 0) != wanted) state = state_of(turns + block);
     for (int piece = 0; piece < kAll; ++piece) {
       barrier_wait(&shared.dq_full[pieces.stage], pieces.parity);
       if (lane == 0) {
