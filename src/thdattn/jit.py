@@ -48,12 +48,14 @@ def source(file: str) -> str:
     return shared + (FOLDER / file).read_text()
 
 
-FILES = ("kernels.cu", "kernels_sm90_fwd.cu", "kernels_sm90_bwd.cu")
+FILES = ("kernels.cu", "kernels_sm90_fwd.cu", "kernels_sm90_bwd.cu", "kernels_sm90_wide.cu")
 
 
 def file_of(name: str) -> str:
     """The file of a kernel."""
-    return FILES[0] if "_sm90" not in name else FILES[1] if "_fwd" in name else FILES[2]
+    if "_sm90" not in name:
+        return FILES[0]
+    return FILES[1] if "_fwd" in name else FILES[3] if "_wide" in name else FILES[2]
 
 
 def source_hash() -> str:

@@ -744,19 +744,23 @@ __global__ void thd_plan_keys(int2* __restrict__ query_ranges, const int* __rest
   query_ranges[key] = range;
 }
 
-// cost (tiles): rows of the other side between the first and the last that a tile of rows sees. One warp a tile.
-__global__ void thd_plan_tile_cost(int* __restrict__ cost, const int2* __restrict__ ranges, int num_rows, int tile,
-                                   int num_tiles) {
-  const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
-  if (t >= num_tiles) return;
+// Of the other side, what the rows of a tile see: from the first row to behind the last; (kNone, 0) for nothing. One warp.
+__device__ __forceinline__ int2 sight_of_tile(const int2* ranges, int num_rows, int t, int tile) {
   int begin = kNone, end = 0;
   for (int i = threadIdx.x % kWarp; i < tile; i += kWarp) {
     const int2 range = range_of(ranges, t * tile + i, num_rows);
     if (!is_empty(range)) begin = min(begin, range.x), end = max(end, range.y);
   }
-  begin = __reduce_min_sync(0xffffffffu, begin);
-  end = __reduce_max_sync(0xffffffffu, end);
-  if (threadIdx.x % kWarp == 0) cost[t] = max(0, end - begin);
+  return make_int2(__reduce_min_sync(0xffffffffu, begin), __reduce_max_sync(0xffffffffu, end));
+}
+
+// cost (tiles): rows of the other side between the first and the last that a tile of rows sees. One warp a tile.
+__global__ void thd_plan_tile_cost(int* __restrict__ cost, const int2* __restrict__ ranges, int num_rows, int tile,
+                                   int num_tiles) {
+  const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
+  if (t >= num_tiles) return;
+  const int2 sight = sight_of_tile(ranges, num_rows, t, tile);
+  if (threadIdx.x % kWarp == 0) cost[t] = max(0, sight.y - sight.x);
 }
 
 // order (tiles): tiles by falling cost, equal ones in their own order. One warp a tile counts who comes first.
@@ -776,13 +780,7 @@ __global__ void thd_plan_alone(int* __restrict__ alone, const int2* __restrict__
                                int tile_n, int num_tiles) {
   const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
   if (t >= num_tiles) return;
-  int begin = kNone, end = 0;
-  for (int i = threadIdx.x % kWarp; i < tile_m; i += kWarp) {
-    const int2 range = range_of(key_ranges, t * tile_m + i, num_rows);
-    if (!is_empty(range)) begin = min(begin, range.x), end = max(end, range.y);
-  }
-  begin = __reduce_min_sync(0xffffffffu, begin);
-  end = __reduce_max_sync(0xffffffffu, end);
-  const int tile = begin / tile_n;
-  if (threadIdx.x % kWarp == 0) alone[t] = end == 0 ? -1 : tile == (end - 1) / tile_n ? 1 + tile : 0;
+  const int2 sight = sight_of_tile(key_ranges, num_rows, t, tile_m);
+  const int tile = sight.x / tile_n;
+  if (threadIdx.x % kWarp == 0) alone[t] = sight.y == 0 ? -1 : tile == (sight.y - 1) / tile_n ? 1 + tile : 0;
 }

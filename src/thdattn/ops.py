@@ -26,11 +26,11 @@ device = "cuda"
 dtypes = ("float16", "bfloat16")
 head_dims = tuple(TILES)
 
-BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (  # of kernels_sm90_bwd.cu
-    "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "last_parts", "heads", "group")])
+BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (  # of kernels_sm90.cuh
+    "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "together", "last_parts", "heads", "group")])
 # Where the Hopper backward changes how it works, in local queries that see an average key; measured on an H100.
-SPLIT_GROUPS_BEYOND = 1024
-HEADS_TOGETHER_UP_TO = 2048
+SPLIT_GROUPS_BEYOND = 256
+HEADS_TOGETHER_UP_TO, HEADS_TOGETHER = 2048, 16
 _DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER, _ALONE = PLAN_KERNELS
 
 Array = Any  # cupy.ndarray, whose hints are partial
@@ -182,8 +182,9 @@ def _forward(q: Array, k: Array, v: Array, plan: Plan) -> tuple[_Launch, tuple[i
     max_logits = empty((num_heads, num_tiles * tiles.warps), np.float32)
     group = num_heads // k.shape[1]
     if isinstance(tiles, ForwardSm90):
+        last_heads = _last_heads(gpu, num_heads, num_tiles, group)
         fixed = (max_logits, plan.key_ranges, plan.arrays.query_tiles, cupy.zeros(1, np.int32),
-                 *map(np.int32, (num_rows, num_tiles, num_heads, _last_heads(gpu, num_heads, num_tiles), group)))
+                 *map(np.int32, (num_rows, num_tiles, num_heads, group, last_heads)))
         grid, block = (min(gpu.multiprocessors, num_tiles * num_heads),), 128 * (1 + tiles.consumers)
         kernel = jit.kernel(*chosen.forward_sm90_kernel(dtype))
         return _Launch(kernel, grid, block, fixed), (tiles.tile_m, tiles.tile_n, tiles.tile_n), max_logits
@@ -233,14 +234,14 @@ class _BackwardSm90:
         stats, self.delta = _delta(chosen, q, v, plan, sums[dq_size:] if sm90.has_order else sums)
 
         parts = num_kv_heads * split
-        order, last_parts = plan.arrays.key_tiles, _last_heads(gpu, parts, num_tiles)
+        order, together = plan.arrays.key_tiles, 1
         if 0 < _queries_in_sight(plan) <= HEADS_TOGETHER_UP_TO:
-            # All heads of one tile after another: the heads of a row lie side by side in memory. All heads of long
-            # sequences would not fit the L2 cache.
-            order, last_parts = plan.once("rising", lambda: cupy.arange(num_tiles, dtype=np.int32)), parts
+            # The heads of a row lie side by side in memory, and those of short sequences fit the L2 cache together.
+            order, together = plan.once("rising", lambda: cupy.arange(num_tiles, dtype=np.int32)), HEADS_TOGETHER
+        last_parts = _last_heads(gpu, parts, num_tiles, together)
         if deterministic:  # a block that waits for its turn finds those it waits for at work
             order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
-        size = np.array((num_rows, num_keys, stats_rows, num_tiles, parts, last_parts, group // split, group),
+        size = np.array((num_rows, num_keys, stats_rows, num_tiles, parts, together, last_parts, group // split, group),
                         BACKWARD_SIZE)[()]
         alone = _alone(plan, sm90.tile_m)
         kernel = chosen.backward_sm90_kernel(dtype, "float32" if dkv_size else dtype, deterministic)
@@ -362,9 +363,13 @@ def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
     return copies[0], copies[1]
 
 
-def _last_heads(gpu: _Gpu, num_heads: int, num_tiles: int) -> int:
-    """How many heads take turns at the end of the work: as many as keep all multiprocessors equally busy."""
-    return min(num_heads, -(-3 * gpu.multiprocessors // num_tiles))
+def _last_heads(gpu: _Gpu, num_heads: int, num_tiles: int, together: int) -> int:
+    """How many heads take turns at the end of the work, behind groups of `together` heads that do.
+
+    As many as keep all multiprocessors equally busy.
+    """
+    wanted = -(-3 * gpu.multiprocessors // num_tiles)
+    return num_heads - max(0, num_heads - wanted) // together * together
 
 
 def _layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:

@@ -73,13 +73,9 @@ class Backward:
 
 @dataclass(frozen=True)
 class BackwardSm90:
-    """thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time, `stages` query tiles loaded ahead.
-
-    The registers of the key side hold `part` of these rows beside its sums.
-    """
+    """thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time, `stages` query tiles loaded ahead."""
 
     tile_m: int
-    part: int
     stages: int
 
     tile_n = 128
@@ -91,7 +87,7 @@ class BackwardSm90:
         inputs = slabs(rows, head_dim) + slabs(rows, v_head_dim)
         dscore, stats = self.stages * slabs(self.tile_n, self.tile_m), 8 * self.stages * self.tile_m
         pieces = 2 * 4 * 64 * (head_dim if head_dim % 64 else 64)
-        return "thd_attn_bwd_sm90", (self.tile_m, self.part, self.stages, str(ordered).lower()), inputs + dscore + pieces + stats
+        return "thd_attn_bwd_sm90", (self.tile_m, self.stages, str(ordered).lower()), inputs + dscore + pieces + stats
 
 
 @dataclass(frozen=True)
@@ -226,11 +222,11 @@ TILES = {
     (t.head_dim, t.v_head_dim): t
     for t in (
         Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3, 2, 2), (Backward(64, 128, 1, 2),),
-              BackwardSm90(128, 128, 2), 64, 8),
+              BackwardSm90(128, 2), 64, 8),
         Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(112, 3, 1, 3),
-              (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), BackwardSm90(64, 64, 2), 32, 8),
+              (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), BackwardSm90(64, 2), 32, 8),
         Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 2, 2),
-              (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), BackwardSm90(64, 64, 2), 16, 8),
+              (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), BackwardSm90(64, 2), 16, 8),
         Tiles(192, 128, Forward(64, 4, 1), ForwardSm90(128, 2, 1, 2),
               (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardWideSm90(3, 2), 16, 4),
         Tiles(192, 192, Forward(64, 4, 1), ForwardSm90(112, 2, 1, 2),

@@ -1,0 +1,442 @@
+// The Hopper backward (sm_90a) for wide heads: the contract of thd_attn_bwd_sm90, whose file has thd_attn_round_sm90.
+// kernels_sm90.cuh comes first.
+//
+// Sums of 64 keys for dk and for dv do not fit one warpgroup. So a thread block owns 64 key rows of one kv head at a time,
+// and its warpgroups share them by what they sum: the key role probabilities and dk, the value role score gradients and dv,
+// the query role dq. Probabilities, then score gradients in their place, pass through shared memory.
+constexpr int kWideTile = 64;                         // keys of a block, query rows of a step
+constexpr int kSlots = 2;                             // for probabilities and score gradients
+
+// Columns of a sum per matrix instruction: 256 would take more registers than a thread has at launch.
+template <int kDim> constexpr int kWideCols = kDim == 256 ? 128 : kDim;
+template <int kCols, int kBlocks>
+__device__ __forceinline__ float (&columns(float (&sum)[kBlocks][4], int first))[kCols / 8][4] {
+  return *(float(*)[kCols / 8][4])&sum[first / 8];
+}
+
+template <int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+struct WideShared {
+  static constexpr int kQBytes = kTileBytes<kWideTile, kHeadDim>, kDoutBytes = kTileBytes<kWideTile, kVHeadDim>;
+  unsigned char k[kQBytes], v[kDoutBytes];
+  unsigned char q[kQStages][kQBytes], dout[kDoutStages][kDoutBytes];
+  unsigned char ds[kSlots][kTileBytes<kWideTile, kWideTile>];     // keys are the rows; before that, the probabilities
+  float minus_lse[kQStages][kWideTile], minus_delta[kDoutStages][kWideTile];
+  u64 kv_full, kv_empty;
+  u64 q_full[kQStages], q_empty[kQStages];
+  u64 dout_full[kDoutStages], dout_empty[kDoutStages];
+  u64 p_full[kSlots], ds_full[kSlots], ds_empty[kSlots];
+  Step q_step[kQStages], dout_step[kDoutStages], ds_step[kSlots];
+  int2 range[kWideTile], item[8];                                 // of the key rows, and of the warps of keys and values
+
+  __device__ __forceinline__ void init() {
+    barrier_init(&kv_full, 1), barrier_init(&kv_empty, 12);
+    for (int s = 0; s < kQStages; ++s) barrier_init(&q_full[s], 1), barrier_init(&q_empty[s], 4);
+    for (int s = 0; s < kDoutStages; ++s) barrier_init(&dout_full[s], 1), barrier_init(&dout_empty[s], 4);
+    for (int s = 0; s < kSlots; ++s) {
+      barrier_init(&p_full[s], 4), barrier_init(&ds_full[s], 4), barrier_init(&ds_empty[s], 8);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+// Reads four 8x8 blocks as an operand's fragments; addresses as for store_matrices.
+__device__ __forceinline__ void load_matrices(u32 (&a)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(shared_address(row)) : "memory");
+}
+// The first operand of scores, 64 rows of a tile: its fragments in registers, where there are some left, or the tile.
+template <typename T, int kDim, bool kInRegisters> struct ScoreRows {
+  const unsigned char* tile;
+  __device__ __forceinline__ void load(const unsigned char* from) { tile = from; }
+  __device__ __forceinline__ void start(float (&scores)[kWideTile / 8][4], const unsigned char* other) const {
+    add_scores<T, kDim, kWideTile, kWideTile>(scores, tile, other);
+  }
+};
+template <typename T, int kDim> struct ScoreRows<T, kDim, true> {
+  u32 a[kDim / 16][4];
+  __device__ __forceinline__ void load(const unsigned char* tile) {
+    const auto [warp, lane] = me();
+    const unsigned char* const row = tile + (warp * 16 + lane % 16) * kRowBytes;
+    #pragma unroll
+    for (int i = 0; i < kDim / 16; ++i)
+      load_matrices(a[i], row + i / 4 * kWideTile * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16);
+  }
+  __device__ __forceinline__ void start(float (&scores)[kWideTile / 8][4], const unsigned char* other) const {
+    const u64 b = descriptor(other, 16);
+    #pragma unroll
+    for (int i = 0; i < kDim / 16; ++i)
+      Wgmma<T, kWideTile>::template registers<0>(scores, a[i], b + (i / 4 * kWideTile * kRowBytes + i % 4 * 32) / 16, 1);
+  }
+};
+
+// The producer, one warp: for every tile of keys of this block, and every query head of a part, the query tiles in sight.
+template <int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+__device__ __forceinline__ void produce_wide(
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
+    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges, const int* alone,
+    const int* tile_order, int* counter, BackwardSize size) {
+  using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>;
+  const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.parts;
+  Ring<kQStages> q_ring = {0, 1};
+  Ring<kDoutStages> dout_ring = {0, 1};
+  u32 kv_parity = 1;
+
+  auto draw = [&] { return lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
+  for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
+    const int next_work = draw();                      // early, for its latency
+    const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.together, size.last_parts);
+    const QuerySight<1, kWideTile> sight(query_ranges, item.tile * kWideTile, size.k_rows);
+    const int first = sight.first / kWideTile * kWideTile;
+    int row = sight.first == kNone ? kNone : first, head = item.head * size.heads;
+    u32 flags = row == kNone ? kNothing | kLast : kFirst;
+    do {
+      const int this_head = head;
+      int next = kNone;
+      if (row != kNone) {
+        flags |= sight.flags(row);
+        if (alone[row / kWideTile] == 1 + item.tile) flags |= kAlone;
+        if (row + kWideTile < sight.end) next = row + kWideTile;
+        else if (++head < (item.head + 1) * size.heads) next = first;
+        else flags |= kLast;
+      }
+      barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
+      if (lane == 0) {
+        u64* const full = &shared.q_full[q_ring.stage];
+        shared.q_step[q_ring.stage] = {row, this_head, item.tile, flags};
+        if (row == kNone) {
+          barrier_arrive(full);
+        } else {
+          barrier_expect(full, Shared::kQBytes + 4 * kWideTile);
+          copy_tile<kWideTile, kHeadDim>(shared.q[q_ring.stage], map_q, this_head, row, full);
+          copy_bulk(shared.minus_lse[q_ring.stage], stats + this_head * size.stats_rows + row, 4 * kWideTile, full);
+        }
+      }
+      barrier_wait(&shared.dout_empty[dout_ring.stage], dout_ring.parity);
+      if (lane == 0) {
+        u64* const full = &shared.dout_full[dout_ring.stage];
+        shared.dout_step[dout_ring.stage] = {row, this_head, item.tile, flags};
+        if (row == kNone) {
+          barrier_arrive(full);
+        } else {
+          const u32 delta = (size.parts * size.heads + this_head) * size.stats_rows + row;
+          barrier_expect(full, Shared::kDoutBytes + 4 * kWideTile);
+          copy_tile<kWideTile, kVHeadDim>(shared.dout[dout_ring.stage], map_dout, this_head, row, full);
+          copy_bulk(shared.minus_delta[dout_ring.stage], stats + delta, 4 * kWideTile, full);
+        }
+      }
+      q_ring.advance(), dout_ring.advance();
+      if (flags & kFirst) {
+        barrier_wait(&shared.kv_empty, kv_parity);
+        kv_parity ^= 1;
+        if (lane == 0) {
+          const int kv_head = this_head / size.group, key = item.tile * kWideTile;
+          barrier_expect(&shared.kv_full, Shared::kQBytes + Shared::kDoutBytes);
+          copy_tile<kWideTile, kHeadDim>(shared.k, map_k, kv_head, key, &shared.kv_full);
+          copy_tile<kWideTile, kVHeadDim>(shared.v, map_v, kv_head, key, &shared.kv_full);
+        }
+      }
+      row = next;
+      flags = 0;
+    } while (row != kNone);
+    work = __shfl_sync(0xffffffffu, next_work, 0);
+  }
+  barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
+  barrier_wait(&shared.dout_empty[dout_ring.stage], dout_ring.parity);
+  if (lane == 0) {
+    shared.q_step[q_ring.stage].flags = shared.dout_step[dout_ring.stage].flags = kEnd;
+    barrier_arrive(&shared.q_full[q_ring.stage]), barrier_arrive(&shared.dout_full[dout_ring.stage]);
+  }
+}
+
+// Adds to global memory, 16 bytes at a time.
+__device__ __forceinline__ void add_quad(float* dst, const float (&x)[4]) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(dst), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+
+// The query role: dq = dS k, a piece at a time.
+template <typename T, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+__device__ __forceinline__ void serve_wide_queries(
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, T* dq, float* dq_sum, BackwardSize size, float softmax_scale) {
+  auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
+  Ring<kSlots> ring = {0, 0};
+
+  while (true) {
+    barrier_wait(&shared.ds_full[ring.stage], ring.parity);
+    const Step step = shared.ds_step[ring.stage];
+    __syncwarp();
+    if (step.flags & kEnd) break;
+    const size_t block = (size_t)step.head * (size.stats_rows / 64) + step.row / 64;
+    #pragma unroll 1
+    for (int piece = 0; piece < kPieces<kHeadDim>; ++piece) {
+      const u64 a = descriptor(shared.ds[ring.stage], 16);
+      const u64 b = descriptor(shared.k + piece * kWideTile * kRowBytes, 16);
+      float sum[kSlab / 8][4];
+      wgmma_begin();
+      #pragma unroll
+      for (int n = 0; n < kWideTile; n += 16)
+        Wgmma<T, kSlab>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
+      wgmma_commit();
+      wgmma_wait<0>(sum);
+      if (step.flags & kAlone) {
+        store_dq<kHeadDim>(dq, sum, softmax_scale, step.row, step.head, piece * kSlab, size);
+        continue;
+      }
+      float* const dst = dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim> + threadIdx.x % 128 * 4;
+      #pragma unroll
+      for (int n = 0; n < kSlab / 8; ++n) add_quad(dst + n * 512, sum[n]);
+    }
+    if (step.flags & kLast) arrive(&shared.kv_empty);
+    arrive(&shared.ds_empty[ring.stage]);
+    ring.advance();
+  }
+}
+
+// The key role: dk = dS^T q, and the probabilities.
+template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+__device__ __forceinline__ void serve_wide_keys(
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Grad* dk, const int2* query_ranges, BackwardSize size,
+    float softmax_scale) {
+  constexpr int kBlocks = kWideTile / 8;
+  Ring<kQStages> ring = {0, 0};                       // of query tiles
+  Ring<kSlots> slot = {0, 0};
+  u32 kv_parity = 0, flags;
+  auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
+  auto look = [&] {
+    barrier_wait(&shared.q_full[ring.stage], ring.parity);
+    flags = __shfl_sync(0xffffffffu, shared.q_step[ring.stage].flags, 0);
+  };
+  auto start_dk = [&](float (&sum)[kHeadDim / 8][4]) {
+    const u64 a = descriptor(shared.ds[slot.stage], 16), b = descriptor(shared.q[ring.back(1).stage], kWideTile * kRowBytes);
+    #pragma unroll
+    for (int c = 0; c < kHeadDim; c += kWideCols<kHeadDim>)
+      #pragma unroll
+      for (int i = 0; i < kWideTile / 16; ++i)
+        Wgmma<T, kWideCols<kHeadDim>>::template shared<0, 1>(
+            columns<kWideCols<kHeadDim>>(sum, c), a + i * 32 / 16, b + (c * kWideTile * 2 + i * 16 * kRowBytes) / 16, 1);
+    wgmma_commit();
+  };
+  auto release = [&](u32 stage) {
+    arrive(&shared.q_empty[stage]);
+    arrive(&shared.ds_empty[slot.stage]);
+    slot.advance();
+  };
+  const float scale_log2 = softmax_scale * kLog2e;
+
+  while (true) {
+    look();
+    if (flags & kEnd) break;
+    const auto [warp, lane] = me();
+    int2* const range = shared.range + warp * 16;
+    int2& item = shared.item[warp];                     // first key of the warp, kv head
+    if (lane == 0) {
+      const Step& step = shared.q_step[ring.stage];
+      item = {step.tile * kWideTile + warp * 16, step.head / size.group};
+    }
+    __syncwarp();
+    if (lane < 16) range[lane] = range_of(query_ranges, item.x + lane, size.k_rows);
+    __syncwarp();
+    float sum_dk[kHeadDim / 8][4] = {};
+    if (flags & kNothing) {
+      arrive(&shared.q_empty[ring.stage]);
+      ring.advance();
+    } else {
+      barrier_wait(&shared.kv_full, kv_parity);
+      kv_parity ^= 1;
+      ScoreRows<T, kHeadDim, kHeadDim == 192> keys;
+      keys.load(shared.k);
+      float p[kBlocks][4];
+      // Probabilities from the saved lse, transposed; every thread leaves them for its counterpart of the value role.
+      auto hand_over = [&](Ring<kSlots> to) {
+        const auto [warp, lane] = me();
+        #pragma unroll
+        for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
+        if (flags & kMasked) {
+          const int2* const range = shared.range + warp * 16 + lane / 4;
+          const int2 r[2] = {range[0], range[8]};
+          const int first_query = shared.q_step[ring.stage].row;
+          #pragma unroll
+          for (int i = 0; i < 4 * kBlocks; ++i)
+            if (!contains(r[i % 4 / 2], first_query + i / 4 * 8 + lane % 4 * 2 + i % 2)) p[i / 4][i % 4] = 0.f;
+        }
+        u32 probability[1][kBlocks / 2][4];
+        round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
+        barrier_wait(&shared.ds_empty[to.stage], to.parity ^ 1);
+        uint4* const out = (uint4*)(shared.ds[to.stage] + warp * 16 * kRowBytes) + lane;
+        #pragma unroll
+        for (int i = 0; i < kBlocks / 2; ++i)
+          out[i * kWarp] = make_uint4(probability[0][i][0], probability[0][i][1], probability[0][i][2], probability[0][i][3]);
+        __syncwarp();
+        arrive(&shared.p_full[to.stage]);
+        ring.advance();
+      };
+      begin_columns(p, shared.minus_lse[ring.stage]);
+      wgmma_begin();
+      keys.start(p, shared.q[ring.stage]);
+      wgmma_commit();
+      wgmma_wait<0>(p);
+      hand_over(slot);
+      while (!(flags & kLast)) {
+        // The scores of the next step, and behind them dk += dS^T q.
+        look();
+        begin_columns(p, shared.minus_lse[ring.stage]);
+        wgmma_begin();
+        keys.start(p, shared.q[ring.stage]);
+        wgmma_commit();
+        barrier_wait(&shared.ds_full[slot.stage], slot.parity);
+        wgmma_begin();
+        start_dk(sum_dk);
+        wgmma_wait<1>(p);
+        Ring<kSlots> next = slot;
+        next.advance();
+        hand_over(next);
+        wgmma_wait<0>(sum_dk);
+        release(ring.back(2).stage);
+      }
+      arrive(&shared.kv_empty);
+      barrier_wait(&shared.ds_full[slot.stage], slot.parity);
+      wgmma_begin();
+      start_dk(sum_dk);
+      wgmma_wait<0>(sum_dk);
+      release(ring.back(1).stage);
+    }
+    const auto [last_warp, last_lane] = me();
+    const int2 mine_done = shared.item[last_warp];
+    const int row = mine_done.x + last_lane / 4;
+    const int num_kv_heads = size.parts * size.heads / size.group;
+    const size_t at = (size_t)row * num_kv_heads + mine_done.y, below = at + 8 * num_kv_heads;
+    store_row<0>(dk + at * kHeadDim, sum_dk, softmax_scale, row < size.k_rows);
+    store_row<1>(dk + below * kHeadDim, sum_dk, softmax_scale, row + 8 < size.k_rows);
+  }
+}
+
+// The value role: dv = P^T dout, and the score gradients.
+template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+__device__ __forceinline__ void serve_wide_values(
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Grad* dv, BackwardSize size) {
+  constexpr int kBlocks = kWideTile / 8;
+  Ring<kDoutStages> ring = {0, 0};
+  Ring<kSlots> slot = {0, 0};
+  u32 kv_parity = 0, flags;
+  auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
+  auto look = [&] {
+    barrier_wait(&shared.dout_full[ring.stage], ring.parity);
+    flags = __shfl_sync(0xffffffffu, shared.dout_step[ring.stage].flags, 0);
+  };
+  auto tell_queries = [&] {
+    const auto [warp, lane] = me();
+    if (warp == 0 && lane == 0) shared.ds_step[slot.stage] = shared.dout_step[ring.stage];
+    publish_to_async();
+    __syncwarp();
+    arrive(&shared.ds_full[slot.stage]);
+  };
+
+  while (true) {
+    look();
+    if (flags & kEnd) break;
+    const auto [warp, lane] = me();
+    if (lane == 0) {
+      const Step& step = shared.dout_step[ring.stage];
+      shared.item[4 + warp] = {step.tile * kWideTile + warp * 16, step.head / size.group};
+    }
+    __syncwarp();
+    float sum_dv[kVHeadDim / 8][4] = {};
+    if (flags & kNothing) {
+      arrive(&shared.dout_empty[ring.stage]);
+      ring.advance();
+    } else {
+      barrier_wait(&shared.kv_full, kv_parity);
+      kv_parity ^= 1;
+      ScoreRows<T, kVHeadDim, kVHeadDim == 128> values;
+      values.load(shared.v);
+      float dp[kBlocks][4];
+      begin_columns(dp, shared.minus_delta[ring.stage]);
+      wgmma_begin();
+      values.start(dp, shared.dout[ring.stage]);
+      wgmma_commit();
+      wgmma_wait<0>(dp);
+      u32 probability[1][kBlocks / 2][4];
+      auto start_dv = [&] {
+        const unsigned char* const dout = shared.dout[ring.stage];
+        #pragma unroll
+        for (int c = 0; c < kVHeadDim; c += kWideCols<kVHeadDim>)
+          start_weighted_sum<T, kWideCols<kVHeadDim>, kWideTile>(columns<kWideCols<kVHeadDim>>(sum_dv, c), probability,
+                                                                 dout + c * kWideTile * 2);
+        wgmma_commit();
+      };
+      while (true) {
+        // dv += P^T dout, and under it dS = P (dP - delta), in the place of P.
+        const auto [warp, lane] = me();
+        barrier_wait(&shared.p_full[slot.stage], slot.parity);
+        unsigned char* const place = shared.ds[slot.stage] + warp * 16 * kRowBytes;
+        #pragma unroll
+        for (int i = 0; i < kBlocks / 2; ++i) {
+          const uint4 x = ((const uint4*)place)[i * kWarp + lane];
+          probability[0][i][0] = x.x, probability[0][i][1] = x.y, probability[0][i][2] = x.z, probability[0][i][3] = x.w;
+        }
+        wgmma_begin();
+        start_dv();
+        weigh<T>(dp, probability);
+        u32 dscore[1][kBlocks / 2][4];
+        round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
+        __syncwarp();
+        #pragma unroll
+        for (int i = 0; i < kBlocks / 2; ++i)
+          store_matrices(place + lane % 16 * kRowBytes + ((i * 2 + lane / 16) ^ lane % 8) * 16, dscore[0][i]);
+        tell_queries();
+        slot.advance();
+
+        wgmma_wait<0>(sum_dv);
+        arrive(&shared.dout_empty[ring.stage]);
+        ring.advance();
+        if (flags & kLast) break;
+        look();
+        begin_columns(dp, shared.minus_delta[ring.stage]);
+        wgmma_begin();
+        values.start(dp, shared.dout[ring.stage]);
+        wgmma_commit();
+        wgmma_wait<0>(dp);
+      }
+      arrive(&shared.kv_empty);
+    }
+    const auto [last_warp, last_lane] = me();
+    const int2 mine_done = shared.item[4 + last_warp];
+    const int row = mine_done.x + last_lane / 4;
+    const int num_kv_heads = size.parts * size.heads / size.group;
+    const size_t at = (size_t)row * num_kv_heads + mine_done.y, below = at + 8 * num_kv_heads;
+    store_row<0>(dv + at * kVHeadDim, sum_dv, 1.f, row < size.k_rows);
+    store_row<1>(dv + below * kVHeadDim, sum_dv, 1.f, row + 8 < size.k_rows);
+  }
+  barrier_wait(&shared.ds_empty[slot.stage], slot.parity ^ 1);
+  tell_queries();
+}
+
+// The contract of thd_attn_bwd_sm90, for head dims that are multiples of 64, without an order, adding to a dq_sum of zeros;
+// tiles of 64 keys, maps of boxes of 64 rows. Launch: grid at most num_tiles * parts and one block per multiprocessor, block 512.
+template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+__global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
+    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, T* __restrict__ dq,
+    Grad* __restrict__ dk, Grad* __restrict__ dv, float softmax_scale, float* __restrict__ dq_sum,
+    const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ alone,
+    const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
+  using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>;
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  Shared& shared = *(Shared*)shared_bytes;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) shared.init();
+  __syncthreads();
+  if (warpgroup == 0) {
+    registers_give<32>();
+    if (threadIdx.x < kWarp)
+      produce_wide(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, alone, tile_order, counter, size);
+  } else if (warpgroup == 1) {
+    registers_take<kHeadDim == 256 ? 192 : 208>();
+    serve_wide_keys<T>(shared, dk, query_ranges, size, softmax_scale);
+  } else if (warpgroup == 2) {
+    registers_take<kHeadDim == 256 ? 224 : 208>();
+    serve_wide_values<T>(shared, dv, size);
+  } else {
+    registers_give<64>();
+    serve_wide_queries<T>(shared, dq, dq_sum, size, softmax_scale);
+  }
+}
