@@ -204,7 +204,7 @@ __device__ __forceinline__ void add_queries(
     }
     if (turn && lane == 0) {
       add_wait();
-      asm volatile("st.relaxed.gpu.s32 [%0], %1;" :: "l"(turn), "r"(after) : "memory");
+      asm volatile("st.release.gpu.s32 [%0], %1;" :: "l"(turn), "r"(after) : "memory");
     }
     turn = nullptr;
     if (step.flags & kEnd) return;
