@@ -110,13 +110,17 @@ def table(rows: Iterable[Row]) -> str:
 
 def summary(rows: Sequence[Row]) -> str:
     """The README's table, Markdown: TFLOP/s of every peer, forward/backward, with the launch overhead taken out."""
-    times, about = Times(rows), rows[0]
+    times = Times(rows)
     peers = ["ours", *times.peers]
     versions = {row["peer"]: row["peer_version"] for row in rows}
+    runs: dict[tuple[str, ...], set[str]] = {}
+    for row in rows:
+        runs.setdefault(tuple(row[x] for x in ("driver", "kernel_sources", "command")), set()).add(row["peer"])
     lines = [
-        f"{about['gpu']}, driver {about['driver']}, kernel sources {about['kernel_sources']}, "
-        f"{about['command'].removeprefix('python ')}; bfloat16, causal, 16 heads of 128 unless the name says so;",
+        f"{rows[0]['gpu']}; bfloat16, causal, 16 heads of 128 unless the name says so;",
         "TFLOP/s forward/backward in replayed CUDA graphs.",
+        *(f"{', '.join(peer for peer in peers if peer in timed)}: driver {driver}, kernel sources {kernels}, "
+          f"{command.removeprefix('python ')}." for (driver, kernels, command), timed in runs.items()),
         f"Versions: {', '.join(f'{peer} {versions[peer]}' for peer in peers)}.",
         "",
         "| case | " + " | ".join(peers) + " |",
@@ -157,8 +161,8 @@ def plot(rows: Iterable[Row], path: Path) -> None:
                 axes.text(x + 0.4, max(ours, best), f"{ours / best:.2f}x", ha="center", va="bottom", fontsize=8)
         axes.set_ylabel(f"{way}, TFLOP/s")
         axes.grid(axis="y", alpha=0.3)
-    panels[0].set_title(f"{rows[-1]['gpu']}, replayed CUDA graphs; above the bars: ours / best peer")
-    panels[0].legend(ncols=len(peers))
+    panels[0].set_title(f"{rows[-1]['gpu']}, replayed CUDA graphs; above the bars: ours / best peer", pad=28)
+    panels[0].legend(ncols=len(peers), loc="lower center", bbox_to_anchor=(0.5, 1))
     panels[-1].set_xticks([x + 0.4 for x in range(len(times.cases))], times.cases, rotation=40, ha="right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -231,6 +231,7 @@ class _BackwardSm90:
         dq_size, num_turns = stats_rows * num_heads * head_dim, stats_rows // 64 * num_heads
         sums = plan.buffer("sums", (dq_size + dkv_size + -(-num_turns // 4) * 4,), np.float32)
         self.dq_sum, self.dkv_sum, turns = sums[:dq_size], sums[dq_size :][:dkv_size], sums[dq_size + dkv_size :]
+        # Blocks that take turns need no zeros: the first to come stores its share of dq.
         stats, self.delta = _delta(chosen, q, v, plan, sums[dq_size:] if sm90.has_order else sums)
 
         parts = num_kv_heads * split
@@ -344,7 +345,7 @@ def _split(gpu: _Gpu, plan: Plan, num_tiles: int, num_heads: int, num_kv_heads: 
     """Into how many parts the query heads of a kv head are split, which then add their shares of dk and dv.
 
     One part needs no sums; more parts keep all multiprocessors busy where there are few tiles, and let blocks that
-    work at the same time share the queries of few heads in the L2 cache where sequences are long.
+    work at the same time share the queries of few heads in the L2 cache beyond short sequences.
     """
     few_items = num_tiles * num_kv_heads < 3 * gpu.multiprocessors
     return num_heads // num_kv_heads if few_items or _queries_in_sight(plan) > SPLIT_GROUPS_BEYOND else 1
