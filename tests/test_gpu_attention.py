@@ -92,6 +92,14 @@ def test_big_packs_are_the_oracle(cupy, case, dtype, cp_size):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [(18, 18), (6, 3)], ids=["mha", "gqa"])
+def test_heads_done_in_several_groups_are_the_oracle(cupy, heads, deterministic):
+    # So many tiles that the last group of heads is a small one, and others come before it.
+    case = Case(f"{heads[0]}-heads-of-many-tiles", (34,) * 1000, heads=heads)
+    check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy, engine="cuda", deterministic=deterministic))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("cp_size", [1, 8])
 def test_one_document_of_65536_among_a_thousand_of_16(cupy, cp_size, deterministic):
     outcome = run(LONG, cp_size, BFLOAT16, xp=cupy, engine="cuda", deterministic=deterministic)
