@@ -82,20 +82,28 @@ def test_valid_rows_are_known_on_the_gpu(cupy, name):
         np.testing.assert_array_equal(valid.get(), reference.plan(batch).valid)
 
 
-@pytest.mark.parametrize("tile_m", [64, 128])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_query_tiles_alone_with_a_tile_of_keys(cupy, case, tile_m):
-    from thdattn import ops
+def test_how_many_tiles_of_keys_have_a_tile_of_queries_in_sight(cupy, case, dims):
+    from thdattn import ops, tiles
 
+    sizes = tiles.TILES[dims].backward_sm90
     for cp_size in case.cp_sizes:
         batch = case.batch(cp_size)
 
-        def alone(comm, case=case, batch=batch):
-            plan = thdattn.CPAttention(comm, 1, 64, window=case.window, causal=case.causal).plan(batch, case.sharding)
-            return ops._alone(plan, tile_m).get(), plan.key_ranges.get(), plan.tiles[1]
+        def shares(comm, case=case, batch=batch):
+            how = {"v_head_dim": dims[1], "window": case.window, "causal": case.causal}
+            plan = thdattn.CPAttention(comm, 1, dims[0], **how).plan(batch, case.sharding)
+            return ops._shares(sizes, plan).get(), plan.key_ranges.get()
 
-        for found, ranges, tile_n in thdattn.comm.run_local(cp_size, alone):
-            for tile, number in enumerate(found):
-                rows = ranges[tile * tile_m :][:tile_m]
-                in_sight = {key // tile_n for begin, end in rows for key in range(begin, end)}
-                assert number == (1 + in_sight.pop() if len(in_sight) == 1 else 0 if in_sight else -1)
+        for found, ranges in thdattn.comm.run_local(cp_size, shares):
+            wanted = np.zeros(len(found), int)
+            for first_key in range(0, batch.total_rows, sizes.tile_n):
+                in_sight = set()
+                for group in range(first_key, first_key + sizes.tile_n, 64):  # from the first to the last that sees one
+                    begin, end = np.maximum(ranges[:, 0], group), np.minimum(ranges[:, 1], group + 64)
+                    rows = np.flatnonzero(begin < end)
+                    if len(rows):
+                        in_sight |= set(range(rows[0] // sizes.tile_m, rows[-1] // sizes.tile_m + 1))
+                wanted[list(in_sight)] += 1
+            np.testing.assert_array_equal(found, wanted)

@@ -45,6 +45,8 @@ def source(file: str) -> str:
     shared = (FOLDER / "kernels.cuh").read_text()
     if "sm90" in file:
         shared += wgmma.wrappers() + (FOLDER / "kernels_sm90.cuh").read_text()
+    if file in FILES[2:]:
+        shared += (FOLDER / "kernels_sm90_bwd.cuh").read_text()
     return shared + (FOLDER / file).read_text()
 
 

@@ -322,8 +322,8 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
 // padding.
 // Launch: grid ceil(stats_rows * num_heads / (256 / kLanes)), block 256. Bound by memory.
 template <typename T, int kVHeadDim>
-__global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ dout, const float* __restrict__ lse, float softmax_scale,
-                               const int2* __restrict__ key_ranges, float* __restrict__ stats,
+__global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ dout, const float* __restrict__ lse,
+                               float softmax_scale, const int2* __restrict__ key_ranges, float* __restrict__ stats,
                                uint4* __restrict__ sums, size_t words, int q_rows, int stats_rows, int num_heads) {
   constexpr int kChunks = kVHeadDim / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
   const size_t item = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
@@ -744,23 +744,18 @@ __global__ void thd_plan_keys(int2* __restrict__ query_ranges, const int* __rest
   query_ranges[key] = range;
 }
 
-// Of the other side, what the rows of a tile see: from the first row to behind the last; (kNone, 0) for nothing. One warp.
-__device__ __forceinline__ int2 sight_of_tile(const int2* ranges, int num_rows, int t, int tile) {
-  int begin = kNone, end = 0;
-  for (int i = threadIdx.x % kWarp; i < tile; i += kWarp) {
-    const int2 range = range_of(ranges, t * tile + i, num_rows);
-    if (!is_empty(range)) begin = min(begin, range.x), end = max(end, range.y);
-  }
-  return make_int2(__reduce_min_sync(0xffffffffu, begin), __reduce_max_sync(0xffffffffu, end));
-}
-
 // cost (tiles): rows of the other side between the first and the last that a tile of rows sees. One warp a tile.
 __global__ void thd_plan_tile_cost(int* __restrict__ cost, const int2* __restrict__ ranges, int num_rows, int tile,
                                    int num_tiles) {
   const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
   if (t >= num_tiles) return;
-  const int2 sight = sight_of_tile(ranges, num_rows, t, tile);
-  if (threadIdx.x % kWarp == 0) cost[t] = max(0, sight.y - sight.x);
+  int begin = kNone, end = 0;
+  for (int i = threadIdx.x % kWarp; i < tile; i += kWarp) {
+    const int2 range = range_of(ranges, t * tile + i, num_rows);
+    if (!is_empty(range)) begin = min(begin, range.x), end = max(end, range.y);
+  }
+  begin = __reduce_min_sync(0xffffffffu, begin), end = __reduce_max_sync(0xffffffffu, end);
+  if (threadIdx.x % kWarp == 0) cost[t] = max(0, end - begin);
 }
 
 // order (tiles): tiles by falling cost, equal ones in their own order. One warp a tile counts who comes first.
@@ -772,15 +767,4 @@ __global__ void thd_plan_tile_order(int* __restrict__ order, const int* __restri
   for (int i = threadIdx.x % kWarp; i < num_tiles; i += kWarp) before += cost[i] > mine || (cost[i] == mine && i < t);
   before = __reduce_add_sync(0xffffffffu, before);
   if (threadIdx.x % kWarp == 0) order[before] = t;
-}
-
-// alone (tiles of tile_m query rows): 1 + the tile of tile_n keys where all keys in sight of their rows lie; 0 for many, -1 for
-// none. One warp a tile.
-__global__ void thd_plan_alone(int* __restrict__ alone, const int2* __restrict__ key_ranges, int num_rows, int tile_m,
-                               int tile_n, int num_tiles) {
-  const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
-  if (t >= num_tiles) return;
-  const int2 sight = sight_of_tile(key_ranges, num_rows, t, tile_m);
-  const int tile = sight.x / tile_n;
-  if (threadIdx.x % kWarp == 0) alone[t] = sight.y == 0 ? -1 : tile == (sight.y - 1) / tile_n ? 1 + tile : 0;
 }

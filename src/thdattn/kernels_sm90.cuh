@@ -68,6 +68,14 @@ __device__ __forceinline__ void wgmma_wait(float (&accumulator)[kBlocks][4]) {
 template <int kRegisters> __device__ __forceinline__ void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
 template <int kRegisters> __device__ __forceinline__ void registers_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
 
+// What follows from the number of the thread, computed where it is needed: there are no registers to keep it.
+struct Me { int warp, lane; };
+__device__ __forceinline__ Me me() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return {thread / kWarp % 4, thread % kWarp};
+}
+
 // ------------------------------------------------------------------------------------------------ tiles
 
 // A tile is stored as slabs of 64 columns, rows 128 bytes apart, in the 128-byte swizzle that TMA writes and wgmma
@@ -143,8 +151,8 @@ __device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
       }
 }
 
-// Stores one (kHalf) of the two rows that this thread shares with its quad. 16-bit: quads trade words so that every lane
-// stores 16 bytes; a scale of 0 stores zeros. fp32: is added, for several thread blocks may have a share.
+// Stores one (kHalf) of the two rows that this thread shares with its quad, which trades words so that every lane stores 16
+// bytes, by asm: short of registers, the compiler makes four stores of one. A scale of 0 stores zeros.
 template <int kHalf, typename T, int kBlocks>
 __device__ __forceinline__ void store_row(T* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
   #pragma unroll
@@ -154,16 +162,10 @@ __device__ __forceinline__ void store_row(T* row, const float (&sum)[kBlocks][4]
     for (int i = 0; i < 4; ++i)
       words[i] = scale == 0.f ? 0 : pack<T>(sum[n + i][2 * kHalf] * scale, sum[n + i][2 * kHalf + 1] * scale);
     transpose_in_quad(words);
-    if (exists) *(uint4*)(row + (n + threadIdx.x % 4) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
-  }
-}
-template <int kHalf, int kBlocks>
-__device__ __forceinline__ void store_row(float* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
-  #pragma unroll
-  for (int n = 0; n < kBlocks; ++n)
     if (exists)
-      asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" :: "l"(row + n * 8 + threadIdx.x % 4 * 2),
-                   "f"(sum[n][2 * kHalf] * scale), "f"(sum[n][2 * kHalf + 1] * scale) : "memory");
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(row + (n + threadIdx.x % 4) * 8),
+                   "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+  }
 }
 
 // ------------------------------------------------------------------------------------------------ work
@@ -172,15 +174,14 @@ __device__ __forceinline__ void store_row(float* row, const float (&sum)[kBlocks
 // sees it, kMasked << 2c if one of them does not see all of it.
 constexpr u32 kLast = 1u << 31, kSees = 1, kMasked = 2;
 
-// Work is done by groups of `together` heads, for the L2 cache, all heads of a tile one after another, in the order of the tiles
-// given. The last group is of `last_heads`, so many that what is left at the end fills the multiprocessors evenly.
+// Work is done by groups of `together` heads, for the L2 cache, all heads of a tile one after another. The last group is of
+// `last_heads`, so many that what is left at the end fills the multiprocessors evenly.
 struct WorkItem { int tile, head; };
-__device__ __forceinline__ WorkItem work_item(int work, const int* tile_order, int num_tiles, int num_heads, int together,
-                                              int last_heads) {
+__device__ __forceinline__ WorkItem work_item(int work, int num_tiles, int num_heads, int together, int last_heads) {
   const int num_first = num_heads - last_heads, rest = work - num_first * num_tiles;
-  if (rest >= 0) return {tile_order[rest / last_heads], num_first + rest % last_heads};
+  if (rest >= 0) return {rest / last_heads, num_first + rest % last_heads};
   const int in_group = work % (together * num_tiles);
-  return {tile_order[in_group / together], work / (together * num_tiles) * together + in_group % together};
+  return {in_group / together, work / (together * num_tiles) * together + in_group % together};
 }
 
 // A value that all lanes have, so that the compiler knows: what follows from it it keeps in uniform registers, where matrix
@@ -202,99 +203,3 @@ struct Ring {
   __device__ __forceinline__ u32 place() const { return stage + parity * kStages; }
   __device__ __forceinline__ u32 place_to_fill() const { return stage + (parity ^ 1) * kStages; }
 };
-
-// What follows from the number of the thread, computed where it is needed: there are no registers to keep it.
-struct Me { int warp, lane; };
-__device__ __forceinline__ Me me() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return {thread / kWarp % 4, thread % kWarp};
-}
-
-// ------------------------------------------------------------------------------------------------ backward
-
-// What the producer tells of a query tile.
-struct Step { int row, head, tile; u32 flags; };      // flags: kLast, kSees and kMasked, and:
-constexpr u32 kFirst = 1u << 30;                      // first of a tile of keys
-constexpr u32 kNothing = 1u << 29;                    // no query sees the tile of keys
-constexpr u32 kEnd = 1u << 28;                        // no more work
-constexpr u32 kAlone = 1u << 27;                      // the query tile sees no other tile of keys
-
-// The query heads of a kv head are done in parts: `parts` are there of all kv heads together, of `heads` query heads each.
-struct BackwardSize { int q_rows, k_rows, stats_rows, num_tiles, parts, together, last_parts, heads, group; };
-
-// A number of work; also the first comes from here, so that only blocks that run hold work that others may wait for. Whoever
-// draws the last of all numbers leaves the counter as it was.
-__device__ __forceinline__ int draw_work(int* counter, int draws) {
-  const int work = atomicAdd(counter, 1);
-  if (work == draws - 1) *counter = 0;
-  return work;
-}
-
-// The queries between the first and the last that a tile of keys sees, [first, end), one warp; kNone: no queries. For each
-// group of 64 keys, lanes keep one bound each, so that a vote compares a tile of queries with all of them.
-template <int kGroups, int kTileM>
-struct QuerySight {
-  int first, end, bound;
-
-  __device__ __forceinline__ QuerySight(const int2* query_ranges, int first_key, int k_rows) : first(kNone), end(0), bound(0) {
-    const int lane = threadIdx.x % kWarp;
-    #pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) {
-      int bounds[4] = {0, kNone, 0, kNone};           // of those who see any: end, begin; begin and end of what all see
-      #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int2 r = range_of(query_ranges, first_key + group * 64 + i * kWarp + lane, k_rows);
-        if (!is_empty(r)) bounds[0] = max(bounds[0], r.y), bounds[1] = min(bounds[1], r.x);
-        bounds[2] = max(bounds[2], r.x), bounds[3] = min(bounds[3], r.y);    // padding too: no lse bounds its scores
-      }
-      #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int all = i % 2 ? __reduce_min_sync(0xffffffffu, bounds[i]) : __reduce_max_sync(0xffffffffu, bounds[i]);
-        if (lane == group * 4 + i) bound = all;
-        if (i == 0) end = max(end, all);
-        if (i == 1) first = min(first, all);
-      }
-    }
-  }
-  // kSees and kMasked of the groups for the tile of queries from `row` on.
-  __device__ __forceinline__ u32 flags(int row) const {
-    const bool odd = threadIdx.x % 2;
-    const u32 votes = __ballot_sync(0xffffffffu, odd ? row + kTileM > bound : row < bound);
-    u32 flags = 0;
-    #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      if ((votes >> group * 4 & 3) == 3) flags |= kSees << 2 * group;
-      if (votes >> group * 4 & 12) flags |= kMasked << 2 * group;
-    }
-    return flags;
-  }
-};
-
-// dq comes from one tile of keys, and is stored by it, or from many, whose shares add up in dq_sum.
-// dq_sum, fp32, is a sequence of pieces, 64 query rows by as many columns as divide the head dim and leave the key side its
-// registers; a piece is stored as the accumulators of a warpgroup: float4 n of every thread after float4 n - 1 of all.
-template <int kHeadDim> constexpr int kPieceCols = kHeadDim % 64 ? kHeadDim : 64;
-template <int kHeadDim> constexpr int kPieces = kHeadDim / kPieceCols<kHeadDim>;    // of 64 rows
-template <int kHeadDim> constexpr int kPieceFloats = 64 * kPieceCols<kHeadDim>;
-
-// Stores a piece of dq (q_rows, num_heads, kHeadDim), one warpgroup: 64 rows from `row` on, the columns from first_col on.
-template <int kHeadDim, typename T, int kBlocks>
-__device__ __forceinline__ void store_dq(T* dq, const float (&sum)[kBlocks][4], float scale, int row, int head, int first_col,
-                                         BackwardSize size) {
-  row += me().warp * 16 + me().lane / 4;
-  const int pitch = size.parts * size.heads * kHeadDim;
-  T* const out = dq + (size_t)row * pitch + head * kHeadDim + first_col;
-  store_row<0>(out, sum, scale, row < size.q_rows);
-  store_row<1>(out + 8 * pitch, sum, scale, row + 8 < size.q_rows);
-}
-
-// dP - delta becomes dS = P (dP - delta).
-template <typename T, int kBlocks>
-__device__ __forceinline__ void weigh(float (&dp)[kBlocks][4], const u32 (&probability)[1][kBlocks / 2][4]) {
-  #pragma unroll
-  for (int i = 0; i < 2 * kBlocks; ++i) {
-    const float2 weight = unpack_probabilities<T>(probability[0][i / 4][i % 4]);
-    dp[i / 2][i % 2 * 2] *= weight.x, dp[i / 2][i % 2 * 2 + 1] *= weight.y;
-  }
-}

@@ -1,15 +1,19 @@
 // The Hopper backward (sm_90a): the contract of thd_attn_bwd, with TMA, mbarriers and wgmma, for head dims whose sums of dk
-// and dv fit the registers of one warpgroup. kernels_sm90.cuh comes first.
+// and dv fit the registers of one warpgroup. kernels_sm90_bwd.cuh comes first.
 //
-// One persistent thread block per multiprocessor owns a tile of 128 key rows of one kv head at a time. Of its first
-// warpgroup one warp produces: it walks the query tiles in sight; another sends sums of dq away. Two warpgroups, the key
-// side, own 64 keys each: they compute scores transposed, so that probabilities and score gradients are the register
-// operands of dv and dk. The last, the query side, multiplies the score gradients, which it gets through shared memory,
-// with the keys: dq.
+// One persistent thread block per multiprocessor owns a tile of 128 key rows of one kv head at a time. Two warpgroups, the key
+// side, own 64 keys each: they compute scores transposed, so that probabilities and score gradients are the register operands
+// of dv and dk. The query side, one warpgroup, multiplies the score gradients, which it gets through shared memory, with the
+// keys: dq. The warps of the first warpgroup: one produces, walking the query tiles in sight; one claims shares of dq, one sends
+// them, one tells other blocks. Whose share is the last gets the sum of the others, adds its own, and stores dq, rounded.
 
-constexpr u32 kAdds = 1u << 26;                       // of a step: another tile of keys has already stored its share of dq
 // Whether a step has a share of sums of dq.
 __device__ __forceinline__ bool has_sums(u32 flags) { return flags & (kSees | kSees << 2) && !(flags & kAlone); }
+
+// A share of the dq of a tile of queries. turns (num_heads, stats_rows / 64), zero at first: those of claim_share; or (kOrdered)
+// 1 + the tile of keys whose turn it is. turn: which one, kNoMore for the end; after: what it becomes (kOrdered).
+struct Claim { int turn, after; Share share; };
+constexpr int kNoMore = -1;
 
 template <int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 struct BackwardShared {
@@ -19,42 +23,42 @@ struct BackwardShared {
   unsigned char k[kKBytes], v[kVBytes];
   unsigned char q[kStages][kQBytes], dout[kStages][kDoutBytes];
   unsigned char ds[kStages][kTileBytes<kTileN, kTileM>];        // keys are the rows
-  float dq[2][kPieceFloats<kHeadDim>];                            // pieces on their way to global memory
+  float dq[2][kPieceFloats<kHeadDim>];                            // pieces on their way to global memory, or from there
   float minus_lse[kStages][kTileM], minus_delta[kStages][kTileM];
   u64 kv_full, kv_empty;
   u64 full[kStages], empty[kStages];
   u64 ds_full[kStages], ds_empty[kStages];
-  u64 dq_full[2], dq_empty[2];
+  u64 dq_empty[2], dq_open[2], dq_full[2];
+  u64 claim_full[2], claim_sent[2], claim_empty[2];
+  Claim claim[2];
+  Share share[2];                                                 // that a piece is of
   Step step[2 * kStages];                                         // the query side reads a step after its tiles are gone
   int2 range[kTileN], item[8];                                    // of the key rows, and of the key side's warps
 
   __device__ __forceinline__ void init() {
     barrier_init(&kv_full, 1), barrier_init(&kv_empty, 12);
     for (int s = 0; s < kStages; ++s) {
-      barrier_init(&full[s], 1), barrier_init(&empty[s], 8);
-      barrier_init(&ds_full[s], 8), barrier_init(&ds_empty[s], 5);
+      barrier_init(&full[s], 1), barrier_init(&empty[s], 9);
+      barrier_init(&ds_full[s], 8), barrier_init(&ds_empty[s], 4);
     }
-    for (int s = 0; s < 2; ++s) barrier_init(&dq_full[s], 4), barrier_init(&dq_empty[s], 1);
+    for (int s = 0; s < 2; ++s) {
+      barrier_init(&dq_empty[s], 1), barrier_init(&dq_open[s], 1), barrier_init(&dq_full[s], 4);
+      barrier_init(&claim_full[s], 1), barrier_init(&claim_sent[s], 1), barrier_init(&claim_empty[s], 1);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 };
 
-// turns (num_heads, stats_rows / 64), zero at first, say who may bring a share of dq: kStoring, then kStored; or (kOrdered)
-// 1 + the tile of keys whose turn it is.
-constexpr int kStoring = 1, kStored = 2;
-__device__ __forceinline__ u32 turn_of(int head, int row, BackwardSize size) { return head * (size.stats_rows / 64) + row / 64; }
-__device__ __forceinline__ int state_of(const int* turn) {
-  int state;
-  asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(state) : "l"(turn) : "memory");
-  return state;
+__device__ __forceinline__ u32 turn_of(int head, int row, BackwardSize size) {
+  return head * (size.stats_rows / 64) + row / 64;
 }
 
 // The producer, one warp: for every tile of keys of this block, and every query head of a part, the query tiles in sight.
 template <bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void produce_backward(
     BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
-    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int* turns, const int2* query_ranges,
-    const int* alone, const int* tile_order, int* counter, BackwardSize size) {
+    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges,
+    const int* shares, const int* tile_order, int* counter, BackwardSize size) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   constexpr int kTileN = Shared::kTileN;
   const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.parts;
@@ -64,7 +68,8 @@ __device__ __forceinline__ void produce_backward(
   auto draw = [&] { return lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
   for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
     const int next_work = kOrdered ? 0 : draw();       // early, for its latency; but none may wait for work that lies drawn
-    const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.together, size.last_parts);
+    WorkItem item = work_item(work, size.num_tiles, size.parts, size.together, size.last_parts);
+    item.tile = tile_order[item.tile];
     const QuerySight<2, kTileM> sight(query_ranges, item.tile * kTileN, size.k_rows);
     const int first = sight.first / kTileM * kTileM;
     const bool nothing = sight.first == kNone;
@@ -73,8 +78,7 @@ __device__ __forceinline__ void produce_backward(
       const bool end_of_head = row + kTileM >= sight.end;
       if (!nothing) {
         flags |= sight.flags(row);
-        if (alone[row / kTileM] == 1 + item.tile) flags |= kAlone;
-        if (!kOrdered && state_of(turns + turn_of(head, row, size)) == kStored) flags |= kAdds;
+        if (shares[row / kTileM] == 1) flags |= kAlone;
         if (end_of_head && head + 1 == (item.head + 1) * size.heads) flags |= kLast;
       }
       u64* const full = &shared.full[ring.stage];
@@ -124,7 +128,7 @@ __device__ __forceinline__ void serve_queries(
   constexpr int kTileN = 128, kCols = kPieceCols<kHeadDim>, kAll = kTileM / 64 * kPieces<kHeadDim>;
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   Ring<kStages> ring = {0, 0};
-  Ring<2> pieces = {0, 1};
+  Ring<2> pieces = {0, 0};
 
   for (Step step = {}; !(step.flags & kEnd); ring.advance()) {
     barrier_wait(&shared.ds_full[ring.stage], ring.parity);
@@ -140,123 +144,172 @@ __device__ __forceinline__ void serve_queries(
       for (int n = 0; n < kTileN; n += 16)
         Wgmma<T, kCols>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
       wgmma_commit();
-      barrier_wait(&shared.dq_empty[pieces.stage], pieces.parity);
       wgmma_wait<0>(sum);
       const bool nothing = step.flags & (kNothing | kEnd);
       if (nothing || piece == kAll - 1) arrive(&shared.ds_empty[ring.stage]);
       if (nothing) break;
       if (step.flags & kLast && piece == kAll - 1) arrive(&shared.kv_empty);
-      if (step.flags & kAlone) {
-        store_dq<kHeadDim>(dq, sum, softmax_scale, step.row + m * 64, step.head, first_col, size);
+      bool complete = step.flags & kAlone;
+      if (has_sums(step.flags)) {
+        float4* const staging = (float4*)shared.dq[pieces.stage] + threadIdx.x % 128;
+        barrier_wait(&shared.dq_open[pieces.stage], pieces.parity);
+        const Share share = shared.share[pieces.stage];
+        complete = share == Share::kLast || share == Share::kOnly;
+        #pragma unroll
+        for (int n = 0; n < kCols / 8; ++n) {
+          if (!complete) staging[n * 128] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+          if (share != Share::kLast) continue;
+          const float4 others = staging[n * 128];
+          sum[n][0] += others.x, sum[n][1] += others.y, sum[n][2] += others.z, sum[n][3] += others.w;
+        }
+        publish_to_async();
+        __syncwarp();
+        arrive(&shared.dq_full[pieces.stage]);
+        pieces.advance();
       }
-      if (!has_sums(step.flags)) continue;
-      float4* const staging = (float4*)shared.dq[pieces.stage] + threadIdx.x % 128;
-      #pragma unroll
-      for (int n = 0; n < kCols / 8; ++n) staging[n * 128] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
-      publish_to_async();
-      __syncwarp();
-      arrive(&shared.dq_full[pieces.stage]);
+      if (complete) store_dq<kHeadDim>(dq, sum, softmax_scale, step.row + m * 64, step.head, first_col, size);
+    }
+  }
+}
+
+// One warp claims shares of dq, ahead of the products, waits until they may be brought, and opens pieces for the query side, with
+// the sum of the others in them for the last. In any order; or (kOrdered) in falling order of the tiles of keys, for the same
+// bits on every run: under a causal mask each tile begins where it is the first, and finds the others ahead.
+// A block waits with its latest claim only, and brings what it claimed before without waiting: so nobody waits in a circle.
+template <bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+__device__ __forceinline__ void claim_shares(
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, const float* dq_sum, const int2* key_ranges,
+    int* turns, const int* shares, BackwardSize size) {
+  constexpr int kTileN = 128, kAll = kTileM / 64 * kPieces<kHeadDim>, kFloats = kPieceFloats<kHeadDim>;
+  const int lane = threadIdx.x % kWarp;
+  Ring<kStages> ring = {0, 0};
+  Ring<2> claims = {0, 1}, pieces = {0, 1};
+  for (Step step = {}; !(step.flags & kEnd); ) {
+    barrier_wait(&shared.full[ring.stage], ring.parity);
+    step = shared.step[ring.place()];
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
+    ring.advance();
+    Claim claim = {kNoMore, 0, Share::kNone};
+    if (has_sums(step.flags)) {
+      claim.turn = turn_of(step.head, step.row, size);
+      int* const turn = turns + claim.turn;
+      if (!kOrdered) {
+        claim.share = claim_share(turn, shares[step.row / kTileM]);
+      } else {
+        int state = state_of(turn), first_tile = -1, next_tile = -1;      // early, for its latency
+        bool sees = false;
+        #pragma unroll 1
+        for (int i = lane; i < kTileM; i += kWarp) {
+          const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
+          if (is_empty(range)) continue;
+          const int last_tile = (range.y - 1) / kTileN;
+          first_tile = max(first_tile, last_tile);
+          if (range.x < step.tile * kTileN) next_tile = max(next_tile, min(last_tile, step.tile - 1));
+          sees |= touches(range, step.tile * kTileN, kTileN);
+        }
+        first_tile = __reduce_max_sync(0xffffffffu, first_tile);
+        claim.after = 1 + __reduce_max_sync(0xffffffffu, next_tile);
+        if (__any_sync(0xffffffffu, sees))
+          claim.share = claim.after ? first_tile == step.tile ? Share::kFirst : Share::kMiddle
+                                    : first_tile == step.tile ? Share::kOnly : Share::kLast;
+        else if (first_tile < 0)
+          claim.share = Share::kOnly;                  // padding: zeros, by everyone
+        const bool waits = claim.share == Share::kMiddle || claim.share == Share::kLast;
+        while (waits && __shfl_sync(0xffffffffu, state, 0) != 1 + step.tile) state = state_of(turn);
+      }
+    } else if (!(step.flags & kEnd)) {
+      continue;
+    }
+    barrier_wait(&shared.claim_empty[claims.stage], claims.parity);
+    if (lane == 0) {
+      shared.claim[claims.stage] = claim;
+      barrier_arrive(&shared.claim_full[claims.stage]);
+    }
+    claims.advance();
+    for (int piece = 0; piece < (claim.turn == kNoMore ? 0 : kAll); ++piece) {
+      barrier_wait(&shared.dq_empty[pieces.stage], pieces.parity);
+      if (lane == 0) {
+        u64* const open = &shared.dq_open[pieces.stage];
+        shared.share[pieces.stage] = claim.share;
+        if (claim.share == Share::kLast) {
+          const float* const others = dq_sum + ((size_t)claim.turn * 64 * kHeadDim + piece * kFloats);
+          barrier_expect(open, 4 * kFloats);
+          copy_bulk(shared.dq[pieces.stage], others, 4 * kFloats, open);
+        } else {
+          barrier_arrive(open);
+        }
+      }
       pieces.advance();
     }
   }
 }
 
-// One warp has the copy engine bring the pieces of dq to global memory. Whose sums are the first for a tile of queries, stores
-// them, and nothing has to be zero before; the others add. In any order; or (kOrdered) in falling order of the tiles of keys,
-// for the same bits on every run: under a causal mask each begins where it is the first, and finds the others ahead.
-template <bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
-__device__ __forceinline__ void add_queries(
-    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, float* dq_sum, const int2* key_ranges, int* turns,
-    BackwardSize size) {
-  constexpr int kTileN = 128, kAll = kTileM / 64 * kPieces<kHeadDim>;
+// One warp has the copy engine bring pieces of dq to global memory.
+template <int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+__device__ __forceinline__ void send_shares(BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, float* dq_sum) {
+  constexpr int kAll = kTileM / 64 * kPieces<kHeadDim>, kFloats = kPieceFloats<kHeadDim>;
   const int lane = threadIdx.x % kWarp;
-  Ring<kStages> ring = {0, 0};
   Ring<2> pieces = {0, 0};
-  int* turn = nullptr;                                 // of the step before, if others wait for its sums
-  int after;                                           // what it becomes when they have arrived
-  while (true) {
-    barrier_wait(&shared.ds_full[ring.stage], ring.parity);
-    const Step step = shared.step[ring.place()];
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&shared.ds_empty[ring.stage]);
-    ring.advance();
-    const bool shares = has_sums(step.flags);
-    const u32 block = turn_of(step.head, step.row, size);
-    bool first = false, sees = true;
-    const int wanted = kOrdered ? 1 + step.tile : kStored;
-    int state = wanted, next = kStored;
-    if (kOrdered && shares) {
-      state = state_of(turns + block);                 // early, for its latency
-      int first_tile = -1;
-      next = -1, sees = false;
-      #pragma unroll 1
-      for (int i = lane; i < kTileM; i += kWarp) {
-        const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
-        if (is_empty(range)) continue;
-        const int last_tile = (range.y - 1) / kTileN;
-        first_tile = max(first_tile, last_tile);
-        if (range.x < step.tile * kTileN) next = max(next, min(last_tile, step.tile - 1));
-        sees |= touches(range, step.tile * kTileN, kTileN);
-      }
-      next = 1 + __reduce_max_sync(0xffffffffu, next);
-      sees = __any_sync(0xffffffffu, sees);
-      first = __reduce_max_sync(0xffffffffu, first_tile) == step.tile;
-    }
-    if (turn && lane == 0) {
-      add_wait();
-      asm volatile("st.release.gpu.s32 [%0], %1;" :: "l"(turn), "r"(after) : "memory");
-    }
-    turn = nullptr;
-    if (step.flags & kEnd) return;
-    if (!shares) continue;
-    if (!kOrdered && !(step.flags & kAdds)) {
-      state = __shfl_sync(0xffffffffu, lane == 0 ? atomicCAS(turns + block, 0, kStoring) : 0, 0);
-      first = state == 0;
-    }
-    if (kOrdered ? sees : first) turn = turns + block, after = next;
-    while (!first && sees && __shfl_sync(0xffffffffu, state, 0) != wanted) state = state_of(turns + block);
+  for (Ring<2> claims = {0, 0}; ; claims.advance()) {
+    barrier_wait(&shared.claim_full[claims.stage], claims.parity);
+    const Claim claim = shared.claim[claims.stage];
+    if (claim.turn == kNoMore) return;
     for (int piece = 0; piece < kAll; ++piece) {
       barrier_wait(&shared.dq_full[pieces.stage], pieces.parity);
       if (lane == 0) {
-        float* const target = dq_sum + (size_t)(block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim>;
-        if (first) store_bulk(target, shared.dq[pieces.stage], 4 * kPieceFloats<kHeadDim>);
-        else if (sees) add_bulk(target, shared.dq[pieces.stage], 4 * kPieceFloats<kHeadDim>);
+        float* const target = dq_sum + ((size_t)claim.turn * 64 * kHeadDim + piece * kFloats);
+        if (claim.share == Share::kFirst) store_bulk(target, shared.dq[pieces.stage], 4 * kFloats);
+        if (claim.share == Share::kMiddle) add_bulk(target, shared.dq[pieces.stage], 4 * kFloats);
         add_commit();
         add_wait_read();
         barrier_arrive(&shared.dq_empty[pieces.stage]);
       }
-      __syncwarp();
       pieces.advance();
+    }
+    __syncwarp();
+    if (lane == 0) {
+      add_wait();
+      barrier_arrive(&shared.claim_sent[claims.stage]);
     }
   }
 }
 
-// dq (q_rows, num_heads, kHeadDim) = dq_sum * scale, rounded, where it comes from many tiles of keys; 0 where from none.
-// alone: of tiles of kTileM query rows. Launch: grid (stats_rows / 64, num_heads), block 128. Bound by memory.
-template <typename T, int kHeadDim, int kTileM>
-__global__ void __launch_bounds__(128) thd_attn_round_sm90(T* __restrict__ dq, const float4* __restrict__ dq_sum, float scale,
-                                                           const int* __restrict__ alone, BackwardSize size) {
-  const int row = blockIdx.x * 64, source = alone[row / kTileM];
-  if (source > 0) return;
-  if (source < 0) scale = 0.f;
-  #pragma unroll
-  for (int piece = 0; piece < kPieces<kHeadDim>; ++piece) {
-    const size_t block = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
-    const float4* const in = dq_sum + (block * kPieces<kHeadDim> + piece) * (kPieceFloats<kHeadDim> / 4) + threadIdx.x;
-    float sum[kPieceCols<kHeadDim> / 8][4];
-    #pragma unroll
-    for (int n = 0; n < kPieceCols<kHeadDim> / 8; ++n) {
-      const float4 x = in[n * 128];
-      sum[n][0] = x.x, sum[n][1] = x.y, sum[n][2] = x.z, sum[n][3] = x.w;
-    }
-    store_dq<kHeadDim>(dq, sum, scale, row, blockIdx.y, piece * kPieceCols<kHeadDim>, size);
+// One warp tells other blocks of shares that have arrived: a release takes as long as a part of a step. Sums that the last has
+// read need not reach memory.
+template <bool kOrdered, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
+__device__ __forceinline__ void release_shares(
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, float* dq_sum, int* turns) {
+  const int lane = threadIdx.x % kWarp;
+  for (Ring<2> claims = {0, 0}; ; claims.advance()) {
+    barrier_wait(&shared.claim_full[claims.stage], claims.parity);
+    const Claim claim = shared.claim[claims.stage];
+    if (claim.turn == kNoMore) return;
+    barrier_wait(&shared.claim_sent[claims.stage], claims.parity);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&shared.claim_empty[claims.stage]);
+    if (claim.share == Share::kLast) discard<kTileM * kHeadDim>(dq_sum + (size_t)claim.turn * 64 * kHeadDim);
+    if (lane > 0 || !is_awaited(claim.share)) continue;
+    if (kOrdered) asm volatile("st.release.gpu.s32 [%0], %1;" :: "l"(turns + claim.turn), "r"(claim.after) : "memory");
+    else release_share(turns + claim.turn);
+  }
+}
+
+// One warp sets the rows of dq (q_rows, num_heads, kHeadDim) to zero that no tile of keys has in sight.
+template <int kHeadDim, int kTileM, typename T>
+__device__ __forceinline__ void clear_queries(T* dq, const int* shares, BackwardSize size) {
+  const u32 words = size.parts * size.heads * kHeadDim / 8;
+  for (int row = blockIdx.x * kTileM; row < size.q_rows; row += gridDim.x * kTileM) {
+    if (shares[row / kTileM] > 0) continue;
+    const u32 end = min(kTileM, size.q_rows - row) * words;
+    for (u32 i = threadIdx.x % kWarp; i < end; i += kWarp) ((uint4*)dq)[(size_t)row * words + i] = make_uint4(0, 0, 0, 0);
   }
 }
 
 // The key side, one warpgroup: 64 keys, the first or (side 1) the last of the tile.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 __device__ __forceinline__ void serve_keys(
-    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, int side, Grad* dk, Grad* dv,
+    BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, int side, Gradients<Grad> grads,
     const int2* query_ranges, BackwardSize size, float softmax_scale) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   constexpr int kTileN = Shared::kTileN, kBlocks = kTileM / 8, kSteps = kTileM / 16;
@@ -398,21 +451,17 @@ __device__ __forceinline__ void serve_keys(
         pass();
       }
     }
-    const auto [last_warp, last_lane] = me();
-    const int2 mine_done = shared.item[side * 4 + last_warp];
-    const int row = mine_done.x + last_lane / 4;
-    const int num_kv_heads = size.parts * size.heads / size.group;
-    const size_t at = (size_t)row * num_kv_heads + mine_done.y, below = at + 8 * num_kv_heads;
-    store_row<0>(dk + at * kHeadDim, sum_dk, softmax_scale, row < size.k_rows);
-    store_row<1>(dk + below * kHeadDim, sum_dk, softmax_scale, row + 8 < size.k_rows);
-    store_row<0>(dv + at * kVHeadDim, sum_dv, 1.f, row < size.k_rows);
-    store_row<1>(dv + below * kVHeadDim, sum_dv, 1.f, row + 8 < size.k_rows);
+    const int2 mine_done = shared.item[side * 4 + me().warp];
+    const Share share = grads.claim(mine_done.x, mine_done.y, 0, size);
+    grads.bring(grads.dk, grads.dk_sum, sum_dk, softmax_scale, share, mine_done.x, mine_done.y, size);
+    grads.bring(grads.dv, grads.dv_sum, sum_dv, 1.f, share, mine_done.x, mine_done.y, size);
+    grads.release(mine_done.x, mine_done.y, 0, share, size);
   }
 }
 
 // The contract of thd_attn_bwd, except that padding rows of q, k, v, dout must hold finite numbers, that stats_rows is a
-// multiple of kTileM, that fp32 dk and dv are added to what is there, and that thd_attn_round_sm90 finishes dq:
-// dq_sum (num_heads, stats_rows / 64, pieces) is for its tiles of kTileM rows that are not alone.
+// multiple of kTileM, and that `turns` of grads are zero. dq_sum (num_heads, stats_rows / 64, pieces) is work space; shares
+// (stats_rows / kTileM) are from thd_attn_shares_sm90.
 // kOrdered: the same bits on every run; then parts are whole groups, tile_order is falling, and no block waits for one with
 // later work. turns (num_heads, stats_rows / 64): zero. Maps of boxes of kTileM rows of q, dout and 128 rows of k, v; counter:
 // one int, zero, and zero again afterwards.
@@ -421,9 +470,9 @@ template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, in
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, T* __restrict__ dq,
-    Grad* __restrict__ dk, Grad* __restrict__ dv, float softmax_scale, float* __restrict__ dq_sum, int* __restrict__ turns,
+    const Gradients<Grad> grads, float softmax_scale, float* __restrict__ dq_sum, int* __restrict__ turns,
     const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
-    const int* __restrict__ alone, const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
+    const int* __restrict__ shares, const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Shared& shared = *(Shared*)shared_bytes;
@@ -434,15 +483,19 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
   if (warpgroup == 0) {
     registers_give<32>();
     if (threadIdx.x < kWarp)
-      produce_backward<kOrdered>(shared, &map_q, &map_k, &map_v, &map_dout, stats, turns, query_ranges, alone, tile_order, counter,
+      produce_backward<kOrdered>(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter,
                                  size);
     else if (threadIdx.x < 2 * kWarp)
-      add_queries<kOrdered>(shared, dq_sum, key_ranges, turns, size);
+      claim_shares<kOrdered>(shared, dq_sum, key_ranges, turns, shares, size);
+    else if (threadIdx.x < 3 * kWarp)
+      send_shares(shared, dq_sum);
+    else
+      release_shares<kOrdered>(shared, dq_sum, turns), clear_queries<kHeadDim, kTileM>(dq, shares, size);
   } else if (warpgroup == 3) {
     registers_give<kQueryRegisters>();
     serve_queries<T>(shared, dq, size, softmax_scale);
   } else {
     registers_take<kKeyRegisters>();
-    serve_keys<T>(shared, warpgroup - 1, dk, dv, query_ranges, size, softmax_scale);
+    serve_keys<T>(shared, warpgroup - 1, grads, query_ranges, size, softmax_scale);
   }
 }

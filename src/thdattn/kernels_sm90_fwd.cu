@@ -48,7 +48,9 @@ __device__ __forceinline__ void produce_forward(
   Ring<kQStages> q_ring = {0, 1};
   Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
   auto item_of = [&](int work) {
-    return work < num_work ? work_item(work, tile_order, size.num_tiles, size.num_heads, size.group, size.last_heads) : WorkItem{};
+    if (work >= num_work) return WorkItem{};
+    const WorkItem item = work_item(work, size.num_tiles, size.num_heads, size.group, size.last_heads);
+    return WorkItem{tile_order[item.tile], item.head};
   };
   auto load_values = [&](int kv_head, int row) {
     barrier_wait(&shared.v_empty[v_ring.stage], v_ring.parity);

@@ -1,5 +1,5 @@
-// The Hopper backward (sm_90a) for wide heads: the contract of thd_attn_bwd_sm90, whose file has thd_attn_round_sm90.
-// kernels_sm90.cuh comes first.
+// The Hopper backward (sm_90a) for wide heads: the contract of thd_attn_bwd_sm90.
+// kernels_sm90_bwd.cuh comes first.
 //
 // Sums of 64 keys for dk and for dv do not fit one warpgroup. So a thread block owns 64 key rows of one kv head at a time,
 // and its warpgroups share them by what they sum: the key role probabilities and dk, the value role score gradients and dv,
@@ -73,7 +73,7 @@ template <typename T, int kDim> struct ScoreRows<T, kDim, true> {
 template <int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void produce_wide(
     WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
-    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges, const int* alone,
+    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges, const int* shares,
     const int* tile_order, int* counter, BackwardSize size) {
   using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>;
   const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.parts;
@@ -84,43 +84,41 @@ __device__ __forceinline__ void produce_wide(
   auto draw = [&] { return lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
   for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
     const int next_work = draw();                      // early, for its latency
-    const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.together, size.last_parts);
+    WorkItem item = work_item(work, size.num_tiles, size.parts, size.together, size.last_parts);
+    item.tile = tile_order[item.tile];
     const QuerySight<1, kWideTile> sight(query_ranges, item.tile * kWideTile, size.k_rows);
     const int first = sight.first / kWideTile * kWideTile;
-    int row = sight.first == kNone ? kNone : first, head = item.head * size.heads;
-    u32 flags = row == kNone ? kNothing | kLast : kFirst;
-    do {
-      const int this_head = head;
-      int next = kNone;
-      if (row != kNone) {
+    const bool nothing = sight.first == kNone;
+    int row = first, head = item.head * size.heads;
+    for (u32 flags = nothing ? kNothing | kLast : kFirst; ; flags = 0) {
+      const bool end_of_head = row + kWideTile >= sight.end;
+      if (!nothing) {
         flags |= sight.flags(row);
-        if (alone[row / kWideTile] == 1 + item.tile) flags |= kAlone;
-        if (row + kWideTile < sight.end) next = row + kWideTile;
-        else if (++head < (item.head + 1) * size.heads) next = first;
-        else flags |= kLast;
+        if (shares[row / kWideTile] == 1) flags |= kAlone;
+        if (end_of_head && head + 1 == (item.head + 1) * size.heads) flags |= kLast;
       }
       barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
       if (lane == 0) {
         u64* const full = &shared.q_full[q_ring.stage];
-        shared.q_step[q_ring.stage] = {row, this_head, item.tile, flags};
-        if (row == kNone) {
+        shared.q_step[q_ring.stage] = {row, head, item.tile, flags};
+        if (nothing) {
           barrier_arrive(full);
         } else {
           barrier_expect(full, Shared::kQBytes + 4 * kWideTile);
-          copy_tile<kWideTile, kHeadDim>(shared.q[q_ring.stage], map_q, this_head, row, full);
-          copy_bulk(shared.minus_lse[q_ring.stage], stats + this_head * size.stats_rows + row, 4 * kWideTile, full);
+          copy_tile<kWideTile, kHeadDim>(shared.q[q_ring.stage], map_q, head, row, full);
+          copy_bulk(shared.minus_lse[q_ring.stage], stats + head * size.stats_rows + row, 4 * kWideTile, full);
         }
       }
       barrier_wait(&shared.dout_empty[dout_ring.stage], dout_ring.parity);
       if (lane == 0) {
         u64* const full = &shared.dout_full[dout_ring.stage];
-        shared.dout_step[dout_ring.stage] = {row, this_head, item.tile, flags};
-        if (row == kNone) {
+        shared.dout_step[dout_ring.stage] = {row, head, item.tile, flags};
+        if (nothing) {
           barrier_arrive(full);
         } else {
-          const u32 delta = (size.parts * size.heads + this_head) * size.stats_rows + row;
+          const u32 delta = (size.parts * size.heads + head) * size.stats_rows + row;
           barrier_expect(full, Shared::kDoutBytes + 4 * kWideTile);
-          copy_tile<kWideTile, kVHeadDim>(shared.dout[dout_ring.stage], map_dout, this_head, row, full);
+          copy_tile<kWideTile, kVHeadDim>(shared.dout[dout_ring.stage], map_dout, head, row, full);
           copy_bulk(shared.minus_delta[dout_ring.stage], stats + delta, 4 * kWideTile, full);
         }
       }
@@ -129,15 +127,16 @@ __device__ __forceinline__ void produce_wide(
         barrier_wait(&shared.kv_empty, kv_parity);
         kv_parity ^= 1;
         if (lane == 0) {
-          const int kv_head = this_head / size.group, key = item.tile * kWideTile;
+          const int kv_head = head / size.group, key = item.tile * kWideTile;
           barrier_expect(&shared.kv_full, Shared::kQBytes + Shared::kDoutBytes);
           copy_tile<kWideTile, kHeadDim>(shared.k, map_k, kv_head, key, &shared.kv_full);
           copy_tile<kWideTile, kVHeadDim>(shared.v, map_v, kv_head, key, &shared.kv_full);
         }
       }
-      row = next;
-      flags = 0;
-    } while (row != kNone);
+      if (flags & kLast) break;
+      row = end_of_head ? first : row + kWideTile;
+      head += end_of_head;
+    }
     work = __shfl_sync(0xffffffffu, next_work, 0);
   }
   barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
@@ -146,11 +145,6 @@ __device__ __forceinline__ void produce_wide(
     shared.q_step[q_ring.stage].flags = shared.dout_step[dout_ring.stage].flags = kEnd;
     barrier_arrive(&shared.q_full[q_ring.stage]), barrier_arrive(&shared.dout_full[dout_ring.stage]);
   }
-}
-
-// Adds to global memory, 16 bytes at a time.
-__device__ __forceinline__ void add_quad(float* dst, const float (&x)[4]) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(dst), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 
 // The query role: dq = dS k, a piece at a time.
@@ -183,7 +177,7 @@ __device__ __forceinline__ void serve_wide_queries(
       }
       float* const dst = dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim> + threadIdx.x % 128 * 4;
       #pragma unroll
-      for (int n = 0; n < kSlab / 8; ++n) add_quad(dst + n * 512, sum[n]);
+      for (int n = 0; n < kSlab / 8; ++n) add_quad(dst + n * 512, make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]));
     }
     if (step.flags & kLast) arrive(&shared.kv_empty);
     arrive(&shared.ds_empty[ring.stage]);
@@ -194,7 +188,7 @@ __device__ __forceinline__ void serve_wide_queries(
 // The key role: dk = dS^T q, and the probabilities.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void serve_wide_keys(
-    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Grad* dk, const int2* query_ranges, BackwardSize size,
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Gradients<Grad> grads, const int2* query_ranges, BackwardSize size,
     float softmax_scale) {
   constexpr int kBlocks = kWideTile / 8;
   Ring<kQStages> ring = {0, 0};                       // of query tiles
@@ -299,20 +293,17 @@ __device__ __forceinline__ void serve_wide_keys(
       wgmma_wait<0>(sum_dk);
       release(ring.back(1).stage);
     }
-    const auto [last_warp, last_lane] = me();
-    const int2 mine_done = shared.item[last_warp];
-    const int row = mine_done.x + last_lane / 4;
-    const int num_kv_heads = size.parts * size.heads / size.group;
-    const size_t at = (size_t)row * num_kv_heads + mine_done.y, below = at + 8 * num_kv_heads;
-    store_row<0>(dk + at * kHeadDim, sum_dk, softmax_scale, row < size.k_rows);
-    store_row<1>(dk + below * kHeadDim, sum_dk, softmax_scale, row + 8 < size.k_rows);
+    const int2 mine_done = shared.item[me().warp];
+    const Share share = grads.claim(mine_done.x, mine_done.y, 0, size);
+    grads.bring(grads.dk, grads.dk_sum, sum_dk, softmax_scale, share, mine_done.x, mine_done.y, size);
+    grads.release(mine_done.x, mine_done.y, 0, share, size);
   }
 }
 
 // The value role: dv = P^T dout, and the score gradients.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void serve_wide_values(
-    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Grad* dv, BackwardSize size) {
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Gradients<Grad> grads, BackwardSize size) {
   constexpr int kBlocks = kWideTile / 8;
   Ring<kDoutStages> ring = {0, 0};
   Ring<kSlots> slot = {0, 0};
@@ -398,26 +389,46 @@ __device__ __forceinline__ void serve_wide_values(
       }
       arrive(&shared.kv_empty);
     }
-    const auto [last_warp, last_lane] = me();
-    const int2 mine_done = shared.item[4 + last_warp];
-    const int row = mine_done.x + last_lane / 4;
-    const int num_kv_heads = size.parts * size.heads / size.group;
-    const size_t at = (size_t)row * num_kv_heads + mine_done.y, below = at + 8 * num_kv_heads;
-    store_row<0>(dv + at * kVHeadDim, sum_dv, 1.f, row < size.k_rows);
-    store_row<1>(dv + below * kVHeadDim, sum_dv, 1.f, row + 8 < size.k_rows);
+    const int2 mine_done = shared.item[4 + me().warp];
+    const Share share = grads.claim(mine_done.x, mine_done.y, 1, size);
+    grads.bring(grads.dv, grads.dv_sum, sum_dv, 1.f, share, mine_done.x, mine_done.y, size);
+    grads.release(mine_done.x, mine_done.y, 1, share, size);
   }
   barrier_wait(&shared.ds_empty[slot.stage], slot.parity ^ 1);
   tell_queries();
 }
 
-// The contract of thd_attn_bwd_sm90, for head dims that are multiples of 64, without an order, adding to a dq_sum of zeros;
-// tiles of 64 keys, maps of boxes of 64 rows. Launch: grid at most num_tiles * parts and one block per multiprocessor, block 512.
+// dq (q_rows, num_heads, kHeadDim) = dq_sum * scale, rounded, where it comes from many tiles of keys; 0 where from none.
+// Launch: grid (stats_rows / 64, num_heads), block 128. Bound by memory.
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(T* __restrict__ dq, const float4* __restrict__ dq_sum,
+                                                                float scale, const int* __restrict__ shares, BackwardSize size) {
+  const int count = shares[blockIdx.x];
+  if (count == 1) return;
+  if (count == 0) scale = 0.f;
+  #pragma unroll
+  for (int piece = 0; piece < kPieces<kHeadDim>; ++piece) {
+    const size_t block = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
+    const float4* const in = dq_sum + (block * kPieces<kHeadDim> + piece) * (kPieceFloats<kHeadDim> / 4) + threadIdx.x;
+    float sum[kPieceCols<kHeadDim> / 8][4];
+    #pragma unroll
+    for (int n = 0; n < kPieceCols<kHeadDim> / 8; ++n) {
+      const float4 x = in[n * 128];
+      sum[n][0] = x.x, sum[n][1] = x.y, sum[n][2] = x.z, sum[n][3] = x.w;
+    }
+    store_dq<kHeadDim>(dq, sum, scale, blockIdx.x * 64, blockIdx.y, piece * kPieceCols<kHeadDim>, size);
+  }
+}
+
+// The contract of thd_attn_bwd_sm90, for head dims that are multiples of 64, without an order, adding to a dq_sum of zeros, from
+// which thd_attn_round_wide_sm90 makes dq; tiles of 64 keys, maps of boxes of 64 rows.
+// Launch: grid at most num_tiles * parts and one block per multiprocessor, block 512.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, T* __restrict__ dq,
-    Grad* __restrict__ dk, Grad* __restrict__ dv, float softmax_scale, float* __restrict__ dq_sum,
-    const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ alone,
+    const Gradients<Grad> grads, float softmax_scale, float* __restrict__ dq_sum,
+    const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ shares,
     const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
   using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -428,13 +439,13 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
   if (warpgroup == 0) {
     registers_give<32>();
     if (threadIdx.x < kWarp)
-      produce_wide(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, alone, tile_order, counter, size);
+      produce_wide(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter, size);
   } else if (warpgroup == 1) {
     registers_take<kHeadDim == 256 ? 192 : 208>();
-    serve_wide_keys<T>(shared, dk, query_ranges, size, softmax_scale);
+    serve_wide_keys<T>(shared, grads, query_ranges, size, softmax_scale);
   } else if (warpgroup == 2) {
     registers_take<kHeadDim == 256 ? 224 : 208>();
-    serve_wide_values<T>(shared, dv, size);
+    serve_wide_values<T>(shared, grads, size);
   } else {
     registers_give<64>();
     serve_wide_queries<T>(shared, dq, dq_sum, size, softmax_scale);

@@ -19,19 +19,31 @@ from thdattn.packing import DLPACK_CPU
 from thdattn.plan import Plan, PlanArrays, host_arrays
 from thdattn.sharding import Sharding
 from thdattn.tensor_map import tensor_map
-from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATS_ROWS, TILES, ForwardSm90, Tiles
+from thdattn.tiles import (
+    PLAN_KERNELS,
+    REORDER_KERNELS,
+    STATS_ROWS,
+    TILES,
+    BackwardSm90,
+    BackwardWideSm90,
+    ForwardSm90,
+    Tiles,
+)
 
 name = "cuda"
 device = "cuda"
 dtypes = ("float16", "bfloat16")
 head_dims = tuple(TILES)
 
-BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (  # of kernels_sm90.cuh
-    "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "together", "last_parts", "heads", "group")])
+# Of kernels_sm90.cuh.
+BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
+    "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "together", "last_parts", "heads", "group",
+    "num_kv_heads", "grad_turns")])
+GRADIENTS = np.dtype([(field, np.uint64) for field in ("dk", "dv", "dk_sum", "dv_sum", "turns")])
 # Where the Hopper backward changes how it works, in local queries that see an average key; measured on an H100.
 SPLIT_GROUPS_BEYOND = 256
 HEADS_TOGETHER_UP_TO, HEADS_TOGETHER = 2048, 16
-_DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER, _ALONE = PLAN_KERNELS
+_DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER = PLAN_KERNELS
 
 Array = Any  # cupy.ndarray, whose hints are partial
 
@@ -200,7 +212,7 @@ def attn_bwd(
 ) -> tuple[Array, Array, Array]:
     """Gradients of attn_fwd; dk and dv are this rank's share. See reference.attn_bwd.
 
-    Where dq comes from several tiles of keys, atomics sum it in float32; it is rounded once. `deterministic`: on Hopper
+    Where dq comes from several tiles of keys, it is summed in float32, and rounded once. `deterministic`: on Hopper
     up to head dim 128, thread blocks wait for each other to add from the last tile of keys to the first; elsewhere dq
     has a kernel of its own, for 1.4 times the matrix products.
     """
@@ -217,7 +229,7 @@ def attn_bwd(
 
 
 class _BackwardSm90:
-    """The launches of the backward on Hopper; sums of dq are float32, in a layout of their own, rounded at the end."""
+    """The launches of the backward on Hopper; sums of dq are float32, in a layout of their own, and rounded once."""
 
     def __init__(self, gpu: _Gpu, chosen: Tiles, q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any],
                  deterministic: bool) -> None:
@@ -225,14 +237,17 @@ class _BackwardSm90:
         (num_rows, num_heads, head_dim), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows = num_heads // num_kv_heads, _stats_rows(num_rows)
         split = 1 if deterministic else _split(gpu, plan, num_tiles, num_heads, num_kv_heads)
-        # Gradients of which several thread blocks have a share are summed in float32, and rounded where that is wanted.
+        # Of dk and dv of which several thread blocks have a share there are float32 sums, which may be what is wanted.
         self.dkv_dtype = dkv_dtype
         dkv_size = k.size + v.size if split > 1 or dkv_dtype == np.float32 else 0
-        dq_size, num_turns = stats_rows * num_heads * head_dim, stats_rows // 64 * num_heads
-        sums = plan.buffer("sums", (dq_size + dkv_size + -(-num_turns // 4) * 4,), np.float32)
-        self.dq_sum, self.dkv_sum, turns = sums[:dq_size], sums[dq_size :][:dkv_size], sums[dq_size + dkv_size :]
-        # Blocks that take turns need no zeros: the first to come stores its share of dq.
-        stats, self.delta = _delta(chosen, q, v, plan, sums[dq_size:] if sm90.has_order else sums)
+        dq_size, dq_turns = stats_rows * num_heads * head_dim, stats_rows // 64 * num_heads
+        grad_turns = num_tiles * sm90.tile_n // 16
+        num_turns = dq_turns + 2 * grad_turns * num_kv_heads
+        sums = plan.buffer("sums", (dkv_size + dq_size + -(-num_turns // 4) * 4,), np.float32)
+        self.dkv_sum, self.dq_sum, turns = sums[:dkv_size], sums[dkv_size:][:dq_size], sums[dkv_size + dq_size :]
+        self.grad_turns = turns[dq_turns:]
+        # Whose shares are claimed need no zeros, but turns do.
+        stats, self.delta = _delta(chosen, q, v, plan, turns if sm90.has_order else sums[dkv_size:])
 
         parts = num_kv_heads * split
         order, together = plan.arrays.key_tiles, 1
@@ -242,18 +257,17 @@ class _BackwardSm90:
         last_parts = _last_heads(gpu, parts, num_tiles, together)
         if deterministic:  # a block that waits for its turn finds those it waits for at work
             order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
-        size = np.array((num_rows, num_keys, stats_rows, num_tiles, parts, together, last_parts, group // split, group),
-                        BACKWARD_SIZE)[()]
-        alone = _alone(plan, sm90.tile_m)
-        kernel = chosen.backward_sm90_kernel(dtype, "float32" if dkv_size else dtype, deterministic)
+        size = np.array((num_rows, num_keys, stats_rows, num_tiles, parts, together, last_parts, group // split, group,
+                         num_kv_heads, grad_turns), BACKWARD_SIZE)[()]
+        shares = _shares(sm90, plan)
+        kernel = chosen.backward_sm90_kernel(dtype, dkv_dtype.name, deterministic)
         self.main = _Launch(
             jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * parts),), 512,
-            (self.dq_sum, *((turns, stats, plan.key_ranges) if sm90.has_order else (stats,)), plan.query_ranges, alone,
+            (self.dq_sum, *((turns, stats, plan.key_ranges) if sm90.has_order else (stats,)), plan.query_ranges, shares,
              order, cupy.zeros(1, np.int32), size))
         self.boxes = sm90.tile_m, sm90.tile_n, sm90.tile_n, sm90.tile_m
-        self.round_dq = _Launch(jit.kernel(*chosen.round_sm90_kernel(dtype)), (stats_rows // 64, num_heads), 128,
-                                (alone, size))
-        self.round_dkv = _round(chosen, dtype, dkv_size) if dkv_size and dkv_dtype != np.float32 else None
+        self.round_dq = None if sm90.has_order else _Launch(
+            jit.kernel(*chosen.round_wide_kernel(dtype)), (stats_rows // 64, num_heads), 128, (shares, size))
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
                  softmax_scale: Any) -> tuple[Array, Array, Array]:
@@ -263,24 +277,23 @@ class _BackwardSm90:
         if plan.has_local_padding:
             q, dout = _without_padding(q, dout, plan)
         inputs = map(tensor_map, (q, k, v, dout), self.boxes)
-        self.main(*inputs, dq, *_dk_dv(self.dkv_sum if self.dkv_sum.size else dkv, k, v), softmax_scale)
-        self.round_dq(dq, self.dq_sum, softmax_scale)
-        if self.round_dkv is not None:
-            self.round_dkv(dkv, self.dkv_sum, np.float32(1))
+        grads = (*_dk_dv(dkv, k, v), *_dk_dv(self.dkv_sum if self.dkv_sum.size else dkv, k, v), self.grad_turns)
+        self.main(*inputs, dq, np.array(tuple(x.data.ptr for x in grads), GRADIENTS)[()], softmax_scale)
+        if self.round_dq is not None:
+            self.round_dq(dq, self.dq_sum, softmax_scale)
         return dq, *_dk_dv(dkv, k, v)
 
 
-def _alone(plan: Plan, tile_m: int) -> Array:
-    """(tiles of tile_m query rows,) int32: 1 + the one tile of keys that a tile sees, 0 for many, -1 for none."""
+def _shares(tiles: BackwardSm90 | BackwardWideSm90, plan: Plan) -> Array:
+    """(tiles of tile_m query rows,) int32: how many tiles of keys have a share of dq; see thd_attn_shares_sm90."""
 
     def make() -> Array:
-        num_tiles = _stats_rows(plan.local_rows) // tile_m
-        alone = empty((num_tiles,), np.int32)
-        _launch_rows(_ALONE, 32 * num_tiles,
-                     (alone, plan.key_ranges, *map(np.int32, (plan.local_rows, tile_m, plan.tiles[1], num_tiles))))
-        return alone
+        shares = cupy.zeros(_stats_rows(plan.local_rows) // tiles.tile_m, np.int32)
+        grid = (len(plan.arrays.key_tiles),)
+        jit.kernel(tiles.shares_kernel)(grid, 32, (shares, plan.query_ranges, np.int32(plan.key_rows)))
+        return shares
 
-    return plan.once(("alone", tile_m), make)
+    return plan.once(("shares", tiles.tile_m, tiles.tile_n), make)
 
 
 class _BackwardPortable:

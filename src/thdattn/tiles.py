@@ -11,7 +11,8 @@ PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels.
 STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
 SLAB, SLAB_BYTES = 64, 128  # columns of a slab of a Hopper tile, bytes of its rows
 STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
-SM90_EXTRA_BYTES = 1024 + 256 + 1536  # to align the tiles, for the barriers behind them, and for the ranges
+SM90_EXTRA_BYTES = 256 + 1536  # behind the tiles: for the barriers, and for the ranges
+SM90_ALIGNMENT = 1024  # of tiles; what thd_attn_fwd_sm90 may skip to reach it
 
 ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
 
@@ -81,6 +82,11 @@ class BackwardSm90:
     tile_n = 128
     has_order = True
 
+    @property
+    def shares_kernel(self) -> str:
+        """thd_attn_shares_sm90 for these tiles."""
+        return f"thd_attn_shares_sm90<2, {self.tile_m}>"
+
     def kernel(self, head_dim: int, v_head_dim: int, ordered: bool) -> tuple[str, tuple[str | int, ...], int]:
         """(name, constants in it beside types and head dims, bytes of its tiles in shared memory)."""
         rows = self.tile_n + self.stages * self.tile_m
@@ -102,6 +108,7 @@ class BackwardWideSm90:
 
     tile_m = tile_n = 64
     has_order = False
+    shares_kernel = "thd_attn_shares_sm90<1, 64>"
 
     def kernel(self, head_dim: int, v_head_dim: int, ordered: bool) -> tuple[str, tuple[str | int, ...], int]:
         """(name, constants in it beside types and head dims, bytes of its tiles in shared memory)."""
@@ -138,11 +145,11 @@ class Tiles:
                           f.consumers, f.q_stages, f.kv_stages)
         q = slabs(f.q_stages * f.tile_m, self.head_dim)
         k, v = (slabs(f.kv_stages * f.tile_n, width) for width in (self.head_dim, self.v_head_dim))
-        return name, q + k + v + SM90_EXTRA_BYTES
+        return name, q + k + v + SM90_EXTRA_BYTES + SM90_ALIGNMENT
 
-    def round_sm90_kernel(self, dtype: str) -> tuple[str, int]:
-        """(name, no shared memory) of thd_attn_round_sm90."""
-        return self._name("thd_attn_round_sm90", ELEMENT_TYPES[dtype], self.head_dim, self.backward_sm90.tile_m), 0
+    def round_wide_kernel(self, dtype: str) -> tuple[str, int]:
+        """(name, no shared memory) of thd_attn_round_wide_sm90."""
+        return self._name("thd_attn_round_wide_sm90", ELEMENT_TYPES[dtype], self.head_dim), 0
 
     def backward_sm90_kernel(self, dtype: str, grad_dtype: str, ordered: bool) -> tuple[str, int]:
         """(name, bytes of shared memory) of the Hopper backward; grad_dtype is that of dk and dv."""
@@ -198,12 +205,14 @@ class Tiles:
     def kernels_sm90(self) -> list[tuple[str, int]]:
         """Every Hopper kernel of this head dim."""
         orders = (False, True) if self.backward_sm90.has_order else (False,)
+        rounds = not self.backward_sm90.has_order
         return [
             kernel
             for dtype in ("float16", "bfloat16")
             for kernel in (
                 self.forward_sm90_kernel(dtype),
-                self.round_sm90_kernel(dtype),
+                (self.backward_sm90.shares_kernel, 0),
+                *([self.round_wide_kernel(dtype)] if rounds else []),
                 *(self.backward_sm90_kernel(dtype, grad, ordered) for grad in (dtype, "float32") for ordered in orders),
             )
         ]
@@ -237,5 +246,4 @@ TILES = {
 }
 
 REORDER_KERNELS = {to_rank_order: f"thd_reorder<{str(to_rank_order).lower()}>" for to_rank_order in (False, True)}
-PLAN_KERNELS = ("thd_plan_dual_chunk", "thd_plan_queries", "thd_plan_keys", "thd_plan_tile_cost", "thd_plan_tile_order",
-                "thd_plan_alone")
+PLAN_KERNELS = ("thd_plan_dual_chunk", "thd_plan_queries", "thd_plan_keys", "thd_plan_tile_cost", "thd_plan_tile_order")

@@ -1,0 +1,237 @@
+// Device code that the two Hopper backwards share: what is in sight, sums of which several thread blocks have shares.
+// kernels_sm90.cuh comes first.
+
+// ------------------------------------------------------------------------------------------------ work
+
+// What the producer tells of a query tile.
+struct Step { int row, head, tile; u32 flags; };      // flags: kLast, kSees and kMasked, and:
+constexpr u32 kFirst = 1u << 30;                      // first of a tile of keys
+constexpr u32 kNothing = 1u << 29;                    // no query sees the tile of keys
+constexpr u32 kEnd = 1u << 28;                        // no more work
+constexpr u32 kAlone = 1u << 27;                      // no other tile of keys has the query tile in sight
+
+// The query heads of a kv head are done in parts: `parts` are there of all kv heads together, of `heads` query heads each.
+struct BackwardSize {
+  int q_rows, k_rows, stats_rows, num_tiles, parts, together, last_parts, heads, group, num_kv_heads, grad_turns;
+};
+
+// A number of work; also the first comes from here, so that only blocks that run hold work that others may wait for. Whoever
+// draws the last of all numbers leaves the counter as it was.
+__device__ __forceinline__ int draw_work(int* counter, int draws) {
+  const int work = atomicAdd(counter, 1);
+  if (work == draws - 1) *counter = 0;
+  return work;
+}
+
+// The queries between the first and the last that a tile of keys sees, [first, end), one warp; kNone: no queries. For each
+// group of 64 keys, lanes keep one bound each, so that a vote compares a tile of queries with all of them.
+template <int kGroups, int kTileM>
+struct QuerySight {
+  int first, end, bound;
+
+  __device__ __forceinline__ QuerySight(const int2* query_ranges, int first_key, int k_rows) : first(kNone), end(0), bound(0) {
+    const int lane = threadIdx.x % kWarp;
+    #pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      int bounds[4] = {0, kNone, 0, kNone};           // of those who see any: end, begin; begin and end of what all see
+      #pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int2 r = range_of(query_ranges, first_key + group * 64 + i * kWarp + lane, k_rows);
+        if (!is_empty(r)) bounds[0] = max(bounds[0], r.y), bounds[1] = min(bounds[1], r.x);
+        bounds[2] = max(bounds[2], r.x), bounds[3] = min(bounds[3], r.y);    // padding too: no lse bounds its scores
+      }
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int all = i % 2 ? __reduce_min_sync(0xffffffffu, bounds[i]) : __reduce_max_sync(0xffffffffu, bounds[i]);
+        if (lane == group * 4 + i) bound = all;
+        if (i == 0) end = max(end, all);
+        if (i == 1) first = min(first, all);
+      }
+    }
+  }
+  // kSees and kMasked of the groups for the tile of queries from `row` on.
+  __device__ __forceinline__ u32 flags(int row) const {
+    const bool odd = me().lane % 2;
+    const u32 votes = __ballot_sync(0xffffffffu, odd ? row + kTileM > bound : row < bound);
+    u32 flags = 0;
+    #pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      if ((votes >> group * 4 & 3) == 3) flags |= kSees << 2 * group;
+      if (votes >> group * 4 & 12) flags |= kMasked << 2 * group;
+    }
+    return flags;
+  }
+};
+
+// shares (stats_rows / kTileM), zero at first: how many tiles of 64 * kGroups keys have each tile of query rows in sight.
+// Launch: a block of one warp for each tile of keys.
+template <int kGroups, int kTileM>
+__global__ void thd_attn_shares_sm90(int* __restrict__ shares, const int2* __restrict__ query_ranges, int k_rows) {
+  const QuerySight<kGroups, kTileM> sight(query_ranges, blockIdx.x * kGroups * 64, k_rows);
+  for (int row = sight.first / kTileM * kTileM; row < sight.end; row += kTileM)
+    if (sight.flags(row) & (kSees | kSees << 2) && threadIdx.x == 0) atomicAdd(shares + row / kTileM, 1);
+}
+
+// ------------------------------------------------------------------------------------------------ sums
+
+// Adds to global memory, 16 bytes at a time.
+__device__ __forceinline__ void add_quad(float* dst, float4 x) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(dst), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+// Drops fp32, 128-byte aligned, a multiple of 32, from the L2 cache without writing it back; one warp.
+template <int kFloats>
+__device__ __forceinline__ void discard(float* sums) {
+  #pragma unroll 1
+  for (int i = threadIdx.x % kWarp * 32; i < kFloats; i += kWarp * 32)
+    asm volatile("discard.global.L2 [%0], 128;" :: "l"(sums + i) : "memory");
+}
+
+// Thread blocks that have shares of a sum claim them. The first stores its share, so that nothing has to be zero before; others
+// add theirs; the last completes the sum. kOnly: there is no other; kNone: nothing to bring.
+enum class Share { kFirst, kMiddle, kLast, kOnly, kNone };
+__device__ __forceinline__ bool is_awaited(Share share) { return share == Share::kFirst || share == Share::kMiddle; }
+
+// A turn, zero at first, counts shares, at most 32,767: those that have arrived, and kClaimed times those that are claimed.
+constexpr int kClaimed = 1 << 16;
+__device__ __forceinline__ int state_of(const int* turn) {
+  int state;
+  asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(state) : "l"(turn) : "memory");
+  return state;
+}
+
+// One warp claims one of `shares` shares, and waits until it may be brought: for the first, or, as the last, for all.
+__device__ __forceinline__ Share claim_share(int* turn, int shares) {
+  int state = __shfl_sync(0xffffffffu, threadIdx.x % kWarp == 0 ? atomicAdd(turn, kClaimed) : 0, 0);
+  const int before = state / kClaimed;
+  const bool last = before == shares - 1;
+  while (state % kClaimed < (last ? before : before > 0)) state = __shfl_sync(0xffffffffu, state_of(turn), 0);
+  return before == 0 ? Share::kFirst : last ? Share::kLast : Share::kMiddle;
+}
+__device__ __forceinline__ void release_share(int* turn) {
+  asm volatile("red.release.gpu.add.s32 [%0], 1;" :: "l"(turn) : "memory");
+}
+
+// ------------------------------------------------------------------------------------------------ dk and dv
+
+// Lanes have two columns of every eight; neighbours trade those of blocks n and n + 1, so that each has four side by side.
+__device__ __forceinline__ int first_of_four(int n) { return (n + me().lane % 2) * 8 + me().lane % 4 / 2 * 4; }
+template <int kHalf, int kBlocks>
+__device__ __forceinline__ float4 four_columns(const float (&sum)[kBlocks][4], int n, float scale) {
+  const bool odd = me().lane % 2;
+  const float even_x = sum[n][2 * kHalf], even_y = sum[n][2 * kHalf + 1];
+  const float odd_x = sum[n + 1][2 * kHalf], odd_y = sum[n + 1][2 * kHalf + 1];
+  const float x = (odd ? odd_x : even_x) * scale, y = (odd ? odd_y : even_y) * scale;
+  const float other_x = __shfl_xor_sync(0xffffffffu, odd ? even_x : odd_x, 1) * scale;
+  const float other_y = __shfl_xor_sync(0xffffffffu, odd ? even_y : odd_y, 1) * scale;
+  return odd ? make_float4(other_x, other_y, x, y) : make_float4(x, y, other_x, other_y);
+}
+template <int kHalf, int kBlocks>
+__device__ __forceinline__ void store_row(float* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
+  #pragma unroll
+  for (int n = 0; n < kBlocks; n += 2) {
+    const float4 x = four_columns<kHalf>(sum, n, scale);
+    if (exists) *(float4*)(row + first_of_four(n)) = x;
+  }
+}
+template <int kHalf, int kBlocks>
+__device__ __forceinline__ void add_row(float* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
+  #pragma unroll
+  for (int n = 0; n < kBlocks; n += 2) {
+    const float4 x = four_columns<kHalf>(sum, n, scale);
+    if (exists) add_quad(row + first_of_four(n), x);
+  }
+}
+// The row, 16-bit, becomes the sum and what is in others, which other thread blocks wrote.
+template <int kHalf, typename T, int kBlocks>
+__device__ __forceinline__ void complete_row(T* row, const float* others, const float (&sum)[kBlocks][4], float scale,
+                                             bool exists) {
+  constexpr int kAhead = kBlocks % 16 ? kBlocks / 2 : 8;  // on their way before the first is used
+  #pragma unroll
+  for (int n = 0; n < kBlocks; n += 2 * kAhead) {
+    float4 y[kAhead];
+    #pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      y[i] = exists ? __ldcg((const float4*)(others + first_of_four(n + 2 * i))) : make_float4(0.f, 0.f, 0.f, 0.f);
+    #pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const float4 x = four_columns<kHalf>(sum, n + 2 * i, scale);
+      const uint2 words = make_uint2(pack<T>(x.x + y[i].x, x.y + y[i].y), pack<T>(x.z + y[i].z, x.w + y[i].w));
+      if (exists) *(uint2*)(row + first_of_four(n + 2 * i)) = words;
+    }
+  }
+}
+
+// dk (k_rows, num_kv_heads, head dim) and dv, of which each part of the query heads of a kv head has a share. dk_sum, dv_sum:
+// the same in fp32; dk and dv themselves where these are fp32. turns (2, grad_turns, num_kv_heads): of every 16 rows.
+template <typename Grad>
+struct Gradients {
+  Grad *dk, *dv;
+  float *dk_sum, *dv_sum;
+  int* turns;
+
+  // Of the 16 rows from `row` on, one warp; `second` 1: of dv alone, where other warps bring dk. A warp that has claimed waits
+  // for nothing else: so nobody waits in a circle.
+  __device__ __forceinline__ Share claim(int row, int kv_head, int second, BackwardSize size) const {
+    if (size.heads == size.group) return Share::kOnly;
+    const Share share = claim_share(turn(row, kv_head, second, size), size.group / size.heads);
+    if (share != Share::kFirst) __threadfence();
+    return share;
+  }
+  __device__ __forceinline__ void release(int row, int kv_head, int second, Share share, BackwardSize size) const {
+    __syncwarp();
+    if (is_awaited(share) && threadIdx.x % kWarp == 0) release_share(turn(row, kv_head, second, size));
+  }
+  template <int kBlocks>
+  __device__ __forceinline__ void bring(Grad* grad, float* grad_sum, const float (&sum)[kBlocks][4], float scale, Share share,
+                                        int row, int kv_head, BackwardSize size) const {
+    row += me().lane / 4;
+    const size_t at = ((size_t)row * size.num_kv_heads + kv_head) * (8 * kBlocks);
+    const size_t below = at + 64 * kBlocks * size.num_kv_heads;
+    const bool exists = row < size.k_rows, below_exists = row + 8 < size.k_rows;
+    if (share == Share::kOnly) {
+      store_row<0>(grad + at, sum, scale, exists), store_row<1>(grad + below, sum, scale, below_exists);
+    } else if (share == Share::kFirst) {
+      store_row<0>(grad_sum + at, sum, scale, exists), store_row<1>(grad_sum + below, sum, scale, below_exists);
+    } else if (sizeof(Grad) == 4 || share == Share::kMiddle) {
+      add_row<0>(grad_sum + at, sum, scale, exists), add_row<1>(grad_sum + below, sum, scale, below_exists);
+    } else if constexpr (sizeof(Grad) == 2) {
+      complete_row<0>(grad + at, grad_sum + at, sum, scale, exists);
+      complete_row<1>(grad + below, grad_sum + below, sum, scale, below_exists);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int* turn(int row, int kv_head, int second, BackwardSize size) const {
+    return turns + (row / 16 + second * size.grad_turns) * size.num_kv_heads + kv_head;
+  }
+};
+
+// ------------------------------------------------------------------------------------------------ dq
+
+// dq comes from one tile of keys, which stores it, or from many, whose shares add up in dq_sum.
+// dq_sum, fp32, is a sequence of pieces, 64 query rows by as many columns as divide the head dim and leave the key side its
+// registers; a piece is stored as the accumulators of a warpgroup: float4 n of every thread after float4 n - 1 of all.
+template <int kHeadDim> constexpr int kPieceCols = kHeadDim % 64 ? kHeadDim : 64;
+template <int kHeadDim> constexpr int kPieces = kHeadDim / kPieceCols<kHeadDim>;    // of 64 rows
+template <int kHeadDim> constexpr int kPieceFloats = 64 * kPieceCols<kHeadDim>;
+
+// Stores a piece of dq (q_rows, num_heads, kHeadDim), one warpgroup: 64 rows from `row` on, the columns from first_col on.
+template <int kHeadDim, typename T, int kBlocks>
+__device__ __forceinline__ void store_dq(T* dq, const float (&sum)[kBlocks][4], float scale, int row, int head, int first_col,
+                                         BackwardSize size) {
+  row += me().warp * 16 + me().lane / 4;
+  const int pitch = size.parts * size.heads * kHeadDim;
+  T* const out = dq + (size_t)row * pitch + head * kHeadDim + first_col;
+  store_row<0>(out, sum, scale, row < size.q_rows);
+  store_row<1>(out + 8 * pitch, sum, scale, row + 8 < size.q_rows);
+}
+
+// dP - delta becomes dS = P (dP - delta).
+template <typename T, int kBlocks>
+__device__ __forceinline__ void weigh(float (&dp)[kBlocks][4], const u32 (&probability)[1][kBlocks / 2][4]) {
+  #pragma unroll
+  for (int i = 0; i < 2 * kBlocks; ++i) {
+    const float2 weight = unpack_probabilities<T>(probability[0][i / 4][i % 4]);
+    dp[i / 2][i % 2 * 2] *= weight.x, dp[i / 2][i % 2 * 2 + 1] *= weight.y;
+  }
+}
