@@ -35,7 +35,7 @@ device = "cuda"
 dtypes = ("float16", "bfloat16")
 head_dims = tuple(TILES)
 
-# Of kernels_sm90.cuh.
+# Of kernels_sm90_bwd.cuh.
 BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "together", "last_parts", "heads", "group",
     "num_kv_heads", "grad_turns")])
@@ -43,6 +43,7 @@ GRADIENTS = np.dtype([(field, np.uint64) for field in ("dk", "dv", "dk_sum", "dv
 # Where the Hopper backward changes how it works, in local queries that see an average key; measured on an H100.
 SPLIT_GROUPS_BEYOND = 256
 HEADS_TOGETHER_UP_TO, HEADS_TOGETHER = 2048, 16
+MAX_SHARES = 2**15 - 1  # of a sum that the thread blocks of the Hopper backward add up in any order
 _DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER = PLAN_KERNELS
 
 Array = Any  # cupy.ndarray, whose hints are partial
@@ -236,6 +237,7 @@ class _BackwardSm90:
         sm90, dtype, num_tiles = chosen.backward_sm90, q.dtype.name, len(plan.arrays.key_tiles)
         (num_rows, num_heads, head_dim), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows = num_heads // num_kv_heads, _stats_rows(num_rows)
+        deterministic = deterministic or (sm90.has_order and num_tiles > MAX_SHARES)
         split = 1 if deterministic else _split(gpu, plan, num_tiles, num_heads, num_kv_heads)
         # Of dk and dv of which several thread blocks have a share there are float32 sums, which may be what is wanted.
         self.dkv_dtype = dkv_dtype
