@@ -317,7 +317,8 @@ class _BackwardPortable:
         self.dq = None if not deterministic else _Launch(
             jit.kernel(*chosen.dq_kernel(dtype)), (-(-num_rows // (16 * chosen.dq_warps)), num_heads),
             32 * chosen.dq_warps, (stats, plan.key_ranges, plan.query_ranges, *sizes))
-        self.round_dq = _round(chosen, dtype, q.size)
+        self.round_dq = _Launch(jit.kernel(*chosen.round_kernel(dtype)), (-(-q.size // 2048),), 256,
+                                (np.uint64(q.size // 8),))
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
                  softmax_scale: Any) -> tuple[Array, Array, Array]:
@@ -344,11 +345,6 @@ def _delta(chosen: Tiles, q: Array, v: Array, plan: Plan, sums: Array) -> tuple[
         jit.kernel(*chosen.delta_kernel(q.dtype.name)), (-(-stats_rows * num_heads * lanes // 256),), 256,
         (plan.key_ranges, stats, sums, np.uint64(-(-sums.size // 4)),
          *map(np.int32, (num_rows, stats_rows, num_heads))))
-
-
-def _round(chosen: Tiles, dtype: str, size: int) -> _Launch:
-    """The launch that rounds so many float32 sums."""
-    return _Launch(jit.kernel(*chosen.round_kernel(dtype)), (-(-size // 2048),), 256, (np.uint64(size // 8),))
 
 
 def _dk_dv(dkv: Array, k: Array, v: Array) -> tuple[Array, Array]:
