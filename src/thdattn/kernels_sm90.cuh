@@ -50,6 +50,11 @@ __device__ __forceinline__ void store_matrices(void* row, const u32 (&a)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                :: "r"(shared_address(row)), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
 }
+// Reads four 8x8 blocks as an operand's fragments; addresses as for store_matrices.
+__device__ __forceinline__ void load_matrices(u32 (&a)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(shared_address(row)) : "memory");
+}
 
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -75,6 +80,11 @@ __device__ __forceinline__ Me me() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return {thread / kWarp % 4, thread % kWarp};
 }
+// The same value, of which the compiler knows nothing: what follows from it is computed where it is needed, not kept.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 
 // ------------------------------------------------------------------------------------------------ tiles
 
@@ -96,24 +106,44 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* 
   for (int s = 0; s < kSlabs<kCols>; ++s) copy_box(tile + s * kRows * kRowBytes, map, s * kSlab, head, row, barrier);
 }
 
-// scores (+)= q . k^T: 64 rows of q (in a tile of kRowsQ) with the kRowsK rows of k.
-template <bool kAdd, typename T, int kDim, int kRowsQ, int kRowsK>
-__device__ __forceinline__ void start_products(float (&scores)[kRowsK / 8][4], const unsigned char* q, const unsigned char* k) {
-  const u64 a = descriptor(q, 16), b = descriptor(k, 16);
-  #pragma unroll
-  for (int d = 0; d < kDim; d += 16) {
-    const int slab = d / kSlab, offset = d % kSlab * 2;
-    Wgmma<T, kRowsK>::template shared<0, 0>(scores, a + (slab * kRowsQ * kRowBytes + offset) / 16,
-                                            b + (slab * kRowsK * kRowBytes + offset) / 16, kAdd || d > 0);
+// The first operand of scores, 64 rows of a tile of kRows: its fragments, where there are registers left, or the tile.
+// start: scores (+)= these rows . k^T, 8 * kBlocks rows of k in a tile of kRowsK.
+template <typename T, int kDim, int kRows, bool kInRegisters> struct ScoreRows {
+  u64 rows;
+  __device__ __forceinline__ void load(const unsigned char* tile) { rows = descriptor(tile, 16); }
+  template <bool kAdd, int kRowsK, int kBlocks>
+  __device__ __forceinline__ void start(float (&scores)[kBlocks][4], const unsigned char* k) const {
+    const u64 b = descriptor(k, 16);
+    #pragma unroll
+    for (int d = 0; d < kDim; d += 16) {
+      const int slab = d / kSlab, offset = d % kSlab * 2;
+      Wgmma<T, 8 * kBlocks>::template shared<0, 0>(scores, rows + (slab * kRows * kRowBytes + offset) / 16,
+                                                   b + (slab * kRowsK * kRowBytes + offset) / 16, kAdd || d > 0);
+    }
   }
-}
-template <typename T, int kDim, int kRowsQ, int kRowsK>
-__device__ __forceinline__ void start_scores(float (&scores)[kRowsK / 8][4], const unsigned char* q, const unsigned char* k) {
-  start_products<false, T, kDim, kRowsQ, kRowsK>(scores, q, k);
-}
-template <typename T, int kDim, int kRowsQ, int kRowsK>
-__device__ __forceinline__ void add_scores(float (&scores)[kRowsK / 8][4], const unsigned char* q, const unsigned char* k) {
-  start_products<true, T, kDim, kRowsQ, kRowsK>(scores, q, k);
+};
+template <typename T, int kDim, int kRows> struct ScoreRows<T, kDim, kRows, true> {
+  u32 a[kDim / 16][4];
+  __device__ __forceinline__ void load(const unsigned char* tile) {
+    const auto [warp, lane] = me();
+    const unsigned char* const row = tile + (warp * 16 + lane % 16) * kRowBytes;
+    #pragma unroll
+    for (int i = 0; i < kDim / 16; ++i)
+      load_matrices(a[i], row + i / 4 * kRows * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16);
+  }
+  template <bool kAdd, int kRowsK, int kBlocks>
+  __device__ __forceinline__ void start(float (&scores)[kBlocks][4], const unsigned char* k) const {
+    const u64 b = descriptor(k, 16);
+    #pragma unroll
+    for (int i = 0; i < kDim / 16; ++i)
+      Wgmma<T, 8 * kBlocks>::template registers<0>(scores, a[i], b + (i / 4 * kRowsK * kRowBytes + i % 4 * 32) / 16, kAdd || i > 0);
+  }
+};
+template <typename T, int kDim, int kRows, int kRowsK, int kBlocks>
+__device__ __forceinline__ void add_scores(float (&scores)[kBlocks][4], const unsigned char* rows, const unsigned char* k) {
+  ScoreRows<T, kDim, kRows, false> operand;
+  operand.load(rows);
+  operand.template start<true, kRowsK>(scores, k);
 }
 // Every column begins at its number.
 template <int kBlocks>
@@ -127,13 +157,13 @@ __device__ __forceinline__ void begin_columns(float (&scores)[kBlocks][4], const
   pin(scores);
 }
 
-// sum += weights . v: weights in registers (64 x kRowsV), v of kRowsV rows.
-template <typename T, int kCols, int kRowsV>
-__device__ __forceinline__ void start_weighted_sum(float (&sum)[kCols / 8][4], const u32 (&weights)[1][kRowsV / 16][4],
+// sum += weights . v: weights in registers (64 x 16 * kSteps), as many rows of v (in a tile of kRowsV).
+template <typename T, int kCols, int kRowsV, int kSteps>
+__device__ __forceinline__ void start_weighted_sum(float (&sum)[kCols / 8][4], const u32 (&weights)[1][kSteps][4],
                                                    const unsigned char* v) {
   const u64 b = descriptor(v, kRowsV * kRowBytes);
   #pragma unroll
-  for (int i = 0; i < kRowsV / 16; ++i)
+  for (int i = 0; i < kSteps; ++i)
     Wgmma<T, kCols>::template registers<1>(sum, weights[0][i], b + i * 16 * kRowBytes / 16, 1);
 }
 

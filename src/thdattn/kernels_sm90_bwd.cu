@@ -7,6 +7,11 @@
 // keys: dq. The warps of the first warpgroup: one produces, walking the query tiles in sight; one claims shares of dq, one sends
 // them, one tells other blocks. Whose share is the last gets the sum of the others, adds its own, and stores dq, rounded.
 
+// Columns of a piece of dq: as many as divide the head dim and leave the key side its registers.
+template <int kHeadDim> constexpr int kPieceCols = kHeadDim % 64 ? kHeadDim : kHeadDim > 128 ? 32 : 64;
+template <int kHeadDim> constexpr int kPieces = kHeadDim / kPieceCols<kHeadDim>;    // of 64 rows
+template <int kHeadDim> constexpr int kPieceFloats = 64 * kPieceCols<kHeadDim>;
+
 // Whether a step has a share of sums of dq.
 __device__ __forceinline__ bool has_sums(u32 flags) { return flags & (kSees | kSees << 2) && !(flags & kAlone); }
 
@@ -18,6 +23,7 @@ constexpr int kNoMore = -1;
 template <int kHeadDim, int kVHeadDim, int kTileM, int kStages>
 struct BackwardShared {
   static constexpr int kTileN = 128;
+  static constexpr int kQueries = kHeadDim > 128 ? 32 : kTileM;   // of a tile, that the key side takes at once
   static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
   static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>, kDoutBytes = kTileBytes<kTileM, kVHeadDim>;
   unsigned char k[kKBytes], v[kVBytes];
@@ -78,7 +84,7 @@ __device__ __forceinline__ void produce_backward(
       const bool end_of_head = row + kTileM >= sight.end;
       if (!nothing) {
         flags |= sight.flags(row);
-        if (shares[row / kTileM] == 1) flags |= kAlone;
+        if (flags & (kSees | kSees << 2) && shares[row / kTileM] == 1) flags |= kAlone;
         if (end_of_head && head + 1 == (item.head + 1) * size.heads) flags |= kLast;
       }
       u64* const full = &shared.full[ring.stage];
@@ -137,7 +143,7 @@ __device__ __forceinline__ void serve_queries(
     for (int piece = 0; piece < kAll; ++piece) {
       const int m = piece / kPieces<kHeadDim>, first_col = piece % kPieces<kHeadDim> * kCols;
       const u64 a = descriptor(shared.ds[ring.stage] + m * kTileN * kRowBytes, 16);
-      const u64 b = descriptor(shared.k + first_col / kSlab * kTileN * kRowBytes, kTileN * kRowBytes);
+      const u64 b = descriptor(shared.k + first_col / kSlab * kTileN * kRowBytes + first_col % kSlab * 2, kTileN * kRowBytes);
       float sum[kCols / 8][4];
       wgmma_begin();
       #pragma unroll
@@ -312,8 +318,8 @@ __device__ __forceinline__ void serve_keys(
     BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>& shared, int side, Gradients<Grad> grads,
     const int2* query_ranges, BackwardSize size, float softmax_scale) {
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages>;
-  constexpr int kTileN = Shared::kTileN, kBlocks = kTileM / 8, kSteps = kTileM / 16;
-  auto mine = [&](const unsigned char* tile) { return tile + side * 64 * kRowBytes; };
+  constexpr int kTileN = Shared::kTileN, kQueries = Shared::kQueries, kBlocks = kQueries / 8, kSteps = kQueries / 16;
+  auto mine = [&](const unsigned char* tile) { return tile + opaque(side) * 64 * kRowBytes; };
   Ring<kStages> ring = {0, 0};
   u32 kv_parity = 0;
   auto arrive = [&](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
@@ -331,12 +337,12 @@ __device__ __forceinline__ void serve_keys(
     __syncwarp();
     arrive(&shared.ds_full[of.stage]);
   };
-  auto store_ds = [&](Ring<kStages> of, const u32 (&ds)[1][kSteps][4]) {
+  auto store_ds = [&](Ring<kStages> of, int first, const u32 (&ds)[1][kSteps][4]) {
     const auto [warp, lane] = me();
     unsigned char* const row = shared.ds[of.stage] + (side * 64 + warp * 16 + lane % 16) * kRowBytes;
     #pragma unroll
-    for (int i = 0; i < kSteps; ++i)
-      store_matrices(row + i / 4 * kTileN * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16, ds[0][i]);
+    for (int i = first / 16; i < first / 16 + kSteps; ++i)
+      store_matrices(row + i / 4 * kTileN * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16, ds[0][i - first / 16]);
   };
   auto pass = [&] {                                   // out of sight of these 64 keys
     if (flags & kLast) arrive(&shared.kv_empty);
@@ -344,7 +350,8 @@ __device__ __forceinline__ void serve_keys(
     #pragma unroll
     for (int i = 0; i < 4 * kSteps; ++i) zeros[0][i / 4][i % 4] = 0;
     wait_for_place(ring);
-    store_ds(ring, zeros);
+    #pragma unroll
+    for (int first = 0; first < kTileM; first += kQueries) store_ds(ring, first, zeros);
     hand_over(ring);
     arrive(&shared.empty[ring.stage]);
     ring.advance();
@@ -383,18 +390,14 @@ __device__ __forceinline__ void serve_keys(
       }
       // Scores and dP begin at -lse and -delta, so that arithmetic does not wait for loads.
       float p[kBlocks][4];
-      auto start_p = [&] {
-        begin_columns(p, shared.minus_lse[ring.stage]);
+      auto start_p = [&](Ring<kStages> of, int first) {
+        begin_columns(p, shared.minus_lse[of.stage] + first);
         wgmma_begin();
-        add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage]);
+        add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[of.stage] + first * kRowBytes);
         wgmma_commit();
       };
-      start_p();
-      wgmma_wait<0>(p);
-      while (true) {
-        ring.stage = uniform(ring.stage);
-        const Ring<kStages> now = ring;
-        ring.advance();
+      // The queries from `first` on; dk is not waited for.
+      auto take = [&](Ring<kStages> now, int first) {
         // Probabilities, transposed.
         #pragma unroll
         for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
@@ -402,7 +405,7 @@ __device__ __forceinline__ void serve_keys(
           const auto [warp, lane] = me();
           const int2* const range = shared.range + side * 64 + warp * 16 + lane / 4;
           const int2 r[2] = {range[0], range[8]};
-          const int first_query = shared.step[now.place()].row;
+          const int first_query = shared.step[now.place()].row + first;
           #pragma unroll
           for (int i = 0; i < 4 * kBlocks; ++i)
             if (!contains(r[i % 4 / 2], first_query + i / 4 * 8 + lane % 4 * 2 + i % 2)) p[i / 4][i % 4] = 0.f;
@@ -411,29 +414,46 @@ __device__ __forceinline__ void serve_keys(
         round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
 
         // dv += P^T dout, and behind it dP, which becomes dS.
+        const unsigned char* const dout = shared.dout[now.stage] + first * kRowBytes;
         float dp[kBlocks][4];
         wgmma_begin();
-        start_weighted_sum<T, kVHeadDim, kTileM>(sum_dv, probability, shared.dout[now.stage]);
+        start_weighted_sum<T, kVHeadDim, kTileM>(sum_dv, probability, dout);
         wgmma_commit();
-        begin_columns(dp, shared.minus_delta[now.stage]);
+        begin_columns(dp, shared.minus_delta[now.stage] + first);
         wgmma_begin();
-        add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), shared.dout[now.stage]);
+        add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), dout);
         wgmma_commit();
         wgmma_wait<0>(dp);
         pin(sum_dv);
-        if (last) arrive(&shared.kv_empty);
+        if (last && first + kQueries == kTileM) arrive(&shared.kv_empty);
         weigh<T>(dp, probability);
         u32 dscore[1][kSteps][4];
         round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
 
-        // dk += dS^T q, under which dS is handed over; behind it the scores of the next step.
+        // dk += dS^T q, under which dS is handed over.
         wgmma_begin();
-        start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[now.stage]);
+        start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[now.stage] + first * kRowBytes);
         wgmma_commit();
-        wait_for_place(now);
-        store_ds(now, dscore);
+        if (first == 0) wait_for_place(now);
+        store_ds(now, first, dscore);
+      };
+      start_p(ring, 0);
+      wgmma_wait<0>(p);
+      while (true) {
+        ring.stage = uniform(ring.stage);
+        const Ring<kStages> now = ring;
+        ring.advance();
+        #pragma unroll
+        for (int next = kQueries; next < kTileM; next += kQueries) {
+          take(now, next - kQueries);
+          start_p(now, next);
+          wgmma_wait<1>(sum_dk);
+          wgmma_wait<0>(p);
+        }
+        take(now, kTileM - kQueries);
         hand_over(now);
-        barrier_wait(&shared.full[ring.stage], ring.parity);    // behind the last step comes one of other keys, or the end
+        // Behind dk the scores of the next step; behind the last comes one of other keys, or the end.
+        barrier_wait(&shared.full[ring.stage], ring.parity);
         flags = step().flags;
         if (last || !sees()) {
           wgmma_wait<0>(sum_dk);
@@ -441,7 +461,7 @@ __device__ __forceinline__ void serve_keys(
           break;
         }
         last = flags & kLast;
-        start_p();
+        start_p(ring, 0);
         wgmma_wait<1>(sum_dk);
         arrive(&shared.empty[now.stage]);
         wgmma_wait<0>(p);
@@ -479,7 +499,7 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
-  constexpr int kQueryRegisters = kHeadDim == 96 ? 80 : 64, kKeyRegisters = kHeadDim == 96 ? 200 : 208;
+  constexpr int kQueryRegisters = kHeadDim == 96 ? 80 : kHeadDim > 128 ? 48 : 64, kKeyRegisters = 240 - kQueryRegisters / 2;
   if (warpgroup == 0) {
     registers_give<32>();
     if (threadIdx.x < kWarp)

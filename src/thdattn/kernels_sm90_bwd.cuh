@@ -145,7 +145,7 @@ __device__ __forceinline__ void add_row(float* row, const float (&sum)[kBlocks][
 template <int kHalf, typename T, int kBlocks>
 __device__ __forceinline__ void complete_row(T* row, const float* others, const float (&sum)[kBlocks][4], float scale,
                                              bool exists) {
-  constexpr int kAhead = kBlocks % 16 ? kBlocks / 2 : 8;  // on their way before the first is used
+  constexpr int kAhead = kBlocks % 16 == 0 ? 8 : kBlocks % 12 == 0 ? 6 : 4;  // on their way before the first is used
   #pragma unroll
   for (int n = 0; n < kBlocks; n += 2 * kAhead) {
     float4 y[kAhead];
@@ -209,11 +209,8 @@ struct Gradients {
 // ------------------------------------------------------------------------------------------------ dq
 
 // dq comes from one tile of keys, which stores it, or from many, whose shares add up in dq_sum.
-// dq_sum, fp32, is a sequence of pieces, 64 query rows by as many columns as divide the head dim and leave the key side its
-// registers; a piece is stored as the accumulators of a warpgroup: float4 n of every thread after float4 n - 1 of all.
-template <int kHeadDim> constexpr int kPieceCols = kHeadDim % 64 ? kHeadDim : 64;
-template <int kHeadDim> constexpr int kPieces = kHeadDim / kPieceCols<kHeadDim>;    // of 64 rows
-template <int kHeadDim> constexpr int kPieceFloats = 64 * kPieceCols<kHeadDim>;
+// dq_sum, fp32, is a sequence of pieces, 64 query rows by some columns; a piece is stored as the accumulators of a warpgroup:
+// float4 n of every thread after float4 n - 1 of all.
 
 // Stores a piece of dq (q_rows, num_heads, kHeadDim), one warpgroup: 64 rows from `row` on, the columns from first_col on.
 template <int kHeadDim, typename T, int kBlocks>

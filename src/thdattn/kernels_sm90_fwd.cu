@@ -179,6 +179,7 @@ __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, T* out, float* lse,
     float* max_logits, const int2* key_ranges, ForwardSize size, float softmax_scale) {
   constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
+  constexpr bool kInRegisters = kHeadDim == 128;      // queries, which spares the copies that keys and values need anyway
   const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
   Ring<kQStages> q_ring = {0, 0};
   Ring<kStages> ring = {0, 0};
@@ -194,6 +195,8 @@ __device__ __forceinline__ void consume_forward(
     int2* const range = shared.range + consumer * 64 + warp * 16;
     if (lane < 16) range[lane] = range_of(key_ranges, first_row + lane, size.q_rows);
     __syncwarp();
+    ScoreRows<T, kHeadDim, kTileM, kInRegisters> queries;
+    queries.load(my_q);
     float sum_out[kOutBlocks][4] = {};
     Softmax softmax = {softmax_scale * kLog2e};
 
@@ -209,7 +212,7 @@ __device__ __forceinline__ void consume_forward(
     };
     auto release_keys = [&] {
       arrive(&shared.k_empty[ring.stage]);
-      if (last) arrive(&shared.q_empty[q_ring.stage]);
+      if (last && !kInRegisters) arrive(&shared.q_empty[q_ring.stage]);
     };
     auto pass = [&] {                                 // out of sight of these 64 rows
       release_keys();
@@ -217,7 +220,7 @@ __device__ __forceinline__ void consume_forward(
       arrive(&shared.v_empty[ring.stage]);
       ring.advance();
     };
-    if (last) arrive(&shared.q_empty[q_ring.stage]);
+    if (last || kInRegisters) arrive(&shared.q_empty[q_ring.stage]);
     while (!last) {
       next_key_tile();
       if (!(mine & kSees)) {
@@ -226,7 +229,7 @@ __device__ __forceinline__ void consume_forward(
       }
       float score[kBlocks][4];
       wgmma_begin();
-      start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[ring.stage]);
+      queries.template start<false, kTileN>(score, shared.k[ring.stage]);
       wgmma_commit();
       wgmma_wait<0>(score);
       release_keys();
@@ -253,7 +256,7 @@ __device__ __forceinline__ void consume_forward(
         if (!(mine & kSees)) break;
         finish_sum();
         wgmma_begin();
-        start_scores<T, kHeadDim, kTileM, kTileN>(score, my_q, shared.k[ring.stage]);
+        queries.template start<false, kTileN>(score, shared.k[ring.stage]);
         wgmma_commit();
         start_sum();
         wgmma_wait<1>(score);

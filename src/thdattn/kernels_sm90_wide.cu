@@ -7,6 +7,9 @@
 constexpr int kWideTile = 64;                         // keys of a block, query rows of a step
 constexpr int kSlots = 2;                             // for probabilities and score gradients
 
+template <int kHeadDim> constexpr int kPieces = kHeadDim / kSlab;   // of 64 rows of dq
+constexpr int kPieceFloats = kWideTile * kSlab;
+
 // Columns of a sum per matrix instruction: 256 would take more registers than a thread has at launch.
 template <int kDim> constexpr int kWideCols = kDim == 256 ? 128 : kDim;
 template <int kCols, int kBlocks>
@@ -39,36 +42,6 @@ struct WideShared {
   }
 };
 
-// Reads four 8x8 blocks as an operand's fragments; addresses as for store_matrices.
-__device__ __forceinline__ void load_matrices(u32 (&a)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(shared_address(row)) : "memory");
-}
-// The first operand of scores, 64 rows of a tile: its fragments in registers, where there are some left, or the tile.
-template <typename T, int kDim, bool kInRegisters> struct ScoreRows {
-  const unsigned char* tile;
-  __device__ __forceinline__ void load(const unsigned char* from) { tile = from; }
-  __device__ __forceinline__ void start(float (&scores)[kWideTile / 8][4], const unsigned char* other) const {
-    add_scores<T, kDim, kWideTile, kWideTile>(scores, tile, other);
-  }
-};
-template <typename T, int kDim> struct ScoreRows<T, kDim, true> {
-  u32 a[kDim / 16][4];
-  __device__ __forceinline__ void load(const unsigned char* tile) {
-    const auto [warp, lane] = me();
-    const unsigned char* const row = tile + (warp * 16 + lane % 16) * kRowBytes;
-    #pragma unroll
-    for (int i = 0; i < kDim / 16; ++i)
-      load_matrices(a[i], row + i / 4 * kWideTile * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16);
-  }
-  __device__ __forceinline__ void start(float (&scores)[kWideTile / 8][4], const unsigned char* other) const {
-    const u64 b = descriptor(other, 16);
-    #pragma unroll
-    for (int i = 0; i < kDim / 16; ++i)
-      Wgmma<T, kWideTile>::template registers<0>(scores, a[i], b + (i / 4 * kWideTile * kRowBytes + i % 4 * 32) / 16, 1);
-  }
-};
-
 // The producer, one warp: for every tile of keys of this block, and every query head of a part, the query tiles in sight.
 template <int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void produce_wide(
@@ -94,7 +67,7 @@ __device__ __forceinline__ void produce_wide(
       const bool end_of_head = row + kWideTile >= sight.end;
       if (!nothing) {
         flags |= sight.flags(row);
-        if (shares[row / kWideTile] == 1) flags |= kAlone;
+        if (flags & kSees && shares[row / kWideTile] == 1) flags |= kAlone;
         if (end_of_head && head + 1 == (item.head + 1) * size.heads) flags |= kLast;
       }
       barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
@@ -175,7 +148,7 @@ __device__ __forceinline__ void serve_wide_queries(
         store_dq<kHeadDim>(dq, sum, softmax_scale, step.row, step.head, piece * kSlab, size);
         continue;
       }
-      float* const dst = dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats<kHeadDim> + threadIdx.x % 128 * 4;
+      float* const dst = dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats + threadIdx.x % 128 * 4;
       #pragma unroll
       for (int n = 0; n < kSlab / 8; ++n) add_quad(dst + n * 512, make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]));
     }
@@ -236,7 +209,7 @@ __device__ __forceinline__ void serve_wide_keys(
     } else {
       barrier_wait(&shared.kv_full, kv_parity);
       kv_parity ^= 1;
-      ScoreRows<T, kHeadDim, kHeadDim == 192> keys;
+      ScoreRows<T, kHeadDim, kWideTile, kHeadDim == 192> keys;
       keys.load(shared.k);
       float p[kBlocks][4];
       // Probabilities from the saved lse, transposed; every thread leaves them for its counterpart of the value role.
@@ -265,7 +238,7 @@ __device__ __forceinline__ void serve_wide_keys(
       };
       begin_columns(p, shared.minus_lse[ring.stage]);
       wgmma_begin();
-      keys.start(p, shared.q[ring.stage]);
+      keys.template start<true, kWideTile>(p, shared.q[ring.stage]);
       wgmma_commit();
       wgmma_wait<0>(p);
       hand_over(slot);
@@ -274,7 +247,7 @@ __device__ __forceinline__ void serve_wide_keys(
         look();
         begin_columns(p, shared.minus_lse[ring.stage]);
         wgmma_begin();
-        keys.start(p, shared.q[ring.stage]);
+        keys.template start<true, kWideTile>(p, shared.q[ring.stage]);
         wgmma_commit();
         barrier_wait(&shared.ds_full[slot.stage], slot.parity);
         wgmma_begin();
@@ -337,12 +310,12 @@ __device__ __forceinline__ void serve_wide_values(
     } else {
       barrier_wait(&shared.kv_full, kv_parity);
       kv_parity ^= 1;
-      ScoreRows<T, kVHeadDim, kVHeadDim == 128> values;
+      ScoreRows<T, kVHeadDim, kWideTile, kVHeadDim == 128> values;
       values.load(shared.v);
       float dp[kBlocks][4];
       begin_columns(dp, shared.minus_delta[ring.stage]);
       wgmma_begin();
-      values.start(dp, shared.dout[ring.stage]);
+      values.template start<true, kWideTile>(dp, shared.dout[ring.stage]);
       wgmma_commit();
       wgmma_wait<0>(dp);
       u32 probability[1][kBlocks / 2][4];
@@ -383,7 +356,7 @@ __device__ __forceinline__ void serve_wide_values(
         look();
         begin_columns(dp, shared.minus_delta[ring.stage]);
         wgmma_begin();
-        values.start(dp, shared.dout[ring.stage]);
+        values.template start<true, kWideTile>(dp, shared.dout[ring.stage]);
         wgmma_commit();
         wgmma_wait<0>(dp);
       }
@@ -409,14 +382,14 @@ __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(T* __restrict__ 
   #pragma unroll
   for (int piece = 0; piece < kPieces<kHeadDim>; ++piece) {
     const size_t block = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
-    const float4* const in = dq_sum + (block * kPieces<kHeadDim> + piece) * (kPieceFloats<kHeadDim> / 4) + threadIdx.x;
-    float sum[kPieceCols<kHeadDim> / 8][4];
+    const float4* const in = dq_sum + (block * kPieces<kHeadDim> + piece) * (kPieceFloats / 4) + threadIdx.x;
+    float sum[kSlab / 8][4];
     #pragma unroll
-    for (int n = 0; n < kPieceCols<kHeadDim> / 8; ++n) {
+    for (int n = 0; n < kSlab / 8; ++n) {
       const float4 x = in[n * 128];
       sum[n][0] = x.x, sum[n][1] = x.y, sum[n][2] = x.z, sum[n][3] = x.w;
     }
-    store_dq<kHeadDim>(dq, sum, scale, blockIdx.x * 64, blockIdx.y, piece * kPieceCols<kHeadDim>, size);
+    store_dq<kHeadDim>(dq, sum, scale, blockIdx.x * 64, blockIdx.y, piece * kSlab, size);
   }
 }
 

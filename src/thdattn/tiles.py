@@ -92,7 +92,7 @@ class BackwardSm90:
         rows = self.tile_n + self.stages * self.tile_m
         inputs = slabs(rows, head_dim) + slabs(rows, v_head_dim)
         dscore, stats = self.stages * slabs(self.tile_n, self.tile_m), 8 * self.stages * self.tile_m
-        pieces = 2 * 4 * 64 * (head_dim if head_dim % 64 else 64)
+        pieces = 2 * 4 * 64 * (head_dim if head_dim % 64 else 64 if head_dim <= 128 else 32)
         return "thd_attn_bwd_sm90", (self.tile_m, self.stages, str(ordered).lower()), inputs + dscore + pieces + stats
 
 
@@ -234,10 +234,10 @@ TILES = {
               BackwardSm90(128, 2), 64, 8),
         Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(112, 3, 1, 3),
               (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), BackwardSm90(64, 2), 32, 8),
-        Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 2, 2),
+        Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 1, 2),
               (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), BackwardSm90(64, 2), 16, 8),
         Tiles(192, 128, Forward(64, 4, 1), ForwardSm90(128, 2, 1, 2),
-              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardWideSm90(3, 2), 16, 4),
+              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardSm90(64, 2), 16, 4),
         Tiles(192, 192, Forward(64, 4, 1), ForwardSm90(112, 2, 1, 2),
               (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardWideSm90(3, 2), 16, 4),
         Tiles(256, 256, Forward(32, 4, 1), ForwardSm90(80, 2, 1, 2),

@@ -8,7 +8,7 @@ Source: PTX ISA 9.7.15, asynchronous warpgroup level matrix instructions.
 
 from __future__ import annotations
 
-COLUMNS = (64, 80, 96, 112, 128, 192, 256)
+COLUMNS = (32, 64, 80, 96, 112, 128, 192, 256)
 
 
 def wrappers() -> str:
