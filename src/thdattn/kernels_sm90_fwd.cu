@@ -179,7 +179,7 @@ __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, T* out, float* lse,
     float* max_logits, const int2* key_ranges, ForwardSize size, float softmax_scale) {
   constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
-  constexpr bool kInRegisters = kHeadDim == 128;      // queries, which spares the copies that keys and values need anyway
+  constexpr bool kInRegisters = kHeadDim == 128;      // queries, while shared memory is busy with keys and values
   const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
   Ring<kQStages> q_ring = {0, 0};
   Ring<kStages> ring = {0, 0};

@@ -310,12 +310,10 @@ __device__ __forceinline__ void serve_wide_values(
     } else {
       barrier_wait(&shared.kv_full, kv_parity);
       kv_parity ^= 1;
-      ScoreRows<T, kVHeadDim, kWideTile, kVHeadDim == 128> values;
-      values.load(shared.v);
       float dp[kBlocks][4];
       begin_columns(dp, shared.minus_delta[ring.stage]);
       wgmma_begin();
-      values.template start<true, kWideTile>(dp, shared.dout[ring.stage]);
+      add_scores<T, kVHeadDim, kWideTile, kWideTile>(dp, shared.v, shared.dout[ring.stage]);
       wgmma_commit();
       wgmma_wait<0>(dp);
       u32 probability[1][kBlocks / 2][4];
@@ -356,7 +354,7 @@ __device__ __forceinline__ void serve_wide_values(
         look();
         begin_columns(dp, shared.minus_delta[ring.stage]);
         wgmma_begin();
-        values.template start<true, kWideTile>(dp, shared.dout[ring.stage]);
+        add_scores<T, kVHeadDim, kWideTile, kWideTile>(dp, shared.v, shared.dout[ring.stage]);
         wgmma_commit();
         wgmma_wait<0>(dp);
       }

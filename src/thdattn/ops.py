@@ -214,8 +214,8 @@ def attn_bwd(
     """Gradients of attn_fwd; dk and dv are this rank's share. See reference.attn_bwd.
 
     Where dq comes from several tiles of keys, it is summed in float32, and rounded once. `deterministic`: on Hopper
-    up to head dim 128, thread blocks wait for each other to add from the last tile of keys to the first; elsewhere dq
-    has a kernel of its own, for 1.4 times the matrix products.
+    up to head dims 192/128, thread blocks wait for each other to add from the last tile of keys to the first; elsewhere
+    dq has a kernel of its own, for 1.4 times the matrix products.
     """
     if not len(q):
         return empty(q.shape, q.dtype), cupy.zeros(k.shape, kv_grad_dtype), cupy.zeros(v.shape, kv_grad_dtype)
