@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import checkpoint
 import numpy as np
 import pytest
@@ -34,10 +36,11 @@ def few_steps_on_the_cpu(tmp_path_factory):
 
 def test_tiny_model_reaches_the_curve_of_the_cpu(cupy, tmp_path):
     """On the documents of this machine's Python, which are not those of the recorded curve."""
-    run(1, "reference", tmp_path / "cpu", size="tiny")
-    process = run(1, "cuda", tmp_path, size="tiny")
+    folders = {"cuda": tmp_path, "reference": tmp_path / "cpu"}
+    with ThreadPoolExecutor(2) as pool:  # side by side, as a minute each is long for a test
+        process, _ = pool.map(lambda engine: run(1, engine, folders[engine], size="tiny"), folders)
     assert "bfloat16, engine 'cuda'" in process.stdout
-    on_gpu, on_cpu = (validations(folder / "run.jsonl")[-1] for folder in (tmp_path, tmp_path / "cpu"))
+    on_gpu, on_cpu = (validations(folder / "run.jsonl")[-1] for folder in folders.values())
     assert on_gpu < on_cpu + 0.05 and on_gpu < 2.5
     text = start(1, SAMPLE, *options(checkpoint=tmp_path, prompt="def ", bytes=100))
     assert text.returncode == 0, text.stderr
