@@ -87,8 +87,8 @@ def race(case: Case, peers: Mapping[str, Peer], direction: str, rounds: int) -> 
     replays = {}
     for name, size in sizes.items():
         with reported(f"{case.name} {name} {direction} graph"):
-            half = -(-size // 2)  # a replay hides the launch of the one that is timed: both are a group
-            replays[name] = partial(timing.replayed, peers[name].capture(calls[name], half), half)
+            in_graph = timing.calls_per_graph(size)
+            replays[name] = partial(timing.replayed, peers[name].capture(calls[name], in_graph), in_graph)
     graph = timing.interleaved(replays, rounds, lambda name: reported(f"{case.name} {name} {direction} graph"))
     return {(name, direction, "called"): ms for name, ms in called.items()} | {
         (name, direction, "graph"): ms for name, ms in graph.items()

@@ -23,6 +23,11 @@ def calls_per_group(ms: float) -> int:
     return max(1, min(MAX_CALLS, round(GROUP_MS / max(ms, 1e-3))))
 
 
+def calls_per_graph(calls: int) -> int:
+    """How many calls a captured graph holds; `replayed` runs it twice, for as long as a group of so many `calls`."""
+    return -(-calls // 2)
+
+
 def called(call: Call, calls: int) -> list[float]:
     """Times of calls made back to back on an idle GPU; where the host is slower than the GPU, its time shows."""
     stream = cupy.cuda.get_current_stream()
