@@ -47,6 +47,8 @@ def source(file: str) -> str:
         shared += wgmma.wrappers() + (FOLDER / "kernels_sm90.cuh").read_text()
     if file in FILES[2:]:
         shared += (FOLDER / "kernels_sm90_bwd.cuh").read_text()
+    if file == FILES[2]:
+        shared += (FOLDER / "kernels_sm90_dq.cuh").read_text()
     return shared + (FOLDER / file).read_text()
 
 

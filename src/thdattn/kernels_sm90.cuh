@@ -24,6 +24,14 @@ __device__ __forceinline__ void copy_box(void* dst, const TensorMap* map, int co
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                :: "r"(shared_address(dst)), "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier)) : "memory");
 }
+// The same for what is not read again: it leaves the L2 cache first.
+__device__ __forceinline__ void copy_box_once(void* dst, const TensorMap* map, int column, int head, int row, u64* barrier) {
+  asm volatile("{ .reg .b64 policy;\n"
+               "createpolicy.fractional.L2::evict_first.b64 policy;\n"
+               "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1, {%2, %3, %4}], [%5], policy; }"
+               :: "r"(shared_address(dst)), "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier)) : "memory");
+}
 
 // Copies 16-byte aligned bytes, a multiple of 16.
 __device__ __forceinline__ void copy_bulk(void* dst, const void* src, int bytes, u64* barrier) {
@@ -100,10 +108,11 @@ __device__ __forceinline__ u64 descriptor(const void* tile, int slab_bytes) {
   return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)(slab_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-template <int kRows, int kCols>
+template <int kRows, int kCols, bool kOnce = false>
 __device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* map, int head, int row, u64* barrier) {
   #pragma unroll
-  for (int s = 0; s < kSlabs<kCols>; ++s) copy_box(tile + s * kRows * kRowBytes, map, s * kSlab, head, row, barrier);
+  for (int s = 0; s < kSlabs<kCols>; ++s)
+    (kOnce ? copy_box_once : copy_box)(tile + s * kRows * kRowBytes, map, s * kSlab, head, row, barrier);
 }
 
 // The first operand of scores, 64 rows of a tile of kRows: its fragments, where there are registers left, or the tile.
@@ -182,7 +191,8 @@ __device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
 }
 
 // Stores one (kHalf) of the two rows that this thread shares with its quad, which trades words so that every lane stores 16
-// bytes, by asm: short of registers, the compiler makes four stores of one. A scale of 0 stores zeros.
+// bytes, by asm: short of registers, the compiler makes four stores of one. The L2 cache need not keep them. A scale of 0 stores
+// zeros.
 template <int kHalf, typename T, int kBlocks>
 __device__ __forceinline__ void store_row(T* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
   #pragma unroll
@@ -193,7 +203,7 @@ __device__ __forceinline__ void store_row(T* row, const float (&sum)[kBlocks][4]
       words[i] = scale == 0.f ? 0 : pack<T>(sum[n + i][2 * kHalf] * scale, sum[n + i][2 * kHalf + 1] * scale);
     transpose_in_quad(words);
     if (exists)
-      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(row + (n + threadIdx.x % 4) * 8),
+      asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(row + (n + threadIdx.x % 4) * 8),
                    "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
   }
 }
@@ -207,11 +217,12 @@ constexpr u32 kLast = 1u << 31, kSees = 1, kMasked = 2;
 // Work is done by groups of `together` heads, for the L2 cache, all heads of a tile one after another. The last group is of
 // `last_heads`, so many that what is left at the end fills the multiprocessors evenly.
 struct WorkItem { int tile, head; };
-__device__ __forceinline__ WorkItem work_item(int work, int num_tiles, int num_heads, int together, int last_heads) {
+__device__ __forceinline__ WorkItem work_item(int work, const int* tile_order, int num_tiles, int num_heads, int together,
+                                              int last_heads) {
   const int num_first = num_heads - last_heads, rest = work - num_first * num_tiles;
-  if (rest >= 0) return {rest / last_heads, num_first + rest % last_heads};
+  if (rest >= 0) return {tile_order[rest / last_heads], num_first + rest % last_heads};
   const int in_group = work % (together * num_tiles);
-  return {in_group / together, work / (together * num_tiles) * together + in_group % together};
+  return {tile_order[in_group / together], work / (together * num_tiles) * together + in_group % together};
 }
 
 // A value that all lanes have, so that the compiler knows: what follows from it it keeps in uniform registers, where matrix

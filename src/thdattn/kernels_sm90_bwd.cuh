@@ -63,6 +63,53 @@ struct QuerySight {
   }
 };
 
+// The producer's walk, one warp: take(step) for every tile of keys of this block, every query head of a part, and every tile of
+// queries between the first and the last in sight; one step of kNothing where there is none.
+// kOrdered: work is drawn late, as none may wait for work that lies drawn.
+template <bool kOrdered, int kGroups, int kTileM, typename Take>
+__device__ __forceinline__ void walk(const int2* query_ranges, const int* shares, const int* tile_order, int* counter,
+                                     BackwardSize size, Take take) {
+  const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.parts;
+  auto draw = [&] { return lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
+  for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
+    const int next_work = kOrdered ? 0 : draw();       // early, for its latency
+    const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.together, size.last_parts);
+    const QuerySight<kGroups, kTileM> sight(query_ranges, item.tile * kGroups * 64, size.k_rows);
+    const int first = sight.first / kTileM * kTileM;
+    const bool nothing = sight.first == kNone;
+    int row = first, head = item.head * size.heads;
+    for (u32 flags = nothing ? kNothing | kLast : kFirst; ; flags = 0) {
+      const bool end_of_head = row + kTileM >= sight.end;
+      if (!nothing) {
+        flags |= sight.flags(row);
+        if (flags & (kSees | kSees << 2) && shares[row / kTileM] == 1) flags |= kAlone;
+        if (end_of_head && head + 1 == (item.head + 1) * size.heads) flags |= kLast;
+      }
+      take(Step{row, head, item.tile, flags});
+      if (flags & kLast) break;
+      row = end_of_head ? first : row + kTileM;
+      head += end_of_head;
+    }
+    work = __shfl_sync(0xffffffffu, kOrdered ? draw() : next_work, 0);
+  }
+}
+
+// Keys, values and ranges of a tile of keys, one warp. kv_full counts two arrivals.
+template <int kKeys, int kHeadDim, int kVHeadDim, typename Shared>
+__device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* map_k, const TensorMap* map_v,
+                                          const int2* query_ranges, const Step& step, BackwardSize size) {
+  const int lane = threadIdx.x % kWarp, kv_head = step.head / size.group, key = step.tile * kKeys;
+  if (lane == 0) {
+    barrier_expect(&shared.kv_full, kTileBytes<kKeys, kHeadDim> + kTileBytes<kKeys, kVHeadDim>);
+    copy_tile<kKeys, kHeadDim, true>(shared.k, map_k, kv_head, key, &shared.kv_full);
+    copy_tile<kKeys, kVHeadDim, true>(shared.v, map_v, kv_head, key, &shared.kv_full);
+  }
+  #pragma unroll
+  for (int i = 0; i < kKeys; i += kWarp) shared.range[i + lane] = range_of(query_ranges, key + i + lane, size.k_rows);
+  __syncwarp();
+  if (lane == 0) barrier_arrive(&shared.kv_full);
+}
+
 // shares (stats_rows / kTileM), zero at first: how many tiles of 64 * kGroups keys have each tile of query rows in sight.
 // Launch: a block of one warp for each tile of keys.
 template <int kGroups, int kTileM>
@@ -221,6 +268,16 @@ __device__ __forceinline__ void store_dq(T* dq, const float (&sum)[kBlocks][4], 
   T* const out = dq + (size_t)row * pitch + head * kHeadDim + first_col;
   store_row<0>(out, sum, scale, row < size.q_rows);
   store_row<1>(out + 8 * pitch, sum, scale, row + 8 < size.q_rows);
+}
+
+// Probabilities of keys that a query does not see become 0; ranges are those of the warp's keys.
+template <int kBlocks>
+__device__ __forceinline__ void hide_keys(float (&p)[kBlocks][4], const int2* ranges, int first_query) {
+  const int lane = me().lane;
+  const int2 range[2] = {ranges[lane / 4], ranges[lane / 4 + 8]};
+  #pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i)
+    if (!contains(range[i % 4 / 2], first_query + i / 4 * 8 + lane % 4 * 2 + i % 2)) p[i / 4][i % 4] = 0.f;
 }
 
 // dP - delta becomes dS = P (dP - delta).

@@ -5,9 +5,10 @@
 // probabilities and output in registers, and takes exponentials under its own and the others' matrix products.
 // kernels_sm90.cuh comes first.
 
-// What the producer tells the consumers of a query tile, and of each key tile.
-struct QueryTile { int tile, head; bool has_keys; };
-struct KeyTile { int row; u32 flags; };
+// What the producer tells the consumers of a query tile, and of each key tile; first, next: flags of the key tile that comes
+// then, known before it arrives, so that consumers do not wait to read them between products; kLast where there is none.
+struct QueryTile { int tile, head; u32 first; };
+struct KeyTile { int row; u32 next; };
 
 template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 struct ForwardShared {
@@ -22,7 +23,7 @@ struct ForwardShared {
   u64 v_full[kStages], v_empty[kStages];
   QueryTile query_tile[kQStages];
   KeyTile key_tile[kStages];
-  int2 range[kTileM];                                 // of the query rows; registers are what consumers are short of
+  int2 range[2 * kQStages][kTileM];                   // of the query rows; registers are what consumers are short of
 
   __device__ __forceinline__ void init() {
     for (int s = 0; s < kQStages; ++s) barrier_init(&q_full[s], 1), barrier_init(&q_empty[s], 4 * kConsumers);
@@ -34,7 +35,7 @@ struct ForwardShared {
   }
 };
 
-struct ForwardSize { int q_rows, num_tiles, num_heads, group, last_heads; };
+struct ForwardSize { int q_rows, num_tiles, num_heads, group, together, last_heads; };
 
 // The producer, one warp: for every query tile of this block the key tiles in sight. Keys run one tile ahead of values.
 template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
@@ -48,9 +49,8 @@ __device__ __forceinline__ void produce_forward(
   Ring<kQStages> q_ring = {0, 1};
   Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
   auto item_of = [&](int work) {
-    if (work >= num_work) return WorkItem{};
-    const WorkItem item = work_item(work, size.num_tiles, size.num_heads, size.group, size.last_heads);
-    return WorkItem{tile_order[item.tile], item.head};
+    return work < num_work ? work_item(work, tile_order, size.num_tiles, size.num_heads, size.together, size.last_heads)
+                           : WorkItem{};
   };
   auto load_values = [&](int kv_head, int row) {
     barrier_wait(&shared.v_empty[v_ring.stage], v_ring.parity);
@@ -81,18 +81,9 @@ __device__ __forceinline__ void produce_forward(
       for (int i = 0; i < kRows; ++i) first = min(first, max(range[i].x, from) < range[i].y ? max(range[i].x, from) : kNone);
       return __reduce_min_sync(0xffffffffu, first);
     };
-    int row = first_in_sight(0), row_before = kNone;
-
-    barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
-    if (lane == 0) {
-      shared.query_tile[q_ring.stage] = {tile, head, row != kNone};
-      barrier_expect(&shared.q_full[q_ring.stage], Shared::kQBytes);
-      copy_tile<kTileM, kHeadDim>(shared.q[q_ring.stage], map_q, head, tile * kTileM, &shared.q_full[q_ring.stage]);
-    }
-    q_ring.advance();
-    while (row != kNone) {
-      const int next = first_in_sight(row + kTileN);
-      u32 flags = next == kNone ? kLast : 0;
+    auto flags_of = [&](int row) {
+      u32 flags = row == kNone ? kLast : 0;
+      if (flags) return flags;
       #pragma unroll
       for (int c = 0; c < kConsumers; ++c) {
         const int2 a = range[2 * c], b = range[2 * c + 1];
@@ -100,6 +91,24 @@ __device__ __forceinline__ void produce_forward(
         if (__any_sync(0xffffffffu, touches(a, row, kTileN) || touches(b, row, kTileN))) flags |= kSees << 2 * c;
         if (__any_sync(0xffffffffu, hides(a) || hides(b))) flags |= kMasked << 2 * c;
       }
+      return flags;
+    };
+    int row = first_in_sight(0), row_before = kNone;
+    const u32 first = flags_of(row);
+
+    barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
+    #pragma unroll
+    for (int i = 0; i < kRows; ++i) shared.range[q_ring.place_to_fill()][i * kWarp + lane] = range[i];
+    __syncwarp();
+    if (lane == 0) {
+      shared.query_tile[q_ring.stage] = {tile, head, first};
+      barrier_expect(&shared.q_full[q_ring.stage], Shared::kQBytes);
+      copy_tile<kTileM, kHeadDim>(shared.q[q_ring.stage], map_q, head, tile * kTileM, &shared.q_full[q_ring.stage]);
+    }
+    q_ring.advance();
+    while (row != kNone) {
+      const int next = first_in_sight(row + kTileN);
+      const u32 flags = flags_of(next);
       barrier_wait(&shared.k_empty[k_ring.stage], k_ring.parity);
       if (lane == 0) {
         shared.key_tile[k_ring.stage] = {row, flags};
@@ -173,13 +182,12 @@ __device__ __forceinline__ void scale_rows(float (&sum)[kBlocks][4], float2 fact
 }
 
 // A consumer, one warpgroup: 64 query rows. The sum over the previous values runs on the tensor cores while it takes its
-// exponentials.
-template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+// exponentials. kQInRegisters: queries too, while shared memory is busy with keys and values.
+template <bool kQInRegisters, typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, T* out, float* lse,
-    float* max_logits, const int2* key_ranges, ForwardSize size, float softmax_scale) {
+    float* max_logits, ForwardSize size, float softmax_scale) {
   constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
-  constexpr bool kInRegisters = kHeadDim == 128;      // queries, while shared memory is busy with keys and values
   const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
   Ring<kQStages> q_ring = {0, 0};
   Ring<kStages> ring = {0, 0};
@@ -192,35 +200,36 @@ __device__ __forceinline__ void consume_forward(
     if (query_tile.tile < 0) break;
     const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytes;
     const int first_row = query_tile.tile * kTileM + consumer * 64 + warp * 16;
-    int2* const range = shared.range + consumer * 64 + warp * 16;
-    if (lane < 16) range[lane] = range_of(key_ranges, first_row + lane, size.q_rows);
-    __syncwarp();
-    ScoreRows<T, kHeadDim, kTileM, kInRegisters> queries;
+    const int2* const range = shared.range[q_ring.place()] + consumer * 64 + warp * 16;
+    ScoreRows<T, kHeadDim, kTileM, kQInRegisters> queries;
     queries.load(my_q);
     float sum_out[kOutBlocks][4] = {};
     Softmax softmax = {softmax_scale * kLog2e};
 
-    bool last = !__shfl_sync(0xffffffffu, query_tile.has_keys, 0);
-    u32 mine = 0;
+    u32 mine = 0, next = uniform(query_tile.first);
+    bool last = next & kLast;
     int first_key = 0;
     auto next_key_tile = [&] {
+      mine = next >> 2 * consumer;
       barrier_wait(&shared.k_full[ring.stage], ring.parity);
+    };
+    auto look_ahead = [&] {                           // under the scores
       first_key = shared.key_tile[ring.stage].row;
-      const u32 flags = __shfl_sync(0xffffffffu, shared.key_tile[ring.stage].flags, 0);
-      last = flags & kLast;
-      mine = flags >> 2 * consumer;
+      next = uniform(shared.key_tile[ring.stage].next);
+      last = next & kLast;
     };
     auto release_keys = [&] {
       arrive(&shared.k_empty[ring.stage]);
-      if (last && !kInRegisters) arrive(&shared.q_empty[q_ring.stage]);
+      if (last && !kQInRegisters) arrive(&shared.q_empty[q_ring.stage]);
     };
     auto pass = [&] {                                 // out of sight of these 64 rows
+      look_ahead();
       release_keys();
       barrier_wait(&shared.v_full[ring.stage], ring.parity);
       arrive(&shared.v_empty[ring.stage]);
       ring.advance();
     };
-    if (last || kInRegisters) arrive(&shared.q_empty[q_ring.stage]);
+    if (last || kQInRegisters) arrive(&shared.q_empty[q_ring.stage]);
     while (!last) {
       next_key_tile();
       if (!(mine & kSees)) {
@@ -231,6 +240,7 @@ __device__ __forceinline__ void consume_forward(
       wgmma_begin();
       queries.template start<false, kTileN>(score, shared.k[ring.stage]);
       wgmma_commit();
+      look_ahead();
       wgmma_wait<0>(score);
       release_keys();
       if (mine & kMasked) hide(score, range, first_key);
@@ -258,6 +268,7 @@ __device__ __forceinline__ void consume_forward(
         wgmma_begin();
         queries.template start<false, kTileN>(score, shared.k[ring.stage]);
         wgmma_commit();
+        look_ahead();
         start_sum();
         wgmma_wait<1>(score);
         release_keys();
@@ -302,16 +313,16 @@ __device__ __forceinline__ void consume_forward(
 // leave rows out (the pipeline zeros them). max_logits (num_heads, tiles, 4 * kConsumers); maps of boxes of 64 * kConsumers rows of
 // q and kTileN rows of k, v; counter: one int, zero, and zero again afterwards.
 // Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers).
-template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages, bool kQInRegisters>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, T* __restrict__ out, float* __restrict__ lse, float softmax_scale,
     float* __restrict__ max_logits, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
-    int* __restrict__ counter, int q_rows, int num_tiles, int num_heads, int group, int last_heads) {
+    int* __restrict__ counter, int q_rows, int num_tiles, int num_heads, int group, int together, int last_heads) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
-  extern __shared__ unsigned char shared_bytes[];
-  Shared& shared = *(Shared*)(shared_bytes + (-shared_address(shared_bytes) & 1023));  // keeps loads from shared memory known as such
-  const ForwardSize size = {q_rows, num_tiles, num_heads, group, last_heads};
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  Shared& shared = *(Shared*)shared_bytes;
+  const ForwardSize size = {q_rows, num_tiles, num_heads, group, together, last_heads};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
@@ -321,6 +332,6 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
       produce_forward(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
   } else {
     registers_take<kConsumers == 2 ? 232 : 160>();
-    consume_forward(shared, warpgroup - 1, out, lse, max_logits, key_ranges, size, softmax_scale);
+    consume_forward<kQInRegisters>(shared, warpgroup - 1, out, lse, max_logits, size, softmax_scale);
   }
 }

@@ -32,7 +32,7 @@ struct WideShared {
   int2 range[kWideTile], item[8];                                 // of the key rows, and of the warps of keys and values
 
   __device__ __forceinline__ void init() {
-    barrier_init(&kv_full, 1), barrier_init(&kv_empty, 12);
+    barrier_init(&kv_full, 2), barrier_init(&kv_empty, 12);
     for (int s = 0; s < kQStages; ++s) barrier_init(&q_full[s], 1), barrier_init(&q_empty[s], 4);
     for (int s = 0; s < kDoutStages; ++s) barrier_init(&dout_full[s], 1), barrier_init(&dout_empty[s], 4);
     for (int s = 0; s < kSlots; ++s) {
@@ -42,76 +42,51 @@ struct WideShared {
   }
 };
 
-// The producer, one warp: for every tile of keys of this block, and every query head of a part, the query tiles in sight.
+// The producer, one warp.
 template <int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void produce_wide(
     WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
     const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges, const int* shares,
     const int* tile_order, int* counter, BackwardSize size) {
   using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>;
-  const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.parts;
+  const int lane = threadIdx.x % kWarp;
   Ring<kQStages> q_ring = {0, 1};
   Ring<kDoutStages> dout_ring = {0, 1};
   u32 kv_parity = 1;
 
-  auto draw = [&] { return lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
-  for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
-    const int next_work = draw();                      // early, for its latency
-    WorkItem item = work_item(work, size.num_tiles, size.parts, size.together, size.last_parts);
-    item.tile = tile_order[item.tile];
-    const QuerySight<1, kWideTile> sight(query_ranges, item.tile * kWideTile, size.k_rows);
-    const int first = sight.first / kWideTile * kWideTile;
-    const bool nothing = sight.first == kNone;
-    int row = first, head = item.head * size.heads;
-    for (u32 flags = nothing ? kNothing | kLast : kFirst; ; flags = 0) {
-      const bool end_of_head = row + kWideTile >= sight.end;
-      if (!nothing) {
-        flags |= sight.flags(row);
-        if (flags & kSees && shares[row / kWideTile] == 1) flags |= kAlone;
-        if (end_of_head && head + 1 == (item.head + 1) * size.heads) flags |= kLast;
+  walk<false, 1, kWideTile>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
+    const bool nothing = step.flags & kNothing;
+    const u32 lse = step.head * size.stats_rows + step.row, delta = lse + size.parts * size.heads * size.stats_rows;
+    barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
+    if (lane == 0) {
+      u64* const full = &shared.q_full[q_ring.stage];
+      shared.q_step[q_ring.stage] = step;
+      if (nothing) {
+        barrier_arrive(full);
+      } else {
+        barrier_expect(full, Shared::kQBytes + 4 * kWideTile);
+        copy_tile<kWideTile, kHeadDim>(shared.q[q_ring.stage], map_q, step.head, step.row, full);
+        copy_bulk(shared.minus_lse[q_ring.stage], stats + lse, 4 * kWideTile, full);
       }
-      barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
-      if (lane == 0) {
-        u64* const full = &shared.q_full[q_ring.stage];
-        shared.q_step[q_ring.stage] = {row, head, item.tile, flags};
-        if (nothing) {
-          barrier_arrive(full);
-        } else {
-          barrier_expect(full, Shared::kQBytes + 4 * kWideTile);
-          copy_tile<kWideTile, kHeadDim>(shared.q[q_ring.stage], map_q, head, row, full);
-          copy_bulk(shared.minus_lse[q_ring.stage], stats + head * size.stats_rows + row, 4 * kWideTile, full);
-        }
-      }
-      barrier_wait(&shared.dout_empty[dout_ring.stage], dout_ring.parity);
-      if (lane == 0) {
-        u64* const full = &shared.dout_full[dout_ring.stage];
-        shared.dout_step[dout_ring.stage] = {row, head, item.tile, flags};
-        if (nothing) {
-          barrier_arrive(full);
-        } else {
-          const u32 delta = (size.parts * size.heads + head) * size.stats_rows + row;
-          barrier_expect(full, Shared::kDoutBytes + 4 * kWideTile);
-          copy_tile<kWideTile, kVHeadDim>(shared.dout[dout_ring.stage], map_dout, head, row, full);
-          copy_bulk(shared.minus_delta[dout_ring.stage], stats + delta, 4 * kWideTile, full);
-        }
-      }
-      q_ring.advance(), dout_ring.advance();
-      if (flags & kFirst) {
-        barrier_wait(&shared.kv_empty, kv_parity);
-        kv_parity ^= 1;
-        if (lane == 0) {
-          const int kv_head = head / size.group, key = item.tile * kWideTile;
-          barrier_expect(&shared.kv_full, Shared::kQBytes + Shared::kDoutBytes);
-          copy_tile<kWideTile, kHeadDim>(shared.k, map_k, kv_head, key, &shared.kv_full);
-          copy_tile<kWideTile, kVHeadDim>(shared.v, map_v, kv_head, key, &shared.kv_full);
-        }
-      }
-      if (flags & kLast) break;
-      row = end_of_head ? first : row + kWideTile;
-      head += end_of_head;
     }
-    work = __shfl_sync(0xffffffffu, next_work, 0);
-  }
+    barrier_wait(&shared.dout_empty[dout_ring.stage], dout_ring.parity);
+    if (lane == 0) {
+      u64* const full = &shared.dout_full[dout_ring.stage];
+      shared.dout_step[dout_ring.stage] = step;
+      if (nothing) {
+        barrier_arrive(full);
+      } else {
+        barrier_expect(full, Shared::kDoutBytes + 4 * kWideTile);
+        copy_tile<kWideTile, kVHeadDim>(shared.dout[dout_ring.stage], map_dout, step.head, step.row, full);
+        copy_bulk(shared.minus_delta[dout_ring.stage], stats + delta, 4 * kWideTile, full);
+      }
+    }
+    q_ring.advance(), dout_ring.advance();
+    if (!(step.flags & kFirst)) return;
+    barrier_wait(&shared.kv_empty, kv_parity);
+    kv_parity ^= 1;
+    load_keys<kWideTile, kHeadDim, kVHeadDim>(shared, map_k, map_v, query_ranges, step, size);
+  });
   barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
   barrier_wait(&shared.dout_empty[dout_ring.stage], dout_ring.parity);
   if (lane == 0) {
@@ -161,8 +136,7 @@ __device__ __forceinline__ void serve_wide_queries(
 // The key role: dk = dS^T q, and the probabilities.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void serve_wide_keys(
-    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Gradients<Grad> grads, const int2* query_ranges, BackwardSize size,
-    float softmax_scale) {
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Gradients<Grad> grads, BackwardSize size, float softmax_scale) {
   constexpr int kBlocks = kWideTile / 8;
   Ring<kQStages> ring = {0, 0};                       // of query tiles
   Ring<kSlots> slot = {0, 0};
@@ -193,14 +167,11 @@ __device__ __forceinline__ void serve_wide_keys(
     look();
     if (flags & kEnd) break;
     const auto [warp, lane] = me();
-    int2* const range = shared.range + warp * 16;
     int2& item = shared.item[warp];                     // first key of the warp, kv head
     if (lane == 0) {
       const Step& step = shared.q_step[ring.stage];
       item = {step.tile * kWideTile + warp * 16, step.head / size.group};
     }
-    __syncwarp();
-    if (lane < 16) range[lane] = range_of(query_ranges, item.x + lane, size.k_rows);
     __syncwarp();
     float sum_dk[kHeadDim / 8][4] = {};
     if (flags & kNothing) {
@@ -217,14 +188,7 @@ __device__ __forceinline__ void serve_wide_keys(
         const auto [warp, lane] = me();
         #pragma unroll
         for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
-        if (flags & kMasked) {
-          const int2* const range = shared.range + warp * 16 + lane / 4;
-          const int2 r[2] = {range[0], range[8]};
-          const int first_query = shared.q_step[ring.stage].row;
-          #pragma unroll
-          for (int i = 0; i < 4 * kBlocks; ++i)
-            if (!contains(r[i % 4 / 2], first_query + i / 4 * 8 + lane % 4 * 2 + i % 2)) p[i / 4][i % 4] = 0.f;
-        }
+        if (flags & kMasked) hide_keys(p, shared.range + warp * 16, shared.q_step[ring.stage].row);
         u32 probability[1][kBlocks / 2][4];
         round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
         barrier_wait(&shared.ds_empty[to.stage], to.parity ^ 1);
@@ -413,7 +377,7 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
       produce_wide(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter, size);
   } else if (warpgroup == 1) {
     registers_take<kHeadDim == 256 ? 192 : 208>();
-    serve_wide_keys<T>(shared, grads, query_ranges, size, softmax_scale);
+    serve_wide_keys<T>(shared, grads, size, softmax_scale);
   } else if (warpgroup == 2) {
     registers_take<kHeadDim == 256 ? 224 : 208>();
     serve_wide_values<T>(shared, grads, size);

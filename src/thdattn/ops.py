@@ -40,9 +40,9 @@ BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "together", "last_parts", "heads", "group",
     "num_kv_heads", "grad_turns")])
 GRADIENTS = np.dtype([(field, np.uint64) for field in ("dk", "dv", "dk_sum", "dv_sum", "turns")])
-# Where the Hopper backward changes how it works, in local queries that see an average key; measured on an H100.
+# Where the Hopper kernels change how they work, in local queries that see an average key; measured on an H100.
 SPLIT_GROUPS_BEYOND = 256
-HEADS_TOGETHER_UP_TO, HEADS_TOGETHER = 2048, 16
+FORWARD_TOGETHER_UP_TO, BACKWARD_TOGETHER_UP_TO, HEADS_TOGETHER = 256, 2048, 16
 MAX_SHARES = 2**15 - 1  # of a sum that the thread blocks of the Hopper backward add up in any order
 _DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER = PLAN_KERNELS
 
@@ -195,9 +195,10 @@ def _forward(q: Array, k: Array, v: Array, plan: Plan) -> tuple[_Launch, tuple[i
     max_logits = empty((num_heads, num_tiles * tiles.warps), np.float32)
     group = num_heads // k.shape[1]
     if isinstance(tiles, ForwardSm90):
-        last_heads = _last_heads(gpu, num_heads, num_tiles, group)
-        fixed = (max_logits, plan.key_ranges, plan.arrays.query_tiles, cupy.zeros(1, np.int32),
-                 *map(np.int32, (num_rows, num_tiles, num_heads, group, last_heads)))
+        order, together = _work_order(plan, plan.arrays.query_tiles, group, FORWARD_TOGETHER_UP_TO)
+        last_heads = _last_heads(gpu, num_heads, num_tiles, together)
+        fixed = (max_logits, plan.key_ranges, order, cupy.zeros(1, np.int32),
+                 *map(np.int32, (num_rows, num_tiles, num_heads, group, together, last_heads)))
         grid, block = (min(gpu.multiprocessors, num_tiles * num_heads),), 128 * (1 + tiles.consumers)
         kernel = jit.kernel(*chosen.forward_sm90_kernel(dtype))
         return _Launch(kernel, grid, block, fixed), (tiles.tile_m, tiles.tile_n, tiles.tile_n), max_logits
@@ -252,10 +253,7 @@ class _BackwardSm90:
         stats, self.delta = _delta(chosen, q, v, plan, turns if sm90.has_order else sums[dkv_size:])
 
         parts = num_kv_heads * split
-        order, together = plan.arrays.key_tiles, 1
-        if 0 < _queries_in_sight(plan) <= HEADS_TOGETHER_UP_TO:
-            # The heads of a row lie side by side in memory, and those of short sequences fit the L2 cache together.
-            order, together = plan.once("rising", lambda: cupy.arange(num_tiles, dtype=np.int32)), HEADS_TOGETHER
+        order, together = _work_order(plan, plan.arrays.key_tiles, 1, BACKWARD_TOGETHER_UP_TO)
         last_parts = _last_heads(gpu, parts, num_tiles, together)
         if deterministic:  # a block that waits for its turn finds those it waits for at work
             order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
@@ -373,6 +371,17 @@ def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
     order = plan.once("local_order", lambda: cupy.arange(len(q), dtype=np.int32))
     _reorder(False, (copies[0], q), (copies[1], dout), order, plan.key_ranges)
     return copies[0], copies[1]
+
+
+def _work_order(plan: Plan, longest_first: Array, together: int, together_up_to: int) -> tuple[Array, int]:
+    """(tiles in the order of work, heads that take turns at each) on Hopper; many heads up to so long sequences.
+
+    The heads of a row lie side by side in memory, and those of short sequences fit the L2 cache together.
+    """
+    num_tiles = len(longest_first)
+    if not 0 < _queries_in_sight(plan) <= together_up_to:
+        return longest_first, together
+    return plan.once(("rising", num_tiles), lambda: cupy.arange(num_tiles, dtype=np.int32)), HEADS_TOGETHER
 
 
 def _last_heads(gpu: _Gpu, num_heads: int, num_tiles: int, together: int) -> int:

@@ -11,8 +11,7 @@ PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels.
 STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
 SLAB, SLAB_BYTES = 64, 128  # columns of a slab of a Hopper tile, bytes of its rows
 STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
-SM90_EXTRA_BYTES = 256 + 1536  # behind the tiles: for the barriers, and for the ranges
-SM90_ALIGNMENT = 1024  # of tiles; what thd_attn_fwd_sm90 may skip to reach it
+SM90_EXTRA_BYTES = 256 + 1536  # behind the tiles of the Hopper backward: for the barriers, and for the ranges
 
 ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
 
@@ -40,13 +39,15 @@ class Forward:
 class ForwardSm90:
     """thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows.
 
-    q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead.
+    q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead. q_in_registers: queries are read
+    from registers, where there are some left.
     """
 
     tile_n: int
     consumers: int
     q_stages: int
     kv_stages: int
+    q_in_registers: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -74,10 +75,18 @@ class Backward:
 
 @dataclass(frozen=True)
 class BackwardSm90:
-    """thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time, `stages` query tiles loaded ahead."""
+    """thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time, `stages` query tiles loaded ahead.
+
+    The key side takes `queries` of them at once. dq has pieces of piece_cols columns, `places` of which are on their
+    way; the warpgroup that computes them has query_registers registers per thread, the others share the rest.
+    """
 
     tile_m: int
     stages: int
+    queries: int
+    piece_cols: int
+    places: int
+    query_registers: int
 
     tile_n = 128
     has_order = True
@@ -92,8 +101,9 @@ class BackwardSm90:
         rows = self.tile_n + self.stages * self.tile_m
         inputs = slabs(rows, head_dim) + slabs(rows, v_head_dim)
         dscore, stats = self.stages * slabs(self.tile_n, self.tile_m), 8 * self.stages * self.tile_m
-        pieces = 2 * 4 * 64 * (head_dim if head_dim % 64 else 64 if head_dim <= 128 else 32)
-        return "thd_attn_bwd_sm90", (self.tile_m, self.stages, str(ordered).lower()), inputs + dscore + pieces + stats
+        pieces = self.places * 4 * 64 * self.piece_cols
+        constants = (self.tile_m, self.stages, self.queries, self.piece_cols, self.places, self.query_registers)
+        return "thd_attn_bwd_sm90", (*constants, str(ordered).lower()), inputs + dscore + pieces + stats
 
 
 @dataclass(frozen=True)
@@ -142,10 +152,11 @@ class Tiles:
         """(name, bytes of shared memory) of thd_attn_fwd_sm90."""
         f = self.forward_sm90
         name = self._name("thd_attn_fwd_sm90", ELEMENT_TYPES[dtype], self.head_dim, self.v_head_dim, f.tile_n,
-                          f.consumers, f.q_stages, f.kv_stages)
+                          f.consumers, f.q_stages, f.kv_stages, str(f.q_in_registers).lower())
         q = slabs(f.q_stages * f.tile_m, self.head_dim)
         k, v = (slabs(f.kv_stages * f.tile_n, width) for width in (self.head_dim, self.v_head_dim))
-        return name, q + k + v + SM90_EXTRA_BYTES + SM90_ALIGNMENT
+        barriers, ranges = 256, 2 * f.q_stages * f.tile_m * 8
+        return name, q + k + v + barriers + ranges
 
     def round_wide_kernel(self, dtype: str) -> tuple[str, int]:
         """(name, no shared memory) of thd_attn_round_wide_sm90."""
@@ -230,14 +241,14 @@ class Tiles:
 TILES = {
     (t.head_dim, t.v_head_dim): t
     for t in (
-        Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3, 2, 2), (Backward(64, 128, 1, 2),),
-              BackwardSm90(128, 2), 64, 8),
+        Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3, 2, 3), (Backward(64, 128, 1, 2),),
+              BackwardSm90(128, 2, 128, 64, 2, 64), 64, 8),
         Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(112, 3, 1, 3),
-              (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), BackwardSm90(64, 2), 32, 8),
-        Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 1, 2),
-              (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), BackwardSm90(64, 2), 16, 8),
+              (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), BackwardSm90(64, 2, 64, 96, 2, 80), 32, 8),
+        Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 1, 2, q_in_registers=True),
+              (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), BackwardSm90(64, 2, 64, 64, 2, 64), 16, 8),
         Tiles(192, 128, Forward(64, 4, 1), ForwardSm90(128, 2, 1, 2),
-              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardSm90(64, 2), 16, 4),
+              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardSm90(64, 2, 32, 32, 4, 48), 16, 4),
         Tiles(192, 192, Forward(64, 4, 1), ForwardSm90(112, 2, 1, 2),
               (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardWideSm90(3, 2), 16, 4),
         Tiles(256, 256, Forward(32, 4, 1), ForwardSm90(80, 2, 1, 2),

@@ -1,0 +1,202 @@
+// The query side of thd_attn_bwd_sm90 (sm_90a): dq, and the warps that bring its pieces together. kernels_sm90_bwd.cuh comes first.
+
+// Whether a step has a share of sums of dq.
+__device__ __forceinline__ bool has_sums(u32 flags) { return flags & (kSees | kSees << 2) && !(flags & kAlone); }
+
+// A share of the dq of a tile of queries. turns (num_heads, stats_rows / 64), zero at first: those of claim_share; or (kOrdered)
+// 1 + the tile of keys whose turn it is. turn: which one, kNoMore for the end; after: what it becomes (kOrdered).
+struct Claim { int turn, after; Share share; };
+constexpr int kNoMore = -1;
+
+__device__ __forceinline__ u32 turn_of(int head, int row, BackwardSize size) {
+  return head * (size.stats_rows / 64) + row / 64;
+}
+
+// Pieces of a tile of queries, of 64 rows each, and where they lie.
+template <typename Shared> constexpr int kAllPieces = Shared::kTileM / 64 * Shared::kPieces;
+template <typename Shared> __device__ __forceinline__ size_t sums_at(Claim claim, int piece) {
+  return (size_t)claim.turn * 64 * Shared::kHeadDim + piece * Shared::kPieceFloats;
+}
+
+// The query side, one warpgroup: dq = dS k, piece by piece.
+template <typename T, typename Shared>
+__device__ __forceinline__ void serve_queries(Shared& shared, T* dq, BackwardSize size, float softmax_scale) {
+  constexpr int kTileN = Shared::kTileN, kCols = Shared::kPieceCols, kPieces = Shared::kPieces, kAll = kAllPieces<Shared>;
+  auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
+  Ring<Shared::kStages> ring = {0, 0};
+  Ring<Shared::kPlaces> pieces = {0, 0};
+
+  for (Step step = {}; !(step.flags & kEnd); ring.advance()) {
+    barrier_wait(&shared.ds_full[ring.stage], ring.parity);
+    step = shared.step[ring.place()];                 // arrives under the first products, which are wasted if there is nothing
+    #pragma unroll 1
+    for (int piece = 0; piece < kAll; ++piece) {
+      const int m = piece / kPieces, first_col = piece % kPieces * kCols;
+      const u64 a = descriptor(shared.ds[ring.stage] + m * kTileN * kRowBytes, 16);
+      const u64 b = descriptor(shared.k + first_col / kSlab * kTileN * kRowBytes + first_col % kSlab * 2, kTileN * kRowBytes);
+      float sum[kCols / 8][4];
+      wgmma_begin();
+      #pragma unroll
+      for (int n = 0; n < kTileN; n += 16)
+        Wgmma<T, kCols>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
+      wgmma_commit();
+      wgmma_wait<0>(sum);
+      const bool nothing = step.flags & (kNothing | kEnd);
+      if (nothing || piece == kAll - 1) arrive(&shared.ds_empty[ring.stage]);
+      if (nothing) break;
+      if (step.flags & kLast && piece == kAll - 1) arrive(&shared.kv_empty);
+      bool complete = step.flags & kAlone;
+      if (has_sums(step.flags)) {
+        float4* const staging = (float4*)shared.dq[pieces.stage] + threadIdx.x % 128;
+        barrier_wait(&shared.dq_open[pieces.stage], pieces.parity);
+        const Share share = shared.share[pieces.stage];
+        complete = share == Share::kLast || share == Share::kOnly;
+        #pragma unroll
+        for (int n = 0; n < kCols / 8; ++n) {
+          if (!complete) staging[n * 128] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+          if (share != Share::kLast) continue;
+          const float4 others = staging[n * 128];
+          sum[n][0] += others.x, sum[n][1] += others.y, sum[n][2] += others.z, sum[n][3] += others.w;
+        }
+        publish_to_async();
+        __syncwarp();
+        arrive(&shared.dq_full[pieces.stage]);
+        pieces.advance();
+      }
+      if (complete) store_dq<Shared::kHeadDim>(dq, sum, softmax_scale, step.row + m * 64, step.head, first_col, size);
+    }
+  }
+}
+
+// One warp claims shares of dq, ahead of the products, waits until they may be brought, and opens pieces for the query side, with
+// the sum of the others in them for the last. In any order; or (kOrdered) in falling order of the tiles of keys, for the same
+// bits on every run: under a causal mask each tile begins where it is the first, and finds the others ahead.
+// A block waits with its latest claim only, and brings what it claimed before without waiting: so nobody waits in a circle.
+template <bool kOrdered, typename Shared>
+__device__ __forceinline__ void claim_shares(
+    Shared& shared, const float* dq_sum, const int2* key_ranges, int* turns, const int* shares, BackwardSize size) {
+  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kFloats = Shared::kPieceFloats;
+  const int lane = threadIdx.x % kWarp;
+  Ring<Shared::kStages> ring = {0, 0};
+  Ring<2> claims = {0, 1};
+  Ring<Shared::kPlaces> pieces = {0, 1};
+  for (Step step = {}; !(step.flags & kEnd); ) {
+    barrier_wait(&shared.full[ring.stage], ring.parity);
+    step = shared.step[ring.place()];
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
+    ring.advance();
+    Claim claim = {kNoMore, 0, Share::kNone};
+    if (has_sums(step.flags)) {
+      claim.turn = turn_of(step.head, step.row, size);
+      int* const turn = turns + claim.turn;
+      if (!kOrdered) {
+        claim.share = claim_share(turn, shares[step.row / kTileM]);
+      } else {
+        int state = state_of(turn), first_tile = -1, next_tile = -1;      // early, for its latency
+        bool sees = false;
+        #pragma unroll 1
+        for (int i = lane; i < kTileM; i += kWarp) {
+          const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
+          if (is_empty(range)) continue;
+          const int last_tile = (range.y - 1) / kTileN;
+          first_tile = max(first_tile, last_tile);
+          if (range.x < step.tile * kTileN) next_tile = max(next_tile, min(last_tile, step.tile - 1));
+          sees |= touches(range, step.tile * kTileN, kTileN);
+        }
+        first_tile = __reduce_max_sync(0xffffffffu, first_tile);
+        claim.after = 1 + __reduce_max_sync(0xffffffffu, next_tile);
+        if (__any_sync(0xffffffffu, sees))
+          claim.share = claim.after ? first_tile == step.tile ? Share::kFirst : Share::kMiddle
+                                    : first_tile == step.tile ? Share::kOnly : Share::kLast;
+        else if (first_tile < 0)
+          claim.share = Share::kOnly;                  // padding: zeros, by everyone
+        const bool waits = claim.share == Share::kMiddle || claim.share == Share::kLast;
+        while (waits && __shfl_sync(0xffffffffu, state, 0) != 1 + step.tile) state = state_of(turn);
+      }
+    } else if (!(step.flags & kEnd)) {
+      continue;
+    }
+    barrier_wait(&shared.claim_empty[claims.stage], claims.parity);
+    if (lane == 0) {
+      shared.claim[claims.stage] = claim;
+      barrier_arrive(&shared.claim_full[claims.stage]);
+    }
+    claims.advance();
+    for (int piece = 0; piece < (claim.turn == kNoMore ? 0 : kAllPieces<Shared>); ++piece) {
+      barrier_wait(&shared.dq_empty[pieces.stage], pieces.parity);
+      if (lane == 0) {
+        u64* const open = &shared.dq_open[pieces.stage];
+        shared.share[pieces.stage] = claim.share;
+        if (claim.share == Share::kLast) {
+          const float* const others = dq_sum + sums_at<Shared>(claim, piece);
+          barrier_expect(open, 4 * kFloats);
+          copy_bulk(shared.dq[pieces.stage], others, 4 * kFloats, open);
+        } else {
+          barrier_arrive(open);
+        }
+      }
+      pieces.advance();
+    }
+  }
+}
+
+// One warp has the copy engine bring pieces of dq to global memory.
+template <typename Shared>
+__device__ __forceinline__ void send_shares(Shared& shared, float* dq_sum) {
+  constexpr int kFloats = Shared::kPieceFloats;
+  const int lane = threadIdx.x % kWarp;
+  Ring<Shared::kPlaces> pieces = {0, 0};
+  for (Ring<2> claims = {0, 0}; ; claims.advance()) {
+    barrier_wait(&shared.claim_full[claims.stage], claims.parity);
+    const Claim claim = shared.claim[claims.stage];
+    if (claim.turn == kNoMore) return;
+    for (int piece = 0; piece < kAllPieces<Shared>; ++piece) {
+      barrier_wait(&shared.dq_full[pieces.stage], pieces.parity);
+      if (lane == 0) {
+        float* const target = dq_sum + sums_at<Shared>(claim, piece);
+        if (claim.share == Share::kFirst) store_bulk(target, shared.dq[pieces.stage], 4 * kFloats);
+        if (claim.share == Share::kMiddle) add_bulk(target, shared.dq[pieces.stage], 4 * kFloats);
+        add_commit();
+        add_wait_read();
+        barrier_arrive(&shared.dq_empty[pieces.stage]);
+      }
+      pieces.advance();
+    }
+    __syncwarp();
+    if (lane == 0) {
+      add_wait();
+      barrier_arrive(&shared.claim_sent[claims.stage]);
+    }
+  }
+}
+
+// One warp tells other blocks of shares that have arrived: a release takes as long as a part of a step. Sums that the last has
+// read need not reach memory.
+template <bool kOrdered, typename Shared>
+__device__ __forceinline__ void release_shares(Shared& shared, float* dq_sum, int* turns) {
+  const int lane = threadIdx.x % kWarp;
+  for (Ring<2> claims = {0, 0}; ; claims.advance()) {
+    barrier_wait(&shared.claim_full[claims.stage], claims.parity);
+    const Claim claim = shared.claim[claims.stage];
+    if (claim.turn == kNoMore) return;
+    barrier_wait(&shared.claim_sent[claims.stage], claims.parity);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&shared.claim_empty[claims.stage]);
+    if (claim.share == Share::kLast) discard<Shared::kTileM * Shared::kHeadDim>(dq_sum + sums_at<Shared>(claim, 0));
+    if (lane > 0 || !is_awaited(claim.share)) continue;
+    if (kOrdered) asm volatile("st.release.gpu.s32 [%0], %1;" :: "l"(turns + claim.turn), "r"(claim.after) : "memory");
+    else release_share(turns + claim.turn);
+  }
+}
+
+// One warp sets the rows of dq (q_rows, num_heads, kHeadDim) to zero that no tile of keys has in sight.
+template <int kHeadDim, int kTileM, typename T>
+__device__ __forceinline__ void clear_queries(T* dq, const int* shares, BackwardSize size) {
+  const u32 words = size.parts * size.heads * kHeadDim / 8;
+  for (int row = blockIdx.x * kTileM; row < size.q_rows; row += gridDim.x * kTileM) {
+    if (shares[row / kTileM] > 0) continue;
+    const u32 end = min(kTileM, size.q_rows - row) * words;
+    for (u32 i = threadIdx.x % kWarp; i < end; i += kWarp) ((uint4*)dq)[(size_t)row * words + i] = make_uint4(0, 0, 0, 0);
+  }
+}
