@@ -103,13 +103,15 @@ class Peer(ABC):
 class Ours(Peer):
     """CPAttention on one rank."""
 
+    deterministic = False
+
     @classmethod
     def version(cls) -> str:
         return thdattn.__version__
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         self.inputs = inputs
-        self.attn = case.attention("cuda")
+        self.attn = case.attention("cuda", self.deterministic)
         self.batch = case.batch()
         self.batch_on_device = thdattn.PackedBatch(
             cupy.asarray(self.batch.cu_seqlens), total_rows=self.batch.total_rows
@@ -136,6 +138,12 @@ class Ours(Peer):
 
     def results(self) -> Sequence[Any]:
         return self.out, *self.grads
+
+
+class Deterministic(Ours):
+    """The same with deterministic=True, which changes the backward."""
+
+    deterministic = True
 
 
 class Portable(Ours):
@@ -308,5 +316,6 @@ def tensor(x: Any) -> Any:
 
 
 PEERS: dict[str, type[Peer]] = {
-    "ours": Ours, "portable": Portable, "fa4": FlashAttention4, "varlen": TorchVarlen, "cudnn": TorchCudnn,
+    "ours": Ours, "deterministic": Deterministic, "portable": Portable, "fa4": FlashAttention4, "varlen": TorchVarlen,
+    "cudnn": TorchCudnn,
 }  # fmt: skip

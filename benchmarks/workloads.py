@@ -45,11 +45,11 @@ class Case:
         """The pack, with its lengths on the host."""
         return thdattn.PackedBatch.from_lengths(self.lengths)
 
-    def attention(self, engine: str) -> thdattn.CPAttention:
+    def attention(self, engine: str, deterministic: bool = False) -> thdattn.CPAttention:
         """The attention of the case, on one rank."""
         return thdattn.CPAttention(
             thdattn.comm.init("single"), self.heads, self.head_dim, self.kv_heads, self.v_head_dim,
-            causal=self.causal, window=self.window, engine=engine,
+            causal=self.causal, window=self.window, engine=engine, deterministic=deterministic,
         )  # fmt: skip
 
     @cached_property

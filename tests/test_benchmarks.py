@@ -92,8 +92,9 @@ def test_table_shows_speeds_ratios_and_blanks():
     assert two.split()[:3] == ["two", "3.46/-", "-/-"]
 
 
-def test_best_peer_ignores_blanks():
-    times = record.Times(fake_rows())
+def test_best_peer_ignores_blanks_and_our_own_other_ways():
+    others = [row("one", peer, "forward", "graph", "1", "999") for peer in record.OWN]
+    times = record.Times([*fake_rows(), *others])
     assert times.best_peer("one", "forward", "graph") == 155
     assert np.isnan(times.best_peer("two", "forward", "graph"))
 
