@@ -1,6 +1,6 @@
 """Tile sizes of the attention kernels per head dim: the one table a new head dim or a new measurement touches.
 
-Numbers are compile-time constants of kernels.cu; what bounds them is registers (no kernel may spill) and shared memory.
+Numbers are compile-time constants of the kernels, bounded by registers (no kernel may spill) and shared memory.
 """
 
 from __future__ import annotations
