@@ -161,9 +161,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE",
                         help=f"all by default: {' '.join(CASES)}")  # fmt: skip
-    others = [name for name in PEERS if name != "deterministic"]
-    parser.add_argument("--peers", type=lambda names: names.split(","), default=others,
-                        help=f"comma-separated, {','.join(others)} by default; deterministic too; ours is always timed")
+    usual = [name for name in PEERS if name != "deterministic"]
+    parser.add_argument("--peers", type=lambda names: names.split(","), default=usual,
+                        help=f"comma-separated, {','.join(usual)} by default; deterministic too; ours is always timed")
     parser.add_argument("--repeats", type=int, default=5, help="turns of every peer, 5 by default")
     parser.add_argument("--forward-only", action="store_true")
     parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/attention_GPU.csv by default")

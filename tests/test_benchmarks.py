@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -90,6 +91,32 @@ def test_table_shows_speeds_ratios_and_blanks():
         "one", "300/250", "310/-", "0.50/-", "-/-", "-/-", "2.0/-", "1.2/0.050", "42.3",
     ]  # fmt: skip
     assert two.split()[:3] == ["two", "3.46/-", "-/-"]
+
+
+def test_host_time_is_that_of_a_usual_call_and_not_the_mean(monkeypatch):
+    pytest.importorskip("cupy")
+    import timing
+
+    now = [0.0]
+    lengths = iter([1e-3, 1e-3, 2e-3, 1.0, 3e-3])
+
+    def call():
+        now[0] += next(lengths)
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.cupy.cuda, "get_current_stream", Mock())
+    assert timing.host(call, 5) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("name", ["ours", "deterministic"])
+def test_only_the_deterministic_peer_asks_for_it(name, monkeypatch):
+    pytest.importorskip("cupy")
+    import peers
+
+    monkeypatch.setattr(peers.cupy, "asarray", lambda x: x)
+    case = Mock(batch=CASES["64x256"].batch)
+    peers.PEERS[name](case, None)
+    case.attention.assert_called_once_with("cuda", name == "deterministic")
 
 
 def test_best_peer_ignores_blanks_and_our_own_other_ways():

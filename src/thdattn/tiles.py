@@ -11,7 +11,8 @@ PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels.
 STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
 SLAB, SLAB_BYTES = 64, 128  # columns of a slab of a Hopper tile, bytes of its rows
 STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
-SM90_EXTRA_BYTES = 256 + 1536  # behind the tiles of the Hopper backward: for the barriers, and for the ranges
+SM90_BARRIER_BYTES = 256  # behind the tiles of a Hopper kernel, at most
+SM90_RANGE_BYTES = 1536  # behind those of a Hopper backward: for the ranges of keys and the like
 
 ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
 
@@ -155,8 +156,8 @@ class Tiles:
                           f.consumers, f.q_stages, f.kv_stages, str(f.q_in_registers).lower())
         q = slabs(f.q_stages * f.tile_m, self.head_dim)
         k, v = (slabs(f.kv_stages * f.tile_n, width) for width in (self.head_dim, self.v_head_dim))
-        barriers, ranges = 256, 2 * f.q_stages * f.tile_m * 8
-        return name, q + k + v + barriers + ranges
+        ranges = 2 * f.q_stages * f.tile_m * 8
+        return name, q + k + v + SM90_BARRIER_BYTES + ranges
 
     def round_wide_kernel(self, dtype: str) -> tuple[str, int]:
         """(name, no shared memory) of thd_attn_round_wide_sm90."""
@@ -167,7 +168,7 @@ class Tiles:
         kernel, constants, tile_bytes = self.backward_sm90.kernel(self.head_dim, self.v_head_dim, ordered)
         name = self._name(kernel, ELEMENT_TYPES[dtype], ELEMENT_TYPES[grad_dtype], self.head_dim, self.v_head_dim,
                           *constants)
-        return name, tile_bytes + SM90_EXTRA_BYTES
+        return name, tile_bytes + SM90_BARRIER_BYTES + SM90_RANGE_BYTES
 
     def round_kernel(self, dtype: str) -> tuple[str, int]:
         """(name, no shared memory) of thd_attn_round."""
