@@ -42,29 +42,34 @@ def device_arch() -> str:
 @functools.cache
 def source(file: str) -> str:
     """What NVRTC gets for the kernels of a file: the device code it shares with others, then its own, in one text."""
-    shared = (FOLDER / "kernels.cuh").read_text()
-    if "sm90" in file:
-        shared += wgmma.wrappers() + (FOLDER / "kernels_sm90.cuh").read_text()
-    if file in FILES[2:]:
-        shared += (FOLDER / "kernels_sm90_bwd.cuh").read_text()
-    if file == FILES[2]:
-        shared += (FOLDER / "kernels_sm90_dq.cuh").read_text()
-    return shared + (FOLDER / file).read_text()
+    first, *others = ((FOLDER / name).read_text() for name in ("kernels.cuh", *HEADERS[file], file))
+    return "".join((first, wgmma.wrappers() if "sm90" in file else "", *others))
 
 
-FILES = ("kernels.cu", "kernels_sm90_fwd.cu", "kernels_sm90_bwd.cu", "kernels_sm90_wide.cu")
+# What comes before a file, behind kernels.cuh and, on Hopper, the wrappers of wgmma.
+HEADERS = {
+    "kernels.cu": ("kernels_portable.cuh",),
+    "kernels_bwd.cu": ("kernels_portable.cuh",),
+    "kernels_plan.cu": (),
+    "kernels_sm90_fwd.cu": ("kernels_sm90.cuh",),
+    "kernels_sm90_bwd.cu": ("kernels_sm90.cuh", "kernels_sm90_bwd.cuh", "kernels_sm90_dq.cuh"),
+    "kernels_sm90_wide.cu": ("kernels_sm90.cuh", "kernels_sm90_bwd.cuh"),
+}
 
 
 def file_of(name: str) -> str:
     """The file of a kernel."""
-    if "_sm90" not in name:
-        return FILES[0]
-    return FILES[1] if "_fwd" in name else FILES[3] if "_wide" in name else FILES[2]
+    if "_sm90" in name:
+        part = "fwd" if "_fwd" in name else "wide" if "_wide" in name else "bwd"
+        return f"kernels_sm90_{part}.cu"
+    if not name.startswith("thd_attn"):
+        return "kernels_plan.cu"
+    return "kernels.cu" if name.startswith("thd_attn_fwd") else "kernels_bwd.cu"
 
 
 def source_hash() -> str:
     """The first 16 hex digits of the SHA-256 of the kernel sources: what a test record or a benchmark row is about."""
-    return hashlib.sha256("".join(map(source, FILES)).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(map(source, HEADERS)).encode()).hexdigest()[:16]
 
 
 def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:

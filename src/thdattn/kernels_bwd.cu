@@ -1,0 +1,324 @@
+// The portable attention backward (sm_80 and later): delta, which Hopper's backward needs too, dk and dv with dq or without,
+// dq by itself. kernels_portable.cuh comes first.
+
+// Per query row what the backward needs besides the tensors, ready for use:
+// stats[0][head][row] = -lse / softmax_scale, -inf on padding rows, which makes every probability there exactly 0;
+// stats[1][head][row] = -delta = -rowsum(dout * out), 0 on padding rows.
+// Also sets `words` words of `sums` to zero, for what the main kernel adds up.
+//
+// out, dout (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows); stats (2, num_heads, stats_rows), rows from q_rows on are
+// padding.
+// Launch: grid ceil(stats_rows * num_heads / (256 / kLanes)), block 256. Bound by memory.
+template <typename T, int kVHeadDim>
+__global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ dout, const float* __restrict__ lse,
+                               float softmax_scale, const int2* __restrict__ key_ranges, float* __restrict__ stats,
+                               uint4* __restrict__ sums, size_t words, int q_rows, int stats_rows, int num_heads) {
+  constexpr int kChunks = kVHeadDim / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
+  const size_t item = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
+  const int chunk = threadIdx.x % kLanes, row = item / num_heads, head = item % num_heads;
+  const bool padding = is_empty(range_of(key_ranges, row, q_rows));
+  float delta = 0.f;
+  if (!padding && chunk < kChunks) {
+    const uint4 o = ((const uint4*)out)[item * kChunks + chunk], d = ((const uint4*)dout)[item * kChunks + chunk];
+    const u32 o_pairs[4] = {o.x, o.y, o.z, o.w}, d_pairs[4] = {d.x, d.y, d.z, d.w};
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 a = unpack<T>(o_pairs[i]), b = unpack<T>(d_pairs[i]);
+      delta += a.x * b.x + a.y * b.y;
+    }
+  }
+  #pragma unroll
+  for (int i = kLanes / 2; i; i /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, i);
+  if (row < stats_rows && chunk == 0) {
+    const size_t i = (size_t)head * stats_rows + row;
+    stats[i] = padding ? -kInfinity : -lse[(size_t)head * q_rows + row] / softmax_scale;
+    stats[(size_t)num_heads * stats_rows + i] = -delta;
+  }
+  const size_t thread = (size_t)blockIdx.x * blockDim.x + threadIdx.x, threads = (size_t)gridDim.x * blockDim.x;
+  for (size_t i = thread; i < words; i += threads) sums[i] = make_uint4(0, 0, 0, 0);
+}
+
+// out = sums * scale, rounded; words of 8 elements. Launch: grid ceil(words / 256), block 256. Bound by memory.
+template <typename T>
+__global__ void thd_attn_round(uint4* __restrict__ out, const float4* __restrict__ sums, float scale, size_t words) {
+  const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= words) return;
+  const float4 a = sums[2 * i], b = sums[2 * i + 1];
+  out[i] = make_uint4(pack<T>(a.x * scale, a.y * scale), pack<T>(a.z * scale, a.w * scale),
+                     pack<T>(b.x * scale, b.y * scale), pack<T>(b.z * scale, b.w * scale));
+}
+
+// Gradients of one tile of key rows of one kv head: dk and dv stay in registers over all query heads of the group and
+// all query tiles in sight; with kAddDq the tile's share of dq is added to global memory (in no fixed order).
+//
+// Scores are computed transposed (keys are the rows), so that probabilities and score gradients leave the tensor
+// cores as the operand that dv and dk need; only dq takes its score gradients through shared memory.
+// kSplit warps share 16 keys and divide the columns of dk and dv where these would not fit the registers.
+//
+// q, dq_sum (q_rows, num_heads, kHeadDim), dq_sum fp32, zeroed, and still to be multiplied with softmax_scale; dout (q_rows, num_heads, kVHeadDim);
+// k, dk (k_rows, num_heads / group, kHeadDim); v, dv (.., kVHeadDim); stats from thd_attn_delta
+// key_ranges (q_rows), query_ranges (k_rows); tile_order: key tiles, the longest first
+// Launch: grid (tiles, num_kv_heads), block 2 * kTileN * kSplit, shared memory kTileN * (kHeadDim + kVHeadDim + 16)
+// + kStages * kTileM * (kHeadDim + kVHeadDim + 16 + 4) + kTileN * (kTileM + 8) elements.
+template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int kSplit, int kStages,
+          bool kAddDq>
+__global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
+    const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
+    Grad* __restrict__ dk, Grad* __restrict__ dv, float softmax_scale, const float* __restrict__ stats,
+    float* __restrict__ dq_sum, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
+    const int* __restrict__ tile_order, int q_rows, int k_rows, int stats_rows, int group) {
+  constexpr int kThreads = kTileN * 2 * kSplit, kWarps = kThreads / kWarp;
+  constexpr int kBlocks = kTileM / 8, kKCols = kHeadDim / kSplit, kVCols = kVHeadDim / kSplit;
+  constexpr int kQSize = kTileM * (kHeadDim + kPad), kDoutSize = kTileM * (kVHeadDim + kPad);
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ Sight<kWarps> sight;
+  __shared__ int2 range[kThreads];    // of the tile's rows, then empty
+  T* const tile_k = (T*)shared;
+  T* const tile_v = tile_k + kTileN * (kHeadDim + kPad);
+  T* const tile_q = tile_v + kTileN * (kVHeadDim + kPad);
+  T* const tile_dout = tile_q + kStages * kQSize;
+  T* const tile_ds = tile_dout + kStages * kDoutSize;                            // (keys, queries)
+  float* const tile_stats = (float*)(tile_ds + kTileN * (kTileM + kPad));        // per stage: -lse, -delta
+
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int num_kv_heads = gridDim.y, kv_head = blockIdx.y, num_heads = num_kv_heads * group;
+  const int n0 = tile_order[blockIdx.x] * kTileN, warp_key = warp / kSplit * 16, part = warp % kSplit;
+  const u32 q_stride = num_heads * kHeadDim, dout_stride = num_heads * kVHeadDim;
+  const u32 k_stride = num_kv_heads * kHeadDim, v_stride = num_kv_heads * kVHeadDim;
+
+  const int2 mine = threadIdx.x < kTileN ? range_of(query_ranges, n0 + threadIdx.x, k_rows) : make_int2(0, 0);
+  range[threadIdx.x] = mine;
+  sight.publish_first(mine, 0);
+  sight.publish_all(threadIdx.x < kTileN, mine);  // padding counts: its scores are not bounded by any lse
+  const int key0 = n0 + warp_key + lane / 4;
+  const int2* const my_range = range + warp_key + lane / 4;
+  __syncthreads();
+  const int2 all = sight.all();
+  const int first = sight.first_tile(kTileM);
+  auto is_interior = [&](int m) { return all.x <= m && m + kTileM <= all.y; };
+  auto load_step = [&](int stage, int head, int m0) {
+    const bool interior = is_interior(m0);
+    load_tile<T, kTileM, kHeadDim, kThreads>(tile_q + stage * kQSize, q + head * kHeadDim, q_stride, m0, q_rows,
+                                             key_ranges, interior);
+    load_tile<T, kTileM, kVHeadDim, kThreads>(tile_dout + stage * kDoutSize, dout + head * kVHeadDim, dout_stride, m0,
+                                              q_rows, key_ranges, interior);
+    for (int i = threadIdx.x; i < 2 * kTileM; i += kThreads) {
+      const int row = m0 + i % kTileM;
+      const size_t source = ((size_t)(i / kTileM) * num_heads + head) * stats_rows + row;
+      copy_async_4(tile_stats + stage * 2 * kTileM + i, stats + (row < q_rows ? source : 0), row < q_rows);
+    }
+  };
+
+  float sum_dk[1][kKCols / 8][4] = {}, sum_dv[1][kVCols / 8][4] = {};
+  load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k + kv_head * kHeadDim, k_stride, n0, k_rows, query_ranges, false);
+  load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v + kv_head * kVHeadDim, v_stride, n0, k_rows, query_ranges, false);
+  int head = kv_head * group, m0 = first;
+  if (m0 != kNone) load_step(0, head, m0);
+  copies_commit();
+
+  // The walk runs one step ahead of the work: all query tiles in sight for the first head, then for the next head,
+  // which begins where the tiles stop rising.
+  auto step_after = [&](int h, int m) {
+    const int found = m == kNone ? kNone : sight.first_tile(kTileM);
+    return m != kNone && found == kNone && h + 1 < (kv_head + 1) * group ? first : found;
+  };
+  __syncthreads();
+  sight.publish_first(mine, m0 == kNone ? kNone : m0 + kTileM);
+  __syncthreads();
+  int next_m0 = step_after(head, m0);
+
+  for (int stage = 0; m0 != kNone; stage = (stage + 1) % kStages) {
+    copies_wait();
+    __syncthreads();
+    if (kStages > 1 && next_m0 != kNone) load_step((stage + 1) % kStages, head + (next_m0 <= m0), next_m0);
+    copies_commit();
+    sight.publish_first(range[threadIdx.x], next_m0 == kNone ? kNone : next_m0 + kTileM);
+
+    const bool interior = is_interior(m0);
+    const bool in_sight = any_touches<16>(range + warp_key, m0, kTileM);
+    const T* const stage_q = tile_q + stage * kQSize;
+    const T* const stage_dout = tile_dout + stage * kDoutSize;
+    const float* const minus_lse = tile_stats + stage * 2 * kTileM;
+    const float* const minus_delta = minus_lse + kTileM;
+    T* const my_ds = tile_ds + (warp_key + lane / 4) * (kTileM + kPad) + lane % 4 * 2;
+    if (in_sight) {
+      // Probabilities from the saved lse, then dv += P^T dout.
+      float score[1][kBlocks][4];
+      dot_rows<T, kHeadDim>(score, tile_k + warp_key * (kHeadDim + kPad), stage_q);
+      const float scale_log2 = softmax_scale * kLog2e;
+      #pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+        const float2 x = *(const float2*)(minus_lse + n * 8 + lane % 4 * 2);
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) score[0][n][e] = exp2_fast((score[0][n][e] + (e % 2 ? x.y : x.x)) * scale_log2);
+      }
+      if (!interior) {
+        #pragma unroll
+        for (int n = 0; n < kBlocks; ++n)
+          #pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (!contains(my_range[e / 2 * 8], m0 + n * 8 + lane % 4 * 2 + e % 2)) score[0][n][e] = 0.f;
+      }
+      u32 probability[1][kBlocks / 2][4];
+      round_to_operand<T>(probability, score);
+      add_weighted_rows<T, kVHeadDim + kPad>(sum_dv, probability, stage_dout + part * kVCols);
+
+      // dS = P * (dP - delta), then dk += dS^T q.
+      float dprobability[1][kBlocks][4];
+      dot_rows<T, kVHeadDim>(dprobability, tile_v + warp_key * (kVHeadDim + kPad), stage_dout);
+      #pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+        const float2 x = *(const float2*)(minus_delta + n * 8 + lane % 4 * 2);
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) score[0][n][e] *= dprobability[0][n][e] + (e % 2 ? x.y : x.x);
+      }
+      u32 dscore[1][kBlocks / 2][4];
+      round_to_operand<T>(dscore, score);
+      if (kAddDq && part == 0) {
+        #pragma unroll
+        for (int i = 0; i < 2 * kBlocks; ++i)
+          *(u32*)(my_ds + i % 2 * 8 * (kTileM + kPad) + i / 2 * 8) = dscore[0][i / 4][i % 4];
+      }
+      add_weighted_rows<T, kHeadDim + kPad>(sum_dk, dscore, stage_q + part * kKCols);
+    } else if (kAddDq && part == 0) {
+      #pragma unroll
+      for (int i = 0; i < 2 * kBlocks; ++i) *(u32*)(my_ds + i % 2 * 8 * (kTileM + kPad) + i / 2 * 8) = 0;
+    }
+    __syncthreads();
+    const int done_head = head, done_m0 = m0;
+    head += next_m0 <= m0;
+    m0 = next_m0;
+    next_m0 = step_after(head, m0);
+    if (kStages == 1 && m0 != kNone) load_step(0, head, m0);
+    copies_commit();
+
+    if (kAddDq) {
+      // dq += dS k: the warps divide the tile of dq.
+      constexpr int kFragments = kHeadDim / (kWarps * 32 / kTileM) % 16 == 0 && kTileM >= 32 && kWarps * 32 >= kTileM ? 2 : 1;
+      constexpr int kWarpsM = kTileM / (16 * kFragments), kCols = kHeadDim / (kWarps / kWarpsM);
+      const int query = warp % kWarpsM * 16 * kFragments, col = warp / kWarpsM * kCols;
+      float sum_dq[kFragments][kCols / 8][4] = {};
+      const T* const a_lane = tile_ds + (lane / 16 * 8 + lane % 8) * (kTileM + kPad) + query + lane / 8 % 2 * 8;
+      #pragma unroll
+      for (int n = 0; n < kTileN; n += 16) {
+        u32 a[kFragments][1][4];
+        #pragma unroll
+        for (int f = 0; f < kFragments; ++f) ldmatrix_transposed(a[f][0], a_lane + n * (kTileM + kPad) + f * 16);
+        add_weighted_rows<T, kHeadDim + kPad>(sum_dq, a, tile_k + n * (kHeadDim + kPad) + col);
+      }
+      #pragma unroll
+      for (int f = 0; f < kFragments; ++f)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = done_m0 + query + f * 16 + half * 8 + lane / 4;
+          float* const target = dq_sum + (size_t)row * q_stride + done_head * kHeadDim + col + lane % 4 * 2;
+          #pragma unroll
+          for (int n = 0; n < kCols / 8; ++n)
+            if (row < q_rows) add_to_global(target + n * 8, sum_dq[f][n][2 * half], sum_dq[f][n][2 * half + 1]);
+        }
+    }
+  }
+  copies_wait();
+
+  #pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = key0 + 8 * half;
+    const bool padding = is_empty(my_range[8 * half]);
+    if (row >= k_rows) continue;
+    Grad* const dk_row = dk + (size_t)row * k_stride + kv_head * kHeadDim + part * kKCols + lane % 4 * 2;
+    Grad* const dv_row = dv + (size_t)row * v_stride + kv_head * kVHeadDim + part * kVCols + lane % 4 * 2;
+    #pragma unroll
+    for (int n = 0; n < kKCols / 8; ++n)
+      store_pair(dk_row + n * 8, padding ? 0.f : sum_dk[0][n][2 * half] * softmax_scale,
+                 padding ? 0.f : sum_dk[0][n][2 * half + 1] * softmax_scale);
+    #pragma unroll
+    for (int n = 0; n < kVCols / 8; ++n)
+      store_pair(dv_row + n * 8, padding ? 0.f : sum_dv[0][n][2 * half],
+                 padding ? 0.f : sum_dv[0][n][2 * half + 1]);
+  }
+}
+
+// dq of one tile of query rows of one head, summed in registers in key order: bitwise repeatable, at the price of
+// computing scores and dP a second time (7 matrix products instead of 5).
+//
+// Shapes as in thd_attn_bwd; dq (q_rows, num_heads, kHeadDim).
+// Launch: grid (ceil(q_rows / (16 * kWarps)), num_heads), block 32 * kWarps, shared memory (16 * kWarps + kTileN) * (kHeadDim + kVHeadDim + 16)
+// elements.
+template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps>
+__global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
+    const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
+    T* __restrict__ dq, float softmax_scale, const float* __restrict__ stats, const int2* __restrict__ key_ranges,
+    const int2* __restrict__ query_ranges, int q_rows, int k_rows, int stats_rows, int group) {
+  constexpr int kThreads = kWarps * kWarp, kTileM = 16 * kWarps, kBlocks = kTileN / 8;
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ Sight<kWarps> sight;
+  T* const tile_q = (T*)shared;
+  T* const tile_dout = tile_q + kTileM * (kHeadDim + kPad);
+  T* const tile_k = tile_dout + kTileM * (kVHeadDim + kPad);
+  T* const tile_v = tile_k + kTileN * (kHeadDim + kPad);
+
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int num_heads = gridDim.y, head = blockIdx.y, num_kv_heads = num_heads / group, kv_head = head / group;
+  const int m0 = (gridDim.x - 1 - blockIdx.x) * kTileM;    // under a causal mask the last rows see the most
+  const u32 q_stride = num_heads * kHeadDim, dout_stride = num_heads * kVHeadDim;
+  const u32 k_stride = num_kv_heads * kHeadDim, v_stride = num_kv_heads * kVHeadDim;
+
+  const int2 mine = threadIdx.x < kTileM ? range_of(key_ranges, m0 + threadIdx.x, q_rows) : make_int2(0, 0);
+  sight.publish_first(mine, 0);
+  sight.publish_all(!is_empty(mine), mine);
+  const int row0 = m0 + warp * 16 + lane / 4;
+  const int2 range[2] = {range_of(key_ranges, row0, q_rows), range_of(key_ranges, row0 + 8, q_rows)};
+  float minus_lse[2], minus_delta[2];
+  #pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool padding = is_empty(range[r]);
+    minus_lse[r] = padding ? -kInfinity : stats[(size_t)head * stats_rows + row0 + 8 * r];
+    minus_delta[r] = padding ? 0.f : stats[((size_t)num_heads + head) * stats_rows + row0 + 8 * r];
+  }
+  __syncthreads();
+  const int2 all = sight.all();
+  int n0 = sight.first_tile(kTileN);
+
+  float sum_dq[1][kHeadDim / 8][4] = {};
+  load_tile<T, kTileM, kHeadDim, kThreads>(tile_q, q + head * kHeadDim, q_stride, m0, q_rows, key_ranges, false);
+  load_tile<T, kTileM, kVHeadDim, kThreads>(tile_dout, dout + head * kVHeadDim, dout_stride, m0, q_rows, key_ranges, false);
+  while (n0 != kNone) {
+    const bool interior = all.x <= n0 && n0 + kTileN <= all.y;
+    const bool in_sight = __any_sync(0xffffffffu, touches(range[0], n0, kTileN) || touches(range[1], n0, kTileN));
+    __syncthreads();
+    load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k + kv_head * kHeadDim, k_stride, n0, k_rows, query_ranges, interior);
+    load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v + kv_head * kVHeadDim, v_stride, n0, k_rows, query_ranges, interior);
+    copies_commit();
+    sight.publish_first(mine, n0 + kTileN);
+    copies_wait();
+    __syncthreads();
+    if (in_sight) {
+      float score[1][kBlocks][4], dprobability[1][kBlocks][4];
+      dot_rows<T, kHeadDim>(score, tile_q + warp * 16 * (kHeadDim + kPad), tile_k);
+      dot_rows<T, kVHeadDim>(dprobability, tile_dout + warp * 16 * (kVHeadDim + kPad), tile_v);
+      #pragma unroll
+      for (int n = 0; n < kBlocks; ++n)
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float p = exp2_fast((score[0][n][e] + minus_lse[e / 2]) * (softmax_scale * kLog2e));
+          const bool visible = interior || contains(range[e / 2], n0 + n * 8 + lane % 4 * 2 + e % 2);
+          score[0][n][e] = visible ? p * (dprobability[0][n][e] + minus_delta[e / 2]) : 0.f;
+        }
+      u32 dscore[1][kBlocks / 2][4];
+      round_to_operand<T>(dscore, score);
+      add_weighted_rows<T, kHeadDim + kPad>(sum_dq, dscore, tile_k);
+    }
+    n0 = sight.first_tile(kTileN);
+  }
+  copies_wait();
+
+  #pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = row0 + 8 * half;
+    if (row >= q_rows) continue;
+    #pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n)
+      store_pair(dq + (size_t)row * q_stride + head * kHeadDim + n * 8 + lane % 4 * 2,
+                 sum_dq[0][n][2 * half] * softmax_scale, sum_dq[0][n][2 * half + 1] * softmax_scale);
+  }
+}

@@ -1,0 +1,135 @@
+// Rows moved between rank order and sequence order, and the arrays of a plan, for every GPU. kernels.cuh comes first.
+
+// ------------------------------------------------------------------------------------------------ reorder
+
+// Moves whole rows of two buffers (k and v, or dk and dv) between rank order and sequence order in one launch: one
+// warp a row, 16 bytes a lane.
+//
+//   kToRankOrder = false   out[rank_order[t]] = in[t]   after all-gather of k, v; rows that no local query sees, padding
+//                                                       among them, become 0, as 0 * NaN would spread through a product
+//   kToRankOrder = true    out[t] = in[rank_order[t]]   before reduce-scatter of dk, dv; fillers become 0
+//
+// rank_order (num_rows): sequence-order row of row t in rank order, -1 for fillers; pitch: 16-byte words per row.
+// Launch: grid (ceil(num_rows / 8), 2), block 256. Bound by memory.
+template <bool kToRankOrder>
+__global__ void __launch_bounds__(256) thd_reorder(
+    uint4* __restrict__ out0, const uint4* __restrict__ in0, int pitch0, uint4* __restrict__ out1,
+    const uint4* __restrict__ in1, int pitch1, const int* __restrict__ rank_order,
+    const int2* __restrict__ query_ranges, int num_rows) {
+  const int row = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  if (row >= num_rows) return;
+  const int other = rank_order[row], pitch = blockIdx.y ? pitch1 : pitch0;
+  if (!kToRankOrder && other < 0) return;
+  const bool zero = kToRankOrder ? other < 0 : is_empty(query_ranges[other]);
+  const uint4* const in = (blockIdx.y ? in1 : in0) + (size_t)(kToRankOrder ? max(other, 0) : row) * pitch;
+  uint4* const out = (blockIdx.y ? out1 : out0) + (size_t)(kToRankOrder ? row : other) * pitch;
+  #pragma unroll 4
+  for (int i = lane; i < pitch; i += kWarp) out[i] = zero ? make_uint4(0, 0, 0, 0) : in[i];
+}
+
+// ------------------------------------------------------------------------------------------------ plan
+
+// The arrays of a plan from lengths that are already on the GPU, without a copy to the host. Each kernel computes
+// what plan.py computes with NumPy; the tests compare them element by element.
+
+// The last index i with offsets[i] <= x: the sequence that holds row x (empty sequences hold none).
+__device__ __forceinline__ int sequence_of(const int* offsets, int num_seqs, int x) {
+  int low = 0, high = num_seqs;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (offsets[middle] <= x) low = middle; else high = middle;
+  }
+  return low;
+}
+
+// First index in ascending rows[0, n) whose value is at least x; fillers (-1) come last and count as infinite.
+__device__ __forceinline__ int lower_bound(const int* rows, int n, int x) {
+  int low = 0, high = n;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if ((u32)rows[middle] < (u32)x) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+// rank_order (cp_size * local_rows) of the dual_chunk sharding; the rows behind the last sequence are shared out in equal
+// slices. Launch: one thread an element.
+__global__ void thd_plan_dual_chunk(int* __restrict__ rank_order, const int* __restrict__ cu_seqlens_padded,
+                                    int num_seqs, int cp_size, int local_rows, int total_rows) {
+  const int t = blockIdx.x * blockDim.x + threadIdx.x;
+  if (t >= cp_size * local_rows) return;
+  const int rank = t / local_rows, i = t % local_rows, end = cu_seqlens_padded[num_seqs], owned = end / cp_size;
+  int row = end + rank * (local_rows - owned) + i - owned;
+  if (row >= total_rows) row = -1;
+  if (i < owned) {
+    const int seq = sequence_of(cu_seqlens_padded, num_seqs, i * cp_size), begin = cu_seqlens_padded[seq];
+    const int chunk = (cu_seqlens_padded[seq + 1] - begin) / (2 * cp_size), p = i - begin / cp_size;
+    row = begin + (p < chunk ? rank * chunk + p : (2 * cp_size - 1 - rank) * chunk + p - chunk);
+  }
+  rank_order[t] = row;
+}
+
+// positions, key_ranges (local_rows) of the query rows `rows`. left, right: window, -1 = unlimited; causal is right = 0.
+__global__ void thd_plan_queries(int* __restrict__ positions, int2* __restrict__ key_ranges, const int* __restrict__ rows,
+                                 const int* __restrict__ cu_seqlens, const int* __restrict__ cu_seqlens_padded,
+                                 int num_seqs, int local_rows, int left, int right) {
+  const int t = blockIdx.x * blockDim.x + threadIdx.x;
+  if (t >= local_rows) return;
+  const int row = rows[t];
+  int position = 0;
+  int2 range = make_int2(0, 0);
+  if (row >= 0 && num_seqs > 0 && row < cu_seqlens_padded[num_seqs]) {
+    const int seq = sequence_of(cu_seqlens_padded, num_seqs, row), begin = cu_seqlens_padded[seq];
+    const int length = cu_seqlens[seq + 1] - cu_seqlens[seq];
+    position = row - begin;
+    if (position < length)
+      range = make_int2(begin + (left < 0 ? 0 : max(0, position - left)),
+                        begin + (right < 0 ? length : min(length, position + right + 1)));
+  }
+  positions[t] = position;
+  key_ranges[t] = range;
+}
+
+// query_ranges (key_rows): the rows of `rows` that see each key row.
+__global__ void thd_plan_keys(int2* __restrict__ query_ranges, const int* __restrict__ rows,
+                              const int* __restrict__ cu_seqlens, const int* __restrict__ cu_seqlens_padded,
+                              int num_seqs, int local_rows, int key_rows, int left, int right) {
+  const int key = blockIdx.x * blockDim.x + threadIdx.x;
+  if (key >= key_rows) return;
+  int2 range = make_int2(0, 0);
+  if (num_seqs > 0 && key < cu_seqlens_padded[num_seqs]) {
+    const int seq = sequence_of(cu_seqlens_padded, num_seqs, key), begin = cu_seqlens_padded[seq];
+    const int length = cu_seqlens[seq + 1] - cu_seqlens[seq], position = key - begin;
+    if (position < length) {
+      range.x = lower_bound(rows, local_rows, begin + (right < 0 ? 0 : max(0, position - right)));
+      range.y = lower_bound(rows, local_rows, begin + (left < 0 ? length : min(length, position + left + 1)));
+      if (is_empty(range)) range = make_int2(0, 0);
+    }
+  }
+  query_ranges[key] = range;
+}
+
+// cost (tiles): rows of the other side between the first and the last that a tile of rows sees. One warp a tile.
+__global__ void thd_plan_tile_cost(int* __restrict__ cost, const int2* __restrict__ ranges, int num_rows, int tile,
+                                   int num_tiles) {
+  const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
+  if (t >= num_tiles) return;
+  int begin = kNone, end = 0;
+  for (int i = threadIdx.x % kWarp; i < tile; i += kWarp) {
+    const int2 range = range_of(ranges, t * tile + i, num_rows);
+    if (!is_empty(range)) begin = min(begin, range.x), end = max(end, range.y);
+  }
+  begin = __reduce_min_sync(0xffffffffu, begin), end = __reduce_max_sync(0xffffffffu, end);
+  if (threadIdx.x % kWarp == 0) cost[t] = max(0, end - begin);
+}
+
+// order (tiles): tiles by falling cost, equal ones in their own order. One warp a tile counts who comes first.
+__global__ void thd_plan_tile_order(int* __restrict__ order, const int* __restrict__ cost, int num_tiles) {
+  const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
+  if (t >= num_tiles) return;
+  const int mine = cost[t];
+  int before = 0;
+  for (int i = threadIdx.x % kWarp; i < num_tiles; i += kWarp) before += cost[i] > mine || (cost[i] == mine && i < t);
+  before = __reduce_add_sync(0xffffffffu, before);
+  if (threadIdx.x % kWarp == 0) order[before] = t;
+}

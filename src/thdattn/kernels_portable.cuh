@@ -1,0 +1,155 @@
+// Device code that the portable attention kernels share (sm_80 and later): mma.sync m16n8k16, ldmatrix and cp.async (PTX ISA
+// 9.7), what a tile sees, tiles in shared memory. kernels.cuh comes first.
+
+// ------------------------------------------------------------------------------------------------ instructions
+
+template <typename T> __device__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
+#define THD_MMA(TYPE, NAME)                                                                                         \
+  template <> __device__ __forceinline__ void mma<TYPE>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {         \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME                                             \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                       \
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                   \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                   \
+  }
+THD_MMA(bf16, "bf16")
+THD_MMA(f16, "f16")
+#undef THD_MMA
+
+__device__ __forceinline__ void ldmatrix(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+__device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+
+// Copies that fill with zeros instead of reading when `valid` is false.
+__device__ __forceinline__ void copy_async_16(void* dst, const void* src, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(dst)), "l"(src), "r"(valid ? 16 : 0));
+}
+__device__ __forceinline__ void copy_async_4(void* dst, const void* src, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(shared_address(dst)), "l"(src), "r"(valid ? 4 : 0));
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;"); }
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group 0;"); }
+
+__device__ __forceinline__ void add_to_global(float* p, float x, float y) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" :: "l"(p), "f"(x), "f"(y) : "memory");
+#else
+  atomicAdd(p, x);
+  atomicAdd(p + 1, y);
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------ ranges
+
+// Whether any of this warp's kRows rows sees a row of [begin, begin + size).
+template <int kRows>
+__device__ __forceinline__ bool any_touches(const int2* ranges, int begin, int size) {
+  return __any_sync(0xffffffffu, touches(ranges[threadIdx.x % kRows], begin, size));
+}
+
+// What the rows of one tile see of the other side: the first row in sight, and the rows [all.x, all.y) that every
+// row that counts sees. Each thread brings the range of one row (threads beyond the tile an empty one).
+template <int kWarps>
+struct Sight {
+  int slots[3][kWarps];
+
+  __device__ __forceinline__ void publish(int slot, int value) {
+    value = __reduce_min_sync(0xffffffffu, value);
+    if (threadIdx.x % kWarp == 0) slots[slot][threadIdx.x / kWarp] = value;
+  }
+  __device__ __forceinline__ int collect(int slot) const {
+    int value = slots[slot][0];
+    for (int w = 1; w < kWarps; ++w) value = min(value, slots[slot][w]);
+    return value;
+  }
+  // publish_* by all threads, a barrier, then collect by all threads; a further barrier before the next publish.
+  __device__ __forceinline__ void publish_first(int2 range, int from) {
+    const int row = max(range.x, from);
+    publish(0, row < range.y ? row : kNone);
+  }
+  __device__ __forceinline__ void publish_all(bool counts, int2 range) {
+    publish(1, counts ? -range.x : kNone);
+    publish(2, counts ? range.y : kNone);
+  }
+  __device__ __forceinline__ int first_tile(int tile) const {
+    const int row = collect(0);
+    return row == kNone ? kNone : row / tile * tile;
+  }
+  __device__ __forceinline__ int2 all() const { return make_int2(-collect(1), collect(2)); }
+};
+
+// ------------------------------------------------------------------------------------------------ tiles
+
+// A tile in shared memory has kCols + 8 elements a row: 16 bytes of padding put the 8 rows of an ldmatrix into
+// different banks for every head_dim, without address arithmetic.
+[[maybe_unused]] constexpr int kPad = 8;
+
+// Starts to copy kRows rows of one head; rows outside the buffer or with an empty range become zeros. `all_valid`
+// saves the look at the ranges where the caller knows better.
+template <typename T, int kRows, int kCols, int kThreads>
+__device__ __forceinline__ void load_tile(T* tile, const T* head, u32 row_stride, int first, int num_rows,
+                                          const int2* ranges, bool all_valid) {
+  constexpr int kChunks = kCols / 8;
+  const T* const source = head + (size_t)first * row_stride;
+  #pragma unroll
+  for (u32 c = threadIdx.x; c < kRows * kChunks; c += kThreads) {
+    const u32 row = c / kChunks, col = c % kChunks * 8;
+    const bool valid = all_valid || !is_empty(range_of(ranges, first + row, num_rows));
+    copy_async_16(tile + row * (kCols + kPad) + col, source + (row * row_stride + col), valid);
+  }
+}
+
+// product[i][j] = a[i] . b[j]: rows of a (16 * kFragments of this warp) with rows of b (8 * kBlocks), over kDim.
+template <typename T, int kDim, int kFragments, int kBlocks>
+__device__ __forceinline__ void dot_rows(float (&product)[kFragments][kBlocks][4], const T* a, const T* b) {
+  const int lane = threadIdx.x % kWarp;
+  const T* a_lane = a + lane % 16 * (kDim + kPad) + lane / 16 * 8;
+  const T* b_lane = b + (lane / 16 * 8 + lane % 8) * (kDim + kPad) + lane / 8 % 2 * 8;
+  #pragma unroll
+  for (int f = 0; f < kFragments; ++f)
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) product[f][n][e] = 0.f;
+  #pragma unroll
+  for (int d = 0; d < kDim; d += 16) {
+    u32 fa[kFragments][4];
+    #pragma unroll
+    for (int f = 0; f < kFragments; ++f) ldmatrix(fa[f], a_lane + f * 16 * (kDim + kPad) + d);
+    #pragma unroll
+    for (int n = 0; n < kBlocks; n += 2) {
+      u32 fb[4];
+      ldmatrix(fb, b_lane + n * 8 * (kDim + kPad) + d);
+      #pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        mma<T>(product[f][n], fa[f], fb[0], fb[1]);
+        mma<T>(product[f][n + 1], fa[f], fb[2], fb[3]);
+      }
+    }
+  }
+}
+
+// sum[i] += weights[i] . b: weights in registers (16 * kFragments rows, 16 * kDepth columns), b rows of shared memory
+// (16 * kDepth rows, kPitch elements apart), of which 8 * kBlocks columns.
+template <typename T, int kPitch, int kFragments, int kDepth, int kBlocks>
+__device__ __forceinline__ void add_weighted_rows(float (&sum)[kFragments][kBlocks][4],
+                                                  const u32 (&weights)[kFragments][kDepth][4], const T* b) {
+  const int lane = threadIdx.x % kWarp;
+  const T* b_lane = b + lane % 16 * kPitch + lane / 16 * 8;
+  #pragma unroll
+  for (int k = 0; k < kDepth; ++k)
+    #pragma unroll
+    for (int n = 0; n < kBlocks; n += 2) {
+      u32 fb[4];
+      ldmatrix_transposed(fb, b_lane + k * 16 * kPitch + n * 8);
+      #pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        mma<T>(sum[f][n], weights[f][k], fb[0], fb[1]);
+        mma<T>(sum[f][n + 1], weights[f][k], fb[2], fb[3]);
+      }
+    }
+}
