@@ -89,20 +89,28 @@ def assert_plan(batch, cp_size, sharding, window, tiles=(16, 8)):
         assert plan.query_ranges.tolist() == wanted.query_ranges
         assert plan.key_ranges.shape == (shared.local_rows, 2) and plan.query_ranges.shape == (batch.total_rows, 2)
         assert all(x.dtype == np.int32 for x in vars(plan).values())
-        assert_tiles(plan.query_tiles, wanted.key_ranges, tiles[0])
-        assert_tiles(plan.key_tiles, wanted.query_ranges, tiles[1])
+        assert_tiles(plan.query_tiles, batch, wanted.rows, wanted.key_ranges, tiles[0])
+        assert_tiles(plan.key_tiles, batch, range(batch.total_rows), wanted.query_ranges, tiles[1])
         gathered += wanted.rows
     for cp_rank in range(cp_size):
         assert host_arrays(shared, cp_rank, window, tiles).rank_order.tolist() == gathered
 
 
-def assert_tiles(order, ranges_of_rows, tile):
-    """Every tile once; by falling span, and in their own order where spans are equal."""
-    spans = []
+def assert_tiles(orders, batch, rows, ranges_of_rows, tile):
+    """Every tile once, in either order: tiles of the longest sequence first, sequence by sequence, and there by falling
+    span; by falling span. In their own order where these are equal."""
+    starts, lengths = batch.cu_seqlens_padded.tolist(), batch.lengths.tolist()
+    sequences, spans = [], []
     for first in range(0, len(ranges_of_rows), tile):
         seen = [r for r in ranges_of_rows[first : first + tile] if r[1] > r[0]]
         spans.append(max(end for _, end in seen) - min(begin for begin, _ in seen) if seen else 0)
-    assert order.tolist() == sorted(range(len(spans)), key=lambda t: (-spans[t], t))
+        found = [(0, 0)]  # rows outside all sequences
+        for row in rows[first : first + tile]:
+            found += [(-lengths[b], starts[b]) for b in range(len(lengths)) if starts[b] <= row < starts[b + 1]]
+        sequences.append(min(found))
+    tiles = range(len(spans))
+    assert orders[0].tolist() == sorted(tiles, key=lambda t: (sequences[t], -spans[t], t))
+    assert orders[1].tolist() == sorted(tiles, key=lambda t: (-spans[t], t))
 
 
 def test_two_ranks_of_the_worked_example_by_hand():
@@ -121,8 +129,14 @@ def test_two_ranks_of_the_worked_example_by_hand():
         [0, 4], [0, 4], [0, 4], [1, 4], [2, 4], [3, 4], [0, 0], [0, 0], [4, 6], [4, 6], [5, 6], [0, 0],
     ]  # fmt: skip
     assert first.rank_order.tolist() == second.rank_order.tolist() == [0, 1, 6, 7, 8, 11, 2, 3, 4, 5, 9, 10]
-    assert first.query_tiles.tolist() == [0, 1] and second.query_tiles.tolist() == [0, 1]
-    assert first.key_tiles.tolist() == [0, 1, 2] and second.key_tiles.tolist() == [0, 1, 2]
+    assert first.query_tiles.tolist() == second.query_tiles.tolist() == [[0, 1], [0, 1]]
+    assert first.key_tiles.tolist() == second.key_tiles.tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_tiles_of_a_sequence_are_near_each_other():
+    # Tiles of four query rows: 0-1 are of the sequence of 8 tokens, 2-6 of that of 20, 7-8 of that of 8 again.
+    orders = host_arrays(thdattn.Sharding(thdattn.PackedBatch([0, 8, 28, 36]), 1), 0, (-1, 0), (4, 4)).query_tiles
+    assert orders.tolist() == [[6, 5, 4, 3, 2, 1, 0, 8, 7], [6, 5, 4, 1, 3, 8, 0, 2, 7]]
 
 
 @pytest.mark.parametrize(
@@ -179,8 +193,9 @@ def test_big_packs_are_planned_in_well_under_a_second_a_rank(case, sharding):
     # Sums over the pack, counted by the formula: every key is seen as often as the transpose says.
     seen = (plan.key_ranges[:, 1] - plan.key_ranges[:, 0]).sum(dtype=np.int64)
     assert seen == (plan.query_ranges[:, 1] - plan.query_ranges[:, 0]).sum(dtype=np.int64) > 0
-    assert sorted(plan.query_tiles.tolist()) == list(range(-(-shared.local_rows // 128)))
-    assert sorted(plan.key_tiles.tolist()) == list(range(-(-case.batch(4).total_rows // 64)))
+    query_tiles, key_tiles = -(-shared.local_rows // 128), -(-case.batch(4).total_rows // 64)
+    assert np.sort(plan.query_tiles).tolist() == [list(range(query_tiles))] * 2
+    assert np.sort(plan.key_tiles).tolist() == [list(range(key_tiles))] * 2
 
 
 @pytest.mark.parametrize("cp_size", [2, 4, 8])

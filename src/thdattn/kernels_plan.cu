@@ -109,27 +109,49 @@ __global__ void thd_plan_keys(int2* __restrict__ query_ranges, const int* __rest
   query_ranges[key] = range;
 }
 
-// cost (tiles): rows of the other side between the first and the last that a tile of rows sees. One warp a tile.
-__global__ void thd_plan_tile_cost(int* __restrict__ cost, const int2* __restrict__ ranges, int num_rows, int tile,
-                                   int num_tiles) {
+// What orders a tile of rows: its longest sequence, length and first row, of equal ones the first; the span of the rows of the
+// other side between the first and the last in sight.
+struct TileCost { int length, begin, span; };
+
+// cost (tiles) of tiles of the rows `rows`, whose ranges are given. One warp a tile.
+__global__ void thd_plan_tile_cost(TileCost* __restrict__ cost, const int2* __restrict__ ranges, const int* __restrict__ rows,
+                                   const int* __restrict__ cu_seqlens, const int* __restrict__ cu_seqlens_padded,
+                                   int num_seqs, int num_rows, int tile, int num_tiles) {
   const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
   if (t >= num_tiles) return;
-  int begin = kNone, end = 0;
-  for (int i = threadIdx.x % kWarp; i < tile; i += kWarp) {
-    const int2 range = range_of(ranges, t * tile + i, num_rows);
-    if (!is_empty(range)) begin = min(begin, range.x), end = max(end, range.y);
+  TileCost mine = {0, 0, 0};
+  int first = kNone, last = 0;
+  for (int i = t * tile + threadIdx.x % kWarp; i < min((t + 1) * tile, num_rows); i += kWarp) {
+    const int2 range = ranges[i];
+    if (!is_empty(range)) first = min(first, range.x), last = max(last, range.y);
+    const int row = rows[i];
+    if (row < 0 || num_seqs == 0 || row >= cu_seqlens_padded[num_seqs]) continue;
+    const int seq = sequence_of(cu_seqlens_padded, num_seqs, row), length = cu_seqlens[seq + 1] - cu_seqlens[seq];
+    if (length > mine.length) mine.length = length, mine.begin = cu_seqlens_padded[seq];
   }
-  begin = __reduce_min_sync(0xffffffffu, begin), end = __reduce_max_sync(0xffffffffu, end);
-  if (threadIdx.x % kWarp == 0) cost[t] = max(0, end - begin);
+  const int longest = __reduce_max_sync(0xffffffffu, mine.length);
+  mine.begin = __reduce_min_sync(0xffffffffu, mine.length == longest ? mine.begin : kNone);
+  mine.span = max(0, __reduce_max_sync(0xffffffffu, last) - __reduce_min_sync(0xffffffffu, first));
+  if (threadIdx.x % kWarp == 0) cost[t] = {longest, mine.begin, mine.span};
 }
 
-// order (tiles): tiles by falling cost, equal ones in their own order. One warp a tile counts who comes first.
-__global__ void thd_plan_tile_order(int* __restrict__ order, const int* __restrict__ cost, int num_tiles) {
+// order (2, tiles): by falling length of the sequence and, in a sequence, falling span; by falling span alone. One warp a tile
+// counts who comes first.
+__global__ void thd_plan_tile_order(int* __restrict__ order, const TileCost* __restrict__ cost, int num_tiles) {
   const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
   if (t >= num_tiles) return;
-  const int mine = cost[t];
-  int before = 0;
-  for (int i = threadIdx.x % kWarp; i < num_tiles; i += kWarp) before += cost[i] > mine || (cost[i] == mine && i < t);
-  before = __reduce_add_sync(0xffffffffu, before);
-  if (threadIdx.x % kWarp == 0) order[before] = t;
+  const TileCost mine = cost[t];
+  int before[2] = {0, 0};
+  for (int i = threadIdx.x % kWarp; i < num_tiles; i += kWarp) {
+    const TileCost other = cost[i];
+    const bool longer = other.span > mine.span || (other.span == mine.span && i < t);
+    const bool same = other.length == mine.length && other.begin == mine.begin;
+    before[0] += same ? longer : other.length > mine.length || (other.length == mine.length && other.begin < mine.begin);
+    before[1] += longer;
+  }
+  #pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    before[k] = __reduce_add_sync(0xffffffffu, before[k]);
+    if (threadIdx.x % kWarp == 0) order[k * num_tiles + before[k]] = t;
+  }
 }

@@ -40,9 +40,10 @@ BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "together", "last_parts", "heads", "group",
     "num_kv_heads", "grad_turns")])
 GRADIENTS = np.dtype([(field, np.uint64) for field in ("dk", "dv", "dk_sum", "dv_sum", "turns")])
-# Where the Hopper kernels change how they work, in local queries that see an average key; measured on an H100.
-SPLIT_GROUPS_BEYOND = 256
-FORWARD_TOGETHER_UP_TO, BACKWARD_TOGETHER_UP_TO, HEADS_TOGETHER = 256, 2048, 16
+# How the Hopper kernels work through heads, by local queries that see an average key; measured on an H100.
+SPLIT_GROUPS_BEYOND = EVEN_UP_TO = 256
+SHORT_UP_TO, SHORT_TOGETHER = 2048, 16
+FORWARD_TOGETHER, BACKWARD_TOGETHER = 4, 2
 MAX_SHARES = 2**15 - 1  # of a sum that the thread blocks of the Hopper backward add up in any order
 _DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER = PLAN_KERNELS
 
@@ -140,17 +141,17 @@ def _device_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], ti
     query_ranges = empty((batch.total_rows, 2), np.int32)
     _launch_rows(_KEYS, batch.total_rows, (query_ranges, rows, cu_seqlens, cu_seqlens_padded, seqs,
                                            np.int32(local_rows), np.int32(batch.total_rows), left, right))
-    return PlanArrays(rows, positions, key_ranges, query_ranges, rank_order,
-                      _longest_first(key_ranges, tiles[0]), _longest_first(query_ranges, tiles[1]))
+    def tile_orders(ranges: Array, rows: Array, tile: int) -> Array:
+        num_tiles = -(-len(ranges) // tile)
+        made = empty((5, num_tiles), np.int32)  # one array: a replayed graph writes cost as long as order lives
+        order, cost = made[:2], made[2:]
+        _launch_rows(_TILE_COST, 32 * num_tiles, (cost, ranges, rows, cu_seqlens, cu_seqlens_padded, seqs,
+                                                  np.int32(len(ranges)), np.int32(tile), np.int32(num_tiles)))
+        _launch_rows(_TILE_ORDER, 32 * num_tiles, (order, cost, np.int32(num_tiles)))
+        return order
 
-
-def _longest_first(ranges: Array, tile: int) -> Array:
-    num_tiles = -(-len(ranges) // tile)
-    order, cost = empty((2, num_tiles), np.int32)  # one array: a replayed graph writes cost as long as order lives
-    _launch_rows(_TILE_COST, 32 * num_tiles,
-                 (cost, ranges, np.int32(len(ranges)), np.int32(tile), np.int32(num_tiles)))
-    _launch_rows(_TILE_ORDER, 32 * num_tiles, (order, cost, np.int32(num_tiles)))
-    return order
+    return PlanArrays(rows, positions, key_ranges, query_ranges, rank_order, tile_orders(key_ranges, rows, tiles[0]),
+                      tile_orders(query_ranges, cupy.arange(batch.total_rows, dtype=np.int32), tiles[1]))
 
 
 def _launch_rows(kernel: str, threads: int, args: tuple[Any, ...]) -> None:
@@ -190,19 +191,18 @@ def attn_fwd(
 def _forward(q: Array, k: Array, v: Array, plan: Plan) -> tuple[_Launch, tuple[int, ...], Array]:
     """The launch of the forward, the rows of the boxes that it loads by tensor map (none: by pointer), max_logits."""
     gpu, chosen, dtype = _gpu(cupy.cuda.runtime.getDevice()), TILES[q.shape[2], v.shape[2]], q.dtype.name
-    (num_rows, num_heads, _), num_tiles = q.shape, len(plan.arrays.query_tiles)
+    (num_rows, num_heads, _), num_tiles = q.shape, plan.arrays.query_tiles.shape[1]
     tiles = chosen.forward_sm90 if gpu.sm90 else chosen.forward
     max_logits = empty((num_heads, num_tiles * tiles.warps), np.float32)
     group = num_heads // k.shape[1]
     if isinstance(tiles, ForwardSm90):
-        order, together = _work_order(plan, plan.arrays.query_tiles, group, FORWARD_TOGETHER_UP_TO)
-        last_heads = _last_heads(gpu, num_heads, num_tiles, together)
-        fixed = (max_logits, plan.key_ranges, order, cupy.zeros(1, np.int32),
+        together, last_heads = _heads_together(gpu, plan, num_heads, num_tiles, max(group, FORWARD_TOGETHER))
+        fixed = (max_logits, plan.key_ranges, plan.arrays.query_tiles, cupy.zeros(1, np.int32),
                  *map(np.int32, (num_rows, num_tiles, num_heads, group, together, last_heads)))
         grid, block = (min(gpu.multiprocessors, num_tiles * num_heads),), 128 * (1 + tiles.consumers)
         kernel = jit.kernel(*chosen.forward_sm90_kernel(dtype))
         return _Launch(kernel, grid, block, fixed), (tiles.tile_m, tiles.tile_n, tiles.tile_n), max_logits
-    fixed = (max_logits, plan.key_ranges, plan.query_ranges, plan.arrays.query_tiles,
+    fixed = (max_logits, plan.key_ranges, plan.query_ranges, plan.arrays.query_tiles[1],
              *map(np.int32, (num_rows, len(k), group)))
     kernel = jit.kernel(*chosen.forward_kernel(dtype))
     return _Launch(kernel, (num_tiles, num_heads), 32 * tiles.warps, fixed), (), max_logits
@@ -235,7 +235,7 @@ class _BackwardSm90:
 
     def __init__(self, gpu: _Gpu, chosen: Tiles, q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any],
                  deterministic: bool) -> None:
-        sm90, dtype, num_tiles = chosen.backward_sm90, q.dtype.name, len(plan.arrays.key_tiles)
+        sm90, dtype, num_tiles = chosen.backward_sm90, q.dtype.name, plan.arrays.key_tiles.shape[1]
         (num_rows, num_heads, head_dim), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows = num_heads // num_kv_heads, _stats_rows(num_rows)
         deterministic = deterministic or (sm90.has_order and num_tiles > MAX_SHARES)
@@ -252,11 +252,10 @@ class _BackwardSm90:
         # Whose shares are claimed need no zeros, but turns do.
         stats, self.delta = _delta(chosen, q, v, plan, turns if sm90.has_order else sums[dkv_size:])
 
-        parts = num_kv_heads * split
-        order, together = _work_order(plan, plan.arrays.key_tiles, 1, BACKWARD_TOGETHER_UP_TO)
-        last_parts = _last_heads(gpu, parts, num_tiles, together)
+        parts, order = num_kv_heads * split, plan.arrays.key_tiles
         if deterministic:  # a block that waits for its turn finds those it waits for at work
-            order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
+            order = plan.once("falling", lambda: cupy.tile(cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32), (2, 1)))
+        together, last_parts = _heads_together(gpu, plan, parts, num_tiles, 1 if deterministic else BACKWARD_TOGETHER)
         size = np.array((num_rows, num_keys, stats_rows, num_tiles, parts, together, last_parts, group // split, group,
                          num_kv_heads, grad_turns), BACKWARD_SIZE)[()]
         shares = _shares(sm90, plan)
@@ -289,7 +288,7 @@ def _shares(tiles: BackwardSm90 | BackwardWideSm90, plan: Plan) -> Array:
 
     def make() -> Array:
         shares = cupy.zeros(_stats_rows(plan.local_rows) // tiles.tile_m, np.int32)
-        grid = (len(plan.arrays.key_tiles),)
+        grid = (plan.arrays.key_tiles.shape[1],)
         jit.kernel(tiles.shares_kernel)(grid, 32, (shares, plan.query_ranges, np.int32(plan.key_rows)))
         return shares
 
@@ -307,7 +306,7 @@ class _BackwardPortable:
         stats, self.delta = _delta(chosen, q, v, plan, self.dq_sum)
         sizes = tuple(map(np.int32, (num_rows, num_keys, _stats_rows(num_rows), num_heads // num_kv_heads)))
         tiles = chosen.backward_for(gpu.shared_bytes)
-        order = plan.arrays.key_tiles
+        order = plan.arrays.key_tiles[1]
         self.main = _Launch(
             jit.kernel(*chosen.backward_kernel(dtype, dkv_dtype.name, not deterministic, tiles)),
             (len(order), num_kv_heads), 2 * tiles.tile_n * tiles.split,
@@ -373,24 +372,15 @@ def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
     return copies[0], copies[1]
 
 
-def _work_order(plan: Plan, longest_first: Array, together: int, together_up_to: int) -> tuple[Array, int]:
-    """(tiles in the order of work, heads that take turns at each) on Hopper; many heads up to so long sequences.
+def _heads_together(gpu: _Gpu, plan: Plan, num_heads: int, num_tiles: int, together: int) -> tuple[int, int]:
+    """(heads that take turns at a tile, how many of the last heads are a group of their own); see work_item.
 
-    The heads of a row lie side by side in memory, and those of short sequences fit the L2 cache together.
+    The heads of a row lie side by side in memory: many at a time, where all that they need fits the L2 cache. The last
+    heads keep all multiprocessors busy to the end; among sequences of a tile or two nobody has more to do than others.
     """
-    num_tiles = len(longest_first)
-    if not 0 < _queries_in_sight(plan) <= together_up_to:
-        return longest_first, together
-    return plan.once(("rising", num_tiles), lambda: cupy.arange(num_tiles, dtype=np.int32)), HEADS_TOGETHER
-
-
-def _last_heads(gpu: _Gpu, num_heads: int, num_tiles: int, together: int) -> int:
-    """How many heads take turns at the end of the work, behind groups of `together` heads that do.
-
-    As many as keep all multiprocessors equally busy.
-    """
-    wanted = -(-3 * gpu.multiprocessors // num_tiles)
-    return num_heads - max(0, num_heads - wanted) // together * together
+    in_sight = _queries_in_sight(plan)
+    last = 0 if 0 < in_sight <= EVEN_UP_TO else min(num_heads, -(-3 * gpu.multiprocessors // num_tiles))
+    return SHORT_TOGETHER if 0 < in_sight <= SHORT_UP_TO else together, last
 
 
 def _layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:

@@ -28,7 +28,8 @@ class PlanArrays:
         (0, 0) for padding.
     query_ranges: (key_rows, 2), its transpose: [begin, end) local query rows that see a key row; (0, 0) for none.
     rank_order: (cp_size * local_rows,), sequence-order row of every row of a gathered buffer; -1 for fillers.
-    query_tiles, key_tiles: (ceil(rows / tile),), tiles of query rows and of key rows, the longest first.
+    query_tiles, key_tiles: (2, ceil(rows / tile)), tiles of query rows and of key rows in two orders: the longest
+        sequence first, so that tiles that share keys or queries are near each other; the longest tile first.
     """
 
     rows: Any
@@ -171,20 +172,24 @@ def host_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles
     """
     batch = sharding.batch
     rows = sharding.rows(cp_rank)
-    positions, key_ranges = _query_side(batch, rows, window)
-    query_ranges = _key_side(batch, rows[rows >= 0], window)
+    queries, keys = _locate(batch, rows), _locate(batch, np.arange(batch.total_rows, dtype=np.int32))
+    positions, key_ranges = _query_side(queries, window)
+    query_ranges = _key_side(keys, rows[rows >= 0], window)
     return PlanArrays(
         rows=rows,
         positions=positions,
         key_ranges=key_ranges,
         query_ranges=query_ranges,
         rank_order=np.concatenate([sharding.rows(rank) for rank in range(sharding.cp_size)]),
-        query_tiles=_longest_first(key_ranges, tiles[0]),
-        key_tiles=_longest_first(query_ranges, tiles[1]),
+        query_tiles=_tile_orders(queries, key_ranges, tiles[0]),
+        key_tiles=_tile_orders(keys, query_ranges, tiles[1]),
     )
 
 
-def _locate(batch: PackedBatch, rows: NDArray[np.int32]) -> tuple[NDArray[Any], ...]:
+Located = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+
+
+def _locate(batch: PackedBatch, rows: NDArray[np.int32]) -> Located:
     """Per row of the packed buffer: first row and length of its sequence, and position; length 0 outside all."""
     if batch.num_seqs == 0:
         return np.zeros_like(rows), np.zeros_like(rows), np.zeros_like(rows)
@@ -196,12 +201,10 @@ def _locate(batch: PackedBatch, rows: NDArray[np.int32]) -> tuple[NDArray[Any], 
     return begin, np.where(inside, batch.lengths[seq], 0), np.where(inside, rows - begin, 0)
 
 
-def _query_side(
-    batch: PackedBatch, rows: NDArray[np.int32], window: tuple[int, int]
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _query_side(queries: Located, window: tuple[int, int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """(positions, key_ranges) of query rows: the rule of the mask on absolute positions, written as a range."""
     left, right = window
-    begin, length, position = _locate(batch, rows)
+    begin, length, position = queries
     first = np.maximum(0, position - left) if left >= 0 else np.zeros_like(position)
     last = np.minimum(length, position + right + 1) if right >= 0 else length
     ranges = np.stack([begin + first, begin + last], axis=1)
@@ -209,10 +212,10 @@ def _query_side(
     return position.astype(np.int32), ranges.astype(np.int32)
 
 
-def _key_side(batch: PackedBatch, owned: NDArray[np.int32], window: tuple[int, int]) -> NDArray[np.int32]:
+def _key_side(keys: Located, owned: NDArray[np.int32], window: tuple[int, int]) -> NDArray[np.int32]:
     """query_ranges: owned rows ascend, so those between two positions of a sequence are neighbours."""
     left, right = window
-    begin, length, position = _locate(batch, np.arange(batch.total_rows, dtype=np.int32))
+    begin, length, position = keys
     first = np.maximum(0, position - right) if right >= 0 else np.zeros_like(position)
     last = np.minimum(length, position + left + 1) if left >= 0 else length
     ranges = np.stack([np.searchsorted(owned, begin + first), np.searchsorted(owned, begin + last)], axis=1)
@@ -220,13 +223,19 @@ def _key_side(batch: PackedBatch, owned: NDArray[np.int32], window: tuple[int, i
     return ranges.astype(np.int32)
 
 
-def _longest_first(ranges: NDArray[np.int32], tile: int) -> NDArray[np.int32]:
-    """Tiles by falling span of the other side's rows between the first and last in sight; ties in their own order."""
+def _tile_orders(located: Located, ranges: NDArray[np.int32], tile: int) -> NDArray[np.int32]:
+    """(2, tiles): by falling length of a tile's longest sequence and, in a sequence, falling span; by span alone.
+
+    The span of a tile is that of the other side's rows between the first and the last in sight. Ties: sequences and
+    tiles in their own order.
+    """
     if not len(ranges):
-        return np.zeros(0, np.int32)
+        return np.zeros((2, 0), np.int32)
+    begin, length, _ = located
     starts = np.arange(0, len(ranges), tile)
     empty = ranges[:, 0] >= ranges[:, 1]
     first = np.minimum.reduceat(np.where(empty, np.iinfo(np.int32).max, ranges[:, 0]), starts)
     last = np.maximum.reduceat(np.where(empty, 0, ranges[:, 1]), starts)
     span = np.maximum(0, last.astype(np.int64) - first)
-    return np.argsort(-span, kind="stable").astype(np.int32)
+    sequence = np.maximum.reduceat(np.where(length > 0, (length.astype(np.int64) << 32) - begin, 0), starts)
+    return np.stack([np.lexsort((-span, -sequence)), np.argsort(-span, kind="stable")]).astype(np.int32)
