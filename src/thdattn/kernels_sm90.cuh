@@ -214,14 +214,14 @@ __device__ __forceinline__ void store_row(T* row, const float (&sum)[kBlocks][4]
 // sees it, kMasked << 2c if one of them does not see all of it.
 constexpr u32 kLast = 1u << 31, kSees = 1, kMasked = 2;
 
-// Work is done by groups of `together` heads, for the L2 cache, all heads of a tile one after another. Last come `last_heads`,
-// as one group, with their longest tiles first: what is left at the end fills the multiprocessors evenly.
-// tile_order (2, num_tiles): for the groups, where tiles of a sequence are near each other; for the last heads.
+// Work is done by groups of `together` heads, for the L2 cache, all heads of a tile one after another, in the order at
+// tile_order. Last come `last_heads`, as one group, in the order at tile_order + last_at, the longest tiles first: what is left
+// at the end fills the multiprocessors evenly.
 struct WorkItem { int tile, head; };
 __device__ __forceinline__ WorkItem work_item(int work, const int* tile_order, int num_tiles, int num_heads, int together,
-                                              int last_heads) {
+                                              int last_heads, int last_at) {
   const int num_first = num_heads - last_heads, rest = work - num_first * num_tiles;
-  if (rest >= 0) return {tile_order[num_tiles + rest / last_heads], num_first + rest % last_heads};
+  if (rest >= 0) return {tile_order[last_at + rest / last_heads], num_first + rest % last_heads};
   const int first = work / (together * num_tiles) * together, heads = min(together, num_first - first);
   const int in_group = work - first * num_tiles;
   return {tile_order[in_group / heads], first + in_group % heads};

@@ -58,7 +58,7 @@ __device__ __forceinline__ void produce_backward(
     barrier_wait(&shared.empty[ring.stage], ring.parity);
     if (lane == 0) {
       shared.step[ring.place_to_fill()] = step;
-      if (step.flags & kNothing) {
+      if (step.flags & (kNothing | kEnd)) {
         barrier_arrive(full);
       } else {
         const u32 lse = step.head * size.stats_rows + step.row, delta = lse + size.parts * size.heads * size.stats_rows;
@@ -75,11 +75,6 @@ __device__ __forceinline__ void produce_backward(
     kv_parity ^= 1;
     load_keys<kTileN, kHeadDim, kVHeadDim>(shared, map_k, map_v, query_ranges, step, size);
   });
-  barrier_wait(&shared.empty[ring.stage], ring.parity);
-  if (lane == 0) {
-    shared.step[ring.place_to_fill()].flags = kEnd;
-    barrier_arrive(&shared.full[ring.stage]);
-  }
 }
 
 // Score gradients of 64 keys, which are the rows, and of the queries from `first` on.

@@ -12,7 +12,7 @@ constexpr u32 kAlone = 1u << 27;                      // no other tile of keys h
 
 // The query heads of a kv head are done in parts: `parts` are there of all kv heads together, of `heads` query heads each.
 struct BackwardSize {
-  int q_rows, k_rows, stats_rows, num_tiles, parts, together, last_parts, heads, group, num_kv_heads, grad_turns;
+  int q_rows, k_rows, stats_rows, num_tiles, parts, together, last_parts, last_at, heads, group, num_kv_heads, grad_turns;
 };
 
 // A number of work; also the first comes from here, so that only blocks that run hold work that others may wait for. Whoever
@@ -64,7 +64,7 @@ struct QuerySight {
 };
 
 // The producer's walk, one warp: take(step) for every tile of keys of this block, every query head of a part, and every tile of
-// queries between the first and the last in sight; one step of kNothing where there is none.
+// queries between the first and the last in sight; one step of kNothing where there is none; last, one of kEnd.
 // kOrdered: work is drawn late, as none may wait for work that lies drawn.
 template <bool kOrdered, int kGroups, int kTileM, typename Take>
 __device__ __forceinline__ void walk(const int2* query_ranges, const int* shares, const int* tile_order, int* counter,
@@ -73,7 +73,8 @@ __device__ __forceinline__ void walk(const int2* query_ranges, const int* shares
   auto draw = [&] { return lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
   for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
     const int next_work = kOrdered ? 0 : draw();       // early, for its latency
-    const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.together, size.last_parts);
+    const WorkItem item =
+        work_item(work, tile_order, size.num_tiles, size.parts, size.together, size.last_parts, size.last_at);
     const QuerySight<kGroups, kTileM> sight(query_ranges, item.tile * kGroups * 64, size.k_rows);
     const int first = sight.first / kTileM * kTileM;
     const bool nothing = sight.first == kNone;
@@ -92,6 +93,7 @@ __device__ __forceinline__ void walk(const int2* query_ranges, const int* shares
     }
     work = __shfl_sync(0xffffffffu, kOrdered ? draw() : next_work, 0);
   }
+  take(Step{0, 0, 0, kEnd});
 }
 
 // Keys, values and ranges of a tile of keys, one warp. kv_full counts two arrivals.
@@ -258,6 +260,20 @@ struct Gradients {
 // dq comes from one tile of keys, which stores it, or from many, whose shares add up in dq_sum.
 // dq_sum, fp32, is a sequence of pieces, 64 query rows by some columns; a piece is stored as the accumulators of a warpgroup:
 // float4 n of every thread after float4 n - 1 of all.
+
+// sum = dS k, one warpgroup: 64 queries, which are columns of ds, by the columns from first_col on of kKeys keys.
+template <typename T, int kKeys, int kBlocks>
+__device__ __forceinline__ void multiply_keys(float (&sum)[kBlocks][4], const unsigned char* ds, const unsigned char* k,
+                                              int first_col) {
+  const unsigned char* const columns = k + first_col / kSlab * kKeys * kRowBytes + first_col % kSlab * 2;
+  const u64 a = descriptor(ds, 16), b = descriptor(columns, kKeys * kRowBytes);
+  wgmma_begin();
+  #pragma unroll
+  for (int n = 0; n < kKeys; n += 16)
+    Wgmma<T, 8 * kBlocks>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
+  wgmma_commit();
+  wgmma_wait<0>(sum);
+}
 
 // Stores a piece of dq (q_rows, num_heads, kHeadDim), one warpgroup: 64 rows from `row` on, the columns from first_col on.
 template <int kHeadDim, typename T, int kBlocks>

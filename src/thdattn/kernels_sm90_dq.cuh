@@ -32,15 +32,8 @@ __device__ __forceinline__ void serve_queries(Shared& shared, T* dq, BackwardSiz
     #pragma unroll 1
     for (int piece = 0; piece < kAll; ++piece) {
       const int m = piece / kPieces, first_col = piece % kPieces * kCols;
-      const u64 a = descriptor(shared.ds[ring.stage] + m * kTileN * kRowBytes, 16);
-      const u64 b = descriptor(shared.k + first_col / kSlab * kTileN * kRowBytes + first_col % kSlab * 2, kTileN * kRowBytes);
       float sum[kCols / 8][4];
-      wgmma_begin();
-      #pragma unroll
-      for (int n = 0; n < kTileN; n += 16)
-        Wgmma<T, kCols>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
-      wgmma_commit();
-      wgmma_wait<0>(sum);
+      multiply_keys<T, kTileN>(sum, shared.ds[ring.stage] + m * kTileN * kRowBytes, shared.k, first_col);
       const bool nothing = step.flags & (kNothing | kEnd);
       if (nothing || piece == kAll - 1) arrive(&shared.ds_empty[ring.stage]);
       if (nothing) break;

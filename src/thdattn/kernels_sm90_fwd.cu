@@ -35,7 +35,7 @@ struct ForwardShared {
   }
 };
 
-struct ForwardSize { int q_rows, num_tiles, num_heads, group, together, last_heads; };
+struct ForwardSize { int q_rows, num_tiles, num_heads, group, together, last_heads, last_at; };
 
 // The producer, one warp: for every query tile of this block the key tiles in sight. Keys run one tile ahead of values.
 template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
@@ -49,8 +49,8 @@ __device__ __forceinline__ void produce_forward(
   Ring<kQStages> q_ring = {0, 1};
   Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
   auto item_of = [&](int work) {
-    return work < num_work ? work_item(work, tile_order, size.num_tiles, size.num_heads, size.together, size.last_heads)
-                           : WorkItem{};
+    if (work >= num_work) return WorkItem{};
+    return work_item(work, tile_order, size.num_tiles, size.num_heads, size.together, size.last_heads, size.last_at);
   };
   auto load_values = [&](int kv_head, int row) {
     barrier_wait(&shared.v_empty[v_ring.stage], v_ring.parity);
@@ -318,11 +318,10 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, T* __restrict__ out, float* __restrict__ lse, float softmax_scale,
     float* __restrict__ max_logits, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
-    int* __restrict__ counter, int q_rows, int num_tiles, int num_heads, int group, int together, int last_heads) {
+    int* __restrict__ counter, ForwardSize size) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Shared& shared = *(Shared*)shared_bytes;
-  const ForwardSize size = {q_rows, num_tiles, num_heads, group, together, last_heads};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();

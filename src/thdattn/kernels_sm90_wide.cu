@@ -53,46 +53,33 @@ __device__ __forceinline__ void produce_wide(
   Ring<kQStages> q_ring = {0, 1};
   Ring<kDoutStages> dout_ring = {0, 1};
   u32 kv_parity = 1;
+  auto fill = [&](auto& ring, u64* full, u64* empty, Step* steps, const Step& step, auto load) {
+    barrier_wait(&empty[ring.stage], ring.parity);
+    if (lane == 0) {
+      steps[ring.stage] = step;
+      if (step.flags & (kNothing | kEnd)) barrier_arrive(&full[ring.stage]);
+      else load(ring.stage, &full[ring.stage]);
+    }
+    ring.advance();
+  };
 
   walk<false, 1, kWideTile>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
-    const bool nothing = step.flags & kNothing;
     const u32 lse = step.head * size.stats_rows + step.row, delta = lse + size.parts * size.heads * size.stats_rows;
-    barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
-    if (lane == 0) {
-      u64* const full = &shared.q_full[q_ring.stage];
-      shared.q_step[q_ring.stage] = step;
-      if (nothing) {
-        barrier_arrive(full);
-      } else {
-        barrier_expect(full, Shared::kQBytes + 4 * kWideTile);
-        copy_tile<kWideTile, kHeadDim>(shared.q[q_ring.stage], map_q, step.head, step.row, full);
-        copy_bulk(shared.minus_lse[q_ring.stage], stats + lse, 4 * kWideTile, full);
-      }
-    }
-    barrier_wait(&shared.dout_empty[dout_ring.stage], dout_ring.parity);
-    if (lane == 0) {
-      u64* const full = &shared.dout_full[dout_ring.stage];
-      shared.dout_step[dout_ring.stage] = step;
-      if (nothing) {
-        barrier_arrive(full);
-      } else {
-        barrier_expect(full, Shared::kDoutBytes + 4 * kWideTile);
-        copy_tile<kWideTile, kVHeadDim>(shared.dout[dout_ring.stage], map_dout, step.head, step.row, full);
-        copy_bulk(shared.minus_delta[dout_ring.stage], stats + delta, 4 * kWideTile, full);
-      }
-    }
-    q_ring.advance(), dout_ring.advance();
+    fill(q_ring, shared.q_full, shared.q_empty, shared.q_step, step, [&](u32 stage, u64* full) {
+      barrier_expect(full, Shared::kQBytes + 4 * kWideTile);
+      copy_tile<kWideTile, kHeadDim>(shared.q[stage], map_q, step.head, step.row, full);
+      copy_bulk(shared.minus_lse[stage], stats + lse, 4 * kWideTile, full);
+    });
+    fill(dout_ring, shared.dout_full, shared.dout_empty, shared.dout_step, step, [&](u32 stage, u64* full) {
+      barrier_expect(full, Shared::kDoutBytes + 4 * kWideTile);
+      copy_tile<kWideTile, kVHeadDim>(shared.dout[stage], map_dout, step.head, step.row, full);
+      copy_bulk(shared.minus_delta[stage], stats + delta, 4 * kWideTile, full);
+    });
     if (!(step.flags & kFirst)) return;
     barrier_wait(&shared.kv_empty, kv_parity);
     kv_parity ^= 1;
     load_keys<kWideTile, kHeadDim, kVHeadDim>(shared, map_k, map_v, query_ranges, step, size);
   });
-  barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
-  barrier_wait(&shared.dout_empty[dout_ring.stage], dout_ring.parity);
-  if (lane == 0) {
-    shared.q_step[q_ring.stage].flags = shared.dout_step[dout_ring.stage].flags = kEnd;
-    barrier_arrive(&shared.q_full[q_ring.stage]), barrier_arrive(&shared.dout_full[dout_ring.stage]);
-  }
 }
 
 // The query role: dq = dS k, a piece at a time.
@@ -110,15 +97,8 @@ __device__ __forceinline__ void serve_wide_queries(
     const size_t block = (size_t)step.head * (size.stats_rows / 64) + step.row / 64;
     #pragma unroll 1
     for (int piece = 0; piece < kPieces<kHeadDim>; ++piece) {
-      const u64 a = descriptor(shared.ds[ring.stage], 16);
-      const u64 b = descriptor(shared.k + piece * kWideTile * kRowBytes, 16);
       float sum[kSlab / 8][4];
-      wgmma_begin();
-      #pragma unroll
-      for (int n = 0; n < kWideTile; n += 16)
-        Wgmma<T, kSlab>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
-      wgmma_commit();
-      wgmma_wait<0>(sum);
+      multiply_keys<T, kWideTile>(sum, shared.ds[ring.stage], shared.k, piece * kSlab);
       if (step.flags & kAlone) {
         store_dq<kHeadDim>(dq, sum, softmax_scale, step.row, step.head, piece * kSlab, size);
         continue;

@@ -35,15 +35,17 @@ device = "cuda"
 dtypes = ("float16", "bfloat16")
 head_dims = tuple(TILES)
 
-# Of kernels_sm90_bwd.cuh.
+# Of kernels_sm90_fwd.cu and kernels_sm90_bwd.cuh.
+FORWARD_SIZE = np.dtype([(field, np.int32) for field in (
+    "q_rows", "num_tiles", "num_heads", "group", "together", "last_heads", "last_at")])
 BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
-    "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "together", "last_parts", "heads", "group",
+    "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "together", "last_parts", "last_at", "heads", "group",
     "num_kv_heads", "grad_turns")])
 GRADIENTS = np.dtype([(field, np.uint64) for field in ("dk", "dv", "dk_sum", "dv_sum", "turns")])
-# How the Hopper kernels work through heads, by local queries that see an average key; measured on an H100.
+# How the Hopper kernels work through tiles and heads; measured on an H100. By local queries that see an average key:
 SPLIT_GROUPS_BEYOND = EVEN_UP_TO = 256
 SHORT_UP_TO, SHORT_TOGETHER = 2048, 16
-FORWARD_TOGETHER, BACKWARD_TOGETHER = 4, 2
+FEW_SEQUENCES = 4  # causal ones of equal length
 MAX_SHARES = 2**15 - 1  # of a sum that the thread blocks of the Hopper backward add up in any order
 _DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER = PLAN_KERNELS
 
@@ -196,9 +198,9 @@ def _forward(q: Array, k: Array, v: Array, plan: Plan) -> tuple[_Launch, tuple[i
     max_logits = empty((num_heads, num_tiles * tiles.warps), np.float32)
     group = num_heads // k.shape[1]
     if isinstance(tiles, ForwardSm90):
-        together, last_heads = _heads_together(gpu, plan, num_heads, num_tiles, max(group, FORWARD_TOGETHER))
-        fixed = (max_logits, plan.key_ranges, plan.arrays.query_tiles, cupy.zeros(1, np.int32),
-                 *map(np.int32, (num_rows, num_tiles, num_heads, group, together, last_heads)))
+        order, how = _work_order(gpu, plan, plan.arrays.query_tiles, num_heads, max(group, tiles.together))
+        size = np.array((num_rows, num_tiles, num_heads, group, *how), FORWARD_SIZE)[()]
+        fixed = (max_logits, plan.key_ranges, order, cupy.zeros(1, np.int32), size)
         grid, block = (min(gpu.multiprocessors, num_tiles * num_heads),), 128 * (1 + tiles.consumers)
         kernel = jit.kernel(*chosen.forward_sm90_kernel(dtype))
         return _Launch(kernel, grid, block, fixed), (tiles.tile_m, tiles.tile_n, tiles.tile_n), max_logits
@@ -255,9 +257,9 @@ class _BackwardSm90:
         parts, order = num_kv_heads * split, plan.arrays.key_tiles
         if deterministic:  # a block that waits for its turn finds those it waits for at work
             order = plan.once("falling", lambda: cupy.tile(cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32), (2, 1)))
-        together, last_parts = _heads_together(gpu, plan, parts, num_tiles, 1 if deterministic else BACKWARD_TOGETHER)
-        size = np.array((num_rows, num_keys, stats_rows, num_tiles, parts, together, last_parts, group // split, group,
-                         num_kv_heads, grad_turns), BACKWARD_SIZE)[()]
+        order, how = _work_order(gpu, plan, order, parts, 1 if deterministic else sm90.together)
+        size = np.array((num_rows, num_keys, stats_rows, num_tiles, parts, *how, group // split, group, num_kv_heads,
+                         grad_turns), BACKWARD_SIZE)[()]
         shares = _shares(sm90, plan)
         kernel = chosen.backward_sm90_kernel(dtype, dkv_dtype.name, deterministic)
         self.main = _Launch(
@@ -372,15 +374,19 @@ def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
     return copies[0], copies[1]
 
 
-def _heads_together(gpu: _Gpu, plan: Plan, num_heads: int, num_tiles: int, together: int) -> tuple[int, int]:
-    """(heads that take turns at a tile, how many of the last heads are a group of their own); see work_item.
+def _work_order(gpu: _Gpu, plan: Plan, orders: Array, num_heads: int, together: int) -> tuple[Array, tuple[int, ...]]:
+    """(tiles in the order of work, (together, last_heads, last_at)) for work_item; orders as those of PlanArrays.
 
-    The heads of a row lie side by side in memory: many at a time, where all that they need fits the L2 cache. The last
-    heads keep all multiprocessors busy to the end; among sequences of a tile or two nobody has more to do than others.
+    Few sequences, the longest tile first: blocks at work then read the same keys in step. Many, one after another, for
+    the L2 cache; the heads of a row lie side by side in memory, so short sequences take many together. There the last
+    heads have the longest tile first, unless no sequence has more than a tile or two.
     """
-    in_sight = _queries_in_sight(plan)
-    last = 0 if 0 < in_sight <= EVEN_UP_TO else min(num_heads, -(-3 * gpu.multiprocessors // num_tiles))
-    return SHORT_TOGETHER if 0 < in_sight <= SHORT_UP_TO else together, last
+    num_tiles, in_sight = orders.shape[1], _queries_in_sight(plan)
+    last = min(num_heads, -(-3 * gpu.multiprocessors // max(1, num_tiles)))
+    if in_sight and plan.key_rows**2 <= 2 * FEW_SEQUENCES * plan.visible_pairs:
+        return orders[1], (together, last, 0)
+    together = SHORT_TOGETHER if 0 < in_sight <= SHORT_UP_TO else together
+    return orders, (together, 0 if 0 < in_sight <= EVEN_UP_TO else min(last, -(-num_heads // 4)), num_tiles)
 
 
 def _layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ class ForwardSm90:
     """thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows.
 
     q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead. q_in_registers: queries are read
-    from registers, where there are some left.
+    from registers, where there are some left. together: heads that take turns at a tile of long sequences.
     """
 
     tile_n: int
@@ -49,6 +49,7 @@ class ForwardSm90:
     q_stages: int
     kv_stages: int
     q_in_registers: bool = False
+    together: int = 4
 
     @property
     def tile_m(self) -> int:
@@ -80,6 +81,7 @@ class BackwardSm90:
 
     The key side takes `queries` of them at once. dq has pieces of piece_cols columns, `places` of which are on their
     way; the warpgroup that computes them has query_registers registers per thread, the others share the rest.
+    together: as for ForwardSm90.
     """
 
     tile_m: int
@@ -88,6 +90,7 @@ class BackwardSm90:
     piece_cols: int
     places: int
     query_registers: int
+    together: int = 2
 
     tile_n = 128
     has_order = True
@@ -118,6 +121,7 @@ class BackwardWideSm90:
     dout_stages: int
 
     tile_m = tile_n = 64
+    together = 2
     has_order = False
     shares_kernel = "thd_attn_shares_sm90<1, 64>"
 
@@ -245,11 +249,12 @@ TILES = {
         Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3, 2, 3), (Backward(64, 128, 1, 2),),
               BackwardSm90(128, 2, 128, 64, 2, 64), 64, 8),
         Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(112, 3, 1, 3),
-              (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)), BackwardSm90(64, 2, 64, 96, 2, 80), 32, 8),
-        Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 1, 2, q_in_registers=True),
+              (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)),
+              BackwardSm90(64, 2, 64, 96, 2, 80, together=4), 32, 8),
+        Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 1, 2, q_in_registers=True, together=1),
               (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), BackwardSm90(64, 2, 64, 64, 2, 64), 16, 8),
         Tiles(192, 128, Forward(64, 4, 1), ForwardSm90(128, 2, 1, 2),
-              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardSm90(64, 2, 32, 32, 4, 48), 16, 4),
+              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardSm90(64, 2, 32, 32, 4, 48, together=3), 16, 4),
         Tiles(192, 192, Forward(64, 4, 1), ForwardSm90(112, 2, 1, 2),
               (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardWideSm90(3, 2), 16, 4),
         Tiles(256, 256, Forward(32, 4, 1), ForwardSm90(80, 2, 1, 2),
