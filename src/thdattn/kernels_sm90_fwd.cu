@@ -311,7 +311,7 @@ __device__ __forceinline__ void consume_forward(
 
 // The contract of thd_attn_fwd, except that padding rows of k and v must hold finite numbers: a copy by tensor map cannot
 // leave rows out (the pipeline zeros them). max_logits (num_heads, tiles, 4 * kConsumers); maps of boxes of 64 * kConsumers rows of
-// q and kTileN rows of k, v; counter: one int, zero, and zero again afterwards.
+// q and kTileN rows of k, v; tile_order: see work_item; counter: one int, zero, and zero again afterwards.
 // Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers).
 template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages, bool kQInRegisters>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(

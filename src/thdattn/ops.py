@@ -42,10 +42,11 @@ BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "together", "last_parts", "last_at", "heads", "group",
     "num_kv_heads", "grad_turns")])
 GRADIENTS = np.dtype([(field, np.uint64) for field in ("dk", "dv", "dk_sum", "dv_sum", "turns")])
-# How the Hopper kernels work through tiles and heads; measured on an H100. By local queries that see an average key:
-SPLIT_GROUPS_BEYOND = EVEN_UP_TO = 256
-SHORT_UP_TO, SHORT_TOGETHER = 2048, 16
-FEW_SEQUENCES = 4  # causal ones of equal length
+# How the Hopper kernels work through tiles and heads; measured on an H100.
+SPLIT_GROUPS_BEYOND = 256  # local queries that see an average key
+SHORT_UP_TO, SHORT_TOGETHER = 2048, 16  # the same; heads
+FEW_SEQUENCES = 4  # as many pairs as so many causal ones of equal length leave
+EVEN_UP_TO = 256  # tokens of the sequence that a quarter of the others is shorter than
 MAX_SHARES = 2**15 - 1  # of a sum that the thread blocks of the Hopper backward add up in any order
 _DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER = PLAN_KERNELS
 
@@ -379,14 +380,16 @@ def _work_order(gpu: _Gpu, plan: Plan, orders: Array, num_heads: int, together: 
 
     Few sequences, the longest tile first: blocks at work then read the same keys in step. Many, one after another, for
     the L2 cache; the heads of a row lie side by side in memory, so short sequences take many together. There the last
-    heads have the longest tile first, unless no sequence has more than a tile or two.
+    heads have the longest tile first, unless the short sequences, which come last, fill the multiprocessors evenly.
     """
     num_tiles, in_sight = orders.shape[1], _queries_in_sight(plan)
     last = min(num_heads, -(-3 * gpu.multiprocessors // max(1, num_tiles)))
     if in_sight and plan.key_rows**2 <= 2 * FEW_SEQUENCES * plan.visible_pairs:
         return orders[1], (together, last, 0)
-    together = SHORT_TOGETHER if 0 < in_sight <= SHORT_UP_TO else together
-    return orders, (together, 0 if 0 < in_sight <= EVEN_UP_TO else min(last, -(-num_heads // 4)), num_tiles)
+    if 0 < in_sight <= SHORT_UP_TO:
+        together = SHORT_TOGETHER
+    even = in_sight and np.quantile(plan.batch.lengths[plan.batch.lengths > 0], 0.25) <= EVEN_UP_TO
+    return orders, (together, 0 if even else min(last, -(-num_heads // 4)), num_tiles)
 
 
 def _layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
