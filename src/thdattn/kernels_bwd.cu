@@ -55,8 +55,9 @@ __global__ void thd_attn_round(uint4* __restrict__ out, const float4* __restrict
 // cores as the operand that dv and dk need; only dq takes its score gradients through shared memory.
 // kSplit warps share 16 keys and divide the columns of dk and dv where these would not fit the registers.
 //
-// q, dq_sum (q_rows, num_heads, kHeadDim), dq_sum fp32, zeroed, and still to be multiplied with softmax_scale; dout (q_rows, num_heads, kVHeadDim);
-// k, dk (k_rows, num_heads / group, kHeadDim); v, dv (.., kVHeadDim); stats from thd_attn_delta
+// q, dq_sum (q_rows, num_heads, kHeadDim), dq_sum fp32, zeroed, and still to be multiplied with softmax_scale;
+// dout (q_rows, num_heads, kVHeadDim); k, dk (k_rows, num_heads / group, kHeadDim); v, dv (.., kVHeadDim); stats from
+// thd_attn_delta
 // key_ranges (q_rows), query_ranges (k_rows); tile_order: key tiles, the longest first
 // Launch: grid (tiles, num_kv_heads), block 2 * kTileN * kSplit, shared memory kTileN * (kHeadDim + kVHeadDim + 16)
 // + kStages * kTileM * (kHeadDim + kVHeadDim + 16 + 4) + kTileN * (kTileM + 8) elements.
@@ -242,8 +243,8 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
 // computing scores and dP a second time (7 matrix products instead of 5).
 //
 // Shapes as in thd_attn_bwd; dq (q_rows, num_heads, kHeadDim).
-// Launch: grid (ceil(q_rows / (16 * kWarps)), num_heads), block 32 * kWarps, shared memory (16 * kWarps + kTileN) * (kHeadDim + kVHeadDim + 16)
-// elements.
+// Launch: grid (ceil(q_rows / (16 * kWarps)), num_heads), block 32 * kWarps, shared memory
+// (16 * kWarps + kTileN) * (kHeadDim + kVHeadDim + 16) elements.
 template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps>
 __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,

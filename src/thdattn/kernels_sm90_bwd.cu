@@ -239,9 +239,9 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
 // The contract of thd_attn_bwd, except that padding rows of q, k, v, dout must hold finite numbers, that stats_rows is a
 // multiple of kTileM, and that `turns` of grads are zero. dq_sum (num_heads, stats_rows / 64, pieces) is work space; shares
 // (stats_rows / kTileM) are from thd_attn_shares_sm90.
-// tile_order: see work_item. kOrdered: the same bits on every run; then parts are whole groups, tiles come in falling order, and
-// no block waits for one with later work. turns (num_heads, stats_rows / 64): zero. Maps of boxes of kTileM rows of q, dout and 128 rows of k, v; counter:
-// one int, zero, and zero again afterwards.
+// tile_order: see work_item. kOrdered: the same bits on every run; then parts are whole groups, tiles come in falling order,
+// and no block waits for one with later work. turns (num_heads, stats_rows / 64): zero. Maps of boxes of kTileM rows of q, dout
+// and 128 rows of k, v; counter: one int, zero, and zero again afterwards.
 // Launch: grid at most num_tiles * parts and one block per multiprocessor, block 512.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages, int kQueries, int kPieceCols,
           int kPlaces, int kQueryRegisters, bool kOrdered>
