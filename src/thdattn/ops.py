@@ -144,17 +144,25 @@ def _device_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], ti
     query_ranges = empty((batch.total_rows, 2), np.int32)
     _launch_rows(_KEYS, batch.total_rows, (query_ranges, rows, cu_seqlens, cu_seqlens_padded, seqs,
                                            np.int32(local_rows), np.int32(batch.total_rows), left, right))
-    def tile_orders(ranges: Array, rows: Array, tile: int) -> Array:
-        num_tiles = -(-len(ranges) // tile)
-        made = empty((5, num_tiles), np.int32)  # one array: a replayed graph writes cost as long as order lives
-        order, cost = made[:2], made[2:]
-        _launch_rows(_TILE_COST, 32 * num_tiles, (cost, ranges, rows, cu_seqlens, cu_seqlens_padded, seqs,
-                                                  np.int32(len(ranges)), np.int32(tile), np.int32(num_tiles)))
-        _launch_rows(_TILE_ORDER, 32 * num_tiles, (order, cost, np.int32(num_tiles)))
-        return order
+    lengths = cu_seqlens, cu_seqlens_padded, seqs
+    return PlanArrays(rows, positions, key_ranges, query_ranges, rank_order,
+                      _tile_orders(lengths, key_ranges, rows, tiles[0]),
+                      _tile_orders(lengths, query_ranges, None, tiles[1]))
 
-    return PlanArrays(rows, positions, key_ranges, query_ranges, rank_order, tile_orders(key_ranges, rows, tiles[0]),
-                      tile_orders(query_ranges, cupy.arange(batch.total_rows, dtype=np.int32), tiles[1]))
+
+def _tile_orders(lengths: tuple[Any, ...], ranges: Array, rows: Array | None, tile: int) -> Array:
+    """Both orders of the tiles of `rows`; None: of all rows, in sequence order."""
+    num_rows, num_tiles = len(ranges), -(-len(ranges) // tile)
+    # One array, as a replayed graph writes to all of it as long as the orders live: orders, costs, rows.
+    made = empty((5 * num_tiles + num_rows,), np.int32)
+    cost = made[2 * num_tiles :]
+    if rows is None:
+        rows, (_, padded, seqs) = made[5 * num_tiles :], lengths
+        _launch_rows(_DUAL_CHUNK, num_rows, (rows, padded, seqs, np.int32(1), np.int32(num_rows), np.int32(num_rows)))
+    _launch_rows(_TILE_COST, 32 * num_tiles, (cost, ranges, rows, *lengths, np.int32(num_rows), np.int32(tile),
+                                              np.int32(num_tiles)))
+    _launch_rows(_TILE_ORDER, 32 * num_tiles, (made, cost, np.int32(num_tiles)))
+    return made[: 2 * num_tiles].reshape(2, num_tiles)
 
 
 def _launch_rows(kernel: str, threads: int, args: tuple[Any, ...]) -> None:
@@ -255,10 +263,11 @@ class _BackwardSm90:
         # Whose shares are claimed need no zeros, but turns do.
         stats, self.delta = _delta(chosen, q, v, plan, turns if sm90.has_order else sums[dkv_size:])
 
-        parts, order = num_kv_heads * split, plan.arrays.key_tiles
+        parts = num_kv_heads * split
+        order, how = _work_order(gpu, plan, plan.arrays.key_tiles, parts, 1 if deterministic else sm90.together)
         if deterministic:  # a block that waits for its turn finds those it waits for at work
-            order = plan.once("falling", lambda: cupy.tile(cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32), (2, 1)))
-        order, how = _work_order(gpu, plan, order, parts, 1 if deterministic else sm90.together)
+            order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
+            how = (*how[:2], 0)
         size = np.array((num_rows, num_keys, stats_rows, num_tiles, parts, *how, group // split, group, num_kv_heads,
                          grad_turns), BACKWARD_SIZE)[()]
         shares = _shares(sm90, plan)
