@@ -17,6 +17,7 @@ Call = Callable[[], object]
 GROUP_MS = 40.0  # GPU time of a group of calls, aimed at
 REST = 0.1  # seconds before a group: a GPU at its power limit runs slower for a while, whoever brought it there
 MAX_CALLS = 50
+HOST_CALLS = 20
 
 
 def calls_per_group(ms: float) -> int:
@@ -74,16 +75,23 @@ def interleaved(
     return {name: median(times) for name, times in samples.items() if times}
 
 
-def host(call: Call, calls: int) -> float:
-    """Median host milliseconds of a call that nobody waits for: a mean counts Python's garbage collections."""
+def host(call: Call, rounds: int) -> float:
+    """Median host milliseconds of a call that nobody waits for, over rounds of HOST_CALLS in a row.
+
+    A mean counts Python's garbage collections, one round whatever else the machine did just then.
+    """
     stream = cupy.cuda.get_current_stream()
+    times: list[float] = []
+    for _ in range(rounds):
+        time.sleep(REST)
+        stream.synchronize()
+        moments = [time.perf_counter()]
+        for _ in range(HOST_CALLS):
+            call()
+            moments.append(time.perf_counter())
+        times += [after - before for before, after in pairwise(moments)]
     stream.synchronize()
-    moments = [time.perf_counter()]
-    for _ in range(calls):
-        call()
-        moments.append(time.perf_counter())
-    stream.synchronize()
-    return median(after - before for before, after in pairwise(moments)) * 1e3
+    return median(times) * 1e3
 
 
 def finished(call: Call, calls: int) -> float:

@@ -98,14 +98,19 @@ def test_host_time_is_that_of_a_usual_call_and_not_the_mean(monkeypatch):
     import timing
 
     now = [0.0]
-    lengths = iter([1e-3, 1e-3, 2e-3, 1.0, 3e-3])
+    lengths = iter([1e-3, 9.0, 2e-3, 1.0, 3e-3, 2e-3])
 
     def call():
         now[0] += next(lengths)
 
+    def rest(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(timing, "HOST_CALLS", 3)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "sleep", rest)
     monkeypatch.setattr(timing.cupy.cuda, "get_current_stream", Mock())
-    assert timing.host(call, 5) == pytest.approx(2.0)
+    assert timing.host(call, 2) == pytest.approx(2.5)
 
 
 @pytest.mark.parametrize("name", ["ours", "deterministic"])

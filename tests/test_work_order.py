@@ -1,0 +1,71 @@
+"""The order in which the Hopper kernels work through tiles and heads. No GPU: a plan's orders are NumPy arrays here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import thdattn
+from thdattn.plan import host_arrays
+
+pytest.importorskip("cupy")
+from thdattn import ops
+
+H100 = ops._Gpu(sm90=True, multiprocessors=132, shared_bytes=232448)
+PACKS = {
+    "one": (16_384,), "four": (4_096,) * 4, "sixteen": (1_024,) * 16, "short": (34,) * 481, "empty": (0, 0, 7),
+    "mixed": (9_000, 40, 3_000, 700, 0, 5_000, 129, 64, 20, 900, 12_000, 1_500, 33, 2_500),
+}  # fmt: skip
+
+
+def orders_of(lengths, window=(-1, 0)):
+    batch = thdattn.PackedBatch(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    attention = thdattn.CPAttention(thdattn.comm.init("single"), 4, 64, causal=True, window=(window[0], -1),
+                                    engine="reference")  # fmt: skip
+    tiles = host_arrays(thdattn.Sharding(batch, 1, "contiguous"), 0, window, (128, 128)).query_tiles
+    return attention.plan(batch, "contiguous"), tiles
+
+
+def work(order, num_heads, together, last_heads, last_at):
+    """(tile, head) of every number of work, as kernels_sm90.cuh says: group by group, the last one in its own order."""
+    num_tiles = order.shape[-1]
+    flat, first = order.reshape(-1), num_heads - last_heads
+    groups = [range(head, min(head + together, first)) for head in range(0, first, together)]
+    items = [(tile, head) for heads in groups for tile in flat[:num_tiles] for head in heads]
+    return items + [(tile, head) for tile in flat[last_at:][:num_tiles] for head in range(first, num_heads)]
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_heads", [1, 3, 8, 40])
+@pytest.mark.parametrize("pack", PACKS)
+def test_every_tile_of_every_head_is_done_once(pack, num_heads, together):
+    plan, orders = orders_of(PACKS[pack])
+    order, how = ops._work_order(H100, plan, orders, num_heads, together)
+    done = work(order, num_heads, *how)
+    assert sorted(done) == [(tile, head) for tile in range(orders.shape[1]) for head in range(num_heads)]
+
+
+@pytest.mark.parametrize("pack", ["one", "four"])
+def test_few_sequences_have_their_longest_tiles_first(pack):
+    plan, orders = orders_of(PACKS[pack])
+    order, how = ops._work_order(H100, plan, orders, 16, 4)
+    assert order.tolist() == orders[1].tolist() and how == (4, 4, 0)
+
+
+def test_many_sequences_are_near_each_other_but_for_the_last_heads():
+    plan, orders = orders_of(PACKS["sixteen"])
+    order, how = ops._work_order(H100, plan, orders, 16, 4)
+    assert (order == orders).all() and how == (16, 4, 128)
+    _, (_, last, _) = ops._work_order(H100, plan, orders, 8, 4)
+    assert last == 2, "at most a quarter of the heads"
+
+
+@pytest.mark.parametrize(("pack", "together"), [("short", 16), ("mixed", 4)])
+def test_sequences_that_end_short_need_no_last_heads(pack, together):
+    plan, orders = orders_of(PACKS[pack])
+    assert ops._work_order(H100, plan, orders, 16, 4)[1] == (together, 0, orders.shape[1])
+
+
+def test_a_window_leaves_few_pairs_and_many_heads_fit():
+    plan, orders = orders_of((65_536,), window=(1_024, 0))
+    assert ops._work_order(H100, plan, orders, 16, 4)[1][0] == 16
