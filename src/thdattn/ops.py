@@ -45,7 +45,7 @@ GRADIENTS = np.dtype([(field, np.uint64) for field in ("dk", "dv", "dk_sum", "dv
 # How the Hopper kernels work through tiles and heads; measured on an H100.
 SPLIT_GROUPS_BEYOND = 256  # local queries that see an average key
 SHORT_UP_TO, SHORT_TOGETHER = 2048, 16  # the same; heads
-FEW_SEQUENCES = 4  # as many pairs as so many causal ones of equal length leave
+FEW_SEQUENCES = 4  # of equal length, causal: what leaves as many pairs is few as well
 EVEN_UP_TO = 256  # tokens of the sequence that a quarter of the others is shorter than
 MAX_SHARES = 2**15 - 1  # of a sum that the thread blocks of the Hopper backward add up in any order
 _DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER = PLAN_KERNELS
