@@ -60,10 +60,10 @@ def test_many_sequences_are_near_each_other_but_for_the_last_heads():
     assert last == 2, "at most a quarter of the heads"
 
 
-@pytest.mark.parametrize(("pack", "together"), [("short", 16), ("mixed", 4)])
-def test_sequences_that_end_short_need_no_last_heads(pack, together):
+@pytest.mark.parametrize(("pack", "num_heads", "together"), [("short", 16, 16), ("mixed", 4, 4), ("sixteen", 33, 16)])
+def test_short_sequences_at_the_end_and_many_tiles_need_no_last_heads(pack, num_heads, together):
     plan, orders = orders_of(PACKS[pack])
-    assert ops._work_order(H100, plan, orders, 16, 4)[1] == (together, 0, orders.shape[1])
+    assert ops._work_order(H100, plan, orders, num_heads, 4)[1] == (together, 0, orders.shape[1])
 
 
 def test_a_window_leaves_few_pairs_and_many_heads_fit():

@@ -47,6 +47,7 @@ SPLIT_GROUPS_BEYOND = 256  # local queries that see an average key
 SHORT_UP_TO, SHORT_TOGETHER = 2048, 16  # the same; heads
 FEW_SEQUENCES = 4  # of equal length, causal: what leaves as many pairs is few as well
 EVEN_UP_TO = 256  # tokens of the sequence that a quarter of the others is shorter than
+EVEN_FROM = 32  # tiles of all heads per multiprocessor
 MAX_SHARES = 2**15 - 1  # of a sum that the thread blocks of the Hopper backward add up in any order
 _DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER = PLAN_KERNELS
 
@@ -389,7 +390,8 @@ def _work_order(gpu: _Gpu, plan: Plan, orders: Array, num_heads: int, together: 
 
     Few sequences, the longest tile first: blocks at work then read the same keys in step. Many, one after another, for
     the L2 cache; the heads of a row lie side by side in memory, so short sequences take many together. There the last
-    heads have the longest tile first, unless the short sequences, which come last, fill the multiprocessors evenly.
+    heads have the longest tile first, unless the multiprocessors are evenly busy to the end without: among many tiles,
+    or where short sequences come last.
     """
     num_tiles, in_sight = orders.shape[1], _queries_in_sight(plan)
     last = min(num_heads, -(-3 * gpu.multiprocessors // max(1, num_tiles)))
@@ -397,8 +399,9 @@ def _work_order(gpu: _Gpu, plan: Plan, orders: Array, num_heads: int, together: 
         return orders[1], (together, last, 0)
     if 0 < in_sight <= SHORT_UP_TO:
         together = SHORT_TOGETHER
-    even = in_sight and np.quantile(plan.batch.lengths[plan.batch.lengths > 0], 0.25) <= EVEN_UP_TO
-    return orders, (together, 0 if even else min(last, -(-num_heads // 4)), num_tiles)
+    many = num_tiles * num_heads >= EVEN_FROM * gpu.multiprocessors
+    short = in_sight and np.quantile(plan.batch.lengths[plan.batch.lengths > 0], 0.25) <= EVEN_UP_TO
+    return orders, (together, 0 if many or short else min(last, -(-num_heads // 4)), num_tiles)
 
 
 def _layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
