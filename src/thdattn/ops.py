@@ -394,7 +394,7 @@ def _work_order(gpu: _Gpu, plan: Plan, orders: Array, num_heads: int, together: 
     or where short sequences come last.
     """
     num_tiles, in_sight = orders.shape[1], _queries_in_sight(plan)
-    last = min(num_heads, -(-3 * gpu.multiprocessors // max(1, num_tiles)))
+    last = min(num_heads, -(-3 * gpu.multiprocessors // num_tiles))
     if in_sight and plan.key_rows**2 <= 2 * FEW_SEQUENCES * plan.visible_pairs:
         return orders[1], (together, last, 0)
     if 0 < in_sight <= SHORT_UP_TO:
