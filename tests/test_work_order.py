@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -26,13 +28,11 @@ def orders_of(lengths, window=(-1, 0)):
     return attention.plan(batch, "contiguous"), tiles
 
 
-def work(order, num_heads, together, last_heads, last_at):
-    """(tile, head) of every number of work, as kernels_sm90.cuh says: group by group, the last one in its own order."""
-    num_tiles = order.shape[-1]
-    flat, first = order.reshape(-1), num_heads - last_heads
+def work(order, num_heads, together, last_heads):
+    """(tile, head) of every number of work, as kernels_sm90.cuh says: group by group."""
+    first = num_heads - last_heads
     groups = [range(head, min(head + together, first)) for head in range(0, first, together)]
-    items = [(tile, head) for heads in groups for tile in flat[:num_tiles] for head in heads]
-    return items + [(tile, head) for tile in flat[last_at:][:num_tiles] for head in range(first, num_heads)]
+    return [(tile, head) for heads in (*groups, range(first, num_heads)) for tile in order for head in heads]
 
 
 @pytest.mark.parametrize("together", [1, 2, 3, 4])
@@ -48,24 +48,31 @@ def test_every_tile_of_every_head_is_done_once(pack, num_heads, together):
 @pytest.mark.parametrize("pack", ["one", "four"])
 def test_few_sequences_have_their_longest_tiles_first(pack):
     plan, orders = orders_of(PACKS[pack])
-    order, how = ops._work_order(H100, plan, orders, 16, 4)
-    assert order.tolist() == orders[1].tolist() and how == (4, 4, 0)
+    order, how = ops._work_order(H100, plan, orders, 16, 1)
+    assert order.tolist() == orders[1].tolist() and how == (1, 4), "as many last heads as fill an H100 three times"
+    assert ops._work_order(H100, plan, orders, 2, 1)[1] == (1, 2), "not more than there are"
 
 
-def test_many_sequences_are_near_each_other_but_for_the_last_heads():
-    plan, orders = orders_of(PACKS["sixteen"])
-    order, how = ops._work_order(H100, plan, orders, 16, 4)
-    assert (order == orders).all() and how == (16, 4, 128)
-    _, (_, last, _) = ops._work_order(H100, plan, orders, 8, 4)
-    assert last == 2, "at most a quarter of the heads"
-
-
-@pytest.mark.parametrize(("pack", "num_heads", "together"), [("short", 16, 16), ("mixed", 4, 4), ("sixteen", 33, 16)])
-def test_short_sequences_at_the_end_and_many_tiles_need_no_last_heads(pack, num_heads, together):
+@pytest.mark.parametrize("pack", ["sixteen", "short"])
+def test_many_short_sequences_come_one_after_another_with_many_heads(pack):
     plan, orders = orders_of(PACKS[pack])
-    assert ops._work_order(H100, plan, orders, num_heads, 4)[1] == (together, 0, orders.shape[1])
+    order, how = ops._work_order(H100, plan, orders, 32, 4)
+    assert order.tolist() == orders[0].tolist() and how == (16, 0)
+
+
+def test_many_long_sequences_come_one_after_another():
+    plan, orders = orders_of(PACKS["mixed"])
+    order, how = ops._work_order(H100, plan, orders, 16, 2)
+    assert order.tolist() == orders[0].tolist() and how == (2, 2)
 
 
 def test_a_window_leaves_few_pairs_and_many_heads_fit():
     plan, orders = orders_of((65_536,), window=(1_024, 0))
-    assert ops._work_order(H100, plan, orders, 16, 4)[1][0] == 16
+    assert ops._work_order(H100, plan, orders, 16, 4)[1] == (16, 0)
+
+
+def test_lengths_that_only_the_gpu_knows_come_the_longest_first():
+    _, orders = orders_of(PACKS["one"])
+    on_device = SimpleNamespace(batch=SimpleNamespace(on_device=True))
+    order, how = ops._work_order(H100, on_device, orders, 16, 4)
+    assert order.tolist() == orders[0].tolist() and how == (4, 4)

@@ -214,14 +214,13 @@ __device__ __forceinline__ void store_row(T* row, const float (&sum)[kBlocks][4]
 // sees it, kMasked << 2c if one of them does not see all of it.
 constexpr u32 kLast = 1u << 31, kSees = 1, kMasked = 2;
 
-// Work is done by groups of `together` heads, for the L2 cache, all heads of a tile one after another, in the order at
-// tile_order. Last come `last_heads`, as one group, in the order at tile_order + last_at, the longest tiles first: what is left
-// at the end fills the multiprocessors evenly.
+// Work is done by groups of `together` heads, for the L2 cache, all heads of a tile one after another. The last group, of
+// `last_heads`, may be larger: it should last long enough for its longest tiles, which come first, to end before its others.
 struct WorkItem { int tile, head; };
 __device__ __forceinline__ WorkItem work_item(int work, const int* tile_order, int num_tiles, int num_heads, int together,
-                                              int last_heads, int last_at) {
+                                              int last_heads) {
   const int num_first = num_heads - last_heads, rest = work - num_first * num_tiles;
-  if (rest >= 0) return {tile_order[last_at + rest / last_heads], num_first + rest % last_heads};
+  if (rest >= 0) return {tile_order[rest / last_heads], num_first + rest % last_heads};
   const int first = work / (together * num_tiles) * together, heads = min(together, num_first - first);
   const int in_group = work - first * num_tiles;
   return {tile_order[in_group / heads], first + in_group % heads};

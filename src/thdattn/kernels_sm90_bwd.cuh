@@ -12,7 +12,7 @@ constexpr u32 kAlone = 1u << 27;                      // no other tile of keys h
 
 // The query heads of a kv head are done in parts: `parts` are there of all kv heads together, of `heads` query heads each.
 struct BackwardSize {
-  int q_rows, k_rows, stats_rows, num_tiles, parts, together, last_parts, last_at, heads, group, num_kv_heads, grad_turns;
+  int q_rows, k_rows, stats_rows, num_tiles, parts, together, last_parts, heads, group, num_kv_heads, grad_turns;
 };
 
 // A number of work; also the first comes from here, so that only blocks that run hold work that others may wait for. Whoever
@@ -73,8 +73,7 @@ __device__ __forceinline__ void walk(const int2* query_ranges, const int* shares
   auto draw = [&] { return lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
   for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
     const int next_work = kOrdered ? 0 : draw();       // early, for its latency
-    const WorkItem item =
-        work_item(work, tile_order, size.num_tiles, size.parts, size.together, size.last_parts, size.last_at);
+    const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.together, size.last_parts);
     const QuerySight<kGroups, kTileM> sight(query_ranges, item.tile * kGroups * 64, size.k_rows);
     const int first = sight.first / kTileM * kTileM;
     const bool nothing = sight.first == kNone;

@@ -35,7 +35,7 @@ struct ForwardShared {
   }
 };
 
-struct ForwardSize { int q_rows, num_tiles, num_heads, group, together, last_heads, last_at; };
+struct ForwardSize { int q_rows, num_tiles, num_heads, group, together, last_heads; };
 
 // The producer, one warp: for every query tile of this block the key tiles in sight. Keys run one tile ahead of values.
 template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
@@ -50,7 +50,7 @@ __device__ __forceinline__ void produce_forward(
   Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
   auto item_of = [&](int work) {
     if (work >= num_work) return WorkItem{};
-    return work_item(work, tile_order, size.num_tiles, size.num_heads, size.together, size.last_heads, size.last_at);
+    return work_item(work, tile_order, size.num_tiles, size.num_heads, size.together, size.last_heads);
   };
   auto load_values = [&](int kv_head, int row) {
     barrier_wait(&shared.v_empty[v_ring.stage], v_ring.parity);

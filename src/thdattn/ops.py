@@ -37,17 +37,15 @@ head_dims = tuple(TILES)
 
 # Of kernels_sm90_fwd.cu and kernels_sm90_bwd.cuh.
 FORWARD_SIZE = np.dtype([(field, np.int32) for field in (
-    "q_rows", "num_tiles", "num_heads", "group", "together", "last_heads", "last_at")])
+    "q_rows", "num_tiles", "num_heads", "group", "together", "last_heads")])
 BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
-    "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "together", "last_parts", "last_at", "heads", "group",
+    "q_rows", "k_rows", "stats_rows", "num_tiles", "parts", "together", "last_parts", "heads", "group",
     "num_kv_heads", "grad_turns")])
 GRADIENTS = np.dtype([(field, np.uint64) for field in ("dk", "dv", "dk_sum", "dv_sum", "turns")])
 # How the Hopper kernels work through tiles and heads; measured on an H100.
 SPLIT_GROUPS_BEYOND = 256  # local queries that see an average key
 SHORT_UP_TO, SHORT_TOGETHER = 2048, 16  # the same; heads
 FEW_SEQUENCES = 4  # of equal length, causal: what leaves as many pairs is few as well
-EVEN_UP_TO = 256  # tokens of the sequence that a quarter of the others is shorter than
-EVEN_FROM = 32  # tiles of all heads per multiprocessor
 MAX_SHARES = 2**15 - 1  # of a sum that the thread blocks of the Hopper backward add up in any order
 _DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER = PLAN_KERNELS
 
@@ -268,7 +266,6 @@ class _BackwardSm90:
         order, how = _work_order(gpu, plan, plan.arrays.key_tiles, parts, 1 if deterministic else sm90.together)
         if deterministic:  # a block that waits for its turn finds those it waits for at work
             order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
-            how = (*how[:2], 0)
         size = np.array((num_rows, num_keys, stats_rows, num_tiles, parts, *how, group // split, group, num_kv_heads,
                          grad_turns), BACKWARD_SIZE)[()]
         shares = _shares(sm90, plan)
@@ -386,22 +383,18 @@ def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
 
 
 def _work_order(gpu: _Gpu, plan: Plan, orders: Array, num_heads: int, together: int) -> tuple[Array, tuple[int, ...]]:
-    """(tiles in the order of work, (together, last_heads, last_at)) for work_item; orders as those of PlanArrays.
+    """(tiles in the order of work, (together, last_heads)) for work_item; orders as those of PlanArrays.
 
-    Few sequences, the longest tile first: blocks at work then read the same keys in step. Many, one after another, for
-    the L2 cache; the heads of a row lie side by side in memory, so short sequences take many together. There the last
-    heads have the longest tile first, unless the multiprocessors are evenly busy to the end without: among many tiles,
-    or where short sequences come last.
+    Few sequences, the longest tile first: blocks at work then read the same keys in step, and the multiprocessors end
+    at the same time. Many, one after another, for the L2 cache; the heads of a row lie side by side in memory, so short
+    sequences take many together.
     """
-    num_tiles, in_sight = orders.shape[1], _queries_in_sight(plan)
-    last = min(num_heads, -(-3 * gpu.multiprocessors // num_tiles))
+    last, in_sight = min(num_heads, -(-3 * gpu.multiprocessors // orders.shape[1])), _queries_in_sight(plan)
     if in_sight and plan.key_rows**2 <= 2 * FEW_SEQUENCES * plan.visible_pairs:
-        return orders[1], (together, last, 0)
+        return orders[1], (together, last)
     if 0 < in_sight <= SHORT_UP_TO:
-        together = SHORT_TOGETHER
-    many = num_tiles * num_heads >= EVEN_FROM * gpu.multiprocessors
-    short = in_sight and np.quantile(plan.batch.lengths[plan.batch.lengths > 0], 0.25) <= EVEN_UP_TO
-    return orders, (together, 0 if many or short else min(last, -(-num_heads // 4)), num_tiles)
+        together, last = SHORT_TOGETHER, 0
+    return orders[0], (together, last)
 
 
 def _layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
