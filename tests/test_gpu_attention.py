@@ -22,7 +22,7 @@ DIMS = [
          dims=(head_dim, v_head_dim), causal=causal, window=window)
     for head_dim, v_head_dim in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
     for mask, heads, causal, window in (
-        ("causal", (4, 2), True, (-1, -1)),
+        ("causal", (8, 2), True, (-1, -1)),
         ("full", (2, 2), False, (-1, -1)),
         ("window", (3, 1), False, (33, 70)),
     )
@@ -56,12 +56,15 @@ def test_portable_kernels_are_the_oracle_on_every_gpu(cupy, monkeypatch, case, d
     check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
 
 
-@pytest.mark.parametrize("parts", [lambda group: 1, lambda group: group], ids=["one-part", "a-part-per-head"])
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([case for case in DIMS if case.heads[0] > case.heads[1]]))
+@pytest.mark.parametrize(("case", "dtype", "cp_size", "parts"), [
+    pytest.param(*one.values, parts, id=f"{one.id}-parts{parts}")
+    for group in (3, 4) for one in every([case for case in DIMS if case.heads[0] == group * case.heads[1]])
+    for parts in range(1, group + 1) if group % parts == 0
+])  # fmt: skip
 def test_query_heads_of_a_group_may_be_split(cupy, monkeypatch, case, dtype, cp_size, parts):
     from thdattn import ops
 
-    monkeypatch.setattr(ops, "_split", lambda gpu, plan, tiles, heads, kv_heads: parts(heads // kv_heads))
+    monkeypatch.setattr(ops, "_split", lambda gpu, plan, tiles, kv_heads, group, head_dim: parts)
     check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
 
 

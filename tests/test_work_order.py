@@ -1,4 +1,4 @@
-"""The order in which the Hopper kernels work through tiles and heads. No GPU: a plan's orders are NumPy arrays here."""
+"""How the Hopper kernels work through tiles and heads. No GPU: a plan's orders are NumPy arrays here."""
 
 from __future__ import annotations
 
@@ -76,3 +76,29 @@ def test_lengths_that_only_the_gpu_knows_come_the_longest_first():
     on_device = SimpleNamespace(batch=SimpleNamespace(on_device=True))
     order, how = ops._work_order(H100, on_device, orders, 16, 4)
     assert order.tolist() == orders[0].tolist() and how == (4, 4)
+
+
+@pytest.mark.parametrize(("pack", "head_dim", "parts"), [
+    ("short", 256, 1),   # 9 queries see a key: all heads of a group in one part
+    ("sixteen", 64, 1), ("sixteen", 128, 2), ("sixteen", 192, 4),  # 512: 256 columns a part
+    ("four", 64, 2), ("four", 128, 4),  # 2,048: 128 columns
+    ("one", 64, 2), ("one", 256, 4),
+])  # fmt: skip
+def test_a_part_has_fewer_heads_the_longer_the_sequences_are(pack, head_dim, parts):
+    plan, _ = orders_of(PACKS[pack])
+    assert ops._split(H100, plan, 128, 8, 4, head_dim) == parts
+
+
+def test_parts_are_equal():
+    plan, _ = orders_of(PACKS["one"])
+    assert [ops._split(H100, plan, 128, 8, group, 32) for group in (1, 3, 6, 7, 8)] == [1, 1, 2, 7, 2]
+
+
+def test_few_tiles_are_split_for_all_multiprocessors():
+    plan, _ = orders_of(PACKS["short"])
+    assert ops._split(H100, plan, 49, 8, 4, 64) == 4 and ops._split(H100, plan, 50, 8, 4, 64) == 1
+
+
+def test_lengths_that_only_the_gpu_knows_are_taken_for_long():
+    on_device = SimpleNamespace(batch=SimpleNamespace(on_device=True))
+    assert ops._split(H100, on_device, 128, 8, 4, 64) == 2

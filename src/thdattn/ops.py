@@ -43,8 +43,8 @@ BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "num_kv_heads", "grad_turns")])
 GRADIENTS = np.dtype([(field, np.uint64) for field in ("dk", "dv", "dk_sum", "dv_sum", "turns")])
 # How the Hopper kernels work through tiles and heads; measured on an H100.
-SPLIT_GROUPS_BEYOND = 256  # local queries that see an average key
-SHORT_UP_TO, SHORT_TOGETHER = 2048, 16  # the same; heads
+PART_COLUMNS, LONG_FROM = 128, 1100  # of the query heads of a part; local queries that see an average key
+SHORT_UP_TO, SHORT_TOGETHER = 2048, 16  # such queries; heads
 FEW_SEQUENCES = 4  # of equal length, causal: what leaves as many pairs is few as well
 MAX_SHARES = 2**15 - 1  # of a sum that the thread blocks of the Hopper backward add up in any order
 _DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER = PLAN_KERNELS
@@ -249,7 +249,7 @@ class _BackwardSm90:
         (num_rows, num_heads, head_dim), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows = num_heads // num_kv_heads, _stats_rows(num_rows)
         deterministic = deterministic or (sm90.has_order and num_tiles > MAX_SHARES)
-        split = 1 if deterministic else _split(gpu, plan, num_tiles, num_heads, num_kv_heads)
+        split = 1 if deterministic else _split(gpu, plan, num_tiles, num_kv_heads, group, head_dim)
         # Of dk and dv of which several thread blocks have a share there are float32 sums, which may be what is wanted.
         self.dkv_dtype = dkv_dtype
         dkv_size = k.size + v.size if split > 1 or dkv_dtype == np.float32 else 0
@@ -359,14 +359,17 @@ def _dk_dv(dkv: Array, k: Array, v: Array) -> tuple[Array, Array]:
     return dkv[: k.size].reshape(k.shape), dkv[k.size :].reshape(v.shape)
 
 
-def _split(gpu: _Gpu, plan: Plan, num_tiles: int, num_heads: int, num_kv_heads: int) -> int:
+def _split(gpu: _Gpu, plan: Plan, num_tiles: int, num_kv_heads: int, group: int, head_dim: int) -> int:
     """Into how many parts the query heads of a kv head are split, which then add their shares of dk and dv.
 
-    One part needs no sums; more parts keep all multiprocessors busy where there are few tiles, and let blocks that
-    work at the same time share the queries of few heads in the L2 cache beyond short sequences.
+    One part needs no sums. But few tiles leave multiprocessors idle, and the heads of a part are at work at different
+    rows: beyond short sequences, only so many columns of them fit the L2 cache beside what other blocks work at.
     """
-    few_items = num_tiles * num_kv_heads < 3 * gpu.multiprocessors
-    return num_heads // num_kv_heads if few_items or _queries_in_sight(plan) > SPLIT_GROUPS_BEYOND else 1
+    if num_tiles * num_kv_heads < 3 * gpu.multiprocessors:
+        return group
+    columns = PART_COLUMNS * max(1, LONG_FROM / (_queries_in_sight(plan) or LONG_FROM))
+    heads = [n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * head_dim <= columns)]
+    return group // heads[-1]
 
 
 def _queries_in_sight(plan: Plan) -> float:
