@@ -20,7 +20,6 @@ from thdattn import oracle
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CP_SIZES = (1, 2, 4, 8)
-INPUTS = ("q", "k", "v", "dout")
 FIELDS = ("out", "lse", "max_logit", "dq", "dk", "dv")
 FLOAT32_ERROR = 1e-4  # of what is computed and kept in float32, whatever the inputs are
 
