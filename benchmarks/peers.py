@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike
 from workloads import Case
 
 import thdattn
-from thdattn import ops
+from thdattn.ops import launch
 
 # Two right results in bfloat16 differ by less: as a whole, and anywhere relative to the largest element.
 RELATIVE_ERROR, LARGEST_ERROR = 1e-2, 2.0**-5
@@ -150,8 +150,8 @@ class Portable(Ours):
     """The same with the portable kernels, which GPUs with kernels of their own do not use."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
-        gpu = replace(ops._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
-        with patch.object(ops, "_gpu", lambda device: gpu):
+        gpu = replace(launch.this_gpu(), sm90=False)
+        with patch.object(launch, "this_gpu", lambda: gpu):
             super().__init__(case, inputs)
             self.forward()  # a plan keeps the kernels of its first calls
             self.backward()

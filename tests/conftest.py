@@ -42,8 +42,9 @@ def poisoned_host(monkeypatch):
 
 @pytest.fixture
 def poisoned_gpu(cupy, monkeypatch):
-    """The same for the CUDA engine."""
+    """The same for the CUDA engine, whose own modules allocate by launch.empty."""
     from thdattn import ops
+    from thdattn.ops import launch
 
     def poisoned(shape, dtype):
         array = cupy.empty(shape, dtype)
@@ -51,7 +52,8 @@ def poisoned_gpu(cupy, monkeypatch):
             array.data.memset_async(0xFF, array.nbytes)
         return array
 
-    monkeypatch.setattr(ops, "empty", poisoned)
+    for module in (ops, launch):
+        monkeypatch.setattr(module, "empty", poisoned)
 
 
 # --- the record ------------------------------------------------------------------------------------------------

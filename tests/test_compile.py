@@ -80,9 +80,57 @@ def test_backward_is_the_first_choice_that_fits(dims):
         assert tiles.backward_for(shared_bytes) in tiles.backward
 
 
-def test_kernel_that_does_not_exist_is_named_with_the_compilers_log():
-    with pytest.raises(RuntimeError, match=r"(?s)thd_no_such_kernel for sm_90a: .*thd_no_such_kernel.* undefined"):
-        jit.compile_kernel("thd_no_such_kernel", "sm_90a")
+def test_every_kernel_is_listed_with_the_file_that_defines_it():
+    defined = {}
+    for file in {file for files in jit.FILES.values() for file in files if file != jit.WRAPPERS}:
+        text = (jit.FOLDER / file).read_text()
+        found = re.findall(r"__global__ void(?: __launch_bounds__\([^;{]*?\))? (thd_\w+)\(", text)
+        assert len(found) == text.count("__global__"), file
+        defined |= dict.fromkeys(found, file)
+    assert defined == {kernel: files[-1] for kernel, files in jit.FILES.items()}
+
+
+def test_every_file_of_device_code_belongs_to_a_kernel():
+    files = {str(path.relative_to(jit.FOLDER)) for path in jit.FOLDER.rglob("*.cu*")}
+    assert files == {file for files in jit.FILES.values() for file in files if file != jit.WRAPPERS}
+
+
+def test_constants_that_do_not_compile_are_named_with_the_compilers_log():
+    with pytest.raises(RuntimeError, match=r"(?s)thd_reorder<7, 7> for sm_90a: .*error.*thd_reorder"):
+        jit.compile_kernel("thd_reorder<7, 7>", "sm_90a")
+
+
+def test_the_wheel_ships_every_file_of_device_code():
+    project = (SOURCE.parent / "pyproject.toml").read_text()
+    (patterns,) = re.findall(r"^thdattn = \[(.*)\]$", project, re.MULTILINE)
+    shipped = {path for pattern in re.findall(r'"(.*?)"', patterns) for path in jit.FOLDER.glob(pattern)}
+    assert set(jit.FOLDER.rglob("*.cu*")) <= shipped
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """edited(file, edit): from now on kernels are compiled from a copy of the sources whose `file` is edit(text)."""
+
+    def edit_copy(file, edit):
+        folder = tmp_path / "thdattn"
+        shutil.copytree(jit.FOLDER, folder)
+        (folder / file).write_text(edit((folder / file).read_text()))
+        monkeypatch.setattr(jit, "FOLDER", folder)
+        jit._text.cache_clear()
+
+    yield edit_copy
+    jit._text.cache_clear()
+
+
+@pytest.mark.parametrize(("name", "file"), sorted(
+    {file: (kernel, file) for kernel, files in jit.FILES.items() for file in files if file != jit.WRAPPERS}.values()
+))  # fmt: skip
+def test_an_error_names_the_file_and_the_line_that_are_wrong(name, file, edited):
+    lines = (jit.FOLDER / file).read_text().splitlines()
+    wrong = max(i for i, line in enumerate(lines) if not line and lines[i + 1][0] != " ")  # between two definitions
+    edited(file, lambda text: "\n".join([*lines[:wrong], "not_a_type x;", *lines[wrong + 1 :], ""]))
+    with pytest.raises(RuntimeError, match=rf"thdattn/{file}\({wrong + 1}\): error: .*not_a_type"):
+        jit.compile_kernel(name, "sm_90a")
 
 
 # --- the disk cache --------------------------------------------------------------------------------------------
@@ -190,7 +238,7 @@ def test_four_processes_that_compile_at_once_agree_and_leave_one_whole_file(cach
     assert seen <= {path.read_bytes()}, "nobody saw half a file"
 
 
-@pytest.mark.parametrize("changed", sorted(path.name for path in (SOURCE / "thdattn").glob("*.cu*")))
+@pytest.mark.parametrize("changed", sorted(str(path.relative_to(jit.FOLDER)) for path in jit.FOLDER.rglob("*.cu*")))
 def test_changed_source_is_compiled_anew(changed, cache, tmp_path):
     copy = tmp_path / "src"
     shutil.copytree(SOURCE / "thdattn", copy / "thdattn")
@@ -198,6 +246,6 @@ def test_changed_source_is_compiled_anew(changed, cache, tmp_path):
     with (copy / "thdattn" / changed).open("a") as file:
         file.write("\n// another comment\n")
     after = finish(start(copy, cache)).split()
-    its_files = ("kernels.cuh", "kernels_plan.cu")  # not what attention kernels are made of
+    its_files = jit.FILES[SMALL_KERNEL]  # not what attention kernels are made of
     assert len(list(cache.glob("*.cubin"))) == (2 if changed in its_files else 1)
     assert before[1] == after[1] and before[2] != after[2], "source_hash follows the source"

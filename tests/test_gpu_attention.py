@@ -49,10 +49,10 @@ def test_every_head_dim_is_the_oracle(cupy, case, dtype, cp_size):
 
 @pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *SMALL], [BFLOAT16]))
 def test_portable_kernels_are_the_oracle_on_every_gpu(cupy, monkeypatch, case, dtype, cp_size):
-    from thdattn import ops
+    from thdattn.ops import launch
 
-    gpu = replace(ops._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
-    monkeypatch.setattr(ops, "_gpu", lambda device: gpu)
+    gpu = replace(launch.this_gpu(), sm90=False)
+    monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
     check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
 
 
@@ -62,18 +62,18 @@ def test_portable_kernels_are_the_oracle_on_every_gpu(cupy, monkeypatch, case, d
     for parts in range(1, group + 1) if group % parts == 0
 ])  # fmt: skip
 def test_query_heads_of_a_group_may_be_split(cupy, monkeypatch, case, dtype, cp_size, parts):
-    from thdattn import ops
+    from thdattn.ops import scheduler
 
-    monkeypatch.setattr(ops, "_split", lambda gpu, plan, tiles, kv_heads, group, head_dim: parts)
+    monkeypatch.setattr(scheduler, "split_heads", lambda gpu, plan, tiles, kv_heads, group, head_dim: parts)
     check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
 
 
 @pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS, [BFLOAT16]))
 def test_portable_deterministic_is_the_oracle_and_bitwise_the_same(cupy, monkeypatch, case, dtype, cp_size):
-    from thdattn import ops
+    from thdattn.ops import launch
 
-    gpu = replace(ops._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
-    monkeypatch.setattr(ops, "_gpu", lambda device: gpu)
+    gpu = replace(launch.this_gpu(), sm90=False)
+    monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
     first, again = (run(case, cp_size, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(2))
     check(case, dtype, first)
     for field, x in first.tokens.items():

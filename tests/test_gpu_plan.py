@@ -85,7 +85,8 @@ def test_valid_rows_are_known_on_the_gpu(cupy, name):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_how_many_tiles_of_keys_have_a_tile_of_queries_in_sight(cupy, case, dims):
-    from thdattn import ops, tiles
+    from thdattn import tiles
+    from thdattn.ops.backward import shares_of
 
     sizes = tiles.TILES[dims].backward_sm90
     for cp_size in case.cp_sizes:
@@ -94,7 +95,7 @@ def test_how_many_tiles_of_keys_have_a_tile_of_queries_in_sight(cupy, case, dims
         def shares(comm, case=case, batch=batch):
             how = {"v_head_dim": dims[1], "window": case.window, "causal": case.causal}
             plan = thdattn.CPAttention(comm, 1, dims[0], **how).plan(batch, case.sharding)
-            return ops._shares(sizes, plan).get(), plan.key_ranges.get()
+            return shares_of(sizes, plan).get(), plan.key_ranges.get()
 
         for found, ranges in thdattn.comm.run_local(cp_size, shares):
             wanted = np.zeros(len(found), int)

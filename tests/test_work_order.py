@@ -11,9 +11,10 @@ import thdattn
 from thdattn.plan import host_arrays
 
 pytest.importorskip("cupy")
-from thdattn import ops
+from thdattn.ops import scheduler
+from thdattn.ops.launch import Gpu
 
-H100 = ops._Gpu(sm90=True, multiprocessors=132, shared_bytes=232448)
+H100 = Gpu(sm90=True, multiprocessors=132, shared_bytes=232448)
 PACKS = {
     "one": (16_384,), "four": (4_096,) * 4, "sixteen": (1_024,) * 16, "short": (34,) * 481, "empty": (0, 0, 7),
     "mixed": (9_000, 40, 3_000, 700, 0, 5_000, 129, 64, 20, 900, 12_000, 1_500, 33, 2_500),
@@ -29,7 +30,7 @@ def orders_of(lengths, window=(-1, 0)):
 
 
 def work(order, num_heads, together, last_heads):
-    """(tile, head) of every number of work, as kernels_sm90.cuh says: group by group."""
+    """(tile, head) of every number of work, as kernels/hopper/common.cuh says: group by group."""
     first = num_heads - last_heads
     groups = [range(head, min(head + together, first)) for head in range(0, first, together)]
     return [(tile, head) for heads in (*groups, range(first, num_heads)) for tile in order for head in heads]
@@ -40,7 +41,7 @@ def work(order, num_heads, together, last_heads):
 @pytest.mark.parametrize("pack", PACKS)
 def test_every_tile_of_every_head_is_done_once(pack, num_heads, together):
     plan, orders = orders_of(PACKS[pack])
-    order, how = ops._work_order(H100, plan, orders, num_heads, together)
+    order, how = scheduler.work_order(H100, plan, orders, num_heads, together)
     done = work(order, num_heads, *how)
     assert sorted(done) == [(tile, head) for tile in range(orders.shape[1]) for head in range(num_heads)]
 
@@ -48,33 +49,33 @@ def test_every_tile_of_every_head_is_done_once(pack, num_heads, together):
 @pytest.mark.parametrize("pack", ["one", "four"])
 def test_few_sequences_have_their_longest_tiles_first(pack):
     plan, orders = orders_of(PACKS[pack])
-    order, how = ops._work_order(H100, plan, orders, 16, 1)
+    order, how = scheduler.work_order(H100, plan, orders, 16, 1)
     assert order.tolist() == orders[1].tolist() and how == (1, 4), "as many last heads as fill an H100 three times"
-    assert ops._work_order(H100, plan, orders, 2, 1)[1] == (1, 2), "not more than there are"
+    assert scheduler.work_order(H100, plan, orders, 2, 1)[1] == (1, 2), "not more than there are"
 
 
 @pytest.mark.parametrize("pack", ["sixteen", "short"])
 def test_many_short_sequences_come_one_after_another_with_many_heads(pack):
     plan, orders = orders_of(PACKS[pack])
-    order, how = ops._work_order(H100, plan, orders, 32, 4)
+    order, how = scheduler.work_order(H100, plan, orders, 32, 4)
     assert order.tolist() == orders[0].tolist() and how == (16, 0)
 
 
 def test_many_long_sequences_come_one_after_another():
     plan, orders = orders_of(PACKS["mixed"])
-    order, how = ops._work_order(H100, plan, orders, 16, 2)
+    order, how = scheduler.work_order(H100, plan, orders, 16, 2)
     assert order.tolist() == orders[0].tolist() and how == (2, 2)
 
 
 def test_a_window_leaves_few_pairs_and_many_heads_fit():
     plan, orders = orders_of((65_536,), window=(1_024, 0))
-    assert ops._work_order(H100, plan, orders, 16, 4)[1] == (16, 0)
+    assert scheduler.work_order(H100, plan, orders, 16, 4)[1] == (16, 0)
 
 
 def test_lengths_that_only_the_gpu_knows_come_the_longest_first():
     _, orders = orders_of(PACKS["one"])
     on_device = SimpleNamespace(batch=SimpleNamespace(on_device=True))
-    order, how = ops._work_order(H100, on_device, orders, 16, 4)
+    order, how = scheduler.work_order(H100, on_device, orders, 16, 4)
     assert order.tolist() == orders[0].tolist() and how == (4, 4)
 
 
@@ -86,19 +87,19 @@ def test_lengths_that_only_the_gpu_knows_come_the_longest_first():
 ])  # fmt: skip
 def test_a_part_has_fewer_heads_the_longer_the_sequences_are(pack, head_dim, parts):
     plan, _ = orders_of(PACKS[pack])
-    assert ops._split(H100, plan, 128, 8, 4, head_dim) == parts
+    assert scheduler.split_heads(H100, plan, 128, 8, 4, head_dim) == parts
 
 
 def test_parts_are_equal():
     plan, _ = orders_of(PACKS["one"])
-    assert [ops._split(H100, plan, 128, 8, group, 32) for group in (1, 3, 6, 7, 8)] == [1, 1, 2, 7, 2]
+    assert [scheduler.split_heads(H100, plan, 128, 8, group, 32) for group in (1, 3, 6, 7, 8)] == [1, 1, 2, 7, 2]
 
 
 def test_few_tiles_are_split_for_all_multiprocessors():
     plan, _ = orders_of(PACKS["short"])
-    assert ops._split(H100, plan, 49, 8, 4, 64) == 4 and ops._split(H100, plan, 50, 8, 4, 64) == 1
+    assert scheduler.split_heads(H100, plan, 49, 8, 4, 64) == 4 and scheduler.split_heads(H100, plan, 50, 8, 4, 64) == 1
 
 
 def test_lengths_that_only_the_gpu_knows_are_taken_for_long():
     on_device = SimpleNamespace(batch=SimpleNamespace(on_device=True))
-    assert ops._split(H100, on_device, 128, 8, 4, 64) == 2
+    assert scheduler.split_heads(H100, on_device, 128, 8, 4, 64) == 2

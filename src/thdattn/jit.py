@@ -39,37 +39,50 @@ def device_arch() -> str:
     return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
-@functools.cache
-def source(file: str) -> str:
-    """What NVRTC gets for the kernels of a file: the device code it shares with others, then its own, in one text."""
-    first, *others = ((FOLDER / name).read_text() for name in ("kernels.cuh", *HEADERS[file], file))
-    return "".join((first, wgmma.wrappers() if "sm90" in file else "", *others))
+WRAPPERS = "wgmma.wrappers()"  # not a file, but what that returns
 
-
-# What comes before a file, behind kernels.cuh and, on Hopper, the wrappers of wgmma.
-HEADERS = {
-    "kernels.cu": ("kernels_portable.cuh",),
-    "kernels_bwd.cu": ("kernels_portable.cuh",),
-    "kernels_plan.cu": (),
-    "kernels_sm90_fwd.cu": ("kernels_sm90.cuh",),
-    "kernels_sm90_bwd.cu": ("kernels_sm90.cuh", "kernels_sm90_bwd.cuh", "kernels_sm90_dq.cuh"),
-    "kernels_sm90_wide.cu": ("kernels_sm90.cuh", "kernels_sm90_bwd.cuh"),
+# Which files make up the source of a kernel, in this order, its own last.
+_ROWS = ("kernels/common.cuh", "kernels.cu")
+_PORTABLE = ("kernels/common.cuh", "kernels/portable/common.cuh")
+_HOPPER = ("kernels/common.cuh", WRAPPERS, "kernels/hopper/common.cuh")
+_HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")
+FILES = {
+    "thd_reorder": _ROWS,
+    "thd_plan_dual_chunk": _ROWS,
+    "thd_plan_queries": _ROWS,
+    "thd_plan_keys": _ROWS,
+    "thd_plan_tile_cost": _ROWS,
+    "thd_plan_tile_order": _ROWS,
+    "thd_attn_fwd": (*_PORTABLE, "kernels/portable/forward.cu"),
+    "thd_attn_delta": (*_PORTABLE, "kernels/portable/backward.cu"),
+    "thd_attn_bwd": (*_PORTABLE, "kernels/portable/backward.cu"),
+    "thd_attn_bwd_dq": (*_PORTABLE, "kernels/portable/backward.cu"),
+    "thd_attn_round": (*_PORTABLE, "kernels/portable/backward.cu"),
+    "thd_attn_fwd_sm90": (*_HOPPER, "kernels/hopper/forward.cu"),
+    "thd_attn_shares_sm90": _HOPPER_BACKWARD,
+    "thd_attn_bwd_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/query_side.cuh", "kernels/hopper/backward.cu"),
+    "thd_attn_bwd_wide_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/wide.cu"),
+    "thd_attn_round_wide_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/wide.cu"),
 }
 
 
-def file_of(name: str) -> str:
-    """The file of a kernel."""
-    if "_sm90" in name:
-        part = "fwd" if "_fwd" in name else "wide" if "_wide" in name else "bwd"
-        return f"kernels_sm90_{part}.cu"
-    if not name.startswith("thd_attn"):
-        return "kernels_plan.cu"
-    return "kernels.cu" if name.startswith("thd_attn_fwd") else "kernels_bwd.cu"
+def source(name: str) -> str:
+    """What NVRTC gets for a C++ name expression of a kernel: its files in one text.
+
+    `#line` keeps their names and lines in compiler messages and profilers. The names are relative to the package's
+    parent folder: keys of the cache and records follow the text, not where it lies.
+    """
+    return "".join(f'#line 1 "thdattn/{file}"\n{_text(file)}' for file in FILES[name.partition("<")[0]])
+
+
+@functools.cache
+def _text(file: str) -> str:
+    return wgmma.wrappers() if file == WRAPPERS else (FOLDER / file).read_text()
 
 
 def source_hash() -> str:
     """The first 16 hex digits of the SHA-256 of the kernel sources: what a test record or a benchmark row is about."""
-    return hashlib.sha256("".join(map(source, HEADERS)).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(map(source, FILES)).encode()).hexdigest()[:16]
 
 
 def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:
@@ -85,7 +98,7 @@ def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:
     Raises:
         RuntimeError: NVRTC refused the source; its log is the message.
     """
-    program = nvrtc.createProgram(source(file_of(name)), file_of(name), (), ())
+    program = nvrtc.createProgram(source(name), "thdattn", (), ())
     try:
         nvrtc.addNameExpression(program, name)
         try:
@@ -104,7 +117,7 @@ def cached_cubin(name: str, arch: str) -> tuple[bytes, str]:
     Keyed by source, options, name, architecture and NVRTC version. Many ranks may compile at once: each writes a file
     of its own and renames it, so a reader never sees half of one.
     """
-    key = repr((source(file_of(name)), OPTIONS, name, arch, nvrtc.getVersion()))
+    key = repr((source(name), OPTIONS, name, arch, nvrtc.getVersion()))
     path = cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
     try:
         lowered, _, cubin = path.read_bytes().partition(b"\0")

@@ -1,155 +1,180 @@
-// The portable attention forward (sm_80 and later).
+// Open this file first. It holds the kernels that work row by row, for every GPU: rows moved between rank order and sequence
+// order, and the arrays of a plan. What all kernels share is explained here, once.
 //
-// The attention kernels know nothing of sequences, ranks, causality, windows or padding. They get one range of keys
-// per query row and its transpose, and obey one rule: score(i, j) counts iff key_ranges[i].x <= j < key_ranges[i].y.
-// A row whose range is empty is padding: it is read as zero, so NaN there cannot spread, and written as zero.
+// One rule. The attention kernels know nothing of sequences, ranks, causality, windows or padding. They get one range of
+// keys per query row (key_ranges) and its transpose (query_ranges), and score(i, j) counts iff key_ranges[i].x <= j <
+// key_ranges[i].y. A row whose range is empty is padding: it is read as zero, so that NaN there cannot spread, and written
+// as zero. The plan kernels below turn lengths and masks into ranges.
 //
-// A thread block owns one tile of rows and walks the tiles of the other side that any of its rows sees, asking after
-// each tile for the next row in sight; gaps between documents, chunks or windows cost nothing. A tile that every
-// row sees whole is computed without comparisons. kernels_portable.cuh comes first.
-
-// Attention of one tile of query rows of one head over every key in their ranges, with an online softmax.
+// Tiles. A thread block owns one tile of rows at a time and visits the tiles of the other side that any of its rows sees.
+// Gaps between documents, chunks or windows cost nothing, and a tile that every row sees whole is computed without
+// comparisons. Tiles are aligned to the buffers, not to sequences, and the plan says in which order they are done.
 //
-// q (q_rows, num_heads, kHeadDim), k (k_rows, num_heads / group, kHeadDim), v (k_rows, num_heads / group, kVHeadDim)
-// out (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows): natural log of the softmax sum, -inf on padding rows
-// max_logits (num_heads, tiles * kWarps): largest scaled score of each warp's rows, -inf if they are all padding
-// key_ranges (q_rows), query_ranges (k_rows); tile_order: query tiles, the longest first
-// Launch: grid (tiles, num_heads), block 32 * kWarps, shared memory (16 * kFragments * kWarps) * (kHeadDim + 8)
-// + kTileN * (kHeadDim + kVHeadDim + 16) elements. Bound by mma.sync.
-template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kFragments>
-__global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
-    const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ out,
-    float* __restrict__ lse, float softmax_scale, float* __restrict__ max_logits,
-    const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges, const int* __restrict__ tile_order,
-    int q_rows, int k_rows, int group) {
-  constexpr int kThreads = kWarps * kWarp, kWarpRows = 16 * kFragments, kTileM = kWarpRows * kWarps;
-  constexpr int kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8, kRows = 2 * kFragments;
-  extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ Sight<kWarps> sight;
-  __shared__ int2 range[kThreads];    // of the tile's rows, then empty
-  T* const tile_q = (T*)shared;
-  T* const tile_k = tile_q + kTileM * (kHeadDim + kPad);
-  T* const tile_v = tile_k + kTileN * (kHeadDim + kPad);
+//   kernels/common.cuh                    element types, ranges of rows, small reductions: comes before every other file
+//   kernels/portable/common.cuh           mma.sync, ldmatrix and cp.async, tiles in shared memory (sm_80 and later)
+//   kernels/portable/forward.cu           the attention forward
+//   kernels/portable/backward.cu          delta, which Hopper needs too; dk, dv and dq; dq by itself; rounding
+//   kernels/hopper/common.cuh             wgmma, TMA and mbarriers, tiles in shared memory, the order of work (sm_90a)
+//   kernels/hopper/forward.cu             the attention forward
+//   kernels/hopper/backward_common.cuh    what both backwards share: what is in sight, sums of several thread blocks
+//   kernels/hopper/query_side.cuh         dq in the backward up to head dims 192/128
+//   kernels/hopper/backward.cu            the backward up to head dims 192/128
+//   kernels/hopper/wide.cu                the backward of wider heads
+//
+// Nothing is included: jit.py lists which files make up a kernel's source, and tiles.py the constants of their templates.
 
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int num_heads = gridDim.y, head = blockIdx.y, num_kv_heads = num_heads / group, kv_head = head / group;
-  const int tile = tile_order[blockIdx.x], m0 = tile * kTileM;
-  const u32 q_stride = num_heads * kHeadDim, out_stride = num_heads * kVHeadDim;
-  const u32 k_stride = num_kv_heads * kHeadDim, v_stride = num_kv_heads * kVHeadDim;
-  k += kv_head * kHeadDim;
-  v += kv_head * kVHeadDim;
+// ------------------------------------------------------------------------------------------------ reorder
 
-  // Ranges live in shared memory: only tiles that compare read them, and registers are what the kernel is short of.
-  const int2 mine = threadIdx.x < kTileM ? range_of(key_ranges, m0 + threadIdx.x, q_rows) : make_int2(0, 0);
-  range[threadIdx.x] = mine;
-  sight.publish_first(mine, 0);
-  sight.publish_all(!is_empty(mine), mine);
-  const int2* const my_range = range + warp * kWarpRows + lane / 4;
-  const int row0 = m0 + warp * kWarpRows + lane / 4;
-  __syncthreads();
-  const int2 all = sight.all();
-  int n0 = sight.first_tile(kTileN);
-  auto is_interior = [&](int n) { return all.x <= n && n + kTileN <= all.y; };
+// Moves whole rows of two buffers (k and v, or dk and dv) between rank order and sequence order in one launch: one
+// warp a row, 16 bytes a lane.
+//
+//   kToRankOrder = false   out[rank_order[t]] = in[t]   after all-gather of k, v; rows that no local query sees, padding
+//                                                       among them, become 0, as 0 * NaN would spread through a product
+//   kToRankOrder = true    out[t] = in[rank_order[t]]   before reduce-scatter of dk, dv; fillers become 0
+//
+// rank_order (num_rows): sequence-order row of row t in rank order, -1 for fillers; pitch: 16-byte words per row.
+// Launch: grid (ceil(num_rows / 8), 2), block 256. Bound by memory.
+template <bool kToRankOrder>
+__global__ void __launch_bounds__(256) thd_reorder(
+    uint4* __restrict__ out0, const uint4* __restrict__ in0, int pitch0, uint4* __restrict__ out1,
+    const uint4* __restrict__ in1, int pitch1, const int* __restrict__ rank_order,
+    const int2* __restrict__ query_ranges, int num_rows) {
+  const int row = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  if (row >= num_rows) return;
+  const int other = rank_order[row], pitch = blockIdx.y ? pitch1 : pitch0;
+  if (!kToRankOrder && other < 0) return;
+  const bool zero = kToRankOrder ? other < 0 : is_empty(query_ranges[other]);
+  const uint4* const in = (blockIdx.y ? in1 : in0) + (size_t)(kToRankOrder ? max(other, 0) : row) * pitch;
+  uint4* const out = (blockIdx.y ? out1 : out0) + (size_t)(kToRankOrder ? row : other) * pitch;
+  #pragma unroll 4
+  for (int i = lane; i < pitch; i += kWarp) out[i] = zero ? make_uint4(0, 0, 0, 0) : in[i];
+}
 
-  float sum_out[kFragments][kOutBlocks][4] = {};
-  float row_max[kRows], row_sum[kRows];
-  #pragma unroll
-  for (int r = 0; r < kRows; ++r) row_max[r] = -kInfinity, row_sum[r] = 0.f;
+// ------------------------------------------------------------------------------------------------ plan
 
-  load_tile<T, kTileM, kHeadDim, kThreads>(tile_q, q + head * kHeadDim, q_stride, m0, q_rows, key_ranges, false);
-  if (n0 != kNone)
-    load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k, k_stride, n0, k_rows, query_ranges, is_interior(n0));
-  copies_commit();
+// The arrays of a plan from lengths that are already on the GPU, without a copy to the host. Each kernel computes
+// what plan.py computes with NumPy; the tests compare them element by element.
 
-  while (n0 != kNone) {
-    const bool interior = is_interior(n0);
-    const bool in_sight = interior || any_touches<kWarpRows>(range + warp * kWarpRows, n0, kTileN);
-
-    // Keys have arrived; everybody is done with the previous values.
-    copies_wait();
-    __syncthreads();
-    load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v, v_stride, n0, k_rows, query_ranges, interior);
-    copies_commit();
-    sight.publish_first(range[threadIdx.x], n0 + kTileN);
-    float score[kFragments][kBlocks][4];
-    if (in_sight) dot_rows<T, kHeadDim>(score, tile_q + warp * kWarpRows * (kHeadDim + kPad), tile_k);
-
-    // Values have arrived; everybody is done with the keys.
-    copies_wait();
-    __syncthreads();
-    const int next = sight.first_tile(kTileN);
-    if (next != kNone)
-      load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k, k_stride, next, k_rows, query_ranges, is_interior(next));
-    copies_commit();
-
-    if (in_sight) {
-      if (!interior) {
-        #pragma unroll
-        for (int f = 0; f < kFragments; ++f)
-          #pragma unroll
-          for (int n = 0; n < kBlocks; ++n)
-            #pragma unroll
-            for (int e = 0; e < 4; ++e)
-              if (!contains(my_range[16 * f + e / 2 * 8], n0 + n * 8 + lane % 4 * 2 + e % 2)) score[f][n][e] = -kInfinity;
-      }
-      // Online softmax on unscaled scores; a row that has seen nothing yet keeps -inf and uses 0.
-      const float scale_log2 = softmax_scale * kLog2e;
-      #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float largest = row_max[r];
-        #pragma unroll
-        for (int n = 0; n < kBlocks; ++n)
-          largest = fmaxf(largest, fmaxf(score[r / 2][n][r % 2 * 2], score[r / 2][n][r % 2 * 2 + 1]));
-        largest = quad_max(largest);
-        const float base = largest == -kInfinity ? 0.f : largest * scale_log2;
-        const float shrink = exp2_fast(row_max[r] * scale_log2 - base);
-        row_max[r] = largest;
-        row_sum[r] *= shrink;
-        #pragma unroll
-        for (int n = 0; n < kBlocks; ++n)
-          #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& s = score[r / 2][n][r % 2 * 2 + e];
-            s = exp2_fast(fmaf(s, scale_log2, -base));
-            row_sum[r] += s;
-          }
-        #pragma unroll
-        for (int n = 0; n < kOutBlocks; ++n)
-          sum_out[r / 2][n][r % 2 * 2] *= shrink, sum_out[r / 2][n][r % 2 * 2 + 1] *= shrink;
-      }
-      u32 probability[kFragments][kBlocks / 2][4];
-      round_to_operand<T>(probability, score);
-      add_weighted_rows<T, kVHeadDim + kPad>(sum_out, probability, tile_v);
-    }
-    n0 = next;
+// The last index i with offsets[i] <= x: the sequence that holds row x (empty sequences hold none).
+__device__ __forceinline__ int sequence_of(const int* offsets, int num_seqs, int x) {
+  int low = 0, high = num_seqs;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (offsets[middle] <= x) low = middle; else high = middle;
   }
-  copies_wait();
-  __syncthreads();
+  return low;
+}
 
-  // Normalise; the warp's own rows of tile_q stage the output for 16-byte stores.
-  T* const staging = tile_q + warp * kWarpRows * (kHeadDim + kPad);
-  float largest = -kInfinity;
-  #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const bool padding = is_empty(my_range[8 * r]);
-    const float total = quad_sum(row_sum[r]), logit = row_max[r] * softmax_scale;
-    if (!padding) largest = fmaxf(largest, logit);
-    if (lane % 4 == 0 && row0 + 8 * r < q_rows)
-      lse[(size_t)head * q_rows + row0 + 8 * r] = padding ? -kInfinity : logit + __log2f(total) * kLn2;
-    #pragma unroll
-    for (int n = 0; n < kOutBlocks; ++n) {
-      const float x = sum_out[r / 2][n][r % 2 * 2], y = sum_out[r / 2][n][r % 2 * 2 + 1], scale = 1.f / total;
-      store_pair(staging + (lane / 4 + 8 * r) * (kHeadDim + kPad) + n * 8 + lane % 4 * 2,
-                 padding ? 0.f : x * scale, padding ? 0.f : y * scale);
+// First index in ascending rows[0, n) whose value is at least x; fillers (-1) come last and count as infinite.
+__device__ __forceinline__ int lower_bound(const int* rows, int n, int x) {
+  int low = 0, high = n;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if ((u32)rows[middle] < (u32)x) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+// rank_order (cp_size * local_rows) of the dual_chunk sharding; the rows behind the last sequence are shared out in equal
+// slices. Launch: one thread an element.
+__global__ void thd_plan_dual_chunk(int* __restrict__ rank_order, const int* __restrict__ cu_seqlens_padded,
+                                    int num_seqs, int cp_size, int local_rows, int total_rows) {
+  const int t = blockIdx.x * blockDim.x + threadIdx.x;
+  if (t >= cp_size * local_rows) return;
+  const int rank = t / local_rows, i = t % local_rows, end = cu_seqlens_padded[num_seqs], owned = end / cp_size;
+  int row = end + rank * (local_rows - owned) + i - owned;
+  if (row >= total_rows) row = -1;
+  if (i < owned) {
+    const int seq = sequence_of(cu_seqlens_padded, num_seqs, i * cp_size), begin = cu_seqlens_padded[seq];
+    const int chunk = (cu_seqlens_padded[seq + 1] - begin) / (2 * cp_size), p = i - begin / cp_size;
+    row = begin + (p < chunk ? rank * chunk + p : (2 * cp_size - 1 - rank) * chunk + p - chunk);
+  }
+  rank_order[t] = row;
+}
+
+// positions, key_ranges (local_rows) of the query rows `rows`. left, right: window, -1 = unlimited; causal is right = 0.
+__global__ void thd_plan_queries(int* __restrict__ positions, int2* __restrict__ key_ranges, const int* __restrict__ rows,
+                                 const int* __restrict__ cu_seqlens, const int* __restrict__ cu_seqlens_padded,
+                                 int num_seqs, int local_rows, int left, int right) {
+  const int t = blockIdx.x * blockDim.x + threadIdx.x;
+  if (t >= local_rows) return;
+  const int row = rows[t];
+  int position = 0;
+  int2 range = make_int2(0, 0);
+  if (row >= 0 && num_seqs > 0 && row < cu_seqlens_padded[num_seqs]) {
+    const int seq = sequence_of(cu_seqlens_padded, num_seqs, row), begin = cu_seqlens_padded[seq];
+    const int length = cu_seqlens[seq + 1] - cu_seqlens[seq];
+    position = row - begin;
+    if (position < length)
+      range = make_int2(begin + (left < 0 ? 0 : max(0, position - left)),
+                        begin + (right < 0 ? length : min(length, position + right + 1)));
+  }
+  positions[t] = position;
+  key_ranges[t] = range;
+}
+
+// query_ranges (key_rows): the rows of `rows` that see each key row.
+__global__ void thd_plan_keys(int2* __restrict__ query_ranges, const int* __restrict__ rows,
+                              const int* __restrict__ cu_seqlens, const int* __restrict__ cu_seqlens_padded,
+                              int num_seqs, int local_rows, int key_rows, int left, int right) {
+  const int key = blockIdx.x * blockDim.x + threadIdx.x;
+  if (key >= key_rows) return;
+  int2 range = make_int2(0, 0);
+  if (num_seqs > 0 && key < cu_seqlens_padded[num_seqs]) {
+    const int seq = sequence_of(cu_seqlens_padded, num_seqs, key), begin = cu_seqlens_padded[seq];
+    const int length = cu_seqlens[seq + 1] - cu_seqlens[seq], position = key - begin;
+    if (position < length) {
+      range.x = lower_bound(rows, local_rows, begin + (right < 0 ? 0 : max(0, position - right)));
+      range.y = lower_bound(rows, local_rows, begin + (left < 0 ? length : min(length, position + left + 1)));
+      if (is_empty(range)) range = make_int2(0, 0);
     }
   }
-  for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
-  if (lane == 0) max_logits[((size_t)head * gridDim.x + tile) * kWarps + warp] = largest;
-  __syncwarp();
-  for (int c = lane; c < kWarpRows * kOutBlocks; c += kWarp) {
-    const int row = c / kOutBlocks, col = c % kOutBlocks * 8, global_row = m0 + warp * kWarpRows + row;
-    if (global_row < q_rows)
-      *(uint4*)(out + (size_t)global_row * out_stride + head * kVHeadDim + col) =
-          *(const uint4*)(staging + row * (kHeadDim + kPad) + col);
+  query_ranges[key] = range;
+}
+
+// What orders a tile of rows: its longest sequence, length and first row, of equal ones the first; the span of the rows of the
+// other side between the first and the last in sight.
+struct TileCost { int length, begin, span; };
+
+// cost (tiles) of tiles of the rows `rows`, whose ranges are given. One warp a tile.
+__global__ void thd_plan_tile_cost(TileCost* __restrict__ cost, const int2* __restrict__ ranges, const int* __restrict__ rows,
+                                   const int* __restrict__ cu_seqlens, const int* __restrict__ cu_seqlens_padded,
+                                   int num_seqs, int num_rows, int tile, int num_tiles) {
+  const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
+  if (t >= num_tiles) return;
+  TileCost mine = {0, 0, 0};
+  int first = kNone, last = 0;
+  for (int i = t * tile + threadIdx.x % kWarp; i < min((t + 1) * tile, num_rows); i += kWarp) {
+    const int2 range = ranges[i];
+    if (!is_empty(range)) first = min(first, range.x), last = max(last, range.y);
+    const int row = rows[i];
+    if (row < 0 || num_seqs == 0 || row >= cu_seqlens_padded[num_seqs]) continue;
+    const int seq = sequence_of(cu_seqlens_padded, num_seqs, row), length = cu_seqlens[seq + 1] - cu_seqlens[seq];
+    if (length > mine.length) mine.length = length, mine.begin = cu_seqlens_padded[seq];
+  }
+  const int longest = __reduce_max_sync(0xffffffffu, mine.length);
+  mine.begin = __reduce_min_sync(0xffffffffu, mine.length == longest ? mine.begin : kNone);
+  mine.span = max(0, __reduce_max_sync(0xffffffffu, last) - __reduce_min_sync(0xffffffffu, first));
+  if (threadIdx.x % kWarp == 0) cost[t] = {longest, mine.begin, mine.span};
+}
+
+// order (2, tiles): by falling length of the sequence and, in a sequence, falling span; by falling span alone. One warp a tile
+// counts who comes first.
+__global__ void thd_plan_tile_order(int* __restrict__ order, const TileCost* __restrict__ cost, int num_tiles) {
+  const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
+  if (t >= num_tiles) return;
+  const TileCost mine = cost[t];
+  int before[2] = {0, 0};
+  for (int i = threadIdx.x % kWarp; i < num_tiles; i += kWarp) {
+    const TileCost other = cost[i];
+    const bool longer = other.span > mine.span || (other.span == mine.span && i < t);
+    const bool same = other.length == mine.length && other.begin == mine.begin;
+    before[0] += same ? longer : other.length > mine.length || (other.length == mine.length && other.begin < mine.begin);
+    before[1] += longer;
+  }
+  #pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    before[k] = __reduce_add_sync(0xffffffffu, before[k]);
+    if (threadIdx.x % kWarp == 0) order[k * num_tiles + before[k]] = t;
   }
 }

@@ -1,6 +1,6 @@
 """The NumPy engine: attention forward and backward over key ranges, and the two moves of rows.
 
-It has the functions of the CUDA engine (`ops.py`) with the same arguments, so everything above the engine
+It has the functions of the CUDA engine (`ops`) with the same arguments, so everything above the engine
 runs on any laptop. Like the kernels it obeys one rule, `score(i, j)` counts iff
 `key_begin[i] <= j < key_end[i]`, and knows neither sequences nor ranks. No product ever touches a row that no
 range names: whatever padding holds, NaN included, cannot reach a result.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels_portable.cuh
+PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels/portable/common.cuh
 STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
 SLAB, SLAB_BYTES = 64, 128  # columns of a slab of a Hopper tile, bytes of its rows
 STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m

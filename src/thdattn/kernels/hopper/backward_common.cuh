@@ -1,5 +1,5 @@
 // Device code that the two Hopper backwards share: what is in sight, sums of which several thread blocks have shares.
-// kernels_sm90.cuh comes first.
+// kernels/hopper/common.cuh comes first.
 
 // ------------------------------------------------------------------------------------------------ work
 

@@ -1,5 +1,5 @@
-// The query side of thd_attn_bwd_sm90 (sm_90a): dq, and the warps that bring its pieces together. kernels_sm90_bwd.cuh comes
-// first.
+// The query side of thd_attn_bwd_sm90 (sm_90a): dq, and the warps that bring its pieces together. backward_common.cuh
+// comes first.
 
 // Whether a step has a share of sums of dq.
 __device__ __forceinline__ bool has_sums(u32 flags) { return flags & (kSees | kSees << 2) && !(flags & kAlone); }

@@ -1,6 +1,5 @@
 // The Hopper backward (sm_90a): the contract of thd_attn_bwd, with TMA, mbarriers and wgmma, for head dims whose sums of dk
-// and dv fit the registers of one warpgroup. kernels_sm90_bwd.cuh and kernels_sm90_dq.cuh come
-// first.
+// and dv fit the registers of one warpgroup. kernels/hopper/backward_common.cuh and query_side.cuh come first.
 //
 // One persistent thread block per multiprocessor owns a tile of 128 key rows of one kv head at a time. Two warpgroups, the key
 // side, own 64 keys each: they compute scores transposed, so that probabilities and score gradients are the register operands

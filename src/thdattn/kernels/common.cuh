@@ -1,5 +1,5 @@
 // Device code that the portable and the Hopper kernels share: element types, ranges of rows, small reductions.
-// Header-free; jit.py pastes it in front of either source.
+// Header-free; jit.py pastes it in front of all others.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;

@@ -1,5 +1,5 @@
 // The portable attention backward (sm_80 and later): delta, which Hopper's backward needs too, dk and dv with dq or without,
-// dq by itself. kernels_portable.cuh comes first.
+// dq by itself. kernels/portable/common.cuh comes first.
 
 // Per query row what the backward needs besides the tensors, ready for use:
 // stats[0][head][row] = -lse / softmax_scale, -inf on padding rows, which makes every probability there exactly 0;

@@ -1,5 +1,5 @@
 // The Hopper backward (sm_90a) for wide heads: the contract of thd_attn_bwd_sm90.
-// kernels_sm90_bwd.cuh comes first.
+// kernels/hopper/backward_common.cuh comes first.
 //
 // Sums of 64 keys for dk and for dv do not fit one warpgroup. So a thread block owns 64 key rows of one kv head at a time,
 // and its warpgroups share them by what they sum: the key role probabilities and dk, the value role score gradients and dv,

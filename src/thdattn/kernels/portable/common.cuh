@@ -1,5 +1,5 @@
 // Device code that the portable attention kernels share (sm_80 and later): mma.sync m16n8k16, ldmatrix and cp.async (PTX ISA
-// 9.7), what a tile sees, tiles in shared memory. kernels.cuh comes first.
+// 9.7), what a tile sees, tiles in shared memory. kernels/common.cuh comes first.
 
 // ------------------------------------------------------------------------------------------------ instructions
 

@@ -3,7 +3,7 @@
 // One persistent thread block per multiprocessor. Its first warpgroup produces: one warp walks the key tiles in sight
 // of the current query tile and starts the bulk copies. The others consume: each owns 64 query rows, keeps scores,
 // probabilities and output in registers, and takes exponentials under its own and the others' matrix products.
-// kernels_sm90.cuh comes first.
+// kernels/hopper/common.cuh comes first.
 
 // What the producer tells the consumers of a query tile, and of each key tile; first, next: flags of the key tile that comes
 // then, known before it arrives, so that consumers do not wait to read them between products; kLast where there is none.

@@ -1,5 +1,5 @@
 // Device code that the Hopper kernels (sm_90a) share: TMA, mbarriers, wgmma, tiles in shared memory, the order of work.
-// kernels.cuh and the wrappers of wgmma.py come first.
+// kernels/common.cuh and the wrappers of wgmma.py come first.
 
 // ------------------------------------------------------------------------------------------------ instructions
 

@@ -1,0 +1,151 @@
+// The portable attention forward (sm_80 and later).
+//
+// A thread block owns one tile of rows and walks the tiles of the other side that any of its rows sees, asking after
+// each tile for the next row in sight; gaps between documents, chunks or windows cost nothing. A tile that every
+// row sees whole is computed without comparisons. kernels/portable/common.cuh comes first.
+
+// Attention of one tile of query rows of one head over every key in their ranges, with an online softmax.
+//
+// q (q_rows, num_heads, kHeadDim), k (k_rows, num_heads / group, kHeadDim), v (k_rows, num_heads / group, kVHeadDim)
+// out (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows): natural log of the softmax sum, -inf on padding rows
+// max_logits (num_heads, tiles * kWarps): largest scaled score of each warp's rows, -inf if they are all padding
+// key_ranges (q_rows), query_ranges (k_rows); tile_order: query tiles, the longest first
+// Launch: grid (tiles, num_heads), block 32 * kWarps, shared memory (16 * kFragments * kWarps) * (kHeadDim + 8)
+// + kTileN * (kHeadDim + kVHeadDim + 16) elements. Bound by mma.sync.
+template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kFragments>
+__global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
+    const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ out,
+    float* __restrict__ lse, float softmax_scale, float* __restrict__ max_logits,
+    const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges, const int* __restrict__ tile_order,
+    int q_rows, int k_rows, int group) {
+  constexpr int kThreads = kWarps * kWarp, kWarpRows = 16 * kFragments, kTileM = kWarpRows * kWarps;
+  constexpr int kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8, kRows = 2 * kFragments;
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ Sight<kWarps> sight;
+  __shared__ int2 range[kThreads];    // of the tile's rows, then empty
+  T* const tile_q = (T*)shared;
+  T* const tile_k = tile_q + kTileM * (kHeadDim + kPad);
+  T* const tile_v = tile_k + kTileN * (kHeadDim + kPad);
+
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int num_heads = gridDim.y, head = blockIdx.y, num_kv_heads = num_heads / group, kv_head = head / group;
+  const int tile = tile_order[blockIdx.x], m0 = tile * kTileM;
+  const u32 q_stride = num_heads * kHeadDim, out_stride = num_heads * kVHeadDim;
+  const u32 k_stride = num_kv_heads * kHeadDim, v_stride = num_kv_heads * kVHeadDim;
+  k += kv_head * kHeadDim;
+  v += kv_head * kVHeadDim;
+
+  // Ranges live in shared memory: only tiles that compare read them, and registers are what the kernel is short of.
+  const int2 mine = threadIdx.x < kTileM ? range_of(key_ranges, m0 + threadIdx.x, q_rows) : make_int2(0, 0);
+  range[threadIdx.x] = mine;
+  sight.publish_first(mine, 0);
+  sight.publish_all(!is_empty(mine), mine);
+  const int2* const my_range = range + warp * kWarpRows + lane / 4;
+  const int row0 = m0 + warp * kWarpRows + lane / 4;
+  __syncthreads();
+  const int2 all = sight.all();
+  int n0 = sight.first_tile(kTileN);
+  auto is_interior = [&](int n) { return all.x <= n && n + kTileN <= all.y; };
+
+  float sum_out[kFragments][kOutBlocks][4] = {};
+  float row_max[kRows], row_sum[kRows];
+  #pragma unroll
+  for (int r = 0; r < kRows; ++r) row_max[r] = -kInfinity, row_sum[r] = 0.f;
+
+  load_tile<T, kTileM, kHeadDim, kThreads>(tile_q, q + head * kHeadDim, q_stride, m0, q_rows, key_ranges, false);
+  if (n0 != kNone)
+    load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k, k_stride, n0, k_rows, query_ranges, is_interior(n0));
+  copies_commit();
+
+  while (n0 != kNone) {
+    const bool interior = is_interior(n0);
+    const bool in_sight = interior || any_touches<kWarpRows>(range + warp * kWarpRows, n0, kTileN);
+
+    // Keys have arrived; everybody is done with the previous values.
+    copies_wait();
+    __syncthreads();
+    load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v, v_stride, n0, k_rows, query_ranges, interior);
+    copies_commit();
+    sight.publish_first(range[threadIdx.x], n0 + kTileN);
+    float score[kFragments][kBlocks][4];
+    if (in_sight) dot_rows<T, kHeadDim>(score, tile_q + warp * kWarpRows * (kHeadDim + kPad), tile_k);
+
+    // Values have arrived; everybody is done with the keys.
+    copies_wait();
+    __syncthreads();
+    const int next = sight.first_tile(kTileN);
+    if (next != kNone)
+      load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k, k_stride, next, k_rows, query_ranges, is_interior(next));
+    copies_commit();
+
+    if (in_sight) {
+      if (!interior) {
+        #pragma unroll
+        for (int f = 0; f < kFragments; ++f)
+          #pragma unroll
+          for (int n = 0; n < kBlocks; ++n)
+            #pragma unroll
+            for (int e = 0; e < 4; ++e)
+              if (!contains(my_range[16 * f + e / 2 * 8], n0 + n * 8 + lane % 4 * 2 + e % 2)) score[f][n][e] = -kInfinity;
+      }
+      // Online softmax on unscaled scores; a row that has seen nothing yet keeps -inf and uses 0.
+      const float scale_log2 = softmax_scale * kLog2e;
+      #pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float largest = row_max[r];
+        #pragma unroll
+        for (int n = 0; n < kBlocks; ++n)
+          largest = fmaxf(largest, fmaxf(score[r / 2][n][r % 2 * 2], score[r / 2][n][r % 2 * 2 + 1]));
+        largest = quad_max(largest);
+        const float base = largest == -kInfinity ? 0.f : largest * scale_log2;
+        const float shrink = exp2_fast(row_max[r] * scale_log2 - base);
+        row_max[r] = largest;
+        row_sum[r] *= shrink;
+        #pragma unroll
+        for (int n = 0; n < kBlocks; ++n)
+          #pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& s = score[r / 2][n][r % 2 * 2 + e];
+            s = exp2_fast(fmaf(s, scale_log2, -base));
+            row_sum[r] += s;
+          }
+        #pragma unroll
+        for (int n = 0; n < kOutBlocks; ++n)
+          sum_out[r / 2][n][r % 2 * 2] *= shrink, sum_out[r / 2][n][r % 2 * 2 + 1] *= shrink;
+      }
+      u32 probability[kFragments][kBlocks / 2][4];
+      round_to_operand<T>(probability, score);
+      add_weighted_rows<T, kVHeadDim + kPad>(sum_out, probability, tile_v);
+    }
+    n0 = next;
+  }
+  copies_wait();
+  __syncthreads();
+
+  // Normalise; the warp's own rows of tile_q stage the output for 16-byte stores.
+  T* const staging = tile_q + warp * kWarpRows * (kHeadDim + kPad);
+  float largest = -kInfinity;
+  #pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const bool padding = is_empty(my_range[8 * r]);
+    const float total = quad_sum(row_sum[r]), logit = row_max[r] * softmax_scale;
+    if (!padding) largest = fmaxf(largest, logit);
+    if (lane % 4 == 0 && row0 + 8 * r < q_rows)
+      lse[(size_t)head * q_rows + row0 + 8 * r] = padding ? -kInfinity : logit + __log2f(total) * kLn2;
+    #pragma unroll
+    for (int n = 0; n < kOutBlocks; ++n) {
+      const float x = sum_out[r / 2][n][r % 2 * 2], y = sum_out[r / 2][n][r % 2 * 2 + 1], scale = 1.f / total;
+      store_pair(staging + (lane / 4 + 8 * r) * (kHeadDim + kPad) + n * 8 + lane % 4 * 2,
+                 padding ? 0.f : x * scale, padding ? 0.f : y * scale);
+    }
+  }
+  for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
+  if (lane == 0) max_logits[((size_t)head * gridDim.x + tile) * kWarps + warp] = largest;
+  __syncwarp();
+  for (int c = lane; c < kWarpRows * kOutBlocks; c += kWarp) {
+    const int row = c / kOutBlocks, col = c % kOutBlocks * 8, global_row = m0 + warp * kWarpRows + row;
+    if (global_row < q_rows)
+      *(uint4*)(out + (size_t)global_row * out_stride + head * kVHeadDim + col) =
+          *(const uint4*)(staging + row * (kHeadDim + kPad) + col);
+  }
+}

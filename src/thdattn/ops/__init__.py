@@ -1,0 +1,32 @@
+"""The CUDA engine: one launcher per kernel, with the functions of the NumPy engine and the same arguments.
+
+Everything runs on CuPy's current stream; nothing waits for the GPU or copies from it, so a call can be captured in a
+CUDA graph. Results are new arrays (a layer's output must outlive the next layer's call); work buffers are the plan's.
+"""
+
+from __future__ import annotations
+
+from thdattn.ops import launch
+from thdattn.ops.backward import attn_bwd
+from thdattn.ops.forward import attn_fwd
+from thdattn.ops.launch import empty, from_user
+from thdattn.ops.plan import plan_arrays, to_rank_order, to_sequence_order
+from thdattn.tiles import TILES
+
+__all__ = [
+    "attn_bwd", "attn_fwd", "device", "dtypes", "empty", "from_user", "head_dims", "name", "plan_arrays", "tiles",
+    "to_rank_order", "to_sequence_order",
+]  # fmt: skip
+
+name = "cuda"
+device = "cuda"
+dtypes = ("float16", "bfloat16")
+head_dims = tuple(TILES)
+
+
+def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
+    """Rows per query tile and per key tile of the kernels for these head dims."""
+    gpu, chosen = launch.this_gpu(), TILES[head_dim, v_head_dim]
+    if gpu.sm90:
+        return chosen.forward_sm90.tile_m, chosen.backward_sm90.tile_n
+    return chosen.forward.tile_m, chosen.backward_for(gpu.shared_bytes).tile_n

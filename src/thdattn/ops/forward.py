@@ -1,0 +1,51 @@
+"""Launchers of the attention forward."""
+
+from __future__ import annotations
+
+import cupy
+import numpy as np
+
+from thdattn import jit
+from thdattn.ops import launch, scheduler
+from thdattn.ops.launch import Array, Launch, layout
+from thdattn.plan import Plan
+from thdattn.tensor_map import tensor_map
+from thdattn.tiles import TILES, ForwardSm90
+
+# Of kernels/hopper/forward.cu.
+FORWARD_SIZE = np.dtype([(field, np.int32) for field in (
+    "q_rows", "num_tiles", "num_heads", "group", "together", "last_heads")])
+
+
+def attn_fwd(
+    q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool
+) -> tuple[Array, Array, Array | None]:
+    """Attention of this rank's query rows over the whole key buffer; see reference.attn_fwd."""
+    num_rows, num_heads, _ = q.shape
+    out, lse = launch.empty((num_rows, num_heads, v.shape[2]), q.dtype), launch.empty((num_heads, num_rows), np.float32)
+    if not num_rows:
+        return out, lse, cupy.full(num_heads, -np.inf, np.float32) if return_max_logit else None
+    run, boxes, max_logits = plan.once(("forward", *layout(q, k, v)), lambda: _forward(q, k, v, plan))
+    inputs = map(tensor_map, (q, k, v), boxes) if boxes else (q, k, v)
+    run(*inputs, out, lse, np.float32(softmax_scale))
+    return out, lse, max_logits.max(axis=1) if return_max_logit else None
+
+
+def _forward(q: Array, k: Array, v: Array, plan: Plan) -> tuple[Launch, tuple[int, ...], Array]:
+    """The launch of the forward, the rows of the boxes that it loads by tensor map (none: by pointer), max_logits."""
+    gpu, chosen, dtype = launch.this_gpu(), TILES[q.shape[2], v.shape[2]], q.dtype.name
+    (num_rows, num_heads, _), num_tiles = q.shape, plan.arrays.query_tiles.shape[1]
+    tiles = chosen.forward_sm90 if gpu.sm90 else chosen.forward
+    max_logits = launch.empty((num_heads, num_tiles * tiles.warps), np.float32)
+    group = num_heads // k.shape[1]
+    if isinstance(tiles, ForwardSm90):
+        order, how = scheduler.work_order(gpu, plan, plan.arrays.query_tiles, num_heads, max(group, tiles.together))
+        size = np.array((num_rows, num_tiles, num_heads, group, *how), FORWARD_SIZE)[()]
+        fixed = (max_logits, plan.key_ranges, order, cupy.zeros(1, np.int32), size)
+        grid, block = (min(gpu.multiprocessors, num_tiles * num_heads),), 128 * (1 + tiles.consumers)
+        kernel = jit.kernel(*chosen.forward_sm90_kernel(dtype))
+        return Launch(kernel, grid, block, fixed), (tiles.tile_m, tiles.tile_n, tiles.tile_n), max_logits
+    fixed = (max_logits, plan.key_ranges, plan.query_ranges, plan.arrays.query_tiles[1],
+             *map(np.int32, (num_rows, len(k), group)))
+    kernel = jit.kernel(*chosen.forward_kernel(dtype))
+    return Launch(kernel, (num_tiles, num_heads), 32 * tiles.warps, fixed), (), max_logits

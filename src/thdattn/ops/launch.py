@@ -1,0 +1,84 @@
+"""What every launch of the engine needs: this GPU, arrays on it, and a kernel with what stays the same."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import DTypeLike
+
+from thdattn import jit
+from thdattn.packing import DLPACK_CPU
+
+Array = Any  # cupy.ndarray, whose hints are partial
+
+
+def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """A new uninitialised array; every allocation of the engine comes from here."""
+    return cupy.empty(shape, dtype)
+
+
+def from_user(name: str, x: Any) -> Array:
+    """A user's array as a C-contiguous CuPy array, without a copy where it is one.
+
+    Raises:
+        TypeError: the array is not on a GPU, or cannot be exchanged through DLPack.
+        ValueError: it lies on another GPU than the current one.
+    """
+    if type(x) is not cupy.ndarray:
+        if isinstance(x, np.ndarray) or not hasattr(x, "__dlpack__") or x.__dlpack_device__()[0] == DLPACK_CPU:
+            raise TypeError(f"{name} is a {type(x).__name__} on the host, wanted an array on the GPU; "
+                            f"copy it with cupy.asarray({name}), or use engine='reference'")
+        x = cupy.from_dlpack(x)
+    current = cupy.cuda.runtime.getDevice()
+    if x.device.id != current:
+        raise ValueError(f"{name} is on GPU {x.device.id}, wanted the current GPU {current}; copy it there, or "
+                         f"make GPU {x.device.id} current with cupy.cuda.Device({x.device.id}).use()")
+    if x.flags.c_contiguous and x.data.ptr % 16 == 0:  # the kernels move 16 bytes at a time
+        return x
+    return x.copy(order="C")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the choice of kernels and grids depends on."""
+
+    sm90: bool
+    multiprocessors: int
+    shared_bytes: int
+
+
+def this_gpu() -> Gpu:
+    """Of the current device."""
+    return _gpu(cupy.cuda.runtime.getDevice())
+
+
+@functools.cache
+def _gpu(device: int) -> Gpu:
+    attributes = cupy.cuda.Device(device).attributes
+    return Gpu(
+        sm90=jit.device_arch() == "sm_90a",
+        multiprocessors=attributes["MultiProcessorCount"],
+        shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
+    )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with all that does not change between the calls of a plan; the arguments of a call come first."""
+
+    kernel: jit.Kernel
+    grid: tuple[int, ...]
+    block: int
+    fixed: tuple[Any, ...]
+
+    def __call__(self, *args: Any) -> None:
+        self.kernel(self.grid, self.block, args + self.fixed)
+
+
+def layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
+    """What the launches of a plan depend on beside the plan."""
+    return q.dtype, q.shape[1], k.shape[1], q.shape[2], v.shape[2]
