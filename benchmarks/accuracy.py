@@ -1,0 +1,90 @@
+"""How far results are from float64: the answer on a small version of a case, and two numbers for each result.
+
+The relative root mean square (RMS) shows what every element pays, a second rounding for one; the largest error shows
+the element that pays most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from workloads import Case
+
+RESULTS = ("out", "dq", "dk", "dv")
+ROWS, HEADS, LONGEST = 2048, 8, 4  # of the small version at most; how many of the longest sequences it always has
+Array = NDArray[np.float64]
+
+
+class Error(NamedTuple):
+    """rms: of the differences, over that of the right values. largest: difference."""
+
+    rms: float
+    largest: float
+
+
+def small(case: Case) -> Case:
+    """A case with the same widths, mask and heads per kv head that float64 computes in milliseconds.
+
+    Lengths are scaled until the longest four together fit the rows, and then taken in order while there is room.
+    """
+    scale = min(1.0, ROWS / sum(sorted(case.lengths)[-LONGEST:]))
+    lengths: list[int] = []
+    for length in case.lengths:
+        scaled = max(1, int(scale * length))
+        if sum(lengths) + scaled <= ROWS:
+            lengths.append(scaled)
+    fewer = max(1, case.heads // HEADS)
+    return replace(case, lengths=tuple(lengths), heads=case.heads // fewer, kv_heads=case.kv_heads // fewer)
+
+
+def exact(case: Case, inputs: Sequence[Any], xp: Any) -> list[Array]:
+    """out, dq, dk and dv in float64 on the host, from the rule on positions, one sequence at a time.
+
+    Args:
+        inputs: q, k, v, dout on the host, (rows, heads, width), in the dtype that the kernels get.
+        xp: cupy or numpy, which computes.
+    """
+    q, k, v, dout = (xp.asarray(x.astype(np.float64)) for x in inputs)
+    results = [xp.empty_like(x) for x in (dout, q, k, v)]
+    for begin, end in pairwise(np.cumsum([0, *case.lengths]).tolist()):
+        parts = _one_sequence(case, q[begin:end], k[begin:end], v[begin:end], dout[begin:end], xp)
+        for result, part in zip(results, parts, strict=True):
+            result[begin:end] = part
+    return [x if isinstance(x, np.ndarray) else x.get() for x in results]
+
+
+def _one_sequence(case: Case, q: Any, k: Any, v: Any, dout: Any, xp: Any) -> list[Any]:
+    length, scale = len(q), case.head_dim**-0.5
+
+    def by_head(x: Any) -> Any:  # (kv heads, query heads of each or 1, rows, width)
+        return x.reshape(length, case.kv_heads, -1, x.shape[2]).transpose(1, 2, 0, 3)
+
+    qh, kh, vh, douth = map(by_head, (q, k, v, dout))
+    left, right = (side if side >= 0 else length for side in case.sides)
+    ahead = xp.arange(length) - xp.arange(length)[:, None]  # by how much a key is after the query
+    logits = xp.where((ahead < -left) | (ahead > right), -np.inf, scale * (qh @ kh.swapaxes(2, 3)))
+    p = xp.exp(logits - logits.max(axis=3, keepdims=True))
+    p /= p.sum(axis=3, keepdims=True)
+    dp = douth @ vh.swapaxes(2, 3)
+    ds = scale * p * (dp - (p * dp).sum(axis=3, keepdims=True))
+    dk, dv = ((weights.swapaxes(2, 3) @ x).sum(axis=1, keepdims=True) for weights, x in ((ds, qh), (p, douth)))
+    return [x.transpose(2, 0, 1, 3).reshape(length, -1, x.shape[3]) for x in (p @ vh, ds @ kh, dk, dv)]
+
+
+def errors(found: Sequence[NDArray[Any]], wanted: Sequence[Array]) -> dict[str, Error]:
+    """The errors of out, dq, dk, dv; NaN where the result has one.
+
+    Args:
+        found: on the host, in any float dtype.
+        wanted: from `exact`.
+    """
+    made = {}
+    for name, x, right in zip(RESULTS, found, wanted, strict=True):
+        difference = x.astype(np.float64) - right
+        made[name] = Error(float(np.linalg.norm(difference) / np.linalg.norm(right)), float(np.abs(difference).max()))
+    return made
