@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike
 from workloads import Case
 
 import thdattn
-from thdattn.ops import launch
+from thdattn import ops
 
 # Two right results in bfloat16 differ by less: as a whole, and anywhere relative to the largest element.
 RELATIVE_ERROR, LARGEST_ERROR = 1e-2, 2.0**-5
@@ -150,8 +150,9 @@ class Portable(Ours):
     """The same with the portable kernels, which GPUs with kernels of their own do not use."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
-        gpu = replace(launch.this_gpu(), sm90=False)
-        with patch.object(launch, "this_gpu", lambda: gpu):
+        launch: Any = getattr(ops, "launch", ops)  # a tree that compare.py times may have one module for all of ops
+        gpu = replace(launch._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
+        with patch.object(launch, "_gpu", lambda device: gpu):
             super().__init__(case, inputs)
             self.forward()  # a plan keeps the kernels of its first calls
             self.backward()
