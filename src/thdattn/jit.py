@@ -80,9 +80,18 @@ def _text(file: str) -> str:
     return wgmma.wrappers() if file == WRAPPERS else (FOLDER / file).read_text()
 
 
+# What decides which kernels run, and how: their sources, and the modules that compile and launch them.
+LAUNCH_FILES = ("**/*.cu", "**/*.cuh", "ops/*.py", "jit.py", "plan.py", "tensor_map.py", "tiles.py", "wgmma.py")
+
+
 def source_hash() -> str:
-    """The first 16 hex digits of the SHA-256 of the kernel sources: what a test record or a benchmark row is about."""
-    return hashlib.sha256("".join(map(source, FILES)).encode()).hexdigest()[:16]
+    """The first 16 hex digits of the SHA-256 of LAUNCH_FILES: what a test record or a benchmark row is about."""
+    digest = hashlib.sha256()
+    files = {path.relative_to(FOLDER).as_posix(): path for pattern in LAUNCH_FILES for path in FOLDER.glob(pattern)}
+    for name, path in sorted(files.items()):
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:
