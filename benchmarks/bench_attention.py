@@ -2,9 +2,12 @@
 
     python benchmarks/bench_attention.py --plot
     python benchmarks/bench_attention.py --cases 1x16384 lognormal64k --peers deterministic,fa4
+    python benchmarks/bench_attention.py --sustained --repeats 1 --cases 1x16384 doc64k
 
 Two timings of each direction. "called": events around each call, as a user makes it, so that a slow host shows.
-"graph": the calls captured in a CUDA graph and replayed, which leaves the GPU's work. All take turns in one run.
+"graph": the calls captured in a CUDA graph and replayed, which leaves the GPU's work. All take turns in one run. Beside
+them the errors of every peer against float64, on a small version of the case. --sustained is a run of its own: forward
+and backward for two seconds without rest, as training loads a GPU.
 """
 
 from __future__ import annotations
@@ -19,13 +22,15 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import accuracy
 import cupy
 import record
 import timing
 from peers import PEERS, Ours, Peer, TorchPeer, draw_inputs, release_memory
 from workloads import CASES, Case
 
-Measured = dict[tuple[str, str, str], float]  # (peer, direction, timing) -> milliseconds
+Key = tuple[str, str, str]  # peer, direction, timing
+Measured = dict[Key, record.Row]  # the columns of what was measured
 
 
 def main() -> int:
@@ -42,35 +47,71 @@ def main() -> int:
     with cupy.cuda.Stream(non_blocking=True):  # the default stream cannot be captured
         for number, name in enumerate(args.cases, 1):
             start = time.perf_counter()
-            measured = bench(CASES[name], list(versions), directions, args.repeats)
+            if args.sustained:
+                keys = [(peer, *record.SUSTAINED) for peer in versions]
+                measured = sustained(CASES[name], list(versions), args.repeats)
+            else:
+                keys = asked(list(versions), directions)
+                measured = bench(CASES[name], list(versions), directions, args.repeats)
             release_memory()
-            made = [about | row for row in rows_of(CASES[name], versions, directions, measured)]
+            made = [about | row for row in rows_of(CASES[name], versions, keys, measured)]
             everything = record.save(path, made, ("gpu", "case", "peer", "direction", "timing"))
             rows += made
             print(f"[{number}/{len(args.cases)}] {name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     print("TFLOP/s and ratios are forward/backward; a ratio above 1 says that ours is the faster one")
     print(record.table(rows))
-    print(f"wrote {path}")
+    print(f"wrote {path}; benchmarks/readme.py writes README.md anew")
     if args.plot:
         record.plot([row for row in everything if row["gpu"] == about["gpu"]], path.with_suffix(".png"))
         print(f"wrote {path.with_suffix('.png')}")
     return 0
 
 
-def bench(case: Case, names: Sequence[str], directions: Sequence[str], rounds: int) -> Measured:
-    """All times of one case; what could not be measured is missing."""
+def asked(names: Sequence[str], directions: Sequence[str]) -> list[Key]:
+    """What `bench` is to measure."""
+    keys = [(name, way, how) for name in names for way in directions for how in record.TIMINGS]
+    return keys + [(name, result, record.ERRORS) for name in names for result in accuracy.RESULTS]
+
+
+def make_peers(case: Case, names: Sequence[str]) -> dict[str, Peer]:
+    """The peers that take the case."""
     inputs = draw_inputs(case)
     peers: dict[str, Peer] = {}
     for name in names:
         with reported(f"{case.name} {name}"):
             peers[name] = PEERS[name](case, inputs)
+    return peers
+
+
+def bench(case: Case, names: Sequence[str], directions: Sequence[str], rounds: int) -> Measured:
+    """All that is measured of one case; what could not be is missing."""
     measured: Measured = {}
+    with reported(f"{case.name}, errors"):
+        measured |= errors(case, names)
+    peers = make_peers(case, names)
     for direction in directions:
         measured |= race(case, peers, direction, rounds)
     ours = peers.get("ours")
     if isinstance(ours, Ours):
         with reported(f"{case.name} ours, host side"):
             measured |= host_side(ours)
+    return measured
+
+
+def errors(case: Case, names: Sequence[str]) -> Measured:
+    """The errors of every peer on a small version of the case."""
+    small = accuracy.small(case)
+    peers = make_peers(small, names)
+    wanted = accuracy.exact(small, [x.get() for x in draw_inputs(small)], cupy)
+    measured: Measured = {}
+    for name, peer in peers.items():
+        with reported(f"{case.name} {name}, errors"):
+            peer.forward()
+            peer.backward()
+            for result, error in accuracy.errors(peer.on_host(), wanted).items():
+                measured[name, result, record.ERRORS] = {
+                    "rms": f"{error.rms:.4e}", "largest": f"{error.largest:.4e}", "kernels": peer.kernels("backward"),
+                }  # fmt: skip
     return measured
 
 
@@ -90,9 +131,30 @@ def race(case: Case, peers: Mapping[str, Peer], direction: str, rounds: int) -> 
             in_graph = timing.calls_per_graph(size)
             replays[name] = partial(timing.replayed, peers[name].capture(calls[name], in_graph), in_graph)
     graph = timing.interleaved(replays, rounds, lambda name: reported(f"{case.name} {name} {direction} graph"))
-    return {(name, direction, "called"): ms for name, ms in called.items()} | {
-        (name, direction, "graph"): ms for name, ms in graph.items()
+    flops = getattr(case.flops, direction)
+    return {
+        (name, direction, how): record.timed(samples, flops) | {"kernels": peers[name].kernels(direction)}
+        for how, times in (("called", called), ("graph", graph))
+        for name, samples in times.items()
     }
+
+
+def sustained(case: Case, names: Sequence[str], rounds: int) -> Measured:
+    """Forward and backward in captured graphs, each peer for two seconds without rest."""
+    peers = make_peers(case, names)
+    replays = {}
+    for name, peer in peers.items():
+        with reported(f"{case.name} {name} sustained"):
+            prepare(peer, "backward", peers.get("ours"))
+
+            def pair(peer: Peer = peer) -> None:
+                peer.forward()
+                peer.backward()
+
+            calls = timing.calls_per_graph(timing.calls_per_group(median(timing.called(pair, 3))))
+            replays[name] = partial(timing.sustained, peer.capture(pair, calls), calls)
+    times = timing.interleaved(replays, rounds, lambda name: reported(f"{case.name} {name} sustained"))
+    return {(name, *record.SUSTAINED): record.timed(samples, sum(case.flops)) for name, samples in times.items()}
 
 
 def prepare(peer: Peer, direction: str, ours: Peer | None) -> None:
@@ -112,21 +174,16 @@ def host_side(ours: Ours) -> Measured:
     for side, batch in (("host_lengths", ours.batch), ("device_lengths", ours.batch_on_device)):
         make = partial(ours.attn.plan, batch, "contiguous")
         make()
-        measured["ours", "plan", side] = timing.finished(make, 5)
+        measured["ours", "plan", side] = record.timed(timing.finished(make, 5))
     ours.forward()
-    measured["ours", "forward", "host"] = timing.host(ours.forward, 5)
+    measured["ours", "forward", "host"] = record.timed(timing.host(ours.forward, 5))
     return measured
 
 
-def rows_of(
-    case: Case, versions: Mapping[str, str], directions: Sequence[str], measured: Measured
-) -> Iterator[record.Row]:
+def rows_of(case: Case, versions: Mapping[str, str], keys: Sequence[Key], measured: Measured) -> Iterator[record.Row]:
     """A row per measurement asked for, blank where it failed, so that it also replaces an older one."""
-    keys = [(name, way, how) for name in versions for way in directions for how in record.TIMINGS]
-    keys += [key for key in measured if key not in keys]
-    for peer, direction, how in keys:
-        ms = measured.get((peer, direction, how))
-        counted = ms is not None and how in record.TIMINGS
+    blank = dict.fromkeys(("ms", "ms_p10", "ms_p90", "samples", "tflops", "rms", "largest", "kernels"), "")
+    for peer, direction, how in dict.fromkeys([*keys, *measured]):
         yield {
             "case": case.name,
             "heads": str(case.heads),
@@ -142,8 +199,7 @@ def rows_of(
             "peer_version": versions[peer],
             "direction": direction,
             "timing": how,
-            "ms": "" if ms is None else f"{ms:.5f}",
-            "tflops": f"{getattr(case.flops, direction) / ms / 1e9:.2f}" if ms is not None and counted else "",
+            **(blank | measured.get((peer, direction, how), {})),
         }
 
 
@@ -161,11 +217,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE",
                         help=f"all by default: {' '.join(CASES)}")  # fmt: skip
-    usual = [name for name in PEERS if name != "deterministic"]
-    parser.add_argument("--peers", type=lambda names: names.split(","), default=usual,
-                        help=f"comma-separated, {','.join(usual)} by default; deterministic too; ours is always timed")
+    parser.add_argument("--peers", type=lambda names: names.split(","), default=list(PEERS),
+                        help=f"comma-separated, {','.join(PEERS)} by default; ours is always timed")
     parser.add_argument("--repeats", type=int, default=5, help="turns of every peer, 5 by default")
-    parser.add_argument("--forward-only", action="store_true")
+    parser.add_argument("--forward-only", action="store_true", help="no times of the backward")
+    parser.add_argument("--sustained", action="store_true",
+                        help="instead of all that: forward and backward together, two seconds a turn without rest")
     parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/attention_GPU.csv by default")
     parser.add_argument("--plot", action="store_true", help="also draw the CSV file's rows of this GPU, as PNG")
     args = parser.parse_args()
@@ -174,6 +231,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"unknown peers {', '.join(sorted(unknown))}; wanted some of {', '.join(PEERS)}")
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}, wanted >= 1")
+    if args.sustained and args.forward_only:
+        parser.error("--sustained is of forward and backward; leave --forward-only out")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'thdattn[bench]'")
     args.peers = ["ours", *(name for name in PEERS if name in args.peers and name != "ours")]

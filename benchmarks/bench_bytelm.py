@@ -3,9 +3,9 @@
     python benchmarks/bench_bytelm.py --size 1b
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 131072
 
-Every run adds a row to benchmarks/results/bytelm_GPU.csv and prints the table that stands in README.md. A step is timed
-from the end of the step before to its own end on the GPU. Model FLOPs are 6 per weight that multiplies and token, and
-those of the attention's visible pairs; nothing is counted for what is computed again.
+Every run adds a row to benchmarks/results/bytelm_GPU.csv, of which readme.py makes a table in README.md. A step is
+timed from the end of the step before to its own end on the GPU. Model FLOPs are 6 per weight that multiplies and token,
+and those of the attention's visible pairs; nothing is counted for what is computed again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "bytelm"))
 
@@ -74,7 +74,7 @@ def measured(trainer: Trainer, results: list[StepResult], peak: float | None) ->
     """Medians over the steps; speeds are of the median step, per rank where they say so."""
     clock, size = trainer.clock, trainer.comm.size
     seconds = [clock.seconds(*result.span) for result in results]
-    low, *_, high = quantiles(seconds, n=10)
+    low, high = record.spread(seconds)
     tokens = [sum(batch.num_targets for batch in result.batches) for result in results]
     rows = sum(batch.batch.total_rows for result in results for batch in result.batches)
     attention = [
@@ -100,25 +100,37 @@ def load_all() -> list[record.Row]:
 
 
 def summary(rows: Iterable[record.Row]) -> str:
-    """The README's table, Markdown: the smaller models first, and few ranks before many."""
+    """The README's table, Markdown: the smaller models first, and few ranks before many; then which sources ran."""
     lines = [
-        "| GPU | model | GPUs | tokens per step | ms per step | tokens/s | MFU | attention TFLOP/s per GPU | padding |",
-        "|---" * 9 + "|",
+        "| GPU | model | GPUs | tokens per step | ms per step | p10 to p90 | tokens/s | MFU "
+        "| attention TFLOP/s per GPU | padding |",
+        "|" + "---|" * 10,
     ]
     by_size = sorted(rows, key=lambda row: (list(SIZES).index(row["size"]), int(row["ranks"]), row["gpu"]))
+    sources: dict[tuple[str, ...], list[str]] = {}
     for row in by_size:
         mfu = f"{100 * float(row['mfu']):.0f} %" if row["mfu"] else "-"
         tokens = int(row["tokens"]) * int(row["accumulate"])
         lines.append(
             f"| {row['gpu'].removeprefix('NVIDIA ')} | {row['size']}, {int(row['weights']):,} weights | "
-            f"{row['ranks']} | {tokens:,} | {float(row['ms_per_step']):.0f} | {int(row['tokens_per_s']):,} | {mfu} | "
+            f"{row['ranks']} | {tokens:,} | {milliseconds(row['ms_per_step'])} | {milliseconds(row['ms_p10'])} to "
+            f"{milliseconds(row['ms_p90'])} | {int(row['tokens_per_s']):,} | {mfu} | "
             f"{float(row['attention_tflops']):.0f} | {100 * float(row['padding']):.1f} % |"
         )
+        run = row["steps"], record.software(row), row["kernel_sources"], row["example_sources"]
+        sources.setdefault(run, []).append(f"{row['size']} on {row['ranks']} with {tokens:,}")
+    for (steps, software, kernels, example), cases in sources.items():
+        which = "All" if len(sources) == 1 else "; ".join(cases)
+        lines += ["", f"{which}: {steps} steps, {software}, sources {kernels}, of the example {example}."]
     return "\n".join(lines)
 
 
+def milliseconds(text: str) -> str:
+    return f"{float(text):,.{0 if float(text) >= 100 else 1}f}"
+
+
 def example_hash() -> str:
-    """Changes with the example's code, kernels included, as kernel_sources does with the package's kernels."""
+    """Changes with the example's code, kernels included, as kernel_sources does with what launches the package's."""
     digest = hashlib.sha256()
     for path in sorted([*EXAMPLE.glob("*.py"), *EXAMPLE.glob("*.cu")]):
         digest.update(path.name.encode() + path.read_bytes())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import cupy
@@ -68,17 +69,23 @@ def bench(pack: str, cp_size: int) -> Iterator[record.Row]:
             ROUNDS, lambda _: nullcontext(),
         )  # fmt: skip
         num_bytes = 2 * sum(x.nbytes for x in sources)
+        ms, copy_ms = (median(times[name]) for name in ("move", "copy"))
+        spreads = {f"{column}_p{percent}": f"{value:.4f}"
+                   for column, name in (("ms", "move"), ("copy_ms", "copy"))
+                   for percent, value in zip((10, 90), record.spread(times[name]), strict=True)}  # fmt: skip
         yield {
             "case": pack,
             "cp_size": str(cp_size),
             "direction": direction,
             "dtype": np.dtype(dtype).name,
             "bytes": str(num_bytes),
-            "ms": f"{times['move']:.4f}",
-            "gb_per_s": f"{num_bytes / times['move'] / 1e6:.0f}",
-            "copy_ms": f"{times['copy']:.4f}",
-            "copy_gb_per_s": f"{num_bytes / times['copy'] / 1e6:.0f}",
-            "ratio": f"{times['copy'] / times['move']:.3f}",
+            "ms": f"{ms:.4f}",
+            "gb_per_s": f"{num_bytes / ms / 1e6:.0f}",
+            "copy_ms": f"{copy_ms:.4f}",
+            "copy_gb_per_s": f"{num_bytes / copy_ms / 1e6:.0f}",
+            "ratio": f"{copy_ms / ms:.3f}",
+            "samples": str(len(times["move"])),
+            **spreads,
         }
 
 

@@ -71,9 +71,8 @@ class Measure:
         peer = PEERS[way](small, inputs)
         peer.forward()
         peer.backward()
-        found = [x.get() for x in peer.results()]
         wanted = accuracy.exact(small, [x.get() for x in inputs], cupy)
-        return accuracy.errors(found, wanted)
+        return accuracy.errors(peer.on_host(), wanted)
 
 
 def serve(measure: Any, questions: TextIO, answers: TextIO) -> None:

@@ -19,11 +19,11 @@ from unittest.mock import patch
 import cupy
 import ml_dtypes
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 from workloads import Case
 
 import thdattn
-from thdattn import ops
+from thdattn import jit, ops
 
 # Two right results in bfloat16 differ by less: as a whole, and anywhere relative to the largest element.
 RELATIVE_ERROR, LARGEST_ERROR = 1e-2, 2.0**-5
@@ -99,11 +99,20 @@ class Peer(ABC):
     def results(self) -> Sequence[Any]:
         """out and, after a backward, dq, dk, dv: (rows, heads, width) in sequence order."""
 
+    @abstractmethod
+    def on_host(self) -> list[NDArray[Any]]:
+        """The results as NumPy arrays."""
+
+    def kernels(self, direction: str) -> str:
+        """The names of the attention kernels of a direction, where they are known."""
+        return ""
+
 
 class Ours(Peer):
     """CPAttention on one rank."""
 
     deterministic = False
+    grads: Sequence[Any] = ()
 
     @classmethod
     def version(cls) -> str:
@@ -117,7 +126,15 @@ class Ours(Peer):
             cupy.asarray(self.batch.cu_seqlens), total_rows=self.batch.total_rows
         )
         self.plan = self.attn.plan(self.batch, "contiguous")
-        self.grads: Sequence[Any] = ()
+        self._names: dict[str, str] = {}
+        for direction in ("forward", "backward"):
+            with patch.object(jit, "kernel", wraps=jit.kernel) as loaded:  # a plan keeps the kernels of its first calls
+                getattr(self, direction)()
+            names = {call.args[0].partition("<")[0] for call in loaded.call_args_list}
+            self._names[direction] = " ".join(sorted(name for name in names if name.startswith("thd_attn")))
+
+    def kernels(self, direction: str) -> str:
+        return self._names[direction]
 
     def forward(self) -> None:
         q, k, v, _ = self.inputs
@@ -139,6 +156,9 @@ class Ours(Peer):
     def results(self) -> Sequence[Any]:
         return self.out, *self.grads
 
+    def on_host(self) -> list[NDArray[Any]]:
+        return [x.get() for x in self.results()]
+
 
 class Deterministic(Ours):
     """The same with deterministic=True, which changes the backward."""
@@ -154,8 +174,6 @@ class Portable(Ours):
         gpu = replace(launch._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
         with patch.object(launch, "_gpu", lambda device: gpu):
             super().__init__(case, inputs)
-            self.forward()  # a plan keeps the kernels of its first calls
-            self.backward()
 
 
 class TorchPeer(Peer):
@@ -203,6 +221,9 @@ class TorchPeer(Peer):
 
     def results(self) -> Sequence[Any]:
         return [self.packed(x.detach()) for x in (self.out, *self.grads)]
+
+    def on_host(self) -> list[NDArray[Any]]:
+        return [x.float().cpu().numpy() for x in self.results()]
 
     def check(self, wanted: Sequence[Any]) -> None:
         """Raises ValueError where the results are not those of ours (CuPy arrays) within bfloat16."""

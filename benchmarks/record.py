@@ -1,6 +1,6 @@
-"""The record of measurements: what they were taken on, the CSV file, the table and the plot.
+"""The record of measurements: what they were taken on, the CSV file, the table that a run prints, and the plot.
 
-    python benchmarks/record.py benchmarks/results/attention_GPU.csv      prints the table that stands in README.md
+A file is of one GPU and holds the last measurement of everything. Older rows may lack columns, which are then blank.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median, quantiles
 
 Row = dict[str, str]
 RESULTS = Path(__file__).with_name("results")
 DIRECTIONS = ("forward", "backward")
 TIMINGS = ("called", "graph")
+SUSTAINED = "both", "sustained"  # direction and timing of forward and backward without rest
+WAYS = {"called": DIRECTIONS, "graph": DIRECTIONS, "sustained": ("both",)}  # the directions of a timing with a speed
+ERRORS = "float64"  # the "timing" of rows with errors, whose "direction" is a result
 OWN = ("deterministic", "portable")  # peers that are this package in another way
 
 
@@ -36,9 +40,15 @@ def provenance() -> Row:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "gpu": cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode(),
         "driver": driver[0] if driver else f"CUDA {cupy.cuda.runtime.driverGetVersion()}",
+        "cuda": "{}.{}".format(*divmod(cupy.cuda.runtime.runtimeGetVersion() // 10, 100)),
         "kernel_sources": jit.source_hash(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
+
+
+def software(row: Row) -> str:
+    """Driver and CUDA, which older rows do not say."""
+    return f"driver {row['driver']}, CUDA {row['cuda']}" if row.get("cuda") else f"driver {row['driver']}"
 
 
 def results_file(kind: str, gpu: str) -> Path:
@@ -55,16 +65,46 @@ def load(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
+def newest(kind: str) -> tuple[Path, list[Row]]:
+    """The file of the GPU on which one kind of benchmark ran last, and its rows."""
+    files = {path: load(path) for path in RESULTS.glob(f"{kind}_*.csv")}
+    path = max(files, key=lambda path: max(row["date"] for row in files[path]))
+    return path, files[path]
+
+
 def save(path: Path, rows: Sequence[Row], key: Sequence[str]) -> list[Row]:
     """Adds rows to a CSV file, in place of those that agree with them in the columns of `key`; returns all rows."""
     made = {tuple(row[column] for column in key) for row in rows}
-    kept = [row for row in load(path) if tuple(row[column] for column in key) not in made]
+    everything = [row for row in load(path) if tuple(row[column] for column in key) not in made] + list(rows)
+    columns = dict.fromkeys(column for row in [*rows, *everything] for column in row)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(file, list(columns), restval="", lineterminator="\n")
         writer.writeheader()
-        writer.writerows([*kept, *rows])
-    return [*kept, *rows]
+        writer.writerows(everything)
+    return [dict.fromkeys(columns, "") | row for row in everything]
+
+
+def spread(samples: Sequence[float]) -> tuple[float, float]:
+    """The 10th and the 90th percentile; of fewer than ten samples, the lowest and the highest."""
+    if len(samples) < 10:
+        return min(samples), max(samples)
+    low, *_, high = quantiles(samples, n=10)
+    return low, high
+
+
+def timed(samples: Sequence[float], flops: float | None = None) -> Row:
+    """The columns of a measured time.
+
+    Args:
+        samples: milliseconds.
+        flops: of what was timed, where a speed makes sense.
+    """
+    ms, (low, high) = median(samples), spread(samples)
+    return {
+        "ms": f"{ms:.5f}", "ms_p10": f"{low:.5f}", "ms_p90": f"{high:.5f}", "samples": str(len(samples)),
+        "tflops": f"{flops / ms / 1e9:.2f}" if flops else "",
+    }  # fmt: skip
 
 
 class Times:
@@ -75,9 +115,13 @@ class Times:
         self.cases = list(dict.fromkeys(case for case, *_ in self._rows))
         self.peers = list(dict.fromkeys(peer for _, peer, *_ in self._rows if peer != "ours"))
 
+    def text(self, column: str, *key: str) -> str:
+        """A column, blank where there is none."""
+        return self._rows.get(key, {}).get(column) or ""
+
     def value(self, column: str, *key: str) -> float:
-        """A number of "ms" or "tflops"; NaN where there is none."""
-        return float(self._rows.get(key, {}).get(column) or math.nan)
+        """A number of a column; NaN where there is none."""
+        return float(self.text(column, *key) or math.nan)
 
     def ratio(self, case: str, peer: str, direction: str, timing: str) -> float:
         """Our speed over a peer's."""
@@ -92,48 +136,26 @@ class Times:
 
 def table(rows: Iterable[Row]) -> str:
     """Ours in TFLOP/s, forward/backward, and our speed over each peer's; then the host's side of ours."""
+    rows = list(rows)
     times = Times(rows)
-    timed = [(peer, timing) for peer in times.peers for timing in TIMINGS]
+    timings = [timing for timing in WAYS if any(row["timing"] == timing for row in rows)]
+    pairs = [(peer, timing) for peer in times.peers for timing in timings]
     lines = [
-        ["case", *(f"ours {timing}" for timing in TIMINGS), *(f"ours/{peer} {timing}" for peer, timing in timed),
+        ["case", *(f"ours {timing}" for timing in timings), *(f"ours/{peer} {timing}" for peer, timing in pairs),
          "plan ms host/device", "forward host us"],
     ]  # fmt: skip
     for case in times.cases:
-        speeds = [[times.value("tflops", case, "ours", way, timing) for way in DIRECTIONS] for timing in TIMINGS]
-        ratios = [[times.ratio(case, peer, way, timing) for way in DIRECTIONS] for peer, timing in timed]
+        speeds = [[times.value("tflops", case, "ours", way, timing) for way in WAYS[timing]] for timing in timings]
+        ratios = [[times.ratio(case, peer, way, timing) for way in WAYS[timing]] for peer, timing in pairs]
         plans = [times.value("ms", case, "ours", "plan", side) for side in ("host_lengths", "device_lengths")]
         host = times.value("ms", case, "ours", "forward", "host") * 1e3
-        cells = [*(_slashed(x, 3) for x in speeds), *(_slashed(x, 2) for x in ratios), _slashed(plans, 2)]
-        lines.append([case, *cells, _slashed([host], 3)])
+        cells = [*(slashed(x, 3) for x in speeds), *(slashed(x, 2) for x in ratios), slashed(plans, 2)]
+        lines.append([case, *cells, slashed([host], 3)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """The README's table, Markdown: TFLOP/s of every peer, forward/backward, with the launch overhead taken out."""
-    times = Times(rows)
-    peers = ["ours", *times.peers]
-    versions = {row["peer"]: row["peer_version"] for row in rows}
-    runs: dict[tuple[str, ...], set[str]] = {}
-    for row in rows:
-        runs.setdefault(tuple(row[x] for x in ("driver", "kernel_sources", "command")), set()).add(row["peer"])
-    lines = [
-        f"{rows[0]['gpu']}; bfloat16, causal, 16 heads of 128 unless the name says so;",
-        "TFLOP/s forward/backward in replayed CUDA graphs.",
-        *(f"{', '.join(peer for peer in peers if peer in timed)}: driver {driver}, kernel sources {kernels}, "
-          f"{command.removeprefix('python ')}." for (driver, kernels, command), timed in runs.items()),
-        f"Versions: {', '.join(f'{peer} {versions[peer]}' for peer in peers)}.",
-        "",
-        "| case | " + " | ".join(peers) + " |",
-        "|---" * (1 + len(peers)) + "|",
-    ]
-    for case in times.cases:
-        speeds = [[times.value("tflops", case, peer, way, "graph") for way in DIRECTIONS] for peer in peers]
-        lines.append(f"| {case} | " + " | ".join(_slashed(x, 3) for x in speeds) + " |")
-    return "\n".join(lines)
-
-
-def _slashed(numbers: Iterable[float], digits: int) -> str:
+def slashed(numbers: Iterable[float], digits: int) -> str:
     """Numbers to so many significant digits, or all of a larger integer; a dash for NaN."""
     return "/".join(
         "-" if math.isnan(x) else f"{x:.0f}" if abs(x) >= 10 ** (digits - 1) else f"{x:#.{digits}g}" for x in numbers
@@ -168,6 +190,3 @@ def plot(rows: Iterable[Row], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
-
-if __name__ == "__main__":
-    print(summary(load(Path(sys.argv[1]))))

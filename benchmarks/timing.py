@@ -6,16 +6,19 @@ Everything runs on CuPy's current stream.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from statistics import median
+from typing import Any
 
 import cupy
 
 Call = Callable[[], object]
 GROUP_MS = 40.0  # GPU time of a group of calls, aimed at
 REST = 0.1  # seconds before a group: a GPU at its power limit runs slower for a while, whoever brought it there
+REPLAYS = 2  # of a graph that are timed in a row
+SUSTAINED = 2.0  # seconds without rest
+AHEAD = 2  # replays that wait on the GPU meanwhile
 MAX_CALLS = 50
 HOST_CALLS = 20
 
@@ -26,7 +29,7 @@ def calls_per_group(ms: float) -> int:
 
 
 def calls_per_graph(calls: int) -> int:
-    """How many calls a captured graph holds; `replayed` runs it twice, for as long as a group of so many `calls`."""
+    """How many calls a captured graph holds; two replays last as long as a group of so many `calls`."""
     return -(-calls // 2)
 
 
@@ -44,27 +47,55 @@ def called(call: Call, calls: int) -> list[float]:
 
 
 def replayed(replay: Call, calls: int) -> list[float]:
-    """The time of one of the `calls` calls in a captured graph; the replay before it hides the graph's own launch."""
+    """Times of one of the `calls` calls in a captured graph; a replay before hides the graph's own launch."""
     stream = cupy.cuda.get_current_stream()
-    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
     stream.synchronize()
     replay()
-    start.record(stream)
-    replay()
-    stop.record(stream)
+    marks = [_mark()]
+    for _ in range(REPLAYS):
+        replay()
+        marks.append(_mark())
     stream.synchronize()
-    return [cupy.cuda.get_elapsed_time(start, stop) / calls]
+    return _between(marks, calls)
+
+
+def sustained(replay: Call, calls: int) -> list[float]:
+    """Times of one of the `calls` calls in a graph that is replayed for SUSTAINED seconds without rest.
+
+    The first quarter, in which the GPU comes to its power limit, does not count.
+    """
+    stream = cupy.cuda.get_current_stream()
+    stream.synchronize()
+    start, marks = time.perf_counter(), [_mark()]
+    while time.perf_counter() - start < SUSTAINED:
+        replay()
+        marks.append(_mark())
+        if len(marks) > AHEAD:
+            marks[-1 - AHEAD].synchronize()
+    stream.synchronize()
+    times = _between(marks, calls)
+    return times[len(times) // 4 :]
+
+
+def _mark() -> Any:
+    event = cupy.cuda.Event()
+    event.record(cupy.cuda.get_current_stream())
+    return event
+
+
+def _between(marks: Sequence[Any], calls: int) -> list[float]:
+    return [cupy.cuda.get_elapsed_time(start, stop) / calls for start, stop in pairwise(marks)]
 
 
 def interleaved(
     groups: Mapping[str, Callable[[], list[float]]], rounds: int, guard: Callable[[str], AbstractContextManager[object]]
-) -> dict[str, float]:
-    """Medians of groups that take turns, each on a rested GPU, so that none pays for what ran before it.
+) -> dict[str, list[float]]:
+    """Samples of groups that take turns, each on a rested GPU, so that none pays for what ran before it.
 
     Args:
         groups: name -> what times one group of calls.
         rounds: turns of every group.
-        guard: name -> a context that may swallow the error of a group; a group that never succeeded has no median.
+        guard: name -> a context that may swallow the error of a group; a group that never succeeded has no samples.
     """
     samples: dict[str, list[float]] = {name: [] for name in groups}
     for _ in range(rounds):
@@ -72,14 +103,11 @@ def interleaved(
             time.sleep(REST)
             with guard(name):
                 samples[name] += group()
-    return {name: median(times) for name, times in samples.items() if times}
+    return {name: times for name, times in samples.items() if times}
 
 
-def host(call: Call, rounds: int) -> float:
-    """Median host milliseconds of a call that nobody waits for, over rounds of HOST_CALLS in a row.
-
-    A mean counts Python's garbage collections, one round whatever else the machine did just then.
-    """
+def host(call: Call, rounds: int) -> list[float]:
+    """Host milliseconds of calls that nobody waits for, in rounds of HOST_CALLS in a row."""
     stream = cupy.cuda.get_current_stream()
     times: list[float] = []
     for _ in range(rounds):
@@ -89,13 +117,13 @@ def host(call: Call, rounds: int) -> float:
         for _ in range(HOST_CALLS):
             call()
             moments.append(time.perf_counter())
-        times += [after - before for before, after in pairwise(moments)]
+        times += [1e3 * (after - before) for before, after in pairwise(moments)]
     stream.synchronize()
-    return median(times) * 1e3
+    return times
 
 
-def finished(call: Call, calls: int) -> float:
-    """Median host milliseconds from a call to the end of its GPU work."""
+def finished(call: Call, calls: int) -> list[float]:
+    """Host milliseconds from a call to the end of its GPU work."""
     stream = cupy.cuda.get_current_stream()
     times = []
     for _ in range(calls):
@@ -104,4 +132,4 @@ def finished(call: Call, calls: int) -> float:
         call()
         stream.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
-    return median(times)
+    return times

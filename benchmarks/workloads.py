@@ -70,7 +70,7 @@ def lognormal_pack(seed: int = 0) -> tuple[int, ...]:
         lengths.append(length)
 
 
-def document_pack(seed: int = 0) -> tuple[int, ...]:
+def document_pack(seed: int = 0, tokens: int = PACK_TOKENS) -> tuple[int, ...]:
     """Lengths of real documents, no longer than a quarter of the pack, drawn until the pack would be too long.
 
     A bin of doc_lengths.csv is drawn by its share, then a length uniformly inside it.
@@ -82,9 +82,9 @@ def document_pack(seed: int = 0) -> tuple[int, ...]:
     while True:
         low, high, _ = bins[rng.choice(len(bins), p=share)]
         length = int(rng.integers(low, high, endpoint=True))
-        if length > PACK_TOKENS // 4:
+        if length > tokens // 4:
             continue
-        if sum(lengths) + length > PACK_TOKENS:
+        if sum(lengths) + length > tokens:
             return tuple(lengths)
         lengths.append(length)
 
@@ -101,6 +101,7 @@ def _cases() -> tuple[Case, ...]:
         replace(long, name="1x16384-d64", heads=32, kv_heads=32, head_dim=64, v_head_dim=64),
         replace(long, name="1x16384-d96", head_dim=96, v_head_dim=96),
         replace(long, name="1x16384-d192v128", head_dim=192),
+        replace(long, name="1x16384-d192", kv_heads=4, head_dim=192, v_head_dim=192),
         replace(long, name="1x16384-d256", heads=8, kv_heads=8, head_dim=256, v_head_dim=256),
         Case("4x4096", (4_096,) * 4),
         Case("16x1024", (1_024,) * 16),
@@ -111,6 +112,7 @@ def _cases() -> tuple[Case, ...]:
         Case("1x65536-w1024", (65_536,), window=(1_024, 0)),
         Case("skewed10-w512", skewed, window=(512, 0)),
         Case("doc64k", document_pack()),
+        Case("doc128k", document_pack(tokens=2 * PACK_TOKENS)),
         Case("8192x34", (34,) * 8_192),
         Case("65536+1000x16", (65_536, *(16,) * 1_000)),
     )

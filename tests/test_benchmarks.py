@@ -65,6 +65,16 @@ def test_rows_round_trip_and_replace_only_their_own_measurement(tmp_path):
     assert record.save(path, again, KEY) == [first[1], *other_gpu, *again] == record.load(path)
 
 
+def test_older_rows_keep_blanks_in_columns_that_they_lack(tmp_path):
+    path = tmp_path / "attention.csv"
+    older = row("one", "ours", "forward", "called", "1", "2")
+    record.save(path, [older | {"gone": "x"}], KEY)
+    newer = row("two", "ours", "forward", "called", "3", "4") | {"ms_p10": "2.5"}
+    rows = record.save(path, [newer], KEY)
+    assert rows == record.load(path) == [older | {"gone": "x", "ms_p10": ""}, newer | {"gone": ""}]
+    assert np.isnan(record.Times(rows).value("ms_p10", "one", "ours", "forward", "called"))
+
+
 def test_results_file_names_the_gpu():
     assert record.results_file("attention", "NVIDIA H100 80GB HBM3").name == "attention_nvidia-h100-80gb-hbm3.csv"
 
@@ -110,7 +120,7 @@ def test_host_time_is_that_of_a_usual_call_and_not_the_mean(monkeypatch):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(timing.time, "sleep", rest)
     monkeypatch.setattr(timing.cupy.cuda, "get_current_stream", Mock())
-    assert timing.host(call, 2) == pytest.approx(2.5)
+    assert float(record.timed(timing.host(call, 2))["ms"]) == pytest.approx(2.5)
 
 
 @pytest.mark.parametrize("name", ["ours", "deterministic"])
@@ -120,7 +130,8 @@ def test_only_the_deterministic_peer_asks_for_it(name, monkeypatch):
 
     monkeypatch.setattr(peers.cupy, "asarray", lambda x: x)
     case = Mock(batch=CASES["64x256"].batch)
-    peers.PEERS[name](case, None)
+    case.attention.return_value.forward.return_value = None, None
+    peers.PEERS[name](case, peers.Inputs(None, None, None, None))
     case.attention.assert_called_once_with("cuda", name == "deterministic")
 
 
@@ -137,16 +148,139 @@ def test_plot_is_written_for_whatever_was_measured(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
-def test_numbers_of_the_readme_are_those_of_the_results():
-    page = (Path(record.__file__).parents[1] / "README.md").read_text()
-    shown = page.split("<!-- numbers:begin -->\n")[1].split("\n<!-- numbers:end -->")[0]
-    rows = record.load(record.results_file("attention", "NVIDIA H100 80GB HBM3"))
-    assert len(rows) > 100
-    assert shown == record.summary(rows)
+def test_sustained_speeds_have_columns_of_their_own_in_the_table():
+    speeds = ("ours", "2", "550"), ("fa4", "4", "275")
+    rows = [row("one", peer, *record.SUSTAINED, ms, tflops) for peer, ms, tflops in speeds]
+    header, one = record.table(rows).splitlines()
+    assert header.split()[:3] == ["case", "ours", "sustained"] and one.split()[:3] == ["one", "550", "2.0"]
 
 
-def test_ratios_of_the_readme_are_those_of_the_reorder_results():
-    rows = record.load(record.results_file("reorder", "NVIDIA H100 80GB HBM3"))
-    ratios = [float(row["ratio"]) for row in rows]
-    page = (Path(record.__file__).parents[1] / "README.md").read_text()
-    assert f"at {min(ratios):.2f} to {max(ratios):.2f} of a plain" in " ".join(page.split())
+# --- a run of bench_attention on a machine whose GPU is faked ----------------------------------------------------
+
+
+class Clock:
+    """Events of a GPU on which every replay takes `ms`."""
+
+    def __init__(self, ms):
+        self.ms, self.now = ms, 0.0
+
+    def replay(self):
+        self.now += self.ms
+
+    def event(self):
+        mark = Mock()
+        mark.record = lambda stream: setattr(mark, "at", self.now)
+        return mark
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    pytest.importorskip("cupy")
+    import timing
+
+    clock = Clock(20.0)
+    monkeypatch.setattr(timing.cupy.cuda, "get_current_stream", Mock())
+    monkeypatch.setattr(timing.cupy.cuda, "Event", clock.event)
+    monkeypatch.setattr(timing.cupy.cuda, "get_elapsed_time", lambda start, stop: stop.at - start.at)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now / 1e3)
+    monkeypatch.setattr(timing, "REST", 0.0)
+    return clock
+
+
+def test_times_of_a_graph_are_those_of_its_calls(clock):
+    import timing
+
+    assert timing.replayed(clock.replay, 4) == [5.0] * timing.REPLAYS
+    assert clock.now == 20.0 * (1 + timing.REPLAYS), "the first replay is not timed"
+    clock.now = 0.0
+    assert timing.sustained(clock.replay, 4) == [5.0] * 75, "2 seconds of 20 ms, without the first quarter"
+    assert clock.now == 2000.0
+
+
+class OnHost(np.ndarray):
+    """An array that says it came from a GPU."""
+
+    def get(self):
+        return np.asarray(self)
+
+
+class FakePeer:
+    """The answer in float64, or 1 percent more; it cannot capture its backward alone if it is `clumsy`."""
+
+    factor, clumsy = 1.0, False
+
+    def __init__(self, case, inputs):
+        self.case, self.inputs, self.done = case, inputs, []
+
+    def forward(self):
+        self.done.append("forward")
+
+    def backward(self):
+        self.done.append("backward")
+
+    def capture(self, call, calls):
+        self.done = []
+        call()
+        if self.clumsy and self.done == ["backward"]:
+            raise RuntimeError("cannot be captured")
+        return FakePeer.clock.replay
+
+    def kernels(self, direction):
+        return f"thd_{direction}"
+
+    def on_host(self):
+        import accuracy
+
+        return [self.factor * x for x in accuracy.exact(self.case, self.inputs, np)]
+
+
+class Inexact(FakePeer):
+    factor, clumsy = 1.01, True
+
+
+@pytest.fixture
+def bench(clock, monkeypatch):
+    import bench_attention
+
+    def draw_inputs(case):
+        rng = np.random.default_rng(0)
+        widths = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim),
+                  (case.heads, case.v_head_dim))  # fmt: skip
+        return [rng.standard_normal((case.total_tokens, *width)).view(OnHost) for width in widths]
+
+    FakePeer.clock = clock
+    monkeypatch.setattr(bench_attention, "PEERS", {"ours": FakePeer, "fa4": Inexact})
+    monkeypatch.setattr(bench_attention, "draw_inputs", draw_inputs)
+    monkeypatch.setattr(bench_attention, "release_memory", lambda: None)
+    monkeypatch.setattr(bench_attention, "cupy", np)
+    monkeypatch.setattr(bench_attention.timing, "called", lambda call, calls: [call() or 3.0] * calls)
+    return bench_attention
+
+
+SMALL = Case("small", (5, 3), heads=2, kv_heads=1, head_dim=4, v_head_dim=4)
+
+
+def test_a_run_has_a_row_for_all_that_was_asked_with_spread_and_errors(bench, capsys):
+    names = ["ours", "fa4"]
+    measured = bench.bench(SMALL, names, record.DIRECTIONS, 2)
+    rows = list(bench.rows_of(SMALL, dict.fromkeys(names, "1"), bench.asked(names, record.DIRECTIONS), measured))
+    assert len({tuple(made) for made in rows}) == 1, "every row has the same columns"
+    times = record.Times(rows)
+    assert times.value("samples", "small", "ours", "forward", "graph") == 4
+    assert times.value("ms", "small", "fa4", "backward", "called") == 3.0
+    assert times.value("tflops", "small", "ours", "backward", "called") == round(SMALL.flops.backward / 3.0 / 1e9, 2)
+    assert times.text("kernels", "small", "ours", "backward", "graph") == "thd_backward"
+    for result in ("out", "dq", "dk", "dv"):
+        assert times.value("rms", "small", "ours", result, record.ERRORS) == 0
+        assert times.value("rms", "small", "fa4", result, record.ERRORS) == pytest.approx(0.01)
+        assert times.value("largest", "small", "fa4", result, record.ERRORS) > 0.01
+    assert "small fa4 backward graph: RuntimeError: cannot be captured" in capsys.readouterr().err
+    blank = next(made for made in rows if tuple(made[x] for x in KEY[2:]) == ("fa4", "backward", "graph"))
+    assert blank["ms"] == blank["tflops"] == "", "it replaces what an older run measured"
+
+
+def test_a_sustained_run_times_forward_and_backward_together(bench):
+    measured = bench.sustained(SMALL, ["ours", "fa4"], 1)
+    assert set(measured) == {(name, "both", "sustained") for name in ("ours", "fa4")}
+    calls = 7  # of 3 ms fill half of a group of 40 ms
+    assert float(measured["ours", "both", "sustained"]["ms"]) == pytest.approx(20 / calls, abs=1e-5)

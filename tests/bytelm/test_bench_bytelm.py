@@ -23,19 +23,27 @@ import thdattn
 ROW = {
     "gpu": "NVIDIA H100 80GB HBM3", "size": "1b", "weights": "1234567", "ranks": "2", "tokens": "65536",
     "accumulate": "2", "ms_per_step": "12.6", "tokens_per_s": "5201", "mfu": "0.4219", "attention_tflops": "301.4",
-    "padding": "0.0123",
+    "padding": "0.0123", "ms_p10": "11.4", "ms_p90": "1234.5", "steps": "30", "driver": "580", "kernel_sources": "abc",
+    "example_sources": "def",
 }  # fmt: skip
 
 
 def test_table_worked_by_hand():
     first = ROW | {"ranks": "1", "mfu": ""}
     smaller = ROW | {"size": "small"}
-    header, rule, *lines = bench_bytelm.summary([ROW, first, smaller]).splitlines()
-    assert header.count("|") == rule.count("|") == 10
-    cells = "2 | 131,072 | 13 | 5,201 | 42 % | 301 | 1.2 % |"
+    header, rule, *lines, _, sources = bench_bytelm.summary([ROW, first, smaller]).splitlines()
+    assert header.count("|") == rule.count("|") == 11
+    cells = "2 | 131,072 | 12.6 | 11.4 to 1,234 | 5,201 | 42 % | 301 | 1.2 % |"
     assert lines[2] == f"| H100 80GB HBM3 | 1b, 1,234,567 weights | {cells}"
     assert [line.split(" | ")[1].split(",")[0] for line in lines] == ["small", "1b", "1b"]
-    assert " | 1 | 131,072 | 13 | 5,201 | - | " in lines[1]
+    assert " | 1 | 131,072 | 12.6 | 11.4 to 1,234 | 5,201 | - | " in lines[1]
+    assert sources == "All: 30 steps, driver 580, sources abc, of the example def."
+
+
+def test_rows_of_different_sources_are_told_apart():
+    *_, older, _, newer = bench_bytelm.summary([ROW, ROW | {"ranks": "4", "kernel_sources": "fed"}]).splitlines()
+    assert older.startswith("1b on 2 with 131,072: ") and "sources abc," in older
+    assert newer.startswith("1b on 4 with 131,072: ") and "sources fed," in newer
 
 
 def test_medians_of_measured_steps_are_those_of_their_marks():
@@ -72,13 +80,3 @@ def test_sizes_of_the_readme_are_those_of_the_models():
         millions = f"{weights / 1e6:.1f}" if weights < 1e7 else f"{weights / 1e6:.0f}"
         assert f"`{name}` ({shown[name]})" in page
         assert shown[name].startswith(millions) or (shown[name] == "a billion" and 0.95e9 < weights < 1.05e9)
-
-
-def test_numbers_of_the_readme_are_those_of_the_results():
-    page = (SOURCE.parent / "README.md").read_text()
-    rows = bench_bytelm.load_all()
-    if not rows:
-        assert "bytelm:begin" not in page, "the README shows numbers that no result file has"
-        return
-    shown = page.split("<!-- bytelm:begin -->\n")[1].split("\n<!-- bytelm:end -->")[0]
-    assert shown == bench_bytelm.summary(rows)

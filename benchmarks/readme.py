@@ -1,0 +1,268 @@
+"""Writes the parts of README.md that say what was measured: all that stands between <!-- NAME:begin --> and :end.
+
+    python benchmarks/readme.py
+
+The numbers are those of the files in results/, of the GPU that was measured last, so that page and records agree.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import bench_bytelm
+import record
+from accuracy import RESULTS
+from record import DIRECTIONS, ERRORS, OWN, SUSTAINED, Row, Times, slashed
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+LONG = 4096  # keys that an average query sees, from which on a pack is one of long documents
+WIDE = 0.03  # of a median: from so wide a spread on, it stands beside the number
+DETAIL = "1x16384"  # the case whose errors are shown one by one
+COMMON = "16/16"  # query and kv heads of most cases
+LEVEL = 0.98  # of a peer's speed: from there on ours is not behind
+
+
+def main() -> int:
+    page = README.read_text()
+    for name, make in BLOCKS.items():
+        page = with_block(page, name, make())
+    README.write_text(page)
+    print(f"wrote {README}")
+    return 0
+
+
+def with_block(page: str, name: str, text: str) -> str:
+    """The page with another text between the marks of that name."""
+    begin, end = (f"<!-- {name}:{side} -->" for side in ("begin", "end"))
+    before, found, rest = page.partition(f"{begin}\n")
+    _, ended, after = rest.partition(f"\n{end}")
+    if not (found and ended):
+        raise ValueError(f"{README.name} lacks {begin} or {end}, each wanted on a line of its own")
+    return f"{before}{found}{text}{ended}{after}"
+
+
+def tested(records: Mapping[str, Mapping[str, object]]) -> str:
+    """On which GPUs, drivers and versions of CUDA anything was run, from the record of the GPU tests."""
+    gpus = sorted({str(entry["gpu"]).removeprefix("NVIDIA ") for entry in records.values()})
+    cuda = sorted({str(int(str(entry["cuda_runtime"])) // 1000) for entry in records.values()})
+    drivers = sorted({str(entry["driver"]) for entry in records.values()})
+    return prose(
+        f"**On record** are {listed(gpus)} alone, with CUDA {listed(cuda)} and driver {listed(drivers)}: "
+        f"[tests](benchmarks/results/gpu_tests.json) and measurements were run there, of the portable kernels as well. "
+        f"For other GPUs, kernels are compiled by the tests, and were not run."
+    )
+
+
+def numbers(path: Path, rows: Sequence[Row], reorder: tuple[Path, Sequence[Row]]) -> str:
+    """Everything under "Measured"."""
+    times = Times(rows)
+    parts = [about(rows), speeds(times), heads(rows), ratios(times, rows)]
+    parts += [deterministic(times, rows), without_rest(times), detail(times), moves(*reorder), files(path)]
+    return "\n\n".join(filter(None, parts))
+
+
+def about(rows: Sequence[Row]) -> str:
+    """What the table's numbers are, and of which run."""
+    versions = {row["peer"]: row["peer_version"] for row in rows}
+    runs: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        run = record.software(row), row["kernel_sources"], row["command"].removeprefix("python ")
+        runs[run] = sorted({*runs.get(run, []), row["peer"]}, key=list(versions).index)
+    lines = [
+        f"{rows[0]['gpu']}; bfloat16, causal, head dim 128 unless the name says so; TFLOP/s forward/backward in "
+        f"replayed CUDA graphs.",
+        f"± where p10 to p90 are further than {100 * WIDE:.0f} % of the median apart."
+        if any(row.get("ms_p10") for row in rows) else "Their spread was not recorded.",
+    ]  # fmt: skip
+    if any(row["timing"] == ERRORS for row in rows):
+        lines.append(
+            "In brackets the error against float64 on a small version of the case: the relative RMS, in thousandths, "
+            "of whichever of out, dq, dk and dv has the largest."
+        )
+    for (software, sources, command), peers in runs.items():
+        lines.append(f"{', '.join(peers)}: {software}, sources {sources}, `{command}`.")
+    lines.append(f"Versions: {', '.join(f'{peer} {version}' for peer, version in versions.items())}.")
+    return "\n".join(map(prose, lines))
+
+
+def speeds(times: Times) -> str:
+    """The table: a row per case, a column per peer."""
+    peers = ["ours", *times.peers]
+    return table(["case", *peers], ([case, *(cell(times, case, peer) for peer in peers)] for case in times.cases))
+
+
+def cell(times: Times, case: str, peer: str) -> str:
+    """Speeds forward/backward, with their spread where it is wide, and the largest of the errors."""
+    numbers = "/".join(
+        slashed([times.value("tflops", case, peer, way, "graph")], 3) + wide(times, case, peer, way, "graph")
+        for way in DIRECTIONS
+    )
+    errors = [times.value("rms", case, peer, result, ERRORS) for result in RESULTS]
+    return numbers if math.isnan(max(errors)) else f"{numbers} ({1e3 * max(errors):.2f})"
+
+
+def wide(times: Times, *key: str) -> str:
+    """Half the distance from p10 to p90, if that is wide."""
+    low, ms, high = (times.value(column, *key) for column in ("ms_p10", "ms", "ms_p90"))
+    return f" ±{50 * (high - low) / ms:.0f} %" if high - low > WIDE * ms else ""
+
+
+def heads(rows: Iterable[Row]) -> str:
+    """Query and kv heads of the cases."""
+    cases: dict[str, list[str]] = {}
+    for case, layout in {row["case"]: f"{row['heads']}/{row['kv_heads']}" for row in rows}.items():
+        cases.setdefault(layout, []).append(f"`{case}`")
+    others = "; ".join(f"{layout} in {listed(names)}" for layout, names in cases.items() if layout != COMMON)
+    return prose(f"Query and kv heads are {COMMON}; {others}." if others else f"Query and kv heads are {COMMON}.")
+
+
+def groups(rows: Iterable[Row]) -> dict[str, list[str]]:
+    """The cases by how many keys an average query sees, which their FLOPs say."""
+    keys: dict[str, float] = {}
+    for row in rows:
+        if row["peer"] == "ours" and row["direction"] == "forward" and row.get("tflops"):
+            per_pair = 2 * int(row["heads"]) * (int(row["head_dim"]) + int(row["v_head_dim"]))
+            keys[row["case"]] = float(row["tflops"]) * float(row["ms"]) * 1e9 / per_pair / int(row["total_tokens"])
+    return {
+        f"{LONG:,} keys and more": [case for case, number in keys.items() if number >= 0.99 * LONG],
+        "fewer keys": [case for case, number in keys.items() if number < 0.99 * LONG],
+    }
+
+
+def ratios(times: Times, rows: Sequence[Row]) -> str:
+    """Who is ahead of ours where, and ours over every other peer: lowest and highest, of long packs and of others."""
+    others = [peer for peer in times.peers if peer not in OWN]
+    lines = []
+    for peer in others:
+        cells = [
+            extremes({case: times.ratio(case, peer, way, "graph") for case in cases})
+            for cases in groups(rows).values() for way in DIRECTIONS
+        ]  # fmt: skip
+        lines.append([peer, *cells])
+    head = ["ours over", *(f"{way}, {name}" for name in groups(rows) for way in DIRECTIONS)]
+    ahead = "; ".join(f"{peer} {way} in {listed(cases)}" for peer in others for way in DIRECTIONS
+                      if (cases := behind(times, peer, way)))  # fmt: skip
+    return prose(
+        f"**Ahead of ours by more than {100 * (1 - LEVEL):.0f} %:** {ahead or 'none of them'}. Speed of ours over "
+        f"others', by how many keys an average query sees:"
+    ) + f"\n\n{table(head, lines)}"
+
+
+def behind(times: Times, peer: str, way: str) -> list[str]:
+    """The cases in which a peer is ahead of ours."""
+    return [f"`{case}`" for case in times.cases if times.ratio(case, peer, way, "graph") < LEVEL]
+
+
+def extremes(values: Mapping[str, float]) -> str:
+    """The lowest and the highest value, with their cases."""
+    found = {case: value for case, value in values.items() if not math.isnan(value)}
+    if not found:
+        return "-"
+    low, high = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+    ends = [f"{found[case]:.2f} (`{case}`)" for case in dict.fromkeys((low, high))]
+    return " to ".join(ends)
+
+
+def deterministic(times: Times, rows: Sequence[Row]) -> str:
+    """What deterministic=True costs, and where it has no Hopper kernel."""
+    slower = {case: times.ratio(case, "deterministic", "backward", "graph") for case in times.cases}
+    slower = {case: ratio for case, ratio in slower.items() if not math.isnan(ratio)}
+    kernels = {
+        case: [times.text("kernels", case, peer, "backward", "graph") for peer in ("ours", "deterministic")]
+        for case in slower
+    }
+    fallen = [case for case, (ours, other) in kernels.items() if "sm90" in ours and other and "sm90" not in other]
+    kept = {name: {case: slower[case] for case in cases if case in slower and case not in fallen}
+            for name, cases in groups(rows).items()}  # fmt: skip
+    said = [f"{extremes(ratios)} times as long where an average query sees {name}"
+            for name, ratios in kept.items() if ratios]  # fmt: skip
+    if not said:
+        return ""
+    text = f"Backward with `deterministic=True` takes {' and '.join(said)}."
+    if fallen:
+        text += " It has no Hopper kernel for some head dims and runs the portable ones there: "
+        text += listed([f"{slower[case]:.1f} times as long in `{case}`" for case in fallen]) + "."
+    return prose(text)
+
+
+def without_rest(times: Times) -> str:
+    """The table of sustained speeds, beside those of a rested GPU."""
+    peers = ["ours", *times.peers]
+    sustained = {(case, peer): times.value("tflops", case, peer, *SUSTAINED) for case in times.cases for peer in peers}
+    cases = [case for case in times.cases if any(not math.isnan(sustained[case, peer]) for peer in peers)]
+    if not cases:
+        return ""
+
+    def both(case: str, peer: str) -> float:
+        ms, speed = ([times.value(x, case, peer, way, "graph") for way in DIRECTIONS] for x in ("ms", "tflops"))
+        return sum(map(float.__mul__, ms, speed)) / sum(ms)
+
+    lines = [
+        [case, *(slashed([sustained[case, peer], both(case, peer)], 3) + wide(times, case, peer, *SUSTAINED)
+                 for peer in peers)]
+        for case in cases
+    ]  # fmt: skip
+    head = "As training loads a GPU: TFLOP/s of forward and backward together, two seconds without rest / rested:"
+    return f"{head}\n\n{table(['case', *peers], lines)}"
+
+
+def detail(times: Times) -> str:
+    """The errors of every result for one case."""
+    lines = []
+    for peer in ["ours", *times.peers]:
+        errors = [[times.value(column, DETAIL, peer, result, ERRORS) for column in ("rms", "largest")]
+                  for result in RESULTS]  # fmt: skip
+        if not math.isnan(errors[0][0]):
+            lines.append([peer, *(f"{1e3 * rms:.2f}, {largest:.1e}" for rms, largest in errors)])
+    head = f"Errors of the small version of `{DETAIL}` against float64: relative RMS in thousandths, and the largest:"
+    return f"{head}\n\n{table(['', *RESULTS], lines)}" if lines else ""
+
+
+def moves(path: Path, rows: Sequence[Row]) -> str:
+    """How fast rows are moved between the orders."""
+    found = [float(row["ratio"]) for row in rows]
+    return prose(
+        f"Moving rows between the two orders runs at {min(found):.2f} to {max(found):.2f} of a plain copy on the "
+        f"device ([reorder]({path.relative_to(ROOT)}), {rows[0]['gpu'].removeprefix('NVIDIA ')})."
+    )
+
+
+def files(path: Path) -> str:
+    """Where the rest of the numbers is."""
+    name = path.relative_to(ROOT)
+    text = prose(f"Timings as called, the plan's own, all spreads and all errors are in the [CSV file]({name}).")
+    picture = path.with_suffix(".png")
+    return f"{text}\n\n![TFLOP/s as bars]({picture.relative_to(ROOT)})" if picture.exists() else text
+
+
+def prose(text: str) -> str:
+    """Lines as long as the page's."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    rule = "|" + "---|" * len(head)
+    return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def listed(words: Sequence[str]) -> str:
+    """Words as a sentence lists them."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "bytelm": lambda: bench_bytelm.summary(bench_bytelm.load_all()),
+    "tested": lambda: tested(json.loads((record.RESULTS / "gpu_tests.json").read_text())),
+    "numbers": lambda: numbers(*record.newest("attention"), record.newest("reorder")),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""What README.md says was measured is what the records say, and what the tool makes of records."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import readme
+import record
+from workloads import CASES
+
+ABOUT = {"date": "2026-01-02", "gpu": "NVIDIA H200", "driver": "580", "cuda": "13.0", "kernel_sources": "abc",
+         "command": "python benchmarks/bench_attention.py"}  # fmt: skip
+KEY = ("case", "peer", "direction", "timing")
+
+
+@pytest.mark.parametrize("name", readme.BLOCKS)
+def test_blocks_of_the_readme_are_those_of_the_records(name):
+    page = readme.README.read_text()
+    made = readme.with_block(page, name, readme.BLOCKS[name]())
+    assert made == page, "a record was changed: python benchmarks/readme.py writes README.md anew"
+
+
+def test_a_block_is_replaced_alone():
+    page = "a\n<!-- x:begin -->\nold\nlines\n<!-- x:end -->\nb\n"
+    assert readme.with_block(page, "x", "new") == "a\n<!-- x:begin -->\nnew\n<!-- x:end -->\nb\n"
+    with pytest.raises(ValueError, match=r"lacks <!-- y:begin -->"):
+        readme.with_block(page, "y", "new")
+
+
+def row(case, peer, direction, timing, tflops="", **more):
+    known = CASES[case]
+    columns = dict(zip(KEY, (case, peer, direction, timing), strict=True))
+    if tflops:
+        flops = sum(known.flops) if direction == "both" else getattr(known.flops, direction)
+        columns |= {"tflops": str(tflops), "ms": str(flops / tflops / 1e9)}
+    return ABOUT | {
+        "heads": str(known.heads), "kv_heads": str(known.kv_heads), "head_dim": str(known.head_dim),
+        "v_head_dim": str(known.v_head_dim), "total_tokens": str(known.total_tokens), "peer_version": "1.0",
+    } | columns | more  # fmt: skip
+
+
+def rows_of(case, peer, forward, backward, **more):
+    both = ("forward", forward), ("backward", backward)
+    return [row(case, peer, direction, "graph", tflops, **more) for direction, tflops in both]
+
+
+def page_of(rows):
+    reorder = record.RESULTS / "reorder.csv", [{"ratio": "0.5", "gpu": "NVIDIA H100"}, {"ratio": "0.75"}]
+    return readme.numbers(record.RESULTS / "attention_none.csv", rows, reorder)
+
+
+def test_table_shows_speeds_wide_spreads_and_the_largest_rms():
+    forward, backward = rows_of("1x16384", "ours", 700, 600)
+    ms = float(backward["ms"])
+    backward |= {"ms_p10": str(0.9 * ms), "ms_p90": str(1.1 * ms)}
+    forward |= {"ms_p10": forward["ms"], "ms_p90": forward["ms"]}
+    errors = [row("1x16384", "ours", result, record.ERRORS, rms=f"{n}e-3", largest="0.016")
+              for n, result in enumerate(("out", "dk", "dq", "dv"), 1)]  # fmt: skip
+    others = rows_of("64x256", "ours", 180, 170) + rows_of("64x256", "fa4", 90, 85)
+    page = page_of([forward, backward, *errors, *others])
+    assert "\n| 1x16384 | 700/600 ±10 % (4.00) | -/- |\n" in page
+    assert "\n| 64x256 | 180/170 | 90.0/85.0 |\n" in page
+    assert "\n| ours | 1.00, 1.6e-02 | 3.00, 1.6e-02 | 2.00, 1.6e-02 | 4.00, 1.6e-02 |\n" in page
+    assert "driver 580, CUDA 13.0, sources abc, `benchmarks/bench_attention.py`." in page
+    assert "runs at 0.50 to 0.75 of a plain copy" in page
+
+
+def test_ratios_name_their_extremes_and_who_is_ahead():
+    speeds = {"1x16384": 600, "bucket32k": 500, "64x256": 85, "doc64k": 410}
+    rows = [made for case, backward in speeds.items() for made in rows_of(case, "fa4", 400, backward)]
+    rows += [made for case in speeds for made in rows_of(case, "ours", 400, 400)]
+    page = page_of(rows)
+    assert "fa4 backward in `1x16384`, `bucket32k` and `doc64k`." in " ".join(page.split())
+    cells = next(line for line in page.splitlines() if line.startswith("| fa4 |")).split(" | ")
+    assert cells[2] == "0.67 (`1x16384`) to 0.80 (`bucket32k`)"
+    assert cells[4] == "0.98 (`doc64k`) to 4.71 (`64x256`) |"
+
+
+def test_deterministic_says_where_it_falls_back_to_the_portable_kernels():
+    hopper, portable = {"kernels": "thd_attn_bwd_sm90 thd_attn_delta"}, {"kernels": "thd_attn_bwd thd_attn_bwd_dq"}
+    rows = rows_of("1x16384", "ours", 700, 600, **hopper) + rows_of("1x16384", "deterministic", 700, 500, **hopper)
+    rows += rows_of("64x256", "ours", 700, 150, **hopper) + rows_of("64x256", "deterministic", 700, 100, **hopper)
+    rows += rows_of("1x16384-d256", "ours", 700, 450, **hopper)
+    rows += rows_of("1x16384-d256", "deterministic", 700, 150, **portable)
+    page = " ".join(page_of(rows).split())
+    assert "takes 1.20 (`1x16384`) times as long where" in page
+    assert "and 1.50 (`64x256`) times as long where an average query sees fewer keys." in page
+    assert "runs the portable ones there: 3.0 times as long in `1x16384-d256`." in page
+
+
+def test_sustained_speeds_stand_beside_those_of_a_rested_gpu():
+    rows = rows_of("1x16384", "ours", 700, 600) + rows_of("1x16384", "fa4", 600, 600)
+    rows.append(row("1x16384", "ours", *record.SUSTAINED, 550))
+    page = page_of(rows)
+    forward, backward = CASES["1x16384"].flops
+    together = (forward + backward) / (forward / 700 + backward / 600)
+    assert f"\n| 1x16384 | 550/{together:.0f} | -/600 |" in page
+    assert "without rest" not in page_of(rows[:-1])
+
+
+def test_older_rows_without_the_columns_of_today_are_shown():
+    path = record.results_file("attention", "NVIDIA H100 80GB HBM3")
+    page = readme.numbers(path, record.load(path), record.newest("reorder"))
+    assert "spread was not recorded" in page and "\n| 8192x34 | 26.5/25.6 | " in page and "nan" not in page
+
+
+def test_newest_file_is_that_of_the_newest_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    for gpu, date in (("a", "2026-11-21T02:08:59+00:00"), ("b", "2026-11-22T01:00:00+00:00"), ("c", "2025-12-31")):
+        rows = [{"date": "2024", "case": "x"}, {"date": date, "case": "y"}]
+        record.save(tmp_path / f"attention_{gpu}.csv", rows, ("case",))
+    path, rows = record.newest("attention")
+    assert path.name == "attention_b.csv" and [made["case"] for made in rows] == ["x", "y"]
+
+
+def test_statement_of_what_was_tested_names_every_gpu_and_cuda():
+    entry = {"gpu": "NVIDIA H200", "driver": "580.1", "cuda_runtime": 13020}
+    text = readme.tested({"1x": entry, "4x": entry, "other": entry | {"gpu": "NVIDIA A100", "cuda_runtime": 12080}})
+    assert "A100 and H200 alone, with CUDA 12 and 13 and driver 580.1:" in text
+    assert json.loads((record.RESULTS / "gpu_tests.json").read_text())
+
+
+def test_spread_of_few_samples_is_their_range():
+    assert record.spread([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    low, high = record.spread([float(n) for n in range(100)])
+    assert math.isclose(low, 9.1) and math.isclose(high, 89.9)
+    timed = record.timed([2.0, 1.0, 4.0], flops=4e9)
+    assert timed == {"ms": "2.00000", "ms_p10": "1.00000", "ms_p90": "4.00000", "samples": "3", "tflops": "2.00"}
