@@ -18,6 +18,7 @@ import bench_bytelm
 import record
 from accuracy import RESULTS
 from record import DIRECTIONS, ERRORS, OWN, SUSTAINED, Row, Times, slashed
+from workloads import CASES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -61,6 +62,7 @@ def tested(records: Mapping[str, Mapping[str, object]]) -> str:
 
 def numbers(path: Path, rows: Sequence[Row], reorder: tuple[Path, Sequence[Row]]) -> str:
     """Everything under "Measured"."""
+    rows = sorted(rows, key=lambda row: list(CASES).index(row["case"]))  # the file has the last measured last
     times = Times(rows)
     parts = [about(rows), speeds(times), heads(rows), ratios(times, rows)]
     parts += [deterministic(times, rows), without_rest(times), detail(times), moves(*reorder), files(path)]
@@ -82,8 +84,8 @@ def about(rows: Sequence[Row]) -> str:
     ]  # fmt: skip
     if any(row["timing"] == ERRORS for row in rows):
         lines.append(
-            "In brackets the error against float64 on a small version of the case: the relative RMS, in thousandths, "
-            "of whichever of out, dq, dk and dv has the largest."
+            "In parentheses the error against float64 on a small version of the case: the relative RMS, in "
+            "thousandths, of whichever of out, dq, dk and dv has the largest."
         )
     for (software, sources, command), peers in runs.items():
         lines.append(f"{', '.join(peers)}: {software}, sources {sources}, `{command}`.")
@@ -103,8 +105,9 @@ def cell(times: Times, case: str, peer: str) -> str:
         slashed([times.value("tflops", case, peer, way, "graph")], 3) + wide(times, case, peer, way, "graph")
         for way in DIRECTIONS
     )
-    errors = [times.value("rms", case, peer, result, ERRORS) for result in RESULTS]
-    return numbers if math.isnan(max(errors)) else f"{numbers} ({1e3 * max(errors):.2f})"
+    errors = [float(text) for result in RESULTS if (text := times.text("rms", case, peer, result, ERRORS))]
+    worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=None)
+    return numbers if worst is None else f"{numbers} ({1e3 * worst:.2f})"
 
 
 def wide(times: Times, *key: str) -> str:
@@ -216,9 +219,9 @@ def detail(times: Times) -> str:
     """The errors of every result for one case."""
     lines = []
     for peer in ["ours", *times.peers]:
-        errors = [[times.value(column, DETAIL, peer, result, ERRORS) for column in ("rms", "largest")]
-                  for result in RESULTS]  # fmt: skip
-        if not math.isnan(errors[0][0]):
+        if times.text("rms", DETAIL, peer, RESULTS[0], ERRORS):
+            errors = [[times.value(column, DETAIL, peer, result, ERRORS) for column in ("rms", "largest")]
+                      for result in RESULTS]  # fmt: skip
             lines.append([peer, *(f"{1e3 * rms:.2f}, {largest:.1e}" for rms, largest in errors)])
     head = f"Errors of the small version of `{DETAIL}` against float64: relative RMS in thousandths, and the largest:"
     return f"{head}\n\n{table(['', *RESULTS], lines)}" if lines else ""

@@ -72,6 +72,12 @@ def test_table_shows_speeds_wide_spreads_and_the_largest_rms():
     assert "runs at 0.50 to 0.75 of a plain copy" in page
 
 
+def test_a_result_with_a_nan_is_no_missing_result():
+    errors = [row("64x256", "ours", result, record.ERRORS, rms=rms, largest=rms)
+              for result, rms in zip(("out", "dk", "dq", "dv"), ("1e-3", "nan", "2e-3", "1e-3"), strict=True)]  # fmt: skip
+    assert "\n| 64x256 | 700/600 (nan) |" in page_of([*rows_of("64x256", "ours", 700, 600), *errors])
+
+
 def test_ratios_name_their_extremes_and_who_is_ahead():
     speeds = {"1x16384": 600, "bucket32k": 500, "64x256": 85, "doc64k": 410}
     rows = [made for case, backward in speeds.items() for made in rows_of(case, "fa4", 400, backward)]
