@@ -16,7 +16,7 @@ import argparse
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -106,8 +106,7 @@ def errors(case: Case, names: Sequence[str]) -> Measured:
     measured: Measured = {}
     for name, peer in peers.items():
         with reported(f"{case.name} {name}, errors"):
-            peer.forward()
-            peer.backward()
+            forward_and_backward(peer)
             for result, error in accuracy.errors(peer.on_host(), wanted).items():
                 measured[name, result, record.ERRORS] = {
                     "rms": f"{error.rms:.4e}", "largest": f"{error.largest:.4e}", "kernels": peer.kernels("backward"),
@@ -142,19 +141,23 @@ def race(case: Case, peers: Mapping[str, Peer], direction: str, rounds: int) -> 
 def sustained(case: Case, names: Sequence[str], rounds: int) -> Measured:
     """Forward and backward in captured graphs, each peer for two seconds without rest."""
     peers = make_peers(case, names)
-    replays = {}
+    pairs: dict[str, Callable[[], None]] = {}
     for name, peer in peers.items():
         with reported(f"{case.name} {name} sustained"):
             prepare(peer, "backward", peers.get("ours"))
-
-            def pair(peer: Peer = peer) -> None:
-                peer.forward()
-                peer.backward()
-
+            pairs[name] = partial(forward_and_backward, peer)
+    replays = {}
+    for name, pair in pairs.items():  # behind all preparations, as these release memory that a graph may use
+        with reported(f"{case.name} {name} sustained"):
             calls = timing.calls_per_graph(timing.calls_per_group(median(timing.called(pair, 3))))
-            replays[name] = partial(timing.sustained, peer.capture(pair, calls), calls)
+            replays[name] = partial(timing.sustained, peers[name].capture(pair, calls), calls)
     times = timing.interleaved(replays, rounds, lambda name: reported(f"{case.name} {name} sustained"))
     return {(name, *record.SUSTAINED): record.timed(samples, sum(case.flops)) for name, samples in times.items()}
+
+
+def forward_and_backward(peer: Peer) -> None:
+    peer.forward()
+    peer.backward()
 
 
 def prepare(peer: Peer, direction: str, ours: Peer | None) -> None:

@@ -212,6 +212,10 @@ class FakePeer:
     def __init__(self, case, inputs):
         self.case, self.inputs, self.done = case, inputs, []
 
+    @staticmethod
+    def release():
+        assert not FakePeer.graphs, "the memory of a captured graph may be among what is released"
+
     def forward(self):
         self.done.append("forward")
 
@@ -219,6 +223,7 @@ class FakePeer:
         self.done.append("backward")
 
     def capture(self, call, calls):
+        FakePeer.graphs.append(self)
         self.done = []
         call()
         if self.clumsy and self.done == ["backward"]:
@@ -248,10 +253,10 @@ def bench(clock, monkeypatch):
                   (case.heads, case.v_head_dim))  # fmt: skip
         return [rng.standard_normal((case.total_tokens, *width)).view(OnHost) for width in widths]
 
-    FakePeer.clock = clock
+    FakePeer.clock, FakePeer.graphs = clock, []
     monkeypatch.setattr(bench_attention, "PEERS", {"ours": FakePeer, "fa4": Inexact})
     monkeypatch.setattr(bench_attention, "draw_inputs", draw_inputs)
-    monkeypatch.setattr(bench_attention, "release_memory", lambda: None)
+    monkeypatch.setattr(bench_attention, "release_memory", FakePeer.release)
     monkeypatch.setattr(bench_attention, "cupy", np)
     monkeypatch.setattr(bench_attention.timing, "called", lambda call, calls: [call() or 3.0] * calls)
     return bench_attention
@@ -260,8 +265,10 @@ def bench(clock, monkeypatch):
 SMALL = Case("small", (5, 3), heads=2, kv_heads=1, head_dim=4, v_head_dim=4)
 
 
-def test_a_run_has_a_row_for_all_that_was_asked_with_spread_and_errors(bench, capsys):
+def test_a_run_has_a_row_for_all_that_was_asked_with_spread_and_errors(bench, capsys, monkeypatch):
     names = ["ours", "fa4"]
+    interleaved = bench.timing.interleaved
+    monkeypatch.setattr(bench.timing, "interleaved", lambda *args: (interleaved(*args), FakePeer.graphs.clear())[0])
     measured = bench.bench(SMALL, names, record.DIRECTIONS, 2)
     rows = list(bench.rows_of(SMALL, dict.fromkeys(names, "1"), bench.asked(names, record.DIRECTIONS), measured))
     assert len({tuple(made) for made in rows}) == 1, "every row has the same columns"
