@@ -161,7 +161,8 @@ def test_array_on_a_gpu_is_refused_by_the_reference_engine(name):
 
 
 def test_backward_wants_what_forward_saved():
-    with pytest.raises(TypeError, match=matches("saved is a tuple, wanted the Saved that forward returned")):
+    message = "saved is (1, 2), a tuple; wanted a Saved; pass the one that forward returned"
+    with pytest.raises(TypeError, match=matches(message)):
         attention().backward(arrays()["dout"], (1, 2))
 
 
@@ -198,7 +199,7 @@ def test_what_is_no_batch_is_named():
 
 
 def test_unknown_sharding_is_named():
-    message = "strategy is 'zigzag', wanted one of ['dual_chunk', 'contiguous']"
+    message = "strategy is 'zigzag', wanted 'dual_chunk' or 'contiguous'; pass one of these"
     with pytest.raises(ValueError, match=matches(message)):
         attention().plan(BATCH, "zigzag")
 

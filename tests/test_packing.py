@@ -315,7 +315,7 @@ def test_from_lengths_names_a_bad_length():
         PackedBatch.from_lengths([3, -2])
     with pytest.raises(ValueError, match=r"lengths\[0\] is 2147483648, wanted 0 <= length < 2\*\*31"):
         PackedBatch.from_lengths([2**31])
-    with pytest.raises(TypeError, match=r"lengths is float64, wanted integers"):
+    with pytest.raises(TypeError, match=r"lengths holds float64 values, wanted ints"):
         PackedBatch.from_lengths([3.0])
     with pytest.raises(ValueError, match=r"lengths has shape \(1, 2\), wanted \(num_seqs,\)"):
         PackedBatch.from_lengths([[3, 4]])

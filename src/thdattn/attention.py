@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,23 +12,25 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn import pipeline
+from thdattn.arguments import as_bool, as_choice, as_count, as_softmax_scale, as_window, found, is_array, shown
 from thdattn.comm import Comm
-from thdattn.packing import PackedBatch, as_int
+from thdattn.packing import PackedBatch, as_batch
 from thdattn.plan import Plan
 from thdattn.sharding import Sharding
 
 ENGINES = {"cuda": "thdattn.ops", "reference": "thdattn.reference"}
-UNLIMITED = 2**30  # a window this wide is none; keeps position + window within int32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
 class Saved:
     """What forward keeps for backward.
 
-    q, k, v, plan: as passed; out: as returned.
+    q, k, v, plan: as passed, without a copy: nobody may write to them before backward; out: as returned.
     lse: (num_heads, local_rows) float32 (float64 for float64 input), natural log of the softmax sum; -inf on padding.
     max_logit: (num_heads,) float32, the largest scaled logit over all ranks' valid rows (-inf without any); None if
         not asked for.
+    made_with: what must agree with the attention whose backward takes it: heads, head dims, softmax_scale, dtype and
+        deterministic.
     """
 
     q: Any
@@ -39,6 +40,11 @@ class Saved:
     lse: Any
     max_logit: Any
     plan: Plan
+    made_with: dict[str, Any]
+
+    def __repr__(self) -> str:
+        arrays = (f"{name} {_kind(getattr(self, name))}" for name in ("q", "k", "v", "out", "lse", "max_logit"))
+        return f"<Saved: {', '.join(arrays)}, {self.plan!r}>"
 
 
 class Flops(NamedTuple):
@@ -93,14 +99,14 @@ class CPAttention:
         if not isinstance(comm, Comm):
             raise TypeError(f"comm is a {type(comm).__name__}, wanted a Comm; make one with thdattn.comm.init()")
         self.comm = comm
-        self.num_heads = _positive("num_heads", num_heads)
-        self.num_kv_heads = _positive("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
-        self.head_dim = _positive("head_dim", head_dim)
-        self.v_head_dim = _positive("v_head_dim", head_dim if v_head_dim is None else v_head_dim)
-        self.causal = bool(causal)
-        self.window = _normal_window(window, self.causal)
-        self.softmax_scale = self.head_dim**-0.5 if softmax_scale is None else _positive_float(softmax_scale)
-        self.deterministic = bool(deterministic)
+        self.num_heads = as_count("num_heads", num_heads)
+        self.num_kv_heads = as_count("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        self.head_dim = as_count("head_dim", head_dim)
+        self.v_head_dim = as_count("v_head_dim", head_dim if v_head_dim is None else v_head_dim)
+        self.causal = as_bool("causal", causal)
+        self.window = as_window(window, self.causal)
+        self.softmax_scale = self.head_dim**-0.5 if softmax_scale is None else as_softmax_scale(softmax_scale)
+        self.deterministic = as_bool("deterministic", deterministic)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads is {num_heads}, not a multiple of num_kv_heads = {num_kv_heads}; "
@@ -113,8 +119,18 @@ class CPAttention:
         self._tiles = self._engine.tiles(self.head_dim, self.v_head_dim)
         self._plans = {
             "cp_size": comm.size, "cp_rank": comm.rank, "window": self.window, "engine": self.engine,
-            "tiles": self._tiles,
+            "head_dims": (self.head_dim, self.v_head_dim), "tiles": self._tiles,
         }
+        self._saves = {
+            "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim,
+            "v_head_dim": self.v_head_dim, "softmax_scale": self.softmax_scale, "dtype": self.dtype,
+            "deterministic": self.deterministic,
+        }
+        self._lse_dtype = np.promote_types(self.dtype, np.float32)
+
+    def __repr__(self) -> str:
+        layer = ", ".join(f"{name}={value}" for name, value in self._saves.items())
+        return f"<CPAttention {layer}, causal={self.causal}, window={self.window}, engine={self.engine}, {self.comm!r}>"
 
     def plan(self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk") -> Plan:
         """Plans one batch for this rank; every layer with this mask and these head dims can use it.
@@ -127,13 +143,17 @@ class CPAttention:
             sharding: "dual_chunk", "contiguous", or a Sharding of this batch over comm.size ranks.
 
         Raises:
-            TypeError: batch is no PackedBatch.
-            ValueError: lengths that the sharding cannot split, a Sharding of another batch or size, or (on every
-                rank) a batch that differs between ranks.
+            TypeError: batch is no PackedBatch, or sharding neither a str nor a Sharding.
+            ValueError: an unknown sharding, lengths that the sharding cannot split, a Sharding of another batch or
+                size, or (on every rank) a batch that differs between ranks.
         """
         if isinstance(sharding, str):
             sharding = Sharding(batch, self.comm.size, sharding)
-        if sharding.batch is not batch:
+        if not isinstance(sharding, Sharding):
+            raise TypeError(
+                f"sharding is {found(sharding)}; wanted 'dual_chunk', 'contiguous' or a Sharding; pass one of these"
+            )
+        if sharding.batch is not as_batch(batch):
             raise ValueError("sharding was made for another batch; make it with Sharding(batch, comm.size)")
         if sharding.cp_size != self.comm.size:
             raise ValueError(
@@ -142,7 +162,10 @@ class CPAttention:
             )
         self.comm.agree("the plan's batch, sharding and attention", self._fingerprint(sharding))
         arrays = self._engine.plan_arrays(sharding, self.comm.rank, self.window, self._tiles)
-        return Plan(sharding, self.comm.rank, self.window, self._tiles, arrays, self.engine, self._engine.empty)
+        head_dims = self.head_dim, self.v_head_dim
+        return Plan(
+            sharding, self.comm.rank, self.window, head_dims, self._tiles, arrays, self.engine, self._engine.empty
+        )
 
     def forward(self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False) -> tuple[Any, Saved]:
         """Attention of this rank's rows over the keys of all ranks. Collective.
@@ -162,32 +185,35 @@ class CPAttention:
             ValueError: an array of the wrong shape, or a plan of another rank, size, mask, engine or head dim.
         """
         self._check_plan(plan)
+        return_max_logit = as_bool("return_max_logit", return_max_logit)
         q = self._checked("q", q, (plan.local_rows, self.num_heads, self.head_dim))
         k = self._checked("k", k, (plan.local_rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (plan.local_rows, self.num_kv_heads, self.v_head_dim))
         out, lse, max_logit = pipeline.forward(
             self._engine, self.comm, plan, q, k, v, self.softmax_scale, return_max_logit
         )
-        return out, Saved(q, k, v, out, lse, max_logit, plan)
+        return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves)
 
     def backward(self, dout: Any, saved: Saved) -> tuple[Any, Any, Any]:
         """Gradients of forward for this rank's rows. Collective.
 
         Args:
             dout: (local_rows, num_heads, v_head_dim), gradient of out.
-            saved: from forward of this attention.
+            saved: from forward of this attention, or of one that differs in nothing that saved.made_with names.
 
         Returns:
             (dq, dk, dv): new arrays, shapes and dtype of q, k, v. dk and dv are summed over ranks in float32.
 
         Raises:
-            TypeError, ValueError: as forward.
+            TypeError, ValueError: as forward; also a ValueError for a saved of another attention.
         """
         if not isinstance(saved, Saved):
-            raise TypeError(f"saved is a {type(saved).__name__}, wanted the Saved that forward returned")
+            raise TypeError(f"saved is {found(saved)}; wanted a Saved; pass the one that forward returned")
+        _check_same("saved was made with", saved.made_with, self._saves, "pass what this attention's forward returned")
         plan = saved.plan
         self._check_plan(plan)
         dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))
+        self._check_saved(saved, type(dout))
         return pipeline.backward(
             self._engine, self.comm, plan, dout, saved.q, saved.k, saved.v, saved.out, saved.lse,
             self.softmax_scale, self.deterministic,
@@ -211,33 +237,45 @@ class CPAttention:
 
     def _checked_dtype(self, dtype: DTypeLike) -> np.dtype[Any]:
         try:
-            found = None if dtype is None else np.dtype("bfloat16" if dtype == "bfloat16" else dtype)
-        except TypeError:
-            found = None
-        if found is None or found.name not in self._engine.dtypes:
+            known = np.dtype(dtype) if isinstance(dtype, (str, np.dtype, type)) else None
+        except (TypeError, SyntaxError):
+            known = None
+        if known is None or known.name not in self._engine.dtypes or not known.isnative:
             raise TypeError(
-                f"dtype is {found.name if found else repr(dtype)}, wanted one of {', '.join(self._engine.dtypes)} "
+                f"dtype is {shown(dtype) if known is None else known}, wanted one of {', '.join(self._engine.dtypes)} "
                 f"for engine {self.engine!r}; cast the inputs, or use engine='reference'"
             )
-        return found
+        return known
 
     def _check_head_dims(self) -> None:
-        found, known = (self.head_dim, self.v_head_dim), self._engine.head_dims
-        if known is not None and found not in known:
+        known = self._engine.head_dims
+        if known is not None and (self.head_dim, self.v_head_dim) not in known:
             wanted = ", ".join(str(d) if d == dv else f"{d}/{dv}" for d, dv in known)
             raise ValueError(
-                f"head_dim/v_head_dim is {found[0]}/{found[1]}, wanted one of {wanted} for engine {self.engine!r}; "
-                f"pad the heads with zeros to one of these, or use engine='reference'"
+                f"head_dim/v_head_dim is {self.head_dim}/{self.v_head_dim}, wanted one of {wanted} for engine "
+                f"{self.engine!r}; pad the heads with zeros to one of these, or use engine='reference'"
             )
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan is a {type(plan).__name__}, wanted a Plan; make it with attn.plan(batch)")
-        for what, found in plan.made_for.items():
-            if found != self._plans[what]:
+        remedy = "make it with this attention's plan(batch) on this rank"
+        _check_same("plan was made for", plan.made_for, self._plans, remedy)
+
+    def _check_saved(self, saved: Saved, kind: Any) -> None:
+        """Compares attributes alone: this is on the hot path, and a kernel would read out of bounds."""
+        rows = saved.plan.local_rows
+        for name, heads, width in (
+            ("q", self.num_heads, self.head_dim), ("k", self.num_kv_heads, self.head_dim),
+            ("v", self.num_kv_heads, self.v_head_dim), ("out", self.num_heads, self.v_head_dim),
+            ("lse", self.num_heads, None),
+        ):
+            x = getattr(saved, name)
+            shape, dtype = ((rows, heads, width), self.dtype) if width else ((heads, rows), self._lse_dtype)
+            if type(x) is not kind or x.shape != shape or x.dtype != dtype or not x.flags.c_contiguous:
                 raise ValueError(
-                    f"plan was made for {what} {found}, wanted {self._plans[what]}; make it with this attention's "
-                    f"plan(batch) on this rank"
+                    f"saved.{name} is {_kind(x)}, a {type(x).__name__}; wanted {dtype} {shape} as forward saved it; "
+                    f"pass what forward returned, or the same arrays C-contiguous on the same device"
                 )
 
     def _checked(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
@@ -264,6 +302,17 @@ class CPAttention:
         return int.from_bytes(digest.digest()[:7], "little")
 
 
+def _check_same(what: str, made: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:
+    if made != wanted:
+        name = next(name for name in wanted if made[name] != wanted[name])
+        raise ValueError(f"{what} {name} {made[name]}, wanted {wanted[name]}; {remedy}")
+
+
+def _kind(x: Any) -> str:
+    """Dtype and shape of an array, without its contents."""
+    return f"{x.dtype} {tuple(x.shape)}" if is_array(x) else shown(x)
+
+
 def choose_engine(engine: str, comm: Comm) -> tuple[Any, str]:
     """The engine module for a comm, and why it was chosen.
 
@@ -275,8 +324,7 @@ def choose_engine(engine: str, comm: Comm) -> tuple[Any, str]:
         ValueError: an unknown engine, or one whose arrays the comm does not move.
         RuntimeError: engine="cuda" without CuPy or a GPU; the message says which.
     """
-    if engine not in ("auto", *ENGINES):
-        raise ValueError(f"engine is {engine!r}, wanted 'auto', 'cuda' or 'reference'; pass one of these")
+    engine = as_choice("engine", engine, ("auto", *ENGINES))
     obstacle = None
     if engine != "reference":
         obstacle = f"a comm of backend {comm.name!r} moves host arrays" if "cuda" not in comm.devices else _no_gpu()
@@ -309,39 +357,3 @@ def _no_gpu() -> str | None:
         return "CuPy finds no GPU"
     capability = int(cupy.cuda.Device().compute_capability)
     return None if capability >= 80 else f"the GPU has compute capability {capability / 10}, wanted 8.0 or later"
-
-
-def _positive(name: str, value: Any) -> int:
-    number = as_int(name, value)
-    if number < 1:
-        raise ValueError(f"{name} is {number}, wanted >= 1; pass a positive count")
-    return number
-
-
-def _positive_float(softmax_scale: Any) -> float:
-    try:
-        number = float(softmax_scale)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"softmax_scale is {softmax_scale!r}, wanted a number; None is head_dim**-0.5"
-        ) from None
-    if not 0 < number < math.inf:
-        raise ValueError(f"softmax_scale is {softmax_scale}, wanted a finite number > 0; None is head_dim**-0.5")
-    return number
-
-
-def _normal_window(window: Any, causal: bool) -> tuple[int, int]:
-    """(left, right) with -1 for unlimited; causal is right = 0."""
-    try:
-        left, right = window
-    except (TypeError, ValueError):
-        raise TypeError(f"window is {window!r}, wanted (left, right); pass (-1, -1) for no window") from None
-    left, right = as_int("window[0]", left), as_int("window[1]", right)
-    if min(left, right) < -1:
-        raise ValueError(f"window is {(left, right)}, wanted numbers >= -1; -1 means unlimited")
-    if causal and right > 0:
-        raise ValueError(
-            f"window is {(left, right)} with causal=True, wanted a right side of -1 or 0, as a causal query sees no "
-            f"later position; pass window=({left}, 0), or causal=False"
-        )
-    return -1 if left >= UNLIMITED else left, 0 if causal else -1 if right >= UNLIMITED else right

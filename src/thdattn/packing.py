@@ -6,14 +6,14 @@ its padding after.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-INT32_MAX = 2**31 - 1
+from thdattn.arguments import INT32_MAX, as_count, as_host_array, as_host_ints, as_int, found, is_array, shown
+
 DLPACK_CPU = 1
 
 
@@ -85,16 +85,12 @@ class PackedBatch:
             TypeError: lengths that are not integers, or a multiple that is no int.
             ValueError: lengths not 1-D, a negative length, multiple < 1, or 2**31 rows or more.
         """
-        multiple = as_int("multiple", multiple)
-        if multiple < 1:
-            raise ValueError(f"multiple is {multiple}, wanted >= 1; pass 1 for no padding")
-        valid = np.asarray(lengths)
+        multiple = as_count("multiple", multiple, "pass 1 for no padding")
+        valid = as_host_ints("lengths", lengths)
         if valid.ndim != 1:
             raise ValueError(
                 f"lengths has shape {valid.shape}, wanted (num_seqs,); pass one length per sequence"
             )
-        if valid.size and valid.dtype.kind not in "iu":
-            raise TypeError(f"lengths is {valid.dtype}, wanted integers; convert it with .astype('int32')")
         bad = (valid < 0) | (valid > INT32_MAX)
         if bad.any():
             seq = int(bad.argmax())
@@ -137,15 +133,15 @@ class PackedBatch:
 
         Args:
             arrays: num_seqs arrays (lengths[b], ...), all of one trailing shape and one dtype.
-            fill: the value of the rows that hold no valid token.
+            fill: the value of the rows that hold no valid token, one that the arrays' dtype can hold.
 
         Returns:
             (total_rows, ...), a new array of the same dtype.
 
         Raises:
-            TypeError: arrays of different dtypes.
+            TypeError: arrays of different dtypes, or a fill that is no single value.
             ValueError: a wrong number of arrays, of rows in one, different trailing shapes, no array at all
-                (nothing tells the trailing shape then), or offsets on a GPU.
+                (nothing tells the trailing shape then), a fill that the dtype cannot hold, or offsets on a GPU.
         """
         self.require_host("pack")
         remedy = "pass one array per sequence, as long as batch.lengths"
@@ -155,7 +151,7 @@ class PackedBatch:
                 "arrays is empty, as the batch has no sequences: wanted at least one array to take the "
                 "trailing shape and dtype from; make the buffer with np.full((batch.total_rows, ...), fill)"
             )
-        rows = np.full((self.total_rows, *pieces[0].shape[1:]), fill, pieces[0].dtype)
+        rows = np.full((self.total_rows, *pieces[0].shape[1:]), _checked_fill(fill, pieces[0].dtype))
         rows[rows_of_runs(self.cu_seqlens_padded[:-1], self.lengths)] = np.concatenate(pieces)
         return rows
 
@@ -177,6 +173,10 @@ class PackedBatch:
         begins = self.cu_seqlens_padded[:-1]
         ends = begins + self.lengths
         return [packed[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+    def __repr__(self) -> str:
+        tokens = "lengths on a GPU" if self.on_device else f"{self.total_tokens} tokens"
+        return f"<PackedBatch of {self.num_seqs} sequences, {tokens}, {self.total_rows} rows>"
 
     def require_host(self, what: str) -> None:
         """Raises ValueError, saying that `what` needs offsets on the host, if they lie on a GPU."""
@@ -225,6 +225,13 @@ class PackedBatch:
         return total_rows
 
 
+def as_batch(batch: Any) -> PackedBatch:
+    """The batch; TypeError if it is none."""
+    if not isinstance(batch, PackedBatch):
+        raise TypeError(f"batch is a {type(batch).__name__}, wanted a PackedBatch; make PackedBatch(cu_seqlens)")
+    return batch
+
+
 def rows_of_runs(begins: NDArray[np.integer[Any]], lengths: NDArray[np.integer[Any]]) -> NDArray[np.int32]:
     """The rows of many runs of consecutive rows, one run after the other.
 
@@ -244,7 +251,7 @@ def rows_of_runs(begins: NDArray[np.integer[Any]], lengths: NDArray[np.integer[A
 
 def check_rows(name: str, array: ArrayLike, num_rows: int, remedy: str) -> NDArray[Any]:
     """The array as NumPy sees it, if it has num_rows rows; ValueError with name and remedy otherwise."""
-    rows = np.asarray(array)
+    rows = as_host_array(name, array)
     if rows.shape[:1] != (num_rows,):
         raise ValueError(f"{name} has shape {rows.shape}, wanted {num_rows} rows; {remedy}")
     return rows
@@ -265,6 +272,8 @@ def check_arrays(
         TypeError: arrays of different dtypes.
         ValueError: a wrong number of arrays, of rows in one, or different trailing shapes.
     """
+    if not isinstance(arrays, Iterable) or isinstance(arrays, (str, bytes, Mapping)):
+        raise TypeError(f"{name} is {found(arrays)}; wanted a list of arrays; {remedy}")
     listed = list(arrays)
     if len(listed) != len(num_rows):
         raise ValueError(f"{name} holds {len(listed)} arrays, wanted {len(num_rows)}; {remedy}")
@@ -286,14 +295,28 @@ def check_arrays(
     return checked
 
 
-def as_int(name: str, value: Any) -> int:
-    """The value as a Python int; TypeError with the name if it is not an integer."""
+def _checked_fill(fill: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The fill in the dtype, 0-d. Rounding is fine where the dtype is of floating-point numbers, all else is not.
+
+    NumPy alone would write NaN into ints as the smallest one, 1.5 as 1, and 1e6 into float16 as infinity.
+    """
+    value = as_host_array("fill", fill) if is_array(fill) else np.asarray(fill)
+    if value.ndim:
+        raise TypeError(f"fill is {found(fill)}; wanted one value; pass a number, and write the rows of "
+                        f"batch.pack(...) afterwards where they are to differ")
     try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{name} is {value!r}, a {type(value).__name__}; wanted an int; convert it with int()"
-        ) from None
+        with np.errstate(all="ignore"):
+            made = value.astype(dtype)
+            kept = made.astype(value.dtype) == value or dtype.names or dtype.hasobject
+            rounds = float(np.asarray(0.5).astype(dtype)) == 0.5 and (dtype.kind == "c" or np.isrealobj(value))
+            if not kept and rounds:
+                kept = np.isnan(value) == np.isnan(made) and np.isinf(value) == np.isinf(made)
+    except (TypeError, ValueError, OverflowError):
+        kept = False
+    if not kept:
+        raise ValueError(f"fill is {shown(fill)}, which {dtype} cannot hold; wanted a value of that dtype; "
+                         f"pass one, or convert the arrays")
+    return made
 
 
 def _lies_on_device(array: Any) -> bool:
@@ -311,15 +334,11 @@ def _device_offsets(name: str, offsets: Any) -> Any:
 
 def _host_offsets(name: str, offsets: Any) -> NDArray[np.int32]:
     """A frozen int32 copy: a caller who reuses the array cannot undo the checks."""
-    values = np.asarray(offsets)
+    is_typed = hasattr(offsets, "dtype")
+    values = as_host_array(name, offsets) if is_typed else as_host_ints(name, offsets)
     _check_offsets_shape(name, values.shape)
-    if hasattr(offsets, "dtype"):
-        if values.dtype != np.int32:
-            raise TypeError(f"{name} is {values.dtype}, wanted int32; convert it with .astype('int32')")
-    elif values.dtype.kind != "i":
-        raise TypeError(
-            f"{name} holds {values.dtype} values, wanted ints; pass an int32 array or a list of ints"
-        )
+    if is_typed and values.dtype != np.int32:
+        raise TypeError(f"{name} is {values.dtype}, wanted int32; convert it with .astype('int32')")
     if values[0] != 0:
         raise ValueError(
             f"{name}[0] is {values[0]}, wanted 0; put a 0 in front of the cumulative sum of the lengths"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from thdattn.sharding import Sharding
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
 class PlanArrays:
     """The arrays of a plan, int32, in the engine's own array type.
 
@@ -41,7 +42,7 @@ class PlanArrays:
     key_tiles: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """What one rank needs to know of a batch; made by CPAttention.plan.
 
@@ -50,6 +51,7 @@ class Plan:
     Attributes:
         sharding, cp_rank: whose plan it is.
         window: (left, right), -1 = unlimited; a causal mask is right = 0.
+        head_dims: (head_dim, v_head_dim) of the attentions that can use it; their numbers of heads may differ.
         tiles: (rows per query tile, rows per key tile) that query_tiles and key_tiles are made for.
         arrays: the PlanArrays.
     """
@@ -57,18 +59,23 @@ class Plan:
     sharding: Sharding
     cp_rank: int
     window: tuple[int, int]
+    head_dims: tuple[int, int]
     tiles: tuple[int, int]
     arrays: PlanArrays
     engine_name: str
-    _empty: Callable[[tuple[int, ...], DTypeLike], Any] = field(repr=False)
-    _kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _empty: Callable[[tuple[int, ...], DTypeLike], Any]
+    _kept: dict[Any, Any] = field(default_factory=dict)
 
-    @property
+    def __repr__(self) -> str:
+        return (f"<Plan of rank {self.cp_rank} of {self.cp_size}: {self.sharding.strategy!r}, window {self.window}, "
+                f"head dims {self.head_dims}, engine {self.engine_name!r}, {self.batch!r}>")
+
+    @cached_property
     def made_for(self) -> dict[str, Any]:
         """What must agree with the attention that uses the plan."""
         return {
             "cp_size": self.cp_size, "cp_rank": self.cp_rank, "window": self.window, "engine": self.engine_name,
-            "tiles": self.tiles,
+            "head_dims": self.head_dims, "tiles": self.tiles,
         }
 
     @property

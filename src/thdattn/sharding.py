@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from thdattn.packing import PackedBatch, as_int, check_arrays, check_rows, rows_of_runs
+from thdattn.arguments import INT32_MAX, as_choice, as_count, as_int
+from thdattn.packing import PackedBatch, as_batch, check_arrays, check_rows, rows_of_runs
+
+MAX_RANKS = INT32_MAX // 2  # their 2*cp_size chunks are counted in int32
 
 
 def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int32]:
@@ -82,21 +85,12 @@ class Sharding:
     """
 
     def __init__(self, batch: PackedBatch, cp_size: int, strategy: str = "dual_chunk") -> None:
-        if not isinstance(batch, PackedBatch):
-            raise TypeError(
-                f"batch is a {type(batch).__name__}, wanted a PackedBatch; make PackedBatch(cu_seqlens)"
-            )
-        cp_size = as_int("cp_size", cp_size)
-        if cp_size < 1:
-            raise ValueError(f"cp_size is {cp_size}, wanted >= 1; pass the number of ranks")
-        if strategy not in STRATEGIES:
-            raise ValueError(f"strategy is {strategy!r}, wanted one of {list(STRATEGIES)}; pass one of these")
-        if strategy == "dual_chunk" and not batch.on_device:
-            _check_chunks(batch, cp_size)
-        self.batch = batch
-        self.cp_size = cp_size
-        self.strategy = strategy
-        self.local_rows = _rows_per_rank(batch, cp_size)
+        self.batch = as_batch(batch)
+        self.cp_size = as_count("cp_size", cp_size, "pass the number of ranks", MAX_RANKS)
+        self.strategy = as_choice("strategy", strategy, STRATEGIES)
+        if self.strategy == "dual_chunk" and not batch.on_device:
+            _check_chunks(batch, self.cp_size)
+        self.local_rows = _rows_per_rank(batch, self.cp_size)
         self._rows: dict[int, NDArray[np.int32]] = {}
 
     def rows(self, cp_rank: int) -> NDArray[np.int32]:
@@ -170,6 +164,9 @@ class Sharding:
             owned = self._owned(cp_rank)
             packed[owned] = shard[: owned.size]
         return packed
+
+    def __repr__(self) -> str:
+        return f"<Sharding {self.strategy!r} of {self.batch.total_rows} rows over {self.cp_size} ranks>"
 
     def _owned(self, cp_rank: int) -> NDArray[np.int32]:
         rows = self.rows(cp_rank)

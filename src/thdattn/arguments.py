@@ -1,0 +1,158 @@
+"""What users pass, checked where it comes in: numbers, flags, choices, masks and host arrays.
+
+Nothing here reads an array on a GPU, not even for a message: that would make the host wait.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+INT32_MAX = 2**31 - 1
+UNLIMITED = 2**30  # a window this wide is none; keeps position + window within int32
+
+
+def shown(value: Any) -> str:
+    """A value for a message: short, and of an array only the shape."""
+    if is_array(value):
+        return f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
+    return reprlib.repr(value)
+
+
+def found(value: Any) -> str:
+    """A value of a wrong type for a message: as shown, with its type."""
+    return shown(value) if is_array(value) else f"{shown(value)}, a {type(value).__name__}"
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of any library, 0-d ones included; NumPy's scalars are none."""
+    return hasattr(value, "__dlpack__") and not isinstance(value, type)
+
+
+def as_int(name: str, value: Any, remedy: str = "convert it with int()") -> int:
+    """The value as a Python int; TypeError with the name if it is not an integer. Flags and arrays are none."""
+    try:
+        if not isinstance(value, (bool, np.bool_)) and not is_array(value):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} is {found(value)}; wanted an int; {remedy}")
+
+
+def as_count(name: str, value: Any, remedy: str = "pass a positive count", at_most: int = INT32_MAX) -> int:
+    """The value as an int from 1 to at_most; TypeError if it is no int, ValueError if it is out of range."""
+    number = as_int(name, value)
+    if number < 1:
+        raise ValueError(f"{name} is {number}, wanted >= 1; {remedy}")
+    if number > at_most:
+        raise ValueError(f"{name} is {number}, wanted <= {at_most}; {remedy}")
+    return number
+
+
+def as_bool(name: str, value: Any) -> bool:
+    """The value as a bool; TypeError if it is none: "no" and 0.5 would count as True."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise TypeError(f"{name} is {found(value)}; wanted True or False; pass one of these")
+
+
+def as_choice(name: str, value: Any, choices: Iterable[str]) -> str:
+    """The value if it is one of the choices; TypeError if it is no str, ValueError if it is another one."""
+    *others, last = choices
+    wanted = f"wanted {', '.join(map(repr, others))} or {last!r}; pass one of these"
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {found(value)}; {wanted}")
+    if value not in (*others, last):
+        raise ValueError(f"{name} is {shown(value)}, {wanted}")
+    return value
+
+
+def as_softmax_scale(value: Any) -> float:
+    """The factor on q.k as a float; TypeError if it is no number, ValueError if float32 has no such factor > 0."""
+    remedy = "None is head_dim**-0.5"
+    try:
+        if isinstance(value, (bool, np.bool_, str, bytes)) or is_array(value):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"softmax_scale is {shown(value)}, wanted a number; {remedy}") from None
+    except OverflowError:
+        number = math.inf
+    with np.errstate(over="ignore", under="ignore"):
+        in_float32 = np.float32(number)
+    if not 0 < in_float32 < math.inf:
+        raise ValueError(
+            f"softmax_scale is {shown(value)}, wanted a finite number > 0; {remedy}, and float32 must hold it"
+        )
+    return number
+
+
+def as_window(window: Any, causal: bool) -> tuple[int, int]:
+    """(left, right) with -1 for unlimited; causal is right = 0. TypeError for no pair of ints, ValueError otherwise."""
+    if not isinstance(window, (tuple, list, np.ndarray)) or len(window) != 2:
+        raise TypeError(f"window is {shown(window)}, wanted (left, right); pass (-1, -1) for no window")
+    left, right = (as_int(f"window[{i}]", side, "-1 means unlimited") for i, side in enumerate(window))
+    if min(left, right) < -1:
+        raise ValueError(f"window is {(left, right)}, wanted numbers >= -1; -1 means unlimited")
+    if causal and right > 0:
+        raise ValueError(
+            f"window is {(left, right)} with causal=True, wanted a right side of -1 or 0, as a causal query sees no "
+            f"later position; pass window=({left}, 0), or causal=False"
+        )
+    return -1 if left >= UNLIMITED else left, 0 if causal else -1 if right >= UNLIMITED else right
+
+
+def as_host_array(name: str, x: Any) -> NDArray[Any]:
+    """What NumPy makes of an array on the host or of numbers in lists.
+
+    Raises:
+        TypeError: what NumPy cannot read, such as an array on a GPU, or would read without its mask.
+        ValueError: lists that are no array, as they differ in length.
+    """
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost; wanted plain values; "
+                        f"pass x.filled(value)")
+    try:
+        array = np.asarray(x)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        reason = str(error).split("\n")[0]
+        if isinstance(error, ValueError) and not is_array(x):
+            raise ValueError(f"{name} is no array ({reason}); wanted one dtype and lists of one length; "
+                             f"pass a NumPy array") from error
+        raise unreadable(name, x, f"as a NumPy array ({reason})") from error
+    if array.ndim == 0 and array.dtype.kind in "OSU" and not is_array(x):
+        raise TypeError(f"{name} is {found(x)}; wanted an array; pass a NumPy array, or numbers in a list")
+    return array
+
+
+def as_host_ints(name: str, x: Any) -> NDArray[Any]:
+    """What NumPy makes of an array of integers on the host, of any width, or of ints in a list.
+
+    Raises:
+        TypeError: an array of another dtype, or what is no array; flags are no ints.
+        ValueError: lists that are no array, as they differ in length.
+    """
+    array = as_host_array(name, x)
+    if not array.size:
+        return np.zeros(array.shape, np.int64)
+    if array.dtype.kind == "O":  # ints beyond 64 bits, or anything
+        for i, value in enumerate(array.ravel().tolist()):
+            as_int(f"{name}[{i}]", value)
+    elif array.dtype.kind not in "iu" or (isinstance(x, (list, tuple)) and {bool, np.bool_} & set(map(type, x))):
+        kind = "bool" if array.dtype.kind in "iu" else array.dtype
+        raise TypeError(f"{name} holds {kind} values, wanted ints; pass an int32 array or a list of ints")
+    return array
+
+
+def unreadable(name: str, x: Any, how: str) -> TypeError:
+    """The error for an array that cannot be read, with the remedy for those that PyTorch keeps a gradient of."""
+    remedy = "copy it to the host first (.get() of CuPy, .cpu() of PyTorch), or pass a NumPy array"
+    if getattr(x, "requires_grad", False):
+        remedy = f"pass {name}.detach(), or use thdattn.torch, which is part of PyTorch's autograd"
+    return TypeError(f"{name} is a {type(x).__module__}.{type(x).__qualname__} that cannot be read {how}; {remedy}")
