@@ -206,7 +206,7 @@ def test_unknown_sharding_is_named():
 
 def test_sharding_of_another_batch_is_refused():
     other = thdattn.Sharding(PackedBatch([0, 5, 7], [0, 6, 8]), 1)
-    with pytest.raises(ValueError, match=matches("sharding was made for another batch; make it with Sharding(batch,")):
+    with pytest.raises(ValueError, match=matches("sharding was made for another PackedBatch, wanted … make it with")):
         attention().plan(BATCH, other)
 
 

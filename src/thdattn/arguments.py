@@ -18,15 +18,22 @@ INT32_MAX = 2**31 - 1
 UNLIMITED = 2**30  # a window this wide is none; keeps position + window within int32
 
 
+class _Short(reprlib.Repr):
+    """Short, and of an array only type and shape, wherever it is in a value."""
+
+    def repr1(self, x: Any, level: int) -> str:
+        if is_array(x):
+            return f"a {type(x).__name__} of shape {tuple(getattr(x, 'shape', ()))}"
+        return super().repr1(x, level)
+
+
 def shown(value: Any) -> str:
-    """A value for a message: short, and of an array only the shape."""
-    if is_array(value):
-        return f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
-    return reprlib.repr(value)
+    """A value for a message."""
+    return _Short().repr(value)
 
 
 def found(value: Any) -> str:
-    """A value of a wrong type for a message: as shown, with its type."""
+    """A value of a wrong type for a message: with its type."""
     return shown(value) if is_array(value) else f"{shown(value)}, a {type(value).__name__}"
 
 
@@ -95,9 +102,10 @@ def as_softmax_scale(value: Any) -> float:
 
 def as_window(window: Any, causal: bool) -> tuple[int, int]:
     """(left, right) with -1 for unlimited; causal is right = 0. TypeError for no pair of ints, ValueError otherwise."""
-    if not isinstance(window, (tuple, list, np.ndarray)) or len(window) != 2:
+    sides = window.tolist() if isinstance(window, np.ndarray) else window
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise TypeError(f"window is {shown(window)}, wanted (left, right); pass (-1, -1) for no window")
-    left, right = (as_int(f"window[{i}]", side, "-1 means unlimited") for i, side in enumerate(window))
+    left, right = (as_int(f"window[{i}]", side, "-1 means unlimited") for i, side in enumerate(sides))
     if min(left, right) < -1:
         raise ValueError(f"window is {(left, right)}, wanted numbers >= -1; -1 means unlimited")
     if causal and right > 0:
@@ -106,6 +114,16 @@ def as_window(window: Any, causal: bool) -> tuple[int, int]:
             f"later position; pass window=({left}, 0), or causal=False"
         )
     return -1 if left >= UNLIMITED else left, 0 if causal else -1 if right >= UNLIMITED else right
+
+
+def dlpack_device(name: str, x: Any) -> int | None:
+    """The DLPack device type of an array, None for what does not speak DLPack; TypeError where it will not say."""
+    if isinstance(x, type) or not hasattr(x, "__dlpack_device__"):
+        return None
+    try:
+        return int(x.__dlpack_device__()[0])
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise unreadable(name, x, f"through DLPack ({error})") from error
 
 
 def as_host_array(name: str, x: Any) -> NDArray[Any]:
@@ -155,4 +173,5 @@ def unreadable(name: str, x: Any, how: str) -> TypeError:
     remedy = "copy it to the host first (.get() of CuPy, .cpu() of PyTorch), or pass a NumPy array"
     if getattr(x, "requires_grad", False):
         remedy = f"pass {name}.detach(), or use thdattn.torch, which is part of PyTorch's autograd"
-    return TypeError(f"{name} is a {type(x).__module__}.{type(x).__qualname__} that cannot be read {how}; {remedy}")
+    return TypeError(f"{name} is a {type(x).__module__}.{type(x).__qualname__} that cannot be read {how}; wanted "
+                     f"an array that can; {remedy}")

@@ -154,7 +154,10 @@ class CPAttention:
                 f"sharding is {found(sharding)}; wanted 'dual_chunk', 'contiguous' or a Sharding; pass one of these"
             )
         if sharding.batch is not as_batch(batch):
-            raise ValueError("sharding was made for another batch; make it with Sharding(batch, comm.size)")
+            raise ValueError(
+                "sharding was made for another PackedBatch, wanted the one passed as batch; make it with "
+                "Sharding(batch, comm.size)"
+            )
         if sharding.cp_size != self.comm.size:
             raise ValueError(
                 f"sharding has cp_size {sharding.cp_size}, wanted {self.comm.size}, the ranks of comm; "

@@ -6,13 +6,24 @@ its padding after.
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from thdattn.arguments import INT32_MAX, as_count, as_host_array, as_host_ints, as_int, found, is_array, shown
+from thdattn.arguments import (
+    INT32_MAX,
+    as_count,
+    as_host_array,
+    as_host_ints,
+    as_int,
+    dlpack_device,
+    found,
+    is_array,
+    shown,
+)
 
 DLPACK_CPU = 1
 
@@ -55,8 +66,9 @@ class PackedBatch:
         *,
         total_rows: int | None = None,
     ) -> None:
-        self.on_device: bool = _lies_on_device(cu_seqlens)
-        if cu_seqlens_padded is not None and _lies_on_device(cu_seqlens_padded) != self.on_device:
+        self.on_device: bool = _lies_on_device("cu_seqlens", cu_seqlens)
+        beside = None if cu_seqlens_padded is None else _lies_on_device("cu_seqlens_padded", cu_seqlens_padded)
+        if beside not in (None, self.on_device):
             here, there = ("a GPU", "the host") if self.on_device else ("the host", "a GPU")
             raise ValueError(
                 f"cu_seqlens lies on {here} but cu_seqlens_padded on {there}; wanted both on one side; "
@@ -139,7 +151,7 @@ class PackedBatch:
             (total_rows, ...), a new array of the same dtype.
 
         Raises:
-            TypeError: arrays of different dtypes, or a fill that is no single value.
+            TypeError: arrays of different dtypes, or what is no list of arrays.
             ValueError: a wrong number of arrays, of rows in one, different trailing shapes, no array at all
                 (nothing tells the trailing shape then), a fill that the dtype cannot hold, or offsets on a GPU.
         """
@@ -272,7 +284,7 @@ def check_arrays(
         TypeError: arrays of different dtypes.
         ValueError: a wrong number of arrays, of rows in one, or different trailing shapes.
     """
-    if not isinstance(arrays, Iterable) or isinstance(arrays, (str, bytes, Mapping)):
+    if not np.iterable(arrays) or isinstance(arrays, (str, bytes, Mapping)):
         raise TypeError(f"{name} is {found(arrays)}; wanted a list of arrays; {remedy}")
     listed = list(arrays)
     if len(listed) != len(num_rows):
@@ -296,32 +308,36 @@ def check_arrays(
 
 
 def _checked_fill(fill: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The fill in the dtype, 0-d. Rounding is fine where the dtype is of floating-point numbers, all else is not.
+    """The fill in the dtype, 0-d; ValueError if it would become another value, but for rounding to a floating point.
 
     NumPy alone would write NaN into ints as the smallest one, 1.5 as 1, and 1e6 into float16 as infinity.
     """
-    value = as_host_array("fill", fill) if is_array(fill) else np.asarray(fill)
-    if value.ndim:
-        raise TypeError(f"fill is {found(fill)}; wanted one value; pass a number, and write the rows of "
-                        f"batch.pack(...) afterwards where they are to differ")
+    is_number = not issubclass(dtype.type, (np.flexible, np.object_, np.datetime64, np.timedelta64))
     try:
+        if is_array(fill) or (is_number and isinstance(fill, (str, bytes))):
+            raise TypeError
+        if is_number and dtype.kind != "c" and complex(fill).imag:
+            raise ValueError
         with np.errstate(all="ignore"):
-            made = value.astype(dtype)
-            kept = made.astype(value.dtype) == value or dtype.names or dtype.hasobject
-            rounds = float(np.asarray(0.5).astype(dtype)) == 0.5 and (dtype.kind == "c" or np.isrealobj(value))
-            if not kept and rounds:
-                kept = np.isnan(value) == np.isnan(made) and np.isinf(value) == np.isinf(made)
+            made = np.full((), fill, dtype)
+            held = not is_number or _is_rounded(complex(fill), complex(made[()]), complex(np.full((), 0.5, dtype)[()]))
     except (TypeError, ValueError, OverflowError):
-        kept = False
-    if not kept:
-        raise ValueError(f"fill is {shown(fill)}, which {dtype} cannot hold; wanted a value of that dtype; "
-                         f"pass one, or convert the arrays")
+        held = False
+    if not held:
+        raise ValueError(
+            f"fill is {shown(fill)}, wanted one value that {dtype} can hold; pass such a value, or convert the arrays"
+        )
     return made
 
 
-def _lies_on_device(array: Any) -> bool:
-    dlpack_device = getattr(array, "__dlpack_device__", None)
-    return dlpack_device is not None and dlpack_device()[0] != DLPACK_CPU
+def _is_rounded(number: complex, made: complex, half: complex) -> bool:
+    """Whether `made` is `number`, or near it in a dtype that makes `half` of 0.5."""
+    same_kind = cmath.isnan(made) == cmath.isnan(number) and cmath.isinf(made) == cmath.isinf(number)
+    return made == number or (half == 0.5 and same_kind)
+
+
+def _lies_on_device(name: str, array: Any) -> bool:
+    return dlpack_device(name, array) not in (None, DLPACK_CPU)
 
 
 def _device_offsets(name: str, offsets: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from thdattn.arguments import as_host_array, dlpack_device, unreadable
 from thdattn.packing import DLPACK_CPU
 from thdattn.plan import Plan, PlanArrays, host_arrays
 from thdattn.sharding import Sharding
@@ -47,8 +48,10 @@ def from_user(name: str, x: Any) -> Array:
     Raises:
         TypeError: the array is not on the host, or cannot be exchanged through DLPack.
     """
-    if not isinstance(x, np.ndarray):
-        if not hasattr(x, "__dlpack__") or x.__dlpack_device__()[0] != DLPACK_CPU:
+    if isinstance(x, np.ndarray):
+        x = x if type(x) is np.ndarray else as_host_array(name, x)
+    else:
+        if dlpack_device(name, x) != DLPACK_CPU:
             raise TypeError(
                 f"{name} is a {type(x).__module__}.{type(x).__name__}, wanted a NumPy array, or an array on the host "
                 f"that speaks DLPack; copy it with numpy.asarray or {name}.get(), or use engine='cuda'"
@@ -56,9 +59,7 @@ def from_user(name: str, x: Any) -> Array:
         try:
             x = np.from_dlpack(x)
         except (BufferError, RuntimeError) as error:
-            raise TypeError(
-                f"{name} cannot be read through DLPack ({error}); pass a NumPy array (bfloat16: ml_dtypes.bfloat16)"
-            ) from error
+            raise unreadable(name, x, f"through DLPack ({error})") from error
     return np.ascontiguousarray(x)
 
 

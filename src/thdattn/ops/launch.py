@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn import jit
+from thdattn.arguments import dlpack_device, unreadable
 from thdattn.packing import DLPACK_CPU
 
 Array = Any  # cupy.ndarray, whose hints are partial
@@ -29,10 +30,13 @@ def from_user(name: str, x: Any) -> Array:
         ValueError: it lies on another GPU than the current one.
     """
     if type(x) is not cupy.ndarray:
-        if isinstance(x, np.ndarray) or not hasattr(x, "__dlpack__") or x.__dlpack_device__()[0] == DLPACK_CPU:
+        if isinstance(x, np.ndarray) or dlpack_device(name, x) in (None, DLPACK_CPU):
             raise TypeError(f"{name} is a {type(x).__name__} on the host, wanted an array on the GPU; "
                             f"copy it with cupy.asarray({name}), or use engine='reference'")
-        x = cupy.from_dlpack(x)
+        try:
+            x = cupy.from_dlpack(x)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise unreadable(name, x, f"through DLPack ({error})") from error
     current = cupy.cuda.runtime.getDevice()
     if x.device.id != current:
         raise ValueError(f"{name} is on GPU {x.device.id}, wanted the current GPU {current}; copy it there, or "
