@@ -21,6 +21,10 @@ UNLIMITED = 2**30  # a window this wide is none; keeps position + window within 
 class _Short(reprlib.Repr):
     """Short, and of an array only type and shape, wherever it is in a value."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxother = 100
+
     def repr1(self, x: Any, level: int) -> str:
         if is_array(x):
             return f"a {type(x).__name__} of shape {tuple(getattr(x, 'shape', ()))}"
@@ -123,7 +127,7 @@ def dlpack_device(name: str, x: Any) -> int | None:
     try:
         return int(x.__dlpack_device__()[0])
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
-        raise unreadable(name, x, f"through DLPack ({error})") from error
+        raise unreadable(name, x, f"through DLPack ({error})", "pass a NumPy or CuPy array") from error
 
 
 def as_host_array(name: str, x: Any) -> NDArray[Any]:
@@ -143,7 +147,8 @@ def as_host_array(name: str, x: Any) -> NDArray[Any]:
         if isinstance(error, ValueError) and not is_array(x):
             raise ValueError(f"{name} is no array ({reason}); wanted one dtype and lists of one length; "
                              f"pass a NumPy array") from error
-        raise unreadable(name, x, f"as a NumPy array ({reason})") from error
+        remedy = "copy it to the host first (.get() of CuPy, .cpu() of PyTorch), or pass a NumPy array"
+        raise unreadable(name, x, f"as a NumPy array ({reason})", remedy) from error
     if array.ndim == 0 and array.dtype.kind in "OSU" and not is_array(x):
         raise TypeError(f"{name} is {found(x)}; wanted an array; pass a NumPy array, or numbers in a list")
     return array
@@ -168,10 +173,9 @@ def as_host_ints(name: str, x: Any) -> NDArray[Any]:
     return array
 
 
-def unreadable(name: str, x: Any, how: str) -> TypeError:
-    """The error for an array that cannot be read, with the remedy for those that PyTorch keeps a gradient of."""
-    remedy = "copy it to the host first (.get() of CuPy, .cpu() of PyTorch), or pass a NumPy array"
+def unreadable(name: str, x: Any, how: str, remedy: str) -> TypeError:
+    """The error for an array that cannot be read; the remedy is another for those that PyTorch keeps a gradient of."""
     if getattr(x, "requires_grad", False):
         remedy = f"pass {name}.detach(), or use thdattn.torch, which is part of PyTorch's autograd"
-    return TypeError(f"{name} is a {type(x).__module__}.{type(x).__qualname__} that cannot be read {how}; wanted "
-                     f"an array that can; {remedy}")
+    kind = f"{type(x).__module__}.{type(x).__qualname__}"
+    return TypeError(f"{name} is a {kind} that cannot be read {how}; wanted an array that can; {remedy}")

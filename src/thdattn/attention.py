@@ -129,8 +129,8 @@ class CPAttention:
         self._lse_dtype = np.promote_types(self.dtype, np.float32)
 
     def __repr__(self) -> str:
-        layer = ", ".join(f"{name}={value}" for name, value in self._saves.items())
-        return f"<CPAttention {layer}, causal={self.causal}, window={self.window}, engine={self.engine}, {self.comm!r}>"
+        layer = {**self._saves, "causal": self.causal, "window": self.window, "engine": repr(self.engine)}
+        return f"<CPAttention {', '.join(f'{name}={value}' for name, value in layer.items())}, {self.comm!r}>"
 
     def plan(self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk") -> Plan:
         """Plans one batch for this rank; every layer with this mask and these head dims can use it.

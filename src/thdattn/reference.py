@@ -59,7 +59,7 @@ def from_user(name: str, x: Any) -> Array:
         try:
             x = np.from_dlpack(x)
         except (BufferError, RuntimeError) as error:
-            raise unreadable(name, x, f"through DLPack ({error})") from error
+            raise unreadable(name, x, f"through DLPack ({error})", "pass a NumPy array") from error
     return np.ascontiguousarray(x)
 
 

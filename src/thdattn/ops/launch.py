@@ -35,8 +35,8 @@ def from_user(name: str, x: Any) -> Array:
                             f"copy it with cupy.asarray({name}), or use engine='reference'")
         try:
             x = cupy.from_dlpack(x)
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise unreadable(name, x, f"through DLPack ({error})") from error
+        except (BufferError, TypeError, ValueError) as error:
+            raise unreadable(name, x, f"through DLPack ({error})", "pass a CuPy array") from error
     current = cupy.cuda.runtime.getDevice()
     if x.device.id != current:
         raise ValueError(f"{name} is on GPU {x.device.id}, wanted the current GPU {current}; copy it there, or "
