@@ -110,7 +110,7 @@ def test_printing_comparing_and_hashing_read_nothing_from_the_gpu(cupy):
             stream.end_capture()
     assert all(len(text) < 500 for text in texts) and all(same)
     assert num_hashes == len({id(thing) for thing in things})
-    assert "lengths on a GPU, 400 rows" in texts[-1]
+    assert "lengths on a GPU, total_rows=400" in texts[-1]
 
 
 def test_torch_tensors_that_require_grad_are_sent_to_autograd(cupy):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_arguments import OnAGpu
+from wrong_values import OnAGpu
 
 import thdattn
 from thdattn import PackedBatch
@@ -217,11 +217,11 @@ def test_representations_say_what_it_is():
     layer = attention(softmax_scale=0.5)
     plan = layer.plan(BATCH)
     _, saved, _ = forward(layer, plan)
-    batch = "<PackedBatch of 2 sequences, 7 tokens, 8 rows>"
-    of_plan = ("<Plan of rank 0 of 1: 'dual_chunk', window (-1, 0), head dims (8, 6), engine 'reference', "
-               f"{batch}>")
+    batch = "<PackedBatch num_seqs=2, total_tokens=7, total_rows=8>"
+    sharding = "<Sharding 'dual_chunk', cp_size=1, local_rows=8>"
+    of_plan = f"<Plan cp_rank=0, {sharding}, {batch}, window=(-1, 0), head_dims=(8, 6), engine='reference'>"
     assert repr(BATCH) == batch
-    assert repr(plan.sharding) == "<Sharding 'dual_chunk' of 8 rows over 1 ranks>"
+    assert repr(plan.sharding) == sharding
     assert repr(plan) == of_plan
     assert repr(saved) == ("<Saved: q float32 (8, 4, 8), k float32 (8, 2, 8), v float32 (8, 2, 6), "
                            f"out float32 (8, 4, 6), lse float32 (4, 8), max_logit None, {of_plan}>")
@@ -239,7 +239,7 @@ def test_representations_read_no_array():
     arrays = PlanArrays(*[OnAGpu()] * 7)
     plan = Plan(sharding, 1, (-1, 0), (64, 64), (64, 64), arrays, "cuda", np.empty)
     saved = thdattn.Saved(*[OnAGpu()] * 6, plan, {})
-    assert repr(batch) == "<PackedBatch of 2 sequences, lengths on a GPU, 8 rows>"
+    assert repr(batch) == "<PackedBatch num_seqs=2, lengths on a GPU, total_rows=8>"
     for thing in (batch, sharding, arrays, plan, saved):
         assert len(repr(thing)) < 500
         assert thing == thing and hash(thing) is not None

@@ -324,6 +324,7 @@ def choose_engine(engine: str, comm: Comm) -> tuple[Any, str]:
         comm: the ranks; comm.devices says which arrays it moves.
 
     Raises:
+        TypeError: engine is no str.
         ValueError: an unknown engine, or one whose arrays the comm does not move.
         RuntimeError: engine="cuda" without CuPy or a GPU; the message says which.
     """

@@ -51,7 +51,7 @@ class PackedBatch:
         on_device: whether the offsets lie on a GPU.
 
     Raises:
-        TypeError: offsets that are not int32, or a total_rows that is no int.
+        TypeError: offsets that are not int32 or no array, or a total_rows that is no int.
         ValueError: offsets that are not 1-D, do not start at 0 or decrease; a sequence longer than its padded
             length; offsets of different shapes or on different sides; total_rows too small, too large or,
             for offsets on a GPU, missing.
@@ -95,7 +95,7 @@ class PackedBatch:
 
         Raises:
             TypeError: lengths that are not integers, or a multiple that is no int.
-            ValueError: lengths not 1-D, a negative length, multiple < 1, or 2**31 rows or more.
+            ValueError: lengths not 1-D, a negative length, multiple < 1 or >= 2**31, or 2**31 rows or more.
         """
         multiple = as_count("multiple", multiple, "pass 1 for no padding")
         valid = as_host_ints("lengths", lengths)
@@ -151,7 +151,7 @@ class PackedBatch:
             (total_rows, ...), a new array of the same dtype.
 
         Raises:
-            TypeError: arrays of different dtypes, or what is no list of arrays.
+            TypeError: what is no list of arrays on the host, or arrays of different dtypes.
             ValueError: a wrong number of arrays, of rows in one, different trailing shapes, no array at all
                 (nothing tells the trailing shape then), a fill that the dtype cannot hold, or offsets on a GPU.
         """
@@ -177,6 +177,7 @@ class PackedBatch:
             num_seqs arrays (lengths[b], ...): views of rows, not copies.
 
         Raises:
+            TypeError: rows is no array on the host.
             ValueError: a wrong number of rows, or offsets on a GPU.
         """
         self.require_host("unpack")
@@ -187,8 +188,8 @@ class PackedBatch:
         return [packed[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
     def __repr__(self) -> str:
-        tokens = "lengths on a GPU" if self.on_device else f"{self.total_tokens} tokens"
-        return f"<PackedBatch of {self.num_seqs} sequences, {tokens}, {self.total_rows} rows>"
+        tokens = "lengths on a GPU" if self.on_device else f"total_tokens={self.total_tokens}"
+        return f"<PackedBatch num_seqs={self.num_seqs}, {tokens}, total_rows={self.total_rows}>"
 
     def require_host(self, what: str) -> None:
         """Raises ValueError, saying that `what` needs offsets on the host, if they lie on a GPU."""
@@ -262,7 +263,7 @@ def rows_of_runs(begins: NDArray[np.integer[Any]], lengths: NDArray[np.integer[A
 
 
 def check_rows(name: str, array: ArrayLike, num_rows: int, remedy: str) -> NDArray[Any]:
-    """The array as NumPy sees it, if it has num_rows rows; ValueError with name and remedy otherwise."""
+    """The array as NumPy sees it, if it has num_rows rows; TypeError or ValueError with name and remedy otherwise."""
     rows = as_host_array(name, array)
     if rows.shape[:1] != (num_rows,):
         raise ValueError(f"{name} has shape {rows.shape}, wanted {num_rows} rows; {remedy}")
@@ -281,7 +282,7 @@ def check_arrays(
         remedy: what to do about a wrong number of arrays or rows, for the error.
 
     Raises:
-        TypeError: arrays of different dtypes.
+        TypeError: what is no list of arrays on the host, or arrays of different dtypes.
         ValueError: a wrong number of arrays, of rows in one, or different trailing shapes.
     """
     if not np.iterable(arrays) or isinstance(arrays, (str, bytes, Mapping)):

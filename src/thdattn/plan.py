@@ -67,8 +67,8 @@ class Plan:
     _kept: dict[Any, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return (f"<Plan of rank {self.cp_rank} of {self.cp_size}: {self.sharding.strategy!r}, window {self.window}, "
-                f"head dims {self.head_dims}, engine {self.engine_name!r}, {self.batch!r}>")
+        return (f"<Plan cp_rank={self.cp_rank}, {self.sharding!r}, {self.batch!r}, window={self.window}, "
+                f"head_dims={self.head_dims}, engine={self.engine_name!r}>")
 
     @cached_property
     def made_for(self) -> dict[str, Any]:

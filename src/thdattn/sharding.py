@@ -79,9 +79,9 @@ class Sharding:
         local_rows: rows that every rank stores, total_rows / cp_size rounded up.
 
     Raises:
-        TypeError: batch is no PackedBatch, or cp_size no int.
-        ValueError: cp_size < 1, an unknown strategy, or (dual_chunk, offsets on the host) a padded length
-            that is not a multiple of 2*cp_size.
+        TypeError: batch is no PackedBatch, cp_size no int, or strategy no str.
+        ValueError: cp_size < 1 or > MAX_RANKS, an unknown strategy, or (dual_chunk, offsets on the host) a padded
+            length that is not a multiple of 2*cp_size.
     """
 
     def __init__(self, batch: PackedBatch, cp_size: int, strategy: str = "dual_chunk") -> None:
@@ -132,7 +132,7 @@ class Sharding:
             (local_rows, ...), a new array of the same dtype; filler rows are 0.
 
         Raises:
-            TypeError: cp_rank is no int.
+            TypeError: x is no array on the host, or cp_rank no int.
             ValueError: a wrong number of rows, cp_rank out of range, or the batch has its offsets on a GPU.
         """
         remedy = "pass the whole packed array, as batch.pack makes it"
@@ -152,7 +152,7 @@ class Sharding:
             (total_rows, ...) in sequence order, a new array of the same dtype; rows that no rank owns are 0.
 
         Raises:
-            TypeError: arrays of different dtypes.
+            TypeError: what is no list of arrays on the host, or arrays of different dtypes.
             ValueError: a wrong number of arrays, of rows in one, different trailing shapes, or the batch has
                 its offsets on a GPU.
         """
@@ -166,7 +166,7 @@ class Sharding:
         return packed
 
     def __repr__(self) -> str:
-        return f"<Sharding {self.strategy!r} of {self.batch.total_rows} rows over {self.cp_size} ranks>"
+        return f"<Sharding {self.strategy!r}, cp_size={self.cp_size}, local_rows={self.local_rows}>"
 
     def _owned(self, cp_rank: int) -> NDArray[np.int32]:
         rows = self.rows(cp_rank)
