@@ -18,8 +18,8 @@ PACKAGE = SOURCE / "thdattn"
 # A module imports from the layers before its own. The engines, reference and ops, are handed to the pipeline as
 # arguments; nothing below cli imports them.
 LAYERS = [
-    {"arguments", "tiles", "wgmma", "comm"},
-    {"packing"},
+    {"arguments", "tiles", "wgmma"},
+    {"packing", "comm"},
     {"sharding", "jit", "tensor_map", "oracle"},
     {"plan"},
     {"reference", "ops", "pipeline"},
