@@ -54,7 +54,8 @@ def test_modules_that_the_cuda_engine_adds_to_the_reference_decide_launches():
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     files = {file.removeprefix(f"{PACKAGE}/") for file in run.stdout.split()}
-    assert "jit.py" in files and files <= set(DECIDING)
+    harmless = {"kernel_cache.py"}  # gives back what was compiled, or nothing
+    assert "jit.py" in files and files - harmless <= set(DECIDING)
 
 
 # --- tests on GPUs ---------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import thdattn
-from thdattn import oracle
+from thdattn import kernel_cache, oracle
 from thdattn.attention import choose_engine
 from thdattn.comm import Comm
 
@@ -206,12 +206,15 @@ def _gpus() -> list[str]:
 
 
 def _kernel_cache() -> str:
+    path = kernel_cache.cache_dir()
     try:
-        from thdattn import jit
-    except Exception:
-        return "none, as there is no CuPy to compile kernels"
-    kernels = [path.stat().st_size for path in jit.cache_dir().glob("*.cubin")]
-    return f"{jit.cache_dir()} ({len(kernels)} kernels, {sum(kernels) / 1e6:.1f} MB; $THDATTN_CACHE_DIR moves it)"
+        with kernel_cache.folder():
+            kernels = [file.stat().st_size for file in path.glob("*.cubin")]
+    except FileNotFoundError:
+        kernels = []
+    except OSError as error:
+        return f"{path} cannot be used: {error.strerror or error}; or set THDATTN_CACHE_DIR to another directory"
+    return f"{path} ({len(kernels)} kernels, {sum(kernels) / 1e6:.1f} MB; $THDATTN_CACHE_DIR moves it)"
 
 
 def _loaded_from(library: str) -> str:

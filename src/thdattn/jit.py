@@ -1,4 +1,4 @@
-"""CUDA source to a loaded kernel: NVRTC to a cubin, a disk cache, and the launch attributes.
+"""CUDA source to a loaded kernel: NVRTC to a cubin, kept by kernel_cache, and the launch attributes.
 
 No host compiler and no headers are needed, and a cubin for any architecture can be built on a machine without a GPU.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 import re
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -19,18 +17,12 @@ from typing import Any
 import cupy
 from cupy.cuda import driver, function, nvrtc
 
-from thdattn import wgmma
+from thdattn import kernel_cache, wgmma
 
 log = logging.getLogger("thdattn")
 
 FOLDER = Path(__file__).parent
 OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
-
-
-def cache_dir() -> Path:
-    """Where cubins are kept: $THDATTN_CACHE_DIR, else thdattn/ in the user's cache directory."""
-    chosen = os.environ.get("THDATTN_CACHE_DIR")
-    return Path(chosen or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / ("" if chosen else "thdattn")
 
 
 def device_arch() -> str:
@@ -123,35 +115,21 @@ def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:
 def cached_cubin(name: str, arch: str) -> tuple[bytes, str]:
     """compile_kernel through the disk cache; returns (cubin, lowered name).
 
-    Keyed by source, options, name, architecture and NVRTC version. Many ranks may compile at once: each writes a file
-    of its own and renames it, so a reader never sees half of one.
+    Keyed by source, options, name, architecture and NVRTC version.
     """
     key = repr((source(name), OPTIONS, name, arch, nvrtc.getVersion()))
-    path = cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
-    try:
-        lowered, _, cubin = path.read_bytes().partition(b"\0")
+    entry = f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+    kept = kernel_cache.read(entry)
+    if kept is not None:
+        lowered, _, cubin = kept.partition(b"\0")
         return cubin, lowered.decode()
-    except OSError:
-        pass  # not there yet, or no cache to be had; writing says which
     start = time.perf_counter()
     cubin, low, compiler_log = compile_kernel(name, arch)
     registers = re.search(re.escape(low) + r"'.*?Used (\d+) registers", compiler_log, re.DOTALL)
     log.info("compiled %s for %s in %.1f s, %s registers", name, arch, time.perf_counter() - start,
              registers[1] if registers else "?")
-    _write_atomically(path, low.encode() + b"\0" + cubin)
+    kernel_cache.write(entry, low.encode() + b"\0" + cubin)
     return cubin, low
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        log.warning("the kernel cache %s cannot be written (%s): kernels are compiled again next time; "
-                    "set THDATTN_CACHE_DIR to a writable directory", path.parent, error)
 
 
 class Kernel:
