@@ -10,7 +10,6 @@ import datetime
 import math
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,16 +29,12 @@ def provenance() -> Row:
     """The first columns of every row: when, on what, of which kernels, and by which command."""
     import cupy
 
-    from thdattn import jit
+    from thdattn import info, jit
 
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True, text=True, timeout=30, check=False,
-    ).stdout.split()  # fmt: skip
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "gpu": cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode(),
-        "driver": driver[0] if driver else f"CUDA {cupy.cuda.runtime.driverGetVersion()}",
+        "driver": info.driver_version(),
         "cuda": "{}.{}".format(*divmod(cupy.cuda.runtime.runtimeGetVersion() // 10, 100)),
         "kernel_sources": jit.source_hash(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),

@@ -78,18 +78,14 @@ def machine() -> dict[str, Any] | None:
 
         if not cupy.is_available():
             return None
-        from thdattn import jit
+        from thdattn import info, jit
     except Exception:  # CuPy without a driver raises more than ImportError
         return None
     runtime = cupy.cuda.runtime
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True, text=True, timeout=30, check=False,
-    ).stdout.split()  # fmt: skip
     return {
         "gpu": runtime.getDeviceProperties(0)["name"].decode(),
         "num_gpus": runtime.getDeviceCount(),
-        "driver": driver[0] if driver else f"CUDA {runtime.driverGetVersion()}",
+        "driver": info.driver_version(),
         "cuda_runtime": runtime.runtimeGetVersion(),
         "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
         "python": platform.python_version(),

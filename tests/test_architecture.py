@@ -16,23 +16,23 @@ from launch import SOURCE
 PACKAGE = SOURCE / "thdattn"
 
 # A module imports from the layers before its own. The engines, reference and ops, are handed to the pipeline as
-# arguments; nothing below cli imports them.
+# arguments; nothing below check imports them.
 LAYERS = [
-    {"arguments", "tiles", "wgmma", "kernel_cache"},
+    {"arguments", "install", "tiles", "wgmma", "kernel_cache"},
     {"packing", "comm"},
     {"sharding", "jit", "tensor_map", "oracle"},
     {"plan"},
     {"reference", "ops", "pipeline"},
     {"attention"},
     {"graph"},
-    {"cli"},
+    {"info", "check"},
     {"__main__"},
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
 # Where a library may be imported: when the module is loaded, and at all.
 OPS = {"ops", "ops.launch", "ops.plan", "ops.scheduler", "ops.forward", "ops.backward"}
 WHEN_LOADED = {"cupy": {"jit", *OPS, "graph", "tensor_map"}, "mpi4py": set(), "torch": set(), "jax": set()}
-EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "attention", "cli"}, "mpi4py": {"comm.mpi", "comm.nccl", "cli"},
+EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "attention", "info"}, "mpi4py": {"comm.mpi", "comm.nccl", "info"},
         "torch": set(), "jax": set()}
 
 
@@ -94,7 +94,7 @@ def test_imports_point_downwards(module):
         there = own(name)
         if there == here and here in ("comm", "ops"):
             continue
-        assert there or here in ("cli", "__main__"), f"{module} imports the package itself: {name}"
+        assert there or here in ("info", "check", "__main__"), f"{module} imports the package itself: {name}"
         assert not there or LAYER[there] < LAYER[here], f"{module} imports {name}, which is not below it"
 
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from launch import SOURCE, run_ranks
 
-from thdattn import __version__, cli, reference
+from thdattn import __version__, check, info, kernel_cache, reference
+from thdattn.__main__ import main
+from thdattn.install import remedy
 
 # Runs at the start of every Python process that finds it on its path, so of those that `info` starts, too.
 BLOCKER = """
@@ -48,8 +50,8 @@ def test_info_needs_only_numpy_and_ml_dtypes(error, tmp_path):
     (engine,) = rows(output, "engine")
     assert engine.startswith("reference: CuPy finds no usable GPU")
     remedies = rows(output, "missing")
-    assert any("CuPy, CUDA runtime, NVRTC, NCCL: pip install 'thdattn[cuda1" in remedy for remedy in remedies)
-    assert any("mpi4py, MPI" in remedy and "pip install 'thdattn[mpich]'" in remedy for remedy in remedies)
+    assert any(f"CuPy, CUDA runtime, NVRTC, NCCL: {remedy('cuda1')[:-2]}" in text for text in remedies)
+    assert any("mpi4py, MPI" in text and remedy("mpich") in text for text in remedies)
 
 
 def test_info_says_that_the_mpi_library_is_missing_where_only_mpi4py_is_there(tmp_path):
@@ -64,25 +66,70 @@ def test_info_says_that_the_mpi_library_is_missing_where_only_mpi4py_is_there(tm
 
 def test_info_names_the_file_of_every_library(capsys):
     cupy = pytest.importorskip("cupy")
-    assert cli.main(["info"]) == 0
+    assert main(["info"]) == 0
     output = capsys.readouterr().out
-    assert rows(output, "thdattn")[0].split() == [__version__, str(Path(cli.__file__).parent)]
+    assert rows(output, "thdattn")[0].split() == [__version__, str(Path(info.__file__).parent)]
     assert rows(output, "CuPy")[0].split() == [cupy.__version__, cupy.__file__]
     assert "libnvrtc.so" in rows(output, "NVRTC")[0]
     assert rows(output, "kernel cache")
 
 
 def test_info_shows_the_driver_version_that_decides_the_extra():
-    assert any("thdattn[cuda12]" in remedy for remedy in cli._remedies(["CuPy"], "12.9"))
-    assert any("thdattn[cuda13]" in remedy for remedy in cli._remedies(["NCCL"], "13.0"))
-    assert list(cli._remedies([], "13.0")) == []
+    assert any(remedy("cuda12") in text for text in info._remedies(["CuPy"], "12.9"))
+    assert any(remedy("cuda13") in text for text in info._remedies(["NCCL"], "13.0"))
+    assert list(info._remedies([], "13.0")) == []
+
+
+class Driver:
+    """What ctypes.CDLL finds: NVIDIA's management library and libcuda, or only some of them."""
+
+    def __init__(self, *libraries):
+        self.libraries = libraries
+
+    def __call__(self, name):
+        if name not in self.libraries:
+            raise OSError(f"{name}: cannot open shared object file")
+        return self
+
+    def nvmlInit_v2(self):
+        pass
+
+    def nvmlShutdown(self):
+        pass
+
+    def nvmlSystemGetDriverVersion(self, text, length):
+        text.value = b"580.159.04"
+
+    def cuDriverGetVersion(self, version):
+        version._obj.value = 13000
+
+
+@pytest.mark.parametrize(("libraries", "version"), [
+    (("libnvidia-ml.so.1", "libcuda.so.1"), "580.159.04"), (("libcuda.so.1",), "CUDA 13.0"), ((), "none"),
+])  # fmt: skip
+def test_driver_has_a_version_wherever_any_of_its_libraries_is(libraries, version, monkeypatch):
+    monkeypatch.setattr(info.ctypes, "CDLL", Driver(*libraries))
+    assert info.driver_version() == version
+    row = info._cuda_driver()
+    assert row.version == ("13.0" if libraries else None)
+    assert row.where.endswith(f"NVIDIA driver {version}" if libraries else "cannot open shared object file")
+
+
+@pytest.mark.parametrize("bits", [0o022, 0])
+def test_info_says_how_large_the_kernel_cache_is_or_why_it_cannot_be_used(bits, tmp_path, monkeypatch):
+    monkeypatch.setenv("THDATTN_CACHE_DIR", str(tmp_path / "cache"))
+    kernel_cache.write("a.cubin", bytes(10**6))
+    (tmp_path / "cache").chmod(0o700 | bits)
+    said = info._kernel_cache()
+    assert said.startswith(f"{tmp_path / 'cache'} cannot be used: its mode 0722" if bits else
+                           f"{tmp_path / 'cache'} (1 kernels, 1.0 MB;")
 
 
 def test_check_passes_on_the_reference_engine(capsys):
-    assert cli.main(["check", "--engine", "reference"]) == 0
+    assert main(["check", "--engine", "reference"]) == 0
     output = capsys.readouterr().out
     assert output.endswith("all PASS\n")
-    assert output.count(" PASS\n") == 2 * len(cli.CASES) + 1
+    assert output.count(" PASS\n") == 2 * len(check.CASES) + 1
     assert "FAIL" not in output
 
 
@@ -94,7 +141,7 @@ def test_check_fails_on_an_engine_that_is_a_little_wrong(monkeypatch, capsys):
         return dq, dk * np.asarray(1.5, dk.dtype), dv
 
     monkeypatch.setattr(reference, "attn_bwd", wrong)
-    assert cli.main(["check", "--engine", "reference"]) == 1
+    assert main(["check", "--engine", "reference"]) == 1
     assert "FAILED" in capsys.readouterr().out
 
 
@@ -107,8 +154,8 @@ def test_check_fails_on_padding_that_is_not_exactly_zero(monkeypatch, capsys):
         return out, lse, max_logit
 
     monkeypatch.setattr(reference, "attn_fwd", wrong)
-    monkeypatch.setattr(cli, "CASES", [case for case in cli.CASES if case.name == "ragged lengths"])
-    assert cli.main(["check", "--engine", "reference"]) == 1
+    monkeypatch.setattr(check, "CASES", [case for case in check.CASES if case.name == "ragged lengths"])
+    assert main(["check", "--engine", "reference"]) == 1
     assert "2 of 2 FAILED" in capsys.readouterr().out
 
 
@@ -122,5 +169,5 @@ def test_check_runs_on_the_real_ranks_and_prints_once(monkeypatch):
 
 def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
+        main(["--version"])
     assert capsys.readouterr().out == f"thdattn {__version__}\n"

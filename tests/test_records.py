@@ -41,7 +41,7 @@ def test_hash_follows_every_file_that_decides_a_launch_and_no_other(copied):
             file.write("\n")
         seen.add(jit.source_hash())
         assert len(seen) == number, f"{name} decides launches"
-    (copied / "cli.py").write_text("")
+    (copied / "info.py").write_text("")
     assert jit.source_hash() in seen
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from thdattn.comm import Comm
+from thdattn.install import remedy
 
 SECONDS_TO_BE_HEARD = 0.5
 
@@ -71,7 +72,7 @@ def connect(launched: int | None) -> Any:
     except Exception as error:  # mpi4py without an MPI library raises RuntimeError, not ImportError
         raise RuntimeError(
             f"MPI cannot be loaded ({type(error).__name__}: {error}); install mpi4py and an MPI library: "
-            f"pip install 'thdattn[mpich]' brings both, pip install 'thdattn[mpi]' uses the one on this machine"
+            f"{remedy('mpich')} brings both, [mpi] in place of [mpich] uses the one on this machine"
         ) from error
     world = MPI.COMM_WORLD
     alone = launched == 0 and world.size == 1 and os.environ.get("PMIX_RANK", "0") != "0"

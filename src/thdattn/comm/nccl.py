@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from thdattn.comm import Comm, mpi
+from thdattn.install import remedy
 
 # ncclCommInitRank has no timeout of its own. Minutes, as very large jobs are slow to start.
 _START_TIMEOUT_SECONDS = 300.0
 
-_INSTALL = "pip install 'thdattn[cuda13]' (or [cuda12], after the driver's CUDA version)"
+_INSTALL = f"{remedy('cuda13')} (or [cuda12], after the driver's CUDA version)"
 
 
 class Gpu(NamedTuple):

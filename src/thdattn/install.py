@@ -1,0 +1,33 @@
+"""What to install when a library is missing, as a command that works where this package came from."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def remedy(extra: str) -> str:
+    """The command that adds an extra of pyproject.toml ("cuda13", "mpich", ...) to this installation.
+
+    In a clone it names the clone, so that it works in any directory. Otherwise pip has kept where the package came
+    from (PEP 610, direct_url.json), unless that was an index.
+    """
+    clone = FOLDER.parents[1]
+    if FOLDER.parent.name == "src" and (clone / "pyproject.toml").exists():
+        return f'pip install -e "{clone}[{extra}]"'
+    origin = _origin()
+    return f'pip install "thdattn[{extra}] @ {origin}"' if origin else f'pip install "thdattn[{extra}]"'
+
+
+def _origin() -> str:
+    """The URL that this package was installed from, as pip takes it; empty if from an index."""
+    try:
+        kept = json.loads(metadata.distribution("thdattn").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:  # copied somewhere by hand
+        return ""
+    url: str = kept.get("url", "")
+    version_control = kept.get("vcs_info", {})
+    return f"{version_control['vcs']}+{url}@{version_control['commit_id']}" if version_control else url
