@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import thdattn
+from thdattn.oracle import Verdict
 
 BAR_WIDTH = 24
 
@@ -25,16 +26,16 @@ FEW_ROWS = 90  # of the enlarged part, at least
 
 @dataclass
 class Verdicts:
-    """errors: per result (ok, largest error, budget, largest value), on rank 0 only; not_zero: of padding, how many."""
+    """errors: per result, on rank 0 only; not_zero: of padding, how many."""
 
     documents: int
     tokens: int
-    errors: dict[str, tuple[bool, float, float, float]]
+    errors: dict[str, Verdict]
     not_zero: int
 
     @property
     def passed(self) -> bool:
-        return self.not_zero == 0 and all(ok for ok, *_ in self.errors.values())
+        return self.not_zero == 0 and all(error.good for error in self.errors.values())
 
 
 class Progress:
@@ -111,12 +112,14 @@ def print_times(
 
 def print_verdicts(verdicts: Verdicts) -> None:
     print(f"\nAgainst float64, {verdicts.documents} random documents with {verdicts.tokens:,} tokens")
-    print("            largest value   largest error      budget")
-    for name, (ok, error, budget, value) in verdicts.errors.items():
-        print(f"  {name:<9} {value:>13.4f} {error:>15.4f} {budget:>11.4f}   {_word(ok)}")
+    print("             RMS error      budget   largest error      budget")
+    for name, error in verdicts.errors.items():
+        print(f"  {name:<9} {error.rms:>11.2e} {error.rms_budget:>11.2e} {error.largest:>15.2e} "
+              f"{error.largest_budget:>11.2e}   {_word(error.good)}")
     padding = "all 0" if verdicts.not_zero == 0 else f"{verdicts.not_zero:,} not 0"
-    print(f"  {'padding':<9} {'':>13} {padding:>15} {'all 0':>11}   {_word(verdicts.not_zero == 0)}")
-    print("  (budget: twice the error of plain attention in the same dtype)")
+    print(f"  {'padding':<9} {'':>11} {'':>11} {padding:>15} {'all 0':>11}   {_word(verdicts.not_zero == 0)}")
+    print("  (budgets: the RMS error of attention that rounds each product's operands and each result once,")
+    print("   and twice the largest error of plain attention in the same dtype; see thdattn/oracle.py)")
 
 
 def draw(path: str, sharding: thdattn.Sharding, attn: thdattn.CPAttention, names: list[str]) -> None:

@@ -32,7 +32,7 @@ UNEVEN = (257, 3, 64, 0, 100, 17, 190)
 FIXTURES = (
     Case("worked-example", (7, 3)),
     Case("two-of-eight", (8, 8)),
-    Case("four-sequences", (8, 8, 8, 16)),
+    Case("four-sequences", (8, 8, 8, 16), heads=(16, 8)),
     Case("two-and-three", (2, 3)),
     Case("edge-lengths", EDGES),
     Case("edge-lengths-contiguous", EDGES, sharding="contiguous"),
@@ -44,8 +44,8 @@ FIXTURES = (
     Case("no-sequences-contiguous", (), slack=3, sharding="contiguous"),
     Case("one-token", (1,)),
     Case("fewer-tokens-than-ranks", (1, 0, 2), padded=(1, 0, 2), sharding="contiguous"),
-    Case("repeated-offsets", (16, 24, 0, 0, 0, 0)),
-    Case("empty-but-padded-between", (40, 0, 9, 0), padded=(48, 16, 16, 32)),
+    Case("repeated-offsets", (16, 24, 0, 0, 0, 0), heads=(16, 8)),
+    Case("empty-but-padded-between", (40, 0, 9, 0), padded=(48, 16, 16, 32), heads=(16, 8)),
     # A document of 5 tokens in 64 rows: ranks beyond the first own nothing but padding.
     Case("ranks-of-padding", (5,), padded=(64,), sharding="contiguous"),
     Case("ranks-of-padding-dual", (1, 0), padded=(32, 16)),
@@ -93,19 +93,34 @@ BIG = (
 )
 LONG = Case("65536-causal", (65536, *(16,) * 1000), heads=(2, 1))
 
+# The pack has rows that see one tile and many, ends in the middle of tiles, and has a gap of padding at every cp_size.
+DIMS = tuple(
+    Case(f"dims-{head_dim}-{v_head_dim}-{mask}", (150, 0, 77, 301, 1), slack=5, heads=heads,
+         dims=(head_dim, v_head_dim), causal=causal, window=window)
+    for head_dim, v_head_dim in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+    for mask, heads, causal, window in (
+        ("causal", (8, 2), True, (-1, -1)),
+        ("full", (2, 2), False, (-1, -1)),
+        ("window", (3, 1), False, (33, 70)),
+    )
+)
+# Cases whose RMS errors cannot tell a backward that rounds P twice from a right one: no token at all, no row that sees
+# more than one key, or so few of them that their errors vary by as much.
+TOO_SMALL_TO_TELL = {
+    "all-empty", "all-empty-padded", "all-empty-contiguous", "no-sequences", "no-sequences-slack",
+    "no-sequences-contiguous", "one-token", "ranks-of-padding-dual", "window-self", "window-self-causal",
+    "worked-example", "two-of-eight", "two-and-three", "fewer-tokens-than-ranks", "ranks-of-padding", "te-1930",
+    "fewer tokens than ranks",
+}  # fmt: skip
+
 CASES = {case.name: case for case in (*SMALL, *BIG, LONG)}
 
 
 @lru_cache(maxsize=3)
-def truth(case: Case, dtype: np.dtype, seed: int = 0) -> tuple[oracle.Result, oracle.Result | None]:
-    """The float64 oracle over the valid tokens, and the baseline of 16-bit dtypes."""
+def truth(case: Case, dtype: np.dtype, seed: int = 0) -> oracle.Truth:
+    """The float64 oracle over the valid tokens, and the baselines."""
     batch = thdattn.PackedBatch(offsets(case.lengths))
-    how = {"causal": case.causal, "window": case.window}
-    inputs = random_inputs(case, dtype, seed)
-    exact = oracle.packed_attention(batch, *inputs, **how)
-    if dtype == np.float64:
-        return exact, None
-    return exact, oracle.packed_attention(batch, *inputs, **how, rounding=dtype)
+    return oracle.truth(batch, *random_inputs(case, dtype, seed), causal=case.causal, window=case.window)
 
 
 @dataclass
@@ -188,9 +203,9 @@ def check(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
     """Asserts everything the contract promises about an outcome, padding first."""
     dtype = np.dtype(dtype)
     check_padding(outcome)
-    exact, baseline = truth(case, dtype, seed)
+    right = truth(case, dtype, seed)
     for field in FIELDS:
-        actual, wanted = outcome.tokens[field], getattr(exact, field)
+        actual, wanted = outcome.tokens[field], getattr(right.exact, field)
         assert actual.shape == wanted.shape, f"{field} of {case}"
         if field in ("lse", "max_logit"):
             kept = np.float64 if dtype == np.float64 and field == "lse" else np.float32
@@ -199,14 +214,11 @@ def check(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
             np.testing.assert_allclose(actual, wanted, rtol=error, atol=error, err_msg=f"{field} of {case}")
             continue
         assert actual.dtype == dtype, f"{field} of {case} is {actual.dtype}"
-        if not wanted.any():
-            # Rows that see one key: dP - delta is a difference of equal sums, and what is left is float32 rounding.
-            np.testing.assert_allclose(actual.astype(np.float64), 0, atol=FLOAT32_ERROR, err_msg=f"{field} of {case}")
-        elif baseline is None:
+        if dtype == np.float64:
             np.testing.assert_allclose(actual, wanted, rtol=1e-10, atol=1e-12, err_msg=f"{field} of {case}")
         else:
-            ok, error, budget = oracle.within_budget(actual, wanted, getattr(baseline, field))
-            assert ok, f"{field} of {case}: max error {error:.3e} over budget {budget:.3e}"
+            verdict = right.judge(field, actual)
+            assert verdict.good, f"{field} of {case}: {verdict}"
 
 
 def check_padding(outcome: Outcome) -> None:
@@ -232,51 +244,55 @@ def check_long(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
     edges = [0, 1, 63, 64, 127, 128, length // 2 - 1, length // 2, length - 1]
     picks = np.unique(np.append(edges, np.random.default_rng(len(case.lengths)).integers(0, length, 40)))
     rest = slice(length, None)
-    results = []
-    for rounding in (None, dtype):
-        others = oracle.packed_attention(batch, *(x[rest] for x in inputs), rounding=rounding)
-        results.append((others, _sample(case, [x[:length] for x in inputs], outcome, picks, rounding)))
+    dtype = np.dtype(dtype)
+    others = oracle.truth(batch, *(x[rest] for x in inputs), dtype=dtype)
+    document = [x[:length] for x in inputs]
+    exact, plain = (_sample(case, document, outcome, picks, rounding) for rounding in (None, dtype))
+    fused = _sample(case, document, outcome, picks, dtype, fused=True) if others.fused else {}
     for field in ("out", "dq", "dk", "dv"):
-        for part, rows in enumerate((rest, picks)):
-            wanted, baseline = (
-                result[part][field] if part else getattr(result[part], field) for result in results
-            )
-            ok, error, budget = oracle.within_budget(outcome.tokens[field][rows], wanted, baseline)
-            assert ok, f"{field} of {case}, {('others', 'samples')[part]}: max error {error:.3e} over {budget:.3e}"
-    for part, rows in enumerate((rest, picks)):
-        wanted = results[0][part]["lse"] if part else results[0][part].lse
+        verdict = others.judge(field, outcome.tokens[field][rest])
+        assert verdict.good, f"{field} of {case}, short documents: {verdict}"
+        verdict = oracle.judge(outcome.tokens[field][picks], exact[field], plain[field], fused.get(field))
+        assert verdict.good, f"{field} of {case}, samples: {verdict}"
+    for rows, wanted in ((rest, others.exact.lse), (picks, exact["lse"])):
         np.testing.assert_allclose(outcome.tokens["lse"][:, rows], wanted, rtol=FLOAT32_ERROR, atol=FLOAT32_ERROR)
 
 
 def _sample(
-    case: Case, inputs: list[np.ndarray], outcome: Outcome, picks: np.ndarray, rounding: Any
+    case: Case, inputs: list[np.ndarray], outcome: Outcome, picks: np.ndarray, rounding: Any, fused: bool = False
 ) -> dict[str, np.ndarray]:
-    """out, lse, dq of the query rows `picks` and dk, dv of the keys `picks` of one causal document."""
+    """out, lse, dq of the query rows `picks` and dk, dv of the keys `picks` of one causal document, see the oracle."""
     num_heads, num_kv_heads = case.heads
     scale, group, position = case.dims[0] ** -0.5, num_heads // num_kv_heads, np.arange(len(inputs[0]))
 
     def stored(x: np.ndarray) -> np.ndarray:
         return x.astype(np.float64) if rounding is None else x.astype(rounding).astype(np.float32)
 
+    def kept(x: np.ndarray) -> np.ndarray:
+        return x if fused else stored(x)
+
     q, k, v, dout = map(stored, inputs)
-    like = {"out": dout, "dq": q, "dk": k, "dv": v}
-    result = {field: np.zeros_like(x[picks]) for field, x in like.items()}
-    result["lse"] = np.zeros((num_heads, len(picks)))
+    out = outcome.tokens["out"][: len(q)].astype(q.dtype)
+    result = {"out": np.zeros_like(dout[picks]), "dq": np.zeros_like(q[picks]), "dk": np.zeros_like(k[picks]),
+              "dv": np.zeros_like(v[picks]), "lse": np.zeros((num_heads, len(picks)))}
     for h in range(num_heads):
         g = h // group
-        logits = scale * stored(q[picks, h] @ k[:, g].T)
+        logits = scale * kept(q[picks, h] @ k[:, g].T)
         logits[position > picks[:, None]] = -np.inf
-        result["lse"][h] = lse = np.logaddexp.reduce(logits, axis=1)
-        p = stored(np.exp(logits - lse[:, None]))
-        dp = stored(dout[picks, h] @ v[:, g].T)
-        ds = stored(p * (dp - (p * dp).sum(axis=1, keepdims=True)))
-        result["out"][:, h], result["dq"][:, h] = p @ v[:, g], scale * (ds @ k[:, g])
+        top = logits.max(axis=1, keepdims=True)
+        weights = np.exp(logits - top)
+        total = weights.sum(axis=1, keepdims=True)
+        result["lse"][h] = (top + np.log(total))[:, 0]
+        p, dp = kept(weights / total), kept(dout[picks, h] @ v[:, g].T)
+        result["out"][:, h] = stored(stored(weights) @ v[:, g] / total if fused else p @ v[:, g])
+        delta = (dout[picks, h] * result["out"][:, h] if fused else p * dp).sum(axis=1, keepdims=True)
+        result["dq"][:, h] = scale * (stored(p * (dp - delta)) @ k[:, g])
 
-        logits = scale * stored(q[:, h] @ k[picks, g].T)
+        logits = scale * kept(q[:, h] @ k[picks, g].T)
         logits[position[:, None] < picks] = -np.inf
-        p = stored(np.exp(logits - outcome.tokens["lse"][h, : len(q), None]))
-        delta = (dout[:, h] * outcome.tokens["out"][: len(q), h].astype(np.float64)).sum(axis=1, keepdims=True)
-        ds = stored(p * (stored(dout[:, h] @ v[picks, g].T) - delta))
+        p = kept(np.exp(logits - outcome.tokens["lse"][h, : len(q), None]))
+        delta = (dout[:, h] * out[:, h]).sum(axis=1, keepdims=True)
+        ds = stored(p * (kept(dout[:, h] @ v[picks, g].T) - delta))
         result["dk"][:, g] += scale * (ds.T @ q[:, h])
-        result["dv"][:, g] += p.T @ dout[:, h]
+        result["dv"][:, g] += stored(p).T @ dout[:, h]
     return {field: x if field == "lse" else stored(x).astype(np.float64) for field, x in result.items()}

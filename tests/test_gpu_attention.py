@@ -9,24 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, BIG, LONG, SMALL, Case, check, check_long, random_inputs, run, to_host
+from cases import BFLOAT16, BIG, DIMS, LONG, SMALL, Case, check, check_long, random_inputs, run, to_host
 
 import thdattn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
 DTYPES = [np.dtype("float16"), BFLOAT16]
-# The pack has rows that see one tile and many, ends in the middle of tiles, and has a gap of padding at every cp_size.
-DIMS = [
-    Case(f"dims-{head_dim}-{v_head_dim}-{mask}", (150, 0, 77, 301, 1), slack=5, heads=heads,
-         dims=(head_dim, v_head_dim), causal=causal, window=window)
-    for head_dim, v_head_dim in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-    for mask, heads, causal, window in (
-        ("causal", (8, 2), True, (-1, -1)),
-        ("full", (2, 2), False, (-1, -1)),
-        ("window", (3, 1), False, (33, 70)),
-    )
-]
 
 
 def every(cases, dtypes=DTYPES):

@@ -216,30 +216,89 @@ def test_baseline_rounds_every_stored_matrix_once():
         assert differs.mean() < 0.02, field  # a sum in another order may round to the neighbour, rarely
 
 
-def test_budget_accepts_the_baseline_and_refuses_a_dropped_key():
-    inputs = [x.astype(ml_dtypes.bfloat16) for x in random_document(64, head_dim=32, v_head_dim=16)]
-    truth = oracle.attention(*inputs)
-    baseline = oracle.attention(*inputs, rounding=ml_dtypes.bfloat16)
+def test_fused_baseline_rounds_operands_and_results_once():
+    q, k, v, dout = (x[:, 0].astype(np.float16) for x in random_document(20, 1, 1, 32, 32))
+    wide_q, wide_k, wide_v, wide_dout = (x.astype(np.float32) for x in (q, k, v, dout))
+    scores = wide_q @ wide_k.T
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    total = weights.sum(axis=1, keepdims=True)
+    out = (weights.astype(np.float16).astype(np.float32) @ wide_v / total).astype(np.float16)
+    p = weights / total
+    delta = (wide_dout * out.astype(np.float32)).sum(axis=1, keepdims=True)
+    ds = (p * (wide_dout @ wide_v.T - delta)).astype(np.float16).astype(np.float32)
+    dv = p.astype(np.float16).astype(np.float32).T @ wide_dout
+    by_hand = {"out": out, "dq": ds @ wide_k, "dk": ds.T @ wide_q, "dv": dv}
+    result = oracle.attention(
+        *(x[:, None] for x in (q, k, v, dout)), causal=False, softmax_scale=1.0, rounding=np.float16, fused=True
+    )
+    for field, wanted in by_hand.items():
+        differs = getattr(result, field)[:, 0] != wanted.astype(np.float16)
+        assert differs.mean() < 0.02, field  # a sum in another order may round to the neighbour, rarely
+    np.testing.assert_allclose(result.lse[0], np.log(total[:, 0]) + scores.max(axis=1), rtol=1e-6)
+
+
+def judged(head_dim=32, dtype=ml_dtypes.bfloat16):
+    """The truth over a document of 64 tokens."""
+    inputs = [x.astype(dtype) for x in random_document(64, head_dim=head_dim, v_head_dim=16)]
+    return inputs, oracle.truth(batch_of([64], [64]), *inputs)
+
+
+@pytest.mark.parametrize("field", ["out", "dq", "dk", "dv"])
+def test_the_baselines_are_within_their_budgets_and_three_times_as_wrong_is_not(field):
+    _, truth = judged()
+    exact, plain, fused = (getattr(result, field) for result in (truth.exact, truth.plain, truth.fused))
+    verdict = truth.judge(field, fused.astype(ml_dtypes.bfloat16))
+    assert verdict.good and 0 < verdict.rms < verdict.rms_budget / 1.05
+    verdict = truth.judge(field, plain.astype(ml_dtypes.bfloat16))
+    assert not verdict.good and verdict.largest <= verdict.largest_budget / 2, "plain attention rounds more than once"
+    verdict = truth.judge(field, (3 * plain - 2 * exact).astype(np.float32))
+    assert verdict.largest > verdict.largest_budget
+
+
+def test_one_wrong_element_shows_in_the_largest_error():
+    _, truth = judged()
+    dq = truth.fused.dq.copy()
+    dq[40, 1, 5] = 0.0
+    assert abs(truth.exact.dq[40, 1, 5]) > 0.05
+    assert truth.judge("dq", truth.fused.dq).good
+    verdict = truth.judge("dq", dq)
+    assert verdict.largest > verdict.largest_budget and not verdict.good
+
+
+def test_a_dropped_key_shows():
+    inputs, truth = judged()
     dropped = oracle.attention(*inputs, window=(62, 0))  # the last row does not see the first key
-    for field in ("out", "dq", "dk", "dv"):
-        wanted, plain = getattr(truth, field), getattr(baseline, field)
-        ok, error, budget = oracle.within_budget(plain.astype(ml_dtypes.bfloat16), wanted, plain)
-        assert ok and 0 < error <= budget / 2
-        poor = 3 * plain - 2 * wanted
-        assert not oracle.within_budget(poor.astype(np.float32), wanted, plain)[0]
-    ok, error, budget = oracle.within_budget(dropped.out.astype(np.float32), truth.out, baseline.out)
-    assert not ok and error > budget
+    assert not truth.judge("out", dropped.out.astype(np.float32)).good
 
 
-def test_budget_for_infinities_nan_and_exact_zeros():
+def test_verdict_on_infinities_nan_and_exact_zeros():
     lse = np.array([[0.5, -np.inf]])
-    assert oracle.within_budget(lse.astype(np.float32), lse, lse)[:2] == (True, 0.0)
+    verdict = oracle.judge(lse.astype(np.float32), lse, lse)
+    assert verdict.good and verdict.rms == verdict.largest == 0.0
     for wrong in ([0.5, 0.0], [0.5, np.inf], [0.5, np.nan], [-np.inf, -np.inf]):
-        assert not oracle.within_budget(np.array([wrong], np.float32), lse, lse)[0]
-    zeros = np.zeros((4, 2, 8))
-    ok, _, budget = oracle.within_budget(zeros.astype(np.float16), zeros, zeros)
-    assert ok and 0 < budget < 1e-6
-    assert not oracle.within_budget((zeros + 1e-3).astype(np.float16), zeros, zeros)[0]
+        assert not oracle.judge(np.array([wrong], np.float32), lse, lse).good
+    zeros = np.zeros((4, 2, 64))
+    verdict = oracle.judge(zeros.astype(np.float16), zeros, zeros, zeros)
+    assert verdict.good and 0 < verdict.rms_budget < 1e-6 < verdict.largest_budget < 1e-4
+    assert not oracle.judge((zeros + 1e-4).astype(np.float16), zeros, zeros, zeros).good
+    nothing = np.zeros((0, 2, 64))
+    assert oracle.judge(nothing.astype(np.float16), nothing, nothing, nothing).good
+
+
+def test_allowance_falls_with_the_square_root_of_the_rows():
+    error = np.random.default_rng(0).choice([-1e-3, 1e-3], (400, 4, 64))
+    exact = np.ones_like(error)
+    few, many = (oracle.judge(exact[:n].astype(np.float16), exact[:n], exact[:n] + error[:n], exact[:n] + error[:n])
+                 for n in (4, 400))
+    assert few.rms_budget == pytest.approx(1e-3 * (1.05 + (2 * 4 * 4) ** -0.5), rel=1e-4)
+    assert many.rms_budget == pytest.approx(1e-3 * (1.05 + (2 * 4 * 400) ** -0.5), rel=1e-4)
+
+
+def test_float32_is_judged_by_plain_attention_alone():
+    _, truth = judged(dtype=np.float32)
+    assert truth.fused is None
+    assert truth.judge("dk", truth.plain.dk.astype(np.float32)).good
+    assert not truth.judge("dk", truth.exact.dk.astype(np.float16).astype(np.float32)).good
 
 
 def test_shapes_that_do_not_belong_together_are_named():

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -105,14 +105,6 @@ CASES = (
 NAMES = ("out", "dq", "dk", "dv")
 
 
-class Verdict(NamedTuple):
-    """One result of one case against its budget, see oracle.within_budget."""
-
-    good: bool
-    error: float
-    budget: float
-
-
 def check(engine: str = "auto") -> int:
     """Hold every case against the float64 oracle and print a table; under mpiexec only rank 0 prints.
 
@@ -124,25 +116,23 @@ def check(engine: str = "auto") -> int:
     """
     with thdattn.comm.init("auto") as comm:
         module, why = choose_engine(engine, comm)
-        shown = comm.rank == 0
-        if shown:
-            print(f"engine  {module.name}: {why}")
-            print(f"ranks   {f'{comm.size}, backend {comm.name!r}' if comm.size > 1 else 'simulated in this process'}")
-            print("padding is NaN on purpose; results must be exactly 0 there\n")
-            print(f"{'largest error/budget against float64':<38} ranks dtype     "
-                  + "".join(f"{name:<14}" for name in NAMES))
+        shown = print if comm.rank == 0 else lambda *text, **how: None
+        shown(f"engine  {module.name}: {why}")
+        shown(f"ranks   {f'{comm.size}, backend {comm.name!r}' if comm.size > 1 else 'simulated in this process'}")
+        shown("errors against float64 in percent of what oracle.judge allows: RMS / largest")
+        shown("padding is NaN on purpose; results must be exactly 0 there\n")
+        shown(f"{'case':<28} ranks dtype     {''.join(f'{name:>3}'.ljust(14) for name in NAMES)}")
         dtypes = ("bfloat16", "float16") if module.name == "cuda" else ("bfloat16", "float32")
         runs = [(case, cp_size, dtype) for case in CASES for cp_size in _cp_sizes(comm, case) for dtype in dtypes]
         failed = 0
         for case, cp_size, dtype in runs:
-            verdicts = _judge(comm, case, cp_size, dtype, module.name)
-            good = all(verdict.good for verdict in verdicts)
-            failed += not good
-            if shown:
-                numbers = "".join(f"{_short(v.error)}/{_short(v.budget)}".ljust(14) for v in verdicts)
-                print(f"{case.name:<38} {cp_size:>5} {dtype:<9} {numbers}{'PASS' if good else 'FAIL'}", flush=True)
-        if shown:
-            print(f"{failed} of {len(runs)} FAILED" if failed else "all PASS")
+            verdicts, wrong = _judge(comm, case, cp_size, dtype, module.name)
+            numbers = "".join(f"{_shares(verdict):<14}" for verdict in verdicts)
+            shown(f"{case.name:<28} {cp_size:>5} {dtype:<9} {numbers}{'FAIL' if wrong else 'PASS'}", flush=True)
+            for text in wrong:
+                shown(f"    {text}")
+            failed += bool(wrong)
+        shown(f"{failed} of {len(runs)} FAILED" if failed else "all PASS")
     return 1 if failed else 0
 
 
@@ -151,23 +141,20 @@ def _cp_sizes(comm: Comm, case: Case) -> tuple[int, ...]:
     return (comm.size,) if comm.size > 1 else case.cp_sizes
 
 
-def _judge(comm: Comm, case: Case, cp_size: int, dtype: str, engine: str) -> list[Verdict]:
-    """The verdicts on out, dq, dk, dv; on rank 0 only."""
+def _judge(comm: Comm, case: Case, cp_size: int, dtype: str, engine: str) -> tuple[list[oracle.Verdict], list[str]]:
+    """The verdicts on out, dq, dk, dv, and what is wrong; on rank 0 only."""
     batch = case.batch(cp_size)
     inputs = [batch.pack(np.split(x, batch.cu_seqlens[1:-1]), fill=np.nan) for x in random_inputs(case, dtype)]
     compute = partial(_compute, case=case, batch=batch, inputs=inputs, dtype=dtype, engine=engine)
     actual = compute(comm) if comm.size > 1 else thdattn.comm.run_local(cp_size, compute, timeout=600)[0]
     if comm.rank != 0:
-        return []
-    how: dict[str, Any] = {"causal": case.causal, "window": case.window}
-    truth = oracle.packed_attention(batch, *inputs, **how)
-    baseline = oracle.packed_attention(batch, *inputs, **how, rounding=dtype)
+        return [], []
+    truth = oracle.truth(batch, *inputs, causal=case.causal, window=case.window)
+    verdicts = [truth.judge(name, x) for name, x in zip(NAMES, actual, strict=True)]
     padding = np.isnan(inputs[0][:, 0, 0].astype(np.float32))
-    verdicts = []
-    for name, x in zip(NAMES, actual, strict=True):
-        good, error, budget = oracle.within_budget(x, getattr(truth, name), getattr(baseline, name))
-        verdicts.append(Verdict(good and not x[padding].any(), error, budget))
-    return verdicts
+    wrong = [f"{name}: {verdict}" for name, verdict in zip(NAMES, verdicts, strict=True) if not verdict.good]
+    wrong += [f"{name}: padding is not 0" for name, x in zip(NAMES, actual, strict=True) if x[padding].any()]
+    return verdicts, wrong
 
 
 def _compute(
@@ -188,6 +175,5 @@ def _compute(
     return results
 
 
-def _short(number: float) -> str:
-    """Two digits: 3.9e-3."""
-    return f"{number:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+def _shares(verdict: oracle.Verdict) -> str:
+    return f"{100 * verdict.rms / verdict.rms_budget:3.0f} / {100 * verdict.largest / verdict.largest_budget:.0f}"
