@@ -23,6 +23,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; NumPy reads this once, when it is imported
 
+import command_line
 import numpy as np
 import report
 
@@ -59,15 +60,21 @@ class Run:
 
 def main() -> int:
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without block characters
-    args = parse_arguments()
-    comm = thdattn.comm.init("auto")
-    engine, args.why = choose_engine("auto", comm)
+    return command_line.run(program)
+
+
+def program(comm: thdattn.comm.Comm) -> int:
+    """Runs the ranks: those that mpiexec has started, or simulated ones."""
+    with command_line.together(comm):
+        args = parse_arguments()
+        engine, args.why = choose_engine("auto", comm)
+        if args.plot and comm.rank == 0:
+            command_line.check_picture("--plot", args.plot)
     for option, value in DEFAULTS[engine.name].items():
         if getattr(args, option) is None:
             setattr(args, option, value)
     if comm.size > 1:
-        with comm:
-            passed = [run(comm, args)]
+        passed = [run(comm, args)]
     else:
         passed = thdattn.comm.run_local(args.ranks, lambda simulated: run(simulated, args), timeout=600)
     return 0 if all(passed) else 1
@@ -75,11 +82,12 @@ def main() -> int:
 
 def run(comm: thdattn.comm.Comm, args: argparse.Namespace) -> bool:
     """One rank's whole program; every rank runs it. Returns whether the results are right."""
-    names, tokens, batch = pack(args.tokens, args.seed, 2 * comm.size)
-    attn = thdattn.CPAttention(
-        comm, args.heads, args.head_dim, args.kv_heads, causal=not args.full,
-        window=(args.window, args.window if args.full else 0),
-    )  # fmt: skip
+    with command_line.together(comm):  # options that do not fit are an error of the user, on all ranks alike
+        names, tokens, batch = pack(args.tokens, args.seed, 2 * comm.size)
+        attn = thdattn.CPAttention(
+            comm, args.heads, args.head_dim, args.kv_heads, causal=not args.full,
+            window=(args.window, args.window if args.full else 0),
+        )  # fmt: skip
     plan = attn.plan(batch, sharding=args.sharding)
     this = Run(args, comm, attn, plan, importlib.import_module("cupy" if attn.engine == "cuda" else "numpy"))
 
@@ -90,6 +98,7 @@ def run(comm: thdattn.comm.Comm, args: argparse.Namespace) -> bool:
         report.print_engine(attn, args.why)
         if args.plot:
             report.draw(args.plot, plan.sharding, attn, names)
+            print(f"  wrote {args.plot}")
 
     with report.Progress(shown=comm.rank == 0) as progress:
         progress.step = "making q, k, v from the bytes"
@@ -110,6 +119,9 @@ def pack(budget: int, seed: int, multiple: int) -> tuple[list[str], np.ndarray, 
     """Names, bytes in packed order, and lengths of documents.
 
     In random order, every file that still fits; none of more than a quarter of the budget, so that there are several.
+
+    Raises:
+        ValueError: none fits.
     """
     longest = budget // 4
     library = Path(sysconfig.get_path("stdlib"))
@@ -121,6 +133,8 @@ def pack(budget: int, seed: int, multiple: int) -> tuple[list[str], np.ndarray, 
             names.append(str(path.relative_to(library)))
             documents.append(np.frombuffer(path.read_bytes(), np.uint8))
             budget -= len(documents[-1])
+    if not documents:
+        raise ValueError(f"--tokens is {budget}, wanted room for a document in a quarter of it; pass more, like 3000")
     batch = thdattn.PackedBatch.from_lengths([len(document) for document in documents], multiple)
     return names, batch.pack(documents), batch
 
@@ -217,23 +231,24 @@ def synchronize(this: Run) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cpu, gpu = DEFAULTS["reference"], DEFAULTS["cuda"]
     for option, meaning in {
         "tokens": "tokens to pack", "heads": "query heads", "kv-heads": "key and value heads",
         "head-dim": "width of a head", "repeats": "timed calls after the first",
     }.items():  # fmt: skip
         key = option.replace("-", "_")
-        parser.add_argument(f"--{option}", type=int, metavar="N",
+        parser.add_argument(f"--{option}", type=command_line.positive, metavar="N",
                             help=f"{meaning} (default: {cpu[key]}, on a GPU {gpu[key]})")
-    parser.add_argument("--ranks", type=int, default=4, metavar="N",
+    parser.add_argument("--ranks", type=command_line.positive, default=4, metavar="N",
                         help="simulated ranks, when not started by mpiexec (default: 4)")
     parser.add_argument("--window", type=int, default=-1, metavar="N",
                         help="see only the N tokens before, with --full also the N after (default: all)")
     parser.add_argument("--full", action="store_true", help="see later tokens too; otherwise the mask is causal")
     parser.add_argument("--sharding", choices=list(STRATEGIES), default="dual_chunk", help="which rank owns which rows")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="chooses the documents (default: 0)")
-    parser.add_argument("--plot", metavar="FILE", help="draw the sharding and the mask into this PNG, PDF or SVG file")
+    parser.add_argument("--plot", type=Path, metavar="FILE",
+                        help="draw the sharding and the mask into this PNG, PDF or SVG file")
     return parser.parse_args()
 
 

@@ -7,6 +7,7 @@ import textwrap
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,7 @@ def print_verdicts(verdicts: Verdicts) -> None:
     print("   and twice the largest error of plain attention in the same dtype; see thdattn/oracle.py)")
 
 
-def draw(path: str, sharding: thdattn.Sharding, attn: thdattn.CPAttention, names: list[str]) -> None:
+def draw(path: Path, sharding: thdattn.Sharding, attn: thdattn.CPAttention, names: list[str]) -> None:
     """Save a picture: who owns which row of which document, and the mask with every rank's query rows coloured."""
     from matplotlib.figure import Figure
 

@@ -1,14 +1,21 @@
 """Trains a small language model across ranks and prints what it writes: demo.py [options of examples/bytelm/train.py].
 
-On a CPU that is the tiny model, in about a minute; on GPUs as well, in less.
+On a CPU that is the tiny model, in about a minute; on GPUs as well, in less. The model stays in runs/demo, or in
+runs/demo2 and so on if that has one, or in the folder of --checkpoint.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import itertools
+import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+from pathlib import Path
 
 import ranks
 
@@ -17,13 +24,37 @@ TRAIN, SAMPLE = "examples/bytelm/train.py", "examples/bytelm/sample.py"
 
 def main() -> int:
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C ends the training; the sample of what was learnt still comes
-    with tempfile.TemporaryDirectory() as folder:
-        trained = run(ranks.command(TRAIN, "--size", "tiny", "--checkpoint", folder, *sys.argv[1:]))
-        return trained or run([sys.executable, SAMPLE, "--checkpoint", folder, "--prompt", "def "])
+    os.chdir(ranks.ROOT)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--plot", type=Path)
+    chosen, options = parser.parse_known_args()
+    folder = chosen.checkpoint or free_folder(Path("runs"))
+    picture = chosen.plot or (folder / "curve.png" if importlib.util.find_spec("matplotlib") else None)
+    options = ["--size", "tiny", *options, "--checkpoint", str(folder), *(["--plot", str(picture)] if picture else [])]
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        options.append("--bar")  # as mpiexec stands between the ranks and the terminal
+        os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
+    status = run(ranks.command(TRAIN, *options))
+    if status:
+        return status
+    print()
+    sample = [sys.executable, SAMPLE, "--checkpoint", str(folder), "--prompt", "def "]
+    status = run(sample)
+    curve = f", its curve is {picture}" if picture else ""
+    print(f"\nThe model is in {folder}{curve}. To have it write more:\n")
+    print(f"    PYTHONPATH=src {shlex.join([*sample, '--samples', '3'])}\n")
+    return status
+
+
+def free_folder(parent: Path) -> Path:
+    """The first of demo, demo2, demo3, ... without a model: what an earlier demo has learnt is kept."""
+    names = itertools.chain(["demo"], (f"demo{number}" for number in itertools.count(2)))
+    return next(parent / name for name in names if not (parent / name / "checkpoint.npz").exists())
 
 
 def run(line: list[str]) -> int:
-    print("+", *line, "\n", flush=True)
+    print("+", shlex.join(line), "\n", flush=True)
     return subprocess.run(line, check=False).returncode
 
 

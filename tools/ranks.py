@@ -7,6 +7,7 @@ and not for one per GPU or core and four at most.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> None:
     line = command(*sys.argv[1:])
-    print("+", *line, "\n", flush=True)
+    print("+", shlex.join(line), "\n", flush=True)
     os.execvp(line[0], line)
 
 

@@ -19,7 +19,7 @@ NAME = "checkpoint.npz"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run behind a step.
+    """The state of a run after a step.
 
     config: the model's shape. step: steps done. position: where the data goes on.
     settings: what has to stay as it is for the run to go on as if never interrupted; JSON's types.

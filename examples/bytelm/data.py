@@ -88,7 +88,7 @@ class MicroBatch:
     tokens, targets: (total_rows,) int32 in sequence order; target NOT_COUNTED on rows that hold no token.
     batch: the lengths; one sequence per piece of a document.
     num_targets, num_bytes: targets with and without EOD.
-    after: where to go on behind this one.
+    after: where to go on after this one.
     """
 
     tokens: NDArray[np.int32]

@@ -34,6 +34,10 @@ class AdamWStep(NamedTuple):
     max_norm: float
 
 
+def load() -> None:
+    """Loads the library of matrix products, so that a missing one is noticed at once; NumPy is there already."""
+
+
 def linear_forward(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
     """x (rows, in), weight (out, in) -> (rows, out), in the dtype of x or in another."""
     return (x @ weight.T).astype(dtype or x.dtype, copy=False)

@@ -53,7 +53,7 @@ def _product(
     """
     if not (out.size and a.size):
         return  # a rank without rows
-    blas = _cublas()
+    blas = load()
     types = {"bfloat16": cupy.cuda.runtime.CUDA_R_16BF, "float32": cupy.cuda.runtime.CUDA_R_32F}
     alpha, beta = _SCALES.ctypes.data + _SCALES.itemsize, _SCALES.ctypes.data + _SCALES.itemsize * add
     blas.gemmEx(
@@ -66,12 +66,19 @@ def _product(
 
 
 @functools.cache
-def _cublas() -> Any:
+def load() -> Any:
+    """cuBLAS, see layers.load.
+
+    Raises:
+        RuntimeError: it is missing.
+    """
     try:
         return cupy.cuda.cublas  # loaded by this access
     except ImportError as error:
-        raise RuntimeError(f"cuBLAS is missing, wanted for matrix products ({error}); install it with "
-                           f"pip install 'cuda-toolkit[cublas]=={cupy.cuda.nvrtc.getVersion()[0]}.*'") from error
+        cuda = cupy.cuda.nvrtc.getVersion()[0]
+        found = str(error).splitlines()[0]  # folders follow
+        raise RuntimeError(f"cuBLAS is missing, wanted for matrix products ({found}); install it with: "
+                           f'pip install -e ".[cublas{cuda}]"') from error
 
 
 def residual_norm_forward(x: Array, branch: Array | None, weight: Array) -> tuple[Array, Array]:

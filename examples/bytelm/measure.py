@@ -77,7 +77,7 @@ class AttentionMeter:
 
 
 def on_the_way(x: Array) -> Callable[[], np.ndarray]:
-    """Starts to copy a small array to the host; what is returned waits for the copy and for nothing behind it."""
+    """Starts to copy a small array to the host; what is returned waits for the copy and for nothing after it."""
     if isinstance(x, np.ndarray):
         copy = x.copy()
         return lambda: copy
@@ -110,19 +110,29 @@ class Record:
 
     Args:
         path: the file, or None for none.
-        steps: keep the lines that the file has of so many steps, for a run that goes on.
+        steps: keep the lines that the file has of so many steps, for a run that goes on; None: a new run.
+
+    Raises:
+        ValueError: the file holds another run, or something else.
     """
 
-    def __init__(self, path: Path | None, steps: int) -> None:
+    def __init__(self, path: Path | None, steps: int | None) -> None:
         self.lines: list[dict[str, Any]] = []
-        if path and steps and path.exists():
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
-            self.lines = [line for line in lines if line["step"] <= steps]
         self._file = None
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", buffering=1)
-            self._file.writelines(json.dumps(line) + "\n" for line in self.lines)
+        if not path:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if steps is not None and path.is_file():
+            self.lines = [line for line in _read(path) if line["step"] <= steps]
+            unfinished = path.with_name(f"{path.name}.unfinished")
+            unfinished.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+            unfinished.replace(path)
+        elif path.exists() and path.stat().st_size:
+            raise ValueError(
+                f"--metrics is {path}, which holds what another run wrote, wanted a new file; name one, delete this "
+                f"one, or pass --resume to go on with that run"
+            )
+        self._file = path.open("a", buffering=1)
 
     def add(self, **line: Any) -> None:
         """One line, to six digits; None stands for a number that is not known."""
@@ -144,21 +154,38 @@ def plot(path: Path, lines: list[dict[str, Any]], title: str) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     steps, training = _column(lines, "bits_per_byte")
-    axes.plot(steps, training, color="#66ccee", linewidth=0.6, label="training, every step")
-    if len(training) >= 40:
-        width = len(training) // 40
+    width = len(training) // 40
+    axes.plot(steps, training, color="#66ccee", linewidth=0.6 if width > 1 else 1.6, label="training, every step")
+    if width > 1:
         mean = np.convolve(training, np.full(width, 1 / width), "valid")
         axes.plot(steps[width - 1 :], mean, color="#4477aa", linewidth=1.6, label=f"training, mean of {width} steps")
     steps, validation = _column(lines, "validation_bits_per_byte")
     axes.plot(steps, validation, "o-", color="#ee6677", markersize=4, label="validation")
     if len(validation):
-        axes.annotate(f"{validation[-1]:.2f}", (steps[-1], validation[-1]), (4, 8), textcoords="offset points")
+        axes.annotate(f"{validation[-1]:.2f}", (steps[-1], validation[-1]), (4, 8), textcoords="offset points",
+                      ha="right")
     axes.set_xlabel("steps")
     axes.set_ylabel("bits per byte")
     axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=100)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file: of the last one, a run that was killed may have written only a part."""
+    *texts, _ = path.read_text(errors="replace").split("\n")
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+            lines.append(line | {"step": int(line["step"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"--metrics is {path}, whose line {number} is {text[:40]!r}, wanted lines that train.py wrote; name "
+                f"the file that the run began with, or a new one"
+            ) from error
+    return lines
 
 
 def _column(lines: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -111,6 +111,7 @@ class Model:
         self.comm = comm
         engine_module, _ = thdattn.attention.choose_engine(engine, comm)
         self.layers = importlib.import_module(LAYERS[engine_module.name])
+        self.layers.load()
         self.dtype = np.dtype(dtype or self.layers.DTYPE)
         windows = ((config.window - 1, 0) if config.window else (-1, -1), (-1, -1))
         self.attentions = [
@@ -241,7 +242,7 @@ class Model:
         return y, branch, Kept(x, attention, y, gate_up)
 
     def _layer_backward(self, layer: int, dx: Array, plan: ModelPlan, kept: Kept) -> Array:
-        """dx: gradient of the residual stream behind the layer, and so of its branch; returns that in front of it."""
+        """dx: gradient of the residual stream after the layer, and so of its branch; returns that before it."""
         ops, (w, dw) = self.layers, self._by_layer[layer]
         dswiglu = ops.linear_backward(dx, ops.swiglu_forward(kept.gate_up), w["down"], dw["down"])
         dgate_up = ops.swiglu_backward(dswiglu, kept.gate_up)

@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # command_line.py
 
 import checkpoint
+import command_line
 import numpy as np
 from model import EOD, VOCAB, Model
 from numpy.typing import NDArray
@@ -22,15 +24,22 @@ import thdattn
 
 
 def main() -> int:
-    args = parse_arguments()
-    saved = checkpoint.load(args.checkpoint)
-    model = Model(saved.config, thdattn.comm.init("single"), args.engine)
+    return command_line.run(program)
+
+
+def program(comm: thdattn.comm.Comm) -> int:
+    with command_line.together(comm):
+        args = parse_arguments()
+        if comm.size > 1:
+            raise ValueError(f"this is one of {comm.size} ranks, wanted one process; start it without mpiexec")
+        saved = checkpoint.load(args.checkpoint)
+        model = Model(saved.config, comm, args.engine)
     model.weights[...] = model.layers.xp.asarray(saved.weights)
     model.refresh()
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot show all of it
     rng = np.random.default_rng(args.seed)
     for text in generate(model, args.prompt.encode(), args.bytes, args.samples, args.temperature, args.top_k, rng):
-        print(f"--- behind step {saved.step}")
+        print(f"--- after step {saved.step}")
         print(text.decode(errors="replace"))
     return 0
 
@@ -63,7 +72,7 @@ def generate(
 
 
 def next_logits(model: Model, texts: list[bytearray]) -> NDArray[np.float32]:
-    """(len(texts), VOCAB) float32: of the byte behind each text."""
+    """(len(texts), VOCAB) float32: of the byte after each text."""
     batch = thdattn.PackedBatch.from_lengths([len(text) + 1 for text in texts])
     tokens = batch.pack([np.array([EOD, *text], np.int32) for text in texts])
     plan = model.plan(batch, "contiguous")
@@ -80,7 +89,7 @@ def draw(logits: NDArray[np.float32], temperature: float, top_k: int, rng: np.ra
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--checkpoint", type=Path, metavar="DIR", required=True, help="folder that train.py saved to")
     add("--prompt", default="", metavar="TEXT", help="what the text begins with (default: nothing)")

@@ -6,16 +6,18 @@
 Read train() first and Trainer.step() second: this is how thdattn is used in a training loop. model.py has the network,
 data.py the documents. All ranks make the same micro-batches and take their own rows of them.
 
-Ctrl-C on any rank ends all ranks behind the same step, with a checkpoint if --checkpoint is given.
+Ctrl-C (SIGINT), SIGTERM or SIGUSR1 on any rank ends all ranks after the same step, with a checkpoint if --checkpoint is
+given. A second Ctrl-C ends them at once, also before the first step. MPICH's mpiexec passes the first Ctrl-C on to the
+ranks, and kills them at the second. Open MPI's sends SIGTERM instead and kills the ranks a moment later, half a second
+in version 5: a longer step is lost, and with it all since the last checkpoint. There, send SIGUSR1 to mpiexec, which
+passes it on, or SIGINT to one rank.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
-import signal
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,19 +27,24 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; NumPy reads this once, when it is imported
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # command_line.py
 
 import checkpoint
+import command_line
 import data
 import measure
 import numpy as np
 from checkpoint import Checkpoint
+from command_line import positive
 from data import MicroBatch, Packing, Position
+from interrupt import Interrupt
 from model import SIZES, Config, Model, ModelPlan
 from numpy.typing import NDArray
 from optimizer import AdamW
-from tqdm import tqdm
+from progress import Progress
 
 import thdattn
+from thdattn.attention import choose_engine
 from thdattn.sharding import STRATEGIES
 
 NATS_PER_BIT = math.log(2)
@@ -135,7 +142,7 @@ class Trainer:
         self._last_mark = self.clock.mark()
 
     def state(self, step: int, position: Position, settings: dict[str, Any]) -> Checkpoint:
-        """The checkpoint behind a step."""
+        """The checkpoint after a step."""
         optimizer = {name: _to_host(x) for name, x in self.optimizer.state.items()}
         return Checkpoint(self.model.config, step, position, settings, _to_host(self.model.weights), optimizer)
 
@@ -154,52 +161,43 @@ class Trainer:
         return self.xp.asarray(tokens), self.xp.asarray(targets), plan
 
 
-class Interrupt:
-    """Whether this process was asked to stop by SIGINT (Ctrl-C) or SIGTERM; it then ends behind a step."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._request)
-
-    def _request(self, number: int, frame: object) -> None:
-        self.requested = True
-
-
 class Reporter:
-    """What rank 0 prints, records and draws. Every rank calls every method alike."""
+    """What rank 0 prints, records and draws. Every rank calls every method alike.
 
-    def __init__(self, trainer: Trainer, args: argparse.Namespace, done: int) -> None:
+    Args:
+        trainer: what is reported on.
+        args: of the command line.
+        done: steps of the run that is gone on with; None: a new run.
+    """
+
+    def __init__(self, trainer: Trainer, args: argparse.Namespace, done: int | None) -> None:
         self._trainer, self._args = trainer, args
         self._shown = trainer.comm.rank == 0
         self._peak = measure.peak_flops(trainer.model)
         self._record = measure.Record(args.metrics if self._shown else None, done)
-        self._bar = tqdm(
-            total=args.steps, initial=done, disable=not self._shown, mininterval=0.5, ncols=120,
-            bar_format="{n}/{total} |{bar}| {elapsed}<{remaining}{postfix}",
-        )  # fmt: skip
+        self._progress = Progress(args.steps, done or 0, self._shown, args.bar)
 
     def introduce(self, documents: Sequence[data.Document], packing: Packing, done: int) -> None:
         """Says what is going to happen."""
-        model, args = self._trainer.model, self._args
+        model, args, say = self._trainer.model, self._args, self._progress.say
         num_bytes = sum(document.end - document.begin for document in documents)
         where = f"{args.data}" if args.data else f"Python {sys.version.split()[0]}'s standard library"
-        self._say(f"{args.size}: {model.weights.size:,} weights in {model.config.layers} layers, {model.dtype}, engine "
-                  f"{model.attentions[0].engine!r}; ranks: {model.comm.size}, backend {model.comm.name!r}")
-        self._say(f"{len(documents):,} documents of {where}, {num_bytes:,} bytes; steps of {args.accumulate} x "
-                  f"{packing.rows:,} tokens")
+        say(f"{args.size}: {model.weights.size:,} weights in {model.config.layers} layers, {model.dtype}, engine "
+            f"{model.attentions[0].engine!r}; ranks: {model.comm.size}, backend {model.comm.name!r}")
+        say(f"{len(documents):,} documents of {where}, {num_bytes:,} bytes; steps of {args.accumulate} x "
+            f"{packing.rows:,} tokens")
         if done:
-            self._say(f"going on behind step {done}")
+            say(f"going on after step {done}")
 
     def step(self, number: int, result: StepResult) -> bool:
         """Records a step, waiting for its numbers; returns whether some rank was asked to stop.
 
         Raises:
-            FloatingPointError: the loss is infinite or not a number.
+            Failure: the loss is infinite or not a number.
         """
         loss, stop, norm = result.numbers().tolist()
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss of step {number} is {loss}; lower --lr, or raise --warmup")
+            raise command_line.Failure(f"the loss of step {number} is {loss}; lower --lr, or raise --warmup")
         clock, size = self._trainer.clock, self._trainer.comm.size
         seconds = clock.seconds(*result.span)
         attention_seconds = sum(clock.seconds(*span) for span in result.attention_spans)
@@ -213,58 +211,63 @@ class Reporter:
             gradient_norm=norm, tokens_per_s=tokens_per_s, padding=padding, attention_tflops=tflops,
             mfu=result.flops / size / seconds / self._peak if self._peak else None,
         )  # fmt: skip
-        self._bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s, attention {tflops:.3g} TFLOP/s, "
-                                  f"padding {padding:.1%}", refresh=False)
-        self._bar.update()
+        speed = f"{tflops:.0f} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.1f} GFLOP/s"
+        self._progress.step(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s, attention {speed}, padding {padding:.1%}")
         return bool(stop)
 
     def validation(self, step: int, bits_per_byte: float) -> None:
         """Records a validation."""
         self._record.add(step=step, validation_bits_per_byte=bits_per_byte)
-        self._say(f"step {step:>6}   validation {bits_per_byte:.3f} bits per byte")
+        self._progress.say(f"step {step:>6}   validation {bits_per_byte:.3f} bits per byte")
 
     def finish(self, step: int, stopped: bool) -> None:
         """Draws the curve, and says how the run ended."""
         args = self._args
         if stopped and step < args.steps:
-            self._say(f"stopped behind step {step}" + (", --resume goes on from there" if args.checkpoint else ""))
-        self._bar.close()
+            onward = ", --resume goes on from there" if args.checkpoint else ""
+            self._progress.say(f"stopped after step {step}{onward}")
+        self._progress.close()
         self._record.close()
         if self._shown and args.plot:
             model = self._trainer.model
             tokens = args.accumulate * args.tokens
             title = f"{args.size}, {model.weights.size:,} weights, steps of {tokens:,} tokens, ranks: {model.comm.size}"
             measure.plot(args.plot, self._record.lines, title)
-
-    def _say(self, text: str) -> None:
-        if self._shown:
-            self._bar.write(text)
+            self._progress.say(f"wrote {args.plot}")
 
 
 def main() -> int:
-    args = parse_arguments()
     interrupt = Interrupt()
-    with thdattn.comm.init() as comm:
+
+    def program(comm: thdattn.comm.Comm) -> int:
+        interrupt.quiet = comm.rank > 0
+        with command_line.together(comm):
+            args = parse_arguments()
         train(comm, args, interrupt)
-    return 0
+        return 0
+
+    return command_line.run(program)
 
 
 def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrupt) -> None:
     """The whole program of one rank."""
-    documents = data.find_documents(args.data)
-    comm.agree("the documents", data.fingerprint(documents))
-    training, validation = data.split(documents)
-    packing = Packing.of(args.tokens, comm.size, args.sharding, args.longest)
-    config = SIZES[args.size] if args.window is None else replace(SIZES[args.size], window=args.window)
-    settings = settings_of(args, packing, data.fingerprint(documents))
-    saved = saved_run(args, settings)
-    step, position = (saved.step, saved.position) if saved else (0, Position(0, 0))
-
-    trainer = Trainer(comm, config, args.engine, args.sharding, args.seed)
-    if saved:
-        trainer.restore(saved)
-    held_back = data.validation_batches(validation, packing, args.val_bytes)
-    reporter = Reporter(trainer, args, step)
+    with command_line.together(comm):  # what fails on one rank fails here, on all and before hours of work
+        documents = data.find_documents(args.data)
+        training, validation = data.split(documents)
+        packing = Packing.of(args.tokens, comm.size, args.sharding, args.longest)
+        held_back = data.validation_batches(validation, packing, args.val_bytes)
+        config = SIZES[args.size] if args.window is None else replace(SIZES[args.size], window=args.window)
+        settings = settings_of(args, packing, documents, choose_engine(args.engine, comm)[0].name)
+        saved = saved_run(args, settings)
+        step, position = (saved.step, saved.position) if saved else (0, Position(0, 0))
+        if comm.rank == 0:
+            check_outputs(args)
+        trainer = Trainer(comm, config, args.engine, args.sharding, args.seed)
+        reporter = Reporter(trainer, args, saved.step if saved else None)
+    with command_line.together(comm):
+        comm.agree("the documents", data.fingerprint(documents))
+        if saved:
+            trainer.restore(saved)
     reporter.introduce(documents, packing, step)
     if step == 0:
         reporter.validation(step, trainer.bits_per_byte(held_back))
@@ -302,12 +305,19 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return float(args.lr * rising * falling)
 
 
-def settings_of(args: argparse.Namespace, packing: Packing, documents: int) -> dict[str, Any]:
-    """What a run that goes on must have in common with its beginning; by option, as JSON has it."""
+def settings_of(
+    args: argparse.Namespace, packing: Packing, documents: Sequence[data.Document], engine: str
+) -> dict[str, Any]:
+    """What a run that goes on must have in common with its beginning; by option, as JSON has it.
+
+    An engine has its own dtype. The number of ranks only counts in the padding, which is the same for 1, 2, 4 and 8.
+    """
     same = ("size", "window", "accumulate", "lr", "warmup", "seed")
-    return {name: getattr(args, name) for name in same} | {
-        "tokens": packing.rows, "longest": packing.longest, "padding to multiples": packing.multiple,
-        "fingerprint of the documents": documents,
+    num_bytes = sum(document.end - document.begin for document in documents)
+    return {f"--{name}": getattr(args, name) for name in same} | {
+        "--tokens": packing.rows, "--longest": packing.longest, "--engine": engine,
+        "--data": f"{len(documents)} files, {num_bytes} bytes, fingerprint {data.fingerprint(documents):x}",
+        "padding (by --sharding and ranks)": f"to multiples of {packing.multiple}",
     }  # fmt: skip
 
 
@@ -325,37 +335,51 @@ def saved_run(args: argparse.Namespace, settings: dict[str, Any]) -> Checkpoint 
             )
         return None
     saved = checkpoint.load(args.checkpoint)
-    for name, wanted in saved.settings.items():
-        if settings[name] != wanted:
-            raise ValueError(
-                f"{name} is {settings[name]}, but the run in {args.checkpoint} began with {wanted}, wanted the same to "
-                f"go on with it; pass the options that it began with and --resume, or begin anew in another folder"
-            )
+    different = [
+        f"{name} {value} instead of {saved.settings.get(name)}"
+        for name, value in settings.items() if saved.settings.get(name) != value
+    ]  # fmt: skip
+    if different:
+        raise ValueError(
+            f"--resume found other options than the run in {args.checkpoint} began with: {', '.join(different)}; pass "
+            f"those that it began with, or begin anew in another folder"
+        )
     return saved
 
 
+def check_outputs(args: argparse.Namespace) -> None:
+    """Raises ValueError for files that could not be written later; makes their folders."""
+    if args.checkpoint:
+        command_line.check_writable("--checkpoint", args.checkpoint / f"{checkpoint.NAME}.unfinished")
+    if args.metrics:
+        command_line.check_writable("--metrics", args.metrics)
+    if args.plot:
+        command_line.check_picture("--plot", args.plot)
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--size", choices=list(SIZES), default="tiny", help="of the model (default: tiny)")
     add("--data", type=Path, metavar="DIR", help="train on the files below it (default: Python's standard library)")
-    add("--steps", type=_positive, metavar="N", help="steps of the whole run (default: by size)")
-    add("--tokens", type=_positive, metavar="N", help="rows per micro-batch, of all ranks together (default: by size)")
-    add("--longest", type=_positive, metavar="N", help="split documents that are longer (default: by size)")
-    add("--accumulate", type=_positive, default=1, metavar="N", help="micro-batches per step (default: 1)")
+    add("--steps", type=positive, metavar="N", help="steps of the whole run (default: by size)")
+    add("--tokens", type=positive, metavar="N", help="rows per micro-batch, of all ranks together (default: by size)")
+    add("--longest", type=positive, metavar="N", help="split documents that are longer (default: by size)")
+    add("--accumulate", type=positive, default=1, metavar="N", help="micro-batches per step (default: 1)")
     add("--lr", type=float, metavar="X", help="highest learning rate (default: by size)")
-    add("--warmup", type=_positive, metavar="N", help="steps until then (default: a twentieth)")
+    add("--warmup", type=positive, metavar="N", help="steps until then (default: a twentieth)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and order of the documents (default: 0)")
     add("--engine", choices=["auto", "cuda", "reference"], default="auto", help="GPU or NumPy (default: what is there)")
     add("--sharding", choices=list(STRATEGIES), default="dual_chunk", help="which rank owns which rows")
     add("--window", type=int, metavar="N", help="bytes that every second layer sees; 0: all (default: by size)")
-    add("--val-every", type=_positive, metavar="N", help="validate every N steps (default: a tenth of --steps)")
-    add("--val-bytes", type=_positive, metavar="N", help="on about so many bytes (default: by size)")
+    add("--val-every", type=positive, metavar="N", help="validate every N steps (default: a tenth of --steps)")
+    add("--val-bytes", type=positive, metavar="N", help="on about so many bytes (default: by size)")
     add("--checkpoint", type=Path, metavar="DIR", help="save the run there at the end, and for --resume and sample.py")
-    add("--save-every", type=_positive, metavar="N", help="and every N steps (default: with every validation)")
+    add("--save-every", type=positive, metavar="N", help="and every N steps (default: with every validation)")
     add("--resume", action="store_true", help="go on with the run in --checkpoint; pass the options it began with")
-    add("--metrics", type=Path, metavar="FILE", help="write a JSON line per step and validation")
+    add("--metrics", type=Path, metavar="FILE", help="write a JSON line per step and validation into this new file")
     add("--plot", type=Path, metavar="FILE", help="draw bits per byte into this PNG, PDF or SVG file at the end")
+    add("--bar", action="store_true", help="draw a progress bar where stderr is no terminal, as under mpiexec")
     args = parser.parse_args()
     for name, value in asdict(RECIPES[args.size]).items():
         if getattr(args, name) is None:
@@ -366,16 +390,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--resume needs --checkpoint DIR, the folder of the run to go on with")
     if not args.lr > 0:
         parser.error(f"--lr is {args.lr}, wanted a number above 0")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs Matplotlib; install it with: pip install 'thdattn[examples]'")
     return args
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
 
 
 def _to_host(x: Any) -> NDArray[Any]:

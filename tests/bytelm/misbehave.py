@@ -1,6 +1,7 @@
 """train.py with an accident: misbehave.py ACCIDENT RANK STEP [options of train.py]; run by test_train.py.
 
-ctrl-c: that rank alone gets SIGINT amid that step. fail: that rank alone raises there.
+ctrl-c: that rank alone gets SIGINT amid that step. fail: that rank alone raises there. wait: that rank alone sleeps
+before it has done anything, while the others wait for it in MPI; all say their process ids.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "bytelm"))
@@ -30,5 +32,14 @@ def step_with_accident(self, batches, lr, stop=False):
     return step(self, batches, lr, stop)
 
 
+def sleepy_train(comm, args, interrupt):
+    print(f"rank {comm.rank} is process {os.getpid()}", flush=True)
+    if comm.rank == rank:
+        time.sleep(600)
+    return whole_train(comm, args, interrupt)
+
+
+if accident == "wait":
+    whole_train, train.train = train.train, sleepy_train
 train.Trainer.step = step_with_accident
 sys.exit(train.main())

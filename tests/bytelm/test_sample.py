@@ -26,7 +26,7 @@ def model():
 
 
 def logits_alone(model, text):
-    """Of the byte behind one text, without any other in the pack."""
+    """Of the byte after one text, without any other in the pack."""
     plan = model.plan(thdattn.PackedBatch.from_lengths([len(text) + 1]), "contiguous")
     return model.logits(np.array([EOD, *text], np.int32), plan)[-1]
 
@@ -90,7 +90,7 @@ def test_program_prints_text_whatever_the_bytes(model, tmp_path):
     checkpoint.save(tmp_path, saved)
     run = start(1, SAMPLE, *options(checkpoint=tmp_path, prompt="é", bytes=30, samples=2, temperature=2))
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("--- behind step 5\n") == 2
+    assert run.stdout.count("--- after step 5\n") == 2
     assert "é" in run.stdout
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import checkpoint
+import command_line
 import data
+import interrupt
 import launch
 import measure
 import numpy as np
@@ -43,8 +48,31 @@ def small(documents, **changed):
 
 
 def arguments(monkeypatch, *words):
+    """What train.py makes of its options."""
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
     return train.parse_arguments()
+
+
+@contextmanager
+def running(ranks, words):
+    """The process of a program that is at work, for signals; killed at the end if it still runs."""
+    launcher = [*launch.mpiexec(ranks), sys.executable, "-m", "mpi4py"] if ranks > 1 else [sys.executable]
+    environment = {**os.environ, "PYTHONPATH": str(launch.SOURCE)}
+    with subprocess.Popen([*launcher, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True, start_new_session=True) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for_lines(metrics, process):
+    """Returns when a run has recorded some steps."""
+    limit = time.monotonic() + 60
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):
+        assert process.poll() is None and time.monotonic() < limit, process.communicate()
+        time.sleep(0.05)
 
 
 def losses(monkeypatch, cp_size, metrics, *words):
@@ -106,7 +134,7 @@ def test_sample_of_the_trained_model_looks_like_its_documents(tiny_run):
     run = start(1, SAMPLE, *options(checkpoint=folder, prompt="def ", bytes=200))
     assert run.returncode == 0, run.stderr
     header, text = run.stdout.split("\n", 1)
-    assert header == f"--- behind step {train.RECIPES['tiny'].steps}"
+    assert header == f"--- after step {train.RECIPES['tiny'].steps}"
     assert text.startswith("def ") and len(text) > 50
     assert sum(character in " \netaoinsr_(.,)" for character in text) > 0.4 * len(text)
 
@@ -148,7 +176,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(document
         return step(self, batches, lr, stop)
 
     monkeypatch.setattr(train.Trainer, "step", spoiled)
-    with pytest.raises(FloatingPointError, match="the loss of step 8 is nan; lower --lr"):
+    with pytest.raises(command_line.Failure, match="the loss of step 8 is nan; lower --lr"):
         train.train(thdattn.comm.init("single"), args, NOBODY_INTERRUPTS)
     saved = checkpoint.load(tmp_path)
     assert saved.step == 6 and np.isfinite(saved.weights).all()
@@ -159,7 +187,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(document
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_interrupted_and_resumed_is_bitwise_as_uninterrupted(documents, tmp_path, ranks):
-    """The interrupt comes to the last rank alone; all stop behind the same step."""
+    """The interrupt comes to the last rank alone; all stop after the same step."""
     whole, parts, metrics = tmp_path / "whole", tmp_path / "parts", tmp_path / "parts.jsonl"
     run = start(ranks, TRAIN, *small(documents, checkpoint=whole))
     assert run.returncode == 0, run.stderr
@@ -167,11 +195,13 @@ def test_interrupted_and_resumed_is_bitwise_as_uninterrupted(documents, tmp_path
     run = start(ranks, MISBEHAVE, "ctrl-c", ranks - 1, 3, *resumable)
     assert run.returncode == 0, run.stderr
     stopped = checkpoint.load(parts).step
-    assert stopped == 5 and f"stopped behind step {stopped}, --resume goes on" in run.stdout
+    assert stopped == 5 and f"stopped after step {stopped}, --resume goes on" in run.stdout
     assert lines_of(metrics)[-1]["step"] == stopped
+    with metrics.open("a") as file:
+        file.write('{"step": 6, "loss": 5.1, "bits_pe')  # as a run that was killed leaves it
     run = start(ranks, TRAIN, *resumable, "--resume")
     assert run.returncode == 0, run.stderr
-    assert f"going on behind step {stopped}" in run.stdout
+    assert f"going on after step {stopped}" in run.stdout
 
     one, other = checkpoint.load(whole), checkpoint.load(parts)
     assert one.step == other.step == 12 and one.position == other.position
@@ -186,22 +216,12 @@ def test_ctrl_c_in_the_terminal_stops_all_ranks_with_a_checkpoint(documents, tmp
         pytest.skip("Open MPI's launcher kills the ranks a second after Ctrl-C")
     metrics = tmp_path / "run.jsonl"
     words = small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)
-    command = [*launch.mpiexec(2), sys.executable, "-m", "mpi4py", str(TRAIN), *words]
-    environment = {**os.environ, "PYTHONPATH": str(launch.SOURCE)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          start_new_session=True) as process:  # fmt: skip
-        try:
-            limit = time.monotonic() + 60
-            while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):
-                assert process.poll() is None and time.monotonic() < limit, process.communicate()
-                time.sleep(0.05)
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher and to every rank
-            output, errors = process.communicate(timeout=60)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    with running(2, [str(TRAIN), *words]) as process:
+        wait_for_lines(metrics, process)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert f"stopped behind step {checkpoint.load(tmp_path).step}" in output
+    assert f"stopped after step {checkpoint.load(tmp_path).step}" in output
     assert lines_of(metrics)[-1]["step"] == checkpoint.load(tmp_path).step
 
 
@@ -213,37 +233,146 @@ def test_failure_of_one_rank_ends_all(documents, tmp_path):
 
 def test_going_on_with_other_options_is_refused_by_name(documents, tmp_path, monkeypatch):
     single = thdattn.comm.init("single")
-    words = ["--checkpoint", tmp_path, *small(documents, steps=2)]
+    words = ["--checkpoint", tmp_path / "run", *small(documents, steps=2)]
     train.train(single, arguments(monkeypatch, *words), NOBODY_INTERRUPTS)
-    for changed in (["--lr", "1.5"], ["--seed", "7"], ["--tokens", "128"], ["--accumulate", "3"], ["--window", "9"]):
-        name = changed[0].removeprefix("--")
-        with pytest.raises(ValueError, match=rf"{name} is {changed[1]}, but the run in .* began with"):
-            train.train(single, arguments(monkeypatch, *words, *changed, "--resume"), NOBODY_INTERRUPTS)
-    with pytest.raises(ValueError, match=r"holds the checkpoint of another run, wanted a new folder; pass --resume"):
+    for changed in ("--lr 1.5", "--seed 7", "--tokens 128", "--accumulate 3", "--window 9", "--size small"):
+        with pytest.raises(command_line.Failure, match=rf"run in {tmp_path}/run began with: {changed} instead of"):
+            train.train(single, arguments(monkeypatch, *words, *changed.split(), "--resume"), NOBODY_INTERRUPTS)
+    with pytest.raises(command_line.Failure, match=r"--lr 2.0 instead of 0.003, --seed 7 instead of 0; pass those"):
+        train.train(single, arguments(monkeypatch, *words, "--lr", 2, "--seed", 7, "--resume"), NOBODY_INTERRUPTS)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "1.py").write_text("one = 1\n" * 20)
+    with pytest.raises(command_line.Failure, match=r"--data 2 files, 160 bytes, fingerprint \w+ instead of 30 files"):
+        train.train(single, arguments(monkeypatch, *words, "--data", tmp_path / "other", "--resume"), NOBODY_INTERRUPTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "choose_engine", lambda *_: (SimpleNamespace(name="cuda"), ""))
+        with pytest.raises(command_line.Failure, match="--engine cuda instead of reference"):
+            train.train(single, arguments(monkeypatch, *words, "--resume"), NOBODY_INTERRUPTS)
+    with pytest.raises(command_line.Failure, match=r"holds the checkpoint of another run, .*; pass --resume"):
         train.train(single, arguments(monkeypatch, *words), NOBODY_INTERRUPTS)
     train.train(single, arguments(monkeypatch, *words, "--steps", "50", "--resume"), NOBODY_INTERRUPTS)
-    assert checkpoint.load(tmp_path).step == 50, "more steps are always possible"
+    assert checkpoint.load(tmp_path / "run").step == 50, "more steps are always possible"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--resume"], "--resume needs --checkpoint DIR"),
-        (["--steps", "0"], "0 is less than 1"),
+        (["--steps", "0"], "argument --steps: 0 is no whole number of at least 1; --help lists"),
         (["--lr", "0"], "--lr is 0.0, wanted a number above 0"),
         (["--size", "huge"], "invalid choice: 'huge'"),
     ],
 )
-def test_wrong_options_are_named(monkeypatch, capsys, words, message):
-    with pytest.raises(SystemExit):
+def test_wrong_options_are_named(monkeypatch, words, message):
+    with pytest.raises(ValueError, match=message):
         arguments(monkeypatch, *words)
-    assert message in capsys.readouterr().err
 
 
-def test_missing_documents_are_an_error_of_all_ranks(tmp_path):
-    run = start(2, TRAIN, "--data", tmp_path / "missing", timeout=60)
-    assert run.returncode != 0
-    assert "missing, wanted a folder that exists" in run.stderr
+# --- before the first step -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--bogus 1", "--data missing", "--checkpoint file/run --tokens 96", "--checkpoint nowhere --resume"],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_errors_are_one_line_of_one_rank(tmp_path, monkeypatch, ranks, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    run = start(ranks, TRAIN, *words.split(), timeout=60)
+    assert run.returncode == 2
+    (line,) = [line for line in run.stderr.splitlines() if "train.py" in line]
+    assert line.startswith("train.py: error: ") and words.split()[1] in line
+    assert "Traceback" not in run.stderr and "ABORT" not in run.stderr.upper()
+    assert not run.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--checkpoint file", r"--checkpoint needs to write file/checkpoint.npz.unfinished, which fails \(Not a dir"),
+        ("--checkpoint file/run", "--checkpoint needs to write file/run/checkpoint.npz.unfinished, which fails"),
+        ("--metrics file/run.jsonl", "--metrics needs to write file/run.jsonl, which fails"),
+        ("--metrics folder", r"--metrics needs to write folder, which fails \(Is a directory"),
+        ("--plot file/run.png", "--plot needs to write file/run.png, which fails"),
+        ("--plot run.gif", "--plot is run.gif, wanted a name that ends in one of .png, .pdf, .svg"),
+        ("--plot run", "--plot is run, wanted a name that ends in"),
+        ("--plot run.svg", r'--plot needs Matplotlib, .* pip install -e "\.\[examples\]"'),
+    ],
+)
+def test_files_that_cannot_be_written_fail_before_the_first_step(documents, tmp_path, monkeypatch, words, message):
+    """On both ranks, although only one of them writes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    if words == "--plot run.svg":
+        monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
+    args = arguments(monkeypatch, *small(documents), *words.split())
+    failures = []
+
+    def program(comm):
+        try:
+            train.train(comm, args, NOBODY_INTERRUPTS)
+        except command_line.Failure as failure:
+            failures.append(failure)
+
+    monkeypatch.setattr(train.Trainer, "step", None)
+    thdattn.comm.run_local(2, program)
+    assert len(failures) == 2
+    (said,) = [failure for failure in failures if failure.alone]
+    assert re.match(message, str(said))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_second_ctrl_c_ends_at_once_before_the_first_step(documents, ranks):
+    """One rank sleeps; the other waits in MPI, where Python's own handlers do not run, and it alone is interrupted."""
+    words = [str(word) for word in (MISBEHAVE, "wait", 0, 0, *small(documents))]
+    with running(ranks, words) as process:
+        said = [process.stdout.readline() for _ in range(ranks)]
+        last = next(int(line.split()[-1]) for line in said if line.startswith(f"rank {ranks - 1} "))
+        for _ in range(2):  # as launcher and terminal may both deliver one press
+            os.kill(last, signal.SIGINT)
+        time.sleep(interrupt.ONE_PRESS + 0.5)
+        assert process.poll() is None, "the first press waits for the end of a step"
+        os.kill(last, signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 if ranks == 1 else process.returncode != 0
+    assert "Traceback" not in errors
+    if ranks == 1:
+        assert "ending after this step; Ctrl-C again ends at once" in errors and "ended at once" in errors
+
+
+def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(documents):
+    words = [str(word) for word in (MISBEHAVE, "wait", 0, 0, *small(documents))]
+    with running(2, words) as process:
+        ranks = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+        for _ in range(2):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)
+            time.sleep(interrupt.ONE_PRESS + 0.5)
+        process.communicate(timeout=20)
+        limit = time.monotonic() + 10
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+            assert time.monotonic() < limit, "a rank outlives the launcher"
+            time.sleep(0.1)
+    assert process.returncode != 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_other_signals_only_ever_ask_for_the_end_after_a_step(documents, tmp_path, number):
+    """Launchers and schedulers send them, some more than once."""
+    metrics = tmp_path / "run.jsonl"
+    words = [TRAIN, *small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)]
+    with running(1, [str(word) for word in words]) as process:
+        wait_for_lines(metrics, process)
+        process.send_signal(number)
+        time.sleep(0.01)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert f"stopped after step {checkpoint.load(tmp_path).step}, --resume goes on" in output
 
 
 # --- measuring -------------------------------------------------------------------------------------------------
@@ -275,17 +404,33 @@ def test_attention_meter_counts_visible_pairs_of_all_layers(documents, cp_size):
 
 def test_record_of_a_run_that_goes_on_drops_what_will_be_done_again(tmp_path):
     path = tmp_path / "folder" / "run.jsonl"
-    record = measure.Record(path, 0)
+    record = measure.Record(path, None)
     for step in range(1, 6):
         record.add(step=step, loss=1.0)
     record.close()
+    with path.open("a") as file:
+        file.write('{"step": 6, "lo')  # all that a run has written of it before it was killed
     record = measure.Record(path, 3)
     record.add(step=4, loss=2.0000001)
     record.close()
     assert [(line["step"], line["loss"]) for line in lines_of(path)] == [(1, 1), (2, 1), (3, 1), (4, 2)]
     assert record.lines == lines_of(path)
-    measure.Record(path, 0).close()
-    assert path.read_text() == ""
+    assert [file.name for file in path.parent.iterdir()] == ["run.jsonl"]
+
+
+def test_record_of_another_run_is_refused_and_stays_as_it_was(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.touch()
+    record = measure.Record(path, None)
+    record.add(step=1, loss=1.0)
+    record.close()
+    with pytest.raises(ValueError, match=r"--metrics is .*run.jsonl, which holds what another run wrote.*--resume"):
+        measure.Record(path, None)
+    assert [line["step"] for line in lines_of(path)] == [1]
+    path.write_text('{"step": 1}\nmilk, eggs\n')
+    with pytest.raises(ValueError, match=r"--metrics is .*run.jsonl, whose line 2 is 'milk, eggs', wanted lines that"):
+        measure.Record(path, 1)
+    assert path.read_text() == '{"step": 1}\nmilk, eggs\n'
 
 
 def test_validation_is_the_oracles_bits_per_byte(documents):

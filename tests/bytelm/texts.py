@@ -69,7 +69,7 @@ def run(
     Args:
         num_targets: to divide by; those of the text by default.
         padding: what tokens and targets hold on rows without a token.
-        slack: rows behind the documents.
+        slack: rows after the documents.
         weights: flat, on the host, instead of those that the seed gives.
         prepare: called with the model before it is used.
         options: of Model.

@@ -1,0 +1,63 @@
+"""How far a run is: a bar on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+import sys
+import time
+
+from tqdm import tqdm
+
+BAR = "{n}/{total} |{bar:20}| {elapsed}<{remaining}{postfix}"
+LINE = "step {n} of {total}, {elapsed} passed, {remaining} to go{postfix}"
+OFTEN, SELDOM = 10, 60  # seconds between two lines of a log: in the first minute, and later
+
+
+class Progress:
+    """Steps that are done, on stderr.
+
+    Args:
+        total: steps of the run.
+        done: steps before now.
+        shown: False on all ranks but one.
+        bar: draw a bar even if stderr is no terminal. Its width is $COLUMNS then.
+    """
+
+    def __init__(self, total: int, done: int, shown: bool, bar: bool) -> None:
+        terminal = sys.stderr.isatty()
+        self._shown, self._live = shown, terminal or bar
+        # Behind a launcher, stdout and stderr are two pipes that come out in any order: all that is said goes into one.
+        self._speech = sys.stderr if bar and not terminal else sys.stdout
+        self._began = self._printed = time.monotonic()
+        self._bar = tqdm(
+            total=total, initial=done, disable=not shown, file=sys.stderr if self._live else io.StringIO(),
+            mininterval=0.5 if self._live else math.inf, bar_format=BAR if self._live else LINE,
+            dynamic_ncols=terminal, ncols=None if terminal or not bar else shutil.get_terminal_size().columns,
+        )  # fmt: skip
+
+    def step(self, about: str) -> None:
+        """One more step is done, and this is to be said about it."""
+        self._bar.set_postfix_str(about, refresh=False)
+        self._bar.update()
+        now = time.monotonic()
+        if now - self._printed >= (OFTEN if now - self._began <= SELDOM else SELDOM):
+            self._print_line()
+
+    def say(self, text: str) -> None:
+        """A line of its own, on stdout unless a launcher stands between this rank and the terminal."""
+        if self._shown and self._live:
+            self._bar.write(text, file=self._speech)
+        elif self._shown:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Shows where the run has ended."""
+        self._print_line()
+        self._bar.close()
+
+    def _print_line(self) -> None:
+        if self._shown and not self._live:
+            self._printed = time.monotonic()
+            print(self._bar, file=sys.stderr, flush=True)

@@ -1,0 +1,117 @@
+"""What the examples do with wrong options and files: one line on stderr, from one rank, and exit status 2.
+
+Programs join their ranks before they read their options, so that every rank knows whether it is the one to speak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import thdattn
+from thdattn.comm import Comm
+
+PICTURES = (".png", ".pdf", ".svg")
+
+
+class Failure(Exception):
+    """Why no rank goes on, for the user to mend; raised on all ranks.
+
+    alone: other ranks have nothing to complain about, so this one has to speak. The text is empty on those.
+    """
+
+    def __init__(self, text: str, alone: bool = False) -> None:
+        super().__init__(" ".join(text.split()))
+        self.alone = alone
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would print its usage, on every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help lists the options")
+
+
+def positive(text: str) -> int:
+    """The type of an option that is a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+    return int(text)
+
+
+def run(program: Callable[[Comm], int]) -> int:
+    """Runs a program on this process's ranks; returns its exit status, which after a Failure is 2.
+
+    Args:
+        program: called as program(comm) on every rank.
+    """
+    comm = thdattn.comm.init()
+    try:
+        status = program(comm)
+    except Failure as failure:
+        status = 2
+        if str(failure) and (failure.alone or comm.rank == 0):
+            print(f"{Path(sys.argv[0]).name}: error: {failure}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        if comm.size > 1:
+            raise  # ends the other ranks, too
+        status = 130
+    comm.close()
+    if status and comm.size > 1:
+        from mpi4py import MPI
+
+        MPI.Finalize()  # NOTE: or `python -m mpi4py` calls MPI_Abort for this status, which may swallow the line
+    return status
+
+
+@contextmanager
+def together(comm: Comm) -> Iterator[None]:
+    """Turns an error inside, on one rank or on all, into a Failure of all ranks: none goes on to wait for the others.
+
+    What is inside must not communicate, unless it fails on all ranks alike, as comm.agree does. Errors are ValueError,
+    OSError and RuntimeError, which options, files and machines cause; others are bugs and keep their traceback.
+
+    Raises:
+        Failure: on every rank, if any had an error.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        problem = error
+    try:
+        comm.agree("failure", problem is not None)
+    except ValueError:
+        where = f"rank {comm.rank}: " if comm.rank else ""
+        raise Failure(f"{where}{problem}" if problem else "", alone=problem is not None) from problem
+    if problem:
+        raise Failure(str(problem)) from problem
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Raises ValueError unless Matplotlib can draw into this file."""
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"{option} is {path}, wanted a name that ends in one of {', '.join(PICTURES)}; rename it")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"{option} needs Matplotlib, which is missing; "
+                         f'install it with: pip install -e ".[examples]"')
+    check_writable(option, path)
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises ValueError unless the file can be written; makes its folder, and leaves the file as it was."""
+    new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(
+            f"{option} needs to write {path}, which fails ({error.strerror}: {error.filename}); name another place"
+        ) from error
+    if new:
+        path.unlink()
