@@ -19,6 +19,22 @@ except Exception as error:
 LAUNCHED = set(re.findall(r'_launch\(\s*"(\w+)"', Path(layers_cuda.__file__).read_text()))
 
 
+def test_missing_cublas_is_named_with_a_command_that_installs_it(monkeypatch):
+    class Cuda:
+        nvrtc = nvrtc
+
+        @property
+        def cublas(self):
+            raise ImportError('Failure finding "libcublas.so"\n listdir: ...')
+
+    monkeypatch.setattr(layers_cuda.cupy, "cuda", Cuda())
+    layers_cuda.load.cache_clear()
+    with pytest.raises(RuntimeError, match=r'cuBLAS is missing, .*"libcublas.so"\); .*pip install -e "\.\[') as error:
+        layers_cuda.load()
+    extra = re.search(r"\[(\w+)\]", str(error.value))[1]
+    assert f"{extra} = [" in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
 def test_kernels_compile_and_do_not_spill(arch):
     program = nvrtc.createProgram(layers_cuda.SOURCE.read_text(), "layers.cu", (), ())

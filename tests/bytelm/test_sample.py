@@ -94,8 +94,17 @@ def test_program_prints_text_whatever_the_bytes(model, tmp_path):
     assert "é" in run.stdout
 
 
-def test_a_missing_checkpoint_is_named(tmp_path):
-    run = start(1, SAMPLE, *options(checkpoint=tmp_path))
-    assert run.returncode != 0
-    assert "does not exist, wanted a checkpoint; train with --checkpoint" in run.stderr
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--checkpoint nowhere", "nowhere/checkpoint.npz does not exist, wanted a checkpoint; train with --checkpoint"),
+        ("--bytes 3", "the following arguments are required: --checkpoint; --help lists the options"),
+        ("--checkpoint nowhere --samples 0", "wanted --samples and --top-k of at least 1"),
+    ],
+)
+def test_errors_are_one_line(words, message):
+    run = start(1, SAMPLE, *words.split())
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert line.startswith(f"sample.py: error: {message}")
 

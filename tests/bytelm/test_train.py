@@ -290,7 +290,7 @@ def test_errors_are_one_line_of_one_rank(tmp_path, monkeypatch, ranks, words):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--checkpoint file", r"--checkpoint needs to write file/checkpoint.npz.unfinished, which fails \(Not a dir"),
+        ("--checkpoint file", r"--checkpoint needs to write file/checkpoint.npz.unfinished, which fails \(File exists"),
         ("--checkpoint file/run", "--checkpoint needs to write file/run/checkpoint.npz.unfinished, which fails"),
         ("--metrics file/run.jsonl", "--metrics needs to write file/run.jsonl, which fails"),
         ("--metrics folder", r"--metrics needs to write folder, which fails \(Is a directory"),

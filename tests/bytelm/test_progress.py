@@ -1,0 +1,92 @@
+"""How far a run is, as a log and as a terminal show it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import progress
+from launch import SOURCE
+from programs import TRAIN, options
+
+RUN = options(steps=40, tokens=96, longest=64, val_bytes=200)
+
+
+def log_of(monkeypatch, capsys, seconds, per_step):
+    """What a run of so many seconds leaves in a log: [seconds since the beginning] of its lines, and the lines."""
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    shown = progress.Progress(int(seconds / per_step), 0, shown=True, bar=False)
+    times, lines = [], []
+    for number in range(int(seconds / per_step)):
+        now += per_step
+        shown.step(f"loss {number}")
+        if printed := capsys.readouterr().err:
+            times.append(now)
+            lines.append(printed)
+    shown.close()
+    return times, [*lines, capsys.readouterr().err]
+
+
+def test_log_gets_a_line_every_ten_seconds_and_after_a_minute_every_minute(monkeypatch, capsys):
+    times, lines = log_of(monkeypatch, capsys, 300, 0.5)
+    assert times == [10, 20, 30, 40, 50, 60, 120, 180, 240, 300]
+    assert all(re.fullmatch(r"step \d+ of 600, \d\d:\d\d passed, .* to go, loss \d+\n", line) for line in lines)
+    assert lines[-1].startswith("step 600 of 600") and lines[-1].endswith("loss 599\n")
+
+
+def test_last_line_of_a_log_comes_however_short_the_run(monkeypatch, capsys):
+    times, lines = log_of(monkeypatch, capsys, 3, 1)
+    assert times == [] and len(lines) == 1
+    assert lines[0].startswith("step 3 of 3")
+
+
+def test_ranks_that_do_not_show_print_nothing(capsys):
+    quiet = progress.Progress(3, 0, shown=False, bar=True)
+    quiet.step("loss 1")
+    quiet.say("step 1")
+    quiet.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def terminal_shows(columns, *command, **environment):
+    """The lines and redrawn lines that a program writes to a terminal of this width."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), **environment}
+    with subprocess.Popen(command, env=environment, stdout=slave, stderr=slave) as process:
+        os.close(slave)
+        output = b""
+        while True:
+            try:
+                output += os.read(master, 65536)
+            except OSError:  # the other end is closed
+                break
+    os.close(master)
+    assert process.returncode == 0, output.decode()
+    return re.split(r"[\r\n]+", output.decode())
+
+
+def test_bar_follows_the_width_of_the_terminal():
+    for columns in (60, 110):
+        lines = terminal_shows(columns, sys.executable, str(TRAIN), *RUN)
+        bars = [line for line in lines if "/40 |" in line]
+        assert len(bars) > 2 and bars[-1].startswith("40/40 |")
+        assert max(len(line.rstrip()) for line in bars) <= columns
+    assert any("padding" in bar for bar in bars)
+
+
+def test_bar_behind_a_launcher_has_the_width_that_columns_says():
+    command = [sys.executable, str(TRAIN), *RUN, "--bar"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "70"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    bars = [line for line in re.split(r"[\r\n]+", run.stderr) if "/40 |" in line]
+    assert bars[-1].startswith("40/40 |")
+    assert max(len(bar.rstrip()) for bar in bars) <= 70
+    assert "validation" in run.stderr and not run.stdout, "one pipe keeps the order"

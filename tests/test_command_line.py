@@ -1,0 +1,98 @@
+"""Errors of the examples' command lines: one line, of one rank, and none that hides a bug or leaves a rank waiting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from launch import SOURCE, run_ranks
+
+import thdattn
+
+sys.path.append(str(SOURCE.parent / "examples"))
+
+import command_line
+
+EXAMPLES = SOURCE.parent / "examples"
+
+
+def outcomes(problems):
+    """What becomes of ranks that have these problems, by rank."""
+
+    def program(comm):
+        try:
+            with command_line.together(comm):
+                if problem := problems[comm.rank]:
+                    raise problem
+        except command_line.Failure as failure:
+            return str(failure), failure.alone
+        return None
+
+    return thdattn.comm.run_local(len(problems), program, timeout=10)
+
+
+def test_no_rank_fails_if_none_has_a_problem():
+    assert outcomes([None, None]) == [None, None]
+
+
+def test_all_ranks_fail_if_one_does_and_that_one_speaks():
+    silent = ("", False)
+    assert outcomes([None, OSError("disk\n is full"), None]) == [silent, ("rank 1: disk is full", True), silent]
+    assert outcomes([ValueError("x is 3"), None]) == [("x is 3", True), silent]
+
+
+def test_all_ranks_fail_alike_and_none_speaks_for_itself():
+    assert outcomes([ValueError("x is 3"), ValueError("x is 3")]) == [("x is 3", False)] * 2
+
+
+@pytest.mark.parametrize("bug", [TypeError, IndexError, AssertionError, KeyError])
+def test_bugs_pass_as_they_are(bug):
+    with pytest.raises(bug):
+        outcomes([bug("a mistake of the program")] * 2)
+
+
+def test_a_bug_of_one_rank_keeps_its_traceback_and_ends_all_ranks(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import sys
+sys.path.append({str(EXAMPLES)!r})
+import command_line
+
+def program(comm):
+    with command_line.together(comm):
+        if comm.rank == 1:
+            [][0]
+    comm.barrier()
+
+sys.exit(command_line.run(program))
+""")
+    run = run_ranks(2, program, timeout=30)
+    assert run.returncode != 0
+    assert "Traceback" in run.stderr and "IndexError" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tokens 3", "--tokens is 3, wanted room for a document"),
+        ("--ranks 0", "argument --ranks: 0 is no whole number of at least 1"),
+        ("--heads 3 --tokens 3000", "num_heads is 3, not a multiple of num_kv_heads = 2"),
+        ("--plot picture.gif", "--plot is picture.gif, wanted a name that ends in one of .png, .pdf, .svg"),
+        ("--window -7 --tokens 3000", "window is (-7, 0)"),
+    ],
+)
+def test_wrong_options_of_the_tutorial_are_one_line(words, message):
+    command = [sys.executable, EXAMPLES / "packed_documents.py", *words.split()]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert line.startswith(f"packed_documents.py: error: {message}")
+
+
+def test_wrong_options_of_the_tutorial_are_one_line_of_one_process(tmp_path):
+    run = run_ranks(2, EXAMPLES / "packed_documents.py", "--plot", str(tmp_path / "picture.gif"))
+    assert run.returncode == 2
+    assert run.stderr.count("error: --plot is") == 1 and "Traceback" not in run.stderr
