@@ -1,7 +1,7 @@
 """train.py with an accident: misbehave.py ACCIDENT RANK STEP [options of train.py]; run by test_train.py.
 
 ctrl-c: that rank alone gets SIGINT amid that step. fail: that rank alone raises there. wait: that rank alone sleeps
-before it has done anything, while the others wait for it in MPI; all say their process ids.
+before it has done anything, while the others wait for it in MPI; process ids are in files beside that of --metrics.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def step_with_accident(self, batches, lr, stop=False):
 
 
 def sleepy_train(comm, args, interrupt):
-    print(f"rank {comm.rank} is process {os.getpid()}", flush=True)
+    args.metrics.with_name(str(comm.rank)).write_text(str(os.getpid()))
     if comm.rank == rank:
         time.sleep(600)
     return whole_train(comm, args, interrupt)

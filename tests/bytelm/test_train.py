@@ -67,12 +67,23 @@ def running(ranks, words):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def wait_for_lines(metrics, process):
-    """Returns when a run has recorded some steps."""
+def wait_until(condition, process):
+    """Returns when something has happened that a program does on its way."""
     limit = time.monotonic() + 60
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):
+    while not condition():
         assert process.poll() is None and time.monotonic() < limit, process.communicate()
         time.sleep(0.05)
+
+
+def num_lines(metrics):
+    return metrics.exists() and metrics.read_text().count("\n")
+
+
+def process_ids(folder, ranks, process):
+    """Of ranks that misbehave.py has started and that wait."""
+    files = [folder / str(rank) for rank in range(ranks)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), process)
+    return [int(file.read_text()) for file in files]
 
 
 def losses(monkeypatch, cp_size, metrics, *words):
@@ -216,8 +227,8 @@ def test_ctrl_c_in_the_terminal_stops_all_ranks_with_a_checkpoint(documents, tmp
         pytest.skip("Open MPI's launcher kills the ranks a second after Ctrl-C")
     metrics = tmp_path / "run.jsonl"
     words = small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)
-    with running(2, [str(TRAIN), *words]) as process:
-        wait_for_lines(metrics, process)
+    with running(2, [TRAIN, *words]) as process:
+        wait_until(lambda: num_lines(metrics) > 5, process)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
@@ -326,12 +337,10 @@ def test_files_that_cannot_be_written_fail_before_the_first_step(documents, tmp_
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_second_ctrl_c_ends_at_once_before_the_first_step(documents, ranks):
+def test_second_ctrl_c_ends_at_once_before_the_first_step(documents, tmp_path, ranks):
     """One rank sleeps; the other waits in MPI, where Python's own handlers do not run, and it alone is interrupted."""
-    words = [str(word) for word in (MISBEHAVE, "wait", 0, 0, *small(documents))]
-    with running(ranks, words) as process:
-        said = [process.stdout.readline() for _ in range(ranks)]
-        last = next(int(line.split()[-1]) for line in said if line.startswith(f"rank {ranks - 1} "))
+    with running(ranks, [MISBEHAVE, "wait", "0", "0", *small(documents, metrics=tmp_path / "run.jsonl")]) as process:
+        last = process_ids(tmp_path, ranks, process)[-1]
         for _ in range(2):  # as launcher and terminal may both deliver one press
             os.kill(last, signal.SIGINT)
         time.sleep(interrupt.ONE_PRESS + 0.5)
@@ -344,10 +353,9 @@ def test_second_ctrl_c_ends_at_once_before_the_first_step(documents, ranks):
         assert "ending after this step; Ctrl-C again ends at once" in errors and "ended at once" in errors
 
 
-def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(documents):
-    words = [str(word) for word in (MISBEHAVE, "wait", 0, 0, *small(documents))]
-    with running(2, words) as process:
-        ranks = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(documents, tmp_path):
+    with running(2, [MISBEHAVE, "wait", "0", "0", *small(documents, metrics=tmp_path / "run.jsonl")]) as process:
+        ranks = process_ids(tmp_path, 2, process)
         for _ in range(2):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGINT)
@@ -364,9 +372,9 @@ def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(docu
 def test_other_signals_only_ever_ask_for_the_end_after_a_step(documents, tmp_path, number):
     """Launchers and schedulers send them, some more than once."""
     metrics = tmp_path / "run.jsonl"
-    words = [TRAIN, *small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)]
-    with running(1, [str(word) for word in words]) as process:
-        wait_for_lines(metrics, process)
+    words = small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)
+    with running(1, [TRAIN, *words]) as process:
+        wait_until(lambda: num_lines(metrics) > 5, process)
         process.send_signal(number)
         time.sleep(0.01)
         process.send_signal(number)
