@@ -29,6 +29,8 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--plot", type=Path)
     chosen, options = parser.parse_known_args()
+    if {"-h", "--help"} & set(options):
+        return run([sys.executable, TRAIN, "--help"])
     folder = chosen.checkpoint or free_folder(Path("runs"))
     picture = chosen.plot or (folder / "curve.png" if importlib.util.find_spec("matplotlib") else None)
     options = ["--size", "tiny", *options, "--checkpoint", str(folder), *(["--plot", str(picture)] if picture else [])]
