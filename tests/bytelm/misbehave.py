@@ -1,4 +1,4 @@
-"""train.py with an accident: misbehave.py ACCIDENT RANK STEP [options of train.py]; run by test_train.py.
+"""train.py with an accident: misbehave.py ACCIDENT RANK STEP [options of train.py], for tests.
 
 ctrl-c: that rank alone gets SIGINT amid that step. fail: that rank alone raises there. wait: that rank alone sleeps
 before it has done anything, while the others wait for it in MPI; process ids are in files beside that of --metrics.

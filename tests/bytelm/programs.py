@@ -32,6 +32,12 @@ def options(**values: object) -> list[str]:
     return [str(word) for flag, value in flags for word in ((flag,) if value is True else (flag, value))]
 
 
+def small(documents: Path, **changed: object) -> list[str]:
+    """Options of a run that takes a second."""
+    values = {"data": documents, "tokens": 96, "longest": 64, "steps": 12, "val_bytes": 200, "accumulate": 2}
+    return options(**values | changed)
+
+
 def lines_of(metrics: Path) -> list[dict[str, Any]]:
     """What train.py --metrics has written."""
     return [json.loads(line) for line in metrics.read_text().splitlines()]

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
-from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import checkpoint
 import command_line
 import data
-import interrupt
-import launch
 import measure
 import numpy as np
 import pytest
 import train
 from model import SIZES
-from programs import MISBEHAVE, SAMPLE, TRAIN, lines_of, options, start, validations
+from programs import MISBEHAVE, SAMPLE, TRAIN, lines_of, options, small, start, validations
 
 import thdattn
 
@@ -32,58 +24,10 @@ NOBODY_INTERRUPTS = SimpleNamespace(requested=False)
 KEYS = {"step", "loss", "bits_per_byte", "lr", "gradient_norm", "tokens_per_s", "padding", "attention_tflops", "mfu"}
 
 
-@pytest.fixture(scope="session")
-def documents(tmp_path_factory):
-    """A folder of 30 small documents."""
-    folder = tmp_path_factory.mktemp("documents")
-    for i, document in enumerate(data.find_documents()[:30]):
-        (folder / f"{i}.py").write_bytes(document.path.read_bytes()[: 40 + 50 * i])
-    return folder
-
-
-def small(documents, **changed):
-    """Options of a run that takes a second."""
-    values = {"data": documents, "tokens": 96, "longest": 64, "steps": 12, "val_bytes": 200, "accumulate": 2}
-    return options(**values | changed)
-
-
 def arguments(monkeypatch, *words):
     """What train.py makes of its options."""
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
     return train.parse_arguments()
-
-
-@contextmanager
-def running(ranks, words):
-    """The process of a program that is at work, for signals; killed at the end if it still runs."""
-    launcher = [*launch.mpiexec(ranks), sys.executable, "-m", "mpi4py"] if ranks > 1 else [sys.executable]
-    environment = {**os.environ, "PYTHONPATH": str(launch.SOURCE)}
-    with subprocess.Popen([*launcher, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True, start_new_session=True) as process:  # fmt: skip
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_until(condition, process):
-    """Returns when something has happened that a program does on its way."""
-    limit = time.monotonic() + 60
-    while not condition():
-        assert process.poll() is None and time.monotonic() < limit, process.communicate()
-        time.sleep(0.05)
-
-
-def num_lines(metrics):
-    return metrics.exists() and metrics.read_text().count("\n")
-
-
-def process_ids(folder, ranks, process):
-    """Of ranks that misbehave.py has started and that wait."""
-    files = [folder / str(rank) for rank in range(ranks)]
-    wait_until(lambda: all(file.exists() and file.read_text() for file in files), process)
-    return [int(file.read_text()) for file in files]
 
 
 def losses(monkeypatch, cp_size, metrics, *words):
@@ -222,20 +166,6 @@ def test_interrupted_and_resumed_is_bitwise_as_uninterrupted(documents, tmp_path
     assert [line["step"] for line in lines_of(metrics) if "loss" in line] == list(range(1, 13))
 
 
-def test_ctrl_c_in_the_terminal_stops_all_ranks_with_a_checkpoint(documents, tmp_path):
-    if launch._is_open_mpi(launch.mpiexec(2)[0]):
-        pytest.skip("Open MPI's launcher kills the ranks a second after Ctrl-C")
-    metrics = tmp_path / "run.jsonl"
-    words = small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)
-    with running(2, [TRAIN, *words]) as process:
-        wait_until(lambda: num_lines(metrics) > 5, process)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert f"stopped after step {checkpoint.load(tmp_path).step}" in output
-    assert lines_of(metrics)[-1]["step"] == checkpoint.load(tmp_path).step
-
-
 def test_failure_of_one_rank_ends_all(documents, tmp_path):
     run = start(2, MISBEHAVE, "fail", 1, 3, *small(documents, steps=100_000), timeout=60)
     assert run.returncode != 0
@@ -334,53 +264,6 @@ def test_files_that_cannot_be_written_fail_before_the_first_step(documents, tmp_
     assert re.match(message, str(said))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
     assert (tmp_path / "file").read_text() == "precious"
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_second_ctrl_c_ends_at_once_before_the_first_step(documents, tmp_path, ranks):
-    """One rank sleeps; the other waits in MPI, where Python's own handlers do not run, and it alone is interrupted."""
-    with running(ranks, [MISBEHAVE, "wait", "0", "0", *small(documents, metrics=tmp_path / "run.jsonl")]) as process:
-        last = process_ids(tmp_path, ranks, process)[-1]
-        for _ in range(2):  # as launcher and terminal may both deliver one press
-            os.kill(last, signal.SIGINT)
-        time.sleep(interrupt.ONE_PRESS + 0.5)
-        assert process.poll() is None, "the first press waits for the end of a step"
-        os.kill(last, signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130 if ranks == 1 else process.returncode != 0
-    assert "Traceback" not in errors
-    if ranks == 1:
-        assert "ending after this step; Ctrl-C again ends at once" in errors and "ended at once" in errors
-
-
-def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(documents, tmp_path):
-    with running(2, [MISBEHAVE, "wait", "0", "0", *small(documents, metrics=tmp_path / "run.jsonl")]) as process:
-        ranks = process_ids(tmp_path, 2, process)
-        for _ in range(2):
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGINT)
-            time.sleep(interrupt.ONE_PRESS + 0.5)
-        process.communicate(timeout=20)
-        limit = time.monotonic() + 10
-        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-            assert time.monotonic() < limit, "a rank outlives the launcher"
-            time.sleep(0.1)
-    assert process.returncode != 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_other_signals_only_ever_ask_for_the_end_after_a_step(documents, tmp_path, number):
-    """Launchers and schedulers send them, some more than once."""
-    metrics = tmp_path / "run.jsonl"
-    words = small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)
-    with running(1, [TRAIN, *words]) as process:
-        wait_until(lambda: num_lines(metrics) > 5, process)
-        process.send_signal(number)
-        time.sleep(0.01)
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert f"stopped after step {checkpoint.load(tmp_path).step}, --resume goes on" in output
 
 
 # --- measuring -------------------------------------------------------------------------------------------------

@@ -1,0 +1,111 @@
+"""Ctrl-C and other signals: the end after a step, with a checkpoint, or at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import checkpoint
+import interrupt
+import launch
+import pytest
+from programs import MISBEHAVE, TRAIN, lines_of, small
+
+
+@contextmanager
+def running(ranks, words):
+    """The process of a program that is at work, for signals; killed at the end if it still runs."""
+    launcher = [*launch.mpiexec(ranks), sys.executable, "-m", "mpi4py"] if ranks > 1 else [sys.executable]
+    environment = {**os.environ, "PYTHONPATH": str(launch.SOURCE)}
+    with subprocess.Popen([*launcher, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True, start_new_session=True) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_until(condition, process):
+    """Returns when something has happened that a program does on its way."""
+    limit = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None and time.monotonic() < limit, process.communicate()
+        time.sleep(0.05)
+
+
+def num_lines(metrics):
+    return metrics.exists() and metrics.read_text().count("\n")
+
+
+def process_ids(folder, ranks, process):
+    """Of ranks that misbehave.py has started and that wait."""
+    files = [folder / str(rank) for rank in range(ranks)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), process)
+    return [int(file.read_text()) for file in files]
+
+
+def test_ctrl_c_in_the_terminal_stops_all_ranks_with_a_checkpoint(documents, tmp_path):
+    if launch._is_open_mpi(launch.mpiexec(2)[0]):
+        pytest.skip("Open MPI's launcher kills the ranks a second after Ctrl-C")
+    metrics = tmp_path / "run.jsonl"
+    words = small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)
+    with running(2, [TRAIN, *words]) as process:
+        wait_until(lambda: num_lines(metrics) > 5, process)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert f"stopped after step {checkpoint.load(tmp_path).step}" in output
+    assert lines_of(metrics)[-1]["step"] == checkpoint.load(tmp_path).step
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_second_ctrl_c_ends_at_once_before_the_first_step(documents, tmp_path, ranks):
+    """One rank sleeps; the other waits in MPI, where Python's own handlers do not run, and it alone is interrupted."""
+    with running(ranks, [MISBEHAVE, "wait", "0", "0", *small(documents, metrics=tmp_path / "run.jsonl")]) as process:
+        last = process_ids(tmp_path, ranks, process)[-1]
+        for _ in range(2):  # as launcher and terminal may both deliver one press
+            os.kill(last, signal.SIGINT)
+        time.sleep(interrupt.ONE_PRESS + 0.5)
+        assert process.poll() is None, "the first press waits for the end of a step"
+        os.kill(last, signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 if ranks == 1 else process.returncode != 0
+    assert "Traceback" not in errors
+    if ranks == 1:
+        assert "ending after this step; Ctrl-C again ends at once" in errors and "ended at once" in errors
+
+
+def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(documents, tmp_path):
+    with running(2, [MISBEHAVE, "wait", "0", "0", *small(documents, metrics=tmp_path / "run.jsonl")]) as process:
+        ranks = process_ids(tmp_path, 2, process)
+        for _ in range(2):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)
+            time.sleep(interrupt.ONE_PRESS + 0.5)
+        process.communicate(timeout=20)
+        limit = time.monotonic() + 10
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+            assert time.monotonic() < limit, "a rank outlives the launcher"
+            time.sleep(0.1)
+    assert process.returncode != 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_other_signals_only_ever_ask_for_the_end_after_a_step(documents, tmp_path, number):
+    """Launchers and schedulers send them, some more than once."""
+    metrics = tmp_path / "run.jsonl"
+    words = small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)
+    with running(1, [TRAIN, *words]) as process:
+        wait_until(lambda: num_lines(metrics) > 5, process)
+        process.send_signal(number)
+        time.sleep(0.01)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert f"stopped after step {checkpoint.load(tmp_path).step}, --resume goes on" in output
