@@ -90,6 +90,43 @@ def test_equal_keys_give_the_mean_of_the_visible_values(causal, window, seen):
     np.testing.assert_allclose(result.max_logit, logit.max(axis=1), rtol=1e-14)
 
 
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "causal", "window", "seen"),
+    [
+        # The two examples of flash_attn_varlen_func, and a window around the shifted diagonal.
+        (2, 5, True, (-1, -1), [[0, 1, 2, 3], [0, 1, 2, 3, 4]]),
+        (5, 2, True, (-1, -1), [[], [], [], [0], [0, 1]]),
+        (5, 2, False, (-1, -1), [[0, 1]] * 5),
+        (2, 5, False, (1, 0), [[2, 3], [3, 4]]),
+        (5, 2, False, (1, 1), [[], [], [0], [0, 1], [0, 1]]),
+        (3, 6, False, (0, 1), [[3, 4], [4, 5], [5]]),
+        (3, 0, False, (-1, -1), [[], [], []]),
+    ],
+)
+def test_last_query_stands_at_the_last_key(num_queries, num_keys, causal, window, seen):
+    q, _, _, dout = random_document(num_queries)
+    _, k, v, _ = random_document(num_keys)
+    k[:] = k[:1, :1]
+    result = oracle.attention(q, k, v, dout, causal=causal, window=window)
+    wanted = np.stack([np.repeat(v[rows].sum(axis=0) / max(1, len(rows)), 2, axis=0) for rows in seen])
+    np.testing.assert_allclose(result.out, wanted, rtol=1e-14)
+    for row, keys in enumerate(seen):
+        assert (result.lse[:, row] == -np.inf).all() == (not keys) == (not result.out[row].any())
+    unseen = sorted(set(range(num_keys)).difference(*seen))
+    assert not result.dk[unseen].any() and not result.dv[unseen].any()
+    assert result.max_logit.max(initial=-np.inf) == -np.inf or any(seen)
+
+
+@pytest.mark.parametrize(("causal", "window"), MASKS)
+@pytest.mark.parametrize("lengths", [(6, 4), (3, 7)], ids=str)
+def test_gradients_of_other_keys_are_central_differences_of_the_forward(causal, window, lengths):
+    q, _, _, dout = random_document(lengths[0])
+    _, k, v, _ = random_document(lengths[1], seed=1)
+    how = {"causal": causal, "window": window, "softmax_scale": 0.7}
+    result = oracle.attention(q, k, v, dout, **how)
+    assert_central_differences((q, k, v), dout, (result.dq, result.dk, result.dv), how)
+
+
 def test_query_head_h_reads_kv_head_h_over_group():
     q, k, v, _ = random_document(1, num_heads=6, num_kv_heads=2)
     out = oracle.attention(q, k, v).out
@@ -102,8 +139,12 @@ def test_gradients_are_central_differences_of_the_forward(causal, window, num_he
     *inputs, dout = random_document(6, num_heads, num_kv_heads)
     how = {"causal": causal, "window": window, "softmax_scale": 0.7}
     result = oracle.attention(*inputs, dout, **how)
+    assert_central_differences(inputs, dout, (result.dq, result.dk, result.dv), how)
+
+
+def assert_central_differences(inputs, dout, gradients, how):
     step = 1e-5
-    for x, gradient in zip(inputs, (result.dq, result.dk, result.dv), strict=True):
+    for x, gradient in zip(inputs, gradients, strict=True):
         numeric = np.zeros_like(x)
         for index in np.ndindex(x.shape):
             kept = x[index]
@@ -167,6 +208,22 @@ def test_padding_is_exactly_zero_and_never_read():
     np.testing.assert_array_equal(
         result.max_logit, np.maximum(second.max_logit, oracle.attention(*(x[:3] for x in inputs)).max_logit)
     )
+
+
+def test_packed_documents_may_have_keys_of_other_lengths():
+    batch, key_batch = batch_of([3, 0, 5, 2], [4, 2, 8, 2], slack=3), batch_of([2, 4, 7, 0], [2, 4, 9, 3], slack=1)
+    (q, _, _, dout), (_, k, v, _) = (random_document(x.total_rows) for x in (batch, key_batch))
+    for x, tokens in ((q, [0, 1, 2, *range(6, 11), 14, 15]), (dout, [0, 1, 2, *range(6, 11), 14, 15]),
+                      (k, range(13)), (v, range(13))):  # fmt: skip
+        x[np.setdiff1d(np.arange(len(x)), tokens)] = np.nan
+    result = oracle.packed_attention(batch, q, k, v, dout, key_batch=key_batch)
+    for rows, keys in ((slice(0, 3), slice(0, 2)), (slice(6, 11), slice(6, 13))):
+        alone = oracle.attention(q[rows], k[keys], v[keys], dout[rows])
+        np.testing.assert_array_equal(result.out[rows], alone.out)
+        np.testing.assert_array_equal(result.lse[:, rows], alone.lse)
+        np.testing.assert_array_equal(result.dv[keys], alone.dv)
+    assert not result.dk[2:6].any() and not result.dk[13:].any(), "keys without queries, and padding"
+    assert not result.out[14:].any() and (result.lse[:, 14:] == -np.inf).all(), "queries without keys, and padding"
 
 
 def test_no_documents_or_empty_documents_give_zeros():
@@ -303,7 +360,7 @@ def test_float32_is_judged_by_plain_attention_alone():
 
 def test_shapes_that_do_not_belong_together_are_named():
     q, k, v, dout = random_document(4)
-    with pytest.raises(ValueError, match=r"k has shape \(3, 2, 3\), wanted \(4, heads, width\)"):
+    with pytest.raises(ValueError, match=r"v has shape \(4, 2, 2\), wanted \(3, heads, width\): as many"):
         oracle.attention(q, k[:3], v)
     with pytest.raises(ValueError, match="a divisor of those of q"):
         oracle.attention(q[:, :3], k, v)

@@ -5,6 +5,9 @@ A key at position j is visible to a query at position p of the same document iff
 
     (left < 0 or j >= p - left)  and  (j <= p if causal else (right < 0 or j <= p + right))
 
+Where a document has another number of keys than of queries, its last query stands at its last key, as in flash-attn:
+query i of n at position p = i + number of keys - n. A query that sees no key gives out 0 and lse -inf.
+
 `attention` in float64 is the truth. Two baselines say how far from it an implementation may be: plain attention,
 which rounds every matrix to 16 bits, and fused attention, which rounds only what a tensor core has to read.
 `truth` makes all three, and its `judge` holds a result against them.
@@ -63,12 +66,12 @@ def attention(
     rounding: DTypeLike | None = None,
     fused: bool = False,
 ) -> Result:
-    """Attention of one document with itself, and its gradients if dout is given.
+    """Attention of one document with itself or with other keys, and its gradients if dout is given.
 
     Args:
         q: (length, num_heads, head_dim), any float dtype.
-        k: (length, num_kv_heads, head_dim); query head h reads kv head h // (num_heads // num_kv_heads).
-        v: (length, num_kv_heads, v_head_dim).
+        k: (keys, num_kv_heads, head_dim); query head h reads kv head h // (num_heads // num_kv_heads).
+        v: (keys, num_kv_heads, v_head_dim).
         dout: (length, num_heads, v_head_dim), gradient of out.
         causal: no key after the query; the right side of the window is then not looked at.
         window: (left, right), positions before and after the query that it sees; -1 = unlimited.
@@ -90,11 +93,11 @@ def attention(
     stored, kept = _rounder(rounding), (lambda x: x) if fused else _rounder(rounding)
     qh, kh, vh = (_by_head(stored(x), q.shape[1]) for x in (q, k, v))
     out = np.zeros((*qh.shape[:2], v.shape[2]), qh.dtype)
-    lse = np.zeros(qh.shape[:2])
+    lse = np.full(qh.shape[:2], -np.inf)
     max_logit = np.full(len(qh), -np.inf)
     doh = np.zeros_like(out) if dout is None else _by_head(stored(dout), q.shape[1])
     dq, dk, dv = np.zeros_like(qh), np.zeros_like(kh), np.zeros_like(vh)
-    for rows, keys, visible in _row_blocks(len(q), q.shape[1], causal, window):
+    for rows, keys, visible in _row_blocks(len(q), len(k), q.shape[1], causal, window):
         logits = np.where(visible, scale * kept(qh[:, rows] @ kh[:, keys].swapaxes(1, 2)), -np.inf)
         weights, total, lse[:, rows], top = _softmax(logits)
         max_logit = np.maximum(max_logit, top)
@@ -127,6 +130,7 @@ def packed_attention(
     softmax_scale: float | None = None,
     rounding: DTypeLike | None = None,
     fused: bool = False,
+    key_batch: PackedBatch | None = None,
 ) -> Result:
     """`attention` of every document of a packed batch, in sequence order.
 
@@ -134,6 +138,7 @@ def packed_attention(
         batch: lengths and row offsets; lengths on the host.
         q, k, v, dout: (total_rows, heads, width), otherwise as in `attention`; padding rows are never read.
         causal, window, softmax_scale, rounding, fused: as in `attention`.
+        key_batch: lengths and row offsets of k and v, as many documents; None: those of the queries.
 
     Returns:
         `Result` over all rows: padding rows are exactly 0 (lse: -inf); max_logit is over all documents.
@@ -141,26 +146,27 @@ def packed_attention(
     Raises:
         ValueError: shapes that do not belong together, or to the batch.
     """
-    if len(q) != batch.total_rows:
-        raise ValueError(
-            f"q has {len(q)} rows, the batch total_rows = {batch.total_rows}; pass all packed rows"
-        )
+    key_batch = batch if key_batch is None else key_batch
+    for name, x, lengths in (("q", q, batch), ("k", k, key_batch)):
+        if len(x) != lengths.total_rows:
+            raise ValueError(
+                f"{name} has {len(x)} rows, the batch total_rows = {lengths.total_rows}; pass all packed rows"
+            )
     _check_shapes(q, k, v, dout)
     num_heads = q.shape[1]
     out = np.zeros((len(q), num_heads, v.shape[2]))
     lse = np.full((num_heads, len(q)), -np.inf)
     max_logit = np.full(num_heads, -np.inf)
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
-    for first, length in zip(batch.cu_seqlens_padded[:-1].tolist(), batch.lengths.tolist(), strict=True):
-        rows = slice(first, first + length)
+    for rows, keys in zip(_documents(batch), _documents(key_batch), strict=True):
         document = attention(
-            q[rows], k[rows], v[rows], None if dout is None else dout[rows],
+            q[rows], k[keys], v[keys], None if dout is None else dout[rows],
             causal=causal, window=window, softmax_scale=softmax_scale, rounding=rounding, fused=fused,
         )  # fmt: skip
         out[rows], lse[:, rows] = document.out, document.lse
         max_logit = np.maximum(max_logit, document.max_logit)
         if document.dq is not None:
-            dq[rows], dk[rows], dv[rows] = document.dq, document.dk, document.dv
+            dq[rows], dk[keys], dv[keys] = document.dq, document.dk, document.dv
     return Result(out, lse, max_logit) if dout is None else Result(out, lse, max_logit, dq, dk, dv)
 
 
@@ -208,7 +214,7 @@ def truth(
 
     Args:
         batch, q, k, v, dout: as in `packed_attention`.
-        how: causal, window, softmax_scale, as there.
+        how: causal, window, softmax_scale, key_batch, as there.
     """
     dtype = np.dtype(q.dtype if dtype is None else dtype)
     exact = packed_attention(batch, q, k, v, dout, **how)
@@ -283,17 +289,25 @@ def _by_row(x: Array, num_heads: int) -> Array:
     return summed.swapaxes(0, 1)
 
 
+def _documents(batch: PackedBatch) -> list[slice]:
+    """The rows of every document's tokens."""
+    begins, lengths = batch.cu_seqlens_padded[:-1].tolist(), batch.lengths.tolist()
+    return [slice(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+
+
 def _row_blocks(
-    length: int, num_heads: int, causal: bool, window: tuple[int, int]
+    length: int, num_keys: int, num_heads: int, causal: bool, window: tuple[int, int]
 ) -> Iterator[tuple[slice, slice, Array]]:
-    """Blocks of query rows with the keys in reach of any of them, and which pairs are visible."""
+    """Blocks of query rows with the keys in reach of any of them, and which pairs are visible; none if no pair is."""
     left, right = window
-    step = max(1, min(MAX_BLOCK_ROWS, MAX_BLOCK_SCORES // (num_heads * max(1, length))))
+    step = max(1, min(MAX_BLOCK_ROWS, MAX_BLOCK_SCORES // (num_heads * max(1, num_keys))))
     for first in range(0, length, step):
-        p = np.arange(first, min(first + step, length))[:, None]
-        begin = max(0, first - left) if left >= 0 else 0
+        p = np.arange(first, min(first + step, length))[:, None] + num_keys - length
+        begin = max(0, int(p[0, 0]) - left) if left >= 0 else 0
         reach = 0 if causal else right
-        end = min(length, p[-1, 0] + reach + 1) if reach >= 0 else length
+        end = min(num_keys, int(p[-1, 0]) + reach + 1) if reach >= 0 else num_keys
+        if begin >= end:
+            continue
         j = np.arange(begin, end)
         visible = ((left < 0) | (j >= p - left)) & ((j <= p) if causal else ((right < 0) | (j <= p + right)))
         yield slice(first, first + len(p)), slice(begin, end), visible
@@ -302,11 +316,12 @@ def _row_blocks(
 def _softmax(logits: Array) -> tuple[Array, Array, Array, Array]:
     """exp(logits - the largest of the row) and its sum, lse per row and the largest logit per head.
 
-    Every row has a finite logit: its own position.
+    A row without a finite logit has weights 0, which any sum divides; its lse is -inf.
     """
     top = logits.max(axis=-1, keepdims=True)
-    weights = np.exp(logits - top)
-    total = weights.sum(axis=-1, keepdims=True)
+    sees = top != -np.inf
+    weights = np.exp(logits - np.where(sees, top, 0))
+    total = np.where(sees, weights.sum(axis=-1, keepdims=True), 1)
     return weights, total, (top + np.log(total))[..., 0], top.max(axis=(1, 2))
 
 
@@ -322,10 +337,10 @@ def _rms(error: Array) -> float:
 
 def _check_shapes(q: Array, k: Array, v: Array, dout: Array | None) -> None:
     for name, x in {"q": q, "k": k, "v": v}.items():
-        if x.ndim != 3 or len(x) != len(q):
-            raise ValueError(
-                f"{name} has shape {x.shape}, wanted ({len(q)}, heads, width): as many rows as q"
-            )
+        if x.ndim != 3:
+            raise ValueError(f"{name} has shape {x.shape}, wanted (rows, heads, width)")
+    if len(v) != len(k):
+        raise ValueError(f"v has shape {v.shape}, wanted ({len(k)}, heads, width): as many rows as k")
     if k.shape[1:] != (v.shape[1], q.shape[2]) or q.shape[1] % k.shape[1]:
         raise ValueError(
             f"q, k, v have (heads, width) {q.shape[1:]}, {k.shape[1:]}, {v.shape[1:]}; wanted the same "
