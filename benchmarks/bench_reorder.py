@@ -93,7 +93,7 @@ def rank_zero_plan(sharding: thdattn.Sharding) -> thdattn.Plan:
     """The plan of rank 0, without the other ranks: the moves of all ranks are the same."""
     window, tiles = (-1, 0), (64, 64)
     arrays = ops.plan_arrays(sharding, 0, window, tiles)
-    return thdattn.Plan(sharding, 0, window, (WIDTH, WIDTH), tiles, arrays, ops.name, ops.empty)
+    return thdattn.Plan(sharding, 0, window, (WIDTH, WIDTH), tiles, arrays, ops)
 
 
 def check(direction: str, sources: list[Any], moved: tuple[Any, Any], plan: thdattn.Plan) -> None:

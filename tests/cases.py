@@ -43,6 +43,7 @@ FIXTURES = (
     Case("no-sequences-slack", (), slack=19),
     Case("no-sequences-contiguous", (), slack=3, sharding="contiguous"),
     Case("one-token", (1,)),
+    Case("odd-for-one-rank", (5, 0, 33, 1), padded=(5, 1, 33, 2), slack=2, heads=(16, 8), cp_sizes=(1,)),
     Case("fewer-tokens-than-ranks", (1, 0, 2), padded=(1, 0, 2), sharding="contiguous"),
     Case("repeated-offsets", (16, 24, 0, 0, 0, 0), heads=(16, 8)),
     Case("empty-but-padded-between", (40, 0, 9, 0), padded=(48, 16, 16, 32), heads=(16, 8)),
@@ -86,6 +87,26 @@ BUFFERS = (
     Case("tail-tiles", (63, 65, 127, 129), padded=(64, 80, 128, 144)),
     Case("tail-tile-of-one", (384, 1), padded=(384, 1), sharding="contiguous"),
 )
+# Documents with more, fewer and as many keys as queries, without either, and longer than a tile on one side only.
+QUERIES_HERE, KEYS_THERE = (5, 40, 0, 33, 7, 1, 300, 2, 0, 130), (40, 5, 9, 33, 0, 200, 3, 290, 0, 140)
+CROSS = (
+    *(Case(f"cross-{name}", QUERIES_HERE, keys=KEYS_THERE, causal=causal, window=window, slack=slack, heads=heads,
+           sharding=sharding, cp_sizes=(1,))
+      for name, causal, window, slack, heads, sharding in (
+        ("causal", True, (-1, -1), 0, (4, 2), "dual_chunk"),
+        ("full", False, (-1, -1), 3, (3, 3), "contiguous"),
+        ("window-causal", True, (70, 0), 61, (4, 1), "contiguous"),
+        ("window-lopsided", False, (3, 40), 0, (4, 2), "dual_chunk"),
+        ("window-right-only", False, (-1, 5), 0, (2, 2), "contiguous"),
+        ("window-self", False, (0, 0), 5, (4, 2), "dual_chunk"),
+    )),
+    Case("cross-without-keys", (5, 7), keys=(0, 0), cp_sizes=(1,)),
+    Case("cross-padding-for-keys", (5, 7), keys=(0, 0), slack=9, cp_sizes=(1,)),
+    Case("cross-without-queries", (0, 0), keys=(130, 7), cp_sizes=(1,)),
+    Case("cross-padding-for-queries", (0, 0), keys=(130, 7), slack=9, cp_sizes=(1,)),
+    Case("cross-sees-nothing", (70, 9), keys=(30, 4), causal=False, window=(-1, 0), cp_sizes=(1,)),
+    Case("cross-decoding", (1,) * 40, keys=tuple(range(100, 300, 5)), heads=(8, 2), cp_sizes=(1,)),
+)
 SMALL = FIXTURES + REGRESSIONS + HEADS + MASKS + BUFFERS
 BIG = (
     Case("8192-of-34", (34,) * 8192, heads=(2, 1)),
@@ -113,14 +134,16 @@ TOO_SMALL_TO_TELL = {
     "fewer tokens than ranks",
 }  # fmt: skip
 
-CASES = {case.name: case for case in (*SMALL, *BIG, LONG)}
+CASES = {case.name: case for case in (*SMALL, *CROSS, *BIG, LONG)}
 
 
 @lru_cache(maxsize=3)
 def truth(case: Case, dtype: np.dtype, seed: int = 0) -> oracle.Truth:
     """The float64 oracle over the valid tokens, and the baselines."""
     batch = thdattn.PackedBatch(offsets(case.lengths))
-    return oracle.truth(batch, *random_inputs(case, dtype, seed), causal=case.causal, window=case.window)
+    how = {} if case.keys is None else {"key_batch": thdattn.PackedBatch(offsets(case.keys))}
+    inputs = random_inputs(case, dtype, seed)
+    return oracle.truth(batch, *inputs, causal=case.causal, window=case.window, **how)
 
 
 @dataclass
@@ -156,42 +179,54 @@ def run(
     wrap: Callable[[Any], Any] = lambda x: x, **options: Any,
 ) -> Outcome:
     """Forward and backward of a case over cp_size simulated ranks; `wrap` makes a user's array of one of xp."""
-    batch = case.batch(cp_size)
+    batch, key_batch = case.batch(cp_size), case.key_batch()
     sharding = thdattn.Sharding(batch, cp_size, case.sharding)
     inputs = random_inputs(case, dtype, seed)
 
     def program(comm: thdattn.comm.Comm) -> dict[str, np.ndarray]:
         attention = case.attention(comm, dtype, **options)
-        plan = attention.plan(batch, case.sharding)
+        plan = attention.plan(batch, case.sharding, key_batch)
+        here = batch, sharding.rows(comm.rank)
+        keys = here if key_batch is None else (key_batch, np.arange(key_batch.total_rows))
         q, k, v, dout = (
-            wrap(xp.asarray(local_rows(batch, sharding.rows(comm.rank), x, fill))) for x in inputs
+            wrap(xp.asarray(local_rows(*side, x, fill)))
+            for side, x in zip((here, keys, keys, here), inputs, strict=True)
         )
         out, saved = attention.forward(q, k, v, plan, return_max_logit=True)
         gradients = attention.backward(dout, saved)
         return {field: to_host(x) for field, x in zip(
             FIELDS, (out, saved.lse, saved.max_logit, *gradients), strict=True)}
 
-    return assemble(sharding, thdattn.comm.run_local(cp_size, program, timeout=240))
+    return assemble(sharding, thdattn.comm.run_local(cp_size, program, timeout=240), key_batch)
 
 
-def assemble(sharding: thdattn.Sharding, ranks: list[dict[str, np.ndarray]]) -> Outcome:
+def assemble(
+    sharding: thdattn.Sharding, ranks: list[dict[str, np.ndarray]], key_batch: thdattn.PackedBatch | None = None
+) -> Outcome:
     """Puts every rank's rows where they belong, and those that hold no token aside."""
-    batch = sharding.batch
     rows = np.concatenate([sharding.rows(rank) for rank in range(sharding.cp_size)])
+    queries = keys = _held(sharding.batch, rows)
+    if key_batch is not None:
+        keys = _held(key_batch, np.arange(key_batch.total_rows))
+    outcome = Outcome({}, {}, [result["max_logit"] for result in ranks])
+    for field in ("out", "lse", "dq", "dk", "dv"):
+        order, padding = keys if field in ("dk", "dv") else queries
+        by_row = np.concatenate([result[field].T if field == "lse" else result[field] for result in ranks])
+        outcome.tokens[field] = by_row[order].T if field == "lse" else by_row[order]
+        outcome.padding[field] = by_row[padding]
+    outcome.tokens["max_logit"] = ranks[0]["max_logit"]
+    return outcome
+
+
+def _held(batch: thdattn.PackedBatch, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where in `rows` every token is, in sequence order, and where what holds none is."""
     tokens = token_rows(batch)
     token_of_row = np.full(batch.total_rows + 1, -1)
     token_of_row[tokens] = np.arange(len(tokens))
     token = token_of_row[rows]
     held = np.flatnonzero(token >= 0)
-    order = held[np.argsort(token[held])]
-    assert len(order) == len(tokens), "every token lies on one rank"
-    outcome = Outcome({}, {}, [result["max_logit"] for result in ranks])
-    for field in ("out", "lse", "dq", "dk", "dv"):
-        by_row = np.concatenate([result[field].T if field == "lse" else result[field] for result in ranks])
-        outcome.tokens[field] = by_row[order].T if field == "lse" else by_row[order]
-        outcome.padding[field] = by_row[token < 0]
-    outcome.tokens["max_logit"] = ranks[0]["max_logit"]
-    return outcome
+    assert len(held) == len(tokens), "every token lies on one rank"
+    return held[np.argsort(token[held])], np.flatnonzero(token < 0)
 
 
 def to_host(x: Any) -> np.ndarray:
@@ -204,6 +239,8 @@ def check(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
     dtype = np.dtype(dtype)
     check_padding(outcome)
     right = truth(case, dtype, seed)
+    sees_no_key = right.exact.lse[0] == -np.inf
+    assert not outcome.tokens["out"][sees_no_key].any() and not outcome.tokens["dq"][sees_no_key].any()
     for field in FIELDS:
         actual, wanted = outcome.tokens[field], getattr(right.exact, field)
         assert actual.shape == wanted.shape, f"{field} of {case}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -183,7 +184,7 @@ def on_every_rank(cp_size, program):
     return set(messages)
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("cp_size", [2, 4])
 def test_padded_length_that_dual_chunk_cannot_split_names_the_sequence_and_the_remedy(cp_size):
     batch = PackedBatch([0, 8, 11], [0, 8, 11])
     multiple = 2 * cp_size
@@ -292,7 +293,7 @@ def test_plan_of_another_mask_is_refused(changes, found):
 
 
 def test_plan_of_another_engine_is_refused():
-    plan = replace(attention().plan(BATCH), engine_name="cuda")
+    plan = replace(attention().plan(BATCH), engine=SimpleNamespace(name="cuda"))
     with pytest.raises(ValueError, match=matches("plan was made for engine cuda, wanted reference")):
         run_with({}, plan=plan)
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, BIG, DIMS, LONG, SMALL, Case, check, check_long, random_inputs, run, to_host
+from cases import BFLOAT16, BIG, CASES, CROSS, DIMS, LONG, SMALL, Case, check, check_long, random_inputs, run, to_host
+from test_cross_attention import results_with_poison
 
 import thdattn
 
@@ -26,7 +27,7 @@ def every(cases, dtypes=DTYPES):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(SMALL))
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*SMALL, *CROSS]))
 def test_every_pack_and_mask_is_the_oracle(cupy, case, dtype, cp_size):
     check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
 
@@ -36,7 +37,7 @@ def test_every_head_dim_is_the_oracle(cupy, case, dtype, cp_size):
     check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *SMALL], [BFLOAT16]))
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *SMALL, *CROSS], [BFLOAT16]))
 def test_portable_kernels_are_the_oracle_on_every_gpu(cupy, monkeypatch, case, dtype, cp_size):
     from thdattn.ops import launch
 
@@ -57,7 +58,7 @@ def test_query_heads_of_a_group_may_be_split(cupy, monkeypatch, case, dtype, cp_
     check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS, [BFLOAT16]))
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *CROSS], [BFLOAT16]))
 def test_portable_deterministic_is_the_oracle_and_bitwise_the_same(cupy, monkeypatch, case, dtype, cp_size):
     from thdattn.ops import launch
 
@@ -69,7 +70,7 @@ def test_portable_deterministic_is_the_oracle_and_bitwise_the_same(cupy, monkeyp
         assert again.tokens[field].tobytes() == x.tobytes(), field
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS))
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *CROSS]))
 def test_deterministic_is_the_oracle_and_bitwise_the_same_three_times(cupy, case, dtype, cp_size):
     outcomes = [run(case, cp_size, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(3)]
     check(case, dtype, outcomes[0])
@@ -109,6 +110,16 @@ def test_infinities_in_padding_change_no_bit(cupy, name, dtype, fill):
     check(case, dtype, infinite)
     for field, x in finite.tokens.items():
         assert infinite.tokens[field].tobytes() == x.tobytes(), field
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", ["cross-window-causal", "cross-window-lopsided", "cross-window-self"])
+def test_rows_that_see_nothing_and_are_not_seen_may_hold_anything(cupy, name, dims):
+    clean, *poisoned = (
+        results_with_poison(replace(CASES[name], dims=dims), cupy, x, engine="cuda", deterministic=True)
+        for x in (0, np.nan, np.inf)
+    )
+    assert poisoned == [clean, clean]
 
 
 def test_layers_share_a_plan_and_its_work_buffers(cupy):

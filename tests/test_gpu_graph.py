@@ -126,6 +126,22 @@ def test_replays_plan_anew_for_other_lengths(cupy, deterministic):
                 assert x.tobytes() == y.tobytes()
 
 
+def test_replays_with_wrong_lengths_are_nan_and_those_after_them_right(cupy):
+    layer = Layer(cupy, plan_each_time=True)
+    graph, results = layer.capture()
+    for seed, case in enumerate(PACKS, 1):
+        layer.set(case, seed)
+        layer.lengths[0].set(np.array([0, 300, 200, 400], np.int32), layer.stream)
+        for x in layer.replay(graph, results):
+            assert np.isnan(x.astype(np.float32)).all()
+        with layer.stream, pytest.raises(ValueError, match=r"cu_seqlens decreases from 300 at index 1 to 200"):
+            layer.plan.check()
+        layer.set(case, seed)
+        check_arrays(case, layer.replay(graph, results), seed)
+        with layer.stream:
+            layer.plan.check()
+
+
 def test_plan_made_before_the_capture_serves_it(cupy):
     """A plan of lengths on the GPU that were there when it was made, used by a graph of two layers."""
     layer = Layer(cupy)

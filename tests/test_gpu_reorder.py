@@ -25,8 +25,7 @@ def engines_and_plans(case, cp_size):
     sharding = thdattn.Sharding(case.batch(cp_size), cp_size, case.sharding)
     window, tiles = (-1, 0), (64, 64)
     return [
-        Plan(sharding, 0, window, case.dims, tiles, engine.plan_arrays(sharding, 0, window, tiles), engine.name,
-             engine.empty)
+        Plan(sharding, 0, window, case.dims, tiles, engine.plan_arrays(sharding, 0, window, tiles), engine)
         for engine in (reference, ops)
     ]
 

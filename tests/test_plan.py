@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import BIG, CASES, LONG, SMALL, Case
+from cases import BFLOAT16, BIG, CASES, LONG, SMALL, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,19 +21,20 @@ WINDOWS = [(-1, -1), (-1, 0), (0, 0), (5, 0), (3, 40), (40, 3), (-1, 7), (7, -1)
 
 @dataclass
 class Wanted:
-    """rows, positions, key_ranges, query_ranges of a rank, from the visibility of every pair."""
+    """rows, positions, valid, key_ranges, query_ranges of a rank, from the visibility of every pair."""
 
     rows: list[int]
     positions: list[int]
+    valid: list[bool]
     key_ranges: list[list[int]]
     query_ranges: list[list[int]]
 
 
 def owned_rows(batch, cp_size, cp_rank, sharding):
     """The sequence-order rows of a rank's local rows: two chunks of every sequence and a slice of what lies behind
-    the last one, or a slice of the buffer."""
+    the last one, or a slice of the buffer; one rank owns all."""
     local_rows = (batch.total_rows + cp_size - 1) // cp_size
-    if sharding == "contiguous":
+    if sharding == "contiguous" or cp_size == 1:
         rows = [row for row in range(cp_rank * local_rows, (cp_rank + 1) * local_rows) if row < batch.total_rows]
     else:
         rows = []
@@ -64,7 +66,8 @@ def brute_force(batch, cp_size, cp_rank, sharding, window):
         visible &= position[j] >= position[i] - left
     if right >= 0:
         visible &= position[j] <= position[i] + right
-    return Wanted(rows, position[rows].tolist() if rows else [], ranges(visible), ranges(visible.T))
+    rows = np.array(rows, int)
+    return Wanted(rows.tolist(), position[rows].tolist(), valid[rows].tolist(), ranges(visible), ranges(visible.T))
 
 
 def ranges(visible):
@@ -88,7 +91,9 @@ def assert_plan(batch, cp_size, sharding, window, tiles=(16, 8)):
         assert plan.key_ranges.tolist() == wanted.key_ranges
         assert plan.query_ranges.tolist() == wanted.query_ranges
         assert plan.key_ranges.shape == (shared.local_rows, 2) and plan.query_ranges.shape == (batch.total_rows, 2)
-        assert all(x.dtype == np.int32 for x in vars(plan).values())
+        arrays = {name: x for name, x in vars(plan).items() if name != "lengths"}
+        assert all(x.dtype == (bool if name == "valid" else np.int32) for name, x in arrays.items())
+        assert plan.valid.tolist() == wanted.valid
         assert_tiles(plan.query_tiles, batch, wanted.rows, wanted.key_ranges, tiles[0])
         assert_tiles(plan.key_tiles, batch, range(batch.total_rows), wanted.query_ranges, tiles[1])
         gathered += wanted.rows
@@ -224,6 +229,141 @@ def test_plan_of_a_comm_has_the_arrays_and_sizes_of_its_rank():
         assert plan.key_ranges.tolist() == wanted.key_ranges and plan.query_ranges.tolist() == wanted.query_ranges
 
 
+# --- whole arrays and a rank's rows --------------------------------------------------------------------------------
+
+
+def plans_over(cp_size, batch, sharding, program):
+    """What program(plan, comm) returns on every simulated rank."""
+    def on_rank(comm):
+        return program(thdattn.CPAttention(comm, 1, 8, engine="reference").plan(batch, sharding), comm)
+
+    return thdattn.comm.run_local(cp_size, on_rank)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16, np.int64, bool, np.complex128], ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,)], ids=str)
+@pytest.mark.parametrize("name", ["edge-lengths", "edge-lengths-contiguous", "capacity-contiguous", "all-empty"])
+def test_unshard_is_the_inverse_of_shard(name, shape, dtype, cp_size):
+    case = CASES[name]
+    batch = case.batch(cp_size)
+    size = int(np.prod((batch.total_rows, *shape)))
+    whole = (np.arange(1, size + 1) % 251).astype(dtype).reshape(batch.total_rows, *shape)
+    sharding = thdattn.Sharding(batch, cp_size, case.sharding)
+
+    def program(plan, comm):
+        local = plan.shard(whole)
+        fillers = np.asarray(plan.rows) < 0
+        assert local.dtype == whole.dtype and not local[fillers].any()
+        np.testing.assert_array_equal(local, sharding.shard(whole, comm.rank))
+        local[fillers] = 1
+        return plan.unshard(local, comm)
+
+    for again in plans_over(cp_size, batch, sharding, program):
+        assert again.dtype == whole.dtype and not np.shares_memory(again, whole)
+        np.testing.assert_array_equal(again, whole)
+
+
+def test_shard_and_unshard_name_what_is_wrong():
+    batch = thdattn.PackedBatch.from_lengths([7, 3], 4)
+
+    def program(plan, comm):
+        with pytest.raises(ValueError, match=r"x has shape \(6, 3\), wanted 12 rows; pass the whole packed array"):
+            plan.shard(np.zeros((6, 3)))
+        with pytest.raises(ValueError, match=r"x has shape \(12,\), wanted 6 rows; pass this rank's rows"):
+            plan.unshard(np.zeros(12), comm)
+        with pytest.raises(ValueError, match=r"comm is rank 0 of 1, wanted rank \d of 2 as the plan; pass the comm"):
+            plan.unshard(np.zeros(6), thdattn.comm.init("single"))
+        with pytest.raises(TypeError, match=r"comm is a NoneType, wanted a Comm; pass that of the attention"):
+            plan.unshard(np.zeros(6), None)
+        with pytest.raises(TypeError, match=r"x is a builtins\.list, wanted a NumPy array"):
+            plan.shard([0.0] * 12)
+        for x in (np.zeros((6, 1 + comm.rank)), np.zeros(6, [np.float32, np.float64][comm.rank])):
+            with pytest.raises(ValueError, match=r"the shape and dtype of x is not the same on all ranks"):
+                plan.unshard(x, comm)
+
+    plans_over(2, batch, "dual_chunk", program)
+
+
+@pytest.mark.parametrize("lengths", [(7, 3), (1,), (0, 5, 0)], ids=str)
+def test_one_rank_takes_any_lengths_in_order(lengths):
+    batch = thdattn.PackedBatch.from_lengths(lengths)
+    plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(batch)
+    assert plan.sharding.strategy == "dual_chunk" and plan.rows.tolist() == list(range(batch.total_rows))
+
+
+# --- lengths on a GPU, told from the host ---------------------------------------------------------------------------
+
+
+class Lengths:
+    """Stands for lengths on a GPU, which are wrong; the host knows of it when it waits, or when it is `noticed`."""
+
+    noticed = False
+
+    def check(self, wait):
+        if wait or self.noticed:
+            raise ValueError("lengths on the GPU were planned that are wrong")
+
+
+def test_lengths_on_the_host_need_no_check():
+    plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(thdattn.PackedBatch([0, 4]))
+    assert plan.check() is None and plan.check(wait=False) is None
+
+
+def test_wrong_lengths_raise_at_the_next_call_that_knows():
+    attention = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, dtype="float32", engine="reference")
+    batch, x, lengths = thdattn.PackedBatch([0, 4]), np.ones((4, 1, 8), np.float32), Lengths()
+    plan = attention.plan(batch)
+    plan = replace(plan, arrays=replace(plan.arrays, lengths=lengths))
+    attention._lengths = lengths
+    _, saved = attention.forward(x, x, x, plan)
+    with pytest.raises(ValueError, match="that are wrong"):
+        plan.check()
+    lengths.noticed = True
+    for call in (lambda: attention.forward(x, x, x, plan), lambda: attention.backward(x, saved),
+                 lambda: attention.plan(batch)):  # fmt: skip
+        with pytest.raises(ValueError, match="that are wrong"):
+            call()
+    attention.plan(batch)  # who was told may go on
+
+
+class OnGpu:
+    """What is asked of an array on a GPU."""
+
+    def __init__(self, *values):
+        self.values = np.array(values, np.int32)
+
+    def get(self):
+        return self.values
+
+
+@pytest.mark.parametrize(("offsets", "keys", "cp_size", "message"), [
+    (([0, 7, 10], [0, 7, 10]), None, 2, r"sequence 0 has padded length 7, wanted a multiple of 2\*cp_size = 4 .* to 8"),
+    (([0, 6, 8], [0, 4, 12]), None, 1, r"sequence 0 has 6 tokens but cu_seqlens_padded leaves it 4 rows.* pad it to 6"),
+    (([0, 8, 4], [0, 8, 4]), None, 1, r"cu_seqlens decreases from 8 at index 1 to 4 at index 2; .*pass the cumulative"),
+    (([2, 8, 9], [0, 8, 9]), None, 1, r"cu_seqlens\[0\] is 2, wanted 0; put a 0 in front"),
+    (([0, 8, 13], [0, 8, 13]), None, 1, r"total_rows is 12 but cu_seqlens_padded ends at 13; wanted at least that"),
+    (([0, 8, 12], [0, 8, 12]), ([0, 9, 5], [0, 9, 9]), 1, r"cu_seqlens decreases from 9 at index 1 to 5 at index 2"),
+    (([0, 8, 12], [0, 8, 12]), None, 1, r"wrong when they were planned, and have changed since; .*make a plan from"),
+])  # fmt: skip
+def test_wrong_lengths_are_named_as_on_the_host(offsets, keys, cp_size, message):
+    pytest.importorskip("cupy")
+    from thdattn.ops.plan import DeviceLengths
+
+    batch = SimpleNamespace(total_rows=12)
+    lengths = object.__new__(DeviceLengths)
+    lengths.sharding = SimpleNamespace(batch=batch, cp_size=cp_size, strategy="dual_chunk")
+    lengths.key_batch = keys and batch
+    lengths._offsets = [OnGpu(*x) for x in (*offsets, *(keys or offsets))]
+    lengths._notice, lengths._serial, lengths.wrong = np.zeros(1, np.uint64), 1, OnGpu(1)
+    lengths.check(wait=False)
+    with pytest.raises(ValueError, match=message) as caught:
+        lengths.check(wait=True)
+    assert "lengths on the GPU were" in str(caught.value) and "results of the plan are NaN" in str(caught.value)
+    lengths.wrong = OnGpu(0)
+    lengths.check(wait=True)
+
+
 def test_work_buffers_are_made_once_per_name_shape_and_dtype():
     plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(thdattn.PackedBatch([0, 4]))
     buffer = plan.buffer("x", (3, 2), np.float32)
@@ -235,7 +375,7 @@ def test_work_buffers_are_made_once_per_name_shape_and_dtype():
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_plan_knows_whether_a_local_row_of_some_rank_holds_no_token(case):
+def test_plan_knows_whether_some_row_sees_or_is_seen_by_nothing(case):
     for cp_size in case.cp_sizes:
         batch = case.batch(cp_size)
 
@@ -244,5 +384,7 @@ def test_plan_knows_whether_a_local_row_of_some_rank_holds_no_token(case):
             return attention.plan(batch, case.sharding)
 
         plans = thdattn.comm.run_local(cp_size, plan_of)
-        holds_a_token = np.concatenate([plan.key_ranges[:, 1] > plan.key_ranges[:, 0] for plan in plans])
-        assert {plan.has_local_padding for plan in plans} == {not holds_a_token.all()}
+        sees_a_key = np.concatenate([plan.key_ranges[:, 1] > plan.key_ranges[:, 0] for plan in plans])
+        assert {plan.has_blind_queries for plan in plans} == {not sees_a_key.all()}
+        is_seen = np.any([plan.query_ranges[:, 1] > plan.query_ranges[:, 0] for plan in plans], axis=0)
+        assert {plan.has_unseen_keys for plan in plans} == {not is_seen.all()}

@@ -117,6 +117,7 @@ class CPAttention:
         self.dtype = self._checked_dtype(dtype)
         self._check_head_dims()
         self._tiles = self._engine.tiles(self.head_dim, self.v_head_dim)
+        self._lengths: Any = None  # of the last plan, if they lie on a GPU
         self._plans = {
             "cp_size": comm.size, "cp_rank": comm.rank, "window": self.window, "engine": self.engine,
             "head_dims": (self.head_dim, self.v_head_dim), "tiles": self._tiles,
@@ -132,21 +133,31 @@ class CPAttention:
         layer = {**self._saves, "causal": self.causal, "window": self.window, "engine": repr(self.engine)}
         return f"<CPAttention {', '.join(f'{name}={value}' for name, value in layer.items())}, {self.comm!r}>"
 
-    def plan(self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk") -> Plan:
+    def plan(
+        self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk", key_batch: PackedBatch | None = None
+    ) -> Plan:
         """Plans one batch for this rank; every layer with this mask and these head dims can use it.
 
         Collective: every rank calls it with the same batch, which is checked (lengths on a GPU are not read).
 
         Args:
             batch: the global lengths. On a GPU only with engine "cuda"; then nothing is copied to the host and the
-                plan may be made inside a captured CUDA graph.
+                plan may be made inside a captured CUDA graph. Wrong ones make all results NaN; see Plan.check.
             sharding: "dual_chunk", "contiguous", or a Sharding of this batch over comm.size ranks.
+            key_batch: for cross-attention on one rank, lengths and rows of the keys, sequence by sequence, on the side
+                (host or GPU) where batch has its own; None: those of batch. The last query of a sequence stands at its
+                last key, and the others before it: a query at position p of L_q at position p + L_k - L_q of L_k keys.
 
         Raises:
-            TypeError: batch is no PackedBatch, or sharding neither a str nor a Sharding.
+            TypeError: batch or key_batch is no PackedBatch, or sharding neither a str nor a Sharding.
             ValueError: an unknown sharding, lengths that the sharding cannot split, a Sharding of another batch or
-                size, or (on every rank) a batch that differs between ranks.
+                size, a key_batch of another number of sequences, on the other side or for several ranks, or (on every
+                rank) a batch that differs between ranks; or the GPU has told meanwhile that lengths of the last plan
+                were wrong.
         """
+        if self._lengths is not None:
+            last, self._lengths = self._lengths, None
+            last.check(wait=False)
         if isinstance(sharding, str):
             sharding = Sharding(batch, self.comm.size, sharding)
         if not isinstance(sharding, Sharding):
@@ -163,35 +174,38 @@ class CPAttention:
                 f"sharding has cp_size {sharding.cp_size}, wanted {self.comm.size}, the ranks of comm; "
                 f"make it with Sharding(batch, {self.comm.size})"
             )
-        self.comm.agree("the plan's batch, sharding and attention", self._fingerprint(sharding))
-        arrays = self._engine.plan_arrays(sharding, self.comm.rank, self.window, self._tiles)
+        if key_batch is not None:
+            _check_key_batch(key_batch, batch, self.comm.size)
+        self.comm.agree("the plan's batch, sharding and attention", self._fingerprint(sharding, key_batch or batch))
+        arrays = self._engine.plan_arrays(sharding, self.comm.rank, self.window, self._tiles, key_batch)
+        self._lengths = arrays.lengths
         head_dims = self.head_dim, self.v_head_dim
-        return Plan(
-            sharding, self.comm.rank, self.window, head_dims, self._tiles, arrays, self.engine, self._engine.empty
-        )
+        return Plan(sharding, self.comm.rank, self.window, head_dims, self._tiles, arrays, self._engine, key_batch)
 
     def forward(self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False) -> tuple[Any, Saved]:
         """Attention of this rank's rows over the keys of all ranks. Collective.
 
         Args:
             q: (local_rows, num_heads, head_dim), this rank's rows in the order of plan.rows.
-            k: (local_rows, num_kv_heads, head_dim).
-            v: (local_rows, num_kv_heads, v_head_dim).
+            k: (local_rows, num_kv_heads, head_dim); for cross-attention plan.key_rows rows, in sequence order.
+            v: (local_rows, num_kv_heads, v_head_dim), rows as k.
             plan: from this attention's plan method, or that of one with the same mask and head dims.
             return_max_logit: also compute saved.max_logit.
 
         Returns:
-            (out, saved): out (local_rows, num_heads, v_head_dim), a new array; saved goes to backward.
+            (out, saved): out (local_rows, num_heads, v_head_dim), a new array, 0 for a query that sees no key, as its
+                gradient; saved goes to backward.
 
         Raises:
             TypeError: an array of the wrong dtype or on the wrong device, or a plan that is none.
-            ValueError: an array of the wrong shape, or a plan of another rank, size, mask, engine or head dim.
+            ValueError: an array of the wrong shape, a plan of another rank, size, mask, engine or head dim, or one
+                whose lengths the GPU has found wrong meanwhile.
         """
         self._check_plan(plan)
         return_max_logit = as_bool("return_max_logit", return_max_logit)
         q = self._checked("q", q, (plan.local_rows, self.num_heads, self.head_dim))
-        k = self._checked("k", k, (plan.local_rows, self.num_kv_heads, self.head_dim))
-        v = self._checked("v", v, (plan.local_rows, self.num_kv_heads, self.v_head_dim))
+        k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
+        v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
         out, lse, max_logit = pipeline.forward(
             self._engine, self.comm, plan, q, k, v, self.softmax_scale, return_max_logit
         )
@@ -264,14 +278,15 @@ class CPAttention:
             raise TypeError(f"plan is a {type(plan).__name__}, wanted a Plan; make it with attn.plan(batch)")
         remedy = "make it with this attention's plan(batch) on this rank"
         _check_same("plan was made for", plan.made_for, self._plans, remedy)
+        plan.check(wait=False)
 
     def _check_saved(self, saved: Saved, kind: Any) -> None:
         """Compares attributes alone: this is on the hot path, and a kernel would read out of bounds."""
-        rows = saved.plan.local_rows
-        for name, heads, width in (
-            ("q", self.num_heads, self.head_dim), ("k", self.num_kv_heads, self.head_dim),
-            ("v", self.num_kv_heads, self.v_head_dim), ("out", self.num_heads, self.v_head_dim),
-            ("lse", self.num_heads, None),
+        queries, keys = saved.plan.local_rows, saved.plan.local_key_rows
+        for name, rows, heads, width in (
+            ("q", queries, self.num_heads, self.head_dim), ("k", keys, self.num_kv_heads, self.head_dim),
+            ("v", keys, self.num_kv_heads, self.v_head_dim), ("out", queries, self.num_heads, self.v_head_dim),
+            ("lse", queries, self.num_heads, None),
         ):
             x = getattr(saved, name)
             shape, dtype = ((rows, heads, width), self.dtype) if width else ((heads, rows), self._lse_dtype)
@@ -292,16 +307,17 @@ class CPAttention:
             )
         return x
 
-    def _fingerprint(self, sharding: Sharding) -> int:
+    def _fingerprint(self, sharding: Sharding, key_batch: PackedBatch) -> int:
         """A number that differs where ranks would run collectives of different sizes or mask differently."""
         batch = sharding.batch
         state = (
-            sharding.strategy, batch.num_seqs, batch.total_rows, self.window, self.num_heads, self.num_kv_heads,
-            self.head_dim, self.v_head_dim, self.softmax_scale, self.dtype.name, self.engine,
+            sharding.strategy, batch.num_seqs, batch.total_rows, key_batch.total_rows, self.window, self.num_heads,
+            self.num_kv_heads, self.head_dim, self.v_head_dim, self.softmax_scale, self.dtype.name, self.engine,
         )
         digest = hashlib.sha256(repr(state).encode())
         if not batch.on_device:
-            digest.update(batch.cu_seqlens.tobytes() + batch.cu_seqlens_padded.tobytes())
+            for lengths in (batch, key_batch):
+                digest.update(lengths.cu_seqlens.tobytes() + lengths.cu_seqlens_padded.tobytes())
         return int.from_bytes(digest.digest()[:7], "little")
 
 
@@ -347,6 +363,30 @@ def choose_engine(engine: str, comm: Comm) -> tuple[Any, str]:
             f"{' and '.join(sorted(comm.devices))} arrays; use engine='cuda', or thdattn.comm.init('mpi')"
         )
     return module, str(why)
+
+
+def _check_key_batch(key_batch: PackedBatch, batch: PackedBatch, cp_size: int) -> None:
+    if not isinstance(key_batch, PackedBatch):
+        raise TypeError(
+            f"key_batch is a {type(key_batch).__name__}, wanted a PackedBatch of the keys' lengths; make it with "
+            f"PackedBatch(cu_seqlens), or leave it out for self-attention"
+        )
+    if cp_size > 1:
+        raise ValueError(
+            f"key_batch was passed for {cp_size} ranks, wanted one: keys of other lengths are not spread over ranks; "
+            f"use thdattn.comm.init('single') on every rank, for sequences of its own"
+        )
+    if key_batch.num_seqs != batch.num_seqs:
+        raise ValueError(
+            f"key_batch has {key_batch.num_seqs} sequences, wanted {batch.num_seqs} as batch; pass one length of keys "
+            f"per sequence of queries, 0 for none"
+        )
+    if key_batch.on_device != batch.on_device:
+        here, there = ("a GPU", "the host") if batch.on_device else ("the host", "a GPU")
+        raise ValueError(
+            f"batch has its lengths on {here} but key_batch on {there}; wanted both on one side; "
+            f"copy those of key_batch to {here}"
+        )
 
 
 def _no_gpu() -> str | None:

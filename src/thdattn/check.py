@@ -29,6 +29,7 @@ class Case:
     slack: rows of the packed buffer behind the last sequence.
     heads: (num_heads, num_kv_heads); dims: (head_dim, v_head_dim).
     cp_sizes: the numbers of simulated ranks to run it on.
+    keys: lengths of every sequence's keys, padded and with slack as the queries; None = the same sequences.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Case:
     sharding: str = "dual_chunk"
     cp_sizes: tuple[int, ...] = (1, 2, 4, 8)
     deterministic: bool = False
+    keys: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -54,6 +56,10 @@ class Case:
             padded = tuple(-(-length // multiple) * multiple for length in self.lengths)
         cu_seqlens, cu_seqlens_padded = offsets(self.lengths), offsets(padded)
         return thdattn.PackedBatch(cu_seqlens, cu_seqlens_padded, total_rows=int(cu_seqlens_padded[-1]) + self.slack)
+
+    def key_batch(self) -> thdattn.PackedBatch | None:
+        """The batch of the keys of cross-attention, which is for one rank; None for self-attention."""
+        return None if self.keys is None else replace(self, lengths=self.keys, padded=None).batch(1)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """(heads, width) of q, k, v and dout."""
@@ -81,8 +87,12 @@ def offsets(lengths: Sequence[int]) -> NDArray[np.int32]:
 
 def random_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[Array, ...]:
     """q, k, v, dout of the valid tokens, (total_tokens, heads, width): the same for every cp_size."""
-    rng, tokens = np.random.default_rng(zlib.crc32(f"{case.name} {seed}".encode())), sum(case.lengths)
-    return tuple(rng.standard_normal((tokens, *shape), np.float32).astype(dtype) for shape in case.shapes().values())
+    rng = np.random.default_rng(zlib.crc32(f"{case.name} {seed}".encode()))
+    keys = case.lengths if case.keys is None else case.keys
+    return tuple(
+        rng.standard_normal((sum(keys if name in "kv" else case.lengths), *shape), np.float32).astype(dtype)
+        for name, shape in case.shapes().items()
+    )
 
 
 RAGGED = (130, 7, 261, 33, 1, 64)

@@ -40,11 +40,13 @@ _HOPPER = ("kernels/common.cuh", WRAPPERS, "kernels/hopper/common.cuh")
 _HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")
 FILES = {
     "thd_reorder": _ROWS,
+    "thd_plan_check": _ROWS,
     "thd_plan_dual_chunk": _ROWS,
     "thd_plan_queries": _ROWS,
     "thd_plan_keys": _ROWS,
     "thd_plan_tile_cost": _ROWS,
     "thd_plan_tile_order": _ROWS,
+    "thd_plan_poison": _ROWS,
     "thd_attn_fwd": (*_PORTABLE, "kernels/portable/forward.cu"),
     "thd_attn_delta": (*_PORTABLE, "kernels/portable/backward.cu"),
     "thd_attn_bwd": (*_PORTABLE, "kernels/portable/backward.cu"),

@@ -3,8 +3,8 @@
 //
 // One rule. The attention kernels know nothing of sequences, ranks, causality, windows or padding. They get one range of
 // keys per query row (key_ranges) and its transpose (query_ranges), and score(i, j) counts iff key_ranges[i].x <= j <
-// key_ranges[i].y. A row whose range is empty is padding: it is read as zero, so that NaN there cannot spread, and written
-// as zero. The plan kernels below turn lengths and masks into ranges.
+// key_ranges[i].y. A row whose range is empty, as that of padding, is read as zero, so that NaN there cannot spread, and
+// written as zero. The plan kernels below turn lengths and masks into ranges.
 //
 // Tiles. A thread block owns one tile of rows at a time and visits the tiles of the other side that any of its rows sees.
 // Gaps between documents, chunks or windows cost nothing, and a tile that every row sees whole is computed without
@@ -55,6 +55,52 @@ __global__ void __launch_bounds__(256) thd_reorder(
 // The arrays of a plan from lengths that are already on the GPU, without a copy to the host. Each kernel computes
 // what plan.py computes with NumPy; the tests compare them element by element.
 
+// Whether offsets start elsewhere than at 0, decrease, leave a sequence fewer rows than tokens or rows that are no
+// multiple, or end beyond the buffer. Asked by all threads of a block.
+__device__ __forceinline__ bool are_wrong(const int* cu_seqlens, const int* cu_seqlens_padded, int num_seqs,
+                                          int total_rows, int multiple) {
+  bool wrong = cu_seqlens[0] != 0 || cu_seqlens_padded[0] != 0 || cu_seqlens_padded[num_seqs] > total_rows;
+  for (int i = threadIdx.x; i < num_seqs; i += blockDim.x) {
+    const u32 length = (u32)cu_seqlens[i + 1] - cu_seqlens[i];
+    const u32 padded = (u32)cu_seqlens_padded[i + 1] - cu_seqlens_padded[i];
+    wrong |= cu_seqlens[i + 1] < cu_seqlens[i] || cu_seqlens_padded[i + 1] < cu_seqlens_padded[i];
+    wrong |= length > padded || padded % multiple != 0;
+  }
+  return __syncthreads_or(wrong);
+}
+
+// checked (2, 2, num_seqs + 1): cu_seqlens and cu_seqlens_padded of the queries and of the keys, for the kernels below.
+// If some are wrong it is all 0, as sequences without rows send no kernel out of bounds, *wrong is 1, and *notice, which
+// lies in memory of the host, becomes `serial`, so that the host can learn of it without a wait. Launch: one block.
+__global__ void __launch_bounds__(1024) thd_plan_check(
+    int* __restrict__ checked, int* __restrict__ wrong, volatile u64* notice, const int* __restrict__ cu_seqlens,
+    const int* __restrict__ cu_seqlens_padded, const int* __restrict__ key_cu_seqlens,
+    const int* __restrict__ key_cu_seqlens_padded, int num_seqs, int total_rows, int key_rows, int multiple,
+    u64 serial) {
+  const bool queries_are_wrong = are_wrong(cu_seqlens, cu_seqlens_padded, num_seqs, total_rows, multiple);
+  const bool keys_are_wrong = are_wrong(key_cu_seqlens, key_cu_seqlens_padded, num_seqs, key_rows, 1);
+  const bool some_are_wrong = queries_are_wrong || keys_are_wrong;
+  const int* const offsets[] = {cu_seqlens, cu_seqlens_padded, key_cu_seqlens, key_cu_seqlens_padded};
+  #pragma unroll
+  for (int k = 0; k < 4; ++k)
+    for (int i = threadIdx.x; i <= num_seqs; i += blockDim.x)
+      checked[k * (num_seqs + 1) + i] = some_are_wrong ? 0 : offsets[k][i];
+  if (threadIdx.x == 0) *wrong = some_are_wrong;
+  if (threadIdx.x == 0 && some_are_wrong) *notice = serial;
+}
+
+// Results become NaN where the lengths were wrong, as zeros would pass for an answer: three arrays of 32-bit words, all
+// of whose bits are set, which is NaN in every type. Launch: any grid; it returns at once where all is well.
+__global__ void __launch_bounds__(256) thd_plan_poison(
+    u32* __restrict__ a, u64 a_words, u32* __restrict__ b, u64 b_words, u32* __restrict__ c, u64 c_words,
+    const int* __restrict__ wrong) {
+  if (!*wrong) return;
+  const u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x, step = (u64)gridDim.x * blockDim.x;
+  for (u64 i = first; i < a_words; i += step) a[i] = ~0u;
+  for (u64 i = first; i < b_words; i += step) b[i] = ~0u;
+  for (u64 i = first; i < c_words; i += step) c[i] = ~0u;
+}
+
 // The last index i with offsets[i] <= x: the sequence that holds row x (empty sequences hold none).
 __device__ __forceinline__ int sequence_of(const int* offsets, int num_seqs, int x) {
   int low = 0, high = num_seqs;
@@ -92,54 +138,61 @@ __global__ void thd_plan_dual_chunk(int* __restrict__ rank_order, const int* __r
   rank_order[t] = row;
 }
 
-// positions, key_ranges (local_rows) of the query rows `rows`. left, right: window, -1 = unlimited; causal is right = 0.
-__global__ void thd_plan_queries(int* __restrict__ positions, int2* __restrict__ key_ranges, const int* __restrict__ rows,
-                                 const int* __restrict__ cu_seqlens, const int* __restrict__ cu_seqlens_padded,
-                                 int num_seqs, int local_rows, int left, int right) {
-  const int t = blockIdx.x * blockDim.x + threadIdx.x;
-  if (t >= local_rows) return;
-  const int row = rows[t];
-  int position = 0;
-  int2 range = make_int2(0, 0);
-  if (row >= 0 && num_seqs > 0 && row < cu_seqlens_padded[num_seqs]) {
-    const int seq = sequence_of(cu_seqlens_padded, num_seqs, row), begin = cu_seqlens_padded[seq];
-    const int length = cu_seqlens[seq + 1] - cu_seqlens[seq];
-    position = row - begin;
-    if (position < length)
-      range = make_int2(begin + (left < 0 ? 0 : max(0, position - left)),
-                        begin + (right < 0 ? length : min(length, position + right + 1)));
-  }
-  positions[t] = position;
-  key_ranges[t] = range;
+// Where a row of one side, queries or keys, stands, and what it sees of the other side.
+struct Sight { int position, is_token; int2 range; };
+
+// here, there: lengths of the row's side and of the other, as thd_plan_check leaves them. left, right: window, in
+// positions of the other side; -1 = unlimited. The last positions of both sides are the same place. All 0 outside all
+// sequences.
+__device__ __forceinline__ Sight sight_of(int row, const int* here, const int* there, int num_seqs, int left,
+                                          int right) {
+  const int* const starts = here + num_seqs + 1;
+  Sight sight = {0, 0, make_int2(0, 0)};
+  if (row < 0 || row >= starts[num_seqs]) return sight;
+  const int seq = sequence_of(starts, num_seqs, row), length = here[seq + 1] - here[seq];
+  sight.position = row - starts[seq], sight.is_token = sight.position < length;
+  const int begin = there[num_seqs + 1 + seq], other_length = there[seq + 1] - there[seq];
+  const int place = sight.position + other_length - length;
+  const int first = left < 0 ? 0 : max(0, place - left);
+  const int last = right < 0 ? other_length : min(other_length, place + right + 1);
+  if (sight.is_token && first < last) sight.range = make_int2(begin + first, begin + last);
+  return sight;
 }
 
-// query_ranges (key_rows): the rows of `rows` that see each key row.
+// positions, valid, key_ranges (local_rows) of the query rows `rows`; causal is right = 0. Where the lengths are wrong
+// every row is valid, so that a loss over valid rows sees the NaN.
+__global__ void thd_plan_queries(int* __restrict__ positions, bool* __restrict__ valid, int2* __restrict__ key_ranges,
+                                 const int* __restrict__ rows, const int* __restrict__ wrong,
+                                 const int* __restrict__ queries, const int* __restrict__ keys, int num_seqs,
+                                 int local_rows, int left, int right) {
+  const int t = blockIdx.x * blockDim.x + threadIdx.x;
+  if (t >= local_rows) return;
+  const Sight sight = sight_of(rows[t], queries, keys, num_seqs, left, right);
+  positions[t] = sight.position;
+  valid[t] = sight.is_token || *wrong;
+  key_ranges[t] = sight.range;
+}
+
+// query_ranges (key_rows): the rows of `rows` that see each key row. For keys, the sides of the window swap.
 __global__ void thd_plan_keys(int2* __restrict__ query_ranges, const int* __restrict__ rows,
-                              const int* __restrict__ cu_seqlens, const int* __restrict__ cu_seqlens_padded,
-                              int num_seqs, int local_rows, int key_rows, int left, int right) {
+                              const int* __restrict__ queries, const int* __restrict__ keys, int num_seqs,
+                              int local_rows, int key_rows, int left, int right) {
   const int key = blockIdx.x * blockDim.x + threadIdx.x;
   if (key >= key_rows) return;
-  int2 range = make_int2(0, 0);
-  if (num_seqs > 0 && key < cu_seqlens_padded[num_seqs]) {
-    const int seq = sequence_of(cu_seqlens_padded, num_seqs, key), begin = cu_seqlens_padded[seq];
-    const int length = cu_seqlens[seq + 1] - cu_seqlens[seq], position = key - begin;
-    if (position < length) {
-      range.x = lower_bound(rows, local_rows, begin + (right < 0 ? 0 : max(0, position - right)));
-      range.y = lower_bound(rows, local_rows, begin + (left < 0 ? length : min(length, position + left + 1)));
-      if (is_empty(range)) range = make_int2(0, 0);
-    }
-  }
-  query_ranges[key] = range;
+  const int2 seen_by = sight_of(key, keys, queries, num_seqs, right, left).range;
+  const int2 range = make_int2(lower_bound(rows, local_rows, seen_by.x), lower_bound(rows, local_rows, seen_by.y));
+  query_ranges[key] = is_empty(range) ? make_int2(0, 0) : range;
 }
 
 // What orders a tile of rows: its longest sequence, length and first row, of equal ones the first; the span of the rows of the
 // other side between the first and the last in sight.
 struct TileCost { int length, begin, span; };
 
-// cost (tiles) of tiles of the rows `rows`, whose ranges are given. One warp a tile.
-__global__ void thd_plan_tile_cost(TileCost* __restrict__ cost, const int2* __restrict__ ranges, const int* __restrict__ rows,
-                                   const int* __restrict__ cu_seqlens, const int* __restrict__ cu_seqlens_padded,
-                                   int num_seqs, int num_rows, int tile, int num_tiles) {
+// cost (tiles) of tiles of the rows `rows` (null: all in sequence order), whose ranges are given. One warp a tile.
+__global__ void thd_plan_tile_cost(TileCost* __restrict__ cost, const int2* __restrict__ ranges,
+                                   const int* __restrict__ rows, const int* __restrict__ lengths, int num_seqs,
+                                   int num_rows, int tile, int num_tiles) {
+  const int* const starts = lengths + num_seqs + 1;
   const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
   if (t >= num_tiles) return;
   TileCost mine = {0, 0, 0};
@@ -147,10 +200,10 @@ __global__ void thd_plan_tile_cost(TileCost* __restrict__ cost, const int2* __re
   for (int i = t * tile + threadIdx.x % kWarp; i < min((t + 1) * tile, num_rows); i += kWarp) {
     const int2 range = ranges[i];
     if (!is_empty(range)) first = min(first, range.x), last = max(last, range.y);
-    const int row = rows[i];
-    if (row < 0 || num_seqs == 0 || row >= cu_seqlens_padded[num_seqs]) continue;
-    const int seq = sequence_of(cu_seqlens_padded, num_seqs, row), length = cu_seqlens[seq + 1] - cu_seqlens[seq];
-    if (length > mine.length) mine.length = length, mine.begin = cu_seqlens_padded[seq];
+    const int row = rows ? rows[i] : i;
+    if (row < 0 || row >= starts[num_seqs]) continue;
+    const int seq = sequence_of(starts, num_seqs, row), length = lengths[seq + 1] - lengths[seq];
+    if (length > mine.length) mine.length = length, mine.begin = starts[seq];
   }
   const int longest = __reduce_max_sync(0xffffffffu, mine.length);
   mine.begin = __reduce_min_sync(0xffffffffu, mine.length == longest ? mine.begin : kNone);

@@ -25,7 +25,7 @@ def forward(
 
     Args:
         engine: the module `reference` or `ops`.
-        q, k, v: this rank's rows, (local_rows, heads, width), the engine's arrays.
+        q, k, v: this rank's rows, (local_rows, heads, width), of k and v local_key_rows; the engine's arrays.
         return_max_logit: also the largest scaled logit per head over all ranks.
 
     Returns:
@@ -62,13 +62,13 @@ def _gather(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any) -> tuple[Any, A
     """Keys and values of all ranks in sequence order, without what padding held."""
     if comm.size > 1:
         k_ranks, v_ranks = (
-            plan.buffer(name, (comm.size * plan.local_rows, *x.shape[1:]), x.dtype)
+            plan.buffer(name, (comm.size * plan.local_key_rows, *x.shape[1:]), x.dtype)
             for name, x in (("k_ranks", k), ("v_ranks", v))
         )
         comm.all_gather(k, k_ranks)
         comm.all_gather(v, v_ranks)
         k, v = k_ranks, v_ranks
-    elif not plan.has_padding:
+    elif not plan.has_unseen_keys:
         return k, v  # one rank's rows are in sequence order already
     keys, values = engine.to_sequence_order(k, v, plan)
     return keys, values

@@ -6,6 +6,7 @@ chunks, windows and padding ends here: the engines only see ranges.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from thdattn.comm import Comm
 from thdattn.packing import PackedBatch
 from thdattn.sharding import Sharding
 
@@ -22,24 +24,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
 class PlanArrays:
-    """The arrays of a plan, int32, in the engine's own array type.
+    """The arrays of a plan, int32 but for `valid`, in the engine's own array type.
 
     rows, positions: (local_rows,), sequence-order row (-1: filler) and position in its sequence of every local row.
+    valid: (local_rows,) bool, whether a local row holds a token.
     key_ranges: (local_rows, 2), [begin, end) rows of the key buffer, in sequence order, that a query row sees;
-        (0, 0) for padding.
+        (0, 0) for none and for padding.
     query_ranges: (key_rows, 2), its transpose: [begin, end) local query rows that see a key row; (0, 0) for none.
-    rank_order: (cp_size * local_rows,), sequence-order row of every row of a gathered buffer; -1 for fillers.
+    rank_order: (cp_size * local_key_rows,), sequence-order row of every row of a gathered key buffer; -1 for fillers.
     query_tiles, key_tiles: (2, ceil(rows / tile)), tiles of query rows and of key rows in two orders: the longest
         sequence first, so that tiles that share keys or queries are near each other; the longest tile first.
+    lengths: the ops.plan.DeviceLengths of lengths on a GPU, which knows whether they are wrong; None: on the host.
     """
 
     rows: Any
     positions: Any
+    valid: Any
     key_ranges: Any
     query_ranges: Any
     rank_order: Any
     query_tiles: Any
     key_tiles: Any
+    lengths: Any = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,6 +60,7 @@ class Plan:
         head_dims: (head_dim, v_head_dim) of the attentions that can use it; their numbers of heads may differ.
         tiles: (rows per query tile, rows per key tile) that query_tiles and key_tiles are made for.
         arrays: the PlanArrays.
+        engine: the module `reference` or `ops`.
     """
 
     sharding: Sharding
@@ -62,8 +69,8 @@ class Plan:
     head_dims: tuple[int, int]
     tiles: tuple[int, int]
     arrays: PlanArrays
-    engine_name: str
-    _empty: Callable[[tuple[int, ...], DTypeLike], Any]
+    engine: Any
+    _key_batch: PackedBatch | None = None
     _kept: dict[Any, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -79,9 +86,19 @@ class Plan:
         }
 
     @property
+    def engine_name(self) -> str:
+        """Of the engine whose arrays it has: "cuda" or "reference"."""
+        return str(self.engine.name)
+
+    @property
     def batch(self) -> PackedBatch:
-        """The batch the plan is about."""
+        """The batch the plan is about: that of the queries."""
         return self.sharding.batch
+
+    @property
+    def key_batch(self) -> PackedBatch:
+        """The batch of the keys: `batch` itself, but for cross-attention."""
+        return self._key_batch or self.batch
 
     @property
     def cp_size(self) -> int:
@@ -90,23 +107,42 @@ class Plan:
 
     @property
     def local_rows(self) -> int:
-        """Rows that every rank stores, fillers included."""
+        """Rows of q that every rank stores, fillers included."""
         return self.sharding.local_rows
 
     @property
+    def local_key_rows(self) -> int:
+        """Rows of k and v that every rank stores, fillers included: local_rows, but for cross-attention."""
+        return -(-self.key_rows // self.cp_size)
+
+    @property
     def key_rows(self) -> int:
-        """Rows of the key buffer: all rows of the packed batch, in sequence order."""
-        return self.batch.total_rows
+        """Rows of the key buffer: all rows of the packed keys, in sequence order."""
+        return self.key_batch.total_rows
 
     @property
-    def has_padding(self) -> bool:
-        """Whether some row of the packed batch is padding; True where only the GPU knows."""
-        return self.batch.on_device or self.batch.total_tokens < self.batch.total_rows
+    def has_unseen_keys(self) -> bool:
+        """Whether no query sees some row of the key buffer; True where only the GPU knows.
+
+        Such are padding and, in cross-attention, keys of no query or before the window of the first.
+        """
+        return self.once("unseen keys", lambda: self._hides(self.key_rows, self.key_batch, self.batch, self.window[0]))
 
     @property
-    def has_local_padding(self) -> bool:
-        """Whether some local row of some rank holds no token: padding or a filler; True where only the GPU knows."""
-        return self.has_padding or self.cp_size * self.local_rows > self.key_rows
+    def has_blind_queries(self) -> bool:
+        """Whether some local row of some rank sees no key; True where only the GPU knows.
+
+        Such are padding, fillers and, in cross-attention, queries that have no key or stand before the first.
+        """
+        rows = self.cp_size * self.local_rows
+        return self.once("blind queries", lambda: self._hides(rows, self.batch, self.key_batch, self.window[1]))
+
+    def _hides(self, num_rows: int, batch: PackedBatch, other: PackedBatch, side: int) -> bool:
+        """Whether some of the rows holds no token of batch, or one that no token of other is near enough to."""
+        if batch.on_device or batch.total_tokens < num_rows:
+            return True
+        lengths, others = batch.lengths, other.lengths
+        return bool(((lengths > 0) & ((others == 0) | ((side >= 0) & (lengths - others > side)))).any())
 
     @property
     def rows(self) -> Any:
@@ -125,23 +161,24 @@ class Plan:
 
     @property
     def valid(self) -> Any:
-        """(local_rows,) bool, on the plan's device: whether a local row holds a token, for a loss; else it is padding.
-
-        Computed at every call, as a captured CUDA graph may have planned anew since the last one.
-        """
-        begin, end = self.arrays.key_ranges.T
-        return begin < end  # a token sees at least itself
+        """(local_rows,) bool: whether a local row holds a token, for a loss; else it is padding or a filler."""
+        return self.arrays.valid
 
     @property
     def visible_pairs(self) -> int:
         """Pairs (query, key) that the mask leaves, of all ranks together. ValueError if the offsets lie on a GPU.
 
-        Each side of the window hides a triangle of the length x length square.
+        Each side of the window hides a triangle of the rectangle of queries and keys, cut off at its far side.
         """
-        self.batch.require_host("counting visible pairs")
-        lengths = self.batch.lengths.astype(np.int64)
-        hidden = [np.maximum(lengths - 1 - side, 0) for side in self.window if side >= 0]
-        return int((lengths**2).sum() - sum((n * (n + 1) // 2).sum() for n in hidden))
+        for batch in (self.batch, self.key_batch):
+            batch.require_host("counting visible pairs")
+        queries, keys = (batch.lengths.astype(np.int64) for batch in (self.batch, self.key_batch))
+        pairs = queries * keys
+        for side, base, height in zip(self.window, (keys, queries), (queries, keys), strict=True):
+            if side >= 0:
+                whole = np.maximum(base - 1 - side, 0)
+                pairs -= _triangle(whole) - _triangle(np.maximum(whole - height, 0))
+        return int(pairs.sum())
 
     @property
     def query_ranges(self) -> Any:
@@ -150,7 +187,7 @@ class Plan:
 
     @property
     def rank_order(self) -> Any:
-        """(cp_size * local_rows,) int32, sequence-order row of every gathered row; -1 for fillers."""
+        """(cp_size * local_key_rows,) int32, sequence-order row of every gathered row of keys; -1 for fillers."""
         return self.arrays.rank_order
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
@@ -162,10 +199,86 @@ class Plan:
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """A work buffer, made on first use and kept: a captured CUDA graph must find it where it was."""
-        return self.once((name, shape, dtype), lambda: self._empty(shape, dtype))
+        return self.once((name, shape, dtype), lambda: self.engine.empty(shape, dtype))
+
+    def check(self, wait: bool = True) -> None:
+        """Raises if the lengths that the plan was made from lie on a GPU and are wrong; results are NaN then.
+
+        Lengths on the host were checked when they were passed. A plan that a CUDA graph makes is asked for the lengths
+        of the last replay.
+
+        Args:
+            wait: for the GPU. False: as far as it has told the host, which costs nothing: forward, backward and the
+                attention's next plan ask so; while a CUDA graph is captured they get no answer.
+
+        Raises:
+            ValueError: offsets that do not start at 0, decrease or end beyond total_rows, a sequence longer than its
+                padded length, or a padded length that the sharding cannot split; says which sequence and the remedy.
+        """
+        if self.arrays.lengths is not None:
+            self.arrays.lengths.check(wait)
+
+    def shard(self, x: Any) -> Any:
+        """This rank's rows of a whole packed array of queries, on the device where it lies.
+
+        Args:
+            x: (total_rows, ...) in sequence order, any dtype, an array as forward takes it.
+
+        Returns:
+            (local_rows, ...), a new array of the same dtype in the order of plan.rows; filler rows are 0.
+
+        Raises:
+            TypeError: no array of this engine.
+            ValueError: a wrong number of rows.
+        """
+        x = self._checked(x, self.batch.total_rows, "pass the whole packed array, as batch.pack makes it")
+        local = _words(x)[self.rows]
+        owned = (self.rows >= 0).reshape(self.local_rows, *(1 for _ in local.shape[1:]))
+        return np.where(owned, local, local.dtype.type(0)).view(x.dtype)  # of CuPy arrays this is cupy.where
+
+    def unshard(self, x: Any, comm: Comm) -> Any:
+        """The whole packed array of which every rank has its rows, such as out or dq, on every rank. Collective.
+
+        Args:
+            x: (local_rows, ...) in the order of plan.rows, an array as forward takes it; the same shape behind the rows
+                and the same dtype on every rank.
+            comm: the ranks of the plan.
+
+        Returns:
+            (total_rows, ...) in sequence order, a new array of the same dtype. What fillers held is dropped.
+
+        Raises:
+            TypeError: no array of this engine, or no comm.
+            ValueError: a wrong number of rows, a comm of other ranks, or (on every rank) arrays that differ in shape or
+                dtype.
+        """
+        if not isinstance(comm, Comm):
+            raise TypeError(f"comm is a {type(comm).__name__}, wanted a Comm; pass that of the attention")
+        if (comm.rank, comm.size) != (self.cp_rank, self.cp_size):
+            raise ValueError(
+                f"comm is rank {comm.rank} of {comm.size}, wanted rank {self.cp_rank} of {self.cp_size} as the plan; "
+                f"pass the comm of the attention that made it"
+            )
+        x = self._checked(x, self.local_rows, "pass this rank's rows, as forward returns them")
+        comm.agree("the shape and dtype of x", zlib.crc32(f"{x.shape} {x.dtype}".encode()))
+        words = _words(x)
+        gathered = self.engine.empty((self.cp_size * self.local_rows, *words.shape[1:]), words.dtype)
+        comm.all_gather(words, gathered)
+        packed = self.engine.empty((self.batch.total_rows + 1, *words.shape[1:]), words.dtype)
+        packed[self.rows if self.cp_size == 1 else self.rank_order] = gathered  # fillers, -1, go to the last row
+        return packed[:-1].view(x.dtype)
+
+    def _checked(self, x: Any, num_rows: int, remedy: str) -> Any:
+        x = self.engine.from_user("x", x)
+        if x.shape[:1] != (num_rows,):
+            raise ValueError(f"x has shape {x.shape}, wanted {num_rows} rows; {remedy}")
+        return x
 
 
-def host_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int]) -> PlanArrays:
+def host_arrays(
+    sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
+    key_batch: PackedBatch | None = None,
+) -> PlanArrays:
     """The arrays of a plan from lengths on the host, in NumPy.
 
     Args:
@@ -173,64 +286,76 @@ def host_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles
         cp_rank: the rank to plan for.
         window: (left, right), -1 = unlimited; causal is right = 0.
         tiles: rows per query tile and per key tile.
+        key_batch: lengths of the keys, as many sequences; None: those of the queries. For one rank.
 
     Returns:
         PlanArrays of NumPy arrays. No Python loop over sequences; the loop over ranks is the only one.
     """
-    batch = sharding.batch
-    rows = sharding.rows(cp_rank)
-    queries, keys = _locate(batch, rows), _locate(batch, np.arange(batch.total_rows, dtype=np.int32))
-    positions, key_ranges = _query_side(queries, window)
-    query_ranges = _key_side(keys, rows[rows >= 0], window)
+    batch, rows = sharding.batch, sharding.rows(cp_rank)
+    rank_order = np.concatenate([sharding.rows(rank) for rank in range(sharding.cp_size)])
+    if key_batch is None:
+        key_batch = batch
+    else:
+        rank_order = np.arange(key_batch.total_rows, dtype=np.int32)
+    key_rows = np.arange(key_batch.total_rows, dtype=np.int32)
+    queries, keys = _locate(rows, batch, key_batch), _locate(key_rows, key_batch, batch)
+    key_ranges = _in_sight(queries, window)
+    # Owned rows ascend, so those between two positions of a sequence are neighbours.
+    query_ranges = np.searchsorted(rows[rows >= 0], _in_sight(keys, window[::-1])).astype(np.int32)
+    query_ranges[query_ranges[:, 0] >= query_ranges[:, 1]] = 0
     return PlanArrays(
         rows=rows,
-        positions=positions,
+        positions=queries.position,
+        valid=queries.position < queries.length,
         key_ranges=key_ranges,
         query_ranges=query_ranges,
-        rank_order=np.concatenate([sharding.rows(rank) for rank in range(sharding.cp_size)]),
+        rank_order=rank_order,
         query_tiles=_tile_orders(queries, key_ranges, tiles[0]),
         key_tiles=_tile_orders(keys, query_ranges, tiles[1]),
     )
 
 
-Located = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+@dataclass(frozen=True)
+class _Located:
+    """Rows of one side, queries or keys, int32 each, 0 outside all sequences.
+
+    begin, length: first row and length of a row's sequence; position: its position there.
+    other_begin, other_length: first row and length of that sequence on the other side.
+    """
+
+    begin: NDArray[np.int32]
+    length: NDArray[np.int32]
+    position: NDArray[np.int32]
+    other_begin: NDArray[np.int32]
+    other_length: NDArray[np.int32]
 
 
-def _locate(batch: PackedBatch, rows: NDArray[np.int32]) -> Located:
-    """Per row of the packed buffer: first row and length of its sequence, and position; length 0 outside all."""
+def _locate(rows: NDArray[np.int32], batch: PackedBatch, other: PackedBatch) -> _Located:
     if batch.num_seqs == 0:
-        return np.zeros_like(rows), np.zeros_like(rows), np.zeros_like(rows)
+        return _Located(*np.zeros((5, len(rows)), np.int32))
     starts = batch.cu_seqlens_padded
     inside = (rows >= 0) & (rows < starts[-1])
     seq = np.searchsorted(starts[1:], np.where(inside, rows, 0), side="right")
     seq = np.minimum(seq, batch.num_seqs - 1)
-    begin = np.where(inside, starts[seq], 0)
-    return begin, np.where(inside, batch.lengths[seq], 0), np.where(inside, rows - begin, 0)
+    found = starts[seq], batch.lengths[seq], rows - starts[seq], other.cu_seqlens_padded[seq], other.lengths[seq]
+    return _Located(*(np.where(inside, x, np.int32(0)) for x in found))
 
 
-def _query_side(queries: Located, window: tuple[int, int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(positions, key_ranges) of query rows: the rule of the mask on absolute positions, written as a range."""
+def _in_sight(rows: _Located, window: tuple[int, int]) -> NDArray[np.int32]:
+    """[begin, end) rows of the other side within window of each row: the rule of the mask on positions, as a range.
+
+    The last positions of both sides are the same place. Seen from the keys, the sides of the window swap.
+    """
     left, right = window
-    begin, length, position = queries
-    first = np.maximum(0, position - left) if left >= 0 else np.zeros_like(position)
-    last = np.minimum(length, position + right + 1) if right >= 0 else length
-    ranges = np.stack([begin + first, begin + last], axis=1)
-    ranges[position >= length] = 0
-    return position.astype(np.int32), ranges.astype(np.int32)
+    place = rows.position + rows.other_length - rows.length
+    first = np.maximum(0, place - left) if left >= 0 else np.zeros_like(place)
+    last = np.minimum(rows.other_length, place + right + 1) if right >= 0 else rows.other_length
+    ranges: NDArray[np.int32] = np.stack([rows.other_begin + first, rows.other_begin + last], axis=1)
+    ranges[(rows.position >= rows.length) | (first >= last)] = 0
+    return ranges
 
 
-def _key_side(keys: Located, owned: NDArray[np.int32], window: tuple[int, int]) -> NDArray[np.int32]:
-    """query_ranges: owned rows ascend, so those between two positions of a sequence are neighbours."""
-    left, right = window
-    begin, length, position = keys
-    first = np.maximum(0, position - right) if right >= 0 else np.zeros_like(position)
-    last = np.minimum(length, position + left + 1) if left >= 0 else length
-    ranges = np.stack([np.searchsorted(owned, begin + first), np.searchsorted(owned, begin + last)], axis=1)
-    ranges[(position >= length) | (ranges[:, 0] >= ranges[:, 1])] = 0
-    return ranges.astype(np.int32)
-
-
-def _tile_orders(located: Located, ranges: NDArray[np.int32], tile: int) -> NDArray[np.int32]:
+def _tile_orders(rows: _Located, ranges: NDArray[np.int32], tile: int) -> NDArray[np.int32]:
     """(2, tiles): by falling length of a tile's longest sequence and, in a sequence, falling span; by span alone.
 
     The span of a tile is that of the other side's rows between the first and the last in sight. Ties: sequences and
@@ -238,11 +363,20 @@ def _tile_orders(located: Located, ranges: NDArray[np.int32], tile: int) -> NDAr
     """
     if not len(ranges):
         return np.zeros((2, 0), np.int32)
-    begin, length, _ = located
     starts = np.arange(0, len(ranges), tile)
     empty = ranges[:, 0] >= ranges[:, 1]
     first = np.minimum.reduceat(np.where(empty, np.iinfo(np.int32).max, ranges[:, 0]), starts)
     last = np.maximum.reduceat(np.where(empty, 0, ranges[:, 1]), starts)
     span = np.maximum(0, last.astype(np.int64) - first)
-    sequence = np.maximum.reduceat(np.where(length > 0, (length.astype(np.int64) << 32) - begin, 0), starts)
+    longest = np.where(rows.length > 0, (rows.length.astype(np.int64) << 32) - rows.begin, 0)
+    sequence = np.maximum.reduceat(longest, starts)
     return np.stack([np.lexsort((-span, -sequence)), np.argsort(-span, kind="stable")]).astype(np.int32)
+
+
+def _words(x: Any) -> Any:
+    """The array as unsigned integers, as CuPy does not index every dtype."""
+    return x.view(f"u{x.itemsize}") if x.itemsize in (1, 2, 4, 8) else x
+
+
+def _triangle(n: NDArray[np.int64]) -> NDArray[np.int64]:
+    return n * (n + 1) // 2

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from thdattn.arguments import as_host_array, dlpack_device, unreadable
-from thdattn.packing import DLPACK_CPU
+from thdattn.packing import DLPACK_CPU, PackedBatch
 from thdattn.plan import Plan, PlanArrays, host_arrays
 from thdattn.sharding import Sharding
 
@@ -68,10 +68,13 @@ def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
     return MAX_BLOCK_ROWS, MAX_BLOCK_ROWS
 
 
-def plan_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int]) -> PlanArrays:
+def plan_arrays(
+    sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
+    key_batch: PackedBatch | None = None,
+) -> PlanArrays:
     """The arrays of a plan in NumPy; see plan.host_arrays. ValueError for lengths on a GPU."""
     sharding.batch.require_host("a plan of the reference engine")
-    return host_arrays(sharding, cp_rank, window, tiles)
+    return host_arrays(sharding, cp_rank, window, tiles, key_batch)
 
 
 def attn_fwd(
@@ -83,14 +86,14 @@ def attn_fwd(
         q: (local_rows, num_heads, head_dim), rows as in `plan.key_ranges`.
         k: (key_rows, num_kv_heads, head_dim), sequence order.
         v: (key_rows, num_kv_heads, v_head_dim), sequence order.
-        plan: gives `key_ranges`, (local_rows, 2) int32; an empty range marks padding.
+        plan: gives `key_ranges`, (local_rows, 2) int32; empty for padding and for a query that sees no key.
         softmax_scale: factor on q.k.
         return_max_logit: also return the largest scaled logit of every head.
 
     Returns:
-        out: (local_rows, num_heads, v_head_dim), dtype of q; exactly 0 on padding.
-        lse: (num_heads, local_rows), float32 (float64 for float64 input), natural log; -inf on padding.
-        max_logit: (num_heads,) float32, -inf if every row is padding; None if not asked for.
+        out: (local_rows, num_heads, v_head_dim), dtype of q; exactly 0 where the range is empty.
+        lse: (num_heads, local_rows), float32 (float64 for float64 input), natural log; -inf there.
+        max_logit: (num_heads,) float32, -inf if every range is empty; None if not asked for.
     """
     local_rows, num_heads, _ = q.shape
     num_kv_heads, v_head_dim = v.shape[1:]
@@ -146,7 +149,7 @@ def attn_bwd(
         deterministic: part of the engine contract; blocks are always summed in row order here.
 
     Returns:
-        dq: (local_rows, num_heads, head_dim), dtype of q; exactly 0 on padding.
+        dq: (local_rows, num_heads, head_dim), dtype of q; exactly 0 where the range is empty.
         dk: (key_rows, num_kv_heads, head_dim), kv_grad_dtype; exactly 0 on rows that no local query sees.
         dv: (key_rows, num_kv_heads, v_head_dim), the same.
     """
@@ -185,8 +188,8 @@ def to_sequence_order(k_ranks: Array, v_ranks: Array, plan: Plan) -> tuple[Array
     """Rows gathered from all ranks, moved to sequence order: out[rank_order[t]] = in[t].
 
     Args:
-        k_ranks, v_ranks: (cp_size*local_rows, ...), rank order; filler rows (rank_order -1) are dropped.
-        plan: gives `rank_order`, (cp_size*local_rows,) int32, and `key_rows`.
+        k_ranks, v_ranks: (cp_size*local_key_rows, ...), rank order; filler rows (rank_order -1) are dropped.
+        plan: gives `rank_order`, (cp_size*local_key_rows,) int32, and `key_rows`.
 
     Returns:
         k, v: (key_rows, ...), the dtypes of the inputs; rows that no rank owns are 0.
@@ -206,10 +209,10 @@ def to_rank_order(dk: Array, dv: Array, plan: Plan) -> tuple[Array, Array]:
 
     Args:
         dk, dv: (key_rows, ...), sequence order.
-        plan: gives `rank_order`, (cp_size*local_rows,) int32.
+        plan: gives `rank_order`, (cp_size*local_key_rows,) int32.
 
     Returns:
-        dk_ranks, dv_ranks: (cp_size*local_rows, ...), the dtypes of the inputs.
+        dk_ranks, dv_ranks: (cp_size*local_key_rows, ...), the dtypes of the inputs.
     """
     owned = plan.rank_order >= 0
 

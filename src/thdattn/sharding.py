@@ -21,10 +21,10 @@ def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int
     """Chunks cp_rank and 2*cp_size-1-cp_rank of every sequence cut into 2*cp_size equal chunks.
 
     Under a causal mask one of the two chunks is cheap and the other dear, so work is equal on every rank. Rows behind
-    the last sequence (a fixed capacity) are shared out in equal slices.
+    the last sequence (a fixed capacity) are shared out in equal slices. One rank owns all rows, of any lengths.
 
     Args:
-        batch: a batch on the host whose padded lengths are multiples of 2*cp_size.
+        batch: a batch on the host whose padded lengths are multiples of 2*cp_size (one rank: any).
         cp_size: number of context-parallel ranks.
         cp_rank: the rank asked about, 0 <= cp_rank < cp_size.
 
@@ -33,6 +33,8 @@ def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int
 
     Source: Llama 3, arXiv:2407.21783, 3.3.2; row for row Transformer Engine's thd_get_partitioned_indices.
     """
+    if cp_size == 1:
+        return contiguous(batch, cp_size, cp_rank)
     starts: NDArray[np.int32] = batch.cu_seqlens_padded
     chunk = np.diff(starts) // (2 * cp_size)
     begins = starts[:-1, None] + chunk[:, None] * np.array([cp_rank, 2 * cp_size - 1 - cp_rank], np.int32)
@@ -77,19 +79,21 @@ class Sharding:
     Attributes:
         batch, cp_size, strategy: as passed.
         local_rows: rows that every rank stores, total_rows / cp_size rounded up.
+        multiple: of which padded lengths are multiples: 2*cp_size for dual_chunk over several ranks, else 1.
 
     Raises:
         TypeError: batch is no PackedBatch, cp_size no int, or strategy no str.
-        ValueError: cp_size < 1 or > MAX_RANKS, an unknown strategy, or (dual_chunk, offsets on the host) a padded
-            length that is not a multiple of 2*cp_size.
+        ValueError: cp_size < 1 or > MAX_RANKS, an unknown strategy, or (offsets on the host) a padded length that is
+            not a multiple of `multiple`; see Plan.check for offsets on a GPU.
     """
 
     def __init__(self, batch: PackedBatch, cp_size: int, strategy: str = "dual_chunk") -> None:
         self.batch = as_batch(batch)
         self.cp_size = as_count("cp_size", cp_size, "pass the number of ranks", MAX_RANKS)
         self.strategy = as_choice("strategy", strategy, STRATEGIES)
-        if self.strategy == "dual_chunk" and not batch.on_device:
-            _check_chunks(batch, self.cp_size)
+        self.multiple = 2 * self.cp_size if self.strategy == "dual_chunk" and self.cp_size > 1 else 1
+        if not batch.on_device:
+            _check_multiple(batch, self.multiple)
         self.local_rows = _rows_per_rank(batch, self.cp_size)
         self._rows: dict[int, NDArray[np.int32]] = {}
 
@@ -177,8 +181,7 @@ def _rows_per_rank(batch: PackedBatch, cp_size: int) -> int:
     return -(-batch.total_rows // cp_size)
 
 
-def _check_chunks(batch: PackedBatch, cp_size: int) -> None:
-    multiple = 2 * cp_size
+def _check_multiple(batch: PackedBatch, multiple: int) -> None:
     padded = np.diff(batch.cu_seqlens_padded)
     uneven = padded % multiple != 0
     if uneven.any():

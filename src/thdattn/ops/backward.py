@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 from thdattn import jit
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Gpu, Launch, layout
-from thdattn.ops.plan import reorder
+from thdattn.ops.plan import poison, reorder
 from thdattn.plan import Plan
 from thdattn.tensor_map import tensor_map
 from thdattn.tiles import STATS_ROWS, TILES, BackwardSm90, BackwardWideSm90, Tiles
@@ -34,16 +34,18 @@ def attn_bwd(
     up to head dims 192/128, thread blocks wait for each other to add from the last tile of keys to the first; elsewhere
     dq has a kernel of its own, for 1.4 times the matrix products.
     """
-    if not len(q):
-        return launch.empty(q.shape, q.dtype), cupy.zeros(k.shape, kv_grad_dtype), cupy.zeros(v.shape, kv_grad_dtype)
-    gpu, chosen = launch.this_gpu(), TILES[q.shape[2], v.shape[2]]
-    sm90 = gpu.sm90 and (chosen.backward_sm90.has_order or not deterministic)
-    backward = _BackwardSm90 if sm90 else _BackwardPortable
     dkv_dtype = np.dtype(kv_grad_dtype)
-    key = ("backward", *layout(q, k, v), dkv_dtype, deterministic)
-    return plan.once(key, lambda: backward(gpu, chosen, q, k, v, plan, dkv_dtype, deterministic))(
-        dout, q, k, v, out, lse, plan, np.float32(softmax_scale)
-    )
+    if len(q) and len(k):
+        gpu, chosen = launch.this_gpu(), TILES[q.shape[2], v.shape[2]]
+        sm90 = gpu.sm90 and (chosen.backward_sm90.has_order or not deterministic)
+        backward = _BackwardSm90 if sm90 else _BackwardPortable
+        key = ("backward", *layout(q, k, v), dkv_dtype, deterministic)
+        run = plan.once(key, lambda: backward(gpu, chosen, q, k, v, plan, dkv_dtype, deterministic))
+        dq, dk, dv = run(dout, q, k, v, out, lse, plan, np.float32(softmax_scale))
+    else:  # no tiles to launch a kernel for
+        dq, dk, dv = (cupy.zeros(x.shape, dtype) for x, dtype in ((q, q.dtype), (k, dkv_dtype), (v, dkv_dtype)))
+    poison(plan, dq, dk, dv)
+    return dq, dk, dv
 
 
 class _BackwardSm90:
@@ -90,7 +92,7 @@ class _BackwardSm90:
         dq = launch.empty(q.shape, q.dtype)
         dkv = self.dkv_sum if self.dkv_dtype == np.float32 else launch.empty((k.size + v.size,), self.dkv_dtype)
         self.delta(out, dout, lse, softmax_scale)
-        if plan.has_local_padding:
+        if plan.has_blind_queries:
             q, dout = _without_padding(q, dout, plan)
         inputs = map(tensor_map, (q, k, v, dout), self.boxes)
         grads = (*_dk_dv(dkv, k, v), *_dk_dv(self.dkv_sum if self.dkv_sum.size else dkv, k, v), self.grad_turns)

@@ -8,6 +8,7 @@ import numpy as np
 from thdattn import jit
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Launch, layout
+from thdattn.ops.plan import poison
 from thdattn.plan import Plan
 from thdattn.tensor_map import tensor_map
 from thdattn.tiles import TILES, ForwardSm90
@@ -22,12 +23,16 @@ def attn_fwd(
 ) -> tuple[Array, Array, Array | None]:
     """Attention of this rank's query rows over the whole key buffer; see reference.attn_fwd."""
     num_rows, num_heads, _ = q.shape
-    out, lse = launch.empty((num_rows, num_heads, v.shape[2]), q.dtype), launch.empty((num_heads, num_rows), np.float32)
-    if not num_rows:
-        return out, lse, cupy.full(num_heads, -np.inf, np.float32) if return_max_logit else None
-    run, boxes, max_logits = plan.once(("forward", *layout(q, k, v)), lambda: _forward(q, k, v, plan))
-    inputs = map(tensor_map, (q, k, v), boxes) if boxes else (q, k, v)
-    run(*inputs, out, lse, np.float32(softmax_scale))
+    out_shape, lse_shape = (num_rows, num_heads, v.shape[2]), (num_heads, num_rows)
+    if num_rows and len(k):
+        out, lse = launch.empty(out_shape, q.dtype), launch.empty(lse_shape, np.float32)
+        run, boxes, max_logits = plan.once(("forward", *layout(q, k, v)), lambda: _forward(q, k, v, plan))
+        inputs = map(tensor_map, (q, k, v), boxes) if boxes else (q, k, v)
+        run(*inputs, out, lse, np.float32(softmax_scale))
+    else:  # no tiles to launch a kernel for
+        out = cupy.zeros(out_shape, q.dtype)
+        lse, max_logits = (cupy.full(shape, -np.inf, np.float32) for shape in (lse_shape, (num_heads, 1)))
+    poison(plan, out, lse, max_logits)
     return out, lse, max_logits.max(axis=1) if return_max_logit else None
 
 

@@ -2,79 +2,161 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import threading
 from typing import Any
 
 import cupy
+import cupyx
 import numpy as np
 
 from thdattn import jit
 from thdattn.ops import launch
 from thdattn.ops.launch import Array
+from thdattn.packing import PackedBatch
 from thdattn.plan import Plan, PlanArrays, host_arrays
 from thdattn.sharding import Sharding
 from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS
 
-_DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER = PLAN_KERNELS
+POISON_BLOCKS = 64  # of 256 threads, which soon end where all is well
+_CHECK, _DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER, _POISON = PLAN_KERNELS
 
 
-def plan_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int]) -> PlanArrays:
+def plan_arrays(
+    sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
+    key_batch: PackedBatch | None = None,
+) -> PlanArrays:
     """The arrays of a plan on the GPU.
 
     Lengths on the host are planned there and uploaded; lengths on the GPU are planned by kernels, with the same result
-    and no copy to the host, so that a captured CUDA graph plans anew for the lengths it finds at each replay.
+    and no copy to the host, so that a captured CUDA graph plans anew for the lengths it finds at each replay. Of wrong
+    ones, which only the GPU sees, DeviceLengths tells.
     """
     if sharding.batch.on_device:
-        return _device_arrays(sharding, cp_rank, window, tiles)
-    made = host_arrays(sharding, cp_rank, window, tiles)
-    return PlanArrays(**{field: cupy.asarray(array) for field, array in vars(made).items()})
+        return _device_arrays(DeviceLengths(sharding, key_batch), cp_rank, window, tiles)
+    made = vars(host_arrays(sharding, cp_rank, window, tiles, key_batch))
+    return PlanArrays(**{field: cupy.asarray(array) for field, array in made.items() if array is not None})
 
 
-def _device_arrays(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int]) -> PlanArrays:
-    batch, cp_size, local_rows = sharding.batch, sharding.cp_size, sharding.local_rows
-    cu_seqlens, cu_seqlens_padded = (
-        launch.from_user(name, x)
-        for name, x in (("cu_seqlens", batch.cu_seqlens), ("cu_seqlens_padded", batch.cu_seqlens_padded))
-    )
-    seqs, left, right = np.int32(batch.num_seqs), np.int32(window[0]), np.int32(window[1])
+class DeviceLengths:
+    """Lengths on the GPU, found right or wrong there: what thd_plan_check makes of them.
 
-    if sharding.strategy == "dual_chunk":
+    Wrong ones are planned as sequences without rows, and poison makes all results NaN. The host learns of it at once
+    if it waits, or, from memory that the kernel writes, whenever it next asks.
+
+    Attributes:
+        sharding, key_batch: as passed to plan_arrays.
+        queries, keys: (2, num_seqs + 1) int32, cu_seqlens and cu_seqlens_padded, all 0 if wrong.
+        wrong: (1,) int32, 1 if wrong.
+    """
+
+    def __init__(self, sharding: Sharding, key_batch: PackedBatch | None) -> None:
+        self.sharding, self.key_batch = sharding, key_batch
+        batch, keys = sharding.batch, key_batch or sharding.batch
+        # Kept, with all that is written here, as a replayed graph reads and writes them.
+        self._offsets = [launch.from_user(name, x) for lengths in (batch, keys) for name, x in (
+            ("cu_seqlens", lengths.cu_seqlens), ("cu_seqlens_padded", lengths.cu_seqlens_padded))]
+        made = launch.empty((4 * (batch.num_seqs + 1) + 1,), np.int32)
+        self.wrong = made[-1:]
+        self.queries, self.keys = made[:-1].reshape(2, 2, -1)
+        self._serial = next(_serials)
+        notices = _notices()
+        self._notice = notices[self._serial % len(notices) :][:1]
+        sizes = map(np.int32, (batch.num_seqs, batch.total_rows, keys.total_rows, sharding.multiple))
+        jit.kernel(_CHECK)((1,), 1024, (made, self.wrong, np.uint64(self._notice.ctypes.data), *self._offsets, *sizes,
+                                        np.uint64(self._serial)))
+
+    def check(self, wait: bool) -> None:
+        """ValueError if the lengths are wrong: as the GPU knows when it comes here, or as far as the host knows."""
+        if wait:
+            wrong = bool(self.wrong.get()[0])
+        else:
+            wrong = self._notice[0] == self._serial and not cupy.cuda.get_current_stream().is_capturing()
+        if not wrong:
+            return
+        remedy = "results of the plan are NaN; make a plan from right lengths"
+        try:  # where the offsets are on the host, they are refused with the sequence, what was wanted and the remedy
+            batch, keys = self.sharding.batch, self.key_batch or self.sharding.batch
+            offsets = [x.get() for x in self._offsets]
+            Sharding(PackedBatch(*offsets[:2], total_rows=batch.total_rows), self.sharding.cp_size,
+                     self.sharding.strategy)
+            PackedBatch(*offsets[2:], total_rows=keys.total_rows)
+        except ValueError as error:
+            raise ValueError(f"lengths on the GPU were planned that are wrong: {error}; {remedy}") from None
+        raise ValueError(f"lengths on the GPU were wrong when they were planned, and have changed since; {remedy}")
+
+
+_serials = itertools.count(1)
+_allocating = threading.Lock()
+
+
+def _notices() -> Any:
+    """Memory of the host that GPUs write to: plan n finds its number in place n modulo 512 if its lengths are wrong.
+
+    It is never freed, as a kernel may come to it when the plan is gone.
+    """
+    with _allocating:  # simulated ranks are threads
+        return _pinned()
+
+
+@functools.cache
+def _pinned() -> Any:
+    return cupyx.zeros_pinned((512,), np.uint64)
+
+
+def _device_arrays(
+    lengths: DeviceLengths, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int]
+) -> PlanArrays:
+    sharding, batch = lengths.sharding, lengths.sharding.batch
+    cp_size, local_rows = sharding.cp_size, sharding.local_rows
+    key_rows = (lengths.key_batch or batch).total_rows
+    seqs, num_rows, left, right = map(np.int32, (batch.num_seqs, local_rows, *window))
+
+    if sharding.strategy == "dual_chunk" and cp_size > 1:
         rank_order = launch.empty((cp_size * local_rows,), np.int32)
-        _launch_rows(_DUAL_CHUNK, rank_order.size, (rank_order, cu_seqlens_padded, seqs, np.int32(cp_size),
-                                                    np.int32(local_rows), np.int32(batch.total_rows)))
+        _launch_rows(_DUAL_CHUNK, rank_order.size, (rank_order, lengths.queries[1], seqs, np.int32(cp_size), num_rows,
+                                                    np.int32(batch.total_rows)))
     else:  # contiguous rows do not depend on the lengths
         rank_order = cupy.arange(cp_size * local_rows, dtype=np.int32)
         rank_order[batch.total_rows :] = -1
     rows = rank_order[cp_rank * local_rows : (cp_rank + 1) * local_rows]
+    if lengths.key_batch is not None:
+        rank_order = cupy.arange(key_rows, dtype=np.int32)
 
-    positions, key_ranges = launch.empty((local_rows,), np.int32), launch.empty((local_rows, 2), np.int32)
-    _launch_rows(_QUERIES, local_rows, (positions, key_ranges, rows, cu_seqlens, cu_seqlens_padded, seqs,
-                                        np.int32(local_rows), left, right))
-    query_ranges = launch.empty((batch.total_rows, 2), np.int32)
-    _launch_rows(_KEYS, batch.total_rows, (query_ranges, rows, cu_seqlens, cu_seqlens_padded, seqs,
-                                           np.int32(local_rows), np.int32(batch.total_rows), left, right))
-    lengths = cu_seqlens, cu_seqlens_padded, seqs
-    return PlanArrays(rows, positions, key_ranges, query_ranges, rank_order,
-                      _tile_orders(lengths, key_ranges, rows, tiles[0]),
-                      _tile_orders(lengths, query_ranges, None, tiles[1]))
+    positions, valid = launch.empty((local_rows,), np.int32), launch.empty((local_rows,), bool)
+    key_ranges, query_ranges = launch.empty((local_rows, 2), np.int32), launch.empty((key_rows, 2), np.int32)
+    both = lengths.queries, lengths.keys, seqs, num_rows
+    _launch_rows(_QUERIES, local_rows, (positions, valid, key_ranges, rows, lengths.wrong, *both, left, right))
+    _launch_rows(_KEYS, key_rows, (query_ranges, rows, *both, np.int32(key_rows), left, right))
+    return PlanArrays(rows, positions, valid, key_ranges, query_ranges, rank_order,
+                      _tile_orders((rows, lengths.queries, seqs), key_ranges, tiles[0]),
+                      _tile_orders((_ALL, lengths.keys, seqs), query_ranges, tiles[1]), lengths)
 
 
-def _tile_orders(lengths: tuple[Any, ...], ranges: Array, rows: Array | None, tile: int) -> Array:
-    """Both orders of the tiles of `rows`; None: of all rows, in sequence order."""
-    num_rows, num_tiles = len(ranges), -(-len(ranges) // tile)
-    # One array, as a replayed graph writes to all of it as long as the orders live: orders, costs, rows.
-    made = launch.empty((5 * num_tiles + num_rows,), np.int32)
+_ALL = np.uint64(0)  # instead of an array of rows: all in sequence order
+
+
+def _tile_orders(located: tuple[Any, ...], ranges: Array, tile: int) -> Array:
+    """Both orders of the tiles of rows; located: the rows, and the lengths and number of sequences of their side."""
+    num_tiles = -(-len(ranges) // tile)
+    # One array, as a replayed graph writes to all of it as long as the orders live: orders, then costs.
+    made = launch.empty((5 * num_tiles,), np.int32)
     cost = made[2 * num_tiles :]
-    if rows is None:
-        rows, (_, padded, seqs) = made[5 * num_tiles :], lengths
-        _launch_rows(_DUAL_CHUNK, num_rows, (rows, padded, seqs, np.int32(1), np.int32(num_rows), np.int32(num_rows)))
-    _launch_rows(_TILE_COST, 32 * num_tiles, (cost, ranges, rows, *lengths, np.int32(num_rows), np.int32(tile),
-                                              np.int32(num_tiles)))
+    _launch_rows(_TILE_COST, 32 * num_tiles, (cost, ranges, *located, *map(np.int32, (len(ranges), tile, num_tiles))))
     _launch_rows(_TILE_ORDER, 32 * num_tiles, (made, cost, np.int32(num_tiles)))
     return made[: 2 * num_tiles].reshape(2, num_tiles)
 
 
 def _launch_rows(kernel: str, threads: int, args: tuple[Any, ...]) -> None:
     jit.kernel(kernel)((-(-threads // 256),), 256, args)
+
+
+def poison(plan: Plan, *results: Array) -> None:
+    """Three results become NaN if the lengths that the plan was made from, on the GPU, are wrong."""
+    if plan.arrays.lengths is not None:
+        words = [arg for x in results for arg in (x, np.uint64(x.nbytes // 4))]
+        jit.kernel(_POISON)((POISON_BLOCKS,), 256, (*words, plan.arrays.lengths.wrong))
 
 
 # ------------------------------------------------------------------------------------------------ reorder

@@ -32,7 +32,7 @@ def work_order(gpu: Gpu, plan: Plan, orders: Array, num_heads: int, together: in
     sequences take many together.
     """
     last, in_sight = min(num_heads, -(-3 * gpu.multiprocessors // orders.shape[1])), _queries_in_sight(plan)
-    if in_sight and plan.key_rows**2 <= 2 * FEW_SEQUENCES * plan.visible_pairs:
+    if in_sight and plan.batch.total_rows * plan.key_rows <= 2 * FEW_SEQUENCES * plan.visible_pairs:
         return orders[1], (together, last)
     if 0 < in_sight <= SHORT_UP_TO:
         together, last = SHORT_TOGETHER, 0
