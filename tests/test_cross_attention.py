@@ -128,8 +128,18 @@ def test_the_same_lengths_are_self_attention(causal):
 def test_sizes_of_both_sides():
     plan = attention().plan(PackedBatch([0, 3], [0, 4]), key_batch=PackedBatch([0, 6]))
     assert (plan.local_rows, plan.key_rows, plan.local_key_rows) == (4, 6, 6)
+    assert "keys=<PackedBatch num_seqs=1, total_tokens=6, total_rows=6>" in repr(plan)
     plan = attention().plan(PackedBatch([0, 4]))
     assert plan.key_batch is plan.batch and plan.local_key_rows == plan.local_rows == 4
+
+
+def test_backward_names_a_saved_array_of_the_other_sides_length():
+    attn, q = attention(), np.ones((4, 2, 8), np.float32)
+    k = np.ones((6, 2, 8), np.float32)
+    _, saved = attn.forward(q, k, k, attn.plan(PackedBatch([0, 4]), key_batch=PackedBatch([0, 6])))
+    with pytest.raises(ValueError, match=r"saved\.v is float32 \(4, 2, 8\), .*wanted float32 \(6, 2, 8\)"):
+        attn.backward(q, replace(saved, v=q))
+    assert [x.shape[0] for x in attn.backward(q, saved)] == [4, 6, 6]
 
 
 def test_a_token_is_valid_though_it_sees_no_key():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -236,8 +237,8 @@ def test_representations_read_no_array():
 
     batch = PackedBatch(Offsets(), total_rows=8)
     sharding = thdattn.Sharding(batch, 2)
-    arrays = PlanArrays(*[OnAGpu()] * 7)
-    plan = Plan(sharding, 1, (-1, 0), (64, 64), (64, 64), arrays, "cuda", np.empty)
+    arrays = PlanArrays(*[OnAGpu()] * 8)
+    plan = Plan(sharding, 1, (-1, 0), (64, 64), (64, 64), arrays, SimpleNamespace(name="cuda"))
     saved = thdattn.Saved(*[OnAGpu()] * 6, plan, {})
     assert repr(batch) == "<PackedBatch num_seqs=2, lengths on a GPU, total_rows=8>"
     for thing in (batch, sharding, arrays, plan, saved):

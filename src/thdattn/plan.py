@@ -74,7 +74,8 @@ class Plan:
     _kept: dict[Any, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return (f"<Plan cp_rank={self.cp_rank}, {self.sharding!r}, {self.batch!r}, window={self.window}, "
+        keys = "" if self._key_batch is None else f"keys={self._key_batch!r}, "
+        return (f"<Plan cp_rank={self.cp_rank}, {self.sharding!r}, {self.batch!r}, {keys}window={self.window}, "
                 f"head_dims={self.head_dims}, engine={self.engine_name!r}>")
 
     @cached_property
