@@ -33,7 +33,7 @@ LAYER = {module: number for number, modules in enumerate(LAYERS) for module in m
 OPS = {"ops", "ops.launch", "ops.plan", "ops.scheduler", "ops.forward", "ops.backward"}
 WHEN_LOADED = {"cupy": {"jit", *OPS, "graph", "tensor_map"}, "mpi4py": set(), "torch": set(), "jax": set()}
 EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "attention", "info"}, "mpi4py": {"comm.mpi", "comm.nccl", "info"},
-        "torch": set(), "jax": set()}
+        "torch": {"comm.torch"}, "jax": set()}
 
 
 def module_name(path: Path) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
 import threading
@@ -13,15 +15,7 @@ from launch import SOURCE
 from ranks.comm_contract import check_contract
 
 import thdattn.comm
-from thdattn.comm import mpi, nccl
-
-LAUNCHER_VARIABLES = (*thdattn.comm._SIZE_VARIABLES, *thdattn.comm._RANK_VARIABLES)
-
-
-@pytest.fixture
-def no_launcher(monkeypatch):
-    for variable in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
+from thdattn.comm import launcher, mpi, nccl
 
 
 def test_single_rank_keeps_the_contract():
@@ -183,11 +177,33 @@ def test_agree_raises_on_every_rank_and_names_those_that_differ():
     }
 
 
-@pytest.mark.parametrize(("arguments", "message"), [((0,), "cp_size is 0"), ((2, 0.0), "timeout is 0")])
-def test_run_local_names_bad_arguments(arguments, message):
-    cp_size, *timeout = arguments
-    with pytest.raises(ValueError, match=message):
-        thdattn.comm.run_local(cp_size, lambda comm: None, *timeout)
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"cp_size": 0}, ValueError, "cp_size is 0; it must be at least 1"),
+        ({"cp_size": "2"}, TypeError, "cp_size is '2', a str; wanted an int"),
+        ({"cp_size": 2.0}, TypeError, "cp_size is 2.0, a float; wanted an int"),
+        ({"fn": None}, TypeError, "fn is None, a NoneType; wanted a function of one comm"),
+        ({"timeout": 0.0}, ValueError, "timeout is 0.0; wanted seconds above 0"),
+        ({"timeout": math.nan}, ValueError, "timeout is nan; wanted seconds above 0"),
+        ({"timeout": math.inf}, ValueError, r"timeout is inf; .* at most 9.2"),
+        ({"timeout": "60"}, TypeError, "timeout is '60', a str; wanted a number of seconds"),
+        ({"timeout": None}, TypeError, "timeout is None, a NoneType; wanted a number of seconds"),
+    ],
+)
+def test_run_local_names_bad_arguments(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        thdattn.comm.run_local(**{"cp_size": 2, "fn": lambda comm: comm.barrier(), **arguments})
+
+
+def test_run_local_takes_numbers_of_numpy():
+    assert thdattn.comm.run_local(np.int64(2), lambda comm: comm.rank, np.float32(5)) == [0, 1]
+
+
+@pytest.mark.parametrize("value", [1.5, "7", None])
+def test_agree_takes_integers_only(value):
+    with pytest.raises(TypeError, match=f"value is {value!r}, .*wanted an int"):
+        thdattn.comm.init("single").agree("plan hash", value)
 
 
 def test_comm_is_closed_at_the_end_of_a_with_block_but_not_on_an_error():
@@ -205,50 +221,18 @@ def test_comm_is_closed_at_the_end_of_a_with_block_but_not_on_an_error():
 # --- init ------------------------------------------------------------------------------------------------------
 
 
-def test_import_needs_neither_mpi_nor_cupy():
+def test_import_needs_neither_mpi_nor_cupy_nor_torch():
     program = (
-        "import sys; sys.modules['cupy'] = sys.modules['mpi4py'] = None\n"
-        "import thdattn.comm, thdattn.comm.local, thdattn.comm.mpi, thdattn.comm.nccl\n"
+        "import sys; sys.modules['cupy'] = sys.modules['mpi4py'] = sys.modules['torch'] = None\n"
+        "import thdattn.comm, thdattn.comm.local, thdattn.comm.mpi, thdattn.comm.nccl, thdattn.comm.torch\n"
         "assert thdattn.comm.run_local(2, lambda comm: comm.rank) == [0, 1]"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={"PYTHONPATH": str(SOURCE)})
 
 
-def test_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match=r'backend is \'gloo\'; it must be "auto"'):
-        thdattn.comm.init("gloo")
-
-
-@pytest.mark.parametrize("variable", [None, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_auto_is_single_without_a_launcher_or_with_one_rank(no_launcher, monkeypatch, variable):
-    if variable:
-        monkeypatch.setenv(variable, "1")
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    assert thdattn.comm.init("auto").name == "single"
-
-
-@pytest.mark.parametrize(
-    ("environment", "size"),
-    [
-        ({}, None),
-        ({"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "0"}, 4),
-        ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2"}, 2),
-        ({"MV2_COMM_WORLD_SIZE": "8"}, 8),
-        ({"PMIX_RANK": "3"}, 0),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
-    ],
-)
-def test_launchers_are_recognised_by_their_environment(no_launcher, monkeypatch, environment, size):
-    for variable, value in environment.items():
-        monkeypatch.setenv(variable, value)
-    assert thdattn.comm._launched_size() == size
-
-
-@pytest.mark.parametrize("backend", ["auto", "mpi", "nccl"])
-def test_launcher_without_mpi4py_is_an_error_with_a_remedy(no_launcher, monkeypatch, backend):
-    monkeypatch.setenv("PMI_SIZE", "4")
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(RuntimeError, match=r"MPI cannot be loaded .*pip install .*\[mpich\]"):
+@pytest.mark.parametrize("backend", ["gloo", None, np.array(["auto", "mpi"])])
+def test_unknown_backend_is_refused(backend):
+    with pytest.raises(ValueError, match=f'backend is {re.escape(repr(backend))}; it must be "auto"'):
         thdattn.comm.init(backend)
 
 
@@ -260,12 +244,12 @@ class World:
 
 
 @pytest.fixture
-def chosen(no_launcher, monkeypatch):
+def chosen(monkeypatch):
     """init under a launcher of 2 ranks, with MPI and the GPUs that the test gives."""
 
     def init(backend, answers):
-        monkeypatch.setenv("PMI_SIZE", "2")
-        monkeypatch.setattr(mpi, "connect", lambda launched: World(launched))
+        monkeypatch.setattr(launcher, "find", lambda: launcher.Launcher("mpiexec", 2))
+        monkeypatch.setattr(mpi, "connect", lambda started_by: World(started_by.size))
         monkeypatch.setattr(mpi, "MpiComm", lambda world: ("mpi", world.size))
         monkeypatch.setattr(nccl, "survey", lambda world: answers)
         monkeypatch.setattr(nccl, "NcclComm", lambda world, gpus: ("nccl", gpus))

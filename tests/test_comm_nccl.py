@@ -130,18 +130,26 @@ FOUR_GPUS = [b"\x0a", b"\x0b", b"\x0c", b"\x0d"]
 
 
 def test_every_rank_takes_the_gpu_of_its_number_and_the_id_of_rank_0(start):
-    made = start([FOUR_GPUS] * 4, lambda comm: (comm._device, comm._nccl.made_with))
+    made = start([FOUR_GPUS] * 4, lambda comm: (comm._gpu, comm._nccl.made_with))
     assert made == [(rank, (4, b"id", rank)) for rank in range(4)]
 
 
 def test_ranks_that_see_one_gpu_each_take_it(start):
-    assert start([[b"\x0a"], [b"\x0b"]], lambda comm: comm._device) == [0, 0]
+    assert start([[b"\x0a"], [b"\x0b"]], lambda comm: comm._gpu) == [0, 0]
 
 
 def test_two_ranks_on_one_gpu_are_refused_by_name_on_every_rank(start):
     messages = start.refusals([[b"\x0a"], [b"\x0b"], [b"\x0b"]])
     assert len(messages) == 3
     assert all("ranks 1 and 2 have the same GPU, PCI bus id 0000:0b:00.0 on node7" in m for m in messages)
+
+
+def test_equal_gpus_of_two_nodes_are_two():
+    # Both uuids were cut at a 0 byte; the nodes are built alike.
+    gpus = [nccl.Gpu(0, host, "0000:0b:00.0", "") for host in ("node7", "node8")]
+    assert nccl.choose([(True, gpu) for gpu in gpus]) == gpus
+    with pytest.raises(RuntimeError, match="ranks 0 and 2 have the same GPU, PCI bus id 0000:0b:00.0 on node7"):
+        nccl.choose([(True, gpu) for gpu in (*gpus, gpus[0])])
 
 
 def test_more_ranks_than_gpus_are_refused_on_every_rank(start):

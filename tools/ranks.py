@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+from thdattn.comm import launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,22 +47,11 @@ def count_gpus() -> int:
 
 
 def mpi_launcher() -> list[str] | None:
-    """mpiexec with the flags it needs here, if two ranks started by it find each other.
-
-    The launcher beside this Python comes first: one of another make than the MPI library starts programs of one rank
-    each. Open MPI refuses root and more ranks than cores unless told otherwise.
-    """
-    beside = Path(sys.executable).with_name("mpiexec")
-    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if launcher is None:
-        return None
-    version = run([launcher, "--version"])
-    flags = []
-    if any(name in version for name in ("Open MPI", "OpenRTE", "PRRTE", "prte")):
-        flags = ["--oversubscribe", *["--allow-run-as-root"] * (os.geteuid() == 0)]
+    """mpiexec with the flags it needs here, if two ranks started by it find each other."""
+    mpiexec = launcher.mpiexec()
     size = "from mpi4py import MPI; print(f'{MPI.COMM_WORLD.size} ranks')"
-    answers = run([launcher, *flags, "-n", "2", sys.executable, "-m", "mpi4py", "-c", size])
-    return [launcher, *flags] if answers.count("2 ranks") == 2 else None
+    found = mpiexec is not None and run([*mpiexec, "-n", "2", sys.executable, "-c", size]).count("2 ranks") == 2
+    return mpiexec if found else None
 
 
 def run(command: list[str]) -> str:

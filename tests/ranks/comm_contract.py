@@ -5,6 +5,8 @@ mpiexec -n 4 python -m mpi4py comm_contract.py contract mpi 4
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import time
 from typing import Any
@@ -114,9 +116,29 @@ def check_bad_arguments_are_named(comm: thdattn.comm.Comm, xp: Any) -> None:
     assert "recv is a builtins.list" in raises(TypeError, comm.all_gather, two, [])
     assert "array is bool" in raises(TypeError, comm.all_reduce, xp.zeros(2, bool), "sum")
     assert "op is 'mean'" in raises(ValueError, comm.all_reduce, two, "mean")
+    assert "op is None" in raises(ValueError, comm.all_reduce, two, None)
+    assert "op is array" in raises(ValueError, comm.all_reduce, two, np.array(["sum", "max"]))
+    if xp is np:
+        check_bad_host_arrays_are_named(comm)
     if n > 1:
         uneven = xp.zeros((2 * n + 1, 4), np.float32)
         assert f"pad it to {3 * n} rows" in raises(ValueError, comm.reduce_scatter, uneven, two)
+
+
+def check_bad_host_arrays_are_named(comm: thdattn.comm.Comm) -> None:
+    """What NumPy has and CuPy has not."""
+    n = comm.size
+    objects, swapped = np.zeros((2, 4), object), np.zeros((2, 4), ">f4")
+    assert "send is of dtype |O" in raises(TypeError, comm.all_gather, objects, np.zeros((2 * n, 4), object))
+    assert "array is of dtype >f4" in raises(TypeError, comm.all_reduce, swapped, "sum")
+    fixed = np.arange(2 * n, dtype=np.float32).reshape(2 * n, 1)
+    fixed.flags.writeable = False
+    assert "recv is read-only" in raises(ValueError, comm.all_gather, fixed[:2].copy(), fixed)
+    assert "array is read-only" in raises(ValueError, comm.all_reduce, fixed, "sum")
+    gathered, share = np.zeros((2 * n * n, 1), np.float32), np.zeros((2, 1), np.float32)
+    comm.all_gather(fixed, gathered)  # to read from it is legal
+    comm.reduce_scatter(fixed, share)
+    assert (gathered == np.concatenate([fixed] * n)).all() and (share == n * fixed[2 * comm.rank :][:2]).all()
 
 
 def poisoned(xp: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -138,9 +160,24 @@ def raises(kind: type[Exception], function: Any, *arguments: Any) -> str:
     return ""
 
 
+def join(backend: str, size: int) -> thdattn.comm.Comm:
+    """The ranks of a backend of init, or below torchrun those of "torch-gloo" and "torch-nccl"."""
+    if not backend.startswith("torch-"):
+        comm = thdattn.comm.init(backend)
+    else:
+        import torch
+
+        if backend == "torch-nccl":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group(backend.removeprefix("torch-"))
+        atexit.register(torch.distributed.destroy_process_group)
+        comm = thdattn.comm.from_torch()
+    assert comm.size == size, f"{backend} sees {comm.size} ranks, the launcher started {size}"
+    return comm
+
+
 def main(scenario: str, backend: str, size: str) -> None:
-    comm = thdattn.comm.init(backend)
-    assert comm.size == int(size), f"MPI sees {comm.size} ranks, the launcher started {size}"
+    comm = join(backend, int(size))
     if scenario == "contract":
         if "cuda" in comm.devices:
             import cupy as xp

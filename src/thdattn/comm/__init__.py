@@ -1,4 +1,4 @@
-"""Ranks and the collectives between them: one contract, four backends.
+"""Ranks and the collectives between them: one contract, five backends.
 
 ==========  ======================================================  =========================
 backend     what a rank is                                          arrays
@@ -7,6 +7,7 @@ backend     what a rank is                                          arrays
 local       one thread of this process, from :func:`run_local`      NumPy, CuPy
 "mpi"       one process, found through MPI                          NumPy
 "nccl"      one process with its own GPU, found through MPI         CuPy
+torch       one process of torch.distributed, :func:`from_torch`    gloo: NumPy, nccl: CuPy
 ==========  ======================================================  =========================
 
 A program looks the same on all of them::
@@ -16,18 +17,26 @@ A program looks the same on all of them::
     with thdattn.comm.init() as comm:
         ...
 
-and is started as ``mpiexec -n 4 python -m mpi4py program.py``. The ``-m mpi4py`` matters: without it an error on
-one rank before :func:`init` leaves the other ranks waiting for ever. From :func:`init` on, an exception that no one
-catches ends all ranks in either case; leave a rank by raising, not by ``sys.exit``.
+and is started as ``mpiexec -n 4 python -m mpi4py program.py``. What ends such a job when one rank fails:
 
-Importing this package needs neither MPI nor a GPU: mpi4py and CuPy are loaded when a backend is made.
+* Before every rank is in :func:`init`, nothing that can be relied on. MPICH's launcher does not notice that a rank
+  failed, with ``-m mpi4py`` or without, and the others wait for it. So call :func:`init` first, before anything that
+  can go wrong on one rank alone.
+* From then on an exception that nobody catches in the main thread ends all ranks, after its traceback. ``-m mpi4py``
+  adds sys.exit with an error to that. A rank that ends without an error while others wait for it, or whose thread
+  fails, ends nothing: leave a rank by raising, and in the main thread.
+* Ctrl-C, with MPICH: the launcher sends SIGINT to every rank, and Python raises KeyboardInterrupt on those that
+  compute; one that is inside a collective handles the signal when the collective returns, which is never if all
+  wait. A second Ctrl-C kills all ranks at once, whatever they do.
+* Ctrl-C, with Open MPI: the launcher sends SIGTERM, no SIGINT, and kills the ranks a quarter of a second (version 5)
+  or a second (version 4) later. There is no time for a checkpoint, and a second Ctrl-C is not needed.
+
+Importing this package needs neither MPI nor a GPU: mpi4py, CuPy and PyTorch are loaded when a backend is made.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -35,10 +44,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from thdattn.comm import launcher
+from thdattn.packing import as_int
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Comm", "SingleComm", "init", "run_local"]
+__all__ = ["Comm", "SingleComm", "from_torch", "init", "run_local"]
 
 Result = TypeVar("Result")
 
@@ -46,11 +58,6 @@ logger = logging.getLogger("thdattn")
 
 _INTEGERS = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64"})
 _ARRAY_KINDS = {"cpu": "NumPy", "cuda": "CuPy"}
-
-# What launchers tell the processes they start. Slurm's own variables are absent on purpose: a batch script that
-# never calls srun has them too.
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 
 
 class Comm(ABC):
@@ -72,6 +79,7 @@ class Comm(ABC):
     name: str
     devices: frozenset[str]
     sum_dtypes: frozenset[str] = _INTEGERS | {"float32", "float64"}
+    _gpu: int | None = None  # the number of the only GPU whose arrays this rank takes, where that matters
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -87,7 +95,7 @@ class Comm(ABC):
 
         Raises:
             TypeError: an array is of the wrong kind or not C-contiguous, or the dtypes differ.
-            ValueError: recv has the wrong shape, or shares memory with send.
+            ValueError: recv has the wrong shape, is read-only, or shares memory with send.
         """
         self._check_buffers(send, recv)
         self._check_shape(recv, (self.size * send.shape[0], *send.shape[1:]), "size * rows of send")
@@ -102,7 +110,8 @@ class Comm(ABC):
 
         Raises:
             TypeError: an array is of the wrong kind or not C-contiguous, the dtypes differ, or cannot be summed here.
-            ValueError: rows of send not divisible by size, recv has the wrong shape, or shares memory with send.
+            ValueError: rows of send not divisible by size, recv has the wrong shape, is read-only, or shares memory
+                with send.
         """
         self._check_buffers(send, recv)
         self._check_sum_dtype("send", send)
@@ -124,11 +133,12 @@ class Comm(ABC):
 
         Raises:
             TypeError: the array is of the wrong kind, not C-contiguous, or of a dtype that cannot be summed here.
-            ValueError: op is unknown.
+            ValueError: op is unknown, or the array is read-only.
         """
         self._check_array("array", array)
+        self._check_writable("array", array)
         self._check_sum_dtype("array", array)
-        if op not in ("sum", "max"):
+        if not isinstance(op, str) or op not in ("sum", "max"):
             raise ValueError(f'op is {op!r}; it must be "sum" or "max"')
         self._all_reduce(array, op)
 
@@ -147,10 +157,11 @@ class Comm(ABC):
             value: any int.
 
         Raises:
+            TypeError: value is not an integer.
             ValueError: on every rank, naming the ranks that differ from rank 0.
         """
         self._check_open()
-        values = self._gather_values(operator.index(value))
+        values = self._gather_values(as_int("value", value))
         differing = [rank for rank, other in enumerate(values) if other != values[0]]
         if differing:
             found = ", ".join(f"rank {rank} has {values[rank]}" for rank in differing)
@@ -216,10 +227,25 @@ class Comm(ABC):
             raise TypeError(
                 f"{name} is not C-contiguous (shape {array.shape}, strides {array.strides}); copy it first"
             )
+        if array.dtype.hasobject or not array.dtype.isnative:
+            raise TypeError(
+                f"{name} is of dtype {array.dtype.str}; wanted numbers in this machine's byte order, convert it first"
+            )
+        on_gpu = self._gpu is not None and array.size and not isinstance(array, np.ndarray)
+        if on_gpu and array.data.device_id != self._gpu:
+            raise ValueError(
+                f"{name} is on GPU {array.data.device_id}, but rank {self.rank} works on GPU {self._gpu}; make arrays "
+                f"under cupy.cuda.Device({self._gpu}), which was current when this comm was made"
+            )
+
+    def _check_writable(self, name: str, array: Any) -> None:
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise ValueError(f"{name} is read-only, but is to be overwritten; copy it first")
 
     def _check_buffers(self, send: Any, recv: Any) -> None:
         self._check_array("send", send)
         self._check_array("recv", recv)
+        self._check_writable("recv", recv)
         if send.ndim == 0:
             raise ValueError("send has no dimensions; its first dimension is the rows, reshape it to (1,)")
         if isinstance(send, np.ndarray) != isinstance(recv, np.ndarray):
@@ -288,17 +314,24 @@ def init(backend: str = "auto") -> Comm:
     Raises:
         ValueError: unknown backend.
         RuntimeError: MPI, CuPy, NCCL or a GPU is missing; two ranks share a GPU; or MPI sees another number of ranks
-            than the launcher started. Errors of GPUs and NCCL are raised on every rank.
+            than the launcher started, as below torchrun (see from_torch) and below srun without --mpi. Errors of GPUs
+            and NCCL are raised on every rank.
     """
-    if backend not in ("auto", "single", "mpi", "nccl"):
+    if not isinstance(backend, str) or backend not in ("auto", "single", "mpi", "nccl"):
         raise ValueError(f'backend is {backend!r}; it must be "auto", "single", "mpi" or "nccl"')
-    launched = _launched_size()
-    if backend == "single" or (backend == "auto" and launched in (None, 1)):
+    started_by = launcher.find()
+    if backend == "single" or (backend == "auto" and (started_by is None or started_by.size == 1)):
         return SingleComm()
+    if started_by and started_by.name == "torchrun" and started_by.size > 1:
+        raise RuntimeError(
+            f"torchrun (RANK and WORLD_SIZE are set) started {started_by.size} processes, which are no ranks of MPI: "
+            f"each would do all the work alone; use thdattn.comm.from_torch() after "
+            f"torch.distributed.init_process_group(), or start the program with mpiexec; or {launcher.ALONE}"
+        )
 
     from thdattn.comm import mpi
 
-    world = mpi.connect(launched)
+    world = mpi.connect(started_by)
     if backend == "mpi":
         return mpi.MpiComm(world)
 
@@ -317,6 +350,30 @@ def init(backend: str = "auto") -> Comm:
     return nccl.NcclComm(world, gpus)
 
 
+def from_torch(group: Any = None) -> Comm:
+    """The ranks of a torch.distributed process group, for programs that torchrun started.
+
+    Collectives are torch's, on the group's own communicator: they and the program's other collectives on this group
+    must come in the same order on every rank, and its timeouts hold. gloo moves NumPy arrays and nccl CuPy arrays; a
+    group of both ("cpu:gloo,cuda:nccl") moves both. With nccl, torch's current GPU becomes CuPy's, so call
+    torch.cuda.set_device before. A failing rank ends the others as torchrun does it; close() leaves the group alone.
+
+    Args:
+        group: a process group that this process is in; None for all processes.
+
+    Returns:
+        A comm whose rank and size are those of the group. It does not sum uint32 and uint64, which torch cannot.
+
+    Raises:
+        RuntimeError: PyTorch, or with nccl CuPy, is missing, or torch.distributed is not initialised.
+        TypeError: group is no process group.
+        ValueError: this process is not in the group, or its backend is neither gloo nor nccl.
+    """
+    from thdattn.comm import torch
+
+    return torch.TorchComm(group)
+
+
 def run_local(cp_size: int, fn: Callable[[Comm], Result], timeout: float = 60.0) -> list[Result]:
     """Run a program on simulated ranks: threads of this process, for tests and for learning.
 
@@ -326,13 +383,15 @@ def run_local(cp_size: int, fn: Callable[[Comm], Result], timeout: float = 60.0)
     Args:
         cp_size: number of ranks.
         fn: called as fn(comm) on every rank.
-        timeout: seconds that a rank waits in a collective for the others; computing takes as long as it takes.
+        timeout: seconds that a rank waits in a collective for the others, at most threading.TIMEOUT_MAX (centuries);
+            computing takes as long as it takes.
 
     Returns:
         What fn returned, in rank order.
 
     Raises:
-        ValueError: cp_size < 1 or timeout <= 0.
+        TypeError: cp_size is not an integer, timeout not a number, or fn not callable.
+        ValueError: cp_size < 1, or timeout is not positive and finite.
         TimeoutError: a rank did not come to a collective in time; names those that did.
         RuntimeError: a rank returned while others wait for it, or ranks are in different collectives.
         Exception: whatever the first rank to fail raised; from Python 3.11 a note says which rank it was.
@@ -346,18 +405,10 @@ def _device(array: Any) -> str | None:
     if isinstance(array, np.ndarray):
         return "cpu"
     # By name, so that NumPy-only installations need no CuPy to ask.
-    return "cuda" if type(array).__module__.startswith("cupy") else None
+    return "cuda" if type(array).__module__.split(".")[0] == "cupy" else None
 
 
 def _address(array: Any) -> int:
     if isinstance(array, np.ndarray):
         return int(array.__array_interface__["data"][0])
     return int(array.data.ptr)
-
-
-def _launched_size() -> int | None:
-    """Ranks that an MPI launcher started: None without a launcher, 0 if it does not say how many."""
-    for variable in _SIZE_VARIABLES:
-        if os.environ.get(variable, "").isdigit():
-            return int(os.environ[variable])
-    return 0 if any(variable in os.environ for variable in _RANK_VARIABLES) else None

@@ -6,6 +6,7 @@ returns early, calls another collective than the others or never comes is named,
 
 from __future__ import annotations
 
+import numbers
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from thdattn.comm import Comm
+from thdattn.packing import as_int
 
 Result = TypeVar("Result")
 
@@ -156,11 +158,16 @@ class LocalComm(Comm):
 
 def run(cp_size: int, fn: Callable[[Comm], Result], timeout: float) -> list[Result]:
     """Run fn on cp_size threads; see thdattn.comm.run_local."""
+    cp_size = as_int("cp_size", cp_size)
     if cp_size < 1:
         raise ValueError(f"cp_size is {cp_size}; it must be at least 1")
-    if not timeout > 0:
-        raise ValueError(f"timeout is {timeout}; it must be a positive number of seconds")
-    meeting = _Meeting(cp_size, timeout)
+    if not callable(fn):
+        raise TypeError(f"fn is {fn!r}, a {type(fn).__name__}; wanted a function of one comm")
+    if not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout is {timeout!r}, a {type(timeout).__name__}; wanted a number of seconds")
+    if not 0 < timeout <= threading.TIMEOUT_MAX:
+        raise ValueError(f"timeout is {timeout}; wanted seconds above 0 and at most {threading.TIMEOUT_MAX:g}")
+    meeting = _Meeting(cp_size, float(timeout))
     results: dict[int, Result] = {}
 
     def work(rank: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from thdattn.comm import Comm
+from thdattn.comm.launcher import ALONE, Launcher
 from thdattn.install import remedy
 
 SECONDS_TO_BE_HEARD = 0.5
@@ -56,13 +57,13 @@ class MpiComm(Comm):
         free(self._world)
 
 
-def connect(launched: int | None) -> Any:
+def connect(started_by: Launcher | None) -> Any:
     """MPI's COMM_WORLD, checked against what the launcher said.
 
-    From here on an exception that no one catches on one rank ends all ranks.
+    From here on an exception that no one catches in the main thread of one rank ends all ranks.
 
     Args:
-        launched: ranks that the launcher started; None without a launcher, 0 if it did not say how many.
+        started_by: what started this process; None without a launcher.
 
     Raises:
         RuntimeError: mpi4py or the MPI library is missing, or MPI sees another number of ranks than the launcher.
@@ -70,22 +71,38 @@ def connect(launched: int | None) -> Any:
     try:
         from mpi4py import MPI
     except Exception as error:  # mpi4py without an MPI library raises RuntimeError, not ImportError
+        needed_by = f" on a process that {started_by.name} started" if started_by else ""
         raise RuntimeError(
-            f"MPI cannot be loaded ({type(error).__name__}: {error}); install mpi4py and an MPI library: "
-            f"{remedy('mpich')} brings both, [mpi] in place of [mpich] uses the one on this machine"
+            f"MPI cannot be loaded{needed_by} ({type(error).__name__}: {error}); install mpi4py and an MPI library: "
+            f"{remedy('mpich')} brings both, [mpi] in place of [mpich] uses the one on this machine; or {ALONE}"
         ) from error
     world = MPI.COMM_WORLD
-    alone = launched == 0 and world.size == 1 and os.environ.get("PMIX_RANK", "0") != "0"
-    if alone or (launched and launched != world.size):
-        library = MPI.Get_library_version().split("\n")[0].strip()
-        raise RuntimeError(
-            f"the launcher started {launched or 'several'} ranks but MPI sees {world.size}: launcher and MPI library "
-            f"({library}) are of different makes; use the launcher that came with the library, for an MPI "
-            f"installed by pip that is {Path(sys.executable).parent / 'mpiexec'}"
-        )
+    if started_by and not _is_whole(started_by, world.size):
+        library = MPI.Get_library_version().split("\n")[0].strip("\0 ")
+        raise RuntimeError(_mismatch(started_by, world.size, library))
     if world.size > 1:
         _end_all_ranks_on_error(world)
     return world
+
+
+def _is_whole(started_by: Launcher, size: int) -> bool:
+    if started_by.size:
+        return started_by.size == size
+    return size > 1 or os.environ.get("PMIX_RANK", "0") == "0"
+
+
+def _mismatch(started_by: Launcher, size: int, library: str) -> str:
+    if started_by.name == "srun":
+        return (
+            f"srun started {started_by.size} processes but MPI sees {size}: srun and the MPI library ({library}) did "
+            f"not find each other; start the program with mpiexec inside the job, or with srun --mpi=pmix or "
+            f"srun --mpi=pmi2, whichever the library speaks (srun --mpi=list says what there is); or {ALONE}"
+        )
+    return (
+        f"the launcher started {started_by.size or 'several'} ranks but MPI sees {size}: launcher and MPI library "
+        f"({library}) are of different makes; use the launcher that came with the library, for an MPI "
+        f"installed by pip that is {Path(sys.executable).parent / 'mpiexec'}"
+    )
 
 
 def local_rank(world: Any) -> int:

@@ -60,11 +60,11 @@ class NcclComm(Comm):
         super().__init__(world.rank, world.size)
         cupy, nccl = load()
         self._cupy = cupy
-        self._device = gpus[world.rank].device
+        self._gpu = gpus[world.rank].device
         self._bytes = nccl.NCCL_UINT8
         self._dtypes = {dtype: getattr(nccl, f"NCCL_{dtype.upper()}") for dtype in self.sum_dtypes}
         self._ops = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX}
-        cupy.cuda.Device(self._device).use()
+        cupy.cuda.Device(self._gpu).use()
         self._nccl = _start(world, nccl)
         self._world = world.Dup()
         atexit.register(self.close)  # runs before mpi4py's MPI_Finalize
@@ -102,14 +102,6 @@ class NcclComm(Comm):
         stream: int = self._cupy.cuda.get_current_stream().ptr
         return stream
 
-    def _check_array(self, name: str, array: Any) -> None:
-        super()._check_array(name, array)
-        if array.size and array.data.device_id != self._device:
-            raise ValueError(
-                f"{name} is on GPU {array.data.device_id}, but rank {self.rank} works on GPU {self._device}; "
-                f"make arrays under cupy.cuda.Device({self._device}), which init made current"
-            )
-
 
 def survey(world: Any) -> list[Outcome]:
     """Every rank's GPU, or why it has none, in rank order; the same list on every rank."""
@@ -128,11 +120,10 @@ def choose(answers: Sequence[Outcome]) -> list[Gpu]:
         RuntimeError: a rank has no usable GPU, or two ranks have the same one.
     """
     gpus: list[Gpu] = _results("no usable GPU", answers)
-    owner: dict[
-        tuple[str, str], int
-    ] = {}  # slices of one GPU differ in uuid, and CuPy may cut a uuid at a 0 byte
+    owner: dict[tuple[str, str, str], int] = {}
     for rank, gpu in enumerate(gpus):
-        first = owner.setdefault((gpu.pci_bus_id, gpu.uuid), rank)
+        # Slices of one GPU differ in uuid only; but CuPy may cut a uuid at a 0 byte, so that two nodes show the same.
+        first = owner.setdefault((gpu.hostname, gpu.pci_bus_id, gpu.uuid), rank)
         if first != rank:
             raise RuntimeError(
                 f"ranks {first} and {rank} have the same GPU, PCI bus id {gpu.pci_bus_id} on {gpu.hostname}, which "
@@ -148,14 +139,25 @@ def load() -> tuple[Any, Any]:
     Raises:
         RuntimeError: one of them is missing; says what to install.
     """
-    try:
-        import cupy
-        from cupy.cuda import nccl
-    except Exception as error:
-        raise RuntimeError(f"CuPy cannot be loaded ({type(error).__name__}: {error}); {_INSTALL}") from error
+    cupy = load_cupy()
+    from cupy.cuda import nccl
+
     if not nccl.available:
         raise RuntimeError(f"CuPy finds no NCCL library; {_INSTALL}")
     return cupy, nccl
+
+
+def load_cupy() -> Any:
+    """CuPy.
+
+    Raises:
+        RuntimeError: it is missing; says what to install.
+    """
+    try:
+        import cupy
+    except Exception as error:
+        raise RuntimeError(f"CuPy cannot be loaded ({type(error).__name__}: {error}); {_INSTALL}") from error
+    return cupy
 
 
 def _find_gpu(local_rank: int) -> Gpu:

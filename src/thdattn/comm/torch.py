@@ -1,0 +1,139 @@
+"""torch.distributed ranks: host arrays through gloo, GPU arrays through torch's NCCL. Loads PyTorch when made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from thdattn.comm import Comm, nccl
+
+
+class TorchComm(Comm):
+    """One process of a torch.distributed process group; see thdattn.comm.from_torch.
+
+    Arrays become tensors without a copy, except that gloo's reduce_scatter is an all_reduce of a copy, of which each
+    rank keeps its rows: torch does the same, and refuses some versions and dtypes besides. So it moves twice the bytes
+    that a reduce_scatter would.
+
+    On a GPU, collectives are ordered in CuPy's current stream and return at once.
+
+    Args:
+        group: the process group; None for all processes.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: as thdattn.comm.from_torch says.
+    """
+
+    name = "torch"
+    sum_dtypes = Comm.sum_dtypes - {"uint32", "uint64"}
+
+    def __init__(self, group: Any = None) -> None:
+        self._torch, distributed = _load()
+        if not distributed.is_available() or not distributed.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group(), in a program that "
+                "torchrun started, before thdattn.comm.from_torch()"
+            )
+        group = distributed.group.WORLD if group is None else group
+        if group == distributed.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                "this process is not in group; call thdattn.comm.from_torch only on the ranks that new_group names"
+            )
+        if not isinstance(group, distributed.ProcessGroup):
+            raise TypeError(
+                f"group is {group!r}, a {type(group).__name__}; wanted a process group of torch.distributed, or None"
+            )
+        super().__init__(distributed.get_rank(group), distributed.get_world_size(group))
+        self.devices = _devices(distributed.get_backend_config(group))
+        self._distributed, self._group = distributed, group
+        self._ops = {"sum": distributed.ReduceOp.SUM, "max": distributed.ReduceOp.MAX}
+        # torch 2.13 renamed these and warns of the old names.
+        self._gather = _either(distributed, "all_gather_single", "all_gather_into_tensor")
+        self._scatter = _either(distributed, "reduce_scatter_single", "reduce_scatter_tensor")
+        if "cuda" in self.devices:
+            self._cupy = nccl.load_cupy()
+            self._gpu = int(self._torch.cuda.current_device())
+            self._cupy.cuda.Device(self._gpu).use()
+
+    def _all_gather(self, send: Any, recv: Any) -> None:
+        if send.size:
+            with self._stream_of(send):
+                self._gather(self._tensor(_as_bytes(recv)), self._tensor(_as_bytes(send)), group=self._group)
+
+    def _reduce_scatter(self, send: Any, recv: Any) -> None:
+        if isinstance(send, np.ndarray):
+            total, rows = send.copy(), recv.shape[0]
+            self._all_reduce(total, "sum")
+            recv[...] = total[self.rank * rows : (self.rank + 1) * rows]
+        elif send.size:
+            with self._stream_of(send):
+                self._scatter(self._tensor(recv), self._tensor(send), op=self._ops["sum"], group=self._group)
+
+    def _all_reduce(self, array: Any, op: str) -> None:
+        if array.size:
+            with self._stream_of(array):
+                self._distributed.all_reduce(self._tensor(array), op=self._ops[op], group=self._group)
+
+    def _barrier(self) -> None:
+        if self._gpu is not None:
+            self._cupy.cuda.get_current_stream().synchronize()
+        self._gather_values(0)  # not torch's barrier, which must guess a GPU where a group has two backends
+
+    def _gather_values(self, value: int) -> Sequence[int]:
+        values = [0] * self.size
+        self._distributed.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _tensor(self, array: Any) -> Any:
+        """The array as a tensor over the same memory."""
+        return self._torch.from_numpy(array) if isinstance(array, np.ndarray) else self._torch.from_dlpack(array)
+
+    def _stream_of(self, array: Any) -> AbstractContextManager[Any]:
+        """Make CuPy's current stream torch's, so that torch's work comes after and before the engine's."""
+        if isinstance(array, np.ndarray):
+            return nullcontext()
+        cuda, pointer = self._torch.cuda, self._cupy.cuda.get_current_stream().ptr
+        # NOTE: ExternalStream of the default stream, whose pointer is 0, would be a new stream from torch's pool.
+        stream = cuda.ExternalStream(pointer, device=self._gpu) if pointer else cuda.default_stream(self._gpu)
+        context: AbstractContextManager[Any] = cuda.stream(stream)
+        return context
+
+
+def _load() -> tuple[Any, Any]:
+    try:
+        import torch
+        import torch.distributed
+    except Exception as error:  # a PyTorch whose libraries do not load raises more than ImportError
+        raise RuntimeError(
+            f"PyTorch cannot be loaded ({type(error).__name__}: {error}); install it, or start the program with mpiexec "
+            f"and use thdattn.comm.init()"
+        ) from error
+    return torch, torch.distributed
+
+
+def _either(module: Any, name: str, older: str) -> Any:
+    return getattr(module, name) if hasattr(module, name) else getattr(module, older)
+
+
+def _devices(config: str) -> frozenset[str]:
+    """The arrays that a group moves, from its table of backends, such as "cpu:gloo,cuda:nccl"."""
+    backends = dict(pair.split(":") for pair in config.split(","))
+    devices = frozenset(
+        device for device, backend in (("cpu", "gloo"), ("cuda", "nccl")) if backends.get(device) == backend
+    )
+    if not devices:
+        raise ValueError(
+            f"group has the backends {config}; wanted gloo for host arrays or nccl for GPU arrays, "
+            f"as in torch.distributed.init_process_group('nccl')"
+        )
+    return devices
+
+
+def _as_bytes(array: Any) -> Any:
+    """The array's bytes, since torch knows fewer dtypes; a copy where NumPy may not write, as torch then warns."""
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        array = array.copy()
+    return array.reshape(-1).view("u1")
