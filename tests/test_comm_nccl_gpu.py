@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import run_ranks
+from launch import run_ranks, run_torchrun
 from ranks.comm_contract import check_contract
 
 import thdattn.comm
@@ -50,3 +50,27 @@ def test_failing_rank_ends_the_job(cupy, scenario):
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs 2 GPUs")
     assert run_ranks(2, PROGRAM, scenario, "nccl", "2", timeout=120).returncode != 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_torch_nccl_ranks_keep_the_contract(cupy, n):
+    if n > cupy.cuda.runtime.getDeviceCount():
+        pytest.skip(f"needs {n} GPUs")
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs PyTorch with CUDA")
+    run = run_torchrun(n, PROGRAM, "contract", "torch-nccl", str(n), timeout=180)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("contract on torch done") == n
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_attention_on_torch_nccl_ranks_is_the_oracle(cupy, n):
+    if n > cupy.cuda.runtime.getDeviceCount():
+        pytest.skip(f"needs {n} GPUs")
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs PyTorch with CUDA")
+    run = run_torchrun(n, PROGRAM.with_name("attention_ranks.py"), "cases", "torch-nccl", str(n), timeout=240)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("cases on torch-nccl done") == n

@@ -1,4 +1,4 @@
-"""Attention on real ranks, as a program under mpiexec.
+"""Attention on real ranks, as a program under mpiexec or torchrun.
 
 mpiexec -n 4 python -m mpi4py attention_ranks.py cases mpi 4
 """
@@ -15,29 +15,42 @@ import thdattn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cases import BFLOAT16, CASES, FIELDS, assemble, check, local_rows, random_inputs, to_host
+from ranks.comm_contract import join
 
 NAMES = ("worked-example", "edge-lengths", "all-empty", "no-sequences-slack", "gqa-12-2", "causal", "window-two-sided",
          "window-causal-contiguous", "capacity-contiguous", "fewer-tokens-than-ranks", "ranks-of-padding")
-ENGINES = {"mpi": "reference", "nccl": "cuda"}
 
 
-def run_cases(comm: thdattn.comm.Comm, xp: Any, world: Any) -> None:
+def run_cases(comm: thdattn.comm.Comm, xp: Any) -> None:
     """Every rank computes its rows; rank 0 compares what they make together with the oracle."""
+    on_gpu = "cuda" in comm.devices
     for case in map(CASES.get, NAMES):
-        case = case if comm.name == "nccl" else case.slim()
-        for dtype in (BFLOAT16,) if comm.name == "nccl" else (BFLOAT16, np.dtype("float64")):
-            result = attend(comm, xp, case, dtype)
-            ranks = world.gather(result)
+        case = case if on_gpu else case.slim()
+        for dtype in (BFLOAT16,) if on_gpu else (BFLOAT16, np.dtype("float64")):
+            ranks = gather(comm, attend(comm, xp, case, dtype))
             if comm.rank == 0:
                 sharding = thdattn.Sharding(case.batch(comm.size), comm.size, case.sharding)
                 check(case, dtype, assemble(sharding, ranks))
+
+
+def gather(comm: thdattn.comm.Comm, result: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """Every rank's result, by other means than the comm itself."""
+    if comm.name == "torch":
+        import torch
+
+        ranks: list[Any] = [None] * comm.size
+        torch.distributed.all_gather_object(ranks, result)
+        return ranks
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.allgather(result)
 
 
 def attend(comm: thdattn.comm.Comm, xp: Any, case: Any, dtype: Any) -> dict[str, np.ndarray]:
     """Forward and backward of this rank's rows; rows without a token are NaN."""
     batch = case.batch(comm.size)
     attention = case.attention(comm, dtype)
-    assert attention.engine == ENGINES[comm.name]
+    assert attention.engine == ("cuda" if "cuda" in comm.devices else "reference")
     plan = attention.plan(batch, case.sharding)
     q, k, v, dout = (
         xp.asarray(local_rows(batch, to_host(plan.rows), x, np.nan)) for x in random_inputs(case, dtype)
@@ -68,16 +81,13 @@ def disagree(comm: thdattn.comm.Comm) -> None:
 
 
 def main(scenario: str, backend: str, size: str) -> None:
-    comm = thdattn.comm.init(backend)
-    assert comm.size == int(size), f"MPI sees {comm.size} ranks, the launcher started {size}"
-    if backend == "nccl":
+    comm = join(backend, int(size))
+    if "cuda" in comm.devices:
         import cupy as xp
     else:
         xp = np
     if scenario == "cases":
-        from mpi4py import MPI
-
-        run_cases(comm, xp, MPI.COMM_WORLD)
+        run_cases(comm, xp)
     elif scenario == "bad-input":
         fail_on_one_rank(comm, xp)
     elif scenario == "disagree":

@@ -176,6 +176,19 @@ def join(backend: str, size: int) -> thdattn.comm.Comm:
     return comm
 
 
+def say_who_is_in_a_group_of_the_last_two(process: int) -> None:
+    from torch import distributed
+
+    group = distributed.new_group([1, 2])
+    if process == 0:
+        print(f"process 0: {raises(ValueError, thdattn.comm.from_torch, group)}", flush=True)
+        return
+    comm = thdattn.comm.from_torch(group)
+    gathered = np.full(2, np.nan)
+    comm.all_gather(np.array([10.0 + comm.rank]), gathered)
+    print(f"process {process}: rank {comm.rank} of {comm.size} has {gathered.tolist()}", flush=True)
+
+
 def main(scenario: str, backend: str, size: str) -> None:
     comm = join(backend, int(size))
     if scenario == "contract":
@@ -195,6 +208,8 @@ def main(scenario: str, backend: str, size: str) -> None:
         comm.barrier()
     elif scenario == "agree":
         print(f"rank {comm.rank}: {raises(ValueError, comm.agree, 'plan hash', comm.rank // 2)}")
+    elif scenario == "torch-subgroup":
+        say_who_is_in_a_group_of_the_last_two(comm.rank)
     print(f"rank {comm.rank} of {comm.size}: {scenario} on {comm.name} done", flush=True)
 
 

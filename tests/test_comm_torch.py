@@ -1,0 +1,136 @@
+"""thdattn.comm.from_torch: the ranks of a torch.distributed group, alone in this process and under torchrun."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from launch import run_torchrun
+from ranks.comm_contract import check_contract
+
+import thdattn.comm
+from thdattn.comm import nccl
+
+torch = pytest.importorskip("torch")
+distributed = pytest.importorskip("torch.distributed")
+
+RANKS = Path(__file__).parent / "ranks"
+
+
+@pytest.fixture
+def group():
+    """A gloo group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
+
+
+def test_one_rank_keeps_the_contract_without_a_warning(group):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_contract(thdattn.comm.from_torch(), np)
+
+
+def test_two_ranks_of_torchrun_keep_the_contract():
+    run = run_torchrun(2, RANKS / "comm_contract.py", "contract", "torch-gloo", "2", timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("contract on torch done") == 2
+    assert "Warning" not in run.stderr
+
+
+def test_ranks_of_torchrun_together_are_the_oracle():
+    run = run_torchrun(2, RANKS / "attention_ranks.py", "cases", "torch-gloo", "2", timeout=180)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("cases on torch-gloo done") == 2
+
+
+def test_ranks_of_a_group_are_numbered_within_it_and_others_are_refused():
+    run = run_torchrun(3, RANKS / "comm_contract.py", "torch-subgroup", "torch-gloo", "3", timeout=120)
+    assert run.returncode == 0, run.stderr
+    said = sorted(line for line in run.stdout.splitlines() if line.startswith("process"))
+    assert said[0].startswith("process 0: this process is not in group; call thdattn.comm.from_torch only on the ranks")
+    assert said[1:] == ["process 1: rank 0 of 2 has [10.0, 11.0]", "process 2: rank 1 of 2 has [10.0, 11.0]"]
+
+
+def test_failing_rank_ends_the_others():
+    run = run_torchrun(2, RANKS / "comm_contract.py", "failing-rank", "torch-gloo", "2", timeout=120)
+    assert run.returncode != 0
+    assert "ValueError: rank 1 had bad luck" in run.stderr and "done" not in run.stdout
+
+
+def test_torchrun_without_from_torch_is_refused():
+    run = run_torchrun(2, RANKS / "comm_contract.py", "contract", "auto", "2", timeout=120)
+    assert run.returncode != 0
+    assert "torchrun (RANK and WORLD_SIZE are set) started 2 processes" in run.stderr and "done" not in run.stdout
+
+
+def test_closing_leaves_the_group_to_the_program(group):
+    with thdattn.comm.from_torch(group) as comm:
+        comm.barrier()
+    assert distributed.is_initialized()
+    thdattn.comm.from_torch(group).barrier()
+
+
+# --- errors ----------------------------------------------------------------------------------------------------
+
+
+def test_missing_group_is_named_with_the_remedy():
+    with pytest.raises(RuntimeError, match=r"not initialised; call torch.distributed.init_process_group\(\)"):
+        thdattn.comm.from_torch()
+
+
+def test_missing_torch_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(RuntimeError, match=r"PyTorch cannot be loaded \(ModuleNotFoundError.*; install it, or"):
+        thdattn.comm.from_torch()
+
+
+def test_group_of_another_type_is_named(group):
+    with pytest.raises(TypeError, match="group is 'gloo', a str; wanted a process group of torch.distributed, or None"):
+        thdattn.comm.from_torch("gloo")
+
+
+@pytest.mark.parametrize("config", ["cpu:mpi,cuda:mpi", "cuda:gloo"])
+def test_other_backends_are_named(group, monkeypatch, config):
+    monkeypatch.setattr(distributed, "get_backend_config", lambda group: config)
+    with pytest.raises(ValueError, match=f"group has the backends {config}; wanted gloo for host arrays or nccl"):
+        thdattn.comm.from_torch()
+
+
+# --- GPUs, with stand-ins for CuPy and torch.cuda --------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu_3(group, monkeypatch):
+    """A comm of both backends, torch's current GPU being 3; `current` is the pointer of CuPy's current stream."""
+    state = SimpleNamespace(current=0, used=None)
+    monkeypatch.setattr(distributed, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    for name, stand_in in {
+        "current_device": lambda: 3,
+        "default_stream": lambda device: ("default", device),
+        "ExternalStream": lambda pointer, device: (pointer, device),
+        "stream": lambda stream: stream,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    device = lambda number: SimpleNamespace(use=lambda: setattr(state, "used", number))  # noqa: E731
+    stream = lambda: SimpleNamespace(ptr=state.current)  # noqa: E731
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=device, get_current_stream=stream))
+    monkeypatch.setattr(nccl, "load_cupy", lambda: cupy)
+    state.comm = thdattn.comm.from_torch()
+    return state
+
+
+def test_group_of_both_backends_takes_both_kinds_of_arrays(on_gpu_3):
+    assert on_gpu_3.comm.devices == {"cpu", "cuda"}
+    assert on_gpu_3.used == 3, "torch's current GPU becomes CuPy's"
+
+
+def test_torch_works_in_the_current_stream_of_cupy(on_gpu_3):
+    array = object()
+    assert on_gpu_3.comm._stream_of(array) == ("default", 3)
+    on_gpu_3.current = 77
+    assert on_gpu_3.comm._stream_of(array) == (77, 3)
