@@ -132,7 +132,7 @@ def test_launcher_that_mpi_does_not_know_is_refused(launched, environment, messa
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """machine(beside=..., on_path=...): what the launcher beside this Python, and the one on PATH, say of themselves."""
+    """machine(beside, on_path): what the launchers beside this Python and on PATH say of their version."""
     (tmp_path / "venv").mkdir()
     (tmp_path / "path").mkdir()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))

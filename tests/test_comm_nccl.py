@@ -148,7 +148,7 @@ def test_equal_gpus_of_two_nodes_are_two():
     # Both uuids were cut at a 0 byte; the nodes are built alike.
     gpus = [nccl.Gpu(0, host, "0000:0b:00.0", "") for host in ("node7", "node8")]
     assert nccl.choose([(True, gpu) for gpu in gpus]) == gpus
-    with pytest.raises(RuntimeError, match="ranks 0 and 2 have the same GPU, PCI bus id 0000:0b:00.0 on node7"):
+    with pytest.raises(RuntimeError, match=r"ranks 0 and 2 have the same GPU, PCI bus id 0000:0b:00.0 on node7"):
         nccl.choose([(True, gpu) for gpu in (*gpus, gpus[0])])
 
 

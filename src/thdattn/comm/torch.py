@@ -108,8 +108,8 @@ def _load() -> tuple[Any, Any]:
         import torch.distributed
     except Exception as error:  # a PyTorch whose libraries do not load raises more than ImportError
         raise RuntimeError(
-            f"PyTorch cannot be loaded ({type(error).__name__}: {error}); install it, or start the program with mpiexec "
-            f"and use thdattn.comm.init()"
+            f"PyTorch cannot be loaded ({type(error).__name__}: {error}); install it, or start the program with "
+            f"mpiexec and use thdattn.comm.init()"
         ) from error
     return torch, torch.distributed
 
