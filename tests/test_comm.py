@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import subprocess
 import sys
 import threading
@@ -180,13 +179,13 @@ def test_agree_raises_on_every_rank_and_names_those_that_differ():
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"cp_size": 0}, ValueError, "cp_size is 0; it must be at least 1"),
+        ({"cp_size": 0}, ValueError, "cp_size is 0, wanted >= 1"),
         ({"cp_size": "2"}, TypeError, "cp_size is '2', a str; wanted an int"),
         ({"cp_size": 2.0}, TypeError, "cp_size is 2.0, a float; wanted an int"),
         ({"fn": None}, TypeError, "fn is None, a NoneType; wanted a function of one comm"),
-        ({"timeout": 0.0}, ValueError, "timeout is 0.0; wanted seconds above 0"),
-        ({"timeout": math.nan}, ValueError, "timeout is nan; wanted seconds above 0"),
-        ({"timeout": math.inf}, ValueError, r"timeout is inf; .* at most 9.2"),
+        ({"timeout": 0.0}, ValueError, "timeout is 0.0, wanted seconds > 0"),
+        ({"timeout": math.nan}, ValueError, "timeout is nan, wanted seconds > 0"),
+        ({"timeout": math.inf}, ValueError, r"timeout is inf, wanted seconds > 0 and <= 9\.2"),
         ({"timeout": "60"}, TypeError, "timeout is '60', a str; wanted a number of seconds"),
         ({"timeout": None}, TypeError, "timeout is None, a NoneType; wanted a number of seconds"),
     ],
@@ -230,10 +229,11 @@ def test_import_needs_neither_mpi_nor_cupy_nor_torch():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={"PYTHONPATH": str(SOURCE)})
 
 
-@pytest.mark.parametrize("backend", ["gloo", None, np.array(["auto", "mpi"])])
-def test_unknown_backend_is_refused(backend):
-    with pytest.raises(ValueError, match=f'backend is {re.escape(repr(backend))}; it must be "auto"'):
-        thdattn.comm.init(backend)
+def test_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match=r"backend is 'gloo', wanted 'auto', 'single', 'mpi' or 'nccl'"):
+        thdattn.comm.init("gloo")
+    with pytest.raises(TypeError, match="backend is None, a NoneType; wanted 'auto'"):
+        thdattn.comm.init(None)
 
 
 class World:

@@ -44,8 +44,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from thdattn.arguments import as_choice, as_int
 from thdattn.comm import launcher
-from thdattn.packing import as_int
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -132,15 +132,14 @@ class Comm(ABC):
             op: "sum" or "max". The maximum of numbers and NaN is unspecified.
 
         Raises:
-            TypeError: the array is of the wrong kind, not C-contiguous, or of a dtype that cannot be summed here.
+            TypeError: the array is of the wrong kind, not C-contiguous, or of a dtype that cannot be summed here; or op
+                is no str.
             ValueError: op is unknown, or the array is read-only.
         """
         self._check_array("array", array)
         self._check_writable("array", array)
         self._check_sum_dtype("array", array)
-        if not isinstance(op, str) or op not in ("sum", "max"):
-            raise ValueError(f'op is {op!r}; it must be "sum" or "max"')
-        self._all_reduce(array, op)
+        self._all_reduce(array, as_choice("op", op, ("sum", "max")))
 
     def barrier(self) -> None:
         """Return when every rank has come here; on GPU ranks also wait for the current stream."""
@@ -312,13 +311,13 @@ def init(backend: str = "auto") -> Comm:
         A comm whose rank and size are those of MPI's COMM_WORLD ("single": 0 and 1).
 
     Raises:
+        TypeError: backend is no str.
         ValueError: unknown backend.
         RuntimeError: MPI, CuPy, NCCL or a GPU is missing; two ranks share a GPU; or MPI sees another number of ranks
             than the launcher started, as below torchrun (see from_torch) and below srun without --mpi. Errors of GPUs
             and NCCL are raised on every rank.
     """
-    if not isinstance(backend, str) or backend not in ("auto", "single", "mpi", "nccl"):
-        raise ValueError(f'backend is {backend!r}; it must be "auto", "single", "mpi" or "nccl"')
+    as_choice("backend", backend, ("auto", "single", "mpi", "nccl"))
     started_by = launcher.find()
     if backend == "single" or (backend == "auto" and (started_by is None or started_by.size == 1)):
         return SingleComm()

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from thdattn.arguments import as_count, found
 from thdattn.comm import Comm
-from thdattn.packing import as_int
 
 Result = TypeVar("Result")
 
@@ -158,15 +158,14 @@ class LocalComm(Comm):
 
 def run(cp_size: int, fn: Callable[[Comm], Result], timeout: float) -> list[Result]:
     """Run fn on cp_size threads; see thdattn.comm.run_local."""
-    cp_size = as_int("cp_size", cp_size)
-    if cp_size < 1:
-        raise ValueError(f"cp_size is {cp_size}; it must be at least 1")
+    cp_size = as_count("cp_size", cp_size)
     if not callable(fn):
-        raise TypeError(f"fn is {fn!r}, a {type(fn).__name__}; wanted a function of one comm")
-    if not isinstance(timeout, numbers.Real):
-        raise TypeError(f"timeout is {timeout!r}, a {type(timeout).__name__}; wanted a number of seconds")
+        raise TypeError(f"fn is {found(fn)}; wanted a function of one comm; pass one as in run_local(2, fn)")
+    if not isinstance(timeout, numbers.Real) or isinstance(timeout, bool):
+        raise TypeError(f"timeout is {found(timeout)}; wanted a number of seconds; convert it with float()")
     if not 0 < timeout <= threading.TIMEOUT_MAX:
-        raise ValueError(f"timeout is {timeout}; wanted seconds above 0 and at most {threading.TIMEOUT_MAX:g}")
+        most = f"{threading.TIMEOUT_MAX:g}"
+        raise ValueError(f"timeout is {timeout}, wanted seconds > 0 and <= {most}; pass {most} to wait for ever")
     meeting = _Meeting(cp_size, float(timeout))
     results: dict[int, Result] = {}
 

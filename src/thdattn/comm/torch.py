@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from thdattn.arguments import found
 from thdattn.comm import Comm, nccl
 
 
@@ -44,7 +45,7 @@ class TorchComm(Comm):
             )
         if not isinstance(group, distributed.ProcessGroup):
             raise TypeError(
-                f"group is {group!r}, a {type(group).__name__}; wanted a process group of torch.distributed, or None"
+                f"group is {found(group)}; wanted a process group of torch.distributed; pass None for all processes"
             )
         super().__init__(distributed.get_rank(group), distributed.get_world_size(group))
         self.devices = _devices(distributed.get_backend_config(group))
