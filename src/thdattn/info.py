@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import shutil
 import subprocess
 import sys
 import warnings
@@ -19,6 +18,7 @@ import numpy as np
 import thdattn
 from thdattn import kernel_cache
 from thdattn.attention import choose_engine
+from thdattn.comm import launcher
 from thdattn.install import remedy
 
 
@@ -173,9 +173,8 @@ def _mpi_libraries() -> list[Library]:
     found = [Library(*json.loads(line)) for line in output.splitlines() if line.startswith("[")]
     for name in ("mpi4py", "MPI")[len(found) :]:
         found.append(Library(name, None, _one_line(errors.splitlines()[-1])))
-    beside = Path(sys.executable).with_name("mpiexec")
-    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
-    found.append(Library("mpiexec", "found" if launcher else None, launcher or "not on PATH"))
+    mpiexec = launcher.mpiexec()
+    found.append(Library("mpiexec", "found" if mpiexec else None, mpiexec[0] if mpiexec else "not on PATH"))
     return found
 
 
