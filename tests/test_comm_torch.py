@@ -18,6 +18,7 @@ from thdattn.comm import nccl
 torch = pytest.importorskip("torch")
 distributed = pytest.importorskip("torch.distributed")
 
+BOTH = "cpu:gloo,cuda:nccl"
 RANKS = Path(__file__).parent / "ranks"
 
 
@@ -101,6 +102,12 @@ def test_other_backends_are_named(group, monkeypatch, config):
         thdattn.comm.from_torch()
 
 
+def test_group_of_both_backends_takes_host_arrays_where_there_is_no_gpu(group, monkeypatch):
+    monkeypatch.setattr(distributed, "get_backend_config", lambda group: BOTH)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert thdattn.comm.from_torch().devices == {"cpu"}
+
+
 # --- GPUs, with stand-ins for CuPy and torch.cuda --------------------------------------------------------------
 
 
@@ -108,8 +115,9 @@ def test_other_backends_are_named(group, monkeypatch, config):
 def on_gpu_3(group, monkeypatch):
     """A comm of both backends, torch's current GPU being 3; `current` is the pointer of CuPy's current stream."""
     state = SimpleNamespace(current=0, used=None)
-    monkeypatch.setattr(distributed, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(distributed, "get_backend_config", lambda group: BOTH)
     for name, stand_in in {
+        "is_available": lambda: True,
         "current_device": lambda: 3,
         "default_stream": lambda device: ("default", device),
         "ExternalStream": lambda pointer, device: (pointer, device),

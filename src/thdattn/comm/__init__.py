@@ -26,8 +26,8 @@ and is started as ``mpiexec -n 4 python -m mpi4py program.py``. What ends such a
   adds sys.exit with an error to that. A rank that ends without an error while others wait for it, or whose thread
   fails, ends nothing: leave a rank by raising, and in the main thread.
 * Ctrl-C, with MPICH: the launcher sends SIGINT to every rank, and Python raises KeyboardInterrupt on those that
-  compute; one that is inside a collective handles the signal when the collective returns, which is never if all
-  wait. A second Ctrl-C kills all ranks at once, whatever they do.
+  compute; one that waits in a collective or for its GPU handles the signal when that ends, which is never if all
+  wait in vain. A second Ctrl-C kills all ranks at once, whatever they do.
 * Ctrl-C, with Open MPI: the launcher sends SIGTERM, no SIGINT, and kills the ranks a quarter of a second (version 5)
   or a second (version 4) later. There is no time for a checkpoint, and a second Ctrl-C is not needed.
 

@@ -48,7 +48,7 @@ class TorchComm(Comm):
                 f"group is {found(group)}; wanted a process group of torch.distributed; pass None for all processes"
             )
         super().__init__(distributed.get_rank(group), distributed.get_world_size(group))
-        self.devices = _devices(distributed.get_backend_config(group))
+        self.devices = _devices(distributed.get_backend_config(group), self._torch.cuda.is_available())
         self._distributed, self._group = distributed, group
         self._ops = {"sum": distributed.ReduceOp.SUM, "max": distributed.ReduceOp.MAX}
         # torch 2.13 renamed these and warns of the old names.
@@ -119,12 +119,11 @@ def _either(module: Any, name: str, older: str) -> Any:
     return getattr(module, name) if hasattr(module, name) else getattr(module, older)
 
 
-def _devices(config: str) -> frozenset[str]:
+def _devices(config: str, has_gpu: bool) -> frozenset[str]:
     """The arrays that a group moves, from its table of backends, such as "cpu:gloo,cuda:nccl"."""
-    backends = dict(pair.split(":") for pair in config.split(","))
-    devices = frozenset(
-        device for device, backend in (("cpu", "gloo"), ("cuda", "nccl")) if backends.get(device) == backend
-    )
+    backends = config.split(",")
+    cpu, cuda = "cpu:gloo" in backends, "cuda:nccl" in backends and has_gpu
+    devices = frozenset(["cpu"] * cpu + ["cuda"] * cuda)
     if not devices:
         raise ValueError(
             f"group has the backends {config}; wanted gloo for host arrays or nccl for GPU arrays, "
