@@ -31,10 +31,10 @@ def command(program: str, *options: str) -> list[str]:
     gpus = count_gpus()
     wanted = int(os.environ.get("RANKS") or min(4, max(2, gpus or os.cpu_count() or 1)))
     processes = min(wanted, gpus) if gpus else wanted
-    launcher = mpi_launcher() if processes > 1 else None
-    if launcher is None:
+    mpiexec = mpi_launcher() if processes > 1 else None
+    if mpiexec is None:
         return [sys.executable, program, *options]
-    return [*launcher, "-n", str(processes), sys.executable, "-m", "mpi4py", program, *options]
+    return [*mpiexec, "-n", str(processes), sys.executable, "-m", "mpi4py", program, *options]
 
 
 def count_gpus() -> int:

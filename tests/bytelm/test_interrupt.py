@@ -51,7 +51,7 @@ def process_ids(folder, ranks, process):
 
 
 def test_ctrl_c_in_the_terminal_stops_all_ranks_with_a_checkpoint(documents, tmp_path):
-    if launch._is_open_mpi(launch.mpiexec(2)[0]):
+    if launch.launcher.is_open_mpi(launch.mpiexec(2)[0]):
         pytest.skip("Open MPI's launcher kills the ranks a second after Ctrl-C")
     metrics = tmp_path / "run.jsonl"
     words = small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)

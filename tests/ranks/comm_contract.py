@@ -39,6 +39,8 @@ def check_contract(comm: thdattn.comm.Comm, xp: Any) -> None:
     check_bad_arguments_are_named(comm, xp)
     comm.barrier()
     comm.agree("plan hash", 2**70)
+    comm.agree("flag", np.bool_(True))
+    assert "rank 0 has 1" in raises(ValueError, comm.agree, "flag", comm.rank == 0) or comm.size == 1
     assert "plan hash" in raises(ValueError, comm.agree, "plan hash", int(comm.rank == 0)) or comm.size == 1
     comm.close()
     comm.close()

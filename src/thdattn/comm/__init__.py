@@ -153,14 +153,15 @@ class Comm(ABC):
 
         Args:
             name: what the number is, for the message.
-            value: any int.
+            value: any int; a flag is 0 or 1.
 
         Raises:
             TypeError: value is not an integer.
             ValueError: on every rank, naming the ranks that differ from rank 0.
         """
         self._check_open()
-        values = self._gather_values(as_int("value", value))
+        number = int(value) if isinstance(value, (bool, np.bool_)) else as_int("value", value)
+        values = self._gather_values(number)
         differing = [rank for rank, other in enumerate(values) if other != values[0]]
         if differing:
             found = ", ".join(f"rank {rank} has {values[rank]}" for rank in differing)
