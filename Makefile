@@ -23,7 +23,7 @@ demo:
 
 tutorial:
 	@python=$$(tools/setup.sh demo) && exec env RANKS="$${RANKS:-4}" \
-	  "$$python" tools/ranks.py examples/packed_documents.py --ranks "$${RANKS:-4}" $(ARGS)
+	  "$$python" tools/start.py examples/packed_documents.py --ranks "$${RANKS:-4}" $(ARGS)
 
 check:
 	@python=$$(tools/setup.sh check) && exec "$$python" -m thdattn check $(ARGS)

@@ -17,14 +17,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ranks
+import start
 
 TRAIN, SAMPLE = "examples/bytelm/train.py", "examples/bytelm/sample.py"
 
 
 def main() -> int:
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C ends the training; the sample of what was learnt still comes
-    os.chdir(ranks.ROOT)
+    os.chdir(start.ROOT)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -37,7 +37,7 @@ def main() -> int:
     if sys.stdout.isatty() and sys.stderr.isatty():
         options.append("--bar")  # as mpiexec stands between the ranks and the terminal
         os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
-    status = run(ranks.command(TRAIN, *options))
+    status = run(start.command(TRAIN, *options))
     if status:
         return status
     print()

@@ -1,4 +1,4 @@
-"""Starts a program of this repository on as many ranks as this machine can run: ranks.py PROGRAM [its options].
+"""Starts a program of this repository on as many ranks as this machine can run: start.py PROGRAM [its options].
 
 Processes under mpiexec where MPI works, one GPU each on a machine with GPUs; else one process. $RANKS asks for so many,
 and not for one per GPU or core and four at most.
