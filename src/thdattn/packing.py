@@ -25,7 +25,9 @@ from thdattn.arguments import (
     shown,
 )
 
-DLPACK_CPU = 1
+# DLPack device types that the host may read: its own memory, that pinned for CUDA; and managed by CUDA, as a GPU may.
+DLPACK_HOST = frozenset({1, 3})
+DLPACK_MANAGED = 13
 
 
 class PackedBatch:
@@ -338,7 +340,7 @@ def _is_rounded(number: complex, made: complex, half: complex) -> bool:
 
 
 def _lies_on_device(name: str, array: Any) -> bool:
-    return dlpack_device(name, array) not in (None, DLPACK_CPU)
+    return dlpack_device(name, array) not in {None, *DLPACK_HOST}
 
 
 def _device_offsets(name: str, offsets: Any) -> Any:

@@ -16,13 +16,15 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, for the backward with `
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from thdattn.arguments import as_host_array, dlpack_device, unreadable
-from thdattn.packing import DLPACK_CPU, PackedBatch
+from thdattn.packing import DLPACK_HOST, DLPACK_MANAGED, PackedBatch
 from thdattn.plan import Plan, PlanArrays, host_arrays
 from thdattn.sharding import Sharding
 
@@ -33,6 +35,7 @@ device = "cpu"
 dtypes = ("float16", "bfloat16", "float32", "float64")
 head_dims = None  # any
 
+DLPACK_DTYPE_CODE, DLPACK_UINT = 20, 1  # offset of dtype.code in a DLTensor, behind data, device and ndim
 MAX_BLOCK_ROWS = 128
 MAX_BLOCK_SCORES = 2**24  # num_heads * rows * keys of one block: 64 MiB of float32 scores
 
@@ -51,16 +54,38 @@ def from_user(name: str, x: Any) -> Array:
     if isinstance(x, np.ndarray):
         x = x if type(x) is np.ndarray else as_host_array(name, x)
     else:
-        if dlpack_device(name, x) != DLPACK_CPU:
+        if dlpack_device(name, x) not in {*DLPACK_HOST, DLPACK_MANAGED}:
             raise TypeError(
                 f"{name} is a {type(x).__module__}.{type(x).__name__}, wanted a NumPy array, or an array on the host "
                 f"that speaks DLPack; copy it with numpy.asarray or {name}.get(), or use engine='cuda'"
             )
         try:
-            x = np.from_dlpack(x)
+            bfloat16 = str(getattr(x, "dtype", "")).endswith("bfloat16")  # of JAX, "torch.bfloat16" of torch
+            x = np.from_dlpack(_Bits(x)).view(ml_dtypes.bfloat16) if bfloat16 else np.from_dlpack(x)
         except (BufferError, RuntimeError) as error:
             raise unreadable(name, x, f"through DLPack ({error})", "pass a NumPy array") from error
     return np.ascontiguousarray(x)
+
+
+class _Bits:
+    """A bfloat16 array whose DLPack says uint16, as NumPy knows bfloat16 from ml_dtypes alone."""
+
+    def __init__(self, x: Any) -> None:
+        self._x = x
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self._x.__dlpack_device__()
+        return device
+
+    def __dlpack__(self, **_: Any) -> Any:
+        capsule = self._x.__dlpack__()
+        ctypes.c_uint8.from_address(_capsule_pointer(capsule, b"dltensor") + DLPACK_DTYPE_CODE).value = DLPACK_UINT
+        return capsule
+
+
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 
 def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:

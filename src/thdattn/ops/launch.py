@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 
 from thdattn import jit
 from thdattn.arguments import dlpack_device, unreadable
-from thdattn.packing import DLPACK_CPU
+from thdattn.packing import DLPACK_HOST
 
 Array = Any  # cupy.ndarray, whose hints are partial
 
@@ -30,7 +30,7 @@ def from_user(name: str, x: Any) -> Array:
         ValueError: it lies on another GPU than the current one.
     """
     if type(x) is not cupy.ndarray:
-        if isinstance(x, np.ndarray) or dlpack_device(name, x) in (None, DLPACK_CPU):
+        if isinstance(x, np.ndarray) or dlpack_device(name, x) in {None, *DLPACK_HOST}:
             raise TypeError(f"{name} is a {type(x).__name__} on the host, wanted an array on the GPU; "
                             f"copy it with cupy.asarray({name}), or use engine='reference'")
         try:
