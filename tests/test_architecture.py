@@ -24,16 +24,17 @@ LAYERS = [
     {"plan"},
     {"reference", "ops", "pipeline"},
     {"attention"},
-    {"graph"},
+    {"graph", "varlen"},
+    {"torch"},
     {"info", "check"},
     {"__main__"},
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
 # Where a library may be imported: when the module is loaded, and at all.
 OPS = {"ops", "ops.launch", "ops.plan", "ops.scheduler", "ops.forward", "ops.backward"}
-WHEN_LOADED = {"cupy": {"jit", *OPS, "graph", "tensor_map"}, "mpi4py": set(), "torch": set(), "jax": set()}
-EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "attention", "info"}, "mpi4py": {"comm.mpi", "comm.nccl", "info"},
-        "torch": {"comm.torch"}, "jax": set()}
+WHEN_LOADED = {"cupy": {"jit", *OPS, "graph", "tensor_map"}, "mpi4py": set(), "torch": {"torch"}, "jax": set()}
+EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "attention", "info", "varlen", "torch"},
+        "mpi4py": {"comm.mpi", "comm.nccl", "info"}, "torch": {"torch", "comm.torch"}, "jax": set()}
 
 
 def module_name(path: Path) -> str:

@@ -5,7 +5,11 @@ from thdattn.attention import CPAttention, Flops, Saved
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
 from thdattn.sharding import Sharding
+from thdattn.varlen import varlen_attention, varlen_attention_backward
 
 __version__ = "0.1.0"
 
-__all__ = ["CPAttention", "Flops", "PackedBatch", "Plan", "Saved", "Sharding", "__version__", "comm"]
+__all__ = [
+    "CPAttention", "Flops", "PackedBatch", "Plan", "Saved", "Sharding", "__version__", "comm", "varlen_attention",
+    "varlen_attention_backward",
+]  # fmt: skip

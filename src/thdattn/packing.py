@@ -68,8 +68,8 @@ class PackedBatch:
         *,
         total_rows: int | None = None,
     ) -> None:
-        self.on_device: bool = _lies_on_device("cu_seqlens", cu_seqlens)
-        beside = None if cu_seqlens_padded is None else _lies_on_device("cu_seqlens_padded", cu_seqlens_padded)
+        self.on_device: bool = lies_on_device("cu_seqlens", cu_seqlens)
+        beside = None if cu_seqlens_padded is None else lies_on_device("cu_seqlens_padded", cu_seqlens_padded)
         if beside not in (None, self.on_device):
             here, there = ("a GPU", "the host") if self.on_device else ("the host", "a GPU")
             raise ValueError(
@@ -339,8 +339,10 @@ def _is_rounded(number: complex, made: complex, half: complex) -> bool:
     return made == number or (half == 0.5 and same_kind)
 
 
-def _lies_on_device(name: str, array: Any) -> bool:
-    return dlpack_device(name, array) not in {None, *DLPACK_HOST}
+def lies_on_device(name: str, array: Any) -> bool:
+    """Whether an array lies on a GPU; what does not speak DLPack lies on the host."""
+    device = dlpack_device(name, array)
+    return device is not None and device not in DLPACK_HOST
 
 
 def _device_offsets(name: str, offsets: Any) -> Any:

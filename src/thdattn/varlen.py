@@ -1,0 +1,290 @@
+"""Attention of packed sequences in one call on one rank, for whoever comes from flash_attn_varlen_func.
+
+A call plans its lengths, or finds the plan of an earlier call with the same lengths, and runs CPAttention. That is all:
+several ranks, plans that layers share, and captured CUDA graphs are CPAttention's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thdattn.attention import CPAttention, Saved, choose_engine
+from thdattn.comm import SingleComm
+from thdattn.packing import PackedBatch, lies_on_device
+from thdattn.plan import Plan
+
+MAX_PLANS = 8  # kept with their work buffers, of which the backward's take 4 bytes per element of q
+
+
+@dataclass(frozen=True, eq=False)
+class VarlenSaved:
+    """What varlen_attention keeps for varlen_attention_backward.
+
+    attn: the CPAttention that ran; saved: what its forward returned, such as saved.lse.
+    """
+
+    attn: CPAttention = field(repr=False)
+    saved: Saved = field(repr=False)
+
+
+def varlen_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: None = None,
+    *,
+    return_saved: bool = False,
+) -> Any:
+    """Attention of every sequence of a pack to its own keys, on this rank alone.
+
+    Arguments have the names and the order of flash_attn_varlen_func, so that a call of it needs no change. With as many
+    keys as queries, causal means what it always does; else the last query of a sequence stands at its last key, and
+    the others before it. A query that sees no key has output 0.
+
+    Lengths on the host are planned once: the last MAX_PLANS plans are kept, by their content, for each thread and
+    stream. Lengths on a GPU are planned anew at each call, as reading them would make the host wait.
+
+    Args:
+        q: (total_q, num_heads, head_dim), float16 or bfloat16 on a GPU; on the host also float32 or float64. NumPy,
+            CuPy, or an array that speaks DLPack.
+        k: (total_k, num_kv_heads, head_dim), dtype and device as q; query head h reads kv head
+            h // (num_heads // num_kv_heads).
+        v: (total_k, num_kv_heads, v_head_dim), the same.
+        cu_seqlens_q: (num_seqs + 1,) int32, offsets of the sequences in q, from 0. Rows beyond the last have output 0.
+        cu_seqlens_k: (num_seqs + 1,) int32, offsets of their keys in k and v; on the same side (host or GPU).
+        max_seqlen_q, max_seqlen_k: not needed. Checked, if the lengths are on the host: none may be longer.
+        softmax_scale: factor on q.k, > 0; head_dim**-0.5 by default.
+        causal: a query sees no key after its own position, whatever the right side of the window.
+        window_size: (left, right), how many keys before and after its own position a query sees; -1 = unlimited.
+        deterministic: bitwise the same gradients on every run.
+        return_saved: also return what varlen_attention_backward needs.
+        dropout_p, softcap, alibi_slopes, return_attn_probs, block_table: not supported; the defaults alone are taken.
+
+    Returns:
+        out (total_q, num_heads, v_head_dim), a new array of NumPy or CuPy; with return_saved (out, saved).
+
+    Raises:
+        TypeError: an argument of the wrong type, or arrays of different dtypes or devices.
+        ValueError: an option that is not supported, shapes or lengths that do not fit together, or head dims that
+            have no kernel.
+        RuntimeError: arrays on a GPU that cannot be used, or a call on a stream that captures a CUDA graph.
+
+    Source: flash_attn_varlen_func of FlashAttention-2, for the arguments and the mask.
+    """
+    refuse_unsupported(dropout_p, softcap, alibi_slopes, return_attn_probs, block_table)
+    attn, plan = planned(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+        deterministic,
+    )
+    out, saved = attn.forward(q, k, v, plan)
+    return (out, VarlenSaved(attn, saved)) if return_saved else out
+
+
+def varlen_attention_backward(dout: Any, saved: VarlenSaved) -> tuple[Any, Any, Any]:
+    """Gradients of varlen_attention.
+
+    Args:
+        dout: (total_q, num_heads, v_head_dim), gradient of out.
+        saved: from varlen_attention(..., return_saved=True).
+
+    Returns:
+        (dq, dk, dv): new arrays, shapes and dtype of q, k, v.
+
+    Raises:
+        TypeError: saved is none, or dout has the wrong dtype or device.
+        ValueError: dout has the wrong shape.
+    """
+    if not isinstance(saved, VarlenSaved):
+        raise TypeError(
+            f"saved is a {type(saved).__name__}, wanted the second result of varlen_attention(..., return_saved=True)"
+        )
+    return saved.attn.backward(dout, saved.saved)
+
+
+def refuse_unsupported(
+    dropout_p: float, softcap: float, alibi_slopes: Any, return_attn_probs: bool, block_table: Any
+) -> None:
+    """Raises ValueError for the options of flash_attn_varlen_func that there are no kernels for."""
+    if not dropout_p and not softcap and alibi_slopes is None and not return_attn_probs and block_table is None:
+        return
+    for name, found, remedy in (
+        ("dropout_p", dropout_p or None, "pass 0.0 and drop elsewhere"),
+        ("softcap", softcap or None, "pass 0.0"),
+        ("alibi_slopes", alibi_slopes, "pass None; a window bounds the distance"),
+        ("return_attn_probs", return_attn_probs or None, "pass return_saved=True, whose saved.lse is the softmax_lse"),
+        ("block_table", block_table, "pass None, with the keys of a sequence in consecutive rows"),
+    ):
+        if found is not None:
+            raise ValueError(f"{name} is not supported, wanted its default; {remedy}")
+
+
+class _Call(NamedTuple):
+    """What a plan and its attention are made for, beside the lengths; a key of the cache."""
+
+    engine: str
+    device: int
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    dtype: Any
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    softmax_scale: float | None
+    causal: bool
+    window: tuple[int, int]
+    deterministic: bool
+
+
+def planned(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int | None, max_seqlen_k: int | None,
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], deterministic: bool,
+) -> tuple[CPAttention, Plan]:
+    """The attention and the plan of a call of varlen_attention: arguments as there, arrays of any library.
+
+    Everything is checked where a plan is made; a call that finds one pays for a lookup.
+    """
+    try:
+        shapes = q.shape, k.shape, v.shape
+        (rows, _, _), (key_rows, _, _), (_, _, _) = shapes
+        left, right = window_size
+    except (AttributeError, TypeError, ValueError):
+        _refuse_kinds(q, k, v, window_size)
+        raise
+    on_gpu = not isinstance(q, np.ndarray) and lies_on_device("q", q)
+    device, stream = _gpu_place() if on_gpu else (0, 0)
+    call = _Call(
+        "cuda" if on_gpu else "reference", device, *shapes, q.dtype, _count("max_seqlen_q", max_seqlen_q),
+        _count("max_seqlen_k", max_seqlen_k), softmax_scale, causal, (left, 0 if causal else right), deterministic,
+    )
+    offsets_q = _content("q", cu_seqlens_q, rows)
+    offsets_k = offsets_q if cu_seqlens_k is cu_seqlens_q else _content("k", cu_seqlens_k, key_rows)
+    if offsets_q is None or offsets_k is None:
+        return _make(call, cu_seqlens_q, cu_seqlens_k)
+    # Work buffers of a plan belong to one stream, and to one thread: two would launch between each other's kernels.
+    return _kept(call, offsets_q, offsets_k, stream, threading.get_ident())
+
+
+@functools.lru_cache(maxsize=MAX_PLANS)
+def _kept(call: _Call, offsets_q: bytes, offsets_k: bytes, stream: int, thread: int) -> tuple[CPAttention, Plan]:
+    cu_seqlens_q = np.frombuffer(offsets_q, np.int32)
+    return _make(call, cu_seqlens_q, cu_seqlens_q if offsets_q == offsets_k else np.frombuffer(offsets_k, np.int32))
+
+
+def _make(call: _Call, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[CPAttention, Plan]:
+    """The attention and the plan of a call, and the checks of what they do not check."""
+    (rows, num_heads, head_dim), (key_rows, num_kv_heads, _), v_head_dim = call.q_shape, call.k_shape, call.v_shape[2]
+    for name, shape, width in (("k", call.k_shape, head_dim), ("v", call.v_shape, v_head_dim)):
+        if tuple(shape) != (key_rows, num_kv_heads, width):
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}, wanted {(key_rows, num_kv_heads, width)}: the width of q in k, the "
+                f"rows and heads of k in v; pass the keys and values of the same tokens"
+            )
+    attn = _attention(
+        call.engine, call.device, num_heads, head_dim, num_kv_heads, v_head_dim, call.causal, call.window,
+        call.softmax_scale, str(call.dtype).removeprefix("torch."), call.deterministic,
+    )
+    batch = _batch("q", cu_seqlens_q, rows, call.max_seqlen_q)
+    key_batch = _batch("k", cu_seqlens_k, key_rows, call.max_seqlen_k)
+    if cu_seqlens_k is cu_seqlens_q and key_rows == rows:
+        return attn, attn.plan(batch, "contiguous")
+    if (batch.num_seqs, batch.on_device) != (key_batch.num_seqs, key_batch.on_device):
+        found = (f"{x.num_seqs} sequences on {'a GPU' if x.on_device else 'the host'}" for x in (batch, key_batch))
+        raise ValueError(
+            f"cu_seqlens_q, cu_seqlens_k have {' and '.join(found)}, wanted as many on one side; pass the lengths of "
+            f"each sequence's queries and of its keys, 0 for none"
+        )
+    return attn, attn.plan(batch, "contiguous", key_batch=key_batch)
+
+
+@functools.lru_cache(maxsize=64)
+def _attention(
+    engine: str, device: int, num_heads: int, head_dim: int, num_kv_heads: int, v_head_dim: int, causal: bool,
+    window: tuple[int, int], softmax_scale: float | None, dtype: str, deterministic: bool,
+) -> CPAttention:
+    return CPAttention(
+        SingleComm(), num_heads, head_dim, num_kv_heads, v_head_dim, causal, window, softmax_scale, dtype,
+        deterministic, engine,
+    )
+
+
+def _content(side: str, offsets: Any, rows: int) -> bytes | None:
+    """The values of offsets on the host; None for those on a GPU, which nobody can compare without waiting."""
+    if type(offsets) is np.ndarray and offsets.dtype == np.int32 and offsets.ndim == 1:
+        return offsets.tobytes()
+    batch = _batch(side, offsets, rows, None)
+    return None if batch.on_device else batch.cu_seqlens.tobytes()
+
+
+def _batch(side: str, offsets: Any, rows: int, max_seqlen: int | None) -> PackedBatch:
+    """The batch of the queries or keys; errors say which."""
+    try:
+        batch = PackedBatch(offsets, total_rows=rows)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"cu_seqlens_{side} of {rows} rows is refused: {error}") from error
+    if max_seqlen is not None and not batch.on_device and max_seqlen < batch.lengths.max(initial=0):
+        raise ValueError(
+            f"max_seqlen_{side} is {max_seqlen}, but cu_seqlens_{side} has a sequence of {batch.lengths.max()}; wanted "
+            f"at least that; leave it out, as it is not needed"
+        )
+    return batch
+
+
+def _count(name: str, value: Any) -> int | None:
+    if value is None or type(value) is int:
+        return value
+    if isinstance(value, bool):
+        raise TypeError(f"{name} is {value}, wanted an int; pass causal and other options by name")
+    return as_int(name, value)
+
+
+def _refuse_kinds(q: Any, k: Any, v: Any, window_size: Any) -> None:
+    """The error for what is no packed array, or no window."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not hasattr(x, "shape"):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}, wanted an array of NumPy, CuPy, or another library that speaks DLPack"
+            ) from None
+        if len(x.shape) != 3:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, wanted (tokens, heads, width); pass the sequences packed, one "
+                f"behind the other, without a batch dimension"
+            ) from None
+    raise TypeError(f"window_size is {window_size!r}, wanted (left, right); pass (-1, -1) for no window") from None
+
+
+@functools.cache
+def _cupy() -> Any:
+    """CuPy with a usable GPU; RuntimeError otherwise, which says what is missing."""
+    choose_engine("cuda", SingleComm())
+    import cupy
+
+    return cupy
+
+
+def _gpu_place() -> tuple[int, int]:
+    """The current GPU and stream. RuntimeError in the capture of a CUDA graph, which outlives what the cache keeps."""
+    cupy = _cupy()
+    stream = cupy.cuda.get_current_stream()
+    if stream.is_capturing():
+        raise RuntimeError(
+            "varlen_attention was called on a stream that captures a CUDA graph, which would replay on work buffers "
+            "that nobody keeps; capture CPAttention.forward with a plan that lives as long as the graph"
+        )
+    return cupy.cuda.runtime.getDevice(), stream.ptr
