@@ -172,14 +172,15 @@ def prepare(peer: Peer, direction: str, ours: Peer | None) -> None:
 
 
 def host_side(ours: Ours) -> Measured:
-    """The time to make a plan, to the end of its GPU work, and the host's time of a forward call."""
+    """The time to make a plan, to the end of its GPU work, and the host's time of a forward call in both forms."""
     measured: Measured = {}
     for side, batch in (("host_lengths", ours.batch), ("device_lengths", ours.batch_on_device)):
         make = partial(ours.attn.plan, batch, "contiguous")
         make()
         measured["ours", "plan", side] = record.timed(timing.finished(make, 5))
-    ours.forward()
-    measured["ours", "forward", "host"] = record.timed(timing.host(ours.forward, 5))
+    for name, call in (("forward", ours.forward), ("varlen_attention", ours.varlen_attention)):
+        call()
+        measured["ours", name, "host"] = record.timed(timing.host(call, 5))
     return measured
 
 
