@@ -1,10 +1,12 @@
 """Packed attention in PyTorch: torch tensors in and out, and gradients by autograd, with thdattn.torch.
 
-    python examples/torch_autograd.py                              one rank
-    mpiexec -n 2 python -m mpi4py examples/torch_autograd.py       two processes, each with a GPU if it has one
+    python examples/torch_autograd.py                               one rank
+    torchrun --nproc-per-node 2 examples/torch_autograd.py          two processes of torch.distributed
+    mpiexec -n 2 python -m mpi4py examples/torch_autograd.py        two processes of MPI
 
-On CUDA tensors in bfloat16; without CUDA on CPU tensors in float32. No tensor is copied on its way in or out. The
-program compares output and gradients with torch's own attention, document by document. Needs torch 2.10 or later.
+On CUDA tensors in bfloat16, if every process has a GPU; else on CPU tensors in float32. No tensor is copied on its way
+in or out. The program compares output and gradients with torch's own attention, document by document. Needs torch 2.10
+or later.
 """
 
 from __future__ import annotations
@@ -74,6 +76,19 @@ def compare(comm: thdattn.comm.Comm) -> None:
             )
 
 
+def ranks() -> thdattn.comm.Comm:
+    """The processes that torchrun or mpiexec started; this one alone without either."""
+    if not torch.distributed.is_torchelastic_launched():
+        return thdattn.comm.init()
+    gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl" if gpus else "gloo")
+    return thdattn.comm.from_torch()
+
+
 if __name__ == "__main__":
-    with thdattn.comm.init() as comm:
+    with ranks() as comm:
         compare(comm)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

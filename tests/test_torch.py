@@ -11,7 +11,7 @@ import pytest
 from cases import BFLOAT16, offsets
 
 import thdattn
-from thdattn import oracle
+from thdattn import oracle, varlen
 
 torch = pytest.importorskip("torch")
 from thdattn.torch import (  # noqa: E402 - not before torch is known to be there
@@ -26,6 +26,12 @@ LENGTHS, KEY_LENGTHS = (37, 0, 130, 1, 64), (40, 3, 7, 0, 64)
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 FIELDS = ("out", "dq", "dk", "dv")
 MASKS = [(True, (-1, -1)), (False, (-1, -1)), (True, (20, 0)), (False, (7, 30))]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    """A plan that an earlier test left would have that test's memory."""
+    varlen._kept.cache_clear()
 
 
 def random_documents(dtype, key_lengths=LENGTHS):
@@ -381,6 +387,21 @@ def test_module_computes_over_the_ranks_of_its_comm():
     found = ranks[0][0].unshard([made[0].numpy() for _, made in ranks])
     right = by_torch(documents, torch.float64, True, (-1, -1))["out"]
     np.testing.assert_allclose(np.concatenate(batch.unpack(found)), right, rtol=1e-10, atol=1e-12)
+
+
+def test_module_takes_a_group_of_torch_distributed():
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        attn, plan, q, k, v = one_layer()
+        for group in (None, distributed.group.WORLD, distributed.new_group([0])):
+            module = ContextParallelAttention(
+                group, HEADS, HEAD_DIM, num_kv_heads=KV_HEADS, dtype="float64", engine="reference")
+            out = module(q, k, v, module.plan(plan.batch))
+            assert module.attn.comm.size == 1
+            assert torch.equal(out, attention(q, k, v, attn, plan))
+    finally:
+        distributed.destroy_process_group()
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import SOURCE, run_ranks
+from launch import SOURCE, run_ranks, run_torchrun
 
 import thdattn
 
@@ -40,6 +40,12 @@ def test_two_processes_find_no_difference():
     assert "ranks: 2" in run.stdout
 
 
+def test_two_processes_of_torch_distributed_find_no_difference():
+    run = run_torchrun(2, EXAMPLE, timeout=240)
+    assert judged(run) == list(FIELDS)
+    assert "ranks: 2" in run.stdout
+
+
 @pytest.mark.parametrize("culprit", ["dq", "dk", "dv"])
 def test_a_wrong_result_is_named(monkeypatch, culprit):
     right = thdattn.CPAttention.backward
@@ -58,6 +64,7 @@ def test_a_wrong_result_is_named(monkeypatch, culprit):
 def test_two_gpus_find_no_difference(cupy):
     if not torch.cuda.is_available() or cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs torch with CUDA, and 2 GPUs")
-    run = run_ranks(2, EXAMPLE, timeout=240)
-    assert judged(run) == list(FIELDS)
-    assert "ranks: 2, cuda:0" in run.stdout
+    for start in (run_ranks, run_torchrun):
+        run = start(2, EXAMPLE, timeout=240)
+        assert judged(run) == list(FIELDS)
+        assert "ranks: 2, cuda:0" in run.stdout

@@ -78,7 +78,8 @@ def varlen_attention(
         dropout_p, softcap, alibi_slopes, return_attn_probs, block_table: not supported; the defaults alone are taken.
 
     Returns:
-        out (total_q, num_heads, v_head_dim), a new array of NumPy or CuPy; with return_saved (out, saved).
+        out (total_q, num_heads, v_head_dim), a new array of NumPy or CuPy; with return_saved (out, saved). It goes on
+        as jax.numpy.asarray(out), on a GPU jax.numpy.from_dlpack(out), and as thdattn.torch.as_tensor(out).
 
     Raises:
         TypeError: an argument of the wrong type, or arrays of different dtypes or devices.
