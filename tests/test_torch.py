@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -180,11 +181,12 @@ def test_bfloat16_on_the_host_is_what_numpy_gets():
         np.testing.assert_array_equal(found.view(torch.int16).numpy(), wanted.view(np.int16))
 
 
-def test_without_gradients_nothing_is_kept():
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_kept(without):
     attn, plan, q, _, v = one_layer()
     array = np.ones((8, KV_HEADS, HEAD_DIM))
     kept = weakref.ref(array)
-    with torch.no_grad():
+    with without():
         out = attention(q, torch.from_numpy(array), v, attn, plan)
     del array
     gc.collect()
@@ -387,6 +389,13 @@ def test_module_computes_over_the_ranks_of_its_comm():
     found = ranks[0][0].unshard([made[0].numpy() for _, made in ranks])
     right = by_torch(documents, torch.float64, True, (-1, -1))["out"]
     np.testing.assert_allclose(np.concatenate(batch.unpack(found)), right, rtol=1e-10, atol=1e-12)
+
+
+def test_copies_of_a_module_share_its_attention():
+    module = ContextParallelAttention(thdattn.comm.init("single"), 2, 8, dtype="float64", engine="reference")
+    twin = copy.deepcopy(torch.nn.ModuleList([module]))[0].eval()
+    assert twin is not module and twin.attn is module.attn
+    assert module.training and not twin.training
 
 
 def test_module_takes_a_group_of_torch_distributed():

@@ -12,6 +12,7 @@ stream keeps it until that stream is done.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -131,6 +132,12 @@ class ContextParallelAttention(torch.nn.Module):  # type: ignore[misc]
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Attention of this rank's rows over the keys of all ranks, see attention. Collective."""
         return attention(q, k, v, self.attn, plan)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelAttention:
+        """A copy, as of a model for averaged weights, that shares the attention and its ranks."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo | {id(self.attn): self.attn}))
+        return twin
 
     def extra_repr(self) -> str:
         """What print shows of the module."""
