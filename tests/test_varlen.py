@@ -261,7 +261,7 @@ def call(**changes):
      ("block_table", np.zeros((2, 1), np.int32))],
 )
 def test_options_without_kernels_are_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=f"^{name} is not supported, wanted its default; pass"):
+    with pytest.raises(ValueError, match=f"^{name} is .*, which is not supported, wanted (0.0|None|False); "):
         call(**{name: value})
 
 
@@ -280,8 +280,14 @@ WRONG = [
     ({"cu_seqlens_k": offsets((2, 3, 3))}, ValueError, "have 2 sequences on the host and 3 sequences on the host"),
     ({"max_seqlen_q": 3}, ValueError, "max_seqlen_q is 3, but cu_seqlens_q has a sequence of 4"),
     ({"max_seqlen_k": 5}, ValueError, "max_seqlen_k is 5, but cu_seqlens_k has a sequence of 6"),
-    ({"max_seqlen_q": True}, TypeError, "max_seqlen_q is True, wanted an int; pass causal and other options by name"),
+    ({"max_seqlen_q": True}, TypeError, "max_seqlen_q is True, a bool; wanted an int; pass an int, and other options"),
     ({"max_seqlen_q": 4.0}, TypeError, "max_seqlen_q is 4.0"),
+    ({"max_seqlen_k": np.zeros(2)}, TypeError, r"max_seqlen_k is a ndarray of shape \(2,\); wanted an int"),
+    ({"causal": "no"}, TypeError, "causal is 'no', a str; wanted True or False"),
+    ({"causal": np.array(True)}, TypeError, r"causal is a ndarray of shape \(\); wanted True or False"),
+    ({"deterministic": 2}, TypeError, "deterministic is 2, a int; wanted True or False"),
+    ({"window_size": (1.5, 0)}, TypeError, r"window_size\[0\] is 1.5, a float; wanted an int"),
+    ({"softmax_scale": np.array([1.0])}, TypeError, "softmax_scale is a ndarray"),
     ({"window_size": 3}, TypeError, r"window_size is 3, wanted \(left, right\)"),
     ({"window_size": (3, -2)}, ValueError, r"window is \(3, -2\), wanted numbers >= -1"),
     ({"softmax_scale": 0.0}, ValueError, "softmax_scale is 0.0"),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from thdattn.arguments import as_bool, as_int, as_softmax_scale, shown
 from thdattn.attention import CPAttention, Saved, choose_engine
 from thdattn.comm import SingleComm
 from thdattn.packing import PackedBatch, lies_on_device
@@ -28,8 +29,8 @@ class VarlenSaved:
     attn: the CPAttention that ran; saved: what its forward returned, such as saved.lse.
     """
 
-    attn: CPAttention = field(repr=False)
-    saved: Saved = field(repr=False)
+    attn: CPAttention
+    saved: Saved
 
 
 def varlen_attention(
@@ -125,15 +126,15 @@ def refuse_unsupported(
     """Raises ValueError for the options of flash_attn_varlen_func that there are no kernels for."""
     if not dropout_p and not softcap and alibi_slopes is None and not return_attn_probs and block_table is None:
         return
-    for name, found, remedy in (
-        ("dropout_p", dropout_p or None, "pass 0.0 and drop elsewhere"),
-        ("softcap", softcap or None, "pass 0.0"),
-        ("alibi_slopes", alibi_slopes, "pass None; a window bounds the distance"),
-        ("return_attn_probs", return_attn_probs or None, "pass return_saved=True, whose saved.lse is the softmax_lse"),
-        ("block_table", block_table, "pass None, with the keys of a sequence in consecutive rows"),
+    for name, found, default, remedy in (
+        ("dropout_p", dropout_p, 0.0, "drop elsewhere"),
+        ("softcap", softcap, 0.0, "scores have no cap here"),
+        ("alibi_slopes", alibi_slopes, None, "a window bounds the distance"),
+        ("return_attn_probs", return_attn_probs, False, "return_saved=True has flash-attn's softmax_lse: saved.lse"),
+        ("block_table", block_table, None, "the keys of a sequence lie in consecutive rows"),
     ):
-        if found is not None:
-            raise ValueError(f"{name} is not supported, wanted its default; {remedy}")
+        if found is not default and (default is None or found):
+            raise ValueError(f"{name} is {shown(found)}, which is not supported, wanted {default}; {remedy}")
 
 
 class _Call(NamedTuple):
@@ -170,9 +171,14 @@ def planned(
         raise
     on_gpu = not isinstance(q, np.ndarray) and lies_on_device("q", q)
     device, stream = _gpu_place() if on_gpu else (0, 0)
+    # As plain Python values, which can be hashed and compared; checked here where they are none.
+    causal = causal if type(causal) is bool else as_bool("causal", causal)
+    deterministic = deterministic if type(deterministic) is bool else as_bool("deterministic", deterministic)
+    scale = softmax_scale if softmax_scale is None or type(softmax_scale) is float else as_softmax_scale(softmax_scale)
     call = _Call(
-        "cuda" if on_gpu else "reference", device, *shapes, q.dtype, _count("max_seqlen_q", max_seqlen_q),
-        _count("max_seqlen_k", max_seqlen_k), softmax_scale, causal, (left, 0 if causal else right), deterministic,
+        "cuda" if on_gpu else "reference", device, *shapes, q.dtype, _int("max_seqlen_q", max_seqlen_q),
+        _int("max_seqlen_k", max_seqlen_k), scale, causal,
+        (_int("window_size[0]", left), 0 if causal else _int("window_size[1]", right)), deterministic,
     )
     offsets_q = _content("q", cu_seqlens_q, rows)
     offsets_k = offsets_q if cu_seqlens_k is cu_seqlens_q else _content("k", cu_seqlens_k, key_rows)
@@ -247,12 +253,11 @@ def _batch(side: str, offsets: Any, rows: int, max_seqlen: int | None) -> Packed
     return batch
 
 
-def _count(name: str, value: Any) -> int | None:
+def _int(name: str, value: Any) -> Any:
+    """The value as an int, or None."""
     if value is None or type(value) is int:
         return value
-    if isinstance(value, bool):
-        raise TypeError(f"{name} is {value}, wanted an int; pass causal and other options by name")
-    return as_int(name, value)
+    return as_int(name, value, "pass an int, and other options by name")
 
 
 def _refuse_kinds(q: Any, k: Any, v: Any, window_size: Any) -> None:
@@ -267,7 +272,7 @@ def _refuse_kinds(q: Any, k: Any, v: Any, window_size: Any) -> None:
                 f"{name} has shape {tuple(x.shape)}, wanted (tokens, heads, width); pass the sequences packed, one "
                 f"behind the other, without a batch dimension"
             ) from None
-    raise TypeError(f"window_size is {window_size!r}, wanted (left, right); pass (-1, -1) for no window") from None
+    raise TypeError(f"window_size is {shown(window_size)}, wanted (left, right); pass (-1, -1) for no window") from None
 
 
 @functools.cache
