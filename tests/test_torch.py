@@ -124,8 +124,8 @@ def test_float32_errs_at_most_twice_as_much_as_torchs_own_attention(causal, wind
     right = by_torch(documents, torch.float64, causal, window)
     baseline = by_torch(documents, torch.float32, causal, window)
     for field, x in found.items():
-        good, error, budget = oracle.within_budget(x.astype(np.float32), right[field], baseline[field])
-        assert good, f"{field}: max error {error:.3e} over budget {budget:.3e}"
+        verdict = oracle.judge(x.astype(np.float32), right[field], baseline[field])
+        assert verdict.good, f"{field}: {verdict}"
 
 
 def test_gradients_are_finite_differences():
@@ -434,12 +434,11 @@ def test_on_a_gpu_errors_are_at_most_twice_those_of_plain_attention(cuda, poison
     found = by_ranks(documents, dtype, causal, window, cp_size, cuda)
     right = by_torch(documents, torch.float64, causal, window)
     tokens = thdattn.PackedBatch.from_lengths(LENGTHS)
-    baseline = oracle.packed_attention(
-        tokens, *map(np.concatenate, documents), causal=causal, window=window, rounding=kept
-    )
+    truth = oracle.truth(tokens, *map(np.concatenate, documents), dtype=kept, causal=causal, window=window)
     for field, x in found.items():
-        good, error, budget = oracle.within_budget(x.astype(kept), right[field], getattr(baseline, field))
-        assert good, f"{field}: max error {error:.3e} over budget {budget:.3e}"
+        np.testing.assert_allclose(getattr(truth.exact, field), right[field], rtol=1e-10, atol=1e-12)
+        verdict = truth.judge(field, x.astype(kept))
+        assert verdict.good, f"{field}: {verdict}"
 
 
 @pytest.mark.gpu
@@ -487,13 +486,12 @@ def test_on_a_gpu_varlen_attention_is_within_budget(cuda, poisoned_gpu, dtype, k
     kept = BFLOAT16 if dtype == torch.bfloat16 else np.dtype(np.float16)
     documents = random_documents(kept, key_lengths)
     found = by_varlen(documents, dtype, True, (-1, -1), cuda, offsets_on)
-    right = by_torch(documents, torch.float64, True, (-1, -1))
-    baseline = oracle.packed_attention(
-        thdattn.PackedBatch.from_lengths(LENGTHS), *map(np.concatenate, documents), causal=True, rounding=kept,
+    truth = oracle.truth(
+        thdattn.PackedBatch.from_lengths(LENGTHS), *map(np.concatenate, documents), dtype=kept, causal=True,
         key_batch=thdattn.PackedBatch.from_lengths(key_lengths))
     for field, x in found.items():
-        good, error, budget = oracle.within_budget(x.astype(kept), right[field], getattr(baseline, field))
-        assert good, f"{field}: max error {error:.3e} over budget {budget:.3e}"
+        verdict = truth.judge(field, x.astype(kept))
+        assert verdict.good, f"{field}: {verdict}"
 
 
 @pytest.mark.gpu
