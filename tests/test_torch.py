@@ -370,6 +370,16 @@ def test_varlen_attention_refuses_by_name():
         varlen_attention(q, k, v.float(), cu_seqlens, cu_seqlens)
 
 
+def test_tensors_on_a_gpu_without_cupy_say_what_is_missing(monkeypatch):
+    def without_gpu(engine, comm):
+        raise RuntimeError(f"engine is {engine!r}, but CuPy finds no usable GPU")
+
+    varlen.usable_cupy.cache_clear()
+    monkeypatch.setattr(varlen, "choose_engine", without_gpu)
+    with pytest.raises(RuntimeError, match="but CuPy finds no usable GPU"), on_torch_stream(torch.device("cuda:0")):
+        pass
+
+
 # --- the module ------------------------------------------------------------------------------------------------
 
 

@@ -213,7 +213,7 @@ def gpu(monkeypatch):
     cuda = SimpleNamespace(
         get_current_stream=lambda: (setattr(stream, "ptr", state.stream), stream)[1],
         runtime=SimpleNamespace(getDevice=lambda: state.device))
-    monkeypatch.setattr(varlen, "_cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(varlen, "usable_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(varlen, "_make", lambda *call: (state.made.append(call), (object(), object()))[1])
     x = OnGpu((7, 2, 64), np.float16)
     state.plan = lambda cu_seqlens: varlen.planned(

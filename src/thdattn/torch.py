@@ -188,8 +188,7 @@ def on_torch_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    import cupy
-
+    cupy = varlen.usable_cupy()
     stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
     with cupy.cuda.Device(device.index), stream:
         yield

@@ -276,7 +276,7 @@ def _refuse_kinds(q: Any, k: Any, v: Any, window_size: Any) -> None:
 
 
 @functools.cache
-def _cupy() -> Any:
+def usable_cupy() -> Any:
     """CuPy with a usable GPU; RuntimeError otherwise, which says what is missing."""
     choose_engine("cuda", SingleComm())
     import cupy
@@ -286,7 +286,7 @@ def _cupy() -> Any:
 
 def _gpu_place() -> tuple[int, int]:
     """The current GPU and stream. RuntimeError in the capture of a CUDA graph, which outlives what the cache keeps."""
-    cupy = _cupy()
+    cupy = usable_cupy()
     stream = cupy.cuda.get_current_stream()
     if stream.is_capturing():
         raise RuntimeError(
