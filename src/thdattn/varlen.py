@@ -60,7 +60,8 @@ def varlen_attention(
     the others before it. A query that sees no key has output 0.
 
     Lengths on the host are planned once: the last MAX_PLANS plans are kept, by their content, for each thread and
-    stream. Lengths on a GPU are planned anew at each call, as reading them would make the host wait.
+    stream. Lengths on a GPU are planned anew at each call, as reading them would make the host wait: wrong ones make
+    the results NaN, and a later call raise.
 
     Args:
         q: (total_q, num_heads, head_dim), float16 or bfloat16 on a GPU; on the host also float32 or float64. NumPy,
