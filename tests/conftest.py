@@ -27,6 +27,14 @@ def cupy():
 
 
 @pytest.fixture
+def torch_cuda(cupy):
+    """The name of a GPU that torch and CuPy share; skips the test elsewhere."""
+    if not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("needs torch with CUDA")
+    return "cuda:0"
+
+
+@pytest.fixture
 def poisoned_host(monkeypatch):
     """Every allocation of the NumPy engine and of its plans starts as bytes all ones: NaN, or -1."""
     from thdattn import reference

@@ -91,11 +91,9 @@ def test_gpu_memory_is_refused_by_the_numpy_engine():
 
 
 @pytest.mark.gpu
-def test_pinned_and_managed_arrays_on_a_gpu_machine(cupy):
+def test_pinned_and_managed_arrays_on_a_gpu_machine(cupy, torch_cuda):
     """Pinned: host memory alone. Managed: an array for either engine."""
     torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("needs torch with CUDA")
     inputs = drawn(np.float32)
     pinned = [torch.from_numpy(x).pin_memory() for x in inputs]
     assert pinned[0].__dlpack_device__()[0] == 3

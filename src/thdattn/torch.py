@@ -22,10 +22,9 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from thdattn import comm as comms
 from thdattn import varlen
 from thdattn.attention import CPAttention
-from thdattn.comm import Comm
+from thdattn.comm import Comm, from_torch
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
 from thdattn.sharding import Sharding
@@ -117,7 +116,7 @@ class ContextParallelAttention(torch.nn.Module):  # type: ignore[misc]
 
     def __init__(self, group: Any, num_heads: int, head_dim: int, **options: Any) -> None:
         super().__init__()
-        comm = group if isinstance(group, Comm) else comms.from_torch(group)
+        comm = group if isinstance(group, Comm) else from_torch(group)
         if isinstance(options.get("dtype"), torch.dtype):
             options["dtype"] = str(options["dtype"]).removeprefix("torch.")
         self.attn = CPAttention(comm, num_heads, head_dim, **options)
