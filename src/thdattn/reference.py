@@ -35,7 +35,7 @@ device = "cpu"
 dtypes = ("float16", "bfloat16", "float32", "float64")
 head_dims = None  # any
 
-DLPACK_DTYPE_CODE, DLPACK_UINT = 20, 1  # offset of dtype.code in a DLTensor, behind data, device and ndim
+DLPACK_DTYPE_CODE, DLPACK_UINT = 20, 1  # offset of dtype.code in a DLTensor, after data, device and ndim
 MAX_BLOCK_ROWS = 128
 MAX_BLOCK_SCORES = 2**24  # num_heads * rows * keys of one block: 64 MiB of float32 scores
 

@@ -271,7 +271,7 @@ def _refuse_kinds(q: Any, k: Any, v: Any, window_size: Any) -> None:
         if len(x.shape) != 3:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, wanted (tokens, heads, width); pass the sequences packed, one "
-                f"behind the other, without a batch dimension"
+                f"after the other, without a batch dimension"
             ) from None
     raise TypeError(f"window_size is {shown(window_size)}, wanted (left, right); pass (-1, -1) for no window") from None
 
