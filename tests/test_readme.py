@@ -50,7 +50,7 @@ def test_shell_command_is_one_that_make_or_ci_runs(command):
         starters = makefile + (ROOT / "tools" / "demo.py").read_text()
         assert program in starters and (ROOT / program).exists()
         started = '"-n", str(processes), sys.executable, "-m", "mpi4py", program'
-        assert started in (ROOT / "tools" / "ranks.py").read_text()
+        assert started in (ROOT / "tools" / "start.py").read_text()
     elif command.startswith("python examples/bytelm/sample.py "):
         assert "examples/bytelm/sample.py" in (ROOT / "tools" / "demo.py").read_text()
     else:
