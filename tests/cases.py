@@ -17,6 +17,7 @@ import numpy as np
 import thdattn
 from thdattn import oracle
 from thdattn.check import Case, offsets, random_inputs
+from thdattn.tiles import TILES
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CP_SIZES = (1, 2, 4, 8)
@@ -118,7 +119,7 @@ LONG = Case("65536-causal", (65536, *(16,) * 1000), heads=(2, 1))
 DIMS = tuple(
     Case(f"dims-{head_dim}-{v_head_dim}-{mask}", (150, 0, 77, 301, 1), slack=5, heads=heads,
          dims=(head_dim, v_head_dim), causal=causal, window=window)
-    for head_dim, v_head_dim in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+    for head_dim, v_head_dim in TILES
     for mask, heads, causal, window in (
         ("causal", (8, 2), True, (-1, -1)),
         ("full", (2, 2), False, (-1, -1)),

@@ -12,9 +12,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launch import SOURCE
 
+from thdattn import structs
 from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATIC_BYTES, TILES
 
 pytest.importorskip("cupy")
@@ -28,6 +30,8 @@ except Exception as error:
 # Bytes of shared memory that a thread block may ask for.
 ARCHITECTURES = {"sm_80": 166912, "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376}
 SMALL_KERNEL = PLAN_KERNELS[0]
+# Every file of device code, and a kernel that it is part of.
+FILES = {file: kernel for kernel, files in jit.FILES.items() for file in files if file not in jit.GENERATED}
 
 
 def resources(log: str, lowered: str) -> tuple[int, int]:
@@ -58,9 +62,9 @@ def compile_all(kernels: list[tuple[str, int]], arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_attention_kernels_fit_and_do_not_spill(arch, dims):
     tiles = TILES[dims]
-    kernels = tiles.kernels(ARCHITECTURES[arch])
+    kernels = tiles.portable_kernels(ARCHITECTURES[arch])
     if arch == "sm_90a":
-        kernels += tiles.kernels_sm90()
+        kernels += tiles.hopper_kernels()
     compile_all(kernels, arch)
 
 
@@ -72,7 +76,7 @@ def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
 @pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
 def test_backward_is_the_first_choice_that_fits(dims):
     tiles = TILES[dims]
-    needs = [tiles.backward_kernel("bfloat16", "float32", True, b)[1] + STATIC_BYTES for b in tiles.backward]
+    needs = [tiles.thd_attn_bwd("bfloat16", "float32", True, b).shared_bytes + STATIC_BYTES for b in tiles.backward]
     assert needs == sorted(needs, reverse=True), "choices are listed from large to small"
     for choice, need in zip(tiles.backward, needs, strict=True):
         assert tiles.backward_for(need) == choice
@@ -82,7 +86,7 @@ def test_backward_is_the_first_choice_that_fits(dims):
 
 def test_every_kernel_is_listed_with_the_file_that_defines_it():
     defined = {}
-    for file in {file for files in jit.FILES.values() for file in files if file != jit.WRAPPERS}:
+    for file in FILES:
         text = (jit.FOLDER / file).read_text()
         found = re.findall(r"__global__ void(?: __launch_bounds__\([^;{]*?\))? (thd_\w+)\(", text)
         assert len(found) == text.count("__global__"), file
@@ -92,7 +96,7 @@ def test_every_kernel_is_listed_with_the_file_that_defines_it():
 
 def test_every_file_of_device_code_belongs_to_a_kernel():
     files = {str(path.relative_to(jit.FOLDER)) for path in jit.FOLDER.rglob("*.cu*")}
-    assert files == {file for files in jit.FILES.values() for file in files if file != jit.WRAPPERS}
+    assert files == set(FILES)
 
 
 def test_constants_that_do_not_compile_are_named_with_the_compilers_log():
@@ -122,15 +126,69 @@ def edited(tmp_path, monkeypatch):
     jit._text.cache_clear()
 
 
-@pytest.mark.parametrize(("name", "file"), sorted(
-    {file: (kernel, file) for kernel, files in jit.FILES.items() for file in files if file != jit.WRAPPERS}.values()
-))  # fmt: skip
-def test_an_error_names_the_file_and_the_line_that_are_wrong(name, file, edited):
+@pytest.mark.parametrize(("file", "name"), FILES.items())
+def test_an_error_names_the_file_and_the_line_that_are_wrong(file, name, edited):
     lines = (jit.FOLDER / file).read_text().splitlines()
     wrong = max(i for i, line in enumerate(lines) if not line and lines[i + 1][0] != " ")  # between two definitions
     edited(file, lambda text: "\n".join([*lines[:wrong], "not_a_type x;", *lines[wrong + 1 :], ""]))
     with pytest.raises(RuntimeError, match=rf"thdattn/{file}\({wrong + 1}\): error: .*not_a_type"):
         jit.compile_kernel(name, "sm_90a")
+
+
+# --- what Python computes for C --------------------------------------------------------------------------------
+
+
+def with_tiles():
+    """One instance of every kernel whose shared memory Python computes."""
+    narrow, wide = TILES[64, 64], TILES[256, 256]
+    backward = narrow.backward[0]
+    return [narrow.thd_attn_fwd("float16"), narrow.thd_attn_bwd("float16", "float32", True, backward),
+            narrow.thd_attn_bwd_dq("float16"), narrow.thd_attn_fwd_sm90("float16"),
+            narrow.thd_attn_bwd_sm90("float16", "float32", False), wide.thd_attn_bwd_wide_sm90("float16", "float32")]
+
+
+def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below():
+    kernels = [kernel for tiles in TILES.values()
+               for kernel in (*tiles.portable_kernels(ARCHITECTURES["sm_80"]), *tiles.hopper_kernels())]
+    found = {kernel.name.partition("<")[0] for kernel in kernels if kernel.shared_bytes}
+    assert found == {kernel.name.partition("<")[0] for kernel in with_tiles()}
+
+
+@pytest.mark.parametrize("wrong", [-16, 16])
+@pytest.mark.parametrize("kernel", with_tiles(), ids=lambda kernel: kernel.name.partition("<")[0])
+def test_wrong_bytes_of_shared_memory_do_not_compile(kernel, wrong):
+    right = f", {kernel.shared_bytes}>"
+    assert kernel.name.endswith(right)
+    asked = kernel.shared_bytes + wrong
+    with pytest.raises(RuntimeError, match=r"(?s)static assertion failed .*tiles\.py") as error:
+        jit.compile_kernel(kernel.name.replace(right, f", {asked}>"), "sm_90a")
+    assert f"kFound={kernel.shared_bytes}, kFromPython={asked}" in str(error.value)
+
+
+@pytest.mark.parametrize(("struct", "change"), [
+    (struct, change) for struct in structs.LAYOUTS for change in ("a field more", "a field less", "another order")
+    if struct != "TensorMap" or change == "a field more"  # it has a single field
+])  # fmt: skip
+def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
+    layout = structs.LAYOUTS[struct]
+    fields = [(name, layout[name]) for name in layout.names]
+    wrong = {"a field more": [*fields, ("more", np.int64)], "a field less": fields[:-1],
+             "another order": fields[::-1]}[change]
+    monkeypatch.setitem(structs.LAYOUTS, struct, np.dtype(wrong))
+    jit._text.cache_clear()
+    kernel = {"ForwardSize": with_tiles()[3]}.get(struct, with_tiles()[4])
+    try:
+        with pytest.raises(RuntimeError, match=f"static assertion failed .*{struct}.* is not what structs.py has"):
+            jit.compile_kernel(kernel.name, "sm_90a")
+    finally:
+        monkeypatch.undo()
+        jit._text.cache_clear()
+
+
+def test_matrix_instructions_are_written_for_the_columns_of_the_table_alone():
+    with_all = jit.source("thd_attn_fwd_sm90")
+    written = set(map(int, re.findall(r"struct Wgmma<bf16, (\d+)>", with_all)))
+    assert written == set().union(*(tiles.wgmma_columns for tiles in TILES.values()))
 
 
 # --- the disk cache --------------------------------------------------------------------------------------------

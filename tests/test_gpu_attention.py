@@ -46,15 +46,15 @@ def test_portable_kernels_are_the_oracle_on_every_gpu(cupy, monkeypatch, case, d
     check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size", "parts"), [
-    pytest.param(*one.values, parts, id=f"{one.id}-parts{parts}")
+@pytest.mark.parametrize(("case", "dtype", "cp_size", "splits"), [
+    pytest.param(*one.values, splits, id=f"{one.id}-splits{splits}")
     for group in (3, 4) for one in every([case for case in DIMS if case.heads[0] == group * case.heads[1]])
-    for parts in range(1, group + 1) if group % parts == 0
+    for splits in range(1, group + 1) if group % splits == 0
 ])  # fmt: skip
-def test_query_heads_of_a_group_may_be_split(cupy, monkeypatch, case, dtype, cp_size, parts):
+def test_query_heads_of_a_group_may_be_split(cupy, monkeypatch, case, dtype, cp_size, splits):
     from thdattn.ops import scheduler
 
-    monkeypatch.setattr(scheduler, "split_heads", lambda gpu, plan, tiles, kv_heads, group, head_dim: parts)
+    monkeypatch.setattr(scheduler, "splits_per_kv_head", lambda gpu, plan, tiles, kv_heads, group, head_dim: splits)
     check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
 
 

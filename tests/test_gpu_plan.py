@@ -120,14 +120,15 @@ def test_how_many_tiles_of_keys_have_a_tile_of_queries_in_sight(cupy, case, dims
     from thdattn import tiles
     from thdattn.ops.backward import shares_of
 
-    sizes = tiles.TILES[dims].backward_sm90
+    row = tiles.TILES[dims]
+    sizes = row.backward_sm90
     for cp_size in case.cp_sizes:
         batch = case.batch(cp_size)
 
         def shares(comm, case=case, batch=batch):
             how = {"v_head_dim": dims[1], "window": case.window, "causal": case.causal}
             plan = thdattn.CPAttention(comm, 1, dims[0], **how).plan(batch, case.sharding, case.key_batch())
-            return shares_of(sizes, plan).get(), plan.key_ranges.get()
+            return shares_of(row, plan).get(), plan.key_ranges.get()
 
         for found, ranges in thdattn.comm.run_local(cp_size, shares):
             wanted = np.zeros(len(found), int)

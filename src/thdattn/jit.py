@@ -17,7 +17,7 @@ from typing import Any
 import cupy
 from cupy.cuda import driver, function, nvrtc
 
-from thdattn import kernel_cache, wgmma
+from thdattn import kernel_cache, structs, tiles, wgmma
 
 log = logging.getLogger("thdattn")
 
@@ -31,12 +31,14 @@ def device_arch() -> str:
     return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
-WRAPPERS = "wgmma.wrappers()"  # not a file, but what that returns
-
-# Which files make up the source of a kernel, in this order, its own last.
+# Which files make up the source of a kernel, in this order, its own last; some are written by Python.
+GENERATED = {
+    "wgmma.wrappers()": lambda: wgmma.wrappers(tiles.WGMMA_COLUMNS),
+    "structs.checks()": structs.checks,
+}
 _ROWS = ("kernels/common.cuh", "kernels.cu")
 _PORTABLE = ("kernels/common.cuh", "kernels/portable/common.cuh")
-_HOPPER = ("kernels/common.cuh", WRAPPERS, "kernels/hopper/common.cuh")
+_HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/hopper/common.cuh")
 _HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")
 FILES = {
     "thd_reorder": _ROWS,
@@ -71,11 +73,12 @@ def source(name: str) -> str:
 
 @functools.cache
 def _text(file: str) -> str:
-    return wgmma.wrappers() if file == WRAPPERS else (FOLDER / file).read_text()
+    return GENERATED[file]() if file in GENERATED else (FOLDER / file).read_text()
 
 
 # What decides which kernels run, and how: their sources, and the modules that compile and launch them.
-LAUNCH_FILES = ("**/*.cu", "**/*.cuh", "ops/*.py", "jit.py", "plan.py", "tensor_map.py", "tiles.py", "wgmma.py")
+LAUNCH_FILES = ("**/*.cu", "**/*.cuh", "ops/*.py", "jit.py", "plan.py", "structs.py", "tensor_map.py", "tiles.py",
+                "wgmma.py")
 
 
 def source_hash() -> str:

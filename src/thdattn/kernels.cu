@@ -1,39 +1,62 @@
-// Open this file first. It holds the kernels that work row by row, for every GPU: rows moved between rank order and sequence
-// order, and the arrays of a plan. What all kernels share is explained here, once.
+// Open this file first. It explains what all kernels share and holds those that work row by row, for every GPU: rows
+// moved between rank order and sequence order, and the arrays of a plan.
 //
-// One rule. The attention kernels know nothing of sequences, ranks, causality, windows or padding. They get one range of
-// keys per query row (key_ranges) and its transpose (query_ranges), and score(i, j) counts iff key_ranges[i].x <= j <
-// key_ranges[i].y. A row whose range is empty, as that of padding, is read as zero, so that NaN there cannot spread, and
-// written as zero. The plan kernels below turn lengths and masks into ranges.
+// One rule. The attention kernels know nothing of sequences, ranks, causality, windows or padding. They get one range
+// of keys per query row (key_ranges) and its transpose (query_ranges), and
 //
-// Tiles. A thread block owns one tile of rows at a time and visits the tiles of the other side that any of its rows sees.
-// Gaps between documents, chunks or windows cost nothing, and a tile that every row sees whole is computed without
-// comparisons. Tiles are aligned to the buffers, not to sequences, and the plan says in which order they are done.
+//   score(i, j) counts iff key_ranges[i].x <= j < key_ranges[i].y.
 //
-//   kernels/common.cuh                    element types, ranges of rows, small reductions: comes before every other file
-//   kernels/portable/common.cuh           mma.sync, ldmatrix and cp.async, tiles in shared memory (sm_80 and later)
+// A row whose range is empty, as that of padding, is read as zero, so that NaN there cannot spread, and written as
+// zero. The plan kernels below turn lengths and masks into ranges.
+//
+// Tiles. A thread block owns a tile of rows at a time and visits the tiles of the other side (keys for queries, queries
+// for keys) that one of its rows sees. Gaps between documents, chunks or windows cost nothing, and a tile that every
+// row sees whole is computed without comparisons. Tiles are aligned to the buffers, not to sequences. The plan says in
+// which order they are done.
+//
+// Files. Nothing is included: jit.py lists the files that make up a kernel's source, and tiles.py has the constants of
+// its template. ops/ launches the kernels.
+//
+//   kernels/common.cuh                    element types, ranges of rows, reductions: comes before every other file
+//   kernels/portable/common.cuh           mma.sync, ldmatrix, cp.async, tiles in shared memory (sm_80 and later)
 //   kernels/portable/forward.cu           the attention forward
-//   kernels/portable/backward.cu          delta, which Hopper needs too; dk, dv and dq; dq by itself; rounding
-//   kernels/hopper/common.cuh             wgmma, TMA and mbarriers, tiles in shared memory, the order of work (sm_90a)
+//   kernels/portable/backward.cu          delta, which Hopper needs too; dk and dv with dq or without; dq; rounding
+//   kernels/hopper/common.cuh             wgmma, TMA, mbarriers, tiles in shared memory, the scheduler (sm_90a)
 //   kernels/hopper/forward.cu             the attention forward
-//   kernels/hopper/backward_common.cuh    what both backwards share: what is in sight, sums of several thread blocks
+//   kernels/hopper/backward_common.cuh    what both backwards share: the scheduler's steps, shares of accumulators
 //   kernels/hopper/query_side.cuh         dq in the backward up to head dims 192/128
 //   kernels/hopper/backward.cu            the backward up to head dims 192/128
 //   kernels/hopper/wide.cu                the backward of wider heads
 //
-// Nothing is included: jit.py lists which files make up a kernel's source, and tiles.py the constants of their templates.
+// Words, beside those of the field. One meaning each, here and in Python:
+//
+//   in sight       rows of the other side that a row of the tile sees
+//   step           of a backward: one tile of keys meets one tile of queries of one head
+//   work           numbers that thread blocks draw; the scheduler says which tile of which head a number is
+//   together       how many heads are done one after another at each tile, so that their tensors share the L2 cache
+//   split          some of the query heads of a kv head, done by one thread block; others do the other splits
+//   acc, accum     accumulators in registers; fp32 accumulators in global memory, to which several blocks may add
+//   share          what one thread block brings to such an accumulator; it claims, brings and releases it
+//   semaphore      the int by which these thread blocks know whose share has arrived
+//   piece          64 query rows by some columns of a share of dq: what is sent at once
+//   stats          -lse / softmax_scale and -delta of every query row
+//   stage, ring    one of several equal buffers that are filled ahead; all of them
+//   fragment       the part of a matrix operand that a warp holds: 16 rows by 16 columns
+//   block          8 columns of accumulators (thread blocks are called so)
 
 // ------------------------------------------------------------------------------------------------ reorder
 
-// Moves whole rows of two buffers (k and v, or dk and dv) between rank order and sequence order in one launch: one
-// warp a row, 16 bytes a lane.
+// Moves whole rows of two buffers (k and v, or dk and dv) between rank order and sequence order in one launch. One warp
+// moves a row, 16 bytes a lane, so that reads and writes are contiguous in either direction; the index is read once a
+// row, not once an element. Bound by memory.
 //
-//   kToRankOrder = false   out[rank_order[t]] = in[t]   after all-gather of k, v; rows that no local query sees, padding
-//                                                       among them, become 0, as 0 * NaN would spread through a product
+//   kToRankOrder = false   out[rank_order[t]] = in[t]   after all-gather of k, v; rows that no local query sees,
+//                                                       padding among them, become 0, as 0 * NaN would spread
+//                                                       through a product
 //   kToRankOrder = true    out[t] = in[rank_order[t]]   before reduce-scatter of dk, dv; fillers become 0
 //
 // rank_order (num_rows): sequence-order row of row t in rank order, -1 for fillers; pitch: 16-byte words per row.
-// Launch: grid (ceil(num_rows / 8), 2), block 256. Bound by memory.
+// Launch: grid (ceil(num_rows / 8), 2), block 256.
 template <bool kToRankOrder>
 __global__ void __launch_bounds__(256) thd_reorder(
     uint4* __restrict__ out0, const uint4* __restrict__ in0, int pitch0, uint4* __restrict__ out1,
@@ -52,8 +75,10 @@ __global__ void __launch_bounds__(256) thd_reorder(
 
 // ------------------------------------------------------------------------------------------------ plan
 
-// The arrays of a plan from lengths that are already on the GPU, without a copy to the host. Each kernel computes
-// what plan.py computes with NumPy; the tests compare them element by element.
+// The arrays of a plan from lengths that are already on the GPU, without a copy to the host, so that a captured graph
+// can plan anew. Each kernel computes what plan.py computes with NumPy; the tests compare them element by element. A
+// thread computes one element from the lengths alone, by binary search. They run once per plan, and are bound by the
+// latency of their loads.
 
 // Whether offsets start elsewhere than at 0, decrease, leave a sequence fewer rows than tokens or rows that are no
 // multiple, or end beyond the buffer. Asked by all threads of a block.
@@ -70,8 +95,9 @@ __device__ __forceinline__ bool are_wrong(const int* cu_seqlens, const int* cu_s
 }
 
 // checked (2, 2, num_seqs + 1): cu_seqlens and cu_seqlens_padded of the queries and of the keys, for the kernels below.
-// If some are wrong it is all 0, as sequences without rows send no kernel out of bounds, *wrong is 1, and *notice, which
-// lies in memory of the host, becomes `serial`, so that the host can learn of it without a wait. Launch: one block.
+// If some are wrong it is all 0, as sequences without rows send no kernel out of bounds, *wrong is 1, and *notice,
+// which lies in memory of the host, becomes `serial`, so that the host can learn of it without a wait. Launch: one
+// block.
 __global__ void __launch_bounds__(1024) thd_plan_check(
     int* __restrict__ checked, int* __restrict__ wrong, volatile u64* notice, const int* __restrict__ cu_seqlens,
     const int* __restrict__ cu_seqlens_padded, const int* __restrict__ key_cu_seqlens,
@@ -121,8 +147,8 @@ __device__ __forceinline__ int lower_bound(const int* rows, int n, int x) {
   return low;
 }
 
-// rank_order (cp_size * local_rows) of the dual_chunk sharding; the rows behind the last sequence are shared out in equal
-// slices. Launch: one thread an element.
+// rank_order (cp_size * local_rows) of the dual_chunk sharding, which row of the pack each row in rank order is. Rows
+// after the last sequence are shared out in equal slices. Launch: one thread an element.
 __global__ void thd_plan_dual_chunk(int* __restrict__ rank_order, const int* __restrict__ cu_seqlens_padded,
                                     int num_seqs, int cp_size, int local_rows, int total_rows) {
   const int t = blockIdx.x * blockDim.x + threadIdx.x;
@@ -139,15 +165,15 @@ __global__ void thd_plan_dual_chunk(int* __restrict__ rank_order, const int* __r
 }
 
 // Where a row of one side, queries or keys, stands, and what it sees of the other side.
-struct Sight { int position, is_token; int2 range; };
+struct RowSight { int position, is_token; int2 range; };
 
 // here, there: lengths of the row's side and of the other, as thd_plan_check leaves them. left, right: window, in
 // positions of the other side; -1 = unlimited. The last positions of both sides are the same place. All 0 outside all
 // sequences.
-__device__ __forceinline__ Sight sight_of(int row, const int* here, const int* there, int num_seqs, int left,
+__device__ __forceinline__ RowSight sight_of(int row, const int* here, const int* there, int num_seqs, int left,
                                           int right) {
   const int* const starts = here + num_seqs + 1;
-  Sight sight = {0, 0, make_int2(0, 0)};
+  RowSight sight = {0, 0, make_int2(0, 0)};
   if (row < 0 || row >= starts[num_seqs]) return sight;
   const int seq = sequence_of(starts, num_seqs, row), length = here[seq + 1] - here[seq];
   sight.position = row - starts[seq], sight.is_token = sight.position < length;
@@ -160,20 +186,21 @@ __device__ __forceinline__ Sight sight_of(int row, const int* here, const int* t
 }
 
 // positions, valid, key_ranges (local_rows) of the query rows `rows`; causal is right = 0. Where the lengths are wrong
-// every row is valid, so that a loss over valid rows sees the NaN.
+// every row is valid, so that a loss over valid rows sees the NaN. Launch: one thread a row.
 __global__ void thd_plan_queries(int* __restrict__ positions, bool* __restrict__ valid, int2* __restrict__ key_ranges,
                                  const int* __restrict__ rows, const int* __restrict__ wrong,
                                  const int* __restrict__ queries, const int* __restrict__ keys, int num_seqs,
                                  int local_rows, int left, int right) {
   const int t = blockIdx.x * blockDim.x + threadIdx.x;
   if (t >= local_rows) return;
-  const Sight sight = sight_of(rows[t], queries, keys, num_seqs, left, right);
+  const RowSight sight = sight_of(rows[t], queries, keys, num_seqs, left, right);
   positions[t] = sight.position;
   valid[t] = sight.is_token || *wrong;
   key_ranges[t] = sight.range;
 }
 
-// query_ranges (key_rows): the rows of `rows` that see each key row. For keys, the sides of the window swap.
+// query_ranges (key_rows): the rows of `rows` that see each key row. They are neighbours, because `rows` ascend. For
+// keys, the sides of the window swap. Launch: one thread a key row.
 __global__ void thd_plan_keys(int2* __restrict__ query_ranges, const int* __restrict__ rows,
                               const int* __restrict__ queries, const int* __restrict__ keys, int num_seqs,
                               int local_rows, int key_rows, int left, int right) {
@@ -184,11 +211,13 @@ __global__ void thd_plan_keys(int2* __restrict__ query_ranges, const int* __rest
   query_ranges[key] = is_empty(range) ? make_int2(0, 0) : range;
 }
 
-// What orders a tile of rows: its longest sequence, length and first row, of equal ones the first; the span of the rows of the
-// other side between the first and the last in sight.
+// What a tile of rows is ordered by: length and first row of its longest sequence (of equal ones, the first), and its
+// span: how many rows of the other side lie between the first and the last in sight.
 struct TileCost { int length, begin, span; };
+static_assert(sizeof(TileCost) == 12, "ops/plan.py keeps three ints of each tile");
 
-// cost (tiles) of tiles of the rows `rows` (null: all in sequence order), whose ranges are given. One warp a tile.
+// cost (tiles) of the tiles of the rows `rows` (null: all in sequence order), whose ranges are given. Launch: one warp
+// a tile.
 __global__ void thd_plan_tile_cost(TileCost* __restrict__ cost, const int2* __restrict__ ranges,
                                    const int* __restrict__ rows, const int* __restrict__ lengths, int num_seqs,
                                    int num_rows, int tile, int num_tiles) {
@@ -211,8 +240,9 @@ __global__ void thd_plan_tile_cost(TileCost* __restrict__ cost, const int2* __re
   if (threadIdx.x % kWarp == 0) cost[t] = {longest, mine.begin, mine.span};
 }
 
-// order (2, tiles): by falling length of the sequence and, in a sequence, falling span; by falling span alone. One warp a tile
-// counts who comes first.
+// order (2, tiles): first by falling length of the sequence and, in a sequence, by falling span; then by falling span
+// alone. A tile's place is the number of tiles that come before it, which one warp counts, in one launch: a pack has a
+// few thousand tiles at most. Launch: one warp a tile.
 __global__ void thd_plan_tile_order(int* __restrict__ order, const TileCost* __restrict__ cost, int num_tiles) {
   const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
   if (t >= num_tiles) return;
@@ -222,7 +252,8 @@ __global__ void thd_plan_tile_order(int* __restrict__ order, const TileCost* __r
     const TileCost other = cost[i];
     const bool longer = other.span > mine.span || (other.span == mine.span && i < t);
     const bool same = other.length == mine.length && other.begin == mine.begin;
-    before[0] += same ? longer : other.length > mine.length || (other.length == mine.length && other.begin < mine.begin);
+    before[0] += same ? longer
+                      : other.length > mine.length || (other.length == mine.length && other.begin < mine.begin);
     before[1] += longer;
   }
   #pragma unroll

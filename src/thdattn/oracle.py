@@ -55,11 +55,7 @@ class Result:
 
 
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    dout: Array | None = None,
-    *,
+    q: Array, k: Array, v: Array, dout: Array | None = None, *,
     causal: bool = True,
     window: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-MAP = np.dtype([("opaque", np.uint8, (128,))])
+from thdattn.structs import TENSOR_MAP
+
 BOX_COLUMNS = 64  # 128 bytes, the width of the swizzle
 DATA_TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 SWIZZLE_128B, L2_PROMOTION_256B = 3, 3
@@ -42,7 +43,7 @@ def _encode(address: int, shape: tuple[int, int, int], dtype: np.dtype[Any], box
     )
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled returned {status} for an array of shape {shape} at {address:#x}")
-    return np.frombuffer(ctypes.string_at(aligned, MAP.itemsize), dtype=MAP)[0]
+    return np.frombuffer(ctypes.string_at(aligned, TENSOR_MAP.itemsize), dtype=TENSOR_MAP)[0]
 
 
 @functools.cache

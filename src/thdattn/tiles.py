@@ -1,28 +1,31 @@
-"""Tile sizes of the attention kernels per head dim: the one table a new head dim or a new measurement touches.
+"""Tile sizes of the attention kernels per head dim: the one table that a new head dim or a new measurement touches.
 
-Numbers are compile-time constants of the kernels, bounded by registers (no kernel may spill) and shared memory.
+Numbers are compile-time constants of the kernels, bounded by registers (no kernel may spill) and by shared memory. The
+methods of Tiles are named after the kernels that they instantiate. Bytes of shared memory are what the structs of the
+kernels (ForwardShared and so on) take, and constants themselves: the compiler compares them with what it finds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels/portable/common.cuh
 STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
 SLAB, SLAB_BYTES = 64, 128  # columns of a slab of a Hopper tile, bytes of its rows
 STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
-SM90_BARRIER_BYTES = 256  # behind the tiles of a Hopper kernel, at most
-SM90_RANGE_BYTES = 1536  # behind those of a Hopper backward: for the ranges of keys and the like
 
 ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
 
 
-def slabs(rows: int, width: int) -> int:
-    """Bytes of a Hopper tile of rows of `width` 16-bit elements."""
-    return rows * SLAB_BYTES * -(-width // SLAB)
+class Instance(NamedTuple):
+    """A kernel with its constants, as a C++ name expression, and the bytes of its dynamic shared memory."""
+
+    name: str
+    shared_bytes: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Forward:
     """thd_attn_fwd: tile_n keys at a time; each warp owns `fragments` times 16 query rows."""
 
@@ -36,12 +39,38 @@ class Forward:
         return 16 * self.warps * self.fragments
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """thd_attn_bwd: tile_n keys per thread block, tile_m query rows at a time, loaded `stages` deep.
+
+    `column_warps` warps share 16 keys and divide the columns of dk and dv.
+    """
+
+    tile_m: int
+    tile_n: int
+    column_warps: int
+    stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardDq:
+    """thd_attn_bwd_dq: tile_n keys at a time; each warp owns 16 query rows."""
+
+    tile_n: int
+    warps: int
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows of a thread block."""
+        return 16 * self.warps
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForwardSm90:
     """thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows.
 
     q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead. q_in_registers: queries are read
-    from registers, where there are some left. together: heads that take turns at a tile of long sequences.
+    from registers, where there are some left. together: heads that are done one after another at each tile.
     """
 
     tile_n: int
@@ -62,25 +91,12 @@ class ForwardSm90:
         return 4 * self.consumers
 
 
-@dataclass(frozen=True)
-class Backward:
-    """thd_attn_bwd: tile_n keys per thread block, tile_m query rows at a time, loaded `stages` deep.
-
-    `split` warps share 16 keys and divide the columns of dk and dv.
-    """
-
-    tile_m: int
-    tile_n: int
-    split: int
-    stages: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BackwardSm90:
     """thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time, `stages` query tiles loaded ahead.
 
-    The key side takes `queries` of them at once. dq has pieces of piece_cols columns, `places` of which are on their
-    way; the warpgroup that computes them has query_registers registers per thread, the others share the rest.
+    The key side takes `queries` of them at once. dq has pieces of piece_cols columns, and dq_stages buffers for pieces
+    on their way; the warpgroup that computes them has query_registers registers per thread, the others share the rest.
     together: as for ForwardSm90.
     """
 
@@ -88,179 +104,294 @@ class BackwardSm90:
     stages: int
     queries: int
     piece_cols: int
-    places: int
+    dq_stages: int
     query_registers: int
     together: int = 2
 
     tile_n = 128
-    has_order = True
-
-    @property
-    def shares_kernel(self) -> str:
-        """thd_attn_shares_sm90 for these tiles."""
-        return f"thd_attn_shares_sm90<2, {self.tile_m}>"
-
-    def kernel(self, head_dim: int, v_head_dim: int, ordered: bool) -> tuple[str, tuple[str | int, ...], int]:
-        """(name, constants in it beside types and head dims, bytes of its tiles in shared memory)."""
-        rows = self.tile_n + self.stages * self.tile_m
-        inputs = slabs(rows, head_dim) + slabs(rows, v_head_dim)
-        dscore, stats = self.stages * slabs(self.tile_n, self.tile_m), 8 * self.stages * self.tile_m
-        pieces = self.places * 4 * 64 * self.piece_cols
-        constants = (self.tile_m, self.stages, self.queries, self.piece_cols, self.places, self.query_registers)
-        return "thd_attn_bwd_sm90", (*constants, str(ordered).lower()), inputs + dscore + pieces + stats
+    has_deterministic = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BackwardWideSm90:
-    """thd_attn_bwd_wide_sm90: 64 keys per thread block, 64 query rows at a time, dq summed in any order.
+    """thd_attn_bwd_wide_sm90: 64 keys per thread block, 64 query rows at a time, dq added up in any order.
 
-    q_stages tiles of queries and dout_stages tiles of their gradients are loaded ahead.
+    q_stages tiles of queries and dout_stages tiles of their gradients are loaded ahead. keys_in_registers: as
+    q_in_registers of ForwardSm90. The warpgroups of keys and of values have so many registers per thread.
     """
 
     q_stages: int
     dout_stages: int
+    keys_in_registers: bool
+    key_registers: int
+    value_registers: int
 
     tile_m = tile_n = 64
     together = 2
-    has_order = False
-    shares_kernel = "thd_attn_shares_sm90<1, 64>"
-
-    def kernel(self, head_dim: int, v_head_dim: int, ordered: bool) -> tuple[str, tuple[str | int, ...], int]:
-        """(name, constants in it beside types and head dims, bytes of its tiles in shared memory)."""
-        assert not ordered
-        inputs = slabs(64 * (1 + self.q_stages), head_dim) + slabs(64 * (1 + self.dout_stages), v_head_dim)
-        stats = 4 * 64 * (self.q_stages + self.dout_stages)
-        return "thd_attn_bwd_wide_sm90", (self.q_stages, self.dout_stages), inputs + 2 * slabs(64, 64) + stats
+    has_deterministic = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tiles:
     """All tile sizes of one head dim. `backward` is a choice: the first that fits the GPU's shared memory."""
 
     head_dim: int
     v_head_dim: int
     forward: Forward
-    forward_sm90: ForwardSm90
     backward: tuple[Backward, ...]
+    backward_dq: BackwardDq
+    forward_sm90: ForwardSm90
     backward_sm90: BackwardSm90 | BackwardWideSm90
-    dq_tile_n: int
-    dq_warps: int
 
-    def forward_kernel(self, dtype: str) -> tuple[str, int]:
-        """(name, bytes of shared memory) of thd_attn_fwd for "float16" or "bfloat16"."""
+    # ---------------------------------------------------------------------------------------- portable kernels
+
+    def thd_attn_fwd(self, dtype: str) -> Instance:
+        """The forward, for "float16" or "bfloat16"."""
         f = self.forward
-        name = self._name("thd_attn_fwd", ELEMENT_TYPES[dtype], self.head_dim, self.v_head_dim, f.tile_n, f.warps,
-                          f.fragments)
-        return name, 2 * (f.tile_m * (self.head_dim + PAD) + f.tile_n * self._pair)
+        return _instance("thd_attn_fwd", dtype, *self._dims, f.tile_n, f.warps, f.fragments,
+                         shared_bytes=2 * (f.tile_m * (self.head_dim + PAD) + f.tile_n * self._pair))
 
-    def forward_sm90_kernel(self, dtype: str) -> tuple[str, int]:
-        """(name, bytes of shared memory) of thd_attn_fwd_sm90."""
-        f = self.forward_sm90
-        name = self._name("thd_attn_fwd_sm90", ELEMENT_TYPES[dtype], self.head_dim, self.v_head_dim, f.tile_n,
-                          f.consumers, f.q_stages, f.kv_stages, str(f.q_in_registers).lower())
-        q = slabs(f.q_stages * f.tile_m, self.head_dim)
-        k, v = (slabs(f.kv_stages * f.tile_n, width) for width in (self.head_dim, self.v_head_dim))
-        ranges = 2 * f.q_stages * f.tile_m * 8
-        return name, q + k + v + SM90_BARRIER_BYTES + ranges
+    def thd_attn_delta(self, dtype: str) -> Instance:
+        """What every backward needs per query row."""
+        return _instance("thd_attn_delta", dtype, self.v_head_dim)
 
-    def round_wide_kernel(self, dtype: str) -> tuple[str, int]:
-        """(name, no shared memory) of thd_attn_round_wide_sm90."""
-        return self._name("thd_attn_round_wide_sm90", ELEMENT_TYPES[dtype], self.head_dim), 0
+    def thd_attn_bwd(self, dtype: str, grad_dtype: str, with_dq: bool, tiles: Backward) -> Instance:
+        """dk and dv, whose dtype is grad_dtype, and with_dq also dq's accumulators."""
+        t = tiles
+        stats = 4  # -lse and -delta of a query row, in 2-byte elements
+        rows = t.tile_n * self._pair + t.stages * t.tile_m * (self._pair + stats)
+        return _instance("thd_attn_bwd", dtype, grad_dtype, *self._dims, t.tile_m, t.tile_n, t.column_warps, t.stages,
+                         with_dq, shared_bytes=2 * (rows + t.tile_n * (t.tile_m + PAD)))
 
-    def backward_sm90_kernel(self, dtype: str, grad_dtype: str, ordered: bool) -> tuple[str, int]:
-        """(name, bytes of shared memory) of the Hopper backward; grad_dtype is that of dk and dv."""
-        kernel, constants, tile_bytes = self.backward_sm90.kernel(self.head_dim, self.v_head_dim, ordered)
-        name = self._name(kernel, ELEMENT_TYPES[dtype], ELEMENT_TYPES[grad_dtype], self.head_dim, self.v_head_dim,
-                          *constants)
-        return name, tile_bytes + SM90_BARRIER_BYTES + SM90_RANGE_BYTES
+    def thd_attn_bwd_dq(self, dtype: str) -> Instance:
+        """dq by itself, for the same bits on every run."""
+        t = self.backward_dq
+        return _instance("thd_attn_bwd_dq", dtype, *self._dims, t.tile_n, t.warps,
+                         shared_bytes=2 * (t.tile_m + t.tile_n) * self._pair)
 
-    def round_kernel(self, dtype: str) -> tuple[str, int]:
-        """(name, no shared memory) of thd_attn_round."""
-        return self._name("thd_attn_round", ELEMENT_TYPES[dtype]), 0
-
-    def delta_kernel(self, dtype: str) -> tuple[str, int]:
-        """(name, no shared memory) of thd_attn_delta."""
-        return self._name("thd_attn_delta", ELEMENT_TYPES[dtype], self.v_head_dim), 0
-
-    def backward_kernel(self, dtype: str, grad_dtype: str, with_dq: bool, tiles: Backward) -> tuple[str, int]:
-        """(name, bytes of shared memory) of thd_attn_bwd; grad_dtype is that of dk and dv."""
-        name = self._name("thd_attn_bwd", ELEMENT_TYPES[dtype], ELEMENT_TYPES[grad_dtype], self.head_dim,
-                          self.v_head_dim, tiles.tile_m, tiles.tile_n, tiles.split, tiles.stages,
-                          str(with_dq).lower())
-        stats = 4  # lse and delta of a query row, in 2-byte elements
-        rows = tiles.tile_n * self._pair + tiles.stages * tiles.tile_m * (self._pair + stats)
-        return name, 2 * (rows + tiles.tile_n * (tiles.tile_m + PAD))
-
-    def dq_kernel(self, dtype: str) -> tuple[str, int]:
-        """(name, bytes of shared memory) of thd_attn_bwd_dq."""
-        name = self._name("thd_attn_bwd_dq", ELEMENT_TYPES[dtype], self.head_dim, self.v_head_dim, self.dq_tile_n,
-                          self.dq_warps)
-        return name, 2 * (16 * self.dq_warps + self.dq_tile_n) * self._pair
+    def thd_attn_round(self, dtype: str) -> Instance:
+        """dq from its accumulators."""
+        return _instance("thd_attn_round", dtype)
 
     def backward_for(self, shared_bytes: int) -> Backward:
         """The first choice of the backward that fits `shared_bytes` of shared memory per block."""
         return next(b for b in self.backward
-                    if self.backward_kernel("bfloat16", "float32", True, b)[1] + STATIC_BYTES <= shared_bytes)
+                    if self.thd_attn_bwd("bfloat16", "float32", True, b).shared_bytes + STATIC_BYTES <= shared_bytes)
 
-    def kernels(self, shared_bytes: int) -> list[tuple[str, int]]:
+    def portable_kernels(self, shared_bytes: int) -> list[Instance]:
         """Every portable kernel of this head dim on a GPU with so much shared memory per block."""
         backward = self.backward_for(shared_bytes)
         return [
             kernel
             for dtype in ("float16", "bfloat16")
             for kernel in (
-                self.forward_kernel(dtype),
-                self.delta_kernel(dtype),
-                self.round_kernel(dtype),
-                self.dq_kernel(dtype),
-                *(self.backward_kernel(dtype, grad, with_dq, backward)
+                self.thd_attn_fwd(dtype),
+                self.thd_attn_delta(dtype),
+                *(self.thd_attn_bwd(dtype, grad, with_dq, backward)
                   for grad in (dtype, "float32") for with_dq in (True, False)),
+                self.thd_attn_bwd_dq(dtype),
+                self.thd_attn_round(dtype),
             )
         ]
 
-    def kernels_sm90(self) -> list[tuple[str, int]]:
+    # ---------------------------------------------------------------------------------------- Hopper kernels
+
+    def thd_attn_fwd_sm90(self, dtype: str) -> Instance:
+        """The forward."""
+        f = self.forward_sm90
+        tiles = slabs(f.q_stages * f.tile_m, self.head_dim) + self._keys_and_values(f.kv_stages * f.tile_n)
+        barriers = 8 * (2 * f.q_stages + 4 * f.kv_stages)
+        told = -(-(12 * f.q_stages + 8 * f.kv_stages) // 8) * 8  # QueryTile and KeyTile
+        ranges = 8 * 2 * f.q_stages * f.tile_m
+        return _instance("thd_attn_fwd_sm90", dtype, *self._dims, f.tile_n, f.consumers, f.q_stages, f.kv_stages,
+                         f.q_in_registers, shared_bytes=tiles + barriers + told + ranges)
+
+    def thd_attn_shares_sm90(self) -> Instance:
+        """How many tiles of keys have a share of a tile's dq."""
+        b = self.backward_sm90
+        return _instance("thd_attn_shares_sm90", b.tile_n // 64, b.tile_m)
+
+    def thd_attn_bwd_sm90(self, dtype: str, grad_dtype: str, deterministic: bool) -> Instance:
+        """dq, dk and dv, the last two in grad_dtype."""
+        b = self.backward_sm90
+        assert isinstance(b, BackwardSm90)
+        tiles = self._keys_and_values(b.tile_n + b.stages * b.tile_m) + b.stages * slabs(b.tile_n, b.tile_m)
+        pieces, stats = b.dq_stages * 4 * 64 * b.piece_cols, 8 * b.stages * b.tile_m
+        barriers = 8 * (8 + 4 * b.stages + 3 * b.dq_stages)
+        told = -(-(2 * 12 + 4 * b.dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
+        ranges = 8 * (b.tile_n + 8)
+        return _instance("thd_attn_bwd_sm90", dtype, grad_dtype, *self._dims, b.tile_m, b.stages, b.queries,
+                         b.piece_cols, b.dq_stages, b.query_registers, deterministic,
+                         shared_bytes=tiles + pieces + stats + barriers + told + ranges)
+
+    def thd_attn_bwd_wide_sm90(self, dtype: str, grad_dtype: str) -> Instance:
+        """dk and dv, whose dtype is grad_dtype, and dq or its accumulators."""
+        b = self.backward_sm90
+        assert isinstance(b, BackwardWideSm90)
+        tiles = (slabs(64 * (1 + b.q_stages), self.head_dim) + slabs(64 * (1 + b.dout_stages), self.v_head_dim)
+                 + 2 * slabs(64, 64))  # fmt: skip
+        loaded = b.q_stages + b.dout_stages
+        stats, barriers, steps, ranges = 4 * 64 * loaded, 8 * (8 + 2 * loaded), 16 * (2 + loaded), 8 * (64 + 8)
+        return _instance("thd_attn_bwd_wide_sm90", dtype, grad_dtype, *self._dims, b.q_stages, b.dout_stages,
+                         b.keys_in_registers, b.key_registers, b.value_registers,
+                         shared_bytes=tiles + stats + barriers + steps + ranges)
+
+    def thd_attn_round_wide_sm90(self, dtype: str) -> Instance:
+        """dq from its accumulators."""
+        return _instance("thd_attn_round_wide_sm90", dtype, self.head_dim)
+
+    def hopper_kernels(self) -> list[Instance]:
         """Every Hopper kernel of this head dim."""
-        orders = (False, True) if self.backward_sm90.has_order else (False,)
-        rounds = not self.backward_sm90.has_order
-        return [
-            kernel
-            for dtype in ("float16", "bfloat16")
-            for kernel in (
-                self.forward_sm90_kernel(dtype),
-                (self.backward_sm90.shares_kernel, 0),
-                *([self.round_wide_kernel(dtype)] if rounds else []),
-                *(self.backward_sm90_kernel(dtype, grad, ordered) for grad in (dtype, "float32") for ordered in orders),
-            )
-        ]
+        kernels = [self.thd_attn_shares_sm90()]
+        for dtype in ("float16", "bfloat16"):
+            kernels.append(self.thd_attn_fwd_sm90(dtype))
+            if isinstance(self.backward_sm90, BackwardSm90):
+                kernels += [self.thd_attn_bwd_sm90(dtype, grad, deterministic)
+                            for grad in (dtype, "float32") for deterministic in (False, True)]
+            else:
+                kernels += [self.thd_attn_bwd_wide_sm90(dtype, grad) for grad in (dtype, "float32")]
+                kernels.append(self.thd_attn_round_wide_sm90(dtype))
+        return kernels
+
+    @property
+    def wgmma_columns(self) -> set[int]:
+        """Columns of the accumulators of the Hopper kernels' matrix instructions."""
+        f, b = self.forward_sm90, self.backward_sm90
+        if isinstance(b, BackwardSm90):
+            backward = {b.queries, b.piece_cols, *self._dims}
+        else:  # a sum of 256 columns takes two instructions, kWideCols of kernels/hopper/wide.cu
+            backward = {64, *(128 if dim == 256 else dim for dim in self._dims)}
+        return {f.tile_n, self.v_head_dim, *backward}
+
+    # ---------------------------------------------------------------------------------------- what they share
+
+    @property
+    def _dims(self) -> tuple[int, int]:
+        return self.head_dim, self.v_head_dim
 
     @property
     def _pair(self) -> int:
-        """Elements of one row of keys and one of values."""
+        """Elements of one row of keys and one of values in a portable tile."""
         return self.head_dim + self.v_head_dim + 2 * PAD
 
-    @staticmethod
-    def _name(kernel: str, *constants: str | int) -> str:
-        return f"{kernel}<{', '.join(map(str, constants))}>"
+    def _keys_and_values(self, rows: int) -> int:
+        """Bytes of Hopper tiles of so many rows of keys, and as many of values."""
+        return slabs(rows, self.head_dim) + slabs(rows, self.v_head_dim)
 
 
+def slabs(rows: int, width: int) -> int:
+    """Bytes of a Hopper tile of rows of `width` 16-bit elements."""
+    return rows * SLAB_BYTES * -(-width // SLAB)
+
+
+def _instance(kernel: str, *constants: str | int, shared_bytes: int = 0) -> Instance:
+    """Constants in the order of the kernel's template, whose last is shared_bytes, if it has any."""
+    all_constants = (*constants, shared_bytes) if shared_bytes else constants
+    written = [ELEMENT_TYPES.get(str(c), str(c).lower()) for c in all_constants]
+    return Instance(f"{kernel}<{', '.join(written)}>", shared_bytes)
+
+
+# What bounds a number stands beside it: what spills does so by ptxas's account, and what does not fit exceeds the
+# 227 KB of shared memory of Hopper. What nothing bounds was chosen by timing it on an H100. The second choice of a
+# portable backward is for GPUs with 99 KB.
 TILES = {
     (t.head_dim, t.v_head_dim): t
     for t in (
-        Tiles(64, 64, Forward(64, 4, 2), ForwardSm90(128, 3, 2, 3), (Backward(64, 128, 1, 2),),
-              BackwardSm90(128, 2, 128, 64, 2, 64), 64, 8),
-        Tiles(96, 96, Forward(48, 4, 2), ForwardSm90(112, 3, 1, 3),
-              (Backward(64, 128, 1, 2), Backward(64, 128, 1, 1)),
-              BackwardSm90(64, 2, 64, 96, 2, 80, together=4), 32, 8),
-        Tiles(128, 128, Forward(48, 4, 2), ForwardSm90(128, 2, 1, 2, q_in_registers=True, together=1),
-              (Backward(64, 128, 1, 2), Backward(64, 64, 1, 1)), BackwardSm90(64, 2, 64, 64, 2, 64), 16, 8),
-        Tiles(192, 128, Forward(64, 4, 1), ForwardSm90(128, 2, 1, 2),
-              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardSm90(64, 2, 32, 32, 4, 48, together=3), 16, 4),
-        Tiles(192, 192, Forward(64, 4, 1), ForwardSm90(112, 2, 1, 2),
-              (Backward(64, 64, 2, 2), Backward(32, 64, 2, 1)), BackwardWideSm90(3, 2), 16, 4),
-        Tiles(256, 256, Forward(32, 4, 1), ForwardSm90(80, 2, 1, 2),
-              (Backward(32, 64, 2, 2), Backward(32, 32, 2, 1)), BackwardWideSm90(2, 2), 16, 4),
+        Tiles(
+            head_dim=64, v_head_dim=64,
+            forward=Forward(tile_n=64, warps=4, fragments=2),
+            backward=(Backward(tile_m=64, tile_n=128, column_warps=1, stages=2),),  # 256 keys spill
+            backward_dq=BackwardDq(tile_n=64, warps=8),
+            forward_sm90=ForwardSm90(
+                tile_n=128, consumers=3,  # 144 keys spill
+                q_stages=2, kv_stages=3,
+            ),
+            backward_sm90=BackwardSm90(
+                tile_m=128, stages=2, queries=128,  # a third stage does not fit
+                piece_cols=64, dq_stages=2,
+                query_registers=64,  # 48 spill
+            ),
+        ),
+        Tiles(
+            head_dim=96, v_head_dim=96,
+            forward=Forward(tile_n=48, warps=4, fragments=2),  # 64 keys spill
+            backward=(Backward(tile_m=64, tile_n=128, column_warps=1, stages=2),  # 128 queries, or 256 keys, spill
+                      Backward(tile_m=64, tile_n=128, column_warps=1, stages=1)),
+            backward_dq=BackwardDq(tile_n=32, warps=8),
+            forward_sm90=ForwardSm90(
+                tile_n=112, consumers=3, q_stages=1, kv_stages=3,  # 128 keys, or another stage, do not fit
+            ),
+            backward_sm90=BackwardSm90(
+                tile_m=64, stages=2, queries=64,  # 128 queries, or a third stage, do not fit
+                piece_cols=96, dq_stages=2,  # a third does not fit
+                query_registers=80,  # 64 spill
+                together=4,
+            ),
+        ),
+        Tiles(
+            head_dim=128, v_head_dim=128,
+            forward=Forward(tile_n=48, warps=4, fragments=2),  # 64 keys spill
+            backward=(Backward(tile_m=64, tile_n=128, column_warps=1, stages=2),  # 128 queries, or 256 keys, spill
+                      Backward(tile_m=64, tile_n=64, column_warps=1, stages=1)),
+            backward_dq=BackwardDq(tile_n=16, warps=8),
+            forward_sm90=ForwardSm90(
+                tile_n=128, consumers=2, q_stages=1, kv_stages=2,  # 3 consumers spill
+                q_in_registers=True, together=1,
+            ),
+            backward_sm90=BackwardSm90(
+                tile_m=64, stages=2, queries=64,  # 128 queries, or a third stage, do not fit
+                piece_cols=64, dq_stages=2,  # 128 columns spill
+                query_registers=64,  # 48 spill, and 80 leave too few to the key side, whose products then wait
+            ),
+        ),
+        Tiles(
+            head_dim=192, v_head_dim=128,
+            forward=Forward(tile_n=64, warps=4, fragments=1),  # two fragments spill
+            backward=(Backward(tile_m=64, tile_n=64, column_warps=2, stages=2),  # 128 queries or keys spill
+                      Backward(tile_m=32, tile_n=64, column_warps=2, stages=1)),
+            backward_dq=BackwardDq(tile_n=16, warps=4),
+            forward_sm90=ForwardSm90(
+                tile_n=128, consumers=2, q_stages=1, kv_stages=2,  # 144 keys, or another stage, do not fit
+            ),
+            backward_sm90=BackwardSm90(
+                tile_m=64, stages=2, queries=32,  # a third stage does not fit, 64 queries at once spill
+                piece_cols=32, dq_stages=4,  # a fifth does not fit, 64 columns spill
+                query_registers=48,  # 32 spill, and 64 leave too few to the key side, which then spills
+                together=3,
+            ),
+        ),
+        Tiles(
+            head_dim=192, v_head_dim=192,
+            forward=Forward(tile_n=64, warps=4, fragments=1),  # two fragments spill
+            backward=(Backward(tile_m=64, tile_n=64, column_warps=2, stages=2),  # 128 queries or keys spill
+                      Backward(tile_m=32, tile_n=64, column_warps=2, stages=1)),
+            backward_dq=BackwardDq(tile_n=16, warps=4),
+            forward_sm90=ForwardSm90(
+                tile_n=112, consumers=2, q_stages=1, kv_stages=2,  # 128 keys, or another stage, do not fit
+            ),
+            backward_sm90=BackwardWideSm90(
+                q_stages=3, dout_stages=2, keys_in_registers=True,
+                key_registers=208, value_registers=208,  # 192 for keys spill
+            ),
+        ),
+        Tiles(
+            head_dim=256, v_head_dim=256,
+            forward=Forward(tile_n=32, warps=4, fragments=1),  # two fragments spill
+            backward=(Backward(tile_m=32, tile_n=64, column_warps=2, stages=2),  # 128 keys spill
+                      Backward(tile_m=32, tile_n=32, column_warps=2, stages=1)),
+            backward_dq=BackwardDq(tile_n=16, warps=4),
+            forward_sm90=ForwardSm90(
+                tile_n=80, consumers=2, q_stages=1, kv_stages=2,  # 96 keys, or another stage, do not fit
+            ),
+            backward_sm90=BackwardWideSm90(
+                q_stages=2, dout_stages=2,  # another stage does not fit
+                keys_in_registers=False,  # keys in registers spill
+                key_registers=192, value_registers=224,  # 176 for keys spill
+            ),
+        ),
     )
 }
+WGMMA_COLUMNS = sorted({columns for t in TILES.values() for columns in t.wgmma_columns})
 
 REORDER_KERNELS = {to_rank_order: f"thd_reorder<{str(to_rank_order).lower()}>" for to_rank_order in (False, True)}
 PLAN_KERNELS = ("thd_plan_check", "thd_plan_dual_chunk", "thd_plan_queries", "thd_plan_keys", "thd_plan_tile_cost",

@@ -8,13 +8,13 @@ Source: PTX ISA 9.7.15, asynchronous warpgroup level matrix instructions.
 
 from __future__ import annotations
 
-COLUMNS = (32, 64, 80, 96, 112, 128, 192, 256)
+from collections.abc import Iterable
 
 
-def wrappers() -> str:
-    """CUDA source: Wgmma<T, N>::shared (A and B in shared memory) and ::registers (A in registers)."""
+def wrappers(columns: Iterable[int]) -> str:
+    """CUDA source: Wgmma<T, N>::shared (A and B in shared memory) and ::registers (A in registers), N in `columns`."""
     head = "template <typename T, int kColumns> struct Wgmma;\n"
-    return head + "".join(_wrapper(t, n) for t in ("bf16", "f16") for n in COLUMNS)
+    return head + "".join(_wrapper(t, n) for t in ("bf16", "f16") for n in columns)
 
 
 def _wrapper(dtype: str, columns: int) -> str:

@@ -1,5 +1,5 @@
-// Device code that the portable and the Hopper kernels share: element types, ranges of rows, small reductions.
-// Header-free; jit.py pastes it in front of all others.
+// What every file of device code builds on: element types, ranges of rows, small reductions. It comes before all
+// others.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -8,10 +8,17 @@ struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 
 [[maybe_unused]] constexpr int kWarp = 32;
-[[maybe_unused]] constexpr int kNone = 0x7fffffff;                    // no further row in sight
+[[maybe_unused]] constexpr int kNone = 0x7fffffff;                    // no other row in sight
 [[maybe_unused]] constexpr float kLog2e = 1.4426950408889634f;
 [[maybe_unused]] constexpr float kLn2 = 0.6931471805599453f;
 #define kInfinity __int_as_float(0x7f800000)
+
+// tiles.py computes how many bytes of shared memory a kernel is launched with; a wrong number does not compile. An
+// error shows both numbers.
+template <int kFound, int kFromPython> constexpr bool same_bytes() {
+  static_assert(kFound == kFromPython, "tiles.py computes other bytes of shared memory than the kernel has");
+  return true;
+}
 
 template <typename T> __device__ u32 pack(float low, float high);
 template <> __device__ __forceinline__ u32 pack<bf16>(float low, float high) {
@@ -32,7 +39,8 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 pair) {
   return r;
 }
 
-// The same for numbers >= 0 without NaN, by arithmetic that the compiler rather repeats than keeps the results in registers.
+// The same for numbers >= 0 that are not NaN. The compiler would rather repeat this arithmetic than keep its results in
+// registers.
 template <typename T> __device__ __forceinline__ float2 unpack_probabilities(u32 pair) { return unpack<T>(pair); }
 template <> __device__ __forceinline__ float2 unpack_probabilities<f16>(u32 pair) {
   const float kBias = 0x1p112f;                       // between the exponents of the two formats
@@ -52,13 +60,15 @@ __device__ __forceinline__ void store_pair(f16* p, float x, float y) { *(u32*)p 
 // A range [x, y) of rows of the other side that a row sees; (0, 0) marks padding.
 __device__ __forceinline__ bool is_empty(int2 range) { return range.x >= range.y; }
 __device__ __forceinline__ bool contains(int2 range, int i) { return (u32)(i - range.x) < (u32)(range.y - range.x); }
-__device__ __forceinline__ bool touches(int2 range, int begin, int size) { return range.x < begin + size && range.y > begin; }
+__device__ __forceinline__ bool touches(int2 range, int begin, int size) {
+  return range.x < begin + size && range.y > begin;
+}
 
 __device__ __forceinline__ int2 range_of(const int2* ranges, int row, int num_rows) {
   return row < num_rows ? ranges[row] : make_int2(0, 0);
 }
 
-// Over the four lanes that hold one row of an accumulator.
+// Reductions over the four lanes that hold one row of an accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -68,7 +78,7 @@ __device__ __forceinline__ float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// Accumulators of two neighbouring 16x8 blocks are, rounded, the A operand of one 16x16 block.
+// Two neighbouring 16x8 blocks of accumulators, once rounded, are the A operand of one 16x16 block: no data moves.
 template <typename T, int kFragments, int kBlocks>
 __device__ __forceinline__ void round_to_operand(u32 (&a)[kFragments][kBlocks / 2][4],
                                                  const float (&c)[kFragments][kBlocks][4]) {

@@ -1,4 +1,4 @@
-"""The CUDA engine: one launcher per kernel, with the functions of the NumPy engine and the same arguments.
+"""The CUDA engine: launchers of the kernels, with the functions of the NumPy engine and the same arguments.
 
 Everything runs on CuPy's current stream; nothing waits for the GPU or copies from it, so a call can be captured in a
 CUDA graph. Results are new arrays (a layer's output must outlive the next layer's call); work buffers are the plan's.
@@ -26,7 +26,7 @@ head_dims = tuple(TILES)
 
 def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
     """Rows per query tile and per key tile of the kernels for these head dims."""
-    gpu, chosen = launch.this_gpu(), TILES[head_dim, v_head_dim]
+    gpu, row = launch.this_gpu(), TILES[head_dim, v_head_dim]
     if gpu.sm90:
-        return chosen.forward_sm90.tile_m, chosen.backward_sm90.tile_n
-    return chosen.forward.tile_m, chosen.backward_for(gpu.shared_bytes).tile_n
+        return row.forward_sm90.tile_m, row.backward_sm90.tile_n
+    return row.forward.tile_m, row.backward_for(gpu.shared_bytes).tile_n

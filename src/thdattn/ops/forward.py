@@ -1,4 +1,4 @@
-"""Launchers of the attention forward."""
+"""The attention forward: thd_attn_fwd_sm90 on Hopper, thd_attn_fwd elsewhere."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Launch, layout
 from thdattn.ops.plan import poison
 from thdattn.plan import Plan
+from thdattn.structs import FORWARD_SIZE
 from thdattn.tensor_map import tensor_map
 from thdattn.tiles import TILES, ForwardSm90
-
-# Of kernels/hopper/forward.cu.
-FORWARD_SIZE = np.dtype([(field, np.int32) for field in (
-    "q_rows", "num_tiles", "num_heads", "group", "together", "last_heads")])
 
 
 def attn_fwd(
@@ -38,19 +35,17 @@ def attn_fwd(
 
 def _forward(q: Array, k: Array, v: Array, plan: Plan) -> tuple[Launch, tuple[int, ...], Array]:
     """The launch of the forward, the rows of the boxes that it loads by tensor map (none: by pointer), max_logits."""
-    gpu, chosen, dtype = launch.this_gpu(), TILES[q.shape[2], v.shape[2]], q.dtype.name
+    gpu, row, dtype = launch.this_gpu(), TILES[q.shape[2], v.shape[2]], q.dtype.name
     (num_rows, num_heads, _), num_tiles = q.shape, plan.arrays.query_tiles.shape[1]
-    tiles = chosen.forward_sm90 if gpu.sm90 else chosen.forward
+    group, tiles = num_heads // k.shape[1], row.forward_sm90 if gpu.sm90 else row.forward
     max_logits = launch.empty((num_heads, num_tiles * tiles.warps), np.float32)
-    group = num_heads // k.shape[1]
     if isinstance(tiles, ForwardSm90):
-        order, how = scheduler.work_order(gpu, plan, plan.arrays.query_tiles, num_heads, max(group, tiles.together))
+        order, how = scheduler.schedule(gpu, plan, plan.arrays.query_tiles, num_heads, max(group, tiles.together))
         size = np.array((num_rows, num_tiles, num_heads, group, *how), FORWARD_SIZE)[()]
-        fixed = (max_logits, plan.key_ranges, order, cupy.zeros(1, np.int32), size)
-        grid, block = (min(gpu.multiprocessors, num_tiles * num_heads),), 128 * (1 + tiles.consumers)
-        kernel = jit.kernel(*chosen.forward_sm90_kernel(dtype))
-        return Launch(kernel, grid, block, fixed), (tiles.tile_m, tiles.tile_n, tiles.tile_n), max_logits
-    fixed = (max_logits, plan.key_ranges, plan.query_ranges, plan.arrays.query_tiles[1],
-             *map(np.int32, (num_rows, len(k), group)))
-    kernel = jit.kernel(*chosen.forward_kernel(dtype))
-    return Launch(kernel, (num_tiles, num_heads), 32 * tiles.warps, fixed), (), max_logits
+        run = Launch(jit.kernel(*row.thd_attn_fwd_sm90(dtype)), (min(gpu.multiprocessors, num_tiles * num_heads),),
+                     128 * (1 + tiles.consumers), (max_logits, plan.key_ranges, order, cupy.zeros(1, np.int32), size))
+        return run, (tiles.tile_m, tiles.tile_n, tiles.tile_n), max_logits
+    sizes = map(np.int32, (num_rows, len(k), group))
+    run = Launch(jit.kernel(*row.thd_attn_fwd(dtype)), (num_tiles, num_heads), 32 * tiles.warps,
+                 (max_logits, plan.key_ranges, plan.query_ranges, plan.arrays.query_tiles[1], *sizes))
+    return run, (), max_logits

@@ -1,31 +1,18 @@
-"""In which order the Hopper kernels do their tiles and heads, and how they divide the query heads of a group."""
+"""The scheduler of the Hopper kernels: in which order they do tiles and heads, and how query heads are split."""
 
 from __future__ import annotations
 
 from thdattn.ops.launch import Array, Gpu
 from thdattn.plan import Plan
 
-# Measured on an H100.
-PART_COLUMNS, LONG_FROM = 128, 1100  # of the query heads of a part; local queries that see an average key
-SHORT_UP_TO, SHORT_TOGETHER = 2048, 16  # such queries; heads
+# Measured on an H100. "Queries in sight" are the local queries that see an average key.
+SPLIT_COLUMNS, LONG_FROM = 128, 1100  # columns of the query heads of a split; from so many queries in sight on
+SHORT_UP_TO, SHORT_TOGETHER = 2048, 16  # up to so many queries in sight; heads done together there
 FEW_SEQUENCES = 4  # of equal length, causal: what leaves as many pairs is few as well
 
 
-def split_heads(gpu: Gpu, plan: Plan, num_tiles: int, num_kv_heads: int, group: int, head_dim: int) -> int:
-    """Into how many parts the query heads of a kv head are split, which then add their shares of dk and dv.
-
-    One part needs no sums. But few tiles leave multiprocessors idle, and the heads of a part are at work at different
-    rows: beyond short sequences, only so many columns of them fit the L2 cache beside what other blocks work at.
-    """
-    if num_tiles * num_kv_heads < 3 * gpu.multiprocessors:
-        return group
-    columns = PART_COLUMNS * max(1, LONG_FROM / (_queries_in_sight(plan) or LONG_FROM))
-    heads = [n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * head_dim <= columns)]
-    return group // heads[-1]
-
-
-def work_order(gpu: Gpu, plan: Plan, orders: Array, num_heads: int, together: int) -> tuple[Array, tuple[int, ...]]:
-    """(tiles in the order of work, (together, last_heads)) for work_item; orders as those of PlanArrays.
+def schedule(gpu: Gpu, plan: Plan, orders: Array, num_heads: int, together: int) -> tuple[Array, tuple[int, int]]:
+    """(tiles in the order of work, (together, last_heads)) for scheduled_tile; orders as those of PlanArrays.
 
     Few sequences, the longest tile first: blocks at work then read the same keys in step, and the multiprocessors end
     at the same time. Many, one after another, for the L2 cache; the heads of a row lie side by side in memory, so short
@@ -37,6 +24,20 @@ def work_order(gpu: Gpu, plan: Plan, orders: Array, num_heads: int, together: in
     if 0 < in_sight <= SHORT_UP_TO:
         together, last = SHORT_TOGETHER, 0
     return orders[0], (together, last)
+
+
+def splits_per_kv_head(gpu: Gpu, plan: Plan, num_tiles: int, num_kv_heads: int, group: int, head_dim: int) -> int:
+    """How many splits of the query heads of a kv head there are, which then add their shares of dk and dv.
+
+    One split needs no accumulators. But few tiles leave multiprocessors idle, and the heads of a split are at work at
+    different rows: beyond short sequences, only so many columns of them fit the L2 cache beside what other blocks work
+    at.
+    """
+    if num_tiles * num_kv_heads < 3 * gpu.multiprocessors:
+        return group
+    columns = SPLIT_COLUMNS * max(1, LONG_FROM / (_queries_in_sight(plan) or LONG_FROM))
+    heads = [n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * head_dim <= columns)]
+    return group // heads[-1]
 
 
 def _queries_in_sight(plan: Plan) -> float:

@@ -1,33 +1,30 @@
-// The Hopper backward (sm_90a): the contract of thd_attn_bwd, with TMA, mbarriers and wgmma, for head dims whose sums of dk
-// and dv fit the registers of one warpgroup. kernels/hopper/backward_common.cuh and query_side.cuh come first.
-//
-// One persistent thread block per multiprocessor owns a tile of 128 key rows of one kv head at a time. Two warpgroups, the key
-// side, own 64 keys each: they compute scores transposed, so that probabilities and score gradients are the register operands
-// of dv and dk. The query side, one warpgroup, multiplies the score gradients, which it gets through shared memory, with the
-// keys: dq. The warps of the first warpgroup: one produces, walking the query tiles in sight; one claims shares of dq, one sends
-// them, one tells other blocks. Whose share is the last gets the sum of the others, adds its own, and stores dq, rounded.
+// The Hopper attention backward up to head dims 192/128 (sm_90a): the producer, the key side, and at the end the
+// kernel, thd_attn_bwd_sm90, where to begin to read. query_side.cuh has what makes dq.
 
-// The key side takes kAtOnce of the queries of a step at once; dq has pieces of kCols columns, and kRoom places for them.
-template <int kDim, int kVDim, int kM, int kAhead, int kAtOnce, int kCols, int kRoom>
+// The key side takes kAtOnce of the queries of a step at once; dq has pieces of kCols columns, and kDqDepth stages for
+// them.
+template <int kDim, int kVDim, int kM, int kAhead, int kAtOnce, int kCols, int kDqDepth>
 struct BackwardShared {
-  static constexpr int kHeadDim = kDim, kVHeadDim = kVDim, kTileM = kM, kTileN = 128, kStages = kAhead, kQueries = kAtOnce;
-  static constexpr int kPieceCols = kCols, kPieceFloats = 64 * kCols, kPieces = kDim / kCols, kPlaces = kRoom;
+  static constexpr int kHeadDim = kDim, kVHeadDim = kVDim, kTileM = kM, kTileN = 128, kStages = kAhead;
+  static constexpr int kQueries = kAtOnce, kDqStages = kDqDepth;
+  static constexpr int kPieceCols = kCols, kPieceFloats = 64 * kCols, kPieces = kDim / kCols;
   static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
   static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>, kDoutBytes = kTileBytes<kTileM, kVHeadDim>;
   unsigned char k[kKBytes], v[kVBytes];
   unsigned char q[kStages][kQBytes], dout[kStages][kDoutBytes];
-  unsigned char ds[kStages][kTileBytes<kTileN, kTileM>];        // keys are the rows
-  float dq[kPlaces][kPieceFloats];                                // pieces on their way to global memory, or from there
+  unsigned char ds[kStages][kTileBytes<kTileN, kTileM>];          // keys are the rows
+  float dq[kDqStages][kPieceFloats];                              // pieces on their way to global memory, or from there
   float minus_lse[kStages][kTileM], minus_delta[kStages][kTileM];
   u64 kv_full, kv_empty;
   u64 full[kStages], empty[kStages];
   u64 ds_full[kStages], ds_empty[kStages];
-  u64 dq_empty[kPlaces], dq_open[kPlaces], dq_full[kPlaces];
+  u64 dq_empty[kDqStages], dq_open[kDqStages], dq_full[kDqStages];
   u64 claim_full[2], claim_sent[2], claim_empty[2];
   Claim claim[2];
-  Share share[kPlaces];                                           // that a piece is of
-  Step step[2 * kStages];                                         // the query side reads a step after its tiles are gone
-  int2 range[kTileN], item[8];                                    // of the key rows, and of the key side's warps
+  Share share[kDqStages];                                         // that a piece is of
+  Step step[2 * kStages];                                         // read by the query side after its tiles are gone
+  int2 range[kTileN];                                             // of the key rows
+  int2 warp_tile[8];                                              // of the key side's warps: first key, kv head
 
   __device__ __forceinline__ void init() {
     barrier_init(&kv_full, 2), barrier_init(&kv_empty, 12);
@@ -35,32 +32,36 @@ struct BackwardShared {
       barrier_init(&full[s], 1), barrier_init(&empty[s], 9);
       barrier_init(&ds_full[s], 8), barrier_init(&ds_empty[s], 4);
     }
-    for (int s = 0; s < kPlaces; ++s) barrier_init(&dq_empty[s], 1), barrier_init(&dq_open[s], 1), barrier_init(&dq_full[s], 4);
+    for (int s = 0; s < kDqStages; ++s)
+      barrier_init(&dq_empty[s], 1), barrier_init(&dq_open[s], 1), barrier_init(&dq_full[s], 4);
     for (int s = 0; s < 2; ++s)
       barrier_init(&claim_full[s], 1), barrier_init(&claim_sent[s], 1), barrier_init(&claim_empty[s], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 };
 
-// The producer, one warp.
-template <bool kOrdered, typename Shared>
+// The producer, one warp: loads the tensors of every step.
+template <bool kDeterministic, typename Shared>
 __device__ __forceinline__ void produce_backward(
     Shared& shared, const TensorMap* map_q, const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout,
-    const float* stats, const int2* query_ranges, const int* shares, const int* tile_order, int* counter, BackwardSize size) {
-  constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim, kTileM = Shared::kTileM, kTileN = Shared::kTileN;
+    const float* stats, const int2* query_ranges, const int* shares, const int* tile_order, int* counter,
+    BackwardSize size) {
+  constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
+  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN;
   const int lane = threadIdx.x % kWarp;
   Ring<Shared::kStages> ring = {0, 1};
   u32 kv_parity = 1;
 
-  walk<kOrdered, 2, kTileM>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
+  schedule_steps<kDeterministic, 2, kTileM>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
     u64* const full = &shared.full[ring.stage];
     barrier_wait(&shared.empty[ring.stage], ring.parity);
     if (lane == 0) {
-      shared.step[ring.place_to_fill()] = step;
+      shared.step[ring.double_stage_to_fill()] = step;
       if (step.flags & (kNothing | kEnd)) {
         barrier_arrive(full);
       } else {
-        const u32 lse = step.head * size.stats_rows + step.row, delta = lse + size.parts * size.heads * size.stats_rows;
+        const u32 lse = step.head * size.stats_rows + step.row;
+        const u32 delta = lse + size.splits * size.split_heads * size.stats_rows;
         barrier_expect(full, Shared::kQBytes + Shared::kDoutBytes + 8 * kTileM);
         copy_tile<kTileM, kHeadDim>(shared.q[ring.stage], map_q, step.head, step.row, full);
         copy_bulk(shared.minus_lse[ring.stage], stats + lse, 4 * kTileM, full);
@@ -76,46 +77,49 @@ __device__ __forceinline__ void produce_backward(
   });
 }
 
-// Score gradients of 64 keys, which are the rows, and of the queries from `first` on.
+// Stores score gradients of 64 keys, which are the rows, and of the queries from `first` on.
 template <typename Shared, int kSteps>
-__device__ __forceinline__ void store_dscore(Shared& shared, u32 stage, int side, int first, const u32 (&dscore)[1][kSteps][4]) {
+__device__ __forceinline__ void store_dscore(Shared& shared, u32 stage, int side, int first,
+                                             const u32 (&dscore)[1][kSteps][4]) {
   const auto [warp, lane] = me();
   unsigned char* const row = shared.ds[stage] + (side * 64 + warp * 16 + lane % 16) * kRowBytes;
   #pragma unroll
   for (int i = first / 16; i < first / 16 + kSteps; ++i)
-    store_matrices(row + i / 4 * Shared::kTileN * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16, dscore[0][i - first / 16]);
+    store_matrices(row + i / 4 * Shared::kTileN * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16,
+                   dscore[0][i - first / 16]);
 }
 
-// The key side, one warpgroup: 64 keys, the first or (side 1) the last of the tile.
+// The key side, one warpgroup: the first 64 keys of the tile, or (side 1) the last.
 template <typename T, typename Grad, typename Shared>
 __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<Grad> grads, BackwardSize size,
                                            float softmax_scale) {
-  constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim, kTileM = Shared::kTileM, kTileN = Shared::kTileN;
+  constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
+  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN;
   constexpr int kStages = Shared::kStages, kQueries = Shared::kQueries, kBlocks = kQueries / 8, kSteps = kQueries / 16;
   auto mine = [&](const unsigned char* tile) { return tile + opaque(side) * 64 * kRowBytes; };
   Ring<kStages> ring = {0, 0};
   u32 kv_parity = 0;
   auto arrive = [&](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   u32 flags;
-  auto step = [&]() -> const Step& { return shared.step[ring.place()]; };
+  auto step = [&]() -> const Step& { return shared.step[ring.double_stage()]; };
   auto look = [&] {
     barrier_wait(&shared.full[ring.stage], ring.parity);
     flags = __shfl_sync(0xffffffffu, step().flags, 0);
   };
   auto sees = [&] { return flags & kSees << 2 * side; };
   // Every step is handed over to the query side.
-  auto wait_for_place = [&](Ring<kStages> of) { barrier_wait(&shared.ds_empty[of.stage], of.parity ^ 1); };
+  auto wait_for_stage = [&](Ring<kStages> of) { barrier_wait(&shared.ds_empty[of.stage], of.parity ^ 1); };
   auto hand_over = [&](Ring<kStages> of) {
     publish_to_async();
     __syncwarp();
     arrive(&shared.ds_full[of.stage]);
   };
-  auto pass = [&] {                                   // out of sight of these 64 keys
+  auto pass = [&] {                                   // none of the queries sees one of these 64 keys
     if (flags & kLast) arrive(&shared.kv_empty);
     u32 zeros[1][kSteps][4];
     #pragma unroll
     for (int i = 0; i < 4 * kSteps; ++i) zeros[0][i / 4][i % 4] = 0;
-    wait_for_place(ring);
+    wait_for_stage(ring);
     #pragma unroll
     for (int first = 0; first < kTileM; first += kQueries) store_dscore(shared, ring.stage, side, first, zeros);
     hand_over(ring);
@@ -127,15 +131,15 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
   while (true) {
     look();
     if (flags & (kNothing | kEnd)) {
-      wait_for_place(ring);
+      wait_for_stage(ring);
       hand_over(ring);
     }
     if (flags & kEnd) break;
     const auto [warp, lane] = me();
-    int2& item = shared.item[side * 4 + warp];          // first key of the warp, kv head
-    if (lane == 0) item = {step().tile * kTileN + side * 64 + warp * 16, step().head / size.group};
+    int2& warp_tile = shared.warp_tile[side * 4 + warp];
+    if (lane == 0) warp_tile = {step().tile * kTileN + side * 64 + warp * 16, step().head / size.group};
     __syncwarp();
-    float sum_dk[kHeadDim / 8][4] = {}, sum_dv[kVHeadDim / 8][4] = {};
+    float acc_dk[kHeadDim / 8][4] = {}, acc_dv[kVHeadDim / 8][4] = {};
     if (flags & kNothing) {
       arrive(&shared.empty[ring.stage]);
       ring.advance();
@@ -151,7 +155,7 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
         pass();
         continue;
       }
-      // Scores and dP begin at -lse and -delta, so that arithmetic does not wait for loads.
+      // Scores and dP begin at -lse and -delta, so that no arithmetic after the products waits for loads.
       float p[kBlocks][4];
       auto start_p = [&](Ring<kStages> of, int first) {
         begin_columns(p, shared.minus_lse[of.stage] + first);
@@ -159,38 +163,38 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
         add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[of.stage] + first * kRowBytes);
         wgmma_commit();
       };
-      // The queries from `first` on; dk is not waited for.
-      auto take = [&](Ring<kStages> now, int first) {
+      // Adds the queries from `first` on to dv and dk, without waiting for dk.
+      auto add_queries = [&](Ring<kStages> now, int first) {
         // Probabilities, transposed.
         #pragma unroll
         for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
         if (flags & kMasked << 2 * side)
-          hide_keys(p, shared.range + side * 64 + me().warp * 16, shared.step[now.place()].row + first);
+          hide_keys(p, shared.range + side * 64 + me().warp * 16, shared.step[now.double_stage()].row + first);
         u32 probability[1][kSteps][4];
         round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
 
-        // dv += P^T dout, and behind it dP, which becomes dS.
+        // dv += P^T dout, and after it dP, which becomes dS.
         const unsigned char* const dout = shared.dout[now.stage] + first * kRowBytes;
         float dp[kBlocks][4];
         wgmma_begin();
-        start_weighted_sum<T, kVHeadDim, kTileM>(sum_dv, probability, dout);
+        start_weighted_rows<T, kVHeadDim, kTileM>(acc_dv, probability, dout);
         wgmma_commit();
         begin_columns(dp, shared.minus_delta[now.stage] + first);
         wgmma_begin();
         add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), dout);
         wgmma_commit();
         wgmma_wait<0>(dp);
-        pin(sum_dv);
+        pin(acc_dv);
         if (last && first + kQueries == kTileM) arrive(&shared.kv_empty);
         weigh<T>(dp, probability);
         u32 dscore[1][kSteps][4];
         round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
 
-        // dk += dS^T q, under which dS is handed over.
+        // dk += dS^T q; while it runs, dS is handed over.
         wgmma_begin();
-        start_weighted_sum<T, kHeadDim, kTileM>(sum_dk, dscore, shared.q[now.stage] + first * kRowBytes);
+        start_weighted_rows<T, kHeadDim, kTileM>(acc_dk, dscore, shared.q[now.stage] + first * kRowBytes);
         wgmma_commit();
-        if (first == 0) wait_for_place(now);
+        if (first == 0) wait_for_stage(now);
         store_dscore(shared, now.stage, side, first, dscore);
       };
       start_p(ring, 0);
@@ -201,24 +205,24 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
         ring.advance();
         #pragma unroll
         for (int next = kQueries; next < kTileM; next += kQueries) {
-          take(now, next - kQueries);
+          add_queries(now, next - kQueries);
           start_p(now, next);
-          wgmma_wait<1>(sum_dk);
+          wgmma_wait<1>(acc_dk);
           wgmma_wait<0>(p);
         }
-        take(now, kTileM - kQueries);
+        add_queries(now, kTileM - kQueries);
         hand_over(now);
-        // Behind dk the scores of the next step; behind the last comes one of other keys, or the end.
+        // After dk, the scores of the next step. After the last step comes one of other keys, or the end.
         barrier_wait(&shared.full[ring.stage], ring.parity);
         flags = step().flags;
         if (last || !sees()) {
-          wgmma_wait<0>(sum_dk);
+          wgmma_wait<0>(acc_dk);
           arrive(&shared.empty[now.stage]);
           break;
         }
         last = flags & kLast;
         start_p(ring, 0);
-        wgmma_wait<1>(sum_dk);
+        wgmma_wait<1>(acc_dk);
         arrive(&shared.empty[now.stage]);
         wgmma_wait<0>(p);
       }
@@ -227,30 +231,47 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
         pass();
       }
     }
-    const int2 mine_done = shared.item[side * 4 + me().warp];
+    const int2 mine_done = shared.warp_tile[side * 4 + me().warp];
     const Share share = grads.claim(mine_done.x, mine_done.y, 0, size);
-    grads.bring(grads.dk, grads.dk_sum, sum_dk, softmax_scale, share, mine_done.x, mine_done.y, size);
-    grads.bring(grads.dv, grads.dv_sum, sum_dv, 1.f, share, mine_done.x, mine_done.y, size);
+    grads.bring(grads.dk, grads.dk_accum, acc_dk, softmax_scale, share, mine_done.x, mine_done.y, size);
+    grads.bring(grads.dv, grads.dv_accum, acc_dv, 1.f, share, mine_done.x, mine_done.y, size);
     grads.release(mine_done.x, mine_done.y, 0, share, size);
   }
 }
 
-// The contract of thd_attn_bwd, except that padding rows of q, k, v, dout must hold finite numbers, that stats_rows is a
-// multiple of kTileM, and that `turns` of grads are zero. dq_sum (num_heads, stats_rows / 64, pieces) is work space; shares
-// (stats_rows / kTileM) are from thd_attn_shares_sm90.
-// tile_order: see work_item. kOrdered: the same bits on every run; then parts are whole groups, tiles come in falling order,
-// and no block waits for one with later work. turns (num_heads, stats_rows / 64): zero. Maps of boxes of kTileM rows of q, dout
-// and 128 rows of k, v; counter: one int, zero, and zero again afterwards.
-// Launch: grid at most num_tiles * parts and one block per multiprocessor, block 512.
+// Gradients of query and key tiles, as thd_attn_bwd computes them, with wgmma and TMA, for head dims whose accumulators
+// of dk and dv fit the registers of one warpgroup.
+//
+// One persistent thread block per multiprocessor owns a tile of 128 key rows of one kv head at a time. Two warpgroups,
+// the key side, own 64 keys each. They compute scores transposed, so that probabilities and score gradients are in
+// registers already where dv and dk want them as operands. The query side, one warpgroup, gets the score gradients
+// through shared memory and multiplies them with the keys: dq. It works on a step while the key side is at the next
+// one. Each warp of the first warpgroup has one duty: to produce, to claim shares of dq, to send them, and to tell
+// other blocks that they have arrived; so none of these waits delays a product. dq of a tile of queries is the sum of
+// the shares of all tiles of keys in sight: the first share is stored, others are added in the L2 cache, and whoever
+// has the last share gets the sum, adds its own and stores dq, rounded; nothing is set to zero before, and there is no
+// rounding kernel. Bound by the bandwidth of shared memory and by the tensor cores: 5 matrix products a step.
+//
+// The contract is that of thd_attn_bwd, except that padding rows of q, k, v and dout must hold finite numbers.
+// stats from thd_attn_delta, with stats_rows a multiple of kTileM
+// shares (stats_rows / kTileM) from thd_attn_shares_sm90
+// dq_accum (num_heads, stats_rows / 64, pieces): work space
+// semaphores (num_heads, stats_rows / 64), and those of grads: zero
+// maps of boxes of kTileM rows of q and dout, and of 128 rows of k and v
+// tile_order: see scheduled_tile; counter: one int, zero, and zero again after the kernel
+// kDeterministic: the same bits on every run. Then a split is a whole group, tiles come in falling order, and no block
+// waits for one with later work.
+// Launch: grid at most num_tiles * splits and one block per multiprocessor, block 512, shared memory kSharedBytes.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages, int kQueries, int kPieceCols,
-          int kPlaces, int kQueryRegisters, bool kOrdered>
+          int kDqStages, int kQueryRegisters, bool kDeterministic, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, T* __restrict__ dq,
-    const Gradients<Grad> grads, float softmax_scale, float* __restrict__ dq_sum, int* __restrict__ turns,
+    const Gradients<Grad> grads, float softmax_scale, float* __restrict__ dq_accum, int* __restrict__ semaphores,
     const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
     const int* __restrict__ shares, const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
-  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages, kQueries, kPieceCols, kPlaces>;
+  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages, kQueries, kPieceCols, kDqStages>;
+  static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Shared& shared = *(Shared*)shared_bytes;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -259,14 +280,14 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
   if (warpgroup == 0) {
     registers_give<32>();
     if (threadIdx.x < kWarp)
-      produce_backward<kOrdered>(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter,
-                                 size);
+      produce_backward<kDeterministic>(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares,
+                                       tile_order, counter, size);
     else if (threadIdx.x < 2 * kWarp)
-      claim_shares<kOrdered>(shared, dq_sum, key_ranges, turns, shares, size);
+      claim_shares<kDeterministic>(shared, dq_accum, key_ranges, semaphores, shares, size);
     else if (threadIdx.x < 3 * kWarp)
-      send_shares(shared, dq_sum);
+      send_shares(shared, dq_accum);
     else
-      release_shares<kOrdered>(shared, dq_sum, turns), clear_queries<kHeadDim, kTileM>(dq, shares, size);
+      release_shares<kDeterministic>(shared, dq_accum, semaphores), clear_queries<kHeadDim, kTileM>(dq, shares, size);
   } else if (warpgroup == 3) {
     registers_give<kQueryRegisters>();
     serve_queries(shared, dq, size, softmax_scale);

@@ -1,44 +1,50 @@
-// Device code that the two Hopper backwards share: what is in sight, sums of which several thread blocks have shares.
-// kernels/hopper/common.cuh comes first.
+// What the two Hopper backwards share: the scheduler with what is in sight, and accumulators that several thread blocks
+// add to.
 
-// ------------------------------------------------------------------------------------------------ work
+// ------------------------------------------------------------------------------------------------ scheduler
 
-// What the producer tells of a query tile.
-struct Step { int row, head, tile; u32 flags; };      // flags: kLast, kSees and kMasked, and:
-constexpr u32 kFirst = 1u << 30;                      // first of a tile of keys
+// What the producer tells the others of a step: first query row, query head, tile of keys, and flags: kLast, kSees and
+// kMasked, and those below.
+struct Step { int row, head, tile; u32 flags; };
+constexpr u32 kFirst = 1u << 30;                      // the first of a tile of keys
 constexpr u32 kNothing = 1u << 29;                    // no query sees the tile of keys
-constexpr u32 kEnd = 1u << 28;                        // no more work
+constexpr u32 kEnd = 1u << 28;                        // there is no more work
 constexpr u32 kAlone = 1u << 27;                      // no other tile of keys has the query tile in sight
 
-// The query heads of a kv head are done in parts: `parts` are there of all kv heads together, of `heads` query heads each.
+// The query heads of each kv head, `group` of them, are divided into splits of `split_heads`, which different thread
+// blocks do; `splits` counts those of all kv heads together.
 struct BackwardSize {
-  int q_rows, k_rows, stats_rows, num_tiles, parts, together, last_parts, heads, group, num_kv_heads, grad_turns;
+  int q_rows, k_rows, stats_rows, num_tiles, splits, together, last_splits, split_heads, group, num_kv_heads;
+  int semaphore_rows;
 };
+CHECK_BackwardSize;
 
-// A number of work; also the first comes from here, so that only blocks that run hold work that others may wait for. Whoever
-// draws the last of all numbers leaves the counter as it was.
+// Draws a number of work. The first of a block comes from here too, so that only blocks that run hold work for which
+// others may wait. Whoever draws the last of all numbers sets the counter back to zero.
 __device__ __forceinline__ int draw_work(int* counter, int draws) {
   const int work = atomicAdd(counter, 1);
   if (work == draws - 1) *counter = 0;
   return work;
 }
 
-// The queries between the first and the last that a tile of keys sees, [first, end), one warp; kNone: no queries. For each
-// group of 64 keys, lanes keep one bound each, so that a vote compares a tile of queries with all of them.
+// What one warp knows of the queries that see a tile of keys: they are among the rows [first, end), or first is kNone
+// and there are none. Each lane keeps one bound of one group of 64 keys, so that a single vote compares a tile of
+// queries with all of them.
 template <int kGroups, int kTileM>
 struct QuerySight {
   int first, end, bound;
 
-  __device__ __forceinline__ QuerySight(const int2* query_ranges, int first_key, int k_rows) : first(kNone), end(0), bound(0) {
+  __device__ __forceinline__ QuerySight(const int2* query_ranges, int first_key, int k_rows)
+      : first(kNone), end(0), bound(0) {
     const int lane = threadIdx.x % kWarp;
     #pragma unroll 1
     for (int group = 0; group < kGroups; ++group) {
-      int bounds[4] = {0, kNone, 0, kNone};           // of those who see any: end, begin; begin and end of what all see
+      int bounds[4] = {0, kNone, 0, kNone};           // end, begin of what any key sees; begin, end of what all see
       #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int2 r = range_of(query_ranges, first_key + group * 64 + i * kWarp + lane, k_rows);
         if (!is_empty(r)) bounds[0] = max(bounds[0], r.y), bounds[1] = min(bounds[1], r.x);
-        bounds[2] = max(bounds[2], r.x), bounds[3] = min(bounds[3], r.y);    // padding too: no lse bounds its scores
+        bounds[2] = max(bounds[2], r.x), bounds[3] = min(bounds[3], r.y);  // padding counts: no lse bounds its scores
       }
       #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -49,7 +55,7 @@ struct QuerySight {
       }
     }
   }
-  // kSees and kMasked of the groups for the tile of queries from `row` on.
+  // kSees and kMasked of every group, for the tile of queries from `row` on.
   __device__ __forceinline__ u32 flags(int row) const {
     const bool odd = me().lane % 2;
     const u32 votes = __ballot_sync(0xffffffffu, odd ? row + kTileM > bound : row < bound);
@@ -63,39 +69,41 @@ struct QuerySight {
   }
 };
 
-// The producer's walk, one warp: take(step) for every tile of keys of this block, every query head of a part, and every tile of
-// queries between the first and the last in sight; one step of kNothing where there is none; last, one of kEnd.
-// kOrdered: work is drawn late, as none may wait for work that lies drawn.
-template <bool kOrdered, int kGroups, int kTileM, typename Take>
-__device__ __forceinline__ void walk(const int2* query_ranges, const int* shares, const int* tile_order, int* counter,
-                                     BackwardSize size, Take take) {
-  const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.parts;
+// The producer's scheduler, one warp: calls take(step) for every tile of keys of this block, for every query head of
+// its split, and for every tile of queries between the first and the last in sight. A tile of keys that nobody sees is
+// one step of kNothing; the last step of all is kEnd. kDeterministic: work is drawn late, because others may wait for
+// it, and drawn early it would lie idle.
+template <bool kDeterministic, int kGroups, int kTileM, typename Take>
+__device__ __forceinline__ void schedule_steps(const int2* query_ranges, const int* shares, const int* tile_order,
+                                               int* counter, BackwardSize size, Take take) {
+  const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.splits;
   auto draw = [&] { return lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
   for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
-    const int next_work = kOrdered ? 0 : draw();       // early, for its latency
-    const WorkItem item = work_item(work, tile_order, size.num_tiles, size.parts, size.together, size.last_parts);
-    const QuerySight<kGroups, kTileM> sight(query_ranges, item.tile * kGroups * 64, size.k_rows);
+    const int next_work = kDeterministic ? 0 : draw();  // early, for its latency
+    const WorkTile work_tile =
+        scheduled_tile(work, tile_order, size.num_tiles, size.splits, size.together, size.last_splits);
+    const QuerySight<kGroups, kTileM> sight(query_ranges, work_tile.tile * kGroups * 64, size.k_rows);
     const int first = sight.first / kTileM * kTileM;
     const bool nothing = sight.first == kNone;
-    int row = first, head = item.head * size.heads;
+    int row = first, head = work_tile.head * size.split_heads;
     for (u32 flags = nothing ? kNothing | kLast : kFirst; ; flags = 0) {
       const bool end_of_head = row + kTileM >= sight.end;
       if (!nothing) {
         flags |= sight.flags(row);
         if (flags & (kSees | kSees << 2) && shares[row / kTileM] == 1) flags |= kAlone;
-        if (end_of_head && head + 1 == (item.head + 1) * size.heads) flags |= kLast;
+        if (end_of_head && head + 1 == (work_tile.head + 1) * size.split_heads) flags |= kLast;
       }
-      take(Step{row, head, item.tile, flags});
+      take(Step{row, head, work_tile.tile, flags});
       if (flags & kLast) break;
       row = end_of_head ? first : row + kTileM;
       head += end_of_head;
     }
-    work = __shfl_sync(0xffffffffu, kOrdered ? draw() : next_work, 0);
+    work = __shfl_sync(0xffffffffu, kDeterministic ? draw() : next_work, 0);
   }
   take(Step{0, 0, 0, kEnd});
 }
 
-// Keys, values and ranges of a tile of keys, one warp. kv_full counts two arrivals.
+// Loads keys, values and ranges of a tile of keys, one warp. kv_full counts two arrivals.
 template <int kKeys, int kHeadDim, int kVHeadDim, typename Shared>
 __device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* map_k, const TensorMap* map_v,
                                           const int2* query_ranges, const Step& step, BackwardSize size) {
@@ -111,7 +119,12 @@ __device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* map_k
   if (lane == 0) barrier_arrive(&shared.kv_full);
 }
 
-// shares (stats_rows / kTileM), zero at first: how many tiles of 64 * kGroups keys have each tile of query rows in sight.
+// Counts for each tile of query rows how many tiles of 64 * kGroups keys have it in sight, and so a share of its dq.
+// The backward needs this to know which share is the last, and which is alone. It depends on the plan only and is
+// computed once per plan, by the code that the backward uses itself, so that both find the same tiles in sight. Bound
+// by latency.
+//
+// shares (stats_rows / kTileM), zero at first
 // Launch: a block of one warp for each tile of keys.
 template <int kGroups, int kTileM>
 __global__ void thd_attn_shares_sm90(int* __restrict__ shares, const int2* __restrict__ query_ranges, int k_rows) {
@@ -120,80 +133,85 @@ __global__ void thd_attn_shares_sm90(int* __restrict__ shares, const int2* __res
     if (sight.flags(row) & (kSees | kSees << 2) && threadIdx.x == 0) atomicAdd(shares + row / kTileM, 1);
 }
 
-// ------------------------------------------------------------------------------------------------ sums
+// ------------------------------------------------------------------------------------------------ shares
 
 // Adds to global memory, 16 bytes at a time.
 __device__ __forceinline__ void add_quad(float* dst, float4 x) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(dst), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+               :: "l"(dst), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
-// Drops fp32, 128-byte aligned, a multiple of 32, from the L2 cache without writing it back; one warp.
+// Drops kFloats, a multiple of 32 and aligned to 128 bytes, from the L2 cache without writing them back; one warp.
 template <int kFloats>
-__device__ __forceinline__ void discard(float* sums) {
+__device__ __forceinline__ void discard(float* accum) {
   #pragma unroll 1
   for (int i = threadIdx.x % kWarp * 32; i < kFloats; i += kWarp * 32)
-    asm volatile("discard.global.L2 [%0], 128;" :: "l"(sums + i) : "memory");
+    asm volatile("discard.global.L2 [%0], 128;" :: "l"(accum + i) : "memory");
 }
 
-// Thread blocks that have shares of a sum claim them. The first stores its share, so that nothing has to be zero before; others
-// add theirs; the last completes the sum. kOnly: there is no other; kNone: nothing to bring.
+// Several thread blocks may have shares of one sum, and each claims the next one to bring. The first stores its share
+// in the accumulator, so that this need not be zero before; those after it add theirs; the last takes what the
+// accumulator holds, adds its own, and stores the result. kOnly: there is no other share; kNone: nothing to bring.
 enum class Share { kFirst, kMiddle, kLast, kOnly, kNone };
 __device__ __forceinline__ bool is_awaited(Share share) { return share == Share::kFirst || share == Share::kMiddle; }
 
-// A turn, zero at first, counts shares, at most 32,767: those that have arrived, and kClaimed times those that are claimed.
+// A semaphore, zero at first, counts shares, at most 32,767: those that have arrived, and kClaimed times those that are
+// claimed.
 constexpr int kClaimed = 1 << 16;
-__device__ __forceinline__ int state_of(const int* turn) {
+__device__ __forceinline__ int state_of(const int* semaphore) {
   int state;
-  asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(state) : "l"(turn) : "memory");
+  asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(state) : "l"(semaphore) : "memory");
   return state;
 }
 
-// One warp claims one of `shares` shares, and waits until it may be brought: for the first, or, as the last, for all.
-__device__ __forceinline__ Share claim_share(int* turn, int shares) {
-  int state = __shfl_sync(0xffffffffu, threadIdx.x % kWarp == 0 ? atomicAdd(turn, kClaimed) : 0, 0);
+// One warp claims one of `shares` shares and waits until it may be brought: until the first has arrived or, if it is
+// the last, until all others have.
+__device__ __forceinline__ Share claim_share(int* semaphore, int shares) {
+  int state = __shfl_sync(0xffffffffu, threadIdx.x % kWarp == 0 ? atomicAdd(semaphore, kClaimed) : 0, 0);
   const int before = state / kClaimed;
   const bool last = before == shares - 1;
-  while (state % kClaimed < (last ? before : before > 0)) state = __shfl_sync(0xffffffffu, state_of(turn), 0);
+  while (state % kClaimed < (last ? before : before > 0)) state = __shfl_sync(0xffffffffu, state_of(semaphore), 0);
   return before == 0 ? Share::kFirst : last ? Share::kLast : Share::kMiddle;
 }
-__device__ __forceinline__ void release_share(int* turn) {
-  asm volatile("red.release.gpu.add.s32 [%0], 1;" :: "l"(turn) : "memory");
+__device__ __forceinline__ void release_share(int* semaphore) {
+  asm volatile("red.release.gpu.add.s32 [%0], 1;" :: "l"(semaphore) : "memory");
 }
 
 // ------------------------------------------------------------------------------------------------ dk and dv
 
-// Lanes have two columns of every eight; neighbours trade those of blocks n and n + 1, so that each has four side by side.
+// A lane has two columns of every eight; neighbours trade those of blocks n and n + 1, so that each has four side by
+// side.
 __device__ __forceinline__ int first_of_four(int n) { return (n + me().lane % 2) * 8 + me().lane % 4 / 2 * 4; }
 template <int kHalf, int kBlocks>
-__device__ __forceinline__ float4 four_columns(const float (&sum)[kBlocks][4], int n, float scale) {
+__device__ __forceinline__ float4 four_columns(const float (&acc)[kBlocks][4], int n, float scale) {
   const bool odd = me().lane % 2;
-  const float even_x = sum[n][2 * kHalf], even_y = sum[n][2 * kHalf + 1];
-  const float odd_x = sum[n + 1][2 * kHalf], odd_y = sum[n + 1][2 * kHalf + 1];
+  const float even_x = acc[n][2 * kHalf], even_y = acc[n][2 * kHalf + 1];
+  const float odd_x = acc[n + 1][2 * kHalf], odd_y = acc[n + 1][2 * kHalf + 1];
   const float x = (odd ? odd_x : even_x) * scale, y = (odd ? odd_y : even_y) * scale;
   const float other_x = __shfl_xor_sync(0xffffffffu, odd ? even_x : odd_x, 1) * scale;
   const float other_y = __shfl_xor_sync(0xffffffffu, odd ? even_y : odd_y, 1) * scale;
   return odd ? make_float4(other_x, other_y, x, y) : make_float4(x, y, other_x, other_y);
 }
 template <int kHalf, int kBlocks>
-__device__ __forceinline__ void store_row(float* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
+__device__ __forceinline__ void store_row(float* row, const float (&acc)[kBlocks][4], float scale, bool exists) {
   #pragma unroll
   for (int n = 0; n < kBlocks; n += 2) {
-    const float4 x = four_columns<kHalf>(sum, n, scale);
+    const float4 x = four_columns<kHalf>(acc, n, scale);
     if (exists) *(float4*)(row + first_of_four(n)) = x;
   }
 }
 template <int kHalf, int kBlocks>
-__device__ __forceinline__ void add_row(float* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
+__device__ __forceinline__ void add_row(float* row, const float (&acc)[kBlocks][4], float scale, bool exists) {
   #pragma unroll
   for (int n = 0; n < kBlocks; n += 2) {
-    const float4 x = four_columns<kHalf>(sum, n, scale);
+    const float4 x = four_columns<kHalf>(acc, n, scale);
     if (exists) add_quad(row + first_of_four(n), x);
   }
 }
-// The row, 16-bit, becomes the sum and what is in others, which other thread blocks wrote.
+// Stores the sum of this row and of `others`, which other thread blocks wrote, in 16 bits.
 template <int kHalf, typename T, int kBlocks>
-__device__ __forceinline__ void complete_row(T* row, const float* others, const float (&sum)[kBlocks][4], float scale,
+__device__ __forceinline__ void complete_row(T* row, const float* others, const float (&acc)[kBlocks][4], float scale,
                                              bool exists) {
-  constexpr int kAhead = kBlocks % 16 == 0 ? 8 : kBlocks % 12 == 0 ? 6 : 4;  // on their way before the first is used
+  constexpr int kAhead = kBlocks % 16 == 0 ? 8 : kBlocks % 12 == 0 ? 6 : 4;  // loads before the first is used
   #pragma unroll
   for (int n = 0; n < kBlocks; n += 2 * kAhead) {
     float4 y[kAhead];
@@ -202,90 +220,92 @@ __device__ __forceinline__ void complete_row(T* row, const float* others, const 
       y[i] = exists ? __ldcg((const float4*)(others + first_of_four(n + 2 * i))) : make_float4(0.f, 0.f, 0.f, 0.f);
     #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const float4 x = four_columns<kHalf>(sum, n + 2 * i, scale);
+      const float4 x = four_columns<kHalf>(acc, n + 2 * i, scale);
       const uint2 words = make_uint2(pack<T>(x.x + y[i].x, x.y + y[i].y), pack<T>(x.z + y[i].z, x.w + y[i].w));
       if (exists) *(uint2*)(row + first_of_four(n + 2 * i)) = words;
     }
   }
 }
 
-// dk (k_rows, num_kv_heads, head dim) and dv, of which each part of the query heads of a kv head has a share. dk_sum, dv_sum:
-// the same in fp32; dk and dv themselves where these are fp32. turns (2, grad_turns, num_kv_heads): of every 16 rows.
+// dk (k_rows, num_kv_heads, head dim) and dv, of which each split of the query heads of a kv head has a share.
+// dk_accum, dv_accum: their accumulators, fp32, which are dk and dv themselves where those are fp32. semaphores (2,
+// semaphore_rows, num_kv_heads): one for every 16 rows.
 template <typename Grad>
 struct Gradients {
   Grad *dk, *dv;
-  float *dk_sum, *dv_sum;
-  int* turns;
+  float *dk_accum, *dv_accum;
+  int* semaphores;
 
-  // Of the 16 rows from `row` on, one warp; `second` 1: of dv alone, where other warps bring dk. A warp that has claimed waits
-  // for nothing else: so nobody waits in a circle.
+  // One warp claims its share of the 16 rows from `row` on; `second` is 1 for dv alone, where other warps bring dk. A
+  // warp that has claimed waits for nothing else, so that nobody waits in a circle.
   __device__ __forceinline__ Share claim(int row, int kv_head, int second, BackwardSize size) const {
-    if (size.heads == size.group) return Share::kOnly;
-    const Share share = claim_share(turn(row, kv_head, second, size), size.group / size.heads);
+    if (size.split_heads == size.group) return Share::kOnly;
+    const Share share = claim_share(semaphore(row, kv_head, second, size), size.group / size.split_heads);
     if (share != Share::kFirst) __threadfence();
     return share;
   }
   __device__ __forceinline__ void release(int row, int kv_head, int second, Share share, BackwardSize size) const {
     __syncwarp();
-    if (is_awaited(share) && threadIdx.x % kWarp == 0) release_share(turn(row, kv_head, second, size));
+    if (is_awaited(share) && threadIdx.x % kWarp == 0) release_share(semaphore(row, kv_head, second, size));
   }
   template <int kBlocks>
-  __device__ __forceinline__ void bring(Grad* grad, float* grad_sum, const float (&sum)[kBlocks][4], float scale, Share share,
-                                        int row, int kv_head, BackwardSize size) const {
+  __device__ __forceinline__ void bring(Grad* grad, float* grad_accum, const float (&acc)[kBlocks][4], float scale,
+                                        Share share, int row, int kv_head, BackwardSize size) const {
     row += me().lane / 4;
     const size_t at = ((size_t)row * size.num_kv_heads + kv_head) * (8 * kBlocks);
     const size_t below = at + 64 * kBlocks * size.num_kv_heads;
     const bool exists = row < size.k_rows, below_exists = row + 8 < size.k_rows;
     if (share == Share::kOnly) {
-      store_row<0>(grad + at, sum, scale, exists), store_row<1>(grad + below, sum, scale, below_exists);
+      store_row<0>(grad + at, acc, scale, exists), store_row<1>(grad + below, acc, scale, below_exists);
     } else if (share == Share::kFirst) {
-      store_row<0>(grad_sum + at, sum, scale, exists), store_row<1>(grad_sum + below, sum, scale, below_exists);
+      store_row<0>(grad_accum + at, acc, scale, exists), store_row<1>(grad_accum + below, acc, scale, below_exists);
     } else if (sizeof(Grad) == 4 || share == Share::kMiddle) {
-      add_row<0>(grad_sum + at, sum, scale, exists), add_row<1>(grad_sum + below, sum, scale, below_exists);
+      add_row<0>(grad_accum + at, acc, scale, exists), add_row<1>(grad_accum + below, acc, scale, below_exists);
     } else if constexpr (sizeof(Grad) == 2) {
-      complete_row<0>(grad + at, grad_sum + at, sum, scale, exists);
-      complete_row<1>(grad + below, grad_sum + below, sum, scale, below_exists);
+      complete_row<0>(grad + at, grad_accum + at, acc, scale, exists);
+      complete_row<1>(grad + below, grad_accum + below, acc, scale, below_exists);
     }
   }
 
  private:
-  __device__ __forceinline__ int* turn(int row, int kv_head, int second, BackwardSize size) const {
-    return turns + (row / 16 + second * size.grad_turns) * size.num_kv_heads + kv_head;
+  __device__ __forceinline__ int* semaphore(int row, int kv_head, int second, BackwardSize size) const {
+    return semaphores + (row / 16 + second * size.semaphore_rows) * size.num_kv_heads + kv_head;
   }
 };
+CHECK_Gradients;
 
 // ------------------------------------------------------------------------------------------------ dq
 
-// dq comes from one tile of keys, which stores it, or from many, whose shares add up in dq_sum.
-// dq_sum, fp32, is a sequence of pieces, 64 query rows by some columns; a piece is stored as the accumulators of a warpgroup:
-// float4 n of every thread after float4 n - 1 of all.
+// dq comes from one tile of keys, which stores it, or from many, whose shares add up in dq_accum. dq_accum, fp32, is a
+// sequence of pieces of 64 query rows by some columns. A piece is stored as a warpgroup holds it in registers, float4 n
+// of every thread after float4 n - 1 of all threads, so that it is contiguous for a bulk copy.
 
-// sum = dS k, one warpgroup: 64 queries, which are columns of ds, by the columns from first_col on of kKeys keys.
+// acc = dS k, one warpgroup: 64 queries, which are columns of ds, by the columns from first_col on of kKeys keys.
 template <typename T, int kKeys, int kBlocks>
-__device__ __forceinline__ void multiply_keys(float (&sum)[kBlocks][4], const unsigned char* ds, const unsigned char* k,
+__device__ __forceinline__ void multiply_keys(float (&acc)[kBlocks][4], const unsigned char* ds, const unsigned char* k,
                                               int first_col) {
   const unsigned char* const columns = k + first_col / kSlab * kKeys * kRowBytes + first_col % kSlab * 2;
   const u64 a = descriptor(ds, 16), b = descriptor(columns, kKeys * kRowBytes);
   wgmma_begin();
   #pragma unroll
   for (int n = 0; n < kKeys; n += 16)
-    Wgmma<T, 8 * kBlocks>::template shared<1, 1>(sum, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
+    Wgmma<T, 8 * kBlocks>::template shared<1, 1>(acc, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
   wgmma_commit();
-  wgmma_wait<0>(sum);
+  wgmma_wait<0>(acc);
 }
 
-// Stores a piece of dq (q_rows, num_heads, kHeadDim), one warpgroup: 64 rows from `row` on, the columns from first_col on.
+// Stores a piece of dq (q_rows, num_heads, kHeadDim), one warpgroup: 64 rows from `row` on, columns from first_col on.
 template <int kHeadDim, typename T, int kBlocks>
-__device__ __forceinline__ void store_dq(T* dq, const float (&sum)[kBlocks][4], float scale, int row, int head, int first_col,
-                                         BackwardSize size) {
+__device__ __forceinline__ void store_dq(T* dq, const float (&acc)[kBlocks][4], float scale, int row, int head,
+                                         int first_col, BackwardSize size) {
   row += me().warp * 16 + me().lane / 4;
-  const int pitch = size.parts * size.heads * kHeadDim;
+  const int pitch = size.splits * size.split_heads * kHeadDim;
   T* const out = dq + (size_t)row * pitch + head * kHeadDim + first_col;
-  store_row<0>(out, sum, scale, row < size.q_rows);
-  store_row<1>(out + 8 * pitch, sum, scale, row + 8 < size.q_rows);
+  store_row<0>(out, acc, scale, row < size.q_rows);
+  store_row<1>(out + 8 * pitch, acc, scale, row + 8 < size.q_rows);
 }
 
-// Probabilities of keys that a query does not see become 0; ranges are those of the warp's keys.
+// Sets the probabilities of keys that a query does not see to 0; ranges are those of the warp's keys.
 template <int kBlocks>
 __device__ __forceinline__ void hide_keys(float (&p)[kBlocks][4], const int2* ranges, int first_query) {
   const int lane = me().lane;
@@ -295,7 +315,7 @@ __device__ __forceinline__ void hide_keys(float (&p)[kBlocks][4], const int2* ra
     if (!contains(range[i % 4 / 2], first_query + i / 4 * 8 + lane % 4 * 2 + i % 2)) p[i / 4][i % 4] = 0.f;
 }
 
-// dP - delta becomes dS = P (dP - delta).
+// Turns dP - delta into dS = P (dP - delta).
 template <typename T, int kBlocks>
 __device__ __forceinline__ void weigh(float (&dp)[kBlocks][4], const u32 (&probability)[1][kBlocks / 2][4]) {
   #pragma unroll

@@ -1,9 +1,10 @@
-// Device code that the Hopper kernels (sm_90a) share: TMA, mbarriers, wgmma, tiles in shared memory, the order of work.
-// kernels/common.cuh and the wrappers of wgmma.py come first.
+// What the Hopper kernels (sm_90a) share: TMA, mbarriers and wgmma, tiles in shared memory, and the scheduler. The
+// wrappers of wgmma that wgmma.py writes come before it.
 
 // ------------------------------------------------------------------------------------------------ instructions
 
 struct alignas(64) TensorMap { char opaque[128]; };
+CHECK_TensorMap;
 
 __device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals));
@@ -12,33 +13,39 @@ __device__ __forceinline__ void barrier_arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
 }
 __device__ __forceinline__ void barrier_expect(u64* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
   asm volatile("{ .reg .pred done;\n"
                "wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra wait; }" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
-// Copies a box (64 columns, 1 head, the map's rows) to shared memory; what lies outside the tensor arrives as zeros.
+// Copies a box to shared memory: 64 columns of one head, as many rows as the map says. What lies outside the tensor
+// arrives as zeros.
 __device__ __forceinline__ void copy_box(void* dst, const TensorMap* map, int column, int head, int row, u64* barrier) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-               :: "r"(shared_address(dst)), "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier)) : "memory");
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%2, %3, %4}], [%5];"
+               :: "r"(shared_address(dst)), "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier))
+               : "memory");
 }
-// The same for what is not read again: it leaves the L2 cache first.
-__device__ __forceinline__ void copy_box_once(void* dst, const TensorMap* map, int column, int head, int row, u64* barrier) {
+// The same for what is not read again: it is the first to leave the L2 cache.
+__device__ __forceinline__ void copy_box_once(void* dst, const TensorMap* map, int column, int head, int row,
+                                              u64* barrier) {
   asm volatile("{ .reg .b64 policy;\n"
                "createpolicy.fractional.L2::evict_first.b64 policy;\n"
                "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                "[%0], [%1, {%2, %3, %4}], [%5], policy; }"
-               :: "r"(shared_address(dst)), "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier)) : "memory");
+               :: "r"(shared_address(dst)), "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier))
+               : "memory");
 }
 
-// Copies 16-byte aligned bytes, a multiple of 16.
+// Copies a multiple of 16 bytes, aligned to 16.
 __device__ __forceinline__ void copy_bulk(void* dst, const void* src, int bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(shared_address(dst)), "l"(src), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
-// Stores fp32 from shared to global memory, or adds; 16-byte aligned bytes, a multiple of 16.
+// Stores fp32 from shared to global memory, or adds it there: a multiple of 16 bytes, aligned to 16.
 __device__ __forceinline__ void store_bulk(float* dst, const void* src, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                :: "l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
@@ -48,17 +55,17 @@ __device__ __forceinline__ void add_bulk(float* dst, const void* src, int bytes)
                :: "l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void add_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until what was stored and added so far has been read from shared memory; until it has arrived.
+// Waits until what was stored and added so far has been read from shared memory, or (add_wait) until it has arrived.
 __device__ __forceinline__ void add_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void add_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// What this thread wrote to shared memory becomes visible to wgmma and to bulk copies.
+// Makes what this thread wrote to shared memory visible to wgmma and to bulk copies.
 __device__ __forceinline__ void publish_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Stores four 8x8 blocks of an operand's fragments; lane l gives the address of row l % 8 of block l / 8.
+// Stores the fragments of an operand as four 8x8 blocks; lane l gives the address of row l % 8 of block l / 8.
 __device__ __forceinline__ void store_matrices(void* row, const u32 (&a)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                :: "r"(shared_address(row)), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
 }
-// Reads four 8x8 blocks as an operand's fragments; addresses as for store_matrices.
+// Reads four 8x8 blocks as the fragments of an operand; addresses as for store_matrices.
 __device__ __forceinline__ void load_matrices(u32 (&a)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(shared_address(row)) : "memory");
@@ -66,7 +73,8 @@ __device__ __forceinline__ void load_matrices(u32 (&a)[4], const void* row) {
 
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Fixes where in the program the values are ready: the compiler orders volatile asm, not the arithmetic around it.
+// Fixes the point in the program where the values are ready: the compiler keeps volatile asm in order, but not the
+// arithmetic around it.
 template <int kBlocks>
 __device__ __forceinline__ void pin(float (&values)[kBlocks][4]) {
   #pragma unroll
@@ -78,17 +86,22 @@ __device__ __forceinline__ void wgmma_wait(float (&accumulator)[kBlocks][4]) {
   pin(accumulator);
 }
 
-template <int kRegisters> __device__ __forceinline__ void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
-template <int kRegisters> __device__ __forceinline__ void registers_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
+template <int kRegisters> __device__ __forceinline__ void registers_take() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
+}
+template <int kRegisters> __device__ __forceinline__ void registers_give() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
+}
 
-// What follows from the number of the thread, computed where it is needed: there are no registers to keep it.
+// Warp and lane of this thread, computed where they are needed, as there are no registers to keep them in.
 struct Me { int warp, lane; };
 __device__ __forceinline__ Me me() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return {thread / kWarp % 4, thread % kWarp};
 }
-// The same value, of which the compiler knows nothing: what follows from it is computed where it is needed, not kept.
+// The same value, of which the compiler no longer knows anything: it computes what follows from it where that is
+// needed, instead of keeping it.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -96,8 +109,8 @@ __device__ __forceinline__ int opaque(int value) {
 
 // ------------------------------------------------------------------------------------------------ tiles
 
-// A tile is stored as slabs of 64 columns, rows 128 bytes apart, in the 128-byte swizzle that TMA writes and wgmma
-// reads; head dim 96 takes two slabs, the second half filled with zeros by TMA.
+// A tile is stored in slabs of 64 columns, with rows 128 bytes apart, in the 128-byte swizzle that TMA writes and wgmma
+// reads. Head dim 96 takes two slabs, of which TMA fills the second half with zeros.
 constexpr int kSlab = 64;
 constexpr int kRowBytes = 128;
 template <int kCols> constexpr int kSlabs = (kCols + kSlab - 1) / kSlab;
@@ -115,8 +128,9 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* 
     (kOnce ? copy_box_once : copy_box)(tile + s * kRows * kRowBytes, map, s * kSlab, head, row, barrier);
 }
 
-// The first operand of scores, 64 rows of a tile of kRows: its fragments, where there are registers left, or the tile.
-// start: scores (+)= these rows . k^T, 8 * kBlocks rows of k in a tile of kRowsK.
+// The first operand of scores, 64 rows of a tile of kRows: the tile itself or, where there are registers left, its
+// fragments.
+// start: scores = or += these rows . k^T, with 8 * kBlocks rows of k, which are in a tile of kRowsK.
 template <typename T, int kDim, int kRows, bool kInRegisters> struct ScoreRows {
   u64 rows;
   __device__ __forceinline__ void load(const unsigned char* tile) { rows = descriptor(tile, 16); }
@@ -145,16 +159,18 @@ template <typename T, int kDim, int kRows> struct ScoreRows<T, kDim, kRows, true
     const u64 b = descriptor(k, 16);
     #pragma unroll
     for (int i = 0; i < kDim / 16; ++i)
-      Wgmma<T, 8 * kBlocks>::template registers<0>(scores, a[i], b + (i / 4 * kRowsK * kRowBytes + i % 4 * 32) / 16, kAdd || i > 0);
+      Wgmma<T, 8 * kBlocks>::template registers<0>(scores, a[i], b + (i / 4 * kRowsK * kRowBytes + i % 4 * 32) / 16,
+                                                   kAdd || i > 0);
   }
 };
 template <typename T, int kDim, int kRows, int kRowsK, int kBlocks>
-__device__ __forceinline__ void add_scores(float (&scores)[kBlocks][4], const unsigned char* rows, const unsigned char* k) {
+__device__ __forceinline__ void add_scores(float (&scores)[kBlocks][4], const unsigned char* rows,
+                                           const unsigned char* k) {
   ScoreRows<T, kDim, kRows, false> operand;
   operand.load(rows);
   operand.template start<true, kRowsK>(scores, k);
 }
-// Every column begins at its number.
+// Sets every column of the accumulators to its number.
 template <int kBlocks>
 __device__ __forceinline__ void begin_columns(float (&scores)[kBlocks][4], const float* numbers) {
   const float2* const mine = (const float2*)numbers + threadIdx.x % 4;
@@ -166,17 +182,18 @@ __device__ __forceinline__ void begin_columns(float (&scores)[kBlocks][4], const
   pin(scores);
 }
 
-// sum += weights . v: weights in registers (64 x 16 * kSteps), as many rows of v (in a tile of kRowsV).
+// Starts acc += weights . v: weights, 64 x 16 * kSteps, in registers, and as many rows of v, which are in a tile of
+// kRowsV.
 template <typename T, int kCols, int kRowsV, int kSteps>
-__device__ __forceinline__ void start_weighted_sum(float (&sum)[kCols / 8][4], const u32 (&weights)[1][kSteps][4],
+__device__ __forceinline__ void start_weighted_rows(float (&acc)[kCols / 8][4], const u32 (&weights)[1][kSteps][4],
                                                    const unsigned char* v) {
   const u64 b = descriptor(v, kRowsV * kRowBytes);
   #pragma unroll
   for (int i = 0; i < kSteps; ++i)
-    Wgmma<T, kCols>::template registers<1>(sum, weights[0][i], b + i * 16 * kRowBytes / 16, 1);
+    Wgmma<T, kCols>::template registers<1>(acc, weights[0][i], b + i * 16 * kRowBytes / 16, 1);
 }
 
-// Four lanes hold a 4x4 block of words, a row per lane; afterwards lane i holds column i.
+// Four lanes hold a 4x4 block of words, a row each; after it, lane i holds column i.
 __device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
   const int lane = threadIdx.x % 4;
   #pragma unroll
@@ -190,17 +207,17 @@ __device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
       }
 }
 
-// Stores one (kHalf) of the two rows that this thread shares with its quad, which trades words so that every lane stores 16
-// bytes, by asm: short of registers, the compiler makes four stores of one. The L2 cache need not keep them. A scale of 0 stores
-// zeros.
+// Stores one (kHalf) of the two rows that this thread shares with its quad. The quad trades words so that every lane
+// stores 16 bytes. The store is asm, because a compiler short of registers makes four stores of it; the L2 cache need
+// not keep the row. A scale of 0 stores zeros, whatever the accumulators hold.
 template <int kHalf, typename T, int kBlocks>
-__device__ __forceinline__ void store_row(T* row, const float (&sum)[kBlocks][4], float scale, bool exists) {
+__device__ __forceinline__ void store_row(T* row, const float (&acc)[kBlocks][4], float scale, bool exists) {
   #pragma unroll
   for (int n = 0; n < kBlocks; n += 4) {
     u32 words[4];
     #pragma unroll
     for (int i = 0; i < 4; ++i)
-      words[i] = scale == 0.f ? 0 : pack<T>(sum[n + i][2 * kHalf] * scale, sum[n + i][2 * kHalf + 1] * scale);
+      words[i] = scale == 0.f ? 0 : pack<T>(acc[n + i][2 * kHalf] * scale, acc[n + i][2 * kHalf + 1] * scale);
     transpose_in_quad(words);
     if (exists)
       asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(row + (n + threadIdx.x % 4) * 8),
@@ -208,17 +225,19 @@ __device__ __forceinline__ void store_row(T* row, const float (&sum)[kBlocks][4]
   }
 }
 
-// ------------------------------------------------------------------------------------------------ work
+// ------------------------------------------------------------------------------------------------ scheduler
 
-// What is said of a tile of the other side: the last one in sight; for group c of 64 own rows, kSees << 2c if one of them
-// sees it, kMasked << 2c if one of them does not see all of it.
+// Flags of a tile of the other side: kLast, it is the last one in sight; for group c of 64 own rows, kSees << 2c, one
+// of them sees it, and kMasked << 2c, one of them does not see all of it.
 constexpr u32 kLast = 1u << 31, kSees = 1, kMasked = 2;
 
-// Work is done by groups of `together` heads, for the L2 cache, all heads of a tile one after another. The last group, of
-// `last_heads`, may be larger: it should last long enough for its longest tiles, which come first, to end before its others.
-struct WorkItem { int tile, head; };
-__device__ __forceinline__ WorkItem work_item(int work, const int* tile_order, int num_tiles, int num_heads, int together,
-                                              int last_heads) {
+// The scheduler. Thread blocks are persistent and draw numbers of work from a counter; this says which tile of which
+// head a number is. Heads are done in groups of `together`, whose tensors share the L2 cache, and in a group all heads
+// of a tile come one after another. The last group, of `last_heads`, may be larger: it should last so long that its
+// longest tiles, which come first, end before the others do.
+struct WorkTile { int tile, head; };
+__device__ __forceinline__ WorkTile scheduled_tile(int work, const int* tile_order, int num_tiles, int num_heads,
+                                                   int together, int last_heads) {
   const int num_first = num_heads - last_heads, rest = work - num_first * num_tiles;
   if (rest >= 0) return {tile_order[rest / last_heads], num_first + rest % last_heads};
   const int first = work / (together * num_tiles) * together, heads = min(together, num_first - first);
@@ -226,11 +245,11 @@ __device__ __forceinline__ WorkItem work_item(int work, const int* tile_order, i
   return {tile_order[in_group / heads], first + in_group % heads};
 }
 
-// A value that all lanes have, so that the compiler knows: what follows from it it keeps in uniform registers, where matrix
-// products want their descriptors, instead of moving each there.
+// Tells the compiler that all lanes have the same value. What follows from it is then kept in uniform registers, which
+// is where matrix products want their descriptors, instead of being moved there each time.
 __device__ __forceinline__ u32 uniform(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
 
-// Position in a ring of buffers; the parity is the one that its barriers are waited on with.
+// A stage of a ring of buffers, and the parity to wait with on its barriers.
 template <int kStages>
 struct Ring {
   u32 stage, parity;
@@ -241,7 +260,7 @@ struct Ring {
   __device__ __forceinline__ Ring back(u32 steps) const {
     return stage < steps ? Ring{stage + kStages - steps, parity ^ 1} : Ring{stage - steps, parity};
   }
-  // In an array of twice as many, for what is still read while its buffer is filled again.
-  __device__ __forceinline__ u32 place() const { return stage + parity * kStages; }
-  __device__ __forceinline__ u32 place_to_fill() const { return stage + (parity ^ 1) * kStages; }
+  // The stage in an array of twice as many, for what is still read while its buffer is filled again.
+  __device__ __forceinline__ u32 double_stage() const { return stage + parity * kStages; }
+  __device__ __forceinline__ u32 double_stage_to_fill() const { return stage + (parity ^ 1) * kStages; }
 };

@@ -1,12 +1,9 @@
-// The Hopper forward (sm_90a): the contract of thd_attn_fwd, with TMA, mbarriers and wgmma.
-//
-// One persistent thread block per multiprocessor. Its first warpgroup produces: one warp walks the key tiles in sight
-// of the current query tile and starts the bulk copies. The others consume: each owns 64 query rows, keeps scores,
-// probabilities and output in registers, and takes exponentials under its own and the others' matrix products.
-// kernels/hopper/common.cuh comes first.
+// The Hopper attention forward (sm_90a): a producer and its consumers, and at the end the kernel, thd_attn_fwd_sm90,
+// where to begin to read.
 
-// What the producer tells the consumers of a query tile, and of each key tile; first, next: flags of the key tile that comes
-// then, known before it arrives, so that consumers do not wait to read them between products; kLast where there is none.
+// What the producer tells the consumers of a query tile, and of each key tile. first, next: the flags of the key tile
+// that comes after it, known before that arrives, so that consumers do not wait for them between products; kLast where
+// there is none.
 struct QueryTile { int tile, head; u32 first; };
 struct KeyTile { int row; u32 next; };
 
@@ -23,7 +20,7 @@ struct ForwardShared {
   u64 v_full[kStages], v_empty[kStages];
   QueryTile query_tile[kQStages];
   KeyTile key_tile[kStages];
-  int2 range[2 * kQStages][kTileM];                   // of the query rows; registers are what consumers are short of
+  int2 range[2 * kQStages][kTileM];                   // of the query rows; consumers are short of registers
 
   __device__ __forceinline__ void init() {
     for (int s = 0; s < kQStages; ++s) barrier_init(&q_full[s], 1), barrier_init(&q_empty[s], 4 * kConsumers);
@@ -36,8 +33,10 @@ struct ForwardShared {
 };
 
 struct ForwardSize { int q_rows, num_tiles, num_heads, group, together, last_heads; };
+CHECK_ForwardSize;
 
-// The producer, one warp: for every query tile of this block the key tiles in sight. Keys run one tile ahead of values.
+// The producer, one warp: loads every query tile of this block and the key tiles that it sees, keys one tile ahead of
+// values.
 template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void produce_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, const TensorMap* map_q,
@@ -48,9 +47,9 @@ __device__ __forceinline__ void produce_forward(
   const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.num_heads;
   Ring<kQStages> q_ring = {0, 1};
   Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
-  auto item_of = [&](int work) {
-    if (work >= num_work) return WorkItem{};
-    return work_item(work, tile_order, size.num_tiles, size.num_heads, size.together, size.last_heads);
+  auto work_tile_of = [&](int work) {
+    if (work >= num_work) return WorkTile{};
+    return scheduled_tile(work, tile_order, size.num_tiles, size.num_heads, size.together, size.last_heads);
   };
   auto load_values = [&](int kv_head, int row) {
     barrier_wait(&shared.v_empty[v_ring.stage], v_ring.parity);
@@ -61,10 +60,11 @@ __device__ __forceinline__ void produce_forward(
     v_ring.advance();
   };
 
-  WorkItem item = item_of(blockIdx.x);
+  WorkTile work_tile = work_tile_of(blockIdx.x);
   for (int work = blockIdx.x; work < num_work; ) {
-    const auto [tile, head] = item;
-    // The next tile of work is asked for early; whoever gets the last number leaves the counter as it was.
+    const auto [tile, head] = work_tile;
+    // The next number of work is drawn early, for its latency; whoever draws the last of all sets the counter back to
+    // zero.
     int next_work = 0;
     if (lane == 0) {
       next_work = atomicAdd(counter, 1);
@@ -78,7 +78,10 @@ __device__ __forceinline__ void produce_forward(
     auto first_in_sight = [&](int from) {
       int first = kNone;
       #pragma unroll
-      for (int i = 0; i < kRows; ++i) first = min(first, max(range[i].x, from) < range[i].y ? max(range[i].x, from) : kNone);
+      for (int i = 0; i < kRows; ++i) {
+        const int row = max(range[i].x, from);
+        first = min(first, row < range[i].y ? row : kNone);
+      }
       return __reduce_min_sync(0xffffffffu, first);
     };
     auto flags_of = [&](int row) {
@@ -98,7 +101,7 @@ __device__ __forceinline__ void produce_forward(
 
     barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
     #pragma unroll
-    for (int i = 0; i < kRows; ++i) shared.range[q_ring.place_to_fill()][i * kWarp + lane] = range[i];
+    for (int i = 0; i < kRows; ++i) shared.range[q_ring.double_stage_to_fill()][i * kWarp + lane] = range[i];
     __syncwarp();
     if (lane == 0) {
       shared.query_tile[q_ring.stage] = {tile, head, first};
@@ -121,7 +124,7 @@ __device__ __forceinline__ void produce_forward(
       row = next;
     }
     work = __shfl_sync(0xffffffffu, next_work, 0);
-    item = item_of(work);
+    work_tile = work_tile_of(work);
     if (row_before != kNone) load_values(kv_head, row_before);
   }
   barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
@@ -132,12 +135,12 @@ __device__ __forceinline__ void produce_forward(
 }
 
 // Online softmax of a thread's two rows, in powers of two. Probabilities are relative to a base that follows the row
-// maximum only when that has grown by more than kSlack: the sums stay far from overflow, any base gives the same
-// quotient, and sums rarely have to be rescaled.
+// maximum only when that has grown by more than kSlack. Any base gives the same quotient, sums stay far from overflow,
+// and the accumulators rarely have to be rescaled.
 struct Softmax {
   static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
   float scale_log2, row_max[2] = {-kInfinity, -kInfinity}, base[2] = {kNothingYet, kNothingYet}, row_sum[2] = {};
-  float2 shrink;                                      // what sums so far are to be multiplied with, if `rescale`
+  float2 shrink;                                      // factor of what the rows have accumulated so far, if `rescale`
   bool rescale;
 
   // Turns new scores into probabilities.
@@ -176,14 +179,16 @@ __device__ __forceinline__ void hide(float (&score)[kBlocks][4], const int2* war
 }
 
 template <int kBlocks>
-__device__ __forceinline__ void scale_rows(float (&sum)[kBlocks][4], float2 factor) {
+__device__ __forceinline__ void scale_rows(float (&acc)[kBlocks][4], float2 factor) {
   #pragma unroll
-  for (int i = 0; i < 4 * kBlocks; ++i) sum[i / 4][i % 4] *= i % 4 < 2 ? factor.x : factor.y;
+  for (int i = 0; i < 4 * kBlocks; ++i) acc[i / 4][i % 4] *= i % 4 < 2 ? factor.x : factor.y;
 }
 
-// A consumer, one warpgroup: 64 query rows. The sum over the previous values runs on the tensor cores while it takes its
-// exponentials. kQInRegisters: queries too, while shared memory is busy with keys and values.
-template <bool kQInRegisters, typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+// A consumer, one warpgroup: 64 query rows. While it takes its exponentials, the tensor cores multiply the previous
+// probabilities with their values. kQInRegisters: queries are read from registers, as shared memory is busy with keys
+// and values.
+template <bool kQInRegisters, typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages,
+          int kStages>
 __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, T* out, float* lse,
     float* max_logits, ForwardSize size, float softmax_scale) {
@@ -200,10 +205,10 @@ __device__ __forceinline__ void consume_forward(
     if (query_tile.tile < 0) break;
     const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytes;
     const int first_row = query_tile.tile * kTileM + consumer * 64 + warp * 16;
-    const int2* const range = shared.range[q_ring.place()] + consumer * 64 + warp * 16;
+    const int2* const range = shared.range[q_ring.double_stage()] + consumer * 64 + warp * 16;
     ScoreRows<T, kHeadDim, kTileM, kQInRegisters> queries;
     queries.load(my_q);
-    float sum_out[kOutBlocks][4] = {};
+    float acc_out[kOutBlocks][4] = {};
     Softmax softmax = {softmax_scale * kLog2e};
 
     u32 mine = 0, next = uniform(query_tile.first);
@@ -213,7 +218,7 @@ __device__ __forceinline__ void consume_forward(
       mine = next >> 2 * consumer;
       barrier_wait(&shared.k_full[ring.stage], ring.parity);
     };
-    auto look_ahead = [&] {                           // under the scores
+    auto look_ahead = [&] {                           // while scores are computed
       first_key = shared.key_tile[ring.stage].row;
       next = uniform(shared.key_tile[ring.stage].next);
       last = next & kLast;
@@ -222,7 +227,7 @@ __device__ __forceinline__ void consume_forward(
       arrive(&shared.k_empty[ring.stage]);
       if (last && !kQInRegisters) arrive(&shared.q_empty[q_ring.stage]);
     };
-    auto pass = [&] {                                 // out of sight of these 64 rows
+    auto pass = [&] {                                 // these 64 rows do not see the tile
       look_ahead();
       release_keys();
       barrier_wait(&shared.v_full[ring.stage], ring.parity);
@@ -245,48 +250,48 @@ __device__ __forceinline__ void consume_forward(
       release_keys();
       if (mine & kMasked) hide(score, range, first_key);
       softmax.add(score);
-      bool summing = false;                           // values two tiles back are being read
+      bool pv_running = false;                        // the values two tiles back are being read
       ring.advance();
 
       u32 probability[1][kTileN / 16][4];
-      auto finish_sum = [&] {
-        wgmma_wait<0>(sum_out);
-        if (summing) arrive(&shared.v_empty[ring.back(2).stage]);
-        if (softmax.rescale) scale_rows(sum_out, softmax.shrink);
+      auto finish_pv = [&] {
+        wgmma_wait<0>(acc_out);
+        if (pv_running) arrive(&shared.v_empty[ring.back(2).stage]);
+        if (softmax.rescale) scale_rows(acc_out, softmax.shrink);
         round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&score);
       };
-      auto start_sum = [&] {
+      auto start_pv = [&] {
         const Ring<kStages> values = ring.back(1);
         barrier_wait(&shared.v_full[values.stage], values.parity);
-        start_weighted_sum<T, kVHeadDim, kTileN>(sum_out, probability, shared.v[values.stage]);
+        start_weighted_rows<T, kVHeadDim, kTileN>(acc_out, probability, shared.v[values.stage]);
         wgmma_commit();
       };
       while (!last) {
         next_key_tile();
         if (!(mine & kSees)) break;
-        finish_sum();
+        finish_pv();
         wgmma_begin();
         queries.template start<false, kTileN>(score, shared.k[ring.stage]);
         wgmma_commit();
         look_ahead();
-        start_sum();
+        start_pv();
         wgmma_wait<1>(score);
         release_keys();
         if (mine & kMasked) hide(score, range, first_key);
         softmax.add(score);
-        summing = true;
+        pv_running = true;
         ring.advance();
       }
-      finish_sum();
+      finish_pv();
       wgmma_begin();
-      start_sum();
-      wgmma_wait<0>(sum_out);
+      start_pv();
+      wgmma_wait<0>(acc_out);
       arrive(&shared.v_empty[ring.back(1).stage]);
       if (!(mine & kSees)) pass();
     }
     q_ring.advance();
 
-    // Normalise and store: quads trade words so that every lane stores 16 bytes.
+    // Normalise and store.
     float largest = -kInfinity;
     float scale[2];
     #pragma unroll
@@ -297,29 +302,44 @@ __device__ __forceinline__ void consume_forward(
       scale[r] = padding ? 0.f : 1.f / total;
       if (!padding) largest = fmaxf(largest, softmax.row_max[r] * softmax_scale);
       if (lane % 4 == 0 && row < size.q_rows)
-        lse[(size_t)query_tile.head * size.q_rows + row] = padding ? -kInfinity : (softmax.base[r] + __log2f(total)) * kLn2;
+        lse[(size_t)query_tile.head * size.q_rows + row] =
+            padding ? -kInfinity : (softmax.base[r] + __log2f(total)) * kLn2;
     }
     const int row = first_row + lane / 4, pitch = size.num_heads * kVHeadDim;
     T* const out_row = out + (size_t)row * pitch + query_tile.head * kVHeadDim;
-    store_row<0>(out_row, sum_out, scale[0], row < size.q_rows);
-    store_row<1>(out_row + 8 * pitch, sum_out, scale[1], row + 8 < size.q_rows);
+    store_row<0>(out_row, acc_out, scale[0], row < size.q_rows);
+    store_row<1>(out_row + 8 * pitch, acc_out, scale[1], row + 8 < size.q_rows);
     for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
-    const size_t slot = ((size_t)query_tile.head * size.num_tiles + query_tile.tile) * kConsumers + consumer;
-    if (lane == 0) max_logits[slot * 4 + warp] = largest;
+    const size_t index = ((size_t)query_tile.head * size.num_tiles + query_tile.tile) * kConsumers + consumer;
+    if (lane == 0) max_logits[index * 4 + warp] = largest;
   }
 }
 
-// The contract of thd_attn_fwd, except that padding rows of k and v must hold finite numbers: a copy by tensor map cannot
-// leave rows out (the pipeline zeros them). max_logits (num_heads, tiles, 4 * kConsumers); maps of boxes of 64 * kConsumers rows of
-// q and kTileN rows of k, v; tile_order: see work_item; counter: one int, zero, and zero again afterwards.
-// Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers).
-template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages, bool kQInRegisters>
+// Attention of query tiles over every key in their ranges, as thd_attn_fwd computes it, with wgmma and TMA.
+//
+// One persistent thread block per multiprocessor. One warp of its first warpgroup produces: it finds the key tiles that
+// the current query tile sees and starts the bulk copies, some tiles ahead, also for the next query tile, so that
+// consumers wait little between tiles. The other warpgroups consume: each owns 64 query rows and keeps their scores,
+// probabilities and output in registers, many of which the producer gives away. Exponentials take half as long as the
+// matrix products at head dim 128, and as long at 64; so each consumer takes them while its own product with values and
+// the other consumers' products run. Bound by the tensor cores and by exponentials.
+//
+// The contract is that of thd_attn_fwd, except that padding rows of k and v must hold finite numbers: a copy by tensor
+// map cannot leave rows out (the pipeline sets them to zero).
+// max_logits (num_heads, tiles, 4 * kConsumers)
+// maps of boxes of 64 * kConsumers rows of q, and of kTileN rows of k and v
+// tile_order: see scheduled_tile; counter: one int, zero, and zero again after the kernel
+// Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers), shared memory
+// kSharedBytes.
+template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages,
+          bool kQInRegisters, int kSharedBytes>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, T* __restrict__ out, float* __restrict__ lse, float softmax_scale,
     float* __restrict__ max_logits, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
     int* __restrict__ counter, ForwardSize size) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
+  static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Shared& shared = *(Shared*)shared_bytes;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);

@@ -1,93 +1,97 @@
-// The query side of thd_attn_bwd_sm90 (sm_90a): dq, and the warps that bring its pieces together. backward_common.cuh
-// comes first.
+// The query side of thd_attn_bwd_sm90 (sm_90a): the warpgroup that computes dq, and the warps that bring its shares
+// together.
 
-// Whether a step has a share of sums of dq.
-__device__ __forceinline__ bool has_sums(u32 flags) { return flags & (kSees | kSees << 2) && !(flags & kAlone); }
+// Whether a step has a share of a dq that others have shares of too.
+__device__ __forceinline__ bool has_share(u32 flags) { return flags & (kSees | kSees << 2) && !(flags & kAlone); }
 
-// A share of the dq of a tile of queries. turns (num_heads, stats_rows / 64), zero at first: those of claim_share; or (kOrdered)
-// 1 + the tile of keys whose turn it is. turn: which one, kNoMore for the end; after: what it becomes (kOrdered).
-struct Claim { int turn, after; Share share; };
+// A share of the dq of a tile of queries. Its semaphore, of (num_heads, stats_rows / 64), is zero at first and is that
+// of claim_share or, with kDeterministic, 1 + the tile of keys that may bring its share now. semaphore: which one, or
+// kNoMore for the end; after: what it becomes (kDeterministic).
+struct Claim { int semaphore, after; Share share; };
 constexpr int kNoMore = -1;
 
-__device__ __forceinline__ u32 turn_of(int head, int row, BackwardSize size) {
+__device__ __forceinline__ u32 semaphore_of(int head, int row, BackwardSize size) {
   return head * (size.stats_rows / 64) + row / 64;
 }
 
-// Pieces of a tile of queries, of 64 rows each, and where they lie.
+// How many pieces, of 64 rows each, a tile of queries has, and where they are in dq_accum.
 template <typename Shared> constexpr int kAllPieces = Shared::kTileM / 64 * Shared::kPieces;
-template <typename Shared> __device__ __forceinline__ size_t sums_at(Claim claim, int piece) {
-  return (size_t)claim.turn * 64 * Shared::kHeadDim + piece * Shared::kPieceFloats;
+template <typename Shared> __device__ __forceinline__ size_t accum_at(Claim claim, int piece) {
+  return (size_t)claim.semaphore * 64 * Shared::kHeadDim + piece * Shared::kPieceFloats;
 }
 
 // The query side, one warpgroup: dq = dS k, piece by piece.
 template <typename T, typename Shared>
 __device__ __forceinline__ void serve_queries(Shared& shared, T* dq, BackwardSize size, float softmax_scale) {
-  constexpr int kTileN = Shared::kTileN, kCols = Shared::kPieceCols, kPieces = Shared::kPieces, kAll = kAllPieces<Shared>;
+  constexpr int kTileN = Shared::kTileN, kCols = Shared::kPieceCols;
+  constexpr int kPieces = Shared::kPieces, kAll = kAllPieces<Shared>;
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   Ring<Shared::kStages> ring = {0, 0};
-  Ring<Shared::kPlaces> pieces = {0, 0};
+  Ring<Shared::kDqStages> pieces = {0, 0};
 
   for (Step step = {}; !(step.flags & kEnd); ring.advance()) {
     barrier_wait(&shared.ds_full[ring.stage], ring.parity);
-    step = shared.step[ring.place()];                 // arrives under the first products, which are wasted if there is nothing
+    step = shared.step[ring.double_stage()];          // read during the first products; kNothing wastes them
     #pragma unroll 1
     for (int piece = 0; piece < kAll; ++piece) {
       const int m = piece / kPieces, first_col = piece % kPieces * kCols;
-      float sum[kCols / 8][4];
-      multiply_keys<T, kTileN>(sum, shared.ds[ring.stage] + m * kTileN * kRowBytes, shared.k, first_col);
+      float acc[kCols / 8][4];
+      multiply_keys<T, kTileN>(acc, shared.ds[ring.stage] + m * kTileN * kRowBytes, shared.k, first_col);
       const bool nothing = step.flags & (kNothing | kEnd);
       if (nothing || piece == kAll - 1) arrive(&shared.ds_empty[ring.stage]);
       if (nothing) break;
       if (step.flags & kLast && piece == kAll - 1) arrive(&shared.kv_empty);
       bool complete = step.flags & kAlone;
-      if (has_sums(step.flags)) {
+      if (has_share(step.flags)) {
         float4* const staging = (float4*)shared.dq[pieces.stage] + threadIdx.x % 128;
         barrier_wait(&shared.dq_open[pieces.stage], pieces.parity);
         const Share share = shared.share[pieces.stage];
         complete = share == Share::kLast || share == Share::kOnly;
         #pragma unroll
         for (int n = 0; n < kCols / 8; ++n) {
-          if (!complete) staging[n * 128] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+          if (!complete) staging[n * 128] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
           if (share != Share::kLast) continue;
           const float4 others = staging[n * 128];
-          sum[n][0] += others.x, sum[n][1] += others.y, sum[n][2] += others.z, sum[n][3] += others.w;
+          acc[n][0] += others.x, acc[n][1] += others.y, acc[n][2] += others.z, acc[n][3] += others.w;
         }
         publish_to_async();
         __syncwarp();
         arrive(&shared.dq_full[pieces.stage]);
         pieces.advance();
       }
-      if (complete) store_dq<Shared::kHeadDim>(dq, sum, softmax_scale, step.row + m * 64, step.head, first_col, size);
+      if (complete) store_dq<Shared::kHeadDim>(dq, acc, softmax_scale, step.row + m * 64, step.head, first_col, size);
     }
   }
 }
 
-// One warp claims shares of dq, ahead of the products, waits until they may be brought, and opens pieces for the query side, with
-// the sum of the others in them for the last. In any order; or (kOrdered) in falling order of the tiles of keys, for the same
-// bits on every run: under a causal mask each tile begins where it is the first, and finds the others ahead.
-// A block waits with its latest claim only, and brings what it claimed before without waiting: so nobody waits in a circle.
-template <bool kOrdered, typename Shared>
+// One warp claims shares of dq ahead of the products, waits until they may be brought, and opens pieces for the query
+// side; for the last share, with the sum of the others in them. Shares come in any order or, with kDeterministic, in
+// falling order of the tiles of keys, for the same bits on every run: under a causal mask each tile of keys begins with
+// queries for which it is the first, and finds the tiles before it already ahead. A block waits with its latest claim
+// only, and brings what it claimed before without waiting, so that nobody waits in a circle.
+template <bool kDeterministic, typename Shared>
 __device__ __forceinline__ void claim_shares(
-    Shared& shared, const float* dq_sum, const int2* key_ranges, int* turns, const int* shares, BackwardSize size) {
+    Shared& shared, const float* dq_accum, const int2* key_ranges, int* semaphores, const int* shares,
+    BackwardSize size) {
   constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kFloats = Shared::kPieceFloats;
   const int lane = threadIdx.x % kWarp;
   Ring<Shared::kStages> ring = {0, 0};
   Ring<2> claims = {0, 1};
-  Ring<Shared::kPlaces> pieces = {0, 1};
+  Ring<Shared::kDqStages> pieces = {0, 1};
   for (Step step = {}; !(step.flags & kEnd); ) {
     barrier_wait(&shared.full[ring.stage], ring.parity);
-    step = shared.step[ring.place()];
+    step = shared.step[ring.double_stage()];
     __syncwarp();
     if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
     ring.advance();
     Claim claim = {kNoMore, 0, Share::kNone};
-    if (has_sums(step.flags)) {
-      claim.turn = turn_of(step.head, step.row, size);
-      int* const turn = turns + claim.turn;
-      if (!kOrdered) {
-        claim.share = claim_share(turn, shares[step.row / kTileM]);
+    if (has_share(step.flags)) {
+      claim.semaphore = semaphore_of(step.head, step.row, size);
+      int* const semaphore = semaphores + claim.semaphore;
+      if (!kDeterministic) {
+        claim.share = claim_share(semaphore, shares[step.row / kTileM]);
       } else {
-        int state = state_of(turn), first_tile = -1, next_tile = -1;      // early, for its latency
+        int state = state_of(semaphore), first_tile = -1, next_tile = -1;      // early, for its latency
         bool sees = false;
         #pragma unroll 1
         for (int i = lane; i < kTileM; i += kWarp) {
@@ -104,9 +108,9 @@ __device__ __forceinline__ void claim_shares(
           claim.share = claim.after ? first_tile == step.tile ? Share::kFirst : Share::kMiddle
                                     : first_tile == step.tile ? Share::kOnly : Share::kLast;
         else if (first_tile < 0)
-          claim.share = Share::kOnly;                  // padding: zeros, by everyone
+          claim.share = Share::kOnly;                  // padding: every block stores its zeros
         const bool waits = claim.share == Share::kMiddle || claim.share == Share::kLast;
-        while (waits && __shfl_sync(0xffffffffu, state, 0) != 1 + step.tile) state = state_of(turn);
+        while (waits && __shfl_sync(0xffffffffu, state, 0) != 1 + step.tile) state = state_of(semaphore);
       }
     } else if (!(step.flags & kEnd)) {
       continue;
@@ -117,13 +121,13 @@ __device__ __forceinline__ void claim_shares(
       barrier_arrive(&shared.claim_full[claims.stage]);
     }
     claims.advance();
-    for (int piece = 0; piece < (claim.turn == kNoMore ? 0 : kAllPieces<Shared>); ++piece) {
+    for (int piece = 0; piece < (claim.semaphore == kNoMore ? 0 : kAllPieces<Shared>); ++piece) {
       barrier_wait(&shared.dq_empty[pieces.stage], pieces.parity);
       if (lane == 0) {
         u64* const open = &shared.dq_open[pieces.stage];
         shared.share[pieces.stage] = claim.share;
         if (claim.share == Share::kLast) {
-          const float* const others = dq_sum + sums_at<Shared>(claim, piece);
+          const float* const others = dq_accum + accum_at<Shared>(claim, piece);
           barrier_expect(open, 4 * kFloats);
           copy_bulk(shared.dq[pieces.stage], others, 4 * kFloats, open);
         } else {
@@ -135,20 +139,20 @@ __device__ __forceinline__ void claim_shares(
   }
 }
 
-// One warp has the copy engine bring pieces of dq to global memory.
+// One warp sends pieces of dq to global memory through the copy engine.
 template <typename Shared>
-__device__ __forceinline__ void send_shares(Shared& shared, float* dq_sum) {
+__device__ __forceinline__ void send_shares(Shared& shared, float* dq_accum) {
   constexpr int kFloats = Shared::kPieceFloats;
   const int lane = threadIdx.x % kWarp;
-  Ring<Shared::kPlaces> pieces = {0, 0};
+  Ring<Shared::kDqStages> pieces = {0, 0};
   for (Ring<2> claims = {0, 0}; ; claims.advance()) {
     barrier_wait(&shared.claim_full[claims.stage], claims.parity);
     const Claim claim = shared.claim[claims.stage];
-    if (claim.turn == kNoMore) return;
+    if (claim.semaphore == kNoMore) return;
     for (int piece = 0; piece < kAllPieces<Shared>; ++piece) {
       barrier_wait(&shared.dq_full[pieces.stage], pieces.parity);
       if (lane == 0) {
-        float* const target = dq_sum + sums_at<Shared>(claim, piece);
+        float* const target = dq_accum + accum_at<Shared>(claim, piece);
         if (claim.share == Share::kFirst) store_bulk(target, shared.dq[pieces.stage], 4 * kFloats);
         if (claim.share == Share::kMiddle) add_bulk(target, shared.dq[pieces.stage], 4 * kFloats);
         add_commit();
@@ -165,32 +169,34 @@ __device__ __forceinline__ void send_shares(Shared& shared, float* dq_sum) {
   }
 }
 
-// One warp tells other blocks of shares that have arrived: a release takes as long as a part of a step. Sums that the last has
-// read need not reach memory.
-template <bool kOrdered, typename Shared>
-__device__ __forceinline__ void release_shares(Shared& shared, float* dq_sum, int* turns) {
+// One warp tells other blocks which shares have arrived. It has no other duty because a release takes a good part of a
+// step. Accumulators that the last share has read need not reach memory.
+template <bool kDeterministic, typename Shared>
+__device__ __forceinline__ void release_shares(Shared& shared, float* dq_accum, int* semaphores) {
   const int lane = threadIdx.x % kWarp;
   for (Ring<2> claims = {0, 0}; ; claims.advance()) {
     barrier_wait(&shared.claim_full[claims.stage], claims.parity);
     const Claim claim = shared.claim[claims.stage];
-    if (claim.turn == kNoMore) return;
+    if (claim.semaphore == kNoMore) return;
     barrier_wait(&shared.claim_sent[claims.stage], claims.parity);
     __syncwarp();
     if (lane == 0) barrier_arrive(&shared.claim_empty[claims.stage]);
-    if (claim.share == Share::kLast) discard<Shared::kTileM * Shared::kHeadDim>(dq_sum + sums_at<Shared>(claim, 0));
+    if (claim.share == Share::kLast) discard<Shared::kTileM * Shared::kHeadDim>(dq_accum + accum_at<Shared>(claim, 0));
     if (lane > 0 || !is_awaited(claim.share)) continue;
-    if (kOrdered) asm volatile("st.release.gpu.s32 [%0], %1;" :: "l"(turns + claim.turn), "r"(claim.after) : "memory");
-    else release_share(turns + claim.turn);
+    int* const semaphore = semaphores + claim.semaphore;
+    if (kDeterministic) asm volatile("st.release.gpu.s32 [%0], %1;" :: "l"(semaphore), "r"(claim.after) : "memory");
+    else release_share(semaphore);
   }
 }
 
-// One warp sets the rows of dq (q_rows, num_heads, kHeadDim) to zero that no tile of keys has in sight.
+// One warp sets those rows of dq (q_rows, num_heads, kHeadDim) to zero that no tile of keys has in sight.
 template <int kHeadDim, int kTileM, typename T>
 __device__ __forceinline__ void clear_queries(T* dq, const int* shares, BackwardSize size) {
-  const u32 words = size.parts * size.heads * kHeadDim / 8;
+  const u32 words = size.splits * size.split_heads * kHeadDim / 8;
   for (int row = blockIdx.x * kTileM; row < size.q_rows; row += gridDim.x * kTileM) {
     if (shares[row / kTileM] > 0) continue;
     const u32 end = min(kTileM, size.q_rows - row) * words;
-    for (u32 i = threadIdx.x % kWarp; i < end; i += kWarp) ((uint4*)dq)[(size_t)row * words + i] = make_uint4(0, 0, 0, 0);
+    for (u32 i = threadIdx.x % kWarp; i < end; i += kWarp)
+      ((uint4*)dq)[(size_t)row * words + i] = make_uint4(0, 0, 0, 0);
   }
 }

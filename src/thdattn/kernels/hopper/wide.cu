@@ -1,20 +1,16 @@
-// The Hopper backward (sm_90a) for wide heads: the contract of thd_attn_bwd_sm90.
-// kernels/hopper/backward_common.cuh comes first.
-//
-// Sums of 64 keys for dk and for dv do not fit one warpgroup. So a thread block owns 64 key rows of one kv head at a time,
-// and its warpgroups share them by what they sum: the key role probabilities and dk, the value role score gradients and dv,
-// the query role dq. Probabilities, then score gradients in their place, pass through shared memory.
+// The Hopper attention backward of head dims beyond 192/128 (sm_90a): the producer, the three roles, and at the end the
+// kernels, thd_attn_bwd_wide_sm90, where to begin to read, and thd_attn_round_wide_sm90.
 constexpr int kWideTile = 64;                         // keys of a block, query rows of a step
-constexpr int kSlots = 2;                             // for probabilities and score gradients
+constexpr int kDsStages = 2;                          // of probabilities, and of score gradients in the same memory
 
 template <int kHeadDim> constexpr int kPieces = kHeadDim / kSlab;   // of 64 rows of dq
 constexpr int kPieceFloats = kWideTile * kSlab;
 
-// Columns of a sum per matrix instruction: 256 would take more registers than a thread has at launch.
+// Columns of accumulators per matrix instruction: 256 would take more registers than a thread has at launch.
 template <int kDim> constexpr int kWideCols = kDim == 256 ? 128 : kDim;
 template <int kCols, int kBlocks>
-__device__ __forceinline__ float (&columns(float (&sum)[kBlocks][4], int first))[kCols / 8][4] {
-  return *(float(*)[kCols / 8][4])&sum[first / 8];
+__device__ __forceinline__ float (&columns(float (&acc)[kBlocks][4], int first))[kCols / 8][4] {
+  return *(float(*)[kCols / 8][4])&acc[first / 8];
 }
 
 template <int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
@@ -22,27 +18,28 @@ struct WideShared {
   static constexpr int kQBytes = kTileBytes<kWideTile, kHeadDim>, kDoutBytes = kTileBytes<kWideTile, kVHeadDim>;
   unsigned char k[kQBytes], v[kDoutBytes];
   unsigned char q[kQStages][kQBytes], dout[kDoutStages][kDoutBytes];
-  unsigned char ds[kSlots][kTileBytes<kWideTile, kWideTile>];     // keys are the rows; before that, the probabilities
+  unsigned char ds[kDsStages][kTileBytes<kWideTile, kWideTile>];  // keys are the rows; before dS, probabilities
   float minus_lse[kQStages][kWideTile], minus_delta[kDoutStages][kWideTile];
   u64 kv_full, kv_empty;
   u64 q_full[kQStages], q_empty[kQStages];
   u64 dout_full[kDoutStages], dout_empty[kDoutStages];
-  u64 p_full[kSlots], ds_full[kSlots], ds_empty[kSlots];
-  Step q_step[kQStages], dout_step[kDoutStages], ds_step[kSlots];
-  int2 range[kWideTile], item[8];                                 // of the key rows, and of the warps of keys and values
+  u64 p_full[kDsStages], ds_full[kDsStages], ds_empty[kDsStages];
+  Step q_step[kQStages], dout_step[kDoutStages], ds_step[kDsStages];
+  int2 range[kWideTile];                                          // of the key rows
+  int2 warp_tile[8];                                              // of the key role's warps, then the value role's
 
   __device__ __forceinline__ void init() {
     barrier_init(&kv_full, 2), barrier_init(&kv_empty, 12);
     for (int s = 0; s < kQStages; ++s) barrier_init(&q_full[s], 1), barrier_init(&q_empty[s], 4);
     for (int s = 0; s < kDoutStages; ++s) barrier_init(&dout_full[s], 1), barrier_init(&dout_empty[s], 4);
-    for (int s = 0; s < kSlots; ++s) {
+    for (int s = 0; s < kDsStages; ++s) {
       barrier_init(&p_full[s], 4), barrier_init(&ds_full[s], 4), barrier_init(&ds_empty[s], 8);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 };
 
-// The producer, one warp.
+// The producer, one warp: loads the tensors of every step.
 template <int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void produce_wide(
     WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
@@ -63,8 +60,9 @@ __device__ __forceinline__ void produce_wide(
     ring.advance();
   };
 
-  walk<false, 1, kWideTile>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
-    const u32 lse = step.head * size.stats_rows + step.row, delta = lse + size.parts * size.heads * size.stats_rows;
+  schedule_steps<false, 1, kWideTile>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
+    const u32 lse = step.head * size.stats_rows + step.row;
+    const u32 delta = lse + size.splits * size.split_heads * size.stats_rows;
     fill(q_ring, shared.q_full, shared.q_empty, shared.q_step, step, [&](u32 stage, u64* full) {
       barrier_expect(full, Shared::kQBytes + 4 * kWideTile);
       copy_tile<kWideTile, kHeadDim>(shared.q[stage], map_q, step.head, step.row, full);
@@ -82,12 +80,13 @@ __device__ __forceinline__ void produce_wide(
   });
 }
 
-// The query role: dq = dS k, a piece at a time.
+// The query role, one warpgroup: dq = dS k, a piece at a time.
 template <typename T, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void serve_wide_queries(
-    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, T* dq, float* dq_sum, BackwardSize size, float softmax_scale) {
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, T* dq, float* dq_accum, BackwardSize size,
+    float softmax_scale) {
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
-  Ring<kSlots> ring = {0, 0};
+  Ring<kDsStages> ring = {0, 0};
 
   while (true) {
     barrier_wait(&shared.ds_full[ring.stage], ring.parity);
@@ -97,15 +96,16 @@ __device__ __forceinline__ void serve_wide_queries(
     const size_t block = (size_t)step.head * (size.stats_rows / 64) + step.row / 64;
     #pragma unroll 1
     for (int piece = 0; piece < kPieces<kHeadDim>; ++piece) {
-      float sum[kSlab / 8][4];
-      multiply_keys<T, kWideTile>(sum, shared.ds[ring.stage], shared.k, piece * kSlab);
+      float acc[kSlab / 8][4];
+      multiply_keys<T, kWideTile>(acc, shared.ds[ring.stage], shared.k, piece * kSlab);
       if (step.flags & kAlone) {
-        store_dq<kHeadDim>(dq, sum, softmax_scale, step.row, step.head, piece * kSlab, size);
+        store_dq<kHeadDim>(dq, acc, softmax_scale, step.row, step.head, piece * kSlab, size);
         continue;
       }
-      float* const dst = dq_sum + (block * kPieces<kHeadDim> + piece) * kPieceFloats + threadIdx.x % 128 * 4;
+      float* const dst = dq_accum + (block * kPieces<kHeadDim> + piece) * kPieceFloats + threadIdx.x % 128 * 4;
       #pragma unroll
-      for (int n = 0; n < kSlab / 8; ++n) add_quad(dst + n * 512, make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]));
+      for (int n = 0; n < kSlab / 8; ++n)
+        add_quad(dst + n * 512, make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]));
     }
     if (step.flags & kLast) arrive(&shared.kv_empty);
     arrive(&shared.ds_empty[ring.stage]);
@@ -113,33 +113,35 @@ __device__ __forceinline__ void serve_wide_queries(
   }
 }
 
-// The key role: dk = dS^T q, and the probabilities.
-template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+// The key role, one warpgroup: probabilities, and dk = dS^T q.
+template <bool kKeysInRegisters, typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void serve_wide_keys(
-    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Gradients<Grad> grads, BackwardSize size, float softmax_scale) {
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Gradients<Grad> grads, BackwardSize size,
+    float softmax_scale) {
   constexpr int kBlocks = kWideTile / 8;
   Ring<kQStages> ring = {0, 0};                       // of query tiles
-  Ring<kSlots> slot = {0, 0};
+  Ring<kDsStages> ds_ring = {0, 0};
   u32 kv_parity = 0, flags;
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   auto look = [&] {
     barrier_wait(&shared.q_full[ring.stage], ring.parity);
     flags = __shfl_sync(0xffffffffu, shared.q_step[ring.stage].flags, 0);
   };
-  auto start_dk = [&](float (&sum)[kHeadDim / 8][4]) {
-    const u64 a = descriptor(shared.ds[slot.stage], 16), b = descriptor(shared.q[ring.back(1).stage], kWideTile * kRowBytes);
+  auto start_dk = [&](float (&acc)[kHeadDim / 8][4]) {
+    const u64 a = descriptor(shared.ds[ds_ring.stage], 16);
+    const u64 b = descriptor(shared.q[ring.back(1).stage], kWideTile * kRowBytes);
     #pragma unroll
     for (int c = 0; c < kHeadDim; c += kWideCols<kHeadDim>)
       #pragma unroll
       for (int i = 0; i < kWideTile / 16; ++i)
-        Wgmma<T, kWideCols<kHeadDim>>::template shared<0, 1>(
-            columns<kWideCols<kHeadDim>>(sum, c), a + i * 32 / 16, b + (c * kWideTile * 2 + i * 16 * kRowBytes) / 16, 1);
+        Wgmma<T, kWideCols<kHeadDim>>::template shared<0, 1>(columns<kWideCols<kHeadDim>>(acc, c), a + i * 32 / 16,
+                                                             b + (c * kWideTile * 2 + i * 16 * kRowBytes) / 16, 1);
     wgmma_commit();
   };
   auto release = [&](u32 stage) {
     arrive(&shared.q_empty[stage]);
-    arrive(&shared.ds_empty[slot.stage]);
-    slot.advance();
+    arrive(&shared.ds_empty[ds_ring.stage]);
+    ds_ring.advance();
   };
   const float scale_log2 = softmax_scale * kLog2e;
 
@@ -147,24 +149,24 @@ __device__ __forceinline__ void serve_wide_keys(
     look();
     if (flags & kEnd) break;
     const auto [warp, lane] = me();
-    int2& item = shared.item[warp];                     // first key of the warp, kv head
+    int2& warp_tile = shared.warp_tile[warp];
     if (lane == 0) {
       const Step& step = shared.q_step[ring.stage];
-      item = {step.tile * kWideTile + warp * 16, step.head / size.group};
+      warp_tile = {step.tile * kWideTile + warp * 16, step.head / size.group};
     }
     __syncwarp();
-    float sum_dk[kHeadDim / 8][4] = {};
+    float acc_dk[kHeadDim / 8][4] = {};
     if (flags & kNothing) {
       arrive(&shared.q_empty[ring.stage]);
       ring.advance();
     } else {
       barrier_wait(&shared.kv_full, kv_parity);
       kv_parity ^= 1;
-      ScoreRows<T, kHeadDim, kWideTile, kHeadDim == 192> keys;
+      ScoreRows<T, kHeadDim, kWideTile, kKeysInRegisters> keys;
       keys.load(shared.k);
       float p[kBlocks][4];
-      // Probabilities from the saved lse, transposed; every thread leaves them for its counterpart of the value role.
-      auto hand_over = [&](Ring<kSlots> to) {
+      // Probabilities from the saved lse, transposed; every thread leaves them for its counterpart in the value role.
+      auto hand_over = [&](Ring<kDsStages> to) {
         const auto [warp, lane] = me();
         #pragma unroll
         for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
@@ -174,8 +176,10 @@ __device__ __forceinline__ void serve_wide_keys(
         barrier_wait(&shared.ds_empty[to.stage], to.parity ^ 1);
         uint4* const out = (uint4*)(shared.ds[to.stage] + warp * 16 * kRowBytes) + lane;
         #pragma unroll
-        for (int i = 0; i < kBlocks / 2; ++i)
-          out[i * kWarp] = make_uint4(probability[0][i][0], probability[0][i][1], probability[0][i][2], probability[0][i][3]);
+        for (int i = 0; i < kBlocks / 2; ++i) {
+          const u32 (&p)[4] = probability[0][i];
+          out[i * kWarp] = make_uint4(p[0], p[1], p[2], p[3]);
+        }
         __syncwarp();
         arrive(&shared.p_full[to.stage]);
         ring.advance();
@@ -185,45 +189,45 @@ __device__ __forceinline__ void serve_wide_keys(
       keys.template start<true, kWideTile>(p, shared.q[ring.stage]);
       wgmma_commit();
       wgmma_wait<0>(p);
-      hand_over(slot);
+      hand_over(ds_ring);
       while (!(flags & kLast)) {
-        // The scores of the next step, and behind them dk += dS^T q.
+        // The scores of the next step, and after them dk += dS^T q.
         look();
         begin_columns(p, shared.minus_lse[ring.stage]);
         wgmma_begin();
         keys.template start<true, kWideTile>(p, shared.q[ring.stage]);
         wgmma_commit();
-        barrier_wait(&shared.ds_full[slot.stage], slot.parity);
+        barrier_wait(&shared.ds_full[ds_ring.stage], ds_ring.parity);
         wgmma_begin();
-        start_dk(sum_dk);
+        start_dk(acc_dk);
         wgmma_wait<1>(p);
-        Ring<kSlots> next = slot;
+        Ring<kDsStages> next = ds_ring;
         next.advance();
         hand_over(next);
-        wgmma_wait<0>(sum_dk);
+        wgmma_wait<0>(acc_dk);
         release(ring.back(2).stage);
       }
       arrive(&shared.kv_empty);
-      barrier_wait(&shared.ds_full[slot.stage], slot.parity);
+      barrier_wait(&shared.ds_full[ds_ring.stage], ds_ring.parity);
       wgmma_begin();
-      start_dk(sum_dk);
-      wgmma_wait<0>(sum_dk);
+      start_dk(acc_dk);
+      wgmma_wait<0>(acc_dk);
       release(ring.back(1).stage);
     }
-    const int2 mine_done = shared.item[me().warp];
+    const int2 mine_done = shared.warp_tile[me().warp];
     const Share share = grads.claim(mine_done.x, mine_done.y, 0, size);
-    grads.bring(grads.dk, grads.dk_sum, sum_dk, softmax_scale, share, mine_done.x, mine_done.y, size);
+    grads.bring(grads.dk, grads.dk_accum, acc_dk, softmax_scale, share, mine_done.x, mine_done.y, size);
     grads.release(mine_done.x, mine_done.y, 0, share, size);
   }
 }
 
-// The value role: dv = P^T dout, and the score gradients.
+// The value role, one warpgroup: score gradients, and dv = P^T dout.
 template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void serve_wide_values(
     WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Gradients<Grad> grads, BackwardSize size) {
   constexpr int kBlocks = kWideTile / 8;
   Ring<kDoutStages> ring = {0, 0};
-  Ring<kSlots> slot = {0, 0};
+  Ring<kDsStages> ds_ring = {0, 0};
   u32 kv_parity = 0, flags;
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   auto look = [&] {
@@ -232,10 +236,10 @@ __device__ __forceinline__ void serve_wide_values(
   };
   auto tell_queries = [&] {
     const auto [warp, lane] = me();
-    if (warp == 0 && lane == 0) shared.ds_step[slot.stage] = shared.dout_step[ring.stage];
+    if (warp == 0 && lane == 0) shared.ds_step[ds_ring.stage] = shared.dout_step[ring.stage];
     publish_to_async();
     __syncwarp();
-    arrive(&shared.ds_full[slot.stage]);
+    arrive(&shared.ds_full[ds_ring.stage]);
   };
 
   while (true) {
@@ -244,10 +248,10 @@ __device__ __forceinline__ void serve_wide_values(
     const auto [warp, lane] = me();
     if (lane == 0) {
       const Step& step = shared.dout_step[ring.stage];
-      shared.item[4 + warp] = {step.tile * kWideTile + warp * 16, step.head / size.group};
+      shared.warp_tile[4 + warp] = {step.tile * kWideTile + warp * 16, step.head / size.group};
     }
     __syncwarp();
-    float sum_dv[kVHeadDim / 8][4] = {};
+    float acc_dv[kVHeadDim / 8][4] = {};
     if (flags & kNothing) {
       arrive(&shared.dout_empty[ring.stage]);
       ring.advance();
@@ -265,19 +269,20 @@ __device__ __forceinline__ void serve_wide_values(
         const unsigned char* const dout = shared.dout[ring.stage];
         #pragma unroll
         for (int c = 0; c < kVHeadDim; c += kWideCols<kVHeadDim>)
-          start_weighted_sum<T, kWideCols<kVHeadDim>, kWideTile>(columns<kWideCols<kVHeadDim>>(sum_dv, c), probability,
+          start_weighted_rows<T, kWideCols<kVHeadDim>, kWideTile>(columns<kWideCols<kVHeadDim>>(acc_dv, c), probability,
                                                                  dout + c * kWideTile * 2);
         wgmma_commit();
       };
       while (true) {
-        // dv += P^T dout, and under it dS = P (dP - delta), in the place of P.
+        // dv += P^T dout; while it runs, dS = P (dP - delta), which is stored where P was.
         const auto [warp, lane] = me();
-        barrier_wait(&shared.p_full[slot.stage], slot.parity);
-        unsigned char* const place = shared.ds[slot.stage] + warp * 16 * kRowBytes;
+        barrier_wait(&shared.p_full[ds_ring.stage], ds_ring.parity);
+        unsigned char* const ds_rows = shared.ds[ds_ring.stage] + warp * 16 * kRowBytes;
         #pragma unroll
         for (int i = 0; i < kBlocks / 2; ++i) {
-          const uint4 x = ((const uint4*)place)[i * kWarp + lane];
-          probability[0][i][0] = x.x, probability[0][i][1] = x.y, probability[0][i][2] = x.z, probability[0][i][3] = x.w;
+          const uint4 x = ((const uint4*)ds_rows)[i * kWarp + lane];
+          u32 (&p)[4] = probability[0][i];
+          p[0] = x.x, p[1] = x.y, p[2] = x.z, p[3] = x.w;
         }
         wgmma_begin();
         start_dv();
@@ -287,11 +292,11 @@ __device__ __forceinline__ void serve_wide_values(
         __syncwarp();
         #pragma unroll
         for (int i = 0; i < kBlocks / 2; ++i)
-          store_matrices(place + lane % 16 * kRowBytes + ((i * 2 + lane / 16) ^ lane % 8) * 16, dscore[0][i]);
+          store_matrices(ds_rows + lane % 16 * kRowBytes + ((i * 2 + lane / 16) ^ lane % 8) * 16, dscore[0][i]);
         tell_queries();
-        slot.advance();
+        ds_ring.advance();
 
-        wgmma_wait<0>(sum_dv);
+        wgmma_wait<0>(acc_dv);
         arrive(&shared.dout_empty[ring.stage]);
         ring.advance();
         if (flags & kLast) break;
@@ -304,48 +309,62 @@ __device__ __forceinline__ void serve_wide_values(
       }
       arrive(&shared.kv_empty);
     }
-    const int2 mine_done = shared.item[4 + me().warp];
+    const int2 mine_done = shared.warp_tile[4 + me().warp];
     const Share share = grads.claim(mine_done.x, mine_done.y, 1, size);
-    grads.bring(grads.dv, grads.dv_sum, sum_dv, 1.f, share, mine_done.x, mine_done.y, size);
+    grads.bring(grads.dv, grads.dv_accum, acc_dv, 1.f, share, mine_done.x, mine_done.y, size);
     grads.release(mine_done.x, mine_done.y, 1, share, size);
   }
-  barrier_wait(&shared.ds_empty[slot.stage], slot.parity ^ 1);
+  barrier_wait(&shared.ds_empty[ds_ring.stage], ds_ring.parity ^ 1);
   tell_queries();
 }
 
-// dq (q_rows, num_heads, kHeadDim) = dq_sum * scale, rounded, where it comes from many tiles of keys; 0 where from none.
-// Launch: grid (stats_rows / 64, num_heads), block 128. Bound by memory.
+// dq (q_rows, num_heads, kHeadDim) = dq_accum * scale, rounded, of query tiles that several tiles of keys have in
+// sight; 0 of those that none has. A block of the size of a warpgroup reads the accumulators as one left them. Bound by
+// memory.
+// Launch: grid (stats_rows / 64, num_heads), block 128.
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(T* __restrict__ dq, const float4* __restrict__ dq_sum,
-                                                                float scale, const int* __restrict__ shares, BackwardSize size) {
+__global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
+    T* __restrict__ dq, const float4* __restrict__ dq_accum, float scale, const int* __restrict__ shares,
+    BackwardSize size) {
   const int count = shares[blockIdx.x];
   if (count == 1) return;
   if (count == 0) scale = 0.f;
   #pragma unroll
   for (int piece = 0; piece < kPieces<kHeadDim>; ++piece) {
     const size_t block = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
-    const float4* const in = dq_sum + (block * kPieces<kHeadDim> + piece) * (kPieceFloats / 4) + threadIdx.x;
-    float sum[kSlab / 8][4];
+    const float4* const in = dq_accum + (block * kPieces<kHeadDim> + piece) * (kPieceFloats / 4) + threadIdx.x;
+    float acc[kSlab / 8][4];
     #pragma unroll
     for (int n = 0; n < kSlab / 8; ++n) {
       const float4 x = in[n * 128];
-      sum[n][0] = x.x, sum[n][1] = x.y, sum[n][2] = x.z, sum[n][3] = x.w;
+      acc[n][0] = x.x, acc[n][1] = x.y, acc[n][2] = x.z, acc[n][3] = x.w;
     }
-    store_dq<kHeadDim>(dq, sum, scale, blockIdx.x * 64, blockIdx.y, piece * kSlab, size);
+    store_dq<kHeadDim>(dq, acc, scale, blockIdx.x * 64, blockIdx.y, piece * kSlab, size);
   }
 }
 
-// The contract of thd_attn_bwd_sm90, for head dims that are multiples of 64, without an order, adding to a dq_sum of zeros, from
-// which thd_attn_round_wide_sm90 makes dq; tiles of 64 keys, maps of boxes of 64 rows.
-// Launch: grid at most num_tiles * parts and one block per multiprocessor, block 512.
-template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+// Gradients of query and key tiles of wide heads.
+//
+// Accumulators of dk and of dv for 64 keys do not both fit the registers of one warpgroup. So a persistent thread block
+// owns only 64 key rows of one kv head at a time, and its warpgroups divide the work by what they accumulate: the key
+// role computes probabilities and dk, the value role score gradients and dv, the query role dq. Probabilities, and then
+// score gradients in the same memory, pass from one to the other through shared memory. With 64 keys a block, dq has
+// twice as many shares as in thd_attn_bwd_sm90; they are added in any order, without claims, to accumulators that are
+// zero at first. Bound by the bandwidth of shared memory, and by the additions to dq in the L2 cache.
+//
+// The contract is that of thd_attn_bwd_sm90 without kDeterministic, for head dims that are multiples of 64, except that
+// dq_accum is zero and that thd_attn_round_wide_sm90 makes dq of it; maps of boxes of 64 rows.
+// Launch: grid at most num_tiles * splits and one block per multiprocessor, block 512, shared memory kSharedBytes.
+template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages, bool kKeysInRegisters,
+          int kKeyRegisters, int kValueRegisters, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, T* __restrict__ dq,
-    const Gradients<Grad> grads, float softmax_scale, float* __restrict__ dq_sum,
+    const Gradients<Grad> grads, float softmax_scale, float* __restrict__ dq_accum,
     const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ shares,
     const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
   using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>;
+  static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Shared& shared = *(Shared*)shared_bytes;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -356,13 +375,13 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     if (threadIdx.x < kWarp)
       produce_wide(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter, size);
   } else if (warpgroup == 1) {
-    registers_take<kHeadDim == 256 ? 192 : 208>();
-    serve_wide_keys<T>(shared, grads, size, softmax_scale);
+    registers_take<kKeyRegisters>();
+    serve_wide_keys<kKeysInRegisters, T>(shared, grads, size, softmax_scale);
   } else if (warpgroup == 2) {
-    registers_take<kHeadDim == 256 ? 224 : 208>();
+    registers_take<kValueRegisters>();
     serve_wide_values<T>(shared, grads, size);
   } else {
     registers_give<64>();
-    serve_wide_queries<T>(shared, dq, dq_sum, size, softmax_scale);
+    serve_wide_queries<T>(shared, dq, dq_accum, size, softmax_scale);
   }
 }

@@ -1,18 +1,22 @@
-// The portable attention backward (sm_80 and later): delta, which Hopper's backward needs too, dk and dv with dq or without,
-// dq by itself. kernels/portable/common.cuh comes first.
+// The portable attention backward (sm_80 and later): delta, which the Hopper backward needs too; dk and dv, with dq or
+// without; dq by itself; rounding. kernels.cu explains ranges and tiles.
 
-// Per query row what the backward needs besides the tensors, ready for use:
-// stats[0][head][row] = -lse / softmax_scale, -inf on padding rows, which makes every probability there exactly 0;
-// stats[1][head][row] = -delta = -rowsum(dout * out), 0 on padding rows.
-// Also sets `words` words of `sums` to zero, for what the main kernel adds up.
+// What the backward needs per query row besides the tensors, ready for use: the main kernels add these numbers to
+// scores and to dP, or let their accumulators begin at them, and never ask whether a query row is padding.
 //
-// out, dout (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows); stats (2, num_heads, stats_rows), rows from q_rows on are
-// padding.
-// Launch: grid ceil(stats_rows * num_heads / (256 / kLanes)), block 256. Bound by memory.
+//   stats[0][head][row] = -lse / softmax_scale           -inf on padding rows: every probability there is exactly 0
+//   stats[1][head][row] = -delta = -rowsum(dout * out)   0 on padding rows
+//
+// It also sets `words` words of 16 bytes of `cleared` to zero: semaphores, and accumulators that the main kernel adds
+// to. kLanes lanes divide a row of a head, 16 bytes each. Bound by memory.
+//
+// out, dout (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows); stats (2, num_heads, stats_rows), where rows from
+// q_rows on are padding.
+// Launch: grid ceil(stats_rows * num_heads / (256 / kLanes)), block 256.
 template <typename T, int kVHeadDim>
 __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ dout, const float* __restrict__ lse,
                                float softmax_scale, const int2* __restrict__ key_ranges, float* __restrict__ stats,
-                               uint4* __restrict__ sums, size_t words, int q_rows, int stats_rows, int num_heads) {
+                               uint4* __restrict__ cleared, size_t words, int q_rows, int stats_rows, int num_heads) {
   constexpr int kChunks = kVHeadDim / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
   const size_t item = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
   const int chunk = threadIdx.x % kLanes, row = item / num_heads, head = item % num_heads;
@@ -35,63 +39,105 @@ __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ 
     stats[(size_t)num_heads * stats_rows + i] = -delta;
   }
   const size_t thread = (size_t)blockIdx.x * blockDim.x + threadIdx.x, threads = (size_t)gridDim.x * blockDim.x;
-  for (size_t i = thread; i < words; i += threads) sums[i] = make_uint4(0, 0, 0, 0);
+  for (size_t i = thread; i < words; i += threads) cleared[i] = make_uint4(0, 0, 0, 0);
 }
 
-// out = sums * scale, rounded; words of 8 elements. Launch: grid ceil(words / 256), block 256. Bound by memory.
+// out = accum * scale, rounded: dq from its accumulators. The main kernel cannot do this, as no thread block of it
+// knows when the last share of a row has been added. One thread rounds a word of 8 elements. Bound by memory.
+//
+// out, accum (q_rows, num_heads, head dim), words of 8 elements
+// Launch: grid ceil(words / 256), block 256.
 template <typename T>
-__global__ void thd_attn_round(uint4* __restrict__ out, const float4* __restrict__ sums, float scale, size_t words) {
+__global__ void thd_attn_round(uint4* __restrict__ out, const float4* __restrict__ accum, float scale, size_t words) {
   const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= words) return;
-  const float4 a = sums[2 * i], b = sums[2 * i + 1];
+  const float4 a = accum[2 * i], b = accum[2 * i + 1];
   out[i] = make_uint4(pack<T>(a.x * scale, a.y * scale), pack<T>(a.z * scale, a.w * scale),
                      pack<T>(b.x * scale, b.y * scale), pack<T>(b.z * scale, b.w * scale));
 }
 
-// Gradients of one tile of key rows of one kv head: dk and dv stay in registers over all query heads of the group and
-// all query tiles in sight; with kAddDq the tile's share of dq is added to global memory (in no fixed order).
+template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int kStages>
+struct PortableBackwardShared {
+  T k[kTileN * (kHeadDim + kPad)], v[kTileN * (kVHeadDim + kPad)];
+  T q[kStages * kTileM * (kHeadDim + kPad)], dout[kStages * kTileM * (kVHeadDim + kPad)];
+  T ds[kTileN * (kTileM + kPad)];     // keys are the rows
+  float stats[kStages * 2 * kTileM];  // -lse and -delta
+};
+
+// Turns a warp's scores, 16 keys by 8 * kBlocks queries, into probabilities; those of keys that a query does not see
+// become 0. ranges: of this lane's first key; interior: none of them hides a query.
+template <int kBlocks>
+__device__ __forceinline__ void take_exponentials(float (&score)[kBlocks][4], const float* minus_lse, float scale_log2,
+                                                  const int2* ranges, int first_query, bool interior, int lane) {
+  #pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    const float2 x = *(const float2*)(minus_lse + n * 8 + lane % 4 * 2);
+    #pragma unroll
+    for (int e = 0; e < 4; ++e) score[n][e] = exp2_fast((score[n][e] + (e % 2 ? x.y : x.x)) * scale_log2);
+  }
+  if (interior) return;
+  #pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+    #pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (!contains(ranges[e / 2 * 8], first_query + n * 8 + lane % 4 * 2 + e % 2)) score[n][e] = 0.f;
+}
+
+// Turns probabilities into dS = P (dP - delta).
+template <int kBlocks>
+__device__ __forceinline__ void weigh(float (&p)[kBlocks][4], const float (&dp)[kBlocks][4], const float* minus_delta,
+                                      int lane) {
+  #pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    const float2 x = *(const float2*)(minus_delta + n * 8 + lane % 4 * 2);
+    #pragma unroll
+    for (int e = 0; e < 4; ++e) p[n][e] *= dp[n][e] + (e % 2 ? x.y : x.x);
+  }
+}
+
+// Gradients of one tile of key rows of one kv head. dk and dv stay in registers over all query heads of the group and
+// over all query tiles in sight, so that each is written once; with kAddDq the tile's share of dq is added to
+// accumulators in global memory, in no fixed order.
 //
-// Scores are computed transposed (keys are the rows), so that probabilities and score gradients leave the tensor
-// cores as the operand that dv and dk need; only dq takes its score gradients through shared memory.
-// kSplit warps share 16 keys and divide the columns of dk and dv where these would not fit the registers.
+// Scores are computed transposed, with keys as the rows, so that probabilities and score gradients leave the tensor
+// cores as the operand that dv and dk need; only dq takes its score gradients through shared memory. kColumnWarps warps
+// share 16 keys and divide the columns of dk and dv, where all columns would not fit the registers of one. With two
+// stages, query tiles are loaded a step ahead. Bound by mma.sync: 5 matrix products a step, and 4 without dq.
 //
-// q, dq_sum (q_rows, num_heads, kHeadDim), dq_sum fp32, zeroed, and still to be multiplied with softmax_scale;
-// dout (q_rows, num_heads, kVHeadDim); k, dk (k_rows, num_heads / group, kHeadDim); v, dv (.., kVHeadDim); stats from
-// thd_attn_delta
-// key_ranges (q_rows), query_ranges (k_rows); tile_order: key tiles, the longest first
-// Launch: grid (tiles, num_kv_heads), block 2 * kTileN * kSplit, shared memory kTileN * (kHeadDim + kVHeadDim + 16)
-// + kStages * kTileM * (kHeadDim + kVHeadDim + 16 + 4) + kTileN * (kTileM + 8) elements.
-template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int kSplit, int kStages,
-          bool kAddDq>
-__global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
+// q (q_rows, num_heads, kHeadDim), dout (q_rows, num_heads, kVHeadDim)
+// k, dk (k_rows, num_heads / group, kHeadDim), v, dv (k_rows, num_heads / group, kVHeadDim)
+// dq_accum (q_rows, num_heads, kHeadDim): fp32, zero at first, and still to be multiplied with softmax_scale
+// stats from thd_attn_delta; key_ranges (q_rows), query_ranges (k_rows); tile_order: key tiles, the longest first
+// Launch: grid (tiles, num_kv_heads), block 2 * kTileN * kColumnWarps, shared memory kSharedBytes.
+template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int kColumnWarps, int kStages,
+          bool kAddDq, int kSharedBytes>
+__global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
     Grad* __restrict__ dk, Grad* __restrict__ dv, float softmax_scale, const float* __restrict__ stats,
-    float* __restrict__ dq_sum, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
+    float* __restrict__ dq_accum, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
     const int* __restrict__ tile_order, int q_rows, int k_rows, int stats_rows, int group) {
-  constexpr int kThreads = kTileN * 2 * kSplit, kWarps = kThreads / kWarp;
-  constexpr int kBlocks = kTileM / 8, kKCols = kHeadDim / kSplit, kVCols = kVHeadDim / kSplit;
+  constexpr int kThreads = kTileN * 2 * kColumnWarps, kWarps = kThreads / kWarp;
+  constexpr int kBlocks = kTileM / 8, kKCols = kHeadDim / kColumnWarps, kVCols = kVHeadDim / kColumnWarps;
   constexpr int kQSize = kTileM * (kHeadDim + kPad), kDoutSize = kTileM * (kVHeadDim + kPad);
-  extern __shared__ __align__(16) unsigned char shared[];
+  using Shared = PortableBackwardShared<T, kHeadDim, kVHeadDim, kTileM, kTileN, kStages>;
+  static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ Sight<kWarps> sight;
-  __shared__ int2 range[kThreads];    // of the tile's rows, then empty
-  T* const tile_k = (T*)shared;
-  T* const tile_v = tile_k + kTileN * (kHeadDim + kPad);
-  T* const tile_q = tile_v + kTileN * (kVHeadDim + kPad);
-  T* const tile_dout = tile_q + kStages * kQSize;
-  T* const tile_ds = tile_dout + kStages * kDoutSize;                            // (keys, queries)
-  float* const tile_stats = (float*)(tile_ds + kTileN * (kTileM + kPad));        // per stage: -lse, -delta
+  __shared__ int2 range[kThreads];    // of the tile's rows; threads beyond the tile have an empty one
+  Shared& shared = *(Shared*)shared_bytes;
+  T *const tile_k = shared.k, *const tile_v = shared.v, *const tile_q = shared.q, *const tile_dout = shared.dout;
 
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int num_kv_heads = gridDim.y, kv_head = blockIdx.y, num_heads = num_kv_heads * group;
-  const int n0 = tile_order[blockIdx.x] * kTileN, warp_key = warp / kSplit * 16, part = warp % kSplit;
+  const int n0 = tile_order[blockIdx.x] * kTileN;
+  const int warp_key = warp / kColumnWarps * 16, column_warp = warp % kColumnWarps;
   const u32 q_stride = num_heads * kHeadDim, dout_stride = num_heads * kVHeadDim;
   const u32 k_stride = num_kv_heads * kHeadDim, v_stride = num_kv_heads * kVHeadDim;
 
   const int2 mine = threadIdx.x < kTileN ? range_of(query_ranges, n0 + threadIdx.x, k_rows) : make_int2(0, 0);
   range[threadIdx.x] = mine;
   sight.publish_first(mine, 0);
-  sight.publish_all(threadIdx.x < kTileN, mine);  // padding counts: its scores are not bounded by any lse
-  const int key0 = n0 + warp_key + lane / 4;
+  sight.publish_all(threadIdx.x < kTileN, mine);  // padding keys count: their scores are not bounded by any lse
   const int2* const my_range = range + warp_key + lane / 4;
   __syncthreads();
   const int2 all = sight.all();
@@ -106,19 +152,18 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
     for (int i = threadIdx.x; i < 2 * kTileM; i += kThreads) {
       const int row = m0 + i % kTileM;
       const size_t source = ((size_t)(i / kTileM) * num_heads + head) * stats_rows + row;
-      copy_async_4(tile_stats + stage * 2 * kTileM + i, stats + (row < q_rows ? source : 0), row < q_rows);
+      copy_async_4(shared.stats + stage * 2 * kTileM + i, stats + (row < q_rows ? source : 0), row < q_rows);
     }
   };
 
-  float sum_dk[1][kKCols / 8][4] = {}, sum_dv[1][kVCols / 8][4] = {};
+  float acc_dk[1][kKCols / 8][4] = {}, acc_dv[1][kVCols / 8][4] = {};
   load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k + kv_head * kHeadDim, k_stride, n0, k_rows, query_ranges, false);
   load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v + kv_head * kVHeadDim, v_stride, n0, k_rows, query_ranges, false);
   int head = kv_head * group, m0 = first;
   if (m0 != kNone) load_step(0, head, m0);
   copies_commit();
 
-  // The walk runs one step ahead of the work: all query tiles in sight for the first head, then for the next head,
-  // which begins where the tiles stop rising.
+  // Steps are found one ahead of the work. The next head begins where the tiles in sight stop rising.
   auto step_after = [&](int h, int m) {
     const int found = m == kNone ? kNone : sight.first_tile(kTileM);
     return m != kNone && found == kNone && h + 1 < (kv_head + 1) * group ? first : found;
@@ -135,87 +180,66 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
     copies_commit();
     sight.publish_first(range[threadIdx.x], next_m0 == kNone ? kNone : next_m0 + kTileM);
 
-    const bool interior = is_interior(m0);
-    const bool in_sight = any_touches<16>(range + warp_key, m0, kTileM);
-    const T* const stage_q = tile_q + stage * kQSize;
-    const T* const stage_dout = tile_dout + stage * kDoutSize;
-    const float* const minus_lse = tile_stats + stage * 2 * kTileM;
-    const float* const minus_delta = minus_lse + kTileM;
-    T* const my_ds = tile_ds + (warp_key + lane / 4) * (kTileM + kPad) + lane % 4 * 2;
+    const bool interior = is_interior(m0), in_sight = any_touches<16>(range + warp_key, m0, kTileM);
+    const T *const stage_q = tile_q + stage * kQSize, *const stage_dout = tile_dout + stage * kDoutSize;
+    const float *const minus_lse = shared.stats + stage * 2 * kTileM, *const minus_delta = minus_lse + kTileM;
+    T* const my_ds = shared.ds + (warp_key + lane / 4) * (kTileM + kPad) + lane % 4 * 2;
     if (in_sight) {
       // Probabilities from the saved lse, then dv += P^T dout.
       float score[1][kBlocks][4];
       dot_rows<T, kHeadDim>(score, tile_k + warp_key * (kHeadDim + kPad), stage_q);
-      const float scale_log2 = softmax_scale * kLog2e;
-      #pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-        const float2 x = *(const float2*)(minus_lse + n * 8 + lane % 4 * 2);
-        #pragma unroll
-        for (int e = 0; e < 4; ++e) score[0][n][e] = exp2_fast((score[0][n][e] + (e % 2 ? x.y : x.x)) * scale_log2);
-      }
-      if (!interior) {
-        #pragma unroll
-        for (int n = 0; n < kBlocks; ++n)
-          #pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (!contains(my_range[e / 2 * 8], m0 + n * 8 + lane % 4 * 2 + e % 2)) score[0][n][e] = 0.f;
-      }
+      take_exponentials(score[0], minus_lse, softmax_scale * kLog2e, my_range, m0, interior, lane);
       u32 probability[1][kBlocks / 2][4];
       round_to_operand<T>(probability, score);
-      add_weighted_rows<T, kVHeadDim + kPad>(sum_dv, probability, stage_dout + part * kVCols);
+      add_weighted_rows<T, kVHeadDim + kPad>(acc_dv, probability, stage_dout + column_warp * kVCols);
 
       // dS = P * (dP - delta), then dk += dS^T q.
       float dprobability[1][kBlocks][4];
       dot_rows<T, kVHeadDim>(dprobability, tile_v + warp_key * (kVHeadDim + kPad), stage_dout);
-      #pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-        const float2 x = *(const float2*)(minus_delta + n * 8 + lane % 4 * 2);
-        #pragma unroll
-        for (int e = 0; e < 4; ++e) score[0][n][e] *= dprobability[0][n][e] + (e % 2 ? x.y : x.x);
-      }
+      weigh(score[0], dprobability[0], minus_delta, lane);
       u32 dscore[1][kBlocks / 2][4];
       round_to_operand<T>(dscore, score);
-      if (kAddDq && part == 0) {
+      if (kAddDq && column_warp == 0) {
         #pragma unroll
         for (int i = 0; i < 2 * kBlocks; ++i)
           *(u32*)(my_ds + i % 2 * 8 * (kTileM + kPad) + i / 2 * 8) = dscore[0][i / 4][i % 4];
       }
-      add_weighted_rows<T, kHeadDim + kPad>(sum_dk, dscore, stage_q + part * kKCols);
-    } else if (kAddDq && part == 0) {
+      add_weighted_rows<T, kHeadDim + kPad>(acc_dk, dscore, stage_q + column_warp * kKCols);
+    } else if (kAddDq && column_warp == 0) {
       #pragma unroll
       for (int i = 0; i < 2 * kBlocks; ++i) *(u32*)(my_ds + i % 2 * 8 * (kTileM + kPad) + i / 2 * 8) = 0;
     }
     __syncthreads();
     const int done_head = head, done_m0 = m0;
-    head += next_m0 <= m0;
-    m0 = next_m0;
+    head += next_m0 <= m0, m0 = next_m0;
     next_m0 = step_after(head, m0);
     if (kStages == 1 && m0 != kNone) load_step(0, head, m0);
     copies_commit();
 
     if (kAddDq) {
       // dq += dS k: the warps divide the tile of dq.
-      constexpr int kFragments = kHeadDim / (kWarps * 32 / kTileM) % 16 == 0 && kTileM >= 32 && kWarps * 32 >= kTileM ? 2 : 1;
+      constexpr bool kPairs = kTileM >= 32 && kWarps * 32 >= kTileM && kHeadDim / (kWarps * 32 / kTileM) % 16 == 0;
+      constexpr int kFragments = kPairs ? 2 : 1;
       constexpr int kWarpsM = kTileM / (16 * kFragments), kCols = kHeadDim / (kWarps / kWarpsM);
       const int query = warp % kWarpsM * 16 * kFragments, col = warp / kWarpsM * kCols;
-      float sum_dq[kFragments][kCols / 8][4] = {};
-      const T* const a_lane = tile_ds + (lane / 16 * 8 + lane % 8) * (kTileM + kPad) + query + lane / 8 % 2 * 8;
+      float acc_dq[kFragments][kCols / 8][4] = {};
+      const T* const a_lane = shared.ds + (lane / 16 * 8 + lane % 8) * (kTileM + kPad) + query + lane / 8 % 2 * 8;
       #pragma unroll
       for (int n = 0; n < kTileN; n += 16) {
         u32 a[kFragments][1][4];
         #pragma unroll
         for (int f = 0; f < kFragments; ++f) ldmatrix_transposed(a[f][0], a_lane + n * (kTileM + kPad) + f * 16);
-        add_weighted_rows<T, kHeadDim + kPad>(sum_dq, a, tile_k + n * (kHeadDim + kPad) + col);
+        add_weighted_rows<T, kHeadDim + kPad>(acc_dq, a, tile_k + n * (kHeadDim + kPad) + col);
       }
       #pragma unroll
       for (int f = 0; f < kFragments; ++f)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int row = done_m0 + query + f * 16 + half * 8 + lane / 4;
-          float* const target = dq_sum + (size_t)row * q_stride + done_head * kHeadDim + col + lane % 4 * 2;
+          float* const target = dq_accum + (size_t)row * q_stride + done_head * kHeadDim + col + lane % 4 * 2;
           #pragma unroll
           for (int n = 0; n < kCols / 8; ++n)
-            if (row < q_rows) add_to_global(target + n * 8, sum_dq[f][n][2 * half], sum_dq[f][n][2 * half + 1]);
+            if (row < q_rows) add_to_global(target + n * 8, acc_dq[f][n][2 * half], acc_dq[f][n][2 * half + 1]);
         }
     }
   }
@@ -223,40 +247,46 @@ __global__ void __launch_bounds__(kTileN * 2 * kSplit, 1) thd_attn_bwd(
 
   #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = key0 + 8 * half;
+    const int row = n0 + warp_key + lane / 4 + 8 * half;
     const bool padding = is_empty(my_range[8 * half]);
     if (row >= k_rows) continue;
-    Grad* const dk_row = dk + (size_t)row * k_stride + kv_head * kHeadDim + part * kKCols + lane % 4 * 2;
-    Grad* const dv_row = dv + (size_t)row * v_stride + kv_head * kVHeadDim + part * kVCols + lane % 4 * 2;
+    Grad* const dk_row = dk + (size_t)row * k_stride + kv_head * kHeadDim + column_warp * kKCols + lane % 4 * 2;
+    Grad* const dv_row = dv + (size_t)row * v_stride + kv_head * kVHeadDim + column_warp * kVCols + lane % 4 * 2;
     #pragma unroll
     for (int n = 0; n < kKCols / 8; ++n)
-      store_pair(dk_row + n * 8, padding ? 0.f : sum_dk[0][n][2 * half] * softmax_scale,
-                 padding ? 0.f : sum_dk[0][n][2 * half + 1] * softmax_scale);
+      store_pair(dk_row + n * 8, padding ? 0.f : acc_dk[0][n][2 * half] * softmax_scale,
+                 padding ? 0.f : acc_dk[0][n][2 * half + 1] * softmax_scale);
     #pragma unroll
     for (int n = 0; n < kVCols / 8; ++n)
-      store_pair(dv_row + n * 8, padding ? 0.f : sum_dv[0][n][2 * half],
-                 padding ? 0.f : sum_dv[0][n][2 * half + 1]);
+      store_pair(dv_row + n * 8, padding ? 0.f : acc_dv[0][n][2 * half], padding ? 0.f : acc_dv[0][n][2 * half + 1]);
   }
 }
 
-// dq of one tile of query rows of one head, summed in registers in key order: bitwise repeatable, at the price of
-// computing scores and dP a second time (7 matrix products instead of 5).
+template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kTileN>
+struct PortableDqShared {
+  T q[kTileM * (kHeadDim + kPad)], dout[kTileM * (kVHeadDim + kPad)];
+  T k[kTileN * (kHeadDim + kPad)], v[kTileN * (kVHeadDim + kPad)];
+};
+
+// dq of one tile of query rows of one head, by itself. It is shaped like the forward: the accumulators of dq stay in
+// registers and keys come in their order, so that every run gives the same bits. The price is that scores and dP are
+// computed a second time: 7 matrix products instead of 5 in the whole backward. Bound by mma.sync, and by waiting for
+// keys and values, which are not loaded ahead.
 //
 // Shapes as in thd_attn_bwd; dq (q_rows, num_heads, kHeadDim).
-// Launch: grid (ceil(q_rows / (16 * kWarps)), num_heads), block 32 * kWarps, shared memory
-// (16 * kWarps + kTileN) * (kHeadDim + kVHeadDim + 16) elements.
-template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps>
+// Launch: grid (ceil(q_rows / (16 * kWarps)), num_heads), block 32 * kWarps, shared memory kSharedBytes.
+template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kSharedBytes>
 __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
     T* __restrict__ dq, float softmax_scale, const float* __restrict__ stats, const int2* __restrict__ key_ranges,
     const int2* __restrict__ query_ranges, int q_rows, int k_rows, int stats_rows, int group) {
   constexpr int kThreads = kWarps * kWarp, kTileM = 16 * kWarps, kBlocks = kTileN / 8;
-  extern __shared__ __align__(16) unsigned char shared[];
+  using Shared = PortableDqShared<T, kHeadDim, kVHeadDim, kTileM, kTileN>;
+  static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ Sight<kWarps> sight;
-  T* const tile_q = (T*)shared;
-  T* const tile_dout = tile_q + kTileM * (kHeadDim + kPad);
-  T* const tile_k = tile_dout + kTileM * (kVHeadDim + kPad);
-  T* const tile_v = tile_k + kTileN * (kHeadDim + kPad);
+  Shared& shared = *(Shared*)shared_bytes;
+  T *const tile_q = shared.q, *const tile_dout = shared.dout, *const tile_k = shared.k, *const tile_v = shared.v;
 
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int num_heads = gridDim.y, head = blockIdx.y, num_kv_heads = num_heads / group, kv_head = head / group;
@@ -280,15 +310,18 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
   const int2 all = sight.all();
   int n0 = sight.first_tile(kTileN);
 
-  float sum_dq[1][kHeadDim / 8][4] = {};
+  float acc_dq[1][kHeadDim / 8][4] = {};
   load_tile<T, kTileM, kHeadDim, kThreads>(tile_q, q + head * kHeadDim, q_stride, m0, q_rows, key_ranges, false);
-  load_tile<T, kTileM, kVHeadDim, kThreads>(tile_dout, dout + head * kVHeadDim, dout_stride, m0, q_rows, key_ranges, false);
+  load_tile<T, kTileM, kVHeadDim, kThreads>(tile_dout, dout + head * kVHeadDim, dout_stride, m0, q_rows, key_ranges,
+                                            false);
   while (n0 != kNone) {
     const bool interior = all.x <= n0 && n0 + kTileN <= all.y;
     const bool in_sight = __any_sync(0xffffffffu, touches(range[0], n0, kTileN) || touches(range[1], n0, kTileN));
     __syncthreads();
-    load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k + kv_head * kHeadDim, k_stride, n0, k_rows, query_ranges, interior);
-    load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v + kv_head * kVHeadDim, v_stride, n0, k_rows, query_ranges, interior);
+    load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k + kv_head * kHeadDim, k_stride, n0, k_rows, query_ranges,
+                                             interior);
+    load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v + kv_head * kVHeadDim, v_stride, n0, k_rows, query_ranges,
+                                              interior);
     copies_commit();
     sight.publish_first(mine, n0 + kTileN);
     copies_wait();
@@ -307,7 +340,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
         }
       u32 dscore[1][kBlocks / 2][4];
       round_to_operand<T>(dscore, score);
-      add_weighted_rows<T, kHeadDim + kPad>(sum_dq, dscore, tile_k);
+      add_weighted_rows<T, kHeadDim + kPad>(acc_dq, dscore, tile_k);
     }
     n0 = sight.first_tile(kTileN);
   }
@@ -320,6 +353,6 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
     #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n)
       store_pair(dq + (size_t)row * q_stride + head * kHeadDim + n * 8 + lane % 4 * 2,
-                 sum_dq[0][n][2 * half] * softmax_scale, sum_dq[0][n][2 * half + 1] * softmax_scale);
+                 acc_dq[0][n][2 * half] * softmax_scale, acc_dq[0][n][2 * half + 1] * softmax_scale);
   }
 }

@@ -1,5 +1,5 @@
-// Device code that the portable attention kernels share (sm_80 and later): mma.sync m16n8k16, ldmatrix and cp.async (PTX ISA
-// 9.7), what a tile sees, tiles in shared memory. kernels/common.cuh comes first.
+// What the portable attention kernels share (sm_80 and later): the instructions mma.sync m16n8k16, ldmatrix and
+// cp.async (PTX ISA 9.7), what a tile of rows sees, and tiles in shared memory.
 
 // ------------------------------------------------------------------------------------------------ instructions
 
@@ -24,12 +24,14 @@ __device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], const void* row
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
 
-// Copies that fill with zeros instead of reading when `valid` is false.
+// Asynchronous copies to shared memory; they write zeros instead where `valid` is false.
 __device__ __forceinline__ void copy_async_16(void* dst, const void* src, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(dst)), "l"(src), "r"(valid ? 16 : 0));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(shared_address(dst)), "l"(src), "r"(valid ? 16 : 0));
 }
 __device__ __forceinline__ void copy_async_4(void* dst, const void* src, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(shared_address(dst)), "l"(src), "r"(valid ? 4 : 0));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               :: "r"(shared_address(dst)), "l"(src), "r"(valid ? 4 : 0));
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;"); }
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group 0;"); }
@@ -45,28 +47,29 @@ __device__ __forceinline__ void add_to_global(float* p, float x, float y) {
 
 // ------------------------------------------------------------------------------------------------ ranges
 
-// Whether any of this warp's kRows rows sees a row of [begin, begin + size).
+// Whether any of this warp's kRows rows sees one of the rows [begin, begin + size).
 template <int kRows>
 __device__ __forceinline__ bool any_touches(const int2* ranges, int begin, int size) {
   return __any_sync(0xffffffffu, touches(ranges[threadIdx.x % kRows], begin, size));
 }
 
-// What the rows of one tile see of the other side: the first row in sight, and the rows [all.x, all.y) that every
-// row that counts sees. Each thread brings the range of one row (threads beyond the tile an empty one).
+// What the rows of one tile see of the other side: the first row in sight, and the rows [all.x, all.y) that every row
+// that counts sees. Each thread brings the range of one row, and threads beyond the tile an empty one.
+//
+// All threads publish, wait at a barrier, and then read; they wait at another barrier before they publish again.
 template <int kWarps>
 struct Sight {
-  int slots[3][kWarps];
+  int minima[3][kWarps];
 
-  __device__ __forceinline__ void publish(int slot, int value) {
+  __device__ __forceinline__ void publish(int which, int value) {
     value = __reduce_min_sync(0xffffffffu, value);
-    if (threadIdx.x % kWarp == 0) slots[slot][threadIdx.x / kWarp] = value;
+    if (threadIdx.x % kWarp == 0) minima[which][threadIdx.x / kWarp] = value;
   }
-  __device__ __forceinline__ int collect(int slot) const {
-    int value = slots[slot][0];
-    for (int w = 1; w < kWarps; ++w) value = min(value, slots[slot][w]);
+  __device__ __forceinline__ int collect(int which) const {
+    int value = minima[which][0];
+    for (int w = 1; w < kWarps; ++w) value = min(value, minima[which][w]);
     return value;
   }
-  // publish_* by all threads, a barrier, then collect by all threads; a further barrier before the next publish.
   __device__ __forceinline__ void publish_first(int2 range, int from) {
     const int row = max(range.x, from);
     publish(0, row < range.y ? row : kNone);
@@ -84,12 +87,12 @@ struct Sight {
 
 // ------------------------------------------------------------------------------------------------ tiles
 
-// A tile in shared memory has kCols + 8 elements a row: 16 bytes of padding put the 8 rows of an ldmatrix into
-// different banks for every head_dim, without address arithmetic.
+// A row of a tile in shared memory has kCols + 8 elements: the 16 bytes of padding put the 8 rows of an ldmatrix into
+// different banks for every head dim, without address arithmetic.
 [[maybe_unused]] constexpr int kPad = 8;
 
-// Starts to copy kRows rows of one head; rows outside the buffer or with an empty range become zeros. `all_valid`
-// saves the look at the ranges where the caller knows better.
+// Starts to copy kRows rows of one head. Rows outside the buffer and rows with an empty range become zeros; a caller
+// that knows that there are none says all_valid, which saves reading the ranges.
 template <typename T, int kRows, int kCols, int kThreads>
 __device__ __forceinline__ void load_tile(T* tile, const T* head, u32 row_stride, int first, int num_rows,
                                           const int2* ranges, bool all_valid) {
@@ -103,7 +106,8 @@ __device__ __forceinline__ void load_tile(T* tile, const T* head, u32 row_stride
   }
 }
 
-// product[i][j] = a[i] . b[j]: rows of a (16 * kFragments of this warp) with rows of b (8 * kBlocks), over kDim.
+// product[i][j] = a[i] . b[j] over kDim columns: 16 * kFragments rows of a, which are this warp's, and 8 * kBlocks rows
+// of b.
 template <typename T, int kDim, int kFragments, int kBlocks>
 __device__ __forceinline__ void dot_rows(float (&product)[kFragments][kBlocks][4], const T* a, const T* b) {
   const int lane = threadIdx.x % kWarp;
@@ -133,10 +137,10 @@ __device__ __forceinline__ void dot_rows(float (&product)[kFragments][kBlocks][4
   }
 }
 
-// sum[i] += weights[i] . b: weights in registers (16 * kFragments rows, 16 * kDepth columns), b rows of shared memory
-// (16 * kDepth rows, kPitch elements apart), of which 8 * kBlocks columns.
+// acc += weights . b. The weights, 16 * kFragments rows and 16 * kDepth columns, are in registers; b, 16 * kDepth rows
+// that are kPitch elements apart, of which 8 * kBlocks columns are taken, is in shared memory.
 template <typename T, int kPitch, int kFragments, int kDepth, int kBlocks>
-__device__ __forceinline__ void add_weighted_rows(float (&sum)[kFragments][kBlocks][4],
+__device__ __forceinline__ void add_weighted_rows(float (&acc)[kFragments][kBlocks][4],
                                                   const u32 (&weights)[kFragments][kDepth][4], const T* b) {
   const int lane = threadIdx.x % kWarp;
   const T* b_lane = b + lane % 16 * kPitch + lane / 16 * 8;
@@ -148,8 +152,8 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[kFragments][kBloc
       ldmatrix_transposed(fb, b_lane + k * 16 * kPitch + n * 8);
       #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
-        mma<T>(sum[f][n], weights[f][k], fb[0], fb[1]);
-        mma<T>(sum[f][n + 1], weights[f][k], fb[2], fb[3]);
+        mma<T>(acc[f][n], weights[f][k], fb[0], fb[1]);
+        mma<T>(acc[f][n + 1], weights[f][k], fb[2], fb[3]);
       }
     }
 }

@@ -1,18 +1,25 @@
-// The portable attention forward (sm_80 and later).
-//
-// A thread block owns one tile of rows and walks the tiles of the other side that any of its rows sees, asking after
-// each tile for the next row in sight; gaps between documents, chunks or windows cost nothing. A tile that every
-// row sees whole is computed without comparisons. kernels/portable/common.cuh comes first.
+// The portable attention forward (sm_80 and later). kernels.cu explains ranges and tiles.
 
-// Attention of one tile of query rows of one head over every key in their ranges, with an online softmax.
+template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kTileN>
+struct PortableForwardShared {
+  T q[kTileM * (kHeadDim + kPad)], k[kTileN * (kHeadDim + kPad)], v[kTileN * (kVHeadDim + kPad)];
+};
+
+// Attention of one tile of query rows of one head over every key in their ranges, with an online softmax
+// (FlashAttention-2).
+//
+// Each warp owns 16 * kFragments query rows and keeps their scores and their output in registers; two fragments use
+// every key that is read from shared memory twice. The thread block visits only tiles of keys that one of its rows
+// sees: after each it looks for the next row in sight. Values are copied while scores are computed, and the next keys
+// during the softmax. A block has few warps, so that two blocks share a multiprocessor, and one computes while the
+// other waits. Bound by mma.sync.
 //
 // q (q_rows, num_heads, kHeadDim), k (k_rows, num_heads / group, kHeadDim), v (k_rows, num_heads / group, kVHeadDim)
 // out (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows): natural log of the softmax sum, -inf on padding rows
 // max_logits (num_heads, tiles * kWarps): largest scaled score of each warp's rows, -inf if they are all padding
 // key_ranges (q_rows), query_ranges (k_rows); tile_order: query tiles, the longest first
-// Launch: grid (tiles, num_heads), block 32 * kWarps, shared memory (16 * kFragments * kWarps) * (kHeadDim + 8)
-// + kTileN * (kHeadDim + kVHeadDim + 16) elements. Bound by mma.sync.
-template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kFragments>
+// Launch: grid (tiles, num_heads), block 32 * kWarps, shared memory kSharedBytes.
+template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kFragments, int kSharedBytes>
 __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ out,
     float* __restrict__ lse, float softmax_scale, float* __restrict__ max_logits,
@@ -20,12 +27,13 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     int q_rows, int k_rows, int group) {
   constexpr int kThreads = kWarps * kWarp, kWarpRows = 16 * kFragments, kTileM = kWarpRows * kWarps;
   constexpr int kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8, kRows = 2 * kFragments;
-  extern __shared__ __align__(16) unsigned char shared[];
+  using Shared = PortableForwardShared<T, kHeadDim, kVHeadDim, kTileM, kTileN>;
+  static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ Sight<kWarps> sight;
-  __shared__ int2 range[kThreads];    // of the tile's rows, then empty
-  T* const tile_q = (T*)shared;
-  T* const tile_k = tile_q + kTileM * (kHeadDim + kPad);
-  T* const tile_v = tile_k + kTileN * (kHeadDim + kPad);
+  __shared__ int2 range[kThreads];    // of the tile's rows; threads beyond the tile have an empty one
+  Shared& shared = *(Shared*)shared_bytes;
+  T *const tile_q = shared.q, *const tile_k = shared.k, *const tile_v = shared.v;
 
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int num_heads = gridDim.y, head = blockIdx.y, num_kv_heads = num_heads / group, kv_head = head / group;
@@ -35,7 +43,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   k += kv_head * kHeadDim;
   v += kv_head * kVHeadDim;
 
-  // Ranges live in shared memory: only tiles that compare read them, and registers are what the kernel is short of.
+  // Ranges stay in shared memory: only tiles that compare read them, and the kernel is short of registers.
   const int2 mine = threadIdx.x < kTileM ? range_of(key_ranges, m0 + threadIdx.x, q_rows) : make_int2(0, 0);
   range[threadIdx.x] = mine;
   sight.publish_first(mine, 0);
@@ -47,7 +55,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   int n0 = sight.first_tile(kTileN);
   auto is_interior = [&](int n) { return all.x <= n && n + kTileN <= all.y; };
 
-  float sum_out[kFragments][kOutBlocks][4] = {};
+  float acc_out[kFragments][kOutBlocks][4] = {};
   float row_max[kRows], row_sum[kRows];
   #pragma unroll
   for (int r = 0; r < kRows; ++r) row_max[r] = -kInfinity, row_sum[r] = 0.f;
@@ -61,7 +69,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     const bool interior = is_interior(n0);
     const bool in_sight = interior || any_touches<kWarpRows>(range + warp * kWarpRows, n0, kTileN);
 
-    // Keys have arrived; everybody is done with the previous values.
+    // Keys have arrived, and every warp is done with the previous values.
     copies_wait();
     __syncthreads();
     load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v, v_stride, n0, k_rows, query_ranges, interior);
@@ -70,7 +78,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     float score[kFragments][kBlocks][4];
     if (in_sight) dot_rows<T, kHeadDim>(score, tile_q + warp * kWarpRows * (kHeadDim + kPad), tile_k);
 
-    // Values have arrived; everybody is done with the keys.
+    // Values have arrived, and every warp is done with the keys.
     copies_wait();
     __syncthreads();
     const int next = sight.first_tile(kTileN);
@@ -86,9 +94,11 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
           for (int n = 0; n < kBlocks; ++n)
             #pragma unroll
             for (int e = 0; e < 4; ++e)
-              if (!contains(my_range[16 * f + e / 2 * 8], n0 + n * 8 + lane % 4 * 2 + e % 2)) score[f][n][e] = -kInfinity;
+              if (!contains(my_range[16 * f + e / 2 * 8], n0 + n * 8 + lane % 4 * 2 + e % 2))
+                score[f][n][e] = -kInfinity;
       }
-      // Online softmax on unscaled scores; a row that has seen nothing yet keeps -inf and uses 0.
+      // Online softmax on unscaled scores. The maximum of a row that has seen no key yet stays -inf, and 0 stands in
+      // for it.
       const float scale_log2 = softmax_scale * kLog2e;
       #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -111,18 +121,18 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
           }
         #pragma unroll
         for (int n = 0; n < kOutBlocks; ++n)
-          sum_out[r / 2][n][r % 2 * 2] *= shrink, sum_out[r / 2][n][r % 2 * 2 + 1] *= shrink;
+          acc_out[r / 2][n][r % 2 * 2] *= shrink, acc_out[r / 2][n][r % 2 * 2 + 1] *= shrink;
       }
       u32 probability[kFragments][kBlocks / 2][4];
       round_to_operand<T>(probability, score);
-      add_weighted_rows<T, kVHeadDim + kPad>(sum_out, probability, tile_v);
+      add_weighted_rows<T, kVHeadDim + kPad>(acc_out, probability, tile_v);
     }
     n0 = next;
   }
   copies_wait();
   __syncthreads();
 
-  // Normalise; the warp's own rows of tile_q stage the output for 16-byte stores.
+  // Normalise. The warp's own rows of tile_q hold the output for stores of 16 bytes.
   T* const staging = tile_q + warp * kWarpRows * (kHeadDim + kPad);
   float largest = -kInfinity;
   #pragma unroll
@@ -134,7 +144,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
       lse[(size_t)head * q_rows + row0 + 8 * r] = padding ? -kInfinity : logit + __log2f(total) * kLn2;
     #pragma unroll
     for (int n = 0; n < kOutBlocks; ++n) {
-      const float x = sum_out[r / 2][n][r % 2 * 2], y = sum_out[r / 2][n][r % 2 * 2 + 1], scale = 1.f / total;
+      const float x = acc_out[r / 2][n][r % 2 * 2], y = acc_out[r / 2][n][r % 2 * 2 + 1], scale = 1.f / total;
       store_pair(staging + (lane / 4 + 8 * r) * (kHeadDim + kPad) + n * 8 + lane % 4 * 2,
                  padding ? 0.f : x * scale, padding ? 0.f : y * scale);
     }

@@ -41,7 +41,7 @@ def work(order, num_heads, together, last_heads):
 @pytest.mark.parametrize("pack", PACKS)
 def test_every_tile_of_every_head_is_done_once(pack, num_heads, together):
     plan, orders = orders_of(PACKS[pack])
-    order, how = scheduler.work_order(H100, plan, orders, num_heads, together)
+    order, how = scheduler.schedule(H100, plan, orders, num_heads, together)
     done = work(order, num_heads, *how)
     assert sorted(done) == [(tile, head) for tile in range(orders.shape[1]) for head in range(num_heads)]
 
@@ -49,57 +49,57 @@ def test_every_tile_of_every_head_is_done_once(pack, num_heads, together):
 @pytest.mark.parametrize("pack", ["one", "four"])
 def test_few_sequences_have_their_longest_tiles_first(pack):
     plan, orders = orders_of(PACKS[pack])
-    order, how = scheduler.work_order(H100, plan, orders, 16, 1)
+    order, how = scheduler.schedule(H100, plan, orders, 16, 1)
     assert order.tolist() == orders[1].tolist() and how == (1, 4), "as many last heads as fill an H100 three times"
-    assert scheduler.work_order(H100, plan, orders, 2, 1)[1] == (1, 2), "not more than there are"
+    assert scheduler.schedule(H100, plan, orders, 2, 1)[1] == (1, 2), "not more than there are"
 
 
 @pytest.mark.parametrize("pack", ["sixteen", "short"])
 def test_many_short_sequences_come_one_after_another_with_many_heads(pack):
     plan, orders = orders_of(PACKS[pack])
-    order, how = scheduler.work_order(H100, plan, orders, 32, 4)
+    order, how = scheduler.schedule(H100, plan, orders, 32, 4)
     assert order.tolist() == orders[0].tolist() and how == (16, 0)
 
 
 def test_many_long_sequences_come_one_after_another():
     plan, orders = orders_of(PACKS["mixed"])
-    order, how = scheduler.work_order(H100, plan, orders, 16, 2)
+    order, how = scheduler.schedule(H100, plan, orders, 16, 2)
     assert order.tolist() == orders[0].tolist() and how == (2, 2)
 
 
 def test_a_window_leaves_few_pairs_and_many_heads_fit():
     plan, orders = orders_of((65_536,), window=(1_024, 0))
-    assert scheduler.work_order(H100, plan, orders, 16, 4)[1] == (16, 0)
+    assert scheduler.schedule(H100, plan, orders, 16, 4)[1] == (16, 0)
 
 
 def test_lengths_that_only_the_gpu_knows_come_the_longest_first():
     _, orders = orders_of(PACKS["one"])
     on_device = SimpleNamespace(batch=SimpleNamespace(on_device=True))
-    order, how = scheduler.work_order(H100, on_device, orders, 16, 4)
+    order, how = scheduler.schedule(H100, on_device, orders, 16, 4)
     assert order.tolist() == orders[0].tolist() and how == (4, 4)
 
 
-@pytest.mark.parametrize(("pack", "head_dim", "parts"), [
-    ("short", 256, 1),   # 9 queries see a key: all heads of a group in one part
-    ("sixteen", 64, 1), ("sixteen", 128, 2), ("sixteen", 192, 4),  # 512: 256 columns a part
+@pytest.mark.parametrize(("pack", "head_dim", "splits"), [
+    ("short", 256, 1),   # 9 queries see a key: all heads of a group in one split
+    ("sixteen", 64, 1), ("sixteen", 128, 2), ("sixteen", 192, 4),  # 512: 256 columns a split
     ("four", 64, 2), ("four", 128, 4),  # 2,048: 128 columns
     ("one", 64, 2), ("one", 256, 4),
 ])  # fmt: skip
-def test_a_part_has_fewer_heads_the_longer_the_sequences_are(pack, head_dim, parts):
+def test_a_split_has_fewer_heads_the_longer_the_sequences_are(pack, head_dim, splits):
     plan, _ = orders_of(PACKS[pack])
-    assert scheduler.split_heads(H100, plan, 128, 8, 4, head_dim) == parts
+    assert scheduler.splits_per_kv_head(H100, plan, 128, 8, 4, head_dim) == splits
 
 
-def test_parts_are_equal():
+def test_splits_are_equal():
     plan, _ = orders_of(PACKS["one"])
-    assert [scheduler.split_heads(H100, plan, 128, 8, group, 32) for group in (1, 3, 6, 7, 8)] == [1, 1, 2, 7, 2]
+    assert [scheduler.splits_per_kv_head(H100, plan, 128, 8, group, 32) for group in (1, 3, 6, 7, 8)] == [1, 1, 2, 7, 2]
 
 
 def test_few_tiles_are_split_for_all_multiprocessors():
     plan, _ = orders_of(PACKS["short"])
-    assert scheduler.split_heads(H100, plan, 49, 8, 4, 64) == 4 and scheduler.split_heads(H100, plan, 50, 8, 4, 64) == 1
+    assert [scheduler.splits_per_kv_head(H100, plan, tiles, 8, 4, 64) for tiles in (49, 50)] == [4, 1]
 
 
 def test_lengths_that_only_the_gpu_knows_are_taken_for_long():
     on_device = SimpleNamespace(batch=SimpleNamespace(on_device=True))
-    assert scheduler.split_heads(H100, on_device, 128, 8, 4, 64) == 2
+    assert scheduler.splits_per_kv_head(H100, on_device, 128, 8, 4, 64) == 2

@@ -1,0 +1,32 @@
+"""Structs that kernels take by value: NumPy dtypes, and checks that the compiler lays them out in the same way."""
+
+from __future__ import annotations
+
+import numpy as np
+
+TENSOR_MAP = np.dtype([("opaque", np.uint8, (128,))])  # a CUtensorMap
+FORWARD_SIZE = np.dtype([(field, np.int32) for field in (
+    "q_rows", "num_tiles", "num_heads", "group", "together", "last_heads")])
+BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
+    "q_rows", "k_rows", "stats_rows", "num_tiles", "splits", "together", "last_splits", "split_heads", "group",
+    "num_kv_heads", "semaphore_rows")])
+GRADIENTS = np.dtype([(field, np.uint64) for field in ("dk", "dv", "dk_accum", "dv_accum", "semaphores")])
+
+# By the names of the structs in CUDA.
+LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "BackwardSize": BACKWARD_SIZE,
+           "Gradients<float>": GRADIENTS}
+
+
+def checks() -> str:
+    """CUDA source: for every struct a macro CHECK_<struct>, which stands after its definition."""
+    return "".join(_check(struct, layout) for struct, layout in LAYOUTS.items())
+
+
+def _check(struct: str, layout: np.dtype[np.void]) -> str:
+    assert layout.fields is not None
+    wrong = "is not what structs.py has"
+    asserts = [f'static_assert(sizeof({struct}) == {layout.itemsize}, "the size of {struct} {wrong}")']
+    for name, (_, offset, *_) in layout.fields.items():  # NVRTC has no offsetof, but what its front end makes of it
+        found = f"__INTADDR__(&(({struct}*)0)->{name})"
+        asserts.append(f'static_assert({found} == {offset}, "the offset of {struct}::{name} {wrong}")')
+    return f"#define CHECK_{struct.partition('<')[0]} " + "; ".join(asserts) + "\n"
