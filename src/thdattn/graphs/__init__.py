@@ -1,4 +1,4 @@
-"""CUDA graphs for packs of changing size: what is captured (config), where lengths lie (static pack), capture and replay.
+"""CUDA graphs for packs of changing size: what is captured, where lengths lie, capture and replay.
 
 Importing it needs no GPU; without one, captured functions run eagerly.
 """
