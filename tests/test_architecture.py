@@ -25,7 +25,7 @@ LAYERS = [
     {"reference", "ops", "pipeline"},
     {"attention"},
     {"graphs"},
-    {"info", "check"},
+    {"info", "check", "pack_stats"},
     {"__main__"},
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
