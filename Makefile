@@ -5,6 +5,7 @@
 #   make tutorial                    packed documents over 4 ranks, each result checked against float64
 #   make check                       every kind of pack and mask on this machine's engine, against float64
 #   make info                        versions, GPUs, where libraries come from, what is missing
+#   make pack-stats ARGS="--data DIR --tokens 16384"    documents per pack, and how many a CUDA graph should take
 #   make test                        tests that need no GPU;  make gpu-test: those that need one
 #   make lint                        ruff and mypy
 #
@@ -16,7 +17,7 @@ ARGS ?=
 export PYTHON RANKS
 export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo tutorial check info test gpu-test lint
+.PHONY: demo tutorial check info pack-stats test gpu-test lint
 
 demo:
 	@python=$$(tools/setup.sh demo) && exec "$$python" tools/demo.py $(ARGS)
@@ -30,6 +31,9 @@ check:
 
 info:
 	@python=$$(tools/setup.sh check) && exec "$$python" -m thdattn info
+
+pack-stats:
+	@python=$$(tools/setup.sh demo) && exec "$$python" -m thdattn pack-stats $(ARGS)
 
 test:
 	@python=$$(tools/setup.sh test) && exec "$$python" -m pytest $(ARGS)

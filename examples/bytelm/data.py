@@ -10,7 +10,6 @@ import hashlib
 import math
 import os
 import sysconfig
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,11 +22,11 @@ from model import EOD
 from numpy.typing import NDArray
 
 import thdattn
+from thdattn.packing import first_fit
 
 T = TypeVar("T")
 
 NOT_COUNTED = -1  # target of a row that holds no token
-LOOK_AHEAD = 64  # pieces that may wait for a batch with room for them
 VALIDATION_SHARE = 0.05  # of the documents
 NO_DOCUMENTS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 
@@ -202,23 +201,8 @@ def pieces_of(documents: Iterable[Document], longest: int) -> Iterator[Piece]:
 
 def pack(pieces: Iterable[Piece], packing: Packing) -> Iterator[list[Piece]]:
     """The pieces of every micro-batch: the first that fits, out of those that wait and then of those to come."""
-    coming = iter(pieces)
-    waiting: deque[Piece] = deque()
-    while True:
-        chosen: list[Piece] = []
-        too_long: list[Piece] = []
-        free = packing.rows
-        while free >= packing.multiple and len(too_long) < LOOK_AHEAD:
-            piece = waiting.popleft() if waiting else next(coming, None)
-            if piece is None:
-                break
-            rows = packing.padded(piece.end - piece.begin)
-            (chosen if rows <= free else too_long).append(piece)
-            free -= rows if rows <= free else 0
-        waiting.extendleft(reversed(too_long))
-        if not chosen:
-            return
-        yield chosen
+    room = packing.rows // packing.multiple * packing.multiple
+    return first_fit(pieces, lambda piece: packing.padded(piece.end - piece.begin), room)
 
 
 def read(pieces: Sequence[Piece], packing: Packing, after: Position) -> MicroBatch:

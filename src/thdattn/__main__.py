@@ -1,4 +1,5 @@
-"""The command line, `python -m thdattn`: what this machine has (info), and whether it computes right (check)."""
+"""The command line, `python -m thdattn`: what this machine has (info), whether it computes right (check), and how
+many documents a CUDA graph should take (pack-stats)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 import thdattn
 from thdattn.check import check
 from thdattn.info import info
+from thdattn.pack_stats import add_arguments, pack_stats
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: as after `python -m thdattn`; those of the process by default.
 
     Returns:
-        The exit status: 0, or 1 if `check` found a wrong result.
+        The exit status: 0; 1 if `check` found a wrong result, 2 if `pack-stats` cannot use what it was given.
     """
     parser = argparse.ArgumentParser(prog="python -m thdattn", description=thdattn.__doc__)
     parser.add_argument("--version", action="version", version=f"thdattn {thdattn.__version__}")
@@ -28,7 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "check", help="run packs and masks of every kind against float64; under mpiexec on the real ranks"
     )
     checker.add_argument("--engine", choices=("auto", "cuda", "reference"), default="auto")
+    add_arguments(commands.add_parser("pack-stats", help="documents per pack, and how many a CUDA graph should take"))
     chosen = parser.parse_args(arguments)
+    if chosen.command == "pack-stats":
+        return pack_stats(chosen)
     return info() if chosen.command == "info" else check(chosen.engine)
 
 

@@ -56,11 +56,13 @@ def as_int(name: str, value: Any, remedy: str = "convert it with int()") -> int:
     raise TypeError(f"{name} is {found(value)}; wanted an int; {remedy}")
 
 
-def as_count(name: str, value: Any, remedy: str = "pass a positive count", at_most: int = INT32_MAX) -> int:
-    """The value as an int from 1 to at_most; TypeError if it is no int, ValueError if it is out of range."""
+def as_count(
+    name: str, value: Any, remedy: str = "pass a positive count", at_most: int = INT32_MAX, at_least: int = 1
+) -> int:
+    """The value as an int from at_least to at_most; TypeError if it is no int, ValueError if it is out of range."""
     number = as_int(name, value)
-    if number < 1:
-        raise ValueError(f"{name} is {number}, wanted >= 1; {remedy}")
+    if number < at_least:
+        raise ValueError(f"{name} is {number}, wanted >= {at_least}; {remedy}")
     if number > at_most:
         raise ValueError(f"{name} is {number}, wanted <= {at_most}; {remedy}")
     return number

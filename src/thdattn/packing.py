@@ -7,8 +7,9 @@ its padding after.
 from __future__ import annotations
 
 import cmath
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,6 +25,8 @@ from thdattn.arguments import (
     is_array,
     shown,
 )
+
+T = TypeVar("T")
 
 # DLPack device types that the host may read: its own memory, that pinned for CUDA; and managed by CUDA, as a GPU may.
 DLPACK_HOST = frozenset({1, 3})
@@ -238,6 +241,43 @@ class PackedBatch:
                 "wanted at least that; leave total_rows out, or pass the rows of a larger buffer"
             )
         return total_rows
+
+
+def first_fit(
+    items: Iterable[T], rows_of: Callable[[T], int], capacity: int, look_ahead: int = 64
+) -> Iterator[list[T]]:
+    """The items of one pack after the other: the first that fits, of those that wait and then of those to come.
+
+    Items keep their order but for those that were too long for what was left of a pack: they begin the next one.
+
+    Args:
+        items: in the order in which packs should hold them; read as packs are asked for.
+        rows_of: the rows that an item takes, padding included.
+        capacity: rows of a pack.
+        look_ahead: a pack is closed when so many items were too long for what is left of it.
+
+    Raises:
+        ValueError: an item that no pack can hold.
+    """
+    coming = iter(items)
+    waiting: deque[T] = deque()
+    while True:
+        chosen: list[T] = []
+        too_long: list[T] = []
+        free = capacity
+        while free > 0 and len(too_long) < look_ahead:
+            item = waiting.popleft() if waiting else next(coming, None)
+            if item is None:
+                break
+            rows = rows_of(item)
+            if rows > capacity:
+                raise ValueError(f"an item takes {rows} rows, wanted at most {capacity}, the rows of a pack; split it")
+            (chosen if rows <= free else too_long).append(item)
+            free -= rows if rows <= free else 0
+        waiting.extendleft(reversed(too_long))
+        if not chosen:
+            return
+        yield chosen
 
 
 def as_batch(batch: Any) -> PackedBatch:

@@ -1,0 +1,9 @@
+"""CUDA graphs for packs of changing size: what is captured, where lengths lie, capture and replay.
+
+Importing it needs no GPU; without one, captured functions run eagerly.
+"""
+
+from thdattn.graphs.capture import Captured, Graphs, Pair
+from thdattn.graphs.config import CudaGraphConfig, add_arguments, from_arguments, normalize
+
+__all__ = ["Captured", "CudaGraphConfig", "Graphs", "Pair", "add_arguments", "from_arguments", "normalize"]

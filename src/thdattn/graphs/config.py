@@ -1,0 +1,312 @@
+"""What is captured in CUDA graphs: the configuration, and one normaliser for Python callers and command lines.
+
+Needs no GPU. The names are Megatron-LM's, so that its users find their options; former names are migrated with a
+DeprecationWarning, and what this package does not do (mixture of experts) is refused by name.
+
+Source: megatron/core/transformer/cuda_graph_config.py and docs/user-guide/features/cuda_graph.md of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from thdattn.arguments import as_bool, as_choice, as_count, found
+
+MODULES = ("attn", "mlp", "mamba")
+ON_OVERFLOW = ("eager", "error")
+SCOPES = {  # impl -> its inference scopes, the default first
+    "none": ("none",), "local": ("layer", "block"), "transformer_engine": ("none",), "full_iteration": ("none",),
+}  # fmt: skip
+OTHER_NAMES = {  # what Megatron-LM has, or had, among the modules -> why it is not one here
+    **dict.fromkeys(("moe", "moe_router", "moe_preprocess"), "mixture of experts is not part of this package"),
+    "module_scoped": "Megatron-LM has removed it",
+    "full": "the whole layer is the empty tuple",
+    "full_iteration": "it is an impl",
+    "full_iteration_inference": "it is the inference scope 'block' of the impl 'local'",
+}
+FLAGS = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}  # former name -> impl
+
+# How messages call a field or a former option: to callers of CudaGraphConfig, of normalize, and of a command line.
+AS_FIELDS = {name: name for name in ("impl", "modules", "inference_scope", "max_packed_seqs", "max_tokens_per_rank",
+                                     "warmup_steps", "on_overflow", "single_pool")}  # fmt: skip
+AS_OPTIONS = {
+    "impl": "cuda_graph_impl", "modules": "cuda_graph_modules", "inference_scope": "inference_cuda_graph_scope",
+    "max_packed_seqs": "cuda_graph_max_packed_seqs", "warmup_steps": "cuda_graph_warmup_steps",
+    "cuda_graph_scope": "cuda_graph_scope", **{name: name for name in FLAGS},
+}  # fmt: skip
+AS_FLAGS = {name: "--" + option.replace("_", "-") for name, option in AS_OPTIONS.items()}
+
+Notices = list[tuple[type[Warning], str]]
+
+
+class _AsLocal(str):
+    """The impl "local" of a configuration that was asked for "transformer_engine".
+
+    It keeps the refusals of that name where dataclasses.replace makes another configuration of it.
+    """
+
+
+@dataclass(frozen=True)
+class CudaGraphConfig:
+    """What is captured, and for packs of which size.
+
+    Attributes:
+        impl: "none"; "local": a forward and a backward graph per layer, or per part of one; "full_iteration": one graph
+            for forward and backward of all micro-batches of a step. "transformer_engine" becomes "local" without
+            graphs for inference, with a warning.
+        modules: the parts of a layer that "local" captures, of "attn", "mlp" and "mamba", in this order; empty: whole
+            layers. Also taken as a string with commas, and as members of an enum with these names.
+        inference_scope: "none", "layer" (every whole layer is a graph) or "block" (the stack of layers is one); None
+            becomes "layer" for "local", which has graphs for inference always, else "none".
+        max_packed_seqs: sequences of a pack that a graph takes; None: as many as its rows can hold, at most 2,048.
+        max_tokens_per_rank: rows of a rank that a graph takes; None: those of the first batch.
+        warmup_steps: eager runs before a capture, in which kernels are compiled and communicators connect; with 0 they
+            do so while capturing.
+        on_overflow: what to do with a batch of more sequences or rows: "eager" runs it without graphs, "error" raises.
+        single_pool: graphs share one memory pool: what one has freed, the next may use, as they run in one order.
+
+    Raises:
+        TypeError: a field of the wrong type.
+        ValueError: an unknown value, or fields that exclude each other; the message names both.
+    """
+
+    impl: str = "none"
+    modules: tuple[str, ...] = ()
+    inference_scope: str | None = None
+    max_packed_seqs: int | None = None
+    max_tokens_per_rank: int | None = None
+    warmup_steps: int = 3
+    on_overflow: str = "eager"
+    single_pool: bool = True
+
+    def __post_init__(self) -> None:
+        fields = _checked(vars(self), AS_FIELDS)
+        if fields["impl"] != _plain(self.impl):
+            warnings.warn(_runs_as_local("impl"), stacklevel=3)
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+
+def normalize(**options: Any) -> CudaGraphConfig:
+    """The configuration that Megatron-LM's options mean, former names included; None is an option left out.
+
+    Args:
+        cuda_graph_impl, cuda_graph_modules, inference_cuda_graph_scope, cuda_graph_max_packed_seqs,
+            cuda_graph_warmup_steps: the fields of CudaGraphConfig, as it takes them.
+        cuda_graph_scope: former name of the modules. Both names also take "full" (now no modules), "full_iteration"
+            (now an impl) and "full_iteration_inference" (now the inference scope "block").
+        enable_cuda_graph, external_cuda_graph: True is the impl "local", "transformer_engine".
+
+    Returns:
+        CudaGraphConfig. Each migrated option is a DeprecationWarning that names what to write instead.
+
+    Raises:
+        TypeError: an option of the wrong type, or another option.
+        ValueError: an unknown value, or options that exclude each other; the message names both.
+    """
+    config, notices = _normalized(options, AS_OPTIONS)
+    for category, text in notices:
+        warnings.warn(text, category, stacklevel=2)
+    return config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds Megatron-LM's flags to a parser, former ones too, unlisted; `from_arguments` reads them."""
+    add = parser.add_argument_group("CUDA graphs").add_argument
+    add(AS_FLAGS["impl"], metavar="IMPL", help="none (default), local (per layer) or full_iteration (a whole step)")
+    add(AS_FLAGS["modules"], nargs="*", metavar="PART",
+        help="parts of a layer that local captures: attn, mlp, mamba (default: whole layers)")
+    add(AS_FLAGS["inference_scope"], metavar="SCOPE", help="layer (default) or block for local, none for the others")
+    add(AS_FLAGS["max_packed_seqs"], type=int, metavar="N", help="documents of a pack that a graph takes")
+    add(AS_FLAGS["warmup_steps"], type=int, metavar="N", help="eager steps before a capture (default: 3)")
+    add(AS_FLAGS["cuda_graph_scope"], nargs="*", help=argparse.SUPPRESS)
+    for flag in FLAGS:
+        add(AS_FLAGS[flag], action="store_true", help=argparse.SUPPRESS)
+
+
+def from_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> CudaGraphConfig:
+    """The configuration that parsed flags mean: what `normalize` makes of them.
+
+    What it would raise is an error of the parser, which ends the program with a message and status 2.
+
+    Args:
+        parser: that `add_arguments` was called with.
+        arguments: what it has parsed.
+    """
+    options = {option: getattr(arguments, option) for option in AS_OPTIONS.values()}
+    try:
+        config, notices = _normalized(options, AS_FLAGS)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    for category, text in notices:
+        warnings.warn(text, category, stacklevel=2)
+    return config
+
+
+# ------------------------------------------------------------------------------------------------ former names
+
+
+class Migration(NamedTuple):
+    """A former value of the modules: the values of other fields that it may stand beside, and what it means."""
+
+    beside: dict[str, tuple[str | None, ...]]
+    meaning: dict[str, str]
+
+    def now(self, names: dict[str, str]) -> str:
+        """What to write instead."""
+        return " with ".join(f"{names[field]}={value!r}" for field, value in self.meaning.items())
+
+
+MIGRATIONS = {
+    "full": Migration({}, {"modules": ""}),
+    "full_iteration": Migration(
+        {"impl": ("none", "local", "full_iteration"), "inference_scope": (None, "none")}, {"impl": "full_iteration"}
+    ),
+    "full_iteration_inference": Migration(
+        {"impl": ("none", "local"), "inference_scope": (None, "block")}, {"impl": "local", "inference_scope": "block"}
+    ),
+}
+
+
+def _normalized(options: dict[str, Any], names: dict[str, str]) -> tuple[CudaGraphConfig, Notices]:
+    """The configuration, and what to warn of: nothing is said about options that are then refused."""
+    field_of = {option: name for name, option in AS_OPTIONS.items()}
+    unknown = sorted(options.keys() - field_of)
+    if unknown:
+        raise TypeError(f"{unknown[0]} is no option of CUDA graphs, wanted {', '.join(field_of)}; leave it out")
+    given = {field_of[option]: value for option, value in options.items() if value is not None}
+    notices: Notices = []
+    fields: dict[str, Any] = {"impl": "none", "inference_scope": None}
+    fields |= {name: check(names[name], given[name]) for name, check in CHECKS.items()
+               if name in given and name != "modules"}  # whose former values are none any more
+    fields["impl"] = _migrated_flags(fields["impl"], given, names, notices)
+    fields |= _migrated_modules(fields, given, names, notices)
+    checked = _checked(fields, names)
+    if checked["impl"] != fields["impl"]:
+        notices.append((UserWarning, _runs_as_local(names["impl"])))
+    return CudaGraphConfig(**checked), notices
+
+
+def _migrated_flags(impl: str, given: dict[str, Any], names: dict[str, str], notices: Notices) -> str:
+    """The impl, whichever of its names it came by."""
+    flags = [flag for flag in FLAGS if flag in given and as_bool(names[flag], given[flag])]
+    if len(flags) > 1:
+        both = " and ".join(names[flag] for flag in flags)
+        raise ValueError(f"{both} cannot be enabled at the same time, wanted one; use {names['impl']} instead")
+    for flag in flags:
+        if impl != "none":
+            raise ValueError(f"{names[flag]} cannot be combined with {names['impl']}={impl!r}, wanted one of the two; "
+                             f"leave {names[flag]} out")
+        impl = FLAGS[flag]
+        notices.append(_deprecated(names[flag], f"{names['impl']}={impl!r}"))
+    return impl
+
+
+def _migrated_modules(
+    fields: dict[str, Any], given: dict[str, Any], names: dict[str, str], notices: Notices
+) -> dict[str, Any]:
+    """The modules, and the fields that their former values mean."""
+    called = names["modules"]
+    listed = _listed(called, given.get("modules", ()))
+    if "cuda_graph_scope" in given:
+        called = names["cuda_graph_scope"]
+        if listed:
+            raise ValueError(f"{called} and {names['modules']} cannot be set together, wanted one; leave {called} out")
+        notices.append(_deprecated(called, names["modules"]))
+        listed = _listed(called, given["cuda_graph_scope"])
+    former = [name for name in listed if name in MIGRATIONS]
+    modules = _modules(called, [name for name in listed if name not in MIGRATIONS])
+    if len(former) > 1 or (modules and former and former != ["full_iteration_inference"]):
+        raise ValueError(f"{called} cannot contain {' and '.join(map(repr, listed))} together, wanted one of them; "
+                         f"leave the others out")
+    if not former:
+        return {"modules": modules}
+    (name,) = former
+    migration, what = MIGRATIONS[name], f"{called}={name!r}"
+    for field, values in migration.beside.items():
+        if fields[field] not in values:
+            raise ValueError(f"{what} cannot be combined with {names[field]}={fields[field]!r}, wanted one of the two; "
+                             f"leave one out")
+    if name == "full_iteration_inference" and fields["impl"] == "none":
+        text = f"{what} has no effect with {names['impl']}='none', use {migration.now(names)} instead"
+        notices.append((DeprecationWarning, text))
+        return {"modules": modules}
+    notices.append(_deprecated(what, migration.now(names)))
+    return {"modules": modules, **migration.meaning}
+
+
+def _deprecated(former: str, now: str) -> tuple[type[Warning], str]:
+    return DeprecationWarning, f"{former} is deprecated, use {now} instead"
+
+
+def _runs_as_local(impl: str) -> str:
+    return f"{impl}='transformer_engine' captures per layer and runs as {impl}='local' without graphs for inference"
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _checked(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """The fields as a configuration keeps them; TypeError or ValueError for those that it does not take."""
+    kept = {name: CHECKS[name](names[name], value) for name, value in fields.items()}
+    impl = "transformer_engine" if isinstance(kept["impl"], _AsLocal) else kept["impl"]
+    if impl == "full_iteration" and kept["modules"]:
+        raise ValueError(f"{names['modules']} is {kept['modules']} with {names['impl']}='full_iteration', wanted none, "
+                         f"as one graph holds the whole iteration; leave them out, or use {names['impl']}='local'")
+    scope = SCOPES[impl][0] if kept["inference_scope"] is None else kept["inference_scope"]
+    if scope not in SCOPES[impl]:
+        raise ValueError(f"{names['inference_scope']} is {scope!r} with {names['impl']}={impl!r}, wanted "
+                         f"{' or '.join(map(repr, SCOPES[impl]))}; change one of the two, or leave the first out")
+    return {**kept, "impl": _AsLocal("local") if impl == "transformer_engine" else impl, "inference_scope": scope}
+
+
+def _modules(called: str, value: Any) -> tuple[str, ...]:
+    """Modules in their order, each once."""
+    names = _listed(called, value)
+    for name in names:
+        if name not in MODULES:
+            why = OTHER_NAMES.get(name, "it is no part of a layer")
+            raise ValueError(f"{called} has {name!r}, wanted some of {', '.join(map(repr, MODULES))}, as {why}; "
+                             f"leave it out")
+    return tuple(name for name in MODULES if name in names)
+
+
+def _listed(called: str, value: Any) -> list[str]:
+    """The names in a string with commas, in a member of an enum, or in an iterable of such."""
+    items = [value] if isinstance(value, (str, Enum)) else value
+    if not isinstance(items, Iterable):
+        raise TypeError(f"{called} is {found(value)}; wanted names of modules; pass a tuple of str")
+    listed: list[str] = []
+    for item in map(_plain, items):
+        if not isinstance(item, str):
+            raise TypeError(f"{called} holds {found(item)}; wanted names of modules; pass a tuple of str")
+        listed += [name.strip() for name in item.split(",") if name.strip()]
+    return list(dict.fromkeys(listed))
+
+
+def _plain(value: Any) -> Any:
+    """The name of an enum's member, whose number differs between versions of Megatron-LM; all else as it is."""
+    return value.name if isinstance(value, Enum) else value
+
+
+def _count_or_none(name: str, value: Any) -> int | None:
+    return None if value is None else as_count(name, value)
+
+
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "impl": lambda name, value: as_choice(name, _plain(value), SCOPES),
+    "modules": _modules,
+    "inference_scope": lambda name, value: (
+        None if value is None else as_choice(name, _plain(value), ("none", "layer", "block"))
+    ),
+    "max_packed_seqs": _count_or_none,
+    "max_tokens_per_rank": _count_or_none,
+    "warmup_steps": lambda name, value: as_count(name, value, "leave it out for 3", at_least=0),
+    "on_overflow": lambda name, value: as_choice(name, value, ON_OVERFLOW),
+    "single_pool": as_bool,
+}

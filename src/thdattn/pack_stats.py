@@ -1,0 +1,258 @@
+"""python -m thdattn pack-stats: how many documents a pack holds, and so how many a CUDA graph should take."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdattn.arguments import as_count, shown
+from thdattn.install import remedy
+from thdattn.packing import first_fit
+
+Counts = NDArray[np.int64]
+
+ENOUGH_PACKS = 1_000  # documents are packed in new orders until there are so many packs,
+ENOUGH_PIECES = 1_000_000  # or so many pieces are in them
+PERCENTILES = (50, 90, 95, 99, 100)
+MOST_BARS = 64
+BLUE, GREY, RED = "#4c78a8", "#b0b0b0", "#d1495b"
+LOOK_UPS = 6  # per row of a pack, in the kernels of a plan: which document is this? (kernels.cu)
+LAYER_BYTES = 4 * 16 * 128 * 2  # per row: q, k, v and out of an attention layer of 16 heads of 128, in 16 bits
+EXPLANATION = """
+maximum: slots for documents that a graph has. A pack with more documents runs eagerly, the others replay it.
+empty: slots without a document, on average over the packs that replay.
+lengths: what slots take on a GPU, cu_seqlens and cu_seqlens_padded, and what is copied there for every pack.
+look-up: steps in which a plan finds the document of a row; attention itself does not see slots.
+cost: computed, not measured: what the look-ups of a plan read, as a share of what the forward of one attention layer
+      (16 heads of 128, 16 bits) reads and writes. A pack has one plan for all layers, forward and backward."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One maximum of documents per pack.
+
+    why: the percentiles that it is, if any. replay: packs that fit. empty: mean slots without a document in these.
+    """
+
+    slots: int
+    why: str
+    replay: int
+    empty: float
+
+    @property
+    def is_power(self) -> bool:
+        """Whether it is a power of two."""
+        return self.slots & (self.slots - 1) == 0
+
+    @property
+    def lengths_bytes(self) -> int:
+        """Of both arrays of offsets."""
+        return 2 * 4 * (self.slots + 1)
+
+    @property
+    def look_up(self) -> int:
+        """Steps of the binary search for a row's document."""
+        return (self.slots - 1).bit_length()
+
+    @property
+    def cost(self) -> float:
+        """Bytes that all look-ups of a row read, per byte that a layer of attention moves for it."""
+        return 4 * LOOK_UPS * self.look_up / LAYER_BYTES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command; `pack_stats` reads them."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=Path, metavar="DIR", help="documents: the files below it; a byte is a token")
+    source.add_argument("--lengths", type=Path, metavar="FILE", help="or lengths of documents, one integer per line")
+    add = parser.add_argument
+    add("--tokens", type=int, required=True, metavar="N", help="rows of a pack, of all ranks together")
+    add("--multiple", type=int, default=16, metavar="M", help="pad documents to multiples of this (default: 16)")
+    add("--longest", type=int, metavar="N", help="split documents that are longer (default: than a pack)")
+    add("--plot", type=Path, metavar="FILE", help="draw documents per pack into this PNG, PDF or SVG file")
+    add("--seed", type=int, default=0, metavar="S", help="of the order of the documents (default: 0)")
+
+
+def pack_stats(arguments: argparse.Namespace) -> int:
+    """Pack the documents as training does, and print what maxima of documents per pack would mean.
+
+    Returns:
+        The exit status: 0, or 2 for arguments or files that cannot be used, after one line that says why.
+    """
+    try:
+        tokens, multiple = as_count("--tokens", arguments.tokens), as_count("--multiple", arguments.multiple)
+        room = tokens // multiple * multiple
+        if not room:
+            raise ValueError(f"--tokens is {tokens}, wanted at least --multiple, {multiple}; pass --tokens {multiple}")
+        longest = room if arguments.longest is None else min(room, as_count("--longest", arguments.longest))
+        seed = as_count("--seed", arguments.seed, "leave it out for 0", at_least=0)
+        if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(f"--plot needs Matplotlib; install it with: {remedy('examples')}")
+        lengths = _lengths_below(arguments.data) if arguments.data else _lengths_in(arguments.lengths)
+        counts, passes = documents_per_pack(lengths, room, multiple, longest, seed)
+        chosen = candidates(counts)
+        _print(lengths, longest, counts, passes, tokens, chosen)
+        if arguments.plot:
+            _draw(arguments.plot, counts, chosen, tokens)
+    except (ValueError, OSError) as error:
+        print(f"python -m thdattn pack-stats: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def documents_per_pack(
+    lengths: NDArray[np.int64], room: int, multiple: int, longest: int, seed: int
+) -> tuple[Counts, int]:
+    """How many documents every pack holds, pieces of split ones counted each.
+
+    Args:
+        lengths: (num_documents,) int64 >= 1, tokens.
+        room: rows of a pack, a multiple of `multiple`.
+        multiple: every piece is padded to a multiple of this.
+        longest: tokens of the longest piece, at most room; longer documents are split.
+        seed: of their order, which is another in every pass.
+
+    Returns:
+        (num_packs,) int64, and the passes over the documents: as many as make ENOUGH_PACKS or ENOUGH_PIECES.
+    """
+    rests = lengths % longest
+    pieces = np.concatenate([np.full((lengths // longest).sum(), longest), rests[rests > 0]])
+    rows = -(-pieces // multiple) * multiple
+    counts: list[int] = []
+    for epoch in count():
+        order = np.random.default_rng([seed, epoch]).permutation(rows)
+        counts += map(len, first_fit(order.tolist(), int, room))
+        if len(counts) >= ENOUGH_PACKS or (epoch + 1) * len(rows) >= ENOUGH_PIECES:
+            break
+    return np.array(counts, np.int64), epoch + 1
+
+
+def candidates(counts: Counts) -> list[Candidate]:
+    """Maxima to choose from, rising: the percentiles of documents, and powers of two up to one that every pack fits.
+
+    The last is the one to take: slots cost next to nothing, an eager pack costs a replay.
+    """
+    percentiles = _percentiles(counts)
+    powers = [2**i for i in range((percentiles["max"] - 1).bit_length() + 1)]
+    made = []
+    for slots in sorted({*powers, *percentiles.values()}):
+        fitting = counts[counts <= slots]
+        if len(fitting):
+            why = " ".join(name for name, documents in percentiles.items() if documents == slots)
+            made.append(Candidate(slots, why, len(fitting), float((slots - fitting).mean())))
+    return made
+
+
+def _percentiles(numbers: NDArray[np.int64]) -> dict[str, int]:
+    """P50, ..., max: the smallest number that so many percent do not exceed."""
+    values = np.percentile(numbers, PERCENTILES, method="inverted_cdf")
+    return dict(zip((*(f"P{share}" for share in PERCENTILES[:-1]), "max"), map(int, values), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def _lengths_below(folder: Path) -> NDArray[np.int64]:
+    """(num_documents,) sizes of the files of a folder and its subfolders, by name; not of empty and hidden ones."""
+    if not folder.is_dir():
+        raise ValueError(f"--data is {folder}, wanted a folder that exists; pass one with documents")
+    files = sorted(path for path in folder.rglob("*")
+                   if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    sizes = np.array([path.stat().st_size for path in files], np.int64)
+    if not sizes.any():
+        raise ValueError(f"--data is {folder}, which holds no file that is not empty or hidden, wanted at least one; "
+                         f"pass a folder with documents")
+    return sizes[sizes > 0]
+
+
+def _lengths_in(file: Path) -> NDArray[np.int64]:
+    """(num_documents,) the integers of a file but for zeros; a first line without digits is a heading, # a comment."""
+    lengths = []
+    with file.open(errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            text = line.split("#")[0].strip().rstrip(",")
+            if text and not (number == 1 and not any(map(str.isdigit, text))):
+                lengths.append(_length(text, f"line {number} of --lengths {file}"))
+    if not any(lengths):
+        raise ValueError(f"--lengths is {file}, which holds no length above 0, wanted one per line; "
+                         f"pass the tokens of every document")
+    return np.array([length for length in lengths if length], np.int64)
+
+
+def _length(text: str, where: str) -> int:
+    if not text.isdecimal() or len(text) > 12:
+        raise ValueError(f"{where} is {shown(text)}, wanted one integer from 0 to 10**12 - 1; "
+                         f"pass the tokens of one document per line")
+    return int(text)
+
+
+# ------------------------------------------------------------------------------------------------ text and picture
+
+
+def _print(
+    lengths: NDArray[np.int64], longest: int, counts: Counts, passes: int, tokens: int, chosen: list[Candidate]
+) -> None:
+    split = int((lengths > longest).sum())
+    print(f"{len(lengths):,} documents, {lengths.sum():,} tokens"
+          + (f"; {split:,} longer than {longest:,} are split, and their pieces counted" if split else ""))
+    print(f"{len(counts):,} packs of {tokens:,} rows, from {passes:,} {'orders' if passes > 1 else 'order'} of them")
+    rows = {"tokens per document": lengths, "documents per pack": counts}
+    names = list(_percentiles(counts))
+    print(f"\n{'':<20}" + "".join(f"{name:>11}" for name in names))
+    for label, numbers in rows.items():
+        print(f"{label:<20}" + "".join(f"{number:>11,}" for number in _percentiles(numbers).values()))
+    print(f"\n{'maximum':>9}  {'':<16}{'replay':>8}{'eager packs':>13}{'empty':>9}{'lengths':>12}{'look-up':>9}"
+          f"{'cost':>9}")
+    for candidate in chosen:
+        print(f"{candidate.slots:>9,}  {candidate.why:<16}{_percent(candidate.replay, len(counts)):>8}"
+              f"{len(counts) - candidate.replay:>13,}{candidate.empty:>9,.1f}{candidate.lengths_bytes:>10,} B"
+              f"{candidate.look_up:>9}{100 * candidate.cost:>7.2f} %")
+    print(EXPLANATION)
+    print(f"\nrecommended: --cuda-graph-max-packed-seqs {chosen[-1].slots}, a power of two that holds every pack seen")
+
+
+def _percent(part: int, whole: int) -> str:
+    """Rounded down, so that 100 % is all."""
+    return f"{np.floor(1000 * part / whole) / 10:.1f} %"
+
+
+def _draw(path: Path, counts: Counts, chosen: list[Candidate], tokens: int) -> None:
+    """Save a picture: how many packs hold how many documents, and below it the share that replays for every maximum."""
+    from matplotlib.figure import Figure
+
+    last = chosen[-1].slots
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1.2, 1))
+    figure.suptitle(f"Documents per pack of {tokens:,} rows: {len(counts):,} packs", fontsize=13)
+    width = -(-int(counts.max()) // MOST_BARS)
+    top.hist(counts, np.arange(0, counts.max() + width, width) + 0.5, color=BLUE)
+    top.set_ylabel("packs" if width == 1 else f"packs (bars {width} wide)")
+    values, packs = np.unique(counts, return_counts=True)
+    share = 100 * np.cumsum(packs) / len(counts)
+    bottom.step([0, *values, last], [0, *share, 100], where="post", color=BLUE, linewidth=2)
+    bottom.set(ylim=(0, 105), xlim=(0, last + max(0.6, 0.02 * last)), ylabel="packs that replay (%)",
+               xlabel="documents; maximum of a CUDA graph (--cuda-graph-max-packed-seqs)")
+    powers = [candidate.slots for candidate in chosen if candidate.is_power and 16 * candidate.slots >= last]
+    percentiles = {candidate.slots: candidate.why for candidate in chosen if candidate.why}
+    bottom.set_xticks(powers)
+    for axes in (top, bottom):
+        for slots in {*powers, *percentiles}:
+            colour, style = RED if slots == last else GREY, "--" if slots in percentiles else "-"
+            axes.axvline(slots, color=colour, linestyle=style, linewidth=1)
+        axes.spines[["top", "right"]].set_visible(False)
+    for slots, why in percentiles.items():
+        where = top.get_xaxis_transform()
+        top.text(slots, 1.02, f"{why} {slots}", rotation=90, ha="center", va="bottom", fontsize=8, transform=where)
+    bottom.legend(handles=[
+        bottom.axvline(np.nan, color=GREY, linestyle="--", linewidth=1, label="percentiles"),
+        bottom.axvline(np.nan, color=GREY, linewidth=1, label="powers of two"),
+        bottom.axvline(np.nan, color=RED, linewidth=1, label=f"recommended: {last}"),
+    ], loc="center left", bbox_to_anchor=(0.01, 0.75), fontsize=9)  # fmt: skip
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,382 @@
+"""The configuration of CUDA graphs: what is accepted, migrated and refused, from Python and from a command line."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import enum
+import pickle
+import re
+import warnings
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from wrong_values import NAN, refuses, table
+
+from thdattn.graphs import CudaGraphConfig, add_arguments, from_arguments, normalize
+
+CudaGraphModule = enum.Enum("CudaGraphModule", ["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"])
+CudaGraphScope = enum.Enum("CudaGraphScope", [
+    "full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "full_iteration_inference"
+])  # fmt: skip
+InferenceCudaGraphScope = enum.Enum("InferenceCudaGraphScope", ["none", "layer", "block"])
+Text = enum.Enum("Text", {"attn": "a"}, type=str)
+
+DEFAULTS = {
+    "impl": "none", "modules": (), "inference_scope": "none", "max_packed_seqs": None, "max_tokens_per_rank": None,
+    "warmup_steps": 3, "on_overflow": "eager", "single_pool": True,
+}  # fmt: skip
+LOCAL = {"impl": "local", "inference_scope": "layer"}
+AS_LOCAL = {"impl": "local", "inference_scope": "none"}  # what transformer_engine becomes
+WHOLE = {"impl": "full_iteration", "inference_scope": "none"}
+
+SCOPE = "cuda_graph_scope is deprecated, use cuda_graph_modules instead"
+ENABLE = "enable_cuda_graph is deprecated, use cuda_graph_impl='local' instead"
+EXTERNAL = "external_cuda_graph is deprecated, use cuda_graph_impl='transformer_engine' instead"
+FULL = "cuda_graph_modules='full' is deprecated, use cuda_graph_modules='' instead"
+ITERATION = "cuda_graph_modules='full_iteration' is deprecated, use cuda_graph_impl='full_iteration' instead"
+BLOCK = "use cuda_graph_impl='local' with inference_cuda_graph_scope='block' instead"
+INFERENCE = f"cuda_graph_modules='full_iteration_inference' is deprecated, {BLOCK}"
+NO_EFFECT = f"cuda_graph_modules='full_iteration_inference' has no effect with cuda_graph_impl='none', {BLOCK}"
+RUNS_AS_LOCAL = ("cuda_graph_impl='transformer_engine' captures per layer and runs as cuda_graph_impl='local' without "
+                 "graphs for inference")  # fmt: skip
+
+
+def options(impl=None, modules=None, scope=None, **others):
+    """Options by short names."""
+    return {"cuda_graph_impl": impl, "cuda_graph_modules": modules, "inference_cuda_graph_scope": scope, **others}
+
+
+def old(scope, impl=None, **others):
+    return options(impl, cuda_graph_scope=scope, **others)
+
+
+ACCEPTED = {  # options -> fields that are not the default
+    "nothing": ({}, {}),
+    "none": (options("none", scope="none"), {}),
+    "none, modules idle": (options("none", "attn"), {"modules": ("attn",)}),
+    "local": (options("local"), LOCAL),
+    "local, layer": (options("local", scope="layer"), LOCAL),
+    "local, block": (options("local", scope="block"), {**LOCAL, "inference_scope": "block"}),
+    "scope as an enum": (
+        options("local", scope=InferenceCudaGraphScope.block), {**LOCAL, "inference_scope": "block"}
+    ),
+    "full_iteration": (options("full_iteration"), WHOLE),
+    "full_iteration, none": (options("full_iteration", [], "none"), WHOLE),
+    "attn": (options("local", "attn"), {**LOCAL, "modules": ("attn",)}),
+    "mlp": (options("local", "mlp"), {**LOCAL, "modules": ("mlp",)}),
+    "mamba": (options("local", "mamba"), {**LOCAL, "modules": ("mamba",)}),
+    "no modules, tuple": (options("local", ()), LOCAL),
+    "no modules, text": (options("local", ""), LOCAL),
+    "no modules, empty texts": (options("local", ["", " , "]), LOCAL),
+    "modules with comma": (options("local", "attn,mlp"), {**LOCAL, "modules": ("attn", "mlp")}),
+    "modules in a list": (options("local", ["attn", "mlp"]), {**LOCAL, "modules": ("attn", "mlp")}),
+    "modules in another order": (options("local", "mamba, mlp,attn"), {**LOCAL, "modules": ("attn", "mlp", "mamba")}),
+    "modules twice": (options("local", ["mlp", "attn", "mlp"]), {**LOCAL, "modules": ("attn", "mlp")}),
+    "modules of a set": (options("local", {"mlp", "attn"}), {**LOCAL, "modules": ("attn", "mlp")}),
+    "modules of a generator": (options("local", (x for x in ("mlp", "attn"))), {**LOCAL, "modules": ("attn", "mlp")}),
+    "one enum": (options("local", CudaGraphModule.mlp), {**LOCAL, "modules": ("mlp",)}),
+    "enums": (options("local", [CudaGraphModule.mamba, CudaGraphModule.attn]), {**LOCAL, "modules": ("attn", "mamba")}),
+    "enums of other numbers": (options("local", [CudaGraphScope.mlp]), {**LOCAL, "modules": ("mlp",)}),
+    "an enum of texts": (options("local", Text.attn), {**LOCAL, "modules": ("attn",)}),
+    "enums and texts": (
+        options("local", ["mlp,mamba", CudaGraphModule.attn]), {**LOCAL, "modules": ("attn", "mlp", "mamba")}
+    ),
+    "max_packed_seqs": (options("local", cuda_graph_max_packed_seqs=64), {**LOCAL, "max_packed_seqs": 64}),
+    "warmup_steps": (options("full_iteration", cuda_graph_warmup_steps=0), {**WHOLE, "warmup_steps": 0}),
+    "former flags unset": (options("local", enable_cuda_graph=False, external_cuda_graph=False), LOCAL),
+    "former scope unset": (options("local", cuda_graph_scope=None), LOCAL),
+}  # fmt: skip
+MIGRATED = {  # options -> fields, texts of the warnings
+    "enable_cuda_graph": ({"enable_cuda_graph": True}, LOCAL, [ENABLE]),
+    "enable_cuda_graph beside none": (options("none", enable_cuda_graph=True), LOCAL, [ENABLE]),
+    "enable_cuda_graph, block": (
+        options(scope="block", enable_cuda_graph=True), {**LOCAL, "inference_scope": "block"}, [ENABLE]
+    ),
+    "external_cuda_graph": ({"external_cuda_graph": True}, AS_LOCAL, [EXTERNAL, RUNS_AS_LOCAL]),
+    "external_cuda_graph, attn": (
+        options(modules="attn", external_cuda_graph=True), {**AS_LOCAL, "modules": ("attn",)}, [EXTERNAL, RUNS_AS_LOCAL]
+    ),
+    "transformer_engine": (options("transformer_engine"), AS_LOCAL, [RUNS_AS_LOCAL]),
+    "transformer_engine, none": (options("transformer_engine", scope="none"), AS_LOCAL, [RUNS_AS_LOCAL]),
+    "transformer_engine, full": (options("transformer_engine", "full"), AS_LOCAL, [FULL, RUNS_AS_LOCAL]),
+    "scope attn": (old("attn", "local"), {**LOCAL, "modules": ("attn",)}, [SCOPE]),
+    "scope mlp": (old(["mlp"], "local"), {**LOCAL, "modules": ("mlp",)}, [SCOPE]),
+    "scope mamba": (old(CudaGraphScope.mamba, "local"), {**LOCAL, "modules": ("mamba",)}, [SCOPE]),
+    "scope with comma": (old("mlp,attn", "local"), {**LOCAL, "modules": ("attn", "mlp")}, [SCOPE]),
+    "scope empty": (old([], "local"), LOCAL, [SCOPE]),
+    "scope beside no modules": (old("attn", "local", modules=[]), {**LOCAL, "modules": ("attn",)}, [SCOPE]),
+    "scope full": (old("full", "local"), LOCAL, [SCOPE, FULL.replace("cuda_graph_modules", "cuda_graph_scope", 1)]),
+    "scope full_iteration": (
+        old("full_iteration"), WHOLE, [SCOPE, ITERATION.replace("cuda_graph_modules", "cuda_graph_scope")]
+    ),
+    "scope full_iteration_inference": (
+        old("full_iteration_inference", enable_cuda_graph=True), {**LOCAL, "inference_scope": "block"},
+        [ENABLE, SCOPE, INFERENCE.replace("cuda_graph_modules", "cuda_graph_scope")],
+    ),
+    "full": (options("local", "full"), LOCAL, [FULL]),
+    "full beside full_iteration": (options("full_iteration", ["full"]), WHOLE, [FULL]),
+    "full_iteration": (options(modules="full_iteration"), WHOLE, [ITERATION]),
+    "full_iteration, local": (options("local", ["full_iteration"]), WHOLE, [ITERATION]),
+    "full_iteration, twice": (options("full_iteration", "full_iteration", "none"), WHOLE, [ITERATION]),
+    "full_iteration as an enum": (options(modules=CudaGraphScope.full_iteration), WHOLE, [ITERATION]),
+    "full_iteration_inference": (
+        options("local", "full_iteration_inference"), {**LOCAL, "inference_scope": "block"}, [INFERENCE]
+    ),
+    "full_iteration_inference, block": (
+        options("local", "full_iteration_inference", "block"), {**LOCAL, "inference_scope": "block"}, [INFERENCE]
+    ),
+    "full_iteration_inference, attn": (
+        options("local", ["attn", CudaGraphScope.full_iteration_inference]),
+        {**LOCAL, "inference_scope": "block", "modules": ("attn",)}, [INFERENCE],
+    ),
+    "full_iteration_inference, impl none": (options(modules="full_iteration_inference"), {}, [NO_EFFECT]),
+    "full_iteration_inference, impl none, attn": (
+        options("none", "full_iteration_inference,attn"), {"modules": ("attn",)}, [NO_EFFECT]
+    ),
+}  # fmt: skip
+EXPERTS = "wanted some of 'attn', 'mlp', 'mamba', as mixture of experts is not part of this package"
+REFUSED = {  # options -> what the message says, both sides of a conflict
+    "impl unknown": (options("global"), ["cuda_graph_impl is 'global', wanted 'none', 'local'"]),
+    "module unknown": (options("local", "attn,norm"), ["cuda_graph_modules has 'norm'", "'attn', 'mlp', 'mamba'"]),
+    "module unknown, enum": (options("local", [InferenceCudaGraphScope.layer]), ["cuda_graph_modules has 'layer'"]),
+    "inference scope unknown": (options("local", scope="model"), ["inference_cuda_graph_scope is 'model', wanted"]),
+    "scope module_scoped": (old("module_scoped", "local"), ["cuda_graph_scope has 'module_scoped'", "removed"]),
+    "moe": (options("local", "moe"), ["cuda_graph_modules has 'moe'", EXPERTS]),
+    "moe_router": (options("local", ["attn", "moe_router"]), ["cuda_graph_modules has 'moe_router'", EXPERTS]),
+    "moe_preprocess": (old(CudaGraphScope.moe_preprocess), ["cuda_graph_scope has 'moe_preprocess'", EXPERTS]),
+    "moe, moe_router": (options("local", "moe,moe_router"), ["cuda_graph_modules has 'moe'", EXPERTS]),
+    "max_packed_seqs 0": (options("local", cuda_graph_max_packed_seqs=0), ["cuda_graph_max_packed_seqs is 0, wanted"]),
+    "warmup_steps -1": (options("local", cuda_graph_warmup_steps=-1), ["cuda_graph_warmup_steps is -1, wanted >= 0"]),
+    "enable_cuda_graph, local": (
+        options("local", enable_cuda_graph=True), ["enable_cuda_graph", "cannot be combined", "cuda_graph_impl='local'"]
+    ),
+    "external_cuda_graph, full_iteration": (
+        options("full_iteration", external_cuda_graph=True),
+        ["external_cuda_graph", "cannot be combined", "cuda_graph_impl='full_iteration'"],
+    ),
+    "both former flags": (
+        {"enable_cuda_graph": True, "external_cuda_graph": True},
+        ["enable_cuda_graph and external_cuda_graph cannot be enabled at the same time"],
+    ),
+    "scope and modules": (
+        options("local", "attn", cuda_graph_scope="mlp"),
+        ["cuda_graph_scope and cuda_graph_modules cannot be set together"],
+    ),
+    "scope and modules, the same": (
+        options("local", "full", cuda_graph_scope="full"),
+        ["cuda_graph_scope and cuda_graph_modules cannot be set together"],
+    ),
+    "full and a module": (options("local", "full,attn"), ["cuda_graph_modules", "'full' and 'attn' together"]),
+    "full_iteration and a module": (
+        options(modules=["attn", "full_iteration"]), ["cuda_graph_modules", "'attn' and 'full_iteration' together"]
+    ),
+    "two former values": (
+        old("full_iteration,full_iteration_inference"),
+        ["cuda_graph_scope", "'full_iteration' and 'full_iteration_inference' together"],
+    ),
+    "full and full_iteration": (
+        options(modules="full,full_iteration"), ["cuda_graph_modules", "'full' and 'full_iteration' together"]
+    ),
+    "full_iteration, transformer_engine": (
+        options("transformer_engine", "full_iteration"),
+        ["cuda_graph_modules='full_iteration' cannot be combined with cuda_graph_impl='transformer_engine'"],
+    ),
+    "full_iteration, external_cuda_graph": (
+        old("full_iteration", external_cuda_graph=True),
+        ["cuda_graph_scope='full_iteration' cannot be combined with cuda_graph_impl='transformer_engine'"],
+    ),
+    "full_iteration, layer": (
+        options("local", "full_iteration", "layer"),
+        ["cuda_graph_modules='full_iteration' cannot be combined with inference_cuda_graph_scope='layer'"],
+    ),
+    "full_iteration, block": (
+        options(modules="full_iteration", scope="block"),
+        ["cuda_graph_modules='full_iteration' cannot be combined with inference_cuda_graph_scope='block'"],
+    ),
+    "full_iteration_inference, transformer_engine": (
+        options("transformer_engine", "full_iteration_inference"),
+        ["cuda_graph_modules='full_iteration_inference' cannot be combined with cuda_graph_impl='transformer_engine'"],
+    ),
+    "full_iteration_inference, full_iteration": (
+        options("full_iteration", "full_iteration_inference"),
+        ["cuda_graph_modules='full_iteration_inference' cannot be combined with cuda_graph_impl='full_iteration'"],
+    ),
+    "full_iteration_inference, layer": (
+        options("local", "full_iteration_inference", "layer"),
+        ["cuda_graph_modules='full_iteration_inference' cannot be combined with inference_cuda_graph_scope='layer'"],
+    ),
+    "full_iteration_inference, none": (
+        options("local", "full_iteration_inference", "none"),
+        ["cuda_graph_modules='full_iteration_inference' cannot be combined with inference_cuda_graph_scope='none'"],
+    ),
+    **{
+        f"{impl}, {scope}": (
+            options(impl, scope=scope),
+            [f"inference_cuda_graph_scope is '{scope}' with cuda_graph_impl='{impl}', wanted {wanted}"],
+        )
+        for impl, scope, wanted in (
+            ("none", "layer", "'none'"), ("none", "block", "'none'"), ("local", "none", "'layer' or 'block'"),
+            ("transformer_engine", "layer", "'none'"), ("transformer_engine", "block", "'none'"),
+            ("full_iteration", "layer", "'none'"), ("full_iteration", "block", "'none'"),
+        )
+    },
+    "full_iteration with modules": (
+        options("full_iteration", "attn,mlp"),
+        ["cuda_graph_modules is ('attn', 'mlp') with cuda_graph_impl='full_iteration', wanted none"],
+    ),
+}  # fmt: skip
+REMOVED = "--inference-use-full-iteration-cuda-graph"
+
+
+def flag(option):
+    return "--" + option.replace("_", "-")
+
+
+def flags(given):
+    """The command line of these options, None if there is none."""
+    words = []
+    for option, value in given.items():
+        listed = list(value) if isinstance(value, (list, tuple)) else [value]
+        if value is None or value is False:
+            continue
+        if any(type(item) not in (str, int, bool) for item in listed):
+            return None
+        words += [flag(option)] + [str(item) for item in listed if item is not True]
+    return words
+
+
+def rows():
+    """Every row for Python, and those that can be typed for a command line."""
+    table = {f"accepted, {name}": (given, fields, []) for name, (given, fields) in ACCEPTED.items()}
+    table |= {f"migrated, {name}": row for name, row in MIGRATED.items()}
+    table |= {f"refused, {name}": (given, None, said) for name, (given, said) in REFUSED.items()}
+    for name, row in table.items():
+        yield pytest.param("python", *row, id=f"python: {name}")
+        if flags(row[0]) is not None:
+            yield pytest.param("flags", *row, id=f"flags: {name}")
+
+
+@pytest.mark.parametrize(("front", "given", "fields", "said"), [*rows()])
+def test_options_are_accepted_or_migrated_with_warnings_or_refused(front, given, fields, said, capsys):
+    parser = argparse.ArgumentParser("train.py")
+    add_arguments(parser)
+    if front == "flags":  # names the flags wherever Python names options
+        said = [re.sub(r"\b\w*cuda_graph\w*\b", lambda option: flag(option[0]), text) for text in said]
+    with warnings.catch_warnings(record=True) as caught, ExitStack() as stack:
+        warnings.simplefilter("always")
+        if fields is None:
+            error = stack.enter_context(pytest.raises(ValueError if front == "python" else SystemExit))
+        config = normalize(**given) if front == "python" else from_arguments(parser, parser.parse_args(flags(given)))
+    if fields is None:
+        *_, text = [str(error.value)] if front == "python" else capsys.readouterr().err.splitlines()
+        assert front == "python" or (error.value.code == 2 and text.startswith("train.py: error: --"))
+        assert all(part in text for part in said) and ";" in text, f"both sides and a remedy: {text}"
+        assert caught == [], "an error comes without warnings"
+    else:
+        assert dataclasses.asdict(config) == {**DEFAULTS, **fields}
+        assert [str(warning.message) for warning in caught] == said
+        assert {warning.filename for warning in caught} <= {__file__}, "warnings point at the caller's line"
+        unseen = [warning.category for warning in caught if "runs as" not in str(warning.message)]
+        assert set(unseen) <= {DeprecationWarning}
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--cuda-graph-max-packed-seqs", "many"], "argument --cuda-graph-max-packed-seqs: invalid int value: 'many'"),
+    (["--cuda-graph-warmup-steps", "1.5"], "argument --cuda-graph-warmup-steps: invalid int value: '1.5'"),
+    (["--cuda-graph-impl"], "argument --cuda-graph-impl: expected one argument"),
+    (["--cuda-graph-granularity", "chunk"], "unrecognized arguments: --cuda-graph-granularity chunk"),
+    ([REMOVED], f"unrecognized arguments: {REMOVED}"),
+])  # fmt: skip
+def test_other_words_on_a_command_line_are_errors_of_the_parser(words, message, capsys):
+    parser = argparse.ArgumentParser("train.py")
+    add_arguments(parser)
+    with pytest.raises(SystemExit) as error:
+        parser.parse_args(words)
+    assert error.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"train.py: error: {message}"
+
+
+def test_help_lists_the_five_flags_and_no_former_one():
+    parser = argparse.ArgumentParser("train.py")
+    add_arguments(parser)
+    listed = set(re.findall(r"--[a-z-]*cuda-graph[a-z-]*", parser.format_help()))
+    assert listed == {"--cuda-graph-impl", "--cuda-graph-modules", "--inference-cuda-graph-scope",
+                      "--cuda-graph-max-packed-seqs", "--cuda-graph-warmup-steps"}  # fmt: skip
+
+
+@table(
+    ("impl", None, TypeError, "impl is None, a NoneType; wanted 'none', 'local', 'transformer_engine' or"),
+    ("impl", "te", ValueError, "impl is 'te', wanted 'none', 'local', 'transformer_engine' or 'full_iteration'; pass"),
+    ("modules", None, TypeError, "modules is None, a NoneType; wanted names of modules; pass a tuple of str"),
+    ("modules", 3, TypeError, "modules is 3, a int; wanted names of modules"),
+    ("modules", ["attn", 2], TypeError, "modules holds 2, a int; wanted names of modules"),
+    ("modules", b"attn", TypeError, "modules holds 97, a int; wanted names of modules"),
+    ("modules", "norm", ValueError, "modules has 'norm', wanted some of 'attn', 'mlp', 'mamba', as it is no part of a"),
+    ("modules", "moe", ValueError, "modules has 'moe', wanted some of … as mixture of experts is not part of this"),
+    ("modules", "full", ValueError, "modules has 'full', wanted some of … as the whole layer is the empty tuple;"),
+    ("modules", ["full_iteration"], ValueError, "modules has 'full_iteration', wanted some of … as it is an impl"),
+    ("modules", ["full_iteration_inference"], ValueError, "modules has … as it is the inference scope 'block' of the"),
+    ("inference_scope", True, TypeError, "inference_scope is True, a bool; wanted 'none', 'layer' or 'block'"),
+    ("inference_scope", "all", ValueError, "inference_scope is 'all', wanted 'none', 'layer' or 'block'"),
+    ("inference_scope", "none", ValueError, "inference_scope is 'none' with impl='local', wanted 'layer' or 'block'"),
+    ("max_packed_seqs", 0, ValueError, "max_packed_seqs is 0, wanted >= 1; pass a positive count"),
+    ("max_packed_seqs", 2**31, ValueError, "max_packed_seqs is 2147483648, wanted <= 2147483647"),
+    ("max_packed_seqs", "64", TypeError, "max_packed_seqs is '64', a str; wanted an int"),
+    ("max_tokens_per_rank", -1, ValueError, "max_tokens_per_rank is -1, wanted >= 1"),
+    ("max_tokens_per_rank", NAN, TypeError, "max_tokens_per_rank is nan, a float; wanted an int"),
+    ("warmup_steps", -1, ValueError, "warmup_steps is -1, wanted >= 0; leave it out for 3"),
+    ("warmup_steps", None, TypeError, "warmup_steps is None, a NoneType; wanted an int"),
+    ("on_overflow", "truncate", ValueError, "on_overflow is 'truncate', wanted 'eager' or 'error'"),
+    ("on_overflow", None, TypeError, "on_overflow is None, a NoneType; wanted 'eager' or 'error'"),
+    ("single_pool", 1, TypeError, "single_pool is 1, a int; wanted True or False"),
+)  # fmt: skip
+def test_configuration(argument, value, kind, message):
+    refuses(lambda **changed: CudaGraphConfig(**{"impl": "local", **changed}), argument, value, kind, message)
+
+
+@table(
+    ("cuda_graph_impl", 1, TypeError, "cuda_graph_impl is 1, a int; wanted 'none', 'local'"),
+    ("cuda_graph_modules", 3, TypeError, "cuda_graph_modules is 3, a int; wanted names of modules"),
+    ("cuda_graph_scope", ["attn", None], TypeError, "cuda_graph_scope holds None, a NoneType; wanted names of modules"),
+    ("inference_cuda_graph_scope", 2, TypeError, "inference_cuda_graph_scope is 2, a int; wanted 'none', 'layer' or"),
+    ("cuda_graph_max_packed_seqs", True, TypeError, "cuda_graph_max_packed_seqs is True, a bool; wanted an int"),
+    ("cuda_graph_warmup_steps", 1.5, TypeError, "cuda_graph_warmup_steps is 1.5, a float; wanted an int"),
+    ("enable_cuda_graph", "no", TypeError, "enable_cuda_graph is 'no', a str; wanted True or False"),
+    ("external_cuda_graph", 1, TypeError, "external_cuda_graph is 1, a int; wanted True or False"),
+    ("cuda_graph_retain_backward_graph", True, TypeError, "cuda_graph_retain_backward_graph is no option of CUDA"),
+)
+def test_normalize(argument, value, kind, message):
+    refuses(normalize, argument, value, kind, message)
+
+
+def test_configuration_is_immutable_hashable_and_made_of_plain_values():
+    config = CudaGraphConfig("local", ["mlp", CudaGraphModule.attn], max_packed_seqs=np.int64(64))
+    assert config == CudaGraphConfig("local", "attn,mlp", "layer", 64)
+    assert hash(config) == hash(CudaGraphConfig("local", "attn,mlp", "layer", 64))
+    assert (config.modules, type(config.max_packed_seqs)) == (("attn", "mlp"), int)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.impl = "none"
+
+
+def test_transformer_engine_warns_once_where_it_is_written_and_keeps_its_refusals():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = CudaGraphConfig("transformer_engine", "attn")
+        copies = [copy.deepcopy(config), pickle.loads(pickle.dumps(config)), dataclasses.replace(config)]
+        changed = dataclasses.replace(copies[1], warmup_steps=1)
+    (warning,) = caught
+    assert (warning.filename, warning.category) == (__file__, UserWarning)
+    assert str(warning.message).startswith("impl='transformer_engine' captures per layer and runs as impl='local'")
+    assert copies == [config] * 3
+    assert dataclasses.asdict(changed) == {**DEFAULTS, **AS_LOCAL, "modules": ("attn",), "warmup_steps": 1}
+    with pytest.raises(ValueError, match="inference_scope is 'layer' with impl='transformer_engine', wanted 'none'"):
+        dataclasses.replace(config, inference_scope="layer")
+
+
+def test_replacing_the_impl_alone_does_not_silently_change_what_inference_does():
+    with pytest.raises(ValueError, match="inference_scope is 'none' with impl='local'"):
+        dataclasses.replace(CudaGraphConfig(), impl="local")
+    assert dataclasses.replace(CudaGraphConfig(), impl="local", inference_scope=None) == CudaGraphConfig("local")
