@@ -229,7 +229,7 @@ class Tiles:
         b = self.backward_sm90
         assert isinstance(b, BackwardWideSm90)
         tiles = (slabs(64 * (1 + b.q_stages), self.head_dim) + slabs(64 * (1 + b.dout_stages), self.v_head_dim)
-                 + 2 * slabs(64, 64))  # fmt: skip
+                 + 4 * slabs(64, 64))  # fmt: skip
         loaded = b.q_stages + b.dout_stages
         stats, barriers, steps, ranges = 4 * 64 * loaded, 8 * (8 + 2 * loaded), 16 * (2 + loaded), 8 * (64 + 8)
         return _instance("thd_attn_bwd_wide_sm90", dtype, grad_dtype, *self._dims, b.q_stages, b.dout_stages,
@@ -258,7 +258,7 @@ class Tiles:
         """Columns of the accumulators of the Hopper kernels' matrix instructions."""
         f, b = self.forward_sm90, self.backward_sm90
         if isinstance(b, BackwardSm90):
-            backward = {b.queries, b.piece_cols, *self._dims}
+            backward = {b.queries, min(b.queries, 64), b.piece_cols, *self._dims}
         else:  # a sum of 256 columns takes two instructions, kWideCols of kernels/hopper/wide.cu
             backward = {64, *(128 if dim == 256 else dim for dim in self._dims)}
         return {f.tile_n, self.v_head_dim, *backward}

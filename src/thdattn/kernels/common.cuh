@@ -39,14 +39,6 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 pair) {
   return r;
 }
 
-// The same for numbers >= 0 that are not NaN. The compiler would rather repeat this arithmetic than keep its results in
-// registers.
-template <typename T> __device__ __forceinline__ float2 unpack_probabilities(u32 pair) { return unpack<T>(pair); }
-template <> __device__ __forceinline__ float2 unpack_probabilities<f16>(u32 pair) {
-  const float kBias = 0x1p112f;                       // between the exponents of the two formats
-  return make_float2(__uint_as_float(pair << 16 >> 3) * kBias, __uint_as_float(pair >> 16 << 13) * kBias);
-}
-
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ float exp2_fast(float x) {

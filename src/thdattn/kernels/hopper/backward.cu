@@ -1,12 +1,12 @@
 // The Hopper attention backward up to head dims 192/128 (sm_90a): the producer, the key side, and at the end the
 // kernel, thd_attn_bwd_sm90, where to begin to read. query_side.cuh has what makes dq.
 
-// The key side takes kAtOnce of the queries of a step at once; dq has pieces of kCols columns, and kDqDepth stages for
-// them.
+// The key side takes the scores of kAtOnce of the queries of a step at once, and dP of kWeighed of them: beside float32
+// probabilities, registers have no room for more. dq has pieces of kCols columns, and kDqDepth stages for them.
 template <int kDim, int kVDim, int kM, int kAhead, int kAtOnce, int kCols, int kDqDepth>
 struct BackwardShared {
   static constexpr int kHeadDim = kDim, kVHeadDim = kVDim, kTileM = kM, kTileN = 128, kStages = kAhead;
-  static constexpr int kQueries = kAtOnce, kDqStages = kDqDepth;
+  static constexpr int kQueries = kAtOnce, kWeighed = kAtOnce < 64 ? kAtOnce : 64, kDqStages = kDqDepth;
   static constexpr int kPieceCols = kCols, kPieceFloats = 64 * kCols, kPieces = kDim / kCols;
   static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
   static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>, kDoutBytes = kTileBytes<kTileM, kVHeadDim>;
@@ -95,7 +95,8 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
                                            float softmax_scale) {
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
   constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN;
-  constexpr int kStages = Shared::kStages, kQueries = Shared::kQueries, kBlocks = kQueries / 8, kSteps = kQueries / 16;
+  constexpr int kStages = Shared::kStages, kQueries = Shared::kQueries, kWeighed = Shared::kWeighed;
+  constexpr int kBlocks = kWeighed / 8, kSteps = kWeighed / 16;
   auto mine = [&](const unsigned char* tile) { return tile + opaque(side) * 64 * kRowBytes; };
   Ring<kStages> ring = {0, 0};
   u32 kv_parity = 0;
@@ -108,21 +109,21 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
   };
   auto sees = [&] { return flags & kSees << 2 * side; };
   // Every step is handed over to the query side.
-  auto wait_for_stage = [&](Ring<kStages> of) { barrier_wait(&shared.ds_empty[of.stage], of.parity ^ 1); };
-  auto hand_over = [&](Ring<kStages> of) {
+  auto wait_for_stage = [&] { barrier_wait(&shared.ds_empty[ring.stage], ring.parity ^ 1); };
+  auto hand_over = [&] {
     publish_to_async();
     __syncwarp();
-    arrive(&shared.ds_full[of.stage]);
+    arrive(&shared.ds_full[ring.stage]);
   };
   auto pass = [&] {                                   // none of the queries sees one of these 64 keys
     if (flags & kLast) arrive(&shared.kv_empty);
     u32 zeros[1][kSteps][4];
     #pragma unroll
     for (int i = 0; i < 4 * kSteps; ++i) zeros[0][i / 4][i % 4] = 0;
-    wait_for_stage(ring);
+    wait_for_stage();
     #pragma unroll
-    for (int first = 0; first < kTileM; first += kQueries) store_dscore(shared, ring.stage, side, first, zeros);
-    hand_over(ring);
+    for (int row = 0; row < kTileM; row += kWeighed) store_dscore(shared, ring.stage, side, row, zeros);
+    hand_over();
     arrive(&shared.empty[ring.stage]);
     ring.advance();
   };
@@ -131,8 +132,8 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
   while (true) {
     look();
     if (flags & (kNothing | kEnd)) {
-      wait_for_stage(ring);
-      hand_over(ring);
+      wait_for_stage();
+      hand_over();
     }
     if (flags & kEnd) break;
     const auto [warp, lane] = me();
@@ -156,79 +157,81 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
         continue;
       }
       // Scores and dP begin at -lse and -delta, so that no arithmetic after the products waits for loads.
-      float p[kBlocks][4];
-      auto start_p = [&](Ring<kStages> of, int first) {
-        begin_columns(p, shared.minus_lse[of.stage] + first);
+      float p[kQueries / 8][4];
+      auto start_p = [&](int first) {
+        begin_columns(p, shared.minus_lse[ring.stage] + first);
         wgmma_begin();
-        add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[of.stage] + first * kRowBytes);
+        add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage] + first * kRowBytes);
         wgmma_commit();
       };
-      // Adds the queries from `first` on to dv and dk, without waiting for dk.
-      auto add_queries = [&](Ring<kStages> now, int first) {
+      // Adds the queries from `first` on, whose scores are on their way, to dv and dk, without waiting for these.
+      auto add_queries = [&](int first) {
         // Probabilities, transposed.
+        wgmma_wait<0>(p);
         #pragma unroll
-        for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
+        for (int i = 0; i < kQueries / 2; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
         if (flags & kMasked << 2 * side)
-          hide_keys(p, shared.range + side * 64 + me().warp * 16, shared.step[now.double_stage()].row + first);
-        u32 probability[1][kSteps][4];
-        round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
+          hide_keys(p, shared.range + side * 64 + me().warp * 16, step().row + first);
+        pin(p);
+        #pragma unroll
+        for (int row = first; row < first + kQueries; row += kWeighed) {
+          // dP, which becomes dS. P stays float32 until then: rounded first, it would be rounded twice in dS.
+          const unsigned char* const dout = shared.dout[ring.stage] + row * kRowBytes;
+          float (&weight)[kBlocks][4] = *(float(*)[kBlocks][4])&p[(row - first) / 8];
+          float dp[kBlocks][4];
+          begin_columns(dp, shared.minus_delta[ring.stage] + row);
+          wgmma_begin();
+          add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), dout);
+          wgmma_commit();
+          wgmma_wait<0>(dp);
+          if (flags & kLast && row + kWeighed == kTileM) arrive(&shared.kv_empty);
+          u32 probability[1][kSteps][4], dscore[1][kSteps][4];
+          #pragma unroll
+          for (int i = 0; i < 4 * kBlocks; ++i) dp[i / 4][i % 4] *= weight[i / 4][i % 4];
+          round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&weight);
+          round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
 
-        // dv += P^T dout, and after it dP, which becomes dS.
-        const unsigned char* const dout = shared.dout[now.stage] + first * kRowBytes;
-        float dp[kBlocks][4];
-        wgmma_begin();
-        start_weighted_rows<T, kVHeadDim, kTileM>(acc_dv, probability, dout);
-        wgmma_commit();
-        begin_columns(dp, shared.minus_delta[now.stage] + first);
-        wgmma_begin();
-        add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), dout);
-        wgmma_commit();
-        wgmma_wait<0>(dp);
-        pin(acc_dv);
-        if (last && first + kQueries == kTileM) arrive(&shared.kv_empty);
-        weigh<T>(dp, probability);
-        u32 dscore[1][kSteps][4];
-        round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
-
-        // dk += dS^T q; while it runs, dS is handed over.
-        wgmma_begin();
-        start_weighted_rows<T, kHeadDim, kTileM>(acc_dk, dscore, shared.q[now.stage] + first * kRowBytes);
-        wgmma_commit();
-        if (first == 0) wait_for_stage(now);
-        store_dscore(shared, now.stage, side, first, dscore);
+          // dv += P^T dout and dk += dS^T q; while they run, dS is handed over.
+          wgmma_begin();
+          start_weighted_rows<T, kVHeadDim, kTileM>(acc_dv, probability, dout);
+          wgmma_commit();
+          start_weighted_rows<T, kHeadDim, kTileM>(acc_dk, dscore, shared.q[ring.stage] + row * kRowBytes);
+          wgmma_commit();
+          if (row == 0) wait_for_stage();
+          store_dscore(shared, ring.stage, side, row, dscore);
+        }
       };
-      start_p(ring, 0);
-      wgmma_wait<0>(p);
+      start_p(0);
       while (true) {
         ring.stage = uniform(ring.stage);
-        const Ring<kStages> now = ring;
-        ring.advance();
         #pragma unroll
         for (int next = kQueries; next < kTileM; next += kQueries) {
-          add_queries(now, next - kQueries);
-          start_p(now, next);
+          add_queries(next - kQueries);
+          wgmma_wait<1>(acc_dv);
+          start_p(next);
           wgmma_wait<1>(acc_dk);
-          wgmma_wait<0>(p);
         }
-        add_queries(now, kTileM - kQueries);
-        hand_over(now);
-        // After dk, the scores of the next step. After the last step comes one of other keys, or the end.
+        add_queries(kTileM - kQueries);
+        hand_over();
+        // When dv is done, the scores of the next step, while dk runs. After the last step comes one of other keys, or
+        // the end.
+        const bool was_last = flags & kLast;
+        const u32 stage = ring.stage;
+        ring.advance();
         barrier_wait(&shared.full[ring.stage], ring.parity);
         flags = step().flags;
-        if (last || !sees()) {
+        if (was_last || !sees()) {
           wgmma_wait<0>(acc_dk);
-          arrive(&shared.empty[now.stage]);
+          pin(acc_dv);
+          arrive(&shared.empty[stage]);
+          last = was_last || flags & kLast;
+          if (!was_last) pass();
           break;
         }
-        last = flags & kLast;
-        start_p(ring, 0);
+        wgmma_wait<1>(acc_dv);
+        start_p(0);
         wgmma_wait<1>(acc_dk);
-        arrive(&shared.empty[now.stage]);
-        wgmma_wait<0>(p);
-      }
-      if (!last) {
-        last = flags & kLast;
-        pass();
+        arrive(&shared.empty[stage]);
       }
     }
     const int2 mine_done = shared.warp_tile[side * 4 + me().warp];

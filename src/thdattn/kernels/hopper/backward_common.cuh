@@ -252,8 +252,8 @@ struct Gradients {
   __device__ __forceinline__ void bring(Grad* grad, float* grad_accum, const float (&acc)[kBlocks][4], float scale,
                                         Share share, int row, int kv_head, BackwardSize size) const {
     row += me().lane / 4;
-    const size_t at = ((size_t)row * size.num_kv_heads + kv_head) * (8 * kBlocks);
-    const size_t below = at + 64 * kBlocks * size.num_kv_heads;
+    const u32 pitch = opaque(size.num_kv_heads) * 8 * kBlocks;
+    const size_t at = (size_t)row * pitch + kv_head * 8 * kBlocks, below = at + 8 * pitch;
     const bool exists = row < size.k_rows, below_exists = row + 8 < size.k_rows;
     if (share == Share::kOnly) {
       store_row<0>(grad + at, acc, scale, exists), store_row<1>(grad + below, acc, scale, below_exists);
@@ -313,14 +313,4 @@ __device__ __forceinline__ void hide_keys(float (&p)[kBlocks][4], const int2* ra
   #pragma unroll
   for (int i = 0; i < 4 * kBlocks; ++i)
     if (!contains(range[i % 4 / 2], first_query + i / 4 * 8 + lane % 4 * 2 + i % 2)) p[i / 4][i % 4] = 0.f;
-}
-
-// Turns dP - delta into dS = P (dP - delta).
-template <typename T, int kBlocks>
-__device__ __forceinline__ void weigh(float (&dp)[kBlocks][4], const u32 (&probability)[1][kBlocks / 2][4]) {
-  #pragma unroll
-  for (int i = 0; i < 2 * kBlocks; ++i) {
-    const float2 weight = unpack_probabilities<T>(probability[0][i / 4][i % 4]);
-    dp[i / 2][i % 2 * 2] *= weight.x, dp[i / 2][i % 2 * 2 + 1] *= weight.y;
-  }
 }

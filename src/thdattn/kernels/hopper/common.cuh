@@ -96,9 +96,9 @@ template <int kRegisters> __device__ __forceinline__ void registers_give() {
 // Warp and lane of this thread, computed where they are needed, as there are no registers to keep them in.
 struct Me { int warp, lane; };
 __device__ __forceinline__ Me me() {
-  int thread;
+  u32 thread;                                         // unsigned, as signed divisions take more than a shift
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return {thread / kWarp % 4, thread % kWarp};
+  return {(int)(thread / kWarp % 4), (int)(thread % kWarp)};
 }
 // The same value, of which the compiler no longer knows anything: it computes what follows from it where that is
 // needed, instead of keeping it.

@@ -3,6 +3,13 @@
 constexpr int kWideTile = 64;                         // keys of a block, query rows of a step
 constexpr int kDsStages = 2;                          // of probabilities, and of score gradients in the same memory
 
+// Float4 n of every lane of a warp's probabilities, 16 keys by 64 queries, in a stage: half of them where the warp's own
+// score gradients will be, so that no warp waits for another.
+__device__ __forceinline__ float4* probabilities(unsigned char* stage, int warp, int n) {
+  constexpr int kHalf = kTileBytes<kWideTile, kWideTile>, kNumbers = kWideTile / 16;
+  return (float4*)(stage + n / kNumbers * kHalf + warp * 16 * kRowBytes) + n % kNumbers * kWarp;
+}
+
 template <int kHeadDim> constexpr int kPieces = kHeadDim / kSlab;   // of 64 rows of dq
 constexpr int kPieceFloats = kWideTile * kSlab;
 
@@ -18,7 +25,8 @@ struct WideShared {
   static constexpr int kQBytes = kTileBytes<kWideTile, kHeadDim>, kDoutBytes = kTileBytes<kWideTile, kVHeadDim>;
   unsigned char k[kQBytes], v[kDoutBytes];
   unsigned char q[kQStages][kQBytes], dout[kDoutStages][kDoutBytes];
-  unsigned char ds[kDsStages][kTileBytes<kWideTile, kWideTile>];  // keys are the rows; before dS, probabilities
+  // Probabilities, float32, then in the first half of their place dS, 16-bit, whose rows are the keys.
+  unsigned char ds[kDsStages][2 * kTileBytes<kWideTile, kWideTile>];
   float minus_lse[kQStages][kWideTile], minus_delta[kDoutStages][kWideTile];
   u64 kv_full, kv_empty;
   u64 q_full[kQStages], q_empty[kQStages];
@@ -171,15 +179,10 @@ __device__ __forceinline__ void serve_wide_keys(
         #pragma unroll
         for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
         if (flags & kMasked) hide_keys(p, shared.range + warp * 16, shared.q_step[ring.stage].row);
-        u32 probability[1][kBlocks / 2][4];
-        round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
         barrier_wait(&shared.ds_empty[to.stage], to.parity ^ 1);
-        uint4* const out = (uint4*)(shared.ds[to.stage] + warp * 16 * kRowBytes) + lane;
         #pragma unroll
-        for (int i = 0; i < kBlocks / 2; ++i) {
-          const u32 (&p)[4] = probability[0][i];
-          out[i * kWarp] = make_uint4(p[0], p[1], p[2], p[3]);
-        }
+        for (int n = 0; n < kBlocks; ++n)
+          probabilities(shared.ds[to.stage], warp, n)[lane] = make_float4(p[n][0], p[n][1], p[n][2], p[n][3]);
         __syncwarp();
         arrive(&shared.p_full[to.stage]);
         ring.advance();
@@ -274,25 +277,25 @@ __device__ __forceinline__ void serve_wide_values(
         wgmma_commit();
       };
       while (true) {
-        // dv += P^T dout; while it runs, dS = P (dP - delta), which is stored where P was.
+        // dS = P (dP - delta), then dv += P^T dout; while it runs, dS is stored where P was.
         const auto [warp, lane] = me();
         barrier_wait(&shared.p_full[ds_ring.stage], ds_ring.parity);
-        unsigned char* const ds_rows = shared.ds[ds_ring.stage] + warp * 16 * kRowBytes;
         #pragma unroll
-        for (int i = 0; i < kBlocks / 2; ++i) {
-          const uint4 x = ((const uint4*)ds_rows)[i * kWarp + lane];
-          u32 (&p)[4] = probability[0][i];
-          p[0] = x.x, p[1] = x.y, p[2] = x.z, p[3] = x.w;
+        for (int n = 0; n < kBlocks; ++n) {
+          const float4 p = probabilities(shared.ds[ds_ring.stage], warp, n)[lane];
+          dp[n][0] *= p.x, dp[n][1] *= p.y, dp[n][2] *= p.z, dp[n][3] *= p.w;
+          probability[0][n / 2][n % 2 * 2] = pack<T>(p.x, p.y);
+          probability[0][n / 2][n % 2 * 2 + 1] = pack<T>(p.z, p.w);
         }
         wgmma_begin();
         start_dv();
-        weigh<T>(dp, probability);
         u32 dscore[1][kBlocks / 2][4];
         round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
         __syncwarp();
         #pragma unroll
         for (int i = 0; i < kBlocks / 2; ++i)
-          store_matrices(ds_rows + lane % 16 * kRowBytes + ((i * 2 + lane / 16) ^ lane % 8) * 16, dscore[0][i]);
+          store_matrices(shared.ds[ds_ring.stage] + (warp * 16 + lane % 16) * kRowBytes +
+                             ((i * 2 + lane / 16) ^ lane % 8) * 16, dscore[0][i]);
         tell_queries();
         ds_ring.advance();
 
