@@ -34,25 +34,12 @@ class VarlenSaved:
 
 
 def varlen_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: None = None,
-    *,
-    return_saved: bool = False,
-) -> Any:
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    block_table: None = None, *, return_saved: bool = False,
+) -> Any:  # fmt: skip
     """Attention of every sequence of a pack to its own keys, on this rank alone.
 
     Arguments have the names and the order of flash_attn_varlen_func, so that a call of it needs no change. With as many

@@ -3,8 +3,8 @@
 constexpr int kWideTile = 64;                         // keys of a block, query rows of a step
 constexpr int kDsStages = 2;                          // of probabilities, and of score gradients in the same memory
 
-// Float4 n of every lane of a warp's probabilities, 16 keys by 64 queries, in a stage: half of them where the warp's own
-// score gradients will be, so that no warp waits for another.
+// Float4 n of every lane of a warp's probabilities, 16 keys by 64 queries, in a stage: half of them where the warp's
+// own score gradients will be, so that no warp waits for another.
 __device__ __forceinline__ float4* probabilities(unsigned char* stage, int warp, int n) {
   constexpr int kHalf = kTileBytes<kWideTile, kWideTile>, kNumbers = kWideTile / 16;
   return (float4*)(stage + n / kNumbers * kHalf + warp * 16 * kRowBytes) + n % kNumbers * kWarp;
