@@ -85,6 +85,7 @@ class Comm(ABC):
         self.rank = rank
         self.size = size
         self._closed = False
+        self._before_close: list[Callable[[], None]] = []
 
     def all_gather(self, send: Any, recv: Any) -> None:
         """Put every rank's rows into one array, rank 0's first.
@@ -176,8 +177,20 @@ class Comm(ABC):
         Every rank must call it. Collectives raise RuntimeError afterwards.
         """
         if not self._closed:
+            while self._before_close:
+                self._before_close.pop()()
             self._closed = True
             self._close()
+
+    def before_close(self, action: Callable[[], None]) -> None:
+        """Have something done first when the comm is closed, such as destroying graphs that hold its collectives."""
+        self._check_open()
+        self._before_close.append(action)
+
+    def forget(self, action: Callable[[], None]) -> None:
+        """Take back what before_close was asked for."""
+        if action in self._before_close:
+            self._before_close.remove(action)
 
     def __enter__(self) -> Self:
         return self
