@@ -134,7 +134,8 @@ class CPAttention:
         return f"<CPAttention {', '.join(f'{name}={value}' for name, value in layer.items())}, {self.comm!r}>"
 
     def plan(
-        self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk", key_batch: PackedBatch | None = None
+        self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk", key_batch: PackedBatch | None = None,
+        like: PackedBatch | None = None,
     ) -> Plan:
         """Plans one batch for this rank; every layer with this mask and these head dims can use it.
 
@@ -147,6 +148,8 @@ class CPAttention:
             key_batch: for cross-attention on one rank, lengths and rows of the keys, sequence by sequence, on the side
                 (host or GPU) where batch has its own; None: those of batch. The last query of a sequence stands at its
                 last key, and the others before it: a query at position p of L_q at position p + L_k - L_q of L_k keys.
+            like: where the lengths of batch lie on a GPU, a batch on the host as they usually are, which the order of
+                work is chosen by; results do not depend on it.
 
         Raises:
             TypeError: batch or key_batch is no PackedBatch, or sharding neither a str nor a Sharding.
@@ -180,7 +183,8 @@ class CPAttention:
         arrays = self._engine.plan_arrays(sharding, self.comm.rank, self.window, self._tiles, key_batch)
         self._lengths = arrays.lengths
         head_dims = self.head_dim, self.v_head_dim
-        return Plan(sharding, self.comm.rank, self.window, head_dims, self._tiles, arrays, self._engine, key_batch)
+        return Plan(sharding, self.comm.rank, self.window, head_dims, self._tiles, arrays, self._engine, key_batch,
+                    like)
 
     def forward(self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False) -> tuple[Any, Saved]:
         """Attention of this rank's rows over the keys of all ranks. Collective.

@@ -71,6 +71,7 @@ class Plan:
     arrays: PlanArrays
     engine: Any
     _key_batch: PackedBatch | None = None
+    _like: PackedBatch | None = None
     _kept: dict[Any, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -173,13 +174,15 @@ class Plan:
         """
         for batch in (self.batch, self.key_batch):
             batch.require_host("counting visible pairs")
-        queries, keys = (batch.lengths.astype(np.int64) for batch in (self.batch, self.key_batch))
-        pairs = queries * keys
-        for side, base, height in zip(self.window, (keys, queries), (queries, keys), strict=True):
-            if side >= 0:
-                whole = np.maximum(base - 1 - side, 0)
-                pairs -= _triangle(whole) - _triangle(np.maximum(whole - height, 0))
-        return int(pairs.sum())
+        return _visible_pairs(self.batch, self.key_batch, self.window)
+
+    @cached_property
+    def expected_pairs(self) -> int | None:
+        """The same, or that of a batch that is said to be like this one; None where nothing is known."""
+        batch = self._like if self.batch.on_device else self.batch
+        if batch is None:
+            return None
+        return _visible_pairs(batch, self.key_batch if batch is self.batch else batch, self.window)
 
     @property
     def query_ranges(self) -> Any:
@@ -201,6 +204,24 @@ class Plan:
     def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """A work buffer, made on first use and kept: a captured CUDA graph must find it where it was."""
         return self.once((name, shape, dtype), lambda: self.engine.empty(shape, dtype))
+
+    def make(self, launches: Callable[[], None]) -> None:
+        """Makes something that follows from the plan's arrays, now and after every refresh."""
+        if self.arrays.lengths is None:
+            launches()
+        else:
+            self.arrays.lengths.make(launches)
+
+    def refresh(self) -> None:
+        """Plans anew, in the same arrays, for the lengths that lie on the GPU now; a CUDA graph may capture it.
+
+        Raises:
+            ValueError: the lengths were on the host.
+        """
+        if self.arrays.lengths is None:
+            raise ValueError("plan was made from lengths on the host, wanted lengths on a GPU to plan anew for; "
+                             "make another plan, or use thdattn.graphs.StaticPack")
+        self.arrays.lengths.make_again()
 
     def check(self, wait: bool = True) -> None:
         """Raises if the lengths that the plan was made from lie on a GPU and are wrong; results are NaN then.
@@ -377,6 +398,16 @@ def _tile_orders(rows: _Located, ranges: NDArray[np.int32], tile: int) -> NDArra
 def _words(x: Any) -> Any:
     """The array as unsigned integers, as CuPy does not index every dtype."""
     return x.view(f"u{x.itemsize}") if x.itemsize in (1, 2, 4, 8) else x
+
+
+def _visible_pairs(batch: PackedBatch, key_batch: PackedBatch, window: tuple[int, int]) -> int:
+    queries, keys = (x.lengths.astype(np.int64) for x in (batch, key_batch))
+    pairs = queries * keys
+    for side, base, height in zip(window, (keys, queries), (queries, keys), strict=True):
+        if side >= 0:
+            whole = np.maximum(base - 1 - side, 0)
+            pairs -= _triangle(whole) - _triangle(np.maximum(whole - height, 0))
+    return int(pairs.sum())
 
 
 def _triangle(n: NDArray[np.int64]) -> NDArray[np.int64]:

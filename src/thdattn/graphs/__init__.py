@@ -5,5 +5,6 @@ Importing it needs no GPU; without one, captured functions run eagerly.
 
 from thdattn.graphs.capture import Captured, Graphs, Pair
 from thdattn.graphs.config import CudaGraphConfig, add_arguments, from_arguments, normalize
+from thdattn.graphs.static_pack import StaticPack
 
-__all__ = ["Captured", "CudaGraphConfig", "Graphs", "Pair", "add_arguments", "from_arguments", "normalize"]
+__all__ = ["Captured", "CudaGraphConfig", "Graphs", "Pair", "StaticPack", "add_arguments", "from_arguments", "normalize"]

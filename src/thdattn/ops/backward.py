@@ -120,9 +120,14 @@ def shares_of(row: Tiles, plan: Plan) -> Array:
     tiles = row.backward_sm90
 
     def make() -> Array:
-        shares = cupy.zeros(_stats_rows(plan.local_rows) // tiles.tile_m, np.int32)
-        grid = (plan.arrays.key_tiles.shape[1],)
-        jit.kernel(*row.thd_attn_shares_sm90())(grid, 32, (shares, plan.query_ranges, np.int32(plan.key_rows)))
+        shares = launch.empty((_stats_rows(plan.local_rows) // tiles.tile_m,), np.int32)
+
+        def count() -> None:
+            shares.fill(0)
+            grid = (plan.arrays.key_tiles.shape[1],)
+            jit.kernel(*row.thd_attn_shares_sm90())(grid, 32, (shares, plan.query_ranges, np.int32(plan.key_rows)))
+
+        plan.make(count)
         return shares
 
     return plan.once(("shares", tiles.tile_m, tiles.tile_n), make)

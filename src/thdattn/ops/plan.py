@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import cupy
@@ -64,8 +65,19 @@ class DeviceLengths:
         notices = _notices()
         self._notice = notices[self._serial % len(notices) :][:1]
         sizes = map(np.int32, (batch.num_seqs, batch.total_rows, keys.total_rows, sharding.multiple))
-        jit.kernel(_CHECK)((1,), 1024, (made, self.wrong, np.uint64(self._notice.ctypes.data), *self._offsets, *sizes,
-                                        np.uint64(self._serial)))
+        args = (made, self.wrong, np.uint64(self._notice.ctypes.data), *self._offsets, *sizes, np.uint64(self._serial))
+        self._made: list[Callable[[], None]] = []
+        self.make(lambda: jit.kernel(_CHECK)((1,), 1024, args))
+
+    def make(self, launches: Callable[[], None]) -> None:
+        """Makes something of the plan from the lengths, now and whenever make_again is called."""
+        launches()
+        self._made.append(launches)
+
+    def make_again(self) -> None:
+        """Makes all of the plan again, in the same arrays, from the lengths that lie on the GPU now."""
+        for launches in self._made:
+            launches()
 
     def check(self, wait: bool) -> None:
         """ValueError if the lengths are wrong: as the GPU knows when it comes here, or as far as the host knows."""
@@ -115,8 +127,8 @@ def _device_arrays(
 
     if sharding.strategy == "dual_chunk" and cp_size > 1:
         rank_order = launch.empty((cp_size * local_rows,), np.int32)
-        _launch_rows(_DUAL_CHUNK, rank_order.size, (rank_order, lengths.queries[1], seqs, np.int32(cp_size), num_rows,
-                                                    np.int32(batch.total_rows)))
+        _make_rows(lengths, _DUAL_CHUNK, rank_order.size, (
+            rank_order, lengths.queries[1], seqs, np.int32(cp_size), num_rows, np.int32(batch.total_rows)))
     else:  # contiguous rows do not depend on the lengths
         rank_order = cupy.arange(cp_size * local_rows, dtype=np.int32)
         rank_order[batch.total_rows :] = -1
@@ -127,29 +139,30 @@ def _device_arrays(
     positions, valid = launch.empty((local_rows,), np.int32), launch.empty((local_rows,), bool)
     key_ranges, query_ranges = launch.empty((local_rows, 2), np.int32), launch.empty((key_rows, 2), np.int32)
     both = lengths.queries, lengths.keys, seqs, num_rows
-    _launch_rows(_QUERIES, local_rows, (positions, valid, key_ranges, rows, lengths.wrong, *both, left, right))
-    _launch_rows(_KEYS, key_rows, (query_ranges, rows, *both, np.int32(key_rows), left, right))
+    _make_rows(lengths, _QUERIES, local_rows, (positions, valid, key_ranges, rows, lengths.wrong, *both, left, right))
+    _make_rows(lengths, _KEYS, key_rows, (query_ranges, rows, *both, np.int32(key_rows), left, right))
     return PlanArrays(rows, positions, valid, key_ranges, query_ranges, rank_order,
-                      _tile_orders((rows, lengths.queries, seqs), key_ranges, tiles[0]),
-                      _tile_orders((_ALL, lengths.keys, seqs), query_ranges, tiles[1]), lengths)
+                      _tile_orders(lengths, (rows, lengths.queries, seqs), key_ranges, tiles[0]),
+                      _tile_orders(lengths, (_ALL, lengths.keys, seqs), query_ranges, tiles[1]), lengths)
 
 
 _ALL = np.uint64(0)  # instead of an array of rows: all in sequence order
 
 
-def _tile_orders(located: tuple[Any, ...], ranges: Array, tile: int) -> Array:
+def _tile_orders(lengths: DeviceLengths, located: tuple[Any, ...], ranges: Array, tile: int) -> Array:
     """Both orders of the tiles of rows; located: the rows, and the lengths and number of sequences of their side."""
     num_tiles = -(-len(ranges) // tile)
     # One array, as a replayed graph writes to all of it as long as the orders live: orders, then costs.
     made = launch.empty((5 * num_tiles,), np.int32)
     cost = made[2 * num_tiles :]
-    _launch_rows(_TILE_COST, 32 * num_tiles, (cost, ranges, *located, *map(np.int32, (len(ranges), tile, num_tiles))))
-    _launch_rows(_TILE_ORDER, 32 * num_tiles, (made, cost, np.int32(num_tiles)))
+    sizes = map(np.int32, (len(ranges), tile, num_tiles))
+    _make_rows(lengths, _TILE_COST, 32 * num_tiles, (cost, ranges, *located, *sizes))
+    _make_rows(lengths, _TILE_ORDER, 32 * num_tiles, (made, cost, np.int32(num_tiles)))
     return made[: 2 * num_tiles].reshape(2, num_tiles)
 
 
-def _launch_rows(kernel: str, threads: int, args: tuple[Any, ...]) -> None:
-    jit.kernel(kernel)((-(-threads // 256),), 256, args)
+def _make_rows(lengths: DeviceLengths, kernel: str, threads: int, args: tuple[Any, ...]) -> None:
+    lengths.make(lambda: jit.kernel(kernel)((-(-threads // 256),), 256, args))
 
 
 def poison(plan: Plan, *results: Array) -> None:

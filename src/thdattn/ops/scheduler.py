@@ -19,7 +19,8 @@ def schedule(gpu: Gpu, plan: Plan, orders: Array, num_heads: int, together: int)
     sequences take many together.
     """
     last, in_sight = min(num_heads, -(-3 * gpu.multiprocessors // orders.shape[1])), _queries_in_sight(plan)
-    if in_sight and plan.batch.total_rows * plan.key_rows <= 2 * FEW_SEQUENCES * plan.visible_pairs:
+    pairs = plan.expected_pairs or 0
+    if in_sight and plan.batch.total_rows * plan.key_rows <= 2 * FEW_SEQUENCES * pairs:
         return orders[1], (together, last)
     if 0 < in_sight <= SHORT_UP_TO:
         together, last = SHORT_TOGETHER, 0
@@ -41,5 +42,5 @@ def splits_per_kv_head(gpu: Gpu, plan: Plan, num_tiles: int, num_kv_heads: int, 
 
 
 def _queries_in_sight(plan: Plan) -> float:
-    """Local queries that see an average key; 0 where only the GPU knows."""
-    return 0 if plan.batch.on_device else plan.visible_pairs / (plan.cp_size * plan.key_rows)
+    """Local queries that see an average key; 0 where nothing is known of the lengths."""
+    return (plan.expected_pairs or 0) / (plan.cp_size * plan.key_rows)
