@@ -7,4 +7,6 @@ from thdattn.graphs.capture import Captured, Graphs, Pair
 from thdattn.graphs.config import CudaGraphConfig, add_arguments, from_arguments, normalize
 from thdattn.graphs.static_pack import StaticPack
 
-__all__ = ["Captured", "CudaGraphConfig", "Graphs", "Pair", "StaticPack", "add_arguments", "from_arguments", "normalize"]
+__all__ = [
+    "Captured", "CudaGraphConfig", "Graphs", "Pair", "StaticPack", "add_arguments", "from_arguments", "normalize",
+]  # fmt: skip
