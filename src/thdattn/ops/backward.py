@@ -50,7 +50,6 @@ def attn_bwd(
     return dq, dk, dv
 
 
-
 class _Hopper:
     """The launches on Hopper. Accumulators of dq have a layout of their own; it is rounded once."""
 
