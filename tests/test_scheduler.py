@@ -74,8 +74,8 @@ def test_a_window_leaves_few_pairs_and_many_heads_fit():
 
 def test_lengths_that_only_the_gpu_knows_come_the_longest_first():
     _, orders = orders_of(PACKS["one"])
-    on_device = SimpleNamespace(batch=SimpleNamespace(on_device=True))
-    order, how = scheduler.schedule(H100, on_device, orders, 16, 4)
+    unknown = SimpleNamespace(expected_pairs=None, cp_size=1, key_rows=1)
+    order, how = scheduler.schedule(H100, unknown, orders, 16, 4)
     assert order.tolist() == orders[0].tolist() and how == (4, 4)
 
 
@@ -101,5 +101,5 @@ def test_few_tiles_are_split_for_all_multiprocessors():
 
 
 def test_lengths_that_only_the_gpu_knows_are_taken_for_long():
-    on_device = SimpleNamespace(batch=SimpleNamespace(on_device=True))
-    assert scheduler.splits_per_kv_head(H100, on_device, 128, 8, 4, 64) == 2
+    unknown = SimpleNamespace(expected_pairs=None, cp_size=1, key_rows=1)
+    assert scheduler.splits_per_kv_head(H100, unknown, 128, 8, 4, 64) == 2
