@@ -20,8 +20,9 @@ PACKAGE = SOURCE / "thdattn"
 LAYERS = [
     {"arguments", "install", "structs", "tiles", "wgmma", "kernel_cache"},
     {"packing", "comm"},
-    {"sharding", "jit", "tensor_map", "oracle"},
+    {"sharding", "jit", "tensor_map", "oracle", "decode_tiles"},
     {"plan"},
+    {"cache"},
     {"reference", "ops", "pipeline"},
     {"attention"},
     {"graphs", "varlen"},
@@ -31,7 +32,7 @@ LAYERS = [
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
 # Where a library may be imported: when the module is loaded, and at all.
-OPS = {"ops", "ops.launch", "ops.plan", "ops.scheduler", "ops.forward", "ops.backward"}
+OPS = {"ops", "ops.launch", "ops.plan", "ops.scheduler", "ops.forward", "ops.backward", "ops.decode"}
 WHEN_LOADED = {"cupy": {"jit", *OPS, "tensor_map"}, "mpi4py": set(), "torch": {"torch"}, "jax": set()}
 EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "attention", "graphs.capture", "graphs.static_pack",
                   "info", "varlen"},

@@ -17,6 +17,7 @@ import pytest
 from launch import SOURCE
 
 from thdattn import structs
+from thdattn.decode_tiles import CACHE_KERNELS, DECODE
 from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATIC_BYTES, TILES
 
 pytest.importorskip("cupy")
@@ -68,9 +69,15 @@ def test_attention_kernels_fit_and_do_not_spill(arch, dims):
     compile_all(kernels, arch)
 
 
+@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_decode_kernels_fit_and_do_not_spill(arch, dims):
+    compile_all([DECODE[dims].thd_attn_decode(dtype) for dtype in ("float16", "bfloat16")], arch)
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
-    compile_all([(name, 0) for name in (*REORDER_KERNELS.values(), *PLAN_KERNELS)], arch)
+    compile_all([(name, 0) for name in (*REORDER_KERNELS.values(), *PLAN_KERNELS, *CACHE_KERNELS)], arch)
 
 
 @pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")

@@ -2,6 +2,7 @@
 
 from thdattn import comm, graphs
 from thdattn.attention import CPAttention, Flops, Saved
+from thdattn.cache import KVCache
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
 from thdattn.sharding import Sharding
@@ -10,6 +11,6 @@ from thdattn.varlen import varlen_attention, varlen_attention_backward
 __version__ = "0.1.0"
 
 __all__ = [
-    "CPAttention", "Flops", "PackedBatch", "Plan", "Saved", "Sharding", "__version__", "comm", "graphs",
+    "CPAttention", "Flops", "KVCache", "PackedBatch", "Plan", "Saved", "Sharding", "__version__", "comm", "graphs",
     "varlen_attention", "varlen_attention_backward",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike
 
 from thdattn import pipeline
 from thdattn.arguments import as_bool, as_choice, as_count, as_softmax_scale, as_window, found, is_array, shown
+from thdattn.cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.comm import Comm
 from thdattn.packing import PackedBatch, as_batch
 from thdattn.plan import Plan
@@ -127,6 +128,7 @@ class CPAttention:
             "v_head_dim": self.v_head_dim, "softmax_scale": self.softmax_scale, "dtype": self.dtype,
             "deterministic": self.deterministic,
         }
+        self._caches = {name: {**self._plans, **self._saves}[name] for name in CACHE_TRAITS}
         self._lse_dtype = np.promote_types(self.dtype, np.float32)
 
     def __repr__(self) -> str:
@@ -239,6 +241,42 @@ class CPAttention:
             self._engine, self.comm, plan, dout, saved.q, saved.k, saved.v, saved.out, saved.lse,
             self.softmax_scale, self.deterministic,
         )
+
+    def cache(self, num_texts: int, capacity: int) -> KVCache:
+        """An empty cache for decode, with room for `capacity` rows of keys and values of each of num_texts texts.
+
+        Raises:
+            TypeError: a count that is no int.
+            ValueError: a count out of range, or a comm of several ranks.
+        """
+        shape = self.num_kv_heads, (self.head_dim, self.v_head_dim)
+        return make_cache(self._engine, self.comm.size, num_texts, capacity, *shape, self.dtype, self.window)
+
+    def decode(self, q: Any, k: Any, v: Any, cache: KVCache) -> Any:
+        """Attention of the next rows of every text over all that the cache has of it, these rows included.
+
+        It copies nothing to the host and waits for nothing. Once it has run, it can be captured in a CUDA graph, whose
+        replays go on from the lengths that they find.
+
+        Args:
+            q: (num_texts * n, num_heads, head_dim), n rows of text 0, then of text 1, ...; n is any number >= 1.
+            k: (num_texts * n, num_kv_heads, head_dim); v: (.., v_head_dim): appended to the cache.
+            cache: from this attention's cache method, or from that of one with the same kv heads, head dims and mask.
+
+        Returns:
+            (num_texts * n, num_heads, v_head_dim), a new array; 0 for texts that do not fit, see KVCache.lengths.
+
+        Raises:
+            TypeError: an array of the wrong dtype or on the wrong device, or a cache that is none.
+            ValueError: an array of the wrong shape, or a cache of another attention.
+        """
+        rows = rows_to_decode(q, cache)
+        _check_same("cache was made for", cache.made_for, self._caches, "make it with this attention's cache method")
+        q = self._checked("q", q, (rows, self.num_heads, self.head_dim))
+        k = self._checked("k", k, (rows, self.num_kv_heads, self.head_dim))
+        v = self._checked("v", v, (rows, self.num_kv_heads, self.v_head_dim))
+        out, _ = self._engine.attn_decode(q, self._engine.cache_append(k, v, cache), cache, self.softmax_scale)
+        return out
 
     def flops(self, plan: Plan) -> Flops:
         """Operations of one forward and one backward over a plan's batch, of all ranks together.

@@ -49,11 +49,14 @@ FILES = {
     "thd_plan_tile_cost": _ROWS,
     "thd_plan_tile_order": _ROWS,
     "thd_plan_poison": _ROWS,
+    "thd_cache_append": (*_ROWS, "kernels/cache.cu"),
+    "thd_cache_fill": (*_ROWS, "kernels/cache.cu"),
     "thd_attn_fwd": (*_PORTABLE, "kernels/portable/forward.cu"),
     "thd_attn_delta": (*_PORTABLE, "kernels/portable/backward.cu"),
     "thd_attn_bwd": (*_PORTABLE, "kernels/portable/backward.cu"),
     "thd_attn_bwd_dq": (*_PORTABLE, "kernels/portable/backward.cu"),
     "thd_attn_round": (*_PORTABLE, "kernels/portable/backward.cu"),
+    "thd_attn_decode": (*_PORTABLE, "kernels/portable/decode.cu"),
     "thd_attn_fwd_sm90": (*_HOPPER, "kernels/hopper/forward.cu"),
     "thd_attn_shares_sm90": _HOPPER_BACKWARD,
     "thd_attn_bwd_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/query_side.cuh", "kernels/hopper/backward.cu"),
@@ -77,8 +80,8 @@ def _text(file: str) -> str:
 
 
 # What decides which kernels run, and how: their sources, and the modules that compile and launch them.
-LAUNCH_FILES = ("**/*.cu", "**/*.cuh", "ops/*.py", "jit.py", "plan.py", "structs.py", "tensor_map.py", "tiles.py",
-                "wgmma.py")
+LAUNCH_FILES = ("**/*.cu", "**/*.cuh", "ops/*.py", "*tiles.py", "cache.py", "jit.py", "plan.py", "structs.py",
+                "tensor_map.py", "wgmma.py")
 
 
 def source_hash() -> str:

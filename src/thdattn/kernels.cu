@@ -18,9 +18,11 @@
 // its template. ops/ launches the kernels.
 //
 //   kernels/common.cuh                    element types, ranges of rows, reductions: comes before every other file
+//   kernels/cache.cu                      rows of keys and values into a cache; behind this file
 //   kernels/portable/common.cuh           mma.sync, ldmatrix, cp.async, tiles in shared memory (sm_80 and later)
 //   kernels/portable/forward.cu           the attention forward
 //   kernels/portable/backward.cu          delta, which Hopper needs too; dk and dv with dq or without; dq; rounding
+//   kernels/portable/decode.cu            attention of few queries over long caches
 //   kernels/hopper/common.cuh             wgmma, TMA, mbarriers, tiles in shared memory, the scheduler (sm_90a)
 //   kernels/hopper/forward.cu             the attention forward
 //   kernels/hopper/backward_common.cuh    what both backwards share: the scheduler's steps, shares of accumulators

@@ -1,0 +1,56 @@
+"""Tile sizes of the decode kernel per head dim, as tiles.py has those of the others, and the names of its helpers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thdattn.tiles import ELEMENT_TYPES, PAD, Instance
+
+CACHE_KERNELS = ("thd_cache_append", "thd_cache_fill")
+
+
+@dataclass(frozen=True)
+class Decode:
+    """thd_attn_decode: each of `warps` loads 16 keys and values at a time, `stages` deep.
+
+    per_multiprocessor: thread blocks that a long cache is split into, for each multiprocessor.
+    """
+
+    head_dim: int
+    v_head_dim: int
+    warps: int
+    stages: int
+    per_multiprocessor: int
+
+    max_splits = 128  # kMaxParts of kernels/portable/decode.cu: parts of a range, which one thread block adds up
+    heads = 16  # query heads of a thread block
+
+    @property
+    def step(self) -> int:
+        """Keys that a thread block takes at a time."""
+        return 16 * self.warps
+
+    def thd_attn_decode(self, dtype: str) -> Instance:
+        """The kernel, for "float16" or "bfloat16"."""
+        tiles = 2 * 16 * (self.head_dim + PAD + self.warps * self.stages * (self.head_dim + self.v_head_dim + 2 * PAD))
+        shares = 4 * 16 * self.warps * (self.v_head_dim + PAD) + 8 * self.heads * self.max_splits
+        constants = ELEMENT_TYPES[dtype], self.head_dim, self.v_head_dim, self.warps, self.stages, max(tiles, shares)
+        return Instance(f"thd_attn_decode<{', '.join(map(str, constants))}>", max(tiles, shares))
+
+    def splits(self, multiprocessors: int, blocks: int, longest_range: int) -> int:
+        """Into how many parts a range of keys is split, so that so many blocks of one part each fill the GPU."""
+        wanted = self.per_multiprocessor * multiprocessors // blocks
+        return max(1, min(wanted, -(-longest_range // self.step), self.max_splits))
+
+
+DECODE = {
+    (d.head_dim, d.v_head_dim): d
+    for d in (
+        Decode(64, 64, warps=4, stages=3, per_multiprocessor=4),
+        Decode(96, 96, warps=4, stages=2, per_multiprocessor=4),
+        Decode(128, 128, warps=4, stages=2, per_multiprocessor=3),
+        Decode(192, 128, warps=4, stages=2, per_multiprocessor=2),
+        Decode(192, 192, warps=2, stages=3, per_multiprocessor=2),
+        Decode(256, 256, warps=2, stages=2, per_multiprocessor=3),
+    )
+}

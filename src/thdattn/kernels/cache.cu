@@ -1,0 +1,45 @@
+// The keys and values that a KVCache keeps of every text: text t has the rows [t * capacity, t * capacity + lengths[t]).
+// A text that does not fit is never cut: its length becomes capacity + 1, and stays so. kernels.cu comes before.
+
+// Writes new rows, (num_texts * new_rows, ..), behind those of their texts, counts them, and says which keys they see
+// as queries: key_ranges (num_texts * new_rows), by the mask's rule on positions; nothing, in a text that does not fit.
+// left, right: window, -1 = unlimited; causal is right = 0. pitch: 16-byte words per row.
+// Launch: grid num_texts, block 256.
+__global__ void __launch_bounds__(256) thd_cache_append(
+    uint4* __restrict__ k_cache, const uint4* __restrict__ k, int k_pitch, uint4* __restrict__ v_cache,
+    const uint4* __restrict__ v, int v_pitch, int* __restrict__ lengths, int2* __restrict__ key_ranges, int new_rows,
+    int capacity, int left, int right) {
+  const int text = blockIdx.x, before = lengths[text];
+  const bool fits = before <= capacity - new_rows;
+  const int length = fits ? before + new_rows : capacity + 1, first = text * capacity;
+  if (fits) {
+    const size_t to = (size_t)first + before, from = (size_t)text * new_rows;
+    for (int i = threadIdx.x; i < new_rows * k_pitch; i += blockDim.x) k_cache[to * k_pitch + i] = k[from * k_pitch + i];
+    for (int i = threadIdx.x; i < new_rows * v_pitch; i += blockDim.x) v_cache[to * v_pitch + i] = v[from * v_pitch + i];
+  }
+  for (int i = threadIdx.x; i < new_rows; i += blockDim.x) {
+    const int position = before + i, begin = left < 0 ? 0 : max(0, position - left);
+    const int end = right < 0 ? length : min(length, position + right + 1);
+    key_ranges[(size_t)text * new_rows + i] = fits ? make_int2(first + begin, first + end) : make_int2(0, 0);
+  }
+  __syncthreads();  // everyone has read the length
+  if (threadIdx.x == 0) lengths[text] = length;
+}
+
+// Copies the sequences of a pack, in sequence order, to the texts of their numbers, which lose what they had.
+// Launch: grid ceil(max(num_rows, num_seqs) / 8), block 256: one warp a row. Bound by memory.
+__global__ void __launch_bounds__(256) thd_cache_fill(
+    uint4* __restrict__ k_cache, const uint4* __restrict__ k, int k_pitch, uint4* __restrict__ v_cache,
+    const uint4* __restrict__ v, int v_pitch, int* __restrict__ lengths, const int* __restrict__ cu_seqlens,
+    const int* __restrict__ cu_seqlens_padded, int num_seqs, int num_rows, int capacity) {
+  const int row = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  if (row < num_seqs && lane == 0)
+    lengths[row] = min((u32)cu_seqlens[row + 1] - cu_seqlens[row], (u32)capacity + 1);  // whatever the offsets are
+  if (row >= num_rows || row >= cu_seqlens_padded[num_seqs]) return;
+  const int seq = sequence_of(cu_seqlens_padded, num_seqs, row), position = row - cu_seqlens_padded[seq];
+  const int length = cu_seqlens[seq + 1] - cu_seqlens[seq];
+  if (length < 0 || length > capacity || position < 0 || position >= length) return;
+  const size_t to = (size_t)seq * capacity + position;
+  for (int i = lane; i < k_pitch; i += kWarp) k_cache[to * k_pitch + i] = k[(size_t)row * k_pitch + i];
+  for (int i = lane; i < v_pitch; i += kWarp) v_cache[to * v_pitch + i] = v[(size_t)row * v_pitch + i];
+}

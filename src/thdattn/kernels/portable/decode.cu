@@ -1,0 +1,222 @@
+// Attention of few queries over long caches (sm_80 and later), split over the keys so that one text fills the GPU.
+// kernels/portable/common.cuh comes first.
+
+[[maybe_unused]] constexpr int kHeads = 16;      // query heads of a thread block, all of one kv head: the rows of an mma
+[[maybe_unused]] constexpr int kKeys = 16;       // keys of a warp at a time: the columns of a probability operand
+[[maybe_unused]] constexpr int kMaxParts = 128;  // of a range of keys
+
+template <typename T, int kHeadDim, int kVHeadDim, int kWarps, int kStages>
+struct DecodeTiles {
+  struct Stage { T k[kKeys * (kHeadDim + kPad)], v[kKeys * (kVHeadDim + kPad)]; };
+  T q[kHeads * (kHeadDim + kPad)];
+  Stage stages[kWarps][kStages];
+};
+
+// When the tiles are done with, their memory takes the shares of warps in a sum, and (largest, total) of those of parts.
+template <int kVHeadDim, int kWarps>
+struct DecodeShares {
+  float sums[kWarps][kHeads][kVHeadDim + kPad];
+  float2 parts[kMaxParts * kHeads];
+};
+
+// All but the kPending copies that were committed last have arrived.
+template <int kPending>
+__device__ __forceinline__ void copies_wait_but() { asm volatile("cp.async.wait_group %0;" :: "n"(kPending)); }
+
+// Weighted values of 4 columns of one head, relative to 2^largest, and the sum of their weights.
+struct Share { float4 sum; float largest, total; };
+
+// Adds `count` shares in their order; stats(i) = (largest, total) of share i, sums(i) its 4 columns. Those without a
+// key have (-inf, 0) and zeros.
+template <typename Stats, typename Sums>
+__device__ __forceinline__ Share add_shares(int count, Stats stats, Sums sums) {
+  Share all = {make_float4(0.f, 0.f, 0.f, 0.f), -kInfinity, 0.f};
+  for (int i = 0; i < count; ++i) all.largest = fmaxf(all.largest, stats(i).x);
+  const float base = all.largest == -kInfinity ? 0.f : all.largest;
+  #pragma unroll 8
+  for (int i = 0; i < count; ++i) {
+    const float weight = exp2_fast(stats(i).x - base);
+    const float4 x = sums(i);
+    all.sum.x += weight * x.x, all.sum.y += weight * x.y, all.sum.z += weight * x.z, all.sum.w += weight * x.w;
+    all.total += weight * stats(i).y;
+  }
+  return all;
+}
+
+// Whether this thread block is the last of `count` to come here; it then sees what the others wrote. *arrived is 0
+// again afterwards.
+__device__ __forceinline__ bool is_last(u32* arrived, int count) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicInc(arrived, count - 1) == count - 1;
+  __syncthreads();
+  __threadfence();
+  return last;
+}
+
+// out, lse of every query row over its range of keys. A thread block has up to 16 query heads of one kv head, so that a
+// key is read once for them, and one part of the range: parts are equal, multiples of kKeys * kWarps keys, and at most
+// gridDim.z. Each warp walks over every kWarps-th 16 keys of the part with kStages of them on their way, without waiting
+// for the others; then the shares of warps are added, and those of the parts by the block that is done last, each in
+// its order: the same inputs and grid give the same bits.
+//
+// q (rows, num_heads, kHeadDim); k (keys, num_heads / group, kHeadDim), v (.., kVHeadDim); out (rows, num_heads,
+// kVHeadDim); lse (num_heads, rows); key_ranges (rows), of which none leaves the buffer; partial, partial_stats: per
+// row, blockIdx.y, part and head of the block kVHeadDim floats and one pair; arrived (rows * gridDim.y), 0.
+// Launch: grid (rows, num_kv_heads * ceil(group / 16), parts <= kMaxParts), block 32 * kWarps, shared memory
+// kSharedBytes. Bound by memory.
+template <typename T, int kHeadDim, int kVHeadDim, int kWarps, int kStages, int kSharedBytes>
+__global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
+    const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ out,
+    float* __restrict__ lse, const int2* __restrict__ key_ranges, float softmax_scale, float* partial,
+    float2* partial_stats, u32* arrived, int group) {
+  constexpr int kThreads = kWarps * kWarp, kStep = kKeys * kWarps, kPitch = kVHeadDim + kPad, kVecs = kVHeadDim / 4;
+  using Tiles = DecodeTiles<T, kHeadDim, kVHeadDim, kWarps, kStages>;
+  using Shares = DecodeShares<kVHeadDim, kWarps>;
+  static_assert(same_bytes<(sizeof(Tiles) > sizeof(Shares) ? sizeof(Tiles) : sizeof(Shares)), kSharedBytes>());
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  __shared__ float2 warp_stats[kWarps][kHeads];  // as DecodeShares::parts
+  Tiles& tiles = *(Tiles*)shared_bytes;
+  Shares& shares = *(Shares*)shared_bytes;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = blockIdx.x;
+
+  const int slices = (group + kHeads - 1) / kHeads, num_kv_heads = gridDim.y / slices, kv_head = blockIdx.y / slices;
+  const int num_heads = num_kv_heads * group, slice = blockIdx.y % slices * kHeads, head0 = kv_head * group + slice;
+  const int heads = min(kHeads, group - slice);
+  const int2 range = key_ranges[row];
+  const int length = max(0, range.y - range.x);
+  const int part_size = (length + gridDim.z * kStep - 1) / (gridDim.z * kStep) * kStep;
+  const int parts = length ? (length + part_size - 1) / part_size : 1, part = blockIdx.z;
+  if (part >= parts) return;
+  const int begin = range.x + part * part_size, end = min(range.y, begin + part_size);
+
+  const size_t k_stride = (size_t)num_kv_heads * kHeadDim, v_stride = (size_t)num_kv_heads * kVHeadDim;
+  k += kv_head * kHeadDim;
+  v += kv_head * kVHeadDim;
+  auto load = [&](int stage, int key) {  // rows behind the end become zeros: 0 * NaN would spread
+    typename Tiles::Stage& to = tiles.stages[warp][stage];
+    #pragma unroll
+    for (int c = lane; c < kKeys * kHeadDim / 8; c += kWarp) {
+      const int r = c / (kHeadDim / 8), col = c % (kHeadDim / 8) * 8;
+      copy_async_16(to.k + r * (kHeadDim + kPad) + col, k + (key + r) * k_stride + col, key + r < end);
+    }
+    #pragma unroll
+    for (int c = lane; c < kKeys * kVHeadDim / 8; c += kWarp) {
+      const int r = c / (kVHeadDim / 8), col = c % (kVHeadDim / 8) * 8;
+      copy_async_16(to.v + r * kPitch + col, v + (key + r) * v_stride + col, key + r < end);
+    }
+  };
+
+  const T* const q_heads = q + ((size_t)row * num_heads + head0) * kHeadDim;
+  for (int c = threadIdx.x; c < kHeads * kHeadDim / 8; c += kThreads) {
+    const int r = c / (kHeadDim / 8), col = c % (kHeadDim / 8) * 8;
+    copy_async_16(tiles.q + r * (kHeadDim + kPad) + col, q_heads + (r < heads ? r : 0) * kHeadDim + col, r < heads);
+  }
+  int key = begin + warp * kKeys;
+  #pragma unroll
+  for (int s = 0; s < kStages; ++s) {
+    if (key + s * kStep < end) load(s, key + s * kStep);
+    copies_commit();
+  }
+  copies_wait_but<kStages - 1>();
+  __syncthreads();  // queries have arrived
+
+  float sum_out[1][kVHeadDim / 8][4] = {};
+  float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {};
+  const float scale_log2 = softmax_scale * kLog2e;
+  for (int stage = 0; key < end; key += kStep, stage = (stage + 1) % kStages) {
+    copies_wait_but<kStages - 1>();
+    __syncwarp();
+    const typename Tiles::Stage& tile = tiles.stages[warp][stage];
+    float score[1][2][4];
+    dot_rows<T, kHeadDim>(score, tiles.q, tile.k);
+    #pragma unroll
+    for (int n = 0; n < 2; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (key + n * 8 + lane % 4 * 2 + e % 2 >= end) score[0][n][e] = -kInfinity;
+    #pragma unroll
+    for (int r = 0; r < 2; ++r) {  // online softmax, in powers of 2
+      float largest = row_max[r];
+      #pragma unroll
+      for (int n = 0; n < 2; ++n)
+        #pragma unroll
+        for (int e = 0; e < 2; ++e) largest = fmaxf(largest, score[0][n][r * 2 + e] * scale_log2);
+      largest = quad_max(largest);
+      const float base = largest == -kInfinity ? 0.f : largest, shrink = exp2_fast(row_max[r] - base);
+      row_max[r] = largest;
+      row_sum[r] *= shrink;
+      #pragma unroll
+      for (int n = 0; n < 2; ++n)
+        #pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& s = score[0][n][r * 2 + e];
+          s = exp2_fast(fmaf(s, scale_log2, -base));
+          row_sum[r] += s;
+        }
+      #pragma unroll
+      for (int n = 0; n < kVHeadDim / 8; ++n) sum_out[0][n][r * 2] *= shrink, sum_out[0][n][r * 2 + 1] *= shrink;
+    }
+    u32 probability[1][1][4];
+    round_to_operand<T>(probability, score);
+    add_weighted_rows<T, kPitch>(sum_out, probability, tile.v);
+    __syncwarp();  // the stage is free
+    if (key + kStages * kStep < end) load(stage, key + kStages * kStep);
+    copies_commit();
+  }
+  copies_wait();
+  __syncthreads();
+
+  auto of_warps = [&](int head, int col) {
+    return add_shares(kWarps, [&](int w) { return warp_stats[w][head]; },
+                      [&](int w) { return *(const float4*)(shares.sums[w][head] + col); });
+  };
+  #pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int head = lane / 4 + 8 * r;
+    const float total = quad_sum(row_sum[r]);
+    if (lane % 4 == 0) warp_stats[warp][head] = make_float2(row_max[r], total);
+    #pragma unroll
+    for (int n = 0; n < kVHeadDim / 8; ++n)
+      store_pair(shares.sums[warp][head] + n * 8 + lane % 4 * 2, sum_out[0][n][r * 2], sum_out[0][n][r * 2 + 1]);
+  }
+  __syncthreads();
+
+  if (parts > 1) {
+    const int item = row * gridDim.y + blockIdx.y, pitch = min(group, kHeads);
+    auto at = [&](int p, int head) { return ((size_t)item * gridDim.z + p) * pitch + head; };
+    for (int i = threadIdx.x; i < heads * kVecs; i += kThreads) {
+      const int head = i / kVecs, col = i % kVecs * 4;
+      const Share mine = of_warps(head, col);
+      *(float4*)(partial + at(part, head) * kVHeadDim + col) = mine.sum;
+      if (col == 0) partial_stats[at(part, head)] = make_float2(mine.largest, mine.total);
+    }
+    if (!is_last(arrived + item, parts)) return;
+    for (int i = threadIdx.x; i < parts * heads; i += kThreads)
+      shares.parts[i] = __ldcg(partial_stats + at(i / heads, i % heads));
+    __syncthreads();
+    // A warp adds every kWarps-th part.
+    const int count = (parts - warp + kWarps - 1) / kWarps;
+    for (int i = lane; i < heads * kVecs; i += kWarp) {
+      const int head = i / kVecs, col = i % kVecs * 4;
+      const Share mine = add_shares(
+          count, [&](int p) { return shares.parts[(warp + p * kWarps) * heads + head]; },
+          [&](int p) { return __ldcg((const float4*)(partial + at(warp + p * kWarps, head) * kVHeadDim + col)); });
+      *(float4*)(shares.sums[warp][head] + col) = mine.sum;
+      if (col == 0) warp_stats[warp][head] = make_float2(mine.largest, mine.total);
+    }
+    __syncthreads();
+  }
+
+  for (int i = threadIdx.x; i < heads * kVecs; i += kThreads) {
+    const int head = i / kVecs, col = i % kVecs * 4;
+    const Share all = of_warps(head, col);
+    const float scale = length ? 1.f / all.total : 0.f;
+    T* const to = out + ((size_t)row * num_heads + head0 + head) * kVHeadDim + col;
+    store_pair(to, all.sum.x * scale, all.sum.y * scale);
+    store_pair(to + 2, all.sum.z * scale, all.sum.w * scale);
+    if (col == 0)
+      lse[(size_t)(head0 + head) * gridDim.x + row] = length ? (all.largest + __log2f(all.total)) * kLn2 : -kInfinity;
+  }
+}

@@ -1,0 +1,129 @@
+"""Decode on either engine, for CPU and GPU tests: texts that grow in a cache, and what must come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from cases import to_host
+
+import thdattn
+from thdattn import oracle
+
+
+def poison(array: Any) -> None:
+    """All bits set: NaN, or -1."""
+    array.view(np.uint8)[...] = 0xFF
+
+
+def attention(heads: tuple[int, int], dims: tuple[int, int], dtype: Any, **options: Any) -> thdattn.CPAttention:
+    """On one rank."""
+    (num_heads, num_kv_heads), (head_dim, v_head_dim) = heads, dims
+    comm = thdattn.comm.init("single")
+    return thdattn.CPAttention(comm, num_heads, head_dim, num_kv_heads, v_head_dim, dtype=dtype, **options)
+
+
+def normal(rng: np.random.Generator, dtype: Any, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Whole texts: q, k, v [(length, heads, width)] each."""
+
+    q: list[np.ndarray]
+    k: list[np.ndarray]
+    v: list[np.ndarray]
+
+    @classmethod
+    def random(cls, lengths: tuple[int, ...], heads: tuple[int, int], dims: tuple[int, int], dtype: Any) -> Texts:
+        rng, (num_heads, num_kv_heads), (head_dim, v_head_dim) = np.random.default_rng(sum(lengths)), heads, dims
+        shapes = (num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, v_head_dim)
+        return cls(*([normal(rng, dtype, length, *shape) for length in lengths] for shape in shapes))
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(x) for x in self.q]
+
+    def truth(self, **mask: Any) -> oracle.Truth:
+        """Of all texts, packed."""
+        batch = thdattn.PackedBatch.from_lengths(self.lengths)
+        return oracle.truth(batch, *(np.concatenate(x) for x in (self.q, self.k, self.v)), **mask)
+
+
+def new_rows(texts: list[np.ndarray], starts: list[int], count: int) -> np.ndarray:
+    """The next `count` rows of every text, NaN beyond its end."""
+    rows = np.full((len(texts), count, *texts[0].shape[1:]), np.nan, texts[0].dtype)
+    for row, text, start in zip(rows, texts, starts, strict=True):
+        piece = text[start : start + count]
+        row[: len(piece)] = piece
+    return rows.reshape(-1, *rows.shape[2:])
+
+
+def decode_all(layer: thdattn.CPAttention, texts: Texts, prompts: tuple[int, ...], count: int, xp: Any) -> np.ndarray:
+    """out (all rows, num_heads, v_head_dim): the prompts by forward, the rest by decode, `count` rows at a time.
+
+    The cache and all it allocates start as NaN. Texts that are done go on with rows of NaN, which nobody may see.
+    """
+    cache = layer.cache(len(prompts), max(texts.lengths) + count)
+    poison(cache.k)
+    poison(cache.v)
+    batch = thdattn.PackedBatch.from_lengths(prompts, 3)
+    q, k, v = (
+        xp.asarray(batch.pack([x[:n] for x, n in zip(side, prompts, strict=True)], fill=np.nan))
+        for side in (texts.q, texts.k, texts.v)
+    )
+    plan = layer.plan(batch, "contiguous")
+    out, _ = layer.forward(q, k, v, plan)
+    cache.fill(k, v, plan)
+    made = [[x] for x in batch.unpack(to_host(out))]
+    starts = list(prompts)
+    while any(start < length for start, length in zip(starts, texts.lengths, strict=True)):
+        step = [xp.asarray(new_rows(side, starts, count)) for side in (texts.q, texts.k, texts.v)]
+        rows = to_host(layer.decode(*step, cache)).reshape(len(starts), count, *out.shape[1:])
+        for i, length in enumerate(texts.lengths):
+            made[i].append(rows[i, : max(0, min(count, length - starts[i]))])
+            starts[i] += count
+        kept = [min(start, length) for start, length in zip(starts, texts.lengths, strict=True)]
+        cache.lengths[...] = xp.asarray(kept, np.int32)  # those that are done forget the NaN
+        starts = kept
+    return np.concatenate([rows for text in made for rows in text])
+
+
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, rounding: Any = None, fused: bool = False
+           ) -> SimpleNamespace:
+    """out (rows, num_heads, v_head_dim) and lse (num_heads, rows) of every query row over its range of keys.
+
+    rounding, fused: as in oracle.attention. Rows that see nothing are 0 and -inf.
+    """
+    def stored(x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float64) if rounding is None else x.astype(rounding).astype(np.float32)
+
+    kept = (lambda x: x) if fused else stored
+    (num_rows, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
+    out, lse = np.zeros((num_rows, num_heads, v.shape[2])), np.full((num_heads, num_rows), -np.inf)
+    for row, (begin, end) in enumerate(ranges.tolist()):
+        if begin >= end:
+            continue
+        for head in range(num_heads):
+            kv_head = head * num_kv_heads // num_heads
+            keys, values = stored(k[begin:end, kv_head]), stored(v[begin:end, kv_head])
+            logits = head_dim**-0.5 * kept(keys @ stored(q[row, head]))
+            weights = np.exp(logits - logits.max())
+            total = weights.sum()
+            lse[head, row] = logits.max() + np.log(total)
+            out[row, head] = stored(stored(weights) @ values / total if fused else kept(weights / total) @ values)
+    return SimpleNamespace(out=out, lse=lse)
+
+
+def check_rows(actual: tuple[Any, Any], q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray) -> None:
+    """Asserts that (out, lse) are what `attend` says, by the accuracy rule; 0 and -inf where nothing is seen."""
+    out, lse = map(to_host, actual)
+    exact, plain, fused = (attend(q, k, v, ranges, *how) for how in ((), (q.dtype,), (q.dtype, True)))
+    blind = ranges[:, 0] >= ranges[:, 1]
+    assert not out[blind].any() and (lse[:, blind] == -np.inf).all()
+    verdict = oracle.judge(out, exact.out, plain.out, fused.out if q.dtype.itemsize == 2 else None)
+    assert verdict.good, str(verdict)
+    np.testing.assert_allclose(lse, exact.lse, rtol=1e-4, atol=1e-4)
