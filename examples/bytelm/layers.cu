@@ -221,3 +221,169 @@ extern "C" __global__ void adamw_update(
   mean[i] = m, square[i] = s, weights[i] = w;
   copy[i].bits = (unsigned short)pack(w, 0);
 }
+
+// ------------------------------------------------------------------------------------------------ decode
+
+// The products of a few rows with a weight, each of its rows (or two of them) by one warp, which reads it once for 4 rows
+// of x and normalises them at the end, as the norm is a factor per row. Bound by reading the weight, or by the launch.
+
+constexpr int kRows = 4;
+struct Products { float a[kRows], b[kRows]; };
+
+// a[r] = x[r] . first and b[r] = x[r] . second (0 if that is null) of `rows` rows, of which only the first kRows count;
+// with a gain (not null) of the rows as RMSNorm makes them. All lanes get all.
+__device__ __forceinline__ Products products(const bf16* x, int rows, int width, const bf16* first, const bf16* second,
+                                             const bf16* gain, float epsilon) {
+  Products sums = {};
+  float squares[kRows] = {};
+  #pragma unroll 4
+  for (int column = threadIdx.x % 32 * 8; column < width; column += 32 * 8) {
+    Vec w[2] = {load(first + column), {}};
+    if (second) w[1] = load(second + column);
+    if (gain) {
+      const Vec g = load(gain + column);
+      w[0] = each([&](int i) { return w[0].x[i] * g.x[i]; });
+      w[1] = each([&](int i) { return w[1].x[i] * g.x[i]; });
+    }
+    #pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (r >= rows) continue;
+      const Vec v = load(x + (size_t)r * width + column);
+      sums.a[r] += dot(v, w[0]);
+      if (second) sums.b[r] += dot(v, w[1]);
+      if (gain) squares[r] += dot(v, v);
+    }
+  }
+  #pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (r >= rows) continue;
+    const float scale = gain ? rsqrtf(warp_sum(squares[r]) / width + epsilon) : 1.f;
+    sums.a[r] = scale * warp_sum(sums.a[r]);
+    if (second) sums.b[r] = scale * warp_sum(sums.b[r]);
+  }
+  return sums;
+}
+
+__device__ __forceinline__ bf16 rounded(float x) { return {(unsigned short)pack(x, 0)}; }
+
+// See layers.decode_qkv. Grid * block >= 32 * (heads + 2 * kv_heads) * half: a warp per plane of a head.
+extern "C" __global__ void __launch_bounds__(256, 2) decode_qkv(
+    bf16* q, bf16* k, bf16* v, const bf16* x, const bf16* gain, const bf16* weight, const float* rotation,
+    const int* positions, int rows, int width, int heads, int kv_heads, int half, int capacity, float epsilon) {
+  const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32, slot = warp / half, column = warp % half;
+  if (slot >= heads + 2 * kv_heads) return;
+  const bf16* const first = weight + ((size_t)slot * 2 * half + column) * width;
+  bf16* const out = slot < heads ? q : slot < heads + kv_heads ? k : v;
+  const int slots = slot < heads ? heads : kv_heads;
+  const int at = slot < heads ? slot : (slot - heads) % kv_heads;
+  for (int row0 = 0; row0 < rows; row0 += kRows) {
+    const Products sums =
+        products(x + (size_t)row0 * width, rows - row0, width, first, first + (size_t)half * width, gain, epsilon);
+    #pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = row0 + r;
+      if (row >= rows || threadIdx.x % 32) continue;
+      float cos = 1, sin = 0;
+      if (slot < heads + kv_heads) {
+        const int position = min(positions[row], capacity - 1);
+        cos = rotation[(size_t)position * half + column];
+        sin = rotation[((size_t)capacity + position) * half + column];
+      }
+      bf16* const to = out + ((size_t)row * slots + at) * 2 * half + column;
+      to[0] = rounded(sums.a[r] * cos - sums.b[r] * sin);
+      to[half] = rounded(sums.b[r] * cos + sums.a[r] * sin);
+    }
+  }
+}
+
+// y (rows, out) = residual + x weight^T. Grid * block >= 32 * out: a warp per column, as below.
+extern "C" __global__ void __launch_bounds__(256, 2) decode_linear(
+    bf16* y, const bf16* x, const bf16* weight, const bf16* residual, int rows, int width, int out) {
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  if (column >= out) return;
+  for (int row0 = 0; row0 < rows; row0 += kRows) {
+    const Products sums = products(x + (size_t)row0 * width, rows - row0, width, weight + (size_t)column * width,
+                                   nullptr, nullptr, 0);
+    #pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (row0 + r >= rows || threadIdx.x % 32) continue;
+      const size_t at = (size_t)(row0 + r) * out + column;
+      y[at] = rounded(__uint_as_float((u32)residual[at].bits << 16) + sums.a[r]);
+    }
+  }
+}
+
+// y (rows, hidden) = silu(gate) * up, of the product of the normalised rows with weight (2 * hidden, width).
+extern "C" __global__ void __launch_bounds__(256, 2) decode_swiglu(
+    bf16* y, const bf16* x, const bf16* gain, const bf16* weight, int rows, int width, int hidden, float epsilon) {
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  if (column >= hidden) return;
+  for (int row0 = 0; row0 < rows; row0 += kRows) {
+    const Products sums = products(x + (size_t)row0 * width, rows - row0, width, weight + (size_t)column * width,
+                                   weight + (size_t)(hidden + column) * width, gain, epsilon);
+    #pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (row0 + r >= rows || threadIdx.x % 32) continue;
+      y[(size_t)(row0 + r) * hidden + column] = rounded(sums.a[r] * sigmoid(sums.a[r]) * sums.b[r]);
+    }
+  }
+}
+
+// y (rows, out) float32 = the normalised rows times weight^T.
+extern "C" __global__ void __launch_bounds__(256, 2) decode_logits(
+    float* y, const bf16* x, const bf16* gain, const bf16* weight, int rows, int width, int out, float epsilon) {
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  if (column >= out) return;
+  for (int row0 = 0; row0 < rows; row0 += kRows) {
+    const Products sums = products(x + (size_t)row0 * width, rows - row0, width, weight + (size_t)column * width,
+                                   nullptr, gain, epsilon);
+    #pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (row0 + r >= rows || threadIdx.x % 32) continue;
+      y[(size_t)(row0 + r) * out + column] = sums.a[r];
+    }
+  }
+}
+
+// See layers.draw. Grid num_texts, block: the vocabulary rounded up to whole warps, at most 1024.
+extern "C" __global__ void __launch_bounds__(1024) draw(
+    int* tokens, int* written, int* counts, const float* logits, const u32* uniforms, int columns, int vocabulary,
+    int end, int capacity, int top_k, float temperature) {
+  __shared__ float all[1024], largest_of[32];
+  __shared__ u32 sum_of[32];
+  const int text = blockIdx.x, token = threadIdx.x, warp = token / 32, lane = token % 32, warps = blockDim.x / 32;
+  const int count = counts[text];
+  if (count >= capacity) return;
+  const float x = token < vocabulary ? logits[(size_t)text * columns + token] : __int_as_float(0xff800000);
+  all[token] = x;
+  const float largest_here = warp_max(x);
+  if (lane == 0) largest_of[warp] = largest_here;
+  __syncthreads();
+  float largest = largest_of[0];
+  for (int w = 1; w < warps; ++w) largest = fmaxf(largest, largest_of[w]);
+  int likelier = 0;
+  if (top_k < vocabulary)
+    for (int i = 0; i < vocabulary; ++i) likelier += all[i] > x || (all[i] == x && i < token);
+
+  const bool counts_in = token < vocabulary && likelier < top_k;
+  u32 sum = counts_in ? __float2uint_rn(0x1p22f * __expf((x - largest) / temperature)) : 0;
+  #pragma unroll
+  for (int i = 1; i < 32; i *= 2) {
+    const u32 before = __shfl_up_sync(0xffffffffu, sum, i);
+    if (lane >= i) sum += before;
+  }
+  if (lane == 31) sum_of[warp] = sum;
+  __syncthreads();
+  u32 total = 0;
+  for (int w = 0; w < warps; ++w) {
+    if (w < warp) sum += sum_of[w];
+    total += sum_of[w];
+  }
+  const size_t at = (size_t)text * capacity + count;
+  const u32 target = (unsigned long long)uniforms[at] * total >> 32;
+  const int drawn = __syncthreads_count(sum <= target);
+  if (token) return;
+  const bool over = count > 0 && tokens[text] == end;
+  tokens[text] = written[at] = over ? end : min(drawn, vocabulary - 1);  // of NaN alone, the last token
+  counts[text] = count + 1;
+}

@@ -181,3 +181,70 @@ def adamw_update(
     weights *= step.keep
     weights -= step.size * mean / (np.sqrt(square * step.square_scale) + step.epsilon)
     copy[...] = weights
+
+
+# ------------------------------------------------------------------------------------------------ decode
+# What a layer does with the next row of a few texts: forward alone, with the norms and what follows the products in one
+# function, as the time goes into launching kernels and reading weights.
+
+
+def decode_qkv(
+    x: Array, gain: Array, weight: Array, rotation: Array, positions: Array, heads: int, kv_heads: int
+) -> tuple[Array, Array, Array]:
+    """q, k, v of rope_forward, of the normalised rows.
+
+    Args:
+        x: (rows, width), the residual stream; gain: (width,), of its norm; weight: as in linear_forward.
+        rotation: (2, capacity, head_dim / 2), cosines and sines of all positions.
+        positions: (rows,) int32; those beyond the last one count as the last.
+    """
+    here = rotation[:, np.minimum(positions, rotation.shape[1] - 1)]
+    return rope_forward(_normalised_product(x, gain, weight), here, heads, kv_heads)
+
+
+def decode_linear(x: Array, weight: Array, residual: Array) -> Array:
+    """residual (rows, out) + x weight^T."""
+    return residual + linear_forward(x, weight)
+
+
+def decode_swiglu(x: Array, gain: Array, weight: Array) -> Array:
+    """swiglu_forward of the product of the normalised rows with weight (2 * hidden, width)."""
+    return swiglu_forward(_normalised_product(x, gain, weight))
+
+
+def decode_logits(x: Array, gain: Array, weight: Array) -> Array:
+    """The product of the normalised rows with weight, in float32 on a GPU."""
+    return _normalised_product(x, gain, weight)
+
+
+def _normalised_product(x: Array, gain: Array, weight: Array) -> Array:
+    return linear_forward(residual_norm_forward(x, None, gain)[1], weight)
+
+
+def draw(
+    tokens: Array, written: Array, counts: Array, logits: Array, uniforms: Array, vocabulary: int, end: int,
+    top_k: int, temperature: float,
+) -> None:
+    """Draws the next token of every text by the softmax of its logits, and writes it down.
+
+    Weights are rounded to whole numbers, so that their sums are the same in any order: those below 2**-23 of the
+    largest count as 0.
+
+    Args:
+        tokens: (num_texts,) int32, the last tokens, which become the next ones; a text that has written `end` goes on
+            with it.
+        written: (num_texts, capacity) int32, what was drawn so far; counts: (num_texts,) int32, how many.
+        logits: (num_texts, columns), of which the first `vocabulary` count.
+        uniforms: (num_texts, capacity) uint32, random bits of the draws.
+        top_k: only the k likeliest are drawn from; of equal ones the first.
+        temperature: > 0, the logits are divided by it.
+    """
+    texts, x = np.arange(len(tokens)), logits[:, :vocabulary]
+    weights = np.rint(2.0**22 * np.exp((x - x.max(axis=1, keepdims=True)) / temperature)).astype(np.uint64)
+    np.put_along_axis(weights, np.argsort(-x, axis=1, kind="stable")[:, top_k:], np.uint64(0), axis=1)
+    sums = weights.cumsum(axis=1)
+    target = uniforms[texts, counts].astype(np.uint64) * sums[:, -1] >> np.uint64(32)
+    over = (counts > 0) & (tokens == end)
+    tokens[...] = np.where(over, end, (sums <= target[:, None]).sum(axis=1))
+    written[texts, counts] = tokens
+    counts += 1

@@ -176,6 +176,56 @@ def adamw_update(
             np.uint64(weights.size), np.array(step, STEP)[()])
 
 
+# ------------------------------------------------------------------------------------------------ decode
+
+
+def decode_qkv(
+    x: Array, gain: Array, weight: Array, rotation: Array, positions: Array, heads: int, kv_heads: int
+) -> tuple[Array, Array, Array]:
+    """See layers.decode_qkv."""
+    (rows, width), (_, capacity, half) = x.shape, rotation.shape
+    q, k, v = (cupy.empty((rows, n, 2 * half), x.dtype) for n in (heads, kv_heads, kv_heads))
+    _launch("decode_qkv", _warps((heads + 2 * kv_heads) * half), BLOCK, q, k, v, x, gain, weight, rotation, positions,
+            rows, width, heads, kv_heads, half, capacity, EPSILON)
+    return q, k, v
+
+
+def decode_linear(x: Array, weight: Array, residual: Array) -> Array:
+    """See layers.decode_linear."""
+    y = cupy.empty_like(residual)
+    _launch("decode_linear", _warps(len(weight)), BLOCK, y, x, weight, residual, *x.shape, len(weight))
+    return y
+
+
+def decode_swiglu(x: Array, gain: Array, weight: Array) -> Array:
+    """See layers.decode_swiglu."""
+    hidden = len(weight) // 2
+    y = cupy.empty((len(x), hidden), x.dtype)
+    _launch("decode_swiglu", _warps(hidden), BLOCK, y, x, gain, weight, *x.shape, hidden, EPSILON)
+    return y
+
+
+def decode_logits(x: Array, gain: Array, weight: Array) -> Array:
+    """See layers.decode_logits."""
+    y = cupy.empty((len(x), len(weight)), np.float32)
+    _launch("decode_logits", _warps(len(weight)), BLOCK, y, x, gain, weight, *x.shape, len(weight), EPSILON)
+    return y
+
+
+def _warps(count: int) -> int:
+    """Blocks with so many warps."""
+    return -(-count * 32 // BLOCK)
+
+
+def draw(
+    tokens: Array, written: Array, counts: Array, logits: Array, uniforms: Array, vocabulary: int, end: int,
+    top_k: int, temperature: float,
+) -> None:
+    """See layers.draw; vocabulary <= 1024."""
+    _launch("draw", len(tokens), -(-vocabulary // 32) * 32, tokens, written, counts, logits, uniforms, logits.shape[1],
+            vocabulary, end, written.shape[1], top_k, float(temperature))
+
+
 def _launch(name: str, grid: int, block: int, *args: Any) -> None:
     """On the current stream; no blocks are no launch."""
     if grid:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,14 @@ class ModelPlan:
         return self.plans[0].valid
 
 
+@dataclass(frozen=True)
+class Caches:
+    """Keys and values of texts that grow: layers[i] of layer i; rotation as in Model._rotation, of all positions."""
+
+    layers: list[thdattn.KVCache]
+    rotation: Array
+
+
 class Model:
     """The weights, and what is computed with them.
 
@@ -156,10 +165,13 @@ class Model:
         windowed, full = self.attentions
         full_plan = full.plan(batch, sharding)
         windowed_plan = windowed.plan(batch, full_plan.sharding) if self.config.window else full_plan
+        return ModelPlan((windowed_plan, full_plan), self._rotation(full_plan.positions))
+
+    def _rotation(self, positions: Array) -> Array:
+        """(2, len(positions), head_dim / 2), cosines and sines of RoPE."""
         xp, half = self.layers.xp, self.config.head_dim // 2
-        angles = full_plan.positions[:, None] * self.config.rope_base ** -(xp.arange(half) / half)  # float64
-        rotation = xp.stack([xp.cos(angles), xp.sin(angles)])
-        return ModelPlan((windowed_plan, full_plan), rotation.astype(self.weights.dtype))
+        angles = positions[:, None] * self.config.rope_base ** -(xp.arange(half) / half)  # float64
+        return xp.stack([xp.cos(angles), xp.sin(angles)]).astype(self.weights.dtype)
 
     # ------------------------------------------------------------------------------------------------ loss, gradient
 
@@ -196,6 +208,43 @@ class Model:
         """(local_rows, VOCAB) float32, of the byte that follows. Collective."""
         hidden, _ = self._forward(tokens, plan)
         return self._logits(hidden)[:, :VOCAB]
+
+    # ------------------------------------------------------------------------------------------------ decode
+
+    def caches(self, num_texts: int, capacity: int) -> Caches:
+        """Room for texts that grow: on one rank."""
+        kept = [self.attentions[layer % 2].cache(num_texts, capacity) for layer in range(self.config.layers)]
+        return Caches(kept, self._rotation(self.layers.xp.arange(capacity)))
+
+    def prefill(self, tokens: Array, plan: ModelPlan, caches: Caches) -> Array:
+        """The logits of a pack whose sequences are the beginnings of the caches' texts, one each; see `logits`."""
+        hidden, saved = self._forward(tokens, plan)
+        for layer, cache in enumerate(caches.layers):
+            cache.fill(saved[layer].attention.k, saved[layer].attention.v, plan.plans[layer % 2])
+        return self._logits(hidden)[:, :VOCAB]
+
+    def decode(self, tokens: Array, caches: Caches, layers: Sequence[Callable[[Array], Array]] | None = None) -> Array:
+        """The logits behind the next token of every text, which the caches take in.
+
+        Args:
+            tokens: (num_texts,) int32 on the engine's device.
+            layers: what to call for the layers instead of decode_layer, captured graphs of it for instance.
+
+        Returns:
+            (num_texts, TABLE_ROWS) float32, of which VOCAB columns count.
+        """
+        x = self.layers.embedding_forward(tokens, self._read["embedding"])
+        for layer in range(self.config.layers):
+            x = layers[layer](x) if layers else self.decode_layer(layer, caches, x)
+        return self.layers.decode_logits(x, self._read["norm"], self._read[self._head])
+
+    def decode_layer(self, layer: int, caches: Caches, x: Array) -> Array:
+        """One layer for the next row of every text: the residual stream x (num_texts, width), anew."""
+        ops, c, (w, _), cache = self.layers, self.config, self._by_layer[layer], caches.layers[layer]
+        q, k, v = ops.decode_qkv(x, w["attention_norm"], w["qkv"], caches.rotation, cache.lengths, c.heads, c.kv_heads)
+        out = self.attentions[layer % 2].decode(q, k, v, cache)
+        x = ops.decode_linear(_flat(out), w["out"], x)
+        return ops.decode_linear(ops.decode_swiglu(x, w["mlp_norm"], w["gate_up"]), w["down"], x)
 
     def reduce_gradient(self) -> None:
         """Sums `gradient` over the ranks, in float32. Collective."""

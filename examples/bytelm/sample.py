@@ -1,7 +1,8 @@
 """Writes text with a model that train.py has trained: sample.py --checkpoint DIR --prompt "def "
 
-All samples are documents of one pack, each as long as it has become. Nothing is kept from byte to byte: every one costs
-a forward over all that came before, which is simple, and slow for long texts. One process, one rank.
+All samples grow together. The prompts go through the model as one pack; from then on every byte costs one row per text,
+as the keys and values of all that came before are kept. Draws happen on the device, which does not wait for the host.
+One process, one rank.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # command_line.py
@@ -18,9 +21,11 @@ import checkpoint
 import command_line
 import numpy as np
 from model import EOD, VOCAB, Model
-from numpy.typing import NDArray
 
 import thdattn
+from thdattn.graphs import Graphs, normalize
+
+LOOK_EVERY = 64  # bytes after which the host asks whether all texts have ended
 
 
 def main() -> int:
@@ -37,55 +42,107 @@ def program(comm: thdattn.comm.Comm) -> int:
     model.weights[...] = model.layers.xp.asarray(saved.weights)
     model.refresh()
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot show all of it
-    rng = np.random.default_rng(args.seed)
-    for text in generate(model, args.prompt.encode(), args.bytes, args.samples, args.temperature, args.top_k, rng):
+    prompts = [args.prompt.encode()] * args.samples
+    config = normalize(cuda_graph_impl="none" if args.graph_scope == "none" else "local",
+                       inference_cuda_graph_scope=args.graph_scope)  # fmt: skip
+    with Graphs(comm, config) as graphs:
+        capacity = len(prompts[0]) + args.bytes
+        sampler = Sampler(model, len(prompts), capacity, args.temperature, args.top_k, graphs)
+        texts = sampler.generate(prompts, args.bytes, np.random.default_rng(args.seed))
+    for text in texts:
         print(f"--- after step {saved.step}")
         print(text.decode(errors="replace"))
     return 0
 
 
-def generate(
-    model: Model, prompt: bytes, num_bytes: int, samples: int, temperature: float, top_k: int, rng: np.random.Generator
-) -> list[bytes]:
-    """Texts that begin with the prompt and go on as the model says.
+class Sampler:
+    """Writes num_texts texts at a time, of up to `capacity` bytes with their prompts, again and again.
 
     Args:
         model: on one rank.
-        prompt: what every text begins with; may be empty.
-        num_bytes: bytes to add at most; a text that the model ends is shorter.
-        samples: how many texts.
+        num_texts, capacity: what memory is kept for.
         temperature: the logits are divided by it; 0 takes the likeliest byte.
         top_k: only the k likeliest are drawn from.
-        rng: draws.
+        graphs: hold, by their config.inference_scope, nothing, a graph per "layer", or one of all work for a byte, a
+            "block". The bytes are the same. Where layers run on the CPU, there are none.
+
+    Attributes:
+        step: writes one byte more for every text; texts that have ended go on with EOD.
     """
-    texts = [bytearray(prompt) for _ in range(samples)]
-    growing = list(texts)
-    for _ in range(num_bytes):
-        if not growing:
-            break
-        drawn = [draw(logits, temperature, top_k, rng) for logits in next_logits(model, growing)]
-        for text, byte in zip(growing, drawn, strict=True):
-            if byte != EOD:
-                text.append(byte)
-        growing = [text for text, byte in zip(growing, drawn, strict=True) if byte != EOD]
-    return [bytes(text) for text in texts]
+
+    def __init__(
+        self, model: Model, num_texts: int, capacity: int, temperature: float = 1.0, top_k: int = VOCAB,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self.model, self.num_texts, self.capacity = model, num_texts, capacity
+        xp = model.layers.xp
+        self._how = (VOCAB, EOD, top_k, temperature) if temperature else (VOCAB, EOD, 1, 1.0)
+        self._caches = model.caches(num_texts, max(1, capacity))
+        self._tokens, self._counts = xp.zeros((2, num_texts), np.int32)
+        self._written = xp.zeros((num_texts, max(1, capacity)), np.int32)
+        self._uniforms = xp.zeros(self._written.shape, np.uint32)
+        self.step, self._layers = self._eager_step, None
+        scope = "none" if graphs is None or xp is np else graphs.config.inference_scope
+        if graphs is not None and scope == "block":
+            self.step = graphs.captured(self._eager_step, "step")
+        if graphs is not None and scope == "layer":
+            self._layers = [graphs.captured(partial(model.decode_layer, layer, self._caches), f"layer {layer}")
+                            for layer in range(model.config.layers)]
+
+    def generate(self, prompts: list[bytes], num_bytes: int, rng: np.random.Generator) -> list[bytes]:
+        """Texts that begin with the prompts and go on as the model says.
+
+        Args:
+            prompts: num_texts of them; may be empty.
+            num_bytes: bytes to add at most; a text that the model ends is shorter.
+            rng: draws.
+
+        Raises:
+            ValueError: another number of prompts, or texts that would be longer than the capacity.
+        """
+        longest = max(map(len, prompts), default=0)
+        if len(prompts) != self.num_texts:
+            raise ValueError(f"prompts are {len(prompts)}, wanted {self.num_texts}, the num_texts of the sampler")
+        if longest + num_bytes > self.capacity:
+            raise ValueError(
+                f"a prompt of {longest} bytes and num_bytes = {num_bytes} are {longest + num_bytes}, wanted at most "
+                f"{self.capacity}, the capacity of the sampler; make one with more"
+            )
+        if not num_bytes:
+            return prompts
+        self.start(prompts, rng.integers(2**32, size=(self.num_texts, num_bytes), dtype=np.uint32))
+        for done in range(1, num_bytes):
+            if done % LOOK_EVERY == 0 and bool((self._tokens == EOD).all()):
+                break
+            self.step()
+        return [prompt + _until_the_end(text) for prompt, text in zip(prompts, self._all_written(), strict=True)]
+
+    def start(self, prompts: list[bytes], uniforms: np.ndarray) -> None:
+        """The prompts, and the first byte after each.
+
+        uniforms: (num_texts, bytes) uint32, for this draw and those of the steps that follow.
+        """
+        xp = self.model.layers.xp
+        self._uniforms[:, : uniforms.shape[1]] = xp.asarray(uniforms)
+        self._counts.fill(0)
+        batch = thdattn.PackedBatch.from_lengths([len(prompt) + 1 for prompt in prompts])
+        tokens = batch.pack([np.array([EOD, *prompt], np.int32) for prompt in prompts])
+        logits = self.model.prefill(xp.asarray(tokens), self.model.plan(batch, "contiguous"), self._caches)
+        self._draw(logits[xp.asarray(batch.cu_seqlens[1:] - 1)])
+
+    def _eager_step(self) -> None:
+        self._draw(self.model.decode(self._tokens, self._caches, self._layers))
+
+    def _draw(self, logits: Any) -> None:
+        self.model.layers.draw(self._tokens, self._written, self._counts, logits, self._uniforms, *self._how)
+
+    def _all_written(self) -> list[list[int]]:
+        counts = self._counts.tolist()
+        return [text[:count] for text, count in zip(self._written.tolist(), counts, strict=True)]
 
 
-def next_logits(model: Model, texts: list[bytearray]) -> NDArray[np.float32]:
-    """(len(texts), VOCAB) float32: of the byte after each text."""
-    batch = thdattn.PackedBatch.from_lengths([len(text) + 1 for text in texts])
-    tokens = batch.pack([np.array([EOD, *text], np.int32) for text in texts])
-    plan = model.plan(batch, "contiguous")
-    logits = model.logits(model.layers.xp.asarray(tokens), plan)[model.layers.xp.asarray(batch.cu_seqlens[1:] - 1)]
-    return logits if isinstance(logits, np.ndarray) else np.asarray(logits.get())
-
-
-def draw(logits: NDArray[np.float32], temperature: float, top_k: int, rng: np.random.Generator) -> int:
-    """A byte or EOD, by the softmax of its logits."""
-    likeliest = np.argsort(-logits, kind="stable")[: top_k if temperature else 1]
-    scores = logits[likeliest].astype(np.float64)
-    weights = np.exp((scores - scores[0]) / (temperature or 1))
-    return int(rng.choice(likeliest, p=weights / weights.sum()))
+def _until_the_end(drawn: list[int]) -> bytes:
+    return bytes(drawn[: drawn.index(EOD)] if EOD in drawn else drawn)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -99,6 +156,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--top-k", type=int, default=VOCAB, metavar="N", help="draw from the N likeliest only (default: all)")
     add("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
     add("--engine", choices=["auto", "cuda", "reference"], default="auto", help="GPU or NumPy (default: what is there)")
+    add("--inference-cuda-graph-scope", dest="graph_scope", choices=["none", "layer", "block"], default="none",
+        help="what is a CUDA graph: a layer each, or the whole work for a byte; the text is the same (default: none)")
     args = parser.parse_args()
     if args.samples < 1 or args.top_k < 1 or args.bytes < 0 or args.temperature < 0:
         parser.error("wanted --samples and --top-k of at least 1, --bytes and --temperature of at least 0")

@@ -159,6 +159,52 @@ def test_cross_entropy(cupy, cuda, rows):
     assert not dlogits[targets < 0].any() and not dlogits[:, 257:].any()
 
 
+@pytest.mark.parametrize("rows", [1, 4, 5, 16, 37])
+@pytest.mark.parametrize("width", [8, 96, 264, 2048])
+def test_layers_of_decode(cupy, cuda, rows, width):
+    heads, kv_heads, half, capacity = 3, 2, 32, 50
+    (x, x64), (gain, gain64), (residual, residual64) = normal(rows, width), normal(width), normal(rows, 40)
+    x, gain, residual = map(cupy.asarray, (x, gain, residual))
+    weights = [normal(out, width) for out in ((heads + 2 * kv_heads) * 2 * half, 40, 2 * 40, 264)]
+    (qkv, linear, gate_up, head), (qkv64, linear64, gate_up64, head64) = zip(*weights, strict=True)
+    rotation = rng.standard_normal((2, capacity, half)).astype(np.float32)
+    positions = rng.integers(0, capacity + 2, rows, np.int32)
+    turn = cupy.asarray(rotation), cupy.asarray(positions), heads, kv_heads
+    expected = layers.decode_qkv(x64, gain64, qkv64, rotation.astype(np.float64), positions, heads, kv_heads)
+    for actual, wanted in zip(cuda.decode_qkv(x, gain, cupy.asarray(qkv), *turn), expected, strict=True):
+        assert_close(actual, wanted)
+    assert_close(cuda.decode_linear(x, cupy.asarray(linear), residual), layers.decode_linear(x64, linear64, residual64))
+    assert_close(cuda.decode_swiglu(x, gain, cupy.asarray(gate_up)), layers.decode_swiglu(x64, gain64, gate_up64))
+    assert_close(cuda.decode_logits(x, gain, cupy.asarray(head)), layers.decode_logits(x64, gain64, head64), "float32")
+
+
+@pytest.mark.parametrize(("top_k", "temperature"), [(257, 0.7), (257, 2.0), (5, 1.0), (1, 1.0)])
+@pytest.mark.parametrize("num_texts", [1, 40])
+def test_draw(cupy, cuda, num_texts, top_k, temperature):
+    capacity, end = 50, 256
+    logits = (4 * rng.standard_normal((num_texts, 264))).astype(np.float32)
+    logits[:, 257:] = np.nan
+    logits[:, 7] = logits[:, 3] = logits[:, :257].max(axis=1)  # of equal ones the first
+    logits[:, 256] = 2  # texts end now and then
+    uniforms = rng.integers(2**32, size=(num_texts, capacity), dtype=np.uint32)
+    uniforms[:, 0], uniforms[:, -1] = 0, 2**32 - 1
+    there, here = (
+        [xp.zeros(num_texts, np.int32), xp.full((num_texts, capacity), -1, np.int32), xp.zeros(num_texts, np.int32)]
+        for xp in (cupy, np)
+    )
+    for _ in range(capacity):
+        cuda.draw(*there, cupy.asarray(logits), cupy.asarray(uniforms), 257, end, top_k, temperature)
+        layers.draw(*here, logits, uniforms, 257, end, top_k, temperature)
+    cuda.draw(*there, cupy.asarray(logits), cupy.asarray(uniforms), 257, end, top_k, temperature)  # beyond the capacity
+    assert to_host(there[2]).tolist() == here[2].tolist() == [capacity] * num_texts
+    actual, expected = to_host(there[1]), here[1]
+    # The two exponentials may differ in the last place, and so a draw that is as near to the border of a token.
+    same = (actual == expected).all(axis=1).mean()
+    assert same == 1 if num_texts == 1 else same >= 0.9
+    assert (actual[:, 1:][actual[:, :-1] == end] == end).all()
+    assert (to_host(there[0]) == actual[:, -1]).all()
+
+
 @pytest.mark.parametrize("size", [1, 1000, 3_000_001])
 def test_l2_norm(cupy, cuda, size):
     x = rng.standard_normal(size, np.float32)

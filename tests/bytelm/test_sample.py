@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import checkpoint
+import layers
 import numpy as np
 import pytest
 import sample
@@ -31,64 +32,117 @@ def logits_alone(model, text):
     return model.logits(np.array([EOD, *text], np.int32), plan)[-1]
 
 
-def test_packed_texts_do_not_see_each_other(model):
-    texts = [bytearray(b"import os"), bytearray(), bytearray(b"x"), bytearray(b"class Error(Exception):\n")]
-    together = sample.next_logits(model, texts)
-    assert together.shape == (4, VOCAB)
-    for text, logits in zip(texts, together, strict=True):
-        np.testing.assert_allclose(logits, logits_alone(model, text), rtol=1e-4, atol=1e-4)
-
-
-def test_temperature_0_takes_the_likeliest_byte_every_time(model):
-    expected = bytearray(b"de")
-    for _ in range(20):
-        byte = int(logits_alone(model, expected).argmax())
-        if byte == EOD:
+def recomputed(model, prompt, num_bytes, draws, top_k, temperature):
+    """A text as it becomes when nothing is kept and everything is computed anew for every byte."""
+    text = bytearray(prompt)
+    for bits in draws[:num_bytes]:
+        token, written, count = np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
+        logits = logits_alone(model, text)[None]
+        layers.draw(token, written, count, logits, np.array([[bits]]), VOCAB, EOD, top_k, temperature)
+        if token == EOD:
             break
-        expected.append(byte)
-    assert sample.generate(model, b"de", 20, 2, 0, VOCAB, np.random.default_rng(0)) == [bytes(expected)] * 2
+        text.append(int(token[0]))
+    return bytes(text)
+
+
+PROMPTS = [b"import os", b"", b"x", b"class Error(Exception):\n"]
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, VOCAB), (1.5, 40), (0, VOCAB)])
+def test_texts_that_grow_together_are_those_that_are_computed_anew_for_every_byte(model, temperature, top_k):
+    sampler = sample.Sampler(model, len(PROMPTS), 60, temperature, top_k)
+    for seed in (0, 1):  # the second time where the first one's texts were
+        draws = np.random.default_rng(seed).integers(2**32, size=(len(PROMPTS), 35), dtype=np.uint32)
+        texts = sampler.generate(PROMPTS, 35, np.random.default_rng(seed))
+        how = (top_k, temperature) if temperature else (1, 1.0)
+        assert texts == [recomputed(model, prompt, 35, bits, *how) for prompt, bits in zip(PROMPTS, draws, strict=True)]
+        assert any(len(text) == len(prompt) + 35 for text, prompt in zip(texts, PROMPTS, strict=True))
+
+
+def test_a_text_ends_with_eod_and_the_others_go_on(model, monkeypatch):
+    steps = []
+
+    def scripted(tokens, caches, layers):
+        steps.append(tokens.tolist())
+        logits = np.zeros((3, VOCAB), np.float32)
+        logits[0, EOD if len(steps) == 2 else ord("x")] = logits[1, ord("y")] = logits[2, ord("z")] = 100
+        return logits
+
+    monkeypatch.setattr(model, "decode", scripted)
+    sampler = sample.Sampler(model, 3, 6)
+    texts = sampler.generate([b"a"] * 3, 5, np.random.default_rng(0))
+    assert [text[2:] for text in texts] == [b"x", b"yyyy", b"zzzz"]
+    assert [step[0] for step in steps[1:]] == [ord("x"), EOD, EOD]
+
+
+def test_nobody_goes_on_when_all_texts_have_ended(model, monkeypatch):
+    steps = []
+
+    def ending(tokens, caches, layers):
+        steps.append(1)
+        return np.eye(VOCAB, dtype=np.float32)[[EOD, EOD]] * 100
+
+    monkeypatch.setattr(model, "decode", ending)
+    texts = sample.Sampler(model, 2, 1000).generate([b"", b"a"], 900, np.random.default_rng(0))
+    assert max(map(len, texts)) <= 2 and len(steps) < sample.LOOK_EVERY
+
+
+def test_no_byte_is_written_where_none_is_wanted(model):
+    assert sample.Sampler(model, 2, 0).generate([b"", b""], 0, np.random.default_rng(0)) == [b"", b""]
+    assert sample.Sampler(model, 1, 3).generate([b"abc"], 0, np.random.default_rng(0)) == [b"abc"]
+
+
+def test_the_last_byte_fits_exactly_and_one_more_is_refused_before_the_start(model):
+    sampler, rng = sample.Sampler(model, 2, 8, top_k=1), np.random.default_rng(0)
+    assert all(len(text) <= 8 for text in sampler.generate([b"abc", b""], 5, rng))
+    with pytest.raises(ValueError, match="a prompt of 3 bytes and num_bytes = 6 are 9, wanted at most 8, the capacity"):
+        sampler.generate([b"", b"abc"], 6, rng)
+    with pytest.raises(ValueError, match="prompts are 1, wanted 2"):
+        sampler.generate([b""], 6, rng)
 
 
 def test_the_same_seed_draws_the_same_texts_and_another_seed_others(model):
     def drawn(seed):
-        return sample.generate(model, b"a", 10, 3, 1.0, VOCAB, np.random.default_rng(seed))
+        return sample.Sampler(model, 3, 11).generate([b"a"] * 3, 10, np.random.default_rng(seed))
 
     assert drawn(1) == drawn(1) != drawn(2)
     assert len(set(drawn(1))) == 3, "each sample has its own draws"
 
 
-def test_draws_follow_the_softmax():
-    logits = np.log(np.array([0.1, 0.2, 0.7], np.float32))
-    rng = np.random.default_rng(0)
-    counts = np.bincount([sample.draw(logits, 1.0, 3, rng) for _ in range(4000)], minlength=3) / 4000
-    np.testing.assert_allclose(counts, [0.1, 0.2, 0.7], atol=0.04)  # 5 standard deviations
-    counts = np.bincount([sample.draw(logits, 0.5, 3, rng) for _ in range(4000)], minlength=3) / 4000
-    np.testing.assert_allclose(counts, np.array([1, 4, 49]) / 54, atol=0.04)
+def draws(logits, count, top_k, temperature, seed=0):
+    """Tokens drawn from one row of logits."""
+    uniforms = np.random.default_rng(seed).integers(2**32, size=(1, count), dtype=np.uint32)
+    tokens, written, counts = np.zeros(1, np.int32), np.zeros((1, count), np.int32), np.zeros(1, np.int32)
+    for _ in range(count):
+        layers.draw(tokens, written, counts, logits[None], uniforms, len(logits), -1, top_k, temperature)
+    return written[0]
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(1.0, [0.1, 0.2, 0.7]), (0.5, np.array([1, 4, 49]) / 54)])
+def test_draws_follow_the_softmax(temperature, expected):
+    counts = np.bincount(draws(np.log(np.array([0.1, 0.2, 0.7], np.float32)), 4000, 3, temperature), minlength=3)
+    np.testing.assert_allclose(counts / 4000, expected, atol=0.04)  # 5 standard deviations
 
 
 def test_top_k_draws_from_the_k_likeliest_alone():
-    logits = np.array([0, 3, 1, 2.9], np.float32)
-    rng = np.random.default_rng(0)
-    assert {sample.draw(logits, 1.0, 2, rng) for _ in range(200)} == {1, 3}
-    assert {sample.draw(logits, 1.0, 1, rng) for _ in range(20)} == {1}
+    logits = np.array([0, 3, 1, 2.9, 3], np.float32)
+    assert set(draws(logits, 200, 3, 1.0)) == {1, 3, 4}
+    assert set(draws(logits, 20, 1, 1.0)) == {1}, "of equal ones the first"
 
 
-def test_a_text_ends_with_eod_and_the_others_go_on(model, monkeypatch):
-    def scripted(model, texts):
-        logits = np.zeros((len(texts), VOCAB), np.float32)
-        for row, text in zip(logits, texts, strict=True):
-            row[EOD if len(text) == 3 and text is not texts[0] else ord("x")] = 100
-        return logits
-
-    monkeypatch.setattr(sample, "next_logits", scripted)
-    texts = sample.generate(model, b"a", 5, 3, 1.0, VOCAB, np.random.default_rng(0))
-    assert texts == [b"axxxxx", b"axx", b"axx"]
+def test_the_least_and_the_largest_draw_take_the_first_and_the_last_token_that_can_be():
+    logits = np.array([[-np.inf, 0, 1, -np.inf]], np.float32)
+    for bits, expected in ((0, 1), (2**32 - 1, 2)):
+        token, written, count = np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
+        layers.draw(token, written, count, logits, np.array([[bits]], np.uint32), 4, -1, 4, 1.0)
+        assert token == written == expected
 
 
 def test_program_prints_text_whatever_the_bytes(model, tmp_path):
     saved = checkpoint.Checkpoint(model.config, 5, Position(0, 0), {}, model.weights, {})
     checkpoint.save(tmp_path, saved)
-    run = start(1, SAMPLE, *options(checkpoint=tmp_path, prompt="é", bytes=30, samples=2, temperature=2))
+    how = options(checkpoint=tmp_path, prompt="é", bytes=30, samples=2, temperature=2)
+    run = start(1, SAMPLE, *how, "--inference-cuda-graph-scope", "block")  # which means nothing on a CPU
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("--- after step 5\n") == 2
     assert "é" in run.stdout
