@@ -1,0 +1,189 @@
+"""Times how fast examples/bytelm writes, and the attention of one new row over a long text.
+
+    python benchmarks/bench_decode.py
+
+Sampling: bytes per second of all texts together when each has `--bytes` bytes, by Sampler as its steps run, with a
+graph per layer or one of all (eager, layer, block), and by a copy of what sample.py did before it kept keys and values
+(recomputed): a forward over all texts for every byte. Models have the weights that they are made with: their bytes mean
+nothing, and cost the same.
+
+Attention: thd_attn_decode alone over one text, in a captured graph whose calls read one cache after another, so that an
+L2 cache holds none of them; GB/s of keys and values read, beside a copy's bytes read and written.
+
+Rows go to benchmarks/results/decode_GPU.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "bytelm"))
+
+import numpy as np
+import record
+from bench_bytelm import example_hash
+from model import EOD, SIZES, Model
+from sample import Sampler
+
+import thdattn
+from thdattn.graphs import CudaGraphConfig, Graphs
+
+WAYS = ("recomputed", "eager", "layer", "block")
+KEY = ("gpu", "what", "texts", "bytes", "way")
+ROUNDS = 5
+LAYERS = {"32/8 heads of 128": (32, 8, 128), "8/4 heads of 128": (8, 4, 128), "8/4 heads of 64": (8, 4, 64)}
+LONG = 2**15
+CACHED_BYTES = 2**29  # of all caches that are read in turn: far more than an L2 cache holds
+
+
+def main() -> int:
+    args = parse_arguments()
+    about = record.provenance()
+    path = args.out or record.results_file("decode", about["gpu"])
+    rows = []
+    for size in args.sizes:
+        for texts in args.texts:
+            speeds: dict[str, float] = {}
+            for way in WAYS:
+                row = sampling(size, texts, args.bytes, way, "cuda", args.steps)
+                speeds[way] = float(row["bytes_per_s"])
+                print(f"{size:6}{texts:4} texts of {args.bytes:,} bytes  {way:11}{row['ms']:>10} ms per byte of each "
+                      f"{speeds[way]:12,.0f} bytes/s {speeds[way] / speeds['recomputed']:8.1f}x", flush=True)
+                rows.append(about | {"example_sources": example_hash()} | row)
+    for name in LAYERS:
+        row = attention(name)
+        print(f"attention of {name} over {LONG:,} rows  {row['ms']} ms  {row['gb_per_s']} GB/s, "
+              f"a copy {row['copy_gb_per_s']}")  # fmt: skip
+        rows.append(about | row)
+    record.save(path, rows, KEY)
+    print(f"wrote {path}")
+    return 0
+
+
+def sampling(size: str, num_texts: int, num_bytes: int, way: str, engine: str, steps: int) -> record.Row:
+    """The row of one model, one number of texts and one way."""
+    model = Model(SIZES[size], thdattn.comm.init("single"), engine)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 256, num_bytes, np.uint8).tobytes() for _ in range(num_texts)]
+    impl, scope = ("local", way) if way in ("layer", "block") else ("none", "none")
+    with Graphs(model.comm, CudaGraphConfig(impl=impl, inference_scope=scope)) as graphs:
+        if way == "recomputed":
+            steps = max(1, steps // 10)
+            step: Callable[[], object] = recomputed_step(model, texts, rng)
+        else:
+            total = 10 + ROUNDS * steps
+            sampler = Sampler(model, num_texts, num_bytes + total, graphs=graphs)
+            sampler.start(texts, rng.integers(2**32, size=(num_texts, total), dtype=np.uint32))
+            step = sampler.step
+        times = timed_steps(step, steps, wait(model))
+    measured = record.timed(times)
+    return {
+        "what": size, "texts": str(num_texts), "bytes": str(num_bytes), "way": way, "steps": str(steps), **measured,
+        "bytes_per_s": f"{num_texts * 1e3 / float(measured['ms']):.1f}",
+    }  # fmt: skip
+
+
+def timed_steps(step: Callable[[], object], steps: int, wait: Callable[[], None]) -> list[float]:
+    """Milliseconds per step of ROUNDS rounds; the first steps compile kernels and capture."""
+    for _ in range(6):
+        step()
+    times = []
+    for _ in range(ROUNDS):
+        wait()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        wait()
+        times.append((time.perf_counter() - start) * 1e3 / steps)
+    return times
+
+
+def wait(model: Model) -> Callable[[], None]:
+    """What waits for the model's device."""
+    xp = model.layers.xp
+    return (lambda: None) if xp is np else (lambda: xp.cuda.get_current_stream().synchronize())
+
+
+def recomputed_step(model: Model, texts: list[bytes], rng: np.random.Generator) -> Callable[[], list[int]]:
+    """One byte of every text as sample.py made it before: nothing is kept, and bytes are drawn on the host."""
+
+    def step() -> list[int]:
+        batch = thdattn.PackedBatch.from_lengths([len(text) + 1 for text in texts])
+        tokens = batch.pack([np.array([EOD, *text], np.int32) for text in texts])
+        plan, xp = model.plan(batch, "contiguous"), model.layers.xp
+        logits = model.logits(xp.asarray(tokens), plan)[xp.asarray(batch.cu_seqlens[1:] - 1)]
+        return [draw(row, rng) for row in (logits if isinstance(logits, np.ndarray) else logits.get())]
+
+    def draw(logits: Any, rng: np.random.Generator) -> int:
+        likeliest = np.argsort(-logits, kind="stable")
+        weights = np.exp(logits[likeliest].astype(np.float64) - logits[likeliest[0]])
+        return int(rng.choice(likeliest, p=weights / weights.sum()))
+
+    return step
+
+
+def attention(name: str) -> record.Row:
+    """The row of one layout of heads over one text of LONG rows."""
+    import cupy
+
+    from thdattn import ops
+
+    num_heads, num_kv_heads, head_dim = LAYERS[name]
+    layer = thdattn.CPAttention(thdattn.comm.init("single"), num_heads, head_dim, num_kv_heads, engine="cuda")
+    num_bytes = 2 * 2 * LONG * num_kv_heads * head_dim
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        caches = [layer.cache(1, LONG) for _ in range(-(-CACHED_BYTES // num_bytes))]
+        for cache in caches:
+            for x in (cache.k, cache.v):  # small numbers: NaN costs the same, but nobody has it
+                x.view(np.uint16)[...] = 0x3C00
+        q, ranges = cupy.asarray(np.ones((1, num_heads, head_dim), layer.dtype)), cupy.asarray([[0, LONG]], np.int32)
+
+        def attend(cache: thdattn.KVCache) -> Any:
+            return ops.attn_decode(q, ranges, cache, layer.softmax_scale)
+
+        def copy(cache: thdattn.KVCache) -> None:
+            cache.v.data.copy_from_device_async(cache.k.data, cache.k.nbytes, stream)
+
+        attended, copied = (replayed(call, caches, stream) for call in (attend, copy))
+    ms, copy_ms = median(attended), median(copied)
+    return {
+        "what": f"attention, {name}", "texts": "1", "bytes": str(LONG), "way": "kernel",
+        **record.timed(attended), "gb_per_s": f"{num_bytes / ms / 1e6:.0f}",
+        "copy_gb_per_s": f"{2 * caches[0].k.nbytes / copy_ms / 1e6:.0f}",
+    }  # fmt: skip
+
+
+def replayed(call: Callable[[thdattn.KVCache], Any], caches: list[thdattn.KVCache], stream: Any) -> list[float]:
+    """Milliseconds per call, in a captured graph with one for every cache."""
+    import timing
+
+    for cache in caches:
+        call(cache)
+    stream.synchronize()
+    stream.begin_capture()
+    kept = [call(cache) for cache in caches]  # what the graph writes to lives as long
+    graph = stream.end_capture()
+    times = [ms for _ in range(ROUNDS) for ms in timing.replayed(lambda: graph.launch(stream), len(caches))]
+    del kept
+    return times
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--sizes", nargs="+", choices=list(SIZES), default=["tiny", "small", "base"], help="(default: tiny small base)")
+    add("--texts", nargs="+", type=int, default=[1, 16], metavar="N", help="written together (default: 1 16)")
+    add("--bytes", type=int, default=2000, metavar="N", help="of every text (default: 2000)")
+    add("--steps", type=int, default=100, metavar="N", help=f"of a round, of which there are {ROUNDS} (default: 100)")
+    add("--out", type=Path, help="CSV file to add to; benchmarks/results/decode_GPU.csv by default")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
