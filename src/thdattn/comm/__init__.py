@@ -74,9 +74,11 @@ class Comm(ABC):
         size: number of ranks.
         devices: which arrays it takes, "cpu" for NumPy and "cuda" for CuPy.
         sum_dtypes: names of the dtypes that reduce_scatter and all_reduce take.
+        capturable: whether its collectives can be part of a CUDA graph.
     """
 
     name: str
+    capturable = False
     devices: frozenset[str]
     sum_dtypes: frozenset[str] = _INTEGERS | {"float32", "float64"}
     _gpu: int | None = None  # the number of the only GPU whose arrays this rank takes, where that matters
@@ -290,6 +292,7 @@ class SingleComm(Comm):
     """One rank alone: collectives are copies."""
 
     name = "single"
+    capturable = True
     devices = frozenset({"cpu", "cuda"})
     sum_dtypes = Comm.sum_dtypes | {"float16", "bfloat16"}
 

@@ -53,6 +53,7 @@ class NcclComm(Comm):
     """
 
     name = "nccl"
+    capturable = True
     devices = frozenset({"cuda"})
     sum_dtypes = Comm.sum_dtypes | {"float16", "bfloat16"}
 
