@@ -7,6 +7,7 @@ import gc
 import sys
 import weakref
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import fake_cupy
@@ -32,7 +33,7 @@ def comm():
 def active(monkeypatch, comm):
     """Makes active graphs of a configuration."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy.module())
-    monkeypatch.setattr(capture, "_gpu_is_usable", lambda: True)
+    monkeypatch.setattr(capture, "choose_engine", lambda engine, comm: (SimpleNamespace(device="cuda"), "a fake"))
     monkeypatch.setattr(fake_cupy, "current", [fake_cupy.Stream()])
     fake_cupy.log.clear()
     return lambda **config: Graphs(comm, CudaGraphConfig(**LOCAL | config))
@@ -403,3 +404,9 @@ def test_simulated_ranks_and_mpi_are_never_captured():
 def test_no_graphs_without_an_impl_or_without_ranks_that_can_be_captured(active):
     assert active().active and not active(impl="none").active
     assert thdattn.comm.run_local(2, lambda comm: Graphs(comm, CudaGraphConfig(**LOCAL)).active) == [False] * 2
+
+
+def test_the_reference_engine_is_never_captured(comm):
+    assert not Graphs(comm, CudaGraphConfig(**LOCAL), "reference").active
+    with pytest.raises(ValueError, match="engine is 'gpu'"):
+        Graphs(comm, CudaGraphConfig(**LOCAL), "gpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import fake_cupy
 import numpy as np
@@ -132,6 +133,6 @@ def test_wrong_static_packs_are_refused(comm, name):
 
 def test_engines_that_no_graph_can_hold_are_refused(comm, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy.module())
-    monkeypatch.setattr(capture, "_gpu_is_usable", lambda: True)
+    monkeypatch.setattr(capture, "choose_engine", lambda engine, comm: (SimpleNamespace(device="cuda"), "a fake"))
     with pytest.raises(ValueError, match="attentions holds one of engine 'reference', wanted 'cuda' as graphs are act"):
         StaticPack(Graphs(comm, CudaGraphConfig(impl="local")), [attention(comm)], ROWS)

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from thdattn.arguments import found, is_array, shown
+from thdattn.attention import choose_engine
 from thdattn.comm import Comm
 from thdattn.graphs.config import CudaGraphConfig
 
@@ -35,22 +36,23 @@ class Graphs:
     Args:
         comm: the ranks. Graphs end before it: comm.close() closes them first, also at the interpreter's exit.
         config: what is captured; impl="none" captures nothing.
+        engine: of the attentions, as CPAttention takes it.
 
     Attributes:
         config: as passed.
-        active: whether anything is captured: there is a GPU, comm.capturable, config.impl is not "none", and they were
-            not closed.
+        active: whether anything is captured: config.impl is not "none", the engine is on a GPU, the comm's collectives
+            can be captured, and the graphs were not closed.
         num_overflows: steps that ran eagerly as a batch did not fit; see StaticPack.
     """
 
-    def __init__(self, comm: Comm, config: CudaGraphConfig) -> None:
+    def __init__(self, comm: Comm, config: CudaGraphConfig, engine: str = "auto") -> None:
         self.config = config
         self.num_overflows = 0
         self._comm = comm
         self._captured: list[Captured[..., Any]] = []
         self._pools: list[Any] = []
         self._stream: Any = None
-        self.active = config.impl != "none" and comm.capturable and _gpu_is_usable()
+        self.active = config.impl != "none" and comm.capturable and choose_engine(engine, comm)[0].device == "cuda"
         if self.active:
             import cupy
 
@@ -350,12 +352,6 @@ def _is_frozen(x: Any) -> bool:
 def _is_array(x: Any) -> bool:
     """Whether x is a CuPy array."""
     return type(x).__module__.startswith("cupy") and hasattr(x, "data")
-
-
-def _gpu_is_usable() -> bool:
-    from thdattn.attention import _no_gpu
-
-    return _no_gpu() is None
 
 
 _TRAITS: dict[str, Callable[[Any], Any]] = {

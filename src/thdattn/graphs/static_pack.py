@@ -72,7 +72,7 @@ class StaticPack:
         for attention in self._attentions:
             if attention.engine != "cuda":
                 raise ValueError(f"attentions holds one of engine {attention.engine!r}, wanted 'cuda' as graphs are "
-                                 f"active; make it with engine='cuda', or graphs with impl='none'")
+                                 f"active; make Graphs with the engine of the attentions")
         self._loaded = cupy.zeros((self.num_batches, 2, self._slots), np.int32)
         self._lengths = self._loaded[0] if self.num_batches == 1 else self._loaded[0].copy()
         batch = PackedBatch(*self._lengths, total_rows=self.num_rows)
