@@ -74,11 +74,13 @@ class Comm(ABC):
         size: number of ranks.
         devices: which arrays it takes, "cpu" for NumPy and "cuda" for CuPy.
         sum_dtypes: names of the dtypes that reduce_scatter and all_reduce take.
+        capturable: whether collectives of CuPy arrays may be captured in a CUDA graph.
     """
 
     name: str
     devices: frozenset[str]
     sum_dtypes: frozenset[str] = _INTEGERS | {"float32", "float64"}
+    capturable = False
     _gpu: int | None = None  # the number of the only GPU whose arrays this rank takes, where that matters
 
     def __init__(self, rank: int, size: int) -> None:
@@ -292,6 +294,7 @@ class SingleComm(Comm):
     name = "single"
     devices = frozenset({"cpu", "cuda"})
     sum_dtypes = Comm.sum_dtypes | {"float16", "bfloat16"}
+    capturable = True
 
     def __init__(self) -> None:
         super().__init__(0, 1)

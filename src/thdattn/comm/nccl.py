@@ -55,6 +55,7 @@ class NcclComm(Comm):
     name = "nccl"
     devices = frozenset({"cuda"})
     sum_dtypes = Comm.sum_dtypes | {"float16", "bfloat16"}
+    capturable = True
 
     def __init__(self, world: Any, gpus: Sequence[Gpu]) -> None:
         super().__init__(world.rank, world.size)

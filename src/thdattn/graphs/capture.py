@@ -2,8 +2,8 @@
 
 A captured function is called like the function. Its first calls run eagerly, which compiles kernels and connects
 communicators; the next one is captured; from then on a call copies what is not in its place yet into the arrays that
-the graph reads, replays the graph, and returns the arrays that it writes, the same at every call. Without a GPU the
-function itself is called, after the same checks, so that a program is one and the same everywhere.
+the graph reads, replays the graph, and returns the arrays that it writes, the same at every call. Where nothing can be
+captured the function itself is called, so that a program is one and the same everywhere.
 """
 
 from __future__ import annotations
@@ -11,47 +11,48 @@ from __future__ import annotations
 import atexit
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from thdattn.arguments import found, is_array, shown
+from thdattn.attention import choose_engine
 from thdattn.comm import Comm
 from thdattn.graphs.config import CudaGraphConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Array = Any
-
 
 class Graphs:
     """The CUDA graphs of one program: their stream, their memory, and their end.
 
     Graphs that share a pool use memory again that an earlier one has freed: they are replayed in the order of their
-    capture, one pass through a model after the other, and results are read before the next pass. Replays on several
-    streams wait for each other, as two graphs must not be at work on one communicator.
+    capture, one pass through a model after the other, and results are read before the next pass. A replay on another
+    stream waits for all that the stream of the last one has to do, as two graphs must not be at work on one comm.
 
     Args:
         comm: the ranks. Graphs end before it: comm.close() closes them first, also at the interpreter's exit.
         config: what is captured; impl="none" captures nothing.
+        engine: of the attentions, as CPAttention takes it.
 
     Attributes:
         config: as passed.
-        active: whether anything is captured: there is a GPU, and config.impl is not "none".
-        num_overflows: batches that ran eagerly as they did not fit; see StaticPack.
+        active: whether anything is captured: config.impl is not "none", the engine is on a GPU, the comm's collectives
+            can be captured, and the graphs were not closed.
+        num_overflows: steps that ran eagerly as a batch did not fit; see StaticPack.
     """
 
-    def __init__(self, comm: Comm, config: CudaGraphConfig) -> None:
+    def __init__(self, comm: Comm, config: CudaGraphConfig, engine: str = "auto") -> None:
         self.config = config
         self.num_overflows = 0
         self._comm = comm
         self._captured: list[Captured[..., Any]] = []
-        self._pool: Any = None
-        self._static: set[int] = set()  # addresses of what graphs read and write, which stays where it is
-        self._last: tuple[int, Any] | None = None  # stream and event of the last replay
+        self._pools: list[Any] = []
         self._stream: Any = None
-        self.active = config.impl != "none" and "cuda" in comm.devices and _gpu_is_usable()
+        self.active = config.impl != "none" and comm.capturable and choose_engine(engine, comm)[0].device == "cuda"
         if self.active:
             import cupy
 
@@ -63,9 +64,10 @@ class Graphs:
         """The function, to be captured after config.warmup_steps calls.
 
         Args:
-            function: of arrays on the current GPU and of other values, in tuples, lists, dictionaries and dataclasses.
-                It must neither wait for the GPU nor copy from the host; what it does to arrays that are no arguments,
-                such as adding to a gradient, every replay does again.
+            function: of CuPy arrays on the current GPU and of other values, in tuples, lists, dictionaries and
+                dataclasses. It must neither wait for the GPU nor copy from the host; what it does to arrays that are no
+                arguments, such as adding to a gradient, every replay does again. What stays in its place, such as
+                weights, is better no argument, as arguments are copied.
             name: for messages.
         """
         made = Captured(self, function, name)
@@ -77,14 +79,19 @@ class Graphs:
         return Pair(self, forward, backward, name)
 
     def close(self) -> None:
-        """Destroys the graphs and gives their memory back; what they returned must not be used any more."""
+        """Destroys the graphs and gives their memory back, but for what they returned and somebody still holds.
+
+        Captured functions run eagerly from now on.
+        """
         atexit.unregister(self.close)
         self._comm.forget(self.close)
+        self.active = False
         for captured in self._captured:
             captured.drop()
-        self._captured, self._last, self._static = [], None, set()
-        if self._pool is not None:
-            self._pool.free_all_blocks()
+        for pool in self._pools:
+            pool.free_all_blocks()
+        _outlived[:] = [pool for pool in (*_outlived, *self._pools) if pool.used_bytes()]
+        self._captured, self._pools = [], []
 
     def __enter__(self) -> Graphs:
         return self
@@ -93,52 +100,62 @@ class Graphs:
         self.close()
 
     def is_capturing(self) -> bool:
-        """Whether a capture is under way: captured functions that it calls become part of it."""
-        return self.active and bool(self._stream.is_capturing())
+        """Whether the current stream is captured: captured functions called now become part of that graph."""
+        if not self.active:
+            return False
+        import cupy
+
+        return bool(cupy.cuda.get_current_stream().is_capturing())
 
     @contextmanager
-    def _recording(self, pool: Any) -> Iterator[Any]:
-        """The stream of captures as the current one, behind what the caller's stream has to do, with a pool's memory."""
+    def _recording(self) -> Iterator[Any]:
+        """The stream of captures as the current one, behind what the caller's stream has to do, and a pool's memory."""
         import cupy
 
-        with ExitStack() as stack:
-            self._stream.wait_event(cupy.cuda.get_current_stream().record())
-            stack.enter_context(cupy.cuda.using_allocator(pool.malloc))
-            stack.enter_context(self._stream)
-            yield self._stream
+        if not self._pools or not self.config.single_pool:
+            self._pools.append(cupy.cuda.MemoryPool(_allocate))
+        before = self._turn()
+        self._stream.wait_event(before.record())
+        with cupy.cuda.using_allocator(self._pools[-1].malloc):
+            self._stream.use()  # `with` would end on the stream of the `with` around it, not on one put to use since
+            try:
+                yield self._stream
+            finally:
+                before.use()
 
-    def _memory(self) -> Any:
-        """The pool of the next graph."""
+    def _turn(self) -> Any:
+        """The current stream, behind what the stream of the last replay on this comm has to do."""
         import cupy
 
-        if self._pool is None or not self.config.single_pool:
-            self._pool = cupy.cuda.MemoryPool()
-        return self._pool
+        stream, last = cupy.cuda.get_current_stream(), _last_streams.get(self._comm)
+        if last is not None and last != stream:
+            stream.wait_event(last.record())
+        _last_streams[self._comm] = stream
+        return stream
 
-    def _replay(self, graph: Any) -> None:
-        import cupy
-
-        stream = cupy.cuda.get_current_stream()
-        if self._last is not None and self._last[0] != stream.ptr:
-            stream.wait_event(self._last[1])
-        graph.launch(stream)
-        self._last = stream.ptr, stream.record()
+    def _static(self) -> set[int]:
+        """Addresses of what the graphs read and write, which stays where it is."""
+        return {x.data.ptr for captured in self._captured for x in captured.arrays()}
 
 
 class Captured(Generic[P, R]):
     """A function that becomes a CUDA graph; made by Graphs.captured.
 
+    An argument that a graph returned is read where it is. Another one that is passed in its place later is copied over
+    it, as every argument that lies elsewhere.
+
     Raises, when it is called after the capture:
         ValueError: an argument of another shape, dtype or device than at the capture, or another value where the graph
-            has one built in; the message names it. TypeError: another structure of arguments.
+            has one built in; the message names it.
+        TypeError: another structure of arguments; at the capture, an array that is no CuPy array.
     """
 
     def __init__(self, graphs: Graphs, function: Callable[P, R], name: str) -> None:
         self.name = name
         self._graphs, self._function = graphs, function
         self._num_calls = 0
-        self._inputs: dict[str, Any] | None = None  # path -> what the graph reads, or the value built in
         self._graph: Any = None
+        self._placed: Any = None  # the arguments as the graph takes them, by name
         self._results: Any = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -150,9 +167,12 @@ class Captured(Generic[P, R]):
             return self._function(*args, **kwargs)
         if self._graph is None:
             self._capture(args, kwargs)
+            stream = graphs._turn()
         else:
-            self._take(dict(_leaves(args, kwargs)))
-        graphs._replay(self._graph)
+            moved = list(self._moved(args, kwargs))
+            stream = graphs._turn()
+            _copy(moved)
+        self._graph.launch(stream)
         results: R = self._results
         return results
 
@@ -161,59 +181,79 @@ class Captured(Generic[P, R]):
         return self._function(*args, **kwargs)
 
     def drop(self) -> None:
-        """Destroys the graph; the next call captures another one."""
-        self._graph, self._results, self._inputs = None, None, None
+        """Destroys the graph; the next call captures another one. What it returned stays as it is."""
+        self._graph = self._placed = self._results = None
+
+    def arrays(self) -> Iterator[Any]:
+        """What the graph reads as arguments and what it returns."""
+        return (x for _, x in _leaves("", (self._placed, self._results)) if _is_array(x))
 
     def _capture(self, args: Any, kwargs: Any) -> None:
-        """Inputs that no graph owns get a place; all ranks capture together, as what one enqueues the others wait for."""
-        graphs, pool = self._graphs, self._graphs._memory()
+        """Arguments that no graph owns get a place; all ranks capture together, as one may wait for the others."""
+        graphs, static = self._graphs, self._graphs._static()
+
+        def place(path: str, x: Any) -> Any:
+            if is_array(x) and not _is_array(x):
+                raise TypeError(f"{self.name}: {path} is {found(x)}, wanted a CuPy array, as a graph reads no other; "
+                                f"pass cupy.asarray or cupy.from_dlpack of it")
+            return x.copy() if _is_array(x) and x.data.ptr not in static else x
+
         graphs._comm.barrier()
-        with graphs._recording(pool) as stream:
-            args, kwargs = _mapped((args, kwargs), self._place)
-            self._inputs = dict(_leaves(args, kwargs))
+        with graphs._recording() as stream:
+            args, kwargs = (_mapped("", x, place) for x in (args, kwargs))
             stream.synchronize()
             stream.begin_capture()
             try:
                 results = self._function(*args, **kwargs)
-            finally:
-                graph = stream.end_capture()
-        self._graph, self._results = graph, results
-        graphs._static |= {x.data.ptr for _, x in _leaves((results,), {}) if _is_array(x)}
+            except BaseException:
+                with suppress(Exception):  # what was refused in a capture makes its end fail, and says less
+                    stream.end_capture()
+                raise
+            self._graph = stream.end_capture()
+        self._placed, self._results = _named(args, kwargs), results
         graphs._comm.barrier()
 
-    def _place(self, x: Any) -> Any:
-        """What the graph reads for an argument: itself if a graph wrote it, else a copy with a place of its own."""
-        if not _is_array(x) or x.data.ptr in self._graphs._static:
-            return x
-        placed = x.copy()
-        self._graphs._static.add(placed.data.ptr)
-        return placed
+    def _moved(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+        """(argument, place) of what does not lie in its place; all arguments are checked against the capture's."""
+        for path, x, placed in self._side_by_side("", _named(args, kwargs), self._placed):
+            self._check(path, x, placed)
+            if _is_array(placed) and (x.data.ptr, x.strides) != (placed.data.ptr, placed.strides):
+                yield x, placed
 
-    def _take(self, found: dict[str, Any]) -> None:
-        """Checks the arguments against those of the capture, and copies what lies elsewhere."""
-        assert self._inputs is not None
-        if found.keys() != self._inputs.keys():
-            other = sorted(found.keys() ^ self._inputs.keys())
-            raise TypeError(
-                f"{self.name}: {', '.join(other)} {'is' if len(other) == 1 else 'are'} only in the call or only in the "
-                f"captured graph, wanted the arguments of the capture; capture another function for these"
-            )
-        for path, placed in self._inputs.items():
-            self._check(path, found[path], placed)
-        for path, placed in self._inputs.items():
-            if _is_array(placed) and found[path].data.ptr != placed.data.ptr:
-                placed[...] = found[path]
+    def _side_by_side(self, path: str, x: Any, placed: Any) -> Iterator[tuple[str, Any, Any]]:
+        """(path, value, value at the capture) of all leaves, but for those of frozen dataclasses that are the same."""
+        if x is placed and _is_frozen(x):
+            return
+        parts, wanted = _parts(path, x), _parts(path, placed)
+        if parts is None or wanted is None:
+            yield path, x, placed
+            return
+        here, there = dict(parts), dict(wanted)
+        if here.keys() != there.keys():
+            sides = (("the call", here.keys() - there.keys()), ("the captured graph", there.keys() - here.keys()))
+            only = " and ".join(f"{', '.join(sorted(names))} only in {side}" for side, names in sides if names)
+            raise TypeError(f"{self.name}: found {only}, wanted the arguments of the capture; pass these, or capture "
+                            f"another function for other ones")
+        for name, part in parts:
+            yield from self._side_by_side(name, part, there[name])
 
     def _check(self, path: str, x: Any, placed: Any) -> None:
-        if not _is_array(placed):
-            if x is not placed and (type(x) is not type(placed) or x != placed):
-                raise ValueError(f"{self.name}: {path} is {x!r}, wanted {placed!r} as in the captured graph; "
-                                 f"capture another function for this value")
+        if x is placed:
             return
+        if not _is_array(placed):
+            if type(x) is not type(placed) or x != placed:
+                same = shown(x) == shown(placed)
+                raise ValueError(
+                    f"{self.name}: {path} is {'another ' if same else ''}{shown(x)}, wanted {shown(placed)} as in the "
+                    f"captured graph, which has it built in; capture another function for this one"
+                )
+            return
+        if not _is_array(x):
+            raise TypeError(f"{self.name}: {path} is {found(x)}, wanted a CuPy array as in the captured graph; "
+                            f"pass one")
         for what, of in _TRAITS.items():
-            found = of(x) if _is_array(x) else type(x).__name__
-            if found != of(placed):
-                raise ValueError(f"{self.name}: {path} has {what} {found}, wanted {of(placed)} as in the captured "
+            if of(x) != of(placed):
+                raise ValueError(f"{self.name}: {path} has {what} {of(x)}, wanted {of(placed)} as in the captured "
                                  f"graph; pass such an array, or call .eager()")
 
 
@@ -230,53 +270,88 @@ class Pair:
         self.backward = graphs.captured(backward, f"{name}, backward")
 
 
-def _leaves(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
-    """(path, value) of everything in the arguments that is no container."""
-    for i, x in enumerate(args):
-        yield from _walk(f"argument {i}", x)
-    for name, x in kwargs.items():
-        yield from _walk(name, x)
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_last_streams: WeakKeyDictionary[Comm, Any] = WeakKeyDictionary()  # of the last replay, and its end is that of a comm
+_outlived: list[Any] = []  # pools of closed graphs of which something is in use, as the memory of a pool ends with it
 
 
-def _walk(path: str, x: Any) -> Iterator[tuple[str, Any]]:
-    for name, part in _parts(x) or ():
-        yield from _walk(f"{path}{name}", part)
-    if _parts(x) is None:
-        yield path, x
+def _allocate(size: int) -> Any:
+    """Memory for a pool of graphs.
+
+    NOTE: a pool that cannot get memory frees what it holds and tries again, but graphs write there. So the error is not
+    the one that a pool expects, and it is CuPy's own pool, full of what the eager runs used, that gives memory back.
+    """
+    import cupy
+
+    sources = [cupy.get_default_memory_pool().free_all_blocks]
+    while True:
+        try:
+            return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            if error.status != _OUT_OF_MEMORY:
+                raise
+            if not sources:
+                raise MemoryError(f"a CUDA graph needs {size} bytes more than the GPU has; make batches smaller, "
+                                  f"capture less, or use impl='none'") from error
+            sources.pop()()
 
 
-def _parts(x: Any) -> list[tuple[str, Any]] | None:
-    """(name, part) of a container; None for what is none. Plans are whole: their arrays are not the call's."""
+def _copy(moved: list[tuple[Any, Any]]) -> None:
+    """Copies arrays to their places; what lies in the place of another one is taken out first."""
+    places = {place.data.ptr for _, place in moved}
+    if len(moved) > 1 and any(x.data.ptr in places for x, _ in moved):
+        moved = [(x.copy(), place) for x, place in moved]
+    for x, place in moved:
+        place[...] = x
+
+
+def _named(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {f"argument {i}": x for i, x in enumerate(args)} | kwargs
+
+
+def _parts(path: str, x: Any) -> list[tuple[str, Any]] | None:
+    """(path, part) of a container; None for what is none. Plans are whole: their arrays are not the call's."""
     if isinstance(x, (tuple, list)):
-        return [(f"[{i}]", part) for i, part in enumerate(x)]
+        return [(f"{path}[{i}]" if path else f"argument {i}", part) for i, part in enumerate(x)]
     if isinstance(x, dict):
-        return [(f"[{key!r}]", part) for key, part in x.items()]
+        return [(f"{path}[{key!r}]" if path else str(key), part) for key, part in x.items()]
     if dataclasses.is_dataclass(x) and not isinstance(x, type) and not hasattr(x, "made_for"):
-        return [(f".{field.name}", getattr(x, field.name)) for field in dataclasses.fields(x)]
+        return [(f"{path}.{field.name}", getattr(x, field.name)) for field in dataclasses.fields(x)]
     return None
 
 
-def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:
-    """The same containers with every leaf changed."""
-    parts = _parts(x)
+def _leaves(path: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """(path, value) of everything in a value that is no container."""
+    parts = _parts(path, x)
     if parts is None:
-        return change(x)
-    changed = [_mapped(part, change) for _, part in parts]
+        yield path, x
+    else:
+        for name, part in parts:
+            yield from _leaves(name, part)
+
+
+def _mapped(path: str, x: Any, change: Callable[[str, Any], Any]) -> Any:
+    """The same containers with every leaf changed; frozen dataclasses of which no leaf changes stay what they are."""
+    parts = _parts(path, x)
+    if parts is None:
+        return change(path, x)
+    changed = [_mapped(name, part, change) for name, part in parts]
     if isinstance(x, dict):
         return dict(zip(x, changed, strict=True))
     if isinstance(x, (tuple, list)):
         return type(x)(*changed) if hasattr(x, "_fields") else type(x)(changed)
-    return dataclasses.replace(x, **{field.name: part for field, part in zip(dataclasses.fields(x), changed, strict=True)})
+    made = dataclasses.replace(x, **{field.name: y for field, y in zip(dataclasses.fields(x), changed, strict=True)})
+    same = all(y is z for (_, y), (_, z) in zip(_leaves("", x), _leaves("", made), strict=True))
+    return x if same and _is_frozen(x) else made
+
+
+def _is_frozen(x: Any) -> bool:
+    return bool(getattr(getattr(x, "__dataclass_params__", None), "frozen", False))
 
 
 def _is_array(x: Any) -> bool:
+    """Whether x is a CuPy array."""
     return type(x).__module__.startswith("cupy") and hasattr(x, "data")
-
-
-def _gpu_is_usable() -> bool:
-    from thdattn.attention import _no_gpu
-
-    return _no_gpu() is None
 
 
 _TRAITS: dict[str, Callable[[Any], Any]] = {

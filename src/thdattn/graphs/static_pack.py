@@ -7,7 +7,6 @@ nothing, the rows to a capacity, and a batch is loaded by one copy of its length
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +28,19 @@ class StaticPack:
 
     Args:
         graphs: config.max_packed_seqs sequences are room for; None: as many as rows, at most 2,048.
-        attentions: one per mask, all on one comm.
+        attentions: one per mask, all on one comm, of engine "cuda" if graphs are active.
         num_rows: rows of every batch, of all ranks together.
         sharding: "dual_chunk" or "contiguous".
         num_batches: micro-batches that are loaded at once, for a graph of all of them.
         like: a batch as they usually are, which the kernels' order of work is chosen by; results do not depend on it.
 
     Attributes:
-        max_seqs, num_rows: the capacity.
+        max_seqs, num_rows, num_batches: the capacity.
 
     Raises:
-        ValueError: num_rows that the sharding cannot split, or that is more than config.max_tokens_per_rank allows.
+        TypeError: a count that is no int.
+        ValueError: a count below 1, no attention, one of another engine, an unknown sharding, or more rows than
+            config.max_tokens_per_rank allows.
     """
 
     def __init__(
@@ -47,32 +48,43 @@ class StaticPack:
         num_batches: int = 1, like: PackedBatch | None = None,
     ) -> None:  # fmt: skip
         config = graphs.config
-        self.num_rows = as_count("num_rows", num_rows)
+        self.num_rows, self.num_batches = as_count("num_rows", num_rows), as_count("num_batches", num_batches)
         self.max_seqs = config.max_packed_seqs or min(MOST_SEQUENCES, num_rows)
-        cp_size = attentions[0].comm.size
-        if config.max_tokens_per_rank is not None and -(-num_rows // cp_size) > config.max_tokens_per_rank:
+        self._graphs, self._attentions, self._strategy = graphs, tuple(attentions), sharding
+        if not self._attentions:
+            raise ValueError("attentions is empty, wanted at least one attention; pass one per mask")
+        # Slots of 16 bytes, as that is how arrays of a plan are aligned.
+        self._slots = -(-(self.max_seqs + 1) // 4) * 4
+        self._shardings = [self.sharding(PackedBatch([0]))] * self.num_batches  # until the first load all is padding
+        rows = self._shardings[0].local_rows
+        if config.max_tokens_per_rank is not None and rows > config.max_tokens_per_rank:
             raise ValueError(
-                f"num_rows is {num_rows}, {-(-num_rows // cp_size)} per rank, wanted at most max_tokens_per_rank = "
+                f"num_rows is {num_rows}, {rows} per rank, wanted at most max_tokens_per_rank = "
                 f"{config.max_tokens_per_rank}; pass fewer rows, or a larger maximum"
             )
-        self._graphs, self._attentions, self._sharding = graphs, tuple(attentions), sharding
-        self._batches: list[PackedBatch] = []
         if graphs.active:
-            import cupy
+            self._make_plans(like)
 
-            dummy = _padded(PackedBatch([0, num_rows]), self.max_seqs)
-            self._loaded = cupy.asarray(np.stack([dummy] * as_count("num_batches", num_batches)))
-            self._lengths = self._loaded[0] if num_batches == 1 else self._loaded[0].copy()
-            batch = PackedBatch(*self._lengths, total_rows=num_rows)
-            self._plans = tuple(attention.plan(batch, sharding, like=like) for attention in attentions)
+    def _make_plans(self, like: PackedBatch | None) -> None:
+        """Plans of lengths on the GPU."""
+        import cupy
+
+        for attention in self._attentions:
+            if attention.engine != "cuda":
+                raise ValueError(f"attentions holds one of engine {attention.engine!r}, wanted 'cuda' as graphs are "
+                                 f"active; make Graphs with the engine of the attentions")
+        self._loaded = cupy.zeros((self.num_batches, 2, self._slots), np.int32)
+        self._lengths = self._loaded[0] if self.num_batches == 1 else self._loaded[0].copy()
+        batch = PackedBatch(*self._lengths, total_rows=self.num_rows)
+        self._plans = tuple(attention.plan(batch, self._strategy, like=like) for attention in self._attentions)
 
     def fits(self, batches: Sequence[PackedBatch]) -> bool:
         """Whether the batches can be loaded: to be asked once per step, on the host, alike on all ranks.
 
-        Counts one that cannot in graphs.num_overflows.
+        Counts a step that cannot be in graphs.num_overflows.
 
         Raises:
-            ValueError: one does not fit, and config.on_overflow is "error".
+            ValueError: a batch does not fit, and config.on_overflow is "error".
         """
         for number, batch in enumerate(batches):
             for what, found, room in (("sequences", batch.num_seqs, self.max_seqs),
@@ -93,16 +105,26 @@ class StaticPack:
 
         Args:
             batches: num_batches batches with their lengths on the host.
+
+        Raises:
+            ValueError: another number of batches, one that does not fit, or lengths that the sharding cannot split.
         """
-        self._batches = [self.padded(batch) for batch in batches]
+        if len(batches) != self.num_batches:
+            raise ValueError(
+                f"batches holds {len(batches)} batches, wanted num_batches = {self.num_batches} as the static pack was "
+                f"made for; make another one for another number of micro-batches"
+            )
+        for number, batch in enumerate(batches):
+            if batch.num_seqs > self.max_seqs:
+                raise ValueError(f"batch {number} has {batch.num_seqs} sequences, wanted at most {self.max_seqs}, the "
+                                 f"room of the static pack; ask fits() first")
+        self._shardings = [self.sharding(batch) for batch in batches]
         if self._graphs.active:
             import cupy
 
-            lengths = np.stack([_padded(batch, self.max_seqs) for batch in batches])
-            if lengths.shape != self._loaded.shape:
-                raise ValueError(f"batches holds {len(lengths)} batches, wanted {len(self._loaded)}, as the static pack "
-                                 f"was made for; make another one for another number of micro-batches")
-            self._loaded.set(lengths, cupy.cuda.get_current_stream())
+            stream = cupy.cuda.get_current_stream()
+            for there, batch in zip(self._loaded, batches, strict=True):  # up to 64 KiB a copy, the host never waits
+                there.set(_offsets(batch, self._slots), stream)
 
     def plans(self, number: int = 0) -> tuple[Plan, ...]:
         """The plans of a loaded batch, one per attention; those of the batch asked for before become these.
@@ -110,9 +132,9 @@ class StaticPack:
         A graph may capture this: each replay then plans the batch that is loaded.
         """
         if not self._graphs.active:
-            sharding = self.sharding(self._batches[number])
+            sharding = self._shardings[number]
             return tuple(attention.plan(sharding.batch, sharding) for attention in self._attentions)
-        if len(self._loaded) > 1:
+        if self.num_batches > 1:
             self._lengths[...] = self._loaded[number]
         for plan in self._plans:
             plan.refresh()
@@ -124,10 +146,10 @@ class StaticPack:
 
     def sharding(self, batch: PackedBatch) -> Sharding:
         """The sharding of a batch on the host, padded to the capacity."""
-        return Sharding(self.padded(batch), self._attentions[0].comm.size, self._sharding)
+        return Sharding(self.padded(batch), self._attentions[0].comm.size, self._strategy)
 
 
-def _padded(batch: PackedBatch, num_seqs: int) -> NDArray[np.int32]:
-    """(2, num_seqs + 1): cu_seqlens and cu_seqlens_padded, with empty sequences at the end."""
-    missing = (0, num_seqs - batch.num_seqs)
+def _offsets(batch: PackedBatch, num_offsets: int) -> NDArray[np.int32]:
+    """(2, num_offsets): cu_seqlens and cu_seqlens_padded, with empty sequences at the end."""
+    missing = (0, num_offsets - batch.num_seqs - 1)
     return np.stack([np.pad(x, missing, mode="edge") for x in (batch.cu_seqlens, batch.cu_seqlens_padded)])

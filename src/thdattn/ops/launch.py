@@ -26,6 +26,18 @@ def from_user(name: str, x: Any) -> Array:
     """A user's array as a C-contiguous CuPy array, without a copy where it is one.
 
     Raises:
+        TypeError, ValueError: as in_place.
+    """
+    x = in_place(name, x)
+    if x.flags.c_contiguous and x.data.ptr % 16 == 0:  # the kernels move 16 bytes at a time
+        return x
+    return x.copy(order="C")
+
+
+def in_place(name: str, x: Any) -> Array:
+    """A user's array as a CuPy array in the same memory.
+
+    Raises:
         TypeError: the array is not on a GPU, or cannot be exchanged through DLPack.
         ValueError: it lies on another GPU than the current one.
     """
@@ -41,9 +53,7 @@ def from_user(name: str, x: Any) -> Array:
     if x.device.id != current:
         raise ValueError(f"{name} is on GPU {x.device.id}, wanted the current GPU {current}; copy it there, or "
                          f"make GPU {x.device.id} current with cupy.cuda.Device({x.device.id}).use()")
-    if x.flags.c_contiguous and x.data.ptr % 16 == 0:  # the kernels move 16 bytes at a time
-        return x
-    return x.copy(order="C")
+    return x
 
 
 @dataclass(frozen=True)

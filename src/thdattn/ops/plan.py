@@ -55,8 +55,9 @@ class DeviceLengths:
     def __init__(self, sharding: Sharding, key_batch: PackedBatch | None) -> None:
         self.sharding, self.key_batch = sharding, key_batch
         batch, keys = sharding.batch, key_batch or sharding.batch
+        self._made: list[Callable[[], None]] = []
         # Kept, with all that is written here, as a replayed graph reads and writes them.
-        self._offsets = [launch.from_user(name, x) for lengths in (batch, keys) for name, x in (
+        self._offsets = [self._followed(name, x) for lengths in (batch, keys) for name, x in (
             ("cu_seqlens", lengths.cu_seqlens), ("cu_seqlens_padded", lengths.cu_seqlens_padded))]
         made = launch.empty((4 * (batch.num_seqs + 1) + 1,), np.int32)
         self.wrong = made[-1:]
@@ -66,8 +67,16 @@ class DeviceLengths:
         self._notice = notices[self._serial % len(notices) :][:1]
         sizes = map(np.int32, (batch.num_seqs, batch.total_rows, keys.total_rows, sharding.multiple))
         args = (made, self.wrong, np.uint64(self._notice.ctypes.data), *self._offsets, *sizes, np.uint64(self._serial))
-        self._made: list[Callable[[], None]] = []
         self.make(lambda: jit.kernel(_CHECK)((1,), 1024, args))
+
+    def _followed(self, name: str, x: Any) -> Array:
+        """Offsets as the kernel reads them: a copy of strided ones, made anew whenever the plan is."""
+        x = launch.in_place(name, x)
+        if x.flags.c_contiguous:
+            return x
+        copied = launch.empty(x.shape, x.dtype)
+        self.make(lambda: cupy.copyto(copied, x))
+        return copied
 
     def make(self, launches: Callable[[], None]) -> None:
         """Makes something of the plan from the lengths, now and whenever make_again is called."""

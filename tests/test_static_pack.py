@@ -1,0 +1,138 @@
+"""Static packs without a GPU: inactive ones on the reference engine, what fits, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import fake_cupy
+import numpy as np
+import pytest
+
+import thdattn
+from thdattn import PackedBatch
+from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack, capture
+
+ROWS = 96
+
+
+@pytest.fixture
+def comm():
+    with thdattn.comm.init("single") as comm:
+        yield comm
+
+
+def attention(comm, **options):
+    return thdattn.CPAttention(comm, 2, 8, 1, dtype="float32", engine="reference", **options)
+
+
+@pytest.mark.usefixtures("poisoned_host")
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous"])
+def test_inactive_graphs_of_a_static_pack_are_the_plain_attention(sharding, cp_size):
+    """The loop of a program with graphs, on simulated ranks, beside the same without them."""
+    rng = np.random.default_rng(0)
+    batches = [PackedBatch.from_lengths(lengths, 2 * cp_size) for lengths in ([30, 7], [], [1] * 6, [64, 0, 3])]
+    inputs = [rng.standard_normal((ROWS, heads, 8), np.float32) for heads in (2, 1, 1, 2)]
+
+    def program(comm):
+        graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=6))
+        assert not graphs.active
+        full, near = attention(comm), attention(comm, window=(5, 0))
+        pack = StaticPack(graphs, [full, near], ROWS, sharding)
+        pair = graphs.pair(lambda q, k, v: near.forward(q, k, v, pack.plans()[1]), near.backward, "layer")
+        for batch in batches:
+            assert pack.fits([batch])
+            pack.load([batch])
+            sharded = pack.sharding(batch)
+            q, k, v, dout = (sharded.shard(x, comm.rank) for x in inputs)
+            out, kept = pair.forward(q, k, v)
+            found = out, *pair.backward(dout, kept)
+            plan = near.plan(sharded.batch, sharded)
+            out, saved = near.forward(q, k, v, plan)
+            for x, wanted in zip(found, (out, *near.backward(dout, saved)), strict=True):
+                assert x.tobytes() == wanted.tobytes()
+            for made, alone in zip(pack.plans(), (full.plan(sharded.batch, sharded), plan), strict=True):
+                assert made.batch.total_rows == ROWS
+                for name, x in vars(alone.arrays).items():
+                    assert x is None or np.array_equal(getattr(made.arrays, name), x), name
+        assert graphs.num_overflows == 0
+
+    thdattn.comm.run_local(cp_size, program)
+
+
+def test_several_batches_are_loaded_at_once(comm):
+    pack = StaticPack(Graphs(comm, CudaGraphConfig()), [attention(comm)], 40, num_batches=2)
+    first, second = PackedBatch([0, 3, 9]), PackedBatch([0, 40])
+    pack.load([first, second])
+    for number in (1, 0, 1):
+        (plan,) = pack.plans(number)
+        np.testing.assert_array_equal(plan.batch.cu_seqlens, (first, second)[number].cu_seqlens)
+    for batches in ([first], [first] * 3):
+        with pytest.raises(ValueError, match=f"batches holds {len(batches)} batches, wanted num_batches = 2"):
+            pack.load(batches)
+
+
+def test_before_the_first_load_all_rows_are_padding(comm):
+    (plan,) = StaticPack(Graphs(comm, CudaGraphConfig()), [attention(comm)], 40).plans()
+    assert plan.local_rows == 40 and not plan.valid.any() and not plan.key_ranges.any()
+
+
+@pytest.mark.parametrize(("lengths", "found"), [([1] * 5, "5 sequences, wanted at most 4"),
+                                                ([50, 47], "97 rows, wanted at most 96")])  # fmt: skip
+def test_overflow_runs_eagerly_and_is_counted_or_raises(comm, lengths, found):
+    small, large = PackedBatch.from_lengths([3, 0, 90]), PackedBatch.from_lengths(lengths)
+    eager, error = (CudaGraphConfig(max_packed_seqs=4, on_overflow=rule) for rule in ("eager", "error"))
+    graphs = Graphs(comm, eager)
+    pack = StaticPack(graphs, [attention(comm)], ROWS, num_batches=2)
+    assert pack.fits([small, small]) and graphs.num_overflows == 0
+    assert not pack.fits([large, small]) and not pack.fits([small, large]) and graphs.num_overflows == 2
+    assert pack.fits([small, small]) and graphs.num_overflows == 2
+    pack = StaticPack(Graphs(comm, error), [attention(comm)], ROWS, num_batches=2)
+    assert pack.fits([small, small])
+    with pytest.raises(ValueError, match=f"batch 1 has {found}, the room of the static pack"):
+        pack.fits([small, large])
+    with pytest.raises(ValueError):
+        pack.load([small, large])  # nothing is ever cut off
+
+
+def test_room_is_as_many_sequences_as_rows_unless_the_configuration_says_so(comm):
+    def room(rows, **options):
+        return StaticPack(Graphs(comm, CudaGraphConfig(**options)), [attention(comm)], rows).max_seqs
+
+    assert (room(100), room(5000), room(100, max_packed_seqs=7)) == (100, 2048, 7)
+    assert room(100, max_tokens_per_rank=100) == 100
+
+
+def test_lengths_that_the_sharding_cannot_split_are_refused_as_they_are_loaded():
+    def program(comm):
+        pack = StaticPack(Graphs(comm, CudaGraphConfig()), [attention(comm)], ROWS)
+        with pytest.raises(ValueError, match="sequence 1 has"):
+            pack.load([PackedBatch([0, 8, 15])])
+
+    thdattn.comm.run_local(2, program)
+
+
+WRONG_PACKS = {
+    "rows": ({"num_rows": 0}, ValueError, "num_rows is 0, wanted >= 1"),
+    "rows-type": ({"num_rows": 9.5}, TypeError, "num_rows is 9.5"),
+    "batches": ({"num_batches": 0}, ValueError, "num_batches is 0, wanted >= 1"),
+    "attentions": ({"attentions": []}, ValueError, "attentions is empty"),
+    "sharding": ({"sharding": "dual"}, ValueError, "'dual'"),
+    "tokens": ({"num_rows": 97}, ValueError, "97 per rank, wanted at most max_tokens_per_rank = 96"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PACKS)
+def test_wrong_static_packs_are_refused(comm, name):
+    wrong, kind, message = WRONG_PACKS[name]
+    arguments = {"attentions": [attention(comm)], "num_rows": ROWS} | wrong
+    with pytest.raises(kind, match=message):
+        StaticPack(Graphs(comm, CudaGraphConfig(max_tokens_per_rank=96)), **arguments)
+
+
+def test_engines_that_no_graph_can_hold_are_refused(comm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy.module())
+    monkeypatch.setattr(capture, "choose_engine", lambda engine, comm: (SimpleNamespace(device="cuda"), "a fake"))
+    with pytest.raises(ValueError, match="attentions holds one of engine 'reference', wanted 'cuda' as graphs are act"):
+        StaticPack(Graphs(comm, CudaGraphConfig(impl="local")), [attention(comm)], ROWS)
