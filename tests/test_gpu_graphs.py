@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -248,6 +249,7 @@ def test_results_outlive_their_graphs(cupy, comm, single_pool):
         assert len(others) == 8
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers use the same GPU's memory")
 def test_twenty_captures_leave_memory_flat(cupy):
     finished = run(cupy, 1, "cycles")
     assert finished.returncode == 0, finished.stderr
@@ -340,9 +342,9 @@ def test_a_capture_that_fails_leaves_everything_usable(cupy, comm, graphs, how):
     other(q)
     wrong.append(True)
     stream = cupy.cuda.get_current_stream()
-    with pytest.raises(KeyError if how == "raises" else cupy.cuda.runtime.CUDARuntimeError) as error:
+    # CUDARuntimeError is a RuntimeError; CuPy itself refuses to copy to the host.
+    with pytest.raises(KeyError if how == "raises" else RuntimeError, match="(?i)mine|captur"):
         captured(q)
-    assert how == "raises" or "Capture" in str(error.value)
     assert cupy.cuda.get_current_stream() == stream and not stream.is_capturing() and not graphs.is_capturing()
     wrong.clear()
     for _ in range(3):

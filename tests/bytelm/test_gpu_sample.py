@@ -74,7 +74,8 @@ def test_eager_layer_and_block_write_the_same_bytes(cupy, config, prompts):
                 for seed, texts in enumerate((prompts, prompts[::-1], prompts))
             ]
     assert written["none"] == written["layer"] == written["block"]
-    assert any(len(text) > capacity // 2 for text in written["none"][0]), "not all have ended at once"
+    longest = max(len(text) for texts in written["none"] for text in texts)
+    assert longest > capacity // 2, "not all have ended at once"
 
 
 def test_texts_of_temperature_0_are_those_of_the_forward(cupy):
