@@ -144,9 +144,9 @@ def layer_rows(comm: thdattn.comm.Comm, case: Case, rounds: int) -> Iterator[rec
 
 
 def check(case: Case, way: str, found: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """A look at the results: garbage is not timed."""
+    """A look at the results, of which bfloat16 is the upper half of float32: garbage is not timed."""
     for name, x, y in zip(("dq", "dk", "dv"), found, wanted, strict=True):
-        x, y = ((z.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32) for z in (x, y))  # exactly bfloat16's
+        x, y = ((z.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32) for z in (x, y))
         error = float(cupy.sqrt(((x - y) ** 2).sum() / (y**2).sum()))
         if not error < RELATIVE_ERROR:
             raise RuntimeError(f"{case.name} {way}: {name} is off by {error:.1e} of eager's, wanted {RELATIVE_ERROR}")
