@@ -7,7 +7,8 @@ A time is that of a call as a program makes it, between events on the GPU, so th
 it is the slowest one's. Every run replaces the rows of its GPU and number of ranks in results/graphs_GPU.csv. The ways:
 
 eager           kernel by kernel, with a plan of exactly this pack made on the host
-eager_static    kernel by kernel, with the plan of a static pack, whose lengths only the GPU knows
+eager_static    kernel by kernel, with the plan of a static pack, whose lengths only the GPU knows: so it always copies
+                q, k, v, dout without padding, which a plan of the host does only where there is some
 local           a forward and a backward graph, on arrays that graphs own
 local_copied    the same on arrays that are copied to their places first
 full_iteration  one graph of both
@@ -29,7 +30,7 @@ import numpy as np
 import record
 import timing
 from peers import RELATIVE_ERROR, Inputs, normal
-from workloads import Case, document_pack
+from workloads import PACK_TOKENS, Case, document_pack
 
 import thdattn
 from thdattn import PackedBatch
@@ -37,6 +38,7 @@ from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
 
 SHORT = {"8x1024": (1_024,) * 8, "64x128": (128,) * 64}
 LONG = {"1x16384": (16_384,), "doc64k": document_pack()}
+ROWS = {"doc64k": PACK_TOKENS}  # of a pack whose end is padding, as in training; the others are full
 HEADS = ((8, 8), (16, 4))  # query and kv heads
 WANTED_SHORT, WANTED_LONG, WANTED_SLOTS = 2.0, 1 / 1.02, 1.03  # speed over eager, and cost of unused slots
 SLOTS = (16, 512)  # of which 16 documents use 16
@@ -75,7 +77,7 @@ class Layer:
     """One attention layer on this rank's rows of a case.
 
     Attributes:
-        batch: the pack; padded to what the sharding needs, for several ranks.
+        batch: the pack, with the rows of ROWS; padded to what the sharding needs, for several ranks.
         inputs: this rank's rows.
     """
 
@@ -83,7 +85,9 @@ class Layer:
         self.attention = thdattn.CPAttention(
             comm, case.heads, case.head_dim, case.kv_heads, case.v_head_dim, engine="cuda"
         )
-        self.batch = PackedBatch.from_lengths(case.lengths, 1 if comm.size == 1 else 2 * comm.size)
+        batch = PackedBatch.from_lengths(case.lengths, 1 if comm.size == 1 else 2 * comm.size)
+        rows = max(batch.total_rows, ROWS.get(case.name, 0))
+        self.batch = PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=rows)
         self.exact = self.attention.plan(self.batch)
         shapes = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim),
                   (case.heads, case.v_head_dim))  # fmt: skip
