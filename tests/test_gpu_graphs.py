@@ -20,6 +20,7 @@ from thdattn.plan import host_arrays
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
 PROGRAM = Path(graph_ranks.__file__)
+alone = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers use the same GPU's memory")
 
 
 @pytest.fixture
@@ -222,6 +223,7 @@ def test_replays_write_to_no_memory_outside(cupy, comm, graphs, default_stream):
     assert not overwritten, f"a graph wrote into arrays of {overwritten} bytes that were made after it"
 
 
+@alone
 def test_memory_that_eager_runs_left_behind_serves_captures(cupy, graphs):
     captured = graphs.captured(lambda x: cupy.full(2**30, 3, np.uint8)[:8] + x, "large")
     given = cupy.ones(8, np.uint8)
@@ -249,7 +251,7 @@ def test_results_outlive_their_graphs(cupy, comm, single_pool):
         assert len(others) == 8
 
 
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers use the same GPU's memory")
+@alone
 def test_twenty_captures_leave_memory_flat(cupy):
     finished = run(cupy, 1, "cycles")
     assert finished.returncode == 0, finished.stderr
@@ -343,7 +345,7 @@ def test_a_capture_that_fails_leaves_everything_usable(cupy, comm, graphs, how):
     wrong.append(True)
     stream = cupy.cuda.get_current_stream()
     # CUDARuntimeError is a RuntimeError; CuPy itself refuses to copy to the host.
-    with pytest.raises(KeyError if how == "raises" else RuntimeError, match="(?i)mine|captur"):
+    with pytest.raises(KeyError if how == "raises" else RuntimeError, match=r"(?i)mine|captur"):
         captured(q)
     assert cupy.cuda.get_current_stream() == stream and not stream.is_capturing() and not graphs.is_capturing()
     wrong.clear()
@@ -393,6 +395,7 @@ def test_a_program_that_raises_ends_with_its_message(cupy, n, scenario):
     assert f"RuntimeError: of {'every' if scenario == 'raise' else 'the last'} rank" in finished.stderr
 
 
+@alone
 def test_captures_of_two_ranks_leave_memory_flat(cupy):
     finished = run(cupy, 2, "cycles")
     assert finished.returncode == 0, finished.stderr
