@@ -95,7 +95,7 @@ class Layer:
 
     def pack(self, graphs: Graphs) -> StaticPack:
         """A static pack of just so many rows, with the batch loaded."""
-        pack = StaticPack(graphs, [self.attention], self.batch.total_rows, like=self.batch)
+        pack = StaticPack(graphs, [self.attention], self.batch.total_rows, like=self.batch, finite_padding=True)
         pack.load([self.batch])
         return pack
 

@@ -224,8 +224,9 @@ extern "C" __global__ void adamw_update(
 
 // ------------------------------------------------------------------------------------------------ decode
 
-// The products of a few rows with a weight, each of its rows (or two of them) by one warp, which reads it once for 4 rows
-// of x and normalises them at the end, as the norm is a factor per row. Bound by reading the weight, or by the launch.
+// The products of a few rows with a weight, each of its rows (or two of them) by one warp, which reads it once for 4
+// rows of x and normalises them at the end, as the norm is a factor per row. Bound by reading the weight, or by the
+// launch.
 
 constexpr int kRows = 4;
 struct Products { float a[kRows], b[kRows]; };

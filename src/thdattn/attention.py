@@ -137,7 +137,7 @@ class CPAttention:
 
     def plan(
         self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk", key_batch: PackedBatch | None = None,
-        like: PackedBatch | None = None,
+        like: PackedBatch | None = None, finite_padding: bool = False,
     ) -> Plan:
         """Plans one batch for this rank; every layer with this mask and these head dims can use it.
 
@@ -152,6 +152,8 @@ class CPAttention:
                 last key, and the others before it: a query at position p of L_q at position p + L_k - L_q of L_k keys.
             like: where the lengths of batch lie on a GPU, a batch on the host as they usually are, which the order of
                 work is chosen by; results do not depend on it.
+            finite_padding: padding of q, k, v and dout holds finite numbers, as in a model that computes those rows
+                too; it is then left in its place, where on one rank it would be copied around.
 
         Raises:
             TypeError: batch or key_batch is no PackedBatch, or sharding neither a str nor a Sharding.
@@ -186,7 +188,7 @@ class CPAttention:
         self._lengths = arrays.lengths
         head_dims = self.head_dim, self.v_head_dim
         return Plan(sharding, self.comm.rank, self.window, head_dims, self._tiles, arrays, self._engine, key_batch,
-                    like)
+                    like, as_bool("finite_padding", finite_padding))
 
     def forward(self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False) -> tuple[Any, Saved]:
         """Attention of this rank's rows over the keys of all ranks. Collective.

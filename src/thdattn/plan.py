@@ -72,6 +72,7 @@ class Plan:
     engine: Any
     _key_batch: PackedBatch | None = None
     _like: PackedBatch | None = None
+    _finite_padding: bool = False
     _kept: dict[Any, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -122,25 +123,26 @@ class Plan:
         """Rows of the key buffer: all rows of the packed keys, in sequence order."""
         return self.key_batch.total_rows
 
-    @property
+    @cached_property
     def has_unseen_keys(self) -> bool:
-        """Whether no query sees some row of the key buffer; True where only the GPU knows.
+        """Whether some row of the key buffer, that no query sees, may hold NaN; True where only the GPU knows.
 
         Such are padding and, in cross-attention, keys of no query or before the window of the first.
         """
-        return self.once("unseen keys", lambda: self._hides(self.key_rows, self.key_batch, self.batch, self.window[0]))
+        return self._hides(self.key_rows, self.key_batch, self.batch, self.window[0])
 
-    @property
+    @cached_property
     def has_blind_queries(self) -> bool:
-        """Whether some local row of some rank sees no key; True where only the GPU knows.
+        """Whether some local row of some rank, that sees no key, may hold NaN; True where only the GPU knows.
 
         Such are padding, fillers and, in cross-attention, queries that have no key or stand before the first.
         """
-        rows = self.cp_size * self.local_rows
-        return self.once("blind queries", lambda: self._hides(rows, self.batch, self.key_batch, self.window[1]))
+        return self._hides(self.cp_size * self.local_rows, self.batch, self.key_batch, self.window[1])
 
     def _hides(self, num_rows: int, batch: PackedBatch, other: PackedBatch, side: int) -> bool:
         """Whether some of the rows holds no token of batch, or one that no token of other is near enough to."""
+        if self._finite_padding:
+            return False
         if batch.on_device or batch.total_tokens < num_rows:
             return True
         lengths, others = batch.lengths, other.lengths

@@ -33,6 +33,7 @@ class StaticPack:
         sharding: "dual_chunk" or "contiguous".
         num_batches: micro-batches that are loaded at once, for a graph of all of them.
         like: a batch as they usually are, which the kernels' order of work is chosen by; results do not depend on it.
+        finite_padding: as CPAttention.plan; without it, every pack is taken for one with padding.
 
     Attributes:
         max_seqs, num_rows, num_batches: the capacity.
@@ -45,12 +46,13 @@ class StaticPack:
 
     def __init__(
         self, graphs: Graphs, attentions: Sequence[CPAttention], num_rows: int, sharding: str = "dual_chunk",
-        num_batches: int = 1, like: PackedBatch | None = None,
+        num_batches: int = 1, like: PackedBatch | None = None, finite_padding: bool = False,
     ) -> None:  # fmt: skip
         config = graphs.config
         self.num_rows, self.num_batches = as_count("num_rows", num_rows), as_count("num_batches", num_batches)
         self.max_seqs = config.max_packed_seqs or min(MOST_SEQUENCES, num_rows)
         self._graphs, self._attentions, self._strategy = graphs, tuple(attentions), sharding
+        self._finite_padding = finite_padding
         if not self._attentions:
             raise ValueError("attentions is empty, wanted at least one attention; pass one per mask")
         # Slots of 16 bytes, as that is how arrays of a plan are aligned.
@@ -76,7 +78,10 @@ class StaticPack:
         self._loaded = cupy.zeros((self.num_batches, 2, self._slots), np.int32)
         self._lengths = self._loaded[0] if self.num_batches == 1 else self._loaded[0].copy()
         batch = PackedBatch(*self._lengths, total_rows=self.num_rows)
-        self._plans = tuple(attention.plan(batch, self._strategy, like=like) for attention in self._attentions)
+        self._plans = tuple(
+            attention.plan(batch, self._strategy, like=like, finite_padding=self._finite_padding)
+            for attention in self._attentions
+        )
 
     def fits(self, batches: Sequence[PackedBatch]) -> bool:
         """Whether the batches can be loaded: to be asked once per step, on the host, alike on all ranks.
@@ -133,7 +138,8 @@ class StaticPack:
         """
         if not self._graphs.active:
             sharding = self._shardings[number]
-            return tuple(attention.plan(sharding.batch, sharding) for attention in self._attentions)
+            return tuple(attention.plan(sharding.batch, sharding, finite_padding=self._finite_padding)
+                         for attention in self._attentions)
         if self.num_batches > 1:
             self._lengths[...] = self._loaded[number]
         for plan in self._plans:

@@ -1,7 +1,7 @@
-// The keys and values that a KVCache keeps of every text: text t has the rows [t * capacity, t * capacity + lengths[t]).
-// A text that does not fit is never cut: its length becomes capacity + 1, and stays so. kernels.cu comes before.
+// The keys and values that a KVCache keeps of every text: text t has lengths[t] rows, from row t * capacity on. A text
+// that does not fit is never cut: its length becomes capacity + 1, and stays so. kernels.cu comes before.
 
-// Writes new rows, (num_texts * new_rows, ..), behind those of their texts, counts them, and says which keys they see
+// Writes new rows, (num_texts * new_rows, ..), after those of their texts, counts them, and says which keys they see
 // as queries: key_ranges (num_texts * new_rows), by the mask's rule on positions; nothing, in a text that does not fit.
 // left, right: window, -1 = unlimited; causal is right = 0. pitch: 16-byte words per row.
 // Launch: grid num_texts, block 256.
@@ -14,8 +14,10 @@ __global__ void __launch_bounds__(256) thd_cache_append(
   const int length = fits ? before + new_rows : capacity + 1, first = text * capacity;
   if (fits) {
     const size_t to = (size_t)first + before, from = (size_t)text * new_rows;
-    for (int i = threadIdx.x; i < new_rows * k_pitch; i += blockDim.x) k_cache[to * k_pitch + i] = k[from * k_pitch + i];
-    for (int i = threadIdx.x; i < new_rows * v_pitch; i += blockDim.x) v_cache[to * v_pitch + i] = v[from * v_pitch + i];
+    for (int i = threadIdx.x; i < new_rows * k_pitch; i += blockDim.x)
+      k_cache[to * k_pitch + i] = k[from * k_pitch + i];
+    for (int i = threadIdx.x; i < new_rows * v_pitch; i += blockDim.x)
+      v_cache[to * v_pitch + i] = v[from * v_pitch + i];
   }
   for (int i = threadIdx.x; i < new_rows; i += blockDim.x) {
     const int position = before + i, begin = left < 0 ? 0 : max(0, position - left);

@@ -1,7 +1,7 @@
 // Attention of few queries over long caches (sm_80 and later), split over the keys so that one text fills the GPU.
 // kernels/portable/common.cuh comes first.
 
-[[maybe_unused]] constexpr int kHeads = 16;      // query heads of a thread block, all of one kv head: the rows of an mma
+[[maybe_unused]] constexpr int kHeads = 16;      // query heads of a thread block, of one kv head: the rows of an mma
 [[maybe_unused]] constexpr int kKeys = 16;       // keys of a warp at a time: the columns of a probability operand
 [[maybe_unused]] constexpr int kMaxParts = 128;  // of a range of keys
 
@@ -12,7 +12,7 @@ struct DecodeTiles {
   Stage stages[kWarps][kStages];
 };
 
-// When the tiles are done with, their memory takes the shares of warps in a sum, and (largest, total) of those of parts.
+// After the tiles, their memory takes the shares of warps in a sum, and (largest, total) of those of parts.
 template <int kVHeadDim, int kWarps>
 struct DecodeShares {
   float sums[kWarps][kHeads][kVHeadDim + kPad];
@@ -57,7 +57,7 @@ __device__ __forceinline__ bool is_last(u32* arrived, int count) {
 
 // out, lse of every query row over its range of keys. A thread block has up to 16 query heads of one kv head, so that a
 // key is read once for them, and one part of the range: parts are equal, multiples of kKeys * kWarps keys, and at most
-// gridDim.z. Each warp walks over every kWarps-th 16 keys of the part with kStages of them on their way, without waiting
+// gridDim.z. Each warp goes over every kWarps-th 16 keys of the part with kStages of them on their way, without waiting
 // for the others; then the shares of warps are added, and those of the parts by the block that is done last, each in
 // its order: the same inputs and grid give the same bits.
 //
