@@ -80,7 +80,7 @@ def test_linked_files_exist(page):
 
 def test_ci_installs_every_extra_it_needs_and_runs_the_test_command():
     ci = (ROOT / ".ci" / "run").read_text()
-    assert "[cuda13,mpich,examples,test,lint,torch,jax]" in ci
+    assert "[cuda13,mpich,examples,test,lint,docs,torch,jax]" in ci
     assert re.search(r"^step make test ", ci, re.MULTILINE)
 
 
