@@ -100,7 +100,7 @@ def test_every_public_name_stands_in_the_pages(name, pages):
     for label, x in public(importlib.import_module(name)).items():
         wanted.add(label)
         if inspect.isclass(x):
-            wanted |= {f"{label}.{member}" for member in (*members(x), *attributes(x))}
+            wanted |= {f"{label}.{member}" for member in members(x)}  # attributes stand in the class's docstring
     assert wanted - anchors == set()
 
 
