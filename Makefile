@@ -8,6 +8,7 @@
 #   make pack-stats ARGS="--data DIR --tokens 16384"    documents per pack, and how many a CUDA graph should take
 #   make test                        tests that need no GPU;  make gpu-test: those that need one
 #   make lint                        ruff and mypy
+#   make docs                        the API reference, from the docstrings, into build/docs
 #
 # PYTHON=... chooses the interpreter. ARGS=... is handed to the program.
 
@@ -17,7 +18,7 @@ ARGS ?=
 export PYTHON RANKS
 export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo tutorial check info pack-stats test gpu-test lint
+.PHONY: demo tutorial check info pack-stats test gpu-test lint docs
 
 demo:
 	@python=$$(tools/setup.sh demo) && exec "$$python" tools/demo.py $(ARGS)
@@ -43,3 +44,7 @@ gpu-test:
 
 lint:
 	@python=$$(tools/setup.sh lint) && "$$python" -m ruff check . && exec "$$python" -m mypy
+
+docs:
+	@python=$$(tools/setup.sh docs) && "$$python" -m pdoc --docformat google -o build/docs thdattn thdattn.torch \
+	  && echo "wrote build/docs/index.html"

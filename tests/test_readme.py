@@ -1,17 +1,21 @@
-"""README.md and CONTRIBUTING.md say only what is true: their code runs, their commands and files exist."""
+"""The pages say only what is true: their code runs, their commands, files and error messages exist."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from launch import SOURCE
+from launch import SOURCE, mpiexec
 
 ROOT = SOURCE.parent
-PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
+NAMES = "README.md", "CONTRIBUTING.md", "docs/README.md", "docs/guide.md"
+PAGES = {name: (ROOT / name).read_text() for name in NAMES}
+SLURM = ROOT / "examples" / "slurm.sh"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -24,9 +28,17 @@ def commands() -> list[str]:
     return sorted({line.split("#")[0].strip() for line in [*lines, *inline]} - {""})
 
 
-@pytest.mark.parametrize("block", blocks("README.md", "python"))
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_have_120_columns(page):
+    written = re.sub(r"<!-- (\w+):begin.*?\1:end -->", "", PAGES[page], flags=re.DOTALL)
+    assert [line for line in written.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize("block", [block for page in PAGES for block in blocks(page, "python")])
 def test_python_code_runs(block):
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    for library in re.findall(r"^import (torch|jax)$", block, re.MULTILINE):
+        pytest.importorskip(library)
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", block]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
@@ -43,6 +55,8 @@ def test_shell_command_is_one_that_make_or_ci_runs(command):
         table = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
         assert set(extras) <= set(re.findall(r"^(\w+) =", table, re.MULTILINE))
         assert set(extras) <= set(re.findall(r"\w+", (ROOT / ".ci" / "run").read_text()))
+    elif command == "python benchmarks/readme.py":
+        assert "python benchmarks/readme.py" in (ROOT / "tests" / "test_readme_numbers.py").read_text()
     elif command.startswith("python -m thdattn "):
         assert f'"$$python" {command.removeprefix("python ")}' in makefile
     elif command.startswith("mpiexec "):
@@ -51,36 +65,93 @@ def test_shell_command_is_one_that_make_or_ci_runs(command):
         assert program in starters and (ROOT / program).exists()
         started = '"-n", str(processes), sys.executable, "-m", "mpi4py", program'
         assert started in (ROOT / "tools" / "start.py").read_text()
+    elif command.startswith("torchrun "):
+        program = re.match(r"torchrun --nproc-per-node 2 examples/(\S+\.py)$", command)[1]
+        tests = (ROOT / "tests" / "test_torch_example.py").read_text()
+        assert "run_torchrun(2, EXAMPLE" in tests and f'"examples" / "{program}"' in tests
+    elif command.startswith("sbatch "):
+        assert command.split()[1] == str(SLURM.relative_to(ROOT))  # which a test below starts
     elif command.startswith("python examples/bytelm/sample.py "):
         assert "examples/bytelm/sample.py" in (ROOT / "tools" / "demo.py").read_text()
     else:
         assert command == ".ci/run", f"{command} is neither in the Makefile nor in .ci/run"
 
 
-@pytest.mark.parametrize("program", ["packed_documents.py", "bytelm/train.py", "bytelm/sample.py"])
-def test_options_of_the_examples_exist(program):
-    target = {"packed_documents.py": "make tutorial", "bytelm/train.py": "make demo"}.get(program, "no target")
-    mine = [command for command in commands() if f"examples/{program}" in command or command.startswith(target)]
+@pytest.mark.parametrize(("program", "target"), [
+    ("examples/packed_documents.py", "make tutorial"), ("examples/bytelm/train.py", "make demo"),
+    ("examples/bytelm/sample.py", "no target"), ("src/thdattn/pack_stats.py", "make pack-stats"),
+])  # fmt: skip
+def test_options_of_programs_exist(program, target):
+    mine = [command for command in commands() if program in command or command.startswith(target)]
     used = {option for command in mine for option in re.findall(r"--[a-z-]+", command)}
-    source = (ROOT / "examples" / program).read_text()
+    source = (ROOT / program).read_text()
     assert used
     for option in used:
         assert f'"{option}"' in source
 
 
+def test_the_slurm_script_trains_on_the_tasks_of_the_job(tmp_path):
+    mpiexec(2)  # skips where there is none
+    assert subprocess.run(["bash", "-n", str(SLURM)], check=False).returncode == 0
+    sbatch, options = {}, ["--size", "tiny", "--steps", "1", "--tokens", "64", "--checkpoint", str(tmp_path)]
+    for name, value in re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", SLURM.read_text(), re.MULTILINE):
+        sbatch[name] = value
+    assert sbatch["ntasks-per-node"] == sbatch["gpus-per-node"]  # one rank per GPU
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NTASKS": "2", "PATH": path, "PYTHONPATH": str(SOURCE)}
+    command = ["bash", str(SLURM), *options]
+    run = subprocess.run(command, env=os.environ | job, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0 and "ranks: 2" in run.stdout, run.stdout + run.stderr
+    assert (tmp_path / "checkpoint.npz").exists()
+
+
+def texts():
+    """Every string of the sources, with … for what is put in."""
+    for path in (SOURCE / "thdattn").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def errors():
+    """The messages that README's troubleshooting quotes: all code in the left column."""
+    section = PAGES["README.md"].split("\n## Troubleshooting\n")[1].split("\n## ")[0]
+    return [text for row in re.findall(r"^\| (.*?) \| ", section, re.MULTILINE) for text in re.findall(r"`(.+?)`", row)]
+
+
+@pytest.mark.parametrize("message", errors())
+def test_an_error_that_the_readme_explains_is_one_that_the_code_raises(message):
+    pattern = "".join(".+" if part == "…" else re.escape(part) for part in re.split("(…)", message))
+    assert any(re.search(pattern, text) for text in texts())
+
+
+def test_every_module_stands_in_the_readme():
+    links = re.findall(r"\]\((src/thdattn/[^)]+)\)", PAGES["README.md"])
+    for path in (SOURCE / "thdattn").iterdir():
+        if not path.name.startswith("__") and path.name != "py.typed":
+            name = str(path.relative_to(ROOT))
+            assert any(link == name or link.startswith(f"{name}/") for link in links), f"README.md lacks {name}"
+
+
+def headings(page):
+    return {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", page, re.MULTILINE)}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_linked_files_exist(page):
     links = [link for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]) if "://" not in link]
-    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", PAGES[page], re.MULTILINE)}
     for link in links:
         path, _, heading = link.partition("#")
-        assert (ROOT / path).exists(), f"{page} links to {link}"
-        assert not heading or heading in headings, f"{page} links to its heading {heading}"
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), f"{page} links to {link}"
+        assert not heading or heading in headings(target.read_text()), f"{page} links to its heading {heading}"
 
 
 def test_ci_installs_every_extra_it_needs_and_runs_the_test_command():
     ci = (ROOT / ".ci" / "run").read_text()
-    assert "[cuda13,mpich,examples,test,lint,torch,jax]" in ci
+    assert "[cuda13,mpich,examples,test,lint,docs,torch,jax]" in ci
     assert re.search(r"^step make test ", ci, re.MULTILINE)
 
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Prints the Python that `make GOAL` uses, and installs what it lacks: setup.sh demo|check|test|lint
+# Prints the Python that `make GOAL` uses, and installs what it lacks: setup.sh demo|check|test|lint|docs
 #
 # The first of $PYTHON and .venv/bin/python that has every package is taken as it is, without touching the network.
 # Otherwise .venv is made with the extras that fit this machine. Where that fails (no network), an interpreter that has
@@ -21,13 +21,15 @@ has() { # has INTERPRETER MODULE...: finds the modules without importing them
 needed="numpy ml_dtypes"
 wanted=""
 extras=""
+runs=yes # attention, on a GPU and on several ranks if it can
 case $goal in
   demo) needed="$needed tqdm"; wanted="matplotlib"; extras="examples" ;;
   test) needed="$needed pytest tqdm"; wanted="hypothesis pytest_timeout matplotlib"; extras="test" ;;
-  lint) needed="numpy ruff mypy"; extras="lint,test" ;;
+  lint) needed="numpy ruff mypy"; extras="lint,test"; runs="" ;;
+  docs) needed="$needed pdoc"; wanted="torch"; extras="docs,torch"; runs="" ;;
 esac
 
-if [ "$goal" != lint ] && command -v nvidia-smi >/dev/null 2>&1; then
+if [ -n "$runs" ] && command -v nvidia-smi >/dev/null 2>&1; then
   driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
   case $driver in
     '' | *[!0-9]*) say "nvidia-smi finds no GPU" ;;
@@ -60,14 +62,14 @@ fall_back() {
 }
 
 if command -v mpiexec >/dev/null 2>&1; then mpi=mpi; else mpi=mpich; fi
-[ "$goal" = lint ] || extras="${extras:+$extras,}$mpi"
+[ -z "$runs" ] || extras="${extras:+$extras,}$mpi"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fall_back "$python is no Python 3.10 or later"
 [ -x .venv/bin/python ] || { say "making .venv"; "$python" -m venv .venv >&2 || fall_back "venv failed"; }
 say "installing thdattn[$extras] into .venv (a minute or two, once)"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 2 -e ".[$extras]" >&2 \
   || fall_back "pip failed"
 # An MPI whose library mpi4py cannot load (Debian's MPICH is one) is of no use: bring one along.
-if [ "$mpi" = mpi ] && [ "$goal" != lint ] && ! .venv/bin/python -c 'from mpi4py import MPI' >/dev/null 2>&1; then
+if [ "$mpi" = mpi ] && [ -n "$runs" ] && ! .venv/bin/python -c 'from mpi4py import MPI' >/dev/null 2>&1; then
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[mpich]" >&2 || say "no usable MPI"
 fi
 echo .venv/bin/python

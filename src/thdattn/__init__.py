@@ -1,4 +1,8 @@
-"""Attention over packed variable-length sequences spread over many GPUs, forward and backward, without a framework."""
+"""Attention over packed variable-length sequences spread over many GPUs, forward and backward, without a framework.
+
+Ranks are in `thdattn.comm`, CUDA graphs in `thdattn.graphs`, and tensors with autograd in `thdattn.torch`, which is
+imported by its name as it needs PyTorch.
+"""
 
 from thdattn import comm, graphs
 from thdattn.attention import CPAttention, Flops, Saved
@@ -6,11 +10,11 @@ from thdattn.cache import KVCache
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
 from thdattn.sharding import Sharding
-from thdattn.varlen import varlen_attention, varlen_attention_backward
+from thdattn.varlen import VarlenSaved, varlen_attention, varlen_attention_backward
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CPAttention", "Flops", "KVCache", "PackedBatch", "Plan", "Saved", "Sharding", "__version__", "comm", "graphs",
-    "varlen_attention", "varlen_attention_backward",
+    "CPAttention", "Flops", "KVCache", "PackedBatch", "Plan", "Saved", "Sharding", "VarlenSaved", "__version__", "comm",
+    "graphs", "varlen_attention", "varlen_attention_backward",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0; 1 if `check` found a wrong result, 2 if `pack-stats` cannot use what it was given.
     """
-    parser = argparse.ArgumentParser(prog="python -m thdattn", description=thdattn.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m thdattn", description=__doc__)
     parser.add_argument("--version", action="version", version=f"thdattn {thdattn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, GPUs, where every library came from, and what is missing")

@@ -49,7 +49,10 @@ class Saved:
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of one attention layer, all ranks together: exact ints."""
+    """Floating-point operations of one attention layer, all ranks together: exact ints.
+
+    forward, backward: of one call each.
+    """
 
     forward: int
     backward: int

@@ -204,11 +204,11 @@ class Plan:
         return kept
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """A work buffer, made on first use and kept: a captured CUDA graph must find it where it was."""
+        """A work buffer of a name, shape and dtype, made on first use and kept: CUDA graphs find it where it was."""
         return self.once((name, shape, dtype), lambda: self.engine.empty(shape, dtype))
 
     def make(self, launches: Callable[[], None]) -> None:
-        """Makes something that follows from the plan's arrays, now and after every refresh."""
+        """Calls launches, which make something that follows from the plan's arrays, now and after every refresh."""
         if self.arrays.lengths is None:
             launches()
         else:

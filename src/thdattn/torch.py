@@ -110,6 +110,9 @@ class ContextParallelAttention(torch.nn.Module):  # type: ignore[misc]
         group: the ranks: a torch.distributed group, None for all ranks; or a Comm, which layers then share.
         num_heads, head_dim, options: as of thdattn.CPAttention; dtype may be torch's.
 
+    Attributes:
+        attn: the CPAttention.
+
     Raises:
         TypeError, ValueError, RuntimeError: as thdattn.CPAttention and thdattn.comm.from_torch.
     """

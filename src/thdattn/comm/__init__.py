@@ -1,28 +1,26 @@
 """Ranks and the collectives between them: one contract, five backends.
 
-==========  ======================================================  =========================
-backend     what a rank is                                          arrays
-==========  ======================================================  =========================
-"single"    this process, alone                                     NumPy, CuPy
-local       one thread of this process, from :func:`run_local`      NumPy, CuPy
-"mpi"       one process, found through MPI                          NumPy
-"nccl"      one process with its own GPU, found through MPI         CuPy
-torch       one process of torch.distributed, :func:`from_torch`    gloo: NumPy, nccl: CuPy
-==========  ======================================================  =========================
+| backend  | what a rank is                                     | arrays                  |
+|----------|----------------------------------------------------|-------------------------|
+| "single" | this process, alone                                | NumPy, CuPy             |
+| local    | one thread of this process, from `run_local`       | NumPy, CuPy             |
+| "mpi"    | one process, found through MPI                     | NumPy                   |
+| "nccl"   | one process with its own GPU, found through MPI    | CuPy                    |
+| torch    | one process of torch.distributed, see `from_torch` | gloo: NumPy, nccl: CuPy |
 
-A program looks the same on all of them::
+A program looks the same on all of them:
 
     import thdattn
 
     with thdattn.comm.init() as comm:
         ...
 
-and is started as ``mpiexec -n 4 python -m mpi4py program.py``. What ends such a job when one rank fails:
+and is started as `mpiexec -n 4 python -m mpi4py program.py`. What ends such a job when one rank fails:
 
-* Before every rank is in :func:`init`, nothing that can be relied on. MPICH's launcher does not notice that a rank
-  failed, with ``-m mpi4py`` or without, and the others wait for it. So call :func:`init` first, before anything that
+* Before every rank is in `init`, nothing that can be relied on. MPICH's launcher does not notice that a rank
+  failed, with `-m mpi4py` or without, and the others wait for it. So call `init` first, before anything that
   can go wrong on one rank alone.
-* From then on an exception that nobody catches in the main thread ends all ranks, after its traceback. ``-m mpi4py``
+* From then on an exception that nobody catches in the main thread ends all ranks, after its traceback. `-m mpi4py`
   adds sys.exit with an error to that. A rank that ends without an error while others wait for it, or whose thread
   fails, ends nothing: leave a rank by raising, and in the main thread.
 * Ctrl-C, with MPICH: the launcher sends SIGINT to every rank, and Python raises KeyboardInterrupt on those that
@@ -185,12 +183,12 @@ class Comm(ABC):
             self._close()
 
     def before_close(self, action: Callable[[], None]) -> None:
-        """Have something done first when the comm is closed, such as destroying graphs that hold its collectives."""
+        """Have an action done first when the comm is closed, such as destroying graphs that hold its collectives."""
         self._check_open()
         self._before_close.append(action)
 
     def forget(self, action: Callable[[], None]) -> None:
-        """Take back what before_close was asked for."""
+        """Take back the action that before_close was asked for."""
         if action in self._before_close:
             self._before_close.remove(action)
 

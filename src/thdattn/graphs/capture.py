@@ -75,7 +75,7 @@ class Graphs:
         return made
 
     def pair(self, forward: Callable[..., tuple[Any, Any]], backward: Callable[..., Any], name: str) -> Pair:
-        """A forward and its backward, each a graph."""
+        """A forward and its backward, each a graph; name is for messages."""
         return Pair(self, forward, backward, name)
 
     def close(self) -> None:
@@ -143,6 +143,9 @@ class Captured(Generic[P, R]):
 
     An argument that a graph returned is read where it is. Another one that is passed in its place later is copied over
     it, as every argument that lies elsewhere.
+
+    Attributes:
+        name: for messages.
 
     Raises, when it is called after the capture:
         ValueError: an argument of another shape, dtype or device than at the capture, or another value where the graph

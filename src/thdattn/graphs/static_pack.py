@@ -132,7 +132,7 @@ class StaticPack:
                 there.set(_offsets(batch, self._slots), stream)
 
     def plans(self, number: int = 0) -> tuple[Plan, ...]:
-        """The plans of a loaded batch, one per attention; those of the batch asked for before become these.
+        """The plans of the loaded batch of this number, one per attention; those of the batch before become these.
 
         A graph may capture this: each replay then plans the batch that is loaded.
         """

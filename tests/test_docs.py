@@ -1,0 +1,108 @@
+"""The API reference: every public name has a docstring that says what it is and takes, and stands in the pages."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from launch import SOURCE
+
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+MODULES = ["thdattn", "thdattn.comm", "thdattn.graphs", pytest.param("thdattn.torch", marks=NEEDS_TORCH)]
+
+
+def public(module):
+    """{name: object} of what a module offers: its __all__, else what it defines itself."""
+    names = getattr(module, "__all__", [n for n, x in vars(module).items() if _defined_in(module, x)])
+    return {n: getattr(module, n) for n in names if not n.startswith("_") and not inspect.ismodule(getattr(module, n))}
+
+
+def members(kind):
+    """{name: function or property} of the public methods and properties that a class of ours defines."""
+    found = {name: inspect.getattr_static(kind, name) for name in vars(kind) if not name.startswith("_")}
+    return {name: x for name, x in found.items()
+            if isinstance(x, (property, classmethod, staticmethod)) or inspect.isfunction(x) or hasattr(x, "func")}
+
+
+def attributes(kind):
+    """The public fields and instance attributes of a class, from its source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    fields = [node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)]
+    init = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    stored = [node for node in ast.walk(init[0]) if isinstance(node, ast.Attribute)] if init else []
+    mine = [node.attr for node in stored if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"]
+    return {name for name in (*fields, *mine) if not name.startswith("_")}
+
+
+def parameters(function):
+    """The public ones that have a name; none of a function that says where they are explained."""
+    if re.search(r"\b[Ss]ee (there|\w+\.\w+)", function.__doc__ or ""):
+        return set()
+    found = inspect.signature(inspect.unwrap(function)).parameters.values()
+    named = {x.name for x in found if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)}
+    return {name for name in named - {"self", "cls"} if not name.startswith("_")}
+
+
+def _defined_in(module, x):
+    return (inspect.isclass(x) or inspect.isroutine(x)) and x.__module__ == module.__name__
+
+
+def _lacking(names, text):
+    """The names of which a docstring does not say a word."""
+    return sorted(name for name in names if not re.search(rf"\b{name}\b", text or ""))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_is_explained(name):
+    module = importlib.import_module(name)
+    assert module.__doc__
+    missing = []
+    for label, x in public(module).items():
+        if not inspect.isclass(x):
+            missing += [f"{label}: {lacks}" for lacks in _lacking(parameters(x), x.__doc__)]
+            continue
+        said = x.__doc__ or ""
+        missing += [f"{label}.{lacks}" for lacks in _lacking(attributes(x), said)]
+        if "__init__" in vars(x) and "made by" not in said:
+            missing += [f"{label}: {lacks}" for lacks in _lacking(parameters(x.__init__), said)]
+        for method, member in members(x).items():
+            if not inspect.getdoc(getattr(x, method)):
+                missing.append(f"{label}.{method}")
+            if inspect.isfunction(member):
+                missing += [f"{label}.{method}: {lacks}"
+                            for lacks in _lacking(parameters(member), (member.__doc__ or "") + said)]
+    assert missing == []
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The folder of the reference, made as `make docs` makes it."""
+    pdoc = pytest.importorskip("pdoc")
+    folder = tmp_path_factory.mktemp("docs")
+    makefile = (SOURCE.parent / "Makefile").read_text()
+    (options,) = re.findall(r"-m pdoc --docformat (\w+) -o build/docs ([\w. ]+)", makefile)
+    pdoc.render.configure(docformat=options[0])
+    pdoc.pdoc(*options[1].split(), output_directory=folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_stands_in_the_pages(name, pages):
+    page = (pages / Path(*name.split("."))).with_suffix(".html").read_text()
+    anchors = set(re.findall(r'id="([\w.]+)"', page))
+    wanted = set()
+    for label, x in public(importlib.import_module(name)).items():
+        wanted.add(label)
+        if inspect.isclass(x):
+            wanted |= {f"{label}.{member}" for member in members(x)}  # attributes stand in the class's docstring
+    assert wanted - anchors == set()
+
+
+def test_what_is_generated_is_not_kept():
+    assert "build/" in (SOURCE.parent / ".gitignore").read_text().split()
