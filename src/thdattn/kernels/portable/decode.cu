@@ -57,7 +57,7 @@ __device__ __forceinline__ bool is_last(u32* arrived, int count) {
 
 // out, lse of every query row over its range of keys. A thread block has up to 16 query heads of one kv head, so that a
 // key is read once for them, and one part of the range: parts are equal, multiples of kKeys * kWarps keys, and at most
-// gridDim.z. Each warp goes over every kWarps-th 16 keys of the part with kStages of them on their way, without waiting
+// gridDim.z. Each warp goes over every kWarps-th 16 keys of the part, kStages of them on their way, without waiting
 // for the others; then the shares of warps are added, and those of the parts by the block that is done last, each in
 // its order: the same inputs and grid give the same bits.
 //
