@@ -83,18 +83,16 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
 
   const int slices = (group + kHeads - 1) / kHeads, num_kv_heads = gridDim.y / slices, kv_head = blockIdx.y / slices;
   const int num_heads = num_kv_heads * group, slice = blockIdx.y % slices * kHeads, head0 = kv_head * group + slice;
-  const int heads = min(kHeads, group - slice);
   const int2 range = key_ranges[row];
-  const int length = max(0, range.y - range.x);
+  const int heads = min(kHeads, group - slice), length = max(0, range.y - range.x);
   const int part_size = (length + gridDim.z * kStep - 1) / (gridDim.z * kStep) * kStep;
   const int parts = length ? (length + part_size - 1) / part_size : 1, part = blockIdx.z;
   if (part >= parts) return;
   const int begin = range.x + part * part_size, end = min(range.y, begin + part_size);
 
   const size_t k_stride = (size_t)num_kv_heads * kHeadDim, v_stride = (size_t)num_kv_heads * kVHeadDim;
-  k += kv_head * kHeadDim;
-  v += kv_head * kVHeadDim;
-  auto load = [&](int stage, int key) {  // rows behind the end become zeros: 0 * NaN would spread
+  k += kv_head * kHeadDim, v += kv_head * kVHeadDim;
+  auto load = [&](int stage, int key) {  // rows after the end become zeros: 0 * NaN would spread
     typename Tiles::Stage& to = tiles.stages[warp][stage];
     #pragma unroll
     for (int c = lane; c < kKeys * kHeadDim / 8; c += kWarp) {
@@ -132,10 +130,8 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
     float score[1][2][4];
     dot_rows<T, kHeadDim>(score, tiles.q, tile.k);
     #pragma unroll
-    for (int n = 0; n < 2; ++n)
-      #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (key + n * 8 + lane % 4 * 2 + e % 2 >= end) score[0][n][e] = -kInfinity;
+    for (int i = 0; i < 8; ++i)
+      if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= end) score[0][i / 4][i % 4] = -kInfinity;
     #pragma unroll
     for (int r = 0; r < 2; ++r) {  // online softmax, in powers of 2
       float largest = row_max[r];
