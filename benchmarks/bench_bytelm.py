@@ -1,6 +1,7 @@
 """Times training steps of examples/bytelm as train.py makes them: real documents, the next batch made meanwhile.
 
     python benchmarks/bench_bytelm.py --size 1b
+    python benchmarks/bench_bytelm.py --size small --cuda-graph-impl full_iteration
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 131072
 
 Every run adds a row to benchmarks/results/bytelm_GPU.csv, of which readme.py makes a table in README.md. A step is
@@ -25,12 +26,14 @@ import measure
 import record
 from data import Packing, Position
 from model import SIZES
+from passes import WAYS
 from train import RECIPES, StepResult, Trainer
 
 import thdattn
+from thdattn.graphs import add_arguments, from_arguments
 
 EXAMPLE = Path(data.__file__).parent
-KEY = ("gpu", "size", "ranks", "tokens", "accumulate", "sharding")
+KEY = ("gpu", "size", "ranks", "tokens", "accumulate", "sharding", "cuda_graph_impl")
 WARM_UP = 8  # steps that compile kernels, fill memory pools and are not counted
 
 
@@ -50,7 +53,7 @@ def main() -> int:
 
 def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
     """The row of one configuration."""
-    trainer = Trainer(comm, SIZES[args.size], "cuda", args.sharding, seed=0)
+    trainer = Trainer(comm, SIZES[args.size], "cuda", args.sharding, seed=0, graphs=args.graphs)
     packing = Packing.of(args.tokens or RECIPES[args.size].tokens, comm.size, args.sharding)
     training, _ = data.split(data.find_documents())
     groups = data.grouped(data.micro_batches(training, packing, 0, Position(0, 0)), args.accumulate)
@@ -61,13 +64,14 @@ def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
             if number:
                 results[-2].numbers()  # the host stays one step ahead, as in train.py
     results[-1].numbers()
-    pool = trainer.xp.get_default_memory_pool()
+    num_bytes = trainer.xp.get_default_memory_pool().total_bytes() + trainer.graphs.num_bytes
     fixed = {
         "size": args.size, "ranks": str(comm.size), "tokens": str(packing.rows), "accumulate": str(args.accumulate),
-        "sharding": args.sharding, "weights": str(trainer.model.weights.size), "steps": str(args.steps),
+        "sharding": args.sharding, "cuda_graph_impl": args.graphs.impl, "weights": str(trainer.model.weights.size),
+        "steps": str(args.steps),
     }  # fmt: skip
     peak = measure.peak_flops(trainer.model)
-    return fixed | measured(trainer, results[WARM_UP:], peak) | {"memory_gib": f"{pool.total_bytes() / 2**30:.1f}"}
+    return fixed | measured(trainer, results[WARM_UP:], peak) | {"memory_gib": f"{num_bytes / 2**30:.1f}"}
 
 
 def measured(trainer: Trainer, results: list[StepResult], peak: float | None) -> record.Row:
@@ -77,20 +81,19 @@ def measured(trainer: Trainer, results: list[StepResult], peak: float | None) ->
     low, high = record.spread(seconds)
     tokens = [sum(batch.num_targets for batch in result.batches) for result in results]
     rows = sum(batch.batch.total_rows for result in results for batch in result.batches)
-    attention = [
-        result.attention_flops / size / sum(clock.seconds(*span) for span in result.attention_spans)
-        for result in results
-    ]
-    mfu = [result.flops / size / step / peak for result, step in zip(results, seconds, strict=True)] if peak else []
+    attention = [speed for result in results if (speed := trainer.attention_tflops(result)) is not None]
+    flops = [sum(map(trainer.model.flops, result.lengths)) for result in results]
+    mfu = [work / size / step / peak for work, step in zip(flops, seconds, strict=True)] if peak else []
     return {
         "ms_per_step": f"{1e3 * median(seconds):.2f}",
         "ms_p10": f"{1e3 * low:.2f}",
         "ms_p90": f"{1e3 * high:.2f}",
         "tokens_per_s": f"{median(n / step for n, step in zip(tokens, seconds, strict=True)):.0f}",
         "mfu": f"{median(mfu):.4f}" if mfu else "",
-        "attention_tflops": f"{median(attention) / 1e12:.1f}",
+        "attention_tflops": f"{median(attention):.1f}" if attention else "",
         "padding": f"{1 - sum(tokens) / rows:.4f}",
         "last_loss": f"{float(results[-1].numbers()[0]):.3f}",
+        "overflows": str(results[-1].num_overflows),
     }
 
 
@@ -102,27 +105,35 @@ def load_all() -> list[record.Row]:
 def summary(rows: Iterable[record.Row]) -> str:
     """The README's table, Markdown: the smaller models first, and few ranks before many; then which sources ran."""
     lines = [
-        "| GPU | model | GPUs | tokens per step | ms per step | p10 to p90 | tokens/s | MFU "
+        "| GPU | model | GPUs | tokens per step | CUDA graphs | ms per step | p10 to p90 | tokens/s | MFU "
         "| attention TFLOP/s per GPU | padding |",
-        "|" + "---|" * 10,
+        "|" + "---|" * 11,
     ]
-    by_size = sorted(rows, key=lambda row: (list(SIZES).index(row["size"]), int(row["ranks"]), row["gpu"]))
+    by_size = sorted(rows, key=_place)
     sources: dict[tuple[str, ...], list[str]] = {}
     for row in by_size:
         mfu = f"{100 * float(row['mfu']):.0f} %" if row["mfu"] else "-"
+        attention = f"{float(row['attention_tflops']):.0f}" if row["attention_tflops"] else "-"
         tokens = int(row["tokens"]) * int(row["accumulate"])
         lines.append(
             f"| {row['gpu'].removeprefix('NVIDIA ')} | {row['size']}, {int(row['weights']):,} weights | "
-            f"{row['ranks']} | {tokens:,} | {milliseconds(row['ms_per_step'])} | {milliseconds(row['ms_p10'])} to "
-            f"{milliseconds(row['ms_p90'])} | {int(row['tokens_per_s']):,} | {mfu} | "
-            f"{float(row['attention_tflops']):.0f} | {100 * float(row['padding']):.1f} % |"
+            f"{row['ranks']} | {tokens:,} | {row['cuda_graph_impl']} | {milliseconds(row['ms_per_step'])} | "
+            f"{milliseconds(row['ms_p10'])} to {milliseconds(row['ms_p90'])} | {int(row['tokens_per_s']):,} | {mfu} | "
+            f"{attention} | {100 * float(row['padding']):.1f} % |"
         )
         run = row["steps"], record.software(row), row["kernel_sources"], row["example_sources"]
-        sources.setdefault(run, []).append(f"{row['size']} on {row['ranks']} with {tokens:,}")
+        graphs = f", {row['cuda_graph_impl']}" * (row["cuda_graph_impl"] != "none")
+        sources.setdefault(run, []).append(f"{row['size']} on {row['ranks']} with {tokens:,}{graphs}")
     for (steps, software, kernels, example), cases in sources.items():
         which = "All" if len(sources) == 1 else "; ".join(cases)
         lines += ["", f"{which}: {steps} steps, {software}, sources {kernels}, of the example {example}."]
     return "\n".join(lines)
+
+
+def _place(row: record.Row) -> tuple[object, ...]:
+    """Of a row in the table: the same step with and without graphs side by side."""
+    tokens, impl = int(row["tokens"]) * int(row["accumulate"]), row["cuda_graph_impl"]
+    return list(SIZES).index(row["size"]), int(row["ranks"]), row["gpu"], tokens, list(WAYS).index(impl)
 
 
 def milliseconds(text: str) -> str:
@@ -144,8 +155,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches per step (default: 1)")
     parser.add_argument("--sharding", default="dual_chunk", help="dual_chunk (default) or contiguous")
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps (default: 30)")
+    add_arguments(parser)
     parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/bytelm_GPU.csv by default")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.graphs = from_arguments(parser, args)
+    return args
 
 
 if __name__ == "__main__":

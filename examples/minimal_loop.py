@@ -4,7 +4,8 @@
     python examples/minimal_loop.py 4                            four simulated ranks in this process
     mpiexec -n 2 python -m mpi4py examples/minimal_loop.py       two processes, each with a GPU if it has one
 
-Attention between two weight matrices learns to give every token the mean of its document so far.
+Attention between two weight matrices learns to give every token the mean of its document so far. On a GPU the plan and
+the attention, its communication included, are CUDA graphs, which lengths reach through a static pack.
 """
 
 import importlib
@@ -13,6 +14,7 @@ import sys
 import numpy as np
 
 import thdattn
+from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
 
 LENGTHS = (700, 30, 251, 1, 64)  # tokens of every document
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, STEPS, LEARNING_RATE = 32, 4, 2, 64, 20, 2.0
@@ -25,23 +27,27 @@ def train(comm: thdattn.comm.Comm) -> list[float]:
     documents = [rng.standard_normal((n, WIDTH), np.float32) for n in LENGTHS]
     means = [x.cumsum(axis=0) / np.arange(1, len(x) + 1, dtype=np.float32)[:, None] for x in documents]
     attn = thdattn.CPAttention(comm, HEADS, HEAD_DIM, KV_HEADS)
-    plan = attn.plan(batch)  # once per batch, for every layer; plan.positions are for position embeddings
+    graphs = Graphs(comm, CudaGraphConfig("local", max_packed_seqs=8))  # they end before the comm
+    pack = StaticPack(graphs, [attn], batch.total_rows)
+    planned, attention = graphs.captured(pack.plans, "plan"), graphs.pair(attn.forward, attn.backward, "attention")
     xp = importlib.import_module("cupy" if attn.engine == "cuda" else "numpy")
-    x, wanted = (xp.asarray(plan.sharding.shard(batch.pack(rows), comm.rank)) for rows in (documents, means))
+    x, wanted = (xp.asarray(pack.sharding(batch).shard(batch.pack(rows), comm.rank)) for rows in (documents, means))
     w_in = xp.asarray(rng.standard_normal((WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM), np.float32) * WIDTH**-0.5)
     w_out = xp.asarray(rng.standard_normal((HEADS * HEAD_DIM, WIDTH), np.float32) * (HEADS * HEAD_DIM) ** -0.5)
     losses = []
     for _ in range(STEPS):
+        pack.load([batch])  # a batch of up to 8 documents; where one may have more: if pack.fits([batch])
+        (plan,) = planned()  # once per batch, for every layer; plan.positions are for position embeddings
         qkv = (x @ w_in).reshape(-1, HEADS + 2 * KV_HEADS, HEAD_DIM).astype(attn.dtype)
         q, k, v = xp.split(qkv, [HEADS, HEADS + KV_HEADS], axis=1)
-        out, saved = attn.forward(q, k, v, plan)  # sees the keys of all ranks
+        out, saved = attention.forward(q, k, v, plan)  # sees the keys of all ranks
         features = out.reshape(-1, HEADS * HEAD_DIM).astype(np.float32)
         error = xp.where(plan.valid[:, None], features @ w_out - wanted, 0)  # padding is no target
         loss = xp.asarray((error**2).sum() / (batch.total_tokens * WIDTH))  # this rank's share
         derror = error * (2 / (batch.total_tokens * WIDTH))
         dw_out = features.T @ derror
         dout = (derror @ w_out.T).reshape(-1, HEADS, HEAD_DIM).astype(attn.dtype)
-        dqkv = xp.concatenate(attn.backward(dout, saved), axis=1).reshape(len(x), -1)
+        dqkv = xp.concatenate(attention.backward(dout, saved), axis=1).reshape(len(x), -1)
         dw_in = x.T @ dqkv.astype(np.float32)
         for share in (loss, dw_in, dw_out):  # every rank has all weights, and needs the gradients of all rows
             comm.all_reduce(share, "sum")

@@ -49,6 +49,7 @@ def test_every_rank_counts_the_pairs_of_all_ranks(window, causal, cp_size):
     def program(comm):
         attn = attention(comm, num_heads=3, head_dim=8, causal=causal, window=window)
         plan = attn.plan(batch)
+        assert attn.flops(batch) == attn.flops(plan)
         return plan, attn.flops(plan)
 
     pairs = counted_pairs(lengths, causal, window)
@@ -93,8 +94,8 @@ def test_plan_of_another_mask_is_refused():
     plan = attention(window=(5, 0)).plan(thdattn.PackedBatch([0, 8]))
     with pytest.raises(ValueError, match=r"plan was made for window \(5, 0\), wanted \(-1, 0\)"):
         attention().flops(plan)
-    with pytest.raises(TypeError, match=r"plan is a PackedBatch, wanted a Plan; make it with attn\.plan\(batch\)"):
-        attention().flops(plan.batch)
+    with pytest.raises(TypeError, match=r"plan is a Sharding, wanted a Plan; make it with attn\.plan\(batch\)"):
+        attention().flops(plan.sharding)
 
 
 def test_lengths_on_a_gpu_are_refused():
@@ -109,6 +110,8 @@ def test_lengths_on_a_gpu_are_refused():
                    sharding=thdattn.Sharding(thdattn.PackedBatch(OnGpu(), total_rows=4), 1))
     with pytest.raises(ValueError, match=r"counting visible pairs needs the offsets on the host.*cu_seqlens\.get\(\)"):
         attn.flops(plan)
+    with pytest.raises(ValueError, match="counting visible pairs needs the offsets on the host"):
+        attn.flops(plan.batch)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

@@ -88,6 +88,12 @@ def test_losses_on_a_gpu_are_those_of_float64(cupy, poisoned_gpu, truth, cp_size
 
 
 @pytest.mark.gpu
+def test_losses_with_graphs_are_those_of_float64(cupy, poisoned_gpu, truth):
+    with thdattn.comm.init("single") as comm:
+        np.testing.assert_allclose(minimal_loop.train(comm), truth, rtol=PRINTED)
+
+
+@pytest.mark.gpu
 def test_two_gpus_print_the_losses_once(cupy, truth):
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs 2 GPUs")

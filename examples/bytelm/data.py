@@ -103,7 +103,8 @@ class MicroBatch:
         return 1 - self.num_targets / self.batch.total_rows
 
     def local(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """(tokens, targets) of one rank, whose rows Sharding.rows says; fillers, row -1, are not counted."""
+        """(tokens, targets) of one rank, whose rows Sharding.rows says; fillers (-1) and rows beyond do not count."""
+        rows = np.where(rows < len(self.tokens), rows, -1)
         return np.append(self.tokens, np.int32(0))[rows], np.append(self.targets, np.int32(NOT_COUNTED))[rows]
 
 

@@ -167,16 +167,17 @@ extern "C" __global__ void swiglu_backward(bf16* dgate_up, const bf16* dy, const
   store(dgate_up + at + hidden, each([&](int i) { return d.x[i] * gate.x[i] * sigmoid(gate.x[i]); }));
 }
 
-// nats (rows,) and dlogits (rows, columns) = (softmax - onehot(target)) * scale over the first `vocabulary` columns;
-// exactly 0 elsewhere and where the target is -1. Grid * block >= 32 * rows: a warp per row.
+// nats (rows,) and dlogits (rows, columns) = (softmax - onehot(target)) / num_targets over the first `vocabulary`
+// columns; exactly 0 elsewhere and where the target is -1. Grid * block >= 32 * rows: a warp per row.
 extern "C" __global__ void cross_entropy(
     float* nats, bf16* dlogits, const float* logits, const int* targets, int rows, int columns, int vocabulary,
-    float scale) {
+    const float* num_targets) {
   const size_t row = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32;
   if (row >= rows) return;
   logits += row * columns, dlogits += row * columns;
   const int target = targets[row];
+  const float scale = 1 / *num_targets;
 
   float largest = __int_as_float(0xff800000), total = 0;
   for (int c = lane; c < vocabulary; c += 32) largest = fmaxf(largest, logits[c]);

@@ -138,13 +138,14 @@ def embedding_backward(dx: Array, tokens: Array, dtable: Array) -> None:
     dtable += (np.arange(len(dtable))[:, None] == tokens).astype(dx.dtype) @ dx
 
 
-def cross_entropy(logits: Array, targets: Array, vocabulary: int, num_targets: int) -> tuple[Array, Array]:
+def cross_entropy(logits: Array, targets: Array, vocabulary: int, num_targets: Array) -> tuple[Array, Array]:
     """Forward and backward in one: the loss needs the softmax, and the softmax is the gradient but for the target.
 
     Args:
         logits: (rows, columns), of which the first `vocabulary` count.
         targets: (rows,) int32; rows with -1 do not count.
-        num_targets: what the sums are divided by: targets of all ranks.
+        num_targets: 0-d, the dtype of logits: what the sums are divided by, targets of all ranks. An array, so that a
+            captured graph finds another number at every replay.
 
     Returns:
         (loss, dlogits): 0-d, nats; (rows, columns), exactly 0 where nothing counts.

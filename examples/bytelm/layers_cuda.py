@@ -2,12 +2,14 @@
 
 Matrix products are cuBLAS's, with float32 sums; gradients of weights are added up in float32, in place. The rest is in
 layers.cu. Sums have one order, so the same inputs give the same bits. Nothing waits for the GPU; everything runs on
-CuPy's current stream.
+CuPy's current stream, and may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,15 @@ OPTIONS = ("-std=c++17",)
 STEP = np.dtype([(name, np.float32) for name in AdamWStep._fields])
 BLOCK = 256  # threads of the kernels that do not care
 STRIDING_BLOCKS = 1024  # enough to fill a GPU
+WORKSPACE = 2**25  # bytes for cuBLAS, as many as it takes by itself on Hopper
+
+# Of cublas_api.h and library_types.h.
+COMPUTE_32F, GEMM_DEFAULT = 68, -1
+TYPES = {DTYPE: 14, np.dtype(np.float32): 0}
 
 Array = Any
 _SCALES = np.array([0, 1], np.float32)  # where cuBLAS reads alpha and beta
+_ZERO, _ONE = _SCALES.ctypes.data, _SCALES.ctypes.data + _SCALES.itemsize
 
 
 def linear_forward(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
@@ -53,15 +61,11 @@ def _product(
     """
     if not (out.size and a.size):
         return  # a rank without rows
-    blas = load()
-    types = {"bfloat16": cupy.cuda.runtime.CUDA_R_16BF, "float32": cupy.cuda.runtime.CUDA_R_32F}
-    alpha, beta = _SCALES.ctypes.data + _SCALES.itemsize, _SCALES.ctypes.data + _SCALES.itemsize * add
-    blas.gemmEx(
-        cupy.cuda.device.get_cublas_handle(), int(transpose_b), int(transpose_a),
+    _blas().call(
+        "cublasGemmEx", int(transpose_b), int(transpose_a),
         out.shape[1], out.shape[0], a.shape[0 if transpose_a else 1],
-        alpha, b.data.ptr, types[b.dtype.name], b.shape[1], a.data.ptr, types[a.dtype.name], a.shape[1],
-        beta, out.data.ptr, types[out.dtype.name], out.shape[1],
-        blas.CUBLAS_COMPUTE_32F, blas.CUBLAS_GEMM_DEFAULT,
+        _ONE, b.data.ptr, TYPES[b.dtype], b.shape[1], a.data.ptr, TYPES[a.dtype], a.shape[1],
+        _ONE if add else _ZERO, out.data.ptr, TYPES[out.dtype], out.shape[1], COMPUTE_32F, GEMM_DEFAULT,
     )  # fmt: skip
 
 
@@ -72,13 +76,59 @@ def load() -> Any:
     Raises:
         RuntimeError: it is missing.
     """
+    cuda = cupy.cuda.nvrtc.getVersion()[0]
     try:
-        return cupy.cuda.cublas  # loaded by this access
+        cupy.cuda.cublas  # noqa: B018 - CuPy knows where the library lies, and loads it by this access
     except ImportError as error:
-        cuda = cupy.cuda.nvrtc.getVersion()[0]
         found = str(error).splitlines()[0]  # folders follow
         raise RuntimeError(f"cuBLAS is missing, wanted for matrix products ({found}); install it with: "
                            f'pip install -e ".[cublas{cuda}]"') from error
+    library = ctypes.CDLL(f"libcublas.so.{cuda}")
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    library.cublasSetWorkspace_v2.argtypes = pointer, pointer, ctypes.c_size_t
+    library.cublasSetStream_v2.argtypes = pointer, pointer
+    library.cublasGemmEx.argtypes = (
+        pointer, *5 * (number,), pointer, *2 * (pointer, number, number), pointer, pointer, *4 * (number,))
+    return library
+
+
+class _Blas:
+    """A handle of cuBLAS, on CuPy's current stream. CuPy's own functions refuse to be captured in a CUDA graph.
+
+    The workspace is always the same, as cuBLAS chooses by it how to compute: else a graph would get one of its own.
+    """
+
+    def __init__(self) -> None:
+        self._library, self._handle, self._stream = load(), ctypes.c_void_p(), -1
+        self._workspace = cupy.empty(WORKSPACE, np.uint8)
+        self._check("cublasCreate_v2", self._library.cublasCreate_v2(ctypes.byref(self._handle)))
+
+    def call(self, name: str, *args: Any) -> None:
+        """Calls a function of the library with the handle."""
+        stream = cupy.cuda.get_current_stream().ptr
+        if stream != self._stream:  # which takes the workspace away
+            self._check("cublasSetStream", self._library.cublasSetStream_v2(self._handle, stream))
+            workspace = self._workspace.data.ptr, WORKSPACE
+            self._check("cublasSetWorkspace", self._library.cublasSetWorkspace_v2(self._handle, *workspace))
+            self._stream = stream
+        self._check(name, getattr(self._library, name)(self._handle, *args))
+
+    @staticmethod
+    def _check(name: str, status: int) -> None:
+        if status:
+            raise RuntimeError(f"{name} returned status {status}, wanted 0; see cublasStatus_t in cuBLAS's manual")
+
+
+_handles = threading.local()  # simulated ranks are threads, and set the stream of a handle
+
+
+def _blas() -> _Blas:
+    """This thread's, on the current GPU."""
+    device = cupy.cuda.runtime.getDevice()
+    if getattr(_handles, "device", None) != device:
+        _handles.blas, _handles.device = _Blas(), device
+    blas: _Blas = _handles.blas
+    return blas
 
 
 def residual_norm_forward(x: Array, branch: Array | None, weight: Array) -> tuple[Array, Array]:
@@ -152,13 +202,13 @@ def embedding_backward(dx: Array, tokens: Array, dtable: Array) -> None:
     _product(dtable, chosen, dx, transpose_a=True, add=True)
 
 
-def cross_entropy(logits: Array, targets: Array, vocabulary: int, num_targets: int) -> tuple[Array, Array]:
+def cross_entropy(logits: Array, targets: Array, vocabulary: int, num_targets: Array) -> tuple[Array, Array]:
     """See layers.cross_entropy; dlogits is bfloat16."""
     rows, columns = logits.shape
     nats, dlogits = cupy.empty(rows, np.float32), cupy.empty((rows, columns), DTYPE)
     _launch("cross_entropy", -(-rows * 32 // BLOCK), BLOCK, nats, dlogits, logits, targets, rows, columns, vocabulary,
-            1 / num_targets)
-    return nats.sum() / np.float32(num_targets), dlogits
+            num_targets)
+    return nats.sum() / num_targets, dlogits
 
 
 def l2_norm(x: Array) -> Array:

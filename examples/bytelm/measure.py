@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,41 +38,28 @@ class Clock:
 
 
 class AttentionMeter:
-    """Counts and times what a model's attention does, its communication included."""
+    """Times what a model's attention does, its communication included, where it is called and not replayed."""
 
     def __init__(self, model: Model, clock: Clock) -> None:
         self._clock = clock
         self._spans: list[tuple[Any, Any]] = []
-        self._flops = 0
         for attention in model.attentions:
-            self._wrap(attention)
+            attention.forward = self._timed(attention.forward)  # type: ignore[method-assign]
+            attention.backward = self._timed(attention.backward)  # type: ignore[method-assign]
 
-    def take(self) -> tuple[int, list[tuple[Any, Any]]]:
-        """(operations of all ranks, spans between marks of this rank) since the last time this was called."""
-        taken = self._flops, self._spans
-        self._flops, self._spans = 0, []
+    def take(self) -> list[tuple[Any, Any]]:
+        """Spans between marks of this rank since the last time this was called."""
+        taken, self._spans = self._spans, []
         return taken
 
-    def _wrap(self, attention: Any) -> None:
-        forward, backward = attention.forward, attention.backward
+    def _timed(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        def timed(*args: Any) -> Result:
+            begin = self._clock.mark()
+            result = function(*args)
+            self._spans.append((begin, self._clock.mark()))
+            return result
 
-        def timed_forward(q: Array, k: Array, v: Array, plan: Any) -> Any:
-            self._flops += attention.flops(plan).forward
-            with self._timed():
-                return forward(q, k, v, plan)
-
-        def timed_backward(dout: Array, saved: Any) -> Any:
-            self._flops += attention.flops(saved.plan).backward
-            with self._timed():
-                return backward(dout, saved)
-
-        attention.forward, attention.backward = timed_forward, timed_backward
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        begin = self._clock.mark()
-        yield
-        self._spans.append((begin, self._clock.mark()))
+        return timed
 
 
 def on_the_way(x: Array) -> Callable[[], np.ndarray]:

@@ -12,12 +12,14 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 import thdattn
+from thdattn.graphs import Graphs
 
 VOCAB = 257
 EOD = 256  # end of document, and the input before the first byte
@@ -93,6 +95,21 @@ class Caches:
     rotation: Array
 
 
+Sums = tuple[Array, Array]  # the residual stream, and the branch that is still to be added to it: (rows, width) each
+
+
+class Part(NamedTuple):
+    """A stretch of the network, or the CUDA graphs of it.
+
+    forward: (x, branch, plan) -> ((x, branch), kept). The residual stream and what is to be added to it (None at
+        first), before and after; and what the backward needs.
+    backward: (dx, plan, kept) -> dx. Gradients of the residual stream, and so of its branch, after and before.
+    """
+
+    forward: Callable[[Array, Array | None, ModelPlan], tuple[Sums, Any]]
+    backward: Callable[[Array, ModelPlan, Any], Array]
+
+
 class Model:
     """The weights, and what is computed with them.
 
@@ -103,8 +120,10 @@ class Model:
         seed: of the weights, which are the same on every rank and engine.
         dtype: that layers compute in; by default bfloat16 on a GPU and float32 elsewhere. The reference engine also
             takes "float64".
+        deterministic: the same bits on every run, for a slower backward of the attention on a GPU.
 
     Attributes:
+        parts: of all layers, in the order of the forward.
         weights: flat, float32 (float64 for dtype "float64"): the matrices, then the gains of the norms.
         gradient: flat, the same dtype; loss_and_gradient adds to it.
         params, grads: name -> view into weights and gradient.
@@ -114,7 +133,7 @@ class Model:
 
     def __init__(
         self, config: Config, comm: thdattn.comm.Comm, engine: str = "auto", seed: int = 0,
-        dtype: DTypeLike | None = None,
+        dtype: DTypeLike | None = None, deterministic: bool = False,
     ) -> None:
         self.config = config
         self.comm = comm
@@ -125,7 +144,7 @@ class Model:
         windows = ((config.window - 1, 0) if config.window else (-1, -1), (-1, -1))
         self.attentions = [
             thdattn.CPAttention(comm, config.heads, config.head_dim, config.kv_heads, window=window, dtype=self.dtype,
-                                engine=engine_module.name)
+                                deterministic=deterministic, engine=engine_module.name)
             for window in windows
         ]
         shapes = _shapes(config)
@@ -135,6 +154,9 @@ class Model:
         self.copy = xp.zeros(size, self.dtype)
         self.params, self.grads, self._read = (_views(x, shapes) for x in (self.weights, self.gradient, self.copy))
         self._by_layer = [(_of_layer(self._read, i), _of_layer(self.grads, i)) for i in range(config.layers)]
+        self.parts = [part for layer in range(config.layers) for part in self._layer(layer).values()]
+        half = config.head_dim // 2
+        self._frequencies = xp.asarray(config.rope_base ** -(np.arange(half) / half))  # float64
         self._initialise(seed)
 
     def _initialise(self, seed: int) -> None:
@@ -162,27 +184,42 @@ class Model:
 
     def plan(self, batch: thdattn.PackedBatch, sharding: str = "dual_chunk") -> ModelPlan:
         """Plans a batch for this rank. Collective; see CPAttention.plan."""
-        windowed, full = self.attentions
-        full_plan = full.plan(batch, sharding)
-        windowed_plan = windowed.plan(batch, full_plan.sharding) if self.config.window else full_plan
-        return ModelPlan((windowed_plan, full_plan), self._rotation(full_plan.positions))
+        full_plan = self.attentions[1].plan(batch, sharding)
+        windowed_plans = [attention.plan(batch, full_plan.sharding) for attention in self.masks[:-1]]
+        return self.planned((*windowed_plans, full_plan))
+
+    @property
+    def masks(self) -> list[thdattn.CPAttention]:
+        """One attention per mask, for which a batch has to be planned: with a window, without one."""
+        return self.attentions if self.config.window else self.attentions[1:]
+
+    def planned(self, plans: Sequence[thdattn.Plan]) -> ModelPlan:
+        """The plan for the layers, of one per mask. Nothing comes from the host: a CUDA graph may capture it."""
+        return ModelPlan((plans[0], plans[-1]), self._rotation(plans[-1].positions))
 
     def _rotation(self, positions: Array) -> Array:
         """(2, len(positions), head_dim / 2), cosines and sines of RoPE."""
-        xp, half = self.layers.xp, self.config.head_dim // 2
-        angles = positions[:, None] * self.config.rope_base ** -(xp.arange(half) / half)  # float64
-        return xp.stack([xp.cos(angles), xp.sin(angles)]).astype(self.weights.dtype)
+        xp, angles = self.layers.xp, positions[:, None] * self._frequencies
+        rotation = xp.empty((2, *angles.shape), self.weights.dtype)
+        xp.cos(angles, out=rotation[0])
+        xp.sin(angles, out=rotation[1])
+        return rotation
 
     # ------------------------------------------------------------------------------------------------ loss, gradient
 
-    def loss(self, tokens: Array, targets: Array, plan: ModelPlan, num_targets: int) -> Array:
+    def loss(
+        self, tokens: Array, targets: Array, plan: ModelPlan, num_targets: Array | int,
+        parts: Sequence[Part] | None = None,
+    ) -> Array:
         """This rank's share of the mean loss. Collective.
 
         Args:
             tokens: (local_rows,) int32 on the engine's device, bytes and EOD; any of these on padding.
             targets: (local_rows,) int32, the byte that follows, or EOD; -1 does not count, nor does padding.
             plan: of the batch.
-            num_targets: targets that count, of all ranks (and of all micro-batches that make one step).
+            num_targets: targets that count, of all ranks (and of all micro-batches that make one step); a 0-d array on
+                the engine's device where a CUDA graph has to find it.
+            parts: instead of the model's own, such as graphs of them.
 
         Returns:
             0-d array: the sum of nats over this rank's targets, divided by num_targets.
@@ -190,23 +227,23 @@ class Model:
         Raises:
             ValueError: tokens or targets of another shape or dtype.
         """
-        hidden, _ = self._forward(tokens, plan)
-        counted = self._counted(targets, plan)
-        loss, _ = self.layers.cross_entropy(self._logits(hidden), counted, VOCAB, num_targets)
-        return loss
+        hidden, _ = self._forward(tokens, plan, parts or self.parts)
+        return self._cross_entropy(hidden, targets, plan, num_targets)[0]
 
-    def loss_and_gradient(self, tokens: Array, targets: Array, plan: ModelPlan, num_targets: int) -> Array:
+    def loss_and_gradient(
+        self, tokens: Array, targets: Array, plan: ModelPlan, num_targets: Array | int,
+        parts: Sequence[Part] | None = None,
+    ) -> Array:
         """The same; adds this rank's share of the gradient to `gradient`."""
-        hidden, saved = self._forward(tokens, plan)
-        counted = self._counted(targets, plan)
-        loss, dlogits = self.layers.cross_entropy(self._logits(hidden), counted, VOCAB, num_targets)
+        hidden, saved = self._forward(tokens, plan, parts or self.parts)
+        loss, dlogits = self._cross_entropy(hidden, targets, plan, num_targets)
         dhidden = self.layers.linear_backward(dlogits, hidden, self._read[self._head], self.grads[self._head])
-        self._backward(dhidden, tokens, plan, saved)
+        self._backward(dhidden, tokens, plan, saved, parts or self.parts)
         return loss
 
     def logits(self, tokens: Array, plan: ModelPlan) -> Array:
         """(local_rows, VOCAB) float32, of the byte that follows. Collective."""
-        hidden, _ = self._forward(tokens, plan)
+        hidden, _ = self._forward(tokens, plan, self.parts)
         return self._logits(hidden)[:, :VOCAB]
 
     # ------------------------------------------------------------------------------------------------ decode
@@ -218,9 +255,10 @@ class Model:
 
     def prefill(self, tokens: Array, plan: ModelPlan, caches: Caches) -> Array:
         """The logits of a pack whose sequences are the beginnings of the caches' texts, one each; see `logits`."""
-        hidden, saved = self._forward(tokens, plan)
+        hidden, saved = self._forward(tokens, plan, self.parts)
         for layer, cache in enumerate(caches.layers):
-            cache.fill(saved[layer].attention.k, saved[layer].attention.v, plan.plans[layer % 2])
+            _, attention = saved[2 * layer]  # of its first part
+            cache.fill(attention.k, attention.v, plan.plans[layer % 2])
         return self._logits(hidden)[:, :VOCAB]
 
     def decode(self, tokens: Array, caches: Caches, layers: Sequence[Callable[[Array], Array]] | None = None) -> Array:
@@ -250,62 +288,104 @@ class Model:
         """Sums `gradient` over the ranks, in float32. Collective."""
         self.comm.all_reduce(self.gradient, "sum")
 
-    def flops(self, plan: ModelPlan) -> int:
+    def attention_flops(self, batch: thdattn.PackedBatch) -> int:
+        """Forward and backward of the attention of all layers and ranks."""
+        counts = [sum(attention.flops(batch)) for attention in self.attentions]
+        return sum(counts[layer % 2] for layer in range(self.config.layers))
+
+    def flops(self, batch: thdattn.PackedBatch) -> int:
         """Forward and backward of all ranks: 6 per weight that multiplies and token, and the attention's."""
         c = self.config
         multiplying = self.num_matrix_weights - TABLE_ROWS * c.width * (1 if c.tied else 2) + VOCAB * c.width
-        counts = [attention.flops(p) for attention, p in zip(self.attentions, plan.plans, strict=True)]
-        attention = sum(counts[layer % 2].forward + counts[layer % 2].backward for layer in range(c.layers))
-        return 6 * multiplying * plan.sharding.batch.total_tokens + attention
+        return 6 * multiplying * batch.total_tokens + self.attention_flops(batch)
 
     # ------------------------------------------------------------------------------------------------ layers
 
-    def _forward(self, tokens: Array, plan: ModelPlan) -> tuple[Array, list[Any]]:
-        """Normalised rows for the head, and what the backward needs: one Kept per layer, then the last sum."""
+    def _forward(self, tokens: Array, plan: ModelPlan, parts: Sequence[Part]) -> tuple[Array, list[Any]]:
+        """Normalised rows for the head, and what the backward needs: what each part keeps, then the last sum."""
         self._check_rows("tokens", tokens, plan)
         x, branch = self.layers.embedding_forward(tokens, self._read["embedding"]), None
         saved: list[Any] = []
-        for layer in range(self.config.layers):
-            x, branch, kept = self._layer_forward(layer, x, branch, plan)
+        for part in parts:
+            (x, branch), kept = part.forward(x, branch, plan)
             saved.append(kept)
         x, hidden = self.layers.residual_norm_forward(x, branch, self._read["norm"])
         return hidden, [*saved, x]
 
-    def _backward(self, dhidden: Array, tokens: Array, plan: ModelPlan, saved: list[Any]) -> None:
+    def _backward(
+        self, dhidden: Array, tokens: Array, plan: ModelPlan, saved: list[Any], parts: Sequence[Part]
+    ) -> None:
         x = saved.pop()
         dx = self.layers.residual_norm_backward(dhidden, None, x, self._read["norm"], self.grads["norm"])
-        for layer in reversed(range(self.config.layers)):
-            dx = self._layer_backward(layer, dx, plan, saved.pop())
+        for part in reversed(parts):
+            dx = part.backward(dx, plan, saved.pop())
         self.layers.embedding_backward(dx, tokens, self.grads["embedding"])
 
-    def _layer_forward(self, layer: int, x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Array, Array, Kept]:
-        """x: residual stream; branch: what the last layer adds to it. Returns both anew, and what to keep."""
+    def captured(self, graphs: Graphs) -> list[Part]:
+        """The parts as CUDA graphs: those that graphs.config.modules names, or whole layers.
+
+        Raises:
+            ValueError: it names a part that layers do not have.
+        """
+        modules, parts = graphs.config.modules, []
+        for name in modules:
+            if name not in self._layer(0):
+                raise ValueError(f"modules has {name!r}, wanted some of {', '.join(map(repr, self._layer(0)))}, the "
+                                 f"parts of a layer here; leave it out")
+        for layer in range(self.config.layers):
+            named = self._layer(layer) if modules else {"all": _one_after_another(*self._layer(layer).values())}
+            for name, part in named.items():
+                if not modules or name in modules:
+                    pair = graphs.pair(part.forward, part.backward, f"layer {layer}, {name}")
+                    part = Part(pair.forward, pair.backward)
+                parts.append(part)
+        return parts
+
+    def _layer(self, layer: int) -> dict[str, Part]:
+        """The parts of a layer by name."""
+        return {"attn": Part(partial(self._attn_forward, layer), partial(self._attn_backward, layer)),
+                "mlp": Part(partial(self._mlp_forward, layer), partial(self._mlp_backward, layer))}
+
+    def _attn_forward(self, layer: int, x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Sums, Any]:
         ops, c, (w, _) = self.layers, self.config, self._by_layer[layer]
         x, h = ops.residual_norm_forward(x, branch, w["attention_norm"])
         q, k, v = ops.rope_forward(ops.linear_forward(h, w["qkv"]), plan.rotation, c.heads, c.kv_heads)
         out, attention = self.attentions[layer % 2].forward(q, k, v, plan.plans[layer % 2])
-        branch = ops.linear_forward(_flat(out), w["out"])
-        y, h = ops.residual_norm_forward(x, branch, w["mlp_norm"])
-        gate_up = ops.linear_forward(h, w["gate_up"])
-        branch = ops.linear_forward(ops.swiglu_forward(gate_up), w["down"])
-        return y, branch, Kept(x, attention, y, gate_up)
+        return (x, ops.linear_forward(_flat(out), w["out"])), (x, attention)
 
-    def _layer_backward(self, layer: int, dx: Array, plan: ModelPlan, kept: Kept) -> Array:
-        """dx: gradient of the residual stream after the layer, and so of its branch; returns that before it."""
-        ops, (w, dw) = self.layers, self._by_layer[layer]
-        dswiglu = ops.linear_backward(dx, ops.swiglu_forward(kept.gate_up), w["down"], dw["down"])
-        dgate_up = ops.swiglu_backward(dswiglu, kept.gate_up)
-        _, h = ops.residual_norm_forward(kept.y, None, w["mlp_norm"])
-        dh = ops.linear_backward(dgate_up, h, w["gate_up"], dw["gate_up"])
-        dy = ops.residual_norm_backward(dh, dx, kept.y, w["mlp_norm"], dw["mlp_norm"])
-
-        out = kept.attention.out
-        dout = ops.linear_backward(dy, _flat(out), w["out"], dw["out"])
-        dq, dk, dv = self.attentions[layer % 2].backward(dout.reshape(out.shape), kept.attention)
+    def _attn_backward(self, layer: int, dx: Array, plan: ModelPlan, kept: Any) -> Array:
+        ops, (w, dw), (x, attention) = self.layers, self._by_layer[layer], kept
+        out = attention.out
+        dout = ops.linear_backward(dx, _flat(out), w["out"], dw["out"])
+        dq, dk, dv = self.attentions[layer % 2].backward(dout.reshape(out.shape), attention)
         dqkv = ops.rope_backward(dq, dk, dv, plan.rotation)
-        _, h = ops.residual_norm_forward(kept.x, None, w["attention_norm"])
+        _, h = ops.residual_norm_forward(x, None, w["attention_norm"])
         dh = ops.linear_backward(dqkv, h, w["qkv"], dw["qkv"])
-        return ops.residual_norm_backward(dh, dy, kept.x, w["attention_norm"], dw["attention_norm"])
+        return ops.residual_norm_backward(dh, dx, x, w["attention_norm"], dw["attention_norm"])
+
+    def _mlp_forward(self, layer: int, x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Sums, Any]:
+        ops, (w, _) = self.layers, self._by_layer[layer]
+        x, h = ops.residual_norm_forward(x, branch, w["mlp_norm"])
+        gate_up = ops.linear_forward(h, w["gate_up"])
+        return (x, ops.linear_forward(ops.swiglu_forward(gate_up), w["down"])), (x, gate_up)
+
+    def _mlp_backward(self, layer: int, dx: Array, plan: ModelPlan, kept: Any) -> Array:
+        ops, (w, dw), (x, gate_up) = self.layers, self._by_layer[layer], kept
+        dswiglu = ops.linear_backward(dx, ops.swiglu_forward(gate_up), w["down"], dw["down"])
+        dgate_up = ops.swiglu_backward(dswiglu, gate_up)
+        _, h = ops.residual_norm_forward(x, None, w["mlp_norm"])
+        dh = ops.linear_backward(dgate_up, h, w["gate_up"], dw["gate_up"])
+        return ops.residual_norm_backward(dh, dx, x, w["mlp_norm"], dw["mlp_norm"])
+
+    def _cross_entropy(
+        self, hidden: Array, targets: Array, plan: ModelPlan, num_targets: Array | int
+    ) -> tuple[Array, Array]:
+        xp, dtype = self.layers.xp, self.weights.dtype
+        counted = self._counted(targets, plan)
+        result: tuple[Array, Array] = self.layers.cross_entropy(
+            self._logits(hidden), counted, VOCAB, xp.asarray(num_targets, dtype)
+        )
+        return result
 
     def _logits(self, hidden: Array) -> Array:
         """(rows, TABLE_ROWS), in the dtype of the weights: too few columns to save by rounding them."""
@@ -328,16 +408,6 @@ class Model:
             )
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Of one layer, for the backward: the residual stream before attention and before the MLP, and the products."""
-
-    x: Array
-    attention: thdattn.attention.Saved
-    y: Array
-    gate_up: Array
-
-
 def _shapes(c: Config) -> dict[str, tuple[int, ...]]:
     """Names and shapes in the order of the flat array: matrices (out, in) first, then the gains of the norms."""
     matrices: dict[str, tuple[int, ...]] = {"embedding": (TABLE_ROWS, c.width)}
@@ -358,6 +428,18 @@ def _views(flat: Array, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
     ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
     return {name: flat[end - math.prod(shape) : end].reshape(shape)
             for (name, shape), end in zip(shapes.items(), ends, strict=True)}
+
+
+def _one_after_another(first: Part, second: Part) -> Part:
+    def forward(x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Sums, Any]:
+        sums, kept = first.forward(x, branch, plan)
+        sums, kept_too = second.forward(*sums, plan)
+        return sums, (kept, kept_too)
+
+    def backward(dx: Array, plan: ModelPlan, kept: Any) -> Array:
+        return first.backward(second.backward(dx, plan, kept[1]), plan, kept[0])
+
+    return Part(forward, backward)
 
 
 def _flat(x: Array) -> Array:

@@ -2,9 +2,11 @@
 
     python examples/bytelm/train.py --size tiny                             one rank
     mpiexec -n 4 python -m mpi4py examples/bytelm/train.py --size tiny      four, each with a GPU if it has one
+    python examples/bytelm/train.py --cuda-graph-impl full_iteration        each step a CUDA graph, where there is a GPU
 
 Read train() first and Trainer.step() second: this is how thdattn is used in a training loop. model.py has the network,
-data.py the documents. All ranks make the same micro-batches and take their own rows of them.
+data.py the documents, passes.py what CUDA graphs take. All ranks make the same micro-batches and take their own rows of
+them.
 
 Ctrl-C (SIGINT), SIGTERM or SIGUSR1 on any rank ends all ranks after the same step, with a checkpoint if --checkpoint is
 given. A second Ctrl-C ends them at once, also before the first step. MPICH's mpiexec passes the first Ctrl-C on to the
@@ -38,13 +40,15 @@ from checkpoint import Checkpoint
 from command_line import positive
 from data import MicroBatch, Packing, Position
 from interrupt import Interrupt
-from model import SIZES, Config, Model, ModelPlan
+from model import SIZES, Config, Model
 from numpy.typing import NDArray
 from optimizer import AdamW
+from passes import WAYS
 from progress import Progress
 
 import thdattn
 from thdattn.attention import choose_engine
+from thdattn.graphs import CudaGraphConfig, Graphs, add_arguments, from_arguments
 from thdattn.sharding import STRATEGIES
 
 NATS_PER_BIT = math.log(2)
@@ -76,29 +80,45 @@ class StepResult:
     """What a step has made, or is about to make: on a GPU its numbers are still on their way.
 
     numbers: waits for (mean loss in nats, ranks that were asked to stop, norm of the gradient).
-    span: marks before and after the step. attention_flops: of all ranks; attention_spans: of this one.
+    span: marks before and after the step. attention_spans: of this rank; none where graphs are wanted.
+    num_overflows: steps up to this one that ran eagerly although graphs were wanted.
     """
 
     batches: Sequence[MicroBatch]
     lr: float
     numbers: Callable[[], np.ndarray]
     span: tuple[Any, Any]
-    flops: int
-    attention_flops: int
     attention_spans: list[tuple[Any, Any]]
+    num_overflows: int
+
+    @property
+    def lengths(self) -> list[thdattn.PackedBatch]:
+        """Of the micro-batches."""
+        return [batch.batch for batch in self.batches]
 
 
 class Trainer:
-    """A model, its optimizer, and the step of both. Every rank calls every method alike."""
+    """A model, its optimizer, and the step of both. Every rank calls every method alike.
 
-    def __init__(self, comm: thdattn.comm.Comm, config: Config, engine: str, sharding: str, seed: int) -> None:
+    Args:
+        comm, config, engine, seed, deterministic: of the model.
+        sharding: which rank owns which rows.
+        graphs: what is captured in CUDA graphs; by default nothing.
+    """
+
+    def __init__(
+        self, comm: thdattn.comm.Comm, config: Config, engine: str, sharding: str, seed: int,
+        graphs: CudaGraphConfig | None = None, deterministic: bool = False,
+    ) -> None:
         self.comm = comm
-        self.sharding = sharding
-        self.model = Model(config, comm, engine, seed)
+        self.model = Model(config, comm, engine, seed, deterministic=deterministic)
         self.optimizer = AdamW(self.model)
         self.xp = self.model.layers.xp
         self.clock = measure.Clock(self.model)
-        self.attention_meter = measure.AttentionMeter(self.model, self.clock)
+        self.graphs = Graphs(comm, graphs or CudaGraphConfig(), engine)  # they end before the comm
+        impl = self.graphs.config.impl
+        self.passes = WAYS[impl](self.model, self.graphs, sharding)
+        self._attention_meter = measure.AttentionMeter(self.model, self.clock) if impl == "none" else None
         self._last_mark = self.clock.mark()
 
     def step(self, batches: Sequence[MicroBatch], lr: float, stop: bool = False) -> StepResult:
@@ -109,36 +129,32 @@ class Trainer:
             lr: learning rate.
             stop: this rank was asked to stop; all ranks learn of it from the result.
         """
-        model, num_targets = self.model, sum(batch.num_targets for batch in batches)
-        model.gradient.fill(0)
-        numbers = self.xp.zeros(3, np.float32)
-        numbers[1] = float(stop)
-        flops = 0
-        for batch in batches:
-            tokens, targets, plan = self._local(batch)
-            numbers[0] += model.loss_and_gradient(tokens, targets, plan, num_targets)
-            flops += model.flops(plan)
-        self.comm.all_reduce(numbers, "sum")
-        model.reduce_gradient()
-        numbers[2] = self.optimizer.step(model.gradient, lr)
-
-        attention_flops, attention_spans = self.attention_meter.take()
+        numbers = self.passes.gradient(batches, stop)
+        numbers[2] = self.optimizer.step(self.model.gradient, lr)
+        spans = self._attention_meter.take() if self._attention_meter else []
         before, self._last_mark = self._last_mark, self.clock.mark()
-        return StepResult(batches, lr, measure.on_the_way(numbers), (before, self._last_mark), flops, attention_flops,
-                          attention_spans)  # fmt: skip
+        return StepResult(batches, lr, measure.on_the_way(numbers), (before, self._last_mark), spans,
+                          self.passes.num_overflows)  # fmt: skip
 
     def bits_per_byte(self, batches: Sequence[MicroBatch]) -> float:
         """Bits that the model needs for these documents, ends included, per byte. Waits for the GPU."""
         total = self.xp.zeros(1, np.float32)
         num_bytes = sum(batch.num_bytes for batch in batches)
         for batch in batches:
-            total += self.model.loss(*self._local(batch), num_bytes)
+            total += self.passes.loss(batch, num_bytes)
         self.comm.all_reduce(total, "sum")
         return float(total[0]) / NATS_PER_BIT
 
+    def attention_tflops(self, result: StepResult) -> float | None:
+        """Per second and rank, in 10**12, communication included; None where the attention was not timed."""
+        seconds = sum(self.clock.seconds(*span) for span in result.attention_spans)
+        flops = sum(map(self.model.attention_flops, result.lengths))
+        return flops / self.comm.size / seconds / 1e12 if seconds else None
+
     def pause(self) -> None:
         """What was done since the last step is not part of the next one's time."""
-        self.attention_meter.take()
+        if self._attention_meter:
+            self._attention_meter.take()
         self._last_mark = self.clock.mark()
 
     def state(self, step: int, position: Position, settings: dict[str, Any]) -> Checkpoint:
@@ -153,12 +169,6 @@ class Trainer:
         self.model.refresh()
         for name, x in self.optimizer.state.items():
             x[...] = saved.optimizer[name] if isinstance(x, np.ndarray) else self.xp.asarray(saved.optimizer[name])
-
-    def _local(self, batch: MicroBatch) -> tuple[Any, Any, ModelPlan]:
-        """(tokens, targets, plan) of this rank."""
-        plan = self.model.plan(batch.batch, self.sharding)
-        tokens, targets = batch.local(plan.sharding.rows(self.comm.rank))
-        return self.xp.asarray(tokens), self.xp.asarray(targets), plan
 
 
 class Reporter:
@@ -186,6 +196,9 @@ class Reporter:
             f"{model.attentions[0].engine!r}; ranks: {model.comm.size}, backend {model.comm.name!r}")
         say(f"{len(documents):,} documents of {where}, {num_bytes:,} bytes; steps of {args.accumulate} x "
             f"{packing.rows:,} tokens")
+        if self._trainer.graphs.config.impl != "none":
+            say(f"CUDA graphs: {self._trainer.graphs.config.impl}"
+                f"{'' if self._trainer.graphs.active else ', which these ranks cannot capture: all runs eagerly'}")
         if done:
             say(f"going on after step {done}")
 
@@ -198,21 +211,26 @@ class Reporter:
         loss, stop, norm = result.numbers().tolist()
         if not math.isfinite(loss):
             raise command_line.Failure(f"the loss of step {number} is {loss}; lower --lr, or raise --warmup")
-        clock, size = self._trainer.clock, self._trainer.comm.size
+        clock, size, model = self._trainer.clock, self._trainer.comm.size, self._trainer.model
         seconds = clock.seconds(*result.span)
-        attention_seconds = sum(clock.seconds(*span) for span in result.attention_spans)
         num_targets = sum(batch.num_targets for batch in result.batches)
         num_bytes = sum(batch.num_bytes for batch in result.batches)
         tokens_per_s = num_targets / seconds
         padding = 1 - num_targets / sum(batch.batch.total_rows for batch in result.batches)
-        tflops = result.attention_flops / size / attention_seconds / 1e12
+        tflops = self._trainer.attention_tflops(result)
+        flops = sum(map(model.flops, result.lengths)) if self._peak else 0
         self._record.add(
             step=number, loss=loss, bits_per_byte=loss * num_targets / max(num_bytes, 1) / NATS_PER_BIT, lr=result.lr,
             gradient_norm=norm, tokens_per_s=tokens_per_s, padding=padding, attention_tflops=tflops,
-            mfu=result.flops / size / seconds / self._peak if self._peak else None,
+            mfu=flops / size / seconds / self._peak if self._peak else None, num_overflows=result.num_overflows,
         )  # fmt: skip
-        speed = f"{tflops:.0f} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.1f} GFLOP/s"
-        self._progress.step(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s, attention {speed}, padding {padding:.1%}")
+        about = [f"loss {loss:.3f}", f"{tokens_per_s:,.0f} tokens/s"]
+        if tflops is not None:
+            about.append(f"attention {f'{tflops:.0f} TFLOP/s' if tflops >= 1 else f'{1e3 * tflops:.1f} GFLOP/s'}")
+        about.append(f"padding {padding:.1%}")
+        if result.num_overflows:
+            about.append(f"steps without graphs: {result.num_overflows}")
+        self._progress.step(", ".join(about))
         return bool(stop)
 
     def validation(self, step: int, bits_per_byte: float) -> None:
@@ -226,6 +244,9 @@ class Reporter:
         if stopped and step < args.steps:
             onward = ", --resume goes on from there" if args.checkpoint else ""
             self._progress.say(f"stopped after step {step}{onward}")
+        if overflows := self._trainer.passes.num_overflows:
+            self._progress.say(f"steps without graphs, as their batches did not fit: {overflows}; raise "
+                               f"--cuda-graph-max-packed-seqs")
         self._progress.close()
         self._record.close()
         if self._shown and args.plot:
@@ -262,7 +283,7 @@ def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrup
         step, position = (saved.step, saved.position) if saved else (0, Position(0, 0))
         if comm.rank == 0:
             check_outputs(args)
-        trainer = Trainer(comm, config, args.engine, args.sharding, args.seed)
+        trainer = Trainer(comm, config, args.engine, args.sharding, args.seed, args.graphs)
         reporter = Reporter(trainer, args, saved.step if saved else None)
     with command_line.together(comm):
         comm.agree("the documents", data.fingerprint(documents))
@@ -380,7 +401,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--metrics", type=Path, metavar="FILE", help="write a JSON line per step and validation into this new file")
     add("--plot", type=Path, metavar="FILE", help="draw bits per byte into this PNG, PDF or SVG file at the end")
     add("--bar", action="store_true", help="draw a progress bar where stderr is no terminal, as under mpiexec")
+    add_arguments(parser)
     args = parser.parse_args()
+    args.graphs = from_arguments(parser, args)
     for name, value in asdict(RECIPES[args.size]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -16,7 +16,7 @@ from thdattn.arguments import as_bool, as_choice, as_count, as_softmax_scale, as
 from thdattn.cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.comm import Comm
 from thdattn.packing import PackedBatch, as_batch
-from thdattn.plan import Plan
+from thdattn.plan import Plan, visible_pairs
 from thdattn.sharding import Sharding
 
 ENGINES = {"cuda": "thdattn.ops", "reference": "thdattn.reference"}
@@ -283,20 +283,24 @@ class CPAttention:
         out, _ = self._engine.attn_decode(q, self._engine.cache_append(k, v, cache), cache, self.softmax_scale)
         return out
 
-    def flops(self, plan: Plan) -> Flops:
-        """Operations of one forward and one backward over a plan's batch, of all ranks together.
+    def flops(self, plan: Plan | PackedBatch) -> Flops:
+        """Operations of one forward and one backward over a batch, of all ranks together.
 
         By FlashAttention's convention, so that speeds can be compared: products of visible pairs alone, two forward
         (one as wide as q and k, one as v), and 2.5 times as many operations backward (five products).
 
         Args:
-            plan: as for forward; its lengths on the host.
+            plan: as for forward, or a batch of self-attention that needs no plan; lengths on the host.
 
         Raises:
             TypeError, ValueError: as forward; also a ValueError if the lengths lie on a GPU.
         """
-        self._check_plan(plan)
-        multiply_adds = plan.visible_pairs * self.num_heads * (self.head_dim + self.v_head_dim)
+        if isinstance(plan, PackedBatch):
+            pairs = visible_pairs(plan, plan, self.window)
+        else:
+            self._check_plan(plan)
+            pairs = plan.visible_pairs
+        multiply_adds = pairs * self.num_heads * (self.head_dim + self.v_head_dim)
         return Flops(forward=2 * multiply_adds, backward=5 * multiply_adds)
 
     def _checked_dtype(self, dtype: DTypeLike) -> np.dtype[Any]:

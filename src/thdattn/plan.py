@@ -170,13 +170,8 @@ class Plan:
 
     @property
     def visible_pairs(self) -> int:
-        """Pairs (query, key) that the mask leaves, of all ranks together. ValueError if the offsets lie on a GPU.
-
-        Each side of the window hides a triangle of the rectangle of queries and keys, cut off at its far side.
-        """
-        for batch in (self.batch, self.key_batch):
-            batch.require_host("counting visible pairs")
-        return _visible_pairs(self.batch, self.key_batch, self.window)
+        """Pairs (query, key) that the mask leaves, of all ranks together. ValueError if the offsets lie on a GPU."""
+        return visible_pairs(self.batch, self.key_batch, self.window)
 
     @cached_property
     def expected_pairs(self) -> int | None:
@@ -184,7 +179,7 @@ class Plan:
         batch = self._like if self.batch.on_device else self.batch
         if batch is None:
             return None
-        return _visible_pairs(batch, self.key_batch if batch is self.batch else batch, self.window)
+        return visible_pairs(batch, self.key_batch if batch is self.batch else batch, self.window)
 
     @property
     def query_ranges(self) -> Any:
@@ -402,7 +397,13 @@ def _words(x: Any) -> Any:
     return x.view(f"u{x.itemsize}") if x.itemsize in (1, 2, 4, 8) else x
 
 
-def _visible_pairs(batch: PackedBatch, key_batch: PackedBatch, window: tuple[int, int]) -> int:
+def visible_pairs(batch: PackedBatch, key_batch: PackedBatch, window: tuple[int, int]) -> int:
+    """Pairs (query, key) that a mask leaves of these lengths, which must lie on the host.
+
+    Each side of the window hides a triangle of the rectangle of queries and keys, cut off at its far side.
+    """
+    for lengths in (batch, key_batch):
+        lengths.require_host("counting visible pairs")
     queries, keys = (x.lengths.astype(np.int64) for x in (batch, key_batch))
     pairs = queries * keys
     for side, base, height in zip(window, (keys, queries), (queries, keys), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,9 +23,9 @@ import thdattn
 
 ROW = {
     "gpu": "NVIDIA H100 80GB HBM3", "size": "1b", "weights": "1234567", "ranks": "2", "tokens": "65536",
-    "accumulate": "2", "ms_per_step": "12.6", "tokens_per_s": "5201", "mfu": "0.4219", "attention_tflops": "301.4",
-    "padding": "0.0123", "ms_p10": "11.4", "ms_p90": "1234.5", "steps": "30", "driver": "580", "kernel_sources": "abc",
-    "example_sources": "def",
+    "accumulate": "2", "cuda_graph_impl": "none", "ms_per_step": "12.6", "tokens_per_s": "5201", "mfu": "0.4219",
+    "attention_tflops": "301.4", "padding": "0.0123", "ms_p10": "11.4", "ms_p90": "1234.5", "steps": "30",
+    "driver": "580", "kernel_sources": "abc", "example_sources": "def",
 }  # fmt: skip
 
 
@@ -32,11 +33,11 @@ def test_table_worked_by_hand():
     first = ROW | {"ranks": "1", "mfu": ""}
     smaller = ROW | {"size": "small"}
     header, rule, *lines, _, sources = bench_bytelm.summary([ROW, first, smaller]).splitlines()
-    assert header.count("|") == rule.count("|") == 11
-    cells = "2 | 131,072 | 12.6 | 11.4 to 1,234 | 5,201 | 42 % | 301 | 1.2 % |"
+    assert header.count("|") == rule.count("|") == 12
+    cells = "2 | 131,072 | none | 12.6 | 11.4 to 1,234 | 5,201 | 42 % | 301 | 1.2 % |"
     assert lines[2] == f"| H100 80GB HBM3 | 1b, 1,234,567 weights | {cells}"
     assert [line.split(" | ")[1].split(",")[0] for line in lines] == ["small", "1b", "1b"]
-    assert " | 1 | 131,072 | 12.6 | 11.4 to 1,234 | 5,201 | - | " in lines[1]
+    assert " | 1 | 131,072 | none | 12.6 | 11.4 to 1,234 | 5,201 | - | " in lines[1]
     assert sources == "All: 30 steps, driver 580, sources abc, of the example def."
 
 
@@ -44,6 +45,14 @@ def test_rows_of_different_sources_are_told_apart():
     *_, older, _, newer = bench_bytelm.summary([ROW, ROW | {"ranks": "4", "kernel_sources": "fed"}]).splitlines()
     assert older.startswith("1b on 2 with 131,072: ") and "sources abc," in older
     assert newer.startswith("1b on 4 with 131,072: ") and "sources fed," in newer
+
+
+def test_rows_with_graphs_stand_behind_those_without_and_have_no_time_of_the_attention():
+    graphs = {"cuda_graph_impl": "full_iteration", "attention_tflops": "", "ms_per_step": "6.3"}
+    *_, without, replayed, _, sources = bench_bytelm.summary([ROW | graphs, ROW]).splitlines()
+    assert " | 131,072 | none | 12.6 | " in without
+    assert " | 131,072 | full_iteration | 6.3 | " in replayed and " | 42 % | - | 1.2 % |" in replayed
+    assert sources.startswith("All: 30 steps")
 
 
 def test_medians_of_measured_steps_are_those_of_their_marks():
@@ -57,7 +66,9 @@ def test_medians_of_measured_steps_are_those_of_their_marks():
     assert float(row["padding"]) == pytest.approx(np.mean([result.batches[0].padding for result in results]), abs=1e-4)
     assert float(row["mfu"]) > 0
     assert float(row["last_loss"]) == pytest.approx(results[-1].numbers()[0], abs=1e-3)
-    assert bench_bytelm.measured(trainer, results, peak=None)["mfu"] == ""
+    assert row["overflows"] == "0" and float(row["attention_tflops"]) >= 0
+    without_peak = bench_bytelm.measured(trainer, [replace(x, attention_spans=[]) for x in results], peak=None)
+    assert without_peak["mfu"] == without_peak["attention_tflops"] == ""
 
 
 def test_example_hash_is_of_the_sources():

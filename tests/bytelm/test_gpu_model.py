@@ -150,7 +150,8 @@ def test_cross_entropy(cupy, cuda, rows):
     targets = rng.integers(-1, 257, rows, np.int32)
     logits[:, 257:] = np.nan
     logits[targets < 0] = np.nan
-    loss, dlogits = cuda.cross_entropy(cupy.asarray(logits), cupy.asarray(targets), 257, 1234)
+    num_targets = cupy.asarray(1234, np.float32)
+    loss, dlogits = cuda.cross_entropy(cupy.asarray(logits), cupy.asarray(targets), 257, num_targets)
     expected, dlogits64 = layers.cross_entropy(logits.astype(np.float64), targets, 257, 1234)
     assert loss.shape == ()
     assert_close(loss, expected, "float32")

@@ -193,11 +193,12 @@ def test_rows_of_the_tables_without_a_meaning_stay_zero():
 def test_flops_by_hand(tied):
     config = Config(layers=3, width=16, heads=2, kv_heads=1, head_dim=8, hidden=24, window=2, tied=tied)
     model = single(config)
-    plan = model.plan(thdattn.PackedBatch.from_lengths([3, 1], 4))
+    batch = thdattn.PackedBatch.from_lengths([3, 1], 4)
     layer = 16 * (2 + 2) * 8 + 2 * 8 * 16 + 3 * 16 * 24
     pairs = {"windowed": 2 * ((1 + 2 + 2) + 1), "full": 1 * ((1 + 2 + 3) + 1)}  # over layers 0 and 2, and layer 1
     attention = sum(pairs.values()) * 2 * 8 * 2 * 7
-    assert model.flops(plan) == 6 * (3 * layer + 257 * 16) * 4 + attention
+    assert model.attention_flops(batch) == attention
+    assert model.flops(batch) == 6 * (3 * layer + 257 * 16) * 4 + attention
 
 
 def test_plan_shows_what_a_loop_needs():

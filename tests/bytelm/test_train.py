@@ -21,7 +21,8 @@ from programs import MISBEHAVE, SAMPLE, TRAIN, lines_of, options, small, start, 
 import thdattn
 
 NOBODY_INTERRUPTS = SimpleNamespace(requested=False)
-KEYS = {"step", "loss", "bits_per_byte", "lr", "gradient_norm", "tokens_per_s", "padding", "attention_tflops", "mfu"}
+KEYS = {"step", "loss", "bits_per_byte", "lr", "gradient_norm", "tokens_per_s", "padding", "attention_tflops", "mfu",
+        "num_overflows"}
 
 
 def arguments(monkeypatch, *words):
@@ -270,16 +271,15 @@ def test_files_that_cannot_be_written_fail_before_the_first_step(documents, tmp_
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_attention_meter_counts_visible_pairs_of_all_layers(documents, cp_size):
+def test_attention_is_timed_and_its_pairs_are_counted_over_all_layers(documents, cp_size):
     def measured(comm):
         trainer = train.Trainer(comm, SIZES["tiny"], "reference", "dual_chunk", 0)
         packing = data.Packing.of(160, comm.size, "dual_chunk")
         batch = next(data.micro_batches(data.find_documents(documents), packing, 0, data.Position(0, 0)))
-        result = trainer.step([batch], 1e-3)
-        return batch, result, trainer.clock
+        return batch, trainer.step([batch], 1e-3), trainer
 
     config = SIZES["tiny"]
-    for batch, result, clock in thdattn.comm.run_local(cp_size, measured):
+    for batch, result, trainer in thdattn.comm.run_local(cp_size, measured):
         pairs = [0, 0]
         for length in batch.batch.lengths.tolist():
             for query in range(length):
@@ -287,10 +287,12 @@ def test_attention_meter_counts_visible_pairs_of_all_layers(documents, cp_size):
                 pairs[1] += query + 1
         visible = sum(pairs[layer % 2] for layer in range(config.layers))
         products = 2 + 5
-        assert result.attention_flops == 2 * products * visible * config.heads * config.head_dim
+        flops = 2 * products * visible * config.heads * config.head_dim
+        assert trainer.model.attention_flops(batch.batch) == flops
         assert len(result.attention_spans) == 2 * config.layers
-        in_attention = sum(clock.seconds(*span) for span in result.attention_spans)
-        assert 0 < in_attention < clock.seconds(*result.span)
+        in_attention = sum(trainer.clock.seconds(*span) for span in result.attention_spans)
+        assert 0 < in_attention < trainer.clock.seconds(*result.span)
+        assert trainer.attention_tflops(result) == pytest.approx(flops / cp_size / in_attention / 1e12)
 
 
 def test_record_of_a_run_that_goes_on_drops_what_will_be_done_again(tmp_path):
@@ -331,7 +333,8 @@ def test_validation_is_the_oracles_bits_per_byte(documents):
     batches = data.validation_batches(data.find_documents(documents)[:3], packing, 10_000)
     bits = 0.0
     for batch in batches:
-        tokens, targets, plan = trainer._local(batch)
+        plan = trainer.model.plan(batch.batch, "contiguous")
+        tokens, targets = batch.local(plan.sharding.rows(0))
         logits = trainer.model.logits(tokens, plan).astype(np.float64)
         log_sums = np.log(np.exp(logits).sum(axis=1))
         valid = targets >= 0

@@ -78,6 +78,11 @@ class Graphs:
         """A forward and its backward, each a graph; name is for messages."""
         return Pair(self, forward, backward, name)
 
+    @property
+    def num_bytes(self) -> int:
+        """GPU memory that the graphs hold."""
+        return sum(pool.total_bytes() for pool in self._pools)
+
     def close(self) -> None:
         """Destroys the graphs and gives their memory back, but for what they returned and somebody still holds.
 

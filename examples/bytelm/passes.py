@@ -1,0 +1,230 @@
+"""Forward and backward over the micro-batches of a step: kernel by kernel, or as CUDA graphs.
+
+All ways make the same numbers, bit for bit where the attention is deterministic. A graph reads micro-batches where the
+first ones lay, so they are copied there before every replay; plans and positions follow from them on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from data import MicroBatch
+from model import Model, ModelPlan, Part
+from numpy.typing import NDArray
+
+from thdattn.graphs import Graphs, StaticPack
+
+Array = Any
+Inputs = tuple[Array, Array, ModelPlan, Any]  # tokens, targets, plan, number of targets: what Model.loss takes
+
+
+class Eager:
+    """Every micro-batch with a plan of its own, kernel by kernel.
+
+    Args:
+        model: whose loss and gradient are computed.
+        graphs: what the other ways capture with.
+        sharding: which rank owns which rows.
+
+    Attributes:
+        num_overflows: steps that ran like this although graphs were wanted, as their batches did not fit.
+    """
+
+    def __init__(self, model: Model, graphs: Graphs, sharding: str) -> None:
+        self.model, self.graphs, self.sharding = model, graphs, sharding
+        self.num_overflows = 0
+
+    def gradient(self, batches: Sequence[MicroBatch], stop: bool) -> Array:
+        """Makes model.gradient that of the mean loss over some micro-batches, of all ranks. Collective.
+
+        Returns:
+            (3,) float32: the mean loss, on how many ranks `stop` is true, and room for one more number.
+        """
+        num_targets = self.model.layers.xp.asarray(_num_targets(batches), self.model.weights.dtype)
+        return self._gradient((self._inputs(batch, num_targets) for batch in batches), float(stop), self.model.parts)
+
+    def loss(self, batch: MicroBatch, num_targets: int) -> Array:
+        """This rank's share of the mean loss over so many targets, 0-d. Collective."""
+        return self.model.loss(*self._inputs(batch, num_targets))
+
+    def _inputs(self, batch: MicroBatch, num_targets: Any) -> Inputs:
+        plan, xp = self.model.plan(batch.batch, self.sharding), self.model.layers.xp
+        tokens, targets = batch.local(plan.sharding.rows(self.model.comm.rank))
+        return xp.asarray(tokens), xp.asarray(targets), plan, num_targets
+
+    def _gradient(self, inputs: Iterable[Inputs], stop: Any, parts: Sequence[Part]) -> Array:
+        model = self.model
+        model.gradient.fill(0)
+        numbers = model.layers.xp.zeros(3, np.float32)
+        for micro_batch in inputs:
+            numbers[0] += model.loss_and_gradient(*micro_batch, parts)
+        numbers[1] = stop
+        model.comm.all_reduce(numbers, "sum")
+        model.reduce_gradient()
+        return numbers
+
+
+class Local(Eager):
+    """Layers, or the parts of them that the configuration names, are graphs: one forward and one backward."""
+
+    def __init__(self, model: Model, graphs: Graphs, sharding: str) -> None:
+        super().__init__(model, graphs, sharding)
+        self._parts = model.captured(graphs)
+        self._read = graphs.captured(Feed.inputs, "plan")
+        self._feed: Feed | None = None
+
+    def gradient(self, batches: Sequence[MicroBatch], stop: bool) -> Array:
+        feed, num_targets = self._fed(batches[0]), _num_targets(batches)
+        if not feed.fits(batches):
+            self.num_overflows += 1
+            return super().gradient(batches, stop)
+        return self._gradient((self._loaded(feed, batch, num_targets) for batch in batches), float(stop), self._parts)
+
+    def loss(self, batch: MicroBatch, num_targets: int) -> Array:
+        feed = self._fed(batch)
+        if not feed.fits([batch]):
+            return super().loss(batch, num_targets)
+        return self.model.loss(*self._loaded(feed, batch, num_targets), self._parts)
+
+    def _loaded(self, feed: Feed, batch: MicroBatch, num_targets: int) -> Inputs:
+        feed.load([batch], num_targets)
+        return self._read(feed)
+
+    def _fed(self, batch: MicroBatch) -> Feed:
+        """One for all micro-batches, which are computed one after the other."""
+        self._feed = self._feed or Feed(self.model, self.graphs, self.sharding, [batch])
+        return self._feed
+
+
+class FullIteration(Eager):
+    """One graph for a step, from micro-batches to the gradient of all ranks, and another one for validations.
+
+    The sums over ranks belong to the graph: between its launch and the optimizer the host starts nothing.
+    """
+
+    def __init__(self, model: Model, graphs: Graphs, sharding: str) -> None:
+        super().__init__(model, graphs, sharding)
+        self._step = graphs.captured(self._gradient_of, "step")
+        self._validation = graphs.captured(self._loss_of, "validation")
+        self._fed: Feed | None = None
+        self._fed_validation: Feed | None = None
+
+    def gradient(self, batches: Sequence[MicroBatch], stop: bool) -> Array:
+        feed = self._fed = self._fed or Feed(self.model, self.graphs, self.sharding, batches)
+        if not feed.fits(batches):
+            self.num_overflows += 1
+            return super().gradient(batches, stop)
+        feed.load(batches, _num_targets(batches), stop)
+        return self._step(feed)
+
+    def _gradient_of(self, feed: Feed) -> Array:
+        return self._gradient(map(feed.inputs, range(feed.num_batches)), feed.stop, self.model.parts)
+
+    def loss(self, batch: MicroBatch, num_targets: int) -> Array:
+        feed = self._fed_validation or Feed(self.model, self.graphs, self.sharding, [batch])
+        self._fed_validation = feed
+        if not feed.fits([batch]):
+            return super().loss(batch, num_targets)
+        feed.load([batch], num_targets)
+        return self._validation(feed)
+
+    def _loss_of(self, feed: Feed) -> Array:
+        return self.model.loss(*feed.inputs())
+
+
+WAYS = {"none": Eager, "local": Local, "full_iteration": FullIteration}  # by CudaGraphConfig.impl
+
+
+class Feed:
+    """Where graphs find micro-batches: room for some of them on the device, and the plans that follow.
+
+    Args:
+        model: that computes with them.
+        graphs: whose configuration says how many documents there is room for.
+        sharding: which rank owns which rows.
+        batches: such as will be loaded: so many, of so many rows, about so long.
+
+    Attributes:
+        num_batches: as many are loaded at once.
+        stop: 0-d float32 on the device, whether this rank was asked to stop.
+    """
+
+    def __init__(self, model: Model, graphs: Graphs, sharding: str, batches: Sequence[MicroBatch]) -> None:
+        self._model, self.num_batches, (usual, *_) = model, len(batches), (batch.batch for batch in batches)
+        self._pack = StaticPack(graphs, model.masks, usual.total_rows, sharding, self.num_batches, usual)
+        local_rows = self._pack.sharding(usual).local_rows
+        self._upload = Upload(2 * self.num_batches * local_rows + 2, model.layers.xp is not np)
+        words = self._upload.words
+        self._tokens, self._targets = words[:-2].reshape(2, self.num_batches, local_rows)
+        self._num_targets, self.stop = (x.reshape(()) for x in model.layers.xp.split(words[-2:].view(np.float32), 2))
+
+    def fits(self, batches: Sequence[MicroBatch]) -> bool:
+        """Whether there is room; the same on all ranks, as they have the same batches. See StaticPack.fits."""
+        return self._pack.fits([batch.batch for batch in batches])
+
+    def load(self, batches: Sequence[MicroBatch], num_targets: int, stop: bool = False) -> None:
+        """Copies batches that fit to their place; the host does not wait.
+
+        Raises:
+            ValueError: another number of batches than there is room for.
+        """
+        if len(batches) != self.num_batches:
+            raise ValueError(f"batches holds {len(batches)} micro-batches, wanted {self.num_batches} as in the "
+                             f"captured step; keep their number, or use --cuda-graph-impl local")
+        self._pack.load([batch.batch for batch in batches])
+        rank = self._model.comm.rank
+        local = [batch.local(self._pack.sharding(batch.batch).rows(rank)) for batch in batches]
+        tokens, targets = zip(*local, strict=True)
+        self._upload.send([*tokens, *targets, np.array([num_targets, stop], np.float32).view(np.int32)])
+
+    def inputs(self, number: int = 0) -> Inputs:
+        """A loaded micro-batch, planned now. Nothing comes from the host: a CUDA graph may capture it."""
+        plan = self._model.planned(self._pack.plans(number))
+        return self._tokens[number], self._targets[number], plan, self._num_targets
+
+
+class Upload:
+    """An array at one place on the GPU, for what comes from the host.
+
+    The copy is made from pinned memory: from other memory the host would wait for the work before it. Two pinned arrays
+    take turns, so that the host waits only where it is two uploads ahead.
+
+    Args:
+        size: int32 words, which are 0 at first.
+        on_gpu: False: the array is NumPy's, for programs that run without a GPU as well.
+
+    Attributes:
+        words: (size,) int32, always the same array.
+    """
+
+    def __init__(self, size: int, on_gpu: bool) -> None:
+        self._pinned: list[tuple[NDArray[np.int32], Any]] = []
+        if not on_gpu:
+            self.words: Any = np.zeros(size, np.int32)
+            return
+        import cupy
+        import cupyx
+
+        self.words = cupy.zeros(size, np.int32)
+        self._pinned = [(cupyx.empty_pinned(size, np.int32), cupy.cuda.Event(disable_timing=True)) for _ in range(2)]
+
+    def send(self, parts: Sequence[NDArray[np.int32]]) -> None:
+        """Writes the parts, one after another, for work that is enqueued later on the current stream."""
+        if not self._pinned:
+            np.concatenate(parts, out=self.words)
+            return
+        import cupy
+
+        host, copied = self._pinned[0]
+        self._pinned.reverse()
+        copied.synchronize()
+        np.concatenate(parts, out=host)
+        stream = cupy.cuda.get_current_stream()
+        self.words.set(host, stream)
+        copied.record(stream)
+
+
+def _num_targets(batches: Sequence[MicroBatch]) -> int:
+    return sum(batch.num_targets for batch in batches)

@@ -1,0 +1,65 @@
+"""Training runs of the tiny model in this process, for tests that compare ways to compute a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import data
+import numpy as np
+from data import MicroBatch, Packing, Position
+from model import SIZES
+from texts import to_host
+from train import StepResult, Trainer
+
+import thdattn
+from thdattn.graphs import CudaGraphConfig
+
+LR = 3e-3
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has left, on the host."""
+
+    numbers: list[list[float]]  # of every step: loss, ranks that were asked to stop, norm
+    validations: list[float]
+    weights: bytes
+    gradient: bytes
+    eager_steps: list[int]  # steps that ran without graphs, up to every step
+
+
+def trainer(comm: thdattn.comm.Comm, engine: str, *, deterministic: bool = True, **graphs: Any) -> Trainer:
+    """Of the tiny model; graphs: fields of CudaGraphConfig."""
+    config = CudaGraphConfig(**graphs)
+    return Trainer(comm, SIZES["tiny"], engine, "dual_chunk", 0, config, deterministic)
+
+
+def num_captured(made: Trainer) -> int:
+    """Graphs that there are."""
+    return sum(captured._graph is not None for captured in made.graphs._captured)
+
+
+def batches(folder: Any, num_batches: int, tokens: int = 256, cp_size: int = 1) -> list[MicroBatch]:
+    """The first ones of a run; short pieces, so that their numbers differ."""
+    packing = Packing.of(tokens, cp_size, "dual_chunk", longest=96)
+    coming = data.micro_batches(data.find_documents(folder), packing, 0, Position(0, 0))
+    return [next(coming) for _ in range(num_batches)]
+
+
+def run(
+    made: Trainer, training: list[MicroBatch], held_back: list[MicroBatch], accumulate: int = 1,
+    validate_every: int = 50,
+) -> Run:
+    """Steps of all batches, with a validation before the first one and every so many steps."""
+    results: list[StepResult] = []
+    validations: list[float] = []
+    for step, begin in enumerate(range(0, len(training), accumulate)):
+        if step % validate_every == 0:
+            validations.append(made.bits_per_byte(held_back))
+        results.append(made.step(training[begin : begin + accumulate], LR, stop=step == 1))
+    validations.append(made.bits_per_byte(held_back))
+    numbers = [result.numbers().tolist() for result in results]
+    assert np.isfinite(numbers).all()
+    return Run(numbers, validations, to_host(made.model.weights).tobytes(), to_host(made.model.gradient).tobytes(),
+               [result.num_overflows for result in results])  # fmt: skip

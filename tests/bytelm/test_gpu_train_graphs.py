@@ -1,0 +1,192 @@
+"""Training through CUDA graphs on a GPU: the bits of training without, whatever is captured; nothing waits or leaks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from statistics import mode
+
+import numpy as np
+import pytest
+import runs
+from launch import run_ranks
+from programs import MISBEHAVE, TRAIN, lines_of, options, start
+from test_train_graphs import EVERY_WAY, way_id
+
+import thdattn
+
+pytestmark = pytest.mark.gpu
+
+STEPS, TOKENS = 200, 512
+RANKS = Path(__file__).with_name("train_graph_ranks.py")
+FLAT = 16 * 2**20  # bytes that 15 cycles of capture and destruction may cost, if one that leaks costs as many
+
+
+@pytest.fixture(scope="module")
+def batches(documents):
+    return runs.batches(documents, STEPS, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def comm(cupy):
+    with thdattn.comm.init("single") as comm:
+        yield comm
+
+
+def outcome(comm, batches, accumulate=1, validate_every=50, **graphs):
+    """The run, and how many of its graphs were captured."""
+    made = runs.trainer(comm, "cuda", **graphs)
+    result = runs.run(made, batches, batches[:6], accumulate, validate_every)
+    captured = runs.num_captured(made)
+    made.graphs.close()
+    return result, captured
+
+
+@pytest.fixture(scope="module")
+def eager(comm, batches):
+    return outcome(comm, batches)[0]
+
+
+def wanted_graphs(way):
+    """A forward and a backward per captured part or layer of 3, and the plan; a step and a validation."""
+    return 2 if way["impl"] == "full_iteration" else 1 + 2 * 3
+
+
+@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
+def test_200_steps_are_bitwise_those_without_graphs(comm, batches, eager, way):
+    """Losses, norms, validations in between, and in the end weights and gradient."""
+    assert len({batch.batch.num_seqs for batch in batches}) > 3 and len(eager.numbers) == STEPS
+    result, captured = outcome(comm, batches, **way)
+    assert captured == wanted_graphs(way)
+    assert result == eager
+
+
+@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
+def test_gradients_of_micro_batches_add_up_bitwise(comm, batches, way):
+    expected, _ = outcome(comm, batches[:40], accumulate=2)
+    result, captured = outcome(comm, batches[:40], accumulate=2, **way)
+    assert captured == wanted_graphs(way)
+    assert result == expected
+
+
+@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
+@pytest.mark.parametrize("single_pool", [True, False])
+def test_steps_that_do_not_fit_run_eagerly_between_replays(comm, batches, eager, way, single_pool):
+    documents = [batch.batch.num_seqs for batch in batches]
+    room = mode(documents)
+    result, captured = outcome(comm, batches, max_packed_seqs=room, single_pool=single_pool, **way)
+    assert captured == wanted_graphs(way)
+    assert result.eager_steps == np.cumsum([n > room for n in documents]).tolist()
+    assert 0 < result.eager_steps[-1] < STEPS // 2
+    assert (result.numbers, result.weights) == (eager.numbers, eager.weights)
+
+
+@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
+def test_sums_in_any_order_train_as_well(comm, batches, eager, way):
+    result, _ = outcome(comm, batches, deterministic=False, **way)
+    losses, expected = (np.array(run.numbers)[:, 0] for run in (result, eager))
+    np.testing.assert_allclose(losses[:20], expected[:20], rtol=2**-6)
+    assert losses[-20:].mean() == pytest.approx(expected[-20:].mean(), rel=0.03)
+
+
+def test_a_captured_step_of_another_number_of_micro_batches_is_refused(comm, batches):
+    made = runs.trainer(comm, "cuda", impl="full_iteration")
+    for begin in range(0, 10, 2):
+        made.step(batches[begin : begin + 2], runs.LR)
+    with pytest.raises(ValueError, match="batches holds 1 micro-batches, wanted 2 as in the captured step"):
+        made.step(batches[:1], runs.LR)
+    assert np.isfinite(made.step(batches[:2], runs.LR).numbers()).all()
+    made.graphs.close()
+
+
+@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
+@pytest.mark.parametrize("accumulate", [1, 8])
+def test_the_host_waits_for_no_replayed_step(cupy, comm, batches, way, accumulate):
+    """A kernel that runs until the host lets it go keeps the GPU busy while the host makes a step."""
+    import cupyx
+
+    if accumulate > 1 and way["impl"] == "local":
+        pytest.skip("two uploads later the first one has to be done")
+    hold = cupy.RawKernel('extern "C" __global__ void hold(volatile int* go) { while (!*go); }', "hold")
+    go = cupyx.zeros_pinned(1, np.int32)
+    made = runs.trainer(comm, "cuda", **way)
+    for _ in range(6):
+        made.step(batches[:accumulate], runs.LR)
+    cupy.cuda.Device().synchronize()
+    hold((1,), (1,), (go.ctypes.data,))
+    rescue = threading.Timer(60, go.fill, (1,))
+    rescue.start()
+    made.step(batches[:accumulate], runs.LR)
+    was_held = not go[0]
+    go[0] = 1
+    rescue.cancel()
+    cupy.cuda.Device().synchronize()
+    made.graphs.close()
+    assert was_held, "the step came back only when the GPU was let go"
+
+
+@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
+def test_memory_stays_flat_over_20_cycles_of_capture_and_destruction(cupy, comm, batches, way):
+    pool, free = cupy.get_default_memory_pool(), []
+    for _ in range(20):
+        result, captured = outcome(comm, batches[:8], **way)
+        assert captured == wanted_graphs(way)
+        del result
+        gc.collect()
+        pool.free_all_blocks()
+        cupy.cuda.Device().synchronize()
+        free.append(cupy.cuda.runtime.memGetInfo()[0])
+    assert free[4] - free[-1] <= FLAT, [free[0] - x for x in free]
+
+
+def test_closed_graphs_give_their_memory_back(cupy, comm, batches):
+    made = runs.trainer(comm, "cuda", impl="full_iteration")
+    for _ in range(5):
+        made.step(batches[:1], runs.LR)
+    assert made.graphs.num_bytes > 0
+    made.graphs.close()
+    assert made.graphs.num_bytes == 0
+
+
+# --- the program -----------------------------------------------------------------------------------------------
+
+
+def gpus(cupy, wanted):
+    found = cupy.cuda.runtime.getDeviceCount()
+    if found < wanted:
+        pytest.skip(f"needs {wanted} GPUs, found {found}")
+
+
+def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents):
+    gpus(cupy, 2)
+    process = run_ranks(2, RANKS, str(documents), timeout=280)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count("bitwise the same") == len(EVERY_WAY)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+def test_a_whole_run_ends_by_itself_and_trains(cupy, documents, tmp_path, ranks, impl):
+    gpus(cupy, ranks)
+    words = {"data": documents, "steps": 60, "val_bytes": 2000, "val_every": 20, "accumulate": 2}
+    for name, graphs in {"graphs": {"cuda_graph_impl": impl}, "eager": {}}.items():
+        process = start(ranks, TRAIN, *options(metrics=tmp_path / name, **words, **graphs), timeout=200)
+        assert process.returncode == 0, process.stdout + process.stderr
+        assert ("CUDA graphs: " in process.stdout) == bool(graphs) and "cannot capture" not in process.stdout
+    graphs, eager = ([line["loss"] for line in lines_of(tmp_path / name) if "loss" in line]
+                     for name in ("graphs", "eager"))
+    np.testing.assert_allclose(graphs[:10], eager[:10], rtol=2**-6)
+    assert np.mean(graphs[-10:]) == pytest.approx(np.mean(eager[-10:]), rel=0.03)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+def test_ctrl_c_and_errors_end_a_run_with_graphs(cupy, documents, tmp_path, ranks, impl):
+    gpus(cupy, ranks)
+    for accident in ("ctrl-c", "fail"):
+        words = options(data=documents, steps=10_000, val_bytes=2000, metrics=tmp_path / f"{accident}.jsonl",
+                        cuda_graph_impl=impl)
+        process = start(ranks, MISBEHAVE, accident, ranks - 1, 20, *words, timeout=120)
+        assert (process.returncode == 0) == (accident == "ctrl-c"), process.stdout + process.stderr
+        assert "stopped after step" in process.stdout or "an accident, on purpose" in process.stderr

@@ -1,0 +1,184 @@
+"""Training with CUDA graphs wanted where there is no GPU: the same code, the same numbers, and what does not fit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import checkpoint
+import command_line
+import numpy as np
+import pytest
+import runs
+import train
+from programs import lines_of, small
+from test_train import NOBODY_INTERRUPTS, arguments
+
+import thdattn
+from thdattn.graphs import CudaGraphConfig, Graphs
+
+EVERY_WAY = [
+    {"impl": "local"}, {"impl": "local", "modules": ("attn",)}, {"impl": "local", "modules": ("mlp",)},
+    {"impl": "full_iteration"},
+]  # fmt: skip
+
+
+def way_id(way):
+    return "-".join([way["impl"], *way.get("modules", ())])
+
+
+@pytest.fixture(scope="module")
+def batches(documents):
+    return runs.batches(documents, 16)
+
+
+def outcome(cp_size, batches, accumulate=2, **graphs):
+    """The run of every rank."""
+
+    def program(comm):
+        return runs.run(runs.trainer(comm, "reference", **graphs), batches, batches[:3], accumulate, validate_every=5)
+
+    return thdattn.comm.run_local(cp_size, program)
+
+
+@pytest.fixture(scope="module")
+def eager(batches):
+    """By number of ranks."""
+    return {cp_size: outcome(cp_size, batches) for cp_size in (1, 2)}
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
+def test_every_way_makes_the_same_bits(batches, eager, way, cp_size):
+    """With two micro-batches per step, validations between steps, and a stop that every rank is told of."""
+    assert outcome(cp_size, batches, **way) == eager[cp_size]
+    assert [stop for _, stop, _ in eager[cp_size][0].numbers][:3] == [0, cp_size, 0]
+
+
+@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
+def test_batches_of_too_many_documents_run_eagerly_and_are_counted(batches, eager, way):
+    """By step, so that the micro-batches of one step are computed in one way."""
+    documents = [batch.batch.num_seqs for batch in batches]
+    room = sorted(documents)[len(documents) // 2]
+    too_many = [max(documents[i : i + 2]) > room for i in range(0, len(documents), 2)]
+    assert 0 < sum(too_many) < len(too_many), "nothing could go wrong"
+    (one,) = outcome(1, batches, max_packed_seqs=room, **way)
+    assert one.eager_steps == np.cumsum(too_many).tolist()
+    assert (one.numbers, one.weights, one.validations) == (
+        eager[1][0].numbers, eager[1][0].weights, eager[1][0].validations)
+
+
+def test_batches_of_more_rows_than_the_first_run_eagerly(documents):
+    small, large = runs.batches(documents, 1, tokens=128), runs.batches(documents, 1, tokens=256)
+    made = runs.trainer(thdattn.comm.init("single"), "reference", impl="full_iteration")
+    counts = [made.step(batches, runs.LR).num_overflows for batches in (small, large, small)]
+    assert counts == [0, 1, 1]
+
+
+def test_batches_of_fewer_rows_than_the_first_are_padded(documents):
+    small, large = runs.batches(documents, 2, tokens=128), runs.batches(documents, 1, tokens=256)
+    numbers = {}
+    for impl in ("none", "local", "full_iteration"):
+        made = runs.trainer(thdattn.comm.init("single"), "reference", impl=impl)
+        results = [made.step([batch], runs.LR) for batch in (*large, *small)]
+        assert results[-1].num_overflows == 0
+        numbers[impl] = [result.numbers() for result in results]
+    np.testing.assert_allclose(numbers["local"], numbers["none"], rtol=1e-5)  # matrix products of more rows
+    np.testing.assert_array_equal(numbers["local"], numbers["full_iteration"])
+
+
+@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
+def test_what_does_not_fit_can_be_an_error(batches, way):
+    room = min(batch.batch.num_seqs for batch in batches)
+    made = runs.trainer(thdattn.comm.init("single"), "reference", max_packed_seqs=room, on_overflow="error", **way)
+    with pytest.raises(ValueError, match=rf"batch 0 has \d+ sequences, wanted at most {room}, the room of the static"):
+        for batch in batches:
+            made.step([batch], runs.LR)
+
+
+def test_a_step_of_another_number_of_micro_batches_is_refused_by_name(batches):
+    made = runs.trainer(thdattn.comm.init("single"), "reference", impl="full_iteration")
+    made.step(batches[:2], runs.LR)
+    with pytest.raises(ValueError, match="batches holds 3 micro-batches, wanted 2 as in the captured step; keep"):
+        made.step(batches[:3], runs.LR)
+    local = runs.trainer(thdattn.comm.init("single"), "reference", impl="local")
+    assert [local.step(batches[:n], runs.LR).num_overflows for n in (2, 3, 1)] == [0, 0, 0]
+
+
+def test_a_part_that_layers_do_not_have_is_refused_by_name():
+    with pytest.raises(ValueError, match="modules has 'mamba', wanted some of 'attn', 'mlp', the parts of a layer"):
+        runs.trainer(thdattn.comm.init("single"), "reference", impl="local", modules=("attn", "mamba"))
+
+
+@pytest.mark.parametrize("modules", [(), ("attn",), ("mlp",), ("attn", "mlp")], ids=["all", "attn", "mlp", "both"])
+def test_wanted_parts_and_only_they_become_graphs(modules):
+    made = runs.trainer(thdattn.comm.init("single"), "reference", impl="local", modules=modules)
+    layers = made.model.config.layers
+    wanted = modules or ("all",)
+    assert [captured.name for captured in made.graphs._captured if captured.name.startswith("layer")] == [
+        f"layer {layer}, {part}, {way}" for layer in range(layers) for part in wanted
+        for way in ("forward", "backward")
+    ]  # fmt: skip
+
+
+def test_graphs_are_inactive_without_a_gpu_and_on_ranks_that_meet_on_the_host():
+    config = CudaGraphConfig("local")
+    assert not Graphs(thdattn.comm.init("single"), config, "reference").active
+    assert thdattn.comm.run_local(2, lambda comm: Graphs(comm, config).active) == [False, False]
+
+
+# --- the program -----------------------------------------------------------------------------------------------
+
+
+def flags(**values):
+    return [str(word) for name, value in values.items() for word in (f"--cuda-graph-{name.replace('_', '-')}", value)]
+
+
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+def test_a_run_goes_on_with_other_graphs_bitwise(documents, tmp_path, monkeypatch, impl):
+    """And its metrics and its last words say how many steps ran eagerly."""
+    single, whole, parts = thdattn.comm.init("single"), tmp_path / "whole", tmp_path / "parts"
+    train.train(single, arguments(monkeypatch, "--checkpoint", whole, *small(documents)), NOBODY_INTERRUPTS)
+    words = ["--checkpoint", parts, *small(documents, metrics=tmp_path / "run.jsonl")]
+    interrupted = SimpleNamespace(requested=False)
+    step = train.Trainer.step
+
+    def stops(self, batches, lr, stop=False):
+        interrupted.requested = self.optimizer.state["step"] >= 3
+        return step(self, batches, lr, stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "step", stops)
+        train.train(single, arguments(monkeypatch, *words, *flags(impl=impl, max_packed_seqs=1)), interrupted)
+    assert 3 < checkpoint.load(parts).step < 12
+    train.train(single, arguments(monkeypatch, *words, "--resume"), NOBODY_INTERRUPTS)
+    one, other = checkpoint.load(whole), checkpoint.load(parts)
+    assert one.step == other.step == 12 and one.weights.tobytes() == other.weights.tobytes()
+    counts = [line["num_overflows"] for line in lines_of(tmp_path / "run.jsonl") if "loss" in line]
+    assert counts == [1] * 5 + [0] * 7, 'steps after --resume are no longer of the run with graphs'
+
+
+def test_eager_steps_are_reported(documents, monkeypatch, capsys):
+    words = [*small(documents), *flags(impl="full_iteration", max_packed_seqs=1, warmup_steps=1)]
+    train.train(thdattn.comm.init("single"), arguments(monkeypatch, *words), NOBODY_INTERRUPTS)
+    said = capsys.readouterr()
+    assert "CUDA graphs: full_iteration, which these ranks cannot capture: all runs eagerly" in said.out
+    assert "steps without graphs, as their batches did not fit: 2; raise --cuda-graph-max-packed-seqs" in said.out
+    assert "steps without graphs: 2" in said.err and "attention" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cuda-graph-impl", "whole"], "--cuda-graph-impl is 'whole', wanted 'none', 'local', .*--help lists the"),
+        (["--cuda-graph-impl", "full_iteration", "--cuda-graph-modules", "mlp"], "--cuda-graph-impl.*full_iteration"),
+    ],
+)
+def test_wrong_flags_are_named(monkeypatch, words, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(monkeypatch, *words)
+
+
+def test_flags_of_a_part_that_layers_do_not_have_are_one_line(documents, monkeypatch):
+    args = arguments(monkeypatch, *small(documents), *flags(impl="local", modules="mamba"))
+    with pytest.raises(command_line.Failure, match="modules has 'mamba', wanted some of 'attn'"):
+        train.train(thdattn.comm.init("single"), args, NOBODY_INTERRUPTS)

@@ -1,0 +1,36 @@
+"""Training with every kind of CUDA graphs against training without, bit for bit, on all ranks of a launcher.
+
+    train_graph_ranks.py FOLDER
+
+Two ranks at most: of more, NCCL may add in another order where a graph has its buffers registered.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.extend(str(Path(__file__).resolve().parents[2] / folder)
+                for folder in ("tests", "tests/bytelm", "examples", "examples/bytelm"))
+
+import runs
+from test_train_graphs import EVERY_WAY, way_id
+
+import thdattn
+
+with thdattn.comm.init("nccl") as comm:
+    batches = runs.batches(Path(sys.argv[1]), 60, 512, comm.size)
+    room = max(batch.batch.num_seqs for batch in batches) - 1
+    expected = runs.run(runs.trainer(comm, "cuda"), batches, batches[:6], 2, 10)
+    for way in EVERY_WAY:
+        trainer = runs.trainer(comm, "cuda", max_packed_seqs=room, **way)
+        found = runs.run(trainer, batches, batches[:6], 2, 10)
+        assert 0 < found.eager_steps[-1] < 15, found.eager_steps
+        assert runs.num_captured(trainer) > 0, way
+        same = (found.numbers, found.validations, found.weights) == (
+            expected.numbers, expected.validations, expected.weights)
+        assert same, f"{way_id(way)}: {found.numbers[-1]}, wanted {expected.numbers[-1]}"
+        if comm.rank == 0:
+            print(f"{way_id(way)}: bitwise the same", flush=True)
+        if way["impl"] == "local":
+            trainer.graphs.close()  # the others end with the comm
