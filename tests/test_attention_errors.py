@@ -273,7 +273,7 @@ def test_plan_of_another_rank_is_refused():
         attention(comm).forward(inputs["q"], inputs["k"], inputs["v"], plans[1 - comm.rank])
 
     assert on_every_rank(2, program) == {
-        f"plan was made for cp_rank {1 - rank}, wanted {rank}; make it with this attention's plan(batch) on this rank"
+        f"plan was made for cp_rank {1 - rank}, wanted {rank}; make it with this attention's plan(batch)"
         for rank in (0, 1)
     }
 

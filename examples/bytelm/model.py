@@ -184,9 +184,8 @@ class Model:
 
     def plan(self, batch: thdattn.PackedBatch, sharding: str = "dual_chunk") -> ModelPlan:
         """Plans a batch for this rank. Collective; see CPAttention.plan."""
-        full_plan = self.attentions[1].plan(batch, sharding)
-        windowed_plans = [attention.plan(batch, full_plan.sharding) for attention in self.masks[:-1]]
-        return self.planned((*windowed_plans, full_plan))
+        shared = thdattn.Sharding(batch, self.comm.size, sharding)
+        return self.planned([attention.plan(batch, shared, finite_padding=True) for attention in self.masks])
 
     @property
     def masks(self) -> list[thdattn.CPAttention]:

@@ -153,7 +153,9 @@ class Feed:
 
     def __init__(self, model: Model, graphs: Graphs, sharding: str, batches: Sequence[MicroBatch]) -> None:
         self._model, self.num_batches, (usual, *_) = model, len(batches), (batch.batch for batch in batches)
-        self._pack = StaticPack(graphs, model.masks, usual.total_rows, sharding, self.num_batches, usual)
+        self._pack = StaticPack(
+            graphs, model.masks, usual.total_rows, sharding, self.num_batches, usual, finite_padding=True
+        )
         local_rows = self._pack.sharding(usual).local_rows
         self._upload = Upload(2 * self.num_batches * local_rows + 2, model.layers.xp is not np)
         words = self._upload.words

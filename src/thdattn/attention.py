@@ -189,9 +189,8 @@ class CPAttention:
         self.comm.agree("the plan's batch, sharding and attention", self._fingerprint(sharding, key_batch or batch))
         arrays = self._engine.plan_arrays(sharding, self.comm.rank, self.window, self._tiles, key_batch)
         self._lengths = arrays.lengths
-        head_dims = self.head_dim, self.v_head_dim
-        return Plan(sharding, self.comm.rank, self.window, head_dims, self._tiles, arrays, self._engine, key_batch,
-                    like, as_bool("finite_padding", finite_padding))
+        return Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, arrays,
+                    self._engine, key_batch, like, as_bool("finite_padding", finite_padding))
 
     def forward(self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False) -> tuple[Any, Saved]:
         """Attention of this rank's rows over the keys of all ranks. Collective.
@@ -295,11 +294,9 @@ class CPAttention:
         Raises:
             TypeError, ValueError: as forward; also a ValueError if the lengths lie on a GPU.
         """
-        if isinstance(plan, PackedBatch):
-            pairs = visible_pairs(plan, plan, self.window)
-        else:
+        if not isinstance(plan, PackedBatch):
             self._check_plan(plan)
-            pairs = plan.visible_pairs
+        pairs = visible_pairs(plan, plan, self.window) if isinstance(plan, PackedBatch) else plan.visible_pairs
         multiply_adds = pairs * self.num_heads * (self.head_dim + self.v_head_dim)
         return Flops(forward=2 * multiply_adds, backward=5 * multiply_adds)
 
@@ -327,8 +324,7 @@ class CPAttention:
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan is a {type(plan).__name__}, wanted a Plan; make it with attn.plan(batch)")
-        remedy = "make it with this attention's plan(batch) on this rank"
-        _check_same("plan was made for", plan.made_for, self._plans, remedy)
+        _check_same("plan was made for", plan.made_for, self._plans, "make it with this attention's plan(batch)")
         plan.check(wait=False)
 
     def _check_saved(self, saved: Saved, kind: Any) -> None:
@@ -403,10 +399,9 @@ def choose_engine(engine: str, comm: Comm) -> tuple[Any, str]:
         raise (RuntimeError if "cuda" in comm.devices else ValueError)(
             f"engine is 'cuda', but {obstacle}; use engine='reference', or a comm and machine with GPUs"
         )
+    why: str | None = "asked for"
     if engine == "auto":
         engine, why = ("reference", obstacle) if obstacle else ("cuda", "a GPU is usable")
-    else:
-        why = "asked for"
     module = importlib.import_module(ENGINES[engine])
     if module.device not in comm.devices:
         raise ValueError(
