@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 import thdattn
-from thdattn.graphs import Graphs
 
 VOCAB = 257
 EOD = 256  # end of document, and the input before the first byte
@@ -154,7 +153,7 @@ class Model:
         self.copy = xp.zeros(size, self.dtype)
         self.params, self.grads, self._read = (_views(x, shapes) for x in (self.weights, self.gradient, self.copy))
         self._by_layer = [(_of_layer(self._read, i), _of_layer(self.grads, i)) for i in range(config.layers)]
-        self.parts = [part for layer in range(config.layers) for part in self._layer(layer).values()]
+        self.parts = [part for layer in range(config.layers) for part in self.layer_parts(layer).values()]
         half = config.head_dim // 2
         self._frequencies = xp.asarray(config.rope_base ** -(np.arange(half) / half))  # float64
         self._initialise(seed)
@@ -320,27 +319,7 @@ class Model:
             dx = part.backward(dx, plan, saved.pop())
         self.layers.embedding_backward(dx, tokens, self.grads["embedding"])
 
-    def captured(self, graphs: Graphs) -> list[Part]:
-        """The parts as CUDA graphs: those that graphs.config.modules names, or whole layers.
-
-        Raises:
-            ValueError: it names a part that layers do not have.
-        """
-        modules, parts = graphs.config.modules, []
-        for name in modules:
-            if name not in self._layer(0):
-                raise ValueError(f"modules has {name!r}, wanted some of {', '.join(map(repr, self._layer(0)))}, the "
-                                 f"parts of a layer here; leave it out")
-        for layer in range(self.config.layers):
-            named = self._layer(layer) if modules else {"all": _one_after_another(*self._layer(layer).values())}
-            for name, part in named.items():
-                if not modules or name in modules:
-                    pair = graphs.pair(part.forward, part.backward, f"layer {layer}, {name}")
-                    part = Part(pair.forward, pair.backward)
-                parts.append(part)
-        return parts
-
-    def _layer(self, layer: int) -> dict[str, Part]:
+    def layer_parts(self, layer: int) -> dict[str, Part]:
         """The parts of a layer by name."""
         return {"attn": Part(partial(self._attn_forward, layer), partial(self._attn_backward, layer)),
                 "mlp": Part(partial(self._mlp_forward, layer), partial(self._mlp_backward, layer))}
@@ -427,18 +406,6 @@ def _views(flat: Array, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
     ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
     return {name: flat[end - math.prod(shape) : end].reshape(shape)
             for (name, shape), end in zip(shapes.items(), ends, strict=True)}
-
-
-def _one_after_another(first: Part, second: Part) -> Part:
-    def forward(x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Sums, Any]:
-        sums, kept = first.forward(x, branch, plan)
-        sums, kept_too = second.forward(*sums, plan)
-        return sums, (kept, kept_too)
-
-    def backward(dx: Array, plan: ModelPlan, kept: Any) -> Array:
-        return first.backward(second.backward(dx, plan, kept[1]), plan, kept[0])
-
-    return Part(forward, backward)
 
 
 def _flat(x: Array) -> Array:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from data import MicroBatch
-from model import Model, ModelPlan, Part
+from model import Model, ModelPlan, Part, Sums
 from numpy.typing import NDArray
 
 from thdattn.graphs import Graphs, StaticPack
@@ -71,7 +71,7 @@ class Local(Eager):
 
     def __init__(self, model: Model, graphs: Graphs, sharding: str) -> None:
         super().__init__(model, graphs, sharding)
-        self._parts = model.captured(graphs)
+        self._parts = captured_parts(model, graphs)
         self._read = graphs.captured(Feed.inputs, "plan")
         self._feed: Feed | None = None
 
@@ -96,6 +96,39 @@ class Local(Eager):
         """One for all micro-batches, which are computed one after the other."""
         self._feed = self._feed or Feed(self.model, self.graphs, self.sharding, [batch])
         return self._feed
+
+
+def captured_parts(model: Model, graphs: Graphs) -> list[Part]:
+    """The model's parts as graphs: those that graphs.config.modules names, or whole layers.
+
+    Raises:
+        ValueError: it names a part that layers do not have.
+    """
+    modules, parts = graphs.config.modules, []
+    for layer in range(model.config.layers):
+        named = model.layer_parts(layer)
+        for name in modules:
+            if name not in named:
+                raise ValueError(f"modules has {name!r}, wanted some of {', '.join(map(repr, named))}, the parts of a "
+                                 f"layer here; leave it out")
+        for name, part in named.items() if modules else [("all", _one_after_another(*named.values()))]:
+            if not modules or name in modules:
+                pair = graphs.pair(part.forward, part.backward, f"layer {layer}, {name}")
+                part = Part(pair.forward, pair.backward)
+            parts.append(part)
+    return parts
+
+
+def _one_after_another(first: Part, second: Part) -> Part:
+    def forward(x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Sums, Any]:
+        sums, kept = first.forward(x, branch, plan)
+        sums, kept_too = second.forward(*sums, plan)
+        return sums, (kept, kept_too)
+
+    def backward(dx: Array, plan: ModelPlan, kept: Any) -> Array:
+        return first.backward(second.backward(dx, plan, kept[1]), plan, kept[0])
+
+    return Part(forward, backward)
 
 
 class FullIteration(Eager):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import runs
 import train
+from passes import Upload
 from programs import lines_of, small
 from test_train import NOBODY_INTERRUPTS, arguments
 
@@ -182,3 +183,11 @@ def test_flags_of_a_part_that_layers_do_not_have_are_one_line(documents, monkeyp
     args = arguments(monkeypatch, *small(documents), *flags(impl="local", modules="mamba"))
     with pytest.raises(command_line.Failure, match="modules has 'mamba', wanted some of 'attn'"):
         train.train(thdattn.comm.init("single"), args, NOBODY_INTERRUPTS)
+
+
+def test_upload_writes_its_parts_one_after_another():
+    upload = Upload(5, on_gpu=False)
+    words = upload.words
+    for first in (0, 10):
+        upload.send([np.arange(first, first + 3, dtype=np.int32), np.array([7, 8], np.int32)])
+        assert upload.words is words and words.tolist() == [first, first + 1, first + 2, 7, 8]
