@@ -75,6 +75,10 @@ class Plan:
     _finite_padding: bool = False
     _kept: dict[Any, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.arrays.lengths is not None:  # a graph of refresh may be captured before the first backward
+            self.engine.plan_backward(self)
+
     def __repr__(self) -> str:
         keys = "" if self._key_batch is None else f"keys={self._key_batch!r}, "
         return (f"<Plan cp_rank={self.cp_rank}, {self.sharding!r}, {self.batch!r}, {keys}window={self.window}, "

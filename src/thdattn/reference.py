@@ -103,6 +103,10 @@ def plan_arrays(
     return host_arrays(sharding, cp_rank, window, tiles, key_batch)
 
 
+def plan_backward(plan: Plan) -> None:
+    """What the backward asks of a plan before its first call: nothing."""
+
+
 def attn_fwd(
     q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool
 ) -> tuple[Array, Array, Array | None]:

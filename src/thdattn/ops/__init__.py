@@ -7,7 +7,7 @@ CUDA graph. Results are new arrays (a layer's output must outlive the next layer
 from __future__ import annotations
 
 from thdattn.ops import launch
-from thdattn.ops.backward import attn_bwd
+from thdattn.ops.backward import attn_bwd, plan_backward
 from thdattn.ops.decode import attn_decode, cache_append, cache_fill
 from thdattn.ops.forward import attn_fwd
 from thdattn.ops.launch import empty, from_user
@@ -16,7 +16,7 @@ from thdattn.tiles import TILES
 
 __all__ = [
     "attn_bwd", "attn_decode", "attn_fwd", "cache_append", "cache_fill", "device", "dtypes", "empty", "from_user",
-    "head_dims", "name", "plan_arrays", "tiles", "to_rank_order", "to_sequence_order",
+    "head_dims", "name", "plan_arrays", "plan_backward", "tiles", "to_rank_order", "to_sequence_order",
 ]  # fmt: skip
 
 name = "cuda"

@@ -114,6 +114,13 @@ class _Hopper:
         return dq, *_dk_dv(dkv, k, v)
 
 
+def plan_backward(plan: Plan) -> None:
+    """Makes now what the backward asks of a plan, and what a refresh of the plan has to make again."""
+    row = TILES[plan.head_dims]
+    if launch.this_gpu().sm90:
+        shares_of(row, plan)
+
+
 def shares_of(row: Tiles, plan: Plan) -> Array:
     """(tiles of tile_m query rows,) int32: how many tiles of keys have a share of dq; see thd_attn_shares_sm90."""
     tiles = row.backward_sm90
