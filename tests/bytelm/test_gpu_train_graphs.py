@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import runs
 from launch import run_ranks
-from passes import Upload
 from programs import MISBEHAVE, TRAIN, lines_of, options, start
 from test_train_graphs import EVERY_WAY, way_id
 
 import thdattn
+from thdattn.graphs import Upload
 
 pytestmark = pytest.mark.gpu
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import runs
 import train
-from passes import Upload
 from programs import lines_of, small
 from test_train import NOBODY_INTERRUPTS, arguments
 
 import thdattn
-from thdattn.graphs import CudaGraphConfig, Graphs
+from thdattn.graphs import CudaGraphConfig, Graphs, Upload
 
 EVERY_WAY = [
     {"impl": "local"}, {"impl": "local", "modules": ("attn",)}, {"impl": "local", "modules": ("mlp",)},

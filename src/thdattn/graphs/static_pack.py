@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from thdattn.arguments import as_count
 from thdattn.attention import CPAttention
 from thdattn.graphs.capture import Graphs
+from thdattn.graphs.upload import Upload
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
 from thdattn.sharding import Sharding
@@ -69,13 +70,12 @@ class StaticPack:
 
     def _make_plans(self, like: PackedBatch | None) -> None:
         """Plans of lengths on the GPU."""
-        import cupy
-
         for attention in self._attentions:
             if attention.engine != "cuda":
                 raise ValueError(f"attentions holds one of engine {attention.engine!r}, wanted 'cuda' as graphs are "
                                  f"active; make Graphs with the engine of the attentions")
-        self._loaded = cupy.zeros((self.num_batches, 2, self._slots), np.int32)
+        self._upload = Upload(self.num_batches * 2 * self._slots, on_gpu=True)
+        self._loaded = self._upload.words.reshape(self.num_batches, 2, self._slots)
         self._lengths = self._loaded[0] if self.num_batches == 1 else self._loaded[0].copy()
         batch = PackedBatch(*self._lengths, total_rows=self.num_rows)
         self._plans = tuple(
@@ -125,11 +125,7 @@ class StaticPack:
                                  f"room of the static pack; ask fits() first")
         self._shardings = [self.sharding(batch) for batch in batches]
         if self._graphs.active:
-            import cupy
-
-            stream = cupy.cuda.get_current_stream()
-            for there, batch in zip(self._loaded, batches, strict=True):  # up to 64 KiB a copy, the host never waits
-                there.set(_offsets(batch, self._slots), stream)
+            self._upload.send([offsets for batch in batches for offsets in _offsets(batch, self._slots)])
 
     def plans(self, number: int = 0) -> tuple[Plan, ...]:
         """The plans of the loaded batch of this number, one per attention; those of the batch before become these.

@@ -1,0 +1,54 @@
+"""What comes from the host, at one place on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Upload:
+    """An array at one place on the GPU, for what comes from the host before a graph reads it.
+
+    The copy is made from pinned memory: from other memory the host may wait for the work before it. Two pinned arrays
+    take turns, so that the host waits only where it is two uploads ahead.
+
+    Args:
+        size: int32 words, which are 0 at first.
+        on_gpu: False: the array is NumPy's, for programs that run without a GPU as well.
+
+    Attributes:
+        words: (size,) int32, always the same array.
+    """
+
+    def __init__(self, size: int, on_gpu: bool) -> None:
+        self._pinned: list[tuple[NDArray[np.int32], Any]] = []
+        if not on_gpu:
+            self.words: Any = np.zeros(size, np.int32)
+            return
+        import cupy
+        import cupyx
+
+        self.words = cupy.zeros(size, np.int32)
+        self._pinned = [(cupyx.empty_pinned(size, np.int32), cupy.cuda.Event(disable_timing=True)) for _ in range(2)]
+
+    def send(self, parts: Sequence[NDArray[np.int32]]) -> None:
+        """Writes the parts, one after another, for work that is enqueued later on the current stream.
+
+        Args:
+            parts: 1-D int32 arrays on the host, `size` words together.
+        """
+        if not self._pinned:
+            np.concatenate(parts, out=self.words)
+            return
+        import cupy
+
+        host, copied = self._pinned[0]
+        self._pinned.reverse()
+        copied.synchronize()
+        np.concatenate(parts, out=host)
+        stream = cupy.cuda.get_current_stream()
+        self.words.set(host, stream)
+        copied.record(stream)
