@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
+import textwrap
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -110,7 +111,7 @@ def summary(rows: Iterable[record.Row]) -> str:
         "|" + "---|" * 11,
     ]
     by_size = sorted(rows, key=_place)
-    sources: dict[tuple[str, ...], list[str]] = {}
+    sources: dict[tuple[str, ...], dict[str, None]] = {}  # cases of each, every one once
     for row in by_size:
         mfu = f"{100 * float(row['mfu']):.0f} %" if row["mfu"] else "-"
         attention = f"{float(row['attention_tflops']):.0f}" if row["attention_tflops"] else "-"
@@ -122,11 +123,11 @@ def summary(rows: Iterable[record.Row]) -> str:
             f"{attention} | {100 * float(row['padding']):.1f} % |"
         )
         run = row["steps"], record.software(row), row["kernel_sources"], row["example_sources"]
-        graphs = f", {row['cuda_graph_impl']}" * (row["cuda_graph_impl"] != "none")
-        sources.setdefault(run, []).append(f"{row['size']} on {row['ranks']} with {tokens:,}{graphs}")
+        sources.setdefault(run, {})[f"{row['size']} on {row['ranks']} with {tokens:,}"] = None
     for (steps, software, kernels, example), cases in sources.items():
         which = "All" if len(sources) == 1 else "; ".join(cases)
-        lines += ["", f"{which}: {steps} steps, {software}, sources {kernels}, of the example {example}."]
+        about = f"{which}: {steps} steps, {software}, sources {kernels}, of the example {example}."
+        lines += ["", textwrap.fill(about, 120)]
     return "\n".join(lines)
 
 
