@@ -26,7 +26,7 @@ class Case:
 
     lengths: valid tokens of every sequence.
     padded: padded lengths; None = the next multiples of 2*cp_size, or of 3 for the contiguous sharding.
-    slack: rows of the packed buffer behind the last sequence.
+    slack: rows of the packed buffer after the last sequence.
     heads: (num_heads, num_kv_heads); dims: (head_dim, v_head_dim).
     cp_sizes: the numbers of simulated ranks to run it on.
     keys: lengths of every sequence's keys, padded and with slack as the queries; None = the same sequences.

@@ -246,7 +246,7 @@ def attn_decode(q: Array, key_ranges: Array, cache: KVCache, softmax_scale: floa
 
 
 def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
-    """Writes new rows behind those of their texts, and counts them; a text that does not fit is marked, not written.
+    """Writes new rows after those of their texts, and counts them; a text that does not fit is marked, not written.
 
     Args:
         k, v: (num_texts * new_rows, num_kv_heads, width), the new rows of text 0, then of text 1, ...

@@ -20,7 +20,7 @@ MAX_RANKS = INT32_MAX // 2  # their 2*cp_size chunks are counted in int32
 def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int32]:
     """Chunks cp_rank and 2*cp_size-1-cp_rank of every sequence cut into 2*cp_size equal chunks.
 
-    Under a causal mask one of the two chunks is cheap and the other dear, so work is equal on every rank. Rows behind
+    Under a causal mask one of the two chunks is cheap and the other dear, so work is equal on every rank. Rows after
     the last sequence (a fixed capacity) are shared out in equal slices. One rank owns all rows, of any lengths.
 
     Args:
@@ -69,7 +69,7 @@ STRATEGIES: dict[str, Callable[[PackedBatch, int, int], NDArray[np.int32]]] = {
 class Sharding:
     """The rows of a packed batch, spread over cp_size ranks.
 
-    Every rank stores local_rows rows. A rank that owns fewer has fillers behind its own rows: row -1.
+    Every rank stores local_rows rows. A rank that owns fewer has fillers after its own rows: row -1.
 
     Args:
         batch: the packed batch. Offsets on a GPU are never read, so only local_rows can be asked then.

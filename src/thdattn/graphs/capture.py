@@ -114,7 +114,7 @@ class Graphs:
 
     @contextmanager
     def _recording(self) -> Iterator[Any]:
-        """The stream of captures as the current one, behind what the caller's stream has to do, and a pool's memory."""
+        """The stream of captures as the current one, after what the caller's stream has to do, and a pool's memory."""
         import cupy
 
         if not self._pools or not self.config.single_pool:
@@ -129,7 +129,7 @@ class Graphs:
                 before.use()
 
     def _turn(self) -> Any:
-        """The current stream, behind what the stream of the last replay on this comm has to do."""
+        """The current stream, after what the stream of the last replay on this comm has to do."""
         import cupy
 
         stream, last = cupy.cuda.get_current_stream(), _last_streams.get(self._comm)
