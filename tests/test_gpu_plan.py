@@ -265,3 +265,23 @@ def test_offsets_that_changed_since_are_said_to_have(cupy):
     offsets[2] = 8
     with pytest.raises(ValueError, match=r"were wrong when they were planned, and have changed since"):
         plan.check()
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_finite_padding_needs_no_copies_and_changes_no_bit(cupy, dims):
+    attention = thdattn.CPAttention(thdattn.comm.init("single"), 4, dims[0], 2, dims[1], engine="cuda",
+                                    deterministic=True)  # fmt: skip
+    batch = thdattn.PackedBatch([0, 40, 40, 260], [0, 48, 64, 300], total_rows=333)
+    rng = np.random.default_rng(0)
+    arrays = [
+        cupy.asarray(batch.pack([rng.standard_normal((n, heads, width)) for n in batch.lengths], fill=1e4)
+                     .astype(attention.dtype))
+        for heads, width in ((4, dims[0]), (2, dims[0]), (2, dims[1]), (4, dims[1]))
+    ]  # fmt: skip
+    results = []
+    for finite in (False, True):
+        plan = attention.plan(batch, finite_padding=finite)
+        assert plan.has_unseen_keys is plan.has_blind_queries is not finite
+        out, saved = attention.forward(*arrays[:3], plan)
+        results.append([to_host(x).tobytes() for x in (out, saved.lse, *attention.backward(arrays[3], saved))])
+    assert results[0] == results[1]

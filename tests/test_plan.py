@@ -388,3 +388,27 @@ def test_plan_knows_whether_some_row_sees_or_is_seen_by_nothing(case):
         assert {plan.has_blind_queries for plan in plans} == {not sees_a_key.all()}
         is_seen = np.any([plan.query_ranges[:, 1] > plan.query_ranges[:, 0] for plan in plans], axis=0)
         assert {plan.has_unseen_keys for plan in plans} == {not is_seen.all()}
+
+
+def padded_results(attention, plan, xp, seed=0):
+    """out, lse and gradients of a pack whose padding holds large finite numbers."""
+    batch, rng = plan.batch, np.random.default_rng(seed)
+    arrays = [
+        xp.asarray(batch.pack([rng.standard_normal((n, heads, attention.head_dim)) for n in batch.lengths], fill=1e4)
+                   .astype(attention.dtype))
+        for heads in (4, 2, 2, 4)
+    ]  # fmt: skip
+    out, saved = attention.forward(*arrays[:3], plan)
+    return out, saved.lse, *attention.backward(arrays[3], saved)
+
+
+def test_finite_padding_needs_no_copies_and_changes_no_bit():
+    attention = thdattn.CPAttention(thdattn.comm.init("single"), 4, 8, 2, dtype="float32", engine="reference")
+    batch = thdattn.PackedBatch([0, 40, 40, 60], [0, 48, 64, 96], total_rows=100)
+    plan, finite = attention.plan(batch), attention.plan(batch, finite_padding=True)
+    assert plan.has_unseen_keys and plan.has_blind_queries
+    assert not finite.has_unseen_keys and not finite.has_blind_queries
+    for x, y in zip(*(padded_results(attention, p, np) for p in (plan, finite)), strict=True):
+        assert x.tobytes() == y.tobytes()
+    with pytest.raises(TypeError, match="finite_padding is 'no'"):
+        attention.plan(batch, finite_padding="no")
