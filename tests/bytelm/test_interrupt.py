@@ -91,18 +91,19 @@ def test_second_ctrl_c_ends_at_once_before_the_first_step(documents, tmp_path, r
 
 
 def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(documents, tmp_path):
+    """Only that they end: MPICH's launcher, aborted by the second press, returns 0 or not as it happens."""
     with running(2, [MISBEHAVE, "wait", "0", "0", *small(documents, metrics=tmp_path / "run.jsonl")]) as process:
         ranks = process_ids(tmp_path, 2, process)
         for _ in range(2):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGINT)
             time.sleep(interrupt.ONE_PRESS + 0.5)
-        process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=20)
         limit = time.monotonic() + 10
         while any(map(is_running, ranks)):
             assert time.monotonic() < limit, "a rank outlives the launcher"
             time.sleep(0.1)
-    assert process.returncode != 0
+    assert "stopped after step" not in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
