@@ -20,7 +20,7 @@ def test_a_clone_is_installed_with_the_extra_from_any_directory(monkeypatch):
 
 
 ORIGINS = {
-    "a-folder": ({"url": "file:///work/clone", "dir_info": {}}, "thdattn[mpich] @ file:///work/clone"),
+    "a-folder": ({"url": "file:///home/me/clone", "dir_info": {}}, "thdattn[mpich] @ file:///home/me/clone"),
     "git": ({"url": "https://host/thdattn.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
             "thdattn[mpich] @ git+https://host/thdattn.git@abc"),
     "an-index": (None, "thdattn[mpich]"),
