@@ -194,17 +194,17 @@ class Captured(Generic[P, R]):
 
     def arrays(self) -> Iterator[Any]:
         """What the graph reads as arguments and what it returns."""
-        return (x for _, x in _leaves("", (self._placed, self._results)) if _is_array(x))
+        return (x for _, x in _leaves("", (self._placed, self._results)) if _is_cupy_array(x))
 
     def _capture(self, args: Any, kwargs: Any) -> None:
         """Arguments that no graph owns get a place; all ranks capture together, as one may wait for the others."""
         graphs, static = self._graphs, self._graphs._static()
 
         def place(path: str, x: Any) -> Any:
-            if is_array(x) and not _is_array(x):
+            if is_array(x) and not _is_cupy_array(x):
                 raise TypeError(f"{self.name}: {path} is {found(x)}, wanted a CuPy array, as a graph reads no other; "
                                 f"pass cupy.asarray or cupy.from_dlpack of it")
-            return x.copy() if _is_array(x) and x.data.ptr not in static else x
+            return x.copy() if _is_cupy_array(x) and x.data.ptr not in static else x
 
         graphs._comm.barrier()
         with graphs._recording() as stream:
@@ -225,7 +225,7 @@ class Captured(Generic[P, R]):
         """(argument, place) of what does not lie in its place; all arguments are checked against the capture's."""
         for path, x, placed in self._side_by_side("", _named(args, kwargs), self._placed):
             self._check(path, x, placed)
-            if _is_array(placed) and (x.data.ptr, x.strides) != (placed.data.ptr, placed.strides):
+            if _is_cupy_array(placed) and (x.data.ptr, x.strides) != (placed.data.ptr, placed.strides):
                 yield x, placed
 
     def _side_by_side(self, path: str, x: Any, placed: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -248,7 +248,7 @@ class Captured(Generic[P, R]):
     def _check(self, path: str, x: Any, placed: Any) -> None:
         if x is placed:
             return
-        if not _is_array(placed):
+        if not _is_cupy_array(placed):
             if type(x) is not type(placed) or x != placed:
                 same = shown(x) == shown(placed)
                 raise ValueError(
@@ -256,7 +256,7 @@ class Captured(Generic[P, R]):
                     f"captured graph, which has it built in; capture another function for this one"
                 )
             return
-        if not _is_array(x):
+        if not _is_cupy_array(x):
             raise TypeError(f"{self.name}: {path} is {found(x)}, wanted a CuPy array as in the captured graph; "
                             f"pass one")
         for what, of in _TRAITS.items():
@@ -357,7 +357,7 @@ def _is_frozen(x: Any) -> bool:
     return bool(getattr(getattr(x, "__dataclass_params__", None), "frozen", False))
 
 
-def _is_array(x: Any) -> bool:
+def _is_cupy_array(x: Any) -> bool:
     """Whether x is a CuPy array."""
     return type(x).__module__.startswith("cupy") and hasattr(x, "data")
 
