@@ -19,8 +19,9 @@ PACKAGE = SOURCE / "thdattn"
 # arguments; nothing below check imports them.
 LAYERS = [
     {"arguments", "install", "structs", "tiles", "wgmma", "kernel_cache"},
-    {"packing", "comm"},
-    {"sharding", "jit", "tensor_map", "oracle", "decode_tiles"},
+    {"packing", "jit"},
+    {"comm"},
+    {"sharding", "tensor_map", "oracle", "decode_tiles"},
     {"plan"},
     {"cache"},
     {"reference", "ops", "pipeline"},
@@ -34,7 +35,7 @@ LAYER = {module: number for number, modules in enumerate(LAYERS) for module in m
 # Where a library may be imported: when the module is loaded, and at all.
 OPS = {"ops", "ops.launch", "ops.plan", "ops.scheduler", "ops.forward", "ops.backward", "ops.decode"}
 WHEN_LOADED = {"cupy": {"jit", *OPS, "tensor_map"}, "mpi4py": set(), "torch": {"torch"}, "jax": set()}
-EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "attention", "graphs.capture", "graphs.upload",
+EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "comm.peer", "attention", "graphs.capture", "graphs.upload",
                   "info", "varlen"},
         "mpi4py": {"comm.mpi", "comm.nccl", "info"}, "torch": {"torch", "comm.torch"}, "jax": set()}
 

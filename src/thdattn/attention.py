@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,9 +18,11 @@ from thdattn.arguments import as_bool, as_choice, as_count, as_softmax_scale, as
 from thdattn.cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.comm import Comm
 from thdattn.packing import PackedBatch, as_batch
+from thdattn.pipeline import Keys
 from thdattn.plan import Plan, visible_pairs
 from thdattn.sharding import Sharding
 
+HEAD_GROUPS = 2  # where what travels hides behind kernels
 ENGINES = {"cuda": "thdattn.ops", "reference": "thdattn.reference"}
 
 
@@ -32,6 +36,8 @@ class Saved:
         not asked for.
     made_with: what must agree with the attention whose backward takes it: heads, head dims, softmax_scale, dtype and
         deterministic.
+    keys: ((k, v), ...), the keys and values of all ranks by group of heads, in sequence order; None: the backward
+        gathers them again.
     """
 
     q: Any
@@ -42,6 +48,7 @@ class Saved:
     max_logit: Any
     plan: Plan
     made_with: dict[str, Any]
+    keys: tuple[tuple[Any, Any], ...] | None = None
 
     def __repr__(self) -> str:
         arrays = (f"{name} {_kind(getattr(self, name))}" for name in ("q", "k", "v", "out", "lse", "max_logit"))
@@ -78,6 +85,10 @@ class CPAttention:
         deterministic: bitwise the same results on every run with the same inputs and cp_size; the backward of the
             CUDA engine is then slower, as it adds up dq in a fixed order.
         engine: "cuda", "reference", or "auto": cuda where a GPU is usable and the comm takes GPU arrays.
+        head_groups: how many groups of kv heads, a divisor of num_kv_heads, are gathered and computed one after
+            another, so that what one group sends hides behind another's work; by default as many as pay.
+        keep_keys: whether forward keeps the keys and values of all ranks for the backward, which gathers them again
+            otherwise; by default if they are no larger than what has to be kept of the layer anyway.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that the engine does not compute in.
@@ -99,6 +110,8 @@ class CPAttention:
         dtype: DTypeLike = "bfloat16",
         deterministic: bool = False,
         engine: str = "auto",
+        head_groups: int | None = None,
+        keep_keys: bool | None = None,
     ) -> None:
         if not isinstance(comm, Comm):
             raise TypeError(f"comm is a {type(comm).__name__}, wanted a Comm; make one with thdattn.comm.init()")
@@ -111,6 +124,13 @@ class CPAttention:
         self.window = as_window(window, self.causal)
         self.softmax_scale = self.head_dim**-0.5 if softmax_scale is None else as_softmax_scale(softmax_scale)
         self.deterministic = as_bool("deterministic", deterministic)
+        self.head_groups = None if head_groups is None else as_count("head_groups", head_groups)
+        self.keep_keys = None if keep_keys is None else as_bool("keep_keys", keep_keys)
+        if self.head_groups is not None and self.num_kv_heads % self.head_groups:
+            raise ValueError(
+                f"head_groups is {head_groups}, not a divisor of num_kv_heads = {self.num_kv_heads}; wanted as many kv "
+                f"heads in every group, or None"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads is {num_heads}, not a multiple of num_kv_heads = {num_kv_heads}; "
@@ -192,7 +212,9 @@ class CPAttention:
         return Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, arrays,
                     self._engine, key_batch, like, as_bool("finite_padding", finite_padding))
 
-    def forward(self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False) -> tuple[Any, Saved]:
+    def forward(
+        self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False, keys: Keys | None = None
+    ) -> tuple[Any, Saved]:
         """Attention of this rank's rows over the keys of all ranks. Collective.
 
         Args:
@@ -201,6 +223,7 @@ class CPAttention:
             v: (local_rows, num_kv_heads, v_head_dim), rows as k.
             plan: from this attention's plan method, or that of one with the same mask and head dims.
             return_max_logit: also compute saved.max_logit.
+            keys: from gather, of the same k, v and plan, if that has been called before.
 
         Returns:
             (out, saved): out (local_rows, num_heads, v_head_dim), a new array, 0 for a query that sees no key, as its
@@ -216,23 +239,68 @@ class CPAttention:
         q = self._checked("q", q, (plan.local_rows, self.num_heads, self.head_dim))
         k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
+        keys = self._checked_keys(keys, k, v, plan)
+        kept: list[tuple[Any, Any]] | None = [] if self._keeps(plan) else None
         out, lse, max_logit = pipeline.forward(
-            self._engine, self.comm, plan, q, k, v, self.softmax_scale, return_max_logit
+            self._engine, self.comm, keys, q, self.softmax_scale, return_max_logit, kept
         )
-        return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves)
+        return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, None if kept is None else tuple(kept))
 
-    def backward(self, dout: Any, saved: Saved) -> tuple[Any, Any, Any]:
+    def gather(self, k: Any, v: Any, plan: Plan) -> Keys:
+        """Starts to gather the keys and values of all ranks, for the forward or the backward that is told. Collective.
+
+        For those who have something else to compute meanwhile, such as q, or the layer behind this one:
+
+            keys = attn.gather(k, v, plan)
+            out, saved = attn.forward(q, k, v, plan, keys=keys)
+            ...
+            keys = attn.gather(saved.k, saved.v, saved.plan)
+            dq, dk, dv = attn.backward(dout, saved, keys=keys)
+
+        Args:
+            k, v, plan: as for forward.
+
+        Returns:
+            Keys for one call. Two of a plan may be on their way at a time.
+
+        Raises:
+            TypeError, ValueError: as forward; also a ValueError if two are on their way.
+        """
+        self._check_plan(plan)
+        k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
+        v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
+        return pipeline.gather(self._engine, self.comm, plan, k, v, self._groups(plan))
+
+    def backward(self, dout: Any, saved: Saved, keys: Keys | None = None) -> tuple[Any, Any, Any]:
         """Gradients of forward for this rank's rows. Collective.
 
         Args:
             dout: (local_rows, num_heads, v_head_dim), gradient of out.
             saved: from forward of this attention, or of one that differs in nothing that saved.made_with names.
+            keys: from gather, of saved.k and saved.v, if that has been called before; saved.keys are used first.
 
         Returns:
             (dq, dk, dv): new arrays, shapes and dtype of q, k, v. dk and dv are summed over ranks in float32.
 
         Raises:
             TypeError, ValueError: as forward; also a ValueError for a saved of another attention.
+        """
+        dq, dk_dv = self.start_backward(dout, saved, keys)
+        return dq, *dk_dv()
+
+    def start_backward(
+        self, dout: Any, saved: Saved, keys: Keys | None = None
+    ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
+        """backward, with dq at once, and dk and dv when they are asked for: their sums over ranks are on their way.
+
+        Args:
+            dout, saved, keys: as for backward.
+
+        Returns:
+            (dq, dk_dv): dk_dv() returns (dk, dv), and has to be called before the next backward with this plan.
+
+        Raises:
+            TypeError, ValueError: as backward.
         """
         if not isinstance(saved, Saved):
             raise TypeError(f"saved is {found(saved)}; wanted a Saved; pass the one that forward returned")
@@ -241,9 +309,11 @@ class CPAttention:
         self._check_plan(plan)
         dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))
         self._check_saved(saved, type(dout))
+        if saved.keys is not None:
+            keys = pipeline.kept(saved.keys, saved.k, saved.v, plan)
+        keys = self._checked_keys(keys, saved.k, saved.v, plan)
         return pipeline.backward(
-            self._engine, self.comm, plan, dout, saved.q, saved.k, saved.v, saved.out, saved.lse,
-            self.softmax_scale, self.deterministic,
+            self._engine, self.comm, keys, dout, saved.q, saved.out, saved.lse, self.softmax_scale, self.deterministic
         )
 
     def cache(self, num_texts: int, capacity: int) -> KVCache:
@@ -299,6 +369,33 @@ class CPAttention:
         pairs = visible_pairs(plan, plan, self.window) if isinstance(plan, PackedBatch) else plan.visible_pairs
         multiply_adds = pairs * self.num_heads * (self.head_dim + self.v_head_dim)
         return Flops(forward=2 * multiply_adds, backward=5 * multiply_adds)
+
+    def _groups(self, plan: Plan) -> int:
+        """How many groups of kv heads are gathered, computed and summed one after another."""
+        if self.head_groups is not None:
+            return self.head_groups
+        return math.gcd(self.num_kv_heads, HEAD_GROUPS) if self.comm.overlaps else 1
+
+    def _keeps(self, plan: Plan) -> bool:
+        """Whether forward keeps the keys of all ranks: by default if Saved grows by no more than it is anyway."""
+        if self.comm.size == 1:
+            return False
+        heads = plan.local_rows * self.num_heads + plan.local_key_rows * self.num_kv_heads
+        return plan.key_rows * self.num_kv_heads <= heads if self.keep_keys is None else self.keep_keys
+
+    def _checked_keys(self, keys: Keys | None, k: Any, v: Any, plan: Plan) -> Keys:
+        """Keys for a call, which have just been asked for if there were none."""
+        if keys is None:
+            return pipeline.gather(self._engine, self.comm, plan, k, v, self._groups(plan))
+        if not isinstance(keys, Keys):
+            raise TypeError(f"keys is {found(keys)}; wanted what gather returned; pass that, or leave it out")
+        if keys.used:
+            raise ValueError("keys were used by a forward or backward before, wanted those of this call; call gather "
+                             "again, or leave it out")
+        if keys.plan is not plan or any(_place(x) != _place(y) for x, y in ((keys.k, k), (keys.v, v))):
+            raise ValueError("keys were gathered from other k and v or with another plan, wanted those of this call; "
+                             "call gather with the same arrays, or leave it out")
+        return keys
 
     def _checked_dtype(self, dtype: DTypeLike) -> np.dtype[Any]:
         try:
@@ -372,6 +469,11 @@ def _check_same(what: str, made: dict[str, Any], wanted: dict[str, Any], remedy:
     if made != wanted:
         name = next(name for name in wanted if made[name] != wanted[name])
         raise ValueError(f"{what} {name} {made[name]}, wanted {wanted[name]}; {remedy}")
+
+
+def _place(x: Any) -> tuple[Any, ...]:
+    """Where an array lies, and how."""
+    return x.data.ptr if not isinstance(x, np.ndarray) else x.__array_interface__["data"][0], x.shape, x.strides
 
 
 def _kind(x: Any) -> str:

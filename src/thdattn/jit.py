@@ -49,6 +49,7 @@ FILES = {
     "thd_plan_tile_cost": _ROWS,
     "thd_plan_tile_order": _ROWS,
     "thd_plan_poison": _ROWS,
+    "thd_sum": ("kernels/common.cuh", "structs.checks()", "kernels/sum.cu"),
     "thd_cache_append": (*_ROWS, "kernels/cache.cu"),
     "thd_cache_fill": (*_ROWS, "kernels/cache.cu"),
     "thd_attn_fwd": (*_PORTABLE, "kernels/portable/forward.cu"),

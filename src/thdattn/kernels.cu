@@ -18,6 +18,7 @@
 // its template. ops/ launches the kernels.
 //
 //   kernels/common.cuh                    element types, ranges of rows, reductions: comes before every other file
+//   kernels/sum.cu                        shares of the same rows, of several ranks, added up
 //   kernels/cache.cu                      rows of keys and values into a cache; behind this file
 //   kernels/portable/common.cuh           mma.sync, ldmatrix, cp.async, tiles in shared memory (sm_80 and later)
 //   kernels/portable/forward.cu           the attention forward
@@ -57,22 +58,22 @@
 //                                                       through a product
 //   kToRankOrder = true    out[t] = in[rank_order[t]]   before reduce-scatter of dk, dv; fillers become 0
 //
-// rank_order (num_rows): sequence-order row of row t in rank order, -1 for fillers; pitch: 16-byte words per row.
-// Launch: grid (ceil(num_rows / 8), 2), block 256.
+// rank_order (num_rows): sequence-order row of row t in rank order, -1 for fillers; words: of 16 bytes in a row, between
+// whose beginnings lie `pitch` words in `in`. Launch: grid (ceil(num_rows / 8), 2), block 256.
 template <bool kToRankOrder>
 __global__ void __launch_bounds__(256) thd_reorder(
-    uint4* __restrict__ out0, const uint4* __restrict__ in0, int pitch0, uint4* __restrict__ out1,
-    const uint4* __restrict__ in1, int pitch1, const int* __restrict__ rank_order,
+    uint4* __restrict__ out0, const uint4* __restrict__ in0, int words0, int pitch0, uint4* __restrict__ out1,
+    const uint4* __restrict__ in1, int words1, int pitch1, const int* __restrict__ rank_order,
     const int2* __restrict__ query_ranges, int num_rows) {
   const int row = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (row >= num_rows) return;
-  const int other = rank_order[row], pitch = blockIdx.y ? pitch1 : pitch0;
+  const int other = rank_order[row], words = blockIdx.y ? words1 : words0, pitch = blockIdx.y ? pitch1 : pitch0;
   if (!kToRankOrder && other < 0) return;
   const bool zero = kToRankOrder ? other < 0 : is_empty(query_ranges[other]);
   const uint4* const in = (blockIdx.y ? in1 : in0) + (size_t)(kToRankOrder ? max(other, 0) : row) * pitch;
-  uint4* const out = (blockIdx.y ? out1 : out0) + (size_t)(kToRankOrder ? row : other) * pitch;
+  uint4* const out = (blockIdx.y ? out1 : out0) + (size_t)(kToRankOrder ? row : other) * words;
   #pragma unroll 4
-  for (int i = lane; i < pitch; i += kWarp) out[i] = zero ? make_uint4(0, 0, 0, 0) : in[i];
+  for (int i = lane; i < words; i += kWarp) out[i] = zero ? make_uint4(0, 0, 0, 0) : in[i];
 }
 
 // ------------------------------------------------------------------------------------------------ plan

@@ -1,14 +1,21 @@
 """All-gather context parallelism, forward and backward, written once for every engine and every comm.
 
-Keys and values are gathered from all ranks and moved to sequence order; each rank then computes its own query rows in
-one launch, so every output row is made once and nothing has to be merged. The backward gathers again (cheaper than
-keeping the buffer through a model's layers), and sums dk and dv over ranks in float32.
+Keys and values are gathered from all ranks and moved to sequence order; each rank then computes its own query rows, so
+every output row is made once and nothing has to be merged. The backward gathers again, unless they were kept, and sums
+dk and dv over ranks in float32.
+
+Both work at one group of kv heads after another: while a kernel is busy with a group, the keys and values of the next
+are on their way, and the sums of dk and dv of the last.
 
 Source: Llama 3, arXiv:2407.21783, 3.3.2.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,67 +24,156 @@ if TYPE_CHECKING:
     from thdattn.comm import Comm
     from thdattn.plan import Plan
 
+IN_FLIGHT = 2  # gathers of a plan that may be on their way at a time, each into buffers of its own
+
+
+@dataclass(eq=False, repr=False)
+class Keys:
+    """Keys and values of all ranks on their way, or there, group of kv heads by group; for one forward or backward.
+
+    k, v, plan: what they were made from.
+    groups: of each, (wait, k, v): what waits for them, and (rows, heads of the group, width) arrays.
+    ordered: whether they are in sequence order; else in rank order.
+    used: whether they were asked for.
+    """
+
+    k: Any
+    v: Any
+    plan: Plan
+    groups: Sequence[tuple[Callable[[], None], Any, Any]]
+    ordered: bool
+    used: bool = False
+
+    def in_order(self, engine: Any, kept: list[tuple[Any, Any]] | None = None) -> Iterator[tuple[Any, Any]]:
+        """Each group's keys and values in sequence order, without what padding held, once they have arrived.
+
+        Args:
+            kept: gets them too, and they stay as they are; None: those of a group go when the next one's come.
+        """
+        self.used = True
+        for wait, k, v in self.groups:
+            wait()
+            if not self.ordered:
+                shapes = ((self.plan.key_rows, *x.shape[1:]) for x in (k, v))
+                into = None if kept is None else [engine.empty(shape, k.dtype) for shape in shapes]
+                k, v = engine.to_sequence_order(k, v, self.plan, into)
+            if kept is not None:
+                kept.append((k, v))
+            yield k, v
+
+
+def gather(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, num_groups: int) -> Keys:
+    """Starts to gather the keys and values of all ranks, a share of the kv heads at a time.
+
+    Args:
+        engine: the module `reference` or `ops`.
+        k, v: this rank's rows, (local_key_rows, heads, width); the engine's arrays.
+        num_groups: how many groups the kv heads are divided into.
+
+    Raises:
+        ValueError: IN_FLIGHT gathers of this plan wait for their forward or backward.
+    """
+    if comm.size == 1:  # rows are in sequence order already
+        return Keys(k, v, plan, [(_nothing, k, v)], ordered=not plan.has_unseen_keys)
+    turns = plan.once("turns of gathers", lambda: deque([_nobody] * IN_FLIGHT, IN_FLIGHT))
+    waiting = turns[0][1]()
+    if waiting is not None and not waiting.used:
+        raise ValueError(
+            f"gather was called with {IN_FLIGHT} gathers of this plan under way, wanted fewer, as each has buffers of "
+            f"its own; call forward or backward with one of them first"
+        )
+    turn = (turns[-1][0] + 1) % IN_FLIGHT
+    shapes = [(comm.size * plan.local_key_rows, x.shape[1] // num_groups, x.shape[2]) for x in (k, v)]
+    recvs = [[plan.buffer(f"{name} of ranks {turn} {group}", shape, k.dtype)
+              for name, shape in zip("kv", shapes, strict=True)] for group in range(num_groups)]  # fmt: skip
+    waits = comm.gather_heads((k, v), recvs)
+    keys = Keys(k, v, plan, [(wait, *parts) for wait, parts in zip(waits, recvs, strict=True)], ordered=False)
+    turns.append((turn, weakref.ref(keys)))
+    return keys
+
+
+def kept(saved: Sequence[tuple[Any, Any]], k: Any, v: Any, plan: Plan) -> Keys:
+    """Keys and values that a forward has kept."""
+    return Keys(k, v, plan, [(_nothing, *parts) for parts in saved], ordered=True)
+
 
 def forward(
-    engine: Any, comm: Comm, plan: Plan, q: Any, k: Any, v: Any, softmax_scale: float, return_max_logit: bool
+    engine: Any, comm: Comm, keys: Keys, q: Any, softmax_scale: float, return_max_logit: bool,
+    kept: list[tuple[Any, Any]] | None,
 ) -> tuple[Any, Any, Any]:
     """Attention of this rank's query rows over the keys of all ranks.
 
     Args:
-        engine: the module `reference` or `ops`.
-        q, k, v: this rank's rows, (local_rows, heads, width), of k and v local_key_rows; the engine's arrays.
+        keys: from gather.
+        q: this rank's rows, (local_rows, heads, width).
         return_max_logit: also the largest scaled logit per head over all ranks.
+        kept: what gets keys and values of each group in sequence order, for the backward; None: they are not kept.
 
     Returns:
         (out, lse, max_logit or None), see CPAttention.forward.
     """
-    keys, values = _gather(engine, comm, plan, k, v)
-    out, lse, max_logit = engine.attn_fwd(q, keys, values, plan, softmax_scale, return_max_logit)
-    if return_max_logit:
-        comm.all_reduce(max_logit, "max")
+    rows, num_heads, _ = q.shape
+    out = engine.empty((rows, num_heads, keys.v.shape[2]), q.dtype)
+    lse = engine.empty((num_heads, rows), np.promote_types(q.dtype, np.float32))
+    logits = []
+    for heads, (k, v) in zip(_shares(num_heads, keys), keys.in_order(engine, kept), strict=True):
+        into = out[:, heads], lse[heads]
+        logits.append(engine.attn_fwd(q[:, heads], k, v, keys.plan, softmax_scale, return_max_logit, into)[2])
+    if not return_max_logit:
+        engine.poison(keys.plan, out, lse)
+        return out, lse, None
+    max_logit = logits[0] if len(logits) == 1 else np.concatenate(logits)  # of CuPy arrays this is cupy.concatenate
+    engine.poison(keys.plan, out, lse, max_logit)
+    comm.all_reduce(max_logit, "max")
     return out, lse, max_logit
 
 
 def backward(
-    engine: Any, comm: Comm, plan: Plan, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, softmax_scale: float,
+    engine: Any, comm: Comm, keys: Keys, dout: Any, q: Any, out: Any, lse: Any, softmax_scale: float,
     deterministic: bool,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
     """Gradients of `forward` for this rank's rows of q, k, v.
 
     Returns:
-        (dq, dk, dv): the shapes and dtypes of q, k, v; dk and dv summed over all ranks.
+        (dq, what waits for dk and dv and returns them): the shapes and dtypes of q, k, v; dk and dv summed over all
+        ranks, rounded once.
     """
-    keys, values = _gather(engine, comm, plan, k, v)
-    sum_dtype = k.dtype if comm.size == 1 else np.promote_types(k.dtype, np.float32)
-    dq, dk, dv = engine.attn_bwd(
-        dout, q, keys, values, out, lse, plan, softmax_scale, sum_dtype, deterministic
-    )
-    if comm.size > 1:
-        dk_ranks, dv_ranks = engine.to_rank_order(dk, dv, plan)
-        dk, dv = (_reduce(engine, comm, plan, *item) for item in (("dk", dk_ranks, k), ("dv", dv_ranks, v)))
-    return dq, dk, dv
+    plan, alone = keys.plan, comm.size == 1
+    dq = engine.empty(q.shape, q.dtype)
+    grads = [] if alone else [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)]
+    sum_dtype, waits = q.dtype if alone else np.promote_types(q.dtype, np.float32), []
+    groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
+    for heads, kv_heads, (k, v) in groups:
+        _, *shares = engine.attn_bwd(
+            dout[:, heads], q[:, heads], k, v, out[:, heads], lse[heads], plan, softmax_scale, sum_dtype,
+            deterministic, dq[:, heads])  # fmt: skip
+        if alone:
+            grads = shares
+            continue
+        shapes = [(comm.size * plan.local_key_rows, *x.shape[1:]) for x in shares]
+        partials = comm.partials(shapes, sum_dtype, engine.empty)
+        engine.to_rank_order(*shares, plan, partials)
+        waits.append(comm.sum_rows(partials, [x[:, kv_heads] for x in grads]))
+
+    def dk_dv() -> tuple[Any, Any]:
+        while waits:
+            waits.pop(0)()
+        dk, dv = grads
+        engine.poison(plan, dk, dv)
+        return dk, dv
+
+    engine.poison(plan, dq)
+    return dq, dk_dv
 
 
-def _gather(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any) -> tuple[Any, Any]:
-    """Keys and values of all ranks in sequence order, without what padding held."""
-    if comm.size > 1:
-        k_ranks, v_ranks = (
-            plan.buffer(name, (comm.size * plan.local_key_rows, *x.shape[1:]), x.dtype)
-            for name, x in (("k_ranks", k), ("v_ranks", v))
-        )
-        comm.all_gather(k, k_ranks)
-        comm.all_gather(v, v_ranks)
-        k, v = k_ranks, v_ranks
-    elif not plan.has_unseen_keys:
-        return k, v  # one rank's rows are in sequence order already
-    keys, values = engine.to_sequence_order(k, v, plan)
-    return keys, values
+def _shares(num_heads: int, keys: Keys) -> list[slice]:
+    """Which of so many heads belong to each group."""
+    each = num_heads // len(keys.groups)
+    return [slice(first, first + each) for first in range(0, num_heads, each)]
 
 
-def _reduce(engine: Any, comm: Comm, plan: Plan, name: str, ranks: Any, like: Any) -> Any:
-    """This rank's rows of the sum over ranks, rounded once, at the end."""
-    total = plan.buffer(f"{name}_sum", like.shape, ranks.dtype)
-    comm.reduce_scatter(ranks, total)
-    result = engine.empty(like.shape, like.dtype)
-    result[...] = total
-    return result
+def _nothing() -> None:
+    """What is there needs no waiting."""
+
+
+_nobody: tuple[int, Callable[[], Keys | None]] = (-1, lambda: None)

@@ -17,6 +17,7 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, for the backward with `
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -108,7 +109,8 @@ def plan_backward(plan: Plan) -> None:
 
 
 def attn_fwd(
-    q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool
+    q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool,
+    into: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array, Array | None]:
     """Attention of this rank's query rows over the whole key buffer.
 
@@ -119,6 +121,7 @@ def attn_fwd(
         plan: gives `key_ranges`, (local_rows, 2) int32; empty for padding and for a query that sees no key.
         softmax_scale: factor on q.k.
         return_max_logit: also return the largest scaled logit of every head.
+        into: arrays for out and lse, as q those of some of the heads of larger ones; None: new ones.
 
     Returns:
         out: (local_rows, num_heads, v_head_dim), dtype of q; exactly 0 where the range is empty.
@@ -146,9 +149,10 @@ def attn_fwd(
         o[:, here] = (_merge_group(p) @ values[:, seen]).reshape(o[:, here].shape)
     o /= row_sum[..., None]
 
-    out = np.zeros((local_rows, num_heads, v_head_dim), q.dtype)
+    shapes = ((local_rows, num_heads, v_head_dim), q.dtype), ((num_heads, local_rows), dtype)
+    out, lse = into or [np.empty(*shape) for shape in shapes]
+    out[...], lse[...] = 0, -np.inf
     out[rows] = _ungroup_heads(o).astype(q.dtype)
-    lse = np.full((num_heads, local_rows), -np.inf, dtype)
     lse[:, rows] = (row_max + np.log(row_sum)).swapaxes(1, 2).reshape(num_heads, -1)
     if not return_max_logit:
         return out, lse, None
@@ -166,6 +170,7 @@ def attn_bwd(
     softmax_scale: float,
     kv_grad_dtype: DTypeLike,
     deterministic: bool,
+    into: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of `attn_fwd`; dk and dv are this rank's share, a sum over its own query rows.
 
@@ -177,6 +182,7 @@ def attn_bwd(
         out, lse: as returned by `attn_fwd`.
         kv_grad_dtype: dtype of dk and dv; they are summed in float32 (float64) and cast once.
         deterministic: part of the engine contract; blocks are always summed in row order here.
+        into: an array for dq, as q that of some of the heads of a larger one; None: a new one.
 
     Returns:
         dq: (local_rows, num_heads, head_dim), dtype of q; exactly 0 where the range is empty.
@@ -208,7 +214,8 @@ def attn_bwd(
         grad_q[:, here] = (ds @ keys[:, seen]).reshape(grad_q[:, here].shape)
         grad_k[:, seen] += ds.swapaxes(1, 2) @ _merge_group(scaled_q[:, here])
 
-    dq = np.zeros(q.shape, q.dtype)
+    dq = np.empty(q.shape, q.dtype) if into is None else into
+    dq[...] = 0
     dq[rows] = _ungroup_heads(grad_q * scale).astype(q.dtype)
     dk, dv = (x.swapaxes(0, 1).astype(kv_grad_dtype, order="C") for x in (grad_k, grad_v))
     return dq, dk, dv
@@ -285,44 +292,52 @@ def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
     cache.lengths[...] = batch.lengths
 
 
-def to_sequence_order(k_ranks: Array, v_ranks: Array, plan: Plan) -> tuple[Array, Array]:
+def poison(plan: Plan, *results: Array) -> None:
+    """What is done to results of wrong lengths on a GPU: nothing, as lengths on the host were checked."""
+
+
+def to_sequence_order(
+    k_ranks: Array, v_ranks: Array, plan: Plan, into: Sequence[Array] | None = None
+) -> tuple[Array, Array]:
     """Rows gathered from all ranks, moved to sequence order: out[rank_order[t]] = in[t].
 
     Args:
         k_ranks, v_ranks: (cp_size*local_key_rows, ...), rank order; filler rows (rank_order -1) are dropped.
         plan: gives `rank_order`, (cp_size*local_key_rows,) int32, and `key_rows`.
+        into: arrays for k and v; None: buffers that stay until the next call.
 
     Returns:
         k, v: (key_rows, ...), the dtypes of the inputs; rows that no rank owns are 0.
     """
     owned = plan.rank_order >= 0
 
-    def move(x: Array) -> Array:
-        result = np.zeros((plan.key_rows, *x.shape[1:]), x.dtype)
-        result[plan.rank_order[owned]] = x[owned]
-        return result
+    k, v = into or [np.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k_ranks, v_ranks)]
+    for x, ranks in ((k, k_ranks), (v, v_ranks)):
+        x[...] = 0
+        x[plan.rank_order[owned]] = ranks[owned]
+    return k, v
 
-    return move(k_ranks), move(v_ranks)
 
-
-def to_rank_order(dk: Array, dv: Array, plan: Plan) -> tuple[Array, Array]:
+def to_rank_order(
+    dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None
+) -> tuple[Array, Array]:
     """Inverse of `to_sequence_order`: out[t] = in[rank_order[t]], 0 on filler rows.
 
     Args:
         dk, dv: (key_rows, ...), sequence order.
         plan: gives `rank_order`, (cp_size*local_key_rows,) int32.
+        into: arrays for dk_ranks and dv_ranks; None: buffers that stay until the next call.
 
     Returns:
         dk_ranks, dv_ranks: (cp_size*local_key_rows, ...), the dtypes of the inputs.
     """
     owned = plan.rank_order >= 0
 
-    def move(x: Array) -> Array:
-        result = np.zeros((len(plan.rank_order), *x.shape[1:]), x.dtype)
-        result[owned] = x[plan.rank_order[owned]]
-        return result
-
-    return move(dk), move(dv)
+    dk_ranks, dv_ranks = into or [np.empty((len(plan.rank_order), *x.shape[1:]), x.dtype) for x in (dk, dv)]
+    for ranks, x in ((dk_ranks, dk), (dv_ranks, dv)):
+        ranks[...] = 0
+        ranks[owned] = x[plan.rank_order[owned]]
+    return dk_ranks, dv_ranks
 
 
 def row_blocks(key_ranges: Array, num_heads: int) -> tuple[Array, Array]:

@@ -6,15 +6,17 @@ import numpy as np
 
 TENSOR_MAP = np.dtype([("opaque", np.uint8, (128,))])  # a CUtensorMap
 FORWARD_SIZE = np.dtype([(field, np.int32) for field in (
-    "q_rows", "num_tiles", "num_heads", "group", "together", "last_heads")])
+    "q_rows", "num_tiles", "num_heads", "group", "together", "last_heads", "row_heads")])
 BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "k_rows", "stats_rows", "num_tiles", "splits", "together", "last_splits", "split_heads", "group",
-    "num_kv_heads", "semaphore_rows")])
+    "num_kv_heads", "semaphore_rows", "row_heads")])
 GRADIENTS = np.dtype([(field, np.uint64) for field in ("dk", "dv", "dk_accum", "dv_accum", "semaphores")])
+MAX_RANKS = 16  # kMaxRanks of kernels/sum.cu
+SHARES = np.dtype([("of", np.uint64, (2, MAX_RANKS))])
 
 # By the names of the structs in CUDA.
 LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "BackwardSize": BACKWARD_SIZE,
-           "Gradients<float>": GRADIENTS}
+           "Gradients<float>": GRADIENTS, "Shares": SHARES}
 
 
 def checks() -> str:

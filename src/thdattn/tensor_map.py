@@ -15,11 +15,12 @@ DATA_TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 SWIZZLE_128B, L2_PROMOTION_256B = 3, 3
 
 
-def tensor_map(x: Any, box_rows: int) -> Any:
+def tensor_map(x: Any, row_bytes: int, box_rows: int) -> Any:
     """A CUtensorMap of a CuPy array, to be passed to a kernel by value.
 
     Args:
-        x: (rows, heads, width), C-contiguous, 16-bit, 16-byte aligned, at least one row.
+        x: (rows, heads, width), 16-bit, 16-byte aligned, at least one row.
+        row_bytes: from one row to the next, in which there may be more heads than those of x.
         box_rows: a copy moves box_rows rows of 64 columns of one head; what lies outside the array arrives as zeros.
 
     Returns:
@@ -27,18 +28,18 @@ def tensor_map(x: Any, box_rows: int) -> Any:
 
     Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
-    return _encode(x.data.ptr, x.shape, x.dtype, box_rows)
+    return _encode(x.data.ptr, x.shape, row_bytes, x.dtype, box_rows)
 
 
 @functools.lru_cache(maxsize=4096)
-def _encode(address: int, shape: tuple[int, int, int], dtype: np.dtype[Any], box_rows: int) -> Any:
+def _encode(address: int, shape: tuple[int, int, int], pitch: int, dtype: np.dtype[Any], box_rows: int) -> Any:
     rows, heads, width = shape
     storage = (ctypes.c_ubyte * 192)()
     aligned = (ctypes.addressof(storage) + 63) & ~63
     u64, u32 = ctypes.c_uint64, ctypes.c_uint32
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned), DATA_TYPES[dtype.name], 3, ctypes.c_void_p(address), (u64 * 3)(width, heads, rows),
-        (u64 * 2)(2 * width, 2 * heads * width), (u32 * 3)(BOX_COLUMNS, 1, box_rows), (u32 * 3)(1, 1, 1),
+        (u64 * 2)(2 * width, pitch), (u32 * 3)(BOX_COLUMNS, 1, box_rows), (u32 * 3)(1, 1, 1),
         0, SWIZZLE_128B, L2_PROMOTION_256B, 0,
     )
     if status:

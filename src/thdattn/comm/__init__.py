@@ -41,6 +41,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from thdattn.arguments import as_choice, as_int
 from thdattn.comm import launcher
@@ -73,12 +74,14 @@ class Comm(ABC):
         devices: which arrays it takes, "cpu" for NumPy and "cuda" for CuPy.
         sum_dtypes: names of the dtypes that reduce_scatter and all_reduce take.
         capturable: whether collectives of CuPy arrays may be captured in a CUDA graph.
+        overlaps: whether gather_heads and sum_rows go on while kernels run.
     """
 
     name: str
     devices: frozenset[str]
     sum_dtypes: frozenset[str] = _INTEGERS | {"float32", "float64"}
     capturable = False
+    overlaps = False
     _gpu: int | None = None  # the number of the only GPU whose arrays this rank takes, where that matters
 
     def __init__(self, rank: int, size: int) -> None:
@@ -141,6 +144,57 @@ class Comm(ABC):
         self._check_writable("array", array)
         self._check_sum_dtype("array", array)
         self._all_reduce(array, as_choice("op", op, ("sum", "max")))
+
+    def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> list[Callable[[], None]]:
+        """Start to put all ranks' rows into arrays of some of the heads each, one group of heads after another.
+
+        So a kernel can work at the heads that have arrived, while others are on their way. `sends` are free again when
+        the call returns, as in all_gather; what arrives may be read after the group's wait.
+
+        Args:
+            sends: arrays (rows, heads, width), such as k and v.
+            recvs: of each group, as many arrays (size * rows, heads of the group, width); the groups' heads follow each
+                other, and are all of the array's. Overwritten.
+
+        Returns:
+            What waits for a group, group by group; on a GPU it is the current stream that does.
+        """
+        first = [0] * len(sends)
+        for parts in recvs:
+            for i, (send, part) in enumerate(zip(sends, parts, strict=True)):
+                heads = send[:, first[i] : first[i] + part.shape[1]]
+                self.all_gather(heads if heads.flags.c_contiguous else heads.copy(), part)
+                first[i] += part.shape[1]
+        return [_no_wait] * len(recvs)
+
+    def partials(
+        self, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, empty: Callable[[tuple[int, ...], DTypeLike], Any]
+    ) -> list[Any]:
+        """Arrays for what the next call, of sum_rows, adds up: in memory that other ranks see where there is such.
+
+        Args:
+            shapes: of the arrays, (size * rows, heads, width).
+            dtype: in which they are added.
+            empty: what makes an array of a shape and dtype where they need no memory of their own kind.
+        """
+        return [empty(shape, dtype) for shape in shapes]
+
+    def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Callable[[], None]:
+        """Start to add all ranks' arrays and keep this rank's share of the rows, rounded once.
+
+        Args:
+            partials: arrays (size * rows, heads, width) from `partials`.
+            results: as many arrays (rows, heads, width) of a dtype of their own, which may be some of the heads of
+                larger arrays; overwritten.
+
+        Returns:
+            What waits for the results; on a GPU it is the current stream that does.
+        """
+        for partial, result in zip(partials, results, strict=True):
+            total = np.empty_like(partial[: len(result)])  # of CuPy arrays this is cupy.empty_like
+            self.reduce_scatter(partial, total)
+            result[...] = total
+        return _no_wait
 
     def barrier(self) -> None:
         """Return when every rank has come here; on GPU ranks also wait for the current stream."""
@@ -413,6 +467,10 @@ def run_local(cp_size: int, fn: Callable[[Comm], Result], timeout: float = 60.0)
     from thdattn.comm import local
 
     return local.run(cp_size, fn, timeout)
+
+
+def _no_wait() -> None:
+    """What is there needs no waiting."""
 
 
 def _device(array: Any) -> str | None:

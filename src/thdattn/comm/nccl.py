@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from numpy.typing import DTypeLike
+
 from thdattn.comm import Comm, mpi
 from thdattn.install import remedy
 
@@ -68,6 +70,8 @@ class NcclComm(Comm):
         cupy.cuda.Device(self._gpu).use()
         self._nccl = _start(world, nccl)
         self._world = world.Dup()
+        self._peer, self.no_peer_memory = _peer_memory(self._world, gpus)
+        self.overlaps = self._peer is not None
         atexit.register(self.close)  # runs before mpi4py's MPI_Finalize
 
     def _all_gather(self, send: Any, recv: Any) -> None:
@@ -86,6 +90,20 @@ class NcclComm(Comm):
             dtype, pointer = self._dtypes[array.dtype.name], array.data.ptr
             self._nccl.allReduce(pointer, pointer, array.size, dtype, self._ops[op], self._stream())
 
+    def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> list[Callable[[], None]]:
+        if self._peer is None:
+            return super().gather_heads(sends, recvs)
+        waits: list[Callable[[], None]] = self._peer.gather_heads(sends, recvs)
+        return waits
+
+    def partials(
+        self, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, empty: Callable[[tuple[int, ...], DTypeLike], Any]
+    ) -> list[Any]:
+        return super().partials(shapes, dtype, empty) if self._peer is None else self._peer.partials(shapes, dtype)
+
+    def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Callable[[], None]:
+        return super().sum_rows(partials, results) if self._peer is None else self._peer.sum_rows(partials, results)
+
     def _barrier(self) -> None:
         self._cupy.cuda.get_current_stream().synchronize()
         self._world.Barrier()
@@ -96,6 +114,8 @@ class NcclComm(Comm):
 
     def _close(self) -> None:
         atexit.unregister(self.close)
+        if self._peer is not None:
+            self._peer.close()
         self._nccl.destroy()
         mpi.free(self._world)
 
@@ -199,6 +219,19 @@ def _give_up(world: Any) -> None:
         file=sys.stderr,
     )
     mpi.abort(world)
+
+
+def _peer_memory(world: Any, gpus: Sequence[Gpu]) -> tuple[Any, str]:
+    """(the ranks' peer memory, "") if every rank can have it, else (None, why not); the same on every rank."""
+    from thdattn.comm import peer
+
+    reason = peer.obstacle([gpu.hostname for gpu in gpus])
+    if reason is not None:
+        return None, reason
+    ok, made = _attempt(lambda: peer.PeerMemory(world))
+    outcomes = world.allgather((ok, None if ok else made))
+    failed = [f"rank {rank}: {why}" for rank, (ok, why) in enumerate(outcomes) if not ok]
+    return (None, "; ".join(failed)) if failed else (made, "")
 
 
 def _attempt(action: Callable[[], Any]) -> Outcome:

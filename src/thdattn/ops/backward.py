@@ -16,10 +16,9 @@ from numpy.typing import DTypeLike
 from thdattn import jit
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Gpu, Launch, layout
-from thdattn.ops.plan import poison, reorder
+from thdattn.ops.plan import reorder
 from thdattn.plan import Plan
 from thdattn.structs import BACKWARD_SIZE, GRADIENTS
-from thdattn.tensor_map import tensor_map
 from thdattn.tiles import STATS_ROWS, TILES, BackwardWideSm90, Tiles
 
 MAX_SHARES = 2**15 - 1  # of one accumulator; kClaimed of kernels/hopper/backward_common.cuh
@@ -27,26 +26,31 @@ MAX_SHARES = 2**15 - 1  # of one accumulator; kClaimed of kernels/hopper/backwar
 
 def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
-    kv_grad_dtype: DTypeLike, deterministic: bool,
+    kv_grad_dtype: DTypeLike, deterministic: bool, into: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of attn_fwd; dk and dv are this rank's share. See reference.attn_bwd.
+    """Gradients of attn_fwd; dk and dv are this rank's share, which stay until the next call. See reference.attn_bwd.
 
     Where dq comes from several tiles of keys, it is accumulated in float32, and rounded once. `deterministic`: on
     Hopper up to head dims 192/128, thread blocks wait for each other to add from the last tile of keys to the first;
     elsewhere dq has a kernel of its own, for 1.4 times the matrix products.
     """
     dkv_dtype = np.dtype(kv_grad_dtype)
-    if len(q) and len(k):
-        gpu, row = launch.this_gpu(), TILES[q.shape[2], v.shape[2]]
-        hopper = gpu.sm90 and (row.backward_sm90.has_deterministic or not deterministic)
-        launches = plan.once(
-            ("backward", *layout(q, k, v), dkv_dtype, deterministic),
-            lambda: (_Hopper if hopper else _Portable)(gpu, row, q, k, v, plan, dkv_dtype, deterministic),
-        )
-        dq, dk, dv = launches(dout, q, k, v, out, lse, plan, np.float32(softmax_scale))
-    else:  # no tiles to launch a kernel for
-        dq, dk, dv = (cupy.zeros(x.shape, dtype) for x, dtype in ((q, q.dtype), (k, dkv_dtype), (v, dkv_dtype)))
-    poison(plan, dq, dk, dv)
+    dq = launch.empty(q.shape, q.dtype) if into is None else into
+    if not (len(q) and len(k)):  # no tiles to launch a kernel for
+        dq[...] = 0
+        return dq, cupy.zeros(k.shape, dkv_dtype), cupy.zeros(v.shape, dkv_dtype)
+    gpu, row = launch.this_gpu(), TILES[q.shape[2], v.shape[2]]
+    hopper = gpu.sm90 and (row.backward_sm90.has_deterministic or not deterministic)
+    if not hopper and not q.flags.c_contiguous:  # the portable kernels take whole rows
+        dout, q, out = map(cupy.ascontiguousarray, (dout, q, out))
+    launches = plan.once(
+        ("backward", *layout(q, k, v), dkv_dtype, deterministic),
+        lambda: (_Hopper if hopper else _Portable)(gpu, row, q, k, v, plan, dkv_dtype, deterministic),
+    )
+    whole = dq if launch.row_bytes(dq) == launch.row_bytes(q) else launch.empty(q.shape, q.dtype)
+    dk, dv = launches(dout, q, k, v, out, lse, plan, np.float32(softmax_scale), whole)
+    if whole is not dq:
+        dq[...] = whole
     return dq, dk, dv
 
 
@@ -84,7 +88,7 @@ class _Hopper:
         if deterministic:  # a block that waits for others finds them at work
             order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
         size = np.array((num_rows, num_keys, stats_rows, num_tiles, splits, *how, group // num_splits, group,
-                         num_kv_heads, semaphore_rows), BACKWARD_SIZE)[()]
+                         num_kv_heads, semaphore_rows, launch.row_heads(q)), BACKWARD_SIZE)[()]
         shares = shares_of(row, plan)
         rest = plan.query_ranges, shares, order, cupy.zeros(1, np.int32), size
         grid = (min(gpu.multiprocessors, num_tiles * splits),)
@@ -99,19 +103,18 @@ class _Hopper:
             self.main = Launch(main, grid, 512, (self.dq_accum, semaphores, stats, plan.key_ranges, *rest))
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
-                 softmax_scale: Any) -> tuple[Array, Array, Array]:
-        dq = launch.empty(q.shape, q.dtype)
+                 softmax_scale: Any, dq: Array) -> tuple[Array, Array]:
         dkv = self.dkv_accum if self.dkv_dtype == np.float32 else launch.empty((k.size + v.size,), self.dkv_dtype)
         self.delta(out, dout, lse, softmax_scale)
         if plan.has_blind_queries:
             q, dout = _without_padding(q, dout, plan)
-        inputs = map(tensor_map, (q, k, v, dout), self.boxes)
+        inputs = launch.tensor_maps((q, k, v, dout), self.boxes)
         accum = self.dkv_accum if self.dkv_accum.size else dkv
         grads = (*_dk_dv(dkv, k, v), *_dk_dv(accum, k, v), self.grad_semaphores)
         self.main(*inputs, dq, np.array(tuple(x.data.ptr for x in grads), GRADIENTS)[()], softmax_scale)
         if self.round_dq is not None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
-        return dq, *_dk_dv(dkv, k, v)
+        return _dk_dv(dkv, k, v)
 
 
 def plan_backward(plan: Plan) -> None:
@@ -161,15 +164,15 @@ class _Portable:
             jit.kernel(*row.thd_attn_round(dtype)), (-(-q.size // 2048),), 256, (np.uint64(q.size // 8),))
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
-                 softmax_scale: Any) -> tuple[Array, Array, Array]:
-        dq, dkv = launch.empty(q.shape, q.dtype), launch.empty((k.size + v.size,), self.dkv_dtype)
+                 softmax_scale: Any, dq: Array) -> tuple[Array, Array]:
+        dkv = launch.empty((k.size + v.size,), self.dkv_dtype)
         self.delta(out, dout, lse, softmax_scale)
         self.main(q, k, v, dout, *_dk_dv(dkv, k, v), softmax_scale)
         if self.dq is None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
         else:
             self.dq(q, k, v, dout, dq, softmax_scale)
-        return dq, *_dk_dv(dkv, k, v)
+        return _dk_dv(dkv, k, v)
 
 
 def _stats_rows(num_rows: int) -> int:
@@ -184,7 +187,7 @@ def _delta(row: Tiles, q: Array, v: Array, plan: Plan, cleared: Array) -> tuple[
     return stats, Launch(
         jit.kernel(*row.thd_attn_delta(q.dtype.name)), (-(-stats_rows * num_heads * lanes // 256),), 256,
         (plan.key_ranges, stats, cleared, np.uint64(-(-cleared.size // 4)),
-         *map(np.int32, (num_rows, stats_rows, num_heads))))
+         *map(np.int32, (num_rows, stats_rows, num_heads, launch.row_heads(q)))))
 
 
 def _dk_dv(dkv: Array, k: Array, v: Array) -> tuple[Array, Array]:

@@ -8,28 +8,30 @@ import numpy as np
 from thdattn import jit
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Launch, layout
-from thdattn.ops.plan import poison
 from thdattn.plan import Plan
 from thdattn.structs import FORWARD_SIZE
-from thdattn.tensor_map import tensor_map
 from thdattn.tiles import TILES, ForwardSm90
 
 
 def attn_fwd(
-    q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool
+    q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool,
+    into: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array, Array | None]:
     """Attention of this rank's query rows over the whole key buffer; see reference.attn_fwd."""
     num_rows, num_heads, _ = q.shape
-    out_shape, lse_shape = (num_rows, num_heads, v.shape[2]), (num_heads, num_rows)
-    if num_rows and len(k):
-        out, lse = launch.empty(out_shape, q.dtype), launch.empty(lse_shape, np.float32)
-        run, boxes, max_logits = plan.once(("forward", *layout(q, k, v)), lambda: _forward(q, k, v, plan))
-        inputs = map(tensor_map, (q, k, v), boxes) if boxes else (q, k, v)
-        run(*inputs, out, lse, np.float32(softmax_scale))
-    else:  # no tiles to launch a kernel for
-        out = cupy.zeros(out_shape, q.dtype)
-        lse, max_logits = (cupy.full(shape, -np.inf, np.float32) for shape in (lse_shape, (num_heads, 1)))
-    poison(plan, out, lse, max_logits)
+    out, lse = into or (launch.empty((num_rows, num_heads, v.shape[2]), q.dtype),
+                        launch.empty((num_heads, num_rows), np.float32))
+    if not (num_rows and len(k)):  # no tiles to launch a kernel for
+        out[...], lse[...] = 0, -np.inf
+        return out, lse, cupy.full(num_heads, -np.inf, np.float32) if return_max_logit else None
+    if not launch.this_gpu().sm90 and not q.flags.c_contiguous:  # the portable kernel takes whole rows
+        *results, max_logit = attn_fwd(cupy.ascontiguousarray(q), k, v, plan, softmax_scale, return_max_logit)
+        for x, result in zip((out, lse), results, strict=True):
+            x[...] = result
+        return out, lse, max_logit
+    run, boxes, max_logits = plan.once(("forward", *layout(q, k, v)), lambda: _forward(q, k, v, plan))
+    inputs = launch.tensor_maps((q, k, v), boxes) if boxes else (q, k, v)
+    run(*inputs, out, lse, np.float32(softmax_scale))
     return out, lse, max_logits.max(axis=1) if return_max_logit else None
 
 
@@ -41,7 +43,7 @@ def _forward(q: Array, k: Array, v: Array, plan: Plan) -> tuple[Launch, tuple[in
     max_logits = launch.empty((num_heads, num_tiles * tiles.warps), np.float32)
     if isinstance(tiles, ForwardSm90):
         order, how = scheduler.schedule(gpu, plan, plan.arrays.query_tiles, num_heads, max(group, tiles.together))
-        size = np.array((num_rows, num_tiles, num_heads, group, *how), FORWARD_SIZE)[()]
+        size = np.array((num_rows, num_tiles, num_heads, group, *how, launch.row_heads(q)), FORWARD_SIZE)[()]
         run = Launch(jit.kernel(*row.thd_attn_fwd_sm90(dtype)), (min(gpu.multiprocessors, num_tiles * num_heads),),
                      128 * (1 + tiles.consumers), (max_logits, plan.key_ranges, order, cupy.zeros(1, np.int32), size))
         return run, (tiles.tile_m, tiles.tile_n, tiles.tile_n), max_logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import DTypeLike
 from thdattn import jit
 from thdattn.arguments import dlpack_device, unreadable
 from thdattn.packing import DLPACK_HOST
+from thdattn.tensor_map import tensor_map
 
 Array = Any  # cupy.ndarray, whose hints are partial
 
@@ -56,6 +58,11 @@ def in_place(name: str, x: Any) -> Array:
     return x
 
 
+def tensor_maps(arrays: Sequence[Array], boxes: Sequence[int]) -> Iterator[Any]:
+    """Maps of (rows, heads, width) arrays, of boxes of so many rows."""
+    return (tensor_map(x, row_bytes(x), rows) for x, rows in zip(arrays, boxes, strict=True))
+
+
 @dataclass(frozen=True)
 class Gpu:
     """What the choice of kernels and grids depends on."""
@@ -93,6 +100,17 @@ class Launch:
         self.kernel(self.grid, self.block, args + self.fixed)
 
 
+def row_bytes(x: Array) -> int:
+    """Bytes from one row of (rows, heads, width) to the next, of which the array may have some of the heads."""
+    width: int = x.shape[1] * x.shape[2] * x.itemsize
+    return width if x.flags.c_contiguous else int(x.strides[0])
+
+
+def row_heads(x: Array) -> int:
+    """How many heads a row in memory has, of which the array may have some."""
+    return row_bytes(x) // int(x.shape[2] * x.itemsize)
+
+
 def layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
     """What the launches of a plan depend on beside the plan."""
-    return q.dtype, q.shape[1], k.shape[1], q.shape[2], v.shape[2]
+    return q.dtype, q.shape[1], row_heads(q), k.shape[1], q.shape[2], v.shape[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
@@ -175,27 +175,31 @@ def _make_rows(lengths: DeviceLengths, kernel: str, threads: int, args: tuple[An
 
 
 def poison(plan: Plan, *results: Array) -> None:
-    """Three results become NaN if the lengths that the plan was made from, on the GPU, are wrong."""
+    """Up to three results become NaN if the lengths that the plan was made from, on the GPU, are wrong."""
     if plan.arrays.lengths is not None:
         words = [arg for x in results for arg in (x, np.uint64(x.nbytes // 4))]
+        words += [np.uint64(0)] * (6 - len(words))
         jit.kernel(_POISON)((POISON_BLOCKS,), 256, (*words, plan.arrays.lengths.wrong))
 
 
 # ------------------------------------------------------------------------------------------------ reorder
 
 
-def to_sequence_order(k_ranks: Array, v_ranks: Array, plan: Plan) -> tuple[Array, Array]:
+def to_sequence_order(
+    k_ranks: Array, v_ranks: Array, plan: Plan, into: Sequence[Array] | None = None
+) -> tuple[Array, Array]:
     """Gathered rows moved to sequence order, into buffers of the plan; rows that no local query sees become 0."""
-    k, v = (plan.buffer(name, (plan.key_rows, *x.shape[1:]), x.dtype) for name, x in (("k", k_ranks), ("v", v_ranks)))
+    k, v = into or [plan.buffer(name, (plan.key_rows, *x.shape[1:]), x.dtype)
+                    for name, x in (("k", k_ranks), ("v", v_ranks))]
     reorder(False, (k, k_ranks), (v, v_ranks), plan.rank_order, plan.query_ranges)
     return k, v
 
 
-def to_rank_order(dk: Array, dv: Array, plan: Plan) -> tuple[Array, Array]:
+def to_rank_order(dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None) -> tuple[Array, Array]:
     """Inverse of to_sequence_order, for the gradients; filler rows become 0."""
     rows = len(plan.rank_order)
-    dk_ranks, dv_ranks = (plan.buffer(name, (rows, *x.shape[1:]), x.dtype)
-                          for name, x in (("dk_ranks", dk), ("dv_ranks", dv)))
+    dk_ranks, dv_ranks = into or [plan.buffer(name, (rows, *x.shape[1:]), x.dtype)
+                                  for name, x in (("dk_ranks", dk), ("dv_ranks", dv))]
     reorder(True, (dk_ranks, dk), (dv_ranks, dv), plan.rank_order, plan.query_ranges)
     return dk_ranks, dv_ranks
 
@@ -203,8 +207,11 @@ def to_rank_order(dk: Array, dv: Array, plan: Plan) -> tuple[Array, Array]:
 def reorder(
     to_rank_order: bool, first: tuple[Array, Array], second: tuple[Array, Array], order: Array, ranges: Array
 ) -> None:
-    """Each pair is (out, in); one launch moves both. Rows whose range is empty hold nothing."""
+    """Each pair is (out, in), of which `in` may have some of the heads of its rows; one launch moves both.
+
+    Rows whose range is empty hold nothing.
+    """
     args = [arg for out, source in (first, second)
-            for arg in (out, source, np.int32(out.shape[1] * out.shape[2] * out.itemsize // 16))]
+            for arg in (out, source, np.int32(launch.row_bytes(out) // 16), np.int32(launch.row_bytes(source) // 16))]
     rows = len(order)
     jit.kernel(REORDER_KERNELS[to_rank_order])((-(-rows // 8), 2), 256, (*args, order, ranges, np.int32(rows)))

@@ -12,10 +12,11 @@ constexpr u32 kEnd = 1u << 28;                        // there is no more work
 constexpr u32 kAlone = 1u << 27;                      // no other tile of keys has the query tile in sight
 
 // The query heads of each kv head, `group` of them, are divided into splits of `split_heads`, which different thread
-// blocks do; `splits` counts those of all kv heads together.
+// blocks do; `splits` counts those of all kv heads together. A row of q and dq has `row_heads` heads, of which these are
+// done here.
 struct BackwardSize {
   int q_rows, k_rows, stats_rows, num_tiles, splits, together, last_splits, split_heads, group, num_kv_heads;
-  int semaphore_rows;
+  int semaphore_rows, row_heads;
 };
 CHECK_BackwardSize;
 
@@ -299,7 +300,7 @@ template <int kHeadDim, typename T, int kBlocks>
 __device__ __forceinline__ void store_dq(T* dq, const float (&acc)[kBlocks][4], float scale, int row, int head,
                                          int first_col, BackwardSize size) {
   row += me().warp * 16 + me().lane / 4;
-  const int pitch = size.splits * size.split_heads * kHeadDim;
+  const int pitch = size.row_heads * kHeadDim;
   T* const out = dq + (size_t)row * pitch + head * kHeadDim + first_col;
   store_row<0>(out, acc, scale, row < size.q_rows);
   store_row<1>(out + 8 * pitch, acc, scale, row + 8 < size.q_rows);

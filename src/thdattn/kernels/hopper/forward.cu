@@ -32,7 +32,8 @@ struct ForwardShared {
   }
 };
 
-struct ForwardSize { int q_rows, num_tiles, num_heads, group, together, last_heads; };
+// row_heads: how many heads a row of q and out has, of which num_heads are done here.
+struct ForwardSize { int q_rows, num_tiles, num_heads, group, together, last_heads, row_heads; };
 CHECK_ForwardSize;
 
 // The producer, one warp: loads every query tile of this block and the key tiles that it sees, keys one tile ahead of
@@ -305,7 +306,7 @@ __device__ __forceinline__ void consume_forward(
         lse[(size_t)query_tile.head * size.q_rows + row] =
             padding ? -kInfinity : (softmax.base[r] + __log2f(total)) * kLn2;
     }
-    const int row = first_row + lane / 4, pitch = size.num_heads * kVHeadDim;
+    const int row = first_row + lane / 4, pitch = size.row_heads * kVHeadDim;
     T* const out_row = out + (size_t)row * pitch + query_tile.head * kVHeadDim;
     store_row<0>(out_row, acc_out, scale[0], row < size.q_rows);
     store_row<1>(out_row + 8 * pitch, acc_out, scale[1], row + 8 < size.q_rows);

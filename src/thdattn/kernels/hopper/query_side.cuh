@@ -192,11 +192,11 @@ __device__ __forceinline__ void release_shares(Shared& shared, float* dq_accum, 
 // One warp sets those rows of dq (q_rows, num_heads, kHeadDim) to zero that no tile of keys has in sight.
 template <int kHeadDim, int kTileM, typename T>
 __device__ __forceinline__ void clear_queries(T* dq, const int* shares, BackwardSize size) {
-  const u32 words = size.splits * size.split_heads * kHeadDim / 8;
+  const u32 words = size.splits * size.split_heads * kHeadDim / 8, pitch = size.row_heads * kHeadDim / 8;
   for (int row = blockIdx.x * kTileM; row < size.q_rows; row += gridDim.x * kTileM) {
     if (shares[row / kTileM] > 0) continue;
     const u32 end = min(kTileM, size.q_rows - row) * words;
     for (u32 i = threadIdx.x % kWarp; i < end; i += kWarp)
-      ((uint4*)dq)[(size_t)row * words + i] = make_uint4(0, 0, 0, 0);
+      ((uint4*)dq)[(size_t)(row + i / words) * pitch + i % words] = make_uint4(0, 0, 0, 0);
   }
 }

@@ -10,20 +10,22 @@
 // It also sets `words` words of 16 bytes of `cleared` to zero: semaphores, and accumulators that the main kernel adds
 // to. kLanes lanes divide a row of a head, 16 bytes each. Bound by memory.
 //
-// out, dout (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows); stats (2, num_heads, stats_rows), where rows from
-// q_rows on are padding.
+// out, dout (q_rows, num_heads of row_heads, kVHeadDim); lse (num_heads, q_rows); stats (2, num_heads, stats_rows),
+// where rows from q_rows on are padding.
 // Launch: grid ceil(stats_rows * num_heads / (256 / kLanes)), block 256.
 template <typename T, int kVHeadDim>
 __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ dout, const float* __restrict__ lse,
                                float softmax_scale, const int2* __restrict__ key_ranges, float* __restrict__ stats,
-                               uint4* __restrict__ cleared, size_t words, int q_rows, int stats_rows, int num_heads) {
+                               uint4* __restrict__ cleared, size_t words, int q_rows, int stats_rows, int num_heads,
+                               int row_heads) {
   constexpr int kChunks = kVHeadDim / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
   const size_t item = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
   const int chunk = threadIdx.x % kLanes, row = item / num_heads, head = item % num_heads;
   const bool padding = is_empty(range_of(key_ranges, row, q_rows));
   float delta = 0.f;
   if (!padding && chunk < kChunks) {
-    const uint4 o = ((const uint4*)out)[item * kChunks + chunk], d = ((const uint4*)dout)[item * kChunks + chunk];
+    const size_t word = ((size_t)row * row_heads + head) * kChunks + chunk;
+    const uint4 o = ((const uint4*)out)[word], d = ((const uint4*)dout)[word];
     const u32 o_pairs[4] = {o.x, o.y, o.z, o.w}, d_pairs[4] = {d.x, d.y, d.z, d.w};
     #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -1,0 +1,281 @@
+"""Peer memory: the GPUs of one machine read each other's memory, beside kernels and without taking a multiprocessor.
+
+Copy engines pull slices of heads as they lie, and flags that streams write and wait for say when: a collective of NCCL
+needs multiprocessors, and would start when a kernel that fills the GPU ends. Everything here can be captured in a CUDA
+graph, and nothing makes the host wait, but for the first use of a size, which all ranks meet to exchange handles for.
+
+A window is memory of every rank that all of them see. For each of its users p it has two flags:
+
+    ready[p]    p's part is written: set by p, awaited and taken back by the reader
+    taken[p]    p has read this part: set by p, awaited and taken back by its owner before it writes again
+
+A flag is taken back right after the wait for it, before anybody can set it again, so that a replayed graph finds the
+flags as the capture did.
+
+Source: CUDA driver API, stream memory operations and interprocess communication.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from thdattn import jit
+from thdattn.structs import MAX_RANKS, SHARES
+from thdattn.tiles import SUM_KERNELS
+
+_FLAG_BYTES = 64  # a flag has a sector of its own
+_ALIGNMENT = 256
+_WAIT_32, _WRITE_32, _WAIT_EQUAL, _WRITE_DEFAULT = 1, 2, 1, 0  # CUstreamBatchMemOpType and flags
+_MEM_OP = np.dtype({
+    "names": ["operation", "address", "value", "flags", "alias"], "offsets": [0, 8, 16, 24, 32],
+    "formats": [np.uint32, np.uint64, np.uint64, np.uint32, np.uint64], "itemsize": 48,
+})  # fmt: skip
+_HIGHEST = -5  # of the priorities of streams
+_SUM_BLOCKS = 528  # of 256 threads: enough to keep memory and links busy on the largest GPUs
+
+Wait = Callable[[], None]
+
+
+class Window:
+    """Memory of one size on every rank, with its flags. Made by all ranks together.
+
+    free, publish, arrive, take: what a stream does before it writes here, when it has written, before it reads what the
+    other ranks wrote, and when it has read it.
+    """
+
+    def __init__(self, world: Any, num_bytes: int) -> None:
+        import cupy
+
+        self._rank, self.num_bytes = world.rank, num_bytes
+        flags = np.zeros((2, world.size, _FLAG_BYTES), np.uint8)  # ready, taken
+        flags[1, :, 0] = 1  # nobody has anything to read yet
+        self._header = -(-flags.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._memory = cupy.cuda.Memory(self._header + num_bytes)  # not of a pool, whose pieces have no handles
+        runtime = cupy.cuda.runtime
+        runtime.memcpy(self._memory.ptr, flags.ctypes.data, flags.nbytes, runtime.memcpyHostToDevice)
+        handles = world.allgather(runtime.ipcGetMemHandle(self._memory.ptr))
+        self._at = [self._memory.ptr if rank == world.rank else runtime.ipcOpenMemHandle(handle)
+                    for rank, handle in enumerate(handles)]  # fmt: skip
+        ready, taken = ([_FLAG_BYTES * (kind * world.size + rank) for rank in range(world.size)] for kind in (0, 1))
+        here = self._memory.ptr
+        self.free = _MemOps(wait=[here + flag for flag in taken], write=[(here + flag, 0) for flag in taken])
+        self.publish = _MemOps(write=[(at + ready[world.rank], 1) for at in self._at])
+        self.arrive = _MemOps(wait=[here + flag for flag in ready], write=[(here + flag, 0) for flag in ready])
+        self.take = _MemOps(write=[(at + taken[world.rank], 1) for at in self._at])
+
+    def address(self, rank: int, offset: int) -> int:
+        """Of a byte of a rank's part."""
+        return int(self._at[rank] + self._header + offset)
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array in this rank's part."""
+        import cupy
+
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(self._memory, self._header + offset))
+
+    def close(self) -> None:
+        """Gives up the other ranks' memory, and then this rank's."""
+        import cupy
+
+        for rank, at in enumerate(self._at):
+            if rank != self._rank:
+                cupy.cuda.runtime.ipcCloseMemHandle(at)
+        self._at = []
+        self._memory = None
+
+
+class _MemOps:
+    """What a stream does by one call: it waits until all of some flags are 1, and then writes some."""
+
+    def __init__(self, wait: Sequence[int] = (), write: Sequence[tuple[int, int]] = ()) -> None:
+        waits = [(_WAIT_32, flag, 1, _WAIT_EQUAL, 0) for flag in wait]
+        writes = [(_WRITE_32, flag, value, _WRITE_DEFAULT, 0) for flag, value in write]
+        self._operations = np.array(waits + writes, _MEM_OP)
+        count, operations = len(self._operations), self._operations.ctypes.data
+        self._args = ctypes.c_uint(count), ctypes.c_void_p(operations), ctypes.c_uint(0)
+
+    def __call__(self, stream: Any) -> None:
+        status = _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.ptr), *self._args)
+        if status:
+            raise RuntimeError(f"cuStreamBatchMemOp returned {status}; use comm.init(transport='nccl')")
+
+
+class PeerMemory:
+    """What a rank's collectives beside kernels need: windows, a stream that pulls, and places for what it pulls.
+
+    Two windows of a use take turns, so that one is written while the other ranks still read the other. They grow as
+    needed, and what was outgrown is kept, as captured graphs may read and write it.
+
+    Args:
+        world: the MPI communicator of all ranks, all on this machine.
+    """
+
+    def __init__(self, world: Any) -> None:
+        import cupy
+
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._world, self.rank, self.size = world, world.rank, world.size
+        # Of a priority of its own, so that it shares no hardware queue with a stream that waits for it.
+        self._pulls = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
+        self._windows: dict[str, list[list[Window]]] = {}  # by use, of both turns, all sizes
+        self._turns: dict[str, Any] = {}
+        self._scratch: list[Any] = []
+        self._probe()
+
+    def _probe(self) -> None:
+        """Sends a number around, as there are machines where a call is refused."""
+        window = self._window("gather", 1 << 16)
+        stream = self._cupy.cuda.get_current_stream()
+        for step in (window.free, window.publish, window.arrive, window.take):
+            step(stream)
+        stream.synchronize()
+
+    def _window(self, use: str, num_bytes: int) -> Window:
+        """The window of a use whose turn it is, with room for so many bytes."""
+        turns = self._windows.setdefault(use, [[], []])
+        windows = turns[next(self._turns.setdefault(use, itertools.cycle((0, 1))))]
+        if not windows or windows[-1].num_bytes < num_bytes:
+            windows.append(Window(self._world, _roomy(num_bytes)))
+        window: Window = windows[-1]
+        return window
+
+    def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> list[Wait]:
+        """See Comm.gather_heads."""
+        stream, offsets = self._cupy.cuda.get_current_stream(), _offsets(sends)
+        window = self._window("gather", offsets[-1])
+        window.free(stream)
+        for send, offset in zip(sends, offsets, strict=False):
+            self._copy(window.address(self.rank, offset), send.data.ptr, send.nbytes, stream)
+        window.publish(stream)
+        firsts = [np.cumsum([0, *(parts[i].shape[1] for parts in recvs)]) for i in range(len(sends))]
+        for group, parts in enumerate(recvs):
+            for send, part, first in zip(sends, parts, firsts, strict=True):
+                self._pull(send, send.data.ptr, part, self.rank, first[group], stream)
+        self._follow(stream)
+        window.arrive(self._pulls)
+        waits = []
+        for group, parts in enumerate(recvs):
+            for rank in self._others():
+                for send, offset, part, first in zip(sends, offsets, parts, firsts, strict=False):
+                    self._pull(send, window.address(rank, offset), part, rank, first[group], self._pulls)
+            if group == len(recvs) - 1:
+                window.take(self._pulls)
+            waits.append(self._arrival())
+        return waits
+
+    def partials(self, shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[Any]:
+        """Arrays in memory that the other ranks see, for sum_rows."""
+        sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape in shapes]
+        offsets = [0, *np.cumsum([-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]).tolist()]
+        self._summing = self._window("sum", offsets[-1])
+        self._summing.free(self._cupy.cuda.get_current_stream())
+        return [self._summing.array(offset, shape, dtype) for offset, shape in zip(offsets, shapes, strict=False)]
+
+    def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Wait:
+        """See Comm.sum_rows."""
+        stream, window, rows = self._cupy.cuda.get_current_stream(), self._summing, len(results[0])
+        window.publish(stream)
+        self._follow(stream)
+        window.arrive(self._pulls)
+        sizes = [partial.nbytes // self.size for partial in partials]
+        pulled = self._place(sum(sizes) * self.size)
+        shares = np.zeros((), SHARES)
+        base = window.address(self.rank, 0)
+        for rank in (self.rank, *self._others()):
+            at = pulled + rank * sum(sizes)
+            for i, (partial, size) in enumerate(zip(partials, sizes, strict=True)):
+                source = window.address(rank, partial.data.ptr - base) + self.rank * size
+                if rank != self.rank:
+                    self._copy(at, source, size, self._pulls)
+                shares["of"][i, rank] = source if rank == self.rank else at
+                at += size
+        with self._pulls:
+            self._add(shares, results, rows)
+        window.take(self._pulls)
+        return self._arrival()
+
+    def _add(self, shares: Any, results: Sequence[Any], rows: int) -> None:
+        words = ((x.shape[1] * x.shape[2] // 8, x.strides[0] // 16) for x in results)
+        args = [arg for x, sizes in zip(results, words, strict=True) for arg in (x, *map(np.int32, sizes))]
+        kernel = jit.kernel(SUM_KERNELS[results[0].dtype.name])
+        kernel((_SUM_BLOCKS, 2), 256, (*args, shares[()], np.int32(self.size), np.int32(rows)))
+
+    def close(self) -> None:
+        """Gives back all windows; called by all ranks, when no graph holds one any more."""
+        self._pulls.synchronize()
+        self._cupy.cuda.get_current_stream().synchronize()
+        self._world.Barrier()  # nobody reads here any more
+        for turns in self._windows.values():
+            for window in itertools.chain(*turns):
+                window.close()
+        self._windows.clear()
+
+    def _others(self) -> list[int]:
+        """The other ranks, each rank beginning with another one."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def _arrival(self) -> Wait:
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self._pulls)
+        return lambda: self._cupy.cuda.get_current_stream().wait_event(event)
+
+    def _follow(self, stream: Any) -> None:
+        """Has the stream that pulls wait for another one."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        self._pulls.wait_event(event)
+
+    def _pull(self, send: Any, source: int, recv: Any, rank: int, first_head: int, stream: Any) -> None:
+        """Copies a rank's rows of the heads of recv, which begin at first_head of an array like send at source."""
+        rows, heads, width = send.shape[0], recv.shape[1], recv.shape[2] * recv.itemsize
+        if not rows:
+            return
+        target = recv.data.ptr + rank * rows * heads * width
+        if heads == send.shape[1]:
+            self._copy(target, source, rows * heads * width, stream)
+        else:
+            self._runtime.memcpy2DAsync(
+                target, heads * width, source + int(first_head) * width, send.shape[1] * width, heads * width, rows,
+                self._runtime.memcpyDefault, stream.ptr)  # fmt: skip
+
+    def _copy(self, target: int, source: int, num_bytes: int, stream: Any) -> None:
+        if num_bytes:
+            self._runtime.memcpyAsync(target, source, num_bytes, self._runtime.memcpyDefault, stream.ptr)
+
+    def _place(self, num_bytes: int) -> int:
+        """Memory for what is pulled, which one sum after another uses."""
+        if not self._scratch or self._scratch[-1].size < num_bytes:
+            self._scratch.append(self._cupy.cuda.Memory(_roomy(num_bytes)))
+        return int(self._scratch[-1].ptr)
+
+
+def obstacle(hostnames: Sequence[str]) -> str | None:
+    """Why ranks on these machines do not see each other's memory; None if they may."""
+    if len(set(hostnames)) > 1:
+        return f"the ranks are on {len(set(hostnames))} machines"
+    if len(hostnames) > MAX_RANKS:
+        return f"there are {len(hostnames)} ranks, and sums are made for {MAX_RANKS}"
+    return None
+
+
+def _offsets(arrays: Sequence[Any]) -> list[int]:
+    """Where each of the arrays begins when they lie behind each other, and where the last one ends."""
+    ends = np.cumsum([-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in arrays])
+    return [0, *ends.tolist()]
+
+
+def _roomy(num_bytes: int) -> int:
+    """As large or a little larger, so that growing sizes do not need a new window each time."""
+    step = max(1 << 20, 1 << max(0, num_bytes.bit_length() - 3))
+    return -(-num_bytes // step) * step
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
