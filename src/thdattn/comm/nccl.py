@@ -47,7 +47,7 @@ class NcclComm(Comm):
     first leaves every rank hanging at exit (measured with NCCL 2.28).
 
     Args:
-        world: the MPI communicator of all ranks.
+        world: the MPI communicator of its ranks, for this comm alone, which frees it in the end.
         gpus: every rank's GPU, in rank order, from choose(). This rank's becomes CuPy's current device.
 
     Raises:
@@ -59,18 +59,20 @@ class NcclComm(Comm):
     sum_dtypes = Comm.sum_dtypes | {"float16", "bfloat16"}
     capturable = True
 
-    def __init__(self, world: Any, gpus: Sequence[Gpu]) -> None:
+    def __init__(self, world: Any, gpus: Sequence[Gpu], transport: str = "auto") -> None:
         super().__init__(world.rank, world.size)
         cupy, nccl = load()
         self._cupy = cupy
+        self._gpus = gpus
         self._gpu = gpus[world.rank].device
         self._bytes = nccl.NCCL_UINT8
         self._dtypes = {dtype: getattr(nccl, f"NCCL_{dtype.upper()}") for dtype in self.sum_dtypes}
         self._ops = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX}
         cupy.cuda.Device(self._gpu).use()
         self._nccl = _start(world, nccl)
-        self._world = world.Dup()
-        self._peer, self.no_peer_memory = _peer_memory(self._world, gpus)
+        self._world = world
+        self._transport = transport
+        self._peer, self.no_peer_memory = _peer_memory(world, gpus, transport)
         self.overlaps = self._peer is not None
         atexit.register(self.close)  # runs before mpi4py's MPI_Finalize
 
@@ -111,6 +113,12 @@ class NcclComm(Comm):
     def _gather_values(self, value: int) -> Sequence[int]:
         values: list[int] = self._world.allgather(value)
         return values
+
+    def _split(self, color: int, key: int) -> Comm:
+        world = self._world.Split(color, key)
+        group = NcclComm(world, world.allgather(self._gpus[self.rank]), self._transport)
+        atexit.unregister(group.close)  # the comm that was split closes it, after all graphs
+        return group
 
     def _close(self) -> None:
         atexit.unregister(self.close)
@@ -221,17 +229,24 @@ def _give_up(world: Any) -> None:
     mpi.abort(world)
 
 
-def _peer_memory(world: Any, gpus: Sequence[Gpu]) -> tuple[Any, str]:
-    """(the ranks' peer memory, "") if every rank can have it, else (None, why not); the same on every rank."""
+def _peer_memory(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Any, str]:
+    """(the ranks' peer memory, "") if every rank can have it, else (None, why not); the same on every rank.
+
+    Raises:
+        RuntimeError: transport is "peer", but they cannot.
+    """
     from thdattn.comm import peer
 
-    reason = peer.obstacle([gpu.hostname for gpu in gpus])
-    if reason is not None:
-        return None, reason
-    ok, made = _attempt(lambda: peer.PeerMemory(world))
-    outcomes = world.allgather((ok, None if ok else made))
-    failed = [f"rank {rank}: {why}" for rank, (ok, why) in enumerate(outcomes) if not ok]
-    return (None, "; ".join(failed)) if failed else (made, "")
+    reason = "transport='nccl' was asked for" if transport == "nccl" else peer.obstacle([gpu.hostname for gpu in gpus])
+    if reason is None:
+        ok, made = _attempt(lambda: peer.PeerMemory(world))
+        outcomes = world.allgather((ok, None if ok else made))
+        reason = "; ".join(f"rank {rank}: {why}" for rank, (ok, why) in enumerate(outcomes) if not ok)
+        if not reason:
+            return made, ""
+    if transport == "peer":
+        raise RuntimeError(f"transport is 'peer', but {reason}; use transport='auto' or 'nccl'")
+    return None, reason
 
 
 def _attempt(action: Callable[[], Any]) -> Outcome:
