@@ -2,7 +2,8 @@
 
 Forward: k and v are gathered one after the other and moved to sequence order; a rank's two chunks of every sequence are
 two attention calls on two streams, each over the keys up to its chunk's end. Backward: the same gathers again, two
-calls, their dk and dv added, moved to rank order and summed over ranks, all in bfloat16. Nothing overlaps communication.
+calls, their dk and dv added, moved to rank order and summed over ranks, all in bfloat16. Nothing runs beside
+communication.
 
 Source: Transformer Engine's all-gather path for packed sequences (version 2.20), whose own kernels are cuDNN's or
 FlashAttention-3's.
