@@ -76,7 +76,7 @@ def main() -> int:
                     print(f"{case.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
                 rows += made
     if real.rank == 0:
-        print(f"TFLOP/s per GPU, forward/backward/both\n{cp_record.table(rows)}\n\n{cp_record.errors(rows)}")
+        print(f"TFLOP/s per GPU, forward/backward/both\n{cp_record.table(rows)}\n{cp_record.errors(rows)}")
         print(f"wrote {path}; benchmarks/readme.py writes README.md anew")
         if args.plot:
             cp_record.plot(everything, path.with_suffix(".png"))
@@ -191,7 +191,7 @@ def errors(real: Comm, case: Case, others: Peers, _: int) -> Measured:
     both(layer)
     found = {"ours": layer.results()}
     found |= {name: peer.on_gpu() for name, peer in made_peers(real, case, others, layer).items()}
-    measured: Measured = {}
+    measured: Measured = {(name, result, record.ERRORS): {} for name in others for result in accuracy.RESULTS}
     for name, local in found.items():
         results = [layer.plan.unshard(x, real).get()[tokens] for x in local]
         for result, error in accuracy.errors(results, wanted).items():
@@ -222,11 +222,15 @@ def speeds(real: Comm, comm: Comm, case: Case, others: Peers, rounds: int) -> Me
             calls[name, "both", "graph"] = graphs.captured(partial(both, copy(ways[name])), name)
         times = timing.race(real, calls, rounds)
     times |= {key: timing.slowest(real, timing.returned(call, HOST_CALLS)) for key, call in host.items()}
-    return {key: columns(case, comm.size, key, samples, memory) for key, samples in times.items()}
+    measured: Measured = {(name, way, "called"): {} for name in others for way in WAYS}
+    return measured | {key: columns(case, comm.size, key, samples, memory) for key, samples in times.items()}
 
 
 def made_peers(real: Comm, case: Case, others: Peers, layer: Layer) -> dict[str, Any]:
-    """The peers whose results are those of ours on every rank; why others are left out is said on stderr."""
+    """The peers whose results are those of ours on every rank; why others are left out is said on stderr.
+
+    What they were to be measured by stays blank, and so replaces what an older run measured.
+    """
     made = {}
     for name, (_, make) in others.items():
         failed = 0.0

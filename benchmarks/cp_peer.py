@@ -143,7 +143,7 @@ class TorchKernels(Kernels):
 
         self._ops = torch.ops.aten
         self._queries, self._keys = (
-            _on_gpu(rows_of_runs(begins[:-1], counts))
+            _on_gpu(rows_of_runs(begins[:-1], counts).astype(np.int64))
             for begins, counts in ((step.query_begins, step.num_queries), (step.key_begins, step.num_keys))
         )
         counts = step.num_queries, step.num_keys
@@ -208,7 +208,7 @@ class TransformerEngine:
         self._second_stream = torch.cuda.Stream()
         self.q, self.k, self.v, self.dout = map(tensor, inputs)
         order = np.concatenate([plan.sharding.rows(rank) for rank in range(plan.cp_size)])
-        self._rank_order, self._sequence_order = (_on_gpu(x.astype(np.int32)) for x in (order, np.argsort(order)))
+        self._rank_order, self._sequence_order = map(_on_gpu, (order, np.argsort(order)))
         self._steps = [made_of(step) for step in steps(plan.batch, plan.cp_size, plan.cp_rank)]
 
     def forward(self) -> None:

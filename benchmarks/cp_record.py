@@ -85,7 +85,7 @@ def table(rows: Iterable[Row]) -> str:
 def errors(rows: Iterable[Row]) -> str:
     """Relative RMS against float64, a line for every number of ranks and implementation."""
     lines = [[row["ranks"], row["case"], row["peer"], row["direction"], row["rms"], row["largest"]]
-             for row in rows if row["timing"] == ERRORS]  # fmt: skip
+             for row in rows if row["timing"] == ERRORS and row["rms"]]  # fmt: skip
     return aligned([["ranks", "case", "of", "result", "rms", "largest"], *lines]) if lines else ""
 
 
@@ -104,8 +104,8 @@ def plot(rows: Iterable[Row], path: Path) -> None:
         width = 0.8 / len(names)
         for i, name in enumerate(names):
             heights = [times.value("tflops", case, name, "both", "called") for case in cases]
-            label = "attention alone" if name == ALONE else name
-            axes.bar([x + (i + 0.5) * width for x in range(len(cases))], heights, width, label=label)
+            look = {"label": "attention alone", "color": "lightgrey"} if name == ALONE else {"label": name}
+            axes.bar([x + (i + 0.5) * width for x in range(len(cases))], heights, width, **look)
         for x, case in enumerate(cases):
             axes.text(x + width / 2, times.value("tflops", case, "ours", "both", "called"),
                       f"{share(times, case, 'called'):.2f}", ha="center", va="bottom", fontsize=8)  # fmt: skip

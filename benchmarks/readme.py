@@ -295,7 +295,8 @@ def cp_cells(times: Times, case: str, others: Sequence[str]) -> list[str]:
 
 def cp_errors(times: Times, case: str, names: Sequence[str]) -> str:
     """The errors of ours and of peers for one pack."""
-    errors = {name: [times.value("rms", case, name, result, ERRORS) for result in RESULTS] for name in names}
+    errors = {name: [times.value("rms", case, name, result, ERRORS) for result in RESULTS]
+              for name in names if times.text("rms", case, name, RESULTS[0], ERRORS)}  # fmt: skip
     said = "; ".join(f"{name} {', '.join(f'{1e3 * error:.2f}' for error in found)}" for name, found in errors.items())
     return prose(f"Relative RMS against float64 of {', '.join(RESULTS)}, in thousandths, for `{case}`: {said}.")
 

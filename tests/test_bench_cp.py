@@ -11,6 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import cp_record
+import launch
 import readme
 import record
 from rank_of import AsRankOf, Silent
@@ -240,3 +241,21 @@ def test_the_peers_two_steps_see_the_keys_up_to_their_chunks_end():
         for step, (begins, queries, keys) in zip(cp_peer.steps(batch, 2, rank), (first, second), strict=True):
             assert [x.tolist() for x in step] == [begins, queries, [0, 8, 12], keys]
             assert all(x.dtype == np.int32 for x in step)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arguments", [[], ["--as-rank-of", "8"]])
+def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp_path, arguments):
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs 2 GPUs")
+    path = tmp_path / "cp.csv"
+    program = Path(cp_record.__file__).with_name("bench_cp.py")
+    command = ["--cases", "8x1024", "--repeats", "1", "--out", str(path), *arguments]
+    run = launch.run_ranks(2, program, *command, timeout=240)
+    assert run.returncode == 0, run.stderr
+    ((ranks, times),) = cp_record.runs(record.load(path)).items()
+    assert ranks == ((2, 8) if arguments else (2, 2)) and cp_record.timed_cases(times) == ["8x1024"]
+    for timing in ("called", "graph"):
+        assert np.isfinite(cp_record.share(times, "8x1024", timing))
+    if not arguments:  # of bfloat16 results: half a unit of the last place, and what products add
+        assert 0 < times.value("rms", "4x1024", "ours", "dk", record.ERRORS) < 1e-2
