@@ -18,18 +18,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import cupy
 import numpy as np
 import record
 import timing
-from peers import RELATIVE_ERROR, Inputs, normal
+from peers import RELATIVE_ERROR, Inputs, draw_inputs
 from workloads import PACK_TOKENS, Case, document_pack
 
 import thdattn
@@ -54,9 +52,7 @@ def main() -> int:
         rows += [row for name in ("8x1024", "doc64k") for row in refresh_rows(comm, name, args.repeats)]
         if comm.rank:
             return 0
-    about = record.provenance()
-    if comm.size > 1:
-        about["command"] = f"mpiexec -n {comm.size} python -m mpi4py {about['command'].removeprefix('python ')}"
+    about = record.provenance(comm.size)
     path = args.out or record.results_file("graphs", about["gpu"])
     record.save(path, [about | {"ranks": str(comm.size)} | row for row in rows], KEY)
     print(f"{table(rows)}\n{remarks(rows)}\nwrote {path}")
@@ -82,16 +78,12 @@ class Layer:
     """
 
     def __init__(self, comm: thdattn.comm.Comm, case: Case) -> None:
-        self.attention = thdattn.CPAttention(
-            comm, case.heads, case.head_dim, case.kv_heads, case.v_head_dim, engine="cuda"
-        )
+        self.attention = case.attention("cuda", comm=comm)
         batch = PackedBatch.from_lengths(case.lengths, 1 if comm.size == 1 else 2 * comm.size)
         rows = max(batch.total_rows, ROWS.get(case.name, 0))
         self.batch = PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=rows)
         self.exact = self.attention.plan(self.batch)
-        shapes = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim),
-                  (case.heads, case.v_head_dim))  # fmt: skip
-        self.inputs = Inputs(*(normal((self.exact.local_rows, *shape), seed) for seed, shape in enumerate(shapes)))
+        self.inputs = draw_inputs(case, self.exact.local_rows)
 
     def pack(self, graphs: Graphs) -> StaticPack:
         """A static pack of just so many rows, with the batch loaded."""
@@ -143,7 +135,7 @@ def layer_rows(comm: thdattn.comm.Comm, case: Case, rounds: int) -> Iterator[rec
             for _ in range(3):  # an eager run, a capture, a replay
                 found = way()
             check(case, name, found, wanted)
-        times = race(comm, ways, rounds)
+        times = timing.race(comm, ways, rounds)
         yield from (row_of(case, way, samples, sum(case.flops)) for way, samples in times.items())
 
 
@@ -168,7 +160,7 @@ def slot_rows(comm: thdattn.comm.Comm, rounds: int) -> Iterator[record.Row]:
             ways[f"{slots}_slots"] = partial(step, layer.inputs)
         exact = few.captured(layer.both, "exact")
         ways["exact"] = lambda: exact(*layer.inputs, layer.exact)
-        times = race(comm, ways, rounds)
+        times = timing.race(comm, ways, rounds)
         yield from (row_of(case, way, samples, sum(case.flops)) for way, samples in times.items())
 
 
@@ -182,34 +174,9 @@ def refresh_rows(comm: thdattn.comm.Comm, name: str, rounds: int) -> Iterator[re
     layer = Layer(comm, case)
     with new_graphs(comm) as graphs:
         pack = layer.pack(graphs)
-        times = {"load_host": slowest(comm, timing.host(partial(pack.load, [layer.batch]), rounds))}
-        times |= race(comm, {"plans": pack.plans, "plans_graph": graphs.captured(pack.plans, "plans")}, rounds)
+        times = {"load_host": timing.slowest(comm, timing.host(partial(pack.load, [layer.batch]), rounds))}
+        times |= timing.race(comm, {"plans": pack.plans, "plans_graph": graphs.captured(pack.plans, "plans")}, rounds)
         yield from (row_of(case, way, samples) for way, samples in times.items())
-
-
-def race(comm: thdattn.comm.Comm, ways: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of the ways, which take turns."""
-    groups = {}
-    for name, call in ways.items():
-        for _ in range(3):
-            call()
-        (ms,) = slowest(comm, [median(timing.called(call, 5))])
-        groups[name] = partial(together, comm, call, timing.calls_per_group(ms))
-    times = timing.interleaved(groups, rounds, lambda _: nullcontext())
-    return {name: slowest(comm, samples) for name, samples in times.items()}
-
-
-def together(comm: thdattn.comm.Comm, call: Call, calls: int) -> list[float]:
-    """timing.called on all ranks at once."""
-    comm.barrier()
-    return timing.called(call, calls)
-
-
-def slowest(comm: thdattn.comm.Comm, samples: Sequence[float]) -> list[float]:
-    """Sample by sample of the rank that took longest."""
-    longest = cupy.asarray(np.array(samples, np.float64))
-    comm.all_reduce(longest, "max")
-    return [float(x) for x in longest.get()]
 
 
 # --- what is written ---------------------------------------------------------------------------------------------
@@ -241,8 +208,7 @@ def table(rows: Sequence[record.Row]) -> str:
             f"{base / float(row['ms']):.2f}" if base and compared else "",
             f">= {WANTED_SHORT if row['case'] in SHORT else WANTED_LONG:.2f}" if compared and graph else "",
         ])  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return record.aligned(lines)
 
 
 def remarks(rows: Sequence[record.Row]) -> str:

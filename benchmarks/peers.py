@@ -39,15 +39,16 @@ class Inputs(NamedTuple):
     dout: Any
 
 
-def draw_inputs(case: Case) -> Inputs:
-    """The inputs of a case, the same in every run."""
+def draw_inputs(case: Case, num_rows: int | None = None) -> Inputs:
+    """The inputs of a case, or of so many rows of it, the same in every run."""
     layout = Inputs(
         q=(case.heads, case.head_dim),
         k=(case.kv_heads, case.head_dim),
         v=(case.kv_heads, case.v_head_dim),
         dout=(case.heads, case.v_head_dim),
     )
-    return Inputs(*(normal((case.total_tokens, *shape), seed) for seed, shape in enumerate(layout)))
+    num_rows = case.total_tokens if num_rows is None else num_rows
+    return Inputs(*(normal((num_rows, *shape), seed) for seed, shape in enumerate(layout)))
 
 
 def normal(shape: tuple[int, ...], seed: int, dtype: DTypeLike = ml_dtypes.bfloat16) -> Any:
@@ -232,16 +233,7 @@ class TorchPeer(Peer):
 
     def check(self, wanted: Sequence[Any]) -> None:
         """Raises ValueError where the results are not those of ours (CuPy arrays) within bfloat16."""
-        for name, found, ours in zip(("out", "dq", "dk", "dv"), self.results(), map(tensor, wanted), strict=False):
-            reference = ours.float()
-            error = found.float() - reference
-            relative = float(error.norm() / reference.norm())
-            largest = float(error.abs().max() / reference.abs().max())
-            if not (relative <= RELATIVE_ERROR and largest <= LARGEST_ERROR):  # NaN fails too
-                raise ValueError(
-                    f"{name} differs from ours by {relative:.1e} as a whole (at most {RELATIVE_ERROR:.1e}) and by "
-                    f"{largest:.1e} of the largest element (at most {LARGEST_ERROR:.1e}): not timed"
-                )
+        check(self.results(), wanted)
 
 
 class FlashAttention4(TorchPeer):
@@ -333,6 +325,20 @@ class TorchCudnn(TorchPeer):
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
         return self.attention(q, k, v, is_causal=self.case.causal, enable_gqa=self.grouped)
+
+
+def check(results: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Raises ValueError where out, dq, ... of a peer (tensors) are not those of ours (CuPy arrays) within bfloat16."""
+    for name, found, ours in zip(("out", "dq", "dk", "dv"), results, map(tensor, wanted), strict=False):
+        reference = ours.float()
+        error = found.float() - reference
+        relative = float(error.norm() / reference.norm())
+        largest = float(error.abs().max() / reference.abs().max())
+        if not (relative <= RELATIVE_ERROR and largest <= LARGEST_ERROR):  # NaN fails too
+            raise ValueError(
+                f"{name} differs from ours by {relative:.1e} as a whole (at most {RELATIVE_ERROR:.1e}) and by "
+                f"{largest:.1e} of the largest element (at most {LARGEST_ERROR:.1e}): not timed"
+            )
 
 
 def tensor(x: Any) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import bench_bytelm
+import cp_record
 import record
 from accuracy import RESULTS
 from record import DIRECTIONS, ERRORS, OWN, SUSTAINED, Row, Times, slashed
@@ -244,6 +245,62 @@ def files(path: Path) -> str:
     return f"{text}\n\n![TFLOP/s as bars]({picture.relative_to(ROOT)})" if picture.exists() else text
 
 
+def context_parallel(path: Path, rows: Sequence[Row]) -> str:
+    """The layer over several GPUs: a table for every number of them, and which runs they are of."""
+    parts = [prose(
+        "TFLOP/s per GPU, forward/backward/both, of calls one after the other; in parentheses the part of that time "
+        "that the attention kernels alone take, and exposed communication is the rest. One graph is forward and "
+        "backward with all communication inside. Host times are from a call to its return, in microseconds."
+    )]  # fmt: skip
+    for ranks, times in cp_record.runs(rows).items():
+        others = cp_record.peers(times)
+        head = [cp_record.title(ranks), "ours", *others, "attention alone", "one graph", "exposed, ms",
+                "host, forward", "plan", "GiB"]  # fmt: skip
+        lines = [cp_cells(times, case, others) for case in cp_record.timed_cases(times)]
+        if lines:
+            parts.append(table(head, lines))
+        parts += [cp_errors(times, case, ["ours", *others]) for case in times.cases
+                  if times.text("rms", case, "ours", RESULTS[0], ERRORS)]  # fmt: skip
+    commands = dict.fromkeys((record.software(row), row["kernel_sources"], row["command"]) for row in rows)
+    runs = "; ".join(f"{software}, sources {sources}, `{command}`" for software, sources, command in commands)
+    versions = {row["peer"]: row["peer_version"] for row in rows if row["peer"].startswith("te+")}
+    kernels = "".join(f" {peer} is Transformer Engine's schedule with kernels of version {version}."
+                      for peer, version in versions.items())  # fmt: skip
+    parts.append(prose(f"{rows[0]['gpu']}; {runs}.{kernels}"))
+    picture = path.with_suffix(".png")
+    if picture.exists():
+        parts.append(f"![TFLOP/s per GPU as bars]({picture.relative_to(ROOT)})")
+    return "\n\n".join(parts)
+
+
+def cp_cells(times: Times, case: str, others: Sequence[str]) -> list[str]:
+    """A line of the table of context parallelism."""
+
+    def number(name: str, timing: str) -> str:
+        return slashed([times.value("tflops", case, name, "both", timing)], 3)
+
+    host, plan = (1e3 * times.value("ms", case, "ours", what, "host") for what in ("forward", "plan"))
+    return [
+        case,
+        f"{cp_record.speeds(times, case, 'ours')} ({cp_record.share(times, case, 'called'):.2f})",
+        *(cp_record.speeds(times, case, peer) for peer in others),
+        number(cp_record.ALONE, "called"),
+        f"{number('ours', 'graph')} ({cp_record.share(times, case, 'graph'):.2f})",
+        slashed([cp_record.exposed(times, case, "called")], 2),
+        slashed([host], 3),
+        slashed([plan], 3),
+        times.text("memory_gib", case, "ours", "both", "called"),
+    ]
+
+
+def cp_errors(times: Times, case: str, names: Sequence[str]) -> str:
+    """The errors of ours and of peers for one pack."""
+    errors = {name: [times.value("rms", case, name, result, ERRORS) for result in RESULTS]
+              for name in names if times.text("rms", case, name, RESULTS[0], ERRORS)}  # fmt: skip
+    said = "; ".join(f"{name} {', '.join(f'{1e3 * error:.2f}' for error in found)}" for name, found in errors.items())
+    return prose(f"Relative RMS against float64 of {', '.join(RESULTS)}, in thousandths, for `{case}`: {said}.")
+
+
 def prose(text: str) -> str:
     """Lines as long as the page's."""
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
@@ -265,6 +322,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tested": lambda: tested(json.loads((record.RESULTS / "gpu_tests.json").read_text())),
     "numbers": lambda: numbers(*record.newest("attention"), record.newest("reorder")),
 }
+if any(record.RESULTS.glob("cp_*.csv")):  # nothing was measured yet, and README.md has no place for it
+    BLOCKS["context-parallel"] = lambda: context_parallel(*record.newest("cp"))
 
 
 if __name__ == "__main__":

@@ -25,19 +25,20 @@ ERRORS = "float64"  # the "timing" of rows with errors, whose "direction" is a r
 OWN = ("deterministic", "portable")  # peers that are this package in another way
 
 
-def provenance() -> Row:
+def provenance(ranks: int = 1) -> Row:
     """The first columns of every row: when, on what, of which kernels, and by which command."""
     import cupy
 
     from thdattn import info, jit
 
+    start = ["python"] if ranks == 1 else ["mpiexec", "-n", str(ranks), "python", "-m", "mpi4py"]
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "gpu": cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode(),
         "driver": info.driver_version(),
         "cuda": "{}.{}".format(*divmod(cupy.cuda.runtime.runtimeGetVersion() // 10, 100)),
         "kernel_sources": jit.source_hash(),
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join([*start, f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
 
 
@@ -146,6 +147,11 @@ def table(rows: Iterable[Row]) -> str:
         host = times.value("ms", case, "ours", "forward", "host") * 1e3
         cells = [*(slashed(x, 3) for x in speeds), *(slashed(x, 2) for x in ratios), slashed(plans, 2)]
         lines.append([case, *cells, slashed([host], 3)])
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells, in columns."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 

@@ -1,19 +1,25 @@
 """GPU times from CUDA events, in milliseconds: of calls as a user makes them, and of the GPU's work alone.
 
-Everything runs on CuPy's current stream.
+Everything runs on CuPy's current stream. Of several ranks, times are the slowest one's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 import cupy
+import numpy as np
+
+import thdattn
 
 Call = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 GROUP_MS = 40.0  # GPU time of a group of calls, aimed at
 REST = 0.1  # seconds before a group: a GPU at its power limit runs slower for a while, whoever brought it there
 REPLAYS = 2  # of a graph that are timed in a row
@@ -88,8 +94,9 @@ def _between(marks: Sequence[Any], calls: int) -> list[float]:
 
 
 def interleaved(
-    groups: Mapping[str, Callable[[], list[float]]], rounds: int, guard: Callable[[str], AbstractContextManager[object]]
-) -> dict[str, list[float]]:
+    groups: Mapping[Name, Callable[[], list[float]]], rounds: int,
+    guard: Callable[[Name], AbstractContextManager[object]],
+) -> dict[Name, list[float]]:
     """Samples of groups that take turns, each on a rested GPU, so that none pays for what ran before it.
 
     Args:
@@ -97,13 +104,37 @@ def interleaved(
         rounds: turns of every group.
         guard: name -> a context that may swallow the error of a group; a group that never succeeded has no samples.
     """
-    samples: dict[str, list[float]] = {name: [] for name in groups}
+    samples: dict[Name, list[float]] = {name: [] for name in groups}
     for _ in range(rounds):
         for name, group in groups.items():
             time.sleep(REST)
             with guard(name):
                 samples[name] += group()
     return {name: times for name, times in samples.items() if times}
+
+
+def race(comm: thdattn.comm.Comm, ways: Mapping[Name, Call], rounds: int) -> dict[Name, list[float]]:
+    """Times of ways that take turns, called on all ranks at once."""
+    groups = {}
+    for name, call in ways.items():
+        for _ in range(3):
+            call()
+        (ms,) = slowest(comm, [median(called(call, 5))])
+        groups[name] = partial(_together, comm, call, calls_per_group(ms))
+    times = interleaved(groups, rounds, lambda _: nullcontext())
+    return {name: slowest(comm, samples) for name, samples in times.items()}
+
+
+def _together(comm: thdattn.comm.Comm, call: Call, calls: int) -> list[float]:
+    comm.barrier()
+    return called(call, calls)
+
+
+def slowest(comm: thdattn.comm.Comm, samples: Sequence[float]) -> list[float]:
+    """Sample by sample of the rank that took longest."""
+    longest = cupy.asarray(np.array(samples, np.float64))
+    comm.all_reduce(longest, "max")
+    return [float(x) for x in longest.get()]
 
 
 def host(call: Call, rounds: int) -> list[float]:
@@ -118,6 +149,19 @@ def host(call: Call, rounds: int) -> list[float]:
             call()
             moments.append(time.perf_counter())
         times += [1e3 * (after - before) for before, after in pairwise(moments)]
+    stream.synchronize()
+    return times
+
+
+def returned(call: Call, calls: int) -> list[float]:
+    """Host milliseconds from a call to its return, each on an idle GPU."""
+    stream = cupy.cuda.get_current_stream()
+    times = []
+    for _ in range(calls):
+        stream.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
     stream.synchronize()
     return times
 

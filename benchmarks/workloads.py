@@ -45,10 +45,12 @@ class Case:
         """The pack, with its lengths on the host."""
         return thdattn.PackedBatch.from_lengths(self.lengths)
 
-    def attention(self, engine: str, deterministic: bool = False) -> thdattn.CPAttention:
-        """The attention of the case, on one rank."""
+    def attention(
+        self, engine: str, deterministic: bool = False, comm: thdattn.comm.Comm | None = None
+    ) -> thdattn.CPAttention:
+        """The attention of the case, on one rank if no other ones are passed."""
         return thdattn.CPAttention(
-            thdattn.comm.init("single"), self.heads, self.head_dim, self.kv_heads, self.v_head_dim,
+            comm or thdattn.comm.init("single"), self.heads, self.head_dim, self.kv_heads, self.v_head_dim,
             causal=self.causal, window=self.window, engine=engine, deterministic=deterministic,
         )  # fmt: skip
 
@@ -64,10 +66,23 @@ def lognormal_pack(seed: int = 0) -> tuple[int, ...]:
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
     while True:
-        length = int(np.clip(np.exp(rng.normal(6.2, 1.2)), 16, 8192))
+        length = _lognormal(rng, 6.2, 1.2, 8192)
         if sum(lengths) + length > PACK_TOKENS:
             return tuple(lengths)
         lengths.append(length)
+
+
+def long_lognormal_pack(seed: int = 7) -> tuple[int, ...]:
+    """Lengths exp(N(6.5, 1.4)) clipped to 16..32768, drawn until the pack has twice PACK_TOKENS."""
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while sum(lengths) < 2 * PACK_TOKENS:
+        lengths.append(_lognormal(rng, 6.5, 1.4, 32_768))
+    return tuple(lengths)
+
+
+def _lognormal(rng: np.random.Generator, mean: float, deviation: float, longest: int) -> int:
+    return int(np.clip(np.exp(rng.normal(mean, deviation)), 16, longest))
 
 
 def document_pack(seed: int = 0, tokens: int = PACK_TOKENS) -> tuple[int, ...]:
@@ -119,3 +134,16 @@ def _cases() -> tuple[Case, ...]:
 
 
 CASES = {case.name: case for case in _cases()}
+
+
+def cp_cases(cp_size: int) -> dict[str, Case]:
+    """The packs that are spread over so many ranks; that of real documents grows with them."""
+    cases = (
+        replace(CASES["bucket32k"], heads=32, kv_heads=8),
+        Case("1x65536", (65_536,), 32, 8),
+        Case("1x8192", (8_192,), 32, 8),
+        Case("8x1024", (1_024,) * 8, 32, 8),
+        Case("lognormal128k", long_lognormal_pack(), 32, 8),
+        Case("documents16k", document_pack(tokens=16_384 * cp_size), 64, 8),
+    )
+    return {case.name: case for case in cases}

@@ -1,0 +1,261 @@
+"""The benchmark of context parallelism without a GPU: packs, comms that stand in for others, and what is kept."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import cp_record
+import launch
+import readme
+import record
+from rank_of import AsRankOf, Silent
+from workloads import cp_cases
+
+import thdattn
+from thdattn.comm import run_local
+
+# --- packs -------------------------------------------------------------------------------------------------------
+
+
+def test_packs_are_those_that_others_were_measured_with():
+    cases = cp_cases(2)
+    assert cases["bucket32k"].lengths == (24_576, 28_672, 30_720, 32_768)
+    assert {(case.heads, case.kv_heads) for case in cases.values()} == {(32, 8), (64, 8)}
+    lengths = cases["lognormal128k"].lengths
+    assert len(lengths) == 117 and sum(lengths) >= 131_072 > sum(lengths[:-1])
+    assert min(lengths) >= 16 and max(lengths) <= 32_768
+    assert all(case.causal and case.head_dim == 128 for case in cases.values())
+
+
+@pytest.mark.parametrize("cp_size", [2, 8])
+def test_real_documents_fill_16k_rows_of_every_rank(cp_size):
+    tokens = sum(cp_cases(cp_size)["documents16k"].lengths)
+    assert 12_288 * cp_size < tokens <= 16_384 * cp_size
+
+
+# --- comms that stand in for others ------------------------------------------------------------------------------
+
+
+class Counted:
+    """A method of a comm that keeps what it was passed."""
+
+    def __init__(self, call):
+        self.call, self.passed = call, []
+
+    def __call__(self, send, recv):
+        self.passed.append((send, recv))
+        self.call(send, recv)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_two_ranks_have_the_traffic_of_two_of_many(size):
+    def fn(real):
+        comm = AsRankOf(real, size)
+        real.all_gather, real.reduce_scatter = Counted(real.all_gather), Counted(real.reduce_scatter)
+        gathered, own = np.full((size * 3, 2), np.nan, np.float32), np.full((3, 2), np.nan, np.float32)
+        comm.all_gather(np.full((3, 2), real.rank + 1, np.float32), gathered)
+        comm.reduce_scatter(np.full((size * 3, 2), real.rank + 1, np.float32), own)
+        assert np.isfinite(gathered).all() and (own == 3).all()
+        # Of two ranks, one share of each collective is foreign: a rank of many has all shares but its own to receive.
+        assert [len(send) for send, _ in real.all_gather.passed] == [3] * (size - 1)
+        assert [len(recv) for _, recv in real.reduce_scatter.passed] == [3] * (size - 1)
+        return comm.rank, comm.size
+
+    assert run_local(2, fn) == [(0, size), (1, size)]
+
+
+def test_a_layer_runs_as_rank_of_many_with_its_share_of_rows_and_finite_results():
+    batch = thdattn.PackedBatch.from_lengths([13, 30], 16)
+
+    def fn(real):
+        comm = AsRankOf(real, 8)
+        attention = thdattn.CPAttention(comm, 2, 8, 1, dtype="float32", engine="reference")
+        plan = attention.plan(batch)
+        assert plan.local_rows == batch.total_rows // 8 and plan.key_rows == batch.total_rows
+        rng = np.random.default_rng(0)
+        q, k, v, dout = (rng.standard_normal((plan.local_rows, h, 8), np.float32) for h in (2, 1, 1, 2))
+        out, saved = attention.forward(q, k, v, plan)
+        return [out, *attention.backward(dout, saved)], plan.rows
+
+    for rank, (results, rows) in enumerate(run_local(2, fn)):
+        assert all(np.isfinite(x).all() for x in results)
+        assert rows.tolist() == thdattn.Sharding(batch, 8).rows(rank).tolist()
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 8), (3, 8), (2, 1)])
+def test_other_than_two_ranks_cannot_play(ranks, size):
+    def fn(real):
+        with pytest.raises(ValueError, match=f"{ranks} real ranks to behave as ranks of {size}, wanted 2"):
+            AsRankOf(real, size)
+
+    run_local(ranks, fn)
+
+
+def test_a_silent_rank_leaves_buffers_as_they_are():
+    def fn(real):
+        comm = Silent(real)
+        own, all_rows = np.ones((2, 3)), np.full((4, 3), 7.0)
+        comm.all_gather(own, all_rows)
+        comm.reduce_scatter(all_rows, own)
+        comm.all_reduce(own, "sum")
+        comm.agree("a number that the real ranks compare", 5)
+        return comm.rank, comm.size, own.tolist(), all_rows.tolist()
+
+    found = [(rank, 2, np.ones((2, 3)).tolist(), np.full((4, 3), 7.0).tolist()) for rank in range(2)]
+    assert run_local(2, fn) == found
+
+
+# --- what is kept ------------------------------------------------------------------------------------------------
+
+
+def row(case, peer, direction, timing, ms="", tflops="", ranks=2, as_rank_of=2, **more):
+    return {
+        "date": "2026-01-02", "gpu": "NVIDIA H200", "driver": "580", "cuda": "13.0", "kernel_sources": "abc",
+        "command": "mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py", "ranks": str(ranks),
+        "as_rank_of": str(as_rank_of), "case": case, "peer": peer, "peer_version": "1.0", "direction": direction,
+        "timing": timing, "ms": str(ms), "tflops": str(tflops),
+    } | more  # fmt: skip
+
+
+def rows():
+    made = [row("8x1024", name, "both", "called", ms, 90 / ms, as_rank_of=8)
+            for name, ms in (("ours", 1.0), ("alone", 0.5))]  # fmt: skip
+    for name, ms in (("ours", 10.0), ("alone", 9.0), ("silent", 9.5), ("te+fa4", 12.5)):
+        made += [row("bucket32k", name, way, "called", part * ms, round(4500 / ms))
+                 for way, part in (("forward", 0.25), ("backward", 0.75), ("both", 1))]  # fmt: skip
+    made[4]["memory_gib"] = "3.25"
+    made += [row("bucket32k", name, "both", "graph", ms, 4500 / ms) for name, ms in (("ours", 9.2), ("alone", 8.74))]
+    made += [row("bucket32k", "ours", way, "host", ms)
+             for way, ms in (("forward", 0.075), ("both", 0.2), ("plan", 0.15))]  # fmt: skip
+    made += [row("1x8192", "ours", "both", "called", 2.0, 300)]
+    made += [row("4x1024", name, result, record.ERRORS, rms=f"{rms}e-3", largest="0.1")
+             for name, rms in (("ours", 2), ("te+fa4", 3)) for result in ("out", "dq", "dk", "dv")]  # fmt: skip
+    return made
+
+
+def test_the_share_of_the_attention_alone_is_of_the_time_of_both_passes():
+    times = cp_record.runs(rows())[2, 2]
+    assert cp_record.share(times, "bucket32k", "called") == pytest.approx(0.9)
+    assert cp_record.share(times, "bucket32k", "graph") == pytest.approx(0.95)
+    assert cp_record.exposed(times, "bucket32k", "called") == pytest.approx(1.0)
+    assert np.isnan(cp_record.share(times, "1x8192", "called")), "its attention alone was not measured"
+
+
+def test_numbers_of_ranks_are_told_apart_and_cases_have_their_usual_order():
+    found = cp_record.runs(rows())
+    assert [cp_record.title(ranks) for ranks in found] == ["2 GPUs", "2 GPUs as ranks of 8"]
+    assert cp_record.timed_cases(found[2, 2]) == ["bucket32k", "1x8192"]
+    assert cp_record.share(found[2, 8], "8x1024", "called") == 0.5
+    assert cp_record.peers(found[2, 2]) == ["te+fa4"]
+
+
+def test_the_table_has_a_line_for_every_case_and_number_of_ranks():
+    first, second = cp_record.table(rows()).split("\n\n")
+    header, bucket, single = first.splitlines()
+    assert header.startswith("2 GPUs  ") and second.startswith("2 GPUs as ranks of 8")
+    assert bucket.split() == [
+        "bucket32k", "450/450/450", "489", "500/500/500", "474/474/474", "360/360/360", "1.25", "0.900", "0.950",
+        "1.00", "0.460", "75.0/200", "150", "3.25",
+    ]  # fmt: skip
+    assert single.split()[:3] == ["1x8192", "-/-/300", "-"]
+
+
+def test_errors_of_ours_stand_beside_the_peers():
+    header, *lines = (line.split() for line in cp_record.errors(rows()).splitlines())
+    assert header == ["ranks", "case", "of", "result", "rms", "largest"] and len(lines) == 8
+    assert ["2", "4x1024", "te+fa4", "dk", "3e-3", "0.1"] in lines
+
+
+def test_every_row_has_a_place_of_its_own_in_the_record(tmp_path):
+    assert len(record.save(tmp_path / "cp.csv", rows(), cp_record.KEY)) == len(rows())
+    assert len(record.save(tmp_path / "cp.csv", rows(), cp_record.KEY)) == len(rows())
+
+
+def test_plot_is_written_for_every_number_of_ranks(tmp_path):
+    pytest.importorskip("matplotlib")
+    cp_record.plot(rows(), tmp_path / "cp.png")
+    assert (tmp_path / "cp.png").stat().st_size > 10_000
+
+
+def test_the_readme_sets_ours_beside_the_peer_and_the_attention_alone():
+    page = readme.context_parallel(record.RESULTS / "cp_none.csv", rows())
+    assert "\n| 2 GPUs | ours | te+fa4 | attention alone |" in page
+    assert "\n| bucket32k | 450/450/450 (0.90) | 360/360/360 | 500 | 489 (0.95) | 1.0 | 75.0 | 150 | 3.25 |\n" in page
+    assert "\n| 8x1024 | -/-/90.0 (0.50) | 180 |" in page
+    assert "ours 2.00, 2.00, 2.00, 2.00; te+fa4 3.00, 3.00, 3.00, 3.00." in " ".join(page.split())
+    assert "`mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py`" in " ".join(page.split())
+
+
+# --- the program -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "0"], "--repeats is 0, wanted >= 1"),
+        (["--as-rank-of", "1"], "--as-rank-of is 1, wanted >= 2"),
+        (["--as-rank-of", "8", "--peer"], "leave it or --as-rank-of out"),
+        (["--cases", "1x1"], "invalid choice: '1x1'"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
+    pytest.importorskip("cupy")
+    import bench_cp
+
+    monkeypatch.setattr(sys, "argv", ["bench_cp.py", *arguments])
+    with pytest.raises(SystemExit):
+        bench_cp.parse_arguments()
+    assert message in capsys.readouterr().err
+
+
+def test_speeds_are_per_rank_and_host_times_have_none():
+    pytest.importorskip("cupy")
+    import bench_cp
+
+    case = cp_cases(4)["1x8192"]
+    found = bench_cp.columns(case, 4, ("ours", "both", "called"), [2.0, 1.0, 4.0], {"ours": 1.5})
+    pairs = 8_192 * 8_193 // 2  # 7 products of 2 operations per pair, head and channel
+    assert float(found["tflops"]) == pytest.approx(pairs * 32 * 128 * 14 / 4 / 2e-3 / 1e12, abs=0.01)
+    assert found["ms"] == "2.00000" and found["memory_gib"] == "1.50"
+    host = bench_cp.columns(case, 4, ("ours", "both", "host"), [2.0], {"ours": 1.5})
+    assert host["tflops"] == "" and "memory_gib" not in host
+
+
+def test_the_peers_two_steps_see_the_keys_up_to_their_chunks_end():
+    # 7 and 3 tokens padded to 8 and 4, so chunks of 2 and 1 rows: rank 0 has the first and the last of each.
+    pytest.importorskip("cupy")
+    import cp_peer
+
+    batch = thdattn.PackedBatch.from_lengths([7, 3], 4)
+    wanted = {
+        0: [([0, 4, 6], [2, 1], [2, 1]), ([2, 5, 6], [1, 0], [7, 3])],
+        1: [([0, 4, 6], [2, 1], [4, 2]), ([2, 5, 6], [2, 1], [6, 3])],
+    }
+    for rank, (first, second) in wanted.items():
+        for step, (begins, queries, keys) in zip(cp_peer.steps(batch, 2, rank), (first, second), strict=True):
+            assert [x.tolist() for x in step] == [begins, queries, [0, 8, 12], keys]
+            assert all(x.dtype == np.int32 for x in step)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arguments", [[], ["--as-rank-of", "8"]])
+def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp_path, arguments):
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs 2 GPUs")
+    path = tmp_path / "cp.csv"
+    program = Path(cp_record.__file__).with_name("bench_cp.py")
+    command = ["--cases", "8x1024", "--repeats", "1", "--out", str(path), *arguments]
+    run = launch.run_ranks(2, program, *command, timeout=240)
+    assert run.returncode == 0, run.stderr
+    ((ranks, times),) = cp_record.runs(record.load(path)).items()
+    assert ranks == ((2, 8) if arguments else (2, 2)) and cp_record.timed_cases(times) == ["8x1024"]
+    for timing in ("called", "graph"):
+        assert np.isfinite(cp_record.share(times, "8x1024", timing))
+    if not arguments:  # of bfloat16 results: half a unit of the last place, and what products add
+        assert 0 < times.value("rms", "4x1024", "ours", "dk", record.ERRORS) < 1e-2
