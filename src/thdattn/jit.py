@@ -36,7 +36,7 @@ GENERATED = {
     "wgmma.wrappers()": lambda: wgmma.wrappers(tiles.WGMMA_COLUMNS),
     "structs.checks()": structs.checks,
 }
-_ROWS = ("kernels/common.cuh", "kernels.cu")
+_ROWS = ("kernels/common.cuh", "structs.checks()", "kernels.cu")
 _PORTABLE = ("kernels/common.cuh", "kernels/portable/common.cuh")
 _HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/hopper/common.cuh")
 _HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")

@@ -59,21 +59,27 @@
 //   kToRankOrder = true    out[t] = in[rank_order[t]]   before reduce-scatter of dk, dv; fillers become 0
 //
 // rank_order (num_rows): sequence-order row of row t in rank order, -1 for fillers; words: of 16 bytes in a row, between
-// whose beginnings lie `pitch` words in `in`. Launch: grid (ceil(num_rows / 8), 2), block 256.
+// whose beginnings lie `pitch` words in `in`. The num_own rows from first_own on are read from `own` instead, where a
+// rank has them already. Launch: grid (ceil(num_rows / 8), 2), block 256.
+struct Rows { const uint4 *in, *own; uint4* out; int words, pitch, own_pitch; };
+CHECK_Rows;
+
 template <bool kToRankOrder>
 __global__ void __launch_bounds__(256) thd_reorder(
-    uint4* __restrict__ out0, const uint4* __restrict__ in0, int words0, int pitch0, uint4* __restrict__ out1,
-    const uint4* __restrict__ in1, int words1, int pitch1, const int* __restrict__ rank_order,
-    const int2* __restrict__ query_ranges, int num_rows) {
+    const Rows first, const Rows second, const int* __restrict__ rank_order, const int2* __restrict__ query_ranges,
+    int num_rows, int first_own, int num_own) {
   const int row = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (row >= num_rows) return;
-  const int other = rank_order[row], words = blockIdx.y ? words1 : words0, pitch = blockIdx.y ? pitch1 : pitch0;
+  const int other = rank_order[row];
   if (!kToRankOrder && other < 0) return;
   const bool zero = kToRankOrder ? other < 0 : is_empty(query_ranges[other]);
-  const uint4* const in = (blockIdx.y ? in1 : in0) + (size_t)(kToRankOrder ? max(other, 0) : row) * pitch;
-  uint4* const out = (blockIdx.y ? out1 : out0) + (size_t)(kToRankOrder ? row : other) * words;
+  const Rows rows = blockIdx.y ? second : first;
+  const bool owned = (u32)(row - first_own) < (u32)num_own;
+  const uint4* const in = owned ? rows.own + (size_t)(row - first_own) * rows.own_pitch
+                                : rows.in + (size_t)(kToRankOrder ? max(other, 0) : row) * rows.pitch;
+  uint4* const out = rows.out + (size_t)(kToRankOrder ? row : other) * rows.words;
   #pragma unroll 4
-  for (int i = lane; i < words; i += kWarp) out[i] = zero ? make_uint4(0, 0, 0, 0) : in[i];
+  for (int i = lane; i < rows.words; i += kWarp) out[i] = zero ? make_uint4(0, 0, 0, 0) : in[i];
 }
 
 // ------------------------------------------------------------------------------------------------ plan

@@ -51,12 +51,15 @@ class Keys:
             kept: gets them too, and they stay as they are; None: those of a group go when the next one's come.
         """
         self.used = True
+        first = 0
         for wait, k, v in self.groups:
             wait()
             if not self.ordered:
+                own = [x[:, first : first + k.shape[1]] for x in (self.k, self.v)] if self.plan.cp_size > 1 else None
+                first += k.shape[1]
                 shapes = ((self.plan.key_rows, *x.shape[1:]) for x in (k, v))
                 into = None if kept is None else [engine.empty(shape, k.dtype) for shape in shapes]
-                k, v = engine.to_sequence_order(k, v, self.plan, into)
+                k, v = engine.to_sequence_order(k, v, self.plan, into, own)
             if kept is not None:
                 kept.append((k, v))
             yield k, v

@@ -297,7 +297,8 @@ def poison(plan: Plan, *results: Array) -> None:
 
 
 def to_sequence_order(
-    k_ranks: Array, v_ranks: Array, plan: Plan, into: Sequence[Array] | None = None
+    k_ranks: Array, v_ranks: Array, plan: Plan, into: Sequence[Array] | None = None,
+    own: Sequence[Array] | None = None,
 ) -> tuple[Array, Array]:
     """Rows gathered from all ranks, moved to sequence order: out[rank_order[t]] = in[t].
 
@@ -305,6 +306,7 @@ def to_sequence_order(
         k_ranks, v_ranks: (cp_size*local_key_rows, ...), rank order; filler rows (rank_order -1) are dropped.
         plan: gives `rank_order`, (cp_size*local_key_rows,) int32, and `key_rows`.
         into: arrays for k and v; None: buffers that stay until the next call.
+        own: (local_key_rows, ...), this rank's rows of both, which k_ranks and v_ranks may then lack.
 
     Returns:
         k, v: (key_rows, ...), the dtypes of the inputs; rows that no rank owns are 0.
@@ -312,9 +314,12 @@ def to_sequence_order(
     owned = plan.rank_order >= 0
 
     k, v = into or [np.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k_ranks, v_ranks)]
-    for x, ranks in ((k, k_ranks), (v, v_ranks)):
+    here = slice(plan.cp_rank * plan.local_key_rows, (plan.cp_rank + 1) * plan.local_key_rows)
+    for x, ranks, mine in zip((k, v), (k_ranks, v_ranks), own or (None, None), strict=True):
         x[...] = 0
         x[plan.rank_order[owned]] = ranks[owned]
+        if mine is not None:
+            x[plan.rank_order[here][owned[here]]] = mine[owned[here]]
     return k, v
 
 

@@ -159,7 +159,7 @@ class Comm(Checks, ABC):
         Args:
             sends: arrays (rows, heads, width), such as k and v.
             recvs: of each group, as many arrays (size * rows, heads of the group, width); the groups' heads follow each
-                other, and are all of the array's. Overwritten.
+                other, and are all of the array's. Overwritten, but perhaps not the rows of this rank itself.
 
         Returns:
             What waits for a group, group by group; on a GPU it is the current stream that does.

@@ -20,8 +20,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -97,11 +98,11 @@ class _MemOps:
         waits = [(_WAIT_32, flag, 1, _WAIT_EQUAL, 0) for flag in wait]
         writes = [(_WRITE_32, flag, value, _WRITE_DEFAULT, 0) for flag, value in write]
         self._operations = np.array(waits + writes, _MEM_OP)
-        count, operations = len(self._operations), self._operations.ctypes.data
-        self._args = ctypes.c_uint(count), ctypes.c_void_p(operations), ctypes.c_uint(0)
+        self._args = len(self._operations), self._operations.ctypes.data, 0
+        self._enqueue = _batch_mem_op()
 
     def __call__(self, stream: Any) -> None:
-        status = _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.ptr), *self._args)
+        status = self._enqueue(stream.ptr, *self._args)
         if status:
             raise RuntimeError(f"cuStreamBatchMemOp returned {status}; use comm.init(transport='nccl')")
 
@@ -125,6 +126,8 @@ class PeerMemory:
         self._pulls = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
         self._windows: dict[str, list[list[Window]]] = {}  # by use, of both turns, all sizes
         self._turns: dict[str, Any] = {}
+        self._routes: dict[Any, _Route] = {}
+        self._others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank begins with another one
         self._scratch: list[Any] = []
         self._probe()
 
@@ -146,36 +149,37 @@ class PeerMemory:
         return window
 
     def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> list[Wait]:
-        """See Comm.gather_heads."""
-        stream, offsets = self._cupy.cuda.get_current_stream(), _offsets(sends)
-        window = self._window("gather", offsets[-1])
+        """See Comm.gather_heads. Rows of this rank itself are left out."""
+        stream, route = self._cupy.cuda.get_current_stream(), self._route(sends, recvs)
+        window = self._window("gather", route.num_bytes)
         window.free(stream)
-        for send, offset in zip(sends, offsets, strict=False):
-            self._copy(window.address(self.rank, offset), send.data.ptr, send.nbytes, stream)
+        for send, part in zip(sends, route.parts, strict=True):
+            self._copy(window.address(self.rank, part), send.data.ptr, send.nbytes, stream)
         window.publish(stream)
-        firsts = [np.cumsum([0, *(parts[i].shape[1] for parts in recvs)]) for i in range(len(sends))]
-        for group, parts in enumerate(recvs):
-            for send, part, first in zip(sends, parts, firsts, strict=True):
-                self._pull(send, send.data.ptr, part, self.rank, first[group], stream)
         self._follow(stream)
         window.arrive(self._pulls)
         waits = []
-        for group, parts in enumerate(recvs):
-            for rank in self._others():
-                for send, offset, part, first in zip(sends, offsets, parts, firsts, strict=False):
-                    self._pull(send, window.address(rank, offset), part, rank, first[group], self._pulls)
+        for group, (places, slices) in enumerate(zip(recvs, route.groups, strict=True)):
+            for place, piece in zip(places, slices, strict=True):
+                for rank in self._others:
+                    piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._pulls.ptr)
             if group == len(recvs) - 1:
                 window.take(self._pulls)
             waits.append(self._arrival())
         return waits
 
+    def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
+        key = *(x.shape for x in sends), *(parts[0].shape[1] for parts in recvs)
+        if key not in self._routes:
+            self._routes[key] = _Route(sends, recvs)
+        return self._routes[key]
+
     def partials(self, shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[Any]:
         """Arrays in memory that the other ranks see, for sum_rows."""
-        sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape in shapes]
-        offsets = [0, *np.cumsum([-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]).tolist()]
-        self._summing = self._window("sum", offsets[-1])
+        *offsets, num_bytes = _offsets([math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes])
+        self._summing = self._window("sum", num_bytes)
         self._summing.free(self._cupy.cuda.get_current_stream())
-        return [self._summing.array(offset, shape, dtype) for offset, shape in zip(offsets, shapes, strict=False)]
+        return [self._summing.array(offset, shape, dtype) for offset, shape in zip(offsets, shapes, strict=True)]
 
     def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Wait:
         """See Comm.sum_rows."""
@@ -187,7 +191,7 @@ class PeerMemory:
         pulled = self._place(sum(sizes) * self.size)
         shares = np.zeros((), SHARES)
         base = window.address(self.rank, 0)
-        for rank in (self.rank, *self._others()):
+        for rank in (self.rank, *self._others):
             at = pulled + rank * sum(sizes)
             for i, (partial, size) in enumerate(zip(partials, sizes, strict=True)):
                 source = window.address(rank, partial.data.ptr - base) + self.rank * size
@@ -216,10 +220,6 @@ class PeerMemory:
                 window.close()
         self._windows.clear()
 
-    def _others(self) -> list[int]:
-        """The other ranks, each rank beginning with another one."""
-        return [(self.rank + i) % self.size for i in range(1, self.size)]
-
     def _arrival(self) -> Wait:
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(self._pulls)
@@ -230,19 +230,6 @@ class PeerMemory:
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(stream)
         self._pulls.wait_event(event)
-
-    def _pull(self, send: Any, source: int, recv: Any, rank: int, first_head: int, stream: Any) -> None:
-        """Copies a rank's rows of the heads of recv, which begin at first_head of an array like send at source."""
-        rows, heads, width = send.shape[0], recv.shape[1], recv.shape[2] * recv.itemsize
-        if not rows:
-            return
-        target = recv.data.ptr + rank * rows * heads * width
-        if heads == send.shape[1]:
-            self._copy(target, source, rows * heads * width, stream)
-        else:
-            self._runtime.memcpy2DAsync(
-                target, heads * width, source + int(first_head) * width, send.shape[1] * width, heads * width, rows,
-                self._runtime.memcpyDefault, stream.ptr)  # fmt: skip
 
     def _copy(self, target: int, source: int, num_bytes: int, stream: Any) -> None:
         if num_bytes:
@@ -255,6 +242,47 @@ class PeerMemory:
         return int(self._scratch[-1].ptr)
 
 
+class _Slice(NamedTuple):
+    """Some of the heads of an array in a window: from `first` on, `width` of every `pitch` bytes, `rows` times."""
+
+    first: int
+    width: int
+    pitch: int
+    rows: int
+
+    def pull(self, runtime: Any, target: int, rank: int, source: int, stream: int) -> None:
+        """Copies it to a rank's place in an array of these heads at `target`, out of its part at `source`."""
+        size = self.width * self.rows
+        target, source = target + rank * size, source + self.first
+        if not size:
+            return
+        if self.width == self.pitch:
+            runtime.memcpyAsync(target, source, size, runtime.memcpyDefault, stream)
+        else:
+            runtime.memcpy2DAsync(
+                target, self.width, source, self.pitch, self.width, self.rows, runtime.memcpyDefault, stream)
+
+
+class _Route:
+    """What gather_heads copies, of arrays of some shapes.
+
+    parts: where each array begins in a window; num_bytes: of all.
+    groups: of each group, a slice of every array.
+    """
+
+    def __init__(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> None:
+        *self.parts, self.num_bytes = _offsets([x.nbytes for x in sends])
+        self.groups: list[list[_Slice]] = []
+        firsts = list(self.parts)
+        for places in recvs:
+            slices = []
+            for i, (send, place) in enumerate(zip(sends, places, strict=True)):
+                width, pitch = (x.shape[1] * x.shape[2] * x.itemsize for x in (place, send))
+                slices.append(_Slice(firsts[i], width, pitch, len(send)))
+                firsts[i] += width
+            self.groups.append(slices)
+
+
 def obstacle(hostnames: Sequence[str]) -> str | None:
     """Why ranks on these machines do not see each other's memory; None if they may."""
     if len(set(hostnames)) > 1:
@@ -264,10 +292,9 @@ def obstacle(hostnames: Sequence[str]) -> str | None:
     return None
 
 
-def _offsets(arrays: Sequence[Any]) -> list[int]:
-    """Where each of the arrays begins when they lie behind each other, and where the last one ends."""
-    ends = np.cumsum([-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in arrays])
-    return [0, *ends.tolist()]
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each of some arrays begins when they lie behind each other, and where the last one ends."""
+    return list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
 
 
 def _roomy(num_bytes: int) -> int:
@@ -277,5 +304,7 @@ def _roomy(num_bytes: int) -> int:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+def _batch_mem_op() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+    function.argtypes = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
+    return function

@@ -18,6 +18,7 @@ from thdattn.ops.launch import Array
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan, PlanArrays, host_arrays
 from thdattn.sharding import Sharding
+from thdattn.structs import ROWS
 from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS
 
 POISON_BLOCKS = 64  # of 256 threads, which soon end where all is well
@@ -186,32 +187,40 @@ def poison(plan: Plan, *results: Array) -> None:
 
 
 def to_sequence_order(
-    k_ranks: Array, v_ranks: Array, plan: Plan, into: Sequence[Array] | None = None
+    k_ranks: Array, v_ranks: Array, plan: Plan, into: Sequence[Array] | None = None,
+    own: Sequence[Array] | None = None,
 ) -> tuple[Array, Array]:
     """Gathered rows moved to sequence order, into buffers of the plan; rows that no local query sees become 0."""
     k, v = into or [plan.buffer(name, (plan.key_rows, *x.shape[1:]), x.dtype)
                     for name, x in (("k", k_ranks), ("v", v_ranks))]
-    reorder(False, (k, k_ranks), (v, v_ranks), plan.rank_order, plan.query_ranges)
+    reorder(False, (k, v), (k_ranks, v_ranks), plan.rank_order, plan.query_ranges, own,
+            plan.cp_rank * plan.local_key_rows)
     return k, v
 
 
 def to_rank_order(dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None) -> tuple[Array, Array]:
     """Inverse of to_sequence_order, for the gradients; filler rows become 0."""
-    rows = len(plan.rank_order)
-    dk_ranks, dv_ranks = into or [plan.buffer(name, (rows, *x.shape[1:]), x.dtype)
+    dk_ranks, dv_ranks = into or [plan.buffer(name, (len(plan.rank_order), *x.shape[1:]), x.dtype)
                                   for name, x in (("dk_ranks", dk), ("dv_ranks", dv))]
-    reorder(True, (dk_ranks, dk), (dv_ranks, dv), plan.rank_order, plan.query_ranges)
+    reorder(True, (dk_ranks, dv_ranks), (dk, dv), plan.rank_order, plan.query_ranges)
     return dk_ranks, dv_ranks
 
 
 def reorder(
-    to_rank_order: bool, first: tuple[Array, Array], second: tuple[Array, Array], order: Array, ranges: Array
+    to_rank_order: bool, outs: Sequence[Array], sources: Sequence[Array], order: Array, ranges: Array,
+    own: Sequence[Array] | None = None, first_own: int = 0,
 ) -> None:
-    """Each pair is (out, in), of which `in` may have some of the heads of its rows; one launch moves both.
+    """Moves the rows of two arrays in one launch. Rows whose range is empty hold nothing.
 
-    Rows whose range is empty hold nothing.
+    Args:
+        sources: rows of so many heads as those of outs, or some of the heads of longer rows; so is own.
+        own: instead of the rows of sources from first_own on.
     """
-    args = [arg for out, source in (first, second)
-            for arg in (out, source, np.int32(launch.row_bytes(out) // 16), np.int32(launch.row_bytes(source) // 16))]
-    rows = len(order)
-    jit.kernel(REORDER_KERNELS[to_rank_order])((-(-rows // 8), 2), 256, (*args, order, ranges, np.int32(rows)))
+    rows = [_rows(*arrays) for arrays in zip(outs, sources, own or sources, strict=True)]
+    sizes = map(np.int32, (len(order), first_own, len(own[0]) if own else 0))
+    jit.kernel(REORDER_KERNELS[to_rank_order])((-(-len(order) // 8), 2), 256, (*rows, order, ranges, *sizes))
+
+
+def _rows(out: Array, source: Array, own: Array) -> Any:
+    words = (launch.row_bytes(x) // 16 for x in (out, source, own))
+    return np.array((source.data.ptr, own.data.ptr, out.data.ptr, *words), ROWS)[()]

@@ -1,0 +1,89 @@
+"""Peer memory on one GPU: a rank of two whose other rank is itself, with the same rows, and what that must give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import thdattn
+from thdattn.comm import peer
+
+SIZE = 2
+
+
+class World:
+    """As much of MPI's communicator as windows need."""
+
+    rank, size = 0, SIZE
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value] * SIZE
+
+    def Barrier(self) -> None:
+        pass
+
+
+class PeerMemory(peer.PeerMemory):
+    """The other rank sees the same memory, and does what this one does at the same time."""
+
+    def _window(self, use: str, num_bytes: int) -> peer.Window:
+        window = super()._window(use, num_bytes)
+        flags = [window._memory.ptr + peer._FLAG_BYTES * i for i in range(2 * SIZE)]
+        window.publish, window.take = (peer._MemOps(write=[(flag, 1) for flag in some])
+                                       for some in (flags[:SIZE], flags[SIZE:]))  # fmt: skip
+        return window
+
+
+class Mirror(thdattn.comm.Comm):
+    """Rank 0 of two that hold the same: collectives by copies on the current stream."""
+
+    name, devices, capturable = "mirror", frozenset({"cuda"}), True
+
+    def __init__(self) -> None:
+        super().__init__(0, SIZE)
+
+    def _all_gather(self, send: Any, recv: Any) -> None:
+        for part in np.split(recv, SIZE):
+            part[...] = send
+
+    def _reduce_scatter(self, send: Any, recv: Any) -> None:
+        recv[...] = SIZE * send[: len(recv)]
+
+    def _all_reduce(self, array: Any, op: str) -> None:
+        if op == "sum":
+            array *= SIZE
+
+    def _barrier(self) -> None:
+        pass
+
+    def _split(self, color: int, key: int) -> thdattn.comm.Comm:
+        raise NotImplementedError
+
+    def _gather_values(self, value: int) -> list[int]:
+        return [value] * SIZE
+
+
+class Loopback(Mirror):
+    """The same by peer memory."""
+
+    name, overlaps = "loopback", True
+
+    def __init__(self, monkeypatch: Any) -> None:
+        from cupy.cuda import runtime
+
+        super().__init__()
+        opened: dict[bytes, int] = {}
+        handle_of = runtime.ipcGetMemHandle
+
+        def get(pointer: int) -> bytes:
+            handle: bytes = handle_of(pointer)
+            opened[handle] = pointer
+            return handle
+
+        monkeypatch.setattr(runtime, "ipcGetMemHandle", get)
+        monkeypatch.setattr(runtime, "ipcOpenMemHandle", opened.__getitem__)
+        monkeypatch.setattr(runtime, "ipcCloseMemHandle", lambda pointer: None)
+        self.peer = PeerMemory(World())
+        self.gather_heads, self.sum_rows = self.peer.gather_heads, self.peer.sum_rows  # type: ignore[method-assign]
+        self.partials = lambda shapes, dtype, empty: self.peer.partials(shapes, dtype)  # type: ignore[method-assign]

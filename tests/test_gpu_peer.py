@@ -1,0 +1,135 @@
+"""Peer memory on one GPU, and groups of heads: the kernels see some heads of longer rows, and copies arrive in time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cases import BFLOAT16, CASES, FIELDS, check, run, to_host
+from loopback import Loopback, Mirror
+
+import thdattn
+from thdattn import PackedBatch
+from thdattn.comm import peer
+
+pytestmark = pytest.mark.gpu
+
+HEADS, KV_HEADS = 8, 4
+PACKS = {"few-long": (700, 900), "many-short": (33, 1, 64, 0, 100) * 9, "one-row": (1,)}
+DIMS = [(128, 128), (64, 64), (192, 128), (256, 256)]
+
+
+@pytest.fixture
+def comm(cupy, monkeypatch):
+    with cupy.cuda.Stream(non_blocking=True):
+        comm = Loopback(monkeypatch)
+        yield comm
+        comm.peer.close()
+
+
+def attention(comm, dims=(128, 128), **options):
+    return thdattn.CPAttention(comm, HEADS, dims[0], KV_HEADS, dims[1], engine="cuda", deterministic=True, **options)
+
+
+def inputs_of(cupy, layer, plan, seed=0):
+    """q, k, v, dout, of which rows without a token are NaN."""
+    rng, valid = np.random.default_rng(seed), to_host(plan.valid)
+    shapes = ((HEADS, layer.head_dim), (KV_HEADS, layer.head_dim), (KV_HEADS, layer.v_head_dim),
+              (HEADS, layer.v_head_dim))  # fmt: skip
+    made = [rng.standard_normal((plan.local_rows, *shape), np.float32) for shape in shapes]
+    for x in made:
+        x[~valid] = np.nan
+    return [cupy.asarray(x.astype(layer.dtype)) for x in made]
+
+
+def step(layer, plan, q, k, v, dout):
+    out, saved = layer.forward(q, k, v, plan, return_max_logit=True)
+    return out, saved.lse, saved.max_logit, *layer.backward(dout, saved)
+
+
+def assert_same_bits(found, wanted):
+    for name, x, y in zip(("out", "lse", "max_logit", "dq", "dk", "dv"), found, wanted, strict=True):
+        assert to_host(x).tobytes() == to_host(y).tobytes(), name
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("head_groups", [1, 2, 4])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("pack", PACKS)
+def test_peer_memory_gives_the_bits_of_collectives(cupy, comm, pack, dims, head_groups):
+    batch = PackedBatch.from_lengths(PACKS[pack], 4)
+    layer, plain = attention(comm, dims, head_groups=head_groups), attention(Mirror(), dims, head_groups=1)
+    plan, other = layer.plan(batch), plain.plan(batch)
+    for seed in range(3):
+        inputs = inputs_of(cupy, layer, plan, seed)
+        assert_same_bits(step(layer, plan, *inputs), step(plain, other, *inputs))
+
+
+@pytest.mark.parametrize("keep_keys", [False, True])
+def test_a_captured_exchange_replays(cupy, comm, keep_keys):
+    layer = attention(comm, head_groups=2, keep_keys=keep_keys)
+    plan = layer.plan(PackedBatch.from_lengths(PACKS["few-long"], 4))
+    static = inputs_of(cupy, layer, plan)
+    wanted = [[x.copy() for x in step(layer, plan, *inputs_of(cupy, layer, plan, seed))] for seed in range(4)]
+    stream = cupy.cuda.get_current_stream()
+    stream.begin_capture()
+    found = [step(layer, plan, *static) for _ in range(2)]  # a window has its second turn
+    graph = stream.end_capture()
+    for seed in (0, 1, 2, 3, 1):
+        for x, y in zip(static, inputs_of(cupy, layer, plan, seed), strict=True):
+            x[...] = y
+        graph.launch(stream)
+        for results in found:
+            assert_same_bits(results, wanted[seed])
+    assert_same_bits(step(layer, plan, *static), wanted[1])  # eager again, with the flags as the graph left them
+    stream.synchronize()
+    del graph
+
+
+def test_layers_in_flight_do_not_mix(cupy, comm):
+    layer = attention(comm, head_groups=2, keep_keys=False)
+    plan = layer.plan(PackedBatch.from_lengths(PACKS["few-long"], 4))
+    layers = [inputs_of(cupy, layer, plan, seed) for seed in range(3)]
+    wanted = [[x.copy() for x in step(layer, plan, *inputs)] for inputs in layers]
+    for _ in range(3):
+        saved, outs, grads = [], [], []
+        keys = layer.gather(*layers[0][1:3], plan)
+        for number, (q, k, v, _) in enumerate(layers):
+            following = layer.gather(*layers[number + 1][1:3], plan) if number < 2 else None
+            out, kept = layer.forward(q, k, v, plan, return_max_logit=True, keys=keys)
+            outs.append((out, kept.lse, kept.max_logit))
+            saved.append(kept)
+            keys = following
+        for number in (2, 1, 0):
+            dq, dk_dv = layer.start_backward(layers[number][3], saved[number])
+            grads.insert(0, (dq, *dk_dv()))
+        for number in range(3):
+            assert_same_bits((*outs[number], *grads[number]), wanted[number])
+
+
+def test_windows_grow_and_those_before_stay_usable(cupy, comm):
+    layer = attention(comm)
+    small, large = (layer.plan(PackedBatch.from_lengths(lengths, 4)) for lengths in ((64,), (9_000, 5_000)))
+    inputs = inputs_of(cupy, layer, small)
+    wanted = [x.copy() for x in step(layer, small, *inputs)]
+    step(layer, large, *inputs_of(cupy, layer, large))
+    assert_same_bits(step(layer, small, *inputs), wanted)
+    assert peer._roomy(3 << 20) == 3 << 20 and peer._roomy((9 << 20) + 1) == 10 << 20
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("name", ["gqa-32-8", "mha", "window-two-sided", "capacity-contiguous", "tail-tiles",
+                                  "dims-64-64-causal", "dims-96-96-causal", "dims-192-128-causal"])  # fmt: skip
+def test_every_group_of_heads_is_the_oracle(cupy, name, keep_keys):
+    case = CASES[name]
+    for head_groups in {1, case.heads[1]}:
+        for deterministic in (False, True):  # where dq has a kernel of its own, on copies of the group's heads
+            check(case, BFLOAT16, run(case, 2, BFLOAT16, cupy, engine="cuda", head_groups=head_groups,
+                                      keep_keys=keep_keys, deterministic=deterministic))  # fmt: skip
+
+
+def test_groups_of_heads_give_the_same_bits(cupy):
+    case = CASES["gqa-12-2"]
+    wanted, found = (run(case, 2, BFLOAT16, cupy, engine="cuda", head_groups=n, deterministic=True) for n in (1, 2))
+    for field in FIELDS:
+        assert found.tokens[field].tobytes() == wanted.tokens[field].tobytes(), field
