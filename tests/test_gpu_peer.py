@@ -124,12 +124,12 @@ def test_every_group_of_heads_is_the_oracle(cupy, name, keep_keys):
     case = CASES[name]
     for head_groups in {1, case.heads[1]}:
         for deterministic in (False, True):  # where dq has a kernel of its own, on copies of the group's heads
-            check(case, BFLOAT16, run(case, 2, BFLOAT16, cupy, engine="cuda", head_groups=head_groups,
+            check(case, BFLOAT16, run(case, 2, BFLOAT16, xp=cupy, engine="cuda", head_groups=head_groups,
                                       keep_keys=keep_keys, deterministic=deterministic))  # fmt: skip
 
 
 def test_groups_of_heads_give_the_same_bits(cupy):
     case = CASES["gqa-12-2"]
-    wanted, found = (run(case, 2, BFLOAT16, cupy, engine="cuda", head_groups=n, deterministic=True) for n in (1, 2))
+    wanted, found = (run(case, 2, BFLOAT16, xp=cupy, engine="cuda", head_groups=n, deterministic=True) for n in (1, 2))
     for field in FIELDS:
         assert found.tokens[field].tobytes() == wanted.tokens[field].tobytes(), field
