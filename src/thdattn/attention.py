@@ -326,6 +326,7 @@ class CPAttention:
             raise TypeError(f"plan is a {type(plan).__name__}, wanted a Plan; make it with attn.plan(batch)")
         _check_same("plan was made for", plan.made_for, self._plans, "make it with this attention's plan(batch)")
         plan.check(wait=False)
+        plan.enter()
 
     def _check_saved(self, saved: Saved, kind: Any) -> None:
         """Compares attributes alone: this is on the hot path, and a kernel would read out of bounds."""
@@ -363,7 +364,7 @@ class CPAttention:
         )
         digest = hashlib.sha256(repr(state).encode())
         if not batch.on_device:
-            for lengths in (batch, key_batch):
+            for lengths in dict.fromkeys((batch, key_batch)):
                 digest.update(lengths.cu_seqlens.tobytes() + lengths.cu_seqlens_padded.tobytes())
         return int.from_bytes(digest.digest()[:7], "little")
 
