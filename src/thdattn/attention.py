@@ -147,8 +147,9 @@ class CPAttention:
         Collective: every rank calls it with the same batch, which is checked (lengths on a GPU are not read).
 
         Args:
-            batch: the global lengths. On a GPU only with engine "cuda"; then nothing is copied to the host and the
-                plan may be made inside a captured CUDA graph. Wrong ones make all results NaN; see Plan.check.
+            batch: the global lengths. Plans of one batch for several masks share what they can. On a GPU only with
+                engine "cuda"; then nothing is copied to the host and the plan may be made inside a captured CUDA graph.
+                Wrong ones make all results NaN; see Plan.check.
             sharding: "dual_chunk", "contiguous", or a Sharding of this batch over comm.size ranks.
             key_batch: for cross-attention on one rank, lengths and rows of the keys, sequence by sequence, on the side
                 (host or GPU) where batch has its own; None: those of batch. The last query of a sequence stands at its
@@ -164,6 +165,7 @@ class CPAttention:
                 size, a key_batch of another number of sequences, on the other side or for several ranks, or (on every
                 rank) a batch that differs between ranks; or the GPU has told meanwhile that lengths of the last plan
                 were wrong.
+            RuntimeError: lengths on the host, inside a captured CUDA graph.
         """
         if self._lengths is not None:
             last, self._lengths = self._lengths, None

@@ -57,7 +57,8 @@ class PlanArrays:
 class Plan:
     """What one rank needs to know of a batch; made by CPAttention.plan.
 
-    The work buffers of a plan are reused by every call: calls with one plan belong on one stream.
+    The work buffers of a plan are reused by every call: calls with one plan belong on one stream, which need not be the
+    one that it was made on.
 
     Attributes:
         sharding, cp_rank: whose plan it is.
