@@ -204,9 +204,9 @@ class Gate:
 
     SOURCE = r"""extern "C" __global__ void gate(volatile int* open, int* passed) {
       unsigned long long begun, now;
-      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begun));
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun));
       do {
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
         if (*open) { *passed = 1; return; }
       } while (now - begun < 10000000000ull);
     }"""

@@ -41,8 +41,7 @@ def plan_arrays(
         lengths = DeviceLengths(sharding, key_batch)
         rows = _rows(sharding, cp_rank, key_batch, lengths.checked, lengths)
         return _arrays(rows, sharding, cp_rank, window, tiles, key_batch, lengths)
-    stream = cupy.cuda.get_current_stream()
-    if stream.is_capturing():
+    if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
             "a batch with its lengths on the host was planned on a stream that captures a CUDA graph, wanted lengths "
             "on the GPU there; make the plan before the capture, or use thdattn.graphs.StaticPack"
@@ -50,8 +49,20 @@ def plan_arrays(
     if key_batch is not None:
         rows = _rows(sharding, cp_rank, key_batch, _uploaded(sharding.batch, key_batch))
         return _arrays(rows, sharding, cp_rank, window, tiles, key_batch)
-    # Of one stream, so that what is shared is there when it is read, and not at work any more when its memory is.
+    return _shared(sharding, cp_rank, window, tiles)
+
+
+# The plans of a batch that somebody holds, by rank, and by rank and mask. Their arrays are never written again.
+_planned: weakref.WeakKeyDictionary[PackedBatch, Any] = weakref.WeakKeyDictionary()
+
+
+def _shared(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int]) -> PlanArrays:
+    """Arrays of other plans of this batch and rank, as far as they are the same.
+
+    Of one stream: what is shared was made before it is read, and its memory is given to later work of that stream.
+    """
     planned = _planned.setdefault(sharding.batch, weakref.WeakValueDictionary())
+    stream = cupy.cuda.get_current_stream()
     rank = cupy.cuda.runtime.getDevice(), stream.ptr, sharding.strategy, sharding.cp_size, cp_rank
     same: PlanArrays | None = planned.get((rank, window, tiles))
     if same is None:
@@ -59,10 +70,6 @@ def plan_arrays(
         rows = _Rows.of(other) if other else _rows(sharding, cp_rank, None, _uploaded(sharding.batch))
         planned[rank, window, tiles] = planned[rank] = same = _arrays(rows, sharding, cp_rank, window, tiles)
     return same
-
-
-# The plans of a batch that somebody holds, by rank, and by rank and mask. Their arrays are never written again.
-_planned: weakref.WeakKeyDictionary[PackedBatch, Any] = weakref.WeakKeyDictionary()
 
 
 def _uploaded(*sides: PackedBatch) -> Array:
