@@ -251,7 +251,7 @@ def test_plans_may_go_and_others_come_while_work_is_late(cupy, on_device, made_o
     if made_on == "the same stream":
         maker = work
     inputs, lengths = inputs_of(cupy, batch), on_gpu(cupy, batch)
-    others = [batch_of((977 - i, 20), (980, 76)) for i in range(8)]
+    others = [batch_of((977 - i, 20), (980, 28)) for i in range(8)]
     cupy.cuda.Device().synchronize()
 
     def run(plan):
