@@ -188,7 +188,8 @@ class CPAttention:
             )
         if key_batch is not None:
             _check_key_batch(key_batch, batch, self.comm.size)
-        self.comm.agree("the plan's batch, sharding and attention", self._fingerprint(sharding, key_batch or batch))
+        fingerprint = self._fingerprint(sharding, key_batch or batch) if self.comm.size > 1 else 0
+        self.comm.agree("the plan's batch, sharding and attention", fingerprint)
         arrays = self._engine.plan_arrays(sharding, self.comm.rank, self.window, self._tiles, key_batch)
         self._lengths = arrays.lengths
         return Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, arrays,

@@ -52,8 +52,8 @@ def plan_arrays(
     return _shared(sharding, cp_rank, window, tiles)
 
 
-# The plans of a batch that somebody holds, by rank, and by rank and mask. Their arrays are never written again.
-_planned: weakref.WeakKeyDictionary[PackedBatch, Any] = weakref.WeakKeyDictionary()
+# The last plans of a batch by rank, and by rank and mask; those that nobody holds are gone. None is ever written again.
+_planned: weakref.WeakKeyDictionary[PackedBatch, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def _shared(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int]) -> PlanArrays:
@@ -61,15 +61,21 @@ def _shared(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tu
 
     Of one stream: what is shared was made before it is read, and its memory is given to later work of that stream.
     """
-    planned = _planned.setdefault(sharding.batch, weakref.WeakValueDictionary())
+    planned = _planned.setdefault(sharding.batch, {})
     stream = cupy.cuda.get_current_stream()
     rank = cupy.cuda.runtime.getDevice(), stream.ptr, sharding.strategy, sharding.cp_size, cp_rank
-    same: PlanArrays | None = planned.get((rank, window, tiles))
+    mask = rank, window, tiles
+    same: PlanArrays | None = planned.get(mask, _gone)()
     if same is None:
-        other = planned.get(rank)
+        other = planned.get(rank, _gone)()
         rows = _Rows.of(other) if other else _rows(sharding, cp_rank, None, _uploaded(sharding.batch))
-        planned[rank, window, tiles] = planned[rank] = same = _arrays(rows, sharding, cp_rank, window, tiles)
+        same = _arrays(rows, sharding, cp_rank, window, tiles)
+        planned[rank] = planned[mask] = weakref.ref(same)
     return same
+
+
+def _gone() -> None:
+    """A reference to nothing."""
 
 
 def _uploaded(*sides: PackedBatch) -> Array:
