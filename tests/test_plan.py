@@ -91,7 +91,7 @@ def assert_plan(batch, cp_size, sharding, window, tiles=(16, 8)):
         assert plan.key_ranges.tolist() == wanted.key_ranges
         assert plan.query_ranges.tolist() == wanted.query_ranges
         assert plan.key_ranges.shape == (shared.local_rows, 2) and plan.query_ranges.shape == (batch.total_rows, 2)
-        arrays = {name: x for name, x in vars(plan).items() if name != "lengths"}
+        arrays = {name: x for name, x in vars(plan).items() if x is not None}
         assert all(x.dtype == (bool if name == "valid" else np.int32) for name, x in arrays.items())
         assert plan.valid.tolist() == wanted.valid
         assert_tiles(plan.query_tiles, batch, wanted.rows, wanted.key_ranges, tiles[0])
@@ -362,6 +362,45 @@ def test_wrong_lengths_are_named_as_on_the_host(offsets, keys, cp_size, message)
     assert "lengths on the GPU were" in str(caught.value) and "results of the plan are NaN" in str(caught.value)
     lengths.wrong = OnGpu(0)
     lengths.check(wait=True)
+
+
+class Stream:
+    """A stream of CUDA that writes down what it waits for."""
+
+    def __init__(self, ptr, log, capturing=False):
+        self.ptr, self.log, self.capturing = ptr, log, capturing
+
+    def is_capturing(self):
+        return self.capturing
+
+    def record(self):
+        return f"event of {self.ptr}"
+
+    def wait_event(self, event):
+        self.log.append(f"{self.ptr} waits for {event}")
+
+
+def test_work_on_another_stream_comes_after_the_making_and_before_what_takes_the_memory(monkeypatch):
+    pytest.importorskip("cupy")
+    from thdattn.ops import plan as on_gpu
+
+    log = []
+    current = made_on = Stream(1, log)
+    fake = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: current))
+    monkeypatch.setattr(on_gpu, "cupy", fake)
+    plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(thdattn.PackedBatch([0, 4]))
+    plan.enter()  # of NumPy: nothing to be ordered
+    made = replace(plan, arrays=replace(plan.arrays, stream=made_on), engine=on_gpu, _kept={})
+    made.enter()
+    current = Stream(3, log, capturing=True)
+    made.enter()
+    assert not log, "the stream that it was made on needs no order, and a capture can have none"
+    for _ in range(2):
+        current = Stream(2, log)
+        made.enter()
+    assert log == ["2 waits for event of 1"]
+    del made
+    assert log == ["2 waits for event of 1", "1 waits for event of 2"]
 
 
 def test_work_buffers_are_made_once_per_name_shape_and_dtype():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from thdattn.arguments import as_bool, as_choice, as_count, as_softmax_scale, as
 from thdattn.cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.comm import Comm
 from thdattn.packing import PackedBatch, as_batch
-from thdattn.pipeline import Keys
+from thdattn.pipeline import Keys, Sums
 from thdattn.plan import Plan, visible_pairs
 from thdattn.sharding import Sharding
 
@@ -167,8 +166,9 @@ class CPAttention:
         Collective: every rank calls it with the same batch, which is checked (lengths on a GPU are not read).
 
         Args:
-            batch: the global lengths. On a GPU only with engine "cuda"; then nothing is copied to the host and the
-                plan may be made inside a captured CUDA graph. Wrong ones make all results NaN; see Plan.check.
+            batch: the global lengths. Plans of one batch for several masks share what they can. On a GPU only with
+                engine "cuda"; then nothing is copied to the host and the plan may be made inside a captured CUDA graph.
+                Wrong ones make all results NaN; see Plan.check.
             sharding: "dual_chunk", "contiguous", or a Sharding of this batch over comm.size ranks.
             key_batch: for cross-attention on one rank, lengths and rows of the keys, sequence by sequence, on the side
                 (host or GPU) where batch has its own; None: those of batch. The last query of a sequence stands at its
@@ -184,6 +184,7 @@ class CPAttention:
                 size, a key_batch of another number of sequences, on the other side or for several ranks, or (on every
                 rank) a batch that differs between ranks; or the GPU has told meanwhile that lengths of the last plan
                 were wrong.
+            RuntimeError: lengths on the host, inside a captured CUDA graph.
         """
         if self._lengths is not None:
             last, self._lengths = self._lengths, None
@@ -206,7 +207,8 @@ class CPAttention:
             )
         if key_batch is not None:
             _check_key_batch(key_batch, batch, self.comm.size)
-        self.comm.agree("the plan's batch, sharding and attention", self._fingerprint(sharding, key_batch or batch))
+        fingerprint = self._fingerprint(sharding, key_batch or batch) if self.comm.size > 1 else 0
+        self.comm.agree("the plan's batch, sharding and attention", fingerprint)
         arrays = self._engine.plan_arrays(sharding, self.comm.rank, self.window, self._tiles, key_batch)
         self._lengths = arrays.lengths
         return Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, arrays,
@@ -290,7 +292,7 @@ class CPAttention:
 
     def start_backward(
         self, dout: Any, saved: Saved, keys: Keys | None = None
-    ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
+    ) -> tuple[Any, Sums]:
         """backward, with dq at once, and dk and dv when they are asked for: their sums over ranks are on their way.
 
         Args:
@@ -423,6 +425,7 @@ class CPAttention:
             raise TypeError(f"plan is a {type(plan).__name__}, wanted a Plan; make it with attn.plan(batch)")
         _check_same("plan was made for", plan.made_for, self._plans, "make it with this attention's plan(batch)")
         plan.check(wait=False)
+        plan.enter()
 
     def _check_saved(self, saved: Saved, kind: Any) -> None:
         """Compares attributes alone: this is on the hot path, and a kernel would read out of bounds."""
@@ -460,7 +463,7 @@ class CPAttention:
         )
         digest = hashlib.sha256(repr(state).encode())
         if not batch.on_device:
-            for lengths in (batch, key_batch):
+            for lengths in dict.fromkeys((batch, key_batch)):
                 digest.update(lengths.cu_seqlens.tobytes() + lengths.cu_seqlens_padded.tobytes())
         return int.from_bytes(digest.digest()[:7], "little")
 

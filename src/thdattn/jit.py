@@ -43,9 +43,8 @@ _HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")
 FILES = {
     "thd_reorder": _ROWS,
     "thd_plan_check": _ROWS,
-    "thd_plan_dual_chunk": _ROWS,
-    "thd_plan_queries": _ROWS,
-    "thd_plan_keys": _ROWS,
+    "thd_plan_rows": _ROWS,
+    "thd_plan_ranges": _ROWS,
     "thd_plan_tile_cost": _ROWS,
     "thd_plan_tile_order": _ROWS,
     "thd_plan_poison": _ROWS,

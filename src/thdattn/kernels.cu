@@ -84,10 +84,10 @@ __global__ void __launch_bounds__(256) thd_reorder(
 
 // ------------------------------------------------------------------------------------------------ plan
 
-// The arrays of a plan from lengths that are already on the GPU, without a copy to the host, so that a captured graph
-// can plan anew. Each kernel computes what plan.py computes with NumPy; the tests compare them element by element. A
-// thread computes one element from the lengths alone, by binary search. They run once per plan, and are bound by the
-// latency of their loads.
+// The arrays of a plan from lengths on the GPU, without a copy to the host, so that a captured graph can plan anew:
+// lengths from elsewhere are checked, rows are found, then what they see, then the order of tiles. The kernels compute
+// what plan.py computes with NumPy; the tests compare them element by element. A thread computes one element from the
+// lengths, by binary search. They run once per plan, and are bound by the latency of their loads.
 
 // Whether offsets start elsewhere than at 0, decrease, leave a sequence fewer rows than tokens or rows that are no
 // multiple, or end beyond the buffer. Asked by all threads of a block.
@@ -146,118 +146,155 @@ __device__ __forceinline__ int sequence_of(const int* offsets, int num_seqs, int
   return low;
 }
 
-// First index in ascending rows[0, n) whose value is at least x; fillers (-1) come last and count as infinite.
-__device__ __forceinline__ int lower_bound(const int* rows, int n, int x) {
-  int low = 0, high = n;
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if ((u32)rows[middle] < (u32)x) low = middle + 1; else high = middle;
+// Where a row of one side, queries or keys, stands: its sequence, its position there, and the tokens of that. A position
+// beyond them is padding; all are 0 outside all sequences.
+struct Place { int seq, position, length; };
+
+// lengths (2, num_seqs + 1): cu_seqlens and cu_seqlens_padded of the row's side.
+__device__ __forceinline__ Place place_of(int row, const int* lengths, int num_seqs) {
+  const int* const starts = lengths + num_seqs + 1;
+  if (row < 0 || row >= starts[num_seqs]) return {0, 0, 0};
+  const int seq = sequence_of(starts, num_seqs, row);
+  return {seq, row - starts[seq], lengths[seq + 1] - lengths[seq]};
+}
+
+// How the rows of a pack are spread over ranks. One rank has them in their own order, as if they were contiguous.
+struct Sharded {
+  int cp_size, cp_rank, local_rows;
+  bool dual_chunk;
+
+  // The row of the pack that row t in rank order is, of a pack of num_rows rows whose sequences end at row `end`; -1
+  // for fillers. dual_chunk shares out what lies behind the last sequence in equal slices.
+  __device__ __forceinline__ int row_of(int t, const int* starts, int num_seqs, int num_rows) const {
+    int row = t;
+    if (dual_chunk) {
+      const int rank = t / local_rows, i = t % local_rows, end = starts[num_seqs], owned = end / cp_size;
+      if (i < owned) {
+        const int seq = sequence_of(starts, num_seqs, i * cp_size), begin = starts[seq];
+        const int chunk = (starts[seq + 1] - begin) / (2 * cp_size), p = i - begin / cp_size;
+        return begin + (p < chunk ? rank * chunk + p : (2 * cp_size - 1 - rank) * chunk + p - chunk);
+      }
+      row = end + rank * (local_rows - owned) + i - owned;
+    }
+    return row < num_rows ? row : -1;
   }
-  return low;
-}
 
-// rank_order (cp_size * local_rows) of the dual_chunk sharding, which row of the pack each row in rank order is. Rows
-// after the last sequence are shared out in equal slices. Launch: one thread an element.
-__global__ void thd_plan_dual_chunk(int* __restrict__ rank_order, const int* __restrict__ cu_seqlens_padded,
-                                    int num_seqs, int cp_size, int local_rows, int total_rows) {
-  const int t = blockIdx.x * blockDim.x + threadIdx.x;
-  if (t >= cp_size * local_rows) return;
-  const int rank = t / local_rows, i = t % local_rows, end = cu_seqlens_padded[num_seqs], owned = end / cp_size;
-  int row = end + rank * (local_rows - owned) + i - owned;
-  if (row >= total_rows) row = -1;
-  if (i < owned) {
-    const int seq = sequence_of(cu_seqlens_padded, num_seqs, i * cp_size), begin = cu_seqlens_padded[seq];
-    const int chunk = (cu_seqlens_padded[seq + 1] - begin) / (2 * cp_size), p = i - begin / cp_size;
-    row = begin + (p < chunk ? rank * chunk + p : (2 * cp_size - 1 - rank) * chunk + p - chunk);
+  // How many rows this rank has before row x of sequence seq, or before the row behind its last.
+  __device__ __forceinline__ int rows_before(int x, const int* starts, int seq) const {
+    if (!dual_chunk) return min(max(x - cp_rank * local_rows, 0), local_rows);
+    const int begin = starts[seq], chunk = (starts[seq + 1] - begin) / (2 * cp_size);
+    const int first = x - begin - cp_rank * chunk, second = x - begin - (2 * cp_size - 1 - cp_rank) * chunk;
+    return begin / cp_size + min(max(first, 0), chunk) + min(max(second, 0), chunk);
   }
-  rank_order[t] = row;
-}
+};
 
-// Where a row of one side, queries or keys, stands, and what it sees of the other side.
-struct RowSight { int position, is_token; int2 range; };
-
-// here, there: lengths of the row's side and of the other, as thd_plan_check leaves them. left, right: window, in
-// positions of the other side; -1 = unlimited. The last positions of both sides are the same place. All 0 outside all
-// sequences.
-__device__ __forceinline__ RowSight sight_of(int row, const int* here, const int* there, int num_seqs, int left,
-                                          int right) {
-  const int* const starts = here + num_seqs + 1;
-  RowSight sight = {0, 0, make_int2(0, 0)};
-  if (row < 0 || row >= starts[num_seqs]) return sight;
-  const int seq = sequence_of(starts, num_seqs, row), length = here[seq + 1] - here[seq];
-  sight.position = row - starts[seq], sight.is_token = sight.position < length;
-  const int begin = there[num_seqs + 1 + seq], other_length = there[seq + 1] - there[seq];
-  const int place = sight.position + other_length - length;
-  const int first = left < 0 ? 0 : max(0, place - left);
-  const int last = right < 0 ? other_length : min(other_length, place + right + 1);
-  if (sight.is_token && first < last) sight.range = make_int2(begin + first, begin + last);
-  return sight;
-}
-
-// positions, valid, key_ranges (local_rows) of the query rows `rows`; causal is right = 0. Where the lengths are wrong
-// every row is valid, so that a loss over valid rows sees the NaN. Launch: one thread a row.
-__global__ void thd_plan_queries(int* __restrict__ positions, bool* __restrict__ valid, int2* __restrict__ key_ranges,
-                                 const int* __restrict__ rows, const int* __restrict__ wrong,
-                                 const int* __restrict__ queries, const int* __restrict__ keys, int num_seqs,
-                                 int local_rows, int left, int right) {
+// What plans of a rank have in common, whatever their masks. order (num_order): which of the num_rows rows of the pack
+// each row in rank order is; positions, valid (local_rows) of this rank's rows. Where the lengths are wrong (null: they
+// are right) every row is valid, so that a loss over valid rows sees the NaN. Launch: one thread an element of order.
+__global__ void thd_plan_rows(int* __restrict__ order, int* __restrict__ positions, bool* __restrict__ valid,
+                              const int* __restrict__ lengths, const int* __restrict__ wrong, int num_seqs,
+                              int cp_size, int cp_rank, int local_rows, int dual_chunk, int num_rows, int num_order) {
   const int t = blockIdx.x * blockDim.x + threadIdx.x;
-  if (t >= local_rows) return;
-  const RowSight sight = sight_of(rows[t], queries, keys, num_seqs, left, right);
-  positions[t] = sight.position;
-  valid[t] = sight.is_token || *wrong;
-  key_ranges[t] = sight.range;
+  if (t >= num_order) return;
+  const Sharded sharded = {cp_size, cp_rank, local_rows, dual_chunk != 0};
+  const int row = sharded.row_of(t, lengths + num_seqs + 1, num_seqs, num_rows), i = t - cp_rank * local_rows;
+  order[t] = row;
+  if (i < 0 || i >= local_rows) return;
+  const Place place = place_of(row, lengths, num_seqs);
+  positions[i] = place.position;
+  valid[i] = place.position < place.length || (wrong && *wrong);
 }
 
-// query_ranges (key_rows): the rows of `rows` that see each key row. They are neighbours, because `rows` ascend. For
-// keys, the sides of the window swap. Launch: one thread a key row.
-__global__ void thd_plan_keys(int2* __restrict__ query_ranges, const int* __restrict__ rows,
-                              const int* __restrict__ queries, const int* __restrict__ keys, int num_seqs,
-                              int local_rows, int key_rows, int left, int right) {
-  const int key = blockIdx.x * blockDim.x + threadIdx.x;
-  if (key >= key_rows) return;
-  const int2 seen_by = sight_of(key, keys, queries, num_seqs, right, left).range;
-  const int2 range = make_int2(lower_bound(rows, local_rows, seen_by.x), lower_bound(rows, local_rows, seen_by.y));
-  query_ranges[key] = is_empty(range) ? make_int2(0, 0) : range;
+// The rows of the other side, whose lengths are `there`, that a row sees: the rule of the mask. left, right: window, in
+// positions of the other side; -1 = unlimited. The last positions of both sides are the same place.
+__device__ __forceinline__ int2 sight_of(Place place, const int* there, int num_seqs, int left, int right) {
+  if (place.position >= place.length) return make_int2(0, 0);
+  const int begin = there[num_seqs + 1 + place.seq], length = there[place.seq + 1] - there[place.seq];
+  const int at = place.position + length - place.length;
+  const int first = left < 0 ? 0 : max(0, at - left), last = right < 0 ? length : min(length, at + right + 1);
+  return first < last ? make_int2(begin + first, begin + last) : make_int2(0, 0);
+}
+
+// key_ranges (local_rows) of this rank's rows of queries; causal is right = 0. query_ranges (key_rows): its rows that
+// see each key row, which are neighbours as its rows ascend. For keys, the sides of the window swap. Launch: grid
+// (blocks, 2), one thread a query row and one a key row.
+__global__ void thd_plan_ranges(int2* __restrict__ key_ranges, int2* __restrict__ query_ranges,
+                                const int* __restrict__ rows, const int* __restrict__ queries,
+                                const int* __restrict__ keys, int num_seqs, int cp_size, int cp_rank, int local_rows,
+                                int dual_chunk, int key_rows, int left, int right) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (blockIdx.y == 0) {
+    if (i < local_rows)
+      key_ranges[i] = sight_of(place_of(rows[i], queries, num_seqs), keys, num_seqs, left, right);
+  } else if (i < key_rows) {
+    const Sharded sharded = {cp_size, cp_rank, local_rows, dual_chunk != 0};
+    const Place place = place_of(i, keys, num_seqs);
+    const int* const starts = queries + num_seqs + 1;
+    int2 range = sight_of(place, queries, num_seqs, right, left);
+    if (!is_empty(range)) {
+      range.x = sharded.rows_before(range.x, starts, place.seq);
+      range.y = sharded.rows_before(range.y, starts, place.seq);
+    }
+    query_ranges[i] = is_empty(range) ? make_int2(0, 0) : range;
+  }
 }
 
 // What a tile of rows is ordered by: length and first row of its longest sequence (of equal ones, the first), and its
 // span: how many rows of the other side lie between the first and the last in sight.
 struct TileCost { int length, begin, span; };
-static_assert(sizeof(TileCost) == 12, "ops/plan.py keeps three ints of each tile");
 
-// cost (tiles) of the tiles of the rows `rows` (null: all in sequence order), whose ranges are given. Launch: one warp
-// a tile.
-__global__ void thd_plan_tile_cost(TileCost* __restrict__ cost, const int2* __restrict__ ranges,
-                                   const int* __restrict__ rows, const int* __restrict__ lengths, int num_seqs,
-                                   int num_rows, int tile, int num_tiles) {
-  const int* const starts = lengths + num_seqs + 1;
+// Tiles of one side. made: their two orders, one after the other, and room for their costs behind them.
+struct Tiles {
+  int* made;
+  int count;
+
+  __device__ __forceinline__ TileCost* cost() const { return (TileCost*)(made + 2 * count); }
+};
+static_assert(sizeof(TileCost) == 12, "ops/plan.py makes room for two orders and three ints of each tile");
+
+__device__ __forceinline__ int tiles_of(int num_rows, int tile) { return (num_rows + tile - 1) / tile; }
+
+// Costs of the tiles of queries and of keys, whose ranges are given: see Tiles. Launch: grid (blocks, 2), one warp a
+// tile of queries and one a tile of keys.
+__global__ void thd_plan_tile_cost(int* __restrict__ query_tiles, int* __restrict__ key_tiles,
+                                   const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
+                                   const int* __restrict__ rows, const int* __restrict__ queries,
+                                   const int* __restrict__ keys, int num_seqs, int local_rows, int key_rows,
+                                   int query_tile, int key_tile) {
+  const bool of_keys = blockIdx.y;
+  const int2* const ranges = of_keys ? query_ranges : key_ranges;
+  const int* const lengths = of_keys ? keys : queries;
+  const int num_rows = of_keys ? key_rows : local_rows, tile = of_keys ? key_tile : query_tile;
+  const Tiles tiles = {of_keys ? key_tiles : query_tiles, tiles_of(num_rows, tile)};
   const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
-  if (t >= num_tiles) return;
+  if (t >= tiles.count) return;
   TileCost mine = {0, 0, 0};
   int first = kNone, last = 0;
   for (int i = t * tile + threadIdx.x % kWarp; i < min((t + 1) * tile, num_rows); i += kWarp) {
     const int2 range = ranges[i];
     if (!is_empty(range)) first = min(first, range.x), last = max(last, range.y);
-    const int row = rows ? rows[i] : i;
-    if (row < 0 || row >= starts[num_seqs]) continue;
-    const int seq = sequence_of(starts, num_seqs, row), length = lengths[seq + 1] - lengths[seq];
-    if (length > mine.length) mine.length = length, mine.begin = starts[seq];
+    const int row = of_keys ? i : rows[i];
+    const Place place = place_of(row, lengths, num_seqs);
+    if (place.length > mine.length) mine.length = place.length, mine.begin = row - place.position;
   }
   const int longest = __reduce_max_sync(0xffffffffu, mine.length);
   mine.begin = __reduce_min_sync(0xffffffffu, mine.length == longest ? mine.begin : kNone);
   mine.span = max(0, __reduce_max_sync(0xffffffffu, last) - __reduce_min_sync(0xffffffffu, first));
-  if (threadIdx.x % kWarp == 0) cost[t] = {longest, mine.begin, mine.span};
+  if (threadIdx.x % kWarp == 0) tiles.cost()[t] = {longest, mine.begin, mine.span};
 }
 
-// order (2, tiles): first by falling length of the sequence and, in a sequence, by falling span; then by falling span
-// alone. A tile's place is the number of tiles that come before it, which one warp counts, in one launch: a pack has a
-// few thousand tiles at most. Launch: one warp a tile.
-__global__ void thd_plan_tile_order(int* __restrict__ order, const TileCost* __restrict__ cost, int num_tiles) {
+// Both orders of the tiles of queries and of keys: first by falling length of the sequence and, in a sequence, by
+// falling span; then by falling span alone. A tile's place is the number of tiles that come before it, which one warp
+// counts, in one launch: a pack has a few thousand tiles at most. Launch: as thd_plan_tile_cost.
+__global__ void thd_plan_tile_order(int* __restrict__ query_tiles, int* __restrict__ key_tiles, int num_query_tiles,
+                                    int num_key_tiles) {
+  const Tiles tiles = {blockIdx.y ? key_tiles : query_tiles, blockIdx.y ? num_key_tiles : num_query_tiles};
+  const TileCost* const cost = tiles.cost();
   const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
-  if (t >= num_tiles) return;
+  if (t >= tiles.count) return;
   const TileCost mine = cost[t];
   int before[2] = {0, 0};
-  for (int i = threadIdx.x % kWarp; i < num_tiles; i += kWarp) {
+  for (int i = threadIdx.x % kWarp; i < tiles.count; i += kWarp) {
     const TileCost other = cost[i];
     const bool longer = other.span > mine.span || (other.span == mine.span && i < t);
     const bool same = other.length == mine.length && other.begin == mine.begin;
@@ -268,6 +305,6 @@ __global__ void thd_plan_tile_order(int* __restrict__ order, const TileCost* __r
   #pragma unroll
   for (int k = 0; k < 2; ++k) {
     before[k] = __reduce_add_sync(0xffffffffu, before[k]);
-    if (threadIdx.x % kWarp == 0) order[k * num_tiles + before[k]] = t;
+    if (threadIdx.x % kWarp == 0) tiles.made[k * tiles.count + before[k]] = t;
   }
 }

@@ -44,6 +44,12 @@ class Keys:
     ordered: bool
     used: bool = False
 
+    def __del__(self) -> None:
+        """Buffers into which something is on its way are not given to others before it is there."""
+        if not self.used:
+            for wait, *_ in self.groups:
+                wait()
+
     def in_order(self, engine: Any, kept: list[tuple[Any, Any]] | None = None) -> Iterator[tuple[Any, Any]]:
         """Each group's keys and values in sequence order, without what padding held, once they have arrived.
 
@@ -134,12 +140,11 @@ def forward(
 def backward(
     engine: Any, comm: Comm, keys: Keys, dout: Any, q: Any, out: Any, lse: Any, softmax_scale: float,
     deterministic: bool,
-) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
+) -> tuple[Any, Sums]:
     """Gradients of `forward` for this rank's rows of q, k, v.
 
     Returns:
-        (dq, what waits for dk and dv and returns them): the shapes and dtypes of q, k, v; dk and dv summed over all
-        ranks, rounded once.
+        (dq, sums): the shape and dtype of q; dk and dv, which are on their way.
     """
     plan, alone = keys.plan, comm.size == 1
     dq = engine.empty(q.shape, q.dtype)
@@ -157,16 +162,31 @@ def backward(
         partials = comm.partials(shapes, sum_dtype, engine.empty)
         engine.to_rank_order(*shares, plan, partials)
         waits.append(comm.sum_rows(partials, [x[:, kv_heads] for x in grads]))
-
-    def dk_dv() -> tuple[Any, Any]:
-        while waits:
-            waits.pop(0)()
-        dk, dv = grads
-        engine.poison(plan, dk, dv)
-        return dk, dv
-
     engine.poison(plan, dq)
-    return dq, dk_dv
+    return dq, Sums(engine, plan, grads[0], grads[1], waits)
+
+
+@dataclass(eq=False, repr=False)
+class Sums:
+    """dk and dv, summed over all ranks and rounded once, on their way or there; calling it waits and returns them."""
+
+    engine: Any
+    plan: Plan
+    dk: Any
+    dv: Any
+    waits: list[Callable[[], None]]
+
+    def __call__(self) -> tuple[Any, Any]:
+        self._wait()
+        self.engine.poison(self.plan, self.dk, self.dv)
+        return self.dk, self.dv
+
+    def __del__(self) -> None:
+        self._wait()
+
+    def _wait(self) -> None:
+        while self.waits:
+            self.waits.pop(0)()
 
 
 def _shares(num_heads: int, keys: Keys) -> list[slice]:

@@ -35,6 +35,9 @@ class PlanArrays:
     query_tiles, key_tiles: (2, ceil(rows / tile)), tiles of query rows and of key rows in two orders: the longest
         sequence first, so that tiles that share keys or queries are near each other; the longest tile first.
     lengths: the ops.plan.DeviceLengths of lengths on a GPU, which knows whether they are wrong; None: on the host.
+    offsets: (1 or 2, 2, num_seqs + 1), cu_seqlens and cu_seqlens_padded of the queries, and of other keys, as kernels
+        read them; None: NumPy's.
+    stream: of CUDA, on which the arrays were made; None: NumPy's.
     """
 
     rows: Any
@@ -46,13 +49,16 @@ class PlanArrays:
     query_tiles: Any
     key_tiles: Any
     lengths: Any = None
+    offsets: Any = None
+    stream: Any = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """What one rank needs to know of a batch; made by CPAttention.plan.
 
-    The work buffers of a plan are reused by every call: calls with one plan belong on one stream.
+    The work buffers of a plan are reused by every call: calls with one plan belong on one stream, which need not be the
+    one that it was made on.
 
     Attributes:
         sharding, cp_rank: whose plan it is.
@@ -241,6 +247,11 @@ class Plan:
         if self.arrays.lengths is not None:
             self.arrays.lengths.check(wait)
 
+    def enter(self) -> None:
+        """Orders the current stream, which is about to be given work, and the one that the plan was made on."""
+        if self.arrays.stream is not None:
+            self.engine.enter(self)
+
     def shard(self, x: Any) -> Any:
         """This rank's rows of a whole packed array of queries, on the device where it lies.
 
@@ -254,6 +265,7 @@ class Plan:
             TypeError: no array of this engine.
             ValueError: a wrong number of rows.
         """
+        self.enter()
         x = self._checked(x, self.batch.total_rows, "pass the whole packed array, as batch.pack makes it")
         local = _words(x)[self.rows]
         owned = (self.rows >= 0).reshape(self.local_rows, *(1 for _ in local.shape[1:]))
@@ -283,6 +295,7 @@ class Plan:
                 f"pass the comm of the attention that made it"
             )
         x = self._checked(x, self.local_rows, "pass this rank's rows, as forward returns them")
+        self.enter()
         comm.agree("the shape and dtype of x", zlib.crc32(f"{x.shape} {x.dtype}".encode()))
         words = _words(x)
         gathered = self.engine.empty((self.cp_size * self.local_rows, *words.shape[1:]), words.dtype)

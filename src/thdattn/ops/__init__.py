@@ -11,12 +11,13 @@ from thdattn.ops.backward import attn_bwd, plan_backward
 from thdattn.ops.decode import attn_decode, cache_append, cache_fill
 from thdattn.ops.forward import attn_fwd
 from thdattn.ops.launch import empty, from_user
-from thdattn.ops.plan import plan_arrays, poison, to_rank_order, to_sequence_order
+from thdattn.ops.plan import enter, plan_arrays, poison, to_rank_order, to_sequence_order
 from thdattn.tiles import TILES
 
 __all__ = [
-    "attn_bwd", "attn_decode", "attn_fwd", "cache_append", "cache_fill", "device", "dtypes", "empty", "from_user",
-    "head_dims", "name", "plan_arrays", "plan_backward", "poison", "tiles", "to_rank_order", "to_sequence_order",
+    "attn_bwd", "attn_decode", "attn_fwd", "cache_append", "cache_fill", "device", "dtypes", "empty", "enter",
+    "from_user", "head_dims", "name", "plan_arrays", "plan_backward", "poison", "tiles", "to_rank_order",
+    "to_sequence_order",
 ]  # fmt: skip
 
 name = "cuda"

@@ -130,11 +130,12 @@ def shares_of(row: Tiles, plan: Plan) -> Array:
 
     def make() -> Array:
         shares = launch.empty((_stats_rows(plan.local_rows) // tiles.tile_m,), np.int32)
+        # Not the plan, which keeps `count` for a refresh: it would keep itself.
+        grid, args = (plan.arrays.key_tiles.shape[1],), (shares, plan.query_ranges, np.int32(plan.key_rows))
 
         def count() -> None:
             shares.fill(0)
-            grid = (plan.arrays.key_tiles.shape[1],)
-            jit.kernel(*row.thd_attn_shares_sm90())(grid, 32, (shares, plan.query_ranges, np.int32(plan.key_rows)))
+            jit.kernel(*row.thd_attn_shares_sm90())(grid, 32, args)
 
         plan.make(count)
         return shares

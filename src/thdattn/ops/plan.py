@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import cupyx
@@ -16,29 +17,95 @@ from thdattn import jit
 from thdattn.ops import launch
 from thdattn.ops.launch import Array
 from thdattn.packing import PackedBatch
-from thdattn.plan import Plan, PlanArrays, host_arrays
+from thdattn.plan import Plan, PlanArrays
 from thdattn.sharding import Sharding
 from thdattn.structs import ROWS
 from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS
 
 POISON_BLOCKS = 64  # of 256 threads, which soon end where all is well
-_CHECK, _DUAL_CHUNK, _QUERIES, _KEYS, _TILE_COST, _TILE_ORDER, _POISON = PLAN_KERNELS
+_CHECK, _ROWS, _RANGES, _TILE_COST, _TILE_ORDER, _POISON = PLAN_KERNELS
 
 
 def plan_arrays(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
     key_batch: PackedBatch | None = None,
 ) -> PlanArrays:
-    """The arrays of a plan on the GPU.
+    """The arrays of a plan, made by kernels: nothing is copied to the host, and the host does not wait.
 
-    Lengths on the host are planned there and uploaded; lengths on the GPU are planned by kernels, with the same result
-    and no copy to the host, so that a captured CUDA graph plans anew for the lengths it finds at each replay. Of wrong
-    ones, which only the GPU sees, DeviceLengths tells.
+    With lengths on the GPU, a captured CUDA graph plans anew for those it finds at each replay. Of wrong ones, which
+    only the GPU sees, DeviceLengths tells. Lengths on the host are right; plans of one batch share what they can.
+
+    Raises:
+        RuntimeError: lengths on the host, on a stream that captures a CUDA graph.
     """
     if sharding.batch.on_device:
-        return _device_arrays(DeviceLengths(sharding, key_batch), cp_rank, window, tiles)
-    made = vars(host_arrays(sharding, cp_rank, window, tiles, key_batch))
-    return PlanArrays(**{field: cupy.asarray(array) for field, array in made.items() if array is not None})
+        lengths = DeviceLengths(sharding, key_batch)
+        rows = _rows(sharding, cp_rank, key_batch, lengths.checked, lengths)
+        return _arrays(rows, sharding, cp_rank, window, tiles, key_batch, lengths)
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise RuntimeError(
+            "a batch with its lengths on the host was planned on a stream that captures a CUDA graph, wanted lengths "
+            "on the GPU there; make the plan before the capture, or use thdattn.graphs.StaticPack"
+        )
+    if key_batch is not None:
+        rows = _rows(sharding, cp_rank, key_batch, _uploaded(sharding.batch, key_batch))
+        return _arrays(rows, sharding, cp_rank, window, tiles, key_batch)
+    return _shared(sharding, cp_rank, window, tiles)
+
+
+# The last plans of a batch by rank, and by rank and mask; those that nobody holds are gone. None is ever written again.
+_planned: weakref.WeakKeyDictionary[PackedBatch, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _shared(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int]) -> PlanArrays:
+    """Arrays of other plans of this batch and rank, as far as they are the same.
+
+    Of one stream: what is shared was made before it is read, and its memory is given to later work of that stream.
+    """
+    planned = _planned.setdefault(sharding.batch, {})
+    stream = cupy.cuda.get_current_stream()
+    rank = cupy.cuda.runtime.getDevice(), stream.ptr, sharding.strategy, sharding.cp_size, cp_rank
+    mask = rank, window, tiles
+    same: PlanArrays | None = planned.get(mask, _gone)()
+    if same is None:
+        other = planned.get(rank, _gone)()
+        rows = _Rows.of(other) if other else _rows(sharding, cp_rank, None, _uploaded(sharding.batch))
+        same = _arrays(rows, sharding, cp_rank, window, tiles)
+        planned[rank] = planned[mask] = weakref.ref(same)
+    return same
+
+
+def _gone() -> None:
+    """A reference to nothing."""
+
+
+def _uploaded(*sides: PackedBatch) -> Array:
+    """(sides, 2, num_seqs + 1) int32: cu_seqlens and cu_seqlens_padded of the queries, and of other keys.
+
+    CuPy copies them from pinned memory, which it keeps until the copy is done, so that the host does not wait.
+    """
+    return cupy.asarray([[batch.cu_seqlens, batch.cu_seqlens_padded] for batch in sides])
+
+
+def enter(plan: Plan) -> None:
+    """Has work on the current stream come after the making of the plan, if that was on another stream.
+
+    And memory of the plan that CuPy's pool gives to later work of that stream, when nobody holds the plan any more,
+    then comes after the work on this one. In a capture nothing is done, as graphs outlive what they were captured with.
+    """
+    stream, made_on = cupy.cuda.get_current_stream(), plan.arrays.stream
+    if stream.ptr != made_on.ptr and not stream.is_capturing():
+        plan.once(("entered", stream.ptr), lambda: _enter(plan, stream, made_on))
+
+
+def _enter(plan: Plan, stream: Any, made_on: Any) -> None:
+    stream.wait_event(made_on.record())
+    weakref.finalize(plan, _leave, stream, made_on).atexit = False
+
+
+def _leave(stream: Any, made_on: Any) -> None:
+    if not made_on.is_capturing() and not stream.is_capturing():
+        made_on.wait_event(stream.record())
 
 
 class DeviceLengths:
@@ -49,7 +116,7 @@ class DeviceLengths:
 
     Attributes:
         sharding, key_batch: as passed to plan_arrays.
-        queries, keys: (2, num_seqs + 1) int32, cu_seqlens and cu_seqlens_padded, all 0 if wrong.
+        checked: (2, 2, num_seqs + 1) int32, cu_seqlens and cu_seqlens_padded of queries and keys, all 0 if wrong.
         wrong: (1,) int32, 1 if wrong.
     """
 
@@ -62,7 +129,7 @@ class DeviceLengths:
             ("cu_seqlens", lengths.cu_seqlens), ("cu_seqlens_padded", lengths.cu_seqlens_padded))]
         made = launch.empty((4 * (batch.num_seqs + 1) + 1,), np.int32)
         self.wrong = made[-1:]
-        self.queries, self.keys = made[:-1].reshape(2, 2, -1)
+        self.checked = made[:-1].reshape(2, 2, -1)
         self._serial = next(_serials)
         notices = _notices()
         self._notice = notices[self._serial % len(notices) :][:1]
@@ -127,52 +194,78 @@ def _pinned() -> Any:
     return cupyx.zeros_pinned((512,), np.uint64)
 
 
-def _device_arrays(
-    lengths: DeviceLengths, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int]
-) -> PlanArrays:
-    sharding, batch = lengths.sharding, lengths.sharding.batch
-    cp_size, local_rows = sharding.cp_size, sharding.local_rows
-    key_rows = (lengths.key_batch or batch).total_rows
-    seqs, num_rows, left, right = map(np.int32, (batch.num_seqs, local_rows, *window))
+class _Rows(NamedTuple):
+    """What plans of a rank have in common, whatever their masks: fields of PlanArrays."""
 
-    if sharding.strategy == "dual_chunk" and cp_size > 1:
-        rank_order = launch.empty((cp_size * local_rows,), np.int32)
-        _make_rows(lengths, _DUAL_CHUNK, rank_order.size, (
-            rank_order, lengths.queries[1], seqs, np.int32(cp_size), num_rows, np.int32(batch.total_rows)))
-    else:  # contiguous rows do not depend on the lengths
-        rank_order = cupy.arange(cp_size * local_rows, dtype=np.int32)
-        rank_order[batch.total_rows :] = -1
-    rows = rank_order[cp_rank * local_rows : (cp_rank + 1) * local_rows]
-    if lengths.key_batch is not None:
-        rank_order = cupy.arange(key_rows, dtype=np.int32)
+    offsets: Array
+    rows: Array
+    positions: Array
+    valid: Array
+    rank_order: Array
 
+    @classmethod
+    def of(cls, plan: PlanArrays) -> _Rows:
+        return cls(*(getattr(plan, field) for field in cls._fields))
+
+
+def _rows(
+    sharding: Sharding, cp_rank: int, key_batch: PackedBatch | None, offsets: Array,
+    lengths: DeviceLengths | None = None,
+) -> _Rows:
+    cp_size, local_rows, num_rows = sharding.cp_size, sharding.local_rows, sharding.batch.total_rows
+    num_keys = cp_size * local_rows
+    if key_batch is not None:  # one rank: both sides are in their own order, and one is the beginning of the other
+        num_keys = key_batch.total_rows
+        num_rows = max(num_rows, num_keys)
+    order = launch.empty((max(cp_size * local_rows, num_keys),), np.int32)
     positions, valid = launch.empty((local_rows,), np.int32), launch.empty((local_rows,), bool)
-    key_ranges, query_ranges = launch.empty((local_rows, 2), np.int32), launch.empty((key_rows, 2), np.int32)
-    both = lengths.queries, lengths.keys, seqs, num_rows
-    _make_rows(lengths, _QUERIES, local_rows, (positions, valid, key_ranges, rows, lengths.wrong, *both, left, right))
-    _make_rows(lengths, _KEYS, key_rows, (query_ranges, rows, *both, np.int32(key_rows), left, right))
-    return PlanArrays(rows, positions, valid, key_ranges, query_ranges, rank_order,
-                      _tile_orders(lengths, (rows, lengths.queries, seqs), key_ranges, tiles[0]),
-                      _tile_orders(lengths, (_ALL, lengths.keys, seqs), query_ranges, tiles[1]), lengths)
+    wrong = _NONE if lengths is None else lengths.wrong
+    sizes = map(np.int32, (num_rows, order.size))
+    _make(lengths, _ROWS, (_blocks(order.size),), (
+        order, positions, valid, offsets[0], wrong, *_sharded(sharding, cp_rank), *sizes))
+    return _Rows(offsets, order[cp_rank * local_rows :][:local_rows], positions, valid, order[:num_keys])
 
 
-_ALL = np.uint64(0)  # instead of an array of rows: all in sequence order
+def _arrays(
+    rows: _Rows, sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
+    key_batch: PackedBatch | None = None, lengths: DeviceLengths | None = None,
+) -> PlanArrays:
+    """What a mask adds to the rows."""
+    sides = sharding.local_rows, (key_batch or sharding.batch).total_rows
+    queries, keys = rows.offsets[0], rows.offsets[-1]
+    key_ranges, query_ranges = ranges = [launch.empty((num_rows, 2), np.int32) for num_rows in sides]
+    _make(lengths, _RANGES, (_blocks(max(sides)), 2), (
+        *ranges, rows.rows, queries, keys, *_sharded(sharding, cp_rank), *map(np.int32, (sides[1], *window))))
+
+    num_tiles = [-(-num_rows // tile) for num_rows, tile in zip(sides, tiles, strict=True)]
+    # One array of a side, as a replayed graph writes to all of it as long as the orders live: orders, then costs.
+    made = [launch.empty((5 * num,), np.int32) for num in num_tiles]
+    grid = _blocks(32 * max(num_tiles)), 2
+    _make(lengths, _TILE_COST, grid, (
+        *made, *ranges, rows.rows, queries, keys, *map(np.int32, (sharding.batch.num_seqs, *sides, *tiles))))
+    _make(lengths, _TILE_ORDER, grid, (*made, *map(np.int32, num_tiles)))
+    query_tiles, key_tiles = (x[: 2 * num].reshape(2, num) for x, num in zip(made, num_tiles, strict=True))
+    return PlanArrays(rows.rows, rows.positions, rows.valid, key_ranges, query_ranges, rows.rank_order, query_tiles,
+                      key_tiles, lengths, rows.offsets, cupy.cuda.get_current_stream())
 
 
-def _tile_orders(lengths: DeviceLengths, located: tuple[Any, ...], ranges: Array, tile: int) -> Array:
-    """Both orders of the tiles of rows; located: the rows, and the lengths and number of sequences of their side."""
-    num_tiles = -(-len(ranges) // tile)
-    # One array, as a replayed graph writes to all of it as long as the orders live: orders, then costs.
-    made = launch.empty((5 * num_tiles,), np.int32)
-    cost = made[2 * num_tiles :]
-    sizes = map(np.int32, (len(ranges), tile, num_tiles))
-    _make_rows(lengths, _TILE_COST, 32 * num_tiles, (cost, ranges, *located, *sizes))
-    _make_rows(lengths, _TILE_ORDER, 32 * num_tiles, (made, cost, np.int32(num_tiles)))
-    return made[: 2 * num_tiles].reshape(2, num_tiles)
+_NONE = np.uint64(0)  # instead of an array
 
 
-def _make_rows(lengths: DeviceLengths, kernel: str, threads: int, args: tuple[Any, ...]) -> None:
-    lengths.make(lambda: jit.kernel(kernel)((-(-threads // 256),), 256, args))
+def _sharded(sharding: Sharding, cp_rank: int) -> tuple[Any, ...]:
+    """num_seqs and what Sharded of kernels.cu is made of."""
+    dual_chunk = sharding.multiple > 1
+    return tuple(map(np.int32, (sharding.batch.num_seqs, sharding.cp_size, cp_rank, sharding.local_rows, dual_chunk)))
+
+
+def _blocks(threads: int) -> int:
+    return -(-threads // 256)
+
+
+def _make(lengths: DeviceLengths | None, kernel: str, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    """Launches a kernel; where lengths lie on the GPU, again whenever the plan is made again."""
+    run = functools.partial(jit.kernel(kernel), grid, 256, args)
+    run() if lengths is None else lengths.make(run)
 
 
 def poison(plan: Plan, *results: Array) -> None:
@@ -216,11 +309,11 @@ def reorder(
         sources: rows of so many heads as those of outs, or some of the heads of longer rows; so is own.
         own: instead of the rows of sources from first_own on.
     """
-    rows = [_rows(*arrays) for arrays in zip(outs, sources, own or sources, strict=True)]
+    rows = [_moved(*arrays) for arrays in zip(outs, sources, own or sources, strict=True)]
     sizes = map(np.int32, (len(order), first_own, len(own[0]) if own else 0))
     jit.kernel(REORDER_KERNELS[to_rank_order])((-(-len(order) // 8), 2), 256, (*rows, order, ranges, *sizes))
 
 
-def _rows(out: Array, source: Array, own: Array) -> Any:
+def _moved(out: Array, source: Array, own: Array) -> Any:
     words = (launch.row_bytes(x) // 16 for x in (out, source, own))
     return np.array((source.data.ptr, own.data.ptr, out.data.ptr, *words), ROWS)[()]
