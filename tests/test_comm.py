@@ -347,7 +347,7 @@ def chosen(monkeypatch):
         monkeypatch.setattr(mpi, "connect", lambda started_by: World(started_by.size))
         monkeypatch.setattr(mpi, "MpiComm", lambda world: ("mpi", world.size))
         monkeypatch.setattr(nccl, "survey", lambda world: answers)
-        monkeypatch.setattr(nccl, "NcclComm", lambda world, gpus: ("nccl", gpus))
+        monkeypatch.setattr(nccl, "NcclComm", lambda world, gpus, transport: ("nccl", gpus))
         return thdattn.comm.init(backend)
 
     return init

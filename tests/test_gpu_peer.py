@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cases
 import numpy as np
 import pytest
 from cases import BFLOAT16, CASES, FIELDS, check, run, to_host
@@ -119,7 +120,7 @@ def test_windows_grow_and_those_before_stay_usable(cupy, comm):
 @pytest.mark.usefixtures("poisoned_gpu")
 @pytest.mark.parametrize("keep_keys", [False, True])
 @pytest.mark.parametrize("name", ["gqa-32-8", "mha", "window-two-sided", "capacity-contiguous", "tail-tiles",
-                                  "dims-64-64-causal", "dims-96-96-causal", "dims-192-128-causal"])  # fmt: skip
+                                  *(case.name for case in cases.DIMS if case.name.endswith("-causal"))])  # fmt: skip
 def test_every_group_of_heads_is_the_oracle(cupy, name, keep_keys):
     case = CASES[name]
     for head_groups in {1, case.heads[1]}:

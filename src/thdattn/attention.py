@@ -287,7 +287,7 @@ class CPAttention:
         Raises:
             TypeError, ValueError: as forward; also a ValueError for a saved of another attention.
         """
-        dq, dk_dv = self.start_backward(dout, saved, keys)
+        dq, dk_dv = self._backward(dout, saved, keys, at_once=True)
         return dq, *dk_dv()
 
     def start_backward(
@@ -304,6 +304,9 @@ class CPAttention:
         Raises:
             TypeError, ValueError: as backward.
         """
+        return self._backward(dout, saved, keys, at_once=False)
+
+    def _backward(self, dout: Any, saved: Saved, keys: Keys | None, at_once: bool) -> tuple[Any, Sums]:
         if not isinstance(saved, Saved):
             raise TypeError(f"saved is {found(saved)}; wanted a Saved; pass the one that forward returned")
         _check_same("saved was made with", saved.made_with, self._saves, "pass what this attention's forward returned")
@@ -315,7 +318,8 @@ class CPAttention:
             keys = pipeline.kept(saved.keys, saved.k, saved.v, plan)
         keys = self._checked_keys(keys, saved.k, saved.v, plan)
         return pipeline.backward(
-            self._engine, self.comm, keys, dout, saved.q, saved.out, saved.lse, self.softmax_scale, self.deterministic
+            self._engine, self.comm, keys, dout, saved.q, saved.out, saved.lse, self.softmax_scale, self.deterministic,
+            at_once,
         )
 
     def cache(self, num_texts: int, capacity: int) -> KVCache:

@@ -139,9 +139,12 @@ def forward(
 
 def backward(
     engine: Any, comm: Comm, keys: Keys, dout: Any, q: Any, out: Any, lse: Any, softmax_scale: float,
-    deterministic: bool,
+    deterministic: bool, at_once: bool,
 ) -> tuple[Any, Sums]:
     """Gradients of `forward` for this rank's rows of q, k, v.
+
+    Args:
+        at_once: the sums are asked for next, so that the last ones hide behind nothing.
 
     Returns:
         (dq, sums): the shape and dtype of q; dk and dv, which are on their way.
@@ -152,16 +155,20 @@ def backward(
     sum_dtype, waits = q.dtype if alone else np.promote_types(q.dtype, np.float32), []
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
     for heads, kv_heads, (k, v) in groups:
+        in_place = comm.overlaps and at_once and heads.stop == q.shape[1]
+        partials = comm.partials([x.shape for x in (k, v)], sum_dtype, engine.empty) if in_place else None
         _, *shares = engine.attn_bwd(
             dout[:, heads], q[:, heads], k, v, out[:, heads], lse[heads], plan, softmax_scale, sum_dtype,
-            deterministic, dq[:, heads])  # fmt: skip
+            deterministic, (dq[:, heads], partials))  # fmt: skip
+        results = [x[:, kv_heads] for x in grads]
         if alone:
             grads = shares
-            continue
-        shapes = [(comm.size * plan.local_key_rows, *x.shape[1:]) for x in shares]
-        partials = comm.partials(shapes, sum_dtype, engine.empty)
-        engine.to_rank_order(*shares, plan, partials)
-        waits.append(comm.sum_rows(partials, [x[:, kv_heads] for x in grads]))
+        elif in_place:
+            comm.sum_in_place(shares, plan.rows, results)
+        else:
+            partials = comm.partials([(len(plan.rank_order), *x.shape[1:]) for x in shares], sum_dtype, engine.empty)
+            engine.to_rank_order(*shares, plan, partials)
+            waits.append(comm.sum_rows(partials, results))
     engine.poison(plan, dq)
     return dq, Sums(engine, plan, grads[0], grads[1], waits)
 

@@ -170,7 +170,7 @@ def attn_bwd(
     softmax_scale: float,
     kv_grad_dtype: DTypeLike,
     deterministic: bool,
-    into: Array | None = None,
+    into: tuple[Array, Sequence[Array] | None] | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of `attn_fwd`; dk and dv are this rank's share, a sum over its own query rows.
 
@@ -182,7 +182,8 @@ def attn_bwd(
         out, lse: as returned by `attn_fwd`.
         kv_grad_dtype: dtype of dk and dv; they are summed in float32 (float64) and cast once.
         deterministic: part of the engine contract; blocks are always summed in row order here.
-        into: an array for dq, as q that of some of the heads of a larger one; None: a new one.
+        into: an array for dq, as q that of some of the heads of a larger one; and two for dk and dv, or None; where
+            there is none, results are new.
 
     Returns:
         dq: (local_rows, num_heads, head_dim), dtype of q; exactly 0 where the range is empty.
@@ -214,10 +215,11 @@ def attn_bwd(
         grad_q[:, here] = (ds @ keys[:, seen]).reshape(grad_q[:, here].shape)
         grad_k[:, seen] += ds.swapaxes(1, 2) @ _merge_group(scaled_q[:, here])
 
-    dq = np.empty(q.shape, q.dtype) if into is None else into
+    dq, shares = into or (np.empty(q.shape, q.dtype), None)
     dq[...] = 0
     dq[rows] = _ungroup_heads(grad_q * scale).astype(q.dtype)
-    dk, dv = (x.swapaxes(0, 1).astype(kv_grad_dtype, order="C") for x in (grad_k, grad_v))
+    dk, dv = shares or [np.empty(x.shape, kv_grad_dtype) for x in (k, v)]
+    dk[...], dv[...] = (x.swapaxes(0, 1) for x in (grad_k, grad_v))
     return dq, dk, dv
 
 

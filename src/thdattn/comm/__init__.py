@@ -201,6 +201,18 @@ class Comm(Checks, ABC):
             result[...] = total
         return _no_wait
 
+    def sum_in_place(self, partials: Sequence[Any], rows: Any, results: Sequence[Any]) -> None:
+        """sum_rows of arrays whose rows lie in an order of their own, by one pass on the current stream.
+
+        For the last sums, which hide behind nothing; only where a comm overlaps.
+
+        Args:
+            partials: arrays (any, heads, width) from `partials`, with all ranks' rows, in the same order on all ranks.
+            rows: (rows,) int32, where this rank's rows lie in them; -1: that row of the result is 0.
+            results: as for sum_rows.
+        """
+        raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
+
     def barrier(self) -> None:
         """Return when every rank has come here; on GPU ranks also wait for the current stream."""
         self._check_open()

@@ -106,6 +106,11 @@ class NcclComm(Comm):
     def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Callable[[], None]:
         return super().sum_rows(partials, results) if self._peer is None else self._peer.sum_rows(partials, results)
 
+    def sum_in_place(self, partials: Sequence[Any], rows: Any, results: Sequence[Any]) -> None:
+        if self._peer is None:
+            return super().sum_in_place(partials, rows, results)
+        self._peer.sum_in_place(partials, rows, results)
+
     def _barrier(self) -> None:
         self._cupy.cuda.get_current_stream().synchronize()
         self._world.Barrier()

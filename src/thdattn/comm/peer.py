@@ -183,32 +183,45 @@ class PeerMemory:
 
     def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Wait:
         """See Comm.sum_rows."""
-        stream, window, rows = self._cupy.cuda.get_current_stream(), self._summing, len(results[0])
+        stream, window = self._cupy.cuda.get_current_stream(), self._summing
         window.publish(stream)
         self._follow(stream)
         window.arrive(self._pulls)
         sizes = [partial.nbytes // self.size for partial in partials]
-        pulled = self._place(sum(sizes) * self.size)
-        shares = np.zeros((), SHARES)
-        base = window.address(self.rank, 0)
+        shares, at = np.zeros((), SHARES), self._place(sum(sizes) * self.size)
         for rank in (self.rank, *self._others):
-            at = pulled + rank * sum(sizes)
-            for i, (partial, size) in enumerate(zip(partials, sizes, strict=True)):
-                source = window.address(rank, partial.data.ptr - base) + self.rank * size
+            for i, (source, size) in enumerate(zip(self._addresses(window, rank, partials), sizes, strict=True)):
+                shares["of"][i, rank] = at if rank != self.rank else source + rank * size
                 if rank != self.rank:
-                    self._copy(at, source, size, self._pulls)
-                shares["of"][i, rank] = source if rank == self.rank else at
-                at += size
+                    self._copy(at, source + self.rank * size, size, self._pulls)
+                    at += size
         with self._pulls:
-            self._add(shares, results, rows)
+            self._add(shares, results, None)
         window.take(self._pulls)
         return self._arrival()
 
-    def _add(self, shares: Any, results: Sequence[Any], rows: int) -> None:
+    def sum_in_place(self, partials: Sequence[Any], rows: Any, results: Sequence[Any]) -> None:
+        """See Comm.sum_in_place."""
+        stream, window = self._cupy.cuda.get_current_stream(), self._summing
+        shares = np.zeros((), SHARES)
+        for rank in range(self.size):
+            shares["of"][: len(partials), rank] = self._addresses(window, rank, partials)
+        window.publish(stream)
+        window.arrive(stream)
+        self._add(shares, results, rows)
+        window.take(stream)
+
+    def _addresses(self, window: Window, rank: int, partials: Sequence[Any]) -> list[int]:
+        """Where a rank has what are partials here."""
+        here, there = window.address(self.rank, 0), window.address(rank, 0)
+        return [there + partial.data.ptr - here for partial in partials]
+
+    def _add(self, shares: Any, results: Sequence[Any], rows: Any) -> None:
         words = ((x.shape[1] * x.shape[2] // 8, x.strides[0] // 16) for x in results)
         args = [arg for x, sizes in zip(results, words, strict=True) for arg in (x, *map(np.int32, sizes))]
+        counts = map(np.int32, (self.size, len(results[0])))
         kernel = jit.kernel(SUM_KERNELS[results[0].dtype.name])
-        kernel((_SUM_BLOCKS, 2), 256, (*args, shares[()], np.int32(self.size), np.int32(rows)))
+        kernel((_SUM_BLOCKS, 2), 256, (*args, shares[()], np.uint64(0) if rows is None else rows, *counts))
 
     def close(self) -> None:
         """Gives back all windows; called by all ranks, when no graph holds one any more."""

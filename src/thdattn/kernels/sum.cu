@@ -9,23 +9,27 @@ CHECK_Shares;
 // out = the sum of the ranks' shares, added in the order of ranks, so that every run makes the same bits, and rounded
 // once; two arrays (dk and dv) in one launch. One thread makes a word of 8 elements. Bound by memory, or by the links.
 //
-// shares (num_rows, 8 * words): fp32; out (num_rows, 8 * words), between whose rows lie `pitch` words.
+// shares (any, 8 * words): fp32, in which row t of out is row rows[t], and 0 if that is -1; without `rows`, row t
+// out (num_rows, 8 * words), between whose rows lie `pitch` words
 // Launch: grid (any, 2), block 256.
 template <typename T>
 __global__ void __launch_bounds__(256) thd_sum(uint4* __restrict__ out0, int words0, int pitch0,
                                                uint4* __restrict__ out1, int words1, int pitch1, const Shares shares,
-                                               int num_ranks, int num_rows) {
+                                               const int* __restrict__ rows, int num_ranks, int num_rows) {
   uint4* const out = blockIdx.y ? out1 : out0;
   const int words = blockIdx.y ? words1 : words0, pitch = blockIdx.y ? pitch1 : pitch0;
   const size_t step = (size_t)gridDim.x * blockDim.x, end = (size_t)num_rows * words;
   for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < end; i += step) {
-    float4 a = shares.of[blockIdx.y][0][2 * i], b = shares.of[blockIdx.y][0][2 * i + 1];
+    const int t = i / words, word = i % words, row = rows ? rows[t] : t;
+    const size_t at = 2 * ((size_t)max(row, 0) * words + word);
+    float4 a = shares.of[blockIdx.y][0][at], b = shares.of[blockIdx.y][0][at + 1];
     for (int rank = 1; rank < num_ranks; ++rank) {
-      const float4 c = shares.of[blockIdx.y][rank][2 * i], d = shares.of[blockIdx.y][rank][2 * i + 1];
+      const float4 c = shares.of[blockIdx.y][rank][at], d = shares.of[blockIdx.y][rank][at + 1];
       a.x += c.x, a.y += c.y, a.z += c.z, a.w += c.w;
       b.x += d.x, b.y += d.y, b.z += d.z, b.w += d.w;
     }
-    out[i / words * pitch + i % words] = make_uint4(pack<T>(a.x, a.y), pack<T>(a.z, a.w),
-                                                    pack<T>(b.x, b.y), pack<T>(b.z, b.w));
+    uint4 sum = make_uint4(pack<T>(a.x, a.y), pack<T>(a.z, a.w), pack<T>(b.x, b.y), pack<T>(b.z, b.w));
+    if (row < 0) sum = make_uint4(0, 0, 0, 0);
+    out[(size_t)t * pitch + word] = sum;
   }
 }

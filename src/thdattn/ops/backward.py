@@ -7,6 +7,7 @@ thd_attn_bwd without dq and thd_attn_bwd_dq.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
@@ -26,7 +27,8 @@ MAX_SHARES = 2**15 - 1  # of one accumulator; kClaimed of kernels/hopper/backwar
 
 def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
-    kv_grad_dtype: DTypeLike, deterministic: bool, into: Array | None = None,
+    kv_grad_dtype: DTypeLike, deterministic: bool,
+    into: tuple[Array, Sequence[Array] | None] | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of attn_fwd; dk and dv are this rank's share, which stay until the next call. See reference.attn_bwd.
 
@@ -35,20 +37,21 @@ def attn_bwd(
     elsewhere dq has a kernel of its own, for 1.4 times the matrix products.
     """
     dkv_dtype = np.dtype(kv_grad_dtype)
-    dq = launch.empty(q.shape, q.dtype) if into is None else into
+    dq, shares = into or (launch.empty(q.shape, q.dtype), None)
     if not (len(q) and len(k)):  # no tiles to launch a kernel for
-        dq[...] = 0
-        return dq, cupy.zeros(k.shape, dkv_dtype), cupy.zeros(v.shape, dkv_dtype)
+        dk, dv = shares or [launch.empty(x.shape, dkv_dtype) for x in (k, v)]
+        dq[...], dk[...], dv[...] = 0, 0, 0
+        return dq, dk, dv
     gpu, row = launch.this_gpu(), TILES[q.shape[2], v.shape[2]]
     hopper = gpu.sm90 and (row.backward_sm90.has_deterministic or not deterministic)
     if not hopper and not q.flags.c_contiguous:  # the portable kernels take whole rows
         dout, q, out = map(cupy.ascontiguousarray, (dout, q, out))
     launches = plan.once(
-        ("backward", *layout(q, k, v), dkv_dtype, deterministic),
-        lambda: (_Hopper if hopper else _Portable)(gpu, row, q, k, v, plan, dkv_dtype, deterministic),
+        ("backward", *layout(q, k, v), dkv_dtype, deterministic, shares is None),
+        lambda: (_Hopper if hopper else _Portable)(gpu, row, q, k, v, plan, dkv_dtype, deterministic, shares is None),
     )
     whole = dq if launch.row_bytes(dq) == launch.row_bytes(q) else launch.empty(q.shape, q.dtype)
-    dk, dv = launches(dout, q, k, v, out, lse, plan, np.float32(softmax_scale), whole)
+    dk, dv = launches(dout, q, k, v, out, lse, plan, np.float32(softmax_scale), whole, shares)
     if whole is not dq:
         dq[...] = whole
     return dq, dk, dv
@@ -60,7 +63,7 @@ class _Hopper:
     round_dq: Launch | None
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any],
-                 deterministic: bool) -> None:
+                 deterministic: bool, makes_shares: bool) -> None:
         tiles, dtype, num_tiles = row.backward_sm90, q.dtype.name, plan.arrays.key_tiles.shape[1]
         (num_rows, num_heads, head_dim), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows, wide = num_heads // num_kv_heads, _stats_rows(num_rows), isinstance(tiles, BackwardWideSm90)
@@ -72,7 +75,8 @@ class _Hopper:
 
         # dk and dv of several splits are accumulated in float32, which may be the dtype that they are wanted in.
         self.dkv_dtype = dkv_dtype
-        dkv_size = k.size + v.size if num_splits > 1 or dkv_dtype == np.float32 else 0
+        adds_elsewhere = makes_shares if dkv_dtype == np.float32 else num_splits > 1
+        dkv_size = k.size + v.size if adds_elsewhere else 0
         dq_size, dq_semaphores = stats_rows * num_heads * head_dim, stats_rows // 64 * num_heads
         semaphore_rows = num_tiles * tiles.tile_n // 16
         num_semaphores = dq_semaphores + 2 * semaphore_rows * num_kv_heads
@@ -103,18 +107,21 @@ class _Hopper:
             self.main = Launch(main, grid, 512, (self.dq_accum, semaphores, stats, plan.key_ranges, *rest))
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
-                 softmax_scale: Any, dq: Array) -> tuple[Array, Array]:
-        dkv = self.dkv_accum if self.dkv_dtype == np.float32 else launch.empty((k.size + v.size,), self.dkv_dtype)
+                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None) -> tuple[Array, Array]:
+        if shares is None:
+            dkv = self.dkv_accum if self.dkv_dtype == np.float32 else launch.empty((k.size + v.size,), self.dkv_dtype)
+            shares = _dk_dv(dkv, k, v)
+        dk, dv = shares
         self.delta(out, dout, lse, softmax_scale)
         if plan.has_blind_queries:
             q, dout = _without_padding(q, dout, plan)
         inputs = launch.tensor_maps((q, k, v, dout), self.boxes)
-        accum = self.dkv_accum if self.dkv_accum.size else dkv
-        grads = (*_dk_dv(dkv, k, v), *_dk_dv(accum, k, v), self.grad_semaphores)
+        accum = _dk_dv(self.dkv_accum, k, v) if self.dkv_accum.size else (dk, dv)
+        grads = dk, dv, *accum, self.grad_semaphores
         self.main(*inputs, dq, np.array(tuple(x.data.ptr for x in grads), GRADIENTS)[()], softmax_scale)
         if self.round_dq is not None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
-        return _dk_dv(dkv, k, v)
+        return dk, dv
 
 
 def plan_backward(plan: Plan) -> None:
@@ -147,7 +154,7 @@ class _Portable:
     """The launches on every GPU: dq is accumulated in float32 and rounded, or has a kernel of its own."""
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any],
-                 deterministic: bool) -> None:
+                 deterministic: bool, makes_shares: bool) -> None:
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _), dtype = q.shape, k.shape, q.dtype.name
         self.dkv_dtype = dkv_dtype
         self.dq_accum = plan.buffer("dq_accum", (0,) if deterministic else q.shape, np.float32)
@@ -165,15 +172,15 @@ class _Portable:
             jit.kernel(*row.thd_attn_round(dtype)), (-(-q.size // 2048),), 256, (np.uint64(q.size // 8),))
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
-                 softmax_scale: Any, dq: Array) -> tuple[Array, Array]:
-        dkv = launch.empty((k.size + v.size,), self.dkv_dtype)
+                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None) -> tuple[Array, Array]:
+        dk, dv = shares or [launch.empty(x.shape, self.dkv_dtype) for x in (k, v)]
         self.delta(out, dout, lse, softmax_scale)
-        self.main(q, k, v, dout, *_dk_dv(dkv, k, v), softmax_scale)
+        self.main(q, k, v, dout, dk, dv, softmax_scale)
         if self.dq is None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
         else:
             self.dq(q, k, v, dout, dq, softmax_scale)
-        return _dk_dv(dkv, k, v)
+        return dk, dv
 
 
 def _stats_rows(num_rows: int) -> int:
