@@ -316,11 +316,11 @@ def to_sequence_order(
     owned = plan.rank_order >= 0
 
     k, v = into or [np.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k_ranks, v_ranks)]
-    here = slice(plan.cp_rank * plan.local_key_rows, (plan.cp_rank + 1) * plan.local_key_rows)
     for x, ranks, mine in zip((k, v), (k_ranks, v_ranks), own or (None, None), strict=True):
         x[...] = 0
         x[plan.rank_order[owned]] = ranks[owned]
         if mine is not None:
+            here = slice(plan.cp_rank * len(mine), (plan.cp_rank + 1) * len(mine))
             x[plan.rank_order[here][owned[here]]] = mine[owned[here]]
     return k, v
 
