@@ -85,5 +85,6 @@ class Loopback(Mirror):
         monkeypatch.setattr(runtime, "ipcOpenMemHandle", opened.__getitem__)
         monkeypatch.setattr(runtime, "ipcCloseMemHandle", lambda pointer: None)
         self.peer = PeerMemory(World())
-        self.gather_heads, self.sum_rows = self.peer.gather_heads, self.peer.sum_rows  # type: ignore[method-assign]
+        self.sum_rows, self.sum_in_place = self.peer.sum_rows, self.peer.sum_in_place  # type: ignore[method-assign]
+        self.gather_heads = self.peer.gather_heads  # type: ignore[method-assign]
         self.partials = lambda shapes, dtype, empty: self.peer.partials(shapes, dtype)  # type: ignore[method-assign]

@@ -46,8 +46,8 @@ def test_both_directions_move_every_byte_as_numpy_does(cupy, case, cp_size, dtyp
     owned = here.rank_order[here.rank_order >= 0]
     for k_shape, v_shape in WIDTHS:
         k, v = (distinct(len(here.rank_order), shape, dtype, i) for i, shape in enumerate((k_shape, v_shape)))
-        wanted = reference.to_sequence_order(k, v, here)
-        moved = ops.to_sequence_order(cupy.asarray(k), cupy.asarray(v), there)
+        wanted = reference.to_sequence_order([k], [v], here)
+        moved = ops.to_sequence_order([cupy.asarray(k)], [cupy.asarray(v)], there)
         for x, y in zip(moved, wanted, strict=True):
             assert x.shape == y.shape and x.dtype == dtype
             y[here.query_ranges[:, 0] == here.query_ranges[:, 1]] = 0  # rows that no local query sees
@@ -67,7 +67,7 @@ def test_there_and_back_is_where_it_was(cupy):
     case = next(case for case in SMALL if case.name == "edge-lengths")
     _, plan = engines_and_plans(case, 4)
     k, v = (distinct(plan.key_rows, (2, 64), BFLOAT16, i) for i in (0, 5))
-    back = ops.to_sequence_order(*ops.to_rank_order(cupy.asarray(k), cupy.asarray(v), plan), plan)
+    back = ops.to_sequence_order(*([x] for x in ops.to_rank_order(cupy.asarray(k), cupy.asarray(v), plan)), plan)
     seen = cupy.asnumpy(plan.query_ranges[:, 0] < plan.query_ranges[:, 1])
     assert seen.any() and not seen.all()
     for x, y in zip(back, (k, v), strict=True):

@@ -227,7 +227,7 @@ def test_order_moves_worked_by_hand(dtype):
     # Two ranks of 3 rows; rank 0 has rows 0 and 3, rank 1 rows 1 and 4; nobody owns rows 2 and 5.
     plan = SimpleNamespace(rank_order=np.array([0, 3, -1, 1, 4, -1], np.int32), key_rows=6)
     gathered = np.array([10, 13, np.nan, 11, 14, np.nan]).astype(dtype).reshape(6, 1, 1)
-    k, v = reference.to_sequence_order(gathered, 2 * gathered.repeat(2, axis=2), plan)
+    k, v = reference.to_sequence_order([gathered], [2 * gathered.repeat(2, axis=2)], plan)
     assert k.dtype == v.dtype == dtype
     assert k.ravel().tolist() == [10, 11, 0, 13, 14, 0]
     assert v[:, 0, 1].tolist() == [20, 22, 0, 26, 28, 0]
@@ -244,7 +244,7 @@ def test_order_moves_are_inverse_on_owned_rows(owned, fillers, seed):
     plan = SimpleNamespace(rank_order=rank_order, key_rows=owned)
     k, v = rng.standard_normal((owned, 2, 3)), rng.standard_normal((owned, 1, 2))
     there = reference.to_rank_order(k, v, plan)
-    back = reference.to_sequence_order(*there, plan)
+    back = reference.to_sequence_order(*([x] for x in there), plan)
     np.testing.assert_array_equal(back[0], k)
     np.testing.assert_array_equal(back[1], v)
     assert not there[0][rank_order < 0].any() and not there[1][rank_order < 0].any()

@@ -392,7 +392,7 @@ class CPAttention:
     def _checked_keys(self, keys: Keys | None, k: Any, v: Any, plan: Plan) -> Keys:
         """Keys for a call, which have just been asked for if there were none."""
         if keys is None:
-            return pipeline.gather(self._engine, self.comm, plan, k, v, self._groups(plan))
+            return pipeline.gather(self._engine, self.comm, plan, k, v, self._groups(plan), at_once=True)
         if not isinstance(keys, Keys):
             raise TypeError(f"keys is {found(keys)}; wanted what gather returned; pass that, or leave it out")
         if keys.used:

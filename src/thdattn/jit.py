@@ -153,10 +153,11 @@ class Kernel:
             attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             driver.funcSetAttribute(self._function.ptr, attribute, shared_bytes)
 
-    def __call__(self, grid: tuple[int, ...], block: int, args: tuple[Any, ...]) -> None:
-        """Launches on CuPy's current stream; a grid without blocks is no launch."""
+    def __call__(self, grid: tuple[int, ...], block: int, args: tuple[Any, ...], stream: Any = None) -> None:
+        """Launches on a stream, CuPy's current one by default; a grid without blocks is no launch."""
         if all(grid):
-            self._function(grid, (block,), args, shared_mem=self._shared_bytes, stream=cupy.cuda.get_current_stream())
+            stream = stream or cupy.cuda.get_current_stream()
+            self._function(grid, (block,), args, shared_mem=self._shared_bytes, stream=stream)
 
 
 _loaded: dict[tuple[int, str], Kernel] = {}

@@ -58,25 +58,27 @@
 //                                                       through a product
 //   kToRankOrder = true    out[t] = in[rank_order[t]]   before reduce-scatter of dk, dv; fillers become 0
 //
-// rank_order (num_rows): sequence-order row of row t in rank order, -1 for fillers; words: of 16 bytes in a row, between
-// whose beginnings lie `pitch` words in `in`. The num_own rows from first_own on are read from `own` instead, where a
-// rank has them already. Launch: grid (ceil(num_rows / 8), 2), block 256.
-struct Rows { const uint4 *in, *own; uint4* out; int words, pitch, own_pitch; };
+// rank_order (num_rows): sequence-order row of row t in rank order, -1 for fillers; from: where the rows lie, rows_each
+// of them in every part, perhaps in the memory of other GPUs; words: of 16 bytes in a row, between whose beginnings lie
+// `pitch` words. The num_own rows from first_own on are read from `own` instead, where a rank has them already.
+// Launch: grid (ceil(num_rows / 8), 2), block 256.
+struct Rows { const uint4 *from[kMaxRanks], *own; uint4* out; int words, pitch, own_pitch; };
 CHECK_Rows;
 
 template <bool kToRankOrder>
 __global__ void __launch_bounds__(256) thd_reorder(
-    const Rows first, const Rows second, const int* __restrict__ rank_order, const int2* __restrict__ query_ranges,
-    int num_rows, int first_own, int num_own) {
+    const __grid_constant__ Rows first, const __grid_constant__ Rows second, const int* __restrict__ rank_order,
+    const int2* __restrict__ query_ranges, int num_rows, int rows_each, int first_own, int num_own) {
   const int row = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (row >= num_rows) return;
   const int other = rank_order[row];
   if (!kToRankOrder && other < 0) return;
   const bool zero = kToRankOrder ? other < 0 : is_empty(query_ranges[other]);
-  const Rows rows = blockIdx.y ? second : first;
+  const Rows& rows = blockIdx.y ? second : first;
+  const int source = kToRankOrder ? max(other, 0) : row, part = source / rows_each;
   const bool owned = (u32)(row - first_own) < (u32)num_own;
   const uint4* const in = owned ? rows.own + (size_t)(row - first_own) * rows.own_pitch
-                                : rows.in + (size_t)(kToRankOrder ? max(other, 0) : row) * rows.pitch;
+                                : rows.from[part] + (size_t)(source - part * rows_each) * rows.pitch;
   uint4* const out = rows.out + (size_t)(kToRankOrder ? row : other) * rows.words;
   #pragma unroll 4
   for (int i = lane; i < rows.words; i += kWarp) out[i] = zero ? make_uint4(0, 0, 0, 0) : in[i];

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from thdattn.comm import Arrival
+
 if TYPE_CHECKING:
     from thdattn.comm import Comm
     from thdattn.plan import Plan
@@ -32,7 +34,7 @@ class Keys:
     """Keys and values of all ranks on their way, or there, group of kv heads by group; for one forward or backward.
 
     k, v, plan: what they were made from.
-    groups: of each, (wait, k, v): what waits for them, and (rows, heads of the group, width) arrays.
+    groups: of each, where its keys and values are, (rows, heads of the group, width).
     ordered: whether they are in sequence order; else in rank order.
     used: whether they were asked for.
     """
@@ -40,15 +42,16 @@ class Keys:
     k: Any
     v: Any
     plan: Plan
-    groups: Sequence[tuple[Callable[[], None], Any, Any]]
+    groups: Sequence[Arrival]
     ordered: bool
     used: bool = False
 
     def __del__(self) -> None:
         """Buffers into which something is on its way are not given to others before it is there."""
         if not self.used:
-            for wait, *_ in self.groups:
-                wait()
+            for group in self.groups:
+                group.wait()
+                group.done()
 
     def in_order(self, engine: Any, kept: list[tuple[Any, Any]] | None = None) -> Iterator[tuple[Any, Any]]:
         """Each group's keys and values in sequence order, without what padding held, once they have arrived.
@@ -58,32 +61,37 @@ class Keys:
         """
         self.used = True
         first = 0
-        for wait, k, v in self.groups:
+        for parts, wait, done in self.groups:
             wait()
+            (k, *_), (v, *_) = parts
             if not self.ordered:
                 own = [x[:, first : first + k.shape[1]] for x in (self.k, self.v)] if self.plan.cp_size > 1 else None
                 first += k.shape[1]
                 shapes = ((self.plan.key_rows, *x.shape[1:]) for x in (k, v))
                 into = None if kept is None else [engine.empty(shape, k.dtype) for shape in shapes]
-                k, v = engine.to_sequence_order(k, v, self.plan, into, own)
+                k, v = engine.to_sequence_order(*parts, self.plan, into, own)
+            done()
             if kept is not None:
                 kept.append((k, v))
             yield k, v
 
 
-def gather(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, num_groups: int) -> Keys:
+def gather(
+    engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, num_groups: int, at_once: bool = False
+) -> Keys:
     """Starts to gather the keys and values of all ranks, a share of the kv heads at a time.
 
     Args:
         engine: the module `reference` or `ops`.
         k, v: this rank's rows, (local_key_rows, heads, width); the engine's arrays.
         num_groups: how many groups the kv heads are divided into.
+        at_once: the forward or backward follows, with nothing between.
 
     Raises:
         ValueError: IN_FLIGHT gathers of this plan wait for their forward or backward.
     """
     if comm.size == 1:  # rows are in sequence order already
-        return Keys(k, v, plan, [(_nothing, k, v)], ordered=not plan.has_unseen_keys)
+        return Keys(k, v, plan, [Arrival([[k], [v]])], ordered=not plan.has_unseen_keys)
     turns = plan.once("turns of gathers", lambda: deque([_nobody] * IN_FLIGHT, IN_FLIGHT))
     waiting = turns[0][1]()
     if waiting is not None and not waiting.used:
@@ -95,15 +103,14 @@ def gather(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, num_groups: int)
     shapes = [(comm.size * plan.local_key_rows, x.shape[1] // num_groups, x.shape[2]) for x in (k, v)]
     recvs = [[plan.buffer(f"{name} of ranks {turn} {group}", shape, k.dtype)
               for name, shape in zip("kv", shapes, strict=True)] for group in range(num_groups)]  # fmt: skip
-    waits = comm.gather_heads((k, v), recvs)
-    keys = Keys(k, v, plan, [(wait, *parts) for wait, parts in zip(waits, recvs, strict=True)], ordered=False)
+    keys = Keys(k, v, plan, comm.gather_heads((k, v), recvs, at_once), ordered=False)
     turns.append((turn, weakref.ref(keys)))
     return keys
 
 
 def kept(saved: Sequence[tuple[Any, Any]], k: Any, v: Any, plan: Plan) -> Keys:
     """Keys and values that a forward has kept."""
-    return Keys(k, v, plan, [(_nothing, *parts) for parts in saved], ordered=True)
+    return Keys(k, v, plan, [Arrival([[x] for x in parts]) for parts in saved], ordered=True)
 
 
 def forward(
@@ -200,10 +207,6 @@ def _shares(num_heads: int, keys: Keys) -> list[slice]:
     """Which of so many heads belong to each group."""
     each = num_heads // len(keys.groups)
     return [slice(first, first + each) for first in range(0, num_heads, each)]
-
-
-def _nothing() -> None:
-    """What is there needs no waiting."""
 
 
 _nobody: tuple[int, Callable[[], Keys | None]] = (-1, lambda: None)

@@ -299,26 +299,27 @@ def poison(plan: Plan, *results: Array) -> None:
 
 
 def to_sequence_order(
-    k_ranks: Array, v_ranks: Array, plan: Plan, into: Sequence[Array] | None = None,
+    k_parts: Sequence[Array], v_parts: Sequence[Array], plan: Plan, into: Sequence[Array] | None = None,
     own: Sequence[Array] | None = None,
 ) -> tuple[Array, Array]:
     """Rows gathered from all ranks, moved to sequence order: out[rank_order[t]] = in[t].
 
     Args:
-        k_ranks, v_ranks: (cp_size*local_key_rows, ...), rank order; filler rows (rank_order -1) are dropped.
+        k_parts, v_parts: (cp_size*local_key_rows, ...) in one part or in equal ones, rank order; filler rows
+            (rank_order -1) are dropped.
         plan: gives `rank_order`, (cp_size*local_key_rows,) int32, and `key_rows`.
         into: arrays for k and v; None: buffers that stay until the next call.
-        own: (local_key_rows, ...), this rank's rows of both, which k_ranks and v_ranks may then lack.
+        own: (local_key_rows, ...), this rank's rows of both, which the parts may then lack.
 
     Returns:
         k, v: (key_rows, ...), the dtypes of the inputs; rows that no rank owns are 0.
     """
     owned = plan.rank_order >= 0
 
-    k, v = into or [np.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k_ranks, v_ranks)]
-    for x, ranks, mine in zip((k, v), (k_ranks, v_ranks), own or (None, None), strict=True):
+    k, v = into or [np.empty((plan.key_rows, *parts[0].shape[1:]), parts[0].dtype) for parts in (k_parts, v_parts)]
+    for x, parts, mine in zip((k, v), (k_parts, v_parts), own or (None, None), strict=True):
         x[...] = 0
-        x[plan.rank_order[owned]] = ranks[owned]
+        x[plan.rank_order[owned]] = np.concatenate(parts)[owned]
         if mine is not None:
             here = slice(plan.cp_rank * len(mine), (plan.cp_rank + 1) * len(mine))
             x[plan.rank_order[here][owned[here]]] = mine[owned[here]]

@@ -46,7 +46,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -65,6 +65,23 @@ Result = TypeVar("Result")
 logger = logging.getLogger("thdattn")
 
 _INTEGERS = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64"})
+
+
+def _nothing() -> None:
+    """What is there needs no waiting."""
+
+
+class Arrival(NamedTuple):
+    """Rows of all ranks that have been asked for.
+
+    parts: of each array, those that make up its rows, one after another and equally many: one, or one a rank, of which
+        this rank's own may be without content. They may lie in the memory of other GPUs.
+    wait: to be called before they are read, and `done` after that; on a GPU it is the current stream that waits.
+    """
+
+    parts: Sequence[Sequence[Any]]
+    wait: Callable[[], None] = _nothing
+    done: Callable[[], None] = _nothing
 
 
 class Comm(Checks, ABC):
@@ -150,19 +167,22 @@ class Comm(Checks, ABC):
         self._check_sum_dtype("array", array)
         self._all_reduce(array, as_choice("op", op, ("sum", "max")))
 
-    def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> list[Callable[[], None]]:
+    def gather_heads(
+        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
+    ) -> list[Arrival]:
         """Start to put all ranks' rows into arrays of some of the heads each, one group of heads after another.
 
         So a kernel can work at the heads that have arrived, while others are on their way. `sends` are free again when
-        the call returns, as in all_gather; what arrives may be read after the group's wait.
+        the call returns, as in all_gather.
 
         Args:
             sends: arrays (rows, heads, width), such as k and v.
             recvs: of each group, as many arrays (size * rows, heads of the group, width); the groups' heads follow each
-                other, and are all of the array's. Overwritten, but perhaps not the rows of this rank itself.
+                other, and are all of the array's. Overwritten, or not used if the rows can be read where they are.
+            at_once: the groups are asked for next, one after another, with no other call between; else at any time.
 
         Returns:
-            What waits for a group, group by group; on a GPU it is the current stream that does.
+            Where the rows of each group are, and how to wait for them.
         """
         first = [0] * len(sends)
         for parts in recvs:
@@ -170,7 +190,7 @@ class Comm(Checks, ABC):
                 heads = send[:, first[i] : first[i] + part.shape[1]]
                 self.all_gather(heads if heads.flags.c_contiguous else heads.copy(), part)
                 first[i] += part.shape[1]
-        return [_no_wait] * len(recvs)
+        return [Arrival([[part] for part in parts]) for parts in recvs]
 
     def partials(
         self, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, empty: Callable[[tuple[int, ...], DTypeLike], Any]
@@ -199,7 +219,7 @@ class Comm(Checks, ABC):
             total = np.empty_like(partial[: len(result)])  # of CuPy arrays this is cupy.empty_like
             self.reduce_scatter(partial, total)
             result[...] = total
-        return _no_wait
+        return _nothing
 
     def sum_in_place(self, partials: Sequence[Any], rows: Any, results: Sequence[Any]) -> None:
         """sum_rows of arrays whose rows lie in an order of their own, by one pass on the current stream.
@@ -475,7 +495,3 @@ def run_local(cp_size: int, fn: Callable[[Comm], Result], timeout: float = 60.0)
     from thdattn.comm import local
 
     return local.run(cp_size, fn, timeout)
-
-
-def _no_wait() -> None:
-    """What is there needs no waiting."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import DTypeLike
 
-from thdattn.comm import Comm, mpi
+from thdattn.comm import Arrival, Comm, mpi
 from thdattn.install import remedy
 
 # ncclCommInitRank has no timeout of its own. Minutes, as very large jobs are slow to start.
@@ -92,11 +92,13 @@ class NcclComm(Comm):
             dtype, pointer = self._dtypes[array.dtype.name], array.data.ptr
             self._nccl.allReduce(pointer, pointer, array.size, dtype, self._ops[op], self._stream())
 
-    def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> list[Callable[[], None]]:
+    def gather_heads(
+        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
+    ) -> list[Arrival]:
         if self._peer is None:
             return super().gather_heads(sends, recvs)
-        waits: list[Callable[[], None]] = self._peer.gather_heads(sends, recvs)
-        return waits
+        arrivals: list[Arrival] = self._peer.gather_heads(sends, recvs, at_once)
+        return arrivals
 
     def partials(
         self, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, empty: Callable[[tuple[int, ...], DTypeLike], Any]

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn import jit
+from thdattn.comm import Arrival
 from thdattn.structs import MAX_RANKS, SHARES
 from thdattn.tiles import SUM_KERNELS
 
@@ -79,6 +80,15 @@ class Window:
         import cupy
 
         return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(self._memory, self._header + offset))
+
+    def heads(self, rank: int, piece: _Slice, like: Any) -> Any:
+        """Some of the heads of an array like another one in a rank's part."""
+        import cupy
+
+        rows, _, width = like.shape
+        memory = cupy.cuda.UnownedMemory(self.address(rank, piece.first), piece.pitch * rows, self)
+        shape, strides = (rows, piece.width // width // like.itemsize, width), (piece.pitch, *like.strides[1:])
+        return cupy.ndarray(shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
     def close(self) -> None:
         """Gives up the other ranks' memory, and then this rank's."""
@@ -148,25 +158,32 @@ class PeerMemory:
         window: Window = windows[-1]
         return window
 
-    def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> list[Wait]:
-        """See Comm.gather_heads. Rows of this rank itself are left out."""
+    def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool) -> list[Arrival]:
+        """See Comm.gather_heads. At once, the first group, which hides behind nothing, is read where it lies."""
         stream, route = self._cupy.cuda.get_current_stream(), self._route(sends, recvs)
         window = self._window("gather", route.num_bytes)
         window.free(stream)
         for send, part in zip(sends, route.parts, strict=True):
             self._copy(window.address(self.rank, part), send.data.ptr, send.nbytes, stream)
         window.publish(stream)
-        self._follow(stream)
-        window.arrive(self._pulls)
-        waits = []
-        for group, (places, slices) in enumerate(zip(recvs, route.groups, strict=True)):
-            for place, piece in zip(places, slices, strict=True):
+        if at_once:
+            window.arrive(stream)
+            arrivals = [Arrival(route.in_place(window, sends, self.size))]
+        if len(recvs) > at_once:
+            self._follow(stream)
+        if not at_once:
+            window.arrive(self._pulls)
+            arrivals = []
+        for group in range(len(arrivals), len(recvs)):
+            for place, piece in zip(recvs[group], route.groups[group], strict=True):
                 for rank in self._others:
                     piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._pulls.ptr)
-            if group == len(recvs) - 1:
+            if not at_once and group == len(recvs) - 1:
                 window.take(self._pulls)
-            waits.append(self._arrival())
-        return waits
+            arrivals.append(Arrival([[place] for place in recvs[group]], self._arrival()))
+        if at_once:
+            arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
+        return arrivals
 
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
         key = *(x.shape for x in sends), *(parts[0].shape[1] for parts in recvs)
@@ -195,8 +212,7 @@ class PeerMemory:
                 if rank != self.rank:
                     self._copy(at, source + self.rank * size, size, self._pulls)
                     at += size
-        with self._pulls:
-            self._add(shares, results, None)
+        self._add(shares, results, None, self._pulls)
         window.take(self._pulls)
         return self._arrival()
 
@@ -208,7 +224,7 @@ class PeerMemory:
             shares["of"][: len(partials), rank] = self._addresses(window, rank, partials)
         window.publish(stream)
         window.arrive(stream)
-        self._add(shares, results, rows)
+        self._add(shares, results, rows, stream)
         window.take(stream)
 
     def _addresses(self, window: Window, rank: int, partials: Sequence[Any]) -> list[int]:
@@ -216,12 +232,12 @@ class PeerMemory:
         here, there = window.address(self.rank, 0), window.address(rank, 0)
         return [there + partial.data.ptr - here for partial in partials]
 
-    def _add(self, shares: Any, results: Sequence[Any], rows: Any) -> None:
+    def _add(self, shares: Any, results: Sequence[Any], rows: Any, stream: Any) -> None:
         words = ((x.shape[1] * x.shape[2] // 8, x.strides[0] // 16) for x in results)
         args = [arg for x, sizes in zip(results, words, strict=True) for arg in (x, *map(np.int32, sizes))]
         counts = map(np.int32, (self.size, len(results[0])))
         kernel = jit.kernel(SUM_KERNELS[results[0].dtype.name])
-        kernel((_SUM_BLOCKS, 2), 256, (*args, shares[()], np.uint64(0) if rows is None else rows, *counts))
+        kernel((_SUM_BLOCKS, 2), 256, (*args, shares[()], np.uint64(0) if rows is None else rows, *counts), stream)
 
     def close(self) -> None:
         """Gives back all windows; called by all ranks, when no graph holds one any more."""
@@ -294,6 +310,16 @@ class _Route:
                 slices.append(_Slice(firsts[i], width, pitch, len(send)))
                 firsts[i] += width
             self.groups.append(slices)
+        self._in_place: dict[Window, Sequence[Sequence[Any]]] = {}
+
+    def in_place(self, window: Window, sends: Sequence[Any], size: int) -> Sequence[Sequence[Any]]:
+        """The first group as it lies in the ranks' parts of a window."""
+        if window not in self._in_place:
+            self._in_place[window] = [
+                [window.heads(rank, piece, send) for rank in range(size)]
+                for piece, send in zip(self.groups[0], sends, strict=True)
+            ]
+        return self._in_place[window]
 
 
 def obstacle(hostnames: Sequence[str]) -> str | None:

@@ -1,7 +1,5 @@
 // What the ranks of one machine have computed of the same rows, added up where it lies in their memory.
 
-constexpr int kMaxRanks = 16;
-
 // Where each rank's share of two arrays begins: in memory of this GPU, or of another one that is mapped here.
 struct Shares { const float4* of[2][kMaxRanks]; };
 CHECK_Shares;

@@ -207,5 +207,5 @@ def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
     """Copies whose padding rows are 0, as 0 * NaN would spread through a product."""
     copies = [plan.buffer(name, x.shape, x.dtype) for name, x in (("q", q), ("dout", dout))]
     order = plan.once("local_order", lambda: cupy.arange(len(q), dtype=np.int32))
-    reorder(False, copies, (q, dout), order, plan.key_ranges)
+    reorder(False, copies, ([q], [dout]), order, plan.key_ranges)
     return copies[0], copies[1]

@@ -19,7 +19,7 @@ from thdattn.ops.launch import Array
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan, PlanArrays
 from thdattn.sharding import Sharding
-from thdattn.structs import ROWS
+from thdattn.structs import MAX_RANKS, ROWS
 from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS
 
 POISON_BLOCKS = 64  # of 256 threads, which soon end where all is well
@@ -280,13 +280,13 @@ def poison(plan: Plan, *results: Array) -> None:
 
 
 def to_sequence_order(
-    k_ranks: Array, v_ranks: Array, plan: Plan, into: Sequence[Array] | None = None,
+    k_parts: Sequence[Array], v_parts: Sequence[Array], plan: Plan, into: Sequence[Array] | None = None,
     own: Sequence[Array] | None = None,
 ) -> tuple[Array, Array]:
-    """Gathered rows moved to sequence order, into buffers of the plan; rows that no local query sees become 0."""
-    k, v = into or [plan.buffer(name, (plan.key_rows, *x.shape[1:]), x.dtype)
-                    for name, x in (("k", k_ranks), ("v", v_ranks))]
-    reorder(False, (k, v), (k_ranks, v_ranks), plan.rank_order, plan.query_ranges, own,
+    """Rows of all ranks moved to sequence order, into buffers of the plan; rows that no local query sees become 0."""
+    k, v = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
+                    for name, parts in (("k", k_parts), ("v", v_parts))]
+    reorder(False, (k, v), (k_parts, v_parts), plan.rank_order, plan.query_ranges, own,
             plan.cp_rank * plan.local_key_rows)
     return k, v
 
@@ -295,25 +295,33 @@ def to_rank_order(dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None
     """Inverse of to_sequence_order, for the gradients; filler rows become 0."""
     dk_ranks, dv_ranks = into or [plan.buffer(name, (len(plan.rank_order), *x.shape[1:]), x.dtype)
                                   for name, x in (("dk_ranks", dk), ("dv_ranks", dv))]
-    reorder(True, (dk_ranks, dv_ranks), (dk, dv), plan.rank_order, plan.query_ranges)
+    reorder(True, (dk_ranks, dv_ranks), ([dk], [dv]), plan.rank_order, plan.query_ranges)
     return dk_ranks, dv_ranks
 
 
 def reorder(
-    to_rank_order: bool, outs: Sequence[Array], sources: Sequence[Array], order: Array, ranges: Array,
+    to_rank_order: bool, outs: Sequence[Array], sources: Sequence[Sequence[Array]], order: Array, ranges: Array,
     own: Sequence[Array] | None = None, first_own: int = 0,
 ) -> None:
     """Moves the rows of two arrays in one launch. Rows whose range is empty hold nothing.
 
     Args:
-        sources: rows of so many heads as those of outs, or some of the heads of longer rows; so is own.
-        own: instead of the rows of sources from first_own on.
+        sources: of each, the parts that make up its rows, equally many of as many heads as the array of outs; between
+            two rows there may lie more heads.
+        own: such a part, instead of the rows from first_own on.
     """
-    rows = [_moved(*arrays) for arrays in zip(outs, sources, own or sources, strict=True)]
-    sizes = map(np.int32, (len(order), first_own, len(own[0]) if own else 0))
+    rows = [_moved(launch.row_bytes(parts[0]), *map(_place, (out, mine)), *(part.data.ptr for part in parts))
+            for out, parts, mine in zip(outs, sources, own or outs, strict=True)]
+    sizes = map(np.int32, (len(order), max(1, len(sources[0][0])), first_own, len(own[0]) if own else 0))
     jit.kernel(REORDER_KERNELS[to_rank_order])((-(-len(order) // 8), 2), 256, (*rows, order, ranges, *sizes))
 
 
-def _moved(out: Array, source: Array, own: Array) -> Any:
-    words = (launch.row_bytes(x) // 16 for x in (out, source, own))
-    return np.array((source.data.ptr, own.data.ptr, out.data.ptr, *words), ROWS)[()]
+def _place(x: Array) -> tuple[int, int]:
+    return x.data.ptr, launch.row_bytes(x)
+
+
+@functools.lru_cache(maxsize=4096)
+def _moved(pitch: int, out: tuple[int, int], own: tuple[int, int], *parts: int) -> Any:
+    """A Rows; kept, as tensor maps are."""
+    places = (*parts, *[0] * (MAX_RANKS - len(parts)))
+    return np.array((places, own[0], out[0], out[1] // 16, pitch // 16, own[1] // 16), ROWS)[()]
