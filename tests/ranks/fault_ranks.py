@@ -55,7 +55,7 @@ def join(kind: str, place: str, backend: str, timeout: float) -> thdattn.comm.Co
     if place == "start":  # before MPI
         fail(kind)
     elif place == "init":  # rank 1 has joined MPI
-        mpi.joined = before(mpi.joined, lambda: fail(kind))
+        mpi.watch = before(mpi.watch, lambda: fail(kind))
     elif place == "nccl":  # all ranks have found their GPUs
         nccl._start = before(nccl._start, lambda: fail(kind))
     return thdattn.comm.init(backend, timeout=timeout)

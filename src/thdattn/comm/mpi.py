@@ -96,10 +96,11 @@ def connect(started_by: Launcher | None, timeout: float) -> Any:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
+    _end_all_ranks_on_error()
     if started_by and not _is_whole(started_by, world.size):
         library = MPI.Get_library_version().split("\n")[0].strip("\0 ")
         raise RuntimeError(_mismatch(started_by, world.size, library))
-    return joined(world)
+    return world
 
 
 def joined(world: Any) -> Any:
@@ -119,8 +120,7 @@ def joined(world: Any) -> Any:
                          f"init on its ranks only")
     if not isinstance(world, MPI.Intracomm):
         raise TypeError(f"world is {found(world)}; wanted a communicator of one group; {remedy}")
-    if MPI.COMM_WORLD.size > 1:
-        _end_all_ranks_on_error()
+    _end_all_ranks_on_error()
     return world
 
 
@@ -203,8 +203,10 @@ def abort() -> None:
 
 def _end_all_ranks_on_error() -> None:
     """Turn an uncaught exception into MPI_Abort; MPI_Finalize would wait for ranks that wait for this one."""
+    from mpi4py import MPI
+
     previous = sys.excepthook
-    if getattr(previous, "ends_all_ranks", False):
+    if MPI.COMM_WORLD.size == 1 or getattr(previous, "ends_all_ranks", False):
         return
 
     def report_and_abort(
