@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -74,6 +75,14 @@ class Job:
         for process in self._running():
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+
+def said(rank: int, size: int, operation: str, limit: float) -> re.Pattern[str]:
+    """What a rank says of its deadline, of a size that it knows unless that is 0; operation is a pattern."""
+    who = f"rank {rank}{f' of {size}' if size else ''} on {re.escape(socket.gethostname())}"
+    return re.compile(
+        rf"^thdattn: {who}: {operation} has not completed within {limit:g} s \(waited (\d+\.\d) s\), ending all ranks: "
+        r"one has died, has stopped, never came or made another call", re.MULTILINE)
 
 
 def is_running(process: int) -> bool:

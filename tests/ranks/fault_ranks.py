@@ -22,9 +22,22 @@ from thdattn.comm import mpi, nccl
 RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])  # before MPI knows it
 
 
+COMPUTE = """
+extern "C" __global__ void compute(long long nanoseconds) {
+  long long begin, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+  do {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - begin < nanoseconds);
+}
+"""
+
+
 def fail(kind: str) -> None:
-    """Rank 1 fails; returns on the others, and where rank 1 leaves out what comes next."""
-    if RANK != 1:
+    """Rank 1 fails; returns on the others, and where rank 1 leaves out what comes next or nothing fails."""
+    if kind == "work":
+        compute(9)
+    if RANK != 1 or kind in ("work", "nothing"):
         return
     say("fails")
     if kind == "kill":
@@ -37,6 +50,13 @@ def fail(kind: str) -> None:
         time.sleep(1000)
     else:
         assert kind == "skip", kind
+
+
+def compute(seconds: float) -> None:
+    """The GPU is to have so much to do, while the host goes on."""
+    import cupy
+
+    cupy.RawKernel(COMPUTE, "compute")((1,), (1,), (np.int64(seconds * 1e9),))
 
 
 def say(what: str) -> None:
@@ -76,7 +96,7 @@ class Layer:
             return np.ones((rows, 2, 64), np.float32)
         import cupy
 
-        return cupy.ones((rows, 2, 64), self.attention.dtype)
+        return cupy.asarray(np.ones((rows, 2, 64), self.attention.dtype))
 
     def at(self, place: str, last: bool) -> bool:
         """Whether this rank goes on with what comes next."""

@@ -15,14 +15,24 @@ A program looks the same on all of them:
     with thdattn.comm.init() as comm:
         ...
 
-and is started as `mpiexec -n 4 python -m mpi4py program.py`. What ends such a job when one rank fails:
+and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a job waits in vain for ever:
 
-* Before every rank is in `init`, nothing that can be relied on. MPICH's launcher does not notice that a rank
-  failed, with `-m mpi4py` or without, and the others wait for it. So call `init` first, before anything that
-  can go wrong on one rank alone.
-* From then on an exception that nobody catches in the main thread ends all ranks, after its traceback. `-m mpi4py`
-  adds sys.exit with an error to that. A rank that ends without an error while others wait for it, or whose thread
-  fails, ends nothing: leave a rank by raising, and in the main thread.
+* An exception that nobody catches in the main thread ends all ranks at once, after its traceback, from the moment at
+  which `init` has started MPI; `-m mpi4py` adds sys.exit with an error to that. Where a signal kills a rank, the
+  launcher ends the others.
+* Whatever else makes the others wait meets the deadline: a rank that was stopped (SIGSTOP), hangs, has ended without an
+  error, failed in another thread, or left out a call or made a different one. What has not completed within init's
+  `timeout`, 60 s unless another is passed, ends every rank of the job with an error and one line on stderr that names
+  rank, host, operation, shape and dtype, its number among the operations of this comm, and how long it took.
+* On GPUs the clock runs from when the GPU has come to the operation: it may be enqueued long before, and behind long
+  work. A graph that `thdattn.graphs` replays is one operation. Time for which this process is stopped does not count.
+* A rank that is late on purpose is late all the same: where one writes a checkpoint for minutes while the others wait
+  in the next collective, pass a longer `timeout`.
+* `init` starts MPI, finds the GPUs and starts NCCL, and gives each of these steps five times the `timeout`. Its clock
+  is that of the ranks that have come to it, so call it first. Where the program has imported mpi4py.MPI before, the
+  start of MPI has no deadline; nor has anything after close(), such as MPI_Finalize, which waits for all ranks.
+* The end is MPI_Abort; a process that is still there 5 s later says where its threads are, and exits.
+* Simulated ranks have the timeout of `run_local`, and those of `from_torch` the one of their process group.
 * Ctrl-C, with MPICH: the launcher sends SIGINT to every rank, and Python raises KeyboardInterrupt on those that
   compute; one that waits in a collective or for its GPU handles the signal when that ends, which is never if all
   wait in vain. A second Ctrl-C kills all ranks at once, whatever they do.
