@@ -25,7 +25,6 @@ class Job:
     """fault_ranks.py on some ranks; rank 1 fails in a way, at a place."""
 
     def __init__(self, ranks: int, kind: str, place: str, backend: str, timeout: float) -> None:
-        self.ranks = ranks
         words = [kind, place, backend, f"{timeout:g}"]
         self._process = launch.start([*launch.mpiexec(ranks), sys.executable, str(PROGRAM), *words])
         self._said: dict[str, list[str]] = {"stdout": [], "stderr": []}
@@ -49,7 +48,7 @@ class Job:
         finally:
             self._clean_up()
         assert self._process.returncode != 0, self.errors
-        assert len(self._started()) == self.ranks and "ends well" not in self.errors, self.errors
+        assert "ends well" not in self.errors, self.errors
         assert not re.search("rank|thdattn|Traceback", "".join(self._said["stdout"])), "MPICH's launcher may say more"
         return self.errors
 

@@ -235,7 +235,7 @@ def test_every_collective_is_between_two_numbers_that_the_stream_writes(start, m
         with comm.watched("replay"):
             comm.all_reduce(Array((5,), np.float32, 3000), "sum")
 
-    start([[b"\x0a"]], program)
+    start([[b"\x0a"], [b"\x0b"]], lambda comm: program(comm) if comm.rank == 0 else comm.agree("plan", 7))
     (stream, begin, number), (_, end, _) = done[1], done[3]
     assert done.pop(0) == (stream, begin, 0), "what tells whether the driver can"
     assert (stream, number) == (77, 1) and end == begin + 4
@@ -245,7 +245,7 @@ def test_every_collective_is_between_two_numbers_that_the_stream_writes(start, m
 
 def test_driver_that_cannot_have_streams_write_is_said_to_have_no_deadline(start, monkeypatch, caplog):
     monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda *arguments: 801)
-    start([[b"\x0a"]], lambda comm: comm.all_reduce(Array((5,), np.float32, 3000), "sum"))
+    start([[b"\x0a"], [b"\x0b"]], lambda comm: comm.all_reduce(Array((5,), np.float32, 3000), "sum"))
     assert "(cuStreamWriteValue32: error 801), so no deadline holds for collectives on this GPU" in caplog.text
 
 
@@ -255,10 +255,14 @@ def test_nothing_is_written_into_a_stream_that_is_captured(start, monkeypatch):
     def program(comm):
         comm._cupy.cuda.get_current_stream().is_capturing = lambda: True
         comm.all_reduce(Array((5,), np.float32, 3000), "sum")
-        return comm._nccl.calls
+        return [call[0] for call in comm._nccl.calls]
 
-    (calls,) = start([[b"\x0a"]], program)
-    assert [call[0] for call in calls] == ["allReduce"]
+    assert start([[b"\x0a"], [b"\x0b"]], program) == [["allReduce"]] * 2
+
+
+def test_rank_that_is_alone_is_not_watched(start, monkeypatch):
+    monkeypatch.setattr(nccl, "_stream_writes", lambda: pytest.fail)
+    start([[b"\x0a"]], lambda comm: comm.all_reduce(Array((5,), np.float32, 3000), "sum"))
 
 
 def test_group_takes_the_gpu_of_its_rank_and_is_closed_with_the_comm(start):

@@ -19,7 +19,6 @@ from thdattn.comm.watchdog import Lane, Watch
 def dog(monkeypatch):
     """A watchdog whose clock only the test moves."""
     made = watchdog._Watchdog()
-    monkeypatch.setattr(made, "start", lambda timeout: None)
     monkeypatch.setattr(watchdog, "_watchdog", made)
     return made
 
@@ -175,7 +174,9 @@ def abort():
     {abort}
 
 watchdog._SECONDS_TO_END = 0.5
-with watchdog.Watch("rank 0 of 2", 0.1, abort).waiting("barrier"):
+watch = watchdog.Watch("rank 0 of 2", 0.1, abort)
+watch.start()
+with watch.waiting("barrier"):
     threading.Event().wait()
 """
 

@@ -37,6 +37,12 @@ def test_both_of_the_others_say_what_they_wait_for():
     assert len({found[1] for found in waits if found}) == 1, "the same call has the same number on all ranks"
 
 
+def test_rank_of_a_group_says_which_one_of_the_job_it_is():
+    errors = Job(3, "stop", "group", "mpi", TIMEOUT).end(TIMEOUT)
+    group = "rank 1 of 2 of a group, 2 of 3 in the job, on "
+    assert group in errors or said(0, 3, "barrier, number 2 of this comm,", TIMEOUT).search(errors), errors
+
+
 @pytest.mark.parametrize("kind", ["stop", "absent"])
 def test_rank_that_does_not_come_within_init_ends_all_at_its_deadline(kind):
     errors = Job(2, kind, "init", "mpi", 1.0).end(5)

@@ -105,6 +105,10 @@ class Layer:
         fail(self.kind)
         return not (RANK == 1 and self.kind == "skip")
 
+    def steps(self) -> None:
+        for number in range(3):
+            self.step(last=number == 2)
+
     def step(self, last: bool) -> None:
         saved = None
         if self.at("forward", last):
@@ -127,12 +131,12 @@ def replay(layer: Layer) -> None:
 def main(kind: str, place: str, backend: str, timeout: str) -> None:
     say("begins")
     comm = join(kind, place, backend, float(timeout))
-    layer = Layer(comm, kind, place)
-    if place == "replay":
-        replay(layer)
+    if place == "group":  # of ranks 1 and up; rank 0 waits for them in the end
+        Layer(comm.split(int(RANK > 0)), kind, "forward").steps()
+    elif place == "replay":
+        replay(Layer(comm, kind, place))
     else:
-        for number in range(3):
-            layer.step(last=number == 2)
+        Layer(comm, kind, place).steps()
     comm.barrier()
     comm.close()
     say("ends well")

@@ -25,7 +25,8 @@ and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a 
   `timeout`, 60 s unless another is passed, ends every rank of the job with an error and one line on stderr that names
   rank, host, operation, shape and dtype, its number among the operations of this comm, and how long it took.
 * On GPUs the clock runs from when the GPU has come to the operation: it may be enqueued long before, and behind long
-  work. A graph that `thdattn.graphs` replays is one operation. Time for which this process is stopped does not count.
+  work. A graph that `thdattn.graphs` replays is one operation; launch one of your own within `comm.watched`. Time for
+  which this process is stopped does not count.
 * A rank that is late on purpose is late all the same: where one writes a checkpoint for minutes while the others wait
   in the next collective, pass a longer `timeout`.
 * `init` starts MPI, finds the GPUs and starts NCCL, and gives each of these steps five times the `timeout`. Its clock

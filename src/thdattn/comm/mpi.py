@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -163,7 +163,10 @@ def watch(world: Any, timeout: float) -> watchdog.Watch:
 
     everyone = MPI.COMM_WORLD
     job = "" if world.size == everyone.size else f" of a group, {everyone.rank} of {everyone.size} in the job,"
-    return watchdog.Watch(f"rank {world.rank} of {world.size}{job} on {socket.gethostname()}", timeout, abort)
+    made = watchdog.Watch(f"rank {world.rank} of {world.size}{job} on {socket.gethostname()}", timeout, abort)
+    if world.size > 1:
+        made.start()
+    return made
 
 
 def local_rank(world: Any) -> int:
@@ -195,8 +198,10 @@ def abort() -> None:
     """
     from mpi4py import MPI
 
-    sys.stdout.flush()
-    sys.stderr.flush()
+    watchdog.exit_soon()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # a stream that is closed has no reader
+            stream.flush()
     time.sleep(SECONDS_TO_BE_HEARD)
     MPI.COMM_WORLD.Abort(1)
 

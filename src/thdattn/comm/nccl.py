@@ -44,7 +44,8 @@ class NcclComm(Comm):
     """One process with one GPU, with CuPy arrays on that GPU.
 
     Collectives go to the stream that is current in the calling thread and return at once; they may be captured in a
-    CUDA graph. NCCL checks nothing across ranks: different shapes on two ranks hang or corrupt, see Comm.agree.
+    CUDA graph. NCCL checks nothing across ranks: different shapes on two ranks wait for the deadline or corrupt, see
+    Comm.agree.
 
     NOTE: drop captured graphs that hold a collective before close(), also on errors. Destroying the communicator
     first leaves every rank hanging at exit (measured with NCCL 2.28).
@@ -81,7 +82,7 @@ class NcclComm(Comm):
 
     def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
         stream = self._cupy.cuda.get_current_stream()
-        if stream.is_capturing():  # nothing waits yet
+        if self.size == 1 or stream.is_capturing():  # nothing waits, or nothing yet
             return nullcontext()
         key = (threading.get_ident(), self._gpu, stream.ptr)
         lane = _lanes.get(key)

@@ -47,7 +47,7 @@ class Operation(NamedTuple):
 
 
 class Watch:
-    """Has what one comm waits for completed in time.
+    """Has what one comm waits for completed in time, from start() on.
 
     Args:
         who: this rank, for messages.
@@ -60,7 +60,10 @@ class Watch:
         self.timeout = timeout
         self.abort = abort
         self.number = 0
-        _watchdog.start(timeout)
+
+    def start(self) -> None:
+        """Start the thread, unless it runs; ranks that are alone wait for nobody and need none."""
+        _watchdog.start(self.timeout)
 
     @contextmanager
     def waiting(self, what: str, array: Any = None, patience: int = 1) -> Iterator[None]:
@@ -177,10 +180,15 @@ _watchdog = _Watchdog()
 
 def _end(operation: Operation, waited: float) -> None:
     """End all ranks, with a message, whatever the main thread holds or hangs in."""
-    faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True, file=2)  # needs no lock of Python's
+    exit_soon()
     os.write(2, message(operation.watch.who, str(operation), operation.limit, waited).encode())
     operation.watch.abort()
     threading.Event().wait()
+
+
+def exit_soon() -> None:
+    """Have this process say where its threads are and exit, unless it ends before; this needs no lock of Python's."""
+    faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True, file=2)
 
 
 def message(who: str, operation: str, limit: float, waited: float) -> str:
