@@ -95,6 +95,14 @@ def test_launchers_say_which_process_of_the_machine_this_is(launched, environmen
     assert launcher.local_rank() == number
 
 
+@pytest.mark.parametrize(
+    ("environment", "number"), [({}, None), (MPICH, 1), (OPEN_MPI, 0), ({"PMIX_RANK": "3"}, 3), (STEP, None)]
+)
+def test_launchers_say_which_rank_this_is_before_mpi_does(launched, environment, number):
+    launched(environment)
+    assert launcher.rank() == number
+
+
 @pytest.mark.parametrize("environment", [{}, BATCH, SALLOC_STEP, ONE_OF_TORCHRUN, {"PMI_SIZE": "1"}])
 def test_auto_is_single_without_a_launcher_or_with_one_rank(launched, monkeypatch, environment):
     launched(environment)

@@ -90,7 +90,7 @@ def test_exception_after_init_ends_the_job_with_its_message(job, options):
 
 
 @WITH_AND_WITHOUT
-def test_exception_before_init_leaves_the_others_waiting_under_mpich(job, open_mpi, options):
+def test_exception_before_init_leaves_the_others_waiting_for_the_deadline_under_mpich(job, open_mpi, options):
     if open_mpi:
         pytest.skip("Open MPI's launcher ends the job; that of version 5.0 not always")
     process = job(*options, "exception-before-init")

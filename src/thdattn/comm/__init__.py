@@ -15,14 +15,25 @@ A program looks the same on all of them:
     with thdattn.comm.init() as comm:
         ...
 
-and is started as `mpiexec -n 4 python -m mpi4py program.py`. What ends such a job when one rank fails:
+and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a job waits in vain for ever:
 
-* Before every rank is in `init`, nothing that can be relied on. MPICH's launcher does not notice that a rank
-  failed, with `-m mpi4py` or without, and the others wait for it. So call `init` first, before anything that
-  can go wrong on one rank alone.
-* From then on an exception that nobody catches in the main thread ends all ranks, after its traceback. `-m mpi4py`
-  adds sys.exit with an error to that. A rank that ends without an error while others wait for it, or whose thread
-  fails, ends nothing: leave a rank by raising, and in the main thread.
+* An exception that nobody catches in the main thread ends all ranks at once, after its traceback, from the moment at
+  which `init` has started MPI; `-m mpi4py` adds sys.exit with an error to that. Where a signal kills a rank, the
+  launcher ends the others.
+* Whatever else makes the others wait meets the deadline: a rank that was stopped (SIGSTOP), hangs, has ended without an
+  error, failed in another thread, or left out a call or made a different one. What has not completed within init's
+  `timeout`, 60 s unless another is passed, ends every rank of the job with an error and one line on stderr that names
+  rank, host, operation, shape and dtype, its number among the operations of this comm, and how long it took.
+* On GPUs the clock runs from when the GPU has come to the operation: it may be enqueued long before, and behind long
+  work. A graph that `thdattn.graphs` replays is one operation; launch one of your own within `comm.watched`. Time for
+  which this process is stopped does not count.
+* A rank that is late on purpose is late all the same: where one writes a checkpoint for minutes while the others wait
+  in the next collective, pass a longer `timeout`.
+* `init` starts MPI, finds the GPUs and starts NCCL, and gives each of these steps five times the `timeout`. Its clock
+  is that of the ranks that have come to it, so call it first. Where the program has imported mpi4py.MPI before, the
+  start of MPI has no deadline; nor has anything after close(), such as MPI_Finalize, which waits for all ranks.
+* The end is MPI_Abort; a process that is still there 5 s later says where its threads are, and exits.
+* Simulated ranks have the timeout of `run_local`, and those of `from_torch` the one of their process group.
 * Ctrl-C, with MPICH: the launcher sends SIGINT to every rank, and Python raises KeyboardInterrupt on those that
   compute; one that waits in a collective or for its GPU handles the signal when that ends, which is never if all
   wait in vain. A second Ctrl-C kills all ranks at once, whatever they do.
@@ -42,9 +53,9 @@ Importing this package needs neither MPI nor a GPU: mpi4py, CuPy and PyTorch are
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -52,7 +63,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn.arguments import INT32_MAX, as_choice, as_count, as_int
-from thdattn.comm import launcher
 from thdattn.comm.checks import Checks
 
 if TYPE_CHECKING:
@@ -62,8 +72,7 @@ __all__ = ["Comm", "SingleComm", "from_torch", "init", "run_local"]
 
 Result = TypeVar("Result")
 
-logger = logging.getLogger("thdattn")
-
+_UNWATCHED = nullcontext()
 _INTEGERS = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64"})
 
 
@@ -125,7 +134,8 @@ class Comm(Checks, ABC):
         """
         self._check_buffers(send, recv)
         self._check_shape(recv, (self.size * send.shape[0], *send.shape[1:]), "size * rows of send")
-        self._all_gather(send, recv)
+        with self.watched("all_gather", send):
+            self._all_gather(send, recv)
 
     def reduce_scatter(self, send: Any, recv: Any) -> None:
         """Add all ranks' arrays and keep this rank's share of the rows.
@@ -148,7 +158,8 @@ class Comm(Checks, ABC):
                 f"pad it to {(rows + 1) * self.size} rows"
             )
         self._check_shape(recv, (rows, *send.shape[1:]), "rows of send / size")
-        self._reduce_scatter(send, recv)
+        with self.watched("reduce_scatter", send):
+            self._reduce_scatter(send, recv)
 
     def all_reduce(self, array: Any, op: str) -> None:
         """Replace the array by its element-wise sum or maximum over all ranks.
@@ -165,7 +176,9 @@ class Comm(Checks, ABC):
         self._check_array("array", array)
         self._check_writable("array", array)
         self._check_sum_dtype("array", array)
-        self._all_reduce(array, as_choice("op", op, ("sum", "max")))
+        op = as_choice("op", op, ("sum", "max"))
+        with self.watched("all_reduce", array):
+            self._all_reduce(array, op)
 
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
@@ -297,6 +310,19 @@ class Comm(Checks, ABC):
             self._closed = True
             self._close()
 
+    def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+        """A block that waits for other ranks, or enqueues what does on the current stream, under the deadline of init.
+
+        Collectives are watched already, and so is what a block contains, as one with it. While the stream is captured
+        nothing is, as nothing runs: have the graph's launch watched. Where init's deadline does not apply, this does
+        nothing.
+
+        Args:
+            what: the operation, for the message.
+            array: one whose shape and dtype are for the message.
+        """
+        return _UNWATCHED
+
     def before_close(self, action: Callable[[], None]) -> None:
         """Have an action done first when the comm is closed, such as destroying graphs that hold its collectives.
 
@@ -381,7 +407,9 @@ class SingleComm(Comm):
         return SingleComm()
 
 
-def init(backend: str = "auto", world: Any = None, transport: str = "auto") -> Comm:
+def init(
+    backend: str = "auto", world: Any = None, timeout: float = 60.0, transport: str = "auto"
+) -> Comm:
     """Join this process's ranks.
 
     "auto" is "single" unless an MPI launcher started several ranks; then "nccl" if every rank has a GPU of its own,
@@ -391,6 +419,8 @@ def init(backend: str = "auto", world: Any = None, transport: str = "auto") -> C
         backend: "auto", "single", "mpi" or "nccl".
         world: the ranks, a communicator of mpi4py whose processes all call this; COMM_WORLD if it is None. What else is
             sent on it does no harm. What the launcher says is checked against COMM_WORLD only.
+        timeout: seconds after which a collective that has not completed ends all ranks of the job, at most
+            threading.TIMEOUT_MAX (centuries); groups inherit it. "single" waits for nobody.
         transport: of keys, values and their gradients between GPUs: "peer", copies between the GPUs of one machine,
             which go on beside kernels; "nccl"; or "auto": peer where it works.
 
@@ -398,51 +428,16 @@ def init(backend: str = "auto", world: Any = None, transport: str = "auto") -> C
         A comm whose rank and size are those of world ("single": 0 and 1).
 
     Raises:
-        TypeError: backend is no str, or world no communicator of mpi4py, or one between two groups.
-        ValueError: unknown backend; world is MPI.COMM_NULL; or "single" with a world of several ranks.
+        TypeError: backend is no str, timeout no number, or world no communicator of mpi4py or one between two groups.
+        ValueError: unknown backend; timeout is not positive and finite; world is MPI.COMM_NULL; or "single" with a
+            world of several ranks.
         RuntimeError: MPI, CuPy, NCCL or a GPU is missing; two ranks share a GPU; or MPI sees another number of ranks
             than the launcher started, as below torchrun (see from_torch) and below srun without --mpi. Errors of GPUs
             and NCCL are raised on every rank.
     """
-    as_choice("backend", backend, ("auto", "single", "mpi", "nccl"))
-    as_choice("transport", transport, ("auto", "nccl", "peer"))
-    started_by = launcher.find() if world is None else None
-    alone = started_by is None or started_by.size == 1
-    if world is None and (backend == "single" or (backend == "auto" and alone)):
-        return SingleComm()
-    if started_by and started_by.name == "torchrun" and started_by.size > 1:
-        raise RuntimeError(
-            f"torchrun (RANK and WORLD_SIZE are set) started {started_by.size} processes, which are no ranks of MPI: "
-            f"each would do all the work alone; use thdattn.comm.from_torch() after "
-            f"torch.distributed.init_process_group(), or start the program with mpiexec; or {launcher.ALONE}"
-        )
+    from thdattn.comm import start
 
-    from thdattn.comm import mpi
-
-    world = mpi.connect(started_by) if world is None else mpi.joined(world)
-    if backend == "single" and world.size > 1:
-        raise ValueError(f"world has {world.size} ranks, but backend 'single' is one rank alone; wanted world of one "
-                         f"rank or none; leave it out")
-    if backend == "single" or (backend == "auto" and world.size == 1):
-        return SingleComm()
-    return mpi.MpiComm(world.Dup()) if backend == "mpi" else _with_gpus(backend, world, transport)
-
-
-def _with_gpus(backend: str, world: Any, transport: str) -> Comm:
-    """NCCL's ranks; for "auto" MPI's where a rank has no GPU of its own."""
-    from thdattn.comm import mpi, nccl
-
-    answers = nccl.survey(world)
-    try:
-        gpus = nccl.choose(answers)
-    except RuntimeError as error:
-        if backend == "nccl":
-            raise
-        if world.rank == 0:
-            level = logging.WARNING if any(found for found, _ in answers) else logging.INFO
-            logger.log(level, "thdattn.comm.init uses MPI and host arrays, not NCCL: %s", error)
-        return mpi.MpiComm(world.Dup())
-    return nccl.NcclComm(world.Dup(), gpus, transport)
+    return start.join(backend, world, timeout, transport)
 
 
 def from_torch(group: Any = None) -> Comm:
