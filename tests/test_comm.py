@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from launch import SOURCE
 from ranks.comm_contract import check_contract
+from ranks.comm_groups import check_groups
 
 import thdattn.comm
 from thdattn.comm import launcher, mpi, nccl
@@ -217,6 +218,90 @@ def test_comm_is_closed_at_the_end_of_a_with_block_but_not_on_an_error():
     still_open.barrier()
 
 
+# --- groups ----------------------------------------------------------------------------------------------------
+
+
+def test_groups_of_simulated_ranks_keep_the_contract():
+    thdattn.comm.run_local(4, lambda comm: check_groups(comm, np), timeout=30)
+
+
+def test_group_of_one_rank_is_one_rank():
+    check_contract(thdattn.comm.init("single").split(3, -1), np)
+
+
+def test_failing_rank_ends_those_that_wait_in_other_groups():
+    given_up = []
+
+    def program(comm):
+        group = comm.split(comm.rank // 2)
+        if comm.rank == 0:
+            raise KeyError("the real one")
+        try:
+            for _ in range(10**9):  # ranks 2 and 3 never meet rank 0
+                group.barrier()
+        except RuntimeError as error:
+            given_up.append(str(error))
+            raise
+
+    with pytest.raises(KeyError, match="the real one"):
+        thdattn.comm.run_local(4, program, timeout=30)
+    assert len(given_up) == 3 and all("rank 0 failed with KeyError" in message for message in given_up)
+
+
+def test_rank_that_returns_early_is_missed_in_its_own_group_only():
+    arrived = []
+
+    def program(comm):
+        group = comm.split(comm.rank // 2)
+        if comm.rank == 3:
+            return
+        if comm.rank < 2:
+            time.sleep(0.1)
+        group.barrier()
+        arrived.append(comm.rank)
+
+    with pytest.raises(RuntimeError, match=r"rank 2 waits in barrier; rank 3 cannot all come, as rank 3 returned"):
+        thdattn.comm.run_local(4, program, timeout=30)
+    assert not {2, 3} & set(arrived)
+
+
+def test_messages_of_a_group_number_ranks_as_the_job_does():
+    def program(comm):
+        group = comm.split(comm.rank % 2, key=-comm.rank)
+        group.all_reduce(np.zeros(3 + (comm.rank == 3)), "sum")
+
+    with pytest.raises(RuntimeError, match=r"rank 3: all_reduce sum of \(4,\) .*; rank 1: all_reduce sum of \(3,\)"):
+        thdattn.comm.run_local(4, program)
+
+
+def test_closing_does_first_what_was_asked_for_then_closes_groups_from_the_last(monkeypatch):
+    done = []
+    monkeypatch.setattr(thdattn.comm.SingleComm, "_close", lambda self: done.append(names[self]))
+    comm = thdattn.comm.init("single")
+    first, second = comm.split(0), comm.split(1)
+    inner = first.split(0)
+    names = {comm: "comm", first: "first", second: "second", inner: "inner"}
+    for each in (comm, inner, second):
+        each.before_close(lambda each=each: done.append(f"graph of {names[each]}"))
+    second.forget(second._before_close[0])
+    comm.close()
+    assert sorted(done[:2]) == ["graph of comm", "graph of inner"]
+    assert done[2:] == ["second", "inner", "first", "comm"]
+
+
+def test_group_that_was_closed_is_closed_once(monkeypatch):
+    closed = []
+    monkeypatch.setattr(thdattn.comm.SingleComm, "_close", lambda self: closed.append(self))
+    comm = thdattn.comm.init("single")
+    with comm.split(0) as group:
+        group.barrier()
+    assert closed == [group]
+    comm.barrier()
+    other = comm.split(0)
+    comm.close()
+    assert closed == [group, other, comm]
+
+
 # --- init ------------------------------------------------------------------------------------------------------
 
 
@@ -236,11 +321,21 @@ def test_unknown_backend_is_refused():
         thdattn.comm.init(None)
 
 
+@pytest.mark.parametrize("backend", ["auto", "single", "mpi", "nccl"])
+@pytest.mark.parametrize("world", [4, "world", [0, 1]])
+def test_world_that_is_no_communicator_is_refused(backend, world):
+    with pytest.raises(TypeError, match=r"world is .*wanted a communicator of mpi4py; pass mpi4py.MPI.COMM_WORLD"):
+        thdattn.comm.init(backend, world)
+
+
 class World:
     """As much of a communicator as init looks at."""
 
     def __init__(self, size):
         self.rank, self.size = 0, size
+
+    def Dup(self):
+        return self
 
 
 @pytest.fixture

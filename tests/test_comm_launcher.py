@@ -77,6 +77,24 @@ def test_launchers_are_recognised_by_their_environment(launched, environment, fo
     assert launcher.find() == found
 
 
+@pytest.mark.parametrize(
+    ("environment", "number"),
+    [
+        ({}, None),
+        (MPICH, None),
+        ({**MPICH, "MPI_LOCALRANKID": "1"}, 1),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "3"}, 3),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "x"}, None),
+        (BATCH, None),  # whose processes are mpiexec's
+        ({**STEP, "SLURM_LOCALID": "2"}, 2),
+        ({**STEP, **MPICH, "MPI_LOCALRANKID": "1"}, 1),
+    ],
+)
+def test_launchers_say_which_process_of_the_machine_this_is(launched, environment, number):
+    launched(environment)
+    assert launcher.local_rank() == number
+
+
 @pytest.mark.parametrize("environment", [{}, BATCH, SALLOC_STEP, ONE_OF_TORCHRUN, {"PMI_SIZE": "1"}])
 def test_auto_is_single_without_a_launcher_or_with_one_rank(launched, monkeypatch, environment):
     launched(environment)

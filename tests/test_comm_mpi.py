@@ -13,6 +13,7 @@ import pytest
 from launch import mpiexec, run_ranks
 
 PROGRAM = Path(__file__).parent / "ranks" / "comm_contract.py"
+GROUPS = PROGRAM.with_name("comm_groups.py")
 FAILURES = PROGRAM.with_name("failures.py")
 
 
@@ -21,6 +22,12 @@ def test_mpi_ranks_keep_the_contract(n):
     run = run_ranks(n, PROGRAM, "contract", "mpi", str(n))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("contract on mpi done") == n
+
+
+def test_groups_of_mpi_ranks_keep_the_contract():
+    run = run_ranks(4, GROUPS, "mpi", "4")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("groups on mpi done") == 4
 
 
 def test_agree_raises_on_every_rank():

@@ -38,6 +38,15 @@ def test_nccl_ranks_keep_the_contract(cupy, backend, n):
     assert run.stdout.count(f"contract on {'single' if (backend, n) == ('auto', 1) else 'nccl'} done") == n
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_groups_of_nccl_ranks_keep_the_contract(cupy, n):
+    if cupy.cuda.runtime.getDeviceCount() < n:
+        pytest.skip(f"needs {n} GPUs")
+    run = run_ranks(n, PROGRAM.with_name("comm_groups.py"), "nccl", str(n), timeout=180)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("groups on nccl done") == n
+
+
 def test_two_ranks_on_one_gpu_are_refused(cupy, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     run = run_ranks(2, PROGRAM, "contract", "nccl", "2", timeout=120)

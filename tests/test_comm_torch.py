@@ -43,6 +43,12 @@ def test_two_ranks_of_torchrun_keep_the_contract():
     assert "Warning" not in run.stderr
 
 
+def test_groups_of_torchrun_keep_the_contract():
+    run = run_torchrun(4, RANKS / "comm_groups.py", "torch-gloo", "4", timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("groups on torch done") == 4
+
+
 def test_ranks_of_torchrun_together_are_the_oracle():
     run = run_torchrun(2, RANKS / "attention_ranks.py", "cases", "torch-gloo", "2", timeout=180)
     assert run.returncode == 0, run.stderr

@@ -29,6 +29,14 @@ and is started as `mpiexec -n 4 python -m mpi4py program.py`. What ends such a j
 * Ctrl-C, with Open MPI: the launcher sends SIGTERM, no SIGINT, and kills the ranks a quarter of a second (version 5)
   or a second (version 4) later. There is no time for a checkpoint, and a second Ctrl-C is not needed.
 
+Groups: `comm.split(color)` makes comms of some of the ranks each, say one per row and one per column of a grid, and
+`comm.init(world=...)` takes any communicator of mpi4py. Ranks of one comm make the same calls on it in the same order,
+and nothing else is asked of groups that share no rank. Where they share ranks, each rank may mix the calls of its comms
+as it likes, provided that all calls of all ranks can be put in one sequence that keeps every rank's own order; a
+program in which all ranks do "first the row, then the column" has one. If rank 0 is first in its row, rank 1 of that
+row first in its column, and so on round the grid, each waits for the next. GPU ranks use one stream for the comms that
+they share, or order the streams by events in the same way on all ranks. Closing a comm closes its groups.
+
 Importing this package needs neither MPI nor a GPU: mpi4py, CuPy and PyTorch are loaded when a backend is made.
 """
 
@@ -42,8 +50,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from thdattn.arguments import as_choice, as_int
+from thdattn.arguments import INT32_MAX, as_choice, as_count, as_int
 from thdattn.comm import launcher
+from thdattn.comm.checks import Checks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,10 +64,9 @@ Result = TypeVar("Result")
 logger = logging.getLogger("thdattn")
 
 _INTEGERS = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64"})
-_ARRAY_KINDS = {"cpu": "NumPy", "cuda": "CuPy"}
 
 
-class Comm(ABC):
+class Comm(Checks, ABC):
     """What the rest of the package asks of a group of ranks.
 
     Every rank calls the same collectives in the same order with the same shapes and dtypes. Arrays are C-contiguous
@@ -75,16 +83,13 @@ class Comm(ABC):
         capturable: whether collectives of CuPy arrays may be captured in a CUDA graph.
     """
 
-    name: str
-    devices: frozenset[str]
-    sum_dtypes: frozenset[str] = _INTEGERS | {"float32", "float64"}
+    sum_dtypes = _INTEGERS | {"float32", "float64"}
     capturable = False
-    _gpu: int | None = None  # the number of the only GPU whose arrays this rank takes, where that matters
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._closed = False
+        self._groups: list[Comm] = []
         self._before_close: list[Callable[[], None]] = []
 
     def all_gather(self, send: Any, recv: Any) -> None:
@@ -171,19 +176,46 @@ class Comm(ABC):
                 f"give every rank the same global input"
             )
 
+    def split(self, color: int, key: int = 0) -> Comm:
+        """Form groups: the ranks that pass one color become a comm of their own.
+
+        Every rank of this comm calls it and gets its group's comm, of the same backend. Groups may be split again.
+
+        Args:
+            color: which group this rank is in, >= 0.
+            key: the ranks of a group are numbered by it, and where it is equal in the order that they have here.
+
+        Raises:
+            TypeError: color or key is not an integer.
+            ValueError: color is negative, or one of them has more than 32 bits; or, on torch before 2.13, on every
+                rank: keys put ranks in another order than the world's.
+            RuntimeError: on every rank of the group, if NCCL could not start on one.
+        """
+        self._check_open()
+        color = as_count("color", color, "number the groups from 0", at_least=0)
+        key = as_count("key", key, "number the ranks of a group from 0", at_least=-INT32_MAX)
+        group = self._split(color, key)
+        self._groups = [*(other for other in self._groups if not other._closed), group]
+        return group
+
     def close(self) -> None:
         """Give the backend's resources back; a second call does nothing.
 
-        Every rank must call it. Collectives raise RuntimeError afterwards.
+        Every rank must call it. Groups that were split off are closed first, the last one first, and before any of them
+        what before_close was asked for. Collectives raise RuntimeError afterwards.
         """
         if not self._closed:
-            while self._before_close:
-                self._before_close.pop()()
+            self._act_before_close()
+            for group in reversed(self._groups):
+                group.close()
             self._closed = True
             self._close()
 
     def before_close(self, action: Callable[[], None]) -> None:
-        """Have an action done first when the comm is closed, such as destroying graphs that hold its collectives."""
+        """Have an action done first when the comm is closed, such as destroying graphs that hold its collectives.
+
+        Graphs that hold collectives of several groups belong to the comm that these were split from.
+        """
         self._check_open()
         self._before_close.append(action)
 
@@ -220,70 +252,17 @@ class Comm(ABC):
     @abstractmethod
     def _gather_values(self, value: int) -> Sequence[int]: ...
 
-    def _close(self) -> None:  # noqa: B027 - most backends hold nothing
+    @abstractmethod
+    def _split(self, color: int, key: int) -> Comm: ...
+
+    def _close(self) -> None:
         """Release what the backend holds; called once."""
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError(f"this {self.name} comm is closed; call thdattn.comm.init() for a new one")
-
-    def _check_array(self, name: str, array: Any) -> None:
-        self._check_open()
-        if _device(array) not in self.devices:
-            kind = type(array)
-            wanted = " or ".join(_ARRAY_KINDS[device] for device in sorted(self.devices))
-            raise TypeError(
-                f"{name} is a {kind.__module__}.{kind.__qualname__}, but the {self.name} backend takes {wanted} "
-                f"arrays; convert it, or choose the backend that fits in thdattn.comm.init"
-            )
-        if not array.flags.c_contiguous:
-            raise TypeError(
-                f"{name} is not C-contiguous (shape {array.shape}, strides {array.strides}); copy it first"
-            )
-        if array.dtype.hasobject or not array.dtype.isnative:
-            raise TypeError(
-                f"{name} is of dtype {array.dtype.str}; wanted numbers in this machine's byte order, convert it first"
-            )
-        on_gpu = self._gpu is not None and array.size and not isinstance(array, np.ndarray)
-        if on_gpu and array.data.device_id != self._gpu:
-            raise ValueError(
-                f"{name} is on GPU {array.data.device_id}, but rank {self.rank} works on GPU {self._gpu}; make arrays "
-                f"under cupy.cuda.Device({self._gpu}), which was current when this comm was made"
-            )
-
-    def _check_writable(self, name: str, array: Any) -> None:
-        if isinstance(array, np.ndarray) and not array.flags.writeable:
-            raise ValueError(f"{name} is read-only, but is to be overwritten; copy it first")
-
-    def _check_buffers(self, send: Any, recv: Any) -> None:
-        self._check_array("send", send)
-        self._check_array("recv", recv)
-        self._check_writable("recv", recv)
-        if send.ndim == 0:
-            raise ValueError("send has no dimensions; its first dimension is the rows, reshape it to (1,)")
-        if isinstance(send, np.ndarray) != isinstance(recv, np.ndarray):
-            raise TypeError(
-                f"send is a {type(send).__name__} and recv a {type(recv).__name__}; use one device for both"
-            )
-        if send.dtype != recv.dtype:
-            raise TypeError(f"send is {send.dtype} but recv is {recv.dtype}; make recv {send.dtype}")
-        begin, other = _address(send), _address(recv)
-        if begin < other + recv.nbytes and other < begin + send.nbytes:
-            raise ValueError("send and recv share memory; give recv memory of its own")
-
-    def _check_shape(self, recv: Any, wanted: tuple[int, ...], rule: str) -> None:
-        if recv.shape != wanted:
-            raise ValueError(
-                f"recv has shape {recv.shape}; with {self.size} ranks it must be {wanted} ({rule}, "
-                f"other dimensions as send)"
-            )
-
-    def _check_sum_dtype(self, name: str, array: Any) -> None:
-        if array.dtype.name not in self.sum_dtypes:
-            raise TypeError(
-                f"{name} is {array.dtype}; the {self.name} backend sums {', '.join(sorted(self.sum_dtypes))}; "
-                f"convert it to float32"
-            )
+    def _act_before_close(self) -> None:
+        for group in self._groups:
+            group._act_before_close()
+        while self._before_close:
+            self._before_close.pop()()
 
 
 class SingleComm(Comm):
@@ -312,8 +291,11 @@ class SingleComm(Comm):
     def _gather_values(self, value: int) -> Sequence[int]:
         return [value]
 
+    def _split(self, color: int, key: int) -> Comm:
+        return SingleComm()
 
-def init(backend: str = "auto") -> Comm:
+
+def init(backend: str = "auto", world: Any = None) -> Comm:
     """Join this process's ranks.
 
     "auto" is "single" unless an MPI launcher started several ranks; then "nccl" if every rank has a GPU of its own,
@@ -321,20 +303,23 @@ def init(backend: str = "auto") -> Comm:
 
     Args:
         backend: "auto", "single", "mpi" or "nccl".
+        world: the ranks, a communicator of mpi4py whose processes all call this; COMM_WORLD if it is None. What else is
+            sent on it does no harm. What the launcher says is checked against COMM_WORLD only.
 
     Returns:
-        A comm whose rank and size are those of MPI's COMM_WORLD ("single": 0 and 1).
+        A comm whose rank and size are those of world ("single": 0 and 1).
 
     Raises:
-        TypeError: backend is no str.
-        ValueError: unknown backend.
+        TypeError: backend is no str, or world no communicator of mpi4py, or one between two groups.
+        ValueError: unknown backend; world is MPI.COMM_NULL; or "single" with a world of several ranks.
         RuntimeError: MPI, CuPy, NCCL or a GPU is missing; two ranks share a GPU; or MPI sees another number of ranks
             than the launcher started, as below torchrun (see from_torch) and below srun without --mpi. Errors of GPUs
             and NCCL are raised on every rank.
     """
     as_choice("backend", backend, ("auto", "single", "mpi", "nccl"))
-    started_by = launcher.find()
-    if backend == "single" or (backend == "auto" and (started_by is None or started_by.size == 1)):
+    started_by = launcher.find() if world is None else None
+    alone = started_by is None or started_by.size == 1
+    if world is None and (backend == "single" or (backend == "auto" and alone)):
         return SingleComm()
     if started_by and started_by.name == "torchrun" and started_by.size > 1:
         raise RuntimeError(
@@ -345,11 +330,18 @@ def init(backend: str = "auto") -> Comm:
 
     from thdattn.comm import mpi
 
-    world = mpi.connect(started_by)
-    if backend == "mpi":
-        return mpi.MpiComm(world)
+    world = mpi.connect(started_by) if world is None else mpi.joined(world)
+    if backend == "single" and world.size > 1:
+        raise ValueError(f"world has {world.size} ranks, but backend 'single' is one rank alone; wanted world of one "
+                         f"rank or none; leave it out")
+    if backend == "single" or (backend == "auto" and world.size == 1):
+        return SingleComm()
+    return mpi.MpiComm(world.Dup()) if backend == "mpi" else _with_gpus(backend, world)
 
-    from thdattn.comm import nccl
+
+def _with_gpus(backend: str, world: Any) -> Comm:
+    """NCCL's ranks; for "auto" MPI's where a rank has no GPU of its own."""
+    from thdattn.comm import mpi, nccl
 
     answers = nccl.survey(world)
     try:
@@ -360,8 +352,8 @@ def init(backend: str = "auto") -> Comm:
         if world.rank == 0:
             level = logging.WARNING if any(found for found, _ in answers) else logging.INFO
             logger.log(level, "thdattn.comm.init uses MPI and host arrays, not NCCL: %s", error)
-        return mpi.MpiComm(world)
-    return nccl.NcclComm(world, gpus)
+        return mpi.MpiComm(world.Dup())
+    return nccl.NcclComm(world.Dup(), gpus)
 
 
 def from_torch(group: Any = None) -> Comm:
@@ -370,7 +362,8 @@ def from_torch(group: Any = None) -> Comm:
     Collectives are torch's, on the group's own communicator: they and the program's other collectives on this group
     must come in the same order on every rank, and its timeouts hold. gloo moves NumPy arrays and nccl CuPy arrays; a
     group of both ("cpu:gloo,cuda:nccl") moves both. With nccl, torch's current GPU becomes CuPy's, so call
-    torch.cuda.set_device before. A failing rank ends the others as torchrun does it; close() leaves the group alone.
+    torch.cuda.set_device before. A failing rank ends the others as torchrun does it; close() leaves the group alone,
+    and groups of split live as long as torch.distributed does, with torch's own timeouts.
 
     Args:
         group: a process group that this process is in; None for all processes.
@@ -413,16 +406,3 @@ def run_local(cp_size: int, fn: Callable[[Comm], Result], timeout: float = 60.0)
     from thdattn.comm import local
 
     return local.run(cp_size, fn, timeout)
-
-
-def _device(array: Any) -> str | None:
-    if isinstance(array, np.ndarray):
-        return "cpu"
-    # By name, so that NumPy-only installations need no CuPy to ask.
-    return "cuda" if type(array).__module__.split(".")[0] == "cupy" else None
-
-
-def _address(array: Any) -> int:
-    if isinstance(array, np.ndarray):
-        return int(array.__array_interface__["data"][0])
-    return int(array.data.ptr)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 # What MPI's launchers, and srun with --mpi, tell the processes that they start.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID")
+_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
 
 ALONE = 'call thdattn.comm.init("single") where each process is to work alone'
 
@@ -38,6 +39,13 @@ def find() -> Launcher | None:
     if torch and "TORCHELASTIC_RUN_ID" in os.environ and (mpi is None or 1 < torch.size != mpi.size):
         return torch
     return mpi or _srun() or torch
+
+
+def local_rank() -> int | None:
+    """Which of the launcher's processes on this machine this one is; None if it does not say."""
+    names = (*_LOCAL_RANK_VARIABLES, *["SLURM_LOCALID"] * (_srun() is not None))
+    said = [os.environ[name] for name in names if os.environ.get(name, "").isdecimal()]
+    return int(said[0]) if said else None
 
 
 def mpiexec() -> list[str] | None:

@@ -6,7 +6,6 @@ returns early, calls another collective than the others or never comes is named,
 
 from __future__ import annotations
 
-import numbers
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ import numpy as np
 
 from thdattn.arguments import as_count, found
 from thdattn.comm import Comm
+from thdattn.comm.checks import as_timeout
 
 Result = TypeVar("Result")
 
@@ -26,85 +26,101 @@ class PeerFailed(RuntimeError):
     """Another rank failed, so this one gave up; the other rank's error is the one to read."""
 
 
-class _Meeting:
-    """Where ranks meet: everybody leaves a value, and nobody goes on before all values are there.
+class _Job:
+    """What all ranks of one run know of each other: who has gone, who failed, and whether anybody still waits in hope.
 
-    threading.Barrier would do the waiting, but cannot say who came, nor tell a late rank from one that returned.
+    Args:
+        size: number of ranks.
+        timeout: seconds that a rank waits for another.
     """
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
+        self.timeout = timeout
+        self.changed = threading.Condition()
         self.failures: list[tuple[int, BaseException]] = []
-        self._timeout = timeout
-        self._changed = threading.Condition()
+        self.gone: set[int] = set()
+        self.stuck: str | None = None
+
+    def leave(self, rank: int, error: BaseException | None) -> None:
+        """Say that a rank comes no more: it returned, or it failed."""
+        with self.changed:
+            self.gone.add(rank)
+            if error is not None:
+                self.failures.append((rank, error))
+            self.changed.notify_all()
+
+    def wait_until_over(self) -> list[int]:
+        """Wait for all ranks; after a failure only a little longer. Returns the ranks that still run."""
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.gone) == self.size or bool(self.failures))
+            self.changed.wait_for(lambda: len(self.gone) == self.size, min(self.timeout, _GRACE_SECONDS))
+            return [rank for rank in range(self.size) if rank not in self.gone]
+
+    def interrupt(self) -> None:
+        """Send waiting ranks home, because nobody waits for their results."""
+        with self.changed:
+            self.stuck = "run_local was interrupted"
+            self.changed.notify_all()
+
+
+class _Meeting:
+    """Where the ranks of a comm meet: everybody leaves a value, and nobody goes on before all values are there.
+
+    threading.Barrier would do the waiting, but cannot say who came, nor tell a late rank from one that returned.
+
+    Args:
+        job: of all ranks.
+        ranks: who meets, by their numbers in the job, which are those in messages.
+    """
+
+    def __init__(self, job: _Job, ranks: Sequence[int]) -> None:
+        self.job = job
+        self.ranks = ranks
         self._waiting: dict[int, tuple[str, Any]] = {}
         self._met: list[tuple[str, Any]] = []
         self._round = 0
-        self._gone: set[int] = set()
-        self._stuck: str | None = None
 
     def exchange(self, rank: int, what: str, value: Any) -> list[Any]:
-        """All ranks' values in rank order, once every rank called this with the same `what`."""
-        with self._changed:
+        """All values in rank order, once every rank of the meeting called this with the same `what`."""
+        job = self.job
+        with job.changed:
             this_round = self._round
-            self._waiting[rank] = (what, value)
-            if not self._hopeless() and len(self._waiting) == self.size:
-                self._met = [self._waiting[r] for r in range(self.size)]
+            self._waiting[self.ranks[rank]] = (what, value)
+            if not self._hopeless() and len(self._waiting) == len(self.ranks):
+                self._met = [self._waiting[r] for r in self.ranks]
                 self._waiting = {}
                 self._round += 1
-                self._changed.notify_all()
-            elif not self._changed.wait_for(
-                lambda: self._round != this_round or self._hopeless(), self._timeout
-            ):
-                self._stuck = self._describe_waiting(f"did not come within {self._timeout:g} s")
-                self._changed.notify_all()
+                job.changed.notify_all()
+            elif not job.changed.wait_for(lambda: self._round != this_round or self._hopeless(), job.timeout):
+                job.stuck = self._describe_waiting(f"did not come within {job.timeout:g} s")
+                job.changed.notify_all()
             if self._round == this_round:
                 raise self._reason(what)
             met = self._met
         if any(other != what for other, _ in met):
-            calls = "; ".join(f"rank {r}: {other}" for r, (other, _) in enumerate(met))
+            calls = "; ".join(f"rank {r}: {other}" for r, (other, _) in zip(self.ranks, met, strict=True))
             raise RuntimeError(
                 f"ranks are in different collectives, every rank must make the same call: {calls}"
             )
         return [value for _, value in met]
 
-    def leave(self, rank: int, error: BaseException | None) -> None:
-        """Say that a rank comes no more: it returned, or it failed."""
-        with self._changed:
-            self._gone.add(rank)
-            if error is not None:
-                self.failures.append((rank, error))
-            self._changed.notify_all()
-
-    def wait_until_over(self) -> list[int]:
-        """Wait for all ranks; after a failure only a little longer. Returns the ranks that still run."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._gone) == self.size or bool(self.failures))
-            self._changed.wait_for(lambda: len(self._gone) == self.size, min(self._timeout, _GRACE_SECONDS))
-            return [rank for rank in range(self.size) if rank not in self._gone]
-
-    def interrupt(self) -> None:
-        """Send waiting ranks home, because nobody waits for their results."""
-        with self._changed:
-            self._stuck = "run_local was interrupted"
-            self._changed.notify_all()
-
     def _hopeless(self) -> bool:
-        return bool(self._gone) or self._stuck is not None
+        job = self.job
+        return bool(job.failures) or job.stuck is not None or not job.gone.isdisjoint(self.ranks)
 
     def _reason(self, what: str) -> Exception:
-        if self.failures:
-            rank, error = self.failures[0]
+        if self.job.failures:
+            rank, error = self.job.failures[0]
             return PeerFailed(f"gave up in {what}: rank {rank} failed with {type(error).__name__}: {error}")
-        if self._stuck is not None:
-            return TimeoutError(self._stuck)
-        return RuntimeError(
-            self._describe_waiting(f"cannot all come, as {_names(self._gone)} returned already")
-        )
+        if self.job.stuck is not None:
+            return TimeoutError(self.job.stuck)
+        returned = self.job.gone.intersection(self.ranks)
+        return RuntimeError(self._describe_waiting(f"cannot all come, as {_names(returned)} returned already"))
 
     def _describe_waiting(self, missing: str) -> str:
         arrived = "; ".join(f"rank {r} waits in {self._waiting[r][0]}" for r in sorted(self._waiting))
-        return f"{arrived}; {_names(set(range(self.size)) - set(self._waiting))} {missing}"
+        return f"{arrived}; {_names(set(self.ranks) - set(self._waiting))} {missing}"
 
 
 class LocalComm(Comm):
@@ -115,7 +131,7 @@ class LocalComm(Comm):
     sum_dtypes = Comm.sum_dtypes | {"float16", "bfloat16"}
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
-        super().__init__(rank, meeting.size)
+        super().__init__(rank, len(meeting.ranks))
         self._meeting = meeting
 
     def _all_gather(self, send: Any, recv: Any) -> None:
@@ -148,6 +164,17 @@ class LocalComm(Comm):
     def _gather_values(self, value: int) -> Sequence[int]:
         return self._meeting.exchange(self.rank, "agree", value)
 
+    def _split(self, color: int, key: int) -> Comm:
+        """One rank of each group makes the place where it meets."""
+        meeting = self._meeting
+        everyone = meeting.exchange(self.rank, "split", (color, key))
+        same = [rank for rank in range(self.size) if everyone[rank][0] == color]
+        members = sorted(same, key=lambda rank: everyone[rank][1])
+        first = members[0] == self.rank
+        place = _Meeting(meeting.job, [meeting.ranks[rank] for rank in members]) if first else None
+        places = meeting.exchange(self.rank, "the end of split", place)
+        return LocalComm(members.index(self.rank), places[members[0]])
+
     def _exchange(self, operation: str, array: Any) -> list[Any]:
         return self._meeting.exchange(self.rank, f"{operation} of {array.shape} {array.dtype}", array)
 
@@ -161,12 +188,8 @@ def run(cp_size: int, fn: Callable[[Comm], Result], timeout: float) -> list[Resu
     cp_size = as_count("cp_size", cp_size)
     if not callable(fn):
         raise TypeError(f"fn is {found(fn)}; wanted a function of one comm; pass one as in run_local(2, fn)")
-    if not isinstance(timeout, numbers.Real) or isinstance(timeout, bool):
-        raise TypeError(f"timeout is {found(timeout)}; wanted a number of seconds; convert it with float()")
-    if not 0 < timeout <= threading.TIMEOUT_MAX:
-        most = f"{threading.TIMEOUT_MAX:g}"
-        raise ValueError(f"timeout is {timeout}, wanted seconds > 0 and <= {most}; pass {most} to wait for ever")
-    meeting = _Meeting(cp_size, float(timeout))
+    job = _Job(cp_size, as_timeout(timeout))
+    meeting = _Meeting(job, range(cp_size))
     results: dict[int, Result] = {}
 
     def work(rank: int) -> None:
@@ -174,19 +197,19 @@ def run(cp_size: int, fn: Callable[[Comm], Result], timeout: float) -> list[Resu
             with LocalComm(rank, meeting) as comm:
                 results[rank] = fn(comm)
         except BaseException as error:  # the caller's thread raises it again
-            meeting.leave(rank, error)
+            job.leave(rank, error)
         else:
-            meeting.leave(rank, None)
+            job.leave(rank, None)
 
     for rank in range(cp_size):
         threading.Thread(target=work, args=(rank,), name=f"thdattn rank {rank}", daemon=True).start()
     try:
-        running = meeting.wait_until_over()
+        running = job.wait_until_over()
     except BaseException:
-        meeting.interrupt()
+        job.interrupt()
         raise
-    if meeting.failures:
-        raise _first_error(meeting.failures, running, cp_size)
+    if job.failures:
+        raise _first_error(job.failures, running, cp_size)
     return [results[rank] for rank in range(cp_size)]
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.comm import Comm
+from thdattn.arguments import found
+from thdattn.comm import Comm, launcher
 from thdattn.comm.launcher import ALONE, Launcher
 from thdattn.install import remedy
 
@@ -23,7 +24,7 @@ class MpiComm(Comm):
     """One process of an MPI job, with NumPy arrays. MPI chooses the order of its sums.
 
     Args:
-        world: the communicator of all ranks; a duplicate of it is used, so other traffic on it does no harm.
+        world: the communicator of its ranks, for this comm alone, which frees it in the end.
     """
 
     name = "mpi"
@@ -35,7 +36,7 @@ class MpiComm(Comm):
         super().__init__(world.rank, world.size)
         self._in_place = MPI.IN_PLACE
         self._ops = {"sum": MPI.SUM, "max": MPI.MAX}
-        self._world = world.Dup()
+        self._world = world
 
     def _all_gather(self, send: Any, recv: Any) -> None:
         self._world.Allgather(_as_unsigned(send), _as_unsigned(recv))
@@ -52,6 +53,9 @@ class MpiComm(Comm):
     def _gather_values(self, value: int) -> Sequence[int]:
         values: list[int] = self._world.allgather(value)
         return values
+
+    def _split(self, color: int, key: int) -> Comm:
+        return MpiComm(self._world.Split(color, key))
 
     def _close(self) -> None:
         free(self._world)
@@ -80,8 +84,28 @@ def connect(started_by: Launcher | None) -> Any:
     if started_by and not _is_whole(started_by, world.size):
         library = MPI.Get_library_version().split("\n")[0].strip("\0 ")
         raise RuntimeError(_mismatch(started_by, world.size, library))
-    if world.size > 1:
-        _end_all_ranks_on_error(world)
+    return joined(world)
+
+
+def joined(world: Any) -> Any:
+    """A communicator of mpi4py that init was given.
+
+    Raises:
+        TypeError: it is none, or one between two groups.
+        ValueError: this process is not in it.
+    """
+    remedy = "pass mpi4py.MPI.COMM_WORLD or what its Split returned, or None for all ranks"
+    if not hasattr(world, "Is_inter"):  # before MPI is loaded, as there may be none
+        raise TypeError(f"world is {found(world)}; wanted a communicator of mpi4py; {remedy}")
+    from mpi4py import MPI
+
+    if world == MPI.COMM_NULL:
+        raise ValueError(f"world is MPI.COMM_NULL; wanted a communicator that this process is in; {remedy}, and call "
+                         f"init on its ranks only")
+    if not isinstance(world, MPI.Intracomm):
+        raise TypeError(f"world is {found(world)}; wanted a communicator of one group; {remedy}")
+    if MPI.COMM_WORLD.size > 1:
+        _end_all_ranks_on_error(MPI.COMM_WORLD)
     return world
 
 
@@ -106,9 +130,12 @@ def _mismatch(started_by: Launcher, size: int, library: str) -> str:
 
 
 def local_rank(world: Any) -> int:
-    """Which of the ranks on this machine this one is."""
+    """Which of the ranks on this machine this one is; of all ranks there, also if world has only some of them."""
     from mpi4py import MPI
 
+    said = launcher.local_rank()
+    if said is not None and world.size < MPI.COMM_WORLD.size:  # the others are not here to be asked
+        return said
     machine = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
     rank = int(machine.rank)
     machine.Free()

@@ -45,7 +45,7 @@ class NcclComm(Comm):
     first leaves every rank hanging at exit (measured with NCCL 2.28).
 
     Args:
-        world: the MPI communicator of all ranks.
+        world: the MPI communicator of its ranks, for this comm alone, which frees it in the end.
         gpus: every rank's GPU, in rank order, from choose(). This rank's becomes CuPy's current device.
 
     Raises:
@@ -61,13 +61,14 @@ class NcclComm(Comm):
         super().__init__(world.rank, world.size)
         cupy, nccl = load()
         self._cupy = cupy
+        self._gpus = gpus
         self._gpu = gpus[world.rank].device
         self._bytes = nccl.NCCL_UINT8
         self._dtypes = {dtype: getattr(nccl, f"NCCL_{dtype.upper()}") for dtype in self.sum_dtypes}
         self._ops = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX}
         cupy.cuda.Device(self._gpu).use()
         self._nccl = _start(world, nccl)
-        self._world = world.Dup()
+        self._world = world
         atexit.register(self.close)  # runs before mpi4py's MPI_Finalize
 
     def _all_gather(self, send: Any, recv: Any) -> None:
@@ -93,6 +94,12 @@ class NcclComm(Comm):
     def _gather_values(self, value: int) -> Sequence[int]:
         values: list[int] = self._world.allgather(value)
         return values
+
+    def _split(self, color: int, key: int) -> Comm:
+        world = self._world.Split(color, key)
+        group = NcclComm(world, world.allgather(self._gpus[self.rank]))
+        atexit.unregister(group.close)  # the comm that was split closes it, after all graphs
+        return group
 
     def _close(self) -> None:
         atexit.unregister(self.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -84,9 +85,36 @@ class TorchComm(Comm):
         self._gather_values(0)  # not torch's barrier, which must guess a GPU where a group has two backends
 
     def _gather_values(self, value: int) -> Sequence[int]:
-        values = [0] * self.size
+        values: list[int] = self._gather_objects(value)
+        return values
+
+    def _gather_objects(self, value: Any) -> list[Any]:
+        values = [None] * self.size
         self._distributed.all_gather_object(values, value, group=self._group)
         return values
+
+    def _split(self, color: int, key: int) -> Comm:
+        """A process group of torch for each color.
+
+        NOTE: torch numbers its ranks as the world's unless told otherwise, which older versions cannot be. And the
+        group lives as long as torch.distributed: another of the same ranks would meet under its stale addresses.
+        """
+        distributed = self._distributed
+        everyone = self._gather_objects((color, key, self.rank, distributed.get_rank()))
+        of_color: dict[int, list[int]] = {}
+        for other, _, _, process in sorted(everyone):
+            of_color.setdefault(other, []).append(process)
+        order = {}
+        if any(processes != sorted(processes) for processes in of_color.values()):
+            if "sort_ranks" not in inspect.signature(distributed.new_group).parameters:
+                raise ValueError(
+                    f"key puts processes in the order {list(of_color.values())}, but torch {self._torch.__version__} "
+                    f"wanted that of their ranks in the world; pass keys in that order, or install torch 2.13"
+                )
+            order["sort_ranks"] = False
+        backend = distributed.get_backend_config(self._group)
+        group = distributed.new_group(of_color[color], backend=backend, use_local_synchronization=True, **order)
+        return TorchComm(group)
 
     def _tensor(self, array: Any) -> Any:
         """The array as a tensor over the same memory."""

@@ -1,0 +1,116 @@
+"""What collectives take: checks of one rank's own arguments, which cost no communication."""
+
+from __future__ import annotations
+
+import numbers
+import threading
+from typing import Any
+
+import numpy as np
+
+from thdattn.arguments import found
+
+_ARRAY_KINDS = {"cpu": "NumPy", "cuda": "CuPy"}
+
+
+class Checks:
+    """What a comm refuses before anything is sent; errors name the argument, what was found, wanted, and the remedy."""
+
+    name: str
+    rank: int
+    size: int
+    devices: frozenset[str]
+    sum_dtypes: frozenset[str]
+    _gpu: int | None = None  # the number of the only GPU whose arrays this rank takes, where that matters
+    _closed = False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"this {self.name} comm is closed; call thdattn.comm.init() for a new one")
+
+    def _check_array(self, name: str, array: Any) -> None:
+        self._check_open()
+        if _device(array) not in self.devices:
+            kind = type(array)
+            wanted = " or ".join(_ARRAY_KINDS[device] for device in sorted(self.devices))
+            raise TypeError(
+                f"{name} is a {kind.__module__}.{kind.__qualname__}, but the {self.name} backend takes {wanted} "
+                f"arrays; convert it, or choose the backend that fits in thdattn.comm.init"
+            )
+        if not array.flags.c_contiguous:
+            raise TypeError(
+                f"{name} is not C-contiguous (shape {array.shape}, strides {array.strides}); copy it first"
+            )
+        if array.dtype.hasobject or not array.dtype.isnative:
+            raise TypeError(
+                f"{name} is of dtype {array.dtype.str}; wanted numbers in this machine's byte order, convert it first"
+            )
+        on_gpu = self._gpu is not None and array.size and not isinstance(array, np.ndarray)
+        if on_gpu and array.data.device_id != self._gpu:
+            raise ValueError(
+                f"{name} is on GPU {array.data.device_id}, but rank {self.rank} works on GPU {self._gpu}; make arrays "
+                f"under cupy.cuda.Device({self._gpu}), which was current when this comm was made"
+            )
+
+    def _check_writable(self, name: str, array: Any) -> None:
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise ValueError(f"{name} is read-only, but is to be overwritten; copy it first")
+
+    def _check_buffers(self, send: Any, recv: Any) -> None:
+        self._check_array("send", send)
+        self._check_array("recv", recv)
+        self._check_writable("recv", recv)
+        if send.ndim == 0:
+            raise ValueError("send has no dimensions; its first dimension is the rows, reshape it to (1,)")
+        if isinstance(send, np.ndarray) != isinstance(recv, np.ndarray):
+            raise TypeError(
+                f"send is a {type(send).__name__} and recv a {type(recv).__name__}; use one device for both"
+            )
+        if send.dtype != recv.dtype:
+            raise TypeError(f"send is {send.dtype} but recv is {recv.dtype}; make recv {send.dtype}")
+        begin, other = _address(send), _address(recv)
+        if begin < other + recv.nbytes and other < begin + send.nbytes:
+            raise ValueError("send and recv share memory; give recv memory of its own")
+
+    def _check_shape(self, recv: Any, wanted: tuple[int, ...], rule: str) -> None:
+        if recv.shape != wanted:
+            raise ValueError(
+                f"recv has shape {recv.shape}; with {self.size} ranks it must be {wanted} ({rule}, "
+                f"other dimensions as send)"
+            )
+
+    def _check_sum_dtype(self, name: str, array: Any) -> None:
+        if array.dtype.name not in self.sum_dtypes:
+            raise TypeError(
+                f"{name} is {array.dtype}; the {self.name} backend sums {', '.join(sorted(self.sum_dtypes))}; "
+                f"convert it to float32"
+            )
+
+
+def as_timeout(timeout: Any) -> float:
+    """The seconds that a rank waits for the others.
+
+    Raises:
+        TypeError: timeout is no number.
+        ValueError: it is not positive, or not finite.
+    """
+    if not isinstance(timeout, numbers.Real) or isinstance(timeout, bool):
+        raise TypeError(f"timeout is {found(timeout)}; wanted a number of seconds; convert it with float()")
+    seconds = float(timeout)
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        most = f"{threading.TIMEOUT_MAX:g}"
+        raise ValueError(f"timeout is {timeout}, wanted seconds > 0 and <= {most}; pass {most} to wait for ever")
+    return seconds
+
+
+def _device(array: Any) -> str | None:
+    if isinstance(array, np.ndarray):
+        return "cpu"
+    # By name, so that NumPy-only installations need no CuPy to ask.
+    return "cuda" if type(array).__module__.split(".")[0] == "cupy" else None
+
+
+def _address(array: Any) -> int:
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
+    return int(array.data.ptr)
