@@ -61,7 +61,8 @@ def differs(run, other):
         weights = np.frombuffer(x.weights, np.float32) - start
         return loss, norm, np.array(x.validations), np.frombuffer(x.gradient, np.float32), weights
 
-    return [float(np.linalg.norm(one - two) / np.linalg.norm(two)) for one, two in zip(parts(run), parts(other), strict=True)]
+    pairs = zip(parts(run), parts(other), strict=True)
+    return [float(np.linalg.norm(one - two) / np.linalg.norm(two)) for one, two in pairs]
 
 
 # --- one model -------------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def test_going_on_with_other_options_is_refused_by_name(documents, tmp_path, mon
     train.train(single, arguments(monkeypatch, *words), NOBODY_INTERRUPTS)
     for changed in ("--lr 1.5", "--seed 7", "--tokens 128", "--accumulate 3", "--window 9", "--size small"):
         name, value = changed.split()
-        with pytest.raises(command_line.Failure, match=rf"run in {tmp_path}/run began with: {name} .*{value} instead of"):
+        with pytest.raises(command_line.Failure, match=rf"in {tmp_path}/run began with: {name} .*{value} instead of"):
             train.train(single, arguments(monkeypatch, *words, name, value, "--resume"), NOBODY_INTERRUPTS)
     with pytest.raises(command_line.Failure, match=r"--lr 2.0 instead of 0.003, --seed 7 instead of 0; pass those"):
         train.train(single, arguments(monkeypatch, *words, "--lr", 2, "--seed", 7, "--resume"), NOBODY_INTERRUPTS)
