@@ -119,7 +119,8 @@ def test_a_step_that_groups_share_is_that_of_ranks_that_accumulate(documents, tm
     lines = {}
     for cp_size, accumulate in ((2, 1), (4, 2), (1, 1)):
         metrics = tmp_path / f"{cp_size}"
-        args = arguments(monkeypatch, *small(documents, metrics=metrics, accumulate=accumulate, cp=cp_size))
+        args = arguments(monkeypatch, *small(documents, metrics=metrics, accumulate=accumulate, cp=cp_size,
+                                             engine="reference"))
         thdattn.comm.run_local(4, lambda comm, args=args: train.train(comm, args, NOBODY_INTERRUPTS))
         lines[cp_size] = lines_of(metrics)
     for name in ("loss", "bits_per_byte", "gradient_norm", "padding", "lr", "validation_bits_per_byte"):
@@ -244,7 +245,13 @@ def test_wrong_groups_are_one_line_before_anything_is_done(tmp_path, monkeypatch
 # --- the program -----------------------------------------------------------------------------------------------
 
 
-def test_four_processes_in_two_groups_train_the_model_of_one(documents, tmp_path):
+@pytest.fixture
+def no_gpus(monkeypatch):
+    """For processes: those of a machine with GPUs would compute in bfloat16, with sums in any order."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_four_processes_in_two_groups_train_the_model_of_one(documents, tmp_path, no_gpus):
     """Under MPI, whose collectives of two groups run at the same time."""
     for ranks, words in ((4, {"cp": 2, "accumulate": 1}), (1, {"accumulate": 2})):
         run = start(ranks, TRAIN, *small(documents, metrics=tmp_path / f"{ranks}", **words))
@@ -258,7 +265,7 @@ def test_four_processes_in_two_groups_train_the_model_of_one(documents, tmp_path
     np.testing.assert_allclose(validations(tmp_path / "4"), validations(tmp_path / "1"), rtol=CLOSE)
 
 
-def test_interrupted_and_resumed_in_groups_is_bitwise_as_uninterrupted(documents, tmp_path):
+def test_interrupted_and_resumed_in_groups_is_bitwise_as_uninterrupted(documents, tmp_path, no_gpus):
     """The interrupt comes to one rank of the last group; all groups stop after the same step."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     words = {"cp": 2, "accumulate": 1}
@@ -276,7 +283,8 @@ def test_interrupted_and_resumed_in_groups_is_bitwise_as_uninterrupted(documents
 
 def test_a_run_goes_on_in_another_grid_if_its_steps_stay_the_same(documents, tmp_path, monkeypatch):
     def trained(folder, ranks, *words):
-        args = arguments(monkeypatch, "--checkpoint", folder, *small(documents), *map(str, words))
+        options = small(documents, checkpoint=folder, engine="reference")
+        args = arguments(monkeypatch, *options, *words)
         thdattn.comm.run_local(ranks, lambda comm: train.train(comm, args, NOBODY_INTERRUPTS))
         return checkpoint.load(folder)
 
