@@ -21,6 +21,7 @@ from test_train import NOBODY_INTERRUPTS, arguments
 from test_train_graphs import EVERY_WAY, way_id
 
 import thdattn
+from thdattn.graphs import Captured
 
 GRIDS = [(4, 4), (4, 2), (4, 1), (2, 1)]  # ranks, and those of them that share a micro-batch
 STEPS, BATCHES = 6, 4  # micro-batches per step, of all groups
@@ -148,6 +149,30 @@ def test_a_batch_of_one_group_that_does_not_fit_has_all_groups_run_eagerly(batch
     for run in several:
         assert run.eager_steps == np.cumsum(first | second).tolist()
     assert several[0].weights == several[1].weights == outcome(2, 1, batches, accumulate=2)[0].weights
+
+
+@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
+def test_all_ranks_come_to_captures_together(batches, monkeypatch, way):
+    """As each capture is a meeting of all ranks: with batches that fit one group alone, in steps and validations."""
+    room = sorted(batch.batch.num_seqs for batch in batches)[-3]
+    large, few = next((i, j) for i, j in itertools.permutations(range(len(batches)), 2)
+                      if batches[i].batch.num_seqs > room >= batches[j].batch.num_seqs)
+    held_back = [batches[few], batches[large], batches[few]]
+    call, meetings = Captured.__call__, []
+
+    def meets(self, *args, **kwargs):
+        self._graphs._comm.barrier()  # which fails where another rank is in another collective, or in none
+        meetings.append(self.name)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(Captured, "__call__", meets)
+
+    def program(comm):
+        made = runs.trainer(comm, "reference", cp_size=1, max_packed_seqs=room, **way)
+        return runs.run(made, batches, held_back, accumulate=2)
+
+    thdattn.comm.run_local(2, program, timeout=10)
+    assert len(meetings) > 2 * STEPS
 
 
 @pytest.mark.parametrize("num_batches", [1, 3, 4, 7])
