@@ -16,6 +16,7 @@ from ranks.comm_groups import check_groups
 
 import thdattn.comm
 from thdattn.comm import launcher, mpi, nccl
+from thdattn.comm.watchdog import Watch
 
 
 def test_single_rank_keeps_the_contract():
@@ -321,6 +322,24 @@ def test_unknown_backend_is_refused():
         thdattn.comm.init(None)
 
 
+@pytest.mark.parametrize(
+    ("timeout", "kind", "message"),
+    [
+        (0, ValueError, "timeout is 0, wanted seconds > 0"),
+        (-1.0, ValueError, "timeout is -1.0, wanted seconds > 0"),
+        (math.nan, ValueError, "timeout is nan, wanted seconds > 0"),
+        (math.inf, ValueError, r"timeout is inf, wanted seconds > 0 and <= 9\.2"),
+        ("60", TypeError, "timeout is '60', a str; wanted a number of seconds; convert it with float"),
+        (None, TypeError, "timeout is None, a NoneType; wanted a number"),
+        (True, TypeError, "timeout is True, a bool; wanted a number"),
+    ],
+)
+def test_init_names_a_bad_timeout(timeout, kind, message):
+    for backend in ("single", "mpi"):
+        with pytest.raises(kind, match=message):
+            thdattn.comm.init(backend, timeout=timeout)
+
+
 @pytest.mark.parametrize("backend", ["auto", "single", "mpi", "nccl"])
 @pytest.mark.parametrize("world", [4, "world", [0, 1]])
 def test_world_that_is_no_communicator_is_refused(backend, world):
@@ -344,10 +363,11 @@ def chosen(monkeypatch):
 
     def init(backend, answers):
         monkeypatch.setattr(launcher, "find", lambda: launcher.Launcher("mpiexec", 2))
-        monkeypatch.setattr(mpi, "connect", lambda started_by: World(started_by.size))
-        monkeypatch.setattr(mpi, "MpiComm", lambda world: ("mpi", world.size))
-        monkeypatch.setattr(nccl, "survey", lambda world: answers)
-        monkeypatch.setattr(nccl, "NcclComm", lambda world, gpus: ("nccl", gpus))
+        monkeypatch.setattr(mpi, "connect", lambda started_by, timeout: World(started_by.size))
+        monkeypatch.setattr(mpi, "watch", lambda world, timeout: Watch("rank 0 of 2", timeout, None))
+        monkeypatch.setattr(mpi, "MpiComm", lambda world, timeout: ("mpi", world.size))
+        monkeypatch.setattr(nccl, "survey", lambda world, timeout: answers)
+        monkeypatch.setattr(nccl, "NcclComm", lambda world, gpus, timeout: ("nccl", gpus))
         return thdattn.comm.init(backend)
 
     return init

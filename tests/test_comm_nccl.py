@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import thdattn.comm
-from thdattn.comm import mpi, nccl
+from thdattn.comm import mpi, nccl, watchdog
+from thdattn.comm.watchdog import Watch
 
 
 class World:
@@ -29,11 +30,18 @@ class World:
     def Barrier(self):
         self.allgather(None)
 
-    def Dup(self):
-        return self
+    def Split(self, color, key):
+        return World(SimpleNamespace(rank=0, size=1, _meeting=ALONE))
 
-    def Abort(self, code):
-        """Replaced where a test expects it."""
+
+class Alone:
+    """Where one rank meets itself."""
+
+    def exchange(self, rank, what, value):
+        return [value]
+
+
+ALONE = Alone()
 
 
 class Communicator:
@@ -63,7 +71,7 @@ def make_cupy(uuids):
     runtime = SimpleNamespace(
         getDeviceCount=lambda: len(uuids), getDeviceProperties=lambda device: {"uuid": uuids[device]}
     )
-    stream = SimpleNamespace(ptr=77, synchronize=lambda: None)
+    stream = SimpleNamespace(ptr=77, synchronize=lambda: None, is_capturing=lambda: False)
 
     class Device:
         def __init__(self, number):
@@ -73,7 +81,8 @@ def make_cupy(uuids):
             pass
 
     return SimpleNamespace(
-        cuda=SimpleNamespace(runtime=runtime, Device=Device, get_current_stream=lambda: stream)
+        cuda=SimpleNamespace(runtime=runtime, Device=Device, get_current_stream=lambda: stream,
+                             alloc_pinned_memory=bytearray)
     )
 
 
@@ -93,12 +102,15 @@ def start(monkeypatch):
     monkeypatch.setattr(nccl, "load", lambda: (mine.cupy, mine.nccl))
     monkeypatch.setattr(mpi, "local_rank", lambda world: world.rank)
     monkeypatch.setattr(mpi, "free", lambda communicator: None)
+    monkeypatch.setattr(mpi, "watch", lambda world, timeout: Watch(f"rank {world.rank}", timeout, None))
+    monkeypatch.setattr(nccl, "_lanes", {})
+    monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda stream, address, number, flags: 0)
     monkeypatch.setattr(nccl.socket, "gethostname", lambda: "node7")
 
     def join(simulated, gpus, stand_in):
         mine.cupy, mine.nccl = make_cupy(gpus), stand_in
         world = World(simulated)
-        comm = nccl.NcclComm(world, nccl.choose(nccl.survey(world)))
+        comm = nccl.NcclComm(world, nccl.choose(nccl.survey(world, 10.0)), 10.0)
         opened.append(comm)
         return comm
 
@@ -178,17 +190,16 @@ def test_communicator_that_fails_on_one_rank_raises_on_every_rank(start):
     assert messages == ["NCCL did not start on rank 1: KeyError: 7"] * 2
 
 
-def test_start_that_never_ends_aborts_the_job(start, monkeypatch, capsys):
-    monkeypatch.setattr(nccl, "_START_TIMEOUT_SECONDS", 0.05)
-    aborted = threading.Event()
-    monkeypatch.setattr(World, "Abort", lambda self, code: aborted.set())
+def test_start_that_never_ends_is_watched_for_longer_than_a_collective(start):
+    watched = []
 
-    def stuck(*arguments):
-        assert aborted.wait(5)
-        return Communicator(*arguments)
+    def communicator(size, unique_id, rank):
+        watched.extend((str(operation), operation.limit) for operation in watchdog._watchdog.waiting.values())
+        return Communicator(size, unique_id, rank)
 
-    start([[b"\x0a"]], lambda comm: None, make_nccl(NcclCommunicator=stuck))
-    assert "rank 0 of 1 on node7: NCCL did not start within 0.05 s" in capsys.readouterr().err
+    start([[b"\x0a"]], lambda comm: None, make_nccl(NcclCommunicator=communicator))
+    assert watched == [("the start of NCCL, number 1 of this comm,", 50.0)]
+    assert not watchdog._watchdog.waiting
 
 
 def test_collectives_pass_pointers_counts_dtypes_and_the_current_stream(start):
@@ -206,6 +217,58 @@ def test_collectives_pass_pointers_counts_dtypes_and_the_current_stream(start):
         ("reduceScatter", 1000, 2000, 6, "NCCL_BFLOAT16", "NCCL_SUM", 77),
         ("allReduce", 3000, 3000, 5, "NCCL_FLOAT32", "NCCL_MAX", 77),
     ]
+
+
+def test_every_collective_is_between_two_numbers_that_the_stream_writes(start, monkeypatch):
+    done = []
+
+    def written(stream, address, number, flags):
+        done.append((stream, address, number))
+
+    monkeypatch.setattr(nccl, "_stream_writes", lambda: written)
+    monkeypatch.setattr(Communicator, "allReduce", lambda self, *arguments: done.append("NCCL"), raising=False)
+
+    def program(comm):
+        for _ in range(2):
+            comm.all_reduce(Array((5,), np.float32, 3000), "sum")
+        comm.agree("plan", 7)
+        with comm.watched("replay"):
+            comm.all_reduce(Array((5,), np.float32, 3000), "sum")
+
+    start([[b"\x0a"]], program)
+    (stream, begin, number), (_, end, _) = done[1], done[3]
+    assert done.pop(0) == (stream, begin, 0), "what tells whether the driver can"
+    assert (stream, number) == (77, 1) and end == begin + 4
+    numbered = [((77, begin, n), "NCCL", (77, end, n)) for n in (1, 2, 3)]
+    assert done == [x for operation in numbered for x in operation]
+
+
+def test_driver_that_cannot_have_streams_write_is_said_to_have_no_deadline(start, monkeypatch, caplog):
+    monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda *arguments: 801)
+    start([[b"\x0a"]], lambda comm: comm.all_reduce(Array((5,), np.float32, 3000), "sum"))
+    assert "(cuStreamWriteValue32: error 801), so no deadline holds for collectives on this GPU" in caplog.text
+
+
+def test_nothing_is_written_into_a_stream_that_is_captured(start, monkeypatch):
+    monkeypatch.setattr(nccl, "_stream_writes", lambda: pytest.fail)
+
+    def program(comm):
+        comm._cupy.cuda.get_current_stream().is_capturing = lambda: True
+        comm.all_reduce(Array((5,), np.float32, 3000), "sum")
+        return comm._nccl.calls
+
+    (calls,) = start([[b"\x0a"]], program)
+    assert [call[0] for call in calls] == ["allReduce"]
+
+
+def test_group_takes_the_gpu_of_its_rank_and_is_closed_with_the_comm(start):
+    def program(comm):
+        group = comm.split(comm.rank)
+        comm.close()
+        return group._gpu, group._nccl.made_with, group._nccl.calls
+
+    made = start([FOUR_GPUS] * 2, program)
+    assert made == [(rank, (1, b"id", 0), [("destroy",)]) for rank in range(2)]
 
 
 def test_close_destroys_the_communicator_once(start):

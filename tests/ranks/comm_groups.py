@@ -17,6 +17,7 @@ from thdattn.comm import mpi
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ranks.comm_contract import check_contract, join, raises, to_host
 
+
 def check_groups(comm: thdattn.comm.Comm, xp: Any) -> None:
     """Every promise of Comm.split, most of them on 4 ranks; xp is numpy or cupy. Closes the comm."""
     check_bad_colors_are_named(comm)
@@ -56,7 +57,8 @@ def check_bad_colors_are_named(comm: thdattn.comm.Comm) -> None:
 def check_members(comm: thdattn.comm.Comm, xp: Any, colors: list[int], keys: list[int]) -> None:
     """Who is in the group, and in which order; by key, then by rank."""
     group = comm.split(colors[comm.rank], keys[comm.rank])
-    members = [rank for key, rank in sorted(zip(keys, range(comm.size), strict=True)) if colors[rank] == colors[comm.rank]]
+    by_key = [rank for _, rank in sorted(zip(keys, range(comm.size), strict=True))]
+    members = [rank for rank in by_key if colors[rank] == colors[comm.rank]]
     assert group.name == comm.name and group.devices == comm.devices
     assert (group.rank, group.size) == (members.index(comm.rank), len(members))
     assert gathered(group, xp, comm.rank) == members

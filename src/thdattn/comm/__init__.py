@@ -42,16 +42,15 @@ Importing this package needs neither MPI nor a GPU: mpi4py, CuPy and PyTorch are
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from thdattn.arguments import INT32_MAX, as_choice, as_count, as_int
-from thdattn.comm import launcher
 from thdattn.comm.checks import Checks
 
 if TYPE_CHECKING:
@@ -61,8 +60,7 @@ __all__ = ["Comm", "SingleComm", "from_torch", "init", "run_local"]
 
 Result = TypeVar("Result")
 
-logger = logging.getLogger("thdattn")
-
+_UNWATCHED = nullcontext()
 _INTEGERS = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64"})
 
 
@@ -105,7 +103,8 @@ class Comm(Checks, ABC):
         """
         self._check_buffers(send, recv)
         self._check_shape(recv, (self.size * send.shape[0], *send.shape[1:]), "size * rows of send")
-        self._all_gather(send, recv)
+        with self.watched("all_gather", send):
+            self._all_gather(send, recv)
 
     def reduce_scatter(self, send: Any, recv: Any) -> None:
         """Add all ranks' arrays and keep this rank's share of the rows.
@@ -128,7 +127,8 @@ class Comm(Checks, ABC):
                 f"pad it to {(rows + 1) * self.size} rows"
             )
         self._check_shape(recv, (rows, *send.shape[1:]), "rows of send / size")
-        self._reduce_scatter(send, recv)
+        with self.watched("reduce_scatter", send):
+            self._reduce_scatter(send, recv)
 
     def all_reduce(self, array: Any, op: str) -> None:
         """Replace the array by its element-wise sum or maximum over all ranks.
@@ -145,7 +145,9 @@ class Comm(Checks, ABC):
         self._check_array("array", array)
         self._check_writable("array", array)
         self._check_sum_dtype("array", array)
-        self._all_reduce(array, as_choice("op", op, ("sum", "max")))
+        op = as_choice("op", op, ("sum", "max"))
+        with self.watched("all_reduce", array):
+            self._all_reduce(array, op)
 
     def barrier(self) -> None:
         """Return when every rank has come here; on GPU ranks also wait for the current stream."""
@@ -210,6 +212,19 @@ class Comm(Checks, ABC):
                 group.close()
             self._closed = True
             self._close()
+
+    def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+        """A block that waits for other ranks, or enqueues what does on the current stream, under the deadline of init.
+
+        Collectives are watched already, and so is what a block contains, as one with it. While the stream is captured
+        nothing is, as nothing runs: have the graph's launch watched. Where init's deadline does not apply, this does
+        nothing.
+
+        Args:
+            what: the operation, for the message.
+            array: one whose shape and dtype are for the message.
+        """
+        return _UNWATCHED
 
     def before_close(self, action: Callable[[], None]) -> None:
         """Have an action done first when the comm is closed, such as destroying graphs that hold its collectives.
@@ -295,7 +310,7 @@ class SingleComm(Comm):
         return SingleComm()
 
 
-def init(backend: str = "auto", world: Any = None) -> Comm:
+def init(backend: str = "auto", world: Any = None, timeout: float = 60.0) -> Comm:
     """Join this process's ranks.
 
     "auto" is "single" unless an MPI launcher started several ranks; then "nccl" if every rank has a GPU of its own,
@@ -305,55 +320,23 @@ def init(backend: str = "auto", world: Any = None) -> Comm:
         backend: "auto", "single", "mpi" or "nccl".
         world: the ranks, a communicator of mpi4py whose processes all call this; COMM_WORLD if it is None. What else is
             sent on it does no harm. What the launcher says is checked against COMM_WORLD only.
+        timeout: seconds after which a collective that has not completed ends all ranks of the job, at most
+            threading.TIMEOUT_MAX (centuries); groups inherit it. "single" waits for nobody.
 
     Returns:
         A comm whose rank and size are those of world ("single": 0 and 1).
 
     Raises:
-        TypeError: backend is no str, or world no communicator of mpi4py, or one between two groups.
-        ValueError: unknown backend; world is MPI.COMM_NULL; or "single" with a world of several ranks.
+        TypeError: backend is no str, timeout no number, or world no communicator of mpi4py or one between two groups.
+        ValueError: unknown backend; timeout is not positive and finite; world is MPI.COMM_NULL; or "single" with a
+            world of several ranks.
         RuntimeError: MPI, CuPy, NCCL or a GPU is missing; two ranks share a GPU; or MPI sees another number of ranks
             than the launcher started, as below torchrun (see from_torch) and below srun without --mpi. Errors of GPUs
             and NCCL are raised on every rank.
     """
-    as_choice("backend", backend, ("auto", "single", "mpi", "nccl"))
-    started_by = launcher.find() if world is None else None
-    alone = started_by is None or started_by.size == 1
-    if world is None and (backend == "single" or (backend == "auto" and alone)):
-        return SingleComm()
-    if started_by and started_by.name == "torchrun" and started_by.size > 1:
-        raise RuntimeError(
-            f"torchrun (RANK and WORLD_SIZE are set) started {started_by.size} processes, which are no ranks of MPI: "
-            f"each would do all the work alone; use thdattn.comm.from_torch() after "
-            f"torch.distributed.init_process_group(), or start the program with mpiexec; or {launcher.ALONE}"
-        )
+    from thdattn.comm import start
 
-    from thdattn.comm import mpi
-
-    world = mpi.connect(started_by) if world is None else mpi.joined(world)
-    if backend == "single" and world.size > 1:
-        raise ValueError(f"world has {world.size} ranks, but backend 'single' is one rank alone; wanted world of one "
-                         f"rank or none; leave it out")
-    if backend == "single" or (backend == "auto" and world.size == 1):
-        return SingleComm()
-    return mpi.MpiComm(world.Dup()) if backend == "mpi" else _with_gpus(backend, world)
-
-
-def _with_gpus(backend: str, world: Any) -> Comm:
-    """NCCL's ranks; for "auto" MPI's where a rank has no GPU of its own."""
-    from thdattn.comm import mpi, nccl
-
-    answers = nccl.survey(world)
-    try:
-        gpus = nccl.choose(answers)
-    except RuntimeError as error:
-        if backend == "nccl":
-            raise
-        if world.rank == 0:
-            level = logging.WARNING if any(found for found, _ in answers) else logging.INFO
-            logger.log(level, "thdattn.comm.init uses MPI and host arrays, not NCCL: %s", error)
-        return mpi.MpiComm(world.Dup())
-    return nccl.NcclComm(world.Dup(), gpus)
+    return start.join(backend, world, timeout)
 
 
 def from_torch(group: Any = None) -> Comm:

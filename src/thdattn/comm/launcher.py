@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 # What MPI's launchers, and srun with --mpi, tell the processes that they start.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID")
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
 
 ALONE = 'call thdattn.comm.init("single") where each process is to work alone'
@@ -39,6 +39,12 @@ def find() -> Launcher | None:
     if torch and "TORCHELASTIC_RUN_ID" in os.environ and (mpi is None or 1 < torch.size != mpi.size):
         return torch
     return mpi or _srun() or torch
+
+
+def rank() -> int | None:
+    """Which of the launcher's processes this one is, before MPI says it; None if MPI's launcher does not."""
+    said = [os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdecimal()]
+    return int(said[0]) if said else None
 
 
 def local_rank() -> int | None:
@@ -77,7 +83,7 @@ def _mpi() -> Launcher | None:
     for variable in _SIZE_VARIABLES:
         if size := _number(variable):
             return Launcher("mpiexec", size)
-    if not any(variable in os.environ for variable in _RANK_VARIABLES):
+    if not any(variable in os.environ for variable in (*_RANK_VARIABLES, "MPI_LOCALRANKID")):
         return None
     # PMIx tells a process its rank only; Slurm's step knows the size if it is Slurm that speaks PMIx.
     slurm = _srun() if os.environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix.") else None

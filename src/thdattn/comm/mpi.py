@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from thdattn.arguments import found
-from thdattn.comm import Comm, launcher
+from thdattn.comm import Comm, launcher, watchdog
 from thdattn.comm.launcher import ALONE, Launcher
 from thdattn.install import remedy
 
@@ -25,18 +27,23 @@ class MpiComm(Comm):
 
     Args:
         world: the communicator of its ranks, for this comm alone, which frees it in the end.
+        timeout: seconds that a collective may take.
     """
 
     name = "mpi"
     devices = frozenset({"cpu"})
 
-    def __init__(self, world: Any) -> None:
+    def __init__(self, world: Any, timeout: float) -> None:
         from mpi4py import MPI
 
         super().__init__(world.rank, world.size)
         self._in_place = MPI.IN_PLACE
         self._ops = {"sum": MPI.SUM, "max": MPI.MAX}
         self._world = world
+        self._watch = watch(world, timeout)
+
+    def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+        return self._watch.waiting(what, array)
 
     def _all_gather(self, send: Any, recv: Any) -> None:
         self._world.Allgather(_as_unsigned(send), _as_unsigned(recv))
@@ -48,43 +55,52 @@ class MpiComm(Comm):
         self._world.Allreduce(self._in_place, array, op=self._ops[op])
 
     def _barrier(self) -> None:
-        self._world.Barrier()
+        with self.watched("barrier"):
+            self._world.Barrier()
 
     def _gather_values(self, value: int) -> Sequence[int]:
-        values: list[int] = self._world.allgather(value)
+        with self.watched("agree"):
+            values: list[int] = self._world.allgather(value)
         return values
 
     def _split(self, color: int, key: int) -> Comm:
-        return MpiComm(self._world.Split(color, key))
+        with self.watched("split"):
+            world = self._world.Split(color, key)
+        return MpiComm(world, self._watch.timeout)
 
     def _close(self) -> None:
-        free(self._world)
+        with self.watched("close"):
+            free(self._world)
 
 
-def connect(started_by: Launcher | None) -> Any:
+def connect(started_by: Launcher | None, timeout: float) -> Any:
     """MPI's COMM_WORLD, checked against what the launcher said.
 
     From here on an exception that no one catches in the main thread of one rank ends all ranks.
 
     Args:
         started_by: what started this process; None without a launcher.
+        timeout: seconds that a collective may take, the start of MPI so many times more.
 
     Raises:
         RuntimeError: mpi4py or the MPI library is missing, or MPI sees another number of ranks than the launcher.
     """
     try:
-        from mpi4py import MPI
+        _load(started_by, timeout)
     except Exception as error:  # mpi4py without an MPI library raises RuntimeError, not ImportError
         needed_by = f" on a process that {started_by.name} started" if started_by else ""
         raise RuntimeError(
             f"MPI cannot be loaded{needed_by} ({type(error).__name__}: {error}); install mpi4py and an MPI library: "
             f"{remedy('mpich')} brings both, [mpi] in place of [mpich] uses the one on this machine; or {ALONE}"
         ) from error
+    from mpi4py import MPI
+
     world = MPI.COMM_WORLD
+    _end_all_ranks_on_error()
     if started_by and not _is_whole(started_by, world.size):
         library = MPI.Get_library_version().split("\n")[0].strip("\0 ")
         raise RuntimeError(_mismatch(started_by, world.size, library))
-    return joined(world)
+    return world
 
 
 def joined(world: Any) -> Any:
@@ -104,9 +120,21 @@ def joined(world: Any) -> Any:
                          f"init on its ranks only")
     if not isinstance(world, MPI.Intracomm):
         raise TypeError(f"world is {found(world)}; wanted a communicator of one group; {remedy}")
-    if MPI.COMM_WORLD.size > 1:
-        _end_all_ranks_on_error(MPI.COMM_WORLD)
+    _end_all_ranks_on_error()
     return world
+
+
+def _load(started_by: Launcher | None, timeout: float) -> None:
+    """Load and start MPI, which waits for all ranks."""
+    alone = started_by is None or started_by.size == 1
+    host = socket.gethostname()
+    rank = "a rank" if launcher.rank() is None else f"rank {launcher.rank()}"
+    with nullcontext() if alone or _is_started() else watchdog.start_of_mpi(f"{rank} on {host}", timeout):
+        from mpi4py import MPI  # noqa: F401
+
+
+def _is_started() -> bool:
+    return "mpi4py.MPI" in sys.modules
 
 
 def _is_whole(started_by: Launcher, size: int) -> bool:
@@ -127,6 +155,15 @@ def _mismatch(started_by: Launcher, size: int, library: str) -> str:
         f"({library}) are of different makes; use the launcher that came with the library, for an MPI "
         f"installed by pip that is {Path(sys.executable).parent / 'mpiexec'}"
     )
+
+
+def watch(world: Any, timeout: float) -> watchdog.Watch:
+    """Has what the ranks of a communicator wait for completed in time, or ends all ranks of the job."""
+    from mpi4py import MPI
+
+    everyone = MPI.COMM_WORLD
+    job = "" if world.size == everyone.size else f" of a group, {everyone.rank} of {everyone.size} in the job,"
+    return watchdog.Watch(f"rank {world.rank} of {world.size}{job} on {socket.gethostname()}", timeout, abort)
 
 
 def local_rank(world: Any) -> int:
@@ -150,29 +187,33 @@ def free(communicator: Any) -> None:
         communicator.Free()
 
 
-def abort(world: Any) -> None:
+def abort() -> None:
     """End all ranks, after giving the launcher time to pass on what this one has said.
 
     NOTE: MPI_Abort kills the launcher's helpers too, and with them output that they have not forwarded yet; nothing
     tells when they have.
     """
+    from mpi4py import MPI
+
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(SECONDS_TO_BE_HEARD)
-    world.Abort(1)
+    MPI.COMM_WORLD.Abort(1)
 
 
-def _end_all_ranks_on_error(world: Any) -> None:
+def _end_all_ranks_on_error() -> None:
     """Turn an uncaught exception into MPI_Abort; MPI_Finalize would wait for ranks that wait for this one."""
+    from mpi4py import MPI
+
     previous = sys.excepthook
-    if getattr(previous, "ends_all_ranks", False):
+    if MPI.COMM_WORLD.size == 1 or getattr(previous, "ends_all_ranks", False):
         return
 
     def report_and_abort(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         previous(kind, error, trace)
-        abort(world)
+        abort()
 
     report_and_abort.ends_all_ranks = True  # type: ignore[attr-defined]
     sys.excepthook = report_and_abort

@@ -8,17 +8,22 @@ ranks go on or all raise.
 from __future__ import annotations
 
 import atexit
+import ctypes
+import logging
 import socket
-import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from thdattn.comm import Comm, mpi
+from thdattn.comm.watchdog import PATIENCE_AT_START, Lane
 from thdattn.install import remedy
 
-# ncclCommInitRank has no timeout of its own. Minutes, as very large jobs are slow to start.
-_START_TIMEOUT_SECONDS = 300.0
+logger = logging.getLogger("thdattn")
 
 _INSTALL = f"{remedy('cuda13')} (or [cuda12], after the driver's CUDA version)"
 
@@ -47,6 +52,7 @@ class NcclComm(Comm):
     Args:
         world: the MPI communicator of its ranks, for this comm alone, which frees it in the end.
         gpus: every rank's GPU, in rank order, from choose(). This rank's becomes CuPy's current device.
+        timeout: seconds that a collective may take once the GPU has come to it, and its start so many times more.
 
     Raises:
         RuntimeError: on every rank, if NCCL could not start on one.
@@ -57,7 +63,7 @@ class NcclComm(Comm):
     sum_dtypes = Comm.sum_dtypes | {"float16", "bfloat16"}
     capturable = True
 
-    def __init__(self, world: Any, gpus: Sequence[Gpu]) -> None:
+    def __init__(self, world: Any, gpus: Sequence[Gpu], timeout: float) -> None:
         super().__init__(world.rank, world.size)
         cupy, nccl = load()
         self._cupy = cupy
@@ -67,9 +73,21 @@ class NcclComm(Comm):
         self._dtypes = {dtype: getattr(nccl, f"NCCL_{dtype.upper()}") for dtype in self.sum_dtypes}
         self._ops = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX}
         cupy.cuda.Device(self._gpu).use()
-        self._nccl = _start(world, nccl)
+        self._watch = mpi.watch(world, timeout)
+        with self._watch.waiting("the start of NCCL", patience=PATIENCE_AT_START):
+            self._nccl = _start(world, nccl)
         self._world = world
         atexit.register(self.close)  # runs before mpi4py's MPI_Finalize
+
+    def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+        stream = self._cupy.cuda.get_current_stream()
+        if stream.is_capturing():  # nothing waits yet
+            return nullcontext()
+        key = (threading.get_ident(), self._gpu, stream.ptr)
+        lane = _lanes.get(key)
+        if lane is None:
+            lane = _lanes[key] = _lane(self._cupy, stream.ptr)
+        return self._watch.enqueued(lane, what, array)
 
     def _all_gather(self, send: Any, recv: Any) -> None:
         if send.size:
@@ -88,33 +106,39 @@ class NcclComm(Comm):
             self._nccl.allReduce(pointer, pointer, array.size, dtype, self._ops[op], self._stream())
 
     def _barrier(self) -> None:
-        self._cupy.cuda.get_current_stream().synchronize()
-        self._world.Barrier()
+        self._cupy.cuda.get_current_stream().synchronize()  # what it does may take long; what it waits for is watched
+        with self._watch.waiting("barrier"):
+            self._world.Barrier()
 
     def _gather_values(self, value: int) -> Sequence[int]:
-        values: list[int] = self._world.allgather(value)
+        with self._watch.waiting("agree"):
+            values: list[int] = self._world.allgather(value)
         return values
 
     def _split(self, color: int, key: int) -> Comm:
-        world = self._world.Split(color, key)
-        group = NcclComm(world, world.allgather(self._gpus[self.rank]))
+        with self._watch.waiting("split"):
+            world = self._world.Split(color, key)
+            gpus = world.allgather(self._gpus[self.rank])
+        group = NcclComm(world, gpus, self._watch.timeout)
         atexit.unregister(group.close)  # the comm that was split closes it, after all graphs
         return group
 
     def _close(self) -> None:
         atexit.unregister(self.close)
-        self._nccl.destroy()
-        mpi.free(self._world)
+        with self._watch.waiting("close"):
+            self._nccl.destroy()
+            mpi.free(self._world)
 
     def _stream(self) -> int:
         stream: int = self._cupy.cuda.get_current_stream().ptr
         return stream
 
 
-def survey(world: Any) -> list[Outcome]:
+def survey(world: Any, timeout: float) -> list[Outcome]:
     """Every rank's GPU, or why it has none, in rank order; the same list on every rank."""
-    local_rank = mpi.local_rank(world)
-    found: list[Outcome] = world.allgather(_attempt(lambda: _find_gpu(local_rank)))
+    with mpi.watch(world, timeout).waiting("the search for GPUs", patience=PATIENCE_AT_START):
+        local_rank = mpi.local_rank(world)
+        found: list[Outcome] = world.allgather(_attempt(lambda: _find_gpu(local_rank)))
     return found
 
 
@@ -188,24 +212,33 @@ def _start(world: Any, nccl: Any) -> Any:
     # NOTE: the outcome is sent, not the id: a rank 0 that raised here would leave the others in bcast.
     made = world.bcast(_attempt(nccl.get_unique_id) if world.rank == 0 else None, root=0)
     (unique_id,) = _results("NCCL made no unique id", [made])
-    deadline = threading.Timer(_START_TIMEOUT_SECONDS, _give_up, (world,))
-    deadline.daemon = True
-    deadline.start()
-    try:
-        ok, communicator = _attempt(lambda: nccl.NcclCommunicator(world.size, unique_id, world.rank))
-        _results("NCCL did not start", world.allgather((ok, None if ok else communicator)))
-    finally:
-        deadline.cancel()
+    ok, communicator = _attempt(lambda: nccl.NcclCommunicator(world.size, unique_id, world.rank))
+    _results("NCCL did not start", world.allgather((ok, None if ok else communicator)))
     return communicator
 
 
-def _give_up(world: Any) -> None:
-    print(
-        f"thdattn: rank {world.rank} of {world.size} on {socket.gethostname()}: NCCL did not start within "
-        f"{_START_TIMEOUT_SECONDS:g} s, ending all ranks; NCCL_DEBUG=INFO shows which rank is missing",
-        file=sys.stderr,
-    )
-    mpi.abort(world)
+# By thread, GPU and stream; for as long as the process lives, as a stream may write to it after all comms are closed.
+_lanes: dict[tuple[int, int | None, int], Lane] = {}
+
+
+def _lane(cupy: Any, stream: int) -> Lane:
+    """The lane of a stream, in pinned memory, which a GPU writes under the address that the host has for it."""
+    numbers = np.frombuffer(cupy.cuda.alloc_pinned_memory(8), np.uint32, 2)
+    write = partial(_stream_writes(), stream)
+    lane = Lane(numbers, write)
+    if status := write(numbers.ctypes.data, 0, 0):
+        logger.warning("the driver has streams write no numbers (cuStreamWriteValue32: error %d), so no deadline holds "
+                       "for collectives on this GPU", status)
+    return lane
+
+
+@cache
+def _stream_writes() -> Callable[[int, int, int, int], int]:
+    """The driver's call that has a stream write a number to memory; CuPy has none. It gives Python's lock free."""
+    function = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
+    function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    called: Callable[[int, int, int, int], int] = function
+    return called
 
 
 def _attempt(action: Callable[[], Any]) -> Outcome:

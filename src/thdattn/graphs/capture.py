@@ -180,7 +180,8 @@ class Captured(Generic[P, R]):
             moved = list(self._moved(args, kwargs))
             stream = graphs._turn()
             _copy(moved)
-        self._graph.launch(stream)
+        with graphs._comm.watched(f"replay of {self.name}"):
+            self._graph.launch(stream)
         results: R = self._results
         return results
 

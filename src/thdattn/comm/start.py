@@ -1,0 +1,53 @@
+"""How ranks join: what started this process, which backend all of them take, and the world that they are in."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from thdattn.arguments import as_choice
+from thdattn.comm import Comm, SingleComm, launcher, mpi, nccl
+from thdattn.comm.checks import as_timeout
+from thdattn.comm.watchdog import PATIENCE_AT_START
+
+logger = logging.getLogger("thdattn")
+
+
+def join(backend: str, world: Any, timeout: float) -> Comm:
+    """The ranks of this process; see thdattn.comm.init."""
+    as_choice("backend", backend, ("auto", "single", "mpi", "nccl"))
+    timeout = as_timeout(timeout)
+    started_by = launcher.find() if world is None else None
+    alone = started_by is None or started_by.size == 1
+    if world is None and (backend == "single" or (backend == "auto" and alone)):
+        return SingleComm()
+    if started_by and started_by.name == "torchrun" and started_by.size > 1:
+        raise RuntimeError(
+            f"torchrun (RANK and WORLD_SIZE are set) started {started_by.size} processes, which are no ranks of MPI: "
+            f"each would do all the work alone; use thdattn.comm.from_torch() after "
+            f"torch.distributed.init_process_group(), or start the program with mpiexec; or {launcher.ALONE}"
+        )
+    world = mpi.connect(started_by, timeout) if world is None else mpi.joined(world)
+    if backend == "single" and world.size > 1:
+        raise ValueError(f"world has {world.size} ranks, but backend 'single' is one rank alone; wanted world of one "
+                         f"rank or none; leave it out")
+    if backend == "single" or (backend == "auto" and world.size == 1):
+        return SingleComm()
+    with mpi.watch(world, timeout).waiting("init", patience=PATIENCE_AT_START):
+        world = world.Dup()
+    return mpi.MpiComm(world, timeout) if backend == "mpi" else _with_gpus(backend, world, timeout)
+
+
+def _with_gpus(backend: str, world: Any, timeout: float) -> Comm:
+    """NCCL's ranks; for "auto" MPI's where a rank has no GPU of its own."""
+    answers = nccl.survey(world, timeout)
+    try:
+        gpus = nccl.choose(answers)
+    except RuntimeError as error:
+        if backend == "nccl":
+            raise
+        if world.rank == 0:
+            level = logging.WARNING if any(found for found, _ in answers) else logging.INFO
+            logger.log(level, "thdattn.comm.init uses MPI and host arrays, not NCCL: %s", error)
+        return mpi.MpiComm(world, timeout)
+    return nccl.NcclComm(world, gpus, timeout)

@@ -1,0 +1,218 @@
+"""The deadline of what ranks wait for: one thread a process that ends the job when they wait in vain.
+
+What blocks the host is noted before and taken out after. What waits on a GPU is only enqueued, so the stream itself
+writes a number to the host's memory when it comes to an operation and another one when it has left it: the clock runs
+between the two, however long the stream computes before, and the thread reads memory and calls nothing of CUDA, where
+a query would break a capture that goes on in another thread.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+# How much longer than a collective the steps of a start may take, which load libraries and connect machines.
+PATIENCE_AT_START = 5
+# The job's end must not hang in its turn: a process that has not ended after this many seconds ends itself.
+_SECONDS_TO_END = 5.0
+_SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
+_REMEMBERED = 1024  # operations of a lane that a message can name; streams hold about as many launches
+
+
+class Operation(NamedTuple):
+    """What ranks wait for; times are the watchdog's."""
+
+    watch: Watch
+    number: int
+    what: str
+    shape: tuple[int, ...] | None
+    dtype: Any
+    limit: float
+    begun: float
+
+    def __str__(self) -> str:
+        arrays = "" if self.shape is None else f" of {self.shape} {self.dtype}"
+        return f"{self.what}{arrays}, number {self.number} of this comm,"
+
+
+class Watch:
+    """Has what one comm waits for completed in time.
+
+    Args:
+        who: this rank, for messages.
+        timeout: seconds that an operation may take.
+        abort: ends all ranks of the job.
+    """
+
+    def __init__(self, who: str, timeout: float, abort: Callable[[], None]) -> None:
+        self.who = who
+        self.timeout = timeout
+        self.abort = abort
+        self.number = 0
+        _watchdog.start(timeout)
+
+    @contextmanager
+    def waiting(self, what: str, array: Any = None, patience: int = 1) -> Iterator[None]:
+        """A block that waits for other ranks on the host; with patience it may take that many times as long."""
+        key = object()
+        _watchdog.waiting[key] = self._operation(what, array, patience)
+        try:
+            yield
+        finally:
+            del _watchdog.waiting[key]
+
+    def enqueued(self, lane: Lane, what: str, array: Any = None) -> Lane:
+        """The lane, for a `with` block that enqueues on its stream what waits for other ranks."""
+        lane.next(self._operation(what, array, 1))
+        return lane
+
+    def _operation(self, what: str, array: Any, patience: int) -> Operation:
+        self.number += 1
+        shape, dtype = (None, None) if array is None else (array.shape, array.dtype)
+        return Operation(self, self.number, what, shape, dtype, self.timeout * patience, _watchdog.clock)
+
+
+class Lane:
+    """What one thread enqueues on one stream. A block within a block is part of it.
+
+    Args:
+        numbers: (2,) uint32 in host memory that the GPU can write: the operation that the stream has come to, and the
+            one that it has left.
+        write: called as write(address, number, 0), has the stream write the number there when it comes by.
+    """
+
+    def __init__(self, numbers: NDArray[Any], write: Callable[[int, int, int], object]) -> None:
+        self._numbers = numbers
+        self._write = write
+        self._begin = int(numbers.ctypes.data)
+        self._end = self._begin + numbers.itemsize
+        self._count = 0
+        self._depth = 0
+        self._operations: list[Operation | None] = [None] * _REMEMBERED
+        self._at: int | None = None  # the operation in which the watchdog found the stream, and since when
+        self._since = 0.0
+        numbers[:] = 0
+        _watchdog.lanes.append(self)
+
+    def next(self, operation: Operation) -> None:
+        if not self._depth:
+            self._count = (self._count + 1) & 0xFFFFFFFF
+            self._operations[self._count % _REMEMBERED] = operation
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._write(self._begin, self._count, 0)
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._write(self._end, self._count, 0)
+
+    def overdue(self, clock: float) -> tuple[Operation, float] | None:
+        """The operation in which the stream has been for longer than it may be, and for how long."""
+        left, at = int(self._numbers[1]), int(self._numbers[0])
+        if at == left or at != self._at:
+            self._at, self._since = None if at == left else at, clock
+            return None
+        operation = self._operations[at % _REMEMBERED]
+        waited = clock - self._since
+        return (operation, waited) if operation is not None and waited > operation.limit else None
+
+
+class _Watchdog:
+    """The thread, and what it looks at."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[object, Operation] = {}
+        self.lanes: list[Lane] = []
+        self.clock = 0.0  # seconds that this process has run; those for which it was stopped as a whole do not count
+        self._tick = _LONGEST_TICK
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def start(self, timeout: float) -> None:
+        with self._lock:
+            self._tick = min(self._tick, max(timeout / 20, _SHORTEST_TICK))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="thdattn watchdog", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the main thread
+        before = time.monotonic()
+        while True:
+            time.sleep(self._tick)
+            now = time.monotonic()
+            self.clock += min(now - before, 2 * self._tick)
+            before = now
+            late = self._overdue()
+            if late is not None:
+                _end(*late)
+
+    def _overdue(self) -> tuple[Operation, float] | None:
+        clock = self.clock
+        for operation in list(self.waiting.values()):
+            if clock - operation.begun > operation.limit:
+                return operation, clock - operation.begun
+        found = (lane.overdue(clock) for lane in list(self.lanes))
+        return next((late for late in found if late is not None), None)
+
+
+_watchdog = _Watchdog()
+
+
+def _end(operation: Operation, waited: float) -> None:
+    """End all ranks, with a message, whatever the main thread holds or hangs in."""
+    faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True, file=2)  # needs no lock of Python's
+    os.write(2, message(operation.watch.who, str(operation), operation.limit, waited).encode())
+    operation.watch.abort()
+    threading.Event().wait()
+
+
+def message(who: str, operation: str, limit: float, waited: float) -> str:
+    """What the job's end is said to be."""
+    return (
+        f"thdattn: {who}: {operation} has not completed within {limit:g} s (waited {waited:.1f} s), ending all ranks: "
+        f"one has died, has stopped, never came or made another call; if one is only late, pass a longer timeout to "
+        f"thdattn.comm.init\n"
+    )
+
+
+@contextmanager
+def start_of_mpi(who: str, timeout: float) -> Iterator[None]:
+    """A block in which MPI starts, which holds Python's lock all the while: so another process has the deadline.
+
+    That process kills this one, as there is nothing yet to abort, and the launcher then ends the others.
+    """
+    limit = timeout * PATIENCE_AT_START
+    text = message(who, "the start of MPI", limit, limit)
+    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(limit), text]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as guard:
+        try:
+            yield
+        finally:
+            assert guard.stdin is not None
+            guard.stdin.close()
+
+
+_GUARD = """
+import os, select, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is sent to this process too
+if not select.select([0], [], [], float(sys.argv[2]))[0]:  # readable when its other end is closed
+    os.write(2, sys.argv[3].encode())
+    os.kill(int(sys.argv[1]), signal.SIGKILL)
+"""

@@ -1,0 +1,85 @@
+"""Starts programs in which a rank fails and sees to their end, for CPU and GPU tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import launch
+
+PROGRAM = Path(__file__).parent / "ranks" / "fault_ranks.py"
+SECONDS_TO_END = 12  # of a machine with other things to do, from the deadline on
+SECONDS_TO_BEGIN = 60
+PROCESS = re.compile(r"rank \d+ is process (\d+) and begins")
+
+
+class Job:
+    """fault_ranks.py on some ranks; rank 1 fails in a way, at a place."""
+
+    def __init__(self, ranks: int, kind: str, place: str, backend: str, timeout: float) -> None:
+        self.ranks = ranks
+        words = [kind, place, backend, f"{timeout:g}"]
+        self._process = launch.start([*launch.mpiexec(ranks), sys.executable, str(PROGRAM), *words])
+        self._said: dict[str, list[str]] = {"stdout": [], "stderr": []}
+        self._readers = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in self._said]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def errors(self) -> str:
+        """What all ranks and the launcher said on stderr."""
+        return "".join(self._said["stderr"])
+
+    def end(self, deadline: float) -> str:
+        """The same, in the end; fails unless every process ends in time and no rank says anything on stdout."""
+        try:
+            self._wait(lambda: " and fails" in self.errors, SECONDS_TO_BEGIN, "rank 1 did not fail")
+            self._wait(lambda: self._process.poll() is not None, deadline + SECONDS_TO_END, "the launcher still runs")
+            self._wait(lambda: not self._running(), 5, "a rank outlives the launcher")
+            reading = self._readers
+            self._wait(lambda: not any(map(threading.Thread.is_alive, reading)), 5, "something outlives the ranks")
+        finally:
+            self._clean_up()
+        assert self._process.returncode != 0, self.errors
+        assert len(self._started()) == self.ranks and "ends well" not in self.errors, self.errors
+        assert not re.search("rank|thdattn|Traceback", "".join(self._said["stdout"])), "MPICH's launcher may say more"
+        return self.errors
+
+    def _read(self, name: str) -> None:
+        for line in getattr(self._process, name):
+            self._said[name].append(line)
+
+    def _wait(self, condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
+        limit = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < limit, f"{otherwise} after {seconds:g} s: {self.errors}"
+            time.sleep(0.05)
+
+    def _running(self) -> list[int]:
+        return [process for process in self._started() if is_running(process)]
+
+    def _started(self) -> list[int]:
+        return [int(number) for number in PROCESS.findall(self.errors)]
+
+    def _clean_up(self) -> None:
+        if self._process.poll() is None:
+            launch.end(self._process)
+        for process in self._running():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def is_running(process: int) -> bool:
+    """Whether there is such a process; one that has ended may wait for ever for a parent that asks for its status."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

@@ -1,0 +1,122 @@
+"""Rank 1 fails in one of the ways in which ranks fail, at one place of a program: attention under mpiexec.
+
+mpiexec -n 3 python fault_ranks.py stop forward mpi 5
+
+What fails is said on stderr, as is which process is which rank; stdout stays empty.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import thdattn
+from thdattn.comm import mpi, nccl
+
+RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])  # before MPI knows it
+
+
+def fail(kind: str) -> None:
+    """Rank 1 fails; returns on the others, and where rank 1 leaves out what comes next."""
+    if RANK != 1:
+        return
+    say("fails")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "exception":
+        raise ValueError("rank 1 had bad luck")
+    elif kind == "absent":
+        time.sleep(1000)
+    else:
+        assert kind == "skip", kind
+
+
+def say(what: str) -> None:
+    os.write(2, f"rank {RANK} is process {os.getpid()} and {what}\n".encode())
+
+
+def before(function: Callable[..., Any], action: Callable[[], None]) -> Callable[..., Any]:
+    def both(*arguments: Any, **named: Any) -> Any:
+        action()
+        return function(*arguments, **named)
+
+    return both
+
+
+def join(kind: str, place: str, backend: str, timeout: float) -> thdattn.comm.Comm:
+    if place == "start":  # before MPI
+        fail(kind)
+    elif place == "init":  # rank 1 has joined MPI
+        mpi.watch = before(mpi.watch, lambda: fail(kind))
+    elif place == "nccl":  # all ranks have found their GPUs
+        nccl._start = before(nccl._start, lambda: fail(kind))
+    return thdattn.comm.init(backend, timeout=timeout)
+
+
+class Layer:
+    """One attention of a small pack, whose rank 1 fails at a place of its third step."""
+
+    def __init__(self, comm: thdattn.comm.Comm, kind: str, place: str) -> None:
+        self.comm, self.kind, self.place = comm, kind, place
+        dtype = "bfloat16" if "cuda" in comm.devices else "float32"
+        self.attention = thdattn.CPAttention(comm, 2, 64, dtype=dtype)
+        self.plan = self.attention.plan(thdattn.PackedBatch.from_lengths([70, 33, 9], 2 * comm.size))
+        self.x = self.array(self.plan.local_rows)
+
+    def array(self, rows: int) -> Any:
+        if "cuda" not in self.comm.devices:
+            return np.ones((rows, 2, 64), np.float32)
+        import cupy
+
+        return cupy.ones((rows, 2, 64), self.attention.dtype)
+
+    def at(self, place: str, last: bool) -> bool:
+        """Whether this rank goes on with what comes next."""
+        if not last or place != self.place:
+            return True
+        fail(self.kind)
+        return not (RANK == 1 and self.kind == "skip")
+
+    def step(self, last: bool) -> None:
+        saved = None
+        if self.at("forward", last):
+            _, saved = self.attention.forward(self.x, self.x, self.x, self.plan)
+        if self.at("backward", last) and saved is not None:
+            self.attention.backward(self.x, saved)
+
+
+def replay(layer: Layer) -> None:
+    """The same in a graph: its third replay waits on the GPU for rank 1."""
+    config = thdattn.graphs.CudaGraphConfig(impl="full_iteration", warmup_steps=1)
+    with thdattn.graphs.Graphs(layer.comm, config) as graphs:
+        step = graphs.captured(lambda: layer.step(False), "step")
+        for number in range(6):
+            if layer.at("replay", number == 4):
+                step()
+        layer.comm.barrier()
+
+
+def main(kind: str, place: str, backend: str, timeout: str) -> None:
+    say("begins")
+    comm = join(kind, place, backend, float(timeout))
+    layer = Layer(comm, kind, place)
+    if place == "replay":
+        replay(layer)
+    else:
+        for number in range(3):
+            layer.step(last=number == 2)
+    comm.barrier()
+    comm.close()
+    say("ends well")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,67 @@
+"""No hang: a rank that dies, stops, raises, leaves out a call or never comes ends all ranks, wherever they are."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+from faults import Job
+
+TIMEOUT = 3.0
+HOST = re.escape(socket.gethostname())
+COLLECTIVE = r"(all_gather|reduce_scatter|all_reduce|barrier)( of \([\d, ]+\) \w+)?, number \d+ of this comm,"
+PLACES = pytest.mark.parametrize("place", ["forward", "backward"])
+
+
+def said(rank, size, operation, limit):
+    """What a rank says of its deadline."""
+    return re.compile(
+        f"^thdattn: rank {rank}{f' of {size}' if size else ''} on {HOST}: {operation} has not completed within "
+        rf"{limit:g} s \(waited (\d+\.\d) s\), ending all ranks: one has died, has stopped, never came", re.MULTILINE)
+
+
+@PLACES
+@pytest.mark.parametrize("kind", ["stop", "skip"])
+def test_rank_that_stops_or_leaves_out_a_call_ends_all_at_the_deadline(kind, place):
+    errors = Job(2, kind, place, "mpi", TIMEOUT).end(TIMEOUT)
+    found = said(0, 2, COLLECTIVE, TIMEOUT).search(errors)
+    assert found, errors
+    assert TIMEOUT <= float(found[3]) < TIMEOUT + 2
+    assert kind == "skip" or "rank 1 of 2" not in errors
+
+
+@PLACES
+@pytest.mark.parametrize("kind", ["kill", "exception"])
+def test_rank_that_dies_or_raises_ends_all_at_once(kind, place):
+    errors = Job(2, kind, place, "mpi", 1000.0).end(0)
+    assert ("ValueError: rank 1 had bad luck" in errors) == (kind == "exception")
+    assert "thdattn: " not in errors
+
+
+def test_both_of_the_others_say_what_they_wait_for():
+    errors = Job(3, "stop", "forward", "mpi", TIMEOUT).end(TIMEOUT)
+    waits = [said(rank, 3, r"all_gather of \(\d+, 2, 64\) float32, number (\d+) of this comm,", TIMEOUT).search(errors)
+             for rank in (0, 2)]
+    assert any(waits), errors
+    assert len({found[1] for found in waits if found}) == 1, "the same call has the same number on all ranks"
+
+
+@pytest.mark.parametrize("kind", ["stop", "absent"])
+def test_rank_that_does_not_come_within_init_ends_all_at_its_deadline(kind):
+    errors = Job(2, kind, "init", "mpi", 1.0).end(5)
+    assert said(0, 2, "init, number 1 of this comm,", 5).search(errors), errors
+
+
+@pytest.mark.parametrize("kind", ["kill", "exception"])
+def test_rank_that_dies_or_raises_within_init_ends_all_at_once(kind):
+    errors = Job(2, kind, "init", "mpi", 1000.0).end(0)
+    assert ("ValueError: rank 1 had bad luck" in errors) == (kind == "exception")
+
+
+def test_rank_that_never_calls_init_ends_all_at_the_deadline_of_the_start():
+    jobs = {kind: Job(2, kind, "start", "mpi", 1.0) for kind in ("stop", "absent", "exception", "kill")}
+    errors = {kind: job.end(5) for kind, job in jobs.items()}
+    for kind in ("stop", "absent", "exception"):
+        assert said(0, 0, "the start of MPI", 5).search(errors[kind]), errors[kind]
+    assert "ValueError: rank 1 had bad luck" in errors["exception"]
