@@ -7,16 +7,19 @@
 
 Every run adds a row to benchmarks/results/bytelm_GPU.csv, of which readme.py makes a table in README.md. A step is
 timed from the end of the step before to its own end on the GPU. Model FLOPs are 6 per weight that multiplies and token,
-and those of the attention's visible pairs; nothing is counted for what is computed again.
+and those of the attention's visible pairs; nothing is counted for what is computed again. --idle profiles further steps
+with torch.profiler, which records the kernels and copies of the whole process, those of graphs too.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import sys
+import tempfile
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -38,6 +41,8 @@ from thdattn.graphs import add_arguments, from_arguments
 EXAMPLE = Path(data.__file__).parent
 KEY = ("gpu", "size", "ranks", "cp", "tokens", "accumulate", "sharding", "cuda_graph_impl")
 WARM_UP = 8  # steps that compile kernels, fill memory pools and are not counted
+PROFILED = 20  # steps
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # as a trace of torch.profiler names it
 
 
 def main() -> int:
@@ -61,14 +66,20 @@ def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
     packing = Packing.of(args.tokens or RECIPES[args.size].tokens, grid.cp.size, args.sharding)
     training, _ = data.split(data.find_documents())
     batches = data.micro_batches(training, packing, 0, Position(0, 0))
-    groups = data.steps(batches, args.accumulate * grid.num_groups, grid.mine)
-    results = []
-    with closing(data.prepared(groups)) as coming:
-        for number in range(WARM_UP + args.steps):
+    dealt = data.steps(batches, args.accumulate * grid.num_groups, grid.mine)
+    results: list[StepResult] = []
+
+    def steps(number: int) -> None:
+        for _ in range(number):
             results.append(trainer.step(next(coming), 1e-4))
-            if number:
+            if len(results) > 1:
                 results[-2].numbers()  # the host stays one step ahead, as in train.py
-    results[-1].numbers()
+        results[-1].numbers()
+
+    with closing(data.prepared(dealt)) as coming:
+        steps(WARM_UP + args.steps)
+        timed = results[WARM_UP:]
+        idle = f"{idle_share(lambda: steps(PROFILED)):.4f}" if args.idle else ""
     num_bytes = trainer.xp.get_default_memory_pool().total_bytes() + trainer.graphs.num_bytes
     fixed = {
         "size": args.size, "ranks": str(comm.size), "cp": str(grid.cp.size) if grid.num_groups > 1 else "",
@@ -77,7 +88,30 @@ def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
         "steps": str(args.steps),
     }  # fmt: skip
     peak = measure.peak_flops(trainer.model)
-    return fixed | measured(trainer, results[WARM_UP:], peak) | {"memory_gib": f"{num_bytes / 2**30:.1f}"}
+    return fixed | measured(trainer, timed, peak) | {"memory_gib": f"{num_bytes / 2**30:.1f}", "idle": idle}
+
+
+def idle_share(run: Callable[[], None]) -> float:
+    """Of the time between the first and the last work of the GPU, the share without any."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            run()
+        profiled.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    return gaps([(x["ts"], x["ts"] + x["dur"]) for x in events if x.get("cat") in GPU_WORK])
+
+
+def gaps(spans: Iterable[tuple[float, float]]) -> float:
+    """The share of the time from the first begin to the last end that no span covers."""
+    ordered = sorted(spans)
+    first, busy = ordered[0][0], 0.0
+    until = first
+    for begin, end in ordered:
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return 1 - busy / (until - first)
 
 
 def measured(trainer: Trainer, results: list[StepResult], peak: float | None) -> record.Row:
@@ -178,6 +212,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cp", type=int, metavar="N", help="ranks that share a micro-batch (default: all ranks)")
     parser.add_argument("--sharding", default="dual_chunk", help="dual_chunk (default) or contiguous")
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps (default: 30)")
+    parser.add_argument("--idle", action="store_true", help="also record the share of time without work on the GPU")
     add_arguments(parser)
     parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/bytelm_GPU.csv by default")
     args = parser.parse_args()
