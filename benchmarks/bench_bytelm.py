@@ -3,6 +3,7 @@
     python benchmarks/bench_bytelm.py --size 1b
     python benchmarks/bench_bytelm.py --size small --cuda-graph-impl full_iteration
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 131072
+    mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 65536 --cp 2
 
 Every run adds a row to benchmarks/results/bytelm_GPU.csv, of which readme.py makes a table in README.md. A step is
 timed from the end of the step before to its own end on the GPU. Model FLOPs are 6 per weight that multiplies and token,
@@ -29,6 +30,7 @@ import data
 import measure
 import record
 from data import Packing, Position
+from grid import Grid
 from model import SIZES
 from passes import WAYS
 from train import RECIPES, StepResult, Trainer
@@ -37,7 +39,7 @@ import thdattn
 from thdattn.graphs import add_arguments, from_arguments
 
 EXAMPLE = Path(data.__file__).parent
-KEY = ("gpu", "size", "ranks", "tokens", "accumulate", "sharding", "cuda_graph_impl")
+KEY = ("gpu", "size", "ranks", "cp", "tokens", "accumulate", "sharding", "cuda_graph_impl")
 WARM_UP = 8  # steps that compile kernels, fill memory pools and are not counted
 PROFILED = 20  # steps
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # as a trace of torch.profiler names it
@@ -59,10 +61,12 @@ def main() -> int:
 
 def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
     """The row of one configuration."""
-    trainer = Trainer(comm, SIZES[args.size], "cuda", args.sharding, seed=0, graphs=args.graphs)
-    packing = Packing.of(args.tokens or RECIPES[args.size].tokens, comm.size, args.sharding)
+    grid = Grid.of(comm, args.cp)
+    trainer = Trainer(grid, SIZES[args.size], "cuda", args.sharding, seed=0, graphs=args.graphs)
+    packing = Packing.of(args.tokens or RECIPES[args.size].tokens, grid.cp.size, args.sharding)
     training, _ = data.split(data.find_documents())
-    groups = data.grouped(data.micro_batches(training, packing, 0, Position(0, 0)), args.accumulate)
+    batches = data.micro_batches(training, packing, 0, Position(0, 0))
+    dealt = data.steps(batches, args.accumulate * grid.num_groups, grid.mine)
     results: list[StepResult] = []
 
     def steps(number: int) -> None:
@@ -72,14 +76,15 @@ def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
                 results[-2].numbers()  # the host stays one step ahead, as in train.py
         results[-1].numbers()
 
-    with closing(data.prepared(groups)) as coming:
+    with closing(data.prepared(dealt)) as coming:
         steps(WARM_UP + args.steps)
         timed = results[WARM_UP:]
         idle = f"{idle_share(lambda: steps(PROFILED)):.4f}" if args.idle else ""
     num_bytes = trainer.xp.get_default_memory_pool().total_bytes() + trainer.graphs.num_bytes
     fixed = {
-        "size": args.size, "ranks": str(comm.size), "tokens": str(packing.rows), "accumulate": str(args.accumulate),
-        "sharding": args.sharding, "cuda_graph_impl": args.graphs.impl, "weights": str(trainer.model.weights.size),
+        "size": args.size, "ranks": str(comm.size), "cp": str(grid.cp.size) if grid.num_groups > 1 else "",
+        "tokens": str(packing.rows), "accumulate": str(args.accumulate), "sharding": args.sharding,
+        "cuda_graph_impl": args.graphs.impl, "weights": str(trainer.model.weights.size),
         "steps": str(args.steps),
     }  # fmt: skip
     peak = measure.peak_flops(trainer.model)
@@ -111,7 +116,7 @@ def gaps(spans: Iterable[tuple[float, float]]) -> float:
 
 def measured(trainer: Trainer, results: list[StepResult], peak: float | None) -> record.Row:
     """Medians over the steps; speeds are of the median step, per rank where they say so."""
-    clock, size = trainer.clock, trainer.comm.size
+    clock, size = trainer.clock, trainer.grid.world.size
     seconds = [clock.seconds(*result.span) for result in results]
     low, high = record.spread(seconds)
     tokens = [sum(batch.num_targets for batch in result.batches) for result in results]
@@ -149,15 +154,15 @@ def summary(rows: Iterable[record.Row]) -> str:
     for row in by_size:
         mfu = f"{100 * float(row['mfu']):.0f} %" if row["mfu"] else "-"
         attention = f"{float(row['attention_tflops']):.0f}" if row["attention_tflops"] else "-"
-        tokens = int(row["tokens"]) * int(row["accumulate"])
+        tokens = tokens_per_step(row)
         lines.append(
             f"| {row['gpu'].removeprefix('NVIDIA ')} | {row['size']}, {int(row['weights']):,} weights | "
-            f"{row['ranks']} | {tokens:,} | {row['cuda_graph_impl']} | {milliseconds(row['ms_per_step'])} | "
+            f"{gpus(row)} | {tokens:,} | {row['cuda_graph_impl']} | {milliseconds(row['ms_per_step'])} | "
             f"{milliseconds(row['ms_p10'])} to {milliseconds(row['ms_p90'])} | {int(row['tokens_per_s']):,} | {mfu} | "
             f"{attention} | {100 * float(row['padding']):.1f} % |"
         )
         run = row["steps"], record.software(row), row["kernel_sources"], row["example_sources"]
-        sources.setdefault(run, {})[f"{row['size']} on {row['ranks']} with {tokens:,}"] = None
+        sources.setdefault(run, {})[f"{row['size']} on {gpus(row)} with {tokens:,}"] = None
     for (steps, software, kernels, example), cases in sources.items():
         which = "All" if len(sources) == 1 else "; ".join(cases)
         about = f"{which}: {steps} steps, {software}, sources {kernels}, of the example {example}."
@@ -167,8 +172,24 @@ def summary(rows: Iterable[record.Row]) -> str:
 
 def _place(row: record.Row) -> tuple[object, ...]:
     """Of a row in the table: the same step with and without graphs side by side."""
-    tokens, impl = int(row["tokens"]) * int(row["accumulate"]), row["cuda_graph_impl"]
-    return list(SIZES).index(row["size"]), int(row["ranks"]), row["gpu"], tokens, list(WAYS).index(impl)
+    ranks, tokens, impl = int(row["ranks"]), tokens_per_step(row), row["cuda_graph_impl"]
+    return list(SIZES).index(row["size"]), ranks, num_groups(row), row["gpu"], tokens, list(WAYS).index(impl)
+
+
+def tokens_per_step(row: record.Row) -> int:
+    """Rows of all micro-batches of all groups."""
+    return int(row["tokens"]) * int(row["accumulate"]) * num_groups(row)
+
+
+def num_groups(row: record.Row) -> int:
+    """Of ranks that share micro-batches: one where the row does not say of how many ranks."""
+    return int(row["ranks"]) // int(row.get("cp") or row["ranks"])
+
+
+def gpus(row: record.Row) -> str:
+    """4, or 2 x 2 for two groups of two."""
+    groups = num_groups(row)
+    return row["ranks"] if groups == 1 else f"{groups} x {row['cp']}"
 
 
 def milliseconds(text: str) -> str:
@@ -186,8 +207,9 @@ def example_hash() -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="1b", help="of the model (default: 1b)")
-    parser.add_argument("--tokens", type=int, metavar="N", help="rows per micro-batch of all ranks (default: by size)")
-    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches per step (default: 1)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="rows per micro-batch (default: by size)")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches per step of a group (1)")
+    parser.add_argument("--cp", type=int, metavar="N", help="ranks that share a micro-batch (default: all ranks)")
     parser.add_argument("--sharding", default="dual_chunk", help="dual_chunk (default) or contiguous")
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps (default: 30)")
     parser.add_argument("--idle", action="store_true", help="also record the share of time without work on the GPU")

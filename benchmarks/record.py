@@ -69,9 +69,13 @@ def newest(kind: str) -> tuple[Path, list[Row]]:
 
 
 def save(path: Path, rows: Sequence[Row], key: Sequence[str]) -> list[Row]:
-    """Adds rows to a CSV file, in place of those that agree with them in the columns of `key`; returns all rows."""
+    """Adds rows to a CSV file, in place of those that agree with them in the columns of `key`; returns all rows.
+
+    Older rows are empty in columns that there were not yet.
+    """
     made = {tuple(row[column] for column in key) for row in rows}
-    everything = [row for row in load(path) if tuple(row[column] for column in key) not in made] + list(rows)
+    older = [row for row in load(path) if tuple(row.get(column, "") for column in key) not in made]
+    everything = [*older, *rows]
     columns = dict.fromkeys(column for row in [*rows, *everything] for column in row)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:

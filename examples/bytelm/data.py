@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -82,20 +83,61 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward works on, of all ranks together.
+    """What one forward and backward works on, of all ranks that share it together.
 
-    tokens, targets: (total_rows,) int32 in sequence order; target NOT_COUNTED on rows that hold no token.
-    batch: the lengths; one sequence per piece of a document.
-    num_targets, num_bytes: targets with and without EOD.
+    The lengths are there at once, the documents are read when tokens or targets are first asked for: every rank needs
+    the lengths of all micro-batches, and the tokens of some.
+
+    pieces: of documents, one per sequence.
+    batch: their lengths.
     after: where to go on after this one.
     """
 
-    tokens: NDArray[np.int32]
-    targets: NDArray[np.int32]
+    pieces: Sequence[Piece]
     batch: thdattn.PackedBatch
-    num_targets: int
-    num_bytes: int
     after: Position
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], packing: Packing, after: Position) -> MicroBatch:
+        """The micro-batch of these pieces."""
+        fitted = thdattn.PackedBatch.from_lengths([piece.end - piece.begin for piece in pieces], packing.multiple)
+        batch = thdattn.PackedBatch(fitted.cu_seqlens, fitted.cu_seqlens_padded, total_rows=packing.rows)
+        return cls(pieces, batch, after)
+
+    def read(self) -> MicroBatch:
+        """Reads the documents now.
+
+        Raises:
+            ValueError: a file is shorter than it was.
+        """
+        _ = self._rows
+        return self
+
+    @cached_property
+    def _rows(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        texts = [piece.document.tokens(piece.begin, piece.end + 1) for piece in self.pieces]
+        return (self.batch.pack([text[:-1] for text in texts]),
+                self.batch.pack([text[1:] for text in texts], fill=NOT_COUNTED))
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """(total_rows,), in sequence order."""
+        return self._rows[0]
+
+    @property
+    def targets(self) -> NDArray[np.int32]:
+        """The same of targets; NOT_COUNTED on rows that hold no token."""
+        return self._rows[1]
+
+    @property
+    def num_targets(self) -> int:
+        """With EOD."""
+        return self.batch.total_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Targets without EOD."""
+        return self.num_targets - sum(piece.end == piece.document.num_targets for piece in self.pieces)
 
     @property
     def padding(self) -> float:
@@ -206,30 +248,13 @@ def pack(pieces: Iterable[Piece], packing: Packing) -> Iterator[list[Piece]]:
     return first_fit(pieces, lambda piece: packing.padded(piece.end - piece.begin), room)
 
 
-def read(pieces: Sequence[Piece], packing: Packing, after: Position) -> MicroBatch:
-    """The micro-batch of these pieces."""
-    lengths = [piece.end - piece.begin for piece in pieces]
-    fitted = thdattn.PackedBatch.from_lengths(lengths, packing.multiple)
-    batch = thdattn.PackedBatch(fitted.cu_seqlens, fitted.cu_seqlens_padded, total_rows=packing.rows)
-    texts = [piece.document.tokens(piece.begin, piece.end + 1) for piece in pieces]
-    num_ends = sum(piece.end == piece.document.num_targets for piece in pieces)
-    return MicroBatch(
-        tokens=batch.pack([text[:-1] for text in texts]),
-        targets=batch.pack([text[1:] for text in texts], fill=NOT_COUNTED),
-        batch=batch,
-        num_targets=batch.total_tokens,
-        num_bytes=batch.total_tokens - num_ends,
-        after=after,
-    )
-
-
 def validation_batches(documents: Iterable[Document], packing: Packing, num_bytes: int) -> list[MicroBatch]:
     """Random pieces of the documents, always the same ones, of about so many bytes together; all if there are fewer."""
     pieces = list(pieces_of(documents, packing.longest))
     order = np.random.default_rng(0).permutation(len(pieces))
     ends = np.cumsum([pieces[i].end - pieces[i].begin for i in order])
     chosen = [pieces[i] for i in order[: np.searchsorted(ends, num_bytes) + 1]]
-    return [read(batch, packing, Position(0, 0)) for batch in pack(chosen, packing)]
+    return [MicroBatch.of(batch, packing, Position(0, 0)).read() for batch in pack(chosen, packing)]
 
 
 def micro_batches(
@@ -242,7 +267,7 @@ def micro_batches(
         order = np.random.default_rng([seed, epoch]).permutation(len(pieces))
         packed = pack((pieces[i] for i in order), packing)
         for number, chosen in enumerate(islice(packed, first, None), first):
-            yield read(chosen, packing, Position(epoch, number + 1))
+            yield MicroBatch.of(chosen, packing, Position(epoch, number + 1))
         epoch, first = epoch + 1, 0
 
 
@@ -250,6 +275,14 @@ def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
     """The items in lists of `size`; the last may be shorter."""
     while group := list(islice(items, size)):
         yield group
+
+
+def steps(batches: Iterator[MicroBatch], size: int, mine: slice) -> Iterator[list[MicroBatch]]:
+    """The micro-batches of every step, so many; those are read of which this rank has rows."""
+    for step in grouped(batches, size):
+        for batch in step[mine]:
+            batch.read()
+        yield step
 
 
 def prepared(items: Iterator[T]) -> Generator[T, None, None]:

@@ -3,7 +3,7 @@
 RMSNorm, RoPE by position, attention over packed documents (thdattn) with grouped queries and, on every second layer, an
 optional sliding window, SwiGLU. The model walks its layers and keeps what matrix products and attention made; norms and
 SwiGLU are computed again in the backward, which is cheap and halves the memory of a row. Every rank has all weights and
-its own rows; ranks meet inside the attention and in reduce_gradient.
+its own rows; ranks meet inside the attention alone. Losses and gradients are shares, to be summed over the ranks.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Model:
 
     Args:
         config: the shape.
-        comm: the ranks.
+        comm: the ranks that share the rows.
         engine: of thdattn: "auto", "cuda" or "reference".
         seed: of the weights, which are the same on every rank and engine.
         dtype: that layers compute in; by default bfloat16 on a GPU and float32 elsewhere. The reference engine also
@@ -281,10 +281,6 @@ class Model:
         out = self.attentions[layer % 2].decode(q, k, v, cache)
         x = ops.decode_linear(_flat(out), w["out"], x)
         return ops.decode_linear(ops.decode_swiglu(x, w["mlp_norm"], w["gate_up"]), w["down"], x)
-
-    def reduce_gradient(self) -> None:
-        """Sums `gradient` over the ranks, in float32. Collective."""
-        self.comm.all_reduce(self.gradient, "sum")
 
     def attention_flops(self, batch: thdattn.PackedBatch) -> int:
         """Forward and backward of the attention of all layers and ranks."""

@@ -37,7 +37,7 @@ class AdamW:
         """Moves the weights, and the copy that the layers read; nothing waits for the GPU.
 
         Args:
-            gradient: flat, of the mean loss over all ranks (after Model.reduce_gradient); left as it is.
+            gradient: flat, of the mean loss, summed over all ranks; left as it is.
             lr: learning rate of this step.
 
         Returns:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from data import MicroBatch
+from grid import Grid
 from model import Model, ModelPlan, Part, Sums
 
 from thdattn.graphs import Graphs, StaticPack, Upload
@@ -22,8 +23,12 @@ Inputs = tuple[Array, Array, ModelPlan, Any]  # tokens, targets, plan, number of
 class Eager:
     """Every micro-batch with a plan of its own, kernel by kernel.
 
+    All groups of ranks do the same at the same time, each on its own micro-batches: whether these fit a graph is asked
+    for those of all groups, as all ranks capture together.
+
     Args:
         model: whose loss and gradient are computed.
+        grid: the ranks; model.comm is grid.cp.
         graphs: what the other ways capture with.
         sharding: which rank owns which rows.
 
@@ -31,21 +36,23 @@ class Eager:
         num_overflows: steps that ran like this although graphs were wanted, as their batches did not fit.
     """
 
-    def __init__(self, model: Model, graphs: Graphs, sharding: str) -> None:
-        self.model, self.graphs, self.sharding = model, graphs, sharding
+    def __init__(self, model: Model, grid: Grid, graphs: Graphs, sharding: str) -> None:
+        self.model, self.grid, self.graphs, self.sharding = model, grid, graphs, sharding
         self.num_overflows = 0
 
     def gradient(self, batches: Sequence[MicroBatch], stop: bool) -> Array:
-        """Makes model.gradient that of the mean loss over some micro-batches, of all ranks. Collective.
+        """Makes model.gradient that of the mean loss over the micro-batches of all groups. Collective.
 
         Returns:
             (3,) float32: the mean loss, on how many ranks `stop` is true, and room for one more number.
         """
         num_targets = self.model.layers.xp.asarray(_num_targets(batches), self.model.weights.dtype)
-        return self._gradient((self._inputs(batch, num_targets) for batch in batches), float(stop), self.model.parts)
+        inputs = (self._inputs(batch, num_targets) for batch in self.grid.dealt(batches))
+        return self._gradient(inputs, float(stop), self.model.parts)
 
-    def loss(self, batch: MicroBatch, num_targets: int) -> Array:
-        """This rank's share of the mean loss over so many targets, 0-d. Collective."""
+    def loss(self, batches: Sequence[MicroBatch], num_targets: int) -> Array:
+        """This rank's share of the mean loss over so many targets, 0-d: of one micro-batch per group. Collective."""
+        (batch,) = self.grid.dealt(batches)
         return self.model.loss(*self._inputs(batch, num_targets))
 
     def _inputs(self, batch: MicroBatch, num_targets: Any) -> Inputs:
@@ -60,16 +67,16 @@ class Eager:
         for micro_batch in inputs:
             numbers[0] += model.loss_and_gradient(*micro_batch, parts)
         numbers[1] = stop
-        model.comm.all_reduce(numbers, "sum")
-        model.reduce_gradient()
+        self.grid.world.all_reduce(numbers, "sum")
+        self.grid.world.all_reduce(model.gradient, "sum")
         return numbers
 
 
 class Local(Eager):
     """Layers, or the parts of them that the configuration names, are graphs: one forward and one backward."""
 
-    def __init__(self, model: Model, graphs: Graphs, sharding: str) -> None:
-        super().__init__(model, graphs, sharding)
+    def __init__(self, model: Model, grid: Grid, graphs: Graphs, sharding: str) -> None:
+        super().__init__(model, grid, graphs, sharding)
         self._parts = captured_parts(model, graphs)
         self._read = graphs.captured(Feed.inputs, "plan")
         self._feed: Feed | None = None
@@ -79,12 +86,14 @@ class Local(Eager):
         if not feed.fits(batches):
             self.num_overflows += 1
             return super().gradient(batches, stop)
-        return self._gradient((self._loaded(feed, batch, num_targets) for batch in batches), float(stop), self._parts)
+        inputs = (self._loaded(feed, batch, num_targets) for batch in self.grid.dealt(batches))
+        return self._gradient(inputs, float(stop), self._parts)
 
-    def loss(self, batch: MicroBatch, num_targets: int) -> Array:
+    def loss(self, batches: Sequence[MicroBatch], num_targets: int) -> Array:
+        (batch,) = self.grid.dealt(batches)
         feed = self._fed(batch)
-        if not feed.fits([batch]):
-            return super().loss(batch, num_targets)
+        if not feed.fits(batches):
+            return super().loss(batches, num_targets)
         return self.model.loss(*self._loaded(feed, batch, num_targets), self._parts)
 
     def _loaded(self, feed: Feed, batch: MicroBatch, num_targets: int) -> Inputs:
@@ -136,30 +145,32 @@ class FullIteration(Eager):
     The sums over ranks belong to the graph: between its launch and the optimizer the host starts nothing.
     """
 
-    def __init__(self, model: Model, graphs: Graphs, sharding: str) -> None:
-        super().__init__(model, graphs, sharding)
+    def __init__(self, model: Model, grid: Grid, graphs: Graphs, sharding: str) -> None:
+        super().__init__(model, grid, graphs, sharding)
         self._step = graphs.captured(self._gradient_of, "step")
         self._validation = graphs.captured(self._loss_of, "validation")
         self._fed: Feed | None = None
         self._fed_validation: Feed | None = None
 
     def gradient(self, batches: Sequence[MicroBatch], stop: bool) -> Array:
-        feed = self._fed = self._fed or Feed(self.model, self.graphs, self.sharding, batches)
+        dealt = self.grid.dealt(batches)
+        feed = self._fed = self._fed or Feed(self.model, self.graphs, self.sharding, dealt)
         if not feed.fits(batches):
             self.num_overflows += 1
             return super().gradient(batches, stop)
-        feed.load(batches, _num_targets(batches), stop)
+        feed.load(dealt, _num_targets(batches), stop)
         return self._step(feed)
 
     def _gradient_of(self, feed: Feed) -> Array:
         return self._gradient(map(feed.inputs, range(feed.num_batches)), feed.stop, self.model.parts)
 
-    def loss(self, batch: MicroBatch, num_targets: int) -> Array:
-        feed = self._fed_validation or Feed(self.model, self.graphs, self.sharding, [batch])
+    def loss(self, batches: Sequence[MicroBatch], num_targets: int) -> Array:
+        dealt = self.grid.dealt(batches)
+        feed = self._fed_validation or Feed(self.model, self.graphs, self.sharding, dealt)
         self._fed_validation = feed
-        if not feed.fits([batch]):
-            return super().loss(batch, num_targets)
-        feed.load([batch], num_targets)
+        if not feed.fits(batches):
+            return super().loss(batches, num_targets)
+        feed.load(dealt, num_targets)
         return self._validation(feed)
 
     def _loss_of(self, feed: Feed) -> Array:
@@ -195,7 +206,7 @@ class Feed:
         self._num_targets, self.stop = (x.reshape(()) for x in model.layers.xp.split(words[-2:].view(np.float32), 2))
 
     def fits(self, batches: Sequence[MicroBatch]) -> bool:
-        """Whether there is room; the same on all ranks, as they have the same batches. See StaticPack.fits."""
+        """Whether there is room for each; the same on all ranks if asked for the same. See StaticPack.fits."""
         return self._pack.fits([batch.batch for batch in batches])
 
     def load(self, batches: Sequence[MicroBatch], num_targets: int, stop: bool = False) -> None:

@@ -1,12 +1,14 @@
-"""Trains a byte-level language model on packed documents, context-parallel, without a framework.
+"""Trains a byte-level language model on packed documents, context- and data-parallel, without a framework.
 
     python examples/bytelm/train.py --size tiny                             one rank
     mpiexec -n 4 python -m mpi4py examples/bytelm/train.py --size tiny      four, each with a GPU if it has one
+    mpiexec -n 4 python -m mpi4py examples/bytelm/train.py --cp 2           the same as two groups of two
     python examples/bytelm/train.py --cuda-graph-impl full_iteration        each step a CUDA graph, where there is a GPU
 
 Read train() first and Trainer.step() second: this is how thdattn is used in a training loop. model.py has the network,
-data.py the documents, passes.py what CUDA graphs take. All ranks make the same micro-batches and take their own rows of
-them.
+data.py the documents, passes.py what CUDA graphs take, grid.py which rank does what. All ranks make the same
+micro-batches. They are dealt to groups of --cp ranks, all ranks unless told otherwise, and a rank takes its own rows of
+its group's. So 4 ranks with --cp 2 train the model that they train with --accumulate 2, up to rounding.
 
 Ctrl-C (SIGINT), SIGTERM or SIGUSR1 on any rank ends all ranks after the same step, with a checkpoint if --checkpoint is
 given. A second Ctrl-C ends them at once, also before the first step. MPICH's mpiexec passes the first Ctrl-C on to the
@@ -39,6 +41,7 @@ import numpy as np
 from checkpoint import Checkpoint
 from command_line import positive
 from data import MicroBatch, Packing, Position
+from grid import Grid
 from interrupt import Interrupt
 from model import SIZES, Config, Model
 from numpy.typing import NDArray
@@ -101,23 +104,24 @@ class Trainer:
     """A model, its optimizer, and the step of both. Every rank calls every method alike.
 
     Args:
-        comm, config, engine, seed, deterministic: of the model.
+        grid: the ranks.
+        config, engine, seed, deterministic: of the model.
         sharding: which rank owns which rows.
         graphs: what is captured in CUDA graphs; by default nothing.
     """
 
     def __init__(
-        self, comm: thdattn.comm.Comm, config: Config, engine: str, sharding: str, seed: int,
+        self, grid: Grid, config: Config, engine: str, sharding: str, seed: int,
         graphs: CudaGraphConfig | None = None, deterministic: bool = False,
     ) -> None:
-        self.comm = comm
-        self.model = Model(config, comm, engine, seed, deterministic=deterministic)
+        self.grid = grid
+        self.model = Model(config, grid.cp, engine, seed, deterministic=deterministic)
         self.optimizer = AdamW(self.model)
         self.xp = self.model.layers.xp
         self.clock = measure.Clock(self.model)
-        self.graphs = Graphs(comm, graphs or CudaGraphConfig(), engine)  # they end before the comm
+        self.graphs = Graphs(grid.world, graphs or CudaGraphConfig(), engine)  # they end before the comms
         impl = self.graphs.config.impl
-        self.passes = WAYS[impl](self.model, self.graphs, sharding)
+        self.passes = WAYS[impl](self.model, grid, self.graphs, sharding)
         self._attention_meter = measure.AttentionMeter(self.model, self.clock) if impl == "none" else None
         self._last_mark = self.clock.mark()
 
@@ -125,7 +129,7 @@ class Trainer:
         """One step on the mean loss of some micro-batches. Nothing in here waits for the GPU.
 
         Args:
-            batches: of all ranks together.
+            batches: of all ranks together, as many for each group.
             lr: learning rate.
             stop: this rank was asked to stop; all ranks learn of it from the result.
         """
@@ -137,19 +141,26 @@ class Trainer:
                           self.passes.num_overflows)  # fmt: skip
 
     def bits_per_byte(self, batches: Sequence[MicroBatch]) -> float:
-        """Bits that the model needs for these documents, ends included, per byte. Waits for the GPU."""
-        total = self.xp.zeros(1, np.float32)
+        """Bits that the model needs for these documents, ends included, per byte. Waits for the GPU.
+
+        Groups that get nothing in the last round compute what another one does, and do not count it: graphs are
+        captured and replayed by all ranks together.
+        """
+        total, grid = self.xp.zeros(1, np.float32), self.grid
         num_bytes = sum(batch.num_bytes for batch in batches)
-        for batch in batches:
-            total += self.passes.loss(batch, num_bytes)
-        self.comm.all_reduce(total, "sum")
+        for dealt in data.grouped(iter(batches), grid.num_groups):
+            missing = grid.num_groups - len(dealt)
+            loss = self.passes.loss([*dealt, *dealt[:1] * missing], num_bytes)
+            if grid.group < len(dealt):
+                total += loss
+        grid.world.all_reduce(total, "sum")
         return float(total[0]) / NATS_PER_BIT
 
     def attention_tflops(self, result: StepResult) -> float | None:
         """Per second and rank, in 10**12, communication included; None where the attention was not timed."""
         seconds = sum(self.clock.seconds(*span) for span in result.attention_spans)
-        flops = sum(map(self.model.attention_flops, result.lengths))
-        return flops / self.comm.size / seconds / 1e12 if seconds else None
+        flops = sum(map(self.model.attention_flops, result.lengths[self.grid.mine]))
+        return flops / self.grid.cp.size / seconds / 1e12 if seconds else None
 
     def pause(self) -> None:
         """What was done since the last step is not part of the next one's time."""
@@ -164,7 +175,7 @@ class Trainer:
 
     def restore(self, saved: Checkpoint) -> None:
         """Takes weights and optimizer over from a checkpoint, which has to be the same on all ranks."""
-        self.comm.agree("the checkpoint", zlib.crc32(saved.weights.tobytes(), saved.step))
+        self.grid.world.agree("the checkpoint", zlib.crc32(saved.weights.tobytes(), saved.step))
         self.model.weights[...] = self.xp.asarray(saved.weights)
         self.model.refresh()
         for name, x in self.optimizer.state.items():
@@ -182,20 +193,20 @@ class Reporter:
 
     def __init__(self, trainer: Trainer, args: argparse.Namespace, done: int | None) -> None:
         self._trainer, self._args = trainer, args
-        self._shown = trainer.comm.rank == 0
+        self._shown = trainer.grid.world.rank == 0
         self._peak = measure.peak_flops(trainer.model)
         self._record = measure.Record(args.metrics if self._shown else None, done)
         self._progress = Progress(args.steps, done or 0, self._shown, args.bar)
 
     def introduce(self, documents: Sequence[data.Document], packing: Packing, done: int) -> None:
         """Says what is going to happen."""
-        model, args, say = self._trainer.model, self._args, self._progress.say
+        model, grid, args, say = self._trainer.model, self._trainer.grid, self._args, self._progress.say
         num_bytes = sum(document.end - document.begin for document in documents)
         where = f"{args.data}" if args.data else f"Python {sys.version.split()[0]}'s standard library"
         say(f"{args.size}: {model.weights.size:,} weights in {model.config.layers} layers, {model.dtype}, engine "
-            f"{model.attentions[0].engine!r}; ranks: {model.comm.size}, backend {model.comm.name!r}")
-        say(f"{len(documents):,} documents of {where}, {num_bytes:,} bytes; steps of {args.accumulate} x "
-            f"{packing.rows:,} tokens")
+            f"{model.attentions[0].engine!r}; ranks: {grid}, backend {grid.world.name!r}")
+        say(f"{len(documents):,} documents of {where}, {num_bytes:,} bytes; steps of "
+            f"{args.accumulate * grid.num_groups} x {packing.rows:,} tokens")
         if self._trainer.graphs.config.impl != "none":
             say(f"CUDA graphs: {self._trainer.graphs.config.impl}"
                 f"{'' if self._trainer.graphs.active else ', which these ranks cannot capture: all runs eagerly'}")
@@ -211,7 +222,7 @@ class Reporter:
         loss, stop, norm = result.numbers().tolist()
         if not math.isfinite(loss):
             raise command_line.Failure(f"the loss of step {number} is {loss}; lower --lr, or raise --warmup")
-        clock, size, model = self._trainer.clock, self._trainer.comm.size, self._trainer.model
+        clock, size, model = self._trainer.clock, self._trainer.grid.world.size, self._trainer.model
         seconds = clock.seconds(*result.span)
         num_targets = sum(batch.num_targets for batch in result.batches)
         num_bytes = sum(batch.num_bytes for batch in result.batches)
@@ -250,9 +261,9 @@ class Reporter:
         self._progress.close()
         self._record.close()
         if self._shown and args.plot:
-            model = self._trainer.model
-            tokens = args.accumulate * args.tokens
-            title = f"{args.size}, {model.weights.size:,} weights, steps of {tokens:,} tokens, ranks: {model.comm.size}"
+            model, grid = self._trainer.model, self._trainer.grid
+            tokens = args.accumulate * grid.num_groups * args.tokens
+            title = f"{args.size}, {model.weights.size:,} weights, steps of {tokens:,} tokens, ranks: {grid}"
             measure.plot(args.plot, self._record.lines, title)
             self._progress.say(f"wrote {args.plot}")
 
@@ -272,18 +283,20 @@ def main() -> int:
 
 def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrupt) -> None:
     """The whole program of one rank."""
+    with command_line.together(comm):
+        grid = Grid.of(comm, args.cp)
     with command_line.together(comm):  # what fails on one rank fails here, on all and before hours of work
         documents = data.find_documents(args.data)
         training, validation = data.split(documents)
-        packing = Packing.of(args.tokens, comm.size, args.sharding, args.longest)
+        packing = Packing.of(args.tokens, grid.cp.size, args.sharding, args.longest)
         held_back = data.validation_batches(validation, packing, args.val_bytes)
         config = SIZES[args.size] if args.window is None else replace(SIZES[args.size], window=args.window)
-        settings = settings_of(args, packing, documents, choose_engine(args.engine, comm)[0].name)
+        settings = settings_of(args, grid, packing, documents, choose_engine(args.engine, comm)[0].name)
         saved = saved_run(args, settings)
         step, position = (saved.step, saved.position) if saved else (0, Position(0, 0))
         if comm.rank == 0:
             check_outputs(args)
-        trainer = Trainer(comm, config, args.engine, args.sharding, args.seed, args.graphs)
+        trainer = Trainer(grid, config, args.engine, args.sharding, args.seed, args.graphs)
         reporter = Reporter(trainer, args, saved.step if saved else None)
     with command_line.together(comm):
         comm.agree("the documents", data.fingerprint(documents))
@@ -293,10 +306,11 @@ def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrup
     if step == 0:
         reporter.validation(step, trainer.bits_per_byte(held_back))
 
-    groups = data.grouped(data.micro_batches(training, packing, args.seed, position), args.accumulate)
+    batches_to_come = data.micro_batches(training, packing, args.seed, position)
+    steps = data.steps(batches_to_come, args.accumulate * grid.num_groups, grid.mine)
     unread: StepResult | None = None  # read a step later, when the GPU has the next step to work on
     stop = False
-    with closing(data.prepared(groups)) as coming:
+    with closing(data.prepared(steps)) as coming:
         trainer.pause()
         while step < args.steps and not stop:
             batches = next(coming)
@@ -327,18 +341,20 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 
 def settings_of(
-    args: argparse.Namespace, packing: Packing, documents: Sequence[data.Document], engine: str
+    args: argparse.Namespace, grid: Grid, packing: Packing, documents: Sequence[data.Document], engine: str
 ) -> dict[str, Any]:
     """What a run that goes on must have in common with its beginning; by option, as JSON has it.
 
-    An engine has its own dtype. The number of ranks only counts in the padding, which is the same for 1, 2, 4 and 8.
+    An engine has its own dtype. Ranks only count in the padding, which is the same for groups of 1, 2, 4 and 8, and in
+    the micro-batches of a step, which all groups make together.
     """
-    same = ("size", "window", "accumulate", "lr", "warmup", "seed")
+    same = ("size", "window", "lr", "warmup", "seed")
     num_bytes = sum(document.end - document.begin for document in documents)
     return {f"--{name}": getattr(args, name) for name in same} | {
+        "--accumulate (times groups of --cp ranks)": args.accumulate * grid.num_groups,
         "--tokens": packing.rows, "--longest": packing.longest, "--engine": engine,
         "--data": f"{len(documents)} files, {num_bytes} bytes, fingerprint {data.fingerprint(documents):x}",
-        "padding (by --sharding and ranks)": f"to multiples of {packing.multiple}",
+        "padding (by --sharding and --cp)": f"to multiples of {packing.multiple}",
     }  # fmt: skip
 
 
@@ -384,9 +400,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--size", choices=list(SIZES), default="tiny", help="of the model (default: tiny)")
     add("--data", type=Path, metavar="DIR", help="train on the files below it (default: Python's standard library)")
     add("--steps", type=positive, metavar="N", help="steps of the whole run (default: by size)")
-    add("--tokens", type=positive, metavar="N", help="rows per micro-batch, of all ranks together (default: by size)")
+    add("--tokens", type=positive, metavar="N", help="rows per micro-batch, of a whole group (default: by size)")
     add("--longest", type=positive, metavar="N", help="split documents that are longer (default: by size)")
-    add("--accumulate", type=positive, default=1, metavar="N", help="micro-batches per step (default: 1)")
+    add("--accumulate", type=positive, default=1, metavar="N", help="micro-batches per step of a group (default: 1)")
+    add("--cp", type=positive, metavar="N", help="ranks of a group, which share every micro-batch (default: all ranks)")
     add("--lr", type=float, metavar="X", help="highest learning rate (default: by size)")
     add("--warmup", type=positive, metavar="N", help="steps until then (default: a twentieth)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and order of the documents (default: 0)")

@@ -25,7 +25,7 @@ calls = 0
 def step_with_accident(self, batches, lr, stop=False):
     global calls
     calls += 1
-    if calls == number and self.comm.rank == rank:
+    if calls == number and self.grid.world.rank == rank:
         if accident == "fail":
             raise RuntimeError("an accident, on purpose")
         os.kill(os.getpid(), signal.SIGINT)

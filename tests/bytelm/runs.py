@@ -8,6 +8,7 @@ from typing import Any
 import data
 import numpy as np
 from data import MicroBatch, Packing, Position
+from grid import Grid
 from model import SIZES
 from texts import to_host
 from train import StepResult, Trainer
@@ -29,10 +30,12 @@ class Run:
     eager_steps: list[int]  # steps that ran without graphs, up to every step
 
 
-def trainer(comm: thdattn.comm.Comm, engine: str, *, deterministic: bool = True, **graphs: Any) -> Trainer:
+def trainer(
+    comm: thdattn.comm.Comm, engine: str, *, cp_size: int | None = None, deterministic: bool = True, **graphs: Any
+) -> Trainer:
     """Of the tiny model; graphs: fields of CudaGraphConfig."""
     config = CudaGraphConfig(**graphs)
-    return Trainer(comm, SIZES["tiny"], engine, "dual_chunk", 0, config, deterministic)
+    return Trainer(Grid.of(comm, cp_size), SIZES["tiny"], engine, "dual_chunk", 0, config, deterministic)
 
 
 def num_captured(made: Trainer) -> int:

@@ -15,6 +15,7 @@ sys.path.append(str(SOURCE.parent / "benchmarks"))
 import bench_bytelm
 import data
 import model
+from grid import Grid
 from model import SIZES
 from programs import validations
 from train import Trainer
@@ -55,8 +56,27 @@ def test_rows_with_graphs_stand_behind_those_without_and_have_no_time_of_the_att
     assert sources.startswith("All: 30 steps")
 
 
+def test_groups_of_ranks_are_counted_and_stand_behind_all_ranks_together():
+    grouped = ROW | {"ranks": "4", "cp": "2"}
+    *_, together, apart, _, sources = bench_bytelm.summary([grouped, ROW | {"ranks": "4", "cp": ""}]).splitlines()
+    assert " weights | 4 | 131,072 | none" in together
+    assert " weights | 2 x 2 | 262,144 | none" in apart
+    assert sources.startswith("All: 30 steps")
+
+
+def test_rows_from_before_there_were_groups_are_of_all_ranks_and_make_room_for_newer_ones(tmp_path):
+    file = tmp_path / "bytelm.csv"
+    older = ROW | {"sharding": "dual_chunk"}
+    bench_bytelm.record.save(file, [older], [name for name in bench_bytelm.KEY if name != "cp"])
+    grouped = older | {"cp": "1", "mfu": "0.5"}
+    bench_bytelm.record.save(file, [grouped], bench_bytelm.KEY)
+    assert len(bench_bytelm.record.load(file)) == 2
+    bench_bytelm.record.save(file, [older | {"cp": "", "mfu": "0.6"}], bench_bytelm.KEY)
+    assert [row["mfu"] for row in bench_bytelm.record.load(file)] == ["0.5", "0.6"]
+
+
 def test_medians_of_measured_steps_are_those_of_their_marks():
-    trainer = Trainer(thdattn.comm.init("single"), SIZES["tiny"], "reference", "dual_chunk", 0)
+    trainer = Trainer(Grid.of(thdattn.comm.init("single")), SIZES["tiny"], "reference", "dual_chunk", 0)
     packing = data.Packing.of(96, 1, "dual_chunk")
     batches = data.micro_batches(data.find_documents()[:20], packing, 0, data.Position(0, 0))
     results = [trainer.step([next(batches)], 1e-3) for _ in range(5)]

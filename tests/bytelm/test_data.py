@@ -290,7 +290,8 @@ def test_next_item_is_prepared_while_the_caller_works():
 
 def test_error_of_the_thread_is_raised_in_the_loop(folder):
     documents = data.find_documents(folder)
-    batches = data.prepared(data.micro_batches(documents, Packing(64, 16, 64), 0, Position(0, 0)))
+    batches = data.micro_batches(documents, Packing(64, 16, 64), 0, Position(0, 0))
+    batches = data.prepared(data.steps(batches, 1, slice(None)))
     next(batches)
     for document in documents:
         document.path.write_bytes(b"")
@@ -312,7 +313,7 @@ def data_threads():
 
 def test_a_piece_is_what_it_says(folder):
     document = data.find_documents(folder)[-1]
-    batch = data.read([Piece(document, 2, 9)], Packing(16, 4, 16), Position(5, 6))
+    batch = data.MicroBatch.of([Piece(document, 2, 9)], Packing(16, 4, 16), Position(5, 6))
     content = document.path.read_bytes()
     assert bytes(batch.tokens[:7].tolist()) == content[1:8]
     assert bytes(batch.targets[:7].tolist()) == content[2:9]

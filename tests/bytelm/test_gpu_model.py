@@ -314,7 +314,7 @@ def test_model_learns_on_the_gpu_as_on_the_cpu(cupy):
             loss = model.loss_and_gradient(*data, plan, text.num_targets).reshape(1)
             comm.all_reduce(loss, "sum")
             losses.append(float(loss[0]))
-            model.reduce_gradient()
+            comm.all_reduce(model.gradient, "sum")
             optimizer.step(model.gradient, lr=3e-3)
         return losses, *map(to_host, (model.weights, model.copy))
 
@@ -341,7 +341,7 @@ def test_a_step_waits_for_nothing(cupy):
     def step():
         model.gradient.fill(0)
         model.loss_and_gradient(*data, plan, text.num_targets)
-        model.reduce_gradient()
+        model.comm.all_reduce(model.gradient, "sum")
         optimizer.step(model.gradient, lr=3e-3)
 
     with cupy.cuda.Stream(non_blocking=True) as stream:

@@ -84,6 +84,30 @@ def test_gpus_together_train_as_one_rank_does(cupy, tmp_path, few_steps_on_the_c
     assert mean_loss(tmp_path, 20) == pytest.approx(mean_loss(few_steps_on_the_cpu, 20), rel=tolerance)
 
 
+@pytest.fixture(scope="module")
+def two_batches_a_step_on_the_cpu(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cpu2")
+    run(1, "reference", folder, accumulate=2, **FEW)
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "cp_size", "accumulate"), [(2, 1, 1), (2, 2, 2), (4, 2, 1)])
+def test_groups_of_gpus_train_as_one_rank_does(
+    cupy, tmp_path, two_batches_a_step_on_the_cpu, ranks, cp_size, accumulate
+):
+    """Two micro-batches per step, of one group each or of all GPUs one after the other; the norm tells their scale."""
+    found = cupy.cuda.runtime.getDeviceCount()
+    if found < ranks:
+        pytest.skip(f"needs {ranks} GPUs, found {found}")
+    run(ranks, "cuda", tmp_path, cp=cp_size, accumulate=accumulate, **FEW)
+    on_gpus, on_cpu = (lines_of(folder / "run.jsonl")[1] for folder in (tmp_path, two_batches_a_step_on_the_cpu))
+    assert on_gpus["loss"] == pytest.approx(on_cpu["loss"], rel=2**-7)
+    assert on_gpus["gradient_norm"] == pytest.approx(on_cpu["gradient_norm"], rel=0.02)
+    assert mean_loss(tmp_path, 20) == pytest.approx(mean_loss(two_batches_a_step_on_the_cpu, 20), rel=0.03)
+    assert validations(tmp_path / "run.jsonl")[-1] == pytest.approx(
+        validations(two_batches_a_step_on_the_cpu / "run.jsonl")[-1], rel=0.03)
+
+
 def test_ctrl_c_on_one_gpu_stops_all_after_the_same_step(cupy, tmp_path):
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs 2 GPUs")

@@ -182,18 +182,20 @@ def gpus(cupy, wanted):
         pytest.skip(f"needs {wanted} GPUs, found {found}")
 
 
-def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents):
+@pytest.mark.parametrize("cp_size", [2, 1])
+def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents, cp_size):
+    """As one group that shares each micro-batch, and as two that have one each."""
     gpus(cupy, 2)
-    process = run_ranks(2, RANKS, str(documents), timeout=280)
+    process = run_ranks(2, RANKS, str(documents), str(cp_size), timeout=280)
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stdout.count("bitwise the same") == len(EVERY_WAY)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "cp_size"), [(1, 1), (2, 2), (2, 1), (4, 2)])
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
-def test_a_whole_run_ends_by_itself_and_trains(cupy, documents, tmp_path, ranks, impl):
+def test_a_whole_run_ends_by_itself_and_trains(cupy, documents, tmp_path, ranks, cp_size, impl):
     gpus(cupy, ranks)
-    words = {"data": documents, "steps": 60, "val_bytes": 2000, "val_every": 20, "accumulate": 2}
+    words = {"data": documents, "steps": 60, "val_bytes": 2000, "val_every": 20, "accumulate": 2, "cp": cp_size}
     for name, graphs in {"graphs": {"cuda_graph_impl": impl}, "eager": {}}.items():
         process = start(ranks, TRAIN, *options(metrics=tmp_path / name, **words, **graphs), timeout=200)
         assert process.returncode == 0, process.stdout + process.stderr

@@ -93,7 +93,7 @@ def test_weights_stay_the_same_on_every_rank_and_the_loss_falls():
             loss = model.loss_and_gradient(*data, plan, text.num_targets).reshape(1)
             comm.all_reduce(loss, "sum")
             losses.append(float(loss[0]))
-            model.reduce_gradient()
+            comm.all_reduce(model.gradient, "sum")
             optimizer.step(model.gradient, lr=0.01)
         return losses, model.weights.tobytes()
 

@@ -90,7 +90,7 @@ def run(
         plan = model.plan(batch, sharding)
         tokens, targets = (xp.asarray(plan.sharding.shard(x, comm.rank)) for x in packed)
         loss = model.loss_and_gradient(tokens, targets, plan, text.num_targets if num_targets is None else num_targets)
-        model.reduce_gradient()
+        comm.all_reduce(model.gradient, "sum")
         return plan.sharding, *map(to_host, (loss, model.gradient, model.logits(tokens, plan)))
 
     shardings, losses, gradients, logits = zip(*thdattn.comm.run_local(cp_size, program), strict=True)

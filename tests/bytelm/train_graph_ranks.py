@@ -1,8 +1,9 @@
 """Training with every kind of CUDA graphs against training without, bit for bit, on all ranks of a launcher.
 
-    train_graph_ranks.py FOLDER
+    train_graph_ranks.py FOLDER CP
 
-Two ranks at most: of more, NCCL may add in another order where a graph has its buffers registered.
+CP ranks share each micro-batch. Two ranks at most: of more, NCCL may add in another order where a graph has its
+buffers registered.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from test_train_graphs import EVERY_WAY, way_id
 import thdattn
 
 with thdattn.comm.init("nccl") as comm:
-    batches = runs.batches(Path(sys.argv[1]), 60, 512, comm.size)
+    cp_size = int(sys.argv[2])
+    batches = runs.batches(Path(sys.argv[1]), 60, 512, cp_size)
     room = max(batch.batch.num_seqs for batch in batches) - 1
-    expected = runs.run(runs.trainer(comm, "cuda"), batches, batches[:6], 2, 10)
+    too_large = next(batch for batch in batches if batch.batch.num_seqs > room)
+    held_back = [batches[0], too_large, *batches[2:5]]  # fits one of two groups; and five are not shared evenly
+    expected = runs.run(runs.trainer(comm, "cuda", cp_size=cp_size), batches, held_back, 2, 10)
     for way in EVERY_WAY:
-        trainer = runs.trainer(comm, "cuda", max_packed_seqs=room, **way)
-        found = runs.run(trainer, batches, batches[:6], 2, 10)
+        trainer = runs.trainer(comm, "cuda", cp_size=cp_size, max_packed_seqs=room, **way)
+        found = runs.run(trainer, batches, held_back, 2, 10)
         assert 0 < found.eager_steps[-1] < 15, found.eager_steps
         assert runs.num_captured(trainer) > 0, way
         same = (found.numbers, found.validations, found.weights) == (

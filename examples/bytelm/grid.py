@@ -1,0 +1,75 @@
+"""Which ranks share a micro-batch, and which micro-batches of a step are whose: context and data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data import MicroBatch
+
+import thdattn
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks, in groups of one size. Each group has micro-batches of its own and shares the rows of each of them.
+
+    world: all ranks. They sum gradients and losses, capture graphs together, and agree on when to stop.
+    cp: the ranks of this one's group. They meet inside the attention.
+    """
+
+    world: thdattn.comm.Comm
+    cp: thdattn.comm.Comm
+
+    @classmethod
+    def of(cls, world: thdattn.comm.Comm, cp_size: int | None = None) -> Grid:
+        """Groups of neighbouring ranks, which are on one machine where that has room for a group. Collective.
+
+        Args:
+            world: all ranks; its end is that of the groups, too.
+            cp_size: ranks of a group; None: all ranks are one group.
+
+        Raises:
+            ValueError: on every rank, if the ranks cannot be split so, or differ in cp_size.
+        """
+        cp_size = world.size if cp_size is None else cp_size
+        world.agree("--cp", cp_size)
+        if cp_size < 1 or world.size % cp_size:
+            sizes = ", ".join(str(size) for size in range(1, world.size + 1) if world.size % size == 0)
+            raise ValueError(
+                f"--cp is {cp_size}, wanted a number that divides the {world.size} ranks; pass one of {sizes}, or "
+                f"start another number of ranks"
+            )
+        return cls(world, world if cp_size == world.size else world.split(world.rank // cp_size))
+
+    @property
+    def num_groups(self) -> int:
+        """As many micro-batches are worked on at a time."""
+        return self.world.size // self.cp.size
+
+    @property
+    def group(self) -> int:
+        """The number of this rank's group."""
+        return self.world.rank // self.cp.size
+
+    @property
+    def mine(self) -> slice:
+        """Of the micro-batches of a step, those of this group: they are dealt like cards."""
+        return slice(self.group, None, self.num_groups)
+
+    def __str__(self) -> str:
+        groups = f" in {self.num_groups} groups" if self.num_groups > 1 else ""
+        return f"{self.world.size}{groups}"
+
+    def dealt(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """This group's micro-batches, as many as every other group has.
+
+        Raises:
+            ValueError: they cannot be dealt evenly.
+        """
+        if len(batches) % self.num_groups:
+            raise ValueError(
+                f"batches holds {len(batches)} micro-batches, wanted a multiple of the {self.num_groups} groups of "
+                f"ranks; pass as many to each group"
+            )
+        return batches[self.mine]
