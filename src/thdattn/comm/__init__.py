@@ -76,7 +76,7 @@ _UNWATCHED = nullcontext()
 _INTEGERS = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64"})
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """What is there needs no waiting."""
 
 
@@ -89,8 +89,8 @@ class Arrival(NamedTuple):
     """
 
     parts: Sequence[Sequence[Any]]
-    wait: Callable[[], None] = _nothing
-    done: Callable[[], None] = _nothing
+    wait: Callable[[], None] = nothing
+    done: Callable[[], None] = nothing
 
 
 class Comm(Checks, ABC):
@@ -232,7 +232,7 @@ class Comm(Checks, ABC):
             total = np.empty_like(partial[: len(result)])  # of CuPy arrays this is cupy.empty_like
             self.reduce_scatter(partial, total)
             result[...] = total
-        return _nothing
+        return nothing
 
     def sum_in_place(self, partials: Sequence[Any], rows: Any, results: Sequence[Any]) -> None:
         """sum_rows of arrays whose rows lie in an order of their own, by one pass on the current stream.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from thdattn.comm import Arrival, Comm, mpi
+from thdattn.comm import Arrival, Comm, mpi, nothing
 from thdattn.comm.watchdog import PATIENCE_AT_START, Lane
 from thdattn.install import remedy
 
@@ -117,7 +117,8 @@ class NcclComm(Comm):
             return super().gather_heads(sends, recvs)
         with self.watched("gather of keys", sends[0]):
             arrivals = self._peer.gather_heads(sends, recvs, at_once)
-        return [arrival._replace(wait=self._watched_wait("gather of keys", arrival.wait)) for arrival in arrivals]
+        return [arrival if arrival.wait is nothing
+                else arrival._replace(wait=self._watched_wait("gather of keys", arrival.wait)) for arrival in arrivals]
 
     def partials(
         self, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, empty: Callable[[tuple[int, ...], DTypeLike], Any]
