@@ -35,8 +35,8 @@ and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a 
 * The end is MPI_Abort; a process that is still there 5 s later says where its threads are, and exits.
 * Simulated ranks have the timeout of `run_local`, and those of `from_torch` the one of their process group.
 * Ctrl-C, with MPICH: the launcher sends SIGINT to every rank, and Python raises KeyboardInterrupt on those that
-  compute; one that waits in a collective or for its GPU handles the signal when that ends, which is never if all
-  wait in vain. A second Ctrl-C kills all ranks at once, whatever they do.
+  compute; one that waits in a collective or for its GPU handles the signal when that ends, which may be at the
+  deadline. A second Ctrl-C kills all ranks at once, whatever they do.
 * Ctrl-C, with Open MPI: the launcher sends SIGTERM, no SIGINT, and kills the ranks a quarter of a second (version 5)
   or a second (version 4) later. There is no time for a checkpoint, and a second Ctrl-C is not needed.
 
