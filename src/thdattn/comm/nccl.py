@@ -55,9 +55,13 @@ class NcclComm(Comm):
         world: the MPI communicator of its ranks, for this comm alone, which frees it in the end.
         gpus: every rank's GPU, in rank order, from choose(). This rank's becomes CuPy's current device.
         timeout: seconds that a collective may take once the GPU has come to it, and its start so many times more.
+        transport: of keys, values and their gradients: "peer", "nccl" or "auto", see thdattn.comm.init.
+
+    Attributes:
+        no_peer_memory: why keys, values and their gradients travel by NCCL; "" if they travel through peer memory.
 
     Raises:
-        RuntimeError: on every rank, if NCCL could not start on one.
+        RuntimeError: on every rank, if NCCL could not start on one, or if transport is "peer" and one cannot have it.
     """
 
     name = "nccl"
@@ -83,6 +87,10 @@ class NcclComm(Comm):
         self._transport = transport
         self.overlaps = self._peer is not None
         atexit.register(self.close)  # runs before mpi4py's MPI_Finalize
+
+    def __repr__(self) -> str:
+        taken = f"'nccl': {self.no_peer_memory}" if self.no_peer_memory else "'peer'"
+        return f"<NcclComm rank {self.rank} of {self.size}, transport {taken}>"
 
     def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
         stream = self._cupy.cuda.get_current_stream()
