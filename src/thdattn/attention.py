@@ -21,7 +21,8 @@ from thdattn.pipeline import Keys, Sums
 from thdattn.plan import Plan, visible_pairs
 from thdattn.sharding import Sharding
 
-HEAD_GROUPS = 2  # where what travels hides behind kernels
+# Groups of heads, and from how many bytes of keys and values that a rank gets they hide more than they cost.
+HEAD_GROUPS = {2: 2**26, 4: 2**28}
 ENGINES = {"cuda": "thdattn.ops", "reference": "thdattn.reference"}
 
 
@@ -380,7 +381,9 @@ class CPAttention:
         """How many groups of kv heads are gathered, computed and summed one after another."""
         if self.head_groups is not None:
             return self.head_groups
-        return math.gcd(self.num_kv_heads, HEAD_GROUPS) if self.comm.overlaps else 1
+        foreign = (plan.cp_size - 1) * plan.local_key_rows * self.num_kv_heads * (self.head_dim + self.v_head_dim)
+        wanted = max((n for n, size in HEAD_GROUPS.items() if foreign * self.dtype.itemsize >= size), default=1)
+        return math.gcd(self.num_kv_heads, wanted) if self.comm.overlaps else 1
 
     def _keeps(self, plan: Plan) -> bool:
         """Whether forward keeps the keys of all ranks: by default if Saved grows by no more than it is anyway."""

@@ -186,9 +186,9 @@ class PeerMemory:
         return arrivals
 
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
-        key = *(x.shape for x in sends), *(parts[0].shape[1] for parts in recvs)
+        key = len(recvs), *(x.shape for x in sends)
         if key not in self._routes:
-            self._routes[key] = _Route(sends, recvs)
+            self._routes[key] = _Route(sends, len(recvs))
         return self._routes[key]
 
     def partials(self, shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[Any]:
@@ -293,23 +293,20 @@ class _Slice(NamedTuple):
 
 
 class _Route:
-    """What gather_heads copies, of arrays of some shapes.
+    """What gather_heads copies, of arrays of some shapes in so many groups of heads.
 
     parts: where each array begins in a window; num_bytes: of all.
     groups: of each group, a slice of every array.
     """
 
-    def __init__(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> None:
+    def __init__(self, sends: Sequence[Any], num_groups: int) -> None:
         *self.parts, self.num_bytes = _offsets([x.nbytes for x in sends])
-        self.groups: list[list[_Slice]] = []
-        firsts = list(self.parts)
-        for places in recvs:
-            slices = []
-            for i, (send, place) in enumerate(zip(sends, places, strict=True)):
-                width, pitch = (x.shape[1] * x.shape[2] * x.itemsize for x in (place, send))
-                slices.append(_Slice(firsts[i], width, pitch, len(send)))
-                firsts[i] += width
-            self.groups.append(slices)
+        pitches = [x.shape[1] * x.shape[2] * x.itemsize for x in sends]
+        self.groups = [
+            [_Slice(part + group * (pitch // num_groups), pitch // num_groups, pitch, len(send))
+             for part, pitch, send in zip(self.parts, pitches, sends, strict=True)]
+            for group in range(num_groups)
+        ]  # fmt: skip
         self._in_place: dict[Window, Sequence[Sequence[Any]]] = {}
 
     def in_place(self, window: Window, sends: Sequence[Any], size: int) -> Sequence[Sequence[Any]]:
