@@ -300,7 +300,7 @@ class CPAttention:
             dout, saved, keys: as for backward.
 
         Returns:
-            (dq, dk_dv): dk_dv() returns (dk, dv), and has to be called before the next backward with this plan.
+            (dq, dk_dv): dk_dv() has the current stream wait and returns (dk, dv).
 
         Raises:
             TypeError, ValueError: as backward.
@@ -467,6 +467,7 @@ class CPAttention:
         state = (
             sharding.strategy, batch.num_seqs, batch.total_rows, key_batch.total_rows, self.window, self.num_heads,
             self.num_kv_heads, self.head_dim, self.v_head_dim, self.softmax_scale, self.dtype.name, self.engine,
+            self.head_groups, self.keep_keys,
         )
         digest = hashlib.sha256(repr(state).encode())
         if not batch.on_device:
