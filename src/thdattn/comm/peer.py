@@ -90,15 +90,14 @@ class Window:
         shape, strides = (rows, piece.width // width // like.itemsize, width), (piece.pitch, *like.strides[1:])
         return cupy.ndarray(shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
-    def close(self) -> None:
-        """Gives up the other ranks' memory, and then this rank's."""
+    def unmap(self) -> None:
+        """Gives up the other ranks' memory; when all have done so, this rank's may go too."""
         import cupy
 
         for rank, at in enumerate(self._at):
             if rank != self._rank:
                 cupy.cuda.runtime.ipcCloseMemHandle(at)
         self._at = []
-        self._memory = None
 
 
 class _MemOps:
@@ -243,11 +242,13 @@ class PeerMemory:
         """Gives back all windows; called by all ranks, when no graph holds one any more."""
         self._pulls.synchronize()
         self._cupy.cuda.get_current_stream().synchronize()
-        self._world.Barrier()  # nobody reads here any more
+        self._world.Barrier()  # nobody reads elsewhere any more
         for turns in self._windows.values():
             for window in itertools.chain(*turns):
-                window.close()
+                window.unmap()
+        self._world.Barrier()  # nobody has this rank's memory mapped
         self._windows.clear()
+        self._routes.clear()
 
     def _arrival(self) -> Wait:
         event = self._cupy.cuda.Event(disable_timing=True)
