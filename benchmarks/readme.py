@@ -322,7 +322,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tested": lambda: tested(json.loads((record.RESULTS / "gpu_tests.json").read_text())),
     "numbers": lambda: numbers(*record.newest("attention"), record.newest("reorder")),
 }
-if any(record.RESULTS.glob("cp_*.csv")):  # nothing was measured yet, and README.md has no place for it
+if any(record.RESULTS.glob("cp_*.csv")):  # else README.md says that nothing was measured yet
     BLOCKS["context-parallel"] = lambda: context_parallel(*record.newest("cp"))
 
 
