@@ -86,9 +86,11 @@ class CPAttention:
             CUDA engine is then slower, as it adds up dq in a fixed order.
         engine: "cuda", "reference", or "auto": cuda where a GPU is usable and the comm takes GPU arrays.
         head_groups: how many groups of kv heads, a divisor of num_kv_heads, are gathered and computed one after
-            another, so that what one group sends hides behind another's work; by default as many as pay.
+            another, so that what one group sends hides behind another's work; by default 1, 2 or 4 by the bytes that
+            a rank gets, and 1 where nothing hides (comm.overlaps). The same on all ranks.
         keep_keys: whether forward keeps the keys and values of all ranks for the backward, which gathers them again
-            otherwise; by default if they are no larger than what has to be kept of the layer anyway.
+            otherwise; by default if they are no larger than what has to be kept of the layer anyway. The same on all
+            ranks.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that the engine does not compute in.
@@ -250,14 +252,14 @@ class CPAttention:
         return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, None if kept is None else tuple(kept))
 
     def gather(self, k: Any, v: Any, plan: Plan) -> Keys:
-        """Starts to gather the keys and values of all ranks, for the forward or the backward that is told. Collective.
+        """Starts to gather the keys and values of all ranks, for a forward or backward to come. Collective.
 
         For those who have something else to compute meanwhile, such as q, or the layer behind this one:
 
             keys = attn.gather(k, v, plan)
             out, saved = attn.forward(q, k, v, plan, keys=keys)
             ...
-            keys = attn.gather(saved.k, saved.v, saved.plan)
+            keys = attn.gather(saved.k, saved.v, saved.plan)  # unless saved.keys has them
             dq, dk, dv = attn.backward(dout, saved, keys=keys)
 
         Args:
@@ -291,10 +293,8 @@ class CPAttention:
         dq, dk_dv = self._backward(dout, saved, keys, at_once=True)
         return dq, *dk_dv()
 
-    def start_backward(
-        self, dout: Any, saved: Saved, keys: Keys | None = None
-    ) -> tuple[Any, Sums]:
-        """backward, with dq at once, and dk and dv when they are asked for: their sums over ranks are on their way.
+    def start_backward(self, dout: Any, saved: Saved, keys: Keys | None = None) -> tuple[Any, Sums]:
+        """backward, with dq at once, and dk and dv on their way, for what needs dq alone meanwhile. Collective.
 
         Args:
             dout, saved, keys: as for backward.

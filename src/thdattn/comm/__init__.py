@@ -208,12 +208,12 @@ class Comm(Checks, ABC):
     def partials(
         self, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, empty: Callable[[tuple[int, ...], DTypeLike], Any]
     ) -> list[Any]:
-        """Arrays for what the next call, of sum_rows, adds up: in memory that other ranks see where there is such.
+        """Arrays for what is to be added up by the next call, sum_rows or sum_in_place.
 
         Args:
             shapes: of the arrays, (size * rows, heads, width).
             dtype: in which they are added.
-            empty: what makes an array of a shape and dtype where they need no memory of their own kind.
+            empty: makes an array of a shape and dtype; not used where they lie in memory that other ranks see.
         """
         return [empty(shape, dtype) for shape in shapes]
 
@@ -407,9 +407,7 @@ class SingleComm(Comm):
         return SingleComm()
 
 
-def init(
-    backend: str = "auto", world: Any = None, timeout: float = 60.0, transport: str = "auto"
-) -> Comm:
+def init(backend: str = "auto", world: Any = None, timeout: float = 60.0, transport: str = "auto") -> Comm:
     """Join this process's ranks.
 
     "auto" is "single" unless an MPI launcher started several ranks; then "nccl" if every rank has a GPU of its own,
@@ -422,18 +420,20 @@ def init(
         timeout: seconds after which a collective that has not completed ends all ranks of the job, at most
             threading.TIMEOUT_MAX (centuries); groups inherit it. "single" waits for nobody.
         transport: of keys, values and their gradients between GPUs: "peer", copies between the GPUs of one machine,
-            which go on beside kernels; "nccl"; or "auto": peer where it works.
+            which go on beside kernels; "nccl"; or "auto": peer where it works on all ranks. The comm's repr says which
+            it is, and why not peer. Other backends take no notice of it.
 
     Returns:
         A comm whose rank and size are those of world ("single": 0 and 1).
 
     Raises:
-        TypeError: backend is no str, timeout no number, or world no communicator of mpi4py or one between two groups.
-        ValueError: unknown backend; timeout is not positive and finite; world is MPI.COMM_NULL; or "single" with a
-            world of several ranks.
-        RuntimeError: MPI, CuPy, NCCL or a GPU is missing; two ranks share a GPU; or MPI sees another number of ranks
-            than the launcher started, as below torchrun (see from_torch) and below srun without --mpi. Errors of GPUs
-            and NCCL are raised on every rank.
+        TypeError: backend or transport is no str, timeout no number, or world no communicator of mpi4py or one between
+            two groups.
+        ValueError: unknown backend or transport; timeout is not positive and finite; world is MPI.COMM_NULL; or
+            "single" with a world of several ranks.
+        RuntimeError: MPI, CuPy, NCCL or a GPU is missing; two ranks share a GPU; transport is "peer", but a rank does
+            not see the others' memory; or MPI sees another number of ranks than the launcher started, as below torchrun
+            (see from_torch) and below srun without --mpi. Errors of GPUs and NCCL are raised on every rank.
     """
     from thdattn.comm import start
 

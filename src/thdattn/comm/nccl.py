@@ -1,5 +1,7 @@
 """NCCL ranks: GPU arrays through CuPy's NCCL, one process and one GPU per rank, found through MPI.
 
+Keys, values and their gradients go through peer memory (peer.py) where every rank can have that.
+
 Starting NCCL is where such programs hang: a rank that fails alone leaves the others in a call without a timeout. So
 each step of the start is tried on every rank, its outcome (ok, result or error) is exchanged over MPI, and either all
 ranks go on or all raise.

@@ -141,7 +141,7 @@ class PeerMemory:
         self._probe()
 
     def _probe(self) -> None:
-        """Sends a number around, as there are machines where a call is refused."""
+        """Takes every step once, as there are machines that refuse one."""
         window = self._window("gather", 1 << 16)
         stream = self._cupy.cuda.get_current_stream()
         for step in (window.free, window.publish, window.arrive, window.take):
