@@ -133,7 +133,7 @@ class PeerMemory:
         self._world, self.rank, self.size = world, world.rank, world.size
         # Of a priority of its own, so that it shares no hardware queue with a stream that waits for it.
         self._pulls = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
-        self._windows: dict[str, list[list[Window]]] = {}  # by use, of both turns, all sizes
+        self._windows: dict[str, tuple[list[Window], list[Window]]] = {}  # by use, of both turns, all sizes
         self._turns: dict[str, Any] = {}
         self._routes: dict[Any, _Route] = {}
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank begins with another one
@@ -150,12 +150,18 @@ class PeerMemory:
 
     def _window(self, use: str, num_bytes: int) -> Window:
         """The window of a use whose turn it is, with room for so many bytes."""
-        turns = self._windows.setdefault(use, [[], []])
+        turns = self._windows.setdefault(use, ([], []))
         windows = turns[next(self._turns.setdefault(use, itertools.cycle((0, 1))))]
         if not windows or windows[-1].num_bytes < num_bytes:
-            windows.append(Window(self._world, _roomy(num_bytes)))
-        window: Window = windows[-1]
-        return window
+            for each in turns:  # both, as a capture after this call finds the other one
+                each.append(self._made(num_bytes))
+        return windows[-1]
+
+    def _made(self, num_bytes: int) -> Window:
+        if self._cupy.cuda.get_current_stream().is_capturing():
+            raise RuntimeError(f"a captured call needs {num_bytes} bytes that all ranks see, which cannot be made in a "
+                               f"capture; call it once before, or use warmup_steps of 1 or more")
+        return Window(self._world, _roomy(num_bytes))
 
     def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool) -> list[Arrival]:
         """See Comm.gather_heads. At once, the first group, which hides behind nothing, is read where it lies."""
