@@ -196,6 +196,7 @@ def backward(
     for heads, kv_heads, (k, v) in groups:
         in_place = comm.overlaps and at_once and heads.stop == q.shape[1]
         partials = comm.partials([x.shape for x in (k, v)], sum_dtype, engine.empty) if in_place else None
+        shares: list[Any] = []  # those of the last group make room
         _, *shares = engine.attn_bwd(
             dout[:, heads], q[:, heads], k, v, out[:, heads], lse[heads], plan, softmax_scale, sum_dtype,
             deterministic, (dq[:, heads], partials))  # fmt: skip

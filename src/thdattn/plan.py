@@ -326,14 +326,14 @@ class Plan:
 
 
 def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) -> Bytes:
-    """Bytes of a rank's shares of dk and dv, of so many groups of heads, where they are arrays of their own.
+    """Bytes of a rank's shares of dk and dv, where so many groups of heads have arrays of their own, one after another.
 
-    Those of one group are still there when the next ones are made. On one rank they are the results.
+    On one rank they are the results.
     """
     if plan.cp_size == 1 or not num_made:
         return {}
     shape = plan.key_rows, layer.num_kv_heads // layer.num_groups, sum(plan.head_dims)
-    return {"shares of dk and dv": min(2, num_made) * num_bytes(shape, sum_dtype)}
+    return {"shares of dk and dv": num_bytes(shape, sum_dtype)}
 
 
 def host_arrays(

@@ -257,7 +257,7 @@ class Comm(Checks, ABC):
 
     def sum_bytes(self, partials: Sequence[int], num_groups: int) -> dict[str, int]:
         """Bytes of what `partials` and sum_rows make, where the arrays of each group have so many; by name."""
-        return {"partial sums": min(2, num_groups) * sum(partials), "sums": sum(partials) // self.size}
+        return {"partial sums": sum(partials), "sums": sum(partials) // self.size}
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of what gather_bytes and sum_bytes name, that is there already, for all that needs no more."""
