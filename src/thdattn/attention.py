@@ -145,6 +145,7 @@ class CPAttention:
         self._check_head_dims()
         self._tiles = self._engine.tiles(self.head_dim, self.v_head_dim)
         self._lengths: Any = None  # of the last plan, if they lie on a GPU
+        self._last_memory: tuple[tuple[Any, ...], Memory] | None = None  # of the last plan, and for which rows
         self._plans = {
             "cp_size": comm.size, "cp_rank": comm.rank, "window": self.window, "engine": self.engine,
             "head_dims": (self.head_dim, self.v_head_dim), "tiles": self._tiles,
@@ -265,7 +266,11 @@ class CPAttention:
         What only lingers counts as free: windows that are there, and the buffers of plans made before, as a loop still
         holds the last one while it makes the next. Other arrays that it drops later are in use.
         """
-        memory, held = self._memory(plan), self.comm.held_bytes()
+        # Packs of as many rows take as much, but for some bytes per sequence.
+        rows = plan.local_rows, plan.key_rows, plan.batch.on_device, plan.has_blind_queries
+        if self._last_memory is None or self._last_memory[0] != rows:
+            self._last_memory = rows, self._memory(plan)
+        memory, held = self._last_memory[1], self.comm.held_bytes()
         there = sum(size for name, size in memory.items() if held.get(name, 0) >= size)
         there += sum(before.held_bytes() for before in _plans.get(self.comm, ()))
         wanted = memory.wanted(forward_only)
