@@ -271,7 +271,7 @@ class CPAttention:
         if self._last_memory is None or self._last_memory[0] != rows:
             self._last_memory = rows, self._memory(plan)
         memory, held = self._last_memory[1], self.comm.held_bytes()
-        there = sum(size for name, size in memory.items() if held.get(name, 0) >= size)
+        there = sum(memory[name] for name, size in held.items() if name in memory and memory[name] <= size)
         there += sum(before.held_bytes() for before in _plans.get(self.comm, ()))
         wanted = memory.wanted(forward_only)
         free = self._engine.free_bytes(wanted - there)
