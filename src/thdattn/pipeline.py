@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from thdattn.comm import Arrival
+from thdattn.memory import Bytes, Layer, Memory, num_bytes
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -106,6 +108,36 @@ def gather(
     return keys
 
 
+def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
+    """Bytes of all that gather, forward and backward have made, for a layer with this plan, which needs no arrays."""
+    alone, groups = comm.size == 1, layer.num_groups
+    dims, sum_dtype = plan.head_dims, _sum_dtype(layer.dtype, alone)
+    num_gathered, share = comm.size * plan.local_key_rows, layer.num_kv_heads // groups
+
+    def rows_of(num_rows: int, heads: int, dtype: DTypeLike) -> list[int]:
+        return [num_bytes((num_rows, heads, width), dtype) for width in dims]
+
+    queries, outs = rows_of(plan.local_rows, layer.num_heads, layer.dtype)
+    keys, values = sends = rows_of(plan.local_key_rows, layer.num_kv_heads, layer.dtype)
+    forward = {"plan": engine.plan_bytes(plan)}
+    backward: Bytes = {}
+    if not alone:
+        in_place = int(comm.overlaps)  # the first group of gathered keys, and the last of the sums
+        gathered = sum(rows_of(num_gathered, share, layer.dtype))
+        forward |= {"keys in rank order": IN_FLIGHT * (groups - in_place) * gathered, **comm.gather_bytes(sends, groups)}
+        partials = rows_of(plan.key_rows if groups == in_place else num_gathered, share, sum_dtype)
+        backward |= comm.sum_bytes(partials, groups)
+    if plan.has_unseen_keys if alone else not layer.keeps_keys:
+        forward["keys in sequence order"] = sum(rows_of(plan.key_rows, share, layer.dtype))
+    forward |= engine.forward_bytes(plan, layer)
+    backward |= engine.backward_bytes(plan, layer, sum_dtype, groups if alone else groups - in_place)
+    saved = {"q": queries, "k": keys, "v": values, "out": outs,
+             "lse": num_bytes((layer.num_heads, plan.local_rows), lse_dtype(layer.dtype))}  # fmt: skip
+    if layer.keeps_keys:
+        saved["kept keys"] = sum(rows_of(plan.key_rows, layer.num_kv_heads, layer.dtype))
+    return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
+
+
 class _Places(Sequence[list[Any]]):
     """Where gathered keys and values of each group go, made when they are asked for."""
 
@@ -146,7 +178,7 @@ def forward(
     """
     rows, num_heads, _ = q.shape
     out = engine.empty((rows, num_heads, keys.v.shape[2]), q.dtype)
-    lse = engine.empty((num_heads, rows), np.promote_types(q.dtype, np.float32))
+    lse = engine.empty((num_heads, rows), lse_dtype(q.dtype))
     logits = []
     for heads, (k, v) in zip(_shares(num_heads, keys), keys.in_order(engine, kept), strict=True):
         into = out[:, heads], lse[heads]
@@ -175,11 +207,12 @@ def backward(
     plan, alone = keys.plan, comm.size == 1
     dq = engine.empty(q.shape, q.dtype)
     grads = [] if alone else [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)]
-    sum_dtype, waits = q.dtype if alone else np.promote_types(q.dtype, np.float32), []
+    sum_dtype, waits = _sum_dtype(q.dtype, alone), []
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
     for heads, kv_heads, (k, v) in groups:
         in_place = comm.overlaps and at_once and heads.stop == q.shape[1]
         partials = comm.partials([x.shape for x in (k, v)], sum_dtype, engine.empty) if in_place else None
+        shares: list[Any] = []  # those of the last group make room
         _, *shares = engine.attn_bwd(
             dout[:, heads], q[:, heads], k, v, out[:, heads], lse[heads], plan, softmax_scale, sum_dtype,
             deterministic, (dq[:, heads], partials))  # fmt: skip
@@ -217,6 +250,16 @@ class Sums:
     def _wait(self) -> None:
         while self.waits:
             self.waits.pop(0)()
+
+
+def lse_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Of the log-sum-exp of inputs of a dtype."""
+    return np.promote_types(dtype, np.float32)
+
+
+def _sum_dtype(dtype: np.dtype[Any], alone: bool) -> np.dtype[Any]:
+    """In which dk and dv of inputs of a dtype are summed over ranks."""
+    return dtype if alone else np.promote_types(dtype, np.float32)
 
 
 def _shares(num_heads: int, keys: Keys) -> list[slice]:

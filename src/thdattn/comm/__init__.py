@@ -251,7 +251,19 @@ class Comm(Checks, ABC):
         self._check_open()
         self._barrier()
 
-    def agree(self, name: str, value: int) -> None:
+    def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
+        """Bytes of what gather_heads makes for arrays of so many bytes, beside what it is given; by name."""
+        return {"copies to send": max(sends) // num_groups} if num_groups > 1 else {}
+
+    def sum_bytes(self, partials: Sequence[int], num_groups: int) -> dict[str, int]:
+        """Bytes of what `partials` and sum_rows make, where the arrays of each group have so many; by name."""
+        return {"partial sums": sum(partials), "sums": sum(partials) // self.size}
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of what gather_bytes and sum_bytes name, that is there already, for all that needs no more."""
+        return {}
+
+    def agree(self, name: str, value: int, refusal: str = "") -> None:
         """Check that every rank holds the same number, such as the hash of a plan.
 
         Costs a message over the host, so it is meant for once per plan, not once per layer.
@@ -259,14 +271,17 @@ class Comm(Checks, ABC):
         Args:
             name: what the number is, for the message.
             value: any int; a flag is 0 or 1.
+            refusal: why this rank cannot go on, with the remedy, whatever the numbers are; "": it can.
 
         Raises:
             TypeError: value is not an integer.
-            ValueError: on every rank, naming the ranks that differ from rank 0.
+            ValueError: on every rank, with the refusals of all ranks, or naming the ranks that differ from rank 0.
         """
         self._check_open()
         number = int(value) if isinstance(value, (bool, np.bool_)) else as_int("value", value)
-        values = self._gather_values(number)
+        values, refusals = zip(*self._gather_values((number, refusal)), strict=True)
+        if any(refusals):
+            raise ValueError("; ".join(f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why))
         differing = [rank for rank, other in enumerate(values) if other != values[0]]
         if differing:
             found = ", ".join(f"rank {rank} has {values[rank]}" for rank in differing)
@@ -362,7 +377,8 @@ class Comm(Checks, ABC):
     def _barrier(self) -> None: ...
 
     @abstractmethod
-    def _gather_values(self, value: int) -> Sequence[int]: ...
+    def _gather_values(self, value: Any) -> Sequence[Any]:
+        """What every rank passed, in rank order: small things of Python's own."""
 
     @abstractmethod
     def _split(self, color: int, key: int) -> Comm: ...
@@ -400,7 +416,7 @@ class SingleComm(Comm):
     def _barrier(self) -> None:
         pass
 
-    def _gather_values(self, value: int) -> Sequence[int]:
+    def _gather_values(self, value: Any) -> Sequence[Any]:
         return [value]
 
     def _split(self, color: int, key: int) -> Comm:

@@ -150,6 +150,19 @@ class NcclComm(Comm):
         with self.watched("sum of gradients", results[0]):
             self._peer.sum_in_place(partials, rows, results)
 
+    def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
+        if self._peer is None:
+            return super().gather_bytes(sends, num_groups)
+        return dict(self._peer.gather_bytes(sends))
+
+    def sum_bytes(self, partials: Sequence[int], num_groups: int) -> dict[str, int]:
+        if self._peer is None:
+            return super().sum_bytes(partials, num_groups)
+        return dict(self._peer.sum_bytes(partials, num_groups))
+
+    def held_bytes(self) -> dict[str, int]:
+        return {} if self._peer is None else dict(self._peer.held_bytes())
+
     def _watched_wait(self, what: str, wait: Callable[[], None]) -> Callable[[], None]:
         """A wait of the current stream for another one that itself waits for other ranks."""
 
@@ -164,9 +177,9 @@ class NcclComm(Comm):
         with self._watch.waiting("barrier"):
             self._world.Barrier()
 
-    def _gather_values(self, value: int) -> Sequence[int]:
+    def _gather_values(self, value: Any) -> Sequence[Any]:
         with self._watch.waiting("agree"):
-            values: list[int] = self._world.allgather(value)
+            values: list[Any] = self._world.allgather(value)
         return values
 
     def _split(self, color: int, key: int) -> Comm:

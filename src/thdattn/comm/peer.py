@@ -41,6 +41,8 @@ _MEM_OP = np.dtype({
 _HIGHEST = -5  # of the priorities of streams
 _SUM_BLOCKS = 528  # of 256 threads: enough to keep memory and links busy on the largest GPUs
 
+_WINDOWS = {"gather": "windows of keys", "sum": "windows of sums"}  # what they are called, by use
+
 Wait = Callable[[], None]
 
 
@@ -57,7 +59,7 @@ class Window:
         self._rank, self.num_bytes = world.rank, num_bytes
         flags = np.zeros((2, world.size, _FLAG_BYTES), np.uint8)  # ready, taken
         flags[1, :, 0] = 1  # nobody has anything to read yet
-        self._header = -(-flags.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._header = _header(world.size)
         self._memory = cupy.cuda.Memory(self._header + num_bytes)  # not of a pool, whose pieces have no handles
         runtime = cupy.cuda.runtime
         runtime.memcpy(self._memory.ptr, flags.ctypes.data, flags.nbytes, runtime.memcpyHostToDevice)
@@ -203,6 +205,25 @@ class PeerMemory:
         self._summing.free(self._cupy.cuda.get_current_stream())
         return [self._summing.array(offset, shape, dtype) for offset, shape in zip(offsets, shapes, strict=True)]
 
+    def gather_bytes(self, sends: Sequence[int]) -> dict[str, int]:
+        """See Comm.gather_bytes."""
+        return {_WINDOWS["gather"]: self._both(_roomy(_offsets(sends)[-1]))}
+
+    def sum_bytes(self, partials: Sequence[int], num_groups: int) -> dict[str, int]:
+        """See Comm.sum_bytes. All groups but the last one, which is summed in place, are pulled."""
+        pulled = {"pulled sums": _roomy(sum(partials))} if num_groups > 1 else {}
+        return {_WINDOWS["sum"]: self._both(_roomy(_offsets(partials)[-1])), **pulled}
+
+    def held_bytes(self) -> dict[str, int]:
+        """See Comm.held_bytes."""
+        held = {_WINDOWS[use]: self._both(min(windows[-1].num_bytes for windows in turns))
+                for use, turns in self._windows.items() if all(turns)}
+        return held | ({"pulled sums": self._scratch[-1].size} if self._scratch else {})
+
+    def _both(self, num_bytes: int) -> int:
+        """Of the two windows of a use."""
+        return 2 * (_header(self.size) + num_bytes)
+
     def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Wait:
         """See Comm.sum_rows."""
         stream, window = self._cupy.cuda.get_current_stream(), self._summing
@@ -338,6 +359,11 @@ def obstacle(hostnames: Sequence[str]) -> str | None:
 def _offsets(sizes: Sequence[int]) -> list[int]:
     """Where each of some arrays begins when they lie behind each other, and where the last one ends."""
     return list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+
+
+def _header(size: int) -> int:
+    """Bytes of a window before what it holds: two flags of each rank."""
+    return -(-2 * size * _FLAG_BYTES // _ALIGNMENT) * _ALIGNMENT
 
 
 def _roomy(num_bytes: int) -> int:
