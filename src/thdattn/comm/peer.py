@@ -125,12 +125,13 @@ class PeerMemory:
 
     Args:
         world: the MPI communicator of all ranks, all on this machine.
+        made_of: what windows are made of; measurements pass another one.
     """
 
-    def __init__(self, world: Any) -> None:
+    def __init__(self, world: Any, made_of: type[Window] = Window) -> None:
         import cupy
 
-        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._cupy, self._runtime, self._made_of = cupy, cupy.cuda.runtime, made_of
         self._world, self.rank, self.size = world, world.rank, world.size
         # Of a priority of its own, so that it shares no hardware queue with a stream that waits for it.
         self._pulls = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
@@ -154,7 +155,7 @@ class PeerMemory:
         turns = self._windows.setdefault(use, [[], []])
         windows = turns[next(self._turns.setdefault(use, itertools.cycle((0, 1))))]
         if not windows or windows[-1].num_bytes < num_bytes:
-            windows.append(Window(self._world, _roomy(num_bytes)))
+            windows.append(self._made_of(self._world, _roomy(num_bytes)))
         window: Window = windows[-1]
         return window
 
