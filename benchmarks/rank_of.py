@@ -7,15 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
-import numpy as np
-
-from thdattn.comm import Comm, peer
+from thdattn.comm import Comm
 from thdattn.structs import MAX_RANKS
-
-STAGGER = 1 << 16  # bytes between what ranks that are one and the same are read from, lest a cache has it already
 
 
 def as_rank_of(real: Comm, size: int) -> Comm:
@@ -32,61 +27,11 @@ def as_rank_of(real: Comm, size: int) -> Comm:
             f"found {real.size} real ranks to behave as ranks of {size}, wanted 2 as ranks of 2 or more; start "
             f"the program with mpiexec -n 2"
         )
-    return _by_peer_memory(real, size) if real.overlaps and size <= MAX_RANKS else ByCollectives(real, size)
+    if not real.overlaps or size > MAX_RANKS:
+        return ByCollectives(real, size)
+    import rank_of_memory
 
-
-# --- peer memory -------------------------------------------------------------------------------------------------
-
-
-def _by_peer_memory(real: Any, size: int) -> Comm:
-    """The real comm with other peer memory: its checks, deadline and largest of numbers are those of two ranks."""
-    comm: Comm = copy(real)
-    comm.size = size
-    comm._peer = peer.PeerMemory(World(real._world, size), Window)  # type: ignore[attr-defined]
-    real.before_close(comm._peer.close)  # type: ignore[attr-defined]
-    return comm
-
-
-class World:
-    """As much of MPI's communicator as peer memory needs."""
-
-    def __init__(self, real: Any, size: int) -> None:
-        self._real, self.rank, self.size = real, real.rank, size
-
-    def allgather(self, value: Any) -> list[Any]:
-        """What this rank has, in its place, and what the other one has in all others."""
-        values = self._real.allgather(value)
-        return [values[rank if rank < 2 else 1 - self.rank] for rank in range(self.size)]
-
-    def Barrier(self) -> None:
-        """Of the two."""
-        self._real.Barrier()
-
-
-class Window(peer.Window):
-    """A window of which each of two ranks has its part, and plays the ranks from 2 on to the other one.
-
-    Such a rank's flags are set by the one that has its memory, so that all are set and awaited that would be.
-    """
-
-    def __init__(self, world: World, num_bytes: int) -> None:
-        super().__init__(world, num_bytes + world.size * STAGGER)
-        self.array(0, (self.num_bytes,), np.uint8).fill(0)  # what is read beyond the arrays is finite
-        self.num_bytes = num_bytes
-        self.publish, self.take = (
-            peer._MemOps(write=[
-                (at + peer._FLAG_BYTES * (kind * world.size + (rank if rank > 1 else world.rank)), 1)
-                for rank, at in enumerate(self._at)
-            ])
-            for kind in (0, 1)
-        )  # fmt: skip
-
-    def address(self, rank: int, offset: int) -> int:
-        """Of a byte of a rank's part; of one that is played, a little behind that."""
-        return super().address(rank, offset + (STAGGER * rank if rank > 1 else 0))
-
-
-# --- collectives -------------------------------------------------------------------------------------------------
+    return rank_of_memory.stand_in(real, size)
 
 
 class ByCollectives(Comm):
