@@ -97,6 +97,7 @@ def make_nccl(**overrides):
 @pytest.fixture
 def start(monkeypatch):
     """start(gpus_of_rank, fn): NCCL on ranks that see the given GPUs; returns what fn(comm) made of each rank."""
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (None, "stand-ins have none"))
     mine = threading.local()
     opened = []
     monkeypatch.setattr(nccl, "load", lambda: (mine.cupy, mine.nccl))

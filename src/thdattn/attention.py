@@ -21,7 +21,8 @@ from thdattn.pipeline import Keys, Sums
 from thdattn.plan import Plan, visible_pairs
 from thdattn.sharding import Sharding
 
-HEAD_GROUPS = 2  # where what travels hides behind kernels
+# Groups of heads, and from how many bytes of keys and values that a rank gets they hide more than they cost.
+HEAD_GROUPS = {2: 2**26, 4: 2**28}
 ENGINES = {"cuda": "thdattn.ops", "reference": "thdattn.reference"}
 
 
@@ -299,7 +300,7 @@ class CPAttention:
             dout, saved, keys: as for backward.
 
         Returns:
-            (dq, dk_dv): dk_dv() returns (dk, dv), and has to be called before the next backward with this plan.
+            (dq, dk_dv): dk_dv() has the current stream wait and returns (dk, dv).
 
         Raises:
             TypeError, ValueError: as backward.
@@ -380,7 +381,9 @@ class CPAttention:
         """How many groups of kv heads are gathered, computed and summed one after another."""
         if self.head_groups is not None:
             return self.head_groups
-        return math.gcd(self.num_kv_heads, HEAD_GROUPS) if self.comm.overlaps else 1
+        foreign = (plan.cp_size - 1) * plan.local_key_rows * self.num_kv_heads * (self.head_dim + self.v_head_dim)
+        wanted = max((n for n, size in HEAD_GROUPS.items() if foreign * self.dtype.itemsize >= size), default=1)
+        return math.gcd(self.num_kv_heads, wanted) if self.comm.overlaps else 1
 
     def _keeps(self, plan: Plan) -> bool:
         """Whether forward keeps the keys of all ranks: by default if Saved grows by no more than it is anyway."""
@@ -464,6 +467,7 @@ class CPAttention:
         state = (
             sharding.strategy, batch.num_seqs, batch.total_rows, key_batch.total_rows, self.window, self.num_heads,
             self.num_kv_heads, self.head_dim, self.v_head_dim, self.softmax_scale, self.dtype.name, self.engine,
+            self.head_groups, self.keep_keys,
         )
         digest = hashlib.sha256(repr(state).encode())
         if not batch.on_device:

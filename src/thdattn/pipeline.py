@@ -65,7 +65,8 @@ class Keys:
             wait()
             (k, *_), (v, *_) = parts
             if not self.ordered:
-                own = [x[:, first : first + k.shape[1]] for x in (self.k, self.v)] if self.plan.cp_size > 1 else None
+                lacks_own = self.plan.cp_size > 1 and len(parts[0]) == 1  # parts of all ranks have them
+                own = [x[:, first : first + k.shape[1]] for x in (self.k, self.v)] if lacks_own else None
                 first += k.shape[1]
                 shapes = ((self.plan.key_rows, *x.shape[1:]) for x in (k, v))
                 into = None if kept is None else [engine.empty(shape, k.dtype) for shape in shapes]
@@ -100,12 +101,27 @@ def gather(
             f"its own; call forward or backward with one of them first"
         )
     turn = (turns[-1][0] + 1) % IN_FLIGHT
-    shapes = [(comm.size * plan.local_key_rows, x.shape[1] // num_groups, x.shape[2]) for x in (k, v)]
-    recvs = [[plan.buffer(f"{name} of ranks {turn} {group}", shape, k.dtype)
-              for name, shape in zip("kv", shapes, strict=True)] for group in range(num_groups)]  # fmt: skip
-    keys = Keys(k, v, plan, comm.gather_heads((k, v), recvs, at_once), ordered=False)
+    keys = Keys(k, v, plan, comm.gather_heads((k, v), _Places(plan, turn, k, v, num_groups), at_once), ordered=False)
     turns.append((turn, weakref.ref(keys)))
     return keys
+
+
+class _Places(Sequence[list[Any]]):
+    """Where gathered keys and values of each group go, made when they are asked for."""
+
+    def __init__(self, plan: Plan, turn: int, k: Any, v: Any, num_groups: int) -> None:
+        self._plan, self._turn, self._arrays, self._num_groups = plan, turn, (k, v), num_groups
+
+    def __len__(self) -> int:
+        return self._num_groups
+
+    def __getitem__(self, group: Any) -> list[Any]:
+        if not 0 <= group < self._num_groups:
+            raise IndexError(group)
+        rows = self._plan.cp_size * self._plan.local_key_rows
+        return [self._plan.buffer(f"{name} of ranks {self._turn} {group}",
+                                  (rows, x.shape[1] // self._num_groups, x.shape[2]), x.dtype)
+                for name, x in zip("kv", self._arrays, strict=True)]  # fmt: skip
 
 
 def kept(saved: Sequence[tuple[Any, Any]], k: Any, v: Any, plan: Plan) -> Keys:

@@ -83,8 +83,8 @@ def nothing() -> None:
 class Arrival(NamedTuple):
     """Rows of all ranks that have been asked for.
 
-    parts: of each array, those that make up its rows, one after another and equally many: one, or one a rank, of which
-        this rank's own may be without content. They may lie in the memory of other GPUs.
+    parts: of each array, those that make up its rows, one after another and equally many: one, in which the rows of
+        this rank itself may be missing, or one a rank, which may lie in the memory of other GPUs.
     wait: to be called before they are read, and `done` after that; on a GPU it is the current stream that waits.
     """
 
@@ -190,8 +190,8 @@ class Comm(Checks, ABC):
 
         Args:
             sends: arrays (rows, heads, width), such as k and v.
-            recvs: of each group, as many arrays (size * rows, heads of the group, width); the groups' heads follow each
-                other, and are all of the array's. Overwritten, or not used if the rows can be read where they are.
+            recvs: of each group, as many arrays (size * rows, heads of the group, width). Groups have equally many
+                heads, which follow each other. Overwritten, or not asked for if the rows can be read where they are.
             at_once: the groups are asked for next, one after another, with no other call between; else at any time.
 
         Returns:

@@ -90,15 +90,14 @@ class Window:
         shape, strides = (rows, piece.width // width // like.itemsize, width), (piece.pitch, *like.strides[1:])
         return cupy.ndarray(shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
-    def close(self) -> None:
-        """Gives up the other ranks' memory, and then this rank's."""
+    def unmap(self) -> None:
+        """Gives up the other ranks' memory; when all have done so, this rank's may go too."""
         import cupy
 
         for rank, at in enumerate(self._at):
             if rank != self._rank:
                 cupy.cuda.runtime.ipcCloseMemHandle(at)
         self._at = []
-        self._memory = None
 
 
 class _MemOps:
@@ -187,9 +186,9 @@ class PeerMemory:
         return arrivals
 
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
-        key = *(x.shape for x in sends), *(parts[0].shape[1] for parts in recvs)
+        key = len(recvs), *(x.shape for x in sends)
         if key not in self._routes:
-            self._routes[key] = _Route(sends, recvs)
+            self._routes[key] = _Route(sends, len(recvs))
         return self._routes[key]
 
     def partials(self, shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[Any]:
@@ -244,11 +243,13 @@ class PeerMemory:
         """Gives back all windows; called by all ranks, when no graph holds one any more."""
         self._pulls.synchronize()
         self._cupy.cuda.get_current_stream().synchronize()
-        self._world.Barrier()  # nobody reads here any more
+        self._world.Barrier()  # nobody reads elsewhere any more
         for turns in self._windows.values():
             for window in itertools.chain(*turns):
-                window.close()
+                window.unmap()
+        self._world.Barrier()  # nobody has this rank's memory mapped
         self._windows.clear()
+        self._routes.clear()
 
     def _arrival(self) -> Wait:
         event = self._cupy.cuda.Event(disable_timing=True)
@@ -294,23 +295,20 @@ class _Slice(NamedTuple):
 
 
 class _Route:
-    """What gather_heads copies, of arrays of some shapes.
+    """What gather_heads copies, of arrays of some shapes in so many groups of heads.
 
     parts: where each array begins in a window; num_bytes: of all.
     groups: of each group, a slice of every array.
     """
 
-    def __init__(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> None:
+    def __init__(self, sends: Sequence[Any], num_groups: int) -> None:
         *self.parts, self.num_bytes = _offsets([x.nbytes for x in sends])
-        self.groups: list[list[_Slice]] = []
-        firsts = list(self.parts)
-        for places in recvs:
-            slices = []
-            for i, (send, place) in enumerate(zip(sends, places, strict=True)):
-                width, pitch = (x.shape[1] * x.shape[2] * x.itemsize for x in (place, send))
-                slices.append(_Slice(firsts[i], width, pitch, len(send)))
-                firsts[i] += width
-            self.groups.append(slices)
+        pitches = [x.shape[1] * x.shape[2] * x.itemsize for x in sends]
+        self.groups = [
+            [_Slice(part + group * (pitch // num_groups), pitch // num_groups, pitch, len(send))
+             for part, pitch, send in zip(self.parts, pitches, sends, strict=True)]
+            for group in range(num_groups)
+        ]  # fmt: skip
         self._in_place: dict[Window, Sequence[Sequence[Any]]] = {}
 
     def in_place(self, window: Window, sends: Sequence[Any], size: int) -> Sequence[Sequence[Any]]:
