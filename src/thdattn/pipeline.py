@@ -122,7 +122,7 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     forward = {"plan": engine.plan_bytes(plan)}
     backward: Bytes = {}
     if not alone:
-        in_place = int(comm.overlaps)  # the first group of gathered keys, and the last of the sums
+        in_place = int(comm.overlaps)  # the first group of keys, and the last of sums
         gathered = sum(rows_of(num_gathered, share, layer.dtype))
         forward |= {"keys in rank order": IN_FLIGHT * (groups - in_place) * gathered, **comm.gather_bytes(sends, groups)}
         partials = rows_of(plan.key_rows if groups == in_place else num_gathered, share, sum_dtype)

@@ -126,12 +126,13 @@ class PeerMemory:
 
     Args:
         world: the MPI communicator of all ranks, all on this machine.
+        made_of: what windows are made of; measurements pass another one.
     """
 
-    def __init__(self, world: Any) -> None:
+    def __init__(self, world: Any, made_of: type[Window] = Window) -> None:
         import cupy
 
-        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._cupy, self._runtime, self._made_of = cupy, cupy.cuda.runtime, made_of
         self._world, self.rank, self.size = world, world.rank, world.size
         # Of a priority of its own, so that it shares no hardware queue with a stream that waits for it.
         self._pulls = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
@@ -163,7 +164,7 @@ class PeerMemory:
         if self._cupy.cuda.get_current_stream().is_capturing():
             raise RuntimeError(f"a captured call needs {num_bytes} bytes that all ranks see, which cannot be made in a "
                                f"capture; call it once before, or use warmup_steps of 1 or more")
-        return Window(self._world, _roomy(num_bytes))
+        return self._made_of(self._world, _roomy(num_bytes))
 
     def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool) -> list[Arrival]:
         """See Comm.gather_heads. At once, the first group, which hides behind nothing, is read where it lies."""
