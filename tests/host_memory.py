@@ -96,6 +96,9 @@ class Stream:
     def wait_event(self, event):
         pass
 
+    def is_capturing(self):
+        return False
+
 
 def enqueue(stream, count, operations, flags):
     """cuStreamBatchMemOp of a stream that does it now."""

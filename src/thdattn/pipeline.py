@@ -124,7 +124,8 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     if not alone:
         in_place = int(comm.overlaps)  # the first group of keys, and the last of sums
         gathered = sum(rows_of(num_gathered, share, layer.dtype))
-        forward |= {"keys in rank order": IN_FLIGHT * (groups - in_place) * gathered, **comm.gather_bytes(sends, groups)}
+        forward["keys in rank order"] = IN_FLIGHT * (groups - in_place) * gathered
+        forward |= comm.gather_bytes(sends, groups)
         partials = rows_of(plan.key_rows if groups == in_place else num_gathered, share, sum_dtype)
         backward |= comm.sum_bytes(partials, groups)
     if plan.has_unseen_keys if alone else not layer.keeps_keys:
