@@ -2,8 +2,8 @@
 
     train_graph_ranks.py FOLDER CP KEEP
 
-CP ranks share each micro-batch; KEEP is 1 if forwards keep the keys of all ranks for the backward, else 0. Two ranks at most: of more, NCCL may add in another order where a graph has its
-buffers registered.
+CP ranks share each micro-batch; KEEP is 1 if forwards keep the keys of all ranks for the backward, else 0. Two ranks at
+most: of more, NCCL may add in another order where a graph has its buffers registered.
 """
 
 from __future__ import annotations
