@@ -49,8 +49,8 @@
 
 // ------------------------------------------------------------------------------------------------ reorder
 
-// Rows of one of the arrays that are moved: where its parts and a rank's own rows lie, where the rows go, the words of 16
-// bytes in a row, and those between the beginnings of two rows.
+// Rows of one of the arrays that are moved: where its parts and a rank's own rows lie, where the rows go, the words of
+// 16 bytes in a row, and those between the beginnings of two rows.
 struct Rows { const uint4 *from[kMaxRanks], *own; uint4* out; int words, pitch, own_pitch; };
 CHECK_Rows;
 
@@ -63,8 +63,8 @@ CHECK_Rows;
 //   kToRankOrder = true    out[t] = in[rank_order[t]]   before dk, dv are summed; fillers become 0
 //
 // `in` comes in parts of rows_each rows, which may lie in the memory of other GPUs; the num_own rows from first_own on
-// are read from `own` instead, where a rank has them already. rank_order (num_rows): sequence-order row of row t in rank
-// order, -1 for fillers. Launch: grid (ceil(num_rows / 8), 2), block 256.
+// are read from `own` instead, where a rank has them already. rank_order (num_rows): sequence-order row of row t in
+// rank order, -1 for fillers. Launch: grid (ceil(num_rows / 8), 2), block 256.
 template <bool kToRankOrder>
 __global__ void __launch_bounds__(256) thd_reorder(
     const __grid_constant__ Rows first, const __grid_constant__ Rows second, const int* __restrict__ rank_order,
