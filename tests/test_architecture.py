@@ -21,10 +21,11 @@ LAYERS = [
     {"arguments", "install", "memory", "structs", "tiles", "wgmma", "kernel_cache"},
     {"packing", "jit"},
     {"comm"},
-    {"sharding", "tensor_map", "oracle", "decode_tiles"},
+    {"sharding", "engines", "tensor_map", "oracle", "decode_tiles"},
     {"plan"},
-    {"cache"},
+    {"host_plan", "cache", "room"},
     {"reference", "ops", "pipeline"},
+    {"saved"},
     {"attention"},
     {"graphs", "varlen"},
     {"torch"},
@@ -35,7 +36,7 @@ LAYER = {module: number for number, modules in enumerate(LAYERS) for module in m
 # Where a library may be imported: when the module is loaded, and at all.
 OPS = {"ops", "ops.launch", "ops.plan", "ops.scheduler", "ops.forward", "ops.backward", "ops.decode"}
 WHEN_LOADED = {"cupy": {"jit", *OPS, "tensor_map"}, "mpi4py": set(), "torch": {"torch"}, "jax": set()}
-EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "comm.peer", "attention", "graphs.capture", "graphs.upload",
+EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "comm.peer", "engines", "graphs.capture", "graphs.upload",
                   "info", "varlen"},
         "mpi4py": {"comm.mpi", "comm.nccl", "info"}, "torch": {"torch", "comm.torch"}, "jax": set()}
 
@@ -103,7 +104,7 @@ def test_imports_point_downwards(module):
 
 
 def test_pipeline_and_attention_do_not_import_the_engines():
-    for module in ("pipeline", "attention", "plan", "__init__"):
+    for module in ("pipeline", "attention", "engines", "plan", "__init__"):
         below = {own(name) for name, _ in imports(module) if name.startswith("thdattn")}
         assert not below & {"reference", "ops", "jit"}, module
 

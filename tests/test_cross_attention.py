@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thdattn
+from thdattn.host_plan import host_arrays
 from thdattn.packing import PackedBatch
-from thdattn.plan import host_arrays
 
 FLOAT64 = np.dtype("float64")
 SINGLE = thdattn.comm.init("single")

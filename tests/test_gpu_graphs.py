@@ -15,7 +15,7 @@ from ranks.graph_ranks import MASKS, MAX_SEQS, ROWS
 import thdattn
 from thdattn import PackedBatch, Sharding
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
-from thdattn.plan import host_arrays
+from thdattn.host_plan import host_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 

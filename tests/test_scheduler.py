@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import thdattn
-from thdattn.plan import host_arrays
+from thdattn.host_plan import host_arrays
 
 pytest.importorskip("cupy")
 from thdattn.ops import scheduler

@@ -143,7 +143,7 @@ class Model:
     ) -> None:
         self.config = config
         self.comm = comm
-        engine_module, _ = thdattn.attention.choose_engine(engine, comm)
+        engine_module, _ = thdattn.engines.choose_engine(engine, comm)
         self.layers = importlib.import_module(LAYERS[engine_module.name])
         self.layers.load()
         self.dtype = np.dtype(dtype or self.layers.DTYPE)

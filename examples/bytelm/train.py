@@ -50,7 +50,7 @@ from passes import WAYS
 from progress import Progress
 
 import thdattn
-from thdattn.attention import choose_engine
+from thdattn.engines import choose_engine
 from thdattn.graphs import CudaGraphConfig, Graphs, add_arguments, from_arguments
 from thdattn.sharding import STRATEGIES
 

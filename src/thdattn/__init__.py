@@ -5,10 +5,11 @@ imported by its name as it needs PyTorch.
 """
 
 from thdattn import comm, graphs
-from thdattn.attention import CPAttention, Flops, Saved
+from thdattn.attention import CPAttention, Flops
 from thdattn.cache import KVCache
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
+from thdattn.saved import Saved
 from thdattn.sharding import Sharding
 from thdattn.varlen import VarlenSaved, varlen_attention, varlen_attention_backward
 

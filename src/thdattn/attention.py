@@ -1,62 +1,28 @@
-"""CPAttention: validates once, picks the engine, and runs the pipeline."""
+"""CPAttention: validates once, has an engine chosen, and runs the pipeline."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
-import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401 - makes "bfloat16" a dtype to NumPy
-import numpy as np
 from numpy.typing import DTypeLike
 
-from thdattn import pipeline
-from thdattn.arguments import as_bool, as_choice, as_count, as_softmax_scale, as_window, found, is_array, shown
+from thdattn import pipeline, room
+from thdattn.arguments import as_bool, as_count, as_softmax_scale, as_window, found
 from thdattn.cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.comm import Comm
-from thdattn.memory import Layer, Memory, in_units
-from thdattn.packing import PackedBatch, as_batch
+from thdattn.engines import as_engine_dtype, check_head_dims, choose_engine
+from thdattn.memory import Layer, Memory
+from thdattn.packing import PackedBatch
 from thdattn.pipeline import Keys, Sums
-from thdattn.plan import NO_ARRAYS, Plan, visible_pairs
-from thdattn.sharding import Sharding
+from thdattn.plan import NO_ARRAYS, Plan, check_key_batch, visible_pairs
+from thdattn.saved import Saved, check_keys, check_saved
+from thdattn.sharding import Sharding, as_sharding
 
 # Groups of heads, and from how many bytes of keys and values that a rank gets they hide more than they cost.
 HEAD_GROUPS = {2: 2**26, 4: 2**28}
-# Those that somebody holds, for their buffers.
-_plans: weakref.WeakKeyDictionary[Comm, weakref.WeakSet[Plan]] = weakref.WeakKeyDictionary()
-ENGINES = {"cuda": "thdattn.ops", "reference": "thdattn.reference"}
-
-
-@dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
-class Saved:
-    """What forward keeps for backward.
-
-    q, k, v, plan: as passed, without a copy: nobody may write to them before backward; out: as returned.
-    lse: (num_heads, local_rows) float32 (float64 for float64 input), natural log of the softmax sum; -inf on padding.
-    max_logit: (num_heads,) float32, the largest scaled logit over all ranks' valid rows (-inf without any); None if
-        not asked for.
-    made_with: what must agree with the attention whose backward takes it: heads, head dims, softmax_scale, dtype and
-        deterministic.
-    keys: ((k, v), ...), the keys and values of all ranks by group of heads, in sequence order; None: the backward
-        gathers them again.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    lse: Any
-    max_logit: Any
-    plan: Plan
-    made_with: dict[str, Any]
-    keys: tuple[tuple[Any, Any], ...] | None = None
-
-    def __repr__(self) -> str:
-        arrays = (f"{name} {_kind(getattr(self, name))}" for name in ("q", "k", "v", "out", "lse", "max_logit"))
-        return f"<Saved: {', '.join(arrays)}, {self.plan!r}>"
 
 
 class Flops(NamedTuple):
@@ -144,8 +110,8 @@ class CPAttention:
             )
         self._engine, _ = choose_engine(engine, comm)
         self.engine: str = self._engine.name
-        self.dtype = self._checked_dtype(dtype)
-        self._check_head_dims()
+        self.dtype = as_engine_dtype(self._engine, dtype)
+        check_head_dims(self._engine, self.head_dim, self.v_head_dim)
         self._tiles = self._engine.tiles(self.head_dim, self.v_head_dim)
         self._lengths: Any = None  # of the last plan, if they lie on a GPU
         self._last_memory: tuple[tuple[Any, ...], Memory] | None = None  # of the last plan, and for which rows
@@ -159,7 +125,6 @@ class CPAttention:
             "deterministic": self.deterministic,
         }
         self._caches = {name: {**self._plans, **self._saves}[name] for name in CACHE_TRAITS}
-        self._lse_dtype = pipeline.lse_dtype(self.dtype)
 
     def __repr__(self) -> str:
         layer = {**self._saves, "causal": self.causal, "window": self.window, "engine": repr(self.engine)}
@@ -204,12 +169,12 @@ class CPAttention:
         fingerprint, refusal = 0, ""
         if self.comm.size > 1:
             fingerprint = self._fingerprint(plan.sharding, plan.key_batch)
-            refusal = self._shortage(plan, forward_only)
+            refusal = room.shortage(self._engine, self.comm, self._likely_memory(plan), forward_only)
         self.comm.agree("the plan's batch, sharding and attention", fingerprint, refusal)
         arrays = self._engine.plan_arrays(plan.sharding, self.comm.rank, self.window, self._tiles, key_batch)
         self._lengths = arrays.lengths
         plan = replace(plan, arrays=arrays)
-        _plans.setdefault(self.comm, weakref.WeakSet()).add(plan)
+        room.note(self.comm, plan)
         return plan
 
     def memory(
@@ -237,24 +202,9 @@ class CPAttention:
         finite_padding: bool,
     ) -> Plan:
         """A plan without its arrays."""
-        if isinstance(sharding, str):
-            sharding = Sharding(batch, self.comm.size, sharding)
-        if not isinstance(sharding, Sharding):
-            raise TypeError(
-                f"sharding is {found(sharding)}; wanted 'dual_chunk', 'contiguous' or a Sharding; pass one of these"
-            )
-        if sharding.batch is not as_batch(batch):
-            raise ValueError(
-                "sharding was made for another PackedBatch, wanted the one passed as batch; make it with "
-                "Sharding(batch, comm.size)"
-            )
-        if sharding.cp_size != self.comm.size:
-            raise ValueError(
-                f"sharding has cp_size {sharding.cp_size}, wanted {self.comm.size}, the ranks of comm; "
-                f"make it with Sharding(batch, {self.comm.size})"
-            )
+        sharding = as_sharding(sharding, batch, self.comm.size)
         if key_batch is not None:
-            _check_key_batch(key_batch, batch, self.comm.size)
+            check_key_batch(key_batch, batch, self.comm.size)
         return Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, NO_ARRAYS,
                     self._engine, key_batch, like, as_bool("finite_padding", finite_padding))
 
@@ -263,26 +213,12 @@ class CPAttention:
         layer = Layer(self.num_heads, self.num_kv_heads, self.dtype, self.deterministic, groups, self._keeps(plan))
         return pipeline.memory(self._engine, self.comm, plan, layer)
 
-    def _shortage(self, plan: Plan, forward_only: bool) -> str:
-        """Why the plan's work buffers and one layer cannot be there; "" if they can, or nobody knows.
-
-        What only lingers counts as free: windows that are there, and the buffers of plans made before, as a loop still
-        holds the last one while it makes the next. Other arrays that it drops later are in use.
-        """
-        # Packs of as many rows take as much, but for some bytes per sequence.
+    def _likely_memory(self, plan: Plan) -> Memory:
+        """That of the last plan where it had as many rows, as it takes as much, but for some bytes per sequence."""
         rows = plan.local_rows, plan.key_rows, plan.batch.on_device, plan.has_blind_queries
         if self._last_memory is None or self._last_memory[0] != rows:
             self._last_memory = rows, self._memory(plan)
-        memory, held = self._last_memory[1], self.comm.held_bytes()
-        there = sum(memory[name] for name, size in held.items() if name in memory and memory[name] <= size)
-        there += sum(before.held_bytes() for before in _plans.get(self.comm, ()))
-        wanted = memory.wanted(forward_only)
-        free = self._engine.free_bytes(wanted - there)
-        if free is None:
-            return ""
-        return (f"the batch needs {in_units(wanted)} of GPU memory for its work buffers and one layer, wanted at most "
-                f"the {in_units(free + there)} that are free; pass fewer tokens, spread them over more ranks, or make "
-                f"CPAttention with keep_keys=False or more head_groups (CPAttention.memory says what takes how much)")
+        return self._last_memory[1]
 
     def forward(
         self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False, keys: Keys | None = None
@@ -381,7 +317,7 @@ class CPAttention:
         plan = saved.plan
         self._check_plan(plan)
         dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))
-        self._check_saved(saved, type(dout))
+        check_saved(saved, type(dout))
         if saved.keys is not None:
             keys = pipeline.kept(saved.keys, saved.k, saved.v, plan)
         keys = self._checked_keys(keys, saved.k, saved.v, plan)
@@ -463,36 +399,8 @@ class CPAttention:
         """Keys for a call, which have just been asked for if there were none."""
         if keys is None:
             return pipeline.gather(self._engine, self.comm, plan, k, v, self._groups(plan), at_once=True)
-        if not isinstance(keys, Keys):
-            raise TypeError(f"keys is {found(keys)}; wanted what gather returned; pass that, or leave it out")
-        if keys.used:
-            raise ValueError("keys were used by a forward or backward before, wanted those of this call; call gather "
-                             "again, or leave it out")
-        if keys.plan is not plan or any(_place(x) != _place(y) for x, y in ((keys.k, k), (keys.v, v))):
-            raise ValueError("keys were gathered from other k and v or with another plan, wanted those of this call; "
-                             "call gather with the same arrays, or leave it out")
+        check_keys(keys, k, v, plan)
         return keys
-
-    def _checked_dtype(self, dtype: DTypeLike) -> np.dtype[Any]:
-        try:
-            known = np.dtype(dtype) if isinstance(dtype, (str, np.dtype, type)) else None
-        except (TypeError, SyntaxError):
-            known = None
-        if known is None or known.name not in self._engine.dtypes or not known.isnative:
-            raise TypeError(
-                f"dtype is {shown(dtype) if known is None else known}, wanted one of {', '.join(self._engine.dtypes)} "
-                f"for engine {self.engine!r}; cast the inputs, or use engine='reference'"
-            )
-        return known
-
-    def _check_head_dims(self) -> None:
-        known = self._engine.head_dims
-        if known is not None and (self.head_dim, self.v_head_dim) not in known:
-            wanted = ", ".join(str(d) if d == dv else f"{d}/{dv}" for d, dv in known)
-            raise ValueError(
-                f"head_dim/v_head_dim is {self.head_dim}/{self.v_head_dim}, wanted one of {wanted} for engine "
-                f"{self.engine!r}; pad the heads with zeros to one of these, or use engine='reference'"
-            )
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
@@ -500,22 +408,6 @@ class CPAttention:
         _check_same("plan was made for", plan.made_for, self._plans, "make it with this attention's plan(batch)")
         plan.check(wait=False)
         plan.enter()
-
-    def _check_saved(self, saved: Saved, kind: Any) -> None:
-        """Compares attributes alone: this is on the hot path, and a kernel would read out of bounds."""
-        queries, keys = saved.plan.local_rows, saved.plan.local_key_rows
-        for name, rows, heads, width in (
-            ("q", queries, self.num_heads, self.head_dim), ("k", keys, self.num_kv_heads, self.head_dim),
-            ("v", keys, self.num_kv_heads, self.v_head_dim), ("out", queries, self.num_heads, self.v_head_dim),
-            ("lse", queries, self.num_heads, None),
-        ):
-            x = getattr(saved, name)
-            shape, dtype = ((rows, heads, width), self.dtype) if width else ((heads, rows), self._lse_dtype)
-            if type(x) is not kind or x.shape != shape or x.dtype != dtype or not x.flags.c_contiguous:
-                raise ValueError(
-                    f"saved.{name} is {_kind(x)}, a {type(x).__name__}; wanted {dtype} {shape} as forward saved it; "
-                    f"pass what forward returned, or the same arrays C-contiguous on the same device"
-                )
 
     def _checked(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
         x = self._engine.from_user(name, x)
@@ -547,83 +439,3 @@ def _check_same(what: str, made: dict[str, Any], wanted: dict[str, Any], remedy:
     if made != wanted:
         name = next(name for name in wanted if made[name] != wanted[name])
         raise ValueError(f"{what} {name} {made[name]}, wanted {wanted[name]}; {remedy}")
-
-
-def _place(x: Any) -> tuple[Any, ...]:
-    """Where an array lies, and how."""
-    return x.data.ptr if not isinstance(x, np.ndarray) else x.__array_interface__["data"][0], x.shape, x.strides
-
-
-def _kind(x: Any) -> str:
-    """Dtype and shape of an array, without its contents."""
-    return f"{x.dtype} {tuple(x.shape)}" if is_array(x) else shown(x)
-
-
-def choose_engine(engine: str, comm: Comm) -> tuple[Any, str]:
-    """The engine module for a comm, and why it was chosen.
-
-    Args:
-        engine: "auto", "cuda" or "reference".
-        comm: the ranks; comm.devices says which arrays it moves.
-
-    Raises:
-        TypeError: engine is no str.
-        ValueError: an unknown engine, or one whose arrays the comm does not move.
-        RuntimeError: engine="cuda" without CuPy or a GPU; the message says which.
-    """
-    engine = as_choice("engine", engine, ("auto", *ENGINES))
-    obstacle = None
-    if engine != "reference":
-        obstacle = f"a comm of backend {comm.name!r} moves host arrays" if "cuda" not in comm.devices else _no_gpu()
-    if engine == "cuda" and obstacle:
-        raise (RuntimeError if "cuda" in comm.devices else ValueError)(
-            f"engine is 'cuda', but {obstacle}; use engine='reference', or a comm and machine with GPUs"
-        )
-    why: str | None = "asked for"
-    if engine == "auto":
-        engine, why = ("reference", obstacle) if obstacle else ("cuda", "a GPU is usable")
-    module = importlib.import_module(ENGINES[engine])
-    if module.device not in comm.devices:
-        raise ValueError(
-            f"engine {engine!r} computes on {module.device} arrays, but a comm of backend {comm.name!r} moves "
-            f"{' and '.join(sorted(comm.devices))} arrays; use engine='cuda', or thdattn.comm.init('mpi')"
-        )
-    return module, str(why)
-
-
-def _check_key_batch(key_batch: PackedBatch, batch: PackedBatch, cp_size: int) -> None:
-    if not isinstance(key_batch, PackedBatch):
-        raise TypeError(
-            f"key_batch is a {type(key_batch).__name__}, wanted a PackedBatch of the keys' lengths; make it with "
-            f"PackedBatch(cu_seqlens), or leave it out for self-attention"
-        )
-    if cp_size > 1:
-        raise ValueError(
-            f"key_batch was passed for {cp_size} ranks, wanted one: keys of other lengths are not spread over ranks; "
-            f"use thdattn.comm.init('single') on every rank, for sequences of its own"
-        )
-    if key_batch.num_seqs != batch.num_seqs:
-        raise ValueError(
-            f"key_batch has {key_batch.num_seqs} sequences, wanted {batch.num_seqs} as batch; pass one length of keys "
-            f"per sequence of queries, 0 for none"
-        )
-    if key_batch.on_device != batch.on_device:
-        here, there = ("a GPU", "the host") if batch.on_device else ("the host", "a GPU")
-        raise ValueError(
-            f"batch has its lengths on {here} but key_batch on {there}; wanted both on one side; "
-            f"copy those of key_batch to {here}"
-        )
-
-
-def _no_gpu() -> str | None:
-    """Why the CUDA engine cannot run here, or None. Missing drivers raise more than ImportError."""
-    try:
-        import cupy
-
-        count = cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:
-        return f"CuPy finds no usable GPU ({type(error).__name__}: {error})"
-    if not count:
-        return "CuPy finds no GPU"
-    capability = int(cupy.cuda.Device().compute_capability)
-    return None if capability >= 80 else f"the GPU has compute capability {capability / 10}, wanted 8.0 or later"

@@ -14,8 +14,8 @@ from numpy.typing import DTypeLike, NDArray
 
 import thdattn
 from thdattn import oracle
-from thdattn.attention import choose_engine
 from thdattn.comm import Comm
+from thdattn.engines import choose_engine
 
 Array = NDArray[Any]
 

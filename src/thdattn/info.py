@@ -18,9 +18,9 @@ import numpy as np
 
 import thdattn
 from thdattn import kernel_cache
-from thdattn.attention import choose_engine
 from thdattn.comm import Comm, launcher
 from thdattn.comm.nccl import NcclComm
+from thdattn.engines import choose_engine
 from thdattn.install import remedy
 
 

@@ -336,107 +336,29 @@ def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) 
     return {"shares of dk and dv": num_bytes(shape, sum_dtype)}
 
 
-def host_arrays(
-    sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
-    key_batch: PackedBatch | None = None,
-) -> PlanArrays:
-    """The arrays of a plan from lengths on the host, in NumPy.
-
-    Args:
-        sharding: of a batch on the host.
-        cp_rank: the rank to plan for.
-        window: (left, right), -1 = unlimited; causal is right = 0.
-        tiles: rows per query tile and per key tile.
-        key_batch: lengths of the keys, as many sequences; None: those of the queries. For one rank.
-
-    Returns:
-        PlanArrays of NumPy arrays. No Python loop over sequences; the loop over ranks is the only one.
-    """
-    batch, rows = sharding.batch, sharding.rows(cp_rank)
-    rank_order = np.concatenate([sharding.rows(rank) for rank in range(sharding.cp_size)])
-    if key_batch is None:
-        key_batch = batch
-    else:
-        rank_order = np.arange(key_batch.total_rows, dtype=np.int32)
-    key_rows = np.arange(key_batch.total_rows, dtype=np.int32)
-    queries, keys = _locate(rows, batch, key_batch), _locate(key_rows, key_batch, batch)
-    key_ranges = _in_sight(queries, window)
-    # Owned rows ascend, so those between two positions of a sequence are neighbours.
-    query_ranges = np.searchsorted(rows[rows >= 0], _in_sight(keys, window[::-1])).astype(np.int32)
-    query_ranges[query_ranges[:, 0] >= query_ranges[:, 1]] = 0
-    return PlanArrays(
-        rows=rows,
-        positions=queries.position,
-        valid=queries.position < queries.length,
-        key_ranges=key_ranges,
-        query_ranges=query_ranges,
-        rank_order=rank_order,
-        query_tiles=_tile_orders(queries, key_ranges, tiles[0]),
-        key_tiles=_tile_orders(keys, query_ranges, tiles[1]),
-    )
-
-
-@dataclass(frozen=True)
-class _Located:
-    """Rows of one side, queries or keys, int32 each, 0 outside all sequences.
-
-    begin, length: first row and length of a row's sequence; position: its position there.
-    other_begin, other_length: first row and length of that sequence on the other side.
-    """
-
-    begin: NDArray[np.int32]
-    length: NDArray[np.int32]
-    position: NDArray[np.int32]
-    other_begin: NDArray[np.int32]
-    other_length: NDArray[np.int32]
-
-
-def _locate(rows: NDArray[np.int32], batch: PackedBatch, other: PackedBatch) -> _Located:
-    if batch.num_seqs == 0:
-        return _Located(*np.zeros((5, len(rows)), np.int32))
-    starts = batch.cu_seqlens_padded
-    inside = (rows >= 0) & (rows < starts[-1])
-    seq = np.searchsorted(starts[1:], np.where(inside, rows, 0), side="right")
-    seq = np.minimum(seq, batch.num_seqs - 1)
-    found = starts[seq], batch.lengths[seq], rows - starts[seq], other.cu_seqlens_padded[seq], other.lengths[seq]
-    return _Located(*(np.where(inside, x, np.int32(0)) for x in found))
-
-
-def _in_sight(rows: _Located, window: tuple[int, int]) -> NDArray[np.int32]:
-    """[begin, end) rows of the other side within window of each row: the rule of the mask on positions, as a range.
-
-    The last positions of both sides are the same place. Seen from the keys, the sides of the window swap.
-    """
-    left, right = window
-    place = rows.position + rows.other_length - rows.length
-    first = np.maximum(0, place - left) if left >= 0 else np.zeros_like(place)
-    last = np.minimum(rows.other_length, place + right + 1) if right >= 0 else rows.other_length
-    ranges: NDArray[np.int32] = np.stack([rows.other_begin + first, rows.other_begin + last], axis=1)
-    ranges[(rows.position >= rows.length) | (first >= last)] = 0
-    return ranges
-
-
-def _tile_orders(rows: _Located, ranges: NDArray[np.int32], tile: int) -> NDArray[np.int32]:
-    """(2, tiles): by falling length of a tile's longest sequence and, in a sequence, falling span; by span alone.
-
-    The span of a tile is that of the other side's rows between the first and the last in sight. Ties: sequences and
-    tiles in their own order.
-    """
-    if not len(ranges):
-        return np.zeros((2, 0), np.int32)
-    starts = np.arange(0, len(ranges), tile)
-    empty = ranges[:, 0] >= ranges[:, 1]
-    first = np.minimum.reduceat(np.where(empty, np.iinfo(np.int32).max, ranges[:, 0]), starts)
-    last = np.maximum.reduceat(np.where(empty, 0, ranges[:, 1]), starts)
-    span = np.maximum(0, last.astype(np.int64) - first)
-    longest = np.where(rows.length > 0, (rows.length.astype(np.int64) << 32) - rows.begin, 0)
-    sequence = np.maximum.reduceat(longest, starts)
-    return np.stack([np.lexsort((-span, -sequence)), np.argsort(-span, kind="stable")]).astype(np.int32)
-
-
-def _words(x: Any) -> Any:
-    """The array as unsigned integers, as CuPy does not index every dtype."""
-    return x.view(f"u{x.itemsize}") if x.itemsize in (1, 2, 4, 8) else x
+def check_key_batch(key_batch: PackedBatch, batch: PackedBatch, cp_size: int) -> None:
+    """Raises for keys of their own that these queries cannot have; see CPAttention.plan."""
+    if not isinstance(key_batch, PackedBatch):
+        raise TypeError(
+            f"key_batch is a {type(key_batch).__name__}, wanted a PackedBatch of the keys' lengths; make it with "
+            f"PackedBatch(cu_seqlens), or leave it out for self-attention"
+        )
+    if cp_size > 1:
+        raise ValueError(
+            f"key_batch was passed for {cp_size} ranks, wanted one: keys of other lengths are not spread over ranks; "
+            f"use thdattn.comm.init('single') on every rank, for sequences of its own"
+        )
+    if key_batch.num_seqs != batch.num_seqs:
+        raise ValueError(
+            f"key_batch has {key_batch.num_seqs} sequences, wanted {batch.num_seqs} as batch; pass one length of keys "
+            f"per sequence of queries, 0 for none"
+        )
+    if key_batch.on_device != batch.on_device:
+        here, there = ("a GPU", "the host") if batch.on_device else ("the host", "a GPU")
+        raise ValueError(
+            f"batch has its lengths on {here} but key_batch on {there}; wanted both on one side; "
+            f"copy those of key_batch to {here}"
+        )
 
 
 def visible_pairs(batch: PackedBatch, key_batch: PackedBatch, window: tuple[int, int]) -> int:
@@ -457,3 +379,8 @@ def visible_pairs(batch: PackedBatch, key_batch: PackedBatch, window: tuple[int,
 
 def _triangle(n: NDArray[np.int64]) -> NDArray[np.int64]:
     return n * (n + 1) // 2
+
+
+def _words(x: Any) -> Any:
+    """The array as unsigned integers, as CuPy does not index every dtype."""
+    return x.view(f"u{x.itemsize}") if x.itemsize in (1, 2, 4, 8) else x

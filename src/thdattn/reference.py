@@ -26,9 +26,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from thdattn.arguments import as_host_array, dlpack_device, unreadable
 from thdattn.cache import KVCache
+from thdattn.host_plan import host_arrays
 from thdattn.memory import Bytes, Layer
 from thdattn.packing import DLPACK_HOST, DLPACK_MANAGED, PackedBatch
-from thdattn.plan import Plan, PlanArrays, host_arrays, shares_bytes
+from thdattn.plan import Plan, PlanArrays, shares_bytes
 from thdattn.sharding import Sharding
 
 Array = NDArray[Any]
@@ -100,7 +101,7 @@ def plan_arrays(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
     key_batch: PackedBatch | None = None,
 ) -> PlanArrays:
-    """The arrays of a plan in NumPy; see plan.host_arrays. ValueError for lengths on a GPU."""
+    """The arrays of a plan in NumPy; see host_plan.host_arrays. ValueError for lengths on a GPU."""
     sharding.batch.require_host("a plan of the reference engine")
     return host_arrays(sharding, cp_rank, window, tiles, key_batch)
 
@@ -188,17 +189,8 @@ def attn_fwd(
 
 
 def attn_bwd(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    plan: Plan,
-    softmax_scale: float,
-    kv_grad_dtype: DTypeLike,
-    deterministic: bool,
-    into: tuple[Array, Sequence[Array] | None] | None = None,
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
+    kv_grad_dtype: DTypeLike, deterministic: bool, into: tuple[Array, Sequence[Array] | None] | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of `attn_fwd`; dk and dv are this rank's share, a sum over its own query rows.
 

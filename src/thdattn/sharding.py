@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from thdattn.arguments import INT32_MAX, as_choice, as_count, as_int
+from thdattn.arguments import INT32_MAX, as_choice, as_count, as_int, found
 from thdattn.packing import PackedBatch, as_batch, check_arrays, check_rows, rows_of_runs
 
 MAX_RANKS = INT32_MAX // 2  # their 2*cp_size chunks are counted in int32
@@ -175,6 +175,32 @@ class Sharding:
     def _owned(self, cp_rank: int) -> NDArray[np.int32]:
         rows = self.rows(cp_rank)
         return rows[rows >= 0]
+
+
+def as_sharding(sharding: str | Sharding, batch: PackedBatch, cp_size: int) -> Sharding:
+    """A Sharding of this batch over so many ranks, from a strategy or as passed.
+
+    Raises:
+        TypeError: neither a str nor a Sharding, or batch is no PackedBatch.
+        ValueError: a Sharding of another batch or number of ranks; or as Sharding.
+    """
+    if isinstance(sharding, str):
+        return Sharding(batch, cp_size, sharding)
+    if not isinstance(sharding, Sharding):
+        raise TypeError(
+            f"sharding is {found(sharding)}; wanted 'dual_chunk', 'contiguous' or a Sharding; pass one of these"
+        )
+    if sharding.batch is not as_batch(batch):
+        raise ValueError(
+            "sharding was made for another PackedBatch, wanted the one passed as batch; make it with "
+            "Sharding(batch, comm.size)"
+        )
+    if sharding.cp_size != cp_size:
+        raise ValueError(
+            f"sharding has cp_size {sharding.cp_size}, wanted {cp_size}, the ranks of comm; "
+            f"make it with Sharding(batch, {cp_size})"
+        )
+    return sharding
 
 
 def _rows_per_rank(batch: PackedBatch, cp_size: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import thdattn
 from thdattn import PackedBatch, Sharding
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
-from thdattn.plan import host_arrays
+from thdattn.host_plan import host_arrays
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cases import BFLOAT16, local_rows, to_host

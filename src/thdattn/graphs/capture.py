@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from thdattn.arguments import found, is_array, shown
-from thdattn.attention import choose_engine
 from thdattn.comm import Comm
+from thdattn.engines import choose_engine
 from thdattn.graphs.config import CudaGraphConfig
 
 P = ParamSpec("P")

@@ -1,0 +1,121 @@
+"""Keys and values gathered, and their gradients summed, one group of heads after another.
+
+Here from all_gather and reduce_scatter, which any backend has; one whose transport goes on beside kernels has its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+
+def nothing() -> None:
+    """What is there needs no waiting."""
+
+
+class Arrival(NamedTuple):
+    """Rows of all ranks that have been asked for.
+
+    parts: of each array, those that make up its rows, one after another and equally many: one, in which the rows of
+        this rank itself may be missing, or one a rank, which may lie in the memory of other GPUs.
+    wait: to be called before they are read, and `done` after that; on a GPU it is the current stream that waits.
+    """
+
+    parts: Sequence[Sequence[Any]]
+    wait: Callable[[], None] = nothing
+    done: Callable[[], None] = nothing
+
+
+class Heads(ABC):
+    """What a comm does for attention over the keys of all ranks."""
+
+    name: str
+    size: int
+
+    @abstractmethod
+    def all_gather(self, send: Any, recv: Any) -> None: ...
+
+    @abstractmethod
+    def reduce_scatter(self, send: Any, recv: Any) -> None: ...
+
+    def gather_heads(
+        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
+    ) -> list[Arrival]:
+        """Start to put all ranks' rows into arrays of some of the heads each, one group of heads after another.
+
+        So a kernel can work at the heads that have arrived, while others are on their way. `sends` are free again when
+        the call returns, as in all_gather.
+
+        Args:
+            sends: arrays (rows, heads, width), such as k and v.
+            recvs: of each group, as many arrays (size * rows, heads of the group, width). Groups have equally many
+                heads, which follow each other. Overwritten, or not asked for if the rows can be read where they are.
+            at_once: the groups are asked for next, one after another, with no other call between; else at any time.
+
+        Returns:
+            Where the rows of each group are, and how to wait for them.
+        """
+        first = [0] * len(sends)
+        for parts in recvs:
+            for i, (send, part) in enumerate(zip(sends, parts, strict=True)):
+                heads = send[:, first[i] : first[i] + part.shape[1]]
+                self.all_gather(heads if heads.flags.c_contiguous else heads.copy(), part)
+                first[i] += part.shape[1]
+        return [Arrival([[part] for part in parts]) for parts in recvs]
+
+    def partials(
+        self, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, empty: Callable[[tuple[int, ...], DTypeLike], Any]
+    ) -> list[Any]:
+        """Arrays for what is to be added up by the next call, sum_rows or sum_in_place.
+
+        Args:
+            shapes: of the arrays, (size * rows, heads, width).
+            dtype: in which they are added.
+            empty: makes an array of a shape and dtype; not used where they lie in memory that other ranks see.
+        """
+        return [empty(shape, dtype) for shape in shapes]
+
+    def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Callable[[], None]:
+        """Start to add all ranks' arrays and keep this rank's share of the rows, rounded once.
+
+        Args:
+            partials: arrays (size * rows, heads, width) from `partials`.
+            results: as many arrays (rows, heads, width) of a dtype of their own, which may be some of the heads of
+                larger arrays; overwritten.
+
+        Returns:
+            What waits for the results; on a GPU it is the current stream that does.
+        """
+        for partial, result in zip(partials, results, strict=True):
+            total = np.empty_like(partial[: len(result)])  # of CuPy arrays this is cupy.empty_like
+            self.reduce_scatter(partial, total)
+            result[...] = total
+        return nothing
+
+    def sum_in_place(self, partials: Sequence[Any], rows: Any, results: Sequence[Any]) -> None:
+        """sum_rows of arrays whose rows lie in an order of their own, by one pass on the current stream.
+
+        For the last sums, which hide behind nothing; only where a comm overlaps.
+
+        Args:
+            partials: arrays (any, heads, width) from `partials`, with all ranks' rows, in the same order on all ranks.
+            rows: (rows,) int32, where this rank's rows lie in them; -1: that row of the result is 0.
+            results: as for sum_rows.
+        """
+        raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
+
+    def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
+        """Bytes of what gather_heads makes for arrays of so many bytes, beside what it is given; by name."""
+        return {"copies to send": max(sends) // num_groups} if num_groups > 1 else {}
+
+    def sum_bytes(self, partials: Sequence[int], num_groups: int) -> dict[str, int]:
+        """Bytes of what `partials` and sum_rows make, where the arrays of each group have so many; by name."""
+        return {"partial sums": sum(partials), "sums": sum(partials) // self.size}
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of what gather_bytes and sum_bytes name, that is there already, for all that needs no more."""
+        return {}

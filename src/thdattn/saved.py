@@ -1,0 +1,87 @@
+"""What calls of an attention hand on to later ones, Saved and Keys, and whether it is theirs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from thdattn.arguments import found, is_array, shown
+from thdattn.pipeline import Keys, lse_dtype
+from thdattn.plan import Plan
+
+
+@dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
+class Saved:
+    """What forward keeps for backward.
+
+    q, k, v, plan: as passed, without a copy: nobody may write to them before backward; out: as returned.
+    lse: (num_heads, local_rows) float32 (float64 for float64 input), natural log of the softmax sum; -inf on padding.
+    max_logit: (num_heads,) float32, the largest scaled logit over all ranks' valid rows (-inf without any); None if
+        not asked for.
+    made_with: what must agree with the attention whose backward takes it: heads, head dims, softmax_scale, dtype and
+        deterministic.
+    keys: ((k, v), ...), the keys and values of all ranks by group of heads, in sequence order; None: the backward
+        gathers them again.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    max_logit: Any
+    plan: Plan
+    made_with: dict[str, Any]
+    keys: tuple[tuple[Any, Any], ...] | None = None
+
+    def __repr__(self) -> str:
+        arrays = (f"{name} {_kind(getattr(self, name))}" for name in ("q", "k", "v", "out", "lse", "max_logit"))
+        return f"<Saved: {', '.join(arrays)}, {self.plan!r}>"
+
+
+def check_saved(saved: Saved, kind: Any) -> None:
+    """Raises a ValueError for arrays that are not as forward of the attention that saved.made_with names saved them.
+
+    Compares attributes alone: this is on the hot path, and a kernel would read out of bounds.
+
+    Args:
+        kind: of array, a type.
+    """
+    made_with, queries, keys = saved.made_with, saved.plan.local_rows, saved.plan.local_key_rows
+    num_heads, num_kv_heads, input_dtype = made_with["num_heads"], made_with["num_kv_heads"], made_with["dtype"]
+    head_dim, v_head_dim = saved.plan.head_dims
+    for name, shape, dtype in (
+        ("q", (queries, num_heads, head_dim), input_dtype), ("k", (keys, num_kv_heads, head_dim), input_dtype),
+        ("v", (keys, num_kv_heads, v_head_dim), input_dtype), ("out", (queries, num_heads, v_head_dim), input_dtype),
+        ("lse", (num_heads, queries), lse_dtype(input_dtype)),
+    ):  # fmt: skip
+        x = getattr(saved, name)
+        if type(x) is not kind or x.shape != shape or x.dtype != dtype or not x.flags.c_contiguous:
+            raise ValueError(
+                f"saved.{name} is {_kind(x)}, a {type(x).__name__}; wanted {dtype} {shape} as forward saved it; "
+                f"pass what forward returned, or the same arrays C-contiguous on the same device"
+            )
+
+
+def check_keys(keys: Keys, k: Any, v: Any, plan: Plan) -> None:
+    """Raises for keys that were not gathered for a call with these k, v and plan: a TypeError for what is no Keys."""
+    if not isinstance(keys, Keys):
+        raise TypeError(f"keys is {found(keys)}; wanted what gather returned; pass that, or leave it out")
+    if keys.used:
+        raise ValueError("keys were used by a forward or backward before, wanted those of this call; call gather "
+                         "again, or leave it out")
+    if keys.plan is not plan or any(_place(x) != _place(y) for x, y in ((keys.k, k), (keys.v, v))):
+        raise ValueError("keys were gathered from other k and v or with another plan, wanted those of this call; "
+                         "call gather with the same arrays, or leave it out")
+
+
+def _kind(x: Any) -> str:
+    """Dtype and shape of an array, without its contents."""
+    return f"{x.dtype} {tuple(x.shape)}" if is_array(x) else shown(x)
+
+
+def _place(x: Any) -> tuple[Any, ...]:
+    """Where an array lies, and how."""
+    return x.data.ptr if not isinstance(x, np.ndarray) else x.__array_interface__["data"][0], x.shape, x.strides
