@@ -18,7 +18,7 @@ from launch import SOURCE
 
 from thdattn import structs
 from thdattn.decode_tiles import CACHE_KERNELS, DECODE
-from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATIC_BYTES, TILES
+from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATIC_BYTES, SUM_KERNELS, TILES
 
 pytest.importorskip("cupy")
 try:
@@ -77,7 +77,7 @@ def test_decode_kernels_fit_and_do_not_spill(arch, dims):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
-    compile_all([(name, 0) for name in (*REORDER_KERNELS.values(), *PLAN_KERNELS, *CACHE_KERNELS)], arch)
+    compile_all([(name, 0) for name in (*REORDER_KERNELS.values(), *SUM_KERNELS.values(), *PLAN_KERNELS, *CACHE_KERNELS)], arch)
 
 
 @pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
@@ -174,7 +174,7 @@ def test_wrong_bytes_of_shared_memory_do_not_compile(kernel, wrong):
 
 @pytest.mark.parametrize(("struct", "change"), [
     (struct, change) for struct in structs.LAYOUTS for change in ("a field more", "a field less", "another order")
-    if struct != "TensorMap" or change == "a field more"  # it has a single field
+    if struct not in ("TensorMap", "Shares") or change == "a field more"  # they have a single field
 ])  # fmt: skip
 def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
     layout = structs.LAYOUTS[struct]
@@ -183,10 +183,10 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
              "another order": fields[::-1]}[change]
     monkeypatch.setitem(structs.LAYOUTS, struct, np.dtype(wrong))
     jit._text.cache_clear()
-    kernel = {"ForwardSize": with_tiles()[3]}.get(struct, with_tiles()[4])
+    kernels = {"ForwardSize": with_tiles()[3].name, "Rows": REORDER_KERNELS[False], "Shares": SUM_KERNELS["float16"]}
     try:
         with pytest.raises(RuntimeError, match=f"static assertion failed .*{struct}.* is not what structs.py has"):
-            jit.compile_kernel(kernel.name, "sm_90a")
+            jit.compile_kernel(kernels.get(struct, with_tiles()[4].name), "sm_90a")
     finally:
         monkeypatch.undo()
         jit._text.cache_clear()
