@@ -77,7 +77,8 @@ def test_decode_kernels_fit_and_do_not_spill(arch, dims):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
-    compile_all([(name, 0) for name in (*REORDER_KERNELS.values(), *SUM_KERNELS.values(), *PLAN_KERNELS, *CACHE_KERNELS)], arch)
+    names = *REORDER_KERNELS.values(), *SUM_KERNELS.values(), *PLAN_KERNELS, *CACHE_KERNELS
+    compile_all([(name, 0) for name in names], arch)
 
 
 @pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
