@@ -182,7 +182,7 @@ class Machine:
         runtime = SimpleNamespace(
             memcpy=lambda target, source, num_bytes, kind: ctypes.memmove(target, source, num_bytes),
             memcpyAsync=self._copy, memcpy2DAsync=self._copy_rows, memcpyDefault=4, memcpyHostToDevice=1,
-            ipcGetMemHandle=self._handle, ipcOpenMemHandle=self._open)  # fmt: skip
+            streamSynchronize=lambda stream: None, ipcGetMemHandle=self._handle, ipcOpenMemHandle=self._open)  # fmt: skip
         made.ndarray = lambda shape, dtype, place, strides=None: at(place, shape, dtype, strides)
         made.cuda = SimpleNamespace(
             runtime=runtime, Event=Event, Memory=self._memory, get_current_stream=lambda: self.stream,

@@ -180,7 +180,7 @@ class Program:
 
     def forward(self, draw):
         groups, keeps = draw.choice([1, 2, 4]), draw.random() < 0.3
-        if self.early:
+        if self.early and (len(self.early) == pipeline.IN_FLIGHT or draw.random() < 0.5):
             layer, keys = self.early.pop(0)
         else:
             layer = Layer(self, next(self.numbers))
@@ -227,9 +227,11 @@ class Program:
         self.graphs.append((graph, self.stream, layers, results))
 
     def replay(self, draw):
-        mine = [made for made in self.graphs if made[1] is self.stream]
-        if mine and not self.early:
+        mine = [made for made in self.graphs
+                if made[1] is self.stream and not (self.early and made[2][0].plan is self.plan)]
+        if mine:
             graph, stream, layers, results = draw.choice(mine)
+            self.memory.enter()  # as comm.watched does
             for layer in layers:
                 layer.write(next(self.numbers))
             stream.replay(graph, stream)

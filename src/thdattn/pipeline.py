@@ -13,7 +13,6 @@ Source: Llama 3, arXiv:2407.21783, 3.3.2.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,19 +91,18 @@ def gather(
     """
     if comm.size == 1:  # rows are in sequence order already
         return Keys(k, v, plan, [Arrival([[k], [v]])], ordered=not plan.has_unseen_keys)
-    turns = plan.once("turns of gathers", lambda: deque([_nobody] * IN_FLIGHT, IN_FLIGHT))
-    waiting = turns[0][1]()
-    if waiting is not None and not waiting.used:
+    turns = plan.once("turns of gathers", lambda: [_nobody] * IN_FLIGHT)
+    turn = next((turn for turn, last in enumerate(turns) if _is_free(last())), None)
+    if turn is None:
         raise ValueError(
             f"gather was called with {IN_FLIGHT} gathers of this plan under way, wanted fewer, as each has buffers of "
             f"its own; call forward or backward with one of them first"
         )
-    turn = (turns[-1][0] + 1) % IN_FLIGHT
     shapes = [(comm.size * plan.local_key_rows, x.shape[1] // num_groups, x.shape[2]) for x in (k, v)]
     recvs = [[plan.buffer(f"{name} of ranks {turn} {group}", shape, k.dtype)
               for name, shape in zip("kv", shapes, strict=True)] for group in range(num_groups)]  # fmt: skip
     keys = Keys(k, v, plan, comm.gather_heads((k, v), recvs, at_once), ordered=False)
-    turns.append((turn, weakref.ref(keys)))
+    turns[turn] = weakref.ref(keys)
     return keys
 
 
@@ -209,4 +207,10 @@ def _shares(num_heads: int, keys: Keys) -> list[slice]:
     return [slice(first, first + each) for first in range(0, num_heads, each)]
 
 
-_nobody: tuple[int, Callable[[], Keys | None]] = (-1, lambda: None)
+def _nobody() -> None:
+    """A reference to nothing."""
+
+
+def _is_free(keys: Keys | None) -> bool:
+    """Whether the buffers of a gather may be written again, after what has been enqueued so far."""
+    return keys is None or keys.used

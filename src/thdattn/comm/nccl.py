@@ -88,6 +88,8 @@ class NcclComm(Comm):
         stream = self._cupy.cuda.get_current_stream()
         if self.size == 1 or stream.is_capturing():  # nothing waits, or nothing yet
             return nullcontext()
+        if self._peer is not None:
+            self._peer.enter()
         key = (threading.get_ident(), self._gpu, stream.ptr)
         lane = _lanes.get(key)
         if lane is None:
