@@ -2,9 +2,9 @@
 
 A stream is a queue of steps. A step waits until flags are 1 or an event is reached, or else is ready at once; then it
 does all it does in one go: copies, writes flags, computes. The host's program only enqueues, first that of rank 0, then
-that of rank 1, and so on: a rank whose host is late is one whose streams are. At last `run` picks, over and over, one of
-all streams that are ready, some far more often than others, and has it do one step. So whatever is not ordered by
-streams, events and flags happens in one order or the other, for some seed.
+that of rank 1, and so on: a rank whose host is late is one whose streams are. At last `run` picks, over and over, one
+of all streams that are ready, some far more often than others, and has it do a step or a few. So whatever is not
+ordered by streams, events and flags happens in one order or the other, for some seed.
 
 Memory of windows is of fixed places. That of arrays is given to the next array of the same size and stream as soon as
 nobody holds it any more, as CuPy's pool does: steps know addresses and hold nothing.
@@ -113,8 +113,10 @@ class Machine:
             ready = [stream for stream in busy if stream.queue[0][1](stream.queue[0][2])]
             assert ready, f"{len(busy)} streams wait for ever"
             stream, = self.random.choices(ready, [weights[stream.ptr] for stream in ready])
-            act, _, reached = stream.queue.popleft()
-            act(reached)
+            for _ in range(self.random.choice([1, 1, 4])):
+                if stream.queue and stream.queue[0][1](stream.queue[0][2]):
+                    act, _, reached = stream.queue.popleft()
+                    act(reached)
 
     def empty(self, shape, dtype):
         """An array from the pool, full of NaN or of what its last holder left."""
@@ -182,10 +184,12 @@ class Machine:
         runtime = SimpleNamespace(
             memcpy=lambda target, source, num_bytes, kind: ctypes.memmove(target, source, num_bytes),
             memcpyAsync=self._copy, memcpy2DAsync=self._copy_rows, memcpyDefault=4, memcpyHostToDevice=1,
-            streamSynchronize=lambda stream: None, ipcGetMemHandle=self._handle, ipcOpenMemHandle=self._open)  # fmt: skip
+            streamSynchronize=lambda stream: None, ipcGetMemHandle=self._handle, ipcOpenMemHandle=self._open,
+        )  # fmt: skip
         made.ndarray = lambda shape, dtype, place, strides=None: at(place, shape, dtype, strides)
         made.cuda = SimpleNamespace(
             runtime=runtime, Event=Event, Memory=self._memory, get_current_stream=lambda: self.stream,
-            Stream=lambda **options: Stream(self), UnownedMemory=lambda pointer, size, owner: SimpleNamespace(ptr=pointer),
+            Stream=lambda **options: Stream(self),
+            UnownedMemory=lambda pointer, size, owner: SimpleNamespace(ptr=pointer),
             MemoryPointer=lambda memory, offset: memory.ptr + offset)  # fmt: skip
         return made

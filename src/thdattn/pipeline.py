@@ -35,7 +35,7 @@ class Keys:
     k, v, plan: what they were made from.
     groups: of each, where its keys and values are, (rows, heads of the group, width).
     ordered: whether they are in sequence order; else in rank order.
-    used: whether they were asked for.
+    used: whether they were asked for; num_read: of how many groups they were read.
     """
 
     k: Any
@@ -44,13 +44,13 @@ class Keys:
     groups: Sequence[Arrival]
     ordered: bool
     used: bool = False
+    num_read: int = 0
 
     def __del__(self) -> None:
-        """Buffers into which something is on its way are not given to others before it is there."""
-        if not self.used:
-            for group in self.groups:
-                group.wait()
-                group.done()
+        """Buffers into which something is on its way are not given to others before it is there, after errors too."""
+        for group in self.groups[self.num_read :]:
+            group.wait()
+            group.done()
 
     def in_order(self, engine: Any, kept: list[tuple[Any, Any]] | None = None) -> Iterator[tuple[Any, Any]]:
         """Each group's keys and values in sequence order, without what padding held, once they have arrived.
@@ -70,6 +70,7 @@ class Keys:
                 into = None if kept is None else [engine.empty(shape, k.dtype) for shape in shapes]
                 k, v = engine.to_sequence_order(*parts, self.plan, into, own)
             done()
+            self.num_read += 1
             if kept is not None:
                 kept.append((k, v))
             yield k, v
@@ -91,7 +92,7 @@ def gather(
     """
     if comm.size == 1:  # rows are in sequence order already
         return Keys(k, v, plan, [Arrival([[k], [v]])], ordered=not plan.has_unseen_keys)
-    turns = plan.once("turns of gathers", lambda: [_nobody] * IN_FLIGHT)
+    turns: list[Callable[[], Keys | None]] = plan.once("turns of gathers", lambda: [_nobody] * IN_FLIGHT)
     turn = next((turn for turn, last in enumerate(turns) if _is_free(last())), None)
     if turn is None:
         raise ValueError(
@@ -156,8 +157,9 @@ def backward(
     """
     plan, alone = keys.plan, comm.size == 1
     dq = engine.empty(q.shape, q.dtype)
-    grads = [] if alone else [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)]
-    sum_dtype, waits = q.dtype if alone else np.promote_types(q.dtype, np.float32), []
+    # From now on, so that after an error too nobody gets the memory of dk and dv before their sums are there.
+    sums = Sums(engine, plan, [] if alone else [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)], [])
+    sum_dtype = q.dtype if alone else np.promote_types(q.dtype, np.float32)
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
     for heads, kv_heads, (k, v) in groups:
         in_place = comm.overlaps and at_once and heads.stop == q.shape[1]
@@ -165,17 +167,17 @@ def backward(
         _, *shares = engine.attn_bwd(
             dout[:, heads], q[:, heads], k, v, out[:, heads], lse[heads], plan, softmax_scale, sum_dtype,
             deterministic, (dq[:, heads], partials))  # fmt: skip
-        results = [x[:, kv_heads] for x in grads]
+        results = [x[:, kv_heads] for x in sums.grads]
         if alone:
-            grads = shares
+            sums.grads = shares
         elif in_place:
             comm.sum_in_place(shares, plan.rows, results)
         else:
             partials = comm.partials([(len(plan.rank_order), *x.shape[1:]) for x in shares], sum_dtype, engine.empty)
             engine.to_rank_order(*shares, plan, partials)
-            waits.append(comm.sum_rows(partials, results))
+            sums.waits.append(comm.sum_rows(partials, results))
     engine.poison(plan, dq)
-    return dq, Sums(engine, plan, grads[0], grads[1], waits)
+    return dq, sums
 
 
 @dataclass(eq=False, repr=False)
@@ -184,14 +186,14 @@ class Sums:
 
     engine: Any
     plan: Plan
-    dk: Any
-    dv: Any
+    grads: Sequence[Any]
     waits: list[Callable[[], None]]
 
     def __call__(self) -> tuple[Any, Any]:
         self._wait()
-        self.engine.poison(self.plan, self.dk, self.dv)
-        return self.dk, self.dv
+        dk, dv = self.grads
+        self.engine.poison(self.plan, dk, dv)
+        return dk, dv
 
     def __del__(self) -> None:
         self._wait()
