@@ -1,12 +1,13 @@
 """Times one attention layer over several ranks, forward and backward, beside the attention kernels alone.
 
     mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --peer --plot
-    mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --as-rank-of 8 --cases bucket32k 8x1024
+    mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --as-rank-of 8 --cases bucket32k 8x1024 --head-groups 1 4
 
 Times are those of warm calls back to back between events on the GPU, of the slowest rank; TFLOP/s are per GPU and count
-visible pairs of tokens, no padding. "One graph" is forward and backward with all communication inside. What is beyond
-the attention alone is exposed communication. The host's time is from a call to its return on an idle GPU. Memory is
-what the GPU lacks after warm calls, q, k, v and dout not counted.
+visible pairs of tokens, no padding. All ways of a case take turns. A graph holds forward and backward with all
+communication inside. What is beyond the attention alone is exposed communication. The host's time is from a call to its
+return on an idle GPU. Memory is what the GPU lacks after warm calls, q, k, v and dout not counted, nor what other cases
+and ways have left behind of peer memory.
 
 --peer: Transformer Engine's schedule, see cp_peer.py, in the same run. --as-rank-of N: two GPUs with the rows, keys and
 traffic of two ranks of N, see rank_of.py; results are meaningless then, and neither errors nor peers are measured.
@@ -33,8 +34,8 @@ import numpy as np
 import peers
 import record
 import timing
-from cp_record import ALONE, SILENT, WAYS
-from rank_of import AsRankOf, Silent
+from cp_record import ALONE, OURS, WAYS
+from rank_of import as_rank_of
 from workloads import Case, cp_cases
 
 import thdattn
@@ -60,15 +61,17 @@ class Timed(Protocol):
 
 def main() -> int:
     args = parse_arguments()
-    with thdattn.comm.init("auto") as real, cupy.cuda.Stream(non_blocking=True):
-        comm = AsRankOf(real, args.as_rank_of) if args.as_rank_of else real
-        about = record.provenance(real.size) | {"ranks": str(real.size), "as_rank_of": str(comm.size)}
+    with thdattn.comm.init(transport=args.transport) as real, cupy.cuda.Stream(non_blocking=True):
+        comm = as_rank_of(real, args.as_rank_of) if args.as_rank_of else real
+        about = record.provenance(real.size) | {
+            "ranks": str(real.size), "as_rank_of": str(comm.size), "transport": "peer" if comm.overlaps else comm.name,
+        }  # fmt: skip
         path = args.out or record.results_file("cp", about["gpu"])
         rows: list[record.Row] = []
         everything: list[record.Row] = []
         with process_group() if args.peer else nullcontext():
             others = find_peers() if args.peer else {}
-            for case, measure in work(real, comm, args.cases):
+            for case, measure in work(real, comm, args.cases, args.head_groups):
                 start = time.perf_counter()
                 made = [about | row for row in rows_of(case, others, measure(case, others, args.repeats))]
                 if real.rank == 0:
@@ -76,7 +79,7 @@ def main() -> int:
                     print(f"{case.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
                 rows += made
     if real.rank == 0:
-        print(f"TFLOP/s per GPU, forward/backward/both\n{cp_record.table(rows)}\n{cp_record.errors(rows)}")
+        print(f"{cp_record.table(rows)}\n\n{cp_record.errors(rows)}")
         print(f"wrote {path}; benchmarks/readme.py writes README.md anew")
         if args.plot:
             cp_record.plot(everything, path.with_suffix(".png"))
@@ -104,28 +107,28 @@ def find_peers() -> Peers:
 
 
 def work(
-    real: Comm, comm: Comm, names: Sequence[str]
+    real: Comm, comm: Comm, names: Sequence[str], head_groups: Sequence[int]
 ) -> Iterator[tuple[Case, Callable[[Case, Peers, int], Measured]]]:
     """Cases with what is measured of them. Errors come first: they also compile and load what others' memory lacks."""
     if comm is real:
         yield ERROR_CASE, partial(errors, real)
     for name in names:
-        yield cp_cases(comm.size)[name], partial(speeds, real, comm)
+        yield cp_cases(comm.size)[name], partial(speeds, real, comm, head_groups)
 
 
 # --- what is timed -----------------------------------------------------------------------------------------------
 
 
 class Layer:
-    """Ours.
+    """Ours, with as many groups of heads as CPAttention chooses, or as are passed.
 
     Attributes:
         attention, plan: of this rank, for the pack padded to what the sharding needs.
         inputs: this rank's rows.
     """
 
-    def __init__(self, comm: Comm, case: Case) -> None:
-        self.attention = case.attention("cuda", comm=comm)
+    def __init__(self, comm: Comm, case: Case, head_groups: int | None = None) -> None:
+        self.attention = case.attention("cuda", comm=comm, head_groups=head_groups)
         self.batch = thdattn.PackedBatch.from_lengths(case.lengths, 2 * comm.size)
         self.plan = self.new_plan()
         self.inputs = peers.draw_inputs(case, self.plan.local_rows)
@@ -144,11 +147,10 @@ class Layer:
         """out, dq, dk, dv: this rank's rows."""
         return self.out, *self.grads
 
-    def silent(self, case: Case) -> Layer:
-        """The same layer and plan with collectives that do nothing, on what the last real ones left in the buffers."""
-        layer = copy(self)
-        layer.attention = case.attention("cuda", comm=Silent(self.attention.comm))
-        return layer
+    def choices(self) -> record.Row:
+        """The columns of what CPAttention has chosen."""
+        keeps = self.attention._keeps(self.plan)
+        return {"head_groups": str(self.attention._groups(self.plan)), "keep_keys": "yes" if keeps else "no"}
 
 
 class Alone:
@@ -189,7 +191,7 @@ def errors(real: Comm, case: Case, others: Peers, _: int) -> Measured:
     wanted = accuracy.exact(case, [x.get()[tokens] for x in whole], cupy)
     layer.inputs = peers.Inputs(*(layer.plan.shard(x) for x in whole))
     both(layer)
-    found = {"ours": layer.results()}
+    found = {OURS: layer.results()}
     found |= {name: peer.on_gpu() for name, peer in made_peers(real, case, others, layer).items()}
     measured: Measured = {(name, result, record.ERRORS): {} for name in others for result in accuracy.RESULTS}
     for name, local in found.items():
@@ -199,31 +201,37 @@ def errors(real: Comm, case: Case, others: Peers, _: int) -> Measured:
     return measured
 
 
-def speeds(real: Comm, comm: Comm, case: Case, others: Peers, rounds: int) -> Measured:
+def speeds(
+    real: Comm, comm: Comm, head_groups: Sequence[int], case: Case, others: Peers, rounds: int
+) -> Measured:
     """All times of one case, in turns, and the memory of ours and the peer."""
-    layer, free = Layer(comm, case), free_memory()
-    both(layer)
-    memory = {"ours": taken(real, layer, free)}
+    ours, memory = {}, {}
+    for name, number in {OURS: None, **{cp_record.in_groups(number): number for number in head_groups}}.items():
+        layer = Layer(comm, case, number)
+        free = free_memory()
+        both(layer)
+        ours[name], memory[name] = layer, taken(real, layer, free)
     free = free_memory()
-    made = made_peers(real, case, others, layer)
+    made = made_peers(real, case, others, ours[OURS])
     memory |= {name: taken(real, peer, free) for name, peer in made.items()}
-    ways: dict[str, Timed] = {"ours": layer, **made, ALONE: Alone(layer), SILENT: layer.silent(case)}
-    for way in ways.values():  # a backward alone needs a forward before it
-        both(way)
+    ways: dict[str, Timed] = {**ours, **made, ALONE: Alone(ours[OURS])}
+    both(ways[ALONE])  # a backward alone needs a forward before it
     calls: dict[Key, Callable[[], object]] = {}
     for name, way in ways.items():
         directions: tuple[Callable[[], object], ...] = way.forward, way.backward, partial(both, way)
         calls |= {(name, direction, "called"): call for direction, call in zip(WAYS, directions, strict=True)}
     host = {(name, way, "host"): calls[name, way, "called"]
             for name in memory for way in ("forward", "both")}  # fmt: skip
-    host["ours", "plan", "host"] = layer.new_plan
+    host[OURS, "plan", "host"] = ours[OURS].new_plan
     with Graphs(comm, CudaGraphConfig(impl="local", warmup_steps=1)) as graphs:
-        for name in ("ours", ALONE):  # of copies, whose results are the graph's and nobody else's
+        for name in (*ours, ALONE):  # of copies, whose results are the graph's and nobody else's
             calls[name, "both", "graph"] = graphs.captured(partial(both, copy(ways[name])), name)
         times = timing.race(real, calls, rounds)
     times |= {key: timing.slowest(real, timing.returned(call, HOST_CALLS)) for key, call in host.items()}
     measured: Measured = {(name, way, "called"): {} for name in others for way in WAYS}
-    return measured | {key: columns(case, comm.size, key, samples, memory) for key, samples in times.items()}
+    measured |= {key: columns(case, comm.size, key, samples, memory) for key, samples in times.items()}
+    chosen = {name: layer.choices() for name, layer in ours.items()}
+    return {key: found | chosen.get(key[0], {}) for key, found in measured.items()}
 
 
 def made_peers(real: Comm, case: Case, others: Peers, layer: Layer) -> dict[str, Any]:
@@ -278,7 +286,8 @@ def columns(case: Case, cp_size: int, key: Key, samples: Sequence[float], memory
 
 
 def rows_of(case: Case, others: Peers, measured: Measured) -> Iterator[record.Row]:
-    blank = dict.fromkeys(("ms", "ms_p10", "ms_p90", "samples", "tflops", "memory_gib", "rms", "largest"), "")
+    blank = dict.fromkeys(("head_groups", "keep_keys", "ms", "ms_p10", "ms_p90", "samples", "tflops", "memory_gib",
+                           "rms", "largest"), "")  # fmt: skip
     for (peer, direction, how), found in measured.items():
         yield {
             "case": case.name,
@@ -296,10 +305,14 @@ def rows_of(case: Case, others: Peers, measured: Measured) -> Iterator[record.Ro
 
 
 def parse_arguments() -> argparse.Namespace:
-    names = list(cp_cases(1))
+    cases = cp_cases(1)
+    names, kv_heads = list(cases), {case.kv_heads for case in cases.values()}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE",
                         help=f"all by default: {' '.join(names)}")  # fmt: skip
+    parser.add_argument("--transport", choices=("auto", "peer", "nccl"), default="auto", help="see thdattn.comm.init")
+    parser.add_argument("--head-groups", nargs="+", type=int, default=[], metavar="N",
+                        help="also time ours with so many groups of heads, in turns with the others")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3, help="turns of every way, 3 by default")
     parser.add_argument("--peer", action="store_true", help="also time Transformer Engine's schedule")
     parser.add_argument("--as-rank-of", type=int, metavar="N", help="two GPUs behave as two ranks of N")
@@ -308,6 +321,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}, wanted >= 1")
+    if wrong := [number for number in args.head_groups if number < 1 or any(heads % number for heads in kv_heads)]:
+        parser.error(f"--head-groups has {wrong[0]}, wanted divisors of {' and '.join(map(str, kv_heads))} kv heads")
     if args.as_rank_of is not None and args.as_rank_of < 2:
         parser.error(f"--as-rank-of is {args.as_rank_of}, wanted >= 2")
     if args.as_rank_of and args.peer:

@@ -1,58 +1,69 @@
 """What bench_cp.py keeps: shares of the attention alone, the table that a run prints, and the plot; needs no GPU.
 
-Rows are those of record.Times, for every number of ranks apart. Beside "ours" and the peers they have two other ways:
-
-alone    the attention kernels of a rank, forward and backward, on keys and values that are there already
-silent   the whole pipeline with collectives that do nothing: with the moves between the orders of rows
+Rows are those of record.Times, apart for every number of ranks and transport. "ours" is what CPAttention chooses by
+itself, "ours, 2 groups" the same with so many groups of heads, and "alone" the attention kernels of a rank, forward and
+backward, in one launch each, on keys and values that are there already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from record import DIRECTIONS, ERRORS, Row, Times, aligned, slashed
 from workloads import cp_cases
 
-KEY = ("gpu", "ranks", "as_rank_of", "case", "peer", "direction", "timing")
+KEY = ("gpu", "ranks", "as_rank_of", "transport", "case", "peer", "direction", "timing")
 WAYS = (*DIRECTIONS, "both")
-ALONE, SILENT = "alone", "silent"
-Ranks = tuple[int, int]  # that there were, and of how many they behaved as two
+OURS, ALONE = "ours", "alone"
+TITLES = ("way", "groups", "kept", "fwd ms", "bwd ms", "both ms", "of alone", "exposed ms", "TFLOP/s", "host us",
+          "graph ms")  # fmt: skip
+
+
+class Ranks(NamedTuple):
+    """How many ranks a run seemed to have and really had, and by what keys and gradients travelled."""
+
+    played: int
+    real: int
+    transport: str
+
+    def __str__(self) -> str:
+        return f"{self.real} GPUs{'' if self.real == self.played else f' as ranks of {self.played}'}, {self.transport}"
 
 
 def runs(rows: Iterable[Row]) -> dict[Ranks, Times]:
-    """The rows by ranks, cases in their usual order: few ranks before many, real ones before those that are played."""
+    """The rows by ranks, few before many, cases in their usual order."""
     order = [*cp_cases(1)]
     groups: dict[Ranks, list[Row]] = {}
     for row in sorted(rows, key=lambda row: order.index(row["case"]) if row["case"] in order else len(order)):
-        groups.setdefault((int(row["ranks"]), int(row["as_rank_of"])), []).append(row)
-    return {ranks: Times(groups[ranks]) for ranks in sorted(groups, key=lambda ranks: (ranks[1], ranks))}
+        groups.setdefault(Ranks(int(row["as_rank_of"]), int(row["ranks"]), row["transport"]), []).append(row)
+    return {ranks: Times(groups[ranks]) for ranks in sorted(groups)}
 
 
-def title(ranks: Ranks) -> str:
-    """What the ranks of a run are."""
-    real, played = ranks
-    return f"{real} GPUs" if real == played else f"{real} GPUs as ranks of {played}"
+def in_groups(number: int) -> str:
+    """The name of ours with so many groups of heads."""
+    return f"{OURS}, {number} group{'s' * (number > 1)}"
 
 
 def timed_cases(times: Times) -> list[str]:
     """The cases with speeds; others have only errors."""
-    return [case for case in times.cases if times.text("tflops", case, "ours", "both", "called")]
+    return [case for case in times.cases if times.text("tflops", case, OURS, "both", "called")]
 
 
 def peers(times: Times) -> list[str]:
     """Other implementations."""
-    return [peer for peer in times.peers if peer not in (ALONE, SILENT)]
+    return [peer for peer in times.peers if peer != ALONE and not peer.startswith(OURS)]
 
 
-def share(times: Times, case: str, timing: str) -> float:
+def share(times: Times, case: str, way: str, timing: str) -> float:
     """Of the time of forward and backward, the part that the attention alone takes; NaN where one is missing."""
-    return times.value("ms", case, ALONE, "both", timing) / times.value("ms", case, "ours", "both", timing)
+    return times.value("ms", case, ALONE, "both", timing) / times.value("ms", case, way, "both", timing)
 
 
-def exposed(times: Times, case: str, timing: str) -> float:
+def exposed(times: Times, case: str, way: str, timing: str) -> float:
     """Milliseconds of forward and backward beyond those of the attention alone."""
-    return times.value("ms", case, "ours", "both", timing) - times.value("ms", case, ALONE, "both", timing)
+    return times.value("ms", case, way, "both", timing) - times.value("ms", case, ALONE, "both", timing)
 
 
 def speeds(times: Times, case: str, peer: str, timing: str = "called") -> str:
@@ -61,25 +72,29 @@ def speeds(times: Times, case: str, peer: str, timing: str = "called") -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """A block for every number of ranks, a line for every case."""
+    """A block for every number of ranks and transport, a line for every case and way."""
     blocks = []
     for ranks, times in runs(rows).items():
-        others = peers(times)
-        lines = [[title(ranks), "ours", "one graph", ALONE, SILENT, *others, *(f"ours/{peer}" for peer in others),
-                  "alone/ours", "in graphs", "exposed ms", "in graphs", "host us", "plan us", "GiB"]]  # fmt: skip
-        for case in timed_cases(times):
-            host = [1e3 * times.value("ms", case, "ours", way, "host") for way in ("forward", "both")]
-            lines.append([
-                case, speeds(times, case, "ours"), slashed([times.value("tflops", case, "ours", "both", "graph")], 3),
-                *(speeds(times, case, peer) for peer in (ALONE, SILENT, *others)),
-                *(slashed([times.ratio(case, peer, "both", "called")], 3) for peer in others),
-                *(slashed([share(times, case, timing)], 3) for timing in ("called", "graph")),
-                *(slashed([exposed(times, case, timing)], 3) for timing in ("called", "graph")),
-                slashed(host, 3), slashed([1e3 * times.value("ms", case, "ours", "plan", "host")], 3),
-                times.text("memory_gib", case, "ours", "both", "called") or "-",
-            ])  # fmt: skip
-        blocks.append(aligned(lines))
+        ours = [OURS, *(name for name in times.peers if name.startswith(OURS))]
+        lines = [line(times, case, way) for case in timed_cases(times) for way in (*ours, *peers(times), ALONE)
+                 if times.text("ms", case, way, "both", "called")]  # fmt: skip
+        blocks.append(aligned([[str(ranks), *TITLES], *lines]))
     return "\n\n".join(blocks)
+
+
+def line(times: Times, case: str, way: str) -> list[str]:
+    """Of the table; in parentheses, how many times as long as the attention alone in a graph."""
+    called = [times.value("ms", case, way, direction, "called") for direction in WAYS]
+    host = [1e3 * times.value("ms", case, way, direction, "host") for direction in ("forward", "both")]
+    graph, compared = times.value("ms", case, way, "both", "graph"), way != ALONE
+    return [
+        case, way, *(times.text(choice, case, way, "both", "called") or "-" for choice in ("head_groups", "keep_keys")),
+        *(slashed([ms], 4) for ms in called),
+        *((slashed([of(times, case, way, "called")], 3) if compared else "-") for of in (share, exposed)),
+        slashed([times.value("tflops", case, way, "both", "called")], 3),
+        slashed(host, 3) if compared else "-",
+        slashed([graph], 4) + (f" ({1 / share(times, case, way, 'graph'):.2f})" if compared and graph > 0 else ""),
+    ]  # fmt: skip
 
 
 def errors(rows: Iterable[Row]) -> str:
@@ -100,18 +115,18 @@ def plot(rows: Iterable[Row], path: Path) -> None:
     found = runs(rows)
     figure, panels = plt.subplots(len(found), figsize=(9, 1 + 3.2 * len(found)), squeeze=False)
     for axes, (ranks, times) in zip(panels[:, 0], found.items(), strict=True):
-        cases, names = timed_cases(times), ["ours", *peers(times), ALONE]
+        cases, names = timed_cases(times), [OURS, *peers(times), ALONE]
         width = 0.8 / len(names)
         for i, name in enumerate(names):
             heights = [times.value("tflops", case, name, "both", "called") for case in cases]
             look = {"label": "attention alone", "color": "lightgrey"} if name == ALONE else {"label": name}
             axes.bar([x + (i + 0.5) * width for x in range(len(cases))], heights, width, **look)
         for x, case in enumerate(cases):
-            axes.text(x + width / 2, times.value("tflops", case, "ours", "both", "called"),
-                      f"{share(times, case, 'called'):.2f}", ha="center", va="bottom", fontsize=8)  # fmt: skip
+            axes.text(x + width / 2, times.value("tflops", case, OURS, "both", "called"),
+                      f"{share(times, case, OURS, 'called'):.2f}", ha="center", va="bottom", fontsize=8)  # fmt: skip
         axes.set_xticks([x + 0.4 for x in range(len(cases))], cases)
         axes.set_ylabel("TFLOP/s per GPU")
-        axes.set_title(title(ranks), loc="left")
+        axes.set_title(str(ranks), loc="left")
         axes.grid(axis="y", alpha=0.3)
         axes.legend(ncols=len(names), loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     figure.suptitle(f"{rows[-1]['gpu']}, forward and backward; above ours: its share of the attention alone")

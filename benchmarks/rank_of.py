@@ -1,6 +1,6 @@
-"""Comms for measurements: a rank of a larger job than there are GPUs, and one whose communication costs nothing.
+"""Two ranks that behave as the first two of a larger job: for every rank that misses, each has what the other one has.
 
-Results are meaningless with either, and finite.
+Rows, keys and traffic are those of a rank of that job; results are meaningless, and finite.
 """
 
 from __future__ import annotations
@@ -10,14 +10,34 @@ from contextlib import contextmanager
 from typing import Any
 
 from thdattn.comm import Comm
+from thdattn.structs import MAX_RANKS
 
 
-class StandIn(Comm):
-    """Takes the arrays of another comm and has its barrier and checks; collectives of rows are the subclass's.
+def as_rank_of(real: Comm, size: int) -> Comm:
+    """The comm of this rank among `size` ranks: through peer memory where the real one has it, else by collectives.
 
     Args:
-        real: the comm of the ranks that there are; it stays open.
-        size: ranks that there seem to be; this one has its real number.
+        real: the comm of the two ranks that there are; it stays open, and is closed last.
+
+    Raises:
+        ValueError: other than two real ranks, or fewer to stand for.
+    """
+    if real.size != 2 or size < 2:
+        raise ValueError(
+            f"found {real.size} real ranks to behave as ranks of {size}, wanted 2 as ranks of 2 or more; start "
+            f"the program with mpiexec -n 2"
+        )
+    if not real.overlaps or size > MAX_RANKS:
+        return ByCollectives(real, size)
+    import rank_of_memory
+
+    return rank_of_memory.stand_in(real, size)
+
+
+class ByCollectives(Comm):
+    """A collective over `size` ranks is size - 1 collectives of the two, in one launch of NCCL.
+
+    Each of them brings one foreign share and takes one away.
     """
 
     def __init__(self, real: Comm, size: int) -> None:
@@ -25,37 +45,6 @@ class StandIn(Comm):
         self.real = real
         self.name, self.devices, self.sum_dtypes = real.name, real.devices, real.sum_dtypes
         self.capturable, self._gpu = real.capturable, real._gpu
-
-    def _all_reduce(self, array: Any, op: str) -> None:
-        self.real.all_reduce(array, op)
-
-    def _barrier(self) -> None:
-        self.real.barrier()
-
-    def _split(self, color: int, key: int) -> Comm:
-        raise NotImplementedError("ranks that there only seem to be are not divided into groups")
-
-    def _gather_values(self, value: int) -> Sequence[int]:
-        return self.real._gather_values(value)
-
-
-class AsRankOf(StandIn):
-    """Two ranks that send and receive what the first two of `size` would: the other one stands for all that miss.
-
-    A collective over `size` ranks is size - 1 collectives of the two, each of which brings one foreign share and takes
-    one away, in one launch of NCCL.
-
-    Raises:
-        ValueError: other than two real ranks, or fewer to stand for.
-    """
-
-    def __init__(self, real: Comm, size: int) -> None:
-        if real.size != 2 or size < 2:
-            raise ValueError(
-                f"found {real.size} real ranks to behave as ranks of {size}, wanted 2 as ranks of 2 or more; start "
-                f"the program with mpiexec -n 2"
-            )
-        super().__init__(real, size)
 
     def _all_gather(self, send: Any, recv: Any) -> None:
         rows = len(send)
@@ -68,6 +57,18 @@ class AsRankOf(StandIn):
         with self._together():
             for first in range(self.size - 1):
                 self.real.reduce_scatter(send[first * rows : (first + 2) * rows], recv)
+
+    def _all_reduce(self, array: Any, op: str) -> None:
+        self.real.all_reduce(array, op)
+
+    def _barrier(self) -> None:
+        self.real.barrier()
+
+    def _split(self, color: int, key: int) -> Comm:
+        raise NotImplementedError("ranks that there only seem to be are not divided into groups")
+
+    def _gather_values(self, value: int) -> Sequence[int]:
+        return self.real._gather_values(value)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -82,19 +83,3 @@ class AsRankOf(StandIn):
             yield
         finally:  # an open group would swallow every later call
             nccl.groupEnd()
-
-
-class Silent(StandIn):
-    """The rank that it was, with nobody to talk to: buffers stay as they are."""
-
-    def __init__(self, real: Comm) -> None:
-        super().__init__(real, real.size)
-
-    def _all_gather(self, send: Any, recv: Any) -> None:
-        pass
-
-    def _reduce_scatter(self, send: Any, recv: Any) -> None:
-        pass
-
-    def _all_reduce(self, array: Any, op: str) -> None:
-        pass

@@ -254,7 +254,7 @@ def context_parallel(path: Path, rows: Sequence[Row]) -> str:
     )]  # fmt: skip
     for ranks, times in cp_record.runs(rows).items():
         others = cp_record.peers(times)
-        head = [cp_record.title(ranks), "ours", *others, "attention alone", "one graph", "exposed, ms",
+        head = [str(ranks), "ours", *others, "attention alone", "one graph", "exposed, ms",
                 "host, forward", "plan", "GiB"]  # fmt: skip
         lines = [cp_cells(times, case, others) for case in cp_record.timed_cases(times)]
         if lines:
@@ -282,11 +282,11 @@ def cp_cells(times: Times, case: str, others: Sequence[str]) -> list[str]:
     host, plan = (1e3 * times.value("ms", case, "ours", what, "host") for what in ("forward", "plan"))
     return [
         case,
-        f"{cp_record.speeds(times, case, 'ours')} ({cp_record.share(times, case, 'called'):.2f})",
+        f"{cp_record.speeds(times, case, 'ours')} ({cp_record.share(times, case, 'ours', 'called'):.2f})",
         *(cp_record.speeds(times, case, peer) for peer in others),
         number(cp_record.ALONE, "called"),
-        f"{number('ours', 'graph')} ({cp_record.share(times, case, 'graph'):.2f})",
-        slashed([cp_record.exposed(times, case, "called")], 2),
+        f"{number('ours', 'graph')} ({cp_record.share(times, case, 'ours', 'graph'):.2f})",
+        slashed([cp_record.exposed(times, case, "ours", "called")], 2),
         slashed([host], 3),
         slashed([plan], 3),
         times.text("memory_gib", case, "ours", "both", "called"),
@@ -322,7 +322,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tested": lambda: tested(json.loads((record.RESULTS / "gpu_tests.json").read_text())),
     "numbers": lambda: numbers(*record.newest("attention"), record.newest("reorder")),
 }
-if any(record.RESULTS.glob("cp_*.csv")):  # nothing was measured yet, and README.md has no place for it
+if any(record.RESULTS.glob("cp_*.csv")):  # else README.md says that nothing was measured yet
     BLOCKS["context-parallel"] = lambda: context_parallel(*record.newest("cp"))
 
 

@@ -46,12 +46,14 @@ class Case:
         return thdattn.PackedBatch.from_lengths(self.lengths)
 
     def attention(
-        self, engine: str, deterministic: bool = False, comm: thdattn.comm.Comm | None = None
+        self, engine: str, deterministic: bool = False, comm: thdattn.comm.Comm | None = None,
+        head_groups: int | None = None,
     ) -> thdattn.CPAttention:
         """The attention of the case, on one rank if no other ones are passed."""
         return thdattn.CPAttention(
             comm or thdattn.comm.init("single"), self.heads, self.head_dim, self.kv_heads, self.v_head_dim,
             causal=self.causal, window=self.window, engine=engine, deterministic=deterministic,
+            head_groups=head_groups,
         )  # fmt: skip
 
     @cached_property

@@ -16,6 +16,7 @@ from typing import NoReturn
 import thdattn
 from thdattn.comm import Comm
 
+PATIENCE = 600.0  # seconds for which ranks wait for one that does something alone, such as writing a checkpoint
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -50,7 +51,7 @@ def run(program: Callable[[Comm], int]) -> int:
     Args:
         program: called as program(comm) on every rank.
     """
-    comm = thdattn.comm.init()
+    comm = thdattn.comm.init(timeout=PATIENCE)
     try:
         status = program(comm)
     except Failure as failure:

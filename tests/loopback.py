@@ -60,7 +60,7 @@ class Mirror(thdattn.comm.Comm):
     def _split(self, color: int, key: int) -> thdattn.comm.Comm:
         raise NotImplementedError
 
-    def _gather_values(self, value: int) -> list[int]:
+    def _gather_values(self, value: Any) -> list[Any]:
         return [value] * SIZE
 
 

@@ -18,7 +18,7 @@ PACKAGE = SOURCE / "thdattn"
 # A module imports from the layers before its own. The engines, reference and ops, are handed to the pipeline as
 # arguments; nothing below check imports them.
 LAYERS = [
-    {"arguments", "install", "structs", "tiles", "wgmma", "kernel_cache"},
+    {"arguments", "install", "memory", "structs", "tiles", "wgmma", "kernel_cache"},
     {"packing", "jit"},
     {"comm"},
     {"sharding", "tensor_map", "oracle", "decode_tiles"},

@@ -242,6 +242,9 @@ DIFFERENCES = {
     "v_head_dim": lambda comm: attention(comm, v_head_dim=8 + comm.rank // 3).plan(PackedBatch([0, 16])),
     "softmax_scale": lambda comm: attention(comm, softmax_scale=1.0 + comm.rank // 3).plan(PackedBatch([0, 16])),
     "dtype": lambda comm: attention(comm, dtype=["float32", "float16"][comm.rank // 3]).plan(PackedBatch([0, 16])),
+    "head_groups": lambda comm: attention(comm, num_heads=2, num_kv_heads=2, head_groups=1 + comm.rank // 3).plan(
+        PackedBatch([0, 16])),
+    "keep_keys": lambda comm: attention(comm, keep_keys=comm.rank < 3).plan(PackedBatch([0, 16])),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import cp_record
 import launch
 import readme
 import record
-from rank_of import AsRankOf, Silent
+from rank_of import as_rank_of
 from workloads import cp_cases
 
 import thdattn
@@ -56,7 +56,7 @@ class Counted:
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_two_ranks_have_the_traffic_of_two_of_many(size):
     def fn(real):
-        comm = AsRankOf(real, size)
+        comm = as_rank_of(real, size)
         real.all_gather, real.reduce_scatter = Counted(real.all_gather), Counted(real.reduce_scatter)
         gathered, own = np.full((size * 3, 2), np.nan, np.float32), np.full((3, 2), np.nan, np.float32)
         comm.all_gather(np.full((3, 2), real.rank + 1, np.float32), gathered)
@@ -74,7 +74,7 @@ def test_a_layer_runs_as_rank_of_many_with_its_share_of_rows_and_finite_results(
     batch = thdattn.PackedBatch.from_lengths([13, 30], 16)
 
     def fn(real):
-        comm = AsRankOf(real, 8)
+        comm = as_rank_of(real, 8)
         attention = thdattn.CPAttention(comm, 2, 8, 1, dtype="float32", engine="reference")
         plan = attention.plan(batch)
         assert plan.local_rows == batch.total_rows // 8 and plan.key_rows == batch.total_rows
@@ -92,78 +92,164 @@ def test_a_layer_runs_as_rank_of_many_with_its_share_of_rows_and_finite_results(
 def test_other_than_two_ranks_cannot_play(ranks, size):
     def fn(real):
         with pytest.raises(ValueError, match=f"{ranks} real ranks to behave as ranks of {size}, wanted 2"):
-            AsRankOf(real, size)
+            as_rank_of(real, size)
 
     run_local(ranks, fn)
 
 
-def test_a_silent_rank_leaves_buffers_as_they_are():
-    def fn(real):
-        comm = Silent(real)
-        own, all_rows = np.ones((2, 3)), np.full((4, 3), 7.0)
-        comm.all_gather(own, all_rows)
-        comm.reduce_scatter(all_rows, own)
-        comm.all_reduce(own, "sum")
-        comm.agree("a number that the real ranks compare", 5)
-        return comm.rank, comm.size, own.tolist(), all_rows.tolist()
+class Shared:
+    """As much of MPI's communicator as peer memory needs, of simulated ranks."""
 
-    found = [(rank, 2, np.ones((2, 3)).tolist(), np.full((4, 3), 7.0).tolist()) for rank in range(2)]
-    assert run_local(2, fn) == found
+    def __init__(self, comm):
+        self.rank, self.size, self.Barrier, self._comm = comm.rank, comm.size, comm.barrier, comm
+
+    def allgather(self, value):
+        return self._comm._gather_values(value)
+
+
+class Peers:
+    """As much of a comm of two GPUs as has to do with peer memory; closes it at the end."""
+
+    overlaps = True
+
+    def __init__(self, comm):
+        self.rank, self.size, self._world, self.actions = comm.rank, comm.size, Shared(comm), []
+        self.before_close = self.actions.append
+
+
+@pytest.fixture
+def host_memory(monkeypatch):
+    pytest.importorskip("cupy")
+    import host_memory
+
+    host_memory.install(monkeypatch)
+    return host_memory
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_peer_memory_of_two_brings_as_many_rows_as_that_of_many(host_memory, size, at_once):
+    import rank_of_memory
+
+    def values(rank, turn):
+        rng = np.random.default_rng(10 * turn + rank)
+        return [rng.standard_normal((40, 4, width), np.float32) for width in (256, 128)]  # more than STAGGER together
+
+    def fn(comm):
+        real = Peers(comm)
+        played = as_rank_of(real, size)
+        assert (played.rank, played.size) == (comm.rank, size)
+        for turn in range(5):
+            sends = [host_memory.on_gpu(x) for x in values(comm.rank, turn)]
+            groups = [[host_memory.on_gpu(np.zeros((size * 40, 2, x.shape[2]), x.dtype)) for x in sends]
+                      for _ in range(2)]  # fmt: skip
+            found = []
+            for parts, wait, done in played._peer.gather_heads(sends, groups, at_once):
+                wait()
+                found.append([np.concatenate(ranks).reshape(size, 40, 2, -1) for ranks in parts])
+                done()
+            for number, ranks in enumerate(np.concatenate(x, axis=2) for x in zip(*found, strict=True)):
+                assert np.isfinite(np.delete(ranks, comm.rank, 0)).all()
+                wanted = values(1 - comm.rank, turn)[number]
+                assert ranks[1 - comm.rank].tobytes() == wanted.tobytes()
+                later = rank_of_memory.STAGGER // wanted[0].nbytes * 2  # rows of rank 2 lie so much behind those of 1
+                if size > 2 and number == 0 and later < 40:
+                    assert ranks[2][: 40 - later].tobytes() == wanted[later:].tobytes()
+            comm.barrier()
+        for close in real.actions:
+            close()
+
+    run_local(2, fn)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_sums_of_two_ranks_add_as_much_as_those_of_many(host_memory, size, in_place):
+    def fn(comm):
+        real = Peers(comm)
+        memory = as_rank_of(real, size)._peer
+        for turn in range(5):
+            shares = memory.partials([(size * 16, 2, 8), (size * 16, 2, 4)], np.float32)
+            for x in shares:
+                x[...] = 1 + comm.rank + 10 * turn
+            results = [host_memory.on_gpu(np.full((16, 2, x.shape[2]), np.nan, np.float32)) for x in shares]
+            if in_place:
+                rows = np.arange(16, dtype=np.int32) * size
+                rows[3] = -1
+                memory.sum_in_place(shares, rows, results)
+            else:
+                memory.sum_rows(shares, results)()
+            assert all(np.isfinite(x).all() for x in results)
+            if size == 2:
+                wanted = np.full(16, 3 + 20 * turn)
+                wanted[3] = 0 if in_place else wanted[3]
+                assert all((x == wanted[:, None, None]).all() for x in results)
+        for close in real.actions:
+            close()
+
+    run_local(2, fn)
 
 
 # --- what is kept ------------------------------------------------------------------------------------------------
 
 
-def row(case, peer, direction, timing, ms="", tflops="", ranks=2, as_rank_of=2, **more):
+def row(case, peer, direction, timing, ms="", tflops="", ranks=2, as_rank_of=2, transport="peer", **more):
     return {
         "date": "2026-01-02", "gpu": "NVIDIA H200", "driver": "580", "cuda": "13.0", "kernel_sources": "abc",
         "command": "mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py", "ranks": str(ranks),
-        "as_rank_of": str(as_rank_of), "case": case, "peer": peer, "peer_version": "1.0", "direction": direction,
-        "timing": timing, "ms": str(ms), "tflops": str(tflops),
+        "as_rank_of": str(as_rank_of), "transport": transport, "case": case, "peer": peer, "peer_version": "1.0",
+        "direction": direction, "timing": timing, "ms": str(ms), "tflops": str(tflops),
     } | more  # fmt: skip
 
 
 def rows():
     made = [row("8x1024", name, "both", "called", ms, 90 / ms, as_rank_of=8)
             for name, ms in (("ours", 1.0), ("alone", 0.5))]  # fmt: skip
-    for name, ms in (("ours", 10.0), ("alone", 9.0), ("silent", 9.5), ("te+fa4", 12.5)):
+    for name, ms in (("ours", 10.0), ("alone", 9.0), ("te+fa4", 12.5), ("ours, 4 groups", 11.25)):
         made += [row("bucket32k", name, way, "called", part * ms, round(4500 / ms))
                  for way, part in (("forward", 0.25), ("backward", 0.75), ("both", 1))]  # fmt: skip
-    made[4]["memory_gib"] = "3.25"
+    made[4] |= {"memory_gib": "3.25", "head_groups": "2", "keep_keys": "yes"}
     made += [row("bucket32k", name, "both", "graph", ms, 4500 / ms) for name, ms in (("ours", 9.2), ("alone", 8.74))]
     made += [row("bucket32k", "ours", way, "host", ms)
              for way, ms in (("forward", 0.075), ("both", 0.2), ("plan", 0.15))]  # fmt: skip
     made += [row("1x8192", "ours", "both", "called", 2.0, 300)]
+    made += [row("1x8192", "ours", "both", "called", 4.0, 150, transport="nccl")]
     made += [row("4x1024", name, result, record.ERRORS, rms=f"{rms}e-3", largest="0.1")
              for name, rms in (("ours", 2), ("te+fa4", 3)) for result in ("out", "dq", "dk", "dv")]  # fmt: skip
     return made
 
 
 def test_the_share_of_the_attention_alone_is_of_the_time_of_both_passes():
-    times = cp_record.runs(rows())[2, 2]
-    assert cp_record.share(times, "bucket32k", "called") == pytest.approx(0.9)
-    assert cp_record.share(times, "bucket32k", "graph") == pytest.approx(0.95)
-    assert cp_record.exposed(times, "bucket32k", "called") == pytest.approx(1.0)
-    assert np.isnan(cp_record.share(times, "1x8192", "called")), "its attention alone was not measured"
+    times = cp_record.runs(rows())[2, 2, "peer"]
+    assert cp_record.share(times, "bucket32k", "ours", "called") == pytest.approx(0.9)
+    assert cp_record.share(times, "bucket32k", "te+fa4", "called") == pytest.approx(0.72)
+    assert cp_record.share(times, "bucket32k", "ours", "graph") == pytest.approx(0.95)
+    assert cp_record.exposed(times, "bucket32k", "ours", "called") == pytest.approx(1.0)
+    assert np.isnan(cp_record.share(times, "1x8192", "ours", "called")), "its attention alone was not measured"
 
 
-def test_numbers_of_ranks_are_told_apart_and_cases_have_their_usual_order():
+def test_numbers_of_ranks_and_transports_are_told_apart_and_cases_have_their_usual_order():
     found = cp_record.runs(rows())
-    assert [cp_record.title(ranks) for ranks in found] == ["2 GPUs", "2 GPUs as ranks of 8"]
-    assert cp_record.timed_cases(found[2, 2]) == ["bucket32k", "1x8192"]
-    assert cp_record.share(found[2, 8], "8x1024", "called") == 0.5
-    assert cp_record.peers(found[2, 2]) == ["te+fa4"]
+    assert [str(ranks) for ranks in found] == ["2 GPUs, nccl", "2 GPUs, peer", "2 GPUs as ranks of 8, peer"]
+    assert cp_record.timed_cases(found[2, 2, "peer"]) == ["bucket32k", "1x8192"]
+    assert cp_record.share(found[8, 2, "peer"], "8x1024", "ours", "called") == 0.5
+    assert cp_record.peers(found[2, 2, "peer"]) == ["te+fa4"], "other groups of heads are ours"
+    assert [cp_record.in_groups(number) for number in (1, 4)] == ["ours, 1 group", "ours, 4 groups"]
 
 
-def test_the_table_has_a_line_for_every_case_and_number_of_ranks():
-    first, second = cp_record.table(rows()).split("\n\n")
-    header, bucket, single = first.splitlines()
-    assert header.startswith("2 GPUs  ") and second.startswith("2 GPUs as ranks of 8")
-    assert bucket.split() == [
-        "bucket32k", "450/450/450", "489", "500/500/500", "474/474/474", "360/360/360", "1.25", "0.900", "0.950",
-        "1.00", "0.460", "75.0/200", "150", "3.25",
-    ]  # fmt: skip
-    assert single.split()[:3] == ["1x8192", "-/-/300", "-"]
+def test_the_table_has_a_line_for_every_case_and_way():
+    nccl, peer, many = cp_record.table(rows()).split("\n\n")
+    header, *lines = (" ".join(line.split()) for line in peer.splitlines())
+    assert header == " ".join(["2 GPUs, peer", *cp_record.TITLES])
+    assert lines == [
+        "bucket32k ours 2 yes 2.500 7.500 10.00 0.900 1.00 450 75.0/200 9.200 (1.05)",
+        "bucket32k ours, 4 groups - - 2.812 8.438 11.25 0.800 2.25 400 -/- -",
+        "bucket32k te+fa4 - - 3.125 9.375 12.50 0.720 3.50 360 -/- -",
+        "bucket32k alone - - 2.250 6.750 9.000 - - 500 - 8.740",
+        "1x8192 ours - - - - 2.000 - - 300 -/- -",
+    ]
+    assert nccl.startswith("2 GPUs, nccl") and "4.000" in nccl
+    assert len(many.splitlines()) == 3
 
 
 def test_errors_of_ours_stand_beside_the_peers():
@@ -185,7 +271,7 @@ def test_plot_is_written_for_every_number_of_ranks(tmp_path):
 
 def test_the_readme_sets_ours_beside_the_peer_and_the_attention_alone():
     page = readme.context_parallel(record.RESULTS / "cp_none.csv", rows())
-    assert "\n| 2 GPUs | ours | te+fa4 | attention alone |" in page
+    assert "\n| 2 GPUs, peer | ours | te+fa4 | attention alone |" in page
     assert "\n| bucket32k | 450/450/450 (0.90) | 360/360/360 | 500 | 489 (0.95) | 1.0 | 75.0 | 150 | 3.25 |\n" in page
     assert "\n| 8x1024 | -/-/90.0 (0.50) | 180 |" in page
     assert "ours 2.00, 2.00, 2.00, 2.00; te+fa4 3.00, 3.00, 3.00, 3.00." in " ".join(page.split())
@@ -202,6 +288,8 @@ def test_the_readme_sets_ours_beside_the_peer_and_the_attention_alone():
         (["--as-rank-of", "1"], "--as-rank-of is 1, wanted >= 2"),
         (["--as-rank-of", "8", "--peer"], "leave it or --as-rank-of out"),
         (["--cases", "1x1"], "invalid choice: '1x1'"),
+        (["--head-groups", "2", "3"], "--head-groups has 3, wanted divisors of 8 kv heads"),
+        (["--head-groups", "0"], "--head-groups has 0, wanted divisors of 8 kv heads"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
@@ -244,18 +332,21 @@ def test_the_peers_two_steps_see_the_keys_up_to_their_chunks_end():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize("arguments", [[], ["--as-rank-of", "8"]])
-def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp_path, arguments):
+def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp_path, arguments, transport):
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs 2 GPUs")
     path = tmp_path / "cp.csv"
     program = Path(cp_record.__file__).with_name("bench_cp.py")
-    command = ["--cases", "8x1024", "--repeats", "1", "--out", str(path), *arguments]
-    run = launch.run_ranks(2, program, *command, timeout=240)
+    command = ["--cases", "8x1024", "--repeats", "1", "--out", str(path), "--transport", transport, *arguments]
+    run = launch.run_ranks(2, program, *command, "--head-groups", "1", "4", timeout=240)
     assert run.returncode == 0, run.stderr
     ((ranks, times),) = cp_record.runs(record.load(path)).items()
-    assert ranks == ((2, 8) if arguments else (2, 2)) and cp_record.timed_cases(times) == ["8x1024"]
-    for timing in ("called", "graph"):
-        assert np.isfinite(cp_record.share(times, "8x1024", timing))
+    assert ranks == (8 if arguments else 2, 2, transport) and cp_record.timed_cases(times) == ["8x1024"]
+    for way in ("ours", "ours, 1 group", "ours, 4 groups"):
+        for timing in ("called", "graph"):
+            assert np.isfinite(cp_record.share(times, "8x1024", way, timing))
+    assert times.text("head_groups", "8x1024", "ours, 4 groups", "both", "called") == "4"
     if not arguments:  # of bfloat16 results: half a unit of the last place, and what products add
         assert 0 < times.value("rms", "4x1024", "ours", "dk", record.ERRORS) < 1e-2

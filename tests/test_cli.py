@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from launch import SOURCE, run_ranks
 
+import thdattn
 from thdattn import __version__, check, info, kernel_cache, reference
 from thdattn.__main__ import main
+from thdattn.comm.nccl import NcclComm
 from thdattn.install import remedy
 
 # Runs at the start of every Python process that finds it on its path, so of those that `info` starts, too.
@@ -49,6 +52,7 @@ def test_info_needs_only_numpy_and_ml_dtypes(error, tmp_path):
     assert rows(output, "mpi4py")[0].startswith("-")
     (engine,) = rows(output, "engine")
     assert engine.startswith("reference: CuPy finds no usable GPU")
+    assert rows(output, "transport") == ["none: without a GPU, ranks move host arrays"]
     remedies = rows(output, "missing")
     assert any(f"CuPy, CUDA runtime, NVRTC, NCCL: {remedy('cuda1')[:-2]}" in text for text in remedies)
     assert any("mpi4py, MPI" in text and remedy("mpich") in text for text in remedies)
@@ -113,6 +117,43 @@ def test_driver_has_a_version_wherever_any_of_its_libraries_is(libraries, versio
     row = info._cuda_driver()
     assert row.version == ("13.0" if libraries else None)
     assert row.where.endswith(f"NVIDIA driver {version}" if libraries else "cannot open shared object file")
+
+
+def machine(count, blind=()):
+    """CuPy in a process that sees so many GPUs, of which some do not see another's memory."""
+    runtime = SimpleNamespace(getDeviceCount=lambda: count, deviceCanAccessPeer=lambda *pair: pair not in blind)
+    cuda = SimpleNamespace(runtime=runtime)
+    return {"cupy": SimpleNamespace(cuda=cuda), "cupy.cuda": cuda}
+
+
+@pytest.mark.parametrize(("cupy", "said"), [
+    (machine(4), "peer, once there are ranks: GPUs 0 to 3 see each other's memory"),
+    (machine(2, [(1, 0)]), "nccl, once there are ranks: GPU 1 does not see the memory of GPU 0"),
+    (machine(4, [(0, 3), (3, 0)]),
+     "nccl, once there are ranks: GPU 0 does not see the memory of GPU 3, and 1 more such pairs"),
+    (machine(1), "peer or nccl: one GPU does not tell; info of several ranks, started by mpiexec, does"),
+    (machine(0), "none: without a GPU, ranks move host arrays"),
+    ({"cupy": None}, "none: without a GPU, ranks move host arrays"),
+], ids=["see-each-other", "one-way", "far-apart", "one", "no-gpu", "no-cupy"])  # fmt: skip
+def test_info_says_how_keys_would_travel_between_the_gpus_of_this_machine(cupy, said, monkeypatch):
+    for name, module in cupy.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert info._transport(thdattn.comm.SingleComm()) == said
+
+
+@pytest.mark.parametrize(("reason", "said"), [
+    ("", "peer: the ranks see each other's memory"),
+    ("the ranks are on 2 machines", "nccl: the ranks are on 2 machines"),
+])  # fmt: skip
+def test_info_of_several_ranks_says_how_keys_travel_between_them(reason, said):
+    comm = object.__new__(NcclComm)
+    comm.size, comm.no_peer_memory = 2, reason
+    assert info._transport(comm) == said
+
+
+def test_info_of_ranks_without_gpus_says_that_nothing_travels_between_gpus():
+    said = thdattn.comm.run_local(2, info._transport)
+    assert said == ["none: a comm of backend 'local' moves host arrays"] * 2
 
 
 @pytest.mark.parametrize("bits", [0o022, 0])

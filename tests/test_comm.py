@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import subprocess
 import sys
@@ -350,8 +351,8 @@ def test_world_that_is_no_communicator_is_refused(backend, world):
 class World:
     """As much of a communicator as init looks at."""
 
-    def __init__(self, size):
-        self.rank, self.size = 0, size
+    def __init__(self, size, rank):
+        self.size, self.rank = size, rank
 
     def Dup(self):
         return self
@@ -361,9 +362,9 @@ class World:
 def chosen(monkeypatch):
     """init under a launcher of 2 ranks, with MPI and the GPUs that the test gives."""
 
-    def init(backend, answers):
+    def init(backend, answers, rank=0):
         monkeypatch.setattr(launcher, "find", lambda: launcher.Launcher("mpiexec", 2))
-        monkeypatch.setattr(mpi, "connect", lambda started_by, timeout: World(started_by.size))
+        monkeypatch.setattr(mpi, "connect", lambda started_by, timeout: World(started_by.size, rank))
         monkeypatch.setattr(mpi, "watch", lambda world, timeout: Watch("rank 0 of 2", timeout, None))
         monkeypatch.setattr(mpi, "MpiComm", lambda world, timeout: ("mpi", world.size))
         monkeypatch.setattr(nccl, "survey", lambda world, timeout: answers)
@@ -378,6 +379,14 @@ GPUS = [nccl.Gpu(0, "node", "0000:01:00.0", "aa"), nccl.Gpu(1, "node", "0000:02:
 
 def test_auto_takes_nccl_where_every_rank_has_a_gpu(chosen):
     assert chosen("auto", [(True, gpu) for gpu in GPUS]) == ("nccl", GPUS)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_logs_what_was_made_of_gpus(chosen, caplog, rank):
+    with caplog.at_level(logging.INFO, "thdattn"):
+        chosen("nccl", [(True, gpu) for gpu in GPUS], rank)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert said == [f"thdattn.comm.init made {('nccl', GPUS)}"] * (rank == 0)
 
 
 def test_auto_takes_mpi_where_a_rank_has_no_gpu_and_warns(chosen, caplog):

@@ -97,6 +97,7 @@ def make_nccl(**overrides):
 @pytest.fixture
 def start(monkeypatch):
     """start(gpus_of_rank, fn): NCCL on ranks that see the given GPUs; returns what fn(comm) made of each rank."""
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (None, "stand-ins have none"))
     mine = threading.local()
     opened = []
     monkeypatch.setattr(nccl, "load", lambda: (mine.cupy, mine.nccl))
@@ -273,6 +274,16 @@ def test_group_takes_the_gpu_of_its_rank_and_is_closed_with_the_comm(start):
 
     made = start([FOUR_GPUS] * 2, program)
     assert made == [(rank, (1, b"id", 0), [("destroy",)]) for rank in range(2)]
+
+
+@pytest.mark.parametrize(("reason", "transport"), [
+    ("", "'peer'"), ("the ranks are on 2 machines", "'nccl': the ranks are on 2 machines"),
+])  # fmt: skip
+def test_ranks_say_how_keys_travel_between_them_and_why(start, monkeypatch, reason, transport):
+    peer = None if reason else SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, reason))
+    made = start([FOUR_GPUS] * 2, lambda comm: (repr(comm), comm.no_peer_memory, comm.overlaps))
+    assert made == [(f"<NcclComm rank {rank} of 2, transport {transport}>", reason, not reason) for rank in range(2)]
 
 
 def test_close_destroys_the_communicator_once(start):

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from launch import run_ranks
 
+import thdattn
+from thdattn import info
+
 pytestmark = pytest.mark.gpu
 
 PROGRAM = Path(__file__).parent / "ranks" / "attention_ranks.py"
@@ -43,3 +46,29 @@ def test_batch_that_differs_on_one_rank_raises_on_every_rank(cupy):
     run = run_ranks(2, PROGRAM, "disagree", "nccl", "2", timeout=180)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("the plan's batch, sharding and attention is not the same on all ranks") == 2
+
+
+def test_one_process_foresees_how_keys_travel_between_ranks(cupy):
+    need_gpus(cupy, 2)
+    foreseen = info._transport(thdattn.comm.SingleComm())
+    run = run_ranks(2, Path("-m"), "thdattn", "info", timeout=180)
+    (said,) = [line.split(maxsplit=1)[1] for line in run.stdout.splitlines() if line.startswith("transport ")]
+    assert run.returncode == 0 and said.split(":")[0] == foreseen.split(",")[0], f"{said}, but {foreseen}"
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+def test_the_log_of_rank_0_says_which_transport_was_taken(cupy, tmp_path, transport):
+    need_gpus(cupy, 2)
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import logging
+logging.basicConfig(level=logging.INFO)
+import thdattn
+with thdattn.comm.init(transport={transport!r}) as comm:
+    assert comm.overlaps == (not comm.no_peer_memory) == ({transport!r} == "peer")
+    comm.split(0)
+""")
+    run = run_ranks(2, program, timeout=180)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count(f"made <NcclComm rank 0 of 2, transport {transport!r}") == 1
+    assert run.stderr.count("made <NcclComm") == 1

@@ -115,18 +115,19 @@ extern "C" __global__ void __launch_bounds__(512) residual_norm_backward(
   if (inside) store(partial + (size_t)blockIdx.x * width + column, dw);
 }
 
-// Between qkv (rows, heads + 2 * kv_heads, head_dim) and q, k, v; q and k are turned by the angles on the way out and
-// turned back on the way in (backward). rotation: (2, rows, head_dim / 2). Flat: vectors of half the heads' width.
+// Between qkv (rows, heads + 2 * kv_heads, head_dim), whose rows lie `pitch` elements apart, and q, k, v; q and k are
+// turned by the angles on the way out and turned back on the way in (backward). rotation: (2, rows, head_dim / 2).
+// Flat: vectors of half the heads' width.
 extern "C" __global__ void rope(
     bf16* q, bf16* k, bf16* v, bf16* qkv, const float* rotation, int rows, int heads, int kv_heads, int head_dim,
-    int backward) {
+    int pitch, int backward) {
   const int half = head_dim / 2, slots = heads + 2 * kv_heads;
   const u32 index = blockIdx.x * blockDim.x + threadIdx.x;
   const int column = index % (half / 8) * 8, slot = index / (half / 8) % slots;
   const size_t row = index / (half / 8) / slots;
   if (row >= rows) return;
 
-  bf16* const whole = qkv + (row * slots + slot) * head_dim + column;
+  bf16* const whole = qkv + row * pitch + slot * head_dim + column;
   bf16* const part = column + (slot < heads ? q + (row * heads + slot) * head_dim
                                : slot < heads + kv_heads ? k + (row * kv_heads + slot - heads) * head_dim
                                : v + (row * kv_heads + slot - heads - kv_heads) * head_dim);

@@ -45,8 +45,18 @@ def linear_forward(x: Array, weight: Array, dtype: DTypeLike | None = None) -> A
 
 def linear_backward(dy: Array, x: Array, weight: Array, dweight: Array) -> Array:
     """dy (rows, out) -> dx (rows, in); dweight (out, in) += dy^T x."""
-    dweight += dy.T @ x
+    linear_backward_weight(dy, x, dweight)
+    return linear_backward_input(dy, weight)
+
+
+def linear_backward_input(dy: Array, weight: Array) -> Array:
+    """The half of linear_backward that the layers before wait for: dy (rows, out) -> dx (rows, in)."""
     return dy @ weight
+
+
+def linear_backward_weight(dy: Array, x: Array, dweight: Array) -> None:
+    """The half that only the optimizer waits for: dweight (out, in) += dy^T x."""
+    dweight += dy.T @ x
 
 
 def residual_norm_forward(x: Array, branch: Array | None, weight: Array) -> tuple[Array, Array]:
@@ -86,7 +96,8 @@ def rope_forward(qkv: Array, rotation: Array, heads: int, kv_heads: int) -> tupl
     """Cuts q, k, v out of one product and turns q and k by their positions.
 
     Args:
-        qkv: (rows, (heads + 2 * kv_heads) * head_dim); column i of a head forms a plane with i + head_dim / 2.
+        qkv: (rows, (heads + 2 * kv_heads) * head_dim), which may be columns of a wider array; column i of a head forms
+            a plane with i + head_dim / 2. For q alone kv_heads is 0, for k and v alone heads is 0.
         rotation: (2, rows, head_dim / 2), cosines and sines.
 
     Returns:

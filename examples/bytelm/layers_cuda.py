@@ -46,10 +46,20 @@ def linear_forward(x: Array, weight: Array, dtype: DTypeLike | None = None) -> A
 
 def linear_backward(dy: Array, x: Array, weight: Array, dweight: Array) -> Array:
     """See layers.linear_backward."""
-    _product(dweight, dy, x, transpose_a=True, add=True)
-    dx = cupy.empty_like(x)
+    linear_backward_weight(dy, x, dweight)
+    return linear_backward_input(dy, weight)
+
+
+def linear_backward_input(dy: Array, weight: Array) -> Array:
+    """See layers.linear_backward_input."""
+    dx = cupy.empty((len(dy), weight.shape[1]), weight.dtype)
     _product(dx, dy, weight)
     return dx
+
+
+def linear_backward_weight(dy: Array, x: Array, dweight: Array) -> None:
+    """See layers.linear_backward_weight."""
+    _product(dweight, dy, x, transpose_a=True, add=True)
 
 
 def _product(
@@ -170,9 +180,9 @@ def rope_backward(dq: Array, dk: Array, dv: Array, rotation: Array) -> Array:
 
 
 def _rope(q: Array, k: Array, v: Array, qkv: Array, rotation: Array, backward: bool) -> None:
-    rows, heads, head_dim = q.shape
+    (rows, heads, head_dim), pitch = q.shape, qkv.strides[0] // qkv.itemsize
     _launch("rope", -(-qkv.size // (16 * BLOCK)), BLOCK, q, k, v, qkv, rotation, rows, heads, k.shape[1], head_dim,
-            backward)
+            pitch, backward)
 
 
 def swiglu_forward(gate_up: Array) -> Array:

@@ -38,14 +38,18 @@ class Clock:
 
 
 class AttentionMeter:
-    """Times what a model's attention does, its communication included, where it is called and not replayed."""
+    """Times what a model's attention does, where it is called and not replayed.
+
+    That includes what it waits for other ranks, but not what is on its way while the model computes something else.
+    """
 
     def __init__(self, model: Model, clock: Clock) -> None:
         self._clock = clock
         self._spans: list[tuple[Any, Any]] = []
         for attention in model.attentions:
-            attention.forward = self._timed(attention.forward)  # type: ignore[method-assign]
-            attention.backward = self._timed(attention.backward)  # type: ignore[method-assign]
+            for name in ("gather", "forward"):
+                setattr(attention, name, self._timed(getattr(attention, name)))
+            attention.start_backward = self._both_timed(attention.start_backward)  # type: ignore[method-assign]
 
     def take(self) -> list[tuple[Any, Any]]:
         """Spans between marks of this rank since the last time this was called."""
@@ -53,11 +57,21 @@ class AttentionMeter:
         return taken
 
     def _timed(self, function: Callable[..., Result]) -> Callable[..., Result]:
-        def timed(*args: Any) -> Result:
+        def timed(*args: Any, **kwargs: Any) -> Result:
             begin = self._clock.mark()
-            result = function(*args)
+            result = function(*args, **kwargs)
             self._spans.append((begin, self._clock.mark()))
             return result
+
+        return timed
+
+    def _both_timed(self, start_backward: Callable[..., tuple[Array, Callable[[], Any]]]) -> Callable[..., Any]:
+        """start_backward, and what it returns to be called for dk and dv."""
+        start = self._timed(start_backward)
+
+        def timed(*args: Any) -> tuple[Array, Callable[[], Any]]:
+            dq, dk_dv = start(*args)
+            return dq, self._timed(dk_dv)
 
         return timed
 

@@ -97,16 +97,23 @@ class Caches:
 Sums = tuple[Array, Array]  # the residual stream, and the branch that is still to be added to it: (rows, width) each
 
 
+def _nothing_to_fetch(kept: Any) -> Any:
+    return kept
+
+
 class Part(NamedTuple):
     """A stretch of the network, or the CUDA graphs of it.
 
     forward: (x, branch, plan) -> ((x, branch), kept). The residual stream and what is to be added to it (None at
         first), before and after; and what the backward needs.
     backward: (dx, plan, kept) -> dx. Gradients of the residual stream, and so of its branch, after and before.
+    fetch: kept -> kept. Starts what the backward has to wait for; to be called before the backward of the part behind.
+        Graphs have none, as what is started in one has to end in it.
     """
 
     forward: Callable[[Array, Array | None, ModelPlan], tuple[Sums, Any]]
     backward: Callable[[Array, ModelPlan, Any], Array]
+    fetch: Callable[[Any], Any] = _nothing_to_fetch
 
 
 class Model:
@@ -311,29 +318,49 @@ class Model:
     ) -> None:
         x = saved.pop()
         dx = self.layers.residual_norm_backward(dhidden, None, x, self._read["norm"], self.grads["norm"])
-        for part in reversed(parts):
-            dx = part.backward(dx, plan, saved.pop())
+        for i in reversed(range(len(parts))):
+            kept = saved.pop()
+            if i:  # on its way while this part computes
+                saved[-1] = parts[i - 1].fetch(saved[-1])
+            dx = parts[i].backward(dx, plan, kept)
         self.layers.embedding_backward(dx, tokens, self.grads["embedding"])
 
     def layer_parts(self, layer: int) -> dict[str, Part]:
         """The parts of a layer by name."""
-        return {"attn": Part(partial(self._attn_forward, layer), partial(self._attn_backward, layer)),
-                "mlp": Part(partial(self._mlp_forward, layer), partial(self._mlp_backward, layer))}
+        attn = self._attn_forward, self._attn_backward, self._attn_fetch
+        mlp = self._mlp_forward, self._mlp_backward
+        return {"attn": Part(*(partial(step, layer) for step in attn)),
+                "mlp": Part(*(partial(step, layer) for step in mlp))}
 
     def _attn_forward(self, layer: int, x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Sums, Any]:
         ops, c, (w, _) = self.layers, self.config, self._by_layer[layer]
+        attention, here, keys = self.attentions[layer % 2], plan.plans[layer % 2], None
         x, h = ops.residual_norm_forward(x, branch, w["attention_norm"])
-        q, k, v = ops.rope_forward(ops.linear_forward(h, w["qkv"]), plan.rotation, c.heads, c.kv_heads)
-        out, attention = self.attentions[layer % 2].forward(q, k, v, plan.plans[layer % 2])
-        return (x, ops.linear_forward(_flat(out), w["out"])), (x, attention)
+        qkv = ops.linear_forward(h, w["qkv"])
+        if self.comm.size == 1:
+            q, k, v = ops.rope_forward(qkv, plan.rotation, c.heads, c.kv_heads)
+        else:  # k and v are on their way to all ranks while q is made
+            first = c.heads * c.head_dim
+            _, k, v = ops.rope_forward(qkv[:, first:], plan.rotation, 0, c.kv_heads)
+            keys = attention.gather(k, v, here)
+            q, _, _ = ops.rope_forward(qkv[:, :first], plan.rotation, c.heads, 0)
+        out, saved = attention.forward(q, k, v, here, keys=keys)
+        return (x, ops.linear_forward(_flat(out), w["out"])), (x, saved)
+
+    def _attn_fetch(self, layer: int, kept: Any) -> Any:
+        """Asks for the keys of all ranks, unless the forward has kept them."""
+        x, saved = kept
+        if self.comm.size == 1 or saved.keys is not None:
+            return kept
+        return x, saved, self.attentions[layer % 2].gather(saved.k, saved.v, saved.plan)
 
     def _attn_backward(self, layer: int, dx: Array, plan: ModelPlan, kept: Any) -> Array:
-        ops, (w, dw), (x, attention) = self.layers, self._by_layer[layer], kept
-        out = attention.out
-        dout = ops.linear_backward(dx, _flat(out), w["out"], dw["out"])
-        dq, dk, dv = self.attentions[layer % 2].backward(dout.reshape(out.shape), attention)
-        dqkv = ops.rope_backward(dq, dk, dv, plan.rotation)
+        ops, (w, dw), (x, saved, *keys) = self.layers, self._by_layer[layer], kept
+        dout = ops.linear_backward_input(dx, w["out"]).reshape(saved.out.shape)
+        dq, dk_dv = self.attentions[layer % 2].start_backward(dout, saved, *keys)
+        ops.linear_backward_weight(dx, _flat(saved.out), dw["out"])  # while dk and dv of all ranks are summed
         _, h = ops.residual_norm_forward(x, None, w["attention_norm"])
+        dqkv = ops.rope_backward(dq, *dk_dv(), plan.rotation)
         dh = ops.linear_backward(dqkv, h, w["qkv"], dw["qkv"])
         return ops.residual_norm_backward(dh, dx, x, w["attention_norm"], dw["attention_norm"])
 

@@ -134,7 +134,8 @@ def _one_after_another(first: Part, second: Part) -> Part:
         return sums, (kept, kept_too)
 
     def backward(dx: Array, plan: ModelPlan, kept: Any) -> Array:
-        return first.backward(second.backward(dx, plan, kept[1]), plan, kept[0])
+        fetched = first.fetch(kept[0])
+        return first.backward(second.backward(dx, plan, kept[1]), plan, fetched)
 
     return Part(forward, backward)
 

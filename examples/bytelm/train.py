@@ -157,7 +157,7 @@ class Trainer:
         return float(total[0]) / NATS_PER_BIT
 
     def attention_tflops(self, result: StepResult) -> float | None:
-        """Per second and rank, in 10**12, communication included; None where the attention was not timed."""
+        """Per second and rank, in 10**12, waiting for other ranks included; None where the attention was not timed."""
         seconds = sum(self.clock.seconds(*span) for span in result.attention_spans)
         flops = sum(map(self.model.attention_flops, result.lengths[self.grid.mine]))
         return flops / self.grid.cp.size / seconds / 1e12 if seconds else None

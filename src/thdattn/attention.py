@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401 - makes "bfloat16" a dtype to NumPy
@@ -16,12 +17,16 @@ from thdattn import pipeline
 from thdattn.arguments import as_bool, as_choice, as_count, as_softmax_scale, as_window, found, is_array, shown
 from thdattn.cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.comm import Comm
+from thdattn.memory import Layer, Memory, in_units
 from thdattn.packing import PackedBatch, as_batch
 from thdattn.pipeline import Keys, Sums
-from thdattn.plan import Plan, visible_pairs
+from thdattn.plan import NO_ARRAYS, Plan, visible_pairs
 from thdattn.sharding import Sharding
 
-HEAD_GROUPS = 2  # where what travels hides behind kernels
+# Groups of heads, and from how many bytes of keys and values that a rank gets they hide more than they cost.
+HEAD_GROUPS = {2: 2**26, 4: 2**28}
+# Those that somebody holds, for their buffers.
+_plans: weakref.WeakKeyDictionary[Comm, weakref.WeakSet[Plan]] = weakref.WeakKeyDictionary()
 ENGINES = {"cuda": "thdattn.ops", "reference": "thdattn.reference"}
 
 
@@ -85,9 +90,11 @@ class CPAttention:
             CUDA engine is then slower, as it adds up dq in a fixed order.
         engine: "cuda", "reference", or "auto": cuda where a GPU is usable and the comm takes GPU arrays.
         head_groups: how many groups of kv heads, a divisor of num_kv_heads, are gathered and computed one after
-            another, so that what one group sends hides behind another's work; by default as many as pay.
+            another, so that what one group sends hides behind another's work; by default 1, 2 or 4 by the bytes that
+            a rank gets, and 1 where nothing hides (comm.overlaps). The same on all ranks.
         keep_keys: whether forward keeps the keys and values of all ranks for the backward, which gathers them again
-            otherwise; by default if they are no larger than what has to be kept of the layer anyway.
+            otherwise; by default if they are no larger than what has to be kept of the layer anyway. The same on all
+            ranks.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that the engine does not compute in.
@@ -141,6 +148,7 @@ class CPAttention:
         self._check_head_dims()
         self._tiles = self._engine.tiles(self.head_dim, self.v_head_dim)
         self._lengths: Any = None  # of the last plan, if they lie on a GPU
+        self._last_memory: tuple[tuple[Any, ...], Memory] | None = None  # of the last plan, and for which rows
         self._plans = {
             "cp_size": comm.size, "cp_rank": comm.rank, "window": self.window, "engine": self.engine,
             "head_dims": (self.head_dim, self.v_head_dim), "tiles": self._tiles,
@@ -151,7 +159,7 @@ class CPAttention:
             "deterministic": self.deterministic,
         }
         self._caches = {name: {**self._plans, **self._saves}[name] for name in CACHE_TRAITS}
-        self._lse_dtype = np.promote_types(self.dtype, np.float32)
+        self._lse_dtype = pipeline.lse_dtype(self.dtype)
 
     def __repr__(self) -> str:
         layer = {**self._saves, "causal": self.causal, "window": self.window, "engine": repr(self.engine)}
@@ -159,7 +167,7 @@ class CPAttention:
 
     def plan(
         self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk", key_batch: PackedBatch | None = None,
-        like: PackedBatch | None = None, finite_padding: bool = False,
+        like: PackedBatch | None = None, finite_padding: bool = False, forward_only: bool = False,
     ) -> Plan:
         """Plans one batch for this rank; every layer with this mask and these head dims can use it.
 
@@ -177,18 +185,58 @@ class CPAttention:
                 work is chosen by; results do not depend on it.
             finite_padding: padding of q, k, v and dout holds finite numbers, as in a model that computes those rows
                 too; it is then left in its place, where on one rank it would be copied around.
+            forward_only: backward is not called with this plan, so that there need not be room for it.
 
         Raises:
             TypeError: batch or key_batch is no PackedBatch, or sharding neither a str nor a Sharding.
             ValueError: an unknown sharding, lengths that the sharding cannot split, a Sharding of another batch or
                 size, a key_batch of another number of sequences, on the other side or for several ranks, or (on every
-                rank) a batch that differs between ranks; or the GPU has told meanwhile that lengths of the last plan
-                were wrong.
+                rank) a batch that differs between ranks, or one for whose work buffers and one layer there is no room
+                on the GPU of a rank of several, see memory; or the GPU has told meanwhile that lengths of the last
+                plan were wrong.
             RuntimeError: lengths on the host, inside a captured CUDA graph.
         """
         if self._lengths is not None:
             last, self._lengths = self._lengths, None
             last.check(wait=False)
+        plan = self._outline(batch, sharding, key_batch, like, finite_padding)
+        forward_only = as_bool("forward_only", forward_only)
+        fingerprint, refusal = 0, ""
+        if self.comm.size > 1:
+            fingerprint = self._fingerprint(plan.sharding, plan.key_batch)
+            refusal = self._shortage(plan, forward_only)
+        self.comm.agree("the plan's batch, sharding and attention", fingerprint, refusal)
+        arrays = self._engine.plan_arrays(plan.sharding, self.comm.rank, self.window, self._tiles, key_batch)
+        self._lengths = arrays.lengths
+        plan = replace(plan, arrays=arrays)
+        _plans.setdefault(self.comm, weakref.WeakSet()).add(plan)
+        return plan
+
+    def memory(
+        self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk", key_batch: PackedBatch | None = None,
+        like: PackedBatch | None = None, finite_padding: bool = False,
+    ) -> Memory:
+        """Bytes of every buffer that a layer and its plan take on this rank, before anything is allocated.
+
+        Not collective, as it depends on the shapes of the batch alone; lengths on a GPU are not read.
+
+        Args:
+            batch, sharding, key_batch, like, finite_padding: as for plan.
+
+        Returns:
+            name -> bytes. For a step of `n` layers that share a plan and keep everything for the backward, count work
+            + n * per_layer + the gradients of one layer.
+
+        Raises:
+            TypeError, ValueError: as plan, for what it finds on one rank.
+        """
+        return self._memory(self._outline(batch, sharding, key_batch, like, finite_padding))
+
+    def _outline(
+        self, batch: PackedBatch, sharding: str | Sharding, key_batch: PackedBatch | None, like: PackedBatch | None,
+        finite_padding: bool,
+    ) -> Plan:
+        """A plan without its arrays."""
         if isinstance(sharding, str):
             sharding = Sharding(batch, self.comm.size, sharding)
         if not isinstance(sharding, Sharding):
@@ -207,12 +255,34 @@ class CPAttention:
             )
         if key_batch is not None:
             _check_key_batch(key_batch, batch, self.comm.size)
-        fingerprint = self._fingerprint(sharding, key_batch or batch) if self.comm.size > 1 else 0
-        self.comm.agree("the plan's batch, sharding and attention", fingerprint)
-        arrays = self._engine.plan_arrays(sharding, self.comm.rank, self.window, self._tiles, key_batch)
-        self._lengths = arrays.lengths
-        return Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, arrays,
+        return Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, NO_ARRAYS,
                     self._engine, key_batch, like, as_bool("finite_padding", finite_padding))
+
+    def _memory(self, plan: Plan) -> Memory:
+        groups = 1 if self.comm.size == 1 else self._groups(plan)
+        layer = Layer(self.num_heads, self.num_kv_heads, self.dtype, self.deterministic, groups, self._keeps(plan))
+        return pipeline.memory(self._engine, self.comm, plan, layer)
+
+    def _shortage(self, plan: Plan, forward_only: bool) -> str:
+        """Why the plan's work buffers and one layer cannot be there; "" if they can, or nobody knows.
+
+        What only lingers counts as free: windows that are there, and the buffers of plans made before, as a loop still
+        holds the last one while it makes the next. Other arrays that it drops later are in use.
+        """
+        # Packs of as many rows take as much, but for some bytes per sequence.
+        rows = plan.local_rows, plan.key_rows, plan.batch.on_device, plan.has_blind_queries
+        if self._last_memory is None or self._last_memory[0] != rows:
+            self._last_memory = rows, self._memory(plan)
+        memory, held = self._last_memory[1], self.comm.held_bytes()
+        there = sum(memory[name] for name, size in held.items() if name in memory and memory[name] <= size)
+        there += sum(before.held_bytes() for before in _plans.get(self.comm, ()))
+        wanted = memory.wanted(forward_only)
+        free = self._engine.free_bytes(wanted - there)
+        if free is None:
+            return ""
+        return (f"the batch needs {in_units(wanted)} of GPU memory for its work buffers and one layer, wanted at most "
+                f"the {in_units(free + there)} that are free; pass fewer tokens, spread them over more ranks, or make "
+                f"CPAttention with keep_keys=False or more head_groups (CPAttention.memory says what takes how much)")
 
     def forward(
         self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False, keys: Keys | None = None
@@ -249,14 +319,14 @@ class CPAttention:
         return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, None if kept is None else tuple(kept))
 
     def gather(self, k: Any, v: Any, plan: Plan) -> Keys:
-        """Starts to gather the keys and values of all ranks, for the forward or the backward that is told. Collective.
+        """Starts to gather the keys and values of all ranks, for a forward or backward to come. Collective.
 
         For those who have something else to compute meanwhile, such as q, or the layer behind this one:
 
             keys = attn.gather(k, v, plan)
             out, saved = attn.forward(q, k, v, plan, keys=keys)
             ...
-            keys = attn.gather(saved.k, saved.v, saved.plan)
+            keys = attn.gather(saved.k, saved.v, saved.plan)  # unless saved.keys has them
             dq, dk, dv = attn.backward(dout, saved, keys=keys)
 
         Args:
@@ -290,16 +360,14 @@ class CPAttention:
         dq, dk_dv = self._backward(dout, saved, keys, at_once=True)
         return dq, *dk_dv()
 
-    def start_backward(
-        self, dout: Any, saved: Saved, keys: Keys | None = None
-    ) -> tuple[Any, Sums]:
-        """backward, with dq at once, and dk and dv when they are asked for: their sums over ranks are on their way.
+    def start_backward(self, dout: Any, saved: Saved, keys: Keys | None = None) -> tuple[Any, Sums]:
+        """backward, with dq at once, and dk and dv on their way, for what needs dq alone meanwhile. Collective.
 
         Args:
             dout, saved, keys: as for backward.
 
         Returns:
-            (dq, dk_dv): dk_dv() returns (dk, dv), and has to be called before the next backward with this plan.
+            (dq, dk_dv): dk_dv() has the current stream wait and returns (dk, dv).
 
         Raises:
             TypeError, ValueError: as backward.
@@ -380,7 +448,9 @@ class CPAttention:
         """How many groups of kv heads are gathered, computed and summed one after another."""
         if self.head_groups is not None:
             return self.head_groups
-        return math.gcd(self.num_kv_heads, HEAD_GROUPS) if self.comm.overlaps else 1
+        foreign = (plan.cp_size - 1) * plan.local_key_rows * self.num_kv_heads * (self.head_dim + self.v_head_dim)
+        wanted = max((n for n, size in HEAD_GROUPS.items() if foreign * self.dtype.itemsize >= size), default=1)
+        return math.gcd(self.num_kv_heads, wanted) if self.comm.overlaps else 1
 
     def _keeps(self, plan: Plan) -> bool:
         """Whether forward keeps the keys of all ranks: by default if Saved grows by no more than it is anyway."""
@@ -464,6 +534,7 @@ class CPAttention:
         state = (
             sharding.strategy, batch.num_seqs, batch.total_rows, key_batch.total_rows, self.window, self.num_heads,
             self.num_kv_heads, self.head_dim, self.v_head_dim, self.softmax_scale, self.dtype.name, self.engine,
+            self.head_groups, self.keep_keys,
         )
         digest = hashlib.sha256(repr(state).encode())
         if not batch.on_device:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ import numpy as np
 import thdattn
 from thdattn import kernel_cache
 from thdattn.attention import choose_engine
-from thdattn.comm import launcher
+from thdattn.comm import Comm, launcher
+from thdattn.comm.nccl import NcclComm
 from thdattn.install import remedy
 
 
@@ -39,8 +41,9 @@ def info() -> int:
         engine, why = choose_engine("auto", comm)
         ranks = f"{comm.size}, backend {comm.name!r}"
         chosen = f"{engine.name}: {why}"
+        transport = _transport(comm)
     except RuntimeError as error:
-        ranks = chosen = f"none: {error}"
+        ranks = transport = chosen = f"none: {error}"
     packages = [
         Library("thdattn", thdattn.__version__, str(Path(thdattn.__file__).parent)),
         Library("Python", sys.version.split()[0], sys.executable),
@@ -55,6 +58,7 @@ def info() -> int:
         print(f"{label:<13} {text}")
     print(f"{'kernel cache':<13} {_kernel_cache()}")
     print(f"{'ranks':<13} {ranks}")
+    print(f"{'transport':<13} {transport}")
     print(f"{'engine':<13} {chosen}")
     missing = [library.name for library in (*cuda, *mpi) if library.version is None]
     for text in _remedies(missing, driver.version):
@@ -195,6 +199,29 @@ def _gpus() -> list[str]:
         return found or ["none"]
     except Exception as error:
         return [_one_line(f"none ({type(error).__name__}: {error})")]
+
+
+def _transport(comm: Comm) -> str:
+    """How keys and values travel between these ranks; of one process, between ranks that this machine would have."""
+    if isinstance(comm, NcclComm):
+        return f"nccl: {comm.no_peer_memory}" if comm.no_peer_memory else "peer: the ranks see each other's memory"
+    if comm.size > 1:
+        return f"none: a comm of backend {comm.name!r} moves host arrays"
+    try:
+        from cupy.cuda import runtime
+
+        count = runtime.getDeviceCount()
+        blind = [pair for pair in permutations(range(count), 2) if not runtime.deviceCanAccessPeer(*pair)]
+    except Exception:
+        count = 0
+    if count == 0:
+        return "none: without a GPU, ranks move host arrays"
+    if count == 1:
+        return "peer or nccl: one GPU does not tell; info of several ranks, started by mpiexec, does"
+    if blind:
+        others = f", and {len(blind) - 1} more such pairs" if len(blind) > 1 else ""
+        return "nccl, once there are ranks: GPU {} does not see the memory of GPU {}".format(*blind[0]) + others
+    return f"peer, once there are ranks: GPUs 0 to {count - 1} see each other's memory"
 
 
 def _kernel_cache() -> str:

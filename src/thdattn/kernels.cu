@@ -49,22 +49,22 @@
 
 // ------------------------------------------------------------------------------------------------ reorder
 
-// Moves whole rows of two buffers (k and v, or dk and dv) between rank order and sequence order in one launch. One warp
-// moves a row, 16 bytes a lane, so that reads and writes are contiguous in either direction; the index is read once a
-// row, not once an element. Bound by memory.
-//
-//   kToRankOrder = false   out[rank_order[t]] = in[t]   after all-gather of k, v; rows that no local query sees,
-//                                                       padding among them, become 0, as 0 * NaN would spread
-//                                                       through a product
-//   kToRankOrder = true    out[t] = in[rank_order[t]]   before reduce-scatter of dk, dv; fillers become 0
-//
-// rank_order (num_rows): sequence-order row of row t in rank order, -1 for fillers; from: where the rows lie, rows_each
-// of them in every part, perhaps in the memory of other GPUs; words: of 16 bytes in a row, between whose beginnings lie
-// `pitch` words. The num_own rows from first_own on are read from `own` instead, where a rank has them already.
-// Launch: grid (ceil(num_rows / 8), 2), block 256.
+// Rows of one of the arrays that are moved: where its parts and a rank's own rows lie, where the rows go, the words of
+// 16 bytes in a row, and those between the beginnings of two rows.
 struct Rows { const uint4 *from[kMaxRanks], *own; uint4* out; int words, pitch, own_pitch; };
 CHECK_Rows;
 
+// Moves whole rows of two buffers (k and v, or dk and dv) between rank order and sequence order in one launch. One warp
+// moves a row, 16 bytes a lane, so that reads and writes are contiguous in either direction; the index is read once a
+// row, not once an element. Bound by memory, or by the links.
+//
+//   kToRankOrder = false   out[rank_order[t]] = in[t]   gathered k, v; rows that no local query sees, padding among
+//                                                       them, become 0, as 0 * NaN would spread through a product
+//   kToRankOrder = true    out[t] = in[rank_order[t]]   before dk, dv are summed; fillers become 0
+//
+// `in` comes in parts of rows_each rows, which may lie in the memory of other GPUs; the num_own rows from first_own on
+// are read from `own` instead, where a rank has them already. rank_order (num_rows): sequence-order row of row t in
+// rank order, -1 for fillers. Launch: grid (ceil(num_rows / 8), 2), block 256.
 template <bool kToRankOrder>
 __global__ void __launch_bounds__(256) thd_reorder(
     const __grid_constant__ Rows first, const __grid_constant__ Rows second, const int* __restrict__ rank_order,
@@ -148,8 +148,8 @@ __device__ __forceinline__ int sequence_of(const int* offsets, int num_seqs, int
   return low;
 }
 
-// Where a row of one side, queries or keys, stands: its sequence, its position there, and the tokens of that. A position
-// beyond them is padding; all are 0 outside all sequences.
+// Where a row of one side, queries or keys, stands: its sequence, its position there, and the tokens of that. A
+// position beyond them is padding; all are 0 outside all sequences.
 struct Place { int seq, position, length; };
 
 // lengths (2, num_seqs + 1): cu_seqlens and cu_seqlens_padded of the row's side.

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from thdattn.comm import Arrival
+from thdattn.memory import Bytes, Layer, Memory, num_bytes
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -64,7 +66,8 @@ class Keys:
             wait()
             (k, *_), (v, *_) = parts
             if not self.ordered:
-                own = [x[:, first : first + k.shape[1]] for x in (self.k, self.v)] if self.plan.cp_size > 1 else None
+                lacks_own = self.plan.cp_size > 1 and len(parts[0]) == 1  # parts of all ranks have them
+                own = [x[:, first : first + k.shape[1]] for x in (self.k, self.v)] if lacks_own else None
                 first += k.shape[1]
                 shapes = ((self.plan.key_rows, *x.shape[1:]) for x in (k, v))
                 into = None if kept is None else [engine.empty(shape, k.dtype) for shape in shapes]
@@ -92,19 +95,68 @@ def gather(
     """
     if comm.size == 1:  # rows are in sequence order already
         return Keys(k, v, plan, [Arrival([[k], [v]])], ordered=not plan.has_unseen_keys)
-    turns: list[Callable[[], Keys | None]] = plan.once("turns of gathers", lambda: [_nobody] * IN_FLIGHT)
-    turn = next((turn for turn, last in enumerate(turns) if _is_free(last())), None)
-    if turn is None:
+    turns: list[tuple[int, Callable[[], Keys | None]]] = plan.once(
+        "turns of gathers", lambda: [(turn, _nobody) for turn in range(IN_FLIGHT)])  # the last one at the end
+    free = next((number for number, (_, last) in enumerate(turns) if _is_free(last())), None)
+    if free is None:
         raise ValueError(
             f"gather was called with {IN_FLIGHT} gathers of this plan under way, wanted fewer, as each has buffers of "
             f"its own; call forward or backward with one of them first"
         )
-    shapes = [(comm.size * plan.local_key_rows, x.shape[1] // num_groups, x.shape[2]) for x in (k, v)]
-    recvs = [[plan.buffer(f"{name} of ranks {turn} {group}", shape, k.dtype)
-              for name, shape in zip("kv", shapes, strict=True)] for group in range(num_groups)]  # fmt: skip
-    keys = Keys(k, v, plan, comm.gather_heads((k, v), recvs, at_once), ordered=False)
-    turns[turn] = weakref.ref(keys)
+    turn, _ = turns[free]
+    keys = Keys(k, v, plan, comm.gather_heads((k, v), _Places(plan, turn, k, v, num_groups), at_once), ordered=False)
+    del turns[free]
+    turns.append((turn, weakref.ref(keys)))
     return keys
+
+
+def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
+    """Bytes of all that gather, forward and backward have made, for a layer with this plan, which needs no arrays."""
+    alone, groups = comm.size == 1, layer.num_groups
+    dims, sum_dtype = plan.head_dims, _sum_dtype(layer.dtype, alone)
+    num_gathered, share = comm.size * plan.local_key_rows, layer.num_kv_heads // groups
+
+    def rows_of(num_rows: int, heads: int, dtype: DTypeLike) -> list[int]:
+        return [num_bytes((num_rows, heads, width), dtype) for width in dims]
+
+    queries, outs = rows_of(plan.local_rows, layer.num_heads, layer.dtype)
+    keys, values = sends = rows_of(plan.local_key_rows, layer.num_kv_heads, layer.dtype)
+    forward = {"plan": engine.plan_bytes(plan)}
+    backward: Bytes = {}
+    if not alone:
+        in_place = int(comm.overlaps)  # the first group of keys, and the last of sums
+        gathered = sum(rows_of(num_gathered, share, layer.dtype))
+        forward["keys in rank order"] = IN_FLIGHT * (groups - in_place) * gathered
+        forward |= comm.gather_bytes(sends, groups)
+        partials = rows_of(plan.key_rows if groups == in_place else num_gathered, share, sum_dtype)
+        backward |= comm.sum_bytes(partials, groups)
+    if plan.has_unseen_keys if alone else not layer.keeps_keys:
+        forward["keys in sequence order"] = sum(rows_of(plan.key_rows, share, layer.dtype))
+    forward |= engine.forward_bytes(plan, layer)
+    backward |= engine.backward_bytes(plan, layer, sum_dtype, groups if alone else groups - in_place)
+    saved = {"q": queries, "k": keys, "v": values, "out": outs,
+             "lse": num_bytes((layer.num_heads, plan.local_rows), lse_dtype(layer.dtype))}  # fmt: skip
+    if layer.keeps_keys:
+        saved["kept keys"] = sum(rows_of(plan.key_rows, layer.num_kv_heads, layer.dtype))
+    return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
+
+
+class _Places(Sequence[list[Any]]):
+    """Where gathered keys and values of each group go, made when they are asked for."""
+
+    def __init__(self, plan: Plan, turn: int, k: Any, v: Any, num_groups: int) -> None:
+        self._plan, self._turn, self._arrays, self._num_groups = plan, turn, (k, v), num_groups
+
+    def __len__(self) -> int:
+        return self._num_groups
+
+    def __getitem__(self, group: Any) -> list[Any]:
+        if not 0 <= group < self._num_groups:
+            raise IndexError(group)
+        rows = self._plan.cp_size * self._plan.local_key_rows
+        return [self._plan.buffer(f"{name} of ranks {self._turn} {group}",
+                                  (rows, x.shape[1] // self._num_groups, x.shape[2]), x.dtype)
+                for name, x in zip("kv", self._arrays, strict=True)]  # fmt: skip
 
 
 def kept(saved: Sequence[tuple[Any, Any]], k: Any, v: Any, plan: Plan) -> Keys:
@@ -129,7 +181,7 @@ def forward(
     """
     rows, num_heads, _ = q.shape
     out = engine.empty((rows, num_heads, keys.v.shape[2]), q.dtype)
-    lse = engine.empty((num_heads, rows), np.promote_types(q.dtype, np.float32))
+    lse = engine.empty((num_heads, rows), lse_dtype(q.dtype))
     logits = []
     for heads, (k, v) in zip(_shares(num_heads, keys), keys.in_order(engine, kept), strict=True):
         into = out[:, heads], lse[heads]
@@ -159,11 +211,12 @@ def backward(
     dq = engine.empty(q.shape, q.dtype)
     # From now on, so that after an error too nobody gets the memory of dk and dv before their sums are there.
     sums = Sums(engine, plan, [] if alone else [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)], [])
-    sum_dtype = q.dtype if alone else np.promote_types(q.dtype, np.float32)
+    sum_dtype = _sum_dtype(q.dtype, alone)
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
     for heads, kv_heads, (k, v) in groups:
         in_place = comm.overlaps and at_once and heads.stop == q.shape[1]
         partials = comm.partials([x.shape for x in (k, v)], sum_dtype, engine.empty) if in_place else None
+        shares: list[Any] = []  # those of the last group make room
         _, *shares = engine.attn_bwd(
             dout[:, heads], q[:, heads], k, v, out[:, heads], lse[heads], plan, softmax_scale, sum_dtype,
             deterministic, (dq[:, heads], partials))  # fmt: skip
@@ -201,6 +254,16 @@ class Sums:
     def _wait(self) -> None:
         while self.waits:
             self.waits.pop(0)()
+
+
+def lse_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Of the log-sum-exp of inputs of a dtype."""
+    return np.promote_types(dtype, np.float32)
+
+
+def _sum_dtype(dtype: np.dtype[Any], alone: bool) -> np.dtype[Any]:
+    """In which dk and dv of inputs of a dtype are summed over ranks."""
+    return dtype if alone else np.promote_types(dtype, np.float32)
 
 
 def _shares(num_heads: int, keys: Keys) -> list[slice]:

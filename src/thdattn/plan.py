@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from thdattn.comm import Comm
+from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.packing import PackedBatch
 from thdattn.sharding import Sharding
 
@@ -51,6 +52,9 @@ class PlanArrays:
     lengths: Any = None
     offsets: Any = None
     stream: Any = None
+
+
+NO_ARRAYS = PlanArrays(*[None] * 8)  # of a plan that is asked for sizes alone
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -133,6 +137,12 @@ class Plan:
         """Rows of the key buffer: all rows of the packed keys, in sequence order."""
         return self.key_batch.total_rows
 
+    @property
+    def num_tiles(self) -> tuple[int, int]:
+        """Tiles of local query rows and of key rows."""
+        rows = self.local_rows, self.key_rows
+        return -(-rows[0] // self.tiles[0]), -(-rows[1] // self.tiles[1])
+
     @cached_property
     def has_unseen_keys(self) -> bool:
         """Whether some row of the key buffer, that no query sees, may hold NaN; True where only the GPU knows.
@@ -211,6 +221,10 @@ class Plan:
     def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """A work buffer of a name, shape and dtype, made on first use and kept: CUDA graphs find it where it was."""
         return self.once((name, shape, dtype), lambda: self.engine.empty(shape, dtype))
+
+    def held_bytes(self) -> int:
+        """Bytes of its work buffers that have been made."""
+        return sum(x.nbytes for x in list(self._kept.values()) if hasattr(x, "nbytes"))
 
     def make(self, launches: Callable[[], None]) -> None:
         """Calls launches, which make something that follows from the plan's arrays, now and after every refresh."""
@@ -309,6 +323,17 @@ class Plan:
         if x.shape[:1] != (num_rows,):
             raise ValueError(f"x has shape {x.shape}, wanted {num_rows} rows; {remedy}")
         return x
+
+
+def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) -> Bytes:
+    """Bytes of a rank's shares of dk and dv, where so many groups of heads have arrays of their own, one after another.
+
+    On one rank they are the results.
+    """
+    if plan.cp_size == 1 or not num_made:
+        return {}
+    shape = plan.key_rows, layer.num_kv_heads // layer.num_groups, sum(plan.head_dims)
+    return {"shares of dk and dv": num_bytes(shape, sum_dtype)}
 
 
 def host_arrays(

@@ -26,8 +26,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from thdattn.arguments import as_host_array, dlpack_device, unreadable
 from thdattn.cache import KVCache
+from thdattn.memory import Bytes, Layer
 from thdattn.packing import DLPACK_HOST, DLPACK_MANAGED, PackedBatch
-from thdattn.plan import Plan, PlanArrays, host_arrays
+from thdattn.plan import Plan, PlanArrays, host_arrays, shares_bytes
 from thdattn.sharding import Sharding
 
 Array = NDArray[Any]
@@ -102,6 +103,33 @@ def plan_arrays(
     """The arrays of a plan in NumPy; see plan.host_arrays. ValueError for lengths on a GPU."""
     sharding.batch.require_host("a plan of the reference engine")
     return host_arrays(sharding, cp_rank, window, tiles, key_batch)
+
+
+def plan_bytes(plan: Plan) -> int:
+    """Bytes of the arrays of a plan."""
+    rows, num_gathered = plan.local_rows, plan.cp_size * plan.local_key_rows
+    return 4 * (4 * rows + 2 * plan.key_rows + num_gathered + 2 * sum(plan.num_tiles)) + rows
+
+
+def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
+    """Bytes of the work buffers of attn_fwd by name: none."""
+    return {}
+
+
+def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) -> Bytes:
+    """Bytes of the work buffers of attn_bwd by name.
+
+    Args:
+        layer: of which attn_bwd gets a group of heads at a time.
+        sum_dtype: of dk and dv.
+        num_made: of so many groups it makes the arrays of dk and dv itself.
+    """
+    return shares_bytes(plan, layer, sum_dtype, num_made)
+
+
+def free_bytes(wanted: int) -> int | None:
+    """Bytes of memory that are free, if they are fewer than wanted; None: they are not, or nobody knows, as here."""
+    return None
 
 
 def plan_backward(plan: Plan) -> None:
@@ -218,7 +246,7 @@ def attn_bwd(
     dq, shares = into or (np.empty(q.shape, q.dtype), None)
     dq[...] = 0
     dq[rows] = _ungroup_heads(grad_q * scale).astype(q.dtype)
-    dk, dv = shares or [np.empty(x.shape, kv_grad_dtype) for x in (k, v)]
+    dk, dv = shares or [empty(x.shape, kv_grad_dtype) for x in (k, v)]
     dk[...], dv[...] = (x.swapaxes(0, 1) for x in (grad_k, grad_v))
     return dq, dk, dv
 
@@ -316,7 +344,8 @@ def to_sequence_order(
     """
     owned = plan.rank_order >= 0
 
-    k, v = into or [np.empty((plan.key_rows, *parts[0].shape[1:]), parts[0].dtype) for parts in (k_parts, v_parts)]
+    k, v = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
+                    for name, parts in (("k", k_parts), ("v", v_parts))]
     for x, parts, mine in zip((k, v), (k_parts, v_parts), own or (None, None), strict=True):
         x[...] = 0
         x[plan.rank_order[owned]] = np.concatenate(parts)[owned]

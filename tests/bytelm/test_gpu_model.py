@@ -116,6 +116,13 @@ def test_rope(cupy, cuda, rows, heads, kv_heads, head_dim):
     parts = cuda.rope_forward(cupy.asarray(qkv), rotation, heads, kv_heads)
     for actual, expected in zip(parts, layers.rope_forward(qkv64, rotation64, heads, kv_heads), strict=True):
         assert_close(actual, expected)
+    q, k, v = parts
+    whole, columns = cupy.asarray(qkv), heads * head_dim
+    alone = (*cuda.rope_forward(whole[:, :columns], rotation, heads, 0),
+             *cuda.rope_forward(whole[:, columns:], rotation, 0, kv_heads))
+    nothing = cupy.empty((rows, 0, head_dim), q.dtype)
+    for actual, expected in zip(alone, (q, nothing, nothing, nothing, k, v), strict=True):
+        assert actual.shape == expected.shape and to_host(actual).tobytes() == to_host(expected).tobytes()
     grads, grads64 = zip(*(normal(rows, n, head_dim) for n in (heads, kv_heads, kv_heads)), strict=True)
     dqkv = cuda.rope_backward(*map(cupy.asarray, grads), rotation)
     assert_close(dqkv, layers.rope_backward(*grads64, rotation64))

@@ -272,8 +272,9 @@ def test_files_that_cannot_be_written_fail_before_the_first_step(documents, tmp_
 # --- measuring -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_attention_is_timed_and_its_pairs_are_counted_over_all_layers(documents, cp_size):
+@pytest.mark.parametrize(("cp_size", "calls"), [(1, ("forward", "dq", "dk, dv")),
+                                                (2, ("gather", "forward", "dq", "dk, dv"))])
+def test_attention_is_timed_and_its_pairs_are_counted_over_all_layers(documents, cp_size, calls):
     def measured(comm):
         trainer = train.Trainer(Grid.of(comm), SIZES["tiny"], "reference", "dual_chunk", 0)
         packing = data.Packing.of(160, comm.size, "dual_chunk")
@@ -291,7 +292,7 @@ def test_attention_is_timed_and_its_pairs_are_counted_over_all_layers(documents,
         products = 2 + 5
         flops = 2 * products * visible * config.heads * config.head_dim
         assert trainer.model.attention_flops(batch.batch) == flops
-        assert len(result.attention_spans) == 2 * config.layers
+        assert len(result.attention_spans) == len(calls) * config.layers
         in_attention = sum(trainer.clock.seconds(*span) for span in result.attention_spans)
         assert 0 < in_attention < trainer.clock.seconds(*result.span)
         assert trainer.attention_tflops(result) == pytest.approx(flops / cp_size / in_attention / 1e12)

@@ -1,9 +1,9 @@
 """Training with every kind of CUDA graphs against training without, bit for bit, on all ranks of a launcher.
 
-    train_graph_ranks.py FOLDER CP
+    train_graph_ranks.py FOLDER CP KEEP
 
-CP ranks share each micro-batch. Two ranks at most: of more, NCCL may add in another order where a graph has its
-buffers registered.
+CP ranks share each micro-batch; KEEP is 1 if forwards keep the keys of all ranks for the backward, else 0. Two ranks at
+most: of more, NCCL may add in another order where a graph has its buffers registered.
 """
 
 from __future__ import annotations
@@ -19,22 +19,30 @@ from test_train_graphs import EVERY_WAY, way_id
 
 import thdattn
 
+
+def trainer(**graphs):
+    made = runs.trainer(comm, "cuda", cp_size=cp_size, **graphs)
+    for attention in made.model.attentions:
+        attention.keep_keys = keep_keys
+    return made
+
+
 with thdattn.comm.init("nccl") as comm:
-    cp_size = int(sys.argv[2])
+    cp_size, keep_keys = int(sys.argv[2]), sys.argv[3] == "1"
     batches = runs.batches(Path(sys.argv[1]), 60, 512, cp_size)
     room = max(batch.batch.num_seqs for batch in batches) - 1
     too_large = next(batch for batch in batches if batch.batch.num_seqs > room)
     held_back = [batches[0], too_large, *batches[2:5]]  # fits one of two groups; and five are not shared evenly
-    expected = runs.run(runs.trainer(comm, "cuda", cp_size=cp_size), batches, held_back, 2, 10)
+    expected = runs.run(trainer(), batches, held_back, 2, 10)
     for way in EVERY_WAY:
-        trainer = runs.trainer(comm, "cuda", cp_size=cp_size, max_packed_seqs=room, **way)
-        found = runs.run(trainer, batches, held_back, 2, 10)
+        made = trainer(max_packed_seqs=room, **way)
+        found = runs.run(made, batches, held_back, 2, 10)
         assert 0 < found.eager_steps[-1] < 15, found.eager_steps
-        assert runs.num_captured(trainer) > 0, way
+        assert runs.num_captured(made) > 0, way
         same = (found.numbers, found.validations, found.weights) == (
             expected.numbers, expected.validations, expected.weights)
         assert same, f"{way_id(way)}: {found.numbers[-1]}, wanted {expected.numbers[-1]}"
         if comm.rank == 0:
             print(f"{way_id(way)}: bitwise the same", flush=True)
         if way["impl"] == "local":
-            trainer.graphs.close()  # the others end with the comm
+            made.graphs.close()  # the others end with the comm

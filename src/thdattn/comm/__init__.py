@@ -83,8 +83,8 @@ def nothing() -> None:
 class Arrival(NamedTuple):
     """Rows of all ranks that have been asked for.
 
-    parts: of each array, those that make up its rows, one after another and equally many: one, or one a rank, of which
-        this rank's own may be without content. They may lie in the memory of other GPUs.
+    parts: of each array, those that make up its rows, one after another and equally many: one, in which the rows of
+        this rank itself may be missing, or one a rank, which may lie in the memory of other GPUs.
     wait: to be called before they are read, and `done` after that; on a GPU it is the current stream that waits.
     """
 
@@ -190,8 +190,8 @@ class Comm(Checks, ABC):
 
         Args:
             sends: arrays (rows, heads, width), such as k and v.
-            recvs: of each group, as many arrays (size * rows, heads of the group, width); the groups' heads follow each
-                other, and are all of the array's. Overwritten, or not used if the rows can be read where they are.
+            recvs: of each group, as many arrays (size * rows, heads of the group, width). Groups have equally many
+                heads, which follow each other. Overwritten, or not asked for if the rows can be read where they are.
             at_once: the groups are asked for next, one after another, with no other call between; else at any time.
 
         Returns:
@@ -208,12 +208,12 @@ class Comm(Checks, ABC):
     def partials(
         self, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, empty: Callable[[tuple[int, ...], DTypeLike], Any]
     ) -> list[Any]:
-        """Arrays for what the next call, of sum_rows, adds up: in memory that other ranks see where there is such.
+        """Arrays for what is to be added up by the next call, sum_rows or sum_in_place.
 
         Args:
             shapes: of the arrays, (size * rows, heads, width).
             dtype: in which they are added.
-            empty: what makes an array of a shape and dtype where they need no memory of their own kind.
+            empty: makes an array of a shape and dtype; not used where they lie in memory that other ranks see.
         """
         return [empty(shape, dtype) for shape in shapes]
 
@@ -251,7 +251,19 @@ class Comm(Checks, ABC):
         self._check_open()
         self._barrier()
 
-    def agree(self, name: str, value: int) -> None:
+    def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
+        """Bytes of what gather_heads makes for arrays of so many bytes, beside what it is given; by name."""
+        return {"copies to send": max(sends) // num_groups} if num_groups > 1 else {}
+
+    def sum_bytes(self, partials: Sequence[int], num_groups: int) -> dict[str, int]:
+        """Bytes of what `partials` and sum_rows make, where the arrays of each group have so many; by name."""
+        return {"partial sums": sum(partials), "sums": sum(partials) // self.size}
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of what gather_bytes and sum_bytes name, that is there already, for all that needs no more."""
+        return {}
+
+    def agree(self, name: str, value: int, refusal: str = "") -> None:
         """Check that every rank holds the same number, such as the hash of a plan.
 
         Costs a message over the host, so it is meant for once per plan, not once per layer.
@@ -259,14 +271,17 @@ class Comm(Checks, ABC):
         Args:
             name: what the number is, for the message.
             value: any int; a flag is 0 or 1.
+            refusal: why this rank cannot go on, with the remedy, whatever the numbers are; "": it can.
 
         Raises:
             TypeError: value is not an integer.
-            ValueError: on every rank, naming the ranks that differ from rank 0.
+            ValueError: on every rank, with the refusals of all ranks, or naming the ranks that differ from rank 0.
         """
         self._check_open()
         number = int(value) if isinstance(value, (bool, np.bool_)) else as_int("value", value)
-        values = self._gather_values(number)
+        values, refusals = zip(*self._gather_values((number, refusal)), strict=True)
+        if any(refusals):
+            raise ValueError("; ".join(f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why))
         differing = [rank for rank, other in enumerate(values) if other != values[0]]
         if differing:
             found = ", ".join(f"rank {rank} has {values[rank]}" for rank in differing)
@@ -362,7 +377,8 @@ class Comm(Checks, ABC):
     def _barrier(self) -> None: ...
 
     @abstractmethod
-    def _gather_values(self, value: int) -> Sequence[int]: ...
+    def _gather_values(self, value: Any) -> Sequence[Any]:
+        """What every rank passed, in rank order: small things of Python's own."""
 
     @abstractmethod
     def _split(self, color: int, key: int) -> Comm: ...
@@ -400,16 +416,14 @@ class SingleComm(Comm):
     def _barrier(self) -> None:
         pass
 
-    def _gather_values(self, value: int) -> Sequence[int]:
+    def _gather_values(self, value: Any) -> Sequence[Any]:
         return [value]
 
     def _split(self, color: int, key: int) -> Comm:
         return SingleComm()
 
 
-def init(
-    backend: str = "auto", world: Any = None, timeout: float = 60.0, transport: str = "auto"
-) -> Comm:
+def init(backend: str = "auto", world: Any = None, timeout: float = 60.0, transport: str = "auto") -> Comm:
     """Join this process's ranks.
 
     "auto" is "single" unless an MPI launcher started several ranks; then "nccl" if every rank has a GPU of its own,
@@ -422,18 +436,20 @@ def init(
         timeout: seconds after which a collective that has not completed ends all ranks of the job, at most
             threading.TIMEOUT_MAX (centuries); groups inherit it. "single" waits for nobody.
         transport: of keys, values and their gradients between GPUs: "peer", copies between the GPUs of one machine,
-            which go on beside kernels; "nccl"; or "auto": peer where it works.
+            which go on beside kernels; "nccl"; or "auto": peer where it works on all ranks. The comm's repr says which
+            it is, and why not peer. Other backends take no notice of it.
 
     Returns:
         A comm whose rank and size are those of world ("single": 0 and 1).
 
     Raises:
-        TypeError: backend is no str, timeout no number, or world no communicator of mpi4py or one between two groups.
-        ValueError: unknown backend; timeout is not positive and finite; world is MPI.COMM_NULL; or "single" with a
-            world of several ranks.
-        RuntimeError: MPI, CuPy, NCCL or a GPU is missing; two ranks share a GPU; or MPI sees another number of ranks
-            than the launcher started, as below torchrun (see from_torch) and below srun without --mpi. Errors of GPUs
-            and NCCL are raised on every rank.
+        TypeError: backend or transport is no str, timeout no number, or world no communicator of mpi4py or one between
+            two groups.
+        ValueError: unknown backend or transport; timeout is not positive and finite; world is MPI.COMM_NULL; or
+            "single" with a world of several ranks.
+        RuntimeError: MPI, CuPy, NCCL or a GPU is missing; two ranks share a GPU; transport is "peer", but a rank does
+            not see the others' memory; or MPI sees another number of ranks than the launcher started, as below torchrun
+            (see from_torch) and below srun without --mpi. Errors of GPUs and NCCL are raised on every rank.
     """
     from thdattn.comm import start
 

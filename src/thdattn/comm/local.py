@@ -161,7 +161,7 @@ class LocalComm(Comm):
     def _barrier(self) -> None:
         self._meeting.exchange(self.rank, "barrier", None)
 
-    def _gather_values(self, value: int) -> Sequence[int]:
+    def _gather_values(self, value: Any) -> Sequence[Any]:
         return self._meeting.exchange(self.rank, "agree", value)
 
     def _split(self, color: int, key: int) -> Comm:

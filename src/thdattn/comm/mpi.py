@@ -58,9 +58,9 @@ class MpiComm(Comm):
         with self.watched("barrier"):
             self._world.Barrier()
 
-    def _gather_values(self, value: int) -> Sequence[int]:
+    def _gather_values(self, value: Any) -> Sequence[Any]:
         with self.watched("agree"):
-            values: list[int] = self._world.allgather(value)
+            values: list[Any] = self._world.allgather(value)
         return values
 
     def _split(self, color: int, key: int) -> Comm:

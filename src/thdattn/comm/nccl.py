@@ -1,5 +1,7 @@
 """NCCL ranks: GPU arrays through CuPy's NCCL, one process and one GPU per rank, found through MPI.
 
+Keys, values and their gradients go through peer memory (peer.py) where every rank can have that.
+
 Starting NCCL is where such programs hang: a rank that fails alone leaves the others in a call without a timeout. So
 each step of the start is tried on every rank, its outcome (ok, result or error) is exchanged over MPI, and either all
 ranks go on or all raise.
@@ -55,9 +57,13 @@ class NcclComm(Comm):
         world: the MPI communicator of its ranks, for this comm alone, which frees it in the end.
         gpus: every rank's GPU, in rank order, from choose(). This rank's becomes CuPy's current device.
         timeout: seconds that a collective may take once the GPU has come to it, and its start so many times more.
+        transport: of keys, values and their gradients: "peer", "nccl" or "auto", see thdattn.comm.init.
+
+    Attributes:
+        no_peer_memory: why keys, values and their gradients travel by NCCL; "" if they travel through peer memory.
 
     Raises:
-        RuntimeError: on every rank, if NCCL could not start on one.
+        RuntimeError: on every rank, if NCCL could not start on one, or if transport is "peer" and one cannot have it.
     """
 
     name = "nccl"
@@ -83,6 +89,10 @@ class NcclComm(Comm):
         self._transport = transport
         self.overlaps = self._peer is not None
         atexit.register(self.close)  # runs before mpi4py's MPI_Finalize
+
+    def __repr__(self) -> str:
+        taken = f"'nccl': {self.no_peer_memory}" if self.no_peer_memory else "'peer'"
+        return f"<NcclComm rank {self.rank} of {self.size}, transport {taken}>"
 
     def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
         stream = self._cupy.cuda.get_current_stream()
@@ -142,6 +152,19 @@ class NcclComm(Comm):
         with self.watched("sum of gradients", results[0]):
             self._peer.sum_in_place(partials, rows, results)
 
+    def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
+        if self._peer is None:
+            return super().gather_bytes(sends, num_groups)
+        return dict(self._peer.gather_bytes(sends))
+
+    def sum_bytes(self, partials: Sequence[int], num_groups: int) -> dict[str, int]:
+        if self._peer is None:
+            return super().sum_bytes(partials, num_groups)
+        return dict(self._peer.sum_bytes(partials, num_groups))
+
+    def held_bytes(self) -> dict[str, int]:
+        return {} if self._peer is None else dict(self._peer.held_bytes())
+
     def _watched_wait(self, what: str, wait: Callable[[], None]) -> Callable[[], None]:
         """A wait of the current stream for another one that itself waits for other ranks."""
 
@@ -156,9 +179,9 @@ class NcclComm(Comm):
         with self._watch.waiting("barrier"):
             self._world.Barrier()
 
-    def _gather_values(self, value: int) -> Sequence[int]:
+    def _gather_values(self, value: Any) -> Sequence[Any]:
         with self._watch.waiting("agree"):
-            values: list[int] = self._world.allgather(value)
+            values: list[Any] = self._world.allgather(value)
         return values
 
     def _split(self, color: int, key: int) -> Comm:

@@ -41,6 +41,8 @@ _MEM_OP = np.dtype({
 _HIGHEST = -5  # of the priorities of streams
 _SUM_BLOCKS = 528  # of 256 threads: enough to keep memory and links busy on the largest GPUs
 
+_WINDOWS = {"gather": "windows of keys", "sum": "windows of sums"}  # what they are called, by use
+
 Wait = Callable[[], None]
 
 
@@ -57,7 +59,7 @@ class Window:
         self._rank, self.num_bytes = world.rank, num_bytes
         flags = np.zeros((2, world.size, _FLAG_BYTES), np.uint8)  # ready, taken
         flags[1, :, 0] = 1  # nobody has anything to read yet
-        self._header = -(-flags.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._header = _header(world.size)
         self._memory = cupy.cuda.Memory(self._header + num_bytes)  # not of a pool, whose pieces have no handles
         runtime = cupy.cuda.runtime
         runtime.memcpy(self._memory.ptr, flags.ctypes.data, flags.nbytes, runtime.memcpyHostToDevice)
@@ -91,15 +93,14 @@ class Window:
         shape, strides = (rows, piece.width // width // like.itemsize, width), (piece.pitch, *like.strides[1:])
         return cupy.ndarray(shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
-    def close(self) -> None:
-        """Gives up the other ranks' memory, and then this rank's."""
+    def unmap(self) -> None:
+        """Gives up the other ranks' memory; when all have done so, this rank's may go too."""
         import cupy
 
         for rank, at in enumerate(self._at):
             if rank != self._rank:
                 cupy.cuda.runtime.ipcCloseMemHandle(at)
         self._at = []
-        self._memory = None
 
 
 class _MemOps:
@@ -126,16 +127,17 @@ class PeerMemory:
 
     Args:
         world: the MPI communicator of all ranks, all on this machine.
+        made_of: what windows are made of; measurements pass another one.
     """
 
-    def __init__(self, world: Any) -> None:
+    def __init__(self, world: Any, made_of: type[Window] = Window) -> None:
         import cupy
 
-        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._cupy, self._runtime, self._made_of = cupy, cupy.cuda.runtime, made_of
         self._world, self.rank, self.size = world, world.rank, world.size
         # Of a priority of its own, so that it shares no hardware queue with a stream that waits for it.
         self._pulls = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
-        self._windows: dict[str, list[list[Window]]] = {}  # by use, of both turns, all sizes
+        self._windows: dict[str, tuple[list[Window], list[Window]]] = {}  # by use, of both turns, all sizes
         self._turns: dict[str, Any] = {}
         self._routes: dict[Any, _Route] = {}
         self._last = cupy.cuda.get_current_stream()
@@ -144,7 +146,7 @@ class PeerMemory:
         self._probe()
 
     def _probe(self) -> None:
-        """Sends a number around, as there are machines where a call is refused."""
+        """Takes every step once, as there are machines that refuse one."""
         window = self._window("gather", 1 << 16)
         stream = self._cupy.cuda.get_current_stream()
         for step in (window.free, window.publish, window.arrive, window.take):
@@ -164,12 +166,18 @@ class PeerMemory:
 
     def _window(self, use: str, num_bytes: int) -> Window:
         """The window of a use whose turn it is, with room for so many bytes."""
-        turns = self._windows.setdefault(use, [[], []])
+        turns = self._windows.setdefault(use, ([], []))
         windows = turns[next(self._turns.setdefault(use, itertools.cycle((0, 1))))]
         if not windows or windows[-1].num_bytes < num_bytes:
-            windows.append(Window(self._world, _roomy(num_bytes)))
-        window: Window = windows[-1]
-        return window
+            for each in turns:  # both, as a capture after this call finds the other one
+                each.append(self._made(num_bytes))
+        return windows[-1]
+
+    def _made(self, num_bytes: int) -> Window:
+        if self._cupy.cuda.get_current_stream().is_capturing():
+            raise RuntimeError(f"a captured call needs {num_bytes} bytes that all ranks see, which cannot be made in a "
+                               f"capture; call it once before, or use warmup_steps of 1 or more")
+        return self._made_of(self._world, _roomy(num_bytes))
 
     def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool) -> list[Arrival]:
         """See Comm.gather_heads. At once, the first group, which hides behind nothing, is read where it lies."""
@@ -199,9 +207,9 @@ class PeerMemory:
         return arrivals
 
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
-        key = *((x.shape, x.dtype) for x in sends), *(parts[0].shape[1] for parts in recvs)
+        key = len(recvs), *((x.shape, x.dtype) for x in sends)
         if key not in self._routes:
-            self._routes[key] = _Route(sends, recvs)
+            self._routes[key] = _Route(sends, len(recvs))
         return self._routes[key]
 
     def partials(self, shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[Any]:
@@ -210,6 +218,25 @@ class PeerMemory:
         self._summing = self._window("sum", num_bytes)
         self._summing.free(self.enter())
         return [self._summing.array(offset, shape, dtype) for offset, shape in zip(offsets, shapes, strict=True)]
+
+    def gather_bytes(self, sends: Sequence[int]) -> dict[str, int]:
+        """See Comm.gather_bytes."""
+        return {_WINDOWS["gather"]: self._both(_roomy(_offsets(sends)[-1]))}
+
+    def sum_bytes(self, partials: Sequence[int], num_groups: int) -> dict[str, int]:
+        """See Comm.sum_bytes. All groups but the last one, which is summed in place, are pulled."""
+        pulled = {"pulled sums": _roomy(sum(partials))} if num_groups > 1 else {}
+        return {_WINDOWS["sum"]: self._both(_roomy(_offsets(partials)[-1])), **pulled}
+
+    def held_bytes(self) -> dict[str, int]:
+        """See Comm.held_bytes."""
+        held = {_WINDOWS[use]: self._both(min(windows[-1].num_bytes for windows in turns))
+                for use, turns in self._windows.items() if all(turns)}
+        return held | ({"pulled sums": self._scratch[False][-1].size} if self._scratch[False] else {})
+
+    def _both(self, num_bytes: int) -> int:
+        """Of the two windows of a use."""
+        return 2 * (_header(self.size) + num_bytes)
 
     def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Wait:
         """See Comm.sum_rows."""
@@ -256,11 +283,13 @@ class PeerMemory:
         """Gives back all windows; called by all ranks, when no graph holds one any more."""
         self._pulls.synchronize()
         self._cupy.cuda.get_current_stream().synchronize()
-        self._world.Barrier()  # nobody reads here any more
+        self._world.Barrier()  # nobody reads elsewhere any more
         for turns in self._windows.values():
             for window in itertools.chain(*turns):
-                window.close()
+                window.unmap()
+        self._world.Barrier()  # nobody has this rank's memory mapped
         self._windows.clear()
+        self._routes.clear()
 
     def _arrival(self, stream: Any) -> Wait:
         """What has the current stream wait for all pulls so far, and the one that asked for them.
@@ -321,23 +350,20 @@ class _Slice(NamedTuple):
 
 
 class _Route:
-    """What gather_heads copies, of arrays of some shapes.
+    """What gather_heads copies, of arrays of some shapes in so many groups of heads.
 
     parts: where each array begins in a window; num_bytes: of all.
     groups: of each group, a slice of every array.
     """
 
-    def __init__(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> None:
+    def __init__(self, sends: Sequence[Any], num_groups: int) -> None:
         *self.parts, self.num_bytes = _offsets([x.nbytes for x in sends])
-        self.groups: list[list[_Slice]] = []
-        firsts = list(self.parts)
-        for places in recvs:
-            slices = []
-            for i, (send, place) in enumerate(zip(sends, places, strict=True)):
-                width, pitch = (x.shape[1] * x.shape[2] * x.itemsize for x in (place, send))
-                slices.append(_Slice(firsts[i], width, pitch, len(send)))
-                firsts[i] += width
-            self.groups.append(slices)
+        pitches = [x.shape[1] * x.shape[2] * x.itemsize for x in sends]
+        self.groups = [
+            [_Slice(part + group * (pitch // num_groups), pitch // num_groups, pitch, len(send))
+             for part, pitch, send in zip(self.parts, pitches, sends, strict=True)]
+            for group in range(num_groups)
+        ]  # fmt: skip
         self._in_place: dict[Window, Sequence[Sequence[Any]]] = {}
 
     def in_place(self, window: Window, sends: Sequence[Any], size: int) -> Sequence[Sequence[Any]]:
@@ -362,6 +388,11 @@ def obstacle(hostnames: Sequence[str]) -> str | None:
 def _offsets(sizes: Sequence[int]) -> list[int]:
     """Where each of some arrays begins when they lie behind each other, and where the last one ends."""
     return list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+
+
+def _header(size: int) -> int:
+    """Bytes of a window before what it holds: two flags of each rank."""
+    return -(-2 * size * _FLAG_BYTES // _ALIGNMENT) * _ALIGNMENT
 
 
 def _roomy(num_bytes: int) -> int:

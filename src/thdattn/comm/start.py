@@ -51,4 +51,7 @@ def _with_gpus(backend: str, world: Any, timeout: float, transport: str) -> Comm
             level = logging.WARNING if any(found for found, _ in answers) else logging.INFO
             logger.log(level, "thdattn.comm.init uses MPI and host arrays, not NCCL: %s", error)
         return mpi.MpiComm(world, timeout)
-    return nccl.NcclComm(world, gpus, timeout, transport)
+    comm = nccl.NcclComm(world, gpus, timeout, transport)
+    if world.rank == 0:
+        logger.info("thdattn.comm.init made %r", comm)
+    return comm

@@ -84,9 +84,8 @@ class TorchComm(Comm):
             self._cupy.cuda.get_current_stream().synchronize()
         self._gather_values(0)  # not torch's barrier, which must guess a GPU where a group has two backends
 
-    def _gather_values(self, value: int) -> Sequence[int]:
-        values: list[int] = self._gather_objects(value)
-        return values
+    def _gather_values(self, value: Any) -> Sequence[Any]:
+        return self._gather_objects(value)
 
     def _gather_objects(self, value: Any) -> list[Any]:
         values = [None] * self.size

@@ -8,17 +8,18 @@ thd_attn_bwd without dq and thd_attn_bwd_dq.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn import jit
+from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Gpu, Launch, layout
 from thdattn.ops.plan import reorder
-from thdattn.plan import Plan
+from thdattn.plan import Plan, shares_bytes
 from thdattn.structs import BACKWARD_SIZE, GRADIENTS
 from thdattn.tiles import STATS_ROWS, TILES, BackwardWideSm90, Tiles
 
@@ -43,7 +44,7 @@ def attn_bwd(
         dq[...], dk[...], dv[...] = 0, 0, 0
         return dq, dk, dv
     gpu, row = launch.this_gpu(), TILES[q.shape[2], v.shape[2]]
-    hopper = gpu.sm90 and (row.backward_sm90.has_deterministic or not deterministic)
+    hopper = _is_hopper(gpu, row, deterministic)
     if not hopper and not q.flags.c_contiguous:  # the portable kernels take whole rows
         dout, q, out = map(cupy.ascontiguousarray, (dout, q, out))
     launches = plan.once(
@@ -57,6 +58,73 @@ def attn_bwd(
     return dq, dk, dv
 
 
+def _is_hopper(gpu: Gpu, row: Tiles, deterministic: bool) -> bool:
+    return gpu.sm90 and (row.backward_sm90.has_deterministic or not deterministic)
+
+
+def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) -> Bytes:
+    """Bytes of the work buffers of attn_bwd by name; see reference.backward_bytes."""
+    gpu, row, rows = launch.this_gpu(), TILES[plan.head_dims], plan.local_rows
+    if not (rows and plan.key_rows):
+        return {}
+    heads, kv_heads = layer.num_heads // layer.num_groups, layer.num_kv_heads // layer.num_groups
+    group_q, group_out = (num_bytes((rows, heads, width), layer.dtype) for width in plan.head_dims)
+    made = {"delta": num_bytes(_stats_shape(rows, heads), np.float32)}
+    if not _is_hopper(gpu, row, layer.deterministic):
+        made["dq in float32"] = num_bytes(_dq_accum_shape(rows, heads, row, layer.deterministic), np.float32)
+        if layer.num_groups > 1:
+            made["a group's dout, q, out and dq"] = 2 * (group_q + group_out)
+        return made | shares_bytes(plan, layer, sum_dtype, num_made)
+    variants = ([True] if num_made else []) + ([False] if num_made < layer.num_groups else [])
+    accums = [_accum(gpu, row, plan, heads, kv_heads, np.dtype(sum_dtype), layer.deterministic, makes_shares)
+              for makes_shares in variants]
+    made["gradients in float32"] = sum(num_bytes(accum.shape, np.float32) for accum in accums)
+    made["shares of dq"] = num_bytes(_shares_shape(row, rows), np.int32)
+    if accums[0].deterministic:
+        made["order of tiles"] = num_bytes(plan.num_tiles[1:], np.int32)
+    if plan.has_blind_queries:
+        made["q and dout without padding"] = group_q + group_out + num_bytes((rows,), np.int32)
+    return made
+
+
+class _Accum(NamedTuple):
+    """What the accumulators of the Hopper kernels are made of: floats of dk and dv, and of dq, and semaphores.
+
+    deterministic: whether thread blocks wait for each other. num_splits: of the query heads of a kv head.
+    semaphore_rows: of a kv head, for each of dk and dv, behind the semaphores of dq.
+    """
+
+    deterministic: bool
+    num_splits: int
+    dkv_size: int
+    dq_size: int
+    dq_semaphores: int
+    semaphore_rows: int
+    num_semaphores: int
+
+    @property
+    def shape(self) -> tuple[int]:
+        """Of all in one array."""
+        return (self.dkv_size + self.dq_size + -(-self.num_semaphores // 4) * 4,)
+
+
+def _accum(gpu: Gpu, row: Tiles, plan: Plan, num_heads: int, num_kv_heads: int, dkv_dtype: np.dtype[Any],
+           deterministic: bool, makes_shares: bool) -> _Accum:
+    tiles, num_tiles, (head_dim, v_head_dim) = row.backward_sm90, plan.num_tiles[1], plan.head_dims
+    stats_rows, wide = _stats_rows(plan.local_rows), isinstance(tiles, BackwardWideSm90)
+    deterministic = deterministic or (not wide and num_tiles > MAX_SHARES)
+    num_splits = 1
+    if not deterministic:
+        group = num_heads // num_kv_heads
+        num_splits = scheduler.splits_per_kv_head(gpu, plan, num_tiles, num_kv_heads, group, head_dim)
+    # dk and dv of several splits are accumulated in float32, which may be the dtype that they are wanted in.
+    adds_elsewhere = makes_shares if dkv_dtype == np.float32 else num_splits > 1
+    dkv_size = plan.key_rows * num_kv_heads * (head_dim + v_head_dim) if adds_elsewhere else 0
+    dq_semaphores, semaphore_rows = stats_rows // 64 * num_heads, num_tiles * tiles.tile_n // 16
+    return _Accum(deterministic, num_splits, dkv_size, stats_rows * num_heads * head_dim, dq_semaphores,
+                  semaphore_rows, dq_semaphores + 2 * semaphore_rows * num_kv_heads)
+
+
 class _Hopper:
     """The launches on Hopper. Accumulators of dq have a layout of their own; it is rounded once."""
 
@@ -64,35 +132,26 @@ class _Hopper:
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any],
                  deterministic: bool, makes_shares: bool) -> None:
-        tiles, dtype, num_tiles = row.backward_sm90, q.dtype.name, plan.arrays.key_tiles.shape[1]
-        (num_rows, num_heads, head_dim), (num_keys, num_kv_heads, _) = q.shape, k.shape
+        tiles, dtype, num_tiles = row.backward_sm90, q.dtype.name, plan.num_tiles[1]
+        (num_rows, num_heads, _), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows, wide = num_heads // num_kv_heads, _stats_rows(num_rows), isinstance(tiles, BackwardWideSm90)
-        deterministic = deterministic or (not wide and num_tiles > MAX_SHARES)
-        num_splits = 1
-        if not deterministic:
-            num_splits = scheduler.splits_per_kv_head(gpu, plan, num_tiles, num_kv_heads, group, head_dim)
-        splits = num_kv_heads * num_splits
+        room = _accum(gpu, row, plan, num_heads, num_kv_heads, dkv_dtype, deterministic, makes_shares)
+        deterministic, splits = room.deterministic, num_kv_heads * room.num_splits
 
-        # dk and dv of several splits are accumulated in float32, which may be the dtype that they are wanted in.
         self.dkv_dtype = dkv_dtype
-        adds_elsewhere = makes_shares if dkv_dtype == np.float32 else num_splits > 1
-        dkv_size = k.size + v.size if adds_elsewhere else 0
-        dq_size, dq_semaphores = stats_rows * num_heads * head_dim, stats_rows // 64 * num_heads
-        semaphore_rows = num_tiles * tiles.tile_n // 16
-        num_semaphores = dq_semaphores + 2 * semaphore_rows * num_kv_heads
-        accum = plan.buffer("accum", (dkv_size + dq_size + -(-num_semaphores // 4) * 4,), np.float32)
-        self.dkv_accum, self.dq_accum = accum[:dkv_size], accum[dkv_size:][:dq_size]
-        semaphores = accum[dkv_size + dq_size :]
-        self.grad_semaphores = semaphores[dq_semaphores:]
+        accum = plan.buffer("accum", room.shape, np.float32)
+        self.dkv_accum, rest_of_accum = accum[: room.dkv_size], accum[room.dkv_size :]
+        self.dq_accum, semaphores = rest_of_accum[: room.dq_size], rest_of_accum[room.dq_size :]
+        self.grad_semaphores = semaphores[room.dq_semaphores :]
         # The first share of a claimed accumulator is stored; only semaphores have to be zero. Wide heads claim no dq.
-        stats, self.delta = _delta(row, q, v, plan, accum[dkv_size:] if wide else semaphores)
+        stats, self.delta = _delta(row, q, v, plan, rest_of_accum if wide else semaphores)
 
         together = 1 if deterministic else tiles.together
         order, how = scheduler.schedule(gpu, plan, plan.arrays.key_tiles, splits, together)
         if deterministic:  # a block that waits for others finds them at work
             order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
-        size = np.array((num_rows, num_keys, stats_rows, num_tiles, splits, *how, group // num_splits, group,
-                         num_kv_heads, semaphore_rows, launch.row_heads(q)), BACKWARD_SIZE)[()]
+        size = np.array((num_rows, num_keys, stats_rows, num_tiles, splits, *how, group // room.num_splits,
+                         group, num_kv_heads, room.semaphore_rows, launch.row_heads(q)), BACKWARD_SIZE)[()]
         shares = shares_of(row, plan)
         rest = plan.query_ranges, shares, order, cupy.zeros(1, np.int32), size
         grid = (min(gpu.multiprocessors, num_tiles * splits),)
@@ -136,7 +195,7 @@ def shares_of(row: Tiles, plan: Plan) -> Array:
     tiles = row.backward_sm90
 
     def make() -> Array:
-        shares = launch.empty((_stats_rows(plan.local_rows) // tiles.tile_m,), np.int32)
+        shares = launch.empty(_shares_shape(row, plan.local_rows), np.int32)
         # Not the plan, which keeps `count` for a refresh: it would keep itself.
         grid, args = (plan.arrays.key_tiles.shape[1],), (shares, plan.query_ranges, np.int32(plan.key_rows))
 
@@ -157,7 +216,7 @@ class _Portable:
                  deterministic: bool, makes_shares: bool) -> None:
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _), dtype = q.shape, k.shape, q.dtype.name
         self.dkv_dtype = dkv_dtype
-        self.dq_accum = plan.buffer("dq_accum", (0,) if deterministic else q.shape, np.float32)
+        self.dq_accum = plan.buffer("dq_accum", _dq_accum_shape(num_rows, num_heads, row, deterministic), np.float32)
         stats, self.delta = _delta(row, q, v, plan, self.dq_accum)
         sizes = tuple(map(np.int32, (num_rows, num_keys, _stats_rows(num_rows), num_heads // num_kv_heads)))
         tiles, order = row.backward_for(gpu.shared_bytes), plan.arrays.key_tiles[1]
@@ -187,10 +246,22 @@ def _stats_rows(num_rows: int) -> int:
     return -(-num_rows // STATS_ROWS) * STATS_ROWS
 
 
+def _stats_shape(num_rows: int, num_heads: int) -> tuple[int, int, int]:
+    return 2, num_heads, _stats_rows(num_rows)
+
+
+def _shares_shape(row: Tiles, num_rows: int) -> tuple[int]:
+    return (_stats_rows(num_rows) // row.backward_sm90.tile_m,)
+
+
+def _dq_accum_shape(num_rows: int, num_heads: int, row: Tiles, deterministic: bool) -> tuple[int, ...]:
+    return (0,) if deterministic else (num_rows, num_heads, row.head_dim)
+
+
 def _delta(row: Tiles, q: Array, v: Array, plan: Plan, cleared: Array) -> tuple[Array, Launch]:
     """(stats, the launch that fills it and sets `cleared` to zero); see thd_attn_delta."""
     (num_rows, num_heads, _), stats_rows = q.shape, _stats_rows(len(q))
-    stats = plan.buffer("stats", (2, num_heads, stats_rows), np.float32)
+    stats = plan.buffer("stats", _stats_shape(num_rows, num_heads), np.float32)
     lanes = 8 if v.shape[2] <= 64 else 16 if v.shape[2] <= 128 else 32
     return stats, Launch(
         jit.kernel(*row.thd_attn_delta(q.dtype.name)), (-(-stats_rows * num_heads * lanes // 256),), 256,

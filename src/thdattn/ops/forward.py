@@ -6,11 +6,12 @@ import cupy
 import numpy as np
 
 from thdattn import jit
+from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Launch, layout
 from thdattn.plan import Plan
 from thdattn.structs import FORWARD_SIZE
-from thdattn.tiles import TILES, ForwardSm90
+from thdattn.tiles import TILES, ForwardSm90, Tiles
 
 
 def attn_fwd(
@@ -35,12 +36,27 @@ def attn_fwd(
     return out, lse, max_logits.max(axis=1) if return_max_logit else None
 
 
+def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
+    """Bytes of the work buffers of attn_fwd by name; see reference.forward_bytes."""
+    heads, (width, v_width) = layer.num_heads // layer.num_groups, plan.head_dims
+    made = {"logits of tiles": num_bytes(_max_logits(TILES[plan.head_dims], plan, heads), np.float32)}
+    if layer.num_groups > 1 and not launch.this_gpu().sm90:
+        made["a group's q, out and lse"] = plan.local_rows * heads * ((width + v_width) * layer.dtype.itemsize + 4)
+    return made
+
+
+def _max_logits(row: Tiles, plan: Plan, num_heads: int) -> tuple[int, int]:
+    """A logit of every head and warp."""
+    tiles = row.forward_sm90 if launch.this_gpu().sm90 else row.forward
+    return num_heads, plan.num_tiles[0] * tiles.warps
+
+
 def _forward(q: Array, k: Array, v: Array, plan: Plan) -> tuple[Launch, tuple[int, ...], Array]:
     """The launch of the forward, the rows of the boxes that it loads by tensor map (none: by pointer), max_logits."""
     gpu, row, dtype = launch.this_gpu(), TILES[q.shape[2], v.shape[2]], q.dtype.name
     (num_rows, num_heads, _), num_tiles = q.shape, plan.arrays.query_tiles.shape[1]
     group, tiles = num_heads // k.shape[1], row.forward_sm90 if gpu.sm90 else row.forward
-    max_logits = launch.empty((num_heads, num_tiles * tiles.warps), np.float32)
+    max_logits = launch.empty(_max_logits(row, plan, num_heads), np.float32)
     if isinstance(tiles, ForwardSm90):
         order, how = scheduler.schedule(gpu, plan, plan.arrays.query_tiles, num_heads, max(group, tiles.together))
         size = np.array((num_rows, num_tiles, num_heads, group, *how, launch.row_heads(q)), FORWARD_SIZE)[()]

@@ -24,6 +24,23 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return cupy.empty(shape, dtype)
 
 
+def free_bytes(wanted: int) -> int | None:
+    """Bytes of memory that are free, if they are fewer than wanted; None: they are not, or nobody knows.
+
+    Nobody does while a CUDA graph is captured, or where CuPy's memory is another library's. What the pool has free is
+    asked first, as it is told at once.
+    """
+    pool: Any = getattr(cupy.cuda.get_allocator(), "__self__", None)
+    if not hasattr(pool, "free_bytes") or cupy.cuda.get_current_stream().is_capturing():
+        return None
+    free = int(pool.free_bytes())
+    if free < wanted:
+        room = int(cupy.cuda.runtime.memGetInfo()[0])
+        limit = int(pool.get_limit())  # 0: none
+        free += min(room, limit - int(pool.total_bytes())) if limit else room
+    return free if free < wanted else None
+
+
 def from_user(name: str, x: Any) -> Array:
     """A user's array as a C-contiguous CuPy array, without a copy where it is one.
 

@@ -23,6 +23,7 @@ from thdattn.structs import MAX_RANKS, ROWS
 from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS
 
 POISON_BLOCKS = 64  # of 256 threads, which soon end where all is well
+_ORDER_INTS = 5  # of a tile: its places in two orders, and three of its cost
 _CHECK, _ROWS, _RANGES, _TILE_COST, _TILE_ORDER, _POISON = PLAN_KERNELS
 
 
@@ -212,18 +213,34 @@ def _rows(
     sharding: Sharding, cp_rank: int, key_batch: PackedBatch | None, offsets: Array,
     lengths: DeviceLengths | None = None,
 ) -> _Rows:
-    cp_size, local_rows, num_rows = sharding.cp_size, sharding.local_rows, sharding.batch.total_rows
-    num_keys = cp_size * local_rows
+    local_rows, num_rows = sharding.local_rows, sharding.batch.total_rows
+    num_keys = sharding.cp_size * local_rows
     if key_batch is not None:  # one rank: both sides are in their own order, and one is the beginning of the other
         num_keys = key_batch.total_rows
         num_rows = max(num_rows, num_keys)
-    order = launch.empty((max(cp_size * local_rows, num_keys),), np.int32)
+    order = launch.empty((_num_ordered(sharding, key_batch),), np.int32)
     positions, valid = launch.empty((local_rows,), np.int32), launch.empty((local_rows,), bool)
     wrong = _NONE if lengths is None else lengths.wrong
     sizes = map(np.int32, (num_rows, order.size))
     _make(lengths, _ROWS, (_blocks(order.size),), (
         order, positions, valid, offsets[0], wrong, *_sharded(sharding, cp_rank), *sizes))
     return _Rows(offsets, order[cp_rank * local_rows :][:local_rows], positions, valid, order[:num_keys])
+
+
+def _num_ordered(sharding: Sharding, key_batch: PackedBatch | None) -> int:
+    """Rows of all ranks, or, if they are more, of other keys."""
+    num_keys = 0 if key_batch is None else key_batch.total_rows
+    return max(sharding.cp_size * sharding.local_rows, num_keys)
+
+
+def plan_bytes(plan: Plan) -> int:
+    """Bytes of the arrays of a plan that shares none with another one."""
+    batch, cross = plan.batch, None if plan.key_batch is plan.batch else plan.key_batch
+    offsets = batch.num_seqs + 1
+    checks = 4 * offsets + 1 if batch.on_device else 2 * offsets * (1 if cross is None else 2)
+    ints = (checks + _num_ordered(plan.sharding, cross) + plan.local_rows + 2 * (plan.local_rows + plan.key_rows)
+            + _ORDER_INTS * sum(plan.num_tiles))  # fmt: skip
+    return 4 * ints + plan.local_rows
 
 
 def _arrays(
@@ -239,7 +256,7 @@ def _arrays(
 
     num_tiles = [-(-num_rows // tile) for num_rows, tile in zip(sides, tiles, strict=True)]
     # One array of a side, as a replayed graph writes to all of it as long as the orders live: orders, then costs.
-    made = [launch.empty((5 * num,), np.int32) for num in num_tiles]
+    made = [launch.empty((_ORDER_INTS * num,), np.int32) for num in num_tiles]
     grid = _blocks(32 * max(num_tiles)), 2
     _make(lengths, _TILE_COST, grid, (
         *made, *ranges, rows.rows, queries, keys, *map(np.int32, (sharding.batch.num_seqs, *sides, *tiles))))

@@ -12,8 +12,8 @@ constexpr u32 kEnd = 1u << 28;                        // there is no more work
 constexpr u32 kAlone = 1u << 27;                      // no other tile of keys has the query tile in sight
 
 // The query heads of each kv head, `group` of them, are divided into splits of `split_heads`, which different thread
-// blocks do; `splits` counts those of all kv heads together. A row of q and dq has `row_heads` heads, of which these are
-// done here.
+// blocks do; `splits` counts those of all kv heads together. A row of q and dq has `row_heads` heads, of which these
+// are done here.
 struct BackwardSize {
   int q_rows, k_rows, stats_rows, num_tiles, splits, together, last_splits, split_heads, group, num_kv_heads;
   int semaphore_rows, row_heads;

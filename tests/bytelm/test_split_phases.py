@@ -1,0 +1,139 @@
+"""What travels between ranks while the model computes: started early, asked for late, and no bit changes by it."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+
+import layers
+import numpy as np
+import pytest
+import runs
+from model import SIZES, Model
+from texts import LENGTHS, SMALL
+
+import thdattn
+from thdattn.graphs import Graphs
+
+
+class AtOnce(thdattn.CPAttention):
+    """Sends nothing before it is needed, and has all gradients when the backward returns."""
+
+    def gather(self, k, v, plan):
+        return None
+
+    def start_backward(self, dout, saved, keys=None):
+        dq, dk, dv = self.backward(dout, saved)
+        return dq, lambda: (dk, dv)
+
+
+@pytest.mark.usefixtures("poisoned_host")
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_order_of_work_changes_no_bit(documents, monkeypatch, cp_size, keep_keys):
+    """Of losses, norms, weights and gradients, over some steps."""
+    batches = runs.batches(documents, 8, cp_size=cp_size)
+
+    def program(comm):
+        made = runs.trainer(comm, "reference")
+        for attention in made.model.attentions:
+            attention.keep_keys = keep_keys
+        return runs.run(made, batches, batches[:2], accumulate=2)
+
+    split = thdattn.comm.run_local(cp_size, program)
+    monkeypatch.setattr(thdattn, "CPAttention", AtOnce)
+    assert split == thdattn.comm.run_local(cp_size, program)
+
+
+def order_of_work(cp_size):
+    """What each rank does in a forward and backward, by name, as far as it starts or hides what travels."""
+    fitted = thdattn.PackedBatch.from_lengths(LENGTHS, 2 * cp_size)
+
+    def program(comm):
+        done = []
+        model = Model(SMALL, comm, engine="reference")
+
+        def noted(name, function):
+            def call(*args, **kwargs):
+                done.append(name)
+                return function(*args, **kwargs)
+
+            return call
+
+        def rope_forward(qkv, rotation, heads, kv_heads):
+            done.append("q, k, v" if heads and kv_heads else "q" if heads else "k, v")
+            return layers.rope_forward(qkv, rotation, heads, kv_heads)
+
+        def start_backward(attention):
+            start = attention.start_backward
+
+            def call(*args):
+                done.append("dq")
+                dq, dk_dv = start(*args)
+                return dq, noted("dk, dv", dk_dv)
+
+            return call
+
+        model.layers = SimpleNamespace(**vars(layers) | {"rope_forward": rope_forward})
+        for name in ("linear_backward_weight", "swiglu_backward"):
+            setattr(model.layers, name, noted(name, getattr(layers, name)))
+        for attention in model.attentions:
+            attention.gather, attention.forward = (noted(f.__name__, f) for f in (attention.gather, attention.forward))
+            attention.start_backward = start_backward(attention)
+        plan = model.plan(fitted)
+        zeros = np.zeros(plan.local_rows, np.int32)
+        model.loss_and_gradient(zeros, zeros, plan, 1)
+        return done
+
+    return thdattn.comm.run_local(cp_size, program)
+
+
+@pytest.mark.parametrize(("cp_size", "again"), [(2, []), (4, ["gather"])])
+def test_what_travels_is_started_early_and_asked_for_late(cp_size, again):
+    """On 4 ranks the keys of all ranks are too many to be kept: they come again, during the mlp's backward."""
+    forward = ["k, v", "gather", "q", "forward"]
+    backward = [*again, "swiglu_backward", "dq", "linear_backward_weight", "dk, dv"]
+    assert order_of_work(cp_size) == [SMALL.layers * forward + SMALL.layers * backward] * cp_size
+
+
+def test_one_rank_starts_nothing():
+    (done,) = order_of_work(1)
+    forward, backward = ["q, k, v", "forward"], ["swiglu_backward", "dq", "linear_backward_weight", "dk, dv"]
+    assert done == SMALL.layers * forward + SMALL.layers * backward
+
+
+@pytest.mark.parametrize(("modules", "num_gathers", "crossed"), [
+    ((), 2, set()), (("attn",), 1, set()), (("mlp",), 2, {"mlp, backward"}), (("attn", "mlp"), 1, set()),
+])  # fmt: skip
+def test_keys_on_their_way_neither_leave_nor_enter_a_graph(documents, monkeypatch, modules, num_gathers, crossed):
+    """A captured stream has to be joined, and cannot wait for what began before the capture."""
+    started, beyond = defaultdict(list), set()  # by rank's thread; functions that ran while keys were on their way
+    gather, captured = thdattn.CPAttention.gather, Graphs.captured
+
+    def noted(attention, *args):
+        keys = gather(attention, *args)
+        started[threading.get_ident()].append(keys)
+        return keys
+
+    def on_their_way():
+        return [keys for keys in started[threading.get_ident()] if not keys.used]
+
+    def checked(graphs, function, name):
+        def call(*args):
+            before = on_their_way()
+            result = function(*args)
+            assert on_their_way() == before, name
+            beyond.update([name.split(", ", 1)[1]] if before else [])
+            return result
+
+        return captured(graphs, call, name)
+
+    monkeypatch.setattr(thdattn.CPAttention, "gather", noted)
+    monkeypatch.setattr(Graphs, "captured", checked)
+    batches = runs.batches(documents, 2, cp_size=4)
+    graphs = {"impl": "local", "modules": modules}
+    thdattn.comm.run_local(4, lambda comm: runs.trainer(comm, "reference", **graphs).step(batches, runs.LR))
+    assert all(keys.used for rank in started.values() for keys in rank)
+    assert [len(rank) for rank in started.values()] == [len(batches) * SIZES["tiny"].layers * num_gathers] * 4
+    assert beyond == crossed, "what may run while keys are on their way is a graph that has nothing to do with them"

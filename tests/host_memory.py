@@ -1,0 +1,143 @@
+"""As much of CuPy as peer memory asks of it, on the host: simulated ranks are threads that share their "GPUs'" memory.
+
+Streams do at once what they are told. Every copy is checked: what it reads or writes lies in memory that there is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+
+from thdattn.comm import peer
+
+SECONDS = 10  # that a stream waits for a flag
+
+
+class Memory:
+    """Memory full of NaN, whatever the dtype."""
+
+    made: ClassVar[list[Memory]] = []
+
+    def __init__(self, size):
+        self._bytes = np.full(size, 0xFF, np.uint8)
+        self.ptr, self.size = self._bytes.ctypes.data, size
+        self.made.append(self)
+
+
+class Array(np.ndarray):
+    """An array in such memory."""
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+def array(shape, dtype, pointer, strides=None):
+    """As cupy.ndarray."""
+    dtype = np.dtype(dtype)
+    strides = strides or np.empty(shape, dtype).strides
+    num_bytes = dtype.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * num_bytes).from_address(inside(pointer, num_bytes))
+    return np.ndarray(shape, dtype, memory, strides=strides).view(Array)
+
+
+def on_gpu(values):
+    """A copy of values."""
+    made = array(values.shape, values.dtype, Memory(values.nbytes).ptr)
+    made[...] = values
+    return made
+
+
+def inside(address, num_bytes):
+    """The address, if as much lies there in one piece of memory."""
+    assert any(memory.ptr <= address and address + num_bytes <= memory.ptr + memory.size for memory in Memory.made)
+    return address
+
+
+class Runtime:
+    """cupy.cuda.runtime."""
+
+    memcpyHostToDevice = memcpyDefault = 0
+
+    def memcpy(self, target, source, num_bytes, kind):
+        ctypes.memmove(inside(target, num_bytes), source, num_bytes)
+
+    def streamSynchronize(self, stream):
+        pass
+
+    def memcpyAsync(self, target, source, num_bytes, kind, stream):
+        ctypes.memmove(inside(target, num_bytes), inside(source, num_bytes), num_bytes)
+
+    def memcpy2DAsync(self, target, target_pitch, source, source_pitch, width, rows, kind, stream):
+        for row in range(rows):
+            self.memcpyAsync(target + row * target_pitch, source + row * source_pitch, width, kind, stream)
+
+    def ipcGetMemHandle(self, pointer):
+        return pointer
+
+    def ipcOpenMemHandle(self, handle):
+        return handle
+
+    def ipcCloseMemHandle(self, pointer):
+        pass
+
+
+class Stream:
+    ptr = 0
+
+    def __init__(self, non_blocking=False, priority=0):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def is_capturing(self):
+        return False
+
+
+def enqueue(stream, count, operations, flags):
+    """cuStreamBatchMemOp of a stream that does it now."""
+    read = (ctypes.c_char * (count * peer._MEM_OP.itemsize)).from_address(operations)
+    for step in np.frombuffer(read, peer._MEM_OP):
+        flag = np.frombuffer((ctypes.c_char * 4).from_address(inside(int(step["address"]), 4)), np.uint32)
+        deadline = time.monotonic() + SECONDS
+        while step["operation"] == peer._WAIT_32 and flag[0] != step["value"]:
+            assert time.monotonic() < deadline, "nobody sets a flag that a rank waits for"
+            time.sleep(1e-4)
+        if step["operation"] == peer._WRITE_32:
+            flag[0] = step["value"]
+    return 0
+
+
+def install(monkeypatch):
+    """Has peer memory find all this."""
+    made = ModuleType("cupy")
+    made.ndarray = array
+    made.cuda = SimpleNamespace(
+        Memory=Memory, UnownedMemory=lambda pointer, size, owner: SimpleNamespace(ptr=inside(pointer, size)),
+        MemoryPointer=lambda memory, offset: memory.ptr + offset, Stream=Stream, get_current_stream=Stream,
+        Event=lambda disable_timing: SimpleNamespace(record=lambda stream: None), runtime=Runtime(),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    monkeypatch.setattr(peer, "_batch_mem_op", lambda: enqueue)
+    monkeypatch.setattr(peer, "_roomy", lambda num_bytes: num_bytes)
+    monkeypatch.setattr(peer.PeerMemory, "_add", add)
+    monkeypatch.setattr(Memory, "made", [])
+
+
+def add(memory, shares, results, rows, stream):
+    """What the kernel thd_sum does."""
+    for out, addresses in zip(results, shares["of"], strict=True):
+        count = len(out) if rows is None else 1 + int(rows.max())
+        read = [array((count, *out.shape[1:]), np.float32, int(at)) for at in addresses[: memory.size]]
+        assert len({x.ctypes.data for x in read}) == memory.size, "a cache would have what is read twice"
+        total = sum(x.astype(np.float64) for x in read)
+        out[...] = total if rows is None else np.where(rows[:, None, None] < 0, 0, total[rows])

@@ -1,0 +1,221 @@
+"""What CPAttention.memory says is what is allocated, and a batch without room for it is refused on all ranks."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from cases import BFLOAT16
+
+import thdattn
+from thdattn import PackedBatch, reference
+from thdattn.comm import Comm
+
+BATCH = PackedBatch.from_lengths([13, 0, 30, 4], multiple=4)
+RANKS, HEADS, KV_HEADS, DIM, V_DIM = 2, 8, 4, 24, 16
+
+
+def attention(comm, **options):
+    return thdattn.CPAttention(comm, HEADS, DIM, KV_HEADS, V_DIM, dtype="bfloat16", engine="reference", **options)
+
+
+class Allocations:
+    """The most bytes at a time in arrays that `empty` of the reference engine made on this thread, by shape and dtype.
+
+    What NumPy's own functions make is not seen.
+    """
+
+    def __init__(self, monkeypatch):
+        self.live, self.most, self.thread = Counter(), Counter(), threading.get_ident()
+        monkeypatch.setattr(reference, "empty", self.empty)
+
+    def empty(self, shape, dtype):
+        made, key = np.empty(shape, dtype), (tuple(shape), np.dtype(dtype).name)
+        if threading.get_ident() != self.thread:
+            return made
+        self.live[key] += made.nbytes
+        self.most[key] = max(self.most[key], self.live[key])
+        weakref.finalize(made, self.live.subtract, {key: made.nbytes})
+        return made
+
+
+def rows_of(plan, *widths):
+    return [np.ones((plan.local_rows, heads, width), BFLOAT16) for heads, width in widths]
+
+
+def step(layer, plan):
+    q, k, v, dout = rows_of(plan, (HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, V_DIM), (HEADS, V_DIM))
+    _, saved = layer.forward(q, k, v, plan)
+    return saved, layer.backward(dout, saved)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("keep_keys", [False, True])
+def test_what_is_said_is_what_is_allocated(monkeypatch, groups, keep_keys):
+    def program(comm):
+        layer = attention(comm, head_groups=groups, keep_keys=keep_keys)
+        plan = layer.plan(BATCH)
+        made = Allocations(monkeypatch) if comm.rank == 0 else None
+        comm.barrier()
+        saved = [step(layer, plan)[0] for _ in range(2)]  # gathers have taken all their turns
+        comm.barrier()
+        return layer.memory(BATCH), made, [x.nbytes for x in (saved[0].q, saved[0].k, saved[0].v)]
+
+    (memory, made, inputs), (other, *_) = thdattn.comm.run_local(RANKS, program)
+    assert dict(memory) == dict(other)
+    assert inputs == [memory[name] for name in "qkv"]
+    elsewhere = {"plan", "q", "k", "v", "copies to send", "sums"}  # by NumPy itself
+    # What the first layer saved is there when the second one's is made; its gradients are gone.
+    wanted = sum(size for name, size in memory.items() if name not in elsewhere)
+    wanted += sum(size for name, size in memory.saved.items() if name not in "qkv")
+    assert sum(made.most.values()) == wanted
+
+
+def test_numbers_that_a_reader_can_follow():
+    # 52 rows on two ranks; two groups of two kv heads; bfloat16 takes 2 bytes, sums float32.
+    def program(comm):
+        layer = attention(comm, head_groups=2, keep_keys=True)
+        return layer.memory(BATCH), layer.plan(BATCH)
+
+    (memory, plan), _ = thdattn.comm.run_local(RANKS, program)
+    assert plan.key_rows == 52 and plan.local_rows == 26
+    a_group = 52 * 2 * (DIM + V_DIM)
+    assert memory["keys in rank order"] == 2 * 2 * a_group * 2  # two gathers, two groups
+    assert "keys in sequence order" not in memory  # as every layer keeps its own
+    assert memory["kept keys"] == 2 * a_group * 2
+    assert memory["partial sums"] == memory["shares of dk and dv"] == a_group * 4
+    assert memory["lse"] == HEADS * 26 * 4
+    arrays = (getattr(plan.arrays, field.name) for field in fields(plan.arrays))
+    assert memory["plan"] == sum(x.nbytes for x in arrays if x is not None)
+    assert memory.work == sum(memory.forward.values()) + sum(memory.backward.values())
+    assert memory.per_layer == sum(memory[name] for name in ("q", "k", "v", "out", "lse", "kept keys"))
+    assert memory["dq"] == memory["q"] and memory["dk"] + memory["dv"] == memory["k"] + memory["v"]
+
+
+@pytest.mark.parametrize(("padded", "finite_padding", "copied"), [(True, False, True), (True, True, False),
+                                                                  (False, False, False)])  # fmt: skip
+def test_one_rank_copies_keys_around_padding_alone(padded, finite_padding, copied):
+    batch = BATCH if padded else PackedBatch.from_lengths([8, 4])
+    memory = attention(thdattn.comm.init("single")).memory(batch, finite_padding=finite_padding)
+    assert ("keys in sequence order" in memory) == copied
+    assert "kept keys" not in memory and "partial sums" not in memory
+
+
+def test_memory_allocates_nothing_and_shows_its_numbers(monkeypatch):
+    made = Allocations(monkeypatch)
+    monkeypatch.setattr(reference, "plan_arrays", None)
+    memory = attention(thdattn.comm.init("single")).memory(PackedBatch.from_lengths([1 << 24]))
+    assert not made.most
+    assert memory["out"] == 2 * (1 << 24) * HEADS * V_DIM
+    assert repr(memory).startswith("<Memory work=") and "out 4.00 GiB" in repr(memory)
+    with pytest.raises(KeyError):
+        memory["windows"]
+    assert len(memory) == len(dict(memory)) == len(set(memory))
+
+
+# --- room ------------------------------------------------------------------------------------------------------------
+
+
+def short_on(monkeypatch, ranks, left):
+    """The ranks' GPUs have so many bytes left."""
+    here = {}
+
+    def free_bytes(wanted):
+        return left if here["rank"]() in ranks and left < wanted else None
+
+    monkeypatch.setattr(reference, "free_bytes", free_bytes)
+    return here
+
+
+def on_ranks(monkeypatch, short, left, program, num_ranks=3):
+    numbers = {}
+    here = short_on(monkeypatch, short, left)
+    here["rank"] = lambda: numbers[threading.get_ident()]
+
+    def one(comm: Comm):
+        numbers[threading.get_ident()] = comm.rank
+        return program(comm)
+
+    return thdattn.comm.run_local(num_ranks, one, timeout=20)
+
+
+def test_one_rank_without_room_is_named_on_all_ranks(monkeypatch):
+    batch = PackedBatch.from_lengths([600], multiple=6)
+
+    def program(comm):
+        with pytest.raises(ValueError, match=r"^rank 1: the batch needs") as refused:
+            attention(comm).plan(batch)
+        comm.barrier()
+        return str(refused.value)
+
+    messages = on_ranks(monkeypatch, {1}, 3 << 19, program)
+    assert len(set(messages)) == 1
+    assert "that are free; pass fewer tokens, spread them over more ranks" in messages[0]
+    assert "wanted at most the 1.50 MiB" in messages[0] and "rank 0" not in messages[0]
+
+
+def test_every_rank_without_room_is_named(monkeypatch):
+    def program(comm):
+        with pytest.raises(ValueError, match=r"^rank 0: the batch needs .*; rank 2: the batch needs"):
+            attention(comm).plan(PackedBatch.from_lengths([600], multiple=6))
+
+    on_ranks(monkeypatch, {0, 2}, 0, program)
+
+
+def test_room_for_the_batch_and_one_layer_is_enough(monkeypatch):
+    batch = PackedBatch.from_lengths([600], multiple=6)
+    def program(comm):
+        layer = attention(comm)
+        return layer.memory(batch).wanted(), layer.memory(batch).wanted(forward_only=True)
+
+    whole, forward = thdattn.comm.run_local(3, program)[0]
+    assert forward < whole
+
+    def plan(comm, **options):
+        return attention(comm).plan(batch, **options)
+
+    on_ranks(monkeypatch, {0, 1, 2}, whole, plan)
+    with pytest.raises(ValueError, match="the batch needs"):
+        on_ranks(monkeypatch, {0, 1, 2}, whole - 1, plan)
+    on_ranks(monkeypatch, {0, 1, 2}, forward, lambda comm: plan(comm, forward_only=True))
+    with pytest.raises(ValueError, match="the batch needs"):
+        on_ranks(monkeypatch, {0, 1, 2}, forward - 1, lambda comm: plan(comm, forward_only=True))
+
+
+def test_buffers_of_the_plan_before_are_room_for_the_next(monkeypatch):
+    batch = PackedBatch.from_lengths([600], multiple=6)
+
+    def program(comm):
+        layer = attention(comm, keep_keys=False)
+        wanted = layer.memory(batch).wanted()
+        plan = layer.plan(batch)
+        step(layer, plan)
+        held = plan.held_bytes()
+        assert 0 < held == sum(layer.memory(batch)[name] for name in ("keys in rank order", "keys in sequence order"))
+        comm.barrier()
+        monkeypatch.setattr(reference, "free_bytes", lambda missing: None if missing == wanted - held else 0)
+        comm.barrier()
+        layer.plan(batch)  # while `plan` is still there
+        comm.barrier()
+        del plan
+
+    thdattn.comm.run_local(3, program, timeout=20)
+
+
+def test_one_rank_is_not_asked_for_room(monkeypatch):
+    # Its own error says as much, and nobody waits for it.
+    monkeypatch.setattr(reference, "free_bytes", lambda wanted: 0)
+    attention(thdattn.comm.init("single")).plan(BATCH)
+
+
+def test_a_refusal_comes_before_numbers_that_differ():
+    def program(comm):
+        with pytest.raises(ValueError, match=r"^rank 1: it rains$"):
+            comm.agree("the weather", comm.rank, "it rains" if comm.rank else "")
+        comm.agree("the weather", 3)
+
+    thdattn.comm.run_local(2, program)
