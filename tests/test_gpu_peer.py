@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import cases
-import numpy as np
+import delays
 import pytest
 from cases import BFLOAT16, CASES, FIELDS, check, run, to_host
+from delays import attention, inputs_of, step
 from loopback import Loopback, Mirror
 
-import thdattn
 from thdattn import PackedBatch
 from thdattn.comm import peer
 
 pytestmark = pytest.mark.gpu
 
-HEADS, KV_HEADS = 8, 4
 PACKS = {"few-long": (700, 900), "many-short": (33, 1, 64, 0, 100) * 9, "one-row": (1,)}
 DIMS = [(128, 128), (64, 64), (192, 128), (256, 256)]
 
@@ -25,26 +24,6 @@ def comm(cupy, monkeypatch):
         comm = Loopback(monkeypatch)
         yield comm
         comm.peer.close()
-
-
-def attention(comm, dims=(128, 128), **options):
-    return thdattn.CPAttention(comm, HEADS, dims[0], KV_HEADS, dims[1], engine="cuda", deterministic=True, **options)
-
-
-def inputs_of(cupy, layer, plan, seed=0):
-    """q, k, v, dout, of which rows without a token are NaN."""
-    rng, valid = np.random.default_rng(seed), to_host(plan.valid)
-    shapes = ((HEADS, layer.head_dim), (KV_HEADS, layer.head_dim), (KV_HEADS, layer.v_head_dim),
-              (HEADS, layer.v_head_dim))  # fmt: skip
-    made = [rng.standard_normal((plan.local_rows, *shape), np.float32) for shape in shapes]
-    for x in made:
-        x[~valid] = np.nan
-    return [cupy.asarray(x.astype(layer.dtype)) for x in made]
-
-
-def step(layer, plan, q, k, v, dout):
-    out, saved = layer.forward(q, k, v, plan, return_max_logit=True)
-    return out, saved.lse, saved.max_logit, *layer.backward(dout, saved)
 
 
 def assert_same_bits(found, wanted):
@@ -105,6 +84,12 @@ def test_layers_in_flight_do_not_mix(cupy, comm):
             grads.insert(0, (dq, *dk_dv()))
         for number in range(3):
             assert_same_bits((*outs[number], *grads[number]), wanted[number])
+
+
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("head_groups", [1, 2, 4])
+def test_streams_that_are_late_give_the_same_bits(cupy, comm, head_groups, keep_keys):
+    delays.check(cupy, comm, head_groups, keep_keys)
 
 
 def test_windows_grow_and_those_before_stay_usable(cupy, comm):

@@ -100,6 +100,20 @@ def test_more_gathers_than_there_are_buffers_for_are_refused():
     on_two_ranks(program)
 
 
+def test_a_gather_that_waits_for_its_call_leaves_the_rest_to_others():
+    def program(attention, plan, q, k, v, dout):
+        waiting = attention.gather(k, v, plan)
+        found = [attention.forward(q, 2 * k, v, plan)[0] for _ in range(IN_FLIGHT + 1)]
+        return *found, attention.forward(q, k, v, plan, keys=waiting)[0]
+
+    def one_by_one(attention, plan, q, k, v, dout):
+        doubled = attention.forward(q, 2 * k, v, plan)[0]
+        return *[doubled] * (IN_FLIGHT + 1), attention.forward(q, k, v, plan)[0]
+
+    for found, wanted in zip(on_two_ranks(program), on_two_ranks(one_by_one), strict=True):
+        assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
+
+
 def test_a_gather_that_nobody_holds_any_more_holds_no_buffer():
     def program(attention, plan, q, k, v, dout):
         for _ in range(IN_FLIGHT + 1):

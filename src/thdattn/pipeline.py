@@ -13,7 +13,6 @@ Source: Llama 3, arXiv:2407.21783, 3.3.2.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,7 @@ class Keys:
     k, v, plan: what they were made from.
     groups: of each, where its keys and values are, (rows, heads of the group, width).
     ordered: whether they are in sequence order; else in rank order.
-    used: whether they were asked for.
+    used: whether they were asked for; num_read: of how many groups they were read.
     """
 
     k: Any
@@ -47,13 +46,13 @@ class Keys:
     groups: Sequence[Arrival]
     ordered: bool
     used: bool = False
+    num_read: int = 0
 
     def __del__(self) -> None:
-        """Buffers into which something is on its way are not given to others before it is there."""
-        if not self.used:
-            for group in self.groups:
-                group.wait()
-                group.done()
+        """Buffers into which something is on its way are not given to others before it is there, after errors too."""
+        for group in self.groups[self.num_read :]:
+            group.wait()
+            group.done()
 
     def in_order(self, engine: Any, kept: list[tuple[Any, Any]] | None = None) -> Iterator[tuple[Any, Any]]:
         """Each group's keys and values in sequence order, without what padding held, once they have arrived.
@@ -74,6 +73,7 @@ class Keys:
                 into = None if kept is None else [engine.empty(shape, k.dtype) for shape in shapes]
                 k, v = engine.to_sequence_order(*parts, self.plan, into, own)
             done()
+            self.num_read += 1
             if kept is not None:
                 kept.append((k, v))
             yield k, v
@@ -95,15 +95,17 @@ def gather(
     """
     if comm.size == 1:  # rows are in sequence order already
         return Keys(k, v, plan, [Arrival([[k], [v]])], ordered=not plan.has_unseen_keys)
-    turns = plan.once("turns of gathers", lambda: deque([_nobody] * IN_FLIGHT, IN_FLIGHT))
-    waiting = turns[0][1]()
-    if waiting is not None and not waiting.used:
+    turns: list[tuple[int, Callable[[], Keys | None]]] = plan.once(
+        "turns of gathers", lambda: [(turn, _nobody) for turn in range(IN_FLIGHT)])  # the last one at the end
+    free = next((number for number, (_, last) in enumerate(turns) if _is_free(last())), None)
+    if free is None:
         raise ValueError(
             f"gather was called with {IN_FLIGHT} gathers of this plan under way, wanted fewer, as each has buffers of "
             f"its own; call forward or backward with one of them first"
         )
-    turn = (turns[-1][0] + 1) % IN_FLIGHT
+    turn, _ = turns[free]
     keys = Keys(k, v, plan, comm.gather_heads((k, v), _Places(plan, turn, k, v, num_groups), at_once), ordered=False)
+    del turns[free]
     turns.append((turn, weakref.ref(keys)))
     return keys
 
@@ -207,8 +209,9 @@ def backward(
     """
     plan, alone = keys.plan, comm.size == 1
     dq = engine.empty(q.shape, q.dtype)
-    grads = [] if alone else [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)]
-    sum_dtype, waits = _sum_dtype(q.dtype, alone), []
+    # From now on, so that after an error too nobody gets the memory of dk and dv before their sums are there.
+    sums = Sums(engine, plan, [] if alone else [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)], [])
+    sum_dtype = _sum_dtype(q.dtype, alone)
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
     for heads, kv_heads, (k, v) in groups:
         in_place = comm.overlaps and at_once and heads.stop == q.shape[1]
@@ -217,17 +220,17 @@ def backward(
         _, *shares = engine.attn_bwd(
             dout[:, heads], q[:, heads], k, v, out[:, heads], lse[heads], plan, softmax_scale, sum_dtype,
             deterministic, (dq[:, heads], partials))  # fmt: skip
-        results = [x[:, kv_heads] for x in grads]
+        results = [x[:, kv_heads] for x in sums.grads]
         if alone:
-            grads = shares
+            sums.grads = shares
         elif in_place:
             comm.sum_in_place(shares, plan.rows, results)
         else:
             partials = comm.partials([(len(plan.rank_order), *x.shape[1:]) for x in shares], sum_dtype, engine.empty)
             engine.to_rank_order(*shares, plan, partials)
-            waits.append(comm.sum_rows(partials, results))
+            sums.waits.append(comm.sum_rows(partials, results))
     engine.poison(plan, dq)
-    return dq, Sums(engine, plan, grads[0], grads[1], waits)
+    return dq, sums
 
 
 @dataclass(eq=False, repr=False)
@@ -236,14 +239,14 @@ class Sums:
 
     engine: Any
     plan: Plan
-    dk: Any
-    dv: Any
+    grads: Sequence[Any]
     waits: list[Callable[[], None]]
 
     def __call__(self) -> tuple[Any, Any]:
         self._wait()
-        self.engine.poison(self.plan, self.dk, self.dv)
-        return self.dk, self.dv
+        dk, dv = self.grads
+        self.engine.poison(self.plan, dk, dv)
+        return dk, dv
 
     def __del__(self) -> None:
         self._wait()
@@ -269,4 +272,10 @@ def _shares(num_heads: int, keys: Keys) -> list[slice]:
     return [slice(first, first + each) for first in range(0, num_heads, each)]
 
 
-_nobody: tuple[int, Callable[[], Keys | None]] = (-1, lambda: None)
+def _nobody() -> None:
+    """A reference to nothing."""
+
+
+def _is_free(keys: Keys | None) -> bool:
+    """Whether the buffers of a gather may be written again, after what has been enqueued so far."""
+    return keys is None or keys.used

@@ -47,8 +47,8 @@ class NcclComm(Comm):
     """One process with one GPU, with CuPy arrays on that GPU.
 
     Collectives go to the stream that is current in the calling thread and return at once; they may be captured in a
-    CUDA graph. NCCL checks nothing across ranks: different shapes on two ranks wait for the deadline or corrupt, see
-    Comm.agree.
+    CUDA graph. With peer memory a stream waits for that of the call before. NCCL checks nothing across ranks: different
+    shapes on two ranks wait for the deadline or corrupt, see Comm.agree.
 
     NOTE: drop captured graphs that hold a collective before close(), also on errors. Destroying the communicator
     first leaves every rank hanging at exit (measured with NCCL 2.28).
@@ -98,6 +98,8 @@ class NcclComm(Comm):
         stream = self._cupy.cuda.get_current_stream()
         if self.size == 1 or stream.is_capturing():  # nothing waits, or nothing yet
             return nullcontext()
+        if self._peer is not None:
+            self._peer.enter()
         key = (threading.get_ident(), self._gpu, stream.ptr)
         lane = _lanes.get(key)
         if lane is None:

@@ -63,6 +63,7 @@ class Window:
         self._memory = cupy.cuda.Memory(self._header + num_bytes)  # not of a pool, whose pieces have no handles
         runtime = cupy.cuda.runtime
         runtime.memcpy(self._memory.ptr, flags.ctypes.data, flags.nbytes, runtime.memcpyHostToDevice)
+        runtime.streamSynchronize(0)  # a copy of pageable memory may return before it has come to its end
         handles = world.allgather(runtime.ipcGetMemHandle(self._memory.ptr))
         self._at = [self._memory.ptr if rank == world.rank else runtime.ipcOpenMemHandle(handle)
                     for rank, handle in enumerate(handles)]  # fmt: skip
@@ -139,8 +140,9 @@ class PeerMemory:
         self._windows: dict[str, tuple[list[Window], list[Window]]] = {}  # by use, of both turns, all sizes
         self._turns: dict[str, Any] = {}
         self._routes: dict[Any, _Route] = {}
+        self._last = cupy.cuda.get_current_stream()
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank begins with another one
-        self._scratch: list[Any] = []
+        self._scratch: dict[bool, list[Any]] = {False: [], True: []}  # by whether it is for captured graphs
         self._probe()
 
     def _probe(self) -> None:
@@ -150,6 +152,17 @@ class PeerMemory:
         for step in (window.free, window.publish, window.arrive, window.take):
             step(stream)
         stream.synchronize()
+
+    def enter(self) -> Any:
+        """The current stream, which now comes after that of the call before.
+
+        A flag tells whose part is written, but not by which call: all ranks make these in one order, on any stream.
+        """
+        stream = self._cupy.cuda.get_current_stream()
+        if stream.ptr != self._last.ptr and not stream.is_capturing():
+            stream.wait_event(self._last.record())
+            self._last = stream
+        return stream
 
     def _window(self, use: str, num_bytes: int) -> Window:
         """The window of a use whose turn it is, with room for so many bytes."""
@@ -168,7 +181,7 @@ class PeerMemory:
 
     def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool) -> list[Arrival]:
         """See Comm.gather_heads. At once, the first group, which hides behind nothing, is read where it lies."""
-        stream, route = self._cupy.cuda.get_current_stream(), self._route(sends, recvs)
+        stream, route = self.enter(), self._route(sends, recvs)
         window = self._window("gather", route.num_bytes)
         window.free(stream)
         for send, part in zip(sends, route.parts, strict=True):
@@ -188,13 +201,13 @@ class PeerMemory:
                     piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._pulls.ptr)
             if not at_once and group == len(recvs) - 1:
                 window.take(self._pulls)
-            arrivals.append(Arrival([[place] for place in recvs[group]], self._arrival()))
+            arrivals.append(Arrival([[place] for place in recvs[group]], self._arrival(stream)))
         if at_once:
             arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
         return arrivals
 
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
-        key = len(recvs), *(x.shape for x in sends)
+        key = len(recvs), *((x.shape, x.dtype) for x in sends)
         if key not in self._routes:
             self._routes[key] = _Route(sends, len(recvs))
         return self._routes[key]
@@ -203,7 +216,7 @@ class PeerMemory:
         """Arrays in memory that the other ranks see, for sum_rows."""
         *offsets, num_bytes = _offsets([math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes])
         self._summing = self._window("sum", num_bytes)
-        self._summing.free(self._cupy.cuda.get_current_stream())
+        self._summing.free(self.enter())
         return [self._summing.array(offset, shape, dtype) for offset, shape in zip(offsets, shapes, strict=True)]
 
     def gather_bytes(self, sends: Sequence[int]) -> dict[str, int]:
@@ -219,7 +232,7 @@ class PeerMemory:
         """See Comm.held_bytes."""
         held = {_WINDOWS[use]: self._both(min(windows[-1].num_bytes for windows in turns))
                 for use, turns in self._windows.items() if all(turns)}
-        return held | ({"pulled sums": self._scratch[-1].size} if self._scratch else {})
+        return held | ({"pulled sums": self._scratch[False][-1].size} if self._scratch[False] else {})
 
     def _both(self, num_bytes: int) -> int:
         """Of the two windows of a use."""
@@ -241,7 +254,7 @@ class PeerMemory:
                     at += size
         self._add(shares, results, None, self._pulls)
         window.take(self._pulls)
-        return self._arrival()
+        return self._arrival(stream)
 
     def sum_in_place(self, partials: Sequence[Any], rows: Any, results: Sequence[Any]) -> None:
         """See Comm.sum_in_place."""
@@ -278,10 +291,21 @@ class PeerMemory:
         self._windows.clear()
         self._routes.clear()
 
-    def _arrival(self) -> Wait:
+    def _arrival(self, stream: Any) -> Wait:
+        """What has the current stream wait for all pulls so far, and the one that asked for them.
+
+        CuPy gives the memory that they write to later work of that one, if nobody holds it any more.
+        """
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(self._pulls)
-        return lambda: self._cupy.cuda.get_current_stream().wait_event(event)
+
+        def wait() -> None:
+            current = self._cupy.cuda.get_current_stream()
+            current.wait_event(event)
+            if current.ptr != stream.ptr:
+                stream.wait_event(event)
+
+        return wait
 
     def _follow(self, stream: Any) -> None:
         """Has the stream that pulls wait for another one."""
@@ -294,10 +318,14 @@ class PeerMemory:
             self._runtime.memcpyAsync(target, source, num_bytes, self._runtime.memcpyDefault, stream.ptr)
 
     def _place(self, num_bytes: int) -> int:
-        """Memory for what is pulled, which one sum after another uses."""
-        if not self._scratch or self._scratch[-1].size < num_bytes:
-            self._scratch.append(self._cupy.cuda.Memory(_roomy(num_bytes)))
-        return int(self._scratch[-1].ptr)
+        """Memory for what is pulled, which one sum after another uses.
+
+        Graphs have their own: a replay comes after the stream it is launched on, not after the one that pulls.
+        """
+        scratch = self._scratch[self._pulls.is_capturing()]
+        if not scratch or scratch[-1].size < num_bytes:
+            scratch.append(self._cupy.cuda.Memory(_roomy(num_bytes)))
+        return int(scratch[-1].ptr)
 
 
 class _Slice(NamedTuple):

@@ -1,0 +1,22 @@
+"""Ranks and streams that are late at random give the bits of the same calls one after another, on real GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch import run_ranks
+from test_gpu_nccl import need_gpus
+
+pytestmark = pytest.mark.gpu
+
+PROGRAM = Path(__file__).parent / "ranks" / "delay_ranks.py"
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+def test_whoever_is_late_the_bits_are_the_same(cupy, transport, n):
+    need_gpus(cupy, n)
+    run = run_ranks(n, PROGRAM, transport, str(n), timeout=240)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count(f"delays on {transport} done") == n
