@@ -187,6 +187,7 @@ class PeerMemory:
         for send, part in zip(sends, route.parts, strict=True):
             self._copy(window.address(self.rank, part), send.data.ptr, send.nbytes, stream)
         window.publish(stream)
+        places = [recvs[group] for group in range(at_once, len(recvs))]  # whose memory this stream may have just left
         if at_once:
             window.arrive(stream)
             arrivals = [Arrival(route.in_place(window, sends, self.size))]
@@ -195,13 +196,13 @@ class PeerMemory:
         if not at_once:
             window.arrive(self._pulls)
             arrivals = []
-        for group in range(len(arrivals), len(recvs)):
-            for place, piece in zip(recvs[group], route.groups[group], strict=True):
+        for group, parts in enumerate(places, len(arrivals)):
+            for place, piece in zip(parts, route.groups[group], strict=True):
                 for rank in self._others:
                     piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._pulls.ptr)
             if not at_once and group == len(recvs) - 1:
                 window.take(self._pulls)
-            arrivals.append(Arrival([[place] for place in recvs[group]], self._arrival(stream)))
+            arrivals.append(Arrival([[place] for place in parts], self._arrival(stream)))
         if at_once:
             arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
         return arrivals
