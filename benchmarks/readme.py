@@ -261,7 +261,8 @@ def context_parallel(path: Path, rows: Sequence[Row]) -> str:
             parts.append(table(head, lines))
         parts += [cp_errors(times, case, ["ours", *others]) for case in times.cases
                   if times.text("rms", case, "ours", RESULTS[0], ERRORS)]  # fmt: skip
-    commands = dict.fromkeys((record.software(row), row["kernel_sources"], row["command"]) for row in rows)
+    commands = dict.fromkeys(
+        (record.software(row), row["kernel_sources"], row["command"].partition("mpi4py ")[2]) for row in rows)
     runs = "; ".join(f"{software}, sources {sources}, `{command}`" for software, sources, command in commands)
     versions = {row["peer"]: row["peer_version"] for row in rows if row["peer"].startswith("te+")}
     kernels = "".join(f" {peer} is Transformer Engine's schedule with kernels of version {version}."
