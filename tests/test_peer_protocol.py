@@ -46,6 +46,12 @@ class Engine:
     def __init__(self, machine):
         self.machine, self.empty = machine, machine.empty
 
+    def poisoned(self, shape, dtype):
+        """An array that the current stream fills with NaN, as what used its memory last may write there until now."""
+        made = self.empty(shape, dtype)
+        self.machine.stream.launch(lambda x: x.fill(np.nan), made)
+        return made
+
     def _may_fail(self):
         failed, self.fails = self.fails, False
         if failed:
@@ -107,7 +113,7 @@ class Plan:
         return self._kept[key] if key in self._kept else self._kept.setdefault(key, make())
 
     def buffer(self, name, shape, dtype):
-        return self.once((name, shape, dtype), lambda: self._engine.empty(shape, dtype))
+        return self.once((name, shape, dtype), lambda: self._engine.poisoned(shape, dtype))
 
 
 # --- a rank's program --------------------------------------------------------------------------------------------
