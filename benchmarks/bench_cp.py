@@ -290,12 +290,7 @@ def rows_of(case: Case, others: Peers, measured: Measured) -> Iterator[record.Ro
                            "rms", "largest"), "")  # fmt: skip
     for (peer, direction, how), found in measured.items():
         yield {
-            "case": case.name,
-            "heads": str(case.heads),
-            "kv_heads": str(case.kv_heads),
-            "head_dim": str(case.head_dim),
-            "total_tokens": str(case.total_tokens),
-            "num_seqs": str(len(case.lengths)),
+            **case.columns,
             "peer": peer,
             "peer_version": others[peer][0] if peer in others else thdattn.__version__,
             "direction": direction,

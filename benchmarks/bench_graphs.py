@@ -184,12 +184,7 @@ def refresh_rows(comm: thdattn.comm.Comm, name: str, rounds: int) -> Iterator[re
 
 def row_of(case: Case, way: str, samples: Sequence[float], flops: float | None = None) -> record.Row:
     return {
-        "case": case.name,
-        "heads": str(case.heads),
-        "kv_heads": str(case.kv_heads),
-        "head_dim": str(case.head_dim),
-        "total_tokens": str(case.total_tokens),
-        "num_seqs": str(len(case.lengths)),
+        **case.columns,
         "way": way,
         **record.timed(samples, flops),
     }

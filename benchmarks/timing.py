@@ -169,11 +169,9 @@ def returned(call: Call, calls: int) -> list[float]:
 def finished(call: Call, calls: int) -> list[float]:
     """Host milliseconds from a call to the end of its GPU work."""
     stream = cupy.cuda.get_current_stream()
-    times = []
-    for _ in range(calls):
-        stream.synchronize()
-        start = time.perf_counter()
+
+    def whole() -> None:
         call()
         stream.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return times
+
+    return returned(whole, calls)

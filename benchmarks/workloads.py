@@ -32,6 +32,14 @@ class Case:
     window: tuple[int, int] = (-1, -1)
 
     @property
+    def columns(self) -> dict[str, str]:
+        """What a row of a record says of it."""
+        return {
+            "case": self.name, "heads": str(self.heads), "kv_heads": str(self.kv_heads),
+            "head_dim": str(self.head_dim), "total_tokens": str(self.total_tokens), "num_seqs": str(len(self.lengths)),
+        }  # fmt: skip
+
+    @property
     def total_tokens(self) -> int:
         """Tokens of all sequences, which is also the rows of q, k, v and dout: there is no padding."""
         return sum(self.lengths)
