@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("cupy")  # which peer memory loads
 from loopback import Loopback, Mirror
 
 import thdattn

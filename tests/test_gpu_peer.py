@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("cupy")  # which peer memory loads
 import cases
 import delays
-import pytest
 from cases import BFLOAT16, CASES, FIELDS, check, run, to_host
 from delays import attention, inputs_of, step
 from loopback import Loopback, Mirror
