@@ -15,7 +15,7 @@ from launch import SOURCE
 
 PACKAGE = SOURCE / "thdattn"
 
-# A module imports from the layers before its own. The engines, reference and ops, are handed to the pipeline as
+# A module imports from the layers before its own. The engines, reference and ops, are handed to the methods as
 # arguments; nothing below check imports them.
 LAYERS = [
     {"arguments", "install", "memory", "structs", "tiles", "wgmma", "kernel_cache"},
@@ -24,7 +24,7 @@ LAYERS = [
     {"sharding", "engines", "tensor_map", "oracle", "decode_tiles"},
     {"plan"},
     {"host_plan", "cache", "room"},
-    {"reference", "ops", "pipeline"},
+    {"reference", "ops", "methods"},
     {"saved"},
     {"attention"},
     {"graphs", "varlen"},
@@ -97,14 +97,15 @@ def test_imports_point_downwards(module):
         if name.split(".")[0] != "thdattn":
             continue
         there = own(name)
-        if there == here and here in ("comm", "ops", "graphs"):
+        if there == here and here in ("comm", "graphs", "methods", "ops"):
             continue
         assert there or here in ("info", "check", "__main__"), f"{module} imports the package itself: {name}"
         assert not there or LAYER[there] < LAYER[here], f"{module} imports {name}, which is not below it"
 
 
-def test_pipeline_and_attention_do_not_import_the_engines():
-    for module in ("pipeline", "attention", "engines", "plan", "__init__"):
+def test_methods_and_attention_do_not_import_the_engines():
+    methods = [module for module in FILES if module.split(".")[0] == "methods"]
+    for module in (*methods, "attention", "engines", "plan", "__init__"):
         below = {own(name) for name, _ in imports(module) if name.startswith("thdattn")}
         assert not below & {"reference", "ops", "jit"}, module
 

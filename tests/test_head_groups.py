@@ -9,7 +9,7 @@ import pytest
 from cases import BFLOAT16, CASES, FIELDS, check, local_rows, random_inputs, run
 
 import thdattn
-from thdattn.pipeline import IN_FLIGHT
+from thdattn.methods.all_gather import IN_FLIGHT
 
 FLOAT64 = np.dtype("float64")
 NAMES = ("gqa-32-8", "mha", "edge-lengths", "window-two-sided", "capacity-contiguous", "ranks-of-padding-dual")

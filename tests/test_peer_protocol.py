@@ -19,8 +19,8 @@ pytest.importorskip("cupy")
 
 from fake_streams import Machine, Stream
 
-from thdattn import pipeline
 from thdattn.comm import peer
+from thdattn.methods import all_gather
 
 HEADS, WIDTH = 4, 2
 SEEDS = 200
@@ -142,19 +142,19 @@ class Layer:
 
     def gather(self, groups, at_once=False):
         program, (_, k, v, _) = self.program, self.inputs
-        return pipeline.gather(program.engine, program.comm, self.plan, k, v, groups, at_once)
+        return all_gather.gather(program.engine, program.comm, self.plan, k, v, groups, at_once)
 
     def forward(self, keys, keeps=False):
         self.kept = [] if keeps else None
-        self.out, self.lse, _ = pipeline.forward(
+        self.out, self.lse, _ = all_gather.forward(
             self.program.engine, self.program.comm, keys, self.inputs[0], 1.0, False, self.kept)
         return {"out": self.out}
 
     def backward(self, keys, at_once):
         q, k, v, dout = self.inputs
         if self.kept:
-            keys = pipeline.kept(self.kept, k, v, self.plan)
-        dq, self.sums = pipeline.backward(
+            keys = all_gather.kept(self.kept, k, v, self.plan)
+        dq, self.sums = all_gather.backward(
             self.program.engine, self.program.comm, keys, dout, q, self.out, self.lse, 1.0, True, at_once)
         return {"dq": dq}
 
@@ -178,12 +178,12 @@ class Pack:
         return Layer(self.program, self.plan, next(self.numbers))
 
     def gather(self, draw):
-        if len(self.early) < pipeline.IN_FLIGHT:
+        if len(self.early) < all_gather.IN_FLIGHT:
             layer = self.layer()
             self.early.append((layer, layer.gather(draw.choice([1, 2, 4]))))
 
     def forward(self, draw):
-        if self.early and (len(self.early) == pipeline.IN_FLIGHT or draw.random() < 0.5):
+        if self.early and (len(self.early) == all_gather.IN_FLIGHT or draw.random() < 0.5):
             layer, keys = self.early.pop(draw.randrange(len(self.early)))
         else:
             layer = self.layer()
@@ -193,7 +193,7 @@ class Pack:
             self.saved.append(layer)
 
     def backward(self, draw):
-        if self.saved and len(self.early) < pipeline.IN_FLIGHT:
+        if self.saved and len(self.early) < all_gather.IN_FLIGHT:
             layer, at_once = self.saved.pop(), draw.random() < 0.5
             keys = None if layer.kept else layer.gather(draw.choice([1, 2, 4]), at_once=draw.random() < 0.5)
             with self.program.failing(draw):
@@ -396,8 +396,8 @@ BROKEN = {
     "reads before it is pulled": (peer.PeerMemory, "_arrival", lambda memory, stream: nothing),
     "calls of two streams in any order": (peer.PeerMemory, "enter", current_stream),
     "drops what is on its way on another stream": (peer.PeerMemory, "_arrival", arrival_for_the_current_stream),
-    "drops what is on its way": (pipeline.Keys, "__del__", nothing),
-    "drops sums that are on their way": (pipeline.Sums, "__del__", nothing),
+    "drops what is on its way": (all_gather.Keys, "__del__", nothing),
+    "drops sums that are on their way": (all_gather.Sums, "__del__", nothing),
     "graphs and eager sums in one place": (peer.PeerMemory, "_place", place_of_all),
 }
 

@@ -1,4 +1,4 @@
-"""CPAttention: validates once, has an engine chosen, and runs the pipeline."""
+"""CPAttention: validates once, has an engine chosen, and runs the method."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 
 from numpy.typing import DTypeLike
 
-from thdattn import pipeline, room
+from thdattn import room
 from thdattn.arguments import as_bool, as_count, as_softmax_scale, as_window, found
 from thdattn.cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.comm import Comm
 from thdattn.engines import as_engine_dtype, check_head_dims, choose_engine
 from thdattn.memory import Layer, Memory
+from thdattn.methods import all_gather
+from thdattn.methods.all_gather import Keys, Sums
 from thdattn.packing import PackedBatch
-from thdattn.pipeline import Keys, Sums
 from thdattn.plan import NO_ARRAYS, Plan, check_key_batch, visible_pairs
 from thdattn.saved import Saved, check_keys, check_saved
 from thdattn.sharding import Sharding, as_sharding
@@ -211,7 +212,7 @@ class CPAttention:
     def _memory(self, plan: Plan) -> Memory:
         groups = 1 if self.comm.size == 1 else self._groups(plan)
         layer = Layer(self.num_heads, self.num_kv_heads, self.dtype, self.deterministic, groups, self._keeps(plan))
-        return pipeline.memory(self._engine, self.comm, plan, layer)
+        return all_gather.memory(self._engine, self.comm, plan, layer)
 
     def _likely_memory(self, plan: Plan) -> Memory:
         """That of the last plan where it had as many rows, as it takes as much, but for some bytes per sequence."""
@@ -249,7 +250,7 @@ class CPAttention:
         v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
         keys = self._checked_keys(keys, k, v, plan)
         kept: list[tuple[Any, Any]] | None = [] if self._keeps(plan) else None
-        out, lse, max_logit = pipeline.forward(
+        out, lse, max_logit = all_gather.forward(
             self._engine, self.comm, keys, q, self.softmax_scale, return_max_logit, kept
         )
         return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, None if kept is None else tuple(kept))
@@ -277,7 +278,7 @@ class CPAttention:
         self._check_plan(plan)
         k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
-        return pipeline.gather(self._engine, self.comm, plan, k, v, self._groups(plan))
+        return all_gather.gather(self._engine, self.comm, plan, k, v, self._groups(plan))
 
     def backward(self, dout: Any, saved: Saved, keys: Keys | None = None) -> tuple[Any, Any, Any]:
         """Gradients of forward for this rank's rows. Collective.
@@ -319,9 +320,9 @@ class CPAttention:
         dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))
         check_saved(saved, type(dout))
         if saved.keys is not None:
-            keys = pipeline.kept(saved.keys, saved.k, saved.v, plan)
+            keys = all_gather.kept(saved.keys, saved.k, saved.v, plan)
         keys = self._checked_keys(keys, saved.k, saved.v, plan)
-        return pipeline.backward(
+        return all_gather.backward(
             self._engine, self.comm, keys, dout, saved.q, saved.out, saved.lse, self.softmax_scale, self.deterministic,
             at_once,
         )
@@ -398,7 +399,7 @@ class CPAttention:
     def _checked_keys(self, keys: Keys | None, k: Any, v: Any, plan: Plan) -> Keys:
         """Keys for a call, which have just been asked for if there were none."""
         if keys is None:
-            return pipeline.gather(self._engine, self.comm, plan, k, v, self._groups(plan), at_once=True)
+            return all_gather.gather(self._engine, self.comm, plan, k, v, self._groups(plan), at_once=True)
         check_keys(keys, k, v, plan)
         return keys
 
