@@ -84,6 +84,7 @@ class Plan:
     _like: PackedBatch | None = None
     _finite_padding: bool = False
     _kept: dict[Any, Any] = field(default_factory=dict)
+    _buffers: dict[Any, Any] = field(default_factory=dict)  # shared by the plan of all keys and those of slices
 
     def __post_init__(self) -> None:
         if self.arrays.lengths is not None:  # a graph of refresh may be captured before the first backward
@@ -220,11 +221,14 @@ class Plan:
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """A work buffer of a name, shape and dtype, made on first use and kept: CUDA graphs find it where it was."""
-        return self.once((name, shape, dtype), lambda: self.engine.empty(shape, dtype))
+        key = name, shape, np.dtype(dtype)
+        if key not in self._buffers:
+            self._buffers[key] = self.engine.empty(shape, dtype)
+        return self._buffers[key]
 
     def held_bytes(self) -> int:
         """Bytes of its work buffers that have been made."""
-        return sum(x.nbytes for x in list(self._kept.values()) if hasattr(x, "nbytes"))
+        return sum(x.nbytes for x in [*self._kept.values(), *self._buffers.values()] if hasattr(x, "nbytes"))
 
     def make(self, launches: Callable[[], None]) -> None:
         """Calls launches, which make something that follows from the plan's arrays, now and after every refresh."""
