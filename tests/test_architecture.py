@@ -20,8 +20,8 @@ PACKAGE = SOURCE / "thdattn"
 LAYERS = [
     {"arguments", "install", "memory", "structs", "tiles", "wgmma", "kernel_cache"},
     {"packing", "jit"},
-    {"comm"},
-    {"sharding", "engines", "tensor_map", "oracle", "decode_tiles"},
+    {"comm", "balanced", "sums"},
+    {"sharding", "routes", "engines", "tensor_map", "oracle", "decode_tiles"},
     {"plan"},
     {"host_plan", "cache", "room"},
     {"reference", "ops", "methods"},

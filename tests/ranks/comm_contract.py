@@ -34,6 +34,8 @@ def check_contract(comm: thdattn.comm.Comm, xp: Any) -> None:
             check_sums(comm, xp, dtype)
         else:
             assert raises(TypeError, comm.all_reduce, xp.zeros(2, dtype), "sum")
+    check_exchanges(comm, xp)
+    check_levels(comm, xp)
     check_arrays_of_size_0(comm, xp)
     check_many_collectives_in_a_row(comm, xp)
     check_bad_arguments_are_named(comm, xp)
@@ -75,6 +77,17 @@ def check_sums(comm: thdattn.comm.Comm, xp: Any, dtype: np.dtype) -> None:
     largest = xp.asarray(parts[comm.rank])
     comm.all_reduce(largest, "max")
     assert to_host(largest).tobytes() == np.max(parts, axis=0).tobytes()
+
+
+def check_exchanges(comm: thdattn.comm.Comm, xp: Any) -> None:
+    """Random patterns of slices, with sizes and without; what is no part of a slice stays as it is."""
+    check_bad_slices_are_named(comm, xp)
+    for seed in range(20):
+        draw = random.Random(seed)  # the same on all ranks
+        pattern = [draw_slice(draw, sender, receiver)
+                   for sender in range(comm.size) for receiver in range(comm.size) if receiver != sender
+                   for _ in range(draw.choice([0, 1, 1, 3]))]  # fmt: skip
+        sends = [(part.array(xp, part.receiver_of), part.receiver) for part in pattern if part.sender == comm.rank]
 
 
 def check_arrays_of_size_0(comm: thdattn.comm.Comm, xp: Any) -> None:
