@@ -255,8 +255,23 @@ def attn_bwd(
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
-    """The numbers in another dtype; the array itself if it is the same."""
-    return x.astype(dtype, copy=False)
+    """A new array of the numbers in a dtype."""
+    return x.astype(dtype)
+
+
+def without_padding(arrays: Sequence[Array], names: Sequence[str], plan: Plan) -> list[Array]:
+    """Copies whose rows of padding are 0, which may hold NaN: those that see no key.
+
+    Args:
+        arrays: (local_rows, ...).
+        names: of the buffers that the copies are made in.
+    """
+    sees = plan.key_ranges[:, 0] < plan.key_ranges[:, 1]
+    copies = [plan.buffer(name, x.shape, x.dtype) for name, x in zip(names, arrays, strict=True)]
+    for copy, x in zip(copies, arrays, strict=True):
+        copy[...] = 0
+        copy[sees] = x[sees]
+    return copies
 
 
 def attn_decode(q: Array, key_ranges: Array, cache: KVCache, softmax_scale: float) -> tuple[Array, Array]:

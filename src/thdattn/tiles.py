@@ -97,7 +97,7 @@ class BackwardSm90:
 
     The key side takes `queries` of them at once. dq has pieces of piece_cols columns, and dq_stages buffers for pieces
     on their way; the warpgroup that computes them has query_registers registers per thread, the others share the rest.
-    together: as for ForwardSm90.
+    adding_registers: those where it adds dq to what is there, if they differ. together: as for ForwardSm90.
     """
 
     tile_m: int
@@ -106,6 +106,7 @@ class BackwardSm90:
     piece_cols: int
     dq_stages: int
     query_registers: int
+    adding_registers: int = 0
     together: int = 2
 
     tile_n = 128
@@ -220,8 +221,9 @@ class Tiles:
         barriers = 8 * (8 + 4 * b.stages + 3 * b.dq_stages)
         told = -(-(2 * 12 + 4 * b.dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
         ranges = 8 * (b.tile_n + 8)
+        registers = (dq_dtype == "float32" and b.adding_registers) or b.query_registers
         return _instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, *self._dims, b.tile_m, b.stages, b.queries,
-                         b.piece_cols, b.dq_stages, b.query_registers, deterministic,
+                         b.piece_cols, b.dq_stages, registers, deterministic,
                          shared_bytes=tiles + pieces + stats + barriers + told + ranges)
 
     def thd_attn_bwd_wide_sm90(self, dtype: str, dq_dtype: str, grad_dtype: str) -> Instance:
@@ -327,7 +329,7 @@ TILES = {
             backward_sm90=BackwardSm90(
                 tile_m=64, stages=2, queries=64,  # 128 queries, or a third stage, do not fit
                 piece_cols=96, dq_stages=2,  # a third does not fit
-                query_registers=80,  # 64 spill
+                query_registers=80, adding_registers=96,  # 64 spill, and 80 if dq is added
                 together=4,
             ),
         ),

@@ -186,7 +186,7 @@ class _Hopper:
         dk, dv = shares
         self.delta(out, dout, lse, softmax_scale)
         if plan.has_blind_queries:
-            q, dout = _without_padding(q, dout, plan)
+            q, dout = without_padding((q, dout), ("q", "dout"), plan)
         inputs = launch.tensor_maps((q, k, v, dout), self.boxes)
         accum = _dk_dv(self.dkv_accum, k, v) if self.dkv_accum.size else (dk, dv)
         grads = dk, dv, *accum, self.grad_semaphores
@@ -287,9 +287,9 @@ def _dk_dv(dkv: Array, k: Array, v: Array) -> tuple[Array, Array]:
     return dkv[: k.size].reshape(k.shape), dkv[k.size :].reshape(v.shape)
 
 
-def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
-    """Copies whose padding rows are 0, as 0 * NaN would spread through a product."""
-    copies = [plan.buffer(name, x.shape, x.dtype) for name, x in (("q", q), ("dout", dout))]
-    order = plan.once("local_order", lambda: cupy.arange(len(q), dtype=np.int32))
-    reorder(False, copies, ([q], [dout]), order, plan.key_ranges)
-    return copies[0], copies[1]
+def without_padding(arrays: Sequence[Array], names: Sequence[str], plan: Plan) -> list[Array]:
+    """Copies of two arrays whose padding rows are 0, as 0 * NaN would spread through a product."""
+    copies = [plan.buffer(name, x.shape, x.dtype) for name, x in zip(names, arrays, strict=True)]
+    order = plan.once("local_order", lambda: cupy.arange(plan.local_rows, dtype=np.int32))
+    reorder(False, copies, [[x] for x in arrays], order, plan.key_ranges)
+    return copies

@@ -27,8 +27,9 @@ def attn_fwd(
             out[...], lse[...] = 0, -np.inf
         return out, lse, cupy.full(num_heads, -np.inf, np.float32) if return_max_logit else None
     if not launch.this_gpu().sm90 and not q.flags.c_contiguous:  # the portable kernel takes whole rows
-        q, *whole = (cupy.ascontiguousarray(x) for x in ((q, out, lse) if merge else (q,)))
-        *results, max_logit = attn_fwd(q, k, v, plan, softmax_scale, return_max_logit, whole or None, merge)
+        whole = (cupy.ascontiguousarray(out), lse) if merge else None
+        *results, max_logit = attn_fwd(
+            cupy.ascontiguousarray(q), k, v, plan, softmax_scale, return_max_logit, whole, merge)
         for x, result in zip((out, lse), results, strict=True):
             x[...] = result
         return out, lse, max_logit
@@ -63,8 +64,9 @@ def _forward(q: Array, k: Array, v: Array, plan: Plan, out_dtype: str) -> tuple[
     if isinstance(tiles, ForwardSm90):
         order, how = scheduler.schedule(gpu, plan, plan.arrays.query_tiles, num_heads, max(group, tiles.together))
         size = np.array((num_rows, num_tiles, num_heads, group, *how, launch.row_heads(q)), FORWARD_SIZE)[()]
-        run = Launch(jit.kernel(*row.thd_attn_fwd_sm90(dtype, out_dtype)), (min(gpu.multiprocessors, num_tiles * num_heads),),
-                     128 * (1 + tiles.consumers), (max_logits, plan.key_ranges, order, cupy.zeros(1, np.int32), size))
+        grid = (min(gpu.multiprocessors, num_tiles * num_heads),)
+        run = Launch(jit.kernel(*row.thd_attn_fwd_sm90(dtype, out_dtype)), grid, 128 * (1 + tiles.consumers),
+                     (max_logits, plan.key_ranges, order, cupy.zeros(1, np.int32), size))
         return run, (tiles.tile_m, tiles.tile_n, tiles.tile_n), max_logits
     sizes = map(np.int32, (num_rows, len(k), group))
     run = Launch(jit.kernel(*row.thd_attn_fwd(dtype, out_dtype)), (num_tiles, num_heads), 32 * tiles.warps,
