@@ -20,10 +20,11 @@ PACKAGE = SOURCE / "thdattn"
 LAYERS = [
     {"arguments", "install", "memory", "structs", "tiles", "wgmma", "kernel_cache"},
     {"packing", "jit"},
-    {"comm", "balanced", "sums"},
+    {"balanced", "sums"},
+    {"comm"},
     {"sharding", "routes", "engines", "tensor_map", "oracle", "decode_tiles"},
     {"plan"},
-    {"host_plan", "cache", "room"},
+    {"host_plan", "host_rows", "cache", "room"},
     {"reference", "ops", "methods"},
     {"saved"},
     {"attention"},
@@ -34,7 +35,7 @@ LAYERS = [
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
 # Where a library may be imported: when the module is loaded, and at all.
-OPS = {"ops", "ops.launch", "ops.plan", "ops.scheduler", "ops.forward", "ops.backward", "ops.decode"}
+OPS = {"ops", "ops.launch", "ops.plan", "ops.rows", "ops.scheduler", "ops.forward", "ops.backward", "ops.decode"}
 WHEN_LOADED = {"cupy": {"jit", *OPS, "tensor_map"}, "mpi4py": set(), "torch": {"torch"}, "jax": set()}
 EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "comm.peer", "engines", "graphs.capture", "graphs.upload",
                   "info", "varlen"},

@@ -31,7 +31,7 @@ def host_arrays(
         PlanArrays of NumPy arrays. No Python loop over sequences; the loop over ranks is the only one.
     """
     batch, rows = sharding.batch, sharding.rows(cp_rank)
-    all_rows = np.concatenate([sharding.rows(rank) for rank in range(sharding.cp_size)])
+    all_rows = rows if sharding.cp_size == 1 else np.concatenate([sharding.rows(r) for r in range(sharding.cp_size)])
     keys_there = key_batch or batch
     side = _key_side(sharding, cp_rank, window, all_rows, key_batch, keys_of)
     key_rows = side["rows_of_keys"]
@@ -66,7 +66,7 @@ def _key_side(
         return {"rank_order": all_rows, "rows_of_keys": None}
     needed = needed_rows(sharding.batch, sharding.cp_size, window).key_side(cp_rank)
     side = {field: pieces.filled() for field, pieces in needed._asdict().items()}
-    return {**side, "returns": side["returns"].reshape(sharding.cp_size, -1)}
+    return {**side, "returns": side["returns"].reshape(sharding.cp_size, sharding.local_rows)}
 
 
 def _ranges_in(rows: NDArray[np.int32], ranges: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -387,6 +387,14 @@ class Plan:
         return x
 
 
+def key_side_ints(plan: Plan) -> int:
+    """Of rank_order, rows_of_keys, sends and returns, as far as they are arrays of their own."""
+    if plan.keys_of is not None or plan.routes is None:
+        return 0
+    routes = plan.routes
+    return plan.key_rows + routes.num_received + routes.num_sent + (1 + plan.cp_size) * plan.local_rows
+
+
 def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) -> Bytes:
     """Bytes of a rank's shares of dk and dv, where so many groups of heads have arrays of their own, one after another.
 

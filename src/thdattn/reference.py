@@ -1,4 +1,4 @@
-"""The NumPy engine: attention forward and backward over key ranges, and the two moves of rows.
+"""The NumPy engine: attention forward and backward over key ranges; host_rows moves rows.
 
 It has the functions of the CUDA engine (`ops`) with the same arguments, so everything above the engine
 runs on any laptop. Like the kernels it obeys one rule, `score(i, j)` counts iff
@@ -27,9 +27,13 @@ from numpy.typing import DTypeLike, NDArray
 from thdattn.arguments import as_host_array, dlpack_device, unreadable
 from thdattn.cache import KVCache
 from thdattn.host_plan import host_arrays
+from thdattn.host_rows import add_shares as add_shares
+from thdattn.host_rows import pack_rows as pack_rows
+from thdattn.host_rows import to_rank_order as to_rank_order
+from thdattn.host_rows import to_sequence_order as to_sequence_order
 from thdattn.memory import Bytes, Layer
 from thdattn.packing import DLPACK_HOST, DLPACK_MANAGED, PackedBatch
-from thdattn.plan import Plan, PlanArrays, shares_bytes
+from thdattn.plan import Plan, PlanArrays, key_side_ints, shares_bytes
 from thdattn.sharding import Sharding
 
 Array = NDArray[Any]
@@ -108,8 +112,9 @@ def plan_arrays(
 
 def plan_bytes(plan: Plan) -> int:
     """Bytes of the arrays of a plan."""
-    rows, num_gathered = plan.local_rows, plan.cp_size * plan.local_key_rows
-    return 4 * (4 * rows + 2 * plan.key_rows + num_gathered + 2 * sum(plan.num_tiles)) + rows
+    rows, all_rows = plan.local_rows, plan.cp_size * plan.local_rows
+    ordered = all_rows if plan.cp_size > 1 else 0 if plan.key_batch is plan.batch else plan.key_rows
+    return 4 * (4 * rows + 2 * plan.key_rows + ordered + 2 * sum(plan.num_tiles) + key_side_ints(plan)) + rows
 
 
 def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
@@ -347,57 +352,6 @@ def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
 
 def poison(plan: Plan, *results: Array) -> None:
     """What is done to results of wrong lengths on a GPU: nothing, as lengths on the host were checked."""
-
-
-def to_sequence_order(
-    k_parts: Sequence[Array], v_parts: Sequence[Array], plan: Plan, into: Sequence[Array] | None = None,
-    own: Sequence[Array] | None = None,
-) -> tuple[Array, Array]:
-    """Rows gathered from all ranks, moved to sequence order: out[rank_order[t]] = in[t].
-
-    Args:
-        k_parts, v_parts: (cp_size*local_key_rows, ...) in one part or in equal ones, rank order; filler rows
-            (rank_order -1) are dropped.
-        plan: gives `rank_order`, (cp_size*local_key_rows,) int32, and `key_rows`.
-        into: arrays for k and v; None: buffers that stay until the next call.
-        own: (local_key_rows, ...), this rank's rows of both, which the parts may then lack.
-
-    Returns:
-        k, v: (key_rows, ...), the dtypes of the inputs; rows that no rank owns are 0.
-    """
-    owned = plan.rank_order >= 0
-
-    k, v = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
-                    for name, parts in (("k", k_parts), ("v", v_parts))]
-    for x, parts, mine in zip((k, v), (k_parts, v_parts), own or (None, None), strict=True):
-        x[...] = 0
-        x[plan.rank_order[owned]] = np.concatenate(parts)[owned]
-        if mine is not None:
-            here = slice(plan.cp_rank * len(mine), (plan.cp_rank + 1) * len(mine))
-            x[plan.rank_order[here][owned[here]]] = mine[owned[here]]
-    return k, v
-
-
-def to_rank_order(
-    dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None
-) -> tuple[Array, Array]:
-    """Inverse of `to_sequence_order`: out[t] = in[rank_order[t]], 0 on filler rows.
-
-    Args:
-        dk, dv: (key_rows, ...), sequence order.
-        plan: gives `rank_order`, (cp_size*local_key_rows,) int32.
-        into: arrays for dk_ranks and dv_ranks; None: buffers that stay until the next call.
-
-    Returns:
-        dk_ranks, dv_ranks: (cp_size*local_key_rows, ...), the dtypes of the inputs.
-    """
-    owned = plan.rank_order >= 0
-
-    dk_ranks, dv_ranks = into or [np.empty((len(plan.rank_order), *x.shape[1:]), x.dtype) for x in (dk, dv)]
-    for ranks, x in ((dk_ranks, dk), (dv_ranks, dv)):
-        ranks[...] = 0
-        ranks[owned] = x[plan.rank_order[owned]]
-    return dk_ranks, dv_ranks
 
 
 def row_blocks(key_ranges: Array, num_heads: int) -> tuple[Array, Array]:
