@@ -166,13 +166,65 @@ class Layer:
             self.program.machine.stream.launch(self.program.compare, x, self.wanted[name])
 
 
+class Exchange:
+    """Slices of heads that all ranks send each other; the same on all ranks, but for the numbers in them."""
+
+    def __init__(self, program, draw):
+        self.program, size = program, program.comm.size
+        self.heads = [slice(first, draw.randint(first + 1, HEADS)) for first in draw.choices(range(HEADS), k=2)]
+        width = min(heads.stop - heads.start for heads in self.heads)
+        self.out_of, self.into = (slice(heads.start, heads.start + width) for heads in self.heads)
+        self.slices = [(sender, receiver, draw.randint(1, 4)) for sender in range(size) for receiver in range(size)
+                       if sender != receiver for _ in range(draw.choice([0, 1, 1, 2]))]  # fmt: skip
+        self.sizes = np.zeros((size, size), int)
+        for sender, receiver, rows in self.slices:
+            self.sizes[sender, receiver] += rows * width * WIDTH * 4
+        rank = program.comm.rank
+        self.sources = [(self.empty(rows), receiver) for sender, receiver, rows in self.slices if sender == rank]
+        self.wait = nothing
+        self.write(next(program.numbers))
+
+    def empty(self, rows):
+        return self.program.engine.empty((rows, HEADS, WIDTH), np.float32)
+
+    def write(self, number):
+        """Other rows, in the same arrays."""
+        rank, rng, sources = self.program.comm.rank, np.random.default_rng(number), iter(self.sources)
+        self.wanted = []
+        for sender, receiver, rows in self.slices:
+            made = rng.integers(-99, 99, (rows, HEADS, WIDTH)).astype(np.float32)
+            if sender == rank:
+                self.program.machine.stream.launch(np.copyto, next(sources)[0], made)
+            elif receiver == rank:
+                self.wanted.append(made[:, self.out_of])
+
+    def start(self):
+        memory, rank = self.program.memory, self.program.comm.rank
+        places = [(self.empty(rows), sender) for sender, receiver, rows in self.slices if receiver == rank]
+        self.found = [x[:, self.into] for x, _ in places]
+        sends = [(x[:, self.out_of], receiver) for x, receiver in self.sources]
+        recvs = [(x, sender) for x, (_, sender) in zip(self.found, places, strict=True)]
+        self.wait = memory.exchange(sends, recvs, self.sizes)
+        return self
+
+    def arrive(self):
+        self.wait()
+        self.wait = nothing
+
+    __del__ = arrive
+
+    def check(self):
+        for x, wanted in zip(self.found, self.wanted, strict=True):
+            self.program.machine.stream.launch(self.program.compare, x, wanted)
+
+
 class Pack:
     """A plan, the stream of its calls, and what is on its way: each call does something with one layer of it."""
 
     def __init__(self, program, stream, local_rows):
         self.program, self.stream, self.numbers = program, stream, program.numbers
         self.plan = Plan(program.engine, program.comm.rank, program.comm.size, local_rows)
-        self.early, self.saved, self.summing, self.graphs = [], [], [], []
+        self.early, self.saved, self.summing, self.exchanging, self.graphs = [], [], [], [], []
 
     def layer(self):
         return Layer(self.program, self.plan, next(self.numbers))
@@ -207,6 +259,19 @@ class Pack:
             layer = self.summing.pop()
             layer.check(layer.dk_dv())
 
+    def exchange(self, draw):
+        """Starts one, or some, and forgets what it sent; other arrays get its memory."""
+        for _ in range(draw.choice([1, 1, 3])):
+            self.exchanging.append(Exchange(self.program, draw).start())
+            self.exchanging[-1].sources.clear()
+
+    def exchanged(self, draw):
+        while self.exchanging and draw.random() < 0.8:
+            exchange = self.exchanging.pop(draw.randrange(len(self.exchanging)))
+            exchange.arrive()
+            if draw.random() < 0.8:
+                exchange.check()
+
     def drop(self, draw):
         """Forgets what is on its way; other arrays get its memory."""
         for under_way in (self.early, self.summing):
@@ -219,25 +284,34 @@ class Pack:
         if self.early:
             return
         layers, groups, at_once = [self.layer() for _ in range(2)], draw.choice([2, 4]), draw.random() < 0.5
+        exchanges = [Exchange(self.program, draw) for _ in range(2)]
+        for exchange in (*exchanges, *exchanges):  # each at both turns of a window
+            exchange.start().arrive()
         first = self.layer()  # makes windows, which a capture cannot
         first.forward(first.gather(groups, at_once=True))
         first.backward(first.gather(groups, at_once=True), at_once)
         self.summing.append(first)
         self.program.machine.graph = graph = {}
+        for exchange in exchanges:
+            exchange.start()
         ahead = layers[1].gather(groups)
         found = [layers[0].forward(layers[0].gather(groups, at_once=True)), layers[1].forward(ahead)]
         for layer, results in zip(layers[::-1], found[::-1], strict=True):
             results |= layer.backward(layer.gather(groups, at_once=True), at_once) | layer.dk_dv()
+        for exchange in exchanges:
+            exchange.arrive()
         self.program.machine.graph = None
-        self.graphs.append((graph, list(zip(layers, found, strict=True))))
+        self.graphs.append((graph, list(zip(layers, found, strict=True)), exchanges))
 
     def replay(self, draw):
         if self.graphs and not self.early:  # which would be in the same buffers
-            graph, found = draw.choice(self.graphs)
+            graph, found, exchanges = draw.choice(self.graphs)
             self.program.memory.enter()  # as comm.watched does
-            for layer, _ in found:
-                layer.write(next(self.numbers))
+            for x in (*(layer for layer, _ in found), *exchanges):
+                x.write(next(self.numbers))
             self.stream.replay(graph, self.stream)
+            for exchange in exchanges:
+                exchange.check()
             for layer, results in found:
                 layer.check(results)
 
@@ -264,7 +338,8 @@ class Program:
             pack = draw.choice(packs)
             self.machine.stream = pack.stream
             often = pack.gather, pack.forward, pack.backward, pack.replay
-            draw.choice([*often, *often, pack.forward, pack.backward, pack.dk_dv, pack.drop, pack.capture])(draw)
+            seldom = pack.forward, pack.backward, pack.dk_dv, pack.exchange, pack.exchanged, pack.drop, pack.capture
+            draw.choice([*often, *often, *seldom])(draw)
 
     def compare(self, found, wanted):
         self.num_checked += 1
@@ -379,6 +454,15 @@ def drops_on_another_stream(program, draw):
         pack.forward(draw)
 
 
+def exchanges(program, draw):
+    packs = [Pack(program, stream, 2) for stream in (program.machine.stream, Stream(program.machine))]
+    packs[0].capture(draw)
+    for _ in range(30):
+        pack = draw.choice(packs)
+        program.machine.stream = pack.stream
+        draw.choice([pack.exchange, pack.exchanged, pack.exchanged, pack.replay])(draw)
+
+
 def start_backward(pack):
     layer = pack.layer()
     layer.forward(layer.gather(2, at_once=True))
@@ -386,7 +470,7 @@ def start_backward(pack):
     return layer
 
 
-PROGRAMS = Program.enqueue, sums_beside_replays, drops_on_another_stream
+PROGRAMS = Program.enqueue, sums_beside_replays, drops_on_another_stream, exchanges
 BROKEN = {
     "writes before the last part was taken": without("free"),
     "reads before it arrives": without("arrive"),
@@ -412,7 +496,7 @@ def test_a_protocol_with_a_step_left_out_is_found(fault):
     with mock.patch.object(*BROKEN[fault]):
         for seed in range(3 * SEEDS):
             try:
-                if results(2, seed, PROGRAMS[seed % 3])[1]:
+                if results(2, seed, PROGRAMS[seed % len(PROGRAMS)])[1]:
                     return
             except AssertionError:  # streams wait for ever, or flags are not as they were
                 return
