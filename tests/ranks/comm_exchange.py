@@ -82,7 +82,7 @@ def start_exchange(comm: thdattn.comm.Comm, xp: Any, draw: random.Random) -> tup
     wait = comm.exchange(sends, recvs, sizes if draw.random() < 0.7 else None)
     assert comm.received_bytes - before == sizes[:, comm.rank].sum()
     for source in sources:
-        source[...] = 0  # it is free
+        source.view(np.uint8)[...] = 0  # it is free
     return wait, [(place, each.whole(RECEIVER, each.values)) for place, each in zip(places, theirs, strict=True)]
 
 
