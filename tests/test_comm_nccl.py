@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -245,6 +246,24 @@ def test_an_exchange_is_one_group_of_messages_in_the_order_of_its_slices(start):
         ("send", 4096 + 112, 16, "NCCL_UINT8", 2, 77),
         "end",
     ]
+
+
+def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
+    peer = SimpleNamespace(enter=lambda: None, close=lambda: None, gather_heads=lambda sends, recvs, at_once: [],
+                           sum_rows=lambda partials, results: None, sum_in_place=lambda partials, rows, results: None)
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
+    monkeypatch.setattr(nccl.NcclComm, "watched", lambda *arguments: nullcontext())
+
+    def program(comm):
+        keys, partial, result = (np.zeros((rows, 2, 4), np.float32) for rows in (5, 50, 5))
+        counts = []
+        for call, arguments in ((comm.gather_heads, ([keys, keys], [])), (comm.sum_rows, ([partial], [result])),
+                                (comm.sum_in_place, ([partial], None, [result]))):  # fmt: skip
+            call(*arguments)
+            counts.append(comm.received_bytes)
+        return counts
+
+    assert start([[b"\x0a"], [b"\x0b"], [b"\x0c"]], program) == [[640, 960, 1280]] * 3
 
 
 @pytest.mark.parametrize("has_peer_memory", [True, False])
