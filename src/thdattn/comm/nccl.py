@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import math
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -192,7 +193,7 @@ class NcclComm(Comm):
 
     def _foreign_shares(self, partials: Sequence[Any], num_rows: int) -> int:
         """Bytes of so many rows of the arrays of all other ranks."""
-        return (self.size - 1) * num_rows * sum(int(x[0].nbytes) for x in partials)
+        return (self.size - 1) * num_rows * sum(int(x.itemsize * math.prod(x.shape[1:])) for x in partials)
 
     def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
         return super().exchange_bytes(sizes, strided) if self._peer is None else dict(self._peer.exchange_bytes(sizes))
