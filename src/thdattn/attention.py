@@ -17,6 +17,7 @@ from thdattn.engines import as_engine_dtype, check_head_dims, choose_engine
 from thdattn.memory import Layer, Memory
 from thdattn.methods import all_gather
 from thdattn.methods.all_gather import Keys, Sums
+from thdattn.methods.call import Call, Tensors
 from thdattn.packing import PackedBatch
 from thdattn.plan import NO_ARRAYS, Plan, check_key_batch, visible_pairs
 from thdattn.saved import Saved, check_keys, check_saved
@@ -248,12 +249,11 @@ class CPAttention:
         q = self._checked("q", q, (plan.local_rows, self.num_heads, self.head_dim))
         k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
-        keys = self._checked_keys(keys, k, v, plan)
-        kept: list[tuple[Any, Any]] | None = [] if self._keeps(plan) else None
-        out, lse, max_logit = all_gather.forward(
-            self._engine, self.comm, keys, q, self.softmax_scale, return_max_logit, kept
+        out, lse, max_logit, kept = all_gather.forward(
+            self._engine, self.comm, plan, q, k, v, self._call(plan), return_max_logit,
+            **self._gathered(keys, k, v, plan),
         )
-        return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, None if kept is None else tuple(kept))
+        return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, kept)
 
     def gather(self, k: Any, v: Any, plan: Plan) -> Keys:
         """Starts to gather the keys and values of all ranks, for a forward or backward to come. Collective.
@@ -319,12 +319,11 @@ class CPAttention:
         self._check_plan(plan)
         dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))
         check_saved(saved, type(dout))
-        if saved.keys is not None:
-            keys = all_gather.kept(saved.keys, saved.k, saved.v, plan)
-        keys = self._checked_keys(keys, saved.k, saved.v, plan)
+        tensors = Tensors(saved.q, saved.k, saved.v, saved.out, saved.lse, saved.keys)
+        keys = None if saved.keys is not None else keys
         return all_gather.backward(
-            self._engine, self.comm, keys, dout, saved.q, saved.out, saved.lse, self.softmax_scale, self.deterministic,
-            at_once,
+            self._engine, self.comm, plan, dout, tensors, self._call(plan), at_once,
+            **self._gathered(keys, saved.k, saved.v, plan),
         )
 
     def cache(self, num_texts: int, capacity: int) -> KVCache:
@@ -396,12 +395,16 @@ class CPAttention:
         heads = plan.local_rows * self.num_heads + plan.local_key_rows * self.num_kv_heads
         return plan.key_rows * self.num_kv_heads <= heads if self.keep_keys is None else self.keep_keys
 
-    def _checked_keys(self, keys: Keys | None, k: Any, v: Any, plan: Plan) -> Keys:
-        """Keys for a call, which have just been asked for if there were none."""
+    def _gathered(self, keys: Keys | None, k: Any, v: Any, plan: Plan) -> dict[str, Any]:
+        """Keys for a call, if there are some, as an argument of the method."""
         if keys is None:
-            return all_gather.gather(self._engine, self.comm, plan, k, v, self._groups(plan), at_once=True)
+            return {}
         check_keys(keys, k, v, plan)
-        return keys
+        return {"keys": keys}
+
+    def _call(self, plan: Plan) -> Call:
+        """What is asked of the method for this plan."""
+        return Call(self.softmax_scale, self.deterministic, self._groups(plan), self._keeps(plan))
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
