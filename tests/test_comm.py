@@ -24,7 +24,7 @@ def test_single_rank_keeps_the_contract():
     check_contract(thdattn.comm.init("single"), np)
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
 def test_simulated_ranks_keep_the_contract(cp_size):
     thdattn.comm.run_local(cp_size, lambda comm: check_contract(comm, np), timeout=30)
 
@@ -156,6 +156,31 @@ def test_different_shapes_on_two_ranks_are_named():
     with pytest.raises(
         RuntimeError, match=r"rank 0: all_reduce sum of \(3,\).*rank 1: all_reduce sum of \(4,\)"
     ):
+        thdattn.comm.run_local(2, program)
+
+
+@pytest.mark.parametrize(("sent", "received"), [([3], [2]), ([3], []), ([], [2]), ([3, 2], [2, 3]), ([3, 2], [5])])
+def test_slices_that_the_other_rank_does_not_receive_are_named(sent, received):
+    def program(comm):
+        mine = sent if comm.rank == 0 else received
+        slices = [(np.zeros((rows, 4), np.float32), 1 - comm.rank) for rows in mine]
+        comm.exchange(*((slices, []) if comm.rank == 0 else ([], slices)))
+
+    there, wanted = [16 * rows for rows in sent], [16 * rows for rows in received]
+    with pytest.raises(ValueError) as caught:
+        thdattn.comm.run_local(2, program)
+    assert str(caught.value) == (f"rank 0 sends slices of {there} bytes to rank 1, which receives slices of {wanted} "
+                                 f"bytes from it; make both from one plan")
+
+
+def test_rank_that_leaves_out_an_exchange_is_named():
+    def program(comm):
+        if comm.rank:
+            comm.exchange([], [])
+        else:
+            comm.barrier()
+
+    with pytest.raises(RuntimeError, match=r"different collectives.*: rank 0: barrier; rank 1: exchange"):
         thdattn.comm.run_local(2, program)
 
 

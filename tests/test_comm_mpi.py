@@ -17,7 +17,7 @@ GROUPS = PROGRAM.with_name("comm_groups.py")
 FAILURES = PROGRAM.with_name("failures.py")
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_mpi_ranks_keep_the_contract(n):
     run = run_ranks(n, PROGRAM, "contract", "mpi", str(n))
     assert run.returncode == 0, run.stderr

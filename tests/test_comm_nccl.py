@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -220,6 +221,68 @@ def test_collectives_pass_pointers_counts_dtypes_and_the_current_stream(start):
         ("reduceScatter", 1000, 2000, 6, "NCCL_BFLOAT16", "NCCL_SUM", 77),
         ("allReduce", 3000, 3000, 5, "NCCL_FLOAT32", "NCCL_MAX", 77),
     ]
+
+
+def test_an_exchange_is_one_group_of_messages_in_the_order_of_its_slices(start):
+    cupy = pytest.importorskip("cupy")
+
+    def rows(pointer, shape):
+        memory = cupy.cuda.UnownedMemory(pointer, 1 << 16, None, 0)
+        return cupy.ndarray(shape, np.float16, cupy.cuda.MemoryPointer(memory, 0))
+
+    def program(comm):
+        x, y = rows(4096, (8, 2, 4)), rows(1 << 20, (8, 2, 4))
+        stand_in.groupStart = lambda: comm._nccl.calls.append("start")
+        stand_in.groupEnd = lambda: comm._nccl.calls.append("end")
+        if comm.rank == 1:
+            wait = comm.exchange([(x[2:5], 0), (x[:0], 2), (x[7:], 2)], [(y[1:2], 2), (y[:1], 0)])
+            assert wait is thdattn.comm.nothing
+        return comm._nccl.calls
+
+    stand_in = make_nccl()
+    assert start([[b"\x0a"], [b"\x0b"], [b"\x0c"]], program, stand_in)[1] == [
+        "start",
+        ("recv", (1 << 20) + 16, 16, "NCCL_UINT8", 2, 77),
+        ("recv", 1 << 20, 16, "NCCL_UINT8", 0, 77),
+        ("send", 4096 + 32, 48, "NCCL_UINT8", 0, 77),
+        ("send", 4096 + 112, 16, "NCCL_UINT8", 2, 77),
+        "end",
+    ]
+
+
+def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
+    peer = SimpleNamespace(enter=lambda: None, close=lambda: None, gather_heads=lambda sends, recvs, at_once: [],
+                           sum_rows=lambda partials, results: None, sum_in_place=lambda partials, rows, results: None)
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
+    monkeypatch.setattr(nccl.NcclComm, "watched", lambda *arguments: nullcontext())
+
+    def program(comm):
+        keys, partial, result = (np.zeros((rows, 2, 4), np.float32) for rows in (5, 50, 5))
+        counts = []
+        for call, arguments in ((comm.gather_heads, ([keys, keys], [])), (comm.sum_rows, ([partial], [result])),
+                                (comm.sum_in_place, ([partial], None, [result]))):  # fmt: skip
+            call(*arguments)
+            counts.append(comm.received_bytes)
+        return counts
+
+    assert start([[b"\x0a"], [b"\x0b"], [b"\x0c"]], program) == [[640, 960, 1280]] * 3
+
+
+@pytest.mark.parametrize("has_peer_memory", [True, False])
+def test_an_exchange_with_sizes_goes_through_peer_memory_where_there_is_some(start, monkeypatch, has_peer_memory):
+    said = []
+    peer = SimpleNamespace(enter=lambda: None, close=lambda: None,
+                           exchange=lambda *arguments: said.append(arguments) or (lambda: said.append("waits")))
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer if has_peer_memory else None, ""))
+
+    def program(comm):
+        if comm.rank == 0:
+            comm.exchange([], [])()
+            comm.exchange([], [], none)()
+
+    none = np.zeros((2, 2), int)
+    start([FOUR_GPUS] * 2, program)
+    assert said == [([], [], none), "waits"] * has_peer_memory
 
 
 def test_every_collective_is_between_two_numbers_that_the_stream_writes(start, monkeypatch):

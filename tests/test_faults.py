@@ -29,6 +29,16 @@ def test_rank_that_dies_or_raises_ends_all_at_once(kind, place):
     assert "thdattn: " not in errors
 
 
+def test_rank_that_stops_before_an_exchange_ends_all_at_the_deadline():
+    errors = Job(2, "stop", "exchange", "mpi", TIMEOUT).end(TIMEOUT)
+    what = r"exchange \(1 slices out, 1 in\) of \(\d+, 2, 64\) float32, number \d+ of this comm,"
+    assert said(0, 2, what, TIMEOUT).search(errors), errors
+
+
+def test_rank_that_dies_in_an_exchange_ends_all_at_once():
+    assert "thdattn: " not in Job(2, "kill", "exchange", "mpi", 1000.0).end(0)
+
+
 def test_both_of_the_others_say_what_they_wait_for():
     errors = Job(3, "stop", "forward", "mpi", TIMEOUT).end(TIMEOUT)
     waits = [said(rank, 3, r"all_gather of \(\d+, 2, 64\) float32, number (\d+) of this comm,", TIMEOUT).search(errors)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 TIMEOUT = 10.0
 AT_START = 2.0  # of which a start has five times as much
-PLACES = pytest.mark.parametrize("place", ["forward", "backward", "replay"])
+PLACES = pytest.mark.parametrize("place", ["forward", "backward", "exchange", "replay"])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("cupy")  # which peer memory loads
 import cases
 import delays
+import numpy as np
 from cases import BFLOAT16, CASES, FIELDS, check, run, to_host
 from delays import attention, inputs_of, step
 from loopback import Loopback, Mirror
@@ -92,6 +93,70 @@ def test_layers_in_flight_do_not_mix(cupy, comm):
 @pytest.mark.parametrize("head_groups", [1, 2, 4])
 def test_streams_that_are_late_give_the_same_bits(cupy, comm, head_groups, keep_keys):
     delays.check(cupy, comm, head_groups, keep_keys)
+
+
+EXCHANGED = [  # rows, heads of how many that travel, of how many there; and the dtype
+    (300, 4, 32, 4, "bfloat16"), (300, 4, 32, 12, "bfloat16"), (17, 32, 32, 32, "bfloat16"), (300, 8, 8, 16, "float32"),
+    (1, 3, 5, 7, "float32"), (5000, 1, 8, 1, "float16"), (3, 1, 1, 9, "int8"),
+]  # fmt: skip
+
+
+def slices_of(cupy, seed):
+    """(what is sent, where it is received), strided and not, and the whole arrays that are received into."""
+    rng, sends, recvs, places = np.random.default_rng(seed), [], [], []
+    for rows, heads, out_of, into, name in EXCHANGED:
+        dtype = np.dtype(name)
+        width = 256 // dtype.itemsize
+        values = cupy.asarray(rng.integers(-99, 99, (rows, out_of, width)).astype(dtype))
+        place = cupy.zeros((rows, into, width), dtype)
+        sends.append((values[:, out_of - heads :], 1))
+        recvs.append((place[:, :heads], 1))
+        places.append(place)
+    return sends, recvs, places
+
+
+def sizes_of(sends):
+    total = sum(x.nbytes for x, _ in sends)
+    return [[0, total], [total, 0]]
+
+
+def test_slices_arrive_through_peer_memory_as_by_copies(cupy, comm):
+    under_way = []
+    for seed in range(5):
+        sends, recvs, found = slices_of(cupy, seed)
+        _, others, wanted = slices_of(cupy, seed)
+        Mirror().exchange(sends, others)
+        under_way.append((comm.exchange(sends, recvs, sizes_of(sends)), found, wanted))
+        for x, _ in sends:
+            x.view(np.uint8)[...] = 0  # they are free
+    for wait, found, wanted in under_way[::-1]:
+        wait()
+        for x, y in zip(found, wanted, strict=True):
+            assert to_host(x).tobytes() == to_host(y).tobytes()
+
+
+def test_captured_slices_replay(cupy, comm):
+    sends, recvs, found = slices_of(cupy, 0)
+    comm.exchange(sends, recvs, sizes_of(sends))()
+    stream = cupy.cuda.get_current_stream()
+    stream.begin_capture()
+    waits = [comm.exchange(sends, recvs, sizes_of(sends)) for _ in range(3)]
+    for wait in waits:
+        wait()
+    graph = stream.end_capture()
+    for seed in (1, 2, 3):
+        others, into, wanted = slices_of(cupy, seed)
+        Mirror().exchange(others, into)
+        for (x, _), (y, _) in zip(sends, others, strict=True):
+            x[...] = y
+        for x in found:
+            x.view(np.uint8)[...] = 0
+        graph.launch(stream)
+        for x, y in zip(found, wanted, strict=True):
+            assert to_host(x).tobytes() == to_host(y).tobytes()
+    comm.exchange(sends, recvs, sizes_of(sends))()  # eager again, with the flags as the graph left them
+    stream.synchronize()
+    del graph
 
 
 def test_windows_grow_and_those_before_stay_usable(cupy, comm):

@@ -9,12 +9,16 @@ import atexit
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 import thdattn.comm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from ranks.comm_exchange import check_exchange
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 MOVED = [
@@ -25,7 +29,12 @@ SUMMED = [BFLOAT16, *map(np.dtype, ("float16", "float32", "float64", "int32", "i
 
 
 def check_contract(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """Every promise of Comm that a correct program relies on; xp is numpy or cupy."""
+    """Every promise of Comm that a correct program relies on; xp is numpy or cupy. Closes the comm."""
+    check_exchange(comm, xp)
+    check_all_but_exchange(comm, xp)
+
+
+def check_all_but_exchange(comm: thdattn.comm.Comm, xp: Any) -> None:
     assert 0 <= comm.rank < comm.size
     for dtype in MOVED:
         check_all_gather(comm, xp, dtype)
@@ -50,8 +59,9 @@ def check_contract(comm: thdattn.comm.Comm, xp: Any) -> None:
 
 def check_all_gather(comm: thdattn.comm.Comm, xp: Any, dtype: np.dtype) -> None:
     parts = [(np.arange(12).reshape(3, 2, 2) + 7 * rank).astype(dtype) for rank in range(comm.size)]
-    recv = poisoned(xp, (3 * comm.size, 2, 2), dtype)
+    recv, before = poisoned(xp, (3 * comm.size, 2, 2), dtype), comm.received_bytes
     comm.all_gather(xp.asarray(parts[comm.rank]), recv)
+    assert comm.received_bytes - before == recv.nbytes - parts[0].nbytes
     assert to_host(recv).tobytes() == np.concatenate(parts).tobytes()
 
 
@@ -65,7 +75,9 @@ def check_sums(comm: thdattn.comm.Comm, xp: Any, dtype: np.dtype) -> None:
     mine = slice(comm.rank * rows, (comm.rank + 1) * rows)
 
     recv, send = poisoned(xp, (rows, 2), dtype), xp.asarray(parts[comm.rank])
+    before = comm.received_bytes
     comm.reduce_scatter(send, recv)
+    assert comm.received_bytes - before == send.nbytes - recv.nbytes
     assert to_host(recv).tobytes() == total[mine].tobytes()
     assert to_host(send).tobytes() == parts[comm.rank].tobytes()
 

@@ -130,6 +130,16 @@ def replay(layer: Layer) -> None:
         layer.comm.barrier()
 
 
+def exchange(layer: Layer) -> None:
+    """Each rank sends to the next one; the third time it waits for rank 1."""
+    comm, place = layer.comm, layer.array(len(layer.x))
+    sizes = np.roll(np.eye(comm.size, dtype=int), 1, axis=1) * layer.x.nbytes
+    for number in range(3):
+        if layer.at("exchange", number == 2):
+            sends, recvs = [(layer.x, (comm.rank + 1) % comm.size)], [(place, (comm.rank - 1) % comm.size)]
+            comm.exchange(sends, recvs, sizes)()
+
+
 def main(kind: str, place: str, backend: str, timeout: str) -> None:
     say("begins")
     comm = join(kind, place, backend, float(timeout))
@@ -137,6 +147,8 @@ def main(kind: str, place: str, backend: str, timeout: str) -> None:
         Layer(comm.split(int(RANK > 0)), kind, "forward").steps()
     elif place == "replay":
         replay(Layer(comm, kind, place))
+    elif place == "exchange":
+        exchange(Layer(comm, kind, place))
     else:
         Layer(comm, kind, place).steps()
     comm.barrier()

@@ -66,6 +66,7 @@ from thdattn.comm.checks import Checks
 from thdattn.comm.heads import Arrival as Arrival
 from thdattn.comm.heads import Heads
 from thdattn.comm.heads import nothing as nothing
+from thdattn.comm.slices import Slices, packed, put, room
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,7 +94,9 @@ class Comm(Checks, Heads):
         devices: which arrays it takes, "cpu" for NumPy and "cuda" for CuPy.
         sum_dtypes: names of the dtypes that reduce_scatter and all_reduce take.
         capturable: whether collectives of CuPy arrays may be captured in a CUDA graph.
-        overlaps: whether gather_heads and sum_rows go on while kernels run.
+        overlaps: whether gather_heads and sum_rows, and exchange where it is given sizes, go on while kernels run.
+        received_bytes: what collectives of arrays have brought from other ranks so far, by the shapes; those that a
+            graph has captured count once.
     """
 
     sum_dtypes = _INTEGERS | {"float32", "float64"}
@@ -103,6 +106,7 @@ class Comm(Checks, Heads):
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.received_bytes = 0
         self._groups: list[Comm] = []
         self._before_close: list[Callable[[], None]] = []
 
@@ -119,6 +123,7 @@ class Comm(Checks, Heads):
         """
         self._check_buffers(send, recv)
         self._check_shape(recv, (self.size * send.shape[0], *send.shape[1:]), "size * rows of send")
+        self.received_bytes += (self.size - 1) * send.nbytes
         with self.watched("all_gather", send):
             self._all_gather(send, recv)
 
@@ -143,6 +148,7 @@ class Comm(Checks, Heads):
                 f"pad it to {(rows + 1) * self.size} rows"
             )
         self._check_shape(recv, (rows, *send.shape[1:]), "rows of send / size")
+        self.received_bytes += (self.size - 1) * recv.nbytes
         with self.watched("reduce_scatter", send):
             self._reduce_scatter(send, recv)
 
@@ -162,8 +168,42 @@ class Comm(Checks, Heads):
         self._check_writable("array", array)
         self._check_sum_dtype("array", array)
         op = as_choice("op", op, ("sum", "max"))
+        self.received_bytes += 2 * (self.size - 1) * array.nbytes // self.size
         with self.watched("all_reduce", array):
             self._all_reduce(array, op)
+
+    def exchange(self, sends: Slices, recvs: Slices, sizes: Any = None) -> Callable[[], None]:
+        """Start to send slices of arrays to some of the other ranks, and to receive theirs.
+
+        Both sides know from their plan what travels. Every rank makes the call, also one that has nothing to send or
+        to receive.
+
+        Args:
+            sends: pairs (slice, rank that it goes to). Its rows need not follow each other, but the elements of a row
+                do: x[a:b], and x[:, a:b] of a C-contiguous x. Several may go to one rank, and empty ones are left out.
+            recvs: pairs (slice, rank that it comes from): for each rank as many as it sends here, in the same order
+                and of equally many bytes; shapes and dtypes are the receiver's. Overwritten; they and sends do not
+                overlap.
+            sizes: (size, size) integers in host memory, the bytes that each rank (row) sends to each other one
+                (column), the same on all ranks: so they can travel through peer memory, beside kernels, in exchanges
+                that all ranks give sizes to.
+
+        Returns:
+            What waits for recvs, to be called before these are read and before they are dropped; on a GPU it is the
+            current stream that waits. What was sent is free when exchange returns, as in all_gather.
+
+        Raises:
+            TypeError: an array is of the wrong kind or the elements of its rows are not contiguous, host arrays and GPU
+                arrays are mixed, or a rank is no integer.
+            ValueError: a rank is this one or none of the others, an array to receive is read-only, sizes are not those
+                of the slices, or (on simulated ranks) what one sends is not what the other one receives.
+        """
+        self._check_slices(sends, recvs, sizes)
+        sends, recvs = ([(array, peer) for array, peer in slices if array.size] for slices in (sends, recvs))
+        self.received_bytes += sum(array.nbytes for array, _ in recvs)
+        first = next((array for array, _ in (*sends, *recvs)), None)
+        with self.watched(f"exchange ({len(sends)} slices out, {len(recvs)} in)", first):
+            return self._exchange(sends, recvs, sizes)
 
     def barrier(self) -> None:
         """Return when every rank has come here; on GPU ranks also wait for the current stream."""
@@ -280,6 +320,17 @@ class Comm(Checks, Heads):
     @abstractmethod
     def _all_reduce(self, array: Any, op: str) -> None: ...
 
+    def _exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Callable[[], None]:
+        rooms = [(room(array), peer) for array, peer in recvs]
+        self._send_receive([(packed(array), peer) for array, peer in sends], rooms)
+        for (array, _), (made, _) in zip(recvs, rooms, strict=True):
+            put(array, made)
+        return nothing
+
+    def _send_receive(self, sends: Slices, recvs: Slices) -> None:
+        """Messages to and from other ranks, each (bytes,) uint8; those from one rank in its order."""
+        raise NotImplementedError(f"a comm of backend {self.name!r} exchanges nothing")
+
     @abstractmethod
     def _barrier(self) -> None: ...
 
@@ -318,6 +369,9 @@ class SingleComm(Comm):
         recv[...] = send
 
     def _all_reduce(self, array: Any, op: str) -> None:
+        pass
+
+    def _send_receive(self, sends: Slices, recvs: Slices) -> None:
         pass
 
     def _barrier(self) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.arguments import found
+from thdattn.arguments import as_int, found
+from thdattn.comm.slices import Slices, address
 
 _ARRAY_KINDS = {"cpu": "NumPy", "cuda": "CuPy"}
 
@@ -29,6 +30,13 @@ class Checks:
             raise RuntimeError(f"this {self.name} comm is closed; call thdattn.comm.init() for a new one")
 
     def _check_array(self, name: str, array: Any) -> None:
+        self._check_kind(name, array)
+        if not array.flags.c_contiguous:
+            raise TypeError(
+                f"{name} is not C-contiguous (shape {array.shape}, strides {array.strides}); copy it first"
+            )
+
+    def _check_kind(self, name: str, array: Any) -> None:
         self._check_open()
         if _device(array) not in self.devices:
             kind = type(array)
@@ -36,10 +44,6 @@ class Checks:
             raise TypeError(
                 f"{name} is a {kind.__module__}.{kind.__qualname__}, but the {self.name} backend takes {wanted} "
                 f"arrays; convert it, or choose the backend that fits in thdattn.comm.init"
-            )
-        if not array.flags.c_contiguous:
-            raise TypeError(
-                f"{name} is not C-contiguous (shape {array.shape}, strides {array.strides}); copy it first"
             )
         if array.dtype.hasobject or not array.dtype.isnative:
             raise TypeError(
@@ -68,9 +72,54 @@ class Checks:
             )
         if send.dtype != recv.dtype:
             raise TypeError(f"send is {send.dtype} but recv is {recv.dtype}; make recv {send.dtype}")
-        begin, other = _address(send), _address(recv)
+        begin, other = address(send), address(recv)
         if begin < other + recv.nbytes and other < begin + send.nbytes:
             raise ValueError("send and recv share memory; give recv memory of its own")
+
+    def _check_slices(self, sends: Slices, recvs: Slices, sizes: Any) -> None:
+        self._check_open()
+        kinds = {self._check_slice(f"sends[{i}]", *pair) for i, pair in enumerate(sends)}
+        kinds |= {self._check_slice(f"recvs[{i}]", *pair) for i, pair in enumerate(recvs)}
+        if len(kinds) > 1:
+            raise TypeError("sends and recvs have NumPy arrays and CuPy arrays; use one device for all")
+        for i, (array, _) in enumerate(recvs):
+            self._check_writable(f"recvs[{i}]", array)
+        if sizes is not None:
+            self._check_sizes(sends, recvs, np.asarray(sizes))
+
+    def _check_slice(self, name: str, array: Any, peer: int) -> str | None:
+        """Which kind of array it is."""
+        self._check_kind(name, array)
+        if array.ndim == 0:
+            raise ValueError(f"{name} has no dimensions; its first dimension is the rows, reshape it to (1,)")
+        row = array[:1]
+        if not row.flags.c_contiguous or (not array.flags.c_contiguous and array.strides[0] < row.nbytes):
+            raise TypeError(
+                f"{name} has rows that are not contiguous or that overlap (shape {array.shape}, strides "
+                f"{array.strides}); wanted a slice x[a:b] or x[:, a:b] of a C-contiguous array, copy it first"
+            )
+        if not 0 <= as_int(f"the rank of {name}", peer) < self.size or peer == self.rank:
+            raise ValueError(
+                f"the rank of {name} is {peer}; wanted one of the {self.size} ranks that is not this one, "
+                f"{self.rank}; copy what stays here"
+            )
+        return _device(array)
+
+    def _check_sizes(self, sends: Slices, recvs: Slices, sizes: np.ndarray) -> None:
+        if sizes.shape != (self.size, self.size) or sizes.dtype.kind not in "iu":
+            raise ValueError(
+                f"sizes has shape {sizes.shape} and dtype {sizes.dtype}; wanted the bytes that each of the "
+                f"{self.size} ranks sends to each other one, ({self.size}, {self.size}) integers"
+            )
+        for name, slices, said in (("sends", sends, sizes[self.rank]), ("recvs", recvs, sizes[:, self.rank])):
+            there = [0] * self.size
+            for array, peer in slices:
+                there[peer] += array.nbytes
+            if there != said.tolist():
+                raise ValueError(
+                    f"{name} has {there} bytes for ranks 0 to {self.size - 1}, but sizes says {said.tolist()}; make "
+                    f"both from one plan"
+                )
 
     def _check_shape(self, recv: Any, wanted: tuple[int, ...], rule: str) -> None:
         if recv.shape != wanted:
@@ -108,9 +157,3 @@ def _device(array: Any) -> str | None:
         return "cpu"
     # By name, so that NumPy-only installations need no CuPy to ask.
     return "cuda" if type(array).__module__.split(".")[0] == "cupy" else None
-
-
-def _address(array: Any) -> int:
-    if isinstance(array, np.ndarray):
-        return int(array.__array_interface__["data"][0])
-    return int(array.data.ptr)

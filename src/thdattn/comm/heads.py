@@ -116,6 +116,15 @@ class Heads(ABC):
         """Bytes of what `partials` and sum_rows make, where the arrays of each group have so many; by name."""
         return {"partial sums": sum(partials), "sums": sum(partials) // self.size}
 
+    def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
+        """Bytes of what exchange makes, given these sizes; by name.
+
+        Args:
+            sizes: as for exchange.
+            strided: bytes of the slices, sent and received, whose rows do not follow each other.
+        """
+        return {"copies of slices": strided} if strided else {}
+
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of what gather_bytes and sum_bytes name, that is there already, for all that needs no more."""
+        """Bytes of what the other three name, that is there already, for all that needs no more; by name."""
         return {}

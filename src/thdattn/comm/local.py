@@ -15,6 +15,7 @@ import numpy as np
 from thdattn.arguments import as_count, found
 from thdattn.comm import Comm
 from thdattn.comm.checks import as_timeout
+from thdattn.comm.slices import Slices
 
 Result = TypeVar("Result")
 
@@ -136,14 +137,14 @@ class LocalComm(Comm):
 
     def _all_gather(self, send: Any, recv: Any) -> None:
         rows = send.shape[0]
-        for rank, part in enumerate(self._exchange("all_gather", send)):
+        for rank, part in enumerate(self._meet("all_gather", send)):
             recv[rank * rows : (rank + 1) * rows] = part
         self._release("all_gather")
 
     def _reduce_scatter(self, send: Any, recv: Any) -> None:
         rows = recv.shape[0]
         mine = slice(self.rank * rows, (self.rank + 1) * rows)
-        first, *others = self._exchange("reduce_scatter", send)
+        first, *others = self._meet("reduce_scatter", send)
         recv[...] = first[mine]
         for other in others:
             recv += other[mine]
@@ -151,12 +152,26 @@ class LocalComm(Comm):
 
     def _all_reduce(self, array: Any, op: str) -> None:
         combine = np.add if op == "sum" else np.maximum  # CuPy arrays bring their own through __array_ufunc__
-        first, *others = self._exchange(f"all_reduce {op}", array)
+        first, *others = self._meet(f"all_reduce {op}", array)
         total = first.copy()
         for other in others:
             combine(total, other, out=total)
         self._release("all_reduce")
         array[...] = total
+
+    def _send_receive(self, sends: Slices, recvs: Slices) -> None:
+        for rank, theirs in enumerate(self._meeting.exchange(self.rank, "exchange", sends)):
+            parts = [part for part, peer in theirs if peer == self.rank]
+            rooms = [room for room, peer in recvs if peer == rank]
+            sent, wanted = [part.nbytes for part in parts], [room.nbytes for room in rooms]
+            if sent != wanted:
+                raise ValueError(
+                    f"rank {rank} sends slices of {sent} bytes to rank {self.rank}, which receives slices of {wanted} "
+                    f"bytes from it; make both from one plan"
+                )
+            for part, room in zip(parts, rooms, strict=True):
+                room[...] = part
+        self._release("exchange")
 
     def _barrier(self) -> None:
         self._meeting.exchange(self.rank, "barrier", None)
@@ -175,7 +190,7 @@ class LocalComm(Comm):
         places = meeting.exchange(self.rank, "the end of split", place)
         return LocalComm(members.index(self.rank), places[members[0]])
 
-    def _exchange(self, operation: str, array: Any) -> list[Any]:
+    def _meet(self, operation: str, array: Any) -> list[Any]:
         return self._meeting.exchange(self.rank, f"{operation} of {array.shape} {array.dtype}", array)
 
     def _release(self, operation: str) -> None:

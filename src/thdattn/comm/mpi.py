@@ -17,6 +17,7 @@ import numpy as np
 from thdattn.arguments import found
 from thdattn.comm import Comm, launcher, watchdog
 from thdattn.comm.launcher import ALONE, Launcher
+from thdattn.comm.slices import Slices
 from thdattn.install import remedy
 
 SECONDS_TO_BE_HEARD = 0.5
@@ -37,7 +38,7 @@ class MpiComm(Comm):
         from mpi4py import MPI
 
         super().__init__(world.rank, world.size)
-        self._in_place = MPI.IN_PLACE
+        self._in_place, self._wait_for_all = MPI.IN_PLACE, MPI.Request.Waitall
         self._ops = {"sum": MPI.SUM, "max": MPI.MAX}
         self._world = world
         self._watch = watch(world, timeout)
@@ -53,6 +54,10 @@ class MpiComm(Comm):
 
     def _all_reduce(self, array: Any, op: str) -> None:
         self._world.Allreduce(self._in_place, array, op=self._ops[op])
+
+    def _send_receive(self, sends: Slices, recvs: Slices) -> None:
+        requests = [self._world.Irecv(room, peer) for room, peer in recvs]
+        self._wait_for_all(requests + [self._world.Isend(part, peer) for part, peer in sends])
 
     def _barrier(self) -> None:
         with self.watched("barrier"):

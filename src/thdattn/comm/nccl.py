@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import math
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn.comm import Arrival, Comm, mpi, nothing
+from thdattn.comm.slices import Slices
 from thdattn.comm.watchdog import PATIENCE_AT_START, Lane
 from thdattn.install import remedy
 
@@ -49,6 +51,8 @@ class NcclComm(Comm):
     Collectives go to the stream that is current in the calling thread and return at once; they may be captured in a
     CUDA graph. With peer memory a stream waits for that of the call before. NCCL checks nothing across ranks: different
     shapes on two ranks wait for the deadline or corrupt, see Comm.agree.
+
+    NOTE: make an exchange once before it is captured. NCCL connects two ranks when they exchange for the first time.
 
     NOTE: drop captured graphs that hold a collective before close(), also on errors. Destroying the communicator
     first leaves every rank hanging at exit (measured with NCCL 2.28).
@@ -78,6 +82,7 @@ class NcclComm(Comm):
         self._gpus = gpus
         self._gpu = gpus[world.rank].device
         self._bytes = nccl.NCCL_UINT8
+        self._module = nccl
         self._dtypes = {dtype: getattr(nccl, f"NCCL_{dtype.upper()}") for dtype in self.sum_dtypes}
         self._ops = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX}
         cupy.cuda.Device(self._gpu).use()
@@ -122,11 +127,30 @@ class NcclComm(Comm):
             dtype, pointer = self._dtypes[array.dtype.name], array.data.ptr
             self._nccl.allReduce(pointer, pointer, array.size, dtype, self._ops[op], self._stream())
 
+    def _exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Callable[[], None]:
+        if self._peer is None or sizes is None:
+            return super()._exchange(sends, recvs, sizes)
+        return self._watched_wait("exchange", self._peer.exchange(sends, recvs, sizes))
+
+    def _send_receive(self, sends: Slices, recvs: Slices) -> None:
+        if not sends and not recvs:
+            return
+        stream = self._stream()
+        self._module.groupStart()
+        try:
+            for room, peer in recvs:
+                self._nccl.recv(room.data.ptr, room.nbytes, self._bytes, peer, stream)
+            for part, peer in sends:
+                self._nccl.send(part.data.ptr, part.nbytes, self._bytes, peer, stream)
+        finally:  # an open group would swallow every later call
+            self._module.groupEnd()
+
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
     ) -> list[Arrival]:
         if self._peer is None:
             return super().gather_heads(sends, recvs)
+        self.received_bytes += (self.size - 1) * sum(send.nbytes for send in sends)
         with self.watched("gather of keys", sends[0]):
             arrivals = self._peer.gather_heads(sends, recvs, at_once)
         return [arrival if arrival.wait is nothing
@@ -144,11 +168,13 @@ class NcclComm(Comm):
     def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Callable[[], None]:
         if self._peer is None:
             return super().sum_rows(partials, results)
+        self.received_bytes += self._foreign_shares(partials, len(results[0]))
         return self._watched_wait("sum of gradients", self._peer.sum_rows(partials, results))
 
     def sum_in_place(self, partials: Sequence[Any], rows: Any, results: Sequence[Any]) -> None:
         if self._peer is None:
             return super().sum_in_place(partials, rows, results)
+        self.received_bytes += self._foreign_shares(partials, len(results[0]))
         with self.watched("sum of gradients", results[0]):
             self._peer.sum_in_place(partials, rows, results)
 
@@ -164,6 +190,13 @@ class NcclComm(Comm):
 
     def held_bytes(self) -> dict[str, int]:
         return {} if self._peer is None else dict(self._peer.held_bytes())
+
+    def _foreign_shares(self, partials: Sequence[Any], num_rows: int) -> int:
+        """Bytes of so many rows of the arrays of all other ranks."""
+        return (self.size - 1) * num_rows * sum(int(x.itemsize * math.prod(x.shape[1:])) for x in partials)
+
+    def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
+        return super().exchange_bytes(sizes, strided) if self._peer is None else dict(self._peer.exchange_bytes(sizes))
 
     def _watched_wait(self, what: str, wait: Callable[[], None]) -> Callable[[], None]:
         """A wait of the current stream for another one that itself waits for other ranks."""

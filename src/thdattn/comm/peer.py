@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn import jit
-from thdattn.comm import Arrival
+from thdattn.comm import Arrival, nothing
+from thdattn.comm.slices import Slices, rows_of
 from thdattn.structs import MAX_RANKS, SHARES
 from thdattn.tiles import SUM_KERNELS
 
@@ -41,7 +42,8 @@ _MEM_OP = np.dtype({
 _HIGHEST = -5  # of the priorities of streams
 _SUM_BLOCKS = 528  # of 256 threads: enough to keep memory and links busy on the largest GPUs
 
-_WINDOWS = {"gather": "windows of keys", "sum": "windows of sums"}  # what they are called, by use
+# What they are called, by use.
+_WINDOWS = {"gather": "windows of keys", "sum": "windows of sums", "exchange": "windows of slices"}
 
 Wait = Callable[[], None]
 
@@ -207,6 +209,29 @@ class PeerMemory:
             arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
         return arrivals
 
+    def exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Wait:
+        """See Comm.exchange. What a rank sends to another one lies together in its window, where `sizes` tells."""
+        stream, slots = self.enter(), _slots(sizes)
+        if not any(slot[-1] for slot in slots):  # on all ranks
+            return nothing
+        window = self._window("exchange", max(slot[-1] for slot in slots))
+        window.free(stream)
+        at = [window.address(self.rank, offset) for offset in slots[self.rank]]
+        for array, peer in sends:
+            address, rows, width, pitch = rows_of(array)
+            _copy_rows(self._runtime, at[peer], width, address, pitch, width, rows, stream.ptr)
+            at[peer] += array.nbytes
+        window.publish(stream)
+        self._follow(stream)  # which may have just left the memory of recvs
+        window.arrive(self._pulls)
+        at = [window.address(peer, slot[self.rank]) for peer, slot in enumerate(slots)]
+        for array, peer in sorted(recvs, key=lambda pair: (pair[1] - self.rank) % self.size):  # each begins elsewhere
+            address, rows, width, pitch = rows_of(array)
+            _copy_rows(self._runtime, address, pitch, at[peer], width, width, rows, self._pulls.ptr)
+            at[peer] += array.nbytes
+        window.take(self._pulls)
+        return self._arrival(stream)
+
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
         key = len(recvs), *((x.shape, x.dtype) for x in sends)
         if key not in self._routes:
@@ -228,6 +253,11 @@ class PeerMemory:
         """See Comm.sum_bytes. All groups but the last one, which is summed in place, are pulled."""
         pulled = {"pulled sums": _roomy(sum(partials))} if num_groups > 1 else {}
         return {_WINDOWS["sum"]: self._both(_roomy(_offsets(partials)[-1])), **pulled}
+
+    def exchange_bytes(self, sizes: Any) -> dict[str, int]:
+        """See Comm.exchange_bytes."""
+        most = max(slot[-1] for slot in _slots(sizes))
+        return {_WINDOWS["exchange"]: self._both(_roomy(most))} if most else {}
 
     def held_bytes(self) -> dict[str, int]:
         """See Comm.held_bytes."""
@@ -339,15 +369,8 @@ class _Slice(NamedTuple):
 
     def pull(self, runtime: Any, target: int, rank: int, source: int, stream: int) -> None:
         """Copies it to a rank's place in an array of these heads at `target`, out of its part at `source`."""
-        size = self.width * self.rows
-        target, source = target + rank * size, source + self.first
-        if not size:
-            return
-        if self.width == self.pitch:
-            runtime.memcpyAsync(target, source, size, runtime.memcpyDefault, stream)
-        else:
-            runtime.memcpy2DAsync(
-                target, self.width, source, self.pitch, self.width, self.rows, runtime.memcpyDefault, stream)
+        target, source = target + rank * self.width * self.rows, source + self.first
+        _copy_rows(runtime, target, self.width, source, self.pitch, self.width, self.rows, stream)
 
 
 class _Route:
@@ -389,6 +412,23 @@ def obstacle(hostnames: Sequence[str]) -> str | None:
 def _offsets(sizes: Sequence[int]) -> list[int]:
     """Where each of some arrays begins when they lie behind each other, and where the last one ends."""
     return list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+
+
+def _slots(sizes: Any) -> list[list[int]]:
+    """Of each rank, where in its window begins what it sends to each other one, and where all of it ends."""
+    return [_offsets(row) for row in np.asarray(sizes).tolist()]
+
+
+def _copy_rows(
+    runtime: Any, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int
+) -> None:
+    """Copies `rows` times `width` bytes, one every so many bytes on either side."""
+    if width == target_pitch == source_pitch:
+        if width * rows:
+            runtime.memcpyAsync(target, source, width * rows, runtime.memcpyDefault, stream)
+    elif width * rows:
+        runtime.memcpy2DAsync(
+            target, target_pitch, source, source_pitch, width, rows, runtime.memcpyDefault, stream)
 
 
 def _header(size: int) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from thdattn.arguments import found
 from thdattn.comm import Comm, nccl
+from thdattn.comm.slices import Slices
 
 
 class TorchComm(Comm):
@@ -31,6 +32,7 @@ class TorchComm(Comm):
 
     name = "torch"
     sum_dtypes = Comm.sum_dtypes - {"uint32", "uint64"}
+    _connected = False
 
     def __init__(self, group: Any = None) -> None:
         self._torch, distributed = _load()
@@ -78,6 +80,20 @@ class TorchComm(Comm):
         if array.size:
             with self._stream_of(array):
                 self._distributed.all_reduce(self._tensor(array), op=self._ops[op], group=self._group)
+
+    def _send_receive(self, sends: Slices, recvs: Slices) -> None:
+        if "cuda" in self.devices and not self._connected:  # by a first collective of all, as few may have messages
+            self._gather_values(0)
+            self._connected = True
+        distributed = self._distributed
+        messages = [(distributed.irecv, *pair) for pair in recvs] + [(distributed.isend, *pair) for pair in sends]
+        if messages:
+            with self._stream_of(messages[0][1]):
+                for work in distributed.batch_isend_irecv([
+                    distributed.P2POp(act, self._tensor(_as_bytes(part)), group=self._group, group_peer=peer)
+                    for act, part, peer in messages
+                ]):  # fmt: skip
+                    work.wait()
 
     def _barrier(self) -> None:
         if self._gpu is not None:

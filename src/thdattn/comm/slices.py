@@ -1,0 +1,59 @@
+"""Slices of arrays as bytes: rows whose own elements are contiguous, but which need not follow each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Slices = Sequence[tuple[Any, int]]  # and for each the rank that it goes to, or comes from
+
+
+class Rows(NamedTuple):
+    """Where the bytes of a slice are: `rows` times `width` bytes, one every `pitch`."""
+
+    address: int
+    rows: int
+    width: int
+    pitch: int
+
+
+def address(array: Any) -> int:
+    """Of the first byte of a NumPy or CuPy array."""
+    interface = getattr(array, "__array_interface__", None)
+    return int(interface["data"][0] if interface else array.data.ptr)
+
+
+def rows_of(array: Any) -> Rows:
+    """Where the bytes of a slice are that is not empty."""
+    width = array.nbytes // len(array)
+    return Rows(address(array), len(array), width, width if array.flags.c_contiguous else array.strides[0])
+
+
+def packed(array: Any) -> Any:
+    """(bytes,) uint8: what a slice holds, its rows behind each other; a view where they lie so, else a copy."""
+    words = _words(array)
+    return (words if words.flags.c_contiguous else words.copy()).reshape(-1).view("u1")
+
+
+def room(array: Any) -> Any:
+    """(bytes,) uint8: memory for the rows of a slice behind each other; its own where they lie so."""
+    words = _words(array)
+    # Of CuPy arrays this is cupy.empty_like.
+    return (words if words.flags.c_contiguous else np.empty_like(words, order="C")).reshape(-1).view("u1")
+
+
+def put(array: Any, made: Any) -> None:
+    """Writes what came in the room made for a slice, unless that was its own memory."""
+    words = _words(array)
+    if not words.flags.c_contiguous:
+        words[...] = made.view(words.dtype).reshape(words.shape)
+
+
+def _words(array: Any) -> Any:
+    """A view of a slice as (rows, words) of the widest unsigned integers that fit: the fewer, the faster a copy."""
+    at = rows_of(array)
+    size = math.gcd(at.address, at.width, at.pitch, 8)
+    return array.reshape(at.rows, -1).view(f"u{size}")

@@ -1,0 +1,126 @@
+"""Comm.exchange, checked by every rank of any backend."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import thdattn.comm
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [BFLOAT16, *map(np.dtype, ("float16", "float32", "float64", "int8", "uint64", "complex128"))]
+SENDER, RECEIVER = 0, 1
+
+
+class Slice:
+    """Some heads of an array of the sender, which become heads of one of the receiver, of other shape or dtype."""
+
+    def __init__(self, draw: random.Random, sender: int, receiver: int) -> None:
+        self.ranks = sender, receiver
+        self.dtype = draw.choice(DTYPES)
+        self.shape = draw.choice([0, 1, 2, 3, 9]), draw.choice([0, 1, 2, 5]), draw.choice([1, 2, 8])
+        self.others = [(draw.choice([0, 1, 3]), draw.choice([0, 2])) for _ in self.ranks]  # heads around it
+        self.as_bytes = draw.random() < 0.3
+        self.num_bytes = int(np.prod(self.shape)) * self.dtype.itemsize
+        self.values = np.frombuffer(draw.randbytes(self.num_bytes), self.dtype).reshape(self.shape)
+
+    def whole(self, side: int, values: np.ndarray | None) -> np.ndarray:
+        """The array that the slice is of, with bytes all ones around the values."""
+        (rows, heads, width), (before, after) = self.shape, self.others[side]
+        size = rows * (before + heads + after) * width * self.dtype.itemsize
+        made = np.full(size, 0xFF, np.uint8).view(self.dtype).reshape(rows, before + heads + after, width)
+        if values is not None:
+            self.part(side, made)[...] = values
+        return made
+
+    def part(self, side: int, whole: Any) -> Any:
+        before, heads = self.others[side][0], self.shape[1]
+        return whole[:, before : before + heads]
+
+    def sent(self, whole: Any) -> Any:
+        """As the sender hands it over: without a width where that is 1."""
+        part = self.part(SENDER, whole)
+        return part.reshape(part.shape[:2]) if self.shape[2] == 1 else part
+
+    def received(self, whole: Any) -> Any:
+        """As the receiver does, maybe as bytes."""
+        return self.part(RECEIVER, whole.view(np.uint8) if self.as_bytes and whole.size else whole)
+
+
+def check_exchange(comm: thdattn.comm.Comm, xp: Any) -> None:
+    """Random slices from every rank to every other one, several exchanges under way at a time; xp is numpy or cupy."""
+    under_way: list[tuple[Any, list[tuple[Any, np.ndarray]]]] = []
+    for seed in range(40):
+        draw = random.Random(seed)  # the same on all ranks
+        exchanged = start_exchange(comm, xp, draw)
+        under_way.append(exchanged)
+        while len(under_way) > draw.choice([0, 1, 3]):
+            check_arrived(*under_way.pop(0))
+    while under_way:
+        check_arrived(*under_way.pop(0))
+    check_bad_slices_are_named(comm, xp)
+
+
+def start_exchange(comm: thdattn.comm.Comm, xp: Any, draw: random.Random) -> tuple[Any, list[tuple[Any, np.ndarray]]]:
+    """What waits, and all arrays that slices are received into, with what they must hold then."""
+    numbers = draw.choice([[0], [1], [0, 0, 0, 1, 2], [3]])
+    slices = [Slice(draw, sender, receiver) for sender in range(comm.size) for receiver in range(comm.size)
+              if sender != receiver for _ in range(draw.choice(numbers))]  # fmt: skip
+    sizes = np.zeros((comm.size, comm.size), np.int64)
+    for each in slices:
+        sizes[each.ranks] += each.num_bytes
+    ours = [each for each in slices if each.ranks[SENDER] == comm.rank]
+    theirs = [each for each in slices if each.ranks[RECEIVER] == comm.rank]
+    sources = [xp.asarray(each.whole(SENDER, each.values)) for each in ours]
+    places = [xp.asarray(each.whole(RECEIVER, None)) for each in theirs]
+    sends = [(each.sent(whole), each.ranks[RECEIVER]) for each, whole in zip(ours, sources, strict=True)]
+    recvs = [(each.received(whole), each.ranks[SENDER]) for each, whole in zip(theirs, places, strict=True)]
+    before = comm.received_bytes
+    wait = comm.exchange(sends, recvs, sizes if draw.random() < 0.7 else None)
+    assert comm.received_bytes - before == sizes[:, comm.rank].sum()
+    for source in sources:
+        source.view(np.uint8)[...] = 0  # it is free
+    return wait, [(place, each.whole(RECEIVER, each.values)) for place, each in zip(places, theirs, strict=True)]
+
+
+def check_arrived(wait: Any, arrays: list[tuple[Any, np.ndarray]]) -> None:
+    wait()
+    for found, wanted in arrays:
+        host = found if isinstance(found, np.ndarray) else found.get()
+        assert host.tobytes() == wanted.tobytes()
+
+
+def check_bad_slices_are_named(comm: thdattn.comm.Comm, xp: Any) -> None:
+    """All ranks make the same mistake, so all raise before anything is sent."""
+    x, peer = xp.zeros((4, 3, 2), np.float32), (comm.rank + 1) % comm.size
+    none = np.zeros((comm.size, comm.size), np.int64)
+    assert f"the rank of sends[0] is {comm.rank}; wanted" in refusal(ValueError, comm, [(x, comm.rank)], [])
+    assert f"the rank of recvs[0] is {comm.size}; wanted" in refusal(ValueError, comm, [], [(x, comm.size)])
+    assert "the rank of sends[0] is -1; wanted" in refusal(ValueError, comm, [(x, -1)], [])
+    assert "the rank of recvs[0] is 0.0, a float; wanted an int" in refusal(TypeError, comm, [], [(x, 0.0)])
+    assert "sends[0] has rows that are not contiguous" in refusal(TypeError, comm, [(x[:, ::2], peer)], [])
+    assert "recvs[0] has rows that are not contiguous" in refusal(TypeError, comm, [], [(x[:, :, :1], peer)])
+    assert "sends[0] has rows that are not" in refusal(TypeError, comm, [(x[::-1], peer)], [])
+    assert "sends[0] has rows that are not" in refusal(TypeError, comm, [(x.transpose(1, 0, 2)[:, :2], peer)], [])
+    assert "sends[0] has no dimensions" in refusal(ValueError, comm, [(xp.zeros(()), peer)], [])
+    assert "sends[0] is a builtins.list" in refusal(TypeError, comm, [([1.0], peer)], [])
+    assert "sizes has shape (1,)" in refusal(ValueError, comm, [], [], np.zeros(1, np.int64))
+    assert "and dtype float64; wanted" in refusal(ValueError, comm, [], [], none.astype(float))
+    if comm.size > 1:
+        assert "but sizes says [0" in refusal(ValueError, comm, [(x, peer)], [], none)
+        assert "recvs has [" in refusal(ValueError, comm, [], [(x, peer)], none)
+    if comm.size > 1 and xp is np:
+        fixed = np.broadcast_to(np.float32(1), (4, 3, 2)).copy()
+        fixed.flags.writeable = False
+        assert "recvs[0] is read-only" in refusal(ValueError, comm, [], [(fixed, peer)])
+
+
+def refusal(kind: type[Exception], comm: thdattn.comm.Comm, *arguments: Any) -> str:
+    try:
+        comm.exchange(*arguments)
+    except kind as error:
+        return str(error)
+    return ""
