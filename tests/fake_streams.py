@@ -172,7 +172,7 @@ class Machine:
                 out[...] = np.where((taken < 0)[:, None, None], 0, sum(part[taken] for part in parts))
 
         def enqueue(grid, block, args, stream):
-            out0, _, _, out1, _, _, shares, rows, _, num_rows = args
+            out0, _, _, out1, _, _, shares, rows, *_, num_rows = args
             assert num_rows == len(out0) == len(out1)
             stream.launch(add, [out0, out1], shares["of"].copy(), rows if isinstance(rows, Array) else None)
 

@@ -20,8 +20,8 @@ PACKAGE = SOURCE / "thdattn"
 LAYERS = [
     {"arguments", "install", "memory", "structs", "tiles", "wgmma", "kernel_cache"},
     {"packing", "jit"},
-    {"comm"},
-    {"sharding", "engines", "tensor_map", "oracle", "decode_tiles"},
+    {"comm", "balanced", "sums"},
+    {"sharding", "routes", "engines", "tensor_map", "oracle", "decode_tiles"},
     {"plan"},
     {"host_plan", "cache", "room"},
     {"reference", "ops", "methods"},
@@ -34,7 +34,7 @@ LAYERS = [
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
 # Where a library may be imported: when the module is loaded, and at all.
-OPS = {"ops", "ops.launch", "ops.plan", "ops.scheduler", "ops.forward", "ops.backward", "ops.decode"}
+OPS = {"ops", "ops.launch", "ops.plan", "ops.rows", "ops.scheduler", "ops.forward", "ops.backward", "ops.decode"}
 WHEN_LOADED = {"cupy": {"jit", *OPS, "tensor_map"}, "mpi4py": set(), "torch": {"torch"}, "jax": set()}
 EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "comm.peer", "engines", "graphs.capture", "graphs.upload",
                   "info", "varlen"},

@@ -155,11 +155,12 @@ def test_unpack(argument, value, kind, message):
     ("cp_size", NAN, TypeError, "cp_size is nan, a float; wanted an int"),
     ("cp_size", 2**30, ValueError, "cp_size is 1073741824, wanted <= 1073741823; pass the number of ranks"),
     ("cp_size", 2**70, ValueError, "cp_size is 1180591620717411303424, wanted <= 1073741823"),
-    ("strategy", None, TypeError, "strategy is None, a NoneType; wanted 'dual_chunk' or 'contiguous'; pass one"),
-    ("strategy", 3, TypeError, "strategy is 3, a int; wanted 'dual_chunk' or 'contiguous'"),
+    ("strategy", None, TypeError,
+     "strategy is None, a NoneType; wanted 'dual_chunk', 'contiguous' or 'balanced'; pass one"),
+    ("strategy", 3, TypeError, "strategy is 3, a int; wanted 'dual_chunk', 'contiguous' or 'balanced'"),
     ("strategy", np.array(["dual_chunk"]), TypeError, "strategy is a ndarray of shape (1,); wanted 'dual_chunk'"),
     ("strategy", ["dual_chunk"], TypeError, "strategy is ['dual_chunk'], a list; wanted 'dual_chunk'"),
-    ("strategy", "", ValueError, "strategy is '', wanted 'dual_chunk' or 'contiguous'"),
+    ("strategy", "", ValueError, "strategy is '', wanted 'dual_chunk', 'contiguous' or 'balanced'"),
 )  # fmt: skip
 def test_sharding(argument, value, kind, message):
     batch = PackedBatch([0, 0])  # splits into any number of chunks

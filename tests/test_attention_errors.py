@@ -200,7 +200,7 @@ def test_what_is_no_batch_is_named():
 
 
 def test_unknown_sharding_is_named():
-    message = "strategy is 'zigzag', wanted 'dual_chunk' or 'contiguous'; pass one of these"
+    message = "strategy is 'zigzag', wanted 'dual_chunk', 'contiguous' or 'balanced'; pass one of these"
     with pytest.raises(ValueError, match=matches(message)):
         attention().plan(BATCH, "zigzag")
 

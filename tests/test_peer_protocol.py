@@ -19,6 +19,7 @@ pytest.importorskip("cupy")
 
 from fake_streams import Machine, Stream
 
+from thdattn import sums
 from thdattn.comm import nothing as nothing_to_wait_for
 from thdattn.comm import peer
 from thdattn.methods import all_gather
@@ -359,9 +360,9 @@ class Program:
 @contextlib.contextmanager
 def machine_of(size, seed):
     machine = Machine(size, seed)
-    with (mock.patch.dict(sys.modules, cupy=machine.cupy()), mock.patch.object(peer.jit, "kernel", machine.kernel),
+    with (mock.patch.dict(sys.modules, cupy=machine.cupy()), mock.patch.object(sums.jit, "kernel", machine.kernel),
           mock.patch.object(peer, "_batch_mem_op", lambda: machine.mem_ops),
-          mock.patch.dict(peer.SUM_KERNELS, float32="thd_sum"),
+          mock.patch.dict(sums.SUM_KERNELS, float32="thd_sum"),
           mock.patch.object(peer, "_roomy", lambda num_bytes: num_bytes),  # so that windows often grow
           mock.patch.object(peer.PeerMemory, "_probe", lambda memory: None)):  # fmt: skip
         yield machine

@@ -268,7 +268,8 @@ def test_cp_rank_must_be_an_int():
 
 
 def test_an_unknown_strategy_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"strategy is 'zigzag', wanted 'dual_chunk' or 'contiguous'; pass one"):
+    message = r"strategy is 'zigzag', wanted 'dual_chunk', 'contiguous' or 'balanced'; pass one"
+    with pytest.raises(ValueError, match=message):
         Sharding(PackedBatch([0, 8]), 2, "zigzag")
 
 

@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 
 from thdattn.packing import PackedBatch
 from thdattn.plan import PlanArrays
+from thdattn.routes import needed_rows
 from thdattn.sharding import Sharding
 
 
 def host_arrays(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
-    key_batch: PackedBatch | None = None,
+    key_batch: PackedBatch | None = None, keys_of: int | None = None,
 ) -> PlanArrays:
     """The arrays of a plan from lengths on the host, in NumPy.
 
@@ -24,32 +25,55 @@ def host_arrays(
         window: (left, right), -1 = unlimited; causal is right = 0.
         tiles: rows per query tile and per key tile.
         key_batch: lengths of the keys, as many sequences; None: those of the queries. For one rank.
+        keys_of: the rank whose rows are the key buffer; None: see Plan.keys_of.
 
     Returns:
         PlanArrays of NumPy arrays. No Python loop over sequences; the loop over ranks is the only one.
     """
     batch, rows = sharding.batch, sharding.rows(cp_rank)
-    rank_order = np.concatenate([sharding.rows(rank) for rank in range(sharding.cp_size)])
-    if key_batch is None:
-        key_batch = batch
-    else:
-        rank_order = np.arange(key_batch.total_rows, dtype=np.int32)
-    key_rows = np.arange(key_batch.total_rows, dtype=np.int32)
-    queries, keys = _locate(rows, batch, key_batch), _locate(key_rows, key_batch, batch)
-    key_ranges = _in_sight(queries, window)
-    # Owned rows ascend, so those between two positions of a sequence are neighbours.
-    query_ranges = np.searchsorted(rows[rows >= 0], _in_sight(keys, window[::-1])).astype(np.int32)
-    query_ranges[query_ranges[:, 0] >= query_ranges[:, 1]] = 0
+    all_rows = rows if sharding.cp_size == 1 else np.concatenate([sharding.rows(r) for r in range(sharding.cp_size)])
+    keys_there = key_batch or batch
+    side = _key_side(sharding, cp_rank, window, all_rows, key_batch, keys_of)
+    key_rows = side["rows_of_keys"]
+    if key_rows is None:
+        key_rows = np.arange(keys_there.total_rows, dtype=np.int32)
+    queries, keys = _locate(rows, batch, keys_there), _locate(key_rows, keys_there, batch)
+    key_ranges = _ranges_in(key_rows, _in_sight(queries, window))
+    query_ranges = _ranges_in(rows, _in_sight(keys, window[::-1]))
     return PlanArrays(
         rows=rows,
         positions=queries.position,
         valid=queries.position < queries.length,
         key_ranges=key_ranges,
         query_ranges=query_ranges,
-        rank_order=rank_order,
         query_tiles=_tile_orders(queries, key_ranges, tiles[0]),
         key_tiles=_tile_orders(keys, query_ranges, tiles[1]),
+        all_rows=all_rows,
+        **side,
     )
+
+
+def _key_side(
+    sharding: Sharding, cp_rank: int, window: tuple[int, int], all_rows: NDArray[np.int32],
+    key_batch: PackedBatch | None, keys_of: int | None,
+) -> dict[str, NDArray[np.int32] | None]:
+    """rank_order and rows_of_keys; of needed rows also sends and returns."""
+    if key_batch is not None:
+        return {"rank_order": np.arange(key_batch.total_rows, dtype=np.int32), "rows_of_keys": None}
+    if keys_of is not None:
+        return {"rank_order": None, "rows_of_keys": sharding.rows(keys_of)}
+    if not sharding.by_runs:
+        return {"rank_order": all_rows, "rows_of_keys": None}
+    needed = needed_rows(sharding.batch, sharding.cp_size, window).key_side(cp_rank)
+    side = {field: pieces.filled() for field, pieces in needed._asdict().items()}
+    return {**side, "returns": side["returns"].reshape(sharding.cp_size, sharding.local_rows)}
+
+
+def _ranges_in(rows: NDArray[np.int32], ranges: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Ranges of rows of the pack as ranges of a side that has these of them: they ascend, so these are neighbours."""
+    found = np.searchsorted(rows[rows >= 0], ranges).astype(np.int32)
+    found[found[:, 0] >= found[:, 1]] = 0
+    return found
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ FILES = {
     "thd_reorder": _ROWS,
     "thd_plan_check": _ROWS,
     "thd_plan_rows": _ROWS,
+    "thd_plan_pieces": _ROWS,
     "thd_plan_ranges": _ROWS,
     "thd_plan_tile_cost": _ROWS,
     "thd_plan_tile_order": _ROWS,
@@ -81,7 +82,7 @@ def _text(file: str) -> str:
 
 # What decides which kernels run, and how: their sources, and the modules that compile and launch them.
 LAUNCH_FILES = ("**/*.cu", "**/*.cuh", "ops/*.py", "*tiles.py", "cache.py", "jit.py", "plan.py", "structs.py",
-                "tensor_map.py", "wgmma.py")
+                "sums.py", "tensor_map.py", "wgmma.py")
 
 
 def source_hash() -> str:

@@ -138,9 +138,9 @@ __global__ void __launch_bounds__(256) thd_plan_poison(
   for (u64 i = first; i < c_words; i += step) c[i] = ~0u;
 }
 
-// The last index i with offsets[i] <= x: the sequence that holds row x (empty sequences hold none).
-__device__ __forceinline__ int sequence_of(const int* offsets, int num_seqs, int x) {
-  int low = 0, high = num_seqs;
+// The last index i < count with offsets[i] <= x: the sequence that holds row x (empty ones hold none), or the piece.
+__device__ __forceinline__ int sequence_of(const int* offsets, int count, int x) {
+  int low = 0, high = count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     if (offsets[middle] <= x) low = middle; else high = middle;
@@ -160,14 +160,28 @@ __device__ __forceinline__ Place place_of(int row, const int* lengths, int num_s
   return {seq, row - starts[seq], lengths[seq + 1] - lengths[seq]};
 }
 
+// An array that is made of pieces, numbers that follow one another, from a table (2, count): where each begins, the
+// first one at 0, and its first number; -1 is that of a piece of -1.
+struct Pieces {
+  const int* table;
+  int count;
+
+  __device__ __forceinline__ int operator[](int t) const {
+    const int piece = sequence_of(table, count, t), value = table[count + piece];
+    return value < 0 ? -1 : value + t - table[piece];
+  }
+};
+
 // How the rows of a pack are spread over ranks. One rank has them in their own order, as if they were contiguous.
 struct Sharded {
-  int cp_size, cp_rank, local_rows;
+  int cp_size, local_rows;
   bool dual_chunk;
+  Pieces by_runs;  // the rows in rank order, where the host has found them; without a table, they are computed
 
   // The row of the pack that row t in rank order is, of a pack of num_rows rows whose sequences end at row `end`; -1
   // for fillers. dual_chunk shares out what lies behind the last sequence in equal slices.
   __device__ __forceinline__ int row_of(int t, const int* starts, int num_seqs, int num_rows) const {
+    if (by_runs.table) return by_runs[t];
     int row = t;
     if (dual_chunk) {
       const int rank = t / local_rows, i = t % local_rows, end = starts[num_seqs], owned = end / cp_size;
@@ -180,31 +194,56 @@ struct Sharded {
     }
     return row < num_rows ? row : -1;
   }
+};
 
-  // How many rows this rank has before row x of sequence seq, or before the row behind its last.
-  __device__ __forceinline__ int rows_before(int x, const int* starts, int seq) const {
-    if (!dual_chunk) return min(max(x - cp_rank * local_rows, 0), local_rows);
-    const int begin = starts[seq], chunk = (starts[seq + 1] - begin) / (2 * cp_size);
-    const int first = x - begin - cp_rank * chunk, second = x - begin - (2 * cp_size - 1 - cp_rank) * chunk;
-    return begin / cp_size + min(max(first, 0), chunk) + min(max(second, 0), chunk);
+// Which rows of the pack one side, queries or keys, has: ascending, then -1 for fillers. Without `rows`, all of them.
+struct Side {
+  const int* rows;
+  int num_rows;
+
+  __device__ __forceinline__ int operator[](int i) const { return rows ? rows[i] : i; }
+
+  // How many it has before row x of the pack.
+  __device__ __forceinline__ int rows_before(int x) const {
+    if (!rows) return x;
+    int low = 0, high = num_rows;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if ((u32)rows[middle] < (u32)x) low = middle + 1; else high = middle;
+    }
+    return low;
+  }
+
+  // A range of rows of the pack, as far as this side has them: neighbours here too.
+  __device__ __forceinline__ int2 range_of(int2 range) const {
+    if (!is_empty(range)) range = make_int2(rows_before(range.x), rows_before(range.y));
+    return is_empty(range) ? make_int2(0, 0) : range;
   }
 };
 
 // What plans of a rank have in common, whatever their masks. order (num_order): which of the num_rows rows of the pack
-// each row in rank order is; positions, valid (local_rows) of this rank's rows. Where the lengths are wrong (null: they
-// are right) every row is valid, so that a loss over valid rows sees the NaN. Launch: one thread an element of order.
+// each row in rank order is, as Pieces where rows are spread by runs (null: they are not); positions, valid (local_rows)
+// of this rank's rows. Where the lengths are wrong (null: they are right) every row is valid, so that a loss over valid
+// rows sees the NaN. Launch: one thread an element of order.
 __global__ void thd_plan_rows(int* __restrict__ order, int* __restrict__ positions, bool* __restrict__ valid,
-                              const int* __restrict__ lengths, const int* __restrict__ wrong, int num_seqs,
-                              int cp_size, int cp_rank, int local_rows, int dual_chunk, int num_rows, int num_order) {
+                              const int* __restrict__ lengths, const int* __restrict__ wrong,
+                              const int* __restrict__ pieces, int num_pieces, int num_seqs, int cp_size, int cp_rank,
+                              int local_rows, int dual_chunk, int num_rows, int num_order) {
   const int t = blockIdx.x * blockDim.x + threadIdx.x;
   if (t >= num_order) return;
-  const Sharded sharded = {cp_size, cp_rank, local_rows, dual_chunk != 0};
+  const Sharded sharded = {cp_size, local_rows, dual_chunk != 0, {pieces, num_pieces}};
   const int row = sharded.row_of(t, lengths + num_seqs + 1, num_seqs, num_rows), i = t - cp_rank * local_rows;
   order[t] = row;
   if (i < 0 || i >= local_rows) return;
   const Place place = place_of(row, lengths, num_seqs);
   positions[i] = place.position;
   valid[i] = place.position < place.length || (wrong && *wrong);
+}
+
+// An array (size) of Pieces. Launch: one thread an element.
+__global__ void thd_plan_pieces(int* __restrict__ array, const int* __restrict__ pieces, int num_pieces, int size) {
+  const int t = blockIdx.x * blockDim.x + threadIdx.x;
+  if (t < size) array[t] = Pieces{pieces, num_pieces}[t];
 }
 
 // The rows of the other side, whose lengths are `there`, that a row sees: the rule of the mask. left, right: window, in
@@ -218,26 +257,21 @@ __device__ __forceinline__ int2 sight_of(Place place, const int* there, int num_
 }
 
 // key_ranges (local_rows) of this rank's rows of queries; causal is right = 0. query_ranges (key_rows): its rows that
-// see each key row, which are neighbours as its rows ascend. For keys, the sides of the window swap. Launch: grid
-// (blocks, 2), one thread a query row and one a key row.
+// see each key row. For keys, the sides of the window swap. rows, rows_of_keys: see Side. Launch: grid (blocks, 2), one
+// thread a query row and one a key row.
 __global__ void thd_plan_ranges(int2* __restrict__ key_ranges, int2* __restrict__ query_ranges,
-                                const int* __restrict__ rows, const int* __restrict__ queries,
-                                const int* __restrict__ keys, int num_seqs, int cp_size, int cp_rank, int local_rows,
-                                int dual_chunk, int key_rows, int left, int right) {
+                                const int* __restrict__ rows, const int* __restrict__ rows_of_keys,
+                                const int* __restrict__ queries, const int* __restrict__ keys, int num_seqs,
+                                int local_rows, int key_rows, int left, int right) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  const Side query_side = {rows, local_rows}, key_side = {rows_of_keys, key_rows};
   if (blockIdx.y == 0) {
     if (i < local_rows)
-      key_ranges[i] = sight_of(place_of(rows[i], queries, num_seqs), keys, num_seqs, left, right);
+      key_ranges[i] = key_side.range_of(
+          sight_of(place_of(query_side[i], queries, num_seqs), keys, num_seqs, left, right));
   } else if (i < key_rows) {
-    const Sharded sharded = {cp_size, cp_rank, local_rows, dual_chunk != 0};
-    const Place place = place_of(i, keys, num_seqs);
-    const int* const starts = queries + num_seqs + 1;
-    int2 range = sight_of(place, queries, num_seqs, right, left);
-    if (!is_empty(range)) {
-      range.x = sharded.rows_before(range.x, starts, place.seq);
-      range.y = sharded.rows_before(range.y, starts, place.seq);
-    }
-    query_ranges[i] = is_empty(range) ? make_int2(0, 0) : range;
+    query_ranges[i] = query_side.range_of(
+        sight_of(place_of(key_side[i], keys, num_seqs), queries, num_seqs, right, left));
   }
 }
 
@@ -260,13 +294,14 @@ __device__ __forceinline__ int tiles_of(int num_rows, int tile) { return (num_ro
 // tile of queries and one a tile of keys.
 __global__ void thd_plan_tile_cost(int* __restrict__ query_tiles, int* __restrict__ key_tiles,
                                    const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
-                                   const int* __restrict__ rows, const int* __restrict__ queries,
-                                   const int* __restrict__ keys, int num_seqs, int local_rows, int key_rows,
-                                   int query_tile, int key_tile) {
+                                   const int* __restrict__ rows, const int* __restrict__ rows_of_keys,
+                                   const int* __restrict__ queries, const int* __restrict__ keys, int num_seqs,
+                                   int local_rows, int key_rows, int query_tile, int key_tile) {
   const bool of_keys = blockIdx.y;
   const int2* const ranges = of_keys ? query_ranges : key_ranges;
   const int* const lengths = of_keys ? keys : queries;
   const int num_rows = of_keys ? key_rows : local_rows, tile = of_keys ? key_tile : query_tile;
+  const Side side = {of_keys ? rows_of_keys : rows, num_rows};
   const Tiles tiles = {of_keys ? key_tiles : query_tiles, tiles_of(num_rows, tile)};
   const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
   if (t >= tiles.count) return;
@@ -275,7 +310,7 @@ __global__ void thd_plan_tile_cost(int* __restrict__ query_tiles, int* __restric
   for (int i = t * tile + threadIdx.x % kWarp; i < min((t + 1) * tile, num_rows); i += kWarp) {
     const int2 range = ranges[i];
     if (!is_empty(range)) first = min(first, range.x), last = max(last, range.y);
-    const int row = of_keys ? i : rows[i];
+    const int row = side[i];
     const Place place = place_of(row, lengths, num_seqs);
     if (place.length > mine.length) mine.length = place.length, mine.begin = row - place.position;
   }

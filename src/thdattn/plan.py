@@ -18,6 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 from thdattn.comm import Comm
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.packing import PackedBatch
+from thdattn.routes import NeededRows, Routes, needed_rows
 from thdattn.sharding import Sharding
 
 T = TypeVar("T")
@@ -32,9 +33,17 @@ class PlanArrays:
     key_ranges: (local_rows, 2), [begin, end) rows of the key buffer, in sequence order, that a query row sees;
         (0, 0) for none and for padding.
     query_ranges: (key_rows, 2), its transpose: [begin, end) local query rows that see a key row; (0, 0) for none.
-    rank_order: (cp_size * local_key_rows,), sequence-order row of every row of a gathered key buffer; -1 for fillers.
+    rank_order: the row of the key buffer of every row of keys that a rank gets or has, -1 for none. Gathered keys:
+        (cp_size * local_key_rows,), rank after rank. Needed rows: (num_received + local_rows,), those it gets, rank
+        after rank, and then its own. None: for the rows of one rank.
     query_tiles, key_tiles: (2, ceil(rows / tile)), tiles of query rows and of key rows in two orders: the longest
         sequence first, so that tiles that share keys or queries are near each other; the longest tile first.
+    all_rows: (cp_size * local_rows,), `rows` of all ranks, one rank after another.
+    rows_of_keys: (key_rows,), sequence-order row of every row of the key buffer, ascending, then -1 for fillers; None:
+        it has all rows of the pack.
+    sends: (num_sent,), local rows that go to other ranks, rank after rank, ascending; None: they are not needed rows.
+    returns: (cp_size, local_rows), where each rank's share of the gradient of a local row is: in what comes back, of
+        which row i is a share of row sends[i], or, of this rank itself, in its key buffer; -1: it has none.
     lengths: the ops.plan.DeviceLengths of lengths on a GPU, which knows whether they are wrong; None: on the host.
     offsets: (1 or 2, 2, num_seqs + 1), cu_seqlens and cu_seqlens_padded of the queries, and of other keys, as kernels
         read them; None: NumPy's.
@@ -49,12 +58,16 @@ class PlanArrays:
     rank_order: Any
     query_tiles: Any
     key_tiles: Any
+    all_rows: Any
+    rows_of_keys: Any = None
+    sends: Any = None
+    returns: Any = None
     lengths: Any = None
     offsets: Any = None
     stream: Any = None
 
 
-NO_ARRAYS = PlanArrays(*[None] * 8)  # of a plan that is asked for sizes alone
+NO_ARRAYS = PlanArrays(*[None] * 9)  # of a plan that is asked for sizes alone
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -71,6 +84,8 @@ class Plan:
         tiles: (rows per query tile, rows per key tile) that query_tiles and key_tiles are made for.
         arrays: the PlanArrays.
         engine: the module `reference` or `ops`.
+        keys_of: the rank whose rows, as it has them, are the key buffer; None: the buffer has the rows of all ranks in
+            sequence order, or, where the sharding is by_runs, those that this rank needs.
     """
 
     sharding: Sharding
@@ -83,6 +98,7 @@ class Plan:
     _key_batch: PackedBatch | None = None
     _like: PackedBatch | None = None
     _finite_padding: bool = False
+    keys_of: int | None = None
     _kept: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -130,12 +146,30 @@ class Plan:
     @property
     def local_key_rows(self) -> int:
         """Rows of k and v that every rank stores, fillers included: local_rows, but for cross-attention."""
-        return -(-self.key_rows // self.cp_size)
+        return -(-self.key_batch.total_rows // self.cp_size)
 
     @property
     def key_rows(self) -> int:
-        """Rows of the key buffer: all rows of the packed keys, in sequence order."""
+        """Rows of the key buffer: all rows of the packed keys, in sequence order; or fewer, see keys_of."""
+        if self.keys_of is not None:
+            return self.local_rows
+        if self.sharding.by_runs:
+            return int(self._needed_rows.sizes[self.cp_rank])
         return self.key_batch.total_rows
+
+    @property
+    def _needed_rows(self) -> NeededRows:
+        return needed_rows(self.batch, self.cp_size, self.window)
+
+    @cached_property
+    def routes(self) -> Routes | None:
+        """How many rows of keys go from rank to rank; None: not needed rows alone, but all."""
+        return Routes(self._needed_rows.table(), self.cp_rank) if self.sharding.by_runs else None
+
+    @property
+    def first_own(self) -> int:
+        """Where this rank's rows begin in what rank_order is about."""
+        return self.cp_rank * self.local_key_rows if self.routes is None else self.routes.num_received
 
     @property
     def num_tiles(self) -> tuple[int, int]:
@@ -147,8 +181,13 @@ class Plan:
     def has_unseen_keys(self) -> bool:
         """Whether some row of the key buffer, that no query sees, may hold NaN; True where only the GPU knows.
 
-        Such are padding and, in cross-attention, keys of no query or before the window of the first.
+        Such are padding and, in cross-attention, keys of no query or before the window of the first; of the keys of
+        another rank those that only queries of others see.
         """
+        if self.keys_of is not None and self.cp_size > 1:
+            return not self._finite_padding
+        if self.sharding.by_runs:
+            return False
         return self._hides(self.key_rows, self.key_batch, self.batch, self.window[0])
 
     @cached_property
@@ -208,7 +247,10 @@ class Plan:
 
     @property
     def rank_order(self) -> Any:
-        """(cp_size * local_key_rows,) int32, sequence-order row of every gathered row of keys; -1 for fillers."""
+        """(cp_size * local_key_rows,) int32, sequence-order row of every gathered row of keys; -1 for fillers.
+
+        Of needed rows, the row of the key buffer of every row that this rank gets, and of its own; see PlanArrays.
+        """
         return self.arrays.rank_order
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
@@ -315,7 +357,7 @@ class Plan:
         gathered = self.engine.empty((self.cp_size * self.local_rows, *words.shape[1:]), words.dtype)
         comm.all_gather(words, gathered)
         packed = self.engine.empty((self.batch.total_rows + 1, *words.shape[1:]), words.dtype)
-        packed[self.rows if self.cp_size == 1 else self.rank_order] = gathered  # fillers, -1, go to the last row
+        packed[self.arrays.all_rows] = gathered  # fillers, -1, go to the last row
         return packed[:-1].view(x.dtype)
 
     def _checked(self, x: Any, num_rows: int, remedy: str) -> Any:
@@ -323,6 +365,14 @@ class Plan:
         if x.shape[:1] != (num_rows,):
             raise ValueError(f"x has shape {x.shape}, wanted {num_rows} rows; {remedy}")
         return x
+
+
+def key_side_ints(plan: Plan) -> int:
+    """Of rank_order, rows_of_keys, sends and returns, as far as they are arrays of their own."""
+    if plan.keys_of is not None or plan.routes is None:
+        return 0
+    routes = plan.routes
+    return plan.key_rows + routes.num_received + routes.num_sent + (1 + plan.cp_size) * plan.local_rows
 
 
 def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) -> Bytes:

@@ -29,7 +29,7 @@ from thdattn.cache import KVCache
 from thdattn.host_plan import host_arrays
 from thdattn.memory import Bytes, Layer
 from thdattn.packing import DLPACK_HOST, DLPACK_MANAGED, PackedBatch
-from thdattn.plan import Plan, PlanArrays, shares_bytes
+from thdattn.plan import Plan, PlanArrays, key_side_ints, shares_bytes
 from thdattn.sharding import Sharding
 
 Array = NDArray[Any]
@@ -99,17 +99,18 @@ def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
 
 def plan_arrays(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
-    key_batch: PackedBatch | None = None,
+    key_batch: PackedBatch | None = None, keys_of: int | None = None,
 ) -> PlanArrays:
     """The arrays of a plan in NumPy; see host_plan.host_arrays. ValueError for lengths on a GPU."""
     sharding.batch.require_host("a plan of the reference engine")
-    return host_arrays(sharding, cp_rank, window, tiles, key_batch)
+    return host_arrays(sharding, cp_rank, window, tiles, key_batch, keys_of)
 
 
 def plan_bytes(plan: Plan) -> int:
     """Bytes of the arrays of a plan."""
-    rows, num_gathered = plan.local_rows, plan.cp_size * plan.local_key_rows
-    return 4 * (4 * rows + 2 * plan.key_rows + num_gathered + 2 * sum(plan.num_tiles)) + rows
+    rows, all_rows = plan.local_rows, plan.cp_size * plan.local_rows
+    ordered = all_rows if plan.cp_size > 1 else 0 if plan.key_batch is plan.batch else plan.key_rows
+    return 4 * (4 * rows + 2 * plan.key_rows + ordered + 2 * sum(plan.num_tiles) + key_side_ints(plan)) + rows
 
 
 def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
@@ -326,25 +327,28 @@ def to_sequence_order(
 
     Args:
         k_parts, v_parts: (cp_size*local_key_rows, ...) in one part or in equal ones, rank order; filler rows
-            (rank_order -1) are dropped.
-        plan: gives `rank_order`, (cp_size*local_key_rows,) int32, and `key_rows`.
+            (rank_order -1) are dropped. Of needed rows those that this rank gets, (num_received, ...).
+        plan: gives `rank_order`, int32, `key_rows` and `first_own`.
         into: arrays for k and v; None: buffers that stay until the next call.
         own: (local_key_rows, ...), this rank's rows of both, which the parts may then lack.
 
     Returns:
         k, v: (key_rows, ...), the dtypes of the inputs; rows that no rank owns are 0.
     """
-    owned = plan.rank_order >= 0
-
     k, v = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
                     for name, parts in (("k", k_parts), ("v", v_parts))]
     for x, parts, mine in zip((k, v), (k_parts, v_parts), own or (None, None), strict=True):
         x[...] = 0
-        x[plan.rank_order[owned]] = np.concatenate(parts)[owned]
+        _scatter(x, plan.rank_order, np.concatenate(parts))
         if mine is not None:
-            here = slice(plan.cp_rank * len(mine), (plan.cp_rank + 1) * len(mine))
-            x[plan.rank_order[here][owned[here]]] = mine[owned[here]]
+            _scatter(x, plan.rank_order[plan.first_own :], mine)
     return k, v
+
+
+def _scatter(out: Array, order: Array, rows: Array) -> None:
+    """out[order[t]] = rows[t] where order is not -1."""
+    order = order[: len(rows)]
+    out[order[order >= 0]] = rows[order >= 0]
 
 
 def to_rank_order(
@@ -367,6 +371,37 @@ def to_rank_order(
         ranks[...] = 0
         ranks[owned] = x[plan.rank_order[owned]]
     return dk_ranks, dv_ranks
+
+
+def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
+    """Some rows of two arrays, one behind another: into[t] = x[order[t]], as they are sent to other ranks.
+
+    Args:
+        xs: (rows, ...), which may be some of the heads of larger ones.
+        order: (num_rows,) int32; a row of -1 becomes 0.
+        into: (num_rows, ...), of the dtype of xs.
+    """
+    for out, x in zip(into, xs, strict=True):
+        out[...] = 0
+        out[order >= 0] = x[order[order >= 0]]
+
+
+def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
+    """Gradients of this rank's rows of keys: shares of all ranks, added up in the order of ranks and rounded once.
+
+    Args:
+        own: dk and dv of this rank's key buffer, (key_rows, heads, width) in the dtype of sums.
+        back: what other ranks made of the rows that this one sent them, (num_sent, heads, width), in the order of
+            `sends`.
+        plan: gives `returns`, which says where the share of every rank is.
+        results: arrays for dk and dv, (local_rows, heads, width) in their dtype, which may be some of the heads of
+            larger ones; 0 where no rank has a share.
+    """
+    for mine, theirs, result in zip(own, back, results, strict=True):
+        total = np.zeros(result.shape, mine.dtype)
+        for rank, rows in enumerate(plan.arrays.returns):
+            total[rows >= 0] += (mine if rank == plan.cp_rank else theirs)[rows[rows >= 0]]
+        result[...] = total
 
 
 def row_blocks(key_ranges: Array, num_heads: int) -> tuple[Array, Array]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from thdattn.arguments import INT32_MAX, as_choice, as_count, as_int, found
+from thdattn.balanced import balanced_runs
 from thdattn.packing import PackedBatch, as_batch, check_arrays, check_rows, rows_of_runs
 
 MAX_RANKS = INT32_MAX // 2  # their 2*cp_size chunks are counted in int32
@@ -60,9 +61,31 @@ def contiguous(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int
     return np.arange(begin, end, dtype=np.int32)
 
 
+def balanced(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int32]:
+    """As many rows and as much causal work for every rank, in few pieces, of sequences of any lengths.
+
+    Long sequences lie whole on one rank or in two chunks on each of few neighbours, and short ones fill up; padding
+    comes last. Ranks then need few of each other's keys, and only these travel. See balanced.py.
+
+    Args:
+        batch: any batch on the host.
+        cp_size: number of context-parallel ranks.
+        cp_rank: the rank asked about, 0 <= cp_rank < cp_size.
+
+    Returns:
+        At most ceil(total_rows / cp_size) rows, int32, ascending.
+    """
+    if cp_size == 1:
+        return contiguous(batch, cp_size, cp_rank)
+    runs = balanced_runs(batch, cp_size)
+    mine = runs.rank == cp_rank
+    return rows_of_runs(runs.begin[mine], (runs.end - runs.begin)[mine])
+
+
 STRATEGIES: dict[str, Callable[[PackedBatch, int, int], NDArray[np.int32]]] = {
     "dual_chunk": dual_chunk,
     "contiguous": contiguous,
+    "balanced": balanced,
 }
 
 
@@ -74,17 +97,20 @@ class Sharding:
     Args:
         batch: the packed batch. Offsets on a GPU are never read, so only local_rows can be asked then.
         cp_size: number of context-parallel ranks, >= 1.
-        strategy: "dual_chunk" or "contiguous", see the functions of those names.
+        strategy: "dual_chunk", "contiguous" or "balanced", see the functions of those names.
 
     Attributes:
         batch, cp_size, strategy: as passed.
         local_rows: rows that every rank stores, total_rows / cp_size rounded up.
         multiple: of which padded lengths are multiples: 2*cp_size for dual_chunk over several ranks, else 1.
+        by_runs: whether rows are spread over several ranks as the lengths are, so that a rank's key buffer has the rows
+            that it needs alone: balanced.
 
     Raises:
         TypeError: batch is no PackedBatch, cp_size no int, or strategy no str.
-        ValueError: cp_size < 1 or > MAX_RANKS, an unknown strategy, or (offsets on the host) a padded length that is
-            not a multiple of `multiple`; see Plan.check for offsets on a GPU.
+        ValueError: cp_size < 1 or > MAX_RANKS, an unknown strategy, balanced over several ranks with offsets on a GPU,
+            or (offsets on the host) a padded length that is not a multiple of `multiple`; see Plan.check for offsets on
+            a GPU.
     """
 
     def __init__(self, batch: PackedBatch, cp_size: int, strategy: str = "dual_chunk") -> None:
@@ -92,6 +118,9 @@ class Sharding:
         self.cp_size = as_count("cp_size", cp_size, "pass the number of ranks", MAX_RANKS)
         self.strategy = as_choice("strategy", strategy, STRATEGIES)
         self.multiple = 2 * self.cp_size if self.strategy == "dual_chunk" and self.cp_size > 1 else 1
+        self.by_runs = self.strategy == "balanced" and self.cp_size > 1
+        if self.by_runs:
+            batch.require_host("sharding 'balanced'")
         if not batch.on_device:
             _check_multiple(batch, self.multiple)
         self.local_rows = _rows_per_rank(batch, self.cp_size)
@@ -188,7 +217,8 @@ def as_sharding(sharding: str | Sharding, batch: PackedBatch, cp_size: int) -> S
         return Sharding(batch, cp_size, sharding)
     if not isinstance(sharding, Sharding):
         raise TypeError(
-            f"sharding is {found(sharding)}; wanted 'dual_chunk', 'contiguous' or a Sharding; pass one of these"
+            f"sharding is {found(sharding)}; wanted 'dual_chunk', 'contiguous', 'balanced' or a Sharding; "
+            "pass one of these"
         )
     if sharding.batch is not as_batch(batch):
         raise ValueError(

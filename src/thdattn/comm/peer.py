@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn import jit
 from thdattn.comm import Arrival, nothing
 from thdattn.comm.slices import Slices, rows_of
 from thdattn.structs import MAX_RANKS, SHARES
-from thdattn.tiles import SUM_KERNELS
+from thdattn.sums import add_up
 
 _FLAG_BYTES = 64  # a flag has a sector of its own
 _ALIGNMENT = 256
@@ -40,7 +39,6 @@ _MEM_OP = np.dtype({
     "formats": [np.uint32, np.uint64, np.uint64, np.uint32, np.uint64], "itemsize": 48,
 })  # fmt: skip
 _HIGHEST = -5  # of the priorities of streams
-_SUM_BLOCKS = 528  # of 256 threads: enough to keep memory and links busy on the largest GPUs
 
 # What they are called, by use.
 _WINDOWS = {"gather": "windows of keys", "sum": "windows of sums", "exchange": "windows of slices"}
@@ -304,11 +302,7 @@ class PeerMemory:
         return [there + partial.data.ptr - here for partial in partials]
 
     def _add(self, shares: Any, results: Sequence[Any], rows: Any, stream: Any) -> None:
-        words = ((x.shape[1] * x.shape[2] // 8, x.strides[0] // 16) for x in results)
-        args = [arg for x, sizes in zip(results, words, strict=True) for arg in (x, *map(np.int32, sizes))]
-        counts = map(np.int32, (self.size, len(results[0])))
-        kernel = jit.kernel(SUM_KERNELS[results[0].dtype.name])
-        kernel((_SUM_BLOCKS, 2), 256, (*args, shares[()], np.uint64(0) if rows is None else rows, *counts), stream)
+        add_up(shares, self.size, rows, results, stream)
 
     def close(self) -> None:
         """Gives back all windows; called by all ranks, when no graph holds one any more."""

@@ -1,4 +1,4 @@
-// What the ranks of one machine have computed of the same rows, added up where it lies in their memory.
+// What ranks have computed of the same rows, added up where it lies: in this GPU's memory, or in theirs.
 
 // Where each rank's share of two arrays begins: in memory of this GPU, or of another one that is mapped here.
 struct Shares { const float4* of[2][kMaxRanks]; };
@@ -7,27 +7,36 @@ CHECK_Shares;
 // out = the sum of the ranks' shares, added in the order of ranks, so that every run makes the same bits, and rounded
 // once; two arrays (dk and dv) in one launch. One thread makes a word of 8 elements. Bound by memory, or by the links.
 //
-// shares (any, 8 * words): fp32, in which row t of out is row rows[t], and 0 if that is -1; without `rows`, row t
-// out (num_rows, 8 * words), between whose rows lie `pitch` words
+// shares (any, 8 * words): fp32, in which row t of out is row rows[t], -1: the rank has no share; without `rows`, row t
+// rows: (num_rows,) for all ranks, or (num_ranks, num_rows), and rows_pitch is 0, or num_rows
+// own: -1, and shares has a place for every rank; or the rank whose shares are at the second place, all others' at the
+// first one
+// out (num_rows, 8 * words), between whose rows lie `pitch` words; 0 where no rank has a share
 // Launch: grid (any, 2), block 256.
 template <typename T>
 __global__ void __launch_bounds__(256) thd_sum(uint4* __restrict__ out0, int words0, int pitch0,
                                                uint4* __restrict__ out1, int words1, int pitch1, const Shares shares,
-                                               const int* __restrict__ rows, int num_ranks, int num_rows) {
+                                               const int* __restrict__ rows, int rows_pitch, int own,
+                                               int num_ranks, int num_rows) {
   uint4* const out = blockIdx.y ? out1 : out0;
   const int words = blockIdx.y ? words1 : words0, pitch = blockIdx.y ? pitch1 : pitch0;
   const size_t step = (size_t)gridDim.x * blockDim.x, end = (size_t)num_rows * words;
   for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < end; i += step) {
-    const int t = i / words, word = i % words, row = rows ? rows[t] : t;
-    const size_t at = 2 * ((size_t)max(row, 0) * words + word);
-    float4 a = shares.of[blockIdx.y][0][at], b = shares.of[blockIdx.y][0][at + 1];
-    for (int rank = 1; rank < num_ranks; ++rank) {
-      const float4 c = shares.of[blockIdx.y][rank][at], d = shares.of[blockIdx.y][rank][at + 1];
+    const int t = i / words, word = i % words;
+    float4 a = make_float4(-0.f, -0.f, -0.f, -0.f), b = a;  // as -0 + x is x, bit by bit
+    bool found = false;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const int row = rows ? rows[(size_t)rank * rows_pitch + t] : t;
+      if (row < 0) continue;
+      const float4* const of = shares.of[blockIdx.y][own < 0 ? rank : rank == own];
+      const float4* const share = of + 2 * ((size_t)row * words + word);
+      const float4 c = share[0], d = share[1];
       a.x += c.x, a.y += c.y, a.z += c.z, a.w += c.w;
       b.x += d.x, b.y += d.y, b.z += d.z, b.w += d.w;
+      found = true;
     }
     uint4 sum = make_uint4(pack<T>(a.x, a.y), pack<T>(a.z, a.w), pack<T>(b.x, b.y), pack<T>(b.z, b.w));
-    if (row < 0) sum = make_uint4(0, 0, 0, 0);
+    if (!found) sum = make_uint4(0, 0, 0, 0);
     out[(size_t)t * pitch + word] = sum;
   }
 }

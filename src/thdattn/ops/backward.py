@@ -18,7 +18,7 @@ from thdattn import jit
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Gpu, Launch, layout
-from thdattn.ops.plan import reorder
+from thdattn.ops.rows import reorder
 from thdattn.plan import Plan, shares_bytes
 from thdattn.structs import BACKWARD_SIZE, GRADIENTS
 from thdattn.tiles import STATS_ROWS, TILES, BackwardWideSm90, Tiles

@@ -1,4 +1,4 @@
-"""Launchers of kernels.cu: the arrays of a plan, and rows moved between rank order and sequence order."""
+"""Launchers of kernels.cu: the arrays of a plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cupy
@@ -17,24 +17,25 @@ from thdattn import jit
 from thdattn.ops import launch
 from thdattn.ops.launch import Array
 from thdattn.packing import PackedBatch
-from thdattn.plan import Plan, PlanArrays
+from thdattn.plan import Plan, PlanArrays, key_side_ints
+from thdattn.routes import Pieces, all_rows, needed_rows
 from thdattn.sharding import Sharding
-from thdattn.structs import MAX_RANKS, ROWS
-from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS
+from thdattn.tiles import PLAN_KERNELS
 
 POISON_BLOCKS = 64  # of 256 threads, which soon end where all is well
 _ORDER_INTS = 5  # of a tile: its places in two orders, and three of its cost
-_CHECK, _ROWS, _RANGES, _TILE_COST, _TILE_ORDER, _POISON = PLAN_KERNELS
+_CHECK, _ROWS, _PIECES, _RANGES, _TILE_COST, _TILE_ORDER, _POISON = PLAN_KERNELS
 
 
 def plan_arrays(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
-    key_batch: PackedBatch | None = None,
+    key_batch: PackedBatch | None = None, keys_of: int | None = None,
 ) -> PlanArrays:
     """The arrays of a plan, made by kernels: nothing is copied to the host, and the host does not wait.
 
     With lengths on the GPU, a captured CUDA graph plans anew for those it finds at each replay. Of wrong ones, which
     only the GPU sees, DeviceLengths tells. Lengths on the host are right; plans of one batch share what they can.
+    Of rows that are spread by runs, which the host has found, the kernels make arrays of all rows.
 
     Raises:
         RuntimeError: lengths on the host, on a stream that captures a CUDA graph.
@@ -42,7 +43,7 @@ def plan_arrays(
     if sharding.batch.on_device:
         lengths = DeviceLengths(sharding, key_batch)
         rows = _rows(sharding, cp_rank, key_batch, lengths.checked, lengths)
-        return _arrays(rows, sharding, cp_rank, window, tiles, key_batch, lengths)
+        return _arrays(rows, sharding, cp_rank, window, tiles, key_batch, keys_of, lengths)
     if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
             "a batch with its lengths on the host was planned on a stream that captures a CUDA graph, wanted lengths "
@@ -51,14 +52,16 @@ def plan_arrays(
     if key_batch is not None:
         rows = _rows(sharding, cp_rank, key_batch, _uploaded(sharding.batch, key_batch))
         return _arrays(rows, sharding, cp_rank, window, tiles, key_batch)
-    return _shared(sharding, cp_rank, window, tiles)
+    return _shared(sharding, cp_rank, window, tiles, keys_of)
 
 
 # The last plans of a batch by rank, and by rank and mask; those that nobody holds are gone. None is ever written again.
 _planned: weakref.WeakKeyDictionary[PackedBatch, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def _shared(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int]) -> PlanArrays:
+def _shared(
+    sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int], keys_of: int | None
+) -> PlanArrays:
     """Arrays of other plans of this batch and rank, as far as they are the same.
 
     Of one stream: what is shared was made before it is read, and its memory is given to later work of that stream.
@@ -66,12 +69,12 @@ def _shared(sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tu
     planned = _planned.setdefault(sharding.batch, {})
     stream = cupy.cuda.get_current_stream()
     rank = cupy.cuda.runtime.getDevice(), stream.ptr, sharding.strategy, sharding.cp_size, cp_rank
-    mask = rank, window, tiles
+    mask = rank, window, tiles, keys_of
     same: PlanArrays | None = planned.get(mask, _gone)()
     if same is None:
         other = planned.get(rank, _gone)()
         rows = _Rows.of(other) if other else _rows(sharding, cp_rank, None, _uploaded(sharding.batch))
-        same = _arrays(rows, sharding, cp_rank, window, tiles)
+        same = _arrays(rows, sharding, cp_rank, window, tiles, keys_of=keys_of)
         planned[rank] = planned[mask] = weakref.ref(same)
     return same
 
@@ -202,7 +205,7 @@ class _Rows(NamedTuple):
     rows: Array
     positions: Array
     valid: Array
-    rank_order: Array
+    all_rows: Array
 
     @classmethod
     def of(cls, plan: PlanArrays) -> _Rows:
@@ -214,17 +217,41 @@ def _rows(
     lengths: DeviceLengths | None = None,
 ) -> _Rows:
     local_rows, num_rows = sharding.local_rows, sharding.batch.total_rows
-    num_keys = sharding.cp_size * local_rows
     if key_batch is not None:  # one rank: both sides are in their own order, and one is the beginning of the other
-        num_keys = key_batch.total_rows
-        num_rows = max(num_rows, num_keys)
+        num_rows = max(num_rows, key_batch.total_rows)
     order = launch.empty((_num_ordered(sharding, key_batch),), np.int32)
     positions, valid = launch.empty((local_rows,), np.int32), launch.empty((local_rows,), bool)
     wrong = _NONE if lengths is None else lengths.wrong
-    sizes = map(np.int32, (num_rows, order.size))
-    _make(lengths, _ROWS, (_blocks(order.size),), (
-        order, positions, valid, offsets[0], wrong, *_sharded(sharding, cp_rank), *sizes))
-    return _Rows(offsets, order[cp_rank * local_rows :][:local_rows], positions, valid, order[:num_keys])
+    by_runs = _table(all_rows(sharding.batch, sharding.cp_size)) if sharding.by_runs else (_NONE, np.int32(0))
+    sizes = map(np.int32, (sharding.batch.num_seqs, sharding.cp_size, cp_rank, local_rows, sharding.multiple > 1,
+                           num_rows, order.size))  # fmt: skip
+    _make(lengths, _ROWS, (_blocks(order.size),), (order, positions, valid, offsets[0], wrong, *by_runs, *sizes))
+    return _Rows(offsets, order[cp_rank * local_rows :][:local_rows], positions, valid, order)
+
+
+def _table(pieces: Pieces) -> tuple[Array, np.int32]:
+    """Pieces as kernels take them; they come to the GPU as lengths do."""
+    return cupy.asarray(pieces.table()), np.int32(len(pieces.begin))
+
+
+def _key_side(
+    rows: _Rows, sharding: Sharding, cp_rank: int, window: tuple[int, int], key_batch: PackedBatch | None,
+    keys_of: int | None,
+) -> dict[str, Array]:
+    """rank_order and rows_of_keys, None if there are none; of needed rows also sends and returns."""
+    if keys_of is not None:
+        first = keys_of * sharding.local_rows
+        return {"rank_order": None, "rows_of_keys": rows.all_rows[first : first + sharding.local_rows]}
+    if not sharding.by_runs:
+        return {"rank_order": rows.all_rows if key_batch is None else rows.all_rows[: key_batch.total_rows]}
+    side = needed_rows(sharding.batch, sharding.cp_size, window).key_side(cp_rank)
+    whole = Pieces.joined(side)
+    made = launch.empty((whole.size,), np.int32)
+    _make(None, _PIECES, (_blocks(whole.size),), (made, *_table(whole), np.int32(whole.size)))
+    ends = itertools.accumulate(pieces.size for pieces in side)
+    arrays = {field: made[end - pieces.size : end]
+              for (field, pieces), end in zip(side._asdict().items(), ends, strict=True)}
+    return {**arrays, "returns": arrays["returns"].reshape(sharding.cp_size, sharding.local_rows)}
 
 
 def _num_ordered(sharding: Sharding, key_batch: PackedBatch | None) -> int:
@@ -239,40 +266,40 @@ def plan_bytes(plan: Plan) -> int:
     offsets = batch.num_seqs + 1
     checks = 4 * offsets + 1 if batch.on_device else 2 * offsets * (1 if cross is None else 2)
     ints = (checks + _num_ordered(plan.sharding, cross) + plan.local_rows + 2 * (plan.local_rows + plan.key_rows)
-            + _ORDER_INTS * sum(plan.num_tiles))  # fmt: skip
+            + _ORDER_INTS * sum(plan.num_tiles) + key_side_ints(plan))  # fmt: skip
     return 4 * ints + plan.local_rows
 
 
 def _arrays(
     rows: _Rows, sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
-    key_batch: PackedBatch | None = None, lengths: DeviceLengths | None = None,
+    key_batch: PackedBatch | None = None, keys_of: int | None = None, lengths: DeviceLengths | None = None,
 ) -> PlanArrays:
     """What a mask adds to the rows."""
-    sides = sharding.local_rows, (key_batch or sharding.batch).total_rows
-    queries, keys = rows.offsets[0], rows.offsets[-1]
+    side = _key_side(rows, sharding, cp_rank, window, key_batch, keys_of)
+    rows_of_keys, num_seqs = side.get("rows_of_keys"), sharding.batch.num_seqs
+    num_keys = (key_batch or sharding.batch).total_rows if rows_of_keys is None else len(rows_of_keys)
+    sides = sharding.local_rows, num_keys
+    alone = sharding.cp_size == 1  # with all rows of the pack, in order
+    there = (_NONE if alone else rows.rows, _NONE if alone or rows_of_keys is None else rows_of_keys, rows.offsets[0],
+             rows.offsets[-1])  # fmt: skip
     key_ranges, query_ranges = ranges = [launch.empty((num_rows, 2), np.int32) for num_rows in sides]
-    _make(lengths, _RANGES, (_blocks(max(sides)), 2), (
-        *ranges, rows.rows, queries, keys, *_sharded(sharding, cp_rank), *map(np.int32, (sides[1], *window))))
+    _make(lengths, _RANGES, (_blocks(max(sides)), 2), (*ranges, *there, *map(np.int32, (num_seqs, *sides, *window))))
 
     num_tiles = [-(-num_rows // tile) for num_rows, tile in zip(sides, tiles, strict=True)]
     # One array of a side, as a replayed graph writes to all of it as long as the orders live: orders, then costs.
     made = [launch.empty((_ORDER_INTS * num,), np.int32) for num in num_tiles]
     grid = _blocks(32 * max(num_tiles)), 2
     _make(lengths, _TILE_COST, grid, (
-        *made, *ranges, rows.rows, queries, keys, *map(np.int32, (sharding.batch.num_seqs, *sides, *tiles))))
+        *made, *ranges, *there, *map(np.int32, (num_seqs, *sides, *tiles))))
     _make(lengths, _TILE_ORDER, grid, (*made, *map(np.int32, num_tiles)))
     query_tiles, key_tiles = (x[: 2 * num].reshape(2, num) for x, num in zip(made, num_tiles, strict=True))
-    return PlanArrays(rows.rows, rows.positions, rows.valid, key_ranges, query_ranges, rows.rank_order, query_tiles,
-                      key_tiles, lengths, rows.offsets, cupy.cuda.get_current_stream())
+    in_order = rows.all_rows[: sharding.cp_size * sharding.local_rows]  # without what only the keys have
+    return PlanArrays(rows.rows, rows.positions, rows.valid, key_ranges, query_ranges, query_tiles=query_tiles,
+                      key_tiles=key_tiles, all_rows=in_order, lengths=lengths, offsets=rows.offsets,
+                      stream=cupy.cuda.get_current_stream(), **side)
 
 
 _NONE = np.uint64(0)  # instead of an array
-
-
-def _sharded(sharding: Sharding, cp_rank: int) -> tuple[Any, ...]:
-    """num_seqs and what Sharded of kernels.cu is made of."""
-    dual_chunk = sharding.multiple > 1
-    return tuple(map(np.int32, (sharding.batch.num_seqs, sharding.cp_size, cp_rank, sharding.local_rows, dual_chunk)))
 
 
 def _blocks(threads: int) -> int:
@@ -291,54 +318,3 @@ def poison(plan: Plan, *results: Array) -> None:
         words = [arg for x in results for arg in (x, np.uint64(x.nbytes // 4))]
         words += [np.uint64(0)] * (6 - len(words))
         jit.kernel(_POISON)((POISON_BLOCKS,), 256, (*words, plan.arrays.lengths.wrong))
-
-
-# ------------------------------------------------------------------------------------------------ reorder
-
-
-def to_sequence_order(
-    k_parts: Sequence[Array], v_parts: Sequence[Array], plan: Plan, into: Sequence[Array] | None = None,
-    own: Sequence[Array] | None = None,
-) -> tuple[Array, Array]:
-    """Rows of all ranks moved to sequence order, into buffers of the plan; rows that no local query sees become 0."""
-    k, v = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
-                    for name, parts in (("k", k_parts), ("v", v_parts))]
-    reorder(False, (k, v), (k_parts, v_parts), plan.rank_order, plan.query_ranges, own,
-            plan.cp_rank * plan.local_key_rows)
-    return k, v
-
-
-def to_rank_order(dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None) -> tuple[Array, Array]:
-    """Inverse of to_sequence_order, for the gradients; filler rows become 0."""
-    dk_ranks, dv_ranks = into or [plan.buffer(name, (len(plan.rank_order), *x.shape[1:]), x.dtype)
-                                  for name, x in (("dk_ranks", dk), ("dv_ranks", dv))]
-    reorder(True, (dk_ranks, dv_ranks), ([dk], [dv]), plan.rank_order, plan.query_ranges)
-    return dk_ranks, dv_ranks
-
-
-def reorder(
-    to_rank_order: bool, outs: Sequence[Array], sources: Sequence[Sequence[Array]], order: Array, ranges: Array,
-    own: Sequence[Array] | None = None, first_own: int = 0,
-) -> None:
-    """Moves the rows of two arrays in one launch. Rows whose range is empty hold nothing.
-
-    Args:
-        sources: of each, the parts that make up its rows, equally many of as many heads as the array of outs; between
-            two rows there may lie more heads.
-        own: such a part, instead of the rows from first_own on.
-    """
-    rows = [_moved(launch.row_bytes(parts[0]), *map(_place, (out, mine)), *(part.data.ptr for part in parts))
-            for out, parts, mine in zip(outs, sources, own or outs, strict=True)]
-    sizes = map(np.int32, (len(order), max(1, len(sources[0][0])), first_own, len(own[0]) if own else 0))
-    jit.kernel(REORDER_KERNELS[to_rank_order])((-(-len(order) // 8), 2), 256, (*rows, order, ranges, *sizes))
-
-
-def _place(x: Array) -> tuple[int, int]:
-    return x.data.ptr, launch.row_bytes(x)
-
-
-@functools.lru_cache(maxsize=4096)
-def _moved(pitch: int, out: tuple[int, int], own: tuple[int, int], *parts: int) -> Any:
-    """A Rows; kept, as tensor maps are."""
-    places = (*parts, *[0] * (MAX_RANKS - len(parts)))
-    return np.array((places, own[0], out[0], out[1] // 16, pitch // 16, own[1] // 16), ROWS)[()]

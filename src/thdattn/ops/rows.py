@@ -1,0 +1,78 @@
+"""Launchers for rows of keys, values and their gradients: moved between orders, and added up."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from thdattn import jit
+from thdattn.ops import launch
+from thdattn.ops.launch import Array
+from thdattn.plan import Plan
+from thdattn.structs import MAX_RANKS, ROWS, SHARES
+from thdattn.sums import add_up
+from thdattn.tiles import REORDER_KERNELS
+
+
+def to_sequence_order(
+    k_parts: Sequence[Array], v_parts: Sequence[Array], plan: Plan, into: Sequence[Array] | None = None,
+    own: Sequence[Array] | None = None,
+) -> tuple[Array, Array]:
+    """Rows of all ranks moved to sequence order, into buffers of the plan; rows that no local query sees become 0."""
+    k, v = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
+                    for name, parts in (("k", k_parts), ("v", v_parts))]
+    reorder(False, (k, v), (k_parts, v_parts), plan.rank_order, plan.query_ranges, own,
+            plan.first_own)
+    return k, v
+
+
+def to_rank_order(dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None) -> tuple[Array, Array]:
+    """Inverse of to_sequence_order, for the gradients; filler rows become 0."""
+    dk_ranks, dv_ranks = into or [plan.buffer(name, (len(plan.rank_order), *x.shape[1:]), x.dtype)
+                                  for name, x in (("dk_ranks", dk), ("dv_ranks", dv))]
+    reorder(True, (dk_ranks, dv_ranks), ([dk], [dv]), plan.rank_order, plan.query_ranges)
+    return dk_ranks, dv_ranks
+
+
+def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
+    """Some rows of two arrays, one behind another: into[t] = x[order[t]], as they are sent to other ranks."""
+    reorder(True, into, [[x] for x in xs], order, order)  # which rows are seen is not asked
+
+
+def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
+    """Gradients of this rank's rows of keys: shares of all ranks, added up in the order of ranks and rounded once."""
+    shares = np.zeros((), SHARES)
+    for places, mine, theirs in zip(shares["of"], own, back, strict=True):
+        places[:2] = theirs.data.ptr, mine.data.ptr
+    add_up(shares, plan.cp_size, plan.arrays.returns, results, own=plan.cp_rank)
+
+
+def reorder(
+    to_rank_order: bool, outs: Sequence[Array], sources: Sequence[Sequence[Array]], order: Array, ranges: Array,
+    own: Sequence[Array] | None = None, first_own: int = 0,
+) -> None:
+    """Moves the rows of two arrays in one launch. Rows whose range is empty hold nothing.
+
+    Args:
+        sources: of each, the parts that make up its rows, equally many of as many heads as the array of outs; between
+            two rows there may lie more heads.
+        own: such a part, instead of the rows from first_own on.
+    """
+    rows = [_moved(launch.row_bytes(parts[0]), *map(_place, (out, mine)), *(part.data.ptr for part in parts))
+            for out, parts, mine in zip(outs, sources, own or outs, strict=True)]
+    sizes = map(np.int32, (len(order), max(1, len(sources[0][0])), first_own, len(own[0]) if own else 0))
+    jit.kernel(REORDER_KERNELS[to_rank_order])((-(-len(order) // 8), 2), 256, (*rows, order, ranges, *sizes))
+
+
+def _place(x: Array) -> tuple[int, int]:
+    return x.data.ptr, launch.row_bytes(x)
+
+
+@functools.lru_cache(maxsize=4096)
+def _moved(pitch: int, out: tuple[int, int], own: tuple[int, int], *parts: int) -> Any:
+    """A Rows; kept, as tensor maps are."""
+    places = (*parts, *[0] * (MAX_RANKS - len(parts)))
+    return np.array((places, own[0], out[0], out[1] // 16, pitch // 16, own[1] // 16), ROWS)[()]

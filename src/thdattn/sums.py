@@ -1,0 +1,35 @@
+"""The launcher of sum.cu: shares of the same rows, of several ranks, added up in the order of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from thdattn import jit
+from thdattn.tiles import SUM_KERNELS
+
+_BLOCKS = 528  # of 256 threads: enough to keep memory and links busy on the largest GPUs
+
+
+def add_up(
+    shares: Any, num_ranks: int, rows: Any, results: Sequence[Any], stream: Any = None, own: int = -1
+) -> None:
+    """Two arrays as sums of the ranks' shares, rounded once.
+
+    Args:
+        shares: a SHARES of structs.py: where every rank's begin, float32 rows as wide as those of the results.
+        rows: which of its rows is a rank's share of each row of the results, int32, -1: it has none; (num_rows,) for
+            all ranks, or (num_ranks, num_rows); None: they are in the order of the results.
+        results: (num_rows, heads, width), float16 or bfloat16, which may be some of the heads of larger arrays.
+        stream: CuPy's current one by default.
+        own: a rank whose shares begin at the second place, and all others' at the first; -1: every rank has a place.
+    """
+    words = ((x.shape[1] * x.shape[2] // 8, x.strides[0] // 16) for x in results)
+    args = [arg for x, sizes in zip(results, words, strict=True) for arg in (x, *map(np.int32, sizes))]
+    num_rows = len(results[0])
+    pitch = num_rows if rows is not None and rows.ndim == 2 else 0
+    counts = map(np.int32, (pitch, own, num_ranks, num_rows))
+    kernel = jit.kernel(SUM_KERNELS[results[0].dtype.name])
+    kernel((_BLOCKS, 2), 256, (*args, shares[()], np.uint64(0) if rows is None else rows, *counts), stream)
