@@ -20,10 +20,11 @@ PACKAGE = SOURCE / "thdattn"
 LAYERS = [
     {"arguments", "install", "memory", "structs", "tiles", "wgmma", "kernel_cache"},
     {"packing", "jit"},
-    {"comm", "balanced", "sums"},
+    {"balanced", "sums"},
+    {"comm"},
     {"sharding", "routes", "engines", "tensor_map", "oracle", "decode_tiles"},
     {"plan"},
-    {"host_plan", "cache", "room"},
+    {"host_plan", "host_rows", "cache", "room"},
     {"reference", "ops", "methods"},
     {"saved"},
     {"attention"},

@@ -222,9 +222,9 @@ struct Side {
 };
 
 // What plans of a rank have in common, whatever their masks. order (num_order): which of the num_rows rows of the pack
-// each row in rank order is, as Pieces where rows are spread by runs (null: they are not); positions, valid (local_rows)
-// of this rank's rows. Where the lengths are wrong (null: they are right) every row is valid, so that a loss over valid
-// rows sees the NaN. Launch: one thread an element of order.
+// each row in rank order is; from Pieces of it where the host has spread rows by runs (null: it has not). positions,
+// valid (local_rows) of this rank's rows. Where the lengths are wrong (null: they are right) every row is valid, so
+// that a loss over valid rows sees the NaN. Launch: one thread an element of order.
 __global__ void thd_plan_rows(int* __restrict__ order, int* __restrict__ positions, bool* __restrict__ valid,
                               const int* __restrict__ lengths, const int* __restrict__ wrong,
                               const int* __restrict__ pieces, int num_pieces, int num_seqs, int cp_size, int cp_rank,
