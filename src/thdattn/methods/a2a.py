@@ -12,10 +12,12 @@ Source: DeepSpeed Ulysses, arXiv:2309.14509; two levels: LoongTrain, arXiv:2406.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from thdattn.comm import nothing
 from thdattn.memory import Layer, Memory, num_bytes
 from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
 
@@ -45,17 +47,16 @@ def forward(
     swap = _Swap(engine, comm.inner, plan, call.num_groups)
     out = engine.empty((len(q), q.shape[1], v.shape[2]), q.dtype)
     lse = engine.empty((q.shape[1], len(q)), lse_dtype(q.dtype))
-    kept, logits, waits = [], [], []
-    for group, heads in swap.to_heads((q, k, v)):
-        made = call.outer.forward(engine, comm.outer, plan.core, *heads, _inner(call), return_max_logit)
-        waits.append(swap.to_rows(group, (made.out,), (out,), (made.lse, lse)))
-        kept.append(Tensors(*heads, made.out, made.lse, made.kept))
-        logits.append(made.max_logit)
+    kept, logits = [], []
+    with ExitStack() as waits:
+        for group, heads in swap.to_heads((q, k, v)):
+            made = call.outer.forward(engine, comm.outer, plan.core, *heads, _inner(call), return_max_logit)
+            waits.callback(swap.to_rows(group, (made.out,), (out,), (made.lse, lse)))
+            kept.append(Tensors(*heads, made.out, made.lse, made.kept))
+            logits.append(made.max_logit)
     max_logit = engine.empty((q.shape[1],), np.float32) if return_max_logit else None
     if return_max_logit:
         comm.inner.all_gather(joined(logits), max_logit)
-    for wait in waits:
-        wait()
     return Results(out, lse, max_logit, tuple(kept) if call.keeps_keys else None)
 
 
@@ -69,13 +70,12 @@ def backward(
     asked = _inner(call)
     if swap.deal(k.shape[1]).sharers > 1:
         asked = asked._replace(grad_dtype=np.promote_types(k.dtype, np.float32))
-    waits = []
-    for group, (dout_heads, *others) in swap.to_heads((dout,)) if kept else swap.to_heads((dout, q, k, v, out), lse):
-        tensors = kept[group] if kept else Tensors(*others, None)
-        dq_heads, sums = call.outer.backward(engine, comm.outer, plan.core, dout_heads, tensors, asked, True)
-        waits.append(swap.to_rows(group, (dq_heads, *sums()), (dq, dk, dv)))
-    for wait in waits:
-        wait()
+    exchanged = swap.to_heads((dout,)) if kept else swap.to_heads((dout, q, k, v, out), lse)
+    with ExitStack() as waits:
+        for group, (dout_heads, *others) in exchanged:
+            tensors = kept[group] if kept else Tensors(*others, None)
+            dq_heads, sums = call.outer.backward(engine, comm.outer, plan.core, dout_heads, tensors, asked, True)
+            waits.callback(swap.to_rows(group, (dq_heads, *sums()), (dq, dk, dv)))
     return dq, lambda: (dk, dv)
 
 
@@ -165,10 +165,15 @@ class _Swap:
         coming = self._to_heads(0, xs, lse)
         for group in range(self._num_groups):
             pairs, wait = coming
+            coming = [], nothing
             if group + 1 < self._num_groups:
                 coming = self._to_heads(group + 1, xs, lse)
             wait()
-            yield group, [pair.some_heads for pair in self._in_sequence_order(pairs)]
+            try:
+                yield group, [pair.some_heads for pair in self._in_sequence_order(pairs)]
+            except GeneratorExit:
+                coming[1]()
+                raise
 
     def _to_heads(self, group: int, xs: Sequence[Any], lse: Any) -> tuple[list[_Pair], Wait]:
         size, pairs = self._comm.size, []
@@ -231,21 +236,21 @@ class _Swap:
 
     def _in_sequence_order(self, pairs: Sequence[_Pair]) -> Sequence[_Pair]:
         """With all rows as attention takes them, which slices of shares are already."""
-        if self._plan.sharding.is_sliced:
+        if self._plan.sharding.outer is not None:
             return pairs
         inverse = self._plan.once("inverse of rank_order", lambda: _inverse(self._plan))
         return [pair._replace(some_heads=_taken(pair.some_heads, inverse, 1 - pair.axis)) for pair in pairs]
 
     def _in_rank_order(self, pairs: Sequence[_Pair]) -> Sequence[_Pair]:
         """With all rows as ranks have them."""
-        if self._plan.sharding.is_sliced:
+        if self._plan.sharding.outer is not None:
             return pairs
         order = self._plan.rank_order
         return [pair._replace(some_heads=_taken(pair.some_heads, order, 1 - pair.axis)) for pair in pairs]
 
     def _padded(self, y: Any, num_rows: int) -> Any:
         """An array with rows of zeros behind its own, where all ranks have more rows than there are keys."""
-        if len(y) == num_rows or not self._plan.sharding.is_sliced:
+        if len(y) == num_rows or not self._plan.sharding.outer is not None:
             return y
         whole = self._engine.empty((num_rows, *y.shape[1:]), y.dtype)
         whole[: len(y)], whole[len(y) :] = y, 0

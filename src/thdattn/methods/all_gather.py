@@ -211,7 +211,7 @@ def backward(
     dq = engine.empty(q.shape, q.dtype)
     # From now on, so that after an error too nobody gets the memory of dk and dv before their sums are there.
     sums = Sums(engine, plan, [] if alone else [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)], [])
-    sum_dtype = _sum_dtype(q.dtype, alone)
+    sum_dtype = (alone and call.grad_dtype) or _sum_dtype(q.dtype, alone)
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
     for heads, kv_heads, (k, v) in groups:
         in_place = not alone and comm.overlaps and at_once and heads.stop == q.shape[1]

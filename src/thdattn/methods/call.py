@@ -11,7 +11,7 @@ this rank's rows as it returns them. A third, memory(engine, comm, plan, layer),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ class Call(NamedTuple):
     num_groups: of kv heads, which travel and are computed one after another.
     keeps_keys: whether forward keeps what has travelled, so that it need not travel again.
     outer: the method between the groups of ranks among which heads are exchanged.
+    grad_dtype: of dk and dv, on one rank; None: that of k and v.
     """
 
     softmax_scale: float
@@ -31,6 +32,7 @@ class Call(NamedTuple):
     num_groups: int = 1
     keeps_keys: bool = False
     outer: Any = None
+    grad_dtype: Any = None
 
 
 class Results(NamedTuple):
@@ -54,6 +56,30 @@ class Tensors(NamedTuple):
     out: Any
     lse: Any
     kept: Any
+
+
+class Coming:
+    """Gradients that are on their way: calling it waits and returns them.
+
+    Args:
+        wait: has the current stream wait for what travels.
+        make: makes the gradients of it.
+    """
+
+    def __init__(self, wait: Callable[[], None], make: Callable[[], tuple[Any, Any]]) -> None:
+        self._waits, self._make = [wait], make
+
+    def __call__(self) -> tuple[Any, Any]:
+        self._wait()
+        return self._make()
+
+    def __del__(self) -> None:
+        """Buffers into which something is on its way are not given to others before it is there, after errors too."""
+        self._wait()
+
+    def _wait(self) -> None:
+        while self._waits:
+            self._waits.pop()()
 
 
 def lse_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
