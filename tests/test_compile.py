@@ -150,9 +150,10 @@ def with_tiles():
     """One instance of every kernel whose shared memory Python computes."""
     narrow, wide = TILES[64, 64], TILES[256, 256]
     backward = narrow.backward[0]
-    return [narrow.thd_attn_fwd("float16"), narrow.thd_attn_bwd("float16", "float32", True, backward),
-            narrow.thd_attn_bwd_dq("float16"), narrow.thd_attn_fwd_sm90("float16"),
-            narrow.thd_attn_bwd_sm90("float16", "float32", False), wide.thd_attn_bwd_wide_sm90("float16", "float32")]
+    return [narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
+            narrow.thd_attn_bwd_dq("float16", "float32"), narrow.thd_attn_fwd_sm90("float16", "float32"),
+            narrow.thd_attn_bwd_sm90("float16", "float16", "float32", False),
+            wide.thd_attn_bwd_wide_sm90("float16", "float16", "float32")]
 
 
 def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below():

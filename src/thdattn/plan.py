@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -102,6 +102,7 @@ class Plan:
     keys_of: int | None = None
     core: Plan | None = None
     _kept: dict[Any, Any] = field(default_factory=dict)
+    _buffers: dict[Any, Any] = field(default_factory=dict)  # shared by the plan of all keys and those of slices
 
     def __post_init__(self) -> None:
         if self.arrays.lengths is not None:  # a graph of refresh may be captured before the first backward
@@ -167,6 +168,18 @@ class Plan:
     def routes(self) -> Routes | None:
         """How many rows of keys go from rank to rank; None: not needed rows alone, but all."""
         return Routes(self._needed_rows.table(), self.cp_rank) if self.sharding.by_runs else None
+
+    @cached_property
+    def slices(self) -> list[Plan]:
+        """For every rank the plan whose key buffer has that rank's rows, for a ring; they share work buffers."""
+        return [self.slice_of(rank) for rank in range(self.cp_size)]
+
+    def slice_of(self, rank: int) -> Plan:
+        """One of the slices; without arrays if this plan has none."""
+        arrays = self.arrays
+        if arrays is not NO_ARRAYS:
+            arrays = self.engine.plan_arrays(self.sharding, self.cp_rank, self.window, self.tiles, keys_of=rank)
+        return replace(self, arrays=arrays, keys_of=rank, _kept={})
 
     @property
     def first_own(self) -> int:
@@ -236,11 +249,15 @@ class Plan:
 
     @cached_property
     def expected_pairs(self) -> int | None:
-        """The same, or that of a batch that is said to be like this one; None where nothing is known."""
+        """The same, or that of a batch that is said to be like this one; None where nothing is known.
+
+        Of the keys of one rank their part, as if all had the same.
+        """
         batch = self._like if self.batch.on_device else self.batch
         if batch is None:
             return None
-        return visible_pairs(batch, self.key_batch if batch is self.batch else batch, self.window)
+        pairs = visible_pairs(batch, self.key_batch if batch is self.batch else batch, self.window)
+        return pairs if self.keys_of is None else pairs // self.cp_size
 
     @property
     def query_ranges(self) -> Any:
@@ -264,11 +281,14 @@ class Plan:
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """A work buffer of a name, shape and dtype, made on first use and kept: CUDA graphs find it where it was."""
-        return self.once((name, shape, dtype), lambda: self.engine.empty(shape, dtype))
+        key = name, shape, np.dtype(dtype)
+        if key not in self._buffers:
+            self._buffers[key] = self.engine.empty(shape, dtype)
+        return self._buffers[key]
 
     def held_bytes(self) -> int:
         """Bytes of its work buffers that have been made."""
-        return sum(x.nbytes for x in list(self._kept.values()) if hasattr(x, "nbytes"))
+        return sum(x.nbytes for x in [*self._kept.values(), *self._buffers.values()] if hasattr(x, "nbytes"))
 
     def make(self, launches: Callable[[], None]) -> None:
         """Calls launches, which make something that follows from the plan's arrays, now and after every refresh."""

@@ -144,7 +144,7 @@ def plan_backward(plan: Plan) -> None:
 
 def attn_fwd(
     q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool,
-    into: tuple[Array, Array] | None = None,
+    into: tuple[Array, Array] | None = None, merge: bool = False,
 ) -> tuple[Array, Array, Array | None]:
     """Attention of this rank's query rows over the whole key buffer.
 
@@ -156,6 +156,8 @@ def attn_fwd(
         softmax_scale: factor on q.k.
         return_max_logit: also return the largest scaled logit of every head.
         into: arrays for out and lse, as q those of some of the heads of larger ones; None: new ones.
+        merge: `into`, both in the dtype of lse, has attention over other keys, 0 and -inf if there was none; it becomes
+            that over these keys too. Rows that see none of these stay as they are.
 
     Returns:
         out: (local_rows, num_heads, v_head_dim), dtype of q; exactly 0 where the range is empty.
@@ -185,9 +187,14 @@ def attn_fwd(
 
     shapes = ((local_rows, num_heads, v_head_dim), q.dtype), ((num_heads, local_rows), dtype)
     out, lse = into or [np.empty(*shape) for shape in shapes]
-    out[...], lse[...] = 0, -np.inf
-    out[rows] = _ungroup_heads(o).astype(q.dtype)
-    lse[:, rows] = (row_max + np.log(row_sum)).swapaxes(1, 2).reshape(num_heads, -1)
+    if not merge:
+        out[...], lse[...] = 0, -np.inf
+    o, row_lse = _ungroup_heads(o), (row_max + np.log(row_sum)).swapaxes(1, 2).reshape(num_heads, -1)
+    if merge:
+        both = np.logaddexp(lse[:, rows], row_lse)
+        share_of_others, share = (np.exp(x - both).T[..., None] for x in (lse[:, rows], row_lse))
+        o, row_lse = out[rows] * share_of_others + o * share, both
+    out[rows], lse[:, rows] = o.astype(out.dtype), row_lse
     if not return_max_logit:
         return out, lse, None
     return out, lse, row_max.max(axis=1, initial=-np.inf).reshape(num_heads).astype(np.float32)
@@ -196,6 +203,7 @@ def attn_fwd(
 def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
     kv_grad_dtype: DTypeLike, deterministic: bool, into: tuple[Array, Sequence[Array] | None] | None = None,
+    merge: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Gradients of `attn_fwd`; dk and dv are this rank's share, a sum over its own query rows.
 
@@ -209,6 +217,8 @@ def attn_bwd(
         deterministic: part of the engine contract; blocks are always summed in row order here.
         into: an array for dq, as q that of some of the heads of a larger one; and two for dk and dv, or None; where
             there is none, results are new.
+        merge: dq of `into`, in float32 (float64), has that of other keys, which is added to. out and lse are then those
+            of all keys.
 
     Returns:
         dq: (local_rows, num_heads, head_dim), dtype of q; exactly 0 where the range is empty.
@@ -241,11 +251,32 @@ def attn_bwd(
         grad_k[:, seen] += ds.swapaxes(1, 2) @ _merge_group(scaled_q[:, here])
 
     dq, shares = into or (np.empty(q.shape, q.dtype), None)
-    dq[...] = 0
-    dq[rows] = _ungroup_heads(grad_q * scale).astype(q.dtype)
+    if not merge:
+        dq[...] = 0
+    dq[rows] = (dq[rows] + _ungroup_heads(grad_q * scale)).astype(dq.dtype)
     dk, dv = shares or [empty(x.shape, kv_grad_dtype) for x in (k, v)]
     dk[...], dv[...] = (x.swapaxes(0, 1) for x in (grad_k, grad_v))
     return dq, dk, dv
+
+
+def rounded(x: Array, dtype: DTypeLike) -> Array:
+    """A new array of the numbers in a dtype."""
+    return x.astype(dtype)
+
+
+def without_padding(arrays: Sequence[Array], names: Sequence[str], plan: Plan) -> list[Array]:
+    """Copies whose rows of padding are 0, which may hold NaN: those that see no key.
+
+    Args:
+        arrays: (local_rows, ...).
+        names: of the buffers that the copies are made in.
+    """
+    sees = plan.key_ranges[:, 0] < plan.key_ranges[:, 1]
+    copies = [plan.buffer(name, x.shape, x.dtype) for name, x in zip(names, arrays, strict=True)]
+    for copy, x in zip(copies, arrays, strict=True):
+        copy[...] = 0
+        copy[sees] = x[sees]
+    return copies
 
 
 def attn_decode(q: Array, key_ranges: Array, cache: KVCache, softmax_scale: float) -> tuple[Array, Array]:

@@ -97,7 +97,7 @@ class BackwardSm90:
 
     The key side takes `queries` of them at once. dq has pieces of piece_cols columns, and dq_stages buffers for pieces
     on their way; the warpgroup that computes them has query_registers registers per thread, the others share the rest.
-    together: as for ForwardSm90.
+    adding_registers: those where it adds dq to what is there, if they differ. together: as for ForwardSm90.
     """
 
     tile_m: int
@@ -106,6 +106,7 @@ class BackwardSm90:
     piece_cols: int
     dq_stages: int
     query_registers: int
+    adding_registers: int = 0
     together: int = 2
 
     tile_n = 128
@@ -145,10 +146,10 @@ class Tiles:
 
     # ---------------------------------------------------------------------------------------- portable kernels
 
-    def thd_attn_fwd(self, dtype: str) -> Instance:
-        """The forward, for "float16" or "bfloat16"."""
+    def thd_attn_fwd(self, dtype: str, out_dtype: str) -> Instance:
+        """The forward, for "float16" or "bfloat16"; what it makes is merged with what is there for out in "float32"."""
         f = self.forward
-        return _instance("thd_attn_fwd", dtype, *self._dims, f.tile_n, f.warps, f.fragments,
+        return _instance("thd_attn_fwd", dtype, out_dtype, *self._dims, f.tile_n, f.warps, f.fragments,
                          shared_bytes=2 * (f.tile_m * (self.head_dim + PAD) + f.tile_n * self._pair))
 
     def thd_attn_delta(self, dtype: str) -> Instance:
@@ -163,15 +164,15 @@ class Tiles:
         return _instance("thd_attn_bwd", dtype, grad_dtype, *self._dims, t.tile_m, t.tile_n, t.column_warps, t.stages,
                          with_dq, shared_bytes=2 * (rows + t.tile_n * (t.tile_m + PAD)))
 
-    def thd_attn_bwd_dq(self, dtype: str) -> Instance:
-        """dq by itself, for the same bits on every run."""
+    def thd_attn_bwd_dq(self, dtype: str, dq_dtype: str) -> Instance:
+        """dq by itself, for the same bits on every run; added to what is there where it is float32."""
         t = self.backward_dq
-        return _instance("thd_attn_bwd_dq", dtype, *self._dims, t.tile_n, t.warps,
+        return _instance("thd_attn_bwd_dq", dtype, dq_dtype, *self._dims, t.tile_n, t.warps,
                          shared_bytes=2 * (t.tile_m + t.tile_n) * self._pair)
 
-    def thd_attn_round(self, dtype: str) -> Instance:
+    def thd_attn_round(self, dq_dtype: str) -> Instance:
         """dq from its accumulators."""
-        return _instance("thd_attn_round", dtype)
+        return _instance("thd_attn_round", dq_dtype)
 
     def backward_for(self, shared_bytes: int) -> Backward:
         """The first choice of the backward that fits `shared_bytes` of shared memory per block."""
@@ -185,34 +186,34 @@ class Tiles:
             kernel
             for dtype in ("float16", "bfloat16")
             for kernel in (
-                self.thd_attn_fwd(dtype),
+                *(self.thd_attn_fwd(dtype, out) for out in (dtype, "float32")),
                 self.thd_attn_delta(dtype),
                 *(self.thd_attn_bwd(dtype, grad, with_dq, backward)
                   for grad in (dtype, "float32") for with_dq in (True, False)),
-                self.thd_attn_bwd_dq(dtype),
+                *(self.thd_attn_bwd_dq(dtype, dq) for dq in (dtype, "float32")),
                 self.thd_attn_round(dtype),
             )
-        ]
+        ] + [self.thd_attn_round("float32")]
 
     # ---------------------------------------------------------------------------------------- Hopper kernels
 
-    def thd_attn_fwd_sm90(self, dtype: str) -> Instance:
-        """The forward."""
+    def thd_attn_fwd_sm90(self, dtype: str, out_dtype: str) -> Instance:
+        """The forward; what it makes is merged with what is there where out_dtype is "float32"."""
         f = self.forward_sm90
         tiles = slabs(f.q_stages * f.tile_m, self.head_dim) + self._keys_and_values(f.kv_stages * f.tile_n)
         barriers = 8 * (2 * f.q_stages + 4 * f.kv_stages)
         told = -(-(12 * f.q_stages + 8 * f.kv_stages) // 8) * 8  # QueryTile and KeyTile
         ranges = 8 * 2 * f.q_stages * f.tile_m
-        return _instance("thd_attn_fwd_sm90", dtype, *self._dims, f.tile_n, f.consumers, f.q_stages, f.kv_stages,
-                         f.q_in_registers, shared_bytes=tiles + barriers + told + ranges)
+        return _instance("thd_attn_fwd_sm90", dtype, out_dtype, *self._dims, f.tile_n, f.consumers, f.q_stages,
+                         f.kv_stages, f.q_in_registers, shared_bytes=tiles + barriers + told + ranges)
 
     def thd_attn_shares_sm90(self) -> Instance:
         """How many tiles of keys have a share of a tile's dq."""
         b = self.backward_sm90
         return _instance("thd_attn_shares_sm90", b.tile_n // 64, b.tile_m)
 
-    def thd_attn_bwd_sm90(self, dtype: str, grad_dtype: str, deterministic: bool) -> Instance:
-        """dq, dk and dv, the last two in grad_dtype."""
+    def thd_attn_bwd_sm90(self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool) -> Instance:
+        """dq, added to what is there where it is float32, and dk and dv in grad_dtype."""
         b = self.backward_sm90
         assert isinstance(b, BackwardSm90)
         tiles = self._keys_and_values(b.tile_n + b.stages * b.tile_m) + b.stages * slabs(b.tile_n, b.tile_m)
@@ -220,37 +221,41 @@ class Tiles:
         barriers = 8 * (8 + 4 * b.stages + 3 * b.dq_stages)
         told = -(-(2 * 12 + 4 * b.dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
         ranges = 8 * (b.tile_n + 8)
-        return _instance("thd_attn_bwd_sm90", dtype, grad_dtype, *self._dims, b.tile_m, b.stages, b.queries,
-                         b.piece_cols, b.dq_stages, b.query_registers, deterministic,
+        registers = (dq_dtype == "float32" and b.adding_registers) or b.query_registers
+        return _instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, *self._dims, b.tile_m, b.stages, b.queries,
+                         b.piece_cols, b.dq_stages, registers, deterministic,
                          shared_bytes=tiles + pieces + stats + barriers + told + ranges)
 
-    def thd_attn_bwd_wide_sm90(self, dtype: str, grad_dtype: str) -> Instance:
-        """dk and dv, whose dtype is grad_dtype, and dq or its accumulators."""
+    def thd_attn_bwd_wide_sm90(self, dtype: str, dq_dtype: str, grad_dtype: str) -> Instance:
+        """dk and dv, whose dtype is grad_dtype, and dq, added to what is there where it is float32, or accumulators."""
         b = self.backward_sm90
         assert isinstance(b, BackwardWideSm90)
         tiles = (slabs(64 * (1 + b.q_stages), self.head_dim) + slabs(64 * (1 + b.dout_stages), self.v_head_dim)
                  + 4 * slabs(64, 64))  # fmt: skip
         loaded = b.q_stages + b.dout_stages
         stats, barriers, steps, ranges = 4 * 64 * loaded, 8 * (8 + 2 * loaded), 16 * (2 + loaded), 8 * (64 + 8)
-        return _instance("thd_attn_bwd_wide_sm90", dtype, grad_dtype, *self._dims, b.q_stages, b.dout_stages,
+        return _instance("thd_attn_bwd_wide_sm90", dtype, dq_dtype, grad_dtype, *self._dims, b.q_stages, b.dout_stages,
                          b.keys_in_registers, b.key_registers, b.value_registers,
                          shared_bytes=tiles + stats + barriers + steps + ranges)
 
-    def thd_attn_round_wide_sm90(self, dtype: str) -> Instance:
+    def thd_attn_round_wide_sm90(self, dq_dtype: str) -> Instance:
         """dq from its accumulators."""
-        return _instance("thd_attn_round_wide_sm90", dtype, self.head_dim)
+        return _instance("thd_attn_round_wide_sm90", dq_dtype, self.head_dim)
 
     def hopper_kernels(self) -> list[Instance]:
         """Every Hopper kernel of this head dim."""
         kernels = [self.thd_attn_shares_sm90()]
         for dtype in ("float16", "bfloat16"):
-            kernels.append(self.thd_attn_fwd_sm90(dtype))
+            kernels += [self.thd_attn_fwd_sm90(dtype, out) for out in (dtype, "float32")]
+            grads = (dtype, dtype), (dtype, "float32"), ("float32", "float32")  # of dq, and of dk and dv
             if isinstance(self.backward_sm90, BackwardSm90):
-                kernels += [self.thd_attn_bwd_sm90(dtype, grad, deterministic)
-                            for grad in (dtype, "float32") for deterministic in (False, True)]
+                kernels += [self.thd_attn_bwd_sm90(dtype, *each, deterministic)
+                            for each in grads for deterministic in (False, True)]
             else:
-                kernels += [self.thd_attn_bwd_wide_sm90(dtype, grad) for grad in (dtype, "float32")]
+                kernels += [self.thd_attn_bwd_wide_sm90(dtype, *each) for each in grads]
                 kernels.append(self.thd_attn_round_wide_sm90(dtype))
+        if isinstance(self.backward_sm90, BackwardWideSm90):
+            kernels.append(self.thd_attn_round_wide_sm90("float32"))
         return kernels
 
     @property
@@ -324,7 +329,7 @@ TILES = {
             backward_sm90=BackwardSm90(
                 tile_m=64, stages=2, queries=64,  # 128 queries, or a third stage, do not fit
                 piece_cols=96, dq_stages=2,  # a third does not fit
-                query_registers=80,  # 64 spill
+                query_registers=80, adding_registers=96,  # 64 spill, and 80 if dq is added
                 together=4,
             ),
         ),

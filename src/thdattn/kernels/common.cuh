@@ -71,6 +71,18 @@ __device__ __forceinline__ float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+// Merges the attention of a row over some keys with that over others, each the mean of its values: *lse, of the others
+// (-inf: none yet), becomes that of all keys, and the mean of all is the sum of both, times these shares. The four lanes
+// of the row make the call, and all others of the warp with `counts` false if they have no row to merge.
+struct Merge { float others, these; };
+__device__ __forceinline__ Merge merge_lse(float* lse, float mine, bool counts) {
+  const float others = counts ? *lse : mine, top = fmaxf(others, mine);
+  const float less = exp2_fast((fminf(others, mine) - top) * kLog2e), share = 1.f / (1.f + less);
+  __syncwarp();                                       // all four have read it
+  if (counts && threadIdx.x % 4 == 0) *lse = top + __log2f(1.f + less) * kLn2;
+  return others < mine ? Merge{less * share, share} : Merge{share, less * share};
+}
+
 // Two neighbouring 16x8 blocks of accumulators, once rounded, are the A operand of one 16x16 block: no data moves.
 template <typename T, int kFragments, int kBlocks>
 __device__ __forceinline__ void round_to_operand(u32 (&a)[kFragments][kBlocks / 2][4],

@@ -7,7 +7,7 @@ CUDA graph. Results are new arrays (a layer's output must outlive the next layer
 from __future__ import annotations
 
 from thdattn.ops import launch
-from thdattn.ops.backward import attn_bwd, backward_bytes, plan_backward
+from thdattn.ops.backward import attn_bwd, backward_bytes, plan_backward, rounded, without_padding
 from thdattn.ops.decode import attn_decode, cache_append, cache_fill
 from thdattn.ops.forward import attn_fwd, forward_bytes
 from thdattn.ops.launch import empty, free_bytes, from_user
@@ -18,7 +18,8 @@ from thdattn.tiles import TILES
 __all__ = [
     "add_shares", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "device",
     "dtypes", "empty", "enter", "forward_bytes", "free_bytes", "from_user", "head_dims", "name", "pack_rows",
-    "plan_arrays", "plan_backward", "plan_bytes", "poison", "tiles", "to_rank_order", "to_sequence_order",
+    "plan_arrays", "plan_backward", "plan_bytes", "poison", "rounded", "tiles", "to_rank_order", "to_sequence_order",
+    "without_padding",
 ]  # fmt: skip
 
 name = "cuda"

@@ -23,13 +23,14 @@ from thdattn.plan import Plan, shares_bytes
 from thdattn.structs import BACKWARD_SIZE, GRADIENTS
 from thdattn.tiles import STATS_ROWS, TILES, BackwardWideSm90, Tiles
 
+GradDtypes = tuple[str, np.dtype[Any]]  # of dq, to which is added where it is float32, and of dk and dv
 MAX_SHARES = 2**15 - 1  # of one accumulator; kClaimed of kernels/hopper/backward_common.cuh
 
 
 def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
     kv_grad_dtype: DTypeLike, deterministic: bool,
-    into: tuple[Array, Sequence[Array] | None] | None = None,
+    into: tuple[Array, Sequence[Array] | None] | None = None, merge: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Gradients of attn_fwd; dk and dv are this rank's share, which stay until the next call. See reference.attn_bwd.
 
@@ -41,21 +42,33 @@ def attn_bwd(
     dq, shares = into or (launch.empty(q.shape, q.dtype), None)
     if not (len(q) and len(k)):  # no tiles to launch a kernel for
         dk, dv = shares or [launch.empty(x.shape, dkv_dtype) for x in (k, v)]
-        dq[...], dk[...], dv[...] = 0, 0, 0
+        dk[...], dv[...] = 0, 0
+        if not merge:
+            dq[...] = 0
         return dq, dk, dv
     gpu, row = launch.this_gpu(), TILES[q.shape[2], v.shape[2]]
     hopper = _is_hopper(gpu, row, deterministic)
     if not hopper and not q.flags.c_contiguous:  # the portable kernels take whole rows
         dout, q, out = map(cupy.ascontiguousarray, (dout, q, out))
     launches = plan.once(
-        ("backward", *layout(q, k, v), dkv_dtype, deterministic, shares is None),
-        lambda: (_Hopper if hopper else _Portable)(gpu, row, q, k, v, plan, dkv_dtype, deterministic, shares is None),
-    )
-    whole = dq if launch.row_bytes(dq) == launch.row_bytes(q) else launch.empty(q.shape, q.dtype)
+        ("backward", *layout(q, k, v), dq.dtype, dkv_dtype, deterministic, shares is None),
+        lambda: (_Hopper if hopper else _Portable)(
+            gpu, row, q, k, v, plan, (dq.dtype.name, dkv_dtype), deterministic, shares is None))
+    whole = dq
+    if launch.row_heads(dq) != launch.row_heads(q):
+        whole = cupy.ascontiguousarray(dq) if merge else launch.empty(q.shape, q.dtype)
     dk, dv = launches(dout, q, k, v, out, lse, plan, np.float32(softmax_scale), whole, shares)
     if whole is not dq:
         dq[...] = whole
     return dq, dk, dv
+
+
+def rounded(x: Array, dtype: DTypeLike) -> Array:
+    """A new array of the float32 numbers of (rows, heads, head_dim) in 16 bits."""
+    out = launch.empty(x.shape, dtype)
+    kernel = jit.kernel(*TILES[64, 64].thd_attn_round(out.dtype.name))  # the same for all head dims
+    kernel((-(-x.size // 2048),), 256, (out, x, np.float32(1), np.uint64(x.size // 8)))
+    return out
 
 
 def _is_hopper(gpu: Gpu, row: Tiles, deterministic: bool) -> bool:
@@ -130,9 +143,9 @@ class _Hopper:
 
     round_dq: Launch | None
 
-    def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any],
+    def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
                  deterministic: bool, makes_shares: bool) -> None:
-        tiles, dtype, num_tiles = row.backward_sm90, q.dtype.name, plan.num_tiles[1]
+        tiles, dtype, num_tiles, (dq_dtype, dkv_dtype) = row.backward_sm90, q.dtype.name, plan.num_tiles[1], grads
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows, wide = num_heads // num_kv_heads, _stats_rows(num_rows), isinstance(tiles, BackwardWideSm90)
         room = _accum(gpu, row, plan, num_heads, num_kv_heads, dkv_dtype, deterministic, makes_shares)
@@ -157,12 +170,12 @@ class _Hopper:
         grid = (min(gpu.multiprocessors, num_tiles * splits),)
         self.boxes, self.round_dq = (tiles.tile_m, tiles.tile_n, tiles.tile_n, tiles.tile_m), None
         if wide:
-            main = jit.kernel(*row.thd_attn_bwd_wide_sm90(dtype, dkv_dtype.name))
+            main = jit.kernel(*row.thd_attn_bwd_wide_sm90(dtype, dq_dtype, dkv_dtype.name))
             self.main = Launch(main, grid, 512, (self.dq_accum, stats, *rest))
-            round_dq = jit.kernel(*row.thd_attn_round_wide_sm90(dtype))
+            round_dq = jit.kernel(*row.thd_attn_round_wide_sm90(dq_dtype))
             self.round_dq = Launch(round_dq, (stats_rows // 64, num_heads), 128, (shares, size))
         else:
-            main = jit.kernel(*row.thd_attn_bwd_sm90(dtype, dkv_dtype.name, deterministic))
+            main = jit.kernel(*row.thd_attn_bwd_sm90(dtype, dq_dtype, dkv_dtype.name, deterministic))
             self.main = Launch(main, grid, 512, (self.dq_accum, semaphores, stats, plan.key_ranges, *rest))
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
@@ -173,7 +186,7 @@ class _Hopper:
         dk, dv = shares
         self.delta(out, dout, lse, softmax_scale)
         if plan.has_blind_queries:
-            q, dout = _without_padding(q, dout, plan)
+            q, dout = without_padding((q, dout), ("q", "dout"), plan)
         inputs = launch.tensor_maps((q, k, v, dout), self.boxes)
         accum = _dk_dv(self.dkv_accum, k, v) if self.dkv_accum.size else (dk, dv)
         grads = dk, dv, *accum, self.grad_semaphores
@@ -212,23 +225,23 @@ def shares_of(row: Tiles, plan: Plan) -> Array:
 class _Portable:
     """The launches on every GPU: dq is accumulated in float32 and rounded, or has a kernel of its own."""
 
-    def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, dkv_dtype: np.dtype[Any],
+    def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
                  deterministic: bool, makes_shares: bool) -> None:
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _), dtype = q.shape, k.shape, q.dtype.name
-        self.dkv_dtype = dkv_dtype
+        dq_dtype, self.dkv_dtype = grads
         self.dq_accum = plan.buffer("dq_accum", _dq_accum_shape(num_rows, num_heads, row, deterministic), np.float32)
         stats, self.delta = _delta(row, q, v, plan, self.dq_accum)
         sizes = tuple(map(np.int32, (num_rows, num_keys, _stats_rows(num_rows), num_heads // num_kv_heads)))
         tiles, order = row.backward_for(gpu.shared_bytes), plan.arrays.key_tiles[1]
         self.main = Launch(
-            jit.kernel(*row.thd_attn_bwd(dtype, dkv_dtype.name, not deterministic, tiles)),
+            jit.kernel(*row.thd_attn_bwd(dtype, self.dkv_dtype.name, not deterministic, tiles)),
             (len(order), num_kv_heads), 2 * tiles.tile_n * tiles.column_warps,
             (stats, self.dq_accum, plan.key_ranges, plan.query_ranges, order, *sizes))
         self.dq = None if not deterministic else Launch(
-            jit.kernel(*row.thd_attn_bwd_dq(dtype)), (-(-num_rows // row.backward_dq.tile_m), num_heads),
+            jit.kernel(*row.thd_attn_bwd_dq(dtype, dq_dtype)), (-(-num_rows // row.backward_dq.tile_m), num_heads),
             32 * row.backward_dq.warps, (stats, plan.key_ranges, plan.query_ranges, *sizes))
         self.round_dq = Launch(
-            jit.kernel(*row.thd_attn_round(dtype)), (-(-q.size // 2048),), 256, (np.uint64(q.size // 8),))
+            jit.kernel(*row.thd_attn_round(dq_dtype)), (-(-q.size // 2048),), 256, (np.uint64(q.size // 8),))
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
                  softmax_scale: Any, dq: Array, shares: Sequence[Array] | None) -> tuple[Array, Array]:
@@ -274,9 +287,9 @@ def _dk_dv(dkv: Array, k: Array, v: Array) -> tuple[Array, Array]:
     return dkv[: k.size].reshape(k.shape), dkv[k.size :].reshape(v.shape)
 
 
-def _without_padding(q: Array, dout: Array, plan: Plan) -> tuple[Array, Array]:
-    """Copies whose padding rows are 0, as 0 * NaN would spread through a product."""
-    copies = [plan.buffer(name, x.shape, x.dtype) for name, x in (("q", q), ("dout", dout))]
-    order = plan.once("local_order", lambda: cupy.arange(len(q), dtype=np.int32))
-    reorder(False, copies, ([q], [dout]), order, plan.key_ranges)
-    return copies[0], copies[1]
+def without_padding(arrays: Sequence[Array], names: Sequence[str], plan: Plan) -> list[Array]:
+    """Copies of two arrays whose padding rows are 0, as 0 * NaN would spread through a product."""
+    copies = [plan.buffer(name, x.shape, x.dtype) for name, x in zip(names, arrays, strict=True)]
+    order = plan.once("local_order", lambda: cupy.arange(plan.local_rows, dtype=np.int32))
+    reorder(False, copies, [[x] for x in arrays], order, plan.key_ranges)
+    return copies

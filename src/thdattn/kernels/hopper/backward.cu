@@ -253,7 +253,7 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
 // other blocks that they have arrived; so none of these waits delays a product. dq of a tile of queries is the sum of
 // the shares of all tiles of keys in sight: the first share is stored, others are added in the L2 cache, and whoever
 // has the last share gets the sum, adds its own and stores dq, rounded; nothing is set to zero before, and there is no
-// rounding kernel. Bound by the bandwidth of shared memory and by the tensor cores: 5 matrix products a step.
+// rounding kernel. Where Dq is float, dq is added to what is there. Bound by the bandwidth of shared memory and by the tensor cores: 5 matrix products a step.
 //
 // The contract is that of thd_attn_bwd, except that padding rows of q, k, v and dout must hold finite numbers.
 // stats from thd_attn_delta, with stats_rows a multiple of kTileM
@@ -265,11 +265,11 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
 // kDeterministic: the same bits on every run. Then a split is a whole group, tiles come in falling order, and no block
 // waits for one with later work.
 // Launch: grid at most num_tiles * splits and one block per multiprocessor, block 512, shared memory kSharedBytes.
-template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages, int kQueries, int kPieceCols,
-          int kDqStages, int kQueryRegisters, bool kDeterministic, int kSharedBytes>
+template <typename T, typename Dq, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages, int kQueries,
+          int kPieceCols, int kDqStages, int kQueryRegisters, bool kDeterministic, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, T* __restrict__ dq,
+    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
     const Gradients<Grad> grads, float softmax_scale, float* __restrict__ dq_accum, int* __restrict__ semaphores,
     const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
     const int* __restrict__ shares, const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
       release_shares<kDeterministic>(shared, dq_accum, semaphores), clear_queries<kHeadDim, kTileM>(dq, shares, size);
   } else if (warpgroup == 3) {
     registers_give<kQueryRegisters>();
-    serve_queries(shared, dq, size, softmax_scale);
+    serve_queries<T>(shared, dq, size, softmax_scale);
   } else {
     registers_take<240 - kQueryRegisters / 2>();
     serve_keys<T>(shared, warpgroup - 1, grads, size, softmax_scale);

@@ -136,10 +136,13 @@ __global__ void thd_attn_shares_sm90(int* __restrict__ shares, const int2* __res
 
 // ------------------------------------------------------------------------------------------------ shares
 
-// Adds to global memory, 16 bytes at a time.
+// Adds to global memory, 16 or 8 bytes at a time.
 __device__ __forceinline__ void add_quad(float* dst, float4 x) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                :: "l"(dst), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+__device__ __forceinline__ void add_pair(float* dst, float x, float y) {
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" :: "l"(dst), "f"(x), "f"(y) : "memory");
 }
 // Drops kFloats, a multiple of 32 and aligned to 128 bytes, from the L2 cache without writing them back; one warp.
 template <int kFloats>
@@ -179,19 +182,6 @@ __device__ __forceinline__ void release_share(int* semaphore) {
 
 // ------------------------------------------------------------------------------------------------ dk and dv
 
-// A lane has two columns of every eight; neighbours trade those of blocks n and n + 1, so that each has four side by
-// side.
-__device__ __forceinline__ int first_of_four(int n) { return (n + me().lane % 2) * 8 + me().lane % 4 / 2 * 4; }
-template <int kHalf, int kBlocks>
-__device__ __forceinline__ float4 four_columns(const float (&acc)[kBlocks][4], int n, float scale) {
-  const bool odd = me().lane % 2;
-  const float even_x = acc[n][2 * kHalf], even_y = acc[n][2 * kHalf + 1];
-  const float odd_x = acc[n + 1][2 * kHalf], odd_y = acc[n + 1][2 * kHalf + 1];
-  const float x = (odd ? odd_x : even_x) * scale, y = (odd ? odd_y : even_y) * scale;
-  const float other_x = __shfl_xor_sync(0xffffffffu, odd ? even_x : odd_x, 1) * scale;
-  const float other_y = __shfl_xor_sync(0xffffffffu, odd ? even_y : odd_y, 1) * scale;
-  return odd ? make_float4(other_x, other_y, x, y) : make_float4(x, y, other_x, other_y);
-}
 template <int kHalf, int kBlocks>
 __device__ __forceinline__ void store_row(float* row, const float (&acc)[kBlocks][4], float scale, bool exists) {
   #pragma unroll
@@ -295,15 +285,26 @@ __device__ __forceinline__ void multiply_keys(float (&acc)[kBlocks][4], const un
   wgmma_wait<0>(acc);
 }
 
-// Stores a piece of dq (q_rows, num_heads, kHeadDim), one warpgroup: 64 rows from `row` on, columns from first_col on.
-template <int kHeadDim, typename T, int kBlocks>
-__device__ __forceinline__ void store_dq(T* dq, const float (&acc)[kBlocks][4], float scale, int row, int head,
+// Stores a piece of dq (q_rows, num_heads, kHeadDim), or adds it where dq is fp32, one warpgroup: 64 rows from `row` on,
+// columns from first_col on.
+template <int kHeadDim, typename Dq, int kBlocks>
+__device__ __forceinline__ void bring_dq(Dq* dq, const float (&acc)[kBlocks][4], float scale, int row, int head,
                                          int first_col, BackwardSize size) {
   row += me().warp * 16 + me().lane / 4;
   const int pitch = size.row_heads * kHeadDim;
-  T* const out = dq + (size_t)row * pitch + head * kHeadDim + first_col;
-  store_row<0>(out, acc, scale, row < size.q_rows);
-  store_row<1>(out + 8 * pitch, acc, scale, row + 8 < size.q_rows);
+  Dq* const out = dq + (size_t)row * pitch + head * kHeadDim + first_col;
+  if constexpr (sizeof(Dq) == sizeof(float)) {
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {            // in pairs, as the query side has few registers
+      if (row + 8 * half >= size.q_rows) continue;
+      float* const pair = out + half * 8 * pitch + me().lane % 4 * 2;
+      #pragma unroll
+      for (int n = 0; n < kBlocks; ++n) add_pair(pair + n * 8, acc[n][2 * half] * scale, acc[n][2 * half + 1] * scale);
+    }
+  } else {
+    store_row<0>(out, acc, scale, row < size.q_rows);
+    store_row<1>(out + 8 * pitch, acc, scale, row + 8 < size.q_rows);
+  }
 }
 
 // Sets the probabilities of keys that a query does not see to 0; ranges are those of the warp's keys.

@@ -225,6 +225,20 @@ __device__ __forceinline__ void store_row(T* row, const float (&acc)[kBlocks][4]
   }
 }
 
+// A lane has two columns of every eight; neighbours trade those of blocks n and n + 1, so that each has four side by
+// side.
+__device__ __forceinline__ int first_of_four(int n) { return (n + me().lane % 2) * 8 + me().lane % 4 / 2 * 4; }
+template <int kHalf, int kBlocks>
+__device__ __forceinline__ float4 four_columns(const float (&acc)[kBlocks][4], int n, float scale) {
+  const bool odd = me().lane % 2;
+  const float even_x = acc[n][2 * kHalf], even_y = acc[n][2 * kHalf + 1];
+  const float odd_x = acc[n + 1][2 * kHalf], odd_y = acc[n + 1][2 * kHalf + 1];
+  const float x = (odd ? odd_x : even_x) * scale, y = (odd ? odd_y : even_y) * scale;
+  const float other_x = __shfl_xor_sync(0xffffffffu, odd ? even_x : odd_x, 1) * scale;
+  const float other_y = __shfl_xor_sync(0xffffffffu, odd ? even_y : odd_y, 1) * scale;
+  return odd ? make_float4(other_x, other_y, x, y) : make_float4(x, y, other_x, other_y);
+}
+
 // ------------------------------------------------------------------------------------------------ scheduler
 
 // Flags of a tile of the other side: kLast, it is the last one in sight; for group c of 64 own rows, kSees << 2c, one

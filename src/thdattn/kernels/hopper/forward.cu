@@ -185,14 +185,29 @@ __device__ __forceinline__ void scale_rows(float (&acc)[kBlocks][4], float2 fact
   for (int i = 0; i < 4 * kBlocks; ++i) acc[i / 4][i % 4] *= i % 4 < 2 ? factor.x : factor.y;
 }
 
+// Merges one (kHalf) of the two rows that this thread shares with its quad: row = row * others_scale + acc * scale. With
+// a scale of 0 it stays as it is.
+template <int kHalf, int kBlocks>
+__device__ __forceinline__ void merge_row(float* row, float others_scale, const float (&acc)[kBlocks][4], float scale) {
+  #pragma unroll
+  for (int n = 0; n < kBlocks; n += 2) {
+    const float4 x = four_columns<kHalf>(acc, n, scale);
+    float4* const sum = (float4*)(row + first_of_four(n));
+    if (scale == 0.f) continue;
+    const float4 y = *sum;
+    *sum = make_float4(x.x + y.x * others_scale, x.y + y.y * others_scale, x.z + y.z * others_scale,
+                       x.w + y.w * others_scale);
+  }
+}
+
 // A consumer, one warpgroup: 64 query rows. While it takes its exponentials, the tensor cores multiply the previous
 // probabilities with their values. kQInRegisters: queries are read from registers, as shared memory is busy with keys
 // and values.
-template <bool kQInRegisters, typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages,
-          int kStages>
+template <bool kQInRegisters, typename T, typename Out, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers,
+          int kQStages, int kStages>
 __device__ __forceinline__ void consume_forward(
-    ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, T* out, float* lse,
-    float* max_logits, ForwardSize size, float softmax_scale) {
+    ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, Out* out,
+    float* lse, float* max_logits, ForwardSize size, float softmax_scale) {
   constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
   const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
   Ring<kQStages> q_ring = {0, 0};
@@ -292,9 +307,10 @@ __device__ __forceinline__ void consume_forward(
     }
     q_ring.advance();
 
-    // Normalise and store.
+    // Normalise and store, or merge.
+    constexpr bool kMerges = sizeof(Out) == sizeof(float);
     float largest = -kInfinity;
-    float scale[2];
+    float scale[2], others_scale[2];
     #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + lane / 4 + 8 * r;
@@ -302,14 +318,23 @@ __device__ __forceinline__ void consume_forward(
       const float total = quad_sum(softmax.row_sum[r]);
       scale[r] = padding ? 0.f : 1.f / total;
       if (!padding) largest = fmaxf(largest, softmax.row_max[r] * softmax_scale);
-      if (lane % 4 == 0 && row < size.q_rows)
+      if constexpr (kMerges) {
+        float* const row_lse = lse + (size_t)query_tile.head * size.q_rows + row;
+        const Merge share = merge_lse(row_lse, (softmax.base[r] + __log2f(total)) * kLn2, !padding);
+        scale[r] *= share.these, others_scale[r] = share.others;
+      } else if (lane % 4 == 0 && row < size.q_rows)
         lse[(size_t)query_tile.head * size.q_rows + row] =
             padding ? -kInfinity : (softmax.base[r] + __log2f(total)) * kLn2;
     }
     const int row = first_row + lane / 4, pitch = size.row_heads * kVHeadDim;
-    T* const out_row = out + (size_t)row * pitch + query_tile.head * kVHeadDim;
-    store_row<0>(out_row, acc_out, scale[0], row < size.q_rows);
-    store_row<1>(out_row + 8 * pitch, acc_out, scale[1], row + 8 < size.q_rows);
+    Out* const out_row = out + (size_t)row * pitch + query_tile.head * kVHeadDim;
+    if constexpr (kMerges) {
+      merge_row<0>(out_row, others_scale[0], acc_out, scale[0]);
+      merge_row<1>(out_row + 8 * pitch, others_scale[1], acc_out, scale[1]);
+    } else {
+      store_row<0>(out_row, acc_out, scale[0], row < size.q_rows);
+      store_row<1>(out_row + 8 * pitch, acc_out, scale[1], row + 8 < size.q_rows);
+    }
     for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
     const size_t index = ((size_t)query_tile.head * size.num_tiles + query_tile.tile) * kConsumers + consumer;
     if (lane == 0) max_logits[index * 4 + warp] = largest;
@@ -332,11 +357,11 @@ __device__ __forceinline__ void consume_forward(
 // tile_order: see scheduled_tile; counter: one int, zero, and zero again after the kernel
 // Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers), shared memory
 // kSharedBytes.
-template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages,
+template <typename T, typename Out, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages,
           bool kQInRegisters, int kSharedBytes>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-    const __grid_constant__ TensorMap map_v, T* __restrict__ out, float* __restrict__ lse, float softmax_scale,
+    const __grid_constant__ TensorMap map_v, Out* __restrict__ out, float* __restrict__ lse, float softmax_scale,
     float* __restrict__ max_logits, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
     int* __restrict__ counter, ForwardSize size) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
@@ -352,6 +377,6 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
       produce_forward(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
   } else {
     registers_take<kConsumers == 2 ? 232 : 160>();
-    consume_forward<kQInRegisters>(shared, warpgroup - 1, out, lse, max_logits, size, softmax_scale);
+    consume_forward<kQInRegisters, T>(shared, warpgroup - 1, out, lse, max_logits, size, softmax_scale);
   }
 }

@@ -21,8 +21,8 @@ template <typename Shared> __device__ __forceinline__ size_t accum_at(Claim clai
 }
 
 // The query side, one warpgroup: dq = dS k, piece by piece.
-template <typename T, typename Shared>
-__device__ __forceinline__ void serve_queries(Shared& shared, T* dq, BackwardSize size, float softmax_scale) {
+template <typename T, typename Shared, typename Dq>
+__device__ __forceinline__ void serve_queries(Shared& shared, Dq* dq, BackwardSize size, float softmax_scale) {
   constexpr int kTileN = Shared::kTileN, kCols = Shared::kPieceCols;
   constexpr int kPieces = Shared::kPieces, kAll = kAllPieces<Shared>;
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
@@ -59,7 +59,7 @@ __device__ __forceinline__ void serve_queries(Shared& shared, T* dq, BackwardSiz
         arrive(&shared.dq_full[pieces.stage]);
         pieces.advance();
       }
-      if (complete) store_dq<Shared::kHeadDim>(dq, acc, softmax_scale, step.row + m * 64, step.head, first_col, size);
+      if (complete) bring_dq<Shared::kHeadDim>(dq, acc, softmax_scale, step.row + m * 64, step.head, first_col, size);
     }
   }
 }
@@ -189,9 +189,11 @@ __device__ __forceinline__ void release_shares(Shared& shared, float* dq_accum, 
   }
 }
 
-// One warp sets those rows of dq (q_rows, num_heads, kHeadDim) to zero that no tile of keys has in sight.
-template <int kHeadDim, int kTileM, typename T>
-__device__ __forceinline__ void clear_queries(T* dq, const int* shares, BackwardSize size) {
+// One warp sets those rows of dq (q_rows, num_heads, kHeadDim) to zero that no tile of keys has in sight; where dq is
+// added to, they stay.
+template <int kHeadDim, int kTileM, typename Dq>
+__device__ __forceinline__ void clear_queries(Dq* dq, const int* shares, BackwardSize size) {
+  if (sizeof(Dq) == sizeof(float)) return;
   const u32 words = size.splits * size.split_heads * kHeadDim / 8, pitch = size.row_heads * kHeadDim / 8;
   for (int row = blockIdx.x * kTileM; row < size.q_rows; row += gridDim.x * kTileM) {
     if (shares[row / kTileM] > 0) continue;

@@ -89,9 +89,9 @@ __device__ __forceinline__ void produce_wide(
 }
 
 // The query role, one warpgroup: dq = dS k, a piece at a time.
-template <typename T, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+template <typename T, typename Dq, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void serve_wide_queries(
-    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, T* dq, float* dq_accum, BackwardSize size,
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Dq* dq, float* dq_accum, BackwardSize size,
     float softmax_scale) {
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   Ring<kDsStages> ring = {0, 0};
@@ -107,7 +107,7 @@ __device__ __forceinline__ void serve_wide_queries(
       float acc[kSlab / 8][4];
       multiply_keys<T, kWideTile>(acc, shared.ds[ring.stage], shared.k, piece * kSlab);
       if (step.flags & kAlone) {
-        store_dq<kHeadDim>(dq, acc, softmax_scale, step.row, step.head, piece * kSlab, size);
+        bring_dq<kHeadDim>(dq, acc, softmax_scale, step.row, step.head, piece * kSlab, size);
         continue;
       }
       float* const dst = dq_accum + (block * kPieces<kHeadDim> + piece) * kPieceFloats + threadIdx.x % 128 * 4;
@@ -322,15 +322,15 @@ __device__ __forceinline__ void serve_wide_values(
 }
 
 // dq (q_rows, num_heads, kHeadDim) = dq_accum * scale, rounded, of query tiles that several tiles of keys have in
-// sight; 0 of those that none has. A block of the size of a warpgroup reads the accumulators as one left them. Bound by
+// sight; 0 of those that none has. Where Dq is float, it is added to what is there. A block of the size of a warpgroup reads the accumulators as one left them. Bound by
 // memory.
 // Launch: grid (stats_rows / 64, num_heads), block 128.
-template <typename T, int kHeadDim>
+template <typename Dq, int kHeadDim>
 __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
-    T* __restrict__ dq, const float4* __restrict__ dq_accum, float scale, const int* __restrict__ shares,
+    Dq* __restrict__ dq, const float4* __restrict__ dq_accum, float scale, const int* __restrict__ shares,
     BackwardSize size) {
   const int count = shares[blockIdx.x];
-  if (count == 1) return;
+  if (count == 1 || (sizeof(Dq) == sizeof(float) && count == 0)) return;
   if (count == 0) scale = 0.f;
   #pragma unroll
   for (int piece = 0; piece < kPieces<kHeadDim>; ++piece) {
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
       const float4 x = in[n * 128];
       acc[n][0] = x.x, acc[n][1] = x.y, acc[n][2] = x.z, acc[n][3] = x.w;
     }
-    store_dq<kHeadDim>(dq, acc, scale, blockIdx.x * 64, blockIdx.y, piece * kSlab, size);
+    bring_dq<kHeadDim>(dq, acc, scale, blockIdx.x * 64, blockIdx.y, piece * kSlab, size);
   }
 }
 
@@ -358,11 +358,11 @@ __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
 // The contract is that of thd_attn_bwd_sm90 without kDeterministic, for head dims that are multiples of 64, except that
 // dq_accum is zero and that thd_attn_round_wide_sm90 makes dq of it; maps of boxes of 64 rows.
 // Launch: grid at most num_tiles * splits and one block per multiprocessor, block 512, shared memory kSharedBytes.
-template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages, bool kKeysInRegisters,
-          int kKeyRegisters, int kValueRegisters, int kSharedBytes>
+template <typename T, typename Dq, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages,
+          bool kKeysInRegisters, int kKeyRegisters, int kValueRegisters, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, T* __restrict__ dq,
+    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
     const Gradients<Grad> grads, float softmax_scale, float* __restrict__ dq_accum,
     const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ shares,
     const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {

@@ -44,18 +44,31 @@ __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ 
   for (size_t i = thread; i < words; i += threads) cleared[i] = make_uint4(0, 0, 0, 0);
 }
 
-// out = accum * scale, rounded: dq from its accumulators. The main kernel cannot do this, as no thread block of it
+// Stores results, or adds them where they are fp32.
+template <typename Out> __device__ __forceinline__ void bring_pair(Out* p, float x, float y) { store_pair(p, x, y); }
+template <> __device__ __forceinline__ void bring_pair(float* p, float x, float y) {
+  float2& sum = *(float2*)p;
+  sum.x += x, sum.y += y;
+}
+
+// out = accum * scale, rounded: dq from its accumulators; where Out is float, it is added. The main kernel cannot do this, as no thread block of it
 // knows when the last share of a row has been added. One thread rounds a word of 8 elements. Bound by memory.
 //
 // out, accum (q_rows, num_heads, head dim), words of 8 elements
 // Launch: grid ceil(words / 256), block 256.
-template <typename T>
+template <typename Out>
 __global__ void thd_attn_round(uint4* __restrict__ out, const float4* __restrict__ accum, float scale, size_t words) {
   const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= words) return;
   const float4 a = accum[2 * i], b = accum[2 * i + 1];
-  out[i] = make_uint4(pack<T>(a.x * scale, a.y * scale), pack<T>(a.z * scale, a.w * scale),
-                     pack<T>(b.x * scale, b.y * scale), pack<T>(b.z * scale, b.w * scale));
+  if constexpr (sizeof(Out) == sizeof(float)) {
+    float4 &first = ((float4*)out)[2 * i], &second = ((float4*)out)[2 * i + 1];
+    first.x += a.x * scale, first.y += a.y * scale, first.z += a.z * scale, first.w += a.w * scale;
+    second.x += b.x * scale, second.y += b.y * scale, second.z += b.z * scale, second.w += b.w * scale;
+  } else {
+    out[i] = make_uint4(pack<Out>(a.x * scale, a.y * scale), pack<Out>(a.z * scale, a.w * scale),
+                        pack<Out>(b.x * scale, b.y * scale), pack<Out>(b.z * scale, b.w * scale));
+  }
 }
 
 template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int kStages>
@@ -275,12 +288,12 @@ struct PortableDqShared {
 // computed a second time: 7 matrix products instead of 5 in the whole backward. Bound by mma.sync, and by waiting for
 // keys and values, which are not loaded ahead.
 //
-// Shapes as in thd_attn_bwd; dq (q_rows, num_heads, kHeadDim).
+// Shapes as in thd_attn_bwd; dq (q_rows, num_heads, kHeadDim), to which is added where Dq is float.
 // Launch: grid (ceil(q_rows / (16 * kWarps)), num_heads), block 32 * kWarps, shared memory kSharedBytes.
-template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kSharedBytes>
+template <typename T, typename Dq, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kSharedBytes>
 __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
-    T* __restrict__ dq, float softmax_scale, const float* __restrict__ stats, const int2* __restrict__ key_ranges,
+    Dq* __restrict__ dq, float softmax_scale, const float* __restrict__ stats, const int2* __restrict__ key_ranges,
     const int2* __restrict__ query_ranges, int q_rows, int k_rows, int stats_rows, int group) {
   constexpr int kThreads = kWarps * kWarp, kTileM = 16 * kWarps, kBlocks = kTileN / 8;
   using Shared = PortableDqShared<T, kHeadDim, kVHeadDim, kTileM, kTileN>;
@@ -354,7 +367,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
     if (row >= q_rows) continue;
     #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n)
-      store_pair(dq + (size_t)row * q_stride + head * kHeadDim + n * 8 + lane % 4 * 2,
+      bring_pair(dq + (size_t)row * q_stride + head * kHeadDim + n * 8 + lane % 4 * 2,
                  acc_dq[0][n][2 * half] * softmax_scale, acc_dq[0][n][2 * half + 1] * softmax_scale);
   }
 }

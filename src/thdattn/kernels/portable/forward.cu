@@ -15,13 +15,15 @@ struct PortableForwardShared {
 // other waits. Bound by mma.sync.
 //
 // q (q_rows, num_heads, kHeadDim), k (k_rows, num_heads / group, kHeadDim), v (k_rows, num_heads / group, kVHeadDim)
-// out (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows): natural log of the softmax sum, -inf on padding rows
+// out (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows): natural log of the softmax sum, -inf on padding rows. Where
+// Out is float, they hold the attention over other keys, 0 and -inf if there was none, and get that over all.
 // max_logits (num_heads, tiles * kWarps): largest scaled score of each warp's rows, -inf if they are all padding
 // key_ranges (q_rows), query_ranges (k_rows); tile_order: query tiles, the longest first
 // Launch: grid (tiles, num_heads), block 32 * kWarps, shared memory kSharedBytes.
-template <typename T, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kFragments, int kSharedBytes>
+template <typename T, typename Out, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kFragments,
+          int kSharedBytes>
 __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
-    const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ out,
+    const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, Out* __restrict__ out,
     float* __restrict__ lse, float softmax_scale, float* __restrict__ max_logits,
     const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges, const int* __restrict__ tile_order,
     int q_rows, int k_rows, int group) {
@@ -133,6 +135,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   __syncthreads();
 
   // Normalise. The warp's own rows of tile_q hold the output for stores of 16 bytes.
+  constexpr bool kMerges = sizeof(Out) == sizeof(float);
   T* const staging = tile_q + warp * kWarpRows * (kHeadDim + kPad);
   float largest = -kInfinity;
   #pragma unroll
@@ -140,6 +143,18 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     const bool padding = is_empty(my_range[8 * r]);
     const float total = quad_sum(row_sum[r]), logit = row_max[r] * softmax_scale;
     if (!padding) largest = fmaxf(largest, logit);
+    if constexpr (kMerges) {
+      float* const row_lse = lse + (size_t)head * q_rows + row0 + 8 * r;
+      const Merge share = merge_lse(row_lse, logit + __log2f(total) * kLn2, !padding);
+      float2* const row = (float2*)(out + (size_t)(row0 + 8 * r) * out_stride + head * kVHeadDim) + lane % 4;
+      #pragma unroll
+      for (int n = 0; n < kOutBlocks && !padding; ++n) {
+        const float x = acc_out[r / 2][n][r % 2 * 2], y = acc_out[r / 2][n][r % 2 * 2 + 1], scale = share.these / total;
+        const float2 others = row[n * 4];
+        row[n * 4] = make_float2(x * scale + others.x * share.others, y * scale + others.y * share.others);
+      }
+      continue;
+    }
     if (lane % 4 == 0 && row0 + 8 * r < q_rows)
       lse[(size_t)head * q_rows + row0 + 8 * r] = padding ? -kInfinity : logit + __log2f(total) * kLn2;
     #pragma unroll
@@ -151,6 +166,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   }
   for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
   if (lane == 0) max_logits[((size_t)head * gridDim.x + tile) * kWarps + warp] = largest;
+  if (kMerges) return;
   __syncwarp();
   for (int c = lane; c < kWarpRows * kOutBlocks; c += kWarp) {
     const int row = c / kOutBlocks, col = c % kOutBlocks * 8, global_row = m0 + warp * kWarpRows + row;
