@@ -52,7 +52,7 @@ def forward(
         for group, heads in swap.to_heads((q, k, v)):
             made = call.outer.forward(engine, comm.outer, plan.core, *heads, _inner(call), return_max_logit)
             waits.callback(swap.to_rows(group, (made.out,), (out,), (made.lse, lse)))
-            kept.append(Tensors(*heads, made.out, made.lse, made.kept))
+            kept.append(Tensors._make((*heads, made.out, made.lse, made.kept)))
             logits.append(made.max_logit)
     max_logit = engine.empty((q.shape[1],), np.float32) if return_max_logit else None
     if return_max_logit:
@@ -73,7 +73,7 @@ def backward(
     exchanged = swap.to_heads((dout,)) if kept else swap.to_heads((dout, q, k, v, out), lse)
     with ExitStack() as waits:
         for group, (dout_heads, *others) in exchanged:
-            tensors = kept[group] if kept else Tensors(*others, None)
+            tensors = kept[group] if kept else Tensors._make((*others, None))
             dq_heads, sums = call.outer.backward(engine, comm.outer, plan.core, dout_heads, tensors, asked, True)
             waits.callback(swap.to_rows(group, (dq_heads, *sums()), (dq, dk, dv)))
     return dq, lambda: (dk, dv)

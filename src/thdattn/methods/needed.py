@@ -111,7 +111,7 @@ def _sent_back(engine: Any, comm: Comm, plan: Plan, shares: Sequence[Any]) -> tu
 
 def _buffers(plan: Plan, name: str, num_rows: int, like: Sequence[Any], dtype: Any) -> list[Any]:
     """Work buffers of rows of keys and of values."""
-    return [plan.buffer(f"{which} {name}", (num_rows, *x.shape[1:]), dtype) for which, x in zip("kv", like, strict=True)]
+    return [plan.buffer(f"{kind} {name}", (num_rows, *x.shape[1:]), dtype) for kind, x in zip("kv", like, strict=True)]
 
 
 def _exchange(
