@@ -10,7 +10,7 @@ from thdattn.packing import PackedBatch
 from thdattn.sharding import Sharding
 
 CP_SIZES = st.sampled_from([1, 2, 3, 4, 8])
-STRATEGIES = st.sampled_from(["dual_chunk", "contiguous"])
+STRATEGIES = st.sampled_from(["dual_chunk", "contiguous", "balanced"])
 LENGTHS = st.lists(st.integers(0, 40), max_size=6)
 
 
@@ -126,10 +126,10 @@ def test_contiguous_owns_the_capacity_too():
     assert all_rows(sharding) == [[0, 1, 2], [3, 4, 5]]
 
 
-# --- both -----------------------------------------------------------------------------------------
+# --- all ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous"])
+@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
 @pytest.mark.parametrize("cu_seqlens", [[0], [0, 0], [0, 0, 0, 0]])
 def test_no_tokens_at_all_is_legal(strategy, cu_seqlens):
     sharding = Sharding(PackedBatch(cu_seqlens), 4, strategy)

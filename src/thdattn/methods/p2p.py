@@ -124,8 +124,10 @@ def _slices(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any) -> Iterator[tup
     for step in range(comm.size):
         coming = _buffers(plan, f"slice {step % 2}", keys, k.dtype) if step + 1 < comm.size else []
         wait = _pass_on(comm, keys if coming else [], coming)
+        part = plan.slices[(comm.rank - step) % comm.size]
+        part.enter()
         try:
-            yield plan.slices[(comm.rank - step) % comm.size], keys
+            yield part, keys
         finally:
             wait()
         keys = coming
