@@ -162,7 +162,7 @@ class Plan:
 
     @property
     def _needed_rows(self) -> NeededRows:
-        return needed_rows(self.batch, self.cp_size, self.window)
+        return needed_rows(self.batch, self.cp_size, self.window, self.local_rows)
 
     @cached_property
     def routes(self) -> Routes | None:

@@ -239,14 +239,14 @@ class _Swap:
         if self._plan.sharding.outer is not None:
             return pairs
         inverse = self._plan.once("inverse of rank_order", lambda: _inverse(self._plan))
-        return [pair._replace(some_heads=_taken(pair.some_heads, inverse, 1 - pair.axis)) for pair in pairs]
+        return [_reordered(pair, inverse) for pair in pairs]
 
     def _in_rank_order(self, pairs: Sequence[_Pair]) -> Sequence[_Pair]:
         """With all rows as ranks have them."""
         if self._plan.sharding.outer is not None:
             return pairs
         order = self._plan.rank_order
-        return [pair._replace(some_heads=_taken(pair.some_heads, order, 1 - pair.axis)) for pair in pairs]
+        return [_reordered(pair, order) for pair in pairs]
 
     def _padded(self, y: Any, num_rows: int) -> Any:
         """An array with rows of zeros behind its own, where all ranks have more rows than there are keys."""
@@ -265,11 +265,15 @@ def _inverse(plan: Plan) -> Any:
     return inverse[:-1]
 
 
-def _taken(x: Any, rows: Any, axis: int) -> Any:
-    """Some of an array's rows; where -1 is asked for, zeros."""
-    words = x.view(f"u{x.itemsize}")  # CuPy does not index every dtype
-    there = (rows >= 0).reshape(-1, *[1] * (x.ndim - 1 - axis))
-    return np.where(there, np.take(words, np.maximum(rows, 0), axis), words.dtype.type(0)).view(x.dtype)
+def _reordered(pair: _Pair, rows: Any) -> _Pair:
+    """With the rows that are named of all rows; -1: there is none, as padding has it."""
+    x = pair.some_heads
+    if not pair.axis:
+        none = x.dtype.type(-np.inf)
+        return pair._replace(some_heads=np.where(rows < 0, none, np.take(x, np.maximum(rows, 0), 1)))
+    words = np.take(x.view(f"u{x.itemsize}"), np.maximum(rows, 0), 0)  # CuPy does not index every dtype
+    words[rows < 0] = 0
+    return pair._replace(some_heads=words.view(x.dtype))
 
 
 def _add_shares(x: Any, shares: Any) -> None:
