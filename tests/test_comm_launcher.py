@@ -179,7 +179,10 @@ def test_mpiexec_beside_this_python_comes_first(machine):
     assert launcher.mpiexec() == [str(folder / "venv" / "mpiexec")]
 
 
-@pytest.mark.parametrize(("user", "flags"), [(0, ["--oversubscribe", "--allow-run-as-root"]), (7, ["--oversubscribe"])])
+UNBOUND = ["--oversubscribe", "--bind-to", "none"]
+
+
+@pytest.mark.parametrize(("user", "flags"), [(0, [*UNBOUND, "--allow-run-as-root"]), (7, UNBOUND)])
 def test_open_mpi_gets_the_flags_it_needs(machine, monkeypatch, user, flags):
     folder = machine(on_path="mpiexec (Open MPI) 5.0.11")
     monkeypatch.setattr(os, "geteuid", lambda: user)

@@ -15,6 +15,8 @@ import thdattn.comm
 from thdattn.comm import mpi, nccl, watchdog
 from thdattn.comm.watchdog import Watch
 
+PEER_MEMORY = nccl._peer_memory  # before stand-ins take its place
+
 
 class World:
     """mpi4py's communicator on simulated ranks."""
@@ -347,6 +349,11 @@ def test_ranks_say_how_keys_travel_between_them_and_why(start, monkeypatch, reas
     monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, reason))
     made = start([FOUR_GPUS] * 2, lambda comm: (repr(comm), comm.no_peer_memory, comm.overlaps))
     assert made == [(f"<NcclComm rank {rank} of 2, transport {transport}>", reason, not reason) for rank in range(2)]
+
+
+@pytest.mark.parametrize("transport", ["auto", "peer", "nccl"])
+def test_one_rank_has_no_peers_whatever_transport_its_group_was_split_from(transport):
+    assert PEER_MEMORY(None, [FOUR_GPUS], transport) == (None, "there is one rank")
 
 
 def test_close_destroys_the_communicator_once(start):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -379,12 +380,20 @@ def test_a_graph_captured_by_hand_takes_captured_functions_in(cupy, graphs):
 # --- the end -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scenario", ["exit", "graphs-first", "comm-first", "capture-raises", "cold"])
-@pytest.mark.parametrize("n", [1, 2])
+ENDS = ["exit", "graphs-first", "comm-first", "capture-raises"]
+
+
+@pytest.mark.parametrize(("n", "scenario"), [*itertools.product([1, 2], ENDS), (1, "cold")])
 def test_a_program_with_collectives_in_graphs_exits_by_itself(cupy, n, scenario):
     finished = run(cupy, n, scenario, timeout=120)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count(f"{scenario} done") == n
+
+
+def test_a_capture_without_a_call_before_says_that_peer_memory_needs_one(cupy):
+    finished = run(cupy, 2, "cold", timeout=120)
+    assert finished.returncode != 0 and "done" not in finished.stdout
+    assert "use warmup_steps of 1 or more" in finished.stderr
 
 
 @pytest.mark.parametrize("scenario", ["raise", "raise-on-one"])

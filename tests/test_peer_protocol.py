@@ -23,6 +23,7 @@ from thdattn import sums
 from thdattn.comm import nothing as nothing_to_wait_for
 from thdattn.comm import peer
 from thdattn.methods import all_gather
+from thdattn.methods.call import Call, Tensors
 
 HEADS, WIDTH = 4, 2
 SEEDS = 200
@@ -147,17 +148,17 @@ class Layer:
         return all_gather.gather(program.engine, program.comm, self.plan, k, v, groups, at_once)
 
     def forward(self, keys, keeps=False):
-        self.kept = [] if keeps else None
-        self.out, self.lse, _ = all_gather.forward(
-            self.program.engine, self.program.comm, keys, self.inputs[0], 1.0, False, self.kept)
+        call = Call(1.0, deterministic=True, keeps_keys=keeps)
+        self.out, self.lse, _, self.kept = all_gather.forward(
+            self.program.engine, self.program.comm, self.plan, *self.inputs[:3], call, False, keys)
         return {"out": self.out}
 
     def backward(self, keys, at_once):
         q, k, v, dout = self.inputs
-        if self.kept:
-            keys = all_gather.kept(self.kept, k, v, self.plan)
+        saved = Tensors(q, k, v, self.out, self.lse, self.kept)
+        call = Call(1.0, deterministic=True)
         dq, self.sums = all_gather.backward(
-            self.program.engine, self.program.comm, keys, dout, q, self.out, self.lse, 1.0, True, at_once)
+            self.program.engine, self.program.comm, self.plan, dout, saved, call, at_once, keys)
         return {"dq": dq}
 
     def dk_dv(self):

@@ -27,12 +27,23 @@ import thdattn
 from thdattn import oracle, reference
 from thdattn.memory import Layer
 from thdattn.methods import p2p
+from thdattn.methods.call import Call, Tensors
 
 FLOAT64, FLOAT32 = map(np.dtype, ("float64", "float32"))
 RING_SIZES = (1, 2, 3, 4, 8)
 # What a slice can do to a row: be unseen by all, by some, seen whole, cut by a window, and hold padding.
 TELLING = ["edge-lengths", "causal", "full", "window-causal", "window-lopsided", "capacity", "ranks-of-padding",
            "gqa-12-2", "empty-but-padded-between"]  # fmt: skip
+
+
+def ring_forward(engine, comm, plan, q, k, v, scale, return_max_logit):
+    return p2p.forward(engine, comm, plan, q, k, v, Call(scale, False), return_max_logit)[:3]
+
+
+def ring_backward(engine, comm, plan, dout, q, k, v, out, lse, scale, deterministic):
+    saved = Tensors(q, k, v, out, lse, None)
+    dq, dk_dv = p2p.backward(engine, comm, plan, dout, saved, Call(scale, deterministic), True)
+    return dq, *dk_dv()
 
 
 def every(cases, cp_sizes):
@@ -54,8 +65,8 @@ def run_ring(
         attention = case.attention(comm, dtype, **options)
         plan, scale = attention.plan(batch, case.sharding), attention.softmax_scale
         q, k, v, dout = (xp.asarray(local_rows(batch, to_host(plan.rows), x, fill)) for x in inputs)
-        out, lse, max_logit = p2p.forward(plan.engine, comm, plan, q, k, v, scale, True)
-        gradients = p2p.backward(
+        out, lse, max_logit = ring_forward(plan.engine, comm, plan, q, k, v, scale, True)
+        gradients = ring_backward(
             plan.engine, comm, plan, dout, q, k, v, out, lse, scale, attention.deterministic)
         return {field: to_host(x) for field, x in zip(FIELDS, (out, lse, max_logit, *gradients), strict=True)}
 
@@ -146,10 +157,10 @@ def test_layers_share_a_plan_and_keep_their_own_results():
         layers = []
         for seed in range(2):
             q, k, v, dout = (local_rows(batch, plan.rows, x, 0) for x in random_inputs(case, FLOAT32, seed))
-            layers.append((dout, q, k, v, *p2p.forward(reference, comm, plan, q, k, v, 0.5, True)))
+            layers.append((dout, q, k, v, *ring_forward(reference, comm, plan, q, k, v, 0.5, True)))
         made = []
         for dout, q, k, v, out, lse, max_logit in layers:
-            gradients = p2p.backward(reference, comm, plan, dout, q, k, v, out, lse, 0.5, False)
+            gradients = ring_backward(reference, comm, plan, dout, q, k, v, out, lse, 0.5, False)
             made.append(dict(zip(FIELDS, (out, lse, max_logit, *gradients), strict=True)))
         return made
 
@@ -172,8 +183,8 @@ def test_what_is_summed_is_rounded_once():
         values = x * BFLOAT16.type([1024, 4, 4, 3][comm.rank])
         if comm.rank == 0:
             values[0] = 1056
-        out, lse, _ = p2p.forward(reference, comm, plan, x, x, values, 1.0, False)
-        return out, p2p.backward(reference, comm, plan, values, x, x, x, x, lse, 1.0, False)[2]
+        out, lse, _ = ring_forward(reference, comm, plan, x, x, values, 1.0, False)
+        return out, ring_backward(reference, comm, plan, values, x, x, x, x, lse, 1.0, False)[2]
 
     for out, dv in thdattn.comm.run_local(4, program):
         assert (out.astype(np.float64) == 260).all()
@@ -219,9 +230,9 @@ def test_keys_travel_once_round_in_the_forward_and_with_their_sums_in_the_backwa
         plan = case.attention(comm, BFLOAT16, engine="reference").plan(batch)
         q, k, v, dout = (local_rows(batch, plan.rows, x, 0) for x in random_inputs(case, BFLOAT16))
         before = comm.received_bytes
-        out, lse, _ = p2p.forward(reference, comm, plan, q, k, v, 1.0, False)
+        out, lse, _ = ring_forward(reference, comm, plan, q, k, v, 1.0, False)
         forward = comm.received_bytes - before
-        p2p.backward(reference, comm, plan, dout, q, k, v, out, lse, 1.0, False)
+        ring_backward(reference, comm, plan, dout, q, k, v, out, lse, 1.0, False)
         return plan.local_rows, forward, comm.received_bytes - before - forward
 
     for rows, forward, backward in thdattn.comm.run_local(cp_size, program):
@@ -251,9 +262,9 @@ def test_what_an_attention_hides_is_sent_before_it():
         record = []
         engine = Recorder(reference, {"attn_fwd": "attention", "attn_bwd": "attention"}, record)
         ring = Recorder(comm, {"exchange": "send"}, record)
-        out, lse, _ = p2p.forward(engine, ring, plan, q, k, v, 1.0, False)
+        out, lse, _ = ring_forward(engine, ring, plan, q, k, v, 1.0, False)
         forward, record[:] = list(record), []
-        p2p.backward(engine, ring, plan, dout, q, k, v, out, lse, 1.0, False)
+        ring_backward(engine, ring, plan, dout, q, k, v, out, lse, 1.0, False)
         return forward, record
 
     for forward, backward in thdattn.comm.run_local(3, program):
@@ -277,9 +288,9 @@ def test_memory_says_what_calls_make(name, cp_size):
         layer = Layer(*case.heads, BFLOAT16, False, 1, False)
         said = p2p.memory(reference, comm, replace(plan, arrays=thdattn.plan.NO_ARRAYS), layer)
         q, k, v, dout = (local_rows(batch, plan.rows, x, 0) for x in random_inputs(case, BFLOAT16))
-        out, lse, _ = p2p.forward(reference, comm, plan, q, k, v, 1.0, False)
+        out, lse, _ = ring_forward(reference, comm, plan, q, k, v, 1.0, False)
         forward = plan.held_bytes()
-        gradients = p2p.backward(reference, comm, plan, dout, q, k, v, out, lse, 1.0, False)
+        gradients = ring_backward(reference, comm, plan, dout, q, k, v, out, lse, 1.0, False)
         made = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
         assert said.saved == {name: x.nbytes for name, x in made.items()}
         assert said.grads == {name: x.nbytes for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)}

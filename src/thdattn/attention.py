@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from numpy.typing import DTypeLike
 
 from thdattn import room
-from thdattn.arguments import as_bool, as_count, as_softmax_scale, as_window, found
+from thdattn.arguments import as_bool, as_choice, as_count, as_softmax_scale, as_window, found
 from thdattn.cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
-from thdattn.comm import Comm
+from thdattn.comm import Comm, SingleComm
+from thdattn.comm.levels import Levels
 from thdattn.engines import as_engine_dtype, check_head_dims, choose_engine
 from thdattn.memory import Layer, Memory
-from thdattn.methods import all_gather
-from thdattn.methods.all_gather import Keys, Sums
+from thdattn.methods import a2a, all_gather, needed, p2p
+from thdattn.methods.all_gather import Keys
+from thdattn.methods.call import Call, Tensors
 from thdattn.packing import PackedBatch
 from thdattn.plan import NO_ARRAYS, Plan, check_key_batch, visible_pairs
 from thdattn.saved import Saved, check_keys, check_saved
@@ -24,6 +27,10 @@ from thdattn.sharding import Sharding, as_sharding
 
 # Groups of heads, and from how many bytes of keys and values that a rank gets they hide more than they cost.
 HEAD_GROUPS = {2: 2**26, 4: 2**28}
+
+# Of cp_comm_type: how rows are spread unless something else is asked for.
+SHARDINGS = {"all_gather": "dual_chunk", "p2p": "dual_chunk", "a2a": "contiguous", "a2a+all_gather": "dual_chunk",
+             "a2a+p2p": "dual_chunk"}
 
 
 class Flops(NamedTuple):
@@ -43,7 +50,8 @@ class CPAttention:
     result, NaN included, and out, dq, dk, dv are exactly 0 there.
 
     Args:
-        comm: the ranks, from thdattn.comm.init or thdattn.comm.run_local.
+        comm: the ranks, from thdattn.comm.init or thdattn.comm.run_local; for the two levels of a cp_comm_type with a
+            "+", (inner, outer) as Levels takes them: neighbours, and the groups of these.
         num_heads: query heads.
         head_dim: width of q and k.
         num_kv_heads: heads of k and v, a divisor of num_heads; num_heads by default.
@@ -61,7 +69,11 @@ class CPAttention:
             a rank gets, and 1 where nothing hides (comm.overlaps). The same on all ranks.
         keep_keys: whether forward keeps the keys and values of all ranks for the backward, which gathers them again
             otherwise; by default if they are no larger than what has to be kept of the layer anyway. The same on all
-            ranks.
+            ranks. Of a2a, whether it keeps q, k, v, out as exchanged: by default it does. p2p keeps nothing.
+        cp_comm_type: what travels between ranks. "all_gather": the keys and values of all ranks, or, with the sharding
+            "balanced", those that a rank's queries see. "a2a": heads, so that a rank has all rows of some of them.
+            "p2p": keys and values, round a ring, where those of all ranks would take too much memory.
+            "a2a+all_gather", "a2a+p2p": heads among the ranks of inner, keys and values between those of outer.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that the engine does not compute in.
@@ -72,7 +84,7 @@ class CPAttention:
 
     def __init__(
         self,
-        comm: Comm,
+        comm: Comm | tuple[Comm, Comm],
         num_heads: int,
         head_dim: int,
         num_kv_heads: int | None = None,
@@ -85,10 +97,11 @@ class CPAttention:
         engine: str = "auto",
         head_groups: int | None = None,
         keep_keys: bool | None = None,
+        cp_comm_type: str = "all_gather",
     ) -> None:
-        if not isinstance(comm, Comm):
-            raise TypeError(f"comm is a {type(comm).__name__}, wanted a Comm; make one with thdattn.comm.init()")
-        self.comm = comm
+        self.cp_comm_type = as_choice("cp_comm_type", cp_comm_type, SHARDINGS)
+        self.comm, self._levels = _levels(comm, self.cp_comm_type)
+        comm = self.comm
         self.num_heads = as_count("num_heads", num_heads)
         self.num_kv_heads = as_count("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
         self.head_dim = as_count("head_dim", head_dim)
@@ -108,6 +121,15 @@ class CPAttention:
             raise ValueError(
                 f"num_heads is {num_heads}, not a multiple of num_kv_heads = {num_kv_heads}; "
                 f"wanted as many query heads for every kv head"
+            )
+        self._inner = self._levels.inner.size if self._levels else 1
+        if refusal := a2a.obstacle(self.num_heads, self.num_kv_heads, self._inner):
+            raise ValueError(refusal)
+        if self._levels and self._levels.outer.size > 1 and self.num_kv_heads % self._inner:
+            raise ValueError(
+                f"num_kv_heads is {self.num_kv_heads} and comm has {self._inner} ranks in its inner groups, wanted a "
+                f"divisor of the kv heads with two levels, as keys of heads that ranks share would travel twice; use "
+                f"cp_comm_type 'a2a', or smaller inner groups"
             )
         self._engine, _ = choose_engine(engine, comm)
         self.engine: str = self._engine.name
@@ -132,7 +154,7 @@ class CPAttention:
         return f"<CPAttention {', '.join(f'{name}={value}' for name, value in layer.items())}, {self.comm!r}>"
 
     def plan(
-        self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk", key_batch: PackedBatch | None = None,
+        self, batch: PackedBatch, sharding: str | Sharding | None = None, key_batch: PackedBatch | None = None,
         like: PackedBatch | None = None, finite_padding: bool = False, forward_only: bool = False,
     ) -> Plan:
         """Plans one batch for this rank; every layer with this mask and these head dims can use it.
@@ -143,7 +165,9 @@ class CPAttention:
             batch: the global lengths. Plans of one batch for several masks share what they can. On a GPU only with
                 engine "cuda"; then nothing is copied to the host and the plan may be made inside a captured CUDA graph.
                 Wrong ones make all results NaN; see Plan.check.
-            sharding: "dual_chunk", "contiguous", or a Sharding of this batch over comm.size ranks.
+            sharding: "dual_chunk", "contiguous" or "balanced", or a Sharding of this batch over comm.size ranks; by
+                default "contiguous" for a2a, which takes "dual_chunk" too, and "dual_chunk" for the others. With two
+                levels it is how rows are spread over the groups of neighbours, who have slices of a group's rows.
             key_batch: for cross-attention on one rank, lengths and rows of the keys, sequence by sequence, on the side
                 (host or GPU) where batch has its own; None: those of batch. The last query of a sequence stands at its
                 last key, and the others before it: a query at position p of L_q at position p + L_k - L_q of L_k keys.
@@ -172,14 +196,25 @@ class CPAttention:
             fingerprint = self._fingerprint(plan.sharding, plan.key_batch)
             refusal = room.shortage(self._engine, self.comm, self._likely_memory(plan), forward_only)
         self.comm.agree("the plan's batch, sharding and attention", fingerprint, refusal)
-        arrays = self._engine.plan_arrays(plan.sharding, self.comm.rank, self.window, self._tiles, key_batch)
-        self._lengths = arrays.lengths
-        plan = replace(plan, arrays=arrays)
+        plan = self._made(plan)
+        self._lengths = plan.arrays.lengths
         room.note(self.comm, plan)
         return plan
 
+    def _made(self, plan: Plan) -> Plan:
+        """The plan with its arrays."""
+        if plan.core is None or plan.sharding.outer is None:
+            key_batch = None if plan.key_batch is plan.batch else plan.key_batch
+            arrays = self._engine.plan_arrays(plan.sharding, plan.cp_rank, self.window, self._tiles, key_batch)
+            return replace(plan, arrays=arrays, core=plan.core and self._made(plan.core))
+        core = self._made(plan.core)
+        first = plan.cp_rank % plan.sharding.inner * plan.local_rows
+        mine = {name: getattr(core.arrays, name)[first : first + plan.local_rows]
+                for name in ("rows", "positions", "valid", "key_ranges")}  # fmt: skip
+        return replace(plan, arrays=replace(core.arrays, **mine), core=core)
+
     def memory(
-        self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk", key_batch: PackedBatch | None = None,
+        self, batch: PackedBatch, sharding: str | Sharding | None = None, key_batch: PackedBatch | None = None,
         like: PackedBatch | None = None, finite_padding: bool = False,
     ) -> Memory:
         """Bytes of every buffer that a layer and its plan take on this rank, before anything is allocated.
@@ -199,20 +234,64 @@ class CPAttention:
         return self._memory(self._outline(batch, sharding, key_batch, like, finite_padding))
 
     def _outline(
-        self, batch: PackedBatch, sharding: str | Sharding, key_batch: PackedBatch | None, like: PackedBatch | None,
-        finite_padding: bool,
+        self, batch: PackedBatch, sharding: str | Sharding | None, key_batch: PackedBatch | None,
+        like: PackedBatch | None, finite_padding: bool,
     ) -> Plan:
         """A plan without its arrays."""
-        sharding = as_sharding(sharding, batch, self.comm.size)
+        asked = SHARDINGS[self.cp_comm_type] if sharding is None else sharding
+        # Rows that are no slices of a group's are brought into sequence order where heads are exchanged on one level.
+        inner = 1 if self.cp_comm_type == "a2a" and asked != "contiguous" else self._inner
+        sharding = as_sharding(asked, batch, self.comm.size, inner)
+        self._check_sharding(sharding)
         if key_batch is not None:
             check_key_batch(key_batch, batch, self.comm.size)
-        return Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, NO_ARRAYS,
+        plan = Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, NO_ARRAYS,
                     self._engine, key_batch, like, as_bool("finite_padding", finite_padding))
+        if self._inner == 1:
+            return plan
+        rows = sharding.outer or Sharding(batch, 1, "contiguous")
+        return replace(plan, core=replace(plan, sharding=rows, cp_rank=plan.cp_rank // self._inner))
+
+    def _check_sharding(self, sharding: Sharding) -> None:
+        """Raises where the method cannot bring these rows together."""
+        if sharding.inner not in (1, self._inner) or (sharding.inner == 1 < self._inner and "+" in self.cp_comm_type):
+            raise ValueError(
+                f"sharding has inner {sharding.inner}, wanted {self._inner}, the ranks among which cp_comm_type "
+                f"{self.cp_comm_type!r} exchanges heads; make it with Sharding(batch, {self.comm.size}, "
+                f"{sharding.strategy!r}, inner={self._inner})"
+            )
+        wrong = {"a2a": "contiguous' or 'dual_chunk", "p2p": "dual_chunk' or 'contiguous",
+                 "a2a+p2p": "dual_chunk' or 'contiguous"}  # fmt: skip
+        if sharding.strategy == "balanced" and self.cp_comm_type in wrong and self.comm.size > 1:
+            raise ValueError(
+                f"sharding is 'balanced' and cp_comm_type {self.cp_comm_type!r}, wanted '{wrong[self.cp_comm_type]}' "
+                f"with that, as it moves the rows of all ranks whoever needs them; use one of these, or cp_comm_type "
+                f"'all_gather'"
+            )
 
     def _memory(self, plan: Plan) -> Memory:
         groups = 1 if self.comm.size == 1 else self._groups(plan)
         layer = Layer(self.num_heads, self.num_kv_heads, self.dtype, self.deterministic, groups, self._keeps(plan))
-        return all_gather.memory(self._engine, self.comm, plan, layer)
+        if plan.core is not None:
+            return a2a.memory(self._engine, self._ranks, plan, layer, self._between(plan))
+        memory: Memory = self._between(plan).memory(self._engine, self._ranks, plan, layer)
+        return memory
+
+    def _between(self, plan: Plan) -> Any:
+        """The method for rows: between all ranks, or the groups among which heads are exchanged."""
+        if "p2p" in self.cp_comm_type:
+            return p2p if (plan.core or plan).cp_size > 1 else all_gather
+        return needed if (plan.core or plan).sharding.by_runs else all_gather
+
+    def _method(self, plan: Plan) -> Any:
+        return self._between(plan) if plan.core is None else a2a
+
+    @property
+    def _ranks(self) -> Any:
+        """Whom the method works with: two levels of ranks where heads are exchanged between some."""
+        if self._levels is None:
+            return self.comm
+        return self._levels if self._inner > 1 else self._levels.outer
 
     def _likely_memory(self, plan: Plan) -> Memory:
         """That of the last plan where it had as many rows, as it takes as much, but for some bytes per sequence."""
@@ -248,12 +327,11 @@ class CPAttention:
         q = self._checked("q", q, (plan.local_rows, self.num_heads, self.head_dim))
         k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
-        keys = self._checked_keys(keys, k, v, plan)
-        kept: list[tuple[Any, Any]] | None = [] if self._keeps(plan) else None
-        out, lse, max_logit = all_gather.forward(
-            self._engine, self.comm, keys, q, self.softmax_scale, return_max_logit, kept
+        out, lse, max_logit, kept = self._method(plan).forward(
+            self._engine, self._ranks, plan, q, k, v, self._call(plan), return_max_logit,
+            **self._gathered(keys, k, v, plan),
         )
-        return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, None if kept is None else tuple(kept))
+        return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, kept)
 
     def gather(self, k: Any, v: Any, plan: Plan) -> Keys:
         """Starts to gather the keys and values of all ranks, for a forward or backward to come. Collective.
@@ -276,9 +354,14 @@ class CPAttention:
             TypeError, ValueError: as forward; also a ValueError if two are on their way.
         """
         self._check_plan(plan)
+        if self._method(plan) is not all_gather:
+            raise ValueError(
+                f"gather was called with cp_comm_type {self.cp_comm_type!r} and sharding {plan.sharding.strategy!r}, "
+                f"wanted 'all_gather' without 'balanced', as nothing travels before q is there otherwise; leave it out"
+            )
         k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
-        return all_gather.gather(self._engine, self.comm, plan, k, v, self._groups(plan))
+        return all_gather.gather(self._engine, self._ranks, plan, k, v, self._groups(plan))
 
     def backward(self, dout: Any, saved: Saved, keys: Keys | None = None) -> tuple[Any, Any, Any]:
         """Gradients of forward for this rank's rows. Collective.
@@ -297,7 +380,9 @@ class CPAttention:
         dq, dk_dv = self._backward(dout, saved, keys, at_once=True)
         return dq, *dk_dv()
 
-    def start_backward(self, dout: Any, saved: Saved, keys: Keys | None = None) -> tuple[Any, Sums]:
+    def start_backward(
+        self, dout: Any, saved: Saved, keys: Keys | None = None
+    ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
         """backward, with dq at once, and dk and dv on their way, for what needs dq alone meanwhile. Collective.
 
         Args:
@@ -311,7 +396,9 @@ class CPAttention:
         """
         return self._backward(dout, saved, keys, at_once=False)
 
-    def _backward(self, dout: Any, saved: Saved, keys: Keys | None, at_once: bool) -> tuple[Any, Sums]:
+    def _backward(
+        self, dout: Any, saved: Saved, keys: Keys | None, at_once: bool
+    ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
         if not isinstance(saved, Saved):
             raise TypeError(f"saved is {found(saved)}; wanted a Saved; pass the one that forward returned")
         _check_same("saved was made with", saved.made_with, self._saves, "pass what this attention's forward returned")
@@ -319,13 +406,13 @@ class CPAttention:
         self._check_plan(plan)
         dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))
         check_saved(saved, type(dout))
-        if saved.keys is not None:
-            keys = all_gather.kept(saved.keys, saved.k, saved.v, plan)
-        keys = self._checked_keys(keys, saved.k, saved.v, plan)
-        return all_gather.backward(
-            self._engine, self.comm, keys, dout, saved.q, saved.out, saved.lse, self.softmax_scale, self.deterministic,
-            at_once,
+        tensors = Tensors(saved.q, saved.k, saved.v, saved.out, saved.lse, saved.keys)
+        keys = None if saved.keys is not None else keys
+        dq, dk_dv = self._method(plan).backward(
+            self._engine, self._ranks, plan, dout, tensors, self._call(plan), at_once,
+            **self._gathered(keys, saved.k, saved.v, plan),
         )
+        return dq, dk_dv
 
     def cache(self, num_texts: int, capacity: int) -> KVCache:
         """An empty cache for decode, with room for `capacity` rows of keys and values of each of num_texts texts.
@@ -383,25 +470,35 @@ class CPAttention:
 
     def _groups(self, plan: Plan) -> int:
         """How many groups of kv heads are gathered, computed and summed one after another."""
-        if self.head_groups is not None:
+        if self.head_groups is not None and self._inner == 1:
             return self.head_groups
         foreign = (plan.cp_size - 1) * plan.local_key_rows * self.num_kv_heads * (self.head_dim + self.v_head_dim)
         wanted = max((n for n, size in HEAD_GROUPS.items() if foreign * self.dtype.itemsize >= size), default=1)
-        return math.gcd(self.num_kv_heads, wanted) if self.comm.overlaps else 1
+        if self._levels and self._inner > 1:
+            wanted = (wanted if self._levels.inner.overlaps else 1) if self.head_groups is None else self.head_groups
+            return math.gcd(max(1, self.num_kv_heads // self._inner), wanted)
+        return math.gcd(self.num_kv_heads, wanted) if self._ranks.overlaps else 1
 
     def _keeps(self, plan: Plan) -> bool:
         """Whether forward keeps the keys of all ranks: by default if Saved grows by no more than it is anyway."""
         if self.comm.size == 1:
             return False
+        if plan.core is not None or plan.sharding.by_runs:
+            return self.keep_keys is not False
         heads = plan.local_rows * self.num_heads + plan.local_key_rows * self.num_kv_heads
         return plan.key_rows * self.num_kv_heads <= heads if self.keep_keys is None else self.keep_keys
 
-    def _checked_keys(self, keys: Keys | None, k: Any, v: Any, plan: Plan) -> Keys:
-        """Keys for a call, which have just been asked for if there were none."""
+    def _gathered(self, keys: Keys | None, k: Any, v: Any, plan: Plan) -> dict[str, Any]:
+        """Keys for a call, if there are some, as an argument of the method."""
         if keys is None:
-            return all_gather.gather(self._engine, self.comm, plan, k, v, self._groups(plan), at_once=True)
+            return {}
         check_keys(keys, k, v, plan)
-        return keys
+        return {"keys": keys}
+
+    def _call(self, plan: Plan) -> Call:
+        """What is asked of the method for this plan."""
+        outer = None if plan.core is None else self._between(plan)
+        return Call(self.softmax_scale, self.deterministic, self._groups(plan), self._keeps(plan), outer)
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
@@ -427,13 +524,34 @@ class CPAttention:
         state = (
             sharding.strategy, batch.num_seqs, batch.total_rows, key_batch.total_rows, self.window, self.num_heads,
             self.num_kv_heads, self.head_dim, self.v_head_dim, self.softmax_scale, self.dtype.name, self.engine,
-            self.head_groups, self.keep_keys,
+            self.head_groups, self.keep_keys, self.cp_comm_type, sharding.inner,
         )
         digest = hashlib.sha256(repr(state).encode())
         if not batch.on_device:
             for lengths in dict.fromkeys((batch, key_batch)):
                 digest.update(lengths.cu_seqlens.tobytes() + lengths.cu_seqlens_padded.tobytes())
         return int.from_bytes(digest.digest()[:7], "little")
+
+
+def _levels(comm: Comm | tuple[Comm, Comm], cp_comm_type: str) -> tuple[Comm, Levels | None]:
+    """All ranks, and the levels among which an all-to-all of heads divides them; None: it takes no part."""
+    if isinstance(comm, tuple) and len(comm) == 2 and all(isinstance(part, Comm) for part in comm):
+        if "+" not in cp_comm_type:
+            raise ValueError(
+                f"comm has two levels and cp_comm_type is {cp_comm_type!r}, wanted one of two levels, such as "
+                f"'a2a+all_gather'; use that, or pass one comm"
+            )
+        levels = Levels(*comm)
+        return levels, levels
+    if not isinstance(comm, Comm):
+        raise TypeError(f"comm is a {type(comm).__name__}, wanted a Comm, or two in a tuple; make one with "
+                        f"thdattn.comm.init()")
+    if "+" in cp_comm_type:
+        raise ValueError(
+            f"cp_comm_type is {cp_comm_type!r} and comm has one level, wanted (inner, outer); pass "
+            f"(comm.split(comm.rank // n), comm.split(comm.rank % n)) for groups of n neighbours"
+        )
+    return comm, Levels(comm, SingleComm()) if cp_comm_type == "a2a" else None
 
 
 def _check_same(what: str, made: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:

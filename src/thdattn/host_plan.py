@@ -64,7 +64,7 @@ def _key_side(
         return {"rank_order": None, "rows_of_keys": sharding.rows(keys_of)}
     if not sharding.by_runs:
         return {"rank_order": all_rows, "rows_of_keys": None}
-    needed = needed_rows(sharding.batch, sharding.cp_size, window).key_side(cp_rank)
+    needed = needed_rows(sharding.batch, sharding.cp_size, window, sharding.local_rows).key_side(cp_rank)
     side = {field: pieces.filled() for field, pieces in needed._asdict().items()}
     return {**side, "returns": side["returns"].reshape(sharding.cp_size, sharding.local_rows)}
 

@@ -86,6 +86,7 @@ class Plan:
         engine: the module `reference` or `ops`.
         keys_of: the rank whose rows, as it has them, are the key buffer; None: the buffer has the rows of all ranks in
             sequence order, or, where the sharding is by_runs, those that this rank needs.
+        core: where heads are exchanged, the plan of the attention over all rows of the group; key_ranges are its.
     """
 
     sharding: Sharding
@@ -99,6 +100,7 @@ class Plan:
     _like: PackedBatch | None = None
     _finite_padding: bool = False
     keys_of: int | None = None
+    core: Plan | None = None
     _kept: dict[Any, Any] = field(default_factory=dict)
     _buffers: dict[Any, Any] = field(default_factory=dict)  # shared by the plan of all keys and those of slices
 
@@ -147,7 +149,7 @@ class Plan:
     @property
     def local_key_rows(self) -> int:
         """Rows of k and v that every rank stores, fillers included: local_rows, but for cross-attention."""
-        return -(-self.key_batch.total_rows // self.cp_size)
+        return self.local_rows if self._key_batch is None else -(-self._key_batch.total_rows // self.cp_size)
 
     @property
     def key_rows(self) -> int:
@@ -160,7 +162,7 @@ class Plan:
 
     @property
     def _needed_rows(self) -> NeededRows:
-        return needed_rows(self.batch, self.cp_size, self.window)
+        return needed_rows(self.batch, self.cp_size, self.window, self.local_rows)
 
     @cached_property
     def routes(self) -> Routes | None:

@@ -148,12 +148,12 @@ class NeededRows:
         return KeySide(rows_of_keys, Pieces.of(num_received + self.local_rows, place, sizes, key_row), sends, returns)
 
 
-def needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int]) -> NeededRows:
+def needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int) -> NeededRows:
     """The key buffers of all ranks over which a batch is spread by balanced_runs; made once per batch and window."""
-    return once(batch, (cp_size, window), lambda: _needed_rows(batch, cp_size, window))
+    return once(batch, (cp_size, window, local_rows), lambda: _needed_rows(batch, cp_size, window, local_rows))
 
 
-def _needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int]) -> NeededRows:
+def _needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int) -> NeededRows:
     runs = balanced_runs(batch, cp_size)
     local = runs.local_rows()
     tokens = runs.sequence >= 0
@@ -173,7 +173,7 @@ def _needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int]) -> N
     moves = np.stack([rank[run], key_rank[key], local[run] + low - begin[run], key_row[key] + low - key_begin[key],
                       high - low])  # fmt: skip
     sizes = np.bincount(key_rank, key_end - key_begin, minlength=cp_size).astype(np.int64)
-    return NeededRows(-(-batch.total_rows // cp_size), sizes, np.stack([key_rank, key_begin, key_end, key_row]),
+    return NeededRows(local_rows, sizes, np.stack([key_rank, key_begin, key_end, key_row]),
                       moves[:, np.lexsort((moves[2], moves[1], moves[0]))])
 
 
@@ -194,9 +194,8 @@ def _in_sight(
     return rank[new], low[new], high[np.append(new[1:], True)[: len(rank)]]
 
 
-def all_rows(batch: PackedBatch, cp_size: int) -> Pieces:
+def all_rows(batch: PackedBatch, cp_size: int, local_rows: int) -> Pieces:
     """The rows of the pack that the ranks of balanced_runs own, one rank after another; -1 for fillers."""
     runs = balanced_runs(batch, cp_size)
-    local_rows = -(-batch.total_rows // cp_size)
     begin = runs.rank * local_rows + runs.local_rows()
     return Pieces.of(cp_size * local_rows, begin, runs.end - runs.begin, runs.begin)

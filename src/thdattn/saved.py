@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from thdattn.arguments import found, is_array, shown
-from thdattn.methods.all_gather import Keys, lse_dtype
+from thdattn.methods.all_gather import Keys
+from thdattn.methods.call import lse_dtype
 from thdattn.plan import Plan
 
 

@@ -98,9 +98,12 @@ class Sharding:
         batch: the packed batch. Offsets on a GPU are never read, so only local_rows can be asked then.
         cp_size: number of context-parallel ranks, >= 1.
         strategy: "dual_chunk", "contiguous" or "balanced", see the functions of those names.
+        inner: how many neighbours share what one rank of cp_size / inner would own, in equal slices: the inner of two
+            levels, for an all-to-all of heads that makes it whole again.
 
     Attributes:
-        batch, cp_size, strategy: as passed.
+        batch, cp_size, strategy, inner: as passed.
+        outer: of cp_size / inner ranks, whose shares are cut; None where inner is 1.
         local_rows: rows that every rank stores, total_rows / cp_size rounded up.
         multiple: of which padded lengths are multiples: 2*cp_size for dual_chunk over several ranks, else 1.
         by_runs: whether rows are spread over several ranks as the lengths are, so that a rank's key buffer has the rows
@@ -113,17 +116,25 @@ class Sharding:
             a GPU.
     """
 
-    def __init__(self, batch: PackedBatch, cp_size: int, strategy: str = "dual_chunk") -> None:
+    def __init__(self, batch: PackedBatch, cp_size: int, strategy: str = "dual_chunk", inner: int = 1) -> None:
         self.batch = as_batch(batch)
         self.cp_size = as_count("cp_size", cp_size, "pass the number of ranks", MAX_RANKS)
         self.strategy = as_choice("strategy", strategy, STRATEGIES)
-        self.multiple = 2 * self.cp_size if self.strategy == "dual_chunk" and self.cp_size > 1 else 1
-        self.by_runs = self.strategy == "balanced" and self.cp_size > 1
+        self.inner = as_count("inner", inner, "pass the ranks of a group", MAX_RANKS)
+        shares, rest = divmod(self.cp_size, self.inner)
+        if rest:
+            raise ValueError(f"inner is {inner}, wanted a divisor of cp_size = {cp_size}; pass the ranks of a group")
+        self.multiple = 2 * shares if self.strategy == "dual_chunk" and shares > 1 else 1
+        self.by_runs = self.strategy == "balanced" and self.cp_size > 1 and self.inner == 1
         if self.by_runs:
             batch.require_host("sharding 'balanced'")
         if not batch.on_device:
             _check_multiple(batch, self.multiple)
         self.local_rows = _rows_per_rank(batch, self.cp_size)
+        self.outer: Sharding | None = None
+        if self.inner > 1:
+            self.outer = Sharding(batch, shares, strategy)
+            self.outer.local_rows = self.inner * self.local_rows  # so that slices are equal
         self._rows: dict[int, NDArray[np.int32]] = {}
 
     def rows(self, cp_rank: int) -> NDArray[np.int32]:
@@ -146,6 +157,9 @@ class Sharding:
                 f"cp_rank is {cp_rank}, wanted 0 <= cp_rank < cp_size = {self.cp_size}; "
                 "pass this rank's number, or make the Sharding with the right cp_size"
             )
+        if self.outer is not None:
+            share, part = divmod(cp_rank, self.inner)
+            return self.outer.rows(share)[part * self.local_rows :][: self.local_rows]
         if cp_rank not in self._rows:
             owned = STRATEGIES[self.strategy](self.batch, self.cp_size, cp_rank)
             rows = np.full(self.local_rows, -1, np.int32)
@@ -199,22 +213,23 @@ class Sharding:
         return packed
 
     def __repr__(self) -> str:
-        return f"<Sharding {self.strategy!r}, cp_size={self.cp_size}, local_rows={self.local_rows}>"
+        inner = f"inner={self.inner}, " if self.inner > 1 else ""
+        return f"<Sharding {self.strategy!r}, cp_size={self.cp_size}, {inner}local_rows={self.local_rows}>"
 
     def _owned(self, cp_rank: int) -> NDArray[np.int32]:
         rows = self.rows(cp_rank)
         return rows[rows >= 0]
 
 
-def as_sharding(sharding: str | Sharding, batch: PackedBatch, cp_size: int) -> Sharding:
-    """A Sharding of this batch over so many ranks, from a strategy or as passed.
+def as_sharding(sharding: str | Sharding, batch: PackedBatch, cp_size: int, inner: int = 1) -> Sharding:
+    """A Sharding of this batch over so many ranks, from a strategy (and inner) or as passed.
 
     Raises:
         TypeError: neither a str nor a Sharding, or batch is no PackedBatch.
         ValueError: a Sharding of another batch or number of ranks; or as Sharding.
     """
     if isinstance(sharding, str):
-        return Sharding(batch, cp_size, sharding)
+        return Sharding(batch, cp_size, sharding, inner)
     if not isinstance(sharding, Sharding):
         raise TypeError(
             f"sharding is {found(sharding)}; wanted 'dual_chunk', 'contiguous', 'balanced' or a Sharding; "

@@ -58,7 +58,8 @@ def mpiexec() -> list[str] | None:
     """The command that starts ranks of this Python, with the flags that it needs here; None if there is none.
 
     The launcher beside this Python comes first: one of another make than the MPI library starts programs of one rank
-    each. Open MPI refuses root and more ranks than cores unless told otherwise.
+    each. Open MPI refuses root and more ranks than cores unless told otherwise, and would bind each of two ranks to one
+    core, which its threads would share: those that prepare batches, keep deadlines or belong to NCCL.
     """
     beside = Path(sys.executable).with_name("mpiexec")
     path = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -66,7 +67,7 @@ def mpiexec() -> list[str] | None:
         return None
     if not is_open_mpi(path):
         return [path]
-    return [path, "--oversubscribe", *["--allow-run-as-root"] * (os.geteuid() == 0)]
+    return [path, "--oversubscribe", "--bind-to", "none", *["--allow-run-as-root"] * (os.geteuid() == 0)]
 
 
 @cache

@@ -353,6 +353,8 @@ def _peer_memory(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Any, 
     """
     from thdattn.comm import peer
 
+    if len(gpus) == 1:  # a group of one, whatever transport it was split from
+        return None, "there is one rank"
     reason = "transport='nccl' was asked for" if transport == "nccl" else peer.obstacle([gpu.hostname for gpu in gpus])
     if reason is None:
         ok, made = _attempt(lambda: peer.PeerMemory(world))

@@ -22,6 +22,7 @@ from numpy.typing import DTypeLike
 
 from thdattn.comm import Arrival
 from thdattn.memory import Bytes, Layer, Memory, num_bytes
+from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -94,7 +95,9 @@ def gather(
         ValueError: IN_FLIGHT gathers of this plan wait for their forward or backward.
     """
     if comm.size == 1:  # rows are in sequence order already
-        return Keys(k, v, plan, [Arrival([[k], [v]])], ordered=not plan.has_unseen_keys)
+        if plan.has_unseen_keys:
+            return Keys(k, v, plan, [Arrival([[k], [v]])], ordered=False)
+        return Keys(k, v, plan, [Arrival([[x[: plan.key_rows]] for x in (k, v)])], ordered=True)
     turns: list[tuple[int, Callable[[], Keys | None]]] = plan.once(
         "turns of gathers", lambda: [(turn, _nobody) for turn in range(IN_FLIGHT)])  # the last one at the end
     free = next((number for number, (_, last) in enumerate(turns) if _is_free(last())), None)
@@ -159,67 +162,64 @@ class _Places(Sequence[list[Any]]):
                 for name, x in zip("kv", self._arrays, strict=True)]  # fmt: skip
 
 
-def kept(saved: Sequence[tuple[Any, Any]], k: Any, v: Any, plan: Plan) -> Keys:
-    """Keys and values that a forward has kept."""
-    return Keys(k, v, plan, [Arrival([[x] for x in parts]) for parts in saved], ordered=True)
-
-
 def forward(
-    engine: Any, comm: Comm, keys: Keys, q: Any, softmax_scale: float, return_max_logit: bool,
-    kept: list[tuple[Any, Any]] | None,
-) -> tuple[Any, Any, Any]:
-    """Attention of this rank's query rows over the keys of all ranks.
+    engine: Any, comm: Comm, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool,
+    keys: Keys | None = None,
+) -> Results:
+    """Attention of this rank's query rows over the keys of all ranks; see Call.
 
     Args:
-        keys: from gather.
-        q: this rank's rows, (local_rows, heads, width).
-        return_max_logit: also the largest scaled logit per head over all ranks.
-        kept: what gets keys and values of each group in sequence order, for the backward; None: they are not kept.
-
-    Returns:
-        (out, lse, max_logit or None), see CPAttention.forward.
+        keys: from gather, if that has been called before.
     """
+    keys = keys or gather(engine, comm, plan, k, v, call.num_groups, at_once=True)
+    kept: list[tuple[Any, Any]] | None = [] if call.keeps_keys else None
     rows, num_heads, _ = q.shape
     out = engine.empty((rows, num_heads, keys.v.shape[2]), q.dtype)
     lse = engine.empty((num_heads, rows), lse_dtype(q.dtype))
     logits = []
     for heads, (k, v) in zip(_shares(num_heads, keys), keys.in_order(engine, kept), strict=True):
         into = out[:, heads], lse[heads]
-        logits.append(engine.attn_fwd(q[:, heads], k, v, keys.plan, softmax_scale, return_max_logit, into)[2])
+        logits.append(engine.attn_fwd(q[:, heads], k, v, plan, call.softmax_scale, return_max_logit, into)[2])
+    kept_keys = None if kept is None else tuple(kept)
     if not return_max_logit:
-        engine.poison(keys.plan, out, lse)
-        return out, lse, None
-    max_logit = logits[0] if len(logits) == 1 else np.concatenate(logits)  # of CuPy arrays this is cupy.concatenate
-    engine.poison(keys.plan, out, lse, max_logit)
+        engine.poison(plan, out, lse)
+        return Results(out, lse, None, kept_keys)
+    max_logit = joined(logits)
+    engine.poison(plan, out, lse, max_logit)
     comm.all_reduce(max_logit, "max")
-    return out, lse, max_logit
+    return Results(out, lse, max_logit, kept_keys)
 
 
 def backward(
-    engine: Any, comm: Comm, keys: Keys, dout: Any, q: Any, out: Any, lse: Any, softmax_scale: float,
-    deterministic: bool, at_once: bool,
+    engine: Any, comm: Comm, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool,
+    keys: Keys | None = None,
 ) -> tuple[Any, Sums]:
-    """Gradients of `forward` for this rank's rows of q, k, v.
+    """Gradients of `forward` for this rank's rows of q, k, v; see Call.
 
     Args:
         at_once: the sums are asked for next, so that the last ones hide behind nothing.
+        keys: from gather, if that has been called before; those that forward kept are used first.
 
     Returns:
         (dq, sums): the shape and dtype of q; dk and dv, which are on their way.
     """
-    plan, alone = keys.plan, comm.size == 1
+    q, k, v, out, lse, kept = saved
+    if kept is not None:
+        keys = Keys(k, v, plan, [Arrival([[x] for x in parts]) for parts in kept], ordered=True)
+    keys = keys or gather(engine, comm, plan, k, v, call.num_groups, at_once=True)
+    alone = comm.size == 1
     dq = engine.empty(q.shape, q.dtype)
     # From now on, so that after an error too nobody gets the memory of dk and dv before their sums are there.
     sums = Sums(engine, plan, [] if alone else [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)], [])
-    sum_dtype = _sum_dtype(q.dtype, alone)
+    sum_dtype = (alone and call.grad_dtype) or _sum_dtype(q.dtype, alone)
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
     for heads, kv_heads, (k, v) in groups:
-        in_place = comm.overlaps and at_once and heads.stop == q.shape[1]
+        in_place = not alone and comm.overlaps and at_once and heads.stop == q.shape[1]
         partials = comm.partials([x.shape for x in (k, v)], sum_dtype, engine.empty) if in_place else None
         shares: list[Any] = []  # those of the last group make room
         _, *shares = engine.attn_bwd(
-            dout[:, heads], q[:, heads], k, v, out[:, heads], lse[heads], plan, softmax_scale, sum_dtype,
-            deterministic, (dq[:, heads], partials))  # fmt: skip
+            dout[:, heads], q[:, heads], k, v, out[:, heads], lse[heads], plan, call.softmax_scale,
+            sum_dtype, call.deterministic, (dq[:, heads], partials))  # fmt: skip
         results = [x[:, kv_heads] for x in sums.grads]
         if alone:
             sums.grads = shares
@@ -254,11 +254,6 @@ class Sums:
     def _wait(self) -> None:
         while self.waits:
             self.waits.pop(0)()
-
-
-def lse_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Of the log-sum-exp of inputs of a dtype."""
-    return np.promote_types(dtype, np.float32)
 
 
 def _sum_dtype(dtype: np.dtype[Any], alone: bool) -> np.dtype[Any]:

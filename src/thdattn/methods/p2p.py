@@ -25,7 +25,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from thdattn.comm import nothing
 from thdattn.memory import Bytes, Layer, Memory, num_bytes
-from thdattn.methods.all_gather import lse_dtype
+from thdattn.methods.call import Call, Results, Tensors, lse_dtype
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
@@ -35,18 +35,9 @@ Pair = Sequence[Any]  # keys and values of a slice, or their gradients
 
 
 def forward(
-    engine: Any, comm: Comm, plan: Plan, q: Any, k: Any, v: Any, softmax_scale: float, return_max_logit: bool
-) -> tuple[Any, Any, Any]:
-    """Attention of this rank's query rows over the keys of all ranks.
-
-    Args:
-        engine: the module `reference` or `ops`.
-        q, k, v: this rank's rows, (local_rows, heads, width); the engine's arrays.
-        return_max_logit: also the largest scaled logit per head over all ranks.
-
-    Returns:
-        (out, lse, max_logit or None), see CPAttention.forward.
-    """
+    engine: Any, comm: Comm, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
+) -> Results:
+    """Attention of this rank's query rows over the keys of all ranks; see call.py."""
     rows, num_heads, _ = q.shape
     dtype = lse_dtype(q.dtype)
     merged = plan.buffer("out in float32", (rows, num_heads, v.shape[2]), dtype)
@@ -54,28 +45,25 @@ def forward(
     merged[...], lse[...] = 0, -np.inf
     max_logit = None
     for part, keys in _slices(engine, comm, plan, k, v):
-        *_, logit = engine.attn_fwd(q, *keys, part, softmax_scale, return_max_logit, (merged, lse), merge=True)
+        *_, logit = engine.attn_fwd(q, *keys, part, call.softmax_scale, return_max_logit, (merged, lse), merge=True)
         max_logit = logit if max_logit is None else np.maximum(max_logit, logit)
     out = engine.rounded(merged, q.dtype)
     if not return_max_logit:
         engine.poison(plan, out, lse)
-        return out, lse, None
+        return Results(out, lse, None, None)
     engine.poison(plan, out, lse, max_logit)
     comm.all_reduce(max_logit, "max")
-    return out, lse, max_logit
+    return Results(out, lse, max_logit, None)
 
 
 def backward(
-    engine: Any, comm: Comm, plan: Plan, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, softmax_scale: float,
-    deterministic: bool,
-) -> tuple[Any, Any, Any]:
-    """Gradients of `forward` for this rank's rows of q, k, v.
+    engine: Any, comm: Comm, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool
+) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
+    """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are there with dq.
 
     The sums of a slice are made rank after rank, so that they are the same bits on every run.
-
-    Returns:
-        (dq, dk, dv): the shapes and dtype of q, k, v.
     """
+    q, k, v, out, lse, _ = saved
     dtype = lse_dtype(q.dtype)
     dq = plan.buffer("dq in float32", q.shape, dtype)
     dq[...] = 0
@@ -88,16 +76,16 @@ def backward(
         into = dq, _buffers(plan, f"shares {step % 2}", keys, dtype)
         try:
             _, *shares = engine.attn_bwd(
-                dout, q, *keys, out, lse, part, softmax_scale, dtype, deterministic, into, merge=True)
+                dout, q, *keys, out, lse, part, call.softmax_scale, dtype, call.deterministic, into, merge=True)
         finally:
             wait()
         if received:
             shares[0] += received[0]
             shares[1] += received[1]
         sums = shares
-    grads = tuple(engine.rounded(x, q.dtype) for x in (dq, *sums))
+    dq, dk, dv = grads = [engine.rounded(x, q.dtype) for x in (dq, *sums)]
     engine.poison(plan, *grads)
-    return grads
+    return dq, lambda: (dk, dv)
 
 
 def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:

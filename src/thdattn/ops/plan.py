@@ -68,7 +68,7 @@ def _shared(
     """
     planned = _planned.setdefault(sharding.batch, {})
     stream = cupy.cuda.get_current_stream()
-    rank = cupy.cuda.runtime.getDevice(), stream.ptr, sharding.strategy, sharding.cp_size, cp_rank
+    rank = cupy.cuda.runtime.getDevice(), stream.ptr, sharding.strategy, sharding.cp_size, sharding.local_rows, cp_rank
     mask = rank, window, tiles, keys_of
     same: PlanArrays | None = planned.get(mask, _gone)()
     if same is None:
@@ -222,7 +222,9 @@ def _rows(
     order = launch.empty((_num_ordered(sharding, key_batch),), np.int32)
     positions, valid = launch.empty((local_rows,), np.int32), launch.empty((local_rows,), bool)
     wrong = _NONE if lengths is None else lengths.wrong
-    by_runs = _table(all_rows(sharding.batch, sharding.cp_size)) if sharding.by_runs else (_NONE, np.int32(0))
+    by_runs = _NONE, np.int32(0)
+    if sharding.by_runs:
+        by_runs = _table(all_rows(sharding.batch, sharding.cp_size, local_rows))
     sizes = map(np.int32, (sharding.batch.num_seqs, sharding.cp_size, cp_rank, local_rows, sharding.multiple > 1,
                            num_rows, order.size))  # fmt: skip
     _make(lengths, _ROWS, (_blocks(order.size),), (order, positions, valid, offsets[0], wrong, *by_runs, *sizes))
@@ -244,7 +246,7 @@ def _key_side(
         return {"rank_order": None, "rows_of_keys": rows.all_rows[first : first + sharding.local_rows]}
     if not sharding.by_runs:
         return {"rank_order": rows.all_rows if key_batch is None else rows.all_rows[: key_batch.total_rows]}
-    side = needed_rows(sharding.batch, sharding.cp_size, window).key_side(cp_rank)
+    side = needed_rows(sharding.batch, sharding.cp_size, window, sharding.local_rows).key_side(cp_rank)
     whole = Pieces.joined(side)
     made = launch.empty((whole.size,), np.int32)
     _make(None, _PIECES, (_blocks(whole.size),), (made, *_table(whole), np.int32(whole.size)))

@@ -1,0 +1,286 @@
+"""All-to-all over heads: every rank computes some of the heads, of the rows of all ranks of its group.
+
+q, k and v are exchanged, so that a rank has all rows of few heads where it had few rows of all heads; attention
+follows, and out and lse are exchanged back. Every mask and pack is balanced, and all sizes are constants.
+
+The group may be the inner of two levels: between groups, rows of the heads that a rank has are another method's, whose
+plan is plan.core. Groups of heads are exchanged one after another, each while another is computed.
+
+Source: DeepSpeed Ulysses, arXiv:2309.14509; two levels: LoongTrain, arXiv:2406.18485.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from thdattn.comm import nothing
+from thdattn.memory import Layer, Memory, num_bytes
+from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
+
+if TYPE_CHECKING:
+    from thdattn.comm import Comm
+    from thdattn.comm.levels import Levels
+    from thdattn.plan import Plan
+
+Wait = Callable[[], None]
+
+
+def obstacle(num_heads: int, num_kv_heads: int, size: int) -> str:
+    """Why heads cannot be spread over so many ranks, with the numbers of ranks that can; "" if they can."""
+    able = [n for n in range(1, num_heads + 1)
+            if num_heads % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0)]
+    if size in able:
+        return ""
+    return (f"num_heads is {num_heads} and num_kv_heads {num_kv_heads}, wanted heads that can be spread over the "
+            f"{size} ranks of the all-to-all, which works for {', '.join(map(str, able))} ranks; use so many, or "
+            f"another cp_comm_type")
+
+
+def forward(
+    engine: Any, comm: Levels, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
+) -> Results:
+    """Attention of this rank's query rows; see call.py. It keeps what was exchanged, of each group of heads."""
+    swap = _Swap(engine, comm.inner, plan, call.num_groups)
+    out = engine.empty((len(q), q.shape[1], v.shape[2]), q.dtype)
+    lse = engine.empty((q.shape[1], len(q)), lse_dtype(q.dtype))
+    kept, logits = [], []
+    with ExitStack() as waits:
+        for group, heads in swap.to_heads((q, k, v)):
+            made = call.outer.forward(engine, comm.outer, plan.core, *heads, _inner(call), return_max_logit)
+            waits.callback(swap.to_rows(group, (made.out,), (out,), (made.lse, lse)))
+            kept.append(Tensors._make((*heads, made.out, made.lse, made.kept)))
+            logits.append(made.max_logit)
+    max_logit = engine.empty((q.shape[1],), np.float32) if return_max_logit else None
+    if return_max_logit:
+        comm.inner.all_gather(joined(logits), max_logit)
+    return Results(out, lse, max_logit, tuple(kept) if call.keeps_keys else None)
+
+
+def backward(
+    engine: Any, comm: Levels, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool
+) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
+    """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are there with dq."""
+    q, k, v, out, lse, kept = saved
+    swap = _Swap(engine, comm.inner, plan, call.num_groups)
+    dq, dk, dv = (engine.empty(x.shape, x.dtype) for x in (q, k, v))
+    asked = _inner(call)
+    if swap.deal(k.shape[1]).sharers > 1:
+        asked = asked._replace(grad_dtype=np.promote_types(k.dtype, np.float32))
+    exchanged = swap.to_heads((dout,)) if kept else swap.to_heads((dout, q, k, v, out), lse)
+    with ExitStack() as waits:
+        for group, (dout_heads, *others) in exchanged:
+            tensors = kept[group] if kept else Tensors._make((*others, None))
+            dq_heads, sums = call.outer.backward(engine, comm.outer, plan.core, dout_heads, tensors, asked, True)
+            waits.callback(swap.to_rows(group, (dq_heads, *sums()), (dq, dk, dv)))
+    return dq, lambda: (dk, dv)
+
+
+def memory(engine: Any, comm: Levels, plan: Plan, layer: Layer, outer: Any) -> Memory:
+    """Bytes of all that forward and backward make, for a layer with this plan, which needs no arrays."""
+    size, groups, rows = comm.inner.size, layer.num_groups, plan.local_rows
+    heads, kv_heads = layer.num_heads // size, max(1, layer.num_kv_heads // size)
+    inside = outer.memory(engine, comm.outer, plan.core, layer._replace(
+        num_heads=heads // groups, num_kv_heads=kv_heads // groups, num_groups=1))
+
+    def of(num_rows: int, num_heads: int) -> list[int]:
+        return [num_bytes((num_rows, num_heads, width), layer.dtype) for width in plan.head_dims]
+
+    (queries, outs), (keys, values) = of(rows, layer.num_heads), of(rows, layer.num_kv_heads)
+    there, back = of(size * rows, heads), of(size * rows, kv_heads)
+    lse = num_bytes((layer.num_heads, rows), lse_dtype(layer.dtype))
+    saved = {"q": queries, "k": keys, "v": values, "out": outs, "lse": lse}
+    exchanged = {"heads of all rows": sum(there) + sum(back) + lse}
+    if layer.keeps_keys:
+        saved |= exchanged | {name: groups * x for name, x in inside.saved.items() if name == "kept keys"}
+    return Memory(inside.forward | ({} if layer.keeps_keys else exchanged),
+                  inside.backward | {"gradients of heads": (there[1] + there[0] + sum(back)) // groups},
+                  saved, {"dq": queries, "dk": keys, "dv": values})  # fmt: skip
+
+
+def _inner(call: Call) -> Call:
+    """What is asked of the method between groups of ranks, for one group of heads."""
+    return call._replace(num_groups=1, outer=None)
+
+
+class _Deal(NamedTuple):
+    """How heads are spread over `size` ranks, and those of a rank over `groups`.
+
+    If ranks are more than heads, some share one.
+    """
+
+    num_heads: int
+    size: int
+    groups: int
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that have the same heads."""
+        return max(1, self.size // self.num_heads)
+
+    @property
+    def share(self) -> int:
+        """Heads that a rank has in a group."""
+        return max(1, self.num_heads // self.size) // self.groups
+
+    def of(self, rank: int, group: int) -> slice:
+        """Which heads these are."""
+        first = (rank // self.sharers * self.groups + group) * self.share
+        return slice(first, first + self.share)
+
+
+class _Pair(NamedTuple):
+    """An array of some rows of all heads, and one of all rows of some heads. axis: which one counts the heads."""
+
+    some_rows: Any
+    some_heads: Any
+    deal: _Deal
+    axis: int = 1
+
+    def parts(self, rank: int, group: int) -> tuple[Any, Any]:
+        """What both have of a rank: of the first its heads, of the second its rows."""
+        heads, num_rows = self.deal.of(rank, group), self.some_rows.shape[1 - self.axis]
+        rows = slice(rank * num_rows, (rank + 1) * num_rows)
+        if self.axis:
+            return self.some_rows[:, heads], self.some_heads[rows]
+        return self.some_rows[heads], self.some_heads[:, rows]
+
+
+class _Swap:
+    """Exchanges of a layer, group by group: from some rows of all heads to all rows of some, and back."""
+
+    def __init__(self, engine: Any, comm: Comm, plan: Plan, num_groups: int) -> None:
+        self._engine, self._comm, self._plan, self._num_groups = engine, comm, plan, num_groups
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+
+    def deal(self, num_heads: int) -> _Deal:
+        """How so many heads are spread."""
+        return _Deal(num_heads, self._comm.size, self._num_groups if num_heads >= self._comm.size else 1)
+
+    def to_heads(self, xs: Sequence[Any], lse: Any = None) -> Iterator[tuple[int, list[Any]]]:
+        """The number of every group and what is exchanged of xs and lse, while the next one is on its way."""
+        coming = self._to_heads(0, xs, lse)
+        for group in range(self._num_groups):
+            pairs, wait = coming
+            coming = [], nothing
+            if group + 1 < self._num_groups:
+                coming = self._to_heads(group + 1, xs, lse)
+            wait()
+            try:
+                yield group, [pair.some_heads for pair in self._in_sequence_order(pairs)]
+            except GeneratorExit:
+                coming[1]()
+                raise
+
+    def _to_heads(self, group: int, xs: Sequence[Any], lse: Any) -> tuple[list[_Pair], Wait]:
+        size, pairs = self._comm.size, []
+        for x in xs:
+            deal = self.deal(x.shape[1])
+            pairs.append(_Pair(x, self._engine.empty((size * len(x), deal.share, x.shape[2]), x.dtype), deal))
+        if lse is not None:
+            deal = self.deal(len(lse))
+            pairs.append(_Pair(lse, self._engine.empty((deal.share, size * lse.shape[1]), lse.dtype), deal, axis=0))
+        return pairs, self._exchange([pair.parts for pair in pairs], group)
+
+    def to_rows(
+        self, group: int, heads: Sequence[Any], rows: Sequence[Any], lse: tuple[Any, Any] | None = None
+    ) -> Wait:
+        """Starts to bring arrays of all rows, in sequence order, back to their places in those of some rows.
+
+        Args:
+            heads: of all rows and this group's heads; rows: of this rank's rows and all heads.
+            lse: the same of the log-sum-exp.
+
+        Returns:
+            What waits for them. Gradients of heads that several ranks have are then added up, in the order of ranks.
+        """
+        pairs, shared = [], []
+        for x, y in zip(rows, heads, strict=True):
+            deal = self.deal(x.shape[1])
+            place = x
+            if deal.sharers > 1:
+                deal = _Deal(self._comm.size, self._comm.size, 1)
+                place = self._engine.empty((len(x), self._comm.size, x.shape[2]), y.dtype)
+                shared.append((x, place))
+            pairs.append(_Pair(place, self._padded(y, self._comm.size * len(x)), deal))
+        if lse is not None:
+            pairs.append(_Pair(lse[1], lse[0], self.deal(len(lse[1])), axis=0))
+        wait = self._exchange([lambda *at, pair=pair: pair.parts(*at)[::-1] for pair in self._in_rank_order(pairs)],
+                              group)
+
+        def finish() -> None:
+            wait()
+            for x, shares in shared:
+                _add_shares(x, shares)
+
+        return finish
+
+    def _exchange(self, parts: Sequence[Callable[[int, int], tuple[Any, Any]]], group: int) -> Wait:
+        """Starts to send to every rank the first of its parts, and to receive the second."""
+        comm, sends, recvs, num_sent = self._comm, [], [], 0
+        for part in parts:
+            source, place = part(comm.rank, group)
+            place[...] = source
+            num_sent += source.nbytes
+        for rank in self._others:
+            for part in parts:
+                source, place = part(rank, group)
+                sends.append((source, rank))
+                recvs.append((place, rank))
+        sizes = np.full((comm.size, comm.size), num_sent)
+        np.fill_diagonal(sizes, 0)
+        return comm.exchange(sends, recvs, sizes)
+
+    def _in_sequence_order(self, pairs: Sequence[_Pair]) -> Sequence[_Pair]:
+        """With all rows as attention takes them, which slices of shares are already."""
+        if self._plan.sharding.outer is not None:
+            return pairs
+        inverse = self._plan.once("inverse of rank_order", lambda: _inverse(self._plan))
+        return [_reordered(pair, inverse) for pair in pairs]
+
+    def _in_rank_order(self, pairs: Sequence[_Pair]) -> Sequence[_Pair]:
+        """With all rows as ranks have them."""
+        if self._plan.sharding.outer is not None:
+            return pairs
+        order = self._plan.rank_order
+        return [_reordered(pair, order) for pair in pairs]
+
+    def _padded(self, y: Any, num_rows: int) -> Any:
+        """An array with rows of zeros behind its own, where all ranks have more rows than there are keys."""
+        if len(y) == num_rows or not self._plan.sharding.outer is not None:
+            return y
+        whole = self._engine.empty((num_rows, *y.shape[1:]), y.dtype)
+        whole[: len(y)], whole[len(y) :] = y, 0
+        return whole
+
+
+def _inverse(plan: Plan) -> Any:
+    """Which row in rank order every row in sequence order is, each of which a rank owns."""
+    order = plan.rank_order
+    inverse = np.empty_like(order, shape=(plan.batch.total_rows + 1,))
+    inverse[order] = np.arange(len(order), dtype=order.dtype, like=order)  # of fillers, -1, to the last place
+    return inverse[:-1]
+
+
+def _reordered(pair: _Pair, rows: Any) -> _Pair:
+    """With the rows that are named of all rows; -1: there is none, as padding has it."""
+    x = pair.some_heads
+    if not pair.axis:
+        none = x.dtype.type(-np.inf)
+        return pair._replace(some_heads=np.where(rows < 0, none, np.take(x, np.maximum(rows, 0), 1)))
+    words = np.take(x.view(f"u{x.itemsize}"), np.maximum(rows, 0), 0)  # CuPy does not index every dtype
+    words[rows < 0] = 0
+    return pair._replace(some_heads=words.view(x.dtype))
+
+
+def _add_shares(x: Any, shares: Any) -> None:
+    """What all ranks have computed of each head, added up in the order of ranks and rounded once."""
+    sharers = shares.shape[1] // x.shape[1]
+    for head in range(x.shape[1]):
+        total = shares[:, head * sharers].copy()
+        for sharer in range(1, sharers):
+            total += shares[:, head * sharers + sharer]
+        x[:, head] = total

@@ -1,0 +1,92 @@
+"""What an attention asks of a method, and what it gets.
+
+Every method is a module with the same two functions:
+
+    forward(engine, comm, plan, q, k, v, call, return_max_logit) -> Results
+    backward(engine, comm, plan, dout, saved, call, at_once) -> (dq, what waits for dk and dv and returns them)
+
+engine is the module `reference` or `ops`; q, k, v, dout are this rank's rows as CPAttention takes them, and the results
+this rank's rows as it returns them. A third, memory(engine, comm, plan, layer), says how many bytes both take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Call(NamedTuple):
+    """What is the same for all calls of an attention with plans of a size.
+
+    softmax_scale, deterministic: as CPAttention has them.
+    num_groups: of kv heads, which travel and are computed one after another.
+    keeps_keys: whether forward keeps what has travelled, so that it need not travel again.
+    outer: the method between the groups of ranks among which heads are exchanged.
+    grad_dtype: of dk and dv, on one rank; None: that of k and v.
+    """
+
+    softmax_scale: float
+    deterministic: bool
+    num_groups: int = 1
+    keeps_keys: bool = False
+    outer: Any = None
+    grad_dtype: Any = None
+
+
+class Results(NamedTuple):
+    """Of a forward: out, lse and max_logit (None if not asked for) as CPAttention.forward has them.
+
+    kept: what the method keeps for the backward beside q, k, v, out and lse; None: nothing.
+    """
+
+    out: Any
+    lse: Any
+    max_logit: Any
+    kept: Any
+
+
+class Tensors(NamedTuple):
+    """What a backward gets of its forward."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    kept: Any
+
+
+class Coming:
+    """Gradients that are on their way: calling it waits and returns them.
+
+    Args:
+        wait: has the current stream wait for what travels.
+        make: makes the gradients of it.
+    """
+
+    def __init__(self, wait: Callable[[], None], make: Callable[[], tuple[Any, Any]]) -> None:
+        self._waits, self._make = [wait], make
+
+    def __call__(self) -> tuple[Any, Any]:
+        self._wait()
+        return self._make()
+
+    def __del__(self) -> None:
+        """Buffers into which something is on its way are not given to others before it is there, after errors too."""
+        self._wait()
+
+    def _wait(self) -> None:
+        while self._waits:
+            self._waits.pop()()
+
+
+def lse_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Of the log-sum-exp of inputs of a dtype."""
+    return np.promote_types(dtype, np.float32)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """One array of those of all groups."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)  # of CuPy arrays this is cupy.concatenate

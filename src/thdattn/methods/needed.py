@@ -1,0 +1,133 @@
+"""Keys and values that a rank's queries see travel to it, and no others: for rows that are spread as the lengths are.
+
+Most documents are whole on one rank then. Each rank sends the rows that the others need, in one exchange, and lays what
+it gets among its own; what it makes of their gradients goes back the same way, and the owner adds it up in float32.
+
+Source: MagiAttention, arXiv:2505.13211, group collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdattn.comm import nothing
+from thdattn.memory import Layer, Memory, num_bytes
+from thdattn.methods.call import Call, Coming, Results, Tensors, lse_dtype
+
+if TYPE_CHECKING:
+    from thdattn.comm import Comm
+    from thdattn.plan import Plan
+
+Wait = Callable[[], None]
+
+
+def forward(
+    engine: Any, comm: Comm, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
+) -> Results:
+    """Attention of this rank's query rows over the keys that they see; see call.py."""
+    keys = _fetched(engine, comm, plan, k, v, keep=call.keeps_keys)
+    out, lse, max_logit = engine.attn_fwd(q, *keys, plan, call.softmax_scale, return_max_logit)
+    if return_max_logit:
+        comm.all_reduce(max_logit, "max")
+    return Results(out, lse, max_logit, keys if call.keeps_keys else None)
+
+
+def backward(
+    engine: Any, comm: Comm, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool
+) -> tuple[Any, Coming]:
+    """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are on their way with dq."""
+    q, k, v, out, lse, kept = saved
+    keys = kept or _fetched(engine, comm, plan, k, v, keep=False)
+    sum_dtype = lse_dtype(q.dtype)
+    dq, *shares = engine.attn_bwd(
+        dout, q, *keys, out, lse, plan, call.softmax_scale, sum_dtype, call.deterministic)
+    back, wait = _sent_back(engine, comm, plan, shares)
+
+    def made() -> tuple[Any, Any]:
+        dk, dv = (engine.empty(x.shape, x.dtype) for x in (k, v))
+        engine.add_shares(shares, back, plan, (dk, dv))
+        return dk, dv
+
+    return dq, Coming(wait, made)
+
+
+def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
+    """Bytes of all that forward and backward make, for a layer with this plan, which needs no arrays."""
+    assert plan.routes is not None
+    routes, heads, sum_dtype = plan.routes, layer.num_kv_heads, lse_dtype(layer.dtype)
+
+    def rows_of(num_rows: int, num_heads: int, dtype: Any) -> list[int]:
+        return [num_bytes((num_rows, num_heads, width), dtype) for width in plan.head_dims]
+
+    queries, outs = rows_of(plan.local_rows, layer.num_heads, layer.dtype)
+    keys, values = rows_of(plan.local_rows, heads, layer.dtype)
+    there = sum(rows_of(plan.key_rows, heads, layer.dtype))
+    lse = num_bytes((layer.num_heads, plan.local_rows), sum_dtype)
+    messages = routes.num_sent + routes.num_received
+    row_bytes = sum(rows_of(1, heads, layer.dtype)), sum(rows_of(1, heads, sum_dtype))
+    windows = [comm.exchange_bytes(table * size, 0) for table, size in zip((routes.table, routes.table.T), row_bytes,
+                                                                            strict=True)]  # fmt: skip
+    forward = {"plan": engine.plan_bytes(plan), "rows on their way": messages * row_bytes[0]}
+    forward |= {name: max(each.get(name, 0) for each in windows) for name in windows[1]}  # one for both, as it grows
+    if not layer.keeps_keys:
+        forward["needed keys"] = there
+    layer = layer._replace(num_groups=1)
+    forward |= engine.forward_bytes(plan, layer)
+    backward = {"shares on their way": messages * row_bytes[1]}
+    backward |= engine.backward_bytes(plan, layer, sum_dtype, num_made=1)
+    saved = {"q": queries, "k": keys, "v": values, "out": outs, "lse": lse}
+    if layer.keeps_keys:
+        saved["kept keys"] = there
+    return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
+
+
+def _fetched(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, keep: bool) -> tuple[Any, Any]:
+    """This rank's key buffers: new ones if they are kept, else those of the plan."""
+    assert plan.routes is not None
+    routes = plan.routes
+    sends, recvs = (_buffers(plan, name, number, (k, v), k.dtype)
+                    for name, number in (("sent", routes.num_sent), ("received", routes.num_received)))
+    engine.pack_rows((k, v), plan.arrays.sends, sends)
+    _exchange(comm, (sends, routes.sent), (recvs, routes.received), routes.table)()
+    shapes = [(plan.key_rows, *x.shape[1:]) for x in (k, v)]
+    into = [engine.empty(shape, k.dtype) for shape in shapes] if keep else None
+    keys, values = engine.to_sequence_order([recvs[0]], [recvs[1]], plan, into, (k, v))
+    return keys, values
+
+
+def _sent_back(engine: Any, comm: Comm, plan: Plan, shares: Sequence[Any]) -> tuple[list[Any], Wait]:
+    """What other ranks made of dk and dv of this one's rows, and what waits for it."""
+    assert plan.routes is not None
+    routes = plan.routes
+    sends = _buffers(plan, "shares sent", routes.num_received, shares, shares[0].dtype)
+    recvs = [engine.empty((routes.num_sent, *x.shape[1:]), x.dtype) for x in shares]
+    engine.pack_rows(shares, plan.rank_order[: routes.num_received], sends)
+    return recvs, _exchange(comm, (sends, routes.received), (recvs, routes.sent), routes.table.T)
+
+
+def _buffers(plan: Plan, name: str, num_rows: int, like: Sequence[Any], dtype: Any) -> list[Any]:
+    """Work buffers of rows of keys and of values."""
+    return [plan.buffer(f"{kind} {name}", (num_rows, *x.shape[1:]), dtype) for kind, x in zip("kv", like, strict=True)]
+
+
+def _exchange(
+    comm: Comm, sends: tuple[Sequence[Any], NDArray[Any]], recvs: tuple[Sequence[Any], NDArray[Any]],
+    table: NDArray[Any],
+) -> Wait:
+    """Starts to send rows that lie rank after rank, and to receive others; how many, the table says of all ranks."""
+    if not table.any():
+        return nothing
+    arrays, _ = sends
+    row_bytes = sum(x.itemsize * int(np.prod(x.shape[1:])) for x in arrays)
+    return comm.exchange(_by_rank(*sends), _by_rank(*recvs), table * row_bytes)
+
+
+def _by_rank(arrays: Sequence[Any], num_rows: NDArray[Any]) -> list[tuple[Any, int]]:
+    """For every rank its rows of each array."""
+    ends = np.cumsum(num_rows).tolist()
+    return [(x[end - number : end], rank)
+            for rank, (end, number) in enumerate(zip(ends, num_rows.tolist(), strict=True)) if number for x in arrays]
