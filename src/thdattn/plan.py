@@ -176,9 +176,9 @@ class Plan:
 
     def slice_of(self, rank: int) -> Plan:
         """One of the slices; without arrays if this plan has none."""
-        arrays = self.arrays
+        arrays, of = self.arrays, (self.sharding, self.cp_rank, self.window, self.tiles)
         if arrays is not NO_ARRAYS:
-            arrays = self.engine.plan_arrays(self.sharding, self.cp_rank, self.window, self.tiles, keys_of=rank)
+            arrays = self.engine.plan_arrays(*of, keys_of=rank, lengths=arrays.lengths)
         return replace(self, arrays=arrays, keys_of=rank, _kept={})
 
     @property

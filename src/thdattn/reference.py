@@ -103,7 +103,7 @@ def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
 
 def plan_arrays(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
-    key_batch: PackedBatch | None = None, keys_of: int | None = None,
+    key_batch: PackedBatch | None = None, keys_of: int | None = None, lengths: None = None,
 ) -> PlanArrays:
     """The arrays of a plan in NumPy; see host_plan.host_arrays. ValueError for lengths on a GPU."""
     sharding.batch.require_host("a plan of the reference engine")
