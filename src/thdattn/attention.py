@@ -250,7 +250,8 @@ class CPAttention:
         if self._inner == 1:
             return plan
         rows = sharding.outer or Sharding(batch, 1, "contiguous")
-        return replace(plan, core=replace(plan, sharding=rows, cp_rank=plan.cp_rank // self._inner))
+        return replace(plan, core=replace(plan, sharding=rows, cp_rank=plan.cp_rank // self._inner, _kept={},
+                                         _buffers={}))
 
     def _check_sharding(self, sharding: Sharding) -> None:
         """Raises where the method cannot bring these rows together."""

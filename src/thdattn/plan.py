@@ -182,6 +182,12 @@ class Plan:
         return replace(self, arrays=arrays, keys_of=rank, _kept={})
 
     @property
+    def needs_own_rows(self) -> bool:
+        """Whether the needed rows are all of this rank's and no others, and no other rank needs one of them."""
+        routes = self.routes
+        return routes is not None and not routes.sent.any() and not routes.received.any() and self.key_rows == self.local_rows
+
+    @property
     def first_own(self) -> int:
         """Where this rank's rows begin in what rank_order is about."""
         return self.cp_rank * self.local_key_rows if self.routes is None else self.routes.num_received

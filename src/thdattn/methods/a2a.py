@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from thdattn.comm import nothing
+from thdattn.comm.slices import copy
 from thdattn.memory import Layer, Memory, num_bytes
 from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
 
@@ -223,8 +224,9 @@ class _Swap:
         comm, sends, recvs, num_sent = self._comm, [], [], 0
         for part in parts:
             source, place = part(comm.rank, group)
-            place[...] = source
             num_sent += source.nbytes
+            if source.size:
+                copy(place, source)
         for rank in self._others:
             for part in parts:
                 source, place = part(rank, group)

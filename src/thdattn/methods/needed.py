@@ -42,12 +42,15 @@ def backward(
     """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are on their way with dq."""
     q, k, v, out, lse, kept = saved
     keys = kept or _fetched(engine, comm, plan, k, v, keep=False)
-    sum_dtype = lse_dtype(q.dtype)
+    alone = plan.needs_own_rows
+    sum_dtype = call.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
     dq, *shares = engine.attn_bwd(
         dout, q, *keys, out, lse, plan, call.softmax_scale, sum_dtype, call.deterministic)
     back, wait = _sent_back(engine, comm, plan, shares)
 
     def made() -> tuple[Any, Any]:
+        if alone:
+            return shares[0], shares[1]
         dk, dv = (engine.empty(x.shape, x.dtype) for x in (k, v))
         engine.add_shares(shares, back, plan, (dk, dv))
         return dk, dv
@@ -86,9 +89,12 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
 
 
 def _fetched(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, keep: bool) -> tuple[Any, Any]:
-    """This rank's key buffers: new ones if they are kept, else those of the plan."""
+    """This rank's key buffers: new ones if they are kept, else those of the plan, or k and v where they are the same."""
     assert plan.routes is not None
     routes = plan.routes
+    if plan.needs_own_rows:
+        _exchange(comm, ((k, v), routes.sent), ((k, v), routes.received), routes.table)()  # the others' one
+        return k, v
     sends, recvs = (_buffers(plan, name, number, (k, v), k.dtype)
                     for name, number in (("sent", routes.num_sent), ("received", routes.num_received)))
     engine.pack_rows((k, v), plan.arrays.sends, sends)
