@@ -181,11 +181,11 @@ class Plan:
             arrays = self.engine.plan_arrays(*of, keys_of=rank, lengths=arrays.lengths)
         return replace(self, arrays=arrays, keys_of=rank, _kept={})
 
-    @property
+    @cached_property
     def needs_own_rows(self) -> bool:
         """Whether the needed rows are all of this rank's and no others, and no other rank needs one of them."""
         routes = self.routes
-        return routes is not None and not routes.sent.any() and not routes.received.any() and self.key_rows == self.local_rows
+        return routes is not None and self.key_rows == self.local_rows and not routes.num_received + routes.num_sent
 
     @property
     def first_own(self) -> int:
