@@ -89,7 +89,7 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
 
 
 def _fetched(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, keep: bool) -> tuple[Any, Any]:
-    """This rank's key buffers: new ones if they are kept, else those of the plan, or k and v where they are the same."""
+    """This rank's key buffers: k and v themselves, new ones if they are kept, or those of the plan."""
     assert plan.routes is not None
     routes = plan.routes
     if plan.needs_own_rows:
@@ -97,12 +97,14 @@ def _fetched(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, keep: bool) ->
         return k, v
     sends, recvs = (_buffers(plan, name, number, (k, v), k.dtype)
                     for name, number in (("sent", routes.num_sent), ("received", routes.num_received)))
+    into = [engine.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k, v)] if keep else _buffers(
+        plan, "needed", plan.key_rows, (k, v), k.dtype)
     engine.pack_rows((k, v), plan.arrays.sends, sends)
-    _exchange(comm, (sends, routes.sent), (recvs, routes.received), routes.table)()
-    shapes = [(plan.key_rows, *x.shape[1:]) for x in (k, v)]
-    into = [engine.empty(shape, k.dtype) for shape in shapes] if keep else None
-    keys, values = engine.to_sequence_order([recvs[0]], [recvs[1]], plan, into, (k, v))
-    return keys, values
+    wait = _exchange(comm, (sends, routes.sent), (recvs, routes.received), routes.table)
+    engine.place_rows((k, v), plan.rank_order[routes.num_received :], plan, into)  # meanwhile
+    wait()
+    engine.place_rows(recvs, plan.rank_order[: routes.num_received], plan, into)
+    return into[0], into[1]
 
 
 def _sent_back(engine: Any, comm: Comm, plan: Plan, shares: Sequence[Any]) -> tuple[list[Any], Wait]:
