@@ -93,14 +93,14 @@ def _fetched(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, keep: bool) ->
     assert plan.routes is not None
     routes = plan.routes
     if plan.needs_own_rows:
-        _exchange(comm, ((k, v), routes.sent), ((k, v), routes.received), routes.table)()  # the others' one
+        _exchange(comm, ((k, v), routes.sent), ((k, v), routes.received), routes.table, k.dtype)()  # the others' one
         return k, v
     sends, recvs = (_buffers(plan, name, number, (k, v), k.dtype)
                     for name, number in (("sent", routes.num_sent), ("received", routes.num_received)))
     into = [engine.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k, v)] if keep else _buffers(
         plan, "needed", plan.key_rows, (k, v), k.dtype)
     engine.pack_rows((k, v), plan.arrays.sends, sends)
-    wait = _exchange(comm, (sends, routes.sent), (recvs, routes.received), routes.table)
+    wait = _exchange(comm, (sends, routes.sent), (recvs, routes.received), routes.table, k.dtype)
     engine.place_rows((k, v), plan.rank_order[routes.num_received :], plan, into)  # meanwhile
     wait()
     engine.place_rows(recvs, plan.rank_order[: routes.num_received], plan, into)
@@ -111,10 +111,12 @@ def _sent_back(engine: Any, comm: Comm, plan: Plan, shares: Sequence[Any]) -> tu
     """What other ranks made of dk and dv of this one's rows, and what waits for it."""
     assert plan.routes is not None
     routes = plan.routes
-    sends = _buffers(plan, "shares sent", routes.num_received, shares, shares[0].dtype)
-    recvs = [engine.empty((routes.num_sent, *x.shape[1:]), x.dtype) for x in shares]
-    engine.pack_rows(shares, plan.rank_order[: routes.num_received], sends)
-    return recvs, _exchange(comm, (sends, routes.received), (recvs, routes.sent), routes.table.T)
+    sum_dtype = lse_dtype(shares[0].dtype)  # also where this rank has nothing to add up
+    sends = _buffers(plan, "shares sent", routes.num_received, shares, sum_dtype)
+    recvs = [engine.empty((routes.num_sent, *x.shape[1:]), sum_dtype) for x in shares]
+    if routes.num_received:
+        engine.pack_rows(shares, plan.rank_order[: routes.num_received], sends)
+    return recvs, _exchange(comm, (sends, routes.received), (recvs, routes.sent), routes.table.T, sum_dtype)
 
 
 def _buffers(plan: Plan, name: str, num_rows: int, like: Sequence[Any], dtype: Any) -> list[Any]:
@@ -124,13 +126,13 @@ def _buffers(plan: Plan, name: str, num_rows: int, like: Sequence[Any], dtype: A
 
 def _exchange(
     comm: Comm, sends: tuple[Sequence[Any], NDArray[Any]], recvs: tuple[Sequence[Any], NDArray[Any]],
-    table: NDArray[Any],
+    table: NDArray[Any], dtype: np.dtype[Any],
 ) -> Wait:
     """Starts to send rows that lie rank after rank, and to receive others; how many, the table says of all ranks."""
     if not table.any():
         return nothing
     arrays, _ = sends
-    row_bytes = sum(x.itemsize * int(np.prod(x.shape[1:])) for x in arrays)
+    row_bytes = sum(num_bytes(x.shape[1:], dtype) for x in arrays)
     return comm.exchange(_by_rank(*sends), _by_rank(*recvs), table * row_bytes)
 
 
