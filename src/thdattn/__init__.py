@@ -7,6 +7,8 @@ imported by its name as it needs PyTorch.
 from thdattn import comm, graphs
 from thdattn.attention import CPAttention, Flops
 from thdattn.cache import KVCache
+from thdattn.mamba import Mamba2Mixer, Mamba2Saved
+from thdattn.mixer_shape import Mamba2Weights
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
 from thdattn.saved import Saved
@@ -16,6 +18,6 @@ from thdattn.varlen import VarlenSaved, varlen_attention, varlen_attention_backw
 __version__ = "0.1.0"
 
 __all__ = [
-    "CPAttention", "Flops", "KVCache", "PackedBatch", "Plan", "Saved", "Sharding", "VarlenSaved", "__version__", "comm",
-    "graphs", "varlen_attention", "varlen_attention_backward",
+    "CPAttention", "Flops", "KVCache", "Mamba2Mixer", "Mamba2Saved", "Mamba2Weights", "PackedBatch", "Plan", "Saved",
+    "Sharding", "VarlenSaved", "__version__", "comm", "graphs", "varlen_attention", "varlen_attention_backward",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""The NumPy engine: attention forward and backward over key ranges; host_rows moves rows.
+"""The NumPy engine: attention forward and backward over key ranges; host_rows moves rows, and the Mamba-2 mixer is in
+host_conv and host_ssd.
 
 It has the functions of the CUDA engine (`ops`) with the same arguments, so everything above the engine
 runs on any laptop. Like the kernels it obeys one rule, `score(i, j)` counts iff
@@ -26,12 +27,26 @@ from numpy.typing import DTypeLike, NDArray
 
 from thdattn.arguments import as_host_array, dlpack_device, unreadable
 from thdattn.cache import KVCache
+from thdattn.host_conv import mixer_add_halos as mixer_add_halos
+from thdattn.host_conv import mixer_conv as mixer_conv
+from thdattn.host_conv import mixer_conv_bwd as mixer_conv_bwd
+from thdattn.host_conv import mixer_halo as mixer_halo
+from thdattn.host_conv import mixer_tail as mixer_tail
 from thdattn.host_plan import host_arrays
 from thdattn.host_rows import add_shares as add_shares
 from thdattn.host_rows import pack_rows as pack_rows
 from thdattn.host_rows import place_rows as place_rows
 from thdattn.host_rows import to_rank_order as to_rank_order
 from thdattn.host_rows import to_sequence_order as to_sequence_order
+from thdattn.host_ssd import mixer_gate_bwd as mixer_gate_bwd
+from thdattn.host_ssd import ssd_bwd as ssd_bwd
+from thdattn.host_ssd import ssd_dstates as ssd_dstates
+from thdattn.host_ssd import ssd_enter as ssd_enter
+from thdattn.host_ssd import ssd_fold as ssd_fold
+from thdattn.host_ssd import ssd_scan as ssd_scan
+from thdattn.host_ssd import ssd_segment_rows as ssd_segment_rows
+from thdattn.host_ssd import ssd_start as ssd_start
+from thdattn.host_ssd import ssd_states as ssd_states
 from thdattn.memory import Bytes, Layer
 from thdattn.packing import DLPACK_HOST, DLPACK_MANAGED, PackedBatch
 from thdattn.plan import Plan, PlanArrays, key_side_ints, shares_bytes

@@ -1,0 +1,253 @@
+"""Mamba2Mixer: validates once, has an engine chosen, and runs the method that moves states."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from numpy.typing import DTypeLike
+
+from thdattn.arguments import as_choice, as_count, found, is_array, shown
+from thdattn.comm import Comm
+from thdattn.engines import ENGINES, as_engine_dtype, choose_engine
+from thdattn.methods import states
+from thdattn.methods.states import Kept
+from thdattn.mixer_shape import Mamba2Weights, MixerShape
+from thdattn.packing import PackedBatch
+from thdattn.plan import NO_ARRAYS, Plan
+from thdattn.sharding import Sharding, as_sharding
+
+CAUSAL = (-1, 0)  # the window of its plans
+
+
+@dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
+class Mamba2Saved:
+    """What forward of a Mamba2Mixer keeps for backward.
+
+    zxbcdt, weights, plan: as passed, without a copy: nobody may write to them before backward.
+    kept: what the mixer made: y before the gate, the state in front of every segment of rows, and the rows in front of
+        this rank's that the convolution saw.
+    made_with: the sizes of the mixer, which must be those of the one whose backward takes it.
+    """
+
+    zxbcdt: Any
+    weights: Mamba2Weights
+    plan: Plan
+    kept: Kept
+    made_with: MixerShape
+
+    def __repr__(self) -> str:
+        return f"<Mamba2Saved: zxbcdt {self.zxbcdt.dtype} {tuple(self.zxbcdt.shape)}, {self.plan!r}>"
+
+
+class Mamba2Mixer:
+    """The Mamba-2 mixer over packed sequences whose rows are spread over the ranks of a comm.
+
+    Of every row it takes z, x, B, C and dt, as a model's input projection makes them: a causal convolution and silu
+    over x, B and C, dt = softplus(dt + dt_bias), the recurrence s = exp(dt A) s + dt x B^T, y = s C + D x of each head,
+    and out = y * silu(z). Convolution and state start anew with every sequence. Head h reads B and C of group
+    h // (num_heads // num_groups). Rows of padding never change a result, NaN included, and out and dzxbcdt are exactly
+    0 there.
+
+    Ranks have slices of the pack and pass on states: what travels does not grow with the rows. d_inner below is
+    num_heads * head_dim, and channels, those of x, B and C, are d_inner + 2 * num_groups * state_dim.
+
+    Args:
+        comm: the ranks, from thdattn.comm.init or thdattn.comm.run_local.
+        num_heads: heads.
+        head_dim: width of a head of x, z and out.
+        state_dim: width of a group of B and C.
+        num_groups: groups of B and C, a divisor of num_heads; any number of ranks goes with any number of both.
+        conv_width: rows that the convolution sees, its own included.
+        dtype: of zxbcdt and out: "bfloat16", "float16", "float32" or "float64".
+        engine: "reference", or "auto", which is the same. There are no CUDA kernels for the mixer yet.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a dtype that the engine does not compute in.
+        ValueError: a value out of range, or a comm that moves GPU arrays alone.
+        RuntimeError: engine="cuda".
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        num_heads: int,
+        head_dim: int,
+        state_dim: int,
+        num_groups: int = 1,
+        conv_width: int = 4,
+        dtype: DTypeLike = "bfloat16",
+        engine: str = "auto",
+    ) -> None:
+        if not isinstance(comm, Comm):
+            raise TypeError(f"comm is {found(comm)}; wanted a Comm; make one with thdattn.comm.init()")
+        self.comm = comm
+        self.num_heads = as_count("num_heads", num_heads)
+        self.head_dim = as_count("head_dim", head_dim)
+        self.state_dim = as_count("state_dim", state_dim)
+        self.num_groups = as_count("num_groups", num_groups)
+        self.conv_width = as_count("conv_width", conv_width)
+        if self.num_heads % self.num_groups:
+            raise ValueError(
+                f"num_heads is {num_heads}, not a multiple of num_groups = {num_groups}; wanted as many heads for every "
+                f"group of B and C; use a divisor of num_heads"
+            )
+        self._engine = _choose_engine(engine, comm)
+        self.engine: str = self._engine.name
+        self.dtype = as_engine_dtype(self._engine, dtype)
+        self._shape = MixerShape(
+            self.num_heads, self.head_dim, self.state_dim, self.num_groups, self.conv_width, self.dtype
+        )
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={value}" for name, value in self._shape._asdict().items())
+        return f"<Mamba2Mixer {sizes}, engine={self.engine!r}, {self.comm!r}>"
+
+    def plan(self, batch: PackedBatch, sharding: str | Sharding = "contiguous") -> Plan:
+        """Plans one batch for this rank; every mixer can use it.
+
+        So can an attention with the same mask and head_dim; and a mixer can use the plan of a causal attention without
+        a window whose sharding is contiguous, if both have the same engine.
+
+        Collective: every rank calls it with the same batch, which is checked.
+
+        Args:
+            batch: the global lengths, on the host.
+            sharding: "contiguous", or such a Sharding of this batch over comm.size ranks: states are passed on along
+                the rows, so that a rank has rows that follow each other.
+
+        Raises:
+            TypeError: batch is no PackedBatch, or sharding neither a str nor a Sharding.
+            ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU, or (on every rank) a
+                batch that differs between ranks.
+        """
+        sharding = as_sharding(sharding, batch, self.comm.size)
+        _check_sharding(sharding)
+        dims = self.head_dim, self.head_dim
+        plan = Plan(sharding, self.comm.rank, CAUSAL, dims, self._engine.tiles(*dims), NO_ARRAYS, self._engine)
+        if self.comm.size > 1:
+            self.comm.agree("the plan's batch and mixer", self._fingerprint(batch))
+        return replace(plan, arrays=self._engine.plan_arrays(sharding, plan.cp_rank, plan.window, plan.tiles))
+
+    def forward(self, zxbcdt: Any, weights: Mamba2Weights, plan: Plan) -> tuple[Any, Mamba2Saved]:
+        """The mixer over this rank's rows. Collective.
+
+        Args:
+            zxbcdt: (local_rows, d_inner + channels + num_heads), this rank's rows in the order of plan.rows: the
+                columns of z, x by head, B by group, C by group, and dt.
+            weights: float32, for a float64 mixer float64; the same on all ranks.
+            plan: from this mixer's plan method, or one that it can use, see there.
+
+        Returns:
+            (out, saved): out (local_rows, d_inner), a new array, 0 on padding; saved goes to backward.
+
+        Raises:
+            TypeError: an array of the wrong dtype or on the wrong device, or weights or a plan that are none.
+            ValueError: an array of the wrong shape, or a plan of another rank, size, engine, mask or sharding.
+        """
+        self._check_plan(plan)
+        zxbcdt = self._checked("zxbcdt", zxbcdt, (plan.local_rows, self._shape.columns), self.dtype,
+                               "pass this rank's rows (Sharding.shard cuts them out) with the columns z, x, B, C, dt")
+        weights = self._checked_weights(weights)
+        out, kept = states.forward(self._engine, self.comm, plan, zxbcdt, weights, self._shape)
+        return out, Mamba2Saved(zxbcdt, weights, plan, kept, self._shape)
+
+    def backward(self, dout: Any, saved: Mamba2Saved) -> tuple[Any, Mamba2Weights]:
+        """Gradients of forward. Collective.
+
+        Args:
+            dout: (local_rows, d_inner), gradient of out.
+            saved: from forward of this mixer, or of one of the same sizes.
+
+        Returns:
+            (dzxbcdt, dweights): dzxbcdt as zxbcdt; dweights as weights, what this rank's rows give: to be summed over
+                the ranks, as gradients of weights are anyway.
+
+        Raises:
+            TypeError: as forward, or a saved that is none.
+            ValueError: as forward, or a saved of a mixer of other sizes.
+        """
+        if not isinstance(saved, Mamba2Saved):
+            raise TypeError(f"saved is {found(saved)}; wanted a Mamba2Saved; pass the one that forward returned")
+        for name, made, wanted in zip(MixerShape._fields, saved.made_with, self._shape, strict=True):
+            if made != wanted:
+                raise ValueError(f"saved was made with {name} {made}, wanted {wanted}; pass what this mixer's forward "
+                                 f"returned")
+        plan = saved.plan
+        self._check_plan(plan)
+        dout = self._checked("dout", dout, (plan.local_rows, self._shape.d_inner), self.dtype,
+                             "pass the gradient of what forward returned")
+        return states.backward(
+            self._engine, self.comm, plan, dout, saved.zxbcdt, saved.weights, saved.kept, self._shape
+        )
+
+    def _check_plan(self, plan: Plan) -> None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan is {found(plan)}; wanted a Plan; make it with mixer.plan(batch)")
+        mine = {"cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": CAUSAL, "engine": self.engine}
+        for name, wanted in mine.items():
+            if plan.made_for[name] != wanted:
+                raise ValueError(f"plan was made for {name} {plan.made_for[name]}, wanted {wanted}; make it with this "
+                                 f"mixer's plan(batch)")
+        if plan.key_batch is not plan.batch:
+            raise ValueError("plan has keys of their own, wanted those of the queries; make it with this mixer's "
+                             "plan(batch)")
+        _check_sharding(plan.sharding)
+        plan.check(wait=False)
+        plan.enter()
+
+    def _checked(self, name: str, x: Any, shape: tuple[int, ...], dtype: Any, remedy: str) -> Any:
+        x = self._engine.from_user(name, x)
+        if x.dtype != dtype:
+            raise TypeError(f"{name} is {x.dtype}, wanted {dtype} for a mixer of {self.dtype}; cast it")
+        if x.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape}, wanted {shape}; {remedy}")
+        return x
+
+    def _checked_weights(self, weights: Mamba2Weights) -> Mamba2Weights:
+        if not isinstance(weights, Mamba2Weights):
+            kind = found(weights) if is_array(weights) else f"{shown(weights)}, a {type(weights).__name__}"
+            raise TypeError(f"weights is {kind}; wanted a Mamba2Weights; make one of the five arrays")
+        named = zip(weights._fields, weights, self._shape.weights, strict=True)
+        return Mamba2Weights(*(
+            self._checked(f"weights.{name}", x, shape, self._shape.sum_dtype, "pass those of a mixer of these sizes")
+            for name, x, shape in named
+        ))  # fmt: skip
+
+    def _fingerprint(self, batch: PackedBatch) -> int:
+        """A number that differs where ranks would run collectives of different sizes or see other sequences."""
+        digest = hashlib.sha256(repr((batch.total_rows, self._shape, self.engine)).encode())
+        if not batch.on_device:
+            digest.update(batch.cu_seqlens.tobytes() + batch.cu_seqlens_padded.tobytes())
+        return int.from_bytes(digest.digest()[:7], "little")
+
+
+def _choose_engine(engine: str, comm: Comm) -> Any:
+    """The engine module: `reference`, as long as `ops` has no mixer."""
+    if as_choice("engine", engine, ("auto", *ENGINES)) == "cuda":
+        raise RuntimeError(
+            "engine is 'cuda', but the Mamba-2 mixer has no CUDA kernels yet, wanted 'reference' or 'auto'; use "
+            "engine='reference', with host arrays"
+        )
+    if "cpu" not in comm.devices:
+        raise ValueError(
+            f"comm is of backend {comm.name!r}, which moves GPU arrays, wanted one that moves host arrays, as the Mamba-2 "
+            f"mixer has no CUDA kernels yet; use thdattn.comm.init('mpi')"
+        )
+    return choose_engine("reference", comm)[0]
+
+
+def _check_sharding(sharding: Sharding) -> None:
+    """Raises unless rank r has the r-th of equal slices of the pack."""
+    if sharding.strategy != "contiguous" and sharding.cp_size > 1:
+        raise ValueError(
+            f"sharding is {sharding.strategy!r}, wanted 'contiguous' for a mixer over {sharding.cp_size} ranks, as "
+            f"states are passed on along the rows; use sharding='contiguous', for attention layers beside it too (with "
+            f"cp_comm_type='a2a' their work is even)"
+        )
+    if sharding.inner not in (1, sharding.cp_size):
+        raise ValueError(
+            f"sharding has inner {sharding.inner}, wanted 1 or {sharding.cp_size}, as fillers would lie between the "
+            f"rows of ranks; make it with Sharding(batch, {sharding.cp_size}, 'contiguous')"
+        )

@@ -1,0 +1,122 @@
+"""States travel, not rows: context parallelism of a Mamba-2 mixer, forward and backward, for every engine and comm.
+
+A rank has a slice of the pack. In front it needs the last rows of the ranks before for the convolution, and the state of
+its first row's sequence. However many sequences a rank has, it takes the state in front to `decay * state + own` behind,
+where decay is 0 if one begins on it: so ranks tell each other decay and own, one state each, whatever the lengths are,
+and each adds up those before it. Gradients of states come from the ranks behind in the same way.
+
+Rows whose sequence began on this rank need no state of others, so their turn is before the first use of what travels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from thdattn.comm import Comm
+    from thdattn.mixer_shape import Mamba2Weights, MixerShape
+    from thdattn.plan import Plan
+
+
+class Kept(NamedTuple):
+    """What a forward keeps for its backward beside its arguments.
+
+    y: (local_rows, d_inner), before the gate.
+    halo: (conv_width - 1, channels), the rows of x, B and C in front of this rank's.
+    states: (segments, num_heads, head_dim, state_dim), in front of each segment of rows.
+    """
+
+    y: Any
+    halo: Any
+    states: Any
+
+
+def forward(
+    engine: Any, comm: Comm, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, shape: MixerShape
+) -> tuple[Any, Kept]:
+    """out of this rank's rows, and what the backward needs; see Mamba2Mixer.
+
+    Args:
+        engine: the module `reference` or `ops`.
+        zxbcdt, weights: the engine's arrays.
+    """
+    halo = engine.mixer_tail(zxbcdt, plan, shape)
+    if comm.size > 1 and shape.reach:
+        halo = engine.mixer_halo(_gather(comm, plan, "rows", halo), plan, shape)
+    act = engine.mixer_conv(zxbcdt, halo, weights, plan, shape)
+    states, decays = engine.ssd_states(act, plan, shape)
+    summary = engine.ssd_fold(states, decays, shape)
+    y, out = (engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype) for _ in range(2))
+
+    def scan(segments: slice) -> None:
+        engine.ssd_scan(act, zxbcdt, states, weights.D, plan, shape, segments, (y, out))
+
+    if comm.size == 1:
+        scan(slice(len(states)))
+    else:
+        summaries = _gather(comm, plan, "states", summary)
+        waiting, _ = _waiting(engine, plan)
+        scan(slice(waiting.stop, len(states)))
+        engine.ssd_enter(states, decays, engine.ssd_start(summaries, plan, shape), waiting)
+        scan(waiting)
+    engine.poison(plan, out)
+    return out, Kept(y, halo, states)
+
+
+def backward(
+    engine: Any, comm: Comm, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept, shape: MixerShape
+) -> tuple[Any, Mamba2Weights]:
+    """Gradients of forward: those of this rank's rows, and what these rows give to those of the weights."""
+    y, halo, states = kept
+    num_rows, num_segments = len(zxbcdt), len(states)
+    dzxbcdt = engine.empty(zxbcdt.shape, zxbcdt.dtype)
+    dy = engine.mixer_gate_bwd(dout, zxbcdt, y, plan, shape, dzxbcdt)
+    act = engine.mixer_conv(zxbcdt, halo, weights, plan, shape)
+    dstates, decays = engine.ssd_dstates(act, dy, plan, shape)
+    summary = engine.ssd_fold(dstates, decays, shape, reverse=True)
+    into = dchannels, ddt, shares = (
+        plan.buffer("dchannels", (num_rows, shape.channels), shape.dtype),
+        plan.buffer("ddt", (num_rows, shape.num_heads), shape.sum_dtype),
+        plan.buffer("shares of dA and dD", (num_segments, 2, shape.num_heads), shape.sum_dtype),
+    )
+
+    def scan(segments: slice) -> None:
+        engine.ssd_bwd(act, dy, states, dstates, weights, plan, shape, segments, into)
+
+    if comm.size == 1:
+        scan(slice(num_segments))
+    else:
+        summaries = _gather(comm, plan, "gradients of states", summary)
+        _, waiting = _waiting(engine, plan)
+        scan(slice(waiting.start))
+        start = engine.ssd_start(summaries, plan, shape, reverse=True)
+        engine.ssd_enter(dstates, decays, start, waiting, reverse=True)
+        scan(waiting)
+    dweights, ends = engine.mixer_conv_bwd(zxbcdt, halo, weights, dchannels, ddt, shares, plan, shape, dzxbcdt)
+    if comm.size > 1 and shape.reach:
+        halos = _gather(comm, plan, "gradients of rows", ends[0])
+        engine.mixer_add_halos(halos, ends[1], plan, shape, dzxbcdt)
+    engine.poison(plan, dzxbcdt, *dweights)
+    return dzxbcdt, dweights
+
+
+def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> Any:
+    """The arrays of all ranks, one behind the other, in a buffer of the plan."""
+    recv = plan.buffer(f"{name} of ranks", (comm.size * len(send), *send.shape[1:]), send.dtype)
+    comm.all_gather(send, recv)
+    return recv
+
+
+def _waiting(engine: Any, plan: Plan) -> tuple[slice, slice]:
+    """The first segments, which a state of the ranks before may reach, and the last ones, which a gradient of one may.
+
+    They have rows of the sequences that cross the borders of this rank. Where lengths lie on a GPU nobody knows.
+    """
+    rows, each = plan.local_rows, engine.ssd_segment_rows
+    segments = -(-rows // each)
+    begins = [] if plan.batch.on_device else (plan.batch.cu_seqlens_padded - plan.cp_rank * rows).tolist()
+    inside = [begin for begin in begins if 0 <= begin <= rows]
+    first, last = (-(-min(inside) // each), max(inside) // each) if inside else (segments, 0)
+    first = 0 if plan.cp_rank == 0 else first
+    last = segments if plan.cp_rank == plan.cp_size - 1 else last
+    return slice(0, first), slice(last, segments)
