@@ -19,15 +19,16 @@ PACKAGE = SOURCE / "thdattn"
 # arguments; nothing below check imports them.
 LAYERS = [
     {"arguments", "install", "memory", "structs", "tiles", "wgmma", "kernel_cache"},
-    {"packing", "jit"},
+    {"packing", "jit", "mixer_shape"},
     {"balanced", "sums"},
     {"comm"},
-    {"sharding", "routes", "engines", "tensor_map", "oracle", "decode_tiles"},
+    {"sharding", "routes", "engines", "tensor_map", "oracle", "mamba_oracle", "decode_tiles"},
     {"plan"},
-    {"host_plan", "host_rows", "cache", "room"},
+    {"host_plan", "host_rows", "host_ssd", "cache", "room"},
+    {"host_conv"},
     {"reference", "ops", "methods"},
     {"saved"},
-    {"attention"},
+    {"attention", "mamba"},
     {"graphs", "varlen"},
     {"torch"},
     {"info", "check", "pack_stats"},
@@ -106,13 +107,14 @@ def test_imports_point_downwards(module):
 
 def test_methods_and_attention_do_not_import_the_engines():
     methods = [module for module in FILES if module.split(".")[0] == "methods"]
-    for module in (*methods, "attention", "engines", "plan", "__init__"):
+    for module in (*methods, "attention", "mamba", "engines", "plan", "__init__"):
         below = {own(name) for name, _ in imports(module) if name.startswith("thdattn")}
         assert not below & {"reference", "ops", "jit"}, module
 
 
-def test_oracle_shares_no_code_with_what_it_judges():
-    assert [name for name, when_loaded in imports("oracle") if when_loaded and name.startswith("thdattn")] == []
+@pytest.mark.parametrize("oracle", ["oracle", "mamba_oracle"])
+def test_oracle_shares_no_code_with_what_it_judges(oracle):
+    assert [name for name, when_loaded in imports(oracle) if when_loaded and name.startswith("thdattn")] == []
 
 
 @pytest.mark.parametrize("library", EVER)

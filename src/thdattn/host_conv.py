@@ -23,7 +23,7 @@ SUM_ROWS = 64  # added up one after another
 
 
 def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
-    """(reach, channels), the last rows of x, B and C, as the convolution of others may see them; 0 where there are none.
+    """(reach, channels), the last rows of x, B and C, which the convolution of others may see; 0 where there are none.
 
     Padding among them is as it was.
     """

@@ -77,12 +77,14 @@ class _Chunks(NamedTuple):
 def first_rows(plan: Plan) -> Array:
     """(local_rows,), where a row's sequence begins, below 0 if on a rank before; of padding its own number + 1."""
     begin, end = plan.key_ranges.astype(np.int64).T
-    return np.where(begin < end, begin - plan.cp_rank * plan.local_rows, np.arange(1, plan.local_rows + 1))
+    first: Array = np.where(begin < end, begin - plan.cp_rank * plan.local_rows, np.arange(1, plan.local_rows + 1))
+    return first
 
 
 def valid_rows(plan: Plan) -> Array:
     """(local_rows, 1), whether a row is no padding."""
-    return (first_rows(plan) <= np.arange(plan.local_rows))[:, None]
+    valid: Array = first_rows(plan) <= np.arange(plan.local_rows)
+    return valid[:, None]
 
 
 def cleared(x: Array, valid: Array, shape: MixerShape) -> Array:
@@ -93,7 +95,8 @@ def cleared(x: Array, valid: Array, shape: MixerShape) -> Array:
 def sigmoid(x: Array) -> Array:
     """1 / (1 + exp(-x)), of which no power is too large."""
     small = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1, small) / (1 + small)
+    share: Array = np.where(x >= 0, 1, small) / (1 + small)
+    return share
 
 
 def silu(x: Array) -> Array:
@@ -104,7 +107,8 @@ def silu(x: Array) -> Array:
 def slope(x: Array) -> Array:
     """The derivative of silu."""
     share = sigmoid(x)
-    return share * (1 + x * (1 - share))
+    derivative: Array = share * (1 + x * (1 - share))
+    return derivative
 
 
 def chunk_sums(a: Array, plan: Plan) -> Array:

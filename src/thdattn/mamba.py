@@ -90,8 +90,8 @@ class Mamba2Mixer:
         self.conv_width = as_count("conv_width", conv_width)
         if self.num_heads % self.num_groups:
             raise ValueError(
-                f"num_heads is {num_heads}, not a multiple of num_groups = {num_groups}; wanted as many heads for every "
-                f"group of B and C; use a divisor of num_heads"
+                f"num_heads is {num_heads}, not a multiple of num_groups = {num_groups}; wanted as many heads for "
+                f"every group of B and C; use a divisor of num_heads"
             )
         self._engine = _choose_engine(engine, comm)
         self.engine: str = self._engine.name
@@ -232,8 +232,8 @@ def _choose_engine(engine: str, comm: Comm) -> Any:
         )
     if "cpu" not in comm.devices:
         raise ValueError(
-            f"comm is of backend {comm.name!r}, which moves GPU arrays, wanted one that moves host arrays, as the Mamba-2 "
-            f"mixer has no CUDA kernels yet; use thdattn.comm.init('mpi')"
+            f"comm is of backend {comm.name!r}, which moves GPU arrays, wanted one that moves host arrays, as the "
+            f"Mamba-2 mixer has no CUDA kernels yet; use thdattn.comm.init('mpi')"
         )
     return choose_engine("reference", comm)[0]
 

@@ -1,7 +1,5 @@
 """What a Mamba-2 mixer takes: the columns of its rows, and its weights."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

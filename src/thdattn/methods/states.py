@@ -1,11 +1,13 @@
 """States travel, not rows: context parallelism of a Mamba-2 mixer, forward and backward, for every engine and comm.
 
-A rank has a slice of the pack. In front it needs the last rows of the ranks before for the convolution, and the state of
-its first row's sequence. However many sequences a rank has, it takes the state in front to `decay * state + own` behind,
-where decay is 0 if one begins on it: so ranks tell each other decay and own, one state each, whatever the lengths are,
-and each adds up those before it. Gradients of states come from the ranks behind in the same way.
+A rank has a slice of the pack. For its first rows it needs the last ones of the ranks before, which the convolution
+sees, and the state that their sequence has reached. However many sequences a rank has, it takes the state in front to
+`decay * state + own` behind, where decay is 0 if one begins on it. So ranks tell each other decay and own, one state of
+all heads, whatever the lengths are, and each adds up those before it. Gradients of states come from the ranks behind in
+the same way.
 
-Rows whose sequence began on this rank need no state of others, so their turn is before the first use of what travels.
+Rows whose sequence began on this rank need no state of others: their turn is between the gather of the states and the
+first use of what it brings.
 """
 
 from __future__ import annotations
