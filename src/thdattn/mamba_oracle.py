@@ -187,7 +187,7 @@ def _inputs_gradients(
         for back in range(min(t + 1, conv_weight.shape[1])):
             dxbc[t - back] += conv_weight[:, -1 - back] * dbefore[t]
             dconv[:, -1 - back] += xbc[t - back] * dbefore[t]
-    draw = ddt / (1 + np.exp(-rows.raw))
+    draw = ddt * np.exp(-np.logaddexp(0, -rows.raw))
     dzxbcdt = np.concatenate([dz, dxbc, draw], axis=1)
     return Result(out, dzxbcdt, dconv, dbefore.sum(axis=0), of_a_log, of_d, draw.sum(axis=0))
 

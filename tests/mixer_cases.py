@@ -1,0 +1,154 @@
+"""The packs and sizes that tests of the Mamba-2 mixer share, and a run over simulated ranks.
+
+Inputs of a case are made per row of the pack, the same for every cp_size; `run` poisons every row that holds no token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import thdattn
+from thdattn import mamba_oracle
+from thdattn.check import offsets
+from thdattn.mamba_oracle import FIELDS, Result, Sizes
+
+BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = map(np.dtype, (ml_dtypes.bfloat16, "float16", "float32", "float64"))
+CP_SIZES = (1, 2, 3, 4, 8)
+SIZES = Sizes(4, 3, 5, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pack and a mixer.
+
+    lengths: tokens of every sequence; padded: their rows, None = as many; slack: rows behind the last sequence.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    padded: tuple[int, ...] | None = None
+    slack: int = 0
+    sizes: Sizes = SIZES
+    conv_width: int = 4
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def batch(self) -> thdattn.PackedBatch:
+        starts = offsets(self.lengths if self.padded is None else self.padded)
+        return thdattn.PackedBatch(offsets(self.lengths), starts, total_rows=int(starts[-1]) + self.slack)
+
+    @property
+    def valid(self) -> np.ndarray:
+        """(total_rows,) bool, the rows that hold a token."""
+        batch = self.batch
+        valid = np.zeros(batch.total_rows, bool)
+        for begin, length in zip(batch.cu_seqlens_padded, batch.lengths, strict=False):
+            valid[begin : begin + length] = True
+        return valid
+
+    def mixer(self, comm: thdattn.comm.Comm, dtype: Any, **options: Any) -> thdattn.Mamba2Mixer:
+        return thdattn.Mamba2Mixer(comm, *self.sizes, conv_width=self.conv_width, dtype=dtype, **options)
+
+
+# The engine works at chunks of 64 rows.
+CASES = {case.name: case for case in (
+    Case("no-sequences", ()),
+    Case("no-sequences-slack", (), slack=19),
+    Case("all-empty", (0, 0, 0)),
+    Case("all-empty-padded", (0, 0), padded=(5, 2), slack=3),
+    Case("one-token", (1,)),
+    Case("fewer-rows-than-ranks", (1, 0, 2)),
+    Case("shorter-than-the-convolution", (1, 2, 3, 1, 1, 2, 3, 2)),
+    Case("resets-inside-chunks", (10, 50, 7, 30, 90, 2)),
+    Case("ranks-of-padding", (5,), padded=(64,)),
+    Case("empty-between", (0, 9, 0, 40, 0), padded=(3, 12, 0, 40, 8), slack=2),
+    Case("chunk-edges", (63, 64, 65, 1)),
+    Case("padding-ends-a-chunk", (60, 60), padded=(64, 70), slack=9),
+    Case("over-all-ranks", (200,)),
+    Case("ends-with-a-rank", (50, 50, 100)),
+    Case("capacity", (40, 21), slack=135),
+    Case("one-group", (37, 90), sizes=Sizes(3, 2, 4, 1)),
+    Case("a-group-per-head", (37, 90), sizes=Sizes(3, 2, 4, 3)),
+    Case("sizes-of-one", (37, 90), sizes=Sizes(1, 1, 1, 1)),
+    Case("no-convolution", (5, 70), padded=(6, 70), conv_width=1),
+    Case("convolution-of-two", (5, 70, 1, 1), conv_width=2),
+    Case("convolution-of-nine", (5, 70, 1, 3, 20), conv_width=9),
+)}  # fmt: skip
+MANY = Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 1000).tolist()), sizes=Sizes(2, 2, 2, 1))
+
+
+def random_inputs(case: Case, dtype: Any, seed: int = 0) -> tuple[np.ndarray, thdattn.Mamba2Weights, np.ndarray]:
+    """zxbcdt, weights, dout; all rows hold numbers."""
+    rng = np.random.default_rng(zlib.crc32(f"{case.name} {seed}".encode()))
+    heads, head_dim, state_dim, groups = case.sizes
+    inner = heads * head_dim
+    channels = inner + 2 * groups * state_dim
+    rows = case.batch.total_rows
+    zxbcdt, dout = rng.standard_normal((rows, inner + channels + heads)), rng.standard_normal((rows, inner))
+    weights = (
+        rng.standard_normal((channels, case.conv_width)) / case.conv_width**0.5, 0.3 * rng.standard_normal(channels),
+        np.log(rng.uniform(0.3, 4, heads)), rng.standard_normal(heads), rng.standard_normal(heads) - 1,
+    )  # fmt: skip
+    kind = np.promote_types(dtype, np.float32)
+    return zxbcdt.astype(dtype), thdattn.Mamba2Weights(*(x.astype(kind) for x in weights)), dout.astype(dtype)
+
+
+@lru_cache(maxsize=None)
+def truth(case: Case, dtype: Any, rounding: Any = None) -> Result:
+    """The oracle's answer for random_inputs, or plain maths with a rounding."""
+    zxbcdt, weights, dout = random_inputs(case, dtype)
+    return mamba_oracle.packed_mixer(case.batch, zxbcdt, weights, dout, case.sizes, rounding)
+
+
+def run(case: Case, cp_size: int, dtype: Any, inputs: Any = None, fill: float = np.nan) -> dict[str, np.ndarray]:
+    """FIELDS of a mixer over simulated ranks: whole packs, and gradients of weights by rank.
+
+    Args:
+        inputs: as random_inputs.
+        fill: what rows without a token hold, fillers too.
+    """
+    zxbcdt, weights, dout = inputs or random_inputs(case, dtype)
+    batch, valid = case.batch, case.valid
+    sharding = thdattn.Sharding(batch, cp_size, "contiguous")
+
+    def local(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        made = np.full((len(rows), x.shape[1]), fill, x.dtype)
+        tokens = (rows >= 0) & valid[rows] if len(valid) else rows >= 0
+        made[tokens] = x[rows[tokens]]
+        return made
+
+    def program(comm: thdattn.comm.Comm) -> tuple[Any, ...]:
+        mixer = case.mixer(comm, dtype, engine="reference")
+        plan = mixer.plan(batch)
+        out, saved = mixer.forward(local(zxbcdt, plan.rows), weights, plan)
+        dzxbcdt, dweights = mixer.backward(local(dout, plan.rows), saved)
+        padding = ~plan.valid
+        assert not out[padding].view(np.uint8).any() and not dzxbcdt[padding].view(np.uint8).any(), "exactly 0"
+        return out, dzxbcdt, *dweights
+
+    ranks = thdattn.comm.run_local(cp_size, program)
+    packs = [sharding.unshard([rank[i] for rank in ranks]) for i in range(2)]
+    return dict(zip(FIELDS, [*packs, *(np.stack([rank[i] for rank in ranks]) for i in range(2, 7))], strict=True))
+
+
+def assert_equal(made: dict[str, np.ndarray], exact: Result, error: float) -> None:
+    """All fields are those of the oracle but for an error relative to the largest value of each."""
+    for field in FIELDS:
+        actual = made[field] if field in ("out", "zxbcdt") else made[field].astype(np.float64).sum(axis=0)
+        wanted = getattr(exact, field)
+        assert actual.shape == wanted.shape
+        scale = np.abs(wanted).max(initial=0)
+        assert np.abs(actual - wanted).max(initial=0) <= error * scale, field
+
+
+def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    for field in FIELDS:
+        assert one[field].tobytes() == other[field].tobytes(), field
