@@ -6,8 +6,9 @@ Inputs of a case are made per row of the pack, the same for every cp_size; `run`
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -101,7 +102,7 @@ def random_inputs(case: Case, dtype: Any, seed: int = 0) -> tuple[np.ndarray, th
     return zxbcdt.astype(dtype), thdattn.Mamba2Weights(*(x.astype(kind) for x in weights)), dout.astype(dtype)
 
 
-@lru_cache(maxsize=None)
+@cache
 def truth(case: Case, dtype: Any, rounding: Any = None) -> Result:
     """The oracle's answer for random_inputs, or plain maths with a rounding."""
     zxbcdt, weights, dout = random_inputs(case, dtype)
@@ -115,26 +116,31 @@ def run(case: Case, cp_size: int, dtype: Any, inputs: Any = None, fill: float = 
         inputs: as random_inputs.
         fill: what rows without a token hold, fillers too.
     """
-    zxbcdt, weights, dout = inputs or random_inputs(case, dtype)
-    batch, valid = case.batch, case.valid
-    sharding = thdattn.Sharding(batch, cp_size, "contiguous")
+    inputs = inputs or random_inputs(case, dtype)
+    return assembled(case, thdattn.comm.run_local(cp_size, lambda comm: run_rank(case, comm, dtype, inputs, fill)))
 
-    def local(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        made = np.full((len(rows), x.shape[1]), fill, x.dtype)
-        tokens = (rows >= 0) & valid[rows] if len(valid) else rows >= 0
-        made[tokens] = x[rows[tokens]]
-        return made
 
-    def program(comm: thdattn.comm.Comm) -> tuple[Any, ...]:
-        mixer = case.mixer(comm, dtype, engine="reference")
-        plan = mixer.plan(batch)
-        out, saved = mixer.forward(local(zxbcdt, plan.rows), weights, plan)
-        dzxbcdt, dweights = mixer.backward(local(dout, plan.rows), saved)
-        padding = ~plan.valid
-        assert not out[padding].view(np.uint8).any() and not dzxbcdt[padding].view(np.uint8).any(), "exactly 0"
-        return out, dzxbcdt, *dweights
+def run_rank(
+    case: Case, comm: thdattn.comm.Comm, dtype: Any, inputs: Any, fill: float = np.nan
+) -> tuple[np.ndarray, ...]:
+    """FIELDS of one rank."""
+    zxbcdt, weights, dout = inputs
+    mixer = case.mixer(comm, dtype, engine="reference")
+    plan = mixer.plan(case.batch)
 
-    ranks = thdattn.comm.run_local(cp_size, program)
+    def local(x: np.ndarray) -> np.ndarray:
+        return np.where(plan.valid[:, None], plan.shard(x), x.dtype.type(fill))
+
+    out, saved = mixer.forward(local(zxbcdt), weights, plan)
+    dzxbcdt, dweights = mixer.backward(local(dout), saved)
+    for x in (out, dzxbcdt):
+        assert not x[~plan.valid].view(np.uint8).any(), "exactly 0"
+    return out, dzxbcdt, *dweights
+
+
+def assembled(case: Case, ranks: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
+    """FIELDS of all ranks: whole packs, and gradients of weights by rank."""
+    sharding = thdattn.Sharding(case.batch, len(ranks), "contiguous")
     packs = [sharding.unshard([rank[i] for rank in ranks]) for i in range(2)]
     return dict(zip(FIELDS, [*packs, *(np.stack([rank[i] for rank in ranks]) for i in range(2, 7))], strict=True))
 

@@ -65,7 +65,7 @@ def refuses(call, argument, value, kind, message):
     text = str(caught.value)
     assert re.search(".*".join(map(re.escape, message.split(" … "))), text), text
     assert type(caught.value) is kind
-    assert re.match(r"[a-z_]+(\[\d+\])? ", text), "begins with the name"
+    assert re.match(r"[a-z_]+(\[\d+\]|\.\w+)? ", text), "begins with the name"
     assert re.search("wanted|needs", text) and ";" in text and len(text) < 500, "says what was wanted, and the remedy"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from thdattn.arguments import as_choice, as_count, found, is_array, shown
+from thdattn.arguments import as_choice, as_count, found
 from thdattn.comm import Comm
 from thdattn.engines import ENGINES, as_engine_dtype, choose_engine
 from thdattn.methods import states
@@ -207,8 +207,7 @@ class Mamba2Mixer:
 
     def _checked_weights(self, weights: Mamba2Weights) -> Mamba2Weights:
         if not isinstance(weights, Mamba2Weights):
-            kind = found(weights) if is_array(weights) else f"{shown(weights)}, a {type(weights).__name__}"
-            raise TypeError(f"weights is {kind}; wanted a Mamba2Weights; make one of the five arrays")
+            raise TypeError(f"weights is {found(weights)}; wanted a Mamba2Weights; make one of the five arrays")
         named = zip(weights._fields, weights, self._shape.weights, strict=True)
         return Mamba2Weights(*(
             self._checked(f"weights.{name}", x, shape, self._shape.sum_dtype, "pass those of a mixer of these sizes")
