@@ -67,6 +67,7 @@ CASES = {case.name: case for case in (
     Case("all-empty-padded", (0, 0), padded=(5, 2), slack=3),
     Case("one-token", (1,)),
     Case("fewer-rows-than-ranks", (1, 0, 2)),
+    Case("a-row-per-rank", (1, 5, 1)),
     Case("shorter-than-the-convolution", (1, 2, 3, 1, 1, 2, 3, 2)),
     Case("resets-inside-chunks", (10, 50, 7, 30, 90, 2)),
     Case("ranks-of-padding", (5,), padded=(64,)),

@@ -34,18 +34,15 @@ def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
 
 
 def mixer_halo(tails: Array, plan: Plan, shape: MixerShape) -> Array:
-    """(reach, channels), the rows in front of this rank's; 0 in front of the pack.
+    """(reach, channels), the rows in front of this rank's; anything in front of the pack, where no sequence is.
 
     Args:
         tails: (cp_size * reach, channels), mixer_tail of all ranks. Ranks with fewer rows than reach share a halo.
     """
     num_rows = plan.local_rows
     rows = plan.cp_rank * num_rows + np.arange(-shape.reach, 0)
-    there = rows >= 0
-    owner, row = np.divmod(np.where(there, rows, 0), max(1, num_rows))
-    halo = tails[np.where(there, shape.reach * (owner + 1) + row - num_rows, 0)]
-    halo[~there] = 0
-    return halo
+    owner, row = np.divmod(rows, max(1, num_rows))
+    return tails[np.where(rows >= 0, shape.reach * (owner + 1) + row - num_rows, 0)]
 
 
 def mixer_conv(zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape) -> Activations:

@@ -215,8 +215,7 @@ def ssd_scan(
     y, out = into
     z, valid = shape.parts(zxbcdt)[0], valid_rows(plan)
     for here, chunks in _blocks(act, plan, shape, segments):
-        products = _per_head(chunks.c @ chunks.b.swapaxes(2, 3), shape)
-        weights = np.where(chunks.pair, products * chunks.decay * chunks.dt[:, :, None], 0)
+        weights = _products(chunks, shape) * chunks.decay * chunks.dt[:, :, None]
         of_state = _per_head(chunks.c, shape) @ _rounded(states[here], shape).swapaxes(2, 3)
         made = _rounded(weights, shape) @ chunks.x + _times(chunks.enter, of_state) + d[:, None, None] * chunks.x
         rows = _rows_of(here, len(y))
@@ -265,7 +264,7 @@ def _chunk_gradients(
     """dx, dB, dC; ddt but for what comes through a; da."""
     x, b, c, dt = chunks.x, _per_head(chunks.b, shape), _per_head(chunks.c, shape), chunks.dt
     states, dstates = _rounded(states, shape), _rounded(dstates, shape)
-    products = _per_head(chunks.c @ chunks.b.swapaxes(2, 3), shape)
+    products = _products(chunks, shape)
     dproducts = np.where(chunks.pair, chunks.decay * dt[:, :, None] * (dy @ x.swapaxes(2, 3)), 0)
     of_group = _rounded(_per_group(dproducts, shape), shape)
     from_state = _times(chunks.enter, dy @ states)
@@ -273,8 +272,7 @@ def _chunk_gradients(
     dc = of_group @ chunks.b + _per_group(from_state, shape)
     db = of_group.swapaxes(2, 3) @ chunks.c + _per_group(to_state, shape)
 
-    weights = _rounded(np.where(chunks.pair, products * chunks.decay, 0), shape)
-    du = weights.swapaxes(2, 3) @ dy + _times(chunks.leave, b @ dstates.swapaxes(2, 3))
+    du = _rounded(products * chunks.decay, shape).swapaxes(2, 3) @ dy + _times(chunks.leave, b @ dstates.swapaxes(2, 3))
     dx = dt[..., None] * du + d[:, None, None] * dy
 
     # What passes over row k: pairs i >= k > j, the state in front on its way to i >= k, j < k on its way to the state
@@ -288,6 +286,11 @@ def _chunk_gradients(
     across = _times(chunks.through, (states * dstates).sum(axis=(2, 3)))
     da = _restarting_sums(ending, chunks.goes_on, reverse=True) + before + across[..., None]
     return dx, db, dc, (x * du).sum(axis=3), da
+
+
+def _products(chunks: _Chunks, shape: MixerShape) -> Array:
+    """C B^T of every head, (chunks, num_heads, CHUNK, CHUNK), 0 for what is no pair."""
+    return np.where(chunks.pair, _per_head(chunks.c @ chunks.b.swapaxes(2, 3), shape), 0)
 
 
 def _new_states(plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
