@@ -191,3 +191,31 @@ def test_slices_through_peer_memory_are_those_of_copies(cupy, monkeypatch, kind,
         copied, pulled = results(Mirror()), results(comm)
         comm.peer.close()
     assert copied == pulled and copied[1:] == copied[:1] * 2
+
+
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("kv_heads", [8, 1])
+@pytest.mark.parametrize(("kind", "sharding"), [("a2a", "contiguous"), ("a2a", "dual_chunk"), ("p2p", "dual_chunk")])
+def test_no_more_memory_is_taken_than_is_said(cupy, kind, sharding, kv_heads, keep_keys):
+    """The most at a time of all that CuPy's pool gave since the plan was asked for."""
+
+    class Taken(cupy.cuda.MemoryHook):
+        name, now, most = "Taken", 0, 0
+
+        def malloc_postprocess(self, **of):
+            self.now += of["mem_size"]
+            self.most = max(self.most, self.now)
+
+        def free_postprocess(self, **of):
+            self.now -= of["mem_size"]
+
+    layer = thdattn.CPAttention(Mirror(), 8, 128, kv_heads, engine="cuda", cp_comm_type=kind, keep_keys=keep_keys)
+    batch = PackedBatch.from_lengths([5000, 300, 2000, 892], 4)
+    q, k, v, dout = (cupy.ones((batch.total_rows // SIZE, heads, 128), BFLOAT16)
+                     for heads in (8, kv_heads, kv_heads, 8))  # fmt: skip
+    memory = layer.memory(batch, sharding)
+    with Taken() as taken:
+        plan = layer.plan(batch, sharding)
+        _, saved = layer.forward(q, k, v, plan)
+        layer.backward(dout, saved)
+    assert taken.most <= 1.03 * memory.wanted() + (1 << 20)
