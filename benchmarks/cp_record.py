@@ -60,6 +60,11 @@ def own(times: Times) -> list[str]:
     return [OURS, *(name for name in times.peers if name.startswith(OURS))]
 
 
+def by_methods(times: Times) -> list[str]:
+    """Ours by every method, each with as many groups of heads as CPAttention chooses."""
+    return [way for way in own(times) if way == OURS or any(method(times, case, way) != USUAL for case in times.cases)]
+
+
 def timed_cases(times: Times) -> list[str]:
     """The cases with speeds; others have only errors."""
     ways = own(times)
@@ -148,7 +153,10 @@ def errors(rows: Iterable[Row]) -> str:
 
 
 def plot(rows: Iterable[Row], path: Path) -> None:
-    """Bars of TFLOP/s per GPU, forward and backward together, with the share of the attention alone above ours."""
+    """Bars of TFLOP/s per GPU, forward and backward together, with the share of the attention alone above ours.
+
+    Dashed, what one GPU reaches with the whole pack.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -158,20 +166,25 @@ def plot(rows: Iterable[Row], path: Path) -> None:
     found = runs(rows)
     figure, panels = plt.subplots(len(found), figsize=(9, 1 + 3.2 * len(found)), squeeze=False)
     for axes, (ranks, times) in zip(panels[:, 0], found.items(), strict=True):
-        cases, names = timed_cases(times), [OURS, *peers(times), ALONE]
+        cases, names = timed_cases(times), [*by_methods(times), *peers(times), ALONE]
         width = 0.8 / len(names)
         for i, name in enumerate(names):
             heights = [times.value("tflops", case, name, "both", "called") for case in cases]
             look = {"label": "attention alone", "color": "lightgrey"} if name == ALONE else {"label": name}
             axes.bar([x + (i + 0.5) * width for x in range(len(cases))], heights, width, **look)
+        whole = [times.value("tflops", case, ONE, "both", "called") for case in cases]
+        if not all(map(math.isnan, whole)):
+            axes.hlines(whole, range(len(cases)), [x + 0.8 for x in range(len(cases))], "black", "dashed", label=ONE)
         for x, case in enumerate(cases):
-            axes.text(x + width / 2, times.value("tflops", case, OURS, "both", "called"),
-                      f"{share(times, case, OURS, 'called'):.2f}", ha="center", va="bottom", fontsize=8)  # fmt: skip
+            speed = times.value("tflops", case, OURS, "both", "called")
+            if not math.isnan(speed):
+                axes.text(x + width / 2, speed, f"{share(times, case, OURS, 'called'):.2f}", ha="center", va="bottom",
+                          fontsize=8)  # fmt: skip
         axes.set_xticks([x + 0.4 for x in range(len(cases))], cases)
         axes.set_ylabel("TFLOP/s per GPU")
         axes.set_title(str(ranks), loc="left")
         axes.grid(axis="y", alpha=0.3)
-        axes.legend(ncols=len(names), loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+        axes.legend(ncols=5, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     figure.suptitle(f"{rows[-1]['gpu']}, forward and backward; above ours: its share of the attention alone")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

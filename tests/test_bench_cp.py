@@ -325,6 +325,7 @@ def test_numbers_of_ranks_and_transports_are_told_apart_and_cases_have_their_usu
     assert cp_record.timed_cases(found[2, 2, "peer"]) == ["bucket32k", "1x8192"]
     assert cp_record.share(found[8, 2, "peer"], "8x1024", "ours", "called") == 0.5
     assert cp_record.peers(found[2, 2, "peer"]) == ["te+fa4"], "other groups of heads are ours"
+    assert cp_record.by_methods(found[2, 2, "peer"]) == ["ours", "ours, a2a"]
     assert [cp_record.in_groups(number) for number in (1, 4)] == ["ours, 1 group", "ours, 4 groups"]
 
 
@@ -370,6 +371,21 @@ def test_the_readme_sets_ours_beside_the_peer_and_the_attention_alone():
     assert "\n| 8x1024 | -/-/90.0 (0.50) | 180 |" in page
     assert "ours 2.00, 2.00, 2.00, 2.00; te+fa4 3.00, 3.00, 3.00, 3.00." in " ".join(page.split())
     assert "`benchmarks/bench_cp.py`" in " ".join(page.split())
+
+
+def test_the_readme_sets_methods_side_by_side():
+    page = readme.context_parallel(record.RESULTS / "cp_none.csv", rows())
+    assert "\n| 2 GPUs, peer | one GPU | all_gather | a2a |\n" in page
+    assert "\n| bucket32k | 600 | 450 (0.75; -) | **562** (0.94; 2.00) |\n" in page
+    assert "\n| 1x8192 | - | **300** (-; -) | - |\n" in page
+    assert page.count("| one GPU |") == 1, "nowhere else was another method measured"
+    assert "| ours, a2a" not in page and "one GPU |" not in page.split("| one GPU |")[0]
+
+
+def test_a_case_of_which_the_usual_method_is_missing_is_left_out_where_that_is_shown():
+    only = [made for made in rows() if made["peer"] == "ours, a2a"]
+    page = readme.context_parallel(record.RESULTS / "cp_none.csv", only)
+    assert "attention alone |" not in page and "\n| bucket32k | - | - | **562** (-; 2.00) |\n" in page
 
 
 # --- the program -------------------------------------------------------------------------------------------------
@@ -440,13 +456,19 @@ def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp
     path = tmp_path / "cp.csv"
     program = Path(cp_record.__file__).with_name("bench_cp.py")
     command = ["--cases", "8x1024", "--repeats", "1", "--out", str(path), "--transport", transport, *arguments]
-    run = launch.run_ranks(2, program, *command, "--head-groups", "1", "4", timeout=240)
+    run = launch.run_ranks(2, program, *command, "--head-groups", "1", "4", "--methods", "all", timeout=240)
     assert run.returncode == 0, run.stderr
+    assert "Error" not in run.stderr and "has received" not in run.stderr
     ((ranks, times),) = cp_record.runs(record.load(path)).items()
     assert ranks == (8 if arguments else 2, 2, transport) and cp_record.timed_cases(times) == ["8x1024"]
     for way in ("ours", "ours, 1 group", "ours, 4 groups"):
         for timing in ("called", "graph"):
             assert np.isfinite(cp_record.share(times, "8x1024", way, timing))
     assert times.text("head_groups", "8x1024", "ours, 4 groups", "both", "called") == "4"
-    if not arguments:  # of bfloat16 results: half a unit of the last place, and what products add
-        assert 0 < times.value("rms", "4x1024", "ours", "dk", record.ERRORS) < 1e-2
+    methods = [method.way for name, method in METHODS.items() if not method.two_levels]
+    assert cp_record.by_methods(times) == methods
+    for way in methods:
+        assert np.isfinite(cp_record.of_one_gpu(times, "8x1024", way))
+        assert np.isfinite(times.value("received_bytes", "8x1024", way, "both", "called"))
+        if not arguments:  # of bfloat16 results: half a unit of the last place, and what products add
+            assert 0 < times.value("rms", "4x1024", way, "dk", record.ERRORS) < 1e-2
