@@ -5,7 +5,7 @@ Nothing is computed and nobody is asked: the numbers follow from the lengths, by
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from thdattn.plan import Plan
 from thdattn.tile_counts import TILE, pairs_and_tiles, tiles_of_slices
 
 START_OF_QUERIES = 3  # tiles that the backward could do in the time that a tile of query rows takes beside its own
+CLOSE = 1.03  # times that predictions do not tell apart
 PRODUCTS = 1.0, 2.5  # of forward and backward, in those of the forward
 
 
@@ -167,6 +168,53 @@ def cost(batch: PackedBatch, cp_size: int, shape: Shape, way: Way, rates: Rates 
     )
 
 
+def compared(
+    lengths: Sequence[int], cp_size: int, shape: Shape, rates: Rates = H200
+) -> tuple[list[Cost], dict[Way, str]]:
+    """Every way to spread sequences of these lengths, each padded as its way needs.
+
+    Returns:
+        costs, refusals: those that work, the fastest first (of equals the one that needs least memory), and why others
+        do not.
+
+    Raises:
+        TypeError, ValueError: lengths, or a shape, that no way can work with.
+    """
+    _attention(0, 1, shape, Way("all_gather", "dual_chunk"))
+    batches: dict[int, PackedBatch] = {}
+    costs: list[Cost] = []
+    refusals: dict[Way, str] = {}
+    for way in ways(cp_size):
+        multiple = way.multiple(cp_size)
+        if multiple not in batches:
+            batches[multiple] = PackedBatch.from_lengths(lengths, multiple)
+        try:
+            costs.append(cost(batches[multiple], cp_size, shape, way, rates))
+        except ValueError as error:
+            refusals[way] = str(error)
+    return sorted(costs, key=lambda found: (found.seconds.total, found.memory)), refusals
+
+
+def attention_flops(plan: Plan, tiles: int, num_heads: int, direction: int) -> float:
+    """Floating-point operations that kernels do, or could do, in their time, for so many tiles of each head.
+
+    Args:
+        direction: 0 forward, 1 backward.
+    """
+    starts = -(-plan.local_rows // TILE) * START_OF_QUERIES * direction
+    return 2 * TILE * TILE * sum(plan.head_dims) * PRODUCTS[direction] * (tiles + starts) * num_heads
+
+
+def recommended(costs: Sequence[Cost]) -> Cost:
+    """The fastest of those on one level of ranks, unless one on two levels is faster by more than CLOSE.
+
+    Args:
+        costs: as from compared.
+    """
+    close = [found for found in costs if found.seconds.total <= CLOSE * costs[0].seconds.total]
+    return min(close, key=lambda found: found.way.inner > 1)  # the first of equals
+
+
 class Moves(NamedTuple):
     """What travels in one direction, on one level: (size, size) bytes that rank i sends to rank j, 0 to itself.
 
@@ -267,9 +315,8 @@ class _Clock:
 
     def compute(self, tiles: int, share: int) -> float:
         """Of attention over so many tiles, for one of `share` groups of heads."""
-        layer, starts = self.layer, -(-self.layer.core.local_rows // TILE) * START_OF_QUERIES * self.direction
-        flops = 2 * TILE * TILE * sum(layer.core.head_dims) * PRODUCTS[self.direction]
-        return self.rates.latency + (tiles + starts) * layer.heads / share * flops / self.rates[self.direction]
+        flops = attention_flops(self.layer.core, tiles, self.layer.heads, self.direction)
+        return self.rates.latency + flops / share / self.rates[self.direction]
 
     def _rows(self, groups: int, share: int) -> float:
         """Of the method for rows, for one of `share` groups of heads, in `groups` groups."""
