@@ -1,4 +1,4 @@
-"""Every method and sharding over simulated ranks on the NumPy engine: results, identities, bytes, and what is refused."""
+"""Every method and sharding over simulated ranks on the NumPy engine: results, identities, bytes, what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import BFLOAT16, FIELDS, Case, check, run
-from ways import Way, attention, inputs_of, on_host, run_way, step, ways
+from ways import Way, attention, inputs_of, run_way, step, ways
 
 import thdattn
 from thdattn import PackedBatch, Sharding, reference
@@ -505,7 +505,8 @@ def test_saved_arrays_are_checked_and_shown_without_their_contents(way):
         *qkv, dout = inputs_of(case, plan, FLOAT64)
         _, saved = layer.forward(*qkv, plan)
         heads, kv_heads = case.heads
-        assert f"q float64 ({plan.local_rows}, {heads}, 12), k float64 ({plan.local_rows}, {kv_heads}, 12)" in repr(saved)
+        rows = plan.local_rows
+        assert f"q float64 ({rows}, {heads}, 12), k float64 ({rows}, {kv_heads}, 12)" in repr(saved)
         assert f"lse float64 ({heads}, {plan.local_rows}), max_logit None, {plan!r}" in repr(saved)
         assert len(repr(saved)) < 600 and f"cp_comm_type='{way.cp_comm_type}'" in repr(layer)
         for name in ("q", "k", "v", "out", "lse"):

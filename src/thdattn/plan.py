@@ -105,7 +105,7 @@ class Plan:
     _buffers: dict[Any, Any] = field(default_factory=dict)  # shared by the plan of all keys and those of slices
 
     def __post_init__(self) -> None:
-        # A graph of refresh may be captured before the first backward.
+        # A graph of refresh may be captured before the first backward, which is of the core if there is one.
         if self.arrays.lengths is not None and self.core is None:
             self.engine.plan_backward(self)
 
