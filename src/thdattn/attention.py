@@ -51,7 +51,7 @@ class CPAttention:
 
     Args:
         comm: the ranks, from thdattn.comm.init or thdattn.comm.run_local; for the two levels of a cp_comm_type with a
-            "+", (inner, outer) as Levels takes them: neighbours, and the groups of these.
+            "+", Levels, or (inner, outer) as it takes them: neighbours, and the groups of these.
         num_heads: query heads.
         head_dim: width of q and k.
         num_kv_heads: heads of k and v, a divisor of num_heads; num_heads by default.
@@ -202,6 +202,37 @@ class CPAttention:
         room.note(self.comm, plan)
         return plan
 
+    def sharding(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Sharding:
+        """How plan spreads the rows of a batch: for what has to know it before, such as who reads which document.
+
+        Args:
+            batch, sharding: as for plan.
+
+        Raises:
+            TypeError, ValueError: as plan, for what it finds on one rank.
+        """
+        asked = SHARDINGS[self.cp_comm_type] if sharding is None else sharding
+        # Rows that are no slices of a group's are brought into sequence order where heads are exchanged on one level.
+        inner = 1 if self.cp_comm_type == "a2a" and asked != "contiguous" else self._inner
+        made = as_sharding(asked, batch, self.comm.size, inner)
+        self._check_sharding(made)
+        return made
+
+    def prepare(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> None:
+        """Does ahead what plan will ask of the host, if it does not lie on a GPU, for another thread. Not collective.
+
+        That is to find whose the rows are and which ones travel, where that depends on the lengths: "balanced". It is
+        kept as long as the batch.
+
+        Args:
+            batch, sharding: as for plan, which is then to be called with the same batch.
+
+        Raises:
+            TypeError, ValueError: as plan, for what it finds on one rank.
+        """
+        plan = self._outline(batch, sharding, None, None, False)
+        _ = (plan.core or plan).routes
+
     def _made(self, plan: Plan, lengths: Any = None) -> Plan:
         """The plan with its arrays; lengths: on a GPU, of the plan that it is the core of."""
         if plan.core is None or plan.sharding.outer is None:
@@ -240,11 +271,7 @@ class CPAttention:
         like: PackedBatch | None, finite_padding: bool,
     ) -> Plan:
         """A plan without its arrays."""
-        asked = SHARDINGS[self.cp_comm_type] if sharding is None else sharding
-        # Rows that are no slices of a group's are brought into sequence order where heads are exchanged on one level.
-        inner = 1 if self.cp_comm_type == "a2a" and asked != "contiguous" else self._inner
-        sharding = as_sharding(asked, batch, self.comm.size, inner)
-        self._check_sharding(sharding)
+        sharding = self.sharding(batch, sharding)
         if key_batch is not None:
             check_key_batch(key_batch, batch, self.comm.size)
         plan = Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, NO_ARRAYS,
@@ -252,7 +279,8 @@ class CPAttention:
         if self._inner == 1:
             return plan
         rows = sharding.outer or Sharding(batch, 1, "contiguous")
-        return replace(plan, core=replace(plan, sharding=rows, cp_rank=plan.cp_rank // self._inner))
+        return replace(plan, core=replace(plan, sharding=rows, cp_rank=plan.cp_rank // self._inner, _kept={},
+                                         _buffers={}))
 
     def _check_sharding(self, sharding: Sharding) -> None:
         """Raises where the method cannot bring these rows together."""
@@ -362,6 +390,10 @@ class CPAttention:
         k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
         return all_gather.gather(self._engine, self._ranks, plan, k, v, self._groups(plan))
+
+    def can_gather(self, plan: Plan) -> bool:
+        """Whether gather may be called with this plan: whether keys and values alone travel, and all of them."""
+        return self._method(plan) is all_gather
 
     def backward(self, dout: Any, saved: Saved, keys: Keys | None = None) -> tuple[Any, Any, Any]:
         """Gradients of forward for this rank's rows. Collective.
@@ -509,7 +541,7 @@ class CPAttention:
         plan.enter()
 
     def _check_gathers(self, what: str, plan: Plan) -> None:
-        if self._method(plan) is not all_gather:
+        if not self.can_gather(plan):
             raise ValueError(
                 f"{what} with cp_comm_type {self.cp_comm_type!r} and sharding {plan.sharding.strategy!r}, wanted "
                 f"'all_gather' without 'balanced', as nothing travels before q is there otherwise; leave it out"
@@ -543,13 +575,16 @@ class CPAttention:
 
 def _levels(comm: Comm | tuple[Comm, Comm], cp_comm_type: str) -> tuple[Comm, a2a.Ranks | None]:
     """All ranks, and the levels among which an all-to-all of heads divides them; None: it takes no part."""
-    if isinstance(comm, tuple) and len(comm) == 2 and all(isinstance(part, Comm) for part in comm):
+    if isinstance(comm, Levels) or (
+        isinstance(comm, tuple) and len(comm) == 2 and all(isinstance(part, Comm) for part in comm)
+    ):
         if "+" not in cp_comm_type:
             raise ValueError(
                 f"comm has two levels and cp_comm_type is {cp_comm_type!r}, wanted one of two levels, such as "
                 f"'a2a+all_gather'; use that, or pass one comm"
             )
-        return Levels(*comm), a2a.Ranks(*comm)
+        inner, outer = (comm.inner, comm.outer) if isinstance(comm, Levels) else comm
+        return comm if isinstance(comm, Levels) else Levels(inner, outer), a2a.Ranks(inner, outer)
     if not isinstance(comm, Comm):
         raise TypeError(f"comm is a {type(comm).__name__}, wanted a Comm, or two in a tuple; make one with "
                         f"thdattn.comm.init()")

@@ -105,7 +105,7 @@ class Plan:
     _buffers: dict[Any, Any] = field(default_factory=dict)  # shared by the plan of all keys and those of slices
 
     def __post_init__(self) -> None:
-        # A graph of refresh may be captured before the first backward.
+        # A graph of refresh may be captured before the first backward, which is of the core if there is one.
         if self.arrays.lengths is not None and self.core is None:
             self.engine.plan_backward(self)
 
@@ -186,6 +186,12 @@ class Plan:
         if arrays is not NO_ARRAYS:
             arrays = self.engine.plan_arrays(*of, keys_of=rank, lengths=arrays.lengths)
         return replace(self, arrays=arrays, keys_of=rank, _kept={})
+
+    @cached_property
+    def needs_own_rows(self) -> bool:
+        """Whether the needed rows are all of this rank's and no others, and no other rank needs one of them."""
+        routes = self.routes
+        return routes is not None and self.key_rows == self.local_rows and not routes.num_received + routes.num_sent
 
     @property
     def first_own(self) -> int:
@@ -294,7 +300,8 @@ class Plan:
 
     def held_bytes(self) -> int:
         """Bytes of its work buffers that have been made."""
-        return sum(x.nbytes for x in [*self._kept.values(), *self._buffers.values()] if hasattr(x, "nbytes"))
+        made: int = sum(x.nbytes for x in [*self._kept.values(), *self._buffers.values()] if hasattr(x, "nbytes"))
+        return made + (0 if self.core is None else self.core.held_bytes())
 
     def make(self, launches: Callable[[], None]) -> None:
         """Calls launches, which make something that follows from the plan's arrays, now and after every refresh."""

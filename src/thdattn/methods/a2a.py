@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn.comm import nothing
+from thdattn.comm.slices import copy
 from thdattn.memory import Layer, Memory, num_bytes
 from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
 
@@ -253,8 +254,9 @@ class _Swap:
         comm, sends, recvs, num_sent = self._comm, [], [], 0
         for part in parts:
             source, place = part(comm.rank, group)
-            place[...] = source
             num_sent += source.nbytes
+            if source.size:
+                copy(place, source)
         for rank in self._others:
             for part in parts:
                 source, place = part(rank, group)
@@ -268,7 +270,7 @@ class _Swap:
         """With all rows as attention takes them, which slices of shares are already."""
         if self._plan.sharding.outer is not None:
             return pairs
-        inverse = self._plan.once("inverse of rank_order", lambda: _inverse(self._plan))
+        inverse = self._plan.once("inverse of rank_order", lambda: _inverse(self._engine, self._plan))
         return [_reordered(pair, inverse) for pair in pairs]
 
     def _in_rank_order(self, pairs: list[_Pair]) -> list[_Pair]:
@@ -287,15 +289,16 @@ class _Swap:
         return whole
 
 
-def _inverse(plan: Plan) -> Any:
-    """Which row in rank order every row in sequence order is, each of which a rank owns."""
+def _inverse(engine: Any, plan: Plan) -> Any:
+    """Which row in rank order every row in sequence order is, each of which a rank owns; follows the plan."""
     order = plan.rank_order
-    inverse = np.empty_like(order, shape=(plan.batch.total_rows + 1,))
+    inverse = engine.empty((plan.batch.total_rows + 1,), order.dtype)
+    places = np.arange(len(order), dtype=order.dtype, like=order)
 
-    def fill() -> None:
-        inverse[order] = np.arange(len(order), dtype=order.dtype, like=order)  # of fillers, -1, to the last place
+    def make() -> None:
+        inverse[order] = places  # of fillers, -1, to the last place
 
-    plan.make(fill)
+    plan.make(make)
     return inverse[:-1]
 
 
@@ -306,7 +309,8 @@ def _reordered(pair: _Pair, rows: Any) -> _Pair:
         none = x.dtype.type(-np.inf)
         return pair._replace(some_heads=np.where(rows < 0, none, np.take(x, np.maximum(rows, 0), 1)))
     words = np.take(x.view(f"u{x.itemsize}"), np.maximum(rows, 0), 0)  # CuPy does not index every dtype
-    words[rows < 0] = 0
+    # NOTE: not words[rows < 0] = 0, for which CuPy counts the rows on the host.
+    words = np.where((rows < 0)[:, None, None], words.dtype.type(0), words)
     return pair._replace(some_heads=words.view(x.dtype))
 
 
