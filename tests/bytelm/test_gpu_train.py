@@ -11,7 +11,7 @@ from programs import MISBEHAVE, SAMPLE, TRAIN, lines_of, options, start, validat
 
 pytestmark = pytest.mark.gpu
 
-FEW = {"steps": 60, "val_bytes": 8192, "val_every": 30}
+FEW = {"steps": 60, "val_bytes": 8192, "val_every": 30, "sharding": "dual_chunk"}
 
 
 def run(ranks, engine, folder, program=TRAIN, before=(), **more):
@@ -79,7 +79,7 @@ def test_gpus_together_train_as_one_rank_does(cupy, tmp_path, few_steps_on_the_c
     found = cupy.cuda.runtime.getDeviceCount()
     if found < ranks:
         pytest.skip(f"needs {ranks} GPUs, found {found}")
-    process = run(ranks, "cuda", tmp_path, sharding=sharding, **FEW)
+    process = run(ranks, "cuda", tmp_path, **FEW | {"sharding": sharding})
     assert f"ranks: {ranks}, backend 'nccl'" in process.stdout
     assert mean_loss(tmp_path, 20) == pytest.approx(mean_loss(few_steps_on_the_cpu, 20), rel=tolerance)
 

@@ -195,7 +195,8 @@ def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents, cp_s
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_a_whole_run_ends_by_itself_and_trains(cupy, documents, tmp_path, ranks, cp_size, impl):
     gpus(cupy, ranks)
-    words = {"data": documents, "steps": 60, "val_bytes": 2000, "val_every": 20, "accumulate": 2, "cp": cp_size}
+    words = {"data": documents, "steps": 60, "val_bytes": 2000, "val_every": 20, "accumulate": 2, "cp": cp_size,
+             "sharding": "dual_chunk"}  # fmt: skip
     for name, graphs in {"graphs": {"cuda_graph_impl": impl}, "eager": {}}.items():
         process = start(ranks, TRAIN, *options(metrics=tmp_path / name, **words, **graphs), timeout=200)
         assert process.returncode == 0, process.stdout + process.stderr
