@@ -204,7 +204,7 @@ def test_as_many_neighbours_exchange_heads_as_these_allow(heads, cp_size, most):
         (4, "--cp-inner 3 --cp-comm-type a2a+p2p", "--cp-inner is 3, wanted a number that divides the 4 ranks of a g"),
         (4, "--cp-inner 2 --cp-comm-type a2a+p2p", "num_kv_heads is 1 and comm has 2 ranks in its inner groups"),
         (4, "--cp-comm-type a2a", "num_heads is 2 and num_kv_heads 1, wanted heads that can be spread over the 4 rank"),
-        (2, "--cp-comm-type a2a --sharding balanced", "sharding is 'balanced' and cp_comm_type 'a2a', wanted 'contiguo"),
+        (2, "--cp-comm-type a2a --sharding balanced", "sharding is 'balanced' and cp_comm_type 'a2a', wanted"),
         (2, "--sharding balanced --cuda-graph-impl local",
          "sharding is 'balanced' and the impl of the CUDA graphs 'local', wanted 'dual_chunk' or 'contiguous'"),
         (4, "--cp-comm-type a2a+all_gather --sharding balanced --cuda-graph-impl full_iteration",
