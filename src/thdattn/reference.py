@@ -29,6 +29,7 @@ from thdattn.cache import KVCache
 from thdattn.host_plan import host_arrays
 from thdattn.host_rows import add_shares as add_shares
 from thdattn.host_rows import pack_rows as pack_rows
+from thdattn.host_rows import place_rows as place_rows
 from thdattn.host_rows import to_rank_order as to_rank_order
 from thdattn.host_rows import to_sequence_order as to_sequence_order
 from thdattn.memory import Bytes, Layer
