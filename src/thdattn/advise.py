@@ -27,8 +27,8 @@ MOST_DOCUMENTS = 40  # that the picture shows
 UNITS = {"forward": 1e12, "backward": 1e12, "link": 1e9, "between": 1e9, "memory": 1e12, "latency": 1e-6}
 EXPLANATION = """
 received: by the rank that gets most. work: of the busiest rank over the mean. tiles: of 128 x 128 scores, of the
-busiest rank. memory: free for one layer, beside q, k and v; on a machine without a GPU without what its kernels take.
-attention: of both, what its kernels take alone. Times follow from the rates, to some percent: they are not measured."""
+busiest rank. memory: free for one layer, beside q, k and v, without windows of peer memory, and on a machine without a
+GPU without what kernels take. attention: of both, the kernels alone. Times follow from rates: they are not measured."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

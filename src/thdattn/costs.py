@@ -48,7 +48,10 @@ H200 = Rates()
 
 @dataclass(frozen=True)
 class Shape:
-    """An attention layer: arguments of CPAttention. per_node: ranks that one machine has; None: all."""
+    """An attention layer: arguments of CPAttention, whose engine is asked for memory.
+
+    per_node: ranks that one machine has; None: all.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -56,6 +59,7 @@ class Shape:
     causal: bool = True
     window: tuple[int, int] = (-1, -1)
     per_node: int | None = None
+    engine: str = "auto"
 
 
 class Way(NamedTuple):
@@ -402,4 +406,4 @@ def _attention(rank: int, cp_size: int, shape: Shape, way: Way) -> CPAttention:
         neighbours = max(1, per_node // way.inner)
         comm = OnPaper(inner, way.inner, per_node), OnPaper(outer, cp_size // way.inner, neighbours)
     return CPAttention(comm, shape.num_heads, shape.head_dim, shape.num_kv_heads, causal=shape.causal,
-                       window=shape.window, cp_comm_type=way.cp_comm_type)
+                       window=shape.window, engine=shape.engine, cp_comm_type=way.cp_comm_type)
