@@ -22,6 +22,7 @@ from fake_streams import Machine, Stream
 from thdattn import sums
 from thdattn.comm import nothing as nothing_to_wait_for
 from thdattn.comm import peer
+from thdattn.comm.slices import copy
 from thdattn.methods import all_gather
 from thdattn.methods.call import Call, Tensors
 
@@ -362,6 +363,7 @@ def machine_of(size, seed):
     machine = Machine(size, seed)
     with (mock.patch.dict(sys.modules, cupy=machine.cupy()), mock.patch.object(sums.jit, "kernel", machine.kernel),
           mock.patch.object(peer, "_batch_mem_op", lambda: machine.mem_ops),
+          mock.patch.object(peer, "copy", lambda place, source: machine.stream.launch(copy, place, source)),
           mock.patch.dict(sums.SUM_KERNELS, float32="thd_sum"),
           mock.patch.object(peer, "_roomy", lambda num_bytes: num_bytes),  # so that windows often grow
           mock.patch.object(peer.PeerMemory, "_probe", lambda memory: None)):  # fmt: skip

@@ -3,6 +3,7 @@
     python examples/bytelm/train.py --size tiny                             one rank
     mpiexec -n 4 python -m mpi4py examples/bytelm/train.py --size tiny      four, each with a GPU if it has one
     mpiexec -n 4 python -m mpi4py examples/bytelm/train.py --cp 2           the same as two groups of two
+    mpiexec -n 2 python -m mpi4py examples/bytelm/train.py --cp-comm-type a2a    two that exchange heads, not keys
     python examples/bytelm/train.py --cuda-graph-impl full_iteration        each step a CUDA graph, where there is a GPU
 
 Read train() first and Trainer.step() second: this is how thdattn is used in a training loop. model.py has the network,
@@ -41,7 +42,7 @@ import numpy as np
 from checkpoint import Checkpoint
 from command_line import positive
 from data import MicroBatch, Packing, Position
-from grid import Grid
+from grid import Grid, most_neighbours
 from interrupt import Interrupt
 from model import SIZES, Config, Model
 from numpy.typing import NDArray
@@ -50,12 +51,17 @@ from passes import WAYS
 from progress import Progress
 
 import thdattn
+from thdattn.attention import SHARDINGS
+from thdattn.comm.levels import Levels
 from thdattn.engines import choose_engine
 from thdattn.graphs import CudaGraphConfig, Graphs, add_arguments, from_arguments
 from thdattn.sharding import STRATEGIES
 
 NATS_PER_BIT = math.log(2)
 LAST_LR = 0.1  # of the highest
+
+# How all_gather spreads rows unless something else is asked for; CUDA graphs need the constant sizes of dual_chunk.
+ALL_GATHER_SHARDING = "dual_chunk"
 
 
 @dataclass(frozen=True)
@@ -108,14 +114,15 @@ class Trainer:
         config, engine, seed, deterministic: of the model.
         sharding: which rank owns which rows.
         graphs: what is captured in CUDA graphs; by default nothing.
+        cp_comm_type: what travels between the ranks of a group.
     """
 
     def __init__(
         self, grid: Grid, config: Config, engine: str, sharding: str, seed: int,
-        graphs: CudaGraphConfig | None = None, deterministic: bool = False,
+        graphs: CudaGraphConfig | None = None, deterministic: bool = False, cp_comm_type: str = "all_gather",
     ) -> None:
         self.grid = grid
-        self.model = Model(config, grid.cp, engine, seed, deterministic=deterministic)
+        self.model = Model(config, grid.cp, engine, seed, deterministic=deterministic, cp_comm_type=cp_comm_type)
         self.optimizer = AdamW(self.model)
         self.xp = self.model.layers.xp
         self.clock = measure.Clock(self.model)
@@ -205,6 +212,9 @@ class Reporter:
         where = f"{args.data}" if args.data else f"Python {sys.version.split()[0]}'s standard library"
         say(f"{args.size}: {model.weights.size:,} weights in {model.config.layers} layers, {model.dtype}, engine "
             f"{model.attentions[0].engine!r}; ranks: {grid}, backend {grid.world.name!r}")
+        if grid.cp.size > 1:
+            levels = f" of {grid.cp.inner.size} neighbours" if isinstance(grid.cp, Levels) else ""
+            say(f"ranks share a micro-batch by {args.cp_comm_type}{levels}, rows are {args.sharding}")
         say(f"{len(documents):,} documents of {where}, {num_bytes:,} bytes; steps of "
             f"{args.accumulate * grid.num_groups} x {packing.rows:,} tokens")
         if self._trainer.graphs.config.impl != "none":
@@ -283,20 +293,21 @@ def main() -> int:
 
 def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrupt) -> None:
     """The whole program of one rank."""
+    config = SIZES[args.size] if args.window is None else replace(SIZES[args.size], window=args.window)
     with command_line.together(comm):
-        grid = Grid.of(comm, args.cp)
+        grid = grid_of(comm, args, config)
     with command_line.together(comm):  # what fails on one rank fails here, on all and before hours of work
         documents = data.find_documents(args.data)
         training, validation = data.split(documents)
         packing = Packing.of(args.tokens, grid.cp.size, args.sharding, args.longest)
         held_back = data.validation_batches(validation, packing, args.val_bytes)
-        config = SIZES[args.size] if args.window is None else replace(SIZES[args.size], window=args.window)
         settings = settings_of(args, grid, packing, documents, choose_engine(args.engine, comm)[0].name)
         saved = saved_run(args, settings)
         step, position = (saved.step, saved.position) if saved else (0, Position(0, 0))
         if comm.rank == 0:
             check_outputs(args)
-        trainer = Trainer(grid, config, args.engine, args.sharding, args.seed, args.graphs)
+        trainer = Trainer(grid, config, args.engine, args.sharding, args.seed, args.graphs,
+                          cp_comm_type=args.cp_comm_type)  # fmt: skip
         reporter = Reporter(trainer, args, saved.step if saved else None)
     with command_line.together(comm):
         comm.agree("the documents", data.fingerprint(documents))
@@ -307,7 +318,7 @@ def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrup
         reporter.validation(step, trainer.bits_per_byte(held_back))
 
     batches_to_come = data.micro_batches(training, packing, args.seed, position)
-    steps = data.steps(batches_to_come, args.accumulate * grid.num_groups, grid.mine)
+    steps = data.steps(batches_to_come, args.accumulate * grid.num_groups, grid.mine, trainer.passes.prepare)
     unread: StepResult | None = None  # read a step later, when the GPU has the next step to work on
     stop = False
     with closing(data.prepared(steps)) as coming:
@@ -329,6 +340,31 @@ def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrup
                 checkpoint.save(args.checkpoint, trainer.state(step, position, settings))
             trainer.pause()
     reporter.finish(step, stop)
+
+
+def grid_of(comm: thdattn.comm.Comm, args: argparse.Namespace, config: Config) -> Grid:
+    """The ranks in groups of --cp, on two levels if --cp-comm-type has a "+"; see Grid.of."""
+    if "+" not in args.cp_comm_type:
+        if args.cp_inner is not None:
+            raise ValueError(f"--cp-inner is {args.cp_inner} and --cp-comm-type {args.cp_comm_type}, wanted one of two "
+                             f"levels with that, such as a2a+all_gather; pass that, or leave --cp-inner out")
+        return Grid.of(comm, args.cp)
+    return Grid.of(comm, args.cp, args.cp_inner or most_neighbours(args.cp or comm.size, config))
+
+
+def default_sharding(cp_comm_type: str, impl: str) -> str:
+    """How rows are spread where that is not asked for, with CUDA graphs of an impl: alike on any number of ranks."""
+    return ALL_GATHER_SHARDING if (cp_comm_type, impl) == ("all_gather", "none") else SHARDINGS[cp_comm_type]
+
+
+def add_method_arguments(parser: argparse.ArgumentParser) -> None:
+    """--cp-comm-type, --cp-inner and --sharding."""
+    add = parser.add_argument
+    add("--cp-comm-type", choices=list(SHARDINGS), default="all_gather", help="what travels between ranks of a group "
+        "(default: all_gather)")  # fmt: skip
+    add("--cp-inner", type=positive, metavar="N", help="of a method with a +: neighbours that exchange heads (default: "
+        "as many as heads allow)")  # fmt: skip
+    add("--sharding", choices=list(STRATEGIES), help="which rank owns which rows (default: by --cp-comm-type)")
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -408,7 +444,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--warmup", type=positive, metavar="N", help="steps until then (default: a twentieth)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and order of the documents (default: 0)")
     add("--engine", choices=["auto", "cuda", "reference"], default="auto", help="GPU or NumPy (default: what is there)")
-    add("--sharding", choices=list(STRATEGIES), default="dual_chunk", help="which rank owns which rows")
     add("--window", type=int, metavar="N", help="bytes that every second layer sees; 0: all (default: by size)")
     add("--val-every", type=positive, metavar="N", help="validate every N steps (default: a tenth of --steps)")
     add("--val-bytes", type=positive, metavar="N", help="on about so many bytes (default: by size)")
@@ -418,9 +453,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--metrics", type=Path, metavar="FILE", help="write a JSON line per step and validation into this new file")
     add("--plot", type=Path, metavar="FILE", help="draw bits per byte into this PNG, PDF or SVG file at the end")
     add("--bar", action="store_true", help="draw a progress bar where stderr is no terminal, as under mpiexec")
+    add_method_arguments(parser)
     add_arguments(parser)
     args = parser.parse_args()
     args.graphs = from_arguments(parser, args)
+    args.sharding = args.sharding or default_sharding(args.cp_comm_type, args.graphs.impl)
     for name, value in asdict(RECIPES[args.size]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -51,7 +51,7 @@ class CPAttention:
 
     Args:
         comm: the ranks, from thdattn.comm.init or thdattn.comm.run_local; for the two levels of a cp_comm_type with a
-            "+", (inner, outer) as Levels takes them: neighbours, and the groups of these.
+            "+", Levels, or (inner, outer) as it takes them: neighbours, and the groups of these.
         num_heads: query heads.
         head_dim: width of q and k.
         num_kv_heads: heads of k and v, a divisor of num_heads; num_heads by default.
@@ -140,7 +140,7 @@ class CPAttention:
         self._last_memory: tuple[tuple[Any, ...], Memory] | None = None  # of the last plan, and for which rows
         self._plans = {
             "cp_size": comm.size, "cp_rank": comm.rank, "window": self.window, "engine": self.engine,
-            "head_dims": (self.head_dim, self.v_head_dim), "tiles": self._tiles,
+            "head_dims": (self.head_dim, self.v_head_dim), "tiles": self._tiles, "head_ranks": self._inner,
         }
         self._saves = {
             "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim,
@@ -150,7 +150,8 @@ class CPAttention:
         self._caches = {name: {**self._plans, **self._saves}[name] for name in CACHE_TRAITS}
 
     def __repr__(self) -> str:
-        layer = {**self._saves, "causal": self.causal, "window": self.window, "engine": repr(self.engine)}
+        layer = {**self._saves, "causal": self.causal, "window": self.window, "engine": repr(self.engine),
+                 "cp_comm_type": repr(self.cp_comm_type)}
         return f"<CPAttention {', '.join(f'{name}={value}' for name, value in layer.items())}, {self.comm!r}>"
 
     def plan(
@@ -201,12 +202,44 @@ class CPAttention:
         room.note(self.comm, plan)
         return plan
 
-    def _made(self, plan: Plan) -> Plan:
-        """The plan with its arrays."""
+    def sharding(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Sharding:
+        """How plan spreads the rows of a batch: for what has to know it before, such as who reads which document.
+
+        Args:
+            batch, sharding: as for plan.
+
+        Raises:
+            TypeError, ValueError: as plan, for what it finds on one rank.
+        """
+        asked = SHARDINGS[self.cp_comm_type] if sharding is None else sharding
+        # Rows that are no slices of a group's are brought into sequence order where heads are exchanged on one level.
+        inner = 1 if self.cp_comm_type == "a2a" and asked != "contiguous" else self._inner
+        made = as_sharding(asked, batch, self.comm.size, inner)
+        self._check_sharding(made)
+        return made
+
+    def prepare(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> None:
+        """Does ahead what plan will ask of the host, if it does not lie on a GPU, for another thread. Not collective.
+
+        That is to find whose the rows are and which ones travel, where that depends on the lengths: "balanced". It is
+        kept as long as the batch.
+
+        Args:
+            batch, sharding: as for plan, which is then to be called with the same batch.
+
+        Raises:
+            TypeError, ValueError: as plan, for what it finds on one rank.
+        """
+        plan = self._outline(batch, sharding, None, None, False)
+        _ = (plan.core or plan).routes
+
+    def _made(self, plan: Plan, lengths: Any = None) -> Plan:
+        """The plan with its arrays; lengths: on a GPU, of the plan that it is the core of."""
         if plan.core is None or plan.sharding.outer is None:
             key_batch = None if plan.key_batch is plan.batch else plan.key_batch
-            arrays = self._engine.plan_arrays(plan.sharding, plan.cp_rank, self.window, self._tiles, key_batch)
-            return replace(plan, arrays=arrays, core=plan.core and self._made(plan.core))
+            arrays = self._engine.plan_arrays(
+                plan.sharding, plan.cp_rank, self.window, self._tiles, key_batch, lengths=lengths)
+            return replace(plan, arrays=arrays, core=plan.core and self._made(plan.core, arrays.lengths))
         core = self._made(plan.core)
         first = plan.cp_rank % plan.sharding.inner * plan.local_rows
         mine = {name: getattr(core.arrays, name)[first : first + plan.local_rows]
@@ -238,11 +271,7 @@ class CPAttention:
         like: PackedBatch | None, finite_padding: bool,
     ) -> Plan:
         """A plan without its arrays."""
-        asked = SHARDINGS[self.cp_comm_type] if sharding is None else sharding
-        # Rows that are no slices of a group's are brought into sequence order where heads are exchanged on one level.
-        inner = 1 if self.cp_comm_type == "a2a" and asked != "contiguous" else self._inner
-        sharding = as_sharding(asked, batch, self.comm.size, inner)
-        self._check_sharding(sharding)
+        sharding = self.sharding(batch, sharding)
         if key_batch is not None:
             check_key_batch(key_batch, batch, self.comm.size)
         plan = Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, NO_ARRAYS,
@@ -250,7 +279,8 @@ class CPAttention:
         if self._inner == 1:
             return plan
         rows = sharding.outer or Sharding(batch, 1, "contiguous")
-        return replace(plan, core=replace(plan, sharding=rows, cp_rank=plan.cp_rank // self._inner))
+        return replace(plan, core=replace(plan, sharding=rows, cp_rank=plan.cp_rank // self._inner, _kept={},
+                                         _buffers={}))
 
     def _check_sharding(self, sharding: Sharding) -> None:
         """Raises where the method cannot bring these rows together."""
@@ -288,14 +318,16 @@ class CPAttention:
 
     @property
     def _ranks(self) -> Any:
-        """Whom the method works with: two levels of ranks where heads are exchanged between some."""
+        """Whom the method works with: those of both levels where heads are exchanged between some."""
         if self._levels is None:
             return self.comm
         return self._levels if self._inner > 1 else self._levels.outer
 
     def _likely_memory(self, plan: Plan) -> Memory:
         """That of the last plan where it had as many rows, as it takes as much, but for some bytes per sequence."""
-        rows = plan.local_rows, plan.key_rows, plan.batch.on_device, plan.has_blind_queries
+        core = plan.core or plan
+        rows = (plan.sharding.strategy, plan.sharding.inner, plan.local_rows, core.key_rows, plan.batch.on_device,
+                plan.has_blind_queries, core.routes and core.routes.table.tobytes())
         if self._last_memory is None or self._last_memory[0] != rows:
             self._last_memory = rows, self._memory(plan)
         return self._last_memory[1]
@@ -354,14 +386,14 @@ class CPAttention:
             TypeError, ValueError: as forward; also a ValueError if two are on their way.
         """
         self._check_plan(plan)
-        if self._method(plan) is not all_gather:
-            raise ValueError(
-                f"gather was called with cp_comm_type {self.cp_comm_type!r} and sharding {plan.sharding.strategy!r}, "
-                f"wanted 'all_gather' without 'balanced', as nothing travels before q is there otherwise; leave it out"
-            )
+        self._check_gathers("gather was called", plan)
         k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
         return all_gather.gather(self._engine, self._ranks, plan, k, v, self._groups(plan))
+
+    def can_gather(self, plan: Plan) -> bool:
+        """Whether gather may be called with this plan: whether keys and values alone travel, and all of them."""
+        return self._method(plan) is all_gather
 
     def backward(self, dout: Any, saved: Saved, keys: Keys | None = None) -> tuple[Any, Any, Any]:
         """Gradients of forward for this rank's rows. Collective.
@@ -492,6 +524,7 @@ class CPAttention:
         """Keys for a call, if there are some, as an argument of the method."""
         if keys is None:
             return {}
+        self._check_gathers("keys were passed", plan)
         check_keys(keys, k, v, plan)
         return {"keys": keys}
 
@@ -506,6 +539,13 @@ class CPAttention:
         _check_same("plan was made for", plan.made_for, self._plans, "make it with this attention's plan(batch)")
         plan.check(wait=False)
         plan.enter()
+
+    def _check_gathers(self, what: str, plan: Plan) -> None:
+        if not self.can_gather(plan):
+            raise ValueError(
+                f"{what} with cp_comm_type {self.cp_comm_type!r} and sharding {plan.sharding.strategy!r}, wanted "
+                f"'all_gather' without 'balanced', as nothing travels before q is there otherwise; leave it out"
+            )
 
     def _checked(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
         x = self._engine.from_user(name, x)
@@ -533,16 +573,18 @@ class CPAttention:
         return int.from_bytes(digest.digest()[:7], "little")
 
 
-def _levels(comm: Comm | tuple[Comm, Comm], cp_comm_type: str) -> tuple[Comm, Levels | None]:
+def _levels(comm: Comm | tuple[Comm, Comm], cp_comm_type: str) -> tuple[Comm, a2a.Ranks | None]:
     """All ranks, and the levels among which an all-to-all of heads divides them; None: it takes no part."""
-    if isinstance(comm, tuple) and len(comm) == 2 and all(isinstance(part, Comm) for part in comm):
+    if isinstance(comm, Levels) or (
+        isinstance(comm, tuple) and len(comm) == 2 and all(isinstance(part, Comm) for part in comm)
+    ):
         if "+" not in cp_comm_type:
             raise ValueError(
                 f"comm has two levels and cp_comm_type is {cp_comm_type!r}, wanted one of two levels, such as "
                 f"'a2a+all_gather'; use that, or pass one comm"
             )
-        levels = Levels(*comm)
-        return levels, levels
+        inner, outer = (comm.inner, comm.outer) if isinstance(comm, Levels) else comm
+        return comm if isinstance(comm, Levels) else Levels(inner, outer), a2a.Ranks(inner, outer)
     if not isinstance(comm, Comm):
         raise TypeError(f"comm is a {type(comm).__name__}, wanted a Comm, or two in a tuple; make one with "
                         f"thdattn.comm.init()")
@@ -551,7 +593,7 @@ def _levels(comm: Comm | tuple[Comm, Comm], cp_comm_type: str) -> tuple[Comm, Le
             f"cp_comm_type is {cp_comm_type!r} and comm has one level, wanted (inner, outer); pass "
             f"(comm.split(comm.rank // n), comm.split(comm.rank % n)) for groups of n neighbours"
         )
-    return comm, Levels(comm, SingleComm()) if cp_comm_type == "a2a" else None
+    return comm, a2a.Ranks(comm, SingleComm()) if cp_comm_type == "a2a" else None
 
 
 def _check_same(what: str, made: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:

@@ -80,6 +80,18 @@ def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
         out[order >= 0] = x[order[order >= 0]]
 
 
+def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Array]) -> None:
+    """Rows of two arrays at their places in key buffers: into[order[t]] = x[t], but for those of -1.
+
+    Args:
+        xs: (num_rows, ...); order: (num_rows,) int32.
+        plan: of the key buffers.
+        into: (key_rows, ...), of the dtype of xs.
+    """
+    for out, x in zip(into, xs, strict=True):
+        out[order[order >= 0]] = x[order >= 0]
+
+
 def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
     """Gradients of this rank's rows of keys: shares of all ranks, added up in the order of ranks and rounded once.
 

@@ -105,7 +105,8 @@ class Plan:
     _buffers: dict[Any, Any] = field(default_factory=dict)  # shared by the plan of all keys and those of slices
 
     def __post_init__(self) -> None:
-        if self.arrays.lengths is not None:  # a graph of refresh may be captured before the first backward
+        # A graph of refresh may be captured before the first backward, which is of the core if there is one.
+        if self.arrays.lengths is not None and self.core is None:
             self.engine.plan_backward(self)
 
     def __repr__(self) -> str:
@@ -118,7 +119,7 @@ class Plan:
         """What must agree with the attention that uses the plan."""
         return {
             "cp_size": self.cp_size, "cp_rank": self.cp_rank, "window": self.window, "engine": self.engine_name,
-            "head_dims": self.head_dims, "tiles": self.tiles,
+            "head_dims": self.head_dims, "tiles": self.tiles, "head_ranks": self.head_ranks,
         }
 
     @property
@@ -140,6 +141,11 @@ class Plan:
     def cp_size(self) -> int:
         """Number of context-parallel ranks."""
         return self.sharding.cp_size
+
+    @property
+    def head_ranks(self) -> int:
+        """Number of ranks among which heads are exchanged: 1 where none are."""
+        return 1 if self.core is None else self.cp_size // self.core.cp_size
 
     @property
     def local_rows(self) -> int:
@@ -176,10 +182,16 @@ class Plan:
 
     def slice_of(self, rank: int) -> Plan:
         """One of the slices; without arrays if this plan has none."""
-        arrays = self.arrays
+        arrays, of = self.arrays, (self.sharding, self.cp_rank, self.window, self.tiles)
         if arrays is not NO_ARRAYS:
-            arrays = self.engine.plan_arrays(self.sharding, self.cp_rank, self.window, self.tiles, keys_of=rank)
+            arrays = self.engine.plan_arrays(*of, keys_of=rank, lengths=arrays.lengths)
         return replace(self, arrays=arrays, keys_of=rank, _kept={})
+
+    @cached_property
+    def needs_own_rows(self) -> bool:
+        """Whether the needed rows are all of this rank's and no others, and no other rank needs one of them."""
+        routes = self.routes
+        return routes is not None and self.key_rows == self.local_rows and not routes.num_received + routes.num_sent
 
     @property
     def first_own(self) -> int:

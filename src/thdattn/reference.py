@@ -29,6 +29,7 @@ from thdattn.cache import KVCache
 from thdattn.host_plan import host_arrays
 from thdattn.host_rows import add_shares as add_shares
 from thdattn.host_rows import pack_rows as pack_rows
+from thdattn.host_rows import place_rows as place_rows
 from thdattn.host_rows import to_rank_order as to_rank_order
 from thdattn.host_rows import to_sequence_order as to_sequence_order
 from thdattn.memory import Bytes, Layer
@@ -103,7 +104,7 @@ def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
 
 def plan_arrays(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
-    key_batch: PackedBatch | None = None, keys_of: int | None = None,
+    key_batch: PackedBatch | None = None, keys_of: int | None = None, lengths: None = None,
 ) -> PlanArrays:
     """The arrays of a plan in NumPy; see host_plan.host_arrays. ValueError for lengths on a GPU."""
     sharding.batch.require_host("a plan of the reference engine")

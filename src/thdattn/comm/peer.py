@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn.comm import Arrival, nothing
-from thdattn.comm.slices import Slices, rows_of
+from thdattn.comm.slices import Slices, address, copy, rows_of
 from thdattn.structs import MAX_RANKS, SHARES
 from thdattn.sums import add_up
 
@@ -214,18 +214,20 @@ class PeerMemory:
             return nothing
         window = self._window("exchange", max(slot[-1] for slot in slots))
         window.free(stream)
-        at = [window.address(self.rank, offset) for offset in slots[self.rank]]
+        at = list(slots[self.rank])
         for array, peer in sends:
-            address, rows, width, pitch = rows_of(array)
-            _copy_rows(self._runtime, at[peer], width, address, pitch, width, rows, stream.ptr)
+            if array.flags.c_contiguous:
+                self._copy(window.address(self.rank, at[peer]), address(array), array.nbytes, stream)
+            else:  # a kernel, as copy engines are slow at rows that do not follow each other in one GPU's memory
+                copy(window.array(at[peer], (len(array), array.nbytes // len(array)), np.uint8), array)
             at[peer] += array.nbytes
         window.publish(stream)
         self._follow(stream)  # which may have just left the memory of recvs
         window.arrive(self._pulls)
         at = [window.address(peer, slot[self.rank]) for peer, slot in enumerate(slots)]
         for array, peer in sorted(recvs, key=lambda pair: (pair[1] - self.rank) % self.size):  # each begins elsewhere
-            address, rows, width, pitch = rows_of(array)
-            _copy_rows(self._runtime, address, pitch, at[peer], width, width, rows, self._pulls.ptr)
+            place, rows, width, pitch = rows_of(array)
+            _copy_rows(self._runtime, place, pitch, at[peer], width, width, rows, self._pulls.ptr)
             at[peer] += array.nbytes
         window.take(self._pulls)
         return self._arrival(stream)

@@ -52,8 +52,17 @@ def put(array: Any, made: Any) -> None:
         words[...] = made.view(words.dtype).reshape(words.shape)
 
 
-def _words(array: Any) -> Any:
-    """A view of a slice as (rows, words) of the widest unsigned integers that fit: the fewer, the faster a copy."""
+def copy(place: Any, source: Any) -> None:
+    """Copies a slice to another one of as many rows and bytes; of CuPy arrays by a kernel on the current stream."""
+    size = min(_word(place), _word(source))
+    _words(place, size)[...] = _words(source, size)
+
+
+def _words(array: Any, size: int = 0) -> Any:
+    """A view of a slice as (rows, words) of unsigned integers, the widest that fit: the fewer, the faster a copy."""
+    return array.reshape(len(array), -1).view(f"u{size or _word(array)}")
+
+
+def _word(array: Any) -> int:
     at = rows_of(array)
-    size = math.gcd(at.address, at.width, at.pitch, 8)
-    return array.reshape(at.rows, -1).view(f"u{size}")
+    return math.gcd(at.address, at.width, at.pitch, 8)

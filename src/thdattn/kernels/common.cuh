@@ -71,9 +71,9 @@ __device__ __forceinline__ float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// Merges the attention of a row over some keys with that over others, each the mean of its values: *lse, of the others
-// (-inf: none yet), becomes that of all keys, and the mean of all is the sum of both, times these shares. The four lanes
-// of the row make the call, and all others of the warp with `counts` false if they have no row to merge.
+// Merges the attention of a row over some keys (`these`) with that over others: *lse, of the others and -inf if there
+// was none, becomes that of all keys, and the attention over all is the sum of both times their shares. A whole warp
+// calls it, four lanes a row; where a row does not count, its shares are anything.
 struct Merge { float others, these; };
 __device__ __forceinline__ Merge merge_lse(float* lse, float mine, bool counts) {
   const float others = counts ? *lse : mine, top = fmaxf(others, mine);

@@ -18,15 +18,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from thdattn.comm import nothing
+from thdattn.comm.slices import copy
 from thdattn.memory import Layer, Memory, num_bytes
 from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
-    from thdattn.comm.levels import Levels
     from thdattn.plan import Plan
 
 Wait = Callable[[], None]
+
+
+class Ranks(NamedTuple):
+    """inner: among which heads are exchanged; outer: those among which the rows of this rank's heads are."""
+
+    inner: Comm
+    outer: Comm
 
 
 def obstacle(num_heads: int, num_kv_heads: int, size: int) -> str:
@@ -41,18 +48,19 @@ def obstacle(num_heads: int, num_kv_heads: int, size: int) -> str:
 
 
 def forward(
-    engine: Any, comm: Levels, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
+    engine: Any, comm: Ranks, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
 ) -> Results:
     """Attention of this rank's query rows; see call.py. It keeps what was exchanged, of each group of heads."""
     swap = _Swap(engine, comm.inner, plan, call.num_groups)
     out = engine.empty((len(q), q.shape[1], v.shape[2]), q.dtype)
     lse = engine.empty((q.shape[1], len(q)), lse_dtype(q.dtype))
-    kept, logits = [], []
+    kept, logits, asked = [], [], _between_groups(call, comm.outer)
     with ExitStack() as waits:
         for group, heads in swap.to_heads((q, k, v)):
-            made = call.outer.forward(engine, comm.outer, plan.core, *heads, _inner(call), return_max_logit)
+            made = call.outer.forward(engine, comm.outer, plan.core, *heads, asked, return_max_logit)
             waits.callback(swap.to_rows(group, (made.out,), (out,), (made.lse, lse)))
-            kept.append(Tensors._make((*heads, made.out, made.lse, made.kept)))
+            if call.keeps_keys:
+                kept.append(Tensors._make((*heads, made.out, made.lse, made.kept)))
             logits.append(made.max_logit)
     max_logit = engine.empty((q.shape[1],), np.float32) if return_max_logit else None
     if return_max_logit:
@@ -61,13 +69,13 @@ def forward(
 
 
 def backward(
-    engine: Any, comm: Levels, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool
+    engine: Any, comm: Ranks, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool
 ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
     """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are there with dq."""
     q, k, v, out, lse, kept = saved
-    swap = _Swap(engine, comm.inner, plan, call.num_groups)
+    swap = _Swap(engine, comm.inner, plan, len(kept) if kept else call.num_groups)
     dq, dk, dv = (engine.empty(x.shape, x.dtype) for x in (q, k, v))
-    asked = _inner(call)
+    asked = _between_groups(call, comm.outer)
     if swap.deal(k.shape[1]).sharers > 1:
         asked = asked._replace(grad_dtype=np.promote_types(k.dtype, np.float32))
     exchanged = swap.to_heads((dout,)) if kept else swap.to_heads((dout, q, k, v, out), lse)
@@ -79,7 +87,7 @@ def backward(
     return dq, lambda: (dk, dv)
 
 
-def memory(engine: Any, comm: Levels, plan: Plan, layer: Layer, outer: Any) -> Memory:
+def memory(engine: Any, comm: Ranks, plan: Plan, layer: Layer, outer: Any) -> Memory:
     """Bytes of all that forward and backward make, for a layer with this plan, which needs no arrays."""
     size, groups, rows = comm.inner.size, layer.num_groups, plan.local_rows
     heads, kv_heads = layer.num_heads // size, max(1, layer.num_kv_heads // size)
@@ -101,9 +109,9 @@ def memory(engine: Any, comm: Levels, plan: Plan, layer: Layer, outer: Any) -> M
                   saved, {"dq": queries, "dk": keys, "dv": values})  # fmt: skip
 
 
-def _inner(call: Call) -> Call:
-    """What is asked of the method between groups of ranks, for one group of heads."""
-    return call._replace(num_groups=1, outer=None)
+def _between_groups(call: Call, outer: Comm) -> Call:
+    """What is asked of the method between groups of ranks, for one group of heads. One group alone gathers no keys."""
+    return call._replace(num_groups=1, outer=None, keeps_keys=call.keeps_keys and outer.size > 1)
 
 
 class _Deal(NamedTuple):
@@ -223,8 +231,9 @@ class _Swap:
         comm, sends, recvs, num_sent = self._comm, [], [], 0
         for part in parts:
             source, place = part(comm.rank, group)
-            place[...] = source
             num_sent += source.nbytes
+            if source.size:
+                copy(place, source)
         for rank in self._others:
             for part in parts:
                 source, place = part(rank, group)
@@ -238,7 +247,7 @@ class _Swap:
         """With all rows as attention takes them, which slices of shares are already."""
         if self._plan.sharding.outer is not None:
             return pairs
-        inverse = self._plan.once("inverse of rank_order", lambda: _inverse(self._plan))
+        inverse = self._plan.once("inverse of rank_order", lambda: _inverse(self._engine, self._plan))
         return [_reordered(pair, inverse) for pair in pairs]
 
     def _in_rank_order(self, pairs: Sequence[_Pair]) -> Sequence[_Pair]:
@@ -250,18 +259,23 @@ class _Swap:
 
     def _padded(self, y: Any, num_rows: int) -> Any:
         """An array with rows of zeros behind its own, where all ranks have more rows than there are keys."""
-        if len(y) == num_rows or not self._plan.sharding.outer is not None:
+        if len(y) == num_rows or self._plan.sharding.outer is None:
             return y
         whole = self._engine.empty((num_rows, *y.shape[1:]), y.dtype)
         whole[: len(y)], whole[len(y) :] = y, 0
         return whole
 
 
-def _inverse(plan: Plan) -> Any:
-    """Which row in rank order every row in sequence order is, each of which a rank owns."""
+def _inverse(engine: Any, plan: Plan) -> Any:
+    """Which row in rank order every row in sequence order is, each of which a rank owns; follows the plan."""
     order = plan.rank_order
-    inverse = np.empty_like(order, shape=(plan.batch.total_rows + 1,))
-    inverse[order] = np.arange(len(order), dtype=order.dtype, like=order)  # of fillers, -1, to the last place
+    inverse = engine.empty((plan.batch.total_rows + 1,), order.dtype)
+    places = np.arange(len(order), dtype=order.dtype, like=order)
+
+    def make() -> None:
+        inverse[order] = places  # of fillers, -1, to the last place
+
+    plan.make(make)
     return inverse[:-1]
 
 
@@ -272,7 +286,8 @@ def _reordered(pair: _Pair, rows: Any) -> _Pair:
         none = x.dtype.type(-np.inf)
         return pair._replace(some_heads=np.where(rows < 0, none, np.take(x, np.maximum(rows, 0), 1)))
     words = np.take(x.view(f"u{x.itemsize}"), np.maximum(rows, 0), 0)  # CuPy does not index every dtype
-    words[rows < 0] = 0
+    # NOTE: not words[rows < 0] = 0, for which CuPy counts the rows on the host.
+    words = np.where((rows < 0)[:, None, None], words.dtype.type(0), words)
     return pair._replace(some_heads=words.view(x.dtype))
 
 

@@ -42,12 +42,15 @@ def backward(
     """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are on their way with dq."""
     q, k, v, out, lse, kept = saved
     keys = kept or _fetched(engine, comm, plan, k, v, keep=False)
-    sum_dtype = lse_dtype(q.dtype)
+    alone = plan.needs_own_rows
+    sum_dtype = call.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
     dq, *shares = engine.attn_bwd(
         dout, q, *keys, out, lse, plan, call.softmax_scale, sum_dtype, call.deterministic)
     back, wait = _sent_back(engine, comm, plan, shares)
 
     def made() -> tuple[Any, Any]:
+        if alone:
+            return shares[0], shares[1]
         dk, dv = (engine.empty(x.shape, x.dtype) for x in (k, v))
         engine.add_shares(shares, back, plan, (dk, dv))
         return dk, dv
@@ -86,27 +89,34 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
 
 
 def _fetched(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, keep: bool) -> tuple[Any, Any]:
-    """This rank's key buffers: new ones if they are kept, else those of the plan."""
+    """This rank's key buffers: k and v themselves, new ones if they are kept, or those of the plan."""
     assert plan.routes is not None
     routes = plan.routes
+    if plan.needs_own_rows:
+        _exchange(comm, ((k, v), routes.sent), ((k, v), routes.received), routes.table, k.dtype)()  # the others' one
+        return k, v
     sends, recvs = (_buffers(plan, name, number, (k, v), k.dtype)
                     for name, number in (("sent", routes.num_sent), ("received", routes.num_received)))
+    into = [engine.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k, v)] if keep else _buffers(
+        plan, "needed", plan.key_rows, (k, v), k.dtype)
     engine.pack_rows((k, v), plan.arrays.sends, sends)
-    _exchange(comm, (sends, routes.sent), (recvs, routes.received), routes.table)()
-    shapes = [(plan.key_rows, *x.shape[1:]) for x in (k, v)]
-    into = [engine.empty(shape, k.dtype) for shape in shapes] if keep else None
-    keys, values = engine.to_sequence_order([recvs[0]], [recvs[1]], plan, into, (k, v))
-    return keys, values
+    wait = _exchange(comm, (sends, routes.sent), (recvs, routes.received), routes.table, k.dtype)
+    engine.place_rows((k, v), plan.rank_order[routes.num_received :], plan, into)  # meanwhile
+    wait()
+    engine.place_rows(recvs, plan.rank_order[: routes.num_received], plan, into)
+    return into[0], into[1]
 
 
 def _sent_back(engine: Any, comm: Comm, plan: Plan, shares: Sequence[Any]) -> tuple[list[Any], Wait]:
     """What other ranks made of dk and dv of this one's rows, and what waits for it."""
     assert plan.routes is not None
     routes = plan.routes
-    sends = _buffers(plan, "shares sent", routes.num_received, shares, shares[0].dtype)
-    recvs = [engine.empty((routes.num_sent, *x.shape[1:]), x.dtype) for x in shares]
-    engine.pack_rows(shares, plan.rank_order[: routes.num_received], sends)
-    return recvs, _exchange(comm, (sends, routes.received), (recvs, routes.sent), routes.table.T)
+    sum_dtype = lse_dtype(shares[0].dtype)  # also where this rank has nothing to add up
+    sends = _buffers(plan, "shares sent", routes.num_received, shares, sum_dtype)
+    recvs = [engine.empty((routes.num_sent, *x.shape[1:]), sum_dtype) for x in shares]
+    if routes.num_received:
+        engine.pack_rows(shares, plan.rank_order[: routes.num_received], sends)
+    return recvs, _exchange(comm, (sends, routes.received), (recvs, routes.sent), routes.table.T, sum_dtype)
 
 
 def _buffers(plan: Plan, name: str, num_rows: int, like: Sequence[Any], dtype: Any) -> list[Any]:
@@ -116,13 +126,13 @@ def _buffers(plan: Plan, name: str, num_rows: int, like: Sequence[Any], dtype: A
 
 def _exchange(
     comm: Comm, sends: tuple[Sequence[Any], NDArray[Any]], recvs: tuple[Sequence[Any], NDArray[Any]],
-    table: NDArray[Any],
+    table: NDArray[Any], dtype: np.dtype[Any],
 ) -> Wait:
     """Starts to send rows that lie rank after rank, and to receive others; how many, the table says of all ranks."""
     if not table.any():
         return nothing
     arrays, _ = sends
-    row_bytes = sum(x.itemsize * int(np.prod(x.shape[1:])) for x in arrays)
+    row_bytes = sum(num_bytes(x.shape[1:], dtype) for x in arrays)
     return comm.exchange(_by_rank(*sends), _by_rank(*recvs), table * row_bytes)
 
 

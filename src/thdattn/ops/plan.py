@@ -29,19 +29,20 @@ _CHECK, _ROWS, _PIECES, _RANGES, _TILE_COST, _TILE_ORDER, _POISON = PLAN_KERNELS
 
 def plan_arrays(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
-    key_batch: PackedBatch | None = None, keys_of: int | None = None,
+    key_batch: PackedBatch | None = None, keys_of: int | None = None, lengths: DeviceLengths | None = None,
 ) -> PlanArrays:
     """The arrays of a plan, made by kernels: nothing is copied to the host, and the host does not wait.
 
     With lengths on the GPU, a captured CUDA graph plans anew for those it finds at each replay. Of wrong ones, which
-    only the GPU sees, DeviceLengths tells. Lengths on the host are right; plans of one batch share what they can.
-    Of rows that are spread by runs, which the host has found, the kernels make arrays of all rows.
+    only the GPU sees, DeviceLengths tells: its own, or the `lengths` of a plan with which this one is made anew.
+    Lengths on the host are right; plans of one batch share what they can. Of rows that are spread by runs, which the
+    host has found, the kernels make arrays of all rows.
 
     Raises:
         RuntimeError: lengths on the host, on a stream that captures a CUDA graph.
     """
     if sharding.batch.on_device:
-        lengths = DeviceLengths(sharding, key_batch)
+        lengths = lengths or DeviceLengths(sharding, key_batch)
         rows = _rows(sharding, cp_rank, key_batch, lengths.checked, lengths)
         return _arrays(rows, sharding, cp_rank, window, tiles, key_batch, keys_of, lengths)
     if cupy.cuda.get_current_stream().is_capturing():

@@ -42,6 +42,11 @@ def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
     reorder(True, into, [[x] for x in xs], order, order)  # which rows are seen is not asked
 
 
+def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Array]) -> None:
+    """Rows of two arrays at their places in key buffers: into[order[t]] = x[t], but for those of -1."""
+    reorder(False, into, [[x] for x in xs], order, plan.query_ranges)
+
+
 def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
     """Gradients of this rank's rows of keys: shares of all ranks, added up in the order of ranks and rounded once."""
     shares = np.zeros((), SHARES)

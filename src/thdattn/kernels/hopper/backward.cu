@@ -253,7 +253,8 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
 // other blocks that they have arrived; so none of these waits delays a product. dq of a tile of queries is the sum of
 // the shares of all tiles of keys in sight: the first share is stored, others are added in the L2 cache, and whoever
 // has the last share gets the sum, adds its own and stores dq, rounded; nothing is set to zero before, and there is no
-// rounding kernel. Where Dq is float, dq is added to what is there. Bound by the bandwidth of shared memory and by the tensor cores: 5 matrix products a step.
+// rounding kernel. Where Dq is float, dq is added to what is there. Bound by the bandwidth of shared memory and by the
+// tensor cores: 5 matrix products a step.
 //
 // The contract is that of thd_attn_bwd, except that padding rows of q, k, v and dout must hold finite numbers.
 // stats from thd_attn_delta, with stats_rows a multiple of kTileM

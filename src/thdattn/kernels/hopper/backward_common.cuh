@@ -285,8 +285,8 @@ __device__ __forceinline__ void multiply_keys(float (&acc)[kBlocks][4], const un
   wgmma_wait<0>(acc);
 }
 
-// Stores a piece of dq (q_rows, num_heads, kHeadDim), or adds it where dq is fp32, one warpgroup: 64 rows from `row` on,
-// columns from first_col on.
+// Stores a piece of dq (q_rows, num_heads, kHeadDim), or adds it where dq is fp32, one warpgroup: 64 rows from `row`
+// on, columns from first_col on.
 template <int kHeadDim, typename Dq, int kBlocks>
 __device__ __forceinline__ void bring_dq(Dq* dq, const float (&acc)[kBlocks][4], float scale, int row, int head,
                                          int first_col, BackwardSize size) {

@@ -185,8 +185,8 @@ __device__ __forceinline__ void scale_rows(float (&acc)[kBlocks][4], float2 fact
   for (int i = 0; i < 4 * kBlocks; ++i) acc[i / 4][i % 4] *= i % 4 < 2 ? factor.x : factor.y;
 }
 
-// Merges one (kHalf) of the two rows that this thread shares with its quad: row = row * others_scale + acc * scale. With
-// a scale of 0 it stays as it is.
+// Merges one (kHalf) of the two rows that this thread shares with its quad: row = row * others_scale + acc * scale.
+// With a scale of 0 it stays as it is.
 template <int kHalf, int kBlocks>
 __device__ __forceinline__ void merge_row(float* row, float others_scale, const float (&acc)[kBlocks][4], float scale) {
   #pragma unroll
@@ -321,7 +321,7 @@ __device__ __forceinline__ void consume_forward(
       if constexpr (kMerges) {
         float* const row_lse = lse + (size_t)query_tile.head * size.q_rows + row;
         const Merge share = merge_lse(row_lse, (softmax.base[r] + __log2f(total)) * kLn2, !padding);
-        scale[r] *= share.these, others_scale[r] = share.others;
+        scale[r] = padding ? 0.f : share.these / total, others_scale[r] = share.others;
       } else if (lane % 4 == 0 && row < size.q_rows)
         lse[(size_t)query_tile.head * size.q_rows + row] =
             padding ? -kInfinity : (softmax.base[r] + __log2f(total)) * kLn2;

@@ -322,8 +322,8 @@ __device__ __forceinline__ void serve_wide_values(
 }
 
 // dq (q_rows, num_heads, kHeadDim) = dq_accum * scale, rounded, of query tiles that several tiles of keys have in
-// sight; 0 of those that none has. Where Dq is float, it is added to what is there. A block of the size of a warpgroup reads the accumulators as one left them. Bound by
-// memory.
+// sight; 0 of those that none has. Where Dq is float, dq is added to what is there. A block of the size of a warpgroup
+// reads the accumulators as one left them. Bound by memory.
 // Launch: grid (stats_rows / 64, num_heads), block 128.
 template <typename Dq, int kHeadDim>
 __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(

@@ -51,8 +51,9 @@ template <> __device__ __forceinline__ void bring_pair(float* p, float x, float 
   sum.x += x, sum.y += y;
 }
 
-// out = accum * scale, rounded: dq from its accumulators; where Out is float, it is added. The main kernel cannot do this, as no thread block of it
-// knows when the last share of a row has been added. One thread rounds a word of 8 elements. Bound by memory.
+// out = accum * scale, rounded: dq from its accumulators; where Out is float, it is added to what is there. The main
+// kernel cannot do this, as no thread block of it knows when the last share of a row has been added. One thread rounds
+// a word of 8 elements. Bound by memory.
 //
 // out, accum (q_rows, num_heads, head dim), words of 8 elements
 // Launch: grid ceil(words / 256), block 256.

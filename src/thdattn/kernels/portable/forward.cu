@@ -15,8 +15,9 @@ struct PortableForwardShared {
 // other waits. Bound by mma.sync.
 //
 // q (q_rows, num_heads, kHeadDim), k (k_rows, num_heads / group, kHeadDim), v (k_rows, num_heads / group, kVHeadDim)
-// out (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows): natural log of the softmax sum, -inf on padding rows. Where
-// Out is float, they hold the attention over other keys, 0 and -inf if there was none, and get that over all.
+// out (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows): natural log of the softmax sum, -inf on padding rows
+// Where Out is float, both hold the attention over other keys, 0 and -inf if there was none, and it becomes that over
+// all keys; rows that see none here stay.
 // max_logits (num_heads, tiles * kWarps): largest scaled score of each warp's rows, -inf if they are all padding
 // key_ranges (q_rows), query_ranges (k_rows); tile_order: query tiles, the longest first
 // Launch: grid (tiles, num_heads), block 32 * kWarps, shared memory kSharedBytes.
