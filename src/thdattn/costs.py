@@ -293,10 +293,16 @@ class _Layer:
     def _rows_moves(self) -> tuple[Moves, Moves]:
         core, attention = self.core, self.attention
         table = _to_each(core.cp_size, core.local_key_rows) if core.routes is None else core.routes.table
-        width = self.kv_heads * (attention.head_dim + attention.v_head_dim)
-        keys, sums = width * attention.dtype.itemsize, width * lse_dtype(attention.dtype).itemsize
+        keys, sums = self.row_bytes
         kept = attention._keeps(self.plan) and self.method is not p2p
         return Moves(table * keys, 0 * table), Moves(table * (0 if kept else keys), table.T * sums)
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Of keys and values of a row, of the heads that a rank has, and of sums of their gradients."""
+        attention = self.attention
+        width = self.kv_heads * (attention.head_dim + attention.v_head_dim)
+        return width * attention.dtype.itemsize, width * lse_dtype(attention.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -335,9 +341,9 @@ class _Clock:
 
     def _put_in_order(self, rows: Moves, share: int) -> float:
         """Seconds in which a rank moves keys that it got, and its own, to their places in the key buffer, and back."""
-        sums = float((rows.before + rows.after).sum(axis=0).max())
-        own = sums / max(1, self.layer.core.cp_size - 1)
-        return 2 * (sums + own) / share / self.rates.memory
+        own = sum(size * self.layer.core.local_key_rows
+                  for size, moved in zip(self.layer.row_bytes, rows, strict=True) if moved.any())
+        return 2 * (rows.received() + own) / share / self.rates.memory
 
     def _ring(self, rows: Moves, share: int) -> float:
         """Step by step, each as long as that of the busiest rank."""
