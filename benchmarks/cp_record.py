@@ -22,7 +22,7 @@ WAYS = (*DIRECTIONS, "both")
 OURS, ALONE, ONE = "ours", "alone", "one GPU"
 USUAL = ["all_gather", "dual_chunk"]  # cp_comm_type and sharding of OURS
 TITLES = ("way", "method", "sharding", "groups", "kept", "fwd ms", "bwd ms", "both ms", "of alone", "exposed ms",
-          "TFLOP/s", "of one GPU", "MiB", "GiB", "host us", "graph ms")  # fmt: skip
+          "predicted", "TFLOP/s", "of one GPU", "MiB", "GiB", "host us", "graph ms")  # fmt: skip
 
 
 class Ranks(NamedTuple):
@@ -136,6 +136,7 @@ def line(times: Times, case: str, way: str) -> list[str]:
         *(times.text(choice, case, way, "both", "called") or "-" for choice in ("head_groups", "keep_keys")),
         *(slashed([ms], 4) for ms in called),
         *((slashed([of(times, case, way, "called")], 3) if alike else "-") for of in (share, exposed)),
+        slashed([times.value("predicted_ms", case, way, "both", "called")], 4),
         slashed([times.value("tflops", case, way, "both", "called")], 3),
         slashed([of_one_gpu(times, case, way)], 3) if compared else "-",
         slashed([received(times, case, way)], 3),
