@@ -81,7 +81,8 @@ def main() -> int:
                     print(f"{case.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
                 rows += made
     if real.rank == 0:
-        print(f"{cp_record.table(rows)}\n\n{cp_record.errors(rows)}")
+        said = cp_record.table(rows), cp_record.recommendations(rows), cp_record.errors(rows)
+        print("\n\n".join(filter(None, said)))
         print(f"wrote {path}; benchmarks/readme.py writes README.md anew")
         if args.plot:
             cp_record.plot(everything, path.with_suffix(".png"))

@@ -146,6 +146,22 @@ def line(times: Times, case: str, way: str) -> list[str]:
     ]  # fmt: skip
 
 
+def recommendations(rows: Iterable[Row]) -> str:
+    """Which method is predicted to be the fastest for every case, which one was, and how many times as long it took."""
+    lines = []
+    for ranks, times in runs(rows).items():
+        for case in timed_cases(times):
+            key = ("both", "called")
+            both = {way: [times.value(column, case, way, *key) for column in ("predicted_ms", "ms")]
+                    for way in by_methods(times)}  # fmt: skip
+            both = {way: found for way, found in both.items() if not any(map(math.isnan, found))}
+            if len(both) > 1:
+                foreseen, fastest = (min(both, key=lambda way: both[way][i]) for i in (0, 1))
+                lines.append([str(ranks), case, *(":".join(method(times, case, way)) for way in (foreseen, fastest)),
+                              f"{both[foreseen][1] / both[fastest][1]:.2f}"])  # fmt: skip
+    return aligned([["ranks", "case", "predicted", "fastest", "times as long"], *lines]) if lines else ""
+
+
 def errors(rows: Iterable[Row]) -> str:
     """Relative RMS against float64, a line for every number of ranks and implementation."""
     lines = [[row["ranks"], row["case"], row["peer"], row["direction"], row["rms"], row["largest"]]

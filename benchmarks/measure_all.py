@@ -131,7 +131,7 @@ def summary(gpus: int, began: str) -> str:
     """The rows since a date: the table of the methods, and tokens per second beside those of one GPU."""
     rows = [row for path in sorted(record.RESULTS.glob("cp_*.csv")) for row in record.load(path)
             if row["date"] >= began]  # fmt: skip
-    parts = [cp_record.table(rows), cp_record.errors(rows)]
+    parts = [cp_record.table(rows), cp_record.recommendations(rows), cp_record.errors(rows)]
     trained = [row for row in bench_bytelm.load_all() if row["date"] >= began]
     alone = [float(row["tokens_per_s"]) for row in trained if row["ranks"] == "1"]
     for row in trained:

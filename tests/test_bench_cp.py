@@ -273,6 +273,22 @@ def test_errors_of_ours_stand_beside_the_peers():
     assert ["2", "4x1024", "te+fa4", "dk", "3e-3", "0.1"] in lines
 
 
+def test_recommendations_are_held_against_what_was_fastest():
+    def pair(case, ours, a2a):
+        return [row(case, "ours", "both", "called", ours[1], 1, predicted_ms=str(ours[0])),
+                row(case, "ours, a2a", "both", "called", a2a[1], 1, predicted_ms=str(a2a[0]), method="a2a",
+                    sharding="contiguous")]  # fmt: skip
+
+    alone = [row("1x8192", "ours", "both", "called", 2.0, 300, predicted_ms="1")]
+    said = cp_record.recommendations(pair("bucket32k", (1, 4), (2, 5)) + pair("8x1024", (1, 6), (2, 4)) + alone)
+    lines = [line.split() for line in said.splitlines()[1:]]
+    assert [line[-4:] for line in lines] == [
+        ["bucket32k", "all_gather:dual_chunk", "all_gather:dual_chunk", "1.00"],
+        ["8x1024", "all_gather:dual_chunk", "a2a:contiguous", "1.50"],
+    ]
+    assert not cp_record.recommendations(rows()), "of one method nothing can be recommended"
+
+
 def test_every_row_has_a_place_of_its_own_in_the_record(tmp_path):
     assert len(record.save(tmp_path / "cp.csv", rows(), cp_record.KEY)) == len(rows())
     assert len(record.save(tmp_path / "cp.csv", rows(), cp_record.KEY)) == len(rows())
