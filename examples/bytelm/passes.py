@@ -34,7 +34,7 @@ class Eager:
         sharding: which rank owns which rows.
 
     Raises:
-        ValueError: graphs are wanted that cannot be with this sharding, or with what travels between ranks.
+        ValueError: rows cannot be spread like this with what travels between ranks, or not with the graphs wanted.
 
     Attributes:
         num_overflows: steps that ran like this although graphs were wanted, as their batches did not fit.

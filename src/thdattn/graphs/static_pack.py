@@ -155,13 +155,13 @@ class StaticPack:
 
 
 def check_method(attention: CPAttention, strategy: str | None, impl: str) -> None:
-    """Raises ValueError where graphs of this impl cannot be for all batches of so many rows, spread like this.
+    """Raises ValueError where rows cannot be spread like this, or not with graphs of this impl, of changing batches.
 
-    That is where what travels depends on the lengths, or where more is planned than one key buffer.
+    The latter is where what travels depends on the lengths, or where more is planned than one key buffer.
     """
+    sharding = attention.sharding(PackedBatch([0]), strategy)
     if impl == "none":
         return
-    sharding = attention.sharding(PackedBatch([0]), strategy)
     if (sharding.outer or sharding).by_runs:
         raise ValueError(
             f"sharding is 'balanced' and the impl of the CUDA graphs {impl!r}, wanted 'dual_chunk' or 'contiguous' "
