@@ -101,20 +101,21 @@ def test_what_is_said_is_what_is_allocated(monkeypatch, groups, keep_keys):
 
 METHODS = [("all_gather", "balanced", 1), ("a2a", "contiguous", 1), ("a2a", "contiguous", 2), ("a2a", "contiguous", 4),
            ("a2a+all_gather", "dual_chunk", 1), ("a2a+all_gather", "dual_chunk", 2), ("a2a+all_gather", "balanced", 2)]
-LARGER = PackedBatch.from_lengths([52, 0, 120, 16], multiple=4)
+LARGER, WHOLE = (PackedBatch.from_lengths(lengths, multiple=4) for lengths in ([52, 0, 120, 16], [52, 52]))
 
 
 @pytest.mark.parametrize("kv_heads", [KV_HEADS, HEADS, 1])
 @pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("batch", [LARGER, WHOLE], ids=["cut", "whole"])
 @pytest.mark.parametrize(("kind", "sharding", "groups"), METHODS)
-def test_methods_allocate_what_is_said(monkeypatch, kind, sharding, groups, keep_keys, kv_heads):
+def test_methods_allocate_what_is_said(monkeypatch, kind, sharding, groups, batch, keep_keys, kv_heads):
     if kv_heads == 1 and (groups > 1 or "+" in kind):
         pytest.skip("needs a kv head for every rank")
     comm = (Twin(), Twin()) if "+" in kind else Twin()
     layer = thdattn.CPAttention(comm, HEADS, DIM, kv_heads, V_DIM, engine="reference", keep_keys=keep_keys,
                                 head_groups=groups, cp_comm_type=kind)  # fmt: skip
-    plan = layer.plan(LARGER, sharding)
-    memory, made, saved = layer.memory(LARGER, sharding), Allocations(monkeypatch), []
+    plan = layer.plan(batch, sharding)
+    memory, made, saved = layer.memory(batch, sharding), Allocations(monkeypatch), []
     elsewhere = {"plan", "q", "k", "v", "copies to send", "copies of slices", "sums"}  # by NumPy itself, or passed
 
     def said(*parts):
