@@ -14,6 +14,7 @@ from cp_record import OURS, by_method
 from workloads import Case
 
 import thdattn
+from thdattn import costs
 from thdattn.attention import SHARDINGS
 from thdattn.methods.a2a import obstacle
 
@@ -124,6 +125,16 @@ def _of_rows(method: Method, case: Case, head_ranks: int, plan: thdattn.Plan, ke
     row = max(1, case.kv_heads // head_ranks) * (case.head_dim + case.v_head_dim)
     again = gotten if "p2p" in method.cp_comm_type or not keeps else 0
     return Traffic(BFLOAT16 * row * gotten, row * (BFLOAT16 * again + FLOAT32 * returned))
+
+
+def predicted_ms(method: Method, case: Case, cp_size: int) -> dict[str, float]:
+    """Milliseconds of each direction by the package's own model of costs, with its usual rates."""
+    seconds = costs.predicted(
+        method.padded(case, cp_size), cp_size, case.heads, case.head_dim, case.kv_heads, method.cp_comm_type,
+        method.sharding, inner=INNER if method.two_levels else 1, causal=case.causal, window=case.window,
+    )  # fmt: skip
+    found = {"forward": seconds.forward, "backward": seconds.backward, "both": seconds.total}
+    return {direction: 1e3 * number for direction, number in found.items()}
 
 
 def work(sharding: thdattn.Sharding) -> list[int]:

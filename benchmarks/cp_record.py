@@ -22,7 +22,7 @@ WAYS = (*DIRECTIONS, "both")
 OURS, ALONE, ONE = "ours", "alone", "one GPU"
 USUAL = ["all_gather", "dual_chunk"]  # cp_comm_type and sharding of OURS
 TITLES = ("way", "method", "sharding", "groups", "kept", "fwd ms", "bwd ms", "both ms", "of alone", "exposed ms",
-          "TFLOP/s", "of one GPU", "MiB", "GiB", "host us", "graph ms")  # fmt: skip
+          "predicted", "TFLOP/s", "of one GPU", "MiB", "GiB", "host us", "graph ms")  # fmt: skip
 
 
 class Ranks(NamedTuple):
@@ -136,6 +136,7 @@ def line(times: Times, case: str, way: str) -> list[str]:
         *(times.text(choice, case, way, "both", "called") or "-" for choice in ("head_groups", "keep_keys")),
         *(slashed([ms], 4) for ms in called),
         *((slashed([of(times, case, way, "called")], 3) if alike else "-") for of in (share, exposed)),
+        slashed([times.value("predicted_ms", case, way, "both", "called")], 4),
         slashed([times.value("tflops", case, way, "both", "called")], 3),
         slashed([of_one_gpu(times, case, way)], 3) if compared else "-",
         slashed([received(times, case, way)], 3),
@@ -143,6 +144,22 @@ def line(times: Times, case: str, way: str) -> list[str]:
         slashed(host, 3) if compared else "-",
         slashed([graph], 4) + (f" ({1 / of_alone:.2f})" if of_alone > 0 else ""),
     ]  # fmt: skip
+
+
+def recommendations(rows: Iterable[Row]) -> str:
+    """Which method is predicted to be the fastest for every case, which one was, and how many times as long it took."""
+    lines = []
+    for ranks, times in runs(rows).items():
+        for case in timed_cases(times):
+            key = ("both", "called")
+            both = {way: [times.value(column, case, way, *key) for column in ("predicted_ms", "ms")]
+                    for way in by_methods(times)}  # fmt: skip
+            both = {way: found for way, found in both.items() if not any(map(math.isnan, found))}
+            if len(both) > 1:
+                foreseen, fastest = (min(both, key=lambda way: both[way][i]) for i in (0, 1))
+                lines.append([str(ranks), case, *(":".join(method(times, case, way)) for way in (foreseen, fastest)),
+                              f"{both[foreseen][1] / both[fastest][1]:.2f}"])  # fmt: skip
+    return aligned([["ranks", "case", "predicted", "fastest", "times as long"], *lines]) if lines else ""
 
 
 def errors(rows: Iterable[Row]) -> str:

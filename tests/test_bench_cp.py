@@ -10,14 +10,13 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-import cp_methods
 import cp_record
 import launch
 import readme
 import record
-from cp_methods import METHODS, Method
-from rank_of import as_rank_of, exchanging
-from workloads import Case, cp_cases
+from cp_methods import METHODS
+from rank_of import as_rank_of
+from workloads import cp_cases
 
 import thdattn
 from thdattn.comm import run_local
@@ -194,86 +193,6 @@ def test_sums_of_two_ranks_add_as_much_as_those_of_many(host_memory, size, in_pl
     run_local(2, fn)
 
 
-# --- methods -----------------------------------------------------------------------------------------------------
-
-
-def test_methods_are_named_as_cp_attention_takes_them():
-    assert Method.named("a2a") == ("a2a", "contiguous") and str(Method.named("a2a:contiguous")) == "a2a"
-    assert str(METHODS["all_gather:balanced"]) == "all_gather:balanced"
-    assert [METHODS[name].way for name in ("all_gather", "p2p", "a2a:dual_chunk")] == [
-        "ours", "ours, p2p", "ours, a2a:dual_chunk"]  # fmt: skip
-
-
-def layer_of(comm, case, method):
-    """What a rank of a case by a method has and counts: attention, plan, results, bytes of forward and backward."""
-    inner = cp_methods.INNER
-    groups = (comm.split(comm.rank // inner), comm.split(comm.rank % inner)) if method.two_levels else (comm,)
-    attention = case.attention("reference", comm=groups if method.two_levels else comm,
-                               cp_comm_type=method.cp_comm_type)  # fmt: skip
-    plan = attention.plan(method.padded(case, comm.size), method.sharding)
-    rng = np.random.default_rng(0)
-    q, k, v, dout = (rng.standard_normal((plan.local_rows, heads, width), np.float32).astype(attention.dtype)
-                     for heads, width in ((case.heads, case.head_dim), (case.kv_heads, case.head_dim),
-                                          (case.kv_heads, case.v_head_dim), (case.heads, case.v_head_dim)))  # fmt: skip
-    counts = [sum(group.received_bytes for group in groups)]
-    out, saved = attention.forward(q, k, v, plan)
-    counts.append(sum(group.received_bytes for group in groups))
-    grads = attention.backward(dout, saved)
-    counts.append(sum(group.received_bytes for group in groups))
-    return attention, plan, [out, *grads], tuple(np.diff(counts).tolist())
-
-
-@pytest.mark.parametrize(("size", "kv_heads"), [(2, 4), (4, 4), (4, 2)])
-@pytest.mark.parametrize("name", METHODS)
-def test_a_comm_counts_as_many_bytes_as_a_method_has_to_bring(name, size, kv_heads):
-    method, case = METHODS[name], Case("two", (37, 20, 5), 4, kv_heads, 16, 8)
-    if method.refusal(case, size):
-        assert size == 2 and method.two_levels
-        return
-
-    def fn(comm):
-        attention, plan, _, counted = layer_of(comm, case, method)
-        assert counted == cp_methods.traffic(method, case, plan, attention._keeps(plan))
-        return sum(counted)
-
-    assert sum(run_local(size, fn)) > 0
-
-
-def test_methods_that_cannot_work_say_why():
-    mqa, odd = Case("mqa", (8,), 4, 1), Case("odd", (8,), 6, 3)
-    assert not METHODS["a2a"].refusal(mqa, 4) and "1 kv heads" in METHODS["a2a+p2p"].refusal(mqa, 4)
-    assert "works for 1, 3, 6 ranks" in METHODS["a2a"].refusal(odd, 2)
-    assert all("no two levels" in METHODS["a2a+p2p"].refusal(Case("x", (8,)), size) for size in (2, 3, 5))
-
-
-@pytest.mark.parametrize("name", ["all_gather:balanced", "a2a", "a2a:dual_chunk", "p2p"])
-def test_two_ranks_get_by_exchange_what_two_of_many_get(name):
-    method, case = METHODS[name], Case("two", (70, 37, 20, 5, 100), 8, 8, 16, 16)
-
-    def wanted(comm):
-        return layer_of(comm, case, method)[3]
-
-    def fn(real):
-        comm = exchanging(real, 8, (2, 7))
-        assert (comm.rank, comm.size) == ((2, 7)[real.rank], 8)
-        before = real.received_bytes
-        _, plan, results, counted = layer_of(comm, case, method)
-        assert real.received_bytes - before == sum(counted), "what is counted has been there"
-        assert all(np.isfinite(x.astype(np.float32)).all() for x in results)
-        assert plan.rows.tolist() == plan.sharding.rows((2, 7)[real.rank]).tolist()
-        return counted
-
-    many = run_local(8, wanted)
-    assert run_local(2, fn) == [many[2], many[7]]
-
-
-def test_work_of_ranks_counts_the_keys_that_their_queries_see():
-    # Of 3 and 2 tokens, three in the first rank and two in the second: 1 + 2 + 3 and 1 + 2 keys.
-    assert cp_methods.work(thdattn.Sharding(thdattn.PackedBatch.from_lengths([3, 2]), 2, "contiguous")) == [6, 3]
-    batch = cp_cases(4)["1x8192"].batch()
-    assert len(set(cp_methods.work(thdattn.Sharding(batch, 4, "dual_chunk")))) == 1
-
-
 # --- what is kept ------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +212,8 @@ def rows():
         made += [row("bucket32k", name, way, "called", part * ms, round(4500 / ms))
                  for way, part in (("forward", 0.25), ("backward", 0.75), ("both", 1))]  # fmt: skip
     for name, ms, tflops, more in (
-        ("ours, a2a", 8.0, 562, {"method": "a2a", "sharding": "contiguous", "received_bytes": str(2**21)}),
+        ("ours, a2a", 8.0, 562, {"method": "a2a", "sharding": "contiguous", "received_bytes": str(2**21),
+                            "predicted_ms": "8.25"}),
         ("one GPU", 16.0, 600, {}),
     ):
         made += [row("bucket32k", name, way, "called", part * ms, tflops, **more)
@@ -335,13 +255,13 @@ def test_the_table_has_a_line_for_every_case_and_way():
     assert header == " ".join(["2 GPUs, peer", *cp_record.TITLES])
     usual = "all_gather dual_chunk"
     assert lines == [
-        f"bucket32k ours {usual} 2 yes 2.500 7.500 10.00 0.900 1.00 450 0.750 - 3.25 75.0/200 9.200 (1.05)",
-        f"bucket32k ours, 4 groups {usual} - - 2.812 8.438 11.25 0.800 2.25 400 0.667 - - -/- -",
-        "bucket32k ours, a2a a2a contiguous - - 2.000 6.000 8.000 - - 562 0.937 2.00 - -/- 8.000",
-        "bucket32k te+fa4 - - - - 3.125 9.375 12.50 0.720 3.50 360 0.600 - - -/- -",
-        "bucket32k alone - - - - 2.250 6.750 9.000 - - 500 - - - - 8.740",
-        "bucket32k one GPU - - - - 4.000 12.00 16.00 - - 600 - - - - -",
-        f"1x8192 ours {usual} - - - - 2.000 - - 300 - - - -/- -",
+        f"bucket32k ours {usual} 2 yes 2.500 7.500 10.00 0.900 1.00 - 450 0.750 - 3.25 75.0/200 9.200 (1.05)",
+        f"bucket32k ours, 4 groups {usual} - - 2.812 8.438 11.25 0.800 2.25 - 400 0.667 - - -/- -",
+        "bucket32k ours, a2a a2a contiguous - - 2.000 6.000 8.000 - - 8.250 562 0.937 2.00 - -/- 8.000",
+        "bucket32k te+fa4 - - - - 3.125 9.375 12.50 0.720 3.50 - 360 0.600 - - -/- -",
+        "bucket32k alone - - - - 2.250 6.750 9.000 - - - 500 - - - - 8.740",
+        "bucket32k one GPU - - - - 4.000 12.00 16.00 - - - 600 - - - - -",
+        f"1x8192 ours {usual} - - - - 2.000 - - - 300 - - - -/- -",
     ]
     assert nccl.startswith("2 GPUs, nccl") and "4.000" in nccl
     assert len(many.splitlines()) == 3
@@ -351,6 +271,22 @@ def test_errors_of_ours_stand_beside_the_peers():
     header, *lines = (line.split() for line in cp_record.errors(rows()).splitlines())
     assert header == ["ranks", "case", "of", "result", "rms", "largest"] and len(lines) == 8
     assert ["2", "4x1024", "te+fa4", "dk", "3e-3", "0.1"] in lines
+
+
+def test_recommendations_are_held_against_what_was_fastest():
+    def pair(case, ours, a2a):
+        return [row(case, "ours", "both", "called", ours[1], 1, predicted_ms=str(ours[0])),
+                row(case, "ours, a2a", "both", "called", a2a[1], 1, predicted_ms=str(a2a[0]), method="a2a",
+                    sharding="contiguous")]  # fmt: skip
+
+    alone = [row("1x8192", "ours", "both", "called", 2.0, 300, predicted_ms="1")]
+    said = cp_record.recommendations(pair("bucket32k", (1, 4), (2, 5)) + pair("8x1024", (1, 6), (2, 4)) + alone)
+    lines = [line.split() for line in said.splitlines()[1:]]
+    assert [line[-4:] for line in lines] == [
+        ["bucket32k", "all_gather:dual_chunk", "all_gather:dual_chunk", "1.00"],
+        ["8x1024", "all_gather:dual_chunk", "a2a:contiguous", "1.50"],
+    ]
+    assert not cp_record.recommendations(rows()), "of one method nothing can be recommended"
 
 
 def test_every_row_has_a_place_of_its_own_in_the_record(tmp_path):
@@ -421,11 +357,12 @@ def test_speeds_are_per_rank_and_host_times_have_none():
     import bench_cp
 
     case = cp_cases(4)["1x8192"]
-    costs = {"ours": bench_cp.Costs(1.5, bench_cp.Traffic(forward=3, backward=4))}
+    costs = {"ours": bench_cp.Costs(1.5, bench_cp.Traffic(forward=3, backward=4), {"both": 1.25})}
     found = bench_cp.columns(case, 4, ("ours", "both", "called"), [2.0, 1.0, 4.0], costs)
     pairs = 8_192 * 8_193 // 2  # 7 products of 2 operations per pair, head and channel
     assert float(found["tflops"]) == pytest.approx(pairs * 32 * 128 * 14 / 4 / 2e-3 / 1e12, abs=0.01)
     assert (found["ms"], found["memory_gib"], found["received_bytes"]) == ("2.00000", "1.50", "7")
+    assert found["predicted_ms"] == "1.2500"
     assert bench_cp.columns(case, 4, ("ours", "forward", "called"), [2.0], costs)["received_bytes"] == "3"
     host = bench_cp.columns(case, 4, ("ours", "both", "host"), [2.0], costs)
     assert host["tflops"] == "" and not {"memory_gib", "received_bytes"} & set(host)

@@ -1,4 +1,4 @@
-"""Every method and sharding over simulated ranks on the NumPy engine: results, identities, bytes, what is refused."""
+"""Every method and sharding over simulated ranks on the NumPy engine: results, bytes, and what is refused."""
 
 from __future__ import annotations
 
@@ -504,10 +504,9 @@ def test_saved_arrays_are_checked_and_shown_without_their_contents(way):
         plan = layer.plan(way.batch(case), way.sharding)
         *qkv, dout = inputs_of(case, plan, FLOAT64)
         _, saved = layer.forward(*qkv, plan)
-        heads, kv_heads = case.heads
-        rows = plan.local_rows
-        assert f"q float64 ({rows}, {heads}, 12), k float64 ({rows}, {kv_heads}, 12)" in repr(saved)
-        assert f"lse float64 ({heads}, {plan.local_rows}), max_logit None, {plan!r}" in repr(saved)
+        rows, (heads, kv_heads) = plan.local_rows, case.heads
+        assert f"q float64 ({rows}, {heads}, 12), k float64 ({rows}, {kv_heads}, 12), v float64" in repr(saved)
+        assert f"lse float64 ({heads}, {rows}), max_logit None, {plan!r}" in repr(saved)
         assert len(repr(saved)) < 600 and f"cp_comm_type='{way.cp_comm_type}'" in repr(layer)
         for name in ("q", "k", "v", "out", "lse"):
             wrong = replace(saved, **{name: getattr(saved, name)[:-1]})

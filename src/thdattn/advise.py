@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,8 +27,8 @@ MOST_DOCUMENTS = 40  # that the picture shows
 UNITS = {"forward": 1e12, "backward": 1e12, "link": 1e9, "between": 1e9, "memory": 1e12, "latency": 1e-6}
 EXPLANATION = """
 received: by the rank that gets most. work: of the busiest rank over the mean. tiles: of 128 x 128 scores, of the
-busiest rank. memory: free for one layer, beside q, k and v; on a machine without a GPU without what its kernels take.
-attention: of both, what its kernels take alone. Times follow from the rates, to some percent: they are not measured."""
+busiest rank. memory: free for one layer, beside q, k and v, without windows of peer memory, and on a machine without a
+GPU without what kernels take. attention: of both, the kernels alone. Times follow from rates: they are not measured."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -154,8 +155,9 @@ def _print_question(
     lengths: Sequence[int], cp_size: int, shape: Shape, rates: Rates, sources: dict[str, str]
 ) -> None:
     per_node = shape.per_node or cp_size
-    mask = f"{'causal' if shape.causal else 'full'}{f', window {shape.window}' if max(shape.window) > 0 else ''}"
-    print(f"pack    {len(lengths):,} documents, {sum(lengths):,} tokens, the longest {max(lengths):,}")
+    mask = ("causal" if shape.causal else "full") + (f", window {shape.window}" if shape.window[0] >= 0 else "")
+    documents = f"{len(lengths):,} document{'s' * (len(lengths) > 1)}"
+    print(f"pack    {documents}, {sum(lengths):,} tokens, the longest {max(lengths):,}")
     print(f"layer   {shape.num_heads} heads, {shape.num_kv_heads} of keys and values, of {shape.head_dim}; {mask}")
     print(f"ranks   {cp_size}, {'on one machine' if per_node == cp_size else f'{per_node} on each machine'}")
     names = {"forward": "TFLOP/s forward", "backward": "TFLOP/s backward", "link": "GB/s between GPUs",
@@ -176,8 +178,9 @@ def _print_costs(costs: Sequence[Cost], refusals: dict[Way, str], shape: Shape) 
     print(EXPLANATION)
     if refusals:
         print("\ncannot work:")
-    for way, why in refusals.items():
-        print(f"  {way}: {why}")
+    for why in dict.fromkeys(refusals.values()):
+        print(f"  {'; '.join(str(way) for way, reason in refusals.items() if reason == why)}\n"
+              f"{textwrap.fill(why, 118, initial_indent=6 * ' ', subsequent_indent=6 * ' ')}")
     best = recommended(costs).way
     print(f"\nrecommended: {best}\n\n{advice(best, shape)}")
 
@@ -230,6 +233,7 @@ def _draw(path: Path, lengths: Sequence[int], cp_size: int, best: Way) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     first = figure.axes[0]
     first.invert_yaxis()
+    first.set_yticks([])
     first.set_ylabel("documents" if len(longest) == len(lengths) else f"the {len(longest)} longest documents")
     figure.legend(handles=[Patch(color=colour, label=f"rank {rank}") for rank, colour in enumerate(colours[:20])],
                   loc="outside right center", fontsize=8)  # fmt: skip

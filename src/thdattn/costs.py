@@ -48,7 +48,10 @@ H200 = Rates()
 
 @dataclass(frozen=True)
 class Shape:
-    """An attention layer: arguments of CPAttention. per_node: ranks that one machine has; None: all."""
+    """An attention layer: arguments of CPAttention, whose engine is asked for memory.
+
+    per_node: ranks that one machine has; None: all.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -56,6 +59,7 @@ class Shape:
     causal: bool = True
     window: tuple[int, int] = (-1, -1)
     per_node: int | None = None
+    engine: str = "auto"
 
 
 class Way(NamedTuple):
@@ -289,10 +293,16 @@ class _Layer:
     def _rows_moves(self) -> tuple[Moves, Moves]:
         core, attention = self.core, self.attention
         table = _to_each(core.cp_size, core.local_key_rows) if core.routes is None else core.routes.table
-        width = self.kv_heads * (attention.head_dim + attention.v_head_dim)
-        keys, sums = width * attention.dtype.itemsize, width * lse_dtype(attention.dtype).itemsize
+        keys, sums = self.row_bytes
         kept = attention._keeps(self.plan) and self.method is not p2p
         return Moves(table * keys, 0 * table), Moves(table * (0 if kept else keys), table.T * sums)
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Of keys and values of a row, of the heads that a rank has, and of sums of their gradients."""
+        attention = self.attention
+        width = self.kv_heads * (attention.head_dim + attention.v_head_dim)
+        return width * attention.dtype.itemsize, width * lse_dtype(attention.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -331,9 +341,9 @@ class _Clock:
 
     def _put_in_order(self, rows: Moves, share: int) -> float:
         """Seconds in which a rank moves keys that it got, and its own, to their places in the key buffer, and back."""
-        sums = float((rows.before + rows.after).sum(axis=0).max())
-        own = sums / max(1, self.layer.core.cp_size - 1)
-        return 2 * (sums + own) / share / self.rates.memory
+        own = sum(size * self.layer.core.local_key_rows
+                  for size, moved in zip(self.layer.row_bytes, rows, strict=True) if moved.any())
+        return 2 * (rows.received() + own) / share / self.rates.memory
 
     def _ring(self, rows: Moves, share: int) -> float:
         """Step by step, each as long as that of the busiest rank."""
@@ -402,4 +412,4 @@ def _attention(rank: int, cp_size: int, shape: Shape, way: Way) -> CPAttention:
         neighbours = max(1, per_node // way.inner)
         comm = OnPaper(inner, way.inner, per_node), OnPaper(outer, cp_size // way.inner, neighbours)
     return CPAttention(comm, shape.num_heads, shape.head_dim, shape.num_kv_heads, causal=shape.causal,
-                       window=shape.window, cp_comm_type=way.cp_comm_type)
+                       window=shape.window, engine=shape.engine, cp_comm_type=way.cp_comm_type)

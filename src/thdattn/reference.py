@@ -187,7 +187,7 @@ def attn_fwd(
     o /= row_sum[..., None]
 
     shapes = ((local_rows, num_heads, v_head_dim), q.dtype), ((num_heads, local_rows), dtype)
-    out, lse = into or [np.empty(*shape) for shape in shapes]
+    out, lse = into or [empty(*shape) for shape in shapes]
     if not merge:
         out[...], lse[...] = 0, -np.inf
     o, row_lse = _ungroup_heads(o), (row_max + np.log(row_sum)).swapaxes(1, 2).reshape(num_heads, -1)
@@ -251,7 +251,7 @@ def attn_bwd(
         grad_q[:, here] = (ds @ keys[:, seen]).reshape(grad_q[:, here].shape)
         grad_k[:, seen] += ds.swapaxes(1, 2) @ _merge_group(scaled_q[:, here])
 
-    dq, shares = into or (np.empty(q.shape, q.dtype), None)
+    dq, shares = into or (empty(q.shape, q.dtype), None)
     if not merge:
         dq[...] = 0
     dq[rows] = (dq[rows] + _ungroup_heads(grad_q * scale)).astype(dq.dtype)
