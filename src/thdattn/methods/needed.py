@@ -67,8 +67,11 @@ def backward(
 
         coming.append(Coming(wait, made))
 
-    dq, *shares = engine.attn_bwd(dout, q, *keys, out, lse, plan, call.softmax_scale, sum_dtype, call.deterministic,
-                                  halfway=send if hidden else None)
+    # The engine's own stay until the next call, which may be another layer's before these are asked for.
+    lasting = None if at_once else [engine.empty(x.shape, sum_dtype) for x in keys]
+    dq, *shares = engine.attn_bwd(
+        dout, q, *keys, out, lse, plan, call.softmax_scale, sum_dtype, call.deterministic,
+        (engine.empty(q.shape, q.dtype), lasting), halfway=send if hidden else None)
     if not hidden:
         send(*shares)
     return dq, coming[0]
