@@ -22,7 +22,7 @@ LAYERS = [
     {"packing", "jit"},
     {"balanced", "sums"},
     {"comm"},
-    {"sharding", "routes", "engines", "tensor_map", "oracle", "decode_tiles"},
+    {"sharding", "routes", "pairs", "engines", "tensor_map", "oracle", "decode_tiles"},
     {"plan"},
     {"host_plan", "host_rows", "cache", "room", "planning", "checks"},
     {"reference", "ops", "methods", "tile_counts"},

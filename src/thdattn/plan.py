@@ -18,7 +18,9 @@ from numpy.typing import DTypeLike, NDArray
 from thdattn.comm import Comm
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.packing import PackedBatch
-from thdattn.routes import NeededRows, Routes, needed_rows
+from thdattn.pairs import check_key_batch as check_key_batch
+from thdattn.pairs import visible_pairs as visible_pairs
+from thdattn.routes import NeededRows, Routes, foreign_tiles, needed_rows
 from thdattn.sharding import Sharding
 
 T = TypeVar("T")
@@ -203,6 +205,11 @@ class Plan:
         """Tiles of local query rows and of key rows."""
         rows = self.local_rows, self.key_rows
         return -(-rows[0] // self.tiles[0]), -(-rows[1] // self.tiles[1])
+
+    @cached_property
+    def foreign_tiles(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Of needed rows: which tiles of queries see a row of another rank, and which tiles of keys have one."""
+        return foreign_tiles(self.batch, self.cp_size, self.window, self.local_rows, self.cp_rank, self.tiles)
 
     @cached_property
     def has_unseen_keys(self) -> bool:
@@ -419,51 +426,6 @@ def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) 
         return {}
     shape = plan.key_rows, layer.num_kv_heads // layer.num_groups, sum(plan.head_dims)
     return {"shares of dk and dv": num_bytes(shape, sum_dtype)}
-
-
-def check_key_batch(key_batch: PackedBatch, batch: PackedBatch, cp_size: int) -> None:
-    """Raises for keys of their own that these queries cannot have; see CPAttention.plan."""
-    if not isinstance(key_batch, PackedBatch):
-        raise TypeError(
-            f"key_batch is a {type(key_batch).__name__}, wanted a PackedBatch of the keys' lengths; make it with "
-            f"PackedBatch(cu_seqlens), or leave it out for self-attention"
-        )
-    if cp_size > 1:
-        raise ValueError(
-            f"key_batch was passed for {cp_size} ranks, wanted one: keys of other lengths are not spread over ranks; "
-            f"use thdattn.comm.init('single') on every rank, for sequences of its own"
-        )
-    if key_batch.num_seqs != batch.num_seqs:
-        raise ValueError(
-            f"key_batch has {key_batch.num_seqs} sequences, wanted {batch.num_seqs} as batch; pass one length of keys "
-            f"per sequence of queries, 0 for none"
-        )
-    if key_batch.on_device != batch.on_device:
-        here, there = ("a GPU", "the host") if batch.on_device else ("the host", "a GPU")
-        raise ValueError(
-            f"batch has its lengths on {here} but key_batch on {there}; wanted both on one side; "
-            f"copy those of key_batch to {here}"
-        )
-
-
-def visible_pairs(batch: PackedBatch, key_batch: PackedBatch, window: tuple[int, int]) -> int:
-    """Pairs (query, key) that a mask leaves of these lengths, which must lie on the host.
-
-    Each side of the window hides a triangle of the rectangle of queries and keys, cut off at its far side.
-    """
-    for lengths in (batch, key_batch):
-        lengths.require_host("counting visible pairs")
-    queries, keys = (x.lengths.astype(np.int64) for x in (batch, key_batch))
-    pairs = queries * keys
-    for side, base, height in zip(window, (keys, queries), (queries, keys), strict=True):
-        if side >= 0:
-            whole = np.maximum(base - 1 - side, 0)
-            pairs -= _triangle(whole) - _triangle(np.maximum(whole - height, 0))
-    return int(pairs.sum())
-
-
-def _triangle(n: NDArray[np.int64]) -> NDArray[np.int64]:
-    return n * (n + 1) // 2
 
 
 def _words(x: Any) -> Any:

@@ -106,7 +106,10 @@ def _gpu(device: int) -> Gpu:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with all that does not change between the calls of a plan; the arguments of a call come first."""
+    """A kernel with all that does not change between the calls of a plan; the arguments of a call come first.
+
+    Without thread blocks, as for a part of no tiles, nothing is launched.
+    """
 
     kernel: jit.Kernel
     grid: tuple[int, ...]
@@ -114,7 +117,8 @@ class Launch:
     fixed: tuple[Any, ...]
 
     def __call__(self, *args: Any) -> None:
-        self.kernel(self.grid, self.block, args + self.fixed)
+        if all(self.grid):
+            self.kernel(self.grid, self.block, args + self.fixed)
 
 
 def row_bytes(x: Array) -> int:

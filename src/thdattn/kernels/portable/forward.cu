@@ -18,8 +18,8 @@ struct PortableForwardShared {
 // out (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows): natural log of the softmax sum, -inf on padding rows
 // Where Out is float, both hold the attention over other keys, 0 and -inf if there was none, and it becomes that over
 // all keys; rows that see none here stay.
-// max_logits (num_heads, tiles * kWarps): largest scaled score of each warp's rows, -inf if they are all padding
-// key_ranges (q_rows), query_ranges (k_rows); tile_order: query tiles, the longest first
+// max_logits (all tiles, num_heads, kWarps): largest scaled score of each warp's rows, -inf if they are all padding
+// key_ranges (q_rows), query_ranges (k_rows); tile_order: some query tiles or all, the longest first
 // Launch: grid (tiles, num_heads), block 32 * kWarps, shared memory kSharedBytes.
 template <typename T, typename Out, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kFragments,
           int kSharedBytes>
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     }
   }
   for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
-  if (lane == 0) max_logits[((size_t)head * gridDim.x + tile) * kWarps + warp] = largest;
+  if (lane == 0) max_logits[((size_t)tile * num_heads + head) * kWarps + warp] = largest;
   if (kMerges) return;
   __syncwarp();
   for (int c = lane; c < kWarpRows * kOutBlocks; c += kWarp) {
