@@ -34,7 +34,8 @@ from data import Packing, Position
 from grid import Grid
 from model import SIZES
 from passes import WAYS
-from train import RECIPES, StepResult, Trainer, add_method_arguments, default_sharding, grid_of
+from train import RECIPES, add_method_arguments, default_sharding, grid_of
+from trainer import StepResult, Trainer
 
 import thdattn
 from thdattn.attention import SHARDINGS

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from cases import BFLOAT16, Case, check, to_host
 from loopback import SIZE, Loopback, Mirror
-from test_methods import BY_NAME
-from ways import Way, inputs_of, on_host, run_way, step, ways
+from ways import BY_NAME, Way, inputs_of, on_host, run_way, step, ways
 
 import thdattn
 from thdattn import PackedBatch

@@ -1,4 +1,4 @@
-"""Every way to spread attention over ranks, and how a case of cases.py is run in it."""
+"""Every way to spread attention over ranks, how a case of cases.py is run in it, and the small cases of its tests."""
 
 from __future__ import annotations
 
@@ -99,3 +99,31 @@ def ways(*grids: tuple[int, int], sizes: tuple[int, ...] = (), heads: tuple[int,
         *(Way("a2a", sharding, size) for sharding in ("contiguous", "dual_chunk") for size in heads),
         *(Way(*how, inner * outer, inner) for how in levels for inner, outer in grids),
     ]
+
+
+MIXED = (70, 3, 33, 0, 50, 17, 91)
+PACKS = (
+    Case("causal", MIXED),
+    Case("full", MIXED, causal=False),
+    Case("window-left", MIXED, window=(20, 0)),
+    Case("window-right", MIXED, causal=False, window=(-1, 9)),
+    Case("window-two-sided", MIXED, causal=False, window=(5, 30)),
+    Case("slack", (40, 0, 9, 65), slack=27),
+    Case("one-document", (203,)),
+    Case("equal", (16,) * 64, window=(7, 0)),
+    Case("fewer-tokens-than-ranks", (1, 0, 2)),
+    Case("empty", (0, 0, 0)),
+    Case("empty-padded", (0, 0), padded=(48, 96), slack=5),
+    Case("padded-between", (40, 0, 9, 0, 1), padded=(48, 96, 48, 0, 48), slack=3),
+    Case("nothing", ()),
+    Case("nothing-slack", (), slack=19),
+)
+BY_NAME = {case.name: case for case in PACKS}
+
+# One of each kind.
+TELLING = [*ways((2, 2), sizes=(3,), heads=(4,)), Way("a2a", "contiguous", 2)]
+
+
+def of(way: Way, name: str) -> Case:
+    """The case of a name with narrow heads, as many as the way can spread."""
+    return replace(BY_NAME[name], heads=way.heads, dims=(12, 8))

@@ -5,8 +5,9 @@ imported by its name as it needs PyTorch.
 """
 
 from thdattn import comm, graphs
-from thdattn.attention import CPAttention, Flops
+from thdattn.attention import CPAttention
 from thdattn.cache import KVCache
+from thdattn.flops import Flops
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
 from thdattn.saved import Saved

@@ -259,7 +259,7 @@ class _Layer:
     @property
     def method(self) -> Any:
         """That of rows."""
-        return self.attention._between(self.plan)
+        return self.attention._choice.between(self.plan)
 
     @property
     def heads(self) -> int:

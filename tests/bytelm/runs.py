@@ -11,7 +11,7 @@ from data import MicroBatch, Packing, Position
 from grid import Grid
 from model import SIZES, Config
 from texts import to_host
-from train import StepResult, Trainer
+from trainer import StepResult, Trainer
 
 import thdattn
 from thdattn.graphs import CudaGraphConfig

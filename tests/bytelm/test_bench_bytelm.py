@@ -18,7 +18,7 @@ import model
 from grid import Grid
 from model import SIZES
 from programs import validations
-from train import Trainer
+from trainer import Trainer
 
 import thdattn
 
