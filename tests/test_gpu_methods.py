@@ -159,7 +159,7 @@ def test_wrong_lengths_on_the_gpu_make_results_nan(cupy, way, monkeypatch):
     def program(comm):
         layer = case.attention(way.comm(comm), BFLOAT16, engine="cuda", cp_comm_type=way.cp_comm_type)
         plan = layer.plan(PackedBatch(cupy.asarray([0, 64, 32, 128], np.int32), total_rows=128), way.sharding)
-        inputs = [cupy.ones((plan.local_rows, *shape), BFLOAT16) for shape in case.shapes().values()]
+        inputs = [cupy.asarray(np.ones((plan.local_rows, *shape), BFLOAT16)) for shape in case.shapes().values()]
         out, saved = layer.forward(*inputs[:3], plan)
         for x in (out, *layer.backward(inputs[3], saved)):
             assert np.isnan(to_host(x).astype(np.float32)).all()
@@ -211,7 +211,7 @@ def test_no_more_memory_is_taken_than_is_said(cupy, kind, sharding, kv_heads, ke
 
     layer = thdattn.CPAttention(Mirror(), 8, 128, kv_heads, engine="cuda", cp_comm_type=kind, keep_keys=keep_keys)
     batch = PackedBatch.from_lengths([5000, 300, 2000, 892], 4)
-    q, k, v, dout = (cupy.ones((batch.total_rows // SIZE, heads, 128), BFLOAT16)
+    q, k, v, dout = (cupy.asarray(np.ones((batch.total_rows // SIZE, heads, 128), BFLOAT16))
                      for heads in (8, kv_heads, kv_heads, 8))  # fmt: skip
     memory = layer.memory(batch, sharding)
     with Taken() as taken:

@@ -149,13 +149,13 @@ def test_nothing_is_read_before_it_was_waited_for(case, way, options, late):
 @pytest.mark.parametrize("which", ["attn_fwd", "attn_bwd"])
 @pytest.mark.parametrize("way", TELLING, ids=str)
 def test_nothing_is_on_its_way_after_an_error(way, which, late, monkeypatch):
-    case = of(way, "causal")
+    case = replace(of(way, "causal"), heads=(6, 6) if way.cp_size == 3 else (8, 8))
 
     def fail(*args, **named):
         raise ArithmeticError
 
     def program(comm):
-        layer = attention(case, way, comm, BFLOAT16, engine="reference", head_groups=1)
+        layer = attention(case, way, comm, BFLOAT16, engine="reference", head_groups=2)
         plan = layer.plan(way.batch(case), way.sharding)
         *qkv, dout = inputs_of(case, plan, BFLOAT16)
         _, saved = layer.forward(*qkv, plan)
@@ -291,7 +291,7 @@ def test_results_are_new_arrays_and_inputs_are_left_as_they_were(way):
                 assert not any(np.shares_memory(x, other) for other in made if x.size)
                 made.append(x)
         assert [x.tobytes() for x in inputs] == before
-        buffers = plan._buffers.values()
+        buffers = [*plan._buffers.values(), *(plan.core or plan)._buffers.values()]
         assert not any(np.shares_memory(x, buffer) for x in made for buffer in buffers)
 
     thdattn.comm.run_local(way.cp_size, program)

@@ -307,7 +307,8 @@ class Plan:
 
     def held_bytes(self) -> int:
         """Bytes of its work buffers that have been made."""
-        return sum(x.nbytes for x in [*self._kept.values(), *self._buffers.values()] if hasattr(x, "nbytes"))
+        made: int = sum(x.nbytes for x in [*self._kept.values(), *self._buffers.values()] if hasattr(x, "nbytes"))
+        return made + (0 if self.core is None else self.core.held_bytes())
 
     def make(self, launches: Callable[[], None]) -> None:
         """Calls launches, which make something that follows from the plan's arrays, now and after every refresh."""

@@ -309,8 +309,7 @@ def _reordered(pair: _Pair, rows: Any) -> _Pair:
         none = x.dtype.type(-np.inf)
         return pair._replace(some_heads=np.where(rows < 0, none, np.take(x, np.maximum(rows, 0), 1)))
     words = np.take(x.view(f"u{x.itemsize}"), np.maximum(rows, 0), 0)  # CuPy does not index every dtype
-    # NOTE: not words[rows < 0] = 0, for which CuPy counts the rows on the host.
-    words = np.where((rows < 0)[:, None, None], words.dtype.type(0), words)
+    words *= (rows >= 0)[:, None, None]  # NOTE: not words[rows < 0] = 0, for which CuPy counts the rows on the host
     return pair._replace(some_heads=words.view(x.dtype))
 
 

@@ -84,7 +84,8 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
 
     queries, outs = rows_of(plan.local_rows, layer.num_heads, layer.dtype)
     keys, values = rows_of(plan.local_rows, heads, layer.dtype)
-    there = sum(rows_of(plan.key_rows, heads, layer.dtype))
+    alone = plan.needs_own_rows
+    there = 0 if alone else sum(rows_of(plan.key_rows, heads, layer.dtype))
     lse = num_bytes((layer.num_heads, plan.local_rows), sum_dtype)
     messages = routes.num_sent + routes.num_received
     row_bytes = sum(rows_of(1, heads, layer.dtype)), sum(rows_of(1, heads, sum_dtype))
@@ -97,7 +98,9 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     layer = layer._replace(num_groups=1)
     forward |= engine.forward_bytes(plan, layer)
     backward = {"shares on their way": messages * row_bytes[1]}
-    backward |= engine.backward_bytes(plan, layer, sum_dtype, num_made=1)
+    backward |= engine.backward_bytes(plan, layer, layer.dtype if alone else sum_dtype, num_made=1)
+    if alone:
+        backward.pop("shares of dk and dv", None)  # which are dk and dv
     saved = {"q": queries, "k": keys, "v": values, "out": outs, "lse": lse}
     if layer.keeps_keys:
         saved["kept keys"] = there
