@@ -161,9 +161,8 @@ def attn_fwd(
         into: arrays for out and lse, as q those of some of the heads of larger ones; None: new ones.
         merge: `into`, both in the dtype of lse, has attention over other keys, 0 and -inf if there was none; it becomes
             that over these keys too. Rows that see none of these stay as they are.
-        halfway: called once, when all that needs no key of another rank has been given to do: by plan.foreign_tiles,
-            which are done after it. Until then rows of the key buffer of other ranks may be any finite numbers; not
-            with merge.
+        halfway: called once, between the tiles that need no key of another rank and plan.foreign_tiles; until then rows
+            of other ranks may be any finite numbers. Not with merge.
 
     Returns:
         out: (local_rows, num_heads, v_head_dim), dtype of q; exactly 0 where the range is empty.
@@ -249,8 +248,7 @@ def attn_bwd(
             there is none, results are new.
         merge: dq of `into`, in float32 (float64), has that of other keys, which is added to. out and lse are then those
             of all keys.
-        halfway: called once with dk and dv, when the rows of plan.foreign_tiles have theirs; engines that can do these
-            tiles first do, and the others after it.
+        halfway: called once with dk and dv, when the plan.foreign_tiles have theirs, and others perhaps not yet.
 
     Returns:
         dq: (local_rows, num_heads, head_dim), dtype of q; exactly 0 where the range is empty.

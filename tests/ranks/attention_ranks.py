@@ -15,6 +15,7 @@ import numpy as np
 
 import thdattn
 from thdattn.check import Case
+from thdattn.methods import needed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cases import BFLOAT16, CASES, FIELDS, assemble, check, local_rows, random_inputs, to_host
@@ -74,6 +75,31 @@ def run_method(comm: thdattn.comm.Comm, comms: Any, xp: Any, case: Case, way: Wa
         check(case, BFLOAT16, assemble(plans[0].sharding, ranks))
 
 
+def run_hidden(comm: thdattn.comm.Comm, xp: Any) -> None:
+    """Needed rows travel while others are computed: several layers one after another, each against the oracle.
+
+    Forward and deterministic gradients have the bits that they have if nothing is hidden.
+    """
+    assert comm.overlaps
+    packs = {"documents": (1500, 300, 300, 900, 40, 128, 700), "one-document": (2100,), "whole-documents": (256,) * 8}
+    way = Way("all_gather", "balanced", comm.size)
+    for name, lengths in packs.items():
+        case = Case(name, lengths, heads=(8, 2), dims=(128, 128), slack=9)
+        for options in ({"deterministic": deterministic, "keep_keys": keep}
+                        for deterministic in (True, False) for keep in (True, False)):
+            layer = case.attention(comm, BFLOAT16, **options)
+            plan = layer.plan(way.batch(case), way.sharding)
+            results = []
+            for needed.WORTH_HIDING in (2**40, 0, 0, 0):
+                results.append(on_host(step(layer, plan, inputs_of(case, plan, BFLOAT16, xp))))
+            same = FIELDS if options["deterministic"] else ("out", "lse", "max_logit")
+            assert all(other[field].tobytes() == results[0][field].tobytes() for other in results for field in same)
+            for each in results:
+                ranks = gather(comm, each)
+                if comm.rank == 0:
+                    check(case, BFLOAT16, assemble(plan.sharding, ranks))
+
+
 def gather(comm: thdattn.comm.Comm, result: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     """Every rank's result, by other means than the comm itself."""
     if comm.name == "torch":
@@ -131,6 +157,8 @@ def main(scenario: str, backend: str, size: str, transport: str = "auto") -> Non
         run_cases(comm, xp)
     elif scenario == "methods":
         run_methods(comm, xp)
+    elif scenario == "hidden":
+        run_hidden(comm, xp)
     elif scenario == "bad-input":
         fail_on_one_rank(comm, xp)
     elif scenario == "disagree":

@@ -34,7 +34,7 @@ def forward(
     engine: Any, comm: Comm, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
 ) -> Results:
     """Attention of this rank's query rows over the keys that they see; see call.py."""
-    hidden = _is_worth_hiding(plan, (k, v), k.dtype)
+    hidden = is_worth_hiding(comm, plan, (k, v), k.dtype)
     keys, arrive = _on_their_way(engine, comm, plan, k, v, call.keeps_keys, hidden)
     if not hidden:
         arrive()
@@ -53,7 +53,7 @@ def backward(
     keys = kept or _on_their_way(engine, comm, plan, k, v, keep=False, hidden=False)[1]()
     alone = plan.needs_own_rows
     sum_dtype = call.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
-    hidden, coming = _is_worth_hiding(plan, (k, v), sum_dtype), []
+    hidden, coming = is_worth_hiding(comm, plan, (k, v), sum_dtype), []
 
     def send(*shares: Any) -> None:
         back, wait = _sent_back(engine, comm, plan, shares)
@@ -110,10 +110,10 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
 
 
-def _is_worth_hiding(plan: Plan, like: Sequence[Any], dtype: Any) -> bool:
-    """Whether so much comes to this rank, or goes back from it; others may choose otherwise."""
+def is_worth_hiding(comm: Comm, plan: Plan, like: Sequence[Any], dtype: Any) -> bool:
+    """Whether so much comes to this rank, or goes back from it, beside kernels; other ranks may choose otherwise."""
     assert plan.routes is not None
-    return plan.routes.num_received * _row_bytes(like, dtype) >= WORTH_HIDING
+    return comm.overlaps and plan.routes.num_received * _row_bytes(like, dtype) >= WORTH_HIDING
 
 
 def _on_their_way(

@@ -106,10 +106,7 @@ def _gpu(device: int) -> Gpu:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with all that does not change between the calls of a plan; the arguments of a call come first.
-
-    Without thread blocks, as for a part of no tiles, nothing is launched.
-    """
+    """A kernel with all that does not change between the calls of a plan; the arguments of a call come first."""
 
     kernel: jit.Kernel
     grid: tuple[int, ...]
@@ -117,8 +114,7 @@ class Launch:
     fixed: tuple[Any, ...]
 
     def __call__(self, *args: Any) -> None:
-        if all(self.grid):
-            self.kernel(self.grid, self.block, args + self.fixed)
+        self.kernel(self.grid, self.block, args + self.fixed)
 
 
 def row_bytes(x: Array) -> int:
