@@ -55,8 +55,9 @@ from thdattn.sharding import STRATEGIES
 
 LAST_LR = 0.1  # of the highest
 
-# How all_gather spreads rows unless something else is asked for; CUDA graphs need the constant sizes of dual_chunk.
-ALL_GATHER_SHARDING = "dual_chunk"
+# How all_gather spreads rows unless something else is asked for: documents are seldom shared then. CUDA graphs need the
+# constant sizes of dual_chunk.
+ALL_GATHER_SHARDING = "balanced"
 
 
 @dataclass(frozen=True)
