@@ -6,6 +6,7 @@
 #   make check                       every kind of pack and mask on this machine's engine, against float64
 #   make info                        versions, GPUs, where libraries come from, what is missing
 #   make pack-stats ARGS="--data DIR --tokens 16384"    documents per pack, and how many a CUDA graph should take
+#   make advise ARGS="--lengths 64x1024 --ranks 8"      which way to spread a pack over ranks, and what each costs
 #   make test                        tests that need no GPU;  make gpu-test: those that need one
 #   make lint                        ruff and mypy
 #   make docs                        the API reference, from the docstrings, into build/docs
@@ -18,7 +19,7 @@ ARGS ?=
 export PYTHON RANKS
 export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo tutorial check info pack-stats test gpu-test lint docs
+.PHONY: demo tutorial check info pack-stats advise test gpu-test lint docs
 
 demo:
 	@python=$$(tools/setup.sh demo) && exec "$$python" tools/demo.py $(ARGS)
@@ -35,6 +36,9 @@ info:
 
 pack-stats:
 	@python=$$(tools/setup.sh demo) && exec "$$python" -m thdattn pack-stats $(ARGS)
+
+advise:
+	@python=$$(tools/setup.sh demo) && exec "$$python" -m thdattn advise $(ARGS)
 
 test:
 	@python=$$(tools/setup.sh test) && exec "$$python" -m pytest $(ARGS)

@@ -4,6 +4,7 @@
     python benchmarks/bench_bytelm.py --size small --cuda-graph-impl full_iteration
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 131072
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 65536 --cp 2
+    mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 131072 --cp-comm-type a2a
 
 Every run adds a row to benchmarks/results/bytelm_GPU.csv, of which readme.py makes a table in README.md. A step is
 timed from the end of the step before to its own end on the GPU. Model FLOPs are 6 per weight that multiplies and token,
@@ -33,13 +34,16 @@ from data import Packing, Position
 from grid import Grid
 from model import SIZES
 from passes import WAYS
-from train import RECIPES, StepResult, Trainer
+from train import RECIPES, add_method_arguments, default_sharding, grid_of
+from trainer import StepResult, Trainer
 
 import thdattn
+from thdattn.attention import SHARDINGS
+from thdattn.comm.levels import Levels
 from thdattn.graphs import add_arguments, from_arguments
 
 EXAMPLE = Path(data.__file__).parent
-KEY = ("gpu", "size", "ranks", "cp", "tokens", "accumulate", "sharding", "cuda_graph_impl")
+KEY = ("gpu", "size", "ranks", "cp", "tokens", "accumulate", "sharding", "cuda_graph_impl", "cp_comm_type")
 WARM_UP = 8  # steps that compile kernels, fill memory pools and are not counted
 PROFILED = 20  # steps
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # as a trace of torch.profiler names it
@@ -61,12 +65,13 @@ def main() -> int:
 
 def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
     """The row of one configuration."""
-    grid = Grid.of(comm, args.cp)
-    trainer = Trainer(grid, SIZES[args.size], "cuda", args.sharding, seed=0, graphs=args.graphs)
+    grid = grid_of(comm, args, SIZES[args.size])
+    trainer = Trainer(grid, SIZES[args.size], "cuda", args.sharding, seed=0, graphs=args.graphs,
+                      cp_comm_type=args.cp_comm_type)  # fmt: skip
     packing = Packing.of(args.tokens or RECIPES[args.size].tokens, grid.cp.size, args.sharding)
     training, _ = data.split(data.find_documents())
     batches = data.micro_batches(training, packing, 0, Position(0, 0))
-    dealt = data.steps(batches, args.accumulate * grid.num_groups, grid.mine)
+    dealt = data.steps(batches, args.accumulate * grid.num_groups, grid.mine, trainer.passes.prepare)
     results: list[StepResult] = []
 
     def steps(number: int) -> None:
@@ -85,10 +90,18 @@ def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
         "size": args.size, "ranks": str(comm.size), "cp": str(grid.cp.size) if grid.num_groups > 1 else "",
         "tokens": str(packing.rows), "accumulate": str(args.accumulate), "sharding": args.sharding,
         "cuda_graph_impl": args.graphs.impl, "weights": str(trainer.model.weights.size),
-        "steps": str(args.steps),
+        "steps": str(args.steps), "cp_comm_type": method_of(args.cp_comm_type, grid),
     }  # fmt: skip
     peak = measure.peak_flops(trainer.model)
     return fixed | measured(trainer, timed, peak) | {"memory_gib": f"{num_bytes / 2**30:.1f}", "idle": idle}
+
+
+def method_of(cp_comm_type: str, grid: Grid) -> str:
+    """What travels between ranks, with the neighbours of two levels; "" for all_gather, as in rows without the column.
+    """
+    if isinstance(grid.cp, Levels):
+        return f"{cp_comm_type} of {grid.cp.inner.size}"
+    return "" if cp_comm_type == "all_gather" else cp_comm_type
 
 
 def idle_share(run: Callable[[], None]) -> float:
@@ -173,7 +186,8 @@ def summary(rows: Iterable[record.Row]) -> str:
 def _place(row: record.Row) -> tuple[object, ...]:
     """Of a row in the table: the same step with and without graphs side by side."""
     ranks, tokens, impl = int(row["ranks"]), tokens_per_step(row), row["cuda_graph_impl"]
-    return list(SIZES).index(row["size"]), ranks, num_groups(row), row["gpu"], tokens, list(WAYS).index(impl)
+    return (list(SIZES).index(row["size"]), ranks, num_groups(row), row["gpu"], tokens, gpus(row),
+            list(WAYS).index(impl))  # fmt: skip
 
 
 def tokens_per_step(row: record.Row) -> int:
@@ -187,9 +201,11 @@ def num_groups(row: record.Row) -> int:
 
 
 def gpus(row: record.Row) -> str:
-    """4, or 2 x 2 for two groups of two."""
-    groups = num_groups(row)
-    return row["ranks"] if groups == 1 else f"{groups} x {row['cp']}"
+    """4, or 2 x 2 for two groups of two; and how they share a micro-batch, if not by all_gather of dual_chunk."""
+    groups, method, sharding = num_groups(row), row.get("cp_comm_type", ""), row.get("sharding", "dual_chunk")
+    ranks = row["ranks"] if groups == 1 else f"{groups} x {row['cp']}"
+    usual = SHARDINGS[method.partition(" ")[0] or "all_gather"]
+    return ", ".join(filter(None, (ranks, method, sharding if sharding != usual else "")))
 
 
 def milliseconds(text: str) -> str:
@@ -210,13 +226,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, metavar="N", help="rows per micro-batch (default: by size)")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches per step of a group (1)")
     parser.add_argument("--cp", type=int, metavar="N", help="ranks that share a micro-batch (default: all ranks)")
-    parser.add_argument("--sharding", default="dual_chunk", help="dual_chunk (default) or contiguous")
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps (default: 30)")
     parser.add_argument("--idle", action="store_true", help="also record the share of time without work on the GPU")
+    add_method_arguments(parser)
     add_arguments(parser)
     parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/bytelm_GPU.csv by default")
     args = parser.parse_args()
     args.graphs = from_arguments(parser, args)
+    args.sharding = args.sharding or default_sharding(args.cp_comm_type, args.graphs.impl)
     return args
 
 

@@ -1,7 +1,9 @@
 """Times one attention layer over several ranks, forward and backward, beside the attention kernels alone.
 
     mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --peer --plot
+    mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --methods all --cases documents16k bucket32k-mha16
     mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --as-rank-of 8 --cases bucket32k 8x1024 --head-groups 1 4
+    mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --as-rank-of 8 --cases documents16k --methods all
 
 Times are those of warm calls back to back between events on the GPU, of the slowest rank; TFLOP/s are per GPU and count
 visible pairs of tokens, no padding. All ways of a case take turns. A graph holds forward and backward with all
@@ -9,8 +11,12 @@ communication inside. What is beyond the attention alone is exposed communicatio
 return on an idle GPU. Memory is what the GPU lacks after warm calls, q, k, v and dout not counted, nor what other cases
 and ways have left behind of peer memory.
 
+--methods: cp_comm_type:sharding of CPAttention; each has the least padding that its sharding takes. "One GPU" has the
+whole pack, without padding, and what a way reaches of its speed is the efficiency of so many GPUs.
+
 --peer: Transformer Engine's schedule, see cp_peer.py, in the same run. --as-rank-of N: two GPUs with the rows, keys and
 traffic of two ranks of N, see rank_of.py; results are meaningless then, and neither errors nor peers are measured.
+Where rows are spread by the lengths of sequences, ranks differ, and those with most work are played.
 Rows go to benchmarks/results/cp_GPU.csv.
 """
 
@@ -21,57 +27,53 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from copy import copy
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import median
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import accuracy
+import cp_methods
 import cp_record
 import cupy
-import numpy as np
 import peers
 import record
 import timing
-from cp_record import ALONE, OURS, WAYS
-from rank_of import as_rank_of
+from cp_methods import METHODS, USUAL, Method, Traffic
+from cp_record import ALONE, ONE, OURS, WAYS
+from cp_ways import Alone, Layer, Ranks, Timed, both, captured, free_memory, started, whole_pack
 from workloads import Case, cp_cases
 
 import thdattn
-from thdattn import ops
 from thdattn.comm import Comm
-from thdattn.graphs import CudaGraphConfig, Graphs
 from thdattn.packing import rows_of_runs
 
 ERROR_CASE = Case("4x1024", (1_024,) * 4, 32, 8)
-HOST_CALLS = 20
+HOST_CALLS, HOST_MS = 20, 200.0  # how many calls have their host's time taken, unless they take longer on the GPU
+USUAL_CASES = ("bucket32k", "1x65536", "1x8192", "8x1024", "lognormal128k", "documents8k", "documents16k",
+               "bucket32k-mha16")  # fmt: skip
+T = TypeVar("T")
 Key = tuple[str, str, str]  # peer, direction, timing
 Measured = dict[Key, record.Row]  # the columns of what was measured
-Peers = dict[str, tuple[str, Callable[["Layer"], Any]]]  # name: version, what makes it
-
-
-class Timed(Protocol):
-    """One attention layer; backward follows the last forward."""
-
-    def forward(self) -> None: ...
-
-    def backward(self) -> None: ...
+Peers = dict[str, tuple[str, Callable[[Layer], Any]]]  # name: version, what makes it
 
 
 def main() -> int:
     args = parse_arguments()
     with thdattn.comm.init(transport=args.transport) as real, cupy.cuda.Stream(non_blocking=True):
-        comm = as_rank_of(real, args.as_rank_of) if args.as_rank_of else real
+        ranks = Ranks.of(real, args.as_rank_of or real.size, args.ranks_played)
         about = record.provenance(real.size) | {
-            "ranks": str(real.size), "as_rank_of": str(comm.size), "transport": "peer" if comm.overlaps else comm.name,
+            "ranks": str(real.size), "as_rank_of": str(ranks.size),
+            "transport": "peer" if real.overlaps else real.name,
         }  # fmt: skip
         path = args.out or record.results_file("cp", about["gpu"])
         rows: list[record.Row] = []
         everything: list[record.Row] = []
         with process_group() if args.peer else nullcontext():
             others = find_peers() if args.peer else {}
-            for case, measure in work(real, comm, args.cases, args.head_groups):
+            for case, measure in work(ranks, args.cases, args.methods, args.head_groups):
                 start = time.perf_counter()
                 made = [about | row for row in rows_of(case, others, measure(case, others, args.repeats))]
                 if real.rank == 0:
@@ -79,7 +81,8 @@ def main() -> int:
                     print(f"{case.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
                 rows += made
     if real.rank == 0:
-        print(f"{cp_record.table(rows)}\n\n{cp_record.errors(rows)}")
+        said = cp_record.table(rows), cp_record.recommendations(rows), cp_record.errors(rows)
+        print("\n\n".join(filter(None, said)))
         print(f"wrote {path}; benchmarks/readme.py writes README.md anew")
         if args.plot:
             cp_record.plot(everything, path.with_suffix(".png"))
@@ -107,131 +110,144 @@ def find_peers() -> Peers:
 
 
 def work(
-    real: Comm, comm: Comm, names: Sequence[str], head_groups: Sequence[int]
+    ranks: Ranks, names: Sequence[str], methods: Sequence[Method], head_groups: Sequence[int]
 ) -> Iterator[tuple[Case, Callable[[Case, Peers, int], Measured]]]:
     """Cases with what is measured of them. Errors come first: they also compile and load what others' memory lacks."""
-    if comm is real:
-        yield ERROR_CASE, partial(errors, real)
+    if ranks.size == ranks.real.size:
+        yield ERROR_CASE, partial(errors, ranks, methods)
     for name in names:
-        yield cp_cases(comm.size)[name], partial(speeds, real, comm, head_groups)
+        yield cp_cases(ranks.size)[name], partial(speeds, ranks, methods, head_groups)
 
 
-# --- what is timed -----------------------------------------------------------------------------------------------
+# --- what is measured --------------------------------------------------------------------------------------------
 
 
-class Layer:
-    """Ours, with as many groups of heads as CPAttention chooses, or as are passed.
-
-    Attributes:
-        attention, plan: of this rank, for the pack padded to what the sharding needs.
-        inputs: this rank's rows.
-    """
-
-    def __init__(self, comm: Comm, case: Case, head_groups: int | None = None) -> None:
-        self.attention = case.attention("cuda", comm=comm, head_groups=head_groups)
-        self.batch = thdattn.PackedBatch.from_lengths(case.lengths, 2 * comm.size)
-        self.plan = self.new_plan()
-        self.inputs = peers.draw_inputs(case, self.plan.local_rows)
-
-    def new_plan(self) -> thdattn.Plan:
-        return self.attention.plan(self.batch)
-
-    def forward(self) -> None:
-        q, k, v, _ = self.inputs
-        self.out, self.saved = self.attention.forward(q, k, v, self.plan)
-
-    def backward(self) -> None:
-        self.grads = self.attention.backward(self.inputs.dout, self.saved)
-
-    def results(self) -> Sequence[Any]:
-        """out, dq, dk, dv: this rank's rows."""
-        return self.out, *self.grads
-
-    def choices(self) -> record.Row:
-        """The columns of what CPAttention has chosen."""
-        keeps = self.attention._keeps(self.plan)
-        return {"head_groups": str(self.attention._groups(self.plan)), "keep_keys": "yes" if keeps else "no"}
-
-
-class Alone:
-    """The attention kernels of a layer, on keys and values of all ranks in sequence order that are there already."""
-
-    def __init__(self, layer: Layer) -> None:
-        _, k, v, _ = layer.inputs
-        self._layer, self._scale = layer, layer.attention.softmax_scale
-        shapes = ((layer.plan.key_rows, *x.shape[1:]) for x in (k, v))
-        self._keys, self._values = (peers.normal(shape, seed) for seed, shape in enumerate(shapes, 1))
-        self._sum_dtype = np.dtype(np.float32) if layer.plan.cp_size > 1 else k.dtype
-
-    def forward(self) -> None:
-        layer = self._layer
-        self._out, self._lse, _ = ops.attn_fwd(
-            layer.inputs.q, self._keys, self._values, layer.plan, self._scale, False
-        )
-
-    def backward(self) -> None:
-        layer = self._layer
-        self._grads = ops.attn_bwd(
-            layer.inputs.dout, layer.inputs.q, self._keys, self._values, self._out, self._lse, layer.plan,
-            self._scale, self._sum_dtype, False,
-        )  # fmt: skip
-
-
-def both(layer: Timed) -> None:
-    layer.forward()
-    layer.backward()
-
-
-def errors(real: Comm, case: Case, others: Peers, _: int) -> Measured:
-    """The errors of ours and the peer against float64."""
-    layer = Layer(real, case)
-    batch = layer.batch
+def errors(ranks: Ranks, methods: Sequence[Method], case: Case, others: Peers, _: int) -> Measured:
+    """The errors of ours, by every method, and of the peer against float64."""
+    batch = thdattn.PackedBatch.from_lengths(case.lengths, 2 * ranks.size)  # every sharding takes it
     tokens = rows_of_runs(batch.cu_seqlens_padded[:-1], batch.lengths)
     whole = peers.draw_inputs(case, batch.total_rows)
     wanted = accuracy.exact(case, [x.get()[tokens] for x in whole], cupy)
-    layer.inputs = peers.Inputs(*(layer.plan.shard(x) for x in whole))
-    both(layer)
-    found = {OURS: layer.results()}
-    found |= {name: peer.on_gpu() for name, peer in made_peers(real, case, others, layer).items()}
-    measured: Measured = {(name, result, record.ERRORS): {} for name in others for result in accuracy.RESULTS}
-    for name, local in found.items():
-        results = [layer.plan.unshard(x, real).get()[tokens] for x in local]
-        for result, error in accuracy.errors(results, wanted).items():
+    possible = [method for method in methods if not ranks.refusal(method, case)]
+    ways = [*(method.way for method in possible), *others]
+    measured: Measured = {(name, result, record.ERRORS): {} for name in ways for result in accuracy.RESULTS}
+
+    def work_at(method: Method) -> Layer:
+        layer = Layer(ranks.comm(method, case), case, method, batch=batch)
+        layer.inputs = peers.Inputs(*(layer.plan.shard(x) for x in whole))
+        both(layer)
+        return layer
+
+    def note(name: str, layer: Layer, results: Sequence[Any]) -> None:
+        comm, chosen = layer.attention.comm, layer.choices() if name == layer.method.way else {}
+        packed = [layer.plan.unshard(x, comm).get()[tokens] for x in results]
+        for result, error in accuracy.errors(packed, wanted).items():
             measured[name, result, record.ERRORS] = {"rms": f"{error.rms:.4e}", "largest": f"{error.largest:.4e}"}
+            measured[name, result, record.ERRORS] |= chosen
+
+    for method in possible:
+        layer = attempted(ranks.real, f"{case.name} {method.way}", partial(work_at, method))
+        if layer is not None:
+            note(method.way, layer, layer.results())
+            if method == USUAL:
+                for name, peer in made_peers(ranks.real, case, others, layer).items():
+                    note(name, layer, peer.on_gpu())
     return measured
 
 
 def speeds(
-    real: Comm, comm: Comm, head_groups: Sequence[int], case: Case, others: Peers, rounds: int
+    ranks: Ranks, methods: Sequence[Method], head_groups: Sequence[int], case: Case, others: Peers, rounds: int
 ) -> Measured:
-    """All times of one case, in turns, and the memory of ours and the peer."""
-    ours, memory = {}, {}
-    for name, number in {OURS: None, **{cp_record.in_groups(number): number for number in head_groups}}.items():
-        layer = Layer(comm, case, number)
+    """All times of one case, in turns, with the memory and the traffic of ours and the memory of the peer."""
+    real = ranks.real
+    asked = asked_for(ranks, methods, head_groups, case)
+    ours: dict[str, Layer] = {}
+    costs: dict[str, Costs] = {}
+    for name, (method, number) in asked.items():
+        comm = ranks.comm(method, case)
+        made = attempted(real, f"{case.name} {name}", partial(started, partial(Layer, comm, case, method, number)))
+        if made is not None:
+            ours[name], free = made
+            foreseen = attempted(real, f"{case.name} {name}, predicted",
+                                 partial(cp_methods.predicted_ms, method, case, ranks.size))  # fmt: skip
+            costs[name] = Costs(taken(real, ours[name], free), most(real, ours[name].received()), foreseen or {})
+    ways: dict[str, Timed] = {**ours}
+    if OURS in ours:
         free = free_memory()
-        both(layer)
-        ours[name], memory[name] = layer, taken(real, layer, free)
-    free = free_memory()
-    made = made_peers(real, case, others, ours[OURS])
-    memory |= {name: taken(real, peer, free) for name, peer in made.items()}
-    ways: dict[str, Timed] = {**ours, **made, ALONE: Alone(ours[OURS])}
-    both(ways[ALONE])  # a backward alone needs a forward before it
+        made_ones = made_peers(real, case, others, ours[OURS])
+        costs |= {name: Costs(taken(real, peer, free)) for name, peer in made_ones.items()}
+        ways |= {**made_ones, ALONE: Alone(ours[OURS])}
+        both(ways[ALONE])  # a backward alone needs a forward before it
+    one = attempted(real, f"{case.name} {ONE}", partial(started, partial(whole_pack, case)))
+    if one is not None:
+        ways[ONE] = one[0]
+    times = raced(real, case, ways, list(costs), rounds)
+    measured: Measured = {(name, way, "called"): {} for name in (*asked, *others) for way in WAYS}
+    measured |= {key: columns(case, 1 if key[0] == ONE else ranks.size, key, samples, costs)
+                 for key, samples in times.items()}  # fmt: skip
+    chosen = {name: layer.choices() | ranks_played(ranks, layer) for name, layer in ours.items()}
+    return {key: found | chosen.get(key[0], {}) for key, found in measured.items()}
+
+
+def asked_for(
+    ranks: Ranks, methods: Sequence[Method], head_groups: Sequence[int], case: Case
+) -> dict[str, tuple[Method, int | None]]:
+    """The ways of ours that a case can be spread by, with numbers of groups of heads; others are named on stderr."""
+    asked: dict[str, tuple[Method, int | None]] = {}
+    for method in methods:
+        if why := ranks.refusal(method, case):
+            if ranks.real.rank == 0:
+                print(f"{case.name}: without {method}: {why}", file=sys.stderr)
+            continue
+        asked[method.way] = method, None
+        if method == USUAL:
+            asked |= {cp_record.in_groups(number): (method, number) for number in head_groups}
+    return asked
+
+
+def raced(
+    real: Comm, case: Case, ways: Mapping[str, Timed], hosted: Sequence[str], rounds: int
+) -> dict[Key, list[float]]:
+    """Times of all ways in turns: called, in graphs those that are captured, and the host's of those that are named."""
     calls: dict[Key, Callable[[], object]] = {}
     for name, way in ways.items():
         directions: tuple[Callable[[], object], ...] = way.forward, way.backward, partial(both, way)
         calls |= {(name, direction, "called"): call for direction, call in zip(WAYS, directions, strict=True)}
     host = {(name, way, "host"): calls[name, way, "called"]
-            for name in memory for way in ("forward", "both")}  # fmt: skip
-    host[OURS, "plan", "host"] = ours[OURS].new_plan
-    with Graphs(comm, CudaGraphConfig(impl="local", warmup_steps=1)) as graphs:
-        for name in (*ours, ALONE):  # of copies, whose results are the graph's and nobody else's
-            calls[name, "both", "graph"] = graphs.captured(partial(both, copy(ways[name])), name)
-        times = timing.race(real, calls, rounds)
-    times |= {key: timing.slowest(real, timing.returned(call, HOST_CALLS)) for key, call in host.items()}
-    measured: Measured = {(name, way, "called"): {} for name in others for way in WAYS}
-    measured |= {key: columns(case, comm.size, key, samples, memory) for key, samples in times.items()}
-    chosen = {name: layer.choices() for name, layer in ours.items()}
-    return {key: found | chosen.get(key[0], {}) for key, found in measured.items()}
+            for name in hosted for way in ("forward", "both")}  # fmt: skip
+    with ExitStack() as stack:
+        graphs = dict(calls)
+        for name, way in ways.items():
+            replay = attempted(real, f"{case.name} {name} in a graph", partial(captured, stack, name, way))
+            if replay is not None:
+                graphs[name, "both", "graph"] = replay
+        times = timing.race(real, graphs, rounds)
+    for key, call in host.items():
+        calls_in_all = host_calls(median(times[key[0], key[1], "called"]))
+        times[key] = timing.slowest(real, timing.returned(call, calls_in_all))
+    for name, way in ways.items():
+        if isinstance(way, Layer) and name != ONE and way.head_groups is None:
+            times[name, "plan", "host"] = timing.slowest(real, timing.returned(way.new_plan, HOST_CALLS))
+    return times
+
+
+def host_calls(ms: float) -> int:
+    """How many calls of so many milliseconds have their host's time taken."""
+    return max(3, min(HOST_CALLS, round(HOST_MS / max(ms, 1e-3))))
+
+
+def attempted(real: Comm, what: str, make: Callable[[], T]) -> T | None:
+    """What a call returns, None if it fails on some rank; why, is said on stderr.
+
+    A rank that fails alone within a collective leaves the others to the deadline.
+    """
+    made, failed = None, 0.0
+    try:
+        made = make()
+    except Exception as error:
+        failed = 1.0
+        print(f"{what}, rank {real.rank}: {type(error).__name__}: {error}", file=sys.stderr)
+    return None if max(timing.slowest(real, [failed])) else made
 
 
 def made_peers(real: Comm, case: Case, others: Peers, layer: Layer) -> dict[str, Any]:
@@ -239,26 +255,15 @@ def made_peers(real: Comm, case: Case, others: Peers, layer: Layer) -> dict[str,
 
     What they were to be measured by stays blank, and so replaces what an older run measured.
     """
-    made = {}
-    for name, (_, make) in others.items():
-        failed = 0.0
-        try:
-            made[name] = make(layer)
-            both(made[name])
-            peers.check(made[name].results(), layer.results())
-        except Exception as error:  # a rank that fails alone leaves the others to the time limit of torch.distributed
-            failed = 1.0
-            print(f"{case.name} {name}, rank {real.rank}: {type(error).__name__}: {error}", file=sys.stderr)
-        if max(timing.slowest(real, [failed])):
-            made.pop(name, None)
-    return made
 
+    def alike(make: Callable[[Layer], Any]) -> Any:
+        peer = make(layer)
+        both(peer)
+        peers.check(peer.results(), layer.results())
+        return peer
 
-def free_memory() -> int:
-    """Of the GPU, in bytes, when the pools have given back what nobody uses."""
-    peers.release_memory()
-    free, _ = cupy.cuda.runtime.memGetInfo()
-    return int(free)
+    made = {name: attempted(real, f"{case.name} {name}", partial(alike, make)) for name, (_, make) in others.items()}
+    return {name: peer for name, peer in made.items() if peer is not None}
 
 
 def taken(real: Comm, layer: Timed, free: int) -> float:
@@ -272,22 +277,55 @@ def taken(real: Comm, layer: Timed, free: int) -> float:
     return most
 
 
+def most(real: Comm, traffic: Traffic) -> Traffic:
+    """That of the ranks which get most."""
+    return Traffic(*map(int, timing.slowest(real, traffic)))
+
+
 # --- what is written ---------------------------------------------------------------------------------------------
 
 
-def columns(case: Case, cp_size: int, key: Key, samples: Sequence[float], memory: Mapping[str, float]) -> record.Row:
-    """Of one measured time, per GPU; memory stands beside the calls that it was measured with."""
+class Costs(NamedTuple):
+    """Of one way.
+
+    memory: GiB. received: from other ranks; None: nobody counted.
+    predicted: milliseconds of directions.
+    """
+
+    memory: float
+    received: Traffic | None = None
+    predicted: Mapping[str, float] = MappingProxyType({})
+
+
+def ranks_played(ranks: Ranks, layer: Layer) -> record.Row:
+    """The column of the ranks that these two behave as."""
+    if ranks.size == ranks.real.size:
+        return {}
+    return {"ranks_played": "/".join(map(str, ranks.real._gather_values(layer.plan.cp_rank)))}
+
+
+def columns(case: Case, cp_size: int, key: Key, samples: Sequence[float], costs: Mapping[str, Costs]) -> record.Row:
+    """Of one measured time, per GPU; memory and traffic stand beside the calls that they were measured with."""
     peer, direction, how = key
     flops = {**case.flops._asdict(), "both": sum(case.flops)}.get(direction)
     row = record.timed(samples, flops / cp_size if flops and how != "host" else None)
-    if (direction, how) == ("both", "called") and peer in memory:
-        row["memory_gib"] = f"{memory[peer]:.2f}"
+    cost = costs.get(peer)
+    if how != "called" or cost is None:
+        return row
+    if direction == "both":
+        row["memory_gib"] = f"{cost.memory:.2f}"
+    if cost.received is not None:
+        row["received_bytes"] = str(getattr(cost.received, direction))
+    if direction in cost.predicted:
+        row["predicted_ms"] = f"{cost.predicted[direction]:.4f}"
     return row
 
 
 def rows_of(case: Case, others: Peers, measured: Measured) -> Iterator[record.Row]:
-    blank = dict.fromkeys(("head_groups", "keep_keys", "ms", "ms_p10", "ms_p90", "samples", "tflops", "memory_gib",
-                           "rms", "largest"), "")  # fmt: skip
+    blank = dict.fromkeys((
+        "method", "sharding", "ranks_played", "head_groups", "keep_keys", "ms", "ms_p10", "ms_p90", "samples", "tflops",
+        "memory_gib", "received_bytes", "predicted_ms", "rms", "largest",
+    ), "")  # fmt: skip
     for (peer, direction, how), found in measured.items():
         yield {
             **case.columns,
@@ -301,16 +339,22 @@ def rows_of(case: Case, others: Peers, measured: Measured) -> Iterator[record.Ro
 
 def parse_arguments() -> argparse.Namespace:
     cases = cp_cases(1)
-    names, kv_heads = list(cases), {case.kv_heads for case in cases.values()}
+    names, kv_heads = list(cases), sorted({case.kv_heads for case in cases.values()})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE",
-                        help=f"all by default: {' '.join(names)}")  # fmt: skip
+    parser.add_argument("--cases", nargs="+", choices=[*names, "all"], default=list(USUAL_CASES), metavar="CASE",
+                        help=f"{' '.join(names)}, or all; by default {' '.join(USUAL_CASES)}")  # fmt: skip
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS, "all"], default=[str(USUAL)], metavar="METHOD",
+                        help=f"{' '.join(METHODS)}, or all, of which those that cannot work are left out; by default "
+                             f"{USUAL}")  # fmt: skip
     parser.add_argument("--transport", choices=("auto", "peer", "nccl"), default="auto", help="see thdattn.comm.init")
     parser.add_argument("--head-groups", nargs="+", type=int, default=[], metavar="N",
                         help="also time ours with so many groups of heads, in turns with the others")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3, help="turns of every way, 3 by default")
     parser.add_argument("--peer", action="store_true", help="also time Transformer Engine's schedule")
     parser.add_argument("--as-rank-of", type=int, metavar="N", help="two GPUs behave as two ranks of N")
+    parser.add_argument("--ranks-played", nargs=2, type=int, metavar="RANK",
+                        help="which two of N, where rows are not spread by all_gather's dual_chunk; by default those "
+                             "with most work")  # fmt: skip
     parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/cp_GPU.csv by default")
     parser.add_argument("--plot", action="store_true", help="also draw the CSV file's rows of this GPU, as PNG")
     args = parser.parse_args()
@@ -322,8 +366,15 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--as-rank-of is {args.as_rank_of}, wanted >= 2")
     if args.as_rank_of and args.peer:
         parser.error("--peer has no ranks to be played by others; leave it or --as-rank-of out")
+    if args.ranks_played and not 0 <= args.ranks_played[0] < args.ranks_played[1] < (args.as_rank_of or 0):
+        parser.error(f"--ranks-played is {args.ranks_played}, wanted two ascending ranks of --as-rank-of")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'thdattn[bench]'")
+    args.cases = names if "all" in args.cases else args.cases
+    args.methods = [METHODS[name] for name in (METHODS if "all" in args.methods else args.methods)]
+    args.ranks_played = tuple(args.ranks_played) if args.ranks_played else None
+    if args.peer and USUAL not in args.methods:
+        parser.error(f"--peer is compared with {USUAL}, which --methods lacks; add it or leave --peer out")
     return args
 
 

@@ -256,9 +256,11 @@ def context_parallel(path: Path, rows: Sequence[Row]) -> str:
         others = cp_record.peers(times)
         head = [str(ranks), "ours", *others, "attention alone", "one graph", "exposed, ms",
                 "host, forward", "plan", "GiB"]  # fmt: skip
-        lines = [cp_cells(times, case, others) for case in cp_record.timed_cases(times)]
+        lines = [cp_cells(times, case, others) for case in cp_record.timed_cases(times)
+                 if times.text("tflops", case, "ours", "both", "called")]  # fmt: skip
         if lines:
             parts.append(table(head, lines))
+        parts += cp_methods(str(ranks), times)
         parts += [cp_errors(times, case, ["ours", *others]) for case in times.cases
                   if times.text("rms", case, "ours", RESULTS[0], ERRORS)]  # fmt: skip
     commands = dict.fromkeys(
@@ -292,6 +294,36 @@ def cp_cells(times: Times, case: str, others: Sequence[str]) -> list[str]:
         slashed([plan], 3),
         times.text("memory_gib", case, "ours", "both", "called"),
     ]
+
+
+def cp_methods(ranks: str, times: Times) -> list[str]:
+    """The methods side by side, where others than the usual one were measured: what they are, and the table."""
+    ways = cp_record.by_methods(times)
+    if len(ways) < 2:
+        return []
+    names = ["all_gather", *(way.removeprefix(f"{cp_record.OURS}, ") for way in ways[1:])]
+    lines = []
+    for case in cp_record.timed_cases(times):
+        speed = {way: times.value("tflops", case, way, "both", "called") for way in (*ways, cp_record.ONE)}
+        best = max(speed[way] for way in ways if not math.isnan(speed[way]))
+        lines.append([case, slashed([speed[cp_record.ONE]], 3), *(cp_method(times, case, way, best) for way in ways)])
+    said = prose(
+        "Methods by `cp_comm_type`, with the sharding where it is not the usual one: TFLOP/s per GPU, forward and "
+        "backward; in parentheses as a part of what one GPU reaches with the whole pack, and MiB that a rank receives. "
+        "The fastest are bold."
+    )
+    return [said, table([ranks, "one GPU", *names], lines)]
+
+
+def cp_method(times: Times, case: str, way: str, best: float) -> str:
+    """A cell of the table of methods."""
+    speed = times.value("tflops", case, way, "both", "called")
+    if math.isnan(speed):
+        return "-"
+    number = slashed([speed], 3)
+    of_one, mebibytes = cp_record.of_one_gpu(times, case, way), cp_record.received(times, case, way)
+    more = f" ({slashed([of_one], 2)}; {slashed([mebibytes], 3)})"
+    return (f"**{number}**" if speed >= LEVEL * best else number) + more
 
 
 def cp_errors(times: Times, case: str, names: Sequence[str]) -> str:

@@ -117,9 +117,9 @@ def race(comm: thdattn.comm.Comm, ways: Mapping[Name, Call], rounds: int) -> dic
     """Times of ways that take turns, called on all ranks at once."""
     groups = {}
     for name, call in ways.items():
-        for _ in range(3):
+        for _ in range(2):  # the second one may be captured
             call()
-        (ms,) = slowest(comm, [median(called(call, 5))])
+        (ms,) = slowest(comm, [median(called(call, 3))])
         groups[name] = partial(_together, comm, call, calls_per_group(ms))
     times = interleaved(groups, rounds, lambda _: nullcontext())
     return {name: slowest(comm, samples) for name, samples in times.items()}

@@ -54,14 +54,15 @@ class Case:
         return thdattn.PackedBatch.from_lengths(self.lengths)
 
     def attention(
-        self, engine: str, deterministic: bool = False, comm: thdattn.comm.Comm | None = None,
-        head_groups: int | None = None,
+        self, engine: str, deterministic: bool = False,
+        comm: thdattn.comm.Comm | tuple[thdattn.comm.Comm, thdattn.comm.Comm] | None = None,
+        head_groups: int | None = None, cp_comm_type: str = "all_gather",
     ) -> thdattn.CPAttention:
         """The attention of the case, on one rank if no other ones are passed."""
         return thdattn.CPAttention(
             comm or thdattn.comm.init("single"), self.heads, self.head_dim, self.kv_heads, self.v_head_dim,
             causal=self.causal, window=self.window, engine=engine, deterministic=deterministic,
-            head_groups=head_groups,
+            head_groups=head_groups, cp_comm_type=cp_comm_type,
         )  # fmt: skip
 
     @cached_property
@@ -147,13 +148,16 @@ CASES = {case.name: case for case in _cases()}
 
 
 def cp_cases(cp_size: int) -> dict[str, Case]:
-    """The packs that are spread over so many ranks; that of real documents grows with them."""
+    """The packs that are spread over so many ranks; those of real documents grow with them."""
+    documents = {rows: document_pack(tokens=1_024 * rows * cp_size) for rows in (8, 16, 32)}
     cases = (
         replace(CASES["bucket32k"], heads=32, kv_heads=8),
         Case("1x65536", (65_536,), 32, 8),
         Case("1x8192", (8_192,), 32, 8),
         Case("8x1024", (1_024,) * 8, 32, 8),
         Case("lognormal128k", long_lognormal_pack(), 32, 8),
-        Case("documents16k", document_pack(tokens=16_384 * cp_size), 64, 8),
+        *(Case(f"documents{rows}k", lengths, 64, 8) for rows, lengths in documents.items()),
+        replace(CASES["bucket32k"], name="bucket32k-mha16"),
+        Case("64x1024", (1_024,) * 64),
     )
     return {case.name: case for case in cases}

@@ -28,7 +28,10 @@ extern "C" __global__ void spin(long long cycles) {
 }
 """
 LONGEST = 500_000  # clock cycles: some 300 us
-ENGINE = "attn_fwd", "attn_bwd", "to_sequence_order", "to_rank_order"
+ENGINE = "attn_fwd", "attn_bwd", "to_sequence_order", "to_rank_order", "pack_rows", "add_shares"
+# Those that nothing is gathered for: cp_comm_type, sharding, groups of heads.
+METHODS = (("a2a", "contiguous", 1), ("a2a", "contiguous", 2), ("a2a", "dual_chunk", 2), ("all_gather", "balanced", 1),
+           ("p2p", "dual_chunk", 1))  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -54,7 +57,8 @@ def late(cupy: Any, seed: int) -> Iterator[None]:
     def last(*args: Any) -> Any:
         return cupy.cuda.ExternalStream(args[-1]) if isinstance(args[-1], int) else args[-1]
 
-    peers = (peer._MemOps, "__call__"), (peer._Slice, "pull"), (peer.PeerMemory, "_copy"), (peer.PeerMemory, "_add")
+    peers = ((peer._MemOps, "__call__"), (peer._Slice, "pull"), (peer, "_copy_rows"), (peer.PeerMemory, "_copy"),
+             (peer.PeerMemory, "_add"))  # fmt: skip
     places = [*((ops, name, current) for name in ENGINE), *((*method, last) for method in peers)]
     with contextlib.ExitStack() as stack:
         for owner, name, stream_of in places:
@@ -138,6 +142,45 @@ def check(cupy: Any, comm: thdattn.comm.Comm, head_groups: int, keep_keys: bool,
             plans_that_are_dropped_at_work(cupy, layer, batches, inputs, wanted)
     with late(cupy, comm.rank):
         captured(cupy, comm, layer, plan, inputs[0], wanted[0])
+
+
+def check_method(
+    cupy: Any, comm: thdattn.comm.Comm, how: tuple[str, str, int], keep_keys: bool, seeds: range = range(2)
+) -> None:
+    """Layers whose gradients are on their way together, and plans dropped at work, with a non-blocking stream current.
+
+    Args:
+        how: one of METHODS.
+    """
+    cp_comm_type, sharding, head_groups = how
+    layer = attention(comm, cp_comm_type=cp_comm_type, head_groups=head_groups, keep_keys=keep_keys)
+    batches = [PackedBatch.from_lengths(lengths, 2 * comm.size) for lengths in PACKS]
+    inputs, wanted = [], []
+    for batch in batches:
+        plan = layer.plan(batch, sharding)
+        inputs.append([inputs_of(cupy, layer, plan, seed) for seed in range(NUM_LAYERS)])
+        wanted.append(one_by_one(layer, plan, inputs[-1]))
+    for seed in seeds:
+        cupy.cuda.runtime.deviceSynchronize()
+        with late(cupy, 100 * seed + comm.rank):
+            found = []
+            for number in range(6):
+                which = number % len(batches)
+                plan = layer.plan(batches[which], sharding)
+                found.append((which, together(layer, plan, inputs[which])))
+                q, k, v, dout = inputs[which][0]
+                layer.start_backward(dout, layer.forward(q, k, v, plan)[1])  # that nobody asks for
+            cupy.cuda.runtime.deviceSynchronize()
+        for which, results in found:
+            same(results, wanted[which], f"{how}, pack {which}")
+
+
+def together(layer: thdattn.CPAttention, plan: Any, inputs: list[Any]) -> list[tuple[Any, ...]]:
+    """All forwards, and then all backwards before the gradients of one are asked for."""
+    made = [layer.forward(q, k, v, plan, return_max_logit=True) for q, k, v, _ in inputs]
+    grads = [layer.start_backward(dout, saved) for (*_, dout), (_, saved) in zip(inputs, made, strict=True)]
+    return [(out, saved.lse, saved.max_logit, dq, *dk_dv())
+            for (out, saved), (dq, dk_dv) in zip(made, grads, strict=True)]  # fmt: skip
 
 
 def plans_that_are_dropped_at_work(cupy: Any, layer: thdattn.CPAttention, batches: Any, inputs: Any, wanted: Any

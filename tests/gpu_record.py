@@ -7,6 +7,7 @@ replaces the one before, and the first run on other sources, or another driver, 
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import platform
@@ -60,14 +61,20 @@ def _reason(report: Any) -> str:
 
 
 def save(path: Path, machine: dict[str, Any], made: dict[str, Any]) -> None:
-    """Adds a run to the entry of its machine."""
+    """Adds a run to the entry of its machine; runs on other GPUs may end at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.parent.joinpath(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _save(path, machine, made)
+
+
+def _save(path: Path, machine: dict[str, Any], made: dict[str, Any]) -> None:
     records = json.loads(path.read_text()) if path.exists() else {}
     name = f"{machine['num_gpus']}x {machine['gpu']}"
     entry = records.get(name, {})
     same = all(entry.get(key) == machine[key] for key in machine)
     runs = [run for run in entry.get("runs", []) if same and run["command"] != made["command"]]
     records[name] = {**machine, "runs": [*runs, made]}
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(records, indent=1) + "\n")
 
 

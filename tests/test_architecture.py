@@ -18,20 +18,21 @@ PACKAGE = SOURCE / "thdattn"
 # A module imports from the layers before its own. The engines, reference and ops, are handed to the methods as
 # arguments; nothing below check imports them.
 LAYERS = [
-    {"arguments", "install", "memory", "structs", "tiles", "wgmma", "kernel_cache"},
+    {"arguments", "flops", "install", "memory", "structs", "tiles", "wgmma", "kernel_cache"},
     {"packing", "jit", "mixer_shape"},
     {"balanced", "sums"},
     {"comm"},
-    {"sharding", "routes", "engines", "tensor_map", "oracle", "mamba_oracle", "decode_tiles"},
+    {"sharding", "routes", "pairs", "engines", "tensor_map", "oracle", "mamba_oracle", "decode_tiles"},
     {"plan"},
-    {"host_plan", "host_rows", "host_ssd", "cache", "room"},
+    {"host_plan", "host_rows", "host_ssd", "cache", "room", "planning", "checks"},
     {"host_conv"},
-    {"reference", "ops", "methods"},
+    {"reference", "ops", "methods", "tile_counts"},
     {"saved"},
     {"attention", "mamba"},
-    {"graphs", "varlen"},
-    {"torch"},
+    {"graphs", "varlen", "costs"},
+    {"torch", "measured_rates"},
     {"info", "check", "pack_stats"},
+    {"advise"},
     {"__main__"},
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
@@ -39,7 +40,7 @@ LAYER = {module: number for number, modules in enumerate(LAYERS) for module in m
 OPS = {"ops", "ops.launch", "ops.plan", "ops.rows", "ops.scheduler", "ops.forward", "ops.backward", "ops.decode"}
 WHEN_LOADED = {"cupy": {"jit", *OPS, "tensor_map"}, "mpi4py": set(), "torch": {"torch"}, "jax": set()}
 EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "comm.peer", "engines", "graphs.capture", "graphs.upload",
-                  "info", "varlen"},
+                  "info", "measured_rates", "varlen"},
         "mpi4py": {"comm.mpi", "comm.nccl", "info"}, "torch": {"torch", "comm.torch"}, "jax": set()}
 
 
@@ -101,13 +102,13 @@ def test_imports_point_downwards(module):
         there = own(name)
         if there == here and here in ("comm", "graphs", "methods", "ops"):
             continue
-        assert there or here in ("info", "check", "__main__"), f"{module} imports the package itself: {name}"
+        assert there or here in ("info", "check", "advise", "__main__"), f"{module} imports the package itself: {name}"
         assert not there or LAYER[there] < LAYER[here], f"{module} imports {name}, which is not below it"
 
 
 def test_methods_and_attention_do_not_import_the_engines():
     methods = [module for module in FILES if module.split(".")[0] == "methods"]
-    for module in (*methods, "attention", "mamba", "engines", "plan", "__init__"):
+    for module in (*methods, "attention", "mamba", "engines", "plan", "planning", "__init__"):
         below = {own(name) for name, _ in imports(module) if name.startswith("thdattn")}
         assert not below & {"reference", "ops", "jit"}, module
 

@@ -29,7 +29,7 @@ FLAGS = ("causal", "deterministic")
 
 
 @table(
-    ("comm", thdattn.comm.SingleComm, TypeError, "comm is a ABCMeta, wanted a Comm; make one"),
+    ("comm", thdattn.comm.SingleComm, TypeError, "comm is a ABCMeta, wanted a Comm, or two in a tuple; make one"),
     *((name, True, TypeError, f"{name} is True, a bool; wanted an int") for name in COUNTS),
     *((name, np.True_, TypeError, f"{name} is np.True_, a bool; wanted an int") for name in COUNTS),
     *((name, 8.0, TypeError, f"{name} is 8.0, a float; wanted an int") for name in COUNTS),
@@ -45,6 +45,12 @@ FLAGS = ("causal", "deterministic")
     *((name, [], TypeError, f"{name} is [], a list; wanted True or False") for name in FLAGS),
     *((name, np.array([True, False]), TypeError, f"{name} is a ndarray of shape (2,); wanted True") for name in FLAGS),
     *((name, OnAGpu(), TypeError, f"{name} is a OnAGpu of shape (8, 4, 8); wanted True") for name in FLAGS),
+    ("cp_comm_type", None, TypeError, "cp_comm_type is None, a NoneType; wanted"),
+    ("cp_comm_type", ["a2a", "p2p"], TypeError, "cp_comm_type is ['a2a', 'p2p'], a list; wanted"),
+    ("cp_comm_type", OnAGpu(), TypeError, "cp_comm_type is a OnAGpu of shape (8, 4, 8); wanted"),
+    ("cp_comm_type", "all_to_all", ValueError, "cp_comm_type is 'all_to_all', wanted"),
+    ("comm", (SINGLE, 1), TypeError, "comm is a tuple, wanted a Comm, or two in a tuple"),
+    ("comm", (SINGLE, SINGLE, SINGLE), TypeError, "comm is a tuple, wanted a Comm, or two in a tuple"),
     ("window", (NAN, 0), TypeError, "window[0] is nan, a float; wanted an int; -1 means unlimited"),
     ("window", (INF, 0), TypeError, "window[0] is inf, a float; wanted an int; -1 means unlimited"),
     ("window", (True, 0), TypeError, "window[0] is True, a bool; wanted an int"),
@@ -100,8 +106,6 @@ def ones():
     ("batch", None, TypeError, "batch is a NoneType, wanted a PackedBatch; make PackedBatch(cu_seqlens)"),
     ("batch", [7, 3], TypeError, "batch is a list, wanted a PackedBatch"),
     ("batch", PLAN, TypeError, "batch is a Plan, wanted a PackedBatch"),
-    ("sharding", None, TypeError,
-     "sharding is None, a NoneType; wanted 'dual_chunk', 'contiguous', 'balanced' or a Sharding;"),
     ("sharding", 3, TypeError, "sharding is 3, a int; wanted 'dual_chunk', 'contiguous', 'balanced' or a Sharding"),
     ("sharding", True, TypeError, "sharding is True, a bool; wanted 'dual_chunk'"),
     ("sharding", Sharding, TypeError, "sharding is <class 'thdattn.sharding.Sharding'>, a type; wanted 'dual_chunk'"),

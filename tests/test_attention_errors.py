@@ -72,7 +72,7 @@ def run_with(changed, plan=None, attn=None):
         ({"softmax_scale": float("nan")}, ValueError, "softmax_scale is nan, wanted a finite number > 0"),
         ({"softmax_scale": "x"}, TypeError, "softmax_scale is 'x', "),
         ({"engine": "triton"}, ValueError, "engine is 'triton', wanted 'auto', 'cuda' or 'reference'"),
-        ({"comm": 4}, TypeError, "comm is a int, wanted a Comm; make one with thdattn.comm.init()"),
+        ({"comm": 4}, TypeError, "comm is a int, wanted a Comm, or two in a tuple; make one with thdattn.comm.init()"),
         ({"comm": None}, TypeError, "comm is a NoneType, wanted a Comm"),
     ],
 )

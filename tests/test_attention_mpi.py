@@ -18,6 +18,13 @@ def test_ranks_together_are_the_oracle(n):
     assert run.stdout.count("cases on mpi done") == n
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_method_is_the_oracle(n):
+    run = run_ranks(n, PROGRAM, "methods", "mpi", str(n), timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("methods on mpi done") == n
+
+
 def test_bad_input_on_one_rank_ends_all_ranks_with_its_message():
     began = time.perf_counter()
     run = run_ranks(4, PROGRAM, "bad-input", "mpi", "4", timeout=60)

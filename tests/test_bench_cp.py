@@ -14,6 +14,7 @@ import cp_record
 import launch
 import readme
 import record
+from cp_methods import METHODS
 from rank_of import as_rank_of
 from workloads import cp_cases
 
@@ -26,7 +27,8 @@ from thdattn.comm import run_local
 def test_packs_are_those_that_others_were_measured_with():
     cases = cp_cases(2)
     assert cases["bucket32k"].lengths == (24_576, 28_672, 30_720, 32_768)
-    assert {(case.heads, case.kv_heads) for case in cases.values()} == {(32, 8), (64, 8)}
+    assert {(case.heads, case.kv_heads) for case in cases.values()} == {(32, 8), (64, 8), (16, 16)}
+    assert cases["bucket32k-mha16"].lengths == cases["bucket32k"].lengths and cases["64x1024"].kv_heads == 16
     lengths = cases["lognormal128k"].lengths
     assert len(lengths) == 117 and sum(lengths) >= 131_072 > sum(lengths[:-1])
     assert min(lengths) >= 16 and max(lengths) <= 32_768
@@ -34,9 +36,10 @@ def test_packs_are_those_that_others_were_measured_with():
 
 
 @pytest.mark.parametrize("cp_size", [2, 8])
-def test_real_documents_fill_16k_rows_of_every_rank(cp_size):
-    tokens = sum(cp_cases(cp_size)["documents16k"].lengths)
-    assert 12_288 * cp_size < tokens <= 16_384 * cp_size
+@pytest.mark.parametrize("thousands", [8, 16, 32])
+def test_real_documents_fill_the_rows_of_every_rank(cp_size, thousands):
+    tokens = sum(cp_cases(cp_size)[f"documents{thousands}k"].lengths)
+    assert 768 * thousands * cp_size < tokens <= 1_024 * thousands * cp_size
 
 
 # --- comms that stand in for others ------------------------------------------------------------------------------
@@ -208,6 +211,14 @@ def rows():
     for name, ms in (("ours", 10.0), ("alone", 9.0), ("te+fa4", 12.5), ("ours, 4 groups", 11.25)):
         made += [row("bucket32k", name, way, "called", part * ms, round(4500 / ms))
                  for way, part in (("forward", 0.25), ("backward", 0.75), ("both", 1))]  # fmt: skip
+    for name, ms, tflops, more in (
+        ("ours, a2a", 8.0, 562, {"method": "a2a", "sharding": "contiguous", "received_bytes": str(2**21),
+                            "predicted_ms": "8.25"}),
+        ("one GPU", 16.0, 600, {}),
+    ):
+        made += [row("bucket32k", name, way, "called", part * ms, tflops, **more)
+                 for way, part in (("forward", 0.25), ("backward", 0.75), ("both", 1))]  # fmt: skip
+    made += [row("bucket32k", "ours, a2a", "both", "graph", 8.0, 562)]
     made[4] |= {"memory_gib": "3.25", "head_groups": "2", "keep_keys": "yes"}
     made += [row("bucket32k", name, "both", "graph", ms, 4500 / ms) for name, ms in (("ours", 9.2), ("alone", 8.74))]
     made += [row("bucket32k", "ours", way, "host", ms)
@@ -234,6 +245,7 @@ def test_numbers_of_ranks_and_transports_are_told_apart_and_cases_have_their_usu
     assert cp_record.timed_cases(found[2, 2, "peer"]) == ["bucket32k", "1x8192"]
     assert cp_record.share(found[8, 2, "peer"], "8x1024", "ours", "called") == 0.5
     assert cp_record.peers(found[2, 2, "peer"]) == ["te+fa4"], "other groups of heads are ours"
+    assert cp_record.by_methods(found[2, 2, "peer"]) == ["ours", "ours, a2a"]
     assert [cp_record.in_groups(number) for number in (1, 4)] == ["ours, 1 group", "ours, 4 groups"]
 
 
@@ -241,12 +253,15 @@ def test_the_table_has_a_line_for_every_case_and_way():
     nccl, peer, many = cp_record.table(rows()).split("\n\n")
     header, *lines = (" ".join(line.split()) for line in peer.splitlines())
     assert header == " ".join(["2 GPUs, peer", *cp_record.TITLES])
+    usual = "all_gather dual_chunk"
     assert lines == [
-        "bucket32k ours 2 yes 2.500 7.500 10.00 0.900 1.00 450 75.0/200 9.200 (1.05)",
-        "bucket32k ours, 4 groups - - 2.812 8.438 11.25 0.800 2.25 400 -/- -",
-        "bucket32k te+fa4 - - 3.125 9.375 12.50 0.720 3.50 360 -/- -",
-        "bucket32k alone - - 2.250 6.750 9.000 - - 500 - 8.740",
-        "1x8192 ours - - - - 2.000 - - 300 -/- -",
+        f"bucket32k ours {usual} 2 yes 2.500 7.500 10.00 0.900 1.00 - 450 0.750 - 3.25 75.0/200 9.200 (1.05)",
+        f"bucket32k ours, 4 groups {usual} - - 2.812 8.438 11.25 0.800 2.25 - 400 0.667 - - -/- -",
+        "bucket32k ours, a2a a2a contiguous - - 2.000 6.000 8.000 - - 8.250 562 0.937 2.00 - -/- 8.000",
+        "bucket32k te+fa4 - - - - 3.125 9.375 12.50 0.720 3.50 - 360 0.600 - - -/- -",
+        "bucket32k alone - - - - 2.250 6.750 9.000 - - - 500 - - - - 8.740",
+        "bucket32k one GPU - - - - 4.000 12.00 16.00 - - - 600 - - - - -",
+        f"1x8192 ours {usual} - - - - 2.000 - - - 300 - - - -/- -",
     ]
     assert nccl.startswith("2 GPUs, nccl") and "4.000" in nccl
     assert len(many.splitlines()) == 3
@@ -256,6 +271,22 @@ def test_errors_of_ours_stand_beside_the_peers():
     header, *lines = (line.split() for line in cp_record.errors(rows()).splitlines())
     assert header == ["ranks", "case", "of", "result", "rms", "largest"] and len(lines) == 8
     assert ["2", "4x1024", "te+fa4", "dk", "3e-3", "0.1"] in lines
+
+
+def test_recommendations_are_held_against_what_was_fastest():
+    def pair(case, ours, a2a):
+        return [row(case, "ours", "both", "called", ours[1], 1, predicted_ms=str(ours[0])),
+                row(case, "ours, a2a", "both", "called", a2a[1], 1, predicted_ms=str(a2a[0]), method="a2a",
+                    sharding="contiguous")]  # fmt: skip
+
+    alone = [row("1x8192", "ours", "both", "called", 2.0, 300, predicted_ms="1")]
+    said = cp_record.recommendations(pair("bucket32k", (1, 4), (2, 5)) + pair("8x1024", (1, 6), (2, 4)) + alone)
+    lines = [line.split() for line in said.splitlines()[1:]]
+    assert [line[-4:] for line in lines] == [
+        ["bucket32k", "all_gather:dual_chunk", "all_gather:dual_chunk", "1.00"],
+        ["8x1024", "all_gather:dual_chunk", "a2a:contiguous", "1.50"],
+    ]
+    assert not cp_record.recommendations(rows()), "of one method nothing can be recommended"
 
 
 def test_every_row_has_a_place_of_its_own_in_the_record(tmp_path):
@@ -278,6 +309,21 @@ def test_the_readme_sets_ours_beside_the_peer_and_the_attention_alone():
     assert "`benchmarks/bench_cp.py`" in " ".join(page.split())
 
 
+def test_the_readme_sets_methods_side_by_side():
+    page = readme.context_parallel(record.RESULTS / "cp_none.csv", rows())
+    assert "\n| 2 GPUs, peer | one GPU | all_gather | a2a |\n" in page
+    assert "\n| bucket32k | 600 | 450 (0.75; -) | **562** (0.94; 2.00) |\n" in page
+    assert "\n| 1x8192 | - | **300** (-; -) | - |\n" in page
+    assert page.count("| one GPU |") == 1, "nowhere else was another method measured"
+    assert "| ours, a2a" not in page and "one GPU |" not in page.split("| one GPU |")[0]
+
+
+def test_a_case_of_which_the_usual_method_is_missing_is_left_out_where_that_is_shown():
+    only = [made for made in rows() if made["peer"] == "ours, a2a"]
+    page = readme.context_parallel(record.RESULTS / "cp_none.csv", only)
+    assert "attention alone |" not in page and "\n| bucket32k | - | - | **562** (-; 2.00) |\n" in page
+
+
 # --- the program -------------------------------------------------------------------------------------------------
 
 
@@ -288,8 +334,12 @@ def test_the_readme_sets_ours_beside_the_peer_and_the_attention_alone():
         (["--as-rank-of", "1"], "--as-rank-of is 1, wanted >= 2"),
         (["--as-rank-of", "8", "--peer"], "leave it or --as-rank-of out"),
         (["--cases", "1x1"], "invalid choice: '1x1'"),
-        (["--head-groups", "2", "3"], "--head-groups has 3, wanted divisors of 8 kv heads"),
-        (["--head-groups", "0"], "--head-groups has 0, wanted divisors of 8 kv heads"),
+        (["--methods", "a2a:balanced"], "invalid choice: 'a2a:balanced'"),
+        (["--methods", "a2a", "--peer"], "compared with all_gather, which --methods lacks"),
+        (["--as-rank-of", "8", "--ranks-played", "7", "0"], "--ranks-played is [7, 0], wanted two ascending ranks"),
+        (["--ranks-played", "0", "1"], "--ranks-played is [0, 1], wanted two ascending ranks of --as-rank-of"),
+        (["--head-groups", "2", "3"], "--head-groups has 3, wanted divisors of 8 and 16 kv heads"),
+        (["--head-groups", "0"], "--head-groups has 0, wanted divisors of 8 and 16 kv heads"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
@@ -307,12 +357,15 @@ def test_speeds_are_per_rank_and_host_times_have_none():
     import bench_cp
 
     case = cp_cases(4)["1x8192"]
-    found = bench_cp.columns(case, 4, ("ours", "both", "called"), [2.0, 1.0, 4.0], {"ours": 1.5})
+    costs = {"ours": bench_cp.Costs(1.5, bench_cp.Traffic(forward=3, backward=4), {"both": 1.25})}
+    found = bench_cp.columns(case, 4, ("ours", "both", "called"), [2.0, 1.0, 4.0], costs)
     pairs = 8_192 * 8_193 // 2  # 7 products of 2 operations per pair, head and channel
     assert float(found["tflops"]) == pytest.approx(pairs * 32 * 128 * 14 / 4 / 2e-3 / 1e12, abs=0.01)
-    assert found["ms"] == "2.00000" and found["memory_gib"] == "1.50"
-    host = bench_cp.columns(case, 4, ("ours", "both", "host"), [2.0], {"ours": 1.5})
-    assert host["tflops"] == "" and "memory_gib" not in host
+    assert (found["ms"], found["memory_gib"], found["received_bytes"]) == ("2.00000", "1.50", "7")
+    assert found["predicted_ms"] == "1.2500"
+    assert bench_cp.columns(case, 4, ("ours", "forward", "called"), [2.0], costs)["received_bytes"] == "3"
+    host = bench_cp.columns(case, 4, ("ours", "both", "host"), [2.0], costs)
+    assert host["tflops"] == "" and not {"memory_gib", "received_bytes"} & set(host)
 
 
 def test_the_peers_two_steps_see_the_keys_up_to_their_chunks_end():
@@ -340,13 +393,19 @@ def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp
     path = tmp_path / "cp.csv"
     program = Path(cp_record.__file__).with_name("bench_cp.py")
     command = ["--cases", "8x1024", "--repeats", "1", "--out", str(path), "--transport", transport, *arguments]
-    run = launch.run_ranks(2, program, *command, "--head-groups", "1", "4", timeout=240)
+    run = launch.run_ranks(2, program, *command, "--head-groups", "1", "4", "--methods", "all", timeout=240)
     assert run.returncode == 0, run.stderr
+    assert "Error" not in run.stderr and "has received" not in run.stderr
     ((ranks, times),) = cp_record.runs(record.load(path)).items()
     assert ranks == (8 if arguments else 2, 2, transport) and cp_record.timed_cases(times) == ["8x1024"]
     for way in ("ours", "ours, 1 group", "ours, 4 groups"):
         for timing in ("called", "graph"):
             assert np.isfinite(cp_record.share(times, "8x1024", way, timing))
     assert times.text("head_groups", "8x1024", "ours, 4 groups", "both", "called") == "4"
-    if not arguments:  # of bfloat16 results: half a unit of the last place, and what products add
-        assert 0 < times.value("rms", "4x1024", "ours", "dk", record.ERRORS) < 1e-2
+    methods = [method.way for name, method in METHODS.items() if not method.two_levels]
+    assert cp_record.by_methods(times) == methods
+    for way in methods:
+        assert np.isfinite(cp_record.of_one_gpu(times, "8x1024", way))
+        assert np.isfinite(times.value("received_bytes", "8x1024", way, "both", "called"))
+        if not arguments:  # of bfloat16 results: half a unit of the last place, and what products add
+            assert 0 < times.value("rms", "4x1024", way, "dk", record.ERRORS) < 1e-2

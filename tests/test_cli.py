@@ -177,8 +177,8 @@ def test_check_passes_on_the_reference_engine(capsys):
 def test_check_fails_on_an_engine_that_is_a_little_wrong(monkeypatch, capsys):
     right = reference.attn_bwd
 
-    def wrong(*arguments):
-        dq, dk, dv = right(*arguments)
+    def wrong(*arguments, **how):
+        dq, dk, dv = right(*arguments, **how)
         return dq, dk * np.asarray(1.5, dk.dtype), dv
 
     monkeypatch.setattr(reference, "attn_bwd", wrong)
@@ -205,6 +205,7 @@ def test_check_runs_on_the_real_ranks_and_prints_once(monkeypatch):
     run = run_ranks(2, Path("-m"), "thdattn", "check", "--engine", "reference")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("all PASS") == 1
+    assert all(case.name in run.stdout for case in check.CASES)
     assert "ranks   2, backend 'mpi'" in run.stdout
 
 

@@ -49,6 +49,16 @@ def test_foreign_rows_are_received_once(grid):
     assert on_grid(grid, program) == [(rows * 40, rows * 40)] * (rows + 1)
 
 
+def test_what_both_hold_is_added_up():
+    def program(comm):
+        levels = levels_of(comm, 2)
+        levels.inner.held_bytes = lambda: {"windows of slices": 5, "windows of keys": 1}
+        levels.outer.held_bytes = lambda: {"windows of keys": 7}
+        return levels.held_bytes()
+
+    assert thdattn.comm.run_local(2, program) == [{"windows of slices": 5, "windows of keys": 8}] * 2
+
+
 def test_levels_can_what_both_of_their_parts_can():
     def program(comm):
         inner, outer = comm.split(comm.rank // 2), comm.split(comm.rank % 2)

@@ -73,13 +73,14 @@ def test_torch_nccl_ranks_keep_the_contract(cupy, n):
     assert run.stdout.count("contract on torch done") == n
 
 
+@pytest.mark.parametrize("scenario", ["cases", "methods"])
 @pytest.mark.parametrize("n", [2, 4])
-def test_attention_on_torch_nccl_ranks_is_the_oracle(cupy, n):
+def test_attention_on_torch_nccl_ranks_is_the_oracle(cupy, n, scenario):
     if n > cupy.cuda.runtime.getDeviceCount():
         pytest.skip(f"needs {n} GPUs")
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("needs PyTorch with CUDA")
-    run = run_torchrun(n, PROGRAM.with_name("attention_ranks.py"), "cases", "torch-nccl", str(n), timeout=240)
+    run = run_torchrun(n, PROGRAM.with_name("attention_ranks.py"), scenario, "torch-nccl", str(n), timeout=600)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("cases on torch-nccl done") == n
+    assert run.stdout.count(f"{scenario} on torch-nccl done") == n

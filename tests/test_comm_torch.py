@@ -49,10 +49,11 @@ def test_groups_of_torchrun_keep_the_contract():
     assert run.stdout.count("groups on torch done") == 4
 
 
-def test_ranks_of_torchrun_together_are_the_oracle():
-    run = run_torchrun(2, RANKS / "attention_ranks.py", "cases", "torch-gloo", "2", timeout=180)
+@pytest.mark.parametrize("scenario", ["cases", "methods"])
+def test_ranks_of_torchrun_together_are_the_oracle(scenario):
+    run = run_torchrun(2, RANKS / "attention_ranks.py", scenario, "torch-gloo", "2", timeout=180)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("cases on torch-gloo done") == 2
+    assert run.stdout.count(f"{scenario} on torch-gloo done") == 2
 
 
 def test_ranks_of_a_group_are_numbered_within_it_and_others_are_refused():

@@ -17,6 +17,6 @@ PROGRAM = Path(__file__).parent / "ranks" / "delay_ranks.py"
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 def test_whoever_is_late_the_bits_are_the_same(cupy, transport, n):
     need_gpus(cupy, n)
-    run = run_ranks(n, PROGRAM, transport, str(n), timeout=240)
+    run = run_ranks(n, PROGRAM, transport, str(n), timeout=400)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count(f"delays on {transport} done") == n

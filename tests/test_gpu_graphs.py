@@ -12,6 +12,7 @@ from cases import BFLOAT16, to_host
 from launch import run_ranks
 from ranks import graph_ranks
 from ranks.graph_ranks import MASKS, MAX_SEQS, ROWS
+from ways import Way
 
 import thdattn
 from thdattn import PackedBatch, Sharding
@@ -58,7 +59,7 @@ def test_fifty_packs_through_one_graph_are_the_eager_results(cupy, comm, mask, d
     graph_ranks.replay_packs(comm, cupy, mask, dims, "dual_chunk")
 
 
-@pytest.mark.parametrize("scenario", ["packs", "training", "plans"])
+@pytest.mark.parametrize("scenario", ["packs", "methods", "training", "plans"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_same_with_collectives_in_the_graph(cupy, n, scenario):
     finished = run(cupy, n, scenario)
@@ -133,6 +134,45 @@ def test_a_refreshed_plan_of_simulated_ranks_is_the_hosts(cupy, cp_size, shardin
                 )
 
         thdattn.comm.run_local(cp_size, program)
+
+
+@pytest.mark.parametrize("way", [
+    Way("all_gather", "contiguous", 2), Way("a2a", "contiguous", 2), Way("a2a", "dual_chunk", 4),
+    Way("a2a+all_gather", "dual_chunk", 4, 2), Way("a2a+all_gather", "contiguous", 6, 2),
+], ids=str)  # fmt: skip
+def test_what_heads_are_exchanged_for_follows_lengths_on_the_gpu(cupy, way):
+    """After every refresh, results are those of a plan of the host, bit for bit; with the first pack's calls before."""
+    heads, packs = way.heads, [batch for batch in graph_ranks.packs(way.cp_size, 8)
+                               if batch.num_seqs <= MAX_SEQS and batch.total_rows <= ROWS]  # fmt: skip
+    together = cupy.zeros((2, MAX_SEQS + 1), np.int32)
+    shapes = [(heads[0], 64), (heads[1], 64), (heads[1], 64), (heads[0], 64)]
+
+    def program(comm):
+        attention = thdattn.CPAttention(way.comm(comm), heads[0], 64, heads[1], window=(70, 0), engine="cuda",
+                                        deterministic=True, cp_comm_type=way.cp_comm_type)  # fmt: skip
+        plan = attention.plan(PackedBatch(*together, total_rows=ROWS), way.sharding)
+        for seed, batch in enumerate(packs):
+            comm.barrier()
+            if comm.rank == 0:
+                missing = (0, MAX_SEQS - batch.num_seqs)
+                offsets = [np.pad(x, missing, "edge") for x in (batch.cu_seqlens, batch.cu_seqlens_padded)]
+                together[...] = cupy.asarray(np.stack(offsets))
+            comm.barrier()
+            plan.refresh()
+            padded = PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=ROWS)
+            wanted = attention.plan(padded, way.sharding)
+            q, k, v, dout = graph_ranks.inputs_of(cupy, padded, wanted.sharding.rows(comm.rank), shapes, seed)
+            for name in ("rows", "positions", "valid", "key_ranges"):
+                assert to_host(getattr(plan, name)).tobytes() == to_host(getattr(wanted, name)).tobytes(), name
+            found = []
+            for each in (plan, wanted):
+                out, saved = attention.forward(q, k, v, each, return_max_logit=True)
+                found.append([to_host(x).tobytes()
+                              for x in (out, saved.lse, saved.max_logit, *attention.backward(dout, saved))])
+            assert found[0] == found[1], f"pack {seed}, {batch}"
+            plan.check()
+
+    thdattn.comm.run_local(way.cp_size, program)
 
 
 def test_a_plan_of_the_host_cannot_be_refreshed(cupy, comm):

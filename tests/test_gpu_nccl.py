@@ -31,6 +31,23 @@ def test_ranks_together_are_the_oracle(cupy, n):
 
 
 @pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+def test_every_method_is_the_oracle(cupy, transport, n):
+    need_gpus(cupy, n)
+    run = run_ranks(n, PROGRAM, "methods", "nccl", str(n), transport, timeout=600)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("methods on nccl done") == n
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_exchanges_behind_kernels_change_no_result(cupy, n):
+    need_gpus(cupy, n)
+    run = run_ranks(n, PROGRAM, "hidden", "nccl", str(n), "peer", timeout=400)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("hidden on nccl done") == n
+
+
+@pytest.mark.parametrize("n", [2, 4])
 def test_bad_input_on_one_rank_ends_all_ranks_with_its_message(cupy, n):
     need_gpus(cupy, n)
     began = time.perf_counter()

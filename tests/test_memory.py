@@ -23,19 +23,20 @@ def attention(comm, **options):
 
 
 class Allocations:
-    """The most bytes at a time in arrays that `empty` of the reference engine made, by shape and dtype.
+    """The most bytes at a time in arrays that `empty` of the reference engine made, by shape and dtype, and of all.
 
     What NumPy's own functions make is not seen.
     """
 
     def __init__(self, monkeypatch):
-        self.live, self.most = Counter(), Counter()
+        self.live, self.most, self.top = Counter(), Counter(), 0
         monkeypatch.setattr(reference, "empty", self.empty)
 
     def empty(self, shape, dtype):
         made, key = np.empty(shape, dtype), (tuple(shape), np.dtype(dtype).name)
         self.live[key] += made.nbytes
         self.most[key] = max(self.most[key], self.live[key])
+        self.top = max(self.top, self.live.total())
         weakref.finalize(made, self.live.subtract, {key: made.nbytes})
         return made
 
@@ -68,6 +69,10 @@ class Twin(Comm):
     def _all_reduce(self, array, op):
         raise NotImplementedError
 
+    def _send_receive(self, sends, recvs):
+        for room, _ in recvs:
+            room[...] = 0
+
     def _barrier(self):
         raise NotImplementedError
 
@@ -92,6 +97,36 @@ def test_what_is_said_is_what_is_allocated(monkeypatch, groups, keep_keys):
     wanted = sum(size for name, size in memory.items() if name not in elsewhere)
     wanted += sum(size for name, size in memory.saved.items() if name not in "qkv")
     assert sum(made.most.values()) == wanted
+
+
+METHODS = [("all_gather", "balanced", 1), ("a2a", "contiguous", 1), ("a2a", "contiguous", 2), ("a2a", "contiguous", 4),
+           ("a2a+all_gather", "dual_chunk", 1), ("a2a+all_gather", "dual_chunk", 2), ("a2a+all_gather", "balanced", 2)]
+LARGER, WHOLE = (PackedBatch.from_lengths(lengths, multiple=4) for lengths in ([52, 0, 120, 16], [52, 52]))
+
+
+@pytest.mark.parametrize("kv_heads", [KV_HEADS, HEADS, 1])
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("batch", [LARGER, WHOLE], ids=["cut", "whole"])
+@pytest.mark.parametrize(("kind", "sharding", "groups"), METHODS)
+def test_methods_allocate_what_is_said(monkeypatch, kind, sharding, groups, batch, keep_keys, kv_heads):
+    if kv_heads == 1 and (groups > 1 or "+" in kind):
+        pytest.skip("needs a kv head for every rank")
+    comm = (Twin(), Twin()) if "+" in kind else Twin()
+    layer = thdattn.CPAttention(comm, HEADS, DIM, kv_heads, V_DIM, engine="reference", keep_keys=keep_keys,
+                                head_groups=groups, cp_comm_type=kind)  # fmt: skip
+    plan = layer.plan(batch, sharding)
+    memory, made, saved = layer.memory(batch, sharding), Allocations(monkeypatch), []
+    elsewhere = {"plan", "q", "k", "v", "copies to send", "copies of slices", "sums"}  # by NumPy itself, or passed
+
+    def said(*parts):
+        return sum(size for part in parts for name, size in part.items() if name not in elsewhere)
+
+    for number in range(2):
+        q, k, v, dout = rows_of(plan, (HEADS, DIM), (kv_heads, DIM), (kv_heads, V_DIM), (HEADS, V_DIM))
+        saved.append(layer.forward(q, k, v, plan)[1])
+        assert number or made.top <= said(memory.forward, memory.saved)
+        layer.backward(dout, saved[-1])
+    assert made.top == said(memory, memory.saved)  # what the first layer saved is there when the second one's is made
 
 
 def test_ranks_say_the_same():

@@ -80,6 +80,7 @@ def test_shell_command_is_one_that_make_or_ci_runs(command):
 @pytest.mark.parametrize(("program", "target"), [
     ("examples/packed_documents.py", "make tutorial"), ("examples/bytelm/train.py", "make demo"),
     ("examples/bytelm/sample.py", "no target"), ("src/thdattn/pack_stats.py", "make pack-stats"),
+    ("src/thdattn/advise.py", "make advise"),
 ])  # fmt: skip
 def test_options_of_programs_exist(program, target):
     mine = [command for command in commands() if program in command or command.startswith(target)]

@@ -228,7 +228,7 @@ def test_representations_say_what_it_is():
                            f"out float32 (8, 4, 6), lse float32 (4, 8), max_logit None, {of_plan}>")
     assert repr(layer) == ("<CPAttention num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=6, softmax_scale=0.5, "
                            "dtype=float32, deterministic=False, causal=True, window=(-1, 0), engine='reference', "
-                           "<SingleComm rank 0 of 1>>")
+                           "cp_comm_type='all_gather', <SingleComm rank 0 of 1>>")
 
 
 def test_representations_read_no_array():

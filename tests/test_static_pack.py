@@ -22,23 +22,34 @@ def comm():
         yield comm
 
 
-def attention(comm, **options):
-    return thdattn.CPAttention(comm, 2, 8, 1, dtype="float32", engine="reference", **options)
+def attention(comm, num_heads=2, num_kv_heads=1, **options):
+    return thdattn.CPAttention(comm, num_heads, 8, num_kv_heads, dtype="float32", engine="reference", **options)
+
+
+def method(comm, cp_comm_type, inner):
+    """What an attention takes for a method; inner: neighbours, of two levels."""
+    if inner:
+        comm = comm.split(comm.rank // inner), comm.split(comm.rank % inner)
+    return {"comm": comm, "cp_comm_type": cp_comm_type}
 
 
 @pytest.mark.usefixtures("poisoned_host")
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous"])
-def test_inactive_graphs_of_a_static_pack_are_the_plain_attention(sharding, cp_size):
+@pytest.mark.parametrize(("cp_comm_type", "sharding", "cp_size", "inner"), [
+    *(("all_gather", sharding, cp_size, None) for sharding in ("dual_chunk", "contiguous") for cp_size in (1, 2, 4)),
+    ("a2a", None, 2, None), ("a2a", "dual_chunk", 2, None), ("a2a+all_gather", None, 4, 2),
+    ("a2a+all_gather", "contiguous", 2, 2), ("p2p", None, 1, None), ("all_gather", "balanced", 1, None),
+])  # fmt: skip
+def test_inactive_graphs_of_a_static_pack_are_the_plain_attention(cp_comm_type, sharding, cp_size, inner):
     """The loop of a program with graphs, on simulated ranks, beside the same without them."""
     rng = np.random.default_rng(0)
     batches = [PackedBatch.from_lengths(lengths, 2 * cp_size) for lengths in ([30, 7], [], [1] * 6, [64, 0, 3])]
-    inputs = [rng.standard_normal((ROWS, heads, 8), np.float32) for heads in (2, 1, 1, 2)]
+    inputs = [rng.standard_normal((ROWS, heads, 8), np.float32) for heads in (4, 2, 2, 4)]
 
     def program(comm):
         graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=6))
         assert not graphs.active
-        full, near = attention(comm), attention(comm, window=(5, 0))
+        spread = {"num_heads": 4, "num_kv_heads": 2, **method(comm, cp_comm_type, inner)}
+        full, near = attention(**spread), attention(**spread, window=(5, 0))
         pack = StaticPack(graphs, [full, near], ROWS, sharding)
         pair = graphs.pair(lambda q, k, v: near.forward(q, k, v, pack.plans()[1]), near.backward, "layer")
         for batch in batches:
@@ -129,6 +140,34 @@ def test_wrong_static_packs_are_refused(comm, name):
     arguments = {"attentions": [attention(comm)], "num_rows": ROWS} | wrong
     with pytest.raises(kind, match=message):
         StaticPack(Graphs(comm, CudaGraphConfig(max_tokens_per_rank=96)), **arguments)
+
+
+@pytest.mark.parametrize(("cp_comm_type", "sharding", "cp_size", "inner", "message"), [
+    ("all_gather", "balanced", 2, None, "sharding is 'balanced' and the impl of the CUDA graphs 'local', wanted 'dual"),
+    ("a2a+all_gather", "balanced", 4, 2, "sharding is 'balanced' and the impl of the CUDA graphs 'local', wanted 'dua"),
+    ("p2p", None, 2, None, "cp_comm_type is 'p2p' and the impl of the CUDA graphs 'local', wanted 'all_gather', 'a2a'"),
+    ("a2a+p2p", None, 4, 2, "cp_comm_type is 'a2a\\+p2p' and the impl of the CUDA graphs 'local', wanted 'all_gather'"),
+    ("a2a", "balanced", 2, None, "sharding is 'balanced' and cp_comm_type 'a2a', wanted 'contiguous' or 'dual_chunk'"),
+])  # fmt: skip
+def test_methods_that_no_graph_can_hold_are_refused_wherever_graphs_are_wanted(
+    cp_comm_type, sharding, cp_size, inner, message
+):
+    """Without a GPU too, so that a program fails where it is tested. Without graphs, packs have them all."""
+
+    def program(comm):
+        layer = attention(num_heads=4, num_kv_heads=2, **method(comm, cp_comm_type, inner))
+        with pytest.raises(ValueError, match=message):
+            StaticPack(Graphs(comm, CudaGraphConfig(impl="local")), [layer], ROWS, sharding)
+        if cp_comm_type == "a2a":  # which is refused everywhere
+            return None
+        pack = StaticPack(Graphs(comm, CudaGraphConfig()), [layer], ROWS, sharding)
+        pack.load([PackedBatch([0, 16, 80])])
+        return pack.plans()[0].rows
+
+    rows = thdattn.comm.run_local(cp_size, program)
+    if cp_comm_type != "a2a":
+        rows = np.concatenate(rows)
+        assert sorted(rows[rows >= 0]) == list(range(ROWS))
 
 
 def test_engines_that_no_graph_can_hold_are_refused(comm, monkeypatch):

@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from cases import BFLOAT16, offsets
+from ways import Way
 
 import thdattn
 from thdattn import oracle
@@ -28,7 +29,13 @@ from torch_cases import (  # noqa: E402 - not before torch is known to be there
     random_documents,
 )
 
-from thdattn.torch import as_tensor, attention, on_torch_stream, varlen_attention  # noqa: E402
+from thdattn.torch import (  # noqa: E402
+    ContextParallelAttention,
+    as_tensor,
+    attention,
+    on_torch_stream,
+    varlen_attention,
+)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
@@ -38,6 +45,34 @@ def test_float64_is_torchs_own_attention(causal, window, cp_size):
     found = by_ranks(documents, torch.float64, causal, window, cp_size)
     for field, right in by_torch(documents, torch.float64, causal, window).items():
         np.testing.assert_allclose(found[field], right, rtol=1e-10, atol=1e-12, err_msg=field)
+
+
+WAYS = [Way("all_gather", "balanced", 2), Way("a2a", "contiguous", 2), Way("p2p", "dual_chunk", 2),
+        Way("a2a+all_gather", "balanced", 4, 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_method_is_torchs_own_attention(way):
+    documents = random_documents(np.float64)
+    found = by_ranks(documents, torch.float64, True, (20, 0), way.cp_size, way=way)
+    for field, right in by_torch(documents, torch.float64, True, (20, 0)).items():
+        np.testing.assert_allclose(found[field], right, rtol=1e-10, atol=1e-12, err_msg=field)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_module_passes_the_method_on(way):
+    """With its own sharding where none is asked for."""
+
+    def program(comm):
+        module = ContextParallelAttention(way.comm(comm), HEADS, HEAD_DIM, num_kv_heads=KV_HEADS, dtype=torch.float64,
+                                          engine="reference", cp_comm_type=way.cp_comm_type)  # fmt: skip
+        batch = thdattn.PackedBatch.from_lengths(LENGTHS, 2 * comm.size)
+        assert module.attn.cp_comm_type == way.cp_comm_type and module.attn.comm.size == comm.size
+        assert module.plan(batch, way.sharding).sharding.strategy == way.sharding
+        return module.plan(batch).sharding.strategy
+
+    found = thdattn.comm.run_local(way.cp_size, program)
+    assert found == ["contiguous" if way.cp_comm_type == "a2a" else "dual_chunk"] * way.cp_size
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])

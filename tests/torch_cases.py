@@ -45,15 +45,19 @@ def by_torch(documents, dtype, causal, window):
     return dict(zip(FIELDS, map(np.concatenate, zip(*results, strict=True)), strict=True))
 
 
-def by_ranks(documents, dtype, causal, window, cp_size, device="cpu"):
-    """out, dq, dk, dv of the pack in thdattn.torch, in a torch dtype; float64, padding is checked to be 0."""
+def by_ranks(documents, dtype, causal, window, cp_size, device="cpu", way=None):
+    """out, dq, dk, dv of the pack in thdattn.torch, in a torch dtype; float64, padding is checked to be 0.
+
+    way: of ways.py, how ranks work together; None: as they do by default.
+    """
     batch = thdattn.PackedBatch.from_lengths([len(x) for x in documents[0]], multiple=2 * cp_size)
     packs = [batch.pack(x, fill=np.nan) for x in documents]
 
     def program(comm):
-        attn = cp_attention(comm, dtype, device, causal=causal, window=window)
+        spread = {"cp_comm_type": way.cp_comm_type} if way else {}
+        attn = cp_attention(way.comm(comm) if way else comm, dtype, device, causal=causal, window=window, **spread)
         with on_torch_stream(torch.device(device)):
-            plan = attn.plan(batch)
+            plan = attn.plan(batch, way and way.sharding)
         q, k, v, dout = (torch.from_numpy(plan.sharding.shard(x, comm.rank)).to(device, dtype) for x in packs)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         with torch.autograd.set_multithreading_enabled(False):

@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 import sysconfig
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -277,11 +277,13 @@ def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
         yield group
 
 
-def steps(batches: Iterator[MicroBatch], size: int, mine: slice) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of every step, so many; those are read of which this rank has rows."""
+def steps(
+    batches: Iterator[MicroBatch], size: int, mine: slice, prepare: Callable[[MicroBatch], object] = MicroBatch.read
+) -> Iterator[list[MicroBatch]]:
+    """The micro-batches of every step, so many; those are prepared, or read alone, of which this rank has rows."""
     for step in grouped(batches, size):
         for batch in step[mine]:
-            batch.read()
+            prepare(batch)
         yield step
 
 

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data import MicroBatch
+from model import Config
 
 import thdattn
+from thdattn.comm.levels import Levels
+from thdattn.methods import a2a
 
 
 @dataclass(frozen=True)
@@ -15,22 +18,23 @@ class Grid:
     """The ranks, in groups of one size. Each group has micro-batches of its own and shares the rows of each of them.
 
     world: all ranks. They sum gradients and losses, capture graphs together, and agree on when to stop.
-    cp: the ranks of this one's group. They meet inside the attention.
+    cp: the ranks of this one's group. They meet inside the attention, on two levels if that asks for it.
     """
 
     world: thdattn.comm.Comm
     cp: thdattn.comm.Comm
 
     @classmethod
-    def of(cls, world: thdattn.comm.Comm, cp_size: int | None = None) -> Grid:
+    def of(cls, world: thdattn.comm.Comm, cp_size: int | None = None, inner: int | None = None) -> Grid:
         """Groups of neighbouring ranks, which are on one machine where that has room for a group. Collective.
 
         Args:
             world: all ranks; its end is that of the groups, too.
             cp_size: ranks of a group; None: all ranks are one group.
+            inner: neighbours of a group that exchange heads, as the inner of two levels; None: there is one level.
 
         Raises:
-            ValueError: on every rank, if the ranks cannot be split so, or differ in cp_size.
+            ValueError: on every rank, if the ranks cannot be split so, or differ in cp_size or inner.
         """
         cp_size = world.size if cp_size is None else cp_size
         world.agree("--cp", cp_size)
@@ -40,7 +44,8 @@ class Grid:
                 f"--cp is {cp_size}, wanted a number that divides the {world.size} ranks; pass one of {sizes}, or "
                 f"start another number of ranks"
             )
-        return cls(world, world if cp_size == world.size else world.split(world.rank // cp_size))
+        cp = world if cp_size == world.size else world.split(world.rank // cp_size)
+        return cls(world, cp if inner is None else _two_levels(cp, inner))
 
     @property
     def num_groups(self) -> int:
@@ -73,3 +78,20 @@ class Grid:
                 f"ranks; pass as many to each group"
             )
         return batches[self.mine]
+
+
+def _two_levels(cp: thdattn.comm.Comm, inner: int) -> Levels:
+    cp.agree("--cp-inner", inner)
+    if inner < 1 or cp.size % inner:
+        raise ValueError(f"--cp-inner is {inner}, wanted a number that divides the {cp.size} ranks of a group; pass "
+                         f"such a one, or leave it out")
+    return Levels(cp.split(cp.rank // inner), cp.split(cp.rank % inner))
+
+
+def most_neighbours(cp_size: int, config: Config) -> int:
+    """The most ranks of so many that can exchange the heads of a model, as the inner of two levels."""
+    return max(
+        n for n in range(1, cp_size + 1)
+        if cp_size % n == 0 and (n == cp_size or config.kv_heads % n == 0)
+        and not a2a.obstacle(config.heads, config.kv_heads, n)
+    )  # fmt: skip

@@ -127,6 +127,7 @@ class Model:
         dtype: that layers compute in; by default bfloat16 on a GPU and float32 elsewhere. The reference engine also
             takes "float64".
         deterministic: the same bits on every run, for a slower backward of the attention on a GPU.
+        cp_comm_type: what travels between the ranks, see CPAttention; those with a "+" take a comm of two levels.
 
     Attributes:
         parts: of all layers, in the order of the forward.
@@ -139,7 +140,7 @@ class Model:
 
     def __init__(
         self, config: Config, comm: thdattn.comm.Comm, engine: str = "auto", seed: int = 0,
-        dtype: DTypeLike | None = None, deterministic: bool = False,
+        dtype: DTypeLike | None = None, deterministic: bool = False, cp_comm_type: str = "all_gather",
     ) -> None:
         self.config = config
         self.comm = comm
@@ -150,7 +151,7 @@ class Model:
         windows = ((config.window - 1, 0) if config.window else (-1, -1), (-1, -1))
         self.attentions = [
             thdattn.CPAttention(comm, config.heads, config.head_dim, config.kv_heads, window=window, dtype=self.dtype,
-                                deterministic=deterministic, engine=engine_module.name)
+                                deterministic=deterministic, engine=engine_module.name, cp_comm_type=cp_comm_type)
             for window in windows
         ]
         shapes = _shapes(config)
@@ -188,9 +189,14 @@ class Model:
         """Makes the layers see `weights`: to be called when these were written to other than by AdamW.step."""
         self.copy[...] = self.weights
 
-    def plan(self, batch: thdattn.PackedBatch, sharding: str = "dual_chunk") -> ModelPlan:
+    def prepare(self, batch: thdattn.PackedBatch, sharding: str | None = None) -> None:
+        """Does ahead what plan asks of the host, in any thread; see CPAttention.prepare."""
+        for attention in self.masks:
+            attention.prepare(batch, sharding)
+
+    def plan(self, batch: thdattn.PackedBatch, sharding: str | None = None) -> ModelPlan:
         """Plans a batch for this rank. Collective; see CPAttention.plan."""
-        shared = thdattn.Sharding(batch, self.comm.size, sharding)
+        shared = self.masks[0].sharding(batch, sharding)
         return self.planned([attention.plan(batch, shared, finite_padding=True) for attention in self.masks])
 
     @property
@@ -337,7 +343,7 @@ class Model:
         attention, here, keys = self.attentions[layer % 2], plan.plans[layer % 2], None
         x, h = ops.residual_norm_forward(x, branch, w["attention_norm"])
         qkv = ops.linear_forward(h, w["qkv"])
-        if self.comm.size == 1:
+        if not self._travels_early(attention, here):
             q, k, v = ops.rope_forward(qkv, plan.rotation, c.heads, c.kv_heads)
         else:  # k and v are on their way to all ranks while q is made
             first = c.heads * c.head_dim
@@ -349,10 +355,14 @@ class Model:
 
     def _attn_fetch(self, layer: int, kept: Any) -> Any:
         """Asks for the keys of all ranks, unless the forward has kept them."""
-        x, saved = kept
-        if self.comm.size == 1 or saved.keys is not None:
+        (x, saved), attention = kept, self.attentions[layer % 2]
+        if saved.keys is not None or not self._travels_early(attention, saved.plan):
             return kept
-        return x, saved, self.attentions[layer % 2].gather(saved.k, saved.v, saved.plan)
+        return x, saved, attention.gather(saved.k, saved.v, saved.plan)
+
+    def _travels_early(self, attention: thdattn.CPAttention, plan: thdattn.Plan) -> bool:
+        """Whether keys and values may be on their way while something else is computed."""
+        return self.comm.size > 1 and attention.can_gather(plan)
 
     def _attn_backward(self, layer: int, dx: Array, plan: ModelPlan, kept: Any) -> Array:
         ops, (w, dw), (x, saved, *keys) = self.layers, self._by_layer[layer], kept

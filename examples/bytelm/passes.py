@@ -15,6 +15,7 @@ from grid import Grid
 from model import Model, ModelPlan, Part, Sums
 
 from thdattn.graphs import Graphs, StaticPack, Upload
+from thdattn.graphs.static_pack import check_method
 
 Array = Any
 Inputs = tuple[Array, Array, ModelPlan, Any]  # tokens, targets, plan, number of targets: what Model.loss takes
@@ -32,6 +33,9 @@ class Eager:
         graphs: what the other ways capture with.
         sharding: which rank owns which rows.
 
+    Raises:
+        ValueError: rows cannot be spread like this with what travels between ranks, or not with the graphs wanted.
+
     Attributes:
         num_overflows: steps that ran like this although graphs were wanted, as their batches did not fit.
     """
@@ -39,6 +43,12 @@ class Eager:
     def __init__(self, model: Model, grid: Grid, graphs: Graphs, sharding: str) -> None:
         self.model, self.grid, self.graphs, self.sharding = model, grid, graphs, sharding
         self.num_overflows = 0
+        check_method(model.masks[0], sharding, graphs.config.impl)
+
+    def prepare(self, batch: MicroBatch) -> None:
+        """Does ahead, in any thread, what the host has to do for a micro-batch of this group: reads it, and plans."""
+        batch.read()
+        self.model.prepare(batch.batch, self.sharding)
 
     def gradient(self, batches: Sequence[MicroBatch], stop: bool) -> Array:
         """Makes model.gradient that of the mean loss over the micro-batches of all groups. Collective.

@@ -3,12 +3,13 @@
     python examples/bytelm/train.py --size tiny                             one rank
     mpiexec -n 4 python -m mpi4py examples/bytelm/train.py --size tiny      four, each with a GPU if it has one
     mpiexec -n 4 python -m mpi4py examples/bytelm/train.py --cp 2           the same as two groups of two
+    mpiexec -n 2 python -m mpi4py examples/bytelm/train.py --cp-comm-type a2a    two that exchange heads, not keys
     python examples/bytelm/train.py --cuda-graph-impl full_iteration        each step a CUDA graph, where there is a GPU
 
-Read train() first and Trainer.step() second: this is how thdattn is used in a training loop. model.py has the network,
-data.py the documents, passes.py what CUDA graphs take, grid.py which rank does what. All ranks make the same
-micro-batches. They are dealt to groups of --cp ranks, all ranks unless told otherwise, and a rank takes its own rows of
-its group's. So 4 ranks with --cp 2 train the model that they train with --accumulate 2, up to rounding.
+Read train() first and Trainer.step() second, in trainer.py: this is how thdattn is used in a training loop. model.py
+has the network, data.py the documents, passes.py what CUDA graphs take, grid.py which rank does what. All ranks make
+the same micro-batches. They are dealt to groups of --cp ranks, all ranks unless told otherwise, and a rank takes its
+own rows of its group's. So 4 ranks with --cp 2 train the model that they train with --accumulate 2, up to rounding.
 
 Ctrl-C (SIGINT), SIGTERM or SIGUSR1 on any rank ends all ranks after the same step, with a checkpoint if --checkpoint is
 given. A second Ctrl-C ends them at once, also before the first step. MPICH's mpiexec passes the first Ctrl-C on to the
@@ -23,8 +24,7 @@ import argparse
 import math
 import os
 import sys
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,25 +37,27 @@ import checkpoint
 import command_line
 import data
 import measure
-import numpy as np
 from checkpoint import Checkpoint
 from command_line import positive
-from data import MicroBatch, Packing, Position
-from grid import Grid
+from data import Packing, Position
+from grid import Grid, most_neighbours
 from interrupt import Interrupt
-from model import SIZES, Config, Model
-from numpy.typing import NDArray
-from optimizer import AdamW
-from passes import WAYS
+from model import SIZES, Config
 from progress import Progress
+from trainer import NATS_PER_BIT, StepResult, Trainer
 
 import thdattn
+from thdattn.attention import SHARDINGS
+from thdattn.comm.levels import Levels
 from thdattn.engines import choose_engine
-from thdattn.graphs import CudaGraphConfig, Graphs, add_arguments, from_arguments
+from thdattn.graphs import add_arguments, from_arguments
 from thdattn.sharding import STRATEGIES
 
-NATS_PER_BIT = math.log(2)
 LAST_LR = 0.1  # of the highest
+
+# How all_gather spreads rows unless something else is asked for: documents are seldom shared then. CUDA graphs need the
+# constant sizes of dual_chunk.
+ALL_GATHER_SHARDING = "balanced"
 
 
 @dataclass(frozen=True)
@@ -76,110 +78,6 @@ RECIPES = {
     "base": Recipe(tokens=32_768, longest=None, steps=5000, lr=1e-3, val_bytes=2**20),
     "1b": Recipe(tokens=32_768, longest=None, steps=20_000, lr=3e-4, val_bytes=2**20),
 }
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step has made, or is about to make: on a GPU its numbers are still on their way.
-
-    numbers: waits for (mean loss in nats, ranks that were asked to stop, norm of the gradient).
-    span: marks before and after the step. attention_spans: of this rank; none where graphs are wanted.
-    num_overflows: steps up to this one that ran eagerly although graphs were wanted.
-    """
-
-    batches: Sequence[MicroBatch]
-    lr: float
-    numbers: Callable[[], np.ndarray]
-    span: tuple[Any, Any]
-    attention_spans: list[tuple[Any, Any]]
-    num_overflows: int
-
-    @property
-    def lengths(self) -> list[thdattn.PackedBatch]:
-        """Of the micro-batches."""
-        return [batch.batch for batch in self.batches]
-
-
-class Trainer:
-    """A model, its optimizer, and the step of both. Every rank calls every method alike.
-
-    Args:
-        grid: the ranks.
-        config, engine, seed, deterministic: of the model.
-        sharding: which rank owns which rows.
-        graphs: what is captured in CUDA graphs; by default nothing.
-    """
-
-    def __init__(
-        self, grid: Grid, config: Config, engine: str, sharding: str, seed: int,
-        graphs: CudaGraphConfig | None = None, deterministic: bool = False,
-    ) -> None:
-        self.grid = grid
-        self.model = Model(config, grid.cp, engine, seed, deterministic=deterministic)
-        self.optimizer = AdamW(self.model)
-        self.xp = self.model.layers.xp
-        self.clock = measure.Clock(self.model)
-        self.graphs = Graphs(grid.world, graphs or CudaGraphConfig(), engine)  # they end before the comms
-        impl = self.graphs.config.impl
-        self.passes = WAYS[impl](self.model, grid, self.graphs, sharding)
-        self._attention_meter = measure.AttentionMeter(self.model, self.clock) if impl == "none" else None
-        self._last_mark = self.clock.mark()
-
-    def step(self, batches: Sequence[MicroBatch], lr: float, stop: bool = False) -> StepResult:
-        """One step on the mean loss of some micro-batches. Nothing in here waits for the GPU.
-
-        Args:
-            batches: of all ranks together, as many for each group.
-            lr: learning rate.
-            stop: this rank was asked to stop; all ranks learn of it from the result.
-        """
-        numbers = self.passes.gradient(batches, stop)
-        numbers[2] = self.optimizer.step(self.model.gradient, lr)
-        spans = self._attention_meter.take() if self._attention_meter else []
-        before, self._last_mark = self._last_mark, self.clock.mark()
-        return StepResult(batches, lr, measure.on_the_way(numbers), (before, self._last_mark), spans,
-                          self.passes.num_overflows)  # fmt: skip
-
-    def bits_per_byte(self, batches: Sequence[MicroBatch]) -> float:
-        """Bits that the model needs for these documents, ends included, per byte. Waits for the GPU.
-
-        Groups that get nothing in the last round compute what another one does, and do not count it: graphs are
-        captured and replayed by all ranks together.
-        """
-        total, grid = self.xp.zeros(1, np.float32), self.grid
-        num_bytes = sum(batch.num_bytes for batch in batches)
-        for dealt in data.grouped(iter(batches), grid.num_groups):
-            missing = grid.num_groups - len(dealt)
-            loss = self.passes.loss([*dealt, *dealt[:1] * missing], num_bytes)
-            if grid.group < len(dealt):
-                total += loss
-        grid.world.all_reduce(total, "sum")
-        return float(total[0]) / NATS_PER_BIT
-
-    def attention_tflops(self, result: StepResult) -> float | None:
-        """Per second and rank, in 10**12, waiting for other ranks included; None where the attention was not timed."""
-        seconds = sum(self.clock.seconds(*span) for span in result.attention_spans)
-        flops = sum(map(self.model.attention_flops, result.lengths[self.grid.mine]))
-        return flops / self.grid.cp.size / seconds / 1e12 if seconds else None
-
-    def pause(self) -> None:
-        """What was done since the last step is not part of the next one's time."""
-        if self._attention_meter:
-            self._attention_meter.take()
-        self._last_mark = self.clock.mark()
-
-    def state(self, step: int, position: Position, settings: dict[str, Any]) -> Checkpoint:
-        """The checkpoint after a step."""
-        optimizer = {name: _to_host(x) for name, x in self.optimizer.state.items()}
-        return Checkpoint(self.model.config, step, position, settings, _to_host(self.model.weights), optimizer)
-
-    def restore(self, saved: Checkpoint) -> None:
-        """Takes weights and optimizer over from a checkpoint, which has to be the same on all ranks."""
-        self.grid.world.agree("the checkpoint", zlib.crc32(saved.weights.tobytes(), saved.step))
-        self.model.weights[...] = self.xp.asarray(saved.weights)
-        self.model.refresh()
-        for name, x in self.optimizer.state.items():
-            x[...] = saved.optimizer[name] if isinstance(x, np.ndarray) else self.xp.asarray(saved.optimizer[name])
 
 
 class Reporter:
@@ -205,6 +103,9 @@ class Reporter:
         where = f"{args.data}" if args.data else f"Python {sys.version.split()[0]}'s standard library"
         say(f"{args.size}: {model.weights.size:,} weights in {model.config.layers} layers, {model.dtype}, engine "
             f"{model.attentions[0].engine!r}; ranks: {grid}, backend {grid.world.name!r}")
+        if grid.cp.size > 1:
+            levels = f" of {grid.cp.inner.size} neighbours" if isinstance(grid.cp, Levels) else ""
+            say(f"ranks share a micro-batch by {args.cp_comm_type}{levels}, rows are {args.sharding}")
         say(f"{len(documents):,} documents of {where}, {num_bytes:,} bytes; steps of "
             f"{args.accumulate * grid.num_groups} x {packing.rows:,} tokens")
         if self._trainer.graphs.config.impl != "none":
@@ -283,20 +184,21 @@ def main() -> int:
 
 def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrupt) -> None:
     """The whole program of one rank."""
+    config = SIZES[args.size] if args.window is None else replace(SIZES[args.size], window=args.window)
     with command_line.together(comm):
-        grid = Grid.of(comm, args.cp)
+        grid = grid_of(comm, args, config)
     with command_line.together(comm):  # what fails on one rank fails here, on all and before hours of work
         documents = data.find_documents(args.data)
         training, validation = data.split(documents)
         packing = Packing.of(args.tokens, grid.cp.size, args.sharding, args.longest)
         held_back = data.validation_batches(validation, packing, args.val_bytes)
-        config = SIZES[args.size] if args.window is None else replace(SIZES[args.size], window=args.window)
         settings = settings_of(args, grid, packing, documents, choose_engine(args.engine, comm)[0].name)
         saved = saved_run(args, settings)
         step, position = (saved.step, saved.position) if saved else (0, Position(0, 0))
         if comm.rank == 0:
             check_outputs(args)
-        trainer = Trainer(grid, config, args.engine, args.sharding, args.seed, args.graphs)
+        trainer = Trainer(grid, config, args.engine, args.sharding, args.seed, args.graphs,
+                          cp_comm_type=args.cp_comm_type)  # fmt: skip
         reporter = Reporter(trainer, args, saved.step if saved else None)
     with command_line.together(comm):
         comm.agree("the documents", data.fingerprint(documents))
@@ -307,7 +209,7 @@ def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrup
         reporter.validation(step, trainer.bits_per_byte(held_back))
 
     batches_to_come = data.micro_batches(training, packing, args.seed, position)
-    steps = data.steps(batches_to_come, args.accumulate * grid.num_groups, grid.mine)
+    steps = data.steps(batches_to_come, args.accumulate * grid.num_groups, grid.mine, trainer.passes.prepare)
     unread: StepResult | None = None  # read a step later, when the GPU has the next step to work on
     stop = False
     with closing(data.prepared(steps)) as coming:
@@ -329,6 +231,31 @@ def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrup
                 checkpoint.save(args.checkpoint, trainer.state(step, position, settings))
             trainer.pause()
     reporter.finish(step, stop)
+
+
+def grid_of(comm: thdattn.comm.Comm, args: argparse.Namespace, config: Config) -> Grid:
+    """The ranks in groups of --cp, on two levels if --cp-comm-type has a "+"; see Grid.of."""
+    if "+" not in args.cp_comm_type:
+        if args.cp_inner is not None:
+            raise ValueError(f"--cp-inner is {args.cp_inner} and --cp-comm-type {args.cp_comm_type}, wanted one of two "
+                             f"levels with that, such as a2a+all_gather; pass that, or leave --cp-inner out")
+        return Grid.of(comm, args.cp)
+    return Grid.of(comm, args.cp, args.cp_inner or most_neighbours(args.cp or comm.size, config))
+
+
+def default_sharding(cp_comm_type: str, impl: str) -> str:
+    """How rows are spread where that is not asked for, with CUDA graphs of an impl: alike on any number of ranks."""
+    return ALL_GATHER_SHARDING if (cp_comm_type, impl) == ("all_gather", "none") else SHARDINGS[cp_comm_type]
+
+
+def add_method_arguments(parser: argparse.ArgumentParser) -> None:
+    """--cp-comm-type, --cp-inner and --sharding."""
+    add = parser.add_argument
+    add("--cp-comm-type", choices=list(SHARDINGS), default="all_gather", help="what travels between ranks of a group "
+        "(default: all_gather)")  # fmt: skip
+    add("--cp-inner", type=positive, metavar="N", help="of a method with a +: neighbours that exchange heads (default: "
+        "as many as heads allow)")  # fmt: skip
+    add("--sharding", choices=list(STRATEGIES), help="which rank owns which rows (default: by --cp-comm-type)")
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -408,7 +335,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--warmup", type=positive, metavar="N", help="steps until then (default: a twentieth)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and order of the documents (default: 0)")
     add("--engine", choices=["auto", "cuda", "reference"], default="auto", help="GPU or NumPy (default: what is there)")
-    add("--sharding", choices=list(STRATEGIES), default="dual_chunk", help="which rank owns which rows")
     add("--window", type=int, metavar="N", help="bytes that every second layer sees; 0: all (default: by size)")
     add("--val-every", type=positive, metavar="N", help="validate every N steps (default: a tenth of --steps)")
     add("--val-bytes", type=positive, metavar="N", help="on about so many bytes (default: by size)")
@@ -418,9 +344,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--metrics", type=Path, metavar="FILE", help="write a JSON line per step and validation into this new file")
     add("--plot", type=Path, metavar="FILE", help="draw bits per byte into this PNG, PDF or SVG file at the end")
     add("--bar", action="store_true", help="draw a progress bar where stderr is no terminal, as under mpiexec")
+    add_method_arguments(parser)
     add_arguments(parser)
     args = parser.parse_args()
     args.graphs = from_arguments(parser, args)
+    args.sharding = args.sharding or default_sharding(args.cp_comm_type, args.graphs.impl)
     for name, value in asdict(RECIPES[args.size]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -431,10 +359,6 @@ def parse_arguments() -> argparse.Namespace:
     if not args.lr > 0:
         parser.error(f"--lr is {args.lr}, wanted a number above 0")
     return args
-
-
-def _to_host(x: Any) -> NDArray[Any]:
-    return x if isinstance(x, np.ndarray) else np.asarray(x.get())
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ imported by its name as it needs PyTorch.
 """
 
 from thdattn import comm, graphs
-from thdattn.attention import CPAttention, Flops
+from thdattn.attention import CPAttention
 from thdattn.cache import KVCache
+from thdattn.flops import Flops
 from thdattn.mamba import Mamba2Mixer, Mamba2Saved
 from thdattn.mixer_shape import Mamba2Weights
 from thdattn.packing import PackedBatch

@@ -1,5 +1,5 @@
-"""The command line, `python -m thdattn`: what this machine has (info), whether it computes right (check), and how
-many documents a CUDA graph should take (pack-stats)."""
+"""The command line, `python -m thdattn`: what this machine has (info), whether it computes right (check), how to spread
+a pack over ranks (advise), and how many documents a CUDA graph should take (pack-stats)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 
 import thdattn
+from thdattn import advise, pack_stats
 from thdattn.check import check
 from thdattn.info import info
-from thdattn.pack_stats import add_arguments, pack_stats
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: as after `python -m thdattn`; those of the process by default.
 
     Returns:
-        The exit status: 0; 1 if `check` found a wrong result, 2 if `pack-stats` cannot use what it was given.
+        The exit status: 0; 1 if `check` found a wrong result, 2 if `advise` or `pack-stats` cannot use what it was
+            given.
     """
     parser = argparse.ArgumentParser(prog="python -m thdattn", description=__doc__)
     parser.add_argument("--version", action="version", version=f"thdattn {thdattn.__version__}")
@@ -30,10 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "check", help="run packs and masks of every kind against float64; under mpiexec on the real ranks"
     )
     checker.add_argument("--engine", choices=("auto", "cuda", "reference"), default="auto")
-    add_arguments(commands.add_parser("pack-stats", help="documents per pack, and how many a CUDA graph should take"))
+    advise.add_arguments(commands.add_parser("advise", help="what every way to spread a pack costs, and which to take"))
+    pack_stats.add_arguments(
+        commands.add_parser("pack-stats", help="documents per pack, and how many a CUDA graph should take")
+    )
     chosen = parser.parse_args(arguments)
-    if chosen.command == "pack-stats":
-        return pack_stats(chosen)
+    if chosen.command in ("advise", "pack-stats"):
+        return advise.advise(chosen) if chosen.command == "advise" else pack_stats.pack_stats(chosen)
     return info() if chosen.command == "info" else check(chosen.engine)
 
 

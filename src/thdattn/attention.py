@@ -1,46 +1,29 @@
-"""CPAttention: validates once, has an engine chosen, and runs the method."""
+"""CPAttention: validates once, has an engine and a method chosen, plans, and runs the method."""
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from numpy.typing import DTypeLike
 
-from thdattn import room
-from thdattn.arguments import as_bool, as_choice, as_count, as_softmax_scale, as_window, found
+from thdattn import planning, room
+from thdattn.arguments import as_bool, as_count, as_softmax_scale, as_window, found
 from thdattn.cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
-from thdattn.comm import Comm, SingleComm
-from thdattn.comm.levels import Levels
+from thdattn.checks import as_rows, check_plan, check_same
+from thdattn.comm import Comm
 from thdattn.engines import as_engine_dtype, check_head_dims, choose_engine
+from thdattn.flops import Flops, attention_flops
 from thdattn.memory import Layer, Memory
-from thdattn.methods import a2a, all_gather, needed, p2p
+from thdattn.methods import all_gather
 from thdattn.methods.all_gather import Keys
 from thdattn.methods.call import Call, Tensors
+from thdattn.methods.choice import SHARDINGS as SHARDINGS
+from thdattn.methods.choice import Choice, keeps_keys
 from thdattn.packing import PackedBatch
 from thdattn.plan import NO_ARRAYS, Plan, check_key_batch, visible_pairs
 from thdattn.saved import Saved, check_keys, check_saved
-from thdattn.sharding import Sharding, as_sharding
-
-# Groups of heads, and from how many bytes of keys and values that a rank gets they hide more than they cost.
-HEAD_GROUPS = {2: 2**26, 4: 2**28}
-
-# Of cp_comm_type: how rows are spread unless something else is asked for.
-SHARDINGS = {"all_gather": "dual_chunk", "p2p": "dual_chunk", "a2a": "contiguous", "a2a+all_gather": "dual_chunk",
-             "a2a+p2p": "dual_chunk"}
-
-
-class Flops(NamedTuple):
-    """Floating-point operations of one attention layer, all ranks together: exact ints.
-
-    forward, backward: of one call each.
-    """
-
-    forward: int
-    backward: int
+from thdattn.sharding import Sharding
 
 
 class CPAttention:
@@ -51,7 +34,7 @@ class CPAttention:
 
     Args:
         comm: the ranks, from thdattn.comm.init or thdattn.comm.run_local; for the two levels of a cp_comm_type with a
-            "+", (inner, outer) as Levels takes them: neighbours, and the groups of these.
+            "+", Levels, or (inner, outer) as it takes them: neighbours, and the groups of these.
         num_heads: query heads.
         head_dim: width of q and k.
         num_kv_heads: heads of k and v, a divisor of num_heads; num_heads by default.
@@ -99,9 +82,8 @@ class CPAttention:
         keep_keys: bool | None = None,
         cp_comm_type: str = "all_gather",
     ) -> None:
-        self.cp_comm_type = as_choice("cp_comm_type", cp_comm_type, SHARDINGS)
-        self.comm, self._levels = _levels(comm, self.cp_comm_type)
-        comm = self.comm
+        self._choice = Choice.of(comm, cp_comm_type)
+        self.comm, self.cp_comm_type = self._choice.comm, self._choice.cp_comm_type
         self.num_heads = as_count("num_heads", num_heads)
         self.num_kv_heads = as_count("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
         self.head_dim = as_count("head_dim", head_dim)
@@ -112,26 +94,8 @@ class CPAttention:
         self.deterministic = as_bool("deterministic", deterministic)
         self.head_groups = None if head_groups is None else as_count("head_groups", head_groups)
         self.keep_keys = None if keep_keys is None else as_bool("keep_keys", keep_keys)
-        if self.head_groups is not None and self.num_kv_heads % self.head_groups:
-            raise ValueError(
-                f"head_groups is {head_groups}, not a divisor of num_kv_heads = {self.num_kv_heads}; wanted as many kv "
-                f"heads in every group, or None"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads is {num_heads}, not a multiple of num_kv_heads = {num_kv_heads}; "
-                f"wanted as many query heads for every kv head"
-            )
-        self._inner = self._levels.inner.size if self._levels else 1
-        if refusal := a2a.obstacle(self.num_heads, self.num_kv_heads, self._inner):
-            raise ValueError(refusal)
-        if self._levels and self._levels.outer.size > 1 and self.num_kv_heads % self._inner:
-            raise ValueError(
-                f"num_kv_heads is {self.num_kv_heads} and comm has {self._inner} ranks in its inner groups, wanted a "
-                f"divisor of the kv heads with two levels, as keys of heads that ranks share would travel twice; use "
-                f"cp_comm_type 'a2a', or smaller inner groups"
-            )
-        self._engine, _ = choose_engine(engine, comm)
+        self._choice.check_heads(self.num_heads, self.num_kv_heads, self.head_groups)
+        self._engine, _ = choose_engine(engine, self.comm)
         self.engine: str = self._engine.name
         self.dtype = as_engine_dtype(self._engine, dtype)
         check_head_dims(self._engine, self.head_dim, self.v_head_dim)
@@ -139,8 +103,9 @@ class CPAttention:
         self._lengths: Any = None  # of the last plan, if they lie on a GPU
         self._last_memory: tuple[tuple[Any, ...], Memory] | None = None  # of the last plan, and for which rows
         self._plans = {
-            "cp_size": comm.size, "cp_rank": comm.rank, "window": self.window, "engine": self.engine,
-            "head_dims": (self.head_dim, self.v_head_dim), "tiles": self._tiles,
+            "cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": self.window,
+            "engine": self.engine, "head_dims": (self.head_dim, self.v_head_dim), "tiles": self._tiles,
+            "head_ranks": self._choice.inner,
         }
         self._saves = {
             "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim,
@@ -150,7 +115,8 @@ class CPAttention:
         self._caches = {name: {**self._plans, **self._saves}[name] for name in CACHE_TRAITS}
 
     def __repr__(self) -> str:
-        layer = {**self._saves, "causal": self.causal, "window": self.window, "engine": repr(self.engine)}
+        layer = {**self._saves, "causal": self.causal, "window": self.window, "engine": repr(self.engine),
+                 "cp_comm_type": repr(self.cp_comm_type)}
         return f"<CPAttention {', '.join(f'{name}={value}' for name, value in layer.items())}, {self.comm!r}>"
 
     def plan(
@@ -193,25 +159,39 @@ class CPAttention:
         forward_only = as_bool("forward_only", forward_only)
         fingerprint, refusal = 0, ""
         if self.comm.size > 1:
-            fingerprint = self._fingerprint(plan.sharding, plan.key_batch)
+            fingerprint = self._fingerprint(plan)
             refusal = room.shortage(self._engine, self.comm, self._likely_memory(plan), forward_only)
         self.comm.agree("the plan's batch, sharding and attention", fingerprint, refusal)
-        plan = self._made(plan)
+        plan = planning.with_arrays(plan)
         self._lengths = plan.arrays.lengths
         room.note(self.comm, plan)
         return plan
 
-    def _made(self, plan: Plan) -> Plan:
-        """The plan with its arrays."""
-        if plan.core is None or plan.sharding.outer is None:
-            key_batch = None if plan.key_batch is plan.batch else plan.key_batch
-            arrays = self._engine.plan_arrays(plan.sharding, plan.cp_rank, self.window, self._tiles, key_batch)
-            return replace(plan, arrays=arrays, core=plan.core and self._made(plan.core))
-        core = self._made(plan.core)
-        first = plan.cp_rank % plan.sharding.inner * plan.local_rows
-        mine = {name: getattr(core.arrays, name)[first : first + plan.local_rows]
-                for name in ("rows", "positions", "valid", "key_ranges")}  # fmt: skip
-        return replace(plan, arrays=replace(core.arrays, **mine), core=core)
+    def sharding(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Sharding:
+        """How plan spreads the rows of a batch: for what has to know it before, such as who reads which document.
+
+        Args:
+            batch, sharding: as for plan.
+
+        Raises:
+            TypeError, ValueError: as plan, for what it finds on one rank.
+        """
+        return self._choice.sharding(batch, sharding)
+
+    def prepare(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> None:
+        """Does ahead what plan will ask of the host, if it does not lie on a GPU, for another thread. Not collective.
+
+        That is to find whose the rows are and which ones travel, where that depends on the lengths: "balanced". It is
+        kept as long as the batch.
+
+        Args:
+            batch, sharding: as for plan, which is then to be called with the same batch.
+
+        Raises:
+            TypeError, ValueError: as plan, for what it finds on one rank.
+        """
+        plan = self._outline(batch, sharding, None, None, False)
+        _ = (plan.core or plan).routes
 
     def memory(
         self, batch: PackedBatch, sharding: str | Sharding | None = None, key_batch: PackedBatch | None = None,
@@ -238,65 +218,23 @@ class CPAttention:
         like: PackedBatch | None, finite_padding: bool,
     ) -> Plan:
         """A plan without its arrays."""
-        asked = SHARDINGS[self.cp_comm_type] if sharding is None else sharding
-        # Rows that are no slices of a group's are brought into sequence order where heads are exchanged on one level.
-        inner = 1 if self.cp_comm_type == "a2a" and asked != "contiguous" else self._inner
-        sharding = as_sharding(asked, batch, self.comm.size, inner)
-        self._check_sharding(sharding)
+        sharding = self.sharding(batch, sharding)
         if key_batch is not None:
             check_key_batch(key_batch, batch, self.comm.size)
         plan = Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, NO_ARRAYS,
                     self._engine, key_batch, like, as_bool("finite_padding", finite_padding))
-        if self._inner == 1:
-            return plan
-        rows = sharding.outer or Sharding(batch, 1, "contiguous")
-        return replace(plan, core=replace(plan, sharding=rows, cp_rank=plan.cp_rank // self._inner, _kept={},
-                                         _buffers={}))
-
-    def _check_sharding(self, sharding: Sharding) -> None:
-        """Raises where the method cannot bring these rows together."""
-        if sharding.inner not in (1, self._inner) or (sharding.inner == 1 < self._inner and "+" in self.cp_comm_type):
-            raise ValueError(
-                f"sharding has inner {sharding.inner}, wanted {self._inner}, the ranks among which cp_comm_type "
-                f"{self.cp_comm_type!r} exchanges heads; make it with Sharding(batch, {self.comm.size}, "
-                f"{sharding.strategy!r}, inner={self._inner})"
-            )
-        wrong = {"a2a": "contiguous' or 'dual_chunk", "p2p": "dual_chunk' or 'contiguous",
-                 "a2a+p2p": "dual_chunk' or 'contiguous"}  # fmt: skip
-        if sharding.strategy == "balanced" and self.cp_comm_type in wrong and self.comm.size > 1:
-            raise ValueError(
-                f"sharding is 'balanced' and cp_comm_type {self.cp_comm_type!r}, wanted '{wrong[self.cp_comm_type]}' "
-                f"with that, as it moves the rows of all ranks whoever needs them; use one of these, or cp_comm_type "
-                f"'all_gather'"
-            )
+        return planning.with_core(plan, self._choice.inner)
 
     def _memory(self, plan: Plan) -> Memory:
         groups = 1 if self.comm.size == 1 else self._groups(plan)
         layer = Layer(self.num_heads, self.num_kv_heads, self.dtype, self.deterministic, groups, self._keeps(plan))
-        if plan.core is not None:
-            return a2a.memory(self._engine, self._ranks, plan, layer, self._between(plan))
-        memory: Memory = self._between(plan).memory(self._engine, self._ranks, plan, layer)
-        return memory
-
-    def _between(self, plan: Plan) -> Any:
-        """The method for rows: between all ranks, or the groups among which heads are exchanged."""
-        if "p2p" in self.cp_comm_type:
-            return p2p if (plan.core or plan).cp_size > 1 else all_gather
-        return needed if (plan.core or plan).sharding.by_runs else all_gather
-
-    def _method(self, plan: Plan) -> Any:
-        return self._between(plan) if plan.core is None else a2a
-
-    @property
-    def _ranks(self) -> Any:
-        """Whom the method works with: two levels of ranks where heads are exchanged between some."""
-        if self._levels is None:
-            return self.comm
-        return self._levels if self._inner > 1 else self._levels.outer
+        return self._choice.memory(plan, layer)
 
     def _likely_memory(self, plan: Plan) -> Memory:
         """That of the last plan where it had as many rows, as it takes as much, but for some bytes per sequence."""
-        rows = plan.local_rows, plan.key_rows, plan.batch.on_device, plan.has_blind_queries
+        core = plan.core or plan
+        rows = (plan.sharding.strategy, plan.sharding.inner, plan.local_rows, core.key_rows, plan.batch.on_device,
+                plan.has_blind_queries, core.routes and core.routes.table.tobytes())
         if self._last_memory is None or self._last_memory[0] != rows:
             self._last_memory = rows, self._memory(plan)
         return self._last_memory[1]
@@ -323,13 +261,13 @@ class CPAttention:
             ValueError: an array of the wrong shape, a plan of another rank, size, mask, engine or head dim, or one
                 whose lengths the GPU has found wrong meanwhile.
         """
-        self._check_plan(plan)
+        check_plan(plan, self._plans)
         return_max_logit = as_bool("return_max_logit", return_max_logit)
         q = self._checked("q", q, (plan.local_rows, self.num_heads, self.head_dim))
         k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
-        out, lse, max_logit, kept = self._method(plan).forward(
-            self._engine, self._ranks, plan, q, k, v, self._call(plan), return_max_logit,
+        out, lse, max_logit, kept = self._choice.method(plan).forward(
+            self._engine, self._choice.ranks, plan, q, k, v, self._call(plan), return_max_logit,
             **self._gathered(keys, k, v, plan),
         )
         return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, kept)
@@ -354,15 +292,15 @@ class CPAttention:
         Raises:
             TypeError, ValueError: as forward; also a ValueError if two are on their way.
         """
-        self._check_plan(plan)
-        if self._method(plan) is not all_gather:
-            raise ValueError(
-                f"gather was called with cp_comm_type {self.cp_comm_type!r} and sharding {plan.sharding.strategy!r}, "
-                f"wanted 'all_gather' without 'balanced', as nothing travels before q is there otherwise; leave it out"
-            )
+        check_plan(plan, self._plans)
+        self._choice.check_gathers("gather was called", plan)
         k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
-        return all_gather.gather(self._engine, self._ranks, plan, k, v, self._groups(plan))
+        return all_gather.gather(self._engine, self._choice.ranks, plan, k, v, self._groups(plan))
+
+    def can_gather(self, plan: Plan) -> bool:
+        """Whether gather may be called with this plan: whether keys and values alone travel, and all of them."""
+        return self._choice.method(plan) is all_gather
 
     def backward(self, dout: Any, saved: Saved, keys: Keys | None = None) -> tuple[Any, Any, Any]:
         """Gradients of forward for this rank's rows. Collective.
@@ -402,15 +340,15 @@ class CPAttention:
     ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
         if not isinstance(saved, Saved):
             raise TypeError(f"saved is {found(saved)}; wanted a Saved; pass the one that forward returned")
-        _check_same("saved was made with", saved.made_with, self._saves, "pass what this attention's forward returned")
+        check_same("saved was made with", saved.made_with, self._saves, "pass what this attention's forward returned")
         plan = saved.plan
-        self._check_plan(plan)
+        check_plan(plan, self._plans)
         dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))
         check_saved(saved, type(dout))
         tensors = Tensors(saved.q, saved.k, saved.v, saved.out, saved.lse, saved.keys)
         keys = None if saved.keys is not None else keys
-        dq, dk_dv = self._method(plan).backward(
-            self._engine, self._ranks, plan, dout, tensors, self._call(plan), at_once,
+        dq, dk_dv = self._choice.method(plan).backward(
+            self._engine, self._choice.ranks, plan, dout, tensors, self._call(plan), at_once,
             **self._gathered(keys, saved.k, saved.v, plan),
         )
         return dq, dk_dv
@@ -444,7 +382,7 @@ class CPAttention:
             ValueError: an array of the wrong shape, or a cache of another attention.
         """
         rows = rows_to_decode(q, cache)
-        _check_same("cache was made for", cache.made_for, self._caches, "make it with this attention's cache method")
+        check_same("cache was made for", cache.made_for, self._caches, "make it with this attention's cache method")
         q = self._checked("q", q, (rows, self.num_heads, self.head_dim))
         k = self._checked("k", k, (rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (rows, self.num_kv_heads, self.v_head_dim))
@@ -464,98 +402,37 @@ class CPAttention:
             TypeError, ValueError: as forward; also a ValueError if the lengths lie on a GPU.
         """
         if not isinstance(plan, PackedBatch):
-            self._check_plan(plan)
+            check_plan(plan, self._plans)
         pairs = visible_pairs(plan, plan, self.window) if isinstance(plan, PackedBatch) else plan.visible_pairs
-        multiply_adds = pairs * self.num_heads * (self.head_dim + self.v_head_dim)
-        return Flops(forward=2 * multiply_adds, backward=5 * multiply_adds)
+        return attention_flops(pairs, self.num_heads, (self.head_dim, self.v_head_dim))
 
     def _groups(self, plan: Plan) -> int:
         """How many groups of kv heads are gathered, computed and summed one after another."""
-        if self.head_groups is not None and self._inner == 1:
-            return self.head_groups
-        foreign = (plan.cp_size - 1) * plan.local_key_rows * self.num_kv_heads * (self.head_dim + self.v_head_dim)
-        wanted = max((n for n, size in HEAD_GROUPS.items() if foreign * self.dtype.itemsize >= size), default=1)
-        if self._levels and self._inner > 1:
-            wanted = (wanted if self._levels.inner.overlaps else 1) if self.head_groups is None else self.head_groups
-            return math.gcd(max(1, self.num_kv_heads // self._inner), wanted)
-        return math.gcd(self.num_kv_heads, wanted) if self._ranks.overlaps else 1
+        return self._choice.head_groups(plan, self.num_kv_heads, self.dtype, self.head_groups)
 
     def _keeps(self, plan: Plan) -> bool:
         """Whether forward keeps the keys of all ranks: by default if Saved grows by no more than it is anyway."""
-        if self.comm.size == 1:
-            return False
-        if plan.core is not None or plan.sharding.by_runs:
-            return self.keep_keys is not False
-        heads = plan.local_rows * self.num_heads + plan.local_key_rows * self.num_kv_heads
-        return plan.key_rows * self.num_kv_heads <= heads if self.keep_keys is None else self.keep_keys
+        return keeps_keys(plan, self.num_heads, self.num_kv_heads, self.keep_keys)
 
     def _gathered(self, keys: Keys | None, k: Any, v: Any, plan: Plan) -> dict[str, Any]:
         """Keys for a call, if there are some, as an argument of the method."""
         if keys is None:
             return {}
+        self._choice.check_gathers("keys were passed", plan)
         check_keys(keys, k, v, plan)
         return {"keys": keys}
 
     def _call(self, plan: Plan) -> Call:
         """What is asked of the method for this plan."""
-        outer = None if plan.core is None else self._between(plan)
+        outer = None if plan.core is None else self._choice.between(plan)
         return Call(self.softmax_scale, self.deterministic, self._groups(plan), self._keeps(plan), outer)
 
-    def _check_plan(self, plan: Plan) -> None:
-        if not isinstance(plan, Plan):
-            raise TypeError(f"plan is a {type(plan).__name__}, wanted a Plan; make it with attn.plan(batch)")
-        _check_same("plan was made for", plan.made_for, self._plans, "make it with this attention's plan(batch)")
-        plan.check(wait=False)
-        plan.enter()
-
     def _checked(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
-        x = self._engine.from_user(name, x)
-        if x.dtype != self.dtype:
-            raise TypeError(f"{name} is {x.dtype}, wanted {self.dtype}; cast it, or make CPAttention(dtype=...) match")
-        if x.shape != shape:
-            raise ValueError(
-                f"{name} has shape {x.shape}, wanted {shape} = (local_rows, heads, width); pass this rank's rows "
-                f"(Sharding.shard cuts them out) with the heads that CPAttention was made for"
-            )
-        return x
+        return as_rows(self._engine, name, x, shape, self.dtype)
 
-    def _fingerprint(self, sharding: Sharding, key_batch: PackedBatch) -> int:
+    def _fingerprint(self, plan: Plan) -> int:
         """A number that differs where ranks would run collectives of different sizes or mask differently."""
-        batch = sharding.batch
-        state = (
-            sharding.strategy, batch.num_seqs, batch.total_rows, key_batch.total_rows, self.window, self.num_heads,
-            self.num_kv_heads, self.head_dim, self.v_head_dim, self.softmax_scale, self.dtype.name, self.engine,
-            self.head_groups, self.keep_keys, self.cp_comm_type, sharding.inner,
+        return planning.fingerprint(
+            plan, self.window, self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim, self.softmax_scale,
+            self.dtype.name, self.engine, self.head_groups, self.keep_keys, self.cp_comm_type,
         )
-        digest = hashlib.sha256(repr(state).encode())
-        if not batch.on_device:
-            for lengths in dict.fromkeys((batch, key_batch)):
-                digest.update(lengths.cu_seqlens.tobytes() + lengths.cu_seqlens_padded.tobytes())
-        return int.from_bytes(digest.digest()[:7], "little")
-
-
-def _levels(comm: Comm | tuple[Comm, Comm], cp_comm_type: str) -> tuple[Comm, Levels | None]:
-    """All ranks, and the levels among which an all-to-all of heads divides them; None: it takes no part."""
-    if isinstance(comm, tuple) and len(comm) == 2 and all(isinstance(part, Comm) for part in comm):
-        if "+" not in cp_comm_type:
-            raise ValueError(
-                f"comm has two levels and cp_comm_type is {cp_comm_type!r}, wanted one of two levels, such as "
-                f"'a2a+all_gather'; use that, or pass one comm"
-            )
-        levels = Levels(*comm)
-        return levels, levels
-    if not isinstance(comm, Comm):
-        raise TypeError(f"comm is a {type(comm).__name__}, wanted a Comm, or two in a tuple; make one with "
-                        f"thdattn.comm.init()")
-    if "+" in cp_comm_type:
-        raise ValueError(
-            f"cp_comm_type is {cp_comm_type!r} and comm has one level, wanted (inner, outer); pass "
-            f"(comm.split(comm.rank // n), comm.split(comm.rank % n)) for groups of n neighbours"
-        )
-    return comm, Levels(comm, SingleComm()) if cp_comm_type == "a2a" else None
-
-
-def _check_same(what: str, made: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:
-    if made != wanted:
-        name = next(name for name in wanted if made[name] != wanted[name])
-        raise ValueError(f"{what} {name} {made[name]}, wanted {wanted[name]}; {remedy}")

@@ -16,6 +16,7 @@ import thdattn
 from thdattn import oracle
 from thdattn.comm import Comm
 from thdattn.engines import choose_engine
+from thdattn.methods import a2a
 
 Array = NDArray[Any]
 
@@ -30,6 +31,7 @@ class Case:
     heads: (num_heads, num_kv_heads); dims: (head_dim, v_head_dim).
     cp_sizes: the numbers of simulated ranks to run it on.
     keys: lengths of every sequence's keys, padded and with slack as the queries; None = the same sequences.
+    cp_comm_type: what travels between ranks.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Case:
     cp_sizes: tuple[int, ...] = (1, 2, 4, 8)
     deterministic: bool = False
     keys: tuple[int, ...] | None = None
+    cp_comm_type: str = "all_gather"
 
     def __str__(self) -> str:
         return self.name
@@ -67,12 +70,12 @@ class Case:
         return {"q": (num_heads, head_dim), "k": (num_kv_heads, head_dim), "v": (num_kv_heads, v_head_dim),
                 "dout": (num_heads, v_head_dim)}
 
-    def attention(self, comm: Comm, dtype: DTypeLike, **options: Any) -> thdattn.CPAttention:
+    def attention(self, comm: Comm | tuple[Comm, Comm], dtype: DTypeLike, **options: Any) -> thdattn.CPAttention:
         """CPAttention with the case's heads and mask."""
         (num_heads, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
         return thdattn.CPAttention(
             comm, num_heads, head_dim, num_kv_heads, v_head_dim, self.causal, self.window, dtype=dtype,
-            **{"deterministic": self.deterministic, **options},
+            **{"deterministic": self.deterministic, "cp_comm_type": self.cp_comm_type, **options},
         )  # fmt: skip
 
     def slim(self) -> Case:
@@ -110,6 +113,10 @@ CASES = (
     Case("contiguous, no padding", RAGGED, RAGGED, heads=(4, 4), causal=False, sharding="contiguous", cp_sizes=(4,)),
     Case("head dim 128, deterministic", RAGGED, heads=(4, 1), dims=(128, 128), deterministic=True, cp_sizes=(2,)),
     Case("head dims 192 and 128", RAGGED, dims=(192, 128), cp_sizes=(2,)),
+    Case("needed keys alone", RAGGED, sharding="balanced", cp_sizes=(4,)),
+    Case("heads exchanged", RAGGED, heads=(8, 8), sharding="contiguous", cp_comm_type="a2a", cp_sizes=(4,)),
+    Case("ring", RAGGED, cp_comm_type="p2p", cp_sizes=(4,)),
+    Case("two levels", RAGGED, sharding="balanced", cp_comm_type="a2a+all_gather", cp_sizes=(4,)),
 )
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -147,8 +154,18 @@ def check(engine: str = "auto") -> int:
 
 
 def _cp_sizes(comm: Comm, case: Case) -> tuple[int, ...]:
-    """Under mpiexec the real ranks, otherwise simulated ones."""
-    return (comm.size,) if comm.size > 1 else case.cp_sizes
+    """Under mpiexec the real ranks, unless they cannot share the case's heads; otherwise simulated ones."""
+    if comm.size == 1:
+        return case.cp_sizes
+    return () if case.cp_comm_type == "a2a" and a2a.obstacle(*case.heads, comm.size) else (comm.size,)
+
+
+def _ranks(comm: Comm, case: Case) -> Any:
+    """What the attention takes: of two levels, pairs of neighbours and the ranks with one number in these."""
+    if "+" not in case.cp_comm_type:
+        return comm
+    inner = 1 if comm.size % 2 else 2
+    return comm.split(comm.rank // inner), comm.split(comm.rank % inner)
 
 
 def _judge(comm: Comm, case: Case, cp_size: int, dtype: str, engine: str) -> tuple[list[oracle.Verdict], list[str]]:
@@ -171,7 +188,7 @@ def _compute(
     comm: Comm, case: Case, batch: thdattn.PackedBatch, inputs: Sequence[Array], dtype: str, engine: str
 ) -> list[Array]:
     """out, dq, dk, dv of the whole pack, in sequence order on the host, from this rank's share of the work."""
-    attn = case.attention(comm, dtype, engine=engine)
+    attn = case.attention(_ranks(comm, case), dtype, engine=engine)
     plan = attn.plan(batch, case.sharding)
     xp = importlib.import_module("cupy" if engine == "cuda" else "numpy")
     q, k, v, dout = (xp.asarray(plan.sharding.shard(x, comm.rank)) for x in inputs)

@@ -53,6 +53,18 @@ def host_arrays(
     )
 
 
+def key_ranges(
+    sharding: Sharding, cp_rank: int, window: tuple[int, int], keys_of: int | None = None
+) -> NDArray[np.int32]:
+    """key_ranges of host_arrays, of self-attention, where nothing else is wanted: in time of one rank's rows."""
+    batch, rows_of_keys = sharding.batch, None if keys_of is None else sharding.rows(keys_of)
+    if keys_of is None and sharding.by_runs:
+        needed = needed_rows(batch, sharding.cp_size, window, sharding.local_rows)
+        rows_of_keys = needed.key_side(cp_rank).rows_of_keys.filled()
+    ranges = _in_sight(_locate(sharding.rows(cp_rank), batch, batch), window)
+    return ranges if rows_of_keys is None else _ranges_in(rows_of_keys, ranges)
+
+
 def _key_side(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], all_rows: NDArray[np.int32],
     key_batch: PackedBatch | None, keys_of: int | None,

@@ -108,3 +108,18 @@ def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results:
         for rank, rows in enumerate(plan.arrays.returns):
             total[rows >= 0] += (mine if rank == plan.cp_rank else theirs)[rows[rows >= 0]]
         result[...] = total
+
+
+def without_padding(arrays: Sequence[Array], names: Sequence[str], plan: Plan) -> list[Array]:
+    """Copies whose rows of padding are 0, which may hold NaN: those that see no key.
+
+    Args:
+        arrays: (local_rows, ...).
+        names: of the buffers that the copies are made in.
+    """
+    sees = plan.key_ranges[:, 0] < plan.key_ranges[:, 1]
+    copies = [plan.buffer(name, x.shape, x.dtype) for name, x in zip(names, arrays, strict=True)]
+    for copy, x in zip(copies, arrays, strict=True):
+        copy[...] = 0
+        copy[sees] = x[sees]
+    return copies

@@ -48,6 +48,7 @@ FILES = {
     "thd_plan_ranges": _ROWS,
     "thd_plan_tile_cost": _ROWS,
     "thd_plan_tile_order": _ROWS,
+    "thd_plan_parts": _ROWS,
     "thd_plan_poison": _ROWS,
     "thd_sum": ("kernels/common.cuh", "structs.checks()", "kernels/sum.cu"),
     "thd_cache_append": (*_ROWS, "kernels/cache.cu"),

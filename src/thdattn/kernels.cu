@@ -345,3 +345,20 @@ __global__ void thd_plan_tile_order(int* __restrict__ query_tiles, int* __restri
     if (threadIdx.x % kWarp == 0) tiles.made[k * tiles.count + before[k]] = t;
   }
 }
+
+// Tiles of one side in two parts, which are done one after the other. tiles (2, count): their two orders; second
+// (count): whether a tile is of the second part. parts: both orders of the num_first tiles of the first part, then both
+// of the others; in a part, tiles follow each other as they did. One warp counts those before a tile. Launch: grid
+// (blocks, 2), one warp a tile of an order.
+__global__ void thd_plan_parts(int* __restrict__ parts, const int* __restrict__ tiles, const int* __restrict__ second,
+                               int count, int num_first) {
+  const int i = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp, k = blockIdx.y;
+  if (i >= count) return;
+  const int* const order = tiles + k * count;
+  const int tile = order[i], is_second = second[tile];
+  int before = 0;
+  for (int j = threadIdx.x % kWarp; j < i; j += kWarp) before += second[order[j]] == is_second;
+  before = __reduce_add_sync(0xffffffffu, before);
+  int* const part = is_second ? parts + 2 * num_first + k * (count - num_first) : parts + k * num_first;
+  if (threadIdx.x % kWarp == 0) part[before] = tile;
+}

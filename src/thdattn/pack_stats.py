@@ -95,7 +95,7 @@ def pack_stats(arguments: argparse.Namespace) -> int:
         seed = as_count("--seed", arguments.seed, "leave it out for 0", at_least=0)
         if arguments.plot and importlib.util.find_spec("matplotlib") is None:
             raise ValueError(f"--plot needs Matplotlib; install it with: {remedy('examples')}")
-        lengths = _lengths_below(arguments.data) if arguments.data else _lengths_in(arguments.lengths)
+        lengths = lengths_below(arguments.data) if arguments.data else _lengths_in(arguments.lengths)
         counts, passes = documents_per_pack(lengths, room, multiple, longest, seed)
         chosen = candidates(counts)
         _print(lengths, longest, counts, passes, tokens, chosen)
@@ -159,7 +159,7 @@ def _percentiles(numbers: NDArray[np.int64]) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------------ files
 
 
-def _lengths_below(folder: Path) -> NDArray[np.int64]:
+def lengths_below(folder: Path) -> NDArray[np.int64]:
     """(num_documents,) sizes of the files of a folder and its subfolders, by name; not of empty and hidden ones."""
     if not folder.is_dir():
         raise ValueError(f"--data is {folder}, wanted a folder that exists; pass one with documents")

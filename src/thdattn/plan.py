@@ -18,7 +18,9 @@ from numpy.typing import DTypeLike, NDArray
 from thdattn.comm import Comm
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.packing import PackedBatch
-from thdattn.routes import NeededRows, Routes, needed_rows
+from thdattn.pairs import check_key_batch as check_key_batch
+from thdattn.pairs import visible_pairs as visible_pairs
+from thdattn.routes import NeededRows, Routes, foreign_tiles, needed_rows
 from thdattn.sharding import Sharding
 
 T = TypeVar("T")
@@ -105,7 +107,8 @@ class Plan:
     _buffers: dict[Any, Any] = field(default_factory=dict)  # shared by the plan of all keys and those of slices
 
     def __post_init__(self) -> None:
-        if self.arrays.lengths is not None:  # a graph of refresh may be captured before the first backward
+        # A graph of refresh may be captured before the first backward, which is of the core if there is one.
+        if self.arrays.lengths is not None and self.core is None:
             self.engine.plan_backward(self)
 
     def __repr__(self) -> str:
@@ -118,7 +121,7 @@ class Plan:
         """What must agree with the attention that uses the plan."""
         return {
             "cp_size": self.cp_size, "cp_rank": self.cp_rank, "window": self.window, "engine": self.engine_name,
-            "head_dims": self.head_dims, "tiles": self.tiles,
+            "head_dims": self.head_dims, "tiles": self.tiles, "head_ranks": self.head_ranks,
         }
 
     @property
@@ -140,6 +143,11 @@ class Plan:
     def cp_size(self) -> int:
         """Number of context-parallel ranks."""
         return self.sharding.cp_size
+
+    @property
+    def head_ranks(self) -> int:
+        """Number of ranks among which heads are exchanged: 1 where none are."""
+        return 1 if self.core is None else self.cp_size // self.core.cp_size
 
     @property
     def local_rows(self) -> int:
@@ -197,6 +205,11 @@ class Plan:
         """Tiles of local query rows and of key rows."""
         rows = self.local_rows, self.key_rows
         return -(-rows[0] // self.tiles[0]), -(-rows[1] // self.tiles[1])
+
+    @cached_property
+    def foreign_tiles(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Of needed rows: which tiles of queries see a row of another rank, and which tiles of keys have one."""
+        return foreign_tiles(self.batch, self.cp_size, self.window, self.local_rows, self.cp_rank, self.tiles)
 
     @cached_property
     def has_unseen_keys(self) -> bool:
@@ -294,7 +307,8 @@ class Plan:
 
     def held_bytes(self) -> int:
         """Bytes of its work buffers that have been made."""
-        return sum(x.nbytes for x in [*self._kept.values(), *self._buffers.values()] if hasattr(x, "nbytes"))
+        made: int = sum(x.nbytes for x in [*self._kept.values(), *self._buffers.values()] if hasattr(x, "nbytes"))
+        return made + (0 if self.core is None else self.core.held_bytes())
 
     def make(self, launches: Callable[[], None]) -> None:
         """Calls launches, which make something that follows from the plan's arrays, now and after every refresh."""
@@ -412,51 +426,6 @@ def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) 
         return {}
     shape = plan.key_rows, layer.num_kv_heads // layer.num_groups, sum(plan.head_dims)
     return {"shares of dk and dv": num_bytes(shape, sum_dtype)}
-
-
-def check_key_batch(key_batch: PackedBatch, batch: PackedBatch, cp_size: int) -> None:
-    """Raises for keys of their own that these queries cannot have; see CPAttention.plan."""
-    if not isinstance(key_batch, PackedBatch):
-        raise TypeError(
-            f"key_batch is a {type(key_batch).__name__}, wanted a PackedBatch of the keys' lengths; make it with "
-            f"PackedBatch(cu_seqlens), or leave it out for self-attention"
-        )
-    if cp_size > 1:
-        raise ValueError(
-            f"key_batch was passed for {cp_size} ranks, wanted one: keys of other lengths are not spread over ranks; "
-            f"use thdattn.comm.init('single') on every rank, for sequences of its own"
-        )
-    if key_batch.num_seqs != batch.num_seqs:
-        raise ValueError(
-            f"key_batch has {key_batch.num_seqs} sequences, wanted {batch.num_seqs} as batch; pass one length of keys "
-            f"per sequence of queries, 0 for none"
-        )
-    if key_batch.on_device != batch.on_device:
-        here, there = ("a GPU", "the host") if batch.on_device else ("the host", "a GPU")
-        raise ValueError(
-            f"batch has its lengths on {here} but key_batch on {there}; wanted both on one side; "
-            f"copy those of key_batch to {here}"
-        )
-
-
-def visible_pairs(batch: PackedBatch, key_batch: PackedBatch, window: tuple[int, int]) -> int:
-    """Pairs (query, key) that a mask leaves of these lengths, which must lie on the host.
-
-    Each side of the window hides a triangle of the rectangle of queries and keys, cut off at its far side.
-    """
-    for lengths in (batch, key_batch):
-        lengths.require_host("counting visible pairs")
-    queries, keys = (x.lengths.astype(np.int64) for x in (batch, key_batch))
-    pairs = queries * keys
-    for side, base, height in zip(window, (keys, queries), (queries, keys), strict=True):
-        if side >= 0:
-            whole = np.maximum(base - 1 - side, 0)
-            pairs -= _triangle(whole) - _triangle(np.maximum(whole - height, 0))
-    return int(pairs.sum())
-
-
-def _triangle(n: NDArray[np.int64]) -> NDArray[np.int64]:
-    return n * (n + 1) // 2
 
 
 def _words(x: Any) -> Any:

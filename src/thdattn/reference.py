@@ -18,7 +18,8 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, for the backward with `
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -38,6 +39,7 @@ from thdattn.host_rows import pack_rows as pack_rows
 from thdattn.host_rows import place_rows as place_rows
 from thdattn.host_rows import to_rank_order as to_rank_order
 from thdattn.host_rows import to_sequence_order as to_sequence_order
+from thdattn.host_rows import without_padding as without_padding
 from thdattn.host_ssd import mixer_gate_bwd as mixer_gate_bwd
 from thdattn.host_ssd import ssd_bwd as ssd_bwd
 from thdattn.host_ssd import ssd_dstates as ssd_dstates
@@ -160,7 +162,7 @@ def plan_backward(plan: Plan) -> None:
 
 def attn_fwd(
     q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool,
-    into: tuple[Array, Array] | None = None, merge: bool = False,
+    into: tuple[Array, Array] | None = None, merge: bool = False, halfway: Callable[[], Any] | None = None,
 ) -> tuple[Array, Array, Array | None]:
     """Attention of this rank's query rows over the whole key buffer.
 
@@ -174,12 +176,16 @@ def attn_fwd(
         into: arrays for out and lse, as q those of some of the heads of larger ones; None: new ones.
         merge: `into`, both in the dtype of lse, has attention over other keys, 0 and -inf if there was none; it becomes
             that over these keys too. Rows that see none of these stay as they are.
+        halfway: called once, between the tiles that need no key of another rank and plan.foreign_tiles; until then rows
+            of other ranks may be any finite numbers. Not with merge.
 
     Returns:
         out: (local_rows, num_heads, v_head_dim), dtype of q; exactly 0 where the range is empty.
         lse: (num_heads, local_rows), float32 (float64 for float64 input), natural log; -inf there.
         max_logit: (num_heads,) float32, -inf if every range is empty; None if not asked for.
     """
+    if halfway is not None:
+        return _in_two(q, k, v, plan, softmax_scale, return_max_logit, into, halfway)
     local_rows, num_heads, _ = q.shape
     num_kv_heads, v_head_dim = v.shape[1:]
     dtype = _compute_dtype(q.dtype)
@@ -202,7 +208,7 @@ def attn_fwd(
     o /= row_sum[..., None]
 
     shapes = ((local_rows, num_heads, v_head_dim), q.dtype), ((num_heads, local_rows), dtype)
-    out, lse = into or [np.empty(*shape) for shape in shapes]
+    out, lse = into or [empty(*shape) for shape in shapes]
     if not merge:
         out[...], lse[...] = 0, -np.inf
     o, row_lse = _ungroup_heads(o), (row_max + np.log(row_sum)).swapaxes(1, 2).reshape(num_heads, -1)
@@ -216,10 +222,32 @@ def attn_fwd(
     return out, lse, row_max.max(axis=1, initial=-np.inf).reshape(num_heads).astype(np.float32)
 
 
+def _in_two(
+    q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool,
+    into: tuple[Array, Array] | None, halfway: Callable[[], Any],
+) -> tuple[Array, Array, Array | None]:
+    """attn_fwd of the tiles that see no key of another rank, then of the others."""
+    num_rows, num_heads, _ = q.shape
+    out, lse = into or (empty((num_rows, num_heads, v.shape[2]), q.dtype),
+                        empty((num_heads, num_rows), _compute_dtype(q.dtype)))
+    foreign = np.repeat(plan.foreign_tiles[0], plan.tiles[0])[:num_rows]
+
+    def some(rows: NDArray[np.bool_]) -> Array:
+        part = replace(plan, arrays=replace(plan.arrays, key_ranges=plan.key_ranges[rows]))
+        out[rows], lse[:, rows], logits = attn_fwd(q[rows], k, v, part, softmax_scale, return_max_logit=True)
+        assert logits is not None
+        return logits
+
+    first = some(~foreign)
+    halfway()
+    max_logit = np.maximum(first, some(foreign))
+    return out, lse, max_logit if return_max_logit else None
+
+
 def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
     kv_grad_dtype: DTypeLike, deterministic: bool, into: tuple[Array, Sequence[Array] | None] | None = None,
-    merge: bool = False,
+    merge: bool = False, halfway: Callable[[Array, Array], None] | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of `attn_fwd`; dk and dv are this rank's share, a sum over its own query rows.
 
@@ -235,6 +263,7 @@ def attn_bwd(
             there is none, results are new.
         merge: dq of `into`, in float32 (float64), has that of other keys, which is added to. out and lse are then those
             of all keys.
+        halfway: called once with dk and dv, when the plan.foreign_tiles have theirs, and others perhaps not yet.
 
     Returns:
         dq: (local_rows, num_heads, head_dim), dtype of q; exactly 0 where the range is empty.
@@ -266,33 +295,20 @@ def attn_bwd(
         grad_q[:, here] = (ds @ keys[:, seen]).reshape(grad_q[:, here].shape)
         grad_k[:, seen] += ds.swapaxes(1, 2) @ _merge_group(scaled_q[:, here])
 
-    dq, shares = into or (np.empty(q.shape, q.dtype), None)
+    dq, shares = into or (empty(q.shape, q.dtype), None)
     if not merge:
         dq[...] = 0
     dq[rows] = (dq[rows] + _ungroup_heads(grad_q * scale)).astype(dq.dtype)
     dk, dv = shares or [empty(x.shape, kv_grad_dtype) for x in (k, v)]
     dk[...], dv[...] = (x.swapaxes(0, 1) for x in (grad_k, grad_v))
+    if halfway is not None:
+        halfway(dk, dv)
     return dq, dk, dv
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
     """A new array of the numbers in a dtype."""
     return x.astype(dtype)
-
-
-def without_padding(arrays: Sequence[Array], names: Sequence[str], plan: Plan) -> list[Array]:
-    """Copies whose rows of padding are 0, which may hold NaN: those that see no key.
-
-    Args:
-        arrays: (local_rows, ...).
-        names: of the buffers that the copies are made in.
-    """
-    sees = plan.key_ranges[:, 0] < plan.key_ranges[:, 1]
-    copies = [plan.buffer(name, x.shape, x.dtype) for name, x in zip(names, arrays, strict=True)]
-    for copy, x in zip(copies, arrays, strict=True):
-        copy[...] = 0
-        copy[sees] = x[sees]
-    return copies
 
 
 def attn_decode(q: Array, key_ranges: Array, cache: KVCache, softmax_scale: float) -> tuple[Array, Array]:

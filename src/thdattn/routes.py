@@ -177,6 +177,50 @@ def _needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], loca
                       moves[:, np.lexsort((moves[2], moves[1], moves[0]))])
 
 
+def foreign_tiles(
+    batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int, cp_rank: int, tiles: tuple[int, int]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which tiles have to do with rows of keys of other ranks; the others can be done while such rows travel.
+
+    Args:
+        tiles: rows per tile of queries and of keys.
+
+    Returns:
+        (tiles of local query rows,), whether one of the tile's queries sees such a row; (tiles of the key buffer's
+        rows,), whether one of the tile's rows is one.
+    """
+    needed, owned = needed_rows(batch, cp_size, window, local_rows), balanced_runs(batch, cp_size)
+    sender, receiver, _, key_row, sizes = needed.moves
+    foreign = np.flatnonzero((receiver == cp_rank) & (sender != cp_rank))
+    foreign = foreign[np.argsort(key_row[foreign])]
+    key_row, sizes = key_row[foreign], sizes[foreign]
+    _, begin, _, first = needed.runs[:, needed.runs[0] == cp_rank]
+    run = np.searchsorted(first, key_row, side="right") - 1
+    row = begin[run] + key_row - first[run]  # of the pack
+
+    # The queries that see them are within the same window, seen from the keys.
+    sequence = np.searchsorted(batch.cu_seqlens_padded[1:], row, side="right")
+    _, low, high = _in_sight(batch, np.zeros_like(row), row, row + sizes, sequence, window[::-1])
+    mine = owned.rank == cp_rank
+    begin, ends, local = owned.begin[mine], owned.end[mine], owned.local_rows()[mine]
+
+    def local_rows_before(x: Ints) -> Ints:
+        run = np.searchsorted(begin, x, side="right") - 1
+        return np.where(run < 0, 0, local[run] + np.minimum(x, ends[run]) - begin[run])
+
+    return (_tiles_with(local_rows_before(low), local_rows_before(high), local_rows, tiles[0]),
+            _tiles_with(key_row, key_row + sizes, int(needed.sizes[cp_rank]), tiles[1]))
+
+
+def _tiles_with(begin: Ints, end: Ints, num_rows: int, tile: int) -> NDArray[np.bool_]:
+    """Whether each tile of so many rows has a row of some [begin, end)."""
+    some = begin < end
+    begun = np.zeros((2, -(-num_rows // tile) + 1), np.int64)
+    np.add.at(begun[0], begin[some] // tile, 1)
+    np.add.at(begun[1], -(-end[some] // tile), 1)
+    return np.cumsum(begun[0] - begun[1])[:-1] > 0
+
+
 def _in_sight(
     batch: PackedBatch, rank: Ints, begin: Ints, end: Ints, sequence: Ints, window: tuple[int, int]
 ) -> tuple[Ints, Ints, Ints]:

@@ -23,8 +23,8 @@ class Saved:
         not asked for.
     made_with: what must agree with the attention whose backward takes it: heads, head dims, softmax_scale, dtype and
         deterministic.
-    keys: ((k, v), ...), the keys and values of all ranks by group of heads, in sequence order; None: the backward
-        gathers them again.
+    keys: what the method kept of what travelled, for its own backward, such as the keys and values of all ranks by
+        group of heads; None: the backward has it travel again.
     """
 
     q: Any
@@ -35,7 +35,7 @@ class Saved:
     max_logit: Any
     plan: Plan
     made_with: dict[str, Any]
-    keys: tuple[tuple[Any, Any], ...] | None = None
+    keys: tuple[Any, ...] | None = None
 
     def __repr__(self) -> str:
         arrays = (f"{name} {_kind(getattr(self, name))}" for name in ("q", "k", "v", "out", "lse", "max_logit"))

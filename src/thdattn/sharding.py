@@ -18,7 +18,7 @@ from thdattn.packing import PackedBatch, as_batch, check_arrays, check_rows, row
 MAX_RANKS = INT32_MAX // 2  # their 2*cp_size chunks are counted in int32
 
 
-def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int32]:
+def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int, local_rows: int) -> NDArray[np.int32]:
     """Chunks cp_rank and 2*cp_size-1-cp_rank of every sequence cut into 2*cp_size equal chunks.
 
     Under a causal mask one of the two chunks is cheap and the other dear, so work is equal on every rank. Rows after
@@ -28,40 +28,41 @@ def dual_chunk(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int
         batch: a batch on the host whose padded lengths are multiples of 2*cp_size (one rank: any).
         cp_size: number of context-parallel ranks.
         cp_rank: the rank asked about, 0 <= cp_rank < cp_size.
+        local_rows: that every rank stores, total_rows / cp_size rounded up or a little more.
 
     Returns:
-        At most ceil(total_rows / cp_size) sequence-order rows, int32, ascending.
+        At most local_rows sequence-order rows, int32, ascending.
 
     Source: Llama 3, arXiv:2407.21783, 3.3.2; row for row Transformer Engine's thd_get_partitioned_indices.
     """
     if cp_size == 1:
-        return contiguous(batch, cp_size, cp_rank)
+        return contiguous(batch, cp_size, cp_rank, local_rows)
     starts: NDArray[np.int32] = batch.cu_seqlens_padded
     chunk = np.diff(starts) // (2 * cp_size)
     begins = starts[:-1, None] + chunk[:, None] * np.array([cp_rank, 2 * cp_size - 1 - cp_rank], np.int32)
     owned = rows_of_runs(begins.ravel(), np.repeat(chunk, 2))
-    spare = _rows_per_rank(batch, cp_size) - owned.size
+    spare = local_rows - owned.size
     behind = int(starts[-1]) + spare * cp_rank + np.arange(spare)
     return np.concatenate([owned, behind[behind < batch.total_rows].astype(np.int32)])
 
 
-def contiguous(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int32]:
+def contiguous(batch: PackedBatch, cp_size: int, cp_rank: int, local_rows: int) -> NDArray[np.int32]:
     """The cp_rank-th of cp_size equal slices of the packed buffer, cut without regard to sequences.
 
     Args:
         batch: any batch on the host.
         cp_size: number of context-parallel ranks.
         cp_rank: the rank asked about, 0 <= cp_rank < cp_size.
+        local_rows: as for dual_chunk.
 
     Returns:
-        At most ceil(total_rows / cp_size) rows, int32, ascending; the last ranks may own fewer, or none.
+        At most local_rows rows, int32, ascending; the last ranks may own fewer, or none.
     """
-    local_rows = _rows_per_rank(batch, cp_size)
     begin, end = (min(rank * local_rows, batch.total_rows) for rank in (cp_rank, cp_rank + 1))
     return np.arange(begin, end, dtype=np.int32)
 
 
-def balanced(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int32]:
+def balanced(batch: PackedBatch, cp_size: int, cp_rank: int, local_rows: int) -> NDArray[np.int32]:
     """As many rows and as much causal work for every rank, in few pieces, of sequences of any lengths.
 
     Long sequences lie whole on one rank or in two chunks on each of few neighbours, and short ones fill up; padding
@@ -71,18 +72,19 @@ def balanced(batch: PackedBatch, cp_size: int, cp_rank: int) -> NDArray[np.int32
         batch: any batch on the host.
         cp_size: number of context-parallel ranks.
         cp_rank: the rank asked about, 0 <= cp_rank < cp_size.
+        local_rows: as for dual_chunk; what is more than total_rows / cp_size rounded up, nobody owns.
 
     Returns:
-        At most ceil(total_rows / cp_size) rows, int32, ascending.
+        At most local_rows rows, int32, ascending.
     """
     if cp_size == 1:
-        return contiguous(batch, cp_size, cp_rank)
+        return contiguous(batch, cp_size, cp_rank, local_rows)
     runs = balanced_runs(batch, cp_size)
     mine = runs.rank == cp_rank
     return rows_of_runs(runs.begin[mine], (runs.end - runs.begin)[mine])
 
 
-STRATEGIES: dict[str, Callable[[PackedBatch, int, int], NDArray[np.int32]]] = {
+STRATEGIES: dict[str, Callable[[PackedBatch, int, int, int], NDArray[np.int32]]] = {
     "dual_chunk": dual_chunk,
     "contiguous": contiguous,
     "balanced": balanced,
@@ -161,7 +163,7 @@ class Sharding:
             share, part = divmod(cp_rank, self.inner)
             return self.outer.rows(share)[part * self.local_rows :][: self.local_rows]
         if cp_rank not in self._rows:
-            owned = STRATEGIES[self.strategy](self.batch, self.cp_size, cp_rank)
+            owned = STRATEGIES[self.strategy](self.batch, self.cp_size, cp_rank, self.local_rows)
             rows = np.full(self.local_rows, -1, np.int32)
             rows[: owned.size] = owned
             rows.setflags(write=False)

@@ -401,4 +401,4 @@ WGMMA_COLUMNS = sorted({columns for t in TILES.values() for columns in t.wgmma_c
 REORDER_KERNELS = {to_rank_order: f"thd_reorder<{str(to_rank_order).lower()}>" for to_rank_order in (False, True)}
 SUM_KERNELS = {dtype: f"thd_sum<{ELEMENT_TYPES[dtype]}>" for dtype in ("float16", "bfloat16")}
 PLAN_KERNELS = ("thd_plan_check", "thd_plan_rows", "thd_plan_pieces", "thd_plan_ranges", "thd_plan_tile_cost",
-                "thd_plan_tile_order", "thd_plan_poison")
+                "thd_plan_tile_order", "thd_plan_parts", "thd_plan_poison")

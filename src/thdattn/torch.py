@@ -107,7 +107,8 @@ class ContextParallelAttention(torch.nn.Module):  # type: ignore[misc]
         out = layers[0](q, k, v, plan)
 
     Args:
-        group: the ranks: a torch.distributed group, None for all ranks; or a Comm, which layers then share.
+        group: the ranks: a torch.distributed group, None for all ranks; or a Comm, which layers then share. For the
+            two levels of a cp_comm_type with a "+", (inner, outer) of such, see thdattn.CPAttention.
         num_heads, head_dim, options: as of thdattn.CPAttention; dtype may be torch's.
 
     Attributes:
@@ -119,13 +120,13 @@ class ContextParallelAttention(torch.nn.Module):  # type: ignore[misc]
 
     def __init__(self, group: Any, num_heads: int, head_dim: int, **options: Any) -> None:
         super().__init__()
-        comm = group if isinstance(group, Comm) else from_torch(group)
+        comm: Any = tuple(map(_as_comm, group)) if isinstance(group, tuple) else _as_comm(group)
         if isinstance(options.get("dtype"), torch.dtype):
             options["dtype"] = str(options["dtype"]).removeprefix("torch.")
         self.attn = CPAttention(comm, num_heads, head_dim, **options)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def plan(self, batch: PackedBatch, sharding: str | Sharding = "dual_chunk") -> Plan:
+    def plan(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Plan:
         """Plans one batch for this rank on torch's current stream; collective. See CPAttention.plan."""
         on_gpu = self.attn.engine == "cuda"
         with on_torch_stream(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")):
@@ -144,6 +145,10 @@ class ContextParallelAttention(torch.nn.Module):  # type: ignore[misc]
     def extra_repr(self) -> str:
         """What print shows of the module."""
         return f"num_heads={self.attn.num_heads}, head_dim={self.attn.head_dim}, comm={self.attn.comm!r}"
+
+
+def _as_comm(group: Any) -> Comm:
+    return group if isinstance(group, Comm) else from_torch(group)
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]

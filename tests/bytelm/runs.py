@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import data
 import numpy as np
 from data import MicroBatch, Packing, Position
 from grid import Grid
-from model import SIZES
+from model import SIZES, Config
 from texts import to_host
-from train import StepResult, Trainer
+from trainer import StepResult, Trainer
 
 import thdattn
 from thdattn.graphs import CudaGraphConfig
 
 LR = 3e-3
+
+
+class Method(NamedTuple):
+    """How ranks share a micro-batch; inner: neighbours that exchange heads, of two levels."""
+
+    cp_comm_type: str
+    sharding: str
+    inner: int | None = None
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.cp_comm_type, self.sharding, self.inner and str(self.inner))))
+
+
+ALL_GATHER = Method("all_gather", "dual_chunk")
 
 
 @dataclass(frozen=True)
@@ -31,11 +45,13 @@ class Run:
 
 
 def trainer(
-    comm: thdattn.comm.Comm, engine: str, *, cp_size: int | None = None, deterministic: bool = True, **graphs: Any
+    comm: thdattn.comm.Comm, engine: str, *, cp_size: int | None = None, deterministic: bool = True,
+    method: Method = ALL_GATHER, config: Config = SIZES["tiny"], **graphs: Any,
 ) -> Trainer:
     """Of the tiny model; graphs: fields of CudaGraphConfig."""
-    config = CudaGraphConfig(**graphs)
-    return Trainer(Grid.of(comm, cp_size), SIZES["tiny"], engine, "dual_chunk", 0, config, deterministic)
+    grid = Grid.of(comm, cp_size, method.inner)
+    return Trainer(grid, config, engine, method.sharding, 0, CudaGraphConfig(**graphs), deterministic,
+                   method.cp_comm_type)  # fmt: skip
 
 
 def num_captured(made: Trainer) -> int:
@@ -43,9 +59,11 @@ def num_captured(made: Trainer) -> int:
     return sum(captured._graph is not None for captured in made.graphs._captured)
 
 
-def batches(folder: Any, num_batches: int, tokens: int = 256, cp_size: int = 1) -> list[MicroBatch]:
+def batches(
+    folder: Any, num_batches: int, tokens: int = 256, cp_size: int = 1, sharding: str = "dual_chunk"
+) -> list[MicroBatch]:
     """The first ones of a run; short pieces, so that their numbers differ."""
-    packing = Packing.of(tokens, cp_size, "dual_chunk", longest=96)
+    packing = Packing.of(tokens, cp_size, sharding, longest=96)
     coming = data.micro_batches(data.find_documents(folder), packing, 0, Position(0, 0))
     return [next(coming) for _ in range(num_batches)]
 

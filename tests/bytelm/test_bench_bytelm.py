@@ -18,7 +18,7 @@ import model
 from grid import Grid
 from model import SIZES
 from programs import validations
-from train import Trainer
+from trainer import Trainer
 
 import thdattn
 
@@ -64,14 +64,39 @@ def test_groups_of_ranks_are_counted_and_stand_behind_all_ranks_together():
     assert sources.startswith("All: 30 steps")
 
 
+def test_methods_are_told_where_they_are_not_the_usual_one_and_its_rows_stay_what_they_are(tmp_path):
+    usual = ROW | {"ranks": "4", "cp": "", "sharding": "dual_chunk"}  # as it was before there were others
+    others = [
+        usual | {"cp_comm_type": "", "sharding": "balanced"}, usual | {"cp_comm_type": "a2a", "sharding": "contiguous"},
+        usual | {"cp_comm_type": "p2p"}, usual | {"cp_comm_type": "a2a+all_gather of 2", "cp": "2"},
+    ]  # fmt: skip
+    assert [bench_bytelm.gpus(row) for row in (ROW, usual, *others)] == [
+        "2", "4", "4, balanced", "4, a2a", "4, p2p", "2 x 2, a2a+all_gather of 2"]
+    file = tmp_path / "bytelm.csv"
+    bench_bytelm.record.save(file, [usual], [name for name in bench_bytelm.KEY if name != "cp_comm_type"])
+    bench_bytelm.record.save(file, others, bench_bytelm.KEY)
+    assert len(bench_bytelm.record.load(file)) == 5
+    bench_bytelm.record.save(file, [usual | {"cp_comm_type": "", "mfu": "0.6"}], bench_bytelm.KEY)
+    rows = bench_bytelm.record.load(file)
+    assert len(rows) == 5 and sum(row["mfu"] == "0.6" for row in rows) == 1
+
+
+def test_the_method_of_a_row_names_the_neighbours_of_two_levels():
+    def named(comm):
+        one, two = Grid.of(comm), Grid.of(comm, inner=2)
+        return [bench_bytelm.method_of(*pair) for pair in (("all_gather", one), ("a2a", one), ("a2a+p2p", two))]
+
+    assert thdattn.comm.run_local(2, named) == [["", "a2a", "a2a+p2p of 2"]] * 2
+
+
 def test_rows_from_before_there_were_groups_are_of_all_ranks_and_make_room_for_newer_ones(tmp_path):
     file = tmp_path / "bytelm.csv"
     older = ROW | {"sharding": "dual_chunk"}
-    bench_bytelm.record.save(file, [older], [name for name in bench_bytelm.KEY if name != "cp"])
-    grouped = older | {"cp": "1", "mfu": "0.5"}
+    bench_bytelm.record.save(file, [older], [name for name in bench_bytelm.KEY if name not in ("cp", "cp_comm_type")])
+    grouped = older | {"cp": "1", "cp_comm_type": "", "mfu": "0.5"}
     bench_bytelm.record.save(file, [grouped], bench_bytelm.KEY)
     assert len(bench_bytelm.record.load(file)) == 2
-    bench_bytelm.record.save(file, [older | {"cp": "", "mfu": "0.6"}], bench_bytelm.KEY)
+    bench_bytelm.record.save(file, [older | {"cp": "", "cp_comm_type": "", "mfu": "0.6"}], bench_bytelm.KEY)
     assert [row["mfu"] for row in bench_bytelm.record.load(file)] == ["0.5", "0.6"]
 
 

@@ -11,7 +11,7 @@ from programs import MISBEHAVE, SAMPLE, TRAIN, lines_of, options, start, validat
 
 pytestmark = pytest.mark.gpu
 
-FEW = {"steps": 60, "val_bytes": 8192, "val_every": 30}
+FEW = {"steps": 60, "val_bytes": 8192, "val_every": 30, "sharding": "dual_chunk"}
 
 
 def run(ranks, engine, folder, program=TRAIN, before=(), **more):
@@ -79,9 +79,45 @@ def test_gpus_together_train_as_one_rank_does(cupy, tmp_path, few_steps_on_the_c
     found = cupy.cuda.runtime.getDeviceCount()
     if found < ranks:
         pytest.skip(f"needs {ranks} GPUs, found {found}")
-    process = run(ranks, "cuda", tmp_path, sharding=sharding, **FEW)
+    process = run(ranks, "cuda", tmp_path, **FEW | {"sharding": sharding})
     assert f"ranks: {ranks}, backend 'nccl'" in process.stdout
     assert mean_loss(tmp_path, 20) == pytest.approx(mean_loss(few_steps_on_the_cpu, 20), rel=tolerance)
+
+
+MANY_HEADS = {"size": "small", "tokens": 2048, "longest": 512, "steps": 30, "val_bytes": 4096, "val_every": 30}
+
+
+def losses_of_many_heads(ranks, metrics, **more):
+    """Of every step, and what was printed: of a model whose heads 4 ranks can exchange, which is large to save."""
+    process = start(ranks, TRAIN, *options(engine="cuda", metrics=metrics, **MANY_HEADS, **more), timeout=280)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return [line["loss"] for line in lines_of(metrics) if "loss" in line], process.stdout
+
+
+@pytest.fixture(scope="module")
+def one_gpu(cupy, tmp_path_factory):
+    """By the rule for lengths: the losses."""
+    folder = tmp_path_factory.mktemp("one")
+    return {sharding: losses_of_many_heads(1, folder / sharding, sharding=sharding)[0]
+            for sharding in ("dual_chunk", "contiguous")}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "words"), [
+    (2, {"sharding": "balanced"}), (2, {"cp_comm_type": "a2a"}), (2, {"cp_comm_type": "p2p"}),
+    (4, {"sharding": "balanced"}), (4, {"cp_comm_type": "a2a"}),
+    (4, {"cp_comm_type": "a2a+all_gather", "cp_inner": 2, "sharding": "balanced"}),
+    (4, {"cp_comm_type": "a2a+all_gather", "cp_inner": 2, "cuda_graph_impl": "full_iteration"}),
+    (4, {"cp_comm_type": "a2a+p2p", "cp_inner": 2}),
+])  # fmt: skip
+def test_every_method_trains_as_one_gpu_does(cupy, tmp_path, one_gpu, ranks, words):
+    found = cupy.cuda.runtime.getDeviceCount()
+    if found < ranks:
+        pytest.skip(f"needs {ranks} GPUs, found {found}")
+    losses, said = losses_of_many_heads(ranks, tmp_path / "run.jsonl", **words)
+    assert f"share a micro-batch by {words.get('cp_comm_type', 'all_gather')}" in said and "cannot capture" not in said
+    rule = "contiguous" if words.get("sharding") == "balanced" or words.get("cp_comm_type") == "a2a" else "dual_chunk"
+    np.testing.assert_allclose(losses[:5], one_gpu[rule][:5], rtol=2**-6)
+    assert np.mean(losses[-10:]) == pytest.approx(np.mean(one_gpu[rule][-10:]), rel=0.03)
 
 
 @pytest.fixture(scope="module")

@@ -182,11 +182,14 @@ def gpus(cupy, wanted):
         pytest.skip(f"needs {wanted} GPUs, found {found}")
 
 
-@pytest.mark.parametrize(("cp_size", "keep_keys"), [(2, True), (2, False), (1, False)])
-def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents, cp_size, keep_keys):
+@pytest.mark.parametrize(("cp_size", "keep_keys", "cp_comm_type"), [
+    (2, True, "all_gather"), (2, False, "all_gather"), (1, False, "all_gather"), (2, True, "a2a"), (2, False, "a2a"),
+    (2, True, "a2a+all_gather"),
+])  # fmt: skip
+def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents, cp_size, keep_keys, cp_comm_type):
     """As one group that shares each micro-batch, and as two that have one each."""
     gpus(cupy, 2)
-    process = run_ranks(2, RANKS, str(documents), str(cp_size), str(int(keep_keys)), timeout=280)
+    process = run_ranks(2, RANKS, str(documents), str(cp_size), str(int(keep_keys)), cp_comm_type, timeout=280)
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stdout.count("bitwise the same") == len(EVERY_WAY)
 
@@ -195,7 +198,8 @@ def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents, cp_s
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_a_whole_run_ends_by_itself_and_trains(cupy, documents, tmp_path, ranks, cp_size, impl):
     gpus(cupy, ranks)
-    words = {"data": documents, "steps": 60, "val_bytes": 2000, "val_every": 20, "accumulate": 2, "cp": cp_size}
+    words = {"data": documents, "steps": 60, "val_bytes": 2000, "val_every": 20, "accumulate": 2, "cp": cp_size,
+             "sharding": "dual_chunk"}  # fmt: skip
     for name, graphs in {"graphs": {"cuda_graph_impl": impl}, "eager": {}}.items():
         process = start(ranks, TRAIN, *options(metrics=tmp_path / name, **words, **graphs), timeout=200)
         assert process.returncode == 0, process.stdout + process.stderr

@@ -50,12 +50,12 @@ def alone(batches):
     return run
 
 
-def differs(run, other):
+def differs(run, other, config=SIZES["tiny"]):
     """Relative distances of losses, norms, validations, the last gradient, and what the weights have learnt.
 
     Not of single weights: AdamW moves one by as much whose gradient is rounding alone.
     """
-    start = runs.to_host(runs.trainer(thdattn.comm.init("single"), "reference").model.weights)
+    start = runs.to_host(runs.trainer(thdattn.comm.init("single"), "reference", config=config).model.weights)
 
     def parts(x):
         loss, _, norm = np.transpose(x.numbers)
@@ -308,7 +308,7 @@ def test_interrupted_and_resumed_in_groups_is_bitwise_as_uninterrupted(documents
 
 def test_a_run_goes_on_in_another_grid_if_its_steps_stay_the_same(documents, tmp_path, monkeypatch):
     def trained(folder, ranks, *words):
-        options = small(documents, checkpoint=folder, engine="reference")
+        options = small(documents, checkpoint=folder, engine="reference", sharding="dual_chunk")
         args = arguments(monkeypatch, *options, *words)
         thdattn.comm.run_local(ranks, lambda comm: train.train(comm, args, NOBODY_INTERRUPTS))
         return checkpoint.load(folder)

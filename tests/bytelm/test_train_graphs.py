@@ -137,8 +137,9 @@ def flags(**values):
 def test_a_run_goes_on_with_other_graphs_bitwise(documents, tmp_path, monkeypatch, impl):
     """And its metrics and its last words say how many steps ran eagerly."""
     single, whole, parts = thdattn.comm.init("single"), tmp_path / "whole", tmp_path / "parts"
-    train.train(single, arguments(monkeypatch, "--checkpoint", whole, *small(documents)), NOBODY_INTERRUPTS)
-    words = ["--checkpoint", parts, *small(documents, metrics=tmp_path / "run.jsonl")]
+    options = small(documents, sharding="dual_chunk")  # which graphs and eager runs have in common
+    train.train(single, arguments(monkeypatch, "--checkpoint", whole, *options), NOBODY_INTERRUPTS)
+    words = ["--checkpoint", parts, *options, "--metrics", tmp_path / "run.jsonl"]
     interrupted = SimpleNamespace(requested=False)
     step = train.Trainer.step
 

@@ -1,8 +1,8 @@
 """Training with every kind of CUDA graphs against training without, bit for bit, on all ranks of a launcher.
 
-    train_graph_ranks.py FOLDER CP KEEP
+    train_graph_ranks.py FOLDER CP KEEP CP_COMM_TYPE
 
-CP ranks share each micro-batch; KEEP is 1 if forwards keep the keys of all ranks for the backward, else 0. Two ranks at
+CP ranks share each micro-batch; KEEP is 1 if forwards keep what has travelled for the backward, else 0. Two ranks at
 most: of more, NCCL may add in another order where a graph has its buffers registered.
 """
 
@@ -18,10 +18,11 @@ import runs
 from test_train_graphs import EVERY_WAY, way_id
 
 import thdattn
+from thdattn.attention import SHARDINGS
 
 
 def trainer(**graphs):
-    made = runs.trainer(comm, "cuda", cp_size=cp_size, **graphs)
+    made = runs.trainer(comm, "cuda", cp_size=cp_size, method=method, **graphs)
     for attention in made.model.attentions:
         attention.keep_keys = keep_keys
     return made
@@ -29,7 +30,9 @@ def trainer(**graphs):
 
 with thdattn.comm.init("nccl") as comm:
     cp_size, keep_keys = int(sys.argv[2]), sys.argv[3] == "1"
-    batches = runs.batches(Path(sys.argv[1]), 60, 512, cp_size)
+    levels = cp_size if "+" in sys.argv[4] else None
+    method = runs.Method(sys.argv[4], SHARDINGS[sys.argv[4]], levels)
+    batches = runs.batches(Path(sys.argv[1]), 60, 512, cp_size, method.sharding)
     room = max(batch.batch.num_seqs for batch in batches) - 1
     too_large = next(batch for batch in batches if batch.batch.num_seqs > room)
     held_back = [batches[0], too_large, *batches[2:5]]  # fits one of two groups; and five are not shared evenly

@@ -1,21 +1,26 @@
 """Attention on real ranks, as a program under mpiexec or torchrun.
 
 mpiexec -n 4 python -m mpi4py attention_ranks.py cases mpi 4
+mpiexec -n 4 python -m mpi4py attention_ranks.py methods nccl 4 peer
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import thdattn
+from thdattn.check import Case
+from thdattn.methods import needed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cases import BFLOAT16, CASES, FIELDS, assemble, check, local_rows, random_inputs, to_host
 from ranks.comm_contract import join
+from ways import Way, inputs_of, on_host, step, ways
 
 NAMES = ("worked-example", "edge-lengths", "all-empty", "no-sequences-slack", "gqa-12-2", "causal", "window-two-sided",
          "window-causal-contiguous", "capacity-contiguous", "fewer-tokens-than-ranks", "ranks-of-padding")
@@ -31,6 +36,68 @@ def run_cases(comm: thdattn.comm.Comm, xp: Any) -> None:
             if comm.rank == 0:
                 sharding = thdattn.Sharding(case.batch(comm.size), comm.size, case.sharding)
                 check(case, dtype, assemble(sharding, ranks))
+
+
+METHODS = (
+    Case("documents", (257, 3, 64, 0, 100, 17, 190), slack=9),
+    Case("window", (257, 3, 64, 0, 100, 17, 190), causal=False, window=(40, 16)),
+    Case("padded-between", (40, 0, 9, 65), padded=(48, 48, 48, 96), causal=False),
+    Case("one-document", (530,)),
+    Case("fewer-tokens-than-ranks", (1, 0, 2)),
+    Case("nothing-slack", (), slack=19),
+)
+
+
+def run_methods(comm: thdattn.comm.Comm, xp: Any) -> None:
+    """Every method, its groups made by split, against the oracle; one pack also with groups of heads."""
+    n, on_gpu = comm.size, "cuda" in comm.devices
+    grids = [(inner, n // inner) for inner in range(1, n + 1) if n % inner == 0]
+    grouped = {"keep_keys": False, "head_groups": 2}, {"keep_keys": True, "head_groups": 2}
+    of_grid: dict[int | None, Any] = {}
+    for way in ways(*grids, sizes=(n,), heads=(n,)):
+        comms = of_grid[way.inner] = of_grid.get(way.inner) or way.comm(comm)
+        for case in METHODS if on_gpu else [case.slim() for case in METHODS]:
+            run_method(comm, comms, xp, replace(case, heads=way.heads), way, {})
+            for options in grouped if case.name == "documents" else ():
+                run_method(comm, comms, xp, replace(case, heads=(8, 8)), way, options)
+
+
+def run_method(comm: thdattn.comm.Comm, comms: Any, xp: Any, case: Case, way: Way, options: dict[str, Any]) -> None:
+    """One case by one method: twice, as buffers are taken again, and then with another plan of the same batch."""
+    layer = case.attention(comms, BFLOAT16, deterministic=True, cp_comm_type=way.cp_comm_type, **options)
+    plans = [layer.plan(way.batch(case), way.sharding) for _ in range(2)]
+    first, *others = (
+        on_host(step(layer, plan, inputs_of(case, plan, BFLOAT16, xp))) for plan in (plans[0], *plans))
+    for other in others:
+        assert all(other[field].tobytes() == x.tobytes() for field, x in first.items()), f"{case} by {way}"
+    ranks = gather(comm, first)
+    if comm.rank == 0:
+        check(case, BFLOAT16, assemble(plans[0].sharding, ranks))
+
+
+def run_hidden(comm: thdattn.comm.Comm, xp: Any) -> None:
+    """Needed rows travel while others are computed: several layers one after another, each against the oracle.
+
+    Forward and deterministic gradients have the bits that they have if nothing is hidden.
+    """
+    assert comm.overlaps
+    packs = {"documents": (1500, 300, 300, 900, 40, 128, 700), "one-document": (2100,), "whole-documents": (256,) * 8}
+    way = Way("all_gather", "balanced", comm.size)
+    for name, lengths in packs.items():
+        case = Case(name, lengths, heads=(8, 2), dims=(128, 128), slack=9)
+        for options in ({"deterministic": deterministic, "keep_keys": keep}
+                        for deterministic in (True, False) for keep in (True, False)):
+            layer = case.attention(comm, BFLOAT16, **options)
+            plan = layer.plan(way.batch(case), way.sharding)
+            results = []
+            for needed.WORTH_HIDING in (2**40, 0, 0, 0):
+                results.append(on_host(step(layer, plan, inputs_of(case, plan, BFLOAT16, xp))))
+            same = FIELDS if options["deterministic"] else ("out", "lse", "max_logit")
+            assert all(other[field].tobytes() == results[0][field].tobytes() for other in results for field in same)
+            for each in results:
+                ranks = gather(comm, each)
+                if comm.rank == 0:
+                    check(case, BFLOAT16, assemble(plan.sharding, ranks))
 
 
 def gather(comm: thdattn.comm.Comm, result: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
@@ -80,14 +147,18 @@ def disagree(comm: thdattn.comm.Comm) -> None:
         print(f"rank {comm.rank}: {error}")
 
 
-def main(scenario: str, backend: str, size: str) -> None:
-    comm = join(backend, int(size))
+def main(scenario: str, backend: str, size: str, transport: str = "auto") -> None:
+    comm = join(backend, int(size), transport)
     if "cuda" in comm.devices:
         import cupy as xp
     else:
         xp = np
     if scenario == "cases":
         run_cases(comm, xp)
+    elif scenario == "methods":
+        run_methods(comm, xp)
+    elif scenario == "hidden":
+        run_hidden(comm, xp)
     elif scenario == "bad-input":
         fail_on_one_rank(comm, xp)
     elif scenario == "disagree":

@@ -174,10 +174,10 @@ def raises(kind: type[Exception], function: Any, *arguments: Any) -> str:
     return ""
 
 
-def join(backend: str, size: int) -> thdattn.comm.Comm:
+def join(backend: str, size: int, transport: str = "auto") -> thdattn.comm.Comm:
     """The ranks of a backend of init, or below torchrun those of "torch-gloo" and "torch-nccl"."""
     if not backend.startswith("torch-"):
-        comm = thdattn.comm.init(backend)
+        comm = thdattn.comm.init(backend, transport=transport)
     else:
         import torch
 

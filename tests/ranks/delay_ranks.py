@@ -23,6 +23,9 @@ def main(transport: str, size: str) -> None:
         for head_groups in (1, 2, 4):
             for keep_keys in (False, True):
                 delays.check(cupy, comm, head_groups, keep_keys)
+        for how in delays.METHODS:
+            for keep_keys in (False, True):
+                delays.check_method(cupy, comm, how, keep_keys)
     cupy.cuda.runtime.deviceSynchronize()
     comm.close()
     print(f"rank {comm.rank} of {comm.size}: delays on {transport} done", flush=True)

@@ -16,6 +16,7 @@ import numpy as np
 
 import thdattn
 from thdattn import PackedBatch, Sharding
+from thdattn.comm.levels import Levels
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
 from thdattn.host_plan import host_arrays
 
@@ -63,20 +64,25 @@ def inputs_of(cupy: Any, batch: PackedBatch, rows: np.ndarray, shapes: list[tupl
 
 
 def replay_packs(
-    comm: thdattn.comm.Comm, cupy: Any, mask: str, dims: tuple[int, int], sharding: str, count: int = 50
+    comm: thdattn.comm.Comm, cupy: Any, mask: str, dims: tuple[int, int], sharding: str, count: int = 50,
+    options: dict[str, Any] | None = None,
 ) -> None:
-    """A forward and a backward graph serve packs of all lengths; those that do not fit run eagerly in between."""
+    """A forward and a backward graph serve packs of all lengths; those that do not fit run eagerly in between.
+
+    options: of the attention.
+    """
     with cupy.cuda.Stream(non_blocking=True):
-        _replay_packs(comm, cupy, mask, dims, sharding, count)
+        _replay_packs(comm, cupy, mask, dims, sharding, count, options or {})
 
 
 def _replay_packs(
-    comm: thdattn.comm.Comm, cupy: Any, mask: str, dims: tuple[int, int], sharding: str, count: int
+    comm: thdattn.comm.Comm, cupy: Any, mask: str, dims: tuple[int, int], sharding: str, count: int,
+    options: dict[str, Any],
 ) -> None:
-    heads, warmup = (4, 2), 2
-    attention = thdattn.CPAttention(
-        comm, heads[0], dims[0], heads[1], dims[1], engine="cuda", deterministic=True, **MASKS[mask]
-    )
+    warmup = 2
+    options = {"comm": comm, "num_heads": 4, "num_kv_heads": 2, **MASKS[mask], **options}
+    attention = thdattn.CPAttention(head_dim=dims[0], v_head_dim=dims[1], engine="cuda", deterministic=True, **options)
+    heads = attention.num_heads, attention.num_kv_heads
     shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])]
     graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=warmup))
     assert graphs.active
@@ -87,7 +93,7 @@ def _replay_packs(
     with graphs:
         for number, batch in enumerate(packs(comm.size, count)):
             fits = pack.fits([batch])
-            shared = pack.sharding(batch) if fits else Sharding(batch, comm.size, sharding)
+            shared = pack.sharding(batch) if fits else attention.sharding(batch, sharding)
             q, k, v, dout = inputs_of(cupy, shared.batch, shared.rows(comm.rank), shapes, number)
             plan = attention.plan(shared.batch, shared)
             out, saved = attention.forward(q, k, v, plan, return_max_logit=True)
@@ -104,6 +110,20 @@ def _replay_packs(
                 assert to_host(x).tobytes() == to_host(y).tobytes(), f"{name} of pack {number}, {batch}"
         assert fitting + graphs.num_overflows == count and graphs.num_overflows == count // 5
         assert len(returned) == 1, "all replays are of one graph"
+
+
+def replay_methods(comm: thdattn.comm.Comm, cupy: Any) -> None:
+    """Heads that are exchanged, at once and in groups, kept for the backward and not; and two levels."""
+    levels = Levels(comm.split(comm.rank // 2), comm.split(comm.rank % 2))
+    groups = {"num_heads": 16, "num_kv_heads": 8, "head_groups": 2}
+    for mask, sharding, options in (
+        ("causal", "contiguous", {"cp_comm_type": "a2a"}),
+        ("window", "dual_chunk", {"cp_comm_type": "a2a", "keep_keys": False}),
+        ("two-sided", "contiguous", {"cp_comm_type": "a2a", **groups}),
+        ("causal", "dual_chunk", {"cp_comm_type": "a2a+all_gather", "comm": levels}),
+        ("window", "contiguous", {"cp_comm_type": "a2a+all_gather", "comm": levels, "keep_keys": False, **groups}),
+    ):
+        replay_packs(comm, cupy, mask, (64, 64), sharding, 20, options)
 
 
 # --- layers, micro-batches and steps -----------------------------------------------------------------------------
@@ -340,6 +360,8 @@ def main(scenario: str, size: str) -> None:
         for mask, dims, sharding in (("causal", (128, 128), "dual_chunk"), ("window", (64, 64), "dual_chunk"),
                                      ("two-sided", (64, 64), "contiguous")):  # fmt: skip
             replay_packs(comm, cupy, mask, dims, sharding)
+    elif scenario == "methods":
+        replay_methods(comm, cupy)
     elif scenario == "training":
         check_training(comm, cupy)
     elif scenario == "plans":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,10 @@ class Levels(Comm):
             f"exchange was called on {self!r}, wanted a comm of one level, as slices for a rank of another row and "
             f"column have no way of their own; call it on inner and on outer, or on the comm that they are groups of"
         )
+
+    def held_bytes(self) -> dict[str, int]:
+        held = [part.held_bytes() for part in (self.inner, self.outer)]
+        return {name: sum(each.get(name, 0) for each in held) for name in chain(*held)}
 
     def _all_gather(self, send: Any, recv: Any) -> None:
         rows = np.empty_like(send, shape=(self.inner.size * len(send), *send.shape[1:]))

@@ -31,7 +31,7 @@ class StaticPack:
         graphs: config.max_packed_seqs sequences are room for; None: as many as rows, at most 2,048.
         attentions: one per mask, all on one comm, of engine "cuda" if graphs are active.
         num_rows: rows of every batch, of all ranks together.
-        sharding: "dual_chunk" or "contiguous".
+        sharding: "dual_chunk" or "contiguous", as CPAttention.plan takes them; by default what the attentions take.
         num_batches: micro-batches that are loaded at once, for a graph of all of them.
         like: a batch as they usually are, which the kernels' order of work is chosen by; results do not depend on it.
         finite_padding: as CPAttention.plan; without it, every pack is taken for one with padding.
@@ -41,12 +41,12 @@ class StaticPack:
 
     Raises:
         TypeError: a count that is no int.
-        ValueError: a count below 1, no attention, one of another engine, an unknown sharding, or more rows than
-            config.max_tokens_per_rank allows.
+        ValueError: a count below 1, no attention, one of another engine, an unknown sharding, more rows than
+            config.max_tokens_per_rank allows, or a sharding or cp_comm_type that graphs cannot have.
     """
 
     def __init__(
-        self, graphs: Graphs, attentions: Sequence[CPAttention], num_rows: int, sharding: str = "dual_chunk",
+        self, graphs: Graphs, attentions: Sequence[CPAttention], num_rows: int, sharding: str | None = None,
         num_batches: int = 1, like: PackedBatch | None = None, finite_padding: bool = False,
     ) -> None:  # fmt: skip
         config = graphs.config
@@ -59,6 +59,8 @@ class StaticPack:
         # Slots of 16 bytes, as that is how arrays of a plan are aligned.
         self._slots = -(-(self.max_seqs + 1) // 4) * 4
         self._shardings = [self.sharding(PackedBatch([0]))] * self.num_batches  # until the first load all is padding
+        for attention in self._attentions:
+            check_method(attention, sharding, config.impl)
         rows = self._shardings[0].local_rows
         if config.max_tokens_per_rank is not None and rows > config.max_tokens_per_rank:
             raise ValueError(
@@ -78,8 +80,9 @@ class StaticPack:
         self._loaded = self._upload.words.reshape(self.num_batches, 2, self._slots)
         self._lengths = self._loaded[0] if self.num_batches == 1 else self._loaded[0].copy()
         batch = PackedBatch(*self._lengths, total_rows=self.num_rows)
+        sharding = self._attentions[0].sharding(batch, self._strategy)
         self._plans = tuple(
-            attention.plan(batch, self._strategy, like=like, finite_padding=self._finite_padding)
+            attention.plan(batch, sharding, like=like, finite_padding=self._finite_padding)
             for attention in self._attentions
         )
 
@@ -148,7 +151,28 @@ class StaticPack:
 
     def sharding(self, batch: PackedBatch) -> Sharding:
         """The sharding of a batch on the host, padded to the capacity."""
-        return Sharding(self.padded(batch), self._attentions[0].comm.size, self._strategy)
+        return self._attentions[0].sharding(self.padded(batch), self._strategy)
+
+
+def check_method(attention: CPAttention, strategy: str | None, impl: str) -> None:
+    """Raises ValueError where rows cannot be spread like this, or not with graphs of this impl, of changing batches.
+
+    The latter is where what travels depends on the lengths, or where more is planned than one key buffer.
+    """
+    sharding = attention.sharding(PackedBatch([0]), strategy)
+    if impl == "none":
+        return
+    if (sharding.outer or sharding).by_runs:
+        raise ValueError(
+            f"sharding is 'balanced' and the impl of the CUDA graphs {impl!r}, wanted 'dual_chunk' or 'contiguous' "
+            f"with that, as a graph has the sizes of what travels built in; use one of these, or impl 'none'"
+        )
+    if "p2p" in attention.cp_comm_type and attention.comm.size > sharding.inner:
+        raise ValueError(
+            f"cp_comm_type is {attention.cp_comm_type!r} and the impl of the CUDA graphs {impl!r}, wanted "
+            f"'all_gather', 'a2a' or 'a2a+all_gather' with that, as a ring has a plan for every slice; use one of "
+            f"these, or impl 'none'"
+        )
 
 
 def _offsets(batch: PackedBatch, num_offsets: int) -> NDArray[np.int32]:

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from thdattn.comm import nothing
 from thdattn.comm.slices import copy
@@ -24,10 +25,16 @@ from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
-    from thdattn.comm.levels import Levels
     from thdattn.plan import Plan
 
 Wait = Callable[[], None]
+
+
+class Ranks(NamedTuple):
+    """inner: among which heads are exchanged; outer: those among which the rows of this rank's heads are."""
+
+    inner: Comm
+    outer: Comm
 
 
 def obstacle(num_heads: int, num_kv_heads: int, size: int) -> str:
@@ -42,19 +49,21 @@ def obstacle(num_heads: int, num_kv_heads: int, size: int) -> str:
 
 
 def forward(
-    engine: Any, comm: Levels, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
+    engine: Any, comm: Ranks, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
 ) -> Results:
     """Attention of this rank's query rows; see call.py. It keeps what was exchanged, of each group of heads."""
     swap = _Swap(engine, comm.inner, plan, call.num_groups)
     out = engine.empty((len(q), q.shape[1], v.shape[2]), q.dtype)
     lse = engine.empty((q.shape[1], len(q)), lse_dtype(q.dtype))
-    kept, logits = [], []
+    kept, logits, asked = [], [], _between_groups(call, comm.outer)
     with ExitStack() as waits:
         for group, heads in swap.to_heads((q, k, v)):
-            made = call.outer.forward(engine, comm.outer, plan.core, *heads, _inner(call), return_max_logit)
+            made = call.outer.forward(engine, comm.outer, plan.core, *heads, asked, return_max_logit)
             waits.callback(swap.to_rows(group, (made.out,), (out,), (made.lse, lse)))
-            kept.append(Tensors._make((*heads, made.out, made.lse, made.kept)))
+            if call.keeps_keys:
+                kept.append(Tensors._make((*heads, made.out, made.lse, made.kept)))
             logits.append(made.max_logit)
+            del heads, made  # the group after the next one comes now
     max_logit = engine.empty((q.shape[1],), np.float32) if return_max_logit else None
     if return_max_logit:
         comm.inner.all_gather(joined(logits), max_logit)
@@ -62,13 +71,13 @@ def forward(
 
 
 def backward(
-    engine: Any, comm: Levels, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool
+    engine: Any, comm: Ranks, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool
 ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
     """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are there with dq."""
     q, k, v, out, lse, kept = saved
-    swap = _Swap(engine, comm.inner, plan, call.num_groups)
+    swap = _Swap(engine, comm.inner, plan, len(kept) if kept else call.num_groups)
     dq, dk, dv = (engine.empty(x.shape, x.dtype) for x in (q, k, v))
-    asked = _inner(call)
+    asked = _between_groups(call, comm.outer)
     if swap.deal(k.shape[1]).sharers > 1:
         asked = asked._replace(grad_dtype=np.promote_types(k.dtype, np.float32))
     exchanged = swap.to_heads((dout,)) if kept else swap.to_heads((dout, q, k, v, out), lse)
@@ -77,34 +86,54 @@ def backward(
             tensors = kept[group] if kept else Tensors._make((*others, None))
             dq_heads, sums = call.outer.backward(engine, comm.outer, plan.core, dout_heads, tensors, asked, True)
             waits.callback(swap.to_rows(group, (dq_heads, *sums()), (dq, dk, dv)))
+            del dout_heads, others, tensors, dq_heads, sums
     return dq, lambda: (dk, dv)
 
 
-def memory(engine: Any, comm: Levels, plan: Plan, layer: Layer, outer: Any) -> Memory:
+def memory(engine: Any, comm: Ranks, plan: Plan, layer: Layer, outer: Any) -> Memory:
     """Bytes of all that forward and backward make, for a layer with this plan, which needs no arrays."""
-    size, groups, rows = comm.inner.size, layer.num_groups, plan.local_rows
-    heads, kv_heads = layer.num_heads // size, max(1, layer.num_kv_heads // size)
+    assert plan.core is not None
+    size, groups, rows, alone = comm.inner.size, layer.num_groups, plan.local_rows, comm.outer.size == 1
+    here, there = (_Deal(n, size, groups if n >= size else 1) for n in (layer.num_heads, layer.num_kv_heads))
     inside = outer.memory(engine, comm.outer, plan.core, layer._replace(
-        num_heads=heads // groups, num_kv_heads=kv_heads // groups, num_groups=1))
+        num_heads=here.share, num_kv_heads=there.share, num_groups=1, keeps_keys=layer.keeps_keys and not alone))
 
-    def of(num_rows: int, num_heads: int) -> list[int]:
-        return [num_bytes((num_rows, num_heads, width), layer.dtype) for width in plan.head_dims]
+    def of(num_rows: int, num_heads: int, dtype: DTypeLike = layer.dtype) -> list[int]:
+        return [num_bytes((num_rows, num_heads, width), dtype) for width in plan.head_dims]
 
     (queries, outs), (keys, values) = of(rows, layer.num_heads), of(rows, layer.num_kv_heads)
-    there, back = of(size * rows, heads), of(size * rows, kv_heads)
-    lse = num_bytes((layer.num_heads, rows), lse_dtype(layer.dtype))
+    lse_type, ahead = lse_dtype(layer.dtype), min(groups, 2)  # while one group is computed, the next is on its way
+    lse = num_bytes((layer.num_heads, rows), lse_type)
+    # Of a group's heads of all rows: what comes, what goes back, what comes in the backward, and what goes back then.
+    qkv, results = queries // groups + sum(of(size * rows, there.share)), (outs + lse) // groups
+    asked = outs // groups + (0 if layer.keeps_keys else qkv + results)
+    sums = sum(of(size * rows, there.share, lse_type if there.sharers > 1 else layer.dtype))
+    grads = queries // groups + sums
+    most, heads = max(qkv, results, asked, grads), 0 if layer.keeps_keys else ahead * qkv + results
+
+    sizes = most // size * (1 - np.eye(size, dtype=np.int64))
+    exchange = comm.inner.exchange_bytes(sizes, most // size * (size - 1))
+    forward = {**inside.forward, **{name: x + inside.forward.get(name, 0) for name, x in exchange.items()}}
+    backward = inside.backward | {"gradients of all rows": ahead * asked + grads - heads}
+    if heads:
+        forward["heads of all rows"] = heads
+    if plan.sharding.outer is None:
+        forward["plan"] += engine.plan_bytes(plan) + 4 * (plan.batch.total_rows + 1)
+        forward["heads in another order"] = max(most, ahead * qkv * layer.keeps_keys)
+    elif alone and plan.core.key_rows < size * rows:
+        backward["gradients behind which zeros are put"] = sums
+    if there.sharers > 1:
+        backward["shares of dk and dv of ranks"] = sum(of(rows, size, lse_type))
     saved = {"q": queries, "k": keys, "v": values, "out": outs, "lse": lse}
-    exchanged = {"heads of all rows": sum(there) + sum(back) + lse}
     if layer.keeps_keys:
-        saved |= exchanged | {name: groups * x for name, x in inside.saved.items() if name == "kept keys"}
-    return Memory(inside.forward | ({} if layer.keeps_keys else exchanged),
-                  inside.backward | {"gradients of heads": (there[1] + there[0] + sum(back)) // groups},
-                  saved, {"dq": queries, "dk": keys, "dv": values})  # fmt: skip
+        saved["kept heads"] = groups * (qkv + results)
+        saved |= {name: groups * x for name, x in inside.saved.items() if name == "kept keys"}
+    return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
 
 
-def _inner(call: Call) -> Call:
-    """What is asked of the method between groups of ranks, for one group of heads."""
-    return call._replace(num_groups=1, outer=None)
+def _between_groups(call: Call, outer: Comm) -> Call:
+    """What is asked of the method between groups of ranks, for one group of heads. One group alone gathers no keys."""
+    return call._replace(num_groups=1, outer=None, keeps_keys=call.keeps_keys and outer.size > 1)
 
 
 class _Deal(NamedTuple):
@@ -170,8 +199,9 @@ class _Swap:
             if group + 1 < self._num_groups:
                 coming = self._to_heads(group + 1, xs, lse)
             wait()
+            pairs = self._in_sequence_order(pairs)
             try:
-                yield group, [pair.some_heads for pair in self._in_sequence_order(pairs)]
+                yield group, [pair.some_heads for pair in pairs]
             except GeneratorExit:
                 coming[1]()
                 raise
@@ -236,14 +266,14 @@ class _Swap:
         np.fill_diagonal(sizes, 0)
         return comm.exchange(sends, recvs, sizes)
 
-    def _in_sequence_order(self, pairs: Sequence[_Pair]) -> Sequence[_Pair]:
+    def _in_sequence_order(self, pairs: list[_Pair]) -> list[_Pair]:
         """With all rows as attention takes them, which slices of shares are already."""
         if self._plan.sharding.outer is not None:
             return pairs
-        inverse = self._plan.once("inverse of rank_order", lambda: _inverse(self._plan))
+        inverse = self._plan.once("inverse of rank_order", lambda: _inverse(self._engine, self._plan))
         return [_reordered(pair, inverse) for pair in pairs]
 
-    def _in_rank_order(self, pairs: Sequence[_Pair]) -> Sequence[_Pair]:
+    def _in_rank_order(self, pairs: list[_Pair]) -> list[_Pair]:
         """With all rows as ranks have them."""
         if self._plan.sharding.outer is not None:
             return pairs
@@ -252,18 +282,23 @@ class _Swap:
 
     def _padded(self, y: Any, num_rows: int) -> Any:
         """An array with rows of zeros behind its own, where all ranks have more rows than there are keys."""
-        if len(y) == num_rows or not self._plan.sharding.outer is not None:
+        if len(y) == num_rows or self._plan.sharding.outer is None:
             return y
         whole = self._engine.empty((num_rows, *y.shape[1:]), y.dtype)
         whole[: len(y)], whole[len(y) :] = y, 0
         return whole
 
 
-def _inverse(plan: Plan) -> Any:
-    """Which row in rank order every row in sequence order is, each of which a rank owns."""
+def _inverse(engine: Any, plan: Plan) -> Any:
+    """Which row in rank order every row in sequence order is, each of which a rank owns; follows the plan."""
     order = plan.rank_order
-    inverse = np.empty_like(order, shape=(plan.batch.total_rows + 1,))
-    inverse[order] = np.arange(len(order), dtype=order.dtype, like=order)  # of fillers, -1, to the last place
+    inverse = engine.empty((plan.batch.total_rows + 1,), order.dtype)
+    places = np.arange(len(order), dtype=order.dtype, like=order)
+
+    def make() -> None:
+        inverse[order] = places  # of fillers, -1, to the last place
+
+    plan.make(make)
     return inverse[:-1]
 
 
@@ -274,7 +309,7 @@ def _reordered(pair: _Pair, rows: Any) -> _Pair:
         none = x.dtype.type(-np.inf)
         return pair._replace(some_heads=np.where(rows < 0, none, np.take(x, np.maximum(rows, 0), 1)))
     words = np.take(x.view(f"u{x.itemsize}"), np.maximum(rows, 0), 0)  # CuPy does not index every dtype
-    words[rows < 0] = 0
+    words *= (rows >= 0)[:, None, None]  # NOTE: not words[rows < 0] = 0, for which CuPy counts the rows on the host
     return pair._replace(some_heads=words.view(x.dtype))
 
 

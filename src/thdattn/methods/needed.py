@@ -3,6 +3,9 @@
 Most documents are whole on one rank then. Each rank sends the rows that the others need, in one exchange, and lays what
 it gets among its own; what it makes of their gradients goes back the same way, and the owner adds it up in float32.
 
+Where much travels, it is hidden: tiles of queries that see no row of another rank come first and are done meanwhile; in
+the backward, tiles of keys that have such rows come first, so that their gradients travel while the others are done.
+
 Source: MagiAttention, arXiv:2505.13211, group collectives.
 """
 
@@ -24,13 +27,19 @@ if TYPE_CHECKING:
 
 Wait = Callable[[], None]
 
+WORTH_HIDING = 4 * 2**20  # bytes of a rank's messages; fewer are there sooner than one more launch has paid for its end
+
 
 def forward(
     engine: Any, comm: Comm, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
 ) -> Results:
     """Attention of this rank's query rows over the keys that they see; see call.py."""
-    keys = _fetched(engine, comm, plan, k, v, keep=call.keeps_keys)
-    out, lse, max_logit = engine.attn_fwd(q, *keys, plan, call.softmax_scale, return_max_logit)
+    hidden = is_worth_hiding(comm, plan, (k, v), k.dtype)
+    keys, arrive = _on_their_way(engine, comm, plan, k, v, call.keeps_keys, hidden)
+    if not hidden:
+        arrive()
+    out, lse, max_logit = engine.attn_fwd(
+        q, *keys, plan, call.softmax_scale, return_max_logit, halfway=arrive if hidden else None)
     if return_max_logit:
         comm.all_reduce(max_logit, "max")
     return Results(out, lse, max_logit, keys if call.keeps_keys else None)
@@ -41,21 +50,31 @@ def backward(
 ) -> tuple[Any, Coming]:
     """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are on their way with dq."""
     q, k, v, out, lse, kept = saved
-    keys = kept or _fetched(engine, comm, plan, k, v, keep=False)
+    keys = kept or _on_their_way(engine, comm, plan, k, v, keep=False, hidden=False)[1]()
     alone = plan.needs_own_rows
     sum_dtype = call.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
+    hidden, coming = is_worth_hiding(comm, plan, (k, v), sum_dtype), []
+
+    def send(*shares: Any) -> None:
+        back, wait = _sent_back(engine, comm, plan, shares)
+
+        def made() -> tuple[Any, Any]:
+            if alone:
+                return shares[0], shares[1]
+            dk, dv = (engine.empty(x.shape, x.dtype) for x in (k, v))
+            engine.add_shares(shares, back, plan, (dk, dv))
+            return dk, dv
+
+        coming.append(Coming(wait, made))
+
+    # The engine's own stay until the next call, which may be another layer's before these are asked for.
+    lasting = None if at_once else [engine.empty(x.shape, sum_dtype) for x in keys]
     dq, *shares = engine.attn_bwd(
-        dout, q, *keys, out, lse, plan, call.softmax_scale, sum_dtype, call.deterministic)
-    back, wait = _sent_back(engine, comm, plan, shares)
-
-    def made() -> tuple[Any, Any]:
-        if alone:
-            return shares[0], shares[1]
-        dk, dv = (engine.empty(x.shape, x.dtype) for x in (k, v))
-        engine.add_shares(shares, back, plan, (dk, dv))
-        return dk, dv
-
-    return dq, Coming(wait, made)
+        dout, q, *keys, out, lse, plan, call.softmax_scale, sum_dtype, call.deterministic,
+        (engine.empty(q.shape, q.dtype), lasting), halfway=send if hidden else None)
+    if not hidden:
+        send(*shares)
+    return dq, coming[0]
 
 
 def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
@@ -68,7 +87,8 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
 
     queries, outs = rows_of(plan.local_rows, layer.num_heads, layer.dtype)
     keys, values = rows_of(plan.local_rows, heads, layer.dtype)
-    there = sum(rows_of(plan.key_rows, heads, layer.dtype))
+    alone = plan.needs_own_rows
+    there = 0 if alone else sum(rows_of(plan.key_rows, heads, layer.dtype))
     lse = num_bytes((layer.num_heads, plan.local_rows), sum_dtype)
     messages = routes.num_sent + routes.num_received
     row_bytes = sum(rows_of(1, heads, layer.dtype)), sum(rows_of(1, heads, sum_dtype))
@@ -81,30 +101,61 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     layer = layer._replace(num_groups=1)
     forward |= engine.forward_bytes(plan, layer)
     backward = {"shares on their way": messages * row_bytes[1]}
-    backward |= engine.backward_bytes(plan, layer, sum_dtype, num_made=1)
+    backward |= engine.backward_bytes(plan, layer, layer.dtype if alone else sum_dtype, num_made=1)
+    if alone:
+        backward.pop("shares of dk and dv", None)  # which are dk and dv
     saved = {"q": queries, "k": keys, "v": values, "out": outs, "lse": lse}
     if layer.keeps_keys:
         saved["kept keys"] = there
     return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
 
 
-def _fetched(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, keep: bool) -> tuple[Any, Any]:
-    """This rank's key buffers: k and v themselves, new ones if they are kept, or those of the plan."""
+def is_worth_hiding(comm: Comm, plan: Plan, like: Sequence[Any], dtype: Any) -> bool:
+    """Whether so much comes to this rank, or goes back from it, beside kernels; other ranks may choose otherwise."""
+    assert plan.routes is not None
+    return comm.overlaps and plan.routes.num_received * _row_bytes(like, dtype) >= WORTH_HIDING
+
+
+def _on_their_way(
+    engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, keep: bool, hidden: bool
+) -> tuple[tuple[Any, Any], Coming]:
+    """This rank's key buffers, and what waits for their rows of other ranks and returns them too.
+
+    They are k and v themselves, new ones if they are kept, or those of the plan. Rows that are `hidden`, because others
+    are computed meanwhile, are zeros until then: products meet all rows of a tile, and 0 * NaN would spread.
+    """
     assert plan.routes is not None
     routes = plan.routes
     if plan.needs_own_rows:
-        _exchange(comm, ((k, v), routes.sent), ((k, v), routes.received), routes.table, k.dtype)()  # the others' one
-        return k, v
+        wait = _exchange(comm, ((k, v), routes.sent), ((k, v), routes.received), routes.table, k.dtype)  # the others'
+        return (k, v), Coming(wait, lambda: (k, v))
     sends, recvs = (_buffers(plan, name, number, (k, v), k.dtype)
                     for name, number in (("sent", routes.num_sent), ("received", routes.num_received)))
-    into = [engine.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k, v)] if keep else _buffers(
+    keys, values = [engine.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k, v)] if keep else _buffers(
         plan, "needed", plan.key_rows, (k, v), k.dtype)
+    into = keys, values
     engine.pack_rows((k, v), plan.arrays.sends, sends)
     wait = _exchange(comm, (sends, routes.sent), (recvs, routes.received), routes.table, k.dtype)
     engine.place_rows((k, v), plan.rank_order[routes.num_received :], plan, into)  # meanwhile
-    wait()
-    engine.place_rows(recvs, plan.rank_order[: routes.num_received], plan, into)
-    return into[0], into[1]
+    theirs = plan.rank_order[: routes.num_received]
+    if hidden:
+        engine.place_rows([_zeros(engine, plan, x) for x in recvs], theirs, plan, into)
+
+    def placed() -> tuple[Any, Any]:
+        engine.place_rows(recvs, theirs, plan, into)
+        return into
+
+    return into, Coming(wait, placed)
+
+
+def _zeros(engine: Any, plan: Plan, like: Any) -> Any:
+    """An array of the same shape and dtype, of whose rows memory has one."""
+    def made() -> Any:
+        row = engine.empty(like.shape[1:], like.dtype)
+        row[...] = 0
+        return row
+
+    return np.broadcast_to(plan.once(("zeros", like.shape[1:], like.dtype), made), like.shape)
 
 
 def _sent_back(engine: Any, comm: Comm, plan: Plan, shares: Sequence[Any]) -> tuple[list[Any], Wait]:
@@ -131,9 +182,12 @@ def _exchange(
     """Starts to send rows that lie rank after rank, and to receive others; how many, the table says of all ranks."""
     if not table.any():
         return nothing
-    arrays, _ = sends
-    row_bytes = sum(num_bytes(x.shape[1:], dtype) for x in arrays)
-    return comm.exchange(_by_rank(*sends), _by_rank(*recvs), table * row_bytes)
+    return comm.exchange(_by_rank(*sends), _by_rank(*recvs), table * _row_bytes(sends[0], dtype))
+
+
+def _row_bytes(like: Sequence[Any], dtype: Any) -> int:
+    """Of a row of keys and one of values."""
+    return sum(num_bytes(x.shape[1:], dtype) for x in like)
 
 
 def _by_rank(arrays: Sequence[Any], num_rows: NDArray[Any]) -> list[tuple[Any, int]]:

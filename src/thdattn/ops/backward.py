@@ -7,7 +7,7 @@ thd_attn_bwd without dq and thd_attn_bwd_dq.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import cupy
@@ -18,11 +18,13 @@ from thdattn import jit
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Gpu, Launch, layout
+from thdattn.ops.plan import parts_of
 from thdattn.ops.rows import reorder
 from thdattn.plan import Plan, shares_bytes
 from thdattn.structs import BACKWARD_SIZE, GRADIENTS
 from thdattn.tiles import STATS_ROWS, TILES, BackwardWideSm90, Tiles
 
+Halfway = Callable[[Array, Array], None]
 GradDtypes = tuple[str, np.dtype[Any]]  # of dq, to which is added where it is float32, and of dk and dv
 MAX_SHARES = 2**15 - 1  # of one accumulator; kClaimed of kernels/hopper/backward_common.cuh
 
@@ -30,13 +32,14 @@ MAX_SHARES = 2**15 - 1  # of one accumulator; kClaimed of kernels/hopper/backwar
 def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
     kv_grad_dtype: DTypeLike, deterministic: bool,
-    into: tuple[Array, Sequence[Array] | None] | None = None, merge: bool = False,
+    into: tuple[Array, Sequence[Array] | None] | None = None, merge: bool = False, halfway: Halfway | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of attn_fwd; dk and dv are this rank's share, which stay until the next call. See reference.attn_bwd.
 
     Where dq comes from several tiles of keys, it is accumulated in float32, and rounded once. `deterministic`: on
     Hopper up to head dims 192/128, thread blocks wait for each other to add from the last tile of keys to the first;
-    elsewhere dq has a kernel of its own, for 1.4 times the matrix products.
+    elsewhere dq has a kernel of its own, for 1.4 times the matrix products. Where blocks wait in the order of tiles of
+    keys, all tiles are done before `halfway`.
     """
     dkv_dtype = np.dtype(kv_grad_dtype)
     dq, shares = into or (launch.empty(q.shape, q.dtype), None)
@@ -45,19 +48,22 @@ def attn_bwd(
         dk[...], dv[...] = 0, 0
         if not merge:
             dq[...] = 0
+        if halfway is not None:
+            halfway(dk, dv)
         return dq, dk, dv
     gpu, row = launch.this_gpu(), TILES[q.shape[2], v.shape[2]]
     hopper = _is_hopper(gpu, row, deterministic)
     if not hopper and not q.flags.c_contiguous:  # the portable kernels take whole rows
         dout, q, out = map(cupy.ascontiguousarray, (dout, q, out))
     launches = plan.once(
-        ("backward", *layout(q, k, v), dq.dtype, dkv_dtype, deterministic, shares is None),
+        ("backward", *layout(q, k, v), dq.dtype, dkv_dtype, deterministic, shares is None,
+         halfway is None),
         lambda: (_Hopper if hopper else _Portable)(
-            gpu, row, q, k, v, plan, (dq.dtype.name, dkv_dtype), deterministic, shares is None))
+            gpu, row, q, k, v, plan, (dq.dtype.name, dkv_dtype), deterministic, shares is None, halfway is not None))
     whole = dq
     if launch.row_heads(dq) != launch.row_heads(q):
         whole = cupy.ascontiguousarray(dq) if merge else launch.empty(q.shape, q.dtype)
-    dk, dv = launches(dout, q, k, v, out, lse, plan, np.float32(softmax_scale), whole, shares)
+    dk, dv = launches(dout, q, k, v, out, lse, plan, np.float32(softmax_scale), whole, shares, halfway)
     if whole is not dq:
         dq[...] = whole
     return dq, dk, dv
@@ -144,8 +150,8 @@ class _Hopper:
     round_dq: Launch | None
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
-                 deterministic: bool, makes_shares: bool) -> None:
-        tiles, dtype, num_tiles, (dq_dtype, dkv_dtype) = row.backward_sm90, q.dtype.name, plan.num_tiles[1], grads
+                 deterministic: bool, makes_shares: bool, in_two: bool) -> None:
+        tiles, dtype, (dq_dtype, dkv_dtype) = row.backward_sm90, q.dtype.name, grads
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows, wide = num_heads // num_kv_heads, _stats_rows(num_rows), isinstance(tiles, BackwardWideSm90)
         room = _accum(gpu, row, plan, num_heads, num_kv_heads, dkv_dtype, deterministic, makes_shares)
@@ -159,27 +165,33 @@ class _Hopper:
         # The first share of a claimed accumulator is stored; only semaphores have to be zero. Wide heads claim no dq.
         stats, self.delta = _delta(row, q, v, plan, rest_of_accum if wide else semaphores)
 
-        together = 1 if deterministic else tiles.together
-        order, how = scheduler.schedule(gpu, plan, plan.arrays.key_tiles, splits, together)
-        if deterministic:  # a block that waits for others finds them at work
-            order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
-        size = np.array((num_rows, num_keys, stats_rows, num_tiles, splits, *how, group // room.num_splits,
-                         group, num_kv_heads, room.semaphore_rows, launch.row_heads(q)), BACKWARD_SIZE)[()]
+        fixed: tuple[Any, ...] = self.dq_accum, stats
+        if wide:
+            kernel = row.thd_attn_bwd_wide_sm90(dtype, dq_dtype, dkv_dtype.name)
+        else:
+            kernel = row.thd_attn_bwd_sm90(dtype, dq_dtype, dkv_dtype.name, deterministic)
+            fixed = self.dq_accum, semaphores, stats, plan.key_ranges
         shares = shares_of(row, plan)
-        rest = plan.query_ranges, shares, order, cupy.zeros(1, np.int32), size
-        grid = (min(gpu.multiprocessors, num_tiles * splits),)
+
+        def main_of(orders: Array) -> Launch:
+            num_tiles = orders.shape[1]
+            order, how = scheduler.schedule(gpu, plan, orders, splits, 1 if deterministic else tiles.together)
+            if deterministic:  # a block that waits for others finds them at work
+                order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
+            size = np.array((num_rows, num_keys, stats_rows, num_tiles, splits, *how, group // room.num_splits,
+                             group, num_kv_heads, room.semaphore_rows, launch.row_heads(q)), BACKWARD_SIZE)[()]
+            return Launch(jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * splits),), 512,
+                          (*fixed, plan.query_ranges, shares, order, cupy.zeros(1, np.int32), size))
+
+        self.mains = [main_of(orders) for orders in _parts(plan, in_two and not deterministic)]
         self.boxes, self.round_dq = (tiles.tile_m, tiles.tile_n, tiles.tile_n, tiles.tile_m), None
         if wide:
-            main = jit.kernel(*row.thd_attn_bwd_wide_sm90(dtype, dq_dtype, dkv_dtype.name))
-            self.main = Launch(main, grid, 512, (self.dq_accum, stats, *rest))
-            round_dq = jit.kernel(*row.thd_attn_round_wide_sm90(dq_dtype))
+            round_dq, size = jit.kernel(*row.thd_attn_round_wide_sm90(dq_dtype)), self.mains[0].fixed[-1]
             self.round_dq = Launch(round_dq, (stats_rows // 64, num_heads), 128, (shares, size))
-        else:
-            main = jit.kernel(*row.thd_attn_bwd_sm90(dtype, dq_dtype, dkv_dtype.name, deterministic))
-            self.main = Launch(main, grid, 512, (self.dq_accum, semaphores, stats, plan.key_ranges, *rest))
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
-                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None) -> tuple[Array, Array]:
+                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None,
+                 halfway: Halfway | None) -> tuple[Array, Array]:
         if shares is None:
             dkv = self.dkv_accum if self.dkv_dtype == np.float32 else launch.empty((k.size + v.size,), self.dkv_dtype)
             shares = _dk_dv(dkv, k, v)
@@ -189,8 +201,8 @@ class _Hopper:
             q, dout = without_padding((q, dout), ("q", "dout"), plan)
         inputs = launch.tensor_maps((q, k, v, dout), self.boxes)
         accum = _dk_dv(self.dkv_accum, k, v) if self.dkv_accum.size else (dk, dv)
-        grads = dk, dv, *accum, self.grad_semaphores
-        self.main(*inputs, dq, np.array(tuple(x.data.ptr for x in grads), GRADIENTS)[()], softmax_scale)
+        grads = np.array(tuple(x.data.ptr for x in (dk, dv, *accum, self.grad_semaphores)), GRADIENTS)[()]
+        _in_turn(self.mains, (*inputs, dq, grads, softmax_scale), (dk, dv), halfway)
         if self.round_dq is not None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
         return dk, dv
@@ -226,17 +238,18 @@ class _Portable:
     """The launches on every GPU: dq is accumulated in float32 and rounded, or has a kernel of its own."""
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
-                 deterministic: bool, makes_shares: bool) -> None:
+                 deterministic: bool, makes_shares: bool, in_two: bool) -> None:
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _), dtype = q.shape, k.shape, q.dtype.name
         dq_dtype, self.dkv_dtype = grads
         self.dq_accum = plan.buffer("dq_accum", _dq_accum_shape(num_rows, num_heads, row, deterministic), np.float32)
         stats, self.delta = _delta(row, q, v, plan, self.dq_accum)
         sizes = tuple(map(np.int32, (num_rows, num_keys, _stats_rows(num_rows), num_heads // num_kv_heads)))
-        tiles, order = row.backward_for(gpu.shared_bytes), plan.arrays.key_tiles[1]
-        self.main = Launch(
-            jit.kernel(*row.thd_attn_bwd(dtype, self.dkv_dtype.name, not deterministic, tiles)),
-            (len(order), num_kv_heads), 2 * tiles.tile_n * tiles.column_warps,
-            (stats, self.dq_accum, plan.key_ranges, plan.query_ranges, order, *sizes))
+        tiles = row.backward_for(gpu.shared_bytes)
+        main = jit.kernel(*row.thd_attn_bwd(dtype, self.dkv_dtype.name, not deterministic, tiles))
+        self.mains = [Launch(
+            main, (orders.shape[1], num_kv_heads), 2 * tiles.tile_n * tiles.column_warps,
+            (stats, self.dq_accum, plan.key_ranges, plan.query_ranges, orders[1], *sizes))
+            for orders in _parts(plan, in_two)]
         self.dq = None if not deterministic else Launch(
             jit.kernel(*row.thd_attn_bwd_dq(dtype, dq_dtype)), (-(-num_rows // row.backward_dq.tile_m), num_heads),
             32 * row.backward_dq.warps, (stats, plan.key_ranges, plan.query_ranges, *sizes))
@@ -244,15 +257,33 @@ class _Portable:
             jit.kernel(*row.thd_attn_round(dq_dtype)), (-(-q.size // 2048),), 256, (np.uint64(q.size // 8),))
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
-                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None) -> tuple[Array, Array]:
+                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None,
+                 halfway: Halfway | None) -> tuple[Array, Array]:
         dk, dv = shares or [launch.empty(x.shape, self.dkv_dtype) for x in (k, v)]
         self.delta(out, dout, lse, softmax_scale)
-        self.main(q, k, v, dout, dk, dv, softmax_scale)
+        _in_turn(self.mains, (q, k, v, dout, dk, dv, softmax_scale), (dk, dv), halfway)
         if self.dq is None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
         else:
             self.dq(q, k, v, dout, dq, softmax_scale)
         return dk, dv
+
+
+def _parts(plan: Plan, in_two: bool) -> list[Array]:
+    """The orders of all tiles of keys; or of those that have rows of other ranks, and of the others."""
+    tiles = plan.arrays.key_tiles
+    return parts_of(tiles, ~plan.foreign_tiles[1]) if in_two else [tiles]
+
+
+def _in_turn(mains: Sequence[Launch], args: tuple[Any, ...], shares: tuple[Array, Array],
+             halfway: Halfway | None) -> None:
+    """What makes dk and dv, and after the first of it `halfway`."""
+    first, *others = mains
+    first(*args)
+    if halfway is not None:
+        halfway(*shares)
+    for main in others:
+        main(*args)
 
 
 def _stats_rows(num_rows: int) -> int:

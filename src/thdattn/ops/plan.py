@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import cupy
 import cupyx
 import numpy as np
+from numpy.typing import NDArray
 
 from thdattn import jit
 from thdattn.ops import launch
@@ -24,7 +25,7 @@ from thdattn.tiles import PLAN_KERNELS
 
 POISON_BLOCKS = 64  # of 256 threads, which soon end where all is well
 _ORDER_INTS = 5  # of a tile: its places in two orders, and three of its cost
-_CHECK, _ROWS, _PIECES, _RANGES, _TILE_COST, _TILE_ORDER, _POISON = PLAN_KERNELS
+_CHECK, _ROWS, _PIECES, _RANGES, _TILE_COST, _TILE_ORDER, _PARTS, _POISON = PLAN_KERNELS
 
 
 def plan_arrays(
@@ -300,6 +301,20 @@ def _arrays(
     return PlanArrays(rows.rows, rows.positions, rows.valid, key_ranges, query_ranges, query_tiles=query_tiles,
                       key_tiles=key_tiles, all_rows=in_order, lengths=lengths, offsets=rows.offsets,
                       stream=cupy.cuda.get_current_stream(), **side)
+
+
+def parts_of(tiles: Array, second: NDArray[np.bool_]) -> list[Array]:
+    """Tiles of one side in two parts, each with its two orders, one of which may be empty.
+
+    Args:
+        tiles: (2, tiles), as PlanArrays has them.
+        second: (tiles,), whether each tile is of the second part.
+    """
+    count, num_first = len(second), int(len(second) - second.sum())
+    made = launch.empty((2 * count,), np.int32)
+    _make(None, _PARTS, (_blocks(32 * count), 2), (
+        made, tiles, cupy.asarray(second.astype(np.int32)), *map(np.int32, (count, num_first))))
+    return [made[: 2 * num_first].reshape(2, num_first), made[2 * num_first :].reshape(2, count - num_first)]
 
 
 _NONE = np.uint64(0)  # instead of an array

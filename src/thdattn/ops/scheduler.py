@@ -18,7 +18,7 @@ def schedule(gpu: Gpu, plan: Plan, orders: Array, num_heads: int, together: int)
     at the same time. Many, one after another, for the L2 cache; the heads of a row lie side by side in memory, so short
     sequences take many together.
     """
-    last, in_sight = min(num_heads, -(-3 * gpu.multiprocessors // orders.shape[1])), _queries_in_sight(plan)
+    last, in_sight = min(num_heads, -(-3 * gpu.multiprocessors // max(1, orders.shape[1]))), _queries_in_sight(plan)
     pairs = plan.expected_pairs or 0
     if in_sight and plan.batch.total_rows * plan.key_rows <= 2 * FEW_SEQUENCES * pairs:
         return orders[1], (together, last)

@@ -336,7 +336,7 @@ __device__ __forceinline__ void consume_forward(
       store_row<1>(out_row + 8 * pitch, acc_out, scale[1], row + 8 < size.q_rows);
     }
     for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
-    const size_t index = ((size_t)query_tile.head * size.num_tiles + query_tile.tile) * kConsumers + consumer;
+    const size_t index = ((size_t)query_tile.tile * size.num_heads + query_tile.head) * kConsumers + consumer;
     if (lane == 0) max_logits[index * 4 + warp] = largest;
   }
 }
@@ -352,9 +352,9 @@ __device__ __forceinline__ void consume_forward(
 //
 // The contract is that of thd_attn_fwd, except that padding rows of k and v must hold finite numbers: a copy by tensor
 // map cannot leave rows out (the pipeline sets them to zero).
-// max_logits (num_heads, tiles, 4 * kConsumers)
+// max_logits (all tiles of queries, num_heads, 4 * kConsumers)
 // maps of boxes of 64 * kConsumers rows of q, and of kTileN rows of k and v
-// tile_order: see scheduled_tile; counter: one int, zero, and zero again after the kernel
+// tile_order: of some tiles or all, see scheduled_tile; counter: one int, zero, and zero again after the kernel
 // Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers), shared memory
 // kSharedBytes.
 template <typename T, typename Out, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages,

@@ -5,6 +5,19 @@ struct PortableForwardShared {
   T q[kTileM * (kHeadDim + kPad)], k[kTileN * (kHeadDim + kPad)], v[kTileN * (kVHeadDim + kPad)];
 };
 
+// Hides the keys that a query does not see; ranges are those of the thread's query rows.
+template <int kFragments, int kBlocks>
+__device__ __forceinline__ void hide(float (&score)[kFragments][kBlocks][4], const int2* range, int first_key) {
+  const int column = first_key + threadIdx.x % 4 * 2;
+  #pragma unroll
+  for (int f = 0; f < kFragments; ++f)
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (!contains(range[16 * f + e / 2 * 8], column + n * 8 + e % 2)) score[f][n][e] = -kInfinity;
+}
+
 // Attention of one tile of query rows of one head over every key in their ranges, with an online softmax
 // (FlashAttention-2).
 //
@@ -18,8 +31,8 @@ struct PortableForwardShared {
 // out (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows): natural log of the softmax sum, -inf on padding rows
 // Where Out is float, both hold the attention over other keys, 0 and -inf if there was none, and it becomes that over
 // all keys; rows that see none here stay.
-// max_logits (num_heads, tiles * kWarps): largest scaled score of each warp's rows, -inf if they are all padding
-// key_ranges (q_rows), query_ranges (k_rows); tile_order: query tiles, the longest first
+// max_logits (all tiles, num_heads, kWarps): largest scaled score of each warp's rows, -inf if they are all padding
+// key_ranges (q_rows), query_ranges (k_rows); tile_order: some query tiles or all, the longest first
 // Launch: grid (tiles, num_heads), block 32 * kWarps, shared memory kSharedBytes.
 template <typename T, typename Out, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kFragments,
           int kSharedBytes>
@@ -90,16 +103,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     copies_commit();
 
     if (in_sight) {
-      if (!interior) {
-        #pragma unroll
-        for (int f = 0; f < kFragments; ++f)
-          #pragma unroll
-          for (int n = 0; n < kBlocks; ++n)
-            #pragma unroll
-            for (int e = 0; e < 4; ++e)
-              if (!contains(my_range[16 * f + e / 2 * 8], n0 + n * 8 + lane % 4 * 2 + e % 2))
-                score[f][n][e] = -kInfinity;
-      }
+      if (!interior) hide(score, my_range, n0);
       // Online softmax on unscaled scores. The maximum of a row that has seen no key yet stays -inf, and 0 stands in
       // for it.
       const float scale_log2 = softmax_scale * kLog2e;
@@ -166,7 +170,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     }
   }
   for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
-  if (lane == 0) max_logits[((size_t)head * gridDim.x + tile) * kWarps + warp] = largest;
+  if (lane == 0) max_logits[((size_t)tile * gridDim.y + head) * kWarps + warp] = largest;
   if (kMerges) return;
   __syncwarp();
   for (int c = lane; c < kWarpRows * kOutBlocks; c += kWarp) {

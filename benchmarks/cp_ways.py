@@ -1,0 +1,206 @@
+"""What bench_cp.py times: attention layers over the ranks that there are, or that they behave as, and on one GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import cp_methods
+import cupy
+import numpy as np
+import peers
+import record
+from cp_methods import INNER, USUAL, Method, Traffic
+from cp_record import ONE
+from rank_of import as_rank_of, exchanging
+from workloads import Case
+
+import thdattn
+from thdattn import ops
+from thdattn.comm import Comm, SingleComm
+from thdattn.graphs import CudaGraphConfig, Graphs
+
+
+class Timed(Protocol):
+    """One attention layer; backward follows the last forward."""
+
+    def forward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+
+class Ranks(NamedTuple):
+    """The ranks that there are, and those that they behave as.
+
+    real: the comm of the former. size: number of the latter.
+    gathering: among the latter, for keys of all ranks; the real one where they are the same.
+    levels: (inner, outer) of the real ones; None: too few, or others are played.
+    played: which two of the latter the former are where rows are not spread evenly; None: those with most work.
+    """
+
+    real: Comm
+    size: int
+    gathering: Comm
+    levels: tuple[Comm, Comm] | None
+    played: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, real: Comm, size: int, played: tuple[int, int] | None) -> Ranks:
+        if size != real.size:
+            return cls(real, size, as_rank_of(real, size), None, played)
+        groups = real.size >= 2 * INNER and real.size % INNER == 0
+        levels = (real.split(real.rank // INNER), real.split(real.rank % INNER)) if groups else None
+        return cls(real, size, real, levels, None)
+
+    def refusal(self, method: Method, case: Case) -> str:
+        """Why a case cannot be spread so over these; "" if it can."""
+        if method.two_levels and self.size != self.real.size:
+            return "two ranks cannot play two levels"
+        return method.refusal(case, self.size)
+
+    def comm(self, method: Method, case: Case) -> Comm | tuple[Comm, Comm]:
+        """What CPAttention gets for a method."""
+        if method.two_levels:
+            assert self.levels is not None
+            return self.levels
+        if self.size == self.real.size or method == USUAL:
+            return self.gathering
+        return exchanging(self.real, self.size, self.played or self._busiest(method, case))
+
+    def _busiest(self, method: Method, case: Case) -> tuple[int, int]:
+        """The two with most work, in ascending order."""
+        pairs = cp_methods.work(thdattn.Sharding(method.padded(case, self.size), self.size, method.sharding))
+        first, second = sorted(np.argsort(np.array(pairs), kind="stable")[-2:].tolist())
+        return first, second
+
+
+class Layer:
+    """Ours, with as many groups of heads as CPAttention chooses, or as are passed.
+
+    Attributes:
+        attention, plan: of this rank, for the pack padded to what the sharding needs.
+        inputs: this rank's rows.
+    """
+
+    def __init__(
+        self, comm: Comm | tuple[Comm, Comm], case: Case, method: Method = USUAL, head_groups: int | None = None,
+        batch: thdattn.PackedBatch | None = None,
+    ) -> None:
+        self.case, self.method, self.head_groups = case, method, head_groups
+        self.attention = case.attention("cuda", False, comm, head_groups, method.cp_comm_type)
+        self._comms = comm if isinstance(comm, tuple) else (comm,)
+        self.batch = batch or method.padded(case, self.attention.comm.size)
+        self.plan = self.attention.plan(self.batch, method.sharding)
+        self.inputs = peers.draw_inputs(case, self.plan.local_rows)
+
+    def new_plan(self) -> thdattn.Plan:
+        """Of a batch of which nothing is known yet."""
+        return self.attention.plan(self.method.padded(self.case, self.plan.cp_size), self.method.sharding)
+
+    def forward(self) -> None:
+        q, k, v, _ = self.inputs
+        self.out, self.saved = self.attention.forward(q, k, v, self.plan)
+
+    def backward(self) -> None:
+        self.grads = self.attention.backward(self.inputs.dout, self.saved)
+
+    def results(self) -> Sequence[Any]:
+        """out, dq, dk, dv: this rank's rows."""
+        return self.out, *self.grads
+
+    def choices(self) -> record.Row:
+        """The columns of what was chosen, by CPAttention or for it."""
+        keeps = self.attention._keeps(self.plan)
+        return {
+            "method": self.method.cp_comm_type, "sharding": self.method.sharding,
+            "head_groups": str(self.attention._groups(self.plan)), "keep_keys": "yes" if keeps else "no",
+        }  # fmt: skip
+
+    def received(self) -> Traffic:
+        """What comes from other ranks in one call of each, as the comm counts it; said if it is not what has to."""
+        counts = [self._received_so_far()]
+        for call in (self.forward, self.backward):
+            call()
+            counts.append(self._received_so_far())
+        found = Traffic(*np.diff(counts).tolist())
+        wanted = cp_methods.traffic(self.method, self.case, self.plan, self.attention._keeps(self.plan))
+        if found != wanted:
+            print(f"{self.case.name} {self.method}, rank {self.plan.cp_rank}: has received {found}, wanted {wanted}",
+                  file=sys.stderr)  # fmt: skip
+        return found
+
+    def _received_so_far(self) -> int:
+        return sum(comm.received_bytes for comm in self._comms)
+
+
+class Alone:
+    """The attention kernels of a layer, on keys and values of all ranks in sequence order that are there already."""
+
+    def __init__(self, layer: Layer) -> None:
+        _, k, v, _ = layer.inputs
+        self.layer, self._scale = layer, layer.attention.softmax_scale
+        shapes = ((layer.plan.key_rows, *x.shape[1:]) for x in (k, v))
+        self._keys, self._values = (peers.normal(shape, seed) for seed, shape in enumerate(shapes, 1))
+        self._sum_dtype = np.dtype(np.float32) if layer.plan.cp_size > 1 else k.dtype
+
+    def forward(self) -> None:
+        layer = self.layer
+        self._out, self._lse, _ = ops.attn_fwd(
+            layer.inputs.q, self._keys, self._values, layer.plan, self._scale, False
+        )
+
+    def backward(self) -> None:
+        layer = self.layer
+        self._grads = ops.attn_bwd(
+            layer.inputs.dout, layer.inputs.q, self._keys, self._values, self._out, self._lse, layer.plan,
+            self._scale, self._sum_dtype, False,
+        )  # fmt: skip
+
+
+def both(layer: Timed) -> None:
+    layer.forward()
+    layer.backward()
+
+
+def free_memory() -> int:
+    """Of the GPU, in bytes, when the pools have given back what nobody uses."""
+    peers.release_memory()
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    return int(free)
+
+
+def captured(stack: ExitStack, name: str, way: Timed) -> Callable[[], object] | None:
+    """Forward and backward of a way as one graph, which lives as long as the stack; None where that is not measured.
+
+    It is of a copy, whose results are the graph's and nobody else's.
+    """
+    layer = way.layer if isinstance(way, Alone) else way
+    if not isinstance(layer, Layer) or name == ONE or not layer.method.captured:
+        return None
+    graphs = stack.enter_context(Graphs(layer.attention.comm, CudaGraphConfig(impl="local", warmup_steps=1)))
+    replay = graphs.captured(partial(both, copy(way)), name)
+    for _ in range(2):
+        replay()
+    return replay
+
+
+def started(make: Callable[[], Layer]) -> tuple[Layer, int]:
+    """A layer that has run once, and the free memory of before."""
+    layer = make()
+    free = free_memory()
+    both(layer)
+    return layer, free
+
+
+def whole_pack(case: Case) -> Layer:
+    """The pack on this GPU alone."""
+    comm = SingleComm()
+    memory = case.attention("cuda", comm=comm).memory(case.batch())
+    wanted = memory.wanted() + 2 * sum(memory.saved[name] for name in ("q", "k", "v"))  # and dout, no larger than all
+    if wanted > 0.9 * free_memory():
+        raise MemoryError(f"one GPU would need {wanted / 2**30:.0f} GiB beside the rest, and is left out")
+    return Layer(comm, case)

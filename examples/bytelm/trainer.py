@@ -1,0 +1,134 @@
+"""A model, its optimizer, and one step of both, of which nothing waits for the GPU."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import data
+import measure
+import numpy as np
+from checkpoint import Checkpoint
+from data import MicroBatch, Position
+from grid import Grid
+from model import Config, Model
+from numpy.typing import NDArray
+from optimizer import AdamW
+from passes import WAYS
+
+import thdattn
+from thdattn.graphs import CudaGraphConfig, Graphs
+
+NATS_PER_BIT = math.log(2)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step has made, or is about to make: on a GPU its numbers are still on their way.
+
+    numbers: waits for (mean loss in nats, ranks that were asked to stop, norm of the gradient).
+    span: marks before and after the step. attention_spans: of this rank; none where graphs are wanted.
+    num_overflows: steps up to this one that ran eagerly although graphs were wanted.
+    """
+
+    batches: Sequence[MicroBatch]
+    lr: float
+    numbers: Callable[[], np.ndarray]
+    span: tuple[Any, Any]
+    attention_spans: list[tuple[Any, Any]]
+    num_overflows: int
+
+    @property
+    def lengths(self) -> list[thdattn.PackedBatch]:
+        """Of the micro-batches."""
+        return [batch.batch for batch in self.batches]
+
+
+class Trainer:
+    """A model, its optimizer, and the step of both. Every rank calls every method alike.
+
+    Args:
+        grid: the ranks.
+        config, engine, seed, deterministic: of the model.
+        sharding: which rank owns which rows.
+        graphs: what is captured in CUDA graphs; by default nothing.
+        cp_comm_type: what travels between the ranks of a group.
+    """
+
+    def __init__(
+        self, grid: Grid, config: Config, engine: str, sharding: str, seed: int,
+        graphs: CudaGraphConfig | None = None, deterministic: bool = False, cp_comm_type: str = "all_gather",
+    ) -> None:
+        self.grid = grid
+        self.model = Model(config, grid.cp, engine, seed, deterministic=deterministic, cp_comm_type=cp_comm_type)
+        self.optimizer = AdamW(self.model)
+        self.xp = self.model.layers.xp
+        self.clock = measure.Clock(self.model)
+        self.graphs = Graphs(grid.world, graphs or CudaGraphConfig(), engine)  # they end before the comms
+        impl = self.graphs.config.impl
+        self.passes = WAYS[impl](self.model, grid, self.graphs, sharding)
+        self._attention_meter = measure.AttentionMeter(self.model, self.clock) if impl == "none" else None
+        self._last_mark = self.clock.mark()
+
+    def step(self, batches: Sequence[MicroBatch], lr: float, stop: bool = False) -> StepResult:
+        """One step on the mean loss of some micro-batches. Nothing in here waits for the GPU.
+
+        Args:
+            batches: of all ranks together, as many for each group.
+            lr: learning rate.
+            stop: this rank was asked to stop; all ranks learn of it from the result.
+        """
+        numbers = self.passes.gradient(batches, stop)
+        numbers[2] = self.optimizer.step(self.model.gradient, lr)
+        spans = self._attention_meter.take() if self._attention_meter else []
+        before, self._last_mark = self._last_mark, self.clock.mark()
+        return StepResult(batches, lr, measure.on_the_way(numbers), (before, self._last_mark), spans,
+                          self.passes.num_overflows)  # fmt: skip
+
+    def bits_per_byte(self, batches: Sequence[MicroBatch]) -> float:
+        """Bits that the model needs for these documents, ends included, per byte. Waits for the GPU.
+
+        Groups that get nothing in the last round compute what another one does, and do not count it: graphs are
+        captured and replayed by all ranks together.
+        """
+        total, grid = self.xp.zeros(1, np.float32), self.grid
+        num_bytes = sum(batch.num_bytes for batch in batches)
+        for dealt in data.grouped(iter(batches), grid.num_groups):
+            missing = grid.num_groups - len(dealt)
+            loss = self.passes.loss([*dealt, *dealt[:1] * missing], num_bytes)
+            if grid.group < len(dealt):
+                total += loss
+        grid.world.all_reduce(total, "sum")
+        return float(total[0]) / NATS_PER_BIT
+
+    def attention_tflops(self, result: StepResult) -> float | None:
+        """Per second and rank, in 10**12, waiting for other ranks included; None where the attention was not timed."""
+        seconds = sum(self.clock.seconds(*span) for span in result.attention_spans)
+        flops = sum(map(self.model.attention_flops, result.lengths[self.grid.mine]))
+        return flops / self.grid.cp.size / seconds / 1e12 if seconds else None
+
+    def pause(self) -> None:
+        """What was done since the last step is not part of the next one's time."""
+        if self._attention_meter:
+            self._attention_meter.take()
+        self._last_mark = self.clock.mark()
+
+    def state(self, step: int, position: Position, settings: dict[str, Any]) -> Checkpoint:
+        """The checkpoint after a step."""
+        optimizer = {name: _to_host(x) for name, x in self.optimizer.state.items()}
+        return Checkpoint(self.model.config, step, position, settings, _to_host(self.model.weights), optimizer)
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Takes weights and optimizer over from a checkpoint, which has to be the same on all ranks."""
+        self.grid.world.agree("the checkpoint", zlib.crc32(saved.weights.tobytes(), saved.step))
+        self.model.weights[...] = self.xp.asarray(saved.weights)
+        self.model.refresh()
+        for name, x in self.optimizer.state.items():
+            x[...] = saved.optimizer[name] if isinstance(x, np.ndarray) else self.xp.asarray(saved.optimizer[name])
+
+
+def _to_host(x: Any) -> NDArray[Any]:
+    return x if isinstance(x, np.ndarray) else np.asarray(x.get())

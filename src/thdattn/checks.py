@@ -1,0 +1,47 @@
+"""What calls of an attention take: whether arrays have its rows and heads, and plans and caches were made for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from thdattn.plan import Plan
+
+
+def as_rows(engine: Any, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """The engine's array of what a user passed: C-contiguous, and of this shape and dtype.
+
+    Raises:
+        TypeError: an array of another dtype, on the wrong device, or none.
+        ValueError: an array of another shape.
+    """
+    x = engine.from_user(name, x)
+    if x.dtype != dtype:
+        raise TypeError(f"{name} is {x.dtype}, wanted {dtype}; cast it, or make CPAttention(dtype=...) match")
+    if x.shape != shape:
+        raise ValueError(
+            f"{name} has shape {x.shape}, wanted {shape} = (local_rows, heads, width); pass this rank's rows "
+            f"(Sharding.shard cuts them out) with the heads that CPAttention was made for"
+        )
+    return x
+
+
+def check_plan(plan: Plan, wanted: dict[str, Any]) -> None:
+    """Raises for a plan of another attention, or from lengths that the GPU has found wrong meanwhile; enters it.
+
+    Args:
+        wanted: what plan.made_for has to be.
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is a {type(plan).__name__}, wanted a Plan; make it with attn.plan(batch)")
+    check_same("plan was made for", plan.made_for, wanted, "make it with this attention's plan(batch)")
+    plan.check(wait=False)
+    plan.enter()
+
+
+def check_same(what: str, made: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:
+    """Raises a ValueError that names the first of the traits in which what was made before is not what is wanted."""
+    if made != wanted:
+        name = next(name for name in wanted if made[name] != wanted[name])
+        raise ValueError(f"{what} {name} {made[name]}, wanted {wanted[name]}; {remedy}")
