@@ -25,7 +25,7 @@ LAYERS = [
     {"sharding", "routes", "pairs", "engines", "tensor_map", "oracle", "mamba_oracle", "decode_tiles"},
     {"plan"},
     {"host_plan", "host_rows", "host_ssd", "cache", "room", "planning", "checks"},
-    {"host_conv"},
+    {"host_conv", "host_decode"},
     {"reference", "ops", "methods", "tile_counts"},
     {"saved"},
     {"attention", "mamba"},
