@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import DTypeLike
 
 from thdattn.arguments import as_choice, as_count, found
+from thdattn.checks import check_same
 from thdattn.comm import Comm
 from thdattn.engines import ENGINES, as_engine_dtype, choose_engine
 from thdattn.methods import states
@@ -16,6 +16,7 @@ from thdattn.methods.states import Kept
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.packing import PackedBatch
 from thdattn.plan import NO_ARRAYS, Plan
+from thdattn.planning import fingerprint, with_arrays
 from thdattn.sharding import Sharding, as_sharding
 
 CAUSAL = (-1, 0)  # the window of its plans
@@ -127,8 +128,8 @@ class Mamba2Mixer:
         dims = self.head_dim, self.head_dim
         plan = Plan(sharding, self.comm.rank, CAUSAL, dims, self._engine.tiles(*dims), NO_ARRAYS, self._engine)
         if self.comm.size > 1:
-            self.comm.agree("the plan's batch and mixer", self._fingerprint(batch))
-        return replace(plan, arrays=self._engine.plan_arrays(sharding, plan.cp_rank, plan.window, plan.tiles))
+            self.comm.agree("the plan's batch and mixer", fingerprint(plan, self._shape))
+        return with_arrays(plan)
 
     def forward(self, zxbcdt: Any, weights: Mamba2Weights, plan: Plan) -> tuple[Any, Mamba2Saved]:
         """The mixer over this rank's rows. Collective.
@@ -170,10 +171,8 @@ class Mamba2Mixer:
         """
         if not isinstance(saved, Mamba2Saved):
             raise TypeError(f"saved is {found(saved)}; wanted a Mamba2Saved; pass the one that forward returned")
-        for name, made, wanted in zip(MixerShape._fields, saved.made_with, self._shape, strict=True):
-            if made != wanted:
-                raise ValueError(f"saved was made with {name} {made}, wanted {wanted}; pass what this mixer's forward "
-                                 f"returned")
+        made, wanted = saved.made_with._asdict(), self._shape._asdict()
+        check_same("saved was made with", made, wanted, "pass what this mixer's forward returned")
         plan = saved.plan
         self._check_plan(plan)
         dout = self._checked("dout", dout, (plan.local_rows, self._shape.d_inner), self.dtype,
@@ -185,11 +184,9 @@ class Mamba2Mixer:
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan is {found(plan)}; wanted a Plan; make it with mixer.plan(batch)")
-        mine = {"cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": CAUSAL, "engine": self.engine}
-        for name, wanted in mine.items():
-            if plan.made_for[name] != wanted:
-                raise ValueError(f"plan was made for {name} {plan.made_for[name]}, wanted {wanted}; make it with this "
-                                 f"mixer's plan(batch)")
+        wanted = {"cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": CAUSAL, "engine": self.engine}
+        made = {name: plan.made_for[name] for name in wanted}
+        check_same("plan was made for", made, wanted, "make it with this mixer's plan(batch)")
         if plan.key_batch is not plan.batch:
             raise ValueError("plan has keys of their own, wanted those of the queries; make it with this mixer's "
                              "plan(batch)")
@@ -213,13 +210,6 @@ class Mamba2Mixer:
             self._checked(f"weights.{name}", x, shape, self._shape.sum_dtype, "pass those of a mixer of these sizes")
             for name, x, shape in named
         ))  # fmt: skip
-
-    def _fingerprint(self, batch: PackedBatch) -> int:
-        """A number that differs where ranks would run collectives of different sizes or see other sequences."""
-        digest = hashlib.sha256(repr((batch.total_rows, self._shape, self.engine)).encode())
-        if not batch.on_device:
-            digest.update(batch.cu_seqlens.tobytes() + batch.cu_seqlens_padded.tobytes())
-        return int.from_bytes(digest.digest()[:7], "little")
 
 
 def _choose_engine(engine: str, comm: Comm) -> Any:
