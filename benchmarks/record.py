@@ -38,8 +38,14 @@ def provenance(ranks: int = 1) -> Row:
         "driver": info.driver_version(),
         "cuda": "{}.{}".format(*divmod(cupy.cuda.runtime.runtimeGetVersion() // 10, 100)),
         "kernel_sources": jit.source_hash(),
-        "command": shlex.join([*start, f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join([*start, f"benchmarks/{Path(sys.argv[0]).name}", *_what(sys.argv[1:])]),
     }
+
+
+def _what(options: Sequence[str]) -> list[str]:
+    """Options that say what is measured, without the file to write to."""
+    at = next((i for i, option in enumerate(options) if option == "--out"), len(options))
+    return [option for option in (*options[:at], *options[at + 2 :]) if not option.startswith("--out=")]
 
 
 def software(row: Row) -> str:
