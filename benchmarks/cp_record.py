@@ -10,9 +10,9 @@ pack to itself, and its speed is its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from record import DIRECTIONS, ERRORS, Row, Times, aligned, slashed
 from workloads import cp_cases
@@ -181,27 +181,35 @@ def plot(rows: Iterable[Row], path: Path) -> None:
 
     rows = list(rows)
     found = runs(rows)
-    figure, panels = plt.subplots(len(found), figsize=(9, 1 + 3.2 * len(found)), squeeze=False)
+    names = [*dict.fromkeys(name for times in found.values() for name in (*by_methods(times), *peers(times))), ALONE]
+    colors = {name: f"C{i}" for i, name in enumerate(names)} | {ALONE: "lightgrey"}
+    figure, panels = plt.subplots(len(found), figsize=(12, 1 + 3.2 * len(found)), squeeze=False, layout="constrained")
+    drawn: dict[str, Any] = {}
     for axes, (ranks, times) in zip(panels[:, 0], found.items(), strict=True):
-        cases, names = timed_cases(times), [*by_methods(times), *peers(times), ALONE]
-        width = 0.8 / len(names)
-        for i, name in enumerate(names):
-            heights = [times.value("tflops", case, name, "both", "called") for case in cases]
-            look = {"label": "attention alone", "color": "lightgrey"} if name == ALONE else {"label": name}
-            axes.bar([x + (i + 0.5) * width for x in range(len(cases))], heights, width, **look)
-        whole = [times.value("tflops", case, ONE, "both", "called") for case in cases]
-        if not all(map(math.isnan, whole)):
-            axes.hlines(whole, range(len(cases)), [x + 0.8 for x in range(len(cases))], "black", "dashed", label=ONE)
-        for x, case in enumerate(cases):
-            speed = times.value("tflops", case, OURS, "both", "called")
-            if not math.isnan(speed):
-                axes.text(x + width / 2, speed, f"{share(times, case, OURS, 'called'):.2f}", ha="center", va="bottom",
-                          fontsize=8)  # fmt: skip
-        axes.set_xticks([x + 0.4 for x in range(len(cases))], cases)
+        drawn = {**_bars(axes, times, colors), **drawn}
         axes.set_ylabel("TFLOP/s per GPU")
         axes.set_title(str(ranks), loc="left")
         axes.grid(axis="y", alpha=0.3)
-        axes.legend(ncols=5, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    figure.legend(drawn.values(), drawn.keys(), ncols=4, loc="outside lower center", frameon=False)
     figure.suptitle(f"{rows[-1]['gpu']}, forward and backward; above ours: its share of the attention alone")
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def _bars(axes: Any, times: Times, colors: Mapping[str, str]) -> dict[str, Any]:
+    """Draws the cases of some ranks; returns what was drawn by name."""
+    cases, names = timed_cases(times), [*by_methods(times), *peers(times), ALONE]
+    width, drawn = 0.8 / len(names), {}
+    for i, name in enumerate(names):
+        heights = [times.value("tflops", case, name, "both", "called") for case in cases]
+        places = [x + (i + 0.5) * width for x in range(len(cases))]
+        drawn["attention alone" if name == ALONE else name] = axes.bar(places, heights, width, color=colors[name])
+    whole = [times.value("tflops", case, ONE, "both", "called") for case in cases]
+    if not all(map(math.isnan, whole)):
+        drawn[ONE] = axes.hlines(whole, range(len(cases)), [x + 0.8 for x in range(len(cases))], "black", "dashed")
+    for x, case in enumerate(cases):
+        speed = times.value("tflops", case, OURS, "both", "called")
+        if not math.isnan(speed):
+            axes.text(x + width / 2, speed, f"{share(times, case, OURS, 'called'):.2f}", ha="center", va="bottom",
+                      fontsize=8)  # fmt: skip
+    axes.set_xticks([x + 0.4 for x in range(len(cases))], cases)
+    return drawn
