@@ -19,7 +19,7 @@ from thdattn.comm import nothing as nothing_to_wait_for
 from thdattn.comm import peer
 from thdattn.methods import all_gather
 
-SEEDS = 200
+SEEDS = 120
 
 
 @pytest.mark.parametrize(("size", "num_seeds"), [(2, SEEDS), (3, SEEDS // 2), (4, SEEDS // 4)])
