@@ -188,6 +188,13 @@ def test_time_of_an_all_to_all_hides_all_but_one_group_of_heads():
         assert found.seconds.forward == pytest.approx(found.compute.forward + travel / groups)
 
 
+def test_every_piece_of_an_exchange_of_heads_takes_time():
+    batch = thdattn.PackedBatch.from_lengths([1024] * 8)
+    way, shape, rates = Way("a2a", "contiguous"), Shape(32, 8), Rates(inf, inf, inf, inf, memory=inf, latency=1)
+    # On each of 4 ranks: the kernel, both exchanges, and for 3 others q, k, v, out and lse; dout, dq, dk and dv.
+    assert cost(batch, 4, shape, way, rates).seconds == (1 + 2 + 3 * 5, 1 + 2 + 3 * 4)
+
+
 def test_only_what_crosses_machines_is_slow():
     batch, way = thdattn.PackedBatch.from_lengths([1024] * 4), Way("a2a", "contiguous")
     rates = PER_SECOND._replace(forward=inf, backward=inf, link=1e9, between=1e3)

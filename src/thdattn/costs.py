@@ -24,6 +24,7 @@ from thdattn.tile_counts import TILE, pairs_and_tiles, tiles_of_slices
 START_OF_QUERIES = 3  # tiles that the backward could do in the time that a tile of query rows takes beside its own
 CLOSE = 1.03  # times that predictions do not tell apart
 PRODUCTS = 1.0, 2.5  # of forward and backward, in those of the forward
+PIECES = (3, 2), (1, 3)  # that go to each rank with heads, before and after forward and backward; each takes a copy
 
 
 class Rates(NamedTuple):
@@ -32,7 +33,7 @@ class Rates(NamedTuple):
     forward, backward: floating-point operations that attention kernels do per second in whole tiles.
     link: bytes per second that a GPU gets from those of its machine; between: from those of other machines.
     memory: bytes per second that a GPU reads and writes of its own.
-    latency: seconds that a kernel, or a collective, takes at least.
+    latency: seconds that a kernel, a collective, or a piece of an exchange of heads takes at least.
     """
 
     forward: float = 730e12
@@ -321,7 +322,9 @@ class _Clock:
         heads, _ = layer.moves()[self.direction]
         groups = layer.groups
         between = self._rows(1, groups)
-        return _in_turns(groups, between, *(self._travel(x / groups, layer.per_node) for x in heads))
+        before, after = (self._travel(x / groups, layer.per_node) + (layer.inner - 1) * pieces * self.rates.latency
+                         for x, pieces in zip(heads, PIECES[self.direction], strict=True))
+        return _in_turns(groups, between, before, after)
 
     def compute(self, tiles: int, share: int) -> float:
         """Of attention over so many tiles, for one of `share` groups of heads."""
