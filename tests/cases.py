@@ -168,6 +168,19 @@ def token_rows(batch: thdattn.PackedBatch) -> np.ndarray:
     return np.concatenate([np.zeros(0, int), *pieces])
 
 
+class Exported:
+    """An array of another library: nothing but DLPack."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
 def local_rows(batch: thdattn.PackedBatch, rows: np.ndarray, tokens: np.ndarray, fill: float) -> np.ndarray:
     """A rank's rows of a tensor of valid tokens; `fill` in every row that holds none."""
     packed = np.full((batch.total_rows + 1, *tokens.shape[1:]), fill, tokens.dtype)

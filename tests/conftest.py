@@ -64,7 +64,8 @@ def poisoned_gpu(cupy, monkeypatch):
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """After `pytest -m gpu` on a machine with a GPU, keep the outcome with what it was measured on."""
     machine = None
-    if config.option.markexpr == "gpu" and not config.option.collectonly:
+    of_a_worker = hasattr(config, "workerinput")  # of xdist, which knows its own tests alone
+    if config.option.markexpr == "gpu" and not config.option.collectonly and not of_a_worker:
         machine = gpu_record.machine()
     if machine is not None:
         command = shlex.join(["python3", "-m", "pytest", *config.invocation_params.args])

@@ -15,6 +15,7 @@ from cases import (
     LONG,
     SMALL,
     Case,
+    Exported,
     assemble,
     check,
     check_long,
@@ -228,19 +229,6 @@ def test_gradients_of_keys_are_rounded_once_after_the_sum_over_ranks():
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------
-
-
-class Exported:
-    """An array of another library: nothing but DLPack."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
 
 
 @pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32, FLOAT16], ids=str)

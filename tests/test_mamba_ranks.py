@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from cases import Exported
 from mixer_cases import BFLOAT16, CASES, FLOAT32, FLOAT64, SIZES, Case, assembled, assert_equal, random_inputs, truth
 
 import thdattn
@@ -185,19 +186,6 @@ def test_mixers_of_other_sizes_share_a_plan_and_keep_their_own_results():
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------------
-
-
-class Exported:
-    """An array of another library: nothing but DLPack."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
 
 
 @pytest.mark.parametrize("wrap", [Exported, np.asfortranarray], ids=["dlpack", "not-contiguous"])
