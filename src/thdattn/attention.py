@@ -234,7 +234,7 @@ class CPAttention:
         """That of the last plan where it had as many rows, as it takes as much, but for some bytes per sequence."""
         core = plan.core or plan
         rows = (plan.sharding.strategy, plan.sharding.inner, plan.local_rows, core.key_rows, plan.batch.on_device,
-                plan.has_blind_queries, core.routes and core.routes.table.tobytes())
+                plan.has_blind_queries, core.leading_tokens is None, core.routes and core.routes.table.tobytes())
         if self._last_memory is None or self._last_memory[0] != rows:
             self._last_memory = rows, self._memory(plan)
         return self._last_memory[1]

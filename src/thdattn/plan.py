@@ -232,6 +232,14 @@ class Plan:
         """
         return self._hides(self.cp_size * self.local_rows, self.batch, self.key_batch, self.window[1])
 
+    @cached_property
+    def leading_tokens(self) -> int | None:
+        """How many of the first local rows hold tokens, where none of the others does; None: nobody knows, or not so.
+
+        In cross-attention it is None, as there are tokens that see no key.
+        """
+        return None if self._key_batch is not None else self.sharding.leading_tokens(self.cp_rank)
+
     def _hides(self, num_rows: int, batch: PackedBatch, other: PackedBatch, side: int) -> bool:
         """Whether some of the rows holds no token of batch, or one that no token of other is near enough to."""
         if self._finite_padding:

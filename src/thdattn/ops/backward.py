@@ -101,7 +101,7 @@ def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int
     made["shares of dq"] = num_bytes(_shares_shape(row, rows), np.int32)
     if accums[0].deterministic:
         made["order of tiles"] = num_bytes(plan.num_tiles[1:], np.int32)
-    if plan.has_blind_queries:
+    if plan.has_blind_queries and plan.leading_tokens is None:
         made["q and dout without padding"] = group_q + group_out + num_bytes((rows,), np.int32)
     return made
 
@@ -197,9 +197,13 @@ class _Hopper:
             shares = _dk_dv(dkv, k, v)
         dk, dv = shares
         self.delta(out, dout, lse, softmax_scale)
+        num_rows, num_keys = len(q), len(k)
         if plan.has_blind_queries:
-            q, dout = without_padding((q, dout), ("q", "dout"), plan)
-        inputs = launch.tensor_maps((q, k, v, dout), self.boxes)
+            if plan.leading_tokens is None:
+                q, dout = without_padding((q, dout), ("q", "dout"), plan)
+            else:  # rows outside a map arrive as zeros
+                num_rows = max(1, plan.leading_tokens)
+        inputs = launch.tensor_maps((q, k, v, dout), (num_rows, num_keys, num_keys, num_rows), self.boxes)
         accum = _dk_dv(self.dkv_accum, k, v) if self.dkv_accum.size else (dk, dv)
         grads = np.array(tuple(x.data.ptr for x in (dk, dv, *accum, self.grad_semaphores)), GRADIENTS)[()]
         _in_turn(self.mains, (*inputs, dq, grads, softmax_scale), (dk, dv), halfway)

@@ -75,9 +75,9 @@ def in_place(name: str, x: Any) -> Array:
     return x
 
 
-def tensor_maps(arrays: Sequence[Array], boxes: Sequence[int]) -> Iterator[Any]:
-    """Maps of (rows, heads, width) arrays, of boxes of so many rows."""
-    return (tensor_map(x, row_bytes(x), rows) for x, rows in zip(arrays, boxes, strict=True))
+def tensor_maps(arrays: Sequence[Array], num_rows: Sequence[int], boxes: Sequence[int]) -> Iterator[Any]:
+    """Maps of the first rows of (rows, heads, width) arrays, so many of each, by boxes of so many rows."""
+    return (tensor_map(x, rows, row_bytes(x), box) for x, rows, box in zip(arrays, num_rows, boxes, strict=True))
 
 
 @dataclass(frozen=True)
