@@ -92,4 +92,5 @@ class Loopback(Mirror):
         self.sum_rows, self.sum_in_place = self.peer.sum_rows, self.peer.sum_in_place  # type: ignore[method-assign]
         self._exchange = self.peer.exchange  # type: ignore[method-assign]
         self.gather_heads = self.peer.gather_heads  # type: ignore[method-assign]
+        self.give_back = self.peer.give_back  # type: ignore[method-assign]
         self.partials = lambda shapes, dtype, empty: self.peer.partials(shapes, dtype)  # type: ignore[method-assign]

@@ -44,6 +44,8 @@ def without(*steps):
         made(window, *args)
         for step in steps:
             setattr(window, step, nothing)
+        if "arrive" in steps:
+            window.meet = window.publish
 
     return peer.Window, "__init__", make
 
@@ -53,8 +55,9 @@ def take_as_soon_as_it_arrives():
 
     def make(window, *args):
         made(window, *args)
-        arrive, take = window.arrive, window.take
-        window.arrive, window.take = lambda stream: (arrive(stream), take(stream)), nothing
+        arrive, meet, take = window.arrive, window.meet, window.take
+        window.arrive, window.meet = (lambda stream, step=step: (step(stream), take(stream)) for step in (arrive, meet))
+        window.take = nothing
 
     return peer.Window, "__init__", make
 
@@ -123,6 +126,7 @@ BROKEN = {
     "drops what is on its way on another stream": (peer.PeerMemory, "_arrival", arrival_for_the_current_stream),
     "drops what is on its way": (all_gather.Keys, "__del__", nothing),
     "drops sums that are on their way": (all_gather.Sums, "__del__", nothing),
+    "keeps what it has nothing to show in": (peer.PeerMemory, "give_back", nothing),
     "graphs and eager sums in one place": (peer.PeerMemory, "_place", place_of_all),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from thdattn import jit
 from thdattn.tiles import SUM_KERNELS
 
+_NONE = np.uint64(0)  # instead of an array
 _BLOCKS = 528  # of 256 threads: enough to keep memory and links busy on the largest GPUs
 
 
@@ -26,10 +28,13 @@ def add_up(
         stream: CuPy's current one by default.
         own: a rank whose shares begin at the second place, and all others' at the first; -1: every rank has a place.
     """
-    words = ((x.shape[1] * x.shape[2] // 8, x.strides[0] // 16) for x in results)
-    args = [arg for x, sizes in zip(results, words, strict=True) for arg in (x, *map(np.int32, sizes))]
+    args = [arg for x in results for arg in (x, *_int32(x.shape[1] * x.shape[2] // 8, x.strides[0] // 16))]
     num_rows = len(results[0])
-    pitch = num_rows if rows is not None and rows.ndim == 2 else 0
-    counts = map(np.int32, (pitch, own, num_ranks, num_rows))
+    counts = _int32(num_rows if rows is not None and rows.ndim == 2 else 0, own, num_ranks, num_rows)
     kernel = jit.kernel(SUM_KERNELS[results[0].dtype.name])
-    kernel((_BLOCKS, 2), 256, (*args, shares[()], np.uint64(0) if rows is None else rows, *counts), stream)
+    kernel((_BLOCKS, 2), 256, (*args, shares, _NONE if rows is None else rows, *counts), stream)
+
+
+@functools.lru_cache(maxsize=1024)
+def _int32(*numbers: int) -> tuple[np.int32, ...]:
+    return tuple(map(np.int32, numbers))

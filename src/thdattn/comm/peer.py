@@ -50,7 +50,7 @@ class Window:
     """Memory of one size on every rank, with its flags. Made by all ranks together.
 
     free, publish, arrive, take: what a stream does before it writes here, when it has written, before it reads what the
-    other ranks wrote, and when it has read it.
+    other ranks wrote, and when it has read it. unfree: instead of publish, if it has nothing to show after all.
     """
 
     def __init__(self, world: Any, num_bytes: int) -> None:
@@ -70,19 +70,41 @@ class Window:
         ready, taken = ([_FLAG_BYTES * (kind * world.size + rank) for rank in range(world.size)] for kind in (0, 1))
         here = self._memory.ptr
         self.free = _MemOps(wait=[here + flag for flag in taken], write=[(here + flag, 0) for flag in taken])
+        self.unfree = _MemOps(write=[(here + flag, 1) for flag in taken])
         self.publish = _MemOps(write=[(at + ready[world.rank], 1) for at in self._at])
         self.arrive = _MemOps(wait=[here + flag for flag in ready], write=[(here + flag, 0) for flag in ready])
         self.take = _MemOps(write=[(at + taken[world.rank], 1) for at in self._at])
+        self._arrays: dict[Any, Any] = {}
+        self._shares: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def meet(self) -> _MemOps:
+        """publish and arrive by one call."""
+        return _MemOps(before=(self.publish, self.arrive))
 
     def address(self, rank: int, offset: int) -> int:
         """Of a byte of a rank's part."""
         return int(self._at[rank] + self._header + offset)
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array in this rank's part."""
+        """An array in this rank's part, the same one at every call."""
         import cupy
 
-        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(self._memory, self._header + offset))
+        key = offset, shape, dtype
+        if key not in self._arrays:
+            place = cupy.cuda.MemoryPointer(self._memory, self._header + offset)
+            self._arrays[key] = cupy.ndarray(shape, dtype, place)
+        return self._arrays[key]
+
+    def shares(self, *places: int) -> Any:
+        """A SHARES: where all ranks have what is at some addresses in this rank's part."""
+        if places not in self._shares:
+            made = np.zeros((), SHARES)
+            here = self.address(self._rank, 0)
+            made["of"][: len(places), : len(self._at)] = [
+                [self.address(rank, place - here) for rank in range(len(self._at))] for place in places]
+            self._shares[places] = made[()]
+        return self._shares[places]
 
     def heads(self, rank: int, piece: _Slice, like: Any) -> Any:
         """Some of the heads of an array like another one in a rank's part."""
@@ -104,12 +126,18 @@ class Window:
 
 
 class _MemOps:
-    """What a stream does by one call: it waits until all of some flags are 1, and then writes some."""
+    """What a stream does by one call: it waits until all of some flags are 1, and then writes some.
 
-    def __init__(self, wait: Sequence[int] = (), write: Sequence[tuple[int, int]] = ()) -> None:
+    before: what it does before that.
+    """
+
+    def __init__(
+        self, wait: Sequence[int] = (), write: Sequence[tuple[int, int]] = (), before: Sequence[_MemOps] = ()
+    ) -> None:
         waits = [(_WAIT_32, flag, 1, _WAIT_EQUAL, 0) for flag in wait]
         writes = [(_WRITE_32, flag, value, _WRITE_DEFAULT, 0) for flag, value in write]
-        self._operations = np.array(waits + writes, _MEM_OP)
+        self.steps: list[tuple[int, ...]] = [*(step for each in before for step in each.steps), *waits, *writes]
+        self._operations = np.array(self.steps, _MEM_OP)
         self._args = len(self._operations), self._operations.ctypes.data, 0
         self._enqueue = _batch_mem_op()
 
@@ -186,16 +214,13 @@ class PeerMemory:
         window.free(stream)
         for send, part in zip(sends, route.parts, strict=True):
             self._copy(window.address(self.rank, part), send.data.ptr, send.nbytes, stream)
-        window.publish(stream)
+        (window.meet if at_once else window.publish)(stream)
         places = [recvs[group] for group in range(at_once, len(recvs))]  # whose memory this stream may have just left
-        if at_once:
-            window.arrive(stream)
-            arrivals = [Arrival(route.in_place(window, sends, self.size))]
+        arrivals = [Arrival(route.in_place(window, sends, self.size))] if at_once else []
         if len(recvs) > at_once:
             self._follow(stream)
         if not at_once:
             window.arrive(self._pulls)
-            arrivals = []
         for group, parts in enumerate(places, len(arrivals)):
             for place, piece in zip(parts, route.groups[group], strict=True):
                 for rank in self._others:
@@ -240,10 +265,14 @@ class PeerMemory:
 
     def partials(self, shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[Any]:
         """Arrays in memory that the other ranks see, for sum_rows."""
-        *offsets, num_bytes = _offsets([math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes])
+        *offsets, num_bytes = _offsets_of(tuple(shapes), dtype)
         self._summing = self._window("sum", num_bytes)
         self._summing.free(self.enter())
         return [self._summing.array(offset, shape, dtype) for offset, shape in zip(offsets, shapes, strict=True)]
+
+    def give_back(self) -> None:
+        """See Comm.give_back."""
+        self._summing.unfree(self.enter())
 
     def gather_bytes(self, sends: Sequence[int]) -> dict[str, int]:
         """See Comm.gather_bytes."""
@@ -276,32 +305,25 @@ class PeerMemory:
         self._follow(stream)
         window.arrive(self._pulls)
         sizes = [partial.nbytes // self.size for partial in partials]
+        there = window.shares(*(partial.data.ptr for partial in partials))["of"]
         shares, at = np.zeros((), SHARES), self._place(sum(sizes) * self.size)
         for rank in (self.rank, *self._others):
-            for i, (source, size) in enumerate(zip(self._addresses(window, rank, partials), sizes, strict=True)):
-                shares["of"][i, rank] = at if rank != self.rank else source + rank * size
+            for i, size in enumerate(sizes):
+                share = int(there[i, rank]) + self.rank * size
+                shares["of"][i, rank] = at if rank != self.rank else share
                 if rank != self.rank:
-                    self._copy(at, source + self.rank * size, size, self._pulls)
+                    self._copy(at, share, size, self._pulls)
                     at += size
-        self._add(shares, results, None, self._pulls)
+        self._add(shares[()], results, None, self._pulls)
         window.take(self._pulls)
         return self._arrival(stream)
 
     def sum_in_place(self, partials: Sequence[Any], rows: Any, results: Sequence[Any]) -> None:
         """See Comm.sum_in_place."""
         stream, window = self._cupy.cuda.get_current_stream(), self._summing
-        shares = np.zeros((), SHARES)
-        for rank in range(self.size):
-            shares["of"][: len(partials), rank] = self._addresses(window, rank, partials)
-        window.publish(stream)
-        window.arrive(stream)
-        self._add(shares, results, rows, stream)
+        window.meet(stream)
+        self._add(window.shares(*(partial.data.ptr for partial in partials)), results, rows, stream)
         window.take(stream)
-
-    def _addresses(self, window: Window, rank: int, partials: Sequence[Any]) -> list[int]:
-        """Where a rank has what are partials here."""
-        here, there = window.address(self.rank, 0), window.address(rank, 0)
-        return [there + partial.data.ptr - here for partial in partials]
 
     def _add(self, shares: Any, results: Sequence[Any], rows: Any, stream: Any) -> None:
         add_up(shares, self.size, rows, results, stream)
@@ -408,6 +430,12 @@ def obstacle(hostnames: Sequence[str]) -> str | None:
 def _offsets(sizes: Sequence[int]) -> list[int]:
     """Where each of some arrays begins when they lie behind each other, and where the last one ends."""
     return list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+
+
+@functools.lru_cache(maxsize=64)
+def _offsets_of(shapes: tuple[tuple[int, ...], ...], dtype: Any) -> list[int]:
+    """The same, of arrays of these shapes."""
+    return _offsets([math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes])
 
 
 def _slots(sizes: Any) -> list[list[int]]:

@@ -119,8 +119,7 @@ class Launch:
 
 def row_bytes(x: Array) -> int:
     """Bytes from one row of (rows, heads, width) to the next, of which the array may have some of the heads."""
-    width: int = x.shape[1] * x.shape[2] * x.itemsize
-    return width if x.flags.c_contiguous else int(x.strides[0])
+    return int(x.strides[0]) if len(x) > 1 else int(x.shape[1] * x.shape[2] * x.itemsize)
 
 
 def row_heads(x: Array) -> int:

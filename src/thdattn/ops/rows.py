@@ -52,7 +52,7 @@ def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results:
     shares = np.zeros((), SHARES)
     for places, mine, theirs in zip(shares["of"], own, back, strict=True):
         places[:2] = theirs.data.ptr, mine.data.ptr
-    add_up(shares, plan.cp_size, plan.arrays.returns, results, own=plan.cp_rank)
+    add_up(shares[()], plan.cp_size, plan.arrays.returns, results, own=plan.cp_rank)
 
 
 def reorder(
