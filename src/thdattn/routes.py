@@ -57,37 +57,35 @@ class Pieces(NamedTuple):
         return np.concatenate([self.begin, self.value]).astype(np.int32)
 
 
-class Routes(NamedTuple):
+Parts = list[tuple[slice, int]]  # of rows that lie rank after rank: those of a rank, and which
+
+
+class Routes:
     """How many rows of keys go from rank to rank.
 
-    table: (cp_size, cp_size), rows that rank i sends to rank j; 0 on the diagonal.
-    cp_rank: this rank.
+    Args:
+        table: (cp_size, cp_size), rows that rank i sends to rank j; 0 on the diagonal.
+        cp_rank: this rank.
+
+    Attributes:
+        table: as passed.
+        is_empty: whether nothing goes from any rank to any other one.
+        sent, received: (cp_size,), rows that this rank sends to each, and gets from each.
+        num_sent, num_received: of all ranks together.
+        sent_parts, received_parts: Parts of arrays of these.
     """
 
-    table: Ints
-    cp_rank: int
+    def __init__(self, table: Ints, cp_rank: int) -> None:
+        self.table, self.is_empty = table, not table.any()
+        self.sent, self.received = table[cp_rank], table[:, cp_rank]
+        self.num_sent, self.num_received = int(self.sent.sum()), int(self.received.sum())
+        self.sent_parts, self.received_parts = _parts(self.sent), _parts(self.received)
 
-    @property
-    def sent(self) -> Ints:
-        """(cp_size,), rows that this rank sends to each."""
-        row: Ints = self.table[self.cp_rank]
-        return row
 
-    @property
-    def received(self) -> Ints:
-        """(cp_size,), rows that this rank gets from each."""
-        column: Ints = self.table[:, self.cp_rank]
-        return column
-
-    @property
-    def num_sent(self) -> int:
-        """Rows that this rank sends, to all ranks together."""
-        return int(self.sent.sum())
-
-    @property
-    def num_received(self) -> int:
-        """Rows that this rank gets, from all ranks together."""
-        return int(self.received.sum())
+def _parts(num_rows: Ints) -> Parts:
+    ends = np.cumsum(num_rows).tolist()
+    return [(slice(end - number, end), rank)
+            for rank, (end, number) in enumerate(zip(ends, num_rows.tolist(), strict=True)) if number]
 
 
 class KeySide(NamedTuple):

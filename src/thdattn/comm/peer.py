@@ -440,7 +440,13 @@ def _offsets_of(shapes: tuple[tuple[int, ...], ...], dtype: Any) -> list[int]:
 
 def _slots(sizes: Any) -> list[list[int]]:
     """Of each rank, where in its window begins what it sends to each other one, and where all of it ends."""
-    return [_offsets(row) for row in np.asarray(sizes).tolist()]
+    sizes = np.asarray(sizes)
+    return _slots_of(sizes.shape, sizes.dtype, sizes.tobytes())
+
+
+@functools.lru_cache(maxsize=256)
+def _slots_of(shape: tuple[int, ...], dtype: np.dtype[Any], sizes: bytes) -> list[list[int]]:
+    return [_offsets(row) for row in np.frombuffer(sizes, dtype).reshape(shape).tolist()]
 
 
 def _copy_rows(

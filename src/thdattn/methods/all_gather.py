@@ -217,19 +217,19 @@ def backward(
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
     for heads, kv_heads, (k, v) in groups:
         in_place = not alone and comm.overlaps and at_once and heads.stop == q.shape[1]
-        partials = comm.partials([x.shape for x in (k, v)], sum_dtype, engine.empty) if in_place else None
+        partials = comm.partials([x.shape for x in (k, v)], sum_dtype, engine.empty) if in_place else []
         its_dout, its_q, its_out, its_dq = _some_heads(heads, dout, q, out, dq)
         shares: list[Any] = []  # those of the last group make room
         try:
             _, *shares = engine.attn_bwd(
                 its_dout, its_q, k, v, its_out, _some_rows(heads, lse), plan, call.softmax_scale, sum_dtype,
-                call.deterministic, (its_dq, partials))  # fmt: skip
+                call.deterministic, (its_dq, partials or None))  # fmt: skip
             if not (alone or in_place):
                 partials = comm.partials(
                     [(len(plan.rank_order), *x.shape[1:]) for x in shares], sum_dtype, engine.empty)
                 engine.to_rank_order(*shares, plan, partials)
         except BaseException:
-            if partials is not None:
+            if partials:
                 comm.give_back()
             raise
         results = _some_heads(kv_heads, *sums.grads)
@@ -278,12 +278,13 @@ def _shares(num_heads: int, keys: Keys) -> list[slice]:
 
 
 def _some_heads(heads: slice, *arrays: Any) -> Sequence[Any]:
-    """Some of the heads of arrays (rows, heads, width): the arrays themselves where they are all, as views take time."""
-    every = heads.stop - heads.start == arrays[0].shape[1] if arrays else True
+    """Some of the heads of arrays (rows, heads, width): the arrays themselves if these are all: views take time."""
+    every = not arrays or heads.stop - heads.start == arrays[0].shape[1]
     return arrays if every else [x[:, heads] for x in arrays]
 
 
 def _some_rows(rows: slice, x: Any) -> Any:
+    """The same of rows."""
     return x if rows.stop - rows.start == len(x) else x[rows]
 
 
