@@ -46,6 +46,8 @@ class PlanArrays:
     sends: (num_sent,), local rows that go to other ranks, rank after rank, ascending; None: they are not needed rows.
     returns: (cp_size, local_rows), where each rank's share of the gradient of a local row is: in what comes back, of
         which row i is a share of row sends[i], or, of this rank itself, in its key buffer; -1: it has none.
+    places: (key_rows,), the local row of every row of the key buffer that no other rank gets, whose gradients are this
+        rank's alone; -1: of others. None: they are not needed rows.
     lengths: the ops.plan.DeviceLengths of lengths on a GPU, which knows whether they are wrong; None: on the host.
     offsets: (1 or 2, 2, num_seqs + 1), cu_seqlens and cu_seqlens_padded of the queries, and of other keys, as kernels
         read them; None: NumPy's.
@@ -64,6 +66,7 @@ class PlanArrays:
     rows_of_keys: Any = None
     sends: Any = None
     returns: Any = None
+    places: Any = None
     lengths: Any = None
     offsets: Any = None
     stream: Any = None
@@ -418,11 +421,11 @@ class Plan:
 
 
 def key_side_ints(plan: Plan) -> int:
-    """Of rank_order, rows_of_keys, sends and returns, as far as they are arrays of their own."""
+    """Of rank_order, rows_of_keys, sends, returns and places, as far as they are arrays of their own."""
     if plan.keys_of is not None or plan.routes is None:
         return 0
     routes = plan.routes
-    return plan.key_rows + routes.num_received + routes.num_sent + (1 + plan.cp_size) * plan.local_rows
+    return 2 * plan.key_rows + routes.num_received + routes.num_sent + (1 + plan.cp_size) * plan.local_rows
 
 
 def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) -> Bytes:

@@ -95,6 +95,7 @@ class KeySide(NamedTuple):
     rank_order: Pieces
     sends: Pieces
     returns: Pieces
+    places: Pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +135,7 @@ class NeededRows:
         given, taken = (self.moves[:, self.moves[i] == cp_rank] for i in (0, 1))
         _, receiver, row, key_row, sizes = given
         own = receiver == cp_rank
+        places = _unread(given[2:, own], given[2:, ~own], int(self.sizes[cp_rank]))
         place = np.cumsum(np.where(own, 0, sizes)) - sizes  # among the rows that are sent
         num_returns = len(self.sizes) * self.local_rows
         returns = Pieces.of(num_returns, receiver * self.local_rows + row, sizes, np.where(own, key_row, place))
@@ -143,7 +145,26 @@ class NeededRows:
         _, _, row, key_row, sizes = np.concatenate([taken[:, ~own], taken[:, own]], axis=1)
         num_received = int(taken[4, ~own].sum())
         place = np.concatenate([np.cumsum(taken[4, ~own]) - taken[4, ~own], num_received + taken[2, own]])
-        return KeySide(rows_of_keys, Pieces.of(num_received + self.local_rows, place, sizes, key_row), sends, returns)
+        rank_order = Pieces.of(num_received + self.local_rows, place, sizes, key_row)
+        return KeySide(rows_of_keys, rank_order, sends, returns, places)
+
+
+def _unread(own: Ints, sent: Ints, key_rows: int) -> Pieces:
+    """Where a rank's own rows are in its key buffer that no other rank gets: for every row there its local row, or -1.
+
+    Args:
+        own, sent: (3, any) local rows and rows of buffers at which moves begin, and their sizes, in ascending order.
+    """
+    (row, key_row, sizes), first, ends = own, np.sort(sent[0]), np.sort(sent[0] + sent[2])
+    edges = np.unique(np.concatenate([row, row + sizes, first, ends]))
+    begin, size = edges[:-1], np.diff(edges)
+    move = np.searchsorted(row, begin, side="right") - 1
+    is_sent = np.searchsorted(first, begin, side="right") > np.searchsorted(ends, begin, side="right")
+    kept = ~is_sent & (move >= 0)
+    begin, size, move = begin[kept], size[kept], move[kept]
+    kept = begin < row[move] + sizes[move]
+    begin, size, move = begin[kept], size[kept], move[kept]
+    return Pieces.of(key_rows, key_row[move] + begin - row[move], size, begin)
 
 
 def needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int) -> NeededRows:

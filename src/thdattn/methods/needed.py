@@ -54,6 +54,7 @@ def backward(
     alone = plan.needs_own_rows
     sum_dtype = call.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
     hidden, coming = is_worth_hiding(comm, plan, (k, v), sum_dtype), []
+    grads = [] if alone else [engine.empty(x.shape, x.dtype) for x in (k, v)]
 
     def send(*shares: Any) -> None:
         back, wait = _sent_back(engine, comm, plan, shares)
@@ -61,9 +62,8 @@ def backward(
         def made() -> tuple[Any, Any]:
             if alone:
                 return shares[0], shares[1]
-            dk, dv = (engine.empty(x.shape, x.dtype) for x in (k, v))
-            engine.add_shares(shares, back, plan, (dk, dv))
-            return dk, dv
+            engine.add_shares(shares, back, plan, grads)  # of rows that other ranks had
+            return grads[0], grads[1]
 
         coming.append(Coming(wait, made))
 
@@ -71,7 +71,7 @@ def backward(
     lasting = None if at_once else [engine.empty(x.shape, sum_dtype) for x in keys]
     dq, *shares = engine.attn_bwd(
         dout, q, *keys, out, lse, plan, call.softmax_scale, sum_dtype, call.deterministic,
-        (engine.empty(q.shape, q.dtype), lasting), halfway=send if hidden else None)
+        (engine.empty(q.shape, q.dtype), lasting), halfway=send if hidden else None, rounded=grads)
     if not hidden:
         send(*shares)
     return dq, coming[0]

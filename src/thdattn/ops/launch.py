@@ -17,6 +17,7 @@ from thdattn.packing import DLPACK_HOST
 from thdattn.tensor_map import tensor_map
 
 Array = Any  # cupy.ndarray, whose hints are partial
+NONE = np.uint64(0)  # an argument instead of an array
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
