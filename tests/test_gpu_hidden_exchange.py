@@ -23,6 +23,7 @@ PACKS = (
     Case("window", LENGTHS, heads=(8, 2), window=(200, 0)),
     Case("one-document", (1200,), heads=(8, 2)),
     Case("whole-documents", (128,) * 10, heads=(8, 2)),
+    Case("one-rank-receives", (380, 310, 160, 190, 30, 50), heads=(8, 2)),
 )
 WAYS = [Way("all_gather", "balanced", 2), Way("all_gather", "balanced", 4)]
 BY_TWO_LEVELS = Way("a2a+all_gather", "balanced", 4, inner=2)

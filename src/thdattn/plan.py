@@ -194,9 +194,13 @@ class Plan:
 
     @cached_property
     def needs_own_rows(self) -> bool:
-        """Whether the needed rows are all of this rank's and no others, and no other rank needs one of them."""
-        routes = self.routes
-        return routes is not None and self.key_rows == self.local_rows and not routes.num_received + routes.num_sent
+        """Whether the needed rows are all of this rank's and no others."""
+        return self.routes is not None and self.key_rows == self.local_rows and not self.routes.num_received
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether, beside that, no other rank needs one of them."""
+        return self.needs_own_rows and self.routes is not None and not self.routes.num_sent
 
     @property
     def first_own(self) -> int:

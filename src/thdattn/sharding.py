@@ -171,10 +171,13 @@ class Sharding:
         return self._rows[cp_rank]
 
     def leading_tokens(self, cp_rank: int) -> int | None:
-        """How many local rows of a rank hold tokens, where these come before all others.
+        """How many local rows of a rank hold tokens, where these come before all others; found without making rows.
 
-        Found without making rows. None: padding lies between tokens, or only the GPU knows, or they are slices of
-        another sharding's rows.
+        Args:
+            cp_rank: 0 <= cp_rank < cp_size.
+
+        Returns:
+            The number; None: padding lies between tokens, or offsets lie on a GPU, or inner is not 1.
         """
         batch = self.batch
         if batch.on_device or self.outer is not None:

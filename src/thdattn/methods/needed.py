@@ -2,6 +2,7 @@
 
 Most documents are whole on one rank then. Each rank sends the rows that the others need, in one exchange, and lays what
 it gets among its own; what it makes of their gradients goes back the same way, and the owner adds it up in float32.
+Gradients of rows that nobody else needs are rounded at once.
 
 Where much travels, it is hidden: tiles of queries that see no row of another rank come first and are done meanwhile; in
 the backward, tiles of keys that have such rows come first, so that their gradients travel while the others are done.
@@ -51,7 +52,7 @@ def backward(
     """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are on their way with dq."""
     q, k, v, out, lse, kept = saved
     keys = kept or _on_their_way(engine, comm, plan, k, v, keep=False, hidden=False)[1]()
-    alone = plan.needs_own_rows
+    alone = plan.is_apart
     sum_dtype = call.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
     hidden, coming = is_worth_hiding(comm, plan, (k, v), sum_dtype), []
     grads = [] if alone else [engine.empty(x.shape, x.dtype) for x in (k, v)]
@@ -87,8 +88,8 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
 
     queries, outs = rows_of(plan.local_rows, layer.num_heads, layer.dtype)
     keys, values = rows_of(plan.local_rows, heads, layer.dtype)
-    alone = plan.needs_own_rows
-    there = 0 if alone else sum(rows_of(plan.key_rows, heads, layer.dtype))
+    alone = plan.is_apart
+    there = 0 if plan.needs_own_rows else sum(rows_of(plan.key_rows, heads, layer.dtype))
     lse = num_bytes((layer.num_heads, plan.local_rows), sum_dtype)
     messages = routes.num_sent + routes.num_received
     row_bytes = sum(rows_of(1, heads, layer.dtype)), sum(rows_of(1, heads, sum_dtype))
@@ -126,16 +127,16 @@ def _on_their_way(
     """
     assert plan.routes is not None
     routes = plan.routes
-    if plan.needs_own_rows:
-        wait = _exchange(comm, plan, ((k, v), []), ((k, v), []), k.dtype)  # the others'
-        return (k, v), Coming(wait, lambda: (k, v))
     sends, recvs = (_buffers(plan, name, number, (k, v), k.dtype)
                     for name, number in (("sent", routes.num_sent), ("received", routes.num_received)))
+    if routes.num_sent:
+        engine.pack_rows((k, v), plan.arrays.sends, sends)
+    wait = _exchange(comm, plan, (sends, routes.sent_parts), (recvs, routes.received_parts), k.dtype)
+    if plan.needs_own_rows:
+        return (k, v), Coming(wait, lambda: (k, v))
     keys, values = [engine.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k, v)] if keep else _buffers(
         plan, "needed", plan.key_rows, (k, v), k.dtype)
     into = keys, values
-    engine.pack_rows((k, v), plan.arrays.sends, sends)
-    wait = _exchange(comm, plan, (sends, routes.sent_parts), (recvs, routes.received_parts), k.dtype)
     theirs, mine = _places(plan)
     engine.place_rows((k, v), mine, plan, into)  # meanwhile
     if hidden:
