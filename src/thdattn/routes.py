@@ -80,6 +80,14 @@ class Routes:
         self.sent, self.received = table[cp_rank], table[:, cp_rank]
         self.num_sent, self.num_received = int(self.sent.sum()), int(self.received.sum())
         self.sent_parts, self.received_parts = _parts(self.sent), _parts(self.received)
+        self._bytes: dict[tuple[int, bool], Ints] = {}
+
+    def bytes_of(self, row_bytes: int, back: bool = False) -> Ints:
+        """(cp_size, cp_size), of rows that go from rank to rank, or, `back`, from those that got them."""
+        key = row_bytes, back
+        if key not in self._bytes:
+            self._bytes[key] = (self.table.T if back else self.table) * row_bytes
+        return self._bytes[key]
 
 
 def _parts(num_rows: Ints) -> Parts:

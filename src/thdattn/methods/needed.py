@@ -193,8 +193,7 @@ def _exchange(
     assert routes is not None
     if routes.is_empty:
         return nothing
-    size = _row_bytes(sends[0], dtype)
-    sizes = plan.once(("bytes", size, back), lambda: (routes.table.T if back else routes.table) * size)
+    sizes = routes.bytes_of(_row_bytes(sends[0], dtype), back)
     return comm.exchange(_by_rank(*sends), _by_rank(*recvs), sizes)
 
 
