@@ -21,12 +21,13 @@ def add_up(
     """Two arrays as sums of the ranks' shares, rounded once.
 
     Args:
-        shares: a SHARES of structs.py: where every rank's begin, float32 rows as wide as those of the results.
+        shares: a scalar SHARES of structs.py: where every rank's begin, float32 rows as wide as those of the results.
         rows: which of its rows is a rank's share of each row of the results, int32, -1: it has none; (num_rows,) for
             all ranks, or (num_ranks, num_rows); None: they are in the order of the results.
         results: (num_rows, heads, width), float16 or bfloat16, which may be some of the heads of larger arrays.
         stream: CuPy's current one by default.
-        own: a rank whose shares begin at the second place, and all others' at the first; -1: every rank has a place.
+        own: a rank whose shares begin at the second place, and all others' at the first; rows of which it alone has a
+            share stay as they are. -1: every rank has a place.
     """
     args = [arg for x in results for arg in (x, *_int32(x.shape[1] * x.shape[2] // 8, x.strides[0] // 16))]
     num_rows = len(results[0])
