@@ -16,7 +16,7 @@ import numpy as np
 from fake_streams import Machine, Stream
 
 from thdattn import sums
-from thdattn.comm import nothing, peer
+from thdattn.comm import nothing, peer, windows
 from thdattn.comm.slices import copy
 from thdattn.methods import all_gather
 from thdattn.methods.call import Call, Tensors
@@ -356,7 +356,7 @@ class Program:
 def machine_of(size, seed):
     machine = Machine(size, seed)
     with (mock.patch.dict(sys.modules, cupy=machine.cupy()), mock.patch.object(sums.jit, "kernel", machine.kernel),
-          mock.patch.object(peer, "_batch_mem_op", lambda: machine.mem_ops),
+          mock.patch.object(windows, "batch_mem_op", lambda: machine.mem_ops),
           mock.patch.object(peer, "copy", lambda place, source: machine.stream.launch(copy, place, source)),
           mock.patch.dict(sums.SUM_KERNELS, float32="thd_sum"),
           mock.patch.object(peer, "_roomy", lambda num_bytes: num_bytes),  # so that windows often grow
@@ -373,8 +373,8 @@ def results(size, seed, enqueue=Program.enqueue):
             enqueue(programs[-1], random.Random(seed))
         machine.run()
         for program in programs:
-            windows = [x for turns in program.memory._windows.values() for turn in turns for x in turn]
-            for window in windows:
-                flags = window.array(-window._header, (2, size, peer._FLAG_BYTES), np.uint8)[:, :, 0]
+            made = [x for turns in program.memory._windows.values() for turn in turns for x in turn]
+            for window in made:
+                flags = window.array(-window._header, (2, size, windows.FLAG_BYTES), np.uint8)[:, :, 0]
                 assert flags.tolist() == [[0] * size, [1] * size]
     return sum(x.num_checked for x in programs), sum(x.num_wrong for x in programs)

@@ -16,7 +16,7 @@ from fake_streams import Stream
 from peer_programs import Pack, Program, machine_of, results
 
 from thdattn.comm import nothing as nothing_to_wait_for
-from thdattn.comm import peer
+from thdattn.comm import peer, windows
 from thdattn.methods import all_gather
 
 SEEDS = 120
@@ -38,7 +38,7 @@ def nothing(*args):
 
 def without(*steps):
     """Windows whose streams leave out some steps."""
-    made = peer.Window.__init__
+    made = windows.Window.__init__
 
     def make(window, *args):
         made(window, *args)
@@ -47,11 +47,11 @@ def without(*steps):
         if "arrive" in steps:
             window.meet = window.publish
 
-    return peer.Window, "__init__", make
+    return windows.Window, "__init__", make
 
 
 def take_as_soon_as_it_arrives():
-    made = peer.Window.__init__
+    made = windows.Window.__init__
 
     def make(window, *args):
         made(window, *args)
@@ -59,7 +59,7 @@ def take_as_soon_as_it_arrives():
         window.arrive, window.meet = (lambda stream, step=step: (step(stream), take(stream)) for step in (arrive, meet))
         window.take = nothing
 
-    return peer.Window, "__init__", make
+    return windows.Window, "__init__", make
 
 
 def current_stream(memory):

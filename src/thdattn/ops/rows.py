@@ -48,10 +48,7 @@ def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Arr
 
 
 def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
-    """Gradients of this rank's rows of keys that others have: shares of all ranks, added up in their order, rounded once.
-
-    See reference.add_shares.
-    """
+    """Gradients of this rank's rows that others have: the shares of all ranks, added up; see reference.add_shares."""
     shares = np.zeros((), SHARES)
     for places, mine, theirs in zip(shares["of"], own, back, strict=True):
         places[:2] = theirs.data.ptr, mine.data.ptr
