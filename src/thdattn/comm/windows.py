@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from thdattn.structs import SHARES
 
+_MOST_KEPT = 1024
 FLAG_BYTES = 64  # a flag has a sector of its own
 ALIGNMENT = 256
 WAIT_32, WRITE_32, _WAIT_EQUAL, _WRITE_DEFAULT = 1, 2, 1, 0  # CUstreamBatchMemOpType and flags
@@ -59,8 +60,7 @@ class Window:
         self.publish = MemOps(write=[(at + ready[world.rank], 1) for at in self._at])
         self.arrive = MemOps(wait=[here + flag for flag in ready], write=[(here + flag, 0) for flag in ready])
         self.take = MemOps(write=[(at + taken[world.rank], 1) for at in self._at])
-        self._arrays: dict[Any, Any] = {}
-        self._shares: dict[Any, Any] = {}
+        self._kept: dict[Any, Any] = {}
 
     @functools.cached_property
     def meet(self) -> MemOps:
@@ -72,24 +72,33 @@ class Window:
         return int(self._at[rank] + self._header + offset)
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array in this rank's part, the same one at every call."""
+        """An array in this rank's part."""
         import cupy
 
-        key = offset, shape, dtype
-        if key not in self._arrays:
+        def made() -> Any:
             place = cupy.cuda.MemoryPointer(self._memory, self._header + offset)
-            self._arrays[key] = cupy.ndarray(shape, dtype, place)
-        return self._arrays[key]
+            return cupy.ndarray(shape, dtype, place)
+
+        return self._once((offset, shape, dtype), made)
 
     def shares(self, *places: int) -> Any:
         """A SHARES: where all ranks have what is at some addresses in this rank's part."""
-        if places not in self._shares:
-            made = np.zeros((), SHARES)
-            here = self.address(self._rank, 0)
-            made["of"][: len(places), : len(self._at)] = [
+
+        def made() -> Any:
+            shares, here = np.zeros((), SHARES), self.address(self._rank, 0)
+            shares["of"][: len(places), : len(self._at)] = [
                 [self.address(rank, place - here) for rank in range(len(self._at))] for place in places]
-            self._shares[places] = made[()]
-        return self._shares[places]
+            return shares[()]
+
+        return self._once(places, made)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, kept for some time, as layers ask for the same few things again and again."""
+        if key not in self._kept:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = make()
+        return self._kept[key]
 
     def heads(self, rank: int, first: int, pitch: int, width: int, like: Any) -> Any:
         """Heads of `width` bytes, of every `pitch` from `first` on, of an array like another one in a rank's part."""
