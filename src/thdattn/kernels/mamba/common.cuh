@@ -1,0 +1,144 @@
+// What the kernels of the Mamba-2 mixer share (sm_80 and later): sizes, which rows count, and tiles of a chunk of rows.
+//
+// The one rule: row j counts for row i iff first[i] <= j <= i, where first[i] is where the sequence of row i begins.
+// Rows of padding have first[i] = i + 1. What does not count is left out by selection, never by a product with 0.
+//
+// Chunks are kChunk rows of the buffer. Arrays of dt and of what follows from it are (heads, chunks * kChunk) float32;
+// rows behind the last one belong to the sequence of the last one, and have dt = x = B = C = 0.
+
+[[maybe_unused]] constexpr int kChunk = 64;
+
+// A row of zxbcdt has the columns z, x, B, C, dt; one of channels has x, B, C.
+struct MixerSize {
+  int rows;
+  int offset;                                         // what the number of a row is in the pack, minus that on this rank
+  int heads;
+  int head_dim;
+  int groups;
+  int state_dim;
+  int segment;                                        // chunks of a segment
+
+  __device__ __forceinline__ int inner() const { return heads * head_dim; }
+  __device__ __forceinline__ int channels() const { return inner() + 2 * groups * state_dim; }
+  __device__ __forceinline__ int columns() const { return inner() + channels() + heads; }
+  __device__ __forceinline__ int chunks() const { return (rows + kChunk - 1) / kChunk; }
+  __device__ __forceinline__ int group_of(int head) const { return head / (heads / groups); }
+  // Where in a row of channels B and C of a group are.
+  __device__ __forceinline__ int b_column(int group) const { return inner() + group * state_dim; }
+  __device__ __forceinline__ int c_column(int group) const { return inner() + (groups + group) * state_dim; }
+  // Where in an array of dt the rows of a chunk are.
+  __device__ __forceinline__ size_t in_heads(int head, int chunk) const {
+    return ((size_t)head * chunks() + chunk) * kChunk;
+  }
+  // Where in an array of states a segment's one of a head is.
+  __device__ __forceinline__ size_t state_of(int segment_number, int head) const {
+    return ((size_t)segment_number * heads + head) * head_dim * state_dim;
+  }
+};
+CHECK_MixerSize;
+
+// ------------------------------------------------------------------------------------------------ rows that count
+
+// The range that stands for a row: its own, or that of the last row for rows behind it.
+__device__ __forceinline__ int2 range_at(const int2* ranges, int row, const MixerSize& size) {
+  return ranges[min(row, size.rows - 1)];
+}
+// first[row], below 0 if its sequence began on another rank.
+__device__ __forceinline__ int first_of(int2 range, int row, const MixerSize& size) {
+  return is_empty(range) ? row + 1 : range.x - size.offset;
+}
+
+// ------------------------------------------------------------------------------------------------ numbers
+
+// Of a difference of sums of a * log2(e), which is above 0 by rounding alone.
+__device__ __forceinline__ float decay_of(float difference) { return exp2_fast(fminf(difference, 0.f)); }
+
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + exp2_fast(-kLog2e * x)); }
+__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
+
+// ------------------------------------------------------------------------------------------------ barriers
+
+// Some warps wait until others have arrived; threads: of both together. 0 is that of __syncthreads.
+__device__ __forceinline__ void arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void wait(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
+// ------------------------------------------------------------------------------------------------ tiles
+
+// Starts to copy the rows of a chunk, kCols elements of each, to a tile whose rows are kCols + kPad elements apart.
+// Rows behind the last one become zeros.
+template <typename T, int kCols, int kThreads>
+__device__ __forceinline__ void load_chunk(T* tile, const T* source, size_t pitch, int chunk, int num_rows) {
+  constexpr int kPieces = kCols / 8;
+  #pragma unroll
+  for (int i = threadIdx.x; i < kChunk * kPieces; i += kThreads) {
+    const int row = i / kPieces, col = i % kPieces * 8, from = chunk * kChunk + row;
+    copy_async_16(tile + row * (kCols + kPad) + col, source + min(from, num_rows - 1) * pitch + col, from < num_rows);
+  }
+}
+
+// Starts to copy kChunk numbers, by the threads from `first` on.
+__device__ __forceinline__ void load_numbers(float* into, const float* from, int first) {
+  const int i = (int)threadIdx.x - first;
+  if (i >= 0 && i < kChunk / 4) copy_async_16(into + 4 * i, from + 4 * i, true);
+}
+
+// Starts to copy the ranges of a chunk, by the threads from `first` on.
+__device__ __forceinline__ void load_ranges(int2* into, const int2* ranges, int chunk, int first,
+                                            const MixerSize& size) {
+  const int i = (int)threadIdx.x - first;
+  if (i >= 0 && i < kChunk)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"
+                 :: "r"(shared_address(into + i)), "l"(ranges + min(chunk * kChunk + i, size.rows - 1)));
+}
+
+// Rows of this warp as an operand: 16 rows of a tile of kDim columns.
+template <typename T, int kDim>
+__device__ __forceinline__ void load_operand(u32 (&a)[kDim / 16][4], const T* rows) {
+  const int lane = threadIdx.x % kWarp;
+  const T* const from = rows + lane % 16 * (kDim + kPad) + lane / 16 * 8;
+  #pragma unroll
+  for (int k = 0; k < kDim / 16; ++k) ldmatrix(a[k], from + k * 16);
+}
+
+// sum[i][j] += a[i] . b[j] over kDim columns: 16 rows of a, and 8 * kBlocks rows of a tile of kDim columns.
+template <typename T, int kDim, int kBlocks>
+__device__ __forceinline__ void add_products(float (&sum)[kBlocks][4], const u32 (&a)[kDim / 16][4], const T* b) {
+  const int lane = threadIdx.x % kWarp;
+  const T* const b_lane = b + (lane / 16 * 8 + lane % 8) * (kDim + kPad) + lane / 8 % 2 * 8;
+  #pragma unroll
+  for (int k = 0; k < kDim / 16; ++k)
+    #pragma unroll
+    for (int n = 0; n < kBlocks; n += 2) {
+      u32 fb[4];
+      ldmatrix(fb, b_lane + n * 8 * (kDim + kPad) + k * 16);
+      mma<T>(sum[n], a[k], fb[0], fb[1]);
+      mma<T>(sum[n + 1], a[k], fb[2], fb[3]);
+    }
+}
+
+// Columns of a tile as the rows of an operand, each row of the tile times its weight and rounded once: 16 columns from
+// `tile` on, whose rows are kPitch elements apart, and the 16 rows of `weights`.
+template <typename T, int kPitch>
+__device__ __forceinline__ void load_weighted_columns(u32 (&a)[4], const T* tile, const float* weights) {
+  const int lane = threadIdx.x % kWarp;
+  ldmatrix_transposed(a, tile + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8);
+  #pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 weight = *(const float2*)(weights + i / 2 * 8 + lane % 4 * 2), x = unpack<T>(a[i]);
+    a[i] = pack<T>(x.x * weight.x, x.y * weight.y);
+  }
+}
+
+template <int kFragments, int kBlocks>
+__device__ __forceinline__ void scale(float (&x)[kFragments][kBlocks][4], float factor) {
+  #pragma unroll
+  for (int f = 0; f < kFragments; ++f)
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) x[f][n][e] = factor == 0.f ? 0.f : x[f][n][e] * factor;
+}
