@@ -105,15 +105,15 @@ __device__ __forceinline__ void convolve_rows(T* channels, const ChannelRows<T>&
     }
     #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int row = first + i;
-      if (row >= end) break;
       convolution.next(ahead[i]);
       float sum[8];
       convolution.convolve(sum, in_sight[i]);
       u32 made[4];
       #pragma unroll
       for (int p = 0; p < 4; ++p) made[p] = in_sight[i] < 0 ? 0 : pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
-      *(uint4*)(channels + (size_t)row * from.channels + column) = make_uint4(made[0], made[1], made[2], made[3]);
+      if (first + i < end)
+        *(uint4*)(channels + (size_t)(first + i) * from.channels + column) =
+            make_uint4(made[0], made[1], made[2], made[3]);
     }
   }
 }
