@@ -51,7 +51,7 @@ class Slab:
     def thd_ssd_states(self, dtype: str) -> Instance:
         """The kernel of of_states, for "float16" or "bfloat16"."""
         slab = self.of_states
-        stage = slab._tile(CHUNK, slab.columns) + slab._tile(CHUNK, slab.state_dim) + 4 * CHUNK * slab.subs
+        stage = slab._tile(CHUNK, slab.columns) + slab._tile(CHUNK, slab.state_dim) + 4 * (CHUNK + 4) * slab.subs
         return slab._instance("thd_ssd_states", dtype, slab.states_stages, slab.states_stages * stage)
 
     def thd_ssd_scan(self, dtype: str) -> Instance:

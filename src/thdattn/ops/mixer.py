@@ -140,10 +140,10 @@ def ssd_enter(states: Array, decays: Array, start: Array, segments: slice, rever
 
 
 def _walk(kernel: str, arrays: tuple[Array, ...], over: range, state: tuple[int, ...], reverse: bool) -> None:
-    """Launches a thread for every number of a state, which walks over segments or ranks."""
+    """Launches a thread for every four numbers of a state, which walks over segments or ranks."""
     over = over[::-1] if reverse else over
     numbers = over.start, over.step, len(over), state[0], math.prod(state[1:])
-    grid = (-(-math.prod(state) // FOLD_THREADS),)
+    grid = (-(-math.prod(state) // (4 * FOLD_THREADS)),)
     jit.kernel(kernel)(grid, FOLD_THREADS, (*arrays, *map(np.int32, numbers)))
 
 

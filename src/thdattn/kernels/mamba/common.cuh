@@ -53,7 +53,9 @@ __device__ __forceinline__ int first_of(int2 range, int row, const MixerSize& si
 // Of a difference of sums of a * log2(e), which is above 0 by rounding alone.
 __device__ __forceinline__ float decay_of(float difference) { return exp2_fast(fminf(difference, 0.f)); }
 
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + exp2_fast(-kLog2e * x)); }
+__device__ __forceinline__ float sigmoid(float x) {
+  float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + exp2_fast(-kLog2e * x))); return r;
+}
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 
 // ------------------------------------------------------------------------------------------------ barriers
@@ -75,11 +77,13 @@ __device__ __forceinline__ void load_chunk(T* tile, const T* source, size_t pitc
                                            int thread) {
   constexpr int kPieces = kCols / 8, kRows = kThreads / kPieces;  // of a row, and rows at a time
   static_assert(kThreads % kPieces == 0 && kChunk % kRows == 0);
-  const int first = thread / kPieces, col = thread % kPieces * 8, left = num_rows - chunk * kChunk;
-  const T* const from = source + (size_t)chunk * kChunk * pitch + col;
-  #pragma unroll 4
-  for (int row = first; row < kChunk; row += kRows)
-    copy_async_16(tile + row * (kCols + kPad) + col, from + min(row, left - 1) * pitch, row < left);
+  const int first = thread / kPieces, col = thread % kPieces * 8, left = num_rows - chunk * kChunk - first;
+  const T* from = source + (size_t)(chunk * kChunk + min(first, first + left - 1)) * pitch + col;
+  #pragma unroll
+  for (int i = 0; i < kChunk / kRows; ++i) {
+    copy_async_16(tile + (first + i * kRows) * (kCols + kPad) + col, from, i * kRows < left);
+    from += (i + 1) * kRows < left ? kRows * pitch : 0;  // nothing is read behind the last row
+  }
 }
 
 // Starts to copy what range_at returns.

@@ -33,7 +33,7 @@ template <typename T, int kWidth>
 struct Convolution {
   static constexpr int kReach = kWidth - 1;
   float weights[kWidth][8], bias[8];
-  uint4 seen[kReach + 1];                             // rows before this one, and, last, this one
+  float seen[kWidth][8];                              // rows before this one, and, last, this one
 
   __device__ __forceinline__ void load_weights(const float* conv_weight, const float* conv_bias, int column) {
     float flat[8 * kWidth];
@@ -47,20 +47,26 @@ struct Convolution {
 
   __device__ __forceinline__ void next(uint4 row) {
     #pragma unroll
-    for (int tap = 0; tap < kReach; ++tap) seen[tap] = seen[tap + 1];
-    seen[kReach] = row;
-  }
-
-  // Before silu, of the row that was passed last.
-  __device__ __forceinline__ void convolve(float (&sum)[8], int in_sight) const {
-    #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] = bias[i];
-    #pragma unroll
-    for (int tap = 0; tap < kWidth; ++tap) {
-      float x[8];
-      unpack8<T>(x, seen[tap]);
+    for (int tap = 0; tap < kReach; ++tap)
       #pragma unroll
-      for (int i = 0; i < 8; ++i) sum[i] = kReach - tap <= in_sight ? fmaf(weights[tap][i], x[i], sum[i]) : sum[i];
+      for (int i = 0; i < 8; ++i) seen[tap][i] = seen[tap + 1][i];
+    unpack8<T>(seen[kReach], row);
+  }
+  // Rows that the last one does not see, no later one sees either.
+  __device__ __forceinline__ void forget_all_but(int in_sight) {
+    if (in_sight >= kReach) return;
+    #pragma unroll
+    for (int tap = 0; tap < kReach; ++tap)
+      #pragma unroll
+      for (int i = 0; i < 8; ++i) seen[tap][i] = kReach - tap <= in_sight ? seen[tap][i] : 0.f;
+  }
+  // Before silu, of the row that was passed last.
+  __device__ __forceinline__ void convolve(float (&sum)[8]) const {
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      sum[i] = bias[i];
+      #pragma unroll
+      for (int tap = 0; tap < kWidth; ++tap) sum[i] = fmaf(weights[tap][i], seen[tap][i], sum[i]);
     }
   }
 };
@@ -106,8 +112,9 @@ __device__ __forceinline__ void convolve_rows(T* channels, const ChannelRows<T>&
     #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       convolution.next(ahead[i]);
+      convolution.forget_all_but(in_sight[i]);
       float sum[8];
-      convolution.convolve(sum, in_sight[i]);
+      convolution.convolve(sum);
       u32 made[4];
       #pragma unroll
       for (int p = 0; p < 4; ++p) made[p] = in_sight[i] < 0 ? 0 : pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
