@@ -57,7 +57,7 @@ struct StateOfSlab {
   // What a chunk makes of it. leave: dt times what lasts until the end of the chunk, of the rows of this warp's head.
   __device__ __forceinline__ void advance(const T* x, const T* b, const float* leave, float through) {
     scale(s, through);
-    #pragma unroll (Slab::kBlocks > 8 ? 1 : 4)
+    #pragma unroll (Slab::kBlocks > 8 ? 1 : 2)
     for (int k = 0; k < kChunk; k += 16) {
       u32 rows[2][1][4];
       #pragma unroll
