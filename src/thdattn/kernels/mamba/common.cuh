@@ -73,16 +73,16 @@ __device__ __forceinline__ void wait(int barrier, int threads) {
 // Starts to copy the rows of a chunk, kCols elements of each, to a tile whose rows are kCols + kPad elements apart.
 // Rows behind the last one become zeros.
 template <typename T, int kCols, int kThreads>
-__device__ __forceinline__ void load_chunk(T* tile, const T* source, size_t pitch, int chunk, int num_rows,
+__device__ __forceinline__ void load_chunk(T* tile, const T* source, u32 pitch, int chunk, int num_rows,
                                            int thread) {
   constexpr int kPieces = kCols / 8, kRows = kThreads / kPieces;  // of a row, and rows at a time
   static_assert(kThreads % kPieces == 0 && kChunk % kRows == 0);
-  const int first = thread / kPieces, col = thread % kPieces * 8, left = num_rows - chunk * kChunk - first;
-  const T* from = source + (size_t)(chunk * kChunk + min(first, first + left - 1)) * pitch + col;
+  const int first = thread / kPieces, col = thread % kPieces * 8, left = num_rows - chunk * kChunk;
+  const T* const from = source + (size_t)chunk * kChunk * pitch + col;
   #pragma unroll
   for (int i = 0; i < kChunk / kRows; ++i) {
-    copy_async_16(tile + (first + i * kRows) * (kCols + kPad) + col, from, i * kRows < left);
-    from += (i + 1) * kRows < left ? kRows * pitch : 0;  // nothing is read behind the last row
+    const int row = first + i * kRows;
+    copy_async_16(tile + row * (kCols + kPad) + col, from + (u32)min(row, left - 1) * pitch, row < left);
   }
 }
 

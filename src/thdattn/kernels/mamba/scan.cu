@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads, 2) thd_
   const bool used = next < size.rows ? first_of(ranges[next], next, size) < next : used_behind;
   const int from = used ? min(max(first, begin * kChunk) / kChunk, end) : end;
 
-  const size_t pitch = size.channels();
+  const u32 pitch = size.channels();
   const T *const x = channels + slab * S::kCols, *const b = channels + size.b_column(group);
   auto load = [&](int chunk) {
     if (chunk < end) {
@@ -121,11 +121,13 @@ __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads, 2) thd_
 
   StateOfSlab<T, S> state(threadIdx.x / kWarp);
   state.clear();
-  for (int ahead = 0; ahead < kStages - 1; ++ahead) load(from + ahead);
-  for (int chunk = from; chunk < end; ++chunk) {
-    copies_wait_but<kStages - 2>();
-    __syncthreads();
+  for (int chunk = from - kStages + 1; chunk < end; ++chunk) {  // the first times it loads alone
+    if (chunk >= from) {
+      copies_wait_but<kStages - 2>();
+      __syncthreads();
+    }
     load(chunk + kStages - 1);
+    if (chunk < from) continue;
     const Stage& stage = stages[(chunk - from) % kStages];
     // Behind the first of these chunks all rows are of one sequence.
     state.advance(stage.x, stage.b, stage.leave[state.sub], chunk > from ? decay_of(*stage.last_sum[state.sub]) : 0.f);
@@ -368,7 +370,7 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
     return;
   }
 
-  const size_t pitch = size.channels();
+  const u32 pitch = size.channels();
   const int thread = threadIdx.x - S::kThreads;
   auto load = [&](int chunk) {
     Stage& stage = shared.stages[(chunk - begin) % kStages];
