@@ -58,6 +58,34 @@ __device__ __forceinline__ float sigmoid(float x) {
 }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 
+// ------------------------------------------------------------------------------------------------ segments
+
+// What of the state in front of a chunk lasts until its end. last_sum, last: of its last row.
+__device__ __forceinline__ float through_chunk(float last_sum, int2 last, int chunk, const MixerSize& size) {
+  const int end = chunk * kChunk + kChunk - 1;
+  return first_of(last, end, size) < chunk * kChunk ? decay_of(last_sum) : 0.f;
+}
+
+// The chunks of a segment, of which those from `from` on reach its end. Of a state that no row behind a segment sees, 0
+// is as good; used_behind: whether one behind the last segment may.
+struct Segment {
+  int number, begin, end, from;
+  bool goes_on;                                       // one sequence, which began before
+
+  __device__ __forceinline__ Segment(int number, const int2* ranges, bool used_behind, const MixerSize& size)
+      : number(number), begin(number * size.segment), end(min(begin + size.segment, size.chunks())) {
+    const int last = end * kChunk - 1, next = last + 1, first = first_of(range_at(ranges, last, size), last, size);
+    const bool used = next < size.rows ? first_of(ranges[next], next, size) < next : used_behind;
+    from = used ? min(max(first, begin * kChunk) / kChunk, end) : end;
+    goes_on = first < begin * kChunk;
+  }
+  __device__ __forceinline__ void write_decay(float* decays, const float* sums, int head, const MixerSize& size) const {
+    float sum = 0.f;
+    for (int chunk = begin; chunk < end; ++chunk) sum += sums[size.in_heads(head, chunk) + kChunk - 1];
+    decays[(size_t)number * size.heads + head] = goes_on ? decay_of(sum) : 0.f;
+  }
+};
+
 // ------------------------------------------------------------------------------------------------ barriers
 
 // Some warps wait until others have arrived; threads: of both together. 0 is that of __syncthreads.

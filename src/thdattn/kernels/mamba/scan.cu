@@ -68,12 +68,6 @@ struct StateOfSlab {
   }
 };
 
-// What of the state in front of a chunk lasts until its end. last_sum, last: of its last row.
-__device__ __forceinline__ float through_chunk(float last_sum, int2 last, int chunk, const MixerSize& size) {
-  const int end = chunk * kChunk + kChunk - 1;
-  return first_of(last, end, size) < chunk * kChunk ? decay_of(last_sum) : 0.f;
-}
-
 // ------------------------------------------------------------------------------------------------ what segments add
 
 template <typename T, typename Slab>
@@ -93,14 +87,9 @@ __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads, 2) thd_
   static_assert(same_bytes<(int)sizeof(Stage) * kStages, kBytes>());
   extern __shared__ __align__(16) unsigned char memory[];
   Stage* const stages = (Stage*)memory;
-  const int slab = blockIdx.x, segment = blockIdx.y, head = S::head_of(slab, 0, size), group = size.group_of(head);
-  const int begin = segment * size.segment, end = min(begin + size.segment, size.chunks());
-
-  // Rows before `first` do not reach the end of the segment.
-  const int last = end * kChunk - 1, next = last + 1;
-  const int first = first_of(range_at(ranges, last, size), last, size);
-  const bool used = next < size.rows ? first_of(ranges[next], next, size) < next : used_behind;
-  const int from = used ? min(max(first, begin * kChunk) / kChunk, end) : end;
+  const int slab = blockIdx.x, group = size.group_of(S::head_of(slab, 0, size));
+  const Segment segment(blockIdx.y, ranges, used_behind, size);
+  const int from = segment.from, end = segment.end;
 
   const u32 pitch = size.channels();
   const T *const x = channels + slab * S::kCols, *const b = channels + size.b_column(group);
@@ -132,14 +121,10 @@ __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads, 2) thd_
     // Behind the first of these chunks all rows are of one sequence.
     state.advance(stage.x, stage.b, stage.leave[state.sub], chunk > from ? decay_of(*stage.last_sum[state.sub]) : 0.f);
   }
-  state.template store<kState>(states + size.state_of(segment, 0) + (size_t)slab * S::kCols * kState);
+  state.template store<kState>(states + size.state_of(segment.number, 0) + (size_t)slab * S::kCols * kState);
 
-  if (threadIdx.x < kSubs && (slab * S::kCols + (int)threadIdx.x * kWidth) % size.head_dim == 0) {
-    const int of = S::head_of(slab, threadIdx.x, size);
-    float sum = 0.f;
-    for (int chunk = begin; chunk < end; ++chunk) sum += sums[size.in_heads(of, chunk) + kChunk - 1];
-    decays[(size_t)segment * size.heads + of] = first < begin * kChunk ? decay_of(sum) : 0.f;
-  }
+  const int column = slab * S::kCols + threadIdx.x * kWidth;
+  if (threadIdx.x < kSubs && column % size.head_dim == 0) segment.write_decay(decays, sums, column / size.head_dim, size);
 }
 
 // ------------------------------------------------------------------------------------------------ states in front
