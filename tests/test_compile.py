@@ -18,7 +18,7 @@ from launch import SOURCE
 
 from thdattn import structs
 from thdattn.decode_tiles import CACHE_KERNELS, DECODE
-from thdattn.mixer_tiles import MIXER_KERNELS, MIXER_SIZES, SLABS, slab_for, thd_mixer_conv
+from thdattn.mixer_tiles import MIXER_KERNELS, MIXER_SIZES, SLABS, SLABS_SM90, slab_for, thd_mixer_conv
 from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATIC_BYTES, SUM_KERNELS, TILES
 
 pytest.importorskip("cupy")
@@ -79,11 +79,19 @@ def test_decode_kernels_fit_and_do_not_spill(arch, dims):
     compile_all([DECODE[dims].thd_attn_decode(dtype) for dtype in ("float16", "bfloat16")], arch)
 
 
+def mixer_slabs(arch, state_dim):
+    """Those that a GPU may choose; on Hopper also those of the portable kernels."""
+    return {slab_for(state_dim, columns, ARCHITECTURES[arch], sm90)
+            for columns in (64, 128) for sm90 in {False, arch == "sm_90a"}}  # fmt: skip
+
+
 @pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_mixer_kernels_of_a_state_fit_and_do_not_spill(arch, state_dim):
-    slabs = {slab_for(state_dim, columns, ARCHITECTURES[arch]) for columns in (64, 128)}
-    compile_all([kernel for slab in slabs for dtype in ("float16", "bfloat16") for kernel in slab.kernels(dtype)], arch)
+    usual = arch in ("sm_80", "sm_90a")
+    kernels = {make(dtype) for slab in mixer_slabs(arch, state_dim) for make in (slab.states_kernel, slab.scan_kernel)
+               for dtype in ("bfloat16", "float16")[: 1 + usual]}  # fmt: skip
+    compile_all(sorted(kernels), arch)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -93,9 +101,9 @@ def test_other_mixer_kernels_fit_and_do_not_spill(arch):
 
 
 def test_every_slab_is_the_first_choice_somewhere():
-    chosen = {slab_for(state_dim, columns, shared_bytes) for shared_bytes in ARCHITECTURES.values()
-              for state_dim in MIXER_SIZES["state_dim"] for columns in (64, 128)}  # fmt: skip
-    assert chosen == set(SLABS)
+    chosen = {slab for arch in ARCHITECTURES for state_dim in MIXER_SIZES["state_dim"]
+              for slab in mixer_slabs(arch, state_dim)}  # fmt: skip
+    assert chosen == {*SLABS, *SLABS_SM90}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -173,7 +181,8 @@ def with_tiles():
     """One instance of every kernel whose shared memory Python computes."""
     narrow, wide = TILES[64, 64], TILES[256, 256]
     backward = narrow.backward[0]
-    return [*SLABS[0].kernels("float16"),
+    mixer = [make("float16") for slab in (SLABS[0], SLABS_SM90[0]) for make in (slab.states_kernel, slab.scan_kernel)]
+    return [*mixer,
             narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
             narrow.thd_attn_bwd_dq("float16", "float32"), narrow.thd_attn_fwd_sm90("float16", "float32"),
             narrow.thd_attn_bwd_sm90("float16", "float16", "float32", False),
@@ -183,7 +192,7 @@ def with_tiles():
 def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below():
     kernels = [kernel for tiles in TILES.values()
                for kernel in (*tiles.portable_kernels(ARCHITECTURES["sm_80"]), *tiles.hopper_kernels())]
-    kernels += [kernel for slab in SLABS for kernel in slab.kernels("float16")]
+    kernels += [make("float16") for slab in (*SLABS, *SLABS_SM90) for make in (slab.states_kernel, slab.scan_kernel)]
     found = {kernel.name.partition("<")[0] for kernel in kernels if kernel.shared_bytes}
     assert found == {kernel.name.partition("<")[0] for kernel in with_tiles()}
 

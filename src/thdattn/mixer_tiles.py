@@ -15,7 +15,8 @@ FOLD_THREADS = 256  # kFoldThreads of kernels/mamba/scan.cu
 MIXER_KERNELS = ("thd_ssd_fold", "thd_ssd_start", "thd_ssd_enter")
 
 # What the kernels are there for. Rows of zxbcdt are read 16 bytes at a time, hence the multiple.
-MIXER_SIZES = {"head_dim": (64, 128), "state_dim": (64, 128, 256), "conv_width": range(1, 9), "num_heads": range(8, 2**20, 8)}
+MIXER_SIZES = {"head_dim": (64, 128), "state_dim": (64, 128, 256), "conv_width": range(1, 9),
+               "num_heads": range(8, 2**20, 8)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Slab:
         """thd_ssd_scan for "float16" or "bfloat16"."""
         tiles = 2 * (_tile(CHUNK, self.columns) + _tile(CHUNK, self.state_dim))
         stage = tiles + 3 * 4 * CHUNK * self.subs + 8 * CHUNK
-        shared_bytes = self.scan_stages * stage + _tile(self.columns, self.state_dim)
+        shared_bytes = self.scan_stages * stage + _tile(self.columns, self.state_dim) + 3 * 4 * 4
         return self._instance("thd_ssd_scan", dtype, self.width, self.scan_stages, shared_bytes)
 
     def _instance(self, kernel: str, dtype: str, width: int, stages: int, shared_bytes: int) -> Instance:
@@ -111,7 +112,7 @@ class SlabSm90:
     def scan_kernel(self, dtype: str) -> Instance:
         """thd_ssd_scan_sm90 for "float16" or "bfloat16"."""
         stage = 2 * BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 3 * 4 * CHUNK * self.warpgroups
-        state = BOX_BYTES * self.warpgroups * self.state_dim // 64
+        state = (BOX_BYTES * self.state_dim // 64 + 4 * 4) * self.warpgroups
         return self._instance("thd_ssd_scan_sm90", dtype, self.scan_stages, stage, state)
 
     def _instance(self, kernel: str, dtype: str, stages: int, stage_bytes: int, more_bytes: int = 0) -> Instance:

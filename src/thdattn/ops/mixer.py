@@ -13,8 +13,17 @@ import numpy as np
 from thdattn import jit
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.mixer_tiles import (
-    CHUNK, CONV_COLUMNS, CONV_ROWS, FOLD_THREADS, MIXER_KERNELS, RATES_HEADS, SEGMENT_CHUNKS, Slab, SlabSm90,
-    slab_for, thd_mixer_conv,
+    CHUNK,
+    CONV_COLUMNS,
+    CONV_ROWS,
+    FOLD_THREADS,
+    MIXER_KERNELS,
+    RATES_HEADS,
+    SEGMENT_CHUNKS,
+    Slab,
+    SlabSm90,
+    slab_for,
+    thd_mixer_conv,
 )  # fmt: skip
 from thdattn.ops import launch
 from thdattn.ops.launch import Array, Launch

@@ -58,6 +58,30 @@ __device__ __forceinline__ float sigmoid(float x) {
 }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 
+// A state may leave the range of float16. Where it is an operand it is therefore scaled to its own size, by a power of
+// two: nothing is rounded but once.
+template <typename T> constexpr bool kScalesStates = sizeof(T) == 0;
+template <> constexpr bool kScalesStates<f16> = true;
+
+struct PowerOfTwo { float factor, inverse; };
+// That which makes the largest number at least 2^14 and less than 2^15; bits: of the largest number.
+__device__ __forceinline__ PowerOfTwo scale_of(int bits) {
+  const int exponent = min(max(bits >> 23, 27), 254);
+  return {__int_as_float((268 - exponent) << 23), __int_as_float((exponent - 14) << 23)};
+}
+// The bits of the largest number of a warp.
+template <int kFragments, int kBlocks>
+__device__ __forceinline__ int largest_of_warp(const float (&x)[kFragments][kBlocks][4]) {
+  float largest = 0.f;
+  #pragma unroll
+  for (int f = 0; f < kFragments; ++f)
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) largest = fmaxf(largest, fabsf(x[f][n][e]));
+  return __reduce_max_sync(0xffffffffu, __float_as_int(largest));
+}
+
 // ------------------------------------------------------------------------------------------------ segments
 
 // What of the state in front of a chunk lasts until its end. last_sum, last: of its last row.

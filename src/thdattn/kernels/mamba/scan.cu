@@ -51,8 +51,8 @@ struct StateOfSlab {
       x = pair.x, y = pair.y;
     });
   }
-  template <int kPitch, typename Out> __device__ __forceinline__ void store(Out* state) {
-    each_pair([&](int p, int n, float& x, float& y) { store_pair(state + p * kPitch + n, x, y); });
+  template <int kPitch, typename Out> __device__ __forceinline__ void store(Out* state, float factor = 1.f) {
+    each_pair([&](int p, int n, float& x, float& y) { store_pair(state + p * kPitch + n, x * factor, y * factor); });
   }
   // What a chunk makes of it. leave: dt times what lasts until the end of the chunk, of the rows of this warp's head.
   __device__ __forceinline__ void advance(const T* x, const T* b, const float* leave, float through) {
@@ -218,6 +218,26 @@ template <typename T, typename Slab, int kStages>
 struct ScanShared {
   ScanStage<T, Slab> stages[kStages];
   T state[Slab::kCols * Slab::kStatePitch];           // in front of the chunk
+  float inverse[4];                                   // what each 32 rows of it are to be multiplied with
+  int largest[2][4];                                  // of 32 rows, of this chunk and of the next one
+
+  // Publishes the state; `together` waits for all warps that keep it, and for those that read the one before.
+  template <typename F>
+  __device__ __forceinline__ void publish(StateOfSlab<T, Slab>& mine, int chunk, F&& together) {
+    PowerOfTwo scale = {1.f, 1.f};
+    const int tile = mine.row / 32;
+    if constexpr (kScalesStates<T>) {
+      const int bits = largest_of_warp(mine.s);
+      if (mine.lane == 0) atomicMax(&largest[chunk % 2][tile], bits);
+    }
+    together();
+    if constexpr (kScalesStates<T>) {
+      scale = scale_of(largest[chunk % 2][tile]);
+      inverse[tile] = scale.inverse;
+      largest[(chunk + 1) % 2][tile] = 0;
+    }
+    mine.template store<Slab::kStatePitch>(state, scale.factor);
+  }
 };
 
 // 16 rows of a chunk, of the columns of one head: what one warp makes y of.
@@ -245,13 +265,19 @@ struct RowsOfWarp {
   }
 
   // What comes of the state in front of the chunk.
-  __device__ __forceinline__ void start_from(const T* state) {
+  __device__ __forceinline__ void start_from(const T* state, const float* inverse) {
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
       #pragma unroll
       for (int e = 0; e < 4; ++e) y[0][n][e] = 0.f;
     if (!__any_sync(0xffffffffu, first[0] < 0 || first[1] < 0)) return;
     add_products<T, kState, kBlocks>(y[0], c, state + sub * kWidth * Slab::kStatePitch);
+    if constexpr (kScalesStates<T>) {
+      #pragma unroll
+      for (int n = 0; n < kBlocks; ++n)
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) y[0][n][e] *= inverse[(sub * kWidth + n * 8) / 32];
+    }
     #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const bool enters = first[e / 2] < 0;
@@ -331,7 +357,7 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
   using Stage = ScanStage<T, S>;
   using Shared = ScanShared<T, S, kStages>;
   static_assert(same_bytes<(int)sizeof(Shared), kBytes>());
-  constexpr int kThreads = 2 * S::kThreads, kLoaded = 1, kStateRead = 2, kRowsMade = 3;
+  constexpr int kThreads = 2 * S::kThreads, kLoaded = 1, kStateRead = 2, kRowsMade = 3, kStateKept = 4;
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   const int slab = blockIdx.x, segment = first_segment + blockIdx.y, head = S::head_of(slab, 0, size);
@@ -345,7 +371,7 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
       wait(kLoaded, kThreads);
       Stage& stage = shared.stages[(chunk - begin) % kStages];
       RowsOfWarp<T, S> rows(stage, band, sub, chunk, size);
-      rows.start_from(shared.state);
+      rows.start_from(shared.state, shared.inverse);
       if (chunk + 1 < end) arrive(kStateRead, kThreads);
       rows.add_rows();
       const size_t at = (size_t)chunk * kChunk * size.inner() + slab * S::kCols;
@@ -380,7 +406,9 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
   const bool goes_on = first_of(range_at(ranges, row, size), row, size) < row;  // from the segment before
   if (goes_on) state.load(states + size.state_of(segment, 0) + (size_t)slab * S::kCols * kState);
   if (!goes_on) state.clear();
-  state.template store<S::kStatePitch>(shared.state);
+  if (thread < 4) shared.largest[begin % 2][thread] = 0;
+  wait(kStateKept, S::kThreads);
+  shared.publish(state, begin, [] { wait(kStateKept, S::kThreads); });
   for (int chunk = begin; chunk < end; ++chunk) {
     copies_wait();
     wait(kLoaded, kThreads);
@@ -389,8 +417,7 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
     const Stage& stage = shared.stages[(chunk - begin) % kStages];
     const float through = through_chunk(stage.sums[state.sub][kChunk - 1], stage.ranges[kChunk - 1], chunk, size);
     state.advance(stage.x, stage.b, stage.leave[state.sub], through);
-    wait(kStateRead, kThreads);
-    state.template store<S::kStatePitch>(shared.state);
+    shared.publish(state, chunk + 1, [] { wait(kStateRead, kThreads); });
     if (kStages == 1) {
       wait(kRowsMade, kThreads);
       load(chunk + 1);

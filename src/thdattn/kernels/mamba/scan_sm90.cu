@@ -57,14 +57,23 @@ struct StateOfHead {
       for (int half = 0; half < 2; ++half)
         store_pair(state + place(n, half), s[0][n][2 * half], s[0][n][2 * half + 1]);
   }
-  // Rounded, as a tile of 64 rows.
-  __device__ __forceinline__ void publish(unsigned char* tile) const {
+  // Rounded, as a tile of 64 rows; inverse: what each 16 rows of it are to be multiplied with.
+  __device__ __forceinline__ void publish(unsigned char* tile, float* inverse) const {
     const auto [warp, lane] = me();
     unsigned char* const row = tile + (warp * 16 + lane % 16) * kRowBytes;
+    PowerOfTwo scale = {1.f, 1.f};
+    if constexpr (kScalesStates<T>) {
+      scale = scale_of(largest_of_warp(s));
+      inverse[warp] = scale.inverse;
+    }
     #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
-      const u32 a[4] = {pack<T>(s[0][n][0], s[0][n][1]), pack<T>(s[0][n][2], s[0][n][3]),
-                        pack<T>(s[0][n + 1][0], s[0][n + 1][1]), pack<T>(s[0][n + 1][2], s[0][n + 1][3])};
+      u32 a[4];
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const pair = &s[0][n + i / 2][i % 2 * 2];
+        a[i] = pack<T>(pair[0] * scale.factor, pair[1] * scale.factor);
+      }
       store_matrices(row + n / 8 * kBox + ((n % 8 + lane / 16) ^ lane % 8) * 16, a);
     }
     publish_to_async();
@@ -175,6 +184,7 @@ struct ScanShared {
   unsigned char x[kStages][kSubs][kBox], z[kStages][kSubs][kBox];
   unsigned char b[kStages][kState / kSlab][kBox], c[kStages][kState / kSlab][kBox];
   unsigned char state[kSubs][kState / kSlab][kBox];   // in front of the chunk, rounded
+  float inverse[kSubs][4];
   NumbersOfRows<kSubs> numbers[kStages];
   Stages<kStages, 4 * kSubs> stages;
 };
@@ -314,6 +324,7 @@ __global__ void __launch_bounds__(128 * (1 + kSubs), 1) thd_ssd_scan_sm90(
   const int column = (slab + sub) * kSlab, turn = 1 + sub;
   const float d_of_head = d[column / size.head_dim];
   unsigned char* const state_tile = shared.state[sub][0];
+  float* const inverse = shared.inverse[sub];
   RangesAhead next;
   next.load(begin, ranges, size);
   StateOfHead<T, kState> state;
@@ -321,7 +332,7 @@ __global__ void __launch_bounds__(128 * (1 + kSubs), 1) thd_ssd_scan_sm90(
     state.load(states + size.state_of(segment, 0) + (size_t)column * kState);
   else
     state.clear();
-  state.publish(state_tile);
+  state.publish(state_tile, inverse);
 
   for (int chunk = begin; chunk < end; ++chunk, ring.advance()) {
     const bool more = chunk + 1 < end;
@@ -356,8 +367,14 @@ __global__ void __launch_bounds__(128 * (1 + kSubs), 1) thd_ssd_scan_sm90(
     wgmma_commit();
     wgmma_wait<1>(state.s[0]);
     pin(from_state);
+    if constexpr (kScalesStates<T>) {
+      #pragma unroll
+      for (int n = 0; n < 8; ++n)
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) from_state[n][e] *= inverse[n / 2];
+    }
     wait(turn, 128);                                  // nobody reads the state in front any more
-    if (more) state.publish(state_tile);
+    if (more) state.publish(state_tile, inverse);
     wgmma_wait<0>(acc);
     #pragma unroll
     for (int e = 0; e < 4; ++e) {
