@@ -237,9 +237,10 @@ def test_more_elements_than_32_bits_count(cupy):
     assert rows * 8512 > 2**31
     row = cupy.random.standard_normal((alone, 8512), dtype=np.float32).astype(BFLOAT16).view(np.uint16)
     rng = np.random.default_rng(0)
+    zeros, ones = np.zeros(64, np.float32), np.ones(64, np.float32)
     weights = on_the_gpu(cupy, thdattn.Mamba2Weights(
         rng.standard_normal((4352, 4), np.float32), np.zeros(4352, np.float32),
-        np.log(rng.uniform(1, 16, 64)).astype(np.float32), np.ones(64, np.float32), np.zeros(64, np.float32)))  # fmt: skip
+        np.log(rng.uniform(1, 16, 64)).astype(np.float32), ones, zeros))  # fmt: skip
     zxbcdt = cupy.zeros((rows, 8512), np.uint16)
     zxbcdt[-alone:] = row
     whole, _ = mixer.forward(zxbcdt.view(BFLOAT16), weights, mixer.plan(PackedBatch([0, rows - alone, rows])))

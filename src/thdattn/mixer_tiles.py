@@ -138,8 +138,9 @@ def slab_for(state_dim: int, group_columns: int, shared_bytes: int, sm90: bool) 
         group_columns: columns of x that read one group of B and C.
         shared_bytes: that a thread block may have.
     """
+    slabs: tuple[Slab | SlabSm90, ...] = (*SLABS_SM90, *SLABS) if sm90 else SLABS
     return next(
-        slab for slab in (*(SLABS_SM90 if sm90 else ()), *SLABS)
+        slab for slab in slabs
         if slab.state_dim == state_dim and group_columns % slab.columns == 0
         and max(slab.states_kernel("bfloat16").shared_bytes, slab.scan_kernel("bfloat16").shared_bytes) <= shared_bytes
     )  # fmt: skip
