@@ -182,12 +182,12 @@ __device__ __forceinline__ void load_weighted_columns(u32 (&a)[4], const T* tile
   }
 }
 
-// A factor of 0 makes zeros of everything.
 template <int kFragments, int kBlocks>
 __device__ __forceinline__ void scale(float (&x)[kFragments][kBlocks][4], float factor) {
   #pragma unroll
-  for (int i = 0; i < kFragments * kBlocks * 4; ++i) {
-    float& number = x[i / 4 / kBlocks][i / 4 % kBlocks][i % 4];
-    number = factor == 0.f ? 0.f : number * factor;
-  }
+  for (int f = 0; f < kFragments; ++f)
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) x[f][n][e] = factor == 0.f ? 0.f : x[f][n][e] * factor;
 }

@@ -247,53 +247,39 @@ __device__ __forceinline__ void start_products(float (&acc)[8][4], const u32 (&w
     Wgmma<T, kSlab>::template registers<1>(acc, weights[0][i], b + i * 16 * kRowBytes / 16, i > 0);
 }
 
-// Where in a box the two numbers of block n of a row are.
-__device__ __forceinline__ int pair_in_box(int row, int n) {
-  return row * kRowBytes + (n ^ row % 8) * 16 + threadIdx.x % 4 * 4;
+// The two numbers of block n of a row of a box.
+__device__ __forceinline__ u32 pair_of_box(const unsigned char* box, int row, int n) {
+  return *(const u32*)(box + row * kRowBytes + (n ^ row % 8) * 16 + threadIdx.x % 4 * 4);
 }
 
-// Writes the 16 rows of this warp in a box, 16 bytes at a time.
+// Adds D x, and writes y and out, which are 0 on padding, where x and what stands for z are.
 template <typename T>
-__device__ __forceinline__ void write_rows(T* into, const unsigned char* box, int chunk, const MixerSize& size) {
-  const auto [warp, lane] = me();
-  __syncwarp();
-  #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = warp * 16 + i * 4 + lane / 8, at = chunk * kChunk + row;
-    if (at < size.rows)
-      *(uint4*)(into + (size_t)at * size.inner() + lane % 8 * 8) =
-          *(const uint4*)(box + row * kRowBytes + (lane % 8 ^ row % 8) * 16);
-  }
-  __syncwarp();
-}
-
-// Adds D x, and writes y and out, columns of this warpgroup, which are 0 on padding, where x and what stands for z are;
-// z makes room for them.
-template <typename T>
-__device__ __forceinline__ void finish(float (&acc)[8][4], float d, const unsigned char* x, unsigned char* z,
-                                       const RowsInChunk& rows, int chunk, T* y, T* out, const MixerSize& size) {
-  u32 gate[8][2];
+__device__ __forceinline__ void finish(float (&acc)[8][4], float d, const unsigned char* x, const unsigned char* z,
+                                       const RowsInChunk& rows, int chunk, int column, T* y, T* out,
+                                       const MixerSize& size) {
   #pragma unroll
   for (int n = 0; n < 8; ++n)
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int at = pair_in_box(rows.row[half], n);
-      const float2 value = unpack<T>(*(const u32*)(x + at));
+      const float2 value = unpack<T>(pair_of_box(x, rows.row[half], n));
       acc[n][2 * half] = fmaf(d, value.x, acc[n][2 * half]);
       acc[n][2 * half + 1] = fmaf(d, value.y, acc[n][2 * half + 1]);
-      gate[n][half] = rows.first[half] <= rows.row[half] ? *(const u32*)(z + at) : 0;
-      *(u32*)(z + at) = pack<T>(acc[n][2 * half], acc[n][2 * half + 1]);
     }
-  write_rows(y, z, chunk, size);
+  const int row = chunk * kChunk + rows.row[0];
+  const size_t at = (size_t)row * size.inner() + column, behind = (size_t)8 * size.inner();
+  store_row<0>(y + at, acc, 1.f, row < size.rows);
+  store_row<1>(y + at + behind, acc, 1.f, row + 8 < size.rows);
   #pragma unroll
   for (int n = 0; n < 8; ++n)
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 value = unpack<T>(gate[n][half]);
-      *(u32*)(z + pair_in_box(rows.row[half], n)) =
-          pack<T>(acc[n][2 * half] * silu(value.x), acc[n][2 * half + 1] * silu(value.y));
+      const u32 gate = pair_of_box(z, rows.row[half], n);
+      const float2 value = unpack<T>(rows.first[half] <= rows.row[half] ? gate : 0);
+      acc[n][2 * half] *= silu(value.x);
+      acc[n][2 * half + 1] *= silu(value.y);
     }
-  write_rows(out, z, chunk, size);
+  store_row<0>(out + at, acc, 1.f, row < size.rows);
+  store_row<1>(out + at + behind, acc, 1.f, row + 8 < size.rows);
 }
 
 template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
@@ -394,10 +380,9 @@ __global__ void __launch_bounds__(128 * (1 + kSubs), 1) thd_ssd_scan_sm90(
     for (int e = 0; e < 4; ++e) {
       const float decay = decay_of(my_sums[rows.row[e / 2]]);
       #pragma unroll
-      for (int n = 0; n < 8; ++n)
-        acc[n][e] = rows.first[e / 2] < 0 ? fmaf(decay, from_state[n][e], acc[n][e]) : acc[n][e];
+      for (int n = 0; n < 8; ++n) acc[n][e] += rows.first[e / 2] < 0 ? decay * from_state[n][e] : 0.f;
     }
-    finish<T>(acc, d_of_head, x, shared.z[ring.stage][sub], rows, chunk, y + column, out + column, size);
+    finish<T>(acc, d_of_head, x, shared.z[ring.stage][sub], rows, chunk, column, y, out, size);
     shared.stages.release(ring);
   }
 }
