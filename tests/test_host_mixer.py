@@ -81,7 +81,7 @@ def test_a_summary_says_what_is_behind_all_rows_and_what_is_left_of_what_was_in_
 def test_entering_later_is_folding_from_there(reverse):
     rng = np.random.default_rng(0)
     own, decays, start = (rng.standard_normal(x) for x in ((5, *SHAPE.state), (5, 4), SHAPE.state))
-    folded = own.copy()
+    folded, (plan,) = own.copy(), plans([8], 1)
     reference.ssd_fold(folded, decays, plan, SHAPE, reverse=reverse)
     reference.ssd_enter(folded, decays, start, slice(0, 5), reverse=reverse)
     state = start
