@@ -1,0 +1,197 @@
+// The recurrence of the Mamba-2 mixer, backward: the gate; states and their gradients at every chunk, which are made
+// from those at the borders of segments; and, from them, the gradients of x, B, C and dt of each chunk by itself.
+//
+// R below is the gradient of the state behind a chunk, S the state in front of it, both (head_dim, state_dim).
+
+// ------------------------------------------------------------------------------------------------ the gate
+
+// dy = dout * silu(z), and dz, which is the first columns of dzxbcdt; 0 on padding. Bound by memory. A thread has 8
+// columns of some rows, gridDim.y apart.
+//
+// dout, y, dy (rows, inner); zxbcdt, dzxbcdt (rows, columns)
+// Launch: grid (ceil(inner / 8 / 128), any), block 128.
+template <typename T>
+__global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ dout, const T* __restrict__ zxbcdt,
+                                                          const T* __restrict__ y, const int2* __restrict__ ranges,
+                                                          T* __restrict__ dy, T* __restrict__ dzxbcdt,
+                                                          MixerSize size) {
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
+  if (column >= size.inner()) return;
+  for (int row = blockIdx.y; row < size.rows; row += gridDim.y) {
+    const size_t at = (size_t)row * size.inner() + column, wide = (size_t)row * size.columns() + column;
+    uint4 made = make_uint4(0, 0, 0, 0), dz = made;
+    if (!is_empty(ranges[row])) {
+      const uint4 packed[3] = {*(const uint4*)(dout + at), *(const uint4*)(zxbcdt + wide), *(const uint4*)(y + at)};
+      float g[8], z[8], of_gate[8];
+      unpack8<T>(g, packed[0]);
+      unpack8<T>(z, packed[1]);
+      unpack8<T>(of_gate, packed[2]);
+      #pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float share = sigmoid(z[i]);
+        of_gate[i] *= g[i] * share * (1.f + z[i] * (1.f - share));
+        g[i] *= z[i] * share;
+      }
+      made = pack8<T>(g);
+      dz = pack8<T>(of_gate);
+    }
+    *(uint4*)(dy + at) = made;
+    *(uint4*)(dzxbcdt + wide) = dz;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ states
+
+// A state takes in one chunk after another: state = through * state + (weight * rows)^T columns. Forward, rows are x,
+// columns B, and weights dt times what lasts until the end of the chunk; backward, it is the gradient of a state, rows
+// are dy, columns C, and weights what is left of the state in front.
+//
+// A thread block has kCols columns of the rows, which are those of one head or of some, 16 a warp, and kSlice columns of
+// the state. Tiles of a chunk are loaded while the one before is worked at.
+template <typename T, int kHeadDim, int kSlice, int kCols>
+struct Walk {
+  static constexpr int kThreads = 2 * kCols, kHeads = kCols / kHeadDim, kNumbers = kChunk + 4;
+  struct Shared {
+    T rows[2][kChunk * (kCols + kPad)], columns[2][kChunk * (kSlice + kPad)];
+    float weights[2][kHeads * kNumbers];              // and, behind those of each head, what is left of its state
+  };
+  const T *rows, *columns;
+  size_t rows_pitch, columns_pitch;
+  const float *sums, *leave;                          // leave: null on the way backward
+  const int2* ranges;
+  int head;                                           // the first
+
+  // What this thread tells the others about a chunk.
+  __device__ __forceinline__ float weight(int chunk, const MixerSize& size) const {
+    const int row = threadIdx.x % kChunk, begin = chunk * kChunk, last = begin + kChunk - 1;
+    if (threadIdx.x < kHeads * kChunk) {
+      const size_t at = size.in_heads(head + threadIdx.x / kChunk, chunk) + row;
+      if (leave) return leave[at];
+      return first_of(range_at(ranges, begin + row, size), begin + row, size) < begin ? decay_of(sums[at]) : 0.f;
+    }
+    const int own = head + min(threadIdx.x - kHeads * kChunk, kHeads - 1);
+    return first_of(range_at(ranges, last, size), last, size) < begin
+               ? decay_of(sums[size.in_heads(own, chunk) + kChunk - 1]) : 0.f;
+  }
+  __device__ __forceinline__ void publish(Shared& shared, int stage, float value) const {
+    const int number = threadIdx.x - kHeads * kChunk;
+    if (number < 0) shared.weights[stage][threadIdx.x / kChunk * kNumbers + threadIdx.x % kChunk] = value;
+    else if (number < kHeads) shared.weights[stage][number * kNumbers + kChunk] = value;
+  }
+  __device__ __forceinline__ void load(Shared& shared, int stage, int chunk, const MixerSize& size) const {
+    load_chunk<T, kCols, kThreads>(shared.rows[stage], rows, rows_pitch, chunk, size.rows, threadIdx.x);
+    load_chunk<T, kSlice, kThreads>(shared.columns[stage], columns, columns_pitch, chunk, size.rows, threadIdx.x);
+    copies_commit();
+  }
+
+  // Takes in `count` chunks from `chunk` on, in steps of `step`; before(chunk) comes before each.
+  template <typename Before>
+  __device__ __forceinline__ float operator()(float (&state)[1][kSlice / 8][4], Shared& shared, int chunk, int step,
+                                              int count, const MixerSize& size, Before before) const {
+    const int warp = threadIdx.x / kWarp, own = warp * 16 / kHeadDim;
+    float through = 1.f;
+    load(shared, 0, chunk, size);
+    publish(shared, 0, weight(chunk, size));
+    for (int i = 0; i < count; ++i, chunk += step) {
+      const int stage = i % 2;
+      copies_wait();
+      __syncthreads();
+      float next = 0.f;
+      if (i + 1 < count) {
+        load(shared, 1 - stage, chunk + step, size);
+        next = weight(chunk + step, size);
+      }
+      before(chunk);
+      const float* const weights = shared.weights[stage] + own * kNumbers;
+      scale(state, weights[kChunk]);
+      through *= weights[kChunk];
+      #pragma unroll
+      for (int k = 0; k < kChunk; k += 16) {
+        u32 operand[1][1][4];
+        load_weighted_columns<T, kCols + kPad>(operand[0][0], shared.rows[stage] + k * (kCols + kPad) + warp * 16,
+                                               weights + k);
+        add_weighted_rows<T, kSlice + kPad>(state, operand, shared.columns[stage] + k * (kSlice + kPad));
+      }
+      publish(shared, 1 - stage, next);
+    }
+    return through;
+  }
+};
+
+// What every segment adds to the gradient of the state in front of it, and what it leaves of the one behind.
+//
+// dstates (segments, heads, head_dim, state_dim); decays (segments, heads)
+// Launch: grid (segments, inner / kCols, kStateDim / kSlice), block 2 * kCols, shared memory kSharedBytes.
+template <typename T, int kHeadDim, int kStateDim, int kSlice, int kCols, int kSharedBytes>
+__global__ void __launch_bounds__(2 * kCols, kCols == 64 ? 4 : 2) thd_ssd_dstates(
+    const T* __restrict__ channels, const T* __restrict__ dy, const float* __restrict__ sums,
+    const int2* __restrict__ ranges, float* __restrict__ dstates, float* __restrict__ decays, MixerSize size) {
+  using Step = Walk<T, kHeadDim, kSlice, kCols>;
+  static_assert(same_bytes<sizeof(typename Step::Shared), kSharedBytes>());
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  const int segment = blockIdx.x, column = blockIdx.y * kCols, slice = blockIdx.z * kSlice, head = column / kHeadDim;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int begin = segment * size.segment, end = min(begin + size.segment, size.chunks());
+  const Step walk{dy + column, channels + size.c_column(size.group_of(head)) + slice, (size_t)size.inner(),
+                  (size_t)size.channels(), sums, nullptr, ranges, head};
+  float state[1][kSlice / 8][4] = {};
+  const float through = walk(state, *(typename Step::Shared*)shared_bytes, end - 1, -1, end - begin, size, [](int) {});
+
+  const int own = head + warp * 16 / kHeadDim, row = warp * 16 % kHeadDim + lane / 4;
+  float* const to = dstates + size.state_of(segment, own) + (size_t)row * kStateDim + slice + lane % 4 * 2;
+  #pragma unroll
+  for (int n = 0; n < kSlice / 8; ++n) {
+    store_pair(to + n * 8, state[0][n][0], state[0][n][1]);
+    store_pair(to + n * 8 + 8 * kStateDim, state[0][n][2], state[0][n][3]);
+  }
+  if (lane == 0 && slice == 0 && warp * 16 % kHeadDim == 0) decays[(size_t)segment * size.heads + own] = through;
+}
+
+// S and R of the chunks of some segments, from those in front of and behind the segments, rounded as operands.
+//
+// states, dstates (segments, heads, head_dim, state_dim): of all segments
+// made (2, chunks of these, heads, head_dim, state_dim): S, then R, with columns as place_of says
+// Launch: grid (segments of these, inner / kCols, 2 * kStateDim / kSlice), block 2 * kCols, shared memory kSharedBytes.
+template <typename T, int kHeadDim, int kStateDim, int kSlice, int kCols, int kSharedBytes>
+__global__ void __launch_bounds__(2 * kCols, kCols == 64 ? 4 : 2) thd_ssd_chunk_states(
+    const T* __restrict__ channels, const T* __restrict__ dy, const float* __restrict__ sums,
+    const float* __restrict__ leave, const int2* __restrict__ ranges, const float* __restrict__ states,
+    const float* __restrict__ dstates, T* __restrict__ made, int first_segment, int num_chunks, MixerSize size) {
+  using Step = Walk<T, kHeadDim, kSlice, kCols>;
+  static_assert(same_bytes<sizeof(typename Step::Shared), kSharedBytes>());
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  constexpr int kSlices = kStateDim / kSlice;
+  const bool back = (int)blockIdx.z >= kSlices;
+  const int segment = first_segment + blockIdx.x, column = blockIdx.y * kCols, slice = blockIdx.z % kSlices * kSlice;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, head = column / kHeadDim;
+  const int begin = segment * size.segment, end = min(begin + size.segment, size.chunks());
+  const int own = head + warp * 16 / kHeadDim, row = warp * 16 % kHeadDim + lane / 4, group = size.group_of(head);
+
+  float state[1][kSlice / 8][4];
+  const float* const from = (back ? dstates : states) + size.state_of(segment, own) + (size_t)row * kStateDim + slice
+                            + lane % 4 * 2;
+  #pragma unroll
+  for (int n = 0; n < kSlice / 8; ++n) {
+    const float2 low = *(const float2*)(from + n * 8), high = *(const float2*)(from + n * 8 + 8 * kStateDim);
+    state[0][n][0] = low.x, state[0][n][1] = low.y, state[0][n][2] = high.x, state[0][n][3] = high.y;
+  }
+  T* const first = made + (size_t)(back ? num_chunks : 0) * size.heads * kHeadDim * kStateDim;
+  auto keep = [&](int chunk) {
+    const size_t number = (size_t)(chunk - first_segment * size.segment) * size.heads + own;
+    T* const to = first + (number * kHeadDim + row) * kStateDim + slice + lane % 4 * 8;
+    #pragma unroll
+    for (int n = 0; n < kSlice / 8; n += 4)
+      #pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        u32 word[4];
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) word[i] = pack<T>(state[0][n + i][2 * half], state[0][n + i][2 * half + 1]);
+        *(uint4*)(to + n * 8 + half * 8 * kStateDim) = make_uint4(word[0], word[1], word[2], word[3]);
+      }
+  };
+  const Step walk{back ? dy + column : channels + column,
+                  channels + (back ? size.c_column(group) : size.b_column(group)) + slice,
+                  (size_t)(back ? size.inner() : size.channels()), (size_t)size.channels(), sums,
+                  back ? nullptr : leave, ranges, head};
+  walk(state, *(typename Step::Shared*)shared_bytes, back ? end - 1 : begin, back ? -1 : 1, end - begin, size, keep);
+}
