@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thdattn.tiles import ELEMENT_TYPES, PAD, Instance
 
@@ -13,9 +13,8 @@ RATES_HEADS = 16  # heads whose dt a thread block of it makes
 FOLD_THREADS = 256  # kFoldThreads of kernels/mamba/scan.cu
 MIXER_KERNELS = ("thd_ssd_fold", "thd_ssd_start", "thd_ssd_enter")
 
-HEAD_DIMS, STATE_DIMS = (64, 128), (64, 128, 256)
-HEADS_MULTIPLE = 8  # rows of zxbcdt are read 16 bytes at a time
-MAX_CONV_WIDTH = 8
+# What the kernels are there for. Rows of zxbcdt are read 16 bytes at a time, hence the multiple.
+MIXER_SIZES = {"head_dim": (64, 128), "state_dim": (64, 128, 256), "conv_width": range(1, 9), "num_heads": range(8, 2**20, 8)}
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,16 @@ class Slab:
     def _tile(self, rows: int, columns: int) -> int:
         return 2 * rows * (columns + PAD)
 
+    @property
+    def of_states(self) -> Slab:
+        """What a thread block of thd_ssd_states has: half as much where a state takes too many registers."""
+        return replace(self, width=32) if self.state_dim == 256 else self
+
     def thd_ssd_states(self, dtype: str) -> Instance:
-        """The kernel, for "float16" or "bfloat16"."""
-        stage = self._tile(CHUNK, self.columns) + self._tile(CHUNK, self.state_dim) + 4 * CHUNK * self.subs
-        return self._instance("thd_ssd_states", dtype, self.states_stages, self.states_stages * stage)
+        """The kernel of of_states, for "float16" or "bfloat16"."""
+        slab = self.of_states
+        stage = slab._tile(CHUNK, slab.columns) + slab._tile(CHUNK, slab.state_dim) + 4 * CHUNK * slab.subs
+        return slab._instance("thd_ssd_states", dtype, slab.states_stages, slab.states_stages * stage)
 
     def thd_ssd_scan(self, dtype: str) -> Instance:
         """The kernel, for "float16" or "bfloat16"."""
@@ -72,8 +77,8 @@ SLABS = (
     Slab(64, 2, 128, scan_stages=2, states_stages=3),
     Slab(64, 1, 128, scan_stages=2, states_stages=3),
     Slab(64, 1, 128, scan_stages=1, states_stages=3),
-    Slab(64, 1, 256, scan_stages=2, states_stages=3),  # two subs spill
-    Slab(64, 1, 256, scan_stages=1, states_stages=3),
+    Slab(64, 1, 256, scan_stages=2, states_stages=2),  # two subs spill
+    Slab(64, 1, 256, scan_stages=1, states_stages=2),
     Slab(32, 1, 256, scan_stages=1, states_stages=2),
 )
 

@@ -111,7 +111,7 @@ def ssd_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, 
 
 
 def _states(segments: int, plan: Plan, shape: MixerShape) -> tuple[Array, Launch]:
-    slab, decays = slab_of(shape), plan.buffer("decays", (segments, shape.num_heads), np.float32)
+    slab, decays = slab_of(shape).of_states, plan.buffer("decays", (segments, shape.num_heads), np.float32)
     fixed = plan.key_ranges, decays, np.int32(plan.cp_rank + 1 < plan.cp_size), size_of(plan, shape)
     kernel = jit.kernel(*slab.thd_ssd_states(shape.dtype.name))
     return decays, Launch(kernel, (shape.d_inner // slab.columns, segments), slab.threads, fixed)

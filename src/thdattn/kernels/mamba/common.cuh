@@ -71,28 +71,21 @@ __device__ __forceinline__ void wait(int barrier, int threads) {
 // Starts to copy the rows of a chunk, kCols elements of each, to a tile whose rows are kCols + kPad elements apart.
 // Rows behind the last one become zeros.
 template <typename T, int kCols, int kThreads>
-__device__ __forceinline__ void load_chunk(T* tile, const T* source, size_t pitch, int chunk, int num_rows) {
-  constexpr int kPieces = kCols / 8;
-  #pragma unroll
-  for (int i = threadIdx.x; i < kChunk * kPieces; i += kThreads) {
-    const int row = i / kPieces, col = i % kPieces * 8, from = chunk * kChunk + row;
-    copy_async_16(tile + row * (kCols + kPad) + col, source + min(from, num_rows - 1) * pitch + col, from < num_rows);
-  }
+__device__ __forceinline__ void load_chunk(T* tile, const T* source, size_t pitch, int chunk, int num_rows,
+                                           int thread) {
+  constexpr int kPieces = kCols / 8, kRows = kThreads / kPieces;  // of a row, and rows at a time
+  static_assert(kThreads % kPieces == 0 && kChunk % kRows == 0);
+  const int first = thread / kPieces, col = thread % kPieces * 8, left = num_rows - chunk * kChunk;
+  const T* const from = source + (size_t)chunk * kChunk * pitch + col;
+  #pragma unroll 4
+  for (int row = first; row < kChunk; row += kRows)
+    copy_async_16(tile + row * (kCols + kPad) + col, from + min(row, left - 1) * pitch, row < left);
 }
 
-// Starts to copy kChunk numbers, by the threads from `first` on.
-__device__ __forceinline__ void load_numbers(float* into, const float* from, int first) {
-  const int i = (int)threadIdx.x - first;
-  if (i >= 0 && i < kChunk / 4) copy_async_16(into + 4 * i, from + 4 * i, true);
-}
-
-// Starts to copy the ranges of a chunk, by the threads from `first` on.
-__device__ __forceinline__ void load_ranges(int2* into, const int2* ranges, int chunk, int first,
-                                            const MixerSize& size) {
-  const int i = (int)threadIdx.x - first;
-  if (i >= 0 && i < kChunk)
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"
-                 :: "r"(shared_address(into + i)), "l"(ranges + min(chunk * kChunk + i, size.rows - 1)));
+// Starts to copy what range_at returns.
+__device__ __forceinline__ void load_range(int2* into, const int2* ranges, int row, const MixerSize& size) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"
+               :: "r"(shared_address(into)), "l"(ranges + min(row, size.rows - 1)));
 }
 
 // Rows of this warp as an operand: 16 rows of a tile of kDim columns.

@@ -2,8 +2,9 @@
 // and y with the gate.
 //
 // A thread block walks down the chunks of a segment with kCols columns of x: one or two heads, or a part of one, which
-// read B and C of one group. They are kSubs times kWidth columns, each of one head. Half of the warps of a scan keep
-// the state in registers and pass it on from chunk to chunk; the other half makes y, 16 rows of kWidth columns a warp.
+// read B and C of one group. They are kSubs times kWidth columns, each of one head. Half of the warps of a scan load
+// and keep the state in registers, which they pass on from chunk to chunk; the other half makes y, 16 rows of kWidth
+// columns a warp.
 
 // ------------------------------------------------------------------------------------------------ the state
 
@@ -43,20 +44,20 @@ struct StateOfSlab {
   __device__ __forceinline__ void clear() {
     each_pair([](int, int, float& x, float& y) { x = y = 0.f; });
   }
-  // state: the slab's rows of an array of states.
-  __device__ __forceinline__ void load(const float* state, int state_dim) {
+  // state: the slab's rows of an array of states, or of one whose rows are kPitch numbers apart.
+  __device__ __forceinline__ void load(const float* state) {
     each_pair([&](int p, int n, float& x, float& y) {
-      const float2 pair = *(const float2*)(state + (size_t)p * state_dim + n);
+      const float2 pair = *(const float2*)(state + p * Slab::kState + n);
       x = pair.x, y = pair.y;
     });
   }
-  template <typename Out> __device__ __forceinline__ void store(Out* state, int pitch) {
-    each_pair([&](int p, int n, float& x, float& y) { store_pair(state + (size_t)p * pitch + n, x, y); });
+  template <int kPitch, typename Out> __device__ __forceinline__ void store(Out* state) {
+    each_pair([&](int p, int n, float& x, float& y) { store_pair(state + p * kPitch + n, x, y); });
   }
   // What a chunk makes of it. leave: dt times what lasts until the end of the chunk, of the rows of this warp's head.
   __device__ __forceinline__ void advance(const T* x, const T* b, const float* leave, float through) {
     scale(s, through);
-    #pragma unroll
+    #pragma unroll 2
     for (int k = 0; k < kChunk; k += 16) {
       u32 rows[2][1][4];
       #pragma unroll
@@ -106,10 +107,11 @@ __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads) thd_ssd
   auto load = [&](int chunk) {
     if (chunk < end) {
       Stage& stage = stages[(chunk - from) % kStages];
-      load_chunk<T, S::kCols, S::kThreads>(stage.x, x, pitch, chunk, size.rows);
-      load_chunk<T, kState, S::kThreads>(stage.b, b, pitch, chunk, size.rows);
-      for (int sub = 0; sub < kSubs; ++sub)
-        load_numbers(stage.leave[sub], leave + size.in_heads(S::head_of(slab, sub, size), chunk), sub * kWarp);
+      load_chunk<T, S::kCols, S::kThreads>(stage.x, x, pitch, chunk, size.rows, threadIdx.x);
+      load_chunk<T, kState, S::kThreads>(stage.b, b, pitch, chunk, size.rows, threadIdx.x);
+      const int sub = threadIdx.x / (kChunk / 4), piece = threadIdx.x % (kChunk / 4) * 4;
+      if (sub < kSubs)
+        copy_async_16(&stage.leave[sub][piece], leave + size.in_heads(S::head_of(slab, sub, size), chunk) + piece, true);
     }
     copies_commit();
   };
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads) thd_ssd
     const Stage& stage = stages[(chunk - from) % kStages];
     state.advance(stage.x, stage.b, stage.leave[state.sub], through);
   }
-  state.store(states + size.state_of(segment, 0) + (size_t)slab * S::kCols * kState, kState);
+  state.template store<kState>(states + size.state_of(segment, 0) + (size_t)slab * S::kCols * kState);
 
   if (threadIdx.x < kSubs && (slab * S::kCols + (int)threadIdx.x * kWidth) % size.head_dim == 0) {
     const int of = S::head_of(slab, threadIdx.x, size);
@@ -332,62 +334,68 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
   using Stage = ScanStage<T, S>;
   using Shared = ScanShared<T, S, kStages>;
   static_assert(same_bytes<(int)sizeof(Shared), kBytes>());
-  constexpr int kThreads = 2 * S::kThreads, kStateRead = 1;
+  constexpr int kThreads = 2 * S::kThreads, kLoaded = 1, kStateRead = 2, kRowsMade = 3;
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   const int slab = blockIdx.x, segment = first_segment + blockIdx.y, head = S::head_of(slab, 0, size);
   const int group = size.group_of(head), begin = segment * size.segment;
   const int end = min(begin + size.segment, size.chunks()), warp = threadIdx.x / kWarp % S::kWarps;
-  const bool makes_rows = threadIdx.x < S::kThreads;
+
+  if (threadIdx.x < S::kThreads) {
+    const int sub = warp / 4, band = sub % 2 ? 3 - warp % 4 : warp % 4;  // every scheduler has long and short rows
+    const float d_of_head = d[S::head_of(slab, sub, size)];
+    for (int chunk = begin; chunk < end; ++chunk) {
+      wait(kLoaded, kThreads);
+      Stage& stage = shared.stages[(chunk - begin) % kStages];
+      RowsOfWarp<T, S> rows(stage, band, sub, chunk, size);
+      rows.start_from(shared.state);
+      if (chunk + 1 < end) arrive(kStateRead, kThreads);
+      rows.add_rows();
+      const size_t at = (size_t)chunk * kChunk * size.inner() + slab * S::kCols;
+      rows.finish(d_of_head, stage.z, y + at, out + at);
+      if (kStages == 1 && chunk + 1 < end) arrive(kRowsMade, kThreads);
+    }
+    return;
+  }
 
   const size_t pitch = size.channels();
+  const int thread = threadIdx.x - S::kThreads;
   auto load = [&](int chunk) {
     Stage& stage = shared.stages[(chunk - begin) % kStages];
-    load_chunk<T, kState, kThreads>(stage.c, channels + size.c_column(group), pitch, chunk, size.rows);
-    load_chunk<T, kState, kThreads>(stage.b, channels + size.b_column(group), pitch, chunk, size.rows);
-    load_chunk<T, S::kCols, kThreads>(stage.x, channels + slab * S::kCols, pitch, chunk, size.rows);
-    load_chunk<T, S::kCols, kThreads>(stage.z, zxbcdt + slab * S::kCols, size.columns(), chunk, size.rows);
-    load_ranges(stage.ranges, ranges, chunk, 0, size);
-    for (int sub = 0; sub < kSubs; ++sub) {
-      const size_t at = size.in_heads(S::head_of(slab, sub, size), chunk);
-      load_numbers(stage.sums[sub], sums + at, (2 + sub) * kWarp);
-      load_numbers(stage.dt[sub], dt + at, (2 + sub) * kWarp + kWarp / 2);
-      load_numbers(stage.leave[sub], leave + at, (4 + sub) * kWarp);
+    load_chunk<T, kState, S::kThreads>(stage.c, channels + size.c_column(group), pitch, chunk, size.rows, thread);
+    load_chunk<T, kState, S::kThreads>(stage.b, channels + size.b_column(group), pitch, chunk, size.rows, thread);
+    load_chunk<T, S::kCols, S::kThreads>(stage.x, channels + slab * S::kCols, pitch, chunk, size.rows, thread);
+    load_chunk<T, S::kCols, S::kThreads>(stage.z, zxbcdt + slab * S::kCols, size.columns(), chunk, size.rows, thread);
+    if (thread < kChunk) load_range(&stage.ranges[thread], ranges, chunk * kChunk + thread, size);
+    const int of = thread / (kChunk / 4), piece = thread % (kChunk / 4) * 4;
+    if (of < kSubs) {
+      const size_t at = size.in_heads(S::head_of(slab, of, size), chunk) + piece;
+      copy_async_16(&stage.sums[of][piece], sums + at, true);
+      copy_async_16(&stage.dt[of][piece], dt + at, true);
+      copy_async_16(&stage.leave[of][piece], leave + at, true);
     }
     copies_commit();
   };
 
   load(begin);
   StateOfSlab<T, S> state(warp);
-  if (!makes_rows) {                                  // where the sequence goes on from the segment before
-    if (first_of(range_at(ranges, begin * kChunk, size), begin * kChunk, size) < begin * kChunk)
-      state.load(states + size.state_of(segment, 0) + (size_t)slab * S::kCols * kState, kState);
-    else
-      state.clear();
-    state.store(shared.state, S::kStatePitch);
-  }
+  const int row = begin * kChunk;
+  const bool goes_on = first_of(range_at(ranges, row, size), row, size) < row;  // from the segment before
+  if (goes_on) state.load(states + size.state_of(segment, 0) + (size_t)slab * S::kCols * kState);
+  if (!goes_on) state.clear();
+  state.template store<S::kStatePitch>(shared.state);
   for (int chunk = begin; chunk < end; ++chunk) {
-    Stage& stage = shared.stages[(chunk - begin) % kStages];
-    const bool more = chunk + 1 < end;
     copies_wait();
-    __syncthreads();
-    if (kStages > 1 && more) load(chunk + 1);
-    if (makes_rows) {
-      const int sub = warp / 4, band = sub % 2 ? 3 - warp % 4 : warp % 4;  // long and short rows on each scheduler
-      RowsOfWarp<T, S> rows(stage, band, sub, chunk, size);
-      rows.start_from(shared.state);
-      if (more) arrive(kStateRead, kThreads);
-      rows.add_rows();
-      const size_t at = (size_t)chunk * kChunk * size.inner() + slab * S::kCols;
-      rows.finish(d[S::head_of(slab, sub, size)], stage.z, y + at, out + at);
-    } else if (more) {
-      const float through = through_chunk(stage.sums[state.sub][kChunk - 1], stage.ranges[kChunk - 1], chunk, size);
-      state.advance(stage.x, stage.b, stage.leave[state.sub], through);
-      wait(kStateRead, kThreads);
-      state.store(shared.state, S::kStatePitch);
-    }
-    if (kStages == 1 && more) {
-      __syncthreads();
+    wait(kLoaded, kThreads);
+    if (chunk + 1 == end) break;
+    if (kStages > 1) load(chunk + 1);
+    const Stage& stage = shared.stages[(chunk - begin) % kStages];
+    const float through = through_chunk(stage.sums[state.sub][kChunk - 1], stage.ranges[kChunk - 1], chunk, size);
+    state.advance(stage.x, stage.b, stage.leave[state.sub], through);
+    wait(kStateRead, kThreads);
+    state.template store<S::kStatePitch>(shared.state);
+    if (kStages == 1) {
+      wait(kRowsMade, kThreads);
       load(chunk + 1);
     }
   }
