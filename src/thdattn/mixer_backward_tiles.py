@@ -9,7 +9,7 @@ from thdattn.tiles import ELEMENT_TYPES, PAD, Instance
 
 WALK_SLICE = 128  # columns of a state in the registers of a thread block that walks down or up the rows
 CHUNK_THREADS = 256
-CONV_BACK_COLUMNS, CONV_BACK_HEADS = 512, 128  # kConvBackColumns and kConvBackThreads of kernels/mamba/conv_backward.cu
+CONV_BACK_COLUMNS, CONV_BACK_HEADS = 256, 128  # kConvBackColumns and kConvBackThreads of kernels/mamba/conv_backward.cu
 SUM_COLUMNS = 32
 
 
@@ -25,7 +25,7 @@ class ChunkTile:
     def thd_ssd_bwd(self, dtype: str) -> Instance:
         """The kernel, for "float16" or "bfloat16"."""
         rows = _tile(CHUNK, self.state_dim) + _tile(CHUNK, self.head_dim) + _tile(self.head_dim, self.slice)
-        pairs, products, numbers = _tile(CHUNK, CHUNK), 20 * 512, 4 * (4 + 1 + 12) * CHUNK + 64
+        pairs, products, numbers = _tile(CHUNK, CHUNK), 20 * 512, 4 * (4 + 1 + 12) * CHUNK + 32
         return _instance("thd_ssd_bwd", dtype, self.head_dim, self.state_dim, self.slice, self.blocks,
                          shared_bytes=2 * rows + pairs + products + numbers)
 
@@ -57,14 +57,14 @@ def walk_columns(head_dim: int, group_columns: int) -> int:
     return 128 if group_columns % 128 == 0 else head_dim
 
 
-def thd_ssd_dstates(dtype: str, head_dim: int, state_dim: int, columns: int) -> Instance:
-    """The kernel, for "float16" or "bfloat16"."""
-    return _walk("thd_ssd_dstates", dtype, head_dim, state_dim, columns)
+def thd_ssd_dstates(dtype: str, head_dim: int, state_dim: int, columns: int, shared_bytes: int) -> Instance:
+    """The kernel, for "float16" or "bfloat16", on a GPU with so much shared memory per block."""
+    return _walk("thd_ssd_dstates", dtype, head_dim, state_dim, columns, shared_bytes)
 
 
-def thd_ssd_chunk_states(dtype: str, head_dim: int, state_dim: int, columns: int) -> Instance:
-    """The kernel, for "float16" or "bfloat16"."""
-    return _walk("thd_ssd_chunk_states", dtype, head_dim, state_dim, columns)
+def thd_ssd_chunk_states(dtype: str, head_dim: int, state_dim: int, columns: int, shared_bytes: int) -> Instance:
+    """The kernel, for "float16" or "bfloat16", on a GPU with so much shared memory per block."""
+    return _walk("thd_ssd_chunk_states", dtype, head_dim, state_dim, columns, shared_bytes)
 
 
 def thd_mixer_gate_bwd(dtype: str) -> Instance:
@@ -82,11 +82,11 @@ def thd_mixer_add_halos(dtype: str) -> Instance:
     return Instance(f"thd_mixer_add_halos<{ELEMENT_TYPES[dtype]}>")
 
 
-def _walk(kernel: str, dtype: str, head_dim: int, state_dim: int, columns: int) -> Instance:
+def _walk(kernel: str, dtype: str, head_dim: int, state_dim: int, columns: int, most_bytes: int) -> Instance:
     part = min(state_dim, WALK_SLICE)
-    numbers = 4 * (columns // head_dim) * (CHUNK + 4)
-    shared_bytes = 2 * (_tile(CHUNK, columns) + _tile(CHUNK, part) + numbers)
-    return _instance(kernel, dtype, head_dim, state_dim, part, columns, shared_bytes=shared_bytes)
+    stage, numbers = _tile(CHUNK, columns) + _tile(CHUNK, part), 2 * 4 * (columns // head_dim) * (CHUNK + 4)
+    stages = 3 if 3 * stage + numbers <= most_bytes else 2
+    return _instance(kernel, dtype, head_dim, state_dim, part, columns, stages, shared_bytes=stages * stage + numbers)
 
 
 def _tile(rows: int, columns: int) -> int:

@@ -67,7 +67,8 @@ def _dstates(plan: Plan, shape: MixerShape) -> tuple[tuple[Array, Array], Launch
     dstates = plan.buffer("gradients of states", (segments, *shape.state), np.float32)
     decays = plan.buffer("decays backward", (segments, shape.num_heads), np.float32)
     columns = _walk_columns(shape)
-    kernel = jit.kernel(*thd_ssd_dstates(shape.dtype.name, shape.head_dim, shape.state_dim, columns))
+    sizes = shape.head_dim, shape.state_dim, columns, launch.this_gpu().shared_bytes
+    kernel = jit.kernel(*thd_ssd_dstates(shape.dtype.name, *sizes))
     grid = segments, shape.d_inner // columns, _slices(shape)
     return (dstates, decays), Launch(kernel, grid, 2 * columns, (size_of(plan, shape),))
 
@@ -137,7 +138,7 @@ def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[.
     kept = plan.buffer("states at chunks", (2 * min(all_chunks, _most_chunks()), *shape.state), shape.dtype)
     columns, tile, splits = _walk_columns(shape), _tile(shape), _splits(all_chunks, shape)
     walk = Launch(
-        jit.kernel(*thd_ssd_chunk_states(dtype, *sizes, columns)),
+        jit.kernel(*thd_ssd_chunk_states(dtype, *sizes, columns, launch.this_gpu().shared_bytes)),
         (segments, shape.d_inner // columns, 2 * _slices(shape)), 2 * columns,
         (np.int32(chunks), size_of(plan, shape)))
     main = Launch(

@@ -9,9 +9,9 @@ struct ChunkShared {
   float4 products[20][kWarp];                         // C B^T, each lane's numbers of the 16x8 blocks that have pairs
   float sums[2][kChunk], dt[2][kChunk];               // of this head and of the one before, or next
   int first[kChunk];
-  // Sums over columns, over rows, and per row, of some warps each.
-  float over_columns[2][kChunk], over_rows[4][kChunk], of_front[2][kChunk], of_behind[2][kChunk], alone[2][kChunk];
-  float across[8], of_d[8];                           // of each warp
+  // Of pairs sums over columns, over rows, and the diagonal; of states; of some warps each.
+  float over_columns[2][kChunk], over_rows[4][kChunk], alone[kChunk], of_front[2][kChunk], of_behind[2][kChunk];
+  float of_d[kChunk], across[8];
 };
 
 // Operands in a tile whose rows are kPitch elements apart: 16 rows, or columns, by 16; and for the other side 16 rows,
@@ -115,8 +115,6 @@ struct ChunkBackward {
 
   // The decays of pairs: dGamma, Gamma M for du, and what passes over a row inside the chunk.
   __device__ __forceinline__ void pairs() {
-    const float sum[2] = {this->sums[row], this->sums[row + 8]};
-    const int first[2] = {shared.first[row], shared.first[row + 8]};
     float of_row[2] = {0.f, 0.f};
     #pragma unroll
     for (int t = 0; t < 2; ++t) {
@@ -125,38 +123,55 @@ struct ChunkBackward {
       #pragma unroll
       for (int p = 0; p < kHeadDim; p += 16)
         add_rows<kXPitch, kXPitch>(k, shared.dy + tile * 16 * kXPitch + p, shared.x + columns_of(t) * kXPitch + p);
-      #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const int column = columns_of(t) + n * 8 + lane % 4 * 2;
-        const float2 sums = *(const float2*)(this->sums + column), dt = *(const float2*)(this->dt + column);
-        const float4 gamma4 = *product_of(t, n);
-        const float gamma[4] = {gamma4.x, gamma4.y, gamma4.z, gamma4.w};
-        float weight[4], of_column[2] = {0.f, 0.f};
-        #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int i = row + e / 2 * 8, j = column + e % 2;
-          const bool counts = first[e / 2] <= j && j <= i;
-          const float decay = counts ? decay_of(sum[e / 2] - (e % 2 ? sums.y : sums.x)) : 0.f;
-          const float made = counts ? decay * (e % 2 ? dt.y : dt.x) * k[n][e] : 0.f;
-          weight[e] = counts ? decay * gamma[e] : 0.f;
-          dproducts[t][n][e] += made;
-          const float passes = counts && j < i ? made * gamma[e] : 0.f;
-          of_row[e / 2] += passes;
-          of_column[e % 2] += passes;
-        }
-        T* const to = shared.weights + row * kPairPitch + column;
-        store_pair(to, weight[0], weight[1]);
-        store_pair(to + 8 * kPairPitch, weight[2], weight[3]);
-        #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          #pragma unroll
-          for (int lanes = 4; lanes < kWarp; lanes *= 2)
-            of_column[e] += __shfl_xor_sync(0xffffffffu, of_column[e], lanes);
-        }
-        if (lane < 4) *(float2*)(shared.over_rows[tile] + column) = make_float2(of_column[0], of_column[1]);
-      }
+      if (shared.first[kChunk - 1] <= 0 && columns_of(t) < tile * 16) weigh<false>(k, t, of_row);
+      else weigh<true>(k, t, of_row);
     }
     tell(shared.over_columns[half], of_row[0], of_row[1]);
+  }
+
+  // K of 16 by 16 pairs: kMasked: some of which may not count.
+  template <bool kMasked>
+  __device__ __forceinline__ void weigh(const float (&k)[2][4], int t, float (&of_row)[2]) {
+    float of_column[2][2] = {};
+    #pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int column = columns_of(t) + n * 8 + lane % 4 * 2;
+      const float2 to = *(const float2*)(sums + column), dts = *(const float2*)(dt + column);
+      const float4 products = *product_of(t, n);
+      const float gamma[4] = {products.x, products.y, products.z, products.w};
+      float weight[4];
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = row + e / 2 * 8, j = column + e % 2;
+        const bool counts = !kMasked || (shared.first[i] <= j && j <= i);
+        const float decay = decay_of(sums[i] - (e % 2 ? to.y : to.x)), made = decay * k[n][e];
+        const float step = e % 2 ? dts.y : dts.x;
+        weight[e] = counts ? decay * gamma[e] : 0.f;
+        dproducts[t][n][e] += counts ? step * made : 0.f;
+        const float passes = counts ? made * gamma[e] : 0.f;
+        if (kMasked && i == j) shared.alone[i] = passes, shared.of_d[i] = k[n][e];
+        if (!kMasked || i != j) {
+          of_row[e / 2] = fmaf(step, passes, of_row[e / 2]);
+          of_column[n][e % 2] += passes;
+        }
+      }
+      T* const at = shared.weights + row * kPairPitch + column;
+      store_pair(at, weight[0], weight[1]);
+      store_pair(at + 8 * kPairPitch, weight[2], weight[3]);
+    }
+    tell_columns(of_column, columns_of(t));
+  }
+
+  // Sums over the rows of the warp of 16 columns, of which a lane has its rows' share of four.
+  __device__ __forceinline__ void tell_columns(const float (&share)[2][2], int begin) {
+    const int n = lane / 16, e = lane / 8 % 2;
+    float kept[2];
+    #pragma unroll
+    for (int i = 0; i < 2; ++i)
+      kept[i] = (n ? share[1][i] : share[0][i]) + __shfl_xor_sync(0xffffffffu, n ? share[0][i] : share[1][i], 16);
+    float sum = (e ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, e ? kept[0] : kept[1], 8);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 4);
+    if (lane / 4 % 2 == 0) shared.over_rows[tile][begin + n * 8 + lane % 4 * 2 + e] = sum;
   }
 
   // A number of each of the lane's rows, added up over the four lanes that have it.
@@ -169,12 +184,12 @@ struct ChunkBackward {
   // ---------------------------------------------------------------------------------------------- states
 
   // enter (what is left of the state in front), and leave (what lasts until the end of the chunk), of a row.
-  __device__ __forceinline__ float enter(int r) const { return shared.first[r] < 0 ? decay_of(this->sums[r]) : 0.f; }
+  __device__ __forceinline__ float enter(int r) const { return shared.first[r] < 0 ? decay_of(sums[r]) : 0.f; }
   __device__ __forceinline__ float leave(int r) const {
-    return r >= shared.first[kChunk - 1] ? decay_of(this->sums[kChunk - 1] - this->sums[r]) : 0.f;
+    return r >= shared.first[kChunk - 1] ? decay_of(sums[kChunk - 1] - sums[r]) : 0.f;
   }
   __device__ __forceinline__ float through() const {
-    return shared.first[kChunk - 1] < 0 ? decay_of(this->sums[kChunk - 1]) : 0.f;
+    return shared.first[kChunk - 1] < 0 ? decay_of(sums[kChunk - 1]) : 0.f;
   }
 
   __device__ __forceinline__ void clear_du() {
@@ -201,8 +216,8 @@ struct ChunkBackward {
     }
   }
 
-  // sum += factor (rows state), for rows x or dy, two blocks of columns at a time; seen(n, made) gets them too, times
-  // the factor.
+  // sum += factor (rows state), for rows x or dy, two blocks of columns at a time; seen(n, made) gets them without the
+  // factor.
   template <typename Seen>
   __device__ __forceinline__ void add_state(float (&sum)[kSBlocks][4], const T* rows, const T* state,
                                             const float (&factor)[2], Seen seen) {
@@ -222,79 +237,77 @@ struct ChunkBackward {
       #pragma unroll
       for (int m = 0; m < 2; ++m) {
         #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          made[m][e] = factor[e / 2] == 0.f ? 0.f : factor[e / 2] * made[m][e];
-          sum[n + m][e] += made[m][e];
-        }
+        for (int e = 0; e < 4; ++e) sum[n + m][e] = fmaf(factor[e / 2], made[m][e], sum[n + m][e]);
         seen(n + m, made[m]);
       }
     }
   }
 
+  // <R, S> over the columns of a slice, this lane's share: the diagonal of S R^T.
+  __device__ __forceinline__ float dot() const {
+    float sum = 0.f;
+    #pragma unroll
+    for (int rows = 0; rows < kHeadDim; rows += 64) {
+      const int from = (rows + tile * 16) * kSPitch + half * kSlice / 2;
+      float product[2][4] = {};
+      #pragma unroll
+      for (int k = 0; k < kSlice / 2; k += 16)
+        add_rows<kSPitch, kSPitch>(product, shared.s + from + k, shared.r + from + k);
+      if (lane / 8 == lane % 4)
+        sum += lane / 4 % 2 ? product[0][1] + product[1][3] : product[0][0] + product[1][2];
+    }
+    return sum;
+  }
+
   // What the states in front and behind give, one slice of their columns; returns what it adds to <R, S>, and to what
   // the state in front gives each of the lane's rows.
   __device__ __forceinline__ float states(int slice, float (&of_front)[2]) {
-    const float behind[2] = {leave(row) * this->dt[row], leave(row + 8) * this->dt[row + 8]};
-    const float front[2] = {enter(row), enter(row + 8)};
+    const float behind[2] = {leave(row) * dt[row], leave(row + 8) * dt[row + 8]};
     add_state(db[slice], shared.x, shared.r, behind, [](int, const float (&)[4]) {});
+    const float front[2] = {enter(row), enter(row + 8)};
     const T* const c = shared.c + row * kBPitch + slice * kSlice + half * kSlice / 2 + lane % 4 * 2;
+    float seen[2] = {0.f, 0.f};
     add_state(dc[slice], shared.dy, shared.s, front, [&](int n, const float (&made)[4]) {
       const float2 one = unpack<T>(*(const u32*)(c + n * 8)), other = unpack<T>(*(const u32*)(c + n * 8 + 8 * kBPitch));
-      of_front[0] += made[0] * one.x + made[1] * one.y;
-      of_front[1] += made[2] * other.x + made[3] * other.y;
+      seen[0] += made[0] * one.x + made[1] * one.y;
+      seen[1] += made[2] * other.x + made[3] * other.y;
     });
+    of_front[0] += front[0] * seen[0];
+    of_front[1] += front[1] * seen[1];
     add_behind(slice);
-    float dot = 0.f;
-    if (through() != 0.f) {
-      for (int i = threadIdx.x; i < kHeadDim * kSlice / 8; i += 256) {
-        const int at = i / (kSlice / 8) * kSPitch + i % (kSlice / 8) * 8;
-        float s[8], r[8];
-        unpack8<T>(s, *(const uint4*)(shared.s + at));
-        unpack8<T>(r, *(const uint4*)(shared.r + at));
-        #pragma unroll
-        for (int e = 0; e < 8; ++e) dot += s[e] * r[e];
-      }
-    }
-    return dot;
+    return through() == 0.f ? 0.f : dot();
   }
 
   // ---------------------------------------------------------------------------------------------- rows
 
-  // dx, of which du still lacks what pairs give; what rows give to ddt, and the state behind to what passes over rows.
+  // dx, of which du still lacks what pairs give; and what the state behind gives to du of each row.
   __device__ __forceinline__ void finish(T* dx, float d) {
     const int columns = half * kHeadDim / 2 + lane % 4 * 2;
-    const float last[2] = {leave(row), leave(row + 8)}, dt[2] = {this->dt[row], this->dt[row + 8]};
-    float behind[2] = {0.f, 0.f}, alone[2] = {0.f, 0.f}, of_d = 0.f;
+    const float last[2] = {leave(row), leave(row + 8)};
+    float behind[2] = {0.f, 0.f};
     #pragma unroll
     for (int n = 0; n < kUBlocks; ++n)
       #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 x = unpack<T>(*(const u32*)(shared.x + (row + 8 * h) * kXPitch + columns + n * 8));
-        #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& u = du[n][2 * h + e];
-          u = last[h] == 0.f ? 0.f : last[h] * u;
-          behind[h] += u * (e ? x.y : x.x);
-        }
+        float &one = du[n][2 * h], &other = du[n][2 * h + 1];
+        one = last[h] == 0.f ? 0.f : last[h] * one;
+        other = last[h] == 0.f ? 0.f : last[h] * other;
+        behind[h] += one * x.x + other * x.y;
       }
-    tell(shared.of_behind[half], dt[0] * behind[0], dt[1] * behind[1]);
+    tell(shared.of_behind[half], behind[0], behind[1]);
     add_pairs();
     #pragma unroll
-    for (int n = 0; n < kUBlocks; ++n)
+    for (int h = 0; h < 2; ++h) {
+      if (chunk * kChunk + row + 8 * h >= size.rows) continue;
+      const float step = dt[row + 8 * h];
+      T* const to = dx + (size_t)(row + 8 * h) * size.inner() + columns;
       #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int at = (row + 8 * h) * kXPitch + columns + n * 8;
-        const float2 x = unpack<T>(*(const u32*)(shared.x + at)), dy = unpack<T>(*(const u32*)(shared.dy + at));
-        const float one = du[n][2 * h], other = du[n][2 * h + 1];
-        alone[h] += x.x * one + x.y * other;
-        of_d += x.x * dy.x + x.y * dy.y;
-        if (chunk * kChunk + row + 8 * h < size.rows)
-          store_pair(dx + (size_t)(row + 8 * h) * size.inner() + columns + n * 8, dt[h] * one + d * dy.x,
-                     dt[h] * other + d * dy.y);
+      for (int n = 0; n < kUBlocks; ++n) {
+        const float2 dy = unpack<T>(*(const u32*)(shared.dy + (row + 8 * h) * kXPitch + columns + n * 8));
+        store_pair(to + n * 8, step * du[n][2 * h] + d * dy.x, step * du[n][2 * h + 1] + d * dy.y);
       }
-    tell(shared.alone[half], alone[0], alone[1]);
-    of_d = warp_sum(of_d);
-    if (lane == 0) shared.of_d[warp] = of_d;
+    }
   }
 
   // du += (Gamma M)^T dy, of the rows from the warp's on.
@@ -319,16 +332,19 @@ struct ChunkBackward {
     const int one = 2 * lane, other = one + 1;
     const int first[2] = {shared.first[one], shared.first[other]}, next = __shfl_down_sync(0xffffffffu, first[0], 1);
     const bool together = first[1] <= one;
-    float ends[2], begins[2], alone[2];
+    float ends[2], begins[2], alone[2], of_d = 0.f;
     #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int r = one + i;
-      float of_pairs = shared.over_columns[0][r] + shared.over_columns[1][r];
+      const float behind = shared.of_behind[0][r] + shared.of_behind[1][r];
+      float later = shared.over_rows[0][r];
       #pragma unroll
-      for (int w = 0; w < 4; ++w) of_pairs -= shared.over_rows[w][r];
-      ends[i] = of_pairs + (shared.of_front[0][r] + shared.of_front[1][r]);
-      begins[i] = shared.of_behind[0][r] + shared.of_behind[1][r];
-      alone[i] = shared.alone[0][r] + shared.alone[1][r];
+      for (int w = 1; w < 4; ++w) later += shared.over_rows[w][r];
+      ends[i] = (shared.over_columns[0][r] + shared.over_columns[1][r]) - dt[r] * later
+                + (shared.of_front[0][r] + shared.of_front[1][r]);
+      begins[i] = dt[r] * behind;
+      alone[i] = later + shared.alone[r] + behind;
+      of_d += shared.of_d[r];
     }
     // What ends at a row or later, and what begins at a row or earlier, as far as rows are of one sequence.
     float later = ends[0] + (together ? ends[1] : 0.f), earlier = begins[1] + (together ? begins[0] : 0.f);
@@ -341,9 +357,9 @@ struct ChunkBackward {
       if (lane >= lanes && first[1] <= other - 2 * lanes) earlier += front;
     }
     const float behind = __shfl_down_sync(0xffffffffu, later, 1), front = __shfl_up_sync(0xffffffffu, earlier, 1);
-    float across = 0.f, of_d = 0.f;
+    float across = 0.f;
     #pragma unroll
-    for (int w = 0; w < 8; ++w) across += shared.across[w], of_d += shared.of_d[w];
+    for (int w = 0; w < 8; ++w) across += shared.across[w];
     const float left = through();
     across = left == 0.f ? 0.f : left * across;
     const float before = lane > 0 && first[0] < one ? front : 0.f;
@@ -351,7 +367,8 @@ struct ChunkBackward {
                          ends[1] + (lane + 1 < kWarp && next <= other ? behind : 0.f)
                          + (together ? begins[0] + before : 0.f) + across};
     store_pair(ddt + one, alone[0] + rate * da[0], alone[1] + rate * da[1]);
-    const float of_rate = warp_sum(this->dt[one] * da[0] + this->dt[other] * da[1]);
+    const float of_rate = warp_sum(dt[one] * da[0] + dt[other] * da[1]);
+    of_d = warp_sum(of_d);
     if (lane == 0) *share_of_rate = of_rate, *share_of_d = of_d;
   }
 

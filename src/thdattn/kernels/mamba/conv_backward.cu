@@ -1,23 +1,11 @@
 // What is in front of the recurrence of the Mamba-2 mixer, backward: convolution, silu and dt; sums of what rows give
 // to the gradients of weights; and what rows of other ranks give to the last rows of this one.
 
-[[maybe_unused]] constexpr int kConvBackThreads = 128, kConvBackColumns = 4 * kConvBackThreads, kConvBackAhead = 4;
+[[maybe_unused]] constexpr int kConvBackThreads = 128, kConvBackColumns = 2 * kConvBackThreads, kConvBackAhead = 4;
 
-template <typename T> __device__ __forceinline__ void load4(float (&to)[4], const T* from) {
-  const uint2 words = *(const uint2*)from;
-  const float2 low = unpack<T>(words.x), high = unpack<T>(words.y);
-  to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
-}
-template <> __device__ __forceinline__ void load4(float (&to)[4], const float* from) {
-  const float4 words = *(const float4*)from;
-  to[0] = words.x, to[1] = words.y, to[2] = words.z, to[3] = words.w;
-}
-__device__ __forceinline__ void store4(float* to, const float (&x)[4]) {
-  *(float4*)to = make_float4(x[0], x[1], x[2], x[3]);
-}
-template <typename T> __device__ __forceinline__ void store4(T* to, const float (&x)[4]) {
-  *(uint2*)to = make_uint2(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]));
-}
+// Two columns.
+template <typename T> __device__ __forceinline__ float2 load_pair(const T* from) { return unpack<T>(*(const u32*)from); }
+template <> __device__ __forceinline__ float2 load_pair(const float* from) { return *(const float2*)from; }
 
 // What thd_mixer_conv_bwd makes, beside dzxbcdt. A chunk's shares of gradients lie in the order of the weights.
 struct ConvGradients {
@@ -33,64 +21,77 @@ struct ConvSource {
   const float *dbc, *ddt;
   int splits;
 
-  __device__ __forceinline__ void load_input(float (&to)[4], int row, int column, int reach,
-                                             const MixerSize& size) const {
-    const T* const from = row < 0 ? halo + (size_t)(reach + row) * size.channels()
-                                  : zxbcdt + (size_t)row * size.columns() + size.inner();
-    if (row < size.rows && row >= -reach) load4(to, from + column);
-    else to[0] = to[1] = to[2] = to[3] = 0.f;
+  // Of rows behind the last one these are those of the last one, which nobody takes.
+  __device__ __forceinline__ float2 input(int row, int column, const MixerSize& size) const {
+    return load_pair(zxbcdt + size.inner() + column + (size_t)min(row, size.rows - 1) * size.columns());
   }
-  __device__ __forceinline__ void load_gradient(float (&to)[4], int row, int column, const MixerSize& size) const {
-    to[0] = to[1] = to[2] = to[3] = 0.f;
-    if (row >= size.rows) return;
-    if (column < size.inner()) return load4(to, dx + (size_t)row * size.inner() + column);
-    const size_t width = size.channels() - size.inner();
-    for (int split = 0; split < splits; ++split) {
-      float part[4];
-      load4(part, dbc + ((size_t)split * size.rows + row) * width + column - size.inner());
-      #pragma unroll
-      for (int i = 0; i < 4; ++i) to[i] += part[i];
+  __device__ __forceinline__ float2 gradient(int row, int column, const MixerSize& size) const {
+    const size_t at = min(row, size.rows - 1);
+    if (column < size.inner()) return load_pair(dx + at * size.inner() + column);
+    const u32 width = size.channels() - size.inner();
+    const float* part = dbc + at * width + column - size.inner();
+    float2 sum = load_pair(part);
+    for (int split = 1; split < splits; ++split) {
+      part += (size_t)size.rows * width;
+      const float2 more = load_pair(part);
+      sum.x += more.x, sum.y += more.y;
     }
+    return sum;
   }
 };
 
-// Four columns, as they walk down the rows of a chunk, and some more that saw its last ones. The last of `seen` and
+// Two columns, as they walk down the rows of a chunk, and some more that saw its last ones. The last of `seen` and
 // `made` are of the row that is passed, the others of those before it.
-template <typename T, int kWidth>
+template <int kWidth>
 struct ConvBackward {
   static constexpr int kReach = kWidth - 1;
-  float weights[kWidth][4], bias[4], seen[kWidth][4], made[kWidth][4] = {}, of_weights[4][kWidth] = {}, of_bias[4] = {};
+  float weights[kWidth][2], bias[2], seen[kWidth][2], made[kWidth][2] = {}, of_weights[2][kWidth] = {}, of_bias[2] = {};
 
   __device__ __forceinline__ ConvBackward(const float* conv_weight, const float* conv_bias, int column) {
-    load4(bias, conv_bias + column);
     #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 2; ++i) {
+      bias[i] = conv_bias[column + i];
       #pragma unroll
       for (int tap = 0; tap < kWidth; ++tap) weights[tap][i] = conv_weight[(size_t)(column + i) * kWidth + tap];
+    }
   }
-  // A row, and the gradient of what is behind it. in_sight: rows before it that it sees, -1 for padding.
-  __device__ __forceinline__ void pass(const float (&row)[4], const float (&gradient)[4], int in_sight, bool own) {
+  // A row, and the gradient of what is behind it. in_sight: rows before it that it sees, -1 for padding; kWhole: all.
+  template <bool kWhole, bool kOwn>
+  __device__ __forceinline__ void pass(float2 row, float2 gradient, int in_sight) {
     #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 2; ++i) {
       #pragma unroll
       for (int tap = 0; tap < kReach; ++tap) seen[tap][i] = seen[tap + 1][i], made[tap][i] = made[tap + 1][i];
-      seen[kReach][i] = row[i], made[kReach][i] = 0.f;
+      seen[kReach][i] = i ? row.y : row.x;
       float before = bias[i];
       #pragma unroll
       for (int tap = 0; tap < kWidth; ++tap)
-        before = kReach - tap <= in_sight ? fmaf(weights[tap][i], seen[tap][i], before) : before;
-      const float share = sigmoid(before), slope = share * (1.f + before * (1.f - share));
-      const float dbefore = in_sight < 0 ? 0.f : gradient[i] * slope;
+        before = kWhole || kReach - tap <= in_sight ? fmaf(weights[tap][i], seen[tap][i], before) : before;
+      const float share = sigmoid(before), slope = fmaf(before, share - share * share, share);
+      const float dbefore = kWhole || in_sight >= 0 ? (i ? gradient.y : gradient.x) * slope : 0.f;
+      made[kReach][i] = weights[kReach][i] * dbefore;
+      #pragma unroll
+      for (int tap = 0; tap < kReach; ++tap)
+        if (kWhole || kReach - tap <= in_sight) made[tap][i] = fmaf(weights[tap][i], dbefore, made[tap][i]);
+      if (!kOwn) continue;
       #pragma unroll
       for (int tap = 0; tap < kWidth; ++tap)
-        if (kReach - tap <= in_sight) {
-          made[tap][i] = fmaf(weights[tap][i], dbefore, made[tap][i]);
-          if (own) of_weights[i][tap] = fmaf(dbefore, seen[tap][i], of_weights[i][tap]);
-        }
-      if (own) of_bias[i] += dbefore;
+        if (kWhole || kReach - tap <= in_sight) of_weights[i][tap] = fmaf(dbefore, seen[tap][i], of_weights[i][tap]);
+      of_bias[i] += dbefore;
     }
   }
 };
+
+// Where the gradients of a row go once all rows that saw it have passed. row: of this rank; below 0 in the halo.
+template <typename T, int kReach>
+__device__ __forceinline__ void store_row(const float (&made)[2], int row, int column, T* dzxbcdt, float* ends,
+                                          const MixerSize& size) {
+  const int end = row < 0 ? kReach + row : row - size.rows + 2 * kReach;
+  if (row < 0 || (row < size.rows && end >= kReach))
+    store_pair(ends + (size_t)end * size.channels() + column, made[0], made[1]);
+  if (row >= 0 && row < size.rows)
+    store_pair(dzxbcdt + (size_t)row * size.columns() + size.inner() + column, made[0], made[1]);
+}
 
 template <typename T, int kWidth>
 __device__ __forceinline__ void convolve_back(const ConvSource<T>& from, const float* conv_weight,
@@ -99,38 +100,53 @@ __device__ __forceinline__ void convolve_back(const ConvSource<T>& from, const f
                                               const MixerSize& size) {
   constexpr int kReach = kWidth - 1, kAhead = kConvBackAhead;
   const int begin = chunk * kChunk;
-  ConvBackward<T, kWidth> work(conv_weight, conv_bias, column);
+  ConvBackward<kWidth> work(conv_weight, conv_bias, column);
   #pragma unroll
-  for (int tap = 0; tap < kReach; ++tap)
-    from.load_input(work.seen[tap + 1], begin - kReach + tap, column, kReach, size);
-  for (int i = 0; i < kChunk + kReach; i += kAhead) {
-    float rows[kAhead][4], dchannels[kAhead][4];
+  for (int tap = 0; tap < kReach; ++tap) {
+    const float2 row = begin ? from.input(begin - kReach + tap, column, size)
+                             : load_pair(from.halo + (size_t)tap * size.channels() + column);
+    work.seen[tap + 1][0] = row.x, work.seen[tap + 1][1] = row.y;
+  }
+  float2 rows[kAhead], passed[kAhead];
+  auto load = [&](int i) {
     #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      from.load_input(rows[a], begin + i + a, column, kReach, size);
-      from.load_gradient(dchannels[a], begin + i + a, column, size);
+      rows[a] = from.input(begin + i + a, column, size);
+      passed[a] = from.gradient(begin + i + a, column, size);
     }
+  };
+  load(0);
+  for (int i = 0; i < kChunk; i += kAhead) {
+    float2 row[kAhead], gradient[kAhead];
+    bool whole = true;
     #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      if (i + a >= kChunk + kReach) break;
-      work.pass(rows[a], dchannels[a], in_sight[i + a], i + a < kChunk);
-      const int row = begin + i + a - kReach, from_end = row - (size.rows - kReach);
-      float* const ends = gradients.ends + column;
-      if (i + a < kReach && begin == 0) store4(ends + (size_t)(i + a) * size.channels(), work.made[0]);
-      if (i + a < kReach || row >= size.rows) continue;
-      store4(dzxbcdt + (size_t)row * size.columns() + size.inner() + column, work.made[0]);
-      if (from_end >= 0) store4(ends + (size_t)(kReach + from_end) * size.channels(), work.made[0]);
+      row[a] = rows[a], gradient[a] = passed[a];
+      whole = whole && in_sight[i + a] == kReach;
+    }
+    if (kReach || i + kAhead < kChunk) load(i + kAhead);
+    #pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      if (whole) work.template pass<true, true>(row[a], gradient[a], kReach);
+      else work.template pass<false, true>(row[a], gradient[a], in_sight[i + a]);
+      if (i + a >= kReach || begin == 0)
+        store_row<T, kReach>(work.made[0], begin + i + a - kReach, column, dzxbcdt, gradients.ends, size);
     }
   }
   float* const shares = gradients.shares + chunk * gradients.pitch;
   #pragma unroll
-  for (int i = 0; i < kWidth; ++i) {
-    float part[4];
-    #pragma unroll
-    for (int e = 0; e < 4; ++e) part[e] = work.of_weights[(4 * i + e) / kWidth][(4 * i + e) % kWidth];
-    store4(shares + (size_t)column * kWidth + 4 * i, part);
+  for (int i = 0; i < kWidth; ++i)
+    store_pair(shares + (size_t)column * kWidth + 2 * i, work.of_weights[2 * i / kWidth][2 * i % kWidth],
+               work.of_weights[(2 * i + 1) / kWidth][(2 * i + 1) % kWidth]);
+  store_pair(shares + (size_t)size.channels() * kWidth + column, work.of_bias[0], work.of_bias[1]);
+  #pragma unroll
+  for (int i = kChunk; i < kChunk + kReach; ++i) {    // rows of the next chunk
+    const int a = i - kChunk;
+    const float2 row = a < kAhead ? rows[a % kAhead] : from.input(begin + i, column, size);
+    const float2 gradient = a < kAhead ? passed[a % kAhead] : from.gradient(begin + i, column, size);
+    work.template pass<false, false>(row, gradient, in_sight[i]);
+    store_row<T, kReach>(work.made[0], begin + i - kReach, column, dzxbcdt, gradients.ends, size);
   }
-  store4(shares + (size_t)size.channels() * kWidth + column, work.of_bias);
 }
 
 template <typename T> __device__ __forceinline__ float to_float(T x) { return unpack<T>(x.bits).x; }
@@ -140,19 +156,22 @@ template <typename T>
 __device__ __forceinline__ void softplus_back(const ConvSource<T>& from, float dt_bias, const int* in_sight, T* dzxbcdt,
                                               float* share, int chunk, int head, const MixerSize& size) {
   const float4* const ddt = (const float4*)(from.ddt + size.in_heads(head, chunk));
+  const size_t column = size.inner() + size.channels() + head;
   float sum = 0.f;
-  #pragma unroll 2
-  for (int i = 0; i < kChunk; i += 4) {
-    const float4 four = ddt[i / 4];
-    const float made[4] = {four.x, four.y, four.z, four.w};
+  for (int i = 0; i < kChunk; i += 8) {
+    T raw[8];
+    float4 four[2] = {ddt[i / 4], ddt[i / 4 + 1]};
     #pragma unroll
-    for (int e = 0; e < 4; ++e) {
+    for (int e = 0; e < 8; ++e)
+      raw[e] = from.zxbcdt[(size_t)min(chunk * kChunk + i + e, size.rows - 1) * size.columns() + column];
+    #pragma unroll
+    for (int e = 0; e < 8; ++e) {
       const int row = chunk * kChunk + i + e;
-      if (row >= size.rows) break;
-      const size_t at = (size_t)row * size.columns() + size.inner() + size.channels() + head;
-      const float gradient = in_sight[i + e] < 0 ? 0.f : made[e] * sigmoid(to_float(from.zxbcdt[at]) + dt_bias);
+      const float made = e % 4 == 0 ? four[e / 4].x : e % 4 == 1 ? four[e / 4].y : e % 4 == 2 ? four[e / 4].z
+                                                                                             : four[e / 4].w;
+      const float gradient = in_sight[i + e] < 0 ? 0.f : made * sigmoid(to_float(raw[e]) + dt_bias);
       sum += gradient;
-      dzxbcdt[at].bits = (unsigned short)pack<T>(gradient, 0.f);
+      if (row < size.rows) dzxbcdt[(size_t)row * size.columns() + column].bits = (unsigned short)pack<T>(gradient, 0.f);
     }
   }
   *share = sum;
@@ -163,7 +182,7 @@ __device__ __forceinline__ void softplus_back(const ConvSource<T>& from, float d
 //
 // Launch: grid (column_tiles + ceil(heads / 128), chunks), block 128.
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kConvBackThreads) thd_mixer_conv_bwd(
+__global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? 6 : 3) thd_mixer_conv_bwd(
     const T* zxbcdt, const T* halo, const float* conv_weight, const float* conv_bias, const float* dt_bias,
     T* dzxbcdt, const int2* ranges, const T* dx, const float* dbc, const float* ddt, int splits, float* shares,
     float* ends, int column_tiles, MixerSize size) {
@@ -178,13 +197,13 @@ __global__ void __launch_bounds__(kConvBackThreads) thd_mixer_conv_bwd(
   }
   __syncthreads();
   if ((int)blockIdx.x < column_tiles) {
-    const int column = blockIdx.x * kConvBackColumns + threadIdx.x * 4;
+    const int column = blockIdx.x * kConvBackColumns + threadIdx.x * 2;
     if (column >= channels) return;
     convolve_back<T, kWidth>(from, conv_weight, conv_bias, in_sight, dzxbcdt, {shares, ends, pitch}, chunk, column,
                              size);
     if (begin == 0)                                   // ranks with fewer rows than others see
       for (int i = 0; i < kReach - size.rows; ++i)
-        store4(ends + (size_t)(kReach + i) * channels + column, {0.f, 0.f, 0.f, 0.f});
+        store_pair(ends + (size_t)(kReach + i) * channels + column, 0.f, 0.f);
   } else {
     const int head = ((int)blockIdx.x - column_tiles) * kConvBackThreads + threadIdx.x;
     if (head < size.heads)
@@ -232,23 +251,20 @@ __global__ void __launch_bounds__(256) thd_mixer_sum(const float* __restrict__ s
 // behind it, in their order.
 //
 // halos (ranks, reach, channels), tail (reach, channels): see host_conv.mixer_add_halos
-// Launch: grid (ceil(channels / 4 / 128), min(reach, rows)), block 128.
+// Launch: grid (ceil(channels / 256), min(reach, rows)), block 128.
 template <typename T>
 __global__ void __launch_bounds__(kConvBackThreads) thd_mixer_add_halos(
     const float* __restrict__ halos, const float* __restrict__ tail, T* __restrict__ dzxbcdt, int reach, int rank,
     int ranks, MixerSize size) {
-  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 4, channels = size.channels();
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 2, channels = size.channels();
   if (column >= channels) return;
   const int at = reach - 1 - blockIdx.y;              // of the tail
-  float total[4];
-  load4(total, tail + (size_t)at * channels + column);
+  float2 total = load_pair(tail + (size_t)at * channels + column);
   for (int other = rank + 1; other < ranks; ++other) {
     const long long from = at - (long long)(other - rank - 1) * size.rows;  // fewer, as many rows lie between
     if (from < 0) break;
-    float part[4];
-    load4(part, halos + ((size_t)other * reach + from) * channels + column);
-    #pragma unroll
-    for (int i = 0; i < 4; ++i) total[i] += part[i];
+    const float2 part = load_pair(halos + ((size_t)other * reach + from) * channels + column);
+    total.x += part.x, total.y += part.y;
   }
-  store4(dzxbcdt + (size_t)(size.rows - 1 - blockIdx.y) * size.columns() + size.inner() + column, total);
+  store_pair(dzxbcdt + (size_t)(size.rows - 1 - blockIdx.y) * size.columns() + size.inner() + column, total.x, total.y);
 }

@@ -47,12 +47,12 @@ __global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ 
 // are dy, columns C, and weights what is left of the state in front.
 //
 // A thread block has kCols columns of the rows, which are those of one head or of some, 16 a warp, and kSlice columns of
-// the state. Tiles of a chunk are loaded while the one before is worked at.
-template <typename T, int kHeadDim, int kSlice, int kCols>
+// the state. Tiles of kStages - 1 chunks are loaded ahead.
+template <typename T, int kHeadDim, int kSlice, int kCols, int kStages>
 struct Walk {
   static constexpr int kThreads = 2 * kCols, kHeads = kCols / kHeadDim, kNumbers = kChunk + 4;
   struct Shared {
-    T rows[2][kChunk * (kCols + kPad)], columns[2][kChunk * (kSlice + kPad)];
+    T rows[kStages][kChunk * (kCols + kPad)], columns[kStages][kChunk * (kSlice + kPad)];
     float weights[2][kHeads * kNumbers];              // and, behind those of each head, what is left of its state
   };
   const T *rows, *columns;
@@ -61,27 +61,30 @@ struct Walk {
   const int2* ranges;
   int head;                                           // the first
 
-  // What this thread tells the others about a chunk.
-  __device__ __forceinline__ float weight(int chunk, const MixerSize& size) const {
-    const int row = threadIdx.x % kChunk, begin = chunk * kChunk, last = begin + kChunk - 1;
-    if (threadIdx.x < kHeads * kChunk) {
-      const size_t at = size.in_heads(head + threadIdx.x / kChunk, chunk) + row;
-      if (leave) return leave[at];
-      return first_of(range_at(ranges, begin + row, size), begin + row, size) < begin ? decay_of(sums[at]) : 0.f;
-    }
-    const int own = head + min(threadIdx.x - kHeads * kChunk, kHeads - 1);
-    return first_of(range_at(ranges, last, size), last, size) < begin
-               ? decay_of(sums[size.in_heads(own, chunk) + kChunk - 1]) : 0.f;
+  // What this thread tells the others about a chunk: the weight of a row, or what is left of a state.
+  struct Told {
+    float number;
+    int2 range;
+  };
+  __device__ __forceinline__ Told ask(int chunk, const MixerSize& size) const {
+    const int number = threadIdx.x - kHeads * kChunk, row = number < 0 ? threadIdx.x % kChunk : kChunk - 1;
+    const int own = number < 0 ? threadIdx.x / kChunk : min(number, kHeads - 1);
+    const float* const numbers = number < 0 && leave ? leave : sums;
+    return {numbers[size.in_heads(head + own, chunk) + row], range_at(ranges, chunk * kChunk + row, size)};
   }
-  __device__ __forceinline__ void publish(Shared& shared, int stage, float value) const {
-    const int number = threadIdx.x - kHeads * kChunk;
-    if (number < 0) shared.weights[stage][threadIdx.x / kChunk * kNumbers + threadIdx.x % kChunk] = value;
-    else if (number < kHeads) shared.weights[stage][number * kNumbers + kChunk] = value;
+  __device__ __forceinline__ void tell(Shared& shared, int stage, Told told, int chunk, const MixerSize& size) const {
+    const int number = threadIdx.x - kHeads * kChunk, row = number < 0 ? threadIdx.x % kChunk : kChunk - 1;
+    const int begin = chunk * kChunk;
+    const bool enters = first_of(told.range, begin + row, size) < begin;
+    const float left = enters ? decay_of(told.number) : 0.f;
+    if (number < 0)
+      shared.weights[stage][threadIdx.x / kChunk * kNumbers + row] = leave ? told.number : left;
+    else if (number < kHeads)
+      shared.weights[stage][number * kNumbers + kChunk] = left;
   }
   __device__ __forceinline__ void load(Shared& shared, int stage, int chunk, const MixerSize& size) const {
     load_chunk<T, kCols, kThreads>(shared.rows[stage], rows, rows_pitch, chunk, size.rows, threadIdx.x);
     load_chunk<T, kSlice, kThreads>(shared.columns[stage], columns, columns_pitch, chunk, size.rows, threadIdx.x);
-    copies_commit();
   }
 
   // Takes in `count` chunks from `chunk` on, in steps of `step`; before(chunk) comes before each.
@@ -90,19 +93,21 @@ struct Walk {
                                               int count, const MixerSize& size, Before before) const {
     const int warp = threadIdx.x / kWarp, own = warp * 16 / kHeadDim;
     float through = 1.f;
-    load(shared, 0, chunk, size);
-    publish(shared, 0, weight(chunk, size));
+    #pragma unroll
+    for (int ahead = 0; ahead < kStages - 1; ++ahead) {
+      if (ahead < count) load(shared, ahead, chunk + ahead * step, size);
+      copies_commit();
+    }
+    tell(shared, 0, ask(chunk, size), chunk, size);
     for (int i = 0; i < count; ++i, chunk += step) {
-      const int stage = i % 2;
-      copies_wait();
+      const int stage = i % kStages, next = i + 1 < count ? chunk + step : chunk;
+      copies_wait_but<kStages - 2>();
       __syncthreads();
-      float next = 0.f;
-      if (i + 1 < count) {
-        load(shared, 1 - stage, chunk + step, size);
-        next = weight(chunk + step, size);
-      }
+      const Told told = ask(next, size);
+      if (i + kStages - 1 < count) load(shared, (i + kStages - 1) % kStages, chunk + (kStages - 1) * step, size);
+      copies_commit();
       before(chunk);
-      const float* const weights = shared.weights[stage] + own * kNumbers;
+      const float* const weights = shared.weights[i % 2] + own * kNumbers;
       scale(state, weights[kChunk]);
       through *= weights[kChunk];
       #pragma unroll
@@ -112,7 +117,7 @@ struct Walk {
                                                weights + k);
         add_weighted_rows<T, kSlice + kPad>(state, operand, shared.columns[stage] + k * (kSlice + kPad));
       }
-      publish(shared, 1 - stage, next);
+      tell(shared, 1 - i % 2, told, next, size);
     }
     return through;
   }
@@ -122,11 +127,11 @@ struct Walk {
 //
 // dstates (segments, heads, head_dim, state_dim); decays (segments, heads)
 // Launch: grid (segments, inner / kCols, kStateDim / kSlice), block 2 * kCols, shared memory kSharedBytes.
-template <typename T, int kHeadDim, int kStateDim, int kSlice, int kCols, int kSharedBytes>
-__global__ void __launch_bounds__(2 * kCols, kCols == 64 ? 4 : 2) thd_ssd_dstates(
+template <typename T, int kHeadDim, int kStateDim, int kSlice, int kCols, int kStages, int kSharedBytes>
+__global__ void __launch_bounds__(2 * kCols, kCols == 64 ? 3 : 2) thd_ssd_dstates(
     const T* __restrict__ channels, const T* __restrict__ dy, const float* __restrict__ sums,
     const int2* __restrict__ ranges, float* __restrict__ dstates, float* __restrict__ decays, MixerSize size) {
-  using Step = Walk<T, kHeadDim, kSlice, kCols>;
+  using Step = Walk<T, kHeadDim, kSlice, kCols, kStages>;
   static_assert(same_bytes<sizeof(typename Step::Shared), kSharedBytes>());
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   const int segment = blockIdx.x, column = blockIdx.y * kCols, slice = blockIdx.z * kSlice, head = column / kHeadDim;
@@ -152,12 +157,12 @@ __global__ void __launch_bounds__(2 * kCols, kCols == 64 ? 4 : 2) thd_ssd_dstate
 // states, dstates (segments, heads, head_dim, state_dim): of all segments
 // made (2, chunks of these, heads, head_dim, state_dim): S, then R, with columns as place_of says
 // Launch: grid (segments of these, inner / kCols, 2 * kStateDim / kSlice), block 2 * kCols, shared memory kSharedBytes.
-template <typename T, int kHeadDim, int kStateDim, int kSlice, int kCols, int kSharedBytes>
-__global__ void __launch_bounds__(2 * kCols, kCols == 64 ? 4 : 2) thd_ssd_chunk_states(
+template <typename T, int kHeadDim, int kStateDim, int kSlice, int kCols, int kStages, int kSharedBytes>
+__global__ void __launch_bounds__(2 * kCols, kCols == 64 ? 3 : 2) thd_ssd_chunk_states(
     const T* __restrict__ channels, const T* __restrict__ dy, const float* __restrict__ sums,
     const float* __restrict__ leave, const int2* __restrict__ ranges, const float* __restrict__ states,
     const float* __restrict__ dstates, T* __restrict__ made, int first_segment, int num_chunks, MixerSize size) {
-  using Step = Walk<T, kHeadDim, kSlice, kCols>;
+  using Step = Walk<T, kHeadDim, kSlice, kCols, kStages>;
   static_assert(same_bytes<sizeof(typename Step::Shared), kSharedBytes>());
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   constexpr int kSlices = kStateDim / kSlice;
