@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.host_ssd import (
-    Activations, Gradients, chunk_sums, cleared, first_rows, sigmoid, silu, slope, valid_rows,
+    Activations,
+    Gradients,
+    chunk_sums,
+    cleared,
+    first_rows,
+    sigmoid,
+    silu,
+    slope,
+    valid_rows,
 )  # fmt: skip
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.plan import Plan

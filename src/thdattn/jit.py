@@ -41,6 +41,7 @@ _PORTABLE = ("kernels/common.cuh", "kernels/portable/common.cuh")
 _MAMBA = ("kernels/common.cuh", "structs.checks()", "kernels/portable/common.cuh", "kernels/mamba/common.cuh")
 _MAMBA_BACKWARD = (*_MAMBA, "kernels/mamba/backward_common.cuh")
 _HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/hopper/common.cuh")
+_MAMBA_HOPPER = (*_HOPPER, "kernels/portable/common.cuh", "kernels/mamba/common.cuh")
 _HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")
 FILES = {
     "thd_reorder": _ROWS,
@@ -67,6 +68,8 @@ FILES = {
     "thd_ssd_start": (*_MAMBA, "kernels/mamba/scan.cu"),
     "thd_ssd_enter": (*_MAMBA, "kernels/mamba/scan.cu"),
     "thd_ssd_scan": (*_MAMBA, "kernels/mamba/scan.cu"),
+    "thd_ssd_states_sm90": (*_MAMBA_HOPPER, "kernels/mamba/scan_sm90.cu"),
+    "thd_ssd_scan_sm90": (*_MAMBA_HOPPER, "kernels/mamba/scan_sm90.cu"),
     "thd_mixer_gate_bwd": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_dstates": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_chunk_states": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),

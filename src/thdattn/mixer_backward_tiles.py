@@ -25,7 +25,7 @@ class ChunkTile:
     def thd_ssd_bwd(self, dtype: str) -> Instance:
         """The kernel, for "float16" or "bfloat16"."""
         rows = _tile(CHUNK, self.state_dim) + _tile(CHUNK, self.head_dim) + _tile(self.head_dim, self.slice)
-        pairs, products, numbers = _tile(CHUNK, CHUNK), 20 * 512, 4 * (4 + 1 + 12) * CHUNK + 32
+        pairs, products, numbers = _tile(CHUNK, CHUNK), 20 * 512, 4 * (4 + 1 + 12) * CHUNK + 2 * 32
         return _instance("thd_ssd_bwd", dtype, self.head_dim, self.state_dim, self.slice, self.blocks,
                          shared_bytes=2 * rows + pairs + products + numbers)
 
@@ -59,12 +59,14 @@ def walk_columns(head_dim: int, group_columns: int) -> int:
 
 def thd_ssd_dstates(dtype: str, head_dim: int, state_dim: int, columns: int, shared_bytes: int) -> Instance:
     """The kernel, for "float16" or "bfloat16", on a GPU with so much shared memory per block."""
-    return _walk("thd_ssd_dstates", dtype, head_dim, state_dim, columns, shared_bytes)
+    return _walk("thd_ssd_dstates", (dtype, head_dim, state_dim), columns, shared_bytes)
 
 
-def thd_ssd_chunk_states(dtype: str, head_dim: int, state_dim: int, columns: int, shared_bytes: int) -> Instance:
-    """The kernel, for "float16" or "bfloat16", on a GPU with so much shared memory per block."""
-    return _walk("thd_ssd_chunk_states", dtype, head_dim, state_dim, columns, shared_bytes)
+def thd_ssd_chunk_states(
+    dtype: str, back: bool, head_dim: int, state_dim: int, columns: int, shared_bytes: int
+) -> Instance:
+    """The kernel, for "float16" or "bfloat16", on a GPU with so much shared memory per block; back: of gradients."""
+    return _walk("thd_ssd_chunk_states", (dtype, back, head_dim, state_dim), columns, shared_bytes)
 
 
 def thd_mixer_gate_bwd(dtype: str) -> Instance:
@@ -82,16 +84,18 @@ def thd_mixer_add_halos(dtype: str) -> Instance:
     return Instance(f"thd_mixer_add_halos<{ELEMENT_TYPES[dtype]}>")
 
 
-def _walk(kernel: str, dtype: str, head_dim: int, state_dim: int, columns: int, most_bytes: int) -> Instance:
+def _walk(kernel: str, what: tuple[str | int, ...], columns: int, most_bytes: int) -> Instance:
+    head_dim, state_dim = map(int, what[-2:])
     part = min(state_dim, WALK_SLICE)
-    stage, numbers = _tile(CHUNK, columns) + _tile(CHUNK, part), 2 * 4 * (columns // head_dim) * (CHUNK + 4)
-    stages = 3 if 3 * stage + numbers <= most_bytes else 2
-    return _instance(kernel, dtype, head_dim, state_dim, part, columns, stages, shared_bytes=stages * stage + numbers)
+    stage, numbers = _tile(CHUNK, columns) + _tile(CHUNK, part), columns // head_dim * (CHUNK + 4) + columns // 8
+    stages = 3 if 3 * stage + 8 * numbers <= most_bytes else 2
+    return _instance(kernel, *what, part, columns, stages, shared_bytes=stages * stage + 8 * numbers)
 
 
 def _tile(rows: int, columns: int) -> int:
     return 2 * rows * (columns + PAD)
 
 
-def _instance(kernel: str, dtype: str, *constants: int, shared_bytes: int) -> Instance:
-    return Instance(f"{kernel}<{', '.join(map(str, (ELEMENT_TYPES[dtype], *constants, shared_bytes)))}>", shared_bytes)
+def _instance(kernel: str, dtype: str | int, *constants: str | int, shared_bytes: int) -> Instance:
+    written = ELEMENT_TYPES[str(dtype)], *(str(c).lower() for c in constants), str(shared_bytes)
+    return Instance(f"{kernel}<{', '.join(written)}>", shared_bytes)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from thdattn.tiles import ELEMENT_TYPES, PAD, Instance
 
 CHUNK = 64  # rows, kChunk of kernels/mamba/common.cuh
 SEGMENT_CHUNKS = 16  # of a segment; fewer give more thread blocks, and more states to write and read
+BOX_BYTES = 2 * 64 * CHUNK  # kBox of kernels/mamba/scan_sm90.cu
 CONV_COLUMNS, CONV_ROWS = 128, 256  # kConvColumns and kConvTile of kernels/mamba/conv.cu
 RATES_HEADS = 16  # heads whose dt a thread block of it makes
 FOLD_THREADS = 256  # kFoldThreads of kernels/mamba/scan.cu
 MIXER_KERNELS = ("thd_ssd_fold", "thd_ssd_start", "thd_ssd_enter")
 
 # What the kernels are there for. Rows of zxbcdt are read 16 bytes at a time, hence the multiple.
-MIXER_SIZES = {"head_dim": (64, 128), "state_dim": (64, 128, 256), "conv_width": range(1, 9), "num_heads": range(8, 2**20, 8)}
+MIXER_SIZES = {"head_dim": (64, 128), "state_dim": (64, 128, 256), "conv_width": range(1, 9),
+               "num_heads": range(8, 2**20, 8)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,43 +32,92 @@ class Slab:
     scan_stages: int
     states_stages: int
 
+    by_boxes = False  # it loads rows by pointers
+
     @property
     def columns(self) -> int:
-        """Of x."""
+        """Of x, in thd_ssd_scan."""
         return self.width * self.subs
 
     @property
-    def threads(self) -> int:
-        """Of thd_ssd_states; thd_ssd_scan has twice as many."""
-        return 128 * self.subs
-
-    def _tile(self, rows: int, columns: int) -> int:
-        return 2 * rows * (columns + PAD)
+    def states_columns(self) -> int:
+        """The same in thd_ssd_states: half as many where a state takes too many registers."""
+        return self.columns // (2 if self.state_dim == 256 else 1) if self.width == 64 else self.columns
 
     @property
-    def of_states(self) -> Slab:
-        """What a thread block of thd_ssd_states has: half as much where a state takes too many registers."""
-        return replace(self, width=32) if self.state_dim == 256 else self
+    def scan_threads(self) -> int:
+        """Of a thread block."""
+        return 256 * self.subs
 
-    def thd_ssd_states(self, dtype: str) -> Instance:
-        """The kernel of of_states, for "float16" or "bfloat16"."""
-        slab = self.of_states
-        stage = slab._tile(CHUNK, slab.columns) + slab._tile(CHUNK, slab.state_dim) + 4 * CHUNK * slab.subs
-        return slab._instance("thd_ssd_states", dtype, slab.states_stages, slab.states_stages * stage)
+    @property
+    def states_threads(self) -> int:
+        """The same."""
+        return 128 * self.subs
 
-    def thd_ssd_scan(self, dtype: str) -> Instance:
-        """The kernel, for "float16" or "bfloat16"."""
-        tiles = 2 * (self._tile(CHUNK, self.columns) + self._tile(CHUNK, self.state_dim))
+    def states_kernel(self, dtype: str) -> Instance:
+        """thd_ssd_states for "float16" or "bfloat16"."""
+        stage = _tile(CHUNK, self.states_columns) + _tile(CHUNK, self.state_dim) + 4 * (CHUNK + 4) * self.subs
+        width = self.states_columns // self.subs
+        return self._instance("thd_ssd_states", dtype, width, self.states_stages, self.states_stages * stage)
+
+    def scan_kernel(self, dtype: str) -> Instance:
+        """thd_ssd_scan for "float16" or "bfloat16"."""
+        tiles = 2 * (_tile(CHUNK, self.columns) + _tile(CHUNK, self.state_dim))
         stage = tiles + 3 * 4 * CHUNK * self.subs + 8 * CHUNK
-        return self._instance("thd_ssd_scan", dtype, self.scan_stages,
-                              self.scan_stages * stage + self._tile(self.columns, self.state_dim))
+        shared_bytes = self.scan_stages * stage + _tile(self.columns, self.state_dim) + 3 * 4 * 4
+        return self._instance("thd_ssd_scan", dtype, self.width, self.scan_stages, shared_bytes)
 
-    def kernels(self, dtype: str) -> list[Instance]:
-        """Both."""
-        return [self.thd_ssd_states(dtype), self.thd_ssd_scan(dtype)]
+    def _instance(self, kernel: str, dtype: str, width: int, stages: int, shared_bytes: int) -> Instance:
+        constants = ELEMENT_TYPES[dtype], width, self.subs, self.state_dim, stages, shared_bytes
+        return Instance(f"{kernel}<{', '.join(map(str, constants))}>", shared_bytes)
 
-    def _instance(self, kernel: str, dtype: str, stages: int, shared_bytes: int) -> Instance:
-        constants = ELEMENT_TYPES[dtype], self.width, self.subs, self.state_dim, stages, shared_bytes
+
+def _tile(rows: int, columns: int) -> int:
+    return 2 * rows * (columns + PAD)
+
+
+@dataclass(frozen=True)
+class SlabSm90:
+    """The same on Hopper: `warpgroups` times 64 columns of x, each of one head."""
+
+    warpgroups: int
+    state_dim: int
+    scan_stages: int
+    states_stages: int
+
+    by_boxes = True
+
+    @property
+    def columns(self) -> int:
+        """Of x."""
+        return 64 * self.warpgroups
+
+    states_columns = columns
+
+    @property
+    def scan_threads(self) -> int:
+        """Of a thread block."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def states_threads(self) -> int:
+        """The same."""
+        return 128 * self.warpgroups + 32
+
+    def states_kernel(self, dtype: str) -> Instance:
+        """thd_ssd_states_sm90 for "float16" or "bfloat16"."""
+        stage = BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 2 * 4 * CHUNK * self.warpgroups
+        return self._instance("thd_ssd_states_sm90", dtype, self.states_stages, stage)
+
+    def scan_kernel(self, dtype: str) -> Instance:
+        """thd_ssd_scan_sm90 for "float16" or "bfloat16"."""
+        stage = 2 * BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 3 * 4 * CHUNK * self.warpgroups
+        state = (BOX_BYTES * self.state_dim // 64 + 4 * 4) * self.warpgroups
+        return self._instance("thd_ssd_scan_sm90", dtype, self.scan_stages, stage, state)
+
+    def _instance(self, kernel: str, dtype: str, stages: int, stage_bytes: int, more_bytes: int = 0) -> Instance:
+        shared_bytes = stages * (stage_bytes + 2 * 8) + more_bytes  # two barriers a stage
+        constants = ELEMENT_TYPES[dtype], self.warpgroups, self.state_dim, stages, shared_bytes
         return Instance(f"{kernel}<{', '.join(map(str, constants))}>", shared_bytes)
 
 
@@ -81,9 +132,15 @@ SLABS = (
     Slab(64, 1, 256, scan_stages=1, states_stages=2),
     Slab(32, 1, 256, scan_stages=1, states_stages=2),
 )
+SLABS_SM90 = (  # states of 256 columns take too many registers
+    SlabSm90(2, 64, scan_stages=2, states_stages=4),
+    SlabSm90(1, 64, scan_stages=2, states_stages=4),
+    SlabSm90(2, 128, scan_stages=2, states_stages=3),
+    SlabSm90(1, 128, scan_stages=2, states_stages=3),
+)
 
 
-def slab_for(state_dim: int, group_columns: int, shared_bytes: int) -> Slab:
+def slab_for(state_dim: int, group_columns: int, shared_bytes: int, sm90: bool) -> Slab | SlabSm90:
     """The first choice that fits.
 
     Args:
@@ -91,9 +148,9 @@ def slab_for(state_dim: int, group_columns: int, shared_bytes: int) -> Slab:
         shared_bytes: that a thread block may have.
     """
     return next(
-        slab for slab in SLABS
+        slab for slab in (*(SLABS_SM90 if sm90 else ()), *SLABS)
         if slab.state_dim == state_dim and group_columns % slab.columns == 0
-        and max(kernel.shared_bytes for kernel in slab.kernels("bfloat16")) <= shared_bytes
+        and max(slab.states_kernel("bfloat16").shared_bytes, slab.scan_kernel("bfloat16").shared_bytes) <= shared_bytes
     )  # fmt: skip
 
 

@@ -13,13 +13,23 @@ import numpy as np
 from thdattn import jit
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.mixer_tiles import (
-    CHUNK, CONV_COLUMNS, CONV_ROWS, FOLD_THREADS, MIXER_KERNELS, RATES_HEADS, SEGMENT_CHUNKS, Slab, slab_for,
+    CHUNK,
+    CONV_COLUMNS,
+    CONV_ROWS,
+    FOLD_THREADS,
+    MIXER_KERNELS,
+    RATES_HEADS,
+    SEGMENT_CHUNKS,
+    Slab,
+    SlabSm90,
+    slab_for,
     thd_mixer_conv,
 )  # fmt: skip
 from thdattn.ops import launch
 from thdattn.ops.launch import Array, Launch
 from thdattn.plan import Plan
 from thdattn.structs import MIXER_SIZE
+from thdattn.tensor_map import BOX_COLUMNS, tensor_map
 
 ssd_segment_rows = CHUNK * SEGMENT_CHUNKS
 _FOLD, _START, _ENTER = MIXER_KERNELS
@@ -47,9 +57,18 @@ def size_of(plan: Plan, shape: MixerShape) -> Any:
     return np.array((*rows, *sizes, SEGMENT_CHUNKS), MIXER_SIZE)[()]
 
 
-def slab_of(shape: MixerShape) -> Slab:
+def slab_of(shape: MixerShape) -> Slab | SlabSm90:
     """How this GPU cuts x into columns for thread blocks."""
-    return slab_for(shape.state_dim, shape.d_inner // shape.num_groups, launch.this_gpu().shared_bytes)
+    gpu = launch.this_gpu()
+    return slab_for(shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes, gpu.sm90)
+
+
+def _inputs(slab: Slab | SlabSm90, *rows: tuple[Array, int]) -> list[Any]:
+    """Arrays of rows as the kernels of a slab take them: as they are, or as tensor maps of their first columns."""
+    if not slab.by_boxes:
+        return [x for x, _ in rows]
+    boxes = [x[:, :columns].reshape(len(x), columns // BOX_COLUMNS, BOX_COLUMNS) for x, columns in rows]
+    return [tensor_map(box, x.strides[0], CHUNK) for box, (x, _) in zip(boxes, rows, strict=True)]
 
 
 def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
@@ -105,16 +124,17 @@ def ssd_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, 
         decays: (segments, num_heads), of the plan.
     """
     states = launch.empty((-(-plan.local_rows // ssd_segment_rows), *shape.state), np.float32)
-    decays, run = plan.once(("states", shape), lambda: _states(len(states), plan, shape))
-    run(act.channels, act.sums, act.leave, states)
+    slab, decays, run = plan.once(("states", shape), lambda: _states(len(states), plan, shape))
+    if len(states):
+        run(*_inputs(slab, (act.channels, shape.channels)), act.sums, act.leave, states)
     return states, decays
 
 
-def _states(segments: int, plan: Plan, shape: MixerShape) -> tuple[Array, Launch]:
-    slab, decays = slab_of(shape).of_states, plan.buffer("decays", (segments, shape.num_heads), np.float32)
+def _states(segments: int, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm90, Array, Launch]:
+    slab, decays = slab_of(shape), plan.buffer("decays", (segments, shape.num_heads), np.float32)
     fixed = plan.key_ranges, decays, np.int32(plan.cp_rank + 1 < plan.cp_size), size_of(plan, shape)
-    kernel = jit.kernel(*slab.thd_ssd_states(shape.dtype.name))
-    return decays, Launch(kernel, (shape.d_inner // slab.columns, segments), slab.threads, fixed)
+    grid, kernel = (shape.d_inner // slab.states_columns, segments), jit.kernel(*slab.states_kernel(shape.dtype.name))
+    return slab, decays, Launch(kernel, grid, slab.states_threads, fixed)
 
 
 def ssd_fold(states: Array, decays: Array, shape: MixerShape, reverse: bool = False) -> Array:
@@ -140,10 +160,10 @@ def ssd_enter(states: Array, decays: Array, start: Array, segments: slice, rever
 
 
 def _walk(kernel: str, arrays: tuple[Array, ...], over: range, state: tuple[int, ...], reverse: bool) -> None:
-    """Launches a thread for every number of a state, which walks over segments or ranks."""
+    """Launches a thread for every four numbers of a state, which walks over segments or ranks."""
     over = over[::-1] if reverse else over
     numbers = over.start, over.step, len(over), state[0], math.prod(state[1:])
-    grid = (-(-math.prod(state) // FOLD_THREADS),)
+    grid = (-(-math.prod(state) // (4 * FOLD_THREADS)),)
     jit.kernel(kernel)(grid, FOLD_THREADS, (*arrays, *map(np.int32, numbers)))
 
 
@@ -152,14 +172,14 @@ def ssd_scan(
     into: tuple[Array, Array],
 ) -> None:
     """y of some segments, and out = y * silu(z). See host_ssd.ssd_scan."""
-    first, end, _ = segments.indices(len(states))
-    count = max(0, end - first)
-    run = plan.once(("scan", shape, count), lambda: _scan(count, plan, shape))
-    run(act.channels, zxbcdt, act.dt, act.sums, act.leave, states, d, *into, np.int32(first))
+    reached = range(len(states))[segments]
+    if reached:
+        slab, run = plan.once(("scan", shape, len(reached)), lambda: _scan(len(reached), plan, shape))
+        rows = _inputs(slab, (act.channels, shape.channels), (zxbcdt, shape.d_inner))
+        run(*rows, act.dt, act.sums, act.leave, states, d, *into, np.int32(reached[0]))
 
 
-def _scan(segments: int, plan: Plan, shape: MixerShape) -> Launch:
+def _scan(segments: int, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm90, Launch]:
     slab = slab_of(shape)
-    kernel = jit.kernel(*slab.thd_ssd_scan(shape.dtype.name))
-    grid = shape.d_inner // slab.columns, segments
-    return Launch(kernel, grid, 2 * slab.threads, (plan.key_ranges, size_of(plan, shape)))
+    grid, kernel = (shape.d_inner // slab.columns, segments), jit.kernel(*slab.scan_kernel(shape.dtype.name))
+    return slab, Launch(kernel, grid, slab.scan_threads, (plan.key_ranges, size_of(plan, shape)))

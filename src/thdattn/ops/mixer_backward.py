@@ -7,15 +7,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from thdattn import jit
 from thdattn.mixer_backward_tiles import (
-    CHUNK_THREADS, CONV_BACK_COLUMNS, CONV_BACK_HEADS, SUM_COLUMNS, WALK_SLICE, ChunkTile, chunk_tile_for,
-    thd_mixer_add_halos, thd_mixer_conv_bwd, thd_mixer_gate_bwd, thd_ssd_chunk_states, thd_ssd_dstates, walk_columns,
-)  # fmt: skip
+    CHUNK_THREADS,
+    CONV_BACK_COLUMNS,
+    CONV_BACK_HEADS,
+    SUM_COLUMNS,
+    WALK_SLICE,
+    ChunkTile,
+    chunk_tile_for,
+    thd_mixer_add_halos,
+    thd_mixer_conv_bwd,
+    thd_mixer_gate_bwd,
+    thd_ssd_chunk_states,
+    thd_ssd_dstates,
+    walk_columns,
+)
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.mixer_tiles import CHUNK, SEGMENT_CHUNKS
 from thdattn.ops import launch
@@ -70,7 +82,7 @@ def _dstates(plan: Plan, shape: MixerShape) -> tuple[tuple[Array, Array], Launch
     sizes = shape.head_dim, shape.state_dim, columns, launch.this_gpu().shared_bytes
     kernel = jit.kernel(*thd_ssd_dstates(shape.dtype.name, *sizes))
     grid = segments, shape.d_inner // columns, _slices(shape)
-    return (dstates, decays), Launch(kernel, grid, 2 * columns, (size_of(plan, shape),))
+    return (dstates, decays), Launch(kernel, grid, 4 * columns, (size_of(plan, shape),))
 
 
 def _walk_columns(shape: MixerShape) -> int:
@@ -122,8 +134,8 @@ def ssd_bwd(
     first, end, _ = segments.indices(len(states))
     for begin in range(first, end, _AT_ONCE):
         count = min(_AT_ONCE, end - begin)
-        last = begin + count == len(states)
-        run = plan.once(("ssd_bwd", shape, count, last), lambda count=count, last=last: _bwd(count, last, plan, shape))
+        these = count, begin + count == len(states)
+        run = plan.once(("ssd_bwd", shape, *these), partial(_bwd, *these, plan, shape))
         run(act, dy, states, dstates, weights, into, begin)
 
 
@@ -136,11 +148,13 @@ def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[.
     most, fewer = segments * SEGMENT_CHUNKS, -all_chunks % SEGMENT_CHUNKS if last else 0
     chunks, dtype, sizes = most - fewer, shape.dtype.name, (shape.head_dim, shape.state_dim)
     kept = plan.buffer("states at chunks", (2 * min(all_chunks, _most_chunks()), *shape.state), shape.dtype)
+    scales = plan.buffer("scales of states", (len(kept), shape.num_heads, _slices(shape)), np.float32)
     columns, tile, splits = _walk_columns(shape), _tile(shape), _splits(all_chunks, shape)
-    walk = Launch(
-        jit.kernel(*thd_ssd_chunk_states(dtype, *sizes, columns, launch.this_gpu().shared_bytes)),
-        (segments, shape.d_inner // columns, 2 * _slices(shape)), 2 * columns,
-        (np.int32(chunks), size_of(plan, shape)))
+    grid = segments, shape.d_inner // columns, _slices(shape)
+    forward, back = (
+        Launch(jit.kernel(*thd_ssd_chunk_states(dtype, back, *sizes, columns, launch.this_gpu().shared_bytes)), grid,
+               4 * columns, (part, scale, size_of(plan, shape)))
+        for back, part, scale in ((False, kept, scales), (True, kept[chunks:], scales[chunks:])))
     main = Launch(
         jit.kernel(*tile.thd_ssd_bwd(dtype)), (chunks, shape.num_groups * splits), CHUNK_THREADS,
         (np.int32(chunks), size_of(plan, shape)))
@@ -148,8 +162,9 @@ def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[.
 
     def run(act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, into: Gradients,
             begin: int) -> None:
-        walk(act.channels, dy, act.sums, act.leave, ranges, states, dstates, kept, np.int32(begin))
-        main(act.channels, dy, kept, act.dt, act.sums, ranges, weights.A_log, weights.D, into.dx, into.dbc,
+        for walk, of in ((forward, states), (back, dstates)):
+            walk(act.channels, dy, act.sums, act.leave, ranges, of, np.int32(begin))
+        main(act.channels, dy, kept, scales, act.dt, act.sums, ranges, weights.A_log, weights.D, into.dx, into.dbc,
              into.ddt, into.shares.ravel()[of_a_log:], np.int32(shape.num_heads), np.uint64(numbers),
              np.int32(begin * SEGMENT_CHUNKS))
 

@@ -12,6 +12,7 @@ struct ChunkShared {
   // Of pairs sums over columns, over rows, and the diagonal; of states; of some warps each.
   float over_columns[2][kChunk], over_rows[4][kChunk], alone[kChunk], of_front[2][kChunk], of_behind[2][kChunk];
   float of_d[kChunk], across[8];
+  int largest[8];
 };
 
 // Operands in a tile whose rows are kPitch elements apart: 16 rows, or columns, by 16; and for the other side 16 rows,
@@ -48,6 +49,7 @@ template <typename T, int kHeadDim, int kStateDim, int kSlice>
 struct ChunkBackward {
   static constexpr int kXPitch = kHeadDim + kPad, kBPitch = kStateDim + kPad, kSPitch = kSlice + kPad;
   static constexpr int kPairPitch = kChunk + kPad, kSlices = kStateDim / kSlice;
+  static constexpr int kWalkSlice = kStateDim < 128 ? kStateDim : 128;  // columns of a state that have one scale
   static constexpr int kUBlocks = kHeadDim / 16, kSBlocks = kSlice / 16;  // of 8 columns, of a warp
   using Shared = ChunkShared<T, kHeadDim, kStateDim, kSlice>;
 
@@ -55,12 +57,15 @@ struct ChunkBackward {
   const MixerSize& size;
   const int chunk, warp, lane, tile, half, row;       // row: the lane's first, the second is 8 further on
   const float *sums, *dt;
+  const float* scales;                                // of S and, state_scales further on, R of this head, by slice
+  int state_scales;
   float db[kSlices][kSBlocks][4] = {}, dc[kSlices][kSBlocks][4] = {}, dproducts[2][2][4] = {};
   float du[kUBlocks][4];
 
   __device__ __forceinline__ ChunkBackward(Shared& shared, int chunk, const MixerSize& size)
       : shared(shared), size(size), chunk(chunk), warp(threadIdx.x / kWarp), lane(threadIdx.x % kWarp),
-        tile(warp % 4), half(warp / 4), row(tile * 16 + lane / 4), sums(nullptr), dt(nullptr) {}
+        tile(warp % 4), half(warp / 4), row(tile * 16 + lane / 4), sums(nullptr), dt(nullptr), scales(nullptr),
+        state_scales(0) {}
 
   // ---------------------------------------------------------------------------------------------- once
 
@@ -192,6 +197,12 @@ struct ChunkBackward {
     return shared.first[kChunk - 1] < 0 ? decay_of(sums[kChunk - 1]) : 0.f;
   }
 
+  __device__ __forceinline__ void scale_du(float factor) {
+    #pragma unroll
+    for (int n = 0; n < kUBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) du[n][e] *= factor;
+  }
   __device__ __forceinline__ void clear_du() {
     #pragma unroll
     for (int n = 0; n < kUBlocks; ++n)
@@ -199,9 +210,15 @@ struct ChunkBackward {
       for (int e = 0; e < 4; ++e) du[n][e] = 0.f;
   }
 
-  // du += B R^T over the columns of a slice.
+  // What S (R with behind) of a slice was divided by.
+  __device__ __forceinline__ float scale_of_state(int slice, bool behind) const {
+    return kScalesStates<T> ? scales[slice * kSlice / kWalkSlice + (behind ? state_scales : 0)] : 1.f;
+  }
+
+  // du += B R^T over the columns of a slice, in units of its scale.
   __device__ __forceinline__ void add_behind(int slice) {
     if (slice == 0) clear_du();
+    else if (kScalesStates<T>) scale_du(scale_of_state(slice - 1, true) / scale_of_state(slice, true));
     #pragma unroll
     for (int k = 0; k < kSlice; k += 16) {
       u32 a[4];
@@ -262,9 +279,10 @@ struct ChunkBackward {
   // What the states in front and behind give, one slice of their columns; returns what it adds to <R, S>, and to what
   // the state in front gives each of the lane's rows.
   __device__ __forceinline__ float states(int slice, float (&of_front)[2]) {
-    const float behind[2] = {leave(row) * dt[row], leave(row + 8) * dt[row + 8]};
+    const float of_s = scale_of_state(slice, false), of_r = scale_of_state(slice, true);
+    const float behind[2] = {of_r * leave(row) * dt[row], of_r * leave(row + 8) * dt[row + 8]};
     add_state(db[slice], shared.x, shared.r, behind, [](int, const float (&)[4]) {});
-    const float front[2] = {enter(row), enter(row + 8)};
+    const float front[2] = {of_s * enter(row), of_s * enter(row + 8)};
     const T* const c = shared.c + row * kBPitch + slice * kSlice + half * kSlice / 2 + lane % 4 * 2;
     float seen[2] = {0.f, 0.f};
     add_state(dc[slice], shared.dy, shared.s, front, [&](int n, const float (&made)[4]) {
@@ -275,7 +293,7 @@ struct ChunkBackward {
     of_front[0] += front[0] * seen[0];
     of_front[1] += front[1] * seen[1];
     add_behind(slice);
-    return through() == 0.f ? 0.f : dot();
+    return through() == 0.f ? 0.f : of_s * of_r * dot();
   }
 
   // ---------------------------------------------------------------------------------------------- rows
@@ -283,7 +301,7 @@ struct ChunkBackward {
   // dx, of which du still lacks what pairs give; and what the state behind gives to du of each row.
   __device__ __forceinline__ void finish(T* dx, float d) {
     const int columns = half * kHeadDim / 2 + lane % 4 * 2;
-    const float last[2] = {leave(row), leave(row + 8)};
+    const float of_r = scale_of_state(kSlices - 1, true), last[2] = {of_r * leave(row), of_r * leave(row + 8)};
     float behind[2] = {0.f, 0.f};
     #pragma unroll
     for (int n = 0; n < kUBlocks; ++n)
@@ -374,16 +392,29 @@ struct ChunkBackward {
 
   // ---------------------------------------------------------------------------------------------- the end
 
-  // dB and dC += dGamma^T C, dGamma B; the caller has a barrier before it.
-  __device__ __forceinline__ void add_products() {
+  // dB and dC += dGamma^T C, dGamma B, once no warp reads what is shared any more; returns what they are then still to
+  // be multiplied with.
+  __device__ __forceinline__ float add_products() {
+    PowerOfTwo scale{1.f, 1.f};
+    if constexpr (kScalesStates<T>) {
+      const int own = largest_of_warp(dproducts);
+      if (lane == 0) shared.largest[warp] = own;
+      __syncthreads();
+      int bits = own;
+      for (int w = 0; w < 8; ++w) bits = max(bits, shared.largest[w]);
+      scale = scale_of(bits);
+      ::scale(db, scale.factor);
+      ::scale(dc, scale.factor);
+    }
     #pragma unroll
     for (int t = 0; t < 2; ++t)
       if (columns_of(t) <= tile * 16)
         #pragma unroll
         for (int n = 0; n < 2; ++n) {
           T* const to = shared.weights + row * kPairPitch + columns_of(t) + n * 8 + lane % 4 * 2;
-          store_pair(to, dproducts[t][n][0], dproducts[t][n][1]);
-          store_pair(to + 8 * kPairPitch, dproducts[t][n][2], dproducts[t][n][3]);
+          const float (&made)[4] = dproducts[t][n];
+          store_pair(to, made[0] * scale.factor, made[1] * scale.factor);
+          store_pair(to + 8 * kPairPitch, made[2] * scale.factor, made[3] * scale.factor);
         }
     __syncthreads();
     #pragma unroll
@@ -398,6 +429,7 @@ struct ChunkBackward {
         add_products_of(dc, a, shared.b + k * 16 * kBPitch);
       }
     }
+    return scale.inverse;
   }
   __device__ __forceinline__ void add_products_of(float (&sum)[kSlices][kSBlocks][4], const u32 (&a)[4], const T* other) {
     #pragma unroll
@@ -412,7 +444,8 @@ struct ChunkBackward {
   }
 
   // dB or dC, in whose accumulators each lane has 8 columns that lie together.
-  __device__ __forceinline__ void store(float* to, size_t pitch, const float (&sum)[kSlices][kSBlocks][4]) const {
+  __device__ __forceinline__ void store(float* to, size_t pitch, const float (&sum)[kSlices][kSBlocks][4],
+                                        float scale) const {
     #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (chunk * kChunk + row + 8 * h >= size.rows) continue;
@@ -422,8 +455,8 @@ struct ChunkBackward {
         for (int n = 0; n < kSBlocks; n += 2) {
           const int place = slice * kSlice + half * kSlice / 2 + n * 8;  // of 16; half of a lane's 8 columns
           float* const at = to + (row + 8 * h) * pitch + place / 32 * 32 + lane % 4 * 8 + place % 32 / 4;
-          *(float4*)at = make_float4(sum[slice][n][2 * h], sum[slice][n][2 * h + 1], sum[slice][n + 1][2 * h],
-                                     sum[slice][n + 1][2 * h + 1]);
+          *(float4*)at = make_float4(scale * sum[slice][n][2 * h], scale * sum[slice][n][2 * h + 1],
+                                     scale * sum[slice][n + 1][2 * h], scale * sum[slice][n + 1][2 * h + 1]);
         }
     }
   }
@@ -432,7 +465,8 @@ struct ChunkBackward {
 // Gradients of x, B, C and dt of each chunk, and its shares of those of A and D. A thread block has some heads of a
 // group, one after another. Bound by memory.
 //
-// channels (rows, channels), dy (rows, inner); chunk_states from thd_ssd_chunk_states, of num_chunks chunks
+// channels (rows, channels), dy (rows, inner); chunk_states and scales from thd_ssd_chunk_states, of
+// num_chunks chunks
 // dx (rows, inner); dbc (splits, rows, 2 * groups * state_dim), what each of gridDim.y / groups parts of a group's
 // heads gives to dB and dC; ddt (heads, chunks * kChunk)
 // shares: of A and, d_shares further on, of D, (chunks, heads), shares_pitch from one chunk to the next
@@ -440,6 +474,7 @@ struct ChunkBackward {
 template <typename T, int kHeadDim, int kStateDim, int kSlice, int kBlocks, int kSharedBytes>
 __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
     const T* __restrict__ channels, const T* __restrict__ dy, const T* __restrict__ chunk_states,
+    const float* __restrict__ scales,
     const float* __restrict__ dt, const float* __restrict__ sums, const int2* __restrict__ ranges,
     const float* __restrict__ A_log, const float* __restrict__ D, T* __restrict__ dx, float* __restrict__ dbc,
     float* __restrict__ ddt, float* __restrict__ shares, int d_shares, size_t shares_pitch, int first_chunk,
@@ -467,13 +502,17 @@ __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
     }
     copies_commit();
   };
+  // One thread's piece of 16 bytes of the first row that it loads, and those of the rows after.
+  constexpr int kPieces = kSlice / 8, kRows = 256 / kPieces;
+  const u32 piece = threadIdx.x / kPieces * kStateDim + threadIdx.x % kPieces * 8;
+  const int place = threadIdx.x / kPieces * Work::kSPitch + threadIdx.x % kPieces * 8;
   auto load_states = [&](int head, int slice) {
-    constexpr int kPieces = kSlice / 8;
-    const size_t from = head * state_size + slice * kSlice;
-    for (int i = threadIdx.x; i < kHeadDim * kPieces; i += 256) {
-      const int row = i / kPieces, col = i % kPieces * 8, to = row * Work::kSPitch + col;
-      copy_async_16(shared.r + to, dstates + from + row * kStateDim + col, true);
-      copy_async_16(shared.s + to, states + from + row * kStateDim + col, true);
+    const T *const s = states + head * state_size + slice * kSlice + piece;
+    const T *const r = dstates + head * state_size + slice * kSlice + piece;
+    #pragma unroll
+    for (int i = 0; i < kHeadDim / kRows; ++i) {
+      copy_async_16(shared.r + place + i * kRows * Work::kSPitch, r + i * kRows * kStateDim, true);
+      copy_async_16(shared.s + place + i * kRows * Work::kSPitch, s + i * kRows * kStateDim, true);
     }
     copies_commit();
   };
@@ -481,11 +520,13 @@ __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
   load_states(first_head, 0);
   load_rows(first_head);
   Work work(shared, chunk, size);
+  work.state_scales = num_chunks * size.heads * (kStateDim / Work::kWalkSlice);
   work.begin(channels + size.b_column(group), channels + size.c_column(group), ranges);
   for (int head = first_head; head < first_head + heads; ++head) {
     copies_wait();
     __syncthreads();
     work.sums = shared.sums[head % 2], work.dt = shared.dt[head % 2];
+    work.scales = scales + ((size_t)blockIdx.x * size.heads + head) * (kStateDim / Work::kWalkSlice);
     work.pairs();
     float of_front[2] = {0.f, 0.f}, across = 0.f;
     #pragma unroll
@@ -510,9 +551,9 @@ __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
       work.rows(ddt + size.in_heads(head, chunk), -expf(A_log[head]), share, share + d_shares);
     }
   }
-  work.add_products();
+  const float left = work.add_products();
   const size_t width = size.groups * kStateDim;
   float* const to = dbc + ((size_t)(blockIdx.y % splits) * size.rows + first_row) * 2 * width + group * kStateDim;
-  work.store(to, 2 * width, work.db);
-  work.store(to + width, 2 * width, work.dc);
+  work.store(to, 2 * width, work.db, left);
+  work.store(to + width, 2 * width, work.dc, left);
 }

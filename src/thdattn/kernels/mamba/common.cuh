@@ -53,8 +53,62 @@ __device__ __forceinline__ int first_of(int2 range, int row, const MixerSize& si
 // Of a difference of sums of a * log2(e), which is above 0 by rounding alone.
 __device__ __forceinline__ float decay_of(float difference) { return exp2_fast(fminf(difference, 0.f)); }
 
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + exp2_fast(-kLog2e * x)); }
+__device__ __forceinline__ float sigmoid(float x) {
+  float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + exp2_fast(-kLog2e * x))); return r;
+}
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
+
+// A state may leave the range of float16. Where it is an operand it is therefore scaled to its own size, by a power of
+// two: nothing is rounded but once.
+template <typename T> constexpr bool kScalesStates = sizeof(T) == 0;
+template <> constexpr bool kScalesStates<f16> = true;
+
+struct PowerOfTwo { float factor, inverse; };
+// That which makes the largest number at least 2^14 and less than 2^15; bits: of the largest number.
+__device__ __forceinline__ PowerOfTwo scale_of(int bits) {
+  const int exponent = min(max(bits >> 23, 27), 254);
+  return {__int_as_float((268 - exponent) << 23), __int_as_float((exponent - 14) << 23)};
+}
+// The bits of the largest number of a warp.
+template <int kFragments, int kBlocks>
+__device__ __forceinline__ int largest_of_warp(const float (&x)[kFragments][kBlocks][4]) {
+  float largest = 0.f;
+  #pragma unroll
+  for (int f = 0; f < kFragments; ++f)
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) largest = fmaxf(largest, fabsf(x[f][n][e]));
+  return __reduce_max_sync(0xffffffffu, __float_as_int(largest));
+}
+
+// ------------------------------------------------------------------------------------------------ segments
+
+// What of the state in front of a chunk lasts until its end. last_sum, last: of its last row.
+__device__ __forceinline__ float through_chunk(float last_sum, int2 last, int chunk, const MixerSize& size) {
+  const int end = chunk * kChunk + kChunk - 1;
+  return first_of(last, end, size) < chunk * kChunk ? decay_of(last_sum) : 0.f;
+}
+
+// The chunks of a segment, of which those from `from` on reach its end. Of a state that no row behind a segment sees, 0
+// is as good; used_behind: whether one behind the last segment may.
+struct Segment {
+  int number, begin, end, from;
+  bool goes_on;                                       // one sequence, which began before
+
+  __device__ __forceinline__ Segment(int number, const int2* ranges, bool used_behind, const MixerSize& size)
+      : number(number), begin(number * size.segment), end(min(begin + size.segment, size.chunks())) {
+    const int last = end * kChunk - 1, next = last + 1, first = first_of(range_at(ranges, last, size), last, size);
+    const bool used = next < size.rows ? first_of(ranges[next], next, size) < next : used_behind;
+    from = used ? min(max(first, begin * kChunk) / kChunk, end) : end;
+    goes_on = first < begin * kChunk;
+  }
+  __device__ __forceinline__ void write_decay(float* decays, const float* sums, int head, const MixerSize& size) const {
+    float sum = 0.f;
+    for (int chunk = begin; chunk < end; ++chunk) sum += sums[size.in_heads(head, chunk) + kChunk - 1];
+    decays[(size_t)number * size.heads + head] = goes_on ? decay_of(sum) : 0.f;
+  }
+};
 
 // ------------------------------------------------------------------------------------------------ barriers
 
@@ -71,15 +125,17 @@ __device__ __forceinline__ void wait(int barrier, int threads) {
 // Starts to copy the rows of a chunk, kCols elements of each, to a tile whose rows are kCols + kPad elements apart.
 // Rows behind the last one become zeros.
 template <typename T, int kCols, int kThreads>
-__device__ __forceinline__ void load_chunk(T* tile, const T* source, size_t pitch, int chunk, int num_rows,
+__device__ __forceinline__ void load_chunk(T* tile, const T* source, u32 pitch, int chunk, int num_rows,
                                            int thread) {
   constexpr int kPieces = kCols / 8, kRows = kThreads / kPieces;  // of a row, and rows at a time
   static_assert(kThreads % kPieces == 0 && kChunk % kRows == 0);
   const int first = thread / kPieces, col = thread % kPieces * 8, left = num_rows - chunk * kChunk;
   const T* const from = source + (size_t)chunk * kChunk * pitch + col;
-  #pragma unroll 4
-  for (int row = first; row < kChunk; row += kRows)
-    copy_async_16(tile + row * (kCols + kPad) + col, from + min(row, left - 1) * pitch, row < left);
+  #pragma unroll
+  for (int i = 0; i < kChunk / kRows; ++i) {
+    const int row = first + i * kRows;
+    copy_async_16(tile + row * (kCols + kPad) + col, from + (u32)min(row, left - 1) * pitch, row < left);
+  }
 }
 
 // Starts to copy what range_at returns.

@@ -4,12 +4,6 @@
 [[maybe_unused]] constexpr int kConvTile = kConvThreads / (kConvColumns / 8) * kConvRows;  // rows of a thread block
 [[maybe_unused]] constexpr int kHeadsOfWarp = 8;
 
-// How many rows before its own a row sees, at most kReach; -1 for padding.
-template <int kReach>
-__device__ __forceinline__ int rows_in_sight(const int2* ranges, int row, const MixerSize& size) {
-  return min(row - first_of(ranges[row], row, size), kReach);
-}
-
 template <typename T> __device__ __forceinline__ void unpack8(float (&to)[8], uint4 from) {
   const u32 pairs[4] = {from.x, from.y, from.z, from.w};
   #pragma unroll
@@ -33,7 +27,7 @@ template <typename T, int kWidth>
 struct Convolution {
   static constexpr int kReach = kWidth - 1;
   float weights[kWidth][8], bias[8];
-  uint4 seen[kReach + 1];                             // rows before this one, and, last, this one
+  float seen[kWidth][8];                              // rows before this one, and, last, this one
 
   __device__ __forceinline__ void load_weights(const float* conv_weight, const float* conv_bias, int column) {
     float flat[8 * kWidth];
@@ -47,73 +41,75 @@ struct Convolution {
 
   __device__ __forceinline__ void next(uint4 row) {
     #pragma unroll
-    for (int tap = 0; tap < kReach; ++tap) seen[tap] = seen[tap + 1];
-    seen[kReach] = row;
-  }
-
-  // Before silu, of the row that was passed last.
-  __device__ __forceinline__ void convolve(float (&sum)[8], int in_sight) const {
-    #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] = bias[i];
-    #pragma unroll
-    for (int tap = 0; tap < kWidth; ++tap) {
-      float x[8];
-      unpack8<T>(x, seen[tap]);
+    for (int tap = 0; tap < kReach; ++tap)
       #pragma unroll
-      for (int i = 0; i < 8; ++i) sum[i] = kReach - tap <= in_sight ? fmaf(weights[tap][i], x[i], sum[i]) : sum[i];
+      for (int i = 0; i < 8; ++i) seen[tap][i] = seen[tap + 1][i];
+    unpack8<T>(seen[kReach], row);
+  }
+  // Rows that the last one does not see, no later one sees either.
+  __device__ __forceinline__ void forget_all_but(int in_sight) {
+    if (in_sight >= kReach) return;
+    #pragma unroll
+    for (int tap = 0; tap < kReach; ++tap)
+      #pragma unroll
+      for (int i = 0; i < 8; ++i) seen[tap][i] = kReach - tap <= in_sight ? seen[tap][i] : 0.f;
+  }
+  // Before silu, of the row that was passed last.
+  __device__ __forceinline__ void convolve(float (&sum)[8]) const {
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      sum[i] = bias[i];
+      #pragma unroll
+      for (int tap = 0; tap < kWidth; ++tap) sum[i] = fmaf(weights[tap][i], seen[tap][i], sum[i]);
     }
   }
 };
 
-// Where a row of x, B and C is: of this rank, or, if its number is below 0, in the halo.
-template <typename T>
-struct ChannelRows {
-  const T* rows;                                      // the columns x, B, C of zxbcdt
-  const T* halo;
-  size_t pitch;
-  int reach, channels, num_rows;
-
-  __device__ __forceinline__ ChannelRows(const T* zxbcdt, const T* halo, int reach, const MixerSize& size)
-      : rows(zxbcdt + size.inner()), halo(halo), pitch(size.columns()), reach(reach), channels(size.channels()),
-        num_rows(size.rows) {}
-  __device__ __forceinline__ uint4 load(int row, int column) const {
-    if (row >= num_rows || row < -reach) return make_uint4(0, 0, 0, 0);
-    return *(const uint4*)((row < 0 ? halo + (size_t)(reach + row) * channels : rows + row * pitch) + column);
-  }
-};
-
+// Eight columns of rows of x, B and C, 16 rows of each thread of 16 that share the rows.
 template <typename T, int kWidth>
-__device__ __forceinline__ void convolve_rows(T* channels, const ChannelRows<T>& from, const float* conv_weight,
+__device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, const T* halo, const float* conv_weight,
                                               const float* conv_bias, const int2* ranges, int tile, int column_tile,
                                               const MixerSize& size) {
   constexpr int kReach = kWidth - 1, kThreadsOfRow = kConvColumns / 8, kAhead = 8;
-  const int column = column_tile * kConvColumns + threadIdx.x % kThreadsOfRow * 8;
-  const int begin = tile * kConvTile + threadIdx.x / kThreadsOfRow * kConvRows, end = min(begin + kConvRows, size.rows);
-  if (column >= from.channels || begin >= end) return;
+  __shared__ int sights[kConvTile];                   // of how many rows before its own a row knows; -1: padding
+  static_assert(kConvTile == kConvThreads);
+  if (const int row = tile * kConvTile + threadIdx.x; row < size.rows)
+    sights[threadIdx.x] = min(row - first_of(ranges[row], row, size), kReach);
+  __syncthreads();
 
+  const int column = column_tile * kConvColumns + threadIdx.x % kThreadsOfRow * 8;
+  const int in_tile = threadIdx.x / kThreadsOfRow * kConvRows, begin = tile * kConvTile + in_tile;
+  const int end = min(begin + kConvRows, size.rows);
+  if (column >= size.channels() || begin >= end) return;
+  const size_t pitch = size.columns();
+  const T* const from = zxbcdt + size.inner() + column;
+  T* const into = channels + column;
   Convolution<T, kWidth> convolution;
   convolution.load_weights(conv_weight, conv_bias, column);
   #pragma unroll
-  for (int tap = 0; tap < kReach; ++tap) convolution.next(from.load(begin - kReach + tap, column));
-  for (int first = begin; first < end; first += kAhead) {
+  for (int tap = 0; tap < kReach; ++tap) {            // what was on another rank is in the halo
+    const int row = begin - kReach + tap;
+    const T* const there = row < 0 ? halo + (size_t)(kReach + row) * size.channels() + column : from + row * pitch;
+    convolution.next(*(const uint4*)there);
+  }
+  for (int done = 0; begin + done < end; done += kAhead) {
     uint4 ahead[kAhead];
-    int in_sight[kAhead];
+    #pragma unroll
+    for (int i = 0; i < kAhead; ++i) ahead[i] = *(const uint4*)(from + min(begin + done + i, end - 1) * pitch);
     #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      ahead[i] = from.load(first + i, column);
-      in_sight[i] = rows_in_sight<kReach>(ranges, min(first + i, end - 1), size);
-    }
-    #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int row = first + i;
-      if (row >= end) break;
+      const int in_sight = sights[in_tile + done + i];
       convolution.next(ahead[i]);
+      convolution.forget_all_but(in_sight);
       float sum[8];
-      convolution.convolve(sum, in_sight[i]);
+      convolution.convolve(sum);
       u32 made[4];
+      const u32 valid = in_sight < 0 ? 0 : ~0u;       // a mask, as compilers branch around what a choice leaves out
       #pragma unroll
-      for (int p = 0; p < 4; ++p) made[p] = in_sight[i] < 0 ? 0 : pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
-      *(uint4*)(channels + (size_t)row * from.channels + column) = make_uint4(made[0], made[1], made[2], made[3]);
+      for (int p = 0; p < 4; ++p) made[p] = valid & pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
+      if (begin + done + i < end)
+        *(uint4*)(into + (size_t)(begin + done + i) * size.channels()) =
+            make_uint4(made[0], made[1], made[2], made[3]);
     }
   }
 }
@@ -187,8 +183,7 @@ __global__ void __launch_bounds__(kConvThreads) thd_mixer_conv(
   constexpr int kWarps = kConvThreads / kWarp, kChunks = kConvTile / kChunk, kHeadTiles = kWarps / kChunks;
   const int tile = blockIdx.y, warp = threadIdx.x / kWarp;
   if ((int)blockIdx.x < column_tiles) {
-    const ChannelRows<T> from(zxbcdt, halo, kWidth - 1, size);
-    convolve_rows<T, kWidth>(channels, from, conv_weight, conv_bias, ranges, tile, blockIdx.x, size);
+    convolve_rows<T, kWidth>(channels, zxbcdt, halo, conv_weight, conv_bias, ranges, tile, blockIdx.x, size);
   } else {
     const int heads = ((int)blockIdx.x - column_tiles) * kHeadTiles + warp / kChunks;
     rates_of_heads<T>({dt, sums, leave}, zxbcdt, A_log, dt_bias, ranges, tile * kChunks + warp % kChunks, heads, size);

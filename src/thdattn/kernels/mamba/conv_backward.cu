@@ -14,26 +14,34 @@ struct ConvGradients {
   size_t pitch;
 };
 
-// What comes into it: the gradients of x behind the convolution, those of B and C in parts that add up, and of dt.
-template <typename T>
-struct ConvSource {
-  const T *zxbcdt, *halo, *dx;
-  const float *dbc, *ddt;
+// The rows of a chunk and of the next one, of which a thread has two columns. Of rows behind the last one it has those of
+// the last one, which nobody takes.
+template <typename In>
+struct RowsOfChunk {
+  const In* first;                                    // row of the chunk, the same for all threads
+  u32 pitch, column;
+  int last;                                           // row there is
+
+  __device__ __forceinline__ RowsOfChunk(const In* rows, u32 pitch, int column, int chunk, const MixerSize& size)
+      : first(rows + (size_t)chunk * kChunk * pitch), pitch(pitch), column(column),
+        last(size.rows - 1 - chunk * kChunk) {}
+  __device__ __forceinline__ float2 operator[](int row) const {
+    return load_pair(first + ((u32)min(row, last) * pitch + column));
+  }
+};
+
+// Gradients that are there in parts, which add up.
+struct PartsOfChunk {
+  RowsOfChunk<float> parts;
+  size_t step;                                        // from one part to the next
   int splits;
 
-  // Of rows behind the last one these are those of the last one, which nobody takes.
-  __device__ __forceinline__ float2 input(int row, int column, const MixerSize& size) const {
-    return load_pair(zxbcdt + size.inner() + column + (size_t)min(row, size.rows - 1) * size.columns());
-  }
-  __device__ __forceinline__ float2 gradient(int row, int column, const MixerSize& size) const {
-    const size_t at = min(row, size.rows - 1);
-    if (column < size.inner()) return load_pair(dx + at * size.inner() + column);
-    const u32 width = size.channels() - size.inner();
-    const float* part = dbc + at * width + column - size.inner();
-    float2 sum = load_pair(part);
+  __device__ __forceinline__ float2 operator[](int row) const {
+    RowsOfChunk<float> part = parts;
+    float2 sum = part[row];
     for (int split = 1; split < splits; ++split) {
-      part += (size_t)size.rows * width;
-      const float2 more = load_pair(part);
+      part.first += step;
+      const float2 more = part[row];
       sum.x += more.x, sum.y += more.y;
     }
     return sum;
@@ -82,38 +90,39 @@ struct ConvBackward {
   }
 };
 
-// Where the gradients of a row go once all rows that saw it have passed. row: of this rank; below 0 in the halo.
+// Where the gradients of a row that all have passed go: of a row of this rank, below 0 of the halo.
 template <typename T, int kReach>
-__device__ __forceinline__ void store_row(const float (&made)[2], int row, int column, T* dzxbcdt, float* ends,
-                                          const MixerSize& size) {
+__device__ __forceinline__ void store_end(const float (&made)[2], int row, float* ends, const MixerSize& size) {
   const int end = row < 0 ? kReach + row : row - size.rows + 2 * kReach;
   if (row < 0 || (row < size.rows && end >= kReach))
-    store_pair(ends + (size_t)end * size.channels() + column, made[0], made[1]);
-  if (row >= 0 && row < size.rows)
-    store_pair(dzxbcdt + (size_t)row * size.columns() + size.inner() + column, made[0], made[1]);
+    store_pair(ends + (size_t)end * size.channels(), made[0], made[1]);
 }
 
-template <typename T, int kWidth>
-__device__ __forceinline__ void convolve_back(const ConvSource<T>& from, const float* conv_weight,
-                                              const float* conv_bias, const int* in_sight, T* dzxbcdt,
-                                              const ConvGradients& gradients, int chunk, int column,
-                                              const MixerSize& size) {
+// from: the columns of zxbcdt; gradients: of what is behind the convolution, and silu; made: like `from`.
+template <typename T, int kWidth, typename Gradients>
+__device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const Gradients& gradients, const T* halo,
+                                              const float* conv_weight, const float* conv_bias, const int* in_sight,
+                                              T* made, const ConvGradients& sums, int chunk, const MixerSize& size) {
   constexpr int kReach = kWidth - 1, kAhead = kConvBackAhead;
-  const int begin = chunk * kChunk;
+  const int column = from.column, begin = chunk * kChunk;
+  const bool at_an_end = chunk == 0 || begin + kChunk + kReach > size.rows;
+  float* const ends = sums.ends + column;
   ConvBackward<kWidth> work(conv_weight, conv_bias, column);
   #pragma unroll
   for (int tap = 0; tap < kReach; ++tap) {
-    const float2 row = begin ? from.input(begin - kReach + tap, column, size)
-                             : load_pair(from.halo + (size_t)tap * size.channels() + column);
+    const float2 row = chunk ? load_pair(from.first - (size_t)(kReach - tap) * from.pitch + column)
+                             : load_pair(halo + (size_t)tap * size.channels() + column);
     work.seen[tap + 1][0] = row.x, work.seen[tap + 1][1] = row.y;
   }
+  auto store = [&](int row) {                         // of the chunk
+    if (row >= 0 && row <= from.last)
+      store_pair(made + ((u32)row * from.pitch + column), work.made[0][0], work.made[0][1]);
+    if (at_an_end && (row >= 0 || chunk == 0)) store_end<T, kReach>(work.made[0], begin + row, ends, size);
+  };
   float2 rows[kAhead], passed[kAhead];
   auto load = [&](int i) {
     #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      rows[a] = from.input(begin + i + a, column, size);
-      passed[a] = from.gradient(begin + i + a, column, size);
-    }
+    for (int a = 0; a < kAhead; ++a) rows[a] = from[i + a], passed[a] = gradients[i + a];
   };
   load(0);
   for (int i = 0; i < kChunk; i += kAhead) {
@@ -129,23 +138,21 @@ __device__ __forceinline__ void convolve_back(const ConvSource<T>& from, const f
     for (int a = 0; a < kAhead; ++a) {
       if (whole) work.template pass<true, true>(row[a], gradient[a], kReach);
       else work.template pass<false, true>(row[a], gradient[a], in_sight[i + a]);
-      if (i + a >= kReach || begin == 0)
-        store_row<T, kReach>(work.made[0], begin + i + a - kReach, column, dzxbcdt, gradients.ends, size);
+      store(i + a - kReach);
     }
   }
-  float* const shares = gradients.shares + chunk * gradients.pitch;
+  float* const shares = sums.shares + chunk * sums.pitch;
   #pragma unroll
   for (int i = 0; i < kWidth; ++i)
     store_pair(shares + (size_t)column * kWidth + 2 * i, work.of_weights[2 * i / kWidth][2 * i % kWidth],
                work.of_weights[(2 * i + 1) / kWidth][(2 * i + 1) % kWidth]);
   store_pair(shares + (size_t)size.channels() * kWidth + column, work.of_bias[0], work.of_bias[1]);
   #pragma unroll
-  for (int i = kChunk; i < kChunk + kReach; ++i) {    // rows of the next chunk
-    const int a = i - kChunk;
-    const float2 row = a < kAhead ? rows[a % kAhead] : from.input(begin + i, column, size);
-    const float2 gradient = a < kAhead ? passed[a % kAhead] : from.gradient(begin + i, column, size);
-    work.template pass<false, false>(row, gradient, in_sight[i]);
-    store_row<T, kReach>(work.made[0], begin + i - kReach, column, dzxbcdt, gradients.ends, size);
+  for (int i = 0; i < kReach; ++i) {                  // rows of the next chunk, some of which are loaded
+    const bool here = i < kAhead;
+    work.template pass<false, false>(here ? rows[i % kAhead] : from[kChunk + i],
+                                     here ? passed[i % kAhead] : gradients[kChunk + i], in_sight[kChunk + i]);
+    store(kChunk + i - kReach);
   }
 }
 
@@ -153,9 +160,9 @@ template <typename T> __device__ __forceinline__ float to_float(T x) { return un
 
 // The gradient of dt before softplus, of one head.
 template <typename T>
-__device__ __forceinline__ void softplus_back(const ConvSource<T>& from, float dt_bias, const int* in_sight, T* dzxbcdt,
-                                              float* share, int chunk, int head, const MixerSize& size) {
-  const float4* const ddt = (const float4*)(from.ddt + size.in_heads(head, chunk));
+__device__ __forceinline__ void softplus_back(const T* zxbcdt, const float* of_steps, float dt_bias, const int* in_sight,
+                                              T* dzxbcdt, float* share, int chunk, int head, const MixerSize& size) {
+  const float4* const ddt = (const float4*)(of_steps + size.in_heads(head, chunk));
   const size_t column = size.inner() + size.channels() + head;
   float sum = 0.f;
   for (int i = 0; i < kChunk; i += 8) {
@@ -163,7 +170,7 @@ __device__ __forceinline__ void softplus_back(const ConvSource<T>& from, float d
     float4 four[2] = {ddt[i / 4], ddt[i / 4 + 1]};
     #pragma unroll
     for (int e = 0; e < 8; ++e)
-      raw[e] = from.zxbcdt[(size_t)min(chunk * kChunk + i + e, size.rows - 1) * size.columns() + column];
+      raw[e] = zxbcdt[(size_t)min(chunk * kChunk + i + e, size.rows - 1) * size.columns() + column];
     #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const int row = chunk * kChunk + i + e;
@@ -182,14 +189,13 @@ __device__ __forceinline__ void softplus_back(const ConvSource<T>& from, float d
 //
 // Launch: grid (column_tiles + ceil(heads / 128), chunks), block 128.
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? 6 : 3) thd_mixer_conv_bwd(
+__global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? 5 : 3) thd_mixer_conv_bwd(
     const T* zxbcdt, const T* halo, const float* conv_weight, const float* conv_bias, const float* dt_bias,
     T* dzxbcdt, const int2* ranges, const T* dx, const float* dbc, const float* ddt, int splits, float* shares,
     float* ends, int column_tiles, MixerSize size) {
   constexpr int kReach = kWidth - 1;
   const int chunk = blockIdx.y, begin = chunk * kChunk, channels = size.channels();
   const size_t of_heads = (size_t)channels * (kWidth + 1), pitch = of_heads + 3 * size.heads;
-  const ConvSource<T> from{zxbcdt, halo, dx, dbc, ddt, splits};
   __shared__ int in_sight[kChunk + 16];
   if (threadIdx.x < kChunk + kReach) {
     const int row = begin + threadIdx.x;
@@ -199,15 +205,25 @@ __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? 6 : 3) thd_mix
   if ((int)blockIdx.x < column_tiles) {
     const int column = blockIdx.x * kConvBackColumns + threadIdx.x * 2;
     if (column >= channels) return;
-    convolve_back<T, kWidth>(from, conv_weight, conv_bias, in_sight, dzxbcdt, {shares, ends, pitch}, chunk, column,
-                             size);
+    const ConvGradients sums{shares, ends, pitch};
+    const u32 inner = size.inner(), width = channels - inner;
+    const RowsOfChunk<T> from(zxbcdt + inner, size.columns(), column, chunk, size);
+    T* const made = dzxbcdt + inner + (size_t)begin * size.columns();
+    if (blockIdx.x * kConvBackColumns < inner) {
+      const RowsOfChunk<T> gradients(dx, inner, column, chunk, size);
+      convolve_back<T, kWidth>(from, gradients, halo, conv_weight, conv_bias, in_sight, made, sums, chunk, size);
+    } else {
+      const RowsOfChunk<float> parts(dbc, width, column - inner, chunk, size);
+      const PartsOfChunk gradients{parts, (size_t)size.rows * width, splits};
+      convolve_back<T, kWidth>(from, gradients, halo, conv_weight, conv_bias, in_sight, made, sums, chunk, size);
+    }
     if (begin == 0)                                   // ranks with fewer rows than others see
       for (int i = 0; i < kReach - size.rows; ++i)
         store_pair(ends + (size_t)(kReach + i) * channels + column, 0.f, 0.f);
   } else {
     const int head = ((int)blockIdx.x - column_tiles) * kConvBackThreads + threadIdx.x;
     if (head < size.heads)
-      softplus_back(from, dt_bias[head], in_sight, dzxbcdt, shares + chunk * pitch + of_heads + 2 * size.heads + head,
+      softplus_back(zxbcdt, ddt, dt_bias[head], in_sight, dzxbcdt, shares + chunk * pitch + of_heads + 2 * size.heads + head,
                     chunk, head, size);
   }
 }

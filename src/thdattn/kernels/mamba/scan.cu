@@ -51,13 +51,13 @@ struct StateOfSlab {
       x = pair.x, y = pair.y;
     });
   }
-  template <int kPitch, typename Out> __device__ __forceinline__ void store(Out* state) {
-    each_pair([&](int p, int n, float& x, float& y) { store_pair(state + p * kPitch + n, x, y); });
+  template <int kPitch, typename Out> __device__ __forceinline__ void store(Out* state, float factor = 1.f) {
+    each_pair([&](int p, int n, float& x, float& y) { store_pair(state + p * kPitch + n, x * factor, y * factor); });
   }
   // What a chunk makes of it. leave: dt times what lasts until the end of the chunk, of the rows of this warp's head.
   __device__ __forceinline__ void advance(const T* x, const T* b, const float* leave, float through) {
     scale(s, through);
-    #pragma unroll 2
+    #pragma unroll (Slab::kBlocks > 8 ? 1 : 2)
     for (int k = 0; k < kChunk; k += 16) {
       u32 rows[2][1][4];
       #pragma unroll
@@ -68,24 +68,18 @@ struct StateOfSlab {
   }
 };
 
-// What of the state in front of a chunk lasts until its end. last_sum, last: of its last row.
-__device__ __forceinline__ float through_chunk(float last_sum, int2 last, int chunk, const MixerSize& size) {
-  const int end = chunk * kChunk + kChunk - 1;
-  return first_of(last, end, size) < chunk * kChunk ? decay_of(last_sum) : 0.f;
-}
-
 // ------------------------------------------------------------------------------------------------ what segments add
 
 template <typename T, typename Slab>
 struct StatesStage {
   T x[kChunk * Slab::kPitch], b[kChunk * Slab::kStatePitch];
-  float leave[Slab::kSubs][kChunk];
+  float leave[Slab::kSubs][kChunk], last_sum[Slab::kSubs][4];
 };
 
 // states and decays of every segment, from 0 in front of it. Of a state that no row behind the segment sees, 0 is as
 // good; used_behind: whether one behind the last segment may.
 template <typename T, int kWidth, int kSubs, int kState, int kStages, int kBytes>
-__global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads) thd_ssd_states(
+__global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads, 2) thd_ssd_states(
     const T* channels, const float* sums, const float* leave, float* states, const int2* ranges, float* decays,
     int used_behind, MixerSize size) {
   using S = Slab<kWidth, kSubs, kState>;
@@ -93,16 +87,11 @@ __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads) thd_ssd
   static_assert(same_bytes<(int)sizeof(Stage) * kStages, kBytes>());
   extern __shared__ __align__(16) unsigned char memory[];
   Stage* const stages = (Stage*)memory;
-  const int slab = blockIdx.x, segment = blockIdx.y, head = S::head_of(slab, 0, size), group = size.group_of(head);
-  const int begin = segment * size.segment, end = min(begin + size.segment, size.chunks());
+  const int slab = blockIdx.x, group = size.group_of(S::head_of(slab, 0, size));
+  const Segment segment(blockIdx.y, ranges, used_behind, size);
+  const int from = segment.from, end = segment.end;
 
-  // Rows before `first` do not reach the end of the segment.
-  const int last = end * kChunk - 1, next = last + 1;
-  const int first = first_of(range_at(ranges, last, size), last, size);
-  const bool used = next < size.rows ? first_of(ranges[next], next, size) < next : used_behind;
-  const int from = used ? min(max(first, begin * kChunk) / kChunk, end) : end;
-
-  const size_t pitch = size.channels();
+  const u32 pitch = size.channels();
   const T *const x = channels + slab * S::kCols, *const b = channels + size.b_column(group);
   auto load = [&](int chunk) {
     if (chunk < end) {
@@ -110,53 +99,57 @@ __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads) thd_ssd
       load_chunk<T, S::kCols, S::kThreads>(stage.x, x, pitch, chunk, size.rows, threadIdx.x);
       load_chunk<T, kState, S::kThreads>(stage.b, b, pitch, chunk, size.rows, threadIdx.x);
       const int sub = threadIdx.x / (kChunk / 4), piece = threadIdx.x % (kChunk / 4) * 4;
-      if (sub < kSubs)
-        copy_async_16(&stage.leave[sub][piece], leave + size.in_heads(S::head_of(slab, sub, size), chunk) + piece, true);
+      if (sub < kSubs) {
+        const size_t at = size.in_heads(S::head_of(slab, sub, size), chunk);
+        copy_async_16(&stage.leave[sub][piece], leave + at + piece, true);
+        if (piece == 0) copy_async_4(stage.last_sum[sub], sums + at + kChunk - 1, true);
+      }
     }
     copies_commit();
   };
 
   StateOfSlab<T, S> state(threadIdx.x / kWarp);
-  const int own_head = S::head_of(slab, state.sub, size);
   state.clear();
-  for (int ahead = 0; ahead < kStages - 1; ++ahead) load(from + ahead);
-  for (int chunk = from; chunk < end; ++chunk) {
-    copies_wait_but<kStages - 2>();
-    __syncthreads();
+  for (int chunk = from - kStages + 1; chunk < end; ++chunk) {  // the first times it loads alone
+    if (chunk >= from) {
+      copies_wait_but<kStages - 2>();
+      __syncthreads();
+    }
     load(chunk + kStages - 1);
-    const int row = chunk * kChunk + kChunk - 1;
-    const float through = through_chunk(sums[size.in_heads(own_head, chunk) + kChunk - 1], range_at(ranges, row, size),
-                                        chunk, size);
+    if (chunk < from) continue;
     const Stage& stage = stages[(chunk - from) % kStages];
-    state.advance(stage.x, stage.b, stage.leave[state.sub], through);
+    // Behind the first of these chunks all rows are of one sequence.
+    state.advance(stage.x, stage.b, stage.leave[state.sub], chunk > from ? decay_of(*stage.last_sum[state.sub]) : 0.f);
   }
-  state.template store<kState>(states + size.state_of(segment, 0) + (size_t)slab * S::kCols * kState);
+  state.template store<kState>(states + size.state_of(segment.number, 0) + (size_t)slab * S::kCols * kState);
 
-  if (threadIdx.x < kSubs && (slab * S::kCols + (int)threadIdx.x * kWidth) % size.head_dim == 0) {
-    const int of = S::head_of(slab, threadIdx.x, size);
-    float sum = 0.f;
-    for (int chunk = begin; chunk < end; ++chunk) sum += sums[size.in_heads(of, chunk) + kChunk - 1];
-    decays[(size_t)segment * size.heads + of] = first < begin * kChunk ? decay_of(sum) : 0.f;
-  }
+  const int column = slab * S::kCols + threadIdx.x * kWidth;
+  if (threadIdx.x < kSubs && column % size.head_dim == 0) segment.write_decay(decays, sums, column / size.head_dim, size);
 }
 
 // ------------------------------------------------------------------------------------------------ states in front
 
+// A head has `numbers` numbers, a multiple of 4, of which each thread has four.
 [[maybe_unused]] constexpr int kFoldThreads = 256, kFoldAhead = 8;
 
-__device__ __forceinline__ float lasting(float decay, float state) { return decay == 0.f ? 0.f : decay * state; }
+// What lasts of a state until behind a segment, and what the segment adds.
+__device__ __forceinline__ float4 passed_on(float4 state, float decay, float4 own) {
+  if (decay == 0.f) return own;
+  return make_float4(fmaf(decay, state.x, own.x), fmaf(decay, state.y, own.y), fmaf(decay, state.z, own.z),
+                     fmaf(decay, state.w, own.w));
+}
 
-// Walks over `count` things from `begin` on, `step` apart, with one number of the state: visit(which, its number, its
-// decay), loaded some ahead.
-template <typename F>
-__device__ __forceinline__ void walk(const float* numbers, size_t pitch, const float* decays, size_t decay_pitch,
-                                     int begin, int step, int count, F&& visit) {
+// Walks over `count` things from `begin` on, `step` apart: visit(which, its numbers, its decay), loaded some ahead.
+template <typename Load, typename F>
+__device__ __forceinline__ void walk(Load&& load, const float* decays, size_t decay_pitch, int begin, int step,
+                                     int count, F&& visit) {
   for (int done = 0; done < count; done += kFoldAhead) {
-    float number[kFoldAhead], decay[kFoldAhead];
+    float4 number[kFoldAhead];
+    float decay[kFoldAhead];
     #pragma unroll
     for (int i = 0; i < kFoldAhead; ++i) {
       const int which = begin + step * min(done + i, count - 1);
-      number[i] = numbers[which * pitch];
+      number[i] = load(which);
       decay[i] = decays[which * decay_pitch];
     }
     #pragma unroll
@@ -166,43 +159,49 @@ __device__ __forceinline__ void walk(const float* numbers, size_t pitch, const f
 }
 
 // What segments add becomes the states in front of them (step -1: behind them), from 0; summary: all segments as one.
-// In these kernels a head has `numbers` numbers.
 __global__ void __launch_bounds__(kFoldThreads) thd_ssd_fold(
-    float* states, const float* decays, float* summary, int begin, int step, int segments, int heads, int numbers) {
-  const size_t all = (size_t)heads * numbers, at = (size_t)blockIdx.x * kFoldThreads + threadIdx.x;
-  if (at >= all) return;
-  const int head = at / numbers;
-  float state = 0.f, through = 1.f;
-  walk(states + at, all, decays + head, heads, begin, step, segments, [&](int segment, float own, float decay) {
-    states[segment * all + at] = state;
-    state = lasting(decay, state) + own;
-    through *= decay;
-  });
-  summary[at] = state;
-  if (at % numbers == 0) summary[all + head] = through;
+    float4* states, const float* decays, float* summary, int begin, int step, int segments, int heads, int numbers) {
+  const size_t fours = (size_t)heads * numbers / 4, at = (size_t)blockIdx.x * kFoldThreads + threadIdx.x;
+  if (at >= fours) return;
+  const int head = 4 * at / numbers;
+  float4 state = make_float4(0.f, 0.f, 0.f, 0.f);
+  float through = 1.f;
+  walk([&](int segment) { return states[segment * fours + at]; }, decays + head, heads, begin, step, segments,
+       [&](int segment, float4 own, float decay) {
+         states[segment * fours + at] = state;
+         state = passed_on(state, decay, own);
+         through *= decay;
+       });
+  ((float4*)summary)[at] = state;
+  if (4 * at % numbers == 0) summary[4 * fours + head] = through;
 }
 
 // The state that ranks leave to this one: theirs, one after another, as far as they last.
 __global__ void __launch_bounds__(kFoldThreads) thd_ssd_start(
-    const float* summaries, float* start, int begin, int step, int ranks, int heads, int numbers) {
-  const size_t all = (size_t)heads * numbers, at = (size_t)blockIdx.x * kFoldThreads + threadIdx.x;
-  if (at >= all) return;
-  float state = 0.f;
-  walk(summaries + at, all + heads, summaries + all + at / numbers, all + heads, begin, step, ranks,
-       [&](int, float own, float decay) { state = lasting(decay, state) + own; });
+    const float* summaries, float4* start, int begin, int step, int ranks, int heads, int numbers) {
+  const size_t fours = (size_t)heads * numbers / 4, at = (size_t)blockIdx.x * kFoldThreads + threadIdx.x;
+  if (at >= fours) return;
+  const size_t pitch = 4 * fours + heads;             // which 16 bytes need not divide
+  float4 state = make_float4(0.f, 0.f, 0.f, 0.f);
+  walk([&](int rank) {
+         const float* const from = summaries + rank * pitch + 4 * at;
+         return make_float4(from[0], from[1], from[2], from[3]);
+       }, summaries + 4 * fours + 4 * at / numbers, pitch, begin, step, ranks,
+       [&](int, float4 own, float decay) { state = passed_on(state, decay, own); });
   start[at] = state;
 }
 
 // Adds it to the states in front of segments.
 __global__ void __launch_bounds__(kFoldThreads) thd_ssd_enter(
-    float* states, const float* decays, const float* start, int begin, int step, int segments, int heads, int numbers) {
-  const size_t all = (size_t)heads * numbers, at = (size_t)blockIdx.x * kFoldThreads + threadIdx.x;
-  if (at >= all) return;
-  float state = start[at];
-  walk(states + at, all, decays + at / numbers, heads, begin, step, segments,
-       [&](int segment, float own, float decay) {
-         states[segment * all + at] = own + state;
-         state = lasting(decay, state);
+    float4* states, const float* decays, const float4* start, int begin, int step, int segments, int heads,
+    int numbers) {
+  const size_t fours = (size_t)heads * numbers / 4, at = (size_t)blockIdx.x * kFoldThreads + threadIdx.x;
+  if (at >= fours) return;
+  float4 state = start[at];
+  walk([&](int segment) { return states[segment * fours + at]; }, decays + 4 * at / numbers, heads, begin, step,
+       segments, [&](int segment, float4 own, float decay) {
+         states[segment * fours + at] = passed_on(state, 1.f, own);
+         state = passed_on(state, decay, make_float4(0.f, 0.f, 0.f, 0.f));
        });
 }
 
@@ -219,6 +218,26 @@ template <typename T, typename Slab, int kStages>
 struct ScanShared {
   ScanStage<T, Slab> stages[kStages];
   T state[Slab::kCols * Slab::kStatePitch];           // in front of the chunk
+  float inverse[4];                                   // what each 32 rows of it are to be multiplied with
+  int largest[2][4];                                  // of 32 rows, of this chunk and of the next one
+
+  // Publishes the state; `together` waits for all warps that keep it, and for those that read the one before.
+  template <typename F>
+  __device__ __forceinline__ void publish(StateOfSlab<T, Slab>& mine, int chunk, F&& together) {
+    PowerOfTwo scale = {1.f, 1.f};
+    const int tile = mine.row / 32;
+    if constexpr (kScalesStates<T>) {
+      const int bits = largest_of_warp(mine.s);
+      if (mine.lane == 0) atomicMax(&largest[chunk % 2][tile], bits);
+    }
+    together();
+    if constexpr (kScalesStates<T>) {
+      scale = scale_of(largest[chunk % 2][tile]);
+      inverse[tile] = scale.inverse;
+      largest[(chunk + 1) % 2][tile] = 0;
+    }
+    mine.template store<Slab::kStatePitch>(state, scale.factor);
+  }
 };
 
 // 16 rows of a chunk, of the columns of one head: what one warp makes y of.
@@ -246,13 +265,19 @@ struct RowsOfWarp {
   }
 
   // What comes of the state in front of the chunk.
-  __device__ __forceinline__ void start_from(const T* state) {
+  __device__ __forceinline__ void start_from(const T* state, const float* inverse) {
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
       #pragma unroll
       for (int e = 0; e < 4; ++e) y[0][n][e] = 0.f;
     if (!__any_sync(0xffffffffu, first[0] < 0 || first[1] < 0)) return;
     add_products<T, kState, kBlocks>(y[0], c, state + sub * kWidth * Slab::kStatePitch);
+    if constexpr (kScalesStates<T>) {
+      #pragma unroll
+      for (int n = 0; n < kBlocks; ++n)
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) y[0][n][e] *= inverse[(sub * kWidth + n * 8) / 32];
+    }
     #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const bool enters = first[e / 2] < 0;
@@ -262,31 +287,30 @@ struct RowsOfWarp {
     }
   }
 
-  // What comes of rows j of the chunk, 16 at a time: C_i . B_j times how much of j lasts until i, times dt_j x_j.
+  // What comes of rows j of the chunk, 32 at a time: C_i . B_j times how much of j lasts until i, times dt_j x_j.
   __device__ __forceinline__ void add_rows() {
     const float sums[2] = {stage.sums[sub][row[0]], stage.sums[sub][row[1]]};
-    const int from = max(first_in_chunk(band * 16), 0) / 16;
-    for (int j = from; j <= band; ++j) {
-      float products[2][4] = {};
-      add_products<T, kState, 2>(products, c, stage.b + j * 16 * Slab::kStatePitch);
+    for (int j = max(first_in_chunk(band * 16), 0) / 32 * 32; j <= band * 16; j += 32) {
+      float products[1][4][4] = {};
+      add_products<T, kState, 4>(products[0], c, stage.b + j * Slab::kStatePitch);
       #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const int col = j * 16 + n * 8 + lane % 4 * 2;
+      for (int n = 0; n < 4; ++n) {
+        const int col = j + n * 8 + lane % 4 * 2;
         const float2 to = *(const float2*)&stage.sums[sub][col], dt = *(const float2*)&stage.dt[sub][col];
         #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const bool counts = first[e / 2] <= col + e % 2 && col + e % 2 <= row[e / 2];
           const float decay = decay_of(sums[e / 2] - (e % 2 ? to.y : to.x));
-          products[n][e] = counts ? products[n][e] * decay * (e % 2 ? dt.y : dt.x) : 0.f;
+          products[0][n][e] = counts ? products[0][n][e] * decay * (e % 2 ? dt.y : dt.x) : 0.f;
         }
       }
-      u32 weights[1][1][4] = {{{pack<T>(products[0][0], products[0][1]), pack<T>(products[0][2], products[0][3]),
-                                pack<T>(products[1][0], products[1][1]), pack<T>(products[1][2], products[1][3])}}};
-      add_weighted_rows<T, Slab::kPitch>(y, weights, stage.x + j * 16 * Slab::kPitch + sub * kWidth);
+      u32 weights[1][2][4];
+      round_to_operand<T>(weights, products);
+      add_weighted_rows<T, Slab::kPitch>(y, weights, stage.x + j * Slab::kPitch + sub * kWidth);
     }
   }
 
-  // Adds D x, and writes y and out; z makes room for them, as 16 bytes at a time are written.
+  // Adds D x, and writes y and out, which are 0 on padding, where x and what stands for z are; z makes room for them, as 16 bytes at a time are written.
   __device__ __forceinline__ void finish(float d, T* z, T* y_out, T* out) {
     u32 gate[kBlocks][2];
     #pragma unroll
@@ -297,7 +321,7 @@ struct RowsOfWarp {
         const float2 x = unpack<T>(*(const u32*)(stage.x + at));
         y[0][n][2 * half] = fmaf(d, x.x, y[0][n][2 * half]);
         y[0][n][2 * half + 1] = fmaf(d, x.y, y[0][n][2 * half + 1]);
-        gate[n][half] = *(const u32*)(z + at);
+        gate[n][half] = first[half] <= row[half] ? *(const u32*)(z + at) : 0;
         store_pair(z + at, y[0][n][2 * half], y[0][n][2 * half + 1]);
       }
     write(y_out, z);
@@ -306,9 +330,8 @@ struct RowsOfWarp {
       #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float2 of = unpack<T>(gate[n][half]);
-        const bool valid = first[half] <= row[half];
         store_pair(z + row[half] * Slab::kPitch + sub * kWidth + n * 8 + lane % 4 * 2,
-                   valid ? y[0][n][2 * half] * silu(of.x) : 0.f, valid ? y[0][n][2 * half + 1] * silu(of.y) : 0.f);
+                   y[0][n][2 * half] * silu(of.x), y[0][n][2 * half + 1] * silu(of.y));
       }
     write(out, z);
   }
@@ -334,7 +357,7 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
   using Stage = ScanStage<T, S>;
   using Shared = ScanShared<T, S, kStages>;
   static_assert(same_bytes<(int)sizeof(Shared), kBytes>());
-  constexpr int kThreads = 2 * S::kThreads, kLoaded = 1, kStateRead = 2, kRowsMade = 3;
+  constexpr int kThreads = 2 * S::kThreads, kLoaded = 1, kStateRead = 2, kRowsMade = 3, kStateKept = 4;
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   const int slab = blockIdx.x, segment = first_segment + blockIdx.y, head = S::head_of(slab, 0, size);
@@ -348,7 +371,7 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
       wait(kLoaded, kThreads);
       Stage& stage = shared.stages[(chunk - begin) % kStages];
       RowsOfWarp<T, S> rows(stage, band, sub, chunk, size);
-      rows.start_from(shared.state);
+      rows.start_from(shared.state, shared.inverse);
       if (chunk + 1 < end) arrive(kStateRead, kThreads);
       rows.add_rows();
       const size_t at = (size_t)chunk * kChunk * size.inner() + slab * S::kCols;
@@ -358,7 +381,7 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
     return;
   }
 
-  const size_t pitch = size.channels();
+  const u32 pitch = size.channels();
   const int thread = threadIdx.x - S::kThreads;
   auto load = [&](int chunk) {
     Stage& stage = shared.stages[(chunk - begin) % kStages];
@@ -383,7 +406,9 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
   const bool goes_on = first_of(range_at(ranges, row, size), row, size) < row;  // from the segment before
   if (goes_on) state.load(states + size.state_of(segment, 0) + (size_t)slab * S::kCols * kState);
   if (!goes_on) state.clear();
-  state.template store<S::kStatePitch>(shared.state);
+  if (thread < 4) shared.largest[begin % 2][thread] = 0;
+  wait(kStateKept, S::kThreads);
+  shared.publish(state, begin, [] { wait(kStateKept, S::kThreads); });
   for (int chunk = begin; chunk < end; ++chunk) {
     copies_wait();
     wait(kLoaded, kThreads);
@@ -392,8 +417,7 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
     const Stage& stage = shared.stages[(chunk - begin) % kStages];
     const float through = through_chunk(stage.sums[state.sub][kChunk - 1], stage.ranges[kChunk - 1], chunk, size);
     state.advance(stage.x, stage.b, stage.leave[state.sub], through);
-    wait(kStateRead, kThreads);
-    state.template store<S::kStatePitch>(shared.state);
+    shared.publish(state, chunk + 1, [] { wait(kStateRead, kThreads); });
     if (kStages == 1) {
       wait(kRowsMade, kThreads);
       load(chunk + 1);
