@@ -25,6 +25,8 @@ from mixer_cases import (
 import thdattn
 from thdattn import mamba_oracle, oracle
 from thdattn.mamba_oracle import Sizes
+from thdattn.methods import states
+from thdattn.mixer_shape import MixerShape
 from thdattn.packing import PackedBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
@@ -158,17 +160,26 @@ def test_extreme_steps_and_rates(cupy):
 
 
 def test_gradients_of_weights_are_long_sums_of_equal_shares(cupy):
-    """Of 2,048 times the same documents of 64 rows: as exact as those of one."""
+    """Of 2,048 times the same documents of 64 rows: as exact as those of one.
+
+    Those of B and C to what their heads' sum is rounded to, as packs of other lengths may split heads otherwise.
+    """
     one, times = Case("one", (40, 24), sizes=SIZES), 2048
     zxbcdt, weights, dout = random_inputs(one, BFLOAT16)
     many = Case("many", one.lengths * times, sizes=SIZES)
     made = run(many, 1, BFLOAT16, (np.tile(zxbcdt, (times, 1)), weights, np.tile(dout, (times, 1))), xp=cupy)
     alone = run(one, 1, BFLOAT16, xp=cupy)
+    of_x = slice(SIZES.num_heads * SIZES.head_dim)
     for field in FIELDS[2:]:
         wanted, found = alone[field][0].astype(np.float64), made[field][0].astype(np.float64) / times
-        assert np.abs(found - wanted).max() <= 4e-6 * np.abs(wanted).max(), field
+        size = np.abs(wanted).max()
+        assert np.abs(found - wanted).max() <= 1e-2 * size, field
+        assert np.abs(found - wanted)[of_x].max() <= 4e-6 * size, field
     rows = made["zxbcdt"].reshape(times, *alone["zxbcdt"].shape).view(np.uint16)
-    assert (rows == alone["zxbcdt"].view(np.uint16)).all()
+    assert (rows == rows[0]).all()
+    for name in ("z", "x", "dt"):
+        part = columns_of(SIZES)[name]
+        assert (rows[0][:, part] == alone["zxbcdt"].view(np.uint16)[:, part]).all(), name
 
 
 def test_states_beyond_float16_are_read_without_loss(cupy):
@@ -210,8 +221,14 @@ def test_more_elements_than_32_bits_count(cupy):
 
     whole = gradient(zxbcdt, dout, [0, rows - alone, rows])
     del zxbcdt, dout
-    assert cupy.array_equal(whole[-alone:], gradient(last, of_out, [0, alone]))
-    assert not whole[:-alone].any()
+    assert not (whole[:-alone] & 0x7FFF).any()
+    tail, wanted = whole[-alone:], gradient(last, of_out, [0, alone])
+    for name, part in columns_of(Sizes(64, 64, 128, 1)).items():
+        if name in ("B", "C"):  # whose heads the shorter pack splits, each part rounded
+            found, exact = (x[:, part].view(BFLOAT16).astype(np.float32) for x in (tail, wanted))
+            assert cupy.linalg.norm(found - exact) <= 1e-2 * cupy.linalg.norm(exact), name
+        else:
+            assert cupy.array_equal(tail[:, part], wanted[:, part]), name
 
 
 # --- lengths on the GPU, graphs --------------------------------------------------------------------------------------
@@ -261,11 +278,17 @@ def test_replays_plan_anew_for_other_lengths_without_a_sync(cupy):
 
 
 def test_wrong_lengths_on_the_gpu_give_nan(cupy):
+    """What Mamba2Mixer.backward would raise for, once the host knows, as in a graph that is replayed."""
     case = Case("wrong", (30,), sizes=SIZES)
-    zxbcdt, weights, dout = (random_inputs(case, BFLOAT16)[i] for i in range(3))
-    mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    from thdattn import ops
+
+    comm = thdattn.comm.init("single")
+    mixer = case.mixer(comm, BFLOAT16, engine="cuda")
     plan = mixer.plan(PackedBatch(cupy.asarray([0, 20, 10], np.int32), total_rows=30))
-    _, saved = mixer.forward(cupy.asarray(zxbcdt), thdattn.Mamba2Weights(*map(cupy.asarray, weights)), plan)
-    dzxbcdt, dweights = mixer.backward(cupy.asarray(dout), saved)
+    shape = MixerShape(*SIZES, case.conv_width, BFLOAT16)
+    arrays = cupy.asarray(zxbcdt), thdattn.Mamba2Weights(*map(cupy.asarray, weights))
+    _, kept = states.forward(ops, comm, plan, *arrays, shape)
+    dzxbcdt, dweights = states.backward(ops, comm, plan, cupy.asarray(dout), *arrays, kept, shape)
     for x in (dzxbcdt, *dweights):
         assert np.isnan(to_host(x).astype(np.float32)).all()

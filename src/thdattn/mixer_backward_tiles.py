@@ -36,20 +36,30 @@ CHUNK_TILES = (
     ChunkTile(64, 128, 128, blocks=2),
     ChunkTile(64, 128, 64),
     ChunkTile(64, 256, 128),
-    ChunkTile(64, 256, 64),
     ChunkTile(128, 64, 64),
     ChunkTile(128, 64, 32),
     ChunkTile(128, 128, 128),
-    ChunkTile(128, 128, 64),
     ChunkTile(128, 256, 128),
     ChunkTile(128, 256, 64),
 )
 
 
 def chunk_tile_for(head_dim: int, state_dim: int, shared_bytes: int) -> ChunkTile:
-    """The first choice that fits `shared_bytes` of shared memory per block."""
-    return next(tile for tile in CHUNK_TILES if (tile.head_dim, tile.state_dim) == (head_dim, state_dim)
-                and tile.thd_ssd_bwd("bfloat16").shared_bytes <= shared_bytes)  # fmt: skip
+    """The first choice that fits `shared_bytes` of shared memory per block.
+
+    Raises:
+        ValueError: none does.
+    """
+    of_sizes = [tile for tile in CHUNK_TILES if (tile.head_dim, tile.state_dim) == (head_dim, state_dim)]
+    needs = [tile.thd_ssd_bwd("bfloat16").shared_bytes for tile in of_sizes]
+    fitting = (tile for tile, need in zip(of_sizes, needs, strict=True) if need <= shared_bytes)
+    chosen = next(fitting, None)
+    if chosen is None:
+        raise ValueError(
+            f"the GPU has {shared_bytes} bytes of shared memory per thread block, wanted {min(needs)} for the backward "
+            f"of a Mamba-2 mixer of head_dim {head_dim} and state_dim {state_dim}; use smaller ones, or a GPU like A100"
+        )
+    return chosen
 
 
 def walk_columns(head_dim: int, group_columns: int) -> int:

@@ -77,15 +77,16 @@ struct ConvBackward {
         before = kWhole || kReach - tap <= in_sight ? fmaf(weights[tap][i], seen[tap][i], before) : before;
       const float share = sigmoid(before), slope = fmaf(before, share - share * share, share);
       const float dbefore = kWhole || in_sight >= 0 ? (i ? gradient.y : gradient.x) * slope : 0.f;
-      made[kReach][i] = weights[kReach][i] * dbefore;
+      made[kReach][i] = kWhole || in_sight >= 0 ? weights[kReach][i] * dbefore : 0.f;  // not -0
       #pragma unroll
       for (int tap = 0; tap < kReach; ++tap)
         if (kWhole || kReach - tap <= in_sight) made[tap][i] = fmaf(weights[tap][i], dbefore, made[tap][i]);
-      if (!kOwn) continue;
-      #pragma unroll
-      for (int tap = 0; tap < kWidth; ++tap)
-        if (kWhole || kReach - tap <= in_sight) of_weights[i][tap] = fmaf(dbefore, seen[tap][i], of_weights[i][tap]);
-      of_bias[i] += dbefore;
+      if constexpr (kOwn) {
+        #pragma unroll
+        for (int tap = 0; tap < kWidth; ++tap)
+          if (kWhole || kReach - tap <= in_sight) of_weights[i][tap] = fmaf(dbefore, seen[tap][i], of_weights[i][tap]);
+        of_bias[i] += dbefore;
+      }
     }
   }
 };

@@ -130,7 +130,7 @@ struct Walk {
       const float* const weights = shared.weights[parity] + own * kNumbers;
       scale(state, weights[kChunk]);
       through *= weights[kChunk];
-      #pragma unroll 1
+      #pragma unroll 2
       for (int k = 0; k < kChunk; k += 16) {
         u32 operand[1][1][4];
         load_weighted_columns<T, kCols + kPad>(operand[0][0], shared.rows[stage] + k * (kCols + kPad) + rows_begin,
