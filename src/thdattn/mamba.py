@@ -118,14 +118,14 @@ class Mamba2Mixer:
         Collective: every rank calls it with the same batch, which is checked.
 
         Args:
-            batch: the global lengths, on the host.
+            batch: the global lengths, on the host or, for the CUDA engine, on its GPU.
             sharding: "contiguous", or such a Sharding of this batch over comm.size ranks: states are passed on along
                 the rows, so that a rank has rows that follow each other.
 
         Raises:
             TypeError: batch is no PackedBatch, or sharding neither a str nor a Sharding.
-            ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU, or (on every rank) a
-                batch that differs between ranks.
+            ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU for the NumPy engine,
+                or (on every rank) a batch that differs between ranks.
         """
         sharding = as_sharding(sharding, batch, self.comm.size)
         _check_sharding(sharding)

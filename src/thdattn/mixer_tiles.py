@@ -36,13 +36,8 @@ class Slab:
 
     @property
     def columns(self) -> int:
-        """Of x, in thd_ssd_scan."""
+        """Of x."""
         return self.width * self.subs
-
-    @property
-    def states_columns(self) -> int:
-        """The same in thd_ssd_states: half as many where a state takes too many registers."""
-        return self.columns // (2 if self.state_dim == 256 else 1) if self.width == 64 else self.columns
 
     @property
     def scan_threads(self) -> int:
@@ -56,19 +51,18 @@ class Slab:
 
     def states_kernel(self, dtype: str) -> Instance:
         """thd_ssd_states for "float16" or "bfloat16"."""
-        stage = _tile(CHUNK, self.states_columns) + _tile(CHUNK, self.state_dim) + 4 * (CHUNK + 4) * self.subs
-        width = self.states_columns // self.subs
-        return self._instance("thd_ssd_states", dtype, width, self.states_stages, self.states_stages * stage)
+        stage = _tile(CHUNK, self.columns) + _tile(CHUNK, self.state_dim) + 4 * (CHUNK + 4) * self.subs
+        return self._instance("thd_ssd_states", dtype, self.states_stages, self.states_stages * stage)
 
     def scan_kernel(self, dtype: str) -> Instance:
         """thd_ssd_scan for "float16" or "bfloat16"."""
         tiles = 2 * (_tile(CHUNK, self.columns) + _tile(CHUNK, self.state_dim))
         stage = tiles + 3 * 4 * CHUNK * self.subs + 8 * CHUNK
         shared_bytes = self.scan_stages * stage + _tile(self.columns, self.state_dim) + 3 * 4 * 4
-        return self._instance("thd_ssd_scan", dtype, self.width, self.scan_stages, shared_bytes)
+        return self._instance("thd_ssd_scan", dtype, self.scan_stages, shared_bytes)
 
-    def _instance(self, kernel: str, dtype: str, width: int, stages: int, shared_bytes: int) -> Instance:
-        constants = ELEMENT_TYPES[dtype], width, self.subs, self.state_dim, stages, shared_bytes
+    def _instance(self, kernel: str, dtype: str, stages: int, shared_bytes: int) -> Instance:
+        constants = ELEMENT_TYPES[dtype], self.width, self.subs, self.state_dim, stages, shared_bytes
         return Instance(f"{kernel}<{', '.join(map(str, constants))}>", shared_bytes)
 
 
@@ -91,8 +85,6 @@ class SlabSm90:
     def columns(self) -> int:
         """Of x."""
         return 64 * self.warpgroups
-
-    states_columns = columns
 
     @property
     def scan_threads(self) -> int:
@@ -128,8 +120,7 @@ SLABS = (
     Slab(64, 2, 128, scan_stages=2, states_stages=3),
     Slab(64, 1, 128, scan_stages=2, states_stages=3),
     Slab(64, 1, 128, scan_stages=1, states_stages=3),
-    Slab(64, 1, 256, scan_stages=2, states_stages=2),  # two subs spill
-    Slab(64, 1, 256, scan_stages=1, states_stages=2),
+    Slab(32, 1, 256, scan_stages=2, states_stages=2),  # 64 columns spill
     Slab(32, 1, 256, scan_stages=1, states_stages=2),
 )
 SLABS_SM90 = (  # states of 256 columns take too many registers
@@ -147,8 +138,9 @@ def slab_for(state_dim: int, group_columns: int, shared_bytes: int, sm90: bool) 
         group_columns: columns of x that read one group of B and C.
         shared_bytes: that a thread block may have.
     """
+    slabs: tuple[Slab | SlabSm90, ...] = (*SLABS_SM90, *SLABS) if sm90 else SLABS
     return next(
-        slab for slab in (*(SLABS_SM90 if sm90 else ()), *SLABS)
+        slab for slab in slabs
         if slab.state_dim == state_dim and group_columns % slab.columns == 0
         and max(slab.states_kernel("bfloat16").shared_bytes, slab.scan_kernel("bfloat16").shared_bytes) <= shared_bytes
     )  # fmt: skip

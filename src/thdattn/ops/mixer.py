@@ -133,7 +133,7 @@ def ssd_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, 
 def _states(segments: int, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm90, Array, Launch]:
     slab, decays = slab_of(shape), plan.buffer("decays", (segments, shape.num_heads), np.float32)
     fixed = plan.key_ranges, decays, np.int32(plan.cp_rank + 1 < plan.cp_size), size_of(plan, shape)
-    grid, kernel = (shape.d_inner // slab.states_columns, segments), jit.kernel(*slab.states_kernel(shape.dtype.name))
+    grid, kernel = (shape.d_inner // slab.columns, segments), jit.kernel(*slab.states_kernel(shape.dtype.name))
     return slab, decays, Launch(kernel, grid, slab.states_threads, fixed)
 
 

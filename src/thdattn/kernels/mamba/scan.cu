@@ -57,7 +57,7 @@ struct StateOfSlab {
   // What a chunk makes of it. leave: dt times what lasts until the end of the chunk, of the rows of this warp's head.
   __device__ __forceinline__ void advance(const T* x, const T* b, const float* leave, float through) {
     scale(s, through);
-    #pragma unroll (Slab::kBlocks > 8 ? 1 : 2)
+    #pragma unroll 1
     for (int k = 0; k < kChunk; k += 16) {
       u32 rows[2][1][4];
       #pragma unroll
@@ -79,7 +79,7 @@ struct StatesStage {
 // states and decays of every segment, from 0 in front of it. Of a state that no row behind the segment sees, 0 is as
 // good; used_behind: whether one behind the last segment may.
 template <typename T, int kWidth, int kSubs, int kState, int kStages, int kBytes>
-__global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads, 2) thd_ssd_states(
+__global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads) thd_ssd_states(
     const T* channels, const float* sums, const float* leave, float* states, const int2* ranges, float* decays,
     int used_behind, MixerSize size) {
   using S = Slab<kWidth, kSubs, kState>;
@@ -406,9 +406,11 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
   const bool goes_on = first_of(range_at(ranges, row, size), row, size) < row;  // from the segment before
   if (goes_on) state.load(states + size.state_of(segment, 0) + (size_t)slab * S::kCols * kState);
   if (!goes_on) state.clear();
-  if (thread < 4) shared.largest[begin % 2][thread] = 0;
-  wait(kStateKept, S::kThreads);
-  shared.publish(state, begin, [] { wait(kStateKept, S::kThreads); });
+  if constexpr (kScalesStates<T>) {
+    if (thread < 4) shared.largest[begin % 2][thread] = 0;
+    wait(kStateKept, S::kThreads);
+  }
+  shared.publish(state, begin, [] { if constexpr (kScalesStates<T>) wait(kStateKept, S::kThreads); });
   for (int chunk = begin; chunk < end; ++chunk) {
     copies_wait();
     wait(kLoaded, kThreads);
