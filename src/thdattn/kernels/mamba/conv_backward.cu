@@ -3,6 +3,13 @@
 
 [[maybe_unused]] constexpr int kConvBackThreads = 128, kConvBackColumns = 2 * kConvBackThreads, kConvBackAhead = 4;
 
+// Thread blocks of the usual width that share a multiprocessor; compiled for others than Hopper, five spill.
+#if __CUDA_ARCH__ == 900
+[[maybe_unused]] constexpr int kConvBackBlocks = 5;
+#else
+[[maybe_unused]] constexpr int kConvBackBlocks = 2;
+#endif
+
 // Two columns.
 template <typename T> __device__ __forceinline__ float2 load_pair(const T* from) { return unpack<T>(*(const u32*)from); }
 template <> __device__ __forceinline__ float2 load_pair(const float* from) { return *(const float2*)from; }
@@ -190,7 +197,7 @@ __device__ __forceinline__ void softplus_back(const T* zxbcdt, const float* of_s
 //
 // Launch: grid (column_tiles + ceil(heads / 128), chunks), block 128.
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? 5 : 3) thd_mixer_conv_bwd(
+__global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlocks : 2) thd_mixer_conv_bwd(
     const T* zxbcdt, const T* halo, const float* conv_weight, const float* conv_bias, const float* dt_bias,
     T* dzxbcdt, const int2* ranges, const T* dx, const float* dbc, const float* ddt, int splits, float* shares,
     float* ends, int column_tiles, MixerSize size) {
