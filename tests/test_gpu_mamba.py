@@ -41,27 +41,36 @@ PACKS = [
     Case("over-all-ranks", (2500,), sizes=SIZES),
     Case("ends-with-a-rank", (50, 50, 100), sizes=SIZES),
     Case("capacity", (700, 21), slack=1500, sizes=SIZES),
-    Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 1000).tolist()), sizes=SIZES),
+    Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 250).tolist()), sizes=SIZES),
 ]
+CROSSING = [case for case in PACKS if case.name in (
+    "one-token", "shorter-than-the-convolution", "ranks-of-padding", "segment-edges", "over-all-ranks",
+    "ends-with-a-rank", "many-short")]  # fmt: skip
 MIXED = (300, 1, 2, 0, 900, 3, 170)
 KINDS = [
     *(Case(f"{sizes.num_groups}-groups-of-{sizes.head_dim}-{sizes.state_dim}", MIXED, sizes=sizes) for sizes in (
         Sizes(8, 64, 64, 1), Sizes(8, 64, 64, 8), Sizes(16, 64, 128, 2), Sizes(8, 64, 128, 8), Sizes(24, 64, 128, 8),
         Sizes(8, 64, 256, 1), Sizes(8, 128, 64, 4), Sizes(8, 128, 128, 1), Sizes(8, 128, 128, 8), Sizes(8, 128, 256, 8),
     )),
-    *(Case(f"convolution-of-{width}", MIXED, sizes=SIZES, conv_width=width) for width in (1, 2, 3, 8)),
+    *(Case(f"convolution-of-{width}", MIXED, sizes=SIZES, conv_width=width) for width in (1, 3, 8)),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in (*PACKS, *KINDS)}
 
 
-@pytest.fixture(params=["of-this-gpu", "portable"])
-def kernels(request, cupy, monkeypatch):
-    """Which kernels run."""
+@pytest.fixture
+def portable(cupy, monkeypatch):
+    """The portable kernels run, on every GPU."""
     from thdattn.ops import launch
 
+    gpu = replace(launch.this_gpu(), sm90=False)
+    monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
+
+
+@pytest.fixture(params=["of-this-gpu", "portable"])
+def kernels(request):
+    """Which kernels run."""
     if request.param == "portable":
-        gpu = replace(launch.this_gpu(), sm90=False)
-        monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
+        request.getfixturevalue("portable")
 
 
 @cache
@@ -108,18 +117,23 @@ def every(cases, cp_sizes=(1,), dtypes=DTYPES):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(PACKS, (1, 3)))
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(PACKS, (1, 3), [BFLOAT16]))
 def test_every_pack_is_as_exact_as_the_reference(cupy, case, dtype, cp_size):
     check(case, dtype, forward(cupy, case, cp_size, dtype))
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("case", "dtype", "cp_size"), every(KINDS))
 def test_every_size_is_as_exact_as_the_reference(cupy, case, dtype, cp_size):
     check(case, dtype, forward(cupy, case, cp_size, dtype))
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(PACKS, (2, 4, 8), [BFLOAT16]))
+@pytest.mark.usefixtures("portable")
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), [*every(KINDS[:10], dtypes=[BFLOAT16]), *every(KINDS[2:3])[:1]])
+def test_every_size_of_portable_kernels_is_as_exact_as_the_reference(cupy, case, dtype, cp_size):
+    check(case, dtype, forward(cupy, case, cp_size, dtype))
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(CROSSING, (2, 4, 8), [BFLOAT16]))
 def test_every_number_of_ranks_is_as_exact_as_the_reference(cupy, case, dtype, cp_size):
     check(case, dtype, forward(cupy, case, cp_size, dtype))
 
@@ -180,13 +194,13 @@ def test_extreme_steps_and_rates(cupy):
 
 @pytest.mark.usefixtures("kernels")
 def test_states_beyond_float16_are_read_without_loss(cupy):
-    """Of 2,000 steps of 8 that hardly decay, states grow far beyond 65,504; small rows of C keep y in range."""
+    """Of 2,000 steps of 50 that hardly decay, states grow far beyond 65,504; small rows of C keep y in range."""
     case = Case("large-states", (2000,), sizes=SIZES)
     zxbcdt, weights, dout = random_inputs(case, FLOAT16)
     inner, state = 512, 128
     zxbcdt[:, inner : 2 * inner + state] = abs(zxbcdt[:, inner : 2 * inner + state]) + 1  # x and B
-    zxbcdt[:, 2 * inner + state : 2 * inner + 2 * state] = -9  # C: its silu is -1e-3
-    zxbcdt[:, -8:] = 8
+    zxbcdt[:, 2 * inner + state : 2 * inner + 2 * state] = -10.5  # C: its silu is -3e-4
+    zxbcdt[:, -8:] = 50
     ones = np.zeros_like(weights.conv_weight)
     ones[:, -1] = 1
     weights = weights._replace(conv_weight=ones, conv_bias=np.zeros_like(weights.conv_bias), D=0 * weights.D,
@@ -235,17 +249,17 @@ def test_more_elements_than_32_bits_count(cupy):
     mixer = thdattn.Mamba2Mixer(thdattn.comm.init("single"), 64, 64, 128, dtype=BFLOAT16, engine="cuda")
     rows, alone = 262_144, 1024 * 3
     assert rows * 8512 > 2**31
-    row = cupy.random.standard_normal((alone, 8512), dtype=np.float32).astype(BFLOAT16).view(np.uint16)
+    last = cupy.random.standard_normal((alone, 8512), dtype=np.float32).astype(BFLOAT16)
     rng = np.random.default_rng(0)
     zeros, ones = np.zeros(64, np.float32), np.ones(64, np.float32)
     weights = on_the_gpu(cupy, thdattn.Mamba2Weights(
         rng.standard_normal((4352, 4), np.float32), np.zeros(4352, np.float32),
         np.log(rng.uniform(1, 16, 64)).astype(np.float32), ones, zeros))  # fmt: skip
-    zxbcdt = cupy.zeros((rows, 8512), np.uint16)
-    zxbcdt[-alone:] = row
-    whole, _ = mixer.forward(zxbcdt.view(BFLOAT16), weights, mixer.plan(PackedBatch([0, rows - alone, rows])))
+    zxbcdt = cupy.zeros((rows, 8512), BFLOAT16)
+    zxbcdt.view(np.uint16)[-alone:] = last.view(np.uint16)
+    whole, _ = mixer.forward(zxbcdt, weights, mixer.plan(PackedBatch([0, rows - alone, rows])))
     del zxbcdt
-    tail, _ = mixer.forward(row.view(BFLOAT16), weights, mixer.plan(PackedBatch([0, alone])))
+    tail, _ = mixer.forward(last, weights, mixer.plan(PackedBatch([0, alone])))
     assert cupy.array_equal(whole.view(np.uint16)[-alone:], tail.view(np.uint16))
     assert not whole.view(np.uint16)[:-alone].any()
 
@@ -266,13 +280,13 @@ def test_replays_plan_anew_for_other_lengths_without_a_sync(cupy):
     mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
     with stream:
         lengths = [cupy.zeros(4, np.int32) for _ in range(2)]
-        rows = cupy.zeros((ROWS, zxbcdt.shape[1]), np.uint16)
+        rows = cupy.zeros((ROWS, zxbcdt.shape[1]), BFLOAT16)
         on_gpu = on_the_gpu(cupy, weights)
         plan = mixer.plan(PackedBatch(*lengths, total_rows=ROWS))
 
         def run():
             plan.refresh()
-            return mixer.forward(rows.view(BFLOAT16), on_gpu, plan)
+            return mixer.forward(rows, on_gpu, plan)
 
         run()
         stream.synchronize()
@@ -286,23 +300,17 @@ def test_replays_plan_anew_for_other_lengths_without_a_sync(cupy):
         for there, values in zip(lengths, (here.batch.cu_seqlens, here.batch.cu_seqlens_padded), strict=True):
             there.set(np.array(values), stream)
         fresh = np.where(here.valid[:, None], zxbcdt, BFLOAT16.type(np.nan))
-        rows.set(fresh.view(np.uint16), stream)
+        rows.set(fresh, stream)
         graph, (out, _) = captured[i % 2]
         graph.launch(stream)
         stream.synchronize()
         wanted = forward(cupy, here, 1, BFLOAT16, (zxbcdt, weights, None))
         assert to_host(out).tobytes() == wanted.tobytes(), tokens
-
-
-def test_wrong_lengths_on_the_gpu_give_nan(cupy):
-    case = Case("wrong", (30,), sizes=SIZES)
-    zxbcdt, weights, _ = random_inputs(case, BFLOAT16)
-    mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
-    plan = mixer.plan(PackedBatch(cupy.asarray([0, 20, 10], np.int32), total_rows=30))
-    out, _ = mixer.forward(cupy.asarray(zxbcdt), on_the_gpu(cupy, weights), plan)
-    assert np.isnan(to_host(out).astype(np.float32)).all()
-    with pytest.raises(ValueError, match="lengths on the GPU were planned that are wrong"):
-        plan.check()
+    lengths[0].set(np.array([0, 300, 200, 400], np.int32), stream)
+    for graph, (out, _) in captured:
+        graph.launch(stream)
+        stream.synchronize()
+        assert np.isnan(to_host(out).astype(np.float32)).all(), "lengths that are wrong"
 
 
 # --- what the kernels are not there for ------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def ssd_dstates(act: Activations, dy: Array, plan: Plan, shape: MixerShape) -> t
     return dstates, decays
 
 
-def ssd_fold(states: Array, decays: Array, shape: MixerShape, reverse: bool = False) -> Array:
+def ssd_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
     """Turns what segments add into the states in front of them, in place, from 0 in front of the first.
 
     Args:

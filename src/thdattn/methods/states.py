@@ -47,7 +47,7 @@ def forward(
         halo = engine.mixer_halo(_gather(comm, plan, "rows", halo), plan, shape)
     act = engine.mixer_conv(zxbcdt, halo, weights, plan, shape)
     states, decays = engine.ssd_states(act, plan, shape)
-    summary = engine.ssd_fold(states, decays, shape)
+    summary = engine.ssd_fold(states, decays, plan, shape)
     y, out = (engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype) for _ in range(2))
 
     def scan(segments: slice) -> None:
@@ -74,7 +74,7 @@ def backward(
     dy = engine.mixer_gate_bwd(dout, zxbcdt, y, plan, shape, dzxbcdt)
     act = engine.mixer_conv(zxbcdt, halo, weights, plan, shape)
     dstates, decays = engine.ssd_dstates(act, dy, plan, shape)
-    summary = engine.ssd_fold(dstates, decays, shape, reverse=True)
+    summary = engine.ssd_fold(dstates, decays, plan, shape, reverse=True)
     gradients = engine.ssd_gradients(plan, shape)
 
     def scan(segments: slice) -> None:

@@ -137,9 +137,9 @@ def _states(segments: int, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm
     return slab, decays, Launch(kernel, grid, slab.states_threads, fixed)
 
 
-def ssd_fold(states: Array, decays: Array, shape: MixerShape, reverse: bool = False) -> Array:
+def ssd_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
     """Turns what segments add into the states in front of them, in place. See host_ssd.ssd_fold."""
-    summary = launch.empty((1, shape.summary), np.float32)
+    summary = plan.buffer("summary", (1, shape.summary), np.float32)
     _walk(_FOLD, (states, decays, summary), range(len(states)), shape.state, reverse)
     return summary
 
