@@ -23,7 +23,7 @@ LAYERS = [
     {"balanced", "sums"},
     {"comm"},
     {"sharding", "routes", "pairs", "engines", "tensor_map", "oracle", "mamba_oracle", "decode_tiles", "mixer_tiles"},
-    {"plan"},
+    {"plan", "mixer_backward_tiles"},
     {"host_plan", "host_rows", "host_ssd", "cache", "room", "planning", "checks"},
     {"host_conv", "host_decode"},
     {"reference", "ops", "methods", "tile_counts"},

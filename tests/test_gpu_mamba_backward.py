@@ -1,7 +1,7 @@
 """The CUDA engine's Mamba-2 mixer, backward: every gradient by its name, on one GPU that simulated ranks share.
 
-Every allocation starts as NaN and every row that holds no token is NaN. Kernels are held to the errors of plain maths in
-the same dtype against the recurrence row by row in float64.
+Every allocation starts as NaN and every row that holds no token is NaN. Kernels are held to the errors of plain maths
+in the same dtype against the recurrence row by row in float64.
 """
 
 from __future__ import annotations
