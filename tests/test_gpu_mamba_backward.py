@@ -1,12 +1,10 @@
 """The CUDA engine's Mamba-2 mixer, backward: every gradient by its name, on one GPU that simulated ranks share.
 
-Every allocation starts as NaN and every row that holds no token is NaN. Both the kernels of this GPU and the portable
-ones are held to the errors of plain maths in the same dtype against the recurrence row by row in float64.
+Every allocation starts as NaN and every row that holds no token is NaN. Kernels are held to the errors of plain maths
+in the same dtype against the recurrence row by row in float64.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,7 +29,6 @@ from thdattn.packing import PackedBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
-DTYPES = [FLOAT16, BFLOAT16]
 SIZES = Sizes(8, 64, 128, 1)
 PACKS = [
     Case("no-sequences", (), sizes=SIZES),
@@ -50,25 +47,15 @@ PACKS = [
     Case("ends-with-a-rank", (50, 50, 100), sizes=SIZES),
     Case("capacity", (300, 21), slack=1500, sizes=SIZES),
 ]
-MIXED = (300, 1, 2, 0, 90, 3, 70)
+MIXED = (130, 1, 2, 0, 70, 3, 20)
 KINDS = [
     *(Case(f"{sizes.num_groups}-groups-of-{sizes.head_dim}-{sizes.state_dim}", MIXED, sizes=sizes) for sizes in (
-        Sizes(8, 64, 64, 1), Sizes(8, 64, 64, 8), Sizes(16, 64, 128, 2), Sizes(8, 64, 128, 8), Sizes(24, 64, 128, 8),
-        Sizes(8, 64, 256, 1), Sizes(8, 128, 64, 4), Sizes(8, 128, 128, 1), Sizes(8, 128, 128, 8), Sizes(8, 128, 256, 8),
+        Sizes(8, 64, 64, 8), Sizes(16, 64, 128, 2), Sizes(24, 64, 128, 8), Sizes(8, 64, 256, 1), Sizes(8, 128, 64, 4),
+        Sizes(8, 128, 128, 1), Sizes(8, 128, 256, 8),
     )),
-    *(Case(f"convolution-of-{width}", MIXED, sizes=SIZES, conv_width=width) for width in (1, 2, 3, 8)),
+    *(Case(f"convolution-of-{width}", MIXED, sizes=SIZES, conv_width=width) for width in (1, 8)),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in (*PACKS, *KINDS)}
-
-
-@pytest.fixture(params=["of-this-gpu", "portable"])
-def kernels(request, cupy, monkeypatch):
-    """Which kernels run."""
-    from thdattn.ops import launch
-
-    if request.param == "portable":
-        gpu = replace(launch.this_gpu(), sm90=False)
-        monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
 
 
 def columns_of(sizes):
@@ -93,24 +80,24 @@ def check(case, dtype, made, exact=None, plain=None):
         assert ours <= 3 * allowed + 1e-3 * size, f"{field} of {case}: {ours:.1e}, plain {allowed:.1e}, of {size:.1e}"
 
 
-def every(cases, cp_sizes=(1,), dtypes=DTYPES):
-    return [pytest.param(case, dtype, cp_size, id=f"{case}-{dtype}-cp{cp_size}")
-            for case in cases for dtype in dtypes for cp_size in cp_sizes]  # fmt: skip
+@pytest.mark.parametrize("cp_size", [1, 3])
+@pytest.mark.parametrize("case", PACKS, ids=str)
+def test_every_pack_is_the_recurrence(cupy, case, cp_size):
+    check(case, BFLOAT16, run(case, cp_size, BFLOAT16, xp=cupy))
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(PACKS, (1, 3), [BFLOAT16]))
-def test_every_pack_is_the_recurrence(cupy, case, dtype, cp_size):
-    check(case, dtype, run(case, cp_size, dtype, xp=cupy))
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_every_size_is_the_recurrence(cupy, case):
+    check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy))
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(KINDS))
-def test_every_size_is_the_recurrence(cupy, case, dtype, cp_size):
-    check(case, dtype, run(case, cp_size, dtype, xp=cupy))
+@pytest.mark.parametrize("name", ["1-groups-of-64-256", "8-groups-of-64-64", "1-groups-of-128-128"])
+def test_float16_is_the_recurrence(cupy, name):
+    check(BY_NAME[name], FLOAT16, run(BY_NAME[name], 1, FLOAT16, xp=cupy))
 
 
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
-@pytest.mark.parametrize("name", ["resets-inside-chunks", "over-all-ranks", "fewer-rows-than-ranks", "capacity"])
+@pytest.mark.parametrize("name", ["resets-inside-chunks", "over-all-ranks", "fewer-rows-than-ranks"])
 def test_every_number_of_ranks_is_the_recurrence(cupy, name, cp_size):
     check(BY_NAME[name], BFLOAT16, run(BY_NAME[name], cp_size, BFLOAT16, xp=cupy))
 

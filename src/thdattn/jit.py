@@ -73,7 +73,7 @@ FILES = {
     "thd_mixer_gate_bwd": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_dstates": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_chunk_states": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
-    "thd_ssd_bwd": (*_MAMBA_BACKWARD, "kernels/mamba/chunk_backward.cu"),
+    "thd_ssd_bwd": (*_MAMBA_BACKWARD, "kernels/mamba/chunk_backward.cuh", "kernels/mamba/chunk_backward.cu"),
     "thd_mixer_conv_bwd": (*_MAMBA, "kernels/mamba/conv_backward.cu"),
     "thd_mixer_sum": (*_MAMBA, "kernels/mamba/conv_backward.cu"),
     "thd_mixer_add_halos": (*_MAMBA, "kernels/mamba/conv_backward.cu"),

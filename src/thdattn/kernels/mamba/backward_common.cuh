@@ -23,3 +23,26 @@ __device__ __forceinline__ float warp_sum(float x) {
 __device__ __forceinline__ int place_of(int column) {
   return column / 32 * 32 + column % 8 / 2 * 8 + column % 32 / 8 * 2 + column % 2;
 }
+
+// Operands in a tile whose rows are kPitch elements apart: 16 rows, or columns, by 16; and for the other side 16 rows,
+// or columns, of which each pair of words is 8.
+template <int kPitch, typename T>
+__device__ __forceinline__ void operand_of_rows(u32 (&a)[4], const T* tile) {
+  const int lane = threadIdx.x % kWarp;
+  ldmatrix(a, tile + lane % 16 * kPitch + lane / 16 * 8);
+}
+template <int kPitch, typename T>
+__device__ __forceinline__ void operand_of_columns(u32 (&a)[4], const T* tile) {
+  const int lane = threadIdx.x % kWarp;
+  ldmatrix_transposed(a, tile + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8);
+}
+template <int kPitch, typename T>
+__device__ __forceinline__ void other_rows(u32 (&b)[4], const T* tile) {
+  const int lane = threadIdx.x % kWarp;
+  ldmatrix(b, tile + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8);
+}
+template <int kPitch, typename T>
+__device__ __forceinline__ void other_columns(u32 (&b)[4], const T* tile) {
+  const int lane = threadIdx.x % kWarp;
+  ldmatrix_transposed(b, tile + lane % 16 * kPitch + lane / 16 * 8);
+}
