@@ -13,6 +13,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from cases import to_host
 
 import thdattn
 from thdattn import mamba_oracle
@@ -56,6 +57,8 @@ class Case:
         return valid
 
     def mixer(self, comm: thdattn.comm.Comm, dtype: Any, **options: Any) -> thdattn.Mamba2Mixer:
+        """On the NumPy engine, if options do not say otherwise."""
+        options = {"engine": "reference", **options}
         return thdattn.Mamba2Mixer(comm, *self.sizes, conv_width=self.conv_width, dtype=dtype, **options)
 
 
@@ -110,33 +113,39 @@ def truth(case: Case, dtype: Any, rounding: Any = None) -> Result:
     return mamba_oracle.packed_mixer(case.batch, zxbcdt, weights, dout, case.sizes, rounding)
 
 
-def run(case: Case, cp_size: int, dtype: Any, inputs: Any = None, fill: float = np.nan) -> dict[str, np.ndarray]:
-    """FIELDS of a mixer over simulated ranks: whole packs, and gradients of weights by rank.
+def run(
+    case: Case, cp_size: int, dtype: Any, inputs: Any = None, fill: float = np.nan, xp: Any = np
+) -> dict[str, np.ndarray]:
+    """FIELDS of a mixer over simulated ranks: whole packs, and gradients of weights by rank, on the host.
 
     Args:
         inputs: as random_inputs.
         fill: what rows without a token hold, fillers too.
+        xp: numpy for the NumPy engine, cupy for the CUDA engine.
     """
     inputs = inputs or random_inputs(case, dtype)
-    return assembled(case, thdattn.comm.run_local(cp_size, lambda comm: run_rank(case, comm, dtype, inputs, fill)))
+    ranks = thdattn.comm.run_local(cp_size, lambda comm: run_rank(case, comm, dtype, inputs, fill, xp), timeout=240)
+    return assembled(case, ranks)
 
 
 def run_rank(
-    case: Case, comm: thdattn.comm.Comm, dtype: Any, inputs: Any, fill: float = np.nan
+    case: Case, comm: thdattn.comm.Comm, dtype: Any, inputs: Any, fill: float = np.nan, xp: Any = np
 ) -> tuple[np.ndarray, ...]:
     """FIELDS of one rank."""
     zxbcdt, weights, dout = inputs
-    mixer = case.mixer(comm, dtype, engine="reference")
+    mixer = case.mixer(comm, dtype, engine="reference" if xp is np else "cuda")
     plan = mixer.plan(case.batch)
+    valid = to_host(plan.valid)
 
-    def local(x: np.ndarray) -> np.ndarray:
-        return np.where(plan.valid[:, None], plan.shard(x), x.dtype.type(fill))
+    def local(x: np.ndarray) -> Any:
+        return xp.asarray(np.where(valid[:, None], plan.sharding.shard(x, comm.rank), x.dtype.type(fill)))
 
-    out, saved = mixer.forward(local(zxbcdt), weights, plan)
+    out, saved = mixer.forward(local(zxbcdt), thdattn.Mamba2Weights(*map(xp.asarray, weights)), plan)
     dzxbcdt, dweights = mixer.backward(local(dout), saved)
-    for x in (out, dzxbcdt):
-        assert not x[~plan.valid].view(np.uint8).any(), "exactly 0"
-    return out, dzxbcdt, *dweights
+    made = tuple(map(to_host, (out, dzxbcdt, *dweights)))
+    for x in made[:2]:
+        assert not x[~valid].view(np.uint8).any(), "exactly 0"
+    return made
 
 
 def assembled(case: Case, ranks: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:

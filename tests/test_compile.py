@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -18,6 +19,16 @@ from launch import SOURCE
 
 from thdattn import structs
 from thdattn.decode_tiles import CACHE_KERNELS, DECODE
+from thdattn.mixer_backward_tiles import (
+    CHUNK_TILES,
+    chunk_tile_for,
+    thd_mixer_add_halos,
+    thd_mixer_conv_bwd,
+    thd_mixer_gate_bwd,
+    thd_ssd_chunk_states,
+    thd_ssd_dstates,
+)
+from thdattn.mixer_tiles import MIXER_KERNELS, MIXER_SIZES, SLABS, SLABS_SM90, slab_for, thd_mixer_conv
 from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATIC_BYTES, SUM_KERNELS, TILES
 
 pytest.importorskip("cupy")
@@ -44,7 +55,7 @@ def resources(log: str, lowered: str) -> tuple[int, int]:
     return sum(map(int, spilled)), int(shared[1]) if shared else 0
 
 
-def compile_all(kernels: list[tuple[str, int]], arch: str) -> None:
+def compile_all(kernels: list[tuple[str, int]], arch: str, most_spilled: int = 0) -> None:
     """Compiles kernels in parallel (NVRTC releases the interpreter) and checks each against the architecture."""
     jit.compile_kernel(SMALL_KERNEL, arch)  # the first call loads parts of NVRTC: not safe in several threads
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -53,7 +64,7 @@ def compile_all(kernels: list[tuple[str, int]], arch: str) -> None:
         assert cubin.startswith(b"\x7fELF"), name
         assert lowered.encode() in cubin, name
         spilled, static = resources(log, lowered)
-        assert spilled == 0, f"{name} for {arch} spills {spilled} bytes"
+        assert spilled <= most_spilled, f"{name} for {arch} spills {spilled} bytes"
         assert "wgmma.mma_async instructions are serialized" not in log, f"{name} waits after every wgmma: {log}"
         assert static <= STATIC_BYTES, f"{name} declares {static} bytes, STATIC_BYTES is {STATIC_BYTES}"
         assert static + dynamic <= ARCHITECTURES[arch], f"{name} wants {static} + {dynamic} bytes of shared memory"
@@ -76,6 +87,75 @@ def test_attention_kernels_fit_and_do_not_spill(arch, dims):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_decode_kernels_fit_and_do_not_spill(arch, dims):
     compile_all([DECODE[dims].thd_attn_decode(dtype) for dtype in ("float16", "bfloat16")], arch)
+
+
+def mixer_slabs(arch, state_dim):
+    """Those that a GPU may choose; on Hopper also those of the portable kernels."""
+    return {slab_for(state_dim, columns, ARCHITECTURES[arch], sm90)
+            for columns in (64, 128) for sm90 in {False, arch == "sm_90a"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_mixer_kernels_of_a_state_fit_and_do_not_spill(arch, state_dim):
+    usual = arch in ("sm_80", "sm_90a")
+    kernels = {make(dtype) for slab in mixer_slabs(arch, state_dim) for make in (slab.states_kernel, slab.scan_kernel)
+               for dtype in ("bfloat16", "float16")[: 1 + usual]}  # fmt: skip
+    compile_all(sorted(kernels), arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_other_mixer_kernels_fit_and_do_not_spill(arch):
+    of_widths = [thd_mixer_conv("bfloat16", width) for width in MIXER_SIZES["conv_width"]]
+    compile_all([*of_widths, thd_mixer_conv("float16", 4), *((name, 0) for name in MIXER_KERNELS)], arch)
+
+
+def mixer_walks(arch, state_dim, dtype):
+    """Those of the backward that a GPU may choose."""
+    for head_dim in MIXER_SIZES["head_dim"]:
+        for columns in {head_dim, 128}:
+            how = head_dim, state_dim, columns, ARCHITECTURES[arch]
+            yield thd_ssd_dstates(dtype, *how)
+            yield from (thd_ssd_chunk_states(dtype, back, *how) for back in (False, True))
+
+
+@pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_mixer_walks_fit_and_do_not_spill(arch, state_dim):
+    compile_all(list(mixer_walks(arch, state_dim, "bfloat16")), arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_other_mixer_backward_kernels_fit_and_do_not_spill(arch):
+    of_widths = [thd_mixer_conv_bwd("bfloat16", width) for width in MIXER_SIZES["conv_width"]]
+    of_dtypes = [make(dtype) for make in (thd_mixer_gate_bwd, thd_mixer_add_halos) for dtype in ("float16", "bfloat16")]
+    compile_all([*of_widths, thd_mixer_conv_bwd("float16", 4), *of_dtypes, ("thd_mixer_sum", 0)], arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_mixer_gradients_of_chunks_fit(arch):
+    """They keep three sums for a chunk in registers; what does not fit is on the stack, which is less than it costs to
+    have fewer warps at a time."""
+    chosen = [tile for tile in CHUNK_TILES if tile.thd_ssd_bwd("bfloat16").shared_bytes <= ARCHITECTURES[arch]]
+    compile_all([tile.thd_ssd_bwd("bfloat16") for tile in chosen], arch, most_spilled=4096)
+
+
+@pytest.mark.parametrize("sizes", [*itertools.product(MIXER_SIZES["head_dim"], MIXER_SIZES["state_dim"])], ids=str)
+def test_mixer_gradients_of_chunks_take_the_first_choice_that_fits(sizes):
+    tiles = [tile for tile in CHUNK_TILES if (tile.head_dim, tile.state_dim) == sizes]
+    needs = [tile.thd_ssd_bwd("float16").shared_bytes for tile in tiles]
+    assert needs == sorted(needs, reverse=True), "choices are listed from large to small"
+    for tile, need in zip(tiles, needs, strict=True):
+        assert chunk_tile_for(*sizes, need) == tile
+    assert chunk_tile_for(*sizes, ARCHITECTURES["sm_80"]) in tiles
+    with pytest.raises(ValueError, match=f"shared memory per thread block, wanted {needs[-1]} for the backward"):
+        chunk_tile_for(*sizes, needs[-1] - 1)
+
+
+def test_every_slab_is_the_first_choice_somewhere():
+    chosen = {slab for arch in ARCHITECTURES for state_dim in MIXER_SIZES["state_dim"]
+              for slab in mixer_slabs(arch, state_dim)}  # fmt: skip
+    assert chosen == {*SLABS, *SLABS_SM90}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -153,7 +233,10 @@ def with_tiles():
     """One instance of every kernel whose shared memory Python computes."""
     narrow, wide = TILES[64, 64], TILES[256, 256]
     backward = narrow.backward[0]
-    return [narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
+    mixer = [make("float16") for slab in (SLABS[0], SLABS_SM90[0]) for make in (slab.states_kernel, slab.scan_kernel)]
+    mixer += [CHUNK_TILES[0].thd_ssd_bwd("float16"), *itertools.islice(mixer_walks("sm_90a", 64, "float16"), 2)]
+    return [*mixer,
+            narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
             narrow.thd_attn_bwd_dq("float16", "float32"), narrow.thd_attn_fwd_sm90("float16", "float32"),
             narrow.thd_attn_bwd_sm90("float16", "float16", "float32", False),
             wide.thd_attn_bwd_wide_sm90("float16", "float16", "float32")]
@@ -162,6 +245,9 @@ def with_tiles():
 def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below():
     kernels = [kernel for tiles in TILES.values()
                for kernel in (*tiles.portable_kernels(ARCHITECTURES["sm_80"]), *tiles.hopper_kernels())]
+    kernels += [make("float16") for slab in (*SLABS, *SLABS_SM90) for make in (slab.states_kernel, slab.scan_kernel)]
+    kernels += [tile.thd_ssd_bwd("float16") for tile in CHUNK_TILES]
+    kernels += [kernel for dim in MIXER_SIZES["state_dim"] for kernel in mixer_walks("sm_80", dim, "float16")]
     found = {kernel.name.partition("<")[0] for kernel in kernels if kernel.shared_bytes}
     assert found == {kernel.name.partition("<")[0] for kernel in with_tiles()}
 
@@ -188,10 +274,12 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
              "another order": fields[::-1]}[change]
     monkeypatch.setitem(structs.LAYOUTS, struct, np.dtype(wrong))
     jit._text.cache_clear()
-    kernels = {"ForwardSize": with_tiles()[3].name, "Rows": REORDER_KERNELS[False], "Shares": SUM_KERNELS["float16"]}
+    by_name = {kernel.name.partition("<")[0]: kernel.name for kernel in with_tiles()}
+    kernels = {"ForwardSize": by_name["thd_attn_fwd_sm90"], "MixerSize": MIXER_KERNELS[0],
+               "Rows": REORDER_KERNELS[False], "Shares": SUM_KERNELS["float16"]}  # fmt: skip
     try:
         with pytest.raises(RuntimeError, match=f"static assertion failed .*{struct}.* is not what structs.py has"):
-            jit.compile_kernel(kernels.get(struct, with_tiles()[4].name), "sm_90a")
+            jit.compile_kernel(kernels.get(struct, by_name["thd_attn_bwd_sm90"]), "sm_90a")
     finally:
         monkeypatch.undo()
         jit._text.cache_clear()

@@ -20,7 +20,8 @@ SMALL = MixerShape(1, 1, 1, 1, 4, FLOAT64)  # columns z, x, B, C, dt
 
 def plans(lengths, cp_size, shape=SMALL):
     batch = thdattn.PackedBatch.from_lengths(lengths)
-    return thdattn.comm.run_local(cp_size, lambda comm: thdattn.Mamba2Mixer(comm, *shape[:5], shape.dtype).plan(batch))
+    return thdattn.comm.run_local(
+        cp_size, lambda comm: thdattn.Mamba2Mixer(comm, *shape[:5], shape.dtype, engine="reference").plan(batch))
 
 
 def test_halo_is_the_rows_in_front_even_of_ranks_with_fewer_rows():
@@ -70,7 +71,7 @@ def test_a_summary_says_what_is_behind_all_rows_and_what_is_left_of_what_was_in_
     a = -np.exp(weights.A_log) * act.dt
     behind = a[::-1].cumsum(axis=0)[::-1] - a
     wanted = np.einsum("th,thp,thn->hpn", np.exp(behind) * act.dt, x, np.repeat(b, 2, axis=1))
-    summary = reference.ssd_fold(*reference.ssd_states(act, plan, SHAPE), SHAPE)
+    summary = reference.ssd_fold(*reference.ssd_states(act, plan, SHAPE), plan, SHAPE)
     assert summary.shape == (1, SHAPE.summary)
     np.testing.assert_allclose(summary[0, :-4], wanted.ravel(), rtol=1e-12, atol=1e-15)
     np.testing.assert_allclose(summary[0, -4:], np.exp(a.sum(axis=0)), rtol=1e-12)
@@ -80,8 +81,8 @@ def test_a_summary_says_what_is_behind_all_rows_and_what_is_left_of_what_was_in_
 def test_entering_later_is_folding_from_there(reverse):
     rng = np.random.default_rng(0)
     own, decays, start = (rng.standard_normal(x) for x in ((5, *SHAPE.state), (5, 4), SHAPE.state))
-    folded = own.copy()
-    reference.ssd_fold(folded, decays, SHAPE, reverse=reverse)
+    folded, (plan,) = own.copy(), plans([8], 1)
+    reference.ssd_fold(folded, decays, plan, SHAPE, reverse=reverse)
     reference.ssd_enter(folded, decays, start, slice(0, 5), reverse=reverse)
     state = start
     for segment in reversed(range(5)) if reverse else range(5):

@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.host_ssd import Activations, chunk_sums, cleared, first_rows, sigmoid, silu, slope, valid_rows
+from thdattn.host_ssd import (
+    Activations,
+    Gradients,
+    chunk_sums,
+    cleared,
+    first_rows,
+    sigmoid,
+    silu,
+    slope,
+    valid_rows,
+)  # fmt: skip
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.plan import Plan
 
@@ -61,19 +71,20 @@ def mixer_conv(zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, s
 
 
 def mixer_conv_bwd(
-    zxbcdt: Array, halo: Array, weights: Mamba2Weights, dchannels: Array, ddt: Array, shares: Array, plan: Plan,
-    shape: MixerShape, dzxbcdt: Array,
+    zxbcdt: Array, halo: Array, weights: Mamba2Weights, gradients: Gradients, plan: Plan, shape: MixerShape,
+    dzxbcdt: Array,
 ) -> tuple[Mamba2Weights, Array]:
     """Gradients of mixer_conv, into the columns of dzxbcdt behind z, and of all weights.
 
     Args:
-        dchannels, ddt, shares: from ssd_bwd.
+        gradients: from ssd_bwd.
 
     Returns:
         dweights: float32 (float64), of this rank's rows.
         ends: (2, reach, channels), the same: the gradients of the halo, and of the last rows of x, B and C, as far as
             they come from this rank's rows.
     """
+    dchannels, ddt, shares = gradients
     _, xbc, raw = shape.parts(zxbcdt)
     _, dxbc, draw = shape.parts(dzxbcdt)
     valid, reach, num_rows = valid_rows(plan), shape.reach, len(zxbcdt)

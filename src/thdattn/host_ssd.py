@@ -50,6 +50,19 @@ class Activations(NamedTuple):
     sums: Array
 
 
+class Gradients(NamedTuple):
+    """What ssd_bwd makes, in buffers of the plan.
+
+    channels: (local_rows, channels), of x, B and C behind the convolution, in the dtype of the mixer.
+    ddt: (local_rows, num_heads), float32 (float64).
+    shares: (segments, 2, num_heads), what each segment gives to the gradients of A and D.
+    """
+
+    channels: Array
+    ddt: Array
+    shares: Array
+
+
 class _Chunks(NamedTuple):
     """Some chunks; rows behind the last one belong to its sequence, and have dt = x = B = C = 0.
 
@@ -149,7 +162,7 @@ def ssd_dstates(act: Activations, dy: Array, plan: Plan, shape: MixerShape) -> t
     return dstates, decays
 
 
-def ssd_fold(states: Array, decays: Array, shape: MixerShape, reverse: bool = False) -> Array:
+def ssd_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
     """Turns what segments add into the states in front of them, in place, from 0 in front of the first.
 
     Args:
@@ -232,9 +245,19 @@ def mixer_gate_bwd(dout: Array, zxbcdt: Array, y: Array, plan: Plan, shape: Mixe
     return (dout * silu(z)).astype(shape.dtype)
 
 
+def ssd_gradients(plan: Plan, shape: MixerShape) -> Gradients:
+    """Buffers for what ssd_bwd makes."""
+    rows, segments = plan.local_rows, -(-plan.local_rows // CHUNK)
+    return Gradients(
+        plan.buffer("dchannels", (rows, shape.channels), shape.dtype),
+        plan.buffer("ddt", (rows, shape.num_heads), shape.sum_dtype),
+        plan.buffer("shares of dA and dD", (segments, 2, shape.num_heads), shape.sum_dtype),
+    )
+
+
 def ssd_bwd(
     act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape,
-    segments: slice, into: tuple[Array, Array, Array],
+    segments: slice, into: Gradients,
 ) -> None:
     """Gradients of ssd_scan for some segments.
 
@@ -242,8 +265,7 @@ def ssd_bwd(
         dy: (local_rows, d_inner), gradient of y; 0 on padding.
         states: in front of each segment. dstates: gradients of the states behind each segment.
         segments: which ones.
-        into: gets their rows of dchannels (local_rows, channels), in the dtype of the mixer, and of ddt
-            (local_rows, num_heads); and their shares of the gradients of A and D, (segments, 2, num_heads).
+        into: from ssd_gradients; it gets their rows and shares.
     """
     dchannels, ddt, shares = into
     rates = -np.exp(weights.A_log)

@@ -47,6 +47,7 @@ from thdattn.host_ssd import ssd_bwd as ssd_bwd
 from thdattn.host_ssd import ssd_dstates as ssd_dstates
 from thdattn.host_ssd import ssd_enter as ssd_enter
 from thdattn.host_ssd import ssd_fold as ssd_fold
+from thdattn.host_ssd import ssd_gradients as ssd_gradients
 from thdattn.host_ssd import ssd_scan as ssd_scan
 from thdattn.host_ssd import ssd_segment_rows as ssd_segment_rows
 from thdattn.host_ssd import ssd_start as ssd_start
@@ -62,6 +63,7 @@ name = "reference"
 device = "cpu"
 dtypes = ("float16", "bfloat16", "float32", "float64")
 head_dims = None  # any
+mixer_sizes: dict[str, Any] = {}  # any
 
 DLPACK_DTYPE_CODE, DLPACK_UINT = 20, 1  # offset of dtype.code in a DLTensor, after data, device and ndim
 MAX_BLOCK_ROWS = 128

@@ -47,7 +47,7 @@ def forward(
         halo = engine.mixer_halo(_gather(comm, plan, "rows", halo), plan, shape)
     act = engine.mixer_conv(zxbcdt, halo, weights, plan, shape)
     states, decays = engine.ssd_states(act, plan, shape)
-    summary = engine.ssd_fold(states, decays, shape)
+    summary = engine.ssd_fold(states, decays, plan, shape)
     y, out = (engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype) for _ in range(2))
 
     def scan(segments: slice) -> None:
@@ -70,23 +70,18 @@ def backward(
 ) -> tuple[Any, Mamba2Weights]:
     """Gradients of forward: those of this rank's rows, and what these rows give to those of the weights."""
     y, halo, states = kept
-    num_rows, num_segments = len(zxbcdt), len(states)
     dzxbcdt = engine.empty(zxbcdt.shape, zxbcdt.dtype)
     dy = engine.mixer_gate_bwd(dout, zxbcdt, y, plan, shape, dzxbcdt)
     act = engine.mixer_conv(zxbcdt, halo, weights, plan, shape)
     dstates, decays = engine.ssd_dstates(act, dy, plan, shape)
-    summary = engine.ssd_fold(dstates, decays, shape, reverse=True)
-    into = dchannels, ddt, shares = (
-        plan.buffer("dchannels", (num_rows, shape.channels), shape.dtype),
-        plan.buffer("ddt", (num_rows, shape.num_heads), shape.sum_dtype),
-        plan.buffer("shares of dA and dD", (num_segments, 2, shape.num_heads), shape.sum_dtype),
-    )
+    summary = engine.ssd_fold(dstates, decays, plan, shape, reverse=True)
+    gradients = engine.ssd_gradients(plan, shape)
 
     def scan(segments: slice) -> None:
-        engine.ssd_bwd(act, dy, states, dstates, weights, plan, shape, segments, into)
+        engine.ssd_bwd(act, dy, states, dstates, weights, plan, shape, segments, gradients)
 
     if comm.size == 1:
-        scan(slice(num_segments))
+        scan(slice(len(states)))
     else:
         summaries = _gather(comm, plan, "gradients of states", summary)
         _, waiting = _waiting(engine, plan)
@@ -94,7 +89,7 @@ def backward(
         start = engine.ssd_start(summaries, plan, shape, reverse=True)
         engine.ssd_enter(dstates, decays, start, waiting, reverse=True)
         scan(waiting)
-    dweights, ends = engine.mixer_conv_bwd(zxbcdt, halo, weights, dchannels, ddt, shares, plan, shape, dzxbcdt)
+    dweights, ends = engine.mixer_conv_bwd(zxbcdt, halo, weights, gradients, plan, shape, dzxbcdt)
     if comm.size > 1 and shape.reach:
         halos = _gather(comm, plan, "gradients of rows", ends[0])
         engine.mixer_add_halos(halos, ends[1], plan, shape, dzxbcdt)

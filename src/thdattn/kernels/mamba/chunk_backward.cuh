@@ -1,0 +1,440 @@
+// The work of a thread block on the gradients of the Mamba-2 recurrence of one chunk of rows.
+
+template <typename T, int kHeadDim, int kStateDim, int kSlice>
+struct ChunkShared {
+  T b[kChunk * (kStateDim + kPad)], c[kChunk * (kStateDim + kPad)];  // with columns as place_of says
+  T x[kChunk * (kHeadDim + kPad)], dy[kChunk * (kHeadDim + kPad)];
+  T s[kHeadDim * (kSlice + kPad)], r[kHeadDim * (kSlice + kPad)];
+  T weights[kChunk * (kChunk + kPad)];                // decays times C B^T, or the gradient of C B^T
+  float4 products[20][kWarp];                         // C B^T, each lane's numbers of the 16x8 blocks that have pairs
+  float sums[2][kChunk], dt[2][kChunk];               // of this head and of the one before, or next
+  int first[kChunk];
+  // Of pairs sums over columns, over rows, and the diagonal; of states; of some warps each.
+  float over_columns[2][kChunk], over_rows[4][kChunk], alone[kChunk], of_front[2][kChunk], of_behind[2][kChunk];
+  float of_d[kChunk], across[8];
+  int largest[8];
+};
+
+// The work of a thread block: 8 warps, of which warp w has the rows 16 * (w % 4) and later of the chunk, and half w / 4
+// of the columns of what is made: of the state's for dB and dC, of the head's for dx, and every second 16 of the pairs'.
+//
+// K = dy x^T, M = decays of pairs (0 for what is no pair), Gamma = C B^T, per head but for Gamma:
+//   dGamma = M K dt                     of all heads, added up before the products with B and C
+//   du = (Gamma M)^T dy + leave (B R^T)
+//   dB = dGamma^T C + leave dt (x R)    dC = dGamma B + enter (dy S)
+template <typename T, int kHeadDim, int kStateDim, int kSlice>
+struct ChunkBackward {
+  static constexpr int kXPitch = kHeadDim + kPad, kBPitch = kStateDim + kPad, kSPitch = kSlice + kPad;
+  static constexpr int kPairPitch = kChunk + kPad, kSlices = kStateDim / kSlice;
+  static constexpr int kWalkSlice = kStateDim < 128 ? kStateDim : 128;  // columns of a state that have one scale
+  static constexpr int kUBlocks = kHeadDim / 16, kSBlocks = kSlice / 16;  // of 8 columns, of a warp
+  using Shared = ChunkShared<T, kHeadDim, kStateDim, kSlice>;
+
+  Shared& shared;
+  const MixerSize& size;
+  const int chunk, warp, lane, tile, half, row;       // row: the lane's first, the second is 8 further on
+  const float *sums, *dt;
+  const float* scales;                                // of S and, state_scales further on, R of this head, by slice
+  int state_scales;
+  float db[kSlices][kSBlocks][4] = {}, dc[kSlices][kSBlocks][4] = {}, dproducts[2][2][4] = {};
+  float du[kUBlocks][4];
+
+  __device__ __forceinline__ ChunkBackward(Shared& shared, int chunk, const MixerSize& size)
+      : shared(shared), size(size), chunk(chunk), warp(threadIdx.x / kWarp), lane(threadIdx.x % kWarp),
+        tile(warp % 4), half(warp / 4), row(tile * 16 + lane / 4), sums(nullptr), dt(nullptr), scales(nullptr),
+        state_scales(0) {}
+
+  // ---------------------------------------------------------------------------------------------- once
+
+  // B or C of the chunk, whose columns change places.
+  __device__ __forceinline__ void place(T* to, const T* from) {
+    for (int i = threadIdx.x; i < kChunk * kStateDim / 8; i += 256) {
+      const int r = i / (kStateDim / 8), column = i % (kStateDim / 8) * 8, source = chunk * kChunk + r;
+      uint4 words = make_uint4(0, 0, 0, 0);
+      if (source < size.rows) words = *(const uint4*)(from + (size_t)source * size.channels() + column);
+      T* const at = to + r * kBPitch + place_of(column);
+      *(u32*)at = words.x, *(u32*)(at + 8) = words.y, *(u32*)(at + 16) = words.z, *(u32*)(at + 24) = words.w;
+    }
+  }
+
+  __device__ __forceinline__ void begin(const T* b, const T* c, const int2* ranges) {
+    place(shared.b, b);
+    place(shared.c, c);
+    if (threadIdx.x < kChunk) {
+      const int at = chunk * kChunk + threadIdx.x;
+      shared.first[threadIdx.x] = first_of(range_at(ranges, at, size), at, size) - chunk * kChunk;
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) shared.over_rows[i][threadIdx.x] = 0.f;
+    }
+    __syncthreads();
+    #pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      if (columns_of(t) > tile * 16) continue;
+      float gamma[2][4] = {};
+      #pragma unroll
+      for (int k = 0; k < kStateDim; k += 16) add_rows<kBPitch, kBPitch>(gamma, shared.c + tile * 16 * kBPitch + k,
+                                                                        shared.b + columns_of(t) * kBPitch + k);
+      #pragma unroll
+      for (int n = 0; n < 2; ++n) *product_of(t, n) = *(const float4*)gamma[n];
+    }
+  }
+
+  // ---------------------------------------------------------------------------------------------- pairs
+
+  __device__ __forceinline__ int columns_of(int t) const { return (2 * t + half) * 16; }
+  __device__ __forceinline__ float4* product_of(int t, int n) const {
+    return &shared.products[tile * (tile + 1) + columns_of(t) / 8 + n][lane];
+  }
+
+  template <int kPitchA, int kPitchB>
+  __device__ __forceinline__ void add_rows(float (&sum)[2][4], const T* a, const T* b) const {
+    u32 fa[4], fb[4];
+    operand_of_rows<kPitchA>(fa, a);
+    other_rows<kPitchB>(fb, b);
+    mma<T>(sum[0], fa, fb[0], fb[1]);
+    mma<T>(sum[1], fa, fb[2], fb[3]);
+  }
+
+  // The decays of pairs: dGamma, Gamma M for du, and what passes over a row inside the chunk.
+  __device__ __forceinline__ void pairs() {
+    float of_row[2] = {0.f, 0.f};
+    #pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      if (columns_of(t) > tile * 16) continue;
+      float k[2][4] = {};
+      #pragma unroll
+      for (int p = 0; p < kHeadDim; p += 16)
+        add_rows<kXPitch, kXPitch>(k, shared.dy + tile * 16 * kXPitch + p, shared.x + columns_of(t) * kXPitch + p);
+      if (shared.first[kChunk - 1] <= 0 && columns_of(t) < tile * 16) weigh<false>(k, t, of_row);
+      else weigh<true>(k, t, of_row);
+    }
+    tell(shared.over_columns[half], of_row[0], of_row[1]);
+  }
+
+  // K of 16 by 16 pairs: kMasked: some of which may not count.
+  template <bool kMasked>
+  __device__ __forceinline__ void weigh(const float (&k)[2][4], int t, float (&of_row)[2]) {
+    float of_column[2][2] = {};
+    #pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int column = columns_of(t) + n * 8 + lane % 4 * 2;
+      const float2 to = *(const float2*)(sums + column), dts = *(const float2*)(dt + column);
+      const float4 products = *product_of(t, n);
+      const float gamma[4] = {products.x, products.y, products.z, products.w};
+      float weight[4];
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = row + e / 2 * 8, j = column + e % 2;
+        const bool counts = !kMasked || (shared.first[i] <= j && j <= i);
+        const float decay = decay_of(sums[i] - (e % 2 ? to.y : to.x)), made = decay * k[n][e];
+        const float step = e % 2 ? dts.y : dts.x;
+        weight[e] = counts ? decay * gamma[e] : 0.f;
+        dproducts[t][n][e] += counts ? step * made : 0.f;
+        const float passes = counts ? made * gamma[e] : 0.f;
+        if (kMasked && i == j) shared.alone[i] = passes, shared.of_d[i] = k[n][e];
+        if (!kMasked || i != j) {
+          of_row[e / 2] = fmaf(step, passes, of_row[e / 2]);
+          of_column[n][e % 2] += passes;
+        }
+      }
+      T* const at = shared.weights + row * kPairPitch + column;
+      store_pair(at, weight[0], weight[1]);
+      store_pair(at + 8 * kPairPitch, weight[2], weight[3]);
+    }
+    tell_columns(of_column, columns_of(t));
+  }
+
+  // Sums over the rows of the warp of 16 columns, of which a lane has its rows' share of four.
+  __device__ __forceinline__ void tell_columns(const float (&share)[2][2], int begin) {
+    const int n = lane / 16, e = lane / 8 % 2;
+    float kept[2];
+    #pragma unroll
+    for (int i = 0; i < 2; ++i)
+      kept[i] = (n ? share[1][i] : share[0][i]) + __shfl_xor_sync(0xffffffffu, n ? share[0][i] : share[1][i], 16);
+    float sum = (e ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, e ? kept[0] : kept[1], 8);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 4);
+    if (lane / 4 % 2 == 0) shared.over_rows[tile][begin + n * 8 + lane % 4 * 2 + e] = sum;
+  }
+
+  // A number of each of the lane's rows, added up over the four lanes that have it.
+  __device__ __forceinline__ void tell(float* to, float one, float other) {
+    one = quad_sum(one);
+    other = quad_sum(other);
+    if (lane % 4 == 0) to[row] = one, to[row + 8] = other;
+  }
+
+  // ---------------------------------------------------------------------------------------------- states
+
+  // enter (what is left of the state in front), and leave (what lasts until the end of the chunk), of a row.
+  __device__ __forceinline__ float enter(int r) const { return shared.first[r] < 0 ? decay_of(sums[r]) : 0.f; }
+  __device__ __forceinline__ float leave(int r) const {
+    return r >= shared.first[kChunk - 1] ? decay_of(sums[kChunk - 1] - sums[r]) : 0.f;
+  }
+  __device__ __forceinline__ float through() const {
+    return shared.first[kChunk - 1] < 0 ? decay_of(sums[kChunk - 1]) : 0.f;
+  }
+
+  __device__ __forceinline__ void scale_du(float factor) {
+    #pragma unroll
+    for (int n = 0; n < kUBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) du[n][e] *= factor;
+  }
+  __device__ __forceinline__ void clear_du() {
+    #pragma unroll
+    for (int n = 0; n < kUBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) du[n][e] = 0.f;
+  }
+
+  // What S (R with behind) of a slice was divided by.
+  __device__ __forceinline__ float scale_of_state(int slice, bool behind) const {
+    return kScalesStates<T> ? scales[slice * kSlice / kWalkSlice + (behind ? state_scales : 0)] : 1.f;
+  }
+
+  // du += B R^T over the columns of a slice, in units of its scale.
+  __device__ __forceinline__ void add_behind(int slice) {
+    if (slice == 0) clear_du();
+    else if (kScalesStates<T>) scale_du(scale_of_state(slice - 1, true) / scale_of_state(slice, true));
+    #pragma unroll
+    for (int k = 0; k < kSlice; k += 16) {
+      u32 a[4];
+      operand_of_rows<kBPitch>(a, shared.b + tile * 16 * kBPitch + slice * kSlice + k);
+      #pragma unroll
+      for (int n = 0; n < kUBlocks; n += 2) {
+        u32 b[4];
+        other_rows<kSPitch>(b, shared.r + (half * kHeadDim / 2 + n * 8) * kSPitch + k);
+        mma<T>(du[n], a, b[0], b[1]);
+        mma<T>(du[n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // sum += factor (rows state), for rows x or dy, two blocks of columns at a time; seen(n, made) gets them without the
+  // factor.
+  template <typename Seen>
+  __device__ __forceinline__ void add_state(float (&sum)[kSBlocks][4], const T* rows, const T* state,
+                                            const float (&factor)[2], Seen seen) {
+    u32 a[kHeadDim / 16][4];
+    #pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) operand_of_rows<kXPitch>(a[k], rows + tile * 16 * kXPitch + k * 16);
+    #pragma unroll
+    for (int n = 0; n < kSBlocks; n += 2) {
+      float made[2][4] = {};
+      #pragma unroll
+      for (int k = 0; k < kHeadDim / 16; ++k) {
+        u32 b[4];
+        other_columns<kSPitch>(b, state + k * 16 * kSPitch + half * kSlice / 2 + n * 8);
+        mma<T>(made[0], a[k], b[0], b[1]);
+        mma<T>(made[1], a[k], b[2], b[3]);
+      }
+      #pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) sum[n + m][e] = fmaf(factor[e / 2], made[m][e], sum[n + m][e]);
+        seen(n + m, made[m]);
+      }
+    }
+  }
+
+  // <R, S> over the columns of a slice, this lane's share: the diagonal of S R^T.
+  __device__ __forceinline__ float dot() const {
+    float sum = 0.f;
+    #pragma unroll
+    for (int rows = 0; rows < kHeadDim; rows += 64) {
+      const int from = (rows + tile * 16) * kSPitch + half * kSlice / 2;
+      float product[2][4] = {};
+      #pragma unroll
+      for (int k = 0; k < kSlice / 2; k += 16)
+        add_rows<kSPitch, kSPitch>(product, shared.s + from + k, shared.r + from + k);
+      if (lane / 8 == lane % 4)
+        sum += lane / 4 % 2 ? product[0][1] + product[1][3] : product[0][0] + product[1][2];
+    }
+    return sum;
+  }
+
+  // What the states in front and behind give, one slice of their columns; returns what it adds to <R, S>, and to what
+  // the state in front gives each of the lane's rows.
+  __device__ __forceinline__ float states(int slice, float (&of_front)[2]) {
+    const float of_s = scale_of_state(slice, false), of_r = scale_of_state(slice, true);
+    const float behind[2] = {of_r * leave(row) * dt[row], of_r * leave(row + 8) * dt[row + 8]};
+    add_state(db[slice], shared.x, shared.r, behind, [](int, const float (&)[4]) {});
+    const float front[2] = {of_s * enter(row), of_s * enter(row + 8)};
+    const T* const c = shared.c + row * kBPitch + slice * kSlice + half * kSlice / 2 + lane % 4 * 2;
+    float seen[2] = {0.f, 0.f};
+    add_state(dc[slice], shared.dy, shared.s, front, [&](int n, const float (&made)[4]) {
+      const float2 one = unpack<T>(*(const u32*)(c + n * 8)), other = unpack<T>(*(const u32*)(c + n * 8 + 8 * kBPitch));
+      seen[0] += made[0] * one.x + made[1] * one.y;
+      seen[1] += made[2] * other.x + made[3] * other.y;
+    });
+    of_front[0] += front[0] * seen[0];
+    of_front[1] += front[1] * seen[1];
+    add_behind(slice);
+    return through() == 0.f ? 0.f : of_s * of_r * dot();
+  }
+
+  // ---------------------------------------------------------------------------------------------- rows
+
+  // dx, of which du still lacks what pairs give; and what the state behind gives to du of each row.
+  __device__ __forceinline__ void finish(T* dx, float d) {
+    const int columns = half * kHeadDim / 2 + lane % 4 * 2;
+    const float of_r = scale_of_state(kSlices - 1, true), last[2] = {of_r * leave(row), of_r * leave(row + 8)};
+    float behind[2] = {0.f, 0.f};
+    #pragma unroll
+    for (int n = 0; n < kUBlocks; ++n)
+      #pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 x = unpack<T>(*(const u32*)(shared.x + (row + 8 * h) * kXPitch + columns + n * 8));
+        float &one = du[n][2 * h], &other = du[n][2 * h + 1];
+        one = last[h] == 0.f ? 0.f : last[h] * one;
+        other = last[h] == 0.f ? 0.f : last[h] * other;
+        behind[h] += one * x.x + other * x.y;
+      }
+    tell(shared.of_behind[half], behind[0], behind[1]);
+    add_pairs();
+    #pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (chunk * kChunk + row + 8 * h >= size.rows) continue;
+      const float step = dt[row + 8 * h];
+      T* const to = dx + (size_t)(row + 8 * h) * size.inner() + columns;
+      #pragma unroll
+      for (int n = 0; n < kUBlocks; ++n) {
+        const float2 dy = unpack<T>(*(const u32*)(shared.dy + (row + 8 * h) * kXPitch + columns + n * 8));
+        store_pair(to + n * 8, step * du[n][2 * h] + d * dy.x, step * du[n][2 * h + 1] + d * dy.y);
+      }
+    }
+  }
+
+  // du += (Gamma M)^T dy, of the rows from the warp's on.
+  __device__ __forceinline__ void add_pairs() {
+    #pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (k < tile) continue;
+      u32 a[4];
+      operand_of_columns<kPairPitch>(a, shared.weights + k * 16 * kPairPitch + tile * 16);
+      #pragma unroll
+      for (int n = 0; n < kUBlocks; n += 2) {
+        u32 b[4];
+        other_columns<kXPitch>(b, shared.dy + k * 16 * kXPitch + half * kHeadDim / 2 + n * 8);
+        mma<T>(du[n], a, b[0], b[1]);
+        mma<T>(du[n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // By one warp, two rows a lane: what passes over each row, so ddt; and the chunk's shares of the gradients of A and D.
+  __device__ __forceinline__ void rows(float* ddt, float rate, float* share_of_rate, float* share_of_d) const {
+    const int one = 2 * lane, other = one + 1;
+    const int first[2] = {shared.first[one], shared.first[other]}, next = __shfl_down_sync(0xffffffffu, first[0], 1);
+    const bool together = first[1] <= one;
+    float ends[2], begins[2], alone[2], of_d = 0.f;
+    #pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = one + i;
+      const float behind = shared.of_behind[0][r] + shared.of_behind[1][r];
+      float later = shared.over_rows[0][r];
+      #pragma unroll
+      for (int w = 1; w < 4; ++w) later += shared.over_rows[w][r];
+      ends[i] = (shared.over_columns[0][r] + shared.over_columns[1][r]) - dt[r] * later
+                + (shared.of_front[0][r] + shared.of_front[1][r]);
+      begins[i] = dt[r] * behind;
+      alone[i] = later + shared.alone[r] + behind;
+      of_d += shared.of_d[r];
+    }
+    // What ends at a row or later, and what begins at a row or earlier, as far as rows are of one sequence.
+    float later = ends[0] + (together ? ends[1] : 0.f), earlier = begins[1] + (together ? begins[0] : 0.f);
+    #pragma unroll
+    for (int lanes = 1; lanes < kWarp; lanes *= 2) {
+      const float behind = __shfl_down_sync(0xffffffffu, later, lanes);
+      const float front = __shfl_up_sync(0xffffffffu, earlier, lanes);
+      const int start = __shfl_down_sync(0xffffffffu, first[0], lanes);
+      if (lane + lanes < kWarp && start <= one) later += behind;
+      if (lane >= lanes && first[1] <= other - 2 * lanes) earlier += front;
+    }
+    const float behind = __shfl_down_sync(0xffffffffu, later, 1), front = __shfl_up_sync(0xffffffffu, earlier, 1);
+    float across = 0.f;
+    #pragma unroll
+    for (int w = 0; w < 8; ++w) across += shared.across[w];
+    const float left = through();
+    across = left == 0.f ? 0.f : left * across;
+    const float before = lane > 0 && first[0] < one ? front : 0.f;
+    const float da[2] = {later + before + across,
+                         ends[1] + (lane + 1 < kWarp && next <= other ? behind : 0.f)
+                         + (together ? begins[0] + before : 0.f) + across};
+    store_pair(ddt + one, alone[0] + rate * da[0], alone[1] + rate * da[1]);
+    const float of_rate = warp_sum(dt[one] * da[0] + dt[other] * da[1]);
+    of_d = warp_sum(of_d);
+    if (lane == 0) *share_of_rate = of_rate, *share_of_d = of_d;
+  }
+
+  // ---------------------------------------------------------------------------------------------- the end
+
+  // dB and dC += dGamma^T C, dGamma B, once no warp reads what is shared any more; returns what they are then still to
+  // be multiplied with.
+  __device__ __forceinline__ float add_products() {
+    PowerOfTwo scale{1.f, 1.f};
+    if constexpr (kScalesStates<T>) {
+      const int own = largest_of_warp(dproducts);
+      if (lane == 0) shared.largest[warp] = own;
+      __syncthreads();
+      int bits = own;
+      for (int w = 0; w < 8; ++w) bits = max(bits, shared.largest[w]);
+      scale = scale_of(bits);
+      ::scale(db, scale.factor);
+      ::scale(dc, scale.factor);
+    }
+    #pragma unroll
+    for (int t = 0; t < 2; ++t)
+      if (columns_of(t) <= tile * 16)
+        #pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          T* const to = shared.weights + row * kPairPitch + columns_of(t) + n * 8 + lane % 4 * 2;
+          const float (&made)[4] = dproducts[t][n];
+          store_pair(to, made[0] * scale.factor, made[1] * scale.factor);
+          store_pair(to + 8 * kPairPitch, made[2] * scale.factor, made[3] * scale.factor);
+        }
+    __syncthreads();
+    #pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      u32 a[4];
+      if (k >= tile) {
+        operand_of_columns<kPairPitch>(a, shared.weights + k * 16 * kPairPitch + tile * 16);
+        add_products_of(db, a, shared.c + k * 16 * kBPitch);
+      }
+      if (k <= tile) {
+        operand_of_rows<kPairPitch>(a, shared.weights + tile * 16 * kPairPitch + k * 16);
+        add_products_of(dc, a, shared.b + k * 16 * kBPitch);
+      }
+    }
+    return scale.inverse;
+  }
+  __device__ __forceinline__ void add_products_of(float (&sum)[kSlices][kSBlocks][4], const u32 (&a)[4], const T* other) {
+    #pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice)
+      #pragma unroll
+      for (int n = 0; n < kSBlocks; n += 2) {
+        u32 b[4];
+        other_columns<kBPitch>(b, other + slice * kSlice + half * kSlice / 2 + n * 8);
+        mma<T>(sum[slice][n], a, b[0], b[1]);
+        mma<T>(sum[slice][n + 1], a, b[2], b[3]);
+      }
+  }
+
+  // dB or dC, in whose accumulators each lane has 8 columns that lie together.
+  __device__ __forceinline__ void store(float* to, size_t pitch, const float (&sum)[kSlices][kSBlocks][4],
+                                        float scale) const {
+    #pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (chunk * kChunk + row + 8 * h >= size.rows) continue;
+      #pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice)
+        #pragma unroll
+        for (int n = 0; n < kSBlocks; n += 2) {
+          const int place = slice * kSlice + half * kSlice / 2 + n * 8;  // of 16; half of a lane's 8 columns
+          float* const at = to + (row + 8 * h) * pitch + place / 32 * 32 + lane % 4 * 8 + place % 32 / 4;
+          *(float4*)at = make_float4(scale * sum[slice][n][2 * h], scale * sum[slice][n][2 * h + 1],
+                                     scale * sum[slice][n + 1][2 * h], scale * sum[slice][n + 1][2 * h + 1]);
+        }
+    }
+  }
+};

@@ -1,0 +1,294 @@
+// What is in front of the recurrence of the Mamba-2 mixer, backward: convolution, silu and dt; sums of what rows give
+// to the gradients of weights; and what rows of other ranks give to the last rows of this one.
+
+[[maybe_unused]] constexpr int kConvBackThreads = 128, kConvBackColumns = 2 * kConvBackThreads, kConvBackAhead = 4;
+
+// Thread blocks of the usual width that share a multiprocessor; compiled for others than Hopper, five spill.
+#if __CUDA_ARCH__ == 900
+[[maybe_unused]] constexpr int kConvBackBlocks = 5;
+#else
+[[maybe_unused]] constexpr int kConvBackBlocks = 2;
+#endif
+
+// Two columns.
+template <typename T> __device__ __forceinline__ float2 load_pair(const T* from) { return unpack<T>(*(const u32*)from); }
+template <> __device__ __forceinline__ float2 load_pair(const float* from) { return *(const float2*)from; }
+
+// What thd_mixer_conv_bwd makes, beside dzxbcdt. A chunk's shares of gradients lie in the order of the weights.
+struct ConvGradients {
+  float* shares;                                      // (chunks, pitch)
+  float* ends;                                        // (2, reach, channels), see host_conv.mixer_conv_bwd
+  size_t pitch;
+};
+
+// The rows of a chunk and of the next one, of which a thread has two columns. Of rows behind the last one it has those of
+// the last one, which nobody takes.
+template <typename In>
+struct RowsOfChunk {
+  const In* first;                                    // row of the chunk, the same for all threads
+  u32 pitch, column;
+  int last;                                           // row there is
+
+  __device__ __forceinline__ RowsOfChunk(const In* rows, u32 pitch, int column, int chunk, const MixerSize& size)
+      : first(rows + (size_t)chunk * kChunk * pitch), pitch(pitch), column(column),
+        last(size.rows - 1 - chunk * kChunk) {}
+  __device__ __forceinline__ float2 operator[](int row) const {
+    return load_pair(first + ((u32)min(row, last) * pitch + column));
+  }
+};
+
+// Gradients that are there in parts, which add up.
+struct PartsOfChunk {
+  RowsOfChunk<float> parts;
+  size_t step;                                        // from one part to the next
+  int splits;
+
+  __device__ __forceinline__ float2 operator[](int row) const {
+    RowsOfChunk<float> part = parts;
+    float2 sum = part[row];
+    for (int split = 1; split < splits; ++split) {
+      part.first += step;
+      const float2 more = part[row];
+      sum.x += more.x, sum.y += more.y;
+    }
+    return sum;
+  }
+};
+
+// Two columns, as they walk down the rows of a chunk, and some more that saw its last ones. The last of `seen` and
+// `made` are of the row that is passed, the others of those before it.
+template <int kWidth>
+struct ConvBackward {
+  static constexpr int kReach = kWidth - 1;
+  float weights[kWidth][2], bias[2], seen[kWidth][2], made[kWidth][2] = {}, of_weights[2][kWidth] = {}, of_bias[2] = {};
+
+  __device__ __forceinline__ ConvBackward(const float* conv_weight, const float* conv_bias, int column) {
+    #pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      bias[i] = conv_bias[column + i];
+      #pragma unroll
+      for (int tap = 0; tap < kWidth; ++tap) weights[tap][i] = conv_weight[(size_t)(column + i) * kWidth + tap];
+    }
+  }
+  // A row, and the gradient of what is behind it. in_sight: rows before it that it sees, -1 for padding; kWhole: all.
+  template <bool kWhole, bool kOwn>
+  __device__ __forceinline__ void pass(float2 row, float2 gradient, int in_sight) {
+    #pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      #pragma unroll
+      for (int tap = 0; tap < kReach; ++tap) seen[tap][i] = seen[tap + 1][i], made[tap][i] = made[tap + 1][i];
+      seen[kReach][i] = i ? row.y : row.x;
+      float before = bias[i];
+      #pragma unroll
+      for (int tap = 0; tap < kWidth; ++tap)
+        before = kWhole || kReach - tap <= in_sight ? fmaf(weights[tap][i], seen[tap][i], before) : before;
+      const float share = sigmoid(before), slope = fmaf(before, share - share * share, share);
+      const float dbefore = kWhole || in_sight >= 0 ? (i ? gradient.y : gradient.x) * slope : 0.f;
+      made[kReach][i] = kWhole || in_sight >= 0 ? weights[kReach][i] * dbefore : 0.f;  // not -0
+      #pragma unroll
+      for (int tap = 0; tap < kReach; ++tap)
+        if (kWhole || kReach - tap <= in_sight) made[tap][i] = fmaf(weights[tap][i], dbefore, made[tap][i]);
+      if constexpr (kOwn) {
+        #pragma unroll
+        for (int tap = 0; tap < kWidth; ++tap)
+          if (kWhole || kReach - tap <= in_sight) of_weights[i][tap] = fmaf(dbefore, seen[tap][i], of_weights[i][tap]);
+        of_bias[i] += dbefore;
+      }
+    }
+  }
+};
+
+// Where the gradients of a row that all have passed go: of a row of this rank, below 0 of the halo.
+template <typename T, int kReach>
+__device__ __forceinline__ void store_end(const float (&made)[2], int row, float* ends, const MixerSize& size) {
+  const int end = row < 0 ? kReach + row : row - size.rows + 2 * kReach;
+  if (row < 0 || (row < size.rows && end >= kReach))
+    store_pair(ends + (size_t)end * size.channels(), made[0], made[1]);
+}
+
+// from: the columns of zxbcdt; gradients: of what is behind the convolution, and silu; made: like `from`.
+template <typename T, int kWidth, typename Gradients>
+__device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const Gradients& gradients, const T* halo,
+                                              const float* conv_weight, const float* conv_bias, const int* in_sight,
+                                              T* made, const ConvGradients& sums, int chunk, const MixerSize& size) {
+  constexpr int kReach = kWidth - 1, kAhead = kConvBackAhead;
+  const int column = from.column, begin = chunk * kChunk;
+  const bool at_an_end = chunk == 0 || begin + kChunk + kReach > size.rows;
+  float* const ends = sums.ends + column;
+  ConvBackward<kWidth> work(conv_weight, conv_bias, column);
+  #pragma unroll
+  for (int tap = 0; tap < kReach; ++tap) {
+    const float2 row = chunk ? load_pair(from.first - (size_t)(kReach - tap) * from.pitch + column)
+                             : load_pair(halo + (size_t)tap * size.channels() + column);
+    work.seen[tap + 1][0] = row.x, work.seen[tap + 1][1] = row.y;
+  }
+  auto store = [&](int row) {                         // of the chunk
+    if (row >= 0 && row <= from.last)
+      store_pair(made + ((u32)row * from.pitch + column), work.made[0][0], work.made[0][1]);
+    if (at_an_end && (row >= 0 || chunk == 0)) store_end<T, kReach>(work.made[0], begin + row, ends, size);
+  };
+  float2 rows[kAhead], passed[kAhead];
+  auto load = [&](int i) {
+    #pragma unroll
+    for (int a = 0; a < kAhead; ++a) rows[a] = from[i + a], passed[a] = gradients[i + a];
+  };
+  load(0);
+  for (int i = 0; i < kChunk; i += kAhead) {
+    float2 row[kAhead], gradient[kAhead];
+    bool whole = true;
+    #pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      row[a] = rows[a], gradient[a] = passed[a];
+      whole = whole && in_sight[i + a] == kReach;
+    }
+    if (kReach || i + kAhead < kChunk) load(i + kAhead);
+    #pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      if (whole) work.template pass<true, true>(row[a], gradient[a], kReach);
+      else work.template pass<false, true>(row[a], gradient[a], in_sight[i + a]);
+      store(i + a - kReach);
+    }
+  }
+  float* const shares = sums.shares + chunk * sums.pitch;
+  #pragma unroll
+  for (int i = 0; i < kWidth; ++i)
+    store_pair(shares + (size_t)column * kWidth + 2 * i, work.of_weights[2 * i / kWidth][2 * i % kWidth],
+               work.of_weights[(2 * i + 1) / kWidth][(2 * i + 1) % kWidth]);
+  store_pair(shares + (size_t)size.channels() * kWidth + column, work.of_bias[0], work.of_bias[1]);
+  #pragma unroll
+  for (int i = 0; i < kReach; ++i) {                  // rows of the next chunk, some of which are loaded
+    const bool here = i < kAhead;
+    work.template pass<false, false>(here ? rows[i % kAhead] : from[kChunk + i],
+                                     here ? passed[i % kAhead] : gradients[kChunk + i], in_sight[kChunk + i]);
+    store(kChunk + i - kReach);
+  }
+}
+
+template <typename T> __device__ __forceinline__ float to_float(T x) { return unpack<T>(x.bits).x; }
+
+// The gradient of dt before softplus, of one head.
+template <typename T>
+__device__ __forceinline__ void softplus_back(const T* zxbcdt, const float* of_steps, float dt_bias, const int* in_sight,
+                                              T* dzxbcdt, float* share, int chunk, int head, const MixerSize& size) {
+  const float4* const ddt = (const float4*)(of_steps + size.in_heads(head, chunk));
+  const size_t column = size.inner() + size.channels() + head;
+  float sum = 0.f;
+  for (int i = 0; i < kChunk; i += 8) {
+    T raw[8];
+    float4 four[2] = {ddt[i / 4], ddt[i / 4 + 1]};
+    #pragma unroll
+    for (int e = 0; e < 8; ++e)
+      raw[e] = zxbcdt[(size_t)min(chunk * kChunk + i + e, size.rows - 1) * size.columns() + column];
+    #pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int row = chunk * kChunk + i + e;
+      const float made = e % 4 == 0 ? four[e / 4].x : e % 4 == 1 ? four[e / 4].y : e % 4 == 2 ? four[e / 4].z
+                                                                                             : four[e / 4].w;
+      const float gradient = in_sight[i + e] < 0 ? 0.f : made * sigmoid(to_float(raw[e]) + dt_bias);
+      sum += gradient;
+      if (row < size.rows) dzxbcdt[(size_t)row * size.columns() + column].bits = (unsigned short)pack<T>(gradient, 0.f);
+    }
+  }
+  *share = sum;
+}
+
+// Gradients of the columns of zxbcdt behind z, and each chunk's shares of those of weights. The last thread blocks of a
+// row of the grid take dt, the others x, B and C. Bound by memory.
+//
+// Launch: grid (column_tiles + ceil(heads / 128), chunks), block 128.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlocks : 2) thd_mixer_conv_bwd(
+    const T* zxbcdt, const T* halo, const float* conv_weight, const float* conv_bias, const float* dt_bias,
+    T* dzxbcdt, const int2* ranges, const T* dx, const float* dbc, const float* ddt, int splits, float* shares,
+    float* ends, int column_tiles, MixerSize size) {
+  constexpr int kReach = kWidth - 1;
+  const int chunk = blockIdx.y, begin = chunk * kChunk, channels = size.channels();
+  const size_t of_heads = (size_t)channels * (kWidth + 1), pitch = of_heads + 3 * size.heads;
+  __shared__ int in_sight[kChunk + 16];
+  if (threadIdx.x < kChunk + kReach) {
+    const int row = begin + threadIdx.x;
+    in_sight[threadIdx.x] = row < size.rows ? min(row - first_of(ranges[row], row, size), kReach) : -1;
+  }
+  __syncthreads();
+  if ((int)blockIdx.x < column_tiles) {
+    const int column = blockIdx.x * kConvBackColumns + threadIdx.x * 2;
+    if (column >= channels) return;
+    const ConvGradients sums{shares, ends, pitch};
+    const u32 inner = size.inner(), width = channels - inner;
+    const RowsOfChunk<T> from(zxbcdt + inner, size.columns(), column, chunk, size);
+    T* const made = dzxbcdt + inner + (size_t)begin * size.columns();
+    if (blockIdx.x * kConvBackColumns < inner) {
+      const RowsOfChunk<T> gradients(dx, inner, column, chunk, size);
+      convolve_back<T, kWidth>(from, gradients, halo, conv_weight, conv_bias, in_sight, made, sums, chunk, size);
+    } else {
+      const RowsOfChunk<float> parts(dbc, width, column - inner, chunk, size);
+      const PartsOfChunk gradients{parts, (size_t)size.rows * width, splits};
+      convolve_back<T, kWidth>(from, gradients, halo, conv_weight, conv_bias, in_sight, made, sums, chunk, size);
+    }
+    if (begin == 0)                                   // ranks with fewer rows than others see
+      for (int i = 0; i < kReach - size.rows; ++i)
+        store_pair(ends + (size_t)(kReach + i) * channels + column, 0.f, 0.f);
+  } else {
+    const int head = ((int)blockIdx.x - column_tiles) * kConvBackThreads + threadIdx.x;
+    if (head < size.heads)
+      softplus_back(zxbcdt, ddt, dt_bias[head], in_sight, dzxbcdt, shares + chunk * pitch + of_heads + 2 * size.heads + head,
+                    chunk, head, size);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ sums
+
+[[maybe_unused]] constexpr int kSumBlock = 16;        // shares that are added one after another
+
+// The chunks' shares added up, in the same order on every run: by 8 threads a column, some chunks at a time, as rounding
+// grows with the numbers added in a row. Those of A become the gradient of A_log.
+//
+// shares (chunks, columns), sums (columns); a_log: the column where A begins
+// Launch: grid ceil(columns / 32), block 256.
+__global__ void __launch_bounds__(256) thd_mixer_sum(const float* __restrict__ shares, const float* __restrict__ A_log,
+                                                     float* __restrict__ sums, int chunks, int columns, int a_log,
+                                                     int heads) {
+  __shared__ float parts[8][32];
+  const int column = blockIdx.x * 32 + threadIdx.x % 32, part = threadIdx.x / 32;
+  float total = 0.f;
+  if (column < columns) {
+    for (int first = part; first < chunks; first += 8 * kSumBlock) {
+      float sum = 0.f;
+      #pragma unroll
+      for (int i = 0; i < kSumBlock; ++i) {
+        const int chunk = first + 8 * i;
+        sum += chunk < chunks ? shares[(size_t)chunk * columns + column] : 0.f;
+      }
+      total += sum;
+    }
+  }
+  parts[part][threadIdx.x % 32] = total;
+  __syncthreads();
+  if (part || column >= columns) return;
+  #pragma unroll
+  for (int i = 1; i < 8; ++i) total += parts[i][threadIdx.x];
+  const int head = column - a_log;
+  sums[column] = head >= 0 && head < heads ? -expf(A_log[head]) * total : total;
+}
+
+// The gradients of the last rows of x, B and C, rounded once: what this rank's rows give, and then those of the ranks
+// behind it, in their order.
+//
+// halos (ranks, reach, channels), tail (reach, channels): see host_conv.mixer_add_halos
+// Launch: grid (ceil(channels / 256), min(reach, rows)), block 128.
+template <typename T>
+__global__ void __launch_bounds__(kConvBackThreads) thd_mixer_add_halos(
+    const float* __restrict__ halos, const float* __restrict__ tail, T* __restrict__ dzxbcdt, int reach, int rank,
+    int ranks, MixerSize size) {
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 2, channels = size.channels();
+  if (column >= channels) return;
+  const int at = reach - 1 - blockIdx.y;              // of the tail
+  float2 total = load_pair(tail + (size_t)at * channels + column);
+  for (int other = rank + 1; other < ranks; ++other) {
+    const long long from = at - (long long)(other - rank - 1) * size.rows;  // fewer, as many rows lie between
+    if (from < 0) break;
+    const float2 part = load_pair(halos + ((size_t)other * reach + from) * channels + column);
+    total.x += part.x, total.y += part.y;
+  }
+  store_pair(dzxbcdt + (size_t)(size.rows - 1 - blockIdx.y) * size.columns() + size.inner() + column, total.x, total.y);
+}

@@ -1,0 +1,232 @@
+// The recurrence of the Mamba-2 mixer, backward: the gate; states and their gradients at every chunk, which are made
+// from those at the borders of segments; and, from them, the gradients of x, B, C and dt of each chunk by itself.
+//
+// R below is the gradient of the state behind a chunk, S the state in front of it, both (head_dim, state_dim).
+
+// ------------------------------------------------------------------------------------------------ the gate
+
+// dy = dout * silu(z), and dz, which is the first columns of dzxbcdt; 0 on padding. Bound by memory. A thread has 8
+// columns of some rows, gridDim.y apart.
+//
+// dout, y, dy (rows, inner); zxbcdt, dzxbcdt (rows, columns)
+// Launch: grid (ceil(inner / 8 / 128), any), block 128.
+template <typename T>
+__global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ dout, const T* __restrict__ zxbcdt,
+                                                          const T* __restrict__ y, const int2* __restrict__ ranges,
+                                                          T* __restrict__ dy, T* __restrict__ dzxbcdt,
+                                                          MixerSize size) {
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
+  if (column >= size.inner()) return;
+  for (int row = blockIdx.y; row < size.rows; row += gridDim.y) {
+    const size_t at = (size_t)row * size.inner() + column, wide = (size_t)row * size.columns() + column;
+    uint4 made = make_uint4(0, 0, 0, 0), dz = made;
+    if (!is_empty(ranges[row])) {
+      const uint4 packed[3] = {*(const uint4*)(dout + at), *(const uint4*)(zxbcdt + wide), *(const uint4*)(y + at)};
+      float g[8], z[8], of_gate[8];
+      unpack8<T>(g, packed[0]);
+      unpack8<T>(z, packed[1]);
+      unpack8<T>(of_gate, packed[2]);
+      #pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float share = sigmoid(z[i]);
+        of_gate[i] *= g[i] * share * (1.f + z[i] * (1.f - share));
+        g[i] *= z[i] * share;
+      }
+      made = pack8<T>(g);
+      dz = pack8<T>(of_gate);
+    }
+    *(uint4*)(dy + at) = made;
+    *(uint4*)(dzxbcdt + wide) = dz;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ states
+
+// A state takes in one chunk after another: state = through * state + (weight * rows)^T columns. Forward, rows are x,
+// columns B, and weights dt times what lasts until the end of the chunk; backward, it is the gradient of a state, rows
+// are dy, columns C, and weights what is left of the state in front.
+//
+// A thread block has kCols columns of the rows, which are those of one head or of some, and kSlice columns of the state;
+// two warps have 16 rows of the state, and each half of its columns. Tiles of kStages - 1 chunks are loaded ahead.
+template <typename T, bool kBack, int kHeadDim, int kSlice, int kCols, int kStages>
+struct Walk {
+  static constexpr int kThreads = 4 * kCols, kBlocks = kSlice / 16, kHeads = kCols / kHeadDim, kNumbers = kChunk + 4;
+  struct Shared {
+    T rows[kStages][kChunk * (kCols + kPad)], columns[kStages][kChunk * (kSlice + kPad)];
+    float weights[2][kHeads * kNumbers];              // and, behind those of each head, what is left of its state
+    int largest[2][kThreads / kWarp];                 // bits of the largest number of each warp's state
+  };
+  const T *rows, *columns;
+  const float *sums, *leave;                          // leave: on the way forward
+  const int2* ranges;
+  int head;                                           // the first
+
+  // What this thread tells the others about a chunk: the weight of a row, or what is left of a state.
+  struct Told {
+    float number;
+    int2 range;
+  };
+  __device__ __forceinline__ Told ask(int chunk, const MixerSize& size) const {
+    const int number = threadIdx.x - kHeads * kChunk, row = number < 0 ? threadIdx.x % kChunk : kChunk - 1;
+    const int own = number < 0 ? threadIdx.x / kChunk : min(number, kHeads - 1);
+    const float* const numbers = number < 0 && !kBack ? leave : sums;
+    return {numbers[size.in_heads(head + own, chunk) + row], range_at(ranges, chunk * kChunk + row, size)};
+  }
+  __device__ __forceinline__ void tell(Shared& shared, int stage, Told told, int chunk, const MixerSize& size) const {
+    const int number = threadIdx.x - kHeads * kChunk, row = number < 0 ? threadIdx.x % kChunk : kChunk - 1;
+    const int begin = chunk * kChunk;
+    const bool enters = first_of(told.range, begin + row, size) < begin;
+    const float left = enters ? decay_of(told.number) : 0.f;
+    if (number < 0)
+      shared.weights[stage][threadIdx.x / kChunk * kNumbers + row] = kBack ? left : told.number;
+    else if (number < kHeads)
+      shared.weights[stage][number * kNumbers + kChunk] = left;
+  }
+  __device__ __forceinline__ void load(Shared& shared, int stage, int chunk, const MixerSize& size) const {
+    const int pitch = kBack ? size.inner() : size.channels();
+    load_chunk<T, kCols, kThreads>(shared.rows[stage], rows, pitch, chunk, size.rows, threadIdx.x);
+    load_chunk<T, kSlice, kThreads>(shared.columns[stage], columns, size.channels(), chunk, size.rows, threadIdx.x);
+  }
+
+  // What an operand made of the state of this warp's head is scaled with, where it could leave the range of T.
+  static __device__ __forceinline__ void tell_largest(Shared& shared, int stage, const float (&state)[1][kBlocks][4]) {
+    const int bits = largest_of_warp(state);
+    if (threadIdx.x % kWarp == 0) shared.largest[stage][threadIdx.x / kWarp] = bits;
+  }
+  static __device__ __forceinline__ PowerOfTwo scale_for(const Shared& shared, int stage) {
+    constexpr int kWarps = kHeadDim / 8;              // of a head
+    const int first = threadIdx.x / kWarp / kWarps * kWarps;
+    int bits = 0;
+    #pragma unroll
+    for (int i = 0; i < kWarps; ++i) bits = max(bits, shared.largest[stage][first + i]);
+    return scale_of(bits);
+  }
+
+  // Takes in the chunks from `begin` to `end`; before(chunk, stage) comes before each.
+  template <typename Before>
+  __device__ __forceinline__ float operator()(float (&state)[1][kBlocks][4], Shared& shared, int begin, int end,
+                                              const MixerSize& size, Before before) const {
+    constexpr int step = kBack ? -1 : 1;
+    const int count = end - begin;
+    int chunk = kBack ? end - 1 : begin;
+    const int warp = threadIdx.x / kWarp, rows_begin = warp / 2 * 16, own = rows_begin / kHeadDim;
+    float through = 1.f;
+    #pragma unroll
+    for (int ahead = 0; ahead < kStages - 1; ++ahead) {
+      if (ahead < count) load(shared, ahead, chunk + ahead * step, size);
+      copies_commit();
+    }
+    tell(shared, 0, ask(chunk, size), chunk, size);
+    if (kScalesStates<T>) tell_largest(shared, 0, state);
+    int stage = 0, parity = 0;
+    for (int left = count; left > 0; --left, chunk += step, parity = 1 - parity) {
+      copies_wait_but<kStages - 2>();
+      __syncthreads();
+      const int next = left > 1 ? chunk + step : chunk;
+      const Told told = ask(next, size);
+      if (left >= kStages) load(shared, stage ? stage - 1 : kStages - 1, chunk + (kStages - 1) * step, size);
+      copies_commit();
+      before(chunk, parity);
+      const float* const weights = shared.weights[parity] + own * kNumbers;
+      scale(state, weights[kChunk]);
+      through *= weights[kChunk];
+      #pragma unroll 2
+      for (int k = 0; k < kChunk; k += 16) {
+        u32 operand[1][1][4];
+        load_weighted_columns<T, kCols + kPad>(operand[0][0], shared.rows[stage] + k * (kCols + kPad) + rows_begin,
+                                               weights + k);
+        add_weighted_rows<T, kSlice + kPad>(
+            state, operand, shared.columns[stage] + k * (kSlice + kPad) + warp % 2 * kSlice / 2);
+      }
+      tell(shared, 1 - parity, told, next, size);
+      if (kScalesStates<T>) tell_largest(shared, 1 - parity, state);
+      stage = stage + 1 < kStages ? stage + 1 : 0;
+    }
+    return through;
+  }
+};
+
+// What every segment adds to the gradient of the state in front of it, and what it leaves of the one behind.
+//
+// dstates (segments, heads, head_dim, state_dim); decays (segments, heads)
+// Launch: grid (segments, inner / kCols, kStateDim / kSlice), block 4 * kCols, shared memory kSharedBytes.
+template <typename T, int kHeadDim, int kStateDim, int kSlice, int kCols, int kStages, int kSharedBytes>
+__global__ void __launch_bounds__(4 * kCols, kCols == 64 ? 3 : 2) thd_ssd_dstates(
+    const T* __restrict__ channels, const T* __restrict__ dy, const float* __restrict__ sums,
+    const int2* __restrict__ ranges, float* __restrict__ dstates, float* __restrict__ decays, MixerSize size) {
+  using Step = Walk<T, true, kHeadDim, kSlice, kCols, kStages>;
+  static_assert(same_bytes<sizeof(typename Step::Shared), kSharedBytes>());
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  const int segment = blockIdx.x, column = blockIdx.y * kCols, slice = blockIdx.z * kSlice, head = column / kHeadDim;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int begin = segment * size.segment, end = min(begin + size.segment, size.chunks());
+  const Step walk{dy + column, channels + size.c_column(size.group_of(head)) + slice, sums, nullptr, ranges, head};
+  float state[1][Step::kBlocks][4] = {};
+  const float through = walk(state, *(typename Step::Shared*)shared_bytes, begin, end, size, [](int, int) {});
+
+  const int own = head + warp / 2 * 16 / kHeadDim, row = warp / 2 * 16 % kHeadDim + lane / 4;
+  const int first_column = slice + warp % 2 * kSlice / 2;
+  float* const to = dstates + size.state_of(segment, own) + (size_t)row * kStateDim + first_column + lane % 4 * 2;
+  #pragma unroll
+  for (int n = 0; n < Step::kBlocks; ++n) {
+    store_pair(to + n * 8, state[0][n][0], state[0][n][1]);
+    store_pair(to + n * 8 + 8 * kStateDim, state[0][n][2], state[0][n][3]);
+  }
+  if (lane == 0 && first_column == 0 && warp / 2 * 16 % kHeadDim == 0) decays[(size_t)segment * size.heads + own] = through;
+}
+
+// S, or with kBack R, of the chunks of some segments, from those in front of the segments, or behind, rounded as
+// operands.
+//
+// states (segments, heads, head_dim, state_dim): of all segments
+// made (chunks of these, heads, head_dim, state_dim), with columns as place_of says
+// scales (chunks of these, heads, kStateDim / kSlice): what they were divided by, for float16 alone
+// Launch: grid (segments of these, inner / kCols, kStateDim / kSlice), block 4 * kCols, shared memory kSharedBytes.
+template <typename T, bool kBack, int kHeadDim, int kStateDim, int kSlice, int kCols, int kStages, int kSharedBytes>
+__global__ void __launch_bounds__(4 * kCols, kCols == 64 ? 3 : 2) thd_ssd_chunk_states(
+    const T* __restrict__ channels, const T* __restrict__ dy, const float* __restrict__ sums,
+    const float* __restrict__ leave, const int2* __restrict__ ranges, const float* __restrict__ states,
+    int first_segment, T* __restrict__ made, float* __restrict__ scales, MixerSize size) {
+  using Step = Walk<T, kBack, kHeadDim, kSlice, kCols, kStages>;
+  static_assert(same_bytes<sizeof(typename Step::Shared), kSharedBytes>());
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  constexpr int kSlices = kStateDim / kSlice;
+  auto& shared = *(typename Step::Shared*)shared_bytes;
+  const int segment = first_segment + blockIdx.x, column = blockIdx.y * kCols, slice = blockIdx.z * kSlice;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, head = column / kHeadDim;
+  const int begin = segment * size.segment, end = min(begin + size.segment, size.chunks());
+  const int own = head + warp / 2 * 16 / kHeadDim, row = warp / 2 * 16 % kHeadDim + lane / 4, group = size.group_of(head);
+  const int first_column = slice + warp % 2 * kSlice / 2;
+
+  float state[1][Step::kBlocks][4];
+  const float* const from = states + size.state_of(segment, own) + (size_t)row * kStateDim
+                            + first_column + lane % 4 * 2;
+  #pragma unroll
+  for (int n = 0; n < Step::kBlocks; ++n) {
+    const float2 low = *(const float2*)(from + n * 8), high = *(const float2*)(from + n * 8 + 8 * kStateDim);
+    state[0][n][0] = low.x, state[0][n][1] = low.y, state[0][n][2] = high.x, state[0][n][3] = high.y;
+  }
+  auto keep = [&](int chunk, int stage) {
+    const size_t number = (size_t)(chunk - first_segment * size.segment) * size.heads + own;
+    T* const to = made + (number * kHeadDim + row) * kStateDim + first_column + lane % 4 * 8;
+    PowerOfTwo scale{1.f, 1.f};
+    if constexpr (kScalesStates<T>) {
+      scale = Step::scale_for(shared, stage);
+      if (lane == 0 && warp % 2 == 0 && warp / 2 * 16 % kHeadDim == 0)
+        scales[(number) * kSlices + slice / kSlice] = scale.inverse;
+    }
+    #pragma unroll
+    for (int n = 0; n < Step::kBlocks; n += 4)
+      #pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        u32 word[4];
+        #pragma unroll
+        for (int i = 0; i < 4; ++i)
+          word[i] = pack<T>(scale.factor * state[0][n + i][2 * half], scale.factor * state[0][n + i][2 * half + 1]);
+        *(uint4*)(to + n * 8 + half * 8 * kStateDim) = make_uint4(word[0], word[1], word[2], word[3]);
+      }
+  };
+  const Step walk{kBack ? dy + column : channels + column,
+                  channels + (kBack ? size.c_column(group) : size.b_column(group)) + slice, sums, leave, ranges, head};
+  walk(state, shared, begin, end, size, keep);
+}

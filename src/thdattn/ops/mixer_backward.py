@@ -1,0 +1,209 @@
+"""Launchers of the Mamba-2 mixer, backward: the gate, states and their gradients, gradients of chunks, convolution.
+
+See host_conv and host_ssd, whose functions these are. Grids follow from numbers of rows alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from thdattn import jit
+from thdattn.mixer_backward_tiles import (
+    CHUNK_THREADS,
+    CONV_BACK_COLUMNS,
+    CONV_BACK_HEADS,
+    SUM_COLUMNS,
+    WALK_SLICE,
+    ChunkTile,
+    chunk_tile_for,
+    thd_mixer_add_halos,
+    thd_mixer_conv_bwd,
+    thd_mixer_gate_bwd,
+    thd_ssd_chunk_states,
+    thd_ssd_dstates,
+    walk_columns,
+)
+from thdattn.mixer_shape import Mamba2Weights, MixerShape
+from thdattn.mixer_tiles import CHUNK, SEGMENT_CHUNKS
+from thdattn.ops import launch
+from thdattn.ops.launch import Array, Launch
+from thdattn.ops.mixer import Activations, size_of
+from thdattn.plan import Plan
+
+_AT_ONCE = 16  # segments whose states at every chunk are in memory at a time; enough to fill the largest GPUs
+
+
+class Gradients(NamedTuple):
+    """What ssd_bwd makes, in buffers of the plan.
+
+    dx: (local_rows, d_inner), gradient of x behind the convolution, in the dtype of the mixer.
+    dbc: (splits, local_rows, 2 * num_groups * state_dim), of B and C, in parts that add up.
+    ddt: (num_heads, chunks * CHUNK), as Activations.dt.
+    shares: (chunks, numbers of all weights), what each chunk gives to the gradients of weights, in their order; for
+        A_log those of A.
+    """
+
+    dx: Array
+    dbc: Array
+    ddt: Array
+    shares: Array
+
+
+def mixer_gate_bwd(dout: Array, zxbcdt: Array, y: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array) -> Array:
+    """dy, and the gradient of z. See host_ssd.mixer_gate_bwd."""
+    dy, run = plan.once(("gate_bwd", shape), lambda: _gate_bwd(plan, shape))
+    run(dout, zxbcdt, y, plan.key_ranges, dy, dzxbcdt)
+    return dy
+
+
+def _gate_bwd(plan: Plan, shape: MixerShape) -> tuple[Array, Launch]:
+    dy = plan.buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype)
+    grid = -(-shape.d_inner // 1024), min(plan.local_rows, 4 * launch.this_gpu().multiprocessors)
+    return dy, Launch(jit.kernel(*thd_mixer_gate_bwd(shape.dtype.name)), grid, 128, (size_of(plan, shape),))
+
+
+def ssd_dstates(act: Activations, dy: Array, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
+    """What every segment adds to the gradient of the state in front. See host_ssd.ssd_dstates."""
+    made, run = plan.once(("dstates", shape), lambda: _dstates(plan, shape))
+    run(act.channels, dy, act.sums, plan.key_ranges, *made)
+    return made
+
+
+def _dstates(plan: Plan, shape: MixerShape) -> tuple[tuple[Array, Array], Launch]:
+    segments = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
+    dstates = plan.buffer("gradients of states", (segments, *shape.state), np.float32)
+    decays = plan.buffer("decays backward", (segments, shape.num_heads), np.float32)
+    columns = _walk_columns(shape)
+    sizes = shape.head_dim, shape.state_dim, columns, launch.this_gpu().shared_bytes
+    kernel = jit.kernel(*thd_ssd_dstates(shape.dtype.name, *sizes))
+    grid = segments, shape.d_inner // columns, _slices(shape)
+    return (dstates, decays), Launch(kernel, grid, 4 * columns, (size_of(plan, shape),))
+
+
+def _walk_columns(shape: MixerShape) -> int:
+    return walk_columns(shape.head_dim, shape.d_inner // shape.num_groups)
+
+
+def _slices(shape: MixerShape) -> int:
+    return -(-shape.state_dim // WALK_SLICE)
+
+
+def ssd_gradients(plan: Plan, shape: MixerShape) -> Gradients:
+    """Buffers for what ssd_bwd makes."""
+    rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
+    return Gradients(
+        plan.buffer("dx", (rows, shape.d_inner), shape.dtype),
+        plan.buffer("dB and dC", (_splits(chunks, shape), rows, shape.channels - shape.d_inner), np.float32),
+        plan.buffer("ddt", (shape.num_heads, chunks * CHUNK), np.float32),
+        plan.buffer("shares of weights", (chunks, _numbers(shape)), np.float32),
+    )
+
+
+def _numbers(shape: MixerShape) -> int:
+    """Of all weights."""
+    return sum(math.prod(of_one) for of_one in shape.weights)
+
+
+def _splits(chunks: int, shape: MixerShape) -> int:
+    """Into how many parts the heads of a group are split, so that there is work for every multiprocessor."""
+    gpu, heads = launch.this_gpu(), shape.num_heads // shape.num_groups
+    wanted = _tile(shape).blocks * gpu.multiprocessors * 3 // 4
+    enough = (s for s in range(1, heads + 1) if heads % s == 0 and s * min(chunks, _most_chunks()) * shape.num_groups
+              >= wanted)  # fmt: skip
+    return next(enough, heads)
+
+
+def _most_chunks() -> int:
+    return _AT_ONCE * SEGMENT_CHUNKS
+
+
+def _tile(shape: MixerShape) -> ChunkTile:
+    return chunk_tile_for(shape.head_dim, shape.state_dim, launch.this_gpu().shared_bytes)
+
+
+def ssd_bwd(
+    act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape,
+    segments: slice, into: Gradients,
+) -> None:
+    """Gradients of ssd_scan for some segments, some at a time. See host_ssd.ssd_bwd."""
+    first, end, _ = segments.indices(len(states))
+    for begin in range(first, end, _AT_ONCE):
+        count = min(_AT_ONCE, end - begin)
+        these = count, begin + count == len(states)
+        run = plan.once(("ssd_bwd", shape, *these), partial(_bwd, *these, plan, shape))
+        run(act, dy, states, dstates, weights, into, begin)
+
+
+def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[..., None]:
+    """Two launches: states at every chunk, and gradients of the chunks.
+
+    last: whether they are the last segments, of which the last one may have fewer chunks.
+    """
+    all_chunks = -(-plan.local_rows // CHUNK)
+    most, fewer = segments * SEGMENT_CHUNKS, -all_chunks % SEGMENT_CHUNKS if last else 0
+    chunks, dtype, sizes = most - fewer, shape.dtype.name, (shape.head_dim, shape.state_dim)
+    kept = plan.buffer("states at chunks", (2 * min(all_chunks, _most_chunks()), *shape.state), shape.dtype)
+    scales = plan.buffer("scales of states", (len(kept), shape.num_heads, _slices(shape)), np.float32)
+    columns, tile, splits = _walk_columns(shape), _tile(shape), _splits(all_chunks, shape)
+    grid = segments, shape.d_inner // columns, _slices(shape)
+    forward, back = (
+        Launch(jit.kernel(*thd_ssd_chunk_states(dtype, back, *sizes, columns, launch.this_gpu().shared_bytes)), grid,
+               4 * columns, (part, scale, size_of(plan, shape)))
+        for back, part, scale in ((False, kept, scales), (True, kept[chunks:], scales[chunks:])))
+    main = Launch(
+        jit.kernel(*tile.thd_ssd_bwd(dtype)), (chunks, shape.num_groups * splits), CHUNK_THREADS,
+        (np.int32(chunks), size_of(plan, shape)))
+    ranges, of_a_log, numbers = plan.key_ranges, sum(map(math.prod, shape.weights[:2])), _numbers(shape)
+
+    def run(act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, into: Gradients,
+            begin: int) -> None:
+        for walk, of in ((forward, states), (back, dstates)):
+            walk(act.channels, dy, act.sums, act.leave, ranges, of, np.int32(begin))
+        main(act.channels, dy, kept, scales, act.dt, act.sums, ranges, weights.A_log, weights.D, into.dx, into.dbc,
+             into.ddt, into.shares.ravel()[of_a_log:], np.int32(shape.num_heads), np.uint64(numbers),
+             np.int32(begin * SEGMENT_CHUNKS))
+
+    return run
+
+
+def mixer_conv_bwd(
+    zxbcdt: Array, halo: Array, weights: Mamba2Weights, gradients: Gradients, plan: Plan, shape: MixerShape,
+    dzxbcdt: Array,
+) -> tuple[Mamba2Weights, Array]:
+    """Gradients of mixer_conv, and of all weights. See host_conv.mixer_conv_bwd."""
+    ends = plan.buffer("gradients of ends", (2, shape.reach, shape.channels), np.float32)
+    if not plan.local_rows:
+        ends.fill(0)
+    conv, sums = plan.once(("conv_bwd", shape), lambda: _conv_bwd(plan, shape))
+    conv(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.dt_bias, dzxbcdt, plan.key_ranges, gradients.dx,
+         gradients.dbc, gradients.ddt, np.int32(len(gradients.dbc)), gradients.shares, ends)
+    made = launch.empty((_numbers(shape),), np.float32)
+    sums(gradients.shares, weights.A_log, made)
+    parts, begin = [], 0
+    for of_one in shape.weights:
+        parts.append(made[begin : begin + math.prod(of_one)].reshape(of_one))
+        begin += math.prod(of_one)
+    return Mamba2Weights(*parts), ends
+
+
+def _conv_bwd(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
+    chunks, columns = -(-plan.local_rows // CHUNK), -(-shape.channels // CONV_BACK_COLUMNS)
+    conv = Launch(
+        jit.kernel(*thd_mixer_conv_bwd(shape.dtype.name, shape.conv_width)),
+        (columns + -(-shape.num_heads // CONV_BACK_HEADS), chunks), 128, (np.int32(columns), size_of(plan, shape)))
+    numbers = chunks, _numbers(shape), sum(map(math.prod, shape.weights[:2])), shape.num_heads
+    sums = Launch(jit.kernel("thd_mixer_sum"), (-(-numbers[1] // SUM_COLUMNS),), 256, tuple(map(np.int32, numbers)))
+    return conv, sums
+
+
+def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array) -> None:
+    """Adds what the rows of other ranks give to the last rows of x, B and C. See host_conv.mixer_add_halos."""
+    grid = -(-shape.channels // CONV_BACK_COLUMNS), min(shape.reach, plan.local_rows)
+    ranks = map(np.int32, (shape.reach, plan.cp_rank, plan.cp_size))
+    jit.kernel(*thd_mixer_add_halos(shape.dtype.name))(grid, 128, (halos, tail, dzxbcdt, *ranks, size_of(plan, shape)))
+

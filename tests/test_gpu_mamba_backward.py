@@ -1,0 +1,281 @@
+"""The CUDA engine's Mamba-2 mixer, backward: every gradient by its name, on one GPU that simulated ranks share.
+
+Every allocation starts as NaN and every row that holds no token is NaN. Kernels are held to the errors of plain maths
+in the same dtype against the recurrence row by row in float64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cases import to_host
+from mixer_cases import (
+    BFLOAT16,
+    FIELDS,
+    FLOAT16,
+    Case,
+    assert_same_bits,
+    random_inputs,
+    run,
+    truth,
+)  # fmt: skip
+
+import thdattn
+from thdattn import mamba_oracle, oracle
+from thdattn.mamba_oracle import Sizes
+from thdattn.methods import states
+from thdattn.mixer_shape import MixerShape
+from thdattn.packing import PackedBatch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
+
+SIZES = Sizes(8, 64, 128, 1)
+PACKS = [
+    Case("no-sequences", (), sizes=SIZES),
+    Case("no-sequences-slack", (), slack=19, sizes=SIZES),
+    Case("all-empty-padded", (0, 0), padded=(5, 2), slack=3, sizes=SIZES),
+    Case("one-token", (1,), sizes=SIZES),
+    Case("fewer-rows-than-ranks", (1, 0, 2), sizes=SIZES),
+    Case("shorter-than-the-convolution", (1, 2, 3, 1, 1, 2, 3, 2), sizes=SIZES),
+    Case("resets-inside-chunks", (10, 50, 7, 30, 90, 2), sizes=SIZES),
+    Case("ranks-of-padding", (5,), padded=(64,), sizes=SIZES),
+    Case("empty-between", (0, 9, 0, 40, 0), padded=(3, 12, 0, 40, 8), slack=2, sizes=SIZES),
+    Case("chunk-edges", (63, 64, 65, 1), sizes=SIZES),
+    Case("padding-ends-a-chunk", (63, 60), padded=(64, 70), slack=9, sizes=SIZES),
+    Case("segment-edges", (1023, 130, 900), sizes=SIZES),
+    Case("over-all-ranks", (1300,), sizes=SIZES),
+    Case("ends-with-a-rank", (50, 50, 100), sizes=SIZES),
+    Case("capacity", (300, 21), slack=1500, sizes=SIZES),
+]
+MIXED = (130, 1, 2, 0, 70, 3, 20)
+KINDS = [
+    *(Case(f"{sizes.num_groups}-groups-of-{sizes.head_dim}-{sizes.state_dim}", MIXED, sizes=sizes) for sizes in (
+        Sizes(8, 64, 64, 8), Sizes(16, 64, 128, 2), Sizes(24, 64, 128, 8), Sizes(8, 64, 256, 1), Sizes(8, 128, 64, 4),
+        Sizes(8, 128, 128, 1), Sizes(8, 128, 256, 8),
+    )),
+    *(Case(f"convolution-of-{width}", MIXED, sizes=SIZES, conv_width=width) for width in (1, 8)),
+]  # fmt: skip
+BY_NAME = {case.name: case for case in (*PACKS, *KINDS)}
+
+
+def columns_of(sizes):
+    inner, width = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.state_dim
+    ends = np.cumsum([inner, inner, width, width, sizes.num_heads])
+    return dict(zip(("z", "x", "B", "C", "dt"), map(slice, [0, *ends[:-1]], ends), strict=True))
+
+
+def check(case, dtype, made, exact=None, plain=None):
+    """Rows by the accuracy rule, columns by their names; few numbers of weights by the sum of their squares."""
+    exact, plain = exact or truth(case, dtype), plain or truth(case, dtype, dtype)
+    assert made["zxbcdt"].dtype == dtype
+    for name, part in columns_of(case.sizes).items():
+        rows = made["zxbcdt"][:, part]
+        verdict = oracle.judge(rows, exact.zxbcdt[:, part], plain.zxbcdt[:, part])
+        assert verdict.rms <= verdict.rms_budget, f"d{name} of {case}: {verdict}"
+    for field in FIELDS[2:]:
+        assert made[field].dtype == np.float32
+        wanted, found = getattr(exact, field), made[field].astype(np.float64).sum(axis=0)
+        ours, allowed = (np.sqrt(np.mean((x - wanted) ** 2)) for x in (found, getattr(plain, field)))
+        size = np.sqrt(np.mean(wanted**2))
+        assert ours <= 3 * allowed + 1e-3 * size, f"{field} of {case}: {ours:.1e}, plain {allowed:.1e}, of {size:.1e}"
+
+
+@pytest.mark.parametrize("cp_size", [1, 3])
+@pytest.mark.parametrize("case", PACKS, ids=str)
+def test_every_pack_is_the_recurrence(cupy, case, cp_size):
+    check(case, BFLOAT16, run(case, cp_size, BFLOAT16, xp=cupy))
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_every_size_is_the_recurrence(cupy, case):
+    check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy))
+
+
+@pytest.mark.parametrize("name", ["1-groups-of-64-256", "8-groups-of-64-64", "1-groups-of-128-128"])
+def test_float16_is_the_recurrence(cupy, name):
+    check(BY_NAME[name], FLOAT16, run(BY_NAME[name], 1, FLOAT16, xp=cupy))
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+@pytest.mark.parametrize("name", ["resets-inside-chunks", "over-all-ranks", "fewer-rows-than-ranks"])
+def test_every_number_of_ranks_is_the_recurrence(cupy, name, cp_size):
+    check(BY_NAME[name], BFLOAT16, run(BY_NAME[name], cp_size, BFLOAT16, xp=cupy))
+
+
+@pytest.mark.parametrize("name", ["empty-between", "padding-ends-a-chunk", "capacity"])
+def test_what_padding_holds_changes_no_bit(cupy, name):
+    for cp_size in (1, 3):
+        clean, *poisoned = (run(BY_NAME[name], cp_size, BFLOAT16, fill=fill, xp=cupy) for fill in (0, np.nan, np.inf))
+        for other in poisoned:
+            assert_same_bits(clean, other)
+
+
+@pytest.mark.parametrize("cp_size", [1, 3])
+@pytest.mark.parametrize("name", ["resets-inside-chunks", "segment-edges", "shorter-than-the-convolution"])
+def test_a_document_changes_no_bit_of_another(cupy, name, cp_size):
+    case = BY_NAME[name]
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    calm = run(case, cp_size, BFLOAT16, xp=cupy)["zxbcdt"]
+    for document in range(1, len(case.lengths), 2):
+        begin, end = (int(x) for x in case.batch.cu_seqlens_padded[document : document + 2])
+        changed, of_out = zxbcdt.copy(), dout.copy()
+        changed[begin:end], of_out[begin:end] = 3 * changed[begin:end][::-1], 1000 * of_out[begin:end]
+        changed[begin:end, -case.sizes.num_heads :] = 50
+        wild = run(case, cp_size, BFLOAT16, (changed, weights, of_out), xp=cupy)["zxbcdt"]
+        others = np.r_[0:begin, end : len(zxbcdt)]
+        assert calm[others].tobytes() == wild[others].tobytes()
+        assert calm[begin:end].tobytes() != wild[begin:end].tobytes()
+
+
+def test_two_runs_are_bitwise_the_same(cupy):
+    for cp_size in (1, 4):
+        first, *others = (run(BY_NAME["segment-edges"], cp_size, BFLOAT16, xp=cupy) for _ in range(3))
+        for other in others:
+            assert_same_bits(first, other)
+
+
+def test_extreme_steps_and_rates(cupy):
+    case = Case("extreme", (90, 3, 1070), sizes=SIZES)
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    rng = np.random.default_rng(0)
+    zxbcdt[:, -8:] = rng.choice([-200, -20, -7, 0, 3, 30, 100], (len(zxbcdt), 8)).astype(BFLOAT16)
+    heads = np.array([-5, 0, 3, 5] * 2, np.float32)
+    inputs = zxbcdt, weights._replace(A_log=heads, dt_bias=np.zeros(8, np.float32)), dout
+    exact, plain = (mamba_oracle.packed_mixer(case.batch, *inputs, case.sizes, kind) for kind in (None, BFLOAT16))
+    for cp_size in (1, 3):
+        check(case, BFLOAT16, run(case, cp_size, BFLOAT16, inputs, xp=cupy), exact, plain)
+
+
+def test_gradients_of_weights_are_long_sums_of_equal_shares(cupy):
+    """Of 2,048 times the same documents of 64 rows: as exact as those of one.
+
+    Those of B and C to what their heads' sum is rounded to, as packs of other lengths may split heads otherwise.
+    """
+    one, times = Case("one", (40, 24), sizes=SIZES), 2048
+    zxbcdt, weights, dout = random_inputs(one, BFLOAT16)
+    many = Case("many", one.lengths * times, sizes=SIZES)
+    made = run(many, 1, BFLOAT16, (np.tile(zxbcdt, (times, 1)), weights, np.tile(dout, (times, 1))), xp=cupy)
+    alone = run(one, 1, BFLOAT16, xp=cupy)
+    of_x = slice(SIZES.num_heads * SIZES.head_dim)
+    for field in FIELDS[2:]:
+        wanted, found = alone[field][0].astype(np.float64), made[field][0].astype(np.float64) / times
+        size = np.abs(wanted).max()
+        assert np.abs(found - wanted).max() <= 1e-2 * size, field
+        assert np.abs(found - wanted)[of_x].max() <= 4e-6 * size, field
+    rows = made["zxbcdt"].reshape(times, *alone["zxbcdt"].shape).view(np.uint16)
+    assert (rows == rows[0]).all()
+    for name in ("z", "x", "dt"):
+        part = columns_of(SIZES)[name]
+        assert (rows[0][:, part] == alone["zxbcdt"].view(np.uint16)[:, part]).all(), name
+
+
+def test_states_beyond_float16_are_read_without_loss(cupy):
+    """States of x and B that hardly decay, and gradients of states of dout and C, grow beyond 65,504."""
+    case = Case("large-states", (600,), sizes=SIZES)
+    zxbcdt, weights, dout = random_inputs(case, FLOAT16)
+    inner, state = 512, 128
+    zxbcdt[:, inner : 2 * inner + state] = abs(zxbcdt[:, inner : 2 * inner + state]) + 2  # x and B
+    zxbcdt[:, 2 * inner + state : 2 * inner + 2 * state] = -9  # C: its silu is -1e-3
+    zxbcdt[:, -8:], dout[...] = 20, abs(dout) / 16
+    conv_weight = np.zeros_like(weights.conv_weight)
+    conv_weight[:, -1] = 1
+    weights = weights._replace(conv_weight=conv_weight, conv_bias=np.zeros_like(weights.conv_bias), D=0 * weights.D,
+                               A_log=np.full(8, -14, np.float32), dt_bias=0 * weights.dt_bias)  # fmt: skip
+    exact = mamba_oracle.packed_mixer(case.batch, zxbcdt, weights, dout, case.sizes)
+    made = run(case, 1, FLOAT16, (zxbcdt, weights, dout), xp=cupy)["zxbcdt"].astype(np.float64)
+    for name, part in columns_of(case.sizes).items():
+        if name != "dt" and abs(exact.zxbcdt[:, part]).max() < 60_000:
+            wanted = exact.zxbcdt[:, part]
+            assert np.sqrt(np.mean((made[:, part] - wanted) ** 2) / np.mean(wanted**2)) < 3e-3, name
+
+
+def test_more_elements_than_32_bits_count(cupy):
+    """Rows of 8,512 numbers, 2.2e9 of them: the last documents are those that are alone in another pack."""
+    mixer = thdattn.Mamba2Mixer(thdattn.comm.init("single"), 64, 64, 128, dtype=BFLOAT16, engine="cuda")
+    rows, alone = 262_144, 1024 * 3
+    assert rows * 8512 > 2**31
+    rng = np.random.default_rng(0)
+    last, of_out = (cupy.random.standard_normal((alone, width), dtype=np.float32).astype(BFLOAT16).view(np.uint16)
+                    for width in (8512, 4096))  # fmt: skip
+    weights = thdattn.Mamba2Weights(*(cupy.asarray(x, np.float32) for x in (
+        rng.standard_normal((4352, 4)), np.zeros(4352), np.log(rng.uniform(1, 16, 64)), np.ones(64), np.zeros(64))))
+    zxbcdt, dout = cupy.zeros((rows, 8512), np.uint16), cupy.zeros((rows, 4096), np.uint16)
+    zxbcdt[-alone:], dout[-alone:] = last, of_out
+
+    def gradient(zxbcdt, dout, starts):
+        _, saved = mixer.forward(zxbcdt.view(BFLOAT16), weights, mixer.plan(PackedBatch(starts)))
+        return mixer.backward(dout.view(BFLOAT16), saved)[0].view(np.uint16)
+
+    whole = gradient(zxbcdt, dout, [0, rows - alone, rows])
+    del zxbcdt, dout
+    assert not (whole[:-alone] & 0x7FFF).any()
+    tail, wanted = whole[-alone:], gradient(last, of_out, [0, alone])
+    for name, part in columns_of(Sizes(64, 64, 128, 1)).items():
+        if name in ("B", "C"):  # whose heads the shorter pack splits, each part rounded
+            found, exact = (x[:, part].view(BFLOAT16).astype(np.float32) for x in (tail, wanted))
+            assert cupy.linalg.norm(found - exact) <= 1e-2 * cupy.linalg.norm(exact), name
+        else:
+            assert cupy.array_equal(tail[:, part], wanted[:, part]), name
+
+
+# --- lengths on the GPU, graphs --------------------------------------------------------------------------------------
+
+ROWS = 2100
+REPLAYED = [((300, 40, 1200), (304, 48, 1300)), ((1, 2000, 0), (2, 2098, 0)), ((0, 0, 0), (0, 0, 0)),
+            ((2100, 0, 0), (2100, 0, 0)), ((1024, 0, 1000), (1024, 5, 1071))]  # fmt: skip
+
+
+def test_replays_plan_anew_for_other_lengths_without_a_sync(cupy):
+    """Two graphs of one plan on one stream, lengths rewritten on the GPU between replays."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    case = Case("replayed", (ROWS,), sizes=SIZES)
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
+    with stream:
+        lengths = [cupy.zeros(4, np.int32) for _ in range(2)]
+        inputs = [cupy.zeros(x.shape, np.uint16) for x in (zxbcdt, dout)]
+        on_gpu = thdattn.Mamba2Weights(*map(cupy.asarray, weights))
+        plan = mixer.plan(PackedBatch(*lengths, total_rows=ROWS))
+
+        def step():
+            plan.refresh()
+            out, saved = mixer.forward(inputs[0].view(BFLOAT16), on_gpu, plan)
+            dzxbcdt, dweights = mixer.backward(inputs[1].view(BFLOAT16), saved)
+            return out, dzxbcdt, *dweights
+
+        step()
+        stream.synchronize()
+        captured = []
+        for _ in range(2):
+            stream.begin_capture()
+            made = step()
+            captured.append((stream.end_capture(), made))
+    for i, (tokens, padded) in enumerate([*REPLAYED, *REPLAYED[::-1]]):
+        here = Case("here", tokens, padded, slack=ROWS - sum(padded), sizes=SIZES)
+        for there, values in zip(lengths, (here.batch.cu_seqlens, here.batch.cu_seqlens_padded), strict=True):
+            there.set(np.array(values), stream)
+        for there, x in zip(inputs, (zxbcdt, dout), strict=True):
+            there.set(np.where(here.valid[:, None], x, BFLOAT16.type(np.nan)).view(np.uint16), stream)
+        graph, made = captured[i % 2]
+        graph.launch(stream)
+        stream.synchronize()
+        wanted = run(here, 1, BFLOAT16, (zxbcdt, weights, dout), xp=cupy)
+        for field, x in zip(FIELDS, made, strict=True):
+            assert to_host(x).tobytes() == wanted[field].tobytes(), f"{field} of {tokens}"
+
+
+def test_wrong_lengths_on_the_gpu_give_nan(cupy):
+    """What Mamba2Mixer.backward would raise for, once the host knows, as in a graph that is replayed."""
+    case = Case("wrong", (30,), sizes=SIZES)
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    from thdattn import ops
+
+    comm = thdattn.comm.init("single")
+    mixer = case.mixer(comm, BFLOAT16, engine="cuda")
+    plan = mixer.plan(PackedBatch(cupy.asarray([0, 20, 10], np.int32), total_rows=30))
+    shape = MixerShape(*SIZES, case.conv_width, BFLOAT16)
+    arrays = cupy.asarray(zxbcdt), thdattn.Mamba2Weights(*map(cupy.asarray, weights))
+    _, kept = states.forward(ops, comm, plan, *arrays, shape)
+    dzxbcdt, dweights = states.backward(ops, comm, plan, cupy.asarray(dout), *arrays, kept, shape)
+    for x in (dzxbcdt, *dweights):
+        assert np.isnan(to_host(x).astype(np.float32)).all()
