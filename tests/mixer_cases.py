@@ -56,6 +56,8 @@ class Case:
         return valid
 
     def mixer(self, comm: thdattn.comm.Comm, dtype: Any, **options: Any) -> thdattn.Mamba2Mixer:
+        """On the NumPy engine, if options do not say otherwise."""
+        options = {"engine": "reference", **options}
         return thdattn.Mamba2Mixer(comm, *self.sizes, conv_width=self.conv_width, dtype=dtype, **options)
 
 

@@ -22,7 +22,7 @@ LAYERS = [
     {"packing", "jit", "mixer_shape"},
     {"balanced", "sums"},
     {"comm"},
-    {"sharding", "routes", "pairs", "engines", "tensor_map", "oracle", "mamba_oracle", "decode_tiles"},
+    {"sharding", "routes", "pairs", "engines", "tensor_map", "oracle", "mamba_oracle", "decode_tiles", "mixer_tiles"},
     {"plan"},
     {"host_plan", "host_rows", "host_ssd", "cache", "room", "planning", "checks"},
     {"host_conv", "host_decode"},

@@ -18,6 +18,7 @@ from launch import SOURCE
 
 from thdattn import structs
 from thdattn.decode_tiles import CACHE_KERNELS, DECODE
+from thdattn.mixer_tiles import MIXER_KERNELS, MIXER_SIZES, SLABS, SLABS_SM90, slab_for, thd_mixer_conv
 from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATIC_BYTES, SUM_KERNELS, TILES
 
 pytest.importorskip("cupy")
@@ -76,6 +77,33 @@ def test_attention_kernels_fit_and_do_not_spill(arch, dims):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_decode_kernels_fit_and_do_not_spill(arch, dims):
     compile_all([DECODE[dims].thd_attn_decode(dtype) for dtype in ("float16", "bfloat16")], arch)
+
+
+def mixer_slabs(arch, state_dim):
+    """Those that a GPU may choose; on Hopper also those of the portable kernels."""
+    return {slab_for(state_dim, columns, ARCHITECTURES[arch], sm90)
+            for columns in (64, 128) for sm90 in {False, arch == "sm_90a"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_mixer_kernels_of_a_state_fit_and_do_not_spill(arch, state_dim):
+    usual = arch in ("sm_80", "sm_90a")
+    kernels = {make(dtype) for slab in mixer_slabs(arch, state_dim) for make in (slab.states_kernel, slab.scan_kernel)
+               for dtype in ("bfloat16", "float16")[: 1 + usual]}  # fmt: skip
+    compile_all(sorted(kernels), arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_other_mixer_kernels_fit_and_do_not_spill(arch):
+    of_widths = [thd_mixer_conv("bfloat16", width) for width in MIXER_SIZES["conv_width"]]
+    compile_all([*of_widths, thd_mixer_conv("float16", 4), *((name, 0) for name in MIXER_KERNELS)], arch)
+
+
+def test_every_slab_is_the_first_choice_somewhere():
+    chosen = {slab for arch in ARCHITECTURES for state_dim in MIXER_SIZES["state_dim"]
+              for slab in mixer_slabs(arch, state_dim)}  # fmt: skip
+    assert chosen == {*SLABS, *SLABS_SM90}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -153,7 +181,9 @@ def with_tiles():
     """One instance of every kernel whose shared memory Python computes."""
     narrow, wide = TILES[64, 64], TILES[256, 256]
     backward = narrow.backward[0]
-    return [narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
+    mixer = [make("float16") for slab in (SLABS[0], SLABS_SM90[0]) for make in (slab.states_kernel, slab.scan_kernel)]
+    return [*mixer,
+            narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
             narrow.thd_attn_bwd_dq("float16", "float32"), narrow.thd_attn_fwd_sm90("float16", "float32"),
             narrow.thd_attn_bwd_sm90("float16", "float16", "float32", False),
             wide.thd_attn_bwd_wide_sm90("float16", "float16", "float32")]
@@ -162,6 +192,7 @@ def with_tiles():
 def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below():
     kernels = [kernel for tiles in TILES.values()
                for kernel in (*tiles.portable_kernels(ARCHITECTURES["sm_80"]), *tiles.hopper_kernels())]
+    kernels += [make("float16") for slab in (*SLABS, *SLABS_SM90) for make in (slab.states_kernel, slab.scan_kernel)]
     found = {kernel.name.partition("<")[0] for kernel in kernels if kernel.shared_bytes}
     assert found == {kernel.name.partition("<")[0] for kernel in with_tiles()}
 
@@ -188,10 +219,12 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
              "another order": fields[::-1]}[change]
     monkeypatch.setitem(structs.LAYOUTS, struct, np.dtype(wrong))
     jit._text.cache_clear()
-    kernels = {"ForwardSize": with_tiles()[3].name, "Rows": REORDER_KERNELS[False], "Shares": SUM_KERNELS["float16"]}
+    by_name = {kernel.name.partition("<")[0]: kernel.name for kernel in with_tiles()}
+    kernels = {"ForwardSize": by_name["thd_attn_fwd_sm90"], "MixerSize": MIXER_KERNELS[0],
+               "Rows": REORDER_KERNELS[False], "Shares": SUM_KERNELS["float16"]}  # fmt: skip
     try:
         with pytest.raises(RuntimeError, match=f"static assertion failed .*{struct}.* is not what structs.py has"):
-            jit.compile_kernel(kernels.get(struct, with_tiles()[4].name), "sm_90a")
+            jit.compile_kernel(kernels.get(struct, by_name["thd_attn_bwd_sm90"]), "sm_90a")
     finally:
         monkeypatch.undo()
         jit._text.cache_clear()

@@ -11,6 +11,8 @@ from wrong_values import MASKED, NoDevice, OnAGpu, refuses, table
 
 import thdattn
 from thdattn.comm import Comm
+from thdattn.engines import check_mixer_sizes
+from thdattn.mixer_tiles import MIXER_SIZES
 from thdattn.packing import PackedBatch
 
 SINGLE = thdattn.comm.init("single")
@@ -20,7 +22,8 @@ SHAPES = {"conv_weight": (32, 4), "conv_bias": (32,), "A_log": (4,), "D": (4,), 
 
 
 def mixer(comm=SINGLE, **changes):
-    arguments = {"num_heads": 4, "head_dim": 3, "state_dim": 5, "num_groups": 2, "dtype": "float32"}
+    arguments = {"num_heads": 4, "head_dim": 3, "state_dim": 5, "num_groups": 2, "dtype": "float32",
+                 "engine": "reference"}  # fmt: skip
     return thdattn.Mamba2Mixer(comm, **{**arguments, **changes})
 
 
@@ -40,8 +43,6 @@ def weights(**changes):
     ("dtype", "int32", TypeError, "dtype is int32, wanted one of float16, bfloat16, float32, float64"),
     ("dtype", None, TypeError, "dtype is None, wanted one of"),
     ("engine", "triton", ValueError, "engine is 'triton', wanted 'auto', 'cuda' or 'reference'"),
-    ("engine", "cuda", RuntimeError, "engine is 'cuda', but the Mamba-2 mixer has no CUDA kernels yet, wanted "
-                                     "'reference' … use engine='reference'"),
     ("comm", 4, TypeError, "comm is 4, a int; wanted a Comm; make one with thdattn.comm.init()"),
     ("comm", (SINGLE, SINGLE), TypeError, "comm is … a tuple; wanted a Comm"),
 )  # fmt: skip
@@ -49,18 +50,37 @@ def test_bad_mixer(argument, value, kind, message):
     refuses(mixer, argument, value, kind, message)
 
 
-def test_a_comm_of_gpu_arrays_alone_is_refused():
+def test_a_comm_of_other_arrays_is_refused():
     class OnGpus(type(SINGLE)):
         name = "nccl"
         devices = frozenset({"cuda"})
 
-    for engine in ("auto", "reference"):
-        refuses(lambda comm, engine=engine: mixer(comm, engine=engine), "comm", OnGpus(), ValueError,
-                "comm is of backend 'nccl', which moves GPU arrays, wanted … use thdattn.comm.init('mpi')")
+    class OnHosts(type(SINGLE)):
+        name = "mpi"
+        devices = frozenset({"cpu"})
+
+    with pytest.raises(ValueError, match="'reference' computes on cpu arrays, but a comm of backend 'nccl' moves cuda"):
+        mixer(OnGpus())
+    with pytest.raises(ValueError, match="engine is 'cuda', but a comm of backend 'mpi' moves host arrays; use"):
+        mixer(OnHosts(), engine="cuda")
 
 
-def test_auto_is_the_reference():
-    assert mixer(engine="auto").engine == "reference"
+def test_sizes_that_an_engine_has_no_kernels_for_are_refused_with_the_remedy():
+    class Engine:
+        name = "cuda"
+        mixer_sizes = MIXER_SIZES
+
+    good = {"num_heads": 8, "head_dim": 64, "state_dim": 128, "conv_width": 4}
+    check_mixer_sizes(Engine, **good)
+    for name, value, wanted in (
+        ("head_dim", 96, "one of 64, 128"), ("state_dim", 32, "one of 64, 128, 256"),
+        ("conv_width", 9, "1 to 8"), ("num_heads", 12, "a multiple of 8"), ("num_heads", 4, "a multiple of 8"),
+    ):  # fmt: skip
+        refuses(lambda **bad: check_mixer_sizes(Engine, **{**good, **bad}), name, value, ValueError,
+                f"{name} is {value}, wanted {wanted} for a Mamba-2 mixer on engine 'cuda'; use engine='reference'")
+
+
+def test_the_mixer_says_what_it_is():
     assert repr(mixer()).startswith("<Mamba2Mixer num_heads=4, head_dim=3, state_dim=5, num_groups=2, conv_width=4")
 
 

@@ -154,7 +154,7 @@ def test_layers_of_a_hybrid_model_share_the_plan_of_an_attention(cp_comm_type):
 
 
 def test_an_attention_takes_the_plan_of_a_mixer_with_its_head_dim():
-    mixer = thdattn.Mamba2Mixer(SINGLE, 2, 8, 4, dtype="float32")
+    mixer = thdattn.Mamba2Mixer(SINGLE, 2, 8, 4, dtype="float32", engine="reference")
     attention = thdattn.CPAttention(SINGLE, 2, 8, dtype="float32")
     x = np.random.default_rng(0).standard_normal((9, 2, 8), np.float32)
     batch = PackedBatch([0, 4, 9])

@@ -84,3 +84,16 @@ def check_head_dims(engine: Any, head_dim: int, v_head_dim: int) -> None:
             f"head_dim/v_head_dim is {head_dim}/{v_head_dim}, wanted one of {wanted} for engine "
             f"{engine.name!r}; pad the heads with zeros to one of these, or use engine='reference'"
         )
+
+
+def check_mixer_sizes(engine: Any, **sizes: int) -> None:
+    """Raises a ValueError where the engine has no kernel for a mixer of these sizes."""
+    for name, size in sizes.items():
+        known = engine.mixer_sizes.get(name)
+        if known is not None and size not in known:
+            wanted = f"a multiple of {known.step}" if isinstance(known, range) and known.step > 1 else (
+                f"{known[0]} to {known[-1]}" if isinstance(known, range) else "one of " + ", ".join(map(str, known)))
+            raise ValueError(
+                f"{name} is {size}, wanted {wanted} for a Mamba-2 mixer on engine {engine.name!r}; use "
+                f"engine='reference', with host arrays, or another {name}"
+            )

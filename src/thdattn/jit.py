@@ -38,7 +38,9 @@ GENERATED = {
 }
 _ROWS = ("kernels/common.cuh", "structs.checks()", "kernels.cu")
 _PORTABLE = ("kernels/common.cuh", "kernels/portable/common.cuh")
+_MAMBA = ("kernels/common.cuh", "structs.checks()", "kernels/portable/common.cuh", "kernels/mamba/common.cuh")
 _HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/hopper/common.cuh")
+_MAMBA_HOPPER = (*_HOPPER, "kernels/portable/common.cuh", "kernels/mamba/common.cuh")
 _HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")
 FILES = {
     "thd_reorder": _ROWS,
@@ -59,6 +61,14 @@ FILES = {
     "thd_attn_bwd_dq": (*_PORTABLE, "kernels/portable/backward.cu"),
     "thd_attn_round": (*_PORTABLE, "kernels/portable/backward.cu"),
     "thd_attn_decode": (*_PORTABLE, "kernels/portable/decode.cu"),
+    "thd_mixer_conv": (*_MAMBA, "kernels/mamba/conv.cu"),
+    "thd_ssd_states": (*_MAMBA, "kernels/mamba/scan.cu"),
+    "thd_ssd_fold": (*_MAMBA, "kernels/mamba/scan.cu"),
+    "thd_ssd_start": (*_MAMBA, "kernels/mamba/scan.cu"),
+    "thd_ssd_enter": (*_MAMBA, "kernels/mamba/scan.cu"),
+    "thd_ssd_scan": (*_MAMBA, "kernels/mamba/scan.cu"),
+    "thd_ssd_states_sm90": (*_MAMBA_HOPPER, "kernels/mamba/scan_sm90.cu"),
+    "thd_ssd_scan_sm90": (*_MAMBA_HOPPER, "kernels/mamba/scan_sm90.cu"),
     "thd_attn_fwd_sm90": (*_HOPPER, "kernels/hopper/forward.cu"),
     "thd_attn_shares_sm90": _HOPPER_BACKWARD,
     "thd_attn_bwd_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/query_side.cuh", "kernels/hopper/backward.cu"),

@@ -7,10 +7,10 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from thdattn.arguments import as_choice, as_count, found
+from thdattn.arguments import as_count, found
 from thdattn.checks import check_same
 from thdattn.comm import Comm
-from thdattn.engines import ENGINES, as_engine_dtype, choose_engine
+from thdattn.engines import as_engine_dtype, check_mixer_sizes, choose_engine
 from thdattn.methods import states
 from thdattn.methods.states import Kept
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
@@ -61,13 +61,15 @@ class Mamba2Mixer:
         state_dim: width of a group of B and C.
         num_groups: groups of B and C, a divisor of num_heads; any number of ranks goes with any number of both.
         conv_width: rows that the convolution sees, its own included.
-        dtype: of zxbcdt and out: "bfloat16", "float16", "float32" or "float64".
-        engine: "reference", or "auto", which is the same. There are no CUDA kernels for the mixer yet.
+        dtype: of zxbcdt and out: "bfloat16" or "float16"; on the reference engine also "float32" or "float64".
+        engine: "cuda", "reference" (NumPy), or "auto": CUDA where a GPU and its comm allow it. CUDA has kernels for
+            head_dim 64 and 128, state_dim 64, 128 and 256, conv_width up to 8, and a multiple of 8 heads.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that the engine does not compute in.
-        ValueError: a value out of range, or a comm that moves GPU arrays alone.
-        RuntimeError: engine="cuda".
+        ValueError: a value out of range, sizes that the engine has no kernels for, or an engine whose arrays the comm
+            does not move.
+        RuntimeError: engine="cuda" without CuPy or a GPU.
     """
 
     def __init__(
@@ -94,9 +96,11 @@ class Mamba2Mixer:
                 f"num_heads is {num_heads}, not a multiple of num_groups = {num_groups}; wanted as many heads for "
                 f"every group of B and C; use a divisor of num_heads"
             )
-        self._engine = _choose_engine(engine, comm)
+        self._engine = choose_engine(engine, comm)[0]
         self.engine: str = self._engine.name
         self.dtype = as_engine_dtype(self._engine, dtype)
+        check_mixer_sizes(self._engine, num_heads=self.num_heads, head_dim=self.head_dim, state_dim=self.state_dim,
+                          conv_width=self.conv_width)
         self._shape = MixerShape(
             self.num_heads, self.head_dim, self.state_dim, self.num_groups, self.conv_width, self.dtype
         )
@@ -114,14 +118,14 @@ class Mamba2Mixer:
         Collective: every rank calls it with the same batch, which is checked.
 
         Args:
-            batch: the global lengths, on the host.
+            batch: the global lengths, on the host or, for the CUDA engine, on its GPU.
             sharding: "contiguous", or such a Sharding of this batch over comm.size ranks: states are passed on along
                 the rows, so that a rank has rows that follow each other.
 
         Raises:
             TypeError: batch is no PackedBatch, or sharding neither a str nor a Sharding.
-            ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU, or (on every rank) a
-                batch that differs between ranks.
+            ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU for the NumPy engine,
+                or (on every rank) a batch that differs between ranks.
         """
         sharding = as_sharding(sharding, batch, self.comm.size)
         _check_sharding(sharding)
@@ -210,21 +214,6 @@ class Mamba2Mixer:
             self._checked(f"weights.{name}", x, shape, self._shape.sum_dtype, "pass those of a mixer of these sizes")
             for name, x, shape in named
         ))  # fmt: skip
-
-
-def _choose_engine(engine: str, comm: Comm) -> Any:
-    """The engine module: `reference`, as long as `ops` has no mixer."""
-    if as_choice("engine", engine, ("auto", *ENGINES)) == "cuda":
-        raise RuntimeError(
-            "engine is 'cuda', but the Mamba-2 mixer has no CUDA kernels yet, wanted 'reference' or 'auto'; use "
-            "engine='reference', with host arrays"
-        )
-    if "cpu" not in comm.devices:
-        raise ValueError(
-            f"comm is of backend {comm.name!r}, which moves GPU arrays, wanted one that moves host arrays, as the "
-            f"Mamba-2 mixer has no CUDA kernels yet; use thdattn.comm.init('mpi')"
-        )
-    return choose_engine("reference", comm)[0]
 
 
 def _check_sharding(sharding: Sharding) -> None:

@@ -62,6 +62,7 @@ name = "reference"
 device = "cpu"
 dtypes = ("float16", "bfloat16", "float32", "float64")
 head_dims = None  # any
+mixer_sizes: dict[str, Any] = {}  # any
 
 DLPACK_DTYPE_CODE, DLPACK_UINT = 20, 1  # offset of dtype.code in a DLTensor, after data, device and ndim
 MAX_BLOCK_ROWS = 128

@@ -15,10 +15,12 @@ MAX_RANKS = 16  # kMaxRanks of kernels/common.cuh
 ROWS = np.dtype([("from", np.uint64, MAX_RANKS), ("own", np.uint64), ("out", np.uint64),
                  *((field, np.int32) for field in ("words", "pitch", "own_pitch"))], align=True)
 SHARES = np.dtype([("of", np.uint64, (2, MAX_RANKS))])
+MIXER_SIZE = np.dtype([(field, np.int32) for field in (
+    "rows", "offset", "heads", "head_dim", "groups", "state_dim", "segment")])
 
 # By the names of the structs in CUDA.
 LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "BackwardSize": BACKWARD_SIZE,
-           "Gradients<float>": GRADIENTS, "Rows": ROWS, "Shares": SHARES}
+           "Gradients<float>": GRADIENTS, "Rows": ROWS, "Shares": SHARES, "MixerSize": MIXER_SIZE}
 
 
 def checks() -> str:

@@ -6,20 +6,33 @@ CUDA graph. Results are new arrays (a layer's output must outlive the next layer
 
 from __future__ import annotations
 
+from thdattn.mixer_tiles import MIXER_SIZES as mixer_sizes
 from thdattn.ops import launch
 from thdattn.ops.backward import attn_bwd, backward_bytes, plan_backward, rounded, without_padding
 from thdattn.ops.decode import attn_decode, cache_append, cache_fill
 from thdattn.ops.forward import attn_fwd, forward_bytes
 from thdattn.ops.launch import empty, free_bytes, from_user
+from thdattn.ops.mixer import (
+    mixer_conv,
+    mixer_halo,
+    mixer_tail,
+    ssd_enter,
+    ssd_fold,
+    ssd_scan,
+    ssd_segment_rows,
+    ssd_start,
+    ssd_states,
+)  # fmt: skip
 from thdattn.ops.plan import enter, plan_arrays, plan_bytes, poison
 from thdattn.ops.rows import add_shares, pack_rows, place_rows, to_rank_order, to_sequence_order
 from thdattn.tiles import TILES
 
 __all__ = [
     "add_shares", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "device",
-    "dtypes", "empty", "enter", "forward_bytes", "free_bytes", "from_user", "head_dims", "name", "pack_rows",
-    "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "poison", "rounded", "tiles",
-    "to_rank_order", "to_sequence_order", "without_padding",
+    "dtypes", "empty", "enter", "forward_bytes", "free_bytes", "from_user", "head_dims", "mixer_conv",
+    "mixer_halo", "mixer_sizes", "mixer_tail", "name", "pack_rows", "place_rows", "plan_arrays", "plan_backward",
+    "plan_bytes", "poison", "rounded", "ssd_enter", "ssd_fold", "ssd_scan", "ssd_segment_rows", "ssd_start",
+    "ssd_states", "tiles", "to_rank_order", "to_sequence_order", "without_padding",
 ]  # fmt: skip
 
 name = "cuda"

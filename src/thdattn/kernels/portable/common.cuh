@@ -35,6 +35,9 @@ __device__ __forceinline__ void copy_async_4(void* dst, const void* src, bool va
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;"); }
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group 0;"); }
+// All but the kPending copies that were committed last have arrived.
+template <int kPending>
+__device__ __forceinline__ void copies_wait_but() { asm volatile("cp.async.wait_group %0;" :: "n"(kPending)); }
 
 __device__ __forceinline__ void add_to_global(float* p, float x, float y) {
 #if __CUDA_ARCH__ >= 900

@@ -19,10 +19,6 @@ struct DecodeShares {
   float2 parts[kMaxParts * kHeads];
 };
 
-// All but the kPending copies that were committed last have arrived.
-template <int kPending>
-__device__ __forceinline__ void copies_wait_but() { asm volatile("cp.async.wait_group %0;" :: "n"(kPending)); }
-
 // Weighted values of 4 columns of one head, relative to 2^largest, and the sum of their weights.
 struct Share { float4 sum; float largest, total; };
 

@@ -1,0 +1,193 @@
+// What the kernels of the Mamba-2 mixer share (sm_80 and later): sizes, which rows count, and tiles of a chunk of rows.
+//
+// The one rule: row j counts for row i iff first[i] <= j <= i, where first[i] is where the sequence of row i begins.
+// Rows of padding have first[i] = i + 1. What does not count is left out by selection, never by a product with 0.
+//
+// Chunks are kChunk rows of the buffer. Arrays of dt and of what follows from it are (heads, chunks * kChunk) float32;
+// rows behind the last one belong to the sequence of the last one, and have dt = x = B = C = 0.
+
+[[maybe_unused]] constexpr int kChunk = 64;
+
+// A row of zxbcdt has the columns z, x, B, C, dt; one of channels has x, B, C.
+struct MixerSize {
+  int rows;
+  int offset;                                         // what the number of a row is in the pack, minus that on this rank
+  int heads;
+  int head_dim;
+  int groups;
+  int state_dim;
+  int segment;                                        // chunks of a segment
+
+  __device__ __forceinline__ int inner() const { return heads * head_dim; }
+  __device__ __forceinline__ int channels() const { return inner() + 2 * groups * state_dim; }
+  __device__ __forceinline__ int columns() const { return inner() + channels() + heads; }
+  __device__ __forceinline__ int chunks() const { return (rows + kChunk - 1) / kChunk; }
+  __device__ __forceinline__ int group_of(int head) const { return head / (heads / groups); }
+  // Where in a row of channels B and C of a group are.
+  __device__ __forceinline__ int b_column(int group) const { return inner() + group * state_dim; }
+  __device__ __forceinline__ int c_column(int group) const { return inner() + (groups + group) * state_dim; }
+  // Where in an array of dt the rows of a chunk are.
+  __device__ __forceinline__ size_t in_heads(int head, int chunk) const {
+    return ((size_t)head * chunks() + chunk) * kChunk;
+  }
+  // Where in an array of states a segment's one of a head is.
+  __device__ __forceinline__ size_t state_of(int segment_number, int head) const {
+    return ((size_t)segment_number * heads + head) * head_dim * state_dim;
+  }
+};
+CHECK_MixerSize;
+
+// ------------------------------------------------------------------------------------------------ rows that count
+
+// The range that stands for a row: its own, or that of the last row for rows behind it.
+__device__ __forceinline__ int2 range_at(const int2* ranges, int row, const MixerSize& size) {
+  return ranges[min(row, size.rows - 1)];
+}
+// first[row], below 0 if its sequence began on another rank.
+__device__ __forceinline__ int first_of(int2 range, int row, const MixerSize& size) {
+  return is_empty(range) ? row + 1 : range.x - size.offset;
+}
+
+// ------------------------------------------------------------------------------------------------ numbers
+
+// Of a difference of sums of a * log2(e), which is above 0 by rounding alone.
+__device__ __forceinline__ float decay_of(float difference) { return exp2_fast(fminf(difference, 0.f)); }
+
+__device__ __forceinline__ float sigmoid(float x) {
+  float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + exp2_fast(-kLog2e * x))); return r;
+}
+__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
+
+// A state may leave the range of float16. Where it is an operand it is therefore scaled to its own size, by a power of
+// two: nothing is rounded but once.
+template <typename T> constexpr bool kScalesStates = sizeof(T) == 0;
+template <> constexpr bool kScalesStates<f16> = true;
+
+struct PowerOfTwo { float factor, inverse; };
+// That which makes the largest number at least 2^14 and less than 2^15; bits: of the largest number.
+__device__ __forceinline__ PowerOfTwo scale_of(int bits) {
+  const int exponent = min(max(bits >> 23, 27), 254);
+  return {__int_as_float((268 - exponent) << 23), __int_as_float((exponent - 14) << 23)};
+}
+// The bits of the largest number of a warp.
+template <int kFragments, int kBlocks>
+__device__ __forceinline__ int largest_of_warp(const float (&x)[kFragments][kBlocks][4]) {
+  float largest = 0.f;
+  #pragma unroll
+  for (int f = 0; f < kFragments; ++f)
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) largest = fmaxf(largest, fabsf(x[f][n][e]));
+  return __reduce_max_sync(0xffffffffu, __float_as_int(largest));
+}
+
+// ------------------------------------------------------------------------------------------------ segments
+
+// What of the state in front of a chunk lasts until its end. last_sum, last: of its last row.
+__device__ __forceinline__ float through_chunk(float last_sum, int2 last, int chunk, const MixerSize& size) {
+  const int end = chunk * kChunk + kChunk - 1;
+  return first_of(last, end, size) < chunk * kChunk ? decay_of(last_sum) : 0.f;
+}
+
+// The chunks of a segment, of which those from `from` on reach its end. Of a state that no row behind a segment sees, 0
+// is as good; used_behind: whether one behind the last segment may.
+struct Segment {
+  int number, begin, end, from;
+  bool goes_on;                                       // one sequence, which began before
+
+  __device__ __forceinline__ Segment(int number, const int2* ranges, bool used_behind, const MixerSize& size)
+      : number(number), begin(number * size.segment), end(min(begin + size.segment, size.chunks())) {
+    const int last = end * kChunk - 1, next = last + 1, first = first_of(range_at(ranges, last, size), last, size);
+    const bool used = next < size.rows ? first_of(ranges[next], next, size) < next : used_behind;
+    from = used ? min(max(first, begin * kChunk) / kChunk, end) : end;
+    goes_on = first < begin * kChunk;
+  }
+  __device__ __forceinline__ void write_decay(float* decays, const float* sums, int head, const MixerSize& size) const {
+    float sum = 0.f;
+    for (int chunk = begin; chunk < end; ++chunk) sum += sums[size.in_heads(head, chunk) + kChunk - 1];
+    decays[(size_t)number * size.heads + head] = goes_on ? decay_of(sum) : 0.f;
+  }
+};
+
+// ------------------------------------------------------------------------------------------------ barriers
+
+// Some warps wait until others have arrived; threads: of both together. 0 is that of __syncthreads.
+__device__ __forceinline__ void arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void wait(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
+// ------------------------------------------------------------------------------------------------ tiles
+
+// Starts to copy the rows of a chunk, kCols elements of each, to a tile whose rows are kCols + kPad elements apart.
+// Rows behind the last one become zeros.
+template <typename T, int kCols, int kThreads>
+__device__ __forceinline__ void load_chunk(T* tile, const T* source, u32 pitch, int chunk, int num_rows,
+                                           int thread) {
+  constexpr int kPieces = kCols / 8, kRows = kThreads / kPieces;  // of a row, and rows at a time
+  static_assert(kThreads % kPieces == 0 && kChunk % kRows == 0);
+  const int first = thread / kPieces, col = thread % kPieces * 8, left = num_rows - chunk * kChunk;
+  const T* const from = source + (size_t)chunk * kChunk * pitch + col;
+  #pragma unroll
+  for (int i = 0; i < kChunk / kRows; ++i) {
+    const int row = first + i * kRows;
+    copy_async_16(tile + row * (kCols + kPad) + col, from + (u32)min(row, left - 1) * pitch, row < left);
+  }
+}
+
+// Starts to copy what range_at returns.
+__device__ __forceinline__ void load_range(int2* into, const int2* ranges, int row, const MixerSize& size) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"
+               :: "r"(shared_address(into)), "l"(ranges + min(row, size.rows - 1)));
+}
+
+// Rows of this warp as an operand: 16 rows of a tile of kDim columns.
+template <typename T, int kDim>
+__device__ __forceinline__ void load_operand(u32 (&a)[kDim / 16][4], const T* rows) {
+  const int lane = threadIdx.x % kWarp;
+  const T* const from = rows + lane % 16 * (kDim + kPad) + lane / 16 * 8;
+  #pragma unroll
+  for (int k = 0; k < kDim / 16; ++k) ldmatrix(a[k], from + k * 16);
+}
+
+// sum[i][j] += a[i] . b[j] over kDim columns: 16 rows of a, and 8 * kBlocks rows of a tile of kDim columns.
+template <typename T, int kDim, int kBlocks>
+__device__ __forceinline__ void add_products(float (&sum)[kBlocks][4], const u32 (&a)[kDim / 16][4], const T* b) {
+  const int lane = threadIdx.x % kWarp;
+  const T* const b_lane = b + (lane / 16 * 8 + lane % 8) * (kDim + kPad) + lane / 8 % 2 * 8;
+  #pragma unroll
+  for (int k = 0; k < kDim / 16; ++k)
+    #pragma unroll
+    for (int n = 0; n < kBlocks; n += 2) {
+      u32 fb[4];
+      ldmatrix(fb, b_lane + n * 8 * (kDim + kPad) + k * 16);
+      mma<T>(sum[n], a[k], fb[0], fb[1]);
+      mma<T>(sum[n + 1], a[k], fb[2], fb[3]);
+    }
+}
+
+// Columns of a tile as the rows of an operand, each row of the tile times its weight and rounded once: 16 columns from
+// `tile` on, whose rows are kPitch elements apart, and the 16 rows of `weights`.
+template <typename T, int kPitch>
+__device__ __forceinline__ void load_weighted_columns(u32 (&a)[4], const T* tile, const float* weights) {
+  const int lane = threadIdx.x % kWarp;
+  ldmatrix_transposed(a, tile + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8);
+  #pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 weight = *(const float2*)(weights + i / 2 * 8 + lane % 4 * 2), x = unpack<T>(a[i]);
+    a[i] = pack<T>(x.x * weight.x, x.y * weight.y);
+  }
+}
+
+// A factor of 0 makes zeros of everything.
+template <int kFragments, int kBlocks>
+__device__ __forceinline__ void scale(float (&x)[kFragments][kBlocks][4], float factor) {
+  #pragma unroll
+  for (int i = 0; i < kFragments * kBlocks * 4; ++i) {
+    float& number = x[i / 4 / kBlocks][i / 4 % kBlocks][i % 4];
+    number = factor == 0.f ? 0.f : number * factor;
+  }
+}

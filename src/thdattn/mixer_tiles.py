@@ -1,0 +1,151 @@
+"""Slabs of columns of the Mamba-2 mixer's kernels per state_dim, as tiles.py has the tiles of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thdattn.tiles import ELEMENT_TYPES, PAD, Instance
+
+CHUNK = 64  # rows, kChunk of kernels/mamba/common.cuh
+SEGMENT_CHUNKS = 16  # of a segment; fewer give more thread blocks, and more states to write and read
+BOX_BYTES = 2 * 64 * CHUNK  # kBox of kernels/mamba/scan_sm90.cu
+CONV_COLUMNS, CONV_ROWS = 128, 256  # kConvColumns and kConvTile of kernels/mamba/conv.cu
+RATES_HEADS = 16  # heads whose dt a thread block of it makes
+FOLD_THREADS = 256  # kFoldThreads of kernels/mamba/scan.cu
+MIXER_KERNELS = ("thd_ssd_fold", "thd_ssd_start", "thd_ssd_enter")
+
+# What the kernels are there for. Rows of zxbcdt are read 16 bytes at a time, hence the multiple.
+MIXER_SIZES = {"head_dim": (64, 128), "state_dim": (64, 128, 256), "conv_width": range(1, 9),
+               "num_heads": range(8, 2**20, 8)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Slab:
+    """What a thread block has of x: `subs` times `width` columns, each of one head, with states of state_dim columns.
+
+    scan_stages, states_stages: chunks in shared memory at a time, of thd_ssd_scan and thd_ssd_states.
+    """
+
+    width: int
+    subs: int
+    state_dim: int
+    scan_stages: int
+    states_stages: int
+
+    by_boxes = False  # it loads rows by pointers
+
+    @property
+    def columns(self) -> int:
+        """Of x."""
+        return self.width * self.subs
+
+    @property
+    def scan_threads(self) -> int:
+        """Of a thread block."""
+        return 256 * self.subs
+
+    @property
+    def states_threads(self) -> int:
+        """The same."""
+        return 128 * self.subs
+
+    def states_kernel(self, dtype: str) -> Instance:
+        """thd_ssd_states for "float16" or "bfloat16"."""
+        stage = _tile(CHUNK, self.columns) + _tile(CHUNK, self.state_dim) + 4 * (CHUNK + 4) * self.subs
+        return self._instance("thd_ssd_states", dtype, self.states_stages, self.states_stages * stage)
+
+    def scan_kernel(self, dtype: str) -> Instance:
+        """thd_ssd_scan for "float16" or "bfloat16"."""
+        tiles = 2 * (_tile(CHUNK, self.columns) + _tile(CHUNK, self.state_dim))
+        stage = tiles + 3 * 4 * CHUNK * self.subs + 8 * CHUNK
+        shared_bytes = self.scan_stages * stage + _tile(self.columns, self.state_dim) + 3 * 4 * 4
+        return self._instance("thd_ssd_scan", dtype, self.scan_stages, shared_bytes)
+
+    def _instance(self, kernel: str, dtype: str, stages: int, shared_bytes: int) -> Instance:
+        constants = ELEMENT_TYPES[dtype], self.width, self.subs, self.state_dim, stages, shared_bytes
+        return Instance(f"{kernel}<{', '.join(map(str, constants))}>", shared_bytes)
+
+
+def _tile(rows: int, columns: int) -> int:
+    return 2 * rows * (columns + PAD)
+
+
+@dataclass(frozen=True)
+class SlabSm90:
+    """The same on Hopper: `warpgroups` times 64 columns of x, each of one head."""
+
+    warpgroups: int
+    state_dim: int
+    scan_stages: int
+    states_stages: int
+
+    by_boxes = True
+
+    @property
+    def columns(self) -> int:
+        """Of x."""
+        return 64 * self.warpgroups
+
+    @property
+    def scan_threads(self) -> int:
+        """Of a thread block."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def states_threads(self) -> int:
+        """The same."""
+        return 128 * self.warpgroups + 32
+
+    def states_kernel(self, dtype: str) -> Instance:
+        """thd_ssd_states_sm90 for "float16" or "bfloat16"."""
+        stage = BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 2 * 4 * CHUNK * self.warpgroups
+        return self._instance("thd_ssd_states_sm90", dtype, self.states_stages, stage)
+
+    def scan_kernel(self, dtype: str) -> Instance:
+        """thd_ssd_scan_sm90 for "float16" or "bfloat16"."""
+        stage = 2 * BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 3 * 4 * CHUNK * self.warpgroups
+        state = (BOX_BYTES * self.state_dim // 64 + 4 * 4) * self.warpgroups
+        return self._instance("thd_ssd_scan_sm90", dtype, self.scan_stages, stage, state)
+
+    def _instance(self, kernel: str, dtype: str, stages: int, stage_bytes: int, more_bytes: int = 0) -> Instance:
+        shared_bytes = stages * (stage_bytes + 2 * 8) + more_bytes  # two barriers a stage
+        constants = ELEMENT_TYPES[dtype], self.warpgroups, self.state_dim, stages, shared_bytes
+        return Instance(f"{kernel}<{', '.join(map(str, constants))}>", shared_bytes)
+
+
+# From the first choice on: two heads share what they read of B and C; GPUs with less shared memory take later ones.
+SLABS = (
+    Slab(64, 2, 64, scan_stages=2, states_stages=3),
+    Slab(64, 1, 64, scan_stages=2, states_stages=3),
+    Slab(64, 2, 128, scan_stages=2, states_stages=3),
+    Slab(64, 1, 128, scan_stages=2, states_stages=3),
+    Slab(64, 1, 128, scan_stages=1, states_stages=3),
+    Slab(32, 1, 256, scan_stages=2, states_stages=2),  # 64 columns spill
+    Slab(32, 1, 256, scan_stages=1, states_stages=2),
+)
+SLABS_SM90 = (  # states of 256 columns take too many registers
+    SlabSm90(2, 64, scan_stages=2, states_stages=4),
+    SlabSm90(1, 64, scan_stages=2, states_stages=4),
+    SlabSm90(2, 128, scan_stages=2, states_stages=3),
+    SlabSm90(1, 128, scan_stages=2, states_stages=3),
+)
+
+
+def slab_for(state_dim: int, group_columns: int, shared_bytes: int, sm90: bool) -> Slab | SlabSm90:
+    """The first choice that fits.
+
+    Args:
+        group_columns: columns of x that read one group of B and C.
+        shared_bytes: that a thread block may have.
+    """
+    slabs: tuple[Slab | SlabSm90, ...] = (*SLABS_SM90, *SLABS) if sm90 else SLABS
+    return next(
+        slab for slab in slabs
+        if slab.state_dim == state_dim and group_columns % slab.columns == 0
+        and max(slab.states_kernel("bfloat16").shared_bytes, slab.scan_kernel("bfloat16").shared_bytes) <= shared_bytes
+    )  # fmt: skip
+
+
+def thd_mixer_conv(dtype: str, conv_width: int) -> Instance:
+    """The kernel, for "float16" or "bfloat16"."""
+    return Instance(f"thd_mixer_conv<{ELEMENT_TYPES[dtype]}, {conv_width}>")

@@ -1,0 +1,185 @@
+"""Launchers of the Mamba-2 mixer, forward: convolution, states of segments and those in front of them, y and the gate.
+
+See host_conv and host_ssd, whose functions these are. Grids follow from numbers of rows alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thdattn import jit
+from thdattn.mixer_shape import Mamba2Weights, MixerShape
+from thdattn.mixer_tiles import (
+    CHUNK,
+    CONV_COLUMNS,
+    CONV_ROWS,
+    FOLD_THREADS,
+    MIXER_KERNELS,
+    RATES_HEADS,
+    SEGMENT_CHUNKS,
+    Slab,
+    SlabSm90,
+    slab_for,
+    thd_mixer_conv,
+)  # fmt: skip
+from thdattn.ops import launch
+from thdattn.ops.launch import Array, Launch
+from thdattn.plan import Plan
+from thdattn.structs import MIXER_SIZE
+from thdattn.tensor_map import BOX_COLUMNS, tensor_map
+
+ssd_segment_rows = CHUNK * SEGMENT_CHUNKS
+_FOLD, _START, _ENTER = MIXER_KERNELS
+
+
+class Activations(NamedTuple):
+    """What the recurrence gets of this rank's rows, all 0 on padding, in buffers of the plan.
+
+    channels: (local_rows, channels), x, B and C behind the convolution and silu, in the dtype of the mixer.
+    dt: (num_heads, chunks * CHUNK), float32; rows behind the last one have 0.
+    sums: the same, sums of dt * A * log2(e) over the rows of the same chunk and sequence up to this one.
+    leave: the same, dt times what lasts of a row until the end of its chunk.
+    """
+
+    channels: Array
+    dt: Array
+    sums: Array
+    leave: Array
+
+
+def size_of(plan: Plan, shape: MixerShape) -> Any:
+    """The MixerSize of this rank."""
+    rows = plan.local_rows, plan.cp_rank * plan.local_rows
+    sizes = shape.num_heads, shape.head_dim, shape.num_groups, shape.state_dim
+    return np.array((*rows, *sizes, SEGMENT_CHUNKS), MIXER_SIZE)[()]
+
+
+def slab_of(shape: MixerShape) -> Slab | SlabSm90:
+    """How this GPU cuts x into columns for thread blocks."""
+    gpu = launch.this_gpu()
+    return slab_for(shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes, gpu.sm90)
+
+
+def _inputs(slab: Slab | SlabSm90, *rows: tuple[Array, int]) -> list[Any]:
+    """Arrays of rows as the kernels of a slab take them: as they are, or as tensor maps of their first columns."""
+    if not slab.by_boxes:
+        return [x for x, _ in rows]
+    boxes = [x[:, :columns].reshape(len(x), columns // BOX_COLUMNS, BOX_COLUMNS) for x, columns in rows]
+    return [tensor_map(box, x.strides[0], CHUNK) for box, (x, _) in zip(boxes, rows, strict=True)]
+
+
+def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
+    """The last rows of x, B and C, for other ranks; see host_conv.mixer_tail. On one rank anything."""
+    tail = plan.buffer("last rows", (shape.reach, shape.channels), shape.dtype)
+    count = min(shape.reach, plan.local_rows)
+    if plan.cp_size > 1 and count:
+        last = _words(shape.parts(zxbcdt)[1])[plan.local_rows - count :]
+        _words(tail)[shape.reach - count :] = last
+    return tail
+
+
+def mixer_halo(tails: Array, plan: Plan, shape: MixerShape) -> Array:
+    """The rows in front of this rank's, a new array; see host_conv.mixer_halo."""
+    halo = launch.empty((shape.reach, shape.channels), shape.dtype)
+    into, tails, num_rows = _words(halo), _words(tails), max(1, plan.local_rows)
+    for i in range(shape.reach):
+        owner, row = divmod(plan.cp_rank * plan.local_rows + i - shape.reach, num_rows)
+        into[i] = tails[max(0, shape.reach * (owner + 1) + row - num_rows)]
+    return halo
+
+
+def _words(x: Array) -> Array:
+    """As integers, as CuPy does not copy every dtype between arrays of any strides."""
+    return x.view(np.uint16)
+
+
+def mixer_conv(zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape) -> Activations:
+    """The convolution and silu of x, B and C; dt and its sums. See host_conv.mixer_conv."""
+    made, run = plan.once(("conv", shape), lambda: _conv(plan, shape))
+    run(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.A_log, weights.dt_bias)
+    return made
+
+
+def _conv(plan: Plan, shape: MixerShape) -> tuple[Activations, Launch]:
+    num_rows = plan.local_rows
+    of_heads = shape.num_heads, -(-num_rows // CHUNK) * CHUNK
+    made = Activations(
+        plan.buffer("channels", (num_rows, shape.channels), shape.dtype),
+        *(plan.buffer(name, of_heads, np.float32) for name in ("dt", "sums of a", "dt that leaves")),
+    )
+    column_tiles = -(-shape.channels // CONV_COLUMNS)
+    grid = column_tiles + -(-shape.num_heads // RATES_HEADS), -(-num_rows // CONV_ROWS)
+    fixed = plan.key_ranges, *made, np.int32(column_tiles), size_of(plan, shape)
+    return made, Launch(jit.kernel(*thd_mixer_conv(shape.dtype.name, shape.conv_width)), grid, 256, fixed)
+
+
+def ssd_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
+    """What every segment adds to the state behind it, and what it leaves of the one in front. See host_ssd.ssd_states.
+
+    Returns:
+        states: (segments, num_heads, head_dim, state_dim) float32, a new array.
+        decays: (segments, num_heads), of the plan.
+    """
+    states = launch.empty((-(-plan.local_rows // ssd_segment_rows), *shape.state), np.float32)
+    slab, decays, run = plan.once(("states", shape), lambda: _states(len(states), plan, shape))
+    if len(states):
+        run(*_inputs(slab, (act.channels, shape.channels)), act.sums, act.leave, states)
+    return states, decays
+
+
+def _states(segments: int, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm90, Array, Launch]:
+    slab, decays = slab_of(shape), plan.buffer("decays", (segments, shape.num_heads), np.float32)
+    fixed = plan.key_ranges, decays, np.int32(plan.cp_rank + 1 < plan.cp_size), size_of(plan, shape)
+    grid, kernel = (shape.d_inner // slab.columns, segments), jit.kernel(*slab.states_kernel(shape.dtype.name))
+    return slab, decays, Launch(kernel, grid, slab.states_threads, fixed)
+
+
+def ssd_fold(states: Array, decays: Array, shape: MixerShape, reverse: bool = False) -> Array:
+    """Turns what segments add into the states in front of them, in place. See host_ssd.ssd_fold."""
+    summary = launch.empty((1, shape.summary), np.float32)
+    _walk(_FOLD, (states, decays, summary), range(len(states)), shape.state, reverse)
+    return summary
+
+
+def ssd_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
+    """The state in front of this rank's rows; reverse: the gradient of the state behind. See host_ssd.ssd_start."""
+    start = plan.buffer("start", shape.state, np.float32)
+    ranks = range(plan.cp_rank + 1, plan.cp_size) if reverse else range(plan.cp_rank)
+    _walk(_START, (summaries, start), ranks, shape.state, reverse)
+    return start
+
+
+def ssd_enter(states: Array, decays: Array, start: Array, segments: slice, reverse: bool = False) -> None:
+    """Adds what comes from other ranks to the states that ssd_fold made. See host_ssd.ssd_enter."""
+    reached = range(len(states))[segments]
+    if reached:
+        _walk(_ENTER, (states, decays, start), reached, states.shape[1:], reverse)
+
+
+def _walk(kernel: str, arrays: tuple[Array, ...], over: range, state: tuple[int, ...], reverse: bool) -> None:
+    """Launches a thread for every four numbers of a state, which walks over segments or ranks."""
+    over = over[::-1] if reverse else over
+    numbers = over.start, over.step, len(over), state[0], math.prod(state[1:])
+    grid = (-(-math.prod(state) // (4 * FOLD_THREADS)),)
+    jit.kernel(kernel)(grid, FOLD_THREADS, (*arrays, *map(np.int32, numbers)))
+
+
+def ssd_scan(
+    act: Activations, zxbcdt: Array, states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
+    into: tuple[Array, Array],
+) -> None:
+    """y of some segments, and out = y * silu(z). See host_ssd.ssd_scan."""
+    reached = range(len(states))[segments]
+    if reached:
+        slab, run = plan.once(("scan", shape, len(reached)), lambda: _scan(len(reached), plan, shape))
+        rows = _inputs(slab, (act.channels, shape.channels), (zxbcdt, shape.d_inner))
+        run(*rows, act.dt, act.sums, act.leave, states, d, *into, np.int32(reached[0]))
+
+
+def _scan(segments: int, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm90, Launch]:
+    slab = slab_of(shape)
+    grid, kernel = (shape.d_inner // slab.columns, segments), jit.kernel(*slab.scan_kernel(shape.dtype.name))
+    return slab, Launch(kernel, grid, slab.scan_threads, (plan.key_ranges, size_of(plan, shape)))
