@@ -16,8 +16,8 @@ import bench_bytelm
 import data
 import model
 from grid import Grid
-from model import SIZES
 from programs import validations
+from sizes import SIZES
 from trainer import Trainer
 
 import thdattn

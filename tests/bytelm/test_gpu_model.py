@@ -11,8 +11,9 @@ import layers
 import ml_dtypes
 import numpy as np
 import pytest
-from model import Config, Model
+from model import Model
 from optimizer import AdamW
+from sizes import Config
 from texts import LENGTHS, Text, busy_weights, run, to_host
 
 import thdattn

@@ -14,9 +14,9 @@ import pytest
 import runs
 import train
 from grid import Grid, most_neighbours
-from model import SIZES, Config
 from programs import TRAIN, lines_of, small, start, validations
 from runs import Method
+from sizes import SIZES, Config
 from test_grid import CLOSE, differs
 from test_train import NOBODY_INTERRUPTS, arguments
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from model import VOCAB, Config, Model
+from model import Model
+from sizes import VOCAB, Config
 
 import thdattn
 
