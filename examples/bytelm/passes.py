@@ -128,8 +128,8 @@ def captured_parts(model: Model, graphs: Graphs) -> list[Part]:
     known = {name: None for named in layers for name in named}
     for name in modules:
         if name not in known:
-            raise ValueError(f"modules has {name!r}, wanted some of {', '.join(map(repr, known))}, the parts that "
-                             f"layers have here; leave it out")
+            raise ValueError(f"modules has {name!r}, wanted some of {', '.join(map(repr, known))}, the parts of a "
+                             f"layer here; leave it out")
     for layer, named in enumerate(layers):
         for name, part in named.items() if modules else [("all", _one_after_another(*named.values()))]:
             if not modules or name in modules:

@@ -250,5 +250,5 @@ def test_what_does_not_go_with_mixers_is_refused_by_both_names(monkeypatch, word
 
 def test_a_part_that_no_layer_has_is_refused_by_name():
     single, config = thdattn.comm.init("single"), replace(HYBRID, pattern="M")
-    with pytest.raises(ValueError, match="modules has 'attn', wanted some of 'mamba', 'mlp', the parts that layers"):
+    with pytest.raises(ValueError, match="modules has 'attn', wanted some of 'mamba', 'mlp', the parts of a layer"):
         runs.trainer(single, "reference", config=config, impl="local", modules=("attn",))
