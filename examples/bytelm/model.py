@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from parts import Attention, Mixer, Mlp, ModelPlan, Part
-from sizes import TABLE_ROWS, VOCAB, Config, Shapes, matrices, vectors
+from sizes import TABLE_ROWS, VOCAB, Config, Shapes, weight_shapes
 
 import thdattn
 
@@ -72,7 +72,7 @@ class Model:
                                 deterministic=deterministic, engine=engine_module.name, cp_comm_type=cp_comm_type)
             for window in windows
         ]
-        shapes = matrices(config) | vectors(config)
+        shapes = weight_shapes(config)
         self.num_matrix_weights = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
         size, xp = sum(map(math.prod, shapes.values())), self.layers.xp
         self.weights, self.gradient = xp.zeros((2, size), np.promote_types(self.dtype, np.float32))

@@ -71,8 +71,13 @@ SIZES = {
 }  # fmt: skip
 
 
-def matrices(c: Config) -> Shapes:
-    """Names and shapes of what decays, (out, in) of most."""
+def weight_shapes(c: Config) -> Shapes:
+    """Names and shapes of all weights, in the order of the flat array: matrices first, then vectors."""
+    return _matrices(c) | _vectors(c)
+
+
+def _matrices(c: Config) -> Shapes:
+    """(out, in); of a convolution (channels, rows)."""
     shapes: Shapes = {"embedding": (TABLE_ROWS, c.width)}
     if not c.tied:
         shapes["head"] = (TABLE_ROWS, c.width)
@@ -89,9 +94,8 @@ def matrices(c: Config) -> Shapes:
     return shapes
 
 
-def vectors(c: Config) -> Shapes:
-    """Of what does not decay: gains of the norms, then the rest of the mixers, which some number of heads may unalign.
-    """
+def _vectors(c: Config) -> Shapes:
+    """Gains of the norms; last what a mixer has of each head, as few heads leave what follows unaligned."""
     shapes: Shapes = {"norm": (c.width,)}
     for layer in range(c.layers):
         if c.is_mixer(layer):

@@ -172,7 +172,7 @@ class Reporter:
             model, grid = self._trainer.model, self._trainer.grid
             tokens = args.accumulate * grid.num_groups * args.tokens
             title = f"{args.size}, {model.weights.size:,} weights, steps of {tokens:,} tokens, ranks: {grid}"
-            measure.plot(args.plot, self._record.lines, title)
+            measure.plot(args.plot, self._record.lines, title, others(args.beside))
             self._progress.say(f"wrote {args.plot}")
 
 
@@ -343,6 +343,12 @@ def check_outputs(args: argparse.Namespace) -> None:
         command_line.check_writable("--metrics", args.metrics)
     if args.plot:
         command_line.check_picture("--plot", args.plot)
+    others(args.beside)
+
+
+def others(files: Sequence[Path]) -> dict[str, measure.Lines]:
+    """Lines of other runs by the name of their file."""
+    return {path.stem: measure.read("--beside", path) for path in files}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -367,6 +373,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on with the run in --checkpoint; pass the options it began with")
     add("--metrics", type=Path, metavar="FILE", help="write a JSON line per step and validation into this new file")
     add("--plot", type=Path, metavar="FILE", help="draw bits per byte into this PNG, PDF or SVG file at the end")
+    add("--beside", type=Path, nargs="+", default=[], metavar="FILE", help="--metrics of other runs to draw there too")
     add("--bar", action="store_true", help="draw a progress bar where stderr is no terminal, as under mpiexec")
     add_method_arguments(parser)
     add_arguments(parser)
