@@ -61,8 +61,8 @@ class Config:
 
 SIZES = {
     "tiny": Config(layers=3, width=96, heads=2, kv_heads=1, head_dim=64, hidden=256, window=5, rope_base=100.0),
-    "tiny-hybrid": Config(layers=3, width=96, heads=4, kv_heads=2, head_dim=64, hidden=96, rope_base=100.0,
-                          pattern="M*M", mixer_heads=4, state_dim=64),
+    "tiny-hybrid": Config(layers=2, width=96, heads=4, kv_heads=2, head_dim=64, hidden=160, rope_base=100.0,
+                          pattern="M*", mixer_heads=8, state_dim=64),
     "small": Config(layers=8, width=512, heads=8, kv_heads=4, head_dim=64, hidden=1408, window=256),
     "base": Config(layers=12, width=1024, heads=8, kv_heads=4, head_dim=128, hidden=2816, window=512),
     "1b": Config(layers=22, width=2048, heads=16, kv_heads=4, head_dim=128, hidden=5632, window=1024),

@@ -19,15 +19,13 @@ from sizes import SIZES, Config, weight_shapes
 from test_grid import CLOSE, differs
 from test_model import FLOAT32
 from test_train import NOBODY_INTERRUPTS, arguments
-from test_train_graphs import way_id
+from test_train_graphs import way_id, ways_of
 from texts import HYBRID, LENGTHS, Text, busy_weights, run
 
 import thdattn
 from thdattn.attention import SHARDINGS
 
 TEXT = Text.random(LENGTHS)
-WAYS = [{"impl": "local"}, {"impl": "local", "modules": ("mamba",)}, {"impl": "local", "modules": ("attn", "mamba")},
-        {"impl": "full_iteration"}]  # fmt: skip
 
 
 def outcome(text=TEXT, cp_size=1, **options):
@@ -184,7 +182,7 @@ def test_every_number_of_ranks_trains_the_model_of_one(batches, alone, ranks, op
     assert max(found) < CLOSE, found
 
 
-@pytest.mark.parametrize("way", WAYS, ids=way_id)
+@pytest.mark.parametrize("way", ways_of(HYBRID), ids=way_id)
 def test_every_way_with_graphs_makes_the_same_bits(batches, alone, way):
     assert trained(batches, 1, **way) == [alone]
 
