@@ -170,10 +170,8 @@ def plot(path: Path, lines: Lines, title: str, beside: Mapping[str, Lines] | Non
             label = f"{name}training, mean of {width} steps"
             axes.plot(steps[width - 1 :], mean, color=of_mean, linewidth=1.6, label=label)
         steps, validation = _column(each, "validation_bits_per_byte")
-        axes.plot(steps, validation, "o-", color=of_validation, markersize=4, label=f"{name}validation")
-        if len(validation):
-            axes.annotate(f"{validation[-1]:.2f}", (steps[-1], validation[-1]), (4, -12 if name else 8),
-                          textcoords="offset points", ha="right", color=of_validation)
+        label = f"{name}validation, {validation[-1]:.2f} in the end" if len(validation) else f"{name}validation"
+        axes.plot(steps, validation, "o-", color=of_validation, markersize=4, label=label)
     axes.set_xlabel("steps")
     axes.set_ylabel("bits per byte")
     axes.set_title(title, fontsize=11)

@@ -13,7 +13,7 @@ import runs
 import train
 from model import Model
 from optimizer import AdamW
-from programs import small
+from programs import lines_of, options, small
 from runs import Method
 from sizes import SIZES, Config, weight_shapes
 from test_grid import CLOSE, differs
@@ -222,6 +222,24 @@ def test_a_run_goes_on_bitwise(documents, tmp_path, monkeypatch):
     with pytest.raises(command_line.Failure, match="--size tiny instead of tiny-hybrid"):
         args = arguments(monkeypatch, *map(str, words), "--resume", "--size", "tiny", "--sharding", "contiguous")
         train.train(thdattn.comm.init("single"), args, NOBODY_INTERRUPTS)
+
+
+def test_other_runs_are_drawn_beside_and_other_files_are_refused_before_the_first_step(
+    documents, tmp_path, monkeypatch
+):
+    pytest.importorskip("matplotlib")
+    drawn, single = [], thdattn.comm.init("single")
+    monkeypatch.setattr(train.measure, "plot", lambda path, lines, title, beside: drawn.append((lines, beside)))
+    for number, beside in enumerate(([], [tmp_path / "0.jsonl"])):
+        files = options(metrics=tmp_path / f"{number}.jsonl", plot=tmp_path / "run.png")
+        words = [*small(documents, steps=2), *files, *(["--beside", *beside] if beside else [])]
+        train.train(single, arguments(monkeypatch, *words), NOBODY_INTERRUPTS)
+    first, second = (lines_of(tmp_path / f"{number}.jsonl") for number in (0, 1))
+    assert drawn == [(first, {}), (second, {"0": first})]
+    monkeypatch.setattr(train.Trainer, "step", None)
+    with pytest.raises(command_line.Failure, match=r"--beside is .*1\.py, whose line 1 is .*, wanted lines"):
+        args = arguments(monkeypatch, *small(documents), "--beside", documents / "1.py")
+        train.train(single, args, NOBODY_INTERRUPTS)
 
 
 # --- how rows are spread ---------------------------------------------------------------------------------------
