@@ -154,9 +154,10 @@ struct Softmax {
       row_max[r] = quad_max(row_max[r]);
     }
     const float top[2] = {row_max[0] * scale_log2, row_max[1] * scale_log2};
-    rescale = __any_sync(0xffffffffu, top[0] > base[0] + kSlack || top[1] > base[1] + kSlack);
-    if (rescale) {
-      const float next[2] = {fmaxf(base[0], top[0]), fmaxf(base[1], top[1])};
+    const bool grown[2] = {top[0] > base[0] + kSlack, top[1] > base[1] + kSlack};
+    rescale = __any_sync(0xffffffffu, grown[0] || grown[1]);
+    if (rescale) {                                    // of the warp's rows those alone, as no row may change another's
+      const float next[2] = {grown[0] ? top[0] : base[0], grown[1] ? top[1] : base[1]};
       shrink = make_float2(exp2_fast(base[0] - next[0]), exp2_fast(base[1] - next[1]));
       row_sum[0] *= shrink.x, row_sum[1] *= shrink.y;
       base[0] = next[0], base[1] = next[1];
