@@ -331,10 +331,10 @@ def _make(lengths: DeviceLengths | None, kernel: str, grid: tuple[int, ...], arg
 
 
 def poison(plan: Plan, *results: Array) -> None:
-    """Results become NaN, three in a launch, if the lengths that the plan was made from, on the GPU, are wrong."""
+    """Results become NaN if the lengths that the plan was made from, on the GPU, are wrong."""
     if plan.arrays.lengths is None:
         return
-    for first in range(0, len(results), 3):
-        words = [arg for x in results[first : first + 3] for arg in (x, np.uint64(x.nbytes // 4))]
+    for i in range(0, len(results), 3):  # the kernel takes three
+        words = [arg for x in results[i : i + 3] for arg in (x, np.uint64(x.nbytes // 4))]
         words += [np.uint64(0)] * (6 - len(words))
         jit.kernel(_POISON)((POISON_BLOCKS,), 256, (*words, plan.arrays.lengths.wrong))
