@@ -28,8 +28,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "bytelm")
 import numpy as np
 import record
 from bench_bytelm import example_hash
-from model import EOD, SIZES, Model
+from model import Model
 from sample import Sampler
+from sizes import EOD, SIZES
 
 import thdattn
 from thdattn.graphs import CudaGraphConfig, Graphs

@@ -20,7 +20,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # command_line.py
 import checkpoint
 import command_line
 import numpy as np
-from model import EOD, VOCAB, Model
+from model import Model
+from sizes import EOD, VOCAB
 
 import thdattn
 from thdattn.graphs import Graphs, normalize

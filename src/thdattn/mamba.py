@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from thdattn.arguments import as_count, found
+from thdattn.arguments import as_bool, as_count, found
 from thdattn.checks import check_same
 from thdattn.comm import Comm
 from thdattn.engines import as_engine_dtype, check_mixer_sizes, choose_engine
@@ -109,7 +109,23 @@ class Mamba2Mixer:
         sizes = ", ".join(f"{name}={value}" for name, value in self._shape._asdict().items())
         return f"<Mamba2Mixer {sizes}, engine={self.engine!r}, {self.comm!r}>"
 
-    def plan(self, batch: PackedBatch, sharding: str | Sharding = "contiguous") -> Plan:
+    def sharding(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Sharding:
+        """How plan spreads the rows of a batch, before it is planned.
+
+        Args:
+            batch, sharding: as for plan; None is "contiguous".
+
+        Raises:
+            TypeError, ValueError: as plan, for what it finds on one rank.
+        """
+        made = as_sharding("contiguous" if sharding is None else sharding, batch, self.comm.size)
+        _check_sharding(made)
+        return made
+
+    def plan(
+        self, batch: PackedBatch, sharding: str | Sharding | None = None, like: PackedBatch | None = None,
+        finite_padding: bool = False,
+    ) -> Plan:  # fmt: skip
         """Plans one batch for this rank; every mixer can use it.
 
         So can an attention with the same mask and head_dim; and a mixer can use the plan of a causal attention without
@@ -121,16 +137,16 @@ class Mamba2Mixer:
             batch: the global lengths, on the host or, for the CUDA engine, on its GPU.
             sharding: "contiguous", or such a Sharding of this batch over comm.size ranks: states are passed on along
                 the rows, so that a rank has rows that follow each other.
+            like, finite_padding: for an attention that uses the plan too, see CPAttention.plan.
 
         Raises:
             TypeError: batch is no PackedBatch, or sharding neither a str nor a Sharding.
             ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU for the NumPy engine,
                 or (on every rank) a batch that differs between ranks.
         """
-        sharding = as_sharding(sharding, batch, self.comm.size)
-        _check_sharding(sharding)
         dims = self.head_dim, self.head_dim
-        plan = Plan(sharding, self.comm.rank, CAUSAL, dims, self._engine.tiles(*dims), NO_ARRAYS, self._engine)
+        plan = Plan(self.sharding(batch, sharding), self.comm.rank, CAUSAL, dims, self._engine.tiles(*dims), NO_ARRAYS,
+                    self._engine, None, like, as_bool("finite_padding", finite_padding))
         if self.comm.size > 1:
             self.comm.agree("the plan's batch and mixer", fingerprint(plan, self._shape))
         return with_arrays(plan)

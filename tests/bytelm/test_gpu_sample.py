@@ -7,7 +7,8 @@ import threading
 import numpy as np
 import pytest
 import sample
-from model import EOD, VOCAB, Config, Model
+from model import Model
+from sizes import EOD, VOCAB, Config
 from texts import busy_weights, to_host
 
 import thdattn

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import sample
 from data import Position
-from model import EOD, SIZES, VOCAB, Model
+from model import Model
 from programs import SAMPLE, options, start
+from sizes import EOD, SIZES, VOCAB
 
 import thdattn
 

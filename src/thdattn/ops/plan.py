@@ -331,8 +331,10 @@ def _make(lengths: DeviceLengths | None, kernel: str, grid: tuple[int, ...], arg
 
 
 def poison(plan: Plan, *results: Array) -> None:
-    """Up to three results become NaN if the lengths that the plan was made from, on the GPU, are wrong."""
-    if plan.arrays.lengths is not None:
-        words = [arg for x in results for arg in (x, np.uint64(x.nbytes // 4))]
+    """Results become NaN if the lengths that the plan was made from, on the GPU, are wrong."""
+    if plan.arrays.lengths is None:
+        return
+    for i in range(0, len(results), 3):  # the kernel takes three
+        words = [arg for x in results[i : i + 3] for arg in (x, np.uint64(x.nbytes // 4))]
         words += [np.uint64(0)] * (6 - len(words))
         jit.kernel(_POISON)((POISON_BLOCKS,), 256, (*words, plan.arrays.lengths.wrong))
