@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import DTypeLike
@@ -11,8 +10,9 @@ from thdattn.arguments import as_bool, as_count, found
 from thdattn.checks import check_same
 from thdattn.comm import Comm
 from thdattn.engines import as_engine_dtype, check_mixer_sizes, choose_engine
+from thdattn.mamba_cache import Mamba2Cache, make_cache, traits
+from thdattn.mamba_saved import Mamba2Saved
 from thdattn.methods import states
-from thdattn.methods.states import Kept
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.packing import PackedBatch
 from thdattn.plan import NO_ARRAYS, Plan
@@ -20,26 +20,6 @@ from thdattn.planning import fingerprint, with_arrays
 from thdattn.sharding import Sharding, as_sharding
 
 CAUSAL = (-1, 0)  # the window of its plans
-
-
-@dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
-class Mamba2Saved:
-    """What forward of a Mamba2Mixer keeps for backward.
-
-    zxbcdt, weights, plan: as passed, without a copy: nobody may write to them before backward.
-    kept: what the mixer made: y before the gate, the state in front of every segment of rows, and the rows in front of
-        this rank's that the convolution saw.
-    made_with: the sizes of the mixer, which must be those of the one whose backward takes it.
-    """
-
-    zxbcdt: Any
-    weights: Mamba2Weights
-    plan: Plan
-    kept: Kept
-    made_with: MixerShape
-
-    def __repr__(self) -> str:
-        return f"<Mamba2Saved: zxbcdt {self.zxbcdt.dtype} {tuple(self.zxbcdt.shape)}, {self.plan!r}>"
 
 
 class Mamba2Mixer:
@@ -200,6 +180,43 @@ class Mamba2Mixer:
         return states.backward(
             self._engine, self.comm, plan, dout, saved.zxbcdt, saved.weights, saved.kept, self._shape
         )
+
+    def cache(self, num_texts: int) -> Mamba2Cache:
+        """A cache of num_texts empty texts, for decode. What it takes does not grow with the texts.
+
+        Raises:
+            TypeError: a count that is no int.
+            ValueError: a count out of range, or a comm of several ranks.
+        """
+        return make_cache(self._engine, self.comm.size, num_texts, self._shape)
+
+    def decode(self, zxbcdt: Any, weights: Mamba2Weights, cache: Mamba2Cache) -> Any:
+        """The mixer over the next row of every active text, which the cache takes in.
+
+        It copies nothing to the host and waits for nothing. Once it has run, it can be captured in a CUDA graph, whose
+        replays go on from what they find in the cache.
+
+        Args:
+            zxbcdt: (num_texts, d_inner + channels + num_heads), one row per text.
+            weights: as for forward.
+            cache: from this mixer's cache method, or from that of one of the same sizes.
+
+        Returns:
+            (num_texts, d_inner), a new array; 0 for texts that are not active, see Mamba2Cache.active.
+
+        Raises:
+            TypeError: an array of the wrong dtype or on the wrong device, or weights or a cache that are none.
+            ValueError: an array of the wrong shape, or a cache of a mixer of other sizes.
+        """
+        if not isinstance(cache, Mamba2Cache):
+            raise TypeError(f"cache is {found(cache)}; wanted a Mamba2Cache; make it with mixer.cache(num_texts)")
+        check_same("cache was made for", cache.made_for, traits(self._shape, self._engine),
+                   "make it with this mixer's cache method")
+        zxbcdt = self._checked("zxbcdt", zxbcdt, (cache.num_texts, self._shape.columns), self.dtype,
+                               "pass one row for every text of the cache, with the columns z, x, B, C, dt")
+        weights = self._checked_weights(weights)
+        kept = cache.rows, cache.states, cache.active, cache.work
+        return self._engine.mixer_decode(zxbcdt, weights, self._shape, *kept)
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
