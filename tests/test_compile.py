@@ -206,7 +206,8 @@ def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below()
 
 
 @pytest.mark.parametrize("wrong", [-16, 16])
-@pytest.mark.parametrize("kernel", [*with_tiles(), MixerDecode("float16", 64).thd_mixer_fill], ids=lambda kernel: kernel.name.partition("<")[0])
+@pytest.mark.parametrize("kernel", [*with_tiles(), MixerDecode("float16", 64).thd_mixer_fill],
+                         ids=lambda kernel: kernel.name.partition("<")[0])  # fmt: skip
 def test_wrong_bytes_of_shared_memory_do_not_compile(kernel, wrong):
     right = f", {kernel.shared_bytes}>"
     assert kernel.name.endswith(right)

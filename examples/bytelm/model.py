@@ -28,9 +28,9 @@ Array = Any
 
 @dataclass(frozen=True)
 class Caches:
-    """Keys and values of texts that grow: layers[i] of layer i; rotation as in Model._rotation, of all positions."""
+    """What is kept of texts that grow: layers[i] of layer i; rotation as in Model._rotation, of all positions."""
 
-    layers: list[thdattn.KVCache]
+    layers: list[thdattn.KVCache | thdattn.Mamba2Cache]
     rotation: Array
 
 

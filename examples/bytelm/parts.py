@@ -186,10 +186,20 @@ class Mixer:
         dh = ops.linear_backward(dzxbcdt, h, w["zxbcdt"], dw["zxbcdt"])
         return ops.residual_norm_backward(dh, dx, x, w["mixer_norm"], dw["mixer_norm"])
 
-    def cache(self, num_texts: int, capacity: int) -> Any:
-        """ValueError: mixers have no decode step yet."""
-        raise ValueError("model has mixers, wanted attention alone to write text with, as mixers have no decode step "
-                         "yet; train another --size")
+    def cache(self, num_texts: int, capacity: int) -> thdattn.Mamba2Cache:
+        """Room for the states of texts that grow, of any length."""
+        return self._mixer.cache(num_texts)
+
+    def fill(self, cache: thdattn.Mamba2Cache, kept: Any, plan: ModelPlan) -> None:
+        """Puts what a forward kept of a pack into the cache: the beginnings of its texts."""
+        *_, saved = kept
+        cache.fill(saved)
+
+    def decode(self, x: Array, cache: thdattn.Mamba2Cache, rotation: Array) -> Array:
+        """The residual stream behind the mixer, of the next row of every text."""
+        ops, w = self._model.layers, self._w
+        out = self._mixer.decode(ops.decode_product(x, w["mixer_norm"], w["zxbcdt"]), self._own, cache)
+        return ops.decode_linear(out, w["out"], x, w["out_norm"])
 
 
 class Mlp:

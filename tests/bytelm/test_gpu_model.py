@@ -185,7 +185,10 @@ def test_layers_of_decode(cupy, cuda, rows, width):
     expected = layers.decode_qkv(x64, gain64, qkv64, rotation.astype(np.float64), positions, heads, kv_heads)
     for actual, wanted in zip(cuda.decode_qkv(x, gain, cupy.asarray(qkv), *turn), expected, strict=True):
         assert_close(actual, wanted)
-    assert_close(cuda.decode_linear(x, cupy.asarray(linear), residual), layers.decode_linear(x64, linear64, residual64))
+    assert_close(cuda.decode_product(x, gain, cupy.asarray(linear)), layers.decode_product(x64, gain64, linear64))
+    for normal_by, normal_by64 in ((None, None), (gain, gain64)):
+        assert_close(cuda.decode_linear(x, cupy.asarray(linear), residual, normal_by),
+                     layers.decode_linear(x64, linear64, residual64, normal_by64))
     assert_close(cuda.decode_swiglu(x, gain, cupy.asarray(gate_up)), layers.decode_swiglu(x64, gain64, gate_up64))
     assert_close(cuda.decode_logits(x, gain, cupy.asarray(head)), layers.decode_logits(x64, gain64, head64), "float32")
 
