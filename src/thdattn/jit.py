@@ -42,7 +42,7 @@ _MAMBA = ("kernels/common.cuh", "structs.checks()", "kernels/portable/common.cuh
 _HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/hopper/common.cuh")
 _MAMBA_HOPPER = (*_HOPPER, "kernels/portable/common.cuh", "kernels/mamba/common.cuh")
 _HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")
-_MIXER_DECODE = ("kernels/common.cuh", "kernels/mamba/decode.cu")
+_MIXER_DECODE = (*_MAMBA, "kernels/mamba/decode.cu")
 FILES = {
     "thd_reorder": _ROWS,
     "thd_plan_check": _ROWS,

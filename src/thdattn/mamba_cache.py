@@ -10,6 +10,8 @@ from thdattn.checks import check_same
 from thdattn.mamba_saved import Mamba2Saved
 from thdattn.mixer_shape import MixerShape
 
+MAX_TEXTS = 2**16 - 1  # of one launch
+
 
 @dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
 class Mamba2Cache:
@@ -90,7 +92,7 @@ def make_cache(engine: Any, cp_size: int, num_texts: int, shape: MixerShape) -> 
             f"comm has {cp_size} ranks, wanted 1: texts in a cache are not spread; give every rank texts of its own, "
             f"with thdattn.comm.init('single')"
         )
-    num_texts = as_count("num_texts", num_texts)
+    num_texts = as_count("num_texts", num_texts, f"a cache has 1 to {MAX_TEXTS} texts; make several", MAX_TEXTS)
     rows = engine.empty((num_texts, shape.reach, shape.channels), shape.dtype)
     made, work = (engine.empty((num_texts, *sizes), shape.sum_dtype) for sizes in (shape.state, (shape.channels,)))
     active = engine.empty((num_texts,), bool)

@@ -12,6 +12,7 @@ from thdattn.decode_tiles import MIXER_CHANNELS, MIXER_THREADS, MixerDecode
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.ops import launch
 from thdattn.ops.launch import Array
+from thdattn.ops.mixer import mixer_size
 from thdattn.plan import Plan
 
 
@@ -20,15 +21,15 @@ def mixer_decode(
 ) -> Array:
     """One row more of every active text. See reference.mixer_decode."""
     num_texts, kernels = len(zxbcdt), MixerDecode(shape.dtype.name, shape.state_dim)
+    size = mixer_size(num_texts, shape)
     out = launch.empty((num_texts, shape.d_inner), zxbcdt.dtype)
     jit.kernel(*kernels.thd_mixer_decode_conv(shape.conv_width))(
-        (num_texts, -(-shape.channels // MIXER_CHANNELS)), 256,
-        (zxbcdt, rows, weights.conv_weight, weights.conv_bias, active, work,
-         *map(np.int32, (shape.columns, shape.d_inner, shape.channels))),
+        (-(-shape.channels // MIXER_CHANNELS), num_texts), 256,
+        (zxbcdt, rows, weights.conv_weight, weights.conv_bias, active, work, size),
     )  # fmt: skip
     jit.kernel(*kernels.thd_mixer_decode)(
-        (num_texts, shape.d_inner // kernels.rows), MIXER_THREADS,
-        (zxbcdt, work, states, weights.A_log, weights.D, weights.dt_bias, active, out, *_heads(shape)),
+        (shape.d_inner // kernels.rows, num_texts), MIXER_THREADS,
+        (zxbcdt, work, states, weights.A_log, weights.D, weights.dt_bias, active, out, size),
     )  # fmt: skip
     return out
 
@@ -39,21 +40,14 @@ def mixer_fill(
 ) -> None:
     """What is left of every sequence of a pack. See reference.mixer_fill."""
     rows, states = into
-    num_rows, batch, kernels = len(zxbcdt), plan.batch, MixerDecode(shape.dtype.name, shape.state_dim)
+    size, batch, kernels = mixer_size(len(zxbcdt), shape), plan.batch, MixerDecode(shape.dtype.name, shape.state_dim)
     lengths = tuple(map(cupy.asarray, (batch.cu_seqlens, batch.cu_seqlens_padded)))
     jit.kernel(*kernels.thd_mixer_fill_rows)(
-        (len(rows), -(-shape.reach * shape.channels // MIXER_CHANNELS)), 256,
-        (zxbcdt, rows, *lengths, *map(np.int32, (num_rows, shape.columns, shape.d_inner, shape.channels, shape.reach))),
+        (-(-shape.reach * shape.channels // MIXER_CHANNELS), len(rows)), 256,
+        (zxbcdt, rows, *lengths, np.int32(shape.reach), size),
     )  # fmt: skip
     jit.kernel(*kernels.thd_mixer_fill)(
-        (len(states), shape.d_inner // kernels.fill_rows), MIXER_THREADS,
-        (zxbcdt, act.channels, segment_states, weights.A_log, weights.dt_bias, states, *lengths, np.int32(num_rows),
-         np.int32(ssd_segment_rows), *_heads(shape)),
+        (shape.d_inner // kernels.fill_rows, len(states)), MIXER_THREADS,
+        (zxbcdt, act.channels, segment_states, weights.A_log, weights.dt_bias, states, *lengths, size),
     )  # fmt: skip
 
-
-ssd_segment_rows = 64
-
-
-def _heads(shape: MixerShape) -> tuple[np.int32, np.int32, np.int32]:
-    return np.int32(shape.num_heads), np.int32(shape.head_dim), np.int32(shape.num_groups)

@@ -1,8 +1,6 @@
-// Texts that grow, of a Mamba-2 mixer (sm_80 and later): the next row of each, and what a forward left of its sequences.
-// A text is the state behind its last row, and as many last rows of x, B and C as the convolution of the next one sees,
-// with zeros in front of its first. kernels/common.cuh comes first.
-
-__device__ __forceinline__ float silu(float x) { return x / (1.f + expf(-x)); }
+// Texts that grow, of a Mamba-2 mixer: the next row of each, and what a forward left of the sequences of a pack. A text
+// is the state behind its last row, and as many last rows of x, B and C as the convolution of the next one sees, with
+// zeros in front of its first. kernels/mamba/common.cuh comes first; rows of a MixerSize are texts, or those of a pack.
 
 // log(1 + exp(x)), which is exp(x) far below 0.
 __device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
@@ -17,16 +15,16 @@ __device__ __forceinline__ u32 pair_of(unsigned short low, unsigned short high) 
 //
 // zxbcdt (texts, columns); rows (texts, kWidth - 1, channels); conv_weight (channels, kWidth), conv_bias (channels);
 // active (texts); convolved (texts, channels). channels: even.
-// Launch: grid (texts, ceil(channels / 512)), block 256: a pair of channels a thread.
+// Launch: grid (ceil(channels / 512), texts), block 256: a pair of channels a thread.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(256) thd_mixer_decode_conv(
     const T* __restrict__ zxbcdt, u32* __restrict__ rows, const float* __restrict__ conv_weight,
-    const float* __restrict__ conv_bias, const bool* __restrict__ active, float2* __restrict__ convolved, int columns,
-    int d_inner, int channels) {
+    const float* __restrict__ conv_bias, const bool* __restrict__ active, float2* __restrict__ convolved,
+    MixerSize size) {
   constexpr int kReach = kWidth - 1;
-  const int text = blockIdx.x, pairs = channels / 2, pair = blockIdx.y * 256 + threadIdx.x;
+  const int text = blockIdx.y, pairs = size.channels() / 2, pair = blockIdx.x * 256 + threadIdx.x;
   if (pair >= pairs || !active[text]) return;
-  const T* const next = zxbcdt + (size_t)text * columns + d_inner + 2 * pair;
+  const T* const next = zxbcdt + (size_t)text * size.columns() + size.inner() + 2 * pair;
   u32* const mine = rows + (size_t)text * kReach * pairs + pair;
   u32 seen[kWidth];
   #pragma unroll
@@ -50,39 +48,37 @@ __global__ void __launch_bounds__(256) thd_mixer_decode_conv(
 // The next state of every active text and its result: s = exp(dt A) s + dt x B^T, out = (s C + D x) silu(z) per head.
 // A thread block has kRows rows of a head's state, of head_dim; each is read once and written once.
 //
-// zxbcdt (texts, num_heads * head_dim + channels + num_heads): z, .., dt; convolved (texts, channels): x, B, C; states
-// (texts, num_heads, head_dim, kStateDim); A_log, D, dt_bias (num_heads); active (texts); out (texts, num_heads *
-// head_dim), 0 for texts that are not active. head_dim: a multiple of kRows.
-// Launch: grid (texts, num_heads * head_dim / kRows), block 128. Bound by memory.
+// zxbcdt (texts, columns); convolved (texts, channels): x, B, C; states (texts, heads, head_dim, kStateDim); A_log, D,
+// dt_bias (heads); active (texts); out (texts, inner), 0 for texts that are not active. head_dim: a multiple of kRows.
+// Launch: grid (inner / kRows, texts), which walks through memory, block 128. Bound by memory.
 template <typename T, int kStateDim, int kRows>
 __global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode(
     const T* __restrict__ zxbcdt, const float* __restrict__ convolved, float4* __restrict__ states,
     const float* __restrict__ A_log, const float* __restrict__ D, const float* __restrict__ dt_bias,
-    const bool* __restrict__ active, T* __restrict__ out, int num_heads, int head_dim, int num_groups) {
+    const bool* __restrict__ active, T* __restrict__ out, MixerSize size) {
   constexpr int kVecs = kStateDim / 4 / kStateLanes, kStep = kDecodeThreads / kStateLanes, kSteps = kRows / kStep;
-  const int text = blockIdx.x, lane = threadIdx.x % kStateLanes, head = blockIdx.y * kRows / head_dim;
-  const int row = blockIdx.y * kRows + threadIdx.x / kStateLanes, d_inner = num_heads * head_dim;
-  const int group = head / (num_heads / num_groups), channels = d_inner + 2 * num_groups * kStateDim;
-  T* const to = out + (size_t)text * d_inner + row;
+  const int text = blockIdx.y, lane = threadIdx.x % kStateLanes;
+  const int row = blockIdx.x * kRows + threadIdx.x / kStateLanes, head = blockIdx.x * kRows / size.head_dim;
+  T* const to = out + (size_t)text * size.inner() + row;
   if (!active[text]) {
     #pragma unroll
     for (int i = 0; i < kSteps; ++i)
       if (lane == 0) to[i * kStep] = T{0};
     return;
   }
-  float4* const mine = states + ((size_t)text * d_inner + row) * (kStateDim / 4) + lane;
+  float4* const mine = states + ((size_t)text * size.inner() + row) * (kStateDim / 4) + lane;
   float4 state[kSteps][kVecs];
   #pragma unroll
   for (int i = 0; i < kSteps; ++i)
     #pragma unroll
     for (int v = 0; v < kVecs; ++v) state[i][v] = mine[i * kStep * (kStateDim / 4) + v * kStateLanes];
 
-  const T* const mixed = zxbcdt + (size_t)text * (d_inner + channels + num_heads);
-  const float dt = softplus(as_float(mixed[d_inner + channels + head]) + dt_bias[head]);
+  const T* const mixed = zxbcdt + (size_t)text * size.columns();
+  const float dt = softplus(as_float(mixed[size.inner() + size.channels() + head]) + dt_bias[head]);
   const float decay = expf(-expf(A_log[head]) * dt), d = D[head];
-  const float* const x = convolved + (size_t)text * channels;
-  const float4* const b = (const float4*)(x + d_inner) + group * (kStateDim / 4) + lane;
-  const float4* const c = b + num_groups * (kStateDim / 4);
+  const float* const x = convolved + (size_t)text * size.channels();
+  const float4* const b = (const float4*)(x + size.b_column(size.group_of(head))) + lane;
+  const float4* const c = (const float4*)(x + size.c_column(size.group_of(head))) + lane;
   float4 b_of[kVecs], c_of[kVecs];
   #pragma unroll
   for (int v = 0; v < kVecs; ++v) b_of[v] = b[v * kStateLanes], c_of[v] = c[v * kStateLanes];
@@ -113,121 +109,125 @@ __device__ __forceinline__ int2 sequence(const int* cu_seqlens, const int* cu_se
 }
 
 // The last `reach` rows of x, B and C of every sequence, (sequences, reach, channels); 0 in front of its first.
-// Launch: grid (sequences, ceil(reach * channels / 512)), block 256: a pair of channels a thread.
+// Launch: grid (ceil(reach * channels / 512), sequences), block 256: a pair of channels a thread.
 template <typename T>
 __global__ void __launch_bounds__(256) thd_mixer_fill_rows(
     const T* __restrict__ zxbcdt, u32* __restrict__ rows, const int* __restrict__ cu_seqlens,
-    const int* __restrict__ cu_seqlens_padded, int num_rows, int columns, int d_inner, int channels, int reach) {
-  const int pairs = channels / 2, i = blockIdx.y * 256 + threadIdx.x;
+    const int* __restrict__ cu_seqlens_padded, int reach, MixerSize size) {
+  const int pairs = size.channels() / 2, seq = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
   if (i >= reach * pairs) return;
-  const int2 range = sequence(cu_seqlens, cu_seqlens_padded, blockIdx.x, num_rows);
+  const int2 range = sequence(cu_seqlens, cu_seqlens_padded, seq, size.rows);
   const int row = range.y - reach + i / pairs;
-  const T* const from = zxbcdt + (size_t)max(row, 0) * columns + d_inner + i % pairs * 2;
-  rows[(size_t)blockIdx.x * reach * pairs + i] = row < range.x ? 0u : pair_of(from[0].bits, from[1].bits);
+  const T* const from = zxbcdt + (size_t)max(row, 0) * size.columns() + size.inner() + i % pairs * 2;
+  rows[(size_t)seq * reach * pairs + i] = row < range.x ? 0u : pair_of(from[0].bits, from[1].bits);
 }
 
-[[maybe_unused]] constexpr int kFillRows = 32;      // of a pack at a time
+[[maybe_unused]] constexpr int kFillRows = kWarp;    // of a pack at a time
 [[maybe_unused]] constexpr int kFillStateRows = 32;  // of a head's state in a thread block
 [[maybe_unused]] constexpr int kFillThreads = 128;
 
+// Rows of a sequence in the order from the last one on; 0 for rows in front of those that take part.
 template <int kStateDim>
 struct FillTiles {
   float4 b[kFillRows][kStateDim / 4];
   float x[kFillRows][kFillStateRows];
-  float weight[kFillRows];  // what a row's x B^T counts for in the state behind the sequence
+  float weight[kFillRows];                            // of x B^T in the state behind the sequence
 };
 
-// The state behind every sequence of a pack, from that in front of the segment of its last row, and its rows in this
-// segment, from the last one on.
+// By one warp: the weights of the rows begin, .., last, of which the last kFillRows. behind: the sum of a over the rows
+// behind them; returns it with theirs. dt: of this head, pitch elements from row to row.
+template <typename T>
+__device__ __forceinline__ float fill_weights(float* weight, const T* dt, size_t pitch, float dt_bias, float rate,
+                                              int begin, int last, float behind) {
+  const int lane = threadIdx.x, row = last - lane;
+  const float step = row < begin ? 0.f : softplus(as_float(dt[row * pitch]) + dt_bias);
+  float sum = step * rate;
+  #pragma unroll
+  for (int lanes = 1; lanes < kWarp; lanes *= 2) {
+    const float before = __shfl_up_sync(0xffffffffu, sum, lanes);
+    if (lane >= lanes) sum += before;
+  }
+  const float before = __shfl_up_sync(0xffffffffu, sum, 1);
+  weight[lane] = step * expf(behind + (lane ? before : 0.f));
+  return behind + __shfl_sync(0xffffffffu, sum, kWarp - 1);
+}
+
+// x, of the columns from x_column on, times its weights, and B of the same rows. The weights are there.
+template <typename T, int kStateDim>
+__device__ __forceinline__ void fill_tiles(FillTiles<kStateDim>& tiles, const T* act, size_t pitch, int x_column,
+                                           int b_column, int begin, int last) {
+  constexpr int kVecs = kStateDim / 4;
+  for (int i = threadIdx.x; i < kFillRows * kVecs; i += kFillThreads) {
+    const int r = i / kVecs, row = last - r;
+    const uint2 b = row < begin ? make_uint2(0, 0) : *(const uint2*)(act + row * pitch + b_column + i % kVecs * 4);
+    const float2 low = unpack<T>(b.x), high = unpack<T>(b.y);
+    tiles.b[r][i % kVecs] = make_float4(low.x, low.y, high.x, high.y);
+  }
+  for (int i = threadIdx.x; i < kFillRows * kFillStateRows; i += kFillThreads) {
+    const int r = i / kFillStateRows, row = last - r, column = i % kFillStateRows;
+    tiles.x[r][column] = row < begin ? 0.f : tiles.weight[r] * as_float(act[row * pitch + x_column + column]);
+  }
+}
+
+__device__ __forceinline__ void add_scaled(float4& sum, float factor, const float4& x) {
+  sum.x = fmaf(factor, x.x, sum.x), sum.y = fmaf(factor, x.y, sum.y);
+  sum.z = fmaf(factor, x.z, sum.z), sum.w = fmaf(factor, x.w, sum.w);
+}
+
+// The state behind every sequence of a pack: from that in front of the segment of its last row, and from its rows in
+// this segment, the last ones first, as then every weight is a product of decays that are known.
 //
-// zxbcdt (num_rows, num_heads * head_dim + channels + num_heads): .., dt; act (num_rows, channels): x, B, C behind the
-// convolution; segment_states (segments, num_heads, head_dim, kStateDim), of segment_rows rows each; A_log, dt_bias
-// (num_heads); states (sequences, num_heads, head_dim, kStateDim), 0 for sequences without a row.
-// Launch: grid (sequences, num_heads * head_dim / 32), block 128, shared memory kSharedBytes.
+// zxbcdt (rows, columns); act (rows, channels): x, B, C behind the convolution; segment_states (segments, heads,
+// head_dim, kStateDim); A_log, dt_bias (heads); states (sequences, heads, head_dim, kStateDim), 0 for sequences without
+// a row.
+// Launch: grid (inner / 32, sequences), block 128, shared memory kSharedBytes.
 template <typename T, int kStateDim, int kSharedBytes>
 __global__ void __launch_bounds__(kFillThreads, 3) thd_mixer_fill(
     const T* __restrict__ zxbcdt, const T* __restrict__ act, const float4* __restrict__ segment_states,
     const float* __restrict__ A_log, const float* __restrict__ dt_bias, float4* __restrict__ states,
-    const int* __restrict__ cu_seqlens, const int* __restrict__ cu_seqlens_padded, int num_rows, int segment_rows,
-    int num_heads, int head_dim, int num_groups) {
+    const int* __restrict__ cu_seqlens, const int* __restrict__ cu_seqlens_padded, MixerSize size) {
   constexpr int kVecs = kStateDim / 4, kLanes = kVecs < kWarp ? kVecs : kWarp, kOwnVecs = kVecs / kLanes;
   constexpr int kOwnRows = kFillStateRows * kLanes / kFillThreads;
-  using Tiles = FillTiles<kStateDim>;
-  static_assert(same_bytes<sizeof(Tiles), kSharedBytes>());
+  static_assert(same_bytes<sizeof(FillTiles<kStateDim>), kSharedBytes>());
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  Tiles& tiles = *(Tiles*)shared_bytes;
-  const int d_inner = num_heads * head_dim, channels = d_inner + 2 * num_groups * kStateDim;
-  const int first = blockIdx.y * kFillStateRows, head = first / head_dim, group = head / (num_heads / num_groups);
+  FillTiles<kStateDim>& tiles = *(FillTiles<kStateDim>*)shared_bytes;
+  const int seq = blockIdx.y, first = blockIdx.x * kFillStateRows, head = first / size.head_dim;
   const int lane = threadIdx.x % kLanes, row = threadIdx.x / kLanes * kOwnRows;
 
-  const int2 range = sequence(cu_seqlens, cu_seqlens_padded, blockIdx.x, num_rows);
-  const int segment = max(0, range.y - 1) / segment_rows, begin = max(range.x, segment * segment_rows);
+  const int2 range = sequence(cu_seqlens, cu_seqlens_padded, seq, size.rows);
+  const int segment = max(0, range.y - 1) / (kChunk * size.segment);
+  const int begin = max(range.x, segment * kChunk * size.segment);
+  const T* const dt = zxbcdt + size.inner() + size.channels() + head;
   const float rate = -expf(A_log[head]);
-  float behind = 0.f;  // in the first warp, the sum of a over the rows behind the tile
+  float behind = 0.f;                                 // known to the first warp
   float4 state[kOwnRows][kOwnVecs] = {};
-
-  for (int end = range.y; end > begin; end -= kFillRows) {
-    __syncthreads();  // the tile before has been read
-    if (threadIdx.x < kWarp) {
-      const int at = end - 1 - threadIdx.x;  // of which lane 0 has the last
-      const T* const raw = zxbcdt + (size_t)max(at, 0) * (d_inner + channels + num_heads) + d_inner + channels + head;
-      const float dt = at < begin ? 0.f : softplus(as_float(*raw) + dt_bias[head]), a = dt * rate;
-      float sum = a;
-      #pragma unroll
-      for (int back = 1; back < kWarp; back *= 2) {
-        const float other = __shfl_up_sync(0xffffffffu, sum, back);
-        if (threadIdx.x >= back) sum += other;
-      }
-      const float before = __shfl_up_sync(0xffffffffu, sum, 1);
-      tiles.weight[threadIdx.x] = at < begin ? 0.f : dt * expf(behind + (threadIdx.x ? before : 0.f));
-      behind += __shfl_sync(0xffffffffu, sum, kWarp - 1);
-    }
+  for (int last = range.y - 1; last >= begin; last -= kFillRows) {
+    __syncthreads();                                  // the tiles before have been read
+    if (threadIdx.x < kWarp)
+      behind = fill_weights(tiles.weight, dt, size.columns(), dt_bias[head], rate, begin, last, behind);
     __syncthreads();
-    for (int i = threadIdx.x; i < kFillRows * kVecs; i += kFillThreads) {
-      const int r = i / kVecs, at = end - 1 - r;
-      const uint2 b = at < begin ? make_uint2(0u, 0u) : *(const uint2*)(
-          act + (size_t)at * channels + d_inner + group * kStateDim + i % kVecs * 4);
-      const float2 low = unpack<T>(b.x), high = unpack<T>(b.y);
-      tiles.b[r][i % kVecs] = make_float4(low.x, low.y, high.x, high.y);
-    }
-    for (int i = threadIdx.x; i < kFillRows * kFillStateRows; i += kFillThreads) {
-      const int r = i / kFillStateRows, at = end - 1 - r;
-      const float x = at < begin ? 0.f : as_float(act[(size_t)at * channels + first + i % kFillStateRows]);
-      tiles.x[r][i % kFillStateRows] = tiles.weight[r] * x;
-    }
+    fill_tiles(tiles, act, size.channels(), first, size.b_column(size.group_of(head)), begin, last);
     __syncthreads();
     #pragma unroll 4
-    for (int r = 0; r < kFillRows; ++r) {
-      float x[kOwnRows];
-      #pragma unroll
-      for (int i = 0; i < kOwnRows; ++i) x[i] = tiles.x[r][row + i];
+    for (int r = 0; r < kFillRows; ++r)
       #pragma unroll
       for (int v = 0; v < kOwnVecs; ++v) {
         const float4 b = tiles.b[r][lane + v * kLanes];
         #pragma unroll
-        for (int i = 0; i < kOwnRows; ++i) {
-          float4& s = state[i][v];
-          s.x = fmaf(x[i], b.x, s.x), s.y = fmaf(x[i], b.y, s.y), s.z = fmaf(x[i], b.z, s.z), s.w = fmaf(x[i], b.w, s.w);
-        }
+        for (int i = 0; i < kOwnRows; ++i) add_scaled(state[i][v], tiles.x[r][row + i], b);
       }
-    }
   }
 
   __syncthreads();
   if (threadIdx.x == 0) tiles.weight[0] = expf(behind);
   __syncthreads();
-  const float left = tiles.weight[0];
-  const size_t own = (size_t)(first + row) * kVecs + lane, pitch = (size_t)d_inner * kVecs;
+  const size_t own = (size_t)(first + row) * kVecs + lane, pitch = (size_t)size.inner() * kVecs;
   #pragma unroll
   for (int i = 0; i < kOwnRows; ++i)
     #pragma unroll
     for (int v = 0; v < kOwnVecs; ++v) {
-      float4 s = state[i][v];
       const size_t at = own + i * kVecs + v * kLanes;
-      if (range.x < begin) {  // the sequence came with a state into the segment
-        const float4 f = segment_states[segment * pitch + at];
-        s.x = fmaf(left, f.x, s.x), s.y = fmaf(left, f.y, s.y), s.z = fmaf(left, f.z, s.z), s.w = fmaf(left, f.w, s.w);
-      }
-      states[blockIdx.x * pitch + at] = s;
+      if (range.x < begin) add_scaled(state[i][v], tiles.weight[0], segment_states[segment * pitch + at]);
+      states[seq * pitch + at] = state[i][v];
     }
 }
