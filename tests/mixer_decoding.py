@@ -61,3 +61,9 @@ def decode_all(case: Case, prompts: tuple[int, ...], dtype: Any, engine: str, xp
         for text in np.flatnonzero(active):
             rows[text].append(out[text : text + 1])
     return case.batch.pack([np.concatenate(x) for x in rows])
+
+
+def assert_rounded_once(out: np.ndarray, exact: np.ndarray) -> None:
+    """Asserts that the RMS error of out is that of the exact result in its dtype."""
+    allowed, error = (np.sqrt(np.mean((x.astype(np.float64) - exact) ** 2)) for x in (exact.astype(out.dtype), out))
+    assert error <= 1.05 * allowed, f"RMS error {error:.2e}, allowed 1.05 * {allowed:.2e}"

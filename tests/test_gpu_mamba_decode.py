@@ -9,7 +9,7 @@ import pytest
 from cases import to_host
 from decoding import poison
 from mixer_cases import BFLOAT16, FLOAT16, random_inputs, truth
-from mixer_decoding import PROMPTS, SINGLE, TEXTS, decode_all, filled_cache, prompts_of
+from mixer_decoding import PROMPTS, SINGLE, TEXTS, assert_rounded_once, decode_all, filled_cache, prompts_of
 
 import thdattn
 from thdattn import oracle
@@ -41,6 +41,11 @@ def test_step_after_step_is_the_forward_over_whole_texts(cupy, sizes, dtype):
     out, plain = decode_all(case, PROMPTS, dtype, "cuda", cupy), truth(case, dtype, dtype).out
     verdict = oracle.judge(out, truth(case, dtype).out, plain, fused=plain)
     assert verdict.good, str(verdict)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+def test_of_texts_without_a_prompt_the_result_alone_is_rounded(cupy, dtype):
+    assert_rounded_once(decode_all(USUAL, (0,) * 8, dtype, "cuda", cupy), truth(USUAL, dtype).out)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 8])

@@ -7,7 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from mixer_cases import BFLOAT16, CASES, FLOAT16, FLOAT32, FLOAT64, Case, random_inputs, truth
-from mixer_decoding import A_GROUP_PER_HEAD, ONE_GROUP, PROMPTS, SINGLE, TEXTS, decode_all, filled_cache
+from mixer_decoding import (
+    A_GROUP_PER_HEAD,
+    ONE_GROUP,
+    PROMPTS,
+    SINGLE,
+    TEXTS,
+    assert_rounded_once,
+    decode_all,
+    filled_cache,
+)
 
 import thdattn
 from thdattn import oracle
@@ -15,6 +24,7 @@ from thdattn.mamba_oracle import Sizes
 
 pytestmark = pytest.mark.usefixtures("poisoned_host")
 
+ENDS = Case("ends-with-chunks", (64, 128, 5))  # and a row of padding behind the second
 WIDE = replace(TEXTS, name="wide texts", sizes=Sizes(2, 64, 128, 1))
 
 
@@ -55,10 +65,16 @@ def test_texts_keep_the_accuracy_rule(dtype):
     assert verdict.good, str(verdict)
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+def test_of_texts_without_a_prompt_the_result_alone_is_rounded(dtype):
+    assert_rounded_once(decode_all(WIDE, (0,) * 8, dtype, "reference", np), truth(WIDE, dtype).out)
+
+
 @pytest.mark.parametrize("name", ["shorter-than-the-convolution", "empty-between", "padding-ends-a-chunk",
-                                  "chunk-edges", "resets-inside-chunks", "all-empty-padded"])  # fmt: skip
+                                  "chunk-edges", "resets-inside-chunks", "all-empty-padded",
+                                  "ends-with-chunks"])  # fmt: skip
 def test_a_filled_cache_is_one_that_took_every_row(name):
-    case = CASES[name]
+    case = CASES.get(name, ENDS)
     zxbcdt, weights, _ = random_inputs(case, FLOAT64)
     texts, mixer = case.batch.unpack(zxbcdt), case.mixer(SINGLE, FLOAT64)
     cache, _ = filled_cache(mixer, case, tuple(map(len, texts)), texts, weights, np)
