@@ -32,9 +32,9 @@ import measure
 import record
 from data import Packing, Position
 from grid import Grid
-from model import SIZES
 from passes import WAYS
-from train import RECIPES, add_method_arguments, default_sharding, grid_of
+from sizes import SIZES
+from train import RECIPES, add_method_arguments, choose_method, grid_of
 from trainer import StepResult, Trainer
 
 import thdattn
@@ -233,7 +233,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/bytelm_GPU.csv by default")
     args = parser.parse_args()
     args.graphs = from_arguments(parser, args)
-    args.sharding = args.sharding or default_sharding(args.cp_comm_type, args.graphs.impl)
+    choose_method(args)
     return args
 
 

@@ -1,4 +1,4 @@
-"""Times how fast examples/bytelm writes, and the attention of one new row over a long text.
+"""Times how fast examples/bytelm writes, and one new row of texts in attention and in a Mamba-2 mixer.
 
     python benchmarks/bench_decode.py
 
@@ -9,6 +9,8 @@ nothing, and cost the same.
 
 Attention: thd_attn_decode alone over one text, in a captured graph whose calls read one cache after another, so that an
 L2 cache holds none of them; GB/s of keys and values read, beside a copy's bytes read and written.
+
+Mixer: Mamba2Mixer.decode for 1, 32 and 256 texts in the same way; GB/s of states read and written.
 
 Rows go to benchmarks/results/decode_GPU.csv.
 """
@@ -21,24 +23,28 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "bytelm"))
 
 import numpy as np
 import record
 from bench_bytelm import example_hash
-from model import EOD, SIZES, Model
+from model import Model
 from sample import Sampler
+from sizes import EOD, SIZES
 
 import thdattn
 from thdattn.graphs import CudaGraphConfig, Graphs
+
+T = TypeVar("T")
 
 WAYS = ("recomputed", "eager", "layer", "block")
 KEY = ("gpu", "what", "texts", "bytes", "way")
 ROUNDS = 5
 LAYERS = {"32/8 heads of 128": (32, 8, 128), "8/4 heads of 128": (8, 4, 128), "8/4 heads of 64": (8, 4, 64)}
 LONG = 2**15
+MIXER, MIXER_TEXTS = (64, 64, 128), (1, 32, 256)  # heads, head_dim, state_dim
 CACHED_BYTES = 2**29  # of all caches that are read in turn: far more than an L2 cache holds
 
 
@@ -60,6 +66,10 @@ def main() -> int:
         row = attention(name)
         print(f"attention of {name} over {LONG:,} rows  {row['ms']} ms  {row['gb_per_s']} GB/s, "
               f"a copy {row['copy_gb_per_s']}")  # fmt: skip
+        rows.append(about | row)
+    for texts in MIXER_TEXTS:
+        row = mixer(texts)
+        print(f"{row['what']}, {texts:4} texts  {row['ms']} ms  {row['gb_per_s']} GB/s, a copy {row['copy_gb_per_s']}")
         rows.append(about | row)
     record.save(path, rows, KEY)
     print(f"wrote {path}")
@@ -159,7 +169,35 @@ def attention(name: str) -> record.Row:
     }  # fmt: skip
 
 
-def replayed(call: Callable[[thdattn.KVCache], Any], caches: list[thdattn.KVCache], stream: Any) -> list[float]:
+def mixer(num_texts: int) -> record.Row:
+    """The row of a typical mixer and one number of texts."""
+    import cupy
+
+    layer, rng = thdattn.Mamba2Mixer(thdattn.comm.init("single"), *MIXER, engine="cuda"), np.random.default_rng(0)
+    (heads, head_dim, state_dim), inner = MIXER, MIXER[0] * MIXER[1]
+    channels, num_bytes = inner + 2 * state_dim, 2 * 4 * num_texts * inner * state_dim
+    shapes = (channels, layer.conv_width), (channels,), (heads,), (heads,), (heads,)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        caches = [layer.cache(num_texts) for _ in range(max(2, CACHED_BYTES // num_bytes))]
+        weights = thdattn.Mamba2Weights(*(cupy.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes))
+        rows = cupy.asarray(rng.standard_normal((num_texts, inner + channels + heads), np.float32).astype(layer.dtype))
+
+        def decode(cache: thdattn.Mamba2Cache) -> Any:
+            return layer.decode(rows, weights, cache)
+
+        def copy(cache: thdattn.Mamba2Cache) -> None:
+            other = caches[0 if cache is caches[-1] else -1]
+            other.states.data.copy_from_device_async(cache.states.data, cache.states.nbytes, stream)
+
+        decoded, copied = (replayed(call, caches, stream) for call in (decode, copy))
+    speeds = (f"{num_bytes / median(times) / 1e6:.0f}" for times in (decoded, copied))
+    return {
+        "what": f"mixer, {heads} heads of {head_dim}, states of {state_dim}", "texts": str(num_texts), "bytes": "any",
+        "way": "kernel", **record.timed(decoded), **dict(zip(("gb_per_s", "copy_gb_per_s"), speeds, strict=True)),
+    }  # fmt: skip
+
+
+def replayed(call: Callable[[T], Any], caches: list[T], stream: Any) -> list[float]:
     """Milliseconds per call, in a captured graph with one for every cache."""
     import timing
 

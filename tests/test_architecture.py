@@ -25,9 +25,10 @@ LAYERS = [
     {"sharding", "routes", "pairs", "engines", "tensor_map", "oracle", "mamba_oracle", "decode_tiles", "mixer_tiles"},
     {"plan", "mixer_backward_tiles"},
     {"host_plan", "host_rows", "host_ssd", "cache", "room", "planning", "checks"},
-    {"host_conv", "host_decode"},
+    {"host_conv", "host_decode", "host_mixer_decode"},
     {"reference", "ops", "methods", "tile_counts"},
-    {"saved"},
+    {"saved", "mamba_saved"},
+    {"mamba_cache"},
     {"attention", "mamba"},
     {"graphs", "varlen", "costs"},
     {"torch", "measured_rates"},
@@ -37,7 +38,8 @@ LAYERS = [
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
 # Where a library may be imported: when the module is loaded, and at all.
-OPS = {"ops", "ops.launch", "ops.plan", "ops.rows", "ops.scheduler", "ops.forward", "ops.backward", "ops.decode"}
+OPS = {"ops", "ops.launch", "ops.plan", "ops.rows", "ops.scheduler", "ops.forward", "ops.backward", "ops.decode",
+       "ops.mixer_decode"}
 WHEN_LOADED = {"cupy": {"jit", *OPS, "tensor_map"}, "mpi4py": set(), "torch": {"torch"}, "jax": set()}
 EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "comm.peer", "comm.windows", "engines", "graphs.capture",
                  "graphs.upload", "info", "measured_rates", "varlen"},

@@ -18,7 +18,7 @@ import pytest
 from launch import SOURCE
 
 from thdattn import structs
-from thdattn.decode_tiles import CACHE_KERNELS, DECODE
+from thdattn.decode_tiles import CACHE_KERNELS, DECODE, MixerDecode
 from thdattn.mixer_backward_tiles import (
     CHUNK_TILES,
     chunk_tile_for,
@@ -159,6 +159,14 @@ def test_every_slab_is_the_first_choice_somewhere():
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_decode_kernels_of_the_mixer_fit_and_do_not_spill(arch):
+    of = [MixerDecode(dtype, width) for dtype in ("float16", "bfloat16") for width in MIXER_SIZES["state_dim"]]
+    kernels = [kernel for made in of for kernel in (made.thd_mixer_decode, made.thd_mixer_fill)]
+    of_widths = [of[0].thd_mixer_decode_conv(width) for width in MIXER_SIZES["conv_width"]]
+    compile_all([*kernels, *of_widths, of[0].thd_mixer_fill_rows], arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
     names = *REORDER_KERNELS.values(), *SUM_KERNELS.values(), *PLAN_KERNELS, *CACHE_KERNELS
     compile_all([(name, 0) for name in names], arch)
@@ -253,7 +261,8 @@ def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below()
 
 
 @pytest.mark.parametrize("wrong", [-16, 16])
-@pytest.mark.parametrize("kernel", with_tiles(), ids=lambda kernel: kernel.name.partition("<")[0])
+@pytest.mark.parametrize("kernel", [*with_tiles(), MixerDecode("float16", 64).thd_mixer_fill],
+                         ids=lambda kernel: kernel.name.partition("<")[0])  # fmt: skip
 def test_wrong_bytes_of_shared_memory_do_not_compile(kernel, wrong):
     right = f", {kernel.shared_bytes}>"
     assert kernel.name.endswith(right)

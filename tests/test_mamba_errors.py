@@ -103,7 +103,8 @@ def test_sharding_that_is_not_contiguous_is_refused_with_the_remedy(sharding):
     def program(comm: Comm):
         layer = mixer(comm)
         for made in (sharding, thdattn.Sharding(batch, 2, sharding)):
-            refuses(lambda sharding: layer.plan(batch, sharding), "sharding", made, ValueError, wanted)
+            for asked in (layer.plan, layer.sharding):
+                refuses(lambda sharding, ask=asked: ask(batch, sharding), "sharding", made, ValueError, wanted)
         plan = thdattn.CPAttention(comm, 2, 8, dtype="float32").plan(batch, sharding)
         x = np.ones((plan.local_rows, COLUMNS), np.float32)
         refuses(lambda plan: layer.forward(x, weights(), plan), "plan", plan, ValueError, wanted)

@@ -16,9 +16,9 @@ from launch import SOURCE
 NEEDS_CUPY = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="the CUDA engine needs CuPy")
 PACKAGE = SOURCE / "thdattn"
 DECIDING = [
-    *(str(path.relative_to(PACKAGE)) for pattern in ("*.cu", "*.cuh", "ops/*.py") for path in PACKAGE.rglob(pattern)),
-    "cache.py", "decode_tiles.py", "jit.py", "mixer_backward_tiles.py", "mixer_tiles.py", "plan.py", "structs.py",
-    "sums.py", "tensor_map.py", "tiles.py", "wgmma.py",
+    *(str(path.relative_to(PACKAGE)) for pattern in ("*.cu", "*.cuh", "ops/*.py", "*tiles.py")
+      for path in PACKAGE.rglob(pattern)),
+    "cache.py", "jit.py", "plan.py", "structs.py", "sums.py", "tensor_map.py", "wgmma.py",
 ]  # fmt: skip
 
 

@@ -72,6 +72,31 @@ def test_inactive_graphs_of_a_static_pack_are_the_plain_attention(cp_comm_type, 
     thdattn.comm.run_local(cp_size, program)
 
 
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_a_mixer_has_its_plan_from_a_static_pack_too(cp_size):
+    """Alone, or that of a causal attention beside it."""
+    rng = np.random.default_rng(0)
+    batches = [PackedBatch.from_lengths(lengths) for lengths in ([30, 7], [], [1, 0, 95])]
+    shapes = [(14, 4), (14,), (2,), (2,), (2,)]
+    weights = thdattn.Mamba2Weights(*(rng.standard_normal(shape, np.float32) for shape in shapes))
+    rows = rng.standard_normal((ROWS, 22), np.float32)
+
+    def program(comm):
+        mixer = thdattn.Mamba2Mixer(comm, 2, 3, 4, dtype="float32", engine="reference")
+        graphs = Graphs(comm, CudaGraphConfig(impl="full_iteration"))
+        packs = [StaticPack(graphs, [one], ROWS) for one in (mixer, attention(comm, 4, 2, cp_comm_type="a2a"))]
+        for batch in batches:
+            for pack in packs:
+                assert pack.fits([batch])
+                pack.load([batch])
+            padded = PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=ROWS)
+            plans = mixer.plan(padded), *(pack.plans()[0] for pack in packs)
+            wanted, *outs = (mixer.forward(plan.shard(rows), weights, plan)[0].tobytes() for plan in plans)
+            assert outs == [wanted] * 2
+
+    thdattn.comm.run_local(cp_size, program)
+
+
 def test_several_batches_are_loaded_at_once(comm):
     pack = StaticPack(Graphs(comm, CudaGraphConfig()), [attention(comm)], 40, num_batches=2)
     first, second = PackedBatch([0, 3, 9]), PackedBatch([0, 40])

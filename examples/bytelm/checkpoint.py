@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 from data import Position
-from model import Config
 from numpy.typing import NDArray
+from sizes import Config
 
 NAME = "checkpoint.npz"
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from model import EOD
 from numpy.typing import NDArray
+from sizes import EOD
 
 import thdattn
 from thdattn.packing import first_fit

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data import MicroBatch
-from model import Config
+from sizes import Config
 
 import thdattn
 from thdattn.comm.levels import Levels

@@ -299,14 +299,16 @@ extern "C" __global__ void __launch_bounds__(256, 2) decode_qkv(
   }
 }
 
-// y (rows, out) = residual + x weight^T. Grid * block >= 32 * out: a warp per column, as below.
+// y (rows, out) = residual + x weight^T, of the normalised rows if there is a gain. Grid * block >= 32 * out: a warp per
+// column, as below.
 extern "C" __global__ void __launch_bounds__(256, 2) decode_linear(
-    bf16* y, const bf16* x, const bf16* weight, const bf16* residual, int rows, int width, int out) {
+    bf16* y, const bf16* x, const bf16* gain, const bf16* weight, const bf16* residual, int rows, int width, int out,
+    float epsilon) {
   const int column = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   if (column >= out) return;
   for (int row0 = 0; row0 < rows; row0 += kRows) {
     const Products sums = products(x + (size_t)row0 * width, rows - row0, width, weight + (size_t)column * width,
-                                   nullptr, nullptr, 0);
+                                   nullptr, gain, epsilon);
     #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (row0 + r >= rows || threadIdx.x % 32) continue;
@@ -332,9 +334,12 @@ extern "C" __global__ void __launch_bounds__(256, 2) decode_swiglu(
   }
 }
 
-// y (rows, out) float32 = the normalised rows times weight^T.
-extern "C" __global__ void __launch_bounds__(256, 2) decode_logits(
-    float* y, const bf16* x, const bf16* gain, const bf16* weight, int rows, int width, int out, float epsilon) {
+__device__ __forceinline__ void put(float* to, float x) { *to = x; }
+__device__ __forceinline__ void put(bf16* to, float x) { *to = rounded(x); }
+
+template <typename Out>
+__device__ __forceinline__ void normal_product(Out* y, const bf16* x, const bf16* gain, const bf16* weight, int rows,
+                                               int width, int out, float epsilon) {
   const int column = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   if (column >= out) return;
   for (int row0 = 0; row0 < rows; row0 += kRows) {
@@ -343,9 +348,19 @@ extern "C" __global__ void __launch_bounds__(256, 2) decode_logits(
     #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (row0 + r >= rows || threadIdx.x % 32) continue;
-      y[(size_t)(row0 + r) * out + column] = sums.a[r];
+      put(y + (size_t)(row0 + r) * out + column, sums.a[r]);
     }
   }
+}
+
+// y (rows, out) = the normalised rows times weight^T; of logits in float32.
+extern "C" __global__ void __launch_bounds__(256, 2) decode_product(
+    bf16* y, const bf16* x, const bf16* gain, const bf16* weight, int rows, int width, int out, float epsilon) {
+  normal_product(y, x, gain, weight, rows, width, out, epsilon);
+}
+extern "C" __global__ void __launch_bounds__(256, 2) decode_logits(
+    float* y, const bf16* x, const bf16* gain, const bf16* weight, int rows, int width, int out, float epsilon) {
+  normal_product(y, x, gain, weight, rows, width, out, epsilon);
 }
 
 // See layers.draw. Grid num_texts, block: the vocabulary rounded up to whole warps, at most 1024.

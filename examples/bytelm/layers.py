@@ -211,26 +211,27 @@ def decode_qkv(
         positions: (rows,) int32; those beyond the last one count as the last.
     """
     here = rotation[:, np.minimum(positions, rotation.shape[1] - 1)]
-    return rope_forward(_normalised_product(x, gain, weight), here, heads, kv_heads)
+    return rope_forward(decode_product(x, gain, weight), here, heads, kv_heads)
 
 
-def decode_linear(x: Array, weight: Array, residual: Array) -> Array:
-    """residual (rows, out) + x weight^T."""
-    return residual + linear_forward(x, weight)
+def decode_product(x: Array, gain: Array, weight: Array) -> Array:
+    """The product of the normalised rows with weight (out, in)."""
+    return linear_forward(residual_norm_forward(x, None, gain)[1], weight)
+
+
+def decode_linear(x: Array, weight: Array, residual: Array, gain: Array | None = None) -> Array:
+    """residual (rows, out) + x weight^T, of the normalised rows if there is a gain."""
+    return residual + (linear_forward(x, weight) if gain is None else decode_product(x, gain, weight))
 
 
 def decode_swiglu(x: Array, gain: Array, weight: Array) -> Array:
     """swiglu_forward of the product of the normalised rows with weight (2 * hidden, width)."""
-    return swiglu_forward(_normalised_product(x, gain, weight))
+    return swiglu_forward(decode_product(x, gain, weight))
 
 
 def decode_logits(x: Array, gain: Array, weight: Array) -> Array:
-    """The product of the normalised rows with weight, in float32 on a GPU."""
-    return _normalised_product(x, gain, weight)
-
-
-def _normalised_product(x: Array, gain: Array, weight: Array) -> Array:
-    return linear_forward(residual_norm_forward(x, None, gain)[1], weight)
+    """decode_product, in float32 on a GPU."""
+    return decode_product(x, gain, weight)
 
 
 def draw(

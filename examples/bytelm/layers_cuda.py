@@ -250,10 +250,17 @@ def decode_qkv(
     return q, k, v
 
 
-def decode_linear(x: Array, weight: Array, residual: Array) -> Array:
+def decode_product(x: Array, gain: Array, weight: Array) -> Array:
+    """See layers.decode_product."""
+    y = cupy.empty((len(x), len(weight)), x.dtype)
+    _launch("decode_product", _warps(len(weight)), BLOCK, y, x, gain, weight, *x.shape, len(weight), EPSILON)
+    return y
+
+
+def decode_linear(x: Array, weight: Array, residual: Array, gain: Array | None = None) -> Array:
     """See layers.decode_linear."""
     y = cupy.empty_like(residual)
-    _launch("decode_linear", _warps(len(weight)), BLOCK, y, x, weight, residual, *x.shape, len(weight))
+    _launch("decode_linear", _warps(len(weight)), BLOCK, y, x, gain, weight, residual, *x.shape, len(weight), EPSILON)
     return y
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import numpy as np
 from model import Model
 
 Array = Any
+Lines = list[dict[str, Any]]
 Result = TypeVar("Result")
 
 # Dense bfloat16 operations per second, NVIDIA's data sheets; by what the GPU's name contains.
@@ -117,13 +119,13 @@ class Record:
     """
 
     def __init__(self, path: Path | None, steps: int | None) -> None:
-        self.lines: list[dict[str, Any]] = []
+        self.lines: Lines = []
         self._file = None
         if not path:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         if steps is not None and path.is_file():
-            self.lines = [line for line in _read(path) if line["step"] <= steps]
+            self.lines = [line for line in read("--metrics", path) if line["step"] <= steps]
             unfinished = path.with_name(f"{path.name}.unfinished")
             unfinished.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
             unfinished.replace(path)
@@ -147,8 +149,11 @@ class Record:
             self._file.close()
 
 
-def plot(path: Path, lines: list[dict[str, Any]], title: str) -> None:
-    """Draws bits per byte over steps: every step, their running mean, and the validation."""
+def plot(path: Path, lines: Lines, title: str, beside: Mapping[str, Lines] | None = None) -> None:
+    """Draws bits per byte over steps: every step, their running mean, and the validation.
+
+    beside: name -> lines of other runs, of which it draws the running mean and the validation.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -156,14 +161,17 @@ def plot(path: Path, lines: list[dict[str, Any]], title: str) -> None:
     steps, training = _column(lines, "bits_per_byte")
     width = len(training) // 40
     axes.plot(steps, training, color="#66ccee", linewidth=0.6 if width > 1 else 1.6, label="training, every step")
-    if width > 1:
-        mean = np.convolve(training, np.full(width, 1 / width), "valid")
-        axes.plot(steps[width - 1 :], mean, color="#4477aa", linewidth=1.6, label=f"training, mean of {width} steps")
-    steps, validation = _column(lines, "validation_bits_per_byte")
-    axes.plot(steps, validation, "o-", color="#ee6677", markersize=4, label="validation")
-    if len(validation):
-        axes.annotate(f"{validation[-1]:.2f}", (steps[-1], validation[-1]), (4, 8), textcoords="offset points",
-                      ha="right")
+    colours = [("#4477aa", "#ee6677"), ("#999999", "#444444"), ("#88bb88", "#228833"), ("#ddbb77", "#aa7722")]
+    curves = [("", lines), *((f"{name}: ", other) for name, other in (beside or {}).items())]
+    for (name, each), (of_mean, of_validation) in zip(curves, itertools.cycle(colours), strict=False):
+        steps, training = _column(each, "bits_per_byte")
+        if width > 1:
+            mean = np.convolve(training, np.full(width, 1 / width), "valid")
+            label = f"{name}training, mean of {width} steps"
+            axes.plot(steps[width - 1 :], mean, color=of_mean, linewidth=1.6, label=label)
+        steps, validation = _column(each, "validation_bits_per_byte")
+        label = f"{name}validation, {validation[-1]:.2f} in the end" if len(validation) else f"{name}validation"
+        axes.plot(steps, validation, "o-", color=of_validation, markersize=4, label=label)
     axes.set_xlabel("steps")
     axes.set_ylabel("bits per byte")
     axes.set_title(title, fontsize=11)
@@ -172,23 +180,27 @@ def plot(path: Path, lines: list[dict[str, Any]], title: str) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file: of the last one, a run that was killed may have written only a part."""
+def read(option: str, path: Path) -> Lines:
+    """The whole lines of a file: of the last one, a run that was killed may have written only a part.
+
+    Raises:
+        ValueError: it holds something else.
+    """
     *texts, _ = path.read_text(errors="replace").split("\n")
-    lines: list[dict[str, Any]] = []
+    lines: Lines = []
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
             lines.append(line | {"step": int(line["step"])})
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"--metrics is {path}, whose line {number} is {text[:40]!r}, wanted lines that train.py wrote; name "
+                f"{option} is {path}, whose line {number} is {text[:40]!r}, wanted lines that train.py wrote; name "
                 f"the file that the run began with, or a new one"
             ) from error
     return lines
 
 
-def _column(lines: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+def _column(lines: Lines, name: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of the lines that have it."""
     found = [(line["step"], line[name]) for line in lines if name in line]
     steps, values = np.array(found, float).reshape(-1, 2).T

@@ -1,9 +1,9 @@
-"""A byte-level transformer, forward and backward by hand, whose rows are spread over the ranks of a comm.
+"""A byte-level language model, forward and backward by hand, whose rows are spread over the ranks of a comm.
 
 RMSNorm, RoPE by position, attention over packed documents (thdattn) with grouped queries and, on every second layer, an
-optional sliding window, SwiGLU. The model walks its layers and keeps what matrix products and attention made; norms and
-SwiGLU are computed again in the backward, which is cheap and halves the memory of a row. Every rank has all weights and
-its own rows; ranks meet inside the attention alone. Losses and gradients are shares, to be summed over the ranks.
+optional sliding window, SwiGLU; of a hybrid, most layers have a Mamba-2 mixer (thdattn) in place of attention. The
+model walks its layers, of which parts.py has the parts. Every rank has all weights and its own rows; ranks meet inside
+attention and mixers alone. Losses and gradients are shares, to be summed over the ranks.
 """
 
 from __future__ import annotations
@@ -12,108 +12,26 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
+from parts import Attention, Mixer, Mlp, ModelPlan, Part
+from sizes import TABLE_ROWS, VOCAB, Config, Shapes, weight_shapes
 
 import thdattn
 
-VOCAB = 257
-EOD = 256  # end of document, and the input before the first byte
-TABLE_ROWS = 264  # of the embedding and the head: VOCAB, and unused rows that keep matrices aligned to 16 bytes
 LAYERS = {"reference": "layers", "cuda": "layers_cuda"}
 
 Array = Any
 
 
 @dataclass(frozen=True)
-class Config:
-    """The shape of a model.
-
-    width and hidden are multiples of 8, head_dim is one that the engine has a kernel for. `window`: how many bytes
-    layers 0, 2, 4, ... see, the newest included; 0 = all, as the other layers do. `tied`: the head is the embedding.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    window: int = 0
-    rope_base: float = 10_000.0
-    tied: bool = False
-
-
-SIZES = {
-    "tiny": Config(layers=3, width=96, heads=2, kv_heads=1, head_dim=64, hidden=256, window=5, rope_base=100.0),
-    "small": Config(layers=8, width=512, heads=8, kv_heads=4, head_dim=64, hidden=1408, window=256),
-    "base": Config(layers=12, width=1024, heads=8, kv_heads=4, head_dim=128, hidden=2816, window=512),
-    "1b": Config(layers=22, width=2048, heads=16, kv_heads=4, head_dim=128, hidden=5632, window=1024),
-}
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """One batch on this rank, for all layers: plans[layer % 2] is that of a layer.
-
-    rotation: (2, local_rows, head_dim / 2), cosines and sines of RoPE.
-    """
-
-    plans: tuple[thdattn.Plan, thdattn.Plan]
-    rotation: Array
-
-    @property
-    def sharding(self) -> thdattn.Sharding:
-        """Which rows of the pack this rank has."""
-        return self.plans[0].sharding
-
-    @property
-    def local_rows(self) -> int:
-        """Rows of this rank."""
-        return self.plans[0].local_rows
-
-    @property
-    def positions(self) -> Array:
-        """(local_rows,) int32, position of every row in its document."""
-        return self.plans[0].positions
-
-    @property
-    def valid(self) -> Array:
-        """(local_rows,) bool, True where a row holds a token."""
-        return self.plans[0].valid
-
-
-@dataclass(frozen=True)
 class Caches:
-    """Keys and values of texts that grow: layers[i] of layer i; rotation as in Model._rotation, of all positions."""
+    """What is kept of texts that grow: layers[i] of layer i; rotation as in Model._rotation, of all positions."""
 
-    layers: list[thdattn.KVCache]
+    layers: list[thdattn.KVCache | thdattn.Mamba2Cache]
     rotation: Array
-
-
-Sums = tuple[Array, Array]  # the residual stream, and the branch that is still to be added to it: (rows, width) each
-
-
-def _nothing_to_fetch(kept: Any) -> Any:
-    return kept
-
-
-class Part(NamedTuple):
-    """A stretch of the network, or the CUDA graphs of it.
-
-    forward: (x, branch, plan) -> ((x, branch), kept). The residual stream and what is to be added to it (None at
-        first), before and after; and what the backward needs.
-    backward: (dx, plan, kept) -> dx. Gradients of the residual stream, and so of its branch, after and before.
-    fetch: kept -> kept. Starts what the backward has to wait for; to be called before the backward of the part behind.
-        Graphs have none, as what is started in one has to end in it.
-    """
-
-    forward: Callable[[Array, Array | None, ModelPlan], tuple[Sums, Any]]
-    backward: Callable[[Array, ModelPlan, Any], Array]
-    fetch: Callable[[Any], Any] = _nothing_to_fetch
 
 
 class Model:
@@ -131,11 +49,11 @@ class Model:
 
     Attributes:
         parts: of all layers, in the order of the forward.
-        weights: flat, float32 (float64 for dtype "float64"): the matrices, then the gains of the norms.
+        weights: flat, float32 (float64 for dtype "float64"): the matrices, then the vectors.
         gradient: flat, the same dtype; loss_and_gradient adds to it.
         params, grads: name -> view into weights and gradient.
         num_matrix_weights: how many of the weights belong to matrices.
-        copy: flat, in `dtype`: the weights as layers read them.
+        copy: flat, in `dtype`: the weights as layers read them; a mixer reads its own in float32.
     """
 
     def __init__(
@@ -154,28 +72,34 @@ class Model:
                                 deterministic=deterministic, engine=engine_module.name, cp_comm_type=cp_comm_type)
             for window in windows
         ]
-        shapes = _shapes(config)
+        shapes = weight_shapes(config)
         self.num_matrix_weights = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
         size, xp = sum(map(math.prod, shapes.values())), self.layers.xp
         self.weights, self.gradient = xp.zeros((2, size), np.promote_types(self.dtype, np.float32))
         self.copy = xp.zeros(size, self.dtype)
         self.params, self.grads, self._read = (_views(x, shapes) for x in (self.weights, self.gradient, self.copy))
-        self._by_layer = [(_of_layer(self._read, i), _of_layer(self.grads, i)) for i in range(config.layers)]
+        self._stack = [self._layer(number) for number in range(config.layers)]
         self.parts = [part for layer in range(config.layers) for part in self.layer_parts(layer).values()]
         half = config.head_dim // 2
         self._frequencies = xp.asarray(config.rope_base ** -(np.arange(half) / half))  # float64
         self._initialise(seed)
 
+    def _layer(self, number: int) -> tuple[Any, Mlp]:
+        """What lets rows see others, Attention or Mixer, and what does not."""
+        of_layer = self, number, _of_layer(self._read, number), _of_layer(self.grads, number)
+        return (Mixer if self.config.is_mixer(number) else Attention)(*of_layer), Mlp(*of_layer)
+
     def _initialise(self, seed: int) -> None:
         """Normal with deviation in_features**-0.5; what adds to the residual stream smaller, as 2 per layer add up.
 
-        A head of its own starts at 0 and may then read large embeddings: both make the first steps count.
+        A head of its own starts at 0 and may then read large embeddings: both make the first steps count. Gains are 1;
+        see _start for the other vectors.
         """
         rng, xp = np.random.default_rng(seed), self.layers.xp
         tables = {} if self.config.tied else {"embedding": 1.0, "head": 0.0}
         for name, x in self.params.items():
             if x.ndim == 1:
-                x.fill(1)
+                x[...] = xp.asarray(_start(name.rpartition(".")[2], x.shape, rng))
                 continue
             scale = tables.get(name, x.shape[1] ** -0.5)
             if name.endswith((".out", ".down")):
@@ -261,15 +185,14 @@ class Model:
 
     def caches(self, num_texts: int, capacity: int) -> Caches:
         """Room for texts that grow: on one rank."""
-        kept = [self.attentions[layer % 2].cache(num_texts, capacity) for layer in range(self.config.layers)]
+        kept = [seeing.cache(num_texts, capacity) for seeing, _ in self._stack]
         return Caches(kept, self._rotation(self.layers.xp.arange(capacity)))
 
     def prefill(self, tokens: Array, plan: ModelPlan, caches: Caches) -> Array:
         """The logits of a pack whose sequences are the beginnings of the caches' texts, one each; see `logits`."""
         hidden, saved = self._forward(tokens, plan, self.parts)
-        for layer, cache in enumerate(caches.layers):
-            _, attention = saved[2 * layer]  # of its first part
-            cache.fill(attention.k, attention.v, plan.plans[layer % 2])
+        for (seeing, _), cache, kept in zip(self._stack, caches.layers, saved[::2], strict=False):
+            seeing.fill(cache, kept, plan)
         return self._logits(hidden)[:, :VOCAB]
 
     def decode(self, tokens: Array, caches: Caches, layers: Sequence[Callable[[Array], Array]] | None = None) -> Array:
@@ -289,21 +212,20 @@ class Model:
 
     def decode_layer(self, layer: int, caches: Caches, x: Array) -> Array:
         """One layer for the next row of every text: the residual stream x (num_texts, width), anew."""
-        ops, c, (w, _), cache = self.layers, self.config, self._by_layer[layer], caches.layers[layer]
-        q, k, v = ops.decode_qkv(x, w["attention_norm"], w["qkv"], caches.rotation, cache.lengths, c.heads, c.kv_heads)
-        out = self.attentions[layer % 2].decode(q, k, v, cache)
-        x = ops.decode_linear(_flat(out), w["out"], x)
-        return ops.decode_linear(ops.decode_swiglu(x, w["mlp_norm"], w["gate_up"]), w["down"], x)
+        seeing, mlp = self._stack[layer]
+        return mlp.decode(seeing.decode(x, caches.layers[layer], caches.rotation))
 
     def attention_flops(self, batch: thdattn.PackedBatch) -> int:
         """Forward and backward of the attention of all layers and ranks."""
-        counts = [sum(attention.flops(batch)) for attention in self.attentions]
-        return sum(counts[layer % 2] for layer in range(self.config.layers))
+        counts, c = [sum(attention.flops(batch)) for attention in self.attentions], self.config
+        return sum(counts[layer % 2] for layer in range(c.layers) if not c.is_mixer(layer))
 
     def flops(self, batch: thdattn.PackedBatch) -> int:
-        """Forward and backward of all ranks: 6 per weight that multiplies and token, and the attention's."""
+        """Forward and backward of all ranks: 6 per weight that multiplies and token, and the attention's; of a mixer's
+        recurrence, two products with the state of a head, however it is computed."""
         c = self.config
         multiplying = self.num_matrix_weights - TABLE_ROWS * c.width * (1 if c.tied else 2) + VOCAB * c.width
+        multiplying += c.num_mixers * 2 * c.d_inner * c.state_dim
         return 6 * multiplying * batch.total_tokens + self.attention_flops(batch)
 
     # ------------------------------------------------------------------------------------------------ layers
@@ -333,60 +255,7 @@ class Model:
 
     def layer_parts(self, layer: int) -> dict[str, Part]:
         """The parts of a layer by name."""
-        attn = self._attn_forward, self._attn_backward, self._attn_fetch
-        mlp = self._mlp_forward, self._mlp_backward
-        return {"attn": Part(*(partial(step, layer) for step in attn)),
-                "mlp": Part(*(partial(step, layer) for step in mlp))}
-
-    def _attn_forward(self, layer: int, x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Sums, Any]:
-        ops, c, (w, _) = self.layers, self.config, self._by_layer[layer]
-        attention, here, keys = self.attentions[layer % 2], plan.plans[layer % 2], None
-        x, h = ops.residual_norm_forward(x, branch, w["attention_norm"])
-        qkv = ops.linear_forward(h, w["qkv"])
-        if not self._travels_early(attention, here):
-            q, k, v = ops.rope_forward(qkv, plan.rotation, c.heads, c.kv_heads)
-        else:  # k and v are on their way to all ranks while q is made
-            first = c.heads * c.head_dim
-            _, k, v = ops.rope_forward(qkv[:, first:], plan.rotation, 0, c.kv_heads)
-            keys = attention.gather(k, v, here)
-            q, _, _ = ops.rope_forward(qkv[:, :first], plan.rotation, c.heads, 0)
-        out, saved = attention.forward(q, k, v, here, keys=keys)
-        return (x, ops.linear_forward(_flat(out), w["out"])), (x, saved)
-
-    def _attn_fetch(self, layer: int, kept: Any) -> Any:
-        """Asks for the keys of all ranks, unless the forward has kept them."""
-        (x, saved), attention = kept, self.attentions[layer % 2]
-        if saved.keys is not None or not self._travels_early(attention, saved.plan):
-            return kept
-        return x, saved, attention.gather(saved.k, saved.v, saved.plan)
-
-    def _travels_early(self, attention: thdattn.CPAttention, plan: thdattn.Plan) -> bool:
-        """Whether keys and values may be on their way while something else is computed."""
-        return self.comm.size > 1 and attention.can_gather(plan)
-
-    def _attn_backward(self, layer: int, dx: Array, plan: ModelPlan, kept: Any) -> Array:
-        ops, (w, dw), (x, saved, *keys) = self.layers, self._by_layer[layer], kept
-        dout = ops.linear_backward_input(dx, w["out"]).reshape(saved.out.shape)
-        dq, dk_dv = self.attentions[layer % 2].start_backward(dout, saved, *keys)
-        ops.linear_backward_weight(dx, _flat(saved.out), dw["out"])  # while dk and dv of all ranks are summed
-        _, h = ops.residual_norm_forward(x, None, w["attention_norm"])
-        dqkv = ops.rope_backward(dq, *dk_dv(), plan.rotation)
-        dh = ops.linear_backward(dqkv, h, w["qkv"], dw["qkv"])
-        return ops.residual_norm_backward(dh, dx, x, w["attention_norm"], dw["attention_norm"])
-
-    def _mlp_forward(self, layer: int, x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Sums, Any]:
-        ops, (w, _) = self.layers, self._by_layer[layer]
-        x, h = ops.residual_norm_forward(x, branch, w["mlp_norm"])
-        gate_up = ops.linear_forward(h, w["gate_up"])
-        return (x, ops.linear_forward(ops.swiglu_forward(gate_up), w["down"])), (x, gate_up)
-
-    def _mlp_backward(self, layer: int, dx: Array, plan: ModelPlan, kept: Any) -> Array:
-        ops, (w, dw), (x, gate_up) = self.layers, self._by_layer[layer], kept
-        dswiglu = ops.linear_backward(dx, ops.swiglu_forward(gate_up), w["down"], dw["down"])
-        dgate_up = ops.swiglu_backward(dswiglu, gate_up)
-        _, h = ops.residual_norm_forward(x, None, w["mlp_norm"])
-        dh = ops.linear_backward(dgate_up, h, w["gate_up"], dw["gate_up"])
-        return ops.residual_norm_backward(dh, dx, x, w["mlp_norm"], dw["mlp_norm"])
+        return {part.name: part.part for part in self._stack[layer]}
 
     def _cross_entropy(
         self, hidden: Array, targets: Array, plan: ModelPlan, num_targets: Array | int
@@ -419,31 +288,22 @@ class Model:
             )
 
 
-def _shapes(c: Config) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the order of the flat array: matrices (out, in) first, then the gains of the norms."""
-    matrices: dict[str, tuple[int, ...]] = {"embedding": (TABLE_ROWS, c.width)}
-    if not c.tied:
-        matrices["head"] = (TABLE_ROWS, c.width)
-    gains: dict[str, tuple[int, ...]] = {"norm": (c.width,)}
-    for layer in range(c.layers):
-        matrices[f"{layer}.qkv"] = ((c.heads + 2 * c.kv_heads) * c.head_dim, c.width)
-        matrices[f"{layer}.out"] = (c.width, c.heads * c.head_dim)
-        matrices[f"{layer}.gate_up"] = (2 * c.hidden, c.width)
-        matrices[f"{layer}.down"] = (c.width, c.hidden)
-        gains[f"{layer}.attention_norm"] = (c.width,)
-        gains[f"{layer}.mlp_norm"] = (c.width,)
-    return matrices | gains
+def _start(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any]:
+    """What a vector begins with: as in Mamba-2 (arXiv:2405.21060), rates of 1 to 16, and steps of 0.001 to 0.1."""
+    if name == "conv_bias":
+        return np.zeros(shape)
+    if name == "A_log":
+        return np.log(rng.uniform(1, 16, shape))
+    if name == "dt_bias":  # softplus of it is a step
+        steps = np.exp(rng.uniform(np.log(0.001), np.log(0.1), shape))
+        return np.log(np.expm1(steps))
+    return np.ones(shape)
 
 
-def _views(flat: Array, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
+def _views(flat: Array, shapes: Shapes) -> dict[str, Array]:
     ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
     return {name: flat[end - math.prod(shape) : end].reshape(shape)
             for (name, shape), end in zip(shapes.items(), ends, strict=True)}
-
-
-def _flat(x: Array) -> Array:
-    """(rows, heads, width) -> (rows, heads * width); a rank may have no rows."""
-    return x.reshape(len(x), x.shape[1] * x.shape[2])
 
 
 def _of_layer(views: dict[str, Array], layer: int) -> dict[str, Array]:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from data import MicroBatch
 from grid import Grid
-from model import Model, ModelPlan, Part, Sums
+from model import Model
+from parts import ModelPlan, Part, Sums
 
 from thdattn.graphs import Graphs, StaticPack, Upload
 from thdattn.graphs.static_pack import check_method
@@ -123,12 +124,13 @@ def captured_parts(model: Model, graphs: Graphs) -> list[Part]:
         ValueError: it names a part that layers do not have.
     """
     modules, parts = graphs.config.modules, []
-    for layer in range(model.config.layers):
-        named = model.layer_parts(layer)
-        for name in modules:
-            if name not in named:
-                raise ValueError(f"modules has {name!r}, wanted some of {', '.join(map(repr, named))}, the parts of a "
-                                 f"layer here; leave it out")
+    layers = [model.layer_parts(layer) for layer in range(model.config.layers)]
+    known = {name: None for named in layers for name in named}
+    for name in modules:
+        if name not in known:
+            raise ValueError(f"modules has {name!r}, wanted some of {', '.join(map(repr, known))}, the parts of a "
+                             f"layer here; leave it out")
+    for layer, named in enumerate(layers):
         for name, part in named.items() if modules else [("all", _one_after_another(*named.values()))]:
             if not modules or name in modules:
                 pair = graphs.pair(part.forward, part.backward, f"layer {layer}, {name}")

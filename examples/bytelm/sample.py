@@ -1,8 +1,8 @@
 """Writes text with a model that train.py has trained: sample.py --checkpoint DIR --prompt "def "
 
 All samples grow together. The prompts go through the model as one pack; from then on every byte costs one row per text,
-as the keys and values of all that came before are kept. Draws happen on the device, which does not wait for the host.
-One process, one rank.
+as the keys and values of all that came before are kept, and of mixers their states. Draws happen on the device, which
+does not wait for the host. One process, one rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # command_line.py
 import checkpoint
 import command_line
 import numpy as np
-from model import EOD, VOCAB, Model
+from model import Model
+from sizes import EOD, VOCAB
 
 import thdattn
 from thdattn.graphs import Graphs, normalize

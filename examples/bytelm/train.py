@@ -42,8 +42,8 @@ from command_line import positive
 from data import Packing, Position
 from grid import Grid, most_neighbours
 from interrupt import Interrupt
-from model import SIZES, Config
 from progress import Progress
+from sizes import SIZES, Config
 from trainer import NATS_PER_BIT, StepResult, Trainer
 
 import thdattn
@@ -58,6 +58,10 @@ LAST_LR = 0.1  # of the highest
 # How all_gather spreads rows unless something else is asked for: documents are seldom shared then. CUDA graphs need the
 # constant sizes of dual_chunk.
 ALL_GATHER_SHARDING = "balanced"
+
+# Of a hybrid: mixers pass states on along the rows, so a rank has rows that follow each other. The work of attentions
+# is even then if they exchange heads.
+HYBRID_METHOD, HYBRID_SHARDING = "a2a", "contiguous"
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,11 @@ class Recipe:
 
 RECIPES = {
     "tiny": Recipe(tokens=512, longest=256, steps=1800, lr=3e-3, val_bytes=2**15),
+    "tiny-hybrid": Recipe(tokens=512, longest=256, steps=1800, lr=3e-3, val_bytes=2**15),
     "small": Recipe(tokens=16_384, longest=None, steps=2000, lr=2e-3, val_bytes=2**20),
     "base": Recipe(tokens=32_768, longest=None, steps=5000, lr=1e-3, val_bytes=2**20),
     "1b": Recipe(tokens=32_768, longest=None, steps=20_000, lr=3e-4, val_bytes=2**20),
+    "1b-hybrid": Recipe(tokens=32_768, longest=None, steps=20_000, lr=3e-4, val_bytes=2**20),
 }
 
 
@@ -101,8 +107,9 @@ class Reporter:
         model, grid, args, say = self._trainer.model, self._trainer.grid, self._args, self._progress.say
         num_bytes = sum(document.end - document.begin for document in documents)
         where = f"{args.data}" if args.data else f"Python {sys.version.split()[0]}'s standard library"
-        say(f"{args.size}: {model.weights.size:,} weights in {model.config.layers} layers, {model.dtype}, engine "
-            f"{model.attentions[0].engine!r}; ranks: {grid}, backend {grid.world.name!r}")
+        mixers = f", {model.config.num_mixers} of them mixers" if model.config.num_mixers else ""
+        say(f"{args.size}: {model.weights.size:,} weights in {model.config.layers} layers{mixers}, {model.dtype}, "
+            f"engine {model.attentions[0].engine!r}; ranks: {grid}, backend {grid.world.name!r}")
         if grid.cp.size > 1:
             levels = f" of {grid.cp.inner.size} neighbours" if isinstance(grid.cp, Levels) else ""
             say(f"ranks share a micro-batch by {args.cp_comm_type}{levels}, rows are {args.sharding}")
@@ -165,7 +172,7 @@ class Reporter:
             model, grid = self._trainer.model, self._trainer.grid
             tokens = args.accumulate * grid.num_groups * args.tokens
             title = f"{args.size}, {model.weights.size:,} weights, steps of {tokens:,} tokens, ranks: {grid}"
-            measure.plot(args.plot, self._record.lines, title)
+            measure.plot(args.plot, self._record.lines, title, others(args.beside))
             self._progress.say(f"wrote {args.plot}")
 
 
@@ -243,19 +250,36 @@ def grid_of(comm: thdattn.comm.Comm, args: argparse.Namespace, config: Config) -
     return Grid.of(comm, args.cp, args.cp_inner or most_neighbours(args.cp or comm.size, config))
 
 
-def default_sharding(cp_comm_type: str, impl: str) -> str:
-    """How rows are spread where that is not asked for, with CUDA graphs of an impl: alike on any number of ranks."""
-    return ALL_GATHER_SHARDING if (cp_comm_type, impl) == ("all_gather", "none") else SHARDINGS[cp_comm_type]
+def choose_method(args: argparse.Namespace) -> None:
+    """Fills in --cp-comm-type and --sharding where they are not asked for: alike on any number of ranks.
+
+    Raises:
+        ValueError: what is asked for does not go with the --size.
+    """
+    if not SIZES[args.size].num_mixers:
+        method = args.cp_comm_type = args.cp_comm_type or "all_gather"
+        usual = ALL_GATHER_SHARDING if (method, args.graphs.impl) == ("all_gather", "none") else SHARDINGS[method]
+        args.sharding = args.sharding or usual
+        return
+    args.cp_comm_type, args.sharding = args.cp_comm_type or HYBRID_METHOD, args.sharding or HYBRID_SHARDING
+    one_level = [method for method in SHARDINGS if "+" not in method]
+    for option, found, wanted in (("--sharding", args.sharding, [HYBRID_SHARDING]),
+                                  ("--cp-comm-type", args.cp_comm_type, one_level)):  # fmt: skip
+        if found not in wanted:
+            raise ValueError(f"{option} is {found} and --size {args.size}, wanted {' or '.join(wanted)} with that, as "
+                             f"its mixers pass states on along slices of the pack; leave {option} out, or use another "
+                             f"--size")
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """--cp-comm-type, --cp-inner and --sharding."""
     add = parser.add_argument
-    add("--cp-comm-type", choices=list(SHARDINGS), default="all_gather", help="what travels between ranks of a group "
-        "(default: all_gather)")  # fmt: skip
+    add("--cp-comm-type", choices=list(SHARDINGS), help="what travels between the attentions of a group (default: "
+        f"all_gather; {HYBRID_METHOD} for a hybrid)")  # fmt: skip
     add("--cp-inner", type=positive, metavar="N", help="of a method with a +: neighbours that exchange heads (default: "
         "as many as heads allow)")  # fmt: skip
-    add("--sharding", choices=list(STRATEGIES), help="which rank owns which rows (default: by --cp-comm-type)")
+    add("--sharding", choices=list(STRATEGIES), help="which rank owns which rows (default: by --cp-comm-type; "
+        f"{HYBRID_SHARDING} for a hybrid)")  # fmt: skip
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -319,6 +343,12 @@ def check_outputs(args: argparse.Namespace) -> None:
         command_line.check_writable("--metrics", args.metrics)
     if args.plot:
         command_line.check_picture("--plot", args.plot)
+    others(args.beside)
+
+
+def others(files: Sequence[Path]) -> dict[str, measure.Lines]:
+    """Lines of other runs by the name of their file."""
+    return {path.stem: measure.read("--beside", path) for path in files}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -343,12 +373,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on with the run in --checkpoint; pass the options it began with")
     add("--metrics", type=Path, metavar="FILE", help="write a JSON line per step and validation into this new file")
     add("--plot", type=Path, metavar="FILE", help="draw bits per byte into this PNG, PDF or SVG file at the end")
+    add("--beside", type=Path, nargs="+", default=[], metavar="FILE", help="--metrics of other runs to draw there too")
     add("--bar", action="store_true", help="draw a progress bar where stderr is no terminal, as under mpiexec")
     add_method_arguments(parser)
     add_arguments(parser)
     args = parser.parse_args()
     args.graphs = from_arguments(parser, args)
-    args.sharding = args.sharding or default_sharding(args.cp_comm_type, args.graphs.impl)
+    choose_method(args)
     for name, value in asdict(RECIPES[args.size]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -14,10 +14,11 @@ import numpy as np
 from checkpoint import Checkpoint
 from data import MicroBatch, Position
 from grid import Grid
-from model import Config, Model
+from model import Model
 from numpy.typing import NDArray
 from optimizer import AdamW
 from passes import WAYS
+from sizes import Config
 
 import thdattn
 from thdattn.graphs import CudaGraphConfig, Graphs

@@ -1,4 +1,4 @@
-"""Tile sizes of the decode kernel per head dim, as tiles.py has those of the others, and the names of its helpers."""
+"""Tile sizes of the decode kernels, as tiles.py has those of the others, and the names of their helpers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from thdattn.tiles import ELEMENT_TYPES, PAD, Instance
 
 CACHE_KERNELS = ("thd_cache_append", "thd_cache_fill")
+MIXER_THREADS = 128  # of a thread block that has states
+MIXER_CHANNELS = 512  # of x, B and C, of a thread block that has rows
 
 
 @dataclass(frozen=True)
@@ -54,3 +56,37 @@ DECODE = {
         Decode(256, 256, warps=2, stages=2, per_multiprocessor=3),
     )
 }
+
+
+@dataclass(frozen=True)
+class MixerDecode:
+    """The kernels of kernels/mamba/decode.cu for "float16" or "bfloat16" and a width of the states."""
+
+    dtype: str
+    state_dim: int
+
+    rows = 16  # of a head's state, of a thread block of thd_mixer_decode
+    fill_rows = 32  # kFillStateRows: the same of thd_mixer_fill, and as many rows of a pack at a time
+
+    def thd_mixer_decode_conv(self, conv_width: int) -> Instance:
+        """Before thd_mixer_decode."""
+        return self._instance("thd_mixer_decode_conv", conv_width)
+
+    @property
+    def thd_mixer_decode(self) -> Instance:
+        """One row more of every text."""
+        return self._instance("thd_mixer_decode", self.state_dim, self.rows)
+
+    @property
+    def thd_mixer_fill_rows(self) -> Instance:
+        """The last rows of sequences."""
+        return self._instance("thd_mixer_fill_rows")
+
+    @property
+    def thd_mixer_fill(self) -> Instance:
+        """The states behind sequences."""
+        tiles = 4 * self.fill_rows * (self.state_dim + self.fill_rows + 1)
+        return self._instance("thd_mixer_fill", self.state_dim, tiles, shared_bytes=tiles)
+
+    def _instance(self, name: str, *constants: int, shared_bytes: int = 0) -> Instance:
+        return Instance(f"{name}<{', '.join(map(str, (ELEMENT_TYPES[self.dtype], *constants)))}>", shared_bytes)

@@ -22,6 +22,7 @@ from thdattn.host_ssd import (
     sigmoid,
     silu,
     slope,
+    softplus,
     valid_rows,
 )  # fmt: skip
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
@@ -66,7 +67,7 @@ def mixer_conv(zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, s
     valid = valid_rows(plan)
     act = silu(_convolved(xbc, halo, weights, plan, shape))
     sharp = cleared(raw, valid, shape) + weights.dt_bias
-    dt = np.where(valid, np.maximum(sharp, 0) + np.log1p(np.exp(-np.abs(sharp))), 0)
+    dt = np.where(valid, softplus(sharp), 0)
     return Activations(act.astype(shape.dtype), dt, chunk_sums(dt * -np.exp(weights.A_log), plan))
 
 

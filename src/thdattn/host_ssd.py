@@ -117,6 +117,12 @@ def silu(x: Array) -> Array:
     return x * sigmoid(x)
 
 
+def softplus(x: Array) -> Array:
+    """log(1 + exp(x)), which is exp(x) far below 0."""
+    grown: Array = np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+    return grown
+
+
 def slope(x: Array) -> Array:
     """The derivative of silu."""
     share = sigmoid(x)

@@ -43,6 +43,7 @@ _MAMBA_BACKWARD = (*_MAMBA, "kernels/mamba/backward_common.cuh")
 _HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/hopper/common.cuh")
 _MAMBA_HOPPER = (*_HOPPER, "kernels/portable/common.cuh", "kernels/mamba/common.cuh")
 _HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")
+_MIXER_DECODE = (*_MAMBA, "kernels/mamba/decode.cu")
 FILES = {
     "thd_reorder": _ROWS,
     "thd_plan_check": _ROWS,
@@ -56,6 +57,10 @@ FILES = {
     "thd_sum": ("kernels/common.cuh", "structs.checks()", "kernels/sum.cu"),
     "thd_cache_append": (*_ROWS, "kernels/cache.cu"),
     "thd_cache_fill": (*_ROWS, "kernels/cache.cu"),
+    "thd_mixer_decode_conv": _MIXER_DECODE,
+    "thd_mixer_decode": _MIXER_DECODE,
+    "thd_mixer_fill_rows": _MIXER_DECODE,
+    "thd_mixer_fill": _MIXER_DECODE,
     "thd_attn_fwd": (*_PORTABLE, "kernels/portable/forward.cu"),
     "thd_attn_delta": (*_PORTABLE, "kernels/portable/backward.cu"),
     "thd_attn_bwd": (*_PORTABLE, "kernels/portable/backward.cu"),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import DTypeLike
 
-from thdattn.arguments import as_count, found
+from thdattn.arguments import as_bool, as_count, found
 from thdattn.checks import check_same
 from thdattn.comm import Comm
 from thdattn.engines import as_engine_dtype, check_mixer_sizes, choose_engine
+from thdattn.mamba_cache import Mamba2Cache, make_cache, traits
+from thdattn.mamba_saved import Mamba2Saved
 from thdattn.methods import states
-from thdattn.methods.states import Kept
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.packing import PackedBatch
 from thdattn.plan import NO_ARRAYS, Plan
@@ -20,26 +20,6 @@ from thdattn.planning import fingerprint, with_arrays
 from thdattn.sharding import Sharding, as_sharding
 
 CAUSAL = (-1, 0)  # the window of its plans
-
-
-@dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
-class Mamba2Saved:
-    """What forward of a Mamba2Mixer keeps for backward.
-
-    zxbcdt, weights, plan: as passed, without a copy: nobody may write to them before backward.
-    kept: what the mixer made: y before the gate, the state in front of every segment of rows, and the rows in front of
-        this rank's that the convolution saw.
-    made_with: the sizes of the mixer, which must be those of the one whose backward takes it.
-    """
-
-    zxbcdt: Any
-    weights: Mamba2Weights
-    plan: Plan
-    kept: Kept
-    made_with: MixerShape
-
-    def __repr__(self) -> str:
-        return f"<Mamba2Saved: zxbcdt {self.zxbcdt.dtype} {tuple(self.zxbcdt.shape)}, {self.plan!r}>"
 
 
 class Mamba2Mixer:
@@ -109,7 +89,23 @@ class Mamba2Mixer:
         sizes = ", ".join(f"{name}={value}" for name, value in self._shape._asdict().items())
         return f"<Mamba2Mixer {sizes}, engine={self.engine!r}, {self.comm!r}>"
 
-    def plan(self, batch: PackedBatch, sharding: str | Sharding = "contiguous") -> Plan:
+    def sharding(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Sharding:
+        """How plan spreads the rows of a batch, before it is planned.
+
+        Args:
+            batch, sharding: as for plan; None is "contiguous".
+
+        Raises:
+            TypeError, ValueError: as plan, for what it finds on one rank.
+        """
+        made = as_sharding("contiguous" if sharding is None else sharding, batch, self.comm.size)
+        _check_sharding(made)
+        return made
+
+    def plan(
+        self, batch: PackedBatch, sharding: str | Sharding | None = None, like: PackedBatch | None = None,
+        finite_padding: bool = False,
+    ) -> Plan:  # fmt: skip
         """Plans one batch for this rank; every mixer can use it.
 
         So can an attention with the same mask and head_dim; and a mixer can use the plan of a causal attention without
@@ -121,16 +117,16 @@ class Mamba2Mixer:
             batch: the global lengths, on the host or, for the CUDA engine, on its GPU.
             sharding: "contiguous", or such a Sharding of this batch over comm.size ranks: states are passed on along
                 the rows, so that a rank has rows that follow each other.
+            like, finite_padding: for an attention that uses the plan too, see CPAttention.plan.
 
         Raises:
             TypeError: batch is no PackedBatch, or sharding neither a str nor a Sharding.
             ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU for the NumPy engine,
                 or (on every rank) a batch that differs between ranks.
         """
-        sharding = as_sharding(sharding, batch, self.comm.size)
-        _check_sharding(sharding)
         dims = self.head_dim, self.head_dim
-        plan = Plan(sharding, self.comm.rank, CAUSAL, dims, self._engine.tiles(*dims), NO_ARRAYS, self._engine)
+        plan = Plan(self.sharding(batch, sharding), self.comm.rank, CAUSAL, dims, self._engine.tiles(*dims), NO_ARRAYS,
+                    self._engine, None, like, as_bool("finite_padding", finite_padding))
         if self.comm.size > 1:
             self.comm.agree("the plan's batch and mixer", fingerprint(plan, self._shape))
         return with_arrays(plan)
@@ -184,6 +180,43 @@ class Mamba2Mixer:
         return states.backward(
             self._engine, self.comm, plan, dout, saved.zxbcdt, saved.weights, saved.kept, self._shape
         )
+
+    def cache(self, num_texts: int) -> Mamba2Cache:
+        """A cache of num_texts empty texts, for decode. What it takes does not grow with the texts.
+
+        Raises:
+            TypeError: a count that is no int.
+            ValueError: a count out of range, or a comm of several ranks.
+        """
+        return make_cache(self._engine, self.comm.size, num_texts, self._shape)
+
+    def decode(self, zxbcdt: Any, weights: Mamba2Weights, cache: Mamba2Cache) -> Any:
+        """The mixer over the next row of every active text, which the cache takes in.
+
+        It copies nothing to the host and waits for nothing. Once it has run, it can be captured in a CUDA graph, whose
+        replays go on from what they find in the cache.
+
+        Args:
+            zxbcdt: (num_texts, d_inner + channels + num_heads), one row per text.
+            weights: as for forward.
+            cache: from this mixer's cache method, or from that of one of the same sizes.
+
+        Returns:
+            (num_texts, d_inner), a new array; 0 for texts that are not active, see Mamba2Cache.active.
+
+        Raises:
+            TypeError: an array of the wrong dtype or on the wrong device, or weights or a cache that are none.
+            ValueError: an array of the wrong shape, or a cache of a mixer of other sizes.
+        """
+        if not isinstance(cache, Mamba2Cache):
+            raise TypeError(f"cache is {found(cache)}; wanted a Mamba2Cache; make it with mixer.cache(num_texts)")
+        check_same("cache was made for", cache.made_for, traits(self._shape, self._engine),
+                   "make it with this mixer's cache method")
+        zxbcdt = self._checked("zxbcdt", zxbcdt, (cache.num_texts, self._shape.columns), self.dtype,
+                               "pass one row for every text of the cache, with the columns z, x, B, C, dt")
+        weights = self._checked_weights(weights)
+        kept = cache.rows, cache.states, cache.active, cache.work
+        return self._engine.mixer_decode(zxbcdt, weights, self._shape, *kept)
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):

@@ -1,5 +1,5 @@
 """The NumPy engine: attention forward and backward over key ranges. In host_rows rows move, in host_decode texts grow,
-and host_conv and host_ssd are the Mamba-2 mixer.
+and host_conv and host_ssd are the Mamba-2 mixer, whose texts grow in host_mixer_decode.
 
 It has the functions of the CUDA engine (`ops`) with the same arguments, so everything above the engine
 runs on any laptop. Like the kernels it obeys one rule, `score(i, j)` counts iff
@@ -35,6 +35,8 @@ from thdattn.host_conv import mixer_tail as mixer_tail
 from thdattn.host_decode import attn_decode as attn_decode
 from thdattn.host_decode import cache_append as cache_append
 from thdattn.host_decode import cache_fill as cache_fill
+from thdattn.host_mixer_decode import mixer_decode as mixer_decode
+from thdattn.host_mixer_decode import mixer_fill as mixer_fill
 from thdattn.host_plan import host_arrays
 from thdattn.host_rows import add_shares as add_shares
 from thdattn.host_rows import pack_rows as pack_rows

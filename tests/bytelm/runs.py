@@ -9,7 +9,7 @@ import data
 import numpy as np
 from data import MicroBatch, Packing, Position
 from grid import Grid
-from model import SIZES, Config
+from sizes import SIZES, Config
 from texts import to_host
 from trainer import StepResult, Trainer
 

@@ -14,10 +14,9 @@ sys.path.append(str(SOURCE.parent / "benchmarks"))
 
 import bench_bytelm
 import data
-import model
 from grid import Grid
-from model import SIZES
 from programs import validations
+from sizes import SIZES, weight_shapes
 from trainer import Trainer
 
 import thdattn
@@ -126,18 +125,20 @@ def test_example_hash_is_of_the_sources():
     assert bench_bytelm.EXAMPLE.joinpath("train.py").exists()
 
 
-def test_curve_of_the_readme_is_the_recorded_one():
-    bits = validations(SOURCE.parent / "benchmarks" / "results" / "bytelm_tiny.jsonl")
+def test_curves_of_the_readme_are_the_recorded_ones():
     page = " ".join((SOURCE.parent / "README.md").read_text().split())
-    assert f"from {bits[0]:.2f} to {bits[-1]:.2f} bits per byte" in page
-    assert f"validation {bits[-1]:.3f} bits per byte" in page
+    for name in ("bytelm_tiny", "bytelm_tiny_hybrid"):
+        bits = validations(SOURCE.parent / "benchmarks" / "results" / f"{name}.jsonl")
+        assert f"from {bits[0]:.2f} to {bits[-1]:.2f} bits per byte" in page
+        assert name == "bytelm_tiny_hybrid" or f"validation {bits[-1]:.3f} bits per byte" in page
 
 
 def test_sizes_of_the_readme_are_those_of_the_models():
     page = " ".join((SOURCE.parent / "README.md").read_text().split())
-    shown = {"tiny": "0.4 million weights", "small": "24 million", "base": "142 million", "1b": "a billion"}
+    shown = {"tiny": "0.4 million weights", "tiny-hybrid": "0.4 million", "small": "24 million", "base": "142 million",
+             "1b": "a billion", "1b-hybrid": "a billion"}  # fmt: skip
     for name, config in SIZES.items():
-        weights = sum(math.prod(shape) for shape in model._shapes(config).values())
+        weights = sum(math.prod(shape) for shape in weight_shapes(config).values())
         millions = f"{weights / 1e6:.1f}" if weights < 1e7 else f"{weights / 1e6:.0f}"
         assert f"`{name}` ({shown[name]})" in page
         assert shown[name].startswith(millions) or (shown[name] == "a billion" and 0.95e9 < weights < 1.05e9)

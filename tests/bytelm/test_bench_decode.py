@@ -11,7 +11,8 @@ from launch import SOURCE
 sys.path.append(str(SOURCE.parent / "benchmarks"))
 
 import bench_decode
-from model import EOD, SIZES, VOCAB, Model
+from model import Model
+from sizes import EOD, SIZES, VOCAB
 
 import thdattn
 

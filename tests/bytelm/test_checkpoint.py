@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from checkpoint import NAME, Checkpoint
 from data import Position
-from model import SIZES
+from sizes import SIZES
 
 
 def made(step=3):

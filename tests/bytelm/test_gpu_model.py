@@ -11,8 +11,10 @@ import layers
 import ml_dtypes
 import numpy as np
 import pytest
-from model import Config, Model
+from model import Model
 from optimizer import AdamW
+from parts import Mixer
+from sizes import Config
 from texts import LENGTHS, Text, busy_weights, run, to_host
 
 import thdattn
@@ -27,6 +29,8 @@ ROWS = (0, 1, 37, 3000)  # 3000: blocks that stride come round again
 
 HEADS_OF_64 = Config(layers=3, width=128, heads=4, kv_heads=2, head_dim=64, hidden=192, window=6)
 HEADS_OF_128 = Config(layers=2, width=256, heads=2, kv_heads=2, head_dim=128, hidden=320, tied=True)
+HYBRID = Config(layers=3, width=128, heads=4, kv_heads=2, head_dim=64, hidden=192, pattern="M*M", mixer_heads=8,
+                mixer_groups=2, state_dim=64)  # fmt: skip
 TEXT = Text.random((300, 0, 1, 129, 0, 77, 640))
 
 rng = np.random.default_rng(0)
@@ -181,7 +185,10 @@ def test_layers_of_decode(cupy, cuda, rows, width):
     expected = layers.decode_qkv(x64, gain64, qkv64, rotation.astype(np.float64), positions, heads, kv_heads)
     for actual, wanted in zip(cuda.decode_qkv(x, gain, cupy.asarray(qkv), *turn), expected, strict=True):
         assert_close(actual, wanted)
-    assert_close(cuda.decode_linear(x, cupy.asarray(linear), residual), layers.decode_linear(x64, linear64, residual64))
+    assert_close(cuda.decode_product(x, gain, cupy.asarray(linear)), layers.decode_product(x64, gain64, linear64))
+    for normal_by, normal_by64 in ((None, None), (gain, gain64)):
+        assert_close(cuda.decode_linear(x, cupy.asarray(linear), residual, normal_by),
+                     layers.decode_linear(x64, linear64, residual64, normal_by64))
     assert_close(cuda.decode_swiglu(x, gain, cupy.asarray(gate_up)), layers.decode_swiglu(x64, gain64, gate_up64))
     assert_close(cuda.decode_logits(x, gain, cupy.asarray(head)), layers.decode_logits(x64, gain64, head64), "float32")
 
@@ -274,23 +281,48 @@ def rounded(x):
     return x.astype(BFLOAT16).astype(x.dtype) if x is not None and x.ndim else x
 
 
+class RoundingMixer:
+    """A mixer of the NumPy engine in bfloat16, between layers in float32 of rounded numbers."""
+
+    def __init__(self, model):
+        c = model.config
+        sizes = c.mixer_heads, c.mixer_head_dim, c.state_dim, c.mixer_groups
+        self._mixer = thdattn.Mamba2Mixer(model.comm, *sizes, dtype=BFLOAT16, engine="reference")
+
+    def forward(self, zxbcdt, weights, plan):
+        out, saved = self._mixer.forward(zxbcdt.astype(BFLOAT16), weights, plan)
+        return out.astype(np.float32), saved
+
+    def backward(self, dout, saved):
+        dzxbcdt, dweights = self._mixer.backward(dout.astype(BFLOAT16), saved)
+        return dzxbcdt.astype(np.float32), dweights
+
+
 def round_everything(model):
     model.layers = RoundingLayers()
     model.copy[...] = rounded(model.copy)
+    for part, _ in model._stack:
+        if isinstance(part, Mixer):
+            part._mixer = RoundingMixer(model)
 
 
 def distance(x, y):
     return float(np.linalg.norm(np.asarray(x, np.float64) - y))
 
 
-@pytest.mark.parametrize("config", [HEADS_OF_64, HEADS_OF_128], ids=["64", "128"])
-def test_model_errs_no_more_than_twice_as_much_as_plain_bfloat16(config):
+WAYS_OF_RANKS = [(1, "dual_chunk"), (2, "dual_chunk"), (4, "dual_chunk"), (4, "contiguous")]
+
+
+@pytest.mark.parametrize(("config", "ways"), [
+    (HEADS_OF_64, WAYS_OF_RANKS), (HEADS_OF_128, WAYS_OF_RANKS), (HYBRID, [(n, "contiguous") for n in (1, 2, 4)]),
+], ids=["64", "128", "hybrid"])  # fmt: skip
+def test_model_errs_no_more_than_twice_as_much_as_plain_bfloat16(config, ways):
     weights = busy_weights(config)
     truth = run(TEXT, config, weights=weights, engine="reference", dtype="float64")
     plain = run(TEXT, config, weights=weights, engine="reference", prepare=round_everything)
     shapes = Model(config, thdattn.comm.init("single"), engine="reference").params
     ends = np.cumsum([x.size for x in shapes.values()])[:-1]
-    for cp_size, sharding in ((1, "dual_chunk"), (2, "dual_chunk"), (4, "dual_chunk"), (4, "contiguous")):
+    for cp_size, sharding in ways:
         actual = run(TEXT, config, cp_size, sharding, weights=weights, engine="cuda", padding=99, slack=5)
         where = f"{cp_size} ranks, {sharding}"
         assert actual.loss == pytest.approx(truth.loss, rel=2.0**-9), where

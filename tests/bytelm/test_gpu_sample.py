@@ -7,7 +7,8 @@ import threading
 import numpy as np
 import pytest
 import sample
-from model import EOD, VOCAB, Config, Model
+from model import Model
+from sizes import EOD, VOCAB, Config
 from texts import busy_weights, to_host
 
 import thdattn
@@ -17,6 +18,9 @@ pytestmark = pytest.mark.gpu
 
 HEADS_OF_64 = Config(layers=3, width=128, heads=4, kv_heads=2, head_dim=64, hidden=192, window=6)
 HEADS_OF_128 = Config(layers=2, width=256, heads=2, kv_heads=2, head_dim=128, hidden=320, tied=True)
+HYBRID = Config(layers=4, width=128, heads=4, kv_heads=2, head_dim=64, hidden=192, pattern="M*MM", mixer_heads=8,
+                mixer_groups=2, state_dim=64)  # fmt: skip
+CONFIGS = {"64": HEADS_OF_64, "128": HEADS_OF_128, "hybrid": HYBRID}
 PROMPTS = [b"import os", b"", b"x", b"class Error(Exception):\n" * 40]
 NUM_BYTES = 150
 
@@ -33,7 +37,7 @@ def graphs_of(model, scope):
     return Graphs(model.comm, config)
 
 
-@pytest.mark.parametrize("config", [HEADS_OF_64, HEADS_OF_128], ids=["64", "128"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_decode_errs_no_more_than_twice_as_much_as_the_forward(cupy, config):
     rng, prompts, steps = np.random.default_rng(0), (0, 1, 300), 70
     texts = [rng.integers(0, VOCAB, n + steps, np.int32) for n in prompts]
@@ -59,7 +63,7 @@ def test_decode_errs_no_more_than_twice_as_much_as_the_forward(cupy, config):
     assert 0 < error <= 2 * allowed < 0.2 * np.linalg.norm(truth[rest])
 
 
-@pytest.mark.parametrize("config", [HEADS_OF_64, HEADS_OF_128], ids=["64", "128"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["4", "1"])
 def test_eager_layer_and_block_write_the_same_bytes(cupy, config, prompts):
     model = busy_model(config, "cuda")
@@ -78,9 +82,10 @@ def test_eager_layer_and_block_write_the_same_bytes(cupy, config, prompts):
     assert longest > capacity // 2, "not all have ended at once"
 
 
-def test_texts_of_temperature_0_are_those_of_the_forward(cupy):
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_texts_of_temperature_0_are_those_of_the_forward(cupy, config):
     """The likeliest byte each time, where the forward's logits say clearly which one that is."""
-    model = busy_model(HEADS_OF_64, "cuda")
+    model = busy_model(config, "cuda")
     with graphs_of(model, "block") as graphs:
         sampler = sample.Sampler(model, 1, 60, temperature=0, graphs=graphs)
         (text,) = sampler.generate([b"de"], 58, np.random.default_rng(0))
@@ -93,13 +98,14 @@ def test_texts_of_temperature_0_are_those_of_the_forward(cupy):
             assert text[position - 1] == logits[position - 1].argmax()
 
 
-def test_no_step_waits_for_the_gpu(cupy):
+@pytest.mark.parametrize("config", [HEADS_OF_64, HYBRID], ids=["attention", "hybrid"])
+def test_no_step_waits_for_the_gpu(cupy, config):
     """A kernel that runs until the host lets it go keeps the GPU busy while the host enqueues steps."""
     import cupyx
 
     hold = cupy.RawKernel('extern "C" __global__ void hold(volatile int* go) { while (!*go); }', "hold")
     go = cupyx.zeros_pinned(1, np.int32)
-    sampler = sample.Sampler(busy_model(HEADS_OF_64, "cuda"), 2, 40)
+    sampler = sample.Sampler(busy_model(config, "cuda"), 2, 40)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         sampler.generate([b"a", b""], 10, np.random.default_rng(0))  # kernels are compiled and memory is found
         stream.synchronize()

@@ -120,6 +120,33 @@ def test_every_method_trains_as_one_gpu_does(cupy, tmp_path, one_gpu, ranks, wor
     assert np.mean(losses[-10:]) == pytest.approx(np.mean(one_gpu[rule][-10:]), rel=0.03)
 
 
+def losses_of_a_hybrid(ranks, engine, metrics, **more):
+    """Of every step."""
+    words = {"size": "tiny-hybrid", "steps": 60, "val_bytes": 8192, "val_every": 30, **more}
+    process = start(ranks, TRAIN, *options(engine=engine, metrics=metrics, **words), timeout=280)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "cannot capture" not in process.stdout
+    return [line["loss"] for line in lines_of(metrics) if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def hybrid_on_the_cpu(tmp_path_factory):
+    return losses_of_a_hybrid(1, "reference", tmp_path_factory.mktemp("cpu") / "run.jsonl")
+
+
+@pytest.mark.parametrize(("ranks", "words"), [
+    (1, {}), (2, {}), (2, {"cp_comm_type": "all_gather", "cuda_graph_impl": "local"}),
+    (4, {"cuda_graph_impl": "full_iteration"}),
+])  # fmt: skip
+def test_hybrids_train_on_gpus_as_on_the_cpu(cupy, tmp_path, hybrid_on_the_cpu, ranks, words):
+    found = cupy.cuda.runtime.getDeviceCount()
+    if found < ranks:
+        pytest.skip(f"needs {ranks} GPUs, found {found}")
+    losses = losses_of_a_hybrid(ranks, "cuda", tmp_path / "run.jsonl", **words)
+    np.testing.assert_allclose(losses[:5], hybrid_on_the_cpu[:5], rtol=2**-6)
+    assert np.mean(losses[-20:]) == pytest.approx(np.mean(hybrid_on_the_cpu[-20:]), rel=0.03)
+
+
 @pytest.fixture(scope="module")
 def two_batches_a_step_on_the_cpu(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cpu2")

@@ -13,7 +13,8 @@ import pytest
 import runs
 from launch import run_ranks
 from programs import MISBEHAVE, TRAIN, lines_of, options, start
-from test_train_graphs import EVERY_WAY, way_id
+from sizes import SIZES
+from test_train_graphs import EVERY_WAY, way_id, ways_of
 
 import thdattn
 from thdattn.graphs import Upload
@@ -21,6 +22,7 @@ from thdattn.graphs import Upload
 pytestmark = pytest.mark.gpu
 
 STEPS, TOKENS = 200, 512
+HYBRID = SIZES["tiny-hybrid"]
 RANKS = Path(__file__).with_name("train_graph_ranks.py")
 FLAT = 16 * 2**20  # bytes that 15 cycles of capture and destruction may cost, if one that leaks costs as many
 
@@ -48,6 +50,28 @@ def outcome(comm, batches, accumulate=1, validate_every=50, **graphs):
 @pytest.fixture(scope="module")
 def eager(comm, batches):
     return outcome(comm, batches)[0]
+
+
+@pytest.fixture(scope="module")
+def slices(documents):
+    """Batches for rows that are slices of the pack, for hybrids."""
+    return runs.batches(documents, 60, TOKENS, sharding="contiguous")
+
+
+@pytest.mark.parametrize("way", ways_of(HYBRID), ids=way_id)
+def test_steps_of_a_hybrid_are_bitwise_those_without_graphs(comm, slices, way):
+    """Also where some do not fit."""
+    documents = [batch.batch.num_seqs for batch in slices]
+    room = max(documents) - 1
+    of_hybrid = {"config": HYBRID, "method": runs.Method("a2a", "contiguous")}
+    expected, _ = outcome(comm, slices, 2, 10, **of_hybrid)
+    result, captured = outcome(comm, slices, 2, 10, max_packed_seqs=room, **of_hybrid, **way)
+    mixers, layers = HYBRID.num_mixers, HYBRID.layers
+    parts = {(): layers, ("attn",): layers - mixers, ("mlp",): layers, ("mamba",): mixers}[way.get("modules", ())]
+    assert captured == (2 if way["impl"] == "full_iteration" else 1 + 2 * parts)
+    assert 0 < result.eager_steps[-1] < len(slices) // 4
+    assert (result.numbers, result.validations, result.weights) == (
+        expected.numbers, expected.validations, expected.weights)
 
 
 def wanted_graphs(way):
@@ -182,16 +206,17 @@ def gpus(cupy, wanted):
         pytest.skip(f"needs {wanted} GPUs, found {found}")
 
 
-@pytest.mark.parametrize(("cp_size", "keep_keys", "cp_comm_type"), [
-    (2, True, "all_gather"), (2, False, "all_gather"), (1, False, "all_gather"), (2, True, "a2a"), (2, False, "a2a"),
-    (2, True, "a2a+all_gather"),
+@pytest.mark.parametrize(("cp_size", "keep_keys", "cp_comm_type", "size"), [
+    (2, True, "all_gather", "tiny"), (2, False, "all_gather", "tiny"), (1, False, "all_gather", "tiny"),
+    (2, True, "a2a", "tiny"), (2, False, "a2a", "tiny"), (2, True, "a2a+all_gather", "tiny"),
+    (2, True, "a2a", "tiny-hybrid"), (1, False, "a2a", "tiny-hybrid"),
 ])  # fmt: skip
-def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents, cp_size, keep_keys, cp_comm_type):
+def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents, cp_size, keep_keys, cp_comm_type, size):
     """As one group that shares each micro-batch, and as two that have one each."""
     gpus(cupy, 2)
-    process = run_ranks(2, RANKS, str(documents), str(cp_size), str(int(keep_keys)), cp_comm_type, timeout=280)
+    process = run_ranks(2, RANKS, str(documents), str(cp_size), str(int(keep_keys)), cp_comm_type, size, timeout=280)
     assert process.returncode == 0, process.stdout + process.stderr
-    assert process.stdout.count("bitwise the same") == len(EVERY_WAY)
+    assert process.stdout.count("bitwise the same") == len(ways_of(SIZES[size]))
 
 
 @pytest.mark.parametrize(("ranks", "cp_size"), [(1, 1), (2, 2), (2, 1), (4, 2)])

@@ -15,8 +15,9 @@ import runs
 import train
 from data import Packing, Position
 from grid import Grid
-from model import SIZES, Model
+from model import Model
 from programs import MISBEHAVE, TRAIN, lines_of, small, start, validations
+from sizes import SIZES
 from test_train import NOBODY_INTERRUPTS, arguments
 from test_train_graphs import EVERY_WAY, way_id
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from model import EOD, SIZES, TABLE_ROWS, VOCAB, Config, Model
+from model import Model
+from sizes import EOD, SIZES, TABLE_ROWS, VOCAB, Config
 from texts import LENGTHS, SMALL, Text, busy_weights, run
 
 import thdattn

@@ -8,16 +8,23 @@ import numpy as np
 import pytest
 import sample
 from data import Position
-from model import EOD, SIZES, VOCAB, Model
+from model import Model
 from programs import SAMPLE, options, start
+from sizes import EOD, SIZES, VOCAB
+from texts import HYBRID
 
 import thdattn
 
 
 @pytest.fixture(scope="module")
 def model():
+    """Attention in every layer."""
+    return decided(SIZES["tiny"])
+
+
+def decided(config):
     """A model that prefers some bytes, by what stands before them: logits of about 1, either side of 0."""
-    model = Model(SIZES["tiny"], thdattn.comm.init("single"), "reference")
+    model = Model(config, thdattn.comm.init("single"), "reference")
     rng = np.random.default_rng(3)
     for x in model.params.values():
         if x.ndim == 2:
@@ -48,8 +55,10 @@ def recomputed(model, prompt, num_bytes, draws, top_k, temperature):
 PROMPTS = [b"import os", b"", b"x", b"class Error(Exception):\n"]
 
 
+@pytest.mark.parametrize("config", [SIZES["tiny"], HYBRID], ids=["tiny", "hybrid"])
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, VOCAB), (1.5, 40), (0, VOCAB)])
-def test_texts_that_grow_together_are_those_that_are_computed_anew_for_every_byte(model, temperature, top_k):
+def test_texts_that_grow_together_are_those_that_are_computed_anew_for_every_byte(config, temperature, top_k):
+    model = decided(config)
     sampler = sample.Sampler(model, len(PROMPTS), 60, temperature, top_k)
     for seed in (0, 1):  # the second time where the first one's texts were
         draws = np.random.default_rng(seed).integers(2**32, size=(len(PROMPTS), 35), dtype=np.uint32)

@@ -10,7 +10,8 @@ import layers
 import numpy as np
 import pytest
 import runs
-from model import SIZES, Model
+from model import Model
+from sizes import SIZES
 from texts import LENGTHS, SMALL
 
 import thdattn

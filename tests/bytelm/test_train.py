@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import train
 from grid import Grid
-from model import SIZES
 from programs import MISBEHAVE, SAMPLE, TRAIN, lines_of, options, small, start, validations
+from sizes import SIZES
 
 import thdattn
 

@@ -22,6 +22,11 @@ EVERY_WAY = [
 ]  # fmt: skip
 
 
+def ways_of(config):
+    """Every way to compute a step of a model with graphs."""
+    return [*EVERY_WAY, {"impl": "local", "modules": ("mamba",)}] if config.num_mixers else EVERY_WAY
+
+
 def way_id(way):
     return "-".join([way["impl"], *way.get("modules", ())])
 

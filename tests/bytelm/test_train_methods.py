@@ -14,9 +14,9 @@ import pytest
 import runs
 import train
 from grid import Grid, most_neighbours
-from model import SIZES, Config
 from programs import TRAIN, lines_of, small, start, validations
 from runs import Method
+from sizes import SIZES, Config
 from test_grid import CLOSE, differs
 from test_train import NOBODY_INTERRUPTS, arguments
 
@@ -160,12 +160,12 @@ def test_a_run_goes_on_with_another_method(documents, tmp_path, monkeypatch, mor
 
 @pytest.mark.parametrize(("ranks", "words"), [
     (4, {"cp": 2, "accumulate": 1, "cp_comm_type": "a2a+all_gather", "sharding": "balanced"}),
-    (2, {"sharding": "balanced"}), (2, {"cp_comm_type": "a2a"}),
+    (2, {"sharding": "balanced"}), (2, {"size": "tiny-hybrid"}),
 ])  # fmt: skip
 def test_processes_train_the_model_of_one(documents, tmp_path, monkeypatch, ranks, words):
-    """Under MPI, as a user starts them."""
+    """Under MPI, as a user starts them; a hybrid's exchange heads and pass on states."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for number, each in ((ranks, words), (1, {"sharding": "contiguous"})):
+    for number, each in ((ranks, words), (1, {"sharding": "contiguous", "size": words.get("size", "tiny")})):
         run = start(number, TRAIN, *small(documents, metrics=tmp_path / f"{number}", **each))
         assert run.returncode == 0, run.stderr
     together, alone = (lines_of(tmp_path / f"{number}") for number in (ranks, 1))

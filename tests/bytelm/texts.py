@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from model import VOCAB, Config, Model
+from model import Model
+from sizes import VOCAB, Config
 
 import thdattn
 
 # Chunks shorter and longer than the window, empty documents, and none whose length is a multiple of 2 * ranks.
 LENGTHS = (13, 0, 1, 37, 0, 5, 22)
 SMALL = Config(layers=3, width=32, heads=4, kv_heads=2, head_dim=8, hidden=40, window=6)
+HYBRID = Config(layers=3, width=32, heads=4, kv_heads=2, head_dim=8, hidden=40, pattern="M*M", mixer_heads=2,
+                mixer_head_dim=16, state_dim=8)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Training with every kind of CUDA graphs against training without, bit for bit, on all ranks of a launcher.
 
-    train_graph_ranks.py FOLDER CP KEEP CP_COMM_TYPE
+    train_graph_ranks.py FOLDER CP KEEP CP_COMM_TYPE SIZE
 
-CP ranks share each micro-batch; KEEP is 1 if forwards keep what has travelled for the backward, else 0. Two ranks at
-most: of more, NCCL may add in another order where a graph has its buffers registered.
+CP ranks share each micro-batch; KEEP is 1 if forwards keep what has travelled for the backward, else 0; SIZE is the
+model's. Two ranks at most: of more, NCCL may add in another order where a graph has its buffers registered.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ sys.path.extend(str(Path(__file__).resolve().parents[2] / folder)
                 for folder in ("tests", "tests/bytelm", "examples", "examples/bytelm"))
 
 import runs
-from test_train_graphs import EVERY_WAY, way_id
+from sizes import SIZES
+from test_train_graphs import way_id, ways_of
 
 import thdattn
 from thdattn.attention import SHARDINGS
 
 
 def trainer(**graphs):
-    made = runs.trainer(comm, "cuda", cp_size=cp_size, method=method, **graphs)
+    made = runs.trainer(comm, "cuda", cp_size=cp_size, method=method, config=config, **graphs)
     for attention in made.model.attentions:
         attention.keep_keys = keep_keys
     return made
@@ -32,12 +33,13 @@ with thdattn.comm.init("nccl") as comm:
     cp_size, keep_keys = int(sys.argv[2]), sys.argv[3] == "1"
     levels = cp_size if "+" in sys.argv[4] else None
     method = runs.Method(sys.argv[4], SHARDINGS[sys.argv[4]], levels)
+    config = SIZES[sys.argv[5]]
     batches = runs.batches(Path(sys.argv[1]), 60, 512, cp_size, method.sharding)
     room = max(batch.batch.num_seqs for batch in batches) - 1
     too_large = next(batch for batch in batches if batch.batch.num_seqs > room)
     held_back = [batches[0], too_large, *batches[2:5]]  # fits one of two groups; and five are not shared evenly
     expected = runs.run(trainer(), batches, held_back, 2, 10)
-    for way in EVERY_WAY:
+    for way in ways_of(config):
         made = trainer(max_packed_seqs=room, **way)
         found = runs.run(made, batches, held_back, 2, 10)
         assert 0 < found.eager_steps[-1] < 15, found.eager_steps

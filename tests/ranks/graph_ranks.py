@@ -126,6 +126,42 @@ def replay_methods(comm: thdattn.comm.Comm, cupy: Any) -> None:
         replay_packs(comm, cupy, mask, (64, 64), sharding, 20, options)
 
 
+def replay_mixers(comm: thdattn.comm.Comm, cupy: Any, count: int = 20) -> None:
+    """As replay_packs for a mixer, whose plan is its own or that of a causal attention beside it."""
+    heads, head_dim, state_dim = 8, 64, 64
+    inner, channels = heads * head_dim, heads * head_dim + 2 * state_dim
+    mixer = thdattn.Mamba2Mixer(comm, heads, head_dim, state_dim, engine="cuda")
+    attention = thdattn.CPAttention(comm, 8, 64, 4, engine="cuda", cp_comm_type="a2a")
+    rng = np.random.default_rng(0)
+    weights = thdattn.Mamba2Weights(*(cupy.asarray(x, np.float32) for x in (
+        rng.standard_normal((channels, 4)) / 2, rng.standard_normal(channels), np.log(rng.uniform(1, 16, heads)),
+        rng.standard_normal(heads), rng.uniform(-7, -2, heads))))  # fmt: skip
+    shapes, warmup = [(inner + channels + heads,), (inner,)], 2
+    for planner in (mixer, attention):
+        graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=warmup))
+        pack = StaticPack(graphs, [planner], ROWS)
+        pair = graphs.pair(lambda x, pack=pack: mixer.forward(x, weights, pack.plans()[0]), mixer.backward, "mixer")
+        returned = set()
+        for number, batch in enumerate(packs(comm.size, count)):
+            if not pack.fits([batch]):
+                continue
+            shared = pack.sharding(batch)
+            zxbcdt, dout = inputs_of(cupy, shared.batch, shared.rows(comm.rank), shapes, number)
+            out, saved = mixer.forward(zxbcdt, weights, mixer.plan(shared.batch, shared))
+            dzxbcdt, dweights = mixer.backward(dout, saved)
+            wanted = {"out": out, "dzxbcdt": dzxbcdt, **dweights._asdict()}
+            pack.load([batch])
+            out, saved = pair.forward(zxbcdt)
+            dzxbcdt, dweights = pair.backward(dout, saved)
+            found = {"out": out, "dzxbcdt": dzxbcdt, **dweights._asdict()}
+            for name, x in wanted.items():
+                assert to_host(x).tobytes() == to_host(found[name]).tobytes(), f"{name} of pack {number}, {batch}"
+            returned.add(out.data.ptr)
+        assert graphs.num_overflows == count // 5 and len(returned) <= warmup + 1
+        assert all(captured._graph is not None for captured in (pair.forward, pair.backward))
+        graphs.close()
+
+
 # --- layers, micro-batches and steps -----------------------------------------------------------------------------
 
 
@@ -362,6 +398,8 @@ def main(scenario: str, size: str) -> None:
             replay_packs(comm, cupy, mask, dims, sharding)
     elif scenario == "methods":
         replay_methods(comm, cupy)
+    elif scenario == "mixers":
+        replay_mixers(comm, cupy)
     elif scenario == "training":
         check_training(comm, cupy)
     elif scenario == "plans":

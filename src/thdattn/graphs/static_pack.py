@@ -15,11 +15,14 @@ from thdattn.arguments import as_count
 from thdattn.attention import CPAttention
 from thdattn.graphs.capture import Graphs
 from thdattn.graphs.upload import Upload
+from thdattn.mamba import Mamba2Mixer
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
 from thdattn.sharding import Sharding
 
 MOST_SEQUENCES = 2048  # unless the configuration says more
+
+Planner = CPAttention | Mamba2Mixer
 
 
 class StaticPack:
@@ -29,9 +32,10 @@ class StaticPack:
 
     Args:
         graphs: config.max_packed_seqs sequences are room for; None: as many as rows, at most 2,048.
-        attentions: one per mask, all on one comm, of engine "cuda" if graphs are active.
+        attentions: one per mask, all on one comm, of engine "cuda" if graphs are active. A Mamba2Mixer may be one of
+            them; beside a causal attention without a window it needs no plan of its own.
         num_rows: rows of every batch, of all ranks together.
-        sharding: "dual_chunk" or "contiguous", as CPAttention.plan takes them; by default what the attentions take.
+        sharding: "dual_chunk" or "contiguous", as CPAttention.plan takes them; by default what the first one takes.
         num_batches: micro-batches that are loaded at once, for a graph of all of them.
         like: a batch as they usually are, which the kernels' order of work is chosen by; results do not depend on it.
         finite_padding: as CPAttention.plan; without it, every pack is taken for one with padding.
@@ -46,7 +50,7 @@ class StaticPack:
     """
 
     def __init__(
-        self, graphs: Graphs, attentions: Sequence[CPAttention], num_rows: int, sharding: str | None = None,
+        self, graphs: Graphs, attentions: Sequence[Planner], num_rows: int, sharding: str | None = None,
         num_batches: int = 1, like: PackedBatch | None = None, finite_padding: bool = False,
     ) -> None:  # fmt: skip
         config = graphs.config
@@ -154,7 +158,7 @@ class StaticPack:
         return self._attentions[0].sharding(self.padded(batch), self._strategy)
 
 
-def check_method(attention: CPAttention, strategy: str | None, impl: str) -> None:
+def check_method(attention: Planner, strategy: str | None, impl: str) -> None:
     """Raises ValueError where rows cannot be spread like this, or not with graphs of this impl, of changing batches.
 
     The latter is where what travels depends on the lengths, or where more is planned than one key buffer.
@@ -167,6 +171,8 @@ def check_method(attention: CPAttention, strategy: str | None, impl: str) -> Non
             f"sharding is 'balanced' and the impl of the CUDA graphs {impl!r}, wanted 'dual_chunk' or 'contiguous' "
             f"with that, as a graph has the sizes of what travels built in; use one of these, or impl 'none'"
         )
+    if isinstance(attention, Mamba2Mixer):
+        return
     if "p2p" in attention.cp_comm_type and attention.comm.size > sharding.inner:
         raise ValueError(
             f"cp_comm_type is {attention.cp_comm_type!r} and the impl of the CUDA graphs {impl!r}, wanted "

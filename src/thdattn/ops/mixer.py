@@ -52,9 +52,13 @@ class Activations(NamedTuple):
 
 def size_of(plan: Plan, shape: MixerShape) -> Any:
     """The MixerSize of this rank."""
-    rows = plan.local_rows, plan.cp_rank * plan.local_rows
+    return mixer_size(plan.local_rows, shape, plan.cp_rank * plan.local_rows)
+
+
+def mixer_size(num_rows: int, shape: MixerShape, offset: int = 0) -> Any:
+    """A MixerSize; offset: what the number of a row is in the pack, minus that here."""
     sizes = shape.num_heads, shape.head_dim, shape.num_groups, shape.state_dim
-    return np.array((*rows, *sizes, SEGMENT_CHUNKS), MIXER_SIZE)[()]
+    return np.array((num_rows, offset, *sizes, SEGMENT_CHUNKS), MIXER_SIZE)[()]
 
 
 def slab_of(shape: MixerShape) -> Slab | SlabSm90:

@@ -1,0 +1,53 @@
+"""Launchers of a Mamba-2 mixer's texts: the next row of each, and what a forward left of the sequences of a pack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+
+from thdattn import jit
+from thdattn.decode_tiles import MIXER_CHANNELS, MIXER_THREADS, MixerDecode
+from thdattn.mixer_shape import Mamba2Weights, MixerShape
+from thdattn.ops import launch
+from thdattn.ops.launch import Array
+from thdattn.ops.mixer import mixer_size
+from thdattn.plan import Plan
+
+
+def mixer_decode(
+    zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, rows: Array, states: Array, active: Array, work: Array
+) -> Array:
+    """One row more of every active text. See reference.mixer_decode."""
+    num_texts, kernels = len(zxbcdt), MixerDecode(shape.dtype.name, shape.state_dim)
+    size = mixer_size(num_texts, shape)
+    out = launch.empty((num_texts, shape.d_inner), zxbcdt.dtype)
+    jit.kernel(*kernels.thd_mixer_decode_conv(shape.conv_width))(
+        (-(-shape.channels // MIXER_CHANNELS), num_texts), 256,
+        (zxbcdt, rows, weights.conv_weight, weights.conv_bias, active, work, size),
+    )  # fmt: skip
+    jit.kernel(*kernels.thd_mixer_decode)(
+        (shape.d_inner // kernels.rows, num_texts), MIXER_THREADS,
+        (zxbcdt, work, states, weights.A_log, weights.D, weights.dt_bias, active, out, size),
+    )  # fmt: skip
+    return out
+
+
+def mixer_fill(
+    act: Any, zxbcdt: Array, segment_states: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape,
+    into: tuple[Array, Array],
+) -> None:
+    """What is left of every sequence of a pack. See reference.mixer_fill."""
+    rows, states = into
+    size, batch, kernels = mixer_size(len(zxbcdt), shape), plan.batch, MixerDecode(shape.dtype.name, shape.state_dim)
+    lengths = tuple(map(cupy.asarray, (batch.cu_seqlens, batch.cu_seqlens_padded)))
+    jit.kernel(*kernels.thd_mixer_fill_rows)(
+        (-(-shape.reach * shape.channels // MIXER_CHANNELS), len(rows)), 256,
+        (zxbcdt, rows, *lengths, np.int32(shape.reach), size),
+    )  # fmt: skip
+    jit.kernel(*kernels.thd_mixer_fill)(
+        (shape.d_inner // kernels.fill_rows, len(states)), MIXER_THREADS,
+        (zxbcdt, act.channels, segment_states, weights.A_log, weights.dt_bias, states, *lengths, size),
+    )  # fmt: skip
+
