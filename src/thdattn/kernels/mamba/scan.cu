@@ -76,8 +76,9 @@ struct StatesStage {
   float leave[Slab::kSubs][kChunk], last_sum[Slab::kSubs][4];
 };
 
-// states and decays of every segment, from 0 in front of it. Of a state that no row behind the segment sees, 0 is as
-// good; used_behind: whether one behind the last segment may.
+// states (segments, heads, head_dim, kState) and decays (segments, heads) of every segment, from 0 in front of it.
+// Of a state that no row behind the segment sees, 0 is as good; used_behind: whether one behind the last segment may.
+// Launch: grid (inner / kCols, segments), block kThreads of Slab, shared memory kBytes.
 template <typename T, int kWidth, int kSubs, int kState, int kStages, int kBytes>
 __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads) thd_ssd_states(
     const T* channels, const float* sums, const float* leave, float* states, const int2* ranges, float* decays,
@@ -310,7 +311,8 @@ struct RowsOfWarp {
     }
   }
 
-  // Adds D x, and writes y and out, which are 0 on padding, where x and what stands for z are; z makes room for them, as 16 bytes at a time are written.
+  // Adds D x, and writes y and out, which are 0 on padding, where x and what stands for z are; z makes room for them, as
+  // 16 bytes at a time are written.
   __device__ __forceinline__ void finish(float d, T* z, T* y_out, T* out) {
     u32 gate[kBlocks][2];
     #pragma unroll
@@ -348,7 +350,8 @@ struct RowsOfWarp {
   }
 };
 
-// y and out of a segment; states: in front of each.
+// y and out (rows, inner) of some segments; out is 0 on padding. states: in front of each segment, of all of them.
+// Launch: grid (inner / kCols, segments), block twice kThreads of Slab, shared memory kBytes.
 template <typename T, int kWidth, int kSubs, int kState, int kStages, int kBytes>
 __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) thd_ssd_scan(
     const T* channels, const T* zxbcdt, const float* dt, const float* sums, const float* leave, const float* states,

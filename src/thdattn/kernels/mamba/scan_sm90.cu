@@ -2,7 +2,10 @@
 // compute, see there.
 //
 // Each warpgroup has 64 columns of x, of one head, with their states, 64 x kState in registers; those of a thread block
-// read B and C of one group. One more warp loads chunks ahead, all rows as boxes of 64 columns.
+// read B and C of one group. One more warp loads chunks ahead, all rows as boxes of 64 columns, by maps of `channels` and
+// of the columns z of zxbcdt.
+// Launch: grid (inner / (64 * kSubs), segments), block 128 * kSubs + 32 for states and 128 * (1 + kSubs) for the scan,
+// shared memory kSharedBytes.
 
 [[maybe_unused]] constexpr int kBox = kSlab * kChunk * 2;  // bytes
 
