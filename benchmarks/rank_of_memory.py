@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.comm import Comm, peer
+from thdattn.comm import Comm, peer, windows
 
 STAGGER = 1 << 16  # bytes by which what two ranks are read from differs at least, lest a cache has it already
 
@@ -42,7 +42,7 @@ class World:
         self._real.Barrier()
 
 
-class Window(peer.Window):
+class Window(windows.Window):
     """A window of which each of two ranks has its part, and plays the ranks from 2 on to the other one.
 
     Such a rank's flags are set by the one that has its memory, so that all are set and awaited that would be.
@@ -53,8 +53,8 @@ class Window(peer.Window):
         self.array(0, (self.num_bytes,), np.uint8).fill(0)  # what is read beyond the arrays is finite
         self.num_bytes = num_bytes
         self.publish, self.take = (
-            peer._MemOps(write=[
-                (at + peer._FLAG_BYTES * (kind * world.size + (rank if rank > 1 else world.rank)), 1)
+            windows.MemOps(write=[
+                (at + windows.FLAG_BYTES * (kind * world.size + (rank if rank > 1 else world.rank)), 1)
                 for rank, at in enumerate(self._at)
             ])
             for kind in (0, 1)

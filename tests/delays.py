@@ -16,7 +16,7 @@ from cases import to_host
 
 import thdattn
 from thdattn import PackedBatch
-from thdattn.comm import peer
+from thdattn.comm import peer, windows
 
 HEADS, KV_HEADS = 8, 4
 PACKS = (300, 500), (33, 1, 64, 0, 100) * 3, (900,)
@@ -57,7 +57,7 @@ def late(cupy: Any, seed: int) -> Iterator[None]:
     def last(*args: Any) -> Any:
         return cupy.cuda.ExternalStream(args[-1]) if isinstance(args[-1], int) else args[-1]
 
-    peers = ((peer._MemOps, "__call__"), (peer._Slice, "pull"), (peer, "_copy_rows"), (peer.PeerMemory, "_copy"),
+    peers = ((windows.MemOps, "__call__"), (peer._Slice, "pull"), (peer, "_copy_rows"), (peer.PeerMemory, "_copy"),
              (peer.PeerMemory, "_add"))  # fmt: skip
     places = [*((ops, name, current) for name in ENGINE), *((*method, last) for method in peers)]
     with contextlib.ExitStack() as stack:

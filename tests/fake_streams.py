@@ -21,7 +21,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
-from thdattn.comm import peer
+from thdattn.comm import windows
 
 
 class Array(np.ndarray):
@@ -152,10 +152,10 @@ class Machine:
 
     def mem_ops(self, stream, count, operations, flags):
         """cuStreamBatchMemOp: some waits and then some writes, each a step."""
-        memory = (ctypes.c_char * (count * peer._MEM_OP.itemsize)).from_address(operations)
-        for operation, address, value, _, _ in np.frombuffer(memory, peer._MEM_OP).tolist():
+        memory = (ctypes.c_char * (count * windows.MEM_OP.itemsize)).from_address(operations)
+        for operation, address, value, _, _ in np.frombuffer(memory, windows.MEM_OP).tolist():
             flag = ctypes.c_uint32.from_address(address)
-            if operation == peer._WAIT_32:
+            if operation == windows.WAIT_32:
                 self.streams[stream].put(lambda reached: None, lambda reached, flag=flag: flag.value == 1)
             else:
                 self.streams[stream].put(lambda reached, flag=flag, value=value: setattr(flag, "value", value))

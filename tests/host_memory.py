@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from thdattn.comm import peer
+from thdattn.comm import peer, windows
 
 SECONDS = 10  # that a stream waits for a flag
 
@@ -105,14 +105,14 @@ class Stream:
 
 def enqueue(stream, count, operations, flags):
     """cuStreamBatchMemOp of a stream that does it now."""
-    read = (ctypes.c_char * (count * peer._MEM_OP.itemsize)).from_address(operations)
-    for step in np.frombuffer(read, peer._MEM_OP):
+    read = (ctypes.c_char * (count * windows.MEM_OP.itemsize)).from_address(operations)
+    for step in np.frombuffer(read, windows.MEM_OP):
         flag = np.frombuffer((ctypes.c_char * 4).from_address(inside(int(step["address"]), 4)), np.uint32)
         deadline = time.monotonic() + SECONDS
-        while step["operation"] == peer._WAIT_32 and flag[0] != step["value"]:
+        while step["operation"] == windows.WAIT_32 and flag[0] != step["value"]:
             assert time.monotonic() < deadline, "nobody sets a flag that a rank waits for"
             time.sleep(1e-4)
-        if step["operation"] == peer._WRITE_32:
+        if step["operation"] == windows.WRITE_32:
             flag[0] = step["value"]
     return 0
 
@@ -127,7 +127,7 @@ def install(monkeypatch):
         Event=lambda disable_timing: SimpleNamespace(record=lambda stream: None), runtime=Runtime(),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "cupy", made)
-    monkeypatch.setattr(peer, "_batch_mem_op", lambda: enqueue)
+    monkeypatch.setattr(windows, "batch_mem_op", lambda: enqueue)
     monkeypatch.setattr(peer, "_roomy", lambda num_bytes: num_bytes)
     monkeypatch.setattr(peer.PeerMemory, "_add", add)
     monkeypatch.setattr(Memory, "made", [])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import thdattn
-from thdattn.comm import peer
+from thdattn.comm import peer, windows
 
 SIZE = 2
 
@@ -27,10 +27,10 @@ class World:
 class PeerMemory(peer.PeerMemory):
     """The other rank sees the same memory, and does what this one does at the same time."""
 
-    def _window(self, use: str, num_bytes: int) -> peer.Window:
+    def _window(self, use: str, num_bytes: int) -> windows.Window:
         window = super()._window(use, num_bytes)
-        flags = [window._memory.ptr + peer._FLAG_BYTES * i for i in range(2 * SIZE)]
-        window.publish, window.take = (peer._MemOps(write=[(flag, 1) for flag in some])
+        flags = [window._memory.ptr + windows.FLAG_BYTES * i for i in range(2 * SIZE)]
+        window.publish, window.take = (windows.MemOps(write=[(flag, 1) for flag in some])
                                        for some in (flags[:SIZE], flags[SIZE:]))  # fmt: skip
         return window
 
@@ -92,4 +92,5 @@ class Loopback(Mirror):
         self.sum_rows, self.sum_in_place = self.peer.sum_rows, self.peer.sum_in_place  # type: ignore[method-assign]
         self._exchange = self.peer.exchange  # type: ignore[method-assign]
         self.gather_heads = self.peer.gather_heads  # type: ignore[method-assign]
+        self.give_back = self.peer.give_back  # type: ignore[method-assign]
         self.partials = lambda shapes, dtype, empty: self.peer.partials(shapes, dtype)  # type: ignore[method-assign]

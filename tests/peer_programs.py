@@ -16,7 +16,7 @@ import numpy as np
 from fake_streams import Machine, Stream
 
 from thdattn import sums
-from thdattn.comm import nothing, peer
+from thdattn.comm import nothing, peer, windows
 from thdattn.comm.slices import copy
 from thdattn.methods import all_gather
 from thdattn.methods.call import Call, Tensors
@@ -36,10 +36,10 @@ def mix(x):
 class Engine:
     """What the pipeline asks of an engine, as kernels on the current stream that compute simpler things.
 
-    fails: the next attention raises, as it does where there is no memory left, on all ranks.
+    fails: the step that raises next, as where there is no memory left, on all ranks; "": none does.
     """
 
-    fails = False
+    fails = ""
 
     def __init__(self, machine):
         self.machine, self.empty = machine, machine.empty
@@ -50,9 +50,9 @@ class Engine:
         self.machine.stream.launch(lambda x: x.fill(np.nan), made)
         return made
 
-    def _may_fail(self):
-        failed, self.fails = self.fails, False
-        if failed:
+    def _may_fail(self, step):
+        if self.fails == step:
+            self.fails = ""
             raise MemoryError
 
     def to_sequence_order(self, k_parts, v_parts, plan, into, own):
@@ -74,13 +74,14 @@ class Engine:
             for out, x in zip(outs, sources, strict=True):
                 out[...] = x[plan.rank_order]
 
+        self._may_fail("order")
         self.machine.stream.launch(move, into, (dk, dv))
 
     def attn_fwd(self, q, k, v, plan, softmax_scale, return_max_logit, into):
         def attend(out, q, k, v):
             out[...] = q + mix(k) - mix(v)
 
-        self._may_fail()
+        self._may_fail("attention")
         self.machine.stream.launch(attend, into[0], q, k, v)
         return *into, None
 
@@ -89,8 +90,7 @@ class Engine:
             dq[...], dk[...], dv[...] = out + dout, k + mix(dout), v * mix(dout)
 
         dq, shares = into
-        if shares is None:
-            self._may_fail()
+        self._may_fail("attention")
         dk, dv = shares or [plan.buffer(name, x.shape, dtype) for name, x in (("dk", k), ("dv", v))]
         self.machine.stream.launch(attend, dq, dk, dv, dout, k, v, out)
         return dq, dk, dv
@@ -324,7 +324,7 @@ class Program:
         self.comm = SimpleNamespace(
             size=machine.size, rank=rank, overlaps=True, gather_heads=self.memory.gather_heads,
             partials=lambda shapes, dtype, empty: self.memory.partials(shapes, dtype), sum_rows=self.memory.sum_rows,
-            sum_in_place=self.memory.sum_in_place)  # fmt: skip
+            sum_in_place=self.memory.sum_in_place, give_back=self.memory.give_back)  # fmt: skip
         self.num_checked = self.num_wrong = 0
 
     def enqueue(self, draw, num_calls=40):
@@ -346,17 +346,17 @@ class Program:
     @contextlib.contextmanager
     def failing(self, draw):
         """An attention within may raise, on all ranks."""
-        self.engine.fails = draw.random() < 0.1
+        self.engine.fails = draw.choice(["attention", "order"]) if draw.random() < 0.1 else ""
         with contextlib.suppress(MemoryError):
             yield
-        self.engine.fails = False
+        self.engine.fails = ""
 
 
 @contextlib.contextmanager
 def machine_of(size, seed):
     machine = Machine(size, seed)
     with (mock.patch.dict(sys.modules, cupy=machine.cupy()), mock.patch.object(sums.jit, "kernel", machine.kernel),
-          mock.patch.object(peer, "_batch_mem_op", lambda: machine.mem_ops),
+          mock.patch.object(windows, "batch_mem_op", lambda: machine.mem_ops),
           mock.patch.object(peer, "copy", lambda place, source: machine.stream.launch(copy, place, source)),
           mock.patch.dict(sums.SUM_KERNELS, float32="thd_sum"),
           mock.patch.object(peer, "_roomy", lambda num_bytes: num_bytes),  # so that windows often grow
@@ -373,8 +373,8 @@ def results(size, seed, enqueue=Program.enqueue):
             enqueue(programs[-1], random.Random(seed))
         machine.run()
         for program in programs:
-            windows = [x for turns in program.memory._windows.values() for turn in turns for x in turn]
-            for window in windows:
-                flags = window.array(-window._header, (2, size, peer._FLAG_BYTES), np.uint8)[:, :, 0]
+            made = [x for turns in program.memory._windows.values() for turn in turns for x in turn]
+            for window in made:
+                flags = window.array(-window._header, (2, size, windows.FLAG_BYTES), np.uint8)[:, :, 0]
                 assert flags.tolist() == [[0] * size, [1] * size]
     return sum(x.num_checked for x in programs), sum(x.num_wrong for x in programs)

@@ -179,7 +179,7 @@ def test_sums_of_one_table_for_all_ranks_are_what_they_were(cupy):
     for order in (None, rows):
         taken = np.arange(50) if order is None else order
         results = [cupy.ones((len(taken), 2, 8), np.float16) for _ in range(2)]
-        add_up(shares, 3, None if order is None else cupy.asarray(order), results)
+        add_up(shares[()], 3, None if order is None else cupy.asarray(order), results)
         for i, result in enumerate(results):
             total = parts[i, 0] + parts[i, 1] + parts[i, 2]
             wanted = np.where((taken < 0)[:, None, None], 0, total[taken]).astype(np.float16)

@@ -23,6 +23,7 @@ PACKS = (
     Case("window", LENGTHS, heads=(8, 2), window=(200, 0)),
     Case("one-document", (1200,), heads=(8, 2)),
     Case("whole-documents", (128,) * 10, heads=(8, 2)),
+    Case("one-rank-receives", (380, 310, 160, 190, 30, 50), heads=(8, 2)),
 )
 WAYS = [Way("all_gather", "balanced", 2), Way("all_gather", "balanced", 4)]
 BY_TWO_LEVELS = Way("a2a+all_gather", "balanced", 4, inner=2)
@@ -137,3 +138,31 @@ def test_halfway_all_tiles_of_keys_of_other_ranks_have_their_gradients(cupy, ker
         np.testing.assert_array_equal(nan_rows(half), ~foreign)
         np.testing.assert_array_equal(half[foreign], whole[foreign])
         assert not np.isnan(whole).any()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_rows_that_no_other_rank_has_are_rounded_by_the_kernel(cupy, kernels, dims, deterministic):
+    from thdattn import ops
+
+    plan, (q, k, v, dout), _ = plan_and_inputs(cupy, dims)
+    out, lse, _ = ops.attn_fwd(q, k, v, plan, 0.1, False)
+
+    def shares(**options):
+        return ops.attn_bwd(dout, q, k, v, out, lse, plan, 0.1, np.float32, deterministic, **options)
+
+    rounded = [ops.empty((plan.local_rows, 2, width), BFLOAT16) for width in dims]
+    into = ops.empty(q.shape, q.dtype), [ops.empty((plan.key_rows, 2, width), np.float32) for width in dims]
+    whole, others = [x.get() for x in shares()[1:]], [x.get() for x in shares(into=into, rounded=rounded)[1:]]
+    places = plan.arrays.places.get()
+    mine = places >= 0
+    assert 0 < mine.sum() < len(mine)
+    tolerance = 0 if deterministic else 2**-7  # elsewhere shares are added in any order
+    for x, wanted, result in zip(others, whole, rounded, strict=True):
+        result = result.get()
+        np.testing.assert_allclose(x[~mine], wanted[~mine], rtol=1e-4 * (not deterministic), atol=1e-4)
+        np.testing.assert_allclose(result[places[mine]].astype(np.float32),
+                                   wanted[mine].astype(BFLOAT16).astype(np.float32), rtol=tolerance, atol=1e-4)
+        if deterministic or kernels == "portable":  # else there may be shares of several heads
+            assert nan_rows(x)[mine].all(), "they are written once"
+        np.testing.assert_array_equal(nan_rows(result.astype(np.float32)), ~np.isin(np.arange(len(result)), places))

@@ -9,7 +9,7 @@ from loopback import Loopback, Mirror
 
 import thdattn
 from thdattn import PackedBatch
-from thdattn.comm import peer
+from thdattn.comm import peer, windows
 
 pytestmark = pytest.mark.gpu
 
@@ -114,8 +114,8 @@ def test_peer_memory_takes_what_is_said(cupy, monkeypatch, pack, head_groups):
         assert made.total() - results + by_cupy(plan, memory, layer) == said(memory)
         wanted = {name: memory[name] for name in memory if name.startswith(("windows", "pulled"))}
         assert comm.held_bytes() == wanted
-        for windows in comm.peer._windows.values():
-            assert all(window._memory.size == window._header + window.num_bytes for turn in windows for window in turn)
+        for turns in comm.peer._windows.values():
+            assert all(window._memory.size == window._header + window.num_bytes for turn in turns for window in turn)
         held = memory["windows of sums"]
         assert held == 2 * sum(x[-1]._memory.size for x in comm.peer._windows["sum"][:1])
         assert ("pulled sums" in memory) == (head_groups > 1)
@@ -147,4 +147,4 @@ def test_no_room_is_asked_for_while_a_graph_is_captured(cupy, monkeypatch):
 
 
 def test_peer_windows_are_rounded_up_as_said():
-    assert peer._roomy(3 << 20) == 3 << 20 and peer._header(SIZE) == 256
+    assert peer._roomy(3 << 20) == 3 << 20 and windows.header_bytes(SIZE) == 256

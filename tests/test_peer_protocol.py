@@ -16,7 +16,7 @@ from fake_streams import Stream
 from peer_programs import Pack, Program, machine_of, results
 
 from thdattn.comm import nothing as nothing_to_wait_for
-from thdattn.comm import peer
+from thdattn.comm import peer, windows
 from thdattn.methods import all_gather
 
 SEEDS = 120
@@ -38,25 +38,28 @@ def nothing(*args):
 
 def without(*steps):
     """Windows whose streams leave out some steps."""
-    made = peer.Window.__init__
+    made = windows.Window.__init__
 
     def make(window, *args):
         made(window, *args)
         for step in steps:
             setattr(window, step, nothing)
+        if "arrive" in steps:
+            window.meet = window.publish
 
-    return peer.Window, "__init__", make
+    return windows.Window, "__init__", make
 
 
 def take_as_soon_as_it_arrives():
-    made = peer.Window.__init__
+    made = windows.Window.__init__
 
     def make(window, *args):
         made(window, *args)
-        arrive, take = window.arrive, window.take
-        window.arrive, window.take = lambda stream: (arrive(stream), take(stream)), nothing
+        arrive, meet, take = window.arrive, window.meet, window.take
+        window.arrive, window.meet = (lambda stream, step=step: (step(stream), take(stream)) for step in (arrive, meet))
+        window.take = nothing
 
-    return peer.Window, "__init__", make
+    return windows.Window, "__init__", make
 
 
 def current_stream(memory):
@@ -123,6 +126,7 @@ BROKEN = {
     "drops what is on its way on another stream": (peer.PeerMemory, "_arrival", arrival_for_the_current_stream),
     "drops what is on its way": (all_gather.Keys, "__del__", nothing),
     "drops sums that are on their way": (all_gather.Sums, "__del__", nothing),
+    "keeps what it has nothing to show in": (peer.PeerMemory, "give_back", nothing),
     "graphs and eager sums in one place": (peer.PeerMemory, "_place", place_of_all),
 }
 

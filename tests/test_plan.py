@@ -369,8 +369,26 @@ def test_plan_knows_whether_some_row_sees_or_is_seen_by_nothing(case):
         plans = thdattn.comm.run_local(cp_size, plan_of)
         sees_a_key = np.concatenate([plan.key_ranges[:, 1] > plan.key_ranges[:, 0] for plan in plans])
         assert {plan.has_blind_queries for plan in plans} == {not sees_a_key.all()}
+        for plan in plans:
+            leading = plan.leading_tokens
+            assert leading is None or (plan.valid == (np.arange(plan.local_rows) < leading)).all()
         is_seen = np.any([plan.query_ranges[:, 1] > plan.query_ranges[:, 0] for plan in plans], axis=0)
         assert {plan.has_unseen_keys for plan in plans} == {not is_seen.all()}
+
+
+@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_tokens_before_all_padding_are_counted(strategy, cp_size):
+    lengths = np.array([5, 0, 40, 7, 300]) * 2 * cp_size
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    for total_rows in (ends[-1], ends[-1] + 7, 3 * ends[-1]):
+        sharding = thdattn.Sharding(thdattn.PackedBatch(ends, total_rows=total_rows), cp_size, strategy)
+        for rank in range(cp_size):
+            tokens = (sharding.rows(rank) >= 0) & (sharding.rows(rank) < ends[-1])
+            assert tokens.tolist() == [row < sharding.leading_tokens(rank) for row in range(len(tokens))]
+    gaps = thdattn.PackedBatch(*(2 * cp_size * np.array(x, np.int32) for x in ([0, 1, 9], [0, 3, 11])))
+    known = strategy == "balanced" and cp_size > 1  # where padding comes behind all tokens of a rank, or does not
+    assert known or thdattn.Sharding(gaps, cp_size, strategy).leading_tokens(0) is None
 
 
 def padded_results(attention, plan, xp, seed=0):

@@ -112,6 +112,7 @@ PACKS = (
     Case("one-document", (203,)),
     Case("equal", (16,) * 64, window=(7, 0)),
     Case("fewer-tokens-than-ranks", (1, 0, 2)),
+    Case("one-rank-receives", (38, 31, 16, 19, 3, 5)),  # of two, where it is balanced
     Case("empty", (0, 0, 0)),
     Case("empty-padded", (0, 0), padded=(48, 96), slack=5),
     Case("padded-between", (40, 0, 9, 0, 1), padded=(48, 96, 48, 0, 48), slack=3),

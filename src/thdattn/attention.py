@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from numpy.typing import DTypeLike
 
@@ -102,6 +103,7 @@ class CPAttention:
         self._tiles = self._engine.tiles(self.head_dim, self.v_head_dim)
         self._lengths: Any = None  # of the last plan, if they lie on a GPU
         self._last_memory: tuple[tuple[Any, ...], Memory] | None = None  # of the last plan, and for which rows
+        self._calls: WeakKeyDictionary[Plan, Call] = WeakKeyDictionary()
         self._plans = {
             "cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": self.window,
             "engine": self.engine, "head_dims": (self.head_dim, self.v_head_dim), "tiles": self._tiles,
@@ -234,7 +236,7 @@ class CPAttention:
         """That of the last plan where it had as many rows, as it takes as much, but for some bytes per sequence."""
         core = plan.core or plan
         rows = (plan.sharding.strategy, plan.sharding.inner, plan.local_rows, core.key_rows, plan.batch.on_device,
-                plan.has_blind_queries, core.routes and core.routes.table.tobytes())
+                plan.has_blind_queries, core.leading_tokens is None, core.routes and core.routes.table.tobytes())
         if self._last_memory is None or self._last_memory[0] != rows:
             self._last_memory = rows, self._memory(plan)
         return self._last_memory[1]
@@ -424,8 +426,12 @@ class CPAttention:
 
     def _call(self, plan: Plan) -> Call:
         """What is asked of the method for this plan."""
-        outer = None if plan.core is None else self._choice.between(plan)
-        return Call(self.softmax_scale, self.deterministic, self._groups(plan), self._keeps(plan), outer)
+        call = self._calls.get(plan)
+        if call is None:
+            outer = None if plan.core is None else self._choice.between(plan)
+            call = Call(self.softmax_scale, self.deterministic, self._groups(plan), self._keeps(plan), outer)
+            self._calls[plan] = call
+        return call
 
     def _checked(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
         return as_rows(self._engine, name, x, shape, self.dtype)

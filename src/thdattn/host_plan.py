@@ -69,7 +69,7 @@ def _key_side(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], all_rows: NDArray[np.int32],
     key_batch: PackedBatch | None, keys_of: int | None,
 ) -> dict[str, NDArray[np.int32] | None]:
-    """rank_order and rows_of_keys; of needed rows also sends and returns."""
+    """rank_order and rows_of_keys; of needed rows also sends, returns and places."""
     if key_batch is not None:
         return {"rank_order": np.arange(key_batch.total_rows, dtype=np.int32), "rows_of_keys": None}
     if keys_of is not None:

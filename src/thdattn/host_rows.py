@@ -101,13 +101,16 @@ def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results:
             `sends`.
         plan: gives `returns`, which says where the share of every rank is.
         results: arrays for dk and dv, (local_rows, heads, width) in their dtype, which may be some of the heads of
-            larger ones; 0 where no rank has a share.
+            larger ones; 0 where no rank has a share. Rows of which this rank alone has one stay as they are: attn_bwd
+            has `rounded` them.
     """
+    shared = np.delete(plan.arrays.returns, plan.cp_rank, axis=0) >= 0
+    summed = shared.any(axis=0) | (plan.arrays.returns[plan.cp_rank] < 0)
     for mine, theirs, result in zip(own, back, results, strict=True):
         total = np.zeros(result.shape, mine.dtype)
         for rank, rows in enumerate(plan.arrays.returns):
             total[rows >= 0] += (mine if rank == plan.cp_rank else theirs)[rows[rows >= 0]]
-        result[...] = total
+        result[summed] = total[summed]
 
 
 def without_padding(arrays: Sequence[Array], names: Sequence[str], plan: Plan) -> list[Array]:

@@ -46,6 +46,8 @@ class PlanArrays:
     sends: (num_sent,), local rows that go to other ranks, rank after rank, ascending; None: they are not needed rows.
     returns: (cp_size, local_rows), where each rank's share of the gradient of a local row is: in what comes back, of
         which row i is a share of row sends[i], or, of this rank itself, in its key buffer; -1: it has none.
+    places: (key_rows,), the local row of every row of the key buffer that no other rank gets, whose gradients are this
+        rank's alone; -1: of others. None: they are not needed rows.
     lengths: the ops.plan.DeviceLengths of lengths on a GPU, which knows whether they are wrong; None: on the host.
     offsets: (1 or 2, 2, num_seqs + 1), cu_seqlens and cu_seqlens_padded of the queries, and of other keys, as kernels
         read them; None: NumPy's.
@@ -64,6 +66,7 @@ class PlanArrays:
     rows_of_keys: Any = None
     sends: Any = None
     returns: Any = None
+    places: Any = None
     lengths: Any = None
     offsets: Any = None
     stream: Any = None
@@ -191,9 +194,13 @@ class Plan:
 
     @cached_property
     def needs_own_rows(self) -> bool:
-        """Whether the needed rows are all of this rank's and no others, and no other rank needs one of them."""
-        routes = self.routes
-        return routes is not None and self.key_rows == self.local_rows and not routes.num_received + routes.num_sent
+        """Whether the needed rows are all of this rank's and no others."""
+        return self.routes is not None and self.key_rows == self.local_rows and not self.routes.num_received
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether, beside that, no other rank needs one of them."""
+        return self.needs_own_rows and self.routes is not None and not self.routes.num_sent
 
     @property
     def first_own(self) -> int:
@@ -231,6 +238,14 @@ class Plan:
         Such are padding, fillers and, in cross-attention, queries that have no key or stand before the first.
         """
         return self._hides(self.cp_size * self.local_rows, self.batch, self.key_batch, self.window[1])
+
+    @cached_property
+    def leading_tokens(self) -> int | None:
+        """How many of the first local rows hold tokens, where none of the others does; None: nobody knows, or not so.
+
+        In cross-attention it is None, as there are tokens that see no key.
+        """
+        return None if self._key_batch is not None else self.sharding.leading_tokens(self.cp_rank)
 
     def _hides(self, num_rows: int, batch: PackedBatch, other: PackedBatch, side: int) -> bool:
         """Whether some of the rows holds no token of batch, or one that no token of other is near enough to."""
@@ -410,11 +425,11 @@ class Plan:
 
 
 def key_side_ints(plan: Plan) -> int:
-    """Of rank_order, rows_of_keys, sends and returns, as far as they are arrays of their own."""
+    """Of rank_order, rows_of_keys, sends, returns and places, as far as they are arrays of their own."""
     if plan.keys_of is not None or plan.routes is None:
         return 0
     routes = plan.routes
-    return plan.key_rows + routes.num_received + routes.num_sent + (1 + plan.cp_size) * plan.local_rows
+    return 2 * plan.key_rows + routes.num_received + routes.num_sent + (1 + plan.cp_size) * plan.local_rows
 
 
 def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) -> Bytes:

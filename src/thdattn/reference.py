@@ -252,6 +252,7 @@ def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
     kv_grad_dtype: DTypeLike, deterministic: bool, into: tuple[Array, Sequence[Array] | None] | None = None,
     merge: bool = False, halfway: Callable[[Array, Array], None] | None = None,
+    rounded: Sequence[Array] | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of `attn_fwd`; dk and dv are this rank's share, a sum over its own query rows.
 
@@ -268,6 +269,8 @@ def attn_bwd(
         merge: dq of `into`, in float32 (float64), has that of other keys, which is added to. out and lse are then those
             of all keys.
         halfway: called once with dk and dv, when the plan.foreign_tiles have theirs, and others perhaps not yet.
+        rounded: of needed rows, arrays as k and v of this rank: rows of dk and dv that have plan.arrays.places, not -1,
+            go there and are rounded, and are then not in dk and dv, which are of float32 (float64).
 
     Returns:
         dq: (local_rows, num_heads, head_dim), dtype of q; exactly 0 where the range is empty.
@@ -305,6 +308,10 @@ def attn_bwd(
     dq[rows] = (dq[rows] + _ungroup_heads(grad_q * scale)).astype(dq.dtype)
     dk, dv = shares or [empty(x.shape, kv_grad_dtype) for x in (k, v)]
     dk[...], dv[...] = (x.swapaxes(0, 1) for x in (grad_k, grad_v))
+    for x, result in zip((dk, dv), rounded or (), strict=False):
+        mine = plan.arrays.places >= 0
+        result[plan.arrays.places[mine]] = x[mine]
+        x[mine] = np.nan
     if halfway is not None:
         halfway(dk, dv)
     return dq, dk, dv

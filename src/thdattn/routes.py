@@ -57,37 +57,43 @@ class Pieces(NamedTuple):
         return np.concatenate([self.begin, self.value]).astype(np.int32)
 
 
-class Routes(NamedTuple):
+Parts = list[tuple[slice, int]]  # of rows that lie rank after rank: those of a rank, and which
+
+
+class Routes:
     """How many rows of keys go from rank to rank.
 
-    table: (cp_size, cp_size), rows that rank i sends to rank j; 0 on the diagonal.
-    cp_rank: this rank.
+    Args:
+        table: (cp_size, cp_size), rows that rank i sends to rank j; 0 on the diagonal.
+        cp_rank: this rank.
+
+    Attributes:
+        table: as passed.
+        is_empty: whether nothing goes from any rank to any other one.
+        sent, received: (cp_size,), rows that this rank sends to each, and gets from each.
+        num_sent, num_received: of all ranks together.
+        sent_parts, received_parts: Parts of arrays of these.
     """
 
-    table: Ints
-    cp_rank: int
+    def __init__(self, table: Ints, cp_rank: int) -> None:
+        self.table, self.is_empty = table, not table.any()
+        self.sent, self.received = table[cp_rank], table[:, cp_rank]
+        self.num_sent, self.num_received = int(self.sent.sum()), int(self.received.sum())
+        self.sent_parts, self.received_parts = _parts(self.sent), _parts(self.received)
+        self._bytes: dict[tuple[int, bool], Ints] = {}
 
-    @property
-    def sent(self) -> Ints:
-        """(cp_size,), rows that this rank sends to each."""
-        row: Ints = self.table[self.cp_rank]
-        return row
+    def bytes_of(self, row_bytes: int, back: bool = False) -> Ints:
+        """(cp_size, cp_size), of rows that go from rank to rank, or, `back`, from those that got them."""
+        key = row_bytes, back
+        if key not in self._bytes:
+            self._bytes[key] = (self.table.T if back else self.table) * row_bytes
+        return self._bytes[key]
 
-    @property
-    def received(self) -> Ints:
-        """(cp_size,), rows that this rank gets from each."""
-        column: Ints = self.table[:, self.cp_rank]
-        return column
 
-    @property
-    def num_sent(self) -> int:
-        """Rows that this rank sends, to all ranks together."""
-        return int(self.sent.sum())
-
-    @property
-    def num_received(self) -> int:
-        """Rows that this rank gets, from all ranks together."""
-        return int(self.received.sum())
+def _parts(num_rows: Ints) -> Parts:
+    ends = np.cumsum(num_rows).tolist()
+    return [(slice(end - number, end), rank)
+            for rank, (end, number) in enumerate(zip(ends, num_rows.tolist(), strict=True)) if number]
 
 
 class KeySide(NamedTuple):
@@ -97,6 +103,7 @@ class KeySide(NamedTuple):
     rank_order: Pieces
     sends: Pieces
     returns: Pieces
+    places: Pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +143,7 @@ class NeededRows:
         given, taken = (self.moves[:, self.moves[i] == cp_rank] for i in (0, 1))
         _, receiver, row, key_row, sizes = given
         own = receiver == cp_rank
+        places = _unread(given[2:, own], given[2:, ~own], int(self.sizes[cp_rank]))
         place = np.cumsum(np.where(own, 0, sizes)) - sizes  # among the rows that are sent
         num_returns = len(self.sizes) * self.local_rows
         returns = Pieces.of(num_returns, receiver * self.local_rows + row, sizes, np.where(own, key_row, place))
@@ -145,7 +153,26 @@ class NeededRows:
         _, _, row, key_row, sizes = np.concatenate([taken[:, ~own], taken[:, own]], axis=1)
         num_received = int(taken[4, ~own].sum())
         place = np.concatenate([np.cumsum(taken[4, ~own]) - taken[4, ~own], num_received + taken[2, own]])
-        return KeySide(rows_of_keys, Pieces.of(num_received + self.local_rows, place, sizes, key_row), sends, returns)
+        rank_order = Pieces.of(num_received + self.local_rows, place, sizes, key_row)
+        return KeySide(rows_of_keys, rank_order, sends, returns, places)
+
+
+def _unread(own: Ints, sent: Ints, key_rows: int) -> Pieces:
+    """Where a rank's own rows are in its key buffer that no other rank gets: for every row there its local row, or -1.
+
+    Args:
+        own, sent: (3, any) local rows and rows of buffers at which moves begin, and their sizes, in ascending order.
+    """
+    (row, key_row, sizes), first, ends = own, np.sort(sent[0]), np.sort(sent[0] + sent[2])
+    edges = np.unique(np.concatenate([row, row + sizes, first, ends]))
+    begin, size = edges[:-1], np.diff(edges)
+    move = np.searchsorted(row, begin, side="right") - 1
+    is_sent = np.searchsorted(first, begin, side="right") > np.searchsorted(ends, begin, side="right")
+    kept = ~is_sent & (move >= 0)
+    begin, size, move = begin[kept], size[kept], move[kept]
+    kept = begin < row[move] + sizes[move]
+    begin, size, move = begin[kept], size[kept], move[kept]
+    return Pieces.of(key_rows, key_row[move] + begin - row[move], size, begin)
 
 
 def needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], local_rows: int) -> NeededRows:

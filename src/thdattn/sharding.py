@@ -170,6 +170,29 @@ class Sharding:
             self._rows[cp_rank] = rows
         return self._rows[cp_rank]
 
+    def leading_tokens(self, cp_rank: int) -> int | None:
+        """How many local rows of a rank hold tokens, where these come before all others; found without making rows.
+
+        Args:
+            cp_rank: 0 <= cp_rank < cp_size.
+
+        Returns:
+            The number; None: padding lies between tokens, or offsets lie on a GPU, or inner is not 1.
+        """
+        batch = self.batch
+        if batch.on_device or self.outer is not None:
+            return None
+        if self.by_runs:
+            runs = balanced_runs(batch, self.cp_size)
+            mine = runs.rank == cp_rank
+            tokens, sizes = runs.sequence[mine] >= 0, (runs.end - runs.begin)[mine]
+            return int(sizes[tokens].sum()) if tokens[: np.count_nonzero(tokens)].all() else None
+        if batch.total_tokens < batch.cu_seqlens_padded[-1]:
+            return None
+        if self.multiple > 1:
+            return batch.total_tokens // self.cp_size
+        return min(max(batch.total_tokens - cp_rank * self.local_rows, 0), self.local_rows)
+
     def shard(self, x: ArrayLike, cp_rank: int) -> NDArray[Any]:
         """The rows of a host array that a rank owns.
 

@@ -10,7 +10,8 @@ FORWARD_SIZE = np.dtype([(field, np.int32) for field in (
 BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "k_rows", "stats_rows", "num_tiles", "splits", "together", "last_splits", "split_heads", "group",
     "num_kv_heads", "semaphore_rows", "row_heads")])
-GRADIENTS = np.dtype([(field, np.uint64) for field in ("dk", "dv", "dk_accum", "dv_accum", "semaphores")])
+GRADIENTS = np.dtype([(field, np.uint64) for field in (
+    "dk", "dv", "dk_accum", "dv_accum", "semaphores", "dk_rounded", "dv_rounded", "places")])
 MAX_RANKS = 16  # kMaxRanks of kernels/common.cuh
 ROWS = np.dtype([("from", np.uint64, MAX_RANKS), ("own", np.uint64), ("out", np.uint64),
                  *((field, np.int32) for field in ("words", "pitch", "own_pitch"))], align=True)

@@ -15,20 +15,21 @@ DATA_TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 SWIZZLE_128B, L2_PROMOTION_256B = 3, 3
 
 
-def tensor_map(x: Any, row_bytes: int, box_rows: int) -> Any:
+def tensor_map(x: Any, num_rows: int, row_bytes: int, box_rows: int) -> Any:
     """A CUtensorMap of a CuPy array, to be passed to a kernel by value.
 
     Args:
-        x: (rows, heads, width), 16-bit, 16-byte aligned, at least one row.
+        x: (rows, heads, width), 16-bit, 16-byte aligned.
+        num_rows: how many of its first rows the map has, at least one.
         row_bytes: from one row to the next, in which there may be more heads than those of x.
-        box_rows: a copy moves box_rows rows of 64 columns of one head; what lies outside the array arrives as zeros.
+        box_rows: a copy moves box_rows rows of 64 columns of one head; what lies outside the map arrives as zeros.
 
     Returns:
         NumPy void scalar of 128 bytes. Maps are kept, as a training loop sees the same few buffers again and again.
 
     Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
-    return _encode(x.data.ptr, x.shape, row_bytes, x.dtype, box_rows)
+    return _encode(x.data.ptr, (num_rows, *x.shape[1:]), row_bytes, x.dtype, box_rows)
 
 
 @functools.lru_cache(maxsize=4096)

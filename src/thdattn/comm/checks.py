@@ -92,8 +92,7 @@ class Checks:
         self._check_kind(name, array)
         if array.ndim == 0:
             raise ValueError(f"{name} has no dimensions; its first dimension is the rows, reshape it to (1,)")
-        row = array[:1]
-        if not row.flags.c_contiguous or (not array.flags.c_contiguous and array.strides[0] < row.nbytes):
+        if not array.flags.c_contiguous and not _has_whole_rows(array):
             raise TypeError(
                 f"{name} has rows that are not contiguous or that overlap (shape {array.shape}, strides "
                 f"{array.strides}); wanted a slice x[a:b] or x[:, a:b] of a C-contiguous array, copy it first"
@@ -134,6 +133,12 @@ class Checks:
                 f"{name} is {array.dtype}; the {self.name} backend sums {', '.join(sorted(self.sum_dtypes))}; "
                 f"convert it to float32"
             )
+
+
+def _has_whole_rows(array: Any) -> bool:
+    """Whether the elements of each row are contiguous, and rows do not overlap."""
+    row = array[:1]
+    return bool(row.flags.c_contiguous and array.strides[0] >= row.nbytes)
 
 
 def as_timeout(timeout: Any) -> float:

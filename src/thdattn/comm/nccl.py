@@ -165,6 +165,10 @@ class NcclComm(Comm):
             made: list[Any] = self._peer.partials(shapes, dtype)
         return made
 
+    def give_back(self) -> None:
+        if self._peer is not None:
+            self._peer.give_back()
+
     def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Callable[[], None]:
         if self._peer is None:
             return super().sum_rows(partials, results)

@@ -4,20 +4,11 @@ Copy engines pull slices of heads as they lie, and flags that streams write and 
 needs multiprocessors, and would start when a kernel that fills the GPU ends. Everything here can be captured in a CUDA
 graph, and nothing makes the host wait, but for the first use of a size, which all ranks meet to exchange handles for.
 
-A window is memory of every rank that all of them see. For each of its users p it has two flags:
-
-    ready[p]    p's part is written: set by p, awaited and taken back by the reader
-    taken[p]    p has read this part: set by p, awaited and taken back by its owner before it writes again
-
-A flag is taken back right after the wait for it, before anybody can set it again, so that a replayed graph finds the
-flags as the capture did.
-
 Source: CUDA driver API, stream memory operations and interprocess communication.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import math
@@ -28,95 +19,16 @@ import numpy as np
 
 from thdattn.comm import Arrival, nothing
 from thdattn.comm.slices import Slices, address, copy, rows_of
+from thdattn.comm.windows import ALIGNMENT, Window, header_bytes
 from thdattn.structs import MAX_RANKS, SHARES
 from thdattn.sums import add_up
 
-_FLAG_BYTES = 64  # a flag has a sector of its own
-_ALIGNMENT = 256
-_WAIT_32, _WRITE_32, _WAIT_EQUAL, _WRITE_DEFAULT = 1, 2, 1, 0  # CUstreamBatchMemOpType and flags
-_MEM_OP = np.dtype({
-    "names": ["operation", "address", "value", "flags", "alias"], "offsets": [0, 8, 16, 24, 32],
-    "formats": [np.uint32, np.uint64, np.uint64, np.uint32, np.uint64], "itemsize": 48,
-})  # fmt: skip
 _HIGHEST = -5  # of the priorities of streams
 
 # What they are called, by use.
 _WINDOWS = {"gather": "windows of keys", "sum": "windows of sums", "exchange": "windows of slices"}
 
 Wait = Callable[[], None]
-
-
-class Window:
-    """Memory of one size on every rank, with its flags. Made by all ranks together.
-
-    free, publish, arrive, take: what a stream does before it writes here, when it has written, before it reads what the
-    other ranks wrote, and when it has read it.
-    """
-
-    def __init__(self, world: Any, num_bytes: int) -> None:
-        import cupy
-
-        self._rank, self.num_bytes = world.rank, num_bytes
-        flags = np.zeros((2, world.size, _FLAG_BYTES), np.uint8)  # ready, taken
-        flags[1, :, 0] = 1  # nobody has anything to read yet
-        self._header = _header(world.size)
-        self._memory = cupy.cuda.Memory(self._header + num_bytes)  # not of a pool, whose pieces have no handles
-        runtime = cupy.cuda.runtime
-        runtime.memcpy(self._memory.ptr, flags.ctypes.data, flags.nbytes, runtime.memcpyHostToDevice)
-        runtime.streamSynchronize(0)  # a copy of pageable memory may return before it has come to its end
-        handles = world.allgather(runtime.ipcGetMemHandle(self._memory.ptr))
-        self._at = [self._memory.ptr if rank == world.rank else runtime.ipcOpenMemHandle(handle)
-                    for rank, handle in enumerate(handles)]  # fmt: skip
-        ready, taken = ([_FLAG_BYTES * (kind * world.size + rank) for rank in range(world.size)] for kind in (0, 1))
-        here = self._memory.ptr
-        self.free = _MemOps(wait=[here + flag for flag in taken], write=[(here + flag, 0) for flag in taken])
-        self.publish = _MemOps(write=[(at + ready[world.rank], 1) for at in self._at])
-        self.arrive = _MemOps(wait=[here + flag for flag in ready], write=[(here + flag, 0) for flag in ready])
-        self.take = _MemOps(write=[(at + taken[world.rank], 1) for at in self._at])
-
-    def address(self, rank: int, offset: int) -> int:
-        """Of a byte of a rank's part."""
-        return int(self._at[rank] + self._header + offset)
-
-    def array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array in this rank's part."""
-        import cupy
-
-        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(self._memory, self._header + offset))
-
-    def heads(self, rank: int, piece: _Slice, like: Any) -> Any:
-        """Some of the heads of an array like another one in a rank's part."""
-        import cupy
-
-        rows, _, width = like.shape
-        memory = cupy.cuda.UnownedMemory(self.address(rank, piece.first), piece.pitch * rows, self)
-        shape, strides = (rows, piece.width // width // like.itemsize, width), (piece.pitch, *like.strides[1:])
-        return cupy.ndarray(shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
-
-    def unmap(self) -> None:
-        """Gives up the other ranks' memory; when all have done so, this rank's may go too."""
-        import cupy
-
-        for rank, at in enumerate(self._at):
-            if rank != self._rank:
-                cupy.cuda.runtime.ipcCloseMemHandle(at)
-        self._at = []
-
-
-class _MemOps:
-    """What a stream does by one call: it waits until all of some flags are 1, and then writes some."""
-
-    def __init__(self, wait: Sequence[int] = (), write: Sequence[tuple[int, int]] = ()) -> None:
-        waits = [(_WAIT_32, flag, 1, _WAIT_EQUAL, 0) for flag in wait]
-        writes = [(_WRITE_32, flag, value, _WRITE_DEFAULT, 0) for flag, value in write]
-        self._operations = np.array(waits + writes, _MEM_OP)
-        self._args = len(self._operations), self._operations.ctypes.data, 0
-        self._enqueue = _batch_mem_op()
-
-    def __call__(self, stream: Any) -> None:
-        status = self._enqueue(stream.ptr, *self._args)
-        if status:
-            raise RuntimeError(f"cuStreamBatchMemOp returned {status}; use comm.init(transport='nccl')")
 
 
 class PeerMemory:
@@ -186,16 +98,13 @@ class PeerMemory:
         window.free(stream)
         for send, part in zip(sends, route.parts, strict=True):
             self._copy(window.address(self.rank, part), send.data.ptr, send.nbytes, stream)
-        window.publish(stream)
+        (window.meet if at_once else window.publish)(stream)
         places = [recvs[group] for group in range(at_once, len(recvs))]  # whose memory this stream may have just left
-        if at_once:
-            window.arrive(stream)
-            arrivals = [Arrival(route.in_place(window, sends, self.size))]
+        arrivals = [Arrival(route.in_place(window, sends, self.size))] if at_once else []
         if len(recvs) > at_once:
             self._follow(stream)
         if not at_once:
             window.arrive(self._pulls)
-            arrivals = []
         for group, parts in enumerate(places, len(arrivals)):
             for place, piece in zip(parts, route.groups[group], strict=True):
                 for rank in self._others:
@@ -240,10 +149,14 @@ class PeerMemory:
 
     def partials(self, shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[Any]:
         """Arrays in memory that the other ranks see, for sum_rows."""
-        *offsets, num_bytes = _offsets([math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes])
+        *offsets, num_bytes = _offsets_of(tuple(shapes), dtype)
         self._summing = self._window("sum", num_bytes)
         self._summing.free(self.enter())
         return [self._summing.array(offset, shape, dtype) for offset, shape in zip(offsets, shapes, strict=True)]
+
+    def give_back(self) -> None:
+        """See Comm.give_back."""
+        self._summing.unfree(self.enter())
 
     def gather_bytes(self, sends: Sequence[int]) -> dict[str, int]:
         """See Comm.gather_bytes."""
@@ -267,7 +180,7 @@ class PeerMemory:
 
     def _both(self, num_bytes: int) -> int:
         """Of the two windows of a use."""
-        return 2 * (_header(self.size) + num_bytes)
+        return 2 * (header_bytes(self.size) + num_bytes)
 
     def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Wait:
         """See Comm.sum_rows."""
@@ -276,32 +189,25 @@ class PeerMemory:
         self._follow(stream)
         window.arrive(self._pulls)
         sizes = [partial.nbytes // self.size for partial in partials]
+        there = window.shares(*(partial.data.ptr for partial in partials))["of"]
         shares, at = np.zeros((), SHARES), self._place(sum(sizes) * self.size)
         for rank in (self.rank, *self._others):
-            for i, (source, size) in enumerate(zip(self._addresses(window, rank, partials), sizes, strict=True)):
-                shares["of"][i, rank] = at if rank != self.rank else source + rank * size
+            for i, size in enumerate(sizes):
+                share = int(there[i, rank]) + self.rank * size
+                shares["of"][i, rank] = at if rank != self.rank else share
                 if rank != self.rank:
-                    self._copy(at, source + self.rank * size, size, self._pulls)
+                    self._copy(at, share, size, self._pulls)
                     at += size
-        self._add(shares, results, None, self._pulls)
+        self._add(shares[()], results, None, self._pulls)
         window.take(self._pulls)
         return self._arrival(stream)
 
     def sum_in_place(self, partials: Sequence[Any], rows: Any, results: Sequence[Any]) -> None:
         """See Comm.sum_in_place."""
         stream, window = self._cupy.cuda.get_current_stream(), self._summing
-        shares = np.zeros((), SHARES)
-        for rank in range(self.size):
-            shares["of"][: len(partials), rank] = self._addresses(window, rank, partials)
-        window.publish(stream)
-        window.arrive(stream)
-        self._add(shares, results, rows, stream)
+        window.meet(stream)
+        self._add(window.shares(*(partial.data.ptr for partial in partials)), results, rows, stream)
         window.take(stream)
-
-    def _addresses(self, window: Window, rank: int, partials: Sequence[Any]) -> list[int]:
-        """Where a rank has what are partials here."""
-        here, there = window.address(self.rank, 0), window.address(rank, 0)
-        return [there + partial.data.ptr - here for partial in partials]
 
     def _add(self, shares: Any, results: Sequence[Any], rows: Any, stream: Any) -> None:
         add_up(shares, self.size, rows, results, stream)
@@ -390,7 +296,7 @@ class _Route:
         """The first group as it lies in the ranks' parts of a window."""
         if window not in self._in_place:
             self._in_place[window] = [
-                [window.heads(rank, piece, send) for rank in range(size)]
+                [window.heads(rank, piece.first, piece.pitch, piece.width, send) for rank in range(size)]
                 for piece, send in zip(self.groups[0], sends, strict=True)
             ]
         return self._in_place[window]
@@ -407,12 +313,24 @@ def obstacle(hostnames: Sequence[str]) -> str | None:
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
     """Where each of some arrays begins when they lie behind each other, and where the last one ends."""
-    return list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+    return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+
+
+@functools.lru_cache(maxsize=64)
+def _offsets_of(shapes: tuple[tuple[int, ...], ...], dtype: Any) -> list[int]:
+    """The same, of arrays of these shapes."""
+    return _offsets([math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes])
 
 
 def _slots(sizes: Any) -> list[list[int]]:
     """Of each rank, where in its window begins what it sends to each other one, and where all of it ends."""
-    return [_offsets(row) for row in np.asarray(sizes).tolist()]
+    sizes = np.asarray(sizes)
+    return _slots_of(sizes.shape, sizes.dtype, sizes.tobytes())
+
+
+@functools.lru_cache(maxsize=256)
+def _slots_of(shape: tuple[int, ...], dtype: np.dtype[Any], sizes: bytes) -> list[list[int]]:
+    return [_offsets(row) for row in np.frombuffer(sizes, dtype).reshape(shape).tolist()]
 
 
 def _copy_rows(
@@ -427,19 +345,7 @@ def _copy_rows(
             target, target_pitch, source, source_pitch, width, rows, runtime.memcpyDefault, stream)
 
 
-def _header(size: int) -> int:
-    """Bytes of a window before what it holds: two flags of each rank."""
-    return -(-2 * size * _FLAG_BYTES // _ALIGNMENT) * _ALIGNMENT
-
-
 def _roomy(num_bytes: int) -> int:
     """As large or a little larger, so that growing sizes do not need a new window each time."""
     step = max(1 << 20, 1 << max(0, num_bytes.bit_length() - 3))
     return -(-num_bytes // step) * step
-
-
-@functools.cache
-def _batch_mem_op() -> Any:
-    function = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
-    function.argtypes = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
-    return function

@@ -11,7 +11,8 @@ CHECK_Shares;
 // rows: (num_rows,) for all ranks, or (num_ranks, num_rows), and rows_pitch is 0, or num_rows
 // own: -1, and shares has a place for every rank; or the rank whose shares are at the second place, all others' at the
 // first one
-// out (num_rows, 8 * words), between whose rows lie `pitch` words; 0 where no rank has a share
+// out (num_rows, 8 * words), between whose rows lie `pitch` words; 0 where no rank has a share; with `own`, a row of
+// which that rank alone has a share stays as it is
 // Launch: grid (any, 2), block 256.
 template <typename T>
 __global__ void __launch_bounds__(256) thd_sum(uint4* __restrict__ out0, int words0, int pitch0,
@@ -23,6 +24,10 @@ __global__ void __launch_bounds__(256) thd_sum(uint4* __restrict__ out0, int wor
   const size_t step = (size_t)gridDim.x * blockDim.x, end = (size_t)num_rows * words;
   for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < end; i += step) {
     const int t = i / words, word = i % words;
+    bool is_done = own >= 0 && rows[(size_t)own * rows_pitch + t] >= 0;
+    for (int rank = 0; is_done && rank < num_ranks; ++rank)
+      is_done = rank == own || rows[(size_t)rank * rows_pitch + t] < 0;
+    if (is_done) continue;
     float4 a = make_float4(-0.f, -0.f, -0.f, -0.f), b = a;  // as -0 + x is x, bit by bit
     bool found = false;
     for (int rank = 0; rank < num_ranks; ++rank) {

@@ -68,8 +68,9 @@ class Keys:
             (k, *_), (v, *_) = parts
             if not self.ordered:
                 lacks_own = self.plan.cp_size > 1 and len(parts[0]) == 1  # parts of all ranks have them
-                own = [x[:, first : first + k.shape[1]] for x in (self.k, self.v)] if lacks_own else None
-                first += k.shape[1]
+                heads = slice(first, first + k.shape[1])
+                own = _some_heads(heads, self.k, self.v) if lacks_own else None
+                first = heads.stop
                 shapes = ((self.plan.key_rows, *x.shape[1:]) for x in (k, v))
                 into = None if kept is None else [engine.empty(shape, k.dtype) for shape in shapes]
                 k, v = engine.to_sequence_order(*parts, self.plan, into, own)
@@ -178,8 +179,9 @@ def forward(
     lse = engine.empty((num_heads, rows), lse_dtype(q.dtype))
     logits = []
     for heads, (k, v) in zip(_shares(num_heads, keys), keys.in_order(engine, kept), strict=True):
-        into = out[:, heads], lse[heads]
-        logits.append(engine.attn_fwd(q[:, heads], k, v, plan, call.softmax_scale, return_max_logit, into)[2])
+        its_q, its_out = _some_heads(heads, q, out)
+        into = its_out, _some_rows(heads, lse)
+        logits.append(engine.attn_fwd(its_q, k, v, plan, call.softmax_scale, return_max_logit, into)[2])
     kept_keys = None if kept is None else tuple(kept)
     if not return_max_logit:
         engine.poison(plan, out, lse)
@@ -215,19 +217,27 @@ def backward(
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
     for heads, kv_heads, (k, v) in groups:
         in_place = not alone and comm.overlaps and at_once and heads.stop == q.shape[1]
-        partials = comm.partials([x.shape for x in (k, v)], sum_dtype, engine.empty) if in_place else None
+        partials = comm.partials([x.shape for x in (k, v)], sum_dtype, engine.empty) if in_place else []
+        its_dout, its_q, its_out, its_dq = _some_heads(heads, dout, q, out, dq)
         shares: list[Any] = []  # those of the last group make room
-        _, *shares = engine.attn_bwd(
-            dout[:, heads], q[:, heads], k, v, out[:, heads], lse[heads], plan, call.softmax_scale,
-            sum_dtype, call.deterministic, (dq[:, heads], partials))  # fmt: skip
-        results = [x[:, kv_heads] for x in sums.grads]
+        try:
+            _, *shares = engine.attn_bwd(
+                its_dout, its_q, k, v, its_out, _some_rows(heads, lse), plan, call.softmax_scale, sum_dtype,
+                call.deterministic, (its_dq, partials or None))  # fmt: skip
+            if not (alone or in_place):
+                partials = comm.partials(
+                    [(len(plan.rank_order), *x.shape[1:]) for x in shares], sum_dtype, engine.empty)
+                engine.to_rank_order(*shares, plan, partials)
+        except BaseException:
+            if partials:
+                comm.give_back()
+            raise
+        results = _some_heads(kv_heads, *sums.grads)
         if alone:
             sums.grads = shares
         elif in_place:
             comm.sum_in_place(shares, plan.rows, results)
         else:
-            partials = comm.partials([(len(plan.rank_order), *x.shape[1:]) for x in shares], sum_dtype, engine.empty)
-            engine.to_rank_order(*shares, plan, partials)
             sums.waits.append(comm.sum_rows(partials, results))
     engine.poison(plan, dq)
     return dq, sums
@@ -265,6 +275,17 @@ def _shares(num_heads: int, keys: Keys) -> list[slice]:
     """Which of so many heads belong to each group."""
     each = num_heads // len(keys.groups)
     return [slice(first, first + each) for first in range(0, num_heads, each)]
+
+
+def _some_heads(heads: slice, *arrays: Any) -> Sequence[Any]:
+    """Some of the heads of arrays (rows, heads, width): the arrays themselves if these are all: views take time."""
+    every = not arrays or heads.stop - heads.start == arrays[0].shape[1]
+    return arrays if every else [x[:, heads] for x in arrays]
+
+
+def _some_rows(rows: slice, x: Any) -> Any:
+    """The same of rows."""
+    return x if rows.stop - rows.start == len(x) else x[rows]
 
 
 def _nobody() -> None:

@@ -11,6 +11,7 @@ this rank's rows as it returns them. A third, memory(engine, comm, plan, layer),
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -82,6 +83,7 @@ class Coming:
             self._waits.pop()()
 
 
+@functools.cache
 def lse_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Of the log-sum-exp of inputs of a dtype."""
     return np.promote_types(dtype, np.float32)

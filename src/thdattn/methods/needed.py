@@ -2,6 +2,7 @@
 
 Most documents are whole on one rank then. Each rank sends the rows that the others need, in one exchange, and lays what
 it gets among its own; what it makes of their gradients goes back the same way, and the owner adds it up in float32.
+Gradients of rows that nobody else needs are rounded at once.
 
 Where much travels, it is hidden: tiles of queries that see no row of another rank come first and are done meanwhile; in
 the backward, tiles of keys that have such rows come first, so that their gradients travel while the others are done.
@@ -15,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from thdattn.comm import nothing
 from thdattn.memory import Layer, Memory, num_bytes
@@ -24,6 +24,7 @@ from thdattn.methods.call import Call, Coming, Results, Tensors, lse_dtype
 if TYPE_CHECKING:
     from thdattn.comm import Comm
     from thdattn.plan import Plan
+    from thdattn.routes import Parts
 
 Wait = Callable[[], None]
 
@@ -51,9 +52,10 @@ def backward(
     """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are on their way with dq."""
     q, k, v, out, lse, kept = saved
     keys = kept or _on_their_way(engine, comm, plan, k, v, keep=False, hidden=False)[1]()
-    alone = plan.needs_own_rows
+    alone = plan.is_apart
     sum_dtype = call.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
     hidden, coming = is_worth_hiding(comm, plan, (k, v), sum_dtype), []
+    grads = [] if alone else [engine.empty(x.shape, x.dtype) for x in (k, v)]
 
     def send(*shares: Any) -> None:
         back, wait = _sent_back(engine, comm, plan, shares)
@@ -61,9 +63,8 @@ def backward(
         def made() -> tuple[Any, Any]:
             if alone:
                 return shares[0], shares[1]
-            dk, dv = (engine.empty(x.shape, x.dtype) for x in (k, v))
-            engine.add_shares(shares, back, plan, (dk, dv))
-            return dk, dv
+            engine.add_shares(shares, back, plan, grads)  # of rows that other ranks had
+            return grads[0], grads[1]
 
         coming.append(Coming(wait, made))
 
@@ -71,7 +72,7 @@ def backward(
     lasting = None if at_once else [engine.empty(x.shape, sum_dtype) for x in keys]
     dq, *shares = engine.attn_bwd(
         dout, q, *keys, out, lse, plan, call.softmax_scale, sum_dtype, call.deterministic,
-        (engine.empty(q.shape, q.dtype), lasting), halfway=send if hidden else None)
+        (engine.empty(q.shape, q.dtype), lasting), halfway=send if hidden else None, rounded=grads)
     if not hidden:
         send(*shares)
     return dq, coming[0]
@@ -87,8 +88,8 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
 
     queries, outs = rows_of(plan.local_rows, layer.num_heads, layer.dtype)
     keys, values = rows_of(plan.local_rows, heads, layer.dtype)
-    alone = plan.needs_own_rows
-    there = 0 if alone else sum(rows_of(plan.key_rows, heads, layer.dtype))
+    alone = plan.is_apart
+    there = 0 if plan.needs_own_rows else sum(rows_of(plan.key_rows, heads, layer.dtype))
     lse = num_bytes((layer.num_heads, plan.local_rows), sum_dtype)
     messages = routes.num_sent + routes.num_received
     row_bytes = sum(rows_of(1, heads, layer.dtype)), sum(rows_of(1, heads, sum_dtype))
@@ -126,20 +127,20 @@ def _on_their_way(
     """
     assert plan.routes is not None
     routes = plan.routes
-    if plan.needs_own_rows:
-        wait = _exchange(comm, ((k, v), routes.sent), ((k, v), routes.received), routes.table, k.dtype)  # the others'
-        return (k, v), Coming(wait, lambda: (k, v))
     sends, recvs = (_buffers(plan, name, number, (k, v), k.dtype)
                     for name, number in (("sent", routes.num_sent), ("received", routes.num_received)))
+    if routes.num_sent:
+        engine.pack_rows((k, v), plan.arrays.sends, sends)
+    wait = _exchange(comm, plan, (sends, routes.sent_parts), (recvs, routes.received_parts), k.dtype)
+    if plan.needs_own_rows:
+        return (k, v), Coming(wait, lambda: (k, v))
     keys, values = [engine.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k, v)] if keep else _buffers(
         plan, "needed", plan.key_rows, (k, v), k.dtype)
     into = keys, values
-    engine.pack_rows((k, v), plan.arrays.sends, sends)
-    wait = _exchange(comm, (sends, routes.sent), (recvs, routes.received), routes.table, k.dtype)
-    engine.place_rows((k, v), plan.rank_order[routes.num_received :], plan, into)  # meanwhile
-    theirs = plan.rank_order[: routes.num_received]
+    theirs, mine = _places(plan)
+    engine.place_rows((k, v), mine, plan, into)  # meanwhile
     if hidden:
-        engine.place_rows([_zeros(engine, plan, x) for x in recvs], theirs, plan, into)
+        engine.place_rows(_zeros(engine, plan, recvs), theirs, plan, into)
 
     def placed() -> tuple[Any, Any]:
         engine.place_rows(recvs, theirs, plan, into)
@@ -148,14 +149,21 @@ def _on_their_way(
     return into, Coming(wait, placed)
 
 
-def _zeros(engine: Any, plan: Plan, like: Any) -> Any:
-    """An array of the same shape and dtype, of whose rows memory has one."""
-    def made() -> Any:
-        row = engine.empty(like.shape[1:], like.dtype)
-        row[...] = 0
-        return row
+def _places(plan: Plan) -> tuple[Any, Any]:
+    """The rows of the key buffer that come from other ranks, and those of this one."""
+    return plan.once("places", lambda: (plan.rank_order[: plan.first_own], plan.rank_order[plan.first_own :]))
 
-    return np.broadcast_to(plan.once(("zeros", like.shape[1:], like.dtype), made), like.shape)
+
+def _zeros(engine: Any, plan: Plan, like: Sequence[Any]) -> list[Any]:
+    """Arrays of the same shapes and dtypes, of whose rows memory has one each."""
+
+    def made() -> list[Any]:
+        rows = [engine.empty(x.shape[1:], x.dtype) for x in like]
+        for row in rows:
+            row[...] = 0
+        return [np.broadcast_to(row, x.shape) for row, x in zip(rows, like, strict=True)]
+
+    return plan.once(("zeros", *((x.shape[1:], x.dtype) for x in like)), made)
 
 
 def _sent_back(engine: Any, comm: Comm, plan: Plan, shares: Sequence[Any]) -> tuple[list[Any], Wait]:
@@ -166,8 +174,9 @@ def _sent_back(engine: Any, comm: Comm, plan: Plan, shares: Sequence[Any]) -> tu
     sends = _buffers(plan, "shares sent", routes.num_received, shares, sum_dtype)
     recvs = [engine.empty((routes.num_sent, *x.shape[1:]), sum_dtype) for x in shares]
     if routes.num_received:
-        engine.pack_rows(shares, plan.rank_order[: routes.num_received], sends)
-    return recvs, _exchange(comm, (sends, routes.received), (recvs, routes.sent), routes.table.T, sum_dtype)
+        engine.pack_rows(shares, _places(plan)[0], sends)
+    wait = _exchange(comm, plan, (sends, routes.received_parts), (recvs, routes.sent_parts), sum_dtype, back=True)
+    return recvs, wait
 
 
 def _buffers(plan: Plan, name: str, num_rows: int, like: Sequence[Any], dtype: Any) -> list[Any]:
@@ -176,22 +185,23 @@ def _buffers(plan: Plan, name: str, num_rows: int, like: Sequence[Any], dtype: A
 
 
 def _exchange(
-    comm: Comm, sends: tuple[Sequence[Any], NDArray[Any]], recvs: tuple[Sequence[Any], NDArray[Any]],
-    table: NDArray[Any], dtype: np.dtype[Any],
+    comm: Comm, plan: Plan, sends: tuple[Sequence[Any], Parts], recvs: tuple[Sequence[Any], Parts],
+    dtype: np.dtype[Any], back: bool = False,
 ) -> Wait:
-    """Starts to send rows that lie rank after rank, and to receive others; how many, the table says of all ranks."""
-    if not table.any():
+    """Starts to send rows that lie rank after rank, and to receive others; `back`: from those that got them."""
+    routes = plan.routes
+    assert routes is not None
+    if routes.is_empty:
         return nothing
-    return comm.exchange(_by_rank(*sends), _by_rank(*recvs), table * _row_bytes(sends[0], dtype))
+    sizes = routes.bytes_of(_row_bytes(sends[0], dtype), back)
+    return comm.exchange(_by_rank(*sends), _by_rank(*recvs), sizes)
+
+
+def _by_rank(arrays: Sequence[Any], parts: Parts) -> list[tuple[Any, int]]:
+    """For every rank its rows of each array."""
+    return [(x[rows], rank) for rows, rank in parts for x in arrays]
 
 
 def _row_bytes(like: Sequence[Any], dtype: Any) -> int:
     """Of a row of keys and one of values."""
     return sum(num_bytes(x.shape[1:], dtype) for x in like)
-
-
-def _by_rank(arrays: Sequence[Any], num_rows: NDArray[Any]) -> list[tuple[Any, int]]:
-    """For every rank its rows of each array."""
-    ends = np.cumsum(num_rows).tolist()
-    return [(x[end - number : end], rank)
-            for rank, (end, number) in enumerate(zip(ends, num_rows.tolist(), strict=True)) if number for x in arrays]

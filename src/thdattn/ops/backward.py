@@ -33,6 +33,7 @@ def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
     kv_grad_dtype: DTypeLike, deterministic: bool,
     into: tuple[Array, Sequence[Array] | None] | None = None, merge: bool = False, halfway: Halfway | None = None,
+    rounded: Sequence[Array] | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of attn_fwd; dk and dv are this rank's share, which stay until the next call. See reference.attn_bwd.
 
@@ -63,7 +64,7 @@ def attn_bwd(
     whole = dq
     if launch.row_heads(dq) != launch.row_heads(q):
         whole = cupy.ascontiguousarray(dq) if merge else launch.empty(q.shape, q.dtype)
-    dk, dv = launches(dout, q, k, v, out, lse, plan, np.float32(softmax_scale), whole, shares, halfway)
+    dk, dv = launches(dout, q, k, v, out, lse, plan, np.float32(softmax_scale), whole, shares, halfway, rounded or ())
     if whole is not dq:
         dq[...] = whole
     return dq, dk, dv
@@ -101,7 +102,7 @@ def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int
     made["shares of dq"] = num_bytes(_shares_shape(row, rows), np.int32)
     if accums[0].deterministic:
         made["order of tiles"] = num_bytes(plan.num_tiles[1:], np.int32)
-    if plan.has_blind_queries:
+    if plan.has_blind_queries and plan.leading_tokens is None:
         made["q and dout without padding"] = group_q + group_out + num_bytes((rows,), np.int32)
     return made
 
@@ -190,18 +191,24 @@ class _Hopper:
             self.round_dq = Launch(round_dq, (stats_rows // 64, num_heads), 128, (shares, size))
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
-                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None,
-                 halfway: Halfway | None) -> tuple[Array, Array]:
+                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
+                 rounded: Sequence[Array]) -> tuple[Array, Array]:
         if shares is None:
             dkv = self.dkv_accum if self.dkv_dtype == np.float32 else launch.empty((k.size + v.size,), self.dkv_dtype)
             shares = _dk_dv(dkv, k, v)
         dk, dv = shares
         self.delta(out, dout, lse, softmax_scale)
+        num_rows, num_keys = len(q), len(k)
         if plan.has_blind_queries:
-            q, dout = without_padding((q, dout), ("q", "dout"), plan)
-        inputs = launch.tensor_maps((q, k, v, dout), self.boxes)
+            if plan.leading_tokens is None:
+                q, dout = without_padding((q, dout), ("q", "dout"), plan)
+            else:  # rows outside a map arrive as zeros
+                num_rows = max(1, plan.leading_tokens)
+        inputs = launch.tensor_maps((q, k, v, dout), (num_rows, num_keys, num_keys, num_rows), self.boxes)
         accum = _dk_dv(self.dkv_accum, k, v) if self.dkv_accum.size else (dk, dv)
-        grads = np.array(tuple(x.data.ptr for x in (dk, dv, *accum, self.grad_semaphores)), GRADIENTS)[()]
+        places = [x.data.ptr for x in (*rounded, plan.arrays.places)] if rounded else [0] * 3
+        made = dk, dv, *accum, self.grad_semaphores
+        grads = np.array((*(x.data.ptr for x in made), *places), GRADIENTS)[()]
         _in_turn(self.mains, (*inputs, dq, grads, softmax_scale), (dk, dv), halfway)
         if self.round_dq is not None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
@@ -257,11 +264,12 @@ class _Portable:
             jit.kernel(*row.thd_attn_round(dq_dtype)), (-(-q.size // 2048),), 256, (np.uint64(q.size // 8),))
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
-                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None,
-                 halfway: Halfway | None) -> tuple[Array, Array]:
+                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
+                 rounded: Sequence[Array]) -> tuple[Array, Array]:
         dk, dv = shares or [launch.empty(x.shape, self.dkv_dtype) for x in (k, v)]
+        places = (*rounded, plan.arrays.places) if rounded else [launch.NONE] * 3
         self.delta(out, dout, lse, softmax_scale)
-        _in_turn(self.mains, (q, k, v, dout, dk, dv, softmax_scale), (dk, dv), halfway)
+        _in_turn(self.mains, (q, k, v, dout, dk, dv, *places, softmax_scale), (dk, dv), halfway)
         if self.dq is None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
         else:

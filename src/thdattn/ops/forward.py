@@ -42,7 +42,7 @@ def attn_fwd(
     (*first, last), boxes, max_logits = plan.once(
         ("forward", *layout(q, k, v), merge, halfway is None),
         lambda: _forward(q, k, v, plan, "float32" if merge else q.dtype.name, halfway is not None))
-    inputs = tuple(launch.tensor_maps((q, k, v), boxes)) if boxes else (q, k, v)
+    inputs = tuple(launch.tensor_maps((q, k, v), (num_rows, len(k), len(v)), boxes)) if boxes else (q, k, v)
     args = *inputs, out, lse, np.float32(softmax_scale)
     for run in first:
         run(*args)

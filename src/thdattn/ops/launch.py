@@ -17,6 +17,7 @@ from thdattn.packing import DLPACK_HOST
 from thdattn.tensor_map import tensor_map
 
 Array = Any  # cupy.ndarray, whose hints are partial
+NONE = np.uint64(0)  # an argument instead of an array
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -75,9 +76,9 @@ def in_place(name: str, x: Any) -> Array:
     return x
 
 
-def tensor_maps(arrays: Sequence[Array], boxes: Sequence[int]) -> Iterator[Any]:
-    """Maps of (rows, heads, width) arrays, of boxes of so many rows."""
-    return (tensor_map(x, row_bytes(x), rows) for x, rows in zip(arrays, boxes, strict=True))
+def tensor_maps(arrays: Sequence[Array], num_rows: Sequence[int], boxes: Sequence[int]) -> Iterator[Any]:
+    """Maps of the first rows of (rows, heads, width) arrays, so many of each, by boxes of so many rows."""
+    return (tensor_map(x, rows, row_bytes(x), box) for x, rows, box in zip(arrays, num_rows, boxes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,7 @@ class Launch:
 
 def row_bytes(x: Array) -> int:
     """Bytes from one row of (rows, heads, width) to the next, of which the array may have some of the heads."""
-    width: int = x.shape[1] * x.shape[2] * x.itemsize
-    return width if x.flags.c_contiguous else int(x.strides[0])
+    return int(x.strides[0]) if len(x) > 1 else int(x.shape[1] * x.shape[2] * x.itemsize)
 
 
 def row_heads(x: Array) -> int:

@@ -223,8 +223,8 @@ def _rows(
         num_rows = max(num_rows, key_batch.total_rows)
     order = launch.empty((_num_ordered(sharding, key_batch),), np.int32)
     positions, valid = launch.empty((local_rows,), np.int32), launch.empty((local_rows,), bool)
-    wrong = _NONE if lengths is None else lengths.wrong
-    by_runs = _NONE, np.int32(0)
+    wrong = launch.NONE if lengths is None else lengths.wrong
+    by_runs = launch.NONE, np.int32(0)
     if sharding.by_runs:
         by_runs = _table(all_rows(sharding.batch, sharding.cp_size, local_rows))
     sizes = map(np.int32, (sharding.batch.num_seqs, sharding.cp_size, cp_rank, local_rows, sharding.multiple > 1,
@@ -242,7 +242,7 @@ def _key_side(
     rows: _Rows, sharding: Sharding, cp_rank: int, window: tuple[int, int], key_batch: PackedBatch | None,
     keys_of: int | None,
 ) -> dict[str, Array]:
-    """rank_order and rows_of_keys, None if there are none; of needed rows also sends and returns."""
+    """rank_order and rows_of_keys, None if there are none; of needed rows also sends, returns and places."""
     if keys_of is not None:
         first = keys_of * sharding.local_rows
         return {"rank_order": None, "rows_of_keys": rows.all_rows[first : first + sharding.local_rows]}
@@ -284,8 +284,8 @@ def _arrays(
     num_keys = (key_batch or sharding.batch).total_rows if rows_of_keys is None else len(rows_of_keys)
     sides = sharding.local_rows, num_keys
     alone = sharding.cp_size == 1  # with all rows of the pack, in order
-    there = (_NONE if alone else rows.rows, _NONE if alone or rows_of_keys is None else rows_of_keys, rows.offsets[0],
-             rows.offsets[-1])  # fmt: skip
+    there = (launch.NONE if alone else rows.rows, launch.NONE if alone or rows_of_keys is None else rows_of_keys,
+             rows.offsets[0], rows.offsets[-1])  # fmt: skip
     key_ranges, query_ranges = ranges = [launch.empty((num_rows, 2), np.int32) for num_rows in sides]
     _make(lengths, _RANGES, (_blocks(max(sides)), 2), (*ranges, *there, *map(np.int32, (num_seqs, *sides, *window))))
 
@@ -315,9 +315,6 @@ def parts_of(tiles: Array, second: NDArray[np.bool_]) -> list[Array]:
     _make(None, _PARTS, (_blocks(32 * count), 2), (
         made, tiles, cupy.asarray(second.astype(np.int32)), *map(np.int32, (count, num_first))))
     return [made[: 2 * num_first].reshape(2, num_first), made[2 * num_first :].reshape(2, count - num_first)]
-
-
-_NONE = np.uint64(0)  # instead of an array
 
 
 def _blocks(threads: int) -> int:

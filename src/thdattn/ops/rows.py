@@ -48,11 +48,11 @@ def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Arr
 
 
 def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
-    """Gradients of this rank's rows of keys: shares of all ranks, added up in the order of ranks and rounded once."""
+    """Gradients of this rank's rows that others have: the shares of all ranks, added up; see reference.add_shares."""
     shares = np.zeros((), SHARES)
     for places, mine, theirs in zip(shares["of"], own, back, strict=True):
         places[:2] = theirs.data.ptr, mine.data.ptr
-    add_up(shares, plan.cp_size, plan.arrays.returns, results, own=plan.cp_rank)
+    add_up(shares[()], plan.cp_size, plan.arrays.returns, results, own=plan.cp_rank)
 
 
 def reorder(

@@ -122,6 +122,7 @@ __device__ __forceinline__ void weigh(float (&p)[kBlocks][4], const float (&dp)[
 //
 // q (q_rows, num_heads, kHeadDim), dout (q_rows, num_heads, kVHeadDim)
 // k, dk (k_rows, num_heads / group, kHeadDim), v, dv (k_rows, num_heads / group, kVHeadDim)
+// places (k_rows), or null: a row that has a place, not -1, goes there in dk_rounded and dv_rounded instead
 // dq_accum (q_rows, num_heads, kHeadDim): fp32, zero at first, and still to be multiplied with softmax_scale
 // stats from thd_attn_delta; key_ranges (q_rows), query_ranges (k_rows); tile_order: key tiles, the longest first
 // Launch: grid (tiles, num_kv_heads), block 2 * kTileN * kColumnWarps, shared memory kSharedBytes.
@@ -129,7 +130,8 @@ template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, in
           bool kAddDq, int kSharedBytes>
 __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
-    Grad* __restrict__ dk, Grad* __restrict__ dv, float softmax_scale, const float* __restrict__ stats,
+    Grad* __restrict__ dk, Grad* __restrict__ dv, T* __restrict__ dk_rounded, T* __restrict__ dv_rounded,
+    const int* __restrict__ places, float softmax_scale, const float* __restrict__ stats,
     float* __restrict__ dq_accum, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
     const int* __restrict__ tile_order, int q_rows, int k_rows, int stats_rows, int group) {
   constexpr int kThreads = kTileN * 2 * kColumnWarps, kWarps = kThreads / kWarp;
@@ -266,15 +268,20 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     const int row = n0 + warp_key + lane / 4 + 8 * half;
     const bool padding = is_empty(my_range[8 * half]);
     if (row >= k_rows) continue;
-    Grad* const dk_row = dk + (size_t)row * k_stride + kv_head * kHeadDim + column_warp * kKCols + lane % 4 * 2;
-    Grad* const dv_row = dv + (size_t)row * v_stride + kv_head * kVHeadDim + column_warp * kVCols + lane % 4 * 2;
-    #pragma unroll
-    for (int n = 0; n < kKCols / 8; ++n)
-      store_pair(dk_row + n * 8, padding ? 0.f : acc_dk[0][n][2 * half] * softmax_scale,
-                 padding ? 0.f : acc_dk[0][n][2 * half + 1] * softmax_scale);
-    #pragma unroll
-    for (int n = 0; n < kVCols / 8; ++n)
-      store_pair(dv_row + n * 8, padding ? 0.f : acc_dv[0][n][2 * half], padding ? 0.f : acc_dv[0][n][2 * half + 1]);
+    auto store = [&](auto* dk, auto* dv, int row) {
+      auto* const dk_row = dk + (size_t)row * k_stride + kv_head * kHeadDim + column_warp * kKCols + lane % 4 * 2;
+      auto* const dv_row = dv + (size_t)row * v_stride + kv_head * kVHeadDim + column_warp * kVCols + lane % 4 * 2;
+      #pragma unroll
+      for (int n = 0; n < kKCols / 8; ++n)
+        store_pair(dk_row + n * 8, padding ? 0.f : acc_dk[0][n][2 * half] * softmax_scale,
+                   padding ? 0.f : acc_dk[0][n][2 * half + 1] * softmax_scale);
+      #pragma unroll
+      for (int n = 0; n < kVCols / 8; ++n)
+        store_pair(dv_row + n * 8, padding ? 0.f : acc_dv[0][n][2 * half], padding ? 0.f : acc_dv[0][n][2 * half + 1]);
+    };
+    const int place = places ? places[row] : -1;
+    if (place < 0) store(dk, dv, row);
+    else store(dk_rounded, dv_rounded, place);
   }
 }
 

@@ -1,0 +1,153 @@
+"""Windows: memory of every rank that all ranks of a machine see, with flags that streams write and wait for.
+
+For each of its users p a window has two flags:
+
+    ready[p]    p's part is written: set by p, awaited and taken back by the reader
+    taken[p]    p has read this part: set by p, awaited and taken back by its owner before it writes again
+
+A flag is taken back right after the wait for it, before anybody can set it again, so that a replayed graph finds the
+flags as the capture did.
+
+Source: CUDA driver API, stream memory operations and interprocess communication.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from thdattn.structs import SHARES
+
+_MOST_KEPT = 1024
+FLAG_BYTES = 64  # a flag has a sector of its own
+ALIGNMENT = 256
+WAIT_32, WRITE_32, _WAIT_EQUAL, _WRITE_DEFAULT = 1, 2, 1, 0  # CUstreamBatchMemOpType and flags
+MEM_OP = np.dtype({
+    "names": ["operation", "address", "value", "flags", "alias"], "offsets": [0, 8, 16, 24, 32],
+    "formats": [np.uint32, np.uint64, np.uint64, np.uint32, np.uint64], "itemsize": 48,
+})  # fmt: skip
+
+
+class Window:
+    """Memory of one size on every rank, with its flags. Made by all ranks together.
+
+    free, publish, arrive, take: what a stream does before it writes here, when it has written, before it reads what the
+    other ranks wrote, and when it has read it. unfree: instead of publish, if it has nothing to show after all.
+    """
+
+    def __init__(self, world: Any, num_bytes: int) -> None:
+        import cupy
+
+        self._rank, self.num_bytes = world.rank, num_bytes
+        flags = np.zeros((2, world.size, FLAG_BYTES), np.uint8)  # ready, taken
+        flags[1, :, 0] = 1  # nobody has anything to read yet
+        self._header = header_bytes(world.size)
+        self._memory = cupy.cuda.Memory(self._header + num_bytes)  # not of a pool, whose pieces have no handles
+        runtime = cupy.cuda.runtime
+        runtime.memcpy(self._memory.ptr, flags.ctypes.data, flags.nbytes, runtime.memcpyHostToDevice)
+        runtime.streamSynchronize(0)  # a copy of pageable memory may return before it has come to its end
+        handles = world.allgather(runtime.ipcGetMemHandle(self._memory.ptr))
+        self._at = [self._memory.ptr if rank == world.rank else runtime.ipcOpenMemHandle(handle)
+                    for rank, handle in enumerate(handles)]  # fmt: skip
+        ready, taken = ([FLAG_BYTES * (kind * world.size + rank) for rank in range(world.size)] for kind in (0, 1))
+        here = self._memory.ptr
+        self.free = MemOps(wait=[here + flag for flag in taken], write=[(here + flag, 0) for flag in taken])
+        self.unfree = MemOps(write=[(here + flag, 1) for flag in taken])
+        self.publish = MemOps(write=[(at + ready[world.rank], 1) for at in self._at])
+        self.arrive = MemOps(wait=[here + flag for flag in ready], write=[(here + flag, 0) for flag in ready])
+        self.take = MemOps(write=[(at + taken[world.rank], 1) for at in self._at])
+        self._kept: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def meet(self) -> MemOps:
+        """publish and arrive by one call."""
+        return MemOps(before=(self.publish, self.arrive))
+
+    def address(self, rank: int, offset: int) -> int:
+        """Of a byte of a rank's part."""
+        return int(self._at[rank] + self._header + offset)
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array in this rank's part."""
+        import cupy
+
+        def made() -> Any:
+            place = cupy.cuda.MemoryPointer(self._memory, self._header + offset)
+            return cupy.ndarray(shape, dtype, place)
+
+        return self._once((offset, shape, dtype), made)
+
+    def shares(self, *places: int) -> Any:
+        """A SHARES: where all ranks have what is at some addresses in this rank's part."""
+
+        def made() -> Any:
+            shares, here = np.zeros((), SHARES), self.address(self._rank, 0)
+            shares["of"][: len(places), : len(self._at)] = [
+                [self.address(rank, place - here) for rank in range(len(self._at))] for place in places]
+            return shares[()]
+
+        return self._once(places, made)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, kept for some time, as layers ask for the same few things again and again."""
+        if key not in self._kept:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def heads(self, rank: int, first: int, pitch: int, width: int, like: Any) -> Any:
+        """Heads of `width` bytes, of every `pitch` from `first` on, of an array like another one in a rank's part."""
+        import cupy
+
+        rows, _, head_dim = like.shape
+        memory = cupy.cuda.UnownedMemory(self.address(rank, first), pitch * rows, self)
+        shape, strides = (rows, width // head_dim // like.itemsize, head_dim), (pitch, *like.strides[1:])
+        return cupy.ndarray(shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+    def unmap(self) -> None:
+        """Gives up the other ranks' memory; when all have done so, this rank's may go too."""
+        import cupy
+
+        for rank, at in enumerate(self._at):
+            if rank != self._rank:
+                cupy.cuda.runtime.ipcCloseMemHandle(at)
+        self._at = []
+
+
+class MemOps:
+    """What a stream does by one call: it waits until all of some flags are 1, and then writes some.
+
+    before: what it does before that.
+    """
+
+    def __init__(
+        self, wait: Sequence[int] = (), write: Sequence[tuple[int, int]] = (), before: Sequence[MemOps] = ()
+    ) -> None:
+        waits = [(WAIT_32, flag, 1, _WAIT_EQUAL, 0) for flag in wait]
+        writes = [(WRITE_32, flag, value, _WRITE_DEFAULT, 0) for flag, value in write]
+        self.steps: list[tuple[int, ...]] = [*(step for each in before for step in each.steps), *waits, *writes]
+        self._operations = np.array(self.steps, MEM_OP)
+        self._args = len(self._operations), self._operations.ctypes.data, 0
+        self._enqueue = batch_mem_op()
+
+    def __call__(self, stream: Any) -> None:
+        status = self._enqueue(stream.ptr, *self._args)
+        if status:
+            raise RuntimeError(f"cuStreamBatchMemOp returned {status}; use comm.init(transport='nccl')")
+
+
+def header_bytes(size: int) -> int:
+    """Bytes of a window before what it holds: two flags of each rank."""
+    return -(-2 * size * FLAG_BYTES // ALIGNMENT) * ALIGNMENT
+
+
+@functools.cache
+def batch_mem_op() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+    function.argtypes = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
+    return function
