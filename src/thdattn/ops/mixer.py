@@ -72,7 +72,7 @@ def _inputs(slab: Slab | SlabSm90, *rows: tuple[Array, int]) -> list[Any]:
     if not slab.by_boxes:
         return [x for x, _ in rows]
     boxes = [x[:, :columns].reshape(len(x), columns // BOX_COLUMNS, BOX_COLUMNS) for x, columns in rows]
-    return [tensor_map(box, x.strides[0], CHUNK) for box, (x, _) in zip(boxes, rows, strict=True)]
+    return [tensor_map(box, len(box), x.strides[0], CHUNK) for box, (x, _) in zip(boxes, rows, strict=True)]
 
 
 def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
