@@ -37,8 +37,8 @@ GENERATED = {
     "structs.checks()": structs.checks,
 }
 _ROWS = ("kernels/common.cuh", "structs.checks()", "kernels.cu")
-_PORTABLE = ("kernels/common.cuh", "kernels/portable/common.cuh")
-_HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/hopper/common.cuh")
+_PORTABLE = ("kernels/common.cuh", "structs.checks()", "kernels/logits.cuh", "kernels/portable/common.cuh")
+_HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/logits.cuh", "kernels/hopper/common.cuh")
 _HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")
 FILES = {
     "thd_reorder": _ROWS,
@@ -53,6 +53,7 @@ FILES = {
     "thd_sum": ("kernels/common.cuh", "structs.checks()", "kernels/sum.cu"),
     "thd_cache_append": (*_ROWS, "kernels/cache.cu"),
     "thd_cache_fill": (*_ROWS, "kernels/cache.cu"),
+    "thd_attn_sinks_grad": ("kernels/common.cuh", "kernels/sinks.cu"),
     "thd_attn_fwd": (*_PORTABLE, "kernels/portable/forward.cu"),
     "thd_attn_delta": (*_PORTABLE, "kernels/portable/backward.cu"),
     "thd_attn_bwd": (*_PORTABLE, "kernels/portable/backward.cu"),

@@ -12,6 +12,8 @@ BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "num_kv_heads", "semaphore_rows", "row_heads")])
 GRADIENTS = np.dtype([(field, np.uint64) for field in (
     "dk", "dv", "dk_accum", "dv_accum", "semaphores", "dk_rounded", "dv_rounded", "places")])
+LOGITS = np.dtype([*((field, np.float32) for field in (
+    "scale", "cap", "inverse_cap", "doubled", "reach", "low", "high")), ("coefficients", np.float32, 5)])
 MAX_RANKS = 16  # kMaxRanks of kernels/common.cuh
 ROWS = np.dtype([("from", np.uint64, MAX_RANKS), ("own", np.uint64), ("out", np.uint64),
                  *((field, np.int32) for field in ("words", "pitch", "own_pitch"))], align=True)
@@ -19,7 +21,7 @@ SHARES = np.dtype([("of", np.uint64, (2, MAX_RANKS))])
 
 # By the names of the structs in CUDA.
 LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "BackwardSize": BACKWARD_SIZE,
-           "Gradients<float>": GRADIENTS, "Rows": ROWS, "Shares": SHARES}
+           "Gradients<float>": GRADIENTS, "Logits<true>": LOGITS, "Rows": ROWS, "Shares": SHARES}
 
 
 def checks() -> str:

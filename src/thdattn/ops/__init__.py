@@ -11,6 +11,7 @@ from thdattn.ops.backward import attn_bwd, backward_bytes, plan_backward, rounde
 from thdattn.ops.decode import attn_decode, cache_append, cache_fill
 from thdattn.ops.forward import attn_fwd, forward_bytes
 from thdattn.ops.launch import empty, free_bytes, from_user
+from thdattn.ops.logits import sinks_grad
 from thdattn.ops.plan import enter, plan_arrays, plan_bytes, poison
 from thdattn.ops.rows import add_shares, pack_rows, place_rows, to_rank_order, to_sequence_order
 from thdattn.tiles import TILES
@@ -18,7 +19,7 @@ from thdattn.tiles import TILES
 __all__ = [
     "add_shares", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "device",
     "dtypes", "empty", "enter", "forward_bytes", "free_bytes", "from_user", "head_dims", "name", "pack_rows",
-    "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "poison", "rounded", "tiles",
+    "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "poison", "rounded", "sinks_grad", "tiles",
     "to_rank_order", "to_sequence_order", "without_padding",
 ]  # fmt: skip
 

@@ -18,6 +18,7 @@ from thdattn import jit
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Gpu, Launch, layout
+from thdattn.ops.logits import logits_of, lse_unit
 from thdattn.ops.plan import parts_of
 from thdattn.ops.rows import reorder
 from thdattn.plan import Plan, shares_bytes
@@ -33,7 +34,7 @@ def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
     kv_grad_dtype: DTypeLike, deterministic: bool,
     into: tuple[Array, Sequence[Array] | None] | None = None, merge: bool = False, halfway: Halfway | None = None,
-    rounded: Sequence[Array] | None = None,
+    rounded: Sequence[Array] | None = None, softcap: float = 0.0,
 ) -> tuple[Array, Array, Array]:
     """Gradients of attn_fwd; dk and dv are this rank's share, which stay until the next call. See reference.attn_bwd.
 
@@ -57,14 +58,17 @@ def attn_bwd(
     if not hopper and not q.flags.c_contiguous:  # the portable kernels take whole rows
         dout, q, out = map(cupy.ascontiguousarray, (dout, q, out))
     launches = plan.once(
-        ("backward", *layout(q, k, v), dq.dtype, dkv_dtype, deterministic, shares is None,
-         halfway is None),
+        ("backward", *layout(q, k, v), dq.dtype, dkv_dtype, deterministic, shares is None, halfway is None,
+         softcap > 0),
         lambda: (_Hopper if hopper else _Portable)(
-            gpu, row, q, k, v, plan, (dq.dtype.name, dkv_dtype), deterministic, shares is None, halfway is not None))
+            gpu, row, q, k, v, plan, (dq.dtype.name, dkv_dtype), deterministic, shares is None, halfway is not None,
+            softcap > 0))
     whole = dq
     if launch.row_heads(dq) != launch.row_heads(q):
         whole = cupy.ascontiguousarray(dq) if merge else launch.empty(q.shape, q.dtype)
-    dk, dv = launches(dout, q, k, v, out, lse, plan, np.float32(softmax_scale), whole, shares, halfway, rounded or ())
+    logits = logits_of(softmax_scale, softcap)
+    launches.delta(out, dout, lse, lse_unit(softmax_scale, softcap))
+    dk, dv = launches(dout, q, k, v, plan, logits, np.float32(softmax_scale), whole, shares, halfway, rounded or ())
     if whole is not dq:
         dq[...] = whole
     return dq, dk, dv
@@ -151,7 +155,7 @@ class _Hopper:
     round_dq: Launch | None
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
-                 deterministic: bool, makes_shares: bool, in_two: bool) -> None:
+                 deterministic: bool, makes_shares: bool, in_two: bool, caps: bool) -> None:
         tiles, dtype, (dq_dtype, dkv_dtype) = row.backward_sm90, q.dtype.name, grads
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows, wide = num_heads // num_kv_heads, _stats_rows(num_rows), isinstance(tiles, BackwardWideSm90)
@@ -168,9 +172,9 @@ class _Hopper:
 
         fixed: tuple[Any, ...] = self.dq_accum, stats
         if wide:
-            kernel = row.thd_attn_bwd_wide_sm90(dtype, dq_dtype, dkv_dtype.name)
+            kernel = row.thd_attn_bwd_wide_sm90(dtype, dq_dtype, dkv_dtype.name, caps)
         else:
-            kernel = row.thd_attn_bwd_sm90(dtype, dq_dtype, dkv_dtype.name, deterministic)
+            kernel = row.thd_attn_bwd_sm90(dtype, dq_dtype, dkv_dtype.name, deterministic, caps)
             fixed = self.dq_accum, semaphores, stats, plan.key_ranges
         shares = shares_of(row, plan)
 
@@ -190,14 +194,13 @@ class _Hopper:
             round_dq, size = jit.kernel(*row.thd_attn_round_wide_sm90(dq_dtype)), self.mains[0].fixed[-1]
             self.round_dq = Launch(round_dq, (stats_rows // 64, num_heads), 128, (shares, size))
 
-    def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
-                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
+    def __call__(self, dout: Array, q: Array, k: Array, v: Array, plan: Plan, logits: Any, softmax_scale: np.float32,
+                 dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
                  rounded: Sequence[Array]) -> tuple[Array, Array]:
         if shares is None:
             dkv = self.dkv_accum if self.dkv_dtype == np.float32 else launch.empty((k.size + v.size,), self.dkv_dtype)
             shares = _dk_dv(dkv, k, v)
         dk, dv = shares
-        self.delta(out, dout, lse, softmax_scale)
         num_rows, num_keys = len(q), len(k)
         if plan.has_blind_queries:
             if plan.leading_tokens is None:
@@ -209,7 +212,7 @@ class _Hopper:
         places = [x.data.ptr for x in (*rounded, plan.arrays.places)] if rounded else [0] * 3
         made = dk, dv, *accum, self.grad_semaphores
         grads = np.array((*(x.data.ptr for x in made), *places), GRADIENTS)[()]
-        _in_turn(self.mains, (*inputs, dq, grads, softmax_scale), (dk, dv), halfway)
+        _in_turn(self.mains, (*inputs, dq, grads, logits), (dk, dv), halfway)
         if self.round_dq is not None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
         return dk, dv
@@ -245,35 +248,35 @@ class _Portable:
     """The launches on every GPU: dq is accumulated in float32 and rounded, or has a kernel of its own."""
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
-                 deterministic: bool, makes_shares: bool, in_two: bool) -> None:
+                 deterministic: bool, makes_shares: bool, in_two: bool, caps: bool) -> None:
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _), dtype = q.shape, k.shape, q.dtype.name
         dq_dtype, self.dkv_dtype = grads
         self.dq_accum = plan.buffer("dq_accum", _dq_accum_shape(num_rows, num_heads, row, deterministic), np.float32)
         stats, self.delta = _delta(row, q, v, plan, self.dq_accum)
         sizes = tuple(map(np.int32, (num_rows, num_keys, _stats_rows(num_rows), num_heads // num_kv_heads)))
         tiles = row.backward_for(gpu.shared_bytes)
-        main = jit.kernel(*row.thd_attn_bwd(dtype, self.dkv_dtype.name, not deterministic, tiles))
+        main = jit.kernel(*row.thd_attn_bwd(dtype, self.dkv_dtype.name, not deterministic, tiles, caps))
         self.mains = [Launch(
             main, (orders.shape[1], num_kv_heads), 2 * tiles.tile_n * tiles.column_warps,
             (stats, self.dq_accum, plan.key_ranges, plan.query_ranges, orders[1], *sizes))
             for orders in _parts(plan, in_two)]
         self.dq = None if not deterministic else Launch(
-            jit.kernel(*row.thd_attn_bwd_dq(dtype, dq_dtype)), (-(-num_rows // row.backward_dq.tile_m), num_heads),
-            32 * row.backward_dq.warps, (stats, plan.key_ranges, plan.query_ranges, *sizes))
+            jit.kernel(*row.thd_attn_bwd_dq(dtype, dq_dtype, caps)),
+            (-(-num_rows // row.backward_dq.tile_m), num_heads), 32 * row.backward_dq.warps,
+            (stats, plan.key_ranges, plan.query_ranges, *sizes))
         self.round_dq = Launch(
             jit.kernel(*row.thd_attn_round(dq_dtype)), (-(-q.size // 2048),), 256, (np.uint64(q.size // 8),))
 
-    def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
-                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
+    def __call__(self, dout: Array, q: Array, k: Array, v: Array, plan: Plan, logits: Any, softmax_scale: np.float32,
+                 dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
                  rounded: Sequence[Array]) -> tuple[Array, Array]:
         dk, dv = shares or [launch.empty(x.shape, self.dkv_dtype) for x in (k, v)]
         places = (*rounded, plan.arrays.places) if rounded else [launch.NONE] * 3
-        self.delta(out, dout, lse, softmax_scale)
-        _in_turn(self.mains, (q, k, v, dout, dk, dv, *places, softmax_scale), (dk, dv), halfway)
+        _in_turn(self.mains, (q, k, v, dout, dk, dv, *places, logits), (dk, dv), halfway)
         if self.dq is None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
         else:
-            self.dq(q, k, v, dout, dq, softmax_scale)
+            self.dq(q, k, v, dout, dq, logits)
         return dk, dv
 
 

@@ -12,15 +12,17 @@ from thdattn import jit
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Launch, layout
+from thdattn.ops.logits import kind_of, logits_of
 from thdattn.ops.plan import parts_of
 from thdattn.plan import Plan
 from thdattn.structs import FORWARD_SIZE
-from thdattn.tiles import TILES, ForwardSm90, Tiles
+from thdattn.tiles import TILES, ForwardSm90, Kind, Tiles
 
 
 def attn_fwd(
     q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool,
     into: tuple[Array, Array] | None = None, merge: bool = False, halfway: Callable[[], Any] | None = None,
+    softcap: float = 0.0, sinks: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
     """Attention of this rank's query rows over the whole key buffer; see reference.attn_fwd."""
     num_rows, num_heads, _ = q.shape
@@ -35,15 +37,17 @@ def attn_fwd(
     if not launch.this_gpu().sm90 and not q.flags.c_contiguous:  # the portable kernel takes whole rows
         whole = (cupy.ascontiguousarray(out), lse) if merge else None
         *results, max_logit = attn_fwd(
-            cupy.ascontiguousarray(q), k, v, plan, softmax_scale, return_max_logit, whole, merge, halfway)
+            cupy.ascontiguousarray(q), k, v, plan, softmax_scale, return_max_logit, whole, merge, halfway, softcap,
+            sinks)
         for x, result in zip((out, lse), results, strict=True):
             x[...] = result
         return out, lse, max_logit
+    kind = kind_of(softcap, sinks)
     (*first, last), boxes, max_logits = plan.once(
-        ("forward", *layout(q, k, v), merge, halfway is None),
-        lambda: _forward(q, k, v, plan, "float32" if merge else q.dtype.name, halfway is not None))
+        ("forward", *layout(q, k, v), merge, halfway is None, kind),
+        lambda: _forward(q, k, v, plan, "float32" if merge else q.dtype.name, kind, halfway is not None))
     inputs = tuple(launch.tensor_maps((q, k, v), (num_rows, len(k), len(v)), boxes)) if boxes else (q, k, v)
-    args = *inputs, out, lse, np.float32(softmax_scale)
+    args = *inputs, out, lse, logits_of(softmax_scale, softcap), launch.NONE if sinks is None else sinks
     for run in first:
         run(*args)
     if halfway is not None:
@@ -68,7 +72,7 @@ def _max_logits(row: Tiles, plan: Plan, num_heads: int) -> tuple[int, int, int]:
 
 
 def _forward(
-    q: Array, k: Array, v: Array, plan: Plan, out_dtype: str, in_two: bool
+    q: Array, k: Array, v: Array, plan: Plan, out_dtype: str, kind: Kind, in_two: bool
 ) -> tuple[list[Launch], tuple[int, ...], Array]:
     """The launches of the forward, the rows of the boxes that they load by tensor map (none: by pointer), max_logits.
 
@@ -81,7 +85,8 @@ def _forward(
     parts = parts_of(plan.arrays.query_tiles, plan.foreign_tiles[0]) if in_two else [plan.arrays.query_tiles]
 
     if isinstance(tiles, ForwardSm90):
-        kernel, boxes = jit.kernel(*row.thd_attn_fwd_sm90(dtype, out_dtype)), (tiles.tile_m, tiles.tile_n, tiles.tile_n)
+        kernel = jit.kernel(*row.thd_attn_fwd_sm90(dtype, out_dtype, kind))
+        boxes = tiles.tile_m, tiles.keys(kind), tiles.keys(kind)
         block, together = 128 * (1 + tiles.consumers), max(group, tiles.together)
 
         def hopper(orders: Array) -> Launch:
@@ -92,7 +97,8 @@ def _forward(
                           (max_logits, plan.key_ranges, order, cupy.zeros(1, np.int32), size))
 
         return [hopper(orders) for orders in parts], boxes, max_logits
-    kernel, sizes = jit.kernel(*row.thd_attn_fwd(dtype, out_dtype)), tuple(map(np.int32, (num_rows, len(k), group)))
+    kernel = jit.kernel(*row.thd_attn_fwd(dtype, out_dtype, kind))
+    sizes = tuple(map(np.int32, (num_rows, len(k), group)))
     runs = [Launch(kernel, (orders.shape[1], num_heads), 32 * tiles.warps,
                    (max_logits, plan.key_ranges, plan.query_ranges, orders[1], *sizes)) for orders in parts]
     return runs, (), max_logits

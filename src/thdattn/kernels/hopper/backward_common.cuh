@@ -342,6 +342,60 @@ __device__ __forceinline__ void bring_dq(Dq* dq, const float (&acc)[kBlocks][4],
   }
 }
 
+// What a warp's accumulators of scores begin with, keys by queries: -lse of the queries, so that no arithmetic after the
+// products waits for loads; or, where logits are no multiples of scores, 0.
+template <bool kCaps, int kBlocks>
+__device__ __forceinline__ void begin_scores(float (&p)[kBlocks][4], const float* minus_lse) {
+  if constexpr (!kCaps) {
+    begin_columns(p, minus_lse);
+  } else {
+    #pragma unroll
+    for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = 0.f;
+    pin(p);
+  }
+}
+
+// Turns what has begun so into probabilities.
+template <int kBlocks>
+__device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits<false> logits, const float*) {
+  #pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(logits.exact(p[i / 4][i % 4]));
+}
+template <int kBlocks>
+__device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits<true> logits,
+                                                  const float* minus_lse) {
+  bool is_far = false;                                // of a query, but for padding
+  for (int i = me().lane; i < 8 * kBlocks; i += kWarp)
+    is_far |= minus_lse[i] > -kInfinity && !logits.is_near(-minus_lse[i]);
+  auto weigh = [&](auto logit) {
+    const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const float2 x = mine[n * 4];
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) p[n][e] = exp2_fast(logit(p[n][e]) + (e % 2 ? x.y : x.x));
+    }
+  };
+  if (__any_sync(0xffffffffu, is_far)) {
+    pin(p);                                           // the compiler takes nothing out of both branches
+    weigh([&](float s) { return logits.far(s); });
+  } else {
+    weigh([&](float s) { return logits.near(s); });
+  }
+}
+
+// Multiplies probabilities with the slopes of their logits.
+template <bool kCaps, int kBlocks>
+__device__ __forceinline__ void take_slopes(float (&p)[kBlocks][4], Logits<kCaps> logits, const float* minus_lse) {
+  const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
+  #pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    const float2 x = mine[n * 4];
+    #pragma unroll
+    for (int e = 0; e < 4; ++e) p[n][e] *= logits.slope(p[n][e], e % 2 ? x.y : x.x);
+  }
+}
+
 // Sets the probabilities of keys that a query does not see to 0; ranges are those of the warp's keys.
 template <int kBlocks>
 __device__ __forceinline__ void hide_keys(float (&p)[kBlocks][4], const int2* ranges, int first_query) {

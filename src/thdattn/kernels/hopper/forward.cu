@@ -138,9 +138,11 @@ __device__ __forceinline__ void produce_forward(
 // Online softmax of a thread's two rows, in powers of two. Probabilities are relative to a base that follows the row
 // maximum only when that has grown by more than kSlack. Any base gives the same quotient, sums stay far from overflow,
 // and the accumulators rarely have to be rescaled.
+template <bool kCaps>
 struct Softmax {
   static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
-  float scale_log2, row_max[2] = {-kInfinity, -kInfinity}, base[2] = {kNothingYet, kNothingYet}, row_sum[2] = {};
+  Logits<kCaps> logits;
+  float row_max[2] = {-kInfinity, -kInfinity}, base[2] = {kNothingYet, kNothingYet}, row_sum[2] = {};
   float2 shrink;                                      // factor of what the rows have accumulated so far, if `rescale`
   bool rescale;
 
@@ -153,7 +155,7 @@ struct Softmax {
       for (int n = 0; n < kBlocks; ++n) row_max[r] = fmaxf(row_max[r], fmaxf(score[n][2 * r], score[n][2 * r + 1]));
       row_max[r] = quad_max(row_max[r]);
     }
-    const float top[2] = {row_max[0] * scale_log2, row_max[1] * scale_log2};
+    const float top[2] = {logits.exact(row_max[0]), logits.exact(row_max[1])};
     const bool grown[2] = {top[0] > base[0] + kSlack, top[1] > base[1] + kSlack};
     rescale = __any_sync(0xffffffffu, grown[0] || grown[1]);
     if (rescale) {                                    // of the warp's rows those alone, as no row may change another's
@@ -162,12 +164,23 @@ struct Softmax {
       row_sum[0] *= shrink.x, row_sum[1] *= shrink.y;
       base[0] = next[0], base[1] = next[1];
     }
-    #pragma unroll
-    for (int i = 0; i < 4 * kBlocks; ++i) {
-      float& s = score[i / 4][i % 4];
-      s = exp2_fast(fmaf(s, scale_log2, -base[i % 4 / 2]));
-      row_sum[i % 4 / 2] += s;
+    auto weigh = [&](auto logit) {
+      #pragma unroll
+      for (int i = 0; i < 4 * kBlocks; ++i) {
+        float& s = score[i / 4][i % 4];
+        s = exp2_fast(logit(s) - base[i % 4 / 2]);
+        row_sum[i % 4 / 2] += s;
+      }
+    };
+    if constexpr (kCaps) {
+      auto is_far = [&](int r) { return row_max[r] > -kInfinity && !logits.is_near(top[r]); };
+      if (__any_sync(0xffffffffu, is_far(0) || is_far(1))) {
+        pin(score);                                   // the compiler takes nothing out of both branches
+        weigh([&](float s) { return logits.far(s); });
+        return;
+      }
     }
+    weigh([&](float s) { return logits.near(s); });
   }
 };
 
@@ -204,11 +217,11 @@ __device__ __forceinline__ void merge_row(float* row, float others_scale, const 
 // A consumer, one warpgroup: 64 query rows. While it takes its exponentials, the tensor cores multiply the previous
 // probabilities with their values. kQInRegisters: queries are read from registers, as shared memory is busy with keys
 // and values.
-template <bool kQInRegisters, typename T, typename Out, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers,
-          int kQStages, int kStages>
+template <bool kQInRegisters, bool kSinks, typename T, typename Out, bool kCaps, int kHeadDim, int kVHeadDim, int kTileN,
+          int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, Out* out,
-    float* lse, float* max_logits, ForwardSize size, float softmax_scale) {
+    float* lse, float* max_logits, ForwardSize size, Logits<kCaps> logits, const float* sinks) {
   constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
   const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
   Ring<kQStages> q_ring = {0, 0};
@@ -226,7 +239,7 @@ __device__ __forceinline__ void consume_forward(
     ScoreRows<T, kHeadDim, kTileM, kQInRegisters> queries;
     queries.load(my_q);
     float acc_out[kOutBlocks][4] = {};
-    Softmax softmax = {softmax_scale * kLog2e};
+    Softmax<kCaps> softmax = {logits};
 
     u32 mine = 0, next = uniform(query_tile.first);
     bool last = next & kLast;
@@ -317,15 +330,17 @@ __device__ __forceinline__ void consume_forward(
       const int row = first_row + lane / 4 + 8 * r;
       const bool padding = is_empty(range[lane / 4 + 8 * r]);
       const float total = quad_sum(softmax.row_sum[r]);
-      scale[r] = padding ? 0.f : 1.f / total;
-      if (!padding) largest = fmaxf(largest, softmax.row_max[r] * softmax_scale);
+      auto lse_of_keys = [&] { return (softmax.base[r] + __log2f(total)) * kLn2; };
+      const Rest rest = kSinks ? beside_sink(lse_of_keys(), sinks[query_tile.head]) : Rest{0.f, 1.f};
+      scale[r] = padding ? 0.f : rest.share / total;
+      if (!padding) largest = fmaxf(largest, logits.natural(softmax.row_max[r]));
       if constexpr (kMerges) {
         float* const row_lse = lse + (size_t)query_tile.head * size.q_rows + row;
-        const Merge share = merge_lse(row_lse, (softmax.base[r] + __log2f(total)) * kLn2, !padding);
+        const Merge share = merge_lse(row_lse, lse_of_keys(), !padding);
         scale[r] = padding ? 0.f : share.these / total, others_scale[r] = share.others;
       } else if (lane % 4 == 0 && row < size.q_rows)
         lse[(size_t)query_tile.head * size.q_rows + row] =
-            padding ? -kInfinity : (softmax.base[r] + __log2f(total)) * kLn2;
+            padding ? -kInfinity : kSinks ? rest.lse : lse_of_keys();
     }
     const int row = first_row + lane / 4, pitch = size.row_heads * kVHeadDim;
     Out* const out_row = out + (size_t)row * pitch + query_tile.head * kVHeadDim;
@@ -358,13 +373,14 @@ __device__ __forceinline__ void consume_forward(
 // tile_order: of some tiles or all, see scheduled_tile; counter: one int, zero, and zero again after the kernel
 // Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers), shared memory
 // kSharedBytes.
-template <typename T, typename Out, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages,
-          bool kQInRegisters, int kSharedBytes>
+template <typename T, typename Out, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers,
+          int kQStages, int kStages, bool kQInRegisters, int kSharedBytes>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-    const __grid_constant__ TensorMap map_v, Out* __restrict__ out, float* __restrict__ lse, float softmax_scale,
-    float* __restrict__ max_logits, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
-    int* __restrict__ counter, ForwardSize size) {
+    const __grid_constant__ TensorMap map_v, Out* __restrict__ out, float* __restrict__ lse,
+    Logits<kCaps> logits, const float* __restrict__ sinks, float* __restrict__ max_logits,
+    const int2* __restrict__ key_ranges, const int* __restrict__ tile_order, int* __restrict__ counter,
+    ForwardSize size) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -378,6 +394,6 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
       produce_forward(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
   } else {
     registers_take<kConsumers == 2 ? 232 : 160>();
-    consume_forward<kQInRegisters, T>(shared, warpgroup - 1, out, lse, max_logits, size, softmax_scale);
+    consume_forward<kQInRegisters, kSinks, T>(shared, warpgroup - 1, out, lse, max_logits, size, logits, sinks);
   }
 }
