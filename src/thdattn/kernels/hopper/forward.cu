@@ -61,17 +61,19 @@ __device__ __forceinline__ void produce_forward(
     v_ring.advance();
   };
 
+  // The next number of work is drawn with the last key tile: early enough for its latency, and late enough that whoever
+  // is done first gets it. Whoever draws the last of all sets the counter back to zero.
+  int next_work = 0;
+  auto draw_after = [&](int next_row) {
+    if (next_row != kNone || lane > 0) return;
+    next_work = atomicAdd(counter, 1);
+    if (next_work == num_work - 1) *counter = 0;
+    next_work += gridDim.x;
+  };
+
   WorkTile work_tile = work_tile_of(blockIdx.x);
   for (int work = blockIdx.x; work < num_work; ) {
     const auto [tile, head] = work_tile;
-    // The next number of work is drawn early, for its latency; whoever draws the last of all sets the counter back to
-    // zero.
-    int next_work = 0;
-    if (lane == 0) {
-      next_work = atomicAdd(counter, 1);
-      if (next_work == num_work - 1) *counter = 0;
-      next_work += gridDim.x;
-    }
     const int kv_head = head / size.group;
     int2 range[kRows];
     #pragma unroll
@@ -99,6 +101,7 @@ __device__ __forceinline__ void produce_forward(
     };
     int row = first_in_sight(0), row_before = kNone;
     const u32 first = flags_of(row);
+    draw_after(row);
 
     barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
     #pragma unroll
@@ -113,6 +116,7 @@ __device__ __forceinline__ void produce_forward(
     while (row != kNone) {
       const int next = first_in_sight(row + kTileN);
       const u32 flags = flags_of(next);
+      draw_after(next);
       barrier_wait(&shared.k_empty[k_ring.stage], k_ring.parity);
       if (lane == 0) {
         shared.key_tile[k_ring.stage] = {row, flags};

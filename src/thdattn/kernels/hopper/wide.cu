@@ -68,7 +68,7 @@ __device__ __forceinline__ void produce_wide(
     ring.advance();
   };
 
-  schedule_steps<false, 1, kWideTile>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
+  schedule_steps<1, kWideTile>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
     const u32 lse = step.head * size.stats_rows + step.row;
     const u32 delta = lse + size.splits * size.split_heads * size.stats_rows;
     fill(q_ring, shared.q_full, shared.q_empty, shared.q_step, step, [&](u32 stage, u64* full) {
