@@ -188,7 +188,9 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
              "another order": fields[::-1]}[change]
     monkeypatch.setitem(structs.LAYOUTS, struct, np.dtype(wrong))
     jit._text.cache_clear()
-    kernels = {"ForwardSize": with_tiles()[3].name, "Rows": REORDER_KERNELS[False], "Shares": SUM_KERNELS["float16"]}
+    forward = with_tiles()[3].name
+    kernels = {"ForwardSize": forward, "Parts": forward, "Rows": REORDER_KERNELS[False],
+               "Shares": SUM_KERNELS["float16"]}
     try:
         with pytest.raises(RuntimeError, match=f"static assertion failed .*{struct}.* is not what structs.py has"):
             jit.compile_kernel(kernels.get(struct, with_tiles()[4].name), "sm_90a")

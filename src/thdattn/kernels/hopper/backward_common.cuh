@@ -20,6 +20,15 @@ struct BackwardSize {
 };
 CHECK_BackwardSize;
 
+// Which packs a launch is for: those with [from, to) pairs of a query and a key that see each other. pairs: where only
+// the GPU knows them; null: for every pack.
+struct Pairs {
+  const u64* pairs;
+  u64 from, to;
+  __device__ __forceinline__ bool has_this() const { return !pairs || (*pairs >= from && *pairs < to); }
+};
+CHECK_Pairs;
+
 // Draws a number of work. The first of a block comes from here too, so that only blocks that run hold work for which
 // others may wait. Whoever draws the last of all numbers sets the counter back to zero.
 __device__ __forceinline__ int draw_work(int* counter, int draws) {
