@@ -96,6 +96,8 @@ def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:
         return [*kernels, *(tiles.thd_attn_bwd(dtype, grad, with_dq, backward, caps=True)
                             for grad in (dtype, "float32") for with_dq in (True, False)),
                 *(tiles.thd_attn_bwd_dq(dtype, dq, caps=True) for dq in (dtype, "float32"))]
+    if tiles.forward_sm90.divides:
+        kernels.append(tiles.thd_attn_fwd_sm90(dtype, dtype, Kind(caps=False, sinks=True), in_parts=True))
     if isinstance(tiles.backward_sm90, BackwardSm90):
         return kernels + [tiles.thd_attn_bwd_sm90(dtype, *each, deterministic, caps=True)
                           for each in grads for deterministic in (False, True)]
@@ -227,7 +229,9 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
              "another order": fields[::-1]}[change]
     monkeypatch.setitem(structs.LAYOUTS, struct, np.dtype(wrong))
     jit._text.cache_clear()
-    kernels = {"ForwardSize": with_tiles()[3].name, "Rows": REORDER_KERNELS[False], "Shares": SUM_KERNELS["float16"]}
+    forward = with_tiles()[3].name
+    kernels = {"ForwardSize": forward, "Parts": forward, "Rows": REORDER_KERNELS[False],
+               "Shares": SUM_KERNELS["float16"]}
     try:
         with pytest.raises(RuntimeError, match=f"static assertion failed .*{struct}.* is not what structs.py has"):
             jit.compile_kernel(kernels.get(struct, with_tiles()[4].name), "sm_90a")

@@ -7,9 +7,11 @@ import numpy as np
 TENSOR_MAP = np.dtype([("opaque", np.uint8, (128,))])  # a CUtensorMap
 FORWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "num_tiles", "num_heads", "group", "together", "last_heads", "row_heads")])
+PARTS = np.dtype([(field, np.uint64) for field in ("shares", "arrived")])
 BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "k_rows", "stats_rows", "num_tiles", "splits", "together", "last_splits", "split_heads", "group",
     "num_kv_heads", "semaphore_rows", "row_heads")])
+PAIRS = np.dtype([(field, np.uint64) for field in ("pairs", "from", "to")])
 GRADIENTS = np.dtype([(field, np.uint64) for field in (
     "dk", "dv", "dk_accum", "dv_accum", "semaphores", "dk_rounded", "dv_rounded", "places")])
 LOGITS = np.dtype([*((field, np.float32) for field in (
@@ -20,8 +22,8 @@ ROWS = np.dtype([("from", np.uint64, MAX_RANKS), ("own", np.uint64), ("out", np.
 SHARES = np.dtype([("of", np.uint64, (2, MAX_RANKS))])
 
 # By the names of the structs in CUDA.
-LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "BackwardSize": BACKWARD_SIZE,
-           "Gradients<float>": GRADIENTS, "Logits<true>": LOGITS, "Rows": ROWS, "Shares": SHARES}
+LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "Parts": PARTS, "BackwardSize": BACKWARD_SIZE,
+           "Pairs": PAIRS, "Gradients<float>": GRADIENTS, "Logits<true>": LOGITS, "Rows": ROWS, "Shares": SHARES}
 
 
 def checks() -> str:

@@ -90,6 +90,7 @@ class ForwardSm90:
     q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead. q_in_registers: queries are read
     from registers, where there are some left. together: heads that are done one after another at each tile.
     capped_tile_n: as for Forward.
+    divides: keys of a tile may be divided among thread blocks.
     """
 
     tile_n: int
@@ -99,6 +100,7 @@ class ForwardSm90:
     q_in_registers: bool = False
     together: int = 4
     capped_tile_n: int = 0
+    divides: bool = True
 
     def keys(self, kind: Kind) -> int:
         """Keys at a time."""
@@ -227,15 +229,27 @@ class Tiles:
 
     # ---------------------------------------------------------------------------------------- Hopper kernels
 
-    def thd_attn_fwd_sm90(self, dtype: str, out_dtype: str, kind: Kind = PLAIN) -> Instance:
-        """The forward; what it makes is merged with what is there where out_dtype is "float32"."""
+    def thd_attn_fwd_sm90(self, dtype: str, out_dtype: str, kind: Kind = PLAIN, in_parts: bool = False) -> Instance:
+        """The forward; what it makes is merged with what is there where out_dtype is "float32".
+
+        in_parts: the keys of a tile may be divided among thread blocks.
+        """
         f, tile_n = self.forward_sm90, self.forward_sm90.keys(kind)
         tiles = slabs(f.q_stages * f.tile_m, self.head_dim) + self._keys_and_values(f.kv_stages * tile_n)
         barriers = 8 * (2 * f.q_stages + 4 * f.kv_stages)
-        told = -(-(12 * f.q_stages + 8 * f.kv_stages) // 8) * 8  # QueryTile and KeyTile
+        told = 16 * f.q_stages + 8 * f.kv_stages  # QueryTile and KeyTile
         ranges = 8 * 2 * f.q_stages * f.tile_m
         return instance("thd_attn_fwd_sm90", dtype, out_dtype, *kind, *self._dims, tile_n, f.consumers, f.q_stages,
-                        f.kv_stages, f.q_in_registers, shared_bytes=tiles + barriers + told + ranges)
+                        f.kv_stages, f.q_in_registers, in_parts, shared_bytes=tiles + barriers + told + ranges)
+
+    def thd_attn_pieces_sm90(self) -> Instance:
+        """How the keys of tiles are divided."""
+        return instance("thd_attn_pieces_sm90", self.forward_sm90.tile_m, self.forward_sm90.tile_n)
+
+    @property
+    def share_floats(self) -> int:
+        """Of a piece of a tile of queries and one head: what add_parts of kernels/hopper/pieces.cuh leaves."""
+        return self.forward_sm90.tile_m * (self.v_head_dim + 16)
 
     def thd_attn_shares_sm90(self) -> Instance:
         """How many tiles of keys have a share of a tile's dq."""
@@ -279,6 +293,9 @@ class Tiles:
     def hopper_kernels(self) -> list[Instance]:
         """Every Hopper kernel of this head dim."""
         kernels = [self.thd_attn_shares_sm90()]
+        if self.forward_sm90.divides:
+            kernels += [self.thd_attn_pieces_sm90(),
+                        *(self.thd_attn_fwd_sm90(dtype, dtype, in_parts=True) for dtype in ("float16", "bfloat16"))]
         for dtype in ("float16", "bfloat16"):
             kernels += [self.thd_attn_fwd_sm90(dtype, out) for out in (dtype, "float32")]
             grads = (dtype, dtype), (dtype, "float32"), ("float32", "float32")  # of dq, and of dk and dv
@@ -431,6 +448,7 @@ TILES = {
             forward_sm90=ForwardSm90(
                 tile_n=80, consumers=2, q_stages=1, kv_stages=2,  # 96 keys, or another stage, do not fit
                 capped_tile_n=64,  # 80 spill
+                divides=False,  # adding the parts spills
             ),
             backward_sm90=BackwardWideSm90(
                 q_stages=2, dout_stages=2,  # another stage does not fit
@@ -445,4 +463,4 @@ WGMMA_COLUMNS = sorted({columns for t in TILES.values() for columns in t.wgmma_c
 REORDER_KERNELS = {to_rank_order: f"thd_reorder<{str(to_rank_order).lower()}>" for to_rank_order in (False, True)}
 SUM_KERNELS = {dtype: f"thd_sum<{ELEMENT_TYPES[dtype]}>" for dtype in ("float16", "bfloat16")}
 PLAN_KERNELS = ("thd_plan_check", "thd_plan_rows", "thd_plan_pieces", "thd_plan_ranges", "thd_plan_tile_cost",
-                "thd_plan_tile_order", "thd_plan_parts", "thd_plan_poison")
+                "thd_plan_tile_order", "thd_plan_parts", "thd_plan_pairs", "thd_plan_poison")

@@ -41,7 +41,7 @@ struct BackwardShared {
 };
 
 // The producer, one warp: loads the tensors of every step.
-template <bool kDeterministic, typename Shared>
+template <typename Shared>
 __device__ __forceinline__ void produce_backward(
     Shared& shared, const TensorMap* map_q, const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout,
     const float* stats, const int2* query_ranges, const int* shares, const int* tile_order, int* counter,
@@ -52,7 +52,7 @@ __device__ __forceinline__ void produce_backward(
   Ring<Shared::kStages> ring = {0, 1};
   u32 kv_parity = 1;
 
-  schedule_steps<kDeterministic, 2, kTileM>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
+  schedule_steps<2, kTileM>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
     u64* const full = &shared.full[ring.stage];
     barrier_wait(&shared.empty[ring.stage], ring.parity);
     if (lane == 0) {
@@ -279,7 +279,8 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const Gradients<Grad> grads, Logits<kCaps> logits, float* __restrict__ dq_accum,
     int* __restrict__ semaphores,
     const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
-    const int* __restrict__ shares, const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
+    const int* __restrict__ shares, const int* __restrict__ tile_order, int* __restrict__ counter, Pairs packs, BackwardSize size) {
+  if (!packs.has_this()) return;
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages, kQueries, kPieceCols, kDqStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -290,8 +291,8 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
   if (warpgroup == 0) {
     registers_give<32>();
     if (threadIdx.x < kWarp)
-      produce_backward<kDeterministic>(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares,
-                                       tile_order, counter, size);
+      produce_backward(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter,
+                       size);
     else if (threadIdx.x < 2 * kWarp)
       claim_shares<kDeterministic>(shared, dq_accum, key_ranges, semaphores, shares, size);
     else if (threadIdx.x < 3 * kWarp)

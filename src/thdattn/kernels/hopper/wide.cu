@@ -68,7 +68,7 @@ __device__ __forceinline__ void produce_wide(
     ring.advance();
   };
 
-  schedule_steps<false, 1, kWideTile>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
+  schedule_steps<1, kWideTile>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
     const u32 lse = step.head * size.stats_rows + step.row;
     const u32 delta = lse + size.splits * size.split_heads * size.stats_rows;
     fill(q_ring, shared.q_full, shared.q_empty, shared.q_step, step, [&](u32 stage, u64* full) {
@@ -372,7 +372,8 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
     const Gradients<Grad> grads, Logits<kCaps> logits, float* __restrict__ dq_accum,
     const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ shares,
-    const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
+    const int* __restrict__ tile_order, int* __restrict__ counter, Pairs packs, BackwardSize size) {
+  if (!packs.has_this()) return;
   using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
