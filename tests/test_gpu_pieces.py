@@ -83,7 +83,9 @@ def test_keys_are_divided_for_idle_multiprocessors_alone(cupy):
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float16")], ids=str)
 @pytest.mark.parametrize("dims", DIVIDED, ids=str)
-@pytest.mark.parametrize("mask", [{}, {"causal": False}, {"causal": False, "window": (500, 90)}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("mask", [
+    {}, {"causal": False}, {"causal": False, "window": (500, 90)}, {"sinks": True},
+], ids=str)  # fmt: skip
 def test_few_queries_of_long_keys_are_the_oracle_and_bitwise_the_same_twice(cupy, mask, dims, dtype):
     case = replace(DECODING, dims=dims, **mask)
     first, again = (run(case, 1, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(2))
