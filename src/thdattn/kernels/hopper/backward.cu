@@ -275,7 +275,8 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
     const Gradients<Grad> grads, float softmax_scale, float* __restrict__ dq_accum, int* __restrict__ semaphores,
     const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
-    const int* __restrict__ shares, const int* __restrict__ tile_order, int* __restrict__ counter, Pairs packs, BackwardSize size) {
+    const int* __restrict__ shares, const int* __restrict__ tile_order, int* __restrict__ counter, Pairs packs,
+    BackwardSize size) {
   if (!packs.has_this()) return;
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages, kQueries, kPieceCols, kDqStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());

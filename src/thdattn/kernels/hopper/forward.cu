@@ -216,8 +216,8 @@ __device__ __forceinline__ void merge_row(float* row, float others_scale, const 
 // A consumer, one warpgroup: 64 query rows. While it takes its exponentials, the tensor cores multiply the previous
 // probabilities with their values. kQInRegisters: queries are read from registers, as shared memory is busy with keys
 // and values.
-template <bool kQInRegisters, bool kInParts, typename T, typename Out, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers,
-          int kQStages, int kStages>
+template <bool kQInRegisters, bool kInParts, typename T, typename Out, int kHeadDim, int kVHeadDim, int kTileN,
+          int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, Out* out,
     float* lse, float* max_logits, Parts all_parts, ForwardSize size, float softmax_scale) {
@@ -323,9 +323,10 @@ __device__ __forceinline__ void consume_forward(
     bool padding[2] = {is_empty(range[lane / 4]), is_empty(range[lane / 4 + 8])};
     if constexpr (kInParts) {
       constexpr int kWarps = 4 * kConsumers, kQuads = kShareQuads<kOutBlocks> * kWarp;
-      const size_t mine = (size_t)query_tile.work * kWarps + consumer * 4 + warp, pitch = (size_t)size.num_heads * kWarps;
+      const size_t mine = (size_t)query_tile.work * kWarps + consumer * 4 + warp;
+      const size_t pitch = (size_t)size.num_heads * kWarps * kQuads;
       const Piece piece = unpacked(query_tile.piece);
-      if (piece.parts > 1 && !add_parts(all_parts.shares + mine * kQuads, pitch * kQuads, all_parts.arrived + mine, piece,
+      if (piece.parts > 1 && !add_parts(all_parts.shares + mine * kQuads, pitch, all_parts.arrived + mine, piece,
                                         acc_out, softmax, padding))
         continue;
     }
@@ -400,6 +401,7 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
       produce_forward<kInParts>(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
   } else {
     registers_take<kConsumers == 2 ? 232 : 160>();
-    consume_forward<kQInRegisters, kInParts, T>(shared, warpgroup - 1, out, lse, max_logits, parts, size, softmax_scale);
+    consume_forward<kQInRegisters, kInParts, T>(shared, warpgroup - 1, out, lse, max_logits, parts, size,
+                                                softmax_scale);
   }
 }

@@ -5,7 +5,7 @@
 struct Piece { int tile, part, parts; };
 constexpr int kMostParts = kWarp;
 __device__ __forceinline__ int packed(Piece piece) { return piece.tile | piece.part << 16 | piece.parts << 24; }
-__device__ __forceinline__ Piece unpacked(int piece) { return {piece & 0xffff, piece >> 16 & 0xff, piece >> 24 & 0xff}; }
+__device__ __forceinline__ Piece unpacked(int word) { return {word & 0xffff, word >> 16 & 0xff, word >> 24 & 0xff}; }
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
