@@ -30,16 +30,21 @@ class Error(NamedTuple):
 def small(case: Case) -> Case:
     """A case with the same widths, mask and heads per kv head that float64 computes in milliseconds.
 
-    Lengths are scaled until the longest four together fit the rows, and then taken in order while there is room.
+    Lengths are scaled until the longest four together fit the rows, and then taken in order while there is room. So are
+    those of keys, with their queries.
     """
-    scale = min(1.0, ROWS / sum(sorted(case.lengths)[-LONGEST:]))
+    sides = case.keys or case.lengths
+    scale = min(1.0, ROWS / sum(sorted(sides)[-LONGEST:]))
+    kept: list[int] = []
     lengths: list[int] = []
-    for length in case.lengths:
-        scaled = max(1, int(scale * length))
-        if sum(lengths) + scaled <= ROWS:
-            lengths.append(scaled)
+    for length, side in zip(case.lengths, sides, strict=True):
+        scaled = max(1, int(scale * side))
+        if sum(kept) + scaled <= ROWS:
+            kept.append(scaled)
+            lengths.append(scaled if case.keys is None else length)
     fewer = max(1, case.heads // HEADS)
-    return replace(case, lengths=tuple(lengths), heads=case.heads // fewer, kv_heads=case.kv_heads // fewer)
+    return replace(case, lengths=tuple(lengths), keys=case.keys and tuple(kept), heads=case.heads // fewer,
+                   kv_heads=case.kv_heads // fewer)
 
 
 def exact(case: Case, inputs: Sequence[Any], xp: Any) -> list[Array]:
@@ -51,29 +56,31 @@ def exact(case: Case, inputs: Sequence[Any], xp: Any) -> list[Array]:
     """
     q, k, v, dout = (xp.asarray(x.astype(np.float64)) for x in inputs)
     results = [xp.empty_like(x) for x in (dout, q, k, v)]
-    for begin, end in pairwise(np.cumsum([0, *case.lengths]).tolist()):
-        parts = _one_sequence(case, q[begin:end], k[begin:end], v[begin:end], dout[begin:end], xp)
-        for result, part in zip(results, parts, strict=True):
-            result[begin:end] = part
+    queries, keys = ([slice(*ends) for ends in pairwise(np.cumsum([0, *lengths]).tolist())]
+                     for lengths in (case.lengths, case.keys or case.lengths))
+    for here, there in zip(queries, keys, strict=True):
+        parts = _one_sequence(case, q[here], k[there], v[there], dout[here], xp)
+        for result, rows, part in zip(results, (here, here, there, there), parts, strict=True):
+            result[rows] = part
     return [x if isinstance(x, np.ndarray) else x.get() for x in results]
 
 
 def _one_sequence(case: Case, q: Any, k: Any, v: Any, dout: Any, xp: Any) -> list[Any]:
-    length, scale = len(q), case.head_dim**-0.5
+    scale = case.head_dim**-0.5
 
     def by_head(x: Any) -> Any:  # (kv heads, query heads of each or 1, rows, width)
-        return x.reshape(length, case.kv_heads, -1, x.shape[2]).transpose(1, 2, 0, 3)
+        return x.reshape(len(x), case.kv_heads, -1, x.shape[2]).transpose(1, 2, 0, 3)
 
     qh, kh, vh, douth = map(by_head, (q, k, v, dout))
-    left, right = (side if side >= 0 else length for side in case.sides)
-    ahead = xp.arange(length) - xp.arange(length)[:, None]  # by how much a key is after the query
+    left, right = (side if side >= 0 else len(q) + len(k) for side in case.sides)
+    ahead = xp.arange(len(k)) - (xp.arange(len(q)) + len(k) - len(q))[:, None]  # by how much a key is after the query
     logits = xp.where((ahead < -left) | (ahead > right), -np.inf, scale * (qh @ kh.swapaxes(2, 3)))
     p = xp.exp(logits - logits.max(axis=3, keepdims=True))
     p /= p.sum(axis=3, keepdims=True)
     dp = douth @ vh.swapaxes(2, 3)
     ds = scale * p * (dp - (p * dp).sum(axis=3, keepdims=True))
     dk, dv = ((weights.swapaxes(2, 3) @ x).sum(axis=1, keepdims=True) for weights, x in ((ds, qh), (p, douth)))
-    return [x.transpose(2, 0, 1, 3).reshape(length, -1, x.shape[3]) for x in (p @ vh, ds @ kh, dk, dv)]
+    return [x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3]) for x in (p @ vh, ds @ kh, dk, dv)]
 
 
 def errors(found: Sequence[NDArray[Any]], wanted: Sequence[Array]) -> dict[str, Error]:

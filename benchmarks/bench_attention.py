@@ -177,7 +177,8 @@ def host_side(ours: Ours) -> Measured:
     """The time to make a plan, to the end of its GPU work; the host's of a plan, and of forward calls in both forms."""
     measured: Measured = {}
     alike = PackedBatch(ours.batch.cu_seqlens)  # plans of ours.batch would share the arrays of the one that is there
-    on_host, on_device = (partial(ours.attn.plan, batch, "contiguous") for batch in (alike, ours.batch_on_device))
+    sides = (alike, ours.key_batch), (ours.batch_on_device, ours.key_batch_on_device)
+    on_host, on_device = (partial(ours.attn.plan, batch, "contiguous", keys) for batch, keys in sides)
     for side, make in (("host_lengths", on_host), ("device_lengths", on_device)):
         make()
         measured["ours", "plan", side] = record.timed(timing.finished(make, 5))

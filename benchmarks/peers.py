@@ -40,15 +40,16 @@ class Inputs(NamedTuple):
 
 
 def draw_inputs(case: Case, num_rows: int | None = None) -> Inputs:
-    """The inputs of a case, or of so many rows of it, the same in every run."""
+    """The inputs of a case, or of so many rows of it and as many keys, the same in every run."""
     layout = Inputs(
         q=(case.heads, case.head_dim),
         k=(case.kv_heads, case.head_dim),
         v=(case.kv_heads, case.v_head_dim),
         dout=(case.heads, case.v_head_dim),
     )
-    num_rows = case.total_tokens if num_rows is None else num_rows
-    return Inputs(*(normal((num_rows, *shape), seed) for seed, shape in enumerate(layout)))
+    queries, keys = (case.total_tokens, case.total_keys) if num_rows is None else (num_rows, num_rows)
+    rows = Inputs(queries, keys, keys, queries)
+    return Inputs(*(normal((rows[i], *shape), i) for i, shape in enumerate(layout)))
 
 
 def normal(shape: tuple[int, ...], seed: int, dtype: DTypeLike = ml_dtypes.bfloat16) -> Any:
@@ -123,16 +124,20 @@ class Ours(Peer):
         self.inputs = inputs
         self.attn = case.attention("cuda", self.deterministic)
         self.batch = case.batch()
-        self.batch_on_device = thdattn.PackedBatch(
-            cupy.asarray(self.batch.cu_seqlens), total_rows=self.batch.total_rows
-        )
-        self.plan = self.attn.plan(self.batch, "contiguous")
+        self.key_batch = case.key_batch()
+        self.batch_on_device = on_device(self.batch)
+        self.key_batch_on_device = None if self.key_batch is None else on_device(self.key_batch)
+        self.plan = self.made_plan()
         self._names: dict[str, str] = {}
         for direction in ("forward", "backward"):
             with patch.object(jit, "kernel", wraps=jit.kernel) as loaded:  # a plan keeps the kernels of its first calls
                 getattr(self, direction)()
             names = {call.args[0].partition("<")[0] for call in loaded.call_args_list}
             self._names[direction] = " ".join(sorted(name for name in names if name.startswith("thd_attn")))
+
+    def made_plan(self) -> thdattn.Plan:
+        """The plan of all that is timed."""
+        return self.attn.plan(self.batch, "contiguous", key_batch=self.key_batch)
 
     def kernels(self, direction: str) -> str:
         return self._names[direction]
@@ -143,8 +148,9 @@ class Ours(Peer):
 
     def varlen_attention(self) -> None:
         """The forward as one call, which finds its plan by the content of the lengths."""
-        (q, k, v, _), attn, cu_seqlens = self.inputs, self.attn, self.batch.cu_seqlens
-        thdattn.varlen_attention(q, k, v, cu_seqlens, cu_seqlens, causal=attn.causal, window_size=attn.window)
+        (q, k, v, _), attn, queries = self.inputs, self.attn, self.batch.cu_seqlens
+        keys = queries if self.key_batch is None else self.key_batch.cu_seqlens
+        thdattn.varlen_attention(q, k, v, queries, keys, causal=attn.causal, window_size=attn.window)
 
     def backward(self) -> None:
         self.grads = self.attn.backward(self.inputs.dout, self.saved)
@@ -166,10 +172,23 @@ class Ours(Peer):
         return [x.get() for x in self.results()]
 
 
+def on_device(batch: thdattn.PackedBatch) -> thdattn.PackedBatch:
+    """The same batch with its lengths on the GPU."""
+    return thdattn.PackedBatch(cupy.asarray(batch.cu_seqlens), total_rows=batch.total_rows)
+
+
 class Deterministic(Ours):
     """The same with deterministic=True, which changes the backward."""
 
     deterministic = True
+
+
+class GpuLengths(Ours):
+    """The same with lengths that only the GPU knows, as where a CUDA graph plans anew at each replay."""
+
+    def made_plan(self) -> thdattn.Plan:
+        return self.attn.plan(self.batch_on_device, "contiguous", key_batch=self.key_batch_on_device,
+                              finite_padding=True)
 
 
 class Portable(Ours):
@@ -193,10 +212,11 @@ class TorchPeer(Peer):
         torch.cuda.set_stream(self.stream)
         self.torch = torch
         self.case = case
-        self.longest = max(case.lengths)
+        self.longest, self.longest_keys = max(case.lengths), max(case.keys or case.lengths)
         self.leaves = [self.laid_out(tensor(x)).requires_grad_() for x in inputs[:3]]
         self.dout = self.laid_out(tensor(inputs.dout))
-        self.cu_seqlens = torch.from_dlpack(cupy.asarray(case.batch().cu_seqlens))
+        batches = case.batch(), case.key_batch() or case.batch()
+        self.cu_seqlens, self.cu_seqlens_k = (torch.from_dlpack(cupy.asarray(x.cu_seqlens)) for x in batches)
         self.grads: Sequence[Any] = ()
 
     @abstractmethod
@@ -254,8 +274,8 @@ class FlashAttention4(TorchPeer):
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
         out, _ = self.attention(
-            q, k, v, cu_seqlens_q=self.cu_seqlens, cu_seqlens_k=self.cu_seqlens, max_seqlen_q=self.longest,
-            max_seqlen_k=self.longest, causal=self.case.causal, window_size=self.window,
+            q, k, v, cu_seqlens_q=self.cu_seqlens, cu_seqlens_k=self.cu_seqlens_k, max_seqlen_q=self.longest,
+            max_seqlen_k=self.longest_keys, causal=self.case.causal, window_size=self.window,
         )  # fmt: skip
         return out
 
@@ -289,7 +309,7 @@ class TorchVarlen(TorchPeer):
         self.attention = varlen_attn
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
-        return self.attention(q, k, v, self.cu_seqlens, self.cu_seqlens, self.longest, self.longest, **self.mask)
+        return self.attention(q, k, v, self.cu_seqlens, self.cu_seqlens_k, self.longest, self.longest_keys, **self.mask)
 
 
 class TorchCudnn(TorchPeer):
@@ -304,7 +324,7 @@ class TorchCudnn(TorchPeer):
     def __init__(self, case: Case, inputs: Inputs) -> None:
         import torch
 
-        if len(set(case.lengths)) > 1:
+        if len(set(case.lengths)) > 1 or case.keys is not None:
             raise ValueError("takes only sequences of one length")
         if case.window != (-1, -1):
             raise ValueError("takes no window")
@@ -349,6 +369,6 @@ def tensor(x: Any) -> Any:
 
 
 PEERS: dict[str, type[Peer]] = {
-    "ours": Ours, "deterministic": Deterministic, "portable": Portable, "fa4": FlashAttention4, "varlen": TorchVarlen,
-    "cudnn": TorchCudnn,
+    "ours": Ours, "deterministic": Deterministic, "gpu_lengths": GpuLengths, "portable": Portable,
+    "fa4": FlashAttention4, "varlen": TorchVarlen, "cudnn": TorchCudnn,
 }  # fmt: skip

@@ -22,7 +22,7 @@ TIMINGS = ("called", "graph")
 SUSTAINED = "both", "sustained"  # direction and timing of forward and backward without rest
 WAYS = {"called": DIRECTIONS, "graph": DIRECTIONS, "sustained": ("both",)}  # the directions of a timing with a speed
 ERRORS = "float64"  # the "timing" of rows with errors, whose "direction" is a result
-OWN = ("deterministic", "portable")  # peers that are this package in another way
+OWN = ("deterministic", "gpu_lengths", "portable")  # peers that are this package in another way
 
 
 def provenance(ranks: int = 1) -> Row:

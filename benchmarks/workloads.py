@@ -19,7 +19,8 @@ DOCUMENTS = Path(__file__).with_name("doc_lengths.csv")
 class Case:
     """One pack in one head layout, bfloat16.
 
-    lengths: tokens of every sequence. window: (left, right) as CPAttention takes it, -1 = unlimited.
+    lengths: tokens of every sequence. window: (left, right) as CPAttention takes it, -1 = unlimited. keys: how many
+    each sequence has, None: as many as queries.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Case:
     v_head_dim: int = 128
     causal: bool = True
     window: tuple[int, int] = (-1, -1)
+    keys: tuple[int, ...] | None = None
 
     @property
     def columns(self) -> dict[str, str]:
@@ -41,8 +43,13 @@ class Case:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of all sequences, which is also the rows of q, k, v and dout: there is no padding."""
+        """Tokens of all sequences, which is also the rows of q and dout: there is no padding."""
         return sum(self.lengths)
+
+    @property
+    def total_keys(self) -> int:
+        """Keys of all sequences: the rows of k and v."""
+        return sum(self.keys or self.lengths)
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -52,6 +59,10 @@ class Case:
     def batch(self) -> thdattn.PackedBatch:
         """The pack, with its lengths on the host."""
         return thdattn.PackedBatch.from_lengths(self.lengths)
+
+    def key_batch(self) -> thdattn.PackedBatch | None:
+        """The pack of the keys, with its lengths on the host; None: that of the queries."""
+        return None if self.keys is None else thdattn.PackedBatch.from_lengths(self.keys)
 
     def attention(
         self, engine: str, deterministic: bool = False,
@@ -69,7 +80,7 @@ class Case:
     def flops(self) -> thdattn.Flops:
         """Operations of all heads; the same for every engine and peer."""
         attn = self.attention("reference")
-        return attn.flops(attn.plan(self.batch(), "contiguous"))
+        return attn.flops(attn.plan(self.batch(), "contiguous", key_batch=self.key_batch()))
 
 
 def lognormal_pack(seed: int = 0) -> tuple[int, ...]:
@@ -133,6 +144,12 @@ def _cases() -> tuple[Case, ...]:
         Case("16x1024", (1_024,) * 16),
         Case("64x256", (256,) * 64),
         Case("481x34", (34,) * 481),
+        Case("64x256-gqa", (256,) * 64, 32, 8),
+        Case("1x2048", (2_048,)),
+        Case("4x1024", (1_024,) * 4),
+        Case("8x16-of-8192", (16,) * 8, keys=(8_192,) * 8),
+        Case("1x64-of-32768", (64,), keys=(32_768,)),
+        Case("1x1024-of-8192", (1_024,), 8, 8, keys=(8_192,)),
         lognormal,
         replace(lognormal, name="lognormal64k-gqa", heads=32, kv_heads=8),
         Case("1x65536-w1024", (65_536,), window=(1_024, 0)),

@@ -16,12 +16,13 @@ import numpy as np
 
 import thdattn
 from thdattn import oracle
-from thdattn.check import Case, offsets, random_inputs
+from thdattn.check import Case, offsets, random_inputs, random_sinks
 from thdattn.tiles import TILES
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CP_SIZES = (1, 2, 4, 8)
 FIELDS = ("out", "lse", "max_logit", "dq", "dk", "dv")
+DSINKS = "dsinks"  # one more field of cases with sinks
 FLOAT32_ERROR = 1e-4  # of what is computed and kept in float32, whatever the inputs are
 
 
@@ -143,15 +144,16 @@ def truth(case: Case, dtype: np.dtype, seed: int = 0) -> oracle.Truth:
     """The float64 oracle over the valid tokens, and the baselines."""
     batch = thdattn.PackedBatch(offsets(case.lengths))
     how = {} if case.keys is None else {"key_batch": thdattn.PackedBatch(offsets(case.keys))}
-    inputs = random_inputs(case, dtype, seed)
-    return oracle.truth(batch, *inputs, causal=case.causal, window=case.window, **how)
+    how |= {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+    return oracle.truth(batch, *random_inputs(case, dtype, seed), sinks=random_sinks(case, dtype, seed), **how)
 
 
 @dataclass
 class Outcome:
     """What all ranks together returned, on the host.
 
-    tokens: per field the rows of the valid tokens, in sequence order; lse (num_heads, total_tokens).
+    tokens: per field the rows of the valid tokens, in sequence order; lse (num_heads, total_tokens); dsinks the sum of
+        what ranks have.
     padding: per field every row that holds no token: padding, slack and fillers.
     max_logits: one (num_heads,) per rank.
     """
@@ -159,6 +161,11 @@ class Outcome:
     tokens: dict[str, np.ndarray]
     padding: dict[str, np.ndarray]
     max_logits: list[np.ndarray]
+
+
+def fields_of(case: Case) -> tuple[str, ...]:
+    """What forward and backward of a case return."""
+    return (*FIELDS, DSINKS) if case.sinks else FIELDS
 
 
 def token_rows(batch: thdattn.PackedBatch) -> np.ndarray:
@@ -195,7 +202,7 @@ def run(
     """Forward and backward of a case over cp_size simulated ranks; `wrap` makes a user's array of one of xp."""
     batch, key_batch = case.batch(cp_size), case.key_batch()
     sharding = thdattn.Sharding(batch, cp_size, case.sharding)
-    inputs = random_inputs(case, dtype, seed)
+    inputs, sinks = random_inputs(case, dtype, seed), random_sinks(case, dtype, seed)
 
     def program(comm: thdattn.comm.Comm) -> dict[str, np.ndarray]:
         attention = case.attention(comm, dtype, **options)
@@ -206,10 +213,11 @@ def run(
             wrap(xp.asarray(local_rows(*side, x, fill)))
             for side, x in zip((here, keys, keys, here), inputs, strict=True)
         )
-        out, saved = attention.forward(q, k, v, plan, return_max_logit=True)
+        given = None if sinks is None else wrap(xp.asarray(sinks))
+        out, saved = attention.forward(q, k, v, plan, return_max_logit=True, sinks=given)
         gradients = attention.backward(dout, saved)
         return {field: to_host(x) for field, x in zip(
-            FIELDS, (out, saved.lse, saved.max_logit, *gradients), strict=True)}
+            fields_of(case), (out, saved.lse, saved.max_logit, *gradients), strict=True)}
 
     return assemble(sharding, thdattn.comm.run_local(cp_size, program, timeout=240), key_batch)
 
@@ -229,6 +237,8 @@ def assemble(
         outcome.tokens[field] = by_row[order].T if field == "lse" else by_row[order]
         outcome.padding[field] = by_row[padding]
     outcome.tokens["max_logit"] = ranks[0]["max_logit"]
+    if DSINKS in ranks[0]:
+        outcome.tokens[DSINKS] = np.sum([result[DSINKS] for result in ranks], axis=0)
     return outcome
 
 
@@ -255,12 +265,16 @@ def check(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
     right = truth(case, dtype, seed)
     sees_no_key = right.exact.lse[0] == -np.inf
     assert not outcome.tokens["out"][sees_no_key].any() and not outcome.tokens["dq"][sees_no_key].any()
-    for field in FIELDS:
+    for field in fields_of(case):
         actual, wanted = outcome.tokens[field], getattr(right.exact, field)
         assert actual.shape == wanted.shape, f"{field} of {case}"
-        if field in ("lse", "max_logit"):
-            kept = np.float64 if dtype == np.float64 and field == "lse" else np.float32
+        if field in ("lse", "max_logit", DSINKS):
+            kept = np.float64 if dtype == np.float64 and field != "max_logit" else np.float32
             assert actual.dtype == kept, f"{field} of {case} is {actual.dtype}"
+        if field == DSINKS and dtype.itemsize == 2:
+            check_dsinks(right, random_inputs(case, dtype, seed)[3], random_sinks(case, dtype, seed), actual)
+            continue
+        if field in ("lse", "max_logit", DSINKS):
             error = FLOAT32_ERROR if kept == np.float32 else 1e-12
             np.testing.assert_allclose(actual, wanted, rtol=error, atol=error, err_msg=f"{field} of {case}")
             continue
@@ -270,6 +284,16 @@ def check(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
         else:
             verdict = right.judge(field, actual)
             assert verdict.good, f"{field} of {case}: {verdict}"
+
+
+def check_dsinks(right: oracle.Truth, dout: np.ndarray, sinks: np.ndarray, actual: np.ndarray) -> None:
+    """The gradient of sinks errs by what rounding out gives to its sums, as errors that are independent would."""
+    out, lse, dout = right.exact.out, right.exact.lse, dout.astype(np.float64)
+    share = np.exp(sinks[:, None] - np.where(lse == -np.inf, np.inf, lse)).T[..., None]
+    deviation = np.sqrt(((share * dout * (right.fused.out - out)) ** 2).sum(axis=(0, 2)))
+    noise = 1e-5 * np.abs(share * dout * out).sum(axis=(0, 2))
+    error = np.abs(actual - right.exact.dsinks)
+    assert (error <= 5 * deviation + noise).all(), f"dsinks: {error}, standard deviations {deviation}, noise {noise}"
 
 
 def check_padding(outcome: Outcome) -> None:

@@ -77,7 +77,7 @@ class Engine:
         self._may_fail("order")
         self.machine.stream.launch(move, into, (dk, dv))
 
-    def attn_fwd(self, q, k, v, plan, softmax_scale, return_max_logit, into):
+    def attn_fwd(self, q, k, v, plan, softmax_scale, return_max_logit, into, softcap, sinks):
         def attend(out, q, k, v):
             out[...] = q + mix(k) - mix(v)
 
@@ -85,7 +85,7 @@ class Engine:
         self.machine.stream.launch(attend, into[0], q, k, v)
         return *into, None
 
-    def attn_bwd(self, dout, q, k, v, out, lse, plan, softmax_scale, dtype, deterministic, into):
+    def attn_bwd(self, dout, q, k, v, out, lse, plan, softmax_scale, dtype, deterministic, into, softcap):
         def attend(dq, dk, dv, dout, k, v, out):
             dq[...], dk[...], dv[...] = out + dout, k + mix(dout), v * mix(dout)
 

@@ -39,7 +39,7 @@ LAYERS = [
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
 # Where a library may be imported: when the module is loaded, and at all.
 OPS = {"ops", "ops.launch", "ops.plan", "ops.rows", "ops.scheduler", "ops.forward", "ops.backward", "ops.decode",
-       "ops.mixer_decode"}
+       "ops.mixer_decode", "ops.logits"}
 WHEN_LOADED = {"cupy": {"jit", *OPS, "tensor_map"}, "mpi4py": set(), "torch": {"torch"}, "jax": set()}
 EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "comm.peer", "comm.windows", "engines", "graphs.capture",
                  "graphs.upload", "info", "measured_rates", "varlen"},

@@ -129,7 +129,7 @@ def test_only_the_deterministic_peer_asks_for_it(name, monkeypatch):
     import peers
 
     monkeypatch.setattr(peers.cupy, "asarray", lambda x: x)
-    case = Mock(batch=CASES["64x256"].batch)
+    case = Mock(batch=CASES["64x256"].batch, key_batch=CASES["64x256"].key_batch)
     case.attention.return_value.forward.return_value = None, None
     peers.PEERS[name](case, peers.Inputs(None, None, None, None))
     case.attention.assert_called_once_with("cuda", name == "deterministic")

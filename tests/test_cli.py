@@ -189,8 +189,8 @@ def test_check_fails_on_an_engine_that_is_a_little_wrong(monkeypatch, capsys):
 def test_check_fails_on_padding_that_is_not_exactly_zero(monkeypatch, capsys):
     right = reference.attn_fwd
 
-    def wrong(q, k, v, plan, *arguments):
-        out, lse, max_logit = right(q, k, v, plan, *arguments)
+    def wrong(q, k, v, plan, *arguments, **how):
+        out, lse, max_logit = right(q, k, v, plan, *arguments, **how)
         out[plan.key_ranges[:, 0] == plan.key_ranges[:, 1]] = 1e-6  # far below every budget in bfloat16
         return out, lse, max_logit
 

@@ -179,6 +179,7 @@ def test_child_times_a_graph_of_the_case_that_it_prepared(monkeypatch):
         Case("full", (9, 5), heads=2, kv_heads=2, head_dim=8, v_head_dim=8, causal=False),
         Case("window", (40, 3), heads=2, kv_heads=1, head_dim=4, v_head_dim=4, window=(6, 0)),
         Case("both sides", (40, 3), heads=2, kv_heads=1, head_dim=4, v_head_dim=4, causal=False, window=(6, 2)),
+        Case("other keys", (4, 1, 6), heads=2, kv_heads=1, head_dim=4, v_head_dim=4, keys=(9, 5, 6)),
     ],
     ids=lambda case: case.name,
 )
@@ -186,8 +187,10 @@ def test_float64_answer_is_the_oracles(case):
     rng = np.random.default_rng(0)
     widths = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim),
               (case.heads, case.v_head_dim))  # fmt: skip
-    inputs = [rng.standard_normal((case.total_tokens, *width)) for width in widths]
-    wanted = oracle.packed_attention(case.batch(), *inputs, causal=case.causal, window=case.window)
+    rows = case.total_tokens, case.total_keys, case.total_keys, case.total_tokens
+    inputs = [rng.standard_normal((num_rows, *width)) for num_rows, width in zip(rows, widths, strict=True)]
+    wanted = oracle.packed_attention(case.batch(), *inputs, causal=case.causal, window=case.window,
+                                     key_batch=case.key_batch())
     for found, name in zip(accuracy.exact(case, inputs, np), accuracy.RESULTS, strict=True):
         np.testing.assert_allclose(found, getattr(wanted, name), rtol=1e-12, atol=1e-12)
 
@@ -204,9 +207,9 @@ def test_errors_worked_by_hand():
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_small_versions_keep_widths_mask_and_group(case):
     small = accuracy.small(case)
-    assert 1 <= small.total_tokens <= accuracy.ROWS and small.heads <= accuracy.HEADS
+    assert 1 <= small.total_tokens <= small.total_keys <= accuracy.ROWS and small.heads <= accuracy.HEADS
     assert small.heads * case.kv_heads == case.heads * small.kv_heads
     kept = "head_dim", "v_head_dim", "causal", "window"
     assert all(getattr(small, name) == getattr(case, name) for name in kept)
-    assert small.total_tokens > accuracy.ROWS // 2 or len(small.lengths) > 8
+    assert small.total_keys > accuracy.ROWS // 2 or len(small.lengths) > 8
     assert isinstance(small.batch(), thdattn.PackedBatch)

@@ -29,7 +29,18 @@ from thdattn.mixer_backward_tiles import (
     thd_ssd_dstates,
 )
 from thdattn.mixer_tiles import MIXER_KERNELS, MIXER_SIZES, SLABS, SLABS_SM90, slab_for, thd_mixer_conv
-from thdattn.tiles import PLAN_KERNELS, REORDER_KERNELS, STATIC_BYTES, SUM_KERNELS, TILES
+from thdattn.tiles import (
+    PLAN_KERNELS,
+    REORDER_KERNELS,
+    STATIC_BYTES,
+    SUM_KERNELS,
+    TILES,
+    BackwardSm90,
+    Instance,
+    Kind,
+    Tiles,
+    sinks_grad_kernel,
+)
 
 pytest.importorskip("cupy")
 try:
@@ -83,10 +94,40 @@ def test_attention_kernels_fit_and_do_not_spill(arch, dims):
         usual and "float" not in kernel.name)], arch)  # fmt: skip
 
 
+def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:
+    """The kernels for sinks and soft-capped logits in bfloat16, of Hopper or of every GPU."""
+    dtype, capped = "bfloat16", Kind(caps=True, sinks=False)
+    kinds = Kind(caps=False, sinks=True), capped, Kind(caps=True, sinks=True)
+    forward = tiles.thd_attn_fwd_sm90 if arch == "sm_90a" else tiles.thd_attn_fwd
+    kernels = [*(forward(dtype, dtype, kind) for kind in kinds), forward(dtype, "float32", capped),
+               sinks_grad_kernel(dtype, tiles.v_head_dim)]
+    grads = (dtype, dtype), (dtype, "float32"), ("float32", "float32")
+    if arch != "sm_90a":
+        backward = tiles.backward_for(ARCHITECTURES[arch])
+        return [*kernels, *(tiles.thd_attn_bwd(dtype, grad, with_dq, backward, caps=True)
+                            for grad in (dtype, "float32") for with_dq in (True, False)),
+                *(tiles.thd_attn_bwd_dq(dtype, dq, caps=True) for dq in (dtype, "float32"))]
+    if tiles.forward_sm90.divides:
+        kernels.append(tiles.thd_attn_fwd_sm90(dtype, dtype, Kind(caps=False, sinks=True), in_parts=True))
+    if isinstance(tiles.backward_sm90, BackwardSm90):
+        return kernels + [tiles.thd_attn_bwd_sm90(dtype, *each, deterministic, caps=True)
+                          for each in grads for deterministic in (False, True)]
+    return kernels + [tiles.thd_attn_bwd_wide_sm90(dtype, *each, caps=True) for each in grads]
+
+
+@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_kernels_for_sinks_and_capped_logits_fit_and_do_not_spill(arch, dims):
+    compile_all(kernels_of_logits(TILES[dims], arch), arch)
+
+
 @pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_decode_kernels_fit_and_do_not_spill(arch, dims):
     compile_all([DECODE[dims].thd_attn_decode(dtype) for dtype in ("float16", "bfloat16")], arch)
+    if arch == "sm_80":
+        kinds = Kind(caps=False, sinks=True), Kind(caps=True, sinks=False), Kind(caps=True, sinks=True)
+        compile_all([DECODE[dims].thd_attn_decode("bfloat16", kind) for kind in kinds], arch)
 
 
 def mixer_slabs(arch, state_dim):
@@ -285,7 +326,8 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
     jit._text.cache_clear()
     by_name = {kernel.name.partition("<")[0]: kernel.name for kernel in with_tiles()}
     kernels = {"ForwardSize": by_name["thd_attn_fwd_sm90"], "MixerSize": MIXER_KERNELS[0],
-               "Rows": REORDER_KERNELS[False], "Shares": SUM_KERNELS["float16"]}  # fmt: skip
+               "Parts": by_name["thd_attn_fwd_sm90"], "Rows": REORDER_KERNELS[False],
+               "Shares": SUM_KERNELS["float16"]}  # fmt: skip
     try:
         with pytest.raises(RuntimeError, match=f"static assertion failed .*{struct}.* is not what structs.py has"):
             jit.compile_kernel(kernels.get(struct, by_name["thd_attn_bwd_sm90"]), "sm_90a")

@@ -158,11 +158,12 @@ def assert_central_differences(inputs, dout, gradients, how):
 
 def test_a_row_block_more_changes_nothing(monkeypatch):
     q, k, v, dout = random_document(70)
+    sinks = np.linspace(-1, 1, q.shape[1])
     for causal, window in [(True, (-1, -1)), (False, (5, 9)), (False, (-1, 3)), (False, (-1, -1))]:
         monkeypatch.setattr(oracle, "MAX_BLOCK_ROWS", 256)
-        whole = oracle.attention(q, k, v, dout, causal=causal, window=window)
+        whole = oracle.attention(q, k, v, dout, causal=causal, window=window, sinks=sinks)
         monkeypatch.setattr(oracle, "MAX_BLOCK_ROWS", 8)
-        blocked = oracle.attention(q, k, v, dout, causal=causal, window=window)
+        blocked = oracle.attention(q, k, v, dout, causal=causal, window=window, sinks=sinks)
         for field in vars(whole):
             np.testing.assert_allclose(getattr(blocked, field), getattr(whole, field), rtol=1e-12, atol=1e-13)
 

@@ -50,6 +50,7 @@ FOREIGN = {
     "dtype": ({"dtype": "float16"}, "dtype float32, wanted float16"),
     "wider dtype": ({"dtype": "float64"}, "dtype float32, wanted float64"),
     "deterministic": ({"deterministic": True}, "deterministic False, wanted True"),
+    "softcap": ({"softcap": 30}, "softcap 0.0, wanted 30.0"),
 }
 
 
@@ -227,8 +228,8 @@ def test_representations_say_what_it_is():
     assert repr(saved) == ("<Saved: q float32 (8, 4, 8), k float32 (8, 2, 8), v float32 (8, 2, 6), "
                            f"out float32 (8, 4, 6), lse float32 (4, 8), max_logit None, {of_plan}>")
     assert repr(layer) == ("<CPAttention num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=6, softmax_scale=0.5, "
-                           "dtype=float32, deterministic=False, causal=True, window=(-1, 0), engine='reference', "
-                           "cp_comm_type='all_gather', <SingleComm rank 0 of 1>>")
+                           "dtype=float32, deterministic=False, softcap=0.0, sinks=False, causal=True, "
+                           "window=(-1, 0), engine='reference', cp_comm_type='all_gather', <SingleComm rank 0 of 1>>")
 
 
 def test_representations_read_no_array():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from thdattn.host_plan import host_arrays
 pytest.importorskip("cupy")
 from thdattn.ops import scheduler
 from thdattn.ops.launch import Gpu
+from thdattn.tiles import TILES
 
 H100 = Gpu(sm90=True, multiprocessors=132, shared_bytes=232448)
 PACKS = {
@@ -87,19 +89,47 @@ def test_lengths_that_only_the_gpu_knows_come_the_longest_first():
 ])  # fmt: skip
 def test_a_split_has_fewer_heads_the_longer_the_sequences_are(pack, head_dim, splits):
     plan, _ = orders_of(PACKS[pack])
-    assert scheduler.splits_per_kv_head(H100, plan, 128, 8, 4, head_dim) == splits
+    assert scheduler.splits_per_kv_head(H100, plan, 128, 8, 4, head_dim) == [(splits, inf)]
 
 
 def test_splits_are_equal():
     plan, _ = orders_of(PACKS["one"])
-    assert [scheduler.splits_per_kv_head(H100, plan, 128, 8, group, 32) for group in (1, 3, 6, 7, 8)] == [1, 1, 2, 7, 2]
+    found = [scheduler.splits_per_kv_head(H100, plan, 128, 8, group, 32) for group in (1, 3, 6, 7, 8)]
+    assert found == [[(splits, inf)] for splits in (1, 1, 2, 7, 2)]
 
 
 def test_few_tiles_are_split_for_all_multiprocessors():
     plan, _ = orders_of(PACKS["short"])
-    assert [scheduler.splits_per_kv_head(H100, plan, tiles, 8, 4, 64) for tiles in (49, 50)] == [4, 1]
+    found = [scheduler.splits_per_kv_head(H100, plan, tiles, 8, 4, 64) for tiles in (49, 50)]
+    assert found == [[(4, inf)], [(1, inf)]]
 
 
-def test_lengths_that_only_the_gpu_knows_are_taken_for_long():
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+def test_lengths_that_only_the_gpu_knows_have_every_choice_for_the_packs_that_it_is_for(group, head_dim):
     unknown = SimpleNamespace(expected_pairs=None, cp_size=1, key_rows=1)
-    assert scheduler.splits_per_kv_head(H100, unknown, 128, 8, 4, 64) == 2
+    choices = scheduler.splits_per_kv_head(H100, unknown, 128, 8, group, head_dim)
+    limits = [most for _, most in choices]
+    assert limits == sorted(set(limits)) and limits[-1] == inf
+    for in_sight in (1, 16, 100, 128.5, 256, 300, 512, 600, 1024, 1100, 2048, 8192, 1e6):
+        known = SimpleNamespace(expected_pairs=in_sight * 1e9, cp_size=1, key_rows=1e9)
+        (expected, _), = scheduler.splits_per_kv_head(H100, known, 128, 8, group, head_dim)
+        assert next(splits for splits, most in choices if in_sight <= most) == expected
+
+
+def test_splits_of_longer_sequences_take_few_heads_together():
+    batch = thdattn.PackedBatch.from_lengths(PACKS["mixed"])
+    plan = SimpleNamespace(batch=batch, expected_pairs=1500 * batch.total_rows, cp_size=1, key_rows=batch.total_rows)
+    _, orders = orders_of(PACKS["mixed"])
+    assert scheduler.schedule(H100, plan, orders, 16, 2)[1] == (16, 0)
+    assert scheduler.schedule(H100, plan, orders, 16, 2, scheduler.LONG_FROM)[1] == (2, 2)
+
+
+@pytest.mark.parametrize(("tiles", "heads", "pieces"), [(1, 1, 32), (8, 8, 49), (1, 16, 24), (2, 132, 3)])
+def test_pieces_have_room_for_three_of_every_multiprocessor(tiles, heads, pieces):
+    assert scheduler.most_pieces(H100, tiles, heads) == pieces
+
+
+@pytest.mark.parametrize(("tiles", "heads", "divides"), [(1, 1, True), (16, 8, True), (16, 17, False), (0, 4, False)])
+def test_keys_are_divided_where_tiles_are_few(tiles, heads, divides):
+    assert scheduler.divides_keys(H100, TILES[128, 128].forward_sm90, tiles, heads) == divides

@@ -99,8 +99,8 @@ def spied(monkeypatch, name):
     """The (arguments, result) of every call of a method of CPAttention."""
     calls, right = [], getattr(thdattn.CPAttention, name)
 
-    def spy(self, *args):
-        result = right(self, *args)
+    def spy(self, *args, **options):
+        result = right(self, *args, **options)
         calls.append((args, result))
         return result
 
@@ -304,9 +304,9 @@ def test_both_directions_run_on_torchs_stream(torch_cuda, cupy, monkeypatch):
     def spied(name):
         call = getattr(thdattn.CPAttention, name)
 
-        def spy(*args):
+        def spy(*args, **options):
             seen[name] = cupy.cuda.get_current_stream().ptr, threading.get_ident()
-            return call(*args)
+            return call(*args, **options)
 
         monkeypatch.setattr(thdattn.CPAttention, name, spy)
 

@@ -70,6 +70,26 @@ def test_varlen_gradients_are_finite_differences(causal):
     assert torch.autograd.gradcheck(lambda *qkv: varlen_attention(*qkv, *cu_seqlens, causal=causal), (q, k, v))
 
 
+def test_gradients_with_sinks_and_capped_logits_are_finite_differences():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(7, heads, 3, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+
+    def of(*inputs):
+        return varlen_attention(*inputs[:3], cu_seqlens, cu_seqlens, causal=True, softcap=1.5, sinks=inputs[3])
+
+    assert torch.autograd.gradcheck(of, (q, k, v, sinks))
+
+
+def test_sinks_of_16_bits_get_gradients_of_16_bits():
+    q = torch.randn(7, 2, 4)
+    sinks = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 7], dtype=torch.int32)
+    varlen_attention(q, q, q, cu_seqlens, cu_seqlens, sinks=sinks).sum().backward()
+    assert sinks.grad.dtype == torch.bfloat16 and sinks.grad.abs().min() > 0
+
+
 def test_a_tensor_of_offsets_on_the_host_is_planned_once(monkeypatch):
     _, _, q, k, v = one_layer()
     cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)

@@ -65,6 +65,18 @@ def test_float64_is_the_oracle(poisoned_host, causal, window, pack):
         np.testing.assert_allclose(x, getattr(right, field), rtol=1e-10, atol=1e-12, err_msg=field)
 
 
+@pytest.mark.parametrize("options", [{"softcap": 1.5}, {"sinks": np.array([0.5, -1, 3, 0])},
+                                     {"softcap": 2, "sinks": np.array([0.5, -1, 3, 0])}], ids=["cap", "sinks", "both"])
+def test_capped_logits_and_sinks_are_the_oracle(options):
+    lengths, key_lengths = PACKS["cross"]
+    inputs = drawn(lengths, key_lengths, np.float64, (8, 6), slack=3)
+    found = computed(inputs, lengths, key_lengths, causal=True, **options)
+    right = truth(lengths, key_lengths, inputs, causal=True, **options).exact
+    for field, x in zip((*FIELDS, "dsinks")[: len(found)], found, strict=True):
+        np.testing.assert_allclose(x, getattr(right, field), rtol=1e-10, atol=1e-12, err_msg=field)
+    assert len(found) == 4 + ("sinks" in options)
+
+
 @pytest.mark.parametrize(
     ("queries", "keys", "mask"),
     [(2, 5, ["11110", "11111"]), (5, 2, ["00", "00", "00", "10", "11"]), (3, 3, ["100", "110", "111"])],
@@ -257,7 +269,7 @@ def call(**changes):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("dropout_p", 0.1), ("softcap", 30.0), ("alibi_slopes", np.ones(4, np.float32)), ("return_attn_probs", True),
+    [("dropout_p", 0.1), ("alibi_slopes", np.ones(4, np.float32)), ("return_attn_probs", True),
      ("block_table", np.zeros((2, 1), np.int32))],
 )
 def test_options_without_kernels_are_refused_by_name(name, value):
@@ -291,6 +303,8 @@ WRONG = [
     ({"window_size": 3}, TypeError, r"window_size is 3, wanted \(left, right\)"),
     ({"window_size": (3, -2)}, ValueError, r"window is \(3, -2\), wanted numbers >= -1"),
     ({"softmax_scale": 0.0}, ValueError, "softmax_scale is 0.0"),
+    ({"softcap": -30.0}, ValueError, "softcap is -30.0, wanted a finite number > 0"),
+    ({"sinks": np.zeros(3, np.float32)}, ValueError, r"sinks has shape \(3,\), wanted \(4,\)"),
 ]
 
 

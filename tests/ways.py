@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from cases import FIELDS, Case, Outcome, assemble, local_rows, random_inputs, to_host
+from cases import DSINKS, FIELDS, Case, Outcome, assemble, local_rows, random_inputs, random_sinks, to_host
 
 import thdattn
 from thdattn.comm import Comm
@@ -56,12 +56,12 @@ def inputs_of(case: Case, plan: thdattn.plan.Plan, dtype: Any, xp: Any = np, fil
     return [xp.asarray(local_rows(plan.batch, rows, x, fill)) for x in random_inputs(case, dtype, seed)]
 
 
-def step(layer: thdattn.CPAttention, plan: thdattn.plan.Plan, inputs: list[Any]) -> dict[str, Any]:
+def step(layer: thdattn.CPAttention, plan: thdattn.plan.Plan, inputs: list[Any], sinks: Any = None) -> dict[str, Any]:
     """What a forward and a backward return."""
     *qkv, dout = inputs
-    out, saved = layer.forward(*qkv, plan, return_max_logit=True)
+    out, saved = layer.forward(*qkv, plan, return_max_logit=True, sinks=sinks)
     arrays = out, saved.lse, saved.max_logit, *layer.backward(dout, saved)
-    return dict(zip(FIELDS, arrays, strict=True))
+    return dict(zip((*FIELDS, DSINKS)[: len(arrays)], arrays, strict=True))
 
 
 def on_host(results: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -78,7 +78,8 @@ def run_way(
     def program(comm: Comm) -> tuple[dict[str, np.ndarray], thdattn.Sharding]:
         layer = attention(case, way, comm, dtype, **options)
         plan = layer.plan(batch, way.sharding)
-        return on_host(call(layer, plan, inputs_of(case, plan, dtype, xp, fill))), plan.sharding
+        given = {"sinks": xp.asarray(random_sinks(case, dtype))} if case.sinks else {}
+        return on_host(call(layer, plan, inputs_of(case, plan, dtype, xp, fill), **given)), plan.sharding
 
     ranks = thdattn.comm.run_local(way.cp_size, program, timeout=240)
     return assemble(ranks[0][1], [results for results, _ in ranks])

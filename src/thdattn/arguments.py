@@ -88,21 +88,29 @@ def as_choice(name: str, value: Any, choices: Iterable[str]) -> str:
 
 def as_softmax_scale(value: Any) -> float:
     """The factor on q.k as a float; TypeError if it is no number, ValueError if float32 has no such factor > 0."""
-    remedy = "None is head_dim**-0.5"
+    return _as_positive("softmax_scale", value, "None is head_dim**-0.5")
+
+
+def as_softcap(value: Any) -> float:
+    """The cap of logits as a float; TypeError if it is no number, ValueError if it is neither 0 nor one > 0."""
+    if not is_array(value) and not isinstance(value, (bool, np.bool_)) and value == 0:
+        return 0.0
+    return _as_positive("softcap", value, "0 is no cap")
+
+
+def _as_positive(name: str, value: Any, remedy: str) -> float:
     try:
         if isinstance(value, (bool, np.bool_, str, bytes)) or is_array(value):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"softmax_scale is {shown(value)}, wanted a number; {remedy}") from None
+        raise TypeError(f"{name} is {shown(value)}, wanted a number; {remedy}") from None
     except OverflowError:
         number = math.inf
     with np.errstate(over="ignore", under="ignore"):
         in_float32 = np.float32(number)
     if not 0 < in_float32 < math.inf:
-        raise ValueError(
-            f"softmax_scale is {shown(value)}, wanted a finite number > 0; {remedy}, and float32 must hold it"
-        )
+        raise ValueError(f"{name} is {shown(value)}, wanted a finite number > 0; {remedy}, and float32 must hold it")
     return number
 
 

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 from numpy.typing import DTypeLike
 
 from thdattn import planning, room
-from thdattn.arguments import as_bool, as_count, as_softmax_scale, as_window, found
+from thdattn.arguments import as_bool, as_count, as_softcap, as_softmax_scale, as_window, found
 from thdattn.cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
-from thdattn.checks import as_rows, check_plan, check_same
+from thdattn.checks import as_rows, as_sinks, check_plan, check_same
 from thdattn.comm import Comm
 from thdattn.engines import as_engine_dtype, check_head_dims, choose_engine
 from thdattn.flops import Flops, attention_flops
@@ -58,6 +58,9 @@ class CPAttention:
             "balanced", those that a rank's queries see. "a2a": heads, so that a rank has all rows of some of them.
             "p2p": keys and values, round a ring, where those of all ranks would take too much memory.
             "a2a+all_gather", "a2a+p2p": heads among the ranks of inner, keys and values between those of outer.
+        softcap: > 0: a logit is softcap * tanh(softmax_scale * q.k / softcap), which stays below it; 0: as it is.
+        sinks: whether every query head has a sink, a logit that takes part in the softmax of each of its rows and has
+            no value, so that a query may attend to nothing; forward takes them, and backward returns their gradient.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that the engine does not compute in.
@@ -82,6 +85,8 @@ class CPAttention:
         head_groups: int | None = None,
         keep_keys: bool | None = None,
         cp_comm_type: str = "all_gather",
+        softcap: float = 0.0,
+        sinks: bool = False,
     ) -> None:
         self._choice = Choice.of(comm, cp_comm_type)
         self.comm, self.cp_comm_type = self._choice.comm, self._choice.cp_comm_type
@@ -92,6 +97,7 @@ class CPAttention:
         self.causal = as_bool("causal", causal)
         self.window = as_window(window, self.causal)
         self.softmax_scale = self.head_dim**-0.5 if softmax_scale is None else as_softmax_scale(softmax_scale)
+        self.softcap, self.sinks = as_softcap(softcap), as_bool("sinks", sinks)
         self.deterministic = as_bool("deterministic", deterministic)
         self.head_groups = None if head_groups is None else as_count("head_groups", head_groups)
         self.keep_keys = None if keep_keys is None else as_bool("keep_keys", keep_keys)
@@ -105,14 +111,13 @@ class CPAttention:
         self._last_memory: tuple[tuple[Any, ...], Memory] | None = None  # of the last plan, and for which rows
         self._calls: WeakKeyDictionary[Plan, Call] = WeakKeyDictionary()
         self._plans = {
-            "cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": self.window,
-            "engine": self.engine, "head_dims": (self.head_dim, self.v_head_dim), "tiles": self._tiles,
-            "head_ranks": self._choice.inner,
+            "cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": self.window, "engine": self.engine,
+            "head_dims": (self.head_dim, self.v_head_dim), "tiles": self._tiles, "head_ranks": self._choice.inner,
         }
         self._saves = {
             "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim,
             "v_head_dim": self.v_head_dim, "softmax_scale": self.softmax_scale, "dtype": self.dtype,
-            "deterministic": self.deterministic,
+            "deterministic": self.deterministic, "softcap": self.softcap, "sinks": self.sinks,
         }
         self._caches = {name: {**self._plans, **self._saves}[name] for name in CACHE_TRAITS}
 
@@ -242,7 +247,8 @@ class CPAttention:
         return self._last_memory[1]
 
     def forward(
-        self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False, keys: Keys | None = None
+        self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False, keys: Keys | None = None,
+        sinks: Any = None,
     ) -> tuple[Any, Saved]:
         """Attention of this rank's rows over the keys of all ranks. Collective.
 
@@ -253,6 +259,8 @@ class CPAttention:
             plan: from this attention's plan method, or that of one with the same mask and head dims.
             return_max_logit: also compute saved.max_logit.
             keys: from gather, of the same k, v and plan, if that has been called before.
+            sinks: (num_heads,) float32 (float64 for float64 inputs), finite or -inf, which is none; the same on all
+                ranks. For an attention with sinks, and only for that.
 
         Returns:
             (out, saved): out (local_rows, num_heads, v_head_dim), a new array, 0 for a query that sees no key, as its
@@ -268,11 +276,13 @@ class CPAttention:
         q = self._checked("q", q, (plan.local_rows, self.num_heads, self.head_dim))
         k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
+        sinks = as_sinks(self._engine, sinks, self.num_heads, self.dtype, self.sinks)
+        call = self._call(plan) if sinks is None else self._call(plan)._replace(sinks=sinks)
         out, lse, max_logit, kept = self._choice.method(plan).forward(
-            self._engine, self._choice.ranks, plan, q, k, v, self._call(plan), return_max_logit,
+            self._engine, self._choice.ranks, plan, q, k, v, call, return_max_logit,
             **self._gathered(keys, k, v, plan),
         )
-        return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, kept)
+        return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, kept, sinks)
 
     def gather(self, k: Any, v: Any, plan: Plan) -> Keys:
         """Starts to gather the keys and values of all ranks, for a forward or backward to come. Collective.
@@ -304,7 +314,7 @@ class CPAttention:
         """Whether gather may be called with this plan: whether keys and values alone travel, and all of them."""
         return self._choice.method(plan) is all_gather
 
-    def backward(self, dout: Any, saved: Saved, keys: Keys | None = None) -> tuple[Any, Any, Any]:
+    def backward(self, dout: Any, saved: Saved, keys: Keys | None = None) -> tuple[Any, ...]:
         """Gradients of forward for this rank's rows. Collective.
 
         Args:
@@ -313,7 +323,8 @@ class CPAttention:
             keys: from gather, of saved.k and saved.v, if that has been called before; saved.keys are used first.
 
         Returns:
-            (dq, dk, dv): new arrays, shapes and dtype of q, k, v. dk and dv are summed over ranks in float32.
+            (dq, dk, dv): new arrays, shapes and dtype of q, k, v. dk and dv are summed over ranks in float32; with
+            sinks also dsinks: what this rank's rows give to their gradient, to be summed over ranks as of weights.
 
         Raises:
             TypeError, ValueError: as forward; also a ValueError for a saved of another attention.
@@ -323,14 +334,14 @@ class CPAttention:
 
     def start_backward(
         self, dout: Any, saved: Saved, keys: Keys | None = None
-    ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
+    ) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
         """backward, with dq at once, and dk and dv on their way, for what needs dq alone meanwhile. Collective.
 
         Args:
             dout, saved, keys: as for backward.
 
         Returns:
-            (dq, dk_dv): dk_dv() has the current stream wait and returns (dk, dv).
+            (dq, dk_dv): dk_dv() has the current stream wait and returns (dk, dv), and with sinks (dk, dv, dsinks).
 
         Raises:
             TypeError, ValueError: as backward.
@@ -339,7 +350,7 @@ class CPAttention:
 
     def _backward(
         self, dout: Any, saved: Saved, keys: Keys | None, at_once: bool
-    ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
+    ) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
         if not isinstance(saved, Saved):
             raise TypeError(f"saved is {found(saved)}; wanted a Saved; pass the one that forward returned")
         check_same("saved was made with", saved.made_with, self._saves, "pass what this attention's forward returned")
@@ -353,7 +364,10 @@ class CPAttention:
             self._engine, self._choice.ranks, plan, dout, tensors, self._call(plan), at_once,
             **self._gathered(keys, saved.k, saved.v, plan),
         )
-        return dq, dk_dv
+        if not self.sinks:
+            return dq, dk_dv
+        dsinks = self._engine.sinks_grad(dout, saved.out, saved.lse, saved.sinks)
+        return dq, lambda: (*dk_dv(), dsinks)
 
     def cache(self, num_texts: int, capacity: int) -> KVCache:
         """An empty cache for decode, with room for `capacity` rows of keys and values of each of num_texts texts.
@@ -365,7 +379,7 @@ class CPAttention:
         shape = self.num_kv_heads, (self.head_dim, self.v_head_dim)
         return make_cache(self._engine, self.comm.size, num_texts, capacity, *shape, self.dtype, self.window)
 
-    def decode(self, q: Any, k: Any, v: Any, cache: KVCache) -> Any:
+    def decode(self, q: Any, k: Any, v: Any, cache: KVCache, sinks: Any = None) -> Any:
         """Attention of the next rows of every text over all that the cache has of it, these rows included.
 
         It copies nothing to the host and waits for nothing. Once it has run, it can be captured in a CUDA graph, whose
@@ -375,6 +389,7 @@ class CPAttention:
             q: (num_texts * n, num_heads, head_dim), n rows of text 0, then of text 1, ...; n is any number >= 1.
             k: (num_texts * n, num_kv_heads, head_dim); v: (.., v_head_dim): appended to the cache.
             cache: from this attention's cache method, or from that of one with the same kv heads, head dims and mask.
+            sinks: as for forward.
 
         Returns:
             (num_texts * n, num_heads, v_head_dim), a new array; 0 for texts that do not fit, see KVCache.lengths.
@@ -388,7 +403,9 @@ class CPAttention:
         q = self._checked("q", q, (rows, self.num_heads, self.head_dim))
         k = self._checked("k", k, (rows, self.num_kv_heads, self.head_dim))
         v = self._checked("v", v, (rows, self.num_kv_heads, self.v_head_dim))
-        out, _ = self._engine.attn_decode(q, self._engine.cache_append(k, v, cache), cache, self.softmax_scale)
+        sinks = as_sinks(self._engine, sinks, self.num_heads, self.dtype, self.sinks)
+        key_ranges = self._engine.cache_append(k, v, cache)
+        out, _ = self._engine.attn_decode(q, key_ranges, cache, self.softmax_scale, self.softcap, sinks)
         return out
 
     def flops(self, plan: Plan | PackedBatch) -> Flops:
@@ -409,11 +426,9 @@ class CPAttention:
         return attention_flops(pairs, self.num_heads, (self.head_dim, self.v_head_dim))
 
     def _groups(self, plan: Plan) -> int:
-        """How many groups of kv heads are gathered, computed and summed one after another."""
         return self._choice.head_groups(plan, self.num_kv_heads, self.dtype, self.head_groups)
 
     def _keeps(self, plan: Plan) -> bool:
-        """Whether forward keeps the keys of all ranks: by default if Saved grows by no more than it is anyway."""
         return keeps_keys(plan, self.num_heads, self.num_kv_heads, self.keep_keys)
 
     def _gathered(self, keys: Keys | None, k: Any, v: Any, plan: Plan) -> dict[str, Any]:
@@ -425,12 +440,12 @@ class CPAttention:
         return {"keys": keys}
 
     def _call(self, plan: Plan) -> Call:
-        """What is asked of the method for this plan."""
+        """What is asked of the method for this plan, but for sinks."""
         call = self._calls.get(plan)
         if call is None:
             outer = None if plan.core is None else self._choice.between(plan)
-            call = Call(self.softmax_scale, self.deterministic, self._groups(plan), self._keeps(plan), outer)
-            self._calls[plan] = call
+            how = self.softmax_scale, self.deterministic, self._groups(plan), self._keeps(plan), outer
+            self._calls[plan] = call = Call(*how, self.softcap)
         return call
 
     def _checked(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
@@ -440,5 +455,5 @@ class CPAttention:
         """A number that differs where ranks would run collectives of different sizes or mask differently."""
         return planning.fingerprint(
             plan, self.window, self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim, self.softmax_scale,
-            self.dtype.name, self.engine, self.head_groups, self.keep_keys, self.cp_comm_type,
+            self.dtype.name, self.engine, self.head_groups, self.keep_keys, self.cp_comm_type, self.softcap, self.sinks,
         )

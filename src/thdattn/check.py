@@ -32,6 +32,8 @@ class Case:
     cp_sizes: the numbers of simulated ranks to run it on.
     keys: lengths of every sequence's keys, padded and with slack as the queries; None = the same sequences.
     cp_comm_type: what travels between ranks.
+    softcap: of logits; 0: none.
+    sinks: whether heads have some.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Case:
     deterministic: bool = False
     keys: tuple[int, ...] | None = None
     cp_comm_type: str = "all_gather"
+    softcap: float = 0.0
+    sinks: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -75,7 +79,8 @@ class Case:
         (num_heads, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
         return thdattn.CPAttention(
             comm, num_heads, head_dim, num_kv_heads, v_head_dim, self.causal, self.window, dtype=dtype,
-            **{"deterministic": self.deterministic, "cp_comm_type": self.cp_comm_type, **options},
+            **{"deterministic": self.deterministic, "cp_comm_type": self.cp_comm_type, "softcap": self.softcap,
+               "sinks": self.sinks, **options},
         )  # fmt: skip
 
     def slim(self) -> Case:
@@ -98,6 +103,14 @@ def random_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[Array, .
     )
 
 
+def random_sinks(case: Case, dtype: DTypeLike, seed: int = 0) -> Array | None:
+    """(num_heads,) sinks for inputs of a dtype, some below the logits and some among them; None: the case has none."""
+    if not case.sinks:
+        return None
+    rng = np.random.default_rng(zlib.crc32(f"{case.name} sinks {seed}".encode()))
+    return rng.uniform(-2, 4, case.heads[0]).astype(np.promote_types(dtype, np.float32))
+
+
 RAGGED = (130, 7, 261, 33, 1, 64)
 
 CASES = (
@@ -117,6 +130,8 @@ CASES = (
     Case("heads exchanged", RAGGED, heads=(8, 8), sharding="contiguous", cp_comm_type="a2a", cp_sizes=(4,)),
     Case("ring", RAGGED, cp_comm_type="p2p", cp_sizes=(4,)),
     Case("two levels", RAGGED, sharding="balanced", cp_comm_type="a2a+all_gather", cp_sizes=(4,)),
+    Case("sinks", RAGGED, sinks=True, cp_sizes=(2,)),
+    Case("soft-capped logits, sinks", RAGGED, softcap=30.0, sinks=True, cp_sizes=(2,)),
 )
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -176,7 +191,8 @@ def _judge(comm: Comm, case: Case, cp_size: int, dtype: str, engine: str) -> tup
     actual = compute(comm) if comm.size > 1 else thdattn.comm.run_local(cp_size, compute, timeout=600)[0]
     if comm.rank != 0:
         return [], []
-    truth = oracle.truth(batch, *inputs, causal=case.causal, window=case.window)
+    truth = oracle.truth(batch, *inputs, causal=case.causal, window=case.window, softcap=case.softcap,
+                         sinks=random_sinks(case, dtype))
     verdicts = [truth.judge(name, x) for name, x in zip(NAMES, actual, strict=True)]
     padding = np.isnan(inputs[0][:, 0, 0].astype(np.float32))
     wrong = [f"{name}: {verdict}" for name, verdict in zip(NAMES, verdicts, strict=True) if not verdict.good]
@@ -192,9 +208,11 @@ def _compute(
     plan = attn.plan(batch, case.sharding)
     xp = importlib.import_module("cupy" if engine == "cuda" else "numpy")
     q, k, v, dout = (xp.asarray(plan.sharding.shard(x, comm.rank)) for x in inputs)
-    out, saved = attn.forward(q, k, v, plan)
+    sinks = random_sinks(case, dtype)
+    out, saved = attn.forward(q, k, v, plan, sinks=None if sinks is None else xp.asarray(sinks))
+    dq, dk, dv, *_ = attn.backward(dout, saved)
     results = []
-    for x in (out, *attn.backward(dout, saved)):
+    for x in (out, dq, dk, dv):
         gathered = xp.empty((comm.size * len(x), *x.shape[1:]), x.dtype)
         comm.all_gather(xp.ascontiguousarray(x), gathered)
         on_host = gathered.get() if engine == "cuda" else gathered

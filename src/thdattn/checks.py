@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from thdattn.arguments import shown
 from thdattn.plan import Plan
 
 
@@ -25,6 +26,32 @@ def as_rows(engine: Any, name: str, x: Any, shape: tuple[int, ...], dtype: np.dt
             f"(Sharding.shard cuts them out) with the heads that CPAttention was made for"
         )
     return x
+
+
+def as_sinks(engine: Any, sinks: Any, num_heads: int, dtype: np.dtype[Any], wanted: bool) -> Any:
+    """The engine's array of the sinks that a user passed, or None for an attention without.
+
+    Args:
+        dtype: of q.
+        wanted: whether the attention has sinks.
+
+    Raises:
+        TypeError: an array of another dtype, on the wrong device, or none.
+        ValueError: an array of another shape, none for an attention with sinks, or one for an attention without.
+    """
+    if (sinks is not None) != wanted:
+        raise ValueError(
+            f"sinks is {'None' if sinks is None else shown(sinks)}, but the attention was made with sinks={wanted}, "
+            f"wanted one with the other; pass (num_heads,) logits to CPAttention(sinks=True), and to no other"
+        )
+    if sinks is None:
+        return None
+    sinks, kept = engine.from_user("sinks", sinks), np.promote_types(dtype, np.float32)
+    if sinks.dtype != kept:
+        raise TypeError(f"sinks is {sinks.dtype}, wanted {kept}, as lse; cast it")
+    if sinks.shape != (num_heads,):
+        raise ValueError(f"sinks has shape {sinks.shape}, wanted {(num_heads,)}; pass a logit for every query head")
+    return sinks
 
 
 def check_plan(plan: Plan, wanted: dict[str, Any]) -> None:

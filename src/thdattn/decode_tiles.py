@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thdattn.tiles import ELEMENT_TYPES, PAD, Instance
+from thdattn.tiles import ELEMENT_TYPES, PAD, PLAIN, Instance, Kind, instance
 
 CACHE_KERNELS = ("thd_cache_append", "thd_cache_fill")
 MIXER_THREADS = 128  # of a thread block that has states
@@ -32,12 +32,12 @@ class Decode:
         """Keys that a thread block takes at a time."""
         return 16 * self.warps
 
-    def thd_attn_decode(self, dtype: str) -> Instance:
+    def thd_attn_decode(self, dtype: str, kind: Kind = PLAIN) -> Instance:
         """The kernel, for "float16" or "bfloat16"."""
         tiles = 2 * 16 * (self.head_dim + PAD + self.warps * self.stages * (self.head_dim + self.v_head_dim + 2 * PAD))
         shares = 4 * 16 * self.warps * (self.v_head_dim + PAD) + 8 * self.heads * self.max_splits
-        constants = ELEMENT_TYPES[dtype], self.head_dim, self.v_head_dim, self.warps, self.stages, max(tiles, shares)
-        return Instance(f"thd_attn_decode<{', '.join(map(str, constants))}>", max(tiles, shares))
+        return instance("thd_attn_decode", dtype, *kind, self.head_dim, self.v_head_dim, self.warps, self.stages,
+                        shared_bytes=max(tiles, shares))
 
     def splits(self, multiprocessors: int, blocks: int, longest_range: int) -> int:
         """Into how many parts a range of keys is split, so that so many blocks of one part each fill the GPU."""

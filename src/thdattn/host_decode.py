@@ -13,7 +13,9 @@ from thdattn.plan import Plan
 Array = NDArray[Any]
 
 
-def attn_decode(q: Array, key_ranges: Array, cache: KVCache, softmax_scale: float) -> tuple[Array, Array]:
+def attn_decode(
+    q: Array, key_ranges: Array, cache: KVCache, softmax_scale: float, softcap: float = 0.0, sinks: Array | None = None
+) -> tuple[Array, Array]:
     """Attention of few query rows over ranges of a cache's rows.
 
     Args:
@@ -21,6 +23,7 @@ def attn_decode(q: Array, key_ranges: Array, cache: KVCache, softmax_scale: floa
         key_ranges: (num_rows, 2) int32, [begin, end) of text * capacity + row; may be empty.
         cache: gives k and v.
         softmax_scale: factor on q.k.
+        softcap, sinks: as for reference.attn_fwd.
 
     Returns:
         out: (num_rows, num_heads, v_head_dim), dtype of q; exactly 0 where the range is empty.
@@ -36,11 +39,17 @@ def attn_decode(q: Array, key_ranges: Array, cache: KVCache, softmax_scale: floa
     for row in np.flatnonzero(key_ranges[:, 0] < key_ranges[:, 1]):
         seen = slice(*key_ranges[row])
         scores = scaled_q[row] @ keys[seen].astype(dtype).transpose(1, 2, 0)
+        if softcap:
+            scores = np.tanh(scores / dtype.type(softcap)) * dtype.type(softcap)
         row_max = scores.max(axis=-1, keepdims=True)
         p = np.exp(scores - row_max)
         row_sum = p.sum(axis=-1, keepdims=True)
-        out[row] = (p @ values[seen].astype(dtype).swapaxes(0, 1) / row_sum).reshape(num_heads, v_head_dim)
-        lse[:, row] = (row_max + np.log(row_sum)).reshape(num_heads)
+        o = (p @ values[seen].astype(dtype).swapaxes(0, 1) / row_sum).reshape(num_heads, v_head_dim)
+        lse[:, row] = row_lse = (row_max + np.log(row_sum)).reshape(num_heads)
+        if sinks is not None:
+            lse[:, row] = np.logaddexp(row_lse, sinks)
+            o *= np.exp(row_lse - lse[:, row])[:, None]
+        out[row] = o
     return out, lse
 
 

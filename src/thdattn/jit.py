@@ -37,12 +37,12 @@ GENERATED = {
     "structs.checks()": structs.checks,
 }
 _ROWS = ("kernels/common.cuh", "structs.checks()", "kernels.cu")
-_PORTABLE = ("kernels/common.cuh", "kernels/portable/common.cuh")
-_MAMBA = ("kernels/common.cuh", "structs.checks()", "kernels/portable/common.cuh", "kernels/mamba/common.cuh")
-_MAMBA_BACKWARD = (*_MAMBA, "kernels/mamba/backward_common.cuh")
-_HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/hopper/common.cuh")
-_MAMBA_HOPPER = (*_HOPPER, "kernels/portable/common.cuh", "kernels/mamba/common.cuh")
+_PORTABLE = ("kernels/common.cuh", "structs.checks()", "kernels/logits.cuh", "kernels/portable/common.cuh")
+_HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/logits.cuh", "kernels/hopper/common.cuh")
 _HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")
+_MAMBA = (*_PORTABLE, "kernels/mamba/common.cuh")
+_MAMBA_BACKWARD = (*_MAMBA, "kernels/mamba/backward_common.cuh")
+_MAMBA_HOPPER = (*_HOPPER, "kernels/portable/common.cuh", "kernels/mamba/common.cuh")
 _MIXER_DECODE = (*_MAMBA, "kernels/mamba/decode.cu")
 FILES = {
     "thd_reorder": _ROWS,
@@ -53,6 +53,7 @@ FILES = {
     "thd_plan_tile_cost": _ROWS,
     "thd_plan_tile_order": _ROWS,
     "thd_plan_parts": _ROWS,
+    "thd_plan_pairs": _ROWS,
     "thd_plan_poison": _ROWS,
     "thd_sum": ("kernels/common.cuh", "structs.checks()", "kernels/sum.cu"),
     "thd_cache_append": (*_ROWS, "kernels/cache.cu"),
@@ -61,6 +62,7 @@ FILES = {
     "thd_mixer_decode": _MIXER_DECODE,
     "thd_mixer_fill_rows": _MIXER_DECODE,
     "thd_mixer_fill": _MIXER_DECODE,
+    "thd_attn_sinks_grad": ("kernels/common.cuh", "kernels/sinks.cu"),
     "thd_attn_fwd": (*_PORTABLE, "kernels/portable/forward.cu"),
     "thd_attn_delta": (*_PORTABLE, "kernels/portable/backward.cu"),
     "thd_attn_bwd": (*_PORTABLE, "kernels/portable/backward.cu"),
@@ -82,7 +84,8 @@ FILES = {
     "thd_mixer_conv_bwd": (*_MAMBA, "kernels/mamba/conv_backward.cu"),
     "thd_mixer_sum": (*_MAMBA, "kernels/mamba/conv_backward.cu"),
     "thd_mixer_add_halos": (*_MAMBA, "kernels/mamba/conv_backward.cu"),
-    "thd_attn_fwd_sm90": (*_HOPPER, "kernels/hopper/forward.cu"),
+    "thd_attn_pieces_sm90": (*_HOPPER, "kernels/hopper/pieces.cuh"),
+    "thd_attn_fwd_sm90": (*_HOPPER, "kernels/hopper/pieces.cuh", "kernels/hopper/forward.cu"),
     "thd_attn_shares_sm90": _HOPPER_BACKWARD,
     "thd_attn_bwd_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/query_side.cuh", "kernels/hopper/backward.cu"),
     "thd_attn_bwd_wide_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/wide.cu"),

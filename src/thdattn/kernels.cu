@@ -346,6 +346,25 @@ __global__ void thd_plan_tile_order(int* __restrict__ query_tiles, int* __restri
   }
 }
 
+// How many pairs of a query and a key see each other. Launch: one block of 1024.
+__global__ void __launch_bounds__(1024) thd_plan_pairs(u64* __restrict__ pairs, const int2* __restrict__ key_ranges,
+                                                       int num_rows) {
+  __shared__ u64 of_warp[kWarp];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  auto sum = [](u64 x) {
+    for (int i = kWarp / 2; i; i /= 2) x += __shfl_xor_sync(0xffffffffu, x, i);
+    return x;
+  };
+  u64 mine = 0;
+  #pragma unroll 8
+  for (int i = threadIdx.x; i < num_rows; i += 1024) mine += key_ranges[i].y - key_ranges[i].x;
+  mine = sum(mine);
+  if (lane == 0) of_warp[warp] = mine;
+  __syncthreads();
+  mine = sum(of_warp[lane]);
+  if (threadIdx.x == 0) *pairs = mine;
+}
+
 // Tiles of one side in two parts, which are done one after the other. tiles (2, count): their two orders; second
 // (count): whether a tile is of the second part. parts: both orders of the num_first tiles of the first part, then both
 // of the others; in a part, tiles follow each other as they did. One warp counts those before a tile. Launch: grid

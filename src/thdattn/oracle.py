@@ -8,6 +8,9 @@ A key at position j is visible to a query at position p of the same document iff
 Where a document has another number of keys than of queries, its last query stands at its last key, as in flash-attn:
 query i of n at position p = i + number of keys - n. A query that sees no key gives out 0 and lse -inf.
 
+A logit is scale * q.k or, with a softcap, cap * tanh(scale * q.k / cap). A sink is one more logit of every row of a
+head, without a value: it takes part in the sum, and so in lse, where the row sees a key.
+
 `attention` in float64 is the truth. Two baselines say how far from it an implementation may be: plain attention,
 which rounds every matrix to 16 bits, and fused attention, which rounds only what a tensor core has to read.
 `truth` makes all three, and its `judge` holds a result against them.
@@ -44,6 +47,7 @@ class Result:
     lse: (num_heads, rows), natural log of the softmax sum of the scaled logits
     max_logit: (num_heads,), largest scaled logit; -inf without rows
     dq, dk, dv: as q, k, v; None without dout
+    dsinks: (num_heads,), gradient of the sinks; None without dout or sinks
     """
 
     out: Array
@@ -52,6 +56,7 @@ class Result:
     dq: Array | None = None
     dk: Array | None = None
     dv: Array | None = None
+    dsinks: Array | None = None
 
 
 def attention(
@@ -61,6 +66,8 @@ def attention(
     softmax_scale: float | None = None,
     rounding: DTypeLike | None = None,
     fused: bool = False,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Result:
     """Attention of one document with itself or with other keys, and its gradients if dout is given.
 
@@ -77,6 +84,8 @@ def attention(
         fused: round only out, dq, dk, dv and, once, the operands of matrix products: P = exp(score - lse) for dv, dS
             for dq and dk, and for out exp(score - largest score), which is divided by its sum afterwards.
             Scores, P, dP and dS stay in float32. dS needs rowsum(dout * out), and that out is the rounded one.
+        softcap: the cap of logits, > 0; 0: none.
+        sinks: (num_heads,), a logit for every head that has no value; None: none.
 
     Returns:
         `Result`, float64 (for a baseline: the rounded values).
@@ -93,16 +102,25 @@ def attention(
     max_logit = np.full(len(qh), -np.inf)
     doh = np.zeros_like(out) if dout is None else _by_head(stored(dout), q.shape[1])
     dq, dk, dv = np.zeros_like(qh), np.zeros_like(kh), np.zeros_like(vh)
+    sink = np.full(len(qh), -np.inf, qh.dtype) if sinks is None else sinks.astype(qh.dtype)
+    dsinks = np.zeros(len(qh))
     for rows, keys, visible in _row_blocks(len(q), len(k), q.shape[1], causal, window):
-        logits = np.where(visible, scale * kept(qh[:, rows] @ kh[:, keys].swapaxes(1, 2)), -np.inf)
-        weights, total, lse[:, rows], top = _softmax(logits)
+        logits = scale * kept(qh[:, rows] @ kh[:, keys].swapaxes(1, 2))
+        slope: Array | float = 1.0
+        if softcap:
+            capped = np.tanh(logits / softcap)
+            logits, slope = softcap * capped, 1 - capped**2
+        logits = np.where(visible, logits, -np.inf)
+        weights, total, lse[:, rows], top = _softmax(logits, sink)
         max_logit = np.maximum(max_logit, top)
         p = kept(weights / total)
         out[:, rows] = stored(stored(weights) @ vh[:, keys] / total if fused else p @ vh[:, keys])
         if dout is not None:
             dp = kept(doh[:, rows] @ vh[:, keys].swapaxes(1, 2))
             delta = (doh[:, rows] * out[:, rows] if fused else p * dp).sum(axis=-1, keepdims=True)
-            ds = stored(p * (dp - delta))
+            ds = stored(p * (dp - delta) * slope)
+            share = np.exp(sink[:, None] - np.where(lse[:, rows] == -np.inf, np.inf, lse[:, rows]))  # of the sink
+            dsinks -= (share * delta[..., 0]).sum(axis=1)
             dq[:, rows] = scale * (ds @ kh[:, keys])
             dk[:, keys] += scale * (ds.swapaxes(1, 2) @ qh[:, rows])
             dv[:, keys] += stored(p).swapaxes(1, 2) @ doh[:, rows]
@@ -111,7 +129,9 @@ def attention(
         stored(_by_row(x, heads)).astype(np.float64)
         for x, heads in ((out, q.shape[1]), (dq, q.shape[1]), (dk, k.shape[1]), (dv, k.shape[1]))
     )
-    return Result(out, lse, max_logit) if dout is None else Result(out, lse, max_logit, dq, dk, dv)
+    if dout is None:
+        return Result(out, lse, max_logit)
+    return Result(out, lse, max_logit, dq, dk, dv, None if sinks is None else dsinks)
 
 
 def packed_attention(
@@ -127,13 +147,15 @@ def packed_attention(
     rounding: DTypeLike | None = None,
     fused: bool = False,
     key_batch: PackedBatch | None = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Result:
     """`attention` of every document of a packed batch, in sequence order.
 
     Args:
         batch: lengths and row offsets; lengths on the host.
         q, k, v, dout: (total_rows, heads, width), otherwise as in `attention`; padding rows are never read.
-        causal, window, softmax_scale, rounding, fused: as in `attention`.
+        causal, window, softmax_scale, rounding, fused, softcap, sinks: as in `attention`.
         key_batch: lengths and row offsets of k and v, as many documents; None: those of the queries.
 
     Returns:
@@ -153,17 +175,22 @@ def packed_attention(
     out = np.zeros((len(q), num_heads, v.shape[2]))
     lse = np.full((num_heads, len(q)), -np.inf)
     max_logit = np.full(num_heads, -np.inf)
-    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    dq, dk, dv, dsinks = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape), np.zeros(num_heads)
     for rows, keys in zip(_documents(batch), _documents(key_batch), strict=True):
         document = attention(
             q[rows], k[keys], v[keys], None if dout is None else dout[rows],
-            causal=causal, window=window, softmax_scale=softmax_scale, rounding=rounding, fused=fused,
+            causal=causal, window=window, softmax_scale=softmax_scale, rounding=rounding, fused=fused, softcap=softcap,
+            sinks=sinks,
         )  # fmt: skip
         out[rows], lse[:, rows] = document.out, document.lse
         max_logit = np.maximum(max_logit, document.max_logit)
         if document.dq is not None:
             dq[rows], dk[keys], dv[keys] = document.dq, document.dk, document.dv
-    return Result(out, lse, max_logit) if dout is None else Result(out, lse, max_logit, dq, dk, dv)
+        if document.dsinks is not None:
+            dsinks += document.dsinks
+    if dout is None:
+        return Result(out, lse, max_logit)
+    return Result(out, lse, max_logit, dq, dk, dv, None if sinks is None else dsinks)
 
 
 class Verdict(NamedTuple):
@@ -196,7 +223,10 @@ class Truth:
     fused: Result | None
 
     def judge(self, name: str, actual: Array) -> Verdict:
-        """`judge` of one field of `Result`; lse and max_logit are not what fused attention rounds."""
+        """`judge` of one field of `Result`; lse and max_logit are not what fused attention rounds.
+
+        Not of dsinks, a few sums, of which those of a baseline may be right by luck.
+        """
         fused = self.fused if name in ("out", "dq", "dk", "dv") else None
         exact, plain = getattr(self.exact, name), getattr(self.plain, name)
         return judge(actual, exact, plain, None if fused is None else getattr(fused, name))
@@ -210,7 +240,7 @@ def truth(
 
     Args:
         batch, q, k, v, dout: as in `packed_attention`.
-        how: causal, window, softmax_scale, key_batch, as there.
+        how: causal, window, softmax_scale, key_batch, softcap, sinks, as there.
     """
     dtype = np.dtype(q.dtype if dtype is None else dtype)
     exact = packed_attention(batch, q, k, v, dout, **how)
@@ -309,16 +339,20 @@ def _row_blocks(
         yield slice(first, first + len(p)), slice(begin, end), visible
 
 
-def _softmax(logits: Array) -> tuple[Array, Array, Array, Array]:
-    """exp(logits - the largest of the row) and its sum, lse per row and the largest logit per head.
+def _softmax(logits: Array, sinks: Array) -> tuple[Array, Array, Array, Array]:
+    """exp(logits - the largest of the row) and its sum with the sink's, lse per row and the largest logit per head.
 
     A row without a finite logit has weights 0, which any sum divides; its lse is -inf.
     """
     top = logits.max(axis=-1, keepdims=True)
     sees = top != -np.inf
-    weights = np.exp(logits - np.where(sees, top, 0))
+    base, sink = np.where(sees, top, 0), np.where(sees, sinks[:, None, None], -np.inf)
+    weights = np.exp(logits - base)
     total = np.where(sees, weights.sum(axis=-1, keepdims=True), 1)
-    return weights, total, (top + np.log(total))[..., 0], top.max(axis=(1, 2))
+    lse = np.logaddexp(top + np.log(total), sink)
+    with np.errstate(over="ignore"):  # a sink far above all logits leaves them nothing
+        total = total + np.exp(sink - base)
+    return weights, total, lse[..., 0], top.max(axis=(1, 2))
 
 
 def _error(actual: Array, exact: Array) -> Array:

@@ -169,6 +169,7 @@ def plan_backward(plan: Plan) -> None:
 def attn_fwd(
     q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool,
     into: tuple[Array, Array] | None = None, merge: bool = False, halfway: Callable[[], Any] | None = None,
+    softcap: float = 0.0, sinks: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
     """Attention of this rank's query rows over the whole key buffer.
 
@@ -184,14 +185,17 @@ def attn_fwd(
             that over these keys too. Rows that see none of these stay as they are.
         halfway: called once, between the tiles that need no key of another rank and plan.foreign_tiles; until then rows
             of other ranks may be any finite numbers. Not with merge.
+        softcap: logits are softcap * tanh(softmax_scale * q.k / softcap); 0: softmax_scale * q.k.
+        sinks: (num_heads,), dtype of lse, one more logit of every row, without a value; None: none. Not with merge,
+            where `into` may begin with it: 0 and the sinks, in rows that see a key.
 
     Returns:
         out: (local_rows, num_heads, v_head_dim), dtype of q; exactly 0 where the range is empty.
-        lse: (num_heads, local_rows), float32 (float64 for float64 input), natural log; -inf there.
-        max_logit: (num_heads,) float32, -inf if every range is empty; None if not asked for.
+        lse: (num_heads, local_rows), float32 (float64 for float64 input), natural log, with the sink; -inf there.
+        max_logit: (num_heads,) float32, of keys alone, -inf if every range is empty; None if not asked for.
     """
     if halfway is not None:
-        return _in_two(q, k, v, plan, softmax_scale, return_max_logit, into, halfway)
+        return _in_two(q, k, v, plan, softmax_scale, return_max_logit, into, halfway, softcap, sinks)
     local_rows, num_heads, _ = q.shape
     num_kv_heads, v_head_dim = v.shape[1:]
     dtype = _compute_dtype(q.dtype)
@@ -206,7 +210,7 @@ def attn_fwd(
     row_sum = np.empty(scaled_q.shape[:3], dtype)
     for row_begin, row_end, key_begin, key_end in blocks.tolist():
         here, seen = slice(row_begin, row_end), slice(key_begin, key_end)
-        scores = _masked_scores(scaled_q[:, here], keys[:, seen], ranges[here] - key_begin)
+        scores, _ = _logits(scaled_q[:, here], keys[:, seen], ranges[here] - key_begin, softcap)
         row_max[:, here] = scores.max(axis=-1)
         p = np.exp(scores - row_max[:, here, :, None], out=scores)
         row_sum[:, here] = p.sum(axis=-1)
@@ -218,6 +222,9 @@ def attn_fwd(
     if not merge:
         out[...], lse[...] = 0, -np.inf
     o, row_lse = _ungroup_heads(o), (row_max + np.log(row_sum)).swapaxes(1, 2).reshape(num_heads, -1)
+    if sinks is not None:
+        both = np.logaddexp(row_lse, sinks[:, None])
+        o, row_lse = o * np.exp(row_lse - both).T[..., None], both
     if merge:
         both = np.logaddexp(lse[:, rows], row_lse)
         share_of_others, share = (np.exp(x - both).T[..., None] for x in (lse[:, rows], row_lse))
@@ -230,7 +237,7 @@ def attn_fwd(
 
 def _in_two(
     q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool,
-    into: tuple[Array, Array] | None, halfway: Callable[[], Any],
+    into: tuple[Array, Array] | None, halfway: Callable[[], Any], softcap: float, sinks: Array | None,
 ) -> tuple[Array, Array, Array | None]:
     """attn_fwd of the tiles that see no key of another rank, then of the others."""
     num_rows, num_heads, _ = q.shape
@@ -240,7 +247,8 @@ def _in_two(
 
     def some(rows: NDArray[np.bool_]) -> Array:
         part = replace(plan, arrays=replace(plan.arrays, key_ranges=plan.key_ranges[rows]))
-        out[rows], lse[:, rows], logits = attn_fwd(q[rows], k, v, part, softmax_scale, return_max_logit=True)
+        out[rows], lse[:, rows], logits = attn_fwd(
+            q[rows], k, v, part, softmax_scale, return_max_logit=True, softcap=softcap, sinks=sinks)
         assert logits is not None
         return logits
 
@@ -254,11 +262,13 @@ def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
     kv_grad_dtype: DTypeLike, deterministic: bool, into: tuple[Array, Sequence[Array] | None] | None = None,
     merge: bool = False, halfway: Callable[[Array, Array], None] | None = None,
-    rounded: Sequence[Array] | None = None,
+    rounded: Sequence[Array] | None = None, softcap: float = 0.0,
 ) -> tuple[Array, Array, Array]:
     """Gradients of `attn_fwd`; dk and dv are this rank's share, a sum over its own query rows.
 
-    P = exp(scale*S - lse), dS = P*(dout v^T - delta), dq = scale*dS k, dk = scale*dS^T q, dv = P^T dout.
+    P = exp(scale*S - lse), dS = P*(dout v^T - delta), dq = scale*dS k, dk = scale*dS^T q, dv = P^T dout. With a
+    softcap, P = exp(L - lse), L = softcap*tanh(scale*S/softcap), and dS has one more factor, 1 - (L/softcap)^2. Sinks
+    change nothing beyond lse, which has them, and out.
 
     Args:
         dout: (local_rows, num_heads, v_head_dim), gradient of out.
@@ -273,6 +283,7 @@ def attn_bwd(
         halfway: called once with dk and dv, when the plan.foreign_tiles have theirs, and others perhaps not yet.
         rounded: of needed rows, arrays as k and v of this rank: rows of dk and dv that have plan.arrays.places, not -1,
             go there and are rounded, and are then not in dk and dv, which are of float32 (float64).
+        softcap: as given to `attn_fwd`.
 
     Returns:
         dq: (local_rows, num_heads, head_dim), dtype of q; exactly 0 where the range is empty.
@@ -294,13 +305,15 @@ def attn_bwd(
     grad_k, grad_v = np.zeros(keys.shape, dtype), np.zeros(values.shape, dtype)
     for row_begin, row_end, key_begin, key_end in blocks.tolist():
         here, seen = slice(row_begin, row_end), slice(key_begin, key_end)
-        scores = _masked_scores(scaled_q[:, here], keys[:, seen], ranges[here] - key_begin)
+        scores, slope = _logits(scaled_q[:, here], keys[:, seen], ranges[here] - key_begin, softcap)
         p = _merge_group(np.exp(scores - row_lse[:, here], out=scores))
         block_do = _merge_group(do[:, here])
         grad_v[:, seen] += p.swapaxes(1, 2) @ block_do
         ds = block_do @ values[:, seen].swapaxes(1, 2)
         ds -= delta[:, here].reshape(num_kv_heads, -1, 1)
         ds *= p
+        if slope is not None:
+            ds *= _merge_group(slope)
         grad_q[:, here] = (ds @ keys[:, seen]).reshape(grad_q[:, here].shape)
         grad_k[:, seen] += ds.swapaxes(1, 2) @ _merge_group(scaled_q[:, here])
 
@@ -317,6 +330,22 @@ def attn_bwd(
     if halfway is not None:
         halfway(dk, dv)
     return dq, dk, dv
+
+
+def sinks_grad(dout: Array, out: Array, lse: Array, sinks: Array) -> Array:
+    """The gradient of sinks: what this rank's query rows give to it, (num_heads,), dtype of sinks.
+
+    The share of a sink in the softmax of a row is exp(sink - lse), and its dS is that * (0 - delta).
+
+    Args:
+        dout, out: (local_rows, num_heads, v_head_dim).
+        lse: (num_heads, local_rows), with the sinks; rows where it is -inf give nothing, whatever they hold.
+        sinks: (num_heads,).
+    """
+    rows = np.flatnonzero(lse[0] != -np.inf)
+    delta = (dout[rows].astype(sinks.dtype) * out[rows].astype(sinks.dtype)).sum(axis=2)
+    grad: Array = -(np.exp(sinks[:, None] - lse[:, rows]) * delta.T).sum(axis=1)
+    return grad
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
@@ -365,13 +394,19 @@ def _cut(starts: Array, stop: int, limits: Array) -> Array:
     return cut
 
 
-def _masked_scores(q: Array, k: Array, ranges: Array) -> Array:
-    """(num_kv_heads, rows, group, keys) scores, -inf outside `ranges` (relative to the first key)."""
-    scores = (_merge_group(q) @ k.swapaxes(1, 2)).reshape(*q.shape[:3], k.shape[1])
+def _logits(q: Array, k: Array, ranges: Array, softcap: float) -> tuple[Array, Array | None]:
+    """(num_kv_heads, rows, group, keys) logits, -inf outside `ranges` (relative to the first key).
+
+    Also their derivative by what they are without a softcap; None: 1.
+    """
+    logits, slope = (_merge_group(q) @ k.swapaxes(1, 2)).reshape(*q.shape[:3], k.shape[1]), None
+    if softcap:
+        share = np.tanh(logits / logits.dtype.type(softcap))
+        logits, slope = share * logits.dtype.type(softcap), 1 - share**2
     key = np.arange(k.shape[1])
     hidden = (key < ranges[:, :1]) | (key >= ranges[:, 1:])
-    np.copyto(scores, -np.inf, where=hidden[:, None, :])
-    return scores
+    np.copyto(logits, -np.inf, where=hidden[:, None, :])
+    return logits, slope
 
 
 def _compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -18,13 +18,15 @@ class Saved:
     """What forward keeps for backward.
 
     q, k, v, plan: as passed, without a copy: nobody may write to them before backward; out: as returned.
-    lse: (num_heads, local_rows) float32 (float64 for float64 input), natural log of the softmax sum; -inf on padding.
-    max_logit: (num_heads,) float32, the largest scaled logit over all ranks' valid rows (-inf without any); None if
-        not asked for.
-    made_with: what must agree with the attention whose backward takes it: heads, head dims, softmax_scale, dtype and
-        deterministic.
+    lse: (num_heads, local_rows) float32 (float64 for float64 input), natural log of the softmax sum, the sink's share
+        included; -inf on padding, and where a query sees no key.
+    max_logit: (num_heads,) float32, the largest logit, scaled and capped, over all ranks' valid rows, sinks left out
+        (-inf without any); None if not asked for.
+    made_with: what must agree with the attention whose backward takes it: heads, head dims, softmax_scale, dtype,
+        deterministic, softcap and sinks.
     keys: what the method kept of what travelled, for its own backward, such as the keys and values of all ranks by
         group of heads; None: the backward has it travel again.
+    sinks: as passed, without a copy; None for an attention without.
     """
 
     q: Any
@@ -36,6 +38,7 @@ class Saved:
     plan: Plan
     made_with: dict[str, Any]
     keys: tuple[Any, ...] | None = None
+    sinks: Any = None
 
     def __repr__(self) -> str:
         arrays = (f"{name} {_kind(getattr(self, name))}" for name in ("q", "k", "v", "out", "lse", "max_logit"))
@@ -53,7 +56,9 @@ def check_saved(saved: Saved, kind: Any) -> None:
     made_with, queries, keys = saved.made_with, saved.plan.local_rows, saved.plan.local_key_rows
     num_heads, num_kv_heads, input_dtype = made_with["num_heads"], made_with["num_kv_heads"], made_with["dtype"]
     head_dim, v_head_dim = saved.plan.head_dims
+    sinks = [("sinks", (num_heads,), lse_dtype(input_dtype))] if made_with["sinks"] else []
     for name, shape, dtype in (
+        *sinks,
         ("q", (queries, num_heads, head_dim), input_dtype), ("k", (keys, num_kv_heads, head_dim), input_dtype),
         ("v", (keys, num_kv_heads, v_head_dim), input_dtype), ("out", (queries, num_heads, v_head_dim), input_dtype),
         ("lse", (num_heads, queries), lse_dtype(input_dtype)),

@@ -7,11 +7,15 @@ import numpy as np
 TENSOR_MAP = np.dtype([("opaque", np.uint8, (128,))])  # a CUtensorMap
 FORWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "num_tiles", "num_heads", "group", "together", "last_heads", "row_heads")])
+PARTS = np.dtype([(field, np.uint64) for field in ("shares", "arrived")])
 BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "k_rows", "stats_rows", "num_tiles", "splits", "together", "last_splits", "split_heads", "group",
     "num_kv_heads", "semaphore_rows", "row_heads")])
+PAIRS = np.dtype([(field, np.uint64) for field in ("pairs", "from", "to")])
 GRADIENTS = np.dtype([(field, np.uint64) for field in (
     "dk", "dv", "dk_accum", "dv_accum", "semaphores", "dk_rounded", "dv_rounded", "places")])
+LOGITS = np.dtype([*((field, np.float32) for field in (
+    "scale", "cap", "inverse_cap", "doubled", "reach", "low", "high")), ("coefficients", np.float32, 5)])
 MAX_RANKS = 16  # kMaxRanks of kernels/common.cuh
 ROWS = np.dtype([("from", np.uint64, MAX_RANKS), ("own", np.uint64), ("out", np.uint64),
                  *((field, np.int32) for field in ("words", "pitch", "own_pitch"))], align=True)
@@ -20,8 +24,9 @@ MIXER_SIZE = np.dtype([(field, np.int32) for field in (
     "rows", "offset", "heads", "head_dim", "groups", "state_dim", "segment")])
 
 # By the names of the structs in CUDA.
-LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "BackwardSize": BACKWARD_SIZE,
-           "Gradients<float>": GRADIENTS, "Rows": ROWS, "Shares": SHARES, "MixerSize": MIXER_SIZE}
+LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "Parts": PARTS, "BackwardSize": BACKWARD_SIZE,
+           "Pairs": PAIRS, "Gradients<float>": GRADIENTS, "Logits<true>": LOGITS, "Rows": ROWS, "Shares": SHARES,
+           "MixerSize": MIXER_SIZE}
 
 
 def checks() -> str:

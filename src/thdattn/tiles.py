@@ -25,13 +25,31 @@ class Instance(NamedTuple):
     shared_bytes: int = 0
 
 
+class Kind(NamedTuple):
+    """What a softmax of the forward is taken of: whether logits are capped, and whether there are sinks."""
+
+    caps: bool
+    sinks: bool
+
+
+PLAIN = Kind(caps=False, sinks=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """thd_attn_fwd: tile_n keys at a time; each warp owns `fragments` times 16 query rows."""
+    """thd_attn_fwd: tile_n keys at a time; each warp owns `fragments` times 16 query rows.
+
+    capped_tile_n: keys where logits are capped, if they differ.
+    """
 
     tile_n: int
     warps: int
     fragments: int
+    capped_tile_n: int = 0
+
+    def keys(self, kind: Kind) -> int:
+        """Keys at a time."""
+        return (kind.caps and self.capped_tile_n) or self.tile_n
 
     @property
     def tile_m(self) -> int:
@@ -71,6 +89,8 @@ class ForwardSm90:
 
     q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead. q_in_registers: queries are read
     from registers, where there are some left. together: heads that are done one after another at each tile.
+    capped_tile_n: as for Forward.
+    divides: keys of a tile may be divided among thread blocks.
     """
 
     tile_n: int
@@ -79,6 +99,12 @@ class ForwardSm90:
     kv_stages: int
     q_in_registers: bool = False
     together: int = 4
+    capped_tile_n: int = 0
+    divides: bool = True
+
+    def keys(self, kind: Kind) -> int:
+        """Keys at a time."""
+        return (kind.caps and self.capped_tile_n) or self.tile_n
 
     @property
     def tile_m(self) -> int:
@@ -97,7 +123,8 @@ class BackwardSm90:
 
     The key side takes `queries` of them at once. dq has pieces of piece_cols columns, and dq_stages buffers for pieces
     on their way; the warpgroup that computes them has query_registers registers per thread, the others share the rest.
-    adding_registers: those where it adds dq to what is there, if they differ. together: as for ForwardSm90.
+    adding_registers: those where it adds dq to what is there, if they differ. capped_queries: `queries` where logits
+    are capped, if they differ. together: as for ForwardSm90.
     """
 
     tile_m: int
@@ -107,6 +134,7 @@ class BackwardSm90:
     dq_stages: int
     query_registers: int
     adding_registers: int = 0
+    capped_queries: int = 0
     together: int = 2
 
     tile_n = 128
@@ -118,7 +146,8 @@ class BackwardWideSm90:
     """thd_attn_bwd_wide_sm90: 64 keys per thread block, 64 query rows at a time, dq added up in any order.
 
     q_stages tiles of queries and dout_stages tiles of their gradients are loaded ahead. keys_in_registers: as
-    q_in_registers of ForwardSm90. The warpgroups of keys and of values have so many registers per thread.
+    q_in_registers of ForwardSm90. The warpgroups of keys and of values have so many registers per thread, and
+    capped_shift more, or fewer, where logits are capped.
     """
 
     q_stages: int
@@ -126,6 +155,7 @@ class BackwardWideSm90:
     keys_in_registers: bool
     key_registers: int
     value_registers: int
+    capped_shift: int = 0
 
     tile_m = tile_n = 64
     together = 2
@@ -146,33 +176,35 @@ class Tiles:
 
     # ---------------------------------------------------------------------------------------- portable kernels
 
-    def thd_attn_fwd(self, dtype: str, out_dtype: str) -> Instance:
+    def thd_attn_fwd(self, dtype: str, out_dtype: str, kind: Kind = PLAIN) -> Instance:
         """The forward, for "float16" or "bfloat16"; what it makes is merged with what is there for out in "float32"."""
-        f = self.forward
-        return _instance("thd_attn_fwd", dtype, out_dtype, *self._dims, f.tile_n, f.warps, f.fragments,
-                         shared_bytes=2 * (f.tile_m * (self.head_dim + PAD) + f.tile_n * self._pair))
+        f, tile_n = self.forward, self.forward.keys(kind)
+        return instance("thd_attn_fwd", dtype, out_dtype, *kind, *self._dims, tile_n, f.warps, f.fragments,
+                        shared_bytes=2 * (f.tile_m * (self.head_dim + PAD) + tile_n * self._pair))
 
     def thd_attn_delta(self, dtype: str) -> Instance:
         """What every backward needs per query row."""
-        return _instance("thd_attn_delta", dtype, self.v_head_dim)
+        return instance("thd_attn_delta", dtype, self.v_head_dim)
 
-    def thd_attn_bwd(self, dtype: str, grad_dtype: str, with_dq: bool, tiles: Backward) -> Instance:
+    def thd_attn_bwd(
+        self, dtype: str, grad_dtype: str, with_dq: bool, tiles: Backward, caps: bool = False
+    ) -> Instance:
         """dk and dv, whose dtype is grad_dtype, and with_dq also dq's accumulators."""
         t = tiles
         stats = 4  # -lse and -delta of a query row, in 2-byte elements
         rows = t.tile_n * self._pair + t.stages * t.tile_m * (self._pair + stats)
-        return _instance("thd_attn_bwd", dtype, grad_dtype, *self._dims, t.tile_m, t.tile_n, t.column_warps, t.stages,
-                         with_dq, shared_bytes=2 * (rows + t.tile_n * (t.tile_m + PAD)))
+        return instance("thd_attn_bwd", dtype, grad_dtype, caps, *self._dims, t.tile_m, t.tile_n, t.column_warps,
+                        t.stages, with_dq, shared_bytes=2 * (rows + t.tile_n * (t.tile_m + PAD)))
 
-    def thd_attn_bwd_dq(self, dtype: str, dq_dtype: str) -> Instance:
+    def thd_attn_bwd_dq(self, dtype: str, dq_dtype: str, caps: bool = False) -> Instance:
         """dq by itself, for the same bits on every run; added to what is there where it is float32."""
         t = self.backward_dq
-        return _instance("thd_attn_bwd_dq", dtype, dq_dtype, *self._dims, t.tile_n, t.warps,
-                         shared_bytes=2 * (t.tile_m + t.tile_n) * self._pair)
+        return instance("thd_attn_bwd_dq", dtype, dq_dtype, caps, *self._dims, t.tile_n, t.warps,
+                        shared_bytes=2 * (t.tile_m + t.tile_n) * self._pair)
 
     def thd_attn_round(self, dq_dtype: str) -> Instance:
         """dq from its accumulators."""
-        return _instance("thd_attn_round", dq_dtype)
+        return instance("thd_attn_round", dq_dtype)
 
     def backward_for(self, shared_bytes: int) -> Backward:
         """The first choice of the backward that fits `shared_bytes` of shared memory per block."""
@@ -197,22 +229,36 @@ class Tiles:
 
     # ---------------------------------------------------------------------------------------- Hopper kernels
 
-    def thd_attn_fwd_sm90(self, dtype: str, out_dtype: str) -> Instance:
-        """The forward; what it makes is merged with what is there where out_dtype is "float32"."""
-        f = self.forward_sm90
-        tiles = slabs(f.q_stages * f.tile_m, self.head_dim) + self._keys_and_values(f.kv_stages * f.tile_n)
+    def thd_attn_fwd_sm90(self, dtype: str, out_dtype: str, kind: Kind = PLAIN, in_parts: bool = False) -> Instance:
+        """The forward; what it makes is merged with what is there where out_dtype is "float32".
+
+        in_parts: the keys of a tile may be divided among thread blocks.
+        """
+        f, tile_n = self.forward_sm90, self.forward_sm90.keys(kind)
+        tiles = slabs(f.q_stages * f.tile_m, self.head_dim) + self._keys_and_values(f.kv_stages * tile_n)
         barriers = 8 * (2 * f.q_stages + 4 * f.kv_stages)
-        told = -(-(12 * f.q_stages + 8 * f.kv_stages) // 8) * 8  # QueryTile and KeyTile
+        told = 16 * f.q_stages + 8 * f.kv_stages  # QueryTile and KeyTile
         ranges = 8 * 2 * f.q_stages * f.tile_m
-        return _instance("thd_attn_fwd_sm90", dtype, out_dtype, *self._dims, f.tile_n, f.consumers, f.q_stages,
-                         f.kv_stages, f.q_in_registers, shared_bytes=tiles + barriers + told + ranges)
+        return instance("thd_attn_fwd_sm90", dtype, out_dtype, *kind, *self._dims, tile_n, f.consumers, f.q_stages,
+                        f.kv_stages, f.q_in_registers, in_parts, shared_bytes=tiles + barriers + told + ranges)
+
+    def thd_attn_pieces_sm90(self) -> Instance:
+        """How the keys of tiles are divided."""
+        return instance("thd_attn_pieces_sm90", self.forward_sm90.tile_m, self.forward_sm90.tile_n)
+
+    @property
+    def share_floats(self) -> int:
+        """Of a piece of a tile of queries and one head: what add_parts of kernels/hopper/pieces.cuh leaves."""
+        return self.forward_sm90.tile_m * (self.v_head_dim + 16)
 
     def thd_attn_shares_sm90(self) -> Instance:
         """How many tiles of keys have a share of a tile's dq."""
         b = self.backward_sm90
-        return _instance("thd_attn_shares_sm90", b.tile_n // 64, b.tile_m)
+        return instance("thd_attn_shares_sm90", b.tile_n // 64, b.tile_m)
 
-    def thd_attn_bwd_sm90(self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool) -> Instance:
+    def thd_attn_bwd_sm90(
+        self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False
+    ) -> Instance:
         """dq, added to what is there where it is float32, and dk and dv in grad_dtype."""
         b = self.backward_sm90
         assert isinstance(b, BackwardSm90)
@@ -222,11 +268,12 @@ class Tiles:
         told = -(-(2 * 12 + 4 * b.dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
         ranges = 8 * (b.tile_n + 8)
         registers = (dq_dtype == "float32" and b.adding_registers) or b.query_registers
-        return _instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, *self._dims, b.tile_m, b.stages, b.queries,
-                         b.piece_cols, b.dq_stages, registers, deterministic,
-                         shared_bytes=tiles + pieces + stats + barriers + told + ranges)
+        queries = (caps and b.capped_queries) or b.queries
+        return instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.tile_m, b.stages,
+                        queries, b.piece_cols, b.dq_stages, registers, deterministic,
+                        shared_bytes=tiles + pieces + stats + barriers + told + ranges)
 
-    def thd_attn_bwd_wide_sm90(self, dtype: str, dq_dtype: str, grad_dtype: str) -> Instance:
+    def thd_attn_bwd_wide_sm90(self, dtype: str, dq_dtype: str, grad_dtype: str, caps: bool = False) -> Instance:
         """dk and dv, whose dtype is grad_dtype, and dq, added to what is there where it is float32, or accumulators."""
         b = self.backward_sm90
         assert isinstance(b, BackwardWideSm90)
@@ -234,17 +281,21 @@ class Tiles:
                  + 4 * slabs(64, 64))  # fmt: skip
         loaded = b.q_stages + b.dout_stages
         stats, barriers, steps, ranges = 4 * 64 * loaded, 8 * (8 + 2 * loaded), 16 * (2 + loaded), 8 * (64 + 8)
-        return _instance("thd_attn_bwd_wide_sm90", dtype, dq_dtype, grad_dtype, *self._dims, b.q_stages, b.dout_stages,
-                         b.keys_in_registers, b.key_registers, b.value_registers,
-                         shared_bytes=tiles + stats + barriers + steps + ranges)
+        shift = b.capped_shift if caps else 0
+        return instance("thd_attn_bwd_wide_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.q_stages,
+                        b.dout_stages, b.keys_in_registers, b.key_registers + shift, b.value_registers - shift,
+                        shared_bytes=tiles + stats + barriers + steps + ranges)
 
     def thd_attn_round_wide_sm90(self, dq_dtype: str) -> Instance:
         """dq from its accumulators."""
-        return _instance("thd_attn_round_wide_sm90", dq_dtype, self.head_dim)
+        return instance("thd_attn_round_wide_sm90", dq_dtype, self.head_dim)
 
     def hopper_kernels(self) -> list[Instance]:
         """Every Hopper kernel of this head dim."""
         kernels = [self.thd_attn_shares_sm90()]
+        if self.forward_sm90.divides:
+            kernels += [self.thd_attn_pieces_sm90(),
+                        *(self.thd_attn_fwd_sm90(dtype, dtype, in_parts=True) for dtype in ("float16", "bfloat16"))]
         for dtype in ("float16", "bfloat16"):
             kernels += [self.thd_attn_fwd_sm90(dtype, out) for out in (dtype, "float32")]
             grads = (dtype, dtype), (dtype, "float32"), ("float32", "float32")  # of dq, and of dk and dv
@@ -263,10 +314,11 @@ class Tiles:
         """Columns of the accumulators of the Hopper kernels' matrix instructions."""
         f, b = self.forward_sm90, self.backward_sm90
         if isinstance(b, BackwardSm90):
-            backward = {b.queries, min(b.queries, 64), b.piece_cols, *self._dims}
+            queries = {b.queries, min(b.queries, 64), b.capped_queries or b.queries}
+            backward = {*queries, b.piece_cols, *self._dims}
         else:  # a sum of 256 columns takes two instructions, kWideCols of kernels/hopper/wide.cu
             backward = {64, *(128 if dim == 256 else dim for dim in self._dims)}
-        return {f.tile_n, self.v_head_dim, *backward}
+        return {f.tile_n, f.capped_tile_n or f.tile_n, self.v_head_dim, *backward}
 
     # ---------------------------------------------------------------------------------------- what they share
 
@@ -284,12 +336,17 @@ class Tiles:
         return slabs(rows, self.head_dim) + slabs(rows, self.v_head_dim)
 
 
+def sinks_grad_kernel(dtype: str, v_head_dim: int) -> Instance:
+    """thd_attn_sinks_grad."""
+    return instance("thd_attn_sinks_grad", dtype, v_head_dim)
+
+
 def slabs(rows: int, width: int) -> int:
     """Bytes of a Hopper tile of rows of `width` 16-bit elements."""
     return rows * SLAB_BYTES * -(-width // SLAB)
 
 
-def _instance(kernel: str, *constants: str | int, shared_bytes: int = 0) -> Instance:
+def instance(kernel: str, *constants: str | int, shared_bytes: int = 0) -> Instance:
     """Constants in the order of the kernel's template, whose last is shared_bytes, if it has any."""
     all_constants = (*constants, shared_bytes) if shared_bytes else constants
     written = [ELEMENT_TYPES.get(str(c), str(c).lower()) for c in all_constants]
@@ -335,7 +392,7 @@ TILES = {
         ),
         Tiles(
             head_dim=128, v_head_dim=128,
-            forward=Forward(tile_n=48, warps=4, fragments=2),  # 64 keys spill
+            forward=Forward(tile_n=48, warps=4, fragments=2, capped_tile_n=32),  # 64 keys spill; capped, 48
             backward=(Backward(tile_m=64, tile_n=128, column_warps=1, stages=2),  # 128 queries, or 256 keys, spill
                       Backward(tile_m=64, tile_n=64, column_warps=1, stages=1)),
             backward_dq=BackwardDq(tile_n=16, warps=8),
@@ -347,6 +404,7 @@ TILES = {
                 tile_m=64, stages=2, queries=64,  # 128 queries, or a third stage, do not fit
                 piece_cols=64, dq_stages=2,  # 128 columns spill
                 query_registers=64,  # 48 spill, and 80 leave too few to the key side, whose products then wait
+                capped_queries=32,  # 64 spill
             ),
         ),
         Tiles(
@@ -362,6 +420,7 @@ TILES = {
                 tile_m=64, stages=2, queries=32,  # a third stage does not fit, 64 queries at once spill
                 piece_cols=32, dq_stages=4,  # a fifth does not fit, 64 columns spill
                 query_registers=48,  # 32 spill, and 64 leave too few to the key side, which then spills
+                capped_queries=16,  # 32 spill
                 together=3,
             ),
         ),
@@ -377,6 +436,7 @@ TILES = {
             backward_sm90=BackwardWideSm90(
                 q_stages=3, dout_stages=2, keys_in_registers=True,
                 key_registers=208, value_registers=208,  # 192 for keys spill
+                capped_shift=8,  # 208 for keys spill
             ),
         ),
         Tiles(
@@ -387,6 +447,8 @@ TILES = {
             backward_dq=BackwardDq(tile_n=16, warps=4),
             forward_sm90=ForwardSm90(
                 tile_n=80, consumers=2, q_stages=1, kv_stages=2,  # 96 keys, or another stage, do not fit
+                capped_tile_n=64,  # 80 spill
+                divides=False,  # adding the parts spills
             ),
             backward_sm90=BackwardWideSm90(
                 q_stages=2, dout_stages=2,  # another stage does not fit
@@ -401,4 +463,4 @@ WGMMA_COLUMNS = sorted({columns for t in TILES.values() for columns in t.wgmma_c
 REORDER_KERNELS = {to_rank_order: f"thd_reorder<{str(to_rank_order).lower()}>" for to_rank_order in (False, True)}
 SUM_KERNELS = {dtype: f"thd_sum<{ELEMENT_TYPES[dtype]}>" for dtype in ("float16", "bfloat16")}
 PLAN_KERNELS = ("thd_plan_check", "thd_plan_rows", "thd_plan_pieces", "thd_plan_ranges", "thd_plan_tile_cost",
-                "thd_plan_tile_order", "thd_plan_parts", "thd_plan_poison")
+                "thd_plan_tile_order", "thd_plan_parts", "thd_plan_pairs", "thd_plan_poison")

@@ -31,7 +31,9 @@ from thdattn.sharding import Sharding
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile breaks its graph here
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: CPAttention, plan: Plan) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: CPAttention, plan: Plan, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention of this rank's rows over the keys of all ranks, with gradients. Collective, in both directions.
 
     Autograd runs the backward on the stream of the forward. NOTE: it has one thread per GPU, where simulated ranks
@@ -41,6 +43,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: CPAttenti
         q, k, v: as CPAttention.forward describes, on the plan's device. What is not contiguous is copied.
         attn: thdattn.CPAttention of this dtype and device.
         plan: from attn.plan, made while the same stream was current: see on_torch_stream.
+        sinks: (num_heads,), of any float dtype, for an attention with sinks. Its gradient is this rank's share, to be
+            summed over ranks as those of weights are.
 
     Returns:
         (local_rows, num_heads, v_head_dim), a new tensor. It has first derivatives only.
@@ -53,7 +57,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: CPAttenti
             raise TypeError(
                 f"{name} is a {type(x).__name__}, wanted a torch.Tensor; use CPAttention.forward for other arrays"
             )
-    return _Attention.apply(q, k, v, attn, plan)
+    if sinks is not None:
+        sinks = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return _Attention.apply(q, k, v, sinks, attn, plan)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -74,6 +80,8 @@ def varlen_attention(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: None = None,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """thdattn.varlen_attention with gradients: see there for the arguments, which are flash_attn_varlen_func's.
 
@@ -86,16 +94,16 @@ def varlen_attention(
     Raises:
         TypeError, ValueError, RuntimeError: as thdattn.varlen_attention.
     """
-    varlen.refuse_unsupported(dropout_p, softcap, alibi_slopes, return_attn_probs, block_table)
+    varlen.refuse_unsupported(dropout_p, alibi_slopes, return_attn_probs, block_table)
     cu_seqlens_q, cu_seqlens_k = (
         x.numpy() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x for x in (cu_seqlens_q, cu_seqlens_k)
     )
     with on_torch_stream(getattr(q, "device", torch.device("cpu"))):
         attn, plan = varlen.planned(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-            deterministic,
+            deterministic, softcap, sinks is not None,
         )
-    return attention(q, k, v, attn, plan)
+    return attention(q, k, v, attn, plan, sinks)
 
 
 class ContextParallelAttention(torch.nn.Module):  # type: ignore[misc]
@@ -132,9 +140,11 @@ class ContextParallelAttention(torch.nn.Module):  # type: ignore[misc]
         with on_torch_stream(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")):
             return self.attn.plan(batch, sharding)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Attention of this rank's rows over the keys of all ranks, see attention. Collective."""
-        return attention(q, k, v, self.attn, plan)
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention of this rank's rows over the keys of all ranks, see attention; sinks as there. Collective."""
+        return attention(q, k, v, self.attn, plan, sinks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelAttention:
         """A copy, as of a model for averaged weights, that shares the attention and its ranks."""
@@ -151,26 +161,30 @@ def _as_comm(group: Any) -> Comm:
     return group if isinstance(group, Comm) else from_torch(group)
 
 
+_KEPT = ("q", "k", "v", "out", "lse", "sinks")  # of Saved, as tensors
+
+
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, attn: CPAttention, plan: Plan) -> torch.Tensor:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, attn: CPAttention, plan: Plan) -> torch.Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))  # here, so that a copy serves both directions
         with on_torch_stream(q.device):
-            result, saved = attn.forward(q.detach(), k.detach(), v.detach(), plan)
+            given = None if sinks is None else sinks.detach()
+            result, saved = attn.forward(q.detach(), k.detach(), v.detach(), plan, sinks=given)
             out, lse = as_tensor(result), as_tensor(saved.lse)
         # Arrays are torch's to keep: it sees changes in place, frees them after the backward, may offload them.
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.attn, ctx.saved = attn, replace(saved, q=None, k=None, v=None, out=None, lse=None)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.attn, ctx.saved = attn, replace(saved, q=None, k=None, v=None, out=None, lse=None, sinks=None)
         return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        kept = zip(("q", "k", "v", "out", "lse"), ctx.saved_tensors, strict=True)
+        kept = [(name, x) for name, x in zip(_KEPT, ctx.saved_tensors, strict=True) if x is not None]
         with on_torch_stream(dout.device):
             arrays = {name: ctx.attn._engine.from_user(name, x.detach()) for name, x in kept}
-            dq, dk, dv = map(as_tensor, ctx.attn.backward(dout.detach(), replace(ctx.saved, **arrays)))
-        return dq, dk, dv, None, None
+            dq, dk, dv, *dsinks = map(as_tensor, ctx.attn.backward(dout.detach(), replace(ctx.saved, **arrays)))
+        return dq, dk, dv, *(dsinks or [None]), None, None
 
 
 def as_tensor(array: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn.arguments import as_bool, as_int, as_softmax_scale, shown
+from thdattn.arguments import as_bool, as_int, as_softcap, as_softmax_scale, shown
 from thdattn.attention import CPAttention
 from thdattn.comm import SingleComm
 from thdattn.engines import choose_engine
@@ -40,7 +40,7 @@ def varlen_attention(
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dropout_p: float = 0.0,
     softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0, alibi_slopes: None = None, deterministic: bool = False, return_attn_probs: bool = False,
-    block_table: None = None, *, return_saved: bool = False,
+    block_table: None = None, *, return_saved: bool = False, sinks: Any = None,
 ) -> Any:  # fmt: skip
     """Attention of every sequence of a pack to its own keys, on this rank alone.
 
@@ -64,9 +64,12 @@ def varlen_attention(
         softmax_scale: factor on q.k, > 0; head_dim**-0.5 by default.
         causal: a query sees no key after its own position, whatever the right side of the window.
         window_size: (left, right), how many keys before and after its own position a query sees; -1 = unlimited.
+        softcap: > 0: logits are softcap * tanh(softmax_scale * q.k / softcap); 0: as they are.
         deterministic: bitwise the same gradients on every run.
         return_saved: also return what varlen_attention_backward needs.
-        dropout_p, softcap, alibi_slopes, return_attn_probs, block_table: not supported; the defaults alone are taken.
+        sinks: (num_heads,) float32 (float64 for float64 q), a logit of every query head that takes part in the softmax
+            of its rows and has no value; None: none. varlen_attention_backward then returns its gradient too.
+        dropout_p, alibi_slopes, return_attn_probs, block_table: not supported; the defaults alone are taken.
 
     Returns:
         out (total_q, num_heads, v_head_dim), a new array of NumPy or CuPy; with return_saved (out, saved). It goes on
@@ -80,16 +83,16 @@ def varlen_attention(
 
     Source: flash_attn_varlen_func of FlashAttention-2, for the arguments and the mask.
     """
-    refuse_unsupported(dropout_p, softcap, alibi_slopes, return_attn_probs, block_table)
+    refuse_unsupported(dropout_p, alibi_slopes, return_attn_probs, block_table)
     attn, plan = planned(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-        deterministic,
+        deterministic, softcap, sinks is not None,
     )
-    out, saved = attn.forward(q, k, v, plan)
+    out, saved = attn.forward(q, k, v, plan, sinks=sinks)
     return (out, VarlenSaved(attn, saved)) if return_saved else out
 
 
-def varlen_attention_backward(dout: Any, saved: VarlenSaved) -> tuple[Any, Any, Any]:
+def varlen_attention_backward(dout: Any, saved: VarlenSaved) -> tuple[Any, ...]:
     """Gradients of varlen_attention.
 
     Args:
@@ -97,7 +100,7 @@ def varlen_attention_backward(dout: Any, saved: VarlenSaved) -> tuple[Any, Any, 
         saved: from varlen_attention(..., return_saved=True).
 
     Returns:
-        (dq, dk, dv): new arrays, shapes and dtype of q, k, v.
+        (dq, dk, dv): new arrays, shapes and dtype of q, k, v; with sinks (dq, dk, dv, dsinks).
 
     Raises:
         TypeError: saved is none, or dout has the wrong dtype or device.
@@ -110,15 +113,12 @@ def varlen_attention_backward(dout: Any, saved: VarlenSaved) -> tuple[Any, Any, 
     return saved.attn.backward(dout, saved.saved)
 
 
-def refuse_unsupported(
-    dropout_p: float, softcap: float, alibi_slopes: Any, return_attn_probs: bool, block_table: Any
-) -> None:
+def refuse_unsupported(dropout_p: float, alibi_slopes: Any, return_attn_probs: bool, block_table: Any) -> None:
     """Raises ValueError for the options of flash_attn_varlen_func that there are no kernels for."""
-    if not dropout_p and not softcap and alibi_slopes is None and not return_attn_probs and block_table is None:
+    if not dropout_p and alibi_slopes is None and not return_attn_probs and block_table is None:
         return
     for name, found, default, remedy in (
         ("dropout_p", dropout_p, 0.0, "drop elsewhere"),
-        ("softcap", softcap, 0.0, "scores have no cap here"),
         ("alibi_slopes", alibi_slopes, None, "a window bounds the distance"),
         ("return_attn_probs", return_attn_probs, False, "return_saved=True has flash-attn's softmax_lse: saved.lse"),
         ("block_table", block_table, None, "the keys of a sequence lie in consecutive rows"),
@@ -142,11 +142,14 @@ class _Call(NamedTuple):
     causal: bool
     window: tuple[int, int]
     deterministic: bool
+    softcap: float
+    sinks: bool
 
 
 def planned(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int | None, max_seqlen_k: int | None,
-    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], deterministic: bool,
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], deterministic: bool, softcap: float = 0.0,
+    sinks: bool = False,
 ) -> tuple[CPAttention, Plan]:
     """The attention and the plan of a call of varlen_attention: arguments as there, arrays of any library.
 
@@ -169,6 +172,7 @@ def planned(
         "cuda" if on_gpu else "reference", device, *shapes, q.dtype, _int("max_seqlen_q", max_seqlen_q),
         _int("max_seqlen_k", max_seqlen_k), scale, causal,
         (_int("window_size[0]", left), 0 if causal else _int("window_size[1]", right)), deterministic,
+        softcap if type(softcap) is float else as_softcap(softcap), sinks,
     )
     offsets_q = _content("q", cu_seqlens_q, rows)
     offsets_k = offsets_q if cu_seqlens_k is cu_seqlens_q else _content("k", cu_seqlens_k, key_rows)
@@ -195,7 +199,7 @@ def _make(call: _Call, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[CPAttentio
             )
     attn = _attention(
         call.engine, call.device, num_heads, head_dim, num_kv_heads, v_head_dim, call.causal, call.window,
-        call.softmax_scale, str(call.dtype).removeprefix("torch."), call.deterministic,
+        call.softmax_scale, str(call.dtype).removeprefix("torch."), call.deterministic, call.softcap, call.sinks,
     )
     batch = _batch("q", cu_seqlens_q, rows, call.max_seqlen_q)
     key_batch = _batch("k", cu_seqlens_k, key_rows, call.max_seqlen_k)
@@ -213,11 +217,11 @@ def _make(call: _Call, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[CPAttentio
 @functools.lru_cache(maxsize=64)
 def _attention(
     engine: str, device: int, num_heads: int, head_dim: int, num_kv_heads: int, v_head_dim: int, causal: bool,
-    window: tuple[int, int], softmax_scale: float | None, dtype: str, deterministic: bool,
+    window: tuple[int, int], softmax_scale: float | None, dtype: str, deterministic: bool, softcap: float, sinks: bool,
 ) -> CPAttention:
     return CPAttention(
         SingleComm(), num_heads, head_dim, num_kv_heads, v_head_dim, causal, window, softmax_scale, dtype,
-        deterministic, engine,
+        deterministic, engine, softcap=softcap, sinks=sinks,
     )
 
 

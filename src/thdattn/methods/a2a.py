@@ -58,6 +58,8 @@ def forward(
     kept, logits, asked = [], [], _between_groups(call, comm.outer)
     with ExitStack() as waits:
         for group, heads in swap.to_heads((q, k, v)):
+            if call.sinks is not None:
+                asked = asked._replace(sinks=call.sinks[swap.deal(q.shape[1]).of(comm.inner.rank, group)])
             made = call.outer.forward(engine, comm.outer, plan.core, *heads, asked, return_max_logit)
             waits.callback(swap.to_rows(group, (made.out,), (out,), (made.lse, lse)))
             if call.keeps_keys:

@@ -180,8 +180,9 @@ def forward(
     logits = []
     for heads, (k, v) in zip(_shares(num_heads, keys), keys.in_order(engine, kept), strict=True):
         its_q, its_out = _some_heads(heads, q, out)
-        into = its_out, _some_rows(heads, lse)
-        logits.append(engine.attn_fwd(its_q, k, v, plan, call.softmax_scale, return_max_logit, into)[2])
+        into, sinks = (its_out, _some_rows(heads, lse)), None if call.sinks is None else call.sinks[heads]
+        logits.append(engine.attn_fwd(
+            its_q, k, v, plan, call.softmax_scale, return_max_logit, into, softcap=call.softcap, sinks=sinks)[2])
     kept_keys = None if kept is None else tuple(kept)
     if not return_max_logit:
         engine.poison(plan, out, lse)
@@ -223,7 +224,7 @@ def backward(
         try:
             _, *shares = engine.attn_bwd(
                 its_dout, its_q, k, v, its_out, _some_rows(heads, lse), plan, call.softmax_scale, sum_dtype,
-                call.deterministic, (its_dq, partials or None))  # fmt: skip
+                call.deterministic, (its_dq, partials or None), softcap=call.softcap)  # fmt: skip
             if not (alone or in_place):
                 partials = comm.partials(
                     [(len(plan.rank_order), *x.shape[1:]) for x in shares], sum_dtype, engine.empty)

@@ -25,6 +25,8 @@ class Call(NamedTuple):
     num_groups: of kv heads, which travel and are computed one after another.
     keeps_keys: whether forward keeps what has travelled, so that it need not travel again.
     outer: the method between the groups of ranks among which heads are exchanged.
+    softcap: as CPAttention has it.
+    sinks: of a forward, (num_heads,) for its query heads; None: none. lse has them, and so a backward needs none.
     grad_dtype: of dk and dv, on one rank; None: that of k and v.
     """
 
@@ -33,6 +35,8 @@ class Call(NamedTuple):
     num_groups: int = 1
     keeps_keys: bool = False
     outer: Any = None
+    softcap: float = 0.0
+    sinks: Any = None
     grad_dtype: Any = None
 
 

@@ -40,7 +40,8 @@ def forward(
     if not hidden:
         arrive()
     out, lse, max_logit = engine.attn_fwd(
-        q, *keys, plan, call.softmax_scale, return_max_logit, halfway=arrive if hidden else None)
+        q, *keys, plan, call.softmax_scale, return_max_logit, halfway=arrive if hidden else None,
+        softcap=call.softcap, sinks=call.sinks)
     if return_max_logit:
         comm.all_reduce(max_logit, "max")
     return Results(out, lse, max_logit, keys if call.keeps_keys else None)
@@ -72,7 +73,8 @@ def backward(
     lasting = None if at_once else [engine.empty(x.shape, sum_dtype) for x in keys]
     dq, *shares = engine.attn_bwd(
         dout, q, *keys, out, lse, plan, call.softmax_scale, sum_dtype, call.deterministic,
-        (engine.empty(q.shape, q.dtype), lasting), halfway=send if hidden else None, rounded=grads)
+        (engine.empty(q.shape, q.dtype), lasting), halfway=send if hidden else None, rounded=grads,
+        softcap=call.softcap)
     if not hidden:
         send(*shares)
     return dq, coming[0]

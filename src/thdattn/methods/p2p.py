@@ -42,10 +42,11 @@ def forward(
     dtype = lse_dtype(q.dtype)
     merged = plan.buffer("out in float32", (rows, num_heads, v.shape[2]), dtype)
     lse = engine.empty((num_heads, rows), dtype)
-    merged[...], lse[...] = 0, -np.inf
+    merged[...], lse[...] = 0, _lse_without_keys(plan, call)
     max_logit = None
     for part, keys in _slices(engine, comm, plan, k, v):
-        *_, logit = engine.attn_fwd(q, *keys, part, call.softmax_scale, return_max_logit, (merged, lse), merge=True)
+        *_, logit = engine.attn_fwd(
+            q, *keys, part, call.softmax_scale, return_max_logit, (merged, lse), merge=True, softcap=call.softcap)
         max_logit = logit if max_logit is None else np.maximum(max_logit, logit)
     out = engine.rounded(merged, q.dtype)
     if not return_max_logit:
@@ -76,7 +77,8 @@ def backward(
         into = dq, _buffers(plan, f"shares {step % 2}", keys, dtype)
         try:
             _, *shares = engine.attn_bwd(
-                dout, q, *keys, out, lse, part, call.softmax_scale, dtype, call.deterministic, into, merge=True)
+                dout, q, *keys, out, lse, part, call.softmax_scale, dtype, call.deterministic, into, merge=True,
+                softcap=call.softcap)
         finally:
             wait()
         if received:
@@ -114,6 +116,14 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     saved = {"q": queries, "k": keys, "v": values, "out": outs,
              "lse": num_bytes((layer.num_heads, plan.local_rows), dtype)}  # fmt: skip
     return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
+
+
+def _lse_without_keys(plan: Plan, call: Call) -> Any:
+    """Of attention before its first slice, which counts a sink once: that of the sink in rows that see a key."""
+    if call.sinks is None:
+        return -np.inf
+    begin, end = plan.key_ranges.T
+    return np.where(begin < end, call.sinks[:, None], call.sinks.dtype.type(-np.inf))
 
 
 def _slices(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any) -> Iterator[tuple[Plan, Pair]]:

@@ -12,6 +12,7 @@ from thdattn.ops.backward import attn_bwd, backward_bytes, plan_backward, rounde
 from thdattn.ops.decode import attn_decode, cache_append, cache_fill
 from thdattn.ops.forward import attn_fwd, forward_bytes
 from thdattn.ops.launch import empty, free_bytes, from_user
+from thdattn.ops.logits import sinks_grad
 from thdattn.ops.mixer import (
     mixer_conv,
     mixer_halo,
@@ -41,8 +42,8 @@ __all__ = [
     "dtypes", "empty", "enter", "forward_bytes", "free_bytes", "from_user", "head_dims", "mixer_add_halos",
     "mixer_conv", "mixer_conv_bwd", "mixer_decode", "mixer_fill", "mixer_gate_bwd", "mixer_halo", "mixer_sizes",
     "mixer_tail", "name", "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "poison", "rounded",
-    "ssd_bwd", "ssd_dstates", "ssd_enter", "ssd_fold", "ssd_gradients", "ssd_scan", "ssd_segment_rows", "ssd_start",
-    "ssd_states", "tiles", "to_rank_order", "to_sequence_order", "without_padding",
+    "sinks_grad", "ssd_bwd", "ssd_dstates", "ssd_enter", "ssd_fold", "ssd_gradients", "ssd_scan", "ssd_segment_rows",
+    "ssd_start", "ssd_states", "tiles", "to_rank_order", "to_sequence_order", "without_padding",
 ]  # fmt: skip
 
 name = "cuda"

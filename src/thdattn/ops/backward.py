@@ -7,6 +7,7 @@ thd_attn_bwd without dq and thd_attn_bwd_dq.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +19,11 @@ from thdattn import jit
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Gpu, Launch, layout
-from thdattn.ops.plan import parts_of
+from thdattn.ops.logits import logits_of, lse_unit
+from thdattn.ops.plan import pairs_of, parts_of
 from thdattn.ops.rows import reorder
 from thdattn.plan import Plan, shares_bytes
-from thdattn.structs import BACKWARD_SIZE, GRADIENTS
+from thdattn.structs import BACKWARD_SIZE, GRADIENTS, PAIRS
 from thdattn.tiles import STATS_ROWS, TILES, BackwardWideSm90, Tiles
 
 Halfway = Callable[[Array, Array], None]
@@ -33,7 +35,7 @@ def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
     kv_grad_dtype: DTypeLike, deterministic: bool,
     into: tuple[Array, Sequence[Array] | None] | None = None, merge: bool = False, halfway: Halfway | None = None,
-    rounded: Sequence[Array] | None = None,
+    rounded: Sequence[Array] | None = None, softcap: float = 0.0,
 ) -> tuple[Array, Array, Array]:
     """Gradients of attn_fwd; dk and dv are this rank's share, which stay until the next call. See reference.attn_bwd.
 
@@ -57,14 +59,17 @@ def attn_bwd(
     if not hopper and not q.flags.c_contiguous:  # the portable kernels take whole rows
         dout, q, out = map(cupy.ascontiguousarray, (dout, q, out))
     launches = plan.once(
-        ("backward", *layout(q, k, v), dq.dtype, dkv_dtype, deterministic, shares is None,
-         halfway is None),
+        ("backward", *layout(q, k, v), dq.dtype, dkv_dtype, deterministic, shares is None, halfway is None,
+         softcap > 0),
         lambda: (_Hopper if hopper else _Portable)(
-            gpu, row, q, k, v, plan, (dq.dtype.name, dkv_dtype), deterministic, shares is None, halfway is not None))
+            gpu, row, q, k, v, plan, (dq.dtype.name, dkv_dtype), deterministic, shares is None, halfway is not None,
+            softcap > 0))
     whole = dq
     if launch.row_heads(dq) != launch.row_heads(q):
         whole = cupy.ascontiguousarray(dq) if merge else launch.empty(q.shape, q.dtype)
-    dk, dv = launches(dout, q, k, v, out, lse, plan, np.float32(softmax_scale), whole, shares, halfway, rounded or ())
+    logits = logits_of(softmax_scale, softcap)
+    launches.delta(out, dout, lse, lse_unit(softmax_scale, softcap))
+    dk, dv = launches(dout, q, k, v, plan, logits, np.float32(softmax_scale), whole, shares, halfway, rounded or ())
     if whole is not dq:
         dq[...] = whole
     return dq, dk, dv
@@ -110,12 +115,12 @@ def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int
 class _Accum(NamedTuple):
     """What the accumulators of the Hopper kernels are made of: floats of dk and dv, and of dq, and semaphores.
 
-    deterministic: whether thread blocks wait for each other. num_splits: of the query heads of a kv head.
+    deterministic: whether thread blocks wait for each other. splits: as scheduler.splits_per_kv_head has them.
     semaphore_rows: of a kv head, for each of dk and dv, behind the semaphores of dq.
     """
 
     deterministic: bool
-    num_splits: int
+    splits: list[tuple[int, float]]
     dkv_size: int
     dq_size: int
     dq_semaphores: int
@@ -133,15 +138,15 @@ def _accum(gpu: Gpu, row: Tiles, plan: Plan, num_heads: int, num_kv_heads: int, 
     tiles, num_tiles, (head_dim, v_head_dim) = row.backward_sm90, plan.num_tiles[1], plan.head_dims
     stats_rows, wide = _stats_rows(plan.local_rows), isinstance(tiles, BackwardWideSm90)
     deterministic = deterministic or (not wide and num_tiles > MAX_SHARES)
-    num_splits = 1
+    splits = [(1, math.inf)]
     if not deterministic:
         group = num_heads // num_kv_heads
-        num_splits = scheduler.splits_per_kv_head(gpu, plan, num_tiles, num_kv_heads, group, head_dim)
+        splits = scheduler.splits_per_kv_head(gpu, plan, num_tiles, num_kv_heads, group, head_dim)
     # dk and dv of several splits are accumulated in float32, which may be the dtype that they are wanted in.
-    adds_elsewhere = makes_shares if dkv_dtype == np.float32 else num_splits > 1
+    adds_elsewhere = makes_shares if dkv_dtype == np.float32 else splits[-1][0] > 1
     dkv_size = plan.key_rows * num_kv_heads * (head_dim + v_head_dim) if adds_elsewhere else 0
     dq_semaphores, semaphore_rows = stats_rows // 64 * num_heads, num_tiles * tiles.tile_n // 16
-    return _Accum(deterministic, num_splits, dkv_size, stats_rows * num_heads * head_dim, dq_semaphores,
+    return _Accum(deterministic, splits, dkv_size, stats_rows * num_heads * head_dim, dq_semaphores,
                   semaphore_rows, dq_semaphores + 2 * semaphore_rows * num_kv_heads)
 
 
@@ -151,12 +156,12 @@ class _Hopper:
     round_dq: Launch | None
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
-                 deterministic: bool, makes_shares: bool, in_two: bool) -> None:
+                 deterministic: bool, makes_shares: bool, in_two: bool, caps: bool) -> None:
         tiles, dtype, (dq_dtype, dkv_dtype) = row.backward_sm90, q.dtype.name, grads
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows, wide = num_heads // num_kv_heads, _stats_rows(num_rows), isinstance(tiles, BackwardWideSm90)
         room = _accum(gpu, row, plan, num_heads, num_kv_heads, dkv_dtype, deterministic, makes_shares)
-        deterministic, splits = room.deterministic, num_kv_heads * room.num_splits
+        deterministic = room.deterministic
 
         self.dkv_dtype = dkv_dtype
         accum = plan.buffer("accum", room.shape, np.float32)
@@ -168,36 +173,39 @@ class _Hopper:
 
         fixed: tuple[Any, ...] = self.dq_accum, stats
         if wide:
-            kernel = row.thd_attn_bwd_wide_sm90(dtype, dq_dtype, dkv_dtype.name)
+            kernel = row.thd_attn_bwd_wide_sm90(dtype, dq_dtype, dkv_dtype.name, caps)
         else:
-            kernel = row.thd_attn_bwd_sm90(dtype, dq_dtype, dkv_dtype.name, deterministic)
+            kernel = row.thd_attn_bwd_sm90(dtype, dq_dtype, dkv_dtype.name, deterministic, caps)
             fixed = self.dq_accum, semaphores, stats, plan.key_ranges
         shares = shares_of(row, plan)
 
-        def main_of(orders: Array) -> Launch:
-            num_tiles = orders.shape[1]
-            order, how = scheduler.schedule(gpu, plan, orders, splits, 1 if deterministic else tiles.together)
+        def main_of(orders: Array, num_splits: int, packs: Any) -> Launch:
+            num_tiles, splits = orders.shape[1], num_kv_heads * num_splits
+            # Splits that add to the same rows at the same time wait for each other.
+            short = scheduler.SHORT_UP_TO if num_splits == 1 else scheduler.LONG_FROM
+            order, how = scheduler.schedule(gpu, plan, orders, splits, 1 if deterministic else tiles.together, short)
             if deterministic:  # a block that waits for others finds them at work
                 order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
-            size = np.array((num_rows, num_keys, stats_rows, num_tiles, splits, *how, group // room.num_splits,
+            size = np.array((num_rows, num_keys, stats_rows, num_tiles, splits, *how, group // num_splits,
                              group, num_kv_heads, room.semaphore_rows, launch.row_heads(q)), BACKWARD_SIZE)[()]
             return Launch(jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * splits),), 512,
-                          (*fixed, plan.query_ranges, shares, order, cupy.zeros(1, np.int32), size))
+                          (*fixed, plan.query_ranges, shares, order, cupy.zeros(1, np.int32), packs, size))
 
-        self.mains = [main_of(orders) for orders in _parts(plan, in_two and not deterministic)]
+        choices = _packs_of(room.splits, plan)
+        self.mains = [[main_of(orders, *choice) for choice in choices]
+                      for orders in _parts(plan, in_two and not deterministic)]
         self.boxes, self.round_dq = (tiles.tile_m, tiles.tile_n, tiles.tile_n, tiles.tile_m), None
         if wide:
-            round_dq, size = jit.kernel(*row.thd_attn_round_wide_sm90(dq_dtype)), self.mains[0].fixed[-1]
+            round_dq, size = jit.kernel(*row.thd_attn_round_wide_sm90(dq_dtype)), self.mains[0][0].fixed[-1]
             self.round_dq = Launch(round_dq, (stats_rows // 64, num_heads), 128, (shares, size))
 
-    def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
-                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
+    def __call__(self, dout: Array, q: Array, k: Array, v: Array, plan: Plan, logits: Any, softmax_scale: np.float32,
+                 dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
                  rounded: Sequence[Array]) -> tuple[Array, Array]:
         if shares is None:
             dkv = self.dkv_accum if self.dkv_dtype == np.float32 else launch.empty((k.size + v.size,), self.dkv_dtype)
             shares = _dk_dv(dkv, k, v)
         dk, dv = shares
-        self.delta(out, dout, lse, softmax_scale)
         num_rows, num_keys = len(q), len(k)
         if plan.has_blind_queries:
             if plan.leading_tokens is None:
@@ -209,7 +217,7 @@ class _Hopper:
         places = [x.data.ptr for x in (*rounded, plan.arrays.places)] if rounded else [0] * 3
         made = dk, dv, *accum, self.grad_semaphores
         grads = np.array((*(x.data.ptr for x in made), *places), GRADIENTS)[()]
-        _in_turn(self.mains, (*inputs, dq, grads, softmax_scale), (dk, dv), halfway)
+        _in_turn(self.mains, (*inputs, dq, grads, logits), (dk, dv), halfway)
         if self.round_dq is not None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
         return dk, dv
@@ -220,6 +228,7 @@ def plan_backward(plan: Plan) -> None:
     row = TILES[plan.head_dims]
     if launch.this_gpu().sm90:
         shares_of(row, plan)
+        pairs_of(plan)
 
 
 def shares_of(row: Tiles, plan: Plan) -> Array:
@@ -245,35 +254,35 @@ class _Portable:
     """The launches on every GPU: dq is accumulated in float32 and rounded, or has a kernel of its own."""
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
-                 deterministic: bool, makes_shares: bool, in_two: bool) -> None:
+                 deterministic: bool, makes_shares: bool, in_two: bool, caps: bool) -> None:
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _), dtype = q.shape, k.shape, q.dtype.name
         dq_dtype, self.dkv_dtype = grads
         self.dq_accum = plan.buffer("dq_accum", _dq_accum_shape(num_rows, num_heads, row, deterministic), np.float32)
         stats, self.delta = _delta(row, q, v, plan, self.dq_accum)
         sizes = tuple(map(np.int32, (num_rows, num_keys, _stats_rows(num_rows), num_heads // num_kv_heads)))
         tiles = row.backward_for(gpu.shared_bytes)
-        main = jit.kernel(*row.thd_attn_bwd(dtype, self.dkv_dtype.name, not deterministic, tiles))
-        self.mains = [Launch(
+        main = jit.kernel(*row.thd_attn_bwd(dtype, self.dkv_dtype.name, not deterministic, tiles, caps))
+        self.mains = [[Launch(
             main, (orders.shape[1], num_kv_heads), 2 * tiles.tile_n * tiles.column_warps,
-            (stats, self.dq_accum, plan.key_ranges, plan.query_ranges, orders[1], *sizes))
+            (stats, self.dq_accum, plan.key_ranges, plan.query_ranges, orders[1], *sizes))]
             for orders in _parts(plan, in_two)]
         self.dq = None if not deterministic else Launch(
-            jit.kernel(*row.thd_attn_bwd_dq(dtype, dq_dtype)), (-(-num_rows // row.backward_dq.tile_m), num_heads),
-            32 * row.backward_dq.warps, (stats, plan.key_ranges, plan.query_ranges, *sizes))
+            jit.kernel(*row.thd_attn_bwd_dq(dtype, dq_dtype, caps)),
+            (-(-num_rows // row.backward_dq.tile_m), num_heads), 32 * row.backward_dq.warps,
+            (stats, plan.key_ranges, plan.query_ranges, *sizes))
         self.round_dq = Launch(
             jit.kernel(*row.thd_attn_round(dq_dtype)), (-(-q.size // 2048),), 256, (np.uint64(q.size // 8),))
 
-    def __call__(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan,
-                 softmax_scale: Any, dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
+    def __call__(self, dout: Array, q: Array, k: Array, v: Array, plan: Plan, logits: Any, softmax_scale: np.float32,
+                 dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
                  rounded: Sequence[Array]) -> tuple[Array, Array]:
         dk, dv = shares or [launch.empty(x.shape, self.dkv_dtype) for x in (k, v)]
         places = (*rounded, plan.arrays.places) if rounded else [launch.NONE] * 3
-        self.delta(out, dout, lse, softmax_scale)
-        _in_turn(self.mains, (q, k, v, dout, dk, dv, *places, softmax_scale), (dk, dv), halfway)
+        _in_turn(self.mains, (q, k, v, dout, dk, dv, *places, logits), (dk, dv), halfway)
         if self.dq is None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
         else:
-            self.dq(q, k, v, dout, dq, softmax_scale)
+            self.dq(q, k, v, dout, dq, logits)
         return dk, dv
 
 
@@ -283,15 +292,26 @@ def _parts(plan: Plan, in_two: bool) -> list[Array]:
     return parts_of(tiles, ~plan.foreign_tiles[1]) if in_two else [tiles]
 
 
-def _in_turn(mains: Sequence[Launch], args: tuple[Any, ...], shares: tuple[Array, Array],
+def _in_turn(mains: Sequence[Sequence[Launch]], args: tuple[Any, ...], shares: tuple[Array, Array],
              halfway: Halfway | None) -> None:
     """What makes dk and dv, and after the first of it `halfway`."""
-    first, *others = mains
-    first(*args)
-    if halfway is not None:
-        halfway(*shares)
-    for main in others:
-        main(*args)
+    for number, launches in enumerate(mains):
+        for run in launches:
+            run(*args)
+        if number == 0 and halfway is not None:
+            halfway(*shares)
+
+
+def _packs_of(splits: list[tuple[int, float]], plan: Plan) -> list[tuple[int, Any]]:
+    """Splits, and the PAIRS of the packs that they are for: of several choices the GPU takes one."""
+    if len(splits) == 1:
+        return [(splits[0][0], np.zeros((), PAIRS)[()])]
+    pairs, before, packs = pairs_of(plan).data.ptr, 0, []
+    for num_splits, most in splits:
+        to = 2**64 - 1 if most == math.inf else int(most * plan.key_rows) + 1
+        packs.append((num_splits, np.array((pairs, before, to), PAIRS)[()]))
+        before = to
+    return packs
 
 
 def _stats_rows(num_rows: int) -> int:

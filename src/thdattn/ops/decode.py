@@ -12,7 +12,9 @@ from thdattn.cache import KVCache
 from thdattn.decode_tiles import CACHE_KERNELS, DECODE
 from thdattn.ops import launch
 from thdattn.ops.launch import Array, Gpu, Launch
+from thdattn.ops.logits import kind_of, logits_of
 from thdattn.plan import Plan
+from thdattn.tiles import Kind
 
 _APPEND, _FILL = CACHE_KERNELS
 
@@ -47,19 +49,24 @@ def _words(x: Array) -> np.int32:
     return np.int32(x.shape[1] * x.shape[2] * x.itemsize // 16)
 
 
-def attn_decode(q: Array, key_ranges: Array, cache: KVCache, softmax_scale: float) -> tuple[Array, Array]:
+def attn_decode(
+    q: Array, key_ranges: Array, cache: KVCache, softmax_scale: float, softcap: float = 0.0, sinks: Array | None = None
+) -> tuple[Array, Array]:
     """Attention of query rows over ranges of the cache's rows. See reference.attn_decode.
 
     How many parts the keys are split into depends on the sizes of the cache and on the GPU alone, never on lengths.
     """
     (num_rows, num_heads, _), v_head_dim = q.shape, cache.v.shape[3]
     out, lse = launch.empty((num_rows, num_heads, v_head_dim), q.dtype), launch.empty((num_heads, num_rows), np.float32)
-    run = cache.once(("decode", num_rows, num_heads), lambda: _decode(launch.this_gpu(), num_rows, num_heads, cache))
-    run(q, cache.k, cache.v, out, lse, key_ranges, np.float32(softmax_scale))
+    kind = kind_of(softcap, sinks)
+    run = cache.once(
+        ("decode", num_rows, num_heads, kind), lambda: _decode(launch.this_gpu(), num_rows, num_heads, cache, kind))
+    run(q, cache.k, cache.v, out, lse, key_ranges, logits_of(softmax_scale, softcap),
+        launch.NONE if sinks is None else sinks)
     return out, lse
 
 
-def _decode(gpu: Gpu, num_rows: int, num_heads: int, cache: KVCache) -> Callable[..., None]:
+def _decode(gpu: Gpu, num_rows: int, num_heads: int, cache: KVCache, kind: Kind) -> Callable[..., None]:
     *_, num_kv_heads, head_dim = cache.k.shape
     chosen, group = DECODE[head_dim, cache.v.shape[3]], num_heads // num_kv_heads
     blocks = num_kv_heads * -(-group // chosen.heads)  # of a row and part
@@ -67,5 +74,5 @@ def _decode(gpu: Gpu, num_rows: int, num_heads: int, cache: KVCache) -> Callable
     shares = num_rows * blocks * splits * min(group, chosen.heads) if splits > 1 else 0
     fixed = (launch.empty((shares, cache.v.shape[3]), np.float32), launch.empty((shares, 2), np.float32),
              cupy.zeros(num_rows * blocks, np.uint32), np.int32(group))  # fmt: skip
-    kernel = jit.kernel(*chosen.thd_attn_decode(cache.k.dtype.name))
+    kernel = jit.kernel(*chosen.thd_attn_decode(cache.k.dtype.name, kind))
     return Launch(kernel, (num_rows, blocks, splits), 32 * chosen.warps, fixed)

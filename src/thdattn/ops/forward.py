@@ -11,16 +11,18 @@ import numpy as np
 from thdattn import jit
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
-from thdattn.ops.launch import Array, Launch, layout
+from thdattn.ops.launch import Array, Gpu, Launch, layout
+from thdattn.ops.logits import kind_of, logits_of
 from thdattn.ops.plan import parts_of
 from thdattn.plan import Plan
-from thdattn.structs import FORWARD_SIZE
-from thdattn.tiles import TILES, ForwardSm90, Tiles
+from thdattn.structs import FORWARD_SIZE, PARTS
+from thdattn.tiles import TILES, ForwardSm90, Kind, Tiles
 
 
 def attn_fwd(
     q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool,
     into: tuple[Array, Array] | None = None, merge: bool = False, halfway: Callable[[], Any] | None = None,
+    softcap: float = 0.0, sinks: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
     """Attention of this rank's query rows over the whole key buffer; see reference.attn_fwd."""
     num_rows, num_heads, _ = q.shape
@@ -35,15 +37,17 @@ def attn_fwd(
     if not launch.this_gpu().sm90 and not q.flags.c_contiguous:  # the portable kernel takes whole rows
         whole = (cupy.ascontiguousarray(out), lse) if merge else None
         *results, max_logit = attn_fwd(
-            cupy.ascontiguousarray(q), k, v, plan, softmax_scale, return_max_logit, whole, merge, halfway)
+            cupy.ascontiguousarray(q), k, v, plan, softmax_scale, return_max_logit, whole, merge, halfway, softcap,
+            sinks)
         for x, result in zip((out, lse), results, strict=True):
             x[...] = result
         return out, lse, max_logit
+    kind = kind_of(softcap, sinks)
     (*first, last), boxes, max_logits = plan.once(
-        ("forward", *layout(q, k, v), merge, halfway is None),
-        lambda: _forward(q, k, v, plan, "float32" if merge else q.dtype.name, halfway is not None))
+        ("forward", *layout(q, k, v), merge, halfway is None, kind),
+        lambda: _forward(q, k, v, plan, "float32" if merge else q.dtype.name, kind, halfway is not None))
     inputs = tuple(launch.tensor_maps((q, k, v), (num_rows, len(k), len(v)), boxes)) if boxes else (q, k, v)
-    args = *inputs, out, lse, np.float32(softmax_scale)
+    args = *inputs, out, lse, logits_of(softmax_scale, softcap), launch.NONE if sinks is None else sinks
     for run in first:
         run(*args)
     if halfway is not None:
@@ -55,8 +59,13 @@ def attn_fwd(
 def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
     """Bytes of the work buffers of attn_fwd by name; see reference.forward_bytes."""
     heads, (width, v_width) = layer.num_heads // layer.num_groups, plan.head_dims
-    made = {"logits of tiles": num_bytes(_max_logits(TILES[plan.head_dims], plan, heads), np.float32)}
-    if layer.num_groups > 1 and not launch.this_gpu().sm90:
+    row, gpu = TILES[plan.head_dims], launch.this_gpu()
+    made = {"logits of tiles": num_bytes(_max_logits(row, plan, heads), np.float32)}
+    merges = plan.keys_of is not None  # a slice of a ring
+    if gpu.sm90 and not merges and scheduler.divides_keys(gpu, row.forward_sm90, plan.num_tiles[0], heads):
+        made["shares of tiles"] = num_bytes(_shares(gpu, row, plan.num_tiles[0], heads), np.float32)
+        made["pieces of tiles"] = num_bytes(_pieces(gpu, plan.num_tiles[0], heads), np.int32)
+    if layer.num_groups > 1 and not gpu.sm90:
         made["a group's q, out and lse"] = plan.local_rows * heads * ((width + v_width) * layer.dtype.itemsize + 4)
     return made
 
@@ -67,8 +76,18 @@ def _max_logits(row: Tiles, plan: Plan, num_heads: int) -> tuple[int, int, int]:
     return plan.num_tiles[0], num_heads, tiles.warps
 
 
+def _shares(gpu: Gpu, row: Tiles, num_tiles: int, num_heads: int) -> tuple[int, int]:
+    """Of every head of the pieces of tiles whose keys are divided."""
+    return scheduler.most_pieces(gpu, num_tiles, num_heads) * num_heads, row.share_floats
+
+
+def _pieces(gpu: Gpu, num_tiles: int, num_heads: int) -> tuple[int]:
+    """How many there are, those of tiles that are divided and of the others, and what is read beyond them."""
+    return (1 + scheduler.most_pieces(gpu, num_tiles, num_heads) + num_tiles + -(-gpu.multiprocessors // num_heads),)
+
+
 def _forward(
-    q: Array, k: Array, v: Array, plan: Plan, out_dtype: str, in_two: bool
+    q: Array, k: Array, v: Array, plan: Plan, out_dtype: str, kind: Kind, in_two: bool
 ) -> tuple[list[Launch], tuple[int, ...], Array]:
     """The launches of the forward, the rows of the boxes that they load by tensor map (none: by pointer), max_logits.
 
@@ -81,18 +100,43 @@ def _forward(
     parts = parts_of(plan.arrays.query_tiles, plan.foreign_tiles[0]) if in_two else [plan.arrays.query_tiles]
 
     if isinstance(tiles, ForwardSm90):
-        kernel, boxes = jit.kernel(*row.thd_attn_fwd_sm90(dtype, out_dtype)), (tiles.tile_m, tiles.tile_n, tiles.tile_n)
+        boxes = tiles.tile_m, tiles.keys(kind), tiles.keys(kind)
         block, together = 128 * (1 + tiles.consumers), max(group, tiles.together)
+        divides = (out_dtype == dtype and not kind.caps  # which spill beside it
+                   and scheduler.divides_keys(gpu, tiles, plan.num_tiles[0], num_heads))
+        kernel = jit.kernel(*row.thd_attn_fwd_sm90(dtype, out_dtype, kind, divides))
 
         def hopper(orders: Array) -> Launch:
-            num_tiles = orders.shape[1]
-            order, how = scheduler.schedule(gpu, plan, orders, num_heads, together)
+            num_tiles, how = orders.shape[1], (1, num_heads)
+            if divides:
+                order, divided = _divided(gpu, row, plan, orders[1], num_heads)
+                blocks = gpu.multiprocessors if num_tiles else 0
+            else:
+                (order, how), divided = scheduler.schedule(gpu, plan, orders, num_heads, together), _WHOLE
+                blocks = min(gpu.multiprocessors, num_tiles * num_heads)
             size = np.array((num_rows, num_tiles, num_heads, group, *how, launch.row_heads(q)), FORWARD_SIZE)[()]
-            return Launch(kernel, (min(gpu.multiprocessors, num_tiles * num_heads),), block,
-                          (max_logits, plan.key_ranges, order, cupy.zeros(1, np.int32), size))
+            return Launch(kernel, (blocks,), block,
+                          (max_logits, plan.key_ranges, order, cupy.zeros(1, np.int32), divided, size))
 
         return [hopper(orders) for orders in parts], boxes, max_logits
-    kernel, sizes = jit.kernel(*row.thd_attn_fwd(dtype, out_dtype)), tuple(map(np.int32, (num_rows, len(k), group)))
+    kernel = jit.kernel(*row.thd_attn_fwd(dtype, out_dtype, kind))
+    sizes = tuple(map(np.int32, (num_rows, len(k), group)))
     runs = [Launch(kernel, (orders.shape[1], num_heads), 32 * tiles.warps,
                    (max_logits, plan.key_ranges, plan.query_ranges, orders[1], *sizes)) for orders in parts]
     return runs, (), max_logits
+
+
+_WHOLE = np.zeros((), PARTS)[()]
+
+
+def _divided(gpu: Gpu, row: Tiles, plan: Plan, order: Array, num_heads: int) -> tuple[Array, Any]:
+    """Pieces of tiles, longest first, in the order of work, and where their shares are added."""
+    num_tiles = plan.num_tiles[0]
+    most = scheduler.most_pieces(gpu, num_tiles, num_heads)
+    shares = plan.buffer("shares of tiles", _shares(gpu, row, num_tiles, num_heads), np.float32)
+    arrived = plan.once(("arrived", shares.shape), lambda: cupy.zeros(len(shares) * row.forward_sm90.warps, np.uint32))
+    pieces = launch.empty(_pieces(gpu, num_tiles, num_heads), np.int32)
+    args = pieces, plan.key_ranges, order, *map(np.int32, (
+        plan.local_rows, len(order), num_heads, gpu.multiprocessors, most))
+    plan.make(lambda: jit.kernel(*row.thd_attn_pieces_sm90())((1,), 1024, args))
+    return pieces, np.array((shares.data.ptr, arrived.data.ptr), PARTS)[()]

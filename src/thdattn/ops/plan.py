@@ -25,7 +25,7 @@ from thdattn.tiles import PLAN_KERNELS
 
 POISON_BLOCKS = 64  # of 256 threads, which soon end where all is well
 _ORDER_INTS = 5  # of a tile: its places in two orders, and three of its cost
-_CHECK, _ROWS, _PIECES, _RANGES, _TILE_COST, _TILE_ORDER, _PARTS, _POISON = PLAN_KERNELS
+_CHECK, _ROWS, _PIECES, _RANGES, _TILE_COST, _TILE_ORDER, _PARTS, _PAIRS, _POISON = PLAN_KERNELS
 
 
 def plan_arrays(
@@ -315,6 +315,17 @@ def parts_of(tiles: Array, second: NDArray[np.bool_]) -> list[Array]:
     _make(None, _PARTS, (_blocks(32 * count), 2), (
         made, tiles, cupy.asarray(second.astype(np.int32)), *map(np.int32, (count, num_first))))
     return [made[: 2 * num_first].reshape(2, num_first), made[2 * num_first :].reshape(2, count - num_first)]
+
+
+def pairs_of(plan: Plan) -> Array:
+    """(1,) uint64: how many pairs of a local query and a key see each other."""
+
+    def make() -> Array:
+        pairs, args = launch.empty((1,), np.uint64), (plan.key_ranges, np.int32(plan.local_rows))
+        plan.make(lambda: jit.kernel(_PAIRS)((1,), 1024, (pairs, *args)))
+        return pairs
+
+    return plan.once("pairs", make)
 
 
 def _blocks(threads: int) -> int:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import math
+
 from thdattn.ops.launch import Array, Gpu
 from thdattn.plan import Plan
+from thdattn.tiles import ForwardSm90
 
 # Measured on an H100. "Queries in sight" are the local queries that see an average key.
 SPLIT_COLUMNS, LONG_FROM = 128, 1100  # columns of the query heads of a split; from so many queries in sight on
 SHORT_UP_TO, SHORT_TOGETHER = 2048, 16  # up to so many queries in sight; heads done together there
 FEW_SEQUENCES = 4  # of equal length, causal: what leaves as many pairs is few as well
+FEW_WAVES, PIECES = 2, 3  # tiles of all heads, and pieces of them, per multiprocessor
+MOST_PARTS = 32  # of a tile, kMostParts of kernels/hopper/pieces.cuh
 
 
-def schedule(gpu: Gpu, plan: Plan, orders: Array, num_heads: int, together: int) -> tuple[Array, tuple[int, int]]:
+def divides_keys(gpu: Gpu, tiles: ForwardSm90, num_tiles: int, num_heads: int) -> bool:
+    """Whether there are so few tiles of queries that their keys may be divided among multiprocessors."""
+    return tiles.divides and 0 < num_tiles * num_heads < FEW_WAVES * gpu.multiprocessors
+
+
+def most_pieces(gpu: Gpu, num_tiles: int, num_heads: int) -> int:
+    """At most so many pieces are made of tiles whose keys are divided."""
+    return min(PIECES * gpu.multiprocessors // num_heads, MOST_PARTS * num_tiles)
+
+
+def schedule(
+    gpu: Gpu, plan: Plan, orders: Array, num_heads: int, together: int, short_up_to: int = SHORT_UP_TO
+) -> tuple[Array, tuple[int, int]]:
     """(tiles in the order of work, (together, last_heads)) for scheduled_tile; orders as those of PlanArrays.
 
     Few sequences, the longest tile first: blocks at work then read the same keys in step, and the multiprocessors end
@@ -22,23 +39,33 @@ def schedule(gpu: Gpu, plan: Plan, orders: Array, num_heads: int, together: int)
     pairs = plan.expected_pairs or 0
     if in_sight and plan.batch.total_rows * plan.key_rows <= 2 * FEW_SEQUENCES * pairs:
         return orders[1], (together, last)
-    if 0 < in_sight <= SHORT_UP_TO:
+    if 0 < in_sight <= short_up_to:
         together, last = SHORT_TOGETHER, 0
     return orders[0], (together, last)
 
 
-def splits_per_kv_head(gpu: Gpu, plan: Plan, num_tiles: int, num_kv_heads: int, group: int, head_dim: int) -> int:
+def splits_per_kv_head(
+    gpu: Gpu, plan: Plan, num_tiles: int, num_kv_heads: int, group: int, head_dim: int
+) -> list[tuple[int, float]]:
     """How many splits of the query heads of a kv head there are, which then add their shares of dk and dv.
 
     One split needs no accumulators. But few tiles leave multiprocessors idle, and the heads of a split are at work at
     different rows: beyond short sequences, only so many columns of them fit the L2 cache beside what other blocks work
     at.
+
+    Returns:
+        [(splits, inf)]; where only the GPU knows the lengths, for every choice up to how many queries in sight.
     """
     if num_tiles * num_kv_heads < 3 * gpu.multiprocessors:
-        return group
-    columns = SPLIT_COLUMNS * max(1, LONG_FROM / (_queries_in_sight(plan) or LONG_FROM))
-    heads = [n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * head_dim <= columns)]
-    return group // heads[-1]
+        return [(group, math.inf)]
+    choices = [(group // n, math.inf if n == 1 or n * head_dim <= SPLIT_COLUMNS
+                else SPLIT_COLUMNS * LONG_FROM / (n * head_dim))
+               for n in range(group, 0, -1) if group % n == 0]  # fmt: skip
+    choices = choices[: 1 + [most for _, most in choices].index(math.inf)]
+    in_sight = _queries_in_sight(plan)
+    if in_sight:
+        return [next((splits, math.inf) for splits, most in choices if in_sight <= most)]
+    return choices
 
 
 def _queries_in_sight(plan: Plan) -> float:

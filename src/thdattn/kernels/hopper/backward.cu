@@ -41,7 +41,7 @@ struct BackwardShared {
 };
 
 // The producer, one warp: loads the tensors of every step.
-template <bool kDeterministic, typename Shared>
+template <typename Shared>
 __device__ __forceinline__ void produce_backward(
     Shared& shared, const TensorMap* map_q, const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout,
     const float* stats, const int2* query_ranges, const int* shares, const int* tile_order, int* counter,
@@ -52,7 +52,7 @@ __device__ __forceinline__ void produce_backward(
   Ring<Shared::kStages> ring = {0, 1};
   u32 kv_parity = 1;
 
-  schedule_steps<kDeterministic, 2, kTileM>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
+  schedule_steps<2, kTileM>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
     u64* const full = &shared.full[ring.stage];
     barrier_wait(&shared.empty[ring.stage], ring.parity);
     if (lane == 0) {
@@ -90,9 +90,9 @@ __device__ __forceinline__ void store_dscore(Shared& shared, u32 stage, int side
 }
 
 // The key side, one warpgroup: the first 64 keys of the tile, or (side 1) the last.
-template <typename T, typename Grad, typename Shared>
+template <typename T, typename Grad, typename Shared, bool kCaps>
 __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<Grad> grads, BackwardSize size,
-                                           float softmax_scale) {
+                                           Logits<kCaps> logits) {
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
   constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN;
   constexpr int kStages = Shared::kStages, kQueries = Shared::kQueries, kWeighed = Shared::kWeighed;
@@ -127,7 +127,6 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
     arrive(&shared.empty[ring.stage]);
     ring.advance();
   };
-  const float scale_log2 = softmax_scale * kLog2e;
 
   while (true) {
     look();
@@ -156,10 +155,10 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
         pass();
         continue;
       }
-      // Scores and dP begin at -lse and -delta, so that no arithmetic after the products waits for loads.
+      // dP begins at -delta, as scores do at -lse.
       float p[kQueries / 8][4];
       auto start_p = [&](int first) {
-        begin_columns(p, shared.minus_lse[ring.stage] + first);
+        begin_scores<kCaps>(p, shared.minus_lse[ring.stage] + first);
         wgmma_begin();
         add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage] + first * kRowBytes);
         wgmma_commit();
@@ -168,8 +167,7 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
       auto add_queries = [&](int first) {
         // Probabilities, transposed.
         wgmma_wait<0>(p);
-        #pragma unroll
-        for (int i = 0; i < kQueries / 2; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
+        take_exponentials(p, logits, shared.minus_lse[ring.stage] + first);
         if (flags & kMasked << 2 * side)
           hide_keys(p, shared.range + side * 64 + me().warp * 16, step().row + first);
         pin(p);
@@ -183,12 +181,17 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
           wgmma_begin();
           add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), dout);
           wgmma_commit();
+          u32 probability[1][kSteps][4], dscore[1][kSteps][4];
+          if constexpr (kCaps) {                      // while dP is computed
+            round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&weight);
+            take_slopes(weight, logits, shared.minus_lse[ring.stage] + row);
+
+          }
           wgmma_wait<0>(dp);
           if (flags & kLast && row + kWeighed == kTileM) arrive(&shared.kv_empty);
-          u32 probability[1][kSteps][4], dscore[1][kSteps][4];
           #pragma unroll
           for (int i = 0; i < 4 * kBlocks; ++i) dp[i / 4][i % 4] *= weight[i / 4][i % 4];
-          round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&weight);
+          if constexpr (!kCaps) round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&weight);
           round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
 
           // dv += P^T dout and dk += dS^T q; while they run, dS is handed over.
@@ -236,7 +239,7 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
     }
     const int2 mine_done = shared.warp_tile[side * 4 + me().warp];
     const Share share = grads.claim(mine_done.x, mine_done.y, 0, size);
-    grads.template bring<T>(grads.dk, grads.dk_accum, grads.dk_rounded, acc_dk, softmax_scale, share, mine_done.x,
+    grads.template bring<T>(grads.dk, grads.dk_accum, grads.dk_rounded, acc_dk, logits.scale, share, mine_done.x,
                             mine_done.y, size);
     grads.template bring<T>(grads.dv, grads.dv_accum, grads.dv_rounded, acc_dv, 1.f, share, mine_done.x, mine_done.y,
                             size);
@@ -268,14 +271,17 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
 // kDeterministic: the same bits on every run. Then a split is a whole group, tiles come in falling order, and no block
 // waits for one with later work.
 // Launch: grid at most num_tiles * splits and one block per multiprocessor, block 512, shared memory kSharedBytes.
-template <typename T, typename Dq, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kStages, int kQueries,
-          int kPieceCols, int kDqStages, int kQueryRegisters, bool kDeterministic, int kSharedBytes>
+template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kTileM, int kStages,
+          int kQueries, int kPieceCols, int kDqStages, int kQueryRegisters, bool kDeterministic, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
-    const Gradients<Grad> grads, float softmax_scale, float* __restrict__ dq_accum, int* __restrict__ semaphores,
+    const Gradients<Grad> grads, Logits<kCaps> logits, float* __restrict__ dq_accum,
+    int* __restrict__ semaphores,
     const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
-    const int* __restrict__ shares, const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
+    const int* __restrict__ shares, const int* __restrict__ tile_order, int* __restrict__ counter, Pairs packs,
+    BackwardSize size) {
+  if (!packs.has_this()) return;
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages, kQueries, kPieceCols, kDqStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -286,8 +292,8 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
   if (warpgroup == 0) {
     registers_give<32>();
     if (threadIdx.x < kWarp)
-      produce_backward<kDeterministic>(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares,
-                                       tile_order, counter, size);
+      produce_backward(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter,
+                       size);
     else if (threadIdx.x < 2 * kWarp)
       claim_shares<kDeterministic>(shared, dq_accum, key_ranges, semaphores, shares, size);
     else if (threadIdx.x < 3 * kWarp)
@@ -296,9 +302,9 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
       release_shares<kDeterministic>(shared, dq_accum, semaphores), clear_queries<kHeadDim, kTileM>(dq, shares, size);
   } else if (warpgroup == 3) {
     registers_give<kQueryRegisters>();
-    serve_queries<T>(shared, dq, size, softmax_scale);
+    serve_queries<T>(shared, dq, size, logits.scale);
   } else {
     registers_take<240 - kQueryRegisters / 2>();
-    serve_keys<T>(shared, warpgroup - 1, grads, size, softmax_scale);
+    serve_keys<T>(shared, warpgroup - 1, grads, size, logits);
   }
 }

@@ -20,6 +20,15 @@ struct BackwardSize {
 };
 CHECK_BackwardSize;
 
+// Which packs a launch is for: those with [from, to) pairs of a query and a key that see each other. pairs: where only
+// the GPU knows them; null: for every pack.
+struct Pairs {
+  const u64* pairs;
+  u64 from, to;
+  __device__ __forceinline__ bool has_this() const { return !pairs || (*pairs >= from && *pairs < to); }
+};
+CHECK_Pairs;
+
 // Draws a number of work. The first of a block comes from here too, so that only blocks that run hold work for which
 // others may wait. Whoever draws the last of all numbers sets the counter back to zero.
 __device__ __forceinline__ int draw_work(int* counter, int draws) {
@@ -72,15 +81,14 @@ struct QuerySight {
 
 // The producer's scheduler, one warp: calls take(step) for every tile of keys of this block, for every query head of
 // its split, and for every tile of queries between the first and the last in sight. A tile of keys that nobody sees is
-// one step of kNothing; the last step of all is kEnd. kDeterministic: work is drawn late, because others may wait for
-// it, and drawn early it would lie idle.
-template <bool kDeterministic, int kGroups, int kTileM, typename Take>
+// one step of kNothing; the last step of all is kEnd. Work is drawn with the last step of a tile: early enough for its
+// latency, and late enough that whoever is done first gets it.
+template <int kGroups, int kTileM, typename Take>
 __device__ __forceinline__ void schedule_steps(const int2* query_ranges, const int* shares, const int* tile_order,
                                                int* counter, BackwardSize size, Take take) {
-  const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.splits;
-  auto draw = [&] { return lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
+  const int num_work = size.num_tiles * size.splits;
+  auto draw = [&] { return me().lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
   for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
-    const int next_work = kDeterministic ? 0 : draw();  // early, for its latency
     const WorkTile work_tile =
         scheduled_tile(work, tile_order, size.num_tiles, size.splits, size.together, size.last_splits);
     const QuerySight<kGroups, kTileM> sight(query_ranges, work_tile.tile * kGroups * 64, size.k_rows);
@@ -94,12 +102,13 @@ __device__ __forceinline__ void schedule_steps(const int2* query_ranges, const i
         if (flags & (kSees | kSees << 2) && shares[row / kTileM] == 1) flags |= kAlone;
         if (end_of_head && head + 1 == (work_tile.head + 1) * size.split_heads) flags |= kLast;
       }
+      if (flags & kLast) work = draw();
       take(Step{row, head, work_tile.tile, flags});
       if (flags & kLast) break;
       row = end_of_head ? first : row + kTileM;
       head += end_of_head;
     }
-    work = __shfl_sync(0xffffffffu, kDeterministic ? draw() : next_work, 0);
+    work = __shfl_sync(0xffffffffu, work, 0);
   }
   take(Step{0, 0, 0, kEnd});
 }
@@ -339,6 +348,60 @@ __device__ __forceinline__ void bring_dq(Dq* dq, const float (&acc)[kBlocks][4],
   } else {
     store_row<0>(out, acc, scale, row < size.q_rows);
     store_row<1>(out + 8 * pitch, acc, scale, row + 8 < size.q_rows);
+  }
+}
+
+// What a warp's accumulators of scores begin with, keys by queries: -lse of the queries, so that no arithmetic after the
+// products waits for loads; or, where logits are no multiples of scores, 0.
+template <bool kCaps, int kBlocks>
+__device__ __forceinline__ void begin_scores(float (&p)[kBlocks][4], const float* minus_lse) {
+  if constexpr (!kCaps) {
+    begin_columns(p, minus_lse);
+  } else {
+    #pragma unroll
+    for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = 0.f;
+    pin(p);
+  }
+}
+
+// Turns what has begun so into probabilities.
+template <int kBlocks>
+__device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits<false> logits, const float*) {
+  #pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(logits.exact(p[i / 4][i % 4]));
+}
+template <int kBlocks>
+__device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits<true> logits,
+                                                  const float* minus_lse) {
+  bool is_far = false;                                // of a query, but for padding
+  for (int i = me().lane; i < 8 * kBlocks; i += kWarp)
+    is_far |= minus_lse[i] > -kInfinity && !logits.is_near(-minus_lse[i]);
+  auto weigh = [&](auto logit) {
+    const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const float2 x = mine[n * 4];
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) p[n][e] = exp2_fast(logit(p[n][e]) + (e % 2 ? x.y : x.x));
+    }
+  };
+  if (__any_sync(0xffffffffu, is_far)) {
+    pin(p);                                           // the compiler takes nothing out of both branches
+    weigh([&](float s) { return logits.far(s); });
+  } else {
+    weigh([&](float s) { return logits.near(s); });
+  }
+}
+
+// Multiplies probabilities with the slopes of their logits.
+template <bool kCaps, int kBlocks>
+__device__ __forceinline__ void take_slopes(float (&p)[kBlocks][4], Logits<kCaps> logits, const float* minus_lse) {
+  const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
+  #pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    const float2 x = mine[n * 4];
+    #pragma unroll
+    for (int e = 0; e < 4; ++e) p[n][e] *= logits.slope(p[n][e], e % 2 ? x.y : x.x);
   }
 }
 

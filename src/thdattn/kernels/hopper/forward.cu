@@ -3,8 +3,8 @@
 
 // What the producer tells the consumers of a query tile, and of each key tile. first, next: the flags of the key tile
 // that comes after it, known before that arrives, so that consumers do not wait for them between products; kLast where
-// there is none.
-struct QueryTile { int tile, head; u32 first; };
+// there is none. piece: the tile or, with kInParts, a packed Piece, of whose first part `work` is the number.
+struct QueryTile { int piece, head; u32 first; int work; };
 struct KeyTile { int row; u32 next; };
 
 template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
@@ -36,19 +36,24 @@ struct ForwardShared {
 struct ForwardSize { int q_rows, num_tiles, num_heads, group, together, last_heads, row_heads; };
 CHECK_ForwardSize;
 
+// Where the keys of tiles are divided (kInParts): what add_parts needs, for every warp of every number of work.
+struct Parts { float4* shares; u32* arrived; };
+CHECK_Parts;
+
 // The producer, one warp: loads every query tile of this block and the key tiles that it sees, keys one tile ahead of
 // values.
-template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+template <bool kInParts, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void produce_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, const TensorMap* map_q,
     const TensorMap* map_k, const TensorMap* map_v, const int2* key_ranges, const int* tile_order, int* counter,
     ForwardSize size) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
   constexpr int kTileM = Shared::kTileM, kRows = kTileM / kWarp;
-  const int lane = threadIdx.x % kWarp, num_work = size.num_tiles * size.num_heads;
+  const int lane = threadIdx.x % kWarp, num_work = (kInParts ? tile_order[0] : size.num_tiles) * size.num_heads;
   Ring<kQStages> q_ring = {0, 1};
   Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
-  auto work_tile_of = [&](int work) {
+  auto work_tile_of = [&](int work) {                 // of pieces without waiting for their number
+    if (kInParts) return WorkTile{tile_order[1 + work / size.num_heads], work % size.num_heads};
     if (work >= num_work) return WorkTile{};
     return scheduled_tile(work, tile_order, size.num_tiles, size.num_heads, size.together, size.last_heads);
   };
@@ -61,21 +66,26 @@ __device__ __forceinline__ void produce_forward(
     v_ring.advance();
   };
 
+  // The next number of work is drawn with the last key tile: early enough for its latency, and late enough that whoever
+  // is done first gets it. Whoever draws the last of all sets the counter back to zero.
+  int next_work = 0;
+  auto draw_after = [&](int next_row) {
+    if (next_row != kNone || lane > 0) return;
+    next_work = atomicAdd(counter, 1);
+    if (next_work == num_work - 1) *counter = 0;
+    next_work += gridDim.x;
+  };
+
   WorkTile work_tile = work_tile_of(blockIdx.x);
   for (int work = blockIdx.x; work < num_work; ) {
-    const auto [tile, head] = work_tile;
-    // The next number of work is drawn early, for its latency; whoever draws the last of all sets the counter back to
-    // zero.
-    int next_work = 0;
-    if (lane == 0) {
-      next_work = atomicAdd(counter, 1);
-      if (next_work == num_work - 1) *counter = 0;
-      next_work += gridDim.x;
-    }
+    const auto [word, head] = work_tile;
+    const Piece piece = kInParts ? unpacked(word) : Piece{word, 0, 1};
+    const int tile = piece.tile;
     const int kv_head = head / size.group;
     int2 range[kRows];
     #pragma unroll
     for (int i = 0; i < kRows; ++i) range[i] = range_of(key_ranges, tile * kTileM + i * kWarp + lane, size.q_rows);
+    if constexpr (kInParts) cut<kTileN>(range, piece);
     auto first_in_sight = [&](int from) {
       int first = kNone;
       #pragma unroll
@@ -99,13 +109,14 @@ __device__ __forceinline__ void produce_forward(
     };
     int row = first_in_sight(0), row_before = kNone;
     const u32 first = flags_of(row);
+    draw_after(row);
 
     barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
     #pragma unroll
     for (int i = 0; i < kRows; ++i) shared.range[q_ring.double_stage_to_fill()][i * kWarp + lane] = range[i];
     __syncwarp();
     if (lane == 0) {
-      shared.query_tile[q_ring.stage] = {tile, head, first};
+      shared.query_tile[q_ring.stage] = {word, head, first, work - piece.part * size.num_heads};
       barrier_expect(&shared.q_full[q_ring.stage], Shared::kQBytes);
       copy_tile<kTileM, kHeadDim>(shared.q[q_ring.stage], map_q, head, tile * kTileM, &shared.q_full[q_ring.stage]);
     }
@@ -113,6 +124,7 @@ __device__ __forceinline__ void produce_forward(
     while (row != kNone) {
       const int next = first_in_sight(row + kTileN);
       const u32 flags = flags_of(next);
+      draw_after(next);
       barrier_wait(&shared.k_empty[k_ring.stage], k_ring.parity);
       if (lane == 0) {
         shared.key_tile[k_ring.stage] = {row, flags};
@@ -130,7 +142,7 @@ __device__ __forceinline__ void produce_forward(
   }
   barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
   if (lane == 0) {
-    shared.query_tile[q_ring.stage].tile = -1;
+    shared.query_tile[q_ring.stage].piece = -1;
     barrier_arrive(&shared.q_full[q_ring.stage]);
   }
 }
@@ -138,9 +150,11 @@ __device__ __forceinline__ void produce_forward(
 // Online softmax of a thread's two rows, in powers of two. Probabilities are relative to a base that follows the row
 // maximum only when that has grown by more than kSlack. Any base gives the same quotient, sums stay far from overflow,
 // and the accumulators rarely have to be rescaled.
+template <bool kCaps>
 struct Softmax {
   static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
-  float scale_log2, row_max[2] = {-kInfinity, -kInfinity}, base[2] = {kNothingYet, kNothingYet}, row_sum[2] = {};
+  Logits<kCaps> logits;
+  float row_max[2] = {-kInfinity, -kInfinity}, base[2] = {kNothingYet, kNothingYet}, row_sum[2] = {};
   float2 shrink;                                      // factor of what the rows have accumulated so far, if `rescale`
   bool rescale;
 
@@ -153,7 +167,7 @@ struct Softmax {
       for (int n = 0; n < kBlocks; ++n) row_max[r] = fmaxf(row_max[r], fmaxf(score[n][2 * r], score[n][2 * r + 1]));
       row_max[r] = quad_max(row_max[r]);
     }
-    const float top[2] = {row_max[0] * scale_log2, row_max[1] * scale_log2};
+    const float top[2] = {logits.exact(row_max[0]), logits.exact(row_max[1])};
     const bool grown[2] = {top[0] > base[0] + kSlack, top[1] > base[1] + kSlack};
     rescale = __any_sync(0xffffffffu, grown[0] || grown[1]);
     if (rescale) {                                    // of the warp's rows those alone, as no row may change another's
@@ -162,12 +176,23 @@ struct Softmax {
       row_sum[0] *= shrink.x, row_sum[1] *= shrink.y;
       base[0] = next[0], base[1] = next[1];
     }
-    #pragma unroll
-    for (int i = 0; i < 4 * kBlocks; ++i) {
-      float& s = score[i / 4][i % 4];
-      s = exp2_fast(fmaf(s, scale_log2, -base[i % 4 / 2]));
-      row_sum[i % 4 / 2] += s;
+    auto weigh = [&](auto logit) {
+      #pragma unroll
+      for (int i = 0; i < 4 * kBlocks; ++i) {
+        float& s = score[i / 4][i % 4];
+        s = exp2_fast(logit(s) - base[i % 4 / 2]);
+        row_sum[i % 4 / 2] += s;
+      }
+    };
+    if constexpr (kCaps) {
+      auto is_far = [&](int r) { return row_max[r] > -kInfinity && !logits.is_near(top[r]); };
+      if (__any_sync(0xffffffffu, is_far(0) || is_far(1))) {
+        pin(score);                                   // the compiler takes nothing out of both branches
+        weigh([&](float s) { return logits.far(s); });
+        return;
+      }
     }
+    weigh([&](float s) { return logits.near(s); });
   }
 };
 
@@ -204,11 +229,11 @@ __device__ __forceinline__ void merge_row(float* row, float others_scale, const 
 // A consumer, one warpgroup: 64 query rows. While it takes its exponentials, the tensor cores multiply the previous
 // probabilities with their values. kQInRegisters: queries are read from registers, as shared memory is busy with keys
 // and values.
-template <bool kQInRegisters, typename T, typename Out, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers,
-          int kQStages, int kStages>
+template <bool kQInRegisters, bool kSinks, bool kInParts, typename T, typename Out, bool kCaps, int kHeadDim,
+          int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, Out* out,
-    float* lse, float* max_logits, ForwardSize size, float softmax_scale) {
+    float* lse, float* max_logits, Parts all_parts, ForwardSize size, Logits<kCaps> logits, const float* sinks) {
   constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
   const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
   Ring<kQStages> q_ring = {0, 0};
@@ -218,15 +243,16 @@ __device__ __forceinline__ void consume_forward(
   while (true) {
     barrier_wait(&shared.q_full[q_ring.stage], q_ring.parity);
     QueryTile query_tile = shared.query_tile[q_ring.stage];
-    query_tile.tile = __shfl_sync(0xffffffffu, query_tile.tile, 0);
-    if (query_tile.tile < 0) break;
+    query_tile.piece = __shfl_sync(0xffffffffu, query_tile.piece, 0);
+    if (query_tile.piece < 0) break;
+    const int tile = kInParts ? unpacked(query_tile.piece).tile : query_tile.piece;
     const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytes;
-    const int first_row = query_tile.tile * kTileM + consumer * 64 + warp * 16;
+    const int first_row = tile * kTileM + consumer * 64 + warp * 16;
     const int2* const range = shared.range[q_ring.double_stage()] + consumer * 64 + warp * 16;
     ScoreRows<T, kHeadDim, kTileM, kQInRegisters> queries;
     queries.load(my_q);
     float acc_out[kOutBlocks][4] = {};
-    Softmax softmax = {softmax_scale * kLog2e};
+    Softmax<kCaps> softmax = {logits};
 
     u32 mine = 0, next = uniform(query_tile.first);
     bool last = next & kLast;
@@ -307,6 +333,16 @@ __device__ __forceinline__ void consume_forward(
       if (!(mine & kSees)) pass();
     }
     q_ring.advance();
+    bool padding[2] = {is_empty(range[lane / 4]), is_empty(range[lane / 4 + 8])};
+    if constexpr (kInParts) {
+      constexpr int kWarps = 4 * kConsumers, kQuads = kShareQuads<kOutBlocks> * kWarp;
+      const size_t mine = (size_t)query_tile.work * kWarps + consumer * 4 + warp;
+      const size_t pitch = (size_t)size.num_heads * kWarps * kQuads;
+      const Piece piece = unpacked(query_tile.piece);
+      if (piece.parts > 1 && !add_parts(all_parts.shares + mine * kQuads, pitch, all_parts.arrived + mine, piece,
+                                        acc_out, softmax, padding))
+        continue;
+    }
 
     // Normalise and store, or merge.
     constexpr bool kMerges = sizeof(Out) == sizeof(float);
@@ -315,17 +351,18 @@ __device__ __forceinline__ void consume_forward(
     #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + lane / 4 + 8 * r;
-      const bool padding = is_empty(range[lane / 4 + 8 * r]);
       const float total = quad_sum(softmax.row_sum[r]);
-      scale[r] = padding ? 0.f : 1.f / total;
-      if (!padding) largest = fmaxf(largest, softmax.row_max[r] * softmax_scale);
+      auto lse_of_keys = [&] { return (softmax.base[r] + __log2f(total)) * kLn2; };
+      const Rest rest = kSinks ? beside_sink(lse_of_keys(), sinks[query_tile.head]) : Rest{0.f, 1.f};
+      scale[r] = padding[r] ? 0.f : rest.share / total;
+      if (!padding[r]) largest = fmaxf(largest, logits.natural(softmax.row_max[r]));
       if constexpr (kMerges) {
         float* const row_lse = lse + (size_t)query_tile.head * size.q_rows + row;
-        const Merge share = merge_lse(row_lse, (softmax.base[r] + __log2f(total)) * kLn2, !padding);
-        scale[r] = padding ? 0.f : share.these / total, others_scale[r] = share.others;
+        const Merge share = merge_lse(row_lse, lse_of_keys(), !padding[r]);
+        scale[r] = padding[r] ? 0.f : share.these / total, others_scale[r] = share.others;
       } else if (lane % 4 == 0 && row < size.q_rows)
         lse[(size_t)query_tile.head * size.q_rows + row] =
-            padding ? -kInfinity : (softmax.base[r] + __log2f(total)) * kLn2;
+            padding[r] ? -kInfinity : kSinks ? rest.lse : lse_of_keys();
     }
     const int row = first_row + lane / 4, pitch = size.row_heads * kVHeadDim;
     Out* const out_row = out + (size_t)row * pitch + query_tile.head * kVHeadDim;
@@ -337,7 +374,7 @@ __device__ __forceinline__ void consume_forward(
       store_row<1>(out_row + 8 * pitch, acc_out, scale[1], row + 8 < size.q_rows);
     }
     for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
-    const size_t index = ((size_t)query_tile.tile * size.num_heads + query_tile.head) * kConsumers + consumer;
+    const size_t index = ((size_t)tile * size.num_heads + query_tile.head) * kConsumers + consumer;
     if (lane == 0) max_logits[index * 4 + warp] = largest;
   }
 }
@@ -356,15 +393,17 @@ __device__ __forceinline__ void consume_forward(
 // max_logits (all tiles of queries, num_heads, 4 * kConsumers)
 // maps of boxes of 64 * kConsumers rows of q, and of kTileN rows of k and v
 // tile_order: of some tiles or all, see scheduled_tile; counter: one int, zero, and zero again after the kernel
+// kInParts: tile_order is what thd_attn_pieces_sm90 makes, and all heads of a piece come one after another
 // Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers), shared memory
 // kSharedBytes.
-template <typename T, typename Out, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages,
-          bool kQInRegisters, int kSharedBytes>
+template <typename T, typename Out, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers,
+          int kQStages, int kStages, bool kQInRegisters, bool kInParts, int kSharedBytes>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-    const __grid_constant__ TensorMap map_v, Out* __restrict__ out, float* __restrict__ lse, float softmax_scale,
-    float* __restrict__ max_logits, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
-    int* __restrict__ counter, ForwardSize size) {
+    const __grid_constant__ TensorMap map_v, Out* __restrict__ out, float* __restrict__ lse,
+    Logits<kCaps> logits, const float* __restrict__ sinks, float* __restrict__ max_logits,
+    const int2* __restrict__ key_ranges, const int* __restrict__ tile_order, int* __restrict__ counter, Parts parts,
+    ForwardSize size) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -375,9 +414,10 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
   if (warpgroup == 0) {
     registers_give<kConsumers == 2 ? 40 : 32>();
     if (threadIdx.x < kWarp)
-      produce_forward(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
+      produce_forward<kInParts>(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
   } else {
     registers_take<kConsumers == 2 ? 232 : 160>();
-    consume_forward<kQInRegisters, T>(shared, warpgroup - 1, out, lse, max_logits, size, softmax_scale);
+    consume_forward<kQInRegisters, kSinks, kInParts, T>(shared, warpgroup - 1, out, lse, max_logits, parts, size,
+                                                        logits, sinks);
   }
 }

@@ -68,7 +68,7 @@ __device__ __forceinline__ void produce_wide(
     ring.advance();
   };
 
-  schedule_steps<false, 1, kWideTile>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
+  schedule_steps<1, kWideTile>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
     const u32 lse = step.head * size.stats_rows + step.row;
     const u32 delta = lse + size.splits * size.split_heads * size.stats_rows;
     fill(q_ring, shared.q_full, shared.q_empty, shared.q_step, step, [&](u32 stage, u64* full) {
@@ -122,10 +122,11 @@ __device__ __forceinline__ void serve_wide_queries(
 }
 
 // The key role, one warpgroup: probabilities, and dk = dS^T q.
-template <bool kKeysInRegisters, typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+template <bool kKeysInRegisters, typename T, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kQStages,
+          int kDoutStages>
 __device__ __forceinline__ void serve_wide_keys(
     WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Gradients<Grad> grads, BackwardSize size,
-    float softmax_scale) {
+    Logits<kCaps> logits) {
   constexpr int kBlocks = kWideTile / 8;
   Ring<kQStages> ring = {0, 0};                       // of query tiles
   Ring<kDsStages> ds_ring = {0, 0};
@@ -151,7 +152,6 @@ __device__ __forceinline__ void serve_wide_keys(
     arrive(&shared.ds_empty[ds_ring.stage]);
     ds_ring.advance();
   };
-  const float scale_log2 = softmax_scale * kLog2e;
 
   while (true) {
     look();
@@ -176,8 +176,7 @@ __device__ __forceinline__ void serve_wide_keys(
       // Probabilities from the saved lse, transposed; every thread leaves them for its counterpart in the value role.
       auto hand_over = [&](Ring<kDsStages> to) {
         const auto [warp, lane] = me();
-        #pragma unroll
-        for (int i = 0; i < 4 * kBlocks; ++i) p[i / 4][i % 4] = exp2_fast(p[i / 4][i % 4] * scale_log2);
+        take_exponentials(p, logits, shared.minus_lse[ring.stage]);
         if (flags & kMasked) hide_keys(p, shared.range + warp * 16, shared.q_step[ring.stage].row);
         barrier_wait(&shared.ds_empty[to.stage], to.parity ^ 1);
         #pragma unroll
@@ -187,7 +186,7 @@ __device__ __forceinline__ void serve_wide_keys(
         arrive(&shared.p_full[to.stage]);
         ring.advance();
       };
-      begin_columns(p, shared.minus_lse[ring.stage]);
+      begin_scores<kCaps>(p, shared.minus_lse[ring.stage]);
       wgmma_begin();
       keys.template start<true, kWideTile>(p, shared.q[ring.stage]);
       wgmma_commit();
@@ -196,7 +195,7 @@ __device__ __forceinline__ void serve_wide_keys(
       while (!(flags & kLast)) {
         // The scores of the next step, and after them dk += dS^T q.
         look();
-        begin_columns(p, shared.minus_lse[ring.stage]);
+        begin_scores<kCaps>(p, shared.minus_lse[ring.stage]);
         wgmma_begin();
         keys.template start<true, kWideTile>(p, shared.q[ring.stage]);
         wgmma_commit();
@@ -219,18 +218,20 @@ __device__ __forceinline__ void serve_wide_keys(
     }
     const int2 mine_done = shared.warp_tile[me().warp];
     const Share share = grads.claim(mine_done.x, mine_done.y, 0, size);
-    grads.template bring<T>(grads.dk, grads.dk_accum, grads.dk_rounded, acc_dk, softmax_scale, share, mine_done.x,
+    grads.template bring<T>(grads.dk, grads.dk_accum, grads.dk_rounded, acc_dk, logits.scale, share, mine_done.x,
                             mine_done.y, size);
     grads.release(mine_done.x, mine_done.y, 0, share, size);
   }
 }
 
 // The value role, one warpgroup: score gradients, and dv = P^T dout.
-template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+template <typename T, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
 __device__ __forceinline__ void serve_wide_values(
-    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Gradients<Grad> grads, BackwardSize size) {
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Gradients<Grad> grads, BackwardSize size,
+    Logits<kCaps> logits) {
   constexpr int kBlocks = kWideTile / 8;
   Ring<kDoutStages> ring = {0, 0};
+  Ring<kQStages> q_ring = {0, 0};                     // of query tiles, which stay until dk has their score gradients
   Ring<kDsStages> ds_ring = {0, 0};
   u32 kv_parity = 0, flags;
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
@@ -258,7 +259,7 @@ __device__ __forceinline__ void serve_wide_values(
     float acc_dv[kVHeadDim / 8][4] = {};
     if (flags & kNothing) {
       arrive(&shared.dout_empty[ring.stage]);
-      ring.advance();
+      ring.advance(), q_ring.advance();
     } else {
       barrier_wait(&shared.kv_full, kv_parity);
       kv_parity ^= 1;
@@ -278,13 +279,17 @@ __device__ __forceinline__ void serve_wide_values(
         wgmma_commit();
       };
       while (true) {
-        // dS = P (dP - delta), then dv += P^T dout; while it runs, dS is stored where P was.
+        // dS, then dv += P^T dout; while it runs, dS is stored where P was.
         const auto [warp, lane] = me();
         barrier_wait(&shared.p_full[ds_ring.stage], ds_ring.parity);
+        if constexpr (kCaps) barrier_wait(&shared.q_full[q_ring.stage], q_ring.parity);
         #pragma unroll
         for (int n = 0; n < kBlocks; ++n) {
           const float4 p = probabilities(shared.ds[ds_ring.stage], warp, n)[lane];
-          dp[n][0] *= p.x, dp[n][1] *= p.y, dp[n][2] *= p.z, dp[n][3] *= p.w;
+          float2 minus_lse = {};
+          if constexpr (kCaps) minus_lse = ((const float2*)shared.minus_lse[q_ring.stage])[n * 4 + lane % 4];
+          dp[n][0] *= p.x * logits.slope(p.x, minus_lse.x), dp[n][1] *= p.y * logits.slope(p.y, minus_lse.y);
+          dp[n][2] *= p.z * logits.slope(p.z, minus_lse.x), dp[n][3] *= p.w * logits.slope(p.w, minus_lse.y);
           probability[0][n / 2][n % 2 * 2] = pack<T>(p.x, p.y);
           probability[0][n / 2][n % 2 * 2 + 1] = pack<T>(p.z, p.w);
         }
@@ -302,7 +307,7 @@ __device__ __forceinline__ void serve_wide_values(
 
         wgmma_wait<0>(acc_dv);
         arrive(&shared.dout_empty[ring.stage]);
-        ring.advance();
+        ring.advance(), q_ring.advance();
         if (flags & kLast) break;
         look();
         begin_columns(dp, shared.minus_delta[ring.stage]);
@@ -360,14 +365,15 @@ __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
 // The contract is that of thd_attn_bwd_sm90 without kDeterministic, for head dims that are multiples of 64, except that
 // dq_accum is zero and that thd_attn_round_wide_sm90 makes dq of it; maps of boxes of 64 rows.
 // Launch: grid at most num_tiles * splits and one block per multiprocessor, block 512, shared memory kSharedBytes.
-template <typename T, typename Dq, typename Grad, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages,
+template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages,
           bool kKeysInRegisters, int kKeyRegisters, int kValueRegisters, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
-    const Gradients<Grad> grads, float softmax_scale, float* __restrict__ dq_accum,
+    const Gradients<Grad> grads, Logits<kCaps> logits, float* __restrict__ dq_accum,
     const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ shares,
-    const int* __restrict__ tile_order, int* __restrict__ counter, BackwardSize size) {
+    const int* __restrict__ tile_order, int* __restrict__ counter, Pairs packs, BackwardSize size) {
+  if (!packs.has_this()) return;
   using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -381,12 +387,12 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
       produce_wide(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter, size);
   } else if (warpgroup == 1) {
     registers_take<kKeyRegisters>();
-    serve_wide_keys<kKeysInRegisters, T>(shared, grads, size, softmax_scale);
+    serve_wide_keys<kKeysInRegisters, T>(shared, grads, size, logits);
   } else if (warpgroup == 2) {
     registers_take<kValueRegisters>();
-    serve_wide_values<T>(shared, grads, size);
+    serve_wide_values<T>(shared, grads, size, logits);
   } else {
     registers_give<64>();
-    serve_wide_queries<T>(shared, dq, dq_accum, size, softmax_scale);
+    serve_wide_queries<T>(shared, dq, dq_accum, size, logits.scale);
   }
 }

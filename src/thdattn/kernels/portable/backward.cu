@@ -4,8 +4,10 @@
 // What the backward needs per query row besides the tensors, ready for use: the main kernels add these numbers to
 // scores and to dP, or let their accumulators begin at them, and never ask whether a query row is padding.
 //
-//   stats[0][head][row] = -lse / softmax_scale           -inf on padding rows: every probability there is exactly 0
+//   stats[0][head][row] = -lse / unit                    -inf on padding rows: every probability there is exactly 0
 //   stats[1][head][row] = -delta = -rowsum(dout * out)   0 on padding rows
+//
+// unit: softmax_scale, or ln 2 where logits are capped; see Logits.
 //
 // It also sets `words` words of 16 bytes of `cleared` to zero: semaphores, and accumulators that the main kernel adds
 // to. kLanes lanes divide a row of a head, 16 bytes each. Bound by memory.
@@ -15,7 +17,7 @@
 // Launch: grid ceil(stats_rows * num_heads / (256 / kLanes)), block 256.
 template <typename T, int kVHeadDim>
 __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ dout, const float* __restrict__ lse,
-                               float softmax_scale, const int2* __restrict__ key_ranges, float* __restrict__ stats,
+                               float unit, const int2* __restrict__ key_ranges, float* __restrict__ stats,
                                uint4* __restrict__ cleared, size_t words, int q_rows, int stats_rows, int num_heads,
                                int row_heads) {
   constexpr int kChunks = kVHeadDim / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
@@ -37,7 +39,7 @@ __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ 
   for (int i = kLanes / 2; i; i /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, i);
   if (row < stats_rows && chunk == 0) {
     const size_t i = (size_t)head * stats_rows + row;
-    stats[i] = padding ? -kInfinity : -lse[(size_t)head * q_rows + row] / softmax_scale;
+    stats[i] = padding ? -kInfinity : -lse[(size_t)head * q_rows + row] / unit;
     stats[(size_t)num_heads * stats_rows + i] = -delta;
   }
   const size_t thread = (size_t)blockIdx.x * blockDim.x + threadIdx.x, threads = (size_t)gridDim.x * blockDim.x;
@@ -82,14 +84,15 @@ struct PortableBackwardShared {
 
 // Turns a warp's scores, 16 keys by 8 * kBlocks queries, into probabilities; those of keys that a query does not see
 // become 0. ranges: of this lane's first key; interior: none of them hides a query.
-template <int kBlocks>
-__device__ __forceinline__ void take_exponentials(float (&score)[kBlocks][4], const float* minus_lse, float scale_log2,
-                                                  const int2* ranges, int first_query, bool interior, int lane) {
+template <bool kCaps, int kBlocks>
+__device__ __forceinline__ void take_exponentials(float (&score)[kBlocks][4], const float* minus_lse,
+                                                  const Logits<kCaps>& logits, const int2* ranges, int first_query,
+                                                  bool interior, int lane) {
   #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
     const float2 x = *(const float2*)(minus_lse + n * 8 + lane % 4 * 2);
     #pragma unroll
-    for (int e = 0; e < 4; ++e) score[n][e] = exp2_fast((score[n][e] + (e % 2 ? x.y : x.x)) * scale_log2);
+    for (int e = 0; e < 4; ++e) score[n][e] = logits.probability(score[n][e], e % 2 ? x.y : x.x);
   }
   if (interior) return;
   #pragma unroll
@@ -99,15 +102,17 @@ __device__ __forceinline__ void take_exponentials(float (&score)[kBlocks][4], co
       if (!contains(ranges[e / 2 * 8], first_query + n * 8 + lane % 4 * 2 + e % 2)) score[n][e] = 0.f;
 }
 
-// Turns probabilities into dS = P (dP - delta).
-template <int kBlocks>
+// Turns probabilities into dS = P (dP - delta) * slope.
+template <bool kCaps, int kBlocks>
 __device__ __forceinline__ void weigh(float (&p)[kBlocks][4], const float (&dp)[kBlocks][4], const float* minus_delta,
-                                      int lane) {
+                                      const float* minus_lse, const Logits<kCaps>& logits, int lane) {
   #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
     const float2 x = *(const float2*)(minus_delta + n * 8 + lane % 4 * 2);
+    const float2 y = kCaps ? *(const float2*)(minus_lse + n * 8 + lane % 4 * 2) : x;
     #pragma unroll
-    for (int e = 0; e < 4; ++e) p[n][e] *= dp[n][e] + (e % 2 ? x.y : x.x);
+    for (int e = 0; e < 4; ++e)
+      p[n][e] *= (dp[n][e] + (e % 2 ? x.y : x.x)) * logits.slope(p[n][e], e % 2 ? y.y : y.x);
   }
 }
 
@@ -126,12 +131,12 @@ __device__ __forceinline__ void weigh(float (&p)[kBlocks][4], const float (&dp)[
 // dq_accum (q_rows, num_heads, kHeadDim): fp32, zero at first, and still to be multiplied with softmax_scale
 // stats from thd_attn_delta; key_ranges (q_rows), query_ranges (k_rows); tile_order: key tiles, the longest first
 // Launch: grid (tiles, num_kv_heads), block 2 * kTileN * kColumnWarps, shared memory kSharedBytes.
-template <typename T, typename Grad, int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int kColumnWarps, int kStages,
-          bool kAddDq, int kSharedBytes>
+template <typename T, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int kColumnWarps,
+          int kStages, bool kAddDq, int kSharedBytes>
 __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
     Grad* __restrict__ dk, Grad* __restrict__ dv, T* __restrict__ dk_rounded, T* __restrict__ dv_rounded,
-    const int* __restrict__ places, float softmax_scale, const float* __restrict__ stats,
+    const int* __restrict__ places, Logits<kCaps> logits, const float* __restrict__ stats,
     float* __restrict__ dq_accum, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
     const int* __restrict__ tile_order, int q_rows, int k_rows, int stats_rows, int group) {
   constexpr int kThreads = kTileN * 2 * kColumnWarps, kWarps = kThreads / kWarp;
@@ -206,15 +211,15 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
       // Probabilities from the saved lse, then dv += P^T dout.
       float score[1][kBlocks][4];
       dot_rows<T, kHeadDim>(score, tile_k + warp_key * (kHeadDim + kPad), stage_q);
-      take_exponentials(score[0], minus_lse, softmax_scale * kLog2e, my_range, m0, interior, lane);
+      take_exponentials(score[0], minus_lse, logits, my_range, m0, interior, lane);
       u32 probability[1][kBlocks / 2][4];
       round_to_operand<T>(probability, score);
       add_weighted_rows<T, kVHeadDim + kPad>(acc_dv, probability, stage_dout + column_warp * kVCols);
 
-      // dS = P * (dP - delta), then dk += dS^T q.
+      // dS, then dk += dS^T q.
       float dprobability[1][kBlocks][4];
       dot_rows<T, kVHeadDim>(dprobability, tile_v + warp_key * (kVHeadDim + kPad), stage_dout);
-      weigh(score[0], dprobability[0], minus_delta, lane);
+      weigh(score[0], dprobability[0], minus_delta, minus_lse, logits, lane);
       u32 dscore[1][kBlocks / 2][4];
       round_to_operand<T>(dscore, score);
       if (kAddDq && column_warp == 0) {
@@ -273,8 +278,8 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
       auto* const dv_row = dv + (size_t)row * v_stride + kv_head * kVHeadDim + column_warp * kVCols + lane % 4 * 2;
       #pragma unroll
       for (int n = 0; n < kKCols / 8; ++n)
-        store_pair(dk_row + n * 8, padding ? 0.f : acc_dk[0][n][2 * half] * softmax_scale,
-                   padding ? 0.f : acc_dk[0][n][2 * half + 1] * softmax_scale);
+        store_pair(dk_row + n * 8, padding ? 0.f : acc_dk[0][n][2 * half] * logits.scale,
+                   padding ? 0.f : acc_dk[0][n][2 * half + 1] * logits.scale);
       #pragma unroll
       for (int n = 0; n < kVCols / 8; ++n)
         store_pair(dv_row + n * 8, padding ? 0.f : acc_dv[0][n][2 * half], padding ? 0.f : acc_dv[0][n][2 * half + 1]);
@@ -298,10 +303,10 @@ struct PortableDqShared {
 //
 // Shapes as in thd_attn_bwd; dq (q_rows, num_heads, kHeadDim), to which is added where Dq is float.
 // Launch: grid (ceil(q_rows / (16 * kWarps)), num_heads), block 32 * kWarps, shared memory kSharedBytes.
-template <typename T, typename Dq, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kSharedBytes>
+template <typename T, typename Dq, bool kCaps, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kSharedBytes>
 __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
-    Dq* __restrict__ dq, float softmax_scale, const float* __restrict__ stats, const int2* __restrict__ key_ranges,
+    Dq* __restrict__ dq, Logits<kCaps> logits, const float* __restrict__ stats, const int2* __restrict__ key_ranges,
     const int2* __restrict__ query_ranges, int q_rows, int k_rows, int stats_rows, int group) {
   constexpr int kThreads = kWarps * kWarp, kTileM = 16 * kWarps, kBlocks = kTileN / 8;
   using Shared = PortableDqShared<T, kHeadDim, kVHeadDim, kTileM, kTileN>;
@@ -357,9 +362,10 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
       for (int n = 0; n < kBlocks; ++n)
         #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float p = exp2_fast((score[0][n][e] + minus_lse[e / 2]) * (softmax_scale * kLog2e));
+          const float p = logits.probability(score[0][n][e], minus_lse[e / 2]);
           const bool visible = interior || contains(range[e / 2], n0 + n * 8 + lane % 4 * 2 + e % 2);
-          score[0][n][e] = visible ? p * (dprobability[0][n][e] + minus_delta[e / 2]) : 0.f;
+          const float dscore = p * ((dprobability[0][n][e] + minus_delta[e / 2]) * logits.slope(p, minus_lse[e / 2]));
+          score[0][n][e] = visible ? dscore : 0.f;
         }
       u32 dscore[1][kBlocks / 2][4];
       round_to_operand<T>(dscore, score);
@@ -376,6 +382,6 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
     #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n)
       bring_pair(dq + (size_t)row * q_stride + head * kHeadDim + n * 8 + lane % 4 * 2,
-                 acc_dq[0][n][2 * half] * softmax_scale, acc_dq[0][n][2 * half + 1] * softmax_scale);
+                 acc_dq[0][n][2 * half] * logits.scale, acc_dq[0][n][2 * half + 1] * logits.scale);
   }
 }

@@ -57,16 +57,17 @@ __device__ __forceinline__ bool is_last(u32* arrived, int count) {
 // for the others; then the shares of warps are added, and those of the parts by the block that is done last, each in
 // its order: the same inputs and grid give the same bits.
 //
+// kCaps, kSinks: as for thd_attn_fwd.
 // q (rows, num_heads, kHeadDim); k (keys, num_heads / group, kHeadDim), v (.., kVHeadDim); out (rows, num_heads,
 // kVHeadDim); lse (num_heads, rows); key_ranges (rows), of which none leaves the buffer; partial, partial_stats: per
 // row, blockIdx.y, part and head of the block kVHeadDim floats and one pair; arrived (rows * gridDim.y), 0.
 // Launch: grid (rows, num_kv_heads * ceil(group / 16), parts <= kMaxParts), block 32 * kWarps, shared memory
 // kSharedBytes. Bound by memory.
-template <typename T, int kHeadDim, int kVHeadDim, int kWarps, int kStages, int kSharedBytes>
+template <typename T, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kWarps, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ out,
-    float* __restrict__ lse, const int2* __restrict__ key_ranges, float softmax_scale, float* partial,
-    float2* partial_stats, u32* arrived, int group) {
+    float* __restrict__ lse, const int2* __restrict__ key_ranges, Logits<kCaps> logits, const float* __restrict__ sinks,
+    float* partial, float2* partial_stats, u32* arrived, int group) {
   constexpr int kThreads = kWarps * kWarp, kStep = kKeys * kWarps, kPitch = kVHeadDim + kPad, kVecs = kVHeadDim / 4;
   using Tiles = DecodeTiles<T, kHeadDim, kVHeadDim, kWarps, kStages>;
   using Shares = DecodeShares<kVHeadDim, kWarps>;
@@ -118,7 +119,6 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
 
   float sum_out[1][kVHeadDim / 8][4] = {};
   float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {};
-  const float scale_log2 = softmax_scale * kLog2e;
   for (int stage = 0; key < end; key += kStep, stage = (stage + 1) % kStages) {
     copies_wait_but<kStages - 1>();
     __syncwarp();
@@ -129,14 +129,15 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
     for (int i = 0; i < 8; ++i)
       if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= end) score[0][i / 4][i % 4] = -kInfinity;
     #pragma unroll
-    for (int r = 0; r < 2; ++r) {  // online softmax, in powers of 2
+    for (int r = 0; r < 2; ++r) {  // online softmax
       float largest = row_max[r];
       #pragma unroll
       for (int n = 0; n < 2; ++n)
         #pragma unroll
-        for (int e = 0; e < 2; ++e) largest = fmaxf(largest, score[0][n][r * 2 + e] * scale_log2);
+        for (int e = 0; e < 2; ++e) largest = fmaxf(largest, score[0][n][r * 2 + e]);
       largest = quad_max(largest);
-      const float base = largest == -kInfinity ? 0.f : largest, shrink = exp2_fast(row_max[r] - base);
+      const float base = largest == -kInfinity ? 0.f : logits.exact(largest);
+      const float shrink = exp2_fast(logits.exact(row_max[r]) - base);
       row_max[r] = largest;
       row_sum[r] *= shrink;
       #pragma unroll
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
         #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& s = score[0][n][r * 2 + e];
-          s = exp2_fast(fmaf(s, scale_log2, -base));
+          s = exp2_fast(logits.exact(s) - base);
           row_sum[r] += s;
         }
       #pragma unroll
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
   for (int r = 0; r < 2; ++r) {
     const int head = lane / 4 + 8 * r;
     const float total = quad_sum(row_sum[r]);
-    if (lane % 4 == 0) warp_stats[warp][head] = make_float2(row_max[r], total);
+    if (lane % 4 == 0) warp_stats[warp][head] = make_float2(logits.exact(row_max[r]), total);
     #pragma unroll
     for (int n = 0; n < kVHeadDim / 8; ++n)
       store_pair(shares.sums[warp][head] + n * 8 + lane % 4 * 2, sum_out[0][n][r * 2], sum_out[0][n][r * 2 + 1]);
@@ -204,11 +205,13 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
   for (int i = threadIdx.x; i < heads * kVecs; i += kThreads) {
     const int head = i / kVecs, col = i % kVecs * 4;
     const Share all = of_warps(head, col);
-    const float scale = length ? 1.f / all.total : 0.f;
+    auto lse_of_keys = [&] { return (all.largest + __log2f(all.total)) * kLn2; };
+    const Rest rest = kSinks ? beside_sink(lse_of_keys(), sinks[head0 + head]) : Rest{0.f, 1.f};
+    const float scale = length ? rest.share / all.total : 0.f;
     T* const to = out + ((size_t)row * num_heads + head0 + head) * kVHeadDim + col;
     store_pair(to, all.sum.x * scale, all.sum.y * scale);
     store_pair(to + 2, all.sum.z * scale, all.sum.w * scale);
     if (col == 0)
-      lse[(size_t)(head0 + head) * gridDim.x + row] = length ? (all.largest + __log2f(all.total)) * kLn2 : -kInfinity;
+      lse[(size_t)(head0 + head) * gridDim.x + row] = length ? kSinks ? rest.lse : lse_of_keys() : -kInfinity;
   }
 }

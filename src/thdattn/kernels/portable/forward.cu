@@ -31,14 +31,15 @@ __device__ __forceinline__ void hide(float (&score)[kFragments][kBlocks][4], con
 // out (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows): natural log of the softmax sum, -inf on padding rows
 // Where Out is float, both hold the attention over other keys, 0 and -inf if there was none, and it becomes that over
 // all keys; rows that see none here stay.
-// max_logits (all tiles, num_heads, kWarps): largest scaled score of each warp's rows, -inf if they are all padding
+// max_logits (all tiles, num_heads, kWarps): largest logit of each warp's rows, -inf if they are all padding
+// kCaps: of logits; kSinks: with sinks (num_heads,), which out and lse count; not where Out is float
 // key_ranges (q_rows), query_ranges (k_rows); tile_order: some query tiles or all, the longest first
 // Launch: grid (tiles, num_heads), block 32 * kWarps, shared memory kSharedBytes.
-template <typename T, typename Out, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kFragments,
-          int kSharedBytes>
+template <typename T, typename Out, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kTileN, int kWarps,
+          int kFragments, int kSharedBytes>
 __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, Out* __restrict__ out,
-    float* __restrict__ lse, float softmax_scale, float* __restrict__ max_logits,
+    float* __restrict__ lse, Logits<kCaps> logits, const float* __restrict__ sinks, float* __restrict__ max_logits,
     const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges, const int* __restrict__ tile_order,
     int q_rows, int k_rows, int group) {
   constexpr int kThreads = kWarps * kWarp, kWarpRows = 16 * kFragments, kTileM = kWarpRows * kWarps;
@@ -106,7 +107,6 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
       if (!interior) hide(score, my_range, n0);
       // Online softmax on unscaled scores. The maximum of a row that has seen no key yet stays -inf, and 0 stands in
       // for it.
-      const float scale_log2 = softmax_scale * kLog2e;
       #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         float largest = row_max[r];
@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
         for (int n = 0; n < kBlocks; ++n)
           largest = fmaxf(largest, fmaxf(score[r / 2][n][r % 2 * 2], score[r / 2][n][r % 2 * 2 + 1]));
         largest = quad_max(largest);
-        const float base = largest == -kInfinity ? 0.f : largest * scale_log2;
-        const float shrink = exp2_fast(row_max[r] * scale_log2 - base);
+        const float base = largest == -kInfinity ? 0.f : logits.exact(largest);
+        const float shrink = exp2_fast(logits.exact(row_max[r]) - base);
         row_max[r] = largest;
         row_sum[r] *= shrink;
         #pragma unroll
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
           #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& s = score[r / 2][n][r % 2 * 2 + e];
-            s = exp2_fast(fmaf(s, scale_log2, -base));
+            s = exp2_fast(logits.exact(s) - base);
             row_sum[r] += s;
           }
         #pragma unroll
@@ -146,11 +146,13 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const bool padding = is_empty(my_range[8 * r]);
-    const float total = quad_sum(row_sum[r]), logit = row_max[r] * softmax_scale;
+    const float total = quad_sum(row_sum[r]), logit = logits.natural(row_max[r]);
+    auto lse_of_keys = [&] { return logit + __log2f(total) * kLn2; };
+    const Rest rest = kSinks ? beside_sink(lse_of_keys(), sinks[head]) : Rest{0.f, 1.f};
     if (!padding) largest = fmaxf(largest, logit);
     if constexpr (kMerges) {
       float* const row_lse = lse + (size_t)head * q_rows + row0 + 8 * r;
-      const Merge share = merge_lse(row_lse, logit + __log2f(total) * kLn2, !padding);
+      const Merge share = merge_lse(row_lse, lse_of_keys(), !padding);
       float2* const row = (float2*)(out + (size_t)(row0 + 8 * r) * out_stride + head * kVHeadDim) + lane % 4;
       #pragma unroll
       for (int n = 0; n < kOutBlocks && !padding; ++n) {
@@ -161,10 +163,11 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
       continue;
     }
     if (lane % 4 == 0 && row0 + 8 * r < q_rows)
-      lse[(size_t)head * q_rows + row0 + 8 * r] = padding ? -kInfinity : logit + __log2f(total) * kLn2;
+      lse[(size_t)head * q_rows + row0 + 8 * r] =
+          padding ? -kInfinity : kSinks ? rest.lse : lse_of_keys();
     #pragma unroll
     for (int n = 0; n < kOutBlocks; ++n) {
-      const float x = acc_out[r / 2][n][r % 2 * 2], y = acc_out[r / 2][n][r % 2 * 2 + 1], scale = 1.f / total;
+      const float x = acc_out[r / 2][n][r % 2 * 2], y = acc_out[r / 2][n][r % 2 * 2 + 1], scale = rest.share / total;
       store_pair(staging + (lane / 4 + 8 * r) * (kHeadDim + kPad) + n * 8 + lane % 4 * 2,
                  padding ? 0.f : x * scale, padding ? 0.f : y * scale);
     }

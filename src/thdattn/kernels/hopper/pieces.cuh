@@ -1,0 +1,176 @@
+// How the Hopper forward divides keys among thread blocks, where there are too few tiles of queries to keep all
+// multiprocessors at work: which pieces of tiles there are, and how what they make is added.
+
+// Part `part` of the `parts` equal ones that the keys of a tile of queries are divided into.
+struct Piece { int tile, part, parts; };
+constexpr int kMostParts = kWarp;
+__device__ __forceinline__ int packed(Piece piece) { return piece.tile | piece.part << 16 | piece.parts << 24; }
+__device__ __forceinline__ Piece unpacked(int word) { return {word & 0xffff, word >> 16 & 0xff, word >> 24 & 0xff}; }
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Rows of keys between the first and the last in sight of ranges that a warp holds.
+template <int kRows>
+__device__ __forceinline__ int2 span_of(const int2 (&range)[kRows]) {
+  int first = kNone, end = 0;
+  #pragma unroll
+  for (int i = 0; i < kRows; ++i)
+    if (!is_empty(range[i])) first = min(first, range[i].x), end = max(end, range[i].y);
+  return {__reduce_min_sync(0xffffffffu, first), __reduce_max_sync(0xffffffffu, end)};
+}
+
+// Cuts the ranges of a tile's rows down to one part of the keys in sight. Parts are multiples of kTileN keys.
+template <int kTileN, int kRows>
+__device__ __forceinline__ void cut(int2 (&range)[kRows], Piece piece) {
+  if (piece.parts == 1) return;
+  const int2 span = span_of(range);
+  const int keys = ceil_div(ceil_div(span.y - span.x, kTileN), piece.parts) * kTileN;
+  const int first = span.x + piece.part * keys;
+  #pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    range[i] = make_int2(max(range[i].x, first), min(range[i].y, first + keys));
+    if (is_empty(range[i])) range[i] = make_int2(0, 0);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ shares
+
+// What one warp has of 16 rows of a piece: float4 n of every lane after float4 n - 1 of all lanes. The last two are
+// (base, sum, maximum) of a lane's rows.
+template <int kBlocks> constexpr int kShareQuads = kBlocks + 2;
+
+// Leaves this warp's share of a piece; whoever comes last takes the sum of all parts, in their order, for the same bits
+// on every run. shares: those of this warp's rows, `pitch` float4s from part to part. arrived: zero, and zero again
+// after the last part. Returns whether this warp has the sum; hidden then says which of its rows see no key.
+template <typename Softmax, int kBlocks>
+__device__ __forceinline__ bool add_parts(float4* shares, size_t pitch, u32* arrived, Piece piece,
+                                          float (&acc)[kBlocks][4], Softmax& softmax, bool (&hidden)[2]) {
+  shares += me().lane;
+  float4* const mine = shares + piece.part * pitch;
+  #pragma unroll
+  for (int n = 0; n < kBlocks; ++n) mine[n * kWarp] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+  #pragma unroll
+  for (int r = 0; r < 2; ++r)
+    mine[(kBlocks + r) * kWarp] = hidden[r] ? make_float4(Softmax::kNothingYet, 0.f, -kInfinity, 0.f)
+                                            : make_float4(softmax.base[r], softmax.row_sum[r], softmax.row_max[r], 0.f);
+  __threadfence();
+  __syncwarp();
+  const int before = uniform(me().lane == 0 ? atomicInc(arrived, piece.parts - 1) : 0);
+  if (before < piece.parts - 1) return false;
+  __threadfence();
+
+  // The base of the sum, then the sum.
+  auto row_of = [&](int part, int r) { return __ldcg(shares + part * pitch + (kBlocks + r) * kWarp); };
+  #pragma unroll
+  for (int r = 0; r < 2; ++r)
+    softmax.base[r] = Softmax::kNothingYet, softmax.row_sum[r] = 0.f, softmax.row_max[r] = -kInfinity;
+  #pragma unroll 4
+  for (int part = 0; part < piece.parts; ++part)
+    #pragma unroll
+    for (int r = 0; r < 2; ++r) softmax.base[r] = fmaxf(softmax.base[r], row_of(part, r).x);
+  #pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) acc[i / 4][i % 4] = 0.f;
+  #pragma unroll 1
+  for (int part = 0; part < piece.parts; ++part) {
+    float weight[2];
+    #pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float4 row = row_of(part, r);
+      weight[r] = exp2_fast(row.x - softmax.base[r]);
+      softmax.row_sum[r] += weight[r] * row.y;
+      softmax.row_max[r] = fmaxf(softmax.row_max[r], row.z);
+    }
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const float4 x = __ldcg(shares + part * pitch + n * kWarp);
+      acc[n][0] += weight[0] * x.x, acc[n][1] += weight[0] * x.y;
+      acc[n][2] += weight[1] * x.z, acc[n][3] += weight[1] * x.w;
+    }
+  }
+  hidden[0] = softmax.base[0] == Softmax::kNothingYet, hidden[1] = softmax.base[1] == Softmax::kNothingYet;
+  return true;
+}
+
+// ------------------------------------------------------------------------------------------------ pieces
+
+constexpr int kMostTiles = 512;  // of queries, that are divided
+
+// Time of a piece of so many tiles of keys, in quarters of what such a tile takes: to begin and to store it, and to add
+// it to the others.
+__device__ __forceinline__ int time_of(int key_tiles, int parts) {
+  return 4 * ceil_div(key_tiles, parts) + (parts == 1 ? 4 : 12 + 2 * parts);
+}
+// Into how many parts so many tiles of keys are divided, of at most `longest`; none is empty.
+__device__ __forceinline__ int parts_of(int key_tiles, int longest) {
+  return key_tiles <= longest ? 1 : ceil_div(key_tiles, ceil_div(key_tiles, ceil_div(key_tiles, longest)));
+}
+
+// When all pieces are done, if each falls to the multiprocessor that is free first; one warp.
+__device__ __forceinline__ int time_of_all(const int* key_tiles, int num_tiles, int num_heads, int multiprocessors,
+                                           int max_divided, int longest) {
+  constexpr int kEach = 8, kNever = 1 << 30;
+  const int lane = threadIdx.x % kWarp;
+  int free[kEach], divided = 0;                       // when this lane's multiprocessors are free
+  #pragma unroll
+  for (int i = 0; i < kEach; ++i) free[i] = i * kWarp + lane < multiprocessors ? 0 : kNever;
+  for (int t = 0; t < num_tiles; ++t) {
+    const int parts = parts_of(key_tiles[t], longest), time = time_of(key_tiles[t], parts);
+    if (parts > 1) divided += parts;
+    for (int rest = parts * num_heads; rest > 0; ) {
+      int soonest = free[0];
+      #pragma unroll
+      for (int i = 1; i < kEach; ++i) soonest = min(soonest, free[i]);
+      const int soonest_of_all = __reduce_min_sync(0xffffffffu, soonest);
+      const u32 lanes = __ballot_sync(0xffffffffu, soonest == soonest_of_all);
+      bool takes = soonest == soonest_of_all && __popc(lanes & (1u << lane) - 1) < rest;
+      #pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        if (takes && free[i] == soonest) free[i] += time, takes = false;
+      rest -= __popc(lanes);
+    }
+  }
+  int last = 0;
+  #pragma unroll
+  for (int i = 0; i < kEach; ++i) last = max(last, free[i] < kNever ? free[i] : 0);
+  return divided > max_divided ? kNever : __reduce_max_sync(0xffffffffu, last);
+}
+
+// Divides the keys of tiles of queries so that the multiprocessors are done soonest: tries every number of parts of the
+// longest tile, and gives the others parts of that length.
+//
+// pieces: how many there are, and then those of the tiles in their order. What follows from them is right whatever the
+// ranges are when they are used, as each tile is there with all its parts; its parts are equal.
+// tile_order (num_tiles <= kMostTiles): the longest tile first
+// max_divided: pieces of tiles that are divided, at most
+// Launch: a block of 1024.
+template <int kTileM, int kTileN>
+__global__ void __launch_bounds__(1024) thd_attn_pieces_sm90(
+    int* __restrict__ pieces, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order, int q_rows,
+    int num_tiles, int num_heads, int multiprocessors, int max_divided) {
+  __shared__ int key_tiles[kMostTiles], time[kMostParts];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  for (int t = warp; t < num_tiles; t += kMostParts) {
+    int2 range[kTileM / kWarp];
+    #pragma unroll
+    for (int i = 0; i < kTileM / kWarp; ++i)
+      range[i] = range_of(key_ranges, tile_order[t] * kTileM + i * kWarp + lane, q_rows);
+    const int2 span = span_of(range);
+    if (lane == 0) key_tiles[t] = is_empty(span) ? 0 : ceil_div(span.y - span.x, kTileN);
+  }
+  __syncthreads();
+  const int longest = max(1, key_tiles[0]);
+  const int mine = time_of_all(key_tiles, num_tiles, num_heads, multiprocessors, max_divided,
+                               ceil_div(longest, warp + 1));
+  if (lane == 0) time[warp] = mine;
+  __syncthreads();
+  const int best = __reduce_min_sync(0xffffffffu, time[lane]);
+  const int part = ceil_div(longest, __ffs(__ballot_sync(0xffffffffu, time[lane] == best)));
+
+  const int t = threadIdx.x;
+  if (t >= num_tiles) return;
+  int before = 0;
+  for (int i = 0; i < t; ++i) before += parts_of(key_tiles[i], part);
+  const int parts = parts_of(key_tiles[t], part);
+  for (int p = 0; p < parts; ++p) pieces[1 + before + p] = packed({tile_order[t], p, parts});
+  if (t == num_tiles - 1) pieces[0] = before + parts;
+}

@@ -1,0 +1,41 @@
+// The gradient of attention sinks.
+
+// What query rows give to the gradient of the sink of their head: -exp(sink - lse) * rowsum(dout * out), as a sink has
+// a logit and no value. A thread block adds up every gridDim.y-th group of rows of one head, kLanes lanes a row, always
+// in the same order. Bound by memory.
+//
+// out, dout (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows), with the sinks; rows where it is -inf are not read
+// sinks (num_heads,); shares (gridDim.y, num_heads), of which the sum is the gradient
+// Launch: grid (num_heads, parts), block 256.
+template <typename T, int kVHeadDim>
+__global__ void __launch_bounds__(256) thd_attn_sinks_grad(
+    const uint4* __restrict__ out, const uint4* __restrict__ dout, const float* __restrict__ lse,
+    const float* __restrict__ sinks, float* __restrict__ shares, int q_rows) {
+  constexpr int kChunks = kVHeadDim / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32, kRows = 256 / kLanes;
+  __shared__ float of_warps[256 / kWarp];
+  const int head = blockIdx.x, num_heads = gridDim.x, chunk = threadIdx.x % kLanes;
+  const float sink = sinks[head];
+  float sum = 0.f;
+  for (int row = blockIdx.y * kRows + threadIdx.x / kLanes; row < q_rows; row += gridDim.y * kRows) {
+    const float row_lse = lse[(size_t)head * q_rows + row];
+    if (row_lse == -kInfinity || chunk >= kChunks) continue;
+    const size_t word = ((size_t)row * num_heads + head) * kChunks + chunk;
+    const uint4 o = out[word], d = dout[word];
+    const u32 o_pairs[4] = {o.x, o.y, o.z, o.w}, d_pairs[4] = {d.x, d.y, d.z, d.w};
+    float delta = 0.f;
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 a = unpack<T>(o_pairs[i]), b = unpack<T>(d_pairs[i]);
+      delta += a.x * b.x + a.y * b.y;
+    }
+    sum -= exp2_fast((sink - row_lse) * kLog2e) * delta;
+  }
+  #pragma unroll
+  for (int i = kWarp / 2; i; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = sum;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  #pragma unroll
+  for (int i = 1; i < 256 / kWarp; ++i) sum += of_warps[i];
+  shares[blockIdx.y * num_heads + head] = sum;
+}

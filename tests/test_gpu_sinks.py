@@ -1,0 +1,162 @@
+"""Attention sinks and soft-capped logits of the CUDA engine against the float64 oracle, on one GPU.
+
+Every allocation starts as NaN and every row that holds no token is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import BFLOAT16, CASES, DIMS, Case, check, check_dsinks, random_inputs, random_sinks, run, to_host
+from ways import Way, run_way, ways
+
+import thdattn
+from thdattn import PackedBatch, oracle
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
+
+FLOAT16 = np.dtype("float16")
+# A cap of 30 is far above these logits, 1.5 is among them.
+KINDS = {"sinks": {"sinks": True}, "softcap": {"softcap": 30.0}, "low": {"softcap": 1.5},
+         "both": {"softcap": 30.0, "sinks": True}}  # fmt: skip
+MIXED = (257, 3, 64, 0, 100, 17, 190)
+WAYS = [*ways((2, 2), sizes=(4,), heads=(4,)), Way("all_gather", "dual_chunk", 2)]
+
+
+@pytest.fixture(params=["hopper", "portable"])
+def kernels(request, cupy, monkeypatch):
+    """Both sets of kernels, where there are both."""
+    from thdattn.ops import launch
+
+    gpu = launch.this_gpu()
+    if request.param == "hopper" and not gpu.sm90:
+        pytest.skip("needs a GPU of the Hopper generation")
+    if request.param == "portable":
+        monkeypatch.setattr(launch, "this_gpu", lambda: replace(gpu, sm90=False))
+
+
+def every(dtypes=(BFLOAT16,), cases=DIMS, kinds=KINDS):
+    return [pytest.param(replace(case, **kinds[kind]), dtype, id=f"{case}-{kind}-{dtype}")
+            for case in cases for kind in kinds for dtype in dtypes]
+
+
+@pytest.mark.parametrize(("case", "dtype"), every())
+def test_every_head_dim_is_the_oracle(cupy, kernels, case, dtype):
+    check(case, dtype, run(case, 1, dtype, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize(("case", "dtype"), every((FLOAT16,), [case for case in DIMS if case.dims[0] in (64, 128)]))
+def test_float16_is_the_oracle(cupy, case, dtype):
+    check(case, dtype, run(case, 4, dtype, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize(("case", "dtype"), every(kinds={"both": KINDS["both"]}))
+def test_deterministic_is_the_oracle_and_bitwise_the_same(cupy, kernels, case, dtype):
+    first, again = (run(case, 2, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(2))
+    check(case, dtype, first)
+    for field, x in first.tokens.items():
+        assert again.tokens[field].tobytes() == x.tobytes(), field
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_method_is_the_oracle(cupy, kernels, way, kind):
+    case = Case("methods", MIXED, heads=way.heads, dims=(128, 128), **KINDS[kind])
+    check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize("name", ["cross-causal", "cross-window-lopsided", "cross-sees-nothing", "capacity-of-a-tile"])
+def test_rows_that_see_no_key_leave_the_sink_alone(cupy, kernels, name):
+    case = replace(CASES[name], **KINDS["both"])
+    check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy, engine="cuda"))
+
+
+def judged(cupy, case, dtype, scale):
+    """Verdicts on out, dq, dk and dv of logits that are `scale` times as large as usual; dsinks is checked."""
+    q, k, v, dout = random_inputs(case, dtype)
+    sinks = random_sinks(case, dtype)
+    batch = PackedBatch(np.cumsum([0, *case.lengths]).astype(np.int32))
+    scale *= case.dims[0] ** -0.5
+    layer = case.attention(thdattn.comm.init("single"), dtype, engine="cuda", softmax_scale=scale)
+    out, saved = layer.forward(*map(cupy.asarray, (q, k, v)), layer.plan(batch), sinks=cupy.asarray(sinks))
+    *grads, dsinks = layer.backward(cupy.asarray(dout), saved)
+    truth = oracle.truth(batch, q, k, v, dout, softmax_scale=scale, softcap=case.softcap, sinks=sinks)
+    check_dsinks(truth, dout, sinks, to_host(dsinks))
+    fields = zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)
+    return {field: truth.judge(field, to_host(x)) for field, x in fields}
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize(("softcap", "scale"), [(5.0, 1.0), (5.0, 4.0), (50.0, 1.0), (1e4, 1.0)])
+@pytest.mark.parametrize("dims", [(128, 128), (192, 192)], ids=str)
+def test_caps_are_exact_where_tanh_is_flat_and_where_it_bends(cupy, kernels, dims, softcap, scale, dtype):
+    case = Case("bends", (500, 40), heads=(4, 2), dims=dims, softcap=softcap, sinks=True)
+    for field, verdict in judged(cupy, case, dtype, scale).items():
+        assert verdict.good, f"{field}: {verdict}"
+
+
+def results(cupy, case, sinks):
+    """out, lse, dq, dk, dv and, with sinks, dsinks."""
+    batch = PackedBatch(np.cumsum([0, *case.lengths]).astype(np.int32))
+    q, k, v, dout = map(cupy.asarray, random_inputs(case, BFLOAT16))
+    layer = case.attention(thdattn.comm.init("single"), BFLOAT16, engine="cuda", deterministic=True,
+                           sinks=sinks is not None)
+    out, saved = layer.forward(q, k, v, layer.plan(batch), sinks=None if sinks is None else cupy.asarray(sinks))
+    return [to_host(x) for x in (out, saved.lse, *layer.backward(dout, saved))]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_a_sink_of_minus_infinity_is_none_bit_by_bit(cupy, kernels, softcap):
+    case = Case("none", MIXED, dims=(128, 128), softcap=softcap)
+    *found, dsinks = results(cupy, case, np.full(4, -np.inf, np.float32))
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in results(cupy, case, None)]
+    assert not dsinks.any()
+
+
+@pytest.mark.parametrize("sink", [1e4, 3e38])
+def test_a_sink_far_above_all_logits_takes_everything(cupy, kernels, sink):
+    out, lse, *grads = results(cupy, Case("all", MIXED, dims=(128, 128)), np.full(4, sink, np.float32))
+    assert not out.any() and (lse == np.float32(sink)).all()
+    for grad in grads:
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_decode_is_the_oracle(cupy, dims, kind):
+    case = Case("decode", (700,), heads=(8, 2), dims=dims, **KINDS[kind])
+    q, k, v, _ = random_inputs(case, BFLOAT16)
+    sinks = random_sinks(case, BFLOAT16)
+    layer = case.attention(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
+    cache = layer.cache(1, 700)
+    given = None if sinks is None else cupy.asarray(sinks)
+    parts = [layer.decode(*(cupy.asarray(x[rows]) for x in (q, k, v)), cache, sinks=given)
+             for rows in (slice(0, 650), slice(650, 699), slice(699, 700))]
+    truth = oracle.truth(PackedBatch([0, 700]), q, k, v, softcap=case.softcap, sinks=sinks)
+    verdict = truth.judge("out", np.concatenate([to_host(x) for x in parts]))
+    assert verdict.good, verdict
+
+
+def test_a_captured_graph_reads_the_sinks_that_are_there(cupy):
+    case = Case("graph", MIXED, dims=(128, 128), sinks=True)
+    batch = PackedBatch(np.cumsum([0, *case.lengths]).astype(np.int32))
+    q, k, v, dout = map(cupy.asarray, random_inputs(case, BFLOAT16))
+    sinks = cupy.zeros(4, np.float32)
+    layer = case.attention(thdattn.comm.init("single"), BFLOAT16, engine="cuda", deterministic=True)
+
+    def step(plan):
+        out, saved = layer.forward(q, k, v, plan, sinks=sinks)
+        return out, *layer.backward(dout, saved)
+
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        plan = layer.plan(batch)
+        step(plan)
+        stream.begin_capture()
+        made = step(plan)
+        graph = stream.end_capture()
+        sinks[...] = cupy.asarray(random_sinks(case, BFLOAT16))
+        graph.launch()
+        found = [to_host(x) for x in made]
+        assert [x.tobytes() for x in found] == [to_host(x).tobytes() for x in step(plan)]
