@@ -299,8 +299,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) decode_qkv(
   }
 }
 
-// y (rows, out) = residual + x weight^T, of the normalised rows if there is a gain. Grid * block >= 32 * out: a warp per
-// column, as below.
+// y (rows, out) = residual + x weight^T, of the normalised rows if there is a gain. Grid * block >= 32 * out: a warp
+// per column, as below.
 extern "C" __global__ void __launch_bounds__(256, 2) decode_linear(
     bf16* y, const bf16* x, const bf16* gain, const bf16* weight, const bf16* residual, int rows, int width, int out,
     float epsilon) {

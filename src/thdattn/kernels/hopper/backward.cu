@@ -89,6 +89,16 @@ __device__ __forceinline__ void store_dscore(Shared& shared, u32 stage, int side
                    dscore[0][i - first / 16]);
 }
 
+// The same where none of the queries sees one of the keys.
+template <typename Shared>
+__device__ __forceinline__ void store_no_dscore(Shared& shared, u32 stage, int side) {
+  u32 zeros[1][Shared::kWeighed / 16][4];
+  #pragma unroll
+  for (int i = 0; i < Shared::kWeighed / 4; ++i) zeros[0][i / 4][i % 4] = 0;
+  #pragma unroll
+  for (int row = 0; row < Shared::kTileM; row += Shared::kWeighed) store_dscore(shared, stage, side, row, zeros);
+}
+
 // The key side, one warpgroup: the first 64 keys of the tile, or (side 1) the last.
 template <typename T, typename Grad, typename Shared, bool kCaps>
 __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<Grad> grads, BackwardSize size,
@@ -117,12 +127,8 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
   };
   auto pass = [&] {                                   // none of the queries sees one of these 64 keys
     if (flags & kLast) arrive(&shared.kv_empty);
-    u32 zeros[1][kSteps][4];
-    #pragma unroll
-    for (int i = 0; i < 4 * kSteps; ++i) zeros[0][i / 4][i % 4] = 0;
     wait_for_stage();
-    #pragma unroll
-    for (int row = 0; row < kTileM; row += kWeighed) store_dscore(shared, ring.stage, side, row, zeros);
+    store_no_dscore(shared, ring.stage, side);
     hand_over();
     arrive(&shared.empty[ring.stage]);
     ring.advance();
@@ -185,7 +191,6 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
           if constexpr (kCaps) {                      // while dP is computed
             round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&weight);
             take_slopes(weight, logits, shared.minus_lse[ring.stage] + row);
-
           }
           wgmma_wait<0>(dp);
           if (flags & kLast && row + kWeighed == kTileM) arrive(&shared.kv_empty);

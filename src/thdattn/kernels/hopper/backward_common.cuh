@@ -207,8 +207,8 @@ __device__ __forceinline__ void add_row(float* row, const float (&acc)[kBlocks][
     if (exists) add_quad(row + first_of_four(n), x);
   }
 }
-// Stores the sum of this row and of `others`, which other thread blocks wrote, in 16 bits. kMayAdd: where `row` is null,
-// it is added to the others instead.
+// Stores the sum of this row and of `others`, which other thread blocks wrote, in 16 bits. kMayAdd: where `row` is
+// null, it is added to the others instead.
 template <int kHalf, bool kMayAdd, typename T, int kBlocks>
 __device__ __forceinline__ void complete_row(T* row, float* others, const float (&acc)[kBlocks][4], float scale,
                                              bool exists) {
@@ -351,8 +351,8 @@ __device__ __forceinline__ void bring_dq(Dq* dq, const float (&acc)[kBlocks][4],
   }
 }
 
-// What a warp's accumulators of scores begin with, keys by queries: -lse of the queries, so that no arithmetic after the
-// products waits for loads; or, where logits are no multiples of scores, 0.
+// What a warp's accumulators of scores begin with, keys by queries: -lse of the queries, so that no arithmetic after
+// the products waits for loads; or, where logits are no multiples of scores, 0.
 template <bool kCaps, int kBlocks>
 __device__ __forceinline__ void begin_scores(float (&p)[kBlocks][4], const float* minus_lse) {
   if constexpr (!kCaps) {

@@ -365,8 +365,8 @@ __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
 // The contract is that of thd_attn_bwd_sm90 without kDeterministic, for head dims that are multiples of 64, except that
 // dq_accum is zero and that thd_attn_round_wide_sm90 makes dq of it; maps of boxes of 64 rows.
 // Launch: grid at most num_tiles * splits and one block per multiprocessor, block 512, shared memory kSharedBytes.
-template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages,
-          bool kKeysInRegisters, int kKeyRegisters, int kValueRegisters, int kSharedBytes>
+template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kQStages,
+          int kDoutStages, bool kKeysInRegisters, int kKeyRegisters, int kValueRegisters, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,

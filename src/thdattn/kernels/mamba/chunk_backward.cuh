@@ -16,7 +16,8 @@ struct ChunkShared {
 };
 
 // The work of a thread block: 8 warps, of which warp w has the rows 16 * (w % 4) and later of the chunk, and half w / 4
-// of the columns of what is made: of the state's for dB and dC, of the head's for dx, and every second 16 of the pairs'.
+// of the columns of what is made: of the state's for dB and dC, of the head's for dx, and every second 16 of those of
+// the pairs.
 //
 // K = dy x^T, M = decays of pairs (0 for what is no pair), Gamma = C B^T, per head but for Gamma:
 //   dGamma = M K dt                     of all heads, added up before the products with B and C
@@ -322,7 +323,8 @@ struct ChunkBackward {
     }
   }
 
-  // By one warp, two rows a lane: what passes over each row, so ddt; and the chunk's shares of the gradients of A and D.
+  // By one warp, two rows a lane: what passes over each row, so ddt; and the chunk's shares of the gradients of A and
+  // D.
   __device__ __forceinline__ void rows(float* ddt, float rate, float* share_of_rate, float* share_of_d) const {
     const int one = 2 * lane, other = one + 1;
     const int first[2] = {shared.first[one], shared.first[other]}, next = __shfl_down_sync(0xffffffffu, first[0], 1);
@@ -408,7 +410,8 @@ struct ChunkBackward {
     }
     return scale.inverse;
   }
-  __device__ __forceinline__ void add_products_of(float (&sum)[kSlices][kSBlocks][4], const u32 (&a)[4], const T* other) {
+  __device__ __forceinline__ void add_products_of(float (&sum)[kSlices][kSBlocks][4], const u32 (&a)[4],
+                                                  const T* other) {
     #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
       #pragma unroll

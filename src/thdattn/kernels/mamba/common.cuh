@@ -11,7 +11,7 @@
 // A row of zxbcdt has the columns z, x, B, C, dt; one of channels has x, B, C.
 struct MixerSize {
   int rows;
-  int offset;                                         // what the number of a row is in the pack, minus that on this rank
+  int offset;                                         // the number of a row in the pack, minus that on this rank
   int heads;
   int head_dim;
   int groups;

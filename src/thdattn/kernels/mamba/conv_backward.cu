@@ -11,7 +11,9 @@
 #endif
 
 // Two columns.
-template <typename T> __device__ __forceinline__ float2 load_pair(const T* from) { return unpack<T>(*(const u32*)from); }
+template <typename T> __device__ __forceinline__ float2 load_pair(const T* from) {
+  return unpack<T>(*(const u32*)from);
+}
 template <> __device__ __forceinline__ float2 load_pair(const float* from) { return *(const float2*)from; }
 
 // What thd_mixer_conv_bwd makes, beside dzxbcdt. A chunk's shares of gradients lie in the order of the weights.
@@ -21,8 +23,8 @@ struct ConvGradients {
   size_t pitch;
 };
 
-// The rows of a chunk and of the next one, of which a thread has two columns. Of rows behind the last one it has those of
-// the last one, which nobody takes.
+// The rows of a chunk and of the next one, of which a thread has two columns. Of rows behind the last one it has those
+// of the last one, which nobody takes.
 template <typename In>
 struct RowsOfChunk {
   const In* first;                                    // row of the chunk, the same for all threads
@@ -168,8 +170,9 @@ template <typename T> __device__ __forceinline__ float to_float(T x) { return un
 
 // The gradient of dt before softplus, of one head.
 template <typename T>
-__device__ __forceinline__ void softplus_back(const T* zxbcdt, const float* of_steps, float dt_bias, const int* in_sight,
-                                              T* dzxbcdt, float* share, int chunk, int head, const MixerSize& size) {
+__device__ __forceinline__ void softplus_back(const T* zxbcdt, const float* of_steps, float dt_bias,
+                                              const int* in_sight, T* dzxbcdt, float* share, int chunk, int head,
+                                              const MixerSize& size) {
   const float4* const ddt = (const float4*)(of_steps + size.in_heads(head, chunk));
   const size_t column = size.inner() + size.channels() + head;
   float sum = 0.f;
@@ -231,8 +234,8 @@ __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlock
   } else {
     const int head = ((int)blockIdx.x - column_tiles) * kConvBackThreads + threadIdx.x;
     if (head < size.heads)
-      softplus_back(zxbcdt, ddt, dt_bias[head], in_sight, dzxbcdt, shares + chunk * pitch + of_heads + 2 * size.heads + head,
-                    chunk, head, size);
+      softplus_back(zxbcdt, ddt, dt_bias[head], in_sight, dzxbcdt,
+                    shares + chunk * pitch + of_heads + 2 * size.heads + head, chunk, head, size);
   }
 }
 
@@ -240,8 +243,8 @@ __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlock
 
 [[maybe_unused]] constexpr int kSumBlock = 16;        // shares that are added one after another
 
-// The chunks' shares added up, in the same order on every run: by 8 threads a column, some chunks at a time, as rounding
-// grows with the numbers added in a row. Those of A become the gradient of A_log.
+// The chunks' shares added up, in the same order on every run: by 8 threads a column, some chunks at a time, as
+// rounding grows with the numbers added in a row. Those of A become the gradient of A_log.
 //
 // shares (chunks, columns), sums (columns); a_log: the column where A begins
 // Launch: grid ceil(columns / 32), block 256.

@@ -39,7 +39,8 @@ struct StateOfSlab {
       for (int n = 0; n < Slab::kBlocks; ++n)
         #pragma unroll
         for (int half = 0; half < 2; ++half)
-          f(row + i * 16 + half * 8 + lane / 4, column + n * 8 + lane % 4 * 2, s[i][n][2 * half], s[i][n][2 * half + 1]);
+          f(row + i * 16 + half * 8 + lane / 4, column + n * 8 + lane % 4 * 2, s[i][n][2 * half],
+            s[i][n][2 * half + 1]);
   }
   __device__ __forceinline__ void clear() {
     each_pair([](int, int, float& x, float& y) { x = y = 0.f; });
@@ -125,7 +126,8 @@ __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads) thd_ssd
   state.template store<kState>(states + size.state_of(segment.number, 0) + (size_t)slab * S::kCols * kState);
 
   const int column = slab * S::kCols + threadIdx.x * kWidth;
-  if (threadIdx.x < kSubs && column % size.head_dim == 0) segment.write_decay(decays, sums, column / size.head_dim, size);
+  if (threadIdx.x < kSubs && column % size.head_dim == 0)
+    segment.write_decay(decays, sums, column / size.head_dim, size);
 }
 
 // ------------------------------------------------------------------------------------------------ states in front
@@ -160,6 +162,7 @@ __device__ __forceinline__ void walk(Load&& load, const float* decays, size_t de
 }
 
 // What segments add becomes the states in front of them (step -1: behind them), from 0; summary: all segments as one.
+// Launch: grid ceil(heads * numbers / (4 * kFoldThreads)), block kFoldThreads, as the two below.
 __global__ void __launch_bounds__(kFoldThreads) thd_ssd_fold(
     float4* states, const float* decays, float* summary, int begin, int step, int segments, int heads, int numbers) {
   const size_t fours = (size_t)heads * numbers / 4, at = (size_t)blockIdx.x * kFoldThreads + threadIdx.x;
@@ -177,7 +180,7 @@ __global__ void __launch_bounds__(kFoldThreads) thd_ssd_fold(
   if (4 * at % numbers == 0) summary[4 * fours + head] = through;
 }
 
-// The state that ranks leave to this one: theirs, one after another, as far as they last.
+// The state that ranks leave to this one: theirs, one after another, as far as they last. Launch: as above.
 __global__ void __launch_bounds__(kFoldThreads) thd_ssd_start(
     const float* summaries, float4* start, int begin, int step, int ranks, int heads, int numbers) {
   const size_t fours = (size_t)heads * numbers / 4, at = (size_t)blockIdx.x * kFoldThreads + threadIdx.x;
@@ -192,7 +195,7 @@ __global__ void __launch_bounds__(kFoldThreads) thd_ssd_start(
   start[at] = state;
 }
 
-// Adds it to the states in front of segments.
+// Adds it to the states in front of segments. Launch: as above.
 __global__ void __launch_bounds__(kFoldThreads) thd_ssd_enter(
     float4* states, const float* decays, const float4* start, int begin, int step, int segments, int heads,
     int numbers) {
@@ -311,8 +314,8 @@ struct RowsOfWarp {
     }
   }
 
-  // Adds D x, and writes y and out, which are 0 on padding, where x and what stands for z are; z makes room for them, as
-  // 16 bytes at a time are written.
+  // Adds D x, and writes y and out, which are 0 on padding, where x and what stands for z are; z makes room for them,
+  // as 16 bytes at a time are written.
   __device__ __forceinline__ void finish(float d, T* z, T* y_out, T* out) {
     u32 gate[kBlocks][2];
     #pragma unroll

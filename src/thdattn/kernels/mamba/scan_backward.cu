@@ -46,8 +46,9 @@ __global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ 
 // columns B, and weights dt times what lasts until the end of the chunk; backward, it is the gradient of a state, rows
 // are dy, columns C, and weights what is left of the state in front.
 //
-// A thread block has kCols columns of the rows, which are those of one head or of some, and kSlice columns of the state;
-// two warps have 16 rows of the state, and each half of its columns. Tiles of kStages - 1 chunks are loaded ahead.
+// A thread block has kCols columns of the rows, which are those of one head or of some, and kSlice columns of the
+// state; two warps have 16 rows of the state, and each half of its columns. Tiles of kStages - 1 chunks are loaded
+// ahead.
 template <typename T, bool kBack, int kHeadDim, int kSlice, int kCols, int kStages>
 struct Walk {
   static constexpr int kThreads = 4 * kCols, kBlocks = kSlice / 16, kHeads = kCols / kHeadDim, kNumbers = kChunk + 4;
@@ -172,7 +173,8 @@ __global__ void __launch_bounds__(4 * kCols, kCols == 64 ? 3 : 2) thd_ssd_dstate
     store_pair(to + n * 8, state[0][n][0], state[0][n][1]);
     store_pair(to + n * 8 + 8 * kStateDim, state[0][n][2], state[0][n][3]);
   }
-  if (lane == 0 && first_column == 0 && warp / 2 * 16 % kHeadDim == 0) decays[(size_t)segment * size.heads + own] = through;
+  if (lane == 0 && first_column == 0 && warp / 2 * 16 % kHeadDim == 0)
+    decays[(size_t)segment * size.heads + own] = through;
 }
 
 // S, or with kBack R, of the chunks of some segments, from those in front of the segments, or behind, rounded as
@@ -195,7 +197,8 @@ __global__ void __launch_bounds__(4 * kCols, kCols == 64 ? 3 : 2) thd_ssd_chunk_
   const int segment = first_segment + blockIdx.x, column = blockIdx.y * kCols, slice = blockIdx.z * kSlice;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, head = column / kHeadDim;
   const int begin = segment * size.segment, end = min(begin + size.segment, size.chunks());
-  const int own = head + warp / 2 * 16 / kHeadDim, row = warp / 2 * 16 % kHeadDim + lane / 4, group = size.group_of(head);
+  const int own = head + warp / 2 * 16 / kHeadDim, row = warp / 2 * 16 % kHeadDim + lane / 4;
+  const int group = size.group_of(head);
   const int first_column = slice + warp % 2 * kSlice / 2;
 
   float state[1][Step::kBlocks][4];

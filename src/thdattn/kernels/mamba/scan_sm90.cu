@@ -2,10 +2,8 @@
 // compute, see there.
 //
 // Each warpgroup has 64 columns of x, of one head, with their states, 64 x kState in registers; those of a thread block
-// read B and C of one group. One more warp loads chunks ahead, all rows as boxes of 64 columns, by maps of `channels` and
-// of the columns z of zxbcdt.
-// Launch: grid (inner / (64 * kSubs), segments), block 128 * kSubs + 32 for states and 128 * (1 + kSubs) for the scan,
-// shared memory kSharedBytes.
+// read B and C of one group. One more warp loads chunks ahead, all rows as boxes of 64 columns, by maps of `channels`
+// and of the columns z of zxbcdt.
 
 [[maybe_unused]] constexpr int kBox = kSlab * kChunk * 2;  // bytes
 
@@ -124,6 +122,8 @@ struct StatesShared {
   Stages<kStages, 4 * kSubs> stages;
 };
 
+// What thd_ssd_states makes, of the same arguments.
+// Launch: grid (inner / (64 * kSubs), segments), block 128 * kSubs + 32, shared memory kSharedBytes.
 template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(128 * kSubs + kWarp) thd_ssd_states_sm90(
     const __grid_constant__ TensorMap channels, const float* sums, const float* leave, float* states,
@@ -285,6 +285,8 @@ __device__ __forceinline__ void finish(float (&acc)[8][4], float d, const unsign
   store_row<1>(out + at + behind, acc, 1.f, row + 8 < size.rows);
 }
 
+// What thd_ssd_scan makes, of the same arguments but for rows, which come as boxes.
+// Launch: grid (inner / (64 * kSubs), segments), block 128 * (1 + kSubs), shared memory kSharedBytes.
 template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(128 * (1 + kSubs), 1) thd_ssd_scan_sm90(
     const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap gates, const float* dt,

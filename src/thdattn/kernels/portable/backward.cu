@@ -116,6 +116,15 @@ __device__ __forceinline__ void weigh(float (&p)[kBlocks][4], const float (&dp)[
   }
 }
 
+// One of the two rows of keys that this thread shares with its quad, from its first column on.
+template <typename Out, int kBlocks>
+__device__ __forceinline__ void store_half(Out* row, const float (&acc)[kBlocks][4], int half, float scale,
+                                           bool padding) {
+  #pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+    store_pair(row + n * 8, padding ? 0.f : acc[n][2 * half] * scale, padding ? 0.f : acc[n][2 * half + 1] * scale);
+}
+
 // Gradients of one tile of key rows of one kv head. dk and dv stay in registers over all query heads of the group and
 // over all query tiles in sight, so that each is written once; with kAddDq the tile's share of dq is added to
 // accumulators in global memory, in no fixed order.
@@ -274,19 +283,13 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     const bool padding = is_empty(my_range[8 * half]);
     if (row >= k_rows) continue;
     auto store = [&](auto* dk, auto* dv, int row) {
-      auto* const dk_row = dk + (size_t)row * k_stride + kv_head * kHeadDim + column_warp * kKCols + lane % 4 * 2;
-      auto* const dv_row = dv + (size_t)row * v_stride + kv_head * kVHeadDim + column_warp * kVCols + lane % 4 * 2;
-      #pragma unroll
-      for (int n = 0; n < kKCols / 8; ++n)
-        store_pair(dk_row + n * 8, padding ? 0.f : acc_dk[0][n][2 * half] * logits.scale,
-                   padding ? 0.f : acc_dk[0][n][2 * half + 1] * logits.scale);
-      #pragma unroll
-      for (int n = 0; n < kVCols / 8; ++n)
-        store_pair(dv_row + n * 8, padding ? 0.f : acc_dv[0][n][2 * half], padding ? 0.f : acc_dv[0][n][2 * half + 1]);
+      store_half(dk + (size_t)row * k_stride + kv_head * kHeadDim + column_warp * kKCols + lane % 4 * 2, acc_dk[0],
+                 half, logits.scale, padding);
+      store_half(dv + (size_t)row * v_stride + kv_head * kVHeadDim + column_warp * kVCols + lane % 4 * 2, acc_dv[0],
+                 half, 1.f, padding);
     };
     const int place = places ? places[row] : -1;
-    if (place < 0) store(dk, dv, row);
-    else store(dk_rounded, dv_rounded, place);
+    place < 0 ? store(dk, dv, row) : store(dk_rounded, dv_rounded, place);
   }
 }
 

@@ -205,13 +205,12 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
   for (int i = threadIdx.x; i < heads * kVecs; i += kThreads) {
     const int head = i / kVecs, col = i % kVecs * 4;
     const Share all = of_warps(head, col);
-    auto lse_of_keys = [&] { return (all.largest + __log2f(all.total)) * kLn2; };
-    const Rest rest = kSinks ? beside_sink(lse_of_keys(), sinks[head0 + head]) : Rest{0.f, 1.f};
+    const float lse_of_keys = (all.largest + __log2f(all.total)) * kLn2;
+    const Rest rest = kSinks ? beside_sink(lse_of_keys, sinks[head0 + head]) : Rest{lse_of_keys, 1.f};
     const float scale = length ? rest.share / all.total : 0.f;
     T* const to = out + ((size_t)row * num_heads + head0 + head) * kVHeadDim + col;
     store_pair(to, all.sum.x * scale, all.sum.y * scale);
     store_pair(to + 2, all.sum.z * scale, all.sum.w * scale);
-    if (col == 0)
-      lse[(size_t)(head0 + head) * gridDim.x + row] = length ? kSinks ? rest.lse : lse_of_keys() : -kInfinity;
+    if (col == 0) lse[(size_t)(head0 + head) * gridDim.x + row] = length ? rest.lse : -kInfinity;
   }
 }
