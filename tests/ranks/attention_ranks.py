@@ -1,7 +1,7 @@
 """Attention on real ranks, as a program under mpiexec or torchrun.
 
 mpiexec -n 4 python -m mpi4py attention_ranks.py cases mpi 4
-mpiexec -n 4 python -m mpi4py attention_ranks.py methods nccl 4 peer
+mpiexec -n 4 python -m mpi4py attention_ranks.py cases,methods nccl 4 peer
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def fail_on_one_rank(comm: thdattn.comm.Comm, xp: Any) -> None:
     print(to_host(out).shape)
 
 
-def disagree(comm: thdattn.comm.Comm) -> None:
+def disagree(comm: thdattn.comm.Comm, xp: Any) -> None:
     """The last rank has a batch of its own."""
     batch = thdattn.PackedBatch.from_lengths([64, 32 if comm.rank < comm.size - 1 else 64], 2 * comm.size)
     try:
@@ -147,26 +147,22 @@ def disagree(comm: thdattn.comm.Comm) -> None:
         print(f"rank {comm.rank}: {error}")
 
 
-def main(scenario: str, backend: str, size: str, transport: str = "auto") -> None:
+SCENARIOS = {
+    "cases": run_cases, "methods": run_methods, "hidden": run_hidden, "bad-input": fail_on_one_rank,
+    "disagree": disagree,
+}  # fmt: skip
+
+
+def main(scenarios: str, backend: str, size: str, transport: str = "auto") -> None:
     comm = join(backend, int(size), transport)
     if "cuda" in comm.devices:
         import cupy as xp
     else:
         xp = np
-    if scenario == "cases":
-        run_cases(comm, xp)
-    elif scenario == "methods":
-        run_methods(comm, xp)
-    elif scenario == "hidden":
-        run_hidden(comm, xp)
-    elif scenario == "bad-input":
-        fail_on_one_rank(comm, xp)
-    elif scenario == "disagree":
-        disagree(comm)
-    else:
-        raise ValueError(f"scenario is {scenario!r}")
+    for scenario in scenarios.split(","):
+        SCENARIOS[scenario](comm, xp)
+        print(f"rank {comm.rank} of {comm.size}: {scenario} on {backend} done", flush=True)
     comm.close()
-    print(f"rank {comm.rank} of {comm.size}: {scenario} on {backend} done", flush=True)
 
 
 if __name__ == "__main__":
