@@ -19,7 +19,7 @@ from typing import Any
 import cupy
 import numpy as np
 from mamba_cases import MixerCase, MixerInputs
-from mamba_exact import MIXER, SCAN
+from mamba_exact import OF_ROWS
 from peers import CupyPeer, Peer, TorchPeer, tensor
 
 import thdattn
@@ -82,14 +82,14 @@ class OurScan(OurMixer):
             return (self.out,)
         dzxbcdt, dweights = self.grads
         dz, rows = columns(self.case, dzxbcdt)[0], len(dzxbcdt)
-        of_channels = (x.reshape(rows, -1) for x in self.case.shape.split(self.alone.dchannels))
+        of_channels = (x.reshape(rows, -1) for x in self.case.shape.split(self.alone.dchannels()))
         return self.out, dz, *of_channels, columns(self.case, self.alone.dzxbcdt)[-1], *dweights[2:]
 
 
 class _WithoutConvolution:
     """An engine whose convolution has been done, forward by others and backward in the first call.
 
-    dchannels: of the last call. dzxbcdt: of the first one, the only one with columns of dt.
+    dzxbcdt: of the first call, the only one with columns of dt.
     """
 
     def __init__(self, engine: Any, channels: Any) -> None:
@@ -105,12 +105,19 @@ class _WithoutConvolution:
             self._act = self._engine.mixer_conv(*args)._replace(channels=self._channels)
         return self._act
 
-    def mixer_conv_bwd(self, zxbcdt: Any, halo: Any, weights: Any, dchannels: Any, *args: Any) -> Any:
-        self.dchannels = dchannels
+    def mixer_conv_bwd(self, zxbcdt: Any, halo: Any, weights: Any, of_scan: Any, *args: Any) -> Any:
+        self._of_scan = of_scan
         if self._gradients is None:
-            self._gradients = self._engine.mixer_conv_bwd(zxbcdt, halo, weights, dchannels, *args)
+            self._gradients = self._engine.mixer_conv_bwd(zxbcdt, halo, weights, of_scan, *args)
             *_, self.dzxbcdt = args
         return self._gradients
+
+    def dchannels(self) -> Any:
+        """(rows, channels), of the last call; those of B and C may be sums of parts."""
+        made = self._of_scan
+        if not hasattr(made, "dbc"):
+            return getattr(made, "channels", made)
+        return cupy.concatenate([made.dx.astype(np.float32), made.dbc.sum(axis=0)], axis=1)
 
 
 def columns(case: MixerCase, dzxbcdt: Any) -> list[Any]:
@@ -123,7 +130,7 @@ def columns(case: MixerCase, dzxbcdt: Any) -> list[Any]:
 class MambaSsmScan(TorchPeer):
     """mamba_chunk_scan_combined: x, B, C are columns of one array, z and dt of another, as in its mixer."""
 
-    names = SCAN
+    names = OF_ROWS
 
     @classmethod
     def version(cls) -> str:
@@ -155,7 +162,7 @@ class MambaSsmScan(TorchPeer):
 class MambaSsmMixer(TorchPeer):
     """mamba_split_conv1d_scan_combined, with fla-core's convolution where causal-conv1d's is missing."""
 
-    names = MIXER
+    names = OF_ROWS
 
     @classmethod
     def version(cls) -> str:

@@ -191,7 +191,7 @@ class Portable(Ours):
 class TorchPeer(Peer):
     """A peer on torch tensors that share memory with the inputs; its backward is autograd's.
 
-    names: of its results, out first and then the gradients of what it takes.
+    names: of the first of its results, which have to be those of ours.
     """
 
     names: tuple[str, ...]
