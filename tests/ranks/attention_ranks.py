@@ -49,25 +49,29 @@ METHODS = (
 
 
 def run_methods(comm: thdattn.comm.Comm, xp: Any) -> None:
-    """Every method, its groups made by split, against the oracle; one pack also with groups of heads."""
+    """Every method, its groups made by split, against the oracle; one pack also with groups of heads.
+
+    On the host less of it: simulated ranks have computed the rest, and only what travels is another.
+    """
     n, on_gpu = comm.size, "cuda" in comm.devices
     grids = [(inner, n // inner) for inner in range(1, n + 1) if n % inner == 0]
     grouped = {"keep_keys": False, "head_groups": 2}, {"keep_keys": True, "head_groups": 2}
     of_grid: dict[int | None, Any] = {}
     for way in ways(*grids, sizes=(n,), heads=(n,)):
         comms = of_grid[way.inner] = of_grid.get(way.inner) or way.comm(comm)
-        for case in METHODS if on_gpu else [case.slim() for case in METHODS[::2]]:  # threads have computed the others
+        for case in METHODS if on_gpu else [case.slim() for case in METHODS[::2]]:
             run_method(comm, comms, xp, replace(case, heads=way.heads), way, {})
-            for options in grouped if case.name == "documents" else ():
+            for options in grouped[: 2 if on_gpu else 1] if case.name == "documents" else ():
                 run_method(comm, comms, xp, replace(case, heads=(8, 8)), way, options)
 
 
 def run_method(comm: thdattn.comm.Comm, comms: Any, xp: Any, case: Case, way: Way, options: dict[str, Any]) -> None:
-    """One case by one method: twice, as buffers are taken again, and then with another plan of the same batch."""
+    """One case by one method, and again with another plan of the same batch; on GPUs also in the same buffers."""
     layer = case.attention(comms, BFLOAT16, deterministic=True, cp_comm_type=way.cp_comm_type, **options)
     plans = [layer.plan(way.batch(case), way.sharding) for _ in range(2)]
     first, *others = (
-        on_host(step(layer, plan, inputs_of(case, plan, BFLOAT16, xp))) for plan in (plans[0], *plans))
+        on_host(step(layer, plan, inputs_of(case, plan, BFLOAT16, xp)))
+        for plan in (plans if xp is np else (plans[0], *plans)))
     for other in others:
         assert all(other[field].tobytes() == x.tobytes() for field, x in first.items()), f"{case} by {way}"
     ranks = gather(comm, first)
