@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import prose
 import record
-from mamba_cases import BYTES_PER_S, MixerCase
+from mamba_cases import BYTES_PER_S, SMALL_ROWS, MixerCase
 from mamba_exact import MIXER, SCAN
 from record import DIRECTIONS, ERRORS, Row, Times, slashed
 
@@ -95,13 +95,9 @@ def table(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def summary(path: Path, rows: Sequence[Row], page: Any) -> str:
-    """The part of README.md on the mixer.
-
-    Args:
-        page: the module readme, for prose and tables in Markdown.
-    """
-    parts = [page.prose(
+def summary(path: Path, rows: Sequence[Row]) -> str:
+    """The part of README.md on the mixer."""
+    parts = [prose.prose(
         f"Milliseconds forward/backward; floor: what the GPU's memory takes to read what a mixer gets, and to write "
         f"what it makes, once. \"mixer\" is from convolution to gate, \"scan\" the same without the convolution. "
         f"{PEER}: its Triton kernels with `seq_idx`."
@@ -110,16 +106,16 @@ def summary(path: Path, rows: Sequence[Row], page: Any) -> str:
         timing = "graph" if ranks == "1" else "called"
         head, *others = lines(times, timing)
         if others:
-            parts.append(page.table([f"{part}, {'one GPU' if ranks == '1' else f'{ranks} GPUs'}", *head[1:]], others))
+            parts.append(prose.table([f"{part}, {'one GPU' if ranks == '1' else f'{ranks} GPUs'}", *head[1:]], others))
     for (_, part), times in runs(rows).items():
         head, *others = error_lines(times, PARTS[part])
         if others:
-            said = f"Relative RMS against float64 of the {part}, first rows and heads, in thousandths:"
-            parts += [said, page.table(head, others)]
+            said = f"Relative RMS against float64 of the {part}, over the first {SMALL_ROWS:,} rows, in thousandths:"
+            parts += [said, prose.table(head, others)]
     commands = dict.fromkeys(
         (record.software(row), row["kernel_sources"], row["command"].removeprefix("python ")) for row in rows)
     said = "; ".join(f"{software}, sources {sources}, `{command}`" for software, sources, command in commands)
     versions = dict.fromkeys(row["peer_version"] for row in rows if row["peer"] in (PEER, A2A))
-    parts.append(page.prose(f"{rows[0]['gpu']}; {said}. {PEER}: {', '.join(filter(None, versions))}. All spreads are "
-                            f"in the [CSV file]({path.relative_to(record.RESULTS.parents[1])})."))  # fmt: skip
+    parts.append(prose.prose(f"{rows[0]['gpu']}; {said}. {PEER}: {', '.join(filter(None, versions))}. All spreads are "
+                             f"in the [CSV file]({path.relative_to(record.RESULTS.parents[1])})."))  # fmt: skip
     return "\n\n".join(parts)

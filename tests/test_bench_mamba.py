@@ -19,7 +19,6 @@ import mamba_cp
 import mamba_exact
 import mamba_peers
 import mamba_record
-import readme
 import record
 from mamba_cases import BYTES_PER_S, CASES, SMALL_ROWS, MixerCase, draw
 from mamba_exact import MIXER, OF_ROWS, OF_WEIGHTS, SCAN
@@ -223,7 +222,7 @@ def test_the_table_has_times_floors_and_ratios(rows):
 
 
 def test_the_block_of_the_readme_says_the_same(rows):
-    text = mamba_record.summary(record.RESULTS / "mamba_x.csv", rows, readme)
+    text = mamba_record.summary(record.RESULTS / "mamba_x.csv", rows)
     assert "| mixer, one GPU | ours | mamba_ssm | floor | mamba_ssm / ours |" in text
     assert "| 1x16384 | 0.250/0.500 | 0.750/2.00 | 0.086/0.17 | 3.00/4.00 |" in text
     assert "| mixer, 2 GPUs | ours | one GPU | all-to-all of heads | floor |" in text
