@@ -49,7 +49,8 @@ STEPS = 400  # a quarter of what the tiny model is made for; bytes told from the
 def tiny_run(tmp_path_factory):
     """A run of the tiny model on the standard library, on two ranks: (what it printed, its folder)."""
     folder = tmp_path_factory.mktemp("tiny")
-    words = options(size="tiny", steps=STEPS, checkpoint=folder, metrics=folder / "run.jsonl", plot=folder / "run.png")
+    words = options(size="tiny", steps=STEPS, val_bytes=2**13, checkpoint=folder, metrics=folder / "run.jsonl",
+                    plot=folder / "run.png")  # fmt: skip
     run = start(2, TRAIN, *words, timeout=280)
     assert run.returncode == 0, run.stderr
     return run, folder
