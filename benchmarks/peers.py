@@ -125,7 +125,13 @@ class CupyPeer(Peer):
         return lambda: graph.launch(stream)
 
     def on_host(self) -> list[NDArray[Any]]:
-        return [x if isinstance(x, np.ndarray) else x.get() for x in self.results()]
+        return [x if isinstance(x, np.ndarray) else _on_host(x) for x in self.results()]
+
+
+def _on_host(x: Any) -> NDArray[Any]:
+    """bfloat16 as int16, as CuPy copies not every dtype from an array of any strides."""
+    copy: NDArray[Any] = x.view(np.int16).get().view(x.dtype) if x.dtype == BFLOAT16 else x.get()
+    return copy
 
 
 class Ours(CupyPeer):
