@@ -92,7 +92,7 @@ def bench(case: Case, names: Sequence[str], directions: Sequence[str], rounds: i
         measured |= errors(case, names)
     peers = make_peers(case, names)
     for direction in directions:
-        measured |= race(case, peers, direction, rounds)
+        measured |= race(case.name, peers, direction, rounds, getattr(case.flops, direction))
     ours = peers.get("ours")
     if isinstance(ours, Ours):
         with reported(f"{case.name} ours, host side"):
@@ -116,23 +116,29 @@ def errors(case: Case, names: Sequence[str]) -> Measured:
     return measured
 
 
-def race(case: Case, peers: Mapping[str, Peer], direction: str, rounds: int) -> Measured:
-    """Both timings of one direction, the peers taking turns."""
+def race(
+    case: str, peers: Mapping[str, Peer], direction: str, rounds: int, flops: float | None
+) -> Measured:
+    """Both timings of one direction, the peers taking turns.
+
+    Args:
+        case: its name, for what is said of errors.
+        flops: of a call, where a speed makes sense.
+    """
     calls = {name: getattr(peer, direction) for name, peer in peers.items()}
     sizes: dict[str, int] = {}
     for name, peer in peers.items():
-        with reported(f"{case.name} {name} {direction}"):
+        with reported(f"{case} {name} {direction}"):
             prepare(peer, direction, peers.get("ours"))
             sizes[name] = timing.calls_per_group(median(timing.called(calls[name], 3)))
     groups = {name: partial(timing.called, calls[name], size) for name, size in sizes.items()}
-    called = timing.interleaved(groups, rounds, lambda name: reported(f"{case.name} {name} {direction} called"))
+    called = timing.interleaved(groups, rounds, lambda name: reported(f"{case} {name} {direction} called"))
     replays = {}
     for name, size in sizes.items():
-        with reported(f"{case.name} {name} {direction} graph"):
+        with reported(f"{case} {name} {direction} graph"):
             in_graph = timing.calls_per_graph(size)
             replays[name] = partial(timing.replayed, peers[name].capture(calls[name], in_graph), in_graph)
-    graph = timing.interleaved(replays, rounds, lambda name: reported(f"{case.name} {name} {direction} graph"))
-    flops = getattr(case.flops, direction)
+    graph = timing.interleaved(replays, rounds, lambda name: reported(f"{case} {name} {direction} graph"))
     return {
         (name, direction, how): record.timed(samples, flops) | {"kernels": peers[name].kernels(direction)}
         for how, times in (("called", called), ("graph", graph))

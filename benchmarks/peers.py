@@ -19,6 +19,7 @@ from unittest.mock import patch
 import cupy
 import ml_dtypes
 import numpy as np
+from accuracy import RESULTS
 from numpy.typing import DTypeLike, NDArray
 from workloads import Case
 
@@ -27,6 +28,7 @@ from thdattn import jit, ops
 
 # Two right results in bfloat16 differ by less: as a whole, and anywhere relative to the largest element.
 RELATIVE_ERROR, LARGEST_ERROR = 1e-2, 2.0**-5
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DISTINCT_NUMBERS = 16_777_259  # a prime: arrays that repeat them never have two equal rows
 
 
@@ -77,7 +79,7 @@ def release_memory() -> None:
 
 
 class Peer(ABC):
-    """Attention over one case; results of the last calls are kept, and backward follows the last forward."""
+    """A layer over one case; results of the last calls are kept, and backward follows the last forward."""
 
     @classmethod
     @abstractmethod
@@ -85,7 +87,7 @@ class Peer(ABC):
         """The version of the implementation; raises where it cannot be imported."""
 
     @abstractmethod
-    def __init__(self, case: Case, inputs: Inputs) -> None: ...
+    def __init__(self, case: Any, inputs: Any) -> None: ...
 
     @abstractmethod
     def forward(self) -> None: ...
@@ -99,7 +101,7 @@ class Peer(ABC):
 
     @abstractmethod
     def results(self) -> Sequence[Any]:
-        """out and, after a backward, dq, dk, dv: (rows, heads, width) in sequence order."""
+        """out and, after a backward, gradients: of attention dq, dk, dv, (rows, heads, width) in sequence order."""
 
     @abstractmethod
     def on_host(self) -> list[NDArray[Any]]:
@@ -110,7 +112,30 @@ class Peer(ABC):
         return ""
 
 
-class Ours(Peer):
+class CupyPeer(Peer):
+    """One whose results are CuPy arrays."""
+
+    def capture(self, call: Callable[[], None], calls: int) -> Callable[[], object]:
+        stream = cupy.cuda.get_current_stream()
+        stream.begin_capture()
+        try:
+            for _ in range(calls):
+                call()
+        finally:  # a stream left in capture would fail every later call
+            graph = stream.end_capture()
+        return lambda: graph.launch(stream)
+
+    def on_host(self) -> list[NDArray[Any]]:
+        return [x if isinstance(x, np.ndarray) else _on_host(x) for x in self.results()]
+
+
+def _on_host(x: Any) -> NDArray[Any]:
+    """bfloat16 as int16, as CuPy copies not every dtype from an array of any strides."""
+    copy: NDArray[Any] = x.view(np.int16).get().view(x.dtype) if x.dtype == BFLOAT16 else x.get()
+    return copy
+
+
+class Ours(CupyPeer):
     """CPAttention on one rank."""
 
     deterministic = False
@@ -155,21 +180,8 @@ class Ours(Peer):
     def backward(self) -> None:
         self.grads = self.attn.backward(self.inputs.dout, self.saved)
 
-    def capture(self, call: Callable[[], None], calls: int) -> Callable[[], object]:
-        stream = cupy.cuda.get_current_stream()
-        stream.begin_capture()
-        try:
-            for _ in range(calls):
-                call()
-        finally:  # a stream left in capture would fail every later call
-            graph = stream.end_capture()
-        return lambda: graph.launch(stream)
-
     def results(self) -> Sequence[Any]:
         return self.out, *self.grads
-
-    def on_host(self) -> list[NDArray[Any]]:
-        return [x.get() for x in self.results()]
 
 
 def on_device(batch: thdattn.PackedBatch) -> thdattn.PackedBatch:
@@ -202,37 +214,29 @@ class Portable(Ours):
 
 
 class TorchPeer(Peer):
-    """A peer on torch tensors that share memory with the inputs; its backward is autograd's."""
+    """A peer on torch tensors that share memory with the inputs; its backward is autograd's.
 
-    def __init__(self, case: Case, inputs: Inputs) -> None:
+    names: of the first of its results, which have to be those of ours.
+    """
+
+    names: tuple[str, ...]
+
+    def __init__(self, leaves: Sequence[Any], dout: Any) -> None:
         import torch
 
         # Autograd runs a backward on the stream of its forward, which must be the one that is captured.
         self.stream = torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)
         torch.cuda.set_stream(self.stream)
         self.torch = torch
-        self.case = case
-        self.longest, self.longest_keys = max(case.lengths), max(case.keys or case.lengths)
-        self.leaves = [self.laid_out(tensor(x)).requires_grad_() for x in inputs[:3]]
-        self.dout = self.laid_out(tensor(inputs.dout))
-        batches = case.batch(), case.key_batch() or case.batch()
-        self.cu_seqlens, self.cu_seqlens_k = (torch.from_dlpack(cupy.asarray(x.cu_seqlens)) for x in batches)
+        self.leaves, self.dout = [x.detach().requires_grad_() for x in leaves], dout
         self.grads: Sequence[Any] = ()
 
     @abstractmethod
-    def attend(self, q: Any, k: Any, v: Any) -> Any:
+    def call(self, *leaves: Any) -> Any:
         """out of one forward call."""
 
-    def laid_out(self, x: Any) -> Any:
-        """A packed tensor (rows, heads, width) as this peer takes it, without a copy."""
-        return x
-
-    def packed(self, x: Any) -> Any:
-        """Inverse of laid_out."""
-        return x
-
     def forward(self) -> None:
-        self.out = self.attend(*self.leaves)
+        self.out = self.call(*self.leaves)
 
     def backward(self) -> None:
         self.grads = self.torch.autograd.grad(self.out, self.leaves, self.dout, retain_graph=True)
@@ -246,17 +250,43 @@ class TorchPeer(Peer):
         return replay
 
     def results(self) -> Sequence[Any]:
-        return [self.packed(x.detach()) for x in (self.out, *self.grads)]
+        return [x.detach() for x in (self.out, *self.grads)]
 
     def on_host(self) -> list[NDArray[Any]]:
         return [x.float().cpu().numpy() for x in self.results()]
 
     def check(self, wanted: Sequence[Any]) -> None:
         """Raises ValueError where the results are not those of ours (CuPy arrays) within bfloat16."""
-        check(self.results(), wanted)
+        check(self.results(), wanted, self.names)
 
 
-class FlashAttention4(TorchPeer):
+class TorchAttention(TorchPeer):
+    """Attention over one case."""
+
+    names = RESULTS
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        import torch
+
+        self.case = case
+        self.longest, self.longest_keys = max(case.lengths), max(case.keys or case.lengths)
+        super().__init__([self.laid_out(tensor(x)) for x in inputs[:3]], self.laid_out(tensor(inputs.dout)))
+        batches = case.batch(), case.key_batch() or case.batch()
+        self.cu_seqlens, self.cu_seqlens_k = (torch.from_dlpack(cupy.asarray(x.cu_seqlens)) for x in batches)
+
+    def laid_out(self, x: Any) -> Any:
+        """A packed tensor (rows, heads, width) as this peer takes it, without a copy."""
+        return x
+
+    def packed(self, x: Any) -> Any:
+        """Inverse of laid_out."""
+        return x
+
+    def results(self) -> Sequence[Any]:
+        return [self.packed(x) for x in super().results()]
+
+
+class FlashAttention4(TorchAttention):
     """flash-attn-4: kernels in the CuTe DSL, compiled at the first call."""
 
     @classmethod
@@ -272,7 +302,7 @@ class FlashAttention4(TorchPeer):
         self.attention = flash_attn_varlen_func
         self.window = tuple(None if side < 0 else side for side in case.window)
 
-    def attend(self, q: Any, k: Any, v: Any) -> Any:
+    def call(self, q: Any, k: Any, v: Any) -> Any:
         out, _ = self.attention(
             q, k, v, cu_seqlens_q=self.cu_seqlens, cu_seqlens_k=self.cu_seqlens_k, max_seqlen_q=self.longest,
             max_seqlen_k=self.longest_keys, causal=self.case.causal, window_size=self.window,
@@ -280,7 +310,7 @@ class FlashAttention4(TorchPeer):
         return out
 
 
-class TorchVarlen(TorchPeer):
+class TorchVarlen(TorchAttention):
     """torch.nn.attention.varlen: FlashAttention-2. Releases differ in how the mask is said."""
 
     @classmethod
@@ -308,11 +338,11 @@ class TorchVarlen(TorchPeer):
         super().__init__(case, inputs)
         self.attention = varlen_attn
 
-    def attend(self, q: Any, k: Any, v: Any) -> Any:
+    def call(self, q: Any, k: Any, v: Any) -> Any:
         return self.attention(q, k, v, self.cu_seqlens, self.cu_seqlens_k, self.longest, self.longest_keys, **self.mask)
 
 
-class TorchCudnn(TorchPeer):
+class TorchCudnn(TorchAttention):
     """scaled_dot_product_attention on cuDNN: a batch of equal lengths, (batch, heads, length, width)."""
 
     @classmethod
@@ -343,13 +373,13 @@ class TorchCudnn(TorchPeer):
     def packed(self, x: Any) -> Any:
         return x.transpose(1, 2).flatten(0, 1)
 
-    def attend(self, q: Any, k: Any, v: Any) -> Any:
+    def call(self, q: Any, k: Any, v: Any) -> Any:
         return self.attention(q, k, v, is_causal=self.case.causal, enable_gqa=self.grouped)
 
 
-def check(results: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """Raises ValueError where out, dq, ... of a peer (tensors) are not those of ours (CuPy arrays) within bfloat16."""
-    for name, found, ours in zip(("out", "dq", "dk", "dv"), results, map(tensor, wanted), strict=False):
+def check(results: Sequence[Any], wanted: Sequence[Any], names: Sequence[str] = RESULTS) -> None:
+    """Raises ValueError where results of a peer (tensors) are not those of ours (CuPy arrays) within bfloat16."""
+    for name, found, ours in zip(names, results, map(tensor, wanted), strict=False):
         reference = ours.float()
         error = found.float() - reference
         relative = float(error.norm() / reference.norm())
@@ -362,10 +392,10 @@ def check(results: Sequence[Any], wanted: Sequence[Any]) -> None:
 
 
 def tensor(x: Any) -> Any:
-    """A bfloat16 CuPy array as a torch tensor over the same memory; as int16, since not every CuPy exports bfloat16."""
+    """A CuPy array as a torch tensor over the same memory; bfloat16 as int16, since not every CuPy exports it."""
     import torch
 
-    return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16) if x.dtype == BFLOAT16 else torch.from_dlpack(x)
 
 
 PEERS: dict[str, type[Peer]] = {

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import math
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import bench_bytelm
 import cp_record
+import mamba_record
 import record
 from accuracy import RESULTS
+from prose import listed, prose, table
 from record import DIRECTIONS, ERRORS, OWN, SUSTAINED, Row, Times, slashed
 from workloads import CASES
 
@@ -334,22 +335,6 @@ def cp_errors(times: Times, case: str, names: Sequence[str]) -> str:
     return prose(f"Relative RMS against float64 of {', '.join(RESULTS)}, in thousandths, for `{case}`: {said}.")
 
 
-def prose(text: str) -> str:
-    """Lines as long as the page's."""
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    rule = "|" + "---|" * len(head)
-    return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
-
-
-def listed(words: Sequence[str]) -> str:
-    """Words as a sentence lists them."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     "bytelm": lambda: bench_bytelm.summary(bench_bytelm.load_all()),
     "tested": lambda: tested(json.loads((record.RESULTS / "gpu_tests.json").read_text())),
@@ -357,6 +342,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 if any(record.RESULTS.glob("cp_*.csv")):  # else README.md says that nothing was measured yet
     BLOCKS["context-parallel"] = lambda: context_parallel(*record.newest("cp"))
+if any(record.RESULTS.glob("mamba_*.csv")):  # the same
+    BLOCKS["mamba"] = lambda: mamba_record.summary(*record.newest("mamba"))
 
 
 if __name__ == "__main__":

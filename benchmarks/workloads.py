@@ -83,15 +83,22 @@ class Case:
         return attn.flops(attn.plan(self.batch(), "contiguous", key_batch=self.key_batch()))
 
 
-def lognormal_pack(seed: int = 0) -> tuple[int, ...]:
+def lognormal_pack(seed: int = 0, tokens: int = PACK_TOKENS) -> tuple[int, ...]:
     """Lengths exp(N(6.2, 1.2)) clipped to 16..8192, drawn until the pack would be too long."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
     while True:
         length = _lognormal(rng, 6.2, 1.2, 8192)
-        if sum(lengths) + length > PACK_TOKENS:
+        if sum(lengths) + length > tokens:
             return tuple(lengths)
         lengths.append(length)
+
+
+def filled_lognormal_pack(tokens: int) -> tuple[int, ...]:
+    """The same, and one more sequence of what is left."""
+    lengths = lognormal_pack(tokens=tokens)
+    rest = tokens - sum(lengths)
+    return (*lengths, rest) if rest else lengths
 
 
 def long_lognormal_pack(seed: int = 7) -> tuple[int, ...]:

@@ -109,7 +109,8 @@ class Machine:
     def run(self):
         """Has all streams do all there is to do."""
         weights = [10 ** self.random.uniform(-3, 0) for _ in self.streams]
-        while busy := [stream for stream in self.streams if stream.queue]:
+        busy = [stream for stream in self.streams if stream.queue]
+        while busy:
             ready = [stream for stream in busy if stream.queue[0][1](stream.queue[0][2])]
             assert ready, f"{len(busy)} streams wait for ever"
             stream, = self.random.choices(ready, [weights[stream.ptr] for stream in ready])
@@ -117,6 +118,8 @@ class Machine:
                 if stream.queue and stream.queue[0][1](stream.queue[0][2]):
                     act, _, reached = stream.queue.popleft()
                     act(reached)
+            if not stream.queue:
+                busy.remove(stream)
 
     def empty(self, shape, dtype):
         """An array from the pool, full of NaN or of what its last holder left."""

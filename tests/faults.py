@@ -46,7 +46,7 @@ class Job:
             reading = self._readers
             self._wait(lambda: not any(map(threading.Thread.is_alive, reading)), 5, "something outlives the ranks")
         finally:
-            self._clean_up()
+            self.clean_up()
         assert self._process.returncode != 0, self.errors
         assert "ends well" not in self.errors, self.errors
         assert not re.search("rank|thdattn|Traceback", "".join(self._said["stdout"])), "MPICH's launcher may say more"
@@ -68,12 +68,22 @@ class Job:
     def _started(self) -> list[int]:
         return [int(number) for number in PROCESS.findall(self.errors)]
 
-    def _clean_up(self) -> None:
+    def clean_up(self) -> None:
+        """Ends what still runs."""
         if self._process.poll() is None:
             launch.end(self._process)
         for process in self._running():
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+
+def ends(jobs: dict[str, Job], deadline: float) -> dict[str, str]:
+    """What `end` returns of jobs that run at the same time."""
+    try:
+        return {name: job.end(deadline) for name, job in jobs.items()}
+    finally:
+        for job in jobs.values():
+            job.clean_up()
 
 
 def said(rank: int, size: int, operation: str, limit: float) -> re.Pattern[str]:

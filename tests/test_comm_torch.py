@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import launch
 import numpy as np
 import pytest
 from launch import run_torchrun
@@ -36,11 +37,24 @@ def test_one_rank_keeps_the_contract_without_a_warning(group):
         check_contract(thdattn.comm.from_torch(), np)
 
 
-def test_two_ranks_of_torchrun_keep_the_contract():
-    run = run_torchrun(2, RANKS / "comm_contract.py", "contract", "torch-gloo", "2", timeout=120)
+@pytest.fixture(scope="module")
+def three_ranks():
+    """What three ranks of torchrun said of the contract, and the last two of a group of theirs."""
+    run = run_torchrun(3, RANKS / "comm_contract.py", "contract,torch-subgroup", "torch-gloo", "3", timeout=120)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("contract on torch done") == 2
-    assert "Warning" not in run.stderr
+    return run
+
+
+def test_three_ranks_of_torchrun_keep_the_contract(three_ranks):
+    assert three_ranks.stdout.count("contract on torch done") == 3
+    assert "Warning" not in three_ranks.stderr
+
+
+def test_ranks_of_a_group_are_numbered_within_it_and_others_are_refused(three_ranks):
+    said = three_ranks.stdout
+    assert "process 0: this process is not in group; call thdattn.comm.from_torch only on the ranks" in said
+    assert "process 1: rank 0 of 2 has [10.0, 11.0]" in said
+    assert "process 2: rank 1 of 2 has [10.0, 11.0]" in said
 
 
 def test_groups_of_torchrun_keep_the_contract():
@@ -49,19 +63,11 @@ def test_groups_of_torchrun_keep_the_contract():
     assert run.stdout.count("groups on torch done") == 4
 
 
-@pytest.mark.parametrize("scenario", ["cases", "methods"])
-def test_ranks_of_torchrun_together_are_the_oracle(scenario):
-    run = run_torchrun(2, RANKS / "attention_ranks.py", scenario, "torch-gloo", "2", timeout=180)
+def test_ranks_of_torchrun_together_are_the_oracle():
+    run = run_torchrun(2, RANKS / "attention_ranks.py", "cases,methods", "torch-gloo", "2", timeout=180)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count(f"{scenario} on torch-gloo done") == 2
-
-
-def test_ranks_of_a_group_are_numbered_within_it_and_others_are_refused():
-    run = run_torchrun(3, RANKS / "comm_contract.py", "torch-subgroup", "torch-gloo", "3", timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert "process 0: this process is not in group; call thdattn.comm.from_torch only on the ranks" in run.stdout
-    assert "process 1: rank 0 of 2 has [10.0, 11.0]" in run.stdout
-    assert "process 2: rank 1 of 2 has [10.0, 11.0]" in run.stdout
+    for scenario in ("cases", "methods"):
+        assert run.stdout.count(f"{scenario} on torch-gloo done") == 2
 
 
 def test_failing_rank_ends_the_others():
@@ -70,8 +76,11 @@ def test_failing_rank_ends_the_others():
     assert "ValueError: rank 1 had bad luck" in run.stderr and "done" not in run.stdout
 
 
-def test_torchrun_without_from_torch_is_refused():
-    run = run_torchrun(2, RANKS / "comm_contract.py", "contract", "auto", "2", timeout=120)
+def test_torchrun_without_from_torch_is_refused(monkeypatch):
+    """By the variables that torchrun sets."""
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    run = launch.run([sys.executable, str(RANKS / "comm_contract.py"), "contract", "auto", "2"], timeout=60)
     assert run.returncode != 0
     assert "torchrun (RANK and WORLD_SIZE are set) started 2 processes" in run.stderr and "done" not in run.stdout
 

@@ -86,12 +86,11 @@ def compile_all(kernels: list[tuple[str, int]], arch: str, most_spilled: int = 0
 def test_attention_kernels_fit_and_do_not_spill(arch, dims):
     tiles = TILES[dims]
     kernels = tiles.portable_kernels(ARCHITECTURES[arch])
-    if arch == "sm_90a":
-        kernels += tiles.hopper_kernels()
+    hopper = tiles.hopper_kernels() if arch == "sm_90a" else []
     # Both types of 16 bits take the same registers: one of them is compiled as it is used most, for a GPU of each kind.
-    usual = arch in ("sm_80", "sm_90a")
-    compile_all([kernel for kernel in kernels if "<f16" not in kernel.name or (
-        usual and "float" not in kernel.name)], arch)  # fmt: skip
+    usual = hopper or (kernels if arch == "sm_80" else [])
+    compile_all([kernel for kernel in [*kernels, *hopper] if "<f16" not in kernel.name or (
+        kernel in usual and "float" not in kernel.name)], arch)  # fmt: skip
 
 
 def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:

@@ -19,7 +19,7 @@ from thdattn.comm import nothing as nothing_to_wait_for
 from thdattn.comm import peer, windows
 from thdattn.methods import all_gather
 
-SEEDS = 120
+SEEDS = 48  # each fault below is seen by many of so few, but for the last of BROKEN
 
 
 @pytest.mark.parametrize(("size", "num_seeds"), [(2, SEEDS), (3, SEEDS // 2), (4, SEEDS // 4)])
@@ -140,7 +140,7 @@ def test_what_hurts_those_is_right(program):
 
 def shows(size, programs):
     """Whether one of many seeds shows what is wrong."""
-    for seed in range(3 * SEEDS):
+    for seed in range(8 * SEEDS):
         try:
             if results(size, seed, programs[seed % len(programs)])[1]:
                 return True

@@ -94,7 +94,8 @@ def test_options_of_programs_exist(program, target):
 def test_the_slurm_script_trains_on_the_tasks_of_the_job(tmp_path):
     mpiexec(2)  # skips where there is none
     assert subprocess.run(["bash", "-n", str(SLURM)], check=False).returncode == 0
-    sbatch, options = {}, ["--size", "tiny", "--steps", "1", "--tokens", "64", "--checkpoint", str(tmp_path)]
+    sbatch, options = {}, ["--size", "tiny", "--steps", "1", "--tokens", "64", "--val-bytes", "200",
+                           "--checkpoint", str(tmp_path)]
     for name, value in re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", SLURM.read_text(), re.MULTILINE):
         sbatch[name] = value
     assert sbatch["ntasks-per-node"] == sbatch["gpus-per-node"]  # one rank per GPU

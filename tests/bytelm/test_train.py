@@ -42,11 +42,15 @@ def losses(monkeypatch, cp_size, metrics, *words):
 # --- learning --------------------------------------------------------------------------------------------------
 
 
+STEPS = 400  # a quarter of what the tiny model is made for; bytes told from the one before alone cost 3.5 bits
+
+
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
-    """The tiny model's whole run on the standard library, on two ranks: (what it printed, its folder)."""
+    """A run of the tiny model on the standard library, on two ranks: (what it printed, its folder)."""
     folder = tmp_path_factory.mktemp("tiny")
-    words = options(size="tiny", checkpoint=folder, metrics=folder / "run.jsonl", plot=folder / "run.png")
+    words = options(size="tiny", steps=STEPS, val_bytes=2**13, checkpoint=folder, metrics=folder / "run.jsonl",
+                    plot=folder / "run.png")  # fmt: skip
     run = start(2, TRAIN, *words, timeout=280)
     assert run.returncode == 0, run.stderr
     return run, folder
@@ -56,14 +60,14 @@ def test_tiny_model_learns_the_standard_library_on_two_ranks(tiny_run):
     _, folder = tiny_run
     bits = validations(folder / "run.jsonl")
     assert bits[0] > 7, "it knows something before it has learnt"
-    assert bits[-1] < 2.5
+    assert bits[-1] < 3.2
     assert bits[-1] == min(bits)
 
 
 def test_metrics_are_one_valid_line_per_step_and_validation(tiny_run):
     _, folder = tiny_run
     steps = [line for line in lines_of(folder / "run.jsonl") if len(line) > 2]
-    assert [line["step"] for line in steps] == list(range(1, train.RECIPES["tiny"].steps + 1))
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     for line in steps:
         assert line.keys() == KEYS
         assert line["mfu"] is None
@@ -91,7 +95,7 @@ def test_sample_of_the_trained_model_looks_like_its_documents(tiny_run):
     run = start(1, SAMPLE, *options(checkpoint=folder, prompt="def ", bytes=200))
     assert run.returncode == 0, run.stderr
     header, text = run.stdout.split("\n", 1)
-    assert header == f"--- after step {train.RECIPES['tiny'].steps}"
+    assert header == f"--- after step {STEPS}"
     assert text.startswith("def ") and len(text) > 50
     assert sum(character in " \netaoinsr_(.,)" for character in text) > 0.4 * len(text)
 

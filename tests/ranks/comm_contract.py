@@ -1,4 +1,4 @@
-"""The contract of thdattn.comm, checked by every rank of any backend; as a program, one scenario under mpiexec.
+"""The contract of thdattn.comm, checked by every rank of any backend; as a program, scenarios under mpiexec.
 
 mpiexec -n 4 python -m mpi4py comm_contract.py contract mpi 4
 """
@@ -203,8 +203,14 @@ def say_who_is_in_a_group_of_the_last_two(process: int) -> None:
     print(f"process {process}: rank {comm.rank} of {comm.size} has {gathered.tolist()}", flush=True)
 
 
-def main(scenario: str, backend: str, size: str) -> None:
+def main(scenarios: str, backend: str, size: str) -> None:
     comm = join(backend, int(size))
+    for scenario in scenarios.split(","):
+        act(scenario, comm)
+        print(f"rank {comm.rank} of {comm.size}: {scenario} on {comm.name} done", flush=True)
+
+
+def act(scenario: str, comm: thdattn.comm.Comm) -> None:
     if scenario == "contract":
         if "cuda" in comm.devices:
             import cupy as xp
@@ -224,7 +230,6 @@ def main(scenario: str, backend: str, size: str) -> None:
         print(f"rank {comm.rank}: {raises(ValueError, comm.agree, 'plan hash', comm.rank // 2)}")
     elif scenario == "torch-subgroup":
         say_who_is_in_a_group_of_the_last_two(comm.rank)
-    print(f"rank {comm.rank} of {comm.size}: {scenario} on {comm.name} done", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,135 @@
+"""Times Mamba-2 mixers over packed sequences, forward and backward, beside mamba_ssm's Triton kernels.
+
+    python benchmarks/bench_mamba.py
+    python benchmarks/bench_mamba.py --cases 1x16384 64x256 --parts scan --peers mamba_ssm
+    mpiexec -n 2 python -m mpi4py benchmarks/bench_mamba.py --peer
+
+"mixer": convolution, scan and gate; "scan": without the convolution. See mamba_peers.py for what others are made of.
+Timings as in bench_attention.py: "called", events around each call; "graph", the calls in a CUDA graph. Beside them the
+errors against float64, on the first rows and heads of the short packs. The floor of a time is what the GPU's memory
+takes for all that has to be read and written once.
+
+On several ranks: the long packs with their rows over the ranks, called one after the other, beside one GPU with the
+whole pack; and with --peer beside an all-to-all of heads around mamba_ssm's kernels.
+Rows go to benchmarks/results/mamba_GPU.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cupy
+import mamba_record
+import record
+from bench_attention import forward_and_backward, race, reported
+from mamba_cases import CASES, MixerCase, draw
+from mamba_exact import errors, exact_mixer, exact_scan
+from mamba_peers import PEERS
+from peers import Peer, release_memory
+
+import thdattn
+
+EXACT = {"mixer": exact_mixer, "scan": exact_scan}
+LONG = 65_536  # rows, from which on a pack is long
+Measured = dict[mamba_record.Key, record.Row]
+
+
+def main() -> int:
+    args = parse_arguments()
+    with thdattn.comm.init() as comm, cupy.cuda.Stream(non_blocking=True):  # the default stream cannot be captured
+        about = record.provenance(comm.size)
+        rows: list[record.Row] = []
+        path = args.out or record.results_file("mamba", about["gpu"])
+        names = args.cases or [name for name, case in CASES.items() if comm.size == 1 or case.total_tokens > LONG]
+        if comm.size > 1:
+            import mamba_cp
+
+            measurements = mamba_cp.measure(comm, [CASES[name] for name in names], args.peer, args.repeats)
+        else:
+            measurements = measure(names, args.parts, args.peers, args.repeats)
+        for case, part, versions, measured in measurements:
+            made = [about | row for row in
+                    mamba_record.rows_of(case, part, about["gpu"], comm.size, versions, measured)]  # fmt: skip
+            if comm.rank == 0:
+                record.save(path, made, mamba_record.KEY)
+            rows += made
+    if comm.rank == 0:
+        print(f"{mamba_record.table(rows)}\nwrote {path}; benchmarks/readme.py writes README.md anew")
+    return 0
+
+
+def measure(
+    names: Sequence[str], parts: Sequence[str], peers: Sequence[str], rounds: int
+) -> Iterator[tuple[MixerCase, str, Mapping[str, str], Measured]]:
+    """Case, part, versions and what was measured, one after the other."""
+    for name in names:
+        for part in parts:
+            start = time.perf_counter()
+            versions = {}
+            for peer in peers:
+                with reported(f"{peer} left out"):
+                    versions[peer] = PEERS[part][peer].version()
+            yield CASES[name], part, versions, bench(CASES[name], part, list(versions), rounds)
+            release_memory()
+            print(f"{name} {part}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+
+
+def bench(case: MixerCase, part: str, names: Sequence[str], rounds: int) -> Measured:
+    """All that is measured of one part of a case; what could not be is blank, and replaces what an older run has."""
+    asked = [(name, way, how) for name in names for way in record.DIRECTIONS for how in record.TIMINGS]
+    measured: Measured = {key: {} for key in asked}
+    if case.total_tokens <= LONG:
+        measured |= {(name, result, record.ERRORS): {} for name in names for result in mamba_record.PARTS[part]}
+        measured |= small_errors(case.small(), part, names, cupy)
+    peers = make_peers(case, part, names, cupy)
+    for direction in record.DIRECTIONS:
+        measured |= race(f"{case.name} {part}", peers, direction, rounds, None)
+    return measured
+
+
+def make_peers(case: MixerCase, part: str, names: Sequence[str], xp: Any) -> dict[str, Peer]:
+    """Those that take the case, on the same inputs."""
+    inputs = draw(case, xp)
+    peers: dict[str, Peer] = {}
+    for name in names:
+        with reported(f"{case.name} {part} {name}"):
+            peers[name] = PEERS[part][name](case, inputs)
+    return peers
+
+
+def small_errors(case: MixerCase, part: str, names: Sequence[str], xp: Any) -> Measured:
+    """The errors of every peer."""
+    wanted = EXACT[part](case, draw(case, xp), xp)
+    measured: Measured = {}
+    for name, peer in make_peers(case, part, names, xp).items():
+        with reported(f"{case.name} {part} {name}, errors"):
+            forward_and_backward(peer)
+            found = dict(zip(mamba_record.PARTS[part], peer.on_host(), strict=True))
+            for result, error in errors(found, wanted).items():
+                measured[name, result, record.ERRORS] = {"rms": f"{error.rms:.4e}", "largest": f"{error.largest:.4e}"}
+    return measured
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE",
+                        help=f"all by default, on several ranks the long ones: {' '.join(CASES)}")  # fmt: skip
+    parser.add_argument("--parts", nargs="+", choices=list(PEERS), default=list(PEERS), help="both by default")
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS["scan"]), default=list(PEERS["scan"]),
+                        help="on one rank; all by default")  # fmt: skip
+    parser.add_argument("--peer", action="store_true", help="on several ranks: also time the all-to-all of heads")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of everybody, 3 by default")
+    parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/mamba_GPU.csv by default")
+    args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error(f"--repeats is {args.repeats}, wanted >= 1")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

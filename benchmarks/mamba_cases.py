@@ -1,0 +1,148 @@
+"""What is timed of Mamba-2 mixers: packs, sizes, inputs as a model makes them, and the least that has to be moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+from workloads import CASES as PACKS
+from workloads import filled_lognormal_pack
+
+import thdattn
+from thdattn.mixer_shape import Mamba2Weights, MixerShape
+
+BYTES_PER_S = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}  # of the GPU's memory, as its maker says
+SMALL_ROWS = 2048  # of the version for errors
+DISTINCT_NUMBERS = 4_194_319  # a prime: arrays that repeat them never have two equal rows
+
+
+@dataclass(frozen=True)
+class MixerCase:
+    """One pack and one mixer, with a convolution of four rows.
+
+    lengths: tokens of every sequence, which are all rows: there is no padding.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: int = 64
+    head_dim: int = 64
+    state_dim: int = 128
+    groups: int = 1
+    conv_width: int = 4
+    dtype: DTypeLike = ml_dtypes.bfloat16
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def shape(self) -> MixerShape:
+        return MixerShape(
+            self.heads, self.head_dim, self.state_dim, self.groups, self.conv_width, np.dtype(self.dtype)
+        )
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """What a row of a record says of it."""
+        return {
+            "case": self.name, "heads": str(self.heads), "head_dim": str(self.head_dim),
+            "state_dim": str(self.state_dim), "groups": str(self.groups), "dtype": np.dtype(self.dtype).name,
+            "total_tokens": str(self.total_tokens), "num_seqs": str(len(self.lengths)),
+        }  # fmt: skip
+
+    def batch(self) -> thdattn.PackedBatch:
+        """The pack, with its lengths on the host."""
+        return thdattn.PackedBatch.from_lengths(self.lengths)
+
+    def mixer(self, comm: thdattn.comm.Comm, engine: str) -> thdattn.Mamba2Mixer:
+        return thdattn.Mamba2Mixer(
+            comm, self.heads, self.head_dim, self.state_dim, self.groups, self.conv_width, self.dtype, engine
+        )
+
+    def least_bytes(self, direction: str) -> int:
+        """Read zxbcdt and write out; backward: read zxbcdt, dout and what is kept before the gate, write dzxbcdt.
+
+        The same with and without the convolution.
+        """
+        numbers = self.shape.columns + self.shape.d_inner
+        return self.total_tokens * np.dtype(self.dtype).itemsize * numbers * {"forward": 1, "backward": 2}[direction]
+
+    def small(self) -> MixerCase:
+        """Its first rows, of which float64 computes all pairs in milliseconds."""
+        begins = np.cumsum([0, *self.lengths])
+        lengths = tuple(min(length, SMALL_ROWS - int(begin))
+                        for begin, length in zip(begins, self.lengths, strict=False) if begin < SMALL_ROWS)  # fmt: skip
+        return replace(self, lengths=lengths)
+
+
+class MixerInputs(NamedTuple):
+    """Of a mixer, and of its scan alone, which takes x, B and C from `channels` instead of a convolution.
+
+    zxbcdt: (rows, columns), standard normal, as dout: (rows, d_inner), and channels: (rows, channels), silu of such.
+    weights: as Mamba2Mixer takes them.
+    """
+
+    zxbcdt: Any
+    weights: Mamba2Weights
+    dout: Any
+    channels: Any
+
+
+def draw(case: MixerCase, xp: Any, num_rows: int | None = None) -> MixerInputs:
+    """The inputs of a case, or of so many rows of it, the same in every run.
+
+    Rates and steps are those that Mamba-2 starts with: A in 1..16, dt around 0.001..0.1.
+    """
+    rows = case.total_tokens if num_rows is None else num_rows
+    shape = case.shape
+    rng = np.random.default_rng(3)
+    dt = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), case.heads))
+    weights = Mamba2Weights(
+        conv_weight=rng.uniform(-1, 1, (shape.channels, case.conv_width)) / case.conv_width**0.5,
+        conv_bias=rng.uniform(-1, 1, shape.channels) / case.conv_width**0.5,
+        A_log=np.log(rng.uniform(1, 16, case.heads)),
+        D=rng.uniform(0.5, 1.5, case.heads),
+        dt_bias=dt + np.log(-np.expm1(-dt)),
+    )
+    on_device = Mamba2Weights(*(xp.asarray(x.astype(shape.sum_dtype)) for x in weights))
+    zxbcdt, dout, channels = (
+        _repeated(numbers, (rows, width), shape.dtype, xp)
+        for numbers, width in zip(_numbers(), (shape.columns, shape.d_inner, shape.channels), strict=True)
+    )
+    return MixerInputs(zxbcdt, on_device, dout, channels)
+
+
+@cache
+def _numbers() -> tuple[NDArray[np.float32], ...]:
+    """Standard normal ones, and silu of such; drawing all of a large array on the host would outlast its timing."""
+    first, second, third = np.random.default_rng(4).standard_normal((3, DISTINCT_NUMBERS), np.float32)
+    return first, second, third / (1 + np.exp(-third))
+
+
+def _repeated(numbers: NDArray[np.float32], shape: tuple[int, int], dtype: np.dtype[Any], xp: Any) -> Any:
+    """As many as fit, and then again from the first one."""
+    size = shape[0] * shape[1]
+    found = xp.asarray(numbers[:size].astype(dtype))
+    return xp.tile(found, -(-size // len(numbers)))[:size].reshape(shape)
+
+
+def _cases() -> tuple[MixerCase, ...]:
+    short = MixerCase("1x16384", (16_384,))
+    long = MixerCase("1x131072", (131_072,))
+    return (
+        short,
+        replace(short, name="1x16384-g8", groups=8),
+        MixerCase("lognormal16k", filled_lognormal_pack(16_384)),
+        MixerCase("64x256", PACKS["64x256"].lengths),
+        long,
+        MixerCase("lognormal128k", filled_lognormal_pack(131_072)),
+        MixerCase("512x256", (256,) * 512),
+    )
+
+
+CASES = {case.name: case for case in _cases()}

@@ -1,0 +1,247 @@
+"""Who is timed of Mamba-2 mixers: this package, and mamba_ssm's Triton kernels where they are on the import path.
+
+Of mamba_ssm it takes a copy of mamba_ssm/ops/triton/{softplus,ssd_bmm,ssd_chunk_state,ssd_state_passing,ssd_chunk_scan,
+ssd_combined,layernorm_gated,k_activations}.py and mamba_ssm/utils/{torch,determinism}.py with empty __init__.py beside
+them: the package itself imports CUDA extensions that it has to be built with. The convolution of the whole mixer is
+causal-conv1d's if that has been built, otherwise fla-core's, whose result is copied to its place in the gradient.
+
+Two parts are timed. "scan": recurrence and gate from x, B, C, dt and z. "mixer": the same with the convolution, from
+the rows of an input projection.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import cupy
+import numpy as np
+from mamba_cases import MixerCase, MixerInputs
+from mamba_exact import OF_ROWS
+from peers import CupyPeer, Peer, TorchPeer, tensor
+
+import thdattn
+from thdattn.methods import states
+from thdattn.mixer_shape import Mamba2Weights
+
+CHUNK = 256  # rows, mamba_ssm's default
+PARTS = ("mixer", "scan")
+
+
+class OurMixer(CupyPeer):
+    """Mamba2Mixer on this rank's rows; on one rank if no other ones are passed."""
+
+    engine = "cuda"
+    grads: tuple[Any, Mamba2Weights] | None = None
+
+    @classmethod
+    def version(cls) -> str:
+        return thdattn.__version__
+
+    def __init__(self, case: MixerCase, inputs: MixerInputs, comm: thdattn.comm.Comm | None = None) -> None:
+        self.case, self.inputs = case, inputs
+        self.mixer = case.mixer(comm or thdattn.comm.init("single"), self.engine)
+        self.plan = self.mixer.plan(case.batch())
+
+    def forward(self) -> None:
+        self.out, self.saved = self.mixer.forward(self.inputs.zxbcdt, self.inputs.weights, self.plan)
+
+    def backward(self) -> None:
+        self.grads = self.mixer.backward(self.inputs.dout, self.saved)
+
+    def results(self) -> Sequence[Any]:
+        if self.grads is None:
+            return (self.out,)
+        dzxbcdt, dweights = self.grads
+        return self.out, *columns(self.case, dzxbcdt), *dweights
+
+
+class OurScan(OurMixer):
+    """The same without the convolution: what a mixer computes between it and its gradients."""
+
+    def __init__(self, case: MixerCase, inputs: MixerInputs) -> None:
+        super().__init__(case, inputs)
+        self.alone = _WithoutConvolution(self.mixer._engine, inputs.channels)
+
+    def forward(self) -> None:
+        mixer, inputs = self.mixer, self.inputs
+        self.out, self.kept = states.forward(
+            self.alone, mixer.comm, self.plan, inputs.zxbcdt, inputs.weights, mixer._shape
+        )
+
+    def backward(self) -> None:
+        mixer, inputs = self.mixer, self.inputs
+        self.grads = states.backward(
+            self.alone, mixer.comm, self.plan, inputs.dout, inputs.zxbcdt, inputs.weights, self.kept, mixer._shape
+        )
+
+    def results(self) -> Sequence[Any]:
+        if self.grads is None:
+            return (self.out,)
+        dzxbcdt, dweights = self.grads
+        dz, rows = columns(self.case, dzxbcdt)[0], len(dzxbcdt)
+        of_channels = (x.reshape(rows, -1) for x in self.case.shape.split(self.alone.dchannels()))
+        return self.out, dz, *of_channels, columns(self.case, self.alone.dzxbcdt)[-1], *dweights[2:]
+
+
+class _WithoutConvolution:
+    """An engine whose convolution has been done, forward by others and backward in the first call.
+
+    dzxbcdt: of the first call, the only one with columns of dt.
+    """
+
+    def __init__(self, engine: Any, channels: Any) -> None:
+        self._engine, self._channels = engine, channels
+        self._act: Any = None
+        self._gradients: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def mixer_conv(self, *args: Any) -> Any:
+        if self._act is None:
+            self._act = self._engine.mixer_conv(*args)._replace(channels=self._channels)
+        return self._act
+
+    def mixer_conv_bwd(self, zxbcdt: Any, halo: Any, weights: Any, of_scan: Any, *args: Any) -> Any:
+        self._of_scan = of_scan
+        if self._gradients is None:
+            self._gradients = self._engine.mixer_conv_bwd(zxbcdt, halo, weights, of_scan, *args)
+            *_, self.dzxbcdt = args
+        return self._gradients
+
+    def dchannels(self) -> Any:
+        """(rows, channels), of the last call; those of B and C may be sums of parts."""
+        made = self._of_scan
+        if not hasattr(made, "dbc"):
+            return getattr(made, "channels", made)
+        return cupy.concatenate([made.dx.astype(np.float32), made.dbc.sum(axis=0)], axis=1)
+
+
+def columns(case: MixerCase, dzxbcdt: Any) -> list[Any]:
+    """dz, dx, dB, dC, ddt of an array or tensor."""
+    inner, width = case.shape.d_inner, case.groups * case.state_dim
+    ends = np.cumsum([0, inner, inner, width, width, case.heads]).tolist()
+    return [dzxbcdt[:, begin:end] for begin, end in pairwise(ends)]
+
+
+class MambaSsmScan(TorchPeer):
+    """mamba_chunk_scan_combined: x, B, C are columns of one array, z and dt of another, as in its mixer."""
+
+    names = OF_ROWS
+
+    @classmethod
+    def version(cls) -> str:
+        import mamba_ssm.ops.triton.ssd_combined  # noqa: F401 - fails early where a part is missing
+
+        return version_of("mamba_ssm")
+
+    def __init__(self, case: MixerCase, inputs: MixerInputs) -> None:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        self.scan, self.case = mamba_chunk_scan_combined, case
+        _, _, a_log, d, dt_bias = map(tensor, inputs.weights)
+        z, *_, dt = columns(case, tensor(inputs.zxbcdt))
+        x, b, c = case.shape.split(tensor(inputs.channels))
+        leaves = [part.unsqueeze(0) for part in (z.unflatten(1, (case.heads, -1)), x, b, c, dt)]
+        self.rates = -a_log.exp()
+        super().__init__([*leaves, self.rates, d, dt_bias], tensor(inputs.dout).view(*leaves[1].shape))
+        self.labels = sequence_labels(case)
+
+    def call(self, z: Any, x: Any, b: Any, c: Any, dt: Any, rates: Any, d: Any, dt_bias: Any) -> Any:
+        return self.scan(x, dt, rates, b, c, CHUNK, D=d, z=z, dt_bias=dt_bias, seq_idx=self.labels, dt_softplus=True)
+
+    def results(self) -> Sequence[Any]:
+        *of_rows, drates, dd, ddt_bias = super().results() if self.grads else (*super().results(), None, None, None)
+        flat = [x.flatten(2).squeeze(0) for x in of_rows]
+        return [*flat, self.rates * drates, dd, ddt_bias] if self.grads else flat
+
+
+class MambaSsmMixer(TorchPeer):
+    """mamba_split_conv1d_scan_combined, with fla-core's convolution where causal-conv1d's is missing."""
+
+    names = OF_ROWS
+
+    @classmethod
+    def version(cls) -> str:
+        from mamba_ssm.ops.triton import ssd_combined
+
+        if ssd_combined.causal_conv1d_fn is None:
+            from fla.modules.causal_conv1d import causal_conv1d_bwd  # noqa: F401 - fails early where it is missing
+        package = "fla-core" if ssd_combined.causal_conv1d_fn is None else "causal-conv1d"
+        return f"{MambaSsmScan.version()} with the convolution of {package} {version_of(package)}"
+
+    def __init__(self, case: MixerCase, inputs: MixerInputs) -> None:
+        from mamba_ssm.ops.triton import ssd_combined
+
+        self.case, self.mixer = case, ssd_combined.mamba_split_conv1d_scan_combined
+        weight, bias, a_log, d, dt_bias = map(tensor, inputs.weights)
+        self.rates = -a_log.exp()
+        leaves = [tensor(inputs.zxbcdt).unsqueeze(0), weight, bias, self.rates, d, dt_bias]
+        super().__init__(leaves, tensor(inputs.dout).unsqueeze(0))
+        self.labels = sequence_labels(case)
+        if ssd_combined.causal_conv1d_fn is None:
+            convolution = FlaConvolution(case)
+            ssd_combined.causal_conv1d_fwd_function = convolution.forward
+            ssd_combined.causal_conv1d_bwd_function = convolution.backward
+
+    def call(self, zxbcdt: Any, weight: Any, bias: Any, rates: Any, d: Any, dt_bias: Any) -> Any:
+        case = self.case
+        return self.mixer(zxbcdt, weight, bias, dt_bias, rates, d, CHUNK, seq_idx=self.labels, headdim=case.head_dim,
+                          ngroups=case.groups)  # fmt: skip
+
+    def results(self) -> Sequence[Any]:
+        out, *grads = super().results()
+        if not grads:
+            return [out.squeeze(0)]
+        dzxbcdt, dweight, dbias, drates, dd, ddt_bias = grads
+        of_rows = columns(self.case, dzxbcdt.squeeze(0))
+        return [out.squeeze(0), *of_rows, dweight, dbias, self.rates * drates, dd, ddt_bias]
+
+
+class FlaConvolution:
+    """fla-core's Triton kernels as mamba_ssm calls causal-conv1d's, over the sequences of a case."""
+
+    def __init__(self, case: MixerCase) -> None:
+        from fla.modules import causal_conv1d
+        from fla.ops.utils import prepare_chunk_indices
+
+        self._fla = causal_conv1d
+        begins = tensor(cupy.asarray(np.cumsum([0, *case.lengths], dtype=np.int64)))
+        self._pack = {"cu_seqlens": begins, "chunk_indices": prepare_chunk_indices(begins, 64)}
+
+    def forward(self, x: Any, weight: Any, bias: Any, *_: Any) -> Any:
+        """silu of the convolution of (1, channels, rows)."""
+        y, _ = self._fla.causal_conv1d_fwd(
+            x=x.transpose(1, 2), weight=weight, bias=bias, residual=None, activation="silu", **self._pack
+        )
+        return y.transpose(1, 2)
+
+    def backward(self, x: Any, weight: Any, bias: Any, dout: Any, *_: Any) -> tuple[Any, Any, Any]:
+        """Gradients of x, weight and bias."""
+        dx, dweight, dbias, *_ = self._fla.causal_conv1d_bwd(
+            x=x.transpose(1, 2), dy=dout.transpose(1, 2), dht=None, weight=weight, bias=bias, activation="silu",
+            **self._pack,
+        )  # fmt: skip
+        return dx.transpose(1, 2), dweight, dbias
+
+
+def sequence_labels(case: MixerCase) -> Any:
+    """seq_idx of mamba_ssm: (1, rows) int32, the number of a row's sequence."""
+    return tensor(cupy.asarray(np.repeat(np.arange(len(case.lengths), dtype=np.int32), case.lengths)[None]))
+
+
+def version_of(package: str) -> str:
+    """"unknown" of files that were only copied."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+PEERS: dict[str, dict[str, type[Peer]]] = {
+    "mixer": {"ours": OurMixer, "mamba_ssm": MambaSsmMixer},
+    "scan": {"ours": OurScan, "mamba_ssm": MambaSsmScan},
+}
