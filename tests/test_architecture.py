@@ -18,13 +18,14 @@ PACKAGE = SOURCE / "thdattn"
 # A module imports from the layers before its own. The engines, reference and ops, are handed to the methods as
 # arguments; nothing below check imports them.
 LAYERS = [
-    {"arguments", "flops", "install", "memory", "structs", "tiles", "wgmma", "kernel_cache"},
+    {"arguments", "flops", "install", "instances", "memory", "structs", "wgmma", "kernel_cache"},
+    {"tiles"},
     {"packing", "jit", "mixer_shape"},
     {"balanced", "sums"},
     {"comm"},
     {"sharding", "routes", "pairs", "engines", "tensor_map", "oracle", "mamba_oracle", "decode_tiles", "mixer_tiles"},
     {"plan", "mixer_backward_tiles"},
-    {"host_plan", "host_rows", "host_ssd", "cache", "room", "planning", "checks"},
+    {"host_plan", "host_rows", "host_ssd", "host_blocks", "cache", "room", "planning", "checks"},
     {"host_conv", "host_decode", "host_mixer_decode"},
     {"reference", "ops", "methods", "tile_counts"},
     {"saved", "mamba_saved"},

@@ -1,17 +1,12 @@
-"""Every kernel compiles for every architecture without spills and fits its shared memory; the disk cache. No GPU."""
+"""Every kernel compiles for every architecture without spills and fits its shared memory. No GPU."""
 
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import re
 import shutil
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +14,7 @@ from launch import SOURCE
 
 from thdattn import structs
 from thdattn.decode_tiles import CACHE_KERNELS, DECODE, MixerDecode
+from thdattn.instances import PLAN_KERNELS, REORDER_KERNELS, SUM_KERNELS, Instance, Kind, sinks_grad_kernel
 from thdattn.mixer_backward_tiles import (
     CHUNK_TILES,
     chunk_tile_for,
@@ -29,18 +25,7 @@ from thdattn.mixer_backward_tiles import (
     thd_ssd_dstates,
 )
 from thdattn.mixer_tiles import MIXER_KERNELS, MIXER_SIZES, SLABS, SLABS_SM90, slab_for, thd_mixer_conv
-from thdattn.tiles import (
-    PLAN_KERNELS,
-    REORDER_KERNELS,
-    STATIC_BYTES,
-    SUM_KERNELS,
-    TILES,
-    BackwardSm90,
-    Instance,
-    Kind,
-    Tiles,
-    sinks_grad_kernel,
-)
+from thdattn.tiles import STATIC_BYTES, TILES, BackwardSm90, Tiles
 
 pytest.importorskip("cupy")
 try:
@@ -339,113 +324,3 @@ def test_matrix_instructions_are_written_for_the_columns_of_the_table_alone():
     with_all = jit.source("thd_attn_fwd_sm90")
     written = set(map(int, re.findall(r"struct Wgmma<bf16, (\d+)>", with_all)))
     assert written == set().union(*(tiles.wgmma_columns for tiles in TILES.values()))
-
-
-# --- the disk cache --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    directory = tmp_path / "cache"
-    monkeypatch.setenv("THDATTN_CACHE_DIR", str(directory))
-    return directory
-
-
-def no_compiler(name, arch):
-    raise AssertionError(f"{name} is compiled again")
-
-
-def test_second_call_reads_the_cubin_and_does_not_compile(cache, monkeypatch):
-    compiled, lowered, _ = jit.compile_kernel(SMALL_KERNEL, "sm_90a")
-    first = jit.cached_cubin(SMALL_KERNEL, "sm_90a")
-    monkeypatch.setattr(jit, "compile_kernel", no_compiler)
-    assert jit.cached_cubin(SMALL_KERNEL, "sm_90a") == first == (compiled, lowered)
-    assert len(list(cache.iterdir())) == 1
-    for name, arch in ((SMALL_KERNEL, "sm_80"), (PLAN_KERNELS[1], "sm_90a")):
-        with pytest.raises(AssertionError, match="compiled again"):
-            jit.cached_cubin(name, arch)
-
-
-def test_a_compilation_is_logged_and_a_hit_is_not(cache, caplog):
-    with caplog.at_level(logging.INFO, "thdattn"):
-        jit.cached_cubin(SMALL_KERNEL, "sm_80")
-        (record,) = caplog.records
-        assert record.name == "thdattn" and record.levelno == logging.INFO
-        said = re.fullmatch(rf"compiled {SMALL_KERNEL} for sm_80 in \d+\.\d s, (\d+) registers", record.getMessage())
-        assert said
-        _, lowered, compiler_log = jit.compile_kernel(SMALL_KERNEL, "sm_80")
-        own = re.search(rf"'{lowered}'.*?Used (\d+) registers", compiler_log, re.DOTALL)
-        assert said[1] == own[1], "the registers of this kernel, not of another one of the same source"
-        jit.cached_cubin(SMALL_KERNEL, "sm_80")
-        assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize("damage", [lambda whole: b"", lambda whole: whole[:-1], lambda whole: b"\xff" * 200],
-                         ids=["empty", "truncated", "foreign"])
-def test_damaged_file_is_compiled_again_and_replaced(damage, cache):
-    right = jit.cached_cubin(SMALL_KERNEL, "sm_80")
-    (path,) = cache.iterdir()
-    whole = path.read_bytes()
-    path.write_bytes(damage(whole))
-    assert jit.cached_cubin(SMALL_KERNEL, "sm_80") == right
-    assert path.read_bytes() == whole
-
-
-def test_kernels_are_compiled_without_a_cache(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("THDATTN_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    cubin, _ = jit.cached_cubin(SMALL_KERNEL, "sm_80")
-    assert cubin.startswith(b"\x7fELF")
-
-
-PROGRAM = f"""
-import hashlib, os, sys, time
-from thdattn import jit
-print("ready", flush=True)
-sys.stdin.readline()
-cubin, lowered = jit.cached_cubin({SMALL_KERNEL!r}, "sm_80")
-print(hashlib.sha256(cubin).hexdigest(), lowered, jit.source_hash(), flush=True)
-"""
-
-
-def start(source: Path, directory: Path) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(source), "THDATTN_CACHE_DIR": str(directory)}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, text=True, stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def finish(process: subprocess.Popen) -> str:
-    output, errors = process.communicate("go\n", timeout=60)
-    assert process.returncode == 0, errors
-    return output.removeprefix("ready\n")
-
-
-def test_four_processes_that_compile_at_once_agree_and_leave_one_whole_file(cache):
-    ranks = [start(SOURCE, cache) for _ in range(4)]
-    for rank in ranks:
-        assert rank.stdout.readline() == "ready\n"
-    for rank in ranks:
-        rank.stdin.write("go\n")
-        rank.stdin.flush()
-    seen = set()
-    while any(rank.poll() is None for rank in ranks):
-        seen |= {path.read_bytes() for path in cache.glob("*.cubin")}
-        time.sleep(0.001)
-    outputs = {rank.communicate()[0] for rank in ranks}
-    assert all(rank.returncode == 0 for rank in ranks)
-    assert len(outputs) == 1
-    (path,) = cache.iterdir()
-    assert seen <= {path.read_bytes()}, "nobody saw half a file"
-
-
-@pytest.mark.parametrize("changed", sorted(str(path.relative_to(jit.FOLDER)) for path in jit.FOLDER.rglob("*.cu*")))
-def test_changed_source_is_compiled_anew(changed, cache, tmp_path):
-    copy = tmp_path / "src"
-    shutil.copytree(SOURCE / "thdattn", copy / "thdattn")
-    before = finish(start(copy, cache)).split()
-    with (copy / "thdattn" / changed).open("a") as file:
-        file.write("\n// another comment\n")
-    after = finish(start(copy, cache)).split()
-    its_files = jit.FILES[SMALL_KERNEL]  # not what attention kernels are made of
-    assert len(list(cache.glob("*.cubin"))) == (2 if changed in its_files else 1)
-    assert before[1] == after[1] and before[2] != after[2], "source_hash follows the source"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thdattn import oracle, reference
+from thdattn import host_blocks, oracle, reference
 
 BFLOAT16 = ml_dtypes.bfloat16
 MASKS = [
@@ -256,7 +256,7 @@ def test_order_moves_are_inverse_on_owned_rows(owned, fillers, seed):
 
 def check_blocks(key_ranges, num_heads):
     """Every non-empty row is in one block, whose span is what its rows see; returns the scores computed."""
-    rows, blocks = reference.row_blocks(key_ranges, num_heads)
+    rows, blocks = host_blocks.row_blocks(key_ranges, num_heads)
     np.testing.assert_array_equal(rows, np.flatnonzero(key_ranges[:, 1] > key_ranges[:, 0]))
     covered = [np.arange(begin, end) for begin, end, _, _ in blocks]
     np.testing.assert_array_equal(np.concatenate([np.zeros(0, int), *covered]), np.arange(len(rows)))
@@ -267,8 +267,8 @@ def check_blocks(key_ranges, num_heads):
             seen[begin:end] = True
         assert seen[key_begin:].all() and not seen[:key_begin].any()
         count = row_end - row_begin
-        assert 0 < count <= reference.MAX_BLOCK_ROWS
-        assert count == 1 or num_heads * count * (key_end - key_begin) <= reference.MAX_BLOCK_SCORES
+        assert 0 < count <= host_blocks.MAX_BLOCK_ROWS
+        assert count == 1 or num_heads * count * (key_end - key_begin) <= host_blocks.MAX_BLOCK_SCORES
     return int(((blocks[:, 1] - blocks[:, 0]) * (blocks[:, 3] - blocks[:, 2])).sum())
 
 
@@ -300,11 +300,11 @@ def test_blocks_end_with_the_document_the_row_limit_and_the_memory_limit():
     document = np.arange(300, dtype=np.int32)
     causal = np.stack([np.zeros_like(document), document + 1], axis=1)
     packed = np.concatenate([causal, causal[:2] + 300])
-    assert reference.row_blocks(packed, 1)[1].tolist() == [
+    assert host_blocks.row_blocks(packed, 1)[1].tolist() == [
         [0, 128, 0, 128], [128, 256, 0, 256], [256, 300, 0, 300], [300, 302, 300, 302],
     ]  # fmt: skip
     # 2**24 / 2**17 heads = 128 scores per head: fits neither 128 rows nor, at 300 keys, a second row.
-    blocks = reference.row_blocks(causal, 2**17)[1]
+    blocks = host_blocks.row_blocks(causal, 2**17)[1]
     assert blocks[-1].tolist() == [299, 300, 0, 300]
     assert len(blocks) == 128 + 128 + 44
 
@@ -316,7 +316,7 @@ def test_many_empty_rows_and_many_documents_take_no_loop_over_rows():
         np.int32
     )
     plan = SimpleNamespace(key_ranges=ranges, key_rows=num_documents * length)
-    _, blocks = reference.row_blocks(ranges, 1)
+    _, blocks = host_blocks.row_blocks(ranges, 1)
     assert len(blocks) == num_documents
     q, k, v, dout = random_inputs(len(ranges), 1, 1, 4, 4, np.float32)
     k, v = k[: plan.key_rows], v[: plan.key_rows]

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from numpy.typing import DTypeLike
 
 from thdattn import planning, room
-from thdattn.arguments import as_bool, as_count, as_softcap, as_softmax_scale, as_window, found
+from thdattn.arguments import as_bool, as_count, as_softcap, as_softmax_scale, as_window
 from thdattn.cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.checks import as_rows, as_sinks, check_plan, check_same
 from thdattn.comm import Comm
@@ -23,7 +23,7 @@ from thdattn.methods.choice import SHARDINGS as SHARDINGS
 from thdattn.methods.choice import Choice, keeps_keys
 from thdattn.packing import PackedBatch
 from thdattn.plan import NO_ARRAYS, Plan, check_key_batch, visible_pairs
-from thdattn.saved import Saved, check_keys, check_saved
+from thdattn.saved import Saved, check_keys, check_made_with, check_saved
 from thdattn.sharding import Sharding
 
 
@@ -108,7 +108,7 @@ class CPAttention:
         check_head_dims(self._engine, self.head_dim, self.v_head_dim)
         self._tiles = self._engine.tiles(self.head_dim, self.v_head_dim)
         self._lengths: Any = None  # of the last plan, if they lie on a GPU
-        self._last_memory: tuple[tuple[Any, ...], Memory] | None = None  # of the last plan, and for which rows
+        self._estimate = room.Estimate()
         self._calls: WeakKeyDictionary[Plan, Call] = WeakKeyDictionary()
         self._plans = {
             "cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": self.window, "engine": self.engine,
@@ -167,7 +167,7 @@ class CPAttention:
         fingerprint, refusal = 0, ""
         if self.comm.size > 1:
             fingerprint = self._fingerprint(plan)
-            refusal = room.shortage(self._engine, self.comm, self._likely_memory(plan), forward_only)
+            refusal = room.shortage(self._engine, self.comm, self._estimate(plan, self._memory), forward_only)
         self.comm.agree("the plan's batch, sharding and attention", fingerprint, refusal)
         plan = planning.with_arrays(plan)
         self._lengths = plan.arrays.lengths
@@ -236,15 +236,6 @@ class CPAttention:
         groups = 1 if self.comm.size == 1 else self._groups(plan)
         layer = Layer(self.num_heads, self.num_kv_heads, self.dtype, self.deterministic, groups, self._keeps(plan))
         return self._choice.memory(plan, layer)
-
-    def _likely_memory(self, plan: Plan) -> Memory:
-        """That of the last plan where it had as many rows, as it takes as much, but for some bytes per sequence."""
-        core = plan.core or plan
-        rows = (plan.sharding.strategy, plan.sharding.inner, plan.local_rows, core.key_rows, plan.batch.on_device,
-                plan.has_blind_queries, core.leading_tokens is None, core.routes and core.routes.table.tobytes())
-        if self._last_memory is None or self._last_memory[0] != rows:
-            self._last_memory = rows, self._memory(plan)
-        return self._last_memory[1]
 
     def forward(
         self, q: Any, k: Any, v: Any, plan: Plan, return_max_logit: bool = False, keys: Keys | None = None,
@@ -351,9 +342,7 @@ class CPAttention:
     def _backward(
         self, dout: Any, saved: Saved, keys: Keys | None, at_once: bool
     ) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
-        if not isinstance(saved, Saved):
-            raise TypeError(f"saved is {found(saved)}; wanted a Saved; pass the one that forward returned")
-        check_same("saved was made with", saved.made_with, self._saves, "pass what this attention's forward returned")
+        check_made_with(saved, self._saves)
         plan = saved.plan
         check_plan(plan, self._plans)
         dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thdattn.tiles import ELEMENT_TYPES, PAD, PLAIN, Instance, Kind, instance
+from thdattn.instances import ELEMENT_TYPES, PLAIN, Instance, Kind, instance
+from thdattn.tiles import PAD
 
 CACHE_KERNELS = ("thd_cache_append", "thd_cache_fill")
 MIXER_THREADS = 128  # of a thread block that has states

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from thdattn.instances import ELEMENT_TYPES, Instance
 from thdattn.mixer_tiles import CHUNK
-from thdattn.tiles import ELEMENT_TYPES, PAD, Instance
+from thdattn.tiles import PAD
 
 WALK_SLICE = 128  # columns of a state in the registers of a thread block that walks down or up the rows
 CHUNK_THREADS = 256

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thdattn.tiles import ELEMENT_TYPES, PAD, Instance
+from thdattn.instances import ELEMENT_TYPES, Instance
+from thdattn.tiles import PAD
 
 CHUNK = 64  # rows, kChunk of kernels/mamba/common.cuh
 SEGMENT_CHUNKS = 16  # of a segment; fewer give more thread blocks, and more states to write and read

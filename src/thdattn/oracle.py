@@ -94,40 +94,16 @@ def attention(
         ValueError: shapes that do not belong together.
     """
     _check_shapes(q, k, v, dout)
+    heads, kv_heads = q.shape[1], k.shape[1]
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    stored, kept = _rounder(rounding), (lambda x: x) if fused else _rounder(rounding)
-    qh, kh, vh = (_by_head(stored(x), q.shape[1]) for x in (q, k, v))
-    out = np.zeros((*qh.shape[:2], v.shape[2]), qh.dtype)
-    lse = np.full(qh.shape[:2], -np.inf)
-    max_logit = np.full(len(qh), -np.inf)
-    doh = np.zeros_like(out) if dout is None else _by_head(stored(dout), q.shape[1])
-    dq, dk, dv = np.zeros_like(qh), np.zeros_like(kh), np.zeros_like(vh)
-    sink = np.full(len(qh), -np.inf, qh.dtype) if sinks is None else sinks.astype(qh.dtype)
-    dsinks = np.zeros(len(qh))
-    for rows, keys, visible in _row_blocks(len(q), len(k), q.shape[1], causal, window):
-        logits = scale * kept(qh[:, rows] @ kh[:, keys].swapaxes(1, 2))
-        slope: Array | float = 1.0
-        if softcap:
-            capped = np.tanh(logits / softcap)
-            logits, slope = softcap * capped, 1 - capped**2
-        logits = np.where(visible, logits, -np.inf)
-        weights, total, lse[:, rows], top = _softmax(logits, sink)
-        max_logit = np.maximum(max_logit, top)
-        p = kept(weights / total)
-        out[:, rows] = stored(stored(weights) @ vh[:, keys] / total if fused else p @ vh[:, keys])
-        if dout is not None:
-            dp = kept(doh[:, rows] @ vh[:, keys].swapaxes(1, 2))
-            delta = (doh[:, rows] * out[:, rows] if fused else p * dp).sum(axis=-1, keepdims=True)
-            ds = stored(p * (dp - delta) * slope)
-            share = np.exp(sink[:, None] - np.where(lse[:, rows] == -np.inf, np.inf, lse[:, rows]))  # of the sink
-            dsinks -= (share * delta[..., 0]).sum(axis=1)
-            dq[:, rows] = scale * (ds @ kh[:, keys])
-            dk[:, keys] += scale * (ds.swapaxes(1, 2) @ qh[:, rows])
-            dv[:, keys] += stored(p).swapaxes(1, 2) @ doh[:, rows]
-
+    arithmetic = _Arithmetic.of(rounding, fused)
+    qh, kh, vh = (_by_head(arithmetic.stored(x), heads) for x in (q, k, v))
+    doh = None if dout is None else _by_head(arithmetic.stored(dout), heads)
+    blocks = _row_blocks(len(q), len(k), heads, causal, window)
+    lse, max_logit, dsinks, *made = _by_blocks(qh, kh, vh, doh, sinks, blocks, scale, softcap, arithmetic)
     out, dq, dk, dv = (
-        stored(_by_row(x, heads)).astype(np.float64)
-        for x, heads in ((out, q.shape[1]), (dq, q.shape[1]), (dk, k.shape[1]), (dv, k.shape[1]))
+        arithmetic.stored(_by_row(x, num)).astype(np.float64)
+        for x, num in zip(made, (heads, heads, kv_heads, kv_heads), strict=True)
     )
     if dout is None:
         return Result(out, lse, max_logit)
@@ -296,11 +272,64 @@ def judge(actual: Array, exact: Array, plain: Array, fused: Array | None = None)
     )
 
 
-def _rounder(rounding: DTypeLike | None) -> Callable[[Array], Array]:
-    """What storing an array does to its values; the result is in the dtype of the arithmetic."""
-    if rounding is None:
-        return lambda x: x.astype(np.float64)
-    return lambda x: x.astype(rounding).astype(np.float32)
+class _Arithmetic(NamedTuple):
+    """What storing an array does to its values, and to those that fused attention alone need not store.
+
+    Both results are in the dtype of the arithmetic.
+    """
+
+    stored: Callable[[Array], Array]
+    kept: Callable[[Array], Array]
+    fused: bool
+
+    @classmethod
+    def of(cls, rounding: DTypeLike | None, fused: bool) -> _Arithmetic:
+        """As `attention` is asked for it."""
+
+        def stored(x: Array) -> Array:
+            return x.astype(np.float64) if rounding is None else x.astype(rounding).astype(np.float32)
+
+        return cls(stored, (lambda x: x) if fused else stored, fused)
+
+
+def _by_blocks(
+    q: Array, k: Array, v: Array, dout: Array | None, sinks: Array | None,
+    blocks: Iterator[tuple[slice, slice, Array]], scale: float, softcap: float, arithmetic: _Arithmetic,
+) -> tuple[Array, ...]:  # fmt: skip
+    """lse, max_logit, dsinks, out, dq, dk, dv over the blocks of `_row_blocks`, by head, as arguments are.
+
+    The last four are not yet rounded as they are stored; gradients are 0 without dout.
+    """
+    stored, kept, fused = arithmetic
+    out, lse = np.zeros((*q.shape[:2], v.shape[2]), q.dtype), np.full(q.shape[:2], -np.inf)
+    dq, dk, dv, dsinks = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros(len(q))
+    max_logit = np.full(len(q), -np.inf)
+    sink = np.full(len(q), -np.inf, q.dtype) if sinks is None else sinks.astype(q.dtype)
+    for rows, keys, visible in blocks:
+        logits, slope = _capped(scale * kept(q[:, rows] @ k[:, keys].swapaxes(1, 2)), softcap)
+        weights, total, lse[:, rows], top = _softmax(np.where(visible, logits, -np.inf), sink)
+        max_logit = np.maximum(max_logit, top)
+        p = kept(weights / total)
+        out[:, rows] = stored(stored(weights) @ v[:, keys] / total if fused else p @ v[:, keys])
+        if dout is None:
+            continue
+        dp = kept(dout[:, rows] @ v[:, keys].swapaxes(1, 2))
+        delta = (dout[:, rows] * out[:, rows] if fused else p * dp).sum(axis=-1, keepdims=True)
+        ds = stored(p * (dp - delta) * slope)
+        share = np.exp(sink[:, None] - np.where(lse[:, rows] == -np.inf, np.inf, lse[:, rows]))  # of the sink
+        dsinks -= (share * delta[..., 0]).sum(axis=1)
+        dq[:, rows] = scale * (ds @ k[:, keys])
+        dk[:, keys] += scale * (ds.swapaxes(1, 2) @ q[:, rows])
+        dv[:, keys] += stored(p).swapaxes(1, 2) @ dout[:, rows]
+    return lse, max_logit, dsinks, out, dq, dk, dv
+
+
+def _capped(logits: Array, softcap: float) -> tuple[Array, Array | float]:
+    """Logits under their cap, and the slope of the cap there."""
+    if not softcap:
+        return logits, 1.0
+    share = np.tanh(logits / softcap)
+    return softcap * share, 1 - share**2
 
 
 def _by_head(x: Array, num_heads: int) -> Array:

@@ -7,10 +7,7 @@ runs on any laptop. Like the kernels it obeys one rule, `score(i, j)` counts iff
 range names: whatever padding holds, NaN included, cannot reach a result.
 
 float16, bfloat16 and float32 are computed in float32, float64 in float64. Work is proportional to visible
-pairs, up to the corners of the blocks that `row_blocks` makes.
-
-Inside, arrays are heads first and query heads are grouped by the kv head they read: (num_kv_heads, rows,
-group, width), so that one batched product serves a group without repeating k or v.
+pairs, up to the corners of the blocks that host_blocks makes.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, for the backward with `lse` and `delta`.
 """
@@ -27,6 +24,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from thdattn.arguments import as_host_array, dlpack_device, unreadable
+from thdattn.host_blocks import MAX_BLOCK_ROWS, attend, gradients, row_blocks
 from thdattn.host_conv import mixer_add_halos as mixer_add_halos
 from thdattn.host_conv import mixer_conv as mixer_conv
 from thdattn.host_conv import mixer_conv_bwd as mixer_conv_bwd
@@ -68,8 +66,6 @@ head_dims = None  # any
 mixer_sizes: dict[str, Any] = {}  # any
 
 DLPACK_DTYPE_CODE, DLPACK_UINT = 20, 1  # offset of dtype.code in a DLTensor, after data, device and ndim
-MAX_BLOCK_ROWS = 128
-MAX_BLOCK_SCORES = 2**24  # num_heads * rows * keys of one block: 64 MiB of float32 scores
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -203,36 +199,27 @@ def attn_fwd(
     ranges = plan.key_ranges[rows]
     scaled_q = _group_heads(q[rows], num_kv_heads, dtype) * dtype.type(softmax_scale)
     keys, values = _heads_first(k, dtype), _heads_first(v, dtype)
-
-    # Per non-empty row, by (kv head, row, head of the group).
-    o = np.empty((*scaled_q.shape[:3], v_head_dim), dtype)
-    row_max = np.empty(scaled_q.shape[:3], dtype)
-    row_sum = np.empty(scaled_q.shape[:3], dtype)
-    for row_begin, row_end, key_begin, key_end in blocks.tolist():
-        here, seen = slice(row_begin, row_end), slice(key_begin, key_end)
-        scores, _ = _logits(scaled_q[:, here], keys[:, seen], ranges[here] - key_begin, softcap)
-        row_max[:, here] = scores.max(axis=-1)
-        p = np.exp(scores - row_max[:, here, :, None], out=scores)
-        row_sum[:, here] = p.sum(axis=-1)
-        o[:, here] = (_merge_group(p) @ values[:, seen]).reshape(o[:, here].shape)
-    o /= row_sum[..., None]
-
+    o, row_lse, row_max = attend(scaled_q, keys, values, ranges, blocks, softcap)
     shapes = ((local_rows, num_heads, v_head_dim), q.dtype), ((num_heads, local_rows), dtype)
     out, lse = into or [empty(*shape) for shape in shapes]
     if not merge:
         out[...], lse[...] = 0, -np.inf
-    o, row_lse = _ungroup_heads(o), (row_max + np.log(row_sum)).swapaxes(1, 2).reshape(num_heads, -1)
+    o, row_lse = _ungroup_heads(o), row_lse.swapaxes(1, 2).reshape(num_heads, -1)
     if sinks is not None:
-        both = np.logaddexp(row_lse, sinks[:, None])
-        o, row_lse = o * np.exp(row_lse - both).T[..., None], both
+        o, row_lse = _merged(o, row_lse, None, sinks[:, None])
     if merge:
-        both = np.logaddexp(lse[:, rows], row_lse)
-        share_of_others, share = (np.exp(x - both).T[..., None] for x in (lse[:, rows], row_lse))
-        o, row_lse = out[rows] * share_of_others + o * share, both
+        o, row_lse = _merged(o, row_lse, out[rows], lse[:, rows])
     out[rows], lse[:, rows] = o.astype(out.dtype), row_lse
     if not return_max_logit:
         return out, lse, None
     return out, lse, row_max.max(axis=1, initial=-np.inf).reshape(num_heads).astype(np.float32)
+
+
+def _merged(o: Array, lse: Array, other_o: Array | None, other_lse: Array) -> tuple[Array, Array]:
+    """out and lse of rows over two sets of keys, from those over each; None: what has no values, as sinks."""
+    both = np.logaddexp(other_lse, lse)
+    o = o * np.exp(lse - both).T[..., None]
+    return o if other_o is None else other_o * np.exp(other_lse - both).T[..., None] + o, both
 
 
 def _in_two(
@@ -300,22 +287,7 @@ def attn_bwd(
     delta = (do * _group_heads(out[rows], num_kv_heads, dtype)).sum(axis=-1)
     row_lse = _group_heads(lse[:, rows].T[..., None], num_kv_heads, dtype)
     keys, values = _heads_first(k, dtype), _heads_first(v, dtype)
-
-    grad_q = np.empty_like(scaled_q)
-    grad_k, grad_v = np.zeros(keys.shape, dtype), np.zeros(values.shape, dtype)
-    for row_begin, row_end, key_begin, key_end in blocks.tolist():
-        here, seen = slice(row_begin, row_end), slice(key_begin, key_end)
-        scores, slope = _logits(scaled_q[:, here], keys[:, seen], ranges[here] - key_begin, softcap)
-        p = _merge_group(np.exp(scores - row_lse[:, here], out=scores))
-        block_do = _merge_group(do[:, here])
-        grad_v[:, seen] += p.swapaxes(1, 2) @ block_do
-        ds = block_do @ values[:, seen].swapaxes(1, 2)
-        ds -= delta[:, here].reshape(num_kv_heads, -1, 1)
-        ds *= p
-        if slope is not None:
-            ds *= _merge_group(slope)
-        grad_q[:, here] = (ds @ keys[:, seen]).reshape(grad_q[:, here].shape)
-        grad_k[:, seen] += ds.swapaxes(1, 2) @ _merge_group(scaled_q[:, here])
+    grad_q, grad_k, grad_v = gradients(do, scaled_q, keys, values, row_lse, delta, ranges, blocks, softcap)
 
     dq, shares = into or (empty(q.shape, q.dtype), None)
     if not merge:
@@ -357,58 +329,6 @@ def poison(plan: Plan, *results: Array) -> None:
     """What is done to results of wrong lengths on a GPU: nothing, as lengths on the host were checked."""
 
 
-def row_blocks(key_ranges: Array, num_heads: int) -> tuple[Array, Array]:
-    """Blocks of consecutive non-empty query rows, each with the span of keys that its rows see.
-
-    A block ends where the key ranges of two neighbouring rows do not overlap (the next document, or windows
-    apart). So every key of a span is seen by a row of its block: no padding, no other document.
-
-    Args:
-        key_ranges: (local_rows, 2) int32, [begin, end) per query row.
-        num_heads: query heads; a block holds at most MAX_BLOCK_SCORES scores, or one row.
-
-    Returns:
-        rows: (num_rows,), the rows with a non-empty range, ascending.
-        blocks: (num_blocks, 4), row_begin, row_end (indices into `rows`), key_begin, key_end.
-    """
-    rows = np.flatnonzero(key_ranges[:, 0] < key_ranges[:, 1])
-    if not len(rows):
-        return rows, np.zeros((0, 4), np.int64)
-    begin, end = key_ranges[rows].T.astype(np.int64)
-    apart = np.maximum(begin[1:], begin[:-1]) >= np.minimum(end[1:], end[:-1])
-    starts = np.concatenate([[0], np.flatnonzero(apart) + 1])
-    starts = _cut(starts, len(rows), np.full(len(starts), MAX_BLOCK_ROWS))
-
-    span = np.maximum.reduceat(end, starts) - np.minimum.reduceat(begin, starts)
-    starts = _cut(starts, len(rows), np.maximum(1, MAX_BLOCK_SCORES // (num_heads * span)))
-    key_begin, key_end = np.minimum.reduceat(begin, starts), np.maximum.reduceat(end, starts)
-    return rows, np.stack([starts, np.append(starts[1:], len(rows)), key_begin, key_end], axis=1)
-
-
-def _cut(starts: Array, stop: int, limits: Array) -> Array:
-    """Starts of the pieces when run i, from starts[i] to the next start or stop, is cut every limits[i]."""
-    pieces = -(-np.diff(starts, append=stop) // limits)
-    first_piece = np.cumsum(pieces) - pieces
-    index_in_run = np.arange(pieces.sum()) - np.repeat(first_piece, pieces)
-    cut: Array = np.repeat(starts, pieces) + index_in_run * np.repeat(limits, pieces)
-    return cut
-
-
-def _logits(q: Array, k: Array, ranges: Array, softcap: float) -> tuple[Array, Array | None]:
-    """(num_kv_heads, rows, group, keys) logits, -inf outside `ranges` (relative to the first key).
-
-    Also their derivative by what they are without a softcap; None: 1.
-    """
-    logits, slope = (_merge_group(q) @ k.swapaxes(1, 2)).reshape(*q.shape[:3], k.shape[1]), None
-    if softcap:
-        share = np.tanh(logits / logits.dtype.type(softcap))
-        logits, slope = share * logits.dtype.type(softcap), 1 - share**2
-    key = np.arange(k.shape[1])
-    hidden = (key < ranges[:, :1]) | (key >= ranges[:, 1:])
-    np.copyto(logits, -np.inf, where=hidden[:, None, :])
-    return logits, slope
-
-
 def _compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
@@ -429,8 +349,3 @@ def _ungroup_heads(x: Array) -> Array:
     """(num_kv_heads, rows, group, width) -> (rows, num_heads, width)."""
     num_kv_heads, rows, group, width = x.shape
     return x.swapaxes(0, 1).reshape(rows, num_kv_heads * group, width)
-
-
-def _merge_group(x: Array) -> Array:
-    """(num_kv_heads, rows, group, width) -> (num_kv_heads, rows*group, width), without a copy."""
-    return x.reshape(x.shape[0], -1, x.shape[3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -11,6 +12,22 @@ from thdattn.plan import Plan
 
 # Those that somebody holds, for their buffers.
 _plans: WeakKeyDictionary[Comm, WeakSet[Plan]] = WeakKeyDictionary()
+
+
+class Estimate:
+    """Memory of a plan as that of the last one, where it has as many rows: it differs by some bytes per sequence."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[Any, ...], Memory] | None = None  # which rows, and what they take
+
+    def __call__(self, plan: Plan, measure: Callable[[Plan], Memory]) -> Memory:
+        """What measure(plan) returns, or has returned for a plan of as many rows."""
+        core = plan.core or plan
+        rows = (plan.sharding.strategy, plan.sharding.inner, plan.local_rows, core.key_rows, plan.batch.on_device,
+                plan.has_blind_queries, core.leading_tokens is None, core.routes and core.routes.table.tobytes())
+        if self._last is None or self._last[0] != rows:
+            self._last = rows, measure(plan)
+        return self._last[1]
 
 
 def note(comm: Comm, plan: Plan) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from thdattn import jit
-from thdattn.tiles import SUM_KERNELS
+from thdattn.instances import SUM_KERNELS
 
 _NONE = np.uint64(0)  # instead of an array
 _BLOCKS = 528  # of 256 threads: enough to keep memory and links busy on the largest GPUs

@@ -8,31 +8,13 @@ kernels (ForwardShared and so on) take, and constants themselves: the compiler c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from thdattn.instances import PLAIN, Instance, Kind, instance
 
 PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels/portable/common.cuh
 STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
 SLAB, SLAB_BYTES = 64, 128  # columns of a slab of a Hopper tile, bytes of its rows
 STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
-
-ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
-
-
-class Instance(NamedTuple):
-    """A kernel with its constants, as a C++ name expression, and the bytes of its dynamic shared memory."""
-
-    name: str
-    shared_bytes: int = 0
-
-
-class Kind(NamedTuple):
-    """What a softmax of the forward is taken of: whether logits are capped, and whether there are sinks."""
-
-    caps: bool
-    sinks: bool
-
-
-PLAIN = Kind(caps=False, sinks=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,21 +318,9 @@ class Tiles:
         return slabs(rows, self.head_dim) + slabs(rows, self.v_head_dim)
 
 
-def sinks_grad_kernel(dtype: str, v_head_dim: int) -> Instance:
-    """thd_attn_sinks_grad."""
-    return instance("thd_attn_sinks_grad", dtype, v_head_dim)
-
-
 def slabs(rows: int, width: int) -> int:
     """Bytes of a Hopper tile of rows of `width` 16-bit elements."""
     return rows * SLAB_BYTES * -(-width // SLAB)
-
-
-def instance(kernel: str, *constants: str | int, shared_bytes: int = 0) -> Instance:
-    """Constants in the order of the kernel's template, whose last is shared_bytes, if it has any."""
-    all_constants = (*constants, shared_bytes) if shared_bytes else constants
-    written = [ELEMENT_TYPES.get(str(c), str(c).lower()) for c in all_constants]
-    return Instance(f"{kernel}<{', '.join(written)}>", shared_bytes)
 
 
 # What bounds a number stands beside it: what spills does so by ptxas's account, and what does not fit exceeds the
@@ -459,8 +429,3 @@ TILES = {
     )
 }
 WGMMA_COLUMNS = sorted({columns for t in TILES.values() for columns in t.wgmma_columns})
-
-REORDER_KERNELS = {to_rank_order: f"thd_reorder<{str(to_rank_order).lower()}>" for to_rank_order in (False, True)}
-SUM_KERNELS = {dtype: f"thd_sum<{ELEMENT_TYPES[dtype]}>" for dtype in ("float16", "bfloat16")}
-PLAN_KERNELS = ("thd_plan_check", "thd_plan_rows", "thd_plan_pieces", "thd_plan_ranges", "thd_plan_tile_cost",
-                "thd_plan_tile_order", "thd_plan_parts", "thd_plan_pairs", "thd_plan_poison")

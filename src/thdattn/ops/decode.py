@@ -10,11 +10,11 @@ import numpy as np
 from thdattn import jit
 from thdattn.cache import KVCache
 from thdattn.decode_tiles import CACHE_KERNELS, DECODE
+from thdattn.instances import Kind
 from thdattn.ops import launch
 from thdattn.ops.launch import Array, Gpu, Launch
 from thdattn.ops.logits import kind_of, logits_of
 from thdattn.plan import Plan
-from thdattn.tiles import Kind
 
 _APPEND, _FILL = CACHE_KERNELS
 

@@ -9,6 +9,7 @@ import cupy
 import numpy as np
 
 from thdattn import jit
+from thdattn.instances import Kind
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Gpu, Launch, layout
@@ -16,7 +17,7 @@ from thdattn.ops.logits import kind_of, logits_of
 from thdattn.ops.plan import parts_of
 from thdattn.plan import Plan
 from thdattn.structs import FORWARD_SIZE, PARTS
-from thdattn.tiles import TILES, ForwardSm90, Kind, Tiles
+from thdattn.tiles import TILES, ForwardSm90, Tiles
 
 
 def attn_fwd(

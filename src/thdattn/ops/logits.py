@@ -10,10 +10,10 @@ import cupy
 import numpy as np
 
 from thdattn import jit
+from thdattn.instances import Kind, sinks_grad_kernel
 from thdattn.ops import launch
 from thdattn.ops.launch import Array
 from thdattn.structs import LOGITS
-from thdattn.tiles import Kind, sinks_grad_kernel
 
 LOG2E = math.log2(math.e)
 

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn import jit
+from thdattn.instances import PLAN_KERNELS
 from thdattn.ops import launch
 from thdattn.ops.launch import Array
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan, PlanArrays, key_side_ints
 from thdattn.routes import Pieces, all_rows, needed_rows
 from thdattn.sharding import Sharding
-from thdattn.tiles import PLAN_KERNELS
 
 POISON_BLOCKS = 64  # of 256 threads, which soon end where all is well
 _ORDER_INTS = 5  # of a tile: its places in two orders, and three of its cost

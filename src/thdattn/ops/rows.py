@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from thdattn import jit
+from thdattn.instances import REORDER_KERNELS
 from thdattn.ops import launch
 from thdattn.ops.launch import Array
 from thdattn.plan import Plan
 from thdattn.structs import MAX_RANKS, ROWS, SHARES
 from thdattn.sums import add_up
-from thdattn.tiles import REORDER_KERNELS
 
 
 def to_sequence_order(

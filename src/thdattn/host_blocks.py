@@ -1,0 +1,133 @@
+"""Attention of blocks of query rows in NumPy, and which rows make a block.
+
+Arrays are heads first and query heads are grouped by the kv head they read: (num_kv_heads, rows, group, width), so that
+one batched product serves a group without repeating k or v. Rows are those of `row_blocks`, none of which is empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+MAX_BLOCK_ROWS = 128
+MAX_BLOCK_SCORES = 2**24  # num_heads * rows * keys of one block: 64 MiB of float32 scores
+
+
+def row_blocks(key_ranges: Array, num_heads: int) -> tuple[Array, Array]:
+    """Blocks of consecutive non-empty query rows, each with the span of keys that its rows see.
+
+    A block ends where the key ranges of two neighbouring rows do not overlap (the next document, or windows
+    apart). So every key of a span is seen by a row of its block: no padding, no other document.
+
+    Args:
+        key_ranges: (local_rows, 2) int32, [begin, end) per query row.
+        num_heads: query heads; a block holds at most MAX_BLOCK_SCORES scores, or one row.
+
+    Returns:
+        rows: (num_rows,), the rows with a non-empty range, ascending.
+        blocks: (num_blocks, 4), row_begin, row_end (indices into `rows`), key_begin, key_end.
+    """
+    rows = np.flatnonzero(key_ranges[:, 0] < key_ranges[:, 1])
+    if not len(rows):
+        return rows, np.zeros((0, 4), np.int64)
+    begin, end = key_ranges[rows].T.astype(np.int64)
+    apart = np.maximum(begin[1:], begin[:-1]) >= np.minimum(end[1:], end[:-1])
+    starts = np.concatenate([[0], np.flatnonzero(apart) + 1])
+    starts = _cut(starts, len(rows), np.full(len(starts), MAX_BLOCK_ROWS))
+
+    span = np.maximum.reduceat(end, starts) - np.minimum.reduceat(begin, starts)
+    starts = _cut(starts, len(rows), np.maximum(1, MAX_BLOCK_SCORES // (num_heads * span)))
+    key_begin, key_end = np.minimum.reduceat(begin, starts), np.maximum.reduceat(end, starts)
+    return rows, np.stack([starts, np.append(starts[1:], len(rows)), key_begin, key_end], axis=1)
+
+
+def _cut(starts: Array, stop: int, limits: Array) -> Array:
+    """Starts of the pieces when run i, from starts[i] to the next start or stop, is cut every limits[i]."""
+    pieces = -(-np.diff(starts, append=stop) // limits)
+    first_piece = np.cumsum(pieces) - pieces
+    index_in_run = np.arange(pieces.sum()) - np.repeat(first_piece, pieces)
+    cut: Array = np.repeat(starts, pieces) + index_in_run * np.repeat(limits, pieces)
+    return cut
+
+
+def attend(
+    q: Array, keys: Array, values: Array, ranges: Array, blocks: Array, softcap: float
+) -> tuple[Array, Array, Array]:
+    """Attention of rows over their key ranges.
+
+    Args:
+        q: (num_kv_heads, rows, group, head_dim), scaled.
+        keys, values: (num_kv_heads, key_rows, width).
+        ranges: (rows, 2), [begin, end) per row.
+        blocks: from row_blocks.
+        softcap: as for attn_fwd.
+
+    Returns:
+        out (num_kv_heads, rows, group, v_head_dim), and lse and the largest logit of (num_kv_heads, rows, group).
+    """
+    o = np.empty((*q.shape[:3], values.shape[2]), q.dtype)
+    row_max = np.empty(q.shape[:3], q.dtype)
+    row_sum = np.empty(q.shape[:3], q.dtype)
+    for row_begin, row_end, key_begin, key_end in blocks.tolist():
+        here, seen = slice(row_begin, row_end), slice(key_begin, key_end)
+        scores, _ = _logits(q[:, here], keys[:, seen], ranges[here] - key_begin, softcap)
+        row_max[:, here] = scores.max(axis=-1)
+        p = np.exp(scores - row_max[:, here, :, None], out=scores)
+        row_sum[:, here] = p.sum(axis=-1)
+        o[:, here] = (_merge_group(p) @ values[:, seen]).reshape(o[:, here].shape)
+    o /= row_sum[..., None]
+    return o, row_max + np.log(row_sum), row_max
+
+
+def gradients(
+    dout: Array, q: Array, keys: Array, values: Array, lse: Array, delta: Array, ranges: Array, blocks: Array,
+    softcap: float,
+) -> tuple[Array, Array, Array]:
+    """Gradients of attend by q as it is scaled, by keys and by values.
+
+    Args:
+        dout: (num_kv_heads, rows, group, v_head_dim).
+        q, keys, values, ranges, blocks, softcap: as for attend.
+        lse: (num_kv_heads, rows, group, 1).
+        delta: (num_kv_heads, rows, group), of each row the sum of dout * out.
+    """
+    grad_q = np.empty_like(q)
+    grad_k, grad_v = np.zeros_like(keys), np.zeros_like(values)
+    for row_begin, row_end, key_begin, key_end in blocks.tolist():
+        here, seen = slice(row_begin, row_end), slice(key_begin, key_end)
+        scores, slope = _logits(q[:, here], keys[:, seen], ranges[here] - key_begin, softcap)
+        p = _merge_group(np.exp(scores - lse[:, here], out=scores))
+        block_dout = _merge_group(dout[:, here])
+        grad_v[:, seen] += p.swapaxes(1, 2) @ block_dout
+        ds = block_dout @ values[:, seen].swapaxes(1, 2)
+        ds -= delta[:, here].reshape(len(keys), -1, 1)
+        ds *= p
+        if slope is not None:
+            ds *= _merge_group(slope)
+        grad_q[:, here] = (ds @ keys[:, seen]).reshape(grad_q[:, here].shape)
+        grad_k[:, seen] += ds.swapaxes(1, 2) @ _merge_group(q[:, here])
+    return grad_q, grad_k, grad_v
+
+
+def _logits(q: Array, k: Array, ranges: Array, softcap: float) -> tuple[Array, Array | None]:
+    """(num_kv_heads, rows, group, keys) logits, -inf outside `ranges` (relative to the first key).
+
+    Also their derivative by what they are without a softcap; None: 1.
+    """
+    logits, slope = (_merge_group(q) @ k.swapaxes(1, 2)).reshape(*q.shape[:3], k.shape[1]), None
+    if softcap:
+        share = np.tanh(logits / logits.dtype.type(softcap))
+        logits, slope = share * logits.dtype.type(softcap), 1 - share**2
+    key = np.arange(k.shape[1])
+    hidden = (key < ranges[:, :1]) | (key >= ranges[:, 1:])
+    np.copyto(logits, -np.inf, where=hidden[:, None, :])
+    return logits, slope
+
+
+def _merge_group(x: Array) -> Array:
+    """(num_kv_heads, rows, group, width) -> (num_kv_heads, rows*group, width), without a copy."""
+    return x.reshape(x.shape[0], -1, x.shape[3])

@@ -1,0 +1,40 @@
+"""Instances of kernels: their C++ names with constants, and those that need no tile sizes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
+REORDER_KERNELS = {to_rank_order: f"thd_reorder<{str(to_rank_order).lower()}>" for to_rank_order in (False, True)}
+SUM_KERNELS = {dtype: f"thd_sum<{ELEMENT_TYPES[dtype]}>" for dtype in ("float16", "bfloat16")}
+PLAN_KERNELS = ("thd_plan_check", "thd_plan_rows", "thd_plan_pieces", "thd_plan_ranges", "thd_plan_tile_cost",
+                "thd_plan_tile_order", "thd_plan_parts", "thd_plan_pairs", "thd_plan_poison")
+
+
+class Instance(NamedTuple):
+    """A kernel with its constants, as a C++ name expression, and the bytes of its dynamic shared memory."""
+
+    name: str
+    shared_bytes: int = 0
+
+
+class Kind(NamedTuple):
+    """What a softmax of the forward is taken of: whether logits are capped, and whether there are sinks."""
+
+    caps: bool
+    sinks: bool
+
+
+PLAIN = Kind(caps=False, sinks=False)
+
+
+def instance(kernel: str, *constants: str | int, shared_bytes: int = 0) -> Instance:
+    """Constants in the order of the kernel's template, whose last is shared_bytes, if it has any."""
+    all_constants = (*constants, shared_bytes) if shared_bytes else constants
+    written = [ELEMENT_TYPES.get(str(c), str(c).lower()) for c in all_constants]
+    return Instance(f"{kernel}<{', '.join(written)}>", shared_bytes)
+
+
+def sinks_grad_kernel(dtype: str, v_head_dim: int) -> Instance:
+    """thd_attn_sinks_grad."""
+    return instance("thd_attn_sinks_grad", dtype, v_head_dim)
