@@ -357,6 +357,7 @@ TILES = {
                 tile_m=64, stages=2, queries=64,  # 128 queries, or a third stage, do not fit
                 piece_cols=96, dq_stages=2,  # a third does not fit
                 query_registers=80, adding_registers=96,  # 64 spill, and 80 if dq is added
+                capped_queries=32,  # 64 spill
                 together=4,
             ),
         ),
@@ -424,6 +425,7 @@ TILES = {
                 q_stages=2, dout_stages=2,  # another stage does not fit
                 keys_in_registers=False,  # keys in registers spill
                 key_registers=192, value_registers=224,  # 176 for keys spill
+                capped_shift=8,  # 0 spills
             ),
         ),
     )
