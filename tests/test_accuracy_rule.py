@@ -69,7 +69,7 @@ def visible(case: Case, length: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*SMALL, *DIMS, *CASES], ids=str)
+@pytest.mark.parametrize("case", [x for x in (*SMALL, *DIMS, *CASES) if not (x.softcap or x.sinks)], ids=str)
 def test_kernel_that_rounds_once_is_right_and_one_that_rounds_p_twice_is_wrong(case, dtype):
     right = truth(case, dtype)
     for name, x in kernel(case, dtype).items():

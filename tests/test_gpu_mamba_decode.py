@@ -91,7 +91,7 @@ def test_wrong_lengths_on_the_gpu_fill_a_cache_with_nan(cupy, monkeypatch, offse
 
     monkeypatch.setattr(DeviceLengths, "check", lambda lengths, wait: None)  # or nobody comes to the results
     zxbcdt, weights, _ = random_inputs(USUAL, BFLOAT16)
-    mixer = USUAL.mixer(SINGLE, BFLOAT16)
+    mixer = USUAL.mixer(SINGLE, BFLOAT16, engine="cuda")
     plan = mixer.plan(thdattn.PackedBatch(cupy.asarray(offsets, np.int32), total_rows=20))
     _, saved = mixer.forward(cupy.asarray(zxbcdt[:20]), device(cupy, weights), plan)
     cache = mixer.cache(2)
@@ -103,7 +103,8 @@ def test_wrong_lengths_on_the_gpu_fill_a_cache_with_nan(cupy, monkeypatch, offse
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 def test_eager_steps_and_replays_of_one_captured_step_give_the_same_bits(cupy, dtype):
     zxbcdt, weights, _ = random_inputs(USUAL, dtype)
-    texts, weights, mixer = USUAL.batch.unpack(zxbcdt), device(cupy, weights), USUAL.mixer(SINGLE, dtype)
+    texts, weights = USUAL.batch.unpack(zxbcdt), device(cupy, weights)
+    mixer = USUAL.mixer(SINGLE, dtype, engine="cuda")
     steps, rng = steps_of(USUAL, dtype, 20), np.random.default_rng(0)
     active = [rng.random(8) < 0.8 for _ in steps]
 
@@ -138,7 +139,8 @@ def test_eager_steps_and_replays_of_one_captured_step_give_the_same_bits(cupy, d
 
 def test_a_text_changes_no_bit_of_another(cupy):
     zxbcdt, weights, _ = random_inputs(USUAL, BFLOAT16)
-    texts, weights, mixer = USUAL.batch.unpack(zxbcdt), device(cupy, weights), USUAL.mixer(SINGLE, BFLOAT16)
+    texts, weights = USUAL.batch.unpack(zxbcdt), device(cupy, weights)
+    mixer = USUAL.mixer(SINGLE, BFLOAT16, engine="cuda")
     step = steps_of(USUAL, BFLOAT16, 1)[0]
 
     def stepped(change):
@@ -157,7 +159,7 @@ def test_a_text_changes_no_bit_of_another(cupy):
 
 def test_texts_that_are_not_active_keep_what_they_have(cupy):
     zxbcdt, weights, _ = random_inputs(USUAL, BFLOAT16)
-    weights, mixer = device(cupy, weights), USUAL.mixer(SINGLE, BFLOAT16)
+    weights, mixer = device(cupy, weights), USUAL.mixer(SINGLE, BFLOAT16, engine="cuda")
     cache, _ = filled_cache(mixer, USUAL, PROMPTS, USUAL.batch.unpack(zxbcdt), weights, cupy)
     before = [to_host(x) for x in (cache.rows, cache.states)]
     cache.active[...] = cupy.asarray([True, False] * 4)
@@ -173,7 +175,7 @@ def test_states_beyond_2_to_the_31_numbers(cupy):
     """The last text of 8.6 GB of states: offsets need 64 bits."""
     case = replace(TEXTS, name="many", lengths=(1,), padded=None, sizes=Sizes(64, 64, 128, 1))
     num_texts, (_, weights, _) = 2**31 // (64 * 64 * 128) + 1, random_inputs(case, BFLOAT16)
-    weights, mixer = device(cupy, weights), case.mixer(SINGLE, BFLOAT16)
+    weights, mixer = device(cupy, weights), case.mixer(SINGLE, BFLOAT16, engine="cuda")
     cache, alone = mixer.cache(num_texts), mixer.cache(1)
     for row in steps_of(case, BFLOAT16, 3):
         row = cupy.asarray(row)
@@ -184,7 +186,7 @@ def test_states_beyond_2_to_the_31_numbers(cupy):
 
 def test_no_prompt_at_all_fills_with_zeros(cupy):
     _, weights, _ = random_inputs(USUAL, BFLOAT16)
-    mixer, batch = USUAL.mixer(SINGLE, BFLOAT16), prompts_of(USUAL, (0,) * 8).batch
+    mixer, batch = USUAL.mixer(SINGLE, BFLOAT16, engine="cuda"), prompts_of(USUAL, (0,) * 8).batch
     zxbcdt = cupy.zeros((batch.total_rows, mixer._shape.columns), BFLOAT16)
     poison(zxbcdt)
     _, saved = mixer.forward(zxbcdt, device(cupy, weights), mixer.plan(batch))

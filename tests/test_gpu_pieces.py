@@ -110,7 +110,7 @@ def test_any_division_is_the_oracle(cupy, monkeypatch, case, parts):
     forward_divided = forward._divided
     monkeypatch.setattr(forward, "_divided", divided)
     monkeypatch.setattr(forward.scheduler, "most_pieces", lambda *_: 32 * 12)
-    check(case, BFLOAT16, run(case, case.cp_sizes[-1], BFLOAT16, xp=cupy, engine="cuda"))
+    check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy, engine="cuda"))
 
 
 # --- choices that the GPU makes ----------------------------------------------------------------------------------

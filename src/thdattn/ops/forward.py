@@ -63,7 +63,7 @@ def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
     row, gpu = TILES[plan.head_dims], launch.this_gpu()
     made = {"logits of tiles": num_bytes(_max_logits(row, plan, heads), np.float32)}
     merges = plan.keys_of is not None  # a slice of a ring
-    if gpu.sm90 and not merges and scheduler.divides_keys(gpu, row.forward_sm90, plan.num_tiles[0], heads):
+    if gpu.sm90 and not merges and scheduler.divides_keys(gpu, row.forward_sm90, plan, heads):
         made["shares of tiles"] = num_bytes(_shares(gpu, row, plan.num_tiles[0], heads), np.float32)
         made["pieces of tiles"] = num_bytes(_pieces(gpu, plan.num_tiles[0], heads), np.int32)
     if layer.num_groups > 1 and not gpu.sm90:
@@ -104,7 +104,7 @@ def _forward(
         boxes = tiles.tile_m, tiles.keys(kind), tiles.keys(kind)
         block, together = 128 * (1 + tiles.consumers), max(group, tiles.together)
         divides = (out_dtype == dtype and not kind.caps  # which spill beside it
-                   and scheduler.divides_keys(gpu, tiles, plan.num_tiles[0], num_heads))
+                   and scheduler.divides_keys(gpu, tiles, plan, num_heads))
         kernel = jit.kernel(*row.thd_attn_fwd_sm90(dtype, out_dtype, kind, divides))
 
         def hopper(orders: Array) -> Launch:

@@ -16,9 +16,13 @@ FEW_WAVES, PIECES = 2, 3  # tiles of all heads, and pieces of them, per multipro
 MOST_PARTS = 32  # of a tile, kMostParts of kernels/hopper/pieces.cuh
 
 
-def divides_keys(gpu: Gpu, tiles: ForwardSm90, num_tiles: int, num_heads: int) -> bool:
-    """Whether there are so few tiles of queries that their keys may be divided among multiprocessors."""
-    return tiles.divides and 0 < num_tiles * num_heads < FEW_WAVES * gpu.multiprocessors
+def divides_keys(gpu: Gpu, tiles: ForwardSm90, plan: Plan, num_heads: int) -> bool:
+    """Whether there are so few tiles of queries that their keys may be divided among multiprocessors.
+
+    Where ranks exchange keys, a layer has as many launches as hide the exchange, and their number must change no bit.
+    """
+    few = 0 < plan.num_tiles[0] * num_heads < FEW_WAVES * gpu.multiprocessors
+    return tiles.divides and plan.cp_size == 1 and few
 
 
 def most_pieces(gpu: Gpu, num_tiles: int, num_heads: int) -> int:
