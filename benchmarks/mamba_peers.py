@@ -115,8 +115,8 @@ class _WithoutConvolution:
     def dchannels(self) -> Any:
         """(rows, channels), of the last call; those of B and C may be sums of parts."""
         made = self._of_scan
-        if not hasattr(made, "dbc"):
-            return getattr(made, "channels", made)
+        if hasattr(made, "channels"):
+            return made.channels
         return cupy.concatenate([made.dx.astype(np.float32), made.dbc.sum(axis=0)], axis=1)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -87,6 +87,12 @@ CASES = {case.name: case for case in (
     Case("convolution-of-two", (5, 70, 1, 1), conv_width=2),
     Case("convolution-of-nine", (5, 70, 1, 3, 20), conv_width=9),
 )}  # fmt: skip
+GPU_SIZES = Sizes(8, 64, 128, 1)
+ON_GPUS = tuple(replace(CASES[name], sizes=GPU_SIZES) for name in (
+    "no-sequences", "no-sequences-slack", "all-empty-padded", "one-token", "fewer-rows-than-ranks",
+    "shorter-than-the-convolution", "resets-inside-chunks", "ranks-of-padding", "empty-between",
+    "padding-ends-a-chunk", "ends-with-a-rank",
+))  # fmt: skip
 MANY = Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 1000).tolist()), sizes=Sizes(2, 2, 2, 1))
 
 

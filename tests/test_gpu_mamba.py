@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import pytest
 from cases import to_host
-from mixer_cases import BFLOAT16, FLOAT16, FLOAT64, Case, random_inputs
+from mixer_cases import BFLOAT16, FLOAT16, FLOAT64, GPU_SIZES, ON_GPUS, Case, random_inputs
 
 import thdattn
 from thdattn import oracle
@@ -23,25 +23,14 @@ from thdattn.packing import PackedBatch
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
 DTYPES = [FLOAT16, BFLOAT16]
-SIZES = Sizes(8, 64, 128, 1)
 PACKS = [
-    Case("no-sequences", (), sizes=SIZES),
-    Case("no-sequences-slack", (), slack=19, sizes=SIZES),
-    Case("all-empty-padded", (0, 0), padded=(5, 2), slack=3, sizes=SIZES),
-    Case("one-token", (1,), sizes=SIZES),
-    Case("fewer-rows-than-ranks", (1, 0, 2), sizes=SIZES),
-    Case("shorter-than-the-convolution", (1, 2, 3, 1, 1, 2, 3, 2), sizes=SIZES),
-    Case("resets-inside-chunks", (10, 50, 7, 30, 90, 2), sizes=SIZES),
-    Case("ranks-of-padding", (5,), padded=(64,), sizes=SIZES),
-    Case("empty-between", (0, 9, 0, 40, 0), padded=(3, 12, 0, 40, 8), slack=2, sizes=SIZES),
-    Case("chunk-edges", (63, 64, 65, 1, 127, 128, 129), sizes=SIZES),
-    Case("padding-ends-a-chunk", (63, 60), padded=(64, 70), slack=9, sizes=SIZES),
-    Case("segment-edges", (1023, 1024, 1025, 1), sizes=SIZES),
-    Case("starts-with-a-segment", (1024, 1024, 30), padded=(1024, 1030, 41), sizes=SIZES),
-    Case("over-all-ranks", (2500,), sizes=SIZES),
-    Case("ends-with-a-rank", (50, 50, 100), sizes=SIZES),
-    Case("capacity", (700, 21), slack=1500, sizes=SIZES),
-    Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 250).tolist()), sizes=SIZES),
+    *ON_GPUS,
+    Case("chunk-edges", (63, 64, 65, 1, 127, 128, 129), sizes=GPU_SIZES),
+    Case("segment-edges", (1023, 1024, 1025, 1), sizes=GPU_SIZES),
+    Case("starts-with-a-segment", (1024, 1024, 30), padded=(1024, 1030, 41), sizes=GPU_SIZES),
+    Case("over-all-ranks", (2500,), sizes=GPU_SIZES),
+    Case("capacity", (700, 21), slack=1500, sizes=GPU_SIZES),
+    Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 250).tolist()), sizes=GPU_SIZES),
 ]
 CROSSING = [case for case in PACKS if case.name in (
     "one-token", "shorter-than-the-convolution", "ranks-of-padding", "segment-edges", "over-all-ranks",
@@ -52,7 +41,7 @@ KINDS = [
         Sizes(8, 64, 64, 1), Sizes(8, 64, 64, 8), Sizes(16, 64, 128, 2), Sizes(8, 64, 128, 8), Sizes(24, 64, 128, 8),
         Sizes(8, 64, 256, 1), Sizes(8, 128, 64, 4), Sizes(8, 128, 128, 1), Sizes(8, 128, 128, 8), Sizes(8, 128, 256, 8),
     )),
-    *(Case(f"convolution-of-{width}", MIXED, sizes=SIZES, conv_width=width) for width in (1, 3, 8)),
+    *(Case(f"convolution-of-{width}", MIXED, sizes=GPU_SIZES, conv_width=width) for width in (1, 3, 8)),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in (*PACKS, *KINDS)}
 
@@ -175,7 +164,7 @@ def test_two_runs_are_bitwise_the_same(cupy):
 
 @pytest.mark.usefixtures("kernels")
 def test_extreme_steps_and_rates(cupy):
-    case = Case("extreme", (90, 3, 1070), sizes=SIZES)
+    case = Case("extreme", (90, 3, 1070), sizes=GPU_SIZES)
     zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
     rng = np.random.default_rng(0)
     zxbcdt[:, -8:] = rng.choice([-200, -20, -7, 0, 3, 30, 100], (len(zxbcdt), 8)).astype(BFLOAT16)
@@ -195,7 +184,7 @@ def test_extreme_steps_and_rates(cupy):
 @pytest.mark.usefixtures("kernels")
 def test_states_beyond_float16_are_read_without_loss(cupy):
     """Of 2,000 steps of 50 that hardly decay, states grow far beyond 65,504; small rows of C keep y in range."""
-    case = Case("large-states", (2000,), sizes=SIZES)
+    case = Case("large-states", (2000,), sizes=GPU_SIZES)
     zxbcdt, weights, dout = random_inputs(case, FLOAT16)
     inner, state = 512, 128
     zxbcdt[:, inner : 2 * inner + state] = abs(zxbcdt[:, inner : 2 * inner + state]) + 1  # x and B
@@ -219,7 +208,7 @@ def last_rows_without_decay(zxbcdt, weights, rounding):
     def stored(x):
         return x.astype(rounding).astype(FLOAT64)
 
-    heads, head_dim, state_dim, _ = SIZES
+    heads, head_dim, state_dim, _ = GPU_SIZES
     inner = heads * head_dim
     z, xbc, raw = np.split(zxbcdt.astype(FLOAT64), [inner, 2 * inner + 2 * state_dim], axis=1)
     taps = weights.conv_weight.astype(FLOAT64).T
@@ -234,7 +223,7 @@ def last_rows_without_decay(zxbcdt, weights, rounding):
 
 
 def test_sums_over_131072_rows_without_decay_do_not_lose(cupy):
-    case = Case("no-decay", (131_072,), sizes=SIZES)
+    case = Case("no-decay", (131_072,), sizes=GPU_SIZES)
     zxbcdt, weights, _ = random_inputs(case, BFLOAT16)
     weights = weights._replace(A_log=np.full(8, -30, np.float32))
     out = forward(cupy, case, 1, BFLOAT16, (zxbcdt, weights, None))[-64:]
@@ -275,7 +264,7 @@ REPLAYED = [((300, 40, 1200), (304, 48, 1300)), ((1, 2000, 0), (2, 2098, 0)), ((
 def test_replays_plan_anew_for_other_lengths_without_a_sync(cupy):
     """Two graphs of one plan on one stream, lengths rewritten on the GPU between replays."""
     stream = cupy.cuda.Stream(non_blocking=True)
-    case = Case("replayed", (ROWS,), sizes=SIZES)
+    case = Case("replayed", (ROWS,), sizes=GPU_SIZES)
     zxbcdt, weights, _ = random_inputs(case, BFLOAT16)
     mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
     with stream:
@@ -296,7 +285,7 @@ def test_replays_plan_anew_for_other_lengths_without_a_sync(cupy):
             made = run()
             captured.append((stream.end_capture(), made))
     for i, (tokens, padded) in enumerate([*REPLAYED, *REPLAYED[::-1]]):
-        here = Case("here", tokens, padded, slack=ROWS - sum(padded), sizes=SIZES)
+        here = Case("here", tokens, padded, slack=ROWS - sum(padded), sizes=GPU_SIZES)
         for there, values in zip(lengths, (here.batch.cu_seqlens, here.batch.cu_seqlens_padded), strict=True):
             there.set(np.array(values), stream)
         fresh = np.where(here.valid[:, None], zxbcdt, BFLOAT16.type(np.nan))

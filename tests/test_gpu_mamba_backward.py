@@ -13,6 +13,8 @@ from mixer_cases import (
     BFLOAT16,
     FIELDS,
     FLOAT16,
+    GPU_SIZES,
+    ON_GPUS,
     Case,
     assert_same_bits,
     random_inputs,
@@ -29,23 +31,12 @@ from thdattn.packing import PackedBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
-SIZES = Sizes(8, 64, 128, 1)
 PACKS = [
-    Case("no-sequences", (), sizes=SIZES),
-    Case("no-sequences-slack", (), slack=19, sizes=SIZES),
-    Case("all-empty-padded", (0, 0), padded=(5, 2), slack=3, sizes=SIZES),
-    Case("one-token", (1,), sizes=SIZES),
-    Case("fewer-rows-than-ranks", (1, 0, 2), sizes=SIZES),
-    Case("shorter-than-the-convolution", (1, 2, 3, 1, 1, 2, 3, 2), sizes=SIZES),
-    Case("resets-inside-chunks", (10, 50, 7, 30, 90, 2), sizes=SIZES),
-    Case("ranks-of-padding", (5,), padded=(64,), sizes=SIZES),
-    Case("empty-between", (0, 9, 0, 40, 0), padded=(3, 12, 0, 40, 8), slack=2, sizes=SIZES),
-    Case("chunk-edges", (63, 64, 65, 1), sizes=SIZES),
-    Case("padding-ends-a-chunk", (63, 60), padded=(64, 70), slack=9, sizes=SIZES),
-    Case("segment-edges", (1023, 130, 900), sizes=SIZES),
-    Case("over-all-ranks", (1300,), sizes=SIZES),
-    Case("ends-with-a-rank", (50, 50, 100), sizes=SIZES),
-    Case("capacity", (300, 21), slack=1500, sizes=SIZES),
+    *ON_GPUS,
+    Case("chunk-edges", (63, 64, 65, 1), sizes=GPU_SIZES),
+    Case("segment-edges", (1023, 130, 900), sizes=GPU_SIZES),
+    Case("over-all-ranks", (1300,), sizes=GPU_SIZES),
+    Case("capacity", (300, 21), slack=1500, sizes=GPU_SIZES),
 ]
 MIXED = (130, 1, 2, 0, 70, 3, 20)
 KINDS = [
@@ -53,7 +44,7 @@ KINDS = [
         Sizes(8, 64, 64, 8), Sizes(16, 64, 128, 2), Sizes(24, 64, 128, 8), Sizes(8, 64, 256, 1), Sizes(8, 128, 64, 4),
         Sizes(8, 128, 128, 1), Sizes(8, 128, 256, 8),
     )),
-    *(Case(f"convolution-of-{width}", MIXED, sizes=SIZES, conv_width=width) for width in (1, 8)),
+    *(Case(f"convolution-of-{width}", MIXED, sizes=GPU_SIZES, conv_width=width) for width in (1, 8)),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in (*PACKS, *KINDS)}
 
@@ -135,7 +126,7 @@ def test_two_runs_are_bitwise_the_same(cupy):
 
 
 def test_extreme_steps_and_rates(cupy):
-    case = Case("extreme", (90, 3, 1070), sizes=SIZES)
+    case = Case("extreme", (90, 3, 1070), sizes=GPU_SIZES)
     zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
     rng = np.random.default_rng(0)
     zxbcdt[:, -8:] = rng.choice([-200, -20, -7, 0, 3, 30, 100], (len(zxbcdt), 8)).astype(BFLOAT16)
@@ -151,12 +142,12 @@ def test_gradients_of_weights_are_long_sums_of_equal_shares(cupy):
 
     Those of B and C to what their heads' sum is rounded to, as packs of other lengths may split heads otherwise.
     """
-    one, times = Case("one", (40, 24), sizes=SIZES), 2048
+    one, times = Case("one", (40, 24), sizes=GPU_SIZES), 2048
     zxbcdt, weights, dout = random_inputs(one, BFLOAT16)
-    many = Case("many", one.lengths * times, sizes=SIZES)
+    many = Case("many", one.lengths * times, sizes=GPU_SIZES)
     made = run(many, 1, BFLOAT16, (np.tile(zxbcdt, (times, 1)), weights, np.tile(dout, (times, 1))), xp=cupy)
     alone = run(one, 1, BFLOAT16, xp=cupy)
-    of_x = slice(SIZES.num_heads * SIZES.head_dim)
+    of_x = slice(GPU_SIZES.num_heads * GPU_SIZES.head_dim)
     for field in FIELDS[2:]:
         wanted, found = alone[field][0].astype(np.float64), made[field][0].astype(np.float64) / times
         size = np.abs(wanted).max()
@@ -165,13 +156,13 @@ def test_gradients_of_weights_are_long_sums_of_equal_shares(cupy):
     rows = made["zxbcdt"].reshape(times, *alone["zxbcdt"].shape).view(np.uint16)
     assert (rows == rows[0]).all()
     for name in ("z", "x", "dt"):
-        part = columns_of(SIZES)[name]
+        part = columns_of(GPU_SIZES)[name]
         assert (rows[0][:, part] == alone["zxbcdt"].view(np.uint16)[:, part]).all(), name
 
 
 def test_states_beyond_float16_are_read_without_loss(cupy):
     """States of x and B that hardly decay, and gradients of states of dout and C, grow beyond 65,504."""
-    case = Case("large-states", (600,), sizes=SIZES)
+    case = Case("large-states", (600,), sizes=GPU_SIZES)
     zxbcdt, weights, dout = random_inputs(case, FLOAT16)
     inner, state = 512, 128
     zxbcdt[:, inner : 2 * inner + state] = abs(zxbcdt[:, inner : 2 * inner + state]) + 2  # x and B
@@ -228,7 +219,7 @@ REPLAYED = [((300, 40, 1200), (304, 48, 1300)), ((1, 2000, 0), (2, 2098, 0)), ((
 def test_replays_plan_anew_for_other_lengths_without_a_sync(cupy):
     """Two graphs of one plan on one stream, lengths rewritten on the GPU between replays."""
     stream = cupy.cuda.Stream(non_blocking=True)
-    case = Case("replayed", (ROWS,), sizes=SIZES)
+    case = Case("replayed", (ROWS,), sizes=GPU_SIZES)
     zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
     mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
     with stream:
@@ -251,7 +242,7 @@ def test_replays_plan_anew_for_other_lengths_without_a_sync(cupy):
             made = step()
             captured.append((stream.end_capture(), made))
     for i, (tokens, padded) in enumerate([*REPLAYED, *REPLAYED[::-1]]):
-        here = Case("here", tokens, padded, slack=ROWS - sum(padded), sizes=SIZES)
+        here = Case("here", tokens, padded, slack=ROWS - sum(padded), sizes=GPU_SIZES)
         for there, values in zip(lengths, (here.batch.cu_seqlens, here.batch.cu_seqlens_padded), strict=True):
             there.set(np.array(values), stream)
         for there, x in zip(inputs, (zxbcdt, dout), strict=True):
@@ -266,14 +257,14 @@ def test_replays_plan_anew_for_other_lengths_without_a_sync(cupy):
 
 def test_wrong_lengths_on_the_gpu_give_nan(cupy):
     """What Mamba2Mixer.backward would raise for, once the host knows, as in a graph that is replayed."""
-    case = Case("wrong", (30,), sizes=SIZES)
+    case = Case("wrong", (30,), sizes=GPU_SIZES)
     zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
     from thdattn import ops
 
     comm = thdattn.comm.init("single")
     mixer = case.mixer(comm, BFLOAT16, engine="cuda")
     plan = mixer.plan(PackedBatch(cupy.asarray([0, 20, 10], np.int32), total_rows=30))
-    shape = MixerShape(*SIZES, case.conv_width, BFLOAT16)
+    shape = MixerShape(*GPU_SIZES, case.conv_width, BFLOAT16)
     arrays = cupy.asarray(zxbcdt), thdattn.Mamba2Weights(*map(cupy.asarray, weights))
     _, kept = states.forward(ops, comm, plan, *arrays, shape)
     dzxbcdt, dweights = states.backward(ops, comm, plan, cupy.asarray(dout), *arrays, kept, shape)
