@@ -37,6 +37,8 @@ except Exception as error:
 
 # Bytes of shared memory that a thread block may ask for.
 ARCHITECTURES = {"sm_80": 166912, "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376}
+EACH_ARCHITECTURE = [arch if arch in ("sm_80", "sm_90a") else pytest.param(arch, marks=pytest.mark.exhaustive)
+                     for arch in ARCHITECTURES]  # fmt: skip
 SMALL_KERNEL = PLAN_KERNELS[0]
 # Every file of device code, and a kernel that it is part of.
 FILES = {file: kernel for kernel, files in jit.FILES.items() for file in files if file not in jit.GENERATED}
@@ -67,7 +69,7 @@ def compile_all(kernels: list[tuple[str, int]], arch: str, most_spilled: int = 0
 
 
 @pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_attention_kernels_fit_and_do_not_spill(arch, dims):
     tiles = TILES[dims]
     kernels = tiles.portable_kernels(ARCHITECTURES[arch])
@@ -106,7 +108,7 @@ def test_kernels_for_sinks_and_capped_logits_fit_and_do_not_spill(arch, dims):
 
 
 @pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_decode_kernels_fit_and_do_not_spill(arch, dims):
     compile_all([DECODE[dims].thd_attn_decode(dtype) for dtype in ("float16", "bfloat16")], arch)
     if arch == "sm_80":
@@ -121,7 +123,7 @@ def mixer_slabs(arch, state_dim):
 
 
 @pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_mixer_kernels_of_a_state_fit_and_do_not_spill(arch, state_dim):
     usual = arch in ("sm_80", "sm_90a")
     kernels = {make(dtype) for slab in mixer_slabs(arch, state_dim) for make in (slab.states_kernel, slab.scan_kernel)
@@ -129,7 +131,7 @@ def test_mixer_kernels_of_a_state_fit_and_do_not_spill(arch, state_dim):
     compile_all(sorted(kernels), arch)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_other_mixer_kernels_fit_and_do_not_spill(arch):
     of_widths = [thd_mixer_conv("bfloat16", width) for width in MIXER_SIZES["conv_width"]]
     compile_all([*of_widths, thd_mixer_conv("float16", 4), *((name, 0) for name in MIXER_KERNELS)], arch)
@@ -145,19 +147,19 @@ def mixer_walks(arch, state_dim, dtype):
 
 
 @pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_mixer_walks_fit_and_do_not_spill(arch, state_dim):
     compile_all(list(mixer_walks(arch, state_dim, "bfloat16")), arch)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_other_mixer_backward_kernels_fit_and_do_not_spill(arch):
     of_widths = [thd_mixer_conv_bwd("bfloat16", width) for width in MIXER_SIZES["conv_width"]]
     of_dtypes = [make(dtype) for make in (thd_mixer_gate_bwd, thd_mixer_add_halos) for dtype in ("float16", "bfloat16")]
     compile_all([*of_widths, thd_mixer_conv_bwd("float16", 4), *of_dtypes, ("thd_mixer_sum", 0)], arch)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_mixer_gradients_of_chunks_fit(arch):
     """They keep three sums for a chunk in registers; what does not fit is on the stack, which is less than it costs to
     have fewer warps at a time."""
@@ -183,7 +185,7 @@ def test_every_slab_is_the_first_choice_somewhere():
     assert chosen == {*SLABS, *SLABS_SM90}
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_decode_kernels_of_the_mixer_fit_and_do_not_spill(arch):
     of = [MixerDecode(dtype, width) for dtype in ("float16", "bfloat16") for width in MIXER_SIZES["state_dim"]]
     kernels = [kernel for made in of for kernel in (made.thd_mixer_decode, made.thd_mixer_fill)]
@@ -191,7 +193,7 @@ def test_decode_kernels_of_the_mixer_fit_and_do_not_spill(arch):
     compile_all([*kernels, *of_widths, of[0].thd_mixer_fill_rows], arch)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
     names = *REORDER_KERNELS.values(), *SUM_KERNELS.values(), *PLAN_KERNELS, *CACHE_KERNELS
     compile_all([(name, 0) for name in names], arch)
