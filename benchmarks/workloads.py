@@ -144,6 +144,7 @@ def _cases() -> tuple[Case, ...]:
         replace(long, name="1x16384-gqa", heads=32, kv_heads=8),
         replace(long, name="1x16384-d64", heads=32, kv_heads=32, head_dim=64, v_head_dim=64),
         replace(long, name="1x16384-d96", head_dim=96, v_head_dim=96),
+        replace(long, name="1x16384-d96-gqa", heads=20, kv_heads=5, head_dim=96, v_head_dim=96),
         replace(long, name="1x16384-d192v128", head_dim=192),
         replace(long, name="1x16384-d192", kv_heads=4, head_dim=192, v_head_dim=192),
         replace(long, name="1x16384-d256", heads=8, kv_heads=8, head_dim=256, v_head_dim=256),
@@ -163,6 +164,9 @@ def _cases() -> tuple[Case, ...]:
         Case("skewed10-w512", skewed, window=(512, 0)),
         Case("doc64k", document_pack()),
         Case("doc128k", document_pack(tokens=2 * PACK_TOKENS)),
+        Case("doc128k-gqa", document_pack(tokens=2 * PACK_TOKENS), 32, 8),
+        Case("1x131072-mqa", (2 * PACK_TOKENS,), 8, 1),
+        Case("lognormal192k", lognormal_pack(tokens=3 * PACK_TOKENS)),
         Case("8192x34", (34,) * 8_192),
         Case("65536+1000x16", (65_536, *(16,) * 1_000)),
     )
