@@ -139,8 +139,8 @@ ARRAYS = (
 
 @table(
     *((name, value, kind, f"{name} {message}") for name in ("q", "k", "v") for value, kind, message in ARRAYS),
-    ("plan", None, TypeError, "plan is a NoneType, wanted a Plan; make it with attn.plan(batch)"),
-    ("plan", BATCH, TypeError, "plan is a PackedBatch, wanted a Plan"),
+    ("plan", None, TypeError, "plan is None, a NoneType; wanted a Plan; make it with attn.plan(batch)"),
+    ("plan", BATCH, TypeError, "plan is … a PackedBatch; wanted a Plan"),
     ("return_max_logit", "no", TypeError, "return_max_logit is 'no', a str; wanted True or False"),
     ("return_max_logit", 0, TypeError, "return_max_logit is 0, a int; wanted True or False"),
     ("return_max_logit", OnAGpu(), TypeError, "return_max_logit is a OnAGpu of shape (8, 4, 8); wanted True or False"),
@@ -158,7 +158,7 @@ SAVED = ATTENTION.forward(ones(), ones(), ones(), PLAN)[1]
     ("saved", None, TypeError, "saved is None, a NoneType; wanted a Saved; pass the one that forward returned"),
     ("saved", PLAN, TypeError, "saved is <Plan cp_rank=0 … , a Plan; wanted a Saved"),
     ("saved", OnAGpu(), TypeError, "saved is a OnAGpu of shape (8, 4, 8); wanted a Saved"),
-    ("saved", replace(SAVED, plan=None), TypeError, "plan is a NoneType, wanted a Plan"),
+    ("saved", replace(SAVED, plan=None), TypeError, "plan is None, a NoneType; wanted a Plan"),
 )  # fmt: skip
 def test_backward(argument, value, kind, message):
     arguments = {"dout": ones(), "saved": SAVED}
@@ -192,8 +192,8 @@ def test_the_cuda_engine_names_what_it_cannot_read(monkeypatch, x, message):
 
 
 @table(
-    ("plan", None, TypeError, "plan is a NoneType, wanted a Plan; make it with attn.plan(batch)"),
-    ("plan", SAVED, TypeError, "plan is a Saved, wanted a Plan"),
+    ("plan", None, TypeError, "plan is None, a NoneType; wanted a Plan; make it with attn.plan(batch)"),
+    ("plan", SAVED, TypeError, "plan is … a Saved; wanted a Plan"),
 )
 def test_flops(argument, value, kind, message):
     refuses(ATTENTION.flops, argument, value, kind, message)

@@ -259,7 +259,7 @@ def test_ranks_that_plan_different_things_all_raise_and_name_the_rank(what):
 
 
 def test_what_is_no_plan_is_refused():
-    with pytest.raises(TypeError, match=matches("plan is a PackedBatch, wanted a Plan; make it with attn.plan(batch)")):
+    with pytest.raises(TypeError, match=matches("plan is … a PackedBatch; wanted a Plan; make it with attn.plan")):
         run_with({}, plan=BATCH)
 
 

@@ -133,7 +133,7 @@ def decoded(layer, cache, rows=2, heads=4, dtype=np.float32):
         (lambda a, c: decoded(a, c, dtype=np.float64), TypeError, "q is float64, wanted float32"),
         (lambda a, c: decoded(small(np.float64), c, dtype=np.float64), ValueError, "cache was made for dtype float32"),
         (lambda a, c: decoded(small(np.float32, window=(3, 0)), c), ValueError, r"cache was made for window \(-1, 0\)"),
-        (lambda a, c: c.fill(*[np.zeros((4, 2, 8), np.float32)] * 2, 3), TypeError, "plan is a int, wanted a Plan"),
+        (lambda a, c: c.fill(*[np.zeros((4, 2, 8), np.float32)] * 2, 3), TypeError, "plan is 3, a int; wanted a Plan"),
         (lambda a, c: filled(a, c, [4]), ValueError, "plan is of 1 sequences on 1 ranks, wanted 2 on one"),
         (lambda a, c: filled(a, c, [4, 6]), ValueError, "sequence 1 has 6 tokens, wanted at most 5, the capacity"),
         (lambda a, c: filled(a, c, [4, 1], width=9), ValueError, r"k has shape \(5, 2, 9\), wanted \(5, 2, 8\)"),

@@ -41,6 +41,12 @@ def found(value: Any) -> str:
     return shown(value) if is_array(value) else f"{shown(value)}, a {type(value).__name__}"
 
 
+def check_kind(name: str, value: Any, kind: type, remedy: str) -> None:
+    """Raises a TypeError for what is of no such class."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {found(value)}; wanted a {kind.__name__}; {remedy}")
+
+
 def is_array(value: Any) -> bool:
     """Whether a value is an array of any library, 0-d ones included; NumPy's scalars are none."""
     return hasattr(value, "__dlpack__") and not isinstance(value, type)

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from numpy.typing import DTypeLike
 
 from thdattn import planning, room
-from thdattn.arguments import as_bool, as_count, as_softcap, as_softmax_scale, as_window
+from thdattn.arguments import as_bool, as_count, as_softcap, as_softmax_scale, as_window, check_kind
 from thdattn.cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.checks import as_rows, as_sinks, check_plan, check_same
 from thdattn.comm import Comm
@@ -23,7 +23,7 @@ from thdattn.methods.choice import SHARDINGS as SHARDINGS
 from thdattn.methods.choice import Choice, keeps_keys
 from thdattn.packing import PackedBatch
 from thdattn.plan import NO_ARRAYS, Plan, check_key_batch, visible_pairs
-from thdattn.saved import Saved, check_keys, check_made_with, check_saved
+from thdattn.saved import Saved, check_keys, check_saved
 from thdattn.sharding import Sharding
 
 
@@ -342,7 +342,8 @@ class CPAttention:
     def _backward(
         self, dout: Any, saved: Saved, keys: Keys | None, at_once: bool
     ) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
-        check_made_with(saved, self._saves)
+        check_kind("saved", saved, Saved, "pass the one that forward returned")
+        check_same("saved was made with", saved.made_with, self._saves, "pass what this attention's forward returned")
         plan = saved.plan
         check_plan(plan, self._plans)
         dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from thdattn.arguments import as_count, found
+from thdattn.arguments import as_count, check_kind
 from thdattn.plan import Plan
 
 T = TypeVar("T")
@@ -69,8 +69,7 @@ class KVCache:
             ValueError: an array of the wrong shape, a plan of several ranks or of another number of sequences, or a
                 sequence longer than the capacity. If lengths lie on a GPU, `check` says that instead.
         """
-        if not isinstance(plan, Plan):
-            raise TypeError(f"plan is a {type(plan).__name__}, wanted a Plan; make it with attn.plan(batch)")
+        check_kind("plan", plan, Plan, "make it with attn.plan(batch)")
         batch = plan.key_batch
         if plan.cp_size != 1 or batch.num_seqs != self.num_texts:
             raise ValueError(
@@ -141,8 +140,7 @@ def make_cache(
 
 def rows_to_decode(q: Any, cache: KVCache) -> int:
     """How many rows q has, which must be as many for every text of the cache."""
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache is {found(cache)}; wanted a KVCache; make it with attn.cache(num_texts, capacity)")
+    check_kind("cache", cache, KVCache, "make it with attn.cache(num_texts, capacity)")
     shape = tuple(getattr(q, "shape", ()))
     if len(shape) != 3 or not shape[0] or shape[0] % cache.num_texts:
         raise ValueError(

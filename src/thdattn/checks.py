@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.arguments import shown
+from thdattn.arguments import check_kind, shown
 from thdattn.plan import Plan
 
 
@@ -60,8 +60,7 @@ def check_plan(plan: Plan, wanted: dict[str, Any]) -> None:
     Args:
         wanted: what plan.made_for has to be.
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan is a {type(plan).__name__}, wanted a Plan; make it with attn.plan(batch)")
+    check_kind("plan", plan, Plan, "make it with attn.plan(batch)")
     check_same("plan was made for", plan.made_for, wanted, "make it with this attention's plan(batch)")
     plan.check(wait=False)
     plan.enter()

@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from thdattn.arguments import as_bool, as_count, found
+from thdattn.arguments import as_bool, as_count, check_kind
 from thdattn.checks import check_same
 from thdattn.comm import Comm
 from thdattn.engines import as_engine_dtype, check_mixer_sizes, choose_engine
@@ -63,8 +63,7 @@ class Mamba2Mixer:
         dtype: DTypeLike = "bfloat16",
         engine: str = "auto",
     ) -> None:
-        if not isinstance(comm, Comm):
-            raise TypeError(f"comm is {found(comm)}; wanted a Comm; make one with thdattn.comm.init()")
+        check_kind("comm", comm, Comm, "make one with thdattn.comm.init()")
         self.comm = comm
         self.num_heads = as_count("num_heads", num_heads)
         self.head_dim = as_count("head_dim", head_dim)
@@ -169,8 +168,7 @@ class Mamba2Mixer:
             TypeError: as forward, or a saved that is none.
             ValueError: as forward, or a saved of a mixer of other sizes.
         """
-        if not isinstance(saved, Mamba2Saved):
-            raise TypeError(f"saved is {found(saved)}; wanted a Mamba2Saved; pass the one that forward returned")
+        check_kind("saved", saved, Mamba2Saved, "pass the one that forward returned")
         made, wanted = saved.made_with._asdict(), self._shape._asdict()
         check_same("saved was made with", made, wanted, "pass what this mixer's forward returned")
         plan = saved.plan
@@ -208,8 +206,7 @@ class Mamba2Mixer:
             TypeError: an array of the wrong dtype or on the wrong device, or weights or a cache that are none.
             ValueError: an array of the wrong shape, or a cache of a mixer of other sizes.
         """
-        if not isinstance(cache, Mamba2Cache):
-            raise TypeError(f"cache is {found(cache)}; wanted a Mamba2Cache; make it with mixer.cache(num_texts)")
+        check_kind("cache", cache, Mamba2Cache, "make it with mixer.cache(num_texts)")
         check_same("cache was made for", cache.made_for, traits(self._shape, self._engine),
                    "make it with this mixer's cache method")
         zxbcdt = self._checked("zxbcdt", zxbcdt, (cache.num_texts, self._shape.columns), self.dtype,
@@ -219,8 +216,7 @@ class Mamba2Mixer:
         return self._engine.mixer_decode(zxbcdt, weights, self._shape, *kept)
 
     def _check_plan(self, plan: Plan) -> None:
-        if not isinstance(plan, Plan):
-            raise TypeError(f"plan is {found(plan)}; wanted a Plan; make it with mixer.plan(batch)")
+        check_kind("plan", plan, Plan, "make it with mixer.plan(batch)")
         wanted = {"cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": CAUSAL, "engine": self.engine}
         made = {name: plan.made_for[name] for name in wanted}
         check_same("plan was made for", made, wanted, "make it with this mixer's plan(batch)")
@@ -240,8 +236,7 @@ class Mamba2Mixer:
         return x
 
     def _checked_weights(self, weights: Mamba2Weights) -> Mamba2Weights:
-        if not isinstance(weights, Mamba2Weights):
-            raise TypeError(f"weights is {found(weights)}; wanted a Mamba2Weights; make one of the five arrays")
+        check_kind("weights", weights, Mamba2Weights, "make one of the five arrays")
         named = zip(weights._fields, weights, self._shape.weights, strict=True)
         return Mamba2Weights(*(
             self._checked(f"weights.{name}", x, shape, self._shape.sum_dtype, "pass those of a mixer of these sizes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from thdattn.arguments import as_count, found
+from thdattn.arguments import as_count, check_kind
 from thdattn.checks import check_same
 from thdattn.mamba_saved import Mamba2Saved
 from thdattn.mixer_shape import MixerShape
@@ -62,8 +62,7 @@ class Mamba2Cache:
             TypeError: a saved that is none.
             ValueError: a saved of several ranks, of another number of sequences or of a mixer of other sizes.
         """
-        if not isinstance(saved, Mamba2Saved):
-            raise TypeError(f"saved is {found(saved)}; wanted a Mamba2Saved; pass the one that forward returned")
+        check_kind("saved", saved, Mamba2Saved, "pass the one that forward returned")
         plan, batch = saved.plan, saved.plan.batch
         if plan.cp_size != 1 or batch.num_seqs != self.num_texts:
             raise ValueError(

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from thdattn.arguments import found, is_array, shown
-from thdattn.checks import check_same
 from thdattn.methods.all_gather import Keys
 from thdattn.methods.call import lse_dtype
 from thdattn.plan import Plan
@@ -44,17 +43,6 @@ class Saved:
     def __repr__(self) -> str:
         arrays = (f"{name} {_kind(getattr(self, name))}" for name in ("q", "k", "v", "out", "lse", "max_logit"))
         return f"<Saved: {', '.join(arrays)}, {self.plan!r}>"
-
-
-def check_made_with(saved: Saved, wanted: dict[str, Any]) -> None:
-    """Raises for what forward of another attention saved, or for what is no Saved.
-
-    Args:
-        wanted: what saved.made_with has to be.
-    """
-    if not isinstance(saved, Saved):
-        raise TypeError(f"saved is {found(saved)}; wanted a Saved; pass the one that forward returned")
-    check_same("saved was made with", saved.made_with, wanted, "pass what this attention's forward returned")
 
 
 def check_saved(saved: Saved, kind: Any) -> None:
