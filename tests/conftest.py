@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,27 @@ def poisoned_gpu(cupy, monkeypatch):
 
     for module in (ops, launch):
         monkeypatch.setattr(module, "empty", poisoned)
+
+
+@pytest.fixture
+def portable(cupy, monkeypatch):
+    """The kernels for every GPU run, whatever there is for this one."""
+    from thdattn.ops import launch
+
+    gpu = replace(launch.this_gpu(), sm90=False)
+    monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
+
+
+@pytest.fixture(params=["hopper", "portable"])
+def kernels(request, cupy):
+    """Which kernels run: each set in turn, where there are both."""
+    from thdattn.ops import launch
+
+    if request.param == "portable":
+        request.getfixturevalue("portable")
+    elif not launch.this_gpu().sm90:
+        pytest.skip("needs a Hopper GPU")
+    return request.param
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

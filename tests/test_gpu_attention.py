@@ -38,11 +38,7 @@ def test_every_head_dim_is_the_oracle(cupy, case, dtype, cp_size):
 
 
 @pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *SMALL, *CROSS], [BFLOAT16]))
-def test_portable_kernels_are_the_oracle_on_every_gpu(cupy, monkeypatch, case, dtype, cp_size):
-    from thdattn.ops import launch
-
-    gpu = replace(launch.this_gpu(), sm90=False)
-    monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
+def test_portable_kernels_are_the_oracle_on_every_gpu(cupy, portable, case, dtype, cp_size):
     check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
 
 
@@ -59,11 +55,7 @@ def test_query_heads_of_a_group_may_be_split(cupy, monkeypatch, case, dtype, cp_
 
 
 @pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *CROSS], [BFLOAT16]))
-def test_portable_deterministic_is_the_oracle_and_bitwise_the_same(cupy, monkeypatch, case, dtype, cp_size):
-    from thdattn.ops import launch
-
-    gpu = replace(launch.this_gpu(), sm90=False)
-    monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
+def test_portable_deterministic_is_the_oracle_and_bitwise_the_same(cupy, portable, case, dtype, cp_size):
     first, again = (run(case, cp_size, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(2))
     check(case, dtype, first)
     for field, x in first.tokens.items():

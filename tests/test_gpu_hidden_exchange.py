@@ -29,19 +29,6 @@ WAYS = [Way("all_gather", "balanced", 2), Way("all_gather", "balanced", 4)]
 BY_TWO_LEVELS = Way("a2a+all_gather", "balanced", 4, inner=2)
 
 
-@pytest.fixture(params=["hopper", "portable"])
-def kernels(request, cupy, monkeypatch):
-    """Those of a GPU, and those that run on every one."""
-    from thdattn.ops import launch
-
-    gpu = launch.this_gpu()
-    if request.param == "hopper" and not gpu.sm90:
-        pytest.skip("needs a Hopper GPU")
-    if request.param == "portable":
-        monkeypatch.setattr(launch, "this_gpu", lambda: replace(gpu, sm90=False))
-    return request.param
-
-
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 1000, 5000])
 def test_two_parts_of_tiles_keep_their_orders(cupy, count):
     from thdattn.ops.plan import parts_of

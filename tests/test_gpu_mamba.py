@@ -7,7 +7,6 @@ kernels round, and which tests without a GPU hold to the definition.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -18,7 +17,6 @@ from mixer_cases import BFLOAT16, FLOAT16, FLOAT64, GPU_SIZES, ON_GPUS, Case, ra
 import thdattn
 from thdattn import oracle
 from thdattn.mamba_oracle import Sizes
-from thdattn.packing import PackedBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
@@ -44,22 +42,6 @@ KINDS = [
     *(Case(f"convolution-of-{width}", MIXED, sizes=GPU_SIZES, conv_width=width) for width in (1, 3, 8)),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in (*PACKS, *KINDS)}
-
-
-@pytest.fixture
-def portable(cupy, monkeypatch):
-    """The portable kernels run, on every GPU."""
-    from thdattn.ops import launch
-
-    gpu = replace(launch.this_gpu(), sm90=False)
-    monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
-
-
-@pytest.fixture(params=["of-this-gpu", "portable"])
-def kernels(request):
-    """Which kernels run."""
-    if request.param == "portable":
-        request.getfixturevalue("portable")
 
 
 @cache
@@ -230,76 +212,6 @@ def test_sums_over_131072_rows_without_decay_do_not_lose(cupy):
     exact, plain = (last_rows_without_decay(zxbcdt, weights, kind) for kind in (FLOAT64, BFLOAT16))
     verdict = oracle.judge(out, exact, plain)
     assert verdict.good, verdict
-
-
-@pytest.mark.usefixtures("kernels")
-def test_more_elements_than_32_bits_count(cupy):
-    """Rows of 8,512 numbers, 2.2e9 of them: the last documents are those that are alone in another pack."""
-    mixer = thdattn.Mamba2Mixer(thdattn.comm.init("single"), 64, 64, 128, dtype=BFLOAT16, engine="cuda")
-    rows, alone = 262_144, 1024 * 3
-    assert rows * 8512 > 2**31
-    last = cupy.random.standard_normal((alone, 8512), dtype=np.float32).astype(BFLOAT16)
-    rng = np.random.default_rng(0)
-    zeros, ones = np.zeros(64, np.float32), np.ones(64, np.float32)
-    weights = on_the_gpu(cupy, thdattn.Mamba2Weights(
-        rng.standard_normal((4352, 4), np.float32), np.zeros(4352, np.float32),
-        np.log(rng.uniform(1, 16, 64)).astype(np.float32), ones, zeros))  # fmt: skip
-    zxbcdt = cupy.zeros((rows, 8512), BFLOAT16)
-    zxbcdt.view(np.uint16)[-alone:] = last.view(np.uint16)
-    whole, _ = mixer.forward(zxbcdt, weights, mixer.plan(PackedBatch([0, rows - alone, rows])))
-    del zxbcdt
-    tail, _ = mixer.forward(last, weights, mixer.plan(PackedBatch([0, alone])))
-    assert cupy.array_equal(whole.view(np.uint16)[-alone:], tail.view(np.uint16))
-    assert not whole.view(np.uint16)[:-alone].any()
-
-
-# --- lengths on the GPU, graphs --------------------------------------------------------------------------------------
-
-ROWS = 2100
-REPLAYED = [((300, 40, 1200), (304, 48, 1300)), ((1, 2000, 0), (2, 2098, 0)), ((0, 0, 0), (0, 0, 0)),
-            ((2100, 0, 0), (2100, 0, 0)), ((1024, 0, 1000), (1024, 5, 1071))]  # fmt: skip
-
-
-@pytest.mark.usefixtures("kernels")
-def test_replays_plan_anew_for_other_lengths_without_a_sync(cupy):
-    """Two graphs of one plan on one stream, lengths rewritten on the GPU between replays."""
-    stream = cupy.cuda.Stream(non_blocking=True)
-    case = Case("replayed", (ROWS,), sizes=GPU_SIZES)
-    zxbcdt, weights, _ = random_inputs(case, BFLOAT16)
-    mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
-    with stream:
-        lengths = [cupy.zeros(4, np.int32) for _ in range(2)]
-        rows = cupy.zeros((ROWS, zxbcdt.shape[1]), BFLOAT16)
-        on_gpu = on_the_gpu(cupy, weights)
-        plan = mixer.plan(PackedBatch(*lengths, total_rows=ROWS))
-
-        def run():
-            plan.refresh()
-            return mixer.forward(rows, on_gpu, plan)
-
-        run()
-        stream.synchronize()
-        captured = []
-        for _ in range(2):
-            stream.begin_capture()
-            made = run()
-            captured.append((stream.end_capture(), made))
-    for i, (tokens, padded) in enumerate([*REPLAYED, *REPLAYED[::-1]]):
-        here = Case("here", tokens, padded, slack=ROWS - sum(padded), sizes=GPU_SIZES)
-        for there, values in zip(lengths, (here.batch.cu_seqlens, here.batch.cu_seqlens_padded), strict=True):
-            there.set(np.array(values), stream)
-        fresh = np.where(here.valid[:, None], zxbcdt, BFLOAT16.type(np.nan))
-        rows.set(fresh, stream)
-        graph, (out, _) = captured[i % 2]
-        graph.launch(stream)
-        stream.synchronize()
-        wanted = forward(cupy, here, 1, BFLOAT16, (zxbcdt, weights, None))
-        assert to_host(out).tobytes() == wanted.tobytes(), tokens
-    lengths[0].set(np.array([0, 300, 200, 400], np.int32), stream)
-    for graph, (out, _) in captured:
-        graph.launch(stream)
-        stream.synchronize()
-        assert np.isnan(to_host(out).astype(np.float32)).all(), "lengths that are wrong"
 
 
 # --- what the kernels are not there for ------------------------------------------------------------------------------

@@ -53,11 +53,7 @@ def test_head_dims_are_the_oracle(cupy, case, way, dims):
 
 
 @pytest.mark.parametrize(("case", "way"), every(PACKS[:4], TELLING))
-def test_portable_kernels_are_the_oracle(cupy, monkeypatch, case, way):
-    from thdattn.ops import launch
-
-    gpu = replace(launch.this_gpu(), sm90=False)
-    monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
+def test_portable_kernels_are_the_oracle(cupy, portable, case, way):
     check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda"))
 
 

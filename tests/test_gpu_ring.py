@@ -23,15 +23,6 @@ def every(cases, cp_sizes, dtypes=DTYPES):
     ]  # fmt: skip
 
 
-@pytest.fixture
-def portable(monkeypatch):
-    """The kernels of GPUs that are no Hopper."""
-    from thdattn.ops import launch
-
-    gpu = replace(launch.this_gpu(), sm90=False)
-    monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
-
-
 @pytest.mark.parametrize(("case", "dtype", "cp_size"), every(SMALL, (1, 2, 8)))
 def test_every_pack_and_mask_is_the_oracle(cupy, case, dtype, cp_size):
     check(case, dtype, run_ring(case, cp_size, dtype, xp=cupy, engine="cuda"))

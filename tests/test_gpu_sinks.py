@@ -25,18 +25,6 @@ MIXED = (257, 3, 64, 0, 100, 17, 190)
 WAYS = [*ways((2, 2), sizes=(4,), heads=(4,)), Way("all_gather", "dual_chunk", 2)]
 
 
-@pytest.fixture(params=["hopper", "portable"])
-def kernels(request, cupy, monkeypatch):
-    """Both sets of kernels, where there are both."""
-    from thdattn.ops import launch
-
-    gpu = launch.this_gpu()
-    if request.param == "hopper" and not gpu.sm90:
-        pytest.skip("needs a GPU of the Hopper generation")
-    if request.param == "portable":
-        monkeypatch.setattr(launch, "this_gpu", lambda: replace(gpu, sm90=False))
-
-
 def every(dtypes=(BFLOAT16,), cases=DIMS, kinds=KINDS):
     return [pytest.param(replace(case, **kinds[kind]), dtype, id=f"{case}-{kind}-{dtype}")
             for case in cases for kind in kinds for dtype in dtypes]

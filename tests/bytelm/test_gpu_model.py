@@ -5,6 +5,7 @@ All memory that CuPy hands out is NaN first.
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import layers
@@ -34,6 +35,12 @@ HYBRID = Config(layers=3, width=128, heads=4, kv_heads=2, head_dim=64, hidden=19
 TEXT = Text.random((300, 0, 1, 129, 0, 77, 640))
 
 rng = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def numbers_of_its_own(monkeypatch):
+    """A test draws the same numbers whichever tests ran before it in this process."""
+    monkeypatch.setattr(sys.modules[__name__], "rng", np.random.default_rng(0))
 
 
 @pytest.fixture
