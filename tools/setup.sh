@@ -24,7 +24,7 @@ extras=""
 runs=yes # attention, on a GPU and on several ranks if it can
 case $goal in
   demo) needed="$needed tqdm"; wanted="matplotlib"; extras="examples" ;;
-  test) needed="$needed pytest tqdm"; wanted="hypothesis pytest_timeout matplotlib"; extras="test" ;;
+  test) needed="$needed pytest xdist tqdm"; wanted="hypothesis pytest_timeout matplotlib"; extras="test" ;;
   lint) needed="numpy ruff mypy"; extras="lint,test"; runs="" ;;
   docs) needed="$needed pdoc"; wanted="torch"; extras="docs,torch"; runs="" ;;
 esac
