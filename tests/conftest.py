@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# Simulated ranks are threads already. OpenBLAS threads that spin on busy cores made single tests 30 times slower.
+# Tests run on all cores, and their ranks are threads or processes: none may spin on a core that others need, as threads
+# of OpenBLAS and PyTorch do, and ranks of MPICH in a collective.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
 
 import gpu_record
-import numpy as np  # reads the variable when it is loaded
+import numpy as np  # reads the first when it is loaded
 import pytest
 
 RECORD = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "gpu_tests.json"

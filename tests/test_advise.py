@@ -412,8 +412,7 @@ def test_rates_of_this_machine_are_measured(capsys):
     assert status == 0 and "TFLOP/s forward (measured)" in text and "GB/s between GPUs (H200)" in text
 
 
-def test_ranks_measure_what_travels_between_them_and_one_prints(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_ranks_measure_what_travels_between_them_and_one_prints():
     words = ("advise", "--lengths", "64,32", "--heads", "2", "--head-dim", "64", "--ranks", "2", "--measure")
     ran = run_ranks(2, Path("-m"), "thdattn", *words)
     assert ran.returncode == 0, ran.stderr

@@ -201,8 +201,7 @@ def test_check_fails_on_padding_that_is_not_exactly_zero(monkeypatch, capsys):
     assert "2 of 2 FAILED" in capsys.readouterr().out
 
 
-def test_check_runs_on_the_real_ranks_and_prints_once(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two ranks with a BLAS thread per core each take 20 times as long
+def test_check_runs_on_the_real_ranks_and_prints_once():
     run = run_ranks(2, Path("-m"), "thdattn", "check", "--engine", "reference")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("all PASS") == 1

@@ -93,6 +93,16 @@ def test_a_padded_pack_gives_its_tokens_the_bits_of_the_exact_one(cupy, comm, gr
 # --- plans -------------------------------------------------------------------------------------------------------
 
 
+def rewrite(cupy, comm, together, batch):
+    """Rank 0 writes a pack's lengths to where the plans of all ranks read them, while none does."""
+    comm.barrier()
+    if comm.rank == 0:
+        missing = (0, MAX_SEQS - batch.num_seqs)
+        offsets = [np.pad(x, missing, "edge") for x in (batch.cu_seqlens, batch.cu_seqlens_padded)]
+        together[...] = cupy.asarray(np.stack(offsets))
+    comm.barrier()
+
+
 def test_plans_of_a_static_pack_are_the_hosts_element_by_element(cupy, comm):
     graph_ranks.check_plans(comm, cupy, "dual_chunk")
 
@@ -116,12 +126,7 @@ def test_a_refreshed_plan_of_simulated_ranks_is_the_hosts(cupy, cp_size, shardin
             plan = attention.plan(PackedBatch(*together, total_rows=ROWS), sharding)
             shares = shares_of(TILES[64, 64], plan)
             for batch in made:
-                comm.barrier()
-                if comm.rank == 0:
-                    missing = (0, MAX_SEQS - batch.num_seqs)
-                    offsets = [np.pad(x, missing, "edge") for x in (batch.cu_seqlens, batch.cu_seqlens_padded)]
-                    together[...] = cupy.asarray(np.stack(offsets))
-                comm.barrier()
+                rewrite(cupy, comm, together, batch)
                 plan.refresh()
                 padded = PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=ROWS)
                 shared = Sharding(padded, cp_size, sharding)
@@ -152,12 +157,7 @@ def test_what_heads_are_exchanged_for_follows_lengths_on_the_gpu(cupy, way):
                                         deterministic=True, cp_comm_type=way.cp_comm_type)  # fmt: skip
         plan = attention.plan(PackedBatch(*together, total_rows=ROWS), way.sharding)
         for seed, batch in enumerate(packs):
-            comm.barrier()
-            if comm.rank == 0:
-                missing = (0, MAX_SEQS - batch.num_seqs)
-                offsets = [np.pad(x, missing, "edge") for x in (batch.cu_seqlens, batch.cu_seqlens_padded)]
-                together[...] = cupy.asarray(np.stack(offsets))
-            comm.barrier()
+            rewrite(cupy, comm, together, batch)
             plan.refresh()
             padded = PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=ROWS)
             wanted = attention.plan(padded, way.sharding)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from pathlib import Path
 from statistics import mode
 
 import numpy as np
 import pytest
 import runs
+from held import held
 from launch import run_ranks
 from programs import MISBEHAVE, TRAIN, lines_of, options, start
 from sizes import SIZES
@@ -124,24 +124,6 @@ def test_a_captured_step_of_another_number_of_micro_batches_is_refused(comm, bat
         made.step(batches[:1], runs.LR)
     assert np.isfinite(made.step(batches[:2], runs.LR).numbers()).all()
     made.graphs.close()
-
-
-def held(cupy, work):
-    """Whether work came back while a kernel that runs until the host lets it go kept the GPU busy."""
-    import cupyx
-
-    hold = cupy.RawKernel('extern "C" __global__ void hold(volatile int* go) { while (!*go); }', "hold")
-    go = cupyx.zeros_pinned(1, np.int32)
-    cupy.cuda.Device().synchronize()
-    hold((1,), (1,), (go.ctypes.data,))
-    rescue = threading.Timer(60, go.fill, (1,))
-    rescue.start()
-    work()
-    was_held = not go[0]
-    go[0] = 1
-    rescue.cancel()
-    cupy.cuda.Device().synchronize()
-    return was_held
 
 
 def test_uploads_arrive_in_order_and_wait_for_nothing(cupy):

@@ -1,0 +1,30 @@
+"""Whether the host waits for the GPU, for every GPU test of work that must only be enqueued."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def held(cupy: Any, work: Callable[[], object]) -> bool:
+    """Whether work came back while a kernel that runs until the host lets it go kept the current stream busy.
+
+    What work needs is there already: compiling a kernel, or finding memory, may wait.
+    """
+    import cupyx
+
+    hold = cupy.RawKernel('extern "C" __global__ void hold(volatile int* go) { while (!*go); }', "hold")
+    go = cupyx.zeros_pinned(1, np.int32)
+    cupy.cuda.Device().synchronize()
+    hold((1,), (1,), (go.ctypes.data,))
+    rescue = threading.Timer(60, go.fill, (1,))
+    rescue.start()
+    work()
+    was_held = not go[0]
+    go[0] = 1
+    rescue.cancel()
+    cupy.cuda.Device().synchronize()
+    return was_held
