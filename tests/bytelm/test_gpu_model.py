@@ -317,6 +317,23 @@ def distance(x, y):
     return float(np.linalg.norm(np.asarray(x, np.float64) - y))
 
 
+def errors_to_judge(names, gradients, logits):
+    """(name, ours, plain, truth) of what is judged by its RMS error; gradients and logits: of ours, plain and truth.
+
+    Gradients by parameter, but those of a few numbers together, each divided by its size: of 8 numbers alone, errors of
+    one kind differ by more than a factor of two now and then.
+    """
+    few = []
+    for name, *parts in zip(names, *gradients, strict=True):
+        if parts[0].size < 100:
+            few.append([x / np.linalg.norm(parts[-1]) for x in parts])
+        else:
+            yield name, *parts
+    if few:
+        yield "parameters of few numbers", *map(np.concatenate, zip(*few, strict=True))
+    yield "logits", *logits
+
+
 WAYS_OF_RANKS = [(1, "dual_chunk"), (2, "dual_chunk"), (4, "dual_chunk"), (4, "contiguous")]
 
 
@@ -334,11 +351,9 @@ def test_model_errs_no_more_than_twice_as_much_as_plain_bfloat16(config, ways):
         where = f"{cp_size} ranks, {sharding}"
         assert actual.loss == pytest.approx(truth.loss, rel=2.0**-9), where
         assert all(gradient.tobytes() == actual.gradient.tobytes() for gradient in actual.gradients), where
-        results = [(x.gradient, np.concatenate(x.logits)) for x in (actual, plain, truth)]
-        for name, a, p, t in [
-            *zip(shapes, *(np.split(gradient, ends) for gradient, _ in results), strict=True),
-            ("logits", *(logits for _, logits in results)),
-        ]:
+        results = actual, plain, truth
+        gradients, logits = [np.split(x.gradient, ends) for x in results], [np.concatenate(x.logits) for x in results]
+        for name, a, p, t in errors_to_judge(shapes, gradients, logits):
             assert np.isfinite(a).all(), f"{name}, {where}"
             floor = 2.0**-9 * np.linalg.norm(t)  # the rounding of a result, which cannot be avoided
             assert distance(a, t) <= 2 * distance(p, t) + floor, f"{name}, {where}"
