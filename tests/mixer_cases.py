@@ -112,6 +112,24 @@ def random_inputs(case: Case, dtype: Any, seed: int = 0) -> tuple[np.ndarray, th
     return zxbcdt.astype(dtype), thdattn.Mamba2Weights(*(x.astype(kind) for x in weights)), dout.astype(dtype)
 
 
+def extreme_inputs() -> tuple[Case, tuple[np.ndarray, thdattn.Mamba2Weights, np.ndarray]]:
+    """A case of GPU_SIZES and its inputs in bfloat16: steps of 0 to 100, and heads that forget nothing or all."""
+    case = Case("extreme", (90, 3, 1070), sizes=GPU_SIZES)
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    steps = np.random.default_rng(0).choice([-200, -20, -7, 0, 3, 30, 100], (len(zxbcdt), 8))
+    zxbcdt[:, -8:] = steps.astype(BFLOAT16)
+    heads = np.array([-5, 0, 3, 5] * 2, np.float32)
+    return case, (zxbcdt, weights._replace(A_log=heads, dt_bias=np.zeros(8, np.float32)), dout)
+
+
+def adding_up(weights: thdattn.Mamba2Weights) -> thdattn.Mamba2Weights:
+    """Those of a mixer that hardly forgets, and whose convolution passes a row on as it is."""
+    own_row = np.zeros_like(weights.conv_weight)
+    own_row[:, -1] = 1
+    return thdattn.Mamba2Weights(own_row, 0 * weights.conv_bias, np.full_like(weights.A_log, -14), 0 * weights.D,
+                                 0 * weights.dt_bias)
+
+
 @cache
 def truth(case: Case, dtype: Any, rounding: Any = None) -> Result:
     """The oracle's answer for random_inputs, or plain maths with a rounding."""

@@ -12,7 +12,17 @@ from functools import cache
 import numpy as np
 import pytest
 from cases import to_host
-from mixer_cases import BFLOAT16, FLOAT16, FLOAT64, GPU_SIZES, ON_GPUS, Case, random_inputs
+from mixer_cases import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT64,
+    GPU_SIZES,
+    ON_GPUS,
+    Case,
+    adding_up,
+    extreme_inputs,
+    random_inputs,
+)
 
 import thdattn
 from thdattn import oracle
@@ -146,13 +156,9 @@ def test_two_runs_are_bitwise_the_same(cupy):
 
 @pytest.mark.usefixtures("kernels")
 def test_extreme_steps_and_rates(cupy):
-    case = Case("extreme", (90, 3, 1070), sizes=GPU_SIZES)
-    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
-    rng = np.random.default_rng(0)
-    zxbcdt[:, -8:] = rng.choice([-200, -20, -7, 0, 3, 30, 100], (len(zxbcdt), 8)).astype(BFLOAT16)
-    heads = np.array([-5, 0, 3, 5] * 2, np.float32)
-    weights = weights._replace(A_log=heads, dt_bias=np.zeros(8, np.float32))
-    out = forward(cupy, case, 3, BFLOAT16, (zxbcdt, weights, dout))
+    case, inputs = extreme_inputs()
+    zxbcdt, weights, _ = inputs
+    out = forward(cupy, case, 3, BFLOAT16, inputs)
 
     def host(kind):
         mixer = case.mixer(thdattn.comm.init("single"), kind, engine="reference")
@@ -172,10 +178,7 @@ def test_states_beyond_float16_are_read_without_loss(cupy):
     zxbcdt[:, inner : 2 * inner + state] = abs(zxbcdt[:, inner : 2 * inner + state]) + 1  # x and B
     zxbcdt[:, 2 * inner + state : 2 * inner + 2 * state] = -10.5  # C: its silu is -3e-4
     zxbcdt[:, -8:] = 50
-    ones = np.zeros_like(weights.conv_weight)
-    ones[:, -1] = 1
-    weights = weights._replace(conv_weight=ones, conv_bias=np.zeros_like(weights.conv_bias), D=0 * weights.D,
-                               A_log=np.full(8, -14, np.float32), dt_bias=0 * weights.dt_bias)  # fmt: skip
+    weights = adding_up(weights)
     out = forward(cupy, case, 1, FLOAT16, (zxbcdt, weights, dout))
     mixer = case.mixer(thdattn.comm.init("single"), FLOAT64, engine="reference")
     wide = thdattn.Mamba2Weights(*(x.astype(FLOAT64) for x in weights))

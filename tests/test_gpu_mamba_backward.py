@@ -16,7 +16,9 @@ from mixer_cases import (
     GPU_SIZES,
     ON_GPUS,
     Case,
+    adding_up,
     assert_same_bits,
+    extreme_inputs,
     random_inputs,
     run,
     truth,
@@ -124,12 +126,7 @@ def test_two_runs_are_bitwise_the_same(cupy):
 
 
 def test_extreme_steps_and_rates(cupy):
-    case = Case("extreme", (90, 3, 1070), sizes=GPU_SIZES)
-    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
-    rng = np.random.default_rng(0)
-    zxbcdt[:, -8:] = rng.choice([-200, -20, -7, 0, 3, 30, 100], (len(zxbcdt), 8)).astype(BFLOAT16)
-    heads = np.array([-5, 0, 3, 5] * 2, np.float32)
-    inputs = zxbcdt, weights._replace(A_log=heads, dt_bias=np.zeros(8, np.float32)), dout
+    case, inputs = extreme_inputs()
     exact, plain = (mamba_oracle.packed_mixer(case.batch, *inputs, case.sizes, kind) for kind in (None, BFLOAT16))
     for cp_size in (1, 3):
         check(case, BFLOAT16, run(case, cp_size, BFLOAT16, inputs, xp=cupy), exact, plain)
@@ -166,10 +163,7 @@ def test_states_beyond_float16_are_read_without_loss(cupy):
     zxbcdt[:, inner : 2 * inner + state] = abs(zxbcdt[:, inner : 2 * inner + state]) + 2  # x and B
     zxbcdt[:, 2 * inner + state : 2 * inner + 2 * state] = -9  # C: its silu is -1e-3
     zxbcdt[:, -8:], dout[...] = 20, abs(dout) / 16
-    conv_weight = np.zeros_like(weights.conv_weight)
-    conv_weight[:, -1] = 1
-    weights = weights._replace(conv_weight=conv_weight, conv_bias=np.zeros_like(weights.conv_bias), D=0 * weights.D,
-                               A_log=np.full(8, -14, np.float32), dt_bias=0 * weights.dt_bias)  # fmt: skip
+    weights = adding_up(weights)
     exact = mamba_oracle.packed_mixer(case.batch, zxbcdt, weights, dout, case.sizes)
     made = run(case, 1, FLOAT16, (zxbcdt, weights, dout), xp=cupy)["zxbcdt"].astype(np.float64)
     for name, part in columns_of(case.sizes).items():

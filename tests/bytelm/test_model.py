@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from model import Model
 from sizes import EOD, SIZES, TABLE_ROWS, VOCAB, Config
-from texts import LENGTHS, SMALL, Text, busy_weights, run
+from texts import HYBRID, LENGTHS, SMALL, Text, busy_weights, run
 
 import thdattn
 
@@ -33,10 +33,11 @@ def assert_same(actual, expected):
         assert y.any() or name == "nothing"
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("window", [0, 6])
-def test_gradient_is_that_of_finite_differences(tied, window):
-    model = single(replace(SMALL, tied=tied, window=window), dtype="float64")
+@pytest.mark.parametrize("config", [
+    HYBRID, *(replace(SMALL, tied=tied, window=window) for tied in (False, True) for window in (0, 6)),
+], ids=["hybrid", "full", "window", "tied-full", "tied-window"])  # fmt: skip
+def test_gradient_is_that_of_finite_differences(config):
+    model = single(config, dtype="float64")
     rng = np.random.default_rng(2)
     start = model.weights + 0.2 * rng.standard_normal(model.weights.shape)
     model.weights[...] = start
