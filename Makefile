@@ -7,7 +7,7 @@
 #   make info                        versions, GPUs, where libraries come from, what is missing
 #   make pack-stats ARGS="--data DIR --tokens 16384"    documents per pack, and how many a CUDA graph should take
 #   make advise ARGS="--lengths 64x1024 --ranks 8"      which way to spread a pack over ranks, and what each costs
-#   make test                        tests that need no GPU, on all cores;  make gpu-test: those that need one
+#   make test                        tests that need no GPU, on up to 4 cores;  make gpu-test: those that need one
 #   make test ARGS="-m exhaustive"   kernels compiled for more GPUs than Ampere's and Hopper's, and in float16
 #   make lint                        ruff and mypy
 #   make docs                        the API reference, from the docstrings, into build/docs
@@ -42,7 +42,7 @@ advise:
 	@python=$$(tools/setup.sh demo) && exec "$$python" -m thdattn advise $(ARGS)
 
 test:
-	@python=$$(tools/setup.sh test) && exec "$$python" -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+	@python=$$(tools/setup.sh test) && exec "$$python" -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 gpu-test:
 	@python=$$(tools/setup.sh test) && exec "$$python" -m pytest -m gpu $(ARGS)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# Tests run on all cores, and their ranks are threads or processes: none may spin on a core that others need, as threads
+# Tests run side by side, and their ranks are threads or processes: none may spin on a core that others need, as threads
 # of OpenBLAS and PyTorch do, and ranks of MPICH in a collective.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
