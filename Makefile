@@ -1,6 +1,6 @@
 # Every goal sets up what it needs first (tools/setup.sh): nothing has to be installed beforehand but Python 3.10.
 #
-#   make demo                        trains a small language model across ranks, keeps it in runs/demo, shows what it writes
+#   make demo                        trains a small language model across ranks into runs/demo, shows what it writes
 #   make demo RANKS=2 ARGS="--steps 300 --plot curve.png"
 #   make tutorial                    packed documents over 4 ranks, each result checked against float64
 #   make check                       every kind of pack and mask on this machine's engine, against float64
