@@ -108,8 +108,10 @@ def test_errors_are_those_of_the_dtype(on_host, part, dtype, least, most):
     case = replace(TOY, dtype=dtype)
     measured = bench_mamba.small_errors(case, part, [OURS], np)
     assert list(measured) == [(OURS, name, record.ERRORS) for name in mamba_record.PARTS[part]]
-    for row in measured.values():
-        assert least < float(row["rms"]) < most, measured
+    for (_, name, _), row in measured.items():
+        in_float32 = (part, name) == ("scan", "dD")  # of x, which is given, and of dy before it is rounded
+        low, high = (0, 2e-5) if in_float32 else (least, most)
+        assert low < float(row["rms"]) < high, measured
         assert float(row["largest"]) > 0
 
 

@@ -17,12 +17,13 @@ from thdattn.decode_tiles import CACHE_KERNELS, DECODE, MixerDecode
 from thdattn.instances import PLAN_KERNELS, REORDER_KERNELS, SUM_KERNELS, Instance, Kind, sinks_grad_kernel
 from thdattn.mixer_backward_tiles import (
     CHUNK_TILES,
+    CHUNK_TILES_SM90,
+    WALKS_SM90,
     chunk_tile_for,
     thd_mixer_add_halos,
     thd_mixer_conv_bwd,
     thd_mixer_gate_bwd,
-    thd_ssd_chunk_states,
-    thd_ssd_dstates,
+    walk_for,
 )
 from thdattn.mixer_tiles import MIXER_KERNELS, MIXER_SIZES, SLABS, SLABS_SM90, slab_for, thd_mixer_conv
 from thdattn.tiles import STATIC_BYTES, TILES, BackwardSm90, Tiles
@@ -153,11 +154,12 @@ def test_other_mixer_kernels_fit_and_do_not_spill(arch):
 
 def mixer_walks(arch, state_dim, dtype):
     """Those of the backward that a GPU may choose."""
-    for head_dim in MIXER_SIZES["head_dim"]:
-        for columns in {head_dim, 128}:
-            how = head_dim, state_dim, columns, ARCHITECTURES[arch]
-            yield thd_ssd_dstates(dtype, *how)
-            yield from (thd_ssd_chunk_states(dtype, back, *how) for back in (False, True))
+    kinds = itertools.product(MIXER_SIZES["head_dim"], (64, 128), {False, arch == "sm_90a"})
+    walks = {walk_for(head_dim, state_dim, columns, ARCHITECTURES[arch], sm90) for head_dim, columns, sm90 in kinds
+             if columns % head_dim == 0}  # fmt: skip
+    for walk in sorted(walks, key=repr):
+        yield walk.thd_ssd_dstates(dtype)
+        yield from (walk.thd_ssd_chunk_states(dtype, back) for back in (False, True))
 
 
 @pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
@@ -181,6 +183,10 @@ def test_mixer_gradients_of_chunks_fit(arch):
     compile_all([tile.thd_ssd_bwd("bfloat16") for tile in chosen], arch, most_spilled=4096)
 
 
+def test_mixer_gradients_of_chunks_on_hopper_fit_and_do_not_spill():
+    compile_all([tile.thd_ssd_bwd(dtype) for tile in CHUNK_TILES_SM90 for dtype in ("bfloat16", "float16")], "sm_90a")
+
+
 @pytest.mark.parametrize("sizes", [*itertools.product(MIXER_SIZES["head_dim"], MIXER_SIZES["state_dim"])], ids=str)
 def test_mixer_gradients_of_chunks_take_the_first_choice_that_fits(sizes):
     tiles = [tile for tile in CHUNK_TILES if (tile.head_dim, tile.state_dim) == sizes]
@@ -189,6 +195,8 @@ def test_mixer_gradients_of_chunks_take_the_first_choice_that_fits(sizes):
     for tile, need in zip(tiles, needs, strict=True):
         assert chunk_tile_for(*sizes, need) == tile
     assert chunk_tile_for(*sizes, ARCHITECTURES["sm_80"]) in tiles
+    on_hopper = [tile for tile in CHUNK_TILES_SM90 if (tile.head_dim, tile.state_dim) == sizes]
+    assert chunk_tile_for(*sizes, ARCHITECTURES["sm_90a"], sm90=True) == [*on_hopper, *tiles][0]
     with pytest.raises(ValueError, match=f"shared memory per thread block, wanted {needs[-1]} for the backward"):
         chunk_tile_for(*sizes, needs[-1] - 1)
 
@@ -283,7 +291,9 @@ def with_tiles():
     narrow, wide = TILES[64, 64], TILES[256, 256]
     backward = narrow.backward[0]
     mixer = [make("float16") for slab in (SLABS[0], SLABS_SM90[0]) for make in (slab.states_kernel, slab.scan_kernel)]
-    mixer += [CHUNK_TILES[0].thd_ssd_bwd("float16"), *itertools.islice(mixer_walks("sm_90a", 64, "float16"), 2)]
+    mixer += [tiles[0].thd_ssd_bwd("float16") for tiles in (CHUNK_TILES, CHUNK_TILES_SM90)]
+    mixer += [kernel for walk in (walk_for(64, 64, 64, 2**20), WALKS_SM90[0])
+              for kernel in (walk.thd_ssd_dstates("float16"), walk.thd_ssd_chunk_states("float16", False))]
     return [*mixer,
             narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
             narrow.thd_attn_bwd_dq("float16", "float32"), narrow.thd_attn_fwd_sm90("float16", "float32"),
@@ -295,8 +305,8 @@ def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below()
     kernels = [kernel for tiles in TILES.values()
                for kernel in (*tiles.portable_kernels(ARCHITECTURES["sm_80"]), *tiles.hopper_kernels())]
     kernels += [make("float16") for slab in (*SLABS, *SLABS_SM90) for make in (slab.states_kernel, slab.scan_kernel)]
-    kernels += [tile.thd_ssd_bwd("float16") for tile in CHUNK_TILES]
-    kernels += [kernel for dim in MIXER_SIZES["state_dim"] for kernel in mixer_walks("sm_80", dim, "float16")]
+    kernels += [tile.thd_ssd_bwd("float16") for tile in (*CHUNK_TILES, *CHUNK_TILES_SM90)]
+    kernels += [kernel for dim in MIXER_SIZES["state_dim"] for kernel in mixer_walks("sm_90a", dim, "float16")]
     found = {kernel.name.partition("<")[0] for kernel in kernels if kernel.shared_bytes}
     assert found == {kernel.name.partition("<")[0] for kernel in with_tiles()}
 

@@ -82,7 +82,16 @@ def test_every_size_is_the_recurrence(cupy, case):
     check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy))
 
 
-@pytest.mark.parametrize("name", ["1-groups-of-64-256", "8-groups-of-64-64", "1-groups-of-128-128"])
+@pytest.mark.usefixtures("portable")
+@pytest.mark.parametrize("cp_size", [1, 3])
+@pytest.mark.parametrize("name", ["resets-inside-chunks", "segment-edges", "2-groups-of-64-128", "8-groups-of-64-64"])
+def test_portable_kernels_are_the_recurrence(cupy, name, cp_size):
+    check(BY_NAME[name], BFLOAT16, run(BY_NAME[name], cp_size, BFLOAT16, xp=cupy))
+
+
+@pytest.mark.parametrize(
+    "name", ["1-groups-of-64-256", "8-groups-of-64-64", "2-groups-of-64-128", "1-groups-of-128-128"]
+)
 def test_float16_is_the_recurrence(cupy, name):
     check(BY_NAME[name], FLOAT16, run(BY_NAME[name], 1, FLOAT16, xp=cupy))
 

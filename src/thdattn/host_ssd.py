@@ -243,12 +243,23 @@ def ssd_scan(
         out[rows] = np.where(valid[rows], made * silu(cleared(z[rows], valid[rows], shape)), 0).astype(out.dtype)
 
 
-def mixer_gate_bwd(dout: Array, zxbcdt: Array, y: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array) -> Array:
-    """dy = dout * silu(z), (local_rows, d_inner) in the dtype of the mixer; and dz, the first columns of dzxbcdt."""
+def mixer_gate_bwd(
+    dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
+    into: Gradients,
+) -> Array:
+    """dy = dout * silu(z), (local_rows, d_inner) in the dtype of the mixer; and dz, the first columns of dzxbcdt.
+
+    Args:
+        into: from ssd_gradients; it gets the shares of D, of which dy is not yet rounded.
+    """
     valid = valid_rows(plan)
     z, dout = (cleared(x, valid, shape) for x in (shape.parts(zxbcdt)[0], dout))
     shape.parts(dzxbcdt)[0][...] = (dout * y.astype(z.dtype) * slope(z)).astype(dzxbcdt.dtype)
-    return (dout * silu(z)).astype(shape.dtype)
+    dy = dout * silu(z)
+    x = shape.split(act.channels)[0].astype(dy.dtype)
+    of_rows = (dy.reshape(x.shape) * x).sum(axis=2)
+    into.shares[:, 1] = in_chunks(of_rows).sum(axis=1)
+    return dy.astype(shape.dtype)
 
 
 def ssd_gradients(plan: Plan, shape: MixerShape) -> Gradients:
@@ -271,7 +282,7 @@ def ssd_bwd(
         dy: (local_rows, d_inner), gradient of y; 0 on padding.
         states: in front of each segment. dstates: gradients of the states behind each segment.
         segments: which ones.
-        into: from ssd_gradients; it gets their rows and shares.
+        into: from ssd_gradients; it gets their rows, and shares of A.
     """
     dchannels, ddt, shares = into
     rates = -np.exp(weights.A_log)
@@ -283,7 +294,6 @@ def ssd_bwd(
         dchannels[rows] = np.concatenate([_in_rows(x, num_rows) for x in (dx, db, dc)], axis=1).astype(dchannels.dtype)
         ddt[rows] = _in_rows((ddt_alone + rates[:, None] * da)[..., None], num_rows)
         shares[here, 0] = (chunks.dt * da).sum(axis=2)
-        shares[here, 1] = (dout * chunks.x).sum(axis=(2, 3))
 
 
 def _chunk_gradients(

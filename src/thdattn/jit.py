@@ -43,6 +43,7 @@ _HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")
 _MAMBA = (*_PORTABLE, "kernels/mamba/common.cuh")
 _MAMBA_BACKWARD = (*_MAMBA, "kernels/mamba/backward_common.cuh")
 _MAMBA_HOPPER = (*_HOPPER, "kernels/portable/common.cuh", "kernels/mamba/common.cuh")
+_MAMBA_HOPPER_BACKWARD = (*_MAMBA_HOPPER, "kernels/mamba/scan_sm90.cu", "kernels/mamba/backward_common.cuh")
 _MIXER_DECODE = (*_MAMBA, "kernels/mamba/decode.cu")
 FILES = {
     "thd_reorder": _ROWS,
@@ -81,6 +82,10 @@ FILES = {
     "thd_ssd_dstates": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_chunk_states": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_bwd": (*_MAMBA_BACKWARD, "kernels/mamba/chunk_backward.cuh", "kernels/mamba/chunk_backward.cu"),
+    "thd_ssd_dstates_sm90": (*_MAMBA_HOPPER_BACKWARD, "kernels/mamba/scan_backward_sm90.cu"),
+    "thd_ssd_chunk_states_sm90": (*_MAMBA_HOPPER_BACKWARD, "kernels/mamba/scan_backward_sm90.cu"),
+    "thd_ssd_bwd_sm90": (
+        *_MAMBA_HOPPER_BACKWARD, *(f"kernels/mamba/chunk_backward_sm90.{end}" for end in ("cuh", "cu"))),
     "thd_mixer_conv_bwd": (*_MAMBA, "kernels/mamba/conv_backward.cu"),
     "thd_mixer_sum": (*_MAMBA, "kernels/mamba/conv_backward.cu"),
     "thd_mixer_add_halos": (*_MAMBA, "kernels/mamba/conv_backward.cu"),

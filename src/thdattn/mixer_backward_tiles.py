@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thdattn.instances import ELEMENT_TYPES, Instance
-from thdattn.mixer_tiles import CHUNK
+from thdattn.mixer_tiles import BOX_BYTES, CHUNK
 from thdattn.tiles import PAD
 
 WALK_SLICE = 128  # columns of a state in the registers of a thread block that walks down or up the rows
-CHUNK_THREADS = 256
 CONV_BACK_COLUMNS, CONV_BACK_HEADS = 256, 128  # kConvBackColumns and kConvBackThreads of kernels/mamba/conv_backward.cu
 SUM_COLUMNS = 32
 
@@ -23,12 +22,33 @@ class ChunkTile:
     slice: int
     blocks: int = 1
 
+    threads = 256
+    by_boxes = False  # it loads rows and states by pointers
+
     def thd_ssd_bwd(self, dtype: str) -> Instance:
         """The kernel, for "float16" or "bfloat16"."""
         rows = _tile(CHUNK, self.state_dim) + _tile(CHUNK, self.head_dim) + _tile(self.head_dim, self.slice)
-        pairs, products, numbers = _tile(CHUNK, CHUNK), 20 * 512, 4 * (4 + 1 + 12) * CHUNK + 2 * 32
+        pairs, products, numbers = _tile(CHUNK, CHUNK), 20 * 512, 4 * (4 + 1 + 11) * CHUNK + 2 * 32
         return _instance("thd_ssd_bwd", dtype, self.head_dim, self.state_dim, self.slice, self.blocks,
                          shared_bytes=2 * rows + pairs + products + numbers)
+
+
+@dataclass(frozen=True)
+class ChunkTileSm90:
+    """The same on Hopper, for heads of 64: `stages` heads in shared memory at a time."""
+
+    state_dim: int
+    stages: int
+
+    head_dim, blocks, threads, by_boxes = 64, 1, 512, True
+
+    def thd_ssd_bwd(self, dtype: str) -> Instance:
+        """The kernel, for "float16" or "bfloat16"."""
+        parts = self.state_dim // 64
+        stage = (2 + 2 * parts) * BOX_BYTES + 4 * (2 + 8) * CHUNK + 16 + 3 * 8
+        of_chunk = (2 * parts + 4) * BOX_BYTES + 4 * CHUNK + 16 + 4 * 8
+        return _instance("thd_ssd_bwd_sm90", dtype, self.state_dim, self.stages,
+                         shared_bytes=of_chunk + self.stages * stage)
 
 
 # From the first choice on; GPUs with less shared memory take later ones.
@@ -43,15 +63,19 @@ CHUNK_TILES = (
     ChunkTile(128, 256, 128),
     ChunkTile(128, 256, 64),
 )
+CHUNK_TILES_SM90 = (ChunkTileSm90(64, stages=4), ChunkTileSm90(128, stages=3))
 
 
-def chunk_tile_for(head_dim: int, state_dim: int, shared_bytes: int) -> ChunkTile:
-    """The first choice that fits `shared_bytes` of shared memory per block.
+def chunk_tile_for(
+    head_dim: int, state_dim: int, shared_bytes: int, sm90: bool = False
+) -> ChunkTile | ChunkTileSm90:
+    """The first choice that fits `shared_bytes` of shared memory per block; sm90: also those of Hopper.
 
     Raises:
         ValueError: none does.
     """
-    of_sizes = [tile for tile in CHUNK_TILES if (tile.head_dim, tile.state_dim) == (head_dim, state_dim)]
+    tiles: tuple[ChunkTile | ChunkTileSm90, ...] = (*CHUNK_TILES_SM90, *CHUNK_TILES) if sm90 else CHUNK_TILES
+    of_sizes = [tile for tile in tiles if (tile.head_dim, tile.state_dim) == (head_dim, state_dim)]
     needs = [tile.thd_ssd_bwd("bfloat16").shared_bytes for tile in of_sizes]
     fitting = (tile for tile, need in zip(of_sizes, needs, strict=True) if need <= shared_bytes)
     chosen = next(fitting, None)
@@ -63,21 +87,93 @@ def chunk_tile_for(head_dim: int, state_dim: int, shared_bytes: int) -> ChunkTil
     return chosen
 
 
-def walk_columns(head_dim: int, group_columns: int) -> int:
-    """Columns of x that a thread block of the walks has: of one head, or of two if a group has an even number."""
-    return 128 if group_columns % 128 == 0 else head_dim
+@dataclass(frozen=True)
+class Walk:
+    """thd_ssd_dstates and thd_ssd_chunk_states: a thread block has `columns` of x, of one head or of two."""
+
+    head_dim: int
+    state_dim: int
+    columns: int
+    stages: int
+
+    by_boxes = False  # it loads rows by pointers
+
+    @property
+    def threads(self) -> int:
+        """Of a thread block."""
+        return 4 * self.columns
+
+    @property
+    def part(self) -> int:
+        """Columns of the state that a thread block has."""
+        return min(self.state_dim, WALK_SLICE)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a thread block."""
+        numbers = self.columns // self.head_dim * (CHUNK + 4) + self.columns // 8
+        return self.stages * (_tile(CHUNK, self.columns) + _tile(CHUNK, self.part)) + 8 * numbers
+
+    def thd_ssd_dstates(self, dtype: str) -> Instance:
+        """The kernel, for "float16" or "bfloat16"."""
+        return self._instance("thd_ssd_dstates", dtype)
+
+    def thd_ssd_chunk_states(self, dtype: str, back: bool) -> Instance:
+        """The same; back: of gradients."""
+        return self._instance("thd_ssd_chunk_states", dtype, back)
+
+    def _instance(self, kernel: str, dtype: str, *how: bool) -> Instance:
+        sizes = self.head_dim, self.state_dim, self.part, self.columns, self.stages
+        return _instance(kernel, dtype, *how, *sizes, shared_bytes=self.shared_bytes)
 
 
-def thd_ssd_dstates(dtype: str, head_dim: int, state_dim: int, columns: int, shared_bytes: int) -> Instance:
-    """The kernel, for "float16" or "bfloat16", on a GPU with so much shared memory per block."""
-    return _walk("thd_ssd_dstates", (dtype, head_dim, state_dim), columns, shared_bytes)
+@dataclass(frozen=True)
+class WalkSm90:
+    """The same on Hopper, for heads of 64: a thread block has some of a group."""
+
+    heads: int
+    state_dim: int
+    stages: int
+
+    by_boxes = True
+
+    @property
+    def columns(self) -> int:
+        """Of x."""
+        return 64 * self.heads
+
+    @property
+    def threads(self) -> int:
+        """Of a thread block."""
+        return 128 * self.heads
+
+    def thd_ssd_dstates(self, dtype: str) -> Instance:
+        """The kernel, for "float16" or "bfloat16"."""
+        return self._instance("thd_ssd_dstates_sm90", dtype)
+
+    def thd_ssd_chunk_states(self, dtype: str, back: bool) -> Instance:
+        """The same; back: of gradients."""
+        return self._instance("thd_ssd_chunk_states_sm90", dtype, back)
+
+    def _instance(self, kernel: str, dtype: str, *how: bool) -> Instance:
+        stage, of_heads = (self.heads + self.state_dim // 64) * BOX_BYTES + 2 * 8, 2 * 4 * (CHUNK + 2) + 2 * 4 * 4
+        return _instance(kernel, dtype, *how, self.heads, self.state_dim, self.stages,
+                         shared_bytes=self.stages * stage + self.heads * of_heads)
 
 
-def thd_ssd_chunk_states(
-    dtype: str, back: bool, head_dim: int, state_dim: int, columns: int, shared_bytes: int
-) -> Instance:
-    """The kernel, for "float16" or "bfloat16", on a GPU with so much shared memory per block; back: of gradients."""
-    return _walk("thd_ssd_chunk_states", (dtype, back, head_dim, state_dim), columns, shared_bytes)
+WALKS_SM90 = tuple(WalkSm90(heads, *how) for how in ((64, 4), (128, 3)) for heads in (2, 1))
+
+
+def walk_for(
+    head_dim: int, state_dim: int, group_columns: int, shared_bytes: int, sm90: bool = False
+) -> Walk | WalkSm90:
+    """How a GPU with so much shared memory per block walks, over heads of a group of so many columns of x."""
+    for walk in WALKS_SM90 if sm90 and head_dim == 64 else ():
+        if walk.state_dim == state_dim and group_columns % walk.columns == 0:
+            return walk
+    columns = 128 if group_columns % 128 == 0 else head_dim
+    most = Walk(head_dim, state_dim, columns, 3)
+    return most if most.shared_bytes <= shared_bytes else replace(most, stages=2)
 
 
 def thd_mixer_gate_bwd(dtype: str) -> Instance:
@@ -93,14 +189,6 @@ def thd_mixer_conv_bwd(dtype: str, conv_width: int) -> Instance:
 def thd_mixer_add_halos(dtype: str) -> Instance:
     """The kernel, for "float16" or "bfloat16"."""
     return Instance(f"thd_mixer_add_halos<{ELEMENT_TYPES[dtype]}>")
-
-
-def _walk(kernel: str, what: tuple[str | int, ...], columns: int, most_bytes: int) -> Instance:
-    head_dim, state_dim = map(int, what[-2:])
-    part = min(state_dim, WALK_SLICE)
-    stage, numbers = _tile(CHUNK, columns) + _tile(CHUNK, part), columns // head_dim * (CHUNK + 4) + columns // 8
-    stages = 3 if 3 * stage + 8 * numbers <= most_bytes else 2
-    return _instance(kernel, *what, part, columns, stages, shared_bytes=stages * stage + 8 * numbers)
 
 
 def _tile(rows: int, columns: int) -> int:

@@ -71,11 +71,11 @@ def backward(
     """Gradients of forward: those of this rank's rows, and what these rows give to those of the weights."""
     y, halo, states = kept
     dzxbcdt = engine.empty(zxbcdt.shape, zxbcdt.dtype)
-    dy = engine.mixer_gate_bwd(dout, zxbcdt, y, plan, shape, dzxbcdt)
     act = engine.mixer_conv(zxbcdt, halo, weights, plan, shape)
+    gradients = engine.ssd_gradients(plan, shape)
+    dy = engine.mixer_gate_bwd(dout, zxbcdt, y, act, plan, shape, dzxbcdt, gradients)
     dstates, decays = engine.ssd_dstates(act, dy, plan, shape)
     summary = engine.ssd_fold(dstates, decays, plan, shape, reverse=True)
-    gradients = engine.ssd_gradients(plan, shape)
 
     def scan(segments: slice) -> None:
         engine.ssd_bwd(act, dy, states, dstates, weights, plan, shape, segments, gradients)

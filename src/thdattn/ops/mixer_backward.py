@@ -8,25 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from thdattn import jit
 from thdattn.mixer_backward_tiles import (
-    CHUNK_THREADS,
     CONV_BACK_COLUMNS,
     CONV_BACK_HEADS,
     SUM_COLUMNS,
     WALK_SLICE,
     ChunkTile,
+    ChunkTileSm90,
+    Walk,
+    WalkSm90,
     chunk_tile_for,
     thd_mixer_add_halos,
     thd_mixer_conv_bwd,
     thd_mixer_gate_bwd,
-    thd_ssd_chunk_states,
-    thd_ssd_dstates,
-    walk_columns,
+    walk_for,
 )
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.mixer_tiles import CHUNK, SEGMENT_CHUNKS
@@ -34,6 +34,7 @@ from thdattn.ops import launch
 from thdattn.ops.launch import Array, Launch
 from thdattn.ops.mixer import Activations, size_of
 from thdattn.plan import Plan
+from thdattn.tensor_map import BOX_COLUMNS, tensor_map
 
 _AT_ONCE = 16  # segments whose states at every chunk are in memory at a time; enough to fill the largest GPUs
 
@@ -54,23 +55,34 @@ class Gradients(NamedTuple):
     shares: Array
 
 
-def mixer_gate_bwd(dout: Array, zxbcdt: Array, y: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array) -> Array:
-    """dy, and the gradient of z. See host_ssd.mixer_gate_bwd."""
+def mixer_gate_bwd(
+    dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
+    into: Gradients,
+) -> Array:
+    """dy, the gradient of z and shares of that of D. See host_ssd.mixer_gate_bwd."""
     dy, run = plan.once(("gate_bwd", shape), lambda: _gate_bwd(plan, shape))
-    run(dout, zxbcdt, y, plan.key_ranges, dy, dzxbcdt)
+    run(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *_shares(into, "D", shape))
     return dy
 
 
 def _gate_bwd(plan: Plan, shape: MixerShape) -> tuple[Array, Launch]:
     dy = plan.buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype)
-    grid = -(-shape.d_inner // 1024), min(plan.local_rows, 4 * launch.this_gpu().multiprocessors)
-    return dy, Launch(jit.kernel(*thd_mixer_gate_bwd(shape.dtype.name)), grid, 128, (size_of(plan, shape),))
+    grid = -(-shape.d_inner // 1024), -(-plan.local_rows // CHUNK)
+    fixed = plan.key_ranges, size_of(plan, shape)
+    return dy, Launch(jit.kernel(*thd_mixer_gate_bwd(shape.dtype.name)), grid, 128, fixed)
+
+
+def _shares(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array, np.uint64]:
+    """Those of a weight, and how far those of two chunks are from each other."""
+    before = Mamba2Weights._fields.index(weight)
+    begin = sum(map(math.prod, shape.weights[:before]))
+    return gradients.shares.ravel()[begin:], np.uint64(_numbers(shape))
 
 
 def ssd_dstates(act: Activations, dy: Array, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
     """What every segment adds to the gradient of the state in front. See host_ssd.ssd_dstates."""
     made, run = plan.once(("dstates", shape), lambda: _dstates(plan, shape))
-    run(act.channels, dy, act.sums, plan.key_ranges, *made)
+    run(*_rows(_walk(shape).by_boxes, act.channels, dy), act.sums, plan.key_ranges, *made)
     return made
 
 
@@ -78,15 +90,23 @@ def _dstates(plan: Plan, shape: MixerShape) -> tuple[tuple[Array, Array], Launch
     segments = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
     dstates = plan.buffer("gradients of states", (segments, *shape.state), np.float32)
     decays = plan.buffer("decays backward", (segments, shape.num_heads), np.float32)
-    columns = _walk_columns(shape)
-    sizes = shape.head_dim, shape.state_dim, columns, launch.this_gpu().shared_bytes
-    kernel = jit.kernel(*thd_ssd_dstates(shape.dtype.name, *sizes))
-    grid = segments, shape.d_inner // columns, _slices(shape)
-    return (dstates, decays), Launch(kernel, grid, 4 * columns, (size_of(plan, shape),))
+    walk = _walk(shape)
+    grid = segments, shape.d_inner // walk.columns, _slices(shape)
+    kernel = jit.kernel(*walk.thd_ssd_dstates(shape.dtype.name))
+    return (dstates, decays), Launch(kernel, grid, walk.threads, (size_of(plan, shape),))
 
 
-def _walk_columns(shape: MixerShape) -> int:
-    return walk_columns(shape.head_dim, shape.d_inner // shape.num_groups)
+def _walk(shape: MixerShape) -> Walk | WalkSm90:
+    gpu, group_columns = launch.this_gpu(), shape.d_inner // shape.num_groups
+    return walk_for(shape.head_dim, shape.state_dim, group_columns, gpu.shared_bytes, gpu.sm90)
+
+
+def _rows(by_boxes: bool, channels: Array, dy: Array) -> list[Any]:
+    """channels and dy as kernels take them: arrays, or tensor maps of their columns."""
+    if not by_boxes or not len(dy):
+        return [channels, dy]
+    boxes = (x.reshape(len(x), x.shape[1] // BOX_COLUMNS, BOX_COLUMNS) for x in (channels, dy))
+    return [tensor_map(x, len(x), x.strides[0], CHUNK) for x in boxes]
 
 
 def _slices(shape: MixerShape) -> int:
@@ -122,8 +142,9 @@ def _most_chunks() -> int:
     return _AT_ONCE * SEGMENT_CHUNKS
 
 
-def _tile(shape: MixerShape) -> ChunkTile:
-    return chunk_tile_for(shape.head_dim, shape.state_dim, launch.this_gpu().shared_bytes)
+def _tile(shape: MixerShape) -> ChunkTile | ChunkTileSm90:
+    gpu = launch.this_gpu()
+    return chunk_tile_for(shape.head_dim, shape.state_dim, gpu.shared_bytes, gpu.sm90)
 
 
 def ssd_bwd(
@@ -146,29 +167,38 @@ def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[.
     """
     all_chunks = -(-plan.local_rows // CHUNK)
     most, fewer = segments * SEGMENT_CHUNKS, -all_chunks % SEGMENT_CHUNKS if last else 0
-    chunks, dtype, sizes = most - fewer, shape.dtype.name, (shape.head_dim, shape.state_dim)
+    chunks, dtype = most - fewer, shape.dtype.name
     kept = plan.buffer("states at chunks", (2 * min(all_chunks, _most_chunks()), *shape.state), shape.dtype)
     scales = plan.buffer("scales of states", (len(kept), shape.num_heads, _slices(shape)), np.float32)
-    columns, tile, splits = _walk_columns(shape), _tile(shape), _splits(all_chunks, shape)
-    grid = segments, shape.d_inner // columns, _slices(shape)
+    walk, tile, splits = _walk(shape), _tile(shape), _splits(all_chunks, shape)
+    grid = segments, shape.d_inner // walk.columns, _slices(shape)
     forward, back = (
-        Launch(jit.kernel(*thd_ssd_chunk_states(dtype, back, *sizes, columns, launch.this_gpu().shared_bytes)), grid,
-               4 * columns, (part, scale, size_of(plan, shape)))
+        Launch(jit.kernel(*walk.thd_ssd_chunk_states(dtype, back)), grid, walk.threads,
+               (part, scale, size_of(plan, shape)))
         for back, part, scale in ((False, kept, scales), (True, kept[chunks:], scales[chunks:])))
     main = Launch(
-        jit.kernel(*tile.thd_ssd_bwd(dtype)), (chunks, shape.num_groups * splits), CHUNK_THREADS,
+        jit.kernel(*tile.thd_ssd_bwd(dtype)), (chunks, shape.num_groups * splits), tile.threads,
         (np.int32(chunks), size_of(plan, shape)))
-    ranges, of_a_log, numbers = plan.key_ranges, sum(map(math.prod, shape.weights[:2])), _numbers(shape)
+    ranges = plan.key_ranges
 
     def run(act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, into: Gradients,
             begin: int) -> None:
-        for walk, of in ((forward, states), (back, dstates)):
-            walk(act.channels, dy, act.sums, act.leave, ranges, of, np.int32(begin))
-        main(act.channels, dy, kept, scales, act.dt, act.sums, ranges, weights.A_log, weights.D, into.dx, into.dbc,
-             into.ddt, into.shares.ravel()[of_a_log:], np.int32(shape.num_heads), np.uint64(numbers),
-             np.int32(begin * SEGMENT_CHUNKS))
+        rows = _rows(walk.by_boxes, act.channels, dy)
+        for walks, of in ((forward, states), (back, dstates)):
+            walks(*rows, act.sums, act.leave, ranges, of, np.int32(begin))
+        main(*_inputs(tile, act.channels, dy, kept, shape), scales, act.dt, act.sums, ranges, weights.A_log, weights.D,
+             into.dx, into.dbc, into.ddt, *_shares(into, "A_log", shape), np.int32(begin * SEGMENT_CHUNKS))
 
     return run
+
+
+def _inputs(tile: ChunkTile | ChunkTileSm90, channels: Array, dy: Array, kept: Array, shape: MixerShape) -> list[Any]:
+    """As thd_ssd_bwd takes them: arrays, or tensor maps of rows and states and then the array of B and C."""
+    rows = _rows(tile.by_boxes, channels, dy)
+    if not tile.by_boxes:
+        return [*rows, kept]
+    states = kept.reshape(-1, shape.state_dim // BOX_COLUMNS, BOX_COLUMNS)
+    return [*rows, tensor_map(states, len(states), states.strides[0], CHUNK), channels]
 
 
 def mixer_conv_bwd(

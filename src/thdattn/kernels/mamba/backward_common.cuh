@@ -46,3 +46,36 @@ __device__ __forceinline__ void other_columns(u32 (&b)[4], const T* tile) {
   const int lane = threadIdx.x % kWarp;
   ldmatrix_transposed(b, tile + lane % 16 * kPitch + lane / 16 * 8);
 }
+
+// What is known of two rows of a chunk that a lane has, 2 * lane and the next, and what follows from it: ends, of the
+// things that pass over rows those that end with a row; begins, those that begin behind it; alone, what dt gets of u.
+struct TwoRows {
+  float ends[2], begins[2], alone[2];
+
+  // By one warp: what passes over each row, so ddt; and the chunk's share of the gradient of A. across: what passes
+  // over all rows.
+  __device__ __forceinline__ void finish(const int* first_rows, const float* dt, float across, float rate, float* ddt,
+                                         float* share_of_rate) const {
+    const int lane = threadIdx.x % kWarp, one = 2 * lane, other = one + 1;
+    const int first[2] = {first_rows[one], first_rows[other]}, next = __shfl_down_sync(0xffffffffu, first[0], 1);
+    const bool together = first[1] <= one;
+    // What ends at a row or later, and what begins at a row or earlier, as far as rows are of one sequence.
+    float later = ends[0] + (together ? ends[1] : 0.f), earlier = begins[1] + (together ? begins[0] : 0.f);
+    #pragma unroll
+    for (int lanes = 1; lanes < kWarp; lanes *= 2) {
+      const float behind = __shfl_down_sync(0xffffffffu, later, lanes);
+      const float front = __shfl_up_sync(0xffffffffu, earlier, lanes);
+      const int start = __shfl_down_sync(0xffffffffu, first[0], lanes);
+      if (lane + lanes < kWarp && start <= one) later += behind;
+      if (lane >= lanes && first[1] <= other - 2 * lanes) earlier += front;
+    }
+    const float behind = __shfl_down_sync(0xffffffffu, later, 1), front = __shfl_up_sync(0xffffffffu, earlier, 1);
+    const float before = lane > 0 && first[0] < one ? front : 0.f;
+    const float da[2] = {later + before + across,
+                         ends[1] + (lane + 1 < kWarp && next <= other ? behind : 0.f)
+                         + (together ? begins[0] + before : 0.f) + across};
+    store_pair(ddt + one, alone[0] + rate * da[0], alone[1] + rate * da[1]);
+    const float of_rate = warp_sum(dt[one] * da[0] + dt[other] * da[1]);
+    if (lane == 0) *share_of_rate = of_rate;
+  }
+};

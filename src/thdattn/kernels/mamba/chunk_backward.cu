@@ -1,13 +1,13 @@
 // Gradients of the Mamba-2 recurrence, one chunk of rows at a time.
 
-// Gradients of x, B, C and dt of each chunk, and its shares of those of A and D. A thread block has some heads of a
+// Gradients of x, B, C and dt of each chunk, and its share of that of A. A thread block has some heads of a
 // group, one after another. Bound by memory.
 //
 // channels (rows, channels), dy (rows, inner); chunk_states and scales from thd_ssd_chunk_states, of
 // num_chunks chunks
 // dx (rows, inner); dbc (splits, rows, 2 * groups * state_dim), what each of gridDim.y / groups parts of a group's
 // heads gives to dB and dC; ddt (heads, chunks * kChunk)
-// shares: of A and, d_shares further on, of D, (chunks, heads), shares_pitch from one chunk to the next
+// shares: (chunks, heads), shares_pitch from one chunk to the next
 // Launch: grid (num_chunks, groups * splits), block 256, shared memory kSharedBytes.
 template <typename T, int kHeadDim, int kStateDim, int kSlice, int kBlocks, int kSharedBytes>
 __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
@@ -15,8 +15,8 @@ __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
     const float* __restrict__ scales,
     const float* __restrict__ dt, const float* __restrict__ sums, const int2* __restrict__ ranges,
     const float* __restrict__ A_log, const float* __restrict__ D, T* __restrict__ dx, float* __restrict__ dbc,
-    float* __restrict__ ddt, float* __restrict__ shares, int d_shares, size_t shares_pitch, int first_chunk,
-    int num_chunks, MixerSize size) {
+    float* __restrict__ ddt, float* __restrict__ shares, size_t shares_pitch, int first_chunk, int num_chunks,
+    MixerSize size) {
   using Work = ChunkBackward<T, kHeadDim, kStateDim, kSlice>;
   using Shared = typename Work::Shared;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
@@ -84,10 +84,8 @@ __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
     work.finish(dx + first_row * size.inner() + head * kHeadDim, D[head]);
     __syncthreads();
     if (head + 1 < first_head + heads) load_rows(head + 1);
-    if (work.warp == head % 8) {
-      float* const share = shares + chunk * shares_pitch + head;
-      work.rows(ddt + size.in_heads(head, chunk), -expf(A_log[head]), share, share + d_shares);
-    }
+    if (work.warp == head % 8)
+      work.rows(ddt + size.in_heads(head, chunk), -expf(A_log[head]), shares + chunk * shares_pitch + head);
   }
   const float left = work.add_products();
   const size_t width = size.groups * kStateDim;

@@ -11,7 +11,7 @@ struct ChunkShared {
   int first[kChunk];
   // Of pairs sums over columns, over rows, and the diagonal; of states; of some warps each.
   float over_columns[2][kChunk], over_rows[4][kChunk], alone[kChunk], of_front[2][kChunk], of_behind[2][kChunk];
-  float of_d[kChunk], across[8];
+  float across[8];
   int largest[8];
 };
 
@@ -132,7 +132,7 @@ struct ChunkBackward {
         weight[e] = counts ? decay * gamma[e] : 0.f;
         dproducts[t][n][e] += counts ? step * made : 0.f;
         const float passes = counts ? made * gamma[e] : 0.f;
-        if (kMasked && i == j) shared.alone[i] = passes, shared.of_d[i] = k[n][e];
+        if (kMasked && i == j) shared.alone[i] = passes;
         if (!kMasked || i != j) {
           of_row[e / 2] = fmaf(step, passes, of_row[e / 2]);
           of_column[n][e % 2] += passes;
@@ -323,50 +323,26 @@ struct ChunkBackward {
     }
   }
 
-  // By one warp, two rows a lane: what passes over each row, so ddt; and the chunk's shares of the gradients of A and
-  // D.
-  __device__ __forceinline__ void rows(float* ddt, float rate, float* share_of_rate, float* share_of_d) const {
-    const int one = 2 * lane, other = one + 1;
-    const int first[2] = {shared.first[one], shared.first[other]}, next = __shfl_down_sync(0xffffffffu, first[0], 1);
-    const bool together = first[1] <= one;
-    float ends[2], begins[2], alone[2], of_d = 0.f;
+  // By one warp: ddt, and the chunk's share of the gradient of A.
+  __device__ __forceinline__ void rows(float* ddt, float rate, float* share_of_rate) const {
+    TwoRows two;
     #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int r = one + i;
+      const int r = 2 * lane + i;
       const float behind = shared.of_behind[0][r] + shared.of_behind[1][r];
       float later = shared.over_rows[0][r];
       #pragma unroll
       for (int w = 1; w < 4; ++w) later += shared.over_rows[w][r];
-      ends[i] = (shared.over_columns[0][r] + shared.over_columns[1][r]) - dt[r] * later
-                + (shared.of_front[0][r] + shared.of_front[1][r]);
-      begins[i] = dt[r] * behind;
-      alone[i] = later + shared.alone[r] + behind;
-      of_d += shared.of_d[r];
+      two.ends[i] = (shared.over_columns[0][r] + shared.over_columns[1][r]) - dt[r] * later
+                    + (shared.of_front[0][r] + shared.of_front[1][r]);
+      two.begins[i] = dt[r] * behind;
+      two.alone[i] = later + shared.alone[r] + behind;
     }
-    // What ends at a row or later, and what begins at a row or earlier, as far as rows are of one sequence.
-    float later = ends[0] + (together ? ends[1] : 0.f), earlier = begins[1] + (together ? begins[0] : 0.f);
-    #pragma unroll
-    for (int lanes = 1; lanes < kWarp; lanes *= 2) {
-      const float behind = __shfl_down_sync(0xffffffffu, later, lanes);
-      const float front = __shfl_up_sync(0xffffffffu, earlier, lanes);
-      const int start = __shfl_down_sync(0xffffffffu, first[0], lanes);
-      if (lane + lanes < kWarp && start <= one) later += behind;
-      if (lane >= lanes && first[1] <= other - 2 * lanes) earlier += front;
-    }
-    const float behind = __shfl_down_sync(0xffffffffu, later, 1), front = __shfl_up_sync(0xffffffffu, earlier, 1);
     float across = 0.f;
     #pragma unroll
     for (int w = 0; w < 8; ++w) across += shared.across[w];
     const float left = through();
-    across = left == 0.f ? 0.f : left * across;
-    const float before = lane > 0 && first[0] < one ? front : 0.f;
-    const float da[2] = {later + before + across,
-                         ends[1] + (lane + 1 < kWarp && next <= other ? behind : 0.f)
-                         + (together ? begins[0] + before : 0.f) + across};
-    store_pair(ddt + one, alone[0] + rate * da[0], alone[1] + rate * da[1]);
-    const float of_rate = warp_sum(dt[one] * da[0] + dt[other] * da[1]);
-    of_d = warp_sum(of_d);
-    if (lane == 0) *share_of_rate = of_rate, *share_of_d = of_d;
+    two.finish(shared.first, dt, left == 0.f ? 0.f : left * across, rate, ddt, share_of_rate);
   }
 
   // ---------------------------------------------------------------------------------------------- the end

@@ -5,39 +5,55 @@
 
 // ------------------------------------------------------------------------------------------------ the gate
 
-// dy = dout * silu(z), and dz, which is the first columns of dzxbcdt; 0 on padding. Bound by memory. A thread has 8
-// columns of some rows, gridDim.y apart.
+// dy = dout * silu(z), and dz, which is the first columns of dzxbcdt, 0 on padding; and each chunk's share of the
+// gradient of D, which wants dy before it is rounded. Bound by memory. A thread has 8 columns of a chunk's rows.
 //
-// dout, y, dy (rows, inner); zxbcdt, dzxbcdt (rows, columns)
-// Launch: grid (ceil(inner / 8 / 128), any), block 128.
+// dout, y, dy (rows, inner); zxbcdt, dzxbcdt (rows, columns); channels (rows, channels)
+// shares: (chunks, heads), shares_pitch from one chunk to the next
+// Launch: grid (ceil(inner / 8 / 128), chunks), block 128.
 template <typename T>
 __global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ dout, const T* __restrict__ zxbcdt,
-                                                          const T* __restrict__ y, const int2* __restrict__ ranges,
+                                                          const T* __restrict__ y, const T* __restrict__ channels,
                                                           T* __restrict__ dy, T* __restrict__ dzxbcdt,
-                                                          MixerSize size) {
-  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
+                                                          float* __restrict__ shares, size_t shares_pitch,
+                                                          const int2* __restrict__ ranges, MixerSize size) {
+  constexpr int kAtOnce = 2;                          // rows that are loaded
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 8, begin = blockIdx.y * kChunk;
   if (column >= size.inner()) return;
-  for (int row = blockIdx.y; row < size.rows; row += gridDim.y) {
-    const size_t at = (size_t)row * size.inner() + column, wide = (size_t)row * size.columns() + column;
-    uint4 made = make_uint4(0, 0, 0, 0), dz = made;
-    if (!is_empty(ranges[row])) {
-      const uint4 packed[3] = {*(const uint4*)(dout + at), *(const uint4*)(zxbcdt + wide), *(const uint4*)(y + at)};
-      float g[8], z[8], of_gate[8];
-      unpack8<T>(g, packed[0]);
-      unpack8<T>(z, packed[1]);
-      unpack8<T>(of_gate, packed[2]);
-      #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float share = sigmoid(z[i]);
-        of_gate[i] *= g[i] * share * (1.f + z[i] * (1.f - share));
-        g[i] *= z[i] * share;
-      }
-      made = pack8<T>(g);
-      dz = pack8<T>(of_gate);
+  float of_d = 0.f;
+  for (int i = begin; i < min(begin + kChunk, size.rows); i += kAtOnce) {
+    uint4 packed[kAtOnce][4];
+    bool counts[kAtOnce];
+    #pragma unroll
+    for (int a = 0; a < kAtOnce; ++a) {
+      const size_t row = min(i + a, size.rows - 1), at = row * size.inner() + column;
+      packed[a][0] = *(const uint4*)(dout + at), packed[a][1] = *(const uint4*)(zxbcdt + row * size.columns() + column);
+      packed[a][2] = *(const uint4*)(y + at), packed[a][3] = *(const uint4*)(channels + row * size.channels() + column);
+      counts[a] = i + a < size.rows && !is_empty(ranges[row]);
     }
-    *(uint4*)(dy + at) = made;
-    *(uint4*)(dzxbcdt + wide) = dz;
+    #pragma unroll
+    for (int a = 0; a < kAtOnce; ++a) {
+      float g[8], z[8], of_gate[8], x[8], of_row = 0.f;
+      unpack8<T>(g, packed[a][0]);
+      unpack8<T>(z, packed[a][1]);
+      unpack8<T>(of_gate, packed[a][2]);
+      unpack8<T>(x, packed[a][3]);
+      #pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const float share = sigmoid(z[e]), slope = share * (1.f + z[e] * (1.f - share));
+        of_gate[e] = counts[a] ? of_gate[e] * g[e] * slope : 0.f;
+        g[e] = counts[a] ? g[e] * z[e] * share : 0.f;
+        of_row = fmaf(g[e], x[e], of_row);
+      }
+      of_d += of_row;
+      const size_t row = i + a;
+      if (row >= size.rows) break;
+      *(uint4*)(dy + row * size.inner() + column) = pack8<T>(g);
+      *(uint4*)(dzxbcdt + row * size.columns() + column) = pack8<T>(of_gate);
+    }
   }
+  for (int lanes = 1; lanes < size.head_dim / 8; lanes *= 2) of_d += __shfl_xor_sync(0xffffffffu, of_d, lanes);
+  if (column % size.head_dim == 0) shares[blockIdx.y * shares_pitch + column / size.head_dim] = of_d;
 }
 
 // ------------------------------------------------------------------------------------------------ states

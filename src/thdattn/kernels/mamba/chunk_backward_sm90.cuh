@@ -1,0 +1,442 @@
+// The work of a thread block on the gradients of the Mamba-2 recurrence of one chunk of rows, on Hopper (sm_90a) by
+// wgmma and TMA, for heads of 64; see ChunkBackward for the formulas.
+//
+// Three warpgroups work at a head: on pairs of rows; on dx and on what the state behind gives to dB; and on what that
+// in front gives to dC. Of a fourth, a warp loads heads ahead, and another adds up what the others tell of rows.
+
+[[maybe_unused]] constexpr int kOnPairs = 0, kOnBehind = 1, kOnFront = 2;
+[[maybe_unused]] constexpr int kTellers = 12;         // warps of these
+
+// What is told of the rows of a chunk, see ChunkShared; of pairs each warp has sums over its rows of u.
+struct ToldOfRows {
+  float over_pairs[4][kChunk], later[kChunk], alone[kChunk], of_front[kChunk], of_behind[kChunk], across[4];
+};
+
+template <int kState, int kStages>
+struct ChunkSharedSm90 {
+  static constexpr int kParts = kState / kSlab;
+  unsigned char b[kParts][kBox], c[kParts][kBox];     // with columns as place_of says
+  unsigned char x[kStages][kBox], dy[kStages][kBox], s[kStages][kParts][kBox], r[kStages][kParts][kBox];
+  unsigned char weights[2][kBox];                     // of dy in dx, rows of x by rows of dy
+  unsigned char products[2 * kBox];                   // B C^T as each thread has it; at the end its gradient, rounded
+  float sums[kStages][kChunk], dt[kStages][kChunk];
+  ToldOfRows told[kStages];
+  int first[kChunk];
+  float scale[4];                                     // of the gradient of B C^T; or the largest of each warp
+  Stages<kStages, 1> stages;
+  u64 all_told[kStages], weighed[2], taken[2];
+
+  __device__ __forceinline__ void init() {
+    stages.init();
+    for (u64& barrier : all_told) barrier_init(&barrier, kTellers);
+    for (u64& barrier : weighed) barrier_init(&barrier, 4);
+    for (u64& barrier : taken) barrier_init(&barrier, 4);
+  }
+};
+
+// The work of one thread: `row`, the first of its two, the second is 8 further on; of a head, where its data are.
+template <typename T, int kState, int kStages>
+struct ChunkBackwardSm90 {
+  using Shared = ChunkSharedSm90<kState, kStages>;
+  static constexpr int kParts = kState / kSlab;
+  Shared& shared;
+  Ring<kStages> ring{};
+  Ring<2> weights{};
+  const float* scales;                                // of S and, r_scales further on, R, by head
+  int r_scales, row;
+
+  __device__ __forceinline__ ChunkBackwardSm90(Shared& shared, const float* scales, int r_scales)
+      : shared(shared), scales(scales), r_scales(r_scales), row(threadIdx.x % 128 / kWarp * 16 + me().lane / 4) {}
+
+  __device__ __forceinline__ const float* sums() const { return shared.sums[ring.stage]; }
+  __device__ __forceinline__ const float* dt() const { return shared.dt[ring.stage]; }
+  __device__ __forceinline__ ToldOfRows& told() const { return shared.told[ring.stage]; }
+
+  // As in ChunkBackward.
+  __device__ __forceinline__ float enter(int r) const { return shared.first[r] < 0 ? decay_of(sums()[r]) : 0.f; }
+  __device__ __forceinline__ float leave(int r) const {
+    return r >= shared.first[kChunk - 1] ? decay_of(sums()[kChunk - 1] - sums()[r]) : 0.f;
+  }
+  __device__ __forceinline__ float through() const {
+    return shared.first[kChunk - 1] < 0 ? decay_of(sums()[kChunk - 1]) : 0.f;
+  }
+  __device__ __forceinline__ float scale_of_state(int head, bool behind) const {
+    return kScalesStates<T> ? scales[head + (behind ? r_scales : 0)] : 1.f;
+  }
+
+  static __device__ __forceinline__ void arrive(u64* barrier) {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) barrier_arrive(barrier);
+  }
+  // This warp has told all of a head and needs its data no longer.
+  __device__ __forceinline__ void next_head() {
+    arrive(&shared.all_told[ring.stage]);
+    ring.advance();
+    weights.advance();
+  }
+
+  // The thread's two numbers of block n of a row of a box.
+  static __device__ __forceinline__ float2 pair_of(const unsigned char* box, int r, int n) {
+    return unpack<T>(*(const u32*)(box + r * kRowBytes + (n ^ r % 8) * 16 + threadIdx.x % 4 * 4));
+  }
+  // A number of each of the thread's rows, added up over the four lanes that have it.
+  __device__ __forceinline__ void tell(float* to, float one, float other) const {
+    one = quad_sum(one);
+    other = quad_sum(other);
+    if (threadIdx.x % 4 == 0) to[row] = one, to[row + 8] = other;
+  }
+
+  // ---------------------------------------------------------------------------------------------- once
+
+  // B or C of the chunk, whose columns change places; by all threads.
+  static __device__ __forceinline__ void place(unsigned char* to, const T* from, int chunk, const MixerSize& size) {
+    for (int i = threadIdx.x; i < kChunk * kState / 8; i += 512) {
+      const int r = i / (kState / 8), column = i % (kState / 8) * 8, source = chunk * kChunk + r;
+      uint4 words = make_uint4(0, 0, 0, 0);
+      if (source < size.rows) words = *(const uint4*)(from + (size_t)source * size.channels() + column);
+      unsigned char* const at = to + column / kSlab * kBox + r * kRowBytes + column % 32 / 8 * 4;
+      const int piece = column % kSlab / 32 * 4;
+      *(u32*)(at + ((piece + 0) ^ r % 8) * 16) = words.x, *(u32*)(at + ((piece + 1) ^ r % 8) * 16) = words.y;
+      *(u32*)(at + ((piece + 2) ^ r % 8) * 16) = words.z, *(u32*)(at + ((piece + 3) ^ r % 8) * 16) = words.w;
+    }
+  }
+
+  // Loads a head, whose state in front is `state` rows of states in, and R r_rows further on; by one thread.
+  __device__ __forceinline__ void load(const TensorMap* x, const TensorMap* dy, const TensorMap* states, int head,
+                                       int first_row, int state, int r_rows, const float* sums, const float* dt) {
+    const u32 at = ring.stage;
+    u64* const full = &shared.stages.full[at];
+    shared.stages.fill(ring, (2 + 2 * kParts) * kBox + 2 * 4 * kChunk);
+    copy_box_once(shared.x[at], x, 0, head, first_row, full);
+    copy_box_once(shared.dy[at], dy, 0, head, first_row, full);
+    #pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      copy_box_once(shared.r[at][part], states, 0, part, state + r_rows, full);
+      copy_box_once(shared.s[at][part], states, 0, part, state, full);
+    }
+    copy_bulk(shared.sums[at], sums, 4 * kChunk, full);
+    copy_bulk(shared.dt[at], dt, 4 * kChunk, full);
+    ring.advance();
+  }
+
+  // ---------------------------------------------------------------------------------------------- pairs
+
+  // Of B C^T, which each thread leaves in shared memory for itself.
+  __device__ __forceinline__ float4* my_products() const { return (float4*)shared.products + threadIdx.x % 128; }
+
+  __device__ __forceinline__ void make_products() const {
+    float made[8][4];
+    ScoreRows<T, kState, kChunk, false> b;
+    b.load(shared.b[0]);
+    wgmma_begin();
+    b.template start<false, kChunk>(made, shared.c[0]);
+    wgmma_commit();
+    wgmma_wait<0>(made);
+    #pragma unroll
+    for (int n = 0; n < 8; ++n) my_products()[n * 128] = *(const float4*)made[n];
+  }
+
+  // k, x dy^T, rows j by columns i >= j, becomes weights of dy in dx; and what passes over rows is told. One text for
+  // pairs that may count and for those that do, as what limits all this is how fast instructions arrive.
+  __device__ __forceinline__ void weigh(float (&k)[1][8][4], float (&dproducts)[1][8][4]) {
+    float later[2] = {0.f, 0.f}, columns[8][2];
+    const float from[2] = {sums()[row], sums()[row + 8]}, steps[2] = {dt()[row], dt()[row + 8]};
+    #pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      columns[n][0] = columns[n][1] = 0.f;
+      if (n / 2 < row / 16) k[0][n][0] = k[0][n][1] = k[0][n][2] = k[0][n][3] = 0.f;
+      else weigh(n, k[0][n], dproducts[0][n], columns[n], later, from, steps);
+    }
+    barrier_wait(&shared.taken[weights.stage], weights.parity ^ 1);
+    publish(shared.weights[weights.stage], k);
+    arrive(&shared.weighed[weights.stage]);
+    tell(told().later, later[0], later[1]);
+    tell_columns(columns);
+  }
+  __device__ __forceinline__ void weigh(int n, float (&k)[4], float (&dproducts)[4], float (&columns)[2],
+                                        float (&later)[2], const float (&from)[2], const float (&steps)[2]) {
+    const int column = n * 8 + threadIdx.x % 4 * 2;
+    const float2 to = *(const float2*)(sums() + column);
+    const int2 first = *(const int2*)(shared.first + column);
+    const float4 four = my_products()[n * 128];
+    const float gamma[4] = {four.x, four.y, four.z, four.w};
+    #pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int i = column + e % 2, j = row + e / 2 * 8;
+      const bool counts = (e % 2 ? first.y : first.x) <= j && j <= i;
+      const float decay = decay_of((e % 2 ? to.y : to.x) - from[e / 2]), step = steps[e / 2];
+      const float product = counts ? k[e] : 0.f, weight = counts ? decay * gamma[e] : 0.f;
+      k[e] = step * weight;
+      dproducts[e] = fmaf(decay * step, product, dproducts[e]);
+      if (i == j) {
+        told().alone[i] = weight * product;
+      } else {
+        later[e / 2] = fmaf(weight, product, later[e / 2]);
+        columns[e % 2] = fmaf(k[e], product, columns[e % 2]);
+      }
+    }
+  }
+
+  // Sums over the rows of the warp, of which a lane has its rows' share of 16 columns.
+  __device__ __forceinline__ void tell_columns(const float (&share)[8][2]) const {
+    const int lane = me().lane;
+    float half[4][2], quarter[2][2], sum[2];
+    #pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      #pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float mine = lane & 16 ? share[n + 4][e] : share[n][e], other = lane & 16 ? share[n][e] : share[n + 4][e];
+        half[n][e] = mine + __shfl_xor_sync(0xffffffffu, other, 16);
+      }
+      #pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float mine = lane & 8 ? half[n + 2][e] : half[n][e], other = lane & 8 ? half[n][e] : half[n + 2][e];
+        quarter[n][e] = mine + __shfl_xor_sync(0xffffffffu, other, 8);
+      }
+      const float mine = lane & 4 ? quarter[1][e] : quarter[0][e], other = lane & 4 ? quarter[0][e] : quarter[1][e];
+      sum[e] = mine + __shfl_xor_sync(0xffffffffu, other, 4);
+    }
+    const int n = lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
+    store_pair(told().over_pairs[me().warp] + n * 8 + lane % 4 * 2, sum[0], sum[1]);
+  }
+
+  // dx of what the state behind gives, B R^T so far; and what that is of dt.
+  __device__ __forceinline__ void leave_from(float (&made)[8][4], const unsigned char* x, float of_r) const {
+    const float last[2] = {of_r * leave(row), of_r * leave(row + 8)};
+    const float factor[2] = {last[0] * dt()[row], last[1] * dt()[row + 8]};
+    float behind[2] = {0.f, 0.f};
+    #pragma unroll
+    for (int n = 0; n < 8; ++n)
+      #pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 of_x = pair_of(x, row + 8 * h, n);
+        float &one = made[n][2 * h], &other = made[n][2 * h + 1];
+        behind[h] += one * of_x.x + other * of_x.y;
+        one *= factor[h], other *= factor[h];
+      }
+    if (last[0] == 0.f || last[1] == 0.f) {           // whatever the state is
+      #pragma unroll
+      for (int n = 0; n < 8; ++n)
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) made[n][e] = last[e / 2] == 0.f ? 0.f : made[n][e];
+    }
+    tell(told().of_behind, last[0] == 0.f ? 0.f : last[0] * behind[0], last[1] == 0.f ? 0.f : last[1] * behind[1]);
+  }
+
+  // dx, which lacks what comes through D, of `left` rows.
+  __device__ __forceinline__ void store_dx(T* dx, float (&made)[8][4], const unsigned char* dy, float d, int left,
+                                           const MixerSize& size) const {
+    #pragma unroll
+    for (int n = 0; n < 8; ++n)
+      #pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 of_dy = pair_of(dy, row + 8 * h, n);
+        made[n][2 * h] = fmaf(d, of_dy.x, made[n][2 * h]);
+        made[n][2 * h + 1] = fmaf(d, of_dy.y, made[n][2 * h + 1]);
+      }
+    T* const to = dx + (size_t)row * size.inner();
+    store_row<0>(to, made, 1.f, row < left);
+    store_row<1>(to + (size_t)8 * size.inner(), made, 1.f, row + 8 < left);
+  }
+
+  // Rounds 64 by 64 numbers to a tile.
+  static __device__ __forceinline__ void publish(unsigned char* tile, const float (&x)[1][8][4]) {
+    const auto [warp, lane] = me();
+    u32 rounded[1][4][4];
+    round_to_operand<T>(rounded, x);
+    unsigned char* const at = tile + (warp * 16 + lane % 16) * kRowBytes;
+    #pragma unroll
+    for (int k = 0; k < 4; ++k) store_matrices(at + ((2 * k + lane / 16) ^ lane % 8) * 16, rounded[0][k]);
+    publish_to_async();
+  }
+
+  __device__ __forceinline__ void on_pairs(float (&dproducts)[1][8][4]) {
+    shared.stages.wait(ring);
+    float k[1][8][4];
+    ScoreRows<T, kSlab, kChunk, false> x;
+    x.load(shared.x[ring.stage]);
+    wgmma_begin();
+    x.template start<false, kChunk>(k[0], shared.dy[ring.stage]);
+    wgmma_commit();
+    wgmma_wait<0>(k[0]);
+    weigh(k, dproducts);
+    next_head();
+  }
+
+  // The gradient of B C^T is rounded for the others.
+  __device__ __forceinline__ void publish_products(float (&dproducts)[1][8][4]) const {
+    if constexpr (kScalesStates<T>) shared.scale[me().warp] = __int_as_float(largest_of_warp(dproducts));
+    ::wait(2, 128);                                   // nobody reads B C^T any more
+    if constexpr (kScalesStates<T>) scale(dproducts, scale_of_products().factor);
+    publish(shared.products, dproducts);
+    ::arrive(1, 384);
+  }
+  __device__ __forceinline__ PowerOfTwo scale_of_products() const {
+    if constexpr (!kScalesStates<T>) return {1.f, 1.f};
+    int bits = 0;
+    #pragma unroll
+    for (int w = 0; w < 4; ++w) bits = max(bits, __float_as_int(shared.scale[w]));
+    return scale_of(bits);
+  }
+
+  // ---------------------------------------------------------------------------------------------- states
+
+  // Starts made = or += a b, 64 columns of them, for b whose rows are those that are added up. kTransposed: a's too.
+  template <bool kAdd, int kTransposed = 0>
+  static __device__ __forceinline__ void start(float (&made)[8][4], const unsigned char* a, const unsigned char* b) {
+    const u64 rows = descriptor(a, 16), columns = descriptor(b, kBox);
+    wgmma_begin();
+    #pragma unroll
+    for (int i = 0; i < 4; ++i)
+      Wgmma<T, kSlab>::template shared<kTransposed, 1>(made, rows + (kTransposed ? i * 16 * kRowBytes : i * 32) / 16,
+                                                       columns + i * 16 * kRowBytes / 16, kAdd || i > 0);
+    wgmma_commit();
+  }
+  // sum += factor made.
+  static __device__ __forceinline__ void add(float (&sum)[8][4], const float (&made)[8][4], const float (&factor)[2]) {
+    #pragma unroll
+    for (int n = 0; n < 8; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) sum[n][e] = fmaf(factor[e / 2], made[n][e], sum[n][e]);
+  }
+
+  // <R, S>, this thread's share: the diagonal of S R^T.
+  __device__ __forceinline__ float dot() const {
+    float made[8][4], sum = 0.f;
+    ScoreRows<T, kState, kChunk, false> s;
+    s.load(shared.s[ring.stage][0]);
+    wgmma_begin();
+    s.template start<false, kChunk>(made, shared.r[ring.stage][0]);
+    wgmma_commit();
+    wgmma_wait<0>(made);
+    const auto [warp, lane] = me();
+    #pragma unroll
+    for (int w = 0; w < 4; ++w)
+      if (w == warp) sum = lane / 4 % 2 ? made[2 * w][1] + made[2 * w + 1][3] : made[2 * w][0] + made[2 * w + 1][2];
+    return lane / 8 == lane % 4 ? sum : 0.f;
+  }
+
+  __device__ __forceinline__ void on_behind(int head, T* dx, float d, int left, float (&db)[kParts][8][4],
+                                            const MixerSize& size) {
+    shared.stages.wait(ring);
+    const unsigned char *const x = shared.x[ring.stage], *const dy = shared.dy[ring.stage];
+    const float of_r = scale_of_state(head, true);
+    const float factor[2] = {of_r * leave(row) * dt()[row], of_r * leave(row + 8) * dt()[row + 8]};
+    float made[8][4], of_x[8][4];
+    ScoreRows<T, kState, kChunk, false> b;
+    b.load(shared.b[0]);
+    start<false>(made, x, shared.r[ring.stage][0]);
+    b.template start<false, kChunk>(of_x, shared.r[ring.stage][0]);
+    wgmma_commit();
+    wgmma_wait<1>(made);
+    add(db[0], made, factor);
+    if constexpr (kParts == 2) {
+      pin(made);
+      start<false>(made, x, shared.r[ring.stage][1]);
+      wgmma_wait<1>(of_x);
+    } else {
+      wgmma_wait<0>(of_x);
+    }
+    leave_from(of_x, x, of_r);
+    pin(of_x);
+    if constexpr (kParts == 2) {
+      wgmma_wait<0>(made);
+      add(db[1], made, factor);
+    }
+    barrier_wait(&shared.weighed[weights.stage], weights.parity);
+    start<true>(of_x, shared.weights[weights.stage], dy);
+    wgmma_wait<0>(of_x);
+    arrive(&shared.taken[weights.stage]);
+    store_dx(dx, of_x, dy, d, left, size);
+    next_head();
+  }
+
+  // What the state in front gives to each row of y, and so to what passes over rows: C S^T, times dy.
+  __device__ __forceinline__ void tell_front(const unsigned char* dy, const float (&factor)[2]) const {
+    float made[8][4], seen[2] = {0.f, 0.f};
+    ScoreRows<T, kState, kChunk, false> c;
+    c.load(shared.c[0]);
+    wgmma_begin();
+    c.template start<false, kChunk>(made, shared.s[ring.stage][0]);
+    wgmma_commit();
+    wgmma_wait<0>(made);
+    #pragma unroll
+    for (int n = 0; n < 8; ++n)
+      #pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 of_dy = pair_of(dy, row + 8 * h, n);
+        seen[h] += made[n][2 * h] * of_dy.x + made[n][2 * h + 1] * of_dy.y;
+      }
+    tell(told().of_front, factor[0] * seen[0], factor[1] * seen[1]);
+  }
+
+  __device__ __forceinline__ void on_front(int head, float (&dc)[kParts][8][4]) {
+    shared.stages.wait(ring);
+    const unsigned char* const dy = shared.dy[ring.stage];
+    const float of_s = scale_of_state(head, false), factor[2] = {of_s * enter(row), of_s * enter(row + 8)};
+    const float across = through() == 0.f ? 0.f : warp_sum(dot());
+    if (me().lane == 0) told().across[me().warp] = of_s * scale_of_state(head, true) * across;
+    tell_front(dy, factor);
+    #pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      float made[8][4];
+      start<false>(made, dy, shared.s[ring.stage][part]);
+      wgmma_wait<0>(made);
+      add(dc[part], made, factor);
+    }
+    next_head();
+  }
+
+  // ---------------------------------------------------------------------------------------------- rows
+
+  // By one warp: ddt, and the chunk's share of the gradient of A, once all is told.
+  __device__ __forceinline__ void rows(float* ddt, float rate, float* share_of_rate) {
+    shared.stages.wait(ring);
+    barrier_wait(&shared.all_told[ring.stage], ring.parity);
+    const ToldOfRows& all = told();
+    TwoRows two;
+    #pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = 2 * me().lane + i;
+      float of_pairs = all.over_pairs[0][r];
+      #pragma unroll
+      for (int w = 1; w < 4; ++w) of_pairs += all.over_pairs[w][r];
+      two.ends[i] = of_pairs - dt()[r] * all.later[r] + all.of_front[r];
+      two.begins[i] = dt()[r] * all.of_behind[r];
+      two.alone[i] = all.later[r] + all.alone[r] + all.of_behind[r];
+    }
+    const float left = through(), across = (all.across[0] + all.across[1]) + (all.across[2] + all.across[3]);
+    two.finish(shared.first, dt(), left == 0.f ? 0.f : left * across, rate, ddt, share_of_rate);
+    shared.stages.release(ring);
+    ring.advance();
+  }
+
+  // ---------------------------------------------------------------------------------------------- the end
+
+  // dB += dGamma^T C (kTransposed = 0), dC += dGamma B (1); the gradient of B C^T lies there transposed.
+  template <int kTransposed>
+  __device__ __forceinline__ void add_products(float (&sum)[kParts][8][4], const unsigned char (&other)[kParts][kBox]) {
+    ::wait(1, 384);
+    if constexpr (kScalesStates<T>) scale(sum, scale_of_products().factor);
+    #pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      pin(sum[part]);
+      start<true, kTransposed>(sum[part], shared.products, other[part]);
+      wgmma_wait<0>(sum[part]);
+    }
+  }
+  // dB or dC of `left` rows, of which each thread has 8 columns that lie together.
+  __device__ __forceinline__ void store(float* to, size_t pitch, const float (&sum)[kParts][8][4], int left) const {
+    const float inverse = scale_of_products().inverse;
+    #pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (row + 8 * h >= left) continue;
+      #pragma unroll
+      for (int n = 0; n < 8 * kParts; n += 2) {
+        const float *const one = &sum[n / 8][n % 8][2 * h], *const next = &sum[n / 8][n % 8 + 1][2 * h];
+        float* const at = to + (row + 8 * h) * pitch + n / 4 * 32 + threadIdx.x % 4 * 8 + n % 4 * 2;
+        *(float4*)at = make_float4(inverse * one[0], inverse * one[1], inverse * next[0], inverse * next[1]);
+      }
+    }
+  }
+};
