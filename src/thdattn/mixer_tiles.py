@@ -90,7 +90,7 @@ class SlabSm90:
     @property
     def scan_threads(self) -> int:
         """Of a thread block."""
-        return 128 * (self.warpgroups + 1)
+        return 256 * self.warpgroups + 128
 
     @property
     def states_threads(self) -> int:
@@ -105,8 +105,9 @@ class SlabSm90:
     def scan_kernel(self, dtype: str) -> Instance:
         """thd_ssd_scan_sm90 for "float16" or "bfloat16"."""
         stage = 2 * BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 3 * 4 * CHUNK * self.warpgroups
-        state = (BOX_BYTES * self.state_dim // 64 + 4 * 4) * self.warpgroups
-        return self._instance("thd_ssd_scan_sm90", dtype, self.scan_stages, stage, state)
+        front = BOX_BYTES * self.state_dim // 64 + 4 * 4 + 2 * 8  # a state in front of a chunk
+        of_warpgroups = (2 * front + BOX_BYTES) * self.warpgroups
+        return self._instance("thd_ssd_scan_sm90", dtype, self.scan_stages, stage, of_warpgroups)
 
     def _instance(self, kernel: str, dtype: str, stages: int, stage_bytes: int, more_bytes: int = 0) -> Instance:
         shared_bytes = stages * (stage_bytes + 2 * 8) + more_bytes  # two barriers a stage

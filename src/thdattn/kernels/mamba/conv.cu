@@ -1,18 +1,12 @@
 // In front of the recurrence of the Mamba-2 mixer: the causal convolution and silu of x, B and C, and dt with its sums.
 
-[[maybe_unused]] constexpr int kConvThreads = 256, kConvColumns = 128, kConvRows = 16;  // rows of a thread
-[[maybe_unused]] constexpr int kConvTile = kConvThreads / (kConvColumns / 8) * kConvRows;  // rows of a thread block
+[[maybe_unused]] constexpr int kConvThreads = 256, kConvColumns = 128;
+[[maybe_unused]] constexpr int kColumns = 4, kConvRows = 32;  // of a thread
+[[maybe_unused]] constexpr int kConvTile = kConvThreads / (kConvColumns / kColumns) * kConvRows;  // of a thread block
 [[maybe_unused]] constexpr int kHeadsOfWarp = 8;
 
-template <typename T> __device__ __forceinline__ void unpack8(float (&to)[8], uint4 from) {
-  const u32 pairs[4] = {from.x, from.y, from.z, from.w};
-  #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = unpack<T>(pairs[i]);
-    to[2 * i] = pair.x;
-    to[2 * i + 1] = pair.y;
-  }
-}
+// A thread's columns of a row.
+struct alignas(2 * kColumns) Piece { u32 pairs[kColumns / 2]; };
 
 template <int kCount> __device__ __forceinline__ void load_floats(float (&to)[kCount], const float* from) {
   #pragma unroll
@@ -22,29 +16,33 @@ template <int kCount> __device__ __forceinline__ void load_floats(float (&to)[kC
   }
 }
 
-// Eight columns of x, B and C as the convolution walks down the rows.
+// Some columns of x, B and C as the convolution walks down the rows.
 template <typename T, int kWidth>
 struct Convolution {
   static constexpr int kReach = kWidth - 1;
-  float weights[kWidth][8], bias[8];
-  float seen[kWidth][8];                              // rows before this one, and, last, this one
+  float weights[kWidth][kColumns], bias[kColumns];
+  float seen[kWidth][kColumns];                       // rows before this one, and, last, this one
 
   __device__ __forceinline__ void load_weights(const float* conv_weight, const float* conv_bias, int column) {
-    float flat[8 * kWidth];
+    float flat[kColumns * kWidth];
     load_floats(flat, conv_weight + (size_t)column * kWidth);
     load_floats(bias, conv_bias + column);
     #pragma unroll
-    for (int i = 0; i < 8; ++i)
+    for (int i = 0; i < kColumns; ++i)
       #pragma unroll
       for (int tap = 0; tap < kWidth; ++tap) weights[tap][i] = flat[i * kWidth + tap];
   }
 
-  __device__ __forceinline__ void next(uint4 row) {
+  __device__ __forceinline__ void next(Piece row) {
     #pragma unroll
     for (int tap = 0; tap < kReach; ++tap)
       #pragma unroll
-      for (int i = 0; i < 8; ++i) seen[tap][i] = seen[tap + 1][i];
-    unpack8<T>(seen[kReach], row);
+      for (int i = 0; i < kColumns; ++i) seen[tap][i] = seen[tap + 1][i];
+    #pragma unroll
+    for (int i = 0; i < kColumns; i += 2) {
+      const float2 pair = unpack<T>(row.pairs[i / 2]);
+      seen[kReach][i] = pair.x, seen[kReach][i + 1] = pair.y;
+    }
   }
   // Rows that the last one does not see, no later one sees either.
   __device__ __forceinline__ void forget_all_but(int in_sight) {
@@ -52,12 +50,12 @@ struct Convolution {
     #pragma unroll
     for (int tap = 0; tap < kReach; ++tap)
       #pragma unroll
-      for (int i = 0; i < 8; ++i) seen[tap][i] = kReach - tap <= in_sight ? seen[tap][i] : 0.f;
+      for (int i = 0; i < kColumns; ++i) seen[tap][i] = kReach - tap <= in_sight ? seen[tap][i] : 0.f;
   }
   // Before silu, of the row that was passed last.
-  __device__ __forceinline__ void convolve(float (&sum)[8]) const {
+  __device__ __forceinline__ void convolve(float (&sum)[kColumns]) const {
     #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kColumns; ++i) {
       sum[i] = bias[i];
       #pragma unroll
       for (int tap = 0; tap < kWidth; ++tap) sum[i] = fmaf(weights[tap][i], seen[tap][i], sum[i]);
@@ -65,19 +63,19 @@ struct Convolution {
   }
 };
 
-// Eight columns of rows of x, B and C, 16 rows of each thread of 16 that share the rows.
+// Some columns of rows of x, B and C; threads side by side share the rows.
 template <typename T, int kWidth>
 __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, const T* halo, const float* conv_weight,
                                               const float* conv_bias, const int2* ranges, int tile, int column_tile,
                                               const MixerSize& size) {
-  constexpr int kReach = kWidth - 1, kThreadsOfRow = kConvColumns / 8, kAhead = 8;
+  constexpr int kReach = kWidth - 1, kThreadsOfRow = kConvColumns / kColumns, kAhead = 8;
   __shared__ int sights[kConvTile];                   // of how many rows before its own a row knows; -1: padding
   static_assert(kConvTile == kConvThreads);
   if (const int row = tile * kConvTile + threadIdx.x; row < size.rows)
     sights[threadIdx.x] = min(row - first_of(ranges[row], row, size), kReach);
   __syncthreads();
 
-  const int column = column_tile * kConvColumns + threadIdx.x % kThreadsOfRow * 8;
+  const int column = column_tile * kConvColumns + threadIdx.x % kThreadsOfRow * kColumns;
   const int in_tile = threadIdx.x / kThreadsOfRow * kConvRows, begin = tile * kConvTile + in_tile;
   const int end = min(begin + kConvRows, size.rows);
   if (column >= size.channels() || begin >= end) return;
@@ -90,26 +88,25 @@ __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, cons
   for (int tap = 0; tap < kReach; ++tap) {            // what was on another rank is in the halo
     const int row = begin - kReach + tap;
     const T* const there = row < 0 ? halo + (size_t)(kReach + row) * size.channels() + column : from + row * pitch;
-    convolution.next(*(const uint4*)there);
+    convolution.next(*(const Piece*)there);
   }
+  Piece ahead[kAhead];                                // of the rows to come
+  #pragma unroll
+  for (int i = 0; i < kAhead; ++i) ahead[i] = *(const Piece*)(from + min(begin + i, end - 1) * pitch);
   for (int done = 0; begin + done < end; done += kAhead) {
-    uint4 ahead[kAhead];
-    #pragma unroll
-    for (int i = 0; i < kAhead; ++i) ahead[i] = *(const uint4*)(from + min(begin + done + i, end - 1) * pitch);
     #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int in_sight = sights[in_tile + done + i];
+      const int row = begin + done + i, in_sight = sights[in_tile + done + i];
       convolution.next(ahead[i]);
+      if (row + kAhead < end) ahead[i] = *(const Piece*)(from + (row + kAhead) * pitch);
       convolution.forget_all_but(in_sight);
-      float sum[8];
+      float sum[kColumns];
       convolution.convolve(sum);
-      u32 made[4];
+      Piece made;
       const u32 valid = in_sight < 0 ? 0 : ~0u;       // a mask, as compilers branch around what a choice leaves out
       #pragma unroll
-      for (int p = 0; p < 4; ++p) made[p] = valid & pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
-      if (begin + done + i < end)
-        *(uint4*)(into + (size_t)(begin + done + i) * size.channels()) =
-            make_uint4(made[0], made[1], made[2], made[3]);
+      for (int p = 0; p < kColumns / 2; ++p) made.pairs[p] = valid & pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
+      if (row < end) *(Piece*)(into + (size_t)row * size.channels()) = made;
     }
   }
 }
