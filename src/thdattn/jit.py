@@ -77,6 +77,8 @@ FILES = {
     "thd_ssd_scan": (*_MAMBA, "kernels/mamba/scan.cu"),
     "thd_ssd_states_sm90": (*_MAMBA_HOPPER, "kernels/mamba/scan_sm90.cu"),
     "thd_ssd_scan_sm90": (*_MAMBA_HOPPER, "kernels/mamba/scan_sm90.cu"),
+    "thd_ssd_conv_states_sm90": (
+        *_MAMBA_HOPPER, *(f"kernels/mamba/{file}.cu" for file in ("conv", "scan_sm90", "conv_states_sm90"))),
     "thd_mixer_gate_bwd": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_dstates": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_chunk_states": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),

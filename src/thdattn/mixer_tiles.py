@@ -10,6 +10,7 @@ from thdattn.tiles import PAD
 CHUNK = 64  # rows, kChunk of kernels/mamba/common.cuh
 SEGMENT_CHUNKS = 16  # of a segment; fewer give more thread blocks, and more states to write and read
 BOX_BYTES = 2 * 64 * CHUNK  # kBox of kernels/mamba/scan_sm90.cu
+ROWS_BEFORE = 8  # kBefore of kernels/mamba/conv_states_sm90.cu
 CONV_COLUMNS, CONV_ROWS = 128, 256  # kConvColumns and kConvTile of kernels/mamba/conv.cu
 RATES_HEADS = 16  # heads whose dt a thread block of it makes
 FOLD_THREADS = 256  # kFoldThreads of kernels/mamba/scan.cu
@@ -95,12 +96,23 @@ class SlabSm90:
     @property
     def states_threads(self) -> int:
         """The same."""
-        return 128 * self.warpgroups + 32
+        return 128 * self.warpgroups
 
     def states_kernel(self, dtype: str) -> Instance:
         """thd_ssd_states_sm90 for "float16" or "bfloat16"."""
         stage = BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 2 * 4 * CHUNK * self.warpgroups
         return self._instance("thd_ssd_states_sm90", dtype, self.states_stages, stage)
+
+    def convolves(self, conv_width: int) -> bool:
+        """Whether there is conv_states_kernel: wider convolutions leave no registers for states."""
+        return conv_width <= 4
+
+    def conv_states_kernel(self, dtype: str, conv_width: int) -> Instance:
+        """thd_ssd_conv_states_sm90 for "float16" or "bfloat16"."""
+        raw = 2 * 64 * (CHUNK + ROWS_BEFORE)
+        stage = BOX_BYTES * (self.state_dim // 64) + (raw + 2 * 4 * CHUNK) * self.warpgroups
+        made = 2 * BOX_BYTES * self.warpgroups
+        return self._instance("thd_ssd_conv_states_sm90", dtype, 2, stage, made, conv_width)
 
     def scan_kernel(self, dtype: str) -> Instance:
         """thd_ssd_scan_sm90 for "float16" or "bfloat16"."""
@@ -109,9 +121,11 @@ class SlabSm90:
         of_warpgroups = (2 * front + BOX_BYTES) * self.warpgroups
         return self._instance("thd_ssd_scan_sm90", dtype, self.scan_stages, stage, of_warpgroups)
 
-    def _instance(self, kernel: str, dtype: str, stages: int, stage_bytes: int, more_bytes: int = 0) -> Instance:
+    def _instance(
+        self, kernel: str, dtype: str, stages: int, stage_bytes: int, more_bytes: int = 0, *more: int
+    ) -> Instance:
         shared_bytes = stages * (stage_bytes + 2 * 8) + more_bytes  # two barriers a stage
-        constants = ELEMENT_TYPES[dtype], self.warpgroups, self.state_dim, stages, shared_bytes
+        constants = ELEMENT_TYPES[dtype], *more, self.warpgroups, self.state_dim, stages, shared_bytes
         return Instance(f"{kernel}<{', '.join(map(str, constants))}>", shared_bytes)
 
 

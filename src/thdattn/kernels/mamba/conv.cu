@@ -171,19 +171,20 @@ __device__ __forceinline__ void rates_of_heads(const Rates& rates, const T* zxbc
     make_rates<T>(rates, raw, dt_bias[head], -expf(A_log[head]) * kLog2e, chunk, head, first, last_first, size);
 }
 
-// The last thread blocks of a row of the grid make dt, the others x, B and C. Bound by memory.
+// The last thread blocks of a row of the grid make dt, the others x, B and C, from a tile of columns on. Bound by memory.
 // halo (kWidth - 1, channels): rows of x, B and C in front; read where a sequence began on another rank
 // channels (rows, channels): x, B and C behind silu; dt, sums, leave: see Rates; all 0 on padding
 // Launch: grid (column_tiles + tiles of 16 heads, tiles of 256 rows), block 256.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kConvThreads) thd_mixer_conv(
     const T* zxbcdt, const T* halo, const float* conv_weight, const float* conv_bias, const float* A_log,
-    const float* dt_bias, const int2* ranges, T* channels, float* dt, float* sums, float* leave, int column_tiles,
-    MixerSize size) {
+    const float* dt_bias, const int2* ranges, T* channels, float* dt, float* sums, float* leave, int first_tile,
+    int column_tiles, MixerSize size) {
   constexpr int kWarps = kConvThreads / kWarp, kChunks = kConvTile / kChunk, kHeadTiles = kWarps / kChunks;
   const int tile = blockIdx.y, warp = threadIdx.x / kWarp;
   if ((int)blockIdx.x < column_tiles) {
-    convolve_rows<T, kWidth>(channels, zxbcdt, halo, conv_weight, conv_bias, ranges, tile, blockIdx.x, size);
+    const int column_tile = first_tile + (int)blockIdx.x;
+    convolve_rows<T, kWidth>(channels, zxbcdt, halo, conv_weight, conv_bias, ranges, tile, column_tile, size);
   } else {
     const int heads = ((int)blockIdx.x - column_tiles) * kHeadTiles + warp / kChunks;
     rates_of_heads<T>({dt, sums, leave}, zxbcdt, A_log, dt_bias, ranges, tile * kChunks + warp % kChunks, heads, size);
