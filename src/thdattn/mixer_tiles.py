@@ -9,6 +9,7 @@ from thdattn.tiles import PAD
 
 CHUNK = 64  # rows, kChunk of kernels/mamba/common.cuh
 SEGMENT_CHUNKS = 16  # of a segment; fewer give more thread blocks, and more states to write and read
+BEGIN_CHUNKS = 2  # that a thread block of a scan could have walked over before it begins
 BOX_BYTES = 2 * 64 * CHUNK  # kBox of kernels/mamba/scan_sm90.cu
 ROWS_BEFORE = 8  # kBefore of kernels/mamba/conv_states_sm90.cu
 CONV_COLUMNS, CONV_ROWS = 128, 256  # kConvColumns and kConvTile of kernels/mamba/conv.cu
@@ -160,6 +161,19 @@ def slab_for(state_dim: int, group_columns: int, shared_bytes: int, sm90: bool) 
         if slab.state_dim == state_dim and group_columns % slab.columns == 0
         and max(slab.states_kernel("bfloat16").shared_bytes, slab.scan_kernel("bfloat16").shared_bytes) <= shared_bytes
     )  # fmt: skip
+
+
+def segments_of_block(segments: int, slabs: int, multiprocessors: int) -> int:
+    """How many segments a thread block of a scan walks over, one block at a time on a multiprocessor.
+
+    That which is done first, if a block takes as long as BEGIN_CHUNKS chunks to begin.
+    """
+
+    def chunks(of_block: int) -> int:
+        blocks = slabs * -(-segments // of_block)
+        return -(-blocks // multiprocessors) * (of_block * SEGMENT_CHUNKS + BEGIN_CHUNKS)
+
+    return min(range(1, segments + 1), key=chunks)
 
 
 def thd_mixer_conv(dtype: str, conv_width: int) -> Instance:

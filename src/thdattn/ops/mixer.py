@@ -24,13 +24,14 @@ from thdattn.mixer_tiles import (
     SEGMENT_CHUNKS,
     Slab,
     SlabSm90,
+    segments_of_block,
     slab_for,
     thd_mixer_conv,
 )  # fmt: skip
 from thdattn.ops import launch
 from thdattn.ops.launch import Array, Launch
 from thdattn.plan import Plan
-from thdattn.structs import MIXER_SIZE
+from thdattn.structs import MIXER_SIZE, SEGMENTS
 from thdattn.tensor_map import BOX_COLUMNS, tensor_map
 
 ssd_segment_rows = CHUNK * SEGMENT_CHUNKS
@@ -224,12 +225,16 @@ def ssd_scan(
     """y of some segments, and out = y * silu(z). See host_ssd.ssd_scan."""
     reached = range(len(states))[segments]
     if reached:
-        slab, run = plan.once(("scan", shape, len(reached)), lambda: _scan(len(reached), plan, shape))
+        slab, run = plan.once(("scan", shape, reached.start, reached.stop), lambda: _scan(reached, plan, shape))
         rows = _inputs(slab, (act.channels, shape.channels), (zxbcdt, shape.d_inner))
-        run(*rows, act.dt, act.sums, act.leave, states, d, *into, np.int32(reached[0]))
+        run(*rows, act.dt, act.sums, act.leave, states, d, *into)
 
 
-def _scan(segments: int, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm90, Launch]:
-    slab = slab_of(shape)
-    grid, kernel = (shape.d_inner // slab.columns, segments), jit.kernel(*slab.scan_kernel(shape.dtype.name))
-    return slab, Launch(kernel, grid, slab.scan_threads, (plan.key_ranges, size_of(plan, shape)))
+def _scan(reached: range, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm90, Launch]:
+    slab, count = slab_of(shape), len(reached)
+    slabs = shape.d_inner // slab.columns
+    of_block = segments_of_block(count, slabs, launch.this_gpu().multiprocessors)
+    segments = np.array((reached.start, count, of_block), SEGMENTS)[()]
+    kernel = jit.kernel(*slab.scan_kernel(shape.dtype.name))
+    fixed = segments, plan.key_ranges, size_of(plan, shape)
+    return slab, Launch(kernel, (slabs, -(-count // of_block)), slab.scan_threads, fixed)

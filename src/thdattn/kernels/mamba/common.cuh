@@ -110,6 +110,17 @@ struct Segment {
   }
 };
 
+// Segments that follow each other, of which this thread block, the y-th of the grid, walks down the chunks.
+struct Segments { int first, count, of_block; };
+struct Run {
+  int segment, begin, end;                            // the first segment, and chunks
+
+  __device__ __forceinline__ Run(const Segments& segments, const MixerSize& size)
+      : segment(segments.first + blockIdx.y * segments.of_block), begin(segment * size.segment),
+        end(min(min(segment + segments.of_block, segments.first + segments.count) * size.segment, size.chunks())) {}
+};
+CHECK_Segments;
+
 // ------------------------------------------------------------------------------------------------ barriers
 
 // Some warps wait until others have arrived; threads: of both together. 0 is that of __syncthreads.

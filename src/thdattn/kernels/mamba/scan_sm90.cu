@@ -203,18 +203,15 @@ struct ScanShared {
   Stages<2, 4, 4> published[kSubs];
 };
 
-// What a thread block makes: chunks of a segment, of 64-column slabs of x from `slab` on.
-struct ScanWork { int slab, segment, begin, end; };
-
 // One thread loads rows, which are boxes, and numbers of every row.
 struct ScanInputs { const float *dt, *sums, *leave; };
 template <typename Shared>
 __device__ __forceinline__ void load_rows(Shared& shared, const TensorMap* channels, const TensorMap* gates,
-                                          const ScanInputs& inputs, const ScanWork& work, const MixerSize& size) {
+                                          const ScanInputs& inputs, int slab, const Run& run, const MixerSize& size) {
   constexpr int kSubs = Shared::kSubs, kState = Shared::kState;
-  const int group = size.group_of(work.slab * kSlab / size.head_dim);
+  const int group = size.group_of(slab * kSlab / size.head_dim);
   Ring<Shared::kStages> ring{};
-  for (int chunk = work.begin; chunk < work.end; ++chunk, ring.advance()) {
+  for (int chunk = run.begin; chunk < run.end; ++chunk, ring.advance()) {
     const u32 at = ring.stage;
     u64* const full = &shared.stages.full[at];
     NumbersOfRows<kSubs>& numbers = shared.numbers[at];
@@ -222,9 +219,9 @@ __device__ __forceinline__ void load_rows(Shared& shared, const TensorMap* chann
     copy_columns<kState>(shared.c[at][0], channels, size.c_column(group), chunk, full);
     copy_columns<kState>(shared.b[at][0], channels, size.b_column(group), chunk, full);
     for (int i = 0; i < kSubs; ++i) {
-      const size_t from = size.in_heads((work.slab + i) * kSlab / size.head_dim, chunk);
-      copy_box_once(shared.x[at][i], channels, 0, work.slab + i, chunk * kChunk, full);
-      copy_box_once(shared.z[at][i], gates, 0, work.slab + i, chunk * kChunk, full);
+      const size_t from = size.in_heads((slab + i) * kSlab / size.head_dim, chunk);
+      copy_box_once(shared.x[at][i], channels, 0, slab + i, chunk * kChunk, full);
+      copy_box_once(shared.z[at][i], gates, 0, slab + i, chunk * kChunk, full);
       copy_bulk(numbers.sums[i], inputs.sums + from, 4 * kChunk, full);
       copy_bulk(numbers.dt[i], inputs.dt + from, 4 * kChunk, full);
       copy_bulk(numbers.leave[i], inputs.leave + from, 4 * kChunk, full);
@@ -234,23 +231,23 @@ __device__ __forceinline__ void load_rows(Shared& shared, const TensorMap* chann
 
 // A warpgroup keeps the state of a head, and publishes what is in front of every chunk.
 template <typename T, typename Shared>
-__device__ __forceinline__ void keep_state(Shared& shared, int sub, const float* states, const int2* ranges,
-                                           const ScanWork& work, const MixerSize& size) {
+__device__ __forceinline__ void keep_state(Shared& shared, int sub, int column, const float* states, const int2* ranges,
+                                           const Run& run, const MixerSize& size) {
   constexpr int kState = Shared::kState;
-  const int row = work.begin * kChunk;
+  const int row = run.begin * kChunk;
   StateOfHead<T, kState> state;
   if (first_of(range_at(ranges, row, size), row, size) < row)  // the sequence goes on from the segment before
-    state.load(states + size.state_of(work.segment, 0) + (size_t)(work.slab + sub) * kSlab * kState);
+    state.load(states + size.state_of(run.segment, 0) + (size_t)column * kState);
   else
     state.clear();
   Ring<Shared::kStages> ring{};
   Ring<2> front{};
-  for (int chunk = work.begin;; ++chunk, ring.advance(), front.advance()) {
+  for (int chunk = run.begin;; ++chunk, ring.advance(), front.advance()) {
     const int2 last = range_at(ranges, chunk * kChunk + kChunk - 1, size);
     shared.published[sub].wait_empty(front);
     state.publish(shared.fronts[sub][front.stage][0], shared.inverse[sub][front.stage]);
     shared.published[sub].filled(front);
-    if (chunk + 1 == work.end) break;
+    if (chunk + 1 == run.end) break;
     shared.stages.wait(ring);
     const NumbersOfRows<Shared::kSubs>& numbers = shared.numbers[ring.stage];
     u32 leaving[1][4][4];
@@ -367,18 +364,17 @@ template <typename T> struct ScanResults { T *y, *out; };
 
 // A warpgroup makes y and out of the columns of one head; both are 0 on padding, where x and what stands for z are.
 template <typename T, typename Shared>
-__device__ __forceinline__ void make_rows(Shared& shared, int sub, float d, const int2* ranges,
-                                          const ScanResults<T>& results, const ScanWork& work, const MixerSize& size) {
+__device__ __forceinline__ void make_rows(Shared& shared, int sub, int column, float d, const int2* ranges,
+                                          const ScanResults<T>& results, const Run& run, const MixerSize& size) {
   constexpr int kState = Shared::kState;
-  const int warp = me().warp, column = (work.slab + sub) * kSlab;
-  Band band(warp);
-  unsigned char* const made = shared.made[sub] + warp * 16 * kRowBytes;
-  band.load(work.begin, ranges, size);
+  Band band(me().warp);
+  unsigned char* const made = shared.made[sub] + band.number * 16 * kRowBytes;
+  band.load(run.begin, ranges, size);
   Ring<Shared::kStages> ring{};
   Ring<2> front{};
-  for (int chunk = work.begin; chunk < work.end; ++chunk, ring.advance(), front.advance()) {
+  for (int chunk = run.begin; chunk < run.end; ++chunk, ring.advance(), front.advance()) {
     band.take(chunk, size);
-    if (chunk + 1 < work.end) band.load(chunk + 1, ranges, size);
+    if (chunk + 1 < run.end) band.load(chunk + 1, ranges, size);
     shared.stages.wait(ring);
     const unsigned char *const x = shared.x[ring.stage][sub], *const z = shared.z[ring.stage][sub];
     const float *const sums = shared.numbers[ring.stage].sums[sub], *const dt = shared.numbers[ring.stage].dt[sub];
@@ -432,19 +428,19 @@ __device__ __forceinline__ void make_rows(Shared& shared, int sub, float d, cons
 
 // What thd_ssd_scan makes, of the same arguments but for rows, which come as boxes: warpgroups that make rows, as many
 // that keep states, and one that loads.
-// Launch: grid (inner / (64 * kSubs), segments), block 256 * kSubs + 128, shared memory kSharedBytes.
+// Launch: grid as thd_ssd_scan's with 64 * kSubs columns, block 256 * kSubs + 128, shared memory kSharedBytes.
 template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
     const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap gates, const float* dt,
-    const float* sums, const float* leave, const float* states, const float* d, T* y, T* out, int first_segment,
+    const float* sums, const float* leave, const float* states, const float* d, T* y, T* out, Segments segments,
     const int2* ranges, MixerSize size) {
   using Shared = ScanShared<kSubs, kState, kStages>;
   static_assert(same_bytes<(int)sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
-  const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), segment = first_segment + blockIdx.y;
-  const int begin = segment * size.segment, end = min(begin + size.segment, size.chunks());
-  const ScanWork work = {(int)blockIdx.x * kSubs, segment, begin, end};
+  const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), slab = blockIdx.x * kSubs;
+  const int column = (slab + role % kSubs) * kSlab;   // of this warpgroup
+  const Run run(segments, size);
   if (threadIdx.x == 0) {
     shared.stages.init();
     for (int sub = 0; sub < kSubs; ++sub) shared.published[sub].init();
@@ -452,12 +448,12 @@ __global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
   __syncthreads();
   if (role == 2 * kSubs) {
     if constexpr (kSubs > 1) registers_give<24>();
-    if (threadIdx.x % 128 == 0) load_rows(shared, &channels, &gates, {dt, sums, leave}, work, size);
+    if (threadIdx.x % 128 == 0) load_rows(shared, &channels, &gates, {dt, sums, leave}, slab, run, size);
   } else if (role >= kSubs) {
     if constexpr (kSubs > 1) registers_take<112>();
-    keep_state<T>(shared, role - kSubs, states, ranges, work, size);
+    keep_state<T>(shared, role - kSubs, column, states, ranges, run, size);
   } else {
     if constexpr (kSubs > 1) registers_take<112>();
-    make_rows<T>(shared, role, d[(work.slab + role) * kSlab / size.head_dim], ranges, ScanResults<T>{y, out}, work, size);
+    make_rows<T>(shared, role, column, d[column / size.head_dim], ranges, ScanResults<T>{y, out}, run, size);
   }
 }
