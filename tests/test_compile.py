@@ -133,7 +133,7 @@ def test_decode_kernels_fit_and_do_not_spill(arch, dims):
 def mixer_slabs(arch, state_dim):
     """Those that a GPU may choose; on Hopper also those of the portable kernels."""
     return {slab_for(state_dim, columns, ARCHITECTURES[arch], sm90)
-            for columns in (64, 128) for sm90 in {False, arch == "sm_90a"}}  # fmt: skip
+            for columns in (64, 128, 256) for sm90 in {False, arch == "sm_90a"}}  # fmt: skip
 
 
 @pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
@@ -143,6 +143,14 @@ def test_mixer_kernels_of_a_state_fit_and_do_not_spill(arch, state_dim):
     kernels = {make(dtype) for slab in mixer_slabs(arch, state_dim) for make in (slab.states_kernel, slab.scan_kernel)
                for dtype in ("bfloat16", "float16")[: 1 + usual]}  # fmt: skip
     compile_all(sorted(kernels), arch)
+
+
+@pytest.mark.parametrize("state_dim", sorted({slab.state_dim for slab in SLABS_SM90}))
+def test_mixer_kernels_that_convolve_fit_and_do_not_spill(state_dim):
+    slabs = [slab for slab in SLABS_SM90 if slab.state_dim == state_dim]
+    widths = [width for width in MIXER_SIZES["conv_width"] if slabs[0].convolves(width)]
+    kernels = {slab.conv_states_kernel("bfloat16", width) for slab in slabs for width in widths}
+    compile_all(sorted(kernels), "sm_90a")
 
 
 @pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
@@ -283,6 +291,7 @@ def with_tiles():
     narrow, wide = TILES[64, 64], TILES[256, 256]
     backward = narrow.backward[0]
     mixer = [make("float16") for slab in (SLABS[0], SLABS_SM90[0]) for make in (slab.states_kernel, slab.scan_kernel)]
+    mixer += [SLABS_SM90[0].conv_states_kernel("float16", 4)]
     mixer += [CHUNK_TILES[0].thd_ssd_bwd("float16"), *itertools.islice(mixer_walks("sm_90a", 64, "float16"), 2)]
     return [*mixer,
             narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
@@ -295,6 +304,7 @@ def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below()
     kernels = [kernel for tiles in TILES.values()
                for kernel in (*tiles.portable_kernels(ARCHITECTURES["sm_80"]), *tiles.hopper_kernels())]
     kernels += [make("float16") for slab in (*SLABS, *SLABS_SM90) for make in (slab.states_kernel, slab.scan_kernel)]
+    kernels += [slab.conv_states_kernel("float16", 4) for slab in SLABS_SM90]
     kernels += [tile.thd_ssd_bwd("float16") for tile in CHUNK_TILES]
     kernels += [kernel for dim in MIXER_SIZES["state_dim"] for kernel in mixer_walks("sm_80", dim, "float16")]
     found = {kernel.name.partition("<")[0] for kernel in kernels if kernel.shared_bytes}

@@ -146,19 +146,26 @@ __device__ __forceinline__ float4 passed_on(float4 state, float decay, float4 ow
 template <typename Load, typename F>
 __device__ __forceinline__ void walk(Load&& load, const float* decays, size_t decay_pitch, int begin, int step,
                                      int count, F&& visit) {
-  for (int done = 0; done < count; done += kFoldAhead) {
-    float4 number[kFoldAhead];
-    float decay[kFoldAhead];
+  float4 number[kFoldAhead];
+  float decay[kFoldAhead];
+  auto load_into = [&](int i, int nth) {
+    if (nth >= count) return;
+    const int which = begin + step * nth;
+    number[i] = load(which);
+    decay[i] = decays[which * decay_pitch];
+  };
+  #pragma unroll
+  for (int i = 0; i < kFoldAhead; ++i) load_into(i, i);
+  for (int done = 0; done < count; done += kFoldAhead)
     #pragma unroll
     for (int i = 0; i < kFoldAhead; ++i) {
-      const int which = begin + step * min(done + i, count - 1);
-      number[i] = load(which);
-      decay[i] = decays[which * decay_pitch];
+      const int nth = done + i;
+      if (nth >= count) return;
+      const float4 numbers = number[i];
+      const float lasts = decay[i];
+      load_into(i, nth + kFoldAhead);
+      visit(begin + step * nth, numbers, lasts);
     }
-    #pragma unroll
-    for (int i = 0; i < kFoldAhead; ++i)
-      if (done + i < count) visit(begin + step * (done + i), number[i], decay[i]);
-  }
 }
 
 // What segments add becomes the states in front of them (step -1: behind them), from 0; summary: all segments as one.

@@ -90,15 +90,41 @@ __device__ __forceinline__ void copy_columns(unsigned char* tile, const TensorMa
     copy_box(tile + i * kBox, channels, 0, column / kSlab + i, chunk * kChunk, barrier);
 }
 
-// Stages that are filled by one thread's bulk copies or by kWriters warps, and emptied by kReaders warps.
-template <int kStages, int kWriters, int kReaders>
+// The same barrier of another thread block of the cluster.
+__device__ __forceinline__ void arrive_in_cluster(u64* barrier, int block) {
+  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"
+               :: "r"(shared_address(barrier)), "r"(block) : "memory");
+}
+__device__ __forceinline__ int block_in_cluster() {
+  u32 block;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
+  return block;
+}
+// All threads of the cluster wait for each other.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Copies a box to the same place of every thread block of a cluster, whose barriers all count it.
+template <int kCluster>
+__device__ __forceinline__ void copy_box_to_all(void* dst, const TensorMap* map, int column, int head, int row,
+                                                u64* barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1, {%2, %3, %4}], [%5], %6;"
+               :: "r"(shared_address(dst)), "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier)),
+                  "h"((unsigned short)((1 << kCluster) - 1)) : "memory");
+}
+
+// Stages that are filled by one thread's bulk copies or by kWriters warps, and emptied by kReaders warps of each thread
+// block of a cluster.
+template <int kStages, int kWriters, int kReaders, int kCluster = 1>
 struct Stages {
   u64 full[kStages], empty[kStages];
 
   __device__ __forceinline__ void init() {
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_init(&full[stage], kWriters);
-      barrier_init(&empty[stage], kReaders);
+      barrier_init(&empty[stage], kReaders * kCluster);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -111,7 +137,13 @@ struct Stages {
   }
   __device__ __forceinline__ void filled(const Ring<kStages>& ring) { arrive_warp(&full[ring.stage]); }
   __device__ __forceinline__ void wait(const Ring<kStages>& ring) { barrier_wait(&full[ring.stage], ring.parity); }
-  __device__ __forceinline__ void release(const Ring<kStages>& ring) { arrive_warp(&empty[ring.stage]); }
+  __device__ __forceinline__ void release(const Ring<kStages>& ring) {
+    if constexpr (kCluster == 1) arrive_warp(&empty[ring.stage]);
+    else {
+      __syncwarp();
+      if (const int block = threadIdx.x % kWarp; block < kCluster) arrive_in_cluster(&empty[ring.stage], block);
+    }
+  }
 
   static __device__ __forceinline__ void arrive_warp(u64* barrier) {
     __syncwarp();
@@ -190,16 +222,16 @@ __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_states_sm90(
 template <int kSubs>
 struct NumbersOfRows { float sums[kSubs][kChunk], dt[kSubs][kChunk], leave[kSubs][kChunk]; };
 
-template <int kNumSubs, int kStateDim, int kNumStages>
+template <int kBlocks, int kNumSubs, int kStateDim, int kNumStages>
 struct ScanShared {
-  static constexpr int kSubs = kNumSubs, kState = kStateDim, kStages = kNumStages;
+  static constexpr int kCluster = kBlocks, kSubs = kNumSubs, kState = kStateDim, kStages = kNumStages;
   unsigned char x[kStages][kSubs][kBox], z[kStages][kSubs][kBox];
-  unsigned char b[kStages][kState / kSlab][kBox], c[kStages][kState / kSlab][kBox];
+  unsigned char bc[kStages][2][kState / kSlab][kBox]; // B and C
   unsigned char fronts[kSubs][2][kState / kSlab][kBox];  // the state in front of a chunk and of the next one, rounded
   unsigned char made[kSubs][kBox];                    // rows of y, and of out, on their way to memory
   float inverse[kSubs][2][4];                         // of fronts
   NumbersOfRows<kSubs> numbers[kStages];
-  Stages<kStages, 1, 8 * kSubs> stages;
+  Stages<kStages, 1, 8 * kSubs, kCluster> stages;
   Stages<2, 4, 4> published[kSubs];
 };
 
@@ -216,8 +248,10 @@ __device__ __forceinline__ void load_rows(Shared& shared, const TensorMap* chann
     u64* const full = &shared.stages.full[at];
     NumbersOfRows<kSubs>& numbers = shared.numbers[at];
     shared.stages.fill(ring, 2 * (kSubs + kState / kSlab) * kBox + (int)sizeof(numbers));
-    copy_columns<kState>(shared.c[at][0], channels, size.c_column(group), chunk, full);
-    copy_columns<kState>(shared.b[at][0], channels, size.b_column(group), chunk, full);
+    for (int i = block_in_cluster(); i < 2 * kState / kSlab; i += Shared::kCluster) {  // each loads a part for all
+      const int column = i < kState / kSlab ? size.b_column(group) : size.c_column(group) - kState;
+      copy_box_to_all<Shared::kCluster>(shared.bc[at][0][i], channels, 0, column / kSlab + i, chunk * kChunk, full);
+    }
     for (int i = 0; i < kSubs; ++i) {
       const size_t from = size.in_heads((slab + i) * kSlab / size.head_dim, chunk);
       copy_box_once(shared.x[at][i], channels, 0, slab + i, chunk * kChunk, full);
@@ -255,7 +289,7 @@ __device__ __forceinline__ void keep_state(Shared& shared, int sub, int column, 
     scale(state.s, through_chunk(numbers.sums[sub][kChunk - 1], last, chunk, size));
     pin(state.s[0]);
     wgmma_begin();
-    state.start(leaving, shared.b[ring.stage][0]);
+    state.start(leaving, shared.bc[ring.stage][0][0]);
     wgmma_commit();
     wgmma_wait<0>(state.s[0]);
     shared.stages.release(ring);
@@ -382,9 +416,9 @@ __device__ __forceinline__ void make_rows(Shared& shared, int sub, int column, f
     ScoreRows<T, kState, kChunk, false> c;
     float products[1][8][4], acc[8][4];
     u32 weights[1][4][4], of_x[8][2], of_z[8][2];
-    c.load(shared.c[ring.stage][0]);
+    c.load(shared.bc[ring.stage][1][0]);
     wgmma_begin();
-    c.template start<false, kChunk>(products[0], shared.b[ring.stage][0]);
+    c.template start<false, kChunk>(products[0], shared.bc[ring.stage][0][0]);
     wgmma_commit();
     shared.published[sub].wait(front);
     c.template start<false, kChunk>(acc, shared.fronts[sub][front.stage][0]);
@@ -429,12 +463,12 @@ __device__ __forceinline__ void make_rows(Shared& shared, int sub, int column, f
 // What thd_ssd_scan makes, of the same arguments but for rows, which come as boxes: warpgroups that make rows, as many
 // that keep states, and one that loads.
 // Launch: grid as thd_ssd_scan's with 64 * kSubs columns, block 256 * kSubs + 128, shared memory kSharedBytes.
-template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
-__global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
+template <typename T, int kCluster, int kSubs, int kState, int kStages, int kSharedBytes>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
     const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap gates, const float* dt,
     const float* sums, const float* leave, const float* states, const float* d, T* y, T* out, Segments segments,
     const int2* ranges, MixerSize size) {
-  using Shared = ScanShared<kSubs, kState, kStages>;
+  using Shared = ScanShared<kCluster, kSubs, kState, kStages>;
   static_assert(same_bytes<(int)sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
@@ -445,7 +479,7 @@ __global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
     shared.stages.init();
     for (int sub = 0; sub < kSubs; ++sub) shared.published[sub].init();
   }
-  __syncthreads();
+  sync_cluster();
   if (role == 2 * kSubs) {
     if constexpr (kSubs > 1) registers_give<24>();
     if (threadIdx.x % 128 == 0) load_rows(shared, &channels, &gates, {dt, sums, leave}, slab, run, size);
@@ -456,4 +490,6 @@ __global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
     if constexpr (kSubs > 1) registers_take<112>();
     make_rows<T>(shared, role, column, d[column / size.head_dim], ranges, ScanResults<T>{y, out}, run, size);
   }
+  __syncwarp();
+  sync_cluster();                                     // nobody leaves whom others still write to
 }
