@@ -10,7 +10,7 @@ from thdattn.tiles import PAD
 CHUNK = 64  # rows, kChunk of kernels/mamba/common.cuh
 SEGMENT_CHUNKS = 16  # of a segment; fewer give more thread blocks, and more states to write and read
 BEGIN_CHUNKS = 2  # that a thread block of a scan could have walked over before it begins
-BOX_BYTES = 2 * 64 * CHUNK  # kBox of kernels/mamba/scan_sm90.cu
+BOX_BYTES = 2 * 64 * CHUNK  # kBox of kernels/mamba/hopper.cuh
 ROWS_BEFORE = 8  # kBefore of kernels/mamba/conv_states_sm90.cu
 CONV_COLUMNS, CONV_ROWS = 128, 256  # kConvColumns and kConvTile of kernels/mamba/conv.cu
 RATES_HEADS = 16  # heads whose dt a thread block of it makes
@@ -107,7 +107,7 @@ class SlabSm90:
     def states_kernel(self, dtype: str) -> Instance:
         """thd_ssd_states_sm90 for "float16" or "bfloat16"."""
         stage = BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 2 * 4 * CHUNK * self.warpgroups
-        return self._instance("thd_ssd_states_sm90", (dtype,), self.states_stages, stage)
+        return self._instance("thd_ssd_states_sm90", (ELEMENT_TYPES[dtype],), self.states_stages, stage)
 
     def convolves(self, conv_width: int) -> bool:
         """Whether there is conv_states_kernel: wider convolutions leave no registers for states."""
@@ -118,21 +118,21 @@ class SlabSm90:
         raw = 2 * 64 * (CHUNK + ROWS_BEFORE)
         stage = BOX_BYTES * (self.state_dim // 64) + (raw + 2 * 4 * CHUNK) * self.warpgroups
         made = 2 * BOX_BYTES * self.warpgroups
-        return self._instance("thd_ssd_conv_states_sm90", (dtype, conv_width), 2, stage, made)
+        return self._instance("thd_ssd_conv_states_sm90", (ELEMENT_TYPES[dtype], conv_width), 2, stage, made)
 
     def scan_kernel(self, dtype: str) -> Instance:
         """thd_ssd_scan_sm90 for "float16" or "bfloat16"."""
         stage = 2 * BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 3 * 4 * CHUNK * self.warpgroups
         front = BOX_BYTES * self.state_dim // 64 + 4 * 4 + 2 * 8  # a state in front of a chunk
+        kind = ELEMENT_TYPES[dtype], self.cluster
         of_warpgroups = (2 * front + BOX_BYTES) * self.warpgroups
-        return self._instance("thd_ssd_scan_sm90", (dtype, self.cluster), self.scan_stages, stage, of_warpgroups)
+        return self._instance("thd_ssd_scan_sm90", kind, self.scan_stages, stage, of_warpgroups)
 
     def _instance(
         self, kernel: str, kind: tuple[str | int, ...], stages: int, stage_bytes: int, more_bytes: int = 0
     ) -> Instance:
         shared_bytes = stages * (stage_bytes + 2 * 8) + more_bytes  # two barriers a stage
-        dtype, *more = kind
-        constants = ELEMENT_TYPES[dtype], *more, self.warpgroups, self.state_dim, stages, shared_bytes
+        constants = *kind, self.warpgroups, self.state_dim, stages, shared_bytes
         return Instance(f"{kernel}<{', '.join(map(str, constants))}>", shared_bytes)
 
 

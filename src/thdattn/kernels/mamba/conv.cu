@@ -171,7 +171,8 @@ __device__ __forceinline__ void rates_of_heads(const Rates& rates, const T* zxbc
     make_rates<T>(rates, raw, dt_bias[head], -expf(A_log[head]) * kLog2e, chunk, head, first, last_first, size);
 }
 
-// The last thread blocks of a row of the grid make dt, the others x, B and C, from a tile of columns on. Bound by memory.
+// The last thread blocks of a row of the grid make dt, the others x, B and C from a tile of columns on. Bound by
+// memory.
 // halo (kWidth - 1, channels): rows of x, B and C in front; read where a sequence began on another rank
 // channels (rows, channels): x, B and C behind silu; dt, sums, leave: see Rates; all 0 on padding
 // Launch: grid (column_tiles + tiles of 16 heads, tiles of 256 rows), block 256.

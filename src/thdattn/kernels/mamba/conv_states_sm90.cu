@@ -26,7 +26,7 @@ __device__ __forceinline__ int sight_of(const int2* ranges, int row, int reach, 
 }
 
 // A warpgroup convolves a chunk of 64 columns of x: each thread has kColumns of them and 8 rows that follow each other.
-// column: the first of the 64, in a row of x. all_in_sight: every row of the chunk sees as many rows as the convolution has.
+// column: the first of the 64, in a row of x. all_in_sight: every row of the chunk sees all that the convolution has.
 template <typename T, int kWidth>
 __device__ __forceinline__ void convolve_chunk(unsigned char* x, const unsigned char* raw, const float* conv_weight,
                                                const float* conv_bias, const T* halo, int column, int chunk,
@@ -124,16 +124,9 @@ __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_conv_states_sm90(
       add_commit();
     }
     __syncwarp();
-    if (chunk >= segment.from) {
-      u32 weights[1][4][4];
-      state.prepare(weights, made, shared.leave[ring.stage][sub]);
-      // Behind the first of these chunks all rows are of one sequence.
-      scale(state.s, chunk > segment.from ? decay_of(shared.sums[ring.stage][sub][kChunk - 1]) : 0.f);
-      pin(state.s[0]);
-      wgmma_begin();
-      state.start(weights, shared.b[ring.stage][0]);
-      wgmma_commit();
-      wgmma_wait<0>(state.s[0]);
+    if (chunk >= segment.from) {                      // behind the first of these all rows are of one sequence
+      const float through = chunk > segment.from ? decay_of(shared.sums[ring.stage][sub][kChunk - 1]) : 0.f;
+      state.advance(made, shared.b[ring.stage][0], shared.leave[ring.stage][sub], through);
     }
     shared.stages.release(ring);
   }

@@ -361,7 +361,8 @@ struct RowsOfWarp {
 };
 
 // y and out (rows, inner) of some segments; out is 0 on padding. states: in front of each segment, of all of them.
-// Launch: grid (inner / kCols, ceil(segments.count / segments.of_block)), block twice kThreads of Slab, shared memory kBytes.
+// Launch: grid (inner / kCols, ceil(segments.count / segments.of_block)), block twice kThreads of Slab, shared memory
+// kBytes.
 template <typename T, int kWidth, int kSubs, int kState, int kStages, int kBytes>
 __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) thd_ssd_scan(
     const T* channels, const T* zxbcdt, const float* dt, const float* sums, const float* leave, const float* states,
