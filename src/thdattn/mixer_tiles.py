@@ -36,7 +36,6 @@ class Slab:
     states_stages: int
 
     by_boxes = False  # it loads rows by pointers
-    cluster = 1
 
     @property
     def columns(self) -> int:
@@ -76,12 +75,8 @@ def _tile(rows: int, columns: int) -> int:
 
 @dataclass(frozen=True)
 class SlabSm90:
-    """The same on Hopper: `warpgroups` times 64 columns of x, each of one head.
+    """The same on Hopper: `warpgroups` times 64 columns of x, each of one head."""
 
-    cluster: thread blocks of a scan that share what is read of B and C.
-    """
-
-    cluster: int
     warpgroups: int
     state_dim: int
     scan_stages: int
@@ -124,9 +119,8 @@ class SlabSm90:
         """thd_ssd_scan_sm90 for "float16" or "bfloat16"."""
         stage = 2 * BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 3 * 4 * CHUNK * self.warpgroups
         front = BOX_BYTES * self.state_dim // 64 + 4 * 4 + 2 * 8  # a state in front of a chunk
-        kind = ELEMENT_TYPES[dtype], self.cluster
         of_warpgroups = (2 * front + BOX_BYTES) * self.warpgroups
-        return self._instance("thd_ssd_scan_sm90", kind, self.scan_stages, stage, of_warpgroups)
+        return self._instance("thd_ssd_scan_sm90", (ELEMENT_TYPES[dtype],), self.scan_stages, stage, of_warpgroups)
 
     def _instance(
         self, kernel: str, kind: tuple[str | int, ...], stages: int, stage_bytes: int, more_bytes: int = 0
@@ -147,12 +141,10 @@ SLABS = (
     Slab(32, 1, 256, scan_stages=1, states_stages=2),
 )
 SLABS_SM90 = (  # states of 256 columns take too many registers
-    SlabSm90(2, 2, 64, scan_stages=2, states_stages=4),
-    SlabSm90(1, 2, 64, scan_stages=2, states_stages=4),
-    SlabSm90(1, 1, 64, scan_stages=2, states_stages=4),
-    SlabSm90(2, 2, 128, scan_stages=2, states_stages=3),
-    SlabSm90(1, 2, 128, scan_stages=2, states_stages=3),
-    SlabSm90(1, 1, 128, scan_stages=2, states_stages=3),
+    SlabSm90(2, 64, scan_stages=2, states_stages=4),
+    SlabSm90(1, 64, scan_stages=2, states_stages=4),
+    SlabSm90(2, 128, scan_stages=2, states_stages=3),
+    SlabSm90(1, 128, scan_stages=2, states_stages=3),
 )
 
 
@@ -166,7 +158,7 @@ def slab_for(state_dim: int, group_columns: int, shared_bytes: int, sm90: bool) 
     slabs: tuple[Slab | SlabSm90, ...] = (*SLABS_SM90, *SLABS) if sm90 else SLABS
     return next(
         slab for slab in slabs
-        if slab.state_dim == state_dim and group_columns % (slab.columns * slab.cluster) == 0
+        if slab.state_dim == state_dim and group_columns % slab.columns == 0
         and max(slab.states_kernel("bfloat16").shared_bytes, slab.scan_kernel("bfloat16").shared_bytes) <= shared_bytes
     )  # fmt: skip
 

@@ -81,7 +81,6 @@ __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, cons
   if (column >= size.channels() || begin >= end) return;
   const size_t pitch = size.columns();
   const T* const from = zxbcdt + size.inner() + column;
-  T* const into = channels + column;
   Convolution<T, kWidth> convolution;
   convolution.load_weights(conv_weight, conv_bias, column);
   #pragma unroll
@@ -93,12 +92,15 @@ __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, cons
   Piece ahead[kAhead];                                // of the rows to come
   #pragma unroll
   for (int i = 0; i < kAhead; ++i) ahead[i] = *(const Piece*)(from + min(begin + i, end - 1) * pitch);
+  const T* next = from + (begin + kAhead) * pitch;
+  T* to = channels + (size_t)begin * size.channels() + column;
   for (int done = 0; begin + done < end; done += kAhead) {
     #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int row = begin + done + i, in_sight = sights[in_tile + done + i];
       convolution.next(ahead[i]);
-      if (row + kAhead < end) ahead[i] = *(const Piece*)(from + (row + kAhead) * pitch);
+      if (row + kAhead < end) ahead[i] = *(const Piece*)next;
+      next += pitch;
       convolution.forget_all_but(in_sight);
       float sum[kColumns];
       convolution.convolve(sum);
@@ -106,7 +108,8 @@ __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, cons
       const u32 valid = in_sight < 0 ? 0 : ~0u;       // a mask, as compilers branch around what a choice leaves out
       #pragma unroll
       for (int p = 0; p < kColumns / 2; ++p) made.pairs[p] = valid & pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
-      if (row < end) *(Piece*)(into + (size_t)row * size.channels()) = made;
+      if (row < end) *(Piece*)to = made;
+      to += size.channels();
     }
   }
 }

@@ -98,41 +98,15 @@ __device__ __forceinline__ void copy_columns(unsigned char* tile, const TensorMa
     copy_box(tile + i * kBox, channels, 0, column / kSlab + i, chunk * kChunk, barrier);
 }
 
-// The same barrier of another thread block of the cluster.
-__device__ __forceinline__ void arrive_in_cluster(u64* barrier, int block) {
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"
-               :: "r"(shared_address(barrier)), "r"(block) : "memory");
-}
-__device__ __forceinline__ int block_in_cluster() {
-  u32 block;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
-  return block;
-}
-// All threads of the cluster wait for each other.
-__device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// Copies a box to the same place of every thread block of a cluster, whose barriers all count it.
-template <int kCluster>
-__device__ __forceinline__ void copy_box_to_all(void* dst, const TensorMap* map, int column, int head, int row,
-                                                u64* barrier) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-               "[%0], [%1, {%2, %3, %4}], [%5], %6;"
-               :: "r"(shared_address(dst)), "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier)),
-                  "h"((unsigned short)((1 << kCluster) - 1)) : "memory");
-}
-
-// Stages that are filled by one thread's bulk copies or by kWriters warps, and emptied by kReaders warps of each thread
-// block of a cluster.
-template <int kStages, int kWriters, int kReaders, int kCluster = 1>
+// Stages that are filled by one thread's bulk copies or by kWriters warps, and emptied by kReaders warps.
+template <int kStages, int kWriters, int kReaders>
 struct Stages {
   u64 full[kStages], empty[kStages];
 
   __device__ __forceinline__ void init() {
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_init(&full[stage], kWriters);
-      barrier_init(&empty[stage], kReaders * kCluster);
+      barrier_init(&empty[stage], kReaders);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -145,13 +119,7 @@ struct Stages {
   }
   __device__ __forceinline__ void filled(const Ring<kStages>& ring) { arrive_warp(&full[ring.stage]); }
   __device__ __forceinline__ void wait(const Ring<kStages>& ring) { barrier_wait(&full[ring.stage], ring.parity); }
-  __device__ __forceinline__ void release(const Ring<kStages>& ring) {
-    if constexpr (kCluster == 1) arrive_warp(&empty[ring.stage]);
-    else {
-      __syncwarp();
-      if (const int block = threadIdx.x % kWarp; block < kCluster) arrive_in_cluster(&empty[ring.stage], block);
-    }
-  }
+  __device__ __forceinline__ void release(const Ring<kStages>& ring) { arrive_warp(&empty[ring.stage]); }
 
   static __device__ __forceinline__ void arrive_warp(u64* barrier) {
     __syncwarp();

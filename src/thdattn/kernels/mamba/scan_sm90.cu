@@ -6,16 +6,16 @@
 template <int kSubs>
 struct NumbersOfRows { float sums[kSubs][kChunk], dt[kSubs][kChunk], leave[kSubs][kChunk]; };
 
-template <int kBlocks, int kNumSubs, int kStateDim, int kNumStages>
+template <int kNumSubs, int kStateDim, int kNumStages>
 struct ScanShared {
-  static constexpr int kCluster = kBlocks, kSubs = kNumSubs, kState = kStateDim, kStages = kNumStages;
+  static constexpr int kSubs = kNumSubs, kState = kStateDim, kStages = kNumStages;
   unsigned char x[kStages][kSubs][kBox], z[kStages][kSubs][kBox];
-  unsigned char bc[kStages][2][kState / kSlab][kBox]; // B and C
+  unsigned char b[kStages][kState / kSlab][kBox], c[kStages][kState / kSlab][kBox];
   unsigned char fronts[kSubs][2][kState / kSlab][kBox];  // the state in front of a chunk and of the next one, rounded
   unsigned char made[kSubs][kBox];                    // rows of y, and of out, on their way to memory
   float inverse[kSubs][2][4];                         // of fronts
   NumbersOfRows<kSubs> numbers[kStages];
-  Stages<kStages, 1, 8 * kSubs, kCluster> stages;
+  Stages<kStages, 1, 8 * kSubs> stages;
   Stages<2, 4, 4> published[kSubs];
 };
 
@@ -32,10 +32,8 @@ __device__ __forceinline__ void load_rows(Shared& shared, const TensorMap* chann
     u64* const full = &shared.stages.full[at];
     NumbersOfRows<kSubs>& numbers = shared.numbers[at];
     shared.stages.fill(ring, 2 * (kSubs + kState / kSlab) * kBox + (int)sizeof(numbers));
-    for (int i = block_in_cluster(); i < 2 * kState / kSlab; i += Shared::kCluster) {  // each loads a part for all
-      const int column = i < kState / kSlab ? size.b_column(group) : size.c_column(group) - kState;
-      copy_box_to_all<Shared::kCluster>(shared.bc[at][0][i], channels, 0, column / kSlab + i, chunk * kChunk, full);
-    }
+    copy_columns<kState>(shared.c[at][0], channels, size.c_column(group), chunk, full);
+    copy_columns<kState>(shared.b[at][0], channels, size.b_column(group), chunk, full);
     for (int i = 0; i < kSubs; ++i) {
       const size_t from = size.in_heads((slab + i) * kSlab / size.head_dim, chunk);
       copy_box_once(shared.x[at][i], channels, 0, slab + i, chunk * kChunk, full);
@@ -68,7 +66,7 @@ __device__ __forceinline__ void keep_state(Shared& shared, int sub, int column, 
     if (chunk + 1 == run.end) break;
     shared.stages.wait(ring);
     const NumbersOfRows<Shared::kSubs>& numbers = shared.numbers[ring.stage];
-    state.advance(shared.x[ring.stage][sub], shared.bc[ring.stage][0][0], numbers.leave[sub],
+    state.advance(shared.x[ring.stage][sub], shared.b[ring.stage][0], numbers.leave[sub],
                   through_chunk(numbers.sums[sub][kChunk - 1], last, chunk, size));
     shared.stages.release(ring);
   }
@@ -195,9 +193,9 @@ __device__ __forceinline__ void make_rows(Shared& shared, int sub, int column, f
     ScoreRows<T, kState, kChunk, false> c;
     float products[1][8][4], acc[8][4];
     u32 weights[1][4][4], of_x[8][2], of_z[8][2];
-    c.load(shared.bc[ring.stage][1][0]);
+    c.load(shared.c[ring.stage][0]);
     wgmma_begin();
-    c.template start<false, kChunk>(products[0], shared.bc[ring.stage][0][0]);
+    c.template start<false, kChunk>(products[0], shared.b[ring.stage][0]);
     wgmma_commit();
     shared.published[sub].wait(front);
     c.template start<false, kChunk>(acc, shared.fronts[sub][front.stage][0]);
@@ -242,12 +240,12 @@ __device__ __forceinline__ void make_rows(Shared& shared, int sub, int column, f
 // What thd_ssd_scan makes, of the same arguments but for rows, which come as boxes: warpgroups that make rows, as many
 // that keep states, and one that loads.
 // Launch: grid as thd_ssd_scan's with 64 * kSubs columns, block 256 * kSubs + 128, shared memory kSharedBytes.
-template <typename T, int kCluster, int kSubs, int kState, int kStages, int kSharedBytes>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
+template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
+__global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
     const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap gates, const float* dt,
     const float* sums, const float* leave, const float* states, const float* d, T* y, T* out, Segments segments,
     const int2* ranges, MixerSize size) {
-  using Shared = ScanShared<kCluster, kSubs, kState, kStages>;
+  using Shared = ScanShared<kSubs, kState, kStages>;
   static_assert(same_bytes<(int)sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
@@ -258,7 +256,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(256 * kSubs +
     shared.stages.init();
     for (int sub = 0; sub < kSubs; ++sub) shared.published[sub].init();
   }
-  sync_cluster();
+  __syncthreads();
   if (role == 2 * kSubs) {
     if constexpr (kSubs > 1) registers_give<24>();
     if (threadIdx.x % 128 == 0) load_rows(shared, &channels, &gates, {dt, sums, leave}, slab, run, size);
@@ -269,6 +267,4 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(256 * kSubs +
     if constexpr (kSubs > 1) registers_take<112>();
     make_rows<T>(shared, role, column, d[column / size.head_dim], ranges, ScanResults<T>{y, out}, run, size);
   }
-  __syncwarp();
-  sync_cluster();                                     // nobody leaves whom others still write to
 }
