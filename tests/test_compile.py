@@ -24,7 +24,15 @@ from thdattn.mixer_backward_tiles import (
     thd_ssd_chunk_states,
     thd_ssd_dstates,
 )
-from thdattn.mixer_tiles import MIXER_KERNELS, MIXER_SIZES, SLABS, SLABS_SM90, slab_for, thd_mixer_conv
+from thdattn.mixer_tiles import (
+    MIXER_KERNELS,
+    MIXER_SIZES,
+    SLABS,
+    SLABS_SM90,
+    segments_of_block,
+    slab_for,
+    thd_mixer_conv,
+)  # fmt: skip
 from thdattn.tiles import STATIC_BYTES, TILES, BackwardSm90, Tiles
 
 pytest.importorskip("cupy")
@@ -205,6 +213,16 @@ def test_every_slab_is_the_first_choice_somewhere():
     chosen = {slab for arch in ARCHITECTURES for state_dim in MIXER_SIZES["state_dim"]
               for slab in mixer_slabs(arch, state_dim)}  # fmt: skip
     assert chosen == {*SLABS, *SLABS_SM90}
+
+
+@pytest.mark.parametrize(("segments", "slabs", "of_block"), [(16, 32, 4), (128, 32, 32), (4, 32, 1), (1, 32, 1)])
+def test_thread_blocks_of_a_scan_walk_over_as_many_segments_as_one_wave_needs(segments, slabs, of_block):
+    assert segments_of_block(segments, slabs, multiprocessors=132) == of_block
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3])
+def test_a_thread_block_of_a_small_gpu_walks_over_all_segments(segments):
+    assert segments_of_block(segments, slabs=4, multiprocessors=1) == segments
 
 
 @pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
