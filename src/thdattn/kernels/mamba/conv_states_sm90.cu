@@ -12,6 +12,23 @@ struct ConvStatesShared {
   unsigned char x[2][kSubs][kBox];                    // behind the convolution: of this chunk and of the one before
   float leave[kStages][kSubs][kChunk], sums[kStages][kSubs][kChunk];
   Stages<kStages, 1, 4 * kSubs> stages;
+
+  // A chunk of 64-column slabs of x from `slab` on, of B, and of numbers of every row.
+  __device__ __forceinline__ void load(const Ring<kStages>& ring, const TensorMap* x, const TensorMap* channels,
+                                       const float* sums_of_rows, const float* leave_of_rows, int slab, int chunk,
+                                       const MixerSize& size) {
+    const u32 at = ring.stage;
+    u64* const full = &stages.full[at];
+    const int group = size.group_of(slab * kSlab / size.head_dim);
+    stages.fill(ring, kSubs * kRawBox + kState / kSlab * kBox + kSubs * 2 * 4 * kChunk);
+    for (int i = 0; i < kSubs; ++i) {
+      const size_t from = size.in_heads((slab + i) * kSlab / size.head_dim, chunk);
+      copy_box(raw[at][i], x, 0, slab + i, chunk * kChunk - kBefore, full);
+      copy_bulk(leave[at][i], leave_of_rows + from, 4 * kChunk, full);
+      copy_bulk(sums[at][i], sums_of_rows + from, 4 * kChunk, full);
+    }
+    copy_columns<kState>(b[at][0], channels, size.b_column(group), chunk, full);
+  }
 };
 
 // Copies a box from shared memory, but for what lies outside the tensor.
@@ -80,21 +97,11 @@ __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_conv_states_sm90(
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   const int slab = blockIdx.x * kSubs, sub = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  const int group = size.group_of(slab * kSlab / size.head_dim);
   const Segment segment(blockIdx.y, ranges, used_behind, size);
   Ring<kStages> ring{}, to_fill{};
   auto load = [&](int chunk) {
     if (threadIdx.x || chunk >= segment.end) return;
-    const u32 at = to_fill.stage;
-    u64* const full = &shared.stages.full[at];
-    shared.stages.fill(to_fill, kSubs * kRawBox + kState / kSlab * kBox + kSubs * 2 * 4 * kChunk);
-    for (int i = 0; i < kSubs; ++i) {
-      const size_t from = size.in_heads((slab + i) * kSlab / size.head_dim, chunk);
-      copy_box(shared.raw[at][i], &x, 0, slab + i, chunk * kChunk - kBefore, full);
-      copy_bulk(shared.leave[at][i], leave + from, 4 * kChunk, full);
-      copy_bulk(shared.sums[at][i], sums + from, 4 * kChunk, full);
-    }
-    copy_columns<kState>(shared.b[at][0], &channels, size.b_column(group), chunk, full);
+    shared.load(to_fill, &x, &channels, sums, leave, slab, chunk, size);
     to_fill.advance();
   };
 

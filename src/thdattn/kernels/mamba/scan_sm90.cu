@@ -149,6 +149,31 @@ __device__ __forceinline__ void load_pairs(u32 (&pairs)[8][2], const unsigned ch
       pairs[n][half] = *(const u32*)(box + band.row[half] * kRowBytes + (n ^ band.lane / 4) * 16 + band.lane % 4 * 4);
 }
 
+template <typename T>
+__device__ __forceinline__ void add_times(float (&acc)[8][4], const u32 (&of_x)[8][2], float d) {
+  #pragma unroll
+  for (int n = 0; n < 8; ++n)
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 x = unpack<T>(of_x[n][half]);
+      acc[n][2 * half] = fmaf(d, x.x, acc[n][2 * half]);
+      acc[n][2 * half + 1] = fmaf(d, x.y, acc[n][2 * half + 1]);
+    }
+}
+
+// Times silu(z), 0 on padding.
+template <typename T>
+__device__ __forceinline__ void pass_gate(float (&acc)[8][4], const u32 (&of_z)[8][2], const Band& band) {
+  #pragma unroll
+  for (int n = 0; n < 8; ++n)
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 z = unpack<T>(band.first[half] <= band.row[half] ? of_z[n][half] : 0);
+      acc[n][2 * half] *= silu(z.x);
+      acc[n][2 * half + 1] *= silu(z.y);
+    }
+}
+
 // Writes a band to the rows that are at `into`, of which `left` exist, through 16 rows of shared memory, so that whole
 // rows of 128 bytes are written at a time. The L2 cache need not keep them.
 template <typename T>
@@ -216,23 +241,9 @@ __device__ __forceinline__ void make_rows(Shared& shared, int sub, int column, f
 
     const int row = chunk * kChunk + band.number * 16;
     const size_t at = (size_t)row * size.inner() + column;
-    #pragma unroll
-    for (int n = 0; n < 8; ++n)
-      #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float2 value = unpack<T>(of_x[n][half]);
-        acc[n][2 * half] = fmaf(d, value.x, acc[n][2 * half]);
-        acc[n][2 * half + 1] = fmaf(d, value.y, acc[n][2 * half + 1]);
-      }
+    add_times<T>(acc, of_x, d);
     write_band<T>(results.y + at, acc, made, size.rows - row, size.inner());
-    #pragma unroll
-    for (int n = 0; n < 8; ++n)
-      #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float2 gate = unpack<T>(band.first[half] <= band.row[half] ? of_z[n][half] : 0);
-        acc[n][2 * half] *= silu(gate.x);
-        acc[n][2 * half + 1] *= silu(gate.y);
-      }
+    pass_gate<T>(acc, of_z, band);
     write_band<T>(results.out + at, acc, made, size.rows - row, size.inner());
   }
 }
