@@ -45,8 +45,7 @@ def forward(
     halo = engine.mixer_tail(zxbcdt, plan, shape)
     if comm.size > 1 and shape.reach:
         halo = engine.mixer_halo(_gather(comm, plan, "rows", halo), plan, shape)
-    act = engine.mixer_conv(zxbcdt, halo, weights, plan, shape)
-    states, decays = engine.ssd_states(act, plan, shape)
+    act, states, decays = engine.mixer_conv_states(zxbcdt, halo, weights, plan, shape)
     summary = engine.ssd_fold(states, decays, plan, shape)
     y, out = (engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype) for _ in range(2))
 

@@ -23,7 +23,7 @@ struct ChunkSharedSm90 {
   ToldOfRows told[kStages];
   int first[kChunk];
   float scale[4];                                     // of the gradient of B C^T; or the largest of each warp
-  Stages<kStages, 1> stages;
+  Stages<kStages, 1, 1> stages;
   u64 all_told[kStages], weighed[2], taken[2];
 
   __device__ __forceinline__ void init() {

@@ -9,7 +9,7 @@ struct WalkSharedSm90 {
   unsigned char rows[kStages][kSubs][kBox], columns[kStages][kState / kSlab][kBox];
   float weights[2][kSubs][kChunk + 2];                // and, behind those of rows, what is left of the state
   int largest[2][kSubs][4];                           // bits of the largest number of each warp's state
-  Stages<kStages, 4 * kSubs> stages;
+  Stages<kStages, 1, 4 * kSubs> stages;
 };
 
 // What walks, see Walk. rows: maps of x or dy; columns: of channels, from `column` on those of B or C.
@@ -85,14 +85,7 @@ struct WalkSm90 {
       const float* const weights = shared.weights[parity][sub];
       through *= weights[kChunk];
       shared.stages.wait(ring);
-      u32 operand[1][4][4];
-      state.prepare(operand, shared.rows[ring.stage][sub], weights);
-      scale(state.s, weights[kChunk]);
-      pin(state.s[0]);
-      wgmma_begin();
-      state.start(operand, shared.columns[ring.stage][0]);
-      wgmma_commit();
-      wgmma_wait<0>(state.s[0]);
+      state.advance(shared.rows[ring.stage][sub], shared.columns[ring.stage][0], weights, weights[kChunk]);
       shared.stages.release(ring);
       tell(1 - parity, told, after(left, 1), size);
       told = later;
