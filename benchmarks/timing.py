@@ -6,11 +6,10 @@ Everything runs on CuPy's current stream. Of several ranks, times are the slowes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
-from statistics import median
 from typing import Any, TypeVar
 
 import cupy
@@ -135,7 +134,7 @@ def race_in_steps(
         for _ in range(2):  # the second one may be captured
             for step in steps:
                 step()
-        (ms,) = slowest(comm, [median(map(sum, stepped(steps, 3)))])
+        (ms,) = slowest(comm, map(sum, stepped(steps, 1)))
         groups[name] = partial(_together, comm, steps, calls_per_group(ms))
     times = interleaved(groups, rounds, lambda _: nullcontext())
     return {name: [slowest(comm, column) for column in zip(*([*call, sum(call)] for call in samples), strict=True)]
@@ -147,9 +146,9 @@ def _together(comm: thdattn.comm.Comm, steps: Sequence[Call], calls: int) -> lis
     return stepped(steps, calls)
 
 
-def slowest(comm: thdattn.comm.Comm, samples: Sequence[float]) -> list[float]:
+def slowest(comm: thdattn.comm.Comm, samples: Iterable[float]) -> list[float]:
     """Sample by sample of the rank that took longest."""
-    longest = cupy.asarray(np.array(samples, np.float64))
+    longest = cupy.asarray(np.array([*samples], np.float64))
     comm.all_reduce(longest, "max")
     return [float(x) for x in longest.get()]
 
