@@ -44,7 +44,7 @@ from thdattn.graphs import add_arguments, from_arguments
 
 EXAMPLE = Path(data.__file__).parent
 KEY = ("gpu", "size", "ranks", "cp", "tokens", "accumulate", "sharding", "cuda_graph_impl", "cp_comm_type")
-WARM_UP = 8  # steps that compile kernels, fill memory pools and are not counted
+WARM_UP = 8  # steps that compile kernels, fill memory pools and are not counted, unless others are asked for
 PROFILED = 20  # steps
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # as a trace of torch.profiler names it
 
@@ -82,8 +82,8 @@ def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
         results[-1].numbers()
 
     with closing(data.prepared(dealt)) as coming:
-        steps(WARM_UP + args.steps)
-        timed = results[WARM_UP:]
+        steps(args.warm_up + args.steps)
+        timed = results[args.warm_up :]
         idle = f"{idle_share(lambda: steps(PROFILED)):.4f}" if args.idle else ""
     num_bytes = trainer.xp.get_default_memory_pool().total_bytes() + trainer.graphs.num_bytes
     fixed = {
@@ -227,6 +227,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches per step of a group (1)")
     parser.add_argument("--cp", type=int, metavar="N", help="ranks that share a micro-batch (default: all ranks)")
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps (default: 30)")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, metavar="N",
+                        help=f"steps before, which compile and fill memory pools (default: {WARM_UP})")  # fmt: skip
     parser.add_argument("--idle", action="store_true", help="also record the share of time without work on the GPU")
     add_method_arguments(parser)
     add_arguments(parser)

@@ -5,11 +5,11 @@
     mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --as-rank-of 8 --cases bucket32k 8x1024 --head-groups 1 4
     mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --as-rank-of 8 --cases documents16k --methods all
 
-Times are those of warm calls back to back between events on the GPU, of the slowest rank; TFLOP/s are per GPU and count
-visible pairs of tokens, no padding. All ways of a case take turns. A graph holds forward and backward with all
-communication inside. What is beyond the attention alone is exposed communication. The host's time is from a call to its
-return on an idle GPU. Memory is what the GPU lacks after warm calls, q, k, v and dout not counted, nor what other cases
-and ways have left behind of peer memory.
+Times are those of warm calls, forward and backward in turns, back to back between events on the GPU, of the slowest
+rank; TFLOP/s are per GPU and count visible pairs of tokens, no padding. All ways of a case take turns. A graph holds
+forward and backward with all communication inside. What is beyond the attention alone is exposed communication. The
+host's time is from a call to its return on an idle GPU. Memory is what the GPU lacks after warm calls, q, k, v and dout
+not counted, nor what other cases and ways have left behind of peer memory.
 
 --methods: cp_comm_type:sharding of CPAttention; each has the least padding that its sharding takes. "One GPU" has the
 whole pack, without padding, and what a way reaches of its speed is the efficiency of so many GPUs.
@@ -209,19 +209,20 @@ def raced(
     real: Comm, case: Case, ways: Mapping[str, Timed], hosted: Sequence[str], rounds: int
 ) -> dict[Key, list[float]]:
     """Times of all ways in turns: called, in graphs those that are captured, and the host's of those that are named."""
-    calls: dict[Key, Callable[[], object]] = {}
-    for name, way in ways.items():
-        directions: tuple[Callable[[], object], ...] = way.forward, way.backward, partial(both, way)
-        calls |= {(name, direction, "called"): call for direction, call in zip(WAYS, directions, strict=True)}
-    host = {(name, way, "host"): calls[name, way, "called"]
-            for name in hosted for way in ("forward", "both")}  # fmt: skip
+    calls: dict[tuple[str, str], Sequence[Callable[[], object]]] = {
+        (name, "called"): (way.forward, way.backward) for name, way in ways.items()}  # fmt: skip
     with ExitStack() as stack:
-        graphs = dict(calls)
         for name, way in ways.items():
             replay = attempted(real, f"{case.name} {name} in a graph", partial(captured, stack, name, way))
             if replay is not None:
-                graphs[name, "both", "graph"] = replay
-        times = timing.race(real, graphs, rounds)
+                calls[name, "graph"] = [replay]
+        found = timing.race_in_steps(real, calls, rounds)
+    times: dict[Key, list[float]] = {}
+    for (name, how), steps in found.items():
+        directions = WAYS if how == "called" else ("both",) * 2
+        times |= {(name, direction, how): samples for direction, samples in zip(directions, steps, strict=True)}
+    host = {(name, way, "host"): call for name in hosted
+            for way, call in (("forward", ways[name].forward), ("both", partial(both, ways[name])))}  # fmt: skip
     for key, call in host.items():
         calls_in_all = host_calls(median(times[key[0], key[1], "called"]))
         times[key] = timing.slowest(real, timing.returned(call, calls_in_all))

@@ -6,11 +6,10 @@ Everything runs on CuPy's current stream. Of several ranks, times are the slowes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
-from statistics import median
 from typing import Any, TypeVar
 
 import cupy
@@ -20,6 +19,7 @@ import thdattn
 
 Call = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
+Sample = TypeVar("Sample")
 GROUP_MS = 40.0  # GPU time of a group of calls, aimed at
 REST = 0.1  # seconds before a group: a GPU at its power limit runs slower for a while, whoever brought it there
 REPLAYS = 2  # of a graph that are timed in a row
@@ -41,15 +41,21 @@ def calls_per_graph(calls: int) -> int:
 
 def called(call: Call, calls: int) -> list[float]:
     """Times of calls made back to back on an idle GPU; where the host is slower than the GPU, its time shows."""
+    return [ms for (ms,) in stepped([call], calls)]
+
+
+def stepped(steps: Sequence[Call], calls: int) -> list[list[float]]:
+    """The same of steps that follow each other; of every call, the times of all steps."""
     stream = cupy.cuda.get_current_stream()
-    events = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(calls)]
+    events = [[cupy.cuda.Event() for _ in range(len(steps) + 1)] for _ in range(calls)]
     stream.synchronize()
-    for start, stop in events:
-        start.record(stream)
-        call()
-        stop.record(stream)
+    for first, *others in events:
+        first.record(stream)
+        for step, mark in zip(steps, others, strict=True):
+            step()
+            mark.record(stream)
     stream.synchronize()
-    return [cupy.cuda.get_elapsed_time(start, stop) for start, stop in events]
+    return [[cupy.cuda.get_elapsed_time(start, stop) for start, stop in pairwise(marks)] for marks in events]
 
 
 def replayed(replay: Call, calls: int) -> list[float]:
@@ -94,9 +100,9 @@ def _between(marks: Sequence[Any], calls: int) -> list[float]:
 
 
 def interleaved(
-    groups: Mapping[Name, Callable[[], list[float]]], rounds: int,
+    groups: Mapping[Name, Callable[[], list[Sample]]], rounds: int,
     guard: Callable[[Name], AbstractContextManager[object]],
-) -> dict[Name, list[float]]:
+) -> dict[Name, list[Sample]]:
     """Samples of groups that take turns, each on a rested GPU, so that none pays for what ran before it.
 
     Args:
@@ -104,7 +110,7 @@ def interleaved(
         rounds: turns of every group.
         guard: name -> a context that may swallow the error of a group; a group that never succeeded has no samples.
     """
-    samples: dict[Name, list[float]] = {name: [] for name in groups}
+    samples: dict[Name, list[Sample]] = {name: [] for name in groups}
     for _ in range(rounds):
         for name, group in groups.items():
             time.sleep(REST)
@@ -115,24 +121,34 @@ def interleaved(
 
 def race(comm: thdattn.comm.Comm, ways: Mapping[Name, Call], rounds: int) -> dict[Name, list[float]]:
     """Times of ways that take turns, called on all ranks at once."""
+    times = race_in_steps(comm, {name: [call] for name, call in ways.items()}, rounds)
+    return {name: whole for name, (_, whole) in times.items()}
+
+
+def race_in_steps(
+    comm: thdattn.comm.Comm, ways: Mapping[Name, Sequence[Call]], rounds: int
+) -> dict[Name, list[list[float]]]:
+    """The same of ways that are steps, one after another: the times of every step, and last of all steps together."""
     groups = {}
-    for name, call in ways.items():
+    for name, steps in ways.items():
         for _ in range(2):  # the second one may be captured
-            call()
-        (ms,) = slowest(comm, [median(called(call, 3))])
-        groups[name] = partial(_together, comm, call, calls_per_group(ms))
+            for step in steps:
+                step()
+        (ms,) = slowest(comm, map(sum, stepped(steps, 1)))
+        groups[name] = partial(_together, comm, steps, calls_per_group(ms))
     times = interleaved(groups, rounds, lambda _: nullcontext())
-    return {name: slowest(comm, samples) for name, samples in times.items()}
+    return {name: [slowest(comm, column) for column in zip(*([*call, sum(call)] for call in samples), strict=True)]
+            for name, samples in times.items()}  # fmt: skip
 
 
-def _together(comm: thdattn.comm.Comm, call: Call, calls: int) -> list[float]:
+def _together(comm: thdattn.comm.Comm, steps: Sequence[Call], calls: int) -> list[list[float]]:
     comm.barrier()
-    return called(call, calls)
+    return stepped(steps, calls)
 
 
-def slowest(comm: thdattn.comm.Comm, samples: Sequence[float]) -> list[float]:
+def slowest(comm: thdattn.comm.Comm, samples: Iterable[float]) -> list[float]:
     """Sample by sample of the rank that took longest."""
-    longest = cupy.asarray(np.array(samples, np.float64))
+    longest = cupy.asarray(np.array([*samples], np.float64))
     comm.all_reduce(longest, "max")
     return [float(x) for x in longest.get()]
 

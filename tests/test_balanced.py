@@ -23,7 +23,7 @@ from thdattn.plan import NO_ARRAYS, Plan
 
 CP_SIZES = (1, 2, 3, 4, 8)
 WINDOWS = [(-1, 0), (-1, -1), (0, 0), (5, 0), (3, 40), (40, 3), (-1, 7), (7, -1), (100_000, 100_000)]
-MOST_WORK = 1.15  # of the mean, where a rank has more than 512 rows
+MOST_WORK = 1.08  # of the mean, where a rank has more than 512 rows
 
 
 def adversarial_lengths(rng):
@@ -148,7 +148,21 @@ def test_documents_stay_on_few_ranks():
     sequence, _ = places(batch)
     ranks = [sum((sequence[sharding.rows(rank)] == number).any() for rank in range(8)) for number in range(143)]
     assert min(ranks[:3]) > 1, "2,048 tokens have more than one rank's work"
-    assert np.mean(np.array(ranks[3:]) == 1) > 0.9, "others have less"
+    assert np.mean(np.array(ranks[3:]) == 1) > 0.8, "others have less"
+
+
+def test_work_is_even_without_sharing_the_longest():
+    # On two ranks the longest has 0.92 of a rank's work. Beside whole ones its rank would have 1.12 of the mean work,
+    # and were it shared, ranks would get 3,200 rows of keys.
+    lengths = [3714, 2617, 1592, 1059, 1009, 953, 901, 883, 860, 852, 768, 345, 109, 101, 64, 43, 27, 18]
+    batch = batch_of(lengths)
+    sharding = Sharding(batch, 2, "balanced")
+    work = work_of(sharding)
+    assert work.max() <= MOST_WORK * work.mean()
+    for rank in (0, 1):
+        rows = sharding.rows(rank)
+        seen = visible(batch, rows, np.arange(batch.total_rows), (-1, 0)).any(axis=0)
+        assert seen.sum() - (rows >= 0).sum() <= 1500
 
 
 def test_rows_are_the_same_in_a_second_process():

@@ -129,3 +129,28 @@ def test_much_is_hidden_where_it_travels_beside_kernels(monkeypatch, small_tiles
     monkeypatch.setattr(LocalComm, "overlaps", overlaps)
     events, plan = attended(monkeypatch, case)[0]
     assert received[0] and (events == [None, plan.local_rows]) == (not overlaps or more > 0)
+
+
+def test_a_rank_that_gets_nothing_waits_for_nobody_before_it_computes(monkeypatch):
+    events, attn_fwd, exchange = defaultdict(list), reference.attn_fwd, LocalComm.exchange
+
+    def attended(*args, **options):
+        events[threading.get_ident()].append("attends")
+        return attn_fwd(*args, **options)
+
+    def waited(self, sends, recvs, sizes=None):
+        wait = exchange(self, sends, recvs, sizes)
+        return lambda: (events[threading.get_ident()].append("waits"), wait())
+
+    monkeypatch.setattr(reference, "attn_fwd", attended)
+    monkeypatch.setattr(LocalComm, "exchange", waited)
+    monkeypatch.setattr(LocalComm, "overlaps", True)
+    case = Case("two", (50, 39), heads=(1, 1), dims=(8, 8))
+
+    def program(comm):
+        layer = case.attention(comm, FLOAT64, engine="reference")
+        plan = layer.plan(case.batch(1), "balanced")
+        layer.forward(*(np.ones((plan.local_rows, 1, 8)) for _ in range(3)), plan)
+        return plan.routes.num_received, events[threading.get_ident()]
+
+    assert thdattn.comm.run_local(2, program) == [(44, ["waits", "attends"]), (0, ["attends", "waits"])]

@@ -98,6 +98,8 @@ class Choice:
             asked: so many, or, of those that heads are exchanged of, as many as go with that; None: by the bytes that
                 a rank gets, where that hides something.
         """
+        if asked is None and self.method(plan) not in (all_gather, a2a):
+            asked = 1  # which others compute at once
         if asked is None:
             carrier = self.levels.inner if self.levels and self.inner > 1 else self.ranks
             foreign = (plan.cp_size - 1) * plan.local_key_rows * num_kv_heads * sum(plan.head_dims) * dtype.itemsize

@@ -35,13 +35,18 @@ def forward(
     engine: Any, comm: Comm, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
 ) -> Results:
     """Attention of this rank's query rows over the keys that they see; see call.py."""
-    hidden = is_worth_hiding(comm, plan, (k, v), k.dtype)
+    assert plan.routes is not None
+    hidden = is_worth_hiding(comm, plan.routes.num_received, (k, v), k.dtype)
     keys, arrive = _on_their_way(engine, comm, plan, k, v, call.keeps_keys, hidden)
-    if not hidden:
+    # Where nothing comes there is nothing to wait for, unless what goes needs this rank's help on its way.
+    at_once = not hidden and (plan.routes.num_received > 0 or not comm.overlaps)
+    if at_once:
         arrive()
     out, lse, max_logit = engine.attn_fwd(
         q, *keys, plan, call.softmax_scale, return_max_logit, halfway=arrive if hidden else None,
         softcap=call.softcap, sinks=call.sinks)
+    if not (at_once or hidden):
+        arrive()
     if return_max_logit:
         comm.all_reduce(max_logit, "max")
     return Results(out, lse, max_logit, keys if call.keeps_keys else None)
@@ -55,7 +60,9 @@ def backward(
     keys = kept or _on_their_way(engine, comm, plan, k, v, keep=False, hidden=False)[1]()
     alone = plan.is_apart
     sum_dtype = call.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
-    hidden, coming = is_worth_hiding(comm, plan, (k, v), sum_dtype), []
+    assert plan.routes is not None
+    most = max(plan.routes.num_received, plan.routes.num_sent)  # whose gradients this rank gives, or gets
+    hidden, coming = is_worth_hiding(comm, most, (k, v), sum_dtype), []
     grads = [] if alone else [engine.empty(x.shape, x.dtype) for x in (k, v)]
 
     def send(*shares: Any) -> None:
@@ -113,10 +120,9 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
 
 
-def is_worth_hiding(comm: Comm, plan: Plan, like: Sequence[Any], dtype: Any) -> bool:
-    """Whether so much comes to this rank, or goes back from it, beside kernels; other ranks may choose otherwise."""
-    assert plan.routes is not None
-    return comm.overlaps and plan.routes.num_received * _row_bytes(like, dtype) >= WORTH_HIDING
+def is_worth_hiding(comm: Comm, num_rows: int, like: Sequence[Any], dtype: Any) -> bool:
+    """Whether so many rows travel beside kernels, to this rank or from it; other ranks may choose otherwise."""
+    return comm.overlaps and num_rows * _row_bytes(like, dtype) >= WORTH_HIDING
 
 
 def _on_their_way(
