@@ -2,10 +2,6 @@
 // is the state behind its last row, and as many last rows of x, B and C as the convolution of the next one sees, with
 // zeros in front of its first. kernels/mamba/common.cuh comes first; rows of a MixerSize are texts, or those of a pack.
 
-// log(1 + exp(x)), which is exp(x) far below 0.
-__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
-
-template <typename T> __device__ __forceinline__ float as_float(T x) { return unpack<T>(x.bits).x; }
 template <typename T> __device__ __forceinline__ T rounded(float x) { return T{(unsigned short)pack<T>(x, 0.f)}; }
 
 __device__ __forceinline__ u32 pair_of(unsigned short low, unsigned short high) { return low | (u32)high << 16; }
@@ -74,7 +70,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode(
     for (int v = 0; v < kVecs; ++v) state[i][v] = mine[i * kStep * (kStateDim / 4) + v * kStateLanes];
 
   const T* const mixed = zxbcdt + (size_t)text * size.columns();
-  const float dt = softplus(as_float(mixed[size.inner() + size.channels() + head]) + dt_bias[head]);
+  const float dt = softplus(to_float(mixed[size.inner() + size.channels() + head]) + dt_bias[head]);
   const float decay = expf(-expf(A_log[head]) * dt), d = D[head];
   const float* const x = convolved + (size_t)text * size.channels();
   const float4* const b = (const float4*)(x + size.b_column(size.group_of(head))) + lane;
@@ -97,7 +93,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode(
     }
     #pragma unroll
     for (int other = kStateLanes / 2; other; other /= 2) y += __shfl_xor_sync(0xffffffffu, y, other);
-    if (lane == 0) to[i * kStep] = rounded<T>((y + d * x_of) * silu(as_float(mixed[row + i * kStep])));
+    if (lane == 0) to[i * kStep] = rounded<T>((y + d * x_of) * silu(to_float(mixed[row + i * kStep])));
   }
 }
 
@@ -140,7 +136,7 @@ template <typename T>
 __device__ __forceinline__ float fill_weights(float* weight, const T* dt, size_t pitch, float dt_bias, float rate,
                                               int begin, int last, float behind) {
   const int lane = threadIdx.x, row = last - lane;
-  const float step = row < begin ? 0.f : softplus(as_float(dt[row * pitch]) + dt_bias);
+  const float step = row < begin ? 0.f : softplus(to_float(dt[row * pitch]) + dt_bias);
   float sum = step * rate;
   #pragma unroll
   for (int lanes = 1; lanes < kWarp; lanes *= 2) {
@@ -165,7 +161,7 @@ __device__ __forceinline__ void fill_tiles(FillTiles<kStateDim>& tiles, const T*
   }
   for (int i = threadIdx.x; i < kFillRows * kFillStateRows; i += kFillThreads) {
     const int r = i / kFillStateRows, row = last - r, column = i % kFillStateRows;
-    tiles.x[r][column] = row < begin ? 0.f : tiles.weight[r] * as_float(act[row * pitch + x_column + column]);
+    tiles.x[r][column] = row < begin ? 0.f : tiles.weight[r] * to_float(act[row * pitch + x_column + column]);
   }
 }
 
