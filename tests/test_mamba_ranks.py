@@ -109,7 +109,7 @@ def test_rows_of_own_sequences_go_while_states_travel(monkeypatch):
         monkeypatch.setattr(reference, name, note(name, getattr(reference, name), segments))
     monkeypatch.setattr(reference, "ssd_start", note("start", reference.ssd_start, lambda args: None))
     monkeypatch.setattr(thdattn.comm.Comm, "all_gather",
-                        note("gather", thdattn.comm.Comm.all_gather, lambda args: args[1].shape[1]))
+                        note("gather", thdattn.comm.Comm.all_gather, lambda args: args[1].shape[-1]))
 
     def program(comm):
         steps(comm, case, FLOAT64)

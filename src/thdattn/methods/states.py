@@ -7,7 +7,7 @@ all heads, whatever the lengths are, and each adds up those before it. Gradients
 the same way.
 
 Rows whose sequence began on this rank need no state of others: their turn is between the gather of the states and the
-first use of what it brings.
+first use of what it brings. What is gathered goes where keys of attention go, through peer memory beside those rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from thdattn.comm import Comm
     from thdattn.mixer_shape import Mamba2Weights, MixerShape
     from thdattn.plan import Plan
@@ -44,7 +46,9 @@ def forward(
     """
     halo = engine.mixer_tail(zxbcdt, plan, shape)
     if comm.size > 1 and shape.reach:
-        halo = engine.mixer_halo(_gather(comm, plan, "rows", halo), plan, shape)
+        tails, wait = _gather(comm, plan, "rows", halo)
+        wait()
+        halo = engine.mixer_halo(tails, plan, shape)
     act = engine.mixer_conv(zxbcdt, halo, weights, plan, shape)
     states, decays = engine.ssd_states(act, plan, shape)
     summary = engine.ssd_fold(states, decays, plan, shape)
@@ -56,9 +60,10 @@ def forward(
     if comm.size == 1:
         scan(slice(len(states)))
     else:
-        summaries = _gather(comm, plan, "states", summary)
+        summaries, wait = _gather(comm, plan, "states", summary)
         waiting, _ = _waiting(engine, plan)
         scan(slice(waiting.stop, len(states)))
+        wait()
         engine.ssd_enter(states, decays, engine.ssd_start(summaries, plan, shape), waiting)
         scan(waiting)
     engine.poison(plan, out)
@@ -83,25 +88,30 @@ def backward(
     if comm.size == 1:
         scan(slice(len(states)))
     else:
-        summaries = _gather(comm, plan, "gradients of states", summary)
+        summaries, wait = _gather(comm, plan, "gradients of states", summary)
         _, waiting = _waiting(engine, plan)
         scan(slice(waiting.start))
+        wait()
         start = engine.ssd_start(summaries, plan, shape, reverse=True)
         engine.ssd_enter(dstates, decays, start, waiting, reverse=True)
         scan(waiting)
     dweights, ends = engine.mixer_conv_bwd(zxbcdt, halo, weights, gradients, plan, shape, dzxbcdt)
     if comm.size > 1 and shape.reach:
-        halos = _gather(comm, plan, "gradients of rows", ends[0])
+        halos, wait = _gather(comm, plan, "gradients of rows", ends[0])
+        wait()
         engine.mixer_add_halos(halos, ends[1], plan, shape, dzxbcdt)
     engine.poison(plan, dzxbcdt, *dweights)
     return dzxbcdt, dweights
 
 
-def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> Any:
-    """The arrays of all ranks, one behind the other, in a buffer of the plan."""
+def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Callable[[], None]]:
+    """Starts to gather the arrays of all ranks, one behind the other in a buffer of the plan; and what waits for it.
+
+    Where they come through peer memory, the rows of this rank itself are missing: nobody needs them.
+    """
     recv = plan.buffer(f"{name} of ranks", (comm.size * len(send), *send.shape[1:]), send.dtype)
-    comm.all_gather(send, recv)
-    return recv
+    (arrival,) = comm.gather_heads([send[:, None]], [[recv[:, None]]])
+    return recv, arrival.wait
 
 
 def _waiting(engine: Any, plan: Plan) -> tuple[slice, slice]:
