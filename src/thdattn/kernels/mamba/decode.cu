@@ -136,7 +136,8 @@ __device__ __forceinline__ void load_rows(T* tile, const T* columns, u32 pitch, 
   for (int i = threadIdx.x; i < kChunk * kPieces; i += kFillThreads) {
     const int row = chunk * kChunk + i / kPieces, col = i % kPieces * 8;
     const bool own = row >= range.x && row < range.y;
-    copy_async_16(tile + i / kPieces * (kCols + kPad) + col, columns + (size_t)(own ? row : range.x) * pitch + col, own);
+    const T* const from = columns + (size_t)(own ? row : range.x) * pitch + col;
+    copy_async_16(tile + i / kPieces * (kCols + kPad) + col, from, own);
   }
 }
 
