@@ -145,7 +145,7 @@ __device__ __forceinline__ void load_rows(T* tile, const T* columns, u32 pitch, 
 // this segment, the last ones first, as then every weight is a product of decays that are known.
 //
 // channels (rows, channels): x, B, C behind the convolution; dt, sums: see Rates of the convolution; segment_states
-// (segments, heads, head_dim, kStateDim); states (sequences, heads, head_dim, kStateDim), 0 for sequences without a row.
+// (segments, heads, head_dim, kStateDim); states (sequences, heads, head_dim, kStateDim), 0 for those without a row.
 // head_dim: a multiple of kFillColumns.
 // Launch: grid (inner / kFillColumns, sequences), block 128, shared memory kSharedBytes.
 template <typename T, int kStateDim, int kSharedBytes>
