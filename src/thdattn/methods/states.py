@@ -110,7 +110,7 @@ def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Callable
     Where they come through peer memory, the rows of this rank itself are missing: nobody needs them.
     """
     recv = plan.buffer(f"{name} of ranks", (comm.size * len(send), *send.shape[1:]), send.dtype)
-    (arrival,) = comm.gather_heads([send[:, None]], [[recv[:, None]]])
+    (arrival,) = comm.gather_heads([send[:, None]], [[recv[:, None]]], at_once=False)
     return recv, arrival.wait
 
 
