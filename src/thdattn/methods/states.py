@@ -61,7 +61,7 @@ def forward(
         scan(slice(len(states)))
     else:
         summaries, wait = _gather(comm, plan, "states", summary)
-        waiting, _ = _waiting(engine, plan)
+        waiting, _ = plan.once("waiting segments", lambda: _waiting(engine, plan))
         scan(slice(waiting.stop, len(states)))
         wait()
         engine.ssd_enter(states, decays, engine.ssd_start(summaries, plan, shape), waiting)
@@ -89,7 +89,7 @@ def backward(
         scan(slice(len(states)))
     else:
         summaries, wait = _gather(comm, plan, "gradients of states", summary)
-        _, waiting = _waiting(engine, plan)
+        _, waiting = plan.once("waiting segments", lambda: _waiting(engine, plan))
         scan(slice(waiting.start))
         wait()
         start = engine.ssd_start(summaries, plan, shape, reverse=True)
