@@ -42,7 +42,7 @@ def test_peer_memory_gives_the_bits_of_collectives(cupy, monkeypatch, name):
         for seed in range(4):
             results = []
             for mixer, plan in layers:
-                local, gradient = (cupy.asarray(plan.shard((seed + 1) * x)) for x in (zxbcdt, dout))
+                local, gradient = (plan.shard(cupy.asarray((seed + 1) * x)) for x in (zxbcdt, dout))
                 out, saved = mixer.forward(local, thdattn.Mamba2Weights(*map(cupy.asarray, weights)), plan)
                 dzxbcdt, dweights = mixer.backward(gradient, saved)
                 results.append([to_host(x).tobytes() for x in (out, dzxbcdt, *dweights)])
