@@ -6,8 +6,8 @@ sees, and the state that their sequence has reached. However many sequences a ra
 all heads, whatever the lengths are, and each adds up those before it. Gradients of states come from the ranks behind in
 the same way.
 
-Rows whose sequence began on this rank need no state of others: their turn is between the gather of the states and the
-first use of what it brings. What is gathered goes where keys of attention go, through peer memory beside those rows.
+Rows whose sequence began on this rank need no state of others: enough of them to hide the gather of the states have
+their turn between it and the first use of what it brings. What is gathered goes where keys of attention go, through peer memory beside those rows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from thdattn.comm import Comm
     from thdattn.mixer_shape import Mamba2Weights, MixerShape
     from thdattn.plan import Plan
+
+
+AHEAD = 16  # segments that go while states travel
 
 
 class Kept(NamedTuple):
@@ -61,11 +64,11 @@ def forward(
         scan(slice(len(states)))
     else:
         summaries, wait = _gather(comm, plan, "states", summary)
-        waiting, _ = plan.once("waiting segments", lambda: _waiting(engine, plan))
-        scan(slice(waiting.stop, len(states)))
+        ahead, waiting, others = plan.once("turns forward", lambda: _turns(engine, plan))
+        scan(ahead)
         wait()
         engine.ssd_enter(states, decays, engine.ssd_start(summaries, plan, shape), waiting)
-        scan(waiting)
+        scan(others)
     engine.poison(plan, out)
     return out, Kept(y, halo, states)
 
@@ -89,12 +92,12 @@ def backward(
         scan(slice(len(states)))
     else:
         summaries, wait = _gather(comm, plan, "gradients of states", summary)
-        _, waiting = plan.once("waiting segments", lambda: _waiting(engine, plan))
-        scan(slice(waiting.start))
+        ahead, waiting, others = plan.once("turns backward", lambda: _turns(engine, plan, reverse=True))
+        scan(ahead)
         wait()
         start = engine.ssd_start(summaries, plan, shape, reverse=True)
         engine.ssd_enter(dstates, decays, start, waiting, reverse=True)
-        scan(waiting)
+        scan(others)
     dweights, ends = engine.mixer_conv_bwd(zxbcdt, halo, weights, gradients, plan, shape, dzxbcdt)
     if comm.size > 1 and shape.reach:
         halos, wait = _gather(comm, plan, "gradients of rows", ends[0])
@@ -112,6 +115,21 @@ def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Callable
     recv = plan.buffer(f"{name} of ranks", (comm.size * len(send), *send.shape[1:]), send.dtype)
     (arrival,) = comm.gather_heads([send[:, None]], [[recv[:, None]]], at_once=False)
     return recv, arrival.wait
+
+
+def _turns(engine: Any, plan: Plan, reverse: bool = False) -> tuple[slice, slice, slice]:
+    """Segments that go while states travel, those that a state of other ranks may reach, and all that go behind it.
+
+    Where all wait for none, all go ahead; else as many as outlast the exchange, if enough are left: launches that do
+    not fill a GPU would cost more than they hide.
+    """
+    segments = -(-plan.local_rows // engine.ssd_segment_rows)
+    first, last = _waiting(engine, plan)
+    waiting, free = (last, last.start) if reverse else (first, segments - first.stop)
+    ahead = free if free == segments else AHEAD if min(free, segments - AHEAD) >= AHEAD else 0
+    if reverse:
+        return slice(0, ahead), waiting, slice(ahead, segments)
+    return slice(segments - ahead, segments), waiting, slice(0, segments - ahead)
 
 
 def _waiting(engine: Any, plan: Plan) -> tuple[slice, slice]:
