@@ -109,6 +109,11 @@ class _WithoutConvolution:
             self._act = self._engine.mixer_conv(*args)._replace(channels=self._channels)
         return self._act
 
+    def mixer_conv_states(self, *args: Any) -> Any:
+        *_, plan, shape = args
+        act = self.mixer_conv(*args)
+        return act, *self._engine.ssd_states(act, plan, shape)
+
     def mixer_conv_bwd(self, zxbcdt: Any, halo: Any, weights: Any, of_scan: Any, *args: Any) -> Any:
         self._of_scan = of_scan
         if self._gradients is None:

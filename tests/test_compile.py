@@ -24,7 +24,15 @@ from thdattn.mixer_backward_tiles import (
     thd_ssd_chunk_states,
     thd_ssd_dstates,
 )
-from thdattn.mixer_tiles import MIXER_KERNELS, MIXER_SIZES, SLABS, SLABS_SM90, slab_for, thd_mixer_conv
+from thdattn.mixer_tiles import (
+    MIXER_KERNELS,
+    MIXER_SIZES,
+    SLABS,
+    SLABS_SM90,
+    segments_of_block,
+    slab_for,
+    thd_mixer_conv,
+)  # fmt: skip
 from thdattn.tiles import STATIC_BYTES, TILES, BackwardSm90, Tiles
 
 pytest.importorskip("cupy")
@@ -145,6 +153,14 @@ def test_mixer_kernels_of_a_state_fit_and_do_not_spill(arch, state_dim):
     compile_all(sorted(kernels), arch)
 
 
+@pytest.mark.parametrize("state_dim", sorted({slab.state_dim for slab in SLABS_SM90}))
+def test_mixer_kernels_that_convolve_fit_and_do_not_spill(state_dim):
+    slabs = [slab for slab in SLABS_SM90 if slab.state_dim == state_dim]
+    widths = [width for width in MIXER_SIZES["conv_width"] if slabs[0].convolves(width)]
+    kernels = {slab.conv_states_kernel("bfloat16", width) for slab in slabs for width in widths}
+    compile_all(sorted(kernels), "sm_90a")
+
+
 @pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_other_mixer_kernels_fit_and_do_not_spill(arch):
     of_widths = [thd_mixer_conv("bfloat16", width) for width in MIXER_SIZES["conv_width"]]
@@ -197,6 +213,16 @@ def test_every_slab_is_the_first_choice_somewhere():
     chosen = {slab for arch in ARCHITECTURES for state_dim in MIXER_SIZES["state_dim"]
               for slab in mixer_slabs(arch, state_dim)}  # fmt: skip
     assert chosen == {*SLABS, *SLABS_SM90}
+
+
+@pytest.mark.parametrize(("segments", "slabs", "of_block"), [(16, 32, 4), (128, 32, 32), (4, 32, 1), (1, 32, 1)])
+def test_thread_blocks_of_a_scan_walk_over_as_many_segments_as_one_wave_needs(segments, slabs, of_block):
+    assert segments_of_block(segments, slabs, multiprocessors=132) == of_block
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3])
+def test_a_thread_block_of_a_small_gpu_walks_over_all_segments(segments):
+    assert segments_of_block(segments, slabs=4, multiprocessors=1) == segments
 
 
 @pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
@@ -283,6 +309,7 @@ def with_tiles():
     narrow, wide = TILES[64, 64], TILES[256, 256]
     backward = narrow.backward[0]
     mixer = [make("float16") for slab in (SLABS[0], SLABS_SM90[0]) for make in (slab.states_kernel, slab.scan_kernel)]
+    mixer += [SLABS_SM90[0].conv_states_kernel("float16", 4)]
     mixer += [CHUNK_TILES[0].thd_ssd_bwd("float16"), *itertools.islice(mixer_walks("sm_90a", 64, "float16"), 2)]
     return [*mixer,
             narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
@@ -295,6 +322,7 @@ def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below()
     kernels = [kernel for tiles in TILES.values()
                for kernel in (*tiles.portable_kernels(ARCHITECTURES["sm_80"]), *tiles.hopper_kernels())]
     kernels += [make("float16") for slab in (*SLABS, *SLABS_SM90) for make in (slab.states_kernel, slab.scan_kernel)]
+    kernels += [slab.conv_states_kernel("float16", 4) for slab in SLABS_SM90]
     kernels += [tile.thd_ssd_bwd("float16") for tile in CHUNK_TILES]
     kernels += [kernel for dim in MIXER_SIZES["state_dim"] for kernel in mixer_walks("sm_80", dim, "float16")]
     found = {kernel.name.partition("<")[0] for kernel in kernels if kernel.shared_bytes}

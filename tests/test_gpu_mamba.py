@@ -7,6 +7,7 @@ kernels round, and which tests without a GPU hold to the definition.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -52,6 +53,15 @@ KINDS = [
     *(Case(f"convolution-of-{width}", MIXED, sizes=GPU_SIZES, conv_width=width) for width in (1, 3, 8)),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in (*PACKS, *KINDS)}
+
+
+@pytest.fixture
+def small_gpu(kernels, monkeypatch):
+    """Thread blocks of a scan walk over all segments, as on a GPU of one multiprocessor."""
+    from thdattn.ops import launch
+
+    gpu = replace(launch.this_gpu(), multiprocessors=1)
+    monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
 
 
 @cache
@@ -100,6 +110,13 @@ def every(cases, cp_sizes=(1,), dtypes=DTYPES):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("case", "dtype", "cp_size"), every(PACKS, (1, 3), [BFLOAT16]))
 def test_every_pack_is_as_exact_as_the_reference(cupy, case, dtype, cp_size):
+    check(case, dtype, forward(cupy, case, cp_size, dtype))
+
+
+@pytest.mark.usefixtures("small_gpu")
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(
+    [BY_NAME["segment-edges"], BY_NAME["over-all-ranks"], BY_NAME["many-short"]], (1, 2), [BFLOAT16]))  # fmt: skip
+def test_segments_that_one_thread_block_walks_over_are_as_exact_as_the_reference(cupy, case, dtype, cp_size):
     check(case, dtype, forward(cupy, case, cp_size, dtype))
 
 

@@ -23,6 +23,7 @@ from thdattn.host_ssd import (
     silu,
     slope,
     softplus,
+    ssd_states,
     valid_rows,
 )  # fmt: skip
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
@@ -74,6 +75,18 @@ def mixer_conv(zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, s
     sharp = cleared(raw, valid, shape) + weights.dt_bias
     dt = np.where(valid, softplus(sharp), 0)
     return Activations(act.astype(shape.dtype), dt, chunk_sums(dt * -np.exp(weights.A_log), plan))
+
+
+def mixer_conv_states(
+    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape
+) -> tuple[Activations, Array, Array]:
+    """mixer_conv, then ssd_states of what it makes; here one after the other.
+
+    Returns:
+        act; then states and decays, see ssd_states.
+    """
+    act = mixer_conv(zxbcdt, halo, weights, plan, shape)
+    return act, *ssd_states(act, plan, shape)
 
 
 def mixer_conv_bwd(

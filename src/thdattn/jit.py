@@ -42,7 +42,8 @@ _HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/logits.cuh", "kernels/hopp
 _HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")
 _MAMBA = (*_PORTABLE, "kernels/mamba/common.cuh")
 _MAMBA_BACKWARD = (*_MAMBA, "kernels/mamba/backward_common.cuh")
-_MAMBA_HOPPER = (*_HOPPER, "kernels/portable/common.cuh", "kernels/mamba/common.cuh")
+_MAMBA_HOPPER = (*_HOPPER, "kernels/portable/common.cuh", "kernels/mamba/common.cuh", "kernels/mamba/hopper.cuh")
+_CONV_STATES = (*_MAMBA_HOPPER, "kernels/mamba/conv.cu", "kernels/mamba/conv_states_sm90.cu")
 _MIXER_DECODE = (*_MAMBA, "kernels/mamba/decode.cu")
 FILES = {
     "thd_reorder": _ROWS,
@@ -75,8 +76,9 @@ FILES = {
     "thd_ssd_start": (*_MAMBA, "kernels/mamba/scan.cu"),
     "thd_ssd_enter": (*_MAMBA, "kernels/mamba/scan.cu"),
     "thd_ssd_scan": (*_MAMBA, "kernels/mamba/scan.cu"),
-    "thd_ssd_states_sm90": (*_MAMBA_HOPPER, "kernels/mamba/scan_sm90.cu"),
+    "thd_ssd_states_sm90": (*_MAMBA_HOPPER, "kernels/mamba/states_sm90.cu"),
     "thd_ssd_scan_sm90": (*_MAMBA_HOPPER, "kernels/mamba/scan_sm90.cu"),
+    "thd_ssd_conv_states_sm90": _CONV_STATES,
     "thd_mixer_gate_bwd": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_dstates": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_chunk_states": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),

@@ -9,7 +9,9 @@ from thdattn.tiles import PAD
 
 CHUNK = 64  # rows, kChunk of kernels/mamba/common.cuh
 SEGMENT_CHUNKS = 16  # of a segment; fewer give more thread blocks, and more states to write and read
-BOX_BYTES = 2 * 64 * CHUNK  # kBox of kernels/mamba/scan_sm90.cu
+BEGIN_CHUNKS = 2  # that a thread block of a scan could have walked over before it begins
+BOX_BYTES = 2 * 64 * CHUNK  # kBox of kernels/mamba/hopper.cuh
+ROWS_BEFORE = 8  # kBefore of kernels/mamba/conv_states_sm90.cu
 CONV_COLUMNS, CONV_ROWS = 128, 256  # kConvColumns and kConvTile of kernels/mamba/conv.cu
 RATES_HEADS = 16  # heads whose dt a thread block of it makes
 FOLD_THREADS = 256  # kFoldThreads of kernels/mamba/scan.cu
@@ -90,27 +92,41 @@ class SlabSm90:
     @property
     def scan_threads(self) -> int:
         """Of a thread block."""
-        return 128 * (self.warpgroups + 1)
+        return 256 * self.warpgroups + 128
 
     @property
     def states_threads(self) -> int:
         """The same."""
-        return 128 * self.warpgroups + 32
+        return 128 * self.warpgroups
 
     def states_kernel(self, dtype: str) -> Instance:
         """thd_ssd_states_sm90 for "float16" or "bfloat16"."""
         stage = BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 2 * 4 * CHUNK * self.warpgroups
-        return self._instance("thd_ssd_states_sm90", dtype, self.states_stages, stage)
+        return self._instance("thd_ssd_states_sm90", (ELEMENT_TYPES[dtype],), self.states_stages, stage)
+
+    def convolves(self, conv_width: int) -> bool:
+        """Whether there is conv_states_kernel: wider convolutions leave no registers for states."""
+        return conv_width <= 4
+
+    def conv_states_kernel(self, dtype: str, conv_width: int) -> Instance:
+        """thd_ssd_conv_states_sm90 for "float16" or "bfloat16"."""
+        raw = 2 * 64 * (CHUNK + ROWS_BEFORE)
+        stage = BOX_BYTES * (self.state_dim // 64) + (raw + 2 * 4 * CHUNK) * self.warpgroups
+        made = 2 * BOX_BYTES * self.warpgroups
+        return self._instance("thd_ssd_conv_states_sm90", (ELEMENT_TYPES[dtype], conv_width), 2, stage, made)
 
     def scan_kernel(self, dtype: str) -> Instance:
         """thd_ssd_scan_sm90 for "float16" or "bfloat16"."""
         stage = 2 * BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 3 * 4 * CHUNK * self.warpgroups
-        state = (BOX_BYTES * self.state_dim // 64 + 4 * 4) * self.warpgroups
-        return self._instance("thd_ssd_scan_sm90", dtype, self.scan_stages, stage, state)
+        front = BOX_BYTES * self.state_dim // 64 + 4 * 4 + 2 * 8  # a state in front of a chunk
+        of_warpgroups = (2 * front + BOX_BYTES) * self.warpgroups
+        return self._instance("thd_ssd_scan_sm90", (ELEMENT_TYPES[dtype],), self.scan_stages, stage, of_warpgroups)
 
-    def _instance(self, kernel: str, dtype: str, stages: int, stage_bytes: int, more_bytes: int = 0) -> Instance:
+    def _instance(
+        self, kernel: str, kind: tuple[str | int, ...], stages: int, stage_bytes: int, more_bytes: int = 0
+    ) -> Instance:
         shared_bytes = stages * (stage_bytes + 2 * 8) + more_bytes  # two barriers a stage
-        constants = ELEMENT_TYPES[dtype], self.warpgroups, self.state_dim, stages, shared_bytes
+        constants = *kind, self.warpgroups, self.state_dim, stages, shared_bytes
         return Instance(f"{kernel}<{', '.join(map(str, constants))}>", shared_bytes)
 
 
@@ -145,6 +161,19 @@ def slab_for(state_dim: int, group_columns: int, shared_bytes: int, sm90: bool) 
         if slab.state_dim == state_dim and group_columns % slab.columns == 0
         and max(slab.states_kernel("bfloat16").shared_bytes, slab.scan_kernel("bfloat16").shared_bytes) <= shared_bytes
     )  # fmt: skip
+
+
+def segments_of_block(segments: int, slabs: int, multiprocessors: int) -> int:
+    """How many segments a thread block of a scan walks over, one block at a time on a multiprocessor.
+
+    That which is done first, if a block takes as long as BEGIN_CHUNKS chunks to begin.
+    """
+
+    def chunks(of_block: int) -> int:
+        blocks = slabs * -(-segments // of_block)
+        return -(-blocks // multiprocessors) * (of_block * SEGMENT_CHUNKS + BEGIN_CHUNKS)
+
+    return min(range(1, segments + 1), key=chunks)
 
 
 def thd_mixer_conv(dtype: str, conv_width: int) -> Instance:

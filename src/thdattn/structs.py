@@ -22,11 +22,12 @@ ROWS = np.dtype([("from", np.uint64, MAX_RANKS), ("own", np.uint64), ("out", np.
 SHARES = np.dtype([("of", np.uint64, (2, MAX_RANKS))])
 MIXER_SIZE = np.dtype([(field, np.int32) for field in (
     "rows", "offset", "heads", "head_dim", "groups", "state_dim", "segment")])
+SEGMENTS = np.dtype([(field, np.int32) for field in ("first", "count", "of_block")])
 
 # By the names of the structs in CUDA.
 LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "Parts": PARTS, "BackwardSize": BACKWARD_SIZE,
            "Pairs": PAIRS, "Gradients<float>": GRADIENTS, "Logits<true>": LOGITS, "Rows": ROWS, "Shares": SHARES,
-           "MixerSize": MIXER_SIZE}
+           "MixerSize": MIXER_SIZE, "Segments": SEGMENTS}
 
 
 def checks() -> str:

@@ -7,7 +7,8 @@ all heads, whatever the lengths are, and each adds up those before it. Gradients
 the same way.
 
 Rows whose sequence began on this rank need no state of others: enough of them to hide the gather of the states have
-their turn between it and the first use of what it brings. What is gathered goes where keys of attention go, through peer memory beside those rows.
+their turn between it and the first use of what it brings. What is gathered goes where keys of attention go, through
+peer memory beside those rows.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ def forward(
         tails, wait = _gather(comm, plan, "rows", halo)
         wait()
         halo = engine.mixer_halo(tails, plan, shape)
-    act = engine.mixer_conv(zxbcdt, halo, weights, plan, shape)
-    states, decays = engine.ssd_states(act, plan, shape)
+    act, states, decays = engine.mixer_conv_states(zxbcdt, halo, weights, plan, shape)
     summary = engine.ssd_fold(states, decays, plan, shape)
     y, out = (engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype) for _ in range(2))
 

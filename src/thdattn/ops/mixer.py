@@ -12,6 +12,7 @@ import numpy as np
 
 from thdattn import jit
 from thdattn.host_conv import halo_rows
+from thdattn.instances import Instance
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.mixer_tiles import (
     CHUNK,
@@ -20,16 +21,18 @@ from thdattn.mixer_tiles import (
     FOLD_THREADS,
     MIXER_KERNELS,
     RATES_HEADS,
+    ROWS_BEFORE,
     SEGMENT_CHUNKS,
     Slab,
     SlabSm90,
+    segments_of_block,
     slab_for,
     thd_mixer_conv,
 )  # fmt: skip
 from thdattn.ops import launch
 from thdattn.ops.launch import Array, Launch
 from thdattn.plan import Plan
-from thdattn.structs import MIXER_SIZE
+from thdattn.structs import MIXER_SIZE, SEGMENTS
 from thdattn.tensor_map import BOX_COLUMNS, tensor_map
 
 ssd_segment_rows = CHUNK * SEGMENT_CHUNKS
@@ -72,8 +75,13 @@ def _inputs(slab: Slab | SlabSm90, *rows: tuple[Array, int]) -> list[Any]:
     """Arrays of rows as the kernels of a slab take them: as they are, or as tensor maps of their first columns."""
     if not slab.by_boxes:
         return [x for x, _ in rows]
-    boxes = [x[:, :columns].reshape(len(x), columns // BOX_COLUMNS, BOX_COLUMNS) for x, columns in rows]
-    return [tensor_map(box, len(box), x.strides[0], CHUNK) for box, (x, _) in zip(boxes, rows, strict=True)]
+    return [_map(x[:, :columns], CHUNK) for x, columns in rows]
+
+
+def _map(x: Array, box_rows: int) -> Any:
+    """A tensor map of columns of rows."""
+    boxes = x.reshape(len(x), x.shape[1] // BOX_COLUMNS, BOX_COLUMNS)
+    return tensor_map(boxes, len(x), x.strides[0], box_rows)
 
 
 def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
@@ -109,21 +117,51 @@ def _words(x: Array) -> Array:
 
 def mixer_conv(zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape) -> Activations:
     """The convolution and silu of x, B and C; dt and its sums. See host_conv.mixer_conv."""
-    made, run = plan.once(("conv", shape), lambda: _conv(plan, shape))
+    return _convolve(0, zxbcdt, halo, weights, plan, shape)
+
+
+def mixer_conv_states(
+    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape
+) -> tuple[Activations, Array, Array]:
+    """mixer_conv, then ssd_states of what it makes. See host_ssd.mixer_conv_states.
+
+    On Hopper x is convolved on its way into the states, so that it is read once.
+    """
+    slab = slab_of(shape)
+    if not (plan.local_rows and isinstance(slab, SlabSm90) and slab.convolves(shape.conv_width)):
+        act = mixer_conv(zxbcdt, halo, weights, plan, shape)
+        return act, *ssd_states(act, plan, shape)
+    act = _convolve(shape.d_inner, zxbcdt, halo, weights, plan, shape)
+    states = _new_states(plan, shape)
+    name = shape.dtype.name
+    decays, run = plan.once(
+        ("conv states", shape), lambda: _states(slab.conv_states_kernel(name, shape.conv_width), slab, plan, shape)
+    )
+    x = zxbcdt[:, shape.d_inner : 2 * shape.d_inner]
+    run(_map(x, CHUNK + ROWS_BEFORE), _map(act.channels, CHUNK), halo, weights.conv_weight, weights.conv_bias,
+        act.sums, act.leave, states)  # fmt: skip
+    return act, states, decays
+
+
+def _convolve(
+    column: int, zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape
+) -> Activations:
+    """Columns of x, B and C from a multiple of CONV_COLUMNS on; dt and its sums."""
+    made, run = plan.once(("conv", shape, column), lambda: _conv(column, plan, shape))
     run(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.A_log, weights.dt_bias)
     return made
 
 
-def _conv(plan: Plan, shape: MixerShape) -> tuple[Activations, Launch]:
+def _conv(column: int, plan: Plan, shape: MixerShape) -> tuple[Activations, Launch]:
     num_rows = plan.local_rows
     of_heads = shape.num_heads, -(-num_rows // CHUNK) * CHUNK
     made = Activations(
         plan.buffer("channels", (num_rows, shape.channels), shape.dtype),
         *(plan.buffer(name, of_heads, np.float32) for name in ("dt", "sums of a", "dt that leaves")),
     )
-    column_tiles = -(-shape.channels // CONV_COLUMNS)
+    first, column_tiles = column // CONV_COLUMNS, -(-(shape.channels - column) // CONV_COLUMNS)
     grid = column_tiles + -(-shape.num_heads // RATES_HEADS), -(-num_rows // CONV_ROWS)
-    fixed = plan.key_ranges, *made, np.int32(column_tiles), size_of(plan, shape)
+    fixed = plan.key_ranges, *made, np.int32(first), np.int32(column_tiles), size_of(plan, shape)
     return made, Launch(jit.kernel(*thd_mixer_conv(shape.dtype.name, shape.conv_width)), grid, 256, fixed)
 
 
@@ -134,18 +172,27 @@ def ssd_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, 
         states: (segments, num_heads, head_dim, state_dim) float32, a new array.
         decays: (segments, num_heads), of the plan.
     """
-    states = launch.empty((-(-plan.local_rows // ssd_segment_rows), *shape.state), np.float32)
-    slab, decays, run = plan.once(("states", shape), lambda: _states(len(states), plan, shape))
+    states, slab = _new_states(plan, shape), slab_of(shape)
+    name = shape.dtype.name
+    decays, run = plan.once(("states", shape), lambda: _states(slab.states_kernel(name), slab, plan, shape))
     if len(states):
         run(*_inputs(slab, (act.channels, shape.channels)), act.sums, act.leave, states)
     return states, decays
 
 
-def _states(segments: int, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm90, Array, Launch]:
-    slab, decays = slab_of(shape), plan.buffer("decays", (segments, shape.num_heads), np.float32)
+def _segments(plan: Plan) -> int:
+    return -(-plan.local_rows // ssd_segment_rows)
+
+
+def _new_states(plan: Plan, shape: MixerShape) -> Array:
+    return launch.empty((_segments(plan), *shape.state), np.float32)
+
+
+def _states(kernel: Instance, slab: Slab | SlabSm90, plan: Plan, shape: MixerShape) -> tuple[Array, Launch]:
+    decays = plan.buffer("decays", (_segments(plan), shape.num_heads), np.float32)
     fixed = plan.key_ranges, decays, np.int32(plan.cp_rank + 1 < plan.cp_size), size_of(plan, shape)
-    grid, kernel = (shape.d_inner // slab.columns, segments), jit.kernel(*slab.states_kernel(shape.dtype.name))
-    return slab, decays, Launch(kernel, grid, slab.states_threads, fixed)
+    grid = shape.d_inner // slab.columns, _segments(plan)
+    return decays, Launch(jit.kernel(*kernel), grid, slab.states_threads, fixed)
 
 
 def ssd_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
@@ -185,12 +232,16 @@ def ssd_scan(
     """y of some segments, and out = y * silu(z). See host_ssd.ssd_scan."""
     reached = range(len(states))[segments]
     if reached:
-        slab, run = plan.once(("scan", shape, len(reached)), lambda: _scan(len(reached), plan, shape))
+        slab, run = plan.once(("scan", shape, reached.start, reached.stop), lambda: _scan(reached, plan, shape))
         rows = _inputs(slab, (act.channels, shape.channels), (zxbcdt, shape.d_inner))
-        run(*rows, act.dt, act.sums, act.leave, states, d, *into, np.int32(reached[0]))
+        run(*rows, act.dt, act.sums, act.leave, states, d, *into)
 
 
-def _scan(segments: int, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm90, Launch]:
-    slab = slab_of(shape)
-    grid, kernel = (shape.d_inner // slab.columns, segments), jit.kernel(*slab.scan_kernel(shape.dtype.name))
-    return slab, Launch(kernel, grid, slab.scan_threads, (plan.key_ranges, size_of(plan, shape)))
+def _scan(reached: range, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm90, Launch]:
+    slab, count = slab_of(shape), len(reached)
+    slabs = shape.d_inner // slab.columns
+    of_block = segments_of_block(count, slabs, launch.this_gpu().multiprocessors)
+    segments = np.array((reached.start, count, of_block), SEGMENTS)[()]
+    kernel = jit.kernel(*slab.scan_kernel(shape.dtype.name))
+    fixed = segments, plan.key_ranges, size_of(plan, shape)
+    return slab, Launch(kernel, (slabs, -(-count // of_block)), slab.scan_threads, fixed)

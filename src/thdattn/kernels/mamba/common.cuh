@@ -114,6 +114,17 @@ struct Segment {
   }
 };
 
+// Segments that follow each other, of which this thread block, the y-th of the grid, walks down the chunks.
+struct Segments { int first, count, of_block; };
+struct Run {
+  int segment, begin, end;                            // the first segment, and chunks
+
+  __device__ __forceinline__ Run(const Segments& segments, const MixerSize& size)
+      : segment(segments.first + blockIdx.y * segments.of_block), begin(segment * size.segment),
+        end(min(min(segment + segments.of_block, segments.first + segments.count) * size.segment, size.chunks())) {}
+};
+CHECK_Segments;
+
 // ------------------------------------------------------------------------------------------------ barriers
 
 // Some warps wait until others have arrived; threads: of both together. 0 is that of __syncthreads.
@@ -186,12 +197,21 @@ __device__ __forceinline__ void load_weighted_columns(u32 (&a)[4], const T* tile
   }
 }
 
+// factor: the same for all lanes; 0 leaves nothing, whatever x is.
 template <int kFragments, int kBlocks>
 __device__ __forceinline__ void scale(float (&x)[kFragments][kBlocks][4], float factor) {
+  const bool nothing = factor == 0.f;
   #pragma unroll
   for (int f = 0; f < kFragments; ++f)
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
       #pragma unroll
-      for (int e = 0; e < 4; ++e) x[f][n][e] = factor == 0.f ? 0.f : x[f][n][e] * factor;
+      for (int e = 0; e < 4; ++e) x[f][n][e] *= factor;
+  if (!nothing) return;
+  #pragma unroll
+  for (int f = 0; f < kFragments; ++f)
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) x[f][n][e] = 0.f;
 }

@@ -1,18 +1,12 @@
 // In front of the recurrence of the Mamba-2 mixer: the causal convolution and silu of x, B and C, and dt with its sums.
 
-[[maybe_unused]] constexpr int kConvThreads = 256, kConvColumns = 128, kConvRows = 16;  // rows of a thread
-[[maybe_unused]] constexpr int kConvTile = kConvThreads / (kConvColumns / 8) * kConvRows;  // rows of a thread block
+[[maybe_unused]] constexpr int kConvThreads = 256, kConvColumns = 128;
+[[maybe_unused]] constexpr int kColumns = 4, kConvRows = 32;  // of a thread
+[[maybe_unused]] constexpr int kConvTile = kConvThreads / (kConvColumns / kColumns) * kConvRows;  // of a thread block
 [[maybe_unused]] constexpr int kHeadsOfWarp = 8;
 
-template <typename T> __device__ __forceinline__ void unpack8(float (&to)[8], uint4 from) {
-  const u32 pairs[4] = {from.x, from.y, from.z, from.w};
-  #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = unpack<T>(pairs[i]);
-    to[2 * i] = pair.x;
-    to[2 * i + 1] = pair.y;
-  }
-}
+// A thread's columns of a row.
+struct alignas(2 * kColumns) Piece { u32 pairs[kColumns / 2]; };
 
 template <int kCount> __device__ __forceinline__ void load_floats(float (&to)[kCount], const float* from) {
   #pragma unroll
@@ -22,29 +16,33 @@ template <int kCount> __device__ __forceinline__ void load_floats(float (&to)[kC
   }
 }
 
-// Eight columns of x, B and C as the convolution walks down the rows.
+// Some columns of x, B and C as the convolution walks down the rows.
 template <typename T, int kWidth>
 struct Convolution {
   static constexpr int kReach = kWidth - 1;
-  float weights[kWidth][8], bias[8];
-  float seen[kWidth][8];                              // rows before this one, and, last, this one
+  float weights[kWidth][kColumns], bias[kColumns];
+  float seen[kWidth][kColumns];                       // rows before this one, and, last, this one
 
   __device__ __forceinline__ void load_weights(const float* conv_weight, const float* conv_bias, int column) {
-    float flat[8 * kWidth];
+    float flat[kColumns * kWidth];
     load_floats(flat, conv_weight + (size_t)column * kWidth);
     load_floats(bias, conv_bias + column);
     #pragma unroll
-    for (int i = 0; i < 8; ++i)
+    for (int i = 0; i < kColumns; ++i)
       #pragma unroll
       for (int tap = 0; tap < kWidth; ++tap) weights[tap][i] = flat[i * kWidth + tap];
   }
 
-  __device__ __forceinline__ void next(uint4 row) {
+  __device__ __forceinline__ void next(Piece row) {
     #pragma unroll
     for (int tap = 0; tap < kReach; ++tap)
       #pragma unroll
-      for (int i = 0; i < 8; ++i) seen[tap][i] = seen[tap + 1][i];
-    unpack8<T>(seen[kReach], row);
+      for (int i = 0; i < kColumns; ++i) seen[tap][i] = seen[tap + 1][i];
+    #pragma unroll
+    for (int i = 0; i < kColumns; i += 2) {
+      const float2 pair = unpack<T>(row.pairs[i / 2]);
+      seen[kReach][i] = pair.x, seen[kReach][i + 1] = pair.y;
+    }
   }
   // Rows that the last one does not see, no later one sees either.
   __device__ __forceinline__ void forget_all_but(int in_sight) {
@@ -52,12 +50,12 @@ struct Convolution {
     #pragma unroll
     for (int tap = 0; tap < kReach; ++tap)
       #pragma unroll
-      for (int i = 0; i < 8; ++i) seen[tap][i] = kReach - tap <= in_sight ? seen[tap][i] : 0.f;
+      for (int i = 0; i < kColumns; ++i) seen[tap][i] = kReach - tap <= in_sight ? seen[tap][i] : 0.f;
   }
   // Before silu, of the row that was passed last.
-  __device__ __forceinline__ void convolve(float (&sum)[8]) const {
+  __device__ __forceinline__ void convolve(float (&sum)[kColumns]) const {
     #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kColumns; ++i) {
       sum[i] = bias[i];
       #pragma unroll
       for (int tap = 0; tap < kWidth; ++tap) sum[i] = fmaf(weights[tap][i], seen[tap][i], sum[i]);
@@ -65,51 +63,53 @@ struct Convolution {
   }
 };
 
-// Eight columns of rows of x, B and C, 16 rows of each thread of 16 that share the rows.
+// Some columns of rows of x, B and C; threads side by side share the rows.
 template <typename T, int kWidth>
 __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, const T* halo, const float* conv_weight,
                                               const float* conv_bias, const int2* ranges, int tile, int column_tile,
                                               const MixerSize& size) {
-  constexpr int kReach = kWidth - 1, kThreadsOfRow = kConvColumns / 8, kAhead = 8;
+  constexpr int kReach = kWidth - 1, kThreadsOfRow = kConvColumns / kColumns, kAhead = 8;
   __shared__ int sights[kConvTile];                   // of how many rows before its own a row knows; -1: padding
   static_assert(kConvTile == kConvThreads);
   if (const int row = tile * kConvTile + threadIdx.x; row < size.rows)
     sights[threadIdx.x] = min(row - first_of(ranges[row], row, size), kReach);
   __syncthreads();
 
-  const int column = column_tile * kConvColumns + threadIdx.x % kThreadsOfRow * 8;
+  const int column = column_tile * kConvColumns + threadIdx.x % kThreadsOfRow * kColumns;
   const int in_tile = threadIdx.x / kThreadsOfRow * kConvRows, begin = tile * kConvTile + in_tile;
   const int end = min(begin + kConvRows, size.rows);
   if (column >= size.channels() || begin >= end) return;
   const size_t pitch = size.columns();
   const T* const from = zxbcdt + size.inner() + column;
-  T* const into = channels + column;
   Convolution<T, kWidth> convolution;
   convolution.load_weights(conv_weight, conv_bias, column);
   #pragma unroll
   for (int tap = 0; tap < kReach; ++tap) {            // what was on another rank is in the halo
     const int row = begin - kReach + tap;
     const T* const there = row < 0 ? halo + (size_t)(kReach + row) * size.channels() + column : from + row * pitch;
-    convolution.next(*(const uint4*)there);
+    convolution.next(*(const Piece*)there);
   }
+  Piece ahead[kAhead];                                // of the rows to come
+  #pragma unroll
+  for (int i = 0; i < kAhead; ++i) ahead[i] = *(const Piece*)(from + min(begin + i, end - 1) * pitch);
+  const T* next = from + (begin + kAhead) * pitch;
+  T* to = channels + (size_t)begin * size.channels() + column;
   for (int done = 0; begin + done < end; done += kAhead) {
-    uint4 ahead[kAhead];
-    #pragma unroll
-    for (int i = 0; i < kAhead; ++i) ahead[i] = *(const uint4*)(from + min(begin + done + i, end - 1) * pitch);
     #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int in_sight = sights[in_tile + done + i];
+      const int row = begin + done + i, in_sight = sights[in_tile + done + i];
       convolution.next(ahead[i]);
+      if (row + kAhead < end) ahead[i] = *(const Piece*)next;
+      next += pitch;
       convolution.forget_all_but(in_sight);
-      float sum[8];
+      float sum[kColumns];
       convolution.convolve(sum);
-      u32 made[4];
+      Piece made;
       const u32 valid = in_sight < 0 ? 0 : ~0u;       // a mask, as compilers branch around what a choice leaves out
       #pragma unroll
-      for (int p = 0; p < 4; ++p) made[p] = valid & pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
-      if (begin + done + i < end)
-        *(uint4*)(into + (size_t)(begin + done + i) * size.channels()) =
-            make_uint4(made[0], made[1], made[2], made[3]);
+      for (int p = 0; p < kColumns / 2; ++p) made.pairs[p] = valid & pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
+      if (row < end) *(Piece*)to = made;
+      to += size.channels();
     }
   }
 }
@@ -168,19 +168,21 @@ __device__ __forceinline__ void rates_of_heads(const Rates& rates, const T* zxbc
     make_rates<T>(rates, raw, dt_bias[head], -expf(A_log[head]) * kLog2e, chunk, head, first, last_first, size);
 }
 
-// The last thread blocks of a row of the grid make dt, the others x, B and C. Bound by memory.
+// The last thread blocks of a row of the grid make dt, the others x, B and C from a tile of columns on. Bound by
+// memory.
 // halo (kWidth - 1, channels): rows of x, B and C in front; read where a sequence began on another rank
 // channels (rows, channels): x, B and C behind silu; dt, sums, leave: see Rates; all 0 on padding
 // Launch: grid (column_tiles + tiles of 16 heads, tiles of 256 rows), block 256.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kConvThreads) thd_mixer_conv(
     const T* zxbcdt, const T* halo, const float* conv_weight, const float* conv_bias, const float* A_log,
-    const float* dt_bias, const int2* ranges, T* channels, float* dt, float* sums, float* leave, int column_tiles,
-    MixerSize size) {
+    const float* dt_bias, const int2* ranges, T* channels, float* dt, float* sums, float* leave, int first_tile,
+    int column_tiles, MixerSize size) {
   constexpr int kWarps = kConvThreads / kWarp, kChunks = kConvTile / kChunk, kHeadTiles = kWarps / kChunks;
   const int tile = blockIdx.y, warp = threadIdx.x / kWarp;
   if ((int)blockIdx.x < column_tiles) {
-    convolve_rows<T, kWidth>(channels, zxbcdt, halo, conv_weight, conv_bias, ranges, tile, blockIdx.x, size);
+    const int column_tile = first_tile + (int)blockIdx.x;
+    convolve_rows<T, kWidth>(channels, zxbcdt, halo, conv_weight, conv_bias, ranges, tile, column_tile, size);
   } else {
     const int heads = ((int)blockIdx.x - column_tiles) * kHeadTiles + warp / kChunks;
     rates_of_heads<T>({dt, sums, leave}, zxbcdt, A_log, dt_bias, ranges, tile * kChunks + warp % kChunks, heads, size);

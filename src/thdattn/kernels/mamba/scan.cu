@@ -147,19 +147,26 @@ __device__ __forceinline__ float4 passed_on(float4 state, float decay, float4 ow
 template <typename Load, typename F>
 __device__ __forceinline__ void walk(Load&& load, const float* decays, size_t decay_pitch, int begin, int step,
                                      int count, F&& visit) {
-  for (int done = 0; done < count; done += kFoldAhead) {
-    float4 number[kFoldAhead];
-    float decay[kFoldAhead];
+  float4 number[kFoldAhead];
+  float decay[kFoldAhead];
+  auto load_into = [&](int i, int nth) {
+    if (nth >= count) return;
+    const int which = begin + step * nth;
+    number[i] = load(which);
+    decay[i] = decays[which * decay_pitch];
+  };
+  #pragma unroll
+  for (int i = 0; i < kFoldAhead; ++i) load_into(i, i);
+  for (int done = 0; done < count; done += kFoldAhead)
     #pragma unroll
     for (int i = 0; i < kFoldAhead; ++i) {
-      const int which = begin + step * min(done + i, count - 1);
-      number[i] = load(which);
-      decay[i] = decays[which * decay_pitch];
+      const int nth = done + i;
+      if (nth >= count) return;
+      const float4 numbers = number[i];
+      const float lasts = decay[i];
+      load_into(i, nth + kFoldAhead);
+      if (!visit(begin + step * nth, numbers, lasts)) return;
     }
-    #pragma unroll
-    for (int i = 0; i < kFoldAhead; ++i)
-      if (done + i < count && !visit(begin + step * (done + i), number[i], decay[i])) return;
-  }
 }
 
 // What segments add becomes the states in front of them (step -1: behind them), from 0; summary: all segments as one.
@@ -360,11 +367,12 @@ struct RowsOfWarp {
 };
 
 // y and out (rows, inner) of some segments; out is 0 on padding. states: in front of each segment, of all of them.
-// Launch: grid (inner / kCols, segments), block twice kThreads of Slab, shared memory kBytes.
+// Launch: grid (inner / kCols, ceil(segments.count / segments.of_block)), block twice kThreads of Slab, shared memory
+// kBytes.
 template <typename T, int kWidth, int kSubs, int kState, int kStages, int kBytes>
 __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) thd_ssd_scan(
     const T* channels, const T* zxbcdt, const float* dt, const float* sums, const float* leave, const float* states,
-    const float* d, T* y, T* out, int first_segment, const int2* ranges, MixerSize size) {
+    const float* d, T* y, T* out, Segments segments, const int2* ranges, MixerSize size) {
   using S = Slab<kWidth, kSubs, kState>;
   using Stage = ScanStage<T, S>;
   using Shared = ScanShared<T, S, kStages>;
@@ -372,9 +380,10 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
   constexpr int kThreads = 2 * S::kThreads, kLoaded = 1, kStateRead = 2, kRowsMade = 3, kStateKept = 4;
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
-  const int slab = blockIdx.x, segment = first_segment + blockIdx.y, head = S::head_of(slab, 0, size);
-  const int group = size.group_of(head), begin = segment * size.segment;
-  const int end = min(begin + size.segment, size.chunks()), warp = threadIdx.x / kWarp % S::kWarps;
+  const int slab = blockIdx.x, group = size.group_of(S::head_of(slab, 0, size));
+  const int warp = threadIdx.x / kWarp % S::kWarps;
+  const Run run(segments, size);
+  const int begin = run.begin, end = run.end;
 
   if (threadIdx.x < S::kThreads) {
     const int sub = warp / 4, band = sub % 2 ? 3 - warp % 4 : warp % 4;  // every scheduler has long and short rows
@@ -416,7 +425,7 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
   StateOfSlab<T, S> state(warp);
   const int row = begin * kChunk;
   const bool goes_on = first_of(range_at(ranges, row, size), row, size) < row;  // from the segment before
-  if (goes_on) state.load(states + size.state_of(segment, 0) + (size_t)slab * S::kCols * kState);
+  if (goes_on) state.load(states + size.state_of(run.segment, 0) + (size_t)slab * S::kCols * kState);
   if (!goes_on) state.clear();
   if constexpr (kScalesStates<T>) {
     if (thread < 4) shared.largest[begin % 2][thread] = 0;

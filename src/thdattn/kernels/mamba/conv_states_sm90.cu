@@ -1,0 +1,142 @@
+// The convolution of x on its way into the states of segments, on Hopper: what thd_mixer_conv makes of x, and
+// thd_ssd_states of that, of x that is read once.
+//
+// Roles are those of thd_ssd_states_sm90. Chunks of x come with the rows in front of them, as the convolution sees.
+
+[[maybe_unused]] constexpr int kBefore = 8;           // rows in front of a chunk: the swizzle repeats after as many
+[[maybe_unused]] constexpr int kRawBox = (kChunk + kBefore) * kRowBytes;
+
+template <int kSubs, int kState, int kStages>
+struct ConvStatesShared {
+  unsigned char raw[kStages][kSubs][kRawBox], b[kStages][kState / kSlab][kBox];
+  unsigned char x[2][kSubs][kBox];                    // behind the convolution: of this chunk and of the one before
+  float leave[kStages][kSubs][kChunk], sums[kStages][kSubs][kChunk];
+  Stages<kStages, 1, 4 * kSubs> stages;
+
+  // A chunk of 64-column slabs of x from `slab` on, of B, and of numbers of every row.
+  __device__ __forceinline__ void load(const Ring<kStages>& ring, const TensorMap* x, const TensorMap* channels,
+                                       const float* sums_of_rows, const float* leave_of_rows, int slab, int chunk,
+                                       const MixerSize& size) {
+    const u32 at = ring.stage;
+    u64* const full = &stages.full[at];
+    const int group = size.group_of(slab * kSlab / size.head_dim);
+    stages.fill(ring, kSubs * kRawBox + kState / kSlab * kBox + kSubs * 2 * 4 * kChunk);
+    for (int i = 0; i < kSubs; ++i) {
+      const size_t from = size.in_heads((slab + i) * kSlab / size.head_dim, chunk);
+      copy_box(raw[at][i], x, 0, slab + i, chunk * kChunk - kBefore, full);
+      copy_bulk(leave[at][i], leave_of_rows + from, 4 * kChunk, full);
+      copy_bulk(sums[at][i], sums_of_rows + from, 4 * kChunk, full);
+    }
+    copy_columns<kState>(b[at][0], channels, size.b_column(group), chunk, full);
+  }
+};
+
+// Copies a box from shared memory, but for what lies outside the tensor.
+__device__ __forceinline__ void store_box(const TensorMap* map, const void* src, int column, int head, int row) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
+               :: "l"(map), "r"(shared_address(src)), "r"(column), "r"(head), "r"(row) : "memory");
+}
+
+// Of how many rows before its own a row knows, at most `reach`; -1: padding.
+__device__ __forceinline__ int sight_of(const int2* ranges, int row, int reach, const MixerSize& size) {
+  return min(row - first_of(range_at(ranges, row, size), row, size), reach);
+}
+
+// A warpgroup convolves a chunk of 64 columns of x: each thread has kColumns of them and 8 rows that follow each other.
+// column: the first of the 64, in a row of x. all_in_sight: every row of the chunk sees all that the convolution has.
+template <typename T, int kWidth>
+__device__ __forceinline__ void convolve_chunk(unsigned char* x, const unsigned char* raw, const float* conv_weight,
+                                               const float* conv_bias, const T* halo, int column, int chunk,
+                                               bool all_in_sight, const int2* ranges, const MixerSize& size) {
+  constexpr int kReach = kWidth - 1, kRows = 8;
+  static_assert(kReach <= kBefore && 128 / (kSlab / kColumns) * kRows == kChunk);
+  const int thread = threadIdx.x % 128, first = thread / (kSlab / kColumns) * kRows, begin = chunk * kChunk + first;
+  const int piece = thread % (kSlab / kColumns) * kColumns / 8, in_piece = thread % (kSlab / kColumns) * kColumns % 8;
+  auto place = [&](int row) { return row * kRowBytes + ((piece ^ row % 8) * 8 + in_piece) * 2; };
+  raw += kBefore * kRowBytes;
+  column += thread % (kSlab / kColumns) * kColumns;
+
+  Convolution<T, kWidth> convolution;
+  convolution.load_weights(conv_weight, conv_bias, opaque(column));  // anew, as the state takes the registers
+  #pragma unroll
+  for (int tap = 0; tap < kReach; ++tap) {
+    const int row = tap - kReach;
+    const unsigned char* const there = raw + first * kRowBytes + row * kRowBytes +
+                                       ((piece ^ (row + 8) % 8) * 8 + in_piece) * 2;
+    convolution.next(begin + row < 0 ? *(const Piece*)(halo + (size_t)(kReach + row) * size.channels() + column)
+                                     : *(const Piece*)there);
+  }
+  #pragma unroll 4
+  for (int i = 0; i < kRows; ++i) {
+    convolution.next(*(const Piece*)(raw + first * kRowBytes + place(i)));
+    u32 valid = ~0u;
+    if (!all_in_sight) {
+      const int in_sight = sight_of(ranges, begin + i, kReach, size);
+      convolution.forget_all_but(in_sight);
+      valid = in_sight < 0 ? 0 : ~0u;
+    }
+    float sum[kColumns];
+    convolution.convolve(sum);
+    Piece made;
+    #pragma unroll
+    for (int p = 0; p < kColumns / 2; ++p) made.pairs[p] = valid & pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
+    *(Piece*)(x + first * kRowBytes + place(i)) = made;
+  }
+}
+
+// Columns of x of `channels`, and states and decays as thd_ssd_states makes them; B has been made before.
+// channels: rows of x, B and C; x: those of x in zxbcdt, by boxes of kChunk + kBefore rows
+// Launch: grid (inner / (64 * kSubs), segments), block 128 * kSubs, shared memory kSharedBytes.
+template <typename T, int kWidth, int kSubs, int kState, int kStages, int kSharedBytes>
+__global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_conv_states_sm90(
+    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap channels, const T* halo,
+    const float* conv_weight, const float* conv_bias, const float* sums, const float* leave, float* states,
+    const int2* ranges, float* decays, int used_behind, MixerSize size) {
+  using Shared = ConvStatesShared<kSubs, kState, kStages>;
+  static_assert(same_bytes<(int)sizeof(Shared), kSharedBytes>());
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Shared& shared = *(Shared*)memory;
+  const int slab = blockIdx.x * kSubs, sub = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const Segment segment(blockIdx.y, ranges, used_behind, size);
+  Ring<kStages> ring{}, to_fill{};
+  auto load = [&](int chunk) {
+    if (threadIdx.x || chunk >= segment.end) return;
+    shared.load(to_fill, &x, &channels, sums, leave, slab, chunk, size);
+    to_fill.advance();
+  };
+
+  if (threadIdx.x == 0) shared.stages.init();
+  for (int i = 0; i + 1 < kStages; ++i) load(segment.begin + i);
+  const int column = (slab + sub) * kSlab;
+  if (threadIdx.x % 128 == kWarp && column % size.head_dim == 0)
+    segment.write_decay(decays, sums, column / size.head_dim, size);
+  __syncthreads();
+
+  const bool leads = threadIdx.x % 128 == 0;
+  StateOfHead<T, kState> state;
+  state.clear();
+  for (int chunk = segment.begin; chunk < segment.end; ++chunk, ring.advance()) {
+    load(chunk + kStages - 1);
+    __syncwarp();
+    const int sight = sight_of(ranges, chunk * kChunk + kChunk - 1, kChunk + kWidth, size);
+    unsigned char* const made = shared.x[chunk % 2][sub];
+    shared.stages.wait(ring);
+    convolve_chunk<T, kWidth>(made, shared.raw[ring.stage][sub], conv_weight, conv_bias, halo, column, chunk,
+                              sight >= kChunk + kWidth - 2, ranges, size);
+    publish_to_async();
+    if (leads) add_wait_read();                       // what the chunk before made is on its way
+    wait(1 + sub, 128);
+    if (leads) {
+      store_box(&channels, made, 0, slab + sub, chunk * kChunk);
+      add_commit();
+    }
+    __syncwarp();
+    if (chunk >= segment.from) {                      // behind the first of these all rows are of one sequence
+      const float through = chunk > segment.from ? decay_of(shared.sums[ring.stage][sub][kChunk - 1]) : 0.f;
+      state.advance(made, shared.b[ring.stage][0], shared.leave[ring.stage][sub], through);
+    }
+    shared.stages.release(ring);
+  }
+  state.store(states + size.state_of(segment.number, 0) + (size_t)column * kState);
+  if (leads) add_wait_read();
+}

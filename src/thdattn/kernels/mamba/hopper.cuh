@@ -1,0 +1,128 @@
+// What the mixer's Hopper kernels (sm_90a) share: the state of a head in registers, and stages of shared memory.
+//
+// Each warpgroup has 64 columns of x, of one head, with their states, 64 x kState in registers; those of a thread block
+// read B and C of one group. Rows are loaded ahead as boxes of 64 columns, by maps of `channels` and of columns of
+// zxbcdt.
+
+[[maybe_unused]] constexpr int kBox = kSlab * kChunk * 2;  // bytes
+
+// The state of a head: 16 rows of its 64 x kState numbers a warp, as accumulators.
+template <typename T, int kState>
+struct StateOfHead {
+  static constexpr int kBlocks = kState / 8;
+  float s[1][kBlocks][4];
+
+  // Columns 16 * warp and the next of x as rows of an operand; leave: dt times what lasts until the end of the chunk.
+  static __device__ __forceinline__ void prepare(u32 (&weights)[1][4][4], const unsigned char* x, const float* leave) {
+    const auto [warp, lane] = me();
+    #pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int row = k * 16 + lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
+      ldmatrix_transposed(weights[0][k], x + row * kRowBytes + (piece ^ lane % 8) * 16);
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 weight = *(const float2*)(leave + k * 16 + i / 2 * 8 + lane % 4 * 2);
+        const float2 value = unpack<T>(weights[0][k][i]);
+        weights[0][k][i] = pack<T>(value.x * weight.x, value.y * weight.y);
+      }
+    }
+  }
+  // What a chunk makes of it; through: what lasts of it until the end of the chunk.
+  __device__ __forceinline__ void advance(const unsigned char* x, const unsigned char* b, const float* leave,
+                                          float through) {
+    u32 weights[1][4][4];
+    prepare(weights, x, leave);
+    scale(s, through);
+    pin(s[0]);
+    wgmma_begin();
+    start_weighted_rows<T, kState, kChunk>(s[0], weights, b);
+    wgmma_commit();
+    wgmma_wait<0>(s[0]);
+  }
+  // The two numbers of block n and of row 16 * warp + lane / 4 + 8 * half, in an array of states of these 64 columns.
+  static __device__ __forceinline__ int place(int n, int half) {
+    const auto [warp, lane] = me();
+    return (warp * 16 + half * 8 + lane / 4) * kState + n * 8 + lane % 4 * 2;
+  }
+  __device__ __forceinline__ void load(const float* state) {
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 pair = *(const float2*)(state + place(n, half));
+        s[0][n][2 * half] = pair.x, s[0][n][2 * half + 1] = pair.y;
+      }
+  }
+  __device__ __forceinline__ void clear() {
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) s[0][n][e] = 0.f;
+  }
+  __device__ __forceinline__ void store(float* state) const {
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int half = 0; half < 2; ++half)
+        store_pair(state + place(n, half), s[0][n][2 * half], s[0][n][2 * half + 1]);
+  }
+  // Rounded, as a tile of 64 rows; inverse: what each 16 rows of it are to be multiplied with.
+  __device__ __forceinline__ void publish(unsigned char* tile, float* inverse) const {
+    const auto [warp, lane] = me();
+    unsigned char* const row = tile + (warp * 16 + lane % 16) * kRowBytes;
+    PowerOfTwo scale = {1.f, 1.f};
+    if constexpr (kScalesStates<T>) {
+      scale = scale_of(largest_of_warp(s));
+      inverse[warp] = scale.inverse;
+    }
+    #pragma unroll
+    for (int n = 0; n < kBlocks; n += 2) {
+      u32 a[4];
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const pair = &s[0][n + i / 2][i % 2 * 2];
+        a[i] = pack<T>(pair[0] * scale.factor, pair[1] * scale.factor);
+      }
+      store_matrices(row + n / 8 * kBox + ((n % 8 + lane / 16) ^ lane % 8) * 16, a);
+    }
+    publish_to_async();
+  }
+};
+
+// Boxes of B or of C of a group, or of x: all are columns of `channels`.
+template <int kCols>
+__device__ __forceinline__ void copy_columns(unsigned char* tile, const TensorMap* channels, int column, int chunk,
+                                             u64* barrier) {
+  #pragma unroll
+  for (int i = 0; i < kCols / kSlab; ++i)
+    copy_box(tile + i * kBox, channels, 0, column / kSlab + i, chunk * kChunk, barrier);
+}
+
+// Stages that are filled by one thread's bulk copies or by kWriters warps, and emptied by kReaders warps.
+template <int kStages, int kWriters, int kReaders>
+struct Stages {
+  u64 full[kStages], empty[kStages];
+
+  __device__ __forceinline__ void init() {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(&full[stage], kWriters);
+      barrier_init(&empty[stage], kReaders);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __device__ __forceinline__ void wait_empty(const Ring<kStages>& ring) {
+    barrier_wait(&empty[ring.stage], ring.parity ^ 1);
+  }
+  __device__ __forceinline__ void fill(const Ring<kStages>& ring, int bytes) {
+    wait_empty(ring);
+    barrier_expect(&full[ring.stage], bytes);
+  }
+  __device__ __forceinline__ void filled(const Ring<kStages>& ring) { arrive_warp(&full[ring.stage]); }
+  __device__ __forceinline__ void wait(const Ring<kStages>& ring) { barrier_wait(&full[ring.stage], ring.parity); }
+  __device__ __forceinline__ void release(const Ring<kStages>& ring) { arrive_warp(&empty[ring.stage]); }
+
+  static __device__ __forceinline__ void arrive_warp(u64* barrier) {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) barrier_arrive(barrier);
+  }
+};
