@@ -7,7 +7,8 @@ all heads, whatever the lengths are, and each adds up those before it. Gradients
 the same way.
 
 Rows whose sequence began on this rank need no state of others: enough of them to hide the gather of the states have
-their turn between it and the first use of what it brings. What is gathered goes where keys of attention go, through peer memory beside those rows.
+their turn between it and the first use of what it brings. What is gathered goes where keys of attention go, through
+peer memory beside those rows.
 """
 
 from __future__ import annotations
