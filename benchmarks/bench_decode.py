@@ -59,7 +59,7 @@ def main() -> int:
             for way in WAYS:
                 row = sampling(size, texts, args.bytes, way, "cuda", args.steps)
                 speeds[way] = float(row["bytes_per_s"])
-                print(f"{size:6}{texts:4} texts of {args.bytes:,} bytes  {way:11}{row['ms']:>10} ms per byte of each "
+                print(f"{size:12}{texts:4} texts of {args.bytes:,} bytes  {way:11}{row['ms']:>10} ms per byte of each "
                       f"{speeds[way]:12,.0f} bytes/s {speeds[way] / speeds['recomputed']:8.1f}x", flush=True)
                 rows.append(about | {"example_sources": example_hash()} | row)
     for name in LAYERS:
@@ -215,7 +215,8 @@ def replayed(call: Callable[[T], Any], caches: list[T], stream: Any) -> list[flo
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--sizes", nargs="+", choices=list(SIZES), default=["tiny", "small", "base"], help="(default: tiny small base)")
+    add("--sizes", nargs="+", choices=list(SIZES), default=["tiny", "tiny-hybrid", "small", "base"],
+        help="(default: tiny tiny-hybrid small base)")
     add("--texts", nargs="+", type=int, default=[1, 16], metavar="N", help="written together (default: 1 16)")
     add("--bytes", type=int, default=2000, metavar="N", help="of every text (default: 2000)")
     add("--steps", type=int, default=100, metavar="N", help=f"of a round, of which there are {ROUNDS} (default: 100)")

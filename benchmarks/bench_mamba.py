@@ -29,7 +29,7 @@ import record
 from bench_attention import forward_and_backward, race, reported
 from mamba_cases import CASES, MixerCase, draw
 from mamba_exact import errors, exact_mixer, exact_scan
-from mamba_peers import PEERS
+from mamba_peers import PEERS, tune_for
 from peers import Peer, release_memory
 
 import thdattn
@@ -41,6 +41,8 @@ Measured = dict[mamba_record.Key, record.Row]
 
 def main() -> int:
     args = parse_arguments()
+    if args.tune_ms:
+        tune_for(args.tune_ms)
     with thdattn.comm.init() as comm, cupy.cuda.Stream(non_blocking=True):  # the default stream cannot be captured
         about = record.provenance(comm.size)
         rows: list[record.Row] = []
@@ -124,10 +126,14 @@ def parse_arguments() -> argparse.Namespace:
                         help="on one rank; all by default")  # fmt: skip
     parser.add_argument("--peer", action="store_true", help="on several ranks: also time the all-to-all of heads")
     parser.add_argument("--repeats", type=int, default=3, help="turns of everybody, 3 by default")
+    parser.add_argument("--tune-ms", type=int, metavar="MS",
+                        help="for which Triton's tuner measures each candidate; 100 by default")  # fmt: skip
     parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/mamba_GPU.csv by default")
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}, wanted >= 1")
+    if args.tune_ms is not None and args.tune_ms < 1:
+        parser.error(f"--tune-ms is {args.tune_ms}, wanted >= 1")
     return args
 
 

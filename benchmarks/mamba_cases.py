@@ -139,6 +139,7 @@ def _cases() -> tuple[MixerCase, ...]:
         replace(short, name="1x16384-g8", groups=8),
         MixerCase("lognormal16k", filled_lognormal_pack(16_384)),
         MixerCase("64x256", PACKS["64x256"].lengths),
+        MixerCase("lognormal64k", filled_lognormal_pack(65_536)),
         long,
         MixerCase("lognormal128k", filled_lognormal_pack(131_072)),
         MixerCase("512x256", (256,) * 512),

@@ -5,6 +5,9 @@ ssd_combined,layernorm_gated,k_activations}.py and mamba_ssm/utils/{torch,determ
 them: the package itself imports CUDA extensions that it has to be built with. The convolution of the whole mixer is
 causal-conv1d's if that has been built, otherwise fla-core's, whose result is copied to its place in the gradient.
 
+Triton's tuner measures every candidate of every kernel, which takes far longer than what is timed; see tune_for. With
+TRITON_CACHE_AUTOTUNING=1 it keeps what it compiled and chose for the next run.
+
 Two parts are timed. "scan": recurrence and gate from x, B, C, dt and z. "mixer": the same with the convolution, from
 the rows of an input projection.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -236,6 +240,13 @@ class FlaConvolution:
 def sequence_labels(case: MixerCase) -> Any:
     """seq_idx of mamba_ssm: (1, rows) int32, the number of a row's sequence."""
     return tensor(cupy.asarray(np.repeat(np.arange(len(case.lengths), dtype=np.int32), case.lengths)[None]))
+
+
+def tune_for(ms: int) -> None:
+    """Has Triton's tuner measure each candidate for so long, after a quarter of that, instead of 100 and 25 ms."""
+    import triton.testing
+
+    triton.testing.do_bench = partial(triton.testing.do_bench, warmup=max(1, ms // 4), rep=ms)
 
 
 def version_of(package: str) -> str:

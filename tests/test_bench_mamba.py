@@ -36,7 +36,7 @@ TOY = MixerCase("toy", (37, 1, 70, 3), heads=4, head_dim=8, state_dim=16, groups
 @pytest.mark.parametrize("name", CASES)
 def test_packs_are_full_and_their_first_rows_are_of_the_same_sequences(name):
     case = CASES[name]
-    assert case.name == name and case.batch().total_rows == case.total_tokens in (16_384, 131_072)
+    assert case.name == name and case.batch().total_rows == case.total_tokens in (16_384, 65_536, 131_072)
     small = case.small()
     assert small.total_tokens == SMALL_ROWS and replace(small, lengths=case.lengths) == case
     assert small.lengths[:-1] == case.lengths[: len(small.lengths) - 1]
@@ -125,6 +125,14 @@ def test_a_scan_runs_without_the_convolution_again(on_host, toy, monkeypatch):
     peer.forward()
     peer.backward()
     assert [x.tobytes() for x in peer.on_host()] == [x.tobytes() for x in first]
+
+
+def test_a_tuner_measures_for_as_long_as_it_is_told(monkeypatch):
+    testing = SimpleNamespace(do_bench=lambda call, warmup=25, rep=100, quantiles=None: (warmup, rep, quantiles))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(testing=testing))
+    monkeypatch.setitem(sys.modules, "triton.testing", testing)
+    mamba_peers.tune_for(8)
+    assert testing.do_bench(None, quantiles=(0.5,)) == (2, 8, (0.5,))
 
 
 def test_peers_that_fail_are_named_and_leave_blanks(on_host, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -95,6 +96,7 @@ def test_rows_of_own_sequences_go_while_states_travel(monkeypatch):
     """Ranks have 4 segments of 64 rows: sequences begin in rows 0; 20 and 80 of the next rank; 124 of the last."""
     case = Case("crossing", (256 + 20, 60, 176 + 124, 132))
     done: dict[int, list] = {}
+    monkeypatch.setattr(states, "AHEAD", 1)
 
     def note(name, function, what):
         def noted(*args, **options):
@@ -109,7 +111,7 @@ def test_rows_of_own_sequences_go_while_states_travel(monkeypatch):
         monkeypatch.setattr(reference, name, note(name, getattr(reference, name), segments))
     monkeypatch.setattr(reference, "ssd_start", note("start", reference.ssd_start, lambda args: None))
     monkeypatch.setattr(thdattn.comm.Comm, "all_gather",
-                        note("gather", thdattn.comm.Comm.all_gather, lambda args: args[1].shape[1]))
+                        note("gather", thdattn.comm.Comm.all_gather, lambda args: args[1].shape[-1]))
 
     def program(comm):
         steps(comm, case, FLOAT64)
@@ -124,8 +126,20 @@ def test_rows_of_own_sequences_go_while_states_travel(monkeypatch):
                 ("gather", channels)]
 
     assert first == wanted(range(4), range(0), range(0), range(4))
-    assert second == wanted(range(1, 4), range(1), range(1), range(1, 4))
-    assert third == wanted(range(2, 4), range(2), range(4), range(4, 4))
+    assert second == wanted(range(3, 4), range(3), range(1), range(1, 4))
+    assert third == wanted(range(3, 4), range(3), range(4), range(4, 4))
+
+
+@pytest.mark.parametrize(("own", "ahead"), [(0, 0), (15, 0), (16, 16), (40, 16), (47, 16), (48, 48)])
+def test_rows_go_ahead_where_both_launches_fill_a_gpu(monkeypatch, own, ahead):
+    """own: of 48 segments, those that wait for no other rank."""
+    plan = SimpleNamespace(local_rows=48 * reference.ssd_segment_rows)
+    monkeypatch.setattr(states, "_waiting", lambda *_: (slice(0, 48 - own), slice(own, 48)))
+    assert states._turns(reference, plan) == (slice(48 - ahead, 48), slice(0, 48 - own), slice(0, 48 - ahead))
+    assert states._turns(reference, plan, reverse=True) == (slice(0, ahead), slice(own, 48), slice(ahead, 48))
+    plan.local_rows //= 2  # too few for two launches
+    monkeypatch.setattr(states, "_waiting", lambda *_: (slice(0, 1), slice(23, 24)))
+    assert states._turns(reference, plan)[0] == slice(24, 24)
 
 
 def test_nothing_waits_where_sequences_end_with_ranks():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thdattn.instances import ELEMENT_TYPES, PLAIN, Instance, Kind, instance
+from thdattn.mixer_tiles import CHUNK
 from thdattn.tiles import PAD
 
 CACHE_KERNELS = ("thd_cache_append", "thd_cache_fill")
@@ -67,7 +68,7 @@ class MixerDecode:
     state_dim: int
 
     rows = 16  # of a head's state, of a thread block of thd_mixer_decode
-    fill_rows = 32  # kFillStateRows: the same of thd_mixer_fill, and as many rows of a pack at a time
+    fill_columns = 64  # kFillColumns: the same of thd_mixer_fill
 
     def thd_mixer_decode_conv(self, conv_width: int) -> Instance:
         """Before thd_mixer_decode."""
@@ -86,8 +87,8 @@ class MixerDecode:
     @property
     def thd_mixer_fill(self) -> Instance:
         """The states behind sequences."""
-        tiles = 4 * self.fill_rows * (self.state_dim + self.fill_rows + 1)
-        return self._instance("thd_mixer_fill", self.state_dim, tiles, shared_bytes=tiles)
+        stage = 2 * CHUNK * (self.fill_columns + self.state_dim + 2 * PAD) + 4 * CHUNK
+        return self._instance("thd_mixer_fill", self.state_dim, 2 * stage, shared_bytes=2 * stage)
 
     def _instance(self, name: str, *constants: int, shared_bytes: int = 0) -> Instance:
         return Instance(f"{name}<{', '.join(map(str, (ELEMENT_TYPES[self.dtype], *constants)))}>", shared_bytes)

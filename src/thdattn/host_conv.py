@@ -51,10 +51,15 @@ def mixer_halo(tails: Array, plan: Plan, shape: MixerShape) -> Array:
     Args:
         tails: (cp_size * reach, channels), mixer_tail of all ranks. Ranks with fewer rows than reach share a halo.
     """
+    return tails[halo_rows(plan, shape)]
+
+
+def halo_rows(plan: Plan, shape: MixerShape) -> Array:
+    """(reach,), where in mixer_tail of all ranks the rows in front of this rank's are."""
     num_rows = plan.local_rows
     rows = plan.cp_rank * num_rows + np.arange(-shape.reach, 0)
     owner, row = np.divmod(rows, max(1, num_rows))
-    return tails[np.where(rows >= 0, shape.reach * (owner + 1) + row - num_rows, 0)]
+    return np.where(rows >= 0, shape.reach * (owner + 1) + row - num_rows, 0)
 
 
 def mixer_conv(zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape) -> Activations:

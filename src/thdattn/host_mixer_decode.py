@@ -2,7 +2,7 @@
 
 A text is the state behind its last row and as many last rows as the convolution of the next one sees, with zeros in
 front of its first: a convolution that starts there. Arithmetic is float32 (float64 for float64), and only out is
-rounded.
+rounded, and what tensor cores take of a pack.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.host_ssd import CHUNK, Activations, silu, softplus
+from thdattn.host_ssd import CHUNK, Activations, rounded, silu, softplus
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.plan import Plan
 
@@ -87,7 +87,7 @@ def _state_behind(
     behind[:-1] = a[:0:-1].cumsum(axis=0)[::-1]
     leave = (np.exp(behind) * act.dt[own]).T[:, None]
     b = np.repeat(b, shape.num_heads // shape.num_groups, axis=1)
-    state: Array = (leave * x.transpose(1, 2, 0)) @ b.transpose(1, 0, 2)
+    state: Array = rounded(leave * x.transpose(1, 2, 0), shape) @ b.transpose(1, 0, 2)
     if begin < own.start:
         state += np.exp(a[0] + behind[0])[:, None, None] * segment_states[segment]
     return state

@@ -147,7 +147,7 @@ def ssd_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, 
     """
     states, decays = _new_states(plan, shape)
     for segments, chunks in _blocks(act, plan, shape):
-        b = _rounded(_times(chunks.leave * chunks.dt, _per_head(chunks.b, shape)), shape)
+        b = rounded(_times(chunks.leave * chunks.dt, _per_head(chunks.b, shape)), shape)
         states[segments] = chunks.x.swapaxes(2, 3) @ b
         decays[segments] = chunks.through
     return states, decays
@@ -162,7 +162,7 @@ def ssd_dstates(act: Activations, dy: Array, plan: Plan, shape: MixerShape) -> t
     """
     dstates, decays = _new_states(plan, shape)
     for segments, chunks in _blocks(act, plan, shape):
-        entered = _rounded(_times(chunks.enter, _by_head(dy, segments, shape)), shape)
+        entered = rounded(_times(chunks.enter, _by_head(dy, segments, shape)), shape)
         dstates[segments] = entered.swapaxes(2, 3) @ _per_head(chunks.c, shape)
         decays[segments] = chunks.through
     return dstates, decays
@@ -235,8 +235,8 @@ def ssd_scan(
     z, valid = shape.parts(zxbcdt)[0], valid_rows(plan)
     for here, chunks in _blocks(act, plan, shape, segments):
         weights = _products(chunks, shape) * chunks.decay * chunks.dt[:, :, None]
-        of_state = _per_head(chunks.c, shape) @ _rounded(states[here], shape).swapaxes(2, 3)
-        made = _rounded(weights, shape) @ chunks.x + _times(chunks.enter, of_state) + d[:, None, None] * chunks.x
+        of_state = _per_head(chunks.c, shape) @ rounded(states[here], shape).swapaxes(2, 3)
+        made = rounded(weights, shape) @ chunks.x + _times(chunks.enter, of_state) + d[:, None, None] * chunks.x
         rows = _rows_of(here, len(y))
         made = _in_rows(made, len(y[rows]))
         y[rows] = made.astype(y.dtype)
@@ -301,16 +301,16 @@ def _chunk_gradients(
 ) -> tuple[Array, Array, Array, Array, Array]:
     """dx, dB, dC; ddt but for what comes through a; da."""
     x, b, c, dt = chunks.x, _per_head(chunks.b, shape), _per_head(chunks.c, shape), chunks.dt
-    states, dstates = _rounded(states, shape), _rounded(dstates, shape)
+    states, dstates = rounded(states, shape), rounded(dstates, shape)
     products = _products(chunks, shape)
     dproducts = np.where(chunks.pair, chunks.decay * dt[:, :, None] * (dy @ x.swapaxes(2, 3)), 0)
-    of_group = _rounded(_per_group(dproducts, shape), shape)
+    of_group = rounded(_per_group(dproducts, shape), shape)
     from_state = _times(chunks.enter, dy @ states)
     to_state = _times(chunks.leave * dt, x @ dstates)
     dc = of_group @ chunks.b + _per_group(from_state, shape)
     db = of_group.swapaxes(2, 3) @ chunks.c + _per_group(to_state, shape)
 
-    du = _rounded(products * chunks.decay, shape).swapaxes(2, 3) @ dy + _times(chunks.leave, b @ dstates.swapaxes(2, 3))
+    du = rounded(products * chunks.decay, shape).swapaxes(2, 3) @ dy + _times(chunks.leave, b @ dstates.swapaxes(2, 3))
     dx = dt[..., None] * du + d[:, None, None] * dy
 
     # What passes over row k: pairs i >= k > j, the state in front on its way to i >= k, j < k on its way to the state
@@ -409,7 +409,7 @@ def _per_group(x: Array, shape: MixerShape) -> Array:
     return total
 
 
-def _rounded(x: Array, shape: MixerShape) -> Array:
+def rounded(x: Array, shape: MixerShape) -> Array:
     """The operand of a product of matrices."""
     return x.astype(shape.dtype).astype(x.dtype) if shape.dtype == ml_dtypes.bfloat16 else x
 

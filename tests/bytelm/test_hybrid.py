@@ -59,7 +59,8 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.usefixtures("poisoned_host")
-@pytest.mark.parametrize(("cp_size", "cp_comm_type"), [(2, "a2a"), (4, "a2a"), (3, "all_gather"), (2, "p2p")])
+@pytest.mark.parametrize(("cp_size", "cp_comm_type"), [(2, "a2a"), (4, "a2a"), (3, "all_gather"), (4, "all_gather"),
+                                                       (2, "p2p"), (4, "p2p")])  # fmt: skip
 def test_ranks_give_the_loss_and_gradient_of_one(cp_size, cp_comm_type):
     several = outcome(cp_size=cp_size, cp_comm_type=cp_comm_type, slack=5)
     assert_same(several, outcome())
@@ -153,7 +154,7 @@ def alone(batches):
 
 @pytest.mark.usefixtures("poisoned_host")
 @pytest.mark.parametrize(("ranks", "options"), [(2, {}), (4, {}), (2, {"cp_comm_type": "all_gather"}),
-                                                (4, {"cp_size": 2})])  # fmt: skip
+                                                (4, {"cp_comm_type": "p2p"}), (4, {"cp_size": 2})])  # fmt: skip
 def test_every_number_of_ranks_trains_the_model_of_one(batches, alone, ranks, options):
     first, *others = trained(batches, ranks, **options)
     assert all((run.numbers, run.weights) == (first.numbers, first.weights) for run in others)

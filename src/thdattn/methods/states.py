@@ -6,8 +6,9 @@ sees, and the state that their sequence has reached. However many sequences a ra
 all heads, whatever the lengths are, and each adds up those before it. Gradients of states come from the ranks behind in
 the same way.
 
-Rows whose sequence began on this rank need no state of others: their turn is between the gather of the states and the
-first use of what it brings.
+Rows whose sequence began on this rank need no state of others: enough of them to hide the gather of the states have
+their turn between it and the first use of what it brings. What is gathered goes where keys of attention go, through
+peer memory beside those rows.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from thdattn.comm import Comm
     from thdattn.mixer_shape import Mamba2Weights, MixerShape
     from thdattn.plan import Plan
+
+
+AHEAD = 16  # segments that go while states travel
 
 
 class Kept(NamedTuple):
@@ -44,7 +50,9 @@ def forward(
     """
     halo = engine.mixer_tail(zxbcdt, plan, shape)
     if comm.size > 1 and shape.reach:
-        halo = engine.mixer_halo(_gather(comm, plan, "rows", halo), plan, shape)
+        tails, wait = _gather(comm, plan, "rows", halo)
+        wait()
+        halo = engine.mixer_halo(tails, plan, shape)
     act, states, decays = engine.mixer_conv_states(zxbcdt, halo, weights, plan, shape)
     summary = engine.ssd_fold(states, decays, plan, shape)
     y, out = (engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype) for _ in range(2))
@@ -55,11 +63,12 @@ def forward(
     if comm.size == 1:
         scan(slice(len(states)))
     else:
-        summaries = _gather(comm, plan, "states", summary)
-        waiting, _ = _waiting(engine, plan)
-        scan(slice(waiting.stop, len(states)))
+        summaries, wait = _gather(comm, plan, "states", summary)
+        ahead, waiting, others = plan.once("turns forward", lambda: _turns(engine, plan))
+        scan(ahead)
+        wait()
         engine.ssd_enter(states, decays, engine.ssd_start(summaries, plan, shape), waiting)
-        scan(waiting)
+        scan(others)
     engine.poison(plan, out)
     return out, Kept(y, halo, states)
 
@@ -82,25 +91,45 @@ def backward(
     if comm.size == 1:
         scan(slice(len(states)))
     else:
-        summaries = _gather(comm, plan, "gradients of states", summary)
-        _, waiting = _waiting(engine, plan)
-        scan(slice(waiting.start))
+        summaries, wait = _gather(comm, plan, "gradients of states", summary)
+        ahead, waiting, others = plan.once("turns backward", lambda: _turns(engine, plan, reverse=True))
+        scan(ahead)
+        wait()
         start = engine.ssd_start(summaries, plan, shape, reverse=True)
         engine.ssd_enter(dstates, decays, start, waiting, reverse=True)
-        scan(waiting)
+        scan(others)
     dweights, ends = engine.mixer_conv_bwd(zxbcdt, halo, weights, gradients, plan, shape, dzxbcdt)
     if comm.size > 1 and shape.reach:
-        halos = _gather(comm, plan, "gradients of rows", ends[0])
+        halos, wait = _gather(comm, plan, "gradients of rows", ends[0])
+        wait()
         engine.mixer_add_halos(halos, ends[1], plan, shape, dzxbcdt)
     engine.poison(plan, dzxbcdt, *dweights)
     return dzxbcdt, dweights
 
 
-def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> Any:
-    """The arrays of all ranks, one behind the other, in a buffer of the plan."""
+def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Callable[[], None]]:
+    """Starts to gather the arrays of all ranks, one behind the other in a buffer of the plan; and what waits for it.
+
+    Where they come through peer memory, the rows of this rank itself are missing: nobody needs them.
+    """
     recv = plan.buffer(f"{name} of ranks", (comm.size * len(send), *send.shape[1:]), send.dtype)
-    comm.all_gather(send, recv)
-    return recv
+    (arrival,) = comm.gather_heads([send[:, None]], [[recv[:, None]]], at_once=False)
+    return recv, arrival.wait
+
+
+def _turns(engine: Any, plan: Plan, reverse: bool = False) -> tuple[slice, slice, slice]:
+    """Segments that go while states travel, those that a state of other ranks may reach, and all that go behind it.
+
+    Where all wait for none, all go ahead; else as many as outlast the exchange, if enough are left: launches that do
+    not fill a GPU would cost more than they hide.
+    """
+    segments = -(-plan.local_rows // engine.ssd_segment_rows)
+    first, last = _waiting(engine, plan)
+    waiting, free = (last, last.start) if reverse else (first, segments - first.stop)
+    ahead = free if free == segments else AHEAD if min(free, segments - AHEAD) >= AHEAD else 0
+    if reverse:
+        return slice(0, ahead), waiting, slice(ahead, segments)
+    return slice(segments - ahead, segments), waiting, slice(0, segments - ahead)
 
 
 def _waiting(engine: Any, plan: Plan) -> tuple[slice, slice]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn import jit
+from thdattn.host_conv import halo_rows
 from thdattn.instances import Instance
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.mixer_tiles import (
@@ -96,11 +97,17 @@ def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
 def mixer_halo(tails: Array, plan: Plan, shape: MixerShape) -> Array:
     """The rows in front of this rank's, a new array; see host_conv.mixer_halo."""
     halo = launch.empty((shape.reach, shape.channels), shape.dtype)
-    into, tails, num_rows = _words(halo), _words(tails), max(1, plan.local_rows)
-    for i in range(shape.reach):
-        owner, row = divmod(plan.cp_rank * plan.local_rows + i - shape.reach, num_rows)
-        into[i] = tails[max(0, shape.reach * (owner + 1) + row - num_rows)]
+    into, tails = _words(halo), _words(tails)
+    for to, rows in plan.once(("halo", shape.reach), lambda: _runs(halo_rows(plan, shape).tolist())):
+        into[to] = tails[rows]
     return halo
+
+
+def _runs(rows: list[int]) -> list[tuple[slice, slice]]:
+    """(where to, where from) of rows that follow each other, as few copies as there may be."""
+    begins = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1] + 1]
+    ends = [*begins[1:], len(rows)]
+    return [(slice(i, end), slice(rows[i], rows[i] + end - i)) for i, end in zip(begins, ends, strict=True)]
 
 
 def _words(x: Array) -> Array:

@@ -41,13 +41,13 @@ def mixer_fill(
     """What is left of every sequence of a pack. See reference.mixer_fill."""
     rows, states = into
     size, batch, kernels = mixer_size(len(zxbcdt), shape), plan.batch, MixerDecode(shape.dtype.name, shape.state_dim)
-    lengths = tuple(map(cupy.asarray, (batch.cu_seqlens, batch.cu_seqlens_padded)))
+    offsets = batch.cu_seqlens, batch.cu_seqlens_padded
+    lengths = plan.once("offsets", lambda: tuple(map(cupy.asarray, offsets)))
     jit.kernel(*kernels.thd_mixer_fill_rows)(
         (-(-shape.reach * shape.channels // MIXER_CHANNELS), len(rows)), 256,
         (zxbcdt, rows, *lengths, np.int32(shape.reach), size),
     )  # fmt: skip
     jit.kernel(*kernels.thd_mixer_fill)(
-        (shape.d_inner // kernels.fill_rows, len(states)), MIXER_THREADS,
-        (zxbcdt, act.channels, segment_states, weights.A_log, weights.dt_bias, states, *lengths, size),
+        (shape.d_inner // kernels.fill_columns, len(states)), MIXER_THREADS,
+        (act.channels, act.dt, act.sums, segment_states, states, *lengths, size),
     )  # fmt: skip
-

@@ -57,6 +57,10 @@ __device__ __forceinline__ float sigmoid(float x) {
   float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + exp2_fast(-kLog2e * x))); return r;
 }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
+// log(1 + exp(x)), which is exp(x) far below 0.
+__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
+
+template <typename T> __device__ __forceinline__ float to_float(T x) { return unpack<T>(x.bits).x; }
 
 // A state may leave the range of float16. Where it is an operand it is therefore scaled to its own size, by a power of
 // two: nothing is rounded but once.

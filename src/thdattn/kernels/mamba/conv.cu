@@ -122,12 +122,6 @@ struct Rates {
   float* leave;                                       // dt times what lasts until the end of the chunk
 };
 
-__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
-
-template <typename T> __device__ __forceinline__ float to_float(T x);
-template <> __device__ __forceinline__ float to_float<bf16>(bf16 x) { return unpack<bf16>(x.bits).x; }
-template <> __device__ __forceinline__ float to_float<f16>(f16 x) { return unpack<f16>(x.bits).x; }
-
 // One chunk and head, by a warp: sums over rows of the same sequence, each lane of two rows that follow each other.
 template <typename T>
 __device__ __forceinline__ void make_rates(const Rates& rates, const T* raw, float dt_bias, float rate, int chunk,

@@ -166,8 +166,6 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
   }
 }
 
-template <typename T> __device__ __forceinline__ float to_float(T x) { return unpack<T>(x.bits).x; }
-
 // The gradient of dt before softplus, of one head.
 template <typename T>
 __device__ __forceinline__ void softplus_back(const T* zxbcdt, const float* of_steps, float dt_bias,

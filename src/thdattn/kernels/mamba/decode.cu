@@ -2,10 +2,6 @@
 // is the state behind its last row, and as many last rows of x, B and C as the convolution of the next one sees, with
 // zeros in front of its first. kernels/mamba/common.cuh comes first; rows of a MixerSize are texts, or those of a pack.
 
-// log(1 + exp(x)), which is exp(x) far below 0.
-__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
-
-template <typename T> __device__ __forceinline__ float as_float(T x) { return unpack<T>(x.bits).x; }
 template <typename T> __device__ __forceinline__ T rounded(float x) { return T{(unsigned short)pack<T>(x, 0.f)}; }
 
 __device__ __forceinline__ u32 pair_of(unsigned short low, unsigned short high) { return low | (u32)high << 16; }
@@ -74,7 +70,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode(
     for (int v = 0; v < kVecs; ++v) state[i][v] = mine[i * kStep * (kStateDim / 4) + v * kStateLanes];
 
   const T* const mixed = zxbcdt + (size_t)text * size.columns();
-  const float dt = softplus(as_float(mixed[size.inner() + size.channels() + head]) + dt_bias[head]);
+  const float dt = softplus(to_float(mixed[size.inner() + size.channels() + head]) + dt_bias[head]);
   const float decay = expf(-expf(A_log[head]) * dt), d = D[head];
   const float* const x = convolved + (size_t)text * size.channels();
   const float4* const b = (const float4*)(x + size.b_column(size.group_of(head))) + lane;
@@ -97,7 +93,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode(
     }
     #pragma unroll
     for (int other = kStateLanes / 2; other; other /= 2) y += __shfl_xor_sync(0xffffffffu, y, other);
-    if (lane == 0) to[i * kStep] = rounded<T>((y + d * x_of) * silu(as_float(mixed[row + i * kStep])));
+    if (lane == 0) to[i * kStep] = rounded<T>((y + d * x_of) * silu(to_float(mixed[row + i * kStep])));
   }
 }
 
@@ -122,112 +118,105 @@ __global__ void __launch_bounds__(256) thd_mixer_fill_rows(
   rows[(size_t)seq * reach * pairs + i] = row < range.x ? 0u : pair_of(from[0].bits, from[1].bits);
 }
 
-[[maybe_unused]] constexpr int kFillRows = kWarp;    // of a pack at a time
-[[maybe_unused]] constexpr int kFillStateRows = 32;  // of a head's state in a thread block
+[[maybe_unused]] constexpr int kFillColumns = 64;     // of x, in a thread block
 [[maybe_unused]] constexpr int kFillThreads = 128;
 
-// Rows of a sequence in the order from the last one on; 0 for rows in front of those that take part.
-template <int kStateDim>
-struct FillTiles {
-  float4 b[kFillRows][kStateDim / 4];
-  float x[kFillRows][kFillStateRows];
-  float weight[kFillRows];                            // of x B^T in the state behind the sequence
+// A chunk of rows: those that are not of the sequence are 0, and weigh 0.
+template <typename T, int kStateDim>
+struct FillStage {
+  T x[kChunk * (kFillColumns + kPad)], b[kChunk * (kStateDim + kPad)];
+  float weight[kChunk];                               // of x B^T in the state behind the sequence
 };
 
-// By one warp: the weights of the rows begin, .., last, of which the last kFillRows. behind: the sum of a over the rows
-// behind them; returns it with theirs. dt: of this head, pitch elements from row to row.
-template <typename T>
-__device__ __forceinline__ float fill_weights(float* weight, const T* dt, size_t pitch, float dt_bias, float rate,
-                                              int begin, int last, float behind) {
-  const int lane = threadIdx.x, row = last - lane;
-  const float step = row < begin ? 0.f : softplus(as_float(dt[row * pitch]) + dt_bias);
-  float sum = step * rate;
+// Starts to copy columns of the rows of a sequence in a chunk.
+template <typename T, int kCols>
+__device__ __forceinline__ void load_rows(T* tile, const T* columns, u32 pitch, int chunk, int2 range) {
+  constexpr int kPieces = kCols / 8;
   #pragma unroll
-  for (int lanes = 1; lanes < kWarp; lanes *= 2) {
-    const float before = __shfl_up_sync(0xffffffffu, sum, lanes);
-    if (lane >= lanes) sum += before;
+  for (int i = threadIdx.x; i < kChunk * kPieces; i += kFillThreads) {
+    const int row = chunk * kChunk + i / kPieces, col = i % kPieces * 8;
+    const bool own = row >= range.x && row < range.y;
+    const T* const from = columns + (size_t)(own ? row : range.x) * pitch + col;
+    copy_async_16(tile + i / kPieces * (kCols + kPad) + col, from, own);
   }
-  const float before = __shfl_up_sync(0xffffffffu, sum, 1);
-  weight[lane] = step * expf(behind + (lane ? before : 0.f));
-  return behind + __shfl_sync(0xffffffffu, sum, kWarp - 1);
-}
-
-// x, of the columns from x_column on, times its weights, and B of the same rows. The weights are there.
-template <typename T, int kStateDim>
-__device__ __forceinline__ void fill_tiles(FillTiles<kStateDim>& tiles, const T* act, size_t pitch, int x_column,
-                                           int b_column, int begin, int last) {
-  constexpr int kVecs = kStateDim / 4;
-  for (int i = threadIdx.x; i < kFillRows * kVecs; i += kFillThreads) {
-    const int r = i / kVecs, row = last - r;
-    const uint2 b = row < begin ? make_uint2(0, 0) : *(const uint2*)(act + row * pitch + b_column + i % kVecs * 4);
-    const float2 low = unpack<T>(b.x), high = unpack<T>(b.y);
-    tiles.b[r][i % kVecs] = make_float4(low.x, low.y, high.x, high.y);
-  }
-  for (int i = threadIdx.x; i < kFillRows * kFillStateRows; i += kFillThreads) {
-    const int r = i / kFillStateRows, row = last - r, column = i % kFillStateRows;
-    tiles.x[r][column] = row < begin ? 0.f : tiles.weight[r] * as_float(act[row * pitch + x_column + column]);
-  }
-}
-
-__device__ __forceinline__ void add_scaled(float4& sum, float factor, const float4& x) {
-  sum.x = fmaf(factor, x.x, sum.x), sum.y = fmaf(factor, x.y, sum.y);
-  sum.z = fmaf(factor, x.z, sum.z), sum.w = fmaf(factor, x.w, sum.w);
 }
 
 // The state behind every sequence of a pack: from that in front of the segment of its last row, and from its rows in
 // this segment, the last ones first, as then every weight is a product of decays that are known.
 //
-// zxbcdt (rows, columns); act (rows, channels): x, B, C behind the convolution; segment_states (segments, heads,
-// head_dim, kStateDim); A_log, dt_bias (heads); states (sequences, heads, head_dim, kStateDim), 0 for sequences without
-// a row.
-// Launch: grid (inner / 32, sequences), block 128, shared memory kSharedBytes.
+// channels (rows, channels): x, B, C behind the convolution; dt, sums: see Rates of the convolution; segment_states
+// (segments, heads, head_dim, kStateDim); states (sequences, heads, head_dim, kStateDim), 0 for those without a row.
+// head_dim: a multiple of kFillColumns.
+// Launch: grid (inner / kFillColumns, sequences), block 128, shared memory kSharedBytes.
 template <typename T, int kStateDim, int kSharedBytes>
-__global__ void __launch_bounds__(kFillThreads, 3) thd_mixer_fill(
-    const T* __restrict__ zxbcdt, const T* __restrict__ act, const float4* __restrict__ segment_states,
-    const float* __restrict__ A_log, const float* __restrict__ dt_bias, float4* __restrict__ states,
-    const int* __restrict__ cu_seqlens, const int* __restrict__ cu_seqlens_padded, MixerSize size) {
-  constexpr int kVecs = kStateDim / 4, kLanes = kVecs < kWarp ? kVecs : kWarp, kOwnVecs = kVecs / kLanes;
-  constexpr int kOwnRows = kFillStateRows * kLanes / kFillThreads;
-  static_assert(same_bytes<sizeof(FillTiles<kStateDim>), kSharedBytes>());
+__global__ void __launch_bounds__(kFillThreads) thd_mixer_fill(
+    const T* __restrict__ channels, const float* __restrict__ dt, const float* __restrict__ sums,
+    const float* __restrict__ segment_states, float* __restrict__ states, const int* __restrict__ cu_seqlens,
+    const int* __restrict__ cu_seqlens_padded, MixerSize size) {
+  using Stage = FillStage<T, kStateDim>;
+  constexpr int kPitch = kFillColumns + kPad, kStatePitch = kStateDim + kPad, kBlocks = kStateDim / 16;
+  static_assert(same_bytes<2 * (int)sizeof(Stage), kSharedBytes>());
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  FillTiles<kStateDim>& tiles = *(FillTiles<kStateDim>*)shared_bytes;
-  const int seq = blockIdx.y, first = blockIdx.x * kFillStateRows, head = first / size.head_dim;
-  const int lane = threadIdx.x % kLanes, row = threadIdx.x / kLanes * kOwnRows;
-
+  Stage* const stages = (Stage*)shared_bytes;
+  const int seq = blockIdx.y, first = blockIdx.x * kFillColumns, head = first / size.head_dim;
   const int2 range = sequence(cu_seqlens, cu_seqlens_padded, seq, size.rows);
   const int segment = max(0, range.y - 1) / (kChunk * size.segment);
-  const int begin = max(range.x, segment * kChunk * size.segment);
-  const T* const dt = zxbcdt + size.inner() + size.channels() + head;
-  const float rate = -expf(A_log[head]);
-  float behind = 0.f;                                 // known to the first warp
-  float4 state[kOwnRows][kOwnVecs] = {};
-  for (int last = range.y - 1; last >= begin; last -= kFillRows) {
-    __syncthreads();                                  // the tiles before have been read
-    if (threadIdx.x < kWarp)
-      behind = fill_weights(tiles.weight, dt, size.columns(), dt_bias[head], rate, begin, last, behind);
+  const int begin = max(range.x / kChunk, segment * size.segment);
+  const int end = range.x < range.y ? (range.y + kChunk - 1) / kChunk : begin;
+
+  const u32 pitch = size.channels();
+  const T *const x = channels + first, *const b = channels + size.b_column(size.group_of(head));
+  auto load = [&](int chunk) {
+    if (chunk >= begin) {
+      load_rows<T, kFillColumns>(stages[chunk % 2].x, x, pitch, chunk, range);
+      load_rows<T, kStateDim>(stages[chunk % 2].b, b, pitch, chunk, range);
+    }
+    copies_commit();
+  };
+
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int row = warp % 2 * 32, column = warp / 2 * (kStateDim / 2);  // of the state, where this warp's part begins
+  float state[2][kBlocks][4] = {}, behind = 0.f;      // behind: the sum of a * log2(e) over the chunks that are done
+  load(end - 1);
+  for (int chunk = end - 1; chunk >= begin; --chunk) {
+    load(chunk - 1);
+    Stage& stage = stages[chunk % 2];
+    const size_t at = size.in_heads(head, chunk);
+    const float all = sums[at + min(range.y - chunk * kChunk, kChunk) - 1];
+    if (threadIdx.x < kChunk) {
+      const int here = chunk * kChunk + threadIdx.x;
+      const bool own = here >= range.x && here < range.y;
+      stage.weight[threadIdx.x] = own ? dt[at + threadIdx.x] * decay_of(all - sums[at + threadIdx.x] + behind) : 0.f;
+    }
+    behind += all;
+    copies_wait_but<1>();
     __syncthreads();
-    fill_tiles(tiles, act, size.channels(), first, size.b_column(size.group_of(head)), begin, last);
-    __syncthreads();
-    #pragma unroll 4
-    for (int r = 0; r < kFillRows; ++r)
+    #pragma unroll 1
+    for (int k = 0; k < kChunk; k += 16) {
+      u32 rows[2][1][4];
       #pragma unroll
-      for (int v = 0; v < kOwnVecs; ++v) {
-        const float4 b = tiles.b[r][lane + v * kLanes];
-        #pragma unroll
-        for (int i = 0; i < kOwnRows; ++i) add_scaled(state[i][v], tiles.x[r][row + i], b);
-      }
+      for (int i = 0; i < 2; ++i)
+        load_weighted_columns<T, kPitch>(rows[i][0], stage.x + k * kPitch + row + i * 16, stage.weight + k);
+      add_weighted_rows<T, kStatePitch>(state, rows, stage.b + k * kStatePitch + column);
+    }
+    __syncthreads();                                  // the stage has been read
   }
 
-  __syncthreads();
-  if (threadIdx.x == 0) tiles.weight[0] = expf(behind);
-  __syncthreads();
-  const size_t own = (size_t)(first + row) * kVecs + lane, pitch = (size_t)size.inner() * kVecs;
+  const bool goes_on = range.x < begin * kChunk && range.x < range.y;
+  const float last = goes_on ? decay_of(behind) : 0.f;
+  const size_t own = ((size_t)first + row) * kStateDim + column, numbers = (size_t)size.inner() * kStateDim;
   #pragma unroll
-  for (int i = 0; i < kOwnRows; ++i)
+  for (int i = 0; i < 2; ++i)
     #pragma unroll
-    for (int v = 0; v < kOwnVecs; ++v) {
-      const size_t at = own + i * kVecs + v * kLanes;
-      if (range.x < begin) add_scaled(state[i][v], tiles.weight[0], segment_states[segment * pitch + at]);
-      states[seq * pitch + at] = state[i][v];
-    }
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const size_t at = own + (size_t)(i * 16 + half * 8 + lane / 4) * kStateDim + n * 8 + lane % 4 * 2;
+        float2 made = make_float2(state[i][n][2 * half], state[i][n][2 * half + 1]);
+        if (goes_on) {
+          const float2 before = *(const float2*)(segment_states + segment * numbers + at);
+          made.x = fmaf(last, before.x, made.x), made.y = fmaf(last, before.y, made.y);
+        }
+        store_pair(states + seq * numbers + at, made.x, made.y);
+      }
 }

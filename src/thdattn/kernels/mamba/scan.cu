@@ -142,7 +142,8 @@ __device__ __forceinline__ float4 passed_on(float4 state, float decay, float4 ow
                      fmaf(decay, state.w, own.w));
 }
 
-// Walks over `count` things from `begin` on, `step` apart: visit(which, its numbers, its decay), loaded some ahead.
+// Walks over `count` things from `begin` on, `step` apart, loaded some ahead: visit(which, its numbers, its decay) says
+// whether to go on.
 template <typename Load, typename F>
 __device__ __forceinline__ void walk(Load&& load, const float* decays, size_t decay_pitch, int begin, int step,
                                      int count, F&& visit) {
@@ -164,7 +165,7 @@ __device__ __forceinline__ void walk(Load&& load, const float* decays, size_t de
       const float4 numbers = number[i];
       const float lasts = decay[i];
       load_into(i, nth + kFoldAhead);
-      visit(begin + step * nth, numbers, lasts);
+      if (!visit(begin + step * nth, numbers, lasts)) return;
     }
 }
 
@@ -182,6 +183,7 @@ __global__ void __launch_bounds__(kFoldThreads) thd_ssd_fold(
          states[segment * fours + at] = state;
          state = passed_on(state, decay, own);
          through *= decay;
+         return true;
        });
   ((float4*)summary)[at] = state;
   if (4 * at % numbers == 0) summary[4 * fours + head] = through;
@@ -198,11 +200,14 @@ __global__ void __launch_bounds__(kFoldThreads) thd_ssd_start(
          const float* const from = summaries + rank * pitch + 4 * at;
          return make_float4(from[0], from[1], from[2], from[3]);
        }, summaries + 4 * fours + 4 * at / numbers, pitch, begin, step, ranks,
-       [&](int, float4 own, float decay) { state = passed_on(state, decay, own); });
+       [&](int, float4 own, float decay) {
+         state = passed_on(state, decay, own);
+         return true;
+       });
   start[at] = state;
 }
 
-// Adds it to the states in front of segments. Launch: as above.
+// Adds it to the states in front of segments, as far as it lasts. Launch: as above.
 __global__ void __launch_bounds__(kFoldThreads) thd_ssd_enter(
     float4* states, const float* decays, const float4* start, int begin, int step, int segments, int heads,
     int numbers) {
@@ -213,6 +218,7 @@ __global__ void __launch_bounds__(kFoldThreads) thd_ssd_enter(
        segments, [&](int segment, float4 own, float decay) {
          states[segment * fours + at] = passed_on(state, 1.f, own);
          state = passed_on(state, decay, make_float4(0.f, 0.f, 0.f, 0.f));
+         return state.x != 0.f || state.y != 0.f || state.z != 0.f || state.w != 0.f;
        });
 }
 
