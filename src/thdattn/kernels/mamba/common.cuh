@@ -197,21 +197,12 @@ __device__ __forceinline__ void load_weighted_columns(u32 (&a)[4], const T* tile
   }
 }
 
-// factor: the same for all lanes; 0 leaves nothing, whatever x is.
 template <int kFragments, int kBlocks>
 __device__ __forceinline__ void scale(float (&x)[kFragments][kBlocks][4], float factor) {
-  const bool nothing = factor == 0.f;
   #pragma unroll
   for (int f = 0; f < kFragments; ++f)
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
       #pragma unroll
-      for (int e = 0; e < 4; ++e) x[f][n][e] *= factor;
-  if (!nothing) return;
-  #pragma unroll
-  for (int f = 0; f < kFragments; ++f)
-    #pragma unroll
-    for (int n = 0; n < kBlocks; ++n)
-      #pragma unroll
-      for (int e = 0; e < 4; ++e) x[f][n][e] = 0.f;
+      for (int e = 0; e < 4; ++e) x[f][n][e] = factor == 0.f ? 0.f : x[f][n][e] * factor;
 }
