@@ -223,7 +223,7 @@ def test_every_slab_is_the_first_choice_somewhere():
     assert chosen == {*SLABS, *SLABS_SM90}
 
 
-@pytest.mark.parametrize(("segments", "slabs", "of_block"), [(16, 32, 4), (128, 32, 32), (4, 32, 1), (1, 32, 1)])
+@pytest.mark.parametrize(("segments", "slabs", "of_block"), [(8, 32, 2), (64, 32, 16), (4, 32, 1), (1, 32, 1)])
 def test_thread_blocks_of_a_scan_walk_over_as_many_segments_as_one_wave_needs(segments, slabs, of_block):
     assert segments_of_block(segments, slabs, multiprocessors=132) == of_block
 

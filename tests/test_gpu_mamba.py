@@ -35,9 +35,9 @@ DTYPES = [FLOAT16, BFLOAT16]
 PACKS = [
     *ON_GPUS,
     Case("chunk-edges", (63, 64, 65, 1, 127, 128, 129), sizes=GPU_SIZES),
-    Case("segment-edges", (1023, 1024, 1025, 1), sizes=GPU_SIZES),
-    Case("starts-with-a-segment", (1024, 1024, 30), padded=(1024, 1030, 41), sizes=GPU_SIZES),
-    Case("over-all-ranks", (2500,), sizes=GPU_SIZES),
+    Case("segment-edges", (2047, 2048, 2049, 1), sizes=GPU_SIZES),
+    Case("starts-with-a-segment", (2048, 2048, 30), padded=(2048, 2054, 41), sizes=GPU_SIZES),
+    Case("over-all-ranks", (4500,), sizes=GPU_SIZES),
     Case("capacity", (700, 21), slack=1500, sizes=GPU_SIZES),
     Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 250).tolist()), sizes=GPU_SIZES),
 ]

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 PACKS = [
     *ON_GPUS,
     Case("chunk-edges", (63, 64, 65, 1), sizes=GPU_SIZES),
-    Case("segment-edges", (1023, 130, 900), sizes=GPU_SIZES),
+    Case("segment-edges", (2047, 130, 1900), sizes=GPU_SIZES),
     Case("over-all-ranks", (1300,), sizes=GPU_SIZES),
     Case("capacity", (300, 21), slack=1500, sizes=GPU_SIZES),
 ]

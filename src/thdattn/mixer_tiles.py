@@ -8,7 +8,7 @@ from thdattn.instances import ELEMENT_TYPES, Instance
 from thdattn.tiles import PAD
 
 CHUNK = 64  # rows, kChunk of kernels/mamba/common.cuh
-SEGMENT_CHUNKS = 16  # of a segment; fewer give more thread blocks, and more states to write and read
+SEGMENT_CHUNKS = 32  # of a segment; fewer give more thread blocks, and more states to write and read
 BEGIN_CHUNKS = 2  # that a thread block of a scan could have walked over before it begins
 BOX_BYTES = 2 * 64 * CHUNK  # kBox of kernels/mamba/hopper.cuh
 ROWS_BEFORE = 8  # kBefore of kernels/mamba/conv_states_sm90.cu

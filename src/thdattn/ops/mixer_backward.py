@@ -36,7 +36,7 @@ from thdattn.ops.mixer import Activations, size_of
 from thdattn.plan import Plan
 from thdattn.tensor_map import BOX_COLUMNS, tensor_map
 
-_AT_ONCE = 16  # segments whose states at every chunk are in memory at a time; enough to fill the largest GPUs
+_AT_ONCE = 8  # segments whose states at every chunk are in memory at a time; enough to fill the largest GPUs
 
 
 class Gradients(NamedTuple):
