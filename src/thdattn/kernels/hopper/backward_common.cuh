@@ -373,10 +373,14 @@ __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits
 template <int kBlocks>
 __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits<true> logits,
                                                   const float* minus_lse) {
-  bool is_far = false;                                // of a query, but for padding
-  for (int i = me().lane; i < 8 * kBlocks; i += kWarp)
-    is_far |= minus_lse[i] > -kInfinity && !logits.is_near(-minus_lse[i]);
-  auto weigh = [&](auto logit) {
+  auto is_right = [&](auto curve) {
+    bool right = true;                                // of all queries, but for padding
+    for (int i = me().lane; i < 8 * kBlocks; i += kWarp)
+      right &= minus_lse[i] == -kInfinity || curve.reaches(-minus_lse[i]);
+    return right;
+  };
+  logits.in_time_of_all(is_right, [&](auto logit) {
+    pin(p);                                           // the compiler takes nothing out of several branches
     const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -384,13 +388,7 @@ __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits
       #pragma unroll
       for (int e = 0; e < 4; ++e) p[n][e] = exp2_fast(logit(p[n][e]) + (e % 2 ? x.y : x.x));
     }
-  };
-  if (__any_sync(0xffffffffu, is_far)) {
-    pin(p);                                           // the compiler takes nothing out of both branches
-    weigh([&](float s) { return logits.far(s); });
-  } else {
-    weigh([&](float s) { return logits.near(s); });
-  }
+  });
 }
 
 // Multiplies probabilities with the slopes of their logits.

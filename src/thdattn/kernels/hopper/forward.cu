@@ -148,8 +148,9 @@ __device__ __forceinline__ void produce_forward(
 }
 
 // Online softmax of a thread's two rows, in powers of two. Probabilities are relative to a base that follows the row
-// maximum only when that has grown by more than kSlack. Any base gives the same quotient, sums stay far from overflow,
-// and the accumulators rarely have to be rescaled.
+// maximum where that weighs more than what the thread has summed, and where it has grown by more than kSlack. Any base
+// gives the same quotient, sums stay far from overflow, and the accumulators rarely have to be rescaled. But only at the
+// base is a probability 1, which 16 bits hold without an error; so what most of an output is made of has to be there.
 template <bool kCaps>
 struct Softmax {
   static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
@@ -167,32 +168,35 @@ struct Softmax {
       for (int n = 0; n < kBlocks; ++n) row_max[r] = fmaxf(row_max[r], fmaxf(score[n][2 * r], score[n][2 * r + 1]));
       row_max[r] = quad_max(row_max[r]);
     }
-    const float top[2] = {logits.exact(row_max[0]), logits.exact(row_max[1])};
-    const bool grown[2] = {top[0] > base[0] + kSlack, top[1] > base[1] + kSlack};
-    rescale = __any_sync(0xffffffffu, grown[0] || grown[1]);
-    if (rescale) {                                    // of the warp's rows those alone, as no row may change another's
-      const float next[2] = {grown[0] ? top[0] : base[0], grown[1] ? top[1] : base[1]};
-      shrink = make_float2(exp2_fast(base[0] - next[0]), exp2_fast(base[1] - next[1]));
-      row_sum[0] *= shrink.x, row_sum[1] *= shrink.y;
-      base[0] = next[0], base[1] = next[1];
-    }
-    auto weigh = [&](auto logit) {
+    logits.in_time(row_max, [&](auto logit) {
+      if constexpr (kCaps) pin(score);                // the compiler takes nothing out of several branches
+      follow(logit(row_max[0]), logit(row_max[1]));
       #pragma unroll
       for (int i = 0; i < 4 * kBlocks; ++i) {
         float& s = score[i / 4][i % 4];
         s = exp2_fast(logit(s) - base[i % 4 / 2]);
         row_sum[i % 4 / 2] += s;
       }
+    });
+  }
+
+  // Moves the bases to the largest logits, where they have to follow: of the warp's rows those alone, as no row may
+  // change another's, and all four threads of a row.
+  __device__ __forceinline__ void follow(float top0, float top1) {
+    auto is_above = [&](float top, int r) {
+      return top > fmaf(kSlack, __saturatef(log2_fast(row_sum[r]) / kSlack), base[r]);
     };
-    if constexpr (kCaps) {
-      auto is_far = [&](int r) { return row_max[r] > -kInfinity && !logits.is_near(top[r]); };
-      if (__any_sync(0xffffffffu, is_far(0) || is_far(1))) {
-        pin(score);                                   // the compiler takes nothing out of both branches
-        weigh([&](float s) { return logits.far(s); });
-        return;
-      }
-    }
-    weigh([&](float s) { return logits.near(s); });
+    const bool above[2] = {is_above(top0, 0), is_above(top1, 1)};
+    rescale = __any_sync(0xffffffffu, above[0] || above[1]);
+    if (!rescale) return;
+    auto move = [&](bool above, float top, int r) {
+      const float next = __ballot_sync(0xffffffffu, above) >> threadIdx.x % kWarp / 4 * 4 & 15 ? top : base[r];
+      const float factor = exp2_fast(base[r] - next);
+      row_sum[r] *= factor;
+      base[r] = next;
+      return factor;
+    };
+    shrink.x = move(above[0], top0, 0), shrink.y = move(above[1], top1, 1);
   }
 };
 
@@ -243,7 +247,7 @@ __device__ __forceinline__ void consume_forward(
   while (true) {
     barrier_wait(&shared.q_full[q_ring.stage], q_ring.parity);
     QueryTile query_tile = shared.query_tile[q_ring.stage];
-    query_tile.piece = __shfl_sync(0xffffffffu, query_tile.piece, 0);
+    for (int* x : {&query_tile.piece, &query_tile.head}) *x = __shfl_sync(0xffffffffu, *x, 0);
     if (query_tile.piece < 0) break;
     const int tile = kInParts ? unpacked(query_tile.piece).tile : query_tile.piece;
     const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytes;
