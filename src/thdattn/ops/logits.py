@@ -19,8 +19,8 @@ LOG2E = math.log2(math.e)
 
 # tanh(x) = x * (TANH[n][0] + TANH[n][1] x^2 + ...), of n terms, with a relative error of 1.2e-6 for |x| <= REACH[n]; it
 # rises everywhere.
-TANH = {3: (0.9999988389, -0.3331002000, 0.1263393500),
-        5: (0.9999989943, -0.3332537195, 0.1323056549, -0.0491801404, 0.0121001375)}  # fmt: skip
+TANH = {3: np.array([0.9999988389, -0.3331002000, 0.1263393500]),
+        5: np.array([0.9999989943, -0.3332537195, 0.1323056549, -0.0491801404, 0.0121001375])}  # fmt: skip
 REACH = {3: 0.3, 5: 0.8}
 VANISHING = 20.0  # probabilities below exp(-this) of the largest: all of a row together are less than 16 bits round
 TINY = 1e-45  # the least float32 above 0
@@ -50,7 +50,7 @@ def _curve(terms: int, per_score: float, softcap: float) -> tuple[float, float, 
     """Curve: `low`, `high` and `coefficients`."""
     powers = 2.0 * np.arange(terms) + 1
     below = np.linspace(-6, -REACH[terms], 1000)[:, None]  # lower still, both probabilities are those at -6, or less
-    found, right = (np.exp(softcap * x) for x in ((below**powers @ TANH[terms])[:, None], np.tanh(below)))
+    found, right = (np.exp(softcap * x) for x in (below**powers @ TANH[terms], np.tanh(below[:, 0])))
     lost = np.abs(found - right).max()
     coefficients = LOG2E * softcap * TANH[terms] * per_score**powers
     coefficients[-1] = max(coefficients[-1], TINY)  # as 0 times the infinity that hides a key is no number
