@@ -18,7 +18,7 @@ struct ForwardShared {
   u64 q_full[kQStages], q_empty[kQStages];
   u64 k_full[kStages], k_empty[kStages];
   u64 v_full[kStages], v_empty[kStages];
-  QueryTile query_tile[kQStages];
+  QueryTile query_tile[2 * kQStages];                 // read after the queries are gone, as `range` is
   KeyTile key_tile[kStages];
   int2 range[2 * kQStages][kTileM];                   // of the query rows; consumers are short of registers
 
@@ -116,7 +116,7 @@ __device__ __forceinline__ void produce_forward(
     for (int i = 0; i < kRows; ++i) shared.range[q_ring.double_stage_to_fill()][i * kWarp + lane] = range[i];
     __syncwarp();
     if (lane == 0) {
-      shared.query_tile[q_ring.stage] = {word, head, first, work - piece.part * size.num_heads};
+      shared.query_tile[q_ring.double_stage_to_fill()] = {word, head, first, work - piece.part * size.num_heads};
       barrier_expect(&shared.q_full[q_ring.stage], Shared::kQBytes);
       copy_tile<kTileM, kHeadDim>(shared.q[q_ring.stage], map_q, head, tile * kTileM, &shared.q_full[q_ring.stage]);
     }
@@ -142,7 +142,7 @@ __device__ __forceinline__ void produce_forward(
   }
   barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
   if (lane == 0) {
-    shared.query_tile[q_ring.stage].piece = -1;
+    shared.query_tile[q_ring.double_stage_to_fill()].piece = -1;
     barrier_arrive(&shared.q_full[q_ring.stage]);
   }
 }
@@ -246,10 +246,10 @@ __device__ __forceinline__ void consume_forward(
 
   while (true) {
     barrier_wait(&shared.q_full[q_ring.stage], q_ring.parity);
-    QueryTile query_tile = shared.query_tile[q_ring.stage];
-    for (int* x : {&query_tile.piece, &query_tile.head}) *x = __shfl_sync(0xffffffffu, *x, 0);
-    if (query_tile.piece < 0) break;
-    const int tile = kInParts ? unpacked(query_tile.piece).tile : query_tile.piece;
+    const QueryTile& query_tile = shared.query_tile[q_ring.double_stage()];
+    const int piece = __shfl_sync(0xffffffffu, query_tile.piece, 0);
+    if (piece < 0) break;
+    const int tile = kInParts ? unpacked(piece).tile : piece;
     const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytes;
     const int first_row = tile * kTileM + consumer * 64 + warp * 16;
     const int2* const range = shared.range[q_ring.double_stage()] + consumer * 64 + warp * 16;
@@ -342,13 +342,13 @@ __device__ __forceinline__ void consume_forward(
       constexpr int kWarps = 4 * kConsumers, kQuads = kShareQuads<kOutBlocks> * kWarp;
       const size_t mine = (size_t)query_tile.work * kWarps + consumer * 4 + warp;
       const size_t pitch = (size_t)size.num_heads * kWarps * kQuads;
-      const Piece piece = unpacked(query_tile.piece);
-      if (piece.parts > 1 && !add_parts(all_parts.shares + mine * kQuads, pitch, all_parts.arrived + mine, piece,
-                                        acc_out, softmax, padding))
+      if (unpacked(piece).parts > 1 && !add_parts(all_parts.shares + mine * kQuads, pitch, all_parts.arrived + mine,
+                                                  unpacked(piece), acc_out, softmax, padding))
         continue;
     }
 
     // Normalise and store, or merge.
+    const int head = query_tile.head;
     constexpr bool kMerges = sizeof(Out) == sizeof(float);
     float largest = -kInfinity;
     float scale[2], others_scale[2];
@@ -357,19 +357,19 @@ __device__ __forceinline__ void consume_forward(
       const int row = first_row + lane / 4 + 8 * r;
       const float total = quad_sum(softmax.row_sum[r]);
       auto lse_of_keys = [&] { return (softmax.base[r] + __log2f(total)) * kLn2; };
-      const Rest rest = kSinks ? beside_sink(lse_of_keys(), sinks[query_tile.head]) : Rest{0.f, 1.f};
+      const Rest rest = kSinks ? beside_sink(lse_of_keys(), sinks[head]) : Rest{0.f, 1.f};
       scale[r] = padding[r] ? 0.f : rest.share / total;
       if (!padding[r]) largest = fmaxf(largest, logits.natural(softmax.row_max[r]));
       if constexpr (kMerges) {
-        float* const row_lse = lse + (size_t)query_tile.head * size.q_rows + row;
+        float* const row_lse = lse + (size_t)head * size.q_rows + row;
         const Merge share = merge_lse(row_lse, lse_of_keys(), !padding[r]);
         scale[r] = padding[r] ? 0.f : share.these / total, others_scale[r] = share.others;
       } else if (lane % 4 == 0 && row < size.q_rows)
-        lse[(size_t)query_tile.head * size.q_rows + row] =
+        lse[(size_t)head * size.q_rows + row] =
             padding[r] ? -kInfinity : kSinks ? rest.lse : lse_of_keys();
     }
     const int row = first_row + lane / 4, pitch = size.row_heads * kVHeadDim;
-    Out* const out_row = out + (size_t)row * pitch + query_tile.head * kVHeadDim;
+    Out* const out_row = out + (size_t)row * pitch + head * kVHeadDim;
     if constexpr (kMerges) {
       merge_row<0>(out_row, others_scale[0], acc_out, scale[0]);
       merge_row<1>(out_row + 8 * pitch, others_scale[1], acc_out, scale[1]);
@@ -378,7 +378,7 @@ __device__ __forceinline__ void consume_forward(
       store_row<1>(out_row + 8 * pitch, acc_out, scale[1], row + 8 < size.q_rows);
     }
     for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
-    const size_t index = ((size_t)tile * size.num_heads + query_tile.head) * kConsumers + consumer;
+    const size_t index = ((size_t)tile * size.num_heads + head) * kConsumers + consumer;
     if (lane == 0) max_logits[index * 4 + warp] = largest;
   }
 }
