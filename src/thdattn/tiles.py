@@ -103,8 +103,8 @@ class ForwardSm90:
 class BackwardSm90:
     """thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time, `stages` query tiles loaded ahead.
 
-    The key side takes scores of `queries` of them at once, and dP of `weighed`, or of capped_weighed where logits are
-    capped, if that differs. dq has pieces of piece_cols columns, and dq_stages buffers for pieces on their way; the
+    The key side takes scores of `queries` of them at once, and dP of `weighed`; of capped_at_once where logits are
+    capped, if these differ. dq has pieces of piece_cols columns, and dq_stages buffers for pieces on their way; the
     warpgroup that computes them has query_registers registers per thread, the others share the rest. adding_registers:
     those where it adds dq to what is there, if they differ. together: as for ForwardSm90.
     """
@@ -117,11 +117,15 @@ class BackwardSm90:
     dq_stages: int
     query_registers: int
     adding_registers: int = 0
-    capped_weighed: int = 0
+    capped_at_once: tuple[int, int] | None = None
     together: int = 2
 
     tile_n = 128
     has_deterministic = True
+
+    def at_once(self, caps: bool) -> tuple[int, int]:
+        """Queries whose scores, and queries whose dP, the key side takes at once."""
+        return (caps and self.capped_at_once) or (self.queries, self.weighed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,9 +255,9 @@ class Tiles:
         told = -(-(2 * 12 + 4 * b.dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
         ranges = 8 * (b.tile_n + 8)
         registers = (dq_dtype == "float32" and b.adding_registers) or b.query_registers
-        weighed = (caps and b.capped_weighed) or b.weighed
+        queries, weighed = b.at_once(caps)
         return instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.tile_m, b.stages,
-                        b.queries, weighed, b.piece_cols, b.dq_stages, registers, deterministic,
+                        queries, weighed, b.piece_cols, b.dq_stages, registers, deterministic,
                         shared_bytes=tiles + pieces + stats + barriers + told + ranges)
 
     def thd_attn_bwd_wide_sm90(self, dtype: str, dq_dtype: str, grad_dtype: str, caps: bool = False) -> Instance:
@@ -297,7 +301,7 @@ class Tiles:
         """Columns of the accumulators of the Hopper kernels' matrix instructions."""
         f, b = self.forward_sm90, self.backward_sm90
         if isinstance(b, BackwardSm90):
-            queries = {b.queries, b.weighed, b.capped_weighed or b.weighed}
+            queries = {*b.at_once(caps=False), *b.at_once(caps=True)}
             backward = {*queries, b.piece_cols, *self._dims}
         else:  # a sum of 256 columns takes two instructions, kWideCols of kernels/hopper/wide.cu
             backward = {64, *(128 if dim == 256 else dim for dim in self._dims)}
@@ -343,6 +347,7 @@ TILES = {
                 tile_m=128, stages=2, queries=128, weighed=64,  # a third stage does not fit
                 piece_cols=64, dq_stages=2,
                 query_registers=64,  # 48 spill
+                capped_at_once=(64, 64),  # 128 spill
             ),
         ),
         Tiles(
@@ -375,7 +380,7 @@ TILES = {
                 tile_m=64, stages=2, queries=64, weighed=64,  # 128 queries, or a third stage, do not fit
                 piece_cols=64, dq_stages=2,  # 128 columns spill
                 query_registers=64,  # 48 spill, and 80 leave too few to the key side, whose products then wait
-                capped_weighed=32,  # 64 spill
+                capped_at_once=(64, 32),  # dP of 64 spills
             ),
         ),
         Tiles(
@@ -391,7 +396,7 @@ TILES = {
                 tile_m=64, stages=2, queries=32, weighed=32,  # a third stage does not fit, 64 queries at once spill
                 piece_cols=32, dq_stages=4,  # a fifth does not fit, 64 columns spill
                 query_registers=48,  # 32 spill, and 64 leave too few to the key side, which then spills
-                capped_weighed=16,  # 32 spill
+                capped_at_once=(32, 16),  # with dP of 32, products wait
                 together=3,
             ),
         ),

@@ -74,10 +74,13 @@ template <> struct Logits<true> {
   __device__ __forceinline__ float probability(float score, float minus_lse) const {
     return exp2_fast(exact(score) + minus_lse);
   }
+  __device__ __forceinline__ float slope_at(float logit) const {
+    const float share = logit * inverse_cap;
+    return __saturatef(fmaf(-share, share, 1.f));
+  }
   // From the probability, as nobody has kept the score. Of a hidden key, where p is 0, it is 0.
   __device__ __forceinline__ float slope(float p, float minus_lse) const {
-    const float share = (log2_fast(p) - minus_lse) * inverse_cap;
-    return __saturatef(fmaf(-share, share, 1.f));
+    return slope_at(log2_fast(p) - minus_lse);
   }
 };
 CHECK_Logits;

@@ -171,11 +171,22 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
       };
       // Adds the queries from `first` on, whose scores are on their way, to dv and dk, without waiting for these.
       auto add_queries = [&](int first) {
-        // Probabilities, transposed.
+        // Probabilities, transposed. Where logits are capped, they are rounded here, and p becomes their products with
+        // slopes.
+        u32 rounded[kQueries / 16][4];
+        const float* const minus_lse = shared.minus_lse[ring.stage] + first;
+        auto hide = [&](float hidden) {
+          if (flags & kMasked << 2 * side)
+            hide_keys(p, shared.range + side * 64 + me().warp * 16, step().row + first, hidden);
+        };
         wgmma_wait<0>(p);
-        take_exponentials(p, logits, shared.minus_lse[ring.stage] + first);
-        if (flags & kMasked << 2 * side)
-          hide_keys(p, shared.range + side * 64 + me().warp * 16, step().row + first);
+        if constexpr (kCaps) {
+          hide(-kInfinity);
+          take_weights<T>(p, rounded, logits, minus_lse);
+        } else {
+          take_exponentials(p, logits, minus_lse);
+          hide(0.f);
+        }
         pin(p);
         #pragma unroll
         for (int row = first; row < first + kQueries; row += kWeighed) {
@@ -187,11 +198,8 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
           wgmma_begin();
           add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), dout);
           wgmma_commit();
-          u32 probability[1][kSteps][4], dscore[1][kSteps][4];
-          if constexpr (kCaps) {                      // while dP is computed
-            round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&weight);
-            take_slopes(weight, logits, shared.minus_lse[ring.stage] + row);
-          }
+          u32 (&probability)[1][kSteps][4] = *(u32(*)[1][kSteps][4])&rounded[(row - first) / 16];
+          u32 dscore[1][kSteps][4];
           wgmma_wait<0>(dp);
           if (flags & kLast && row + kWeighed == kTileM) arrive(&shared.kv_empty);
           #pragma unroll
