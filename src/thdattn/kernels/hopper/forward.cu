@@ -149,8 +149,9 @@ __device__ __forceinline__ void produce_forward(
 
 // Online softmax of a thread's two rows, in powers of two. Probabilities are relative to a base that follows the row
 // maximum where that weighs more than what the thread has summed, and where it has grown by more than kSlack. Any base
-// gives the same quotient, sums stay far from overflow, and the accumulators rarely have to be rescaled. But only at the
-// base is a probability 1, which 16 bits hold without an error; so what most of an output is made of has to be there.
+// gives the same quotient, sums stay far from overflow, and the accumulators rarely have to be rescaled. But only at
+// the base is a probability 1, which 16 bits hold without an error; so what most of an output is made of has to be
+// there.
 template <bool kCaps>
 struct Softmax {
   static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
