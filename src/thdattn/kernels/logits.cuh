@@ -75,8 +75,7 @@ template <> struct Logits<true> {
     return exp2_fast(exact(score) + minus_lse);
   }
   __device__ __forceinline__ float slope_at(float logit) const {
-    const float share = logit * inverse_cap;
-    return __saturatef(fmaf(-share, share, 1.f));
+    return __saturatef(fmaf(logit * logit, -(inverse_cap * inverse_cap), 1.f));
   }
   // From the probability, as nobody has kept the score. Of a hidden key, where p is 0, it is 0.
   __device__ __forceinline__ float slope(float p, float minus_lse) const {

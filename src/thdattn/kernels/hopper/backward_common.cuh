@@ -406,17 +406,14 @@ __device__ __forceinline__ void take_weights(float (&p)[kBlocks][4], u32 (&round
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       const float2 x = mine[n * 4];
-      float slope[4];
       #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float found = logit(p[n][e]);
-        p[n][e] = exp2_fast(found + (e % 2 ? x.y : x.x));
-        slope[e] = logits.slope_at(found);
+      for (int half = 0; half < 2; ++half) {
+        float* const pair = p[n] + 2 * half;
+        const float a = logit(pair[0]), b = logit(pair[1]);
+        pair[0] = exp2_fast(a + x.x), pair[1] = exp2_fast(b + x.y);
+        rounded[n / 2][n % 2 * 2 + half] = pack<T>(pair[0], pair[1]);
+        pair[0] *= logits.slope_at(a), pair[1] *= logits.slope_at(b);
       }
-      rounded[n / 2][n % 2 * 2] = pack<T>(p[n][0], p[n][1]);
-      rounded[n / 2][n % 2 * 2 + 1] = pack<T>(p[n][2], p[n][3]);
-      #pragma unroll
-      for (int e = 0; e < 4; ++e) p[n][e] *= slope[e];
     }
   });
 }
