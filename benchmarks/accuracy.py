@@ -47,25 +47,29 @@ def small(case: Case) -> Case:
                    kv_heads=case.kv_heads // fewer)
 
 
-def exact(case: Case, inputs: Sequence[Any], xp: Any) -> list[Array]:
+def exact(case: Case, inputs: Sequence[Any], xp: Any, softcap: float = 0.0, sinks: Any = None) -> list[Array]:
     """out, dq, dk and dv in float64 on the host, from the rule on positions, one sequence at a time.
 
     Args:
         inputs: q, k, v, dout on the host, (rows, heads, width), in the dtype that the kernels get.
         xp: cupy or numpy, which computes.
+        softcap: 0 is none.
+        sinks: (query heads,), of xp; None: none.
     """
     q, k, v, dout = (xp.asarray(x.astype(np.float64)) for x in inputs)
     results = [xp.empty_like(x) for x in (dout, q, k, v)]
     queries, keys = ([slice(*ends) for ends in pairwise(np.cumsum([0, *lengths]).tolist())]
                      for lengths in (case.lengths, case.keys or case.lengths))
     for here, there in zip(queries, keys, strict=True):
-        parts = _one_sequence(case, q[here], k[there], v[there], dout[here], xp)
+        parts = _one_sequence(case, q[here], k[there], v[there], dout[here], xp, softcap, sinks)
         for result, rows, part in zip(results, (here, here, there, there), parts, strict=True):
             result[rows] = part
     return [x if isinstance(x, np.ndarray) else x.get() for x in results]
 
 
-def _one_sequence(case: Case, q: Any, k: Any, v: Any, dout: Any, xp: Any) -> list[Any]:
+def _one_sequence(
+    case: Case, q: Any, k: Any, v: Any, dout: Any, xp: Any, softcap: float, sinks: Any
+) -> list[Any]:  # fmt: skip
     scale = case.head_dim**-0.5
 
     def by_head(x: Any) -> Any:  # (kv heads, query heads of each or 1, rows, width)
@@ -74,11 +78,17 @@ def _one_sequence(case: Case, q: Any, k: Any, v: Any, dout: Any, xp: Any) -> lis
     qh, kh, vh, douth = map(by_head, (q, k, v, dout))
     left, right = (side if side >= 0 else len(q) + len(k) for side in case.sides)
     ahead = xp.arange(len(k)) - (xp.arange(len(q)) + len(k) - len(q))[:, None]  # by how much a key is after the query
-    logits = xp.where((ahead < -left) | (ahead > right), -np.inf, scale * (qh @ kh.swapaxes(2, 3)))
-    p = xp.exp(logits - logits.max(axis=3, keepdims=True))
-    p /= p.sum(axis=3, keepdims=True)
+    logits = scale * (qh @ kh.swapaxes(2, 3))
+    share = xp.tanh(logits / softcap) if softcap else xp.zeros(1)
+    logits = xp.where((ahead < -left) | (ahead > right), -np.inf, softcap * share if softcap else logits)
+    top = logits.max(axis=3, keepdims=True)
+    p = xp.exp(logits - top)
+    total = p.sum(axis=3, keepdims=True)
+    if sinks is not None:
+        total = total + xp.exp(sinks.reshape(case.kv_heads, -1, 1, 1) - top)
+    p /= total
     dp = douth @ vh.swapaxes(2, 3)
-    ds = scale * p * (dp - (p * dp).sum(axis=3, keepdims=True))
+    ds = scale * p * (dp - (p * dp).sum(axis=3, keepdims=True)) * (1 - share**2)
     dk, dv = ((weights.swapaxes(2, 3) @ x).sum(axis=1, keepdims=True) for weights, x in ((ds, qh), (p, douth)))
     return [x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3]) for x in (p @ vh, ds @ kh, dk, dv)]
 

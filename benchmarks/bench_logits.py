@@ -3,7 +3,8 @@
     python benchmarks/bench_logits.py
     python benchmarks/bench_logits.py --cases 1x16384 1x16384-gqa --kinds sinks softcap
 
-All kinds of a case take turns in one run; calls are those that a user makes. Ratios are times over those with neither.
+All kinds of a case take turns in one run; calls are those that a user makes. Ratios are times over those with neither;
+errors, those of a small version of the case.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import accuracy
 import cupy
 import numpy as np
 import record
@@ -33,17 +35,22 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+BLANK = dict.fromkeys(("ms", "ms_p10", "ms_p90", "samples", "tflops", "ratio", "rms", "largest"), "")
+
+
 def main() -> int:
     args = parse_arguments()
     about = record.provenance()
     path = args.out or record.results_file("logits", about["gpu"])
-    print(f"{'case':20}{'direction':>10}{'kind':>9}{'ms':>10}{'ratio':>8}")
+    print(f"{'case':20}{'direction':>10}{'kind':>9}{'ms':>10}{'ratio':>8}{'rms':>12}")
     with cupy.cuda.Stream(non_blocking=True):
         for name in args.cases:
-            rows = [about | row for row in bench(CASES[name], ["neither", *args.kinds], args.repeats)]
+            kinds = ["neither", *args.kinds]
+            rows = [about | row for make in (bench, errors) for row in make(CASES[name], kinds, args.repeats)]
             for row in rows:
-                print(f"{name:20}{row['direction']:>10}{row['kind']:>9}{row['ms']:>10}{row['ratio']:>8}", flush=True)
-            record.save(path, rows, ("gpu", "case", "direction", "kind"))
+                print(f"{name:20}{row['direction']:>10}{row['kind']:>9}{row['ms']:>10}{row['ratio']:>8}{row['rms']:>12}",
+                      flush=True)
+            record.save(path, rows, ("gpu", "case", "direction", "kind", "timing"))
     print(f"wrote {path}")
     return 0
 
@@ -60,8 +67,23 @@ def bench(case: Case, kinds: list[str], rounds: int) -> Iterator[record.Row]:
         times = timing.interleaved(groups, rounds, lambda _: nullcontext())
         for kind, samples in times.items():
             ratio = median(samples) / median(times["neither"])
-            yield case.columns | {"direction": direction, "kind": kind, "ratio": f"{ratio:.3f}"} | record.timed(
-                samples, getattr(case.flops, direction))
+            yield case.columns | {"direction": direction, "kind": kind, "timing": "called"} | BLANK | record.timed(
+                samples, getattr(case.flops, direction)) | {"ratio": f"{ratio:.3f}"}
+
+
+def errors(case: Case, kinds: list[str], _: int) -> Iterator[record.Row]:
+    """Of out and gradients, against float64."""
+    small = accuracy.small(case)
+    inputs = draw_inputs(small)
+    for kind in kinds:
+        options = KINDS[kind]
+        sinks = cupy.zeros(small.heads) if "sinks" in options else None
+        wanted = accuracy.exact(small, [x.get() for x in inputs], cupy, options.get("softcap", 0.0), sinks)
+        forward, backward = calls_of(small, inputs, **options)
+        found = [x.get() for x in (forward()[0], *backward()[:3])]
+        for name, error in accuracy.errors(found, wanted).items():
+            yield case.columns | {"direction": name, "kind": kind, "timing": record.ERRORS} | BLANK | {
+                "rms": f"{error.rms:.4e}", "largest": f"{error.largest:.4e}"}
 
 
 def calls_of(case: Case, inputs: Any, **options: Any) -> tuple[partial[Any], partial[Any]]:

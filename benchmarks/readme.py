@@ -335,6 +335,26 @@ def cp_errors(times: Times, case: str, names: Sequence[str]) -> str:
     return prose(f"Relative RMS against float64 of {', '.join(RESULTS)}, in thousandths, for `{case}`: {said}.")
 
 
+def logits(path: Path, rows: Sequence[Row]) -> str:
+    """What sinks and soft-caps cost, and what they err."""
+    found = {(row["case"], row["kind"], row["direction"]): row for row in rows}
+    cases, kinds = ([*dict.fromkeys(row[column] for row in rows)] for column in ("case", "kind"))
+
+    def cells(column: str, case: str, kind: str, directions: Sequence[str]) -> list[float]:
+        return [float(found[case, kind, direction][column]) for direction in directions]
+
+    times = [[case, *(slashed(cells("ratio", case, kind, DIRECTIONS), 3) for kind in kinds[1:])] for case in cases]
+    rms = [[kind, *(f"{1e3 * error:.2f}" for error in cells("rms", cases[0], kind, RESULTS))] for kind in kinds]
+    runs = {(record.software(row), row["kernel_sources"], row["command"].removeprefix("python ")) for row in rows}
+    said = "; ".join(f"{software}, sources {sources}, `{command}`" for software, sources, command in sorted(runs))
+    return "\n\n".join([
+        "Time over that with neither, forward/backward:", table(["case", *kinds[1:]], times),
+        f"Relative RMS against float64 of the small version of `{cases[0]}`, in thousandths:",
+        table(["", *RESULTS], rms),
+        prose(f"{rows[0]['gpu']}, {said}. All spreads are in the [CSV file]({path.relative_to(ROOT)})."),
+    ])  # fmt: skip
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "bytelm": lambda: bench_bytelm.summary(bench_bytelm.load_all()),
     "tested": lambda: tested(json.loads((record.RESULTS / "gpu_tests.json").read_text())),
@@ -342,6 +362,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 if any(record.RESULTS.glob("cp_*.csv")):  # else README.md says that nothing was measured yet
     BLOCKS["context-parallel"] = lambda: context_parallel(*record.newest("cp"))
+if any(record.RESULTS.glob("logits_*.csv")):  # the same
+    BLOCKS["logits"] = lambda: logits(*record.newest("logits"))
 if any(record.RESULTS.glob("mamba_*.csv")):  # the same
     BLOCKS["mamba"] = lambda: mamba_record.summary(*record.newest("mamba"))
 

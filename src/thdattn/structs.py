@@ -14,8 +14,10 @@ BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
 PAIRS = np.dtype([(field, np.uint64) for field in ("pairs", "from", "to")])
 GRADIENTS = np.dtype([(field, np.uint64) for field in (
     "dk", "dv", "dk_accum", "dv_accum", "semaphores", "dk_rounded", "dv_rounded", "places")])
-LOGITS = np.dtype([*((field, np.float32) for field in (
-    "scale", "cap", "inverse_cap", "doubled", "reach", "low", "high")), ("coefficients", np.float32, 5)])
+CURVES = {terms: np.dtype([("low", np.float32), ("high", np.float32), ("coefficients", np.float32, terms)])
+          for terms in (3, 5)}
+LOGITS = np.dtype([*((field, np.float32) for field in ("scale", "cap", "inverse_cap", "doubled", "reach")),
+                   ("below", CURVES[3]), ("near", CURVES[5])])
 MAX_RANKS = 16  # kMaxRanks of kernels/common.cuh
 ROWS = np.dtype([("from", np.uint64, MAX_RANKS), ("own", np.uint64), ("out", np.uint64),
                  *((field, np.int32) for field in ("words", "pitch", "own_pitch"))], align=True)

@@ -103,24 +103,29 @@ class ForwardSm90:
 class BackwardSm90:
     """thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time, `stages` query tiles loaded ahead.
 
-    The key side takes `queries` of them at once. dq has pieces of piece_cols columns, and dq_stages buffers for pieces
-    on their way; the warpgroup that computes them has query_registers registers per thread, the others share the rest.
-    adding_registers: those where it adds dq to what is there, if they differ. capped_queries: `queries` where logits
-    are capped, if they differ. together: as for ForwardSm90.
+    The key side takes scores of `queries` of them at once, and dP of `weighed`; of capped_at_once where logits are
+    capped, if these differ. dq has pieces of piece_cols columns, and dq_stages buffers for pieces on their way; the
+    warpgroup that computes them has query_registers registers per thread, the others share the rest. adding_registers:
+    those where it adds dq to what is there, if they differ. together: as for ForwardSm90.
     """
 
     tile_m: int
     stages: int
     queries: int
+    weighed: int
     piece_cols: int
     dq_stages: int
     query_registers: int
     adding_registers: int = 0
-    capped_queries: int = 0
+    capped_at_once: tuple[int, int] | None = None
     together: int = 2
 
     tile_n = 128
     has_deterministic = True
+
+    def at_once(self, caps: bool) -> tuple[int, int]:
+        """Queries whose scores, and queries whose dP, the key side takes at once."""
+        return (caps and self.capped_at_once) or (self.queries, self.weighed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +224,7 @@ class Tiles:
         f, tile_n = self.forward_sm90, self.forward_sm90.keys(kind)
         tiles = slabs(f.q_stages * f.tile_m, self.head_dim) + self._keys_and_values(f.kv_stages * tile_n)
         barriers = 8 * (2 * f.q_stages + 4 * f.kv_stages)
-        told = 16 * f.q_stages + 8 * f.kv_stages  # QueryTile and KeyTile
+        told = 2 * 16 * f.q_stages + 8 * f.kv_stages  # QueryTile and KeyTile
         ranges = 8 * 2 * f.q_stages * f.tile_m
         return instance("thd_attn_fwd_sm90", dtype, out_dtype, *kind, *self._dims, tile_n, f.consumers, f.q_stages,
                         f.kv_stages, f.q_in_registers, in_parts, shared_bytes=tiles + barriers + told + ranges)
@@ -250,9 +255,9 @@ class Tiles:
         told = -(-(2 * 12 + 4 * b.dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
         ranges = 8 * (b.tile_n + 8)
         registers = (dq_dtype == "float32" and b.adding_registers) or b.query_registers
-        queries = (caps and b.capped_queries) or b.queries
+        queries, weighed = b.at_once(caps)
         return instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.tile_m, b.stages,
-                        queries, b.piece_cols, b.dq_stages, registers, deterministic,
+                        queries, weighed, b.piece_cols, b.dq_stages, registers, deterministic,
                         shared_bytes=tiles + pieces + stats + barriers + told + ranges)
 
     def thd_attn_bwd_wide_sm90(self, dtype: str, dq_dtype: str, grad_dtype: str, caps: bool = False) -> Instance:
@@ -296,7 +301,7 @@ class Tiles:
         """Columns of the accumulators of the Hopper kernels' matrix instructions."""
         f, b = self.forward_sm90, self.backward_sm90
         if isinstance(b, BackwardSm90):
-            queries = {b.queries, min(b.queries, 64), b.capped_queries or b.queries}
+            queries = {*b.at_once(caps=False), *b.at_once(caps=True)}
             backward = {*queries, b.piece_cols, *self._dims}
         else:  # a sum of 256 columns takes two instructions, kWideCols of kernels/hopper/wide.cu
             backward = {64, *(128 if dim == 256 else dim for dim in self._dims)}
@@ -339,9 +344,10 @@ TILES = {
                 q_stages=2, kv_stages=3,
             ),
             backward_sm90=BackwardSm90(
-                tile_m=128, stages=2, queries=128,  # a third stage does not fit
+                tile_m=128, stages=2, queries=128, weighed=64,  # a third stage does not fit
                 piece_cols=64, dq_stages=2,
                 query_registers=64,  # 48 spill
+                capped_at_once=(64, 64),  # 128 spill
             ),
         ),
         Tiles(
@@ -354,10 +360,9 @@ TILES = {
                 tile_n=112, consumers=3, q_stages=1, kv_stages=3,  # 128 keys, or another stage, do not fit
             ),
             backward_sm90=BackwardSm90(
-                tile_m=64, stages=2, queries=64,  # 128 queries, or a third stage, do not fit
+                tile_m=64, stages=2, queries=64, weighed=64,  # 128 queries, or a third stage, do not fit
                 piece_cols=96, dq_stages=2,  # a third does not fit
                 query_registers=80, adding_registers=96,  # 64 spill, and 80 if dq is added
-                capped_queries=32,  # 64 spill
                 together=4,
             ),
         ),
@@ -372,10 +377,10 @@ TILES = {
                 q_in_registers=True, together=1,
             ),
             backward_sm90=BackwardSm90(
-                tile_m=64, stages=2, queries=64,  # 128 queries, or a third stage, do not fit
+                tile_m=64, stages=2, queries=64, weighed=64,  # 128 queries, or a third stage, do not fit
                 piece_cols=64, dq_stages=2,  # 128 columns spill
                 query_registers=64,  # 48 spill, and 80 leave too few to the key side, whose products then wait
-                capped_queries=32,  # 64 spill
+                capped_at_once=(64, 32),  # dP of 64 spills
             ),
         ),
         Tiles(
@@ -388,10 +393,10 @@ TILES = {
                 tile_n=128, consumers=2, q_stages=1, kv_stages=2,  # 144 keys, or another stage, do not fit
             ),
             backward_sm90=BackwardSm90(
-                tile_m=64, stages=2, queries=32,  # a third stage does not fit, 64 queries at once spill
+                tile_m=64, stages=2, queries=32, weighed=32,  # a third stage does not fit, 64 queries at once spill
                 piece_cols=32, dq_stages=4,  # a fifth does not fit, 64 columns spill
                 query_registers=48,  # 32 spill, and 64 leave too few to the key side, which then spills
-                capped_queries=16,  # 32 spill
+                capped_at_once=(32, 16),  # with dP of 32, products wait
                 together=3,
             ),
         ),

@@ -45,6 +45,9 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 __device__ __forceinline__ float exp2_fast(float x) {
   float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r;
 }
+__device__ __forceinline__ float log2_fast(float x) {
+  float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r;
+}
 
 __device__ __forceinline__ void store_pair(float* p, float x, float y) { *(float2*)p = make_float2(x, y); }
 __device__ __forceinline__ void store_pair(bf16* p, float x, float y) { *(u32*)p = pack<bf16>(x, y); }

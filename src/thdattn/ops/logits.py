@@ -17,9 +17,11 @@ from thdattn.structs import LOGITS
 
 LOG2E = math.log2(math.e)
 
-# tanh(x) = x * (TANH[0] + TANH[1] x^2 + ...) with a relative error of 1e-6 for |x| <= TANH_REACH; it rises everywhere.
-TANH = np.array([0.9999989943, -0.3332537195, 0.1323056549, -0.0491801404, 0.0121001375])
-TANH_REACH = 0.8
+# tanh(x) = x * (TANH[n][0] + TANH[n][1] x^2 + ...), of n terms, with a relative error of 1.2e-6 for |x| <= REACH[n]; it
+# rises everywhere.
+TANH = {3: np.array([0.9999988389, -0.3331002000, 0.1263393500]),
+        5: np.array([0.9999989943, -0.3332537195, 0.1323056549, -0.0491801404, 0.0121001375])}  # fmt: skip
+REACH = {3: 0.3, 5: 0.8}
 VANISHING = 20.0  # probabilities below exp(-this) of the largest: all of a row together are less than 16 bits round
 TINY = 1e-45  # the least float32 above 0
 
@@ -40,11 +42,20 @@ def logits_of(softmax_scale: float, softcap: float) -> Any:
 @functools.lru_cache(maxsize=64)
 def _capped(softmax_scale: float, softcap: float) -> Any:
     per_score, cap = softmax_scale / softcap, softcap * LOG2E
-    coefficients = TANH * cap * per_score ** (2.0 * np.arange(len(TANH)) + 1)
+    return np.array((softmax_scale, cap, 1 / cap, 2 * per_score * LOG2E, REACH[5] / per_score,
+                     *(_curve(terms, per_score, softcap) for terms in (3, 5))), LOGITS)[()]  # fmt: skip
+
+
+def _curve(terms: int, per_score: float, softcap: float) -> tuple[float, float, Array]:
+    """Curve: `low`, `high` and `coefficients`."""
+    powers = 2.0 * np.arange(terms) + 1
+    below = np.linspace(-6, -REACH[terms], 1000)[:, None]  # lower still, both probabilities are those at -6, or less
+    found, right = (np.exp(softcap * x) for x in (below**powers @ TANH[terms], np.tanh(below[:, 0])))
+    lost = np.abs(found - right).max()
+    coefficients = LOG2E * softcap * TANH[terms] * per_score**powers
     coefficients[-1] = max(coefficients[-1], TINY)  # as 0 times the infinity that hides a key is no number
-    highest = cap * math.tanh(TANH_REACH)
-    return np.array((softmax_scale, cap, 1 / cap, 2 * per_score * LOG2E, TANH_REACH / per_score,
-                     VANISHING * LOG2E - highest, highest, coefficients), LOGITS)[()]  # fmt: skip
+    high = softcap * math.tanh(REACH[terms])
+    return LOG2E * (VANISHING + math.log(max(lost, TINY))), LOG2E * high, coefficients
 
 
 def lse_unit(softmax_scale: float, softcap: float) -> np.float32:

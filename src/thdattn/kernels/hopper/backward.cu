@@ -1,12 +1,12 @@
 // The Hopper attention backward up to head dims 192/128 (sm_90a): the producer, the key side, and at the end the
 // kernel, thd_attn_bwd_sm90, where to begin to read. query_side.cuh has what makes dq.
 
-// The key side takes the scores of kAtOnce of the queries of a step at once, and dP of kWeighed of them: beside float32
+// The key side takes the scores of kAtOnce of the queries of a step at once, and dP of kWeighedAtOnce: beside float32
 // probabilities, registers have no room for more. dq has pieces of kCols columns, and kDqDepth stages for them.
-template <int kDim, int kVDim, int kM, int kAhead, int kAtOnce, int kCols, int kDqDepth>
+template <int kDim, int kVDim, int kM, int kAhead, int kAtOnce, int kWeighedAtOnce, int kCols, int kDqDepth>
 struct BackwardShared {
   static constexpr int kHeadDim = kDim, kVHeadDim = kVDim, kTileM = kM, kTileN = 128, kStages = kAhead;
-  static constexpr int kQueries = kAtOnce, kWeighed = kAtOnce < 64 ? kAtOnce : 64, kDqStages = kDqDepth;
+  static constexpr int kQueries = kAtOnce, kWeighed = kWeighedAtOnce, kDqStages = kDqDepth;
   static constexpr int kPieceCols = kCols, kPieceFloats = 64 * kCols, kPieces = kDim / kCols;
   static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
   static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>, kDoutBytes = kTileBytes<kTileM, kVHeadDim>;
@@ -171,11 +171,22 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
       };
       // Adds the queries from `first` on, whose scores are on their way, to dv and dk, without waiting for these.
       auto add_queries = [&](int first) {
-        // Probabilities, transposed.
+        // Probabilities, transposed. Where logits are capped, they are rounded here, and p becomes their products with
+        // slopes.
+        u32 rounded[kQueries / 16][4];
+        const float* const minus_lse = shared.minus_lse[ring.stage] + first;
+        auto hide = [&](float hidden) {
+          if (flags & kMasked << 2 * side)
+            hide_keys(p, shared.range + side * 64 + me().warp * 16, step().row + first, hidden);
+        };
         wgmma_wait<0>(p);
-        take_exponentials(p, logits, shared.minus_lse[ring.stage] + first);
-        if (flags & kMasked << 2 * side)
-          hide_keys(p, shared.range + side * 64 + me().warp * 16, step().row + first);
+        if constexpr (kCaps) {
+          hide(-kInfinity);
+          take_weights<T>(p, rounded, logits, minus_lse);
+        } else {
+          take_exponentials(p, logits, minus_lse);
+          hide(0.f);
+        }
         pin(p);
         #pragma unroll
         for (int row = first; row < first + kQueries; row += kWeighed) {
@@ -187,11 +198,8 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
           wgmma_begin();
           add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), dout);
           wgmma_commit();
-          u32 probability[1][kSteps][4], dscore[1][kSteps][4];
-          if constexpr (kCaps) {                      // while dP is computed
-            round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&weight);
-            take_slopes(weight, logits, shared.minus_lse[ring.stage] + row);
-          }
+          u32 (&probability)[1][kSteps][4] = *(u32(*)[1][kSteps][4])&rounded[(row - first) / 16];
+          u32 dscore[1][kSteps][4];
           wgmma_wait<0>(dp);
           if (flags & kLast && row + kWeighed == kTileM) arrive(&shared.kv_empty);
           #pragma unroll
@@ -277,7 +285,8 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
 // waits for one with later work.
 // Launch: grid at most num_tiles * splits and one block per multiprocessor, block 512, shared memory kSharedBytes.
 template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kTileM, int kStages,
-          int kQueries, int kPieceCols, int kDqStages, int kQueryRegisters, bool kDeterministic, int kSharedBytes>
+          int kQueries, int kWeighed, int kPieceCols, int kDqStages, int kQueryRegisters, bool kDeterministic,
+          int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
@@ -287,7 +296,7 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const int* __restrict__ shares, const int* __restrict__ tile_order, int* __restrict__ counter, Pairs packs,
     BackwardSize size) {
   if (!packs.has_this()) return;
-  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages, kQueries, kPieceCols, kDqStages>;
+  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages, kQueries, kWeighed, kPieceCols, kDqStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Shared& shared = *(Shared*)shared_bytes;

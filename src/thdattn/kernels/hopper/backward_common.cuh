@@ -364,6 +364,16 @@ __device__ __forceinline__ void begin_scores(float (&p)[kBlocks][4], const float
   }
 }
 
+// Of a curve: whether it reaches all queries of a warp, but for padding.
+template <int kBlocks> __device__ __forceinline__ auto all_in_reach(const float* minus_lse) {
+  return [=](auto curve) {
+    bool right = true;
+    for (int i = me().lane; i < 8 * kBlocks; i += kWarp)
+      right &= minus_lse[i] == -kInfinity || curve.reaches(-minus_lse[i]);
+    return right;
+  };
+}
+
 // Turns what has begun so into probabilities.
 template <int kBlocks>
 __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits<false> logits, const float*) {
@@ -373,10 +383,8 @@ __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits
 template <int kBlocks>
 __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits<true> logits,
                                                   const float* minus_lse) {
-  bool is_far = false;                                // of a query, but for padding
-  for (int i = me().lane; i < 8 * kBlocks; i += kWarp)
-    is_far |= minus_lse[i] > -kInfinity && !logits.is_near(-minus_lse[i]);
-  auto weigh = [&](auto logit) {
+  logits.in_time_of_all(all_in_reach<kBlocks>(minus_lse), [&](auto logit) {
+    pin(p);                                           // the compiler takes nothing out of several branches
     const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -384,33 +392,39 @@ __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits
       #pragma unroll
       for (int e = 0; e < 4; ++e) p[n][e] = exp2_fast(logit(p[n][e]) + (e % 2 ? x.y : x.x));
     }
-  };
-  if (__any_sync(0xffffffffu, is_far)) {
-    pin(p);                                           // the compiler takes nothing out of both branches
-    weigh([&](float s) { return logits.far(s); });
-  } else {
-    weigh([&](float s) { return logits.near(s); });
-  }
+  });
 }
 
-// Multiplies probabilities with the slopes of their logits.
-template <bool kCaps, int kBlocks>
-__device__ __forceinline__ void take_slopes(float (&p)[kBlocks][4], Logits<kCaps> logits, const float* minus_lse) {
-  const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
-  #pragma unroll
-  for (int n = 0; n < kBlocks; ++n) {
-    const float2 x = mine[n * 4];
+// The same where hidden keys have a score of -inf: `rounded`, the operand that probabilities make, and in p their
+// products with the slopes of their logits.
+template <typename T, int kBlocks>
+__device__ __forceinline__ void take_weights(float (&p)[kBlocks][4], u32 (&rounded)[kBlocks / 2][4],
+                                             Logits<true> logits, const float* minus_lse) {
+  logits.in_time_of_all(all_in_reach<kBlocks>(minus_lse), [&](auto logit) {
+    pin(p);                                           // the compiler takes nothing out of several branches
+    const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
     #pragma unroll
-    for (int e = 0; e < 4; ++e) p[n][e] *= logits.slope(p[n][e], e % 2 ? x.y : x.x);
-  }
+    for (int n = 0; n < kBlocks; ++n) {
+      const float2 x = mine[n * 4];
+      #pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float* const pair = p[n] + 2 * half;
+        const float a = logit(pair[0]), b = logit(pair[1]);
+        pair[0] = exp2_fast(a + x.x), pair[1] = exp2_fast(b + x.y);
+        rounded[n / 2][n % 2 * 2 + half] = pack<T>(pair[0], pair[1]);
+        pair[0] *= logits.slope_at(a), pair[1] *= logits.slope_at(b);
+      }
+    }
+  });
 }
 
-// Sets the probabilities of keys that a query does not see to 0; ranges are those of the warp's keys.
+// Sets probabilities, or scores, of keys that a query does not see to `hidden`; ranges are those of the warp's keys.
 template <int kBlocks>
-__device__ __forceinline__ void hide_keys(float (&p)[kBlocks][4], const int2* ranges, int first_query) {
+__device__ __forceinline__ void hide_keys(float (&p)[kBlocks][4], const int2* ranges, int first_query,
+                                          float hidden = 0.f) {
   const int lane = me().lane;
   const int2 range[2] = {ranges[lane / 4], ranges[lane / 4 + 8]};
   #pragma unroll
   for (int i = 0; i < 4 * kBlocks; ++i)
-    if (!contains(range[i % 4 / 2], first_query + i / 4 * 8 + lane % 4 * 2 + i % 2)) p[i / 4][i % 4] = 0.f;
+    if (!contains(range[i % 4 / 2], first_query + i / 4 * 8 + lane % 4 * 2 + i % 2)) p[i / 4][i % 4] = hidden;
 }

@@ -18,7 +18,7 @@ struct ForwardShared {
   u64 q_full[kQStages], q_empty[kQStages];
   u64 k_full[kStages], k_empty[kStages];
   u64 v_full[kStages], v_empty[kStages];
-  QueryTile query_tile[kQStages];
+  QueryTile query_tile[2 * kQStages];                 // read after the queries are gone, as `range` is
   KeyTile key_tile[kStages];
   int2 range[2 * kQStages][kTileM];                   // of the query rows; consumers are short of registers
 
@@ -116,7 +116,7 @@ __device__ __forceinline__ void produce_forward(
     for (int i = 0; i < kRows; ++i) shared.range[q_ring.double_stage_to_fill()][i * kWarp + lane] = range[i];
     __syncwarp();
     if (lane == 0) {
-      shared.query_tile[q_ring.stage] = {word, head, first, work - piece.part * size.num_heads};
+      shared.query_tile[q_ring.double_stage_to_fill()] = {word, head, first, work - piece.part * size.num_heads};
       barrier_expect(&shared.q_full[q_ring.stage], Shared::kQBytes);
       copy_tile<kTileM, kHeadDim>(shared.q[q_ring.stage], map_q, head, tile * kTileM, &shared.q_full[q_ring.stage]);
     }
@@ -142,14 +142,16 @@ __device__ __forceinline__ void produce_forward(
   }
   barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
   if (lane == 0) {
-    shared.query_tile[q_ring.stage].piece = -1;
+    shared.query_tile[q_ring.double_stage_to_fill()].piece = -1;
     barrier_arrive(&shared.q_full[q_ring.stage]);
   }
 }
 
 // Online softmax of a thread's two rows, in powers of two. Probabilities are relative to a base that follows the row
-// maximum only when that has grown by more than kSlack. Any base gives the same quotient, sums stay far from overflow,
-// and the accumulators rarely have to be rescaled.
+// maximum where that weighs more than what the thread has summed, and where it has grown by more than kSlack. Any base
+// gives the same quotient, sums stay far from overflow, and the accumulators rarely have to be rescaled. But only at
+// the base is a probability 1, which 16 bits hold without an error; so what most of an output is made of has to be
+// there.
 template <bool kCaps>
 struct Softmax {
   static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
@@ -167,32 +169,35 @@ struct Softmax {
       for (int n = 0; n < kBlocks; ++n) row_max[r] = fmaxf(row_max[r], fmaxf(score[n][2 * r], score[n][2 * r + 1]));
       row_max[r] = quad_max(row_max[r]);
     }
-    const float top[2] = {logits.exact(row_max[0]), logits.exact(row_max[1])};
-    const bool grown[2] = {top[0] > base[0] + kSlack, top[1] > base[1] + kSlack};
-    rescale = __any_sync(0xffffffffu, grown[0] || grown[1]);
-    if (rescale) {                                    // of the warp's rows those alone, as no row may change another's
-      const float next[2] = {grown[0] ? top[0] : base[0], grown[1] ? top[1] : base[1]};
-      shrink = make_float2(exp2_fast(base[0] - next[0]), exp2_fast(base[1] - next[1]));
-      row_sum[0] *= shrink.x, row_sum[1] *= shrink.y;
-      base[0] = next[0], base[1] = next[1];
-    }
-    auto weigh = [&](auto logit) {
+    logits.in_time(row_max, [&](auto logit) {
+      if constexpr (kCaps) pin(score);                // the compiler takes nothing out of several branches
+      follow(logit(row_max[0]), logit(row_max[1]));
       #pragma unroll
       for (int i = 0; i < 4 * kBlocks; ++i) {
         float& s = score[i / 4][i % 4];
         s = exp2_fast(logit(s) - base[i % 4 / 2]);
         row_sum[i % 4 / 2] += s;
       }
+    });
+  }
+
+  // Moves the bases to the largest logits, where they have to follow: of the warp's rows those alone, as no row may
+  // change another's, and all four threads of a row.
+  __device__ __forceinline__ void follow(float top0, float top1) {
+    auto is_above = [&](float top, int r) {
+      return top > fmaf(kSlack, __saturatef(log2_fast(row_sum[r]) / kSlack), base[r]);
     };
-    if constexpr (kCaps) {
-      auto is_far = [&](int r) { return row_max[r] > -kInfinity && !logits.is_near(top[r]); };
-      if (__any_sync(0xffffffffu, is_far(0) || is_far(1))) {
-        pin(score);                                   // the compiler takes nothing out of both branches
-        weigh([&](float s) { return logits.far(s); });
-        return;
-      }
-    }
-    weigh([&](float s) { return logits.near(s); });
+    const bool above[2] = {is_above(top0, 0), is_above(top1, 1)};
+    rescale = __any_sync(0xffffffffu, above[0] || above[1]);
+    if (!rescale) return;
+    auto move = [&](bool above, float top, int r) {
+      const float next = __ballot_sync(0xffffffffu, above) >> threadIdx.x % kWarp / 4 * 4 & 15 ? top : base[r];
+      const float factor = exp2_fast(base[r] - next);
+      row_sum[r] *= factor;
+      base[r] = next;
+      return factor;
+    };
+    shrink.x = move(above[0], top0, 0), shrink.y = move(above[1], top1, 1);
   }
 };
 
@@ -242,10 +247,10 @@ __device__ __forceinline__ void consume_forward(
 
   while (true) {
     barrier_wait(&shared.q_full[q_ring.stage], q_ring.parity);
-    QueryTile query_tile = shared.query_tile[q_ring.stage];
-    query_tile.piece = __shfl_sync(0xffffffffu, query_tile.piece, 0);
-    if (query_tile.piece < 0) break;
-    const int tile = kInParts ? unpacked(query_tile.piece).tile : query_tile.piece;
+    const QueryTile& query_tile = shared.query_tile[q_ring.double_stage()];
+    const int piece = __shfl_sync(0xffffffffu, query_tile.piece, 0);
+    if (piece < 0) break;
+    const int tile = kInParts ? unpacked(piece).tile : piece;
     const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytes;
     const int first_row = tile * kTileM + consumer * 64 + warp * 16;
     const int2* const range = shared.range[q_ring.double_stage()] + consumer * 64 + warp * 16;
@@ -338,13 +343,13 @@ __device__ __forceinline__ void consume_forward(
       constexpr int kWarps = 4 * kConsumers, kQuads = kShareQuads<kOutBlocks> * kWarp;
       const size_t mine = (size_t)query_tile.work * kWarps + consumer * 4 + warp;
       const size_t pitch = (size_t)size.num_heads * kWarps * kQuads;
-      const Piece piece = unpacked(query_tile.piece);
-      if (piece.parts > 1 && !add_parts(all_parts.shares + mine * kQuads, pitch, all_parts.arrived + mine, piece,
-                                        acc_out, softmax, padding))
+      if (unpacked(piece).parts > 1 && !add_parts(all_parts.shares + mine * kQuads, pitch, all_parts.arrived + mine,
+                                                  unpacked(piece), acc_out, softmax, padding))
         continue;
     }
 
     // Normalise and store, or merge.
+    const int head = query_tile.head;
     constexpr bool kMerges = sizeof(Out) == sizeof(float);
     float largest = -kInfinity;
     float scale[2], others_scale[2];
@@ -353,19 +358,19 @@ __device__ __forceinline__ void consume_forward(
       const int row = first_row + lane / 4 + 8 * r;
       const float total = quad_sum(softmax.row_sum[r]);
       auto lse_of_keys = [&] { return (softmax.base[r] + __log2f(total)) * kLn2; };
-      const Rest rest = kSinks ? beside_sink(lse_of_keys(), sinks[query_tile.head]) : Rest{0.f, 1.f};
+      const Rest rest = kSinks ? beside_sink(lse_of_keys(), sinks[head]) : Rest{0.f, 1.f};
       scale[r] = padding[r] ? 0.f : rest.share / total;
       if (!padding[r]) largest = fmaxf(largest, logits.natural(softmax.row_max[r]));
       if constexpr (kMerges) {
-        float* const row_lse = lse + (size_t)query_tile.head * size.q_rows + row;
+        float* const row_lse = lse + (size_t)head * size.q_rows + row;
         const Merge share = merge_lse(row_lse, lse_of_keys(), !padding[r]);
         scale[r] = padding[r] ? 0.f : share.these / total, others_scale[r] = share.others;
       } else if (lane % 4 == 0 && row < size.q_rows)
-        lse[(size_t)query_tile.head * size.q_rows + row] =
+        lse[(size_t)head * size.q_rows + row] =
             padding[r] ? -kInfinity : kSinks ? rest.lse : lse_of_keys();
     }
     const int row = first_row + lane / 4, pitch = size.row_heads * kVHeadDim;
-    Out* const out_row = out + (size_t)row * pitch + query_tile.head * kVHeadDim;
+    Out* const out_row = out + (size_t)row * pitch + head * kVHeadDim;
     if constexpr (kMerges) {
       merge_row<0>(out_row, others_scale[0], acc_out, scale[0]);
       merge_row<1>(out_row + 8 * pitch, others_scale[1], acc_out, scale[1]);
@@ -374,7 +379,7 @@ __device__ __forceinline__ void consume_forward(
       store_row<1>(out_row + 8 * pitch, acc_out, scale[1], row + 8 < size.q_rows);
     }
     for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
-    const size_t index = ((size_t)tile * size.num_heads + query_tile.head) * kConsumers + consumer;
+    const size_t index = ((size_t)tile * size.num_heads + head) * kConsumers + consumer;
     if (lane == 0) max_logits[index * 4 + warp] = largest;
   }
 }
