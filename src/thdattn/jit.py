@@ -39,7 +39,8 @@ GENERATED = {
 _ROWS = ("kernels/common.cuh", "structs.checks()", "kernels.cu")
 _PORTABLE = ("kernels/common.cuh", "structs.checks()", "kernels/logits.cuh", "kernels/portable/common.cuh")
 _HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/logits.cuh", "kernels/hopper/common.cuh")
-_HOPPER_BACKWARD = (*_HOPPER, "kernels/hopper/backward_common.cuh")
+_HOPPER_BACKWARD = (*_HOPPER, "kernels/homes.cuh", "kernels/hopper/backward_common.cuh")
+_PORTABLE_BACKWARD = (*_PORTABLE, "kernels/homes.cuh", "kernels/portable/backward.cu")
 _MAMBA = (*_PORTABLE, "kernels/mamba/common.cuh")
 _MAMBA_BACKWARD = (*_MAMBA, "kernels/mamba/backward_common.cuh")
 _MAMBA_HOPPER = (*_HOPPER, "kernels/portable/common.cuh", "kernels/mamba/common.cuh")
@@ -64,10 +65,10 @@ FILES = {
     "thd_mixer_fill": _MIXER_DECODE,
     "thd_attn_sinks_grad": ("kernels/common.cuh", "kernels/sinks.cu"),
     "thd_attn_fwd": (*_PORTABLE, "kernels/portable/forward.cu"),
-    "thd_attn_delta": (*_PORTABLE, "kernels/portable/backward.cu"),
-    "thd_attn_bwd": (*_PORTABLE, "kernels/portable/backward.cu"),
-    "thd_attn_bwd_dq": (*_PORTABLE, "kernels/portable/backward.cu"),
-    "thd_attn_round": (*_PORTABLE, "kernels/portable/backward.cu"),
+    "thd_attn_delta": _PORTABLE_BACKWARD,
+    "thd_attn_bwd": _PORTABLE_BACKWARD,
+    "thd_attn_bwd_dq": _PORTABLE_BACKWARD,
+    "thd_attn_round": _PORTABLE_BACKWARD,
     "thd_attn_decode": (*_PORTABLE, "kernels/portable/decode.cu"),
     "thd_mixer_conv": (*_MAMBA, "kernels/mamba/conv.cu"),
     "thd_ssd_states": (*_MAMBA, "kernels/mamba/scan.cu"),

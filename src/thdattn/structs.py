@@ -12,11 +12,12 @@ BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "k_rows", "stats_rows", "num_tiles", "splits", "together", "last_splits", "split_heads", "group",
     "num_kv_heads", "semaphore_rows", "row_heads")])
 PAIRS = np.dtype([(field, np.uint64) for field in ("pairs", "from", "to")])
-GRADIENTS = np.dtype([(field, np.uint64) for field in (
-    "dk", "dv", "dk_accum", "dv_accum", "semaphores", "dk_rounded", "dv_rounded", "places")])
 LOGITS = np.dtype([*((field, np.float32) for field in (
     "scale", "cap", "inverse_cap", "doubled", "reach", "low", "high")), ("coefficients", np.float32, 5)])
 MAX_RANKS = 16  # kMaxRanks of kernels/common.cuh
+HOMES = np.dtype([("of", np.uint64, (2, MAX_RANKS)), ("places", np.uint64)])
+GRADIENTS = np.dtype([*((field, np.uint64) for field in (
+    "dk", "dv", "dk_accum", "dv_accum", "semaphores", "dk_rounded", "dv_rounded", "places")), ("homes", HOMES)])
 ROWS = np.dtype([("from", np.uint64, MAX_RANKS), ("own", np.uint64), ("out", np.uint64),
                  *((field, np.int32) for field in ("words", "pitch", "own_pitch"))], align=True)
 SHARES = np.dtype([("of", np.uint64, (2, MAX_RANKS))])
@@ -25,8 +26,8 @@ MIXER_SIZE = np.dtype([(field, np.int32) for field in (
 
 # By the names of the structs in CUDA.
 LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "Parts": PARTS, "BackwardSize": BACKWARD_SIZE,
-           "Pairs": PAIRS, "Gradients<float>": GRADIENTS, "Logits<true>": LOGITS, "Rows": ROWS, "Shares": SHARES,
-           "MixerSize": MIXER_SIZE}
+           "Pairs": PAIRS, "Homes": HOMES, "Gradients<float>": GRADIENTS, "Logits<true>": LOGITS, "Rows": ROWS,
+           "Shares": SHARES, "MixerSize": MIXER_SIZE}
 
 
 def checks() -> str:
