@@ -81,7 +81,7 @@ def test_keys_are_divided_for_idle_multiprocessors_alone(cupy):
     assert len(pieces) == 16, "a tile of keys is not divided"
 
 
-@pytest.mark.parametrize("of_heads", [1, 3, 16])
+@pytest.mark.parametrize("of_heads", [1, 2, 3])
 def test_a_tile_is_divided_alike_in_however_many_launches(cupy, of_heads):
     from thdattn.ops import forward, launch
 
