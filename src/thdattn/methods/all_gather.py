@@ -5,7 +5,8 @@ every output row is made once and nothing has to be merged. The backward gathers
 dk and dv over ranks in float32.
 
 Both work at one group of kv heads after another: while a kernel is busy with a group, the keys and values of the next
-are on their way, and the sums of dk and dv of the last.
+are on their way, and the sums of dk and dv of the last. Those of the very last group, behind which no kernel follows,
+leave their own kernel for the ranks that own them.
 
 Source: Llama 3, arXiv:2407.21783, 3.3.2.
 """
