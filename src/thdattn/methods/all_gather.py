@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn.comm import Arrival
+from thdattn.homes import places_of_keys
 from thdattn.memory import Bytes, Layer, Memory, num_bytes
 from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
 
@@ -222,7 +223,7 @@ def backward(
     for heads, kv_heads, (k, v) in groups:
         goes_home = not alone and comm.overlaps and at_once and heads.stop == q.shape[1]
         results = _some_heads(kv_heads, *sums.grads)
-        homes = (comm.homes([x.shape for x in results]), _places(plan)[0]) if goes_home else None
+        homes = (comm.homes([x.shape for x in results]), places_of_keys(plan)[0]) if goes_home else None
         its_dout, its_q, its_out, its_dq = _some_heads(heads, dout, q, out, dq)
         partials, shares = [], []  # those of the last group make room
         try:
@@ -240,7 +241,7 @@ def backward(
         if alone:
             sums.grads = shares
         elif goes_home:
-            comm.sum_at_home(_places(plan)[1], results)
+            comm.sum_at_home(places_of_keys(plan)[1], results)
         else:
             sums.waits.append(comm.sum_rows(partials, results))
     engine.poison(plan, dq)
@@ -268,29 +269,6 @@ class Sums:
     def _wait(self) -> None:
         while self.waits:
             self.waits.pop(0)()
-
-
-def _places(plan: Plan) -> tuple[Any, Any]:
-    """(key_rows, 2) int32, the owner of every row of the key buffer, -1: nobody, and its row there; and (local_rows,)
-    int32, the number of every row of this rank, -1: a filler. They follow the plan."""
-    order, num_rows, first = plan.rank_order, plan.local_key_rows, plan.cp_rank * plan.local_key_rows
-
-    def make() -> tuple[Any, Any]:
-        numbers = np.arange(len(order), dtype=order.dtype, like=order)  # of CuPy arrays this is cupy.arange
-        owners = np.stack([numbers // num_rows, numbers % num_rows], axis=1)
-        places = np.empty_like(owners, shape=(plan.key_rows + 1, 2))
-        rows = np.empty_like(numbers[:num_rows])
-
-        def follow() -> None:
-            places[...] = -1
-            places[order] = owners  # of fillers, -1, to the last place
-            rows[...] = np.where(order[first : first + num_rows] < 0, -1, numbers[:num_rows])
-
-        plan.make(follow)
-        return places[:-1], rows
-
-    found: tuple[Any, Any] = plan.once("places of keys", make)
-    return found
 
 
 def _sum_dtype(dtype: np.dtype[Any], alone: bool) -> np.dtype[Any]:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn import jit
+from thdattn.homes import places_of_keys
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Gpu, Launch, layout
@@ -239,6 +240,8 @@ def plan_backward(plan: Plan) -> None:
     if launch.this_gpu().sm90:
         shares_of(row, plan)
         pairs_of(plan)
+    if plan.cp_size > 1 and plan.keys_of is None and not plan.sharding.by_runs:
+        places_of_keys(plan)
 
 
 def shares_of(row: Tiles, plan: Plan) -> Array:
