@@ -283,21 +283,22 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     const int row = n0 + warp_key + lane / 4 + 8 * half;
     const bool padding = is_empty(my_range[8 * half]);
     if (row >= k_rows) continue;
-    auto store = [&](auto* dk_row, auto* dv_row) {
+    auto store_dk = [&](auto* dk_row) {
       store_half(dk_row + kv_head * kHeadDim + column_warp * kKCols + lane % 4 * 2, acc_dk[0], half, logits.scale,
                  padding);
+    };
+    auto store_dv = [&](auto* dv_row) {
       store_half(dv_row + kv_head * kVHeadDim + column_warp * kVCols + lane % 4 * 2, acc_dv[0], half, 1.f, padding);
     };
-    auto store_at = [&](auto* dk, auto* dv, size_t row) { store(dk + row * k_stride, dv + row * v_stride); };
-    const int place = places ? places[row] : -1;
-    if (homes.places) {
-      float *const dk_home = homes.row_of(0, row, k_stride), *const dv_home = homes.row_of(1, row, v_stride);
-      if (dk_home) store(dk_home, dv_home);
-    } else if (place < 0) {
-      store_at(dk, dv, row);
-    } else {
-      store_at(dk_rounded, dv_rounded, place);
+    if (const int place = places ? places[row] : -1; place >= 0) {
+      store_dk(dk_rounded + (size_t)place * k_stride);
+      store_dv(dv_rounded + (size_t)place * v_stride);
+      continue;
     }
+    Grad* const dk_row = homes.places ? (Grad*)homes.row_of(0, row, k_stride) : dk + (size_t)row * k_stride;
+    if (dk_row) store_dk(dk_row);
+    Grad* const dv_row = homes.places ? (Grad*)homes.row_of(1, row, v_stride) : dv + (size_t)row * v_stride;
+    if (dv_row) store_dv(dv_row);
   }
 }
 
