@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from fake_streams import Machine, Stream
+from fake_streams import Machine, Stream, at
 
 from thdattn import sums
 from thdattn.comm import nothing, peer, windows
@@ -85,15 +85,24 @@ class Engine:
         self.machine.stream.launch(attend, into[0], q, k, v)
         return *into, None
 
-    def attn_bwd(self, dout, q, k, v, out, lse, plan, softmax_scale, dtype, deterministic, into, softcap):
+    def attn_bwd(self, dout, q, k, v, out, lse, plan, softmax_scale, dtype, deterministic, into, softcap, homes):
         def attend(dq, dk, dv, dout, k, v, out):
             dq[...], dk[...], dv[...] = out + dout, k + mix(dout), v * mix(dout)
 
-        dq, shares = into
+        def go_home(of, places, *shares):
+            for homes, x in zip(of, shares, strict=True):
+                for rank, home in enumerate(homes[: plan.cp_size]):
+                    mine = places[:, 0] == rank
+                    there = at(int(home), (plan.local_key_rows, *x.shape[1:]), np.float32)
+                    there[places[mine, 1]] = x[mine]
+
         self._may_fail("attention")
-        dk, dv = shares or [plan.buffer(name, x.shape, dtype) for name, x in (("dk", k), ("dv", v))]
-        self.machine.stream.launch(attend, dq, dk, dv, dout, k, v, out)
-        return dq, dk, dv
+        dk, dv = (plan.buffer(name, x.shape, dtype) for name, x in (("dk", k), ("dv", v)))
+        self.machine.stream.launch(attend, into[0], dk, dv, dout, k, v, out)
+        if homes is None:
+            return into[0], dk, dv
+        self.machine.stream.launch(go_home, homes[0]["of"].copy(), homes[1].copy(), dk, dv)
+        return into[0], None, None
 
     def poison(self, plan, *results):
         """Lengths are right."""
@@ -109,6 +118,9 @@ class Plan:
 
     def once(self, key, make):
         return self._kept[key] if key in self._kept else self._kept.setdefault(key, make())
+
+    def make(self, launches):
+        launches()
 
     def buffer(self, name, shape, dtype):
         return self.once((name, shape, dtype), lambda: self._engine.poisoned(shape, dtype))
@@ -324,7 +336,8 @@ class Program:
         self.comm = SimpleNamespace(
             size=machine.size, rank=rank, overlaps=True, gather_heads=self.memory.gather_heads,
             partials=lambda shapes, dtype, empty: self.memory.partials(shapes, dtype), sum_rows=self.memory.sum_rows,
-            sum_in_place=self.memory.sum_in_place, give_back=self.memory.give_back)  # fmt: skip
+            homes=self.memory.homes, sum_at_home=self.memory.sum_at_home,
+            give_back=self.memory.give_back)  # fmt: skip
         self.num_checked = self.num_wrong = 0
 
     def enqueue(self, draw, num_calls=40):

@@ -25,7 +25,7 @@ LAYERS = [
     {"comm"},
     {"sharding", "routes", "pairs", "engines", "tensor_map", "oracle", "mamba_oracle", "mixer_tiles"},
     {"plan", "decode_tiles", "mixer_backward_tiles"},
-    {"host_plan", "host_rows", "host_ssd", "host_blocks", "cache", "room", "planning", "checks"},
+    {"homes", "host_plan", "host_rows", "host_ssd", "host_blocks", "cache", "room", "planning", "checks"},
     {"host_conv", "host_decode", "host_mixer_decode"},
     {"reference", "ops", "methods", "tile_counts"},
     {"saved", "mamba_saved"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("cupy")  # which peer memory loads
@@ -34,17 +36,32 @@ def assert_same_bits(found, wanted):
         assert to_host(x).tobytes() == to_host(y).tobytes(), name
 
 
-@pytest.mark.usefixtures("poisoned_gpu")
-@pytest.mark.parametrize("head_groups", [1, 2, 4])
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("pack", PACKS)
-def test_peer_memory_gives_the_bits_of_collectives(cupy, comm, pack, dims, head_groups):
+def check_with_collectives(cupy, comm, pack, dims, head_groups):
     batch = PackedBatch.from_lengths(PACKS[pack], 4)
     layer, plain = attention(comm, dims, head_groups=head_groups), attention(Mirror(), dims, head_groups=1)
     plan, other = layer.plan(batch), plain.plan(batch)
     for seed in range(3):
         inputs = inputs_of(cupy, layer, plan, seed)
         assert_same_bits(step(layer, plan, *inputs), step(plain, other, *inputs))
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("head_groups", [1, 2, 4])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("pack", PACKS)
+def test_peer_memory_gives_the_bits_of_collectives(cupy, comm, pack, dims, head_groups):
+    check_with_collectives(cupy, comm, pack, dims, head_groups)
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("pack", PACKS)
+def test_portable_kernels_bring_gradients_home_too(cupy, comm, monkeypatch, pack, dims):
+    from thdattn.ops import launch
+
+    gpu = launch.this_gpu()
+    monkeypatch.setattr(launch, "this_gpu", lambda: replace(gpu, sm90=False))
+    check_with_collectives(cupy, comm, pack, dims, head_groups=2)
 
 
 @pytest.mark.parametrize("keep_keys", [False, True])

@@ -42,7 +42,7 @@ def pieces_of(case, num_heads, dims=(128, 128)):
     attention = replace(case, heads=(num_heads, num_heads), dims=dims).attention(SINGLE, BFLOAT16, engine="cuda")
     plan = attention.plan(case.batch(1), case.sharding, case.key_batch())
     row = TILES[dims]
-    pieces, _ = forward._divided(launch.this_gpu(), row, plan, plan.arrays.query_tiles[1], num_heads)
+    pieces, _ = forward._divided(launch.this_gpu(), row, plan, plan.arrays.query_tiles[1], num_heads, num_heads)
     ranges, tiles = to_host(plan.key_ranges), row.forward_sm90
     key_tiles = []
     for first in range(0, len(ranges), tiles.tile_m):
@@ -81,6 +81,24 @@ def test_keys_are_divided_for_idle_multiprocessors_alone(cupy):
     assert len(pieces) == 16, "a tile of keys is not divided"
 
 
+@pytest.mark.parametrize("of_heads", [1, 2, 3])
+def test_a_tile_is_divided_alike_in_however_many_launches(cupy, of_heads):
+    from thdattn.ops import forward, launch
+
+    batch = thdattn.PackedBatch.from_lengths((1800, 40, 900))
+    plan = thdattn.CPAttention(SINGLE, of_heads, 128, engine="cuda").plan(batch)
+    every = plan.arrays.query_tiles[1]
+
+    def divided(order, num_heads):
+        return unpacked(forward._divided(launch.this_gpu(), TILES[128, 128], plan, order, num_heads, of_heads)[0])
+
+    wanted = divided(every, of_heads)
+    assert any(count > 1 for *_, count in wanted)
+    for first in (0, 1, 7, len(every)):
+        orders = [order for order in (every[:first], every[first:]) if len(order)]
+        assert [piece for order in orders for piece in divided(order, 1)] == wanted
+
+
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float16")], ids=str)
 @pytest.mark.parametrize("dims", DIVIDED, ids=str)
 @pytest.mark.parametrize("mask", [
@@ -100,8 +118,8 @@ def test_any_division_is_the_oracle(cupy, monkeypatch, case, parts):
     """Whatever the ranges are: parts without a key, rows that see none of a part, and tiles with one part."""
     from thdattn.ops import forward, launch
 
-    def divided(gpu, row, plan, order, num_heads):
-        _, where = forward_divided(gpu, row, plan, order, num_heads)
+    def divided(gpu, row, plan, order, *heads):
+        _, where = forward_divided(gpu, row, plan, order, *heads)
         words = [tile | part << 16 | count << 24 for number, tile in enumerate(order.get().tolist())
                  for count in (1 if number % 4 == 3 else parts,) for part in range(count)]  # fmt: skip
         beyond = [0] * launch.this_gpu().multiprocessors  # is read, and not done

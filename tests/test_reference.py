@@ -181,6 +181,23 @@ def test_poison_in_padding_changes_no_bit(poison, dtype, causal, window):
     assert padding.any() and not clean.out[padding].any() and (clean.lse[:, padding] == -np.inf).all()
 
 
+def test_gradients_of_keys_go_to_the_ranks_that_own_them():
+    batch = batch_of(SEQUENCES)
+    plan = brute_force_plan(batch, True, (-1, -1))
+    q, k, v, dout = random_inputs(batch.total_rows)
+    wanted = run(q, k, v, dout, plan)
+    owners = np.random.default_rng(1).integers(-1, 3, plan.key_rows)
+    places = np.stack([owners, [np.sum(owners[:row] == owner) for row, owner in enumerate(owners)]], axis=1)
+    of = [[np.full((plan.key_rows, *x.shape[1:]), np.nan) for _ in range(3)] for x in (k, v)]
+    made = wanted.out, wanted.lse, plan, 0.3, np.float64, True
+    _, *rest = reference.attn_bwd(dout, q, k, v, *made, homes=(of, places))
+    assert rest == [None, None]
+    for homes, x in zip(of, (wanted.dk, wanted.dv), strict=True):
+        for rank, home in enumerate(homes):
+            np.testing.assert_array_equal(home[: np.sum(owners == rank)], x[owners == rank])
+            assert np.isnan(home[np.sum(owners == rank) :]).all(), "nothing else is written"
+
+
 @pytest.mark.parametrize("rows", [0, 5])
 def test_without_a_visible_key_everything_is_zero(rows):
     batch = batch_of([(0, 0)], slack=rows)

@@ -130,9 +130,9 @@ def test_pieces_have_room_for_three_of_every_multiprocessor(tiles, heads, pieces
     assert scheduler.most_pieces(H100, tiles, heads) == pieces
 
 
-@pytest.mark.parametrize(("ranks", "tiles", "heads", "divides"), [
-    (1, 1, 1, True), (1, 16, 8, True), (1, 16, 17, False), (1, 0, 4, False), (2, 1, 1, False),
+@pytest.mark.parametrize(("tiles", "heads", "divides"), [
+    (1, 1, True), (16, 8, True), (16, 17, False), (0, 4, False),
 ])  # fmt: skip
-def test_keys_are_divided_where_tiles_are_few_and_no_other_rank_has_any(ranks, tiles, heads, divides):
-    plan = SimpleNamespace(cp_size=ranks, num_tiles=(tiles, 1))
+def test_keys_are_divided_where_tiles_are_few(tiles, heads, divides):
+    plan = SimpleNamespace(num_tiles=(tiles, 1))
     assert scheduler.divides_keys(H100, TILES[128, 128].forward_sm90, plan, heads) == divides

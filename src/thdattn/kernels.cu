@@ -19,6 +19,7 @@
 //
 //   kernels/common.cuh                    element types, ranges of rows, reductions: comes before every other file
 //   kernels/sum.cu                        shares of the same rows, of several ranks, added up
+//   kernels/homes.cuh                     where a backward stores shares that other ranks add up
 //   kernels/cache.cu                      rows of keys and values into a cache; behind this file
 //   kernels/portable/common.cuh           mma.sync, ldmatrix, cp.async, tiles in shared memory (sm_80 and later)
 //   kernels/portable/forward.cu           the attention forward

@@ -143,13 +143,13 @@ def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
     return {}
 
 
-def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) -> Bytes:
+def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int, num_home: int = 0) -> Bytes:
     """Bytes of the work buffers of attn_bwd by name.
 
     Args:
         layer: of which attn_bwd gets a group of heads at a time.
         sum_dtype: of dk and dv.
-        num_made: of so many groups it makes the arrays of dk and dv itself.
+        num_made: of so many groups it makes the arrays of dk and dv itself; num_home: of so many they go home.
     """
     return shares_bytes(plan, layer, sum_dtype, num_made)
 
@@ -250,8 +250,8 @@ def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
     kv_grad_dtype: DTypeLike, deterministic: bool, into: tuple[Array, Sequence[Array] | None] | None = None,
     merge: bool = False, halfway: Callable[[Array, Array], None] | None = None,
-    rounded: Sequence[Array] | None = None, softcap: float = 0.0,
-) -> tuple[Array, Array, Array]:
+    rounded: Sequence[Array] | None = None, softcap: float = 0.0, homes: tuple[Any, Array] | None = None,
+) -> tuple[Array, Any, Any]:
     """Gradients of `attn_fwd`; dk and dv are this rank's share, a sum over its own query rows.
 
     P = exp(scale*S - lse), dS = P*(dout v^T - delta), dq = scale*dS k, dk = scale*dS^T q, dv = P^T dout. With a
@@ -272,6 +272,10 @@ def attn_bwd(
         rounded: of needed rows, arrays as k and v of this rank: rows of dk and dv that have plan.arrays.places, not -1,
             go there and are rounded, and are then not in dk and dv, which are of float32 (float64).
         softcap: as given to `attn_fwd`.
+        homes: (of, places), and dk and dv are not returned: every row of them goes to the rank that owns it, in float32
+            (float64). of: of dk and of dv, for every rank where this rank's share of its rows begins; here arrays,
+            elsewhere a SHARES, as the comm has it. places: (key_rows, 2) int32, of every row its owner, -1: nobody, and
+            its row there.
 
     Returns:
         dq: (local_rows, num_heads, head_dim), dtype of q; exactly 0 where the range is empty.
@@ -300,6 +304,13 @@ def attn_bwd(
         mine = plan.arrays.places >= 0
         result[plan.arrays.places[mine]] = x[mine]
         x[mine] = np.nan
+    if homes is not None:
+        of, places = homes
+        for x, ranks in zip((dk, dv), of, strict=True):
+            for rank, home in enumerate(ranks):
+                mine = places[:, 0] == rank
+                home[places[mine, 1]] = x[mine]
+        return dq, None, None
     if halfway is not None:
         halfway(dk, dv)
     return dq, dk, dv

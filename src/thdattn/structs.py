@@ -12,13 +12,14 @@ BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "k_rows", "stats_rows", "num_tiles", "splits", "together", "last_splits", "split_heads", "group",
     "num_kv_heads", "semaphore_rows", "row_heads")])
 PAIRS = np.dtype([(field, np.uint64) for field in ("pairs", "from", "to")])
-GRADIENTS = np.dtype([(field, np.uint64) for field in (
-    "dk", "dv", "dk_accum", "dv_accum", "semaphores", "dk_rounded", "dv_rounded", "places")])
 CURVES = {terms: np.dtype([("low", np.float32), ("high", np.float32), ("coefficients", np.float32, terms)])
           for terms in (3, 5)}
 LOGITS = np.dtype([*((field, np.float32) for field in ("scale", "cap", "inverse_cap", "doubled", "reach")),
                    ("below", CURVES[3]), ("near", CURVES[5])])
 MAX_RANKS = 16  # kMaxRanks of kernels/common.cuh
+HOMES = np.dtype([("of", np.uint64, (2, MAX_RANKS)), ("places", np.uint64)])
+GRADIENTS = np.dtype([*((field, np.uint64) for field in (
+    "dk", "dv", "dk_accum", "dv_accum", "semaphores", "dk_rounded", "dv_rounded", "places")), ("homes", HOMES)])
 ROWS = np.dtype([("from", np.uint64, MAX_RANKS), ("own", np.uint64), ("out", np.uint64),
                  *((field, np.int32) for field in ("words", "pitch", "own_pitch"))], align=True)
 SHARES = np.dtype([("of", np.uint64, (2, MAX_RANKS))])
@@ -28,8 +29,8 @@ SEGMENTS = np.dtype([(field, np.int32) for field in ("first", "count", "of_block
 
 # By the names of the structs in CUDA.
 LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "Parts": PARTS, "BackwardSize": BACKWARD_SIZE,
-           "Pairs": PAIRS, "Gradients<float>": GRADIENTS, "Logits<true>": LOGITS, "Rows": ROWS, "Shares": SHARES,
-           "MixerSize": MIXER_SIZE, "Segments": SEGMENTS}
+           "Pairs": PAIRS, "Homes": HOMES, "Gradients<float>": GRADIENTS, "Logits<true>": LOGITS, "Rows": ROWS,
+           "Shares": SHARES, "MixerSize": MIXER_SIZE, "Segments": SEGMENTS}
 
 
 def checks() -> str:

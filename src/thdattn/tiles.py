@@ -429,7 +429,7 @@ TILES = {
             backward_sm90=BackwardWideSm90(
                 q_stages=2, dout_stages=2,  # another stage does not fit
                 keys_in_registers=False,  # keys in registers spill
-                key_registers=192, value_registers=224,  # 176 for keys spill
+                key_registers=192, value_registers=232,  # 176 for keys spill, and 224 for values
                 capped_shift=8,  # 0 spills
             ),
         ),

@@ -70,7 +70,7 @@ class Heads(ABC):
     def partials(
         self, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, empty: Callable[[tuple[int, ...], DTypeLike], Any]
     ) -> list[Any]:
-        """Arrays for what is to be added up by the next call, sum_rows or sum_in_place.
+        """Arrays for what is to be added up by the next call, sum_rows.
 
         Args:
             shapes: of the arrays, (size * rows, heads, width).
@@ -80,7 +80,7 @@ class Heads(ABC):
         return [empty(shape, dtype) for shape in shapes]
 
     def give_back(self) -> None:  # noqa: B027 - they lie in memory that other ranks see only for some
-        """Forgets the last `partials`, which are not added up because of an error that all ranks have."""
+        """Forgets the last `partials` or `homes`, which are not added up because of an error that all ranks have."""
 
     def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Callable[[], None]:
         """Start to add all ranks' arrays and keep this rank's share of the rows, rounded once.
@@ -99,15 +99,26 @@ class Heads(ABC):
             result[...] = total
         return nothing
 
-    def sum_in_place(self, partials: Sequence[Any], rows: Any, results: Sequence[Any]) -> None:
-        """sum_rows of arrays whose rows lie in an order of their own, by one pass on the current stream.
+    def homes(self, shapes: Sequence[tuple[int, ...]]) -> Any:
+        """Where a kernel puts this rank's shares of what every rank owns, to be added up by sum_at_home, the next call.
 
-        For the last sums, which hide behind nothing; only where a comm overlaps.
+        So they travel while the kernel is at work. For the last sums, which hide behind nothing else; only where a comm
+        overlaps.
 
         Args:
-            partials: arrays (any, heads, width) from `partials`, with all ranks' rows, in the same order on all ranks.
-            rows: (rows,) int32, where this rank's rows lie in them; -1: that row of the result is 0.
-            results: as for sum_rows.
+            shapes: of two arrays, (rows, heads, width), what each rank owns.
+
+        Returns:
+            A SHARES of structs.py: of each array and rank, where this rank's share of its rows begins, in float32.
+        """
+        raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
+
+    def sum_at_home(self, rows: Any, results: Sequence[Any]) -> None:
+        """Adds all ranks' shares of what this one owns, rounded once, by one pass on the current stream.
+
+        Args:
+            rows: (rows,) int32, the number of each row; -1: nobody has a share, and the result is 0.
+            results: two arrays of the shapes that `homes` was told, which may be some of the heads of larger ones.
         """
         raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
 

@@ -175,12 +175,18 @@ class NcclComm(Comm):
         self.received_bytes += self._foreign_shares(partials, len(results[0]))
         return self._watched_wait("sum of gradients", self._peer.sum_rows(partials, results))
 
-    def sum_in_place(self, partials: Sequence[Any], rows: Any, results: Sequence[Any]) -> None:
+    def homes(self, shapes: Sequence[tuple[int, ...]]) -> Any:
         if self._peer is None:
-            return super().sum_in_place(partials, rows, results)
-        self.received_bytes += self._foreign_shares(partials, len(results[0]))
+            return super().homes(shapes)
+        with self.watched("room for gradients"):
+            return self._peer.homes(shapes)
+
+    def sum_at_home(self, rows: Any, results: Sequence[Any]) -> None:
+        if self._peer is None:
+            return super().sum_at_home(rows, results)
+        self.received_bytes += (self.size - 1) * sum(4 * x.size for x in results)  # float32
         with self.watched("sum of gradients", results[0]):
-            self._peer.sum_in_place(partials, rows, results)
+            self._peer.sum_at_home(rows, results)
 
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
         if self._peer is None:

@@ -28,6 +28,8 @@ _HIGHEST = -5  # of the priorities of streams
 # What they are called, by use.
 _WINDOWS = {"gather": "windows of keys", "sum": "windows of sums", "exchange": "windows of slices"}
 
+_FLOAT32 = np.dtype(np.float32)
+
 Wait = Callable[[], None]
 
 
@@ -149,7 +151,7 @@ class PeerMemory:
 
     def partials(self, shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[Any]:
         """Arrays in memory that the other ranks see, for sum_rows."""
-        *offsets, num_bytes = _offsets_of(tuple(shapes), dtype)
+        *offsets, num_bytes = _offsets_of(tuple(shapes), np.dtype(dtype))
         self._summing = self._window("sum", num_bytes)
         self._summing.free(self.enter())
         return [self._summing.array(offset, shape, dtype) for offset, shape in zip(offsets, shapes, strict=True)]
@@ -163,7 +165,7 @@ class PeerMemory:
         return {_WINDOWS["gather"]: self._both(_roomy(_offsets(sends)[-1]))}
 
     def sum_bytes(self, partials: Sequence[int], num_groups: int) -> dict[str, int]:
-        """See Comm.sum_bytes. All groups but the last one, which is summed in place, are pulled."""
+        """See Comm.sum_bytes. All groups but the last one, whose shares go home, are pulled."""
         pulled = {"pulled sums": _roomy(sum(partials))} if num_groups > 1 else {}
         return {_WINDOWS["sum"]: self._both(_roomy(_offsets(partials)[-1])), **pulled}
 
@@ -202,11 +204,19 @@ class PeerMemory:
         window.take(self._pulls)
         return self._arrival(stream)
 
-    def sum_in_place(self, partials: Sequence[Any], rows: Any, results: Sequence[Any]) -> None:
-        """See Comm.sum_in_place."""
+    def homes(self, shapes: Sequence[tuple[int, ...]]) -> Any:
+        """See Comm.homes. In a rank's window, the shares of all ranks lie behind each other."""
+        *offsets, num_bytes = _offsets_of(tuple((self.size * shape[0], *shape[1:]) for shape in shapes), _FLOAT32)
+        window = self._summing = self._window("sum", num_bytes)
+        window.free(self.enter())
+        homes, self._at_home = window.homes(tuple(offsets), _bytes_of(tuple(shapes), _FLOAT32))
+        return homes
+
+    def sum_at_home(self, rows: Any, results: Sequence[Any]) -> None:
+        """See Comm.sum_at_home."""
         stream, window = self._cupy.cuda.get_current_stream(), self._summing
         window.meet(stream)
-        self._add(window.shares(*(partial.data.ptr for partial in partials)), results, rows, stream)
+        self._add(self._at_home, results, rows, stream)
         window.take(stream)
 
     def _add(self, shares: Any, results: Sequence[Any], rows: Any, stream: Any) -> None:
@@ -317,9 +327,14 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _offsets_of(shapes: tuple[tuple[int, ...], ...], dtype: Any) -> list[int]:
+def _offsets_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> list[int]:
     """The same, of arrays of these shapes."""
-    return _offsets([math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes])
+    return _offsets(_bytes_of(shapes, dtype))
+
+
+@functools.lru_cache(maxsize=64)
+def _bytes_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
+    return tuple(math.prod(shape) * dtype.itemsize for shape in shapes)
 
 
 def _slots(sizes: Any) -> list[list[int]]:

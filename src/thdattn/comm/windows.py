@@ -92,6 +92,25 @@ class Window:
 
         return self._once(places, made)
 
+    def homes(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        """Of shares of so many bytes, from these offsets on one behind another, those of one rank of what each rank
+        owns, and those of all ranks of what one owns: a SHARES of this rank each."""
+
+        def made() -> tuple[Any, Any]:
+            there, here = np.zeros((2,), SHARES)
+            for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                for rank in range(len(self._at)):
+                    there["of"][i, rank] = self.share(rank, self._rank, offset, size)
+                    here["of"][i, rank] = self.share(self._rank, rank, offset, size)
+            return there, here
+
+        found: tuple[Any, Any] = self._once(("homes", offsets, sizes), made)
+        return found
+
+    def share(self, of: int, by: int, offset: int, size: int) -> int:
+        """Where the share is that one rank has of what another one owns, in the latter's part."""
+        return self.address(of, offset + by * size)
+
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` returns, kept for some time, as layers ask for the same few things again and again."""
         if key not in self._kept:

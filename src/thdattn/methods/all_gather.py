@@ -5,7 +5,8 @@ every output row is made once and nothing has to be merged. The backward gathers
 dk and dv over ranks in float32.
 
 Both work at one group of kv heads after another: while a kernel is busy with a group, the keys and values of the next
-are on their way, and the sums of dk and dv of the last.
+are on their way, and the sums of dk and dv of the last. Those of the very last group, behind which no kernel follows,
+leave their own kernel for the ranks that own them.
 
 Source: Llama 3, arXiv:2407.21783, 3.3.2.
 """
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn.comm import Arrival
+from thdattn.homes import places_of_keys
 from thdattn.memory import Bytes, Layer, Memory, num_bytes
 from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
 
@@ -132,12 +134,14 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
         gathered = sum(rows_of(num_gathered, share, layer.dtype))
         forward["keys in rank order"] = IN_FLIGHT * (groups - in_place) * gathered
         forward |= comm.gather_bytes(sends, groups)
-        partials = rows_of(plan.key_rows if groups == in_place else num_gathered, share, sum_dtype)
-        backward |= comm.sum_bytes(partials, groups)
+        backward |= comm.sum_bytes(rows_of(num_gathered, share, sum_dtype), groups)
+        if in_place:
+            backward["places of keys"] = 4 * (2 * (plan.key_rows + 1 + num_gathered) + plan.local_key_rows)
     if plan.has_unseen_keys if alone else not layer.keeps_keys:
         forward["keys in sequence order"] = sum(rows_of(plan.key_rows, share, layer.dtype))
     forward |= engine.forward_bytes(plan, layer)
-    backward |= engine.backward_bytes(plan, layer, sum_dtype, groups if alone else groups - in_place)
+    num_home = 0 if alone else in_place
+    backward |= engine.backward_bytes(plan, layer, sum_dtype, groups - num_home, num_home)
     saved = {"q": queries, "k": keys, "v": values, "out": outs,
              "lse": num_bytes((layer.num_heads, plan.local_rows), lse_dtype(layer.dtype))}  # fmt: skip
     if layer.keeps_keys:
@@ -217,27 +221,27 @@ def backward(
     sum_dtype = (alone and call.grad_dtype) or _sum_dtype(q.dtype, alone)
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
     for heads, kv_heads, (k, v) in groups:
-        in_place = not alone and comm.overlaps and at_once and heads.stop == q.shape[1]
-        partials = comm.partials([x.shape for x in (k, v)], sum_dtype, engine.empty) if in_place else []
+        goes_home = not alone and comm.overlaps and at_once and heads.stop == q.shape[1]
+        results = _some_heads(kv_heads, *sums.grads)
+        homes = (comm.homes([x.shape for x in results]), places_of_keys(plan)[0]) if goes_home else None
         its_dout, its_q, its_out, its_dq = _some_heads(heads, dout, q, out, dq)
-        shares: list[Any] = []  # those of the last group make room
+        partials, shares = [], []  # those of the last group make room
         try:
             _, *shares = engine.attn_bwd(
                 its_dout, its_q, k, v, its_out, _some_rows(heads, lse), plan, call.softmax_scale, sum_dtype,
-                call.deterministic, (its_dq, partials or None), softcap=call.softcap)  # fmt: skip
-            if not (alone or in_place):
+                call.deterministic, (its_dq, None), softcap=call.softcap, homes=homes)  # fmt: skip
+            if not (alone or goes_home):
                 partials = comm.partials(
                     [(len(plan.rank_order), *x.shape[1:]) for x in shares], sum_dtype, engine.empty)
                 engine.to_rank_order(*shares, plan, partials)
         except BaseException:
-            if partials:
+            if partials or goes_home:
                 comm.give_back()
             raise
-        results = _some_heads(kv_heads, *sums.grads)
         if alone:
             sums.grads = shares
-        elif in_place:
-            comm.sum_in_place(shares, plan.rows, results)
+        elif goes_home:
+            comm.sum_at_home(places_of_keys(plan)[1], results)
         else:
             sums.waits.append(comm.sum_rows(partials, results))
     engine.poison(plan, dq)

@@ -7,6 +7,7 @@ thd_attn_bwd without dq and thd_attn_bwd_dq.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn import jit
+from thdattn.homes import places_of_keys
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Gpu, Launch, layout
@@ -23,11 +25,13 @@ from thdattn.ops.logits import logits_of, lse_unit
 from thdattn.ops.plan import pairs_of, parts_of
 from thdattn.ops.rows import reorder
 from thdattn.plan import Plan, shares_bytes
-from thdattn.structs import BACKWARD_SIZE, GRADIENTS, PAIRS
+from thdattn.structs import BACKWARD_SIZE, GRADIENTS, HOMES, PAIRS, SHARES
 from thdattn.tiles import STATS_ROWS, TILES, BackwardWideSm90, Tiles
 
 Halfway = Callable[[Array, Array], None]
 GradDtypes = tuple[str, np.dtype[Any]]  # of dq, to which is added where it is float32, and of dk and dv
+Homes = tuple[Any, Array]  # see reference.attn_bwd
+_NO_HOMES = bytes(SHARES.itemsize), 0
 MAX_SHARES = 2**15 - 1  # of one accumulator; kClaimed of kernels/hopper/backward_common.cuh
 
 
@@ -35,7 +39,7 @@ def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
     kv_grad_dtype: DTypeLike, deterministic: bool,
     into: tuple[Array, Sequence[Array] | None] | None = None, merge: bool = False, halfway: Halfway | None = None,
-    rounded: Sequence[Array] | None = None, softcap: float = 0.0,
+    rounded: Sequence[Array] | None = None, softcap: float = 0.0, homes: Homes | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of attn_fwd; dk and dv are this rank's share, which stay until the next call. See reference.attn_bwd.
 
@@ -47,10 +51,12 @@ def attn_bwd(
     dkv_dtype = np.dtype(kv_grad_dtype)
     dq, shares = into or (launch.empty(q.shape, q.dtype), None)
     if not (len(q) and len(k)):  # no tiles to launch a kernel for
-        dk, dv = shares or [launch.empty(x.shape, dkv_dtype) for x in (k, v)]
-        dk[...], dv[...] = 0, 0
         if not merge:
             dq[...] = 0
+        if homes is not None:
+            return dq, None, None
+        dk, dv = shares or [launch.empty(x.shape, dkv_dtype) for x in (k, v)]
+        dk[...], dv[...] = 0, 0
         if halfway is not None:
             halfway(dk, dv)
         return dq, dk, dv
@@ -59,17 +65,19 @@ def attn_bwd(
     if not hopper and not q.flags.c_contiguous:  # the portable kernels take whole rows
         dout, q, out = map(cupy.ascontiguousarray, (dout, q, out))
     launches = plan.once(
-        ("backward", *layout(q, k, v), dq.dtype, dkv_dtype, deterministic, shares is None, halfway is None,
-         softcap > 0),
+        ("backward", *layout(q, k, v), dq.dtype, dkv_dtype, deterministic, shares is None, homes is None,
+         halfway is None, softcap > 0),
         lambda: (_Hopper if hopper else _Portable)(
-            gpu, row, q, k, v, plan, (dq.dtype.name, dkv_dtype), deterministic, shares is None, halfway is not None,
+            gpu, row, q, k, v, plan, (dq.dtype.name, dkv_dtype), deterministic,
+            "home" if homes is not None else "given" if shares is not None else "made", halfway is not None,
             softcap > 0))
     whole = dq
     if launch.row_heads(dq) != launch.row_heads(q):
         whole = cupy.ascontiguousarray(dq) if merge else launch.empty(q.shape, q.dtype)
     logits = logits_of(softmax_scale, softcap)
     launches.delta(out, dout, lse, lse_unit(softmax_scale, softcap))
-    dk, dv = launches(dout, q, k, v, plan, logits, np.float32(softmax_scale), whole, shares, halfway, rounded or ())
+    dk, dv = launches(dout, q, k, v, plan, logits, np.float32(softmax_scale), whole, shares, halfway, rounded or (),
+                      _NO_HOMES if homes is None else (homes[0].tobytes(), homes[1].data.ptr))
     if whole is not dq:
         dq[...] = whole
     return dq, dk, dv
@@ -87,7 +95,7 @@ def _is_hopper(gpu: Gpu, row: Tiles, deterministic: bool) -> bool:
     return gpu.sm90 and (row.backward_sm90.has_deterministic or not deterministic)
 
 
-def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) -> Bytes:
+def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int, num_home: int = 0) -> Bytes:
     """Bytes of the work buffers of attn_bwd by name; see reference.backward_bytes."""
     gpu, row, rows = launch.this_gpu(), TILES[plan.head_dims], plan.local_rows
     if not (rows and plan.key_rows):
@@ -100,10 +108,11 @@ def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int
         if layer.num_groups > 1:
             made["a group's dout, q, out and dq"] = 2 * (group_q + group_out)
         return made | shares_bytes(plan, layer, sum_dtype, num_made)
-    variants = ([True] if num_made else []) + ([False] if num_made < layer.num_groups else [])
-    accums = [_accum(gpu, row, plan, heads, kv_heads, np.dtype(sum_dtype), layer.deterministic, makes_shares)
-              for makes_shares in variants]
-    made["gradients in float32"] = sum(num_bytes(accum.shape, np.float32) for accum in accums)
+    num_given = layer.num_groups - num_made - num_home
+    variants = [name for name, number in (("made", num_made), ("home", num_home), ("given", num_given)) if number]
+    accums = [_accum(gpu, row, plan, heads, kv_heads, np.dtype(sum_dtype), layer.deterministic, where)
+              for where in variants]
+    made["gradients in float32"] = sum(num_bytes(shape, np.float32) for shape in {accum.shape for accum in accums})
     made["shares of dq"] = num_bytes(_shares_shape(row, rows), np.int32)
     if accums[0].deterministic:
         made["order of tiles"] = num_bytes(plan.num_tiles[1:], np.int32)
@@ -134,7 +143,8 @@ class _Accum(NamedTuple):
 
 
 def _accum(gpu: Gpu, row: Tiles, plan: Plan, num_heads: int, num_kv_heads: int, dkv_dtype: np.dtype[Any],
-           deterministic: bool, makes_shares: bool) -> _Accum:
+           deterministic: bool, where: str) -> _Accum:
+    """where: dk and dv are "made" here, in arrays that are "given", or at "home", on the ranks that own them."""
     tiles, num_tiles, (head_dim, v_head_dim) = row.backward_sm90, plan.num_tiles[1], plan.head_dims
     stats_rows, wide = _stats_rows(plan.local_rows), isinstance(tiles, BackwardWideSm90)
     deterministic = deterministic or (not wide and num_tiles > MAX_SHARES)
@@ -143,7 +153,9 @@ def _accum(gpu: Gpu, row: Tiles, plan: Plan, num_heads: int, num_kv_heads: int, 
         group = num_heads // num_kv_heads
         splits = scheduler.splits_per_kv_head(gpu, plan, num_tiles, num_kv_heads, group, head_dim)
     # dk and dv of several splits are accumulated in float32, which may be the dtype that they are wanted in.
-    adds_elsewhere = makes_shares if dkv_dtype == np.float32 else splits[-1][0] > 1
+    adds_elsewhere = splits[-1][0] > 1
+    if dkv_dtype == np.float32 and where != "home":
+        adds_elsewhere = where == "made"
     dkv_size = plan.key_rows * num_kv_heads * (head_dim + v_head_dim) if adds_elsewhere else 0
     dq_semaphores, semaphore_rows = stats_rows // 64 * num_heads, num_tiles * tiles.tile_n // 16
     return _Accum(deterministic, splits, dkv_size, stats_rows * num_heads * head_dim, dq_semaphores,
@@ -156,14 +168,14 @@ class _Hopper:
     round_dq: Launch | None
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
-                 deterministic: bool, makes_shares: bool, in_two: bool, caps: bool) -> None:
+                 deterministic: bool, where: str, in_two: bool, caps: bool) -> None:
         tiles, dtype, (dq_dtype, dkv_dtype) = row.backward_sm90, q.dtype.name, grads
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows, wide = num_heads // num_kv_heads, _stats_rows(num_rows), isinstance(tiles, BackwardWideSm90)
-        room = _accum(gpu, row, plan, num_heads, num_kv_heads, dkv_dtype, deterministic, makes_shares)
+        room = _accum(gpu, row, plan, num_heads, num_kv_heads, dkv_dtype, deterministic, where)
         deterministic = room.deterministic
 
-        self.dkv_dtype = dkv_dtype
+        self.dkv_dtype, self.makes_shares = dkv_dtype, where == "made"
         accum = plan.buffer("accum", room.shape, np.float32)
         self.dkv_accum, rest_of_accum = accum[: room.dkv_size], accum[room.dkv_size :]
         self.dq_accum, semaphores = rest_of_accum[: room.dq_size], rest_of_accum[room.dq_size :]
@@ -201,11 +213,11 @@ class _Hopper:
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, plan: Plan, logits: Any, softmax_scale: np.float32,
                  dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
-                 rounded: Sequence[Array]) -> tuple[Array, Array]:
-        if shares is None:
+                 rounded: Sequence[Array], homes: tuple[bytes, int]) -> Sequence[Any]:
+        if self.makes_shares:
             dkv = self.dkv_accum if self.dkv_dtype == np.float32 else launch.empty((k.size + v.size,), self.dkv_dtype)
             shares = _dk_dv(dkv, k, v)
-        dk, dv = shares
+        shares = shares or (None, None)
         num_rows, num_keys = len(q), len(k)
         if plan.has_blind_queries:
             if plan.leading_tokens is None:
@@ -213,14 +225,13 @@ class _Hopper:
             else:  # rows outside a map arrive as zeros
                 num_rows = max(1, plan.leading_tokens)
         inputs = launch.tensor_maps((q, k, v, dout), (num_rows, num_keys, num_keys, num_rows), self.boxes)
-        accum = _dk_dv(self.dkv_accum, k, v) if self.dkv_accum.size else (dk, dv)
-        places = [x.data.ptr for x in (*rounded, plan.arrays.places)] if rounded else [0] * 3
-        made = dk, dv, *accum, self.grad_semaphores
-        grads = np.array((*(x.data.ptr for x in made), *places), GRADIENTS)[()]
-        _in_turn(self.mains, (*inputs, dq, grads, logits), (dk, dv), halfway)
+        accum = _dk_dv(self.dkv_accum, k, v) if self.dkv_accum.size else shares
+        places = (*rounded, plan.arrays.places) if rounded else [None] * 3
+        made = [0 if x is None else x.data.ptr for x in (*shares, *accum, self.grad_semaphores, *places)]
+        _in_turn(self.mains, (*inputs, dq, _gradients(homes, *made), logits), shares, halfway)
         if self.round_dq is not None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
-        return dk, dv
+        return shares
 
 
 def plan_backward(plan: Plan) -> None:
@@ -229,6 +240,8 @@ def plan_backward(plan: Plan) -> None:
     if launch.this_gpu().sm90:
         shares_of(row, plan)
         pairs_of(plan)
+    if plan.cp_size > 1 and plan.keys_of is None and not plan.sharding.by_runs:
+        places_of_keys(plan)
 
 
 def shares_of(row: Tiles, plan: Plan) -> Array:
@@ -254,9 +267,10 @@ class _Portable:
     """The launches on every GPU: dq is accumulated in float32 and rounded, or has a kernel of its own."""
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
-                 deterministic: bool, makes_shares: bool, in_two: bool, caps: bool) -> None:
+                 deterministic: bool, where: str, in_two: bool, caps: bool) -> None:
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _), dtype = q.shape, k.shape, q.dtype.name
         dq_dtype, self.dkv_dtype = grads
+        self.makes_shares = where == "made"
         self.dq_accum = plan.buffer("dq_accum", _dq_accum_shape(num_rows, num_heads, row, deterministic), np.float32)
         stats, self.delta = _delta(row, q, v, plan, self.dq_accum)
         sizes = tuple(map(np.int32, (num_rows, num_keys, _stats_rows(num_rows), num_heads // num_kv_heads)))
@@ -275,15 +289,18 @@ class _Portable:
 
     def __call__(self, dout: Array, q: Array, k: Array, v: Array, plan: Plan, logits: Any, softmax_scale: np.float32,
                  dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
-                 rounded: Sequence[Array]) -> tuple[Array, Array]:
-        dk, dv = shares or [launch.empty(x.shape, self.dkv_dtype) for x in (k, v)]
-        places = (*rounded, plan.arrays.places) if rounded else [launch.NONE] * 3
-        _in_turn(self.mains, (q, k, v, dout, dk, dv, *places, logits), (dk, dv), halfway)
+                 rounded: Sequence[Array], homes: tuple[bytes, int]) -> Sequence[Any]:
+        if self.makes_shares:
+            shares = [launch.empty(x.shape, self.dkv_dtype) for x in (k, v)]
+        shares = shares or (None, None)
+        places = (*rounded, plan.arrays.places) if rounded else [None] * 3
+        made = [launch.NONE if x is None else x for x in (*shares, *places)]
+        _in_turn(self.mains, (q, k, v, dout, *made, _homes_of(*homes), logits), shares, halfway)
         if self.dq is None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
         else:
             self.dq(q, k, v, dout, dq, logits)
-        return dk, dv
+        return shares
 
 
 def _parts(plan: Plan, in_two: bool) -> list[Array]:
@@ -292,7 +309,7 @@ def _parts(plan: Plan, in_two: bool) -> list[Array]:
     return parts_of(tiles, ~plan.foreign_tiles[1]) if in_two else [tiles]
 
 
-def _in_turn(mains: Sequence[Sequence[Launch]], args: tuple[Any, ...], shares: tuple[Array, Array],
+def _in_turn(mains: Sequence[Sequence[Launch]], args: tuple[Any, ...], shares: Sequence[Any],
              halfway: Halfway | None) -> None:
     """What makes dk and dv, and after the first of it `halfway`."""
     for number, launches in enumerate(mains):
@@ -300,6 +317,18 @@ def _in_turn(mains: Sequence[Sequence[Launch]], args: tuple[Any, ...], shares: t
             run(*args)
         if number == 0 and halfway is not None:
             halfway(*shares)
+
+
+@functools.lru_cache(maxsize=256)
+def _homes_of(of: bytes, places: int) -> Any:
+    """A HOMES, from the bytes of a SHARES; kept, as tensor maps are."""
+    return np.array((np.frombuffer(of, SHARES)["of"][0], places), HOMES)[()]
+
+
+@functools.lru_cache(maxsize=4096)
+def _gradients(homes: tuple[bytes, int], *addresses: int) -> Any:
+    """A GRADIENTS, from the arguments of a HOMES; kept too."""
+    return np.array((*addresses, _homes_of(*homes)), GRADIENTS)[()]
 
 
 def _packs_of(splits: list[tuple[int, float]], plan: Plan) -> list[tuple[int, Any]]:

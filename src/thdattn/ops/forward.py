@@ -63,9 +63,10 @@ def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
     row, gpu = TILES[plan.head_dims], launch.this_gpu()
     made = {"logits of tiles": num_bytes(_max_logits(row, plan, heads), np.float32)}
     merges = plan.keys_of is not None  # a slice of a ring
-    if gpu.sm90 and not merges and scheduler.divides_keys(gpu, row.forward_sm90, plan, heads):
-        made["shares of tiles"] = num_bytes(_shares(gpu, row, plan.num_tiles[0], heads), np.float32)
-        made["pieces of tiles"] = num_bytes(_pieces(gpu, plan.num_tiles[0], heads), np.int32)
+    if gpu.sm90 and not merges and scheduler.divides_keys(gpu, row.forward_sm90, plan, layer.num_heads):
+        most = scheduler.most_pieces(gpu, plan.num_tiles[0], layer.num_heads)
+        made["shares of tiles"] = num_bytes(_shares(row, most, heads), np.float32)
+        made["pieces of tiles"] = num_bytes(_pieces(gpu, most, plan.num_tiles[0], heads), np.int32)
     if layer.num_groups > 1 and not gpu.sm90:
         made["a group's q, out and lse"] = plan.local_rows * heads * ((width + v_width) * layer.dtype.itemsize + 4)
     return made
@@ -77,14 +78,14 @@ def _max_logits(row: Tiles, plan: Plan, num_heads: int) -> tuple[int, int, int]:
     return plan.num_tiles[0], num_heads, tiles.warps
 
 
-def _shares(gpu: Gpu, row: Tiles, num_tiles: int, num_heads: int) -> tuple[int, int]:
+def _shares(row: Tiles, most_pieces: int, num_heads: int) -> tuple[int, int]:
     """Of every head of the pieces of tiles whose keys are divided."""
-    return scheduler.most_pieces(gpu, num_tiles, num_heads) * num_heads, row.share_floats
+    return most_pieces * num_heads, row.share_floats
 
 
-def _pieces(gpu: Gpu, num_tiles: int, num_heads: int) -> tuple[int]:
+def _pieces(gpu: Gpu, most_pieces: int, num_tiles: int, num_heads: int) -> tuple[int]:
     """How many there are, those of tiles that are divided and of the others, and what is read beyond them."""
-    return (1 + scheduler.most_pieces(gpu, num_tiles, num_heads) + num_tiles + -(-gpu.multiprocessors // num_heads),)
+    return (1 + most_pieces + num_tiles + -(-gpu.multiprocessors // num_heads),)
 
 
 def _forward(
@@ -104,13 +105,13 @@ def _forward(
         boxes = tiles.tile_m, tiles.keys(kind), tiles.keys(kind)
         block, together = 128 * (1 + tiles.consumers), max(group, tiles.together)
         divides = (out_dtype == dtype and not kind.caps  # which spill beside it
-                   and scheduler.divides_keys(gpu, tiles, plan, num_heads))
+                   and scheduler.divides_keys(gpu, tiles, plan, launch.row_heads(q)))
         kernel = jit.kernel(*row.thd_attn_fwd_sm90(dtype, out_dtype, kind, divides))
 
         def hopper(orders: Array) -> Launch:
             num_tiles, how = orders.shape[1], (1, num_heads)
             if divides:
-                order, divided = _divided(gpu, row, plan, orders[1], num_heads)
+                order, divided = _divided(gpu, row, plan, orders[1], num_heads, launch.row_heads(q))
                 blocks = gpu.multiprocessors if num_tiles else 0
             else:
                 (order, how), divided = scheduler.schedule(gpu, plan, orders, num_heads, together), _WHOLE
@@ -130,14 +131,20 @@ def _forward(
 _WHOLE = np.zeros((), PARTS)[()]
 
 
-def _divided(gpu: Gpu, row: Tiles, plan: Plan, order: Array, num_heads: int) -> tuple[Array, Any]:
-    """Pieces of tiles, longest first, in the order of work, and where their shares are added."""
-    num_tiles = plan.num_tiles[0]
-    most = scheduler.most_pieces(gpu, num_tiles, num_heads)
-    shares = plan.buffer("shares of tiles", _shares(gpu, row, num_tiles, num_heads), np.float32)
+def _divided(
+    gpu: Gpu, row: Tiles, plan: Plan, order: Array, num_heads: int, of_heads: int
+) -> tuple[Array, Any]:
+    """Pieces of some tiles, longest first, in the order of work, and where their shares are added.
+
+    of_heads: of the layer, of which the launch does num_heads, as the order may have some of the plan's tiles. All of
+    both say how tiles are divided.
+    """
+    every = plan.arrays.query_tiles[1]
+    most = scheduler.most_pieces(gpu, len(every), of_heads)
+    shares = plan.buffer("shares of tiles", _shares(row, most, num_heads), np.float32)
     arrived = plan.once(("arrived", shares.shape), lambda: cupy.zeros(len(shares) * row.forward_sm90.warps, np.uint32))
-    pieces = launch.empty(_pieces(gpu, num_tiles, num_heads), np.int32)
-    args = pieces, plan.key_ranges, order, *map(np.int32, (
-        plan.local_rows, len(order), num_heads, gpu.multiprocessors, most))
+    pieces = launch.empty(_pieces(gpu, most, len(order), num_heads), np.int32)
+    args = pieces, plan.key_ranges, order, every, *map(np.int32, (
+        plan.local_rows, len(order), len(every), of_heads, gpu.multiprocessors, most))
     plan.make(lambda: jit.kernel(*row.thd_attn_pieces_sm90())((1,), 1024, args))
     return pieces, np.array((shares.data.ptr, arrived.data.ptr), PARTS)[()]

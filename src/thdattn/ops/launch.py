@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cupy
@@ -105,17 +105,33 @@ def _gpu(device: int) -> Gpu:
     )
 
 
+_MOST_PREPARED = 64  # arguments of a launch
+
+
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with all that does not change between the calls of a plan; the arguments of a call come first."""
+    """A kernel with all that does not change between the calls of a plan; the arguments of a call come first.
+
+    What was prepared for a call is kept, as a training loop makes the same few again and again.
+    """
 
     kernel: jit.Kernel
     grid: tuple[int, ...]
     block: int
     fixed: tuple[Any, ...]
+    _prepared: dict[Any, tuple[jit.Arguments, tuple[Any, ...]]] = field(default_factory=dict, repr=False)
 
     def __call__(self, *args: Any) -> None:
-        self.kernel(self.grid, self.block, args + self.fixed)
+        # Structs, by value, are known by what they are, and so have to stay.
+        key = tuple([x.data.ptr if isinstance(x, cupy.ndarray) else id(x) if isinstance(x, np.void) else x
+                     for x in args])
+        found = self._prepared.get(key)
+        if found is None:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            structs = tuple(x for x in args if isinstance(x, np.void))
+            found = self._prepared[key] = jit.Arguments(args + self.fixed), structs
+        self.kernel.launch(self.grid, self.block, found[0])
 
 
 def row_bytes(x: Array) -> int:

@@ -66,18 +66,20 @@ def reorder(
             two rows there may lie more heads.
         own: such a part, instead of the rows from first_own on.
     """
-    rows = [_moved(launch.row_bytes(parts[0]), *map(_place, (out, mine)), *(part.data.ptr for part in parts))
-            for out, parts, mine in zip(outs, sources, own or outs, strict=True)]
-    sizes = map(np.int32, (len(order), max(1, len(sources[0][0])), first_own, len(own[0]) if own else 0))
-    jit.kernel(REORDER_KERNELS[to_rank_order])((-(-len(order) // 8), 2), 256, (*rows, order, ranges, *sizes))
-
-
-def _place(x: Array) -> tuple[int, int]:
-    return x.data.ptr, launch.row_bytes(x)
+    rows = [(out.data.ptr, launch.row_bytes(out), mine.data.ptr, launch.row_bytes(mine), launch.row_bytes(parts[0]),
+             *[part.data.ptr for part in parts]) for out, parts, mine in zip(outs, sources, own or outs, strict=True)]
+    arguments = _arguments(*rows, order.data.ptr, ranges.data.ptr, len(order), max(1, len(sources[0][0])), first_own,
+                           len(own[0]) if own else 0)
+    jit.kernel(REORDER_KERNELS[to_rank_order]).launch((-(-len(order) // 8), 2), 256, arguments)
 
 
 @functools.lru_cache(maxsize=4096)
-def _moved(pitch: int, out: tuple[int, int], own: tuple[int, int], *parts: int) -> Any:
-    """A Rows; kept, as tensor maps are."""
+def _arguments(x: tuple[int, ...], y: tuple[int, ...], order: int, ranges: int, *sizes: int) -> jit.Arguments:
+    """Of thd_reorder; kept, as tensor maps are."""
+    return jit.Arguments((_moved(*x), _moved(*y), np.uint64(order), np.uint64(ranges), *map(np.int32, sizes)))
+
+
+def _moved(out: int, out_pitch: int, own: int, own_pitch: int, pitch: int, *parts: int) -> Any:
+    """A Rows."""
     places = (*parts, *[0] * (MAX_RANKS - len(parts)))
-    return np.array((places, own[0], out[0], out[1] // 16, pitch // 16, own[1] // 16), ROWS)[()]
+    return np.array((places, own, out, out_pitch // 16, pitch // 16, own_pitch // 16), ROWS)[()]

@@ -19,14 +19,14 @@ MOST_PARTS = 32  # of a tile, kMostParts of kernels/hopper/pieces.cuh
 def divides_keys(gpu: Gpu, tiles: ForwardSm90, plan: Plan, num_heads: int) -> bool:
     """Whether there are so few tiles of queries that their keys may be divided among multiprocessors.
 
-    Where ranks exchange keys, a layer has as many launches as hide the exchange, and their number must change no bit.
+    Args:
+        num_heads: of a layer, in however many launches: their number must change no bit.
     """
-    few = 0 < plan.num_tiles[0] * num_heads < FEW_WAVES * gpu.multiprocessors
-    return tiles.divides and plan.cp_size == 1 and few
+    return tiles.divides and 0 < plan.num_tiles[0] * num_heads < FEW_WAVES * gpu.multiprocessors
 
 
 def most_pieces(gpu: Gpu, num_tiles: int, num_heads: int) -> int:
-    """At most so many pieces are made of tiles whose keys are divided."""
+    """At most so many pieces are made of a layer's tiles whose keys are divided."""
     return min(PIECES * gpu.multiprocessors // num_heads, MOST_PARTS * num_tiles)
 
 

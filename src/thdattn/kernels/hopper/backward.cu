@@ -252,10 +252,8 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
     }
     const int2 mine_done = shared.warp_tile[side * 4 + me().warp];
     const Share share = grads.claim(mine_done.x, mine_done.y, 0, size);
-    grads.template bring<T>(grads.dk, grads.dk_accum, grads.dk_rounded, acc_dk, logits.scale, share, mine_done.x,
-                            mine_done.y, size);
-    grads.template bring<T>(grads.dv, grads.dv_accum, grads.dv_rounded, acc_dv, 1.f, share, mine_done.x, mine_done.y,
-                            size);
+    grads.template bring<T, 0>(acc_dk, logits.scale, share, mine_done.x, mine_done.y, size);
+    grads.template bring<T, 1>(acc_dv, 1.f, share, mine_done.x, mine_done.y, size);
     grads.release(mine_done.x, mine_done.y, 0, share, size);
   }
 }

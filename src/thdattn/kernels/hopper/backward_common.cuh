@@ -207,40 +207,45 @@ __device__ __forceinline__ void add_row(float* row, const float (&acc)[kBlocks][
     if (exists) add_quad(row + first_of_four(n), x);
   }
 }
-// Stores the sum of this row and of `others`, which other thread blocks wrote, in 16 bits. kMayAdd: where `row` is
-// null, it is added to the others instead.
-template <int kHalf, bool kMayAdd, typename T, int kBlocks>
-__device__ __forceinline__ void complete_row(T* row, float* others, const float (&acc)[kBlocks][4], float scale,
+// Where a row is stored that is whole: in T, if it is `rounded` there, or in fp32.
+struct Place { void* row; bool rounded; };
+
+// Stores the sum of this row and of `others`, which other thread blocks wrote; in fp32, if that is where the others
+// are, by adding to them. kMayBeWhole: the place may be one of fp32.
+template <int kHalf, bool kMayBeWhole, typename T, int kBlocks>
+__device__ __forceinline__ void complete_row(Place place, float* others, const float (&acc)[kBlocks][4], float scale,
                                              bool exists) {
   constexpr int kLoads = kBlocks % 16 == 0 ? 8 : kBlocks % 12 == 0 ? 6 : 4;  // before the first is used
-  constexpr int kAhead = kMayAdd && kBlocks > 16 ? 2 : kLoads;  // as registers allow
+  constexpr int kAhead = kMayBeWhole && kBlocks > 16 ? 1 : kLoads;  // as registers allow
+  const bool adds = kMayBeWhole && place.row == others;
   #pragma unroll
   for (int n = 0; n < kBlocks; n += 2 * kAhead) {
     float4 y[kAhead];
     #pragma unroll
     for (int i = 0; i < kAhead; ++i)
-      y[i] = exists && (!kMayAdd || row) ? __ldcg((const float4*)(others + first_of_four(n + 2 * i)))
-                                         : make_float4(0.f, 0.f, 0.f, 0.f);
+      y[i] = exists && !adds ? __ldcg((const float4*)(others + first_of_four(n + 2 * i)))
+                             : make_float4(0.f, 0.f, 0.f, 0.f);
     #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
+      const int at = first_of_four(n + 2 * i);
       const float4 x = four_columns<kHalf>(acc, n + 2 * i, scale);
-      const uint2 words = make_uint2(pack<T>(x.x + y[i].x, x.y + y[i].y), pack<T>(x.z + y[i].z, x.w + y[i].w));
-      if (kMayAdd && exists && !row) add_quad(others + first_of_four(n + 2 * i), x);
-      else if (exists) *(uint2*)(row + first_of_four(n + 2 * i)) = words;
+      const float4 sum = make_float4(x.x + y[i].x, x.y + y[i].y, x.z + y[i].z, x.w + y[i].w);
+      if (exists && adds) add_quad(others + at, x);
+      else if (exists && kMayBeWhole && !place.rounded) *(float4*)((float*)place.row + at) = sum;
+      else if (exists) *(uint2*)((T*)place.row + at) = make_uint2(pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w));
     }
   }
 }
 
-// A row that has no others: stored in 16 bits where `rounded` is, or, where that is null, as it is.
+// A row that has no others.
 template <int kHalf, typename T, int kBlocks>
-__device__ __forceinline__ void store_only_row(float* row, T* rounded, const float (&acc)[kBlocks][4], float scale,
-                                               bool exists) {
-  const bool is_rounded = rounded;
-  void* const begin = is_rounded ? (void*)(rounded + first_of_four(0)) : row + first_of_four(0);
+__device__ __forceinline__ void store_only_row(Place place, const float (&acc)[kBlocks][4], float scale, bool exists) {
+  const int first = first_of_four(0);
+  void* const begin = place.rounded ? (void*)((T*)place.row + first) : (float*)place.row + first;
   #pragma unroll
   for (int n = 0; n < kBlocks; n += 2) {
     const float4 x = four_columns<kHalf>(acc, n, scale);
-    if (exists && is_rounded)
+    if (exists && place.rounded)
       *(uint2*)((T*)begin + 8 * n) = make_uint2(pack<T>(x.x, x.y), pack<T>(x.z, x.w));
     else if (exists)
       *(float4*)((float*)begin + 8 * n) = x;
@@ -250,7 +255,8 @@ __device__ __forceinline__ void store_only_row(float* row, T* rounded, const flo
 // dk (k_rows, num_kv_heads, head dim) and dv, of which each split of the query heads of a kv head has a share.
 // dk_accum, dv_accum: their accumulators, fp32, which are dk and dv themselves where those are fp32. semaphores (2,
 // semaphore_rows, num_kv_heads): one for every 16 rows. places (k_rows), or null: where Grad is fp32, a row that has a
-// place, not -1, goes there in dk_rounded and dv_rounded instead, in 16 bits.
+// place, not -1, goes there in dk_rounded and dv_rounded instead, in 16 bits. homes: where Grad is fp32, whole rows may go
+// to other ranks instead; the accumulators are elsewhere then.
 template <typename Grad>
 struct Gradients {
   Grad *dk, *dv;
@@ -258,6 +264,7 @@ struct Gradients {
   int* semaphores;
   void *dk_rounded, *dv_rounded;
   const int* places;
+  Homes homes;
 
   // One warp claims its share of the 16 rows from `row` on; `second` is 1 for dv alone, where other warps bring dk. A
   // warp that has claimed waits for nothing else, so that nobody waits in a circle.
@@ -271,38 +278,48 @@ struct Gradients {
     __syncwarp();
     if (is_awaited(share) && threadIdx.x % kWarp == 0) release_share(semaphore(row, kv_head, second, size));
   }
-  template <typename T, int kBlocks>
-  __device__ __forceinline__ void bring(Grad* grad, float* grad_accum, void* rounded, const float (&acc)[kBlocks][4],
-                                        float scale, Share share, int row, int kv_head, BackwardSize size) const {
-    row += me().lane / 4;
-    const u32 pitch = opaque(size.num_kv_heads) * 8 * kBlocks;
-    const size_t at = (size_t)row * pitch + kv_head * 8 * kBlocks, below = at + 8 * pitch;
-    const bool exists = row < size.k_rows, below_exists = row + 8 < size.k_rows;
-    auto place = [&](int row, bool exists) {
-      const int place = places && exists ? places[row] : -1;
-      return place < 0 ? nullptr : (T*)rounded + (size_t)place * pitch + kv_head * 8 * kBlocks;
-    };
-    if (share == Share::kFirst) {
-      store_row<0>(grad_accum + at, acc, scale, exists), store_row<1>(grad_accum + below, acc, scale, below_exists);
-    } else if (share == Share::kMiddle) {
-      add_row<0>(grad_accum + at, acc, scale, exists), add_row<1>(grad_accum + below, acc, scale, below_exists);
-    } else if constexpr (sizeof(Grad) == 2) {
-      if (share == Share::kOnly) {
-        store_row<0>(grad + at, acc, scale, exists), store_row<1>(grad + below, acc, scale, below_exists);
-      } else {
-        complete_row<0, false>(grad + at, grad_accum + at, acc, scale, exists);
-        complete_row<1, false>(grad + below, grad_accum + below, acc, scale, below_exists);
-      }
-    } else if (share == Share::kOnly) {
-      store_only_row<0>(grad + at, place(row, exists), acc, scale, exists);
-      store_only_row<1>(grad + below, place(row + 8, below_exists), acc, scale, below_exists);
-    } else {
-      complete_row<0, true>(place(row, exists), grad_accum + at, acc, scale, exists);
-      complete_row<1, true>(place(row + 8, below_exists), grad_accum + below, acc, scale, below_exists);
-    }
+  // Brings a share of dk, or (kWhich 1) of dv.
+  template <typename T, int kWhich, int kBlocks>
+  __device__ __forceinline__ void bring(const float (&acc)[kBlocks][4], float scale, Share share, int row, int kv_head,
+                                        BackwardSize size) const {
+    bring_row<T, kWhich, 0>(acc, scale, share, row + me().lane / 4, kv_head, size);
+    bring_row<T, kWhich, 1>(acc, scale, share, row + me().lane / 4 + 8, kv_head, size);
   }
 
  private:
+  // Of the two rows that this thread shares with its quad, the one that is kHalf.
+  template <typename T, int kWhich, int kHalf, int kBlocks>
+  __device__ __forceinline__ void bring_row(const float (&acc)[kBlocks][4], float scale, Share share, int row,
+                                            int kv_head, BackwardSize size) const {
+    const u32 pitch = opaque(size.num_kv_heads) * 8 * kBlocks, head = kv_head * 8 * kBlocks;
+    const size_t at = (size_t)row * pitch + head;
+    Grad* const grad = (kWhich ? dv : dk) + at;
+    float* const accum = (kWhich ? dv_accum : dk_accum) + at;
+    const bool exists = row < size.k_rows;
+    if (share == Share::kFirst) {
+      store_row<kHalf>(accum, acc, scale, exists);
+    } else if (share == Share::kMiddle) {
+      add_row<kHalf>(accum, acc, scale, exists);
+    } else if constexpr (sizeof(Grad) == 2) {
+      if (share == Share::kOnly) store_row<kHalf>(grad, acc, scale, exists);
+      else complete_row<kHalf, false, T>(Place{grad, true}, accum, acc, scale, exists);
+    } else {
+      const Place place = exists ? place_of<T>(kWhich, row, grad, pitch, head) : Place{};
+      if (share == Share::kOnly) store_only_row<kHalf, T>(place, acc, scale, place.row);
+      else complete_row<kHalf, true, T>(place, accum, acc, scale, place.row);
+    }
+  }
+  // Of a row that is at `grad` otherwise; null: nowhere.
+  template <typename T>
+  __device__ __forceinline__ Place place_of(int which, int row, Grad* grad, u32 pitch, u32 head) const {
+    if (homes.places) {
+      float* const home = homes.row_of(which, row, pitch);
+      return {home ? home + head : nullptr, false};
+    }
+    const int place = places ? places[row] : -1;
+    if (place < 0) return {grad, false};
+    return {(T*)(which ? dv_rounded : dk_rounded) + (size_t)place * pitch + head, true};
+  }
   __device__ __forceinline__ int* semaphore(int row, int kv_head, int second, BackwardSize size) const {
     return semaphores + (row / 16 + second * size.semaphore_rows) * size.num_kv_heads + kv_head;
   }

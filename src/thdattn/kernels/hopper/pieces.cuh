@@ -136,36 +136,43 @@ __device__ __forceinline__ int time_of_all(const int* key_tiles, int num_tiles, 
 }
 
 // Divides the keys of tiles of queries so that the multiprocessors are done soonest: tries every number of parts of the
-// longest tile, and gives the others parts of that length.
+// longest tile, and gives the others parts of that length. That is chosen for all tiles and heads of a layer, so that
+// it is the same in however many launches they are done.
 //
-// pieces: how many there are, and then those of the tiles in their order. What follows from them is right whatever the
+// pieces: how many there are, and then those of some tiles in their order. What follows from them is right whatever the
 // ranges are when they are used, as each tile is there with all its parts; its parts are equal.
-// tile_order (num_tiles <= kMostTiles): the longest tile first
-// max_divided: pieces of tiles that are divided, at most
+// tile_order (num_tiles): the tiles of a launch, the longest first; all_tiles (num_all <= kMostTiles): of the layer
+// num_heads: of the layer; max_divided: pieces of its tiles that are divided, at most
 // Launch: a block of 1024.
 template <int kTileM, int kTileN>
 __global__ void __launch_bounds__(1024) thd_attn_pieces_sm90(
-    int* __restrict__ pieces, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order, int q_rows,
-    int num_tiles, int num_heads, int multiprocessors, int max_divided) {
+    int* __restrict__ pieces, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
+    const int* __restrict__ all_tiles, int q_rows, int num_tiles, int num_all, int num_heads, int multiprocessors,
+    int max_divided) {
   __shared__ int key_tiles[kMostTiles], time[kMostParts];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  for (int t = warp; t < num_tiles; t += kMostParts) {
-    int2 range[kTileM / kWarp];
-    #pragma unroll
-    for (int i = 0; i < kTileM / kWarp; ++i)
-      range[i] = range_of(key_ranges, tile_order[t] * kTileM + i * kWarp + lane, q_rows);
-    const int2 span = span_of(range);
-    if (lane == 0) key_tiles[t] = is_empty(span) ? 0 : ceil_div(span.y - span.x, kTileN);
-  }
-  __syncthreads();
+  auto count_key_tiles = [&](const int* tiles, int count) {
+    for (int t = warp; t < count; t += kMostParts) {
+      int2 range[kTileM / kWarp];
+      #pragma unroll
+      for (int i = 0; i < kTileM / kWarp; ++i)
+        range[i] = range_of(key_ranges, tiles[t] * kTileM + i * kWarp + lane, q_rows);
+      const int2 span = span_of(range);
+      if (lane == 0) key_tiles[t] = is_empty(span) ? 0 : ceil_div(span.y - span.x, kTileN);
+    }
+    __syncthreads();
+  };
+
+  count_key_tiles(all_tiles, num_all);
   const int longest = max(1, key_tiles[0]);
-  const int mine = time_of_all(key_tiles, num_tiles, num_heads, multiprocessors, max_divided,
+  const int mine = time_of_all(key_tiles, num_all, num_heads, multiprocessors, max_divided,
                                ceil_div(longest, warp + 1));
   if (lane == 0) time[warp] = mine;
   __syncthreads();
   const int best = __reduce_min_sync(0xffffffffu, time[lane]);
   const int part = ceil_div(longest, __ffs(__ballot_sync(0xffffffffu, time[lane] == best)));
 
+  count_key_tiles(tile_order, num_tiles);
   const int t = threadIdx.x;
   if (t >= num_tiles) return;
   int before = 0;

@@ -218,8 +218,7 @@ __device__ __forceinline__ void serve_wide_keys(
     }
     const int2 mine_done = shared.warp_tile[me().warp];
     const Share share = grads.claim(mine_done.x, mine_done.y, 0, size);
-    grads.template bring<T>(grads.dk, grads.dk_accum, grads.dk_rounded, acc_dk, logits.scale, share, mine_done.x,
-                            mine_done.y, size);
+    grads.template bring<T, 0>(acc_dk, logits.scale, share, mine_done.x, mine_done.y, size);
     grads.release(mine_done.x, mine_done.y, 0, share, size);
   }
 }
@@ -320,8 +319,7 @@ __device__ __forceinline__ void serve_wide_values(
     }
     const int2 mine_done = shared.warp_tile[4 + me().warp];
     const Share share = grads.claim(mine_done.x, mine_done.y, 1, size);
-    grads.template bring<T>(grads.dv, grads.dv_accum, grads.dv_rounded, acc_dv, 1.f, share, mine_done.x, mine_done.y,
-                            size);
+    grads.template bring<T, 1>(acc_dv, 1.f, share, mine_done.x, mine_done.y, size);
     grads.release(mine_done.x, mine_done.y, 1, share, size);
   }
   barrier_wait(&shared.ds_empty[ds_ring.stage], ds_ring.parity ^ 1);
@@ -382,7 +380,7 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
   if (warpgroup == 0) {
-    registers_give<32>();
+    registers_give<24>();
     if (threadIdx.x < kWarp)
       produce_wide(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter, size);
   } else if (warpgroup == 1) {

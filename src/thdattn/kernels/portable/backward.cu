@@ -137,6 +137,7 @@ __device__ __forceinline__ void store_half(Out* row, const float (&acc)[kBlocks]
 // q (q_rows, num_heads, kHeadDim), dout (q_rows, num_heads, kVHeadDim)
 // k, dk (k_rows, num_heads / group, kHeadDim), v, dv (k_rows, num_heads / group, kVHeadDim)
 // places (k_rows), or null: a row that has a place, not -1, goes there in dk_rounded and dv_rounded instead
+// homes: where Grad is fp32, rows may go to other ranks instead
 // dq_accum (q_rows, num_heads, kHeadDim): fp32, zero at first, and still to be multiplied with softmax_scale
 // stats from thd_attn_delta; key_ranges (q_rows), query_ranges (k_rows); tile_order: key tiles, the longest first
 // Launch: grid (tiles, num_kv_heads), block 2 * kTileN * kColumnWarps, shared memory kSharedBytes.
@@ -145,7 +146,7 @@ template <typename T, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, in
 __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
     Grad* __restrict__ dk, Grad* __restrict__ dv, T* __restrict__ dk_rounded, T* __restrict__ dv_rounded,
-    const int* __restrict__ places, Logits<kCaps> logits, const float* __restrict__ stats,
+    const int* __restrict__ places, const Homes homes, Logits<kCaps> logits, const float* __restrict__ stats,
     float* __restrict__ dq_accum, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
     const int* __restrict__ tile_order, int q_rows, int k_rows, int stats_rows, int group) {
   constexpr int kThreads = kTileN * 2 * kColumnWarps, kWarps = kThreads / kWarp;
@@ -282,14 +283,22 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     const int row = n0 + warp_key + lane / 4 + 8 * half;
     const bool padding = is_empty(my_range[8 * half]);
     if (row >= k_rows) continue;
-    auto store = [&](auto* dk, auto* dv, int row) {
-      store_half(dk + (size_t)row * k_stride + kv_head * kHeadDim + column_warp * kKCols + lane % 4 * 2, acc_dk[0],
-                 half, logits.scale, padding);
-      store_half(dv + (size_t)row * v_stride + kv_head * kVHeadDim + column_warp * kVCols + lane % 4 * 2, acc_dv[0],
-                 half, 1.f, padding);
+    auto store_dk = [&](auto* dk_row) {
+      store_half(dk_row + kv_head * kHeadDim + column_warp * kKCols + lane % 4 * 2, acc_dk[0], half, logits.scale,
+                 padding);
     };
-    const int place = places ? places[row] : -1;
-    place < 0 ? store(dk, dv, row) : store(dk_rounded, dv_rounded, place);
+    auto store_dv = [&](auto* dv_row) {
+      store_half(dv_row + kv_head * kVHeadDim + column_warp * kVCols + lane % 4 * 2, acc_dv[0], half, 1.f, padding);
+    };
+    if (const int place = places ? places[row] : -1; place >= 0) {
+      store_dk(dk_rounded + (size_t)place * k_stride);
+      store_dv(dv_rounded + (size_t)place * v_stride);
+      continue;
+    }
+    Grad* const dk_row = homes.places ? (Grad*)homes.row_of(0, row, k_stride) : dk + (size_t)row * k_stride;
+    if (dk_row) store_dk(dk_row);
+    Grad* const dv_row = homes.places ? (Grad*)homes.row_of(1, row, v_stride) : dv + (size_t)row * v_stride;
+    if (dv_row) store_dv(dv_row);
   }
 }
 

@@ -1,0 +1,38 @@
+"""Whose the rows of a key buffer are, as shares of their gradients go to the ranks that own them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from thdattn.plan import Plan
+
+
+def places_of_keys(plan: Plan) -> tuple[Any, Any]:
+    """For keys of all ranks in sequence order; on the plan's device, made once, and anew whenever the plan is.
+
+    Returns:
+        (key_rows, 2) int32, the owner of every row of the key buffer, -1: nobody, and its row there; and
+        (local_key_rows,) int32, the number of every row of this rank, -1: a filler.
+    """
+    order, num_rows = plan.rank_order, plan.local_key_rows
+    mine = order[plan.cp_rank * num_rows :][:num_rows]
+
+    def make() -> tuple[Any, Any]:
+        numbers = np.arange(len(order), dtype=order.dtype, like=order)  # of CuPy arrays this is cupy.arange
+        owners = np.stack([numbers // num_rows, numbers % num_rows], axis=1)
+        places = np.empty_like(owners, shape=(plan.key_rows + 1, 2))
+        rows = np.empty_like(mine)
+
+        def follow() -> None:  # in place, as a captured graph may have the memory of nothing else
+            places[...] = -1
+            places[order] = owners  # of fillers, -1, to the last place
+            np.right_shift(mine, 31, out=rows)  # -1 of fillers, else 0
+            np.bitwise_or(rows, numbers[:num_rows], out=rows)
+
+        plan.make(follow)
+        return places[:-1], rows
+
+    found: tuple[Any, Any] = plan.once("places of keys", make)
+    return found
