@@ -42,6 +42,7 @@ _ROWS = ("kernels/common.cuh", "structs.checks()", "kernels.cu")
 _PORTABLE = ("kernels/common.cuh", "structs.checks()", "kernels/logits.cuh", "kernels/portable/common.cuh")
 _HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/logits.cuh", "kernels/hopper/common.cuh")
 _HOPPER_BACKWARD = (*_HOPPER, "kernels/homes.cuh", "kernels/hopper/backward_common.cuh")
+_HOPPER_TILES = (*_HOPPER_BACKWARD, "kernels/hopper/query_side.cuh", "kernels/hopper/backward_tiles.cuh")
 _PORTABLE_BACKWARD = (*_PORTABLE, "kernels/homes.cuh", "kernels/portable/backward.cu")
 _MAMBA = (*_PORTABLE, "kernels/mamba/common.cuh")
 _MAMBA_BACKWARD = (*_MAMBA, "kernels/mamba/backward_common.cuh")
@@ -97,7 +98,9 @@ FILES = {
     "thd_attn_pieces_sm90": (*_HOPPER, "kernels/hopper/pieces.cuh"),
     "thd_attn_fwd_sm90": (*_HOPPER, "kernels/hopper/pieces.cuh", "kernels/hopper/forward.cu"),
     "thd_attn_shares_sm90": _HOPPER_BACKWARD,
-    "thd_attn_bwd_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/query_side.cuh", "kernels/hopper/backward.cu"),
+    "thd_attn_bwd_sm90": (*_HOPPER_TILES, "kernels/hopper/backward.cu"),
+    "thd_attn_bwd_pair_sm90": (*_HOPPER_TILES, "kernels/hopper/pair.cu"),
+    "thd_attn_bwd_dq_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/dq.cu"),
     "thd_attn_bwd_wide_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/wide.cu"),
     "thd_attn_round_wide_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/wide.cu"),
 }

@@ -27,10 +27,13 @@
 //   kernels/portable/decode.cu            attention of few queries over long caches
 //   kernels/hopper/common.cuh             wgmma, TMA, mbarriers, tiles in shared memory, the scheduler (sm_90a)
 //   kernels/hopper/forward.cu             the attention forward
-//   kernels/hopper/backward_common.cuh    what both backwards share: the scheduler's steps, shares of accumulators
+//   kernels/hopper/backward_common.cuh    what all backwards share: the scheduler's steps, shares of accumulators
+//   kernels/hopper/backward_tiles.cuh     what those up to head dims 192/128 share: shared memory, the producer
 //   kernels/hopper/query_side.cuh         dq in the backward up to head dims 192/128
-//   kernels/hopper/backward.cu            the backward up to head dims 192/128
+//   kernels/hopper/backward.cu            the backward up to head dims 128
+//   kernels/hopper/pair.cu                the backward of head dims 192/128
 //   kernels/hopper/wide.cu                the backward of wider heads
+//   kernels/hopper/dq.cu                  dq by itself for those, for the same bits on every run
 //
 // Words, beside those of the field. One meaning each, here and in Python:
 //

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from thdattn.hopper_tiles import BackwardPairSm90, BackwardSm90, BackwardWideSm90, ForwardSm90
 from thdattn.instances import PLAIN, Instance, Kind, instance
 
 PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels/portable/common.cuh
 STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
 SLAB, SLAB_BYTES = 64, 128  # columns of a slab of a Hopper tile, bytes of its rows
+DQ_ROWS = 128  # query rows of thd_attn_bwd_dq_sm90, which are those of the forward beside it
 STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
 
 
@@ -66,90 +68,6 @@ class BackwardDq:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardSm90:
-    """thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows.
-
-    q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead. q_in_registers: queries are read
-    from registers, where there are some left. together: heads that are done one after another at each tile.
-    capped_tile_n: as for Forward.
-    divides: keys of a tile may be divided among thread blocks.
-    """
-
-    tile_n: int
-    consumers: int
-    q_stages: int
-    kv_stages: int
-    q_in_registers: bool = False
-    together: int = 4
-    capped_tile_n: int = 0
-    divides: bool = True
-
-    def keys(self, kind: Kind) -> int:
-        """Keys at a time."""
-        return (kind.caps and self.capped_tile_n) or self.tile_n
-
-    @property
-    def tile_m(self) -> int:
-        """Query rows of a thread block."""
-        return 64 * self.consumers
-
-    @property
-    def warps(self) -> int:
-        """Warps that compute."""
-        return 4 * self.consumers
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackwardSm90:
-    """thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time, `stages` query tiles loaded ahead.
-
-    The key side takes scores of `queries` of them at once, and dP of `weighed`; of capped_at_once where logits are
-    capped, if these differ. dq has pieces of piece_cols columns, and dq_stages buffers for pieces on their way; the
-    warpgroup that computes them has query_registers registers per thread, the others share the rest. adding_registers:
-    those where it adds dq to what is there, if they differ. together: as for ForwardSm90.
-    """
-
-    tile_m: int
-    stages: int
-    queries: int
-    weighed: int
-    piece_cols: int
-    dq_stages: int
-    query_registers: int
-    adding_registers: int = 0
-    capped_at_once: tuple[int, int] | None = None
-    together: int = 2
-
-    tile_n = 128
-    has_deterministic = True
-
-    def at_once(self, caps: bool) -> tuple[int, int]:
-        """Queries whose scores, and queries whose dP, the key side takes at once."""
-        return (caps and self.capped_at_once) or (self.queries, self.weighed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackwardWideSm90:
-    """thd_attn_bwd_wide_sm90: 64 keys per thread block, 64 query rows at a time, dq added up in any order.
-
-    q_stages tiles of queries and dout_stages tiles of their gradients are loaded ahead. keys_in_registers: as
-    q_in_registers of ForwardSm90. The warpgroups of keys and of values have so many registers per thread, and
-    capped_shift more, or fewer, where logits are capped.
-    """
-
-    q_stages: int
-    dout_stages: int
-    keys_in_registers: bool
-    key_registers: int
-    value_registers: int
-    capped_shift: int = 0
-
-    tile_m = tile_n = 64
-    together = 2
-    has_deterministic = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Tiles:
     """All tile sizes of one head dim. `backward` is a choice: the first that fits the GPU's shared memory."""
 
@@ -159,7 +77,7 @@ class Tiles:
     backward: tuple[Backward, ...]
     backward_dq: BackwardDq
     forward_sm90: ForwardSm90
-    backward_sm90: BackwardSm90 | BackwardWideSm90
+    backward_sm90: BackwardSm90 | BackwardPairSm90 | BackwardWideSm90
 
     # ---------------------------------------------------------------------------------------- portable kernels
 
@@ -260,8 +178,27 @@ class Tiles:
                         queries, weighed, b.piece_cols, b.dq_stages, registers, deterministic,
                         shared_bytes=tiles + pieces + stats + barriers + told + ranges)
 
-    def thd_attn_bwd_wide_sm90(self, dtype: str, dq_dtype: str, grad_dtype: str, caps: bool = False) -> Instance:
-        """dk and dv, whose dtype is grad_dtype, and dq, added to what is there where it is float32, or accumulators."""
+    def thd_attn_bwd_pair_sm90(
+        self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False
+    ) -> Instance:
+        """As thd_attn_bwd_sm90."""
+        b = self.backward_sm90
+        assert isinstance(b, BackwardPairSm90)
+        tiles = self._keys_and_values(b.tile_n + b.stages * b.tile_m) + slabs(b.tile_n, b.tile_m)
+        dq_stages = self.head_dim // b.piece_cols
+        pieces, stats = 4 * 64 * self.head_dim, 8 * b.stages * b.tile_m
+        barriers = 8 * (8 + 2 * b.stages + 2 + 3 * dq_stages)
+        told = -(-(2 * 12 + 4 * dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
+        ranges = 8 * (b.tile_n + 8)
+        queries = b.capped_queries if caps else b.queries
+        return instance("thd_attn_bwd_pair_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.stages, queries,
+                        b.piece_cols, deterministic,
+                        shared_bytes=tiles + pieces + stats + barriers + told + ranges)
+
+    def thd_attn_bwd_wide_sm90(
+        self, dtype: str, dq_dtype: str, grad_dtype: str, with_dq: bool, caps: bool = False
+    ) -> Instance:
+        """dk and dv, whose dtype is grad_dtype, and with_dq also dq as thd_attn_bwd_sm90, or its accumulators."""
         b = self.backward_sm90
         assert isinstance(b, BackwardWideSm90)
         tiles = (slabs(64 * (1 + b.q_stages), self.head_dim) + slabs(64 * (1 + b.dout_stages), self.v_head_dim)
@@ -270,8 +207,15 @@ class Tiles:
         stats, barriers, steps, ranges = 4 * 64 * loaded, 8 * (8 + 2 * loaded), 16 * (2 + loaded), 8 * (64 + 8)
         shift = b.capped_shift if caps else 0
         return instance("thd_attn_bwd_wide_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.q_stages,
-                        b.dout_stages, b.keys_in_registers, b.key_registers + shift, b.value_registers - shift,
+                        b.dout_stages, with_dq, b.keys_in_registers, b.key_registers + shift, b.value_registers - shift,
                         shared_bytes=tiles + stats + barriers + steps + ranges)
+
+    def thd_attn_bwd_dq_sm90(self, dtype: str, dq_dtype: str, caps: bool = False) -> Instance:
+        """As thd_attn_bwd_dq."""
+        b = self.backward_sm90
+        assert isinstance(b, BackwardWideSm90)
+        return instance("thd_attn_bwd_dq_sm90", dtype, dq_dtype, caps, *self._dims, b.dq_keys, 2,
+                        shared_bytes=self._keys_and_values(DQ_ROWS + 2 * b.dq_keys) + 8 * 6 + 16 * 2)
 
     def thd_attn_round_wide_sm90(self, dq_dtype: str) -> Instance:
         """dq from its accumulators."""
@@ -286,12 +230,16 @@ class Tiles:
         for dtype in ("float16", "bfloat16"):
             kernels += [self.thd_attn_fwd_sm90(dtype, out) for out in (dtype, "float32")]
             grads = (dtype, dtype), (dtype, "float32"), ("float32", "float32")  # of dq, and of dk and dv
-            if isinstance(self.backward_sm90, BackwardSm90):
-                kernels += [self.thd_attn_bwd_sm90(dtype, *each, deterministic)
-                            for each in grads for deterministic in (False, True)]
-            else:
-                kernels += [self.thd_attn_bwd_wide_sm90(dtype, *each) for each in grads]
+            if isinstance(self.backward_sm90, BackwardWideSm90):
+                kernels += [self.thd_attn_bwd_wide_sm90(dtype, *each, with_dq=True) for each in grads]
+                kernels += [self.thd_attn_bwd_wide_sm90(dtype, dtype, grad, with_dq=False)
+                            for grad in (dtype, "float32")]
+                kernels += [self.thd_attn_bwd_dq_sm90(dtype, dq) for dq in (dtype, "float32")]
                 kernels.append(self.thd_attn_round_wide_sm90(dtype))
+            else:
+                pair = isinstance(self.backward_sm90, BackwardPairSm90)
+                backward = self.thd_attn_bwd_pair_sm90 if pair else self.thd_attn_bwd_sm90
+                kernels += [backward(dtype, *each, deterministic) for each in grads for deterministic in (False, True)]
         if isinstance(self.backward_sm90, BackwardWideSm90):
             kernels.append(self.thd_attn_round_wide_sm90("float32"))
         return kernels
@@ -303,8 +251,10 @@ class Tiles:
         if isinstance(b, BackwardSm90):
             queries = {*b.at_once(caps=False), *b.at_once(caps=True)}
             backward = {*queries, b.piece_cols, *self._dims}
-        else:  # a sum of 256 columns takes two instructions, kWideCols of kernels/hopper/wide.cu
-            backward = {64, *(128 if dim == 256 else dim for dim in self._dims)}
+        elif isinstance(b, BackwardPairSm90):
+            backward = {b.queries, b.capped_queries, b.piece_cols, 32, *self._dims}
+        else:  # a sum of 256 columns takes two instructions, kMostCols of kernels/hopper/backward_common.cuh
+            backward = {64, b.dq_keys, *(128 if dim == 256 else dim for dim in self._dims)}
         return {f.tile_n, f.capped_tile_n or f.tile_n, self.v_head_dim, *backward}
 
     # ---------------------------------------------------------------------------------------- what they share
@@ -392,11 +342,9 @@ TILES = {
             forward_sm90=ForwardSm90(
                 tile_n=128, consumers=2, q_stages=1, kv_stages=2,  # 144 keys, or another stage, do not fit
             ),
-            backward_sm90=BackwardSm90(
-                tile_m=64, stages=2, queries=32, weighed=32,  # a third stage does not fit, 64 queries at once spill
-                piece_cols=32, dq_stages=4,  # a fifth does not fit, 64 columns spill
-                query_registers=48,  # 32 spill, and 64 leave too few to the key side, which then spills
-                capped_at_once=(32, 16),  # with dP of 32, products wait
+            backward_sm90=BackwardPairSm90(
+                stages=2, queries=64, piece_cols=64,  # another stage does not fit
+                capped_queries=32,  # 64 spill
                 together=3,
             ),
         ),
@@ -413,6 +361,7 @@ TILES = {
                 q_stages=3, dout_stages=2, keys_in_registers=True,
                 key_registers=208, value_registers=208,  # 192 for keys spill
                 capped_shift=8,  # 208 for keys spill
+                dq_keys=64,
             ),
         ),
         Tiles(
@@ -431,6 +380,7 @@ TILES = {
                 keys_in_registers=False,  # keys in registers spill
                 key_registers=192, value_registers=232,  # 176 for keys spill, and 224 for values
                 capped_shift=8,  # 0 spills
+                dq_keys=48,  # 64 do not fit
             ),
         ),
     )

@@ -1,8 +1,9 @@
 """The attention backward: which kernels a call launches, and with what.
 
-Every kernel starts from thd_attn_delta. On Hopper, thd_attn_bwd_sm90 follows, or for head dims beyond 192/128
-thd_attn_bwd_wide_sm90 and thd_attn_round_wide_sm90. Elsewhere thd_attn_bwd and thd_attn_round; deterministic,
-thd_attn_bwd without dq and thd_attn_bwd_dq.
+Every kernel starts from thd_attn_delta. On Hopper, thd_attn_bwd_sm90 follows, or for head dims 192/128
+thd_attn_bwd_pair_sm90, or beyond them thd_attn_bwd_wide_sm90 and thd_attn_round_wide_sm90; deterministic, the former
+without dq and thd_attn_bwd_dq_sm90. Elsewhere thd_attn_bwd and thd_attn_round; deterministic, thd_attn_bwd without dq
+and thd_attn_bwd_dq.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from numpy.typing import DTypeLike
 
 from thdattn import jit
 from thdattn.homes import places_of_keys
+from thdattn.hopper_tiles import BackwardPairSm90, BackwardWideSm90
+from thdattn.instances import Instance
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Gpu, Launch, layout
@@ -26,7 +29,7 @@ from thdattn.ops.plan import pairs_of, parts_of
 from thdattn.ops.rows import reorder
 from thdattn.plan import Plan, shares_bytes
 from thdattn.structs import BACKWARD_SIZE, GRADIENTS, HOMES, PAIRS, SHARES
-from thdattn.tiles import STATS_ROWS, TILES, BackwardWideSm90, Tiles
+from thdattn.tiles import DQ_ROWS, STATS_ROWS, TILES, Tiles
 
 Halfway = Callable[[Array, Array], None]
 GradDtypes = tuple[str, np.dtype[Any]]  # of dq, to which is added where it is float32, and of dk and dv
@@ -45,7 +48,7 @@ def attn_bwd(
 
     Where dq comes from several tiles of keys, it is accumulated in float32, and rounded once. `deterministic`: on
     Hopper up to head dims 192/128, thread blocks wait for each other to add from the last tile of keys to the first;
-    elsewhere dq has a kernel of its own, for 1.4 times the matrix products. Where blocks wait in the order of tiles of
+    otherwise dq has a kernel of its own, for 1.4 times the matrix products. Where blocks wait in the order of tiles of
     keys, all tiles are done before `halfway`.
     """
     dkv_dtype = np.dtype(kv_grad_dtype)
@@ -61,13 +64,12 @@ def attn_bwd(
             halfway(dk, dv)
         return dq, dk, dv
     gpu, row = launch.this_gpu(), TILES[q.shape[2], v.shape[2]]
-    hopper = _is_hopper(gpu, row, deterministic)
-    if not hopper and not q.flags.c_contiguous:  # the portable kernels take whole rows
+    if not gpu.sm90 and not q.flags.c_contiguous:  # the portable kernels take whole rows
         dout, q, out = map(cupy.ascontiguousarray, (dout, q, out))
     launches = plan.once(
         ("backward", *layout(q, k, v), dq.dtype, dkv_dtype, deterministic, shares is None, homes is None,
          halfway is None, softcap > 0),
-        lambda: (_Hopper if hopper else _Portable)(
+        lambda: (_Hopper if gpu.sm90 else _Portable)(
             gpu, row, q, k, v, plan, (dq.dtype.name, dkv_dtype), deterministic,
             "home" if homes is not None else "given" if shares is not None else "made", halfway is not None,
             softcap > 0))
@@ -91,10 +93,6 @@ def rounded(x: Array, dtype: DTypeLike) -> Array:
     return out
 
 
-def _is_hopper(gpu: Gpu, row: Tiles, deterministic: bool) -> bool:
-    return gpu.sm90 and (row.backward_sm90.has_deterministic or not deterministic)
-
-
 def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int, num_home: int = 0) -> Bytes:
     """Bytes of the work buffers of attn_bwd by name; see reference.backward_bytes."""
     gpu, row, rows = launch.this_gpu(), TILES[plan.head_dims], plan.local_rows
@@ -103,7 +101,7 @@ def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int
     heads, kv_heads = layer.num_heads // layer.num_groups, layer.num_kv_heads // layer.num_groups
     group_q, group_out = (num_bytes((rows, heads, width), layer.dtype) for width in plan.head_dims)
     made = {"delta": num_bytes(_stats_shape(rows, heads), np.float32)}
-    if not _is_hopper(gpu, row, layer.deterministic):
+    if not gpu.sm90:
         made["dq in float32"] = num_bytes(_dq_accum_shape(rows, heads, row, layer.deterministic), np.float32)
         if layer.num_groups > 1:
             made["a group's dout, q, out and dq"] = 2 * (group_q + group_out)
@@ -114,7 +112,7 @@ def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int
               for where in variants]
     made["gradients in float32"] = sum(num_bytes(shape, np.float32) for shape in {accum.shape for accum in accums})
     made["shares of dq"] = num_bytes(_shares_shape(row, rows), np.int32)
-    if accums[0].deterministic:
+    if accums[0].deterministic and not isinstance(row.backward_sm90, BackwardWideSm90):
         made["order of tiles"] = num_bytes(plan.num_tiles[1:], np.int32)
     if plan.has_blind_queries and plan.leading_tokens is None:
         made["q and dout without padding"] = group_q + group_out + num_bytes((rows,), np.int32)
@@ -158,13 +156,15 @@ def _accum(gpu: Gpu, row: Tiles, plan: Plan, num_heads: int, num_kv_heads: int, 
         adds_elsewhere = where == "made"
     dkv_size = plan.key_rows * num_kv_heads * (head_dim + v_head_dim) if adds_elsewhere else 0
     dq_semaphores, semaphore_rows = stats_rows // 64 * num_heads, num_tiles * tiles.tile_n // 16
-    return _Accum(deterministic, splits, dkv_size, stats_rows * num_heads * head_dim, dq_semaphores,
+    dq_size = 0 if wide and deterministic else stats_rows * num_heads * head_dim
+    return _Accum(deterministic, splits, dkv_size, dq_size, dq_semaphores,
                   semaphore_rows, dq_semaphores + 2 * semaphore_rows * num_kv_heads)
 
 
 class _Hopper:
     """The launches on Hopper. Accumulators of dq have a layout of their own; it is rounded once."""
 
+    dq: Launch | None  # by itself
     round_dq: Launch | None
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
@@ -183,31 +183,38 @@ class _Hopper:
         # The first share of a claimed accumulator is stored; only semaphores have to be zero. Wide heads claim no dq.
         stats, self.delta = _delta(row, q, v, plan, rest_of_accum if wide else semaphores)
 
-        fixed: tuple[Any, ...] = self.dq_accum, stats
-        if wide:
-            kernel = row.thd_attn_bwd_wide_sm90(dtype, dq_dtype, dkv_dtype.name, caps)
+        fixed: tuple[Any, ...] = self.dq_accum, semaphores, stats, plan.key_ranges
+        if isinstance(tiles, BackwardWideSm90):
+            kernel = row.thd_attn_bwd_wide_sm90(
+                dtype, dtype if deterministic else dq_dtype, dkv_dtype.name, not deterministic, caps)
+            fixed = self.dq_accum, stats
         else:
-            kernel = row.thd_attn_bwd_sm90(dtype, dq_dtype, dkv_dtype.name, deterministic, caps)
-            fixed = self.dq_accum, semaphores, stats, plan.key_ranges
+            pair = isinstance(tiles, BackwardPairSm90)
+            kernel = (row.thd_attn_bwd_pair_sm90 if pair else row.thd_attn_bwd_sm90)(
+                dtype, dq_dtype, dkv_dtype.name, deterministic, caps)
         shares = shares_of(row, plan)
 
         def main_of(orders: Array, num_splits: int, packs: Any) -> Launch:
             num_tiles, splits = orders.shape[1], num_kv_heads * num_splits
             # Splits that add to the same rows at the same time wait for each other.
             short = scheduler.SHORT_UP_TO if num_splits == 1 else scheduler.LONG_FROM
-            order, how = scheduler.schedule(gpu, plan, orders, splits, 1 if deterministic else tiles.together, short)
-            if deterministic:  # a block that waits for others finds them at work
+            in_order = deterministic and not wide
+            order, how = scheduler.schedule(gpu, plan, orders, splits, 1 if in_order else tiles.together, short)
+            if in_order:  # a block that waits for others finds them at work
                 order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
             size = np.array((num_rows, num_keys, stats_rows, num_tiles, splits, *how, group // num_splits,
                              group, num_kv_heads, room.semaphore_rows, launch.row_heads(q)), BACKWARD_SIZE)[()]
-            return Launch(jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * splits),), 512,
+            return Launch(jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * splits),), tiles.threads,
                           (*fixed, plan.query_ranges, shares, order, cupy.zeros(1, np.int32), packs, size))
 
         choices = _packs_of(room.splits, plan)
         self.mains = [[main_of(orders, *choice) for choice in choices]
-                      for orders in _parts(plan, in_two and not deterministic)]
-        self.boxes, self.round_dq = (tiles.tile_m, tiles.tile_n, tiles.tile_n, tiles.tile_m), None
-        if wide:
+                      for orders in _parts(plan, in_two and (wide or not deterministic))]
+        self.boxes, self.dq, self.round_dq = (tiles.tile_m, tiles.tile_n, tiles.tile_n, tiles.tile_m), None, None
+        if isinstance(tiles, BackwardWideSm90) and deterministic:
+            self.dq_boxes = DQ_ROWS, tiles.dq_keys, tiles.dq_keys, DQ_ROWS
+            self.dq = _dq_by_itself(gpu, row, row.thd_attn_bwd_dq_sm90(dtype, dq_dtype, caps), q, group, plan, stats)
+        elif wide:
             round_dq, size = jit.kernel(*row.thd_attn_round_wide_sm90(dq_dtype)), self.mains[0][0].fixed[-1]
             self.round_dq = Launch(round_dq, (stats_rows // 64, num_heads), 128, (shares, size))
 
@@ -224,14 +231,30 @@ class _Hopper:
                 q, dout = without_padding((q, dout), ("q", "dout"), plan)
             else:  # rows outside a map arrive as zeros
                 num_rows = max(1, plan.leading_tokens)
-        inputs = launch.tensor_maps((q, k, v, dout), (num_rows, num_keys, num_keys, num_rows), self.boxes)
+        tensors, rows = (q, k, v, dout), (num_rows, num_keys, num_keys, num_rows)
+        inputs = launch.tensor_maps(tensors, rows, self.boxes)
         accum = _dk_dv(self.dkv_accum, k, v) if self.dkv_accum.size else shares
         places = (*rounded, plan.arrays.places) if rounded else [None] * 3
         made = [0 if x is None else x.data.ptr for x in (*shares, *accum, self.grad_semaphores, *places)]
         _in_turn(self.mains, (*inputs, dq, _gradients(homes, *made), logits), shares, halfway)
+        if self.dq is not None:
+            self.dq(*launch.tensor_maps(tensors, rows, self.dq_boxes), dq, logits)
         if self.round_dq is not None:
             self.round_dq(dq, self.dq_accum, softmax_scale)
         return shares
+
+
+def _dq_by_itself(
+    gpu: Gpu, row: Tiles, kernel: Instance, q: Array, group: int, plan: Plan, stats: Array
+) -> Launch:
+    """The launch of thd_attn_bwd_dq_sm90, whose tiles of queries and scheduler are those of the forward."""
+    orders, (num_rows, num_heads, _) = plan.arrays.query_tiles, q.shape
+    num_tiles = orders.shape[1]
+    order, how = scheduler.schedule(gpu, plan, orders, num_heads, max(group, row.forward_sm90.together))
+    size = np.array((num_rows, num_rows, _stats_rows(num_rows), num_tiles, num_heads, *how, 1, 1, num_heads, 0,
+                     launch.row_heads(q)), BACKWARD_SIZE)[()]
+    return Launch(jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * num_heads),), 384,
+                  (stats, plan.key_ranges, order, cupy.zeros(1, np.int32), np.int32(group), size))
 
 
 def plan_backward(plan: Plan) -> None:

@@ -9,6 +9,7 @@ import cupy
 import numpy as np
 
 from thdattn import jit
+from thdattn.hopper_tiles import ForwardSm90
 from thdattn.instances import Kind
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
@@ -17,7 +18,7 @@ from thdattn.ops.logits import kind_of, logits_of
 from thdattn.ops.plan import parts_of
 from thdattn.plan import Plan
 from thdattn.structs import FORWARD_SIZE, PARTS
-from thdattn.tiles import TILES, ForwardSm90, Tiles
+from thdattn.tiles import TILES, Tiles
 
 
 def attn_fwd(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from thdattn.hopper_tiles import ForwardSm90
 from thdattn.ops.launch import Array, Gpu
 from thdattn.plan import Plan
-from thdattn.tiles import ForwardSm90
 
 # Measured on an H100. "Queries in sight" are the local queries that see an average key.
 SPLIT_COLUMNS, LONG_FROM = 128, 1100  # columns of the query heads of a split; from so many queries in sight on

@@ -1,4 +1,4 @@
-// What the two Hopper backwards share: the scheduler with what is in sight, and accumulators that several thread blocks
+// What the Hopper backwards share: the scheduler with what is in sight, and accumulators that several thread blocks
 // add to.
 
 // ------------------------------------------------------------------------------------------------ scheduler
@@ -86,26 +86,27 @@ struct QuerySight {
 template <int kGroups, int kTileM, typename Take>
 __device__ __forceinline__ void schedule_steps(const int2* query_ranges, const int* shares, const int* tile_order,
                                                int* counter, BackwardSize size, Take take) {
-  const int num_work = size.num_tiles * size.splits;
-  auto draw = [&] { return me().lane == 0 ? draw_work(counter, num_work + gridDim.x) : 0; };
-  for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work; ) {
+  // Of what is the same for all work, nothing is kept: registers are few.
+  auto num_work = [&] { return opaque(size.num_tiles) * size.splits; };
+  auto draw = [&] { return me().lane == 0 ? draw_work(counter, num_work() + opaque(gridDim.x)) : 0; };
+  for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work(); ) {
     const WorkTile work_tile =
-        scheduled_tile(work, tile_order, size.num_tiles, size.splits, size.together, size.last_splits);
+        scheduled_tile(work, tile_order, opaque(size.num_tiles), opaque(size.splits), size.together, size.last_splits);
     const QuerySight<kGroups, kTileM> sight(query_ranges, work_tile.tile * kGroups * 64, size.k_rows);
-    const int first = sight.first / kTileM * kTileM;
+    auto first = [&] { return sight.first / kTileM * kTileM; };
     const bool nothing = sight.first == kNone;
-    int row = first, head = work_tile.head * size.split_heads;
+    int row = first(), head = work_tile.head * size.split_heads;
     for (u32 flags = nothing ? kNothing | kLast : kFirst; ; flags = 0) {
       const bool end_of_head = row + kTileM >= sight.end;
       if (!nothing) {
         flags |= sight.flags(row);
-        if (flags & (kSees | kSees << 2) && shares[row / kTileM] == 1) flags |= kAlone;
+        if (shares && flags & (kSees | kSees << 2) && shares[row / kTileM] == 1) flags |= kAlone;
         if (end_of_head && head + 1 == (work_tile.head + 1) * size.split_heads) flags |= kLast;
       }
       if (flags & kLast) work = draw();
       take(Step{row, head, work_tile.tile, flags});
       if (flags & kLast) break;
-      row = end_of_head ? first : row + kTileM;
+      row = end_of_head ? first() : row + kTileM;
       head += end_of_head;
     }
     work = __shfl_sync(0xffffffffu, work, 0);
@@ -117,7 +118,7 @@ __device__ __forceinline__ void schedule_steps(const int2* query_ranges, const i
 template <int kKeys, int kHeadDim, int kVHeadDim, typename Shared>
 __device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* map_k, const TensorMap* map_v,
                                           const int2* query_ranges, const Step& step, BackwardSize size) {
-  const int lane = threadIdx.x % kWarp, kv_head = step.head / size.group, key = step.tile * kKeys;
+  const int lane = me().lane, kv_head = step.head / size.group, key = step.tile * kKeys;
   if (lane == 0) {
     barrier_expect(&shared.kv_full, kTileBytes<kKeys, kHeadDim> + kTileBytes<kKeys, kVHeadDim>);
     copy_tile<kKeys, kHeadDim, true>(shared.k, map_k, kv_head, key, &shared.kv_full);
@@ -187,6 +188,13 @@ __device__ __forceinline__ Share claim_share(int* semaphore, int shares) {
 }
 __device__ __forceinline__ void release_share(int* semaphore) {
   asm volatile("red.release.gpu.add.s32 [%0], 1;" :: "l"(semaphore) : "memory");
+}
+
+// Columns of accumulators per matrix instruction: 256 would take more registers than a thread has at launch.
+template <int kDim> constexpr int kMostCols = kDim == 256 ? 128 : kDim;
+template <int kCols, int kBlocks>
+__device__ __forceinline__ float (&columns(float (&acc)[kBlocks][4], int first))[kCols / 8][4] {
+  return *(float(*)[kCols / 8][4])&acc[first / 8];
 }
 
 // ------------------------------------------------------------------------------------------------ dk and dv

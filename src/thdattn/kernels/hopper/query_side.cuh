@@ -20,6 +20,32 @@ template <typename Shared> __device__ __forceinline__ size_t accum_at(Claim clai
   return (size_t)claim.semaphore * 64 * Shared::kHeadDim + piece * Shared::kPieceFloats;
 }
 
+// Brings a piece of dq, one warpgroup: to the warp that sends it or, where nothing is to be added any more, to dq.
+template <typename Shared, typename Dq, int kBlocks>
+__device__ __forceinline__ void bring_piece(Shared& shared, Dq* dq, float (&acc)[kBlocks][4], const Step& step,
+                                            Ring<Shared::kDqStages>& pieces, int row, int first_col,
+                                            BackwardSize size, float softmax_scale) {
+  bool complete = step.flags & kAlone;
+  if (has_share(step.flags)) {
+    float4* const staging = (float4*)shared.dq[pieces.stage] + threadIdx.x % 128;
+    barrier_wait(&shared.dq_open[pieces.stage], pieces.parity);
+    const Share share = shared.share[pieces.stage];
+    complete = share == Share::kLast || share == Share::kOnly;
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      if (!complete) staging[n * 128] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+      if (share != Share::kLast) continue;
+      const float4 others = staging[n * 128];
+      acc[n][0] += others.x, acc[n][1] += others.y, acc[n][2] += others.z, acc[n][3] += others.w;
+    }
+    publish_to_async();
+    __syncwarp();
+    if (me().lane == 0) barrier_arrive(&shared.dq_full[pieces.stage]);
+    pieces.advance();
+  }
+  if (complete) bring_dq<Shared::kHeadDim>(dq, acc, softmax_scale, row, step.head, first_col, size);
+}
+
 // The query side, one warpgroup: dq = dS k, piece by piece.
 template <typename T, typename Shared, typename Dq>
 __device__ __forceinline__ void serve_queries(Shared& shared, Dq* dq, BackwardSize size, float softmax_scale) {
@@ -41,25 +67,7 @@ __device__ __forceinline__ void serve_queries(Shared& shared, Dq* dq, BackwardSi
       if (nothing || piece == kAll - 1) arrive(&shared.ds_empty[ring.stage]);
       if (nothing) break;
       if (step.flags & kLast && piece == kAll - 1) arrive(&shared.kv_empty);
-      bool complete = step.flags & kAlone;
-      if (has_share(step.flags)) {
-        float4* const staging = (float4*)shared.dq[pieces.stage] + threadIdx.x % 128;
-        barrier_wait(&shared.dq_open[pieces.stage], pieces.parity);
-        const Share share = shared.share[pieces.stage];
-        complete = share == Share::kLast || share == Share::kOnly;
-        #pragma unroll
-        for (int n = 0; n < kCols / 8; ++n) {
-          if (!complete) staging[n * 128] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
-          if (share != Share::kLast) continue;
-          const float4 others = staging[n * 128];
-          acc[n][0] += others.x, acc[n][1] += others.y, acc[n][2] += others.z, acc[n][3] += others.w;
-        }
-        publish_to_async();
-        __syncwarp();
-        arrive(&shared.dq_full[pieces.stage]);
-        pieces.advance();
-      }
-      if (complete) bring_dq<Shared::kHeadDim>(dq, acc, softmax_scale, step.row + m * 64, step.head, first_col, size);
+      bring_piece(shared, dq, acc, step, pieces, step.row + m * 64, first_col, size, softmax_scale);
     }
   }
 }
@@ -74,18 +82,18 @@ __device__ __forceinline__ void claim_shares(
     Shared& shared, const float* dq_accum, const int2* key_ranges, int* semaphores, const int* shares,
     BackwardSize size) {
   constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kFloats = Shared::kPieceFloats;
-  const int lane = threadIdx.x % kWarp;
-  Ring<Shared::kStages> ring = {0, 0};
-  Ring<2> claims = {0, 1};
-  Ring<Shared::kDqStages> pieces = {0, 1};
-  for (Step step = {}; !(step.flags & kEnd); ) {
-    barrier_wait(&shared.full[ring.stage], ring.parity);
-    step = shared.step[ring.double_stage()];
+  constexpr int kDqStages = Shared::kDqStages;
+  static_assert(Shared::kStages == 2);
+  u32 steps = 0, claims = 0;                          // so far
+  while (true) {
+    barrier_wait(&shared.full[steps % 2], steps / 2 % 2);
+    const Step& step = shared.step[steps % 4];        // stays until two more have come through here
+    const u32 flags = step.flags;
     __syncwarp();
-    if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
-    ring.advance();
+    if (me().lane == 0) barrier_arrive(&shared.empty[steps % 2]);
+    ++steps;
     Claim claim = {kNoMore, 0, Share::kNone};
-    if (has_share(step.flags)) {
+    if (has_share(flags)) {
       claim.semaphore = semaphore_of(step.head, step.row, size);
       int* const semaphore = semaphores + claim.semaphore;
       if (!kDeterministic) {
@@ -94,7 +102,7 @@ __device__ __forceinline__ void claim_shares(
         int state = state_of(semaphore), first_tile = -1, next_tile = -1;      // early, for its latency
         bool sees = false;
         #pragma unroll 1
-        for (int i = lane; i < kTileM; i += kWarp) {
+        for (int i = me().lane; i < kTileM; i += kWarp) {
           const int2 range = range_of(key_ranges, step.row + i, size.q_rows);
           if (is_empty(range)) continue;
           const int last_tile = (range.y - 1) / kTileN;
@@ -112,30 +120,32 @@ __device__ __forceinline__ void claim_shares(
         const bool waits = claim.share == Share::kMiddle || claim.share == Share::kLast;
         while (waits && __shfl_sync(0xffffffffu, state, 0) != 1 + step.tile) state = state_of(semaphore);
       }
-    } else if (!(step.flags & kEnd)) {
+    } else if (!(flags & kEnd)) {
       continue;
     }
-    barrier_wait(&shared.claim_empty[claims.stage], claims.parity);
-    if (lane == 0) {
-      shared.claim[claims.stage] = claim;
-      barrier_arrive(&shared.claim_full[claims.stage]);
+    barrier_wait(&shared.claim_empty[claims % 2], claims / 2 % 2 ^ 1);
+    if (me().lane == 0) {
+      shared.claim[claims % 2] = claim;
+      barrier_arrive(&shared.claim_full[claims % 2]);
     }
-    claims.advance();
-    for (int piece = 0; piece < (claim.semaphore == kNoMore ? 0 : kAllPieces<Shared>); ++piece) {
-      barrier_wait(&shared.dq_empty[pieces.stage], pieces.parity);
-      if (lane == 0) {
-        u64* const open = &shared.dq_open[pieces.stage];
-        shared.share[pieces.stage] = claim.share;
+    if (flags & kEnd) break;
+    #pragma unroll 1
+    for (int piece = 0; piece < kAllPieces<Shared>; ++piece) {
+      const u32 before = claims * kAllPieces<Shared> + piece, stage = before % kDqStages;
+      barrier_wait(&shared.dq_empty[stage], before / kDqStages % 2 ^ 1);
+      if (me().lane == 0) {
+        u64* const open = &shared.dq_open[stage];
+        shared.share[stage] = claim.share;
         if (claim.share == Share::kLast) {
           const float* const others = dq_accum + accum_at<Shared>(claim, piece);
           barrier_expect(open, 4 * kFloats);
-          copy_bulk(shared.dq[pieces.stage], others, 4 * kFloats, open);
+          copy_bulk(shared.dq[stage], others, 4 * kFloats, open);
         } else {
           barrier_arrive(open);
         }
       }
-      pieces.advance();
     }
+    ++claims;
   }
 }
 

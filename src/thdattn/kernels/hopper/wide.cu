@@ -13,14 +13,7 @@ __device__ __forceinline__ float4* probabilities(unsigned char* stage, int warp,
 template <int kHeadDim> constexpr int kPieces = kHeadDim / kSlab;   // of 64 rows of dq
 constexpr int kPieceFloats = kWideTile * kSlab;
 
-// Columns of accumulators per matrix instruction: 256 would take more registers than a thread has at launch.
-template <int kDim> constexpr int kWideCols = kDim == 256 ? 128 : kDim;
-template <int kCols, int kBlocks>
-__device__ __forceinline__ float (&columns(float (&acc)[kBlocks][4], int first))[kCols / 8][4] {
-  return *(float(*)[kCols / 8][4])&acc[first / 8];
-}
-
-template <int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+template <int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages, bool kWithDq>
 struct WideShared {
   static constexpr int kQBytes = kTileBytes<kWideTile, kHeadDim>, kDoutBytes = kTileBytes<kWideTile, kVHeadDim>;
   unsigned char k[kQBytes], v[kDoutBytes];
@@ -37,23 +30,23 @@ struct WideShared {
   int2 warp_tile[8];                                              // of the key role's warps, then the value role's
 
   __device__ __forceinline__ void init() {
-    barrier_init(&kv_full, 2), barrier_init(&kv_empty, 12);
+    barrier_init(&kv_full, 2), barrier_init(&kv_empty, kWithDq ? 12 : 8);
     for (int s = 0; s < kQStages; ++s) barrier_init(&q_full[s], 1), barrier_init(&q_empty[s], 4);
     for (int s = 0; s < kDoutStages; ++s) barrier_init(&dout_full[s], 1), barrier_init(&dout_empty[s], 4);
     for (int s = 0; s < kDsStages; ++s) {
-      barrier_init(&p_full[s], 4), barrier_init(&ds_full[s], 4), barrier_init(&ds_empty[s], 8);
+      barrier_init(&p_full[s], 4), barrier_init(&ds_full[s], 4), barrier_init(&ds_empty[s], kWithDq ? 8 : 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 };
 
 // The producer, one warp: loads the tensors of every step.
-template <int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+template <int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages, bool kWithDq>
 __device__ __forceinline__ void produce_wide(
-    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, const TensorMap* map_q, const TensorMap* map_k,
-    const TensorMap* map_v, const TensorMap* map_dout, const float* stats, const int2* query_ranges, const int* shares,
-    const int* tile_order, int* counter, BackwardSize size) {
-  using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>;
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages, kWithDq>& shared, const TensorMap* map_q,
+    const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout, const float* stats,
+    const int2* query_ranges, const int* shares, const int* tile_order, int* counter, BackwardSize size) {
+  using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages, kWithDq>;
   const int lane = threadIdx.x % kWarp;
   Ring<kQStages> q_ring = {0, 1};
   Ring<kDoutStages> dout_ring = {0, 1};
@@ -89,9 +82,9 @@ __device__ __forceinline__ void produce_wide(
 }
 
 // The query role, one warpgroup: dq = dS k, a piece at a time.
-template <typename T, typename Dq, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+template <typename T, typename Dq, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages, bool kWithDq>
 __device__ __forceinline__ void serve_wide_queries(
-    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Dq* dq, float* dq_accum, BackwardSize size,
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages, kWithDq>& shared, Dq* dq, float* dq_accum, BackwardSize size,
     float softmax_scale) {
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   Ring<kDsStages> ring = {0, 0};
@@ -123,9 +116,9 @@ __device__ __forceinline__ void serve_wide_queries(
 
 // The key role, one warpgroup: probabilities, and dk = dS^T q.
 template <bool kKeysInRegisters, typename T, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kQStages,
-          int kDoutStages>
+          int kDoutStages, bool kWithDq>
 __device__ __forceinline__ void serve_wide_keys(
-    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Gradients<Grad> grads, BackwardSize size,
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages, kWithDq>& shared, Gradients<Grad> grads, BackwardSize size,
     Logits<kCaps> logits) {
   constexpr int kBlocks = kWideTile / 8;
   Ring<kQStages> ring = {0, 0};                       // of query tiles
@@ -140,10 +133,10 @@ __device__ __forceinline__ void serve_wide_keys(
     const u64 a = descriptor(shared.ds[ds_ring.stage], 16);
     const u64 b = descriptor(shared.q[ring.back(1).stage], kWideTile * kRowBytes);
     #pragma unroll
-    for (int c = 0; c < kHeadDim; c += kWideCols<kHeadDim>)
+    for (int c = 0; c < kHeadDim; c += kMostCols<kHeadDim>)
       #pragma unroll
       for (int i = 0; i < kWideTile / 16; ++i)
-        Wgmma<T, kWideCols<kHeadDim>>::template shared<0, 1>(columns<kWideCols<kHeadDim>>(acc, c), a + i * 32 / 16,
+        Wgmma<T, kMostCols<kHeadDim>>::template shared<0, 1>(columns<kMostCols<kHeadDim>>(acc, c), a + i * 32 / 16,
                                                              b + (c * kWideTile * 2 + i * 16 * kRowBytes) / 16, 1);
     wgmma_commit();
   };
@@ -224,9 +217,10 @@ __device__ __forceinline__ void serve_wide_keys(
 }
 
 // The value role, one warpgroup: score gradients, and dv = P^T dout.
-template <typename T, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages>
+template <typename T, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kQStages, int kDoutStages,
+          bool kWithDq>
 __device__ __forceinline__ void serve_wide_values(
-    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>& shared, Gradients<Grad> grads, BackwardSize size,
+    WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages, kWithDq>& shared, Gradients<Grad> grads, BackwardSize size,
     Logits<kCaps> logits) {
   constexpr int kBlocks = kWideTile / 8;
   Ring<kDoutStages> ring = {0, 0};
@@ -272,8 +266,8 @@ __device__ __forceinline__ void serve_wide_values(
       auto start_dv = [&] {
         const unsigned char* const dout = shared.dout[ring.stage];
         #pragma unroll
-        for (int c = 0; c < kVHeadDim; c += kWideCols<kVHeadDim>)
-          start_weighted_rows<T, kWideCols<kVHeadDim>, kWideTile>(columns<kWideCols<kVHeadDim>>(acc_dv, c), probability,
+        for (int c = 0; c < kVHeadDim; c += kMostCols<kVHeadDim>)
+          start_weighted_rows<T, kMostCols<kVHeadDim>, kWideTile>(columns<kMostCols<kVHeadDim>>(acc_dv, c), probability,
                                                                  dout + c * kWideTile * 2);
         wgmma_commit();
       };
@@ -362,9 +356,11 @@ __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
 //
 // The contract is that of thd_attn_bwd_sm90 without kDeterministic, for head dims that are multiples of 64, except that
 // dq_accum is zero and that thd_attn_round_wide_sm90 makes dq of it; maps of boxes of 64 rows.
+// kWithDq: without it, for the same bits on every run, thd_attn_bwd_dq_sm90 computes dq.
 // Launch: grid at most num_tiles * splits and one block per multiprocessor, block 512, shared memory kSharedBytes.
 template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kQStages,
-          int kDoutStages, bool kKeysInRegisters, int kKeyRegisters, int kValueRegisters, int kSharedBytes>
+          int kDoutStages, bool kWithDq, bool kKeysInRegisters, int kKeyRegisters, int kValueRegisters,
+          int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
@@ -372,7 +368,7 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ shares,
     const int* __restrict__ tile_order, int* __restrict__ counter, Pairs packs, BackwardSize size) {
   if (!packs.has_this()) return;
-  using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages>;
+  using Shared = WideShared<kHeadDim, kVHeadDim, kQStages, kDoutStages, kWithDq>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Shared& shared = *(Shared*)shared_bytes;
@@ -391,6 +387,6 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
     serve_wide_values<T>(shared, grads, size, logits);
   } else {
     registers_give<64>();
-    serve_wide_queries<T>(shared, dq, dq_accum, size, logits.scale);
+    if constexpr (kWithDq) serve_wide_queries<T>(shared, dq, dq_accum, size, logits.scale);
   }
 }

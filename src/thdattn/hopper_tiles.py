@@ -1,0 +1,108 @@
+"""What a tile size of the Hopper attention kernels is; tiles.py has the sizes of every head dim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thdattn.instances import Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardSm90:
+    """thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows.
+
+    q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead. q_in_registers: queries are read
+    from registers, where there are some left. together: heads that are done one after another at each tile.
+    capped_tile_n: as for Forward.
+    divides: keys of a tile may be divided among thread blocks.
+    """
+
+    tile_n: int
+    consumers: int
+    q_stages: int
+    kv_stages: int
+    q_in_registers: bool = False
+    together: int = 4
+    capped_tile_n: int = 0
+    divides: bool = True
+
+    def keys(self, kind: Kind) -> int:
+        """Keys at a time."""
+        return (kind.caps and self.capped_tile_n) or self.tile_n
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows of a thread block."""
+        return 64 * self.consumers
+
+    @property
+    def warps(self) -> int:
+        """Warps that compute."""
+        return 4 * self.consumers
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardSm90:
+    """thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time, `stages` query tiles loaded ahead.
+
+    The key side takes scores of `queries` of them at once, and dP of `weighed`; of capped_at_once where logits are
+    capped, if these differ. dq has pieces of piece_cols columns, and dq_stages buffers for pieces on their way; the
+    warpgroup that computes them has query_registers registers per thread, the others share the rest. adding_registers:
+    those where it adds dq to what is there, if they differ. together: as for ForwardSm90.
+    """
+
+    tile_m: int
+    stages: int
+    queries: int
+    weighed: int
+    piece_cols: int
+    dq_stages: int
+    query_registers: int
+    adding_registers: int = 0
+    capped_at_once: tuple[int, int] | None = None
+    together: int = 2
+
+    tile_n, threads = 128, 512
+
+    def at_once(self, caps: bool) -> tuple[int, int]:
+        """Queries whose scores, and queries whose dP, the key side takes at once."""
+        return (caps and self.capped_at_once) or (self.queries, self.weighed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardPairSm90:
+    """thd_attn_bwd_pair_sm90: 128 keys per thread block, 64 query rows at a time, `stages` query tiles loaded ahead.
+
+    Scores are taken of `queries` of them at once. The rest as for BackwardSm90.
+    """
+
+    stages: int
+    queries: int
+    piece_cols: int
+    capped_queries: int
+    together: int = 2
+
+    tile_m, tile_n, threads = 64, 128, 384
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardWideSm90:
+    """thd_attn_bwd_wide_sm90: 64 keys per thread block, 64 query rows at a time, dq added up in any order.
+
+    q_stages tiles of queries and dout_stages tiles of their gradients are loaded ahead. keys_in_registers: as
+    q_in_registers of ForwardSm90. The warpgroups of keys and of values have so many registers per thread, and
+    capped_shift more, or fewer, where logits are capped. For the same bits on every run dq has thd_attn_bwd_dq_sm90,
+    dq_keys keys at a time, two tiles of which are loaded.
+    """
+
+    q_stages: int
+    dout_stages: int
+    keys_in_registers: bool
+    key_registers: int
+    value_registers: int
+    dq_keys: int
+    capped_shift: int = 0
+
+    tile_m = tile_n = 64
+    threads = 512
+    together = 2

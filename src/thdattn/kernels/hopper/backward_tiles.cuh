@@ -1,0 +1,101 @@
+// What the Hopper backwards of 128 keys at a time (sm_90a) share: shared memory, the producer, and score gradients on
+// their way to dq.
+
+// The key side takes the scores of kAtOnce of the queries of a step at once, and dP of kWeighedAtOnce: beside float32
+// probabilities, registers have no room for more. dq has pieces of kCols columns, and kDqDepth stages for them.
+// kDsDepth stages hold score gradients, which kDqWarps warps multiply with keys: those of the query side or, where
+// there is none, the 8 of the key side.
+template <int kDim, int kVDim, int kM, int kAhead, int kAtOnce, int kWeighedAtOnce, int kCols, int kDqDepth,
+          int kDsDepth = kAhead, int kDqWarps = 4>
+struct BackwardShared {
+  static constexpr int kHeadDim = kDim, kVHeadDim = kVDim, kTileM = kM, kTileN = 128;
+  static constexpr int kStages = kAhead, kDsStages = kDsDepth;
+  static constexpr int kQueries = kAtOnce, kWeighed = kWeighedAtOnce, kDqStages = kDqDepth;
+  static constexpr int kPieceCols = kCols, kPieceFloats = 64 * kCols, kPieces = kDim / kCols;
+  static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
+  static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>, kDoutBytes = kTileBytes<kTileM, kVHeadDim>;
+  unsigned char k[kKBytes], v[kVBytes];
+  unsigned char q[kStages][kQBytes], dout[kStages][kDoutBytes];
+  unsigned char ds[kDsStages][kTileBytes<kTileN, kTileM>];         // keys are the rows
+  float dq[kDqStages][kPieceFloats];                              // pieces on their way to global memory, or from there
+  float minus_lse[kStages][kTileM], minus_delta[kStages][kTileM];
+  u64 kv_full, kv_empty;
+  u64 full[kStages], empty[kStages];
+  u64 ds_full[kDsStages], ds_empty[kDsStages];
+  u64 dq_empty[kDqStages], dq_open[kDqStages], dq_full[kDqStages];
+  u64 claim_full[2], claim_sent[2], claim_empty[2];
+  Claim claim[2];
+  Share share[kDqStages];                                         // that a piece is of
+  Step step[2 * kStages];                                         // read by the query side after its tiles are gone
+  int2 range[kTileN];                                             // of the key rows
+  int2 warp_tile[8];                                              // of the key side's warps: first key, kv head
+
+  __device__ __forceinline__ void init() {
+    barrier_init(&kv_full, 2), barrier_init(&kv_empty, 8 + kDqWarps % 8);
+    for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1), barrier_init(&empty[s], 9);
+    for (int s = 0; s < kDsStages; ++s) barrier_init(&ds_full[s], 8), barrier_init(&ds_empty[s], kDqWarps);
+    for (int s = 0; s < kDqStages; ++s)
+      barrier_init(&dq_empty[s], 1), barrier_init(&dq_open[s], 1), barrier_init(&dq_full[s], 4);
+    for (int s = 0; s < 2; ++s)
+      barrier_init(&claim_full[s], 1), barrier_init(&claim_sent[s], 1), barrier_init(&claim_empty[s], 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+// The producer, one warp: loads the tensors of every step.
+template <typename Shared>
+__device__ __forceinline__ void produce_backward(
+    Shared& shared, const TensorMap* map_q, const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout,
+    const float* stats, const int2* query_ranges, const int* shares, const int* tile_order, int* counter,
+    BackwardSize size) {
+  constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
+  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN;
+  Ring<Shared::kStages> ring = {0, 1};
+  u32 kv_parity = 1;
+
+  schedule_steps<2, kTileM>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
+    u64* const full = &shared.full[ring.stage];
+    barrier_wait(&shared.empty[ring.stage], ring.parity);
+    if (me().lane == 0) {
+      shared.step[ring.double_stage_to_fill()] = step;
+      if (step.flags & (kNothing | kEnd)) {
+        barrier_arrive(full);
+      } else {
+        const u32 lse = step.head * size.stats_rows + step.row;
+        const u32 delta = lse + size.splits * size.split_heads * size.stats_rows;
+        barrier_expect(full, Shared::kQBytes + Shared::kDoutBytes + 8 * kTileM);
+        copy_tile<kTileM, kHeadDim>(shared.q[ring.stage], map_q, step.head, step.row, full);
+        copy_bulk(shared.minus_lse[ring.stage], stats + lse, 4 * kTileM, full);
+        copy_tile<kTileM, kVHeadDim>(shared.dout[ring.stage], map_dout, step.head, step.row, full);
+        copy_bulk(shared.minus_delta[ring.stage], stats + delta, 4 * kTileM, full);
+      }
+    }
+    ring.advance();
+    if (!(step.flags & kFirst)) return;
+    barrier_wait(&shared.kv_empty, kv_parity);
+    kv_parity ^= 1;
+    load_keys<kTileN, kHeadDim, kVHeadDim>(shared, map_k, map_v, query_ranges, step, size);
+  });
+}
+
+// Stores score gradients of 64 keys, which are the rows, and of the queries from `first` on.
+template <typename Shared, int kSteps>
+__device__ __forceinline__ void store_dscore(Shared& shared, u32 stage, int side, int first,
+                                             const u32 (&dscore)[1][kSteps][4]) {
+  const auto [warp, lane] = me();
+  unsigned char* const row = shared.ds[stage] + (side * 64 + warp * 16 + lane % 16) * kRowBytes;
+  #pragma unroll
+  for (int i = first / 16; i < first / 16 + kSteps; ++i)
+    store_matrices(row + i / 4 * Shared::kTileN * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16,
+                   dscore[0][i - first / 16]);
+}
+
+// The same where none of the queries sees one of the keys.
+template <typename Shared>
+__device__ __forceinline__ void store_no_dscore(Shared& shared, u32 stage, int side) {
+  u32 zeros[1][Shared::kWeighed / 16][4];
+  #pragma unroll
+  for (int i = 0; i < Shared::kWeighed / 4; ++i) zeros[0][i / 4][i % 4] = 0;
+  #pragma unroll
+  for (int row = 0; row < Shared::kTileM; row += Shared::kWeighed) store_dscore(shared, stage, side, row, zeros);
+}

@@ -1,0 +1,221 @@
+// The Hopper attention backward of head dims 192/128 (sm_90a): the pair, two warpgroups that do all products, and at
+// the end the kernel, thd_attn_bwd_pair_sm90, where to begin to read. backward_tiles.cuh has the producer,
+// query_side.cuh what brings shares of dq together.
+
+// Where a warpgroup of the pair is, in one register: steps, exchanges of score gradients, tiles of keys and claims of
+// dq so far, and whether a step is the last.
+struct Progress {
+  u32 steps : 2, exchanges : 1, tiles : 1, claims : 1, last : 1;
+};
+
+// The pair, one warpgroup of it: the first 64 keys of the tile, or (side 1) the last; of dq every second piece.
+template <typename T, typename Dq, typename Grad, typename Shared, bool kCaps>
+__device__ __forceinline__ void serve_pair(Shared& shared, int side, Dq* dq, Gradients<Grad> grads, BackwardSize size,
+                                           Logits<kCaps> logits) {
+  constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
+  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kCols = Shared::kPieceCols;
+  constexpr int kQueries = Shared::kQueries, kBlocks = kQueries / 8;
+  static_assert(kTileM == 64 && Shared::kStages == 2 && Shared::kDsStages == 1);
+  static_assert(Shared::kDqStages == Shared::kPieces && Shared::kPieces % 2);
+  auto mine = [&](const unsigned char* tile) { return tile + opaque(side) * 64 * kRowBytes; };
+  Progress done = {};
+  u32 stage = 0, flags;                               // of a step
+  auto arrive = [&](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
+  auto step = [&]() -> const Step& { return shared.step[done.steps]; };
+  auto look = [&] {
+    barrier_wait(&shared.full[stage], done.steps / 2);
+    flags = __shfl_sync(0xffffffffu, step().flags, 0);
+  };
+  auto advance = [&] {
+    ++done.steps;
+    stage = uniform(done.steps % 2);
+  };
+  auto sees = [&] { return flags & kSees << 2 * side; };
+  auto wait_for_dscore = [&] { barrier_wait(&shared.ds_empty[0], done.exchanges ^ 1); };
+  auto hand_over = [&] {
+    publish_to_async();
+    __syncwarp();
+    arrive(&shared.ds_full[0]);
+  };
+  // dq = dS k of a step, whose score gradients both hand over: in turn two of its three pieces, or one. Each product
+  // waits for all before it: there are no registers for the operands of those.
+  auto bring_pieces = [&] {
+    const Step& of = step();
+    barrier_wait(&shared.ds_full[0], done.exchanges);
+    #pragma unroll 1
+    for (int piece = done.claims ^ side; piece < Shared::kPieces; piece += 2) {
+      float acc[kCols / 8][4];
+      multiply_keys<T, kTileN>(acc, shared.ds[0], shared.k, piece * kCols);
+      if (piece + 2 >= Shared::kPieces) {
+        if (of.flags & kLast) arrive(&shared.kv_empty);
+        arrive(&shared.ds_empty[0]);
+      }
+      Ring<Shared::kPieces> buffer = {(u32)piece, done.claims};
+      bring_piece(shared, dq, acc, of, buffer, of.row, piece * kCols, size, logits.scale);
+    }
+    if (has_share(of.flags)) ++done.claims;
+    ++done.exchanges;
+  };
+  auto pass = [&] {                                   // none of the queries sees one of these 64 keys
+    arrive(&shared.empty[stage]);
+    if (flags & (kSees | kSees << 2)) {
+      wait_for_dscore();
+      store_no_dscore(shared, 0, side);
+      hand_over();
+      bring_pieces();
+    } else if (flags & kLast) {
+      arrive(&shared.kv_empty);
+    }
+    advance();
+  };
+
+  while (true) {
+    look();
+    if (flags & kEnd) break;
+    const auto [warp, lane] = me();
+    int2& warp_tile = shared.warp_tile[side * 4 + warp];
+    if (lane == 0) warp_tile = {step().tile * kTileN + side * 64 + warp * 16, step().head / size.group};
+    __syncwarp();
+    float acc_dk[kHeadDim / 8][4] = {}, acc_dv[kVHeadDim / 8][4] = {};
+    if (flags & kNothing) {
+      arrive(&shared.empty[stage]);
+      advance();
+    } else {
+      barrier_wait(&shared.kv_full, done.tiles);
+      ++done.tiles;
+    }
+    done.last = (flags & kNothing) != 0;
+    while (!done.last) {
+      look();
+      done.last = (flags & kLast) != 0;
+      if (!sees()) {
+        pass();
+        continue;
+      }
+      // dP begins at -delta, as scores do at -lse.
+      float p[kBlocks][4];
+      auto start_p = [&](int first) {
+        begin_scores<kCaps>(p, shared.minus_lse[stage] + first);
+        wgmma_begin();
+        add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[stage] + first * kRowBytes);
+        wgmma_commit();
+      };
+      // Adds the queries from `first` on, whose scores are on their way, to dv and dk, without waiting for these.
+      auto add_queries = [&](int first) {
+        // Probabilities, transposed. Where logits are capped, they are rounded here, and p becomes their products with
+        // slopes.
+        u32 probability[1][kQueries / 16][4], dscore[1][kQueries / 16][4];
+        const float* const minus_lse = shared.minus_lse[stage] + first;
+        auto hide = [&](float hidden) {
+          if (flags & kMasked << 2 * side)
+            hide_keys(p, shared.range + side * 64 + me().warp * 16, step().row + first, hidden);
+        };
+        wgmma_wait<0>(p);
+        if constexpr (kCaps) {
+          hide(-kInfinity);
+          take_weights<T>(p, probability[0], logits, minus_lse);
+        } else {
+          take_exponentials(p, logits, minus_lse);
+          hide(0.f);
+        }
+        pin(p);
+        // dP, which becomes dS. P stays float32 until then: rounded first, it would be rounded twice in dS.
+        const unsigned char* const dout = shared.dout[stage] + first * kRowBytes;
+        float dp[kBlocks][4];
+        begin_columns(dp, shared.minus_delta[stage] + first);
+        wgmma_begin();
+        add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), dout);
+        wgmma_commit();
+        wgmma_wait<0>(dp);
+        #pragma unroll
+        for (int i = 0; i < 4 * kBlocks; ++i) dp[i / 4][i % 4] *= p[i / 4][i % 4];
+        if constexpr (!kCaps) round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
+        round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
+
+        // dv += P^T dout and dk += dS^T q; while they run, dS is handed over.
+        wgmma_begin();
+        start_weighted_rows<T, kVHeadDim, kTileM>(acc_dv, probability, dout);
+        start_weighted_rows<T, kHeadDim, kTileM>(acc_dk, dscore, shared.q[stage] + first * kRowBytes);
+        wgmma_commit();
+        if (first == 0) wait_for_dscore();
+        store_dscore(shared, 0, side, first, dscore);
+      };
+      auto finish = [&] {
+        wgmma_wait<0>(acc_dv);
+        pin(acc_dk);
+      };
+      start_p(0);
+      while (true) {
+        #pragma unroll
+        for (int next = kQueries; next < kTileM; next += kQueries) {
+          add_queries(next - kQueries);
+          finish();
+          start_p(next);
+        }
+        add_queries(kTileM - kQueries);
+        hand_over();
+        finish();
+        arrive(&shared.empty[stage]);
+        bring_pieces();
+        advance();
+        if (done.last) break;
+        barrier_wait(&shared.full[stage], done.steps / 2);
+        flags = step().flags;
+        if (!sees()) break;
+        done.last = (flags & kLast) != 0;
+        start_p(0);
+      }
+    }
+    const int2 mine_done = shared.warp_tile[side * 4 + me().warp];
+    const Share share = grads.claim(mine_done.x, mine_done.y, 0, size);
+    grads.template bring<T, 0>(acc_dk, logits.scale, share, mine_done.x, mine_done.y, size);
+    grads.template bring<T, 1>(acc_dv, 1.f, share, mine_done.x, mine_done.y, size);
+    grads.release(mine_done.x, mine_done.y, 0, share, size);
+  }
+}
+
+// Gradients of query and key tiles, as thd_attn_bwd_sm90 computes them, for head dims whose accumulators of dk and dv
+// leave no registers to a query side.
+//
+// So the pair, each of whose warpgroups owns 64 of the 128 keys, also multiplies score gradients with keys: each has
+// those of both in shared memory, and makes every second piece of dq, for each of which there is a buffer, so that none
+// waits until another has been sent. Bound by what it takes to send them, by the bandwidth of shared memory, and by the
+// tensor cores.
+//
+// The contract is that of thd_attn_bwd_sm90.
+// Launch: grid at most num_tiles * splits and one block per multiprocessor, block 384, shared memory kSharedBytes.
+template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kStages, int kQueries,
+          int kPieceCols, bool kDeterministic, int kSharedBytes>
+__global__ void __launch_bounds__(384, 1) thd_attn_bwd_pair_sm90(
+    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
+    const Gradients<Grad> grads, Logits<kCaps> logits, float* __restrict__ dq_accum,
+    int* __restrict__ semaphores,
+    const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
+    const int* __restrict__ shares, const int* __restrict__ tile_order, int* __restrict__ counter, Pairs packs,
+    BackwardSize size) {
+  if (!packs.has_this()) return;
+  using Shared = BackwardShared<kHeadDim, kVHeadDim, 64, kStages, kQueries, kQueries, kPieceCols,
+                                kHeadDim / kPieceCols, 1, 8>;
+  static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  Shared& shared = *(Shared*)shared_bytes;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) shared.init();
+  __syncthreads();
+  if (warpgroup == 0) {
+    registers_give<24>();
+    if (threadIdx.x < kWarp)
+      produce_backward(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter,
+                       size);
+    else if (threadIdx.x < 2 * kWarp)
+      claim_shares<kDeterministic>(shared, dq_accum, key_ranges, semaphores, shares, size);
+    else if (threadIdx.x < 3 * kWarp)
+      send_shares(shared, dq_accum);
+    else
+      release_shares<kDeterministic>(shared, dq_accum, semaphores), clear_queries<kHeadDim, 64>(dq, shares, size);
+  } else {
+    registers_take<240>();
+    serve_pair<T>(shared, warpgroup - 1, dq, grads, size, logits);
+  }
+}
