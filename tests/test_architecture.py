@@ -19,6 +19,7 @@ PACKAGE = SOURCE / "thdattn"
 # arguments; nothing below check imports them.
 LAYERS = [
     {"arguments", "flops", "install", "instances", "memory", "structs", "wgmma", "kernel_cache"},
+    {"hopper_tiles"},
     {"tiles"},
     {"packing", "jit", "mixer_shape"},
     {"balanced", "sums"},
