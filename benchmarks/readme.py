@@ -66,8 +66,8 @@ def numbers(path: Path, rows: Sequence[Row], reorder: tuple[Path, Sequence[Row]]
     """Everything under "Measured"."""
     rows = sorted(rows, key=lambda row: list(CASES).index(row["case"]))  # the file has the last measured last
     times = Times(rows)
-    parts = [about(rows), speeds(times), heads(rows), ratios(times, rows)]
-    parts += [deterministic(times, rows), without_rest(times), detail(times), moves(*reorder), files(path)]
+    parts = [about(rows), speeds(times, rows), heads(rows), ratios(times, rows), deterministic(times, rows)]
+    parts += [unknown_lengths(times), without_rest(times), detail(times), moves(*reorder), files(path)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -95,10 +95,22 @@ def about(rows: Sequence[Row]) -> str:
     return "\n".join(map(prose, lines))
 
 
-def speeds(times: Times) -> str:
-    """The table: a row per case, a column per peer."""
-    peers = ["ours", *times.peers]
-    return table(["case", *peers], ([case, *(cell(times, case, peer) for peer in peers)] for case in times.cases))
+def speeds(times: Times, rows: Iterable[Row]) -> str:
+    """The table: a row per case, a column per peer. Cases that were measured with older kernels have a star."""
+    sources = {row["case"]: row["kernel_sources"] for row in sorted(rows, key=lambda row: row["date"])
+               if row["peer"] == "ours" and (row["direction"], row["timing"]) == ("forward", "graph")}  # fmt: skip
+    newest = list(sources.values())[-1:]
+    older = {case for case, of in sources.items() if [of] != newest}
+    peers = columns(times)
+    lines = [[f"{case} \\*" if case in older else case, *(cell(times, case, peer) for peer in peers)]
+             for case in times.cases]  # fmt: skip
+    note = f"\n\n\\* measured with older kernels than those of sources {newest[0]}." if older else ""
+    return table(["case", *peers], lines) + note
+
+
+def columns(times: Times) -> list[str]:
+    """Ours and who is compared with it, number by number."""
+    return ["ours", *(peer for peer in times.peers if peer != "gpu_lengths")]
 
 
 def cell(times: Times, case: str, peer: str) -> str:
@@ -175,30 +187,24 @@ def extremes(values: Mapping[str, float]) -> str:
 
 
 def deterministic(times: Times, rows: Sequence[Row]) -> str:
-    """What deterministic=True costs, and where it has no Hopper kernel."""
+    """What deterministic=True costs."""
     slower = {case: times.ratio(case, "deterministic", "backward", "graph") for case in times.cases}
-    slower = {case: ratio for case, ratio in slower.items() if not math.isnan(ratio)}
-    kernels = {
-        case: [times.text("kernels", case, peer, "backward", "graph") for peer in ("ours", "deterministic")]
-        for case in slower
-    }
-    fallen = [case for case, (ours, other) in kernels.items() if "sm90" in ours and other and "sm90" not in other]
-    kept = {name: {case: slower[case] for case in cases if case in slower and case not in fallen}
-            for name, cases in groups(rows).items()}  # fmt: skip
-    said = [f"{extremes(ratios)} times as long where an average query sees {name}"
-            for name, ratios in kept.items() if ratios]  # fmt: skip
-    if not said:
-        return ""
-    text = f"Backward with `deterministic=True` takes {' and '.join(said)}."
-    if fallen:
-        text += " It has no Hopper kernel for some head dims and runs the portable ones there: "
-        text += listed([f"{slower[case]:.1f} times as long in `{case}`" for case in fallen]) + "."
-    return prose(text)
+    said = [f"{range_of} times as long where an average query sees {name}" for name, cases in groups(rows).items()
+            if (range_of := extremes({case: slower[case] for case in cases if case in slower})) != "-"]  # fmt: skip
+    return prose(f"Backward with `deterministic=True` takes {' and '.join(said)}.") if said else ""
+
+
+def unknown_lengths(times: Times) -> str:
+    """What it costs where only the GPU knows the lengths."""
+    said = [f"{way} takes {range_of}" for way in DIRECTIONS
+            if (range_of := extremes({case: times.ratio(case, "gpu_lengths", way, "graph") for case in times.cases}))
+            != "-"]  # fmt: skip
+    return prose(f"Where only the GPU knows the lengths, {' and '.join(said)} times as long.") if said else ""
 
 
 def without_rest(times: Times) -> str:
     """The table of sustained speeds, beside those of a rested GPU."""
-    peers = ["ours", *times.peers]
+    peers = columns(times)
     sustained = {(case, peer): times.value("tflops", case, peer, *SUSTAINED) for case in times.cases for peer in peers}
     cases = [case for case in times.cases if any(not math.isnan(sustained[case, peer]) for peer in peers)]
     if not cases:
@@ -220,7 +226,7 @@ def without_rest(times: Times) -> str:
 def detail(times: Times) -> str:
     """The errors of every result for one case."""
     lines = []
-    for peer in ["ours", *times.peers]:
+    for peer in columns(times):
         if times.text("rms", DETAIL, peer, RESULTS[0], ERRORS):
             errors = [[times.value(column, DETAIL, peer, result, ERRORS) for column in ("rms", "largest")]
                       for result in RESULTS]  # fmt: skip

@@ -89,16 +89,22 @@ def test_ratios_name_their_extremes_and_who_is_ahead():
     assert cells[4] == "0.98 (`doc64k`) to 4.71 (`64x256`) |"
 
 
-def test_deterministic_says_where_it_falls_back_to_the_portable_kernels():
-    hopper, portable = {"kernels": "thd_attn_bwd_sm90 thd_attn_delta"}, {"kernels": "thd_attn_bwd thd_attn_bwd_dq"}
-    rows = rows_of("1x16384", "ours", 700, 600, **hopper) + rows_of("1x16384", "deterministic", 700, 500, **hopper)
-    rows += rows_of("64x256", "ours", 700, 150, **hopper) + rows_of("64x256", "deterministic", 700, 100, **hopper)
-    rows += rows_of("1x16384-d256", "ours", 700, 450, **hopper)
-    rows += rows_of("1x16384-d256", "deterministic", 700, 150, **portable)
+def test_what_the_same_bits_and_unknown_lengths_cost_is_said_by_the_length_of_sequences():
+    rows = rows_of("1x16384", "ours", 700, 600) + rows_of("1x16384", "deterministic", 700, 500)
+    rows += rows_of("64x256", "ours", 700, 150) + rows_of("64x256", "deterministic", 700, 100)
+    rows += rows_of("64x256", "gpu_lengths", 350, 120)
     page = " ".join(page_of(rows).split())
     assert "takes 1.20 (`1x16384`) times as long where" in page
     assert "and 1.50 (`64x256`) times as long where an average query sees fewer keys." in page
-    assert "runs the portable ones there: 3.0 times as long in `1x16384-d256`." in page
+    assert "knows the lengths, forward takes 2.00 (`64x256`) and backward takes 1.25 (`64x256`) times as long." in page
+    assert "| gpu_lengths" not in page
+
+
+def test_cases_of_older_kernels_have_a_star():
+    old = [row | {"kernel_sources": "xyz", "date": "2000-01-01"} for row in rows_of("64x256", "ours", 180, 170)]
+    page = page_of(rows_of("1x16384", "ours", 700, 600) + old)
+    assert "\n| 64x256 \\* | 180/170" in page and "\n| 1x16384 | 700/600" in page
+    assert "older kernels than those of sources abc." in page
 
 
 def test_sustained_speeds_stand_beside_those_of_a_rested_gpu():
