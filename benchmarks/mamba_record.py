@@ -113,7 +113,8 @@ def summary(path: Path, rows: Sequence[Row]) -> str:
             said = f"Relative RMS against float64 of the {part}, over the first {SMALL_ROWS:,} rows, in thousandths:"
             parts += [said, prose.table(head, others)]
     commands = dict.fromkeys(
-        (record.software(row), row["kernel_sources"], row["command"].removeprefix("python ")) for row in rows)
+        (record.software(row), row["kernel_sources"], row["command"][row["command"].index("benchmarks/"):])
+        for row in rows)
     said = "; ".join(f"{software}, sources {sources}, `{command}`" for software, sources, command in commands)
     versions = dict.fromkeys(row["peer_version"] for row in rows if row["peer"] in (PEER, A2A))
     parts.append(prose.prose(f"{rows[0]['gpu']}; {said}. {PEER}: {', '.join(filter(None, versions))}. All spreads are "
