@@ -42,7 +42,8 @@ def small(case: Case) -> Case:
         if sum(kept) + scaled <= ROWS:
             kept.append(scaled)
             lengths.append(scaled if case.keys is None else length)
-    fewer = max(1, case.heads // HEADS)
+    few = (n for n in range(1, case.kv_heads) if case.kv_heads % n == 0 and case.heads // n <= HEADS)
+    fewer = next(few, case.kv_heads)
     return replace(case, lengths=tuple(lengths), keys=case.keys and tuple(kept), heads=case.heads // fewer,
                    kv_heads=case.kv_heads // fewer)
 

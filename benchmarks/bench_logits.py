@@ -48,7 +48,8 @@ def main() -> int:
             kinds = ["neither", *args.kinds]
             rows = [about | row for make in (bench, errors) for row in make(CASES[name], kinds, args.repeats)]
             for row in rows:
-                print(f"{name:20}{row['direction']:>10}{row['kind']:>9}{row['ms']:>10}{row['ratio']:>8}{row['rms']:>12}",
+                print(f"{name:20}{row['direction']:>10}{row['kind']:>9}{row['ms']:>10}{row['ratio']:>8}"
+                      f"{row['rms']:>12}",
                       flush=True)
             record.save(path, rows, ("gpu", "case", "direction", "kind", "timing"))
     print(f"wrote {path}")

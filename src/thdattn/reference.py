@@ -266,16 +266,14 @@ def attn_bwd(
         deterministic: part of the engine contract; blocks are always summed in row order here.
         into: an array for dq, as q that of some of the heads of a larger one; and two for dk and dv, or None; where
             there is none, results are new.
-        merge: dq of `into`, in float32 (float64), has that of other keys, which is added to. out and lse are then those
-            of all keys.
+        merge: dq of `into`, in float32 (float64), is that of other keys, and added to; out and lse are of all keys.
         halfway: called once with dk and dv, when the plan.foreign_tiles have theirs, and others perhaps not yet.
         rounded: of needed rows, arrays as k and v of this rank: rows of dk and dv that have plan.arrays.places, not -1,
             go there and are rounded, and are then not in dk and dv, which are of float32 (float64).
         softcap: as given to `attn_fwd`.
         homes: (of, places), and dk and dv are not returned: every row of them goes to the rank that owns it, in float32
             (float64). of: of dk and of dv, for every rank where this rank's share of its rows begins; here arrays,
-            elsewhere a SHARES, as the comm has it. places: (key_rows, 2) int32, of every row its owner, -1: nobody, and
-            its row there.
+            elsewhere a SHARES. places: (key_rows, 2) int32, the owner of every row, -1: nobody, and its row there.
 
     Returns:
         dq: (local_rows, num_heads, head_dim), dtype of q; exactly 0 where the range is empty.
@@ -300,20 +298,30 @@ def attn_bwd(
     dq[rows] = (dq[rows] + _ungroup_heads(grad_q * scale)).astype(dq.dtype)
     dk, dv = shares or [empty(x.shape, kv_grad_dtype) for x in (k, v)]
     dk[...], dv[...] = (x.swapaxes(0, 1) for x in (grad_k, grad_v))
-    for x, result in zip((dk, dv), rounded or (), strict=False):
-        mine = plan.arrays.places >= 0
-        result[plan.arrays.places[mine]] = x[mine]
-        x[mine] = np.nan
+    if rounded:
+        _round_own(dk, dv, rounded, plan.arrays.places)
     if homes is not None:
-        of, places = homes
-        for x, ranks in zip((dk, dv), of, strict=True):
-            for rank, home in enumerate(ranks):
-                mine = places[:, 0] == rank
-                home[places[mine, 1]] = x[mine]
+        _send_home(dk, dv, *homes)
         return dq, None, None
     if halfway is not None:
         halfway(dk, dv)
     return dq, dk, dv
+
+
+def _round_own(dk: Array, dv: Array, rounded: Sequence[Array], places: Array) -> None:
+    """Moves rows that have places to `rounded`; see attn_bwd."""
+    mine = places >= 0
+    for x, result in zip((dk, dv), rounded, strict=True):
+        result[places[mine]] = x[mine]
+        x[mine] = np.nan
+
+
+def _send_home(dk: Array, dv: Array, of: Any, places: Array) -> None:
+    """Copies every row to the rank that owns it; see attn_bwd."""
+    for x, ranks in zip((dk, dv), of, strict=True):
+        for rank, home in enumerate(ranks):
+            mine = places[:, 0] == rank
+            home[places[mine, 1]] = x[mine]
 
 
 def sinks_grad(dout: Array, out: Array, lse: Array, sinks: Array) -> Array:

@@ -2,8 +2,8 @@
 // they are in powers of two. structs.py fills Logits; with -inf, which hides a key, for a score, a logit is -inf.
 //
 // exact(score): the logit.
-// in_time(largest, work): calls work(logit), where logit(score) is the logit, in the least time in which it is right for
-// rows with these largest scores; warp-wide.
+// in_time(largest, work): calls work(logit), where logit(score) is the logit, in the least time in which it is right
+// for rows with these largest scores; warp-wide.
 // natural(score): the logit as users know it.
 // probability(score, minus_lse): of a row, whose -lse thd_attn_delta wrote as this kind of logits wants it.
 // slope(p, minus_lse): the derivative of the logit, divided by `scale`, where the probability is p.
@@ -60,7 +60,8 @@ template <> struct Logits<true> {
       return is_right(0) && is_right(1);
     }, work);
   }
-  // The same where the largest logit, or lse, of every row of a warp is in the reach of curves of which is_right(curve).
+  // The same where the largest logit, or lse, of every row of a warp is in the reach of curves that are right by
+  // is_right(curve).
   template <typename IsRight, typename Work>
   __device__ __forceinline__ void in_time_of_all(IsRight is_right, Work work) const {
     if (__all_sync(0xffffffffu, is_right(below)))

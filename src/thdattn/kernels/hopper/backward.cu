@@ -38,10 +38,7 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
 
   while (true) {
     look();
-    if (flags & (kNothing | kEnd)) {
-      wait_for_stage();
-      hand_over();
-    }
+    if (flags & (kNothing | kEnd)) { wait_for_stage(); hand_over(); }
     if (flags & kEnd) break;
     const auto [warp, lane] = me();
     int2& warp_tile = shared.warp_tile[side * 4 + warp];
@@ -59,10 +56,7 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
     while (!last) {
       look();
       last = flags & kLast;
-      if (!sees()) {
-        pass();
-        continue;
-      }
+      if (!sees()) { pass(); continue; }
       // dP begins at -delta, as scores do at -lse.
       float p[kQueries / 8][4];
       auto start_p = [&](int first) {

@@ -1,8 +1,6 @@
-// What the Hopper backwards share: the scheduler with what is in sight, and accumulators that several thread blocks
-// add to.
+// What the Hopper backwards share: the scheduler with what is in sight, and accumulators of several thread blocks.
 
 // ------------------------------------------------------------------------------------------------ scheduler
-
 // What the producer tells the others of a step: first query row, query head, tile of keys, and flags: kLast, kSees and
 // kMasked, and those below.
 struct Step { int row, head, tile; u32 flags; };
@@ -145,7 +143,6 @@ __global__ void thd_attn_shares_sm90(int* __restrict__ shares, const int2* __res
 }
 
 // ------------------------------------------------------------------------------------------------ shares
-
 // Adds to global memory, 16 or 8 bytes at a time.
 __device__ __forceinline__ void add_quad(float* dst, float4 x) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
@@ -198,7 +195,6 @@ __device__ __forceinline__ float (&columns(float (&acc)[kBlocks][4], int first))
 }
 
 // ------------------------------------------------------------------------------------------------ dk and dv
-
 template <int kHalf, int kBlocks>
 __device__ __forceinline__ void store_row(float* row, const float (&acc)[kBlocks][4], float scale, bool exists) {
   #pragma unroll
@@ -263,8 +259,8 @@ __device__ __forceinline__ void store_only_row(Place place, const float (&acc)[k
 // dk (k_rows, num_kv_heads, head dim) and dv, of which each split of the query heads of a kv head has a share.
 // dk_accum, dv_accum: their accumulators, fp32, which are dk and dv themselves where those are fp32. semaphores (2,
 // semaphore_rows, num_kv_heads): one for every 16 rows. places (k_rows), or null: where Grad is fp32, a row that has a
-// place, not -1, goes there in dk_rounded and dv_rounded instead, in 16 bits. homes: where Grad is fp32, whole rows may go
-// to other ranks instead; the accumulators are elsewhere then.
+// place, not -1, goes there in dk_rounded and dv_rounded instead, in 16 bits. homes: where Grad is fp32, whole rows may
+// go to other ranks instead; the accumulators are elsewhere then.
 template <typename Grad>
 struct Gradients {
   Grad *dk, *dv;
@@ -335,7 +331,6 @@ struct Gradients {
 CHECK_Gradients;
 
 // ------------------------------------------------------------------------------------------------ dq
-
 // dq comes from one tile of keys, which stores it, or from many, whose shares add up in dq_accum. dq_accum, fp32, is a
 // sequence of pieces of 64 query rows by some columns. A piece is stored as a warpgroup holds it in registers, float4 n
 // of every thread after float4 n - 1 of all threads, so that it is contiguous for a bulk copy.

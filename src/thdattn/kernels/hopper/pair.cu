@@ -26,17 +26,10 @@ __device__ __forceinline__ void serve_pair(Shared& shared, int side, Dq* dq, Gra
     barrier_wait(&shared.full[stage], done.steps / 2);
     flags = __shfl_sync(0xffffffffu, step().flags, 0);
   };
-  auto advance = [&] {
-    ++done.steps;
-    stage = uniform(done.steps % 2);
-  };
+  auto advance = [&] { ++done.steps; stage = uniform(done.steps % 2); };
   auto sees = [&] { return flags & kSees << 2 * side; };
   auto wait_for_dscore = [&] { barrier_wait(&shared.ds_empty[0], done.exchanges ^ 1); };
-  auto hand_over = [&] {
-    publish_to_async();
-    __syncwarp();
-    arrive(&shared.ds_full[0]);
-  };
+  auto hand_over = [&] { publish_to_async(); __syncwarp(); arrive(&shared.ds_full[0]); };
   // dq = dS k of a step, whose score gradients both hand over: in turn two of its three pieces, or one. Each product
   // waits for all before it: there are no registers for the operands of those.
   auto bring_pieces = [&] {
@@ -88,10 +81,7 @@ __device__ __forceinline__ void serve_pair(Shared& shared, int side, Dq* dq, Gra
     while (!done.last) {
       look();
       done.last = (flags & kLast) != 0;
-      if (!sees()) {
-        pass();
-        continue;
-      }
+      if (!sees()) { pass(); continue; }
       // dP begins at -delta, as scores do at -lse.
       float p[kBlocks][4];
       auto start_p = [&](int first) {
@@ -140,10 +130,7 @@ __device__ __forceinline__ void serve_pair(Shared& shared, int side, Dq* dq, Gra
         if (first == 0) wait_for_dscore();
         store_dscore(shared, 0, side, first, dscore);
       };
-      auto finish = [&] {
-        wgmma_wait<0>(acc_dv);
-        pin(acc_dk);
-      };
+      auto finish = [&] { wgmma_wait<0>(acc_dv); pin(acc_dk); };
       start_p(0);
       while (true) {
         #pragma unroll

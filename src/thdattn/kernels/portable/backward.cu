@@ -166,7 +166,6 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
   const int warp_key = warp / kColumnWarps * 16, column_warp = warp % kColumnWarps;
   const u32 q_stride = num_heads * kHeadDim, dout_stride = num_heads * kVHeadDim;
   const u32 k_stride = num_kv_heads * kHeadDim, v_stride = num_kv_heads * kVHeadDim;
-
   const int2 mine = threadIdx.x < kTileN ? range_of(query_ranges, n0 + threadIdx.x, k_rows) : make_int2(0, 0);
   range[threadIdx.x] = mine;
   sight.publish_first(mine, 0);
@@ -188,7 +187,6 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
       copy_async_4(shared.stats + stage * 2 * kTileM + i, stats + (row < q_rows ? source : 0), row < q_rows);
     }
   };
-
   float acc_dk[1][kKCols / 8][4] = {}, acc_dv[1][kVCols / 8][4] = {};
   load_tile<T, kTileN, kHeadDim, kThreads>(tile_k, k + kv_head * kHeadDim, k_stride, n0, k_rows, query_ranges, false);
   load_tile<T, kTileN, kVHeadDim, kThreads>(tile_v, v + kv_head * kVHeadDim, v_stride, n0, k_rows, query_ranges, false);
@@ -207,12 +205,10 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
   int next_m0 = step_after(head, m0);
 
   for (int stage = 0; m0 != kNone; stage = (stage + 1) % kStages) {
-    copies_wait();
-    __syncthreads();
+    copies_wait(); __syncthreads();
     if (kStages > 1 && next_m0 != kNone) load_step((stage + 1) % kStages, head + (next_m0 <= m0), next_m0);
     copies_commit();
     sight.publish_first(range[threadIdx.x], next_m0 == kNone ? kNone : next_m0 + kTileM);
-
     const bool interior = is_interior(m0), in_sight = any_touches<16>(range + warp_key, m0, kTileM);
     const T *const stage_q = tile_q + stage * kQSize, *const stage_dout = tile_dout + stage * kDoutSize;
     const float *const minus_lse = shared.stats + stage * 2 * kTileM, *const minus_delta = minus_lse + kTileM;
@@ -244,11 +240,9 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     }
     __syncthreads();
     const int done_head = head, done_m0 = m0;
-    head += next_m0 <= m0, m0 = next_m0;
-    next_m0 = step_after(head, m0);
+    head += next_m0 <= m0, m0 = next_m0; next_m0 = step_after(head, m0);
     if (kStages == 1 && m0 != kNone) load_step(0, head, m0);
     copies_commit();
-
     if (kAddDq) {
       // dq += dS k: the warps divide the tile of dq.
       constexpr bool kPairs = kTileM >= 32 && kWarps * 32 >= kTileM && kHeadDim / (kWarps * 32 / kTileM) % 16 == 0;
@@ -277,7 +271,6 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     }
   }
   copies_wait();
-
   #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = n0 + warp_key + lane / 4 + 8 * half;
@@ -291,8 +284,7 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
       store_half(dv_row + kv_head * kVHeadDim + column_warp * kVCols + lane % 4 * 2, acc_dv[0], half, 1.f, padding);
     };
     if (const int place = places ? places[row] : -1; place >= 0) {
-      store_dk(dk_rounded + (size_t)place * k_stride);
-      store_dv(dv_rounded + (size_t)place * v_stride);
+      store_dk(dk_rounded + (size_t)place * k_stride); store_dv(dv_rounded + (size_t)place * v_stride);
       continue;
     }
     Grad* const dk_row = homes.places ? (Grad*)homes.row_of(0, row, k_stride) : dk + (size_t)row * k_stride;
