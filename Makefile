@@ -8,7 +8,7 @@
 #   make pack-stats ARGS="--data DIR --tokens 16384"    documents per pack, and how many a CUDA graph should take
 #   make advise ARGS="--lengths 64x1024 --ranks 8"      which way to spread a pack over ranks, and what each costs
 #   make test                        tests that need no GPU, on up to 4 cores;  make gpu-test: those that need one
-#   make test ARGS="-m exhaustive"   kernels compiled for more GPUs than Ampere's and Hopper's, and in float16
+#   make test ARGS="-m exhaustive"   kernels compiled for more GPUs than Ampere's and Hopper's, in float16, in all ways
 #   make lint                        ruff and mypy
 #   make docs                        the API reference, from the docstrings, into build/docs
 #

@@ -49,6 +49,7 @@ except Exception as error:
 ARCHITECTURES = {"sm_80": 166912, "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376}
 EACH_ARCHITECTURE = [arch if arch in ("sm_80", "sm_90a") else pytest.param(arch, marks=pytest.mark.exhaustive)
                      for arch in ARCHITECTURES]  # fmt: skip
+OTHERS_ARE_EXHAUSTIVE = [pytest.param(False, id="some"), pytest.param(True, id="others", marks=pytest.mark.exhaustive)]
 SMALL_KERNEL = PLAN_KERNELS[0]
 # Every file of device code, and a kernel that it is part of.
 FILES = {file: kernel for kernel, files in jit.FILES.items() for file in files if file not in jit.GENERATED}
@@ -92,11 +93,29 @@ def most_spilled(arch: str, dims: tuple[int, int]) -> int:
     return 32 if arch == "sm_90a" and dims == (192, 128) else 0
 
 
+def some_or_others(kernels: list[Instance], others: bool) -> list[Instance]:
+    """All forwards, and backwards that have every constant that there is: of each kernel the first, the last, and what
+    has one that both lack. Or the others, which combine these constants in another way."""
+    by_kernel: dict[str, list[Instance]] = {}
+    for kernel in kernels:
+        by_kernel.setdefault(kernel.name.partition("<")[0], []).append(kernel)
+    some = []
+    for name, instances in by_kernel.items():
+        seen: set[tuple[int, str]] = set()
+        for kernel in (instances[0], instances[-1], *instances):
+            constants = set(enumerate(kernel.name.split(", ")))
+            if "_bwd" not in name or not constants <= seen:
+                some.append(kernel)
+            seen |= constants
+    return [kernel for kernel in kernels if (kernel in some) != others]
+
+
+@pytest.mark.parametrize("others", OTHERS_ARE_EXHAUSTIVE)
 @pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
 @pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
-def test_attention_kernels_fit_and_do_not_spill(arch, dims):
-    compile_all([kernel for kernel in attention_kernels(TILES[dims], arch) if "<f16" not in kernel.name], arch,
-                most_spilled(arch, dims))
+def test_attention_kernels_fit_and_do_not_spill(arch, dims, others):
+    kernels = [kernel for kernel in attention_kernels(TILES[dims], arch) if "<f16" not in kernel.name]
+    compile_all(some_or_others(kernels, others), arch, most_spilled(arch, dims))
 
 
 @pytest.mark.exhaustive
@@ -104,8 +123,8 @@ def test_attention_kernels_fit_and_do_not_spill(arch, dims):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_float16_takes_the_registers_of_bfloat16(arch, dims):
     """Of a GPU of each kind, with results in 16 bits, as they are used most."""
-    kernels = [kernel for kernel in attention_kernels(TILES[dims], arch) if "<f16" in kernel.name]
-    compile_all([kernel for kernel in kernels if "float" not in kernel.name], arch)
+    kernels = [*attention_kernels(TILES[dims], arch), DECODE[dims].thd_attn_decode("float16")]
+    compile_all([kernel for kernel in kernels if "<f16" in kernel.name and "float" not in kernel.name], arch)
 
 
 def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:
@@ -134,25 +153,23 @@ def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:
                       for each in grads for deterministic in (False, True)]
 
 
+@pytest.mark.parametrize("others", OTHERS_ARE_EXHAUSTIVE)
 @pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_kernels_for_sinks_and_capped_logits_fit_and_do_not_spill(arch, dims):
-    compile_all(kernels_of_logits(TILES[dims], arch), arch, most_spilled(arch, dims))
+def test_kernels_for_sinks_and_capped_logits_fit_and_do_not_spill(arch, dims, others):
+    compile_all(some_or_others(kernels_of_logits(TILES[dims], arch), others), arch, most_spilled(arch, dims))
 
 
 @pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
 @pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_decode_kernels_fit_and_do_not_spill(arch, dims):
-    compile_all([DECODE[dims].thd_attn_decode(dtype) for dtype in ("float16", "bfloat16")], arch)
-    if arch == "sm_80":
-        kinds = Kind(caps=False, sinks=True), Kind(caps=True, sinks=False), Kind(caps=True, sinks=True)
-        compile_all([DECODE[dims].thd_attn_decode("bfloat16", kind) for kind in kinds], arch)
+    kinds = [Kind(caps, sinks) for caps in (False, True) for sinks in (False, True)][: 4 if arch == "sm_80" else 1]
+    compile_all([DECODE[dims].thd_attn_decode("bfloat16", kind) for kind in kinds], arch)
 
 
 def mixer_slabs(arch, state_dim):
-    """Those that a GPU may choose; on Hopper also those of the portable kernels."""
-    return {slab_for(state_dim, columns, ARCHITECTURES[arch], sm90)
-            for columns in (64, 128) for sm90 in {False, arch == "sm_90a"}}  # fmt: skip
+    """Those that a GPU may choose."""
+    return {slab_for(state_dim, columns, ARCHITECTURES[arch], arch == "sm_90a") for columns in (64, 128)}
 
 
 @pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
@@ -182,9 +199,8 @@ def test_other_mixer_kernels_fit_and_do_not_spill(arch):
 
 def mixer_walks(arch, state_dim, dtype):
     """Those of the backward that a GPU may choose."""
-    kinds = itertools.product(MIXER_SIZES["head_dim"], (64, 128), {False, arch == "sm_90a"})
-    walks = {walk_for(head_dim, state_dim, columns, ARCHITECTURES[arch], sm90) for head_dim, columns, sm90 in kinds
-             if columns % head_dim == 0}  # fmt: skip
+    sizes = [(dim, columns) for dim in MIXER_SIZES["head_dim"] for columns in (64, 128) if columns % dim == 0]
+    walks = {walk_for(dim, state_dim, columns, ARCHITECTURES[arch], arch == "sm_90a") for dim, columns in sizes}
     for walk in sorted(walks, key=repr):
         yield walk.thd_ssd_dstates(dtype)
         yield from (walk.thd_ssd_chunk_states(dtype, back) for back in (False, True))
@@ -207,8 +223,10 @@ def test_other_mixer_backward_kernels_fit_and_do_not_spill(arch):
 def test_mixer_gradients_of_chunks_fit(arch):
     """They keep three sums for a chunk in registers; what does not fit is on the stack, which is less than it costs to
     have fewer warps at a time."""
-    chosen = [tile for tile in CHUNK_TILES if tile.thd_ssd_bwd("bfloat16").shared_bytes <= ARCHITECTURES[arch]]
-    compile_all([tile.thd_ssd_bwd("bfloat16") for tile in chosen], arch, most_spilled=4096)
+    of_hopper = {(tile.head_dim, tile.state_dim) for tile in CHUNK_TILES_SM90 if arch == "sm_90a"}
+    tiles = [tile for tile in CHUNK_TILES if (tile.head_dim, tile.state_dim) not in of_hopper]
+    kernels = [tile.thd_ssd_bwd("bfloat16") for tile in tiles]
+    compile_all([kernel for kernel in kernels if kernel.shared_bytes <= ARCHITECTURES[arch]], arch, most_spilled=4096)
 
 
 def test_mixer_gradients_of_chunks_on_hopper_fit_and_do_not_spill():
