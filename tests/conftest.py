@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,22 @@ def kernels(request, cupy):
     elif not launch.this_gpu().sm90:
         pytest.skip("needs a Hopper GPU")
     return request.param
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """edited(file, edit): from now on kernels are compiled from a copy of the sources whose `file` is edit(text)."""
+    from thdattn import jit
+
+    def edit_copy(file, edit):
+        folder = tmp_path / "thdattn"
+        shutil.copytree(jit.FOLDER, folder)
+        (folder / file).write_text(edit((folder / file).read_text()))
+        monkeypatch.setattr(jit, "FOLDER", folder)
+        jit._text.cache_clear()
+
+    yield edit_copy
+    jit._text.cache_clear()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

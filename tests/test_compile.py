@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -313,21 +312,6 @@ def test_the_wheel_ships_every_file_of_device_code():
     (patterns,) = re.findall(r"^thdattn = \[(.*)\]$", project, re.MULTILINE)
     shipped = {path for pattern in re.findall(r'"(.*?)"', patterns) for path in jit.FOLDER.glob(pattern)}
     assert set(jit.FOLDER.rglob("*.cu*")) <= shipped
-
-
-@pytest.fixture
-def edited(tmp_path, monkeypatch):
-    """edited(file, edit): from now on kernels are compiled from a copy of the sources whose `file` is edit(text)."""
-
-    def edit_copy(file, edit):
-        folder = tmp_path / "thdattn"
-        shutil.copytree(jit.FOLDER, folder)
-        (folder / file).write_text(edit((folder / file).read_text()))
-        monkeypatch.setattr(jit, "FOLDER", folder)
-        jit._text.cache_clear()
-
-    yield edit_copy
-    jit._text.cache_clear()
 
 
 @pytest.mark.parametrize(("file", "name"), FILES.items())
