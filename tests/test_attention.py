@@ -60,7 +60,7 @@ def test_errs_no_more_than_plain_attention(case, cp_size, dtype):
     check(case, dtype, run(case, cp_size, dtype, engine="reference"))
 
 
-@pytest.mark.parametrize(("case", "cp_size"), every(BIG, (1, 8)))
+@pytest.mark.parametrize(("case", "cp_size"), every(BIG, (8,)))
 def test_big_packs_are_the_oracle(case, cp_size):
     check(case, FLOAT32, run(case, cp_size, FLOAT32, engine="reference"))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +12,7 @@ import thdattn
 sys.path.append(str(SOURCE.parent / "examples"))
 
 import command_line
+import packed_documents
 
 EXAMPLES = SOURCE.parent / "examples"
 
@@ -83,12 +82,10 @@ sys.exit(command_line.run(program))
         ("--window -7 --tokens 3000", "window is (-7, 0)"),
     ],
 )
-def test_wrong_options_of_the_tutorial_are_one_line(words, message):
-    command = [sys.executable, EXAMPLES / "packed_documents.py", *words.split()]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 2
-    (line,) = run.stderr.splitlines()
+def test_wrong_options_of_the_tutorial_are_one_line(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["packed_documents.py", *words.split()])
+    assert packed_documents.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"packed_documents.py: error: {message}")
 
 

@@ -43,7 +43,7 @@ def losses(monkeypatch, cp_size, metrics, *words):
 # --- learning --------------------------------------------------------------------------------------------------
 
 
-STEPS, VAL_BYTES = 400, 2**13  # a quarter of the steps that the tiny model is made for
+STEPS, VAL_BYTES = 300, 2**13  # a sixth of the steps that the tiny model is made for
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +74,7 @@ def test_tiny_model_learns_the_standard_library_on_two_ranks(tiny_run):
     _, folder = tiny_run
     bits = validations(folder / "run.jsonl")
     assert bits[0] > 7, "it knows something before it has learnt"
-    assert bits[-1] < bits_told_from_the_byte_before() - 0.3, "as little as pairs of bytes say"
+    assert bits[-1] < bits_told_from_the_byte_before() - 0.2, "as little as pairs of bytes say"
     assert bits[-1] == min(bits)
 
 
