@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
+from thdattn.graphs import CudaGraphConfig, Graphs, capture
+
+LOCAL = {"impl": "local", "warmup_steps": 1}
 log: list[tuple] = []
 
 
@@ -145,6 +149,22 @@ def launch(action):
         stream.actions.append(action)
     else:
         action()
+
+
+def add(x, y):
+    """x + y as a function that is to be captured computes it: memory now, the sum when it is launched."""
+    out = array(np.full(np.shape(x), np.nan))
+    launch(lambda: np.add(x, y, out=out))
+    return out
+
+
+def graphs(monkeypatch, comm):
+    """What makes active graphs of a configuration, with this CuPy and an empty log."""
+    monkeypatch.setitem(sys.modules, "cupy", module())
+    monkeypatch.setattr(capture, "choose_engine", lambda engine, comm: (SimpleNamespace(device="cuda"), "a fake"))
+    monkeypatch.setattr(sys.modules[__name__], "current", [Stream()])
+    log.clear()
+    return lambda **config: Graphs(comm, CudaGraphConfig(**LOCAL | config))
 
 
 def module():

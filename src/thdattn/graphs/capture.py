@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from thdattn.arguments import found, is_array, shown
 from thdattn.comm import Comm
@@ -147,14 +150,14 @@ class Captured(Generic[P, R]):
     """A function that becomes a CUDA graph; made by Graphs.captured.
 
     An argument that a graph returned is read where it is. Another one that is passed in its place later is copied over
-    it, as every argument that lies elsewhere.
+    it, as every argument that lies elsewhere. Arguments that are one array at the capture stay one array.
 
     Attributes:
         name: for messages.
 
     Raises, when it is called after the capture:
-        ValueError: an argument of another shape, dtype or device than at the capture, or another value where the graph
-            has one built in; the message names it.
+        ValueError: an argument of another shape, dtype or device than at the capture, another value where the graph has
+            one built in, or two arrays where it has one place; the message names it.
         TypeError: another structure of arguments; at the capture, an array that is no CuPy array.
     """
 
@@ -164,6 +167,7 @@ class Captured(Generic[P, R]):
         self._num_calls = 0
         self._graph: Any = None
         self._placed: Any = None  # the arguments as the graph takes them, by name
+        self._together: list[tuple[str, str]] = []  # arguments that share memory there
         self._results: Any = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -177,7 +181,7 @@ class Captured(Generic[P, R]):
             self._capture(args, kwargs)
             stream = graphs._turn()
         else:
-            moved = list(self._moved(args, kwargs))
+            moved = self._moved(args, kwargs)
             stream = graphs._turn()
             _copy(moved)
         with graphs._comm.watched(f"replay of {self.name}"):
@@ -192,6 +196,7 @@ class Captured(Generic[P, R]):
     def drop(self) -> None:
         """Destroys the graph; the next call captures another one. What it returned stays as it is."""
         self._graph = self._placed = self._results = None
+        self._together = []
 
     def arrays(self) -> Iterator[Any]:
         """What the graph reads as arguments and what it returns."""
@@ -220,14 +225,24 @@ class Captured(Generic[P, R]):
                 raise
             self._graph = stream.end_capture()
         self._placed, self._results = _named(args, kwargs), results
+        read = [(path, _on_host(x)) for path, x in _leaves("", self._placed) if _is_cupy_array(x)]
+        self._together = [(one, other) for (one, x), (other, y) in itertools.combinations(read, 2)
+                          if np.shares_memory(x, y)]  # fmt: skip
         graphs._comm.barrier()
 
-    def _moved(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    def _moved(self, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
         """(argument, place) of what does not lie in its place; all arguments are checked against the capture's."""
+        moved = {}
         for path, x, placed in self._side_by_side("", _named(args, kwargs), self._placed):
             self._check(path, x, placed)
-            if _is_cupy_array(placed) and (x.data.ptr, x.strides) != (placed.data.ptr, placed.strides):
-                yield x, placed
+            if _is_cupy_array(placed) and _lies_at(x) != _lies_at(placed):
+                moved[path] = x, placed
+        for pair in self._together:
+            arrays = [moved[path] for path in pair if path in moved]
+            if arrays and not (len(arrays) == 2 and len({(_lies_at(x), _lies_at(to)) for x, to in arrays}) == 1):
+                raise ValueError(f"{self.name}: {' and '.join(pair)} have one place in the captured graph, wanted one "
+                                 f"array, as at the capture; pass copies there, or capture another function")
+        return list(moved.values())
 
     def _side_by_side(self, path: str, x: Any, placed: Any) -> Iterator[tuple[str, Any, Any]]:
         """(path, value, value at the capture) of all leaves, but for those of frozen dataclasses that are the same."""
@@ -306,12 +321,23 @@ def _allocate(size: int) -> Any:
 
 
 def _copy(moved: list[tuple[Any, Any]]) -> None:
-    """Copies arrays to their places; what lies in the place of another one is taken out first."""
-    places = {place.data.ptr for _, place in moved}
-    if len(moved) > 1 and any(x.data.ptr in places for x, _ in moved):
+    """Copies arrays to their places; where one lies in the place of another, in part too, all are taken out first."""
+    places = [_on_host(place) for _, place in moved]
+    if len(moved) > 1 and any(np.shares_memory(_on_host(x), place) for x, _ in moved for place in places):
         moved = [(x.copy(), place) for x, place in moved]
     for x, place in moved:
         place[...] = x
+
+
+def _lies_at(x: Any) -> tuple[Any, ...]:
+    return x.data.ptr, x.shape, x.strides
+
+
+def _on_host(x: Any) -> NDArray[Any]:
+    """A NumPy array with the addresses of a CuPy array: for questions about these, and never to be read."""
+    there = {"data": (x.data.ptr, True), "shape": x.shape, "strides": x.strides, "typestr": f"|V{x.itemsize}",
+             "version": 3}  # fmt: skip
+    return np.asarray(SimpleNamespace(__array_interface__=there))
 
 
 def _named(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
