@@ -129,7 +129,7 @@ class OnPaper(SingleComm):
 
 
 def ways(cp_size: int) -> Iterator[Way]:
-    """All that there are for so many ranks, whether or not the heads allow them."""
+    """All methods for so many ranks, by default and balanced, whether or not the heads allow them."""
     yield from (Way("all_gather", "dual_chunk"), Way("all_gather", "balanced"), Way("a2a", "contiguous"),
                 Way("p2p", "dual_chunk"))  # fmt: skip
     for inner in (n for n in range(2, cp_size) if cp_size % n == 0):
