@@ -60,9 +60,8 @@ class Method(NamedTuple):
 
     def padded(self, case: Case, cp_size: int) -> thdattn.PackedBatch:
         """The pack with no more padding than the sharding needs."""
-        shares = cp_size // INNER if self.two_levels else cp_size
-        multiple = 2 * shares if self.sharding == "dual_chunk" and shares > 1 else 1
-        return thdattn.PackedBatch.from_lengths(case.lengths, multiple)
+        how = costs.Way(self.cp_comm_type, self.sharding, INNER if self.two_levels else 1)
+        return thdattn.PackedBatch.from_lengths(case.lengths, how.multiple(cp_size))
 
     def refusal(self, case: Case, cp_size: int) -> str:
         """Why a case cannot be spread so; "" if it can."""

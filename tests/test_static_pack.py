@@ -128,7 +128,7 @@ def test_overflow_runs_eagerly_and_is_counted_or_raises(comm, lengths, found):
     assert pack.fits([small, small])
     with pytest.raises(ValueError, match=f"batch 1 has {found}, the room of the static pack"):
         pack.fits([small, large])
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=rf"batch 1 has {found}, the room of the static pack; ask fits\(\) first"):
         pack.load([small, large])  # nothing is ever cut off
 
 

@@ -98,19 +98,20 @@ class StaticPack:
         Raises:
             ValueError: a batch does not fit, and config.on_overflow is "error".
         """
+        excess = self._excess(batches)
+        if excess and self._graphs.config.on_overflow == "error":
+            raise ValueError(f"{excess}; pack fewer, raise the maximum, or use on_overflow='eager'")
+        self._graphs.num_overflows += bool(excess)
+        return not excess
+
+    def _excess(self, batches: Sequence[PackedBatch]) -> str:
+        """Of what the first batch that cannot be loaded has too much; "" if all can."""
         for number, batch in enumerate(batches):
             for what, found, room in (("sequences", batch.num_seqs, self.max_seqs),
                                       ("rows", batch.total_rows, self.num_rows)):  # fmt: skip
-                if found <= room:
-                    continue
-                if self._graphs.config.on_overflow == "error":
-                    raise ValueError(
-                        f"batch {number} has {found} {what}, wanted at most {room}, the room of the static pack; pack "
-                        f"fewer, raise the maximum, or use on_overflow='eager'"
-                    )
-                self._graphs.num_overflows += 1
-                return False
-        return True
+                if found > room:
+                    return f"batch {number} has {found} {what}, wanted at most {room}, the room of the static pack"
+        return ""
 
     def load(self, batches: Sequence[PackedBatch]) -> None:
         """Copies the lengths of batches that fit, on the current stream; the host does not wait.
@@ -126,10 +127,8 @@ class StaticPack:
                 f"batches holds {len(batches)} batches, wanted num_batches = {self.num_batches} as the static pack was "
                 f"made for; make another one for another number of micro-batches"
             )
-        for number, batch in enumerate(batches):
-            if batch.num_seqs > self.max_seqs:
-                raise ValueError(f"batch {number} has {batch.num_seqs} sequences, wanted at most {self.max_seqs}, the "
-                                 f"room of the static pack; ask fits() first")
+        if excess := self._excess(batches):
+            raise ValueError(f"{excess}; ask fits() first")
         self._shardings = [self.sharding(batch) for batch in batches]
         if self._graphs.active:
             self._upload.send([offsets for batch in batches for offsets in _offsets(batch, self._slots)])
