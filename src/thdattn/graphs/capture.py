@@ -225,7 +225,7 @@ class Captured(Generic[P, R]):
                 raise
             self._graph = stream.end_capture()
         self._placed, self._results = _named(args, kwargs), results
-        read = [(path, _on_host(x)) for path, x in _leaves("", self._placed) if _is_cupy_array(x)]
+        read = [(path, _footprint(x)) for path, x in _leaves("", self._placed) if _is_cupy_array(x)]
         self._together = [(one, other) for (one, x), (other, y) in itertools.combinations(read, 2)
                           if np.shares_memory(x, y)]  # fmt: skip
         graphs._comm.barrier()
@@ -322,8 +322,8 @@ def _allocate(size: int) -> Any:
 
 def _copy(moved: list[tuple[Any, Any]]) -> None:
     """Copies arrays to their places; where one lies in the place of another, in part too, all are taken out first."""
-    places = [_on_host(place) for _, place in moved]
-    if len(moved) > 1 and any(np.shares_memory(_on_host(x), place) for x, _ in moved for place in places):
+    places = [_footprint(place) for _, place in moved]
+    if len(moved) > 1 and any(np.shares_memory(_footprint(x), place) for x, _ in moved for place in places):
         moved = [(x.copy(), place) for x, place in moved]
     for x, place in moved:
         place[...] = x
@@ -333,7 +333,7 @@ def _lies_at(x: Any) -> tuple[Any, ...]:
     return x.data.ptr, x.shape, x.strides
 
 
-def _on_host(x: Any) -> NDArray[Any]:
+def _footprint(x: Any) -> NDArray[Any]:
     """A NumPy array with the addresses of a CuPy array: for questions about these, and never to be read."""
     there = {"data": (x.data.ptr, True), "shape": x.shape, "strides": x.strides, "typestr": f"|V{x.itemsize}",
              "version": 3}  # fmt: skip
