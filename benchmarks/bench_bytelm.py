@@ -2,11 +2,12 @@
 
     python benchmarks/bench_bytelm.py --size 1b
     python benchmarks/bench_bytelm.py --size small --cuda-graph-impl full_iteration
+    python benchmarks/bench_bytelm.py --size tiny small base --tokens 2048 --every-graph
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 131072
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 65536 --cp 2
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 131072 --cp-comm-type a2a
 
-Every run adds a row to benchmarks/results/bytelm_GPU.csv, of which readme.py makes a table in README.md. A step is
+Every run adds rows to benchmarks/results/bytelm_GPU.csv, of which readme.py makes a table in README.md. A step is
 timed from the end of the step before to its own end on the GPU. Model FLOPs are 6 per weight that multiplies and token,
 and those of the attention's visible pairs; nothing is counted for what is computed again. --idle profiles further steps
 with torch.profiler, which records the kernels and copies of the whole process, those of graphs too.
@@ -20,8 +21,9 @@ import json
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -52,15 +54,27 @@ GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # as a trace of torch.profile
 def main() -> int:
     args = parse_arguments()
     with thdattn.comm.init("auto") as comm:
-        row = bench(comm, args)
+        rows = [bench(comm, args) for args in configurations(args)]
         if comm.rank:
             return 0
     about = record.provenance()
     about["command"] = f"mpiexec -n {comm.size} python -m mpi4py {about['command'].removeprefix('python ')}"
     path = args.out or record.results_file("bytelm", about["gpu"])
-    record.save(path, [about | {"example_sources": example_hash()} | row], KEY)
+    record.save(path, [about | {"example_sources": example_hash()} | row for row in rows], KEY)
     print(f"wrote {path}\n{summary(load_all())}")
+    if args.every_graph:
+        print(f"\n{graph_speeds(rows)}")
     return 0
+
+
+def configurations(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """What is run, one after another: of every size, as asked for or with graphs in every way."""
+    for size in args.size:
+        ways = [replace(args.graphs, impl=impl, inference_scope=None) for impl in WAYS] if args.every_graph else ()
+        for graphs in ways or [args.graphs]:
+            one = argparse.Namespace(**vars(args) | {"size": size, "graphs": graphs})
+            choose_method(one)
+            yield one
 
 
 def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
@@ -81,11 +95,11 @@ def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
                 results[-2].numbers()  # the host stays one step ahead, as in train.py
         results[-1].numbers()
 
-    with closing(data.prepared(dealt)) as coming:
+    with closing(data.prepared(dealt)) as coming, trainer.graphs:
         steps(args.warm_up + args.steps)
         timed = results[args.warm_up :]
         idle = f"{idle_share(lambda: steps(PROFILED)):.4f}" if args.idle else ""
-    num_bytes = trainer.xp.get_default_memory_pool().total_bytes() + trainer.graphs.num_bytes
+        num_bytes = trainer.xp.get_default_memory_pool().total_bytes() + trainer.graphs.num_bytes
     fixed = {
         "size": args.size, "ranks": str(comm.size), "cp": str(grid.cp.size) if grid.num_groups > 1 else "",
         "tokens": str(packing.rows), "accumulate": str(args.accumulate), "sharding": args.sharding,
@@ -183,6 +197,17 @@ def summary(rows: Iterable[record.Row]) -> str:
     return "\n".join(lines)
 
 
+def graph_speeds(rows: Sequence[record.Row]) -> str:
+    """How much faster than without graphs, and how much of the time the GPU has no work."""
+    lines, eager = [["size", "tokens", "CUDA graphs", "ms per step", "eager/this", "idle"]], 0.0
+    for row in rows:
+        ms = float(row["ms_per_step"])
+        eager = ms if row["cuda_graph_impl"] == "none" else eager
+        lines.append([row["size"], row["tokens"], row["cuda_graph_impl"], row["ms_per_step"], f"{eager / ms:.2f}",
+                      row["idle"]])  # fmt: skip
+    return record.aligned(lines)
+
+
 def _place(row: record.Row) -> tuple[object, ...]:
     """Of a row in the table: the same step with and without graphs side by side."""
     ranks, tokens, impl = int(row["ranks"]), tokens_per_step(row), row["cuda_graph_impl"]
@@ -222,7 +247,7 @@ def example_hash() -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=list(SIZES), default="1b", help="of the model (default: 1b)")
+    parser.add_argument("--size", nargs="+", choices=list(SIZES), default=["1b"], help="of the model (default: 1b)")
     parser.add_argument("--tokens", type=int, metavar="N", help="rows per micro-batch (default: by size)")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches per step of a group (1)")
     parser.add_argument("--cp", type=int, metavar="N", help="ranks that share a micro-batch (default: all ranks)")
@@ -230,12 +255,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=WARM_UP, metavar="N",
                         help=f"steps before, which compile and fill memory pools (default: {WARM_UP})")  # fmt: skip
     parser.add_argument("--idle", action="store_true", help="also record the share of time without work on the GPU")
+    parser.add_argument("--every-graph", action="store_true", help="without graphs, per layer, and of a whole step")
     add_method_arguments(parser)
     add_arguments(parser)
     parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/bytelm_GPU.csv by default")
     args = parser.parse_args()
     args.graphs = from_arguments(parser, args)
-    choose_method(args)
     return args
 
 

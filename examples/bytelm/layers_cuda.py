@@ -1,8 +1,8 @@
 """The layers on a GPU: the functions of layers.py with the same arguments, on CuPy arrays in bfloat16.
 
 Matrix products are cuBLAS's, with float32 sums; gradients of weights are added up in float32, in place. The rest is in
-layers.cu. Sums have one order, so the same inputs give the same bits. Nothing waits for the GPU; everything runs on
-CuPy's current stream, and may be captured in a CUDA graph.
+layers.cu and decode.cu. Sums have one order, so the same inputs give the same bits. Nothing waits for the GPU;
+everything runs on CuPy's current stream, and may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ import numpy as np
 from layers import EPSILON, AdamWStep
 from numpy.typing import DTypeLike
 
+from thdattn.jit import Arguments, launch_early
+
 xp = cupy
 DTYPE = np.dtype(ml_dtypes.bfloat16)
-SOURCE = Path(__file__).with_name("layers.cu")
-OPTIONS = ("-std=c++17",)
+SOURCES = tuple(map(Path(__file__).with_name, ("layers.cu", "decode.cu")))
+OPTIONS = ("-std=c++17", "-default-device")
 STEP = np.dtype([(name, np.float32) for name in AdamWStep._fields])
 BLOCK = 256  # threads of the kernels that do not care
 STRIDING_BLOCKS = 1024  # enough to fill a GPU
+WARP_BYTES = {1: 4928, 2: 7488}  # of a Part of decode.cu, in shared memory, by the number of weights
 WORKSPACE = 2**25  # bytes for cuBLAS, as many as it takes by itself on Hopper
 
 # Of cublas_api.h and library_types.h.
@@ -242,25 +245,25 @@ def adamw_update(
 def decode_qkv(
     x: Array, gain: Array, weight: Array, rotation: Array, positions: Array, heads: int, kv_heads: int
 ) -> tuple[Array, Array, Array]:
-    """See layers.decode_qkv."""
+    """See layers.decode_qkv. Here and below, weights are read while what was launched last may still run."""
     (rows, width), (_, capacity, half) = x.shape, rotation.shape
     q, k, v = (cupy.empty((rows, n, 2 * half), x.dtype) for n in (heads, kv_heads, kv_heads))
-    _launch("decode_qkv", _warps((heads + 2 * kv_heads) * half), BLOCK, q, k, v, x, gain, weight, rotation, positions,
-            rows, width, heads, kv_heads, half, capacity, EPSILON)
+    _product_early("decode_qkv", weight, q, k, v, x, gain, weight, rotation, positions, rows, width, heads, kv_heads,
+                   half, capacity, EPSILON)
     return q, k, v
 
 
 def decode_product(x: Array, gain: Array, weight: Array) -> Array:
     """See layers.decode_product."""
     y = cupy.empty((len(x), len(weight)), x.dtype)
-    _launch("decode_product", _warps(len(weight)), BLOCK, y, x, gain, weight, *x.shape, len(weight), EPSILON)
+    _product_early("decode_product", weight, y, x, gain, weight, *x.shape, len(weight), EPSILON)
     return y
 
 
 def decode_linear(x: Array, weight: Array, residual: Array, gain: Array | None = None) -> Array:
     """See layers.decode_linear."""
     y = cupy.empty_like(residual)
-    _launch("decode_linear", _warps(len(weight)), BLOCK, y, x, gain, weight, residual, *x.shape, len(weight), EPSILON)
+    _product_early("decode_linear", weight, y, x, gain, weight, residual, *x.shape, len(weight), EPSILON)
     return y
 
 
@@ -268,20 +271,15 @@ def decode_swiglu(x: Array, gain: Array, weight: Array) -> Array:
     """See layers.decode_swiglu."""
     hidden = len(weight) // 2
     y = cupy.empty((len(x), hidden), x.dtype)
-    _launch("decode_swiglu", _warps(hidden), BLOCK, y, x, gain, weight, *x.shape, hidden, EPSILON)
+    _product_early("decode_swiglu", weight[:hidden], y, x, gain, weight, *x.shape, hidden, EPSILON, weights=2)
     return y
 
 
 def decode_logits(x: Array, gain: Array, weight: Array) -> Array:
     """See layers.decode_logits."""
     y = cupy.empty((len(x), len(weight)), np.float32)
-    _launch("decode_logits", _warps(len(weight)), BLOCK, y, x, gain, weight, *x.shape, len(weight), EPSILON)
+    _product_early("decode_logits", weight, y, x, gain, weight, *x.shape, len(weight), EPSILON)
     return y
-
-
-def _warps(count: int) -> int:
-    """Blocks with so many warps."""
-    return -(-count * 32 // BLOCK)
 
 
 def draw(
@@ -289,8 +287,29 @@ def draw(
     top_k: int, temperature: float,
 ) -> None:
     """See layers.draw; vocabulary <= 1024."""
-    _launch("draw", len(tokens), -(-vocabulary // 32) * 32, tokens, written, counts, logits, uniforms, logits.shape[1],
-            vocabulary, end, written.shape[1], top_k, float(temperature))
+    _launch_early("draw", len(tokens), -(-vocabulary // 32), 0, tokens, written, counts, logits, uniforms,
+                  logits.shape[1], vocabulary, end, written.shape[1], top_k, float(temperature))
+
+
+def _product_early(name: str, weight: Array, *args: Any, weights: int = 1) -> None:
+    """Products of a few rows with so many weights of that shape: 8 rows of each a block, 128 columns a warp."""
+    warps = min(max(4, -(-weight.shape[1] // 128)), _most_warps(name, WARP_BYTES[weights]))
+    _launch_early(name, -(-len(weight) // 8), warps, warps * WARP_BYTES[weights], *args)
+
+
+def _launch_early(name: str, grid: int, warps: int, shared_bytes: int, *args: Any) -> None:
+    """Of a kernel that waits itself for the one before, see launch_early."""
+    launch_early(_kernel(name).kernel.ptr, (grid,), 32 * warps, shared_bytes, Arguments(map(_argument, args)))
+
+
+@functools.cache
+def _most_warps(name: str, warp_bytes: int) -> int:
+    """Of a block of a kernel, which then may take the shared memory that they need."""
+    kernel = _kernel(name)
+    limit = int(cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
+    warps = min(int(kernel.max_threads_per_block) // 32, limit // warp_bytes)
+    kernel.max_dynamic_shared_size_bytes = warps * warp_bytes
+    return warps
 
 
 def _launch(name: str, grid: int, block: int, *args: Any) -> None:
@@ -306,9 +325,14 @@ def _argument(x: Any) -> Any:
     return np.float32(x) if isinstance(x, float) else np.int32(x) if isinstance(x, int) else x
 
 
+def source() -> str:
+    """All kernels; messages of the compiler name the files."""
+    return "".join(f'#line 1 "{path.name}"\n{path.read_text()}' for path in SOURCES)
+
+
 @functools.cache
 def _module() -> cupy.RawModule:
-    return cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
+    return cupy.RawModule(code=source(), options=OPTIONS)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ No host compiler and no headers are needed, and a cubin for any architecture can
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import logging
@@ -209,13 +210,59 @@ class Kernel:
             stream = stream or cupy.cuda.get_current_stream()
             self._function(grid, (block,), args, shared_mem=self._shared_bytes, stream=stream)
 
-    def launch(self, grid: tuple[int, ...], block: int, arguments: Arguments) -> None:
-        """The same, on the current stream, with prepared arguments, in a third of the host's time."""
-        if all(grid):
+    def launch(self, grid: tuple[int, ...], block: int, arguments: Arguments, early: bool = False) -> None:
+        """The same, on the current stream, with prepared arguments, in a third of the host's time; early: launch_early.
+        """
+        if all(grid) and early:
+            launch_early(self._function.ptr, grid, block, self._shared_bytes, arguments)
+        elif all(grid):
             x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
             stream = cupy.cuda.get_current_stream().ptr
             driver.launchKernel(
                 self._function.ptr, x, y, z, block, 1, 1, self._shared_bytes, stream, arguments.address, 0)
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, of which a value has 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("value", ctypes.c_int * 17))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("num_attributes", ctypes.c_uint))
+
+
+def launch_early(function_ptr: int, grid: tuple[int, ...], block: int, shared_bytes: int, arguments: Arguments) -> None:
+    """Launches a kernel that may start while the one before it on the current stream still runs.
+
+    Only for a kernel that waits itself (griddepcontrol.wait) before it reads what was written shortly before, and
+    before it writes. The one before, if it is such a kernel too, says when (griddepcontrol.launch_dependents), else it
+    is when that one is done, as always on GPUs before Hopper. A captured CUDA graph keeps this.
+
+    Source: CUDA driver API, cuLaunchKernelEx.
+    """
+    config = _LaunchConfig((*grid, 1, 1)[:3], (block, 1, 1), shared_bytes, cupy.cuda.get_current_stream().ptr)
+    config.attributes = ctypes.addressof(_EARLY)
+    config.num_attributes = int(_starts_early(cupy.cuda.runtime.getDevice()))
+    status = _driver().cuLaunchKernelEx(
+        ctypes.byref(config), ctypes.c_void_p(function_ptr), ctypes.c_void_p(arguments.address), None)
+    driver.check_status(status)
+
+
+_EARLY = _LaunchAttribute(6, (0, 1))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+@functools.cache
+def _starts_early(device: int) -> bool:
+    return int(cupy.cuda.Device(device).compute_capability) >= 90
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 _loaded: dict[tuple[int, str], Kernel] = {}

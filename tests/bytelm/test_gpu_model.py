@@ -179,7 +179,7 @@ def test_cross_entropy(cupy, cuda, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 16, 37])
-@pytest.mark.parametrize("width", [8, 96, 264, 2048])
+@pytest.mark.parametrize("width", [8, 96, 264, 2048, 5632])
 def test_layers_of_decode(cupy, cuda, rows, width):
     heads, kv_heads, half, capacity = 3, 2, 32, 50
     (x, x64), (gain, gain64), (residual, residual64) = normal(rows, width), normal(width), normal(rows, 40)

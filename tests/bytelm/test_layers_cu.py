@@ -16,7 +16,7 @@ try:
 except Exception as error:
     pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
 
-LAUNCHED = set(re.findall(r'_launch\(\s*"(\w+)"', Path(layers_cuda.__file__).read_text()))
+LAUNCHED = set(re.findall(r'(?:launch|early)\(\s*"(\w+)"', Path(layers_cuda.__file__).read_text()))
 
 
 def test_missing_cublas_is_named_with_a_command_that_installs_it(monkeypatch):
@@ -37,7 +37,7 @@ def test_missing_cublas_is_named_with_a_command_that_installs_it(monkeypatch):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
 def test_kernels_compile_and_do_not_spill(arch):
-    program = nvrtc.createProgram(layers_cuda.SOURCE.read_text(), "layers.cu", (), ())
+    program = nvrtc.createProgram(layers_cuda.source(), "layers.cu", (), ())
     try:
         nvrtc.compileProgram(program, (f"-arch={arch}", *layers_cuda.OPTIONS, "--ptxas-options=-v"))
     except nvrtc.NVRTCError as error:

@@ -4,11 +4,12 @@
 // Writes new rows, (num_texts * new_rows, ..), after those of their texts, counts them, and says which keys they see
 // as queries: key_ranges (num_texts * new_rows), by the mask's rule on positions; nothing, in a text that does not fit.
 // left, right: window, -1 = unlimited; causal is right = 0. pitch: 16-byte words per row.
-// Launch: grid num_texts, block 256.
+// Launch: early, grid num_texts, block 256.
 __global__ void __launch_bounds__(256) thd_cache_append(
-    uint4* __restrict__ k_cache, const uint4* __restrict__ k, int k_pitch, uint4* __restrict__ v_cache,
-    const uint4* __restrict__ v, int v_pitch, int* __restrict__ lengths, int2* __restrict__ key_ranges, int new_rows,
+    uint4* __restrict__ k_cache, const uint4* k, int k_pitch, uint4* __restrict__ v_cache,
+    const uint4* v, int v_pitch, int* __restrict__ lengths, int2* __restrict__ key_ranges, int new_rows,
     int capacity, int left, int right) {
+  wait_for_kernel_before();
   const int text = blockIdx.x, before = lengths[text];
   const bool fits = before <= capacity - new_rows;
   const int length = fits ? before + new_rows : capacity + 1, first = text * capacity;

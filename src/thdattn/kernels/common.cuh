@@ -40,6 +40,15 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 pair) {
   return r;
 }
 
+// For kernels that are launched early (jit.launch_early): waits until all that was written before is there, and lets
+// the next one start, which so finds all but what is written here. What the kernel before may write is read behind it,
+// and is no `const T* __restrict__`: reads of such memory know no order.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ float exp2_fast(float x) {

@@ -30,7 +30,7 @@ def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
 def _append(new_rows: int, cache: KVCache) -> tuple[Array, Launch]:
     key_ranges = launch.empty((cache.num_texts * new_rows, 2), np.int32)
     fixed = cache.lengths, key_ranges, *map(np.int32, (new_rows, cache.capacity, *cache.window))
-    return key_ranges, Launch(jit.kernel(_APPEND), (cache.num_texts,), 256, fixed)
+    return key_ranges, Launch(jit.kernel(_APPEND), (cache.num_texts,), 256, fixed, early=True)
 
 
 def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
@@ -75,4 +75,4 @@ def _decode(gpu: Gpu, num_rows: int, num_heads: int, cache: KVCache, kind: Kind)
     fixed = (launch.empty((shares, cache.v.shape[3]), np.float32), launch.empty((shares, 2), np.float32),
              cupy.zeros(num_rows * blocks, np.uint32), np.int32(group))  # fmt: skip
     kernel = jit.kernel(*chosen.thd_attn_decode(cache.k.dtype.name, kind))
-    return Launch(kernel, (num_rows, blocks, splits), 32 * chosen.warps, fixed)
+    return Launch(kernel, (num_rows, blocks, splits), 32 * chosen.warps, fixed, early=True)

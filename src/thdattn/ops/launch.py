@@ -112,13 +112,15 @@ _MOST_PREPARED = 64  # arguments of a launch
 class Launch:
     """A kernel with all that does not change between the calls of a plan; the arguments of a call come first.
 
-    What was prepared for a call is kept, as a training loop makes the same few again and again.
+    What was prepared for a call is kept, as a training loop makes the same few again and again. early: may start while
+    the kernel before still runs, see jit.launch_early.
     """
 
     kernel: jit.Kernel
     grid: tuple[int, ...]
     block: int
     fixed: tuple[Any, ...]
+    early: bool = False
     _prepared: dict[Any, tuple[jit.Arguments, tuple[Any, ...]]] = field(default_factory=dict, repr=False)
 
     def __call__(self, *args: Any) -> None:
@@ -131,7 +133,7 @@ class Launch:
                 self._prepared.clear()
             structs = tuple(x for x in args if isinstance(x, np.void))
             found = self._prepared[key] = jit.Arguments(args + self.fixed), structs
-        self.kernel.launch(self.grid, self.block, found[0])
+        self.kernel.launch(self.grid, self.block, found[0], self.early)
 
 
 def row_bytes(x: Array) -> int:

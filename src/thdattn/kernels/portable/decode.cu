@@ -61,12 +61,12 @@ __device__ __forceinline__ bool is_last(u32* arrived, int count) {
 // q (rows, num_heads, kHeadDim); k (keys, num_heads / group, kHeadDim), v (.., kVHeadDim); out (rows, num_heads,
 // kVHeadDim); lse (num_heads, rows); key_ranges (rows), of which none leaves the buffer; partial, partial_stats: per
 // row, blockIdx.y, part and head of the block kVHeadDim floats and one pair; arrived (rows * gridDim.y), 0.
-// Launch: grid (rows, num_kv_heads * ceil(group / 16), parts <= kMaxParts), block 32 * kWarps, shared memory
+// Launch: early, grid (rows, num_kv_heads * ceil(group / 16), parts <= kMaxParts), block 32 * kWarps, shared memory
 // kSharedBytes. Bound by memory.
 template <typename T, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kWarps, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ out,
-    float* __restrict__ lse, const int2* __restrict__ key_ranges, Logits<kCaps> logits, const float* __restrict__ sinks,
+    float* __restrict__ lse, const int2* key_ranges, Logits<kCaps> logits, const float* sinks,
     float* partial, float2* partial_stats, u32* arrived, int group) {
   constexpr int kThreads = kWarps * kWarp, kStep = kKeys * kWarps, kPitch = kVHeadDim + kPad, kVecs = kVHeadDim / 4;
   using Tiles = DecodeTiles<T, kHeadDim, kVHeadDim, kWarps, kStages>;
@@ -77,13 +77,13 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
   Tiles& tiles = *(Tiles*)shared_bytes;
   Shares& shares = *(Shares*)shared_bytes;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = blockIdx.x;
-
   const int slices = (group + kHeads - 1) / kHeads, num_kv_heads = gridDim.y / slices, kv_head = blockIdx.y / slices;
   const int num_heads = num_kv_heads * group, slice = blockIdx.y % slices * kHeads, head0 = kv_head * group + slice;
+  wait_for_kernel_before();
   const int2 range = key_ranges[row];
-  const int heads = min(kHeads, group - slice), length = max(0, range.y - range.x);
+  const int heads = min(kHeads, group - slice), length = max(0, range.y - range.x), part = blockIdx.z;
   const int part_size = (length + gridDim.z * kStep - 1) / (gridDim.z * kStep) * kStep;
-  const int parts = length ? (length + part_size - 1) / part_size : 1, part = blockIdx.z;
+  const int parts = length ? (length + part_size - 1) / part_size : 1;
   if (part >= parts) return;
   const int begin = range.x + part * part_size, end = min(range.y, begin + part_size);
 
