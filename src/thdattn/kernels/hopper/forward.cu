@@ -163,12 +163,7 @@ struct Softmax {
   // Turns new scores into probabilities.
   template <int kBlocks>
   __device__ __forceinline__ void add(float (&score)[kBlocks][4]) {
-    #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      #pragma unroll
-      for (int n = 0; n < kBlocks; ++n) row_max[r] = fmaxf(row_max[r], fmaxf(score[n][2 * r], score[n][2 * r + 1]));
-      row_max[r] = quad_max(row_max[r]);
-    }
+    raise_tops(score);
     logits.in_time(row_max, [&](auto logit) {
       if constexpr (kCaps) pin(score);                // the compiler takes nothing out of several branches
       follow(logit(row_max[0]), logit(row_max[1]));
@@ -179,6 +174,22 @@ struct Softmax {
         row_sum[i % 4 / 2] += s;
       }
     });
+  }
+
+  // Takes new scores into the row maxima: as integers, three at a time, where a row has one that is not below 0.
+  template <int kBlocks>
+  __device__ __forceinline__ void raise_tops(const float (&score)[kBlocks][4]) {
+    int top[2] = {__float_as_int(score[0][0]), __float_as_int(score[0][2])};
+    #pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i)
+      top[i % 2] = __vimax3_s32(top[i % 2], __float_as_int(score[i / 2][i % 2 * 2]),
+                                __float_as_int(score[i / 2][i % 2 * 2 + 1]));
+    if (__any_sync(0xffffffffu, (top[0] | top[1]) < 0)) {
+      #pragma unroll
+      for (int i = 0; i < 4 * kBlocks; ++i) row_max[i % 4 / 2] = fmaxf(row_max[i % 4 / 2], score[i / 4][i % 4]);
+    }
+    #pragma unroll
+    for (int r = 0; r < 2; ++r) row_max[r] = quad_max(fmaxf(row_max[r], __int_as_float(top[r])));
   }
 
   // Moves the bases to the largest logits, where they have to follow: of the warp's rows those alone, as no row may
