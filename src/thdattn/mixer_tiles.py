@@ -112,8 +112,7 @@ class SlabSm90:
         """thd_ssd_conv_states_sm90 for "float16" or "bfloat16"."""
         raw = 2 * 64 * (CHUNK + ROWS_BEFORE)
         stage = BOX_BYTES * (self.state_dim // 64) + (raw + 2 * 4 * CHUNK) * self.warpgroups
-        made = 2 * BOX_BYTES * self.warpgroups
-        return self._instance("thd_ssd_conv_states_sm90", (ELEMENT_TYPES[dtype], conv_width), 2, stage, made)
+        return self._instance("thd_ssd_conv_states_sm90", (ELEMENT_TYPES[dtype], conv_width), 3, stage)
 
     def scan_kernel(self, dtype: str) -> Instance:
         """thd_ssd_scan_sm90 for "float16" or "bfloat16"."""
