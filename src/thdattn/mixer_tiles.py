@@ -112,14 +112,15 @@ class SlabSm90:
         """thd_ssd_conv_states_sm90 for "float16" or "bfloat16"."""
         raw = 2 * 64 * (CHUNK + ROWS_BEFORE)
         stage = BOX_BYTES * (self.state_dim // 64) + (raw + 2 * 4 * CHUNK) * self.warpgroups
-        made = 2 * BOX_BYTES * self.warpgroups
-        return self._instance("thd_ssd_conv_states_sm90", (ELEMENT_TYPES[dtype], conv_width), 2, stage, made)
+        return self._instance("thd_ssd_conv_states_sm90", (ELEMENT_TYPES[dtype], conv_width), 3, stage)
 
     def scan_kernel(self, dtype: str) -> Instance:
         """thd_ssd_scan_sm90 for "float16" or "bfloat16"."""
         stage = 2 * BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 3 * 4 * CHUNK * self.warpgroups
         front = BOX_BYTES * self.state_dim // 64 + 4 * 4 + 2 * 8  # a state in front of a chunk
-        of_warpgroups = (2 * front + BOX_BYTES) * self.warpgroups
+        weights = BOX_BYTES + 2 * 8
+        made = 4 * 8 * 2 * 64  # rows on their way to memory
+        of_warpgroups = (2 * front + weights + made) * self.warpgroups
         return self._instance("thd_ssd_scan_sm90", (ELEMENT_TYPES[dtype],), self.scan_stages, stage, of_warpgroups)
 
     def _instance(

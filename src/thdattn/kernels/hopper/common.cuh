@@ -183,14 +183,14 @@ __device__ __forceinline__ void begin_columns(float (&scores)[kBlocks][4], const
 }
 
 // Starts acc += weights . v: weights, 64 x 16 * kSteps, in registers, and as many rows of v, which are in a tile of
-// kRowsV.
+// kRowsV. Without `add` the product replaces acc, whatever that was.
 template <typename T, int kCols, int kRowsV, int kSteps>
 __device__ __forceinline__ void start_weighted_rows(float (&acc)[kCols / 8][4], const u32 (&weights)[1][kSteps][4],
-                                                   const unsigned char* v) {
+                                                   const unsigned char* v, bool add = true) {
   const u64 b = descriptor(v, kRowsV * kRowBytes);
   #pragma unroll
   for (int i = 0; i < kSteps; ++i)
-    Wgmma<T, kCols>::template registers<1>(acc, weights[0][i], b + i * 16 * kRowBytes / 16, 1);
+    Wgmma<T, kCols>::template registers<1>(acc, weights[0][i], b + i * 16 * kRowBytes / 16, i > 0 || add);
 }
 
 // Four lanes hold a 4x4 block of words, a row each; after it, lane i holds column i.

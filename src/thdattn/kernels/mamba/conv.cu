@@ -123,15 +123,15 @@ struct Rates {
 };
 
 // One chunk and head, by a warp: sums over rows of the same sequence, each lane of two rows that follow each other.
-template <typename T>
-__device__ __forceinline__ void make_rates(const Rates& rates, const T* raw, float dt_bias, float rate, int chunk,
-                                           int head, const int (&first)[2], int last_first, const MixerSize& size) {
+// dt: before softplus.
+__device__ __forceinline__ void make_rates(const Rates& rates, float (&dt)[2], float rate, int chunk, int head,
+                                           const int (&first)[2], int last_first, const MixerSize& size) {
   const int lane = threadIdx.x % kWarp, row = chunk * kChunk + 2 * lane;
-  float dt[2], sum[2];
+  float sum[2];
   #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const bool counts = row + i < size.rows && first[i] <= row + i;
-    dt[i] = counts ? softplus(to_float(raw[(size_t)(row + i) * size.columns() + head]) + dt_bias) : 0.f;
+    dt[i] = counts ? softplus(dt[i]) : 0.f;
     sum[i] = dt[i] * rate;
   }
   if (first[1] <= row) sum[1] += sum[0];
@@ -151,21 +151,34 @@ __device__ __forceinline__ void make_rates(const Rates& rates, const T* raw, flo
              row + 1 >= last_first ? dt[1] * decay_of(last - sum[1]) : 0.f);
 }
 
-// A chunk per warp, some heads.
+// A chunk per warp, some heads, of which there is a multiple; what it reads of them it reads first.
 template <typename T>
 __device__ __forceinline__ void rates_of_heads(const Rates& rates, const T* zxbcdt, const float* A_log,
                                                const float* dt_bias, const int2* ranges, int chunk, int head_tile,
                                                const MixerSize& size) {
-  if (chunk >= size.chunks()) return;
+  const int begin = head_tile * kHeadsOfWarp;
+  if (chunk >= size.chunks() || begin >= size.heads) return;
   const int row = chunk * kChunk + 2 * (threadIdx.x % kWarp), last = chunk * kChunk + kChunk - 1;
   const int first[2] = {first_of(range_at(ranges, row, size), row, size),
                         first_of(range_at(ranges, row + 1, size), row + 1, size)};
   const int last_first = first_of(range_at(ranges, last, size), last, size);
-  const T* const raw = zxbcdt + size.columns() - size.heads;
-  const int begin = head_tile * kHeadsOfWarp, end = min(begin + kHeadsOfWarp, size.heads);
+  const T* const raw = zxbcdt + size.columns() - size.heads + begin;
+  uint4 rows[2];
   #pragma unroll
-  for (int head = begin; head < end; ++head)
-    make_rates<T>(rates, raw, dt_bias[head], -expf(A_log[head]) * kLog2e, chunk, head, first, last_first, size);
+  for (int i = 0; i < 2; ++i) rows[i] = *(const uint4*)(raw + (size_t)min(row + i, size.rows - 1) * size.columns());
+  float bias[kHeadsOfWarp], log_rate[kHeadsOfWarp];
+  load_floats(bias, dt_bias + begin);
+  load_floats(log_rate, A_log + begin);
+  #pragma unroll
+  for (int i = 0; i < kHeadsOfWarp; ++i) {
+    float dt[2];
+    #pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float2 pair = unpack<T>((&rows[r].x)[i / 2]);
+      dt[r] = (i % 2 ? pair.y : pair.x) + bias[i];
+    }
+    make_rates(rates, dt, -expf(log_rate[i]) * kLog2e, chunk, begin + i, first, last_first, size);
+  }
 }
 
 // The last thread blocks of a row of the grid make dt, the others x, B and C from a tile of columns on. Bound by

@@ -9,25 +9,26 @@
 template <int kSubs, int kState, int kStages>
 struct ConvStatesShared {
   unsigned char raw[kStages][kSubs][kRawBox], b[kStages][kState / kSlab][kBox];
-  unsigned char x[2][kSubs][kBox];                    // behind the convolution: of this chunk and of the one before
   float leave[kStages][kSubs][kChunk], sums[kStages][kSubs][kChunk];
   Stages<kStages, 1, 4 * kSubs> stages;
 
+  struct Heads { int group, of[kSubs]; };             // whose slabs these are
+
   // A chunk of 64-column slabs of x from `slab` on, of B, and of numbers of every row.
   __device__ __forceinline__ void load(const Ring<kStages>& ring, const TensorMap* x, const TensorMap* channels,
-                                       const float* sums_of_rows, const float* leave_of_rows, int slab, int chunk,
-                                       const MixerSize& size) {
+                                       const float* sums_of_rows, const float* leave_of_rows, int slab,
+                                       const Heads& heads, int chunk, const MixerSize& size) {
     const u32 at = ring.stage;
     u64* const full = &stages.full[at];
-    const int group = size.group_of(slab * kSlab / size.head_dim);
     stages.fill(ring, kSubs * kRawBox + kState / kSlab * kBox + kSubs * 2 * 4 * kChunk);
+    #pragma unroll
     for (int i = 0; i < kSubs; ++i) {
-      const size_t from = size.in_heads((slab + i) * kSlab / size.head_dim, chunk);
+      const size_t from = size.in_heads(heads.of[i], chunk);
       copy_box(raw[at][i], x, 0, slab + i, chunk * kChunk - kBefore, full);
       copy_bulk(leave[at][i], leave_of_rows + from, 4 * kChunk, full);
       copy_bulk(sums[at][i], sums_of_rows + from, 4 * kChunk, full);
     }
-    copy_columns<kState>(b[at][0], channels, size.b_column(group), chunk, full);
+    copy_columns<kState>(b[at][0], channels, size.b_column(heads.group), chunk, full);
   }
 };
 
@@ -42,33 +43,31 @@ __device__ __forceinline__ int sight_of(const int2* ranges, int row, int reach, 
   return min(row - first_of(range_at(ranges, row, size), row, size), reach);
 }
 
-// A warpgroup convolves a chunk of 64 columns of x: each thread has kColumns of them and 8 rows that follow each other.
-// column: the first of the 64, in a row of x. all_in_sight: every row of the chunk sees all that the convolution has.
+// A warpgroup convolves a chunk of 64 columns of x in place: each thread has kColumns of them and 8 rows that follow
+// each other. barrier: of the warpgroup.
+// column: the first of this thread, in a row of x. all_in_sight: every row of the chunk sees all that the convolution
+// has.
 template <typename T, int kWidth>
-__device__ __forceinline__ void convolve_chunk(unsigned char* x, const unsigned char* raw, const float* conv_weight,
-                                               const float* conv_bias, const T* halo, int column, int chunk,
-                                               bool all_in_sight, const int2* ranges, const MixerSize& size) {
+__device__ __forceinline__ void convolve_chunk(unsigned char* x, Convolution<T, kWidth>& convolution, const T* halo,
+                                               int column, int chunk, bool all_in_sight, const int2* ranges,
+                                               int barrier, const MixerSize& size) {
   constexpr int kReach = kWidth - 1, kRows = 8;
   static_assert(kReach <= kBefore && 128 / (kSlab / kColumns) * kRows == kChunk);
   const int thread = threadIdx.x % 128, first = thread / (kSlab / kColumns) * kRows, begin = chunk * kChunk + first;
   const int piece = thread % (kSlab / kColumns) * kColumns / 8, in_piece = thread % (kSlab / kColumns) * kColumns % 8;
   auto place = [&](int row) { return row * kRowBytes + ((piece ^ row % 8) * 8 + in_piece) * 2; };
-  raw += kBefore * kRowBytes;
-  column += thread % (kSlab / kColumns) * kColumns;
-
-  Convolution<T, kWidth> convolution;
-  convolution.load_weights(conv_weight, conv_bias, opaque(column));  // anew, as the state takes the registers
+  x += first * kRowBytes;
   #pragma unroll
   for (int tap = 0; tap < kReach; ++tap) {
     const int row = tap - kReach;
-    const unsigned char* const there = raw + first * kRowBytes + row * kRowBytes +
-                                       ((piece ^ (row + 8) % 8) * 8 + in_piece) * 2;
+    const unsigned char* const there = x + row * kRowBytes + ((piece ^ (row + 8) % 8) * 8 + in_piece) * 2;
     convolution.next(begin + row < 0 ? *(const Piece*)(halo + (size_t)(kReach + row) * size.channels() + column)
                                      : *(const Piece*)there);
   }
+  wait(barrier, 128);                                 // all have read what others make
   #pragma unroll 4
   for (int i = 0; i < kRows; ++i) {
-    convolution.next(*(const Piece*)(raw + first * kRowBytes + place(i)));
+    convolution.next(*(const Piece*)(x + place(i)));
     u32 valid = ~0u;
     if (!all_in_sight) {
       const int in_sight = sight_of(ranges, begin + i, kReach, size);
@@ -80,7 +79,7 @@ __device__ __forceinline__ void convolve_chunk(unsigned char* x, const unsigned 
     Piece made;
     #pragma unroll
     for (int p = 0; p < kColumns / 2; ++p) made.pairs[p] = valid & pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
-    *(Piece*)(x + first * kRowBytes + place(i)) = made;
+    *(Piece*)(x + place(i)) = made;
   }
 }
 
@@ -97,11 +96,15 @@ __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_conv_states_sm90(
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   const int slab = blockIdx.x * kSubs, sub = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  typename Shared::Heads heads;                       // once, as divisions take long
+  #pragma unroll
+  for (int i = 0; i < kSubs; ++i) heads.of[i] = uniform((slab + i) * kSlab / size.head_dim);
+  heads.group = uniform(size.group_of(heads.of[0]));
   const Segment segment(blockIdx.y, ranges, used_behind, size);
   Ring<kStages> ring{}, to_fill{};
   auto load = [&](int chunk) {
     if (threadIdx.x || chunk >= segment.end) return;
-    shared.load(to_fill, &x, &channels, sums, leave, slab, chunk, size);
+    shared.load(to_fill, &x, &channels, sums, leave, slab, heads, chunk, size);
     to_fill.advance();
   };
 
@@ -115,16 +118,19 @@ __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_conv_states_sm90(
   const bool leads = threadIdx.x % 128 == 0;
   StateOfHead<T, kState> state;
   state.clear();
+  const int first_column = column + threadIdx.x % (kSlab / kColumns) * kColumns;
+  int2 last = range_at(ranges, segment.begin * kChunk + kChunk - 1, size);  // loaded a chunk ahead
   for (int chunk = segment.begin; chunk < segment.end; ++chunk, ring.advance()) {
     load(chunk + kStages - 1);
     __syncwarp();
-    const int sight = sight_of(ranges, chunk * kChunk + kChunk - 1, kChunk + kWidth, size);
-    unsigned char* const made = shared.x[chunk % 2][sub];
+    const int row = chunk * kChunk + kChunk - 1, sight = row - first_of(last, row, size);
+    last = range_at(ranges, row + kChunk, size);
+    unsigned char* const made = shared.raw[ring.stage][sub] + kBefore * kRowBytes;
+    Convolution<T, kWidth> convolution;               // loaded anew, as the state takes the registers
+    convolution.load_weights(conv_weight, conv_bias, opaque(first_column));
     shared.stages.wait(ring);
-    convolve_chunk<T, kWidth>(made, shared.raw[ring.stage][sub], conv_weight, conv_bias, halo, column, chunk,
-                              sight >= kChunk + kWidth - 2, ranges, size);
+    convolve_chunk(made, convolution, halo, first_column, chunk, sight >= kChunk + kWidth - 2, ranges, 1 + sub, size);
     publish_to_async();
-    if (leads) add_wait_read();                       // what the chunk before made is on its way
     wait(1 + sub, 128);
     if (leads) {
       store_box(&channels, made, 0, slab + sub, chunk * kChunk);
@@ -135,8 +141,8 @@ __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_conv_states_sm90(
       const float through = chunk > segment.from ? decay_of(shared.sums[ring.stage][sub][kChunk - 1]) : 0.f;
       state.advance(made, shared.b[ring.stage][0], shared.leave[ring.stage][sub], through);
     }
+    if (leads) add_wait_read();                       // the chunk is on its way
     shared.stages.release(ring);
   }
   state.store(states + size.state_of(segment.number, 0) + (size_t)column * kState);
-  if (leads) add_wait_read();
 }

@@ -27,15 +27,19 @@ struct StateOfHead {
       }
     }
   }
-  // What a chunk makes of it; through: what lasts of it until the end of the chunk.
+  // What a chunk makes of it; through: what lasts of it until the end of the chunk. Where nothing does, the product
+  // replaces it, whatever it was.
   __device__ __forceinline__ void advance(const unsigned char* x, const unsigned char* b, const float* leave,
                                           float through) {
     u32 weights[1][4][4];
     prepare(weights, x, leave);
-    scale(s, through);
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) s[0][n][e] *= through;
     pin(s[0]);
     wgmma_begin();
-    start_weighted_rows<T, kState, kChunk>(s[0], weights, b);
+    start_weighted_rows<T, kState, kChunk>(s[0], weights, b, through != 0.f);
     wgmma_commit();
     wgmma_wait<0>(s[0]);
   }

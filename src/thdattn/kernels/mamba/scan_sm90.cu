@@ -1,7 +1,7 @@
 // y and the gate of the Mamba-2 mixer on Hopper (sm_90a), by wgmma and TMA: what thd_ssd_scan computes, see there.
 //
-// States go ahead of the rows: warpgroups that keep them publish what is in front of a chunk, and others, one for each,
-// make y and out of the chunk, so that neither waits for the other's arithmetic. One more thread loads chunks ahead.
+// States go ahead of the rows: warpgroups that keep them publish what is in front of a chunk, and how its rows count
+// for each other; others, one for each, make y and out of that. One more thread loads chunks ahead.
 
 template <int kSubs>
 struct NumbersOfRows { float sums[kSubs][kChunk], dt[kSubs][kChunk], leave[kSubs][kChunk]; };
@@ -12,11 +12,13 @@ struct ScanShared {
   unsigned char x[kStages][kSubs][kBox], z[kStages][kSubs][kBox];
   unsigned char b[kStages][kState / kSlab][kBox], c[kStages][kState / kSlab][kBox];
   unsigned char fronts[kSubs][2][kState / kSlab][kBox];  // the state in front of a chunk and of the next one, rounded
-  unsigned char made[kSubs][kBox];                    // rows of y, and of out, on their way to memory
+  unsigned char weights[kSubs][kBox];                 // of rows of x in rows of y
+  unsigned char made[kSubs][4][8 * kRowBytes];        // rows of y, and of out, on their way to memory
   float inverse[kSubs][2][4];                         // of fronts
   NumbersOfRows<kSubs> numbers[kStages];
   Stages<kStages, 1, 8 * kSubs> stages;
   Stages<2, 4, 4> published[kSubs];
+  Stages<1, 4, 4> weighed[kSubs];
 };
 
 // One thread loads rows, which are boxes, and numbers of every row.
@@ -45,33 +47,6 @@ __device__ __forceinline__ void load_rows(Shared& shared, const TensorMap* chann
   }
 }
 
-// A warpgroup keeps the state of a head, and publishes what is in front of every chunk.
-template <typename T, typename Shared>
-__device__ __forceinline__ void keep_state(Shared& shared, int sub, int column, const float* states, const int2* ranges,
-                                           const Run& run, const MixerSize& size) {
-  constexpr int kState = Shared::kState;
-  const int row = run.begin * kChunk;
-  StateOfHead<T, kState> state;
-  if (first_of(range_at(ranges, row, size), row, size) < row)  // the sequence goes on from the segment before
-    state.load(states + size.state_of(run.segment, 0) + (size_t)column * kState);
-  else
-    state.clear();
-  Ring<Shared::kStages> ring{};
-  Ring<2> front{};
-  for (int chunk = run.begin;; ++chunk, ring.advance(), front.advance()) {
-    const int2 last = range_at(ranges, chunk * kChunk + kChunk - 1, size);
-    shared.published[sub].wait_empty(front);
-    state.publish(shared.fronts[sub][front.stage][0], shared.inverse[sub][front.stage]);
-    shared.published[sub].filled(front);
-    if (chunk + 1 == run.end) break;
-    shared.stages.wait(ring);
-    const NumbersOfRows<Shared::kSubs>& numbers = shared.numbers[ring.stage];
-    state.advance(shared.x[ring.stage][sub], shared.b[ring.stage][0], numbers.leave[sub],
-                  through_chunk(numbers.sums[sub][kChunk - 1], last, chunk, size));
-    shared.stages.release(ring);
-  }
-}
-
 // 16 rows of a chunk, of the columns of one head: what a warp makes y of, as accumulators. `band` says which.
 struct Band {
   int number, lane;
@@ -93,29 +68,83 @@ struct Band {
 };
 
 // C_i . B_j, of rows i of a band and all rows j of the chunk, becomes the weight of x_j in y_i: times what lasts of j
-// until i, and dt_j.
+// until i, and dt_j; in a tile, as an operand.
 template <typename T>
-__device__ __forceinline__ void weigh(u32 (&weights)[1][4][4], float (&products)[1][8][4], const Band& band,
+__device__ __forceinline__ void weigh(unsigned char* tile, float (&products)[8][4], const Band& band,
                                       const float* sums, const float* dt) {
   const float of_row[2] = {sums[band.row[0]], sums[band.row[1]]};
   const bool from_start = __all_sync(0xffffffffu, band.first[0] <= 0 && band.first[1] <= 0);
   #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    const int col = n * 8 + band.lane % 4 * 2;
-    float (&of)[4] = products[0][n];
-    if (n / 2 > band.number) {                        // behind all rows of this band
-      of[0] = of[1] = of[2] = of[3] = 0.f;
-      continue;
+  for (int k = 0; k < 4; ++k) {
+    u32 made[4] = {};
+    #pragma unroll
+    for (int n = 2 * k; n < 2 * k + 2; ++n) {
+      if (k > band.number) break;                     // behind all rows of this band
+      const int col = n * 8 + band.lane % 4 * 2;
+      float (&of)[4] = products[n];
+      const float2 to = *(const float2*)(sums + col), step = *(const float2*)(dt + col);
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        of[e] *= decay_of(of_row[e / 2] - (e % 2 ? to.y : to.x)) * (e % 2 ? step.y : step.x);
+        if (k == band.number) of[e] = col + e % 2 <= band.row[e / 2] ? of[e] : 0.f;
+        if (!from_start) of[e] = band.first[e / 2] <= col + e % 2 ? of[e] : 0.f;
+      }
+      made[n % 2 * 2] = pack<T>(of[0], of[1]);
+      made[n % 2 * 2 + 1] = pack<T>(of[2], of[3]);
     }
-    const float2 to = *(const float2*)(sums + col), step = *(const float2*)(dt + col);
-    #pragma unroll
-    for (int e = 0; e < 4; ++e) of[e] *= decay_of(of_row[e / 2] - (e % 2 ? to.y : to.x)) * (e % 2 ? step.y : step.x);
-    if (from_start && n / 2 < band.number) continue;
-    #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      of[e] = band.first[e / 2] <= col + e % 2 && col + e % 2 <= band.row[e / 2] ? of[e] : 0.f;
+    const auto [warp, lane] = me();
+    store_matrices(tile + (warp * 16 + lane % 16) * kRowBytes + ((2 * k + lane / 16) ^ lane % 8) * 16, made);
   }
-  round_to_operand<T>(weights, products);
+}
+
+// A warpgroup weighs the rows of a chunk for each other.
+template <typename T, typename Shared>
+__device__ __forceinline__ void publish_weights(Shared& shared, int sub, int stage, const Ring<1>& ring,
+                                                const Band& band) {
+  const NumbersOfRows<Shared::kSubs>& numbers = shared.numbers[stage];
+  ScoreRows<T, Shared::kState, kChunk, false> c;
+  float products[8][4];
+  c.load(shared.c[stage][0]);
+  wgmma_begin();
+  c.template start<false, kChunk>(products, shared.b[stage][0]);
+  wgmma_commit();
+  wgmma_wait<0>(products);
+  shared.weighed[sub].wait_empty(ring);
+  weigh<T>(shared.weights[sub], products, band, numbers.sums[sub], numbers.dt[sub]);
+  publish_to_async();
+  shared.weighed[sub].filled(ring);
+}
+
+// A warpgroup keeps the state of a head: it publishes what is in front of every chunk, and the weights of its rows.
+template <typename T, typename Shared>
+__device__ __forceinline__ void keep_state(Shared& shared, int sub, int column, const float* states, const int2* ranges,
+                                           const Run& run, const MixerSize& size) {
+  constexpr int kState = Shared::kState;
+  const int row = run.begin * kChunk;
+  StateOfHead<T, kState> state;
+  if (first_of(range_at(ranges, row, size), row, size) < row)  // the sequence goes on from the segment before
+    state.load(states + size.state_of(run.segment, 0) + (size_t)column * kState);
+  else
+    state.clear();
+  Band band(me().warp);
+  band.load(run.begin, ranges, size);
+  Ring<Shared::kStages> ring{};
+  Ring<2> front{};
+  Ring<1> weights{};
+  for (int chunk = run.begin; chunk < run.end; ++chunk, ring.advance(), front.advance(), weights.advance()) {
+    const int2 last = range_at(ranges, chunk * kChunk + kChunk - 1, size);
+    band.take(chunk, size);
+    shared.published[sub].wait_empty(front);
+    state.publish(shared.fronts[sub][front.stage][0], shared.inverse[sub][front.stage]);
+    shared.published[sub].filled(front);
+    shared.stages.wait(ring);
+    publish_weights<T>(shared, sub, ring.stage, weights, band);
+    if (chunk + 1 < run.end) band.load(chunk + 1, ranges, size);
+    const NumbersOfRows<Shared::kSubs>& numbers = shared.numbers[ring.stage];
+    state.advance(shared.x[ring.stage][sub], shared.b[ring.stage][0], numbers.leave[sub],
+                  through_chunk(numbers.sums[sub][kChunk - 1], last, chunk, size));
+    shared.stages.release(ring);
+  }
 }
 
 // What comes of the state in front, of C times it.
@@ -140,22 +169,20 @@ __device__ __forceinline__ void let_enter(float (&acc)[8][4], const Band& band, 
     for (int e = 0; e < 4; ++e) acc[n][e] = band.first[e / 2] < 0 ? acc[n][e] : 0.f;
 }
 
-// This thread's numbers of a band of a box.
-__device__ __forceinline__ void load_pairs(u32 (&pairs)[8][2], const unsigned char* box, const Band& band) {
+// This thread's numbers of a band of a box, as those of an accumulator.
+__device__ __forceinline__ void load_pairs(u32 (&pairs)[4][4], const unsigned char* box, const Band& band) {
+  const unsigned char* const row = box + (band.number * 16 + band.lane % 16) * kRowBytes;
   #pragma unroll
-  for (int n = 0; n < 8; ++n)
-    #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      pairs[n][half] = *(const u32*)(box + band.row[half] * kRowBytes + (n ^ band.lane / 4) * 16 + band.lane % 4 * 4);
+  for (int i = 0; i < 4; ++i) load_matrices(pairs[i], row + ((2 * i + band.lane / 16) ^ band.lane % 8) * 16);
 }
 
 template <typename T>
-__device__ __forceinline__ void add_times(float (&acc)[8][4], const u32 (&of_x)[8][2], float d) {
+__device__ __forceinline__ void add_times(float (&acc)[8][4], const u32 (&of_x)[4][4], float d) {
   #pragma unroll
   for (int n = 0; n < 8; ++n)
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 x = unpack<T>(of_x[n][half]);
+      const float2 x = unpack<T>(of_x[n / 2][n % 2 * 2 + half]);
       acc[n][2 * half] = fmaf(d, x.x, acc[n][2 * half]);
       acc[n][2 * half + 1] = fmaf(d, x.y, acc[n][2 * half + 1]);
     }
@@ -163,40 +190,64 @@ __device__ __forceinline__ void add_times(float (&acc)[8][4], const u32 (&of_x)[
 
 // Times silu(z), 0 on padding.
 template <typename T>
-__device__ __forceinline__ void pass_gate(float (&acc)[8][4], const u32 (&of_z)[8][2], const Band& band) {
+__device__ __forceinline__ void pass_gate(float (&acc)[8][4], const u32 (&of_z)[4][4], const Band& band) {
   #pragma unroll
   for (int n = 0; n < 8; ++n)
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 z = unpack<T>(band.first[half] <= band.row[half] ? of_z[n][half] : 0);
+      const float2 z = unpack<T>(band.first[half] <= band.row[half] ? of_z[n / 2][n % 2 * 2 + half] : 0);
       acc[n][2 * half] *= silu(z.x);
       acc[n][2 * half + 1] *= silu(z.y);
     }
 }
 
-// Writes a band to the rows that are at `into`, of which `left` exist, through 16 rows of shared memory, so that whole
+// Without a branch, as compilers would make.
+__device__ __forceinline__ void store_if(bool exists, void* to, uint4 piece) {
+  asm volatile("{ .reg .pred exists; setp.ne.s32 exists, %5, 0;\n"
+               "@exists st.global.cs.v4.b32 [%0], {%1, %2, %3, %4}; }"
+               :: "l"(to), "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w), "r"((int)exists) : "memory");
+}
+
+// Writes a band to the rows that are at `into`, of which `left` exist, through 8 rows of shared memory, so that whole
 // rows of 128 bytes are written at a time. The L2 cache need not keep them.
 template <typename T>
 __device__ __forceinline__ void write_band(T* into, const float (&acc)[8][4], unsigned char* tile, int left,
                                            int pitch) {
-  const int lane = threadIdx.x % kWarp;
-  u32 rounded[1][4][4];
-  round_to_operand<T>(rounded, (const float(&)[1][8][4])acc);
+  const int lane = me().lane;
+  into += (size_t)(lane / 8) * pitch + lane % 8 * 8;
+  left -= lane / 8;
   #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    store_matrices(tile + lane % 16 * kRowBytes + ((2 * i + lane / 16) ^ lane % 8) * 16, rounded[0][i]);
-  __syncwarp();
-  #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = i * 4 + lane / 8;
-    const uint4 piece = *(const uint4*)(tile + row * kRowBytes + (lane ^ row) % 8 * 16);
-    if (row < left) __stcs((uint4*)(into + (size_t)row * pitch + lane % 8 * 8), piece);
+  for (int half = 0; half < 2; ++half) {
+    #pragma unroll
+    for (int n = 0; n < 8; n += 4) {
+      u32 a[4];
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = pack<T>(acc[n + i][2 * half], acc[n + i][2 * half + 1]);
+      store_matrices(tile + lane % 8 * kRowBytes + ((n + lane / 8) ^ lane % 8) * 16, a);
+    }
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < 2; ++i, into += 4 * pitch) {
+      const int in_tile = i * 4 + lane / 8;
+      const uint4 piece = *(const uint4*)(tile + in_tile * kRowBytes + (lane ^ in_tile) % 8 * 16);
+      store_if(half * 8 + i * 4 < left, into, piece);
+    }
+    __syncwarp();
   }
-  __syncwarp();
 }
 
 // Where y and out are.
 template <typename T> struct ScanResults { T *y, *out; };
+
+// Starts acc += weights . x, of which both are in shared memory.
+template <typename T>
+__device__ __forceinline__ void add_weighed_rows(float (&acc)[8][4], const unsigned char* weights,
+                                                 const unsigned char* x) {
+  const u64 a = descriptor(weights, 16), b = descriptor(x, kBox);
+  #pragma unroll
+  for (int k = 0; k < 4; ++k)
+    Wgmma<T, kSlab>::template shared<0, 1>(acc, a + k * 32 / 16, b + k * 16 * kRowBytes / 16, 1);
+}
 
 // A warpgroup makes y and out of the columns of one head; both are 0 on padding, where x and what stands for z are.
 template <typename T, typename Shared>
@@ -204,39 +255,36 @@ __device__ __forceinline__ void make_rows(Shared& shared, int sub, int column, f
                                           const ScanResults<T>& results, const Run& run, const MixerSize& size) {
   constexpr int kState = Shared::kState;
   Band band(me().warp);
-  unsigned char* const made = shared.made[sub] + band.number * 16 * kRowBytes;
+  unsigned char* const made = shared.made[sub][band.number];
   band.load(run.begin, ranges, size);
   Ring<Shared::kStages> ring{};
   Ring<2> front{};
-  for (int chunk = run.begin; chunk < run.end; ++chunk, ring.advance(), front.advance()) {
+  Ring<1> weights{};
+  for (int chunk = run.begin; chunk < run.end; ++chunk, ring.advance(), front.advance(), weights.advance()) {
     band.take(chunk, size);
     if (chunk + 1 < run.end) band.load(chunk + 1, ranges, size);
     shared.stages.wait(ring);
     const unsigned char *const x = shared.x[ring.stage][sub], *const z = shared.z[ring.stage][sub];
-    const float *const sums = shared.numbers[ring.stage].sums[sub], *const dt = shared.numbers[ring.stage].dt[sub];
-
     ScoreRows<T, kState, kChunk, false> c;
-    float products[1][8][4], acc[8][4];
-    u32 weights[1][4][4], of_x[8][2], of_z[8][2];
+    float acc[8][4];
+    u32 of_x[4][4], of_z[4][4];
     c.load(shared.c[ring.stage][0]);
-    wgmma_begin();
-    c.template start<false, kChunk>(products[0], shared.b[ring.stage][0]);
-    wgmma_commit();
     shared.published[sub].wait(front);
+    wgmma_begin();
     c.template start<false, kChunk>(acc, shared.fronts[sub][front.stage][0]);
     wgmma_commit();
-    wgmma_wait<1>(products[0]);
-    weigh<T>(weights, products, band, sums, dt);
     wgmma_wait<0>(acc);
-    let_enter<T>(acc, band, sums, shared.inverse[sub][front.stage]);
+    let_enter<T>(acc, band, shared.numbers[ring.stage].sums[sub], shared.inverse[sub][front.stage]);
     shared.published[sub].release(front);
+    shared.weighed[sub].wait(weights);
     pin(acc);
     wgmma_begin();
-    start_weighted_rows<T, kSlab, kChunk>(acc, weights, x);
+    add_weighed_rows<T>(acc, shared.weights[sub], x);
     wgmma_commit();
     load_pairs(of_x, x, band);
     load_pairs(of_z, z, band);
     wgmma_wait<0>(acc);
+    shared.weighed[sub].release(weights);
     shared.stages.release(ring);
 
     const int row = chunk * kChunk + band.number * 16;
@@ -265,17 +313,17 @@ __global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
   const Run run(segments, size);
   if (threadIdx.x == 0) {
     shared.stages.init();
-    for (int sub = 0; sub < kSubs; ++sub) shared.published[sub].init();
+    for (int sub = 0; sub < kSubs; ++sub) shared.published[sub].init(), shared.weighed[sub].init();
   }
   __syncthreads();
   if (role == 2 * kSubs) {
     if constexpr (kSubs > 1) registers_give<24>();
     if (threadIdx.x % 128 == 0) load_rows(shared, &channels, &gates, {dt, sums, leave}, slab, run, size);
   } else if (role >= kSubs) {
-    if constexpr (kSubs > 1) registers_take<112>();
+    if constexpr (kSubs > 1) registers_take<128>();
     keep_state<T>(shared, role - kSubs, column, states, ranges, run, size);
   } else {
-    if constexpr (kSubs > 1) registers_take<112>();
+    if constexpr (kSubs > 1) registers_take<96>();
     make_rows<T>(shared, role, column, d[column / size.head_dim], ranges, ScanResults<T>{y, out}, run, size);
   }
 }
