@@ -341,6 +341,7 @@ TILES = {
             backward_dq=BackwardDq(tile_n=16, warps=4),
             forward_sm90=ForwardSm90(
                 tile_n=128, consumers=2, q_stages=1, kv_stages=2,  # 144 keys, or another stage, do not fit
+                q_in_registers=True,
             ),
             backward_sm90=BackwardPairSm90(
                 stages=2, queries=64, piece_cols=64,  # another stage does not fit

@@ -427,12 +427,13 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
+  constexpr bool kMost = kQInRegisters && kHeadDim > 128;  // of the registers
   if (warpgroup == 0) {
-    registers_give<kConsumers == 2 ? 40 : 32>();
+    registers_give<kConsumers == 3 ? 32 : kMost ? 24 : 40>();
     if (threadIdx.x < kWarp)
       produce_forward<kInParts>(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
   } else {
-    registers_take<kConsumers == 2 ? 232 : 160>();
+    registers_take<kConsumers == 3 ? 160 : kMost ? 240 : 232>();
     consume_forward<kQInRegisters, kSinks, kInParts, T>(shared, warpgroup - 1, out, lse, max_logits, parts, size,
                                                         logits, sinks);
   }
