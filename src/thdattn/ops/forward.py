@@ -48,13 +48,18 @@ def attn_fwd(
     (*first, last), boxes, max_logits = plan.once(
         ("forward", *layout(q, k, v), merge, halfway is None, kind),
         lambda: _forward(q, k, v, plan, "float32" if merge else q.dtype.name, kind, halfway is not None))
-    inputs = tuple(launch.tensor_maps((q, k, v), (num_rows, len(k), len(v)), boxes)) if boxes else (q, k, v)
-    args = *inputs, out, lse, logits_of(softmax_scale, softcap), launch.NONE if sinks is None else sinks
+
+    def arguments() -> tuple[Any, ...]:
+        inputs = tuple(launch.tensor_maps((q, k, v), (num_rows, len(k), len(v)), boxes)) if boxes else (q, k, v)
+        return *inputs, out, lse, logits_of(softmax_scale, softcap), launch.NONE if sinks is None else sinks
+
+    key = (softmax_scale, softcap, k.shape, k.strides, v.strides,
+           *[x.data.ptr for x in (q, k, v, out, lse)], None if sinks is None else sinks.data.ptr)
     for run in first:
-        run(*args)
+        run.launch(run.prepared(key, arguments))
     if halfway is not None:
         halfway()
-    last(*args)
+    last.launch(last.prepared(key, arguments))
     return out, lse, max_logits.max(axis=(0, 2)) if return_max_logit else None
 
 
