@@ -20,6 +20,7 @@ from thdattn.comm import nothing, peer, windows
 from thdattn.comm.slices import copy
 from thdattn.methods import all_gather
 from thdattn.methods.call import Call, Tensors
+from thdattn.structs import RANK_FLAGS
 
 HEADS, WIDTH = 4, 2
 WEIGHTS = np.arange(1, 1000, dtype=np.float32)[:, None, None]
@@ -55,7 +56,7 @@ class Engine:
             self.fails = ""
             raise MemoryError
 
-    def to_sequence_order(self, k_parts, v_parts, plan, into, own):
+    def to_sequence_order(self, k_parts, v_parts, plan, into, own, meeting):
         def move(outs, sources, own):
             for out, parts, mine in zip(outs, sources, own or (None, None), strict=True):
                 rows = np.concatenate(parts)
@@ -66,7 +67,10 @@ class Engine:
         first = plan.cp_rank * plan.local_key_rows
         outs = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
                         for name, parts in (("k", k_parts), ("v", v_parts))]  # fmt: skip
-        self.machine.stream.launch(move, outs, (k_parts, v_parts), own)
+        if meeting is None:
+            self.machine.stream.launch(move, outs, (k_parts, v_parts), own)
+        else:
+            gather(self.machine.stream, plan, outs, (k_parts, v_parts), own, meeting.flags)
         return outs
 
     def to_rank_order(self, dk, dv, plan, into):
@@ -106,6 +110,49 @@ class Engine:
 
     def poison(self, plan, *results):
         """Lengths are right."""
+
+
+def gather(stream, plan, outs, sources, own, meeting):
+    """thd_gather, of gather.cu, step by step."""
+    rank, size, rows = int(meeting["rank"]), int(meeting["num_ranks"]), plan.local_key_rows
+    mine = at(int(meeting["mine"]), (size,), RANK_FLAGS)
+    theirs = [at(int(place), (1,), RANK_FLAGS) for place in meeting["theirs"][:size]]
+    chunks = [(row, slice(row, row + 1)) for row in range(rows)]
+
+    def offer(number, chunk, parts, own):
+        for part, x in zip(parts, own, strict=True):
+            part[chunk] = x[chunk]
+        if number == rows - 1:
+            mine["taken"][:, 0] = 0
+        for other in set(range(size)) - {rank}:
+            theirs[other]["offered"][0, number] = 1
+
+    def place(other, chunk, outs, parts):
+        for out, part in zip(outs, parts, strict=True):
+            out[plan.rank_order[other * rows :][chunk]] = part[chunk, : out.shape[1]]
+
+    def collect(other, number, chunk, outs, parts):
+        mine["offered"][other, number] = 0
+        place(other, chunk, outs, parts)
+
+    def take():
+        for there in theirs:
+            there["taken"][0, 0] = 1
+
+    whole = [at(x.data.ptr, (rows, HEADS, WIDTH), x.dtype) for x in own]
+    parts = [at(each[rank].data.ptr, x.shape, x.dtype) for each, x in zip(sources, whole, strict=True)]
+    for other in range(size):
+        stream.put(lambda reached: None, lambda reached, other=other: mine["taken"][other, 0] == 1)
+    for number, chunk in chunks:
+        stream.launch(offer, number, chunk, parts, whole)
+        stream.launch(place, rank, chunk, outs, whole)
+    for number, chunk in chunks:
+        for other in set(range(size)) - {rank}:
+            stream.put(lambda reached: None,
+                       lambda reached, other=other, number=number: mine["offered"][other, number] == 1)
+            stream.launch(collect, other, number, chunk, outs, [each[other] for each in sources])
+    if meeting["takes"]:
+        stream.launch(take)
 
 
 class Plan:
@@ -388,6 +435,6 @@ def results(size, seed, enqueue=Program.enqueue):
         for program in programs:
             made = [x for turns in program.memory._windows.values() for turn in turns for x in turn]
             for window in made:
-                flags = window.array(-window._header, (2, size, windows.FLAG_BYTES), np.uint8)[:, :, 0]
-                assert flags.tolist() == [[0] * size, [1] * size]
+                flags = window.array(-window._header, (size,), RANK_FLAGS)
+                assert not flags["ready"].any() and not flags["offered"].any() and flags["taken"][:, 0].all()
     return sum(x.num_checked for x in programs), sum(x.num_wrong for x in programs)

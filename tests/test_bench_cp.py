@@ -147,8 +147,10 @@ def test_peer_memory_of_two_brings_as_many_rows_as_that_of_many(host_memory, siz
             groups = [[host_memory.on_gpu(np.zeros((size * 40, 2, x.shape[2]), x.dtype)) for x in sends]
                       for _ in range(2)]  # fmt: skip
             found = []
-            for parts, wait, done in played._peer.gather_heads(sends, groups, at_once):
+            for parts, wait, done, meeting in played._peer.gather_heads(sends, groups, at_once):
                 wait()
+                if meeting is not None:
+                    host_memory.meet(meeting.flags, parts, sends)
                 found.append([np.concatenate(ranks).reshape(size, 40, 2, -1) for ranks in parts])
                 done()
             for number, ranks in enumerate(np.concatenate(x, axis=2) for x in zip(*found, strict=True)):

@@ -17,17 +17,31 @@ def nothing() -> None:
     """What is there needs no waiting."""
 
 
+class Meeting(NamedTuple):
+    """Of all ranks, by one kernel.
+
+    flags: a MEETING of structs.py. marks: where the watchdog has numbers written, 0: nowhere, and which one.
+    """
+
+    flags: Any
+    marks: int = 0
+    number: int = 0
+
+
 class Arrival(NamedTuple):
     """Rows of all ranks that have been asked for.
 
     parts: of each array, those that make up its rows, one after another and equally many: one, in which the rows of
         this rank itself may be missing, or one a rank, which may lie in the memory of other GPUs.
     wait: to be called before they are read, and `done` after that; on a GPU it is the current stream that waits.
+    meeting: for the kernel that puts the rows to their places, which it is to do next: it has this rank's rows in their
+        place among the parts too, and waits for those of others by itself. None: they wait as above.
     """
 
     parts: Sequence[Sequence[Any]]
     wait: Callable[[], None] = nothing
     done: Callable[[], None] = nothing
+    meeting: Meeting | None = None
 
 
 class Heads(ABC):

@@ -100,16 +100,21 @@ class NcclComm(Comm):
         return f"<NcclComm rank {self.rank} of {self.size}, transport {taken}>"
 
     def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+        lane = self._lane()
+        return nullcontext() if lane is None else self._watch.enqueued(lane, what, array)
+
+    def _lane(self) -> Lane | None:
+        """Of the current stream; None: nothing waits on it, or nothing yet."""
         stream = self._cupy.cuda.get_current_stream()
-        if self.size == 1 or stream.is_capturing():  # nothing waits, or nothing yet
-            return nullcontext()
+        if self.size == 1 or stream.is_capturing():
+            return None
         if self._peer is not None:
             self._peer.enter()
         key = (threading.get_ident(), self._gpu, stream.ptr)
         lane = _lanes.get(key)
         if lane is None:
             lane = _lanes[key] = _lane(self._cupy, stream.ptr)
-        return self._watch.enqueued(lane, what, array)
+        return lane
 
     def _all_gather(self, send: Any, recv: Any) -> None:
         if send.size:
@@ -151,8 +156,13 @@ class NcclComm(Comm):
         if self._peer is None:
             return super().gather_heads(sends, recvs)
         self.received_bytes += (self.size - 1) * sum(send.nbytes for send in sends)
-        with self.watched("gather of keys", sends[0]):
-            arrivals = self._peer.gather_heads(sends, recvs, at_once)
+        if at_once:
+            lane = self._lane()
+            marks = (0, 0) if lane is None else self._watch.by_kernel(lane, "gather of keys", sends[0])
+            arrivals = self._peer.gather_heads(sends, recvs, True, marks)
+        else:
+            with self.watched("gather of keys", sends[0]):
+                arrivals = self._peer.gather_heads(sends, recvs, False)
         return [arrival if arrival.wait is nothing
                 else arrival._replace(wait=self._watched_wait("gather of keys", arrival.wait)) for arrival in arrivals]
 

@@ -1,8 +1,9 @@
 """Peer memory: the GPUs of one machine read each other's memory, beside kernels and without taking a multiprocessor.
 
 Copy engines pull slices of heads as they lie, and flags that streams write and wait for say when: a collective of NCCL
-needs multiprocessors, and would start when a kernel that fills the GPU ends. Everything here can be captured in a CUDA
-graph, and nothing makes the host wait, but for the first use of a size, which all ranks meet to exchange handles for.
+needs multiprocessors, and would start when a kernel that fills the GPU ends. Keys that nothing hides are gathered by
+one kernel, see kernels/gather.cu. Everything here can be captured in a CUDA graph, and nothing makes the host wait, but
+for the first use of a size, which all ranks meet to exchange handles for.
 
 Source: CUDA driver API, stream memory operations and interprocess communication.
 """
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn.comm import Arrival, nothing
+from thdattn.comm import Arrival, Meeting, nothing
 from thdattn.comm.slices import Slices, address, copy, rows_of
 from thdattn.comm.windows import ALIGNMENT, Window, header_bytes
 from thdattn.structs import MAX_RANKS, SHARES
@@ -93,30 +94,61 @@ class PeerMemory:
                                f"capture; call it once before, or use warmup_steps of 1 or more")
         return self._made_of(self._world, _roomy(num_bytes))
 
-    def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool) -> list[Arrival]:
-        """See Comm.gather_heads. At once, the first group, which hides behind nothing, is read where it lies."""
+    def gather_heads(
+        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool, marks: tuple[int, int] = (0, 0)
+    ) -> list[Arrival]:
+        """See Comm.gather_heads. At once, the first group, which hides behind nothing, is read where it lies.
+
+        Args:
+            marks: of the kernel that reads it, see Meeting.
+        """
         stream, route = self.enter(), self._route(sends, recvs)
         window = self._window("gather", route.num_bytes)
+        if at_once:
+            meeting = Meeting(window.meetings[len(recvs) == 1], *marks)
+            return self._by_kernel(stream, route, window, sends, recvs, meeting)
         window.free(stream)
         for send, part in zip(sends, route.parts, strict=True):
             self._copy(window.address(self.rank, part), send.data.ptr, send.nbytes, stream)
-        (window.meet if at_once else window.publish)(stream)
-        places = [recvs[group] for group in range(at_once, len(recvs))]  # whose memory this stream may have just left
-        arrivals = [Arrival(route.in_place(window, sends, self.size))] if at_once else []
-        if len(recvs) > at_once:
-            self._follow(stream)
-        if not at_once:
-            window.arrive(self._pulls)
-        for group, parts in enumerate(places, len(arrivals)):
-            for place, piece in zip(parts, route.groups[group], strict=True):
-                for rank in self._others:
-                    piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._pulls.ptr)
-            if not at_once and group == len(recvs) - 1:
+        window.publish(stream)
+        places = list(recvs)  # whose memory this stream may have just left
+        self._follow(stream)
+        window.arrive(self._pulls)
+        arrivals = []
+        for group, parts in enumerate(places):
+            self._pull(route, group, window, parts)
+            if group == len(places) - 1:
                 window.take(self._pulls)
             arrivals.append(Arrival([[place] for place in parts], self._arrival(stream)))
-        if at_once:
-            arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
         return arrivals
+
+    def _by_kernel(self, stream: Any, route: _Route, window: Window, sends: Sequence[Any],
+                   recvs: Sequence[Sequence[Any]], meeting: Meeting) -> list[Arrival]:
+        """The first group for a kernel that offers all rows, and the others pulled when all ranks have offered them."""
+        places = [recvs[group] for group in range(1, len(recvs))]
+        waits: list[Wait] = []  # made when the first one was read
+
+        def wait(number: int) -> None:
+            waits[number]()
+
+        def pull() -> None:
+            self._follow(stream)
+            for group, parts in enumerate(places, 1):
+                self._pull(route, group, window, parts)
+                waits.append(self._arrival(stream))
+
+        first = Arrival(route.in_place(window, sends, self.size), done=pull if places else nothing, meeting=meeting)
+        arrivals = [Arrival([[place] for place in parts], functools.partial(wait, number))
+                    for number, parts in enumerate(places)]
+        if arrivals:
+            arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
+        return [first, *arrivals]
+
+    def _pull(self, route: _Route, group: int, window: Window, parts: Sequence[Any]) -> None:
+        """Copies a group of the other ranks' heads to its places."""
+        for place, piece in zip(parts, route.groups[group], strict=True):
+            for rank in self._others:
+                piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._pulls.ptr)
 
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Wait:
         """See Comm.exchange. What a rank sends to another one lies together in its window, where `sizes` tells."""

@@ -6,7 +6,8 @@ For each of its users p a window has two flags:
     taken[p]    p has read this part: set by p, awaited and taken back by its owner before it writes again
 
 A flag is taken back right after the wait for it, before anybody can set it again, so that a replayed graph finds the
-flags as the capture did.
+flags as the capture did. Streams write and await these flags, or one kernel that gathers keys, see kernels/gather.cu,
+which has a flag `offered` for each chunk of a part, instead of ready.
 
 Source: CUDA driver API, stream memory operations and interprocess communication.
 """
@@ -20,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.structs import SHARES
+from thdattn.structs import MAX_RANKS, MEETING, RANK_FLAGS, SHARES
 
 _MOST_KEPT = 1024
-FLAG_BYTES = 64  # a flag has a sector of its own
+_COUNTS = 64  # bytes of counters behind the flags
 ALIGNMENT = 256
 WAIT_32, WRITE_32, _WAIT_EQUAL, _WRITE_DEFAULT = 1, 2, 1, 0  # CUstreamBatchMemOpType and flags
 MEM_OP = np.dtype({
@@ -43,9 +44,9 @@ class Window:
         import cupy
 
         self._rank, self.num_bytes = world.rank, num_bytes
-        flags = np.zeros((2, world.size, FLAG_BYTES), np.uint8)  # ready, taken
-        flags[1, :, 0] = 1  # nobody has anything to read yet
-        self._header = header_bytes(world.size)
+        flags = np.zeros(header_bytes(world.size), np.uint8)
+        flags[: world.size * RANK_FLAGS.itemsize].view(RANK_FLAGS)["taken"][:, 0] = 1  # nobody has anything to read yet
+        self._header = len(flags)
         self._memory = cupy.cuda.Memory(self._header + num_bytes)  # not of a pool, whose pieces have no handles
         runtime = cupy.cuda.runtime
         runtime.memcpy(self._memory.ptr, flags.ctypes.data, flags.nbytes, runtime.memcpyHostToDevice)
@@ -53,19 +54,33 @@ class Window:
         handles = world.allgather(runtime.ipcGetMemHandle(self._memory.ptr))
         self._at = [self._memory.ptr if rank == world.rank else runtime.ipcOpenMemHandle(handle)
                     for rank, handle in enumerate(handles)]  # fmt: skip
-        ready, taken = ([FLAG_BYTES * (kind * world.size + rank) for rank in range(world.size)] for kind in (0, 1))
-        here = self._memory.ptr
-        self.free = MemOps(wait=[here + flag for flag in taken], write=[(here + flag, 0) for flag in taken])
-        self.unfree = MemOps(write=[(here + flag, 1) for flag in taken])
-        self.publish = MemOps(write=[(at + ready[world.rank], 1) for at in self._at])
-        self.arrive = MemOps(wait=[here + flag for flag in ready], write=[(here + flag, 0) for flag in ready])
-        self.take = MemOps(write=[(at + taken[world.rank], 1) for at in self._at])
+        ready, taken = ([self._memory.ptr + flags_of(rank) + _place(name) for rank in range(world.size)]
+                        for name in ("ready", "taken"))  # fmt: skip
+        there = self.flags_there()
+        self.free = MemOps(wait=taken, write=[(flag, 0) for flag in taken])
+        self.unfree = MemOps(write=[(flag, 1) for flag in taken])
+        self.publish = MemOps(write=[(at + _place("ready"), 1) for at in there])
+        self.arrive = MemOps(wait=ready, write=[(flag, 0) for flag in ready])
+        self.take = MemOps(write=[(at + _place("taken"), 1) for at in there])
         self._kept: dict[Any, Any] = {}
 
     @functools.cached_property
     def meet(self) -> MemOps:
         """publish and arrive by one call."""
         return MemOps(before=(self.publish, self.arrive))
+
+    def flags_there(self) -> list[int]:
+        """Where this rank's flags begin in the memory of each rank."""
+        return [at + flags_of(self._rank) for at in self._at]
+
+    @functools.cached_property
+    def meetings(self) -> tuple[Any, Any]:
+        """A MEETING for a kernel that says that it has taken the parts, or (the first one) leaves that to `take`."""
+        counts = self._memory.ptr + flags_of(len(self._at))
+        theirs = [*self.flags_there(), *[0] * (MAX_RANKS - len(self._at))]
+        first, second = (np.array((theirs, self._memory.ptr, counts, self._rank, len(self._at), takes), MEETING)[()]
+                         for takes in (0, 1))  # fmt: skip
+        return first, second
 
     def address(self, rank: int, offset: int) -> int:
         """Of a byte of a rank's part."""
@@ -161,8 +176,19 @@ class MemOps:
 
 
 def header_bytes(size: int) -> int:
-    """Bytes of a window before what it holds: two flags of each rank."""
-    return -(-2 * size * FLAG_BYTES // ALIGNMENT) * ALIGNMENT
+    """Bytes of a window before what it holds: the flags of each rank, and counters."""
+    return -(-(flags_of(size) + _COUNTS) // ALIGNMENT) * ALIGNMENT
+
+
+def flags_of(rank: int) -> int:
+    """Where those of a rank begin in a window: how many bytes from its beginning."""
+    return rank * RANK_FLAGS.itemsize
+
+
+def _place(name: str) -> int:
+    """Of a flag among those of a rank."""
+    assert RANK_FLAGS.fields is not None
+    return RANK_FLAGS.fields[name][1]
 
 
 @functools.cache

@@ -53,6 +53,8 @@ class Keys:
 
     def __del__(self) -> None:
         """Buffers into which something is on its way are not given to others before it is there, after errors too."""
+        if not self.num_read and self.groups[0].meeting is not None:  # nothing is: no rank has come so far
+            return
         for group in self.groups[self.num_read :]:
             group.wait()
             group.done()
@@ -65,17 +67,18 @@ class Keys:
         """
         self.used = True
         first = 0
-        for parts, wait, done in self.groups:
+        for parts, wait, done, meeting in self.groups:
             wait()
             (k, *_), (v, *_) = parts
             if not self.ordered:
-                lacks_own = self.plan.cp_size > 1 and len(parts[0]) == 1  # parts of all ranks have them
+                # Parts of all ranks have them, or will have them.
+                lacks_own = self.plan.cp_size > 1 and (len(parts[0]) == 1 or meeting is not None)
                 heads = slice(first, first + k.shape[1])
                 own = _some_heads(heads, self.k, self.v) if lacks_own else None
                 first = heads.stop
                 shapes = ((self.plan.key_rows, *x.shape[1:]) for x in (k, v))
                 into = None if kept is None else [engine.empty(shape, k.dtype) for shape in shapes]
-                k, v = engine.to_sequence_order(*parts, self.plan, into, own)
+                k, v = engine.to_sequence_order(*parts, self.plan, into, own, meeting)
             done()
             self.num_read += 1
             if kept is not None:
