@@ -17,6 +17,7 @@ from thdattn import advise, costs, tile_counts
 from thdattn.__main__ import main
 from thdattn.costs import Both, Rates, Shape, Way, compared, cost, predicted, recommended
 from thdattn.host_plan import host_arrays, key_ranges
+from thdattn.methods import needed
 
 LENGTHS = (90, 7, 0, 61, 33, 1, 25, 130)
 MASKS = {"causal": (-1, 0), "full": (-1, -1), "window": (20, 0), "two-sided": (11, 5)}
@@ -124,6 +125,23 @@ def test_tiles_of_slices_are_those_of_the_mask(window, monkeypatch):
         assert tiles[:, other].tolist() == [tiles_of(mask, 8) for mask in masks]
 
 
+@pytest.mark.parametrize("window", MASKS.values(), ids=MASKS)
+def test_own_tiles_are_those_that_need_no_row_of_another_rank(window, monkeypatch):
+    monkeypatch.setattr(tile_counts, "TILE", 8)
+    sharding = thdattn.Sharding(batch_for(Way("", "balanced"), 4), 4, "balanced")
+    found = tile_counts.own_tiles(sharding, window)
+    for rank, mask in enumerate(masks_of_ranks(sharding, window)):
+        rows = sharding.rows(rank)
+        everything = np.pad(visible(sharding.batch, window), (0, 1))[rows]
+        foreign = ~np.isin(np.flatnonzero(everything.any(axis=0)), rows)
+        tiles = [(i, j) for i in range(0, mask.shape[0], 8) for j in range(0, mask.shape[1], 8)
+                 if mask[i : i + 8, j : j + 8].any()]  # fmt: skip
+        of_queries = sum(not mask[i : i + 8, foreign].any() for i, _ in tiles)
+        of_keys = sum(not foreign[j : j + 8].any() for _, j in tiles)
+        assert found[:, rank].tolist() == [of_queries, of_keys]
+    assert (found < tile_counts.pairs_and_tiles(sharding, window)[1]).any(axis=1).all()
+
+
 @pytest.mark.parametrize("keys_of", [None, 2])
 @pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
 def test_key_ranges_alone_are_those_of_the_plan(strategy, keys_of):
@@ -154,6 +172,22 @@ def test_time_of_needed_rows_worked_by_hand():
     found = cost(batch, 2, Shape(1, 1), Way("all_gather", "balanced"), PER_SECOND)
     assert found.received == (0, 0)
     assert found.seconds == found.compute == Both(3, pytest.approx(3 + 2 * 3))
+
+
+def test_needed_rows_travel_beside_tiles_that_need_none(monkeypatch):
+    # Chunks of a tile; rank 0 has 0 and 3, rank 1 has 1 and 2: 5 tiles each. Of queries, those of chunk 0 wait for no
+    # key, and rank 1 has none like that; of keys, 3 tiles of either rank are its own.
+    batch, width = thdattn.PackedBatch.from_lengths([512]), 2 * 128
+    monkeypatch.setattr(needed, "WORTH_HIDING", 1)
+    work, way = 5 + 3 * 2, Way("all_gather", "balanced")
+    for link in (256 * width * 4, 64 * width):  # sums take 1 s, beside 3 / 5 of the work, or 16 s
+        seconds = cost(batch, 2, Shape(1, 1), way, PER_SECOND._replace(link=link)).seconds
+        keys, sums = 256 * width * 2 / link, 256 * width * 4 / link
+        assert seconds == (5 + keys, pytest.approx(work * 2 / 5 + max(work * 3 / 5, sums)))
+    apart = cost(batch, 2, Shape(1, 1, per_node=1), way, PER_SECOND._replace(between=256 * width)).seconds
+    assert apart == (5 + 2, pytest.approx(work + 4))
+    monkeypatch.undo()
+    assert cost(batch, 2, Shape(1, 1), way, PER_SECOND._replace(link=256 * width)).seconds == apart
 
 
 def test_time_of_a_ring_worked_by_hand():

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from thdattn.attention import CPAttention
 from thdattn.balanced import Ints
 from thdattn.comm import SingleComm
-from thdattn.methods import all_gather, p2p
+from thdattn.methods import all_gather, needed, p2p
 from thdattn.methods.call import lse_dtype
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
-from thdattn.tile_counts import TILE, pairs_and_tiles, tiles_of_slices
+from thdattn.tile_counts import TILE, own_tiles, pairs_and_tiles, tiles_of_slices
 
 START_OF_QUERIES = 3  # tiles that the backward could do in the time that a tile of query rows takes beside its own
 CLOSE = 1.03  # times that predictions do not tell apart
@@ -337,10 +337,23 @@ class _Clock:
         _, rows = layer.moves()[self.direction]
         if layer.method is p2p:
             return self._ring(rows, share)
+        if layer.method is needed:
+            return self._needed(rows, share)
         _, tiles = pairs_and_tiles(layer.core.sharding, layer.core.window)
-        relayed, share = layer.method is all_gather, groups * share
+        share *= groups
         work = self.compute(int(tiles.max()), share) + self._put_in_order(rows, share)
-        return _in_turns(groups, work, *(self._travel(x / share, self._neighbours, relayed) for x in rows))
+        return _in_turns(groups, work, *(self._travel(x / share, self._neighbours, relayed=True) for x in rows))
+
+    def _needed(self, rows: Moves, share: int) -> float:
+        """Beside tiles of a rank's own rows, keys come in the forward, and sums go in the backward."""
+        core = self.layer.core
+        _, tiles = pairs_and_tiles(core.sharding, core.window)
+        work = np.array([self.compute(int(number), share) for number in tiles])
+        before, after = (self._travel(x / share, self._neighbours) for x in rows)
+        hides = self._neighbours >= core.cp_size and rows.received() >= needed.WORTH_HIDING
+        own = hides * work * own_tiles(core.sharding, core.window)[self.direction] / np.maximum(1, tiles)
+        travel, rest = (after, before) if self.direction else (before, after)
+        return float((work - own + np.maximum(own, travel)).max()) + rest + self._put_in_order(rows, share)
 
     def _put_in_order(self, rows: Moves, share: int) -> float:
         """Seconds in which a rank moves keys that it got, and its own, to their places in the key buffer, and back."""
