@@ -23,6 +23,7 @@ from thdattn.methods.call import Call, Tensors
 from thdattn.structs import RANK_FLAGS
 
 HEADS, WIDTH = 4, 2
+GROUPS = (2, 2), (1, 1, 1, 1), (1, 3), (1, 1, 2)
 WEIGHTS = np.arange(1, 1000, dtype=np.float32)[:, None, None]
 
 
@@ -72,14 +73,6 @@ class Engine:
         else:
             gather(self.machine.stream, plan, outs, (k_parts, v_parts), own, meeting.flags)
         return outs
-
-    def to_rank_order(self, dk, dv, plan, into):
-        def move(outs, sources):
-            for out, x in zip(outs, sources, strict=True):
-                out[...] = x[plan.rank_order]
-
-        self._may_fail("order")
-        self.machine.stream.launch(move, into, (dk, dv))
 
     def attn_fwd(self, q, k, v, plan, softmax_scale, return_max_logit, into, softcap, sinks):
         def attend(out, q, k, v):
@@ -289,14 +282,14 @@ class Pack:
     def gather(self, draw):
         if len(self.early) < all_gather.IN_FLIGHT:
             layer = self.layer()
-            self.early.append((layer, layer.gather(draw.choice([1, 2, 4]))))
+            self.early.append((layer, layer.gather(draw.choice([(HEADS,), *GROUPS]))))
 
     def forward(self, draw):
         if self.early and (len(self.early) == all_gather.IN_FLIGHT or draw.random() < 0.5):
             layer, keys = self.early.pop(draw.randrange(len(self.early)))
         else:
             layer = self.layer()
-            keys = layer.gather(draw.choice([1, 2, 4]), at_once=True)
+            keys = layer.gather(draw.choice([(HEADS,), *GROUPS]), at_once=True)
         with self.program.failing(draw):
             layer.check(layer.forward(keys, keeps=draw.random() < 0.3))
             self.saved.append(layer)
@@ -304,7 +297,7 @@ class Pack:
     def backward(self, draw):
         if self.saved and len(self.early) < all_gather.IN_FLIGHT:
             layer, at_once = self.saved.pop(), draw.random() < 0.5
-            keys = None if layer.kept else layer.gather(draw.choice([1, 2, 4]), at_once=draw.random() < 0.5)
+            keys = None if layer.kept else layer.gather(draw.choice([(HEADS,), *GROUPS]), at_once=draw.random() < 0.5)
             with self.program.failing(draw):
                 layer.check(layer.backward(keys, at_once))
                 self.summing.append(layer)
@@ -340,7 +333,7 @@ class Pack:
         """Two layers, forward and backward, the second one's keys asked for early."""
         if self.early:
             return
-        layers, groups, at_once = [self.layer() for _ in range(2)], draw.choice([2, 4]), draw.random() < 0.5
+        layers, groups, at_once = [self.layer() for _ in range(2)], draw.choice(GROUPS), draw.random() < 0.5
         exchanges = [Exchange(self.program, draw) for _ in range(2)]
         for exchange in (*exchanges, *exchanges):  # each at both turns of a window
             exchange.start().arrive()
@@ -382,9 +375,7 @@ class Program:
         self.memory = peer.PeerMemory(machine.world(rank))
         self.comm = SimpleNamespace(
             size=machine.size, rank=rank, overlaps=True, gather_heads=self.memory.gather_heads,
-            partials=lambda shapes, dtype, empty: self.memory.partials(shapes, dtype), sum_rows=self.memory.sum_rows,
-            homes=self.memory.homes, sum_at_home=self.memory.sum_at_home,
-            give_back=self.memory.give_back)  # fmt: skip
+            homes=self.memory.homes, sum_at_home=self.memory.sum_at_home, give_back=self.memory.give_back)
         self.num_checked = self.num_wrong = 0
 
     def enqueue(self, draw, num_calls=40):
@@ -406,7 +397,7 @@ class Program:
     @contextlib.contextmanager
     def failing(self, draw):
         """An attention within may raise, on all ranks."""
-        self.engine.fails = draw.choice(["attention", "order"]) if draw.random() < 0.1 else ""
+        self.engine.fails = "attention" if draw.random() < 0.1 else ""
         with contextlib.suppress(MemoryError):
             yield
         self.engine.fails = ""

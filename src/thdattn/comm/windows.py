@@ -96,35 +96,28 @@ class Window:
 
         return self._once((offset, shape, dtype), made)
 
-    def shares(self, *places: int) -> Any:
-        """A SHARES: where all ranks have what is at some addresses in this rank's part."""
-
-        def made() -> Any:
-            shares, here = np.zeros((), SHARES), self.address(self._rank, 0)
-            shares["of"][: len(places), : len(self._at)] = [
-                [self.address(rank, place - here) for rank in range(len(self._at))] for place in places]
-            return shares[()]
-
-        return self._once(places, made)
-
-    def homes(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    def homes(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
         """Of shares of so many bytes, from these offsets on one behind another, those of one rank of what each rank
-        owns, and those of all ranks of what one owns: a SHARES of this rank each."""
+        owns, and those of all ranks of what one owns: a SHARES of this rank each.
+
+        Args:
+            there: they lie in the parts of ranks that own; else in those of ranks whose shares they are.
+        """
 
         def made() -> tuple[Any, Any]:
-            there, here = np.zeros((2,), SHARES)
+            theirs, mine = np.zeros((2,), SHARES)
             for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
                 for rank in range(len(self._at)):
-                    there["of"][i, rank] = self.share(rank, self._rank, offset, size)
-                    here["of"][i, rank] = self.share(self._rank, rank, offset, size)
-            return there, here
+                    theirs["of"][i, rank] = self.share(rank, self._rank, offset, size)
+                    mine["of"][i, rank] = self.share(self._rank, rank, offset, size)
+            return (theirs, mine) if there else (mine, theirs)
 
-        found: tuple[Any, Any] = self._once(("homes", offsets, sizes), made)
+        found: tuple[Any, Any] = self._once(("homes", offsets, sizes, there), made)
         return found
 
-    def share(self, of: int, by: int, offset: int, size: int) -> int:
-        """Where the share is that one rank has of what another one owns, in the latter's part."""
-        return self.address(of, offset + by * size)
+    def share(self, of: int, number: int, offset: int, size: int) -> int:
+        """Where one of the shares in a rank's part begins."""
+        return self.address(of, offset + number * size)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` returns, kept for some time, as layers ask for the same few things again and again."""
