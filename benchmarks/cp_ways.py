@@ -117,7 +117,7 @@ class Layer:
         keeps = self.attention._keeps(self.plan)
         return {
             "method": self.method.cp_comm_type, "sharding": self.method.sharding,
-            "head_groups": str(self.attention._groups(self.plan)), "keep_keys": "yes" if keeps else "no",
+            "head_groups": str(len(self.attention._groups(self.plan))), "keep_keys": "yes" if keeps else "no",
         }  # fmt: skip
 
     def received(self) -> Traffic:

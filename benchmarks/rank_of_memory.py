@@ -52,13 +52,11 @@ class Window(windows.Window):
         super().__init__(world, num_bytes + world.size * STAGGER)
         self.array(0, (self.num_bytes,), np.uint8).fill(0)  # what is read beyond the arrays is finite
         self.num_bytes = num_bytes
-        self.publish, self.take = (
-            windows.MemOps(write=[
-                (at + windows.FLAG_BYTES * (kind * world.size + (rank if rank > 1 else world.rank)), 1)
-                for rank, at in enumerate(self._at)
-            ])
-            for kind in (0, 1)
-        )  # fmt: skip
+
+    def flags_there(self) -> list[int]:
+        """Of a rank that is played, the flags that it has for the one that plays it."""
+        return [there if rank < 2 else there + windows.flags_of(rank) - windows.flags_of(self._rank)
+                for rank, there in enumerate(super().flags_there())]
 
     def address(self, rank: int, offset: int) -> int:
         """Of a byte of a rank's part; of one that is played, a little behind that."""

@@ -125,7 +125,9 @@ def same(found: list[Any], wanted: list[list[bytes]], what: str) -> None:
 # --- what is shown -----------------------------------------------------------------------------------------------
 
 
-def check(cupy: Any, comm: thdattn.comm.Comm, head_groups: int, keep_keys: bool, seeds: range = range(2)) -> None:
+def check(
+    cupy: Any, comm: thdattn.comm.Comm, head_groups: int | None, keep_keys: bool, seeds: range = range(2)
+) -> None:
     """Everything, with a non-blocking stream current."""
     layer = attention(comm, head_groups=head_groups, keep_keys=keep_keys)
     batches = [PackedBatch.from_lengths(lengths, 2 * comm.size) for lengths in PACKS]

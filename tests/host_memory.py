@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from thdattn.comm import peer, windows
+from thdattn.structs import RANK_FLAGS
 
 SECONDS = 10  # that a stream waits for a flag
 
@@ -108,13 +109,35 @@ def enqueue(stream, count, operations, flags):
     read = (ctypes.c_char * (count * windows.MEM_OP.itemsize)).from_address(operations)
     for step in np.frombuffer(read, windows.MEM_OP):
         flag = np.frombuffer((ctypes.c_char * 4).from_address(inside(int(step["address"]), 4)), np.uint32)
-        deadline = time.monotonic() + SECONDS
-        while step["operation"] == windows.WAIT_32 and flag[0] != step["value"]:
-            assert time.monotonic() < deadline, "nobody sets a flag that a rank waits for"
-            time.sleep(1e-4)
+        if step["operation"] == windows.WAIT_32:
+            wait_for(flag, step["value"])
         if step["operation"] == windows.WRITE_32:
             flag[0] = step["value"]
     return 0
+
+
+def wait_for(flags, value=1):
+    """Until all have the value."""
+    deadline = time.monotonic() + SECONDS
+    while (flags != value).any():
+        assert time.monotonic() < deadline, "nobody sets a flag that a rank waits for"
+        time.sleep(1e-4)
+
+
+def meet(flags, parts, own):
+    """What the kernel thd_gather does before it puts rows to their places, of a MEETING."""
+    rank, size = int(flags["rank"]), int(flags["num_ranks"])
+    others = [other for other in range(size) if other != rank]
+    mine = array((size,), RANK_FLAGS, int(flags["mine"]))
+    wait_for(mine["taken"][:, 0])
+    for ranks, x in zip(parts, own, strict=True):
+        array(x.shape, x.dtype, ranks[rank].data.ptr)[...] = x
+    mine["taken"][:, 0] = 0
+    for other in others:
+        array((1,), RANK_FLAGS, int(flags["theirs"][other]))["offered"] = 1
+    for other in others:
+        wait_for(mine["offered"][other])
+        mine["offered"][other] = 0
 
 
 def install(monkeypatch):

@@ -25,24 +25,20 @@ class World:
 
 
 class Window(windows.Window):
-    """What the other rank has of this one's rows is what this one has; what it gets of its own nobody reads."""
+    """The other rank sees the same memory, and does what this one does at the same time.
 
-    def share(self, of: int, by: int, offset: int, size: int) -> int:
+    What it has of this one's rows is what this one has; what it gets of its own nobody reads.
+    """
+
+    def flags_there(self) -> list[int]:
+        """It sets what the other rank would, at the same time."""
+        return [at + windows.flags_of(rank) for rank, at in enumerate(self._at)]
+
+    def homes(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
+        return super().homes(offsets, sizes, True)
+
+    def share(self, of: int, number: int, offset: int, size: int) -> int:
         return super().share(of, of, offset, size)
-
-
-class PeerMemory(peer.PeerMemory):
-    """The other rank sees the same memory, and does what this one does at the same time."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__(world, Window)
-
-    def _window(self, use: str, num_bytes: int) -> windows.Window:
-        window = super()._window(use, num_bytes)
-        flags = [window._memory.ptr + windows.FLAG_BYTES * i for i in range(2 * SIZE)]
-        window.publish, window.take = (windows.MemOps(write=[(flag, 1) for flag in some])
-                                       for some in (flags[:SIZE], flags[SIZE:]))  # fmt: skip
-        return window
 
 
 class Mirror(thdattn.comm.Comm):
@@ -98,10 +94,8 @@ class Loopback(Mirror):
         monkeypatch.setattr(runtime, "ipcGetMemHandle", get)
         monkeypatch.setattr(runtime, "ipcOpenMemHandle", opened.__getitem__)
         monkeypatch.setattr(runtime, "ipcCloseMemHandle", lambda pointer: None)
-        self.peer = PeerMemory(World())
-        self.sum_rows, self.sum_at_home = self.peer.sum_rows, self.peer.sum_at_home  # type: ignore[method-assign]
-        self.homes = self.peer.homes  # type: ignore[method-assign]
+        self.peer = peer.PeerMemory(World(), Window)
+        self.homes, self.sum_at_home = self.peer.homes, self.peer.sum_at_home  # type: ignore[method-assign]
         self._exchange = self.peer.exchange  # type: ignore[method-assign]
         self.gather_heads = self.peer.gather_heads  # type: ignore[method-assign]
         self.give_back = self.peer.give_back  # type: ignore[method-assign]
-        self.partials = lambda shapes, dtype, empty: self.peer.partials(shapes, dtype)  # type: ignore[method-assign]

@@ -20,8 +20,10 @@ from thdattn.comm import nothing, peer, windows
 from thdattn.comm.slices import copy
 from thdattn.methods import all_gather
 from thdattn.methods.call import Call, Tensors
+from thdattn.structs import RANK_FLAGS
 
 HEADS, WIDTH = 4, 2
+GROUPS = (2, 2), (1, 1, 1, 1), (1, 3), (1, 1, 2)
 WEIGHTS = np.arange(1, 1000, dtype=np.float32)[:, None, None]
 
 
@@ -55,7 +57,7 @@ class Engine:
             self.fails = ""
             raise MemoryError
 
-    def to_sequence_order(self, k_parts, v_parts, plan, into, own):
+    def to_sequence_order(self, k_parts, v_parts, plan, into, own, meeting):
         def move(outs, sources, own):
             for out, parts, mine in zip(outs, sources, own or (None, None), strict=True):
                 rows = np.concatenate(parts)
@@ -66,16 +68,11 @@ class Engine:
         first = plan.cp_rank * plan.local_key_rows
         outs = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
                         for name, parts in (("k", k_parts), ("v", v_parts))]  # fmt: skip
-        self.machine.stream.launch(move, outs, (k_parts, v_parts), own)
+        if meeting is None:
+            self.machine.stream.launch(move, outs, (k_parts, v_parts), own)
+        else:
+            gather(self.machine.stream, plan, outs, (k_parts, v_parts), own, meeting.flags)
         return outs
-
-    def to_rank_order(self, dk, dv, plan, into):
-        def move(outs, sources):
-            for out, x in zip(outs, sources, strict=True):
-                out[...] = x[plan.rank_order]
-
-        self._may_fail("order")
-        self.machine.stream.launch(move, into, (dk, dv))
 
     def attn_fwd(self, q, k, v, plan, softmax_scale, return_max_logit, into, softcap, sinks):
         def attend(out, q, k, v):
@@ -106,6 +103,49 @@ class Engine:
 
     def poison(self, plan, *results):
         """Lengths are right."""
+
+
+def gather(stream, plan, outs, sources, own, meeting):
+    """thd_gather, of gather.cu, step by step."""
+    rank, size, rows = int(meeting["rank"]), int(meeting["num_ranks"]), plan.local_key_rows
+    mine = at(int(meeting["mine"]), (size,), RANK_FLAGS)
+    theirs = [at(int(place), (1,), RANK_FLAGS) for place in meeting["theirs"][:size]]
+    chunks = [(row, slice(row, row + 1)) for row in range(rows)]
+
+    def offer(number, chunk, parts, own):
+        for part, x in zip(parts, own, strict=True):
+            part[chunk] = x[chunk]
+        if number == rows - 1:
+            mine["taken"][:, 0] = 0
+        for other in set(range(size)) - {rank}:
+            theirs[other]["offered"][0, number] = 1
+
+    def place(other, chunk, outs, parts):
+        for out, part in zip(outs, parts, strict=True):
+            out[plan.rank_order[other * rows :][chunk]] = part[chunk, : out.shape[1]]
+
+    def collect(other, number, chunk, outs, parts):
+        mine["offered"][other, number] = 0
+        place(other, chunk, outs, parts)
+
+    def take():
+        for there in theirs:
+            there["taken"][0, 0] = 1
+
+    whole = [at(x.data.ptr, (rows, HEADS, WIDTH), x.dtype) for x in own]
+    parts = [at(each[rank].data.ptr, x.shape, x.dtype) for each, x in zip(sources, whole, strict=True)]
+    for other in range(size):
+        stream.put(lambda reached: None, lambda reached, other=other: mine["taken"][other, 0] == 1)
+    for number, chunk in chunks:
+        stream.launch(offer, number, chunk, parts, whole)
+        stream.launch(place, rank, chunk, outs, whole)
+    for number, chunk in chunks:
+        for other in set(range(size)) - {rank}:
+            stream.put(lambda reached: None,
+                       lambda reached, other=other, number=number: mine["offered"][other, number] == 1)
+            stream.launch(collect, other, number, chunk, outs, [each[other] for each in sources])
+    if meeting["takes"]:
+        stream.launch(take)
 
 
 class Plan:
@@ -242,14 +282,14 @@ class Pack:
     def gather(self, draw):
         if len(self.early) < all_gather.IN_FLIGHT:
             layer = self.layer()
-            self.early.append((layer, layer.gather(draw.choice([1, 2, 4]))))
+            self.early.append((layer, layer.gather(draw.choice([(HEADS,), *GROUPS]))))
 
     def forward(self, draw):
         if self.early and (len(self.early) == all_gather.IN_FLIGHT or draw.random() < 0.5):
             layer, keys = self.early.pop(draw.randrange(len(self.early)))
         else:
             layer = self.layer()
-            keys = layer.gather(draw.choice([1, 2, 4]), at_once=True)
+            keys = layer.gather(draw.choice([(HEADS,), *GROUPS]), at_once=True)
         with self.program.failing(draw):
             layer.check(layer.forward(keys, keeps=draw.random() < 0.3))
             self.saved.append(layer)
@@ -257,7 +297,7 @@ class Pack:
     def backward(self, draw):
         if self.saved and len(self.early) < all_gather.IN_FLIGHT:
             layer, at_once = self.saved.pop(), draw.random() < 0.5
-            keys = None if layer.kept else layer.gather(draw.choice([1, 2, 4]), at_once=draw.random() < 0.5)
+            keys = None if layer.kept else layer.gather(draw.choice([(HEADS,), *GROUPS]), at_once=draw.random() < 0.5)
             with self.program.failing(draw):
                 layer.check(layer.backward(keys, at_once))
                 self.summing.append(layer)
@@ -293,7 +333,7 @@ class Pack:
         """Two layers, forward and backward, the second one's keys asked for early."""
         if self.early:
             return
-        layers, groups, at_once = [self.layer() for _ in range(2)], draw.choice([2, 4]), draw.random() < 0.5
+        layers, groups, at_once = [self.layer() for _ in range(2)], draw.choice(GROUPS), draw.random() < 0.5
         exchanges = [Exchange(self.program, draw) for _ in range(2)]
         for exchange in (*exchanges, *exchanges):  # each at both turns of a window
             exchange.start().arrive()
@@ -335,9 +375,7 @@ class Program:
         self.memory = peer.PeerMemory(machine.world(rank))
         self.comm = SimpleNamespace(
             size=machine.size, rank=rank, overlaps=True, gather_heads=self.memory.gather_heads,
-            partials=lambda shapes, dtype, empty: self.memory.partials(shapes, dtype), sum_rows=self.memory.sum_rows,
-            homes=self.memory.homes, sum_at_home=self.memory.sum_at_home,
-            give_back=self.memory.give_back)  # fmt: skip
+            homes=self.memory.homes, sum_at_home=self.memory.sum_at_home, give_back=self.memory.give_back)
         self.num_checked = self.num_wrong = 0
 
     def enqueue(self, draw, num_calls=40):
@@ -359,7 +397,7 @@ class Program:
     @contextlib.contextmanager
     def failing(self, draw):
         """An attention within may raise, on all ranks."""
-        self.engine.fails = draw.choice(["attention", "order"]) if draw.random() < 0.1 else ""
+        self.engine.fails = "attention" if draw.random() < 0.1 else ""
         with contextlib.suppress(MemoryError):
             yield
         self.engine.fails = ""
@@ -388,6 +426,6 @@ def results(size, seed, enqueue=Program.enqueue):
         for program in programs:
             made = [x for turns in program.memory._windows.values() for turn in turns for x in turn]
             for window in made:
-                flags = window.array(-window._header, (2, size, windows.FLAG_BYTES), np.uint8)[:, :, 0]
-                assert flags.tolist() == [[0] * size, [1] * size]
+                flags = window.array(-window._header, (size,), RANK_FLAGS)
+                assert not flags["ready"].any() and not flags["offered"].any() and flags["taken"][:, 0].all()
     return sum(x.num_checked for x in programs), sum(x.num_wrong for x in programs)

@@ -1,4 +1,4 @@
-"""python -m thdattn advise: bytes and tiles against what ranks do, times worked by hand, and what is recommended."""
+"""python -m thdattn advise: bytes against what ranks get, times worked by hand, and what is recommended."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from launch import SOURCE, run_ranks
 from test_readme import PAGES
 
 import thdattn
-from thdattn import advise, costs, tile_counts
+from thdattn import advise, costs
 from thdattn.__main__ import main
 from thdattn.costs import Both, Rates, Shape, Way, compared, cost, predicted, recommended
-from thdattn.host_plan import host_arrays, key_ranges
+from thdattn.methods import needed
 
 LENGTHS = (90, 7, 0, 61, 33, 1, 25, 130)
-MASKS = {"causal": (-1, 0), "full": (-1, -1), "window": (20, 0), "two-sided": (11, 5)}
 
 
 def batch_for(way, cp_size, lengths=LENGTHS):
@@ -76,63 +75,6 @@ def test_bytes_of_a_window_are_those_that_the_busiest_rank_receives(way):
 # ------------------------------------------------------------------------------------------------ work
 
 
-def visible(batch, window):
-    """(total_rows, total_rows) bool, which row sees which, from the rule on positions."""
-    sequence, position = np.full(batch.total_rows, -1), np.zeros(batch.total_rows, int)
-    for number, (start, length) in enumerate(zip(batch.cu_seqlens_padded, batch.lengths, strict=False)):
-        sequence[start : start + length], position[start : start + length] = number, range(length)
-    left, right = (side if side >= 0 else batch.total_rows for side in window)
-    behind = position[:, None] - position
-    return (sequence[:, None] == sequence) & (sequence >= 0) & (behind <= left) & (-behind <= right)
-
-
-def tiles_of(mask, tile):
-    return sum(mask[i : i + tile, j : j + tile].any()
-               for i in range(0, mask.shape[0], tile) for j in range(0, mask.shape[1], tile))
-
-
-def masks_of_ranks(sharding, window, keys_of=None):
-    """Of every rank, which of its rows see which rows of its key buffer."""
-    everything = np.pad(visible(sharding.batch, window), (0, 1))  # row -1 sees nothing
-    for rank in range(sharding.cp_size):
-        mask = everything[sharding.rows(rank)]
-        if keys_of is not None:
-            mask = mask[:, sharding.rows(keys_of)]
-        elif sharding.by_runs:
-            mask = mask[:, mask.any(axis=0)]
-        yield mask
-
-
-@pytest.mark.parametrize("window", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
-def test_pairs_and_tiles_are_those_of_the_mask(strategy, window, monkeypatch):
-    monkeypatch.setattr(tile_counts, "TILE", 8)
-    sharding = thdattn.Sharding(batch_for(Way("", strategy), 4), 4, strategy)
-    pairs, tiles = tile_counts.pairs_and_tiles(sharding, window)
-    masks = list(masks_of_ranks(sharding, window))
-    assert pairs.tolist() == [mask.sum() for mask in masks]
-    assert tiles.tolist() == [tiles_of(mask, 8) for mask in masks]
-
-
-@pytest.mark.parametrize("window", MASKS.values(), ids=MASKS)
-def test_tiles_of_slices_are_those_of_the_mask(window, monkeypatch):
-    monkeypatch.setattr(tile_counts, "TILE", 8)
-    sharding = thdattn.Sharding(batch_for(Way("", "dual_chunk"), 3), 3)
-    tiles = tile_counts.tiles_of_slices(sharding, window)
-    for other in range(3):
-        masks = masks_of_ranks(sharding, window, keys_of=other)
-        assert tiles[:, other].tolist() == [tiles_of(mask, 8) for mask in masks]
-
-
-@pytest.mark.parametrize("keys_of", [None, 2])
-@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
-def test_key_ranges_alone_are_those_of_the_plan(strategy, keys_of):
-    sharding = thdattn.Sharding(batch_for(Way("", strategy), 4), 4, strategy)
-    for rank in range(4):
-        arrays = host_arrays(sharding, rank, (20, 0), (8, 8), keys_of=keys_of)
-        assert np.array_equal(key_ranges(sharding, rank, (20, 0), keys_of), arrays.key_ranges)
-
-
 def test_work_over_the_mean_is_that_of_the_busiest_rank():
     batch = thdattn.PackedBatch.from_lengths([256])
     found = cost(batch, 2, Shape(2, 2), Way("all_gather", "balanced"))
@@ -156,6 +98,22 @@ def test_time_of_needed_rows_worked_by_hand():
     assert found.seconds == found.compute == Both(3, pytest.approx(3 + 2 * 3))
 
 
+def test_needed_rows_travel_beside_tiles_that_need_none(monkeypatch):
+    # Chunks of a tile; rank 0 has 0 and 3, rank 1 has 1 and 2: 5 tiles each. Of queries, those of chunk 0 wait for no
+    # key, and rank 1 has none like that; of keys, 3 tiles of either rank are its own.
+    batch, width = thdattn.PackedBatch.from_lengths([512]), 2 * 128
+    monkeypatch.setattr(needed, "WORTH_HIDING", 1)
+    work, way = 5 + 3 * 2, Way("all_gather", "balanced")
+    for link in (256 * width * 4, 64 * width):  # sums take 1 s, beside 3 / 5 of the work, or 16 s
+        seconds = cost(batch, 2, Shape(1, 1), way, PER_SECOND._replace(link=link)).seconds
+        keys, sums = 256 * width * 2 / link, 256 * width * 4 / link
+        assert seconds == (5 + keys, pytest.approx(work * 2 / 5 + max(work * 3 / 5, sums)))
+    apart = cost(batch, 2, Shape(1, 1, per_node=1), way, PER_SECOND._replace(between=256 * width)).seconds
+    assert apart == (5 + 2, pytest.approx(work + 4))
+    monkeypatch.undo()
+    assert cost(batch, 2, Shape(1, 1), way, PER_SECOND._replace(link=256 * width)).seconds == apart
+
+
 def test_time_of_a_ring_worked_by_hand():
     # Rank 0 has chunks 0 and 3, rank 1 chunks 1 and 2, each a tile. Own slices are 3 tiles (and 3 for each tile of
     # queries); of rank 1's, rank 0 sees 2 tiles, and rank 1 sees 2 of rank 0's. A hop of keys is 256 rows of 512 bytes.
@@ -173,8 +131,8 @@ def test_time_of_an_all_gather_hides_all_but_one_group_of_heads():
     way, shape, rates = Way("all_gather", "dual_chunk"), Shape(8, 8), Rates(latency=0, memory=inf)
     found = cost(batch, 2, shape, way, rates)
     gathered = 32_768 * width / rates.link
-    assert found.received.forward == 32_768 * width == 2**27  # two groups
-    assert found.seconds.forward == pytest.approx(found.compute.forward + gathered / 2)
+    assert found.received.forward == 32_768 * width == 2**27  # three groups, the first of one head
+    assert found.seconds.forward == pytest.approx(found.compute.forward + gathered / 8)
     apart = cost(batch, 2, Shape(8, 8, per_node=1), way, rates).seconds.forward  # one group
     assert apart == pytest.approx(found.compute.forward + 32_768 * width / rates.between)
 
@@ -216,7 +174,7 @@ def test_memory_is_read_and_written_once_to_put_keys_in_order_and_once_a_step_to
     gather, ring = (cost(batch, 4, Shape(2, 1), Way(name, "dual_chunk"), rates).seconds
                     for name in ("all_gather", "p2p"))
     keys = 4096 * 2 * 128 * 2
-    assert gather == (2 * keys, 2 * keys + 2 * 2 * keys)  # gathered again, and float32 sums
+    assert gather == (2 * keys, 2 * keys + 2 * keys)  # gathered again, and float32 sums read once
     assert ring == (4 * 2 * 1024 * 2 * 128 * 4,) * 2
 
 
@@ -259,7 +217,7 @@ def documents(rows, seed=0):
 @pytest.mark.parametrize(("lengths", "heads", "kinds"), [
     (documents(65_536), (32, 8), {("all_gather", "balanced")}),
     ([1024] * 64, (32, 8), {("all_gather", "balanced")}),
-    ([65_536], (16, 16), {("a2a", "contiguous")}),
+    ([65_536], (16, 16), {("a2a", "contiguous"), ("all_gather", "dual_chunk")}),
     ([65_536], (32, 1), {("all_gather", "dual_chunk"), ("all_gather", "balanced")}),
     (documents(65_536), (32, 1), {("all_gather", "balanced")}),
 ], ids=["documents", "equal documents", "long, MHA", "long, MQA", "documents, MQA"])  # fmt: skip

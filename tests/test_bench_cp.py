@@ -147,8 +147,10 @@ def test_peer_memory_of_two_brings_as_many_rows_as_that_of_many(host_memory, siz
             groups = [[host_memory.on_gpu(np.zeros((size * 40, 2, x.shape[2]), x.dtype)) for x in sends]
                       for _ in range(2)]  # fmt: skip
             found = []
-            for parts, wait, done in played._peer.gather_heads(sends, groups, at_once):
+            for parts, wait, done, meeting in played._peer.gather_heads(sends, groups, at_once):
                 wait()
+                if meeting is not None:
+                    host_memory.meet(meeting.flags, parts, sends)
                 found.append([np.concatenate(ranks).reshape(size, 40, 2, -1) for ranks in parts])
                 done()
             for number, ranks in enumerate(np.concatenate(x, axis=2) for x in zip(*found, strict=True)):
@@ -165,31 +167,25 @@ def test_peer_memory_of_two_brings_as_many_rows_as_that_of_many(host_memory, siz
     run_local(2, fn)
 
 
-@pytest.mark.parametrize("at_home", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_sums_of_two_ranks_add_as_much_as_those_of_many(host_memory, size, at_home):
+def test_sums_of_two_ranks_add_as_much_as_those_of_many(host_memory, size, at_once):
     def fn(comm):
         real = Peers(comm)
         memory = as_rank_of(real, size)._peer
         for turn in range(5):
             shapes = (16, 2, 8), (16, 2, 4)
             results = [host_memory.on_gpu(np.full(shape, np.nan, np.float32)) for shape in shapes]
-            if at_home:
-                for homes, shape in zip(memory.homes(shapes)["of"], shapes, strict=True):
-                    for home in homes[:size]:
-                        host_memory.array(shape, np.float32, int(home))[...] = 1 + comm.rank + 10 * turn
-                rows = np.arange(16, dtype=np.int32)
-                rows[3] = -1
-                memory.sum_at_home(rows, results)
-            else:
-                shares = memory.partials([(size * rows, *rest) for rows, *rest in shapes], np.float32)
-                for x in shares:
-                    x[...] = 1 + comm.rank + 10 * turn
-                memory.sum_rows(shares, results)()
+            for homes, shape in zip(memory.homes(shapes, shapes, at_once)["of"], shapes, strict=True):
+                for home in homes[:size]:
+                    host_memory.array(shape, np.float32, int(home))[...] = 1 + comm.rank + 10 * turn
+            rows = np.arange(16, dtype=np.int32)
+            rows[3] = -1
+            memory.sum_at_home(rows, results, at_once)()
             assert all(np.isfinite(x).all() for x in results)
             if size == 2:
                 wanted = np.full(16, 3 + 20 * turn)
-                wanted[3] = 0 if at_home else wanted[3]
+                wanted[3] = 0
                 assert all((x == wanted[:, None, None]).all() for x in results)
         for close in real.actions:
             close()

@@ -252,15 +252,15 @@ def test_an_exchange_is_one_group_of_messages_in_the_order_of_its_slices(start):
 
 def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
     peer = SimpleNamespace(enter=lambda: None, close=lambda: None, gather_heads=lambda sends, recvs, at_once: [],
-                           sum_rows=lambda partials, results: None, sum_at_home=lambda rows, results: None)
+                           sum_at_home=lambda rows, results, at_once: thdattn.comm.nothing)
     monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
     monkeypatch.setattr(nccl.NcclComm, "watched", lambda *arguments: nullcontext())
 
     def program(comm):
-        keys, partial, result = (np.zeros((rows, 2, 4), np.float32) for rows in (5, 50, 5))
+        keys, result = (np.zeros((5, 2, 4), np.float32) for _ in range(2))
         counts = []
-        for call, arguments in ((comm.gather_heads, ([keys, keys], [])), (comm.sum_rows, ([partial], [result])),
-                                (comm.sum_at_home, (None, [result]))):  # fmt: skip
+        for call, arguments in ((comm.gather_heads, ([keys, keys], [])), (comm.sum_at_home, (None, [result], True)),
+                                (comm.sum_at_home, (None, [result], False))):  # fmt: skip
             call(*arguments)
             counts.append(comm.received_bytes)
         return counts

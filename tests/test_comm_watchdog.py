@@ -120,6 +120,22 @@ def test_block_in_a_block_is_part_of_it(dog):
     assert late(dog, 100) is None
 
 
+def test_kernel_may_write_the_numbers_by_itself(dog):
+    stream, waiting = Stream(), watch()
+    address, number = waiting.by_kernel(stream.lane, "gather")
+    assert stream.enqueued == [] and address == stream.numbers.ctypes.data
+    stream.numbers[0] = number
+    assert late(dog, 4) == ("gather, number 1 of this comm,", 3.5)
+    stream.numbers[1] = number
+    assert late(dog, 100) is None
+    with waiting.enqueued(stream.lane, "replay"):
+        assert waiting.by_kernel(stream.lane, "gather") == (0, 0), "within a block that is watched"
+    stream.advance()
+    assert late(dog, 4) == ("replay, number 2 of this comm,", 3.5)
+    stream.advance()
+    assert late(dog, 100) is None
+
+
 def test_block_that_ends_with_an_error_is_left(dog):
     stream = Stream()
     with pytest.raises(KeyError), watch().enqueued(stream.lane, "all_gather"):

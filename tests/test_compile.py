@@ -272,7 +272,7 @@ def test_decode_kernels_of_the_mixer_fit_and_do_not_spill(arch):
 
 @pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
-    names = *REORDER_KERNELS.values(), *SUM_KERNELS.values(), *PLAN_KERNELS, *CACHE_KERNELS
+    names = "thd_gather", *REORDER_KERNELS.values(), *SUM_KERNELS.values(), *PLAN_KERNELS, *CACHE_KERNELS
     compile_all([(name, 0) for name in names], arch)
 
 

@@ -11,11 +11,14 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import cp_methods
+import cp_record
+import record
 from cp_methods import METHODS, Method
 from rank_of import exchanging
 from workloads import Case, cp_cases
 
 import thdattn
+from thdattn import costs
 from thdattn.comm import run_local
 
 
@@ -102,3 +105,30 @@ def test_every_method_has_a_predicted_time_that_bytes_make_longer():
     for ms in found.values():
         assert ms["both"] == pytest.approx(ms["forward"] + ms["backward"]) and min(ms.values()) > 0
     assert found["all_gather:balanced"]["both"] < found["all_gather"]["both"]
+
+
+# ------------------------------------------------------------------------------------------------ recommendations
+
+LONGER_MS = 2.0  # of forward and backward: in shorter ones it is the host that tells
+
+
+def measured():
+    """[(ranks, case, {method: ms of forward and backward})] of all that was measured by several methods on H200."""
+    found = []
+    for ranks, times in cp_record.runs(record.load(record.results_file("cp", "NVIDIA H200"))).items():
+        for case in cp_record.timed_cases(times):
+            ms = {Method(*cp_record.method(times, case, way)): times.value("ms", case, way, "both", "called")
+                  for way in cp_record.by_methods(times)}  # fmt: skip
+            if len(ms) > 1 and min(ms.values()) > LONGER_MS:
+                found.append(pytest.param(ranks.played, case, ms, id=f"{case}, {ranks.played} ranks"))
+    return found
+
+
+@pytest.mark.parametrize(("size", "name", "ms"), measured())
+def test_what_is_recommended_takes_hardly_longer_than_the_fastest_that_was_measured(size, name, ms):
+    case = cp_cases(size)[name]
+    shape = costs.Shape(case.heads, case.kv_heads, case.head_dim)
+    found = [costs.cost(method.padded(case, size), size, shape, costs.Way(*method, 1 + method.two_levels))
+             for method in ms]  # fmt: skip
+    way = costs.recommended(sorted(found, key=lambda cost: cost.seconds.total)).way
+    assert ms[Method(*way[:2])] < 1.05 * min(ms.values())

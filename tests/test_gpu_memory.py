@@ -10,6 +10,7 @@ from loopback import Loopback, Mirror
 import thdattn
 from thdattn import PackedBatch
 from thdattn.comm import peer, windows
+from thdattn.methods import choice
 
 pytestmark = pytest.mark.gpu
 
@@ -99,9 +100,10 @@ def test_ranks_with_collectives_allocate_what_is_said(cupy, monkeypatch, pack, d
     assert made.total() - results + by_cupy(plan, memory, layer) == said(memory)
 
 
-@pytest.mark.parametrize("head_groups", [1, 2, 4])
+@pytest.mark.parametrize("head_groups", [1, 2, 4, None])
 @pytest.mark.parametrize("pack", PACKS)
 def test_peer_memory_takes_what_is_said(cupy, monkeypatch, pack, head_groups):
+    monkeypatch.setattr(choice, "WORTH_GROUPS", 0)  # by default, groups of 1, 1 and 2 kv heads
     with cupy.cuda.Stream(non_blocking=True):
         comm = Loopback(monkeypatch)
         layer = exchange(comm, thdattn.CPAttention(comm, HEADS, 128, KV_HEADS, engine="cuda", keep_keys=False,
@@ -113,13 +115,12 @@ def test_peer_memory_takes_what_is_said(cupy, monkeypatch, pack, head_groups):
             step(cupy, layer, plan)
         results = sum(memory[name] for name in ("out", "lse", "dq", "dk", "dv"))
         assert made.total() - results + by_cupy(plan, memory, layer) == said(memory)
-        wanted = {name: memory[name] for name in memory if name.startswith(("windows", "pulled"))}
-        assert comm.held_bytes() == wanted
+        assert comm.held_bytes() == {name: memory[name] for name in memory if name.startswith(("windows", "pulled"))}
         for turns in comm.peer._windows.values():
             assert all(window._memory.size == window._header + window.num_bytes for turn in turns for window in turn)
         held = memory["windows of sums"]
         assert held == 2 * sum(x[-1]._memory.size for x in comm.peer._windows["sum"][:1])
-        assert ("pulled sums" in memory) == (head_groups > 1)
+        assert ("pulled sums" in memory) == (head_groups != 1)
         comm.peer.close()
 
 
@@ -148,4 +149,4 @@ def test_no_room_is_asked_for_while_a_graph_is_captured(cupy, monkeypatch):
 
 
 def test_peer_windows_are_rounded_up_as_said():
-    assert peer._roomy(3 << 20) == 3 << 20 and windows.header_bytes(SIZE) == 256
+    assert peer._roomy(3 << 20) == 3 << 20 and windows.header_bytes(SIZE) == 33280

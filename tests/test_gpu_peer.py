@@ -16,6 +16,7 @@ from loopback import Loopback, Mirror
 
 from thdattn import PackedBatch
 from thdattn.comm import peer
+from thdattn.methods import choice
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +26,7 @@ DIMS = [(128, 128), (64, 64), (192, 128), (256, 256)]
 
 @pytest.fixture
 def comm(cupy, monkeypatch):
+    monkeypatch.setattr(choice, "WORTH_GROUPS", 0)  # by default, groups of 1, 1 and 2 kv heads
     with cupy.cuda.Stream(non_blocking=True):
         comm = Loopback(monkeypatch)
         yield comm
@@ -46,7 +48,7 @@ def check_with_collectives(cupy, comm, pack, dims, head_groups):
 
 
 @pytest.mark.usefixtures("poisoned_gpu")
-@pytest.mark.parametrize("head_groups", [1, 2, 4])
+@pytest.mark.parametrize("head_groups", [1, 2, 4, None])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("pack", PACKS)
 def test_peer_memory_gives_the_bits_of_collectives(cupy, comm, pack, dims, head_groups):
@@ -107,7 +109,7 @@ def test_layers_in_flight_do_not_mix(cupy, comm):
 
 
 @pytest.mark.parametrize("keep_keys", [False, True])
-@pytest.mark.parametrize("head_groups", [1, 2, 4])
+@pytest.mark.parametrize("head_groups", [1, 2, 4, None])
 def test_streams_that_are_late_give_the_same_bits(cupy, comm, head_groups, keep_keys):
     delays.check(cupy, comm, head_groups, keep_keys)
 

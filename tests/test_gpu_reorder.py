@@ -1,4 +1,4 @@
-"""thd_reorder between rank order and sequence order, in both directions, against NumPy."""
+"""thd_reorder and thd_gather between rank order and sequence order, in both directions, against NumPy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from cases import BFLOAT16, SMALL
 
 import thdattn
 from thdattn import reference
+from thdattn.comm import Meeting
 from thdattn.plan import Plan
+from thdattn.structs import MAX_RANKS, MEETING, RANK_FLAGS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
@@ -59,6 +61,39 @@ def test_both_directions_move_every_byte_as_numpy_does(cupy, case, cp_size, dtyp
         for x, y in zip(moved, wanted, strict=True):
             assert x.get().tobytes() == y.tobytes()
             assert not x.get()[here.rank_order < 0].any()
+
+
+@pytest.mark.parametrize("takes", [0, 1])
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+@pytest.mark.parametrize("case", PACKS, ids=str)
+def test_the_kernel_that_meets_other_ranks_offers_and_collects(cupy, case, cp_size, takes):
+    """Rank 0, with what all others offer there already."""
+    from thdattn import ops
+
+    here, there = engines_and_plans(case, cp_size)
+    owned, rows = here.rank_order[here.rank_order >= 0], here.local_key_rows
+    for k_shape, v_shape in WIDTHS:
+        values = [distinct(len(here.rank_order), shape, BFLOAT16, i) for i, shape in enumerate((k_shape, v_shape))]
+        wanted = reference.to_sequence_order(*([x] for x in values), here)
+        own, parts = [cupy.asarray(x[:rows]) for x in values], []
+        for x in values:
+            parts.append([cupy.asarray(x[rank * rows :][:rows]) for rank in range(cp_size)])
+            parts[-1][0] = cupy.zeros_like(parts[-1][0])
+        chunks = slice(32, 32 + rows)  # of one row each, behind the other flags
+        mine, theirs = (cupy.zeros((cp_size, RANK_FLAGS.itemsize // 4), np.uint32) for _ in range(2))
+        mine[:, 16], mine[1:, chunks], counts, marks = 1, 1, cupy.zeros(2, np.uint32), cupy.zeros(2, np.uint32)
+        places = [*(x.data.ptr for x in theirs), *[0] * (MAX_RANKS - cp_size)]
+        flags = np.array((places, mine.data.ptr, counts.data.ptr, 0, cp_size, takes), MEETING)[()]
+        moved = ops.to_sequence_order(*parts, there, own=own, meeting=Meeting(flags, marks.data.ptr, 7))
+        for x, y, its, (offered, *_) in zip(moved, wanted, own, parts, strict=True):
+            y[here.query_ranges[:, 0] == here.query_ranges[:, 1]] = 0  # rows that no local query sees
+            assert x.get()[owned].tobytes() == y[owned].tobytes()
+            assert offered.get().tobytes() == its.get().tobytes()
+        told = theirs.get()
+        if rows:
+            assert not mine.get().any() and not counts.get().any() and (marks.get() == 7).all()
+            assert (told[:, 16] == takes).all() and (told[1:, chunks] == 1).all()
+        assert told.sum() == bool(rows) * cp_size * takes + (cp_size - 1) * rows
 
 
 def test_there_and_back_is_where_it_was(cupy):

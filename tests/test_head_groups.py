@@ -9,6 +9,7 @@ import pytest
 from cases import BFLOAT16, CASES, FIELDS, check, local_rows, random_inputs, run
 
 import thdattn
+from thdattn.costs import OnPaper
 from thdattn.methods.all_gather import IN_FLIGHT
 
 FLOAT64 = np.dtype("float64")
@@ -39,6 +40,21 @@ def test_results_do_not_depend_on_how_keys_come(cp_size):
 def test_groups_divide_the_kv_heads():
     with pytest.raises(ValueError, match="head_groups is 3, not a divisor of num_kv_heads = 4"):
         thdattn.CPAttention(thdattn.comm.init("single"), 8, 16, 4, head_groups=3)
+
+
+@pytest.mark.parametrize(("kv_heads", "groups"), [(1, (1,)), (2, (1, 1)), (3, (1, 1, 1)), (4, (1, 1, 2)),
+                                                  (6, (1, 2, 3)), (8, (1, 3, 4)), (64, (8, 24, 32))])  # fmt: skip
+def test_groups_grow_where_much_travels_beside_kernels(kv_heads, groups):
+    def made(per_node, rows, **options):
+        comm = OnPaper(0, 2, per_node)
+        layer = thdattn.CPAttention(comm, kv_heads, 128, kv_heads, engine="reference", dtype="bfloat16", **options)
+        batch = thdattn.PackedBatch.from_lengths([2 * rows])
+        return layer._groups(layer._outline(batch, None, None, None, False))
+
+    enough = -(-(2**26) // (kv_heads * 1024)) * 2  # rows that a rank gets, an even number, 512 bytes of each head
+    assert made(2, enough) == groups
+    assert made(2, enough - 2) == made(1, enough) == made(2, enough, head_groups=1) == (kv_heads,)
+    assert made(2, enough, head_groups=kv_heads) == (1,) * kv_heads
 
 
 # --- gather: one's own order of work -----------------------------------------------------------------------------

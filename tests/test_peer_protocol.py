@@ -73,12 +73,6 @@ def arrival_for_the_current_stream(memory, stream):
     return lambda: memory._cupy.cuda.get_current_stream().wait_event(event)
 
 
-def place_of_all(memory, num_bytes):
-    """What sums pull goes to one place, in graphs too."""
-    memory.place = getattr(memory, "place", None) or memory._cupy.cuda.Memory(1 << 16)
-    return memory.place.ptr
-
-
 def sums_beside_replays(program, draw):
     pack = Pack(program, program.machine.stream, 5)
     pack.capture(draw)
@@ -109,8 +103,8 @@ def exchanges(program, draw):
 
 def start_backward(pack):
     layer = pack.layer()
-    layer.forward(layer.gather(2, at_once=True))
-    layer.check(layer.backward(layer.gather(2, at_once=True), False))
+    layer.forward(layer.gather((1, 3), at_once=True))
+    layer.check(layer.backward(layer.gather((1, 3), at_once=True), False))
     return layer
 
 
@@ -127,7 +121,6 @@ BROKEN = {
     "drops what is on its way": (all_gather.Keys, "__del__", nothing),
     "drops sums that are on their way": (all_gather.Sums, "__del__", nothing),
     "keeps what it has nothing to show in": (peer.PeerMemory, "give_back", nothing),
-    "graphs and eager sums in one place": (peer.PeerMemory, "_place", place_of_all),
 }
 
 OF_EXCHANGES = list(BROKEN)[:7]

@@ -49,8 +49,9 @@ class CPAttention:
             CUDA engine is then slower, as it adds up dq in a fixed order.
         engine: "cuda", "reference", or "auto": cuda where a GPU is usable and the comm takes GPU arrays.
         head_groups: how many groups of kv heads, a divisor of num_kv_heads, are gathered and computed one after
-            another, so that what one group sends hides behind another's work; by default 1, 2 or 4 by the bytes that
-            a rank gets, and 1 where nothing hides (comm.overlaps). The same on all ranks.
+            another, so that what one group sends hides behind another's work; by default by the bytes that a rank
+            gets, for all_gather the first of 3 groups being the smallest, and 1 where nothing hides (comm.overlaps).
+            The same on all ranks.
         keep_keys: whether forward keeps the keys and values of all ranks for the backward, which gathers them again
             otherwise; by default if they are no larger than what has to be kept of the layer anyway. The same on all
             ranks. Of a2a, whether it keeps q, k, v, out as exchanged: by default it does. p2p keeps nothing.
@@ -233,7 +234,7 @@ class CPAttention:
         return planning.with_core(plan, self._choice.inner)
 
     def _memory(self, plan: Plan) -> Memory:
-        groups = 1 if self.comm.size == 1 else self._groups(plan)
+        groups = (self.num_kv_heads,) if self.comm.size == 1 else self._groups(plan)
         layer = Layer(self.num_heads, self.num_kv_heads, self.dtype, self.deterministic, groups, self._keeps(plan))
         return self._choice.memory(plan, layer)
 
@@ -415,7 +416,7 @@ class CPAttention:
         pairs = visible_pairs(plan, plan, self.window) if isinstance(plan, PackedBatch) else plan.visible_pairs
         return attention_flops(pairs, self.num_heads, (self.head_dim, self.v_head_dim))
 
-    def _groups(self, plan: Plan) -> int:
+    def _groups(self, plan: Plan) -> tuple[int, ...]:
         return self._choice.head_groups(plan, self.num_kv_heads, self.dtype, self.head_groups)
 
     def _keeps(self, plan: Plan) -> bool:

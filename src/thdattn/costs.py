@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from thdattn.attention import CPAttention
 from thdattn.balanced import Ints
 from thdattn.comm import SingleComm
-from thdattn.methods import all_gather, p2p
+from thdattn.methods import all_gather, needed, p2p
 from thdattn.methods.call import lse_dtype
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
-from thdattn.tile_counts import TILE, pairs_and_tiles, tiles_of_slices
+from thdattn.tile_counts import TILE, own_tiles, pairs_and_tiles, tiles_of_slices
 
 START_OF_QUERIES = 3  # tiles that the backward could do in the time that a tile of query rows takes beside its own
 CLOSE = 1.03  # times that predictions do not tell apart
@@ -272,8 +272,10 @@ class _Layer:
         return max(1, self.attention.num_kv_heads // self.inner)
 
     @property
-    def groups(self) -> int:
-        return self.attention._groups(self.plan) if self.attention.comm.size > 1 else 1
+    def groups(self) -> list[float]:
+        """Shares of the heads that are computed one after another."""
+        found = self.attention._groups(self.plan) if self.attention.comm.size > 1 else (1,)
+        return [size / sum(found) for size in found]
 
     def moves(self) -> tuple[tuple[Moves, Moves], tuple[Moves, Moves]]:
         """Of heads and of rows, of the forward and of the backward."""
@@ -318,35 +320,55 @@ class _Clock:
         """Of the whole layer."""
         layer = self.layer
         if layer.plan.core is None:
-            return self._rows(layer.groups if layer.method is all_gather else 1, 1)
-        heads, _ = layer.moves()[self.direction]
-        groups = layer.groups
-        between = self._rows(1, groups)
-        before, after = (self._travel(x / groups, layer.per_node) + (layer.inner - 1) * pieces * self.rates.latency
+            return self._rows(layer.groups if layer.method is all_gather else [1], 1)
+        (heads, _), number = layer.moves()[self.direction], len(layer.groups)
+        between = self._rows([1], number)
+        before, after = (self._travel(x / number, layer.per_node) + (layer.inner - 1) * pieces * self.rates.latency
                          for x, pieces in zip(heads, PIECES[self.direction], strict=True))
-        return _in_turns(groups, between, before, after)
+        return _in_turns([between] * number, [before] * number, [after] * number)
 
-    def compute(self, tiles: int, share: int) -> float:
+    def compute(self, tiles: int, share: float) -> float:
         """Of attention over so many tiles, for one of `share` groups of heads."""
         flops = attention_flops(self.layer.core, tiles, self.layer.heads, self.direction)
         return self.rates.latency + flops / share / self.rates[self.direction]
 
-    def _rows(self, groups: int, share: int) -> float:
-        """Of the method for rows, for one of `share` groups of heads, in `groups` groups."""
+    def _rows(self, groups: Sequence[float], share: int) -> float:
+        """Of the method for rows, for one of `share` groups of heads, whose own groups have these shares of it."""
         layer = self.layer
         _, rows = layer.moves()[self.direction]
         if layer.method is p2p:
             return self._ring(rows, share)
+        if layer.method is needed:
+            return self._needed(rows, share)
         _, tiles = pairs_and_tiles(layer.core.sharding, layer.core.window)
-        relayed, share = layer.method is all_gather, groups * share
-        work = self.compute(int(tiles.max()), share) + self._put_in_order(rows, share)
-        return _in_turns(groups, work, *(self._travel(x / share, self._neighbours, relayed) for x in rows))
+        parts = [share / group for group in groups]
+        work = [self.compute(int(tiles.max()), part) + self._put_in_order(rows, part) for part in parts]
+        before, after = ([self._travel(x / part, self._neighbours, relayed=True) for part in parts] for x in rows)
+        if self._is_near:
+            after[-1] = min(after[-1], self.rates.latency)  # as it travels while its kernel is at work
+        return _in_turns(work, before, after)
 
-    def _put_in_order(self, rows: Moves, share: int) -> float:
-        """Seconds in which a rank moves keys that it got, and its own, to their places in the key buffer, and back."""
-        own = sum(size * self.layer.core.local_key_rows
-                  for size, moved in zip(self.layer.row_bytes, rows, strict=True) if moved.any())
-        return 2 * (rows.received() + own) / share / self.rates.memory
+    def _needed(self, rows: Moves, share: int) -> float:
+        """Beside tiles of a rank's own rows, keys come in the forward, and sums go in the backward."""
+        core = self.layer.core
+        _, tiles = pairs_and_tiles(core.sharding, core.window)
+        work = np.array([self.compute(int(number), share) for number in tiles])
+        before, after = (self._travel(x / share, self._neighbours) for x in rows)
+        hides = self._is_near and rows.received() >= needed.WORTH_HIDING
+        own = hides * work * own_tiles(core.sharding, core.window)[self.direction] / np.maximum(1, tiles)
+        travel, rest = (after, before) if self.direction else (before, after)
+        return float((work - own + np.maximum(own, travel)).max()) + rest + self._put_in_order(rows, share)
+
+    def _put_in_order(self, rows: Moves, share: float) -> float:
+        """Seconds in which a rank moves keys that it got, and its own, to their places in the key buffer, and back.
+
+        Gradients of keys of all ranks are in the order of ranks as kernels store them; they are read to be added up.
+        """
+        stored = self.layer.method is all_gather and self._is_near
+        moved = sum(passes * (int(x.sum(axis=0).max()) + size * self.layer.core.local_key_rows)
+                    for passes, size, x in zip((2, 1 if stored else 2), self.layer.row_bytes, rows, strict=True)
+                    if x.any())
+        return moved / share / self.rates.memory
 
     def _ring(self, rows: Moves, share: int) -> float:
         """Step by step, each as long as that of the busiest rank."""
@@ -364,11 +386,15 @@ class _Clock:
         return keys + sum(steps)
 
     def _beside(self, work: float, travel: float) -> float:
-        return max(work, travel) if self._neighbours >= self.layer.core.cp_size else work + travel
+        return max(work, travel) if self._is_near else work + travel
 
     def _hop(self, size: float) -> float:
-        near = self._neighbours >= self.layer.core.cp_size
-        return self.rates.latency + size / (self.rates.link if near else self.rates.between)
+        return self.rates.latency + size / (self.rates.link if self._is_near else self.rates.between)
+
+    @property
+    def _is_near(self) -> bool:
+        """Whether all ranks among which rows travel are on one machine."""
+        return self._neighbours >= self.layer.core.cp_size
 
     @property
     def _neighbours(self) -> int:
@@ -387,13 +413,14 @@ class _Clock:
         return float(self.rates.latency + max(near / self.rates.link, far / self.rates.between))
 
 
-def _in_turns(groups: int, work: float, before: float, after: float) -> float:
+def _in_turns(work: Sequence[float], before: Sequence[float], after: Sequence[float]) -> float:
     """Seconds of groups, one after another, while what the next one needs and the last one made is on its way.
 
     Args:
-        work, before, after: of one group.
+        work, before, after: of each group.
     """
-    return before + work + after + (groups - 1) * max(work, before + after)
+    beside = zip(work, [*before[1:], 0], [0, *after[:-1]], strict=True)
+    return before[0] + sum(max(now, coming + going) for now, coming, going in beside) + after[-1]
 
 
 def _to_each(size: int, number: int) -> Ints:

@@ -15,7 +15,7 @@ Array = NDArray[Any]
 
 def to_sequence_order(
     k_parts: Sequence[Array], v_parts: Sequence[Array], plan: Plan, into: Sequence[Array] | None = None,
-    own: Sequence[Array] | None = None,
+    own: Sequence[Array] | None = None, meeting: None = None,
 ) -> tuple[Array, Array]:
     """Rows gathered from all ranks, moved to sequence order: out[rank_order[t]] = in[t].
 
@@ -25,6 +25,7 @@ def to_sequence_order(
         plan: gives `rank_order`, int32, `key_rows` and `first_own`.
         into: arrays for k and v; None: buffers that stay until the next call.
         own: (local_key_rows, ...), this rank's rows of both, which the parts may then lack.
+        meeting: None, as ranks without a GPU do not meet within kernels.
 
     Returns:
         k, v: (key_rows, ...), the dtypes of the inputs; rows that no rank owns are 0.

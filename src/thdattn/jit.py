@@ -53,6 +53,7 @@ _CONV_STATES = (*_MAMBA_HOPPER, "kernels/mamba/conv.cu", "kernels/mamba/conv_sta
 _MIXER_DECODE = (*_MAMBA, "kernels/mamba/decode.cu")
 FILES = {
     "thd_reorder": _ROWS,
+    "thd_gather": (*_ROWS, "kernels/gather.cu"),
     "thd_plan_check": _ROWS,
     "thd_plan_rows": _ROWS,
     "thd_plan_pieces": _ROWS,
@@ -189,6 +190,10 @@ class Arguments:
         self._values = [np.array(x.data.ptr if isinstance(x, cupy.ndarray) else x) for x in args]
         self._addresses = np.array([x.ctypes.data for x in self._values], np.uint64)
         self.address = int(self._addresses.ctypes.data)
+
+    def change(self, number: int, value: int) -> None:
+        """Another value for one of them, from the next launch on."""
+        self._values[number][...] = value
 
 
 class Kernel:

@@ -19,6 +19,7 @@
 //
 //   kernels/common.cuh                    element types, ranges of rows, reductions: comes before every other file
 //   kernels/sum.cu                        shares of the same rows, of several ranks, added up
+//   kernels/gather.cu                     keys and values of all ranks to sequence order; behind this file
 //   kernels/homes.cuh                     where a backward stores shares that other ranks add up
 //   kernels/cache.cu                      rows of keys and values into a cache; behind this file
 //   kernels/portable/common.cuh           mma.sync, ldmatrix, cp.async, tiles in shared memory (sm_80 and later)
@@ -58,6 +59,19 @@
 struct Rows { const uint4 *from[kMaxRanks], *own; uint4* out; int words, pitch, own_pitch; };
 CHECK_Rows;
 
+// Moves a row of so many words, 16 bytes a lane, four of them at a time; or puts zeros there.
+__device__ __forceinline__ void move_row(uint4* out, const uint4* in, int words, bool zero) {
+  for (int i = threadIdx.x % kWarp; i < words; i += 4 * kWarp) {
+    uint4 x[4];
+    #pragma unroll
+    for (int n = 0; n < 4; ++n)
+      x[n] = zero || i + n * kWarp >= words ? make_uint4(0, 0, 0, 0) : in[i + n * kWarp];
+    #pragma unroll
+    for (int n = 0; n < 4; ++n)
+      if (i + n * kWarp < words) out[i + n * kWarp] = x[n];
+  }
+}
+
 // Moves whole rows of two buffers (k and v, or dk and dv) between rank order and sequence order in one launch. One warp
 // moves a row, 16 bytes a lane, so that reads and writes are contiguous in either direction; the index is read once a
 // row, not once an element. Bound by memory, or by the links.
@@ -73,7 +87,7 @@ template <bool kToRankOrder>
 __global__ void __launch_bounds__(256) thd_reorder(
     const __grid_constant__ Rows first, const __grid_constant__ Rows second, const int* __restrict__ rank_order,
     const int2* __restrict__ query_ranges, int num_rows, int rows_each, int first_own, int num_own) {
-  const int row = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int row = blockIdx.x * 8 + threadIdx.x / kWarp;
   if (row >= num_rows) return;
   const int other = rank_order[row];
   if (!kToRankOrder && other < 0) return;
@@ -84,8 +98,7 @@ __global__ void __launch_bounds__(256) thd_reorder(
   const uint4* const in = owned ? rows.own + (size_t)(row - first_own) * rows.own_pitch
                                 : rows.from[part] + (size_t)(source - part * rows_each) * rows.pitch;
   uint4* const out = rows.out + (size_t)(kToRankOrder ? row : other) * rows.words;
-  #pragma unroll 4
-  for (int i = lane; i < rows.words; i += kWarp) out[i] = zero ? make_uint4(0, 0, 0, 0) : in[i];
+  move_row(out, in, rows.words, zero);
 }
 
 // ------------------------------------------------------------------------------------------------ plan

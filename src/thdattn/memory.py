@@ -15,14 +15,22 @@ Bytes = dict[str, int]  # by name of the buffer
 
 
 class Layer(NamedTuple):
-    """What the buffers of a layer depend on beside the plan; heads are those of all groups."""
+    """What the buffers of a layer depend on beside the plan; heads are those of all groups.
+
+    groups: kv heads of each of them.
+    """
 
     num_heads: int
     num_kv_heads: int
     dtype: np.dtype[Any]
     deterministic: bool
-    num_groups: int
+    groups: tuple[int, ...]
     keeps_keys: bool
+
+    @property
+    def shares(self) -> list[tuple[int, int]]:
+        """(query heads, kv heads) of groups, those of equals once: as many kinds of buffers there are."""
+        return [(size * self.num_heads // self.num_kv_heads, size) for size in sorted(set(self.groups))]
 
 
 @dataclass(frozen=True, repr=False)

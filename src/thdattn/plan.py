@@ -439,7 +439,7 @@ def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) 
     """
     if plan.cp_size == 1 or not num_made:
         return {}
-    shape = plan.key_rows, layer.num_kv_heads // layer.num_groups, sum(plan.head_dims)
+    shape = plan.key_rows, max(layer.groups), sum(plan.head_dims)
     return {"shares of dk and dv": num_bytes(shape, sum_dtype)}
 
 

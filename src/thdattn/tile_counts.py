@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from thdattn.balanced import Ints, once
 from thdattn.host_plan import key_ranges
+from thdattn.routes import foreign_tiles
 from thdattn.sharding import Sharding
 
 TILE = 128  # rows of queries and of keys
@@ -38,8 +39,31 @@ def tiles_of_slices(sharding: Sharding, window: tuple[int, int]) -> Ints:
         [[touched(key_ranges(sharding, rank, window, keys_of=other)) for other in ranks] for rank in ranks]))
 
 
+def own_tiles(sharding: Sharding, window: tuple[int, int]) -> Ints:
+    """(2, cp_size), of needed rows: those of `tiles` that can be done while rows of other ranks are on their way.
+
+    They are, of every rank, those of queries that see no such row; and those of keys that no such row is among.
+    """
+    def counted() -> Ints:
+        found = []
+        for rank in range(sharding.cp_size):
+            foreign = foreign_tiles(sharding.batch, sharding.cp_size, window, sharding.local_rows, rank, (TILE, TILE))
+            query, first, last = _runs(key_ranges(sharding, rank, window))
+            keys = np.append(0, np.cumsum(~foreign[1]))
+            found.append((int((last - first)[~foreign[0][query]].sum()), int((keys[last] - keys[first]).sum())))
+        return np.array(found).T
+
+    return once(sharding.batch, ("own tiles", *_traits(sharding), window), counted)
+
+
 def touched(ranges: NDArray[np.int32]) -> int:
-    """Tiles in which some query sees some key.
+    """Tiles in which some query sees some key; ranges as for _runs."""
+    _, first, last = _runs(ranges)
+    return int((last - first).sum())
+
+
+def _runs(ranges: NDArray[np.int32]) -> tuple[Ints, Ints, Ints]:
+    """Tiles in which some query sees some key, each once: tiles of queries, with [first, last) tiles of keys.
 
     Args:
         ranges: (rows, 2), [begin, end) keys that every query sees; both ascend but for rows that see none.
@@ -48,7 +72,8 @@ def touched(ranges: NDArray[np.int32]) -> int:
     begin, end = ranges[row].astype(np.int64).T
     first, last, tile = begin // TILE, -(-end // TILE), row // TILE
     done = np.where(np.append(-1, tile[:-1]) == tile, np.append(0, last[:-1]), 0)[: len(row)]
-    return int(np.maximum(0, last - np.maximum(first, done)).sum())
+    first = np.minimum(np.maximum(first, done), last)
+    return tile, first, last
 
 
 def _traits(sharding: Sharding) -> tuple[str, int, int]:

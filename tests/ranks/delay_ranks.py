@@ -11,6 +11,7 @@ from pathlib import Path
 import cupy
 
 import thdattn
+from thdattn.methods import choice
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import delays
@@ -20,7 +21,8 @@ def main(transport: str, size: str) -> None:
     comm = thdattn.comm.init("nccl", transport=transport)
     assert comm.size == int(size) and comm.overlaps == (transport == "peer")
     with cupy.cuda.Stream(non_blocking=True):
-        for head_groups in (1, 2, 4):
+        choice.WORTH_GROUPS = 0  # by default, groups of 1, 1 and 2 kv heads
+        for head_groups in (1, 2, 4, None):
             for keep_keys in (False, True):
                 delays.check(cupy, comm, head_groups, keep_keys)
         for how in delays.METHODS:

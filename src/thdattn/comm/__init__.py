@@ -58,6 +58,7 @@ from typing import Any, TypeVar
 
 from thdattn.comm.contract import Comm
 from thdattn.comm.heads import Arrival as Arrival
+from thdattn.comm.heads import Meeting as Meeting
 from thdattn.comm.heads import nothing as nothing
 from thdattn.comm.single import SingleComm
 

@@ -10,11 +10,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 
 def nothing() -> None:
     """What is there needs no waiting."""
+
+
+class Meeting(NamedTuple):
+    """Of all ranks, by one kernel.
+
+    flags: a MEETING of structs.py. marks: where the watchdog has numbers written, 0: nowhere, and which one.
+    """
+
+    flags: Any
+    marks: int = 0
+    number: int = 0
 
 
 class Arrival(NamedTuple):
@@ -23,11 +33,14 @@ class Arrival(NamedTuple):
     parts: of each array, those that make up its rows, one after another and equally many: one, in which the rows of
         this rank itself may be missing, or one a rank, which may lie in the memory of other GPUs.
     wait: to be called before they are read, and `done` after that; on a GPU it is the current stream that waits.
+    meeting: for the kernel that puts the rows to their places, which it is to do next: it has this rank's rows in their
+        place among the parts too, and waits for those of others by itself. None: they wait as above.
     """
 
     parts: Sequence[Sequence[Any]]
     wait: Callable[[], None] = nothing
     done: Callable[[], None] = nothing
+    meeting: Meeting | None = None
 
 
 class Heads(ABC):
@@ -67,58 +80,50 @@ class Heads(ABC):
                 first[i] += part.shape[1]
         return [Arrival([[part] for part in parts]) for parts in recvs]
 
-    def partials(
-        self, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, empty: Callable[[tuple[int, ...], DTypeLike], Any]
-    ) -> list[Any]:
-        """Arrays for what is to be added up by the next call, sum_rows.
+    def sum_rows(self, shares: Sequence[Any], results: Sequence[Any]) -> None:
+        """Add all ranks' arrays and keep this rank's share of the rows, rounded once.
 
         Args:
-            shapes: of the arrays, (size * rows, heads, width).
-            dtype: in which they are added.
-            empty: makes an array of a shape and dtype; not used where they lie in memory that other ranks see.
-        """
-        return [empty(shape, dtype) for shape in shapes]
-
-    def give_back(self) -> None:  # noqa: B027 - they lie in memory that other ranks see only for some
-        """Forgets the last `partials` or `homes`, which are not added up because of an error that all ranks have."""
-
-    def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Callable[[], None]:
-        """Start to add all ranks' arrays and keep this rank's share of the rows, rounded once.
-
-        Args:
-            partials: arrays (size * rows, heads, width) from `partials`.
+            shares: arrays (size * rows, heads, width).
             results: as many arrays (rows, heads, width) of a dtype of their own, which may be some of the heads of
                 larger arrays; overwritten.
-
-        Returns:
-            What waits for the results; on a GPU it is the current stream that does.
         """
-        for partial, result in zip(partials, results, strict=True):
-            total = np.empty_like(partial[: len(result)])  # of CuPy arrays this is cupy.empty_like
-            self.reduce_scatter(partial, total)
+        for share, result in zip(shares, results, strict=True):
+            total = np.empty_like(share[: len(result)])  # of CuPy arrays this is cupy.empty_like
+            self.reduce_scatter(share, total)
             result[...] = total
-        return nothing
 
-    def homes(self, shapes: Sequence[tuple[int, ...]]) -> Any:
+    def homes(
+        self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
+    ) -> Any:
         """Where a kernel puts this rank's shares of what every rank owns, to be added up by sum_at_home, the next call.
 
-        So they travel while the kernel is at work. For the last sums, which hide behind nothing else; only where a comm
-        overlaps.
+        So no pass puts them in the order of ranks: instead of sum_rows, where a comm overlaps.
 
         Args:
             shapes: of two arrays, (rows, heads, width), what each rank owns.
+            largest: the same of those of all groups that have most heads, so that there is room once for all.
+            at_once: as for sum_at_home. They travel while the kernel is at work then.
 
         Returns:
             A SHARES of structs.py: of each array and rank, where this rank's share of its rows begins, in float32.
         """
         raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
 
-    def sum_at_home(self, rows: Any, results: Sequence[Any]) -> None:
-        """Adds all ranks' shares of what this one owns, rounded once, by one pass on the current stream.
+    def give_back(self) -> None:
+        """Forgets the last `homes`, which are not added up because of an error that all ranks have."""
+        raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
+
+    def sum_at_home(self, rows: Any, results: Sequence[Any], at_once: bool) -> Callable[[], None]:
+        """Start to add all ranks' shares of what this one owns, rounded once.
 
         Args:
             rows: (rows,) int32, the number of each row; -1: nobody has a share, and the result is 0.
             results: two arrays of the shapes that `homes` was told, which may be some of the heads of larger ones.
+            at_once: the results are asked for next; else kernels follow, which this goes on beside.
+
+        Returns:
+            What waits for the results; on a GPU it is the current stream that does.
         """
         raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
 
@@ -126,9 +131,10 @@ class Heads(ABC):
         """Bytes of what gather_heads makes for arrays of so many bytes, beside what it is given; by name."""
         return {"copies to send": max(sends) // num_groups} if num_groups > 1 else {}
 
-    def sum_bytes(self, partials: Sequence[int], num_groups: int) -> dict[str, int]:
-        """Bytes of what `partials` and sum_rows make, where the arrays of each group have so many; by name."""
-        return {"partial sums": sum(partials), "sums": sum(partials) // self.size}
+    def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
+        """Bytes of what is made to add up groups' shares of all ranks' rows, of which arrays have so many; by name."""
+        most = max(map(sum, groups))
+        return {"partial sums": most, "sums": most // self.size}
 
     def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
         """Bytes of what exchange makes, given these sizes; by name.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
-import math
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from thdattn.comm import Arrival, Comm, mpi, nothing
 from thdattn.comm.slices import Slices
@@ -100,16 +98,21 @@ class NcclComm(Comm):
         return f"<NcclComm rank {self.rank} of {self.size}, transport {taken}>"
 
     def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+        lane = self._lane()
+        return nullcontext() if lane is None else self._watch.enqueued(lane, what, array)
+
+    def _lane(self) -> Lane | None:
+        """Of the current stream; None: nothing waits on it, or nothing yet."""
         stream = self._cupy.cuda.get_current_stream()
-        if self.size == 1 or stream.is_capturing():  # nothing waits, or nothing yet
-            return nullcontext()
+        if self.size == 1 or stream.is_capturing():
+            return None
         if self._peer is not None:
             self._peer.enter()
         key = (threading.get_ident(), self._gpu, stream.ptr)
         lane = _lanes.get(key)
         if lane is None:
             lane = _lanes[key] = _lane(self._cupy, stream.ptr)
-        return self._watch.enqueued(lane, what, array)
+        return lane
 
     def _all_gather(self, send: Any, recv: Any) -> None:
         if send.size:
@@ -151,59 +154,48 @@ class NcclComm(Comm):
         if self._peer is None:
             return super().gather_heads(sends, recvs)
         self.received_bytes += (self.size - 1) * sum(send.nbytes for send in sends)
-        with self.watched("gather of keys", sends[0]):
-            arrivals = self._peer.gather_heads(sends, recvs, at_once)
+        if at_once:
+            lane = self._lane()
+            marks = (0, 0) if lane is None else self._watch.by_kernel(lane, "gather of keys", sends[0])
+            arrivals = self._peer.gather_heads(sends, recvs, True, marks)
+        else:
+            with self.watched("gather of keys", sends[0]):
+                arrivals = self._peer.gather_heads(sends, recvs, False)
         return [arrival if arrival.wait is nothing
                 else arrival._replace(wait=self._watched_wait("gather of keys", arrival.wait)) for arrival in arrivals]
-
-    def partials(
-        self, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, empty: Callable[[tuple[int, ...], DTypeLike], Any]
-    ) -> list[Any]:
-        if self._peer is None:
-            return super().partials(shapes, dtype, empty)
-        with self.watched("room for gradients"):
-            made: list[Any] = self._peer.partials(shapes, dtype)
-        return made
 
     def give_back(self) -> None:
         if self._peer is not None:
             self._peer.give_back()
 
-    def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Callable[[], None]:
+    def homes(
+        self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
+    ) -> Any:
         if self._peer is None:
-            return super().sum_rows(partials, results)
-        self.received_bytes += self._foreign_shares(partials, len(results[0]))
-        return self._watched_wait("sum of gradients", self._peer.sum_rows(partials, results))
-
-    def homes(self, shapes: Sequence[tuple[int, ...]]) -> Any:
-        if self._peer is None:
-            return super().homes(shapes)
+            return super().homes(shapes, largest, at_once)
         with self.watched("room for gradients"):
-            return self._peer.homes(shapes)
+            return self._peer.homes(shapes, largest, at_once)
 
-    def sum_at_home(self, rows: Any, results: Sequence[Any]) -> None:
+    def sum_at_home(self, rows: Any, results: Sequence[Any], at_once: bool) -> Callable[[], None]:
         if self._peer is None:
-            return super().sum_at_home(rows, results)
+            return super().sum_at_home(rows, results, at_once)
         self.received_bytes += (self.size - 1) * sum(4 * x.size for x in results)  # float32
+        if not at_once:
+            return self._watched_wait("sum of gradients", self._peer.sum_at_home(rows, results, False))
         with self.watched("sum of gradients", results[0]):
-            self._peer.sum_at_home(rows, results)
+            wait: Callable[[], None] = self._peer.sum_at_home(rows, results, True)
+        return wait
 
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
         if self._peer is None:
             return super().gather_bytes(sends, num_groups)
         return dict(self._peer.gather_bytes(sends))
 
-    def sum_bytes(self, partials: Sequence[int], num_groups: int) -> dict[str, int]:
-        if self._peer is None:
-            return super().sum_bytes(partials, num_groups)
-        return dict(self._peer.sum_bytes(partials, num_groups))
+    def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
+        return super().sum_bytes(groups) if self._peer is None else dict(self._peer.sum_bytes(groups))
 
     def held_bytes(self) -> dict[str, int]:
         return {} if self._peer is None else dict(self._peer.held_bytes())
-
-    def _foreign_shares(self, partials: Sequence[Any], num_rows: int) -> int:
-        """Bytes of so many rows of the arrays of all other ranks."""
-        return (self.size - 1) * num_rows * sum(int(x.itemsize * math.prod(x.shape[1:])) for x in partials)
 
     def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
         return super().exchange_bytes(sizes, strided) if self._peer is None else dict(self._peer.exchange_bytes(sizes))

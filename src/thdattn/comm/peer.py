@@ -1,8 +1,9 @@
 """Peer memory: the GPUs of one machine read each other's memory, beside kernels and without taking a multiprocessor.
 
 Copy engines pull slices of heads as they lie, and flags that streams write and wait for say when: a collective of NCCL
-needs multiprocessors, and would start when a kernel that fills the GPU ends. Everything here can be captured in a CUDA
-graph, and nothing makes the host wait, but for the first use of a size, which all ranks meet to exchange handles for.
+needs multiprocessors, and would start when a kernel that fills the GPU ends. Keys that nothing hides are gathered by
+one kernel, see kernels/gather.cu. Everything here can be captured in a CUDA graph, and nothing makes the host wait, but
+for the first use of a size, which all ranks meet to exchange handles for.
 
 Source: CUDA driver API, stream memory operations and interprocess communication.
 """
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn.comm import Arrival, nothing
+from thdattn.comm import Arrival, Meeting, nothing
 from thdattn.comm.slices import Slices, address, copy, rows_of
 from thdattn.comm.windows import ALIGNMENT, Window, header_bytes
 from thdattn.structs import MAX_RANKS, SHARES
@@ -93,30 +94,61 @@ class PeerMemory:
                                f"capture; call it once before, or use warmup_steps of 1 or more")
         return self._made_of(self._world, _roomy(num_bytes))
 
-    def gather_heads(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool) -> list[Arrival]:
-        """See Comm.gather_heads. At once, the first group, which hides behind nothing, is read where it lies."""
+    def gather_heads(
+        self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool, marks: tuple[int, int] = (0, 0)
+    ) -> list[Arrival]:
+        """See Comm.gather_heads. At once, the first group, which hides behind nothing, is read where it lies.
+
+        Args:
+            marks: of the kernel that reads it, see Meeting.
+        """
         stream, route = self.enter(), self._route(sends, recvs)
         window = self._window("gather", route.num_bytes)
+        if at_once:
+            meeting = Meeting(window.meetings[len(recvs) == 1], *marks)
+            return self._by_kernel(stream, route, window, sends, recvs, meeting)
         window.free(stream)
         for send, part in zip(sends, route.parts, strict=True):
             self._copy(window.address(self.rank, part), send.data.ptr, send.nbytes, stream)
-        (window.meet if at_once else window.publish)(stream)
-        places = [recvs[group] for group in range(at_once, len(recvs))]  # whose memory this stream may have just left
-        arrivals = [Arrival(route.in_place(window, sends, self.size))] if at_once else []
-        if len(recvs) > at_once:
-            self._follow(stream)
-        if not at_once:
-            window.arrive(self._pulls)
-        for group, parts in enumerate(places, len(arrivals)):
-            for place, piece in zip(parts, route.groups[group], strict=True):
-                for rank in self._others:
-                    piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._pulls.ptr)
-            if not at_once and group == len(recvs) - 1:
+        window.publish(stream)
+        places = list(recvs)  # whose memory this stream may have just left
+        self._follow(stream)
+        window.arrive(self._pulls)
+        arrivals = []
+        for group, parts in enumerate(places):
+            self._pull(route, group, window, parts)
+            if group == len(places) - 1:
                 window.take(self._pulls)
             arrivals.append(Arrival([[place] for place in parts], self._arrival(stream)))
-        if at_once:
-            arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
         return arrivals
+
+    def _by_kernel(self, stream: Any, route: _Route, window: Window, sends: Sequence[Any],
+                   recvs: Sequence[Sequence[Any]], meeting: Meeting) -> list[Arrival]:
+        """The first group for a kernel that offers all rows, and the others pulled when all ranks have offered them."""
+        places = [recvs[group] for group in range(1, len(recvs))]
+        waits: list[Wait] = []  # made when the first one was read
+
+        def wait(number: int) -> None:
+            waits[number]()
+
+        def pull() -> None:
+            self._follow(stream)
+            for group, parts in enumerate(places, 1):
+                self._pull(route, group, window, parts)
+                waits.append(self._arrival(stream))
+
+        first = Arrival(route.in_place(window, sends, self.size), done=pull if places else nothing, meeting=meeting)
+        arrivals = [Arrival([[place] for place in parts], functools.partial(wait, number))
+                    for number, parts in enumerate(places)]
+        if arrivals:
+            arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
+        return [first, *arrivals]
+
+    def _pull(self, route: _Route, group: int, window: Window, parts: Sequence[Any]) -> None:
+        """Copies a group of the other ranks' heads to its places."""
+        for place, piece in zip(parts, route.groups[group], strict=True):
+            for rank in self._others:
+                piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._pulls.ptr)
 
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Wait:
         """See Comm.exchange. What a rank sends to another one lies together in its window, where `sizes` tells."""
@@ -144,17 +176,12 @@ class PeerMemory:
         return self._arrival(stream)
 
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
-        key = len(recvs), *((x.shape, x.dtype) for x in sends)
+        behind = [recvs[group][0].shape[1] for group in range(1, len(recvs))]  # the first one may be read where it is
+        heads = sends[0].shape[1] - sum(behind), *behind
+        key = heads, *((x.shape, x.dtype) for x in sends)
         if key not in self._routes:
-            self._routes[key] = _Route(sends, len(recvs))
+            self._routes[key] = _Route(sends, heads)
         return self._routes[key]
-
-    def partials(self, shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[Any]:
-        """Arrays in memory that the other ranks see, for sum_rows."""
-        *offsets, num_bytes = _offsets_of(tuple(shapes), np.dtype(dtype))
-        self._summing = self._window("sum", num_bytes)
-        self._summing.free(self.enter())
-        return [self._summing.array(offset, shape, dtype) for offset, shape in zip(offsets, shapes, strict=True)]
 
     def give_back(self) -> None:
         """See Comm.give_back."""
@@ -164,10 +191,10 @@ class PeerMemory:
         """See Comm.gather_bytes."""
         return {_WINDOWS["gather"]: self._both(_roomy(_offsets(sends)[-1]))}
 
-    def sum_bytes(self, partials: Sequence[int], num_groups: int) -> dict[str, int]:
-        """See Comm.sum_bytes. All groups but the last one, whose shares go home, are pulled."""
-        pulled = {"pulled sums": _roomy(sum(partials))} if num_groups > 1 else {}
-        return {_WINDOWS["sum"]: self._both(_roomy(_offsets(partials)[-1])), **pulled}
+    def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
+        """See Comm.sum_bytes. All groups but the last one, whose shares go to their owners, are pulled."""
+        pulled = {"pulled sums": _roomy(max(map(sum, groups)))} if len(groups) > 1 else {}
+        return {_WINDOWS["sum"]: self._both(_roomy(max(_offsets(group)[-1] for group in groups))), **pulled}
 
     def exchange_bytes(self, sizes: Any) -> dict[str, int]:
         """See Comm.exchange_bytes."""
@@ -184,43 +211,60 @@ class PeerMemory:
         """Of the two windows of a use."""
         return 2 * (header_bytes(self.size) + num_bytes)
 
-    def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> Wait:
-        """See Comm.sum_rows."""
+    def homes(
+        self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
+    ) -> Any:
+        """See Comm.homes. In a rank's window lie behind each other its shares for all ranks, or theirs for it.
+
+        At once, shares go to their owners, who add them up where they are then. Else they stay, and owners pull them:
+        stores into other GPUs' memory hold up a kernel, copy engines do not.
+        """
+        (*offsets, _), (*_, most) = (_offsets_of(tuple((self.size * rows, *rest) for rows, *rest in each), _FLOAT32)
+                                     for each in (shapes, largest))
+        window = self._summing = self._window("sum", most)
+        window.free(self.enter())
+        self._sizes, self._most = (_bytes_of(tuple(each), _FLOAT32) for each in (shapes, largest))
+        given, self._gotten = window.homes(tuple(offsets), self._sizes, at_once)
+        return given
+
+    def sum_at_home(self, rows: Any, results: Sequence[Any], at_once: bool) -> Wait:
+        """See Comm.sum_at_home."""
         stream, window = self._cupy.cuda.get_current_stream(), self._summing
+        if at_once:
+            window.meet(stream)
+            self._add(self._gotten, results, rows, stream)
+            window.take(stream)
+            return nothing
         window.publish(stream)
         self._follow(stream)
         window.arrive(self._pulls)
-        sizes = [partial.nbytes // self.size for partial in partials]
-        there = window.shares(*(partial.data.ptr for partial in partials))["of"]
-        shares, at = np.zeros((), SHARES), self._place(sum(sizes) * self.size)
-        for rank in (self.rank, *self._others):
-            for i, size in enumerate(sizes):
-                share = int(there[i, rank]) + self.rank * size
-                shares["of"][i, rank] = at if rank != self.rank else share
-                if rank != self.rank:
-                    self._copy(at, share, size, self._pulls)
-                    at += size
-        self._add(shares[()], results, None, self._pulls)
+        self._add(self._pulled(), results, rows, self._pulls)
         window.take(self._pulls)
         return self._arrival(stream)
 
-    def homes(self, shapes: Sequence[tuple[int, ...]]) -> Any:
-        """See Comm.homes. In a rank's window, the shares of all ranks lie behind each other."""
-        *offsets, num_bytes = _offsets_of(tuple((self.size * shape[0], *shape[1:]) for shape in shapes), _FLOAT32)
-        window = self._summing = self._window("sum", num_bytes)
-        window.free(self.enter())
-        homes, self._at_home = window.homes(tuple(offsets), _bytes_of(tuple(shapes), _FLOAT32))
-        return homes
-
-    def sum_at_home(self, rows: Any, results: Sequence[Any]) -> None:
-        """See Comm.sum_at_home."""
-        stream, window = self._cupy.cuda.get_current_stream(), self._summing
-        window.meet(stream)
-        self._add(self._at_home, results, rows, stream)
-        window.take(stream)
+    def _pulled(self) -> Any:
+        """A SHARES of what this rank owns, of which it copies the other ranks' to memory of its own."""
+        shares, at = np.zeros((), SHARES), self._place(sum(self._most) * self.size)
+        shares["of"] = self._gotten["of"]
+        for rank in self._others:
+            for place, size in zip(shares["of"], self._sizes, strict=True):
+                self._copy(at, int(place[rank]), size, self._pulls)
+                place[rank] = at
+                at += size
+        return shares[()]
 
     def _add(self, shares: Any, results: Sequence[Any], rows: Any, stream: Any) -> None:
         add_up(shares, self.size, rows, results, stream)
+
+    def _place(self, num_bytes: int) -> int:
+        """Memory for what is pulled, which one sum after another uses.
+
+        Graphs have their own: a replay comes after the stream it is launched on, not after the one that pulls.
+        """
+        scratch = self._scratch[self._pulls.is_capturing()]
+        if not scratch or scratch[-1].size < num_bytes:
+            scratch.append(self._cupy.cuda.Memory(_roomy(num_bytes)))
+        return int(scratch[-1].ptr)
 
     def close(self) -> None:
         """Gives back all windows; called by all ranks, when no graph holds one any more."""
@@ -260,16 +304,6 @@ class PeerMemory:
         if num_bytes:
             self._runtime.memcpyAsync(target, source, num_bytes, self._runtime.memcpyDefault, stream.ptr)
 
-    def _place(self, num_bytes: int) -> int:
-        """Memory for what is pulled, which one sum after another uses.
-
-        Graphs have their own: a replay comes after the stream it is launched on, not after the one that pulls.
-        """
-        scratch = self._scratch[self._pulls.is_capturing()]
-        if not scratch or scratch[-1].size < num_bytes:
-            scratch.append(self._cupy.cuda.Memory(_roomy(num_bytes)))
-        return int(scratch[-1].ptr)
-
 
 class _Slice(NamedTuple):
     """Some of the heads of an array in a window: from `first` on, `width` of every `pitch` bytes, `rows` times."""
@@ -286,19 +320,19 @@ class _Slice(NamedTuple):
 
 
 class _Route:
-    """What gather_heads copies, of arrays of some shapes in so many groups of heads.
+    """What gather_heads copies, of arrays of some shapes in groups of so many heads.
 
     parts: where each array begins in a window; num_bytes: of all.
     groups: of each group, a slice of every array.
     """
 
-    def __init__(self, sends: Sequence[Any], num_groups: int) -> None:
+    def __init__(self, sends: Sequence[Any], heads: Sequence[int]) -> None:
         *self.parts, self.num_bytes = _offsets([x.nbytes for x in sends])
-        pitches = [x.shape[1] * x.shape[2] * x.itemsize for x in sends]
+        widths = [x.shape[2] * x.itemsize for x in sends]
         self.groups = [
-            [_Slice(part + group * (pitch // num_groups), pitch // num_groups, pitch, len(send))
-             for part, pitch, send in zip(self.parts, pitches, sends, strict=True)]
-            for group in range(num_groups)
+            [_Slice(part + (end - number) * width, number * width, send.shape[1] * width, len(send))
+             for part, width, send in zip(self.parts, widths, sends, strict=True)]
+            for number, end in zip(heads, itertools.accumulate(heads), strict=True)
         ]  # fmt: skip
         self._in_place: dict[Window, Sequence[Sequence[Any]]] = {}
 

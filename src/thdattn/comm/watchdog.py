@@ -80,6 +80,10 @@ class Watch:
         lane.next(self._operation(what, array, 1))
         return lane
 
+    def by_kernel(self, lane: Lane, what: str, array: Any = None) -> tuple[int, int]:
+        """The same of one kernel, which marks by itself where the stream is; see Lane.given."""
+        return lane.given(self._operation(what, array, 1))
+
     def _operation(self, what: str, array: Any, patience: int) -> Operation:
         self.number += 1
         shape, dtype = (None, None) if array is None else (array.shape, array.dtype)
@@ -124,6 +128,14 @@ class Lane:
         self._depth -= 1
         if not self._depth:
             self._write(self._end, self._count, 0)
+
+    def given(self, operation: Operation) -> tuple[int, int]:
+        """(address, number): a kernel is to write the number there when it begins and behind that when it ends.
+
+        Instead of a `with` block; (0, 0): within a block that is watched as a whole.
+        """
+        self.next(operation)
+        return (0, 0) if self._depth else (self._begin, self._count)
 
     def overdue(self, clock: float) -> tuple[Operation, float] | None:
         """The operation in which the stream has been for longer than it may be, and for how long."""

@@ -6,7 +6,8 @@ For each of its users p a window has two flags:
     taken[p]    p has read this part: set by p, awaited and taken back by its owner before it writes again
 
 A flag is taken back right after the wait for it, before anybody can set it again, so that a replayed graph finds the
-flags as the capture did.
+flags as the capture did. Streams write and await these flags, or one kernel that gathers keys, see kernels/gather.cu,
+which has a flag `offered` for each chunk of a part, instead of ready.
 
 Source: CUDA driver API, stream memory operations and interprocess communication.
 """
@@ -20,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.structs import SHARES
+from thdattn.structs import MAX_RANKS, MEETING, RANK_FLAGS, SHARES
 
 _MOST_KEPT = 1024
-FLAG_BYTES = 64  # a flag has a sector of its own
+_COUNTS = 64  # bytes of counters behind the flags
 ALIGNMENT = 256
 WAIT_32, WRITE_32, _WAIT_EQUAL, _WRITE_DEFAULT = 1, 2, 1, 0  # CUstreamBatchMemOpType and flags
 MEM_OP = np.dtype({
@@ -43,9 +44,9 @@ class Window:
         import cupy
 
         self._rank, self.num_bytes = world.rank, num_bytes
-        flags = np.zeros((2, world.size, FLAG_BYTES), np.uint8)  # ready, taken
-        flags[1, :, 0] = 1  # nobody has anything to read yet
-        self._header = header_bytes(world.size)
+        flags = np.zeros(header_bytes(world.size), np.uint8)
+        flags[: world.size * RANK_FLAGS.itemsize].view(RANK_FLAGS)["taken"][:, 0] = 1  # nobody has anything to read yet
+        self._header = len(flags)
         self._memory = cupy.cuda.Memory(self._header + num_bytes)  # not of a pool, whose pieces have no handles
         runtime = cupy.cuda.runtime
         runtime.memcpy(self._memory.ptr, flags.ctypes.data, flags.nbytes, runtime.memcpyHostToDevice)
@@ -53,19 +54,33 @@ class Window:
         handles = world.allgather(runtime.ipcGetMemHandle(self._memory.ptr))
         self._at = [self._memory.ptr if rank == world.rank else runtime.ipcOpenMemHandle(handle)
                     for rank, handle in enumerate(handles)]  # fmt: skip
-        ready, taken = ([FLAG_BYTES * (kind * world.size + rank) for rank in range(world.size)] for kind in (0, 1))
-        here = self._memory.ptr
-        self.free = MemOps(wait=[here + flag for flag in taken], write=[(here + flag, 0) for flag in taken])
-        self.unfree = MemOps(write=[(here + flag, 1) for flag in taken])
-        self.publish = MemOps(write=[(at + ready[world.rank], 1) for at in self._at])
-        self.arrive = MemOps(wait=[here + flag for flag in ready], write=[(here + flag, 0) for flag in ready])
-        self.take = MemOps(write=[(at + taken[world.rank], 1) for at in self._at])
+        ready, taken = ([self._memory.ptr + flags_of(rank) + _place(name) for rank in range(world.size)]
+                        for name in ("ready", "taken"))  # fmt: skip
+        there = self.flags_there()
+        self.free = MemOps(wait=taken, write=[(flag, 0) for flag in taken])
+        self.unfree = MemOps(write=[(flag, 1) for flag in taken])
+        self.publish = MemOps(write=[(at + _place("ready"), 1) for at in there])
+        self.arrive = MemOps(wait=ready, write=[(flag, 0) for flag in ready])
+        self.take = MemOps(write=[(at + _place("taken"), 1) for at in there])
         self._kept: dict[Any, Any] = {}
 
     @functools.cached_property
     def meet(self) -> MemOps:
         """publish and arrive by one call."""
         return MemOps(before=(self.publish, self.arrive))
+
+    def flags_there(self) -> list[int]:
+        """Where this rank's flags begin in the memory of each rank."""
+        return [at + flags_of(self._rank) for at in self._at]
+
+    @functools.cached_property
+    def meetings(self) -> tuple[Any, Any]:
+        """A MEETING for a kernel that says that it has taken the parts, or (the first one) leaves that to `take`."""
+        counts = self._memory.ptr + flags_of(len(self._at))
+        theirs = [*self.flags_there(), *[0] * (MAX_RANKS - len(self._at))]
+        first, second = (np.array((theirs, self._memory.ptr, counts, self._rank, len(self._at), takes), MEETING)[()]
+                         for takes in (0, 1))  # fmt: skip
+        return first, second
 
     def address(self, rank: int, offset: int) -> int:
         """Of a byte of a rank's part."""
@@ -81,35 +96,28 @@ class Window:
 
         return self._once((offset, shape, dtype), made)
 
-    def shares(self, *places: int) -> Any:
-        """A SHARES: where all ranks have what is at some addresses in this rank's part."""
-
-        def made() -> Any:
-            shares, here = np.zeros((), SHARES), self.address(self._rank, 0)
-            shares["of"][: len(places), : len(self._at)] = [
-                [self.address(rank, place - here) for rank in range(len(self._at))] for place in places]
-            return shares[()]
-
-        return self._once(places, made)
-
-    def homes(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    def homes(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
         """Of shares of so many bytes, from these offsets on one behind another, those of one rank of what each rank
-        owns, and those of all ranks of what one owns: a SHARES of this rank each."""
+        owns, and those of all ranks of what one owns: a SHARES of this rank each.
+
+        Args:
+            there: they lie in the parts of ranks that own; else in those of ranks whose shares they are.
+        """
 
         def made() -> tuple[Any, Any]:
-            there, here = np.zeros((2,), SHARES)
+            theirs, mine = np.zeros((2,), SHARES)
             for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
                 for rank in range(len(self._at)):
-                    there["of"][i, rank] = self.share(rank, self._rank, offset, size)
-                    here["of"][i, rank] = self.share(self._rank, rank, offset, size)
-            return there, here
+                    theirs["of"][i, rank] = self.share(rank, self._rank, offset, size)
+                    mine["of"][i, rank] = self.share(self._rank, rank, offset, size)
+            return (theirs, mine) if there else (mine, theirs)
 
-        found: tuple[Any, Any] = self._once(("homes", offsets, sizes), made)
+        found: tuple[Any, Any] = self._once(("homes", offsets, sizes, there), made)
         return found
 
-    def share(self, of: int, by: int, offset: int, size: int) -> int:
-        """Where the share is that one rank has of what another one owns, in the latter's part."""
-        return self.address(of, offset + by * size)
+    def share(self, of: int, number: int, offset: int, size: int) -> int:
+        """Where one of the shares in a rank's part begins."""
+        return self.address(of, offset + number * size)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` returns, kept for some time, as layers ask for the same few things again and again."""
@@ -161,8 +169,19 @@ class MemOps:
 
 
 def header_bytes(size: int) -> int:
-    """Bytes of a window before what it holds: two flags of each rank."""
-    return -(-2 * size * FLAG_BYTES // ALIGNMENT) * ALIGNMENT
+    """Bytes of a window before what it holds: the flags of each rank, and counters."""
+    return -(-(flags_of(size) + _COUNTS) // ALIGNMENT) * ALIGNMENT
+
+
+def flags_of(rank: int) -> int:
+    """Where those of a rank begin in a window: how many bytes from its beginning."""
+    return rank * RANK_FLAGS.itemsize
+
+
+def _place(name: str) -> int:
+    """Of a flag among those of a rank."""
+    assert RANK_FLAGS.fields is not None
+    return RANK_FLAGS.fields[name][1]
 
 
 @functools.cache

@@ -52,7 +52,7 @@ def forward(
     engine: Any, comm: Ranks, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
 ) -> Results:
     """Attention of this rank's query rows; see call.py. It keeps what was exchanged, of each group of heads."""
-    swap = _Swap(engine, comm.inner, plan, call.num_groups)
+    swap = _Swap(engine, comm.inner, plan, len(call.groups))
     out = engine.empty((len(q), q.shape[1], v.shape[2]), q.dtype)
     lse = engine.empty((q.shape[1], len(q)), lse_dtype(q.dtype))
     kept, logits, asked = [], [], _between_groups(call, comm.outer)
@@ -77,7 +77,7 @@ def backward(
 ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
     """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are there with dq."""
     q, k, v, out, lse, kept = saved
-    swap = _Swap(engine, comm.inner, plan, len(kept) if kept else call.num_groups)
+    swap = _Swap(engine, comm.inner, plan, len(kept or call.groups))
     dq, dk, dv = (engine.empty(x.shape, x.dtype) for x in (q, k, v))
     asked = _between_groups(call, comm.outer)
     if swap.deal(k.shape[1]).sharers > 1:
@@ -95,10 +95,11 @@ def backward(
 def memory(engine: Any, comm: Ranks, plan: Plan, layer: Layer, outer: Any) -> Memory:
     """Bytes of all that forward and backward make, for a layer with this plan, which needs no arrays."""
     assert plan.core is not None
-    size, groups, rows, alone = comm.inner.size, layer.num_groups, plan.local_rows, comm.outer.size == 1
+    size, groups, rows, alone = comm.inner.size, len(layer.groups), plan.local_rows, comm.outer.size == 1
     here, there = (_Deal(n, size, groups if n >= size else 1) for n in (layer.num_heads, layer.num_kv_heads))
     inside = outer.memory(engine, comm.outer, plan.core, layer._replace(
-        num_heads=here.share, num_kv_heads=there.share, num_groups=1, keeps_keys=layer.keeps_keys and not alone))
+        num_heads=here.share, num_kv_heads=there.share, groups=(there.share,),
+        keeps_keys=layer.keeps_keys and not alone))
 
     def of(num_rows: int, num_heads: int, dtype: DTypeLike = layer.dtype) -> list[int]:
         return [num_bytes((num_rows, num_heads, width), dtype) for width in plan.head_dims]
@@ -135,7 +136,7 @@ def memory(engine: Any, comm: Ranks, plan: Plan, layer: Layer, outer: Any) -> Me
 
 def _between_groups(call: Call, outer: Comm) -> Call:
     """What is asked of the method between groups of ranks, for one group of heads. One group alone gathers no keys."""
-    return call._replace(num_groups=1, outer=None, keeps_keys=call.keeps_keys and outer.size > 1)
+    return call._replace(groups=(), outer=None, keeps_keys=call.keeps_keys and outer.size > 1)
 
 
 class _Deal(NamedTuple):

@@ -5,14 +5,17 @@ every output row is made once and nothing has to be merged. The backward gathers
 dk and dv over ranks in float32.
 
 Both work at one group of kv heads after another: while a kernel is busy with a group, the keys and values of the next
-are on their way, and the sums of dk and dv of the last. Those of the very last group, behind which no kernel follows,
-leave their own kernel for the ranks that own them.
+are on their way. Where ranks see each other's memory, what a kernel makes of dk and dv leaves it for the ranks that own
+the keys; they add it up when it is there.
 
 Source: Llama 3, arXiv:2407.21783, 3.3.2.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,6 +56,8 @@ class Keys:
 
     def __del__(self) -> None:
         """Buffers into which something is on its way are not given to others before it is there, after errors too."""
+        if not self.num_read and self.groups[0].meeting is not None:  # nothing is: no rank has come so far
+            return
         for group in self.groups[self.num_read :]:
             group.wait()
             group.done()
@@ -65,17 +70,18 @@ class Keys:
         """
         self.used = True
         first = 0
-        for parts, wait, done in self.groups:
+        for parts, wait, done, meeting in self.groups:
             wait()
             (k, *_), (v, *_) = parts
             if not self.ordered:
-                lacks_own = self.plan.cp_size > 1 and len(parts[0]) == 1  # parts of all ranks have them
+                # Parts of all ranks have them, or will have them.
+                lacks_own = self.plan.cp_size > 1 and (len(parts[0]) == 1 or meeting is not None)
                 heads = slice(first, first + k.shape[1])
                 own = _some_heads(heads, self.k, self.v) if lacks_own else None
                 first = heads.stop
-                shapes = ((self.plan.key_rows, *x.shape[1:]) for x in (k, v))
-                into = None if kept is None else [engine.empty(shape, k.dtype) for shape in shapes]
-                k, v = engine.to_sequence_order(*parts, self.plan, into, own)
+                into = self._rooms(k, v) if kept is None else [
+                    engine.empty((self.plan.key_rows, *x.shape[1:]), x.dtype) for x in (k, v)]
+                k, v = engine.to_sequence_order(*parts, self.plan, into, own, meeting)
             done()
             self.num_read += 1
             if kept is not None:
@@ -83,15 +89,31 @@ class Keys:
             yield k, v
 
 
+    @functools.cached_property
+    def most_heads(self) -> int:
+        """Of a group."""
+        most: int = max(group.parts[0][0].shape[1] for group in self.groups)
+        return most
+
+    def _rooms(self, k: Any, v: Any) -> list[Any]:
+        """Where a group's keys and values are put in order: in the memory of those of the group with most heads."""
+        rows, most = self.plan.key_rows, self.most_heads
+        rooms = [self.plan.buffer(name, (rows, most, x.shape[2]), x.dtype) for name, x in (("k", k), ("v", v))]
+        if k.shape[1] == most:
+            return rooms
+        shapes = [(rows, *x.shape[1:]) for x in (k, v)]
+        return [room.reshape(-1)[: math.prod(shape)].reshape(shape) for room, shape in zip(rooms, shapes, strict=True)]
+
+
 def gather(
-    engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, num_groups: int, at_once: bool = False
+    engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, groups: tuple[int, ...], at_once: bool = False
 ) -> Keys:
     """Starts to gather the keys and values of all ranks, a share of the kv heads at a time.
 
     Args:
         engine: the module `reference` or `ops`.
         k, v: this rank's rows, (local_key_rows, heads, width); the engine's arrays.
-        num_groups: how many groups the kv heads are divided into.
+        groups: kv heads of each group; none: all at once.
         at_once: the forward or backward follows, with nothing between.
 
     Raises:
@@ -110,7 +132,8 @@ def gather(
             f"its own; call forward or backward with one of them first"
         )
     turn, _ = turns[free]
-    keys = Keys(k, v, plan, comm.gather_heads((k, v), _Places(plan, turn, k, v, num_groups), at_once), ordered=False)
+    places = _Places(plan, turn, k, v, groups or (k.shape[1],))
+    keys = Keys(k, v, plan, comm.gather_heads((k, v), places, at_once), ordered=False)
     del turns[free]
     turns.append((turn, weakref.ref(keys)))
     return keys
@@ -118,9 +141,9 @@ def gather(
 
 def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     """Bytes of all that gather, forward and backward have made, for a layer with this plan, which needs no arrays."""
-    alone, groups = comm.size == 1, layer.num_groups
+    alone, groups = comm.size == 1, layer.groups
     dims, sum_dtype = plan.head_dims, _sum_dtype(layer.dtype, alone)
-    num_gathered, share = comm.size * plan.local_key_rows, layer.num_kv_heads // groups
+    num_gathered = comm.size * plan.local_key_rows
 
     def rows_of(num_rows: int, heads: int, dtype: DTypeLike) -> list[int]:
         return [num_bytes((num_rows, heads, width), dtype) for width in dims]
@@ -130,18 +153,17 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     forward = {"plan": engine.plan_bytes(plan)}
     backward: Bytes = {}
     if not alone:
-        in_place = int(comm.overlaps)  # the first group of keys, and the last of sums
-        gathered = sum(rows_of(num_gathered, share, layer.dtype))
-        forward["keys in rank order"] = IN_FLIGHT * (groups - in_place) * gathered
-        forward |= comm.gather_bytes(sends, groups)
-        backward |= comm.sum_bytes(rows_of(num_gathered, share, sum_dtype), groups)
+        in_place = int(comm.overlaps)  # the first group of keys
+        forward["keys in rank order"] = IN_FLIGHT * sum(rows_of(num_gathered, sum(groups[in_place:]), layer.dtype))
+        forward |= comm.gather_bytes(sends, len(groups))
+        backward |= comm.sum_bytes([rows_of(num_gathered, heads, sum_dtype) for heads in groups])
         if in_place:
             backward["places of keys"] = 4 * (2 * (plan.key_rows + 1 + num_gathered) + plan.local_key_rows)
     if plan.has_unseen_keys if alone else not layer.keeps_keys:
-        forward["keys in sequence order"] = sum(rows_of(plan.key_rows, share, layer.dtype))
+        forward["keys in sequence order"] = sum(rows_of(plan.key_rows, max(groups), layer.dtype))
     forward |= engine.forward_bytes(plan, layer)
-    num_home = 0 if alone else in_place
-    backward |= engine.backward_bytes(plan, layer, sum_dtype, groups - num_home, num_home)
+    num_home = 0 if alone or not comm.overlaps else len(groups)
+    backward |= engine.backward_bytes(plan, layer, sum_dtype, len(groups) - num_home, num_home)
     saved = {"q": queries, "k": keys, "v": values, "out": outs,
              "lse": num_bytes((layer.num_heads, plan.local_rows), lse_dtype(layer.dtype))}  # fmt: skip
     if layer.keeps_keys:
@@ -152,19 +174,18 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
 class _Places(Sequence[list[Any]]):
     """Where gathered keys and values of each group go, made when they are asked for."""
 
-    def __init__(self, plan: Plan, turn: int, k: Any, v: Any, num_groups: int) -> None:
-        self._plan, self._turn, self._arrays, self._num_groups = plan, turn, (k, v), num_groups
+    def __init__(self, plan: Plan, turn: int, k: Any, v: Any, groups: tuple[int, ...]) -> None:
+        self._plan, self._turn, self._arrays, self._groups = plan, turn, (k, v), groups
 
     def __len__(self) -> int:
-        return self._num_groups
+        return len(self._groups)
 
     def __getitem__(self, group: Any) -> list[Any]:
-        if not 0 <= group < self._num_groups:
+        if not 0 <= group < len(self):
             raise IndexError(group)
-        rows = self._plan.cp_size * self._plan.local_key_rows
-        return [self._plan.buffer(f"{name} of ranks {self._turn} {group}",
-                                  (rows, x.shape[1] // self._num_groups, x.shape[2]), x.dtype)
-                for name, x in zip("kv", self._arrays, strict=True)]  # fmt: skip
+        rows, heads = self._plan.cp_size * self._plan.local_key_rows, self._groups[group]
+        return [self._plan.buffer(f"{name} of ranks {self._turn} {group}", (rows, heads, x.shape[2]), x.dtype)
+                for name, x in zip("kv", self._arrays, strict=True)]
 
 
 def forward(
@@ -176,7 +197,7 @@ def forward(
     Args:
         keys: from gather, if that has been called before.
     """
-    keys = keys or gather(engine, comm, plan, k, v, call.num_groups, at_once=True)
+    keys = keys or gather(engine, comm, plan, k, v, call.groups, at_once=True)
     kept: list[tuple[Any, Any]] | None = [] if call.keeps_keys else None
     rows, num_heads, _ = q.shape
     out = engine.empty((rows, num_heads, keys.v.shape[2]), q.dtype)
@@ -213,37 +234,36 @@ def backward(
     q, k, v, out, lse, kept = saved
     if kept is not None:
         keys = Keys(k, v, plan, [Arrival([[x] for x in parts]) for parts in kept], ordered=True)
-    keys = keys or gather(engine, comm, plan, k, v, call.num_groups, at_once=True)
+    keys = keys or gather(engine, comm, plan, k, v, call.groups, at_once=True)
     alone = comm.size == 1
+    go_home = not alone and comm.overlaps
     dq = engine.empty(q.shape, q.dtype)
     # From now on, so that after an error too nobody gets the memory of dk and dv before their sums are there.
     sums = Sums(engine, plan, [] if alone else [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)], [])
     sum_dtype = (alone and call.grad_dtype) or _sum_dtype(q.dtype, alone)
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
+    largest = [(len(x), keys.most_heads, x.shape[2]) for x in sums.grads]
     for heads, kv_heads, (k, v) in groups:
-        goes_home = not alone and comm.overlaps and at_once and heads.stop == q.shape[1]
         results = _some_heads(kv_heads, *sums.grads)
-        homes = (comm.homes([x.shape for x in results]), places_of_keys(plan)[0]) if goes_home else None
+        is_last = at_once and heads.stop == q.shape[1]
+        homes = None
+        if go_home:
+            homes = comm.homes([x.shape for x in results], largest, is_last), places_of_keys(plan)[0]
         its_dout, its_q, its_out, its_dq = _some_heads(heads, dout, q, out, dq)
-        partials, shares = [], []  # those of the last group make room
         try:
             _, *shares = engine.attn_bwd(
                 its_dout, its_q, k, v, its_out, _some_rows(heads, lse), plan, call.softmax_scale, sum_dtype,
                 call.deterministic, (its_dq, None), softcap=call.softcap, homes=homes)  # fmt: skip
-            if not (alone or goes_home):
-                partials = comm.partials(
-                    [(len(plan.rank_order), *x.shape[1:]) for x in shares], sum_dtype, engine.empty)
-                engine.to_rank_order(*shares, plan, partials)
         except BaseException:
-            if partials or goes_home:
+            if go_home:
                 comm.give_back()
             raise
         if alone:
             sums.grads = shares
-        elif goes_home:
-            comm.sum_at_home(places_of_keys(plan)[1], results)
+        elif go_home:
+            sums.waits.append(comm.sum_at_home(places_of_keys(plan)[1], results, is_last))
         else:
-            sums.waits.append(comm.sum_rows(partials, results))
+            _sum_rows(engine, comm, plan, shares, results)
     engine.poison(plan, dq)
     return dq, sums
 
@@ -271,6 +291,12 @@ class Sums:
             self.waits.pop(0)()
 
 
+def _sum_rows(engine: Any, comm: Comm, plan: Plan, shares: Sequence[Any], results: Sequence[Any]) -> None:
+    """Gradients of this rank's rows, of all ranks' shares in sequence order."""
+    partials = [engine.empty((len(plan.rank_order), *x.shape[1:]), x.dtype) for x in shares]
+    comm.sum_rows(engine.to_rank_order(*shares, plan, partials), results)
+
+
 def _sum_dtype(dtype: np.dtype[Any], alone: bool) -> np.dtype[Any]:
     """In which dk and dv of inputs of a dtype are summed over ranks."""
     return dtype if alone else np.promote_types(dtype, np.float32)
@@ -278,8 +304,9 @@ def _sum_dtype(dtype: np.dtype[Any], alone: bool) -> np.dtype[Any]:
 
 def _shares(num_heads: int, keys: Keys) -> list[slice]:
     """Which of so many heads belong to each group."""
-    each = num_heads // len(keys.groups)
-    return [slice(first, first + each) for first in range(0, num_heads, each)]
+    each = num_heads // keys.k.shape[1]
+    ends = [*itertools.accumulate(each * group.parts[0][0].shape[1] for group in keys.groups)]
+    return [slice(first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def _some_heads(heads: slice, *arrays: Any) -> Sequence[Any]:

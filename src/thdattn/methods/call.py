@@ -22,7 +22,7 @@ class Call(NamedTuple):
     """What is the same for all calls of an attention with plans of a size.
 
     softmax_scale, deterministic: as CPAttention has them.
-    num_groups: of kv heads, which travel and are computed one after another.
+    groups: how many kv heads travel and are computed at a time, one group after another; none: all.
     keeps_keys: whether forward keeps what has travelled, so that it need not travel again.
     outer: the method between the groups of ranks among which heads are exchanged.
     softcap: as CPAttention has it.
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 
     softmax_scale: float
     deterministic: bool
-    num_groups: int = 1
+    groups: tuple[int, ...] = ()
     keeps_keys: bool = False
     outer: Any = None
     softcap: float = 0.0

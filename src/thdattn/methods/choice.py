@@ -17,8 +17,10 @@ from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
 from thdattn.sharding import Sharding, as_sharding
 
-# Groups of heads, and from how many bytes of keys and values that a rank gets they hide more than they cost.
-HEAD_GROUPS = {2: 2**26, 4: 2**28}
+# From how many bytes of keys and values that a rank gets groups of heads hide more than they cost; and how many groups
+# heads are exchanged in.
+WORTH_GROUPS = 2**26
+HEAD_GROUPS = {2: WORTH_GROUPS, 4: 2**28}
 
 # Of cp_comm_type: how rows are spread unless something else is asked for.
 SHARDINGS = {"all_gather": "dual_chunk", "p2p": "dual_chunk", "a2a": "contiguous", "a2a+all_gather": "dual_chunk",
@@ -91,20 +93,24 @@ class Choice:
         memory: Memory = self.between(plan).memory(plan.engine, self.ranks, plan, layer)
         return memory
 
-    def head_groups(self, plan: Plan, num_kv_heads: int, dtype: np.dtype[Any], asked: int | None) -> int:
-        """How many groups of kv heads are gathered, computed and summed one after another.
+    def head_groups(
+        self, plan: Plan, num_kv_heads: int, dtype: np.dtype[Any], asked: int | None
+    ) -> tuple[int, ...]:
+        """How many kv heads each group has of those that are gathered, computed and summed one after another.
 
         Args:
-            asked: so many, or, of those that heads are exchanged of, as many as go with that; None: by the bytes that
-                a rank gets, where that hides something.
+            asked: number of equal groups, or, of those that heads are exchanged of, as many as go with that; None: by
+                the bytes that a rank gets, where that hides something.
         """
-        if asked is None and self.method(plan) not in (all_gather, a2a):
-            asked = 1  # which others compute at once
+        method, carrier = self.method(plan), self.levels.inner if self.levels and self.inner > 1 else self.ranks
+        foreign = (plan.cp_size - 1) * plan.local_key_rows * num_kv_heads * sum(plan.head_dims) * dtype.itemsize
+        if asked is None and method is all_gather and carrier.overlaps and foreign >= WORTH_GROUPS:
+            return _growing(num_kv_heads)
         if asked is None:
-            carrier = self.levels.inner if self.levels and self.inner > 1 else self.ranks
-            foreign = (plan.cp_size - 1) * plan.local_key_rows * num_kv_heads * sum(plan.head_dims) * dtype.itemsize
-            asked = max((n for n, size in HEAD_GROUPS.items() if carrier.overlaps and foreign >= size), default=1)
-        return math.gcd(max(1, num_kv_heads // self.inner), asked)
+            hides = carrier.overlaps and method is a2a
+            asked = max((n for n, size in HEAD_GROUPS.items() if hides and foreign >= size), default=1)
+        number = math.gcd(max(1, num_kv_heads // self.inner), asked)
+        return (num_kv_heads // number,) * number
 
     def sharding(self, batch: PackedBatch, sharding: str | Sharding | None) -> Sharding:
         """How the rows of a batch are spread, and that the method can bring them together; see CPAttention.sharding."""
@@ -158,6 +164,15 @@ class Choice:
                 f"'{_ALL_ROWS[self.cp_comm_type]}' with that, as it moves the rows of all ranks whoever needs them; "
                 f"use one of these, or cp_comm_type 'all_gather'"
             )
+
+
+def _growing(num_kv_heads: int) -> tuple[int, ...]:
+    """Keys of the first group hide behind nothing, so that it is small; those of each other one behind the one before.
+
+    Few groups, as multiprocessors idle at the end of each.
+    """
+    first, last = max(1, num_kv_heads // 8), num_kv_heads // 2
+    return tuple(size for size in (first, num_kv_heads - first - last, last) if size)
 
 
 def keeps_keys(plan: Plan, num_heads: int, num_kv_heads: int, asked: bool | None) -> bool:

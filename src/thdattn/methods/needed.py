@@ -108,7 +108,7 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     forward |= {name: max(each.get(name, 0) for each in windows) for name in windows[1]}  # one for both, as it grows
     if not layer.keeps_keys:
         forward["needed keys"] = there
-    layer = layer._replace(num_groups=1)
+    layer = layer._replace(groups=(heads,))
     forward |= engine.forward_bytes(plan, layer)
     backward = {"shares on their way": messages * row_bytes[1]}
     backward |= engine.backward_bytes(plan, layer, layer.dtype if alone else sum_dtype, num_made=1)

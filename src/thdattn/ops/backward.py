@@ -98,24 +98,25 @@ def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int
     gpu, row, rows = launch.this_gpu(), TILES[plan.head_dims], plan.local_rows
     if not (rows and plan.key_rows):
         return {}
-    heads, kv_heads = layer.num_heads // layer.num_groups, layer.num_kv_heads // layer.num_groups
-    group_q, group_out = (num_bytes((rows, heads, width), layer.dtype) for width in plan.head_dims)
-    made = {"delta": num_bytes(_stats_shape(rows, heads), np.float32)}
+    shares = [heads for heads, _ in layer.shares]
+    head_bytes = num_bytes((rows, sum(plan.head_dims)), layer.dtype)
+    made = {"delta": sum(num_bytes(_stats_shape(rows, heads), np.float32) for heads in shares)}
     if not gpu.sm90:
-        made["dq in float32"] = num_bytes(_dq_accum_shape(rows, heads, row, layer.deterministic), np.float32)
-        if layer.num_groups > 1:
-            made["a group's dout, q, out and dq"] = 2 * (group_q + group_out)
+        made["dq in float32"] = sum(
+            num_bytes(_dq_accum_shape(rows, heads, row, layer.deterministic), np.float32) for heads in shares)
+        if len(layer.groups) > 1:
+            made["a group's dout, q, out and dq"] = 2 * max(shares) * head_bytes
         return made | shares_bytes(plan, layer, sum_dtype, num_made)
-    num_given = layer.num_groups - num_made - num_home
+    num_given = len(layer.groups) - num_made - num_home
     variants = [name for name, number in (("made", num_made), ("home", num_home), ("given", num_given)) if number]
     accums = [_accum(gpu, row, plan, heads, kv_heads, np.dtype(sum_dtype), layer.deterministic, where)
-              for where in variants]
+              for where in variants for heads, kv_heads in layer.shares]
     made["gradients in float32"] = sum(num_bytes(shape, np.float32) for shape in {accum.shape for accum in accums})
     made["shares of dq"] = num_bytes(_shares_shape(row, rows), np.int32)
     if accums[0].deterministic and not isinstance(row.backward_sm90, BackwardWideSm90):
         made["order of tiles"] = num_bytes(plan.num_tiles[1:], np.int32)
     if plan.has_blind_queries and plan.leading_tokens is None:
-        made["q and dout without padding"] = group_q + group_out + num_bytes((rows,), np.int32)
+        made["q and dout without padding"] = sum(shares) * head_bytes + num_bytes((rows,), np.int32)
     return made
 
 

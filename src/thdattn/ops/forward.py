@@ -48,28 +48,35 @@ def attn_fwd(
     (*first, last), boxes, max_logits = plan.once(
         ("forward", *layout(q, k, v), merge, halfway is None, kind),
         lambda: _forward(q, k, v, plan, "float32" if merge else q.dtype.name, kind, halfway is not None))
-    inputs = tuple(launch.tensor_maps((q, k, v), (num_rows, len(k), len(v)), boxes)) if boxes else (q, k, v)
-    args = *inputs, out, lse, logits_of(softmax_scale, softcap), launch.NONE if sinks is None else sinks
+
+    def arguments() -> tuple[Any, ...]:
+        inputs = tuple(launch.tensor_maps((q, k, v), (num_rows, len(k), len(v)), boxes)) if boxes else (q, k, v)
+        return *inputs, out, lse, logits_of(softmax_scale, softcap), launch.NONE if sinks is None else sinks
+
+    key = (softmax_scale, softcap, k.shape, k.strides, v.strides,
+           *[x.data.ptr for x in (q, k, v, out, lse)], None if sinks is None else sinks.data.ptr)
     for run in first:
-        run(*args)
+        run.launch(run.prepared(key, arguments))
     if halfway is not None:
         halfway()
-    last(*args)
+    last.launch(last.prepared(key, arguments))
     return out, lse, max_logits.max(axis=(0, 2)) if return_max_logit else None
 
 
 def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
     """Bytes of the work buffers of attn_fwd by name; see reference.forward_bytes."""
-    heads, (width, v_width) = layer.num_heads // layer.num_groups, plan.head_dims
+    shares, (width, v_width) = [heads for heads, _ in layer.shares], plan.head_dims
     row, gpu = TILES[plan.head_dims], launch.this_gpu()
-    made = {"logits of tiles": num_bytes(_max_logits(row, plan, heads), np.float32)}
+    made = {"logits of tiles": sum(num_bytes(_max_logits(row, plan, heads), np.float32) for heads in shares)}
     merges = plan.keys_of is not None  # a slice of a ring
     if gpu.sm90 and not merges and scheduler.divides_keys(gpu, row.forward_sm90, plan, layer.num_heads):
         most = scheduler.most_pieces(gpu, plan.num_tiles[0], layer.num_heads)
-        made["shares of tiles"] = num_bytes(_shares(row, most, heads), np.float32)
-        made["pieces of tiles"] = num_bytes(_pieces(gpu, most, plan.num_tiles[0], heads), np.int32)
-    if layer.num_groups > 1 and not gpu.sm90:
-        made["a group's q, out and lse"] = plan.local_rows * heads * ((width + v_width) * layer.dtype.itemsize + 4)
+        made["shares of tiles"] = sum(num_bytes(_shares(row, most, heads), np.float32) for heads in shares)
+        made["pieces of tiles"] = sum(
+            num_bytes(_pieces(gpu, most, plan.num_tiles[0], heads), np.int32) for heads in shares)
+    if len(layer.groups) > 1 and not gpu.sm90:
+        made["a group's q, out and lse"] = (
+            plan.local_rows * max(shares) * ((width + v_width) * layer.dtype.itemsize + 4))
     return made
 
 

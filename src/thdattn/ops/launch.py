@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,13 +127,22 @@ class Launch:
         # Structs, by value, are known by what they are, and so have to stay.
         key = tuple([x.data.ptr if isinstance(x, cupy.ndarray) else id(x) if isinstance(x, np.void) else x
                      for x in args])
+        self.launch(self.prepared(key, lambda: args))
+
+    def launch(self, arguments: jit.Arguments) -> None:
+        """The same, with what `prepared` returned."""
+        self.kernel.launch(self.grid, self.block, arguments, self.early)
+
+    def prepared(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> jit.Arguments:
+        """Those of a call, which `make` returns, unless they are known by a key."""
         found = self._prepared.get(key)
         if found is None:
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
+            args = make()
             structs = tuple(x for x in args if isinstance(x, np.void))
             found = self._prepared[key] = jit.Arguments(args + self.fixed), structs
-        self.kernel.launch(self.grid, self.block, found[0], self.early)
+        return found[0]
 
 
 def row_bytes(x: Array) -> int:

@@ -9,24 +9,57 @@ from typing import Any
 import numpy as np
 
 from thdattn import jit
+from thdattn.comm import Meeting
 from thdattn.instances import REORDER_KERNELS
 from thdattn.ops import launch
-from thdattn.ops.launch import Array
+from thdattn.ops.launch import Array, Launch
 from thdattn.plan import Plan
 from thdattn.structs import MAX_RANKS, ROWS, SHARES
 from thdattn.sums import add_up
 
+_GATHER_BLOCKS = 256  # of 512 threads, half of which offer while the others collect: two for each multiprocessor
+
 
 def to_sequence_order(
     k_parts: Sequence[Array], v_parts: Sequence[Array], plan: Plan, into: Sequence[Array] | None = None,
-    own: Sequence[Array] | None = None,
+    own: Sequence[Array] | None = None, meeting: Meeting | None = None,
 ) -> tuple[Array, Array]:
-    """Rows of all ranks moved to sequence order, into buffers of the plan; rows that no local query sees become 0."""
+    """Rows of all ranks moved to sequence order, into buffers of the plan; rows that no local query sees become 0.
+
+    Args:
+        own: this rank's rows, which parts do not have; with a meeting, which they are to have.
+        meeting: of all ranks, by this kernel, see Arrival.
+    """
     k, v = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
                     for name, parts in (("k", k_parts), ("v", v_parts))]
-    reorder(False, (k, v), (k_parts, v_parts), plan.rank_order, plan.query_ranges, own,
-            plan.first_own)
+    if meeting is None or own is None:
+        reorder(False, (k, v), (k_parts, v_parts), plan.rank_order, plan.query_ranges, own,
+                plan.first_own)
+    else:
+        _gather(plan, (k, v), (k_parts, v_parts), own, meeting)
     return k, v
+
+
+def _gather(
+    plan: Plan, outs: Sequence[Array], sources: Sequence[Sequence[Array]], own: Sequence[Array], meeting: Meeting
+) -> None:
+    """thd_gather."""
+    if not plan.local_key_rows:  # of any rank
+        return
+    run: Launch = plan.once("gather", lambda: Launch(
+        jit.kernel("thd_gather"), (_GATHER_BLOCKS,), 512,
+        (plan.rank_order, plan.query_ranges, np.int32(plan.local_key_rows), np.uint64(0), np.uint32(0))))
+
+    def arguments() -> tuple[Any, ...]:
+        return *[_moved(out.data.ptr, launch.row_bytes(out), mine.data.ptr, launch.row_bytes(mine), parts[0].strides[0],
+                        *[part.data.ptr for part in parts])
+                 for out, parts, mine in zip(outs, sources, own, strict=True)], meeting.flags
+
+    key = (id(meeting.flags), *[(x.data.ptr, x.nbytes) for x in outs], *[(x.data.ptr, x.strides) for x in own])
+    prepared = run.prepared(key, arguments)
+    prepared.change(-2, meeting.marks)
+    prepared.change(-1, meeting.number)
+    run.launch(prepared)
 
 
 def to_rank_order(dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None) -> tuple[Array, Array]:
