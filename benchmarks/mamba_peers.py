@@ -104,7 +104,7 @@ class _WithoutConvolution:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def mixer_conv(self, *args: Any) -> Any:
+    def mixer_conv(self, *args: Any, **keep: bool) -> Any:
         if self._act is None:
             self._act = self._engine.mixer_conv(*args)._replace(channels=self._channels)
         return self._act
