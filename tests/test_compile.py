@@ -180,13 +180,18 @@ def test_other_mixer_kernels_fit_and_do_not_spill(arch):
     compile_all([*of_widths, thd_mixer_conv("float16", 4), *((name, 0) for name in MIXER_KERNELS)], arch, spilled)
 
 
+def of_gradients(walk):
+    """What makes gradients of states."""
+    return walk.gate_kernel if walk.by_boxes else walk.thd_ssd_dstates
+
+
 def mixer_walks(arch, state_dim, dtype):
     """Those of the backward that a GPU may choose."""
     kinds = itertools.product(MIXER_SIZES["head_dim"], (64, 128), {False, arch == "sm_90a"})
     walks = {walk_for(head_dim, state_dim, columns, ARCHITECTURES[arch], sm90) for head_dim, columns, sm90 in kinds
              if columns % head_dim == 0}  # fmt: skip
     for walk in sorted(walks, key=repr):
-        yield walk.thd_ssd_dstates(dtype)
+        yield of_gradients(walk)(dtype)
         yield from (walk.thd_ssd_chunk_states(dtype, back) for back in (False, True))
 
 
@@ -332,7 +337,7 @@ def with_tiles():
     mixer += [SLABS_SM90[0].conv_states_kernel("float16", 4)]
     mixer += [tiles[0].thd_ssd_bwd("float16") for tiles in (CHUNK_TILES, CHUNK_TILES_SM90)]
     mixer += [kernel for walk in (walk_for(64, 64, 64, 2**20), WALKS_SM90[0])
-              for kernel in (walk.thd_ssd_dstates("float16"), walk.thd_ssd_chunk_states("float16", False))]
+              for kernel in (of_gradients(walk)("float16"), walk.thd_ssd_chunk_states("float16", False))]
     return [*mixer,
             narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
             narrow.thd_attn_bwd_dq("float16", "float32"), narrow.thd_attn_fwd_sm90("float16", "float32"),

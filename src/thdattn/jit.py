@@ -88,7 +88,7 @@ FILES = {
     "thd_ssd_dstates": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_chunk_states": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_bwd": (*_MAMBA_BACKWARD, "kernels/mamba/chunk_backward.cuh", "kernels/mamba/chunk_backward.cu"),
-    "thd_ssd_dstates_sm90": (*_MAMBA_HOPPER_BACKWARD, "kernels/mamba/scan_backward_sm90.cu"),
+    "thd_ssd_gate_states_sm90": (*_MAMBA_HOPPER_BACKWARD, "kernels/mamba/gate_states_sm90.cu"),
     "thd_ssd_chunk_states_sm90": (*_MAMBA_HOPPER_BACKWARD, "kernels/mamba/scan_backward_sm90.cu"),
     "thd_ssd_bwd_sm90": (
         *_MAMBA_HOPPER_BACKWARD, *(f"kernels/mamba/chunk_backward_sm90.{end}" for end in ("cuh", "cu"))),

@@ -147,12 +147,15 @@ class WalkSm90:
         """Of a thread block."""
         return 128 * self.heads
 
-    def thd_ssd_dstates(self, dtype: str) -> Instance:
-        """The kernel, for "float16" or "bfloat16"."""
-        return self._instance("thd_ssd_dstates_sm90", dtype)
+    def gate_kernel(self, dtype: str) -> Instance:
+        """thd_ssd_gate_states_sm90, which makes the rows that it walks over, for "float16" or "bfloat16"."""
+        stage = (4 * self.heads + self.state_dim // 64) * BOX_BYTES + 2 * 8
+        of_heads = 2 * 4 * (CHUNK + 2) + 2 * 4 * (CHUNK // 32) + 2 * 4 * 4
+        return _instance("thd_ssd_gate_states_sm90", dtype, self.heads, self.state_dim,
+                         shared_bytes=2 * stage + self.heads * of_heads)
 
     def thd_ssd_chunk_states(self, dtype: str, back: bool) -> Instance:
-        """The same; back: of gradients."""
+        """Of "float16" or "bfloat16"; back: of gradients."""
         return self._instance("thd_ssd_chunk_states_sm90", dtype, back)
 
     def _instance(self, kernel: str, dtype: str, *how: bool) -> Instance:

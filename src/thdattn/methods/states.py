@@ -91,8 +91,7 @@ def backward(
     dzxbcdt = engine.empty(zxbcdt.shape, zxbcdt.dtype)
     act = activations(engine, plan, zxbcdt, weights, kept, shape)
     gradients = engine.ssd_gradients(plan, shape)
-    dy = engine.mixer_gate_bwd(dout, zxbcdt, y, act, plan, shape, dzxbcdt, gradients)
-    dstates, decays = engine.ssd_dstates(act, dy, plan, shape)
+    dy, dstates, decays = engine.mixer_gate_states(dout, zxbcdt, y, act, plan, shape, dzxbcdt, gradients)
     summary = engine.ssd_fold(dstates, decays, plan, shape, reverse=True)
 
     def scan(segments: slice) -> None:

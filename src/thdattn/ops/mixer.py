@@ -9,6 +9,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from thdattn import jit
 from thdattn.host_conv import halo_rows
@@ -157,12 +158,13 @@ def _convolve(
 
 def _activations(plan: Plan, shape: MixerShape, keep: bool) -> Activations:
     """Buffers of the plan, which the next mixer writes to; keep: new arrays."""
-    of_heads = shape.num_heads, -(-plan.local_rows // CHUNK) * CHUNK
-    sizes = (((plan.local_rows, shape.channels), shape.dtype), *((of_heads, np.float32),) * 3)
-    if keep:
-        return Activations(*(launch.empty(*size) for size in sizes))
-    names = "channels", "dt", "sums of a", "dt that leaves"
-    return Activations(*(plan.buffer(name, *size) for name, size in zip(names, sizes, strict=True)))
+    of_rows, of_heads = (plan.local_rows, shape.channels), (shape.num_heads, -(-plan.local_rows // CHUNK) * CHUNK)
+
+    def buffer(name: str, size: tuple[int, int], dtype: DTypeLike = np.float32) -> Array:
+        return launch.empty(size, dtype) if keep else plan.buffer(name, size, dtype)
+
+    return Activations(buffer("channels", of_rows, shape.dtype), buffer("dt", of_heads), buffer("sums of a", of_heads),
+                       buffer("dt that leaves", of_heads))
 
 
 def _conv(column: int, plan: Plan, shape: MixerShape) -> Launch:

@@ -55,21 +55,47 @@ class Gradients(NamedTuple):
     shares: Array
 
 
-def mixer_gate_bwd(
+def mixer_gate_states(
     dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
     into: Gradients,
-) -> Array:
-    """dy, the gradient of z and shares of that of D. See host_ssd.mixer_gate_bwd."""
-    dy, run = plan.once(("gate_bwd", shape), lambda: _gate_bwd(plan, shape))
-    run(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *_shares(into, "D", shape))
-    return dy
+) -> tuple[Array, Array, Array]:
+    """dy, the gradient of z and shares of that of D; dstates and decays. See host_ssd.mixer_gate_states.
+
+    On Hopper dy is made on its way into the gradients of states, so that it is not read for them.
+    """
+    walk = _walk(shape)
+    if isinstance(walk, Walk) or not plan.local_rows:
+        dy, run = plan.once(("gate_bwd", shape), lambda: _gate_bwd(plan, shape))
+        run(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *_shares(into, "D", shape))
+        return dy, *_dstates(walk, act, dy, plan, shape)
+    dy, made, run = plan.once(("gate_states", shape), lambda: _gate_states(walk, plan, shape))
+    boxes = _boxes(dout, zxbcdt[:, : shape.d_inner], y, act.channels, dy, dzxbcdt[:, : shape.d_inner])
+    run(*boxes, *_shares(into, "D", shape), act.sums)
+    return dy, *made
+
+
+def _gate_states(walk: WalkSm90, plan: Plan, shape: MixerShape) -> tuple[Array, tuple[Array, Array], Launch]:
+    made = _new_dstates(plan, shape)
+    grid = shape.d_inner // walk.columns, len(made[0])
+    kernel = jit.kernel(*walk.gate_kernel(shape.dtype.name))
+    fixed = plan.key_ranges, *made, size_of(plan, shape)
+    return _new_dy(plan, shape), made, Launch(kernel, grid, walk.threads, fixed)
+
+
+def _boxes(*rows: Array) -> list[Any]:
+    """Tensor maps of columns."""
+    boxes = (x.reshape(len(x), x.shape[1] // BOX_COLUMNS, BOX_COLUMNS) for x in rows)
+    return [tensor_map(x, len(x), x.strides[0], CHUNK) for x in boxes]
+
+
+def _new_dy(plan: Plan, shape: MixerShape) -> Array:
+    return plan.buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype)
 
 
 def _gate_bwd(plan: Plan, shape: MixerShape) -> tuple[Array, Launch]:
-    dy = plan.buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype)
     grid = -(-shape.d_inner // 1024), -(-plan.local_rows // CHUNK)
     fixed = plan.key_ranges, size_of(plan, shape)
-    return dy, Launch(jit.kernel(*thd_mixer_gate_bwd(shape.dtype.name)), grid, 128, fixed)
+    return _new_dy(plan, shape), Launch(jit.kernel(*thd_mixer_gate_bwd(shape.dtype.name)), grid, 128, fixed)
 
 
 def _shares(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array, np.uint64]:
@@ -79,21 +105,27 @@ def _shares(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array
     return gradients.shares.ravel()[begin:], np.uint64(_numbers(shape))
 
 
-def ssd_dstates(act: Activations, dy: Array, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
+def _dstates(
+    walk: Walk | WalkSm90, act: Activations, dy: Array, plan: Plan, shape: MixerShape
+) -> tuple[Array, Array]:
     """What every segment adds to the gradient of the state in front. See host_ssd.ssd_dstates."""
-    made, run = plan.once(("dstates", shape), lambda: _dstates(plan, shape))
-    run(*_rows(_walk(shape).by_boxes, act.channels, dy), act.sums, plan.key_ranges, *made)
+    made = _new_dstates(plan, shape)
+    if isinstance(walk, Walk):
+        run = plan.once(("dstates", shape), lambda: _walk_back(walk, len(made[0]), plan, shape))
+        run(act.channels, dy, act.sums, plan.key_ranges, *made)
     return made
 
 
-def _dstates(plan: Plan, shape: MixerShape) -> tuple[tuple[Array, Array], Launch]:
-    segments = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
-    dstates = plan.buffer("gradients of states", (segments, *shape.state), np.float32)
-    decays = plan.buffer("decays backward", (segments, shape.num_heads), np.float32)
-    walk = _walk(shape)
+def _walk_back(walk: Walk, segments: int, plan: Plan, shape: MixerShape) -> Launch:
     grid = segments, shape.d_inner // walk.columns, _slices(shape)
-    kernel = jit.kernel(*walk.thd_ssd_dstates(shape.dtype.name))
-    return (dstates, decays), Launch(kernel, grid, walk.threads, (size_of(plan, shape),))
+    return Launch(jit.kernel(*walk.thd_ssd_dstates(shape.dtype.name)), grid, walk.threads, (size_of(plan, shape),))
+
+
+def _new_dstates(plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
+    """gradients of states and what is left of them, of every segment."""
+    segments = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
+    return (plan.buffer("gradients of states", (segments, *shape.state), np.float32),
+            plan.buffer("decays backward", (segments, shape.num_heads), np.float32))
 
 
 def _walk(shape: MixerShape) -> Walk | WalkSm90:
@@ -105,8 +137,7 @@ def _rows(by_boxes: bool, channels: Array, dy: Array) -> list[Any]:
     """channels and dy as kernels take them: arrays, or tensor maps of their columns."""
     if not by_boxes or not len(dy):
         return [channels, dy]
-    boxes = (x.reshape(len(x), x.shape[1] // BOX_COLUMNS, BOX_COLUMNS) for x in (channels, dy))
-    return [tensor_map(x, len(x), x.strides[0], CHUNK) for x in boxes]
+    return _boxes(channels, dy)
 
 
 def _slices(shape: MixerShape) -> int:
@@ -176,9 +207,8 @@ def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[.
         Launch(jit.kernel(*walk.thd_ssd_chunk_states(dtype, back)), grid, walk.threads,
                (part, scale, size_of(plan, shape)))
         for back, part, scale in ((False, kept, scales), (True, kept[chunks:], scales[chunks:])))
-    main = Launch(
-        jit.kernel(*tile.thd_ssd_bwd(dtype)), (chunks, shape.num_groups * splits), tile.threads,
-        (np.int32(chunks), size_of(plan, shape)))
+    blocks = most if tile.by_boxes else chunks, shape.num_groups * splits
+    main = Launch(jit.kernel(*tile.thd_ssd_bwd(dtype)), blocks, tile.threads, (np.int32(chunks), size_of(plan, shape)))
     ranges = plan.key_ranges
 
     def run(act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, into: Gradients,

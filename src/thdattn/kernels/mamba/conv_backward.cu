@@ -134,8 +134,9 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
   ConvBackward<kWidth> work(conv_weight, conv_bias, column);
   #pragma unroll
   for (int tap = 0; tap < kReach; ++tap) {
-    const T* const there = chunk ? from.first - (size_t)(kReach - tap) * from.pitch : halo + (size_t)tap * size.channels();
-    const float2 row = load_pair(there + column).numbers();
+    const T* const before = chunk ? from.first - (size_t)(kReach - tap) * from.pitch
+                                  : halo + (size_t)tap * size.channels();
+    const float2 row = load_pair(before + column).numbers();
     work.seen[tap + 1][0] = row.x, work.seen[tap + 1][1] = row.y;
   }
   auto store = [&](int row) {                         // of the chunk
@@ -159,7 +160,8 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
         if (a < kReach || i + kAhead < kChunk)
           rows[a] = from.behind(i + kAhead, a), passed[a] = gradients.behind(i + kAhead, a);
         work.template pass<true, true>(row, gradient, kReach);
-        if (a >= kReach || i > 0) store_pair(to + (a - kReach) * (long long)from.pitch, work.made[0][0], work.made[0][1]);
+        if (a >= kReach || i > 0)
+          store_pair(to + (a - kReach) * (long long)from.pitch, work.made[0][0], work.made[0][1]);
       }
       continue;
     }
@@ -221,7 +223,8 @@ __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlock
     T* dzxbcdt, const int2* ranges, const T* dx, const float* dbc, const float* ddt, int splits, float* shares,
     float* ends, int column_tiles, MixerSize size) {
   constexpr int kReach = kWidth - 1;
-  const int chunk = blockIdx.y, begin = chunk * kChunk, channels = size.channels();
+  const int chunk = gridDim.y - 1 - blockIdx.y;       // the last rows of dx are still in L2
+  const int begin = chunk * kChunk, channels = size.channels();
   const size_t of_heads = (size_t)channels * (kWidth + 1), pitch = of_heads + 3 * size.heads;
   __shared__ int in_sight[kChunk + 16];
   if (threadIdx.x < kChunk + kReach) {

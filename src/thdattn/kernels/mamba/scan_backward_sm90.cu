@@ -94,29 +94,6 @@ struct WalkSm90 {
   }
 };
 
-// What thd_ssd_dstates makes, of the same arguments but for rows, which come as boxes of all columns of channels and of
-// dy.
-// Launch: grid (segments, inner / (64 * kSubs)), block 128 * kSubs, shared memory kSharedBytes.
-template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
-__global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_dstates_sm90(
-    const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap dy, const float* sums,
-    const int2* ranges, float* dstates, float* decays, MixerSize size) {
-  using Step = WalkSm90<T, true, kSubs, kState, kStages>;
-  static_assert(same_bytes<(int)sizeof(typename Step::Shared), kSharedBytes>());
-  extern __shared__ __align__(1024) unsigned char memory[];
-  auto& shared = *(typename Step::Shared*)memory;
-  const int segment = blockIdx.x, first_head = blockIdx.y * kSubs;
-  const int sub = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  const int begin = segment * size.segment, end = min(begin + size.segment, size.chunks());
-  if (threadIdx.x == 0) shared.stages.init();
-  __syncthreads();
-  Step walk{shared, &dy, &channels, sums, nullptr, ranges, first_head, sub, size.c_column(size.group_of(first_head))};
-  walk.state.clear();
-  const float through = walk(begin, end, size, [](int, int) {});
-  walk.state.store(dstates + size.state_of(segment, walk.head()));
-  if (threadIdx.x % 128 == 0) decays[(size_t)segment * size.heads + walk.head()] = through;
-}
-
 // What thd_ssd_chunk_states makes, of the same arguments but for rows, which come as boxes of all columns of channels
 // and of dy.
 // Launch: grid (segments of these, inner / (64 * kSubs)), block 128 * kSubs, shared memory kSharedBytes.
