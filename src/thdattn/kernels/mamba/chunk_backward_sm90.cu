@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
     registers_take<136>();
     float dproducts[1][8][4] = {};
     work.make_products();
-    for (int head = first_head; head < end; ++head) work.on_pairs(dproducts);
+    const u32 counted = work.counted_pairs();
+    for (int head = first_head; head < end; ++head) work.on_pairs(dproducts, counted);
     work.publish_products(dproducts);
   } else if (role == kOnBehind) {
     registers_take<kState == 128 ? 168 : 152>();
@@ -57,13 +58,15 @@ __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
     work.store(to + width, 2 * width, dc, left);
   } else {
     registers_give<kState == 128 ? 64 : 80>();
-    if (threadIdx.x == 3 * 128) {
+    // The last warps of all, as the first ones of the others have the most pairs, and share a scheduler with its like.
+    if (threadIdx.x == 512 - kWarp) {
+      #pragma unroll 1
       for (int head = first_head; head < end; ++head) {
         const size_t numbers = size.in_heads(head, chunk);
         work.load(&x_boxes, &dy_boxes, &state_boxes, head, first_row, (first_state + head) * kSlab, of_r * kSlab,
                   sums + numbers, dt + numbers);
       }
-    } else if (threadIdx.x / kWarp == 3 * 4 + 1) {
+    } else if (threadIdx.x / kWarp == 3 * 4 + 2) {
       for (int head = first_head; head < end; ++head)
         work.rows(ddt + size.in_heads(head, chunk), -expf(A_log[head]), shares + chunk * shares_pitch + head);
     }

@@ -75,10 +75,21 @@ struct ChunkBackwardSm90 {
     weights.advance();
   }
 
-  // The thread's two numbers of block n of a row of a box.
-  static __device__ __forceinline__ float2 pair_of(const unsigned char* box, int r, int n) {
-    return unpack<T>(*(const u32*)(box + r * kRowBytes + (n ^ r % 8) * 16 + threadIdx.x % 4 * 4));
-  }
+  // The numbers of this warp's 16 rows of a box, each thread's as it has them of accumulators.
+  struct Rows {
+    u32 words[8][2];
+    __device__ __forceinline__ explicit Rows(const unsigned char* box) {
+      const auto [warp, lane] = me();
+      #pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        u32 a[4];
+        ldmatrix(a, box + (warp * 16 + lane % 16) * kRowBytes + ((n + lane / 16) ^ lane % 8) * 16);
+        words[n][0] = a[0], words[n][1] = a[1], words[n + 1][0] = a[2], words[n + 1][1] = a[3];
+      }
+    }
+    // Those of block n in the thread's first row or in its second one.
+    __device__ __forceinline__ float2 pair(int n, int half) const { return unpack<T>(words[n][half]); }
+  };
   // A number of each of the thread's rows, added up over the four lanes that have it.
   __device__ __forceinline__ void tell(float* to, float one, float other) const {
     one = quad_sum(one);
@@ -138,38 +149,51 @@ struct ChunkBackwardSm90 {
 
   // k, x dy^T, rows j by columns i >= j, becomes weights of dy in dx; and what passes over rows is told. One text for
   // pairs that may count and for those that do, as what limits all this is how fast instructions arrive.
-  __device__ __forceinline__ void weigh(float (&k)[1][8][4], float (&dproducts)[1][8][4]) {
-    float later[2] = {0.f, 0.f}, columns[8][2];
+  __device__ __forceinline__ void weigh(float (&k)[1][8][4], float (&dproducts)[1][8][4], u32 counted) {
+    float later[2] = {0.f, 0.f}, alone[2] = {0.f, 0.f}, columns[8][2];
     const float from[2] = {sums()[row], sums()[row + 8]}, steps[2] = {dt()[row], dt()[row + 8]};
     #pragma unroll
     for (int n = 0; n < 8; ++n) {
       columns[n][0] = columns[n][1] = 0.f;
       if (n / 2 < row / 16) k[0][n][0] = k[0][n][1] = k[0][n][2] = k[0][n][3] = 0.f;
-      else weigh(n, k[0][n], dproducts[0][n], columns[n], later, from, steps);
+      else weigh(n, k[0][n], dproducts[0][n], columns[n], later, alone, from, steps, counted >> 4 * n);
     }
     barrier_wait(&shared.taken[weights.stage], weights.parity ^ 1);
     publish(shared.weights[weights.stage], k);
     arrive(&shared.weighed[weights.stage]);
     tell(told().later, later[0], later[1]);
+    if (row % 8 / 2 == threadIdx.x % 4) told().alone[row] = alone[0], told().alone[row + 8] = alone[1];
     tell_columns(columns);
   }
+  // Of each pair of this thread a bit, whether it counts.
+  __device__ __forceinline__ u32 counted_pairs() const {
+    u32 counted = 0;
+    #pragma unroll
+    for (int n = 0; n < 8; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = n * 8 + threadIdx.x % 4 * 2 + e % 2, j = row + e / 2 * 8;
+        counted |= (u32)(shared.first[i] <= j && j <= i) << (4 * n + e);
+      }
+    return counted;
+  }
+  // A block of pairs; counted: its bits at the end.
   __device__ __forceinline__ void weigh(int n, float (&k)[4], float (&dproducts)[4], float (&columns)[2],
-                                        float (&later)[2], const float (&from)[2], const float (&steps)[2]) {
+                                        float (&later)[2], float (&alone)[2], const float (&from)[2],
+                                        const float (&steps)[2], u32 counted) {
     const int column = n * 8 + threadIdx.x % 4 * 2;
     const float2 to = *(const float2*)(sums() + column);
-    const int2 first = *(const int2*)(shared.first + column);
     const float4 four = my_products()[n * 128];
     const float gamma[4] = {four.x, four.y, four.z, four.w};
     #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int i = column + e % 2, j = row + e / 2 * 8;
-      const bool counts = (e % 2 ? first.y : first.x) <= j && j <= i;
+      const bool counts = counted >> e & 1;
       const float decay = decay_of((e % 2 ? to.y : to.x) - from[e / 2]), step = steps[e / 2];
       const float product = counts ? k[e] : 0.f, weight = counts ? decay * gamma[e] : 0.f;
       k[e] = step * weight;
       dproducts[e] = fmaf(decay * step, product, dproducts[e]);
-      if (i == j) {
-        told().alone[i] = weight * product;
+      if (column + e % 2 == row + e / 2 * 8) {
+        alone[e / 2] = weight * product;
       } else {
         later[e / 2] = fmaf(weight, product, later[e / 2]);
         columns[e % 2] = fmaf(k[e], product, columns[e % 2]);
@@ -202,6 +226,7 @@ struct ChunkBackwardSm90 {
 
   // dx of what the state behind gives, B R^T so far; and what that is of dt.
   __device__ __forceinline__ void leave_from(float (&made)[8][4], const unsigned char* x, float of_r) const {
+    const Rows rows_of_x(x);
     const float last[2] = {of_r * leave(row), of_r * leave(row + 8)};
     const float factor[2] = {last[0] * dt()[row], last[1] * dt()[row + 8]};
     float behind[2] = {0.f, 0.f};
@@ -209,7 +234,7 @@ struct ChunkBackwardSm90 {
     for (int n = 0; n < 8; ++n)
       #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 of_x = pair_of(x, row + 8 * h, n);
+        const float2 of_x = rows_of_x.pair(n, h);
         float &one = made[n][2 * h], &other = made[n][2 * h + 1];
         behind[h] += one * of_x.x + other * of_x.y;
         one *= factor[h], other *= factor[h];
@@ -226,11 +251,12 @@ struct ChunkBackwardSm90 {
   // dx, which lacks what comes through D, of `left` rows.
   __device__ __forceinline__ void store_dx(T* dx, float (&made)[8][4], const unsigned char* dy, float d, int left,
                                            const MixerSize& size) const {
+    const Rows rows_of_dy(dy);
     #pragma unroll
     for (int n = 0; n < 8; ++n)
       #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 of_dy = pair_of(dy, row + 8 * h, n);
+        const float2 of_dy = rows_of_dy.pair(n, h);
         made[n][2 * h] = fmaf(d, of_dy.x, made[n][2 * h]);
         made[n][2 * h + 1] = fmaf(d, of_dy.y, made[n][2 * h + 1]);
       }
@@ -250,7 +276,7 @@ struct ChunkBackwardSm90 {
     publish_to_async();
   }
 
-  __device__ __forceinline__ void on_pairs(float (&dproducts)[1][8][4]) {
+  __device__ __forceinline__ void on_pairs(float (&dproducts)[1][8][4], u32 counted) {
     shared.stages.wait(ring);
     float k[1][8][4];
     ScoreRows<T, kSlab, kChunk, false> x;
@@ -259,7 +285,7 @@ struct ChunkBackwardSm90 {
     x.template start<false, kChunk>(k[0], shared.dy[ring.stage]);
     wgmma_commit();
     wgmma_wait<0>(k[0]);
-    weigh(k, dproducts);
+    weigh(k, dproducts, counted);
     next_head();
   }
 
@@ -359,12 +385,13 @@ struct ChunkBackwardSm90 {
     wgmma_begin();
     c.template start<false, kChunk>(made, shared.s[ring.stage][0]);
     wgmma_commit();
+    const Rows rows_of_dy(dy);
     wgmma_wait<0>(made);
     #pragma unroll
     for (int n = 0; n < 8; ++n)
       #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 of_dy = pair_of(dy, row + 8 * h, n);
+        const float2 of_dy = rows_of_dy.pair(n, h);
         seen[h] += made[n][2 * h] * of_dy.x + made[n][2 * h + 1] * of_dy.y;
       }
     tell(told().of_front, factor[0] * seen[0], factor[1] * seen[1]);
