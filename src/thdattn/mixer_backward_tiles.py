@@ -46,7 +46,7 @@ class ChunkTileSm90:
         """The kernel, for "float16" or "bfloat16"."""
         parts = self.state_dim // 64
         stage = (2 + 2 * parts) * BOX_BYTES + 4 * (2 + 8) * CHUNK + 16 + 3 * 8
-        of_chunk = (2 * parts + 4) * BOX_BYTES + 4 * CHUNK + 16 + 4 * 8
+        of_chunk = (2 * parts + 5) * BOX_BYTES + 4 * CHUNK + 16 + 4 * 8
         return _instance("thd_ssd_bwd_sm90", dtype, self.state_dim, self.stages,
                          shared_bytes=of_chunk + self.stages * stage)
 

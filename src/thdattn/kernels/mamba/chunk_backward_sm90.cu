@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
     for (int head = first_head; head < end; ++head) work.on_pairs(dproducts, counted);
     work.publish_products(dproducts);
   } else if (role == kOnBehind) {
-    registers_take<kState == 128 ? 168 : 152>();
+    registers_take<176>();
     float db[Work::kParts][8][4] = {};
     for (int head = first_head; head < end; ++head)
       work.on_behind(head, dx + (size_t)first_row * size.inner() + head * kSlab, D[head], left, db, size);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
     work.template add_products<1>(dc, shared.b);
     work.store(to + width, 2 * width, dc, left);
   } else {
-    registers_give<kState == 128 ? 64 : 80>();
+    registers_give<56>();
     // The last warps of all, as the first ones of the others have the most pairs, and share a scheduler with its like.
     if (threadIdx.x == 512 - kWarp) {
       #pragma unroll 1

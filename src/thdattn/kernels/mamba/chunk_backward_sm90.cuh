@@ -19,6 +19,7 @@ struct ChunkSharedSm90 {
   unsigned char x[kStages][kBox], dy[kStages][kBox], s[kStages][kParts][kBox], r[kStages][kParts][kBox];
   unsigned char weights[2][kBox];                     // of dy in dx, rows of x by rows of dy
   unsigned char products[2 * kBox];                   // B C^T as each thread has it; at the end its gradient, rounded
+  unsigned char dx[kBox];                             // of each warp 16 rows on their way out
   float sums[kStages][kChunk], dt[kStages][kChunk];
   ToldOfRows told[kStages];
   int first[kChunk];
@@ -149,14 +150,14 @@ struct ChunkBackwardSm90 {
 
   // k, x dy^T, rows j by columns i >= j, becomes weights of dy in dx; and what passes over rows is told. One text for
   // pairs that may count and for those that do, as what limits all this is how fast instructions arrive.
-  __device__ __forceinline__ void weigh(float (&k)[1][8][4], float (&dproducts)[1][8][4], u32 counted) {
+  __device__ __forceinline__ void weigh(float (&k)[8][4], float (&dproducts)[1][8][4], u32 counted) {
     float later[2] = {0.f, 0.f}, alone[2] = {0.f, 0.f}, columns[8][2];
     const float from[2] = {sums()[row], sums()[row + 8]}, steps[2] = {dt()[row], dt()[row + 8]};
     #pragma unroll
     for (int n = 0; n < 8; ++n) {
       columns[n][0] = columns[n][1] = 0.f;
-      if (n / 2 < row / 16) k[0][n][0] = k[0][n][1] = k[0][n][2] = k[0][n][3] = 0.f;
-      else weigh(n, k[0][n], dproducts[0][n], columns[n], later, alone, from, steps, counted >> 4 * n);
+      if (n / 2 < row / 16) k[n][0] = k[n][1] = k[n][2] = k[n][3] = 0.f;
+      else weigh(n, k[n], dproducts[0][n], columns[n], later, alone, from, steps, counted >> 4 * n);
     }
     barrier_wait(&shared.taken[weights.stage], weights.parity ^ 1);
     publish(shared.weights[weights.stage], k);
@@ -225,8 +226,7 @@ struct ChunkBackwardSm90 {
   }
 
   // dx of what the state behind gives, B R^T so far; and what that is of dt.
-  __device__ __forceinline__ void leave_from(float (&made)[8][4], const unsigned char* x, float of_r) const {
-    const Rows rows_of_x(x);
+  __device__ __forceinline__ void leave_from(float (&made)[8][4], const Rows& rows_of_x, float of_r) const {
     const float last[2] = {of_r * leave(row), of_r * leave(row + 8)};
     const float factor[2] = {last[0] * dt()[row], last[1] * dt()[row + 8]};
     float behind[2] = {0.f, 0.f};
@@ -249,9 +249,8 @@ struct ChunkBackwardSm90 {
   }
 
   // dx, which lacks what comes through D, of `left` rows.
-  __device__ __forceinline__ void store_dx(T* dx, float (&made)[8][4], const unsigned char* dy, float d, int left,
+  __device__ __forceinline__ void store_dx(T* dx, float (&made)[8][4], const Rows& rows_of_dy, float d, int left,
                                            const MixerSize& size) const {
-    const Rows rows_of_dy(dy);
     #pragma unroll
     for (int n = 0; n < 8; ++n)
       #pragma unroll
@@ -260,31 +259,42 @@ struct ChunkBackwardSm90 {
         made[n][2 * h] = fmaf(d, of_dy.x, made[n][2 * h]);
         made[n][2 * h + 1] = fmaf(d, of_dy.y, made[n][2 * h + 1]);
       }
-    T* const to = dx + (size_t)row * size.inner();
-    store_row<0>(to, made, 1.f, row < left);
-    store_row<1>(to + (size_t)8 * size.inner(), made, 1.f, row + 8 < left);
+    const auto [warp, lane] = me();
+    round_to(shared.dx, made);
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {                     // whole rows of 128 bytes
+      const int r = warp * 16 + i * 4 + lane / 8;
+      const uint4 piece = *(const uint4*)(shared.dx + r * kRowBytes + (lane % 8 ^ r % 8) * 16);
+      if (r < left) __stcs((uint4*)(dx + (size_t)r * size.inner() + lane % 8 * 8), piece);
+    }
   }
 
-  // Rounds 64 by 64 numbers to a tile.
-  static __device__ __forceinline__ void publish(unsigned char* tile, const float (&x)[1][8][4]) {
+  // Rounds 64 by 64 numbers to a tile, each warp 16 rows.
+  static __device__ __forceinline__ void round_to(unsigned char* tile, const float (&x)[8][4]) {
     const auto [warp, lane] = me();
-    u32 rounded[1][4][4];
-    round_to_operand<T>(rounded, x);
     unsigned char* const at = tile + (warp * 16 + lane % 16) * kRowBytes;
     #pragma unroll
-    for (int k = 0; k < 4; ++k) store_matrices(at + ((2 * k + lane / 16) ^ lane % 8) * 16, rounded[0][k]);
+    for (int n = 0; n < 8; n += 2) {
+      const u32 a[4] = {pack<T>(x[n][0], x[n][1]), pack<T>(x[n][2], x[n][3]),
+                        pack<T>(x[n + 1][0], x[n + 1][1]), pack<T>(x[n + 1][2], x[n + 1][3])};
+      store_matrices(at + ((n + lane / 16) ^ lane % 8) * 16, a);
+    }
+  }
+  static __device__ __forceinline__ void publish(unsigned char* tile, const float (&x)[8][4]) {
+    round_to(tile, x);
     publish_to_async();
   }
 
   __device__ __forceinline__ void on_pairs(float (&dproducts)[1][8][4], u32 counted) {
     shared.stages.wait(ring);
-    float k[1][8][4];
+    float k[8][4];
     ScoreRows<T, kSlab, kChunk, false> x;
     x.load(shared.x[ring.stage]);
     wgmma_begin();
-    x.template start<false, kChunk>(k[0], shared.dy[ring.stage]);
+    x.template start<false, kChunk>(k, shared.dy[ring.stage]);
     wgmma_commit();
-    wgmma_wait<0>(k[0]);
+    wgmma_wait<0>(k);
     weigh(k, dproducts, counted);
     next_head();
   }
@@ -294,7 +304,7 @@ struct ChunkBackwardSm90 {
     if constexpr (kScalesStates<T>) shared.scale[me().warp] = __int_as_float(largest_of_warp(dproducts));
     ::wait(2, 128);                                   // nobody reads B C^T any more
     if constexpr (kScalesStates<T>) scale(dproducts, scale_of_products().factor);
-    publish(shared.products, dproducts);
+    publish(shared.products, dproducts[0]);
     ::arrive(1, 384);
   }
   __device__ __forceinline__ PowerOfTwo scale_of_products() const {
@@ -354,6 +364,7 @@ struct ChunkBackwardSm90 {
     start<false>(made, x, shared.r[ring.stage][0]);
     b.template start<false, kChunk>(of_x, shared.r[ring.stage][0]);
     wgmma_commit();
+    const Rows rows_of_x(x);
     wgmma_wait<1>(made);
     add(db[0], made, factor);
     if constexpr (kParts == 2) {
@@ -363,7 +374,7 @@ struct ChunkBackwardSm90 {
     } else {
       wgmma_wait<0>(of_x);
     }
-    leave_from(of_x, x, of_r);
+    leave_from(of_x, rows_of_x, of_r);
     pin(of_x);
     if constexpr (kParts == 2) {
       wgmma_wait<0>(made);
@@ -371,9 +382,10 @@ struct ChunkBackwardSm90 {
     }
     barrier_wait(&shared.weighed[weights.stage], weights.parity);
     start<true>(of_x, shared.weights[weights.stage], dy);
+    const Rows rows_of_dy(dy);
     wgmma_wait<0>(of_x);
     arrive(&shared.taken[weights.stage]);
-    store_dx(dx, of_x, dy, d, left, size);
+    store_dx(dx, of_x, rows_of_dy, d, left, size);
     next_head();
   }
 
