@@ -76,10 +76,10 @@ def mixer_gate_states(
 
 def _gate_states(walk: WalkSm90, plan: Plan, shape: MixerShape) -> tuple[Array, tuple[Array, Array], Launch]:
     made = _new_dstates(plan, shape)
-    grid = shape.d_inner // walk.columns, len(made[0])
+    grid = shape.num_heads // walk.gate_heads, len(made[0])
     kernel = jit.kernel(*walk.gate_kernel(shape.dtype.name))
     fixed = plan.key_ranges, *made, size_of(plan, shape)
-    return _new_dy(plan, shape), made, Launch(kernel, grid, walk.threads, fixed)
+    return _new_dy(plan, shape), made, Launch(kernel, grid, 128 * walk.gate_heads, fixed)
 
 
 def _boxes(*rows: Array) -> list[Any]:
@@ -216,19 +216,10 @@ def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[.
         rows = _rows(walk.by_boxes, act.channels, dy)
         for walks, of in ((forward, states), (back, dstates)):
             walks(*rows, act.sums, act.leave, ranges, of, np.int32(begin))
-        main(*_inputs(tile, act.channels, dy, kept, shape), scales, act.dt, act.sums, ranges, weights.A_log, weights.D,
+        main(*_rows(tile.by_boxes, act.channels, dy), kept, scales, act.dt, act.sums, ranges, weights.A_log, weights.D,
              into.dx, into.dbc, into.ddt, *_shares(into, "A_log", shape), np.int32(begin * SEGMENT_CHUNKS))
 
     return run
-
-
-def _inputs(tile: ChunkTile | ChunkTileSm90, channels: Array, dy: Array, kept: Array, shape: MixerShape) -> list[Any]:
-    """As thd_ssd_bwd takes them: arrays, or tensor maps of rows and states and then the array of B and C."""
-    rows = _rows(tile.by_boxes, channels, dy)
-    if not tile.by_boxes:
-        return [*rows, kept]
-    states = kept.reshape(-1, shape.state_dim // BOX_COLUMNS, BOX_COLUMNS)
-    return [*rows, tensor_map(states, len(states), states.strides[0], CHUNK), channels]
 
 
 def mixer_conv_bwd(

@@ -15,7 +15,7 @@ struct ToldOfRows {
 template <int kState, int kStages>
 struct ChunkSharedSm90 {
   static constexpr int kParts = kState / kSlab;
-  unsigned char b[kParts][kBox], c[kParts][kBox];     // with columns as place_of says
+  unsigned char b[kParts][kBox], c[kParts][kBox];
   unsigned char x[kStages][kBox], dy[kStages][kBox], s[kStages][kParts][kBox], r[kStages][kParts][kBox];
   unsigned char weights[2][kBox];                     // of dy in dx, rows of x by rows of dy
   unsigned char products[2 * kBox];                   // B C^T as each thread has it; at the end its gradient, rounded
@@ -25,13 +25,14 @@ struct ChunkSharedSm90 {
   int first[kChunk];
   float scale[4];                                     // of the gradient of B C^T; or the largest of each warp
   Stages<kStages, 1, 1> stages;
-  u64 all_told[kStages], weighed[2], taken[2];
+  u64 all_told[kStages], weighed[2], taken[2], arrived;  // arrived: B and C have
 
   __device__ __forceinline__ void init() {
-    stages.init();
     for (u64& barrier : all_told) barrier_init(&barrier, kTellers);
     for (u64& barrier : weighed) barrier_init(&barrier, 4);
     for (u64& barrier : taken) barrier_init(&barrier, 4);
+    barrier_init(&arrived, 1);
+    stages.init();                                    // and tells the copies of all of them
   }
 };
 
@@ -100,32 +101,24 @@ struct ChunkBackwardSm90 {
 
   // ---------------------------------------------------------------------------------------------- once
 
-  // B or C of the chunk, whose columns change places; by all threads.
-  static __device__ __forceinline__ void place(unsigned char* to, const T* from, int chunk, const MixerSize& size) {
-    for (int i = threadIdx.x; i < kChunk * kState / 8; i += 512) {
-      const int r = i / (kState / 8), column = i % (kState / 8) * 8, source = chunk * kChunk + r;
-      uint4 words = make_uint4(0, 0, 0, 0);
-      if (source < size.rows) words = *(const uint4*)(from + (size_t)source * size.channels() + column);
-      unsigned char* const at = to + column / kSlab * kBox + r * kRowBytes + column % 32 / 8 * 4;
-      const int piece = column % kSlab / 32 * 4;
-      *(u32*)(at + ((piece + 0) ^ r % 8) * 16) = words.x, *(u32*)(at + ((piece + 1) ^ r % 8) * 16) = words.y;
-      *(u32*)(at + ((piece + 2) ^ r % 8) * 16) = words.z, *(u32*)(at + ((piece + 3) ^ r % 8) * 16) = words.w;
-    }
+  // B and C of the chunk; by one thread.
+  __device__ __forceinline__ void load_once(const TensorMap* channels, int group, int chunk,
+                                            const MixerSize& size) const {
+    barrier_expect(&shared.arrived, 2 * kParts * kBox);
+    copy_columns<kState>(shared.b[0], channels, size.b_column(group), chunk, &shared.arrived);
+    copy_columns<kState>(shared.c[0], channels, size.c_column(group), chunk, &shared.arrived);
   }
 
-  // Loads a head, whose state in front is `state` rows of states in, and R r_rows further on; by one thread.
-  __device__ __forceinline__ void load(const TensorMap* x, const TensorMap* dy, const TensorMap* states, int head,
-                                       int first_row, int state, int r_rows, const float* sums, const float* dt) {
+  // Loads a head, whose state in front is s; by one thread.
+  __device__ __forceinline__ void load(const TensorMap* x, const TensorMap* dy, const T* s, const T* r, int head,
+                                       int first_row, const float* sums, const float* dt) {
     const u32 at = ring.stage;
     u64* const full = &shared.stages.full[at];
     shared.stages.fill(ring, (2 + 2 * kParts) * kBox + 2 * 4 * kChunk);
     copy_box_once(shared.x[at], x, 0, head, first_row, full);
     copy_box_once(shared.dy[at], dy, 0, head, first_row, full);
-    #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      copy_box_once(shared.r[at][part], states, 0, part, state + r_rows, full);
-      copy_box_once(shared.s[at][part], states, 0, part, state, full);
-    }
+    copy_bulk(shared.r[at], r, kParts * kBox, full);
+    copy_bulk(shared.s[at], s, kParts * kBox, full);
     copy_bulk(shared.sums[at], sums, 4 * kChunk, full);
     copy_bulk(shared.dt[at], dt, 4 * kChunk, full);
     ring.advance();
@@ -464,18 +457,16 @@ struct ChunkBackwardSm90 {
       wgmma_wait<0>(sum[part]);
     }
   }
-  // dB or dC of `left` rows, of which each thread has 8 columns that lie together.
+  // dB or dC of `left` rows.
   __device__ __forceinline__ void store(float* to, size_t pitch, const float (&sum)[kParts][8][4], int left) const {
     const float inverse = scale_of_products().inverse;
     #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (row + 8 * h >= left) continue;
+      float* const at = to + (row + 8 * h) * pitch + threadIdx.x % 4 * 2;
       #pragma unroll
-      for (int n = 0; n < 8 * kParts; n += 2) {
-        const float *const one = &sum[n / 8][n % 8][2 * h], *const next = &sum[n / 8][n % 8 + 1][2 * h];
-        float* const at = to + (row + 8 * h) * pitch + n / 4 * 32 + threadIdx.x % 4 * 8 + n % 4 * 2;
-        *(float4*)at = make_float4(inverse * one[0], inverse * one[1], inverse * next[0], inverse * next[1]);
-      }
+      for (int n = 0; n < 8 * kParts; ++n)
+        store_pair(at + n * 8, inverse * sum[n / 8][n % 8][2 * h], inverse * sum[n / 8][n % 8][2 * h + 1]);
     }
   }
 };
