@@ -69,21 +69,10 @@ struct GateStates {
     for (int i = 0; i < kChunk / 16; ++i) {
       const int r = thread / 8 + i * 16, at = r * kRowBytes + (piece ^ r % 8) * 16;
       const bool counts = shared.counts[parity][sub][r / kWarp] >> r % kWarp & 1;
-      float g[8], z[8], of_gate[8], x[8], of_row = 0.f;
-      unpack8<T>(g, *(const uint4*)(shared.dout[stage][sub] + at));
-      unpack8<T>(z, *(const uint4*)(shared.z[stage][sub] + at));
-      unpack8<T>(of_gate, *(const uint4*)(shared.y[stage][sub] + at));
-      unpack8<T>(x, *(const uint4*)(shared.x[stage][sub] + at));
-      #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const float share = sigmoid(z[e]), slope = share * (1.f + z[e] * (1.f - share));
-        of_gate[e] = counts ? of_gate[e] * g[e] * slope : 0.f;
-        g[e] = counts ? g[e] * z[e] * share : 0.f;
-        of_row = fmaf(g[e], x[e], of_row);
-      }
-      of_d += of_row;
-      *(uint4*)(shared.dout[stage][sub] + at) = pack8<T>(g);
-      *(uint4*)(shared.y[stage][sub] + at) = pack8<T>(of_gate);
+      uint4& dout = *(uint4*)(shared.dout[stage][sub] + at);
+      uint4& y = *(uint4*)(shared.y[stage][sub] + at);
+      of_d += gate_back<T>(dout, y, *(const uint4*)(shared.z[stage][sub] + at),
+                           *(const uint4*)(shared.x[stage][sub] + at), counts);
     }
     publish_to_async();
     of_d = warp_sum(of_d);
