@@ -148,6 +148,7 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
   decltype(gradients[0]) passed[kAhead];
   #pragma unroll
   for (int a = 0; a < kAhead; ++a) rows[a] = from[a], passed[a] = gradients[a];
+  __syncthreads();                                    // in_sight is there
   for (int i = 0; i < kChunk; i += kAhead) {
     bool whole = !at_an_end;
     #pragma unroll
@@ -231,7 +232,6 @@ __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlock
     const int row = begin + threadIdx.x;
     in_sight[threadIdx.x] = row < size.rows ? min(row - first_of(ranges[row], row, size), kReach) : -1;
   }
-  __syncthreads();
   if ((int)blockIdx.x < column_tiles) {
     const int column = blockIdx.x * kConvBackColumns + threadIdx.x * 2;
     if (column >= channels) return;
@@ -251,6 +251,7 @@ __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlock
       for (int i = 0; i < kReach - size.rows; ++i)
         store_pair(ends + (size_t)(kReach + i) * channels + column, 0.f, 0.f);
   } else {
+    __syncthreads();
     const int head = ((int)blockIdx.x - column_tiles) * kConvBackThreads + threadIdx.x;
     if (head < size.heads)
       softplus_back(zxbcdt, ddt, dt_bias[head], in_sight, dzxbcdt,
