@@ -63,23 +63,39 @@ def mixer_gate_states(
 
     On Hopper dy is made on its way into the gradients of states, so that it is not read for them.
     """
+    made = dy, *_ = _made_of_gate(plan, shape)
     walk = _walk(shape)
-    if isinstance(walk, Walk) or not plan.local_rows:
-        dy, run = plan.once(("gate_bwd", shape), lambda: _gate_bwd(plan, shape))
-        run(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *_shares(into, "D", shape))
-        return dy, *_dstates(walk, act, dy, plan, shape)
-    dy, made, run = plan.once(("gate_states", shape), lambda: _gate_states(walk, plan, shape))
-    boxes = _boxes(dout, zxbcdt[:, : shape.d_inner], y, act.channels, dy, dzxbcdt[:, : shape.d_inner])
-    run(*boxes, *_shares(into, "D", shape), act.sums)
-    return dy, *made
+    if isinstance(walk, Walk):
+        gate, states = plan.once(("gate", shape), lambda: _gate_then_states(walk, plan, shape))
+        gate(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *_shares(into, "D", shape))
+        states(act.channels, dy, act.sums, plan.key_ranges, *made[1:])
+    elif plan.local_rows:
+        run = plan.once(("gate", shape), lambda: _gate_states(walk, plan, shape))
+        z, dz = (x[:, : shape.d_inner] for x in (zxbcdt, dzxbcdt))
+        run(*_boxes(dout, z, y, act.channels, dy, dz), *_shares(into, "D", shape), act.sums, plan.key_ranges, *made[1:])
+    return made
 
 
-def _gate_states(walk: WalkSm90, plan: Plan, shape: MixerShape) -> tuple[Array, tuple[Array, Array], Launch]:
-    made = _new_dstates(plan, shape)
-    grid = shape.num_heads // walk.gate_heads, len(made[0])
+def _made_of_gate(plan: Plan, shape: MixerShape) -> tuple[Array, Array, Array]:
+    """Buffers for dy, and for gradients of states and what is left of them in every segment."""
+    segments = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
+    return (plan.buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype),
+            plan.buffer("gradients of states", (segments, *shape.state), np.float32),
+            plan.buffer("decays backward", (segments, shape.num_heads), np.float32))
+
+
+def _gate_states(walk: WalkSm90, plan: Plan, shape: MixerShape) -> Launch:
+    grid = shape.num_heads // walk.gate_heads, -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
     kernel = jit.kernel(*walk.gate_kernel(shape.dtype.name))
-    fixed = plan.key_ranges, *made, size_of(plan, shape)
-    return _new_dy(plan, shape), made, Launch(kernel, grid, 128 * walk.gate_heads, fixed)
+    return Launch(kernel, grid, 128 * walk.gate_heads, (size_of(plan, shape),))
+
+
+def _gate_then_states(walk: Walk, plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
+    chunks, size = -(-plan.local_rows // CHUNK), size_of(plan, shape)
+    gate, states = (jit.kernel(*make(shape.dtype.name)) for make in (thd_mixer_gate_bwd, walk.thd_ssd_dstates))
+    blocks = -(-chunks // SEGMENT_CHUNKS), shape.d_inner // walk.columns, _slices(shape)
+    return (Launch(gate, (-(-shape.d_inner // 1024), chunks), 128, (plan.key_ranges, size)),
+            Launch(states, blocks, walk.threads, (size,)))
 
 
 def _boxes(*rows: Array) -> list[Any]:
@@ -88,44 +104,11 @@ def _boxes(*rows: Array) -> list[Any]:
     return [tensor_map(x, len(x), x.strides[0], CHUNK) for x in boxes]
 
 
-def _new_dy(plan: Plan, shape: MixerShape) -> Array:
-    return plan.buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype)
-
-
-def _gate_bwd(plan: Plan, shape: MixerShape) -> tuple[Array, Launch]:
-    grid = -(-shape.d_inner // 1024), -(-plan.local_rows // CHUNK)
-    fixed = plan.key_ranges, size_of(plan, shape)
-    return _new_dy(plan, shape), Launch(jit.kernel(*thd_mixer_gate_bwd(shape.dtype.name)), grid, 128, fixed)
-
-
 def _shares(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array, np.uint64]:
     """Those of a weight, and how far those of two chunks are from each other."""
     before = Mamba2Weights._fields.index(weight)
     begin = sum(map(math.prod, shape.weights[:before]))
     return gradients.shares.ravel()[begin:], np.uint64(_numbers(shape))
-
-
-def _dstates(
-    walk: Walk | WalkSm90, act: Activations, dy: Array, plan: Plan, shape: MixerShape
-) -> tuple[Array, Array]:
-    """What every segment adds to the gradient of the state in front. See host_ssd.ssd_dstates."""
-    made = _new_dstates(plan, shape)
-    if isinstance(walk, Walk):
-        run = plan.once(("dstates", shape), lambda: _walk_back(walk, len(made[0]), plan, shape))
-        run(act.channels, dy, act.sums, plan.key_ranges, *made)
-    return made
-
-
-def _walk_back(walk: Walk, segments: int, plan: Plan, shape: MixerShape) -> Launch:
-    grid = segments, shape.d_inner // walk.columns, _slices(shape)
-    return Launch(jit.kernel(*walk.thd_ssd_dstates(shape.dtype.name)), grid, walk.threads, (size_of(plan, shape),))
-
-
-def _new_dstates(plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
-    """gradients of states and what is left of them, of every segment."""
-    segments = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
-    return (plan.buffer("gradients of states", (segments, *shape.state), np.float32),
-            plan.buffer("decays backward", (segments, shape.num_heads), np.float32))
 
 
 def _walk(shape: MixerShape) -> Walk | WalkSm90:

@@ -77,21 +77,7 @@ struct ChunkBackwardSm90 {
     weights.advance();
   }
 
-  // The numbers of this warp's 16 rows of a box, each thread's as it has them of accumulators.
-  struct Rows {
-    u32 words[8][2];
-    __device__ __forceinline__ explicit Rows(const unsigned char* box) {
-      const auto [warp, lane] = me();
-      #pragma unroll
-      for (int n = 0; n < 8; n += 2) {
-        u32 a[4];
-        ldmatrix(a, box + (warp * 16 + lane % 16) * kRowBytes + ((n + lane / 16) ^ lane % 8) * 16);
-        words[n][0] = a[0], words[n][1] = a[1], words[n + 1][0] = a[2], words[n + 1][1] = a[3];
-      }
-    }
-    // Those of block n in the thread's first row or in its second one.
-    __device__ __forceinline__ float2 pair(int n, int half) const { return unpack<T>(words[n][half]); }
-  };
+  using Rows = RowsOfBox<T>;
   // A number of each of the thread's rows, added up over the four lanes that have it.
   __device__ __forceinline__ void tell(float* to, float one, float other) const {
     one = quad_sum(one);
@@ -253,7 +239,7 @@ struct ChunkBackwardSm90 {
         made[n][2 * h + 1] = fmaf(d, of_dy.y, made[n][2 * h + 1]);
       }
     const auto [warp, lane] = me();
-    round_to(shared.dx, made);
+    round_to<T>(shared.dx, made);
     __syncwarp();
     #pragma unroll
     for (int i = 0; i < 4; ++i) {                     // whole rows of 128 bytes
@@ -263,19 +249,8 @@ struct ChunkBackwardSm90 {
     }
   }
 
-  // Rounds 64 by 64 numbers to a tile, each warp 16 rows.
-  static __device__ __forceinline__ void round_to(unsigned char* tile, const float (&x)[8][4]) {
-    const auto [warp, lane] = me();
-    unsigned char* const at = tile + (warp * 16 + lane % 16) * kRowBytes;
-    #pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-      const u32 a[4] = {pack<T>(x[n][0], x[n][1]), pack<T>(x[n][2], x[n][3]),
-                        pack<T>(x[n + 1][0], x[n + 1][1]), pack<T>(x[n + 1][2], x[n + 1][3])};
-      store_matrices(at + ((n + lane / 16) ^ lane % 8) * 16, a);
-    }
-  }
   static __device__ __forceinline__ void publish(unsigned char* tile, const float (&x)[8][4]) {
-    round_to(tile, x);
+    round_to<T>(tile, x);
     publish_to_async();
   }
 

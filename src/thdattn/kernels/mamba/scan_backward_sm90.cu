@@ -119,21 +119,12 @@ __global__ void __launch_bounds__(128 * kSubs, kSubs == 4 ? 1 : 2) thd_ssd_chunk
     const auto [warp, lane] = me();
     const size_t number = (size_t)(chunk - first_segment * size.segment) * size.heads + walk.head();
     constexpr int kParts = kState / kSlab, kBytes = 16 * kRowBytes;  // of a warp's rows of a box
-    unsigned char* const tile = shared.made[sub][0] + warp * kBytes;
+    const unsigned char* const tile = shared.made[sub][0] + warp * kBytes;
     const PowerOfTwo scale = walk.scale_for(parity);
     if (kScalesStates<T> && threadIdx.x % 128 == 0) scales[number] = scale.inverse;
     if (lane == 0) add_wait_read();                   // what this warp made of the chunk before is on its way
     __syncwarp();
-    #pragma unroll
-    for (int n = 0; n < kState / 8; n += 2) {
-      u32 a[4];
-      #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* const pair = &walk.state.s[0][n + i / 2][i % 2 * 2];
-        a[i] = pack<T>(scale.factor * pair[0], scale.factor * pair[1]);
-      }
-      store_matrices(tile + n / 8 * kBox + lane % 16 * kRowBytes + ((n % 8 + lane / 16) ^ lane % 8) * 16, a);
-    }
+    round_to<T>(shared.made[sub][0], walk.state.s[0], scale.factor);
     publish_to_async();
     __syncwarp();
     if (lane == 0) {
