@@ -7,7 +7,8 @@ template <typename T, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
     const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap dy, const T* chunk_states,
     const float* scales, const float* dt, const float* sums, const int2* ranges, const float* A_log, const float* D,
-    T* dx, float* dbc, float* ddt, float* shares, size_t shares_pitch, int first_chunk, int num_chunks, MixerSize size) {
+    T* dx, float* dbc, float* ddt, float* shares, size_t shares_pitch, int first_chunk, int num_chunks,
+    MixerSize size) {
   using Work = ChunkBackwardSm90<T, kState, kStages>;
   using Shared = typename Work::Shared;
   static_assert(same_bytes<(int)sizeof(Shared), kSharedBytes>());
