@@ -42,8 +42,8 @@ PACKS = [
 MIXED = (130, 1, 2, 0, 70, 3, 20)
 KINDS = [
     *(Case(f"{sizes.num_groups}-groups-of-{sizes.head_dim}-{sizes.state_dim}", MIXED, sizes=sizes) for sizes in (
-        Sizes(8, 64, 64, 8), Sizes(16, 64, 128, 2), Sizes(24, 64, 128, 8), Sizes(8, 64, 256, 1), Sizes(8, 128, 64, 4),
-        Sizes(8, 128, 128, 1), Sizes(8, 128, 256, 8),
+        Sizes(8, 64, 64, 8), Sizes(8, 64, 64, 1), Sizes(16, 64, 128, 2), Sizes(24, 64, 128, 8), Sizes(8, 64, 256, 1),
+        Sizes(8, 128, 64, 4), Sizes(8, 128, 128, 1), Sizes(8, 128, 256, 8),
     )),
     *(Case(f"convolution-of-{width}", MIXED, sizes=GPU_SIZES, conv_width=width) for width in (1, 8)),
 ]  # fmt: skip
