@@ -148,17 +148,16 @@ class WalkSm90:
         return 128 * self.heads
 
     @property
-    def gate_heads(self) -> int:
-        """Of a thread block of gate_kernel, which loads four boxes for each."""
-        return min(self.heads, 2)
+    def gate_threads(self) -> int:
+        """Of gate_kernel: a warp more, which loads."""
+        return self.threads + 32
 
     def gate_kernel(self, dtype: str) -> Instance:
         """thd_ssd_gate_states_sm90, which makes the rows that it walks over, for "float16" or "bfloat16"."""
-        heads = self.gate_heads
-        stage = (4 * heads + self.state_dim // 64) * BOX_BYTES + 2 * 8
+        stage = (4 * self.heads + self.state_dim // 64) * BOX_BYTES + 2 * 8
         of_heads = 2 * 4 * (CHUNK + 2) + 2 * 4 * (CHUNK // 32) + 2 * 4 * 4
-        return _instance("thd_ssd_gate_states_sm90", dtype, heads, self.state_dim,
-                         shared_bytes=2 * stage + heads * of_heads)
+        return _instance("thd_ssd_gate_states_sm90", dtype, self.heads, self.state_dim,
+                         shared_bytes=2 * stage + self.heads * of_heads)
 
     def thd_ssd_chunk_states(self, dtype: str, back: bool) -> Instance:
         """Of "float16" or "bfloat16"; back: of gradients."""
@@ -171,7 +170,7 @@ class WalkSm90:
                          shared_bytes=self.stages * stage + self.heads * of_heads)
 
 
-WALKS_SM90 = tuple(WalkSm90(heads, state_dim, 3 if heads == 4 else 2) for state_dim in (64, 128) for heads in (4, 2, 1))
+WALKS_SM90 = tuple(WalkSm90(heads, state_dim, stages=2) for state_dim in (64, 128) for heads in (2, 1))
 
 
 def walk_for(

@@ -85,9 +85,9 @@ def _made_of_gate(plan: Plan, shape: MixerShape) -> tuple[Array, Array, Array]:
 
 
 def _gate_states(walk: WalkSm90, plan: Plan, shape: MixerShape) -> Launch:
-    grid = shape.num_heads // walk.gate_heads, -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
+    grid = shape.num_heads // walk.heads, -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
     kernel = jit.kernel(*walk.gate_kernel(shape.dtype.name))
-    return Launch(kernel, grid, 128 * walk.gate_heads, (size_of(plan, shape),))
+    return Launch(kernel, grid, walk.gate_threads, (size_of(plan, shape),))
 
 
 def _gate_then_states(walk: Walk, plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:

@@ -1,7 +1,7 @@
 // The gate, backward, on its way into the gradients of states, on Hopper: what thd_mixer_gate_bwd makes, and
 // thd_ssd_dstates of that, of rows that are read once.
 //
-// Roles are those of WalkSm90. dy and dz are made where dout and y arrived, each number by the thread that read it.
+// A warpgroup has a head, as in WalkSm90; one more warp loads. dy and dz are made where dout and y arrived, each number by the thread that read it.
 
 template <int kSubs, int kState>
 struct GateStatesShared {
@@ -44,21 +44,18 @@ struct GateStates {
     if (thread < kChunk && thread % kWarp == 0) shared.counts[parity][sub][thread / kWarp] = counts;
   }
 
-  __device__ __forceinline__ void load(Turns& turn, int chunk, const MixerSize& size) const {
-    if (threadIdx.x == 0) {
-      const u32 at = turn.stage;
-      u64* const full = &shared.stages.full[at];
-      shared.stages.fill(turn, (4 * kSubs + kState / kSlab) * kBox);
-      for (int i = 0; i < kSubs; ++i) {
-        copy_box_once(shared.dout[at][i], maps.dout, 0, first_head + i, chunk * kChunk, full);
-        copy_box_once(shared.z[at][i], maps.z, 0, first_head + i, chunk * kChunk, full);
-        copy_box_once(shared.y[at][i], maps.y, 0, first_head + i, chunk * kChunk, full);
-        copy_box(shared.x[at][i], maps.channels, 0, first_head + i, chunk * kChunk, full);
-      }
-      copy_columns<kState>(shared.c[at][0], maps.channels, size.c_column(size.group_of(first_head)), chunk, full);
+  // By one thread.
+  __device__ __forceinline__ void load(const Turns& turn, int chunk, const MixerSize& size) const {
+    const u32 at = turn.stage;
+    u64* const full = &shared.stages.full[at];
+    shared.stages.fill(turn, (4 * kSubs + kState / kSlab) * kBox);
+    for (int i = 0; i < kSubs; ++i) {
+      copy_box_once(shared.dout[at][i], maps.dout, 0, first_head + i, chunk * kChunk, full);
+      copy_box_once(shared.z[at][i], maps.z, 0, first_head + i, chunk * kChunk, full);
+      copy_box_once(shared.y[at][i], maps.y, 0, first_head + i, chunk * kChunk, full);
+      copy_box(shared.x[at][i], maps.channels, 0, first_head + i, chunk * kChunk, full);
     }
-    __syncwarp();
-    turn.advance();
+    copy_columns<kState>(shared.c[at][0], maps.channels, size.c_column(size.group_of(first_head)), chunk, full);
   }
 
   // dy and dz of a chunk; each thread has 8 columns of 4 rows.
@@ -91,9 +88,9 @@ struct GateStates {
 
 // dy, dz and the chunks' shares of the gradient of D as thd_mixer_gate_bwd makes them; dstates and decays as
 // thd_ssd_dstates does. Boxes: of dout, y and dy (rows, inner); of z and dz, which are columns of rows; of channels.
-// Launch: grid (inner / (64 * kSubs), segments), block 128 * kSubs, shared memory kSharedBytes.
+// Launch: grid (inner / (64 * kSubs), segments), block 128 * kSubs + 32, shared memory kSharedBytes.
 template <typename T, int kSubs, int kState, int kSharedBytes>
-__global__ void __launch_bounds__(128 * kSubs, 1) thd_ssd_gate_states_sm90(
+__global__ void __launch_bounds__(128 * kSubs + kWarp, 1) thd_ssd_gate_states_sm90(
     const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap z, const __grid_constant__ TensorMap y,
     const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap dy,
     const __grid_constant__ TensorMap dz, float* shares, size_t shares_pitch, const float* sums, const int2* ranges,
@@ -109,17 +106,20 @@ __global__ void __launch_bounds__(128 * kSubs, 1) thd_ssd_gate_states_sm90(
   __syncthreads();
   const GateMaps maps{&dout, &y, &z, &channels, &dy, &dz};
   const Work work{shared, maps, sums, ranges, first_head, sub};
+  typename Work::Turns ring{};
+  if (sub == kSubs) {
+    if (threadIdx.x % kWarp == 0)
+      for (int chunk = begin + count - 1; chunk >= begin; --chunk, ring.advance()) work.load(ring, chunk, size);
+    return;
+  }
   const bool leads = threadIdx.x % 128 == 0;
-  typename Work::Turns ring{}, to_fill{};
   StateOfHead<T, kState> state;
   state.clear();
   float through = 1.f;
   int parity = 0;
-  work.load(to_fill, begin + count - 1, size);
   work.tell(0, work.ask(begin + count - 1, size), begin + count - 1, size);
   for (int chunk = begin + count - 1; chunk >= begin; --chunk, parity ^= 1, ring.advance()) {
     const int next = max(chunk - 1, begin);
-    if (chunk > begin) work.load(to_fill, next, size);
     const auto told = work.ask(next, size);
     wait(1 + sub, 128);                               // all is told of this chunk
     shared.stages.wait(ring);

@@ -80,9 +80,9 @@ struct WalkSm90 {
     float through = 1.f;
     for (int left = count; left > 0; --left, chunk += kStep, parity ^= 1, ring.advance()) {
       if (left >= kStages) load(to_fill, chunk + (kStages - 1) * kStep);
-      const Told later = ask(after(left, 2), size);
       wait(1 + sub, 128);                             // all is told of this chunk, and read of the one before
       before(chunk, parity);
+      const Told later = ask(after(left, 2), size);   // not before: what reads the state would wait for it
       const float* const weights = shared.weights[parity][sub];
       through *= weights[kChunk];
       shared.stages.wait(ring);
@@ -99,7 +99,7 @@ struct WalkSm90 {
 // and of dy; and states as they lie in shared memory: boxes of 64 columns one behind the other, their pieces swizzled.
 // Launch: grid (segments of these, inner / (64 * kSubs)), block 128 * kSubs, shared memory kSharedBytes.
 template <typename T, bool kBack, int kSubs, int kState, int kStages, int kSharedBytes>
-__global__ void __launch_bounds__(128 * kSubs, kSubs == 4 ? 1 : 2) thd_ssd_chunk_states_sm90(
+__global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_chunk_states_sm90(
     const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap dy, const float* sums,
     const float* leave, const int2* ranges, const float* states, int first_segment, T* made, float* scales,
     MixerSize size) {
