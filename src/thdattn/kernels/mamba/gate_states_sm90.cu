@@ -1,7 +1,8 @@
 // The gate, backward, on its way into the gradients of states, on Hopper: what thd_mixer_gate_bwd makes, and
 // thd_ssd_dstates of that, of rows that are read once.
 //
-// A warpgroup has a head, as in WalkSm90; one more warp loads. dy and dz are made where dout and y arrived, each number by the thread that read it.
+// A warpgroup has a head, as in WalkSm90; one more warp loads. dy and dz are made where dout and y arrived, each number
+// by the thread that read it.
 
 template <int kSubs, int kState>
 struct GateStatesShared {
