@@ -190,8 +190,9 @@ def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[.
         Launch(jit.kernel(*walk.thd_ssd_chunk_states(dtype, back)), grid, walk.threads,
                (part, scale, size_of(plan, shape)))
         for back, part, scale in ((False, kept, scales), (True, kept[chunks:], scales[chunks:])))
-    blocks = most if tile.by_boxes else chunks, shape.num_groups * splits
-    main = Launch(jit.kernel(*tile.thd_ssd_bwd(dtype)), blocks, tile.threads, (np.int32(chunks), size_of(plan, shape)))
+    main = Launch(
+        jit.kernel(*tile.thd_ssd_bwd(dtype)), (chunks, shape.num_groups * splits), tile.threads,
+        (np.int32(chunks), size_of(plan, shape)))
     ranges = plan.key_ranges
 
     def run(act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, into: Gradients,

@@ -2,7 +2,7 @@
 
 // What thd_ssd_bwd makes, of the same arguments but for rows, which come as boxes of all columns of channels and of dy,
 // and states, which lie as thd_ssd_chunk_states_sm90 leaves them.
-// Launch: grid (num_chunks up to whole segments, groups * splits), block 512, shared memory kSharedBytes.
+// Launch: grid (num_chunks, groups * splits), block 512, shared memory kSharedBytes.
 template <typename T, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
     const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap dy, const T* chunk_states,
@@ -15,13 +15,10 @@ __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
 
-  // Chunks of all segments take turns, the first ones at first: what walked up the rows made their R last.
-  const int segments = gridDim.x / size.segment, number = blockIdx.x % segments * size.segment + blockIdx.x / segments;
-  if (number >= num_chunks) return;
-  const int chunk = first_chunk + number, splits = gridDim.y / size.groups, group = blockIdx.y / splits;
+  const int chunk = first_chunk + blockIdx.x, splits = gridDim.y / size.groups, group = blockIdx.y / splits;
   const int heads = size.heads / gridDim.y, first_head = blockIdx.y * heads, end = first_head + heads;
   const int first_row = chunk * kChunk, left = size.rows - first_row;
-  const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), first_state = number * size.heads;
+  const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), first_state = blockIdx.x * size.heads;
   const int of_r = num_chunks * size.heads;           // states further on
   constexpr int kNumbers = kSlab * kState;            // of a state
   if (threadIdx.x == 0) shared.init();
