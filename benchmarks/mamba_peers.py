@@ -104,14 +104,11 @@ class _WithoutConvolution:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def mixer_conv(self, *args: Any) -> Any:
+    def mixer_conv_states(self, *args: Any) -> Any:
+        *_, plan, shape, _ = args
         if self._act is None:
             self._act = self._engine.mixer_conv(*args)._replace(channels=self._channels)
-        return self._act
-
-    def mixer_conv_states(self, *args: Any) -> Any:
-        *_, plan, shape = args
-        act = self.mixer_conv(*args)
+        act = self._act
         return act, *self._engine.ssd_states(act, plan, shape)
 
     def mixer_conv_bwd(self, zxbcdt: Any, halo: Any, weights: Any, of_scan: Any, *args: Any) -> Any:

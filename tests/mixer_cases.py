@@ -172,6 +172,20 @@ def run_rank(
     return made
 
 
+def two_layers(case: Case, comm: thdattn.comm.Comm, dtype: Any, xp: Any, keep: bool) -> list[np.ndarray]:
+    """Gradients of two layers of a plan, whose forwards follow each other, of one rank. keep: see Mamba2Mixer."""
+    mixer = case.mixer(comm, dtype, engine="reference" if xp is np else "cuda", keep_activations=keep)
+    plan = mixer.plan(case.batch)
+    layers = []
+    for seed in range(2):
+        zxbcdt, weights, dout = random_inputs(case, dtype, seed)
+        zxbcdt, dout = (xp.asarray(plan.sharding.shard(x, comm.rank)) for x in (zxbcdt, dout))
+        _, saved = mixer.forward(zxbcdt, thdattn.Mamba2Weights(*map(xp.asarray, weights)), plan)
+        layers.append((dout, saved))
+    made = [mixer.backward(*layer) for layer in layers]
+    return [to_host(x) for dzxbcdt, dweights in made for x in (dzxbcdt, *dweights)]
+
+
 def assembled(case: Case, ranks: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
     """FIELDS of all ranks: whole packs, and gradients of weights by rank."""
     sharding = thdattn.Sharding(case.batch, len(ranks), "contiguous")

@@ -196,12 +196,17 @@ def test_other_mixer_kernels_fit_and_do_not_spill(arch):
     compile_all([*of_widths, thd_mixer_conv("float16", 4), *((name, 0) for name in MIXER_KERNELS)], arch, spilled)
 
 
+def of_gradients(walk):
+    """What makes gradients of states."""
+    return walk.gate_kernel if walk.by_boxes else walk.thd_ssd_dstates
+
+
 def mixer_walks(arch, state_dim, dtype):
     """Those of the backward that a GPU may choose."""
     sizes = [(dim, columns) for dim in MIXER_SIZES["head_dim"] for columns in (64, 128) if columns % dim == 0]
     walks = {walk_for(dim, state_dim, columns, ARCHITECTURES[arch], arch == "sm_90a") for dim, columns in sizes}
     for walk in sorted(walks, key=repr):
-        yield walk.thd_ssd_dstates(dtype)
+        yield of_gradients(walk)(dtype)
         yield from (walk.thd_ssd_chunk_states(dtype, back) for back in (False, True))
 
 
@@ -334,7 +339,7 @@ def with_tiles():
     mixer += [SLABS_SM90[0].conv_states_kernel("float16", 4)]
     mixer += [tiles[0].thd_ssd_bwd("float16") for tiles in (CHUNK_TILES, CHUNK_TILES_SM90)]
     mixer += [kernel for walk in (walk_for(64, 64, 64, 2**20), WALKS_SM90[0])
-              for kernel in (walk.thd_ssd_dstates("float16"), walk.thd_ssd_chunk_states("float16", False))]
+              for kernel in (of_gradients(walk)("float16"), walk.thd_ssd_chunk_states("float16", False))]
     return [*mixer,
             narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
             narrow.thd_attn_bwd_dq("float16", "float32"), narrow.thd_attn_fwd_sm90("float16", "float32"),

@@ -22,6 +22,7 @@ from mixer_cases import (
     random_inputs,
     run,
     truth,
+    two_layers,
 )  # fmt: skip
 
 import thdattn
@@ -41,8 +42,8 @@ PACKS = [
 MIXED = (130, 1, 2, 0, 70, 3, 20)
 KINDS = [
     *(Case(f"{sizes.num_groups}-groups-of-{sizes.head_dim}-{sizes.state_dim}", MIXED, sizes=sizes) for sizes in (
-        Sizes(8, 64, 64, 8), Sizes(16, 64, 128, 2), Sizes(24, 64, 128, 8), Sizes(8, 64, 256, 1), Sizes(8, 128, 64, 4),
-        Sizes(8, 128, 128, 1), Sizes(8, 128, 256, 8),
+        Sizes(8, 64, 64, 8), Sizes(8, 64, 64, 1), Sizes(16, 64, 128, 2), Sizes(24, 64, 128, 8), Sizes(8, 64, 256, 1),
+        Sizes(8, 128, 64, 4), Sizes(8, 128, 128, 1), Sizes(8, 128, 256, 8),
     )),
     *(Case(f"convolution-of-{width}", MIXED, sizes=GPU_SIZES, conv_width=width) for width in (1, 8)),
 ]  # fmt: skip
@@ -125,6 +126,15 @@ def test_a_document_changes_no_bit_of_another(cupy, name, cp_size):
         others = np.r_[0:begin, end : len(zxbcdt)]
         assert calm[others].tobytes() == wild[others].tobytes()
         assert calm[begin:end].tobytes() != wild[begin:end].tobytes()
+
+
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_what_a_layer_keeps_of_its_convolution_changes_no_bit(cupy, cp_size):
+    case = BY_NAME["segment-edges"]
+    kept, anew = (thdattn.comm.run_local(cp_size, lambda comm, keep=keep: two_layers(case, comm, BFLOAT16, cupy, keep))
+                  for keep in (True, False))
+    for one, other in zip(kept, anew, strict=True):
+        assert [x.tobytes() for x in one] == [x.tobytes() for x in other]
 
 
 def test_two_runs_are_bitwise_the_same(cupy):

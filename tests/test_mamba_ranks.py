@@ -8,7 +8,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import Exported
-from mixer_cases import BFLOAT16, CASES, FLOAT32, FLOAT64, SIZES, Case, assembled, assert_equal, random_inputs, truth
+from mixer_cases import (
+    BFLOAT16,
+    CASES,
+    FLOAT32,
+    FLOAT64,
+    SIZES,
+    Case,
+    assembled,
+    assert_equal,
+    random_inputs,
+    truth,
+    two_layers,
+)  # fmt: skip
 
 import thdattn
 from thdattn import reference
@@ -59,6 +71,14 @@ def test_one_state_and_the_rows_that_a_convolution_sees_travel_whatever_the_leng
         assert backward == (cp_size - 1) * (3 * channels * number + summary)
 
 
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_what_a_layer_keeps_of_its_convolution_changes_no_bit(cp_size):
+    kept, anew = (thdattn.comm.run_local(cp_size, lambda comm, keep=keep: two_layers(MIXER, comm, BFLOAT16, np, keep))
+                  for keep in (True, False))
+    for one, other in zip(kept, anew, strict=True):
+        assert [x.tobytes() for x in one] == [x.tobytes() for x in other]
+
+
 def test_numbers_of_a_typical_layer():
     shape = MixerShape(64, 64, 128, 1, 4, BFLOAT16)
     assert (shape.d_inner, shape.channels, shape.columns) == (4096, 4352, 8512)
@@ -81,9 +101,13 @@ def test_one_rank_sends_nothing():
     assert comm.received_bytes == 0
 
 
-def test_kept_for_the_backward_is_y_and_a_state_per_segment():
-    _, plan, _, saved = steps(SINGLE, dtype=BFLOAT16)
-    y, halo, kept = saved.kept
+@pytest.mark.parametrize("keep", [True, False])
+def test_kept_for_the_backward_is_y_and_a_state_per_segment(keep):
+    mixer = MIXER.mixer(SINGLE, BFLOAT16, keep_activations=keep)
+    plan = mixer.plan(MIXER.batch)
+    zxbcdt, weights, _ = random_inputs(MIXER, BFLOAT16)
+    y, halo, kept, act = mixer.forward(zxbcdt, weights, plan)[1].kept
+    assert act.channels.shape == (plan.local_rows, 32) if keep else act is None
     segments = -(-plan.local_rows // reference.ssd_segment_rows)
     assert (y.dtype, y.shape) == (BFLOAT16, (plan.local_rows, 12)) and halo.shape == (3, 32)
     assert (kept.dtype, kept.shape) == (FLOAT32, (segments, *SIZES[:3]))

@@ -62,12 +62,15 @@ def halo_rows(plan: Plan, shape: MixerShape) -> Array:
     return np.where(rows >= 0, shape.reach * (owner + 1) + row - num_rows, 0)
 
 
-def mixer_conv(zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape) -> Activations:
+def mixer_conv(
+    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool = False
+) -> Activations:
     """The convolution and silu of x, B and C; and dt = softplus(dt + dt_bias).
 
     Args:
         zxbcdt: (local_rows, columns).
         halo: (reach, channels), from mixer_halo; on one rank anything.
+        keep: whether the next call is not to write to what it returns; here none does.
     """
     _, xbc, raw = shape.parts(zxbcdt)
     valid = valid_rows(plan)
@@ -78,14 +81,14 @@ def mixer_conv(zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, s
 
 
 def mixer_conv_states(
-    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape
+    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool
 ) -> tuple[Activations, Array, Array]:
     """mixer_conv, then ssd_states of what it makes; here one after the other.
 
     Returns:
         act; then states and decays, see ssd_states.
     """
-    act = mixer_conv(zxbcdt, halo, weights, plan, shape)
+    act = mixer_conv(zxbcdt, halo, weights, plan, shape, keep)
     return act, *ssd_states(act, plan, shape)
 
 

@@ -243,6 +243,19 @@ def ssd_scan(
         out[rows] = np.where(valid[rows], made * silu(cleared(z[rows], valid[rows], shape)), 0).astype(out.dtype)
 
 
+def mixer_gate_states(
+    dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
+    into: Gradients,
+) -> tuple[Array, Array, Array]:
+    """mixer_gate_bwd, then ssd_dstates of what it makes; here one after the other.
+
+    Returns:
+        dy, see mixer_gate_bwd; then dstates and decays, see ssd_dstates.
+    """
+    dy = mixer_gate_bwd(dout, zxbcdt, y, act, plan, shape, dzxbcdt, into)
+    return dy, *ssd_dstates(act, dy, plan, shape)
+
+
 def mixer_gate_bwd(
     dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
     into: Gradients,

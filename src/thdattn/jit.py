@@ -48,7 +48,7 @@ _PORTABLE_BACKWARD = (*_PORTABLE, "kernels/homes.cuh", "kernels/portable/backwar
 _MAMBA = (*_PORTABLE, "kernels/mamba/common.cuh")
 _MAMBA_BACKWARD = (*_MAMBA, "kernels/mamba/backward_common.cuh")
 _MAMBA_HOPPER = (*_HOPPER, "kernels/portable/common.cuh", "kernels/mamba/common.cuh", "kernels/mamba/hopper.cuh")
-_MAMBA_HOPPER_BACKWARD = (*_MAMBA_HOPPER, "kernels/mamba/backward_common.cuh")
+_MAMBA_HOPPER_BACKWARD = (*_MAMBA_HOPPER, "kernels/mamba/backward_common.cuh", "kernels/mamba/fragments_sm90.cuh")
 _CONV_STATES = (*_MAMBA_HOPPER, "kernels/mamba/conv.cu", "kernels/mamba/conv_states_sm90.cu")
 _MIXER_DECODE = (*_MAMBA, "kernels/mamba/decode.cu")
 FILES = {
@@ -90,7 +90,7 @@ FILES = {
     "thd_ssd_dstates": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_chunk_states": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
     "thd_ssd_bwd": (*_MAMBA_BACKWARD, "kernels/mamba/chunk_backward.cuh", "kernels/mamba/chunk_backward.cu"),
-    "thd_ssd_dstates_sm90": (*_MAMBA_HOPPER_BACKWARD, "kernels/mamba/scan_backward_sm90.cu"),
+    "thd_ssd_gate_states_sm90": (*_MAMBA_HOPPER_BACKWARD, "kernels/mamba/gate_states_sm90.cu"),
     "thd_ssd_chunk_states_sm90": (*_MAMBA_HOPPER_BACKWARD, "kernels/mamba/scan_backward_sm90.cu"),
     "thd_ssd_bwd_sm90": (
         *_MAMBA_HOPPER_BACKWARD, *(f"kernels/mamba/chunk_backward_sm90.{end}" for end in ("cuh", "cu"))),

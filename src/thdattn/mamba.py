@@ -44,6 +44,9 @@ class Mamba2Mixer:
         dtype: of zxbcdt and out: "bfloat16" or "float16"; on the reference engine also "float32" or "float64".
         engine: "cuda", "reference" (NumPy), or "auto": CUDA where a GPU and its comm allow it. CUDA has kernels for
             head_dim 64 and 128, state_dim 64, 128 and 256, conv_width up to 8, and a multiple of 8 heads.
+        keep_activations: whether forward keeps what the convolution makes for backward, channels numbers of 16 bits and
+            3 * num_heads of 32 per row and layer, about a third of what it keeps anyway; backward makes it again
+            otherwise.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that the engine does not compute in.
@@ -62,6 +65,7 @@ class Mamba2Mixer:
         conv_width: int = 4,
         dtype: DTypeLike = "bfloat16",
         engine: str = "auto",
+        keep_activations: bool = True,
     ) -> None:
         check_kind("comm", comm, Comm, "make one with thdattn.comm.init()")
         self.comm = comm
@@ -75,6 +79,7 @@ class Mamba2Mixer:
                 f"num_heads is {num_heads}, not a multiple of num_groups = {num_groups}; wanted as many heads for "
                 f"every group of B and C; use a divisor of num_heads"
             )
+        self.keep_activations = as_bool("keep_activations", keep_activations)
         self._engine = choose_engine(engine, comm)[0]
         self.engine: str = self._engine.name
         self.dtype = as_engine_dtype(self._engine, dtype)
@@ -150,7 +155,8 @@ class Mamba2Mixer:
         zxbcdt = self._checked("zxbcdt", zxbcdt, (plan.local_rows, self._shape.columns), self.dtype,
                                "pass this rank's rows (Sharding.shard cuts them out) with the columns z, x, B, C, dt")
         weights = self._checked_weights(weights)
-        out, kept = states.forward(self._engine, self.comm, plan, zxbcdt, weights, self._shape)
+        out, kept = states.forward(self._engine, self.comm, plan, zxbcdt, weights, self._shape,
+                                   self.keep_activations)
         return out, Mamba2Saved(zxbcdt, weights, plan, kept, self._shape)
 
     def backward(self, dout: Any, saved: Mamba2Saved) -> tuple[Any, Mamba2Weights]:

@@ -8,6 +8,7 @@ from typing import Any
 from thdattn.arguments import as_count, check_kind
 from thdattn.checks import check_same
 from thdattn.mamba_saved import Mamba2Saved
+from thdattn.methods import states
 from thdattn.mixer_shape import MixerShape
 
 MAX_TEXTS = 2**16 - 1  # of one launch
@@ -73,7 +74,7 @@ class Mamba2Cache:
         check_same("saved was made with", made, self.made_for, "pass what a forward of this mixer returned")
         plan.check(wait=False)
         plan.enter()
-        act = self._engine.mixer_conv(saved.zxbcdt, saved.kept.halo, saved.weights, plan, self._shape)
+        act = states.activations(self._engine, plan, saved.zxbcdt, saved.weights, saved.kept, self._shape)
         self._engine.mixer_fill(act, saved.zxbcdt, saved.kept.states, saved.weights, plan, self._shape,
                                 (self.rows, self.states))
         self._engine.poison(plan, self.rows, self.states)

@@ -16,7 +16,7 @@ class Mamba2Saved:
 
     zxbcdt, weights, plan: as passed, without a copy: nobody may write to them before backward.
     kept: what the mixer made: y before the gate, the state in front of every segment of rows, and the rows in front of
-        this rank's that the convolution saw.
+        this rank's that the convolution saw; and what that made, if the mixer has keep_activations.
     made_with: the sizes of the mixer, which must be those of the one whose backward takes it.
     """
 

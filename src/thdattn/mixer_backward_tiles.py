@@ -46,7 +46,7 @@ class ChunkTileSm90:
         """The kernel, for "float16" or "bfloat16"."""
         parts = self.state_dim // 64
         stage = (2 + 2 * parts) * BOX_BYTES + 4 * (2 + 8) * CHUNK + 16 + 3 * 8
-        of_chunk = (2 * parts + 4) * BOX_BYTES + 4 * CHUNK + 16 + 4 * 8
+        of_chunk = (2 * parts + 5) * BOX_BYTES + 4 * CHUNK + 16 + 5 * 8
         return _instance("thd_ssd_bwd_sm90", dtype, self.state_dim, self.stages,
                          shared_bytes=of_chunk + self.stages * stage)
 
@@ -147,21 +147,30 @@ class WalkSm90:
         """Of a thread block."""
         return 128 * self.heads
 
-    def thd_ssd_dstates(self, dtype: str) -> Instance:
-        """The kernel, for "float16" or "bfloat16"."""
-        return self._instance("thd_ssd_dstates_sm90", dtype)
+    @property
+    def gate_threads(self) -> int:
+        """Of gate_kernel: a warp more, which loads."""
+        return self.threads + 32
+
+    def gate_kernel(self, dtype: str) -> Instance:
+        """thd_ssd_gate_states_sm90, which makes the rows that it walks over, for "float16" or "bfloat16"."""
+        stage = (4 * self.heads + self.state_dim // 64) * BOX_BYTES + 2 * 8
+        of_heads = 2 * 4 * (CHUNK + 2) + 2 * 4 * (CHUNK // 32) + 2 * 4 * 4
+        return _instance("thd_ssd_gate_states_sm90", dtype, self.heads, self.state_dim,
+                         shared_bytes=2 * stage + self.heads * of_heads)
 
     def thd_ssd_chunk_states(self, dtype: str, back: bool) -> Instance:
-        """The same; back: of gradients."""
+        """Of "float16" or "bfloat16"; back: of gradients."""
         return self._instance("thd_ssd_chunk_states_sm90", dtype, back)
 
     def _instance(self, kernel: str, dtype: str, *how: bool) -> Instance:
-        stage, of_heads = (self.heads + self.state_dim // 64) * BOX_BYTES + 2 * 8, 2 * 4 * (CHUNK + 2) + 2 * 4 * 4
+        parts = self.state_dim // 64
+        stage, of_heads = (self.heads + parts) * BOX_BYTES + 2 * 8, parts * BOX_BYTES + 2 * 4 * (CHUNK + 2) + 2 * 4 * 4
         return _instance(kernel, dtype, *how, self.heads, self.state_dim, self.stages,
                          shared_bytes=self.stages * stage + self.heads * of_heads)
 
 
-WALKS_SM90 = tuple(WalkSm90(heads, *how) for how in ((64, 4), (128, 3)) for heads in (2, 1))
+WALKS_SM90 = tuple(WalkSm90(heads, state_dim, stages=2) for state_dim in (64, 128) for heads in (2, 1))
 
 
 def walk_for(

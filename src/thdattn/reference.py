@@ -43,9 +43,8 @@ from thdattn.host_rows import place_rows as place_rows
 from thdattn.host_rows import to_rank_order as to_rank_order
 from thdattn.host_rows import to_sequence_order as to_sequence_order
 from thdattn.host_rows import without_padding as without_padding
-from thdattn.host_ssd import mixer_gate_bwd as mixer_gate_bwd
+from thdattn.host_ssd import mixer_gate_states as mixer_gate_states
 from thdattn.host_ssd import ssd_bwd as ssd_bwd
-from thdattn.host_ssd import ssd_dstates as ssd_dstates
 from thdattn.host_ssd import ssd_enter as ssd_enter
 from thdattn.host_ssd import ssd_fold as ssd_fold
 from thdattn.host_ssd import ssd_gradients as ssd_gradients

@@ -32,28 +32,31 @@ class Kept(NamedTuple):
     y: (local_rows, d_inner), before the gate.
     halo: (conv_width - 1, channels), the rows of x, B and C in front of this rank's.
     states: (segments, num_heads, head_dim, state_dim), in front of each segment of rows.
+    act: what the convolution made, as the engine has it; None: it is to be made again.
     """
 
     y: Any
     halo: Any
     states: Any
+    act: Any = None
 
 
 def forward(
-    engine: Any, comm: Comm, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, shape: MixerShape
+    engine: Any, comm: Comm, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, shape: MixerShape, keep: bool = True
 ) -> tuple[Any, Kept]:
     """out of this rank's rows, and what the backward needs; see Mamba2Mixer.
 
     Args:
         engine: the module `reference` or `ops`.
         zxbcdt, weights: the engine's arrays.
+        keep: whether to keep what the convolution makes.
     """
     halo = engine.mixer_tail(zxbcdt, plan, shape)
     if comm.size > 1 and shape.reach:
         tails, wait = _gather(comm, plan, "rows", halo)
         wait()
         halo = engine.mixer_halo(tails, plan, shape)
-    act, states, decays = engine.mixer_conv_states(zxbcdt, halo, weights, plan, shape)
+    act, states, decays = engine.mixer_conv_states(zxbcdt, halo, weights, plan, shape, keep)
     summary = engine.ssd_fold(states, decays, plan, shape)
     y, out = (engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype) for _ in range(2))
 
@@ -70,19 +73,25 @@ def forward(
         engine.ssd_enter(states, decays, engine.ssd_start(summaries, plan, shape), waiting)
         scan(others)
     engine.poison(plan, out)
-    return out, Kept(y, halo, states)
+    return out, Kept(y, halo, states, act if keep else None)
+
+
+def activations(
+    engine: Any, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, kept: Kept, shape: MixerShape
+) -> Any:
+    """What the convolution made, anew if it was not kept."""
+    return engine.mixer_conv(zxbcdt, kept.halo, weights, plan, shape) if kept.act is None else kept.act
 
 
 def backward(
     engine: Any, comm: Comm, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept, shape: MixerShape
 ) -> tuple[Any, Mamba2Weights]:
     """Gradients of forward: those of this rank's rows, and what these rows give to those of the weights."""
-    y, halo, states = kept
+    y, halo, states, _ = kept
     dzxbcdt = engine.empty(zxbcdt.shape, zxbcdt.dtype)
-    act = engine.mixer_conv(zxbcdt, halo, weights, plan, shape)
+    act = activations(engine, plan, zxbcdt, weights, kept, shape)
     gradients = engine.ssd_gradients(plan, shape)
-    dy = engine.mixer_gate_bwd(dout, zxbcdt, y, act, plan, shape, dzxbcdt, gradients)
-    dstates, decays = engine.ssd_dstates(act, dy, plan, shape)
+    dy, dstates, decays = engine.mixer_gate_states(dout, zxbcdt, y, act, plan, shape, dzxbcdt, gradients)
     summary = engine.ssd_fold(dstates, decays, plan, shape, reverse=True)
 
     def scan(segments: slice) -> None:

@@ -28,9 +28,8 @@ from thdattn.ops.mixer import (
 from thdattn.ops.mixer_backward import (
     mixer_add_halos,
     mixer_conv_bwd,
-    mixer_gate_bwd,
+    mixer_gate_states,
     ssd_bwd,
-    ssd_dstates,
     ssd_gradients,
 )  # fmt: skip
 from thdattn.ops.mixer_decode import mixer_decode, mixer_fill
@@ -41,9 +40,10 @@ from thdattn.tiles import TILES
 __all__ = [
     "add_shares", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "device",
     "dtypes", "empty", "enter", "forward_bytes", "free_bytes", "from_user", "head_dims", "mixer_add_halos",
-    "mixer_conv", "mixer_conv_bwd", "mixer_conv_states", "mixer_decode", "mixer_fill", "mixer_gate_bwd", "mixer_halo",
+    "mixer_conv", "mixer_conv_bwd", "mixer_conv_states", "mixer_decode", "mixer_fill", "mixer_gate_states",
+    "mixer_halo",
     "mixer_sizes", "mixer_tail", "name", "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes",
-    "poison", "rounded", "sinks_grad", "ssd_bwd", "ssd_dstates", "ssd_enter", "ssd_fold", "ssd_gradients", "ssd_scan",
+    "poison", "rounded", "sinks_grad", "ssd_bwd", "ssd_enter", "ssd_fold", "ssd_gradients", "ssd_scan",
     "ssd_segment_rows", "ssd_start", "ssd_states", "tiles", "to_rank_order", "to_sequence_order", "without_padding",
 ]  # fmt: skip
 

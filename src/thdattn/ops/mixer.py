@@ -9,6 +9,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from thdattn import jit
 from thdattn.host_conv import halo_rows
@@ -40,7 +41,7 @@ _FOLD, _START, _ENTER = MIXER_KERNELS
 
 
 class Activations(NamedTuple):
-    """What the recurrence gets of this rank's rows, all 0 on padding, in buffers of the plan.
+    """What the recurrence gets of this rank's rows, all 0 on padding.
 
     channels: (local_rows, channels), x, B and C behind the convolution and silu, in the dtype of the mixer.
     dt: (num_heads, chunks * CHUNK), float32; rows behind the last one have 0.
@@ -115,13 +116,15 @@ def _words(x: Array) -> Array:
     return x.view(np.uint16)
 
 
-def mixer_conv(zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape) -> Activations:
+def mixer_conv(
+    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool = False
+) -> Activations:
     """The convolution and silu of x, B and C; dt and its sums. See host_conv.mixer_conv."""
-    return _convolve(0, zxbcdt, halo, weights, plan, shape)
+    return _convolve(0, zxbcdt, halo, weights, plan, shape, keep)
 
 
 def mixer_conv_states(
-    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape
+    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool
 ) -> tuple[Activations, Array, Array]:
     """mixer_conv, then ssd_states of what it makes. See host_ssd.mixer_conv_states.
 
@@ -129,9 +132,9 @@ def mixer_conv_states(
     """
     slab = slab_of(shape)
     if not (plan.local_rows and isinstance(slab, SlabSm90) and slab.convolves(shape.conv_width)):
-        act = mixer_conv(zxbcdt, halo, weights, plan, shape)
+        act = mixer_conv(zxbcdt, halo, weights, plan, shape, keep)
         return act, *ssd_states(act, plan, shape)
-    act = _convolve(shape.d_inner, zxbcdt, halo, weights, plan, shape)
+    act = _convolve(shape.d_inner, zxbcdt, halo, weights, plan, shape, keep)
     states = _new_states(plan, shape)
     name = shape.dtype.name
     decays, run = plan.once(
@@ -144,25 +147,32 @@ def mixer_conv_states(
 
 
 def _convolve(
-    column: int, zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape
+    column: int, zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool
 ) -> Activations:
     """Columns of x, B and C from a multiple of CONV_COLUMNS on; dt and its sums."""
-    made, run = plan.once(("conv", shape, column), lambda: _conv(column, plan, shape))
-    run(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.A_log, weights.dt_bias)
+    made = _activations(plan, shape, keep)
+    run = plan.once(("conv", shape, column), lambda: _conv(column, plan, shape))
+    run(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.A_log, weights.dt_bias, plan.key_ranges, *made)
     return made
 
 
-def _conv(column: int, plan: Plan, shape: MixerShape) -> tuple[Activations, Launch]:
+def _activations(plan: Plan, shape: MixerShape, keep: bool) -> Activations:
+    """Buffers of the plan, which the next mixer writes to; keep: new arrays."""
+    of_rows, of_heads = (plan.local_rows, shape.channels), (shape.num_heads, -(-plan.local_rows // CHUNK) * CHUNK)
+
+    def buffer(name: str, size: tuple[int, int], dtype: DTypeLike = np.float32) -> Array:
+        return launch.empty(size, dtype) if keep else plan.buffer(name, size, dtype)
+
+    return Activations(buffer("channels", of_rows, shape.dtype), buffer("dt", of_heads), buffer("sums of a", of_heads),
+                       buffer("dt that leaves", of_heads))
+
+
+def _conv(column: int, plan: Plan, shape: MixerShape) -> Launch:
     num_rows = plan.local_rows
-    of_heads = shape.num_heads, -(-num_rows // CHUNK) * CHUNK
-    made = Activations(
-        plan.buffer("channels", (num_rows, shape.channels), shape.dtype),
-        *(plan.buffer(name, of_heads, np.float32) for name in ("dt", "sums of a", "dt that leaves")),
-    )
     first, column_tiles = column // CONV_COLUMNS, -(-(shape.channels - column) // CONV_COLUMNS)
     grid = column_tiles + -(-shape.num_heads // RATES_HEADS), -(-num_rows // CONV_ROWS)
-    fixed = plan.key_ranges, *made, np.int32(first), np.int32(column_tiles), size_of(plan, shape)
-    return made, Launch(jit.kernel(*thd_mixer_conv(shape.dtype.name, shape.conv_width)), grid, 256, fixed)
+    fixed = np.int32(first), np.int32(column_tiles), size_of(plan, shape)
+    return Launch(jit.kernel(*thd_mixer_conv(shape.dtype.name, shape.conv_width)), grid, 256, fixed)
 
 
 def ssd_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:

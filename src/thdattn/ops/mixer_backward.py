@@ -55,21 +55,53 @@ class Gradients(NamedTuple):
     shares: Array
 
 
-def mixer_gate_bwd(
+def mixer_gate_states(
     dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
     into: Gradients,
-) -> Array:
-    """dy, the gradient of z and shares of that of D. See host_ssd.mixer_gate_bwd."""
-    dy, run = plan.once(("gate_bwd", shape), lambda: _gate_bwd(plan, shape))
-    run(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *_shares(into, "D", shape))
-    return dy
+) -> tuple[Array, Array, Array]:
+    """dy, the gradient of z and shares of that of D; dstates and decays. See host_ssd.mixer_gate_states.
+
+    On Hopper dy is made on its way into the gradients of states, so that it is not read for them.
+    """
+    made = dy, *_ = _made_of_gate(plan, shape)
+    walk = _walk(shape)
+    if isinstance(walk, Walk):
+        gate, states = plan.once(("gate", shape), lambda: _gate_then_states(walk, plan, shape))
+        gate(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *_shares(into, "D", shape))
+        states(act.channels, dy, act.sums, plan.key_ranges, *made[1:])
+    elif plan.local_rows:
+        run = plan.once(("gate", shape), lambda: _gate_states(walk, plan, shape))
+        z, dz = (x[:, : shape.d_inner] for x in (zxbcdt, dzxbcdt))
+        run(*_boxes(dout, z, y, act.channels, dy, dz), *_shares(into, "D", shape), act.sums, plan.key_ranges, *made[1:])
+    return made
 
 
-def _gate_bwd(plan: Plan, shape: MixerShape) -> tuple[Array, Launch]:
-    dy = plan.buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype)
-    grid = -(-shape.d_inner // 1024), -(-plan.local_rows // CHUNK)
-    fixed = plan.key_ranges, size_of(plan, shape)
-    return dy, Launch(jit.kernel(*thd_mixer_gate_bwd(shape.dtype.name)), grid, 128, fixed)
+def _made_of_gate(plan: Plan, shape: MixerShape) -> tuple[Array, Array, Array]:
+    """Buffers for dy, and for gradients of states and what is left of them in every segment."""
+    segments = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
+    return (plan.buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype),
+            plan.buffer("gradients of states", (segments, *shape.state), np.float32),
+            plan.buffer("decays backward", (segments, shape.num_heads), np.float32))
+
+
+def _gate_states(walk: WalkSm90, plan: Plan, shape: MixerShape) -> Launch:
+    grid = shape.num_heads // walk.heads, -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
+    kernel = jit.kernel(*walk.gate_kernel(shape.dtype.name))
+    return Launch(kernel, grid, walk.gate_threads, (size_of(plan, shape),))
+
+
+def _gate_then_states(walk: Walk, plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
+    chunks, size = -(-plan.local_rows // CHUNK), size_of(plan, shape)
+    gate, states = (jit.kernel(*make(shape.dtype.name)) for make in (thd_mixer_gate_bwd, walk.thd_ssd_dstates))
+    blocks = -(-chunks // SEGMENT_CHUNKS), shape.d_inner // walk.columns, _slices(shape)
+    return (Launch(gate, (-(-shape.d_inner // 1024), chunks), 128, (plan.key_ranges, size)),
+            Launch(states, blocks, walk.threads, (size,)))
+
+
+def _boxes(*rows: Array) -> list[Any]:
+    """Tensor maps of columns."""
+    boxes = (x.reshape(len(x), x.shape[1] // BOX_COLUMNS, BOX_COLUMNS) for x in rows)
+    return [tensor_map(x, len(x), x.strides[0], CHUNK) for x in boxes]
 
 
 def _shares(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array, np.uint64]:
@@ -77,23 +109,6 @@ def _shares(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array
     before = Mamba2Weights._fields.index(weight)
     begin = sum(map(math.prod, shape.weights[:before]))
     return gradients.shares.ravel()[begin:], np.uint64(_numbers(shape))
-
-
-def ssd_dstates(act: Activations, dy: Array, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
-    """What every segment adds to the gradient of the state in front. See host_ssd.ssd_dstates."""
-    made, run = plan.once(("dstates", shape), lambda: _dstates(plan, shape))
-    run(*_rows(_walk(shape).by_boxes, act.channels, dy), act.sums, plan.key_ranges, *made)
-    return made
-
-
-def _dstates(plan: Plan, shape: MixerShape) -> tuple[tuple[Array, Array], Launch]:
-    segments = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
-    dstates = plan.buffer("gradients of states", (segments, *shape.state), np.float32)
-    decays = plan.buffer("decays backward", (segments, shape.num_heads), np.float32)
-    walk = _walk(shape)
-    grid = segments, shape.d_inner // walk.columns, _slices(shape)
-    kernel = jit.kernel(*walk.thd_ssd_dstates(shape.dtype.name))
-    return (dstates, decays), Launch(kernel, grid, walk.threads, (size_of(plan, shape),))
 
 
 def _walk(shape: MixerShape) -> Walk | WalkSm90:
@@ -105,8 +120,7 @@ def _rows(by_boxes: bool, channels: Array, dy: Array) -> list[Any]:
     """channels and dy as kernels take them: arrays, or tensor maps of their columns."""
     if not by_boxes or not len(dy):
         return [channels, dy]
-    boxes = (x.reshape(len(x), x.shape[1] // BOX_COLUMNS, BOX_COLUMNS) for x in (channels, dy))
-    return [tensor_map(x, len(x), x.strides[0], CHUNK) for x in boxes]
+    return _boxes(channels, dy)
 
 
 def _slices(shape: MixerShape) -> int:
@@ -186,19 +200,10 @@ def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[.
         rows = _rows(walk.by_boxes, act.channels, dy)
         for walks, of in ((forward, states), (back, dstates)):
             walks(*rows, act.sums, act.leave, ranges, of, np.int32(begin))
-        main(*_inputs(tile, act.channels, dy, kept, shape), scales, act.dt, act.sums, ranges, weights.A_log, weights.D,
+        main(*_rows(tile.by_boxes, act.channels, dy), kept, scales, act.dt, act.sums, ranges, weights.A_log, weights.D,
              into.dx, into.dbc, into.ddt, *_shares(into, "A_log", shape), np.int32(begin * SEGMENT_CHUNKS))
 
     return run
-
-
-def _inputs(tile: ChunkTile | ChunkTileSm90, channels: Array, dy: Array, kept: Array, shape: MixerShape) -> list[Any]:
-    """As thd_ssd_bwd takes them: arrays, or tensor maps of rows and states and then the array of B and C."""
-    rows = _rows(tile.by_boxes, channels, dy)
-    if not tile.by_boxes:
-        return [*rows, kept]
-    states = kept.reshape(-1, shape.state_dim // BOX_COLUMNS, BOX_COLUMNS)
-    return [*rows, tensor_map(states, len(states), states.strides[0], CHUNK), channels]
 
 
 def mixer_conv_bwd(

@@ -12,6 +12,26 @@ template <typename T> __device__ __forceinline__ uint4 pack8(const float (&x)[8]
   return make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
 }
 
+// dy and dz of 8 numbers that lie side by side, of which dout and y become them, 0 if the row does not count; and what
+// they give to the gradient of D, which wants dy before it is rounded.
+template <typename T>
+__device__ __forceinline__ float gate_back(uint4& dout, uint4& y, uint4 z_words, uint4 x_words, bool counts) {
+  float g[8], z[8], of_gate[8], x[8], of_d = 0.f;
+  unpack8<T>(g, dout);
+  unpack8<T>(z, z_words);
+  unpack8<T>(of_gate, y);
+  unpack8<T>(x, x_words);
+  #pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    const float share = sigmoid(z[e]), gate = z[e] * share, slope = fmaf(gate, 1.f - share, share);
+    of_gate[e] = counts ? of_gate[e] * g[e] * slope : 0.f;
+    g[e] = counts ? g[e] * gate : 0.f;
+    of_d = fmaf(g[e], x[e], of_d);
+  }
+  dout = pack8<T>(g), y = pack8<T>(of_gate);
+  return of_d;
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
   #pragma unroll
   for (int lanes = 1; lanes < kWarp; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);

@@ -1,14 +1,14 @@
 // Gradients of the Mamba-2 recurrence on Hopper (sm_90a), one chunk of rows at a time, for heads of 64.
 
-// What thd_ssd_bwd makes, of the same arguments but for rows and states, which come as boxes too: x_boxes of channels,
-// dy_boxes, and state_boxes of chunk_states, (all rows of all states, kState / 64, 64).
+// What thd_ssd_bwd makes, of the same arguments but for rows, which come as boxes of all columns of channels and of dy,
+// and states, which lie as thd_ssd_chunk_states_sm90 leaves them.
 // Launch: grid (num_chunks, groups * splits), block 512, shared memory kSharedBytes.
 template <typename T, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
-    const __grid_constant__ TensorMap x_boxes, const __grid_constant__ TensorMap dy_boxes,
-    const __grid_constant__ TensorMap state_boxes, const T* channels, const float* scales, const float* dt,
-    const float* sums, const int2* ranges, const float* A_log, const float* D, T* dx, float* dbc, float* ddt,
-    float* shares, size_t shares_pitch, int first_chunk, int num_chunks, MixerSize size) {
+    const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap dy, const T* chunk_states,
+    const float* scales, const float* dt, const float* sums, const int2* ranges, const float* A_log, const float* D,
+    T* dx, float* dbc, float* ddt, float* shares, size_t shares_pitch, int first_chunk, int num_chunks,
+    MixerSize size) {
   using Work = ChunkBackwardSm90<T, kState, kStages>;
   using Shared = typename Work::Shared;
   static_assert(same_bytes<(int)sizeof(Shared), kSharedBytes>());
@@ -20,16 +20,17 @@ __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
   const int first_row = chunk * kChunk, left = size.rows - first_row;
   const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), first_state = blockIdx.x * size.heads;
   const int of_r = num_chunks * size.heads;           // states further on
+  constexpr int kNumbers = kSlab * kState;            // of a state
   if (threadIdx.x == 0) shared.init();
   if (threadIdx.x < kChunk) {
     const int at = first_row + threadIdx.x;
     shared.first[threadIdx.x] = first_of(range_at(ranges, at, size), at, size) - first_row;
   }
-  Work::place(shared.b[0], channels + size.b_column(group), chunk, size);
-  Work::place(shared.c[0], channels + size.c_column(group), chunk, size);
-  publish_to_async();
   __syncthreads();
   Work work(shared, scales + first_state, of_r);
+  if (threadIdx.x == 0) work.load_once(&channels, group, chunk, size);
+  __syncwarp();
+  barrier_wait(&shared.arrived, 0);
   const size_t width = size.groups * kState;
   float* const to = dbc + ((size_t)(blockIdx.y % splits) * size.rows + first_row) * 2 * width + group * kState;
 
@@ -37,10 +38,11 @@ __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
     registers_take<136>();
     float dproducts[1][8][4] = {};
     work.make_products();
-    for (int head = first_head; head < end; ++head) work.on_pairs(dproducts);
+    const u32 counted = work.counted_pairs();
+    for (int head = first_head; head < end; ++head) work.on_pairs(dproducts, counted);
     work.publish_products(dproducts);
   } else if (role == kOnBehind) {
-    registers_take<kState == 128 ? 168 : 152>();
+    registers_take<176>();
     float db[Work::kParts][8][4] = {};
     for (int head = first_head; head < end; ++head)
       work.on_behind(head, dx + (size_t)first_row * size.inner() + head * kSlab, D[head], left, db, size);
@@ -53,14 +55,16 @@ __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
     work.template add_products<1>(dc, shared.b);
     work.store(to + width, 2 * width, dc, left);
   } else {
-    registers_give<kState == 128 ? 64 : 80>();
-    if (threadIdx.x == 3 * 128) {
+    registers_give<56>();
+    // The last warps of all, as the first ones of the others have the most pairs, and share a scheduler with its like.
+    if (threadIdx.x == 512 - kWarp) {
+      #pragma unroll 1
       for (int head = first_head; head < end; ++head) {
         const size_t numbers = size.in_heads(head, chunk);
-        work.load(&x_boxes, &dy_boxes, &state_boxes, head, first_row, (first_state + head) * kSlab, of_r * kSlab,
-                  sums + numbers, dt + numbers);
+        const T* const s = chunk_states + (size_t)(first_state + head) * kNumbers;
+        work.load(&channels, &dy, s, s + (size_t)of_r * kNumbers, head, first_row, sums + numbers, dt + numbers);
       }
-    } else if (threadIdx.x / kWarp == 3 * 4 + 1) {
+    } else if (threadIdx.x / kWarp == 3 * 4 + 2) {
       for (int head = first_head; head < end; ++head)
         work.rows(ddt + size.in_heads(head, chunk), -expf(A_log[head]), shares + chunk * shares_pitch + head);
     }

@@ -15,22 +15,24 @@ struct ToldOfRows {
 template <int kState, int kStages>
 struct ChunkSharedSm90 {
   static constexpr int kParts = kState / kSlab;
-  unsigned char b[kParts][kBox], c[kParts][kBox];     // with columns as place_of says
+  unsigned char b[kParts][kBox], c[kParts][kBox];
   unsigned char x[kStages][kBox], dy[kStages][kBox], s[kStages][kParts][kBox], r[kStages][kParts][kBox];
   unsigned char weights[2][kBox];                     // of dy in dx, rows of x by rows of dy
   unsigned char products[2 * kBox];                   // B C^T as each thread has it; at the end its gradient, rounded
+  unsigned char dx[kBox];                             // of each warp 16 rows on their way out
   float sums[kStages][kChunk], dt[kStages][kChunk];
   ToldOfRows told[kStages];
   int first[kChunk];
   float scale[4];                                     // of the gradient of B C^T; or the largest of each warp
   Stages<kStages, 1, 1> stages;
-  u64 all_told[kStages], weighed[2], taken[2];
+  u64 all_told[kStages], weighed[2], taken[2], arrived;  // arrived: B and C have
 
   __device__ __forceinline__ void init() {
-    stages.init();
     for (u64& barrier : all_told) barrier_init(&barrier, kTellers);
     for (u64& barrier : weighed) barrier_init(&barrier, 4);
     for (u64& barrier : taken) barrier_init(&barrier, 4);
+    barrier_init(&arrived, 1);
+    stages.init();                                    // and tells the copies of all of them
   }
 };
 
@@ -75,10 +77,7 @@ struct ChunkBackwardSm90 {
     weights.advance();
   }
 
-  // The thread's two numbers of block n of a row of a box.
-  static __device__ __forceinline__ float2 pair_of(const unsigned char* box, int r, int n) {
-    return unpack<T>(*(const u32*)(box + r * kRowBytes + (n ^ r % 8) * 16 + threadIdx.x % 4 * 4));
-  }
+  using Rows = RowsOfBox<T>;
   // A number of each of the thread's rows, added up over the four lanes that have it.
   __device__ __forceinline__ void tell(float* to, float one, float other) const {
     one = quad_sum(one);
@@ -88,32 +87,24 @@ struct ChunkBackwardSm90 {
 
   // ---------------------------------------------------------------------------------------------- once
 
-  // B or C of the chunk, whose columns change places; by all threads.
-  static __device__ __forceinline__ void place(unsigned char* to, const T* from, int chunk, const MixerSize& size) {
-    for (int i = threadIdx.x; i < kChunk * kState / 8; i += 512) {
-      const int r = i / (kState / 8), column = i % (kState / 8) * 8, source = chunk * kChunk + r;
-      uint4 words = make_uint4(0, 0, 0, 0);
-      if (source < size.rows) words = *(const uint4*)(from + (size_t)source * size.channels() + column);
-      unsigned char* const at = to + column / kSlab * kBox + r * kRowBytes + column % 32 / 8 * 4;
-      const int piece = column % kSlab / 32 * 4;
-      *(u32*)(at + ((piece + 0) ^ r % 8) * 16) = words.x, *(u32*)(at + ((piece + 1) ^ r % 8) * 16) = words.y;
-      *(u32*)(at + ((piece + 2) ^ r % 8) * 16) = words.z, *(u32*)(at + ((piece + 3) ^ r % 8) * 16) = words.w;
-    }
+  // B and C of the chunk; by one thread.
+  __device__ __forceinline__ void load_once(const TensorMap* channels, int group, int chunk,
+                                            const MixerSize& size) const {
+    barrier_expect(&shared.arrived, 2 * kParts * kBox);
+    copy_columns<kState>(shared.b[0], channels, size.b_column(group), chunk, &shared.arrived);
+    copy_columns<kState>(shared.c[0], channels, size.c_column(group), chunk, &shared.arrived);
   }
 
-  // Loads a head, whose state in front is `state` rows of states in, and R r_rows further on; by one thread.
-  __device__ __forceinline__ void load(const TensorMap* x, const TensorMap* dy, const TensorMap* states, int head,
-                                       int first_row, int state, int r_rows, const float* sums, const float* dt) {
+  // Loads a head, whose state in front is s; by one thread.
+  __device__ __forceinline__ void load(const TensorMap* x, const TensorMap* dy, const T* s, const T* r, int head,
+                                       int first_row, const float* sums, const float* dt) {
     const u32 at = ring.stage;
     u64* const full = &shared.stages.full[at];
     shared.stages.fill(ring, (2 + 2 * kParts) * kBox + 2 * 4 * kChunk);
     copy_box_once(shared.x[at], x, 0, head, first_row, full);
     copy_box_once(shared.dy[at], dy, 0, head, first_row, full);
-    #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      copy_box_once(shared.r[at][part], states, 0, part, state + r_rows, full);
-      copy_box_once(shared.s[at][part], states, 0, part, state, full);
-    }
+    copy_bulk(shared.r[at], r, kParts * kBox, full);
+    copy_bulk(shared.s[at], s, kParts * kBox, full);
     copy_bulk(shared.sums[at], sums, 4 * kChunk, full);
     copy_bulk(shared.dt[at], dt, 4 * kChunk, full);
     ring.advance();
@@ -138,38 +129,51 @@ struct ChunkBackwardSm90 {
 
   // k, x dy^T, rows j by columns i >= j, becomes weights of dy in dx; and what passes over rows is told. One text for
   // pairs that may count and for those that do, as what limits all this is how fast instructions arrive.
-  __device__ __forceinline__ void weigh(float (&k)[1][8][4], float (&dproducts)[1][8][4]) {
-    float later[2] = {0.f, 0.f}, columns[8][2];
+  __device__ __forceinline__ void weigh(float (&k)[8][4], float (&dproducts)[1][8][4], u32 counted) {
+    float later[2] = {0.f, 0.f}, alone[2] = {0.f, 0.f}, columns[8][2];
     const float from[2] = {sums()[row], sums()[row + 8]}, steps[2] = {dt()[row], dt()[row + 8]};
     #pragma unroll
     for (int n = 0; n < 8; ++n) {
       columns[n][0] = columns[n][1] = 0.f;
-      if (n / 2 < row / 16) k[0][n][0] = k[0][n][1] = k[0][n][2] = k[0][n][3] = 0.f;
-      else weigh(n, k[0][n], dproducts[0][n], columns[n], later, from, steps);
+      if (n / 2 < row / 16) k[n][0] = k[n][1] = k[n][2] = k[n][3] = 0.f;
+      else weigh(n, k[n], dproducts[0][n], columns[n], later, alone, from, steps, counted >> 4 * n);
     }
     barrier_wait(&shared.taken[weights.stage], weights.parity ^ 1);
     publish(shared.weights[weights.stage], k);
     arrive(&shared.weighed[weights.stage]);
     tell(told().later, later[0], later[1]);
+    if (row % 8 / 2 == threadIdx.x % 4) told().alone[row] = alone[0], told().alone[row + 8] = alone[1];
     tell_columns(columns);
   }
+  // Of each pair of this thread a bit, whether it counts.
+  __device__ __forceinline__ u32 counted_pairs() const {
+    u32 counted = 0;
+    #pragma unroll
+    for (int n = 0; n < 8; ++n)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = n * 8 + threadIdx.x % 4 * 2 + e % 2, j = row + e / 2 * 8;
+        counted |= (u32)(shared.first[i] <= j && j <= i) << (4 * n + e);
+      }
+    return counted;
+  }
+  // A block of pairs; counted: its bits at the end.
   __device__ __forceinline__ void weigh(int n, float (&k)[4], float (&dproducts)[4], float (&columns)[2],
-                                        float (&later)[2], const float (&from)[2], const float (&steps)[2]) {
+                                        float (&later)[2], float (&alone)[2], const float (&from)[2],
+                                        const float (&steps)[2], u32 counted) {
     const int column = n * 8 + threadIdx.x % 4 * 2;
     const float2 to = *(const float2*)(sums() + column);
-    const int2 first = *(const int2*)(shared.first + column);
     const float4 four = my_products()[n * 128];
     const float gamma[4] = {four.x, four.y, four.z, four.w};
     #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int i = column + e % 2, j = row + e / 2 * 8;
-      const bool counts = (e % 2 ? first.y : first.x) <= j && j <= i;
+      const bool counts = counted >> e & 1;
       const float decay = decay_of((e % 2 ? to.y : to.x) - from[e / 2]), step = steps[e / 2];
       const float product = counts ? k[e] : 0.f, weight = counts ? decay * gamma[e] : 0.f;
       k[e] = step * weight;
       dproducts[e] = fmaf(decay * step, product, dproducts[e]);
-      if (i == j) {
-        told().alone[i] = weight * product;
+      if (column + e % 2 == row + e / 2 * 8) {
+        alone[e / 2] = weight * product;
       } else {
         later[e / 2] = fmaf(weight, product, later[e / 2]);
         columns[e % 2] = fmaf(k[e], product, columns[e % 2]);
@@ -201,7 +205,7 @@ struct ChunkBackwardSm90 {
   }
 
   // dx of what the state behind gives, B R^T so far; and what that is of dt.
-  __device__ __forceinline__ void leave_from(float (&made)[8][4], const unsigned char* x, float of_r) const {
+  __device__ __forceinline__ void leave_from(float (&made)[8][4], const Rows& rows_of_x, float of_r) const {
     const float last[2] = {of_r * leave(row), of_r * leave(row + 8)};
     const float factor[2] = {last[0] * dt()[row], last[1] * dt()[row + 8]};
     float behind[2] = {0.f, 0.f};
@@ -209,7 +213,7 @@ struct ChunkBackwardSm90 {
     for (int n = 0; n < 8; ++n)
       #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 of_x = pair_of(x, row + 8 * h, n);
+        const float2 of_x = rows_of_x.pair(n, h);
         float &one = made[n][2 * h], &other = made[n][2 * h + 1];
         behind[h] += one * of_x.x + other * of_x.y;
         one *= factor[h], other *= factor[h];
@@ -224,42 +228,42 @@ struct ChunkBackwardSm90 {
   }
 
   // dx, which lacks what comes through D, of `left` rows.
-  __device__ __forceinline__ void store_dx(T* dx, float (&made)[8][4], const unsigned char* dy, float d, int left,
+  __device__ __forceinline__ void store_dx(T* dx, float (&made)[8][4], const Rows& rows_of_dy, float d, int left,
                                            const MixerSize& size) const {
     #pragma unroll
     for (int n = 0; n < 8; ++n)
       #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 of_dy = pair_of(dy, row + 8 * h, n);
+        const float2 of_dy = rows_of_dy.pair(n, h);
         made[n][2 * h] = fmaf(d, of_dy.x, made[n][2 * h]);
         made[n][2 * h + 1] = fmaf(d, of_dy.y, made[n][2 * h + 1]);
       }
-    T* const to = dx + (size_t)row * size.inner();
-    store_row<0>(to, made, 1.f, row < left);
-    store_row<1>(to + (size_t)8 * size.inner(), made, 1.f, row + 8 < left);
+    const auto [warp, lane] = me();
+    round_to<T>(shared.dx, made);
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {                     // whole rows of 128 bytes
+      const int r = warp * 16 + i * 4 + lane / 8;
+      const uint4 piece = *(const uint4*)(shared.dx + r * kRowBytes + (lane % 8 ^ r % 8) * 16);
+      if (r < left) __stcs((uint4*)(dx + (size_t)r * size.inner() + lane % 8 * 8), piece);
+    }
   }
 
-  // Rounds 64 by 64 numbers to a tile.
-  static __device__ __forceinline__ void publish(unsigned char* tile, const float (&x)[1][8][4]) {
-    const auto [warp, lane] = me();
-    u32 rounded[1][4][4];
-    round_to_operand<T>(rounded, x);
-    unsigned char* const at = tile + (warp * 16 + lane % 16) * kRowBytes;
-    #pragma unroll
-    for (int k = 0; k < 4; ++k) store_matrices(at + ((2 * k + lane / 16) ^ lane % 8) * 16, rounded[0][k]);
+  static __device__ __forceinline__ void publish(unsigned char* tile, const float (&x)[8][4]) {
+    round_to<T>(tile, x);
     publish_to_async();
   }
 
-  __device__ __forceinline__ void on_pairs(float (&dproducts)[1][8][4]) {
+  __device__ __forceinline__ void on_pairs(float (&dproducts)[1][8][4], u32 counted) {
     shared.stages.wait(ring);
-    float k[1][8][4];
+    float k[8][4];
     ScoreRows<T, kSlab, kChunk, false> x;
     x.load(shared.x[ring.stage]);
     wgmma_begin();
-    x.template start<false, kChunk>(k[0], shared.dy[ring.stage]);
+    x.template start<false, kChunk>(k, shared.dy[ring.stage]);
     wgmma_commit();
-    wgmma_wait<0>(k[0]);
-    weigh(k, dproducts);
+    wgmma_wait<0>(k);
+    weigh(k, dproducts, counted);
     next_head();
   }
 
@@ -268,7 +272,7 @@ struct ChunkBackwardSm90 {
     if constexpr (kScalesStates<T>) shared.scale[me().warp] = __int_as_float(largest_of_warp(dproducts));
     ::wait(2, 128);                                   // nobody reads B C^T any more
     if constexpr (kScalesStates<T>) scale(dproducts, scale_of_products().factor);
-    publish(shared.products, dproducts);
+    publish(shared.products, dproducts[0]);
     ::arrive(1, 384);
   }
   __device__ __forceinline__ PowerOfTwo scale_of_products() const {
@@ -328,6 +332,7 @@ struct ChunkBackwardSm90 {
     start<false>(made, x, shared.r[ring.stage][0]);
     b.template start<false, kChunk>(of_x, shared.r[ring.stage][0]);
     wgmma_commit();
+    const Rows rows_of_x(x);
     wgmma_wait<1>(made);
     add(db[0], made, factor);
     if constexpr (kParts == 2) {
@@ -337,7 +342,7 @@ struct ChunkBackwardSm90 {
     } else {
       wgmma_wait<0>(of_x);
     }
-    leave_from(of_x, x, of_r);
+    leave_from(of_x, rows_of_x, of_r);
     pin(of_x);
     if constexpr (kParts == 2) {
       wgmma_wait<0>(made);
@@ -345,9 +350,10 @@ struct ChunkBackwardSm90 {
     }
     barrier_wait(&shared.weighed[weights.stage], weights.parity);
     start<true>(of_x, shared.weights[weights.stage], dy);
+    const Rows rows_of_dy(dy);
     wgmma_wait<0>(of_x);
     arrive(&shared.taken[weights.stage]);
-    store_dx(dx, of_x, dy, d, left, size);
+    store_dx(dx, of_x, rows_of_dy, d, left, size);
     next_head();
   }
 
@@ -359,12 +365,13 @@ struct ChunkBackwardSm90 {
     wgmma_begin();
     c.template start<false, kChunk>(made, shared.s[ring.stage][0]);
     wgmma_commit();
+    const Rows rows_of_dy(dy);
     wgmma_wait<0>(made);
     #pragma unroll
     for (int n = 0; n < 8; ++n)
       #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 of_dy = pair_of(dy, row + 8 * h, n);
+        const float2 of_dy = rows_of_dy.pair(n, h);
         seen[h] += made[n][2 * h] * of_dy.x + made[n][2 * h + 1] * of_dy.y;
       }
     tell(told().of_front, factor[0] * seen[0], factor[1] * seen[1]);
@@ -425,18 +432,16 @@ struct ChunkBackwardSm90 {
       wgmma_wait<0>(sum[part]);
     }
   }
-  // dB or dC of `left` rows, of which each thread has 8 columns that lie together.
+  // dB or dC of `left` rows.
   __device__ __forceinline__ void store(float* to, size_t pitch, const float (&sum)[kParts][8][4], int left) const {
     const float inverse = scale_of_products().inverse;
     #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (row + 8 * h >= left) continue;
+      float* const at = to + (row + 8 * h) * pitch + threadIdx.x % 4 * 2;
       #pragma unroll
-      for (int n = 0; n < 8 * kParts; n += 2) {
-        const float *const one = &sum[n / 8][n % 8][2 * h], *const next = &sum[n / 8][n % 8 + 1][2 * h];
-        float* const at = to + (row + 8 * h) * pitch + n / 4 * 32 + threadIdx.x % 4 * 8 + n % 4 * 2;
-        *(float4*)at = make_float4(inverse * one[0], inverse * one[1], inverse * next[0], inverse * next[1]);
-      }
+      for (int n = 0; n < 8 * kParts; ++n)
+        store_pair(at + n * 8, inverse * sum[n / 8][n % 8][2 * h], inverse * sum[n / 8][n % 8][2 * h + 1]);
     }
   }
 };

@@ -1,7 +1,7 @@
 // What is in front of the recurrence of the Mamba-2 mixer, backward: convolution, silu and dt; sums of what rows give
 // to the gradients of weights; and what rows of other ranks give to the last rows of this one.
 
-[[maybe_unused]] constexpr int kConvBackThreads = 128, kConvBackColumns = 2 * kConvBackThreads, kConvBackAhead = 4;
+[[maybe_unused]] constexpr int kConvBackThreads = 128, kConvBackColumns = 2 * kConvBackThreads, kConvBackAhead = 8;
 
 // Thread blocks of the usual width that share a multiprocessor; compiled for others than Hopper, five spill.
 #if __CUDA_ARCH__ == 900
@@ -10,11 +10,18 @@
 [[maybe_unused]] constexpr int kConvBackBlocks = 2;
 #endif
 
-// Two columns.
-template <typename T> __device__ __forceinline__ float2 load_pair(const T* from) {
-  return unpack<T>(*(const u32*)from);
+// Two columns as they lie in memory: what is unpacked where it is needed is on its way until then.
+template <typename T> struct Pair {
+  u32 words;
+  __device__ __forceinline__ float2 numbers() const { return unpack<T>(words); }
+};
+template <> struct Pair<float> {
+  float2 words;
+  __device__ __forceinline__ float2 numbers() const { return words; }
+};
+template <typename T> __device__ __forceinline__ Pair<T> load_pair(const T* from) {
+  return {*(const decltype(Pair<T>::words)*)from};
 }
-template <> __device__ __forceinline__ float2 load_pair(const float* from) { return *(const float2*)from; }
 
 // What thd_mixer_conv_bwd makes, beside dzxbcdt. A chunk's shares of gradients lie in the order of the weights.
 struct ConvGradients {
@@ -34,8 +41,12 @@ struct RowsOfChunk {
   __device__ __forceinline__ RowsOfChunk(const In* rows, u32 pitch, int column, int chunk, const MixerSize& size)
       : first(rows + (size_t)chunk * kChunk * pitch), pitch(pitch), column(column),
         last(size.rows - 1 - chunk * kChunk) {}
-  __device__ __forceinline__ float2 operator[](int row) const {
+  __device__ __forceinline__ Pair<In> operator[](int row) const {
     return load_pair(first + ((u32)min(row, last) * pitch + column));
+  }
+  // Of a row that is there, `further` rows behind another.
+  __device__ __forceinline__ Pair<In> behind(int row, int further) const {
+    return load_pair(first + ((u32)row * pitch + column) + (size_t)further * pitch);
   }
 };
 
@@ -45,16 +56,18 @@ struct PartsOfChunk {
   size_t step;                                        // from one part to the next
   int splits;
 
-  __device__ __forceinline__ float2 operator[](int row) const {
+  __device__ __forceinline__ Pair<float> operator[](int row) const {
     RowsOfChunk<float> part = parts;
-    float2 sum = part[row];
+    float2 sum = part[row].words;
+    #pragma unroll 1
     for (int split = 1; split < splits; ++split) {
       part.first += step;
-      const float2 more = part[row];
+      const float2 more = part[row].words;
       sum.x += more.x, sum.y += more.y;
     }
-    return sum;
+    return {sum};
   }
+  __device__ __forceinline__ Pair<float> behind(int row, int further) const { return (*this)[row + further]; }
 };
 
 // Two columns, as they walk down the rows of a chunk, and some more that saw its last ones. The last of `seen` and
@@ -114,14 +127,16 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
                                               const float* conv_weight, const float* conv_bias, const int* in_sight,
                                               T* made, const ConvGradients& sums, int chunk, const MixerSize& size) {
   constexpr int kReach = kWidth - 1, kAhead = kConvBackAhead;
+  static_assert(kReach <= kAhead && kChunk % kAhead == 0);
   const int column = from.column, begin = chunk * kChunk;
   const bool at_an_end = chunk == 0 || begin + kChunk + kReach > size.rows;
   float* const ends = sums.ends + column;
   ConvBackward<kWidth> work(conv_weight, conv_bias, column);
   #pragma unroll
   for (int tap = 0; tap < kReach; ++tap) {
-    const float2 row = chunk ? load_pair(from.first - (size_t)(kReach - tap) * from.pitch + column)
-                             : load_pair(halo + (size_t)tap * size.channels() + column);
+    const T* const before = chunk ? from.first - (size_t)(kReach - tap) * from.pitch
+                                  : halo + (size_t)tap * size.channels();
+    const float2 row = load_pair(before + column).numbers();
     work.seen[tap + 1][0] = row.x, work.seen[tap + 1][1] = row.y;
   }
   auto store = [&](int row) {                         // of the chunk
@@ -129,25 +144,33 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
       store_pair(made + ((u32)row * from.pitch + column), work.made[0][0], work.made[0][1]);
     if (at_an_end && (row >= 0 || chunk == 0)) store_end<T, kReach>(work.made[0], begin + row, ends, size);
   };
-  float2 rows[kAhead], passed[kAhead];
-  auto load = [&](int i) {
-    #pragma unroll
-    for (int a = 0; a < kAhead; ++a) rows[a] = from[i + a], passed[a] = gradients[i + a];
-  };
-  load(0);
+  Pair<T> rows[kAhead];
+  decltype(gradients[0]) passed[kAhead];
+  #pragma unroll
+  for (int a = 0; a < kAhead; ++a) rows[a] = from[a], passed[a] = gradients[a];
+  __syncthreads();                                    // in_sight is there
   for (int i = 0; i < kChunk; i += kAhead) {
-    float2 row[kAhead], gradient[kAhead];
-    bool whole = true;
+    bool whole = !at_an_end;
     #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      row[a] = rows[a], gradient[a] = passed[a];
-      whole = whole && in_sight[i + a] == kReach;
+    for (int a = 0; a < kAhead; ++a) whole = whole && in_sight[i + a] == kReach;
+    if (whole) {                                      // nothing to ask of any row
+      T* const to = made + ((u32)i * from.pitch + column);
+      #pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const float2 row = rows[a].numbers(), gradient = passed[a].numbers();
+        if (a < kReach || i + kAhead < kChunk)
+          rows[a] = from.behind(i + kAhead, a), passed[a] = gradients.behind(i + kAhead, a);
+        work.template pass<true, true>(row, gradient, kReach);
+        if (a >= kReach || i > 0)
+          store_pair(to + (a - kReach) * (long long)from.pitch, work.made[0][0], work.made[0][1]);
+      }
+      continue;
     }
-    if (kReach || i + kAhead < kChunk) load(i + kAhead);
     #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      if (whole) work.template pass<true, true>(row[a], gradient[a], kReach);
-      else work.template pass<false, true>(row[a], gradient[a], in_sight[i + a]);
+      const float2 row = rows[a].numbers(), gradient = passed[a].numbers();
+      if (a < kReach || i + kAhead < kChunk) rows[a] = from[i + kAhead + a], passed[a] = gradients[i + kAhead + a];
+      work.template pass<false, true>(row, gradient, in_sight[i + a]);
       store(i + a - kReach);
     }
   }
@@ -158,10 +181,8 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
                work.of_weights[(2 * i + 1) / kWidth][(2 * i + 1) % kWidth]);
   store_pair(shares + (size_t)size.channels() * kWidth + column, work.of_bias[0], work.of_bias[1]);
   #pragma unroll
-  for (int i = 0; i < kReach; ++i) {                  // rows of the next chunk, some of which are loaded
-    const bool here = i < kAhead;
-    work.template pass<false, false>(here ? rows[i % kAhead] : from[kChunk + i],
-                                     here ? passed[i % kAhead] : gradients[kChunk + i], in_sight[kChunk + i]);
+  for (int i = 0; i < kReach; ++i) {                  // rows of the next chunk
+    work.template pass<false, false>(rows[i].numbers(), passed[i].numbers(), in_sight[kChunk + i]);
     store(kChunk + i - kReach);
   }
 }
@@ -203,14 +224,14 @@ __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlock
     T* dzxbcdt, const int2* ranges, const T* dx, const float* dbc, const float* ddt, int splits, float* shares,
     float* ends, int column_tiles, MixerSize size) {
   constexpr int kReach = kWidth - 1;
-  const int chunk = blockIdx.y, begin = chunk * kChunk, channels = size.channels();
+  const int chunk = gridDim.y - 1 - blockIdx.y;       // the last rows of dx are still in L2
+  const int begin = chunk * kChunk, channels = size.channels();
   const size_t of_heads = (size_t)channels * (kWidth + 1), pitch = of_heads + 3 * size.heads;
   __shared__ int in_sight[kChunk + 16];
   if (threadIdx.x < kChunk + kReach) {
     const int row = begin + threadIdx.x;
     in_sight[threadIdx.x] = row < size.rows ? min(row - first_of(ranges[row], row, size), kReach) : -1;
   }
-  __syncthreads();
   if ((int)blockIdx.x < column_tiles) {
     const int column = blockIdx.x * kConvBackColumns + threadIdx.x * 2;
     if (column >= channels) return;
@@ -230,6 +251,7 @@ __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlock
       for (int i = 0; i < kReach - size.rows; ++i)
         store_pair(ends + (size_t)(kReach + i) * channels + column, 0.f, 0.f);
   } else {
+    __syncthreads();
     const int head = ((int)blockIdx.x - column_tiles) * kConvBackThreads + threadIdx.x;
     if (head < size.heads)
       softplus_back(zxbcdt, ddt, dt_bias[head], in_sight, dzxbcdt,
@@ -284,11 +306,11 @@ __global__ void __launch_bounds__(kConvBackThreads) thd_mixer_add_halos(
   const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 2, channels = size.channels();
   if (column >= channels) return;
   const int at = reach - 1 - blockIdx.y;              // of the tail
-  float2 total = load_pair(tail + (size_t)at * channels + column);
+  float2 total = load_pair(tail + (size_t)at * channels + column).words;
   for (int other = rank + 1; other < ranks; ++other) {
     const long long from = at - (long long)(other - rank - 1) * size.rows;  // fewer, as many rows lie between
     if (from < 0) break;
-    const float2 part = load_pair(halos + ((size_t)other * reach + from) * channels + column);
+    const float2 part = load_pair(halos + ((size_t)other * reach + from) * channels + column).words;
     total.x += part.x, total.y += part.y;
   }
   store_pair(dzxbcdt + (size_t)(size.rows - 1 - blockIdx.y) * size.columns() + size.inner() + column, total.x, total.y);

@@ -32,12 +32,6 @@ struct ConvStatesShared {
   }
 };
 
-// Copies a box from shared memory, but for what lies outside the tensor.
-__device__ __forceinline__ void store_box(const TensorMap* map, const void* src, int column, int head, int row) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
-               :: "l"(map), "r"(shared_address(src)), "r"(column), "r"(head), "r"(row) : "memory");
-}
-
 // Of how many rows before its own a row knows, at most `reach`; -1: padding.
 __device__ __forceinline__ int sight_of(const int2* ranges, int row, int reach, const MixerSize& size) {
   return min(row - first_of(range_at(ranges, row, size), row, size), reach);

@@ -102,6 +102,12 @@ __device__ __forceinline__ void copy_columns(unsigned char* tile, const TensorMa
     copy_box(tile + i * kBox, channels, 0, column / kSlab + i, chunk * kChunk, barrier);
 }
 
+// Copies a box from shared memory, but for what lies outside the tensor.
+__device__ __forceinline__ void store_box(const TensorMap* map, const void* src, int column, int head, int row) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
+               :: "l"(map), "r"(shared_address(src)), "r"(column), "r"(head), "r"(row) : "memory");
+}
+
 // Stages that are filled by one thread's bulk copies or by kWriters warps, and emptied by kReaders warps.
 template <int kStages, int kWriters, int kReaders>
 struct Stages {

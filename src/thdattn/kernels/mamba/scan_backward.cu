@@ -27,29 +27,18 @@ __global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ 
     #pragma unroll
     for (int a = 0; a < kAtOnce; ++a) {
       const size_t row = min(i + a, size.rows - 1), at = row * size.inner() + column;
-      packed[a][0] = *(const uint4*)(dout + at), packed[a][1] = *(const uint4*)(zxbcdt + row * size.columns() + column);
-      packed[a][2] = *(const uint4*)(y + at), packed[a][3] = *(const uint4*)(channels + row * size.channels() + column);
+      packed[a][0] = *(const uint4*)(dout + at), packed[a][1] = *(const uint4*)(y + at);
+      packed[a][2] = *(const uint4*)(zxbcdt + row * size.columns() + column);
+      packed[a][3] = *(const uint4*)(channels + row * size.channels() + column);
       counts[a] = i + a < size.rows && !is_empty(ranges[row]);
     }
     #pragma unroll
     for (int a = 0; a < kAtOnce; ++a) {
-      float g[8], z[8], of_gate[8], x[8], of_row = 0.f;
-      unpack8<T>(g, packed[a][0]);
-      unpack8<T>(z, packed[a][1]);
-      unpack8<T>(of_gate, packed[a][2]);
-      unpack8<T>(x, packed[a][3]);
-      #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const float share = sigmoid(z[e]), slope = share * (1.f + z[e] * (1.f - share));
-        of_gate[e] = counts[a] ? of_gate[e] * g[e] * slope : 0.f;
-        g[e] = counts[a] ? g[e] * z[e] * share : 0.f;
-        of_row = fmaf(g[e], x[e], of_row);
-      }
-      of_d += of_row;
+      of_d += gate_back<T>(packed[a][0], packed[a][1], packed[a][2], packed[a][3], counts[a]);
       const size_t row = i + a;
       if (row >= size.rows) break;
-      *(uint4*)(dy + row * size.inner() + column) = pack8<T>(g);
-      *(uint4*)(dzxbcdt + row * size.columns() + column) = pack8<T>(of_gate);
+      *(uint4*)(dy + row * size.inner() + column) = packed[a][0];
+      *(uint4*)(dzxbcdt + row * size.columns() + column) = packed[a][1];
     }
   }
   for (int lanes = 1; lanes < size.head_dim / 8; lanes *= 2) of_d += __shfl_xor_sync(0xffffffffu, of_d, lanes);

@@ -7,6 +7,7 @@
 template <int kSubs, int kState, int kStages>
 struct WalkSharedSm90 {
   unsigned char rows[kStages][kSubs][kBox], columns[kStages][kState / kSlab][kBox];
+  unsigned char made[kSubs][kState / kSlab][kBox];    // states on their way out
   float weights[2][kSubs][kChunk + 2];                // and, behind those of rows, what is left of the state
   int largest[2][kSubs][4];                           // bits of the largest number of each warp's state
   Stages<kStages, 1, 4 * kSubs> stages;
@@ -79,9 +80,9 @@ struct WalkSm90 {
     float through = 1.f;
     for (int left = count; left > 0; --left, chunk += kStep, parity ^= 1, ring.advance()) {
       if (left >= kStages) load(to_fill, chunk + (kStages - 1) * kStep);
-      const Told later = ask(after(left, 2), size);
       wait(1 + sub, 128);                             // all is told of this chunk, and read of the one before
       before(chunk, parity);
+      const Told later = ask(after(left, 2), size);   // not before: what reads the state would wait for it
       const float* const weights = shared.weights[parity][sub];
       through *= weights[kChunk];
       shared.stages.wait(ring);
@@ -94,31 +95,8 @@ struct WalkSm90 {
   }
 };
 
-// What thd_ssd_dstates makes, of the same arguments but for rows, which come as boxes of all columns of channels and of
-// dy.
-// Launch: grid (segments, inner / (64 * kSubs)), block 128 * kSubs, shared memory kSharedBytes.
-template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
-__global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_dstates_sm90(
-    const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap dy, const float* sums,
-    const int2* ranges, float* dstates, float* decays, MixerSize size) {
-  using Step = WalkSm90<T, true, kSubs, kState, kStages>;
-  static_assert(same_bytes<(int)sizeof(typename Step::Shared), kSharedBytes>());
-  extern __shared__ __align__(1024) unsigned char memory[];
-  auto& shared = *(typename Step::Shared*)memory;
-  const int segment = blockIdx.x, first_head = blockIdx.y * kSubs;
-  const int sub = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  const int begin = segment * size.segment, end = min(begin + size.segment, size.chunks());
-  if (threadIdx.x == 0) shared.stages.init();
-  __syncthreads();
-  Step walk{shared, &dy, &channels, sums, nullptr, ranges, first_head, sub, size.c_column(size.group_of(first_head))};
-  walk.state.clear();
-  const float through = walk(begin, end, size, [](int, int) {});
-  walk.state.store(dstates + size.state_of(segment, walk.head()));
-  if (threadIdx.x % 128 == 0) decays[(size_t)segment * size.heads + walk.head()] = through;
-}
-
 // What thd_ssd_chunk_states makes, of the same arguments but for rows, which come as boxes of all columns of channels
-// and of dy.
+// and of dy; and states as they lie in shared memory: boxes of 64 columns one behind the other, their pieces swizzled.
 // Launch: grid (segments of these, inner / (64 * kSubs)), block 128 * kSubs, shared memory kSharedBytes.
 template <typename T, bool kBack, int kSubs, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_chunk_states_sm90(
@@ -140,20 +118,22 @@ __global__ void __launch_bounds__(128 * kSubs, 2) thd_ssd_chunk_states_sm90(
   walk(begin, end, size, [&](int chunk, int parity) {
     const auto [warp, lane] = me();
     const size_t number = (size_t)(chunk - first_segment * size.segment) * size.heads + walk.head();
-    T* const to = made + (number * kSlab + warp * 16 + lane / 4) * kState + lane % 4 * 8;
+    constexpr int kParts = kState / kSlab, kBytes = 16 * kRowBytes;  // of a warp's rows of a box
+    const unsigned char* const tile = shared.made[sub][0] + warp * kBytes;
     const PowerOfTwo scale = walk.scale_for(parity);
     if (kScalesStates<T> && threadIdx.x % 128 == 0) scales[number] = scale.inverse;
-    #pragma unroll
-    for (int n = 0; n < kState / 8; n += 4)
+    if (lane == 0) add_wait_read();                   // what this warp made of the chunk before is on its way
+    __syncwarp();
+    round_to<T>(shared.made[sub][0], walk.state.s[0], scale.factor);
+    publish_to_async();
+    __syncwarp();
+    if (lane == 0) {
+      unsigned char* const to = (unsigned char*)(made + number * kSlab * kState) + warp * kBytes;
       #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        u32 word[4];
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* const pair = &walk.state.s[0][n + i][2 * half];
-          word[i] = pack<T>(scale.factor * pair[0], scale.factor * pair[1]);
-        }
-        *(uint4*)(to + n * 8 + half * 8 * kState) = make_uint4(word[0], word[1], word[2], word[3]);
-      }
+      for (int part = 0; part < kParts; ++part) store_bulk((float*)(to + part * kBox), tile + part * kBox, kBytes);
+      add_commit();
+    }
+    __syncwarp();
   });
+  if (me().lane == 0) add_wait_read();
 }
