@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from thdattn.instances import ELEMENT_TYPES, Instance
@@ -66,13 +67,14 @@ CHUNK_TILES = (
 CHUNK_TILES_SM90 = (ChunkTileSm90(64, stages=4), ChunkTileSm90(128, stages=3))
 
 
+@functools.cache
 def chunk_tile_for(
     head_dim: int, state_dim: int, shared_bytes: int, sm90: bool = False
 ) -> ChunkTile | ChunkTileSm90:
     """The first choice that fits `shared_bytes` of shared memory per block; sm90: also those of Hopper.
 
     Raises:
-        ValueError: none does.
+        ValueError: none fits.
     """
     tiles: tuple[ChunkTile | ChunkTileSm90, ...] = (*CHUNK_TILES_SM90, *CHUNK_TILES) if sm90 else CHUNK_TILES
     of_sizes = [tile for tile in tiles if (tile.head_dim, tile.state_dim) == (head_dim, state_dim)]

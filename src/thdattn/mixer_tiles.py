@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from thdattn.instances import ELEMENT_TYPES, Instance
@@ -149,6 +150,7 @@ SLABS_SM90 = (  # states of 256 columns take too many registers
 )
 
 
+@functools.cache
 def slab_for(state_dim: int, group_columns: int, shared_bytes: int, sm90: bool) -> Slab | SlabSm90:
     """The first choice that fits.
 

@@ -103,6 +103,7 @@ __device__ __forceinline__ void consume_dq(Shared& shared, int consumer, Dq* dq,
     }
     float acc[kHeadDim / 8][4] = {};
     if (flags & kNothing) {
+      __syncwarp();                                                    // all lanes have read the step
       arrive(&shared.empty[ring.stage]);
       ring.advance();
     } else {

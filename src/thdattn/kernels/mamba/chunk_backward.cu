@@ -1,10 +1,9 @@
 // Gradients of the Mamba-2 recurrence, one chunk of rows at a time.
 
-// Gradients of x, B, C and dt of each chunk, and its share of that of A. A thread block has some heads of a
-// group, one after another. Bound by memory.
+// Gradients of x, B, C and dt of each chunk, and its share of that of A. A thread block has some heads of a group, one
+// after another. Bound by memory.
 //
-// channels (rows, channels), dy (rows, inner); chunk_states and scales from thd_ssd_chunk_states, of
-// num_chunks chunks
+// channels (rows, channels), dy (rows, inner); chunk_states and scales of num_chunks chunks from thd_ssd_chunk_states
 // dx (rows, inner); dbc (splits, rows, 2 * groups * state_dim), what each of gridDim.y / groups parts of a group's
 // heads gives to dB and dC; ddt (heads, chunks * kChunk)
 // shares: (chunks, heads), shares_pitch from one chunk to the next
