@@ -386,7 +386,8 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
     by_name = {kernel.name.partition("<")[0]: kernel.name for kernel in with_tiles()}
     kernels = {"ForwardSize": by_name["thd_attn_fwd_sm90"], "MixerSize": MIXER_KERNELS[0],
                "Parts": by_name["thd_attn_fwd_sm90"], "Rows": REORDER_KERNELS[False],
-               "Segments": MIXER_KERNELS[0], "Shares": SUM_KERNELS["float16"]}  # fmt: skip
+               "Segments": MIXER_KERNELS[0], "Shares": SUM_KERNELS["float16"],
+               "RankFlags": "thd_gather", "Meeting": "thd_gather"}  # fmt: skip
     try:
         with pytest.raises(RuntimeError, match=f"static assertion failed .*{struct}.* is not what structs.py has"):
             jit.compile_kernel(kernels.get(struct, by_name["thd_attn_bwd_sm90"]), "sm_90a")
