@@ -146,6 +146,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import numpy as np
 import thdattn
+from thdattn.comm import nccl, peer, windows  # which tests on any machine play with
 
 batch = thdattn.PackedBatch.from_lengths([7, 3], multiple=4)
 

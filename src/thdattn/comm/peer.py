@@ -22,7 +22,6 @@ from thdattn.comm import Arrival, Meeting, nothing
 from thdattn.comm.slices import Slices, address, copy, rows_of
 from thdattn.comm.windows import ALIGNMENT, Window, header_bytes
 from thdattn.structs import MAX_RANKS, SHARES
-from thdattn.sums import add_up
 
 _HIGHEST = -5  # of the priorities of streams
 
@@ -254,6 +253,8 @@ class PeerMemory:
         return shares[()]
 
     def _add(self, shares: Any, results: Sequence[Any], rows: Any, stream: Any) -> None:
+        from thdattn.sums import add_up  # which wants CuPy
+
         add_up(shares, self.size, rows, results, stream)
 
     def _place(self, num_bytes: int) -> int:
