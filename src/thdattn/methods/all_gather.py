@@ -88,7 +88,6 @@ class Keys:
                 kept.append((k, v))
             yield k, v
 
-
     @functools.cached_property
     def most_heads(self) -> int:
         """Of a group."""
