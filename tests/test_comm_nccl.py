@@ -232,9 +232,9 @@ def test_an_exchange_is_one_group_of_messages_in_the_order_of_its_slices(start):
 
     def program(comm):
         x, y = rows(4096, (8, 2, 4)), rows(1 << 20, (8, 2, 4))
-        stand_in.groupStart = lambda: comm._nccl.calls.append("start")
-        stand_in.groupEnd = lambda: comm._nccl.calls.append("end")
-        if comm.rank == 1:
+        if comm.rank == 1:  # the only one: ranks are threads here, with one stand-in for NCCL
+            stand_in.groupStart = lambda: comm._nccl.calls.append("start")
+            stand_in.groupEnd = lambda: comm._nccl.calls.append("end")
             wait = comm.exchange([(x[2:5], 0), (x[:0], 2), (x[7:], 2)], [(y[1:2], 2), (y[:1], 0)])
             assert wait is thdattn.comm.nothing
         return comm._nccl.calls
