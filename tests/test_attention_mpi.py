@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -26,12 +25,11 @@ def test_every_method_is_the_oracle(n):
 
 
 def test_bad_input_on_one_rank_ends_all_ranks_with_its_message():
-    began = time.perf_counter()
     run = run_ranks(4, PROGRAM, "bad-input", "mpi", "4", timeout=60)
     assert run.returncode != 0
     assert "ValueError: q has shape" in run.stderr and "this rank's rows" in run.stderr
     assert "done" not in run.stdout
-    assert time.perf_counter() - began < 30
+    assert "has not completed within" not in run.stderr
 
 
 def test_batch_that_differs_on_one_rank_raises_on_every_rank():

@@ -94,23 +94,24 @@ def test_rank_that_hangs_is_named_with_those_that_arrived():
     began = time.perf_counter()
     try:
         with pytest.raises(TimeoutError) as caught:
-            thdattn.comm.run_local(3, program, timeout=0.3)
+            thdattn.comm.run_local(3, program, timeout=1.0)
     finally:
         release.set()
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 15
     message = str(caught.value)
     assert "rank 0 waits in all_gather of (2,) float64; rank 2 waits in" in message
-    assert "rank 1 did not come within 0.3 s" in message
+    assert "rank 1 did not come within 1 s" in message
     if sys.version_info >= (3, 11):
         assert "rank 1 still running" in caught.value.__notes__[-1]
 
 
 def test_late_rank_cannot_join_a_round_that_timed_out():
     late = []
+    over = threading.Event()
 
     def program(comm):
         if comm.rank == 1:
-            time.sleep(0.4)
+            over.wait(20)
             try:
                 comm.barrier()
             except RuntimeError as error:
@@ -120,7 +121,8 @@ def test_late_rank_cannot_join_a_round_that_timed_out():
 
     with pytest.raises(TimeoutError, match="rank 1 did not come"):
         thdattn.comm.run_local(2, program, timeout=0.2)
-    for _ in range(100):
+    over.set()
+    for _ in range(1000):
         if late:
             break
         time.sleep(0.02)

@@ -57,7 +57,7 @@ def job():
         process.communicate()
 
 
-def ends(process, seconds=15):
+def ends(process, seconds=45):
     """(exit status, output, errors) of a job, which must end by itself."""
     output, errors = process.communicate(timeout=seconds)
     return process.returncode, output, errors
@@ -76,7 +76,7 @@ def begun(process):
         line = process.stdout.readline()
         assert line, "the job ended early"
         said += line
-    time.sleep(1)
+    time.sleep(3)
     return process
 
 
@@ -125,7 +125,7 @@ def test_ctrl_c_ends_a_job_that_waits_in_vain_at_the_second_time_at_the_latest(j
     if not open_mpi:
         assert waits(process)
         process.send_signal(signal.SIGINT)
-    assert "done" not in ends(process, seconds=5)[1]
+    assert "done" not in ends(process, seconds=20)[1]
 
 
 def test_auto_under_the_launcher_is_one_job_of_all_ranks(monkeypatch):

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thdattn.packing import PackedBatch, rows_of_runs
@@ -136,6 +136,7 @@ def test_pack_keeps_dtype_and_trailing_shape(dtype, trailing):
     assert rows.reshape(8, -1)[:, 0].tolist() == [1, 1, 1, 0, 1, 0, 0, 0]
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 20), min_size=1, max_size=8),
     multiple=st.integers(1, 9),

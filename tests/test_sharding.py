@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thdattn.packing import PackedBatch
@@ -91,6 +91,7 @@ def test_where_each_row_of_one_sequence_goes(length):
     assert owned == expected
 
 
+@settings(deadline=None)
 @given(chunks=st.lists(st.integers(0, 6), max_size=6), cp_size=CP_SIZES)
 def test_dual_chunk_gives_every_rank_the_same_causal_work(chunks, cp_size):
     lengths = np.array(chunks, np.int64) * 2 * cp_size
@@ -138,6 +139,7 @@ def test_no_tokens_at_all_is_legal(strategy, cu_seqlens):
     assert sharding.unshard([np.zeros((0, 2))] * 4).shape == (0, 2)
 
 
+@settings(deadline=None)
 @given(lengths=LENGTHS, cp_size=CP_SIZES, strategy=STRATEGIES, capacity=st.integers(0, 20))
 def test_every_row_of_every_sequence_is_owned_once(lengths, cp_size, strategy, capacity):
     batch = batch_with_capacity(lengths, 2 * cp_size, capacity)
@@ -148,6 +150,7 @@ def test_every_row_of_every_sequence_is_owned_once(lengths, cp_size, strategy, c
     assert owned.tolist() == list(range(end))
 
 
+@settings(deadline=None)
 @given(lengths=LENGTHS, cp_size=CP_SIZES, strategy=STRATEGIES, capacity=st.integers(0, 20))
 def test_rows_ascend_and_fillers_come_last(lengths, cp_size, strategy, capacity):
     batch = batch_with_capacity(lengths, 2 * cp_size, capacity)
@@ -162,6 +165,7 @@ def test_rows_ascend_and_fillers_come_last(lengths, cp_size, strategy, capacity)
         assert (rows[num_owned:] == -1).all()
 
 
+@settings(deadline=None)
 @given(lengths=LENGTHS, cp_size=CP_SIZES, strategy=STRATEGIES, capacity=st.integers(0, 20))
 def test_unshard_undoes_shard(lengths, cp_size, strategy, capacity):
     batch = batch_with_capacity(lengths, 2 * cp_size, capacity)

@@ -18,8 +18,13 @@ import train
 
 accident, rank, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 sys.argv[1:4] = []
-step = train.Trainer.step
-calls = 0
+step, Interrupt = train.Trainer.step, train.Interrupt
+calls, listeners = 0, []
+
+
+def listening():
+    listeners.append(Interrupt())
+    return listeners[-1]
 
 
 def step_with_accident(self, batches, lr, stop=False):
@@ -29,6 +34,8 @@ def step_with_accident(self, batches, lr, stop=False):
         if accident == "fail":
             raise RuntimeError("an accident, on purpose")
         os.kill(os.getpid(), signal.SIGINT)
+        while not listeners[0].requested:  # a thread hears of it, late on a busy machine
+            time.sleep(0.001)
     return step(self, batches, lr, stop)
 
 
@@ -41,5 +48,6 @@ def sleepy_train(comm, args, interrupt):
 
 if accident == "wait":
     whole_train, train.train = train.train, sleepy_train
+train.Interrupt = listening
 train.Trainer.step = step_with_accident
 sys.exit(train.main())
