@@ -16,6 +16,7 @@ import numpy as np
 from fake_streams import Machine, Stream, at
 
 from thdattn import sums
+from thdattn.buffers import Buffers
 from thdattn.comm import nothing, peer, windows
 from thdattn.comm.slices import copy
 from thdattn.methods import all_gather
@@ -74,7 +75,7 @@ class Engine:
             gather(self.machine.stream, plan, outs, (k_parts, v_parts), own, meeting.flags)
         return outs
 
-    def attn_fwd(self, q, k, v, plan, softmax_scale, return_max_logit, into, softcap, sinks):
+    def attn_fwd(self, q, k, v, plan, softmax_scale, return_max_logit, into, softcap, sinks, groups):
         def attend(out, q, k, v):
             out[...] = q + mix(k) - mix(v)
 
@@ -82,7 +83,9 @@ class Engine:
         self.machine.stream.launch(attend, into[0], q, k, v)
         return *into, None
 
-    def attn_bwd(self, dout, q, k, v, out, lse, plan, softmax_scale, dtype, deterministic, into, softcap, homes):
+    def attn_bwd(
+        self, dout, q, k, v, out, lse, plan, softmax_scale, dtype, deterministic, into, softcap, homes, groups
+    ):
         def attend(dq, dk, dv, dout, k, v, out):
             dq[...], dk[...], dv[...] = out + dout, k + mix(dout), v * mix(dout)
 
@@ -94,7 +97,8 @@ class Engine:
                     there[places[mine, 1]] = x[mine]
 
         self._may_fail("attention")
-        dk, dv = (plan.buffer(name, x.shape, dtype) for name, x in (("dk", k), ("dv", v)))
+        dk, dv = (plan.buffer(name, x.shape, dtype, (len(x), max(groups), x.shape[2]))
+                  for name, x in (("dk", k), ("dv", v)))
         self.machine.stream.launch(attend, into[0], dk, dv, dout, k, v, out)
         if homes is None:
             return into[0], dk, dv
@@ -150,7 +154,7 @@ def gather(stream, plan, outs, sources, own, meeting):
 
 class Plan:
     def __init__(self, engine, rank, size, local_rows):
-        self._engine, self._kept = engine, {}
+        self._engine, self._kept, self._buffers = engine, {}, Buffers()
         self.cp_rank, self.cp_size, self.local_key_rows, self.key_rows = rank, size, local_rows, size * local_rows
         self.rank_order = np.random.default_rng(local_rows).permutation(self.key_rows)
         self.rows = engine.empty((local_rows,), np.int64)
@@ -162,8 +166,8 @@ class Plan:
     def make(self, launches):
         launches()
 
-    def buffer(self, name, shape, dtype):
-        return self.once((name, shape, dtype), lambda: self._engine.poisoned(shape, dtype))
+    def buffer(self, name, shape, dtype, room=None):
+        return self._buffers.get(self._engine.poisoned, name, shape, dtype, room)
 
 
 # --- a rank's program --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ PACKAGE = SOURCE / "thdattn"
 # A module imports from the layers before its own. The engines, reference and ops, are handed to the methods as
 # arguments; nothing below check imports them.
 LAYERS = [
-    {"arguments", "flops", "install", "instances", "memory", "structs", "wgmma", "kernel_cache"},
+    {"arguments", "buffers", "flops", "install", "instances", "memory", "structs", "wgmma", "kernel_cache"},
     {"hopper_tiles"},
     {"tiles"},
     {"packing", "jit", "mixer_shape"},

@@ -123,8 +123,8 @@ def _text(file: str) -> str:
 
 
 # What decides which kernels run, and how: their sources, and the modules that compile and launch them.
-LAUNCH_FILES = ("**/*.cu", "**/*.cuh", "ops/*.py", "*tiles.py", "cache.py", "instances.py", "jit.py", "plan.py",
-                "structs.py", "sums.py", "tensor_map.py", "wgmma.py")
+LAUNCH_FILES = ("**/*.cu", "**/*.cuh", "ops/*.py", "*tiles.py", "buffers.py", "cache.py", "instances.py", "jit.py",
+                "plan.py", "structs.py", "sums.py", "tensor_map.py", "wgmma.py")
 
 
 def source_hash() -> str:

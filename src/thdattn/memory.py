@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +12,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 Bytes = dict[str, int]  # by name of the buffer
+
+
+def heads_of(groups: Iterable[int], each: int) -> list[tuple[int, int]]:
+    """(query heads, kv heads) of groups of so many kv heads, those of equals once; each: query heads of a kv head."""
+    return [(size * each, size) for size in sorted(set(groups))]
 
 
 class Layer(NamedTuple):
@@ -29,8 +34,8 @@ class Layer(NamedTuple):
 
     @property
     def shares(self) -> list[tuple[int, int]]:
-        """(query heads, kv heads) of groups, those of equals once: as many kinds of buffers there are."""
-        return [(size * self.num_heads // self.num_kv_heads, size) for size in sorted(set(self.groups))]
+        """(query heads, kv heads) of groups, ascending, those of equals once: as many kinds of launches there are."""
+        return heads_of(self.groups, self.num_heads // self.num_kv_heads)
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from thdattn.buffers import Buffers
 from thdattn.comm import Comm
 from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.packing import PackedBatch
@@ -107,7 +108,7 @@ class Plan:
     keys_of: int | None = None
     core: Plan | None = None
     _kept: dict[Any, Any] = field(default_factory=dict)
-    _buffers: dict[Any, Any] = field(default_factory=dict)  # shared by the plan of all keys and those of slices
+    _buffers: Buffers = field(default_factory=Buffers)  # shared by the plan of all keys and those of slices
 
     def __post_init__(self) -> None:
         # A graph of refresh may be captured before the first backward, which is of the core if there is one.
@@ -313,16 +314,17 @@ class Plan:
         kept: T = self._kept[key]
         return kept
 
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """A work buffer of a name, shape and dtype, made on first use and kept: CUDA graphs find it where it was."""
-        key = name, shape, np.dtype(dtype)
-        if key not in self._buffers:
-            self._buffers[key] = self.engine.empty(shape, dtype)
-        return self._buffers[key]
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike, room: tuple[int, ...] | None = None) -> Any:
+        """A work buffer of a name, shape and dtype, made on first use and kept: CUDA graphs find it where it was.
+
+        room: the shape of the largest of some that are in use one after another, and so lie in one memory, which is
+            made for that one at once, as it can neither grow nor move later; None: it shares none.
+        """
+        return self._buffers.get(self.engine.empty, name, shape, dtype, room)
 
     def held_bytes(self) -> int:
         """Bytes of its work buffers that have been made."""
-        made: int = sum(x.nbytes for x in [*self._kept.values(), *self._buffers.values()] if hasattr(x, "nbytes"))
+        made: int = sum(x.nbytes for x in [*self._kept.values(), *self._buffers.arrays()] if hasattr(x, "nbytes"))
         return made + (0 if self.core is None else self.core.held_bytes())
 
     def make(self, launches: Callable[[], None]) -> None:
@@ -432,12 +434,12 @@ def key_side_ints(plan: Plan) -> int:
     return 2 * plan.key_rows + routes.num_received + routes.num_sent + (1 + plan.cp_size) * plan.local_rows
 
 
-def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int) -> Bytes:
-    """Bytes of a rank's shares of dk and dv, where so many groups of heads have arrays of their own, one after another.
+def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes:
+    """Bytes of a rank's shares of dk and dv, where attn_bwd makes arrays for those of one group of heads after another.
 
-    On one rank they are the results.
+    On one rank they are the results. where: see reference.backward_bytes.
     """
-    if plan.cp_size == 1 or not num_made:
+    if plan.cp_size == 1 or where != "made":
         return {}
     shape = plan.key_rows, max(layer.groups), sum(plan.head_dims)
     return {"shares of dk and dv": num_bytes(shape, sum_dtype)}

@@ -142,15 +142,15 @@ def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
     return {}
 
 
-def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int, num_home: int = 0) -> Bytes:
+def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes:
     """Bytes of the work buffers of attn_bwd by name.
 
     Args:
         layer: of which attn_bwd gets a group of heads at a time.
         sum_dtype: of dk and dv.
-        num_made: of so many groups it makes the arrays of dk and dv itself; num_home: of so many they go home.
+        where: dk and dv are "made" by attn_bwd, in arrays that are "given", or at "home", on the ranks that own them.
     """
-    return shares_bytes(plan, layer, sum_dtype, num_made)
+    return shares_bytes(plan, layer, sum_dtype, where)
 
 
 def free_bytes(wanted: int) -> int | None:
@@ -165,7 +165,7 @@ def plan_backward(plan: Plan) -> None:
 def attn_fwd(
     q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool,
     into: tuple[Array, Array] | None = None, merge: bool = False, halfway: Callable[[], Any] | None = None,
-    softcap: float = 0.0, sinks: Array | None = None,
+    softcap: float = 0.0, sinks: Array | None = None, groups: Sequence[int] = (),
 ) -> tuple[Array, Array, Array | None]:
     """Attention of this rank's query rows over the whole key buffer.
 
@@ -184,6 +184,8 @@ def attn_fwd(
         softcap: logits are softcap * tanh(softmax_scale * q.k / softcap); 0: softmax_scale * q.k.
         sinks: (num_heads,), dtype of lse, one more logit of every row, without a value; None: none. Not with merge,
             where `into` may begin with it: 0 and the sinks, in rows that see a key.
+        groups: kv heads of every group of heads that such calls are made for one after another, this one too, so that
+            they share work buffers; none: of this one alone.
 
     Returns:
         out: (local_rows, num_heads, v_head_dim), dtype of q; exactly 0 where the range is empty.
@@ -248,8 +250,8 @@ def _in_two(
 def attn_bwd(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: Plan, softmax_scale: float,
     kv_grad_dtype: DTypeLike, deterministic: bool, into: tuple[Array, Sequence[Array] | None] | None = None,
-    merge: bool = False, halfway: Callable[[Array, Array], None] | None = None,
-    rounded: Sequence[Array] | None = None, softcap: float = 0.0, homes: tuple[Any, Array] | None = None,
+    merge: bool = False, halfway: Callable[[Array, Array], None] | None = None, rounded: Sequence[Array] | None = None,
+    softcap: float = 0.0, homes: tuple[Any, Array] | None = None, groups: Sequence[int] = (),
 ) -> tuple[Array, Any, Any]:
     """Gradients of `attn_fwd`; dk and dv are this rank's share, a sum over its own query rows.
 
@@ -269,7 +271,7 @@ def attn_bwd(
         halfway: called once with dk and dv, when the plan.foreign_tiles have theirs, and others perhaps not yet.
         rounded: of needed rows, arrays as k and v of this rank: rows of dk and dv that have plan.arrays.places, not -1,
             go there and are rounded, and are then not in dk and dv, which are of float32 (float64).
-        softcap: as given to `attn_fwd`.
+        softcap, groups: as given to `attn_fwd`.
         homes: (of, places), and dk and dv are not returned: every row of them goes to the rank that owns it, in float32
             (float64). of: of dk and of dv, for every rank where this rank's share of its rows begins; here arrays,
             elsewhere a SHARES. places: (key_rows, 2) int32, the owner of every row, -1: nobody, and its row there.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -89,19 +88,15 @@ class Keys:
             yield k, v
 
     @functools.cached_property
-    def most_heads(self) -> int:
-        """Of a group."""
-        most: int = max(group.parts[0][0].shape[1] for group in self.groups)
-        return most
+    def heads(self) -> tuple[int, ...]:
+        """Kv heads of each group."""
+        return tuple([group.parts[0][0].shape[1] for group in self.groups])
 
     def _rooms(self, k: Any, v: Any) -> list[Any]:
         """Where a group's keys and values are put in order: in the memory of those of the group with most heads."""
-        rows, most = self.plan.key_rows, self.most_heads
-        rooms = [self.plan.buffer(name, (rows, most, x.shape[2]), x.dtype) for name, x in (("k", k), ("v", v))]
-        if k.shape[1] == most:
-            return rooms
-        shapes = [(rows, *x.shape[1:]) for x in (k, v)]
-        return [room.reshape(-1)[: math.prod(shape)].reshape(shape) for room, shape in zip(rooms, shapes, strict=True)]
+        rows, most = self.plan.key_rows, max(self.heads)
+        return [self.plan.buffer(name, (rows, *x.shape[1:]), x.dtype, (rows, most, x.shape[2]))
+                for name, x in (("k", k), ("v", v))]
 
 
 def gather(
@@ -161,8 +156,7 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     if plan.has_unseen_keys if alone else not layer.keeps_keys:
         forward["keys in sequence order"] = sum(rows_of(plan.key_rows, max(groups), layer.dtype))
     forward |= engine.forward_bytes(plan, layer)
-    num_home = 0 if alone or not comm.overlaps else len(groups)
-    backward |= engine.backward_bytes(plan, layer, sum_dtype, len(groups) - num_home, num_home)
+    backward |= engine.backward_bytes(plan, layer, sum_dtype, "made" if alone or not comm.overlaps else "home")
     saved = {"q": queries, "k": keys, "v": values, "out": outs,
              "lse": num_bytes((layer.num_heads, plan.local_rows), lse_dtype(layer.dtype))}  # fmt: skip
     if layer.keeps_keys:
@@ -206,7 +200,8 @@ def forward(
         its_q, its_out = _some_heads(heads, q, out)
         into, sinks = (its_out, _some_rows(heads, lse)), None if call.sinks is None else call.sinks[heads]
         logits.append(engine.attn_fwd(
-            its_q, k, v, plan, call.softmax_scale, return_max_logit, into, softcap=call.softcap, sinks=sinks)[2])
+            its_q, k, v, plan, call.softmax_scale, return_max_logit, into, softcap=call.softcap, sinks=sinks,
+            groups=keys.heads)[2])
     kept_keys = None if kept is None else tuple(kept)
     if not return_max_logit:
         engine.poison(plan, out, lse)
@@ -241,7 +236,7 @@ def backward(
     sums = Sums(engine, plan, [] if alone else [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)], [])
     sum_dtype = (alone and call.grad_dtype) or _sum_dtype(q.dtype, alone)
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
-    largest = [(len(x), keys.most_heads, x.shape[2]) for x in sums.grads]
+    largest = [(len(x), max(keys.heads), x.shape[2]) for x in sums.grads]
     for heads, kv_heads, (k, v) in groups:
         results = _some_heads(kv_heads, *sums.grads)
         is_last = at_once and heads.stop == q.shape[1]
@@ -252,7 +247,7 @@ def backward(
         try:
             _, *shares = engine.attn_bwd(
                 its_dout, its_q, k, v, its_out, _some_rows(heads, lse), plan, call.softmax_scale, sum_dtype,
-                call.deterministic, (its_dq, None), softcap=call.softcap, homes=homes)  # fmt: skip
+                call.deterministic, (its_dq, None), softcap=call.softcap, homes=homes, groups=keys.heads)
         except BaseException:
             if go_home:
                 comm.give_back()
@@ -304,7 +299,7 @@ def _sum_dtype(dtype: np.dtype[Any], alone: bool) -> np.dtype[Any]:
 def _shares(num_heads: int, keys: Keys) -> list[slice]:
     """Which of so many heads belong to each group."""
     each = num_heads // keys.k.shape[1]
-    ends = [*itertools.accumulate(each * group.parts[0][0].shape[1] for group in keys.groups)]
+    ends = [*itertools.accumulate(each * size for size in keys.heads)]
     return [slice(first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 

@@ -111,7 +111,7 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     layer = layer._replace(groups=(heads,))
     forward |= engine.forward_bytes(plan, layer)
     backward = {"shares on their way": messages * row_bytes[1]}
-    backward |= engine.backward_bytes(plan, layer, layer.dtype if alone else sum_dtype, num_made=1)
+    backward |= engine.backward_bytes(plan, layer, layer.dtype if alone else sum_dtype, "made")
     if alone:
         backward.pop("shares of dk and dv", None)  # which are dk and dv
     saved = {"q": queries, "k": keys, "v": values, "out": outs, "lse": lse}

@@ -110,7 +110,7 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
         forward["own keys without padding"] = keys + values
     backward = {"dq in float32": float32_queries, "sums of dk and dv": min(1 + 2 * hops, 3) * sums}
     forward |= engine.forward_bytes(part, layer)
-    backward |= engine.backward_bytes(part, layer, dtype, num_made=0)
+    backward |= engine.backward_bytes(part, layer, dtype, "given")
     windows: list[Bytes] = [comm.exchange_bytes(_hop_sizes(comm.size, size), 0) for size in (keys + values, sums)]
     forward |= {name: max(each.get(name, 0) for each in windows) for name in windows[1]}  # one for both, as it grows
     saved = {"q": queries, "k": keys, "v": values, "out": outs,

@@ -21,7 +21,7 @@ from thdattn import jit
 from thdattn.homes import places_of_keys
 from thdattn.hopper_tiles import BackwardPairSm90, BackwardWideSm90
 from thdattn.instances import Instance
-from thdattn.memory import Bytes, Layer, num_bytes
+from thdattn.memory import Bytes, Layer, heads_of, num_bytes
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Gpu, Launch, layout
 from thdattn.ops.logits import logits_of, lse_unit
@@ -34,6 +34,7 @@ from thdattn.tiles import DQ_ROWS, STATS_ROWS, TILES, Tiles
 Halfway = Callable[[Array, Array], None]
 GradDtypes = tuple[str, np.dtype[Any]]  # of dq, to which is added where it is float32, and of dk and dv
 Homes = tuple[Any, Array]  # see reference.attn_bwd
+Groups = Sequence[tuple[int, int]]  # query heads and kv heads of those that share work buffers, ascending
 _NO_HOMES = bytes(SHARES.itemsize), 0
 MAX_SHARES = 2**15 - 1  # of one accumulator; kClaimed of kernels/hopper/backward_common.cuh
 
@@ -43,13 +44,14 @@ def attn_bwd(
     kv_grad_dtype: DTypeLike, deterministic: bool,
     into: tuple[Array, Sequence[Array] | None] | None = None, merge: bool = False, halfway: Halfway | None = None,
     rounded: Sequence[Array] | None = None, softcap: float = 0.0, homes: Homes | None = None,
+    groups: Sequence[int] = (),
 ) -> tuple[Array, Array, Array]:
     """Gradients of attn_fwd; dk and dv are this rank's share, which stay until the next call. See reference.attn_bwd.
 
     Where dq comes from several tiles of keys, it is accumulated in float32, and rounded once. `deterministic`: on
     Hopper up to head dims 192/128, thread blocks wait for each other to add from the last tile of keys to the first;
     otherwise dq has a kernel of its own, for 1.4 times the matrix products. Where blocks wait in the order of tiles of
-    keys, all tiles are done before `halfway`.
+    keys, all tiles are done before `halfway`. Groups share accumulators: the launches of one follow those of another.
     """
     dkv_dtype = np.dtype(kv_grad_dtype)
     dq, shares = into or (launch.empty(q.shape, q.dtype), None)
@@ -68,11 +70,11 @@ def attn_bwd(
         dout, q, out = map(cupy.ascontiguousarray, (dout, q, out))
     launches = plan.once(
         ("backward", *layout(q, k, v), dq.dtype, dkv_dtype, deterministic, shares is None, homes is None,
-         halfway is None, softcap > 0),
+         halfway is None, softcap > 0, groups),
         lambda: (_Hopper if gpu.sm90 else _Portable)(
             gpu, row, q, k, v, plan, (dq.dtype.name, dkv_dtype), deterministic,
             "home" if homes is not None else "given" if shares is not None else "made", halfway is not None,
-            softcap > 0))
+            softcap > 0, heads_of(groups or k.shape[1:2], q.shape[1] // k.shape[1])))
     whole = dq
     if launch.row_heads(dq) != launch.row_heads(q):
         whole = cupy.ascontiguousarray(dq) if merge else launch.empty(q.shape, q.dtype)
@@ -93,30 +95,26 @@ def rounded(x: Array, dtype: DTypeLike) -> Array:
     return out
 
 
-def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, num_made: int, num_home: int = 0) -> Bytes:
+def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes:
     """Bytes of the work buffers of attn_bwd by name; see reference.backward_bytes."""
     gpu, row, rows = launch.this_gpu(), TILES[plan.head_dims], plan.local_rows
     if not (rows and plan.key_rows):
         return {}
-    shares = [heads for heads, _ in layer.shares]
-    head_bytes = num_bytes((rows, sum(plan.head_dims)), layer.dtype)
-    made = {"delta": sum(num_bytes(_stats_shape(rows, heads), np.float32) for heads in shares)}
+    heads_bytes = _most_heads(layer.shares) * num_bytes((rows, sum(plan.head_dims)), layer.dtype)
+    made = {"delta": num_bytes(_stats_shape(rows, _most_heads(layer.shares)), np.float32)}
     if not gpu.sm90:
-        made["dq in float32"] = sum(
-            num_bytes(_dq_accum_shape(rows, heads, row, layer.deterministic), np.float32) for heads in shares)
+        made["dq in float32"] = num_bytes(
+            _dq_accum_shape(rows, _most_heads(layer.shares), row, layer.deterministic), np.float32)
         if len(layer.groups) > 1:
-            made["a group's dout, q, out and dq"] = 2 * max(shares) * head_bytes
-        return made | shares_bytes(plan, layer, sum_dtype, num_made)
-    num_given = len(layer.groups) - num_made - num_home
-    variants = [name for name, number in (("made", num_made), ("home", num_home), ("given", num_given)) if number]
-    accums = [_accum(gpu, row, plan, heads, kv_heads, np.dtype(sum_dtype), layer.deterministic, where)
-              for where in variants for heads, kv_heads in layer.shares]
-    made["gradients in float32"] = sum(num_bytes(shape, np.float32) for shape in {accum.shape for accum in accums})
+            made["a group's dout, q, out and dq"] = 2 * heads_bytes
+        return made | shares_bytes(plan, layer, sum_dtype, where)
+    accum = _largest_accum(gpu, row, plan, layer.shares, np.dtype(sum_dtype), layer.deterministic, where)
+    made["gradients in float32"] = num_bytes(accum.shape, np.float32)
     made["shares of dq"] = num_bytes(_shares_shape(row, rows), np.int32)
-    if accums[0].deterministic and not isinstance(row.backward_sm90, BackwardWideSm90):
+    if accum.deterministic and not isinstance(row.backward_sm90, BackwardWideSm90):
         made["order of tiles"] = num_bytes(plan.num_tiles[1:], np.int32)
     if plan.has_blind_queries and plan.leading_tokens is None:
-        made["q and dout without padding"] = sum(shares) * head_bytes + num_bytes((rows,), np.int32)
+        made["q and dout without padding"] = heads_bytes + num_bytes((rows,), np.int32)
     return made
 
 
@@ -143,7 +141,7 @@ class _Accum(NamedTuple):
 
 def _accum(gpu: Gpu, row: Tiles, plan: Plan, num_heads: int, num_kv_heads: int, dkv_dtype: np.dtype[Any],
            deterministic: bool, where: str) -> _Accum:
-    """where: dk and dv are "made" here, in arrays that are "given", or at "home", on the ranks that own them."""
+    """where: as for reference.backward_bytes."""
     tiles, num_tiles, (head_dim, v_head_dim) = row.backward_sm90, plan.num_tiles[1], plan.head_dims
     stats_rows, wide = _stats_rows(plan.local_rows), isinstance(tiles, BackwardWideSm90)
     deterministic = deterministic or (not wide and num_tiles > MAX_SHARES)
@@ -162,6 +160,11 @@ def _accum(gpu: Gpu, row: Tiles, plan: Plan, num_heads: int, num_kv_heads: int, 
                   semaphore_rows, dq_semaphores + 2 * semaphore_rows * num_kv_heads)
 
 
+def _largest_accum(gpu: Gpu, row: Tiles, plan: Plan, groups: Groups, *how: Any) -> _Accum:
+    """That of the group that needs most, not always the one with most heads: few heads are split, which adds sums."""
+    return max((_accum(gpu, row, plan, *heads, *how) for heads in groups), key=lambda accum: accum.shape)
+
+
 class _Hopper:
     """The launches on Hopper. Accumulators of dq have a layout of their own; it is rounded once."""
 
@@ -169,20 +172,21 @@ class _Hopper:
     round_dq: Launch | None
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
-                 deterministic: bool, where: str, in_two: bool, caps: bool) -> None:
+                 deterministic: bool, where: str, in_two: bool, caps: bool, groups: Groups) -> None:
         tiles, dtype, (dq_dtype, dkv_dtype) = row.backward_sm90, q.dtype.name, grads
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _) = q.shape, k.shape
         group, stats_rows, wide = num_heads // num_kv_heads, _stats_rows(num_rows), isinstance(tiles, BackwardWideSm90)
-        room = _accum(gpu, row, plan, num_heads, num_kv_heads, dkv_dtype, deterministic, where)
+        how = dkv_dtype, deterministic, where
+        room, largest = (_largest_accum(gpu, row, plan, some, *how) for some in ([(num_heads, num_kv_heads)], groups))
         deterministic = room.deterministic
 
-        self.dkv_dtype, self.makes_shares = dkv_dtype, where == "made"
-        accum = plan.buffer("accum", room.shape, np.float32)
+        self.dkv_dtype, self.makes_shares, self.most_heads = dkv_dtype, where == "made", _most_heads(groups)
+        accum = plan.buffer("accum", room.shape, np.float32, largest.shape)
         self.dkv_accum, rest_of_accum = accum[: room.dkv_size], accum[room.dkv_size :]
         self.dq_accum, semaphores = rest_of_accum[: room.dq_size], rest_of_accum[room.dq_size :]
         self.grad_semaphores = semaphores[room.dq_semaphores :]
         # The first share of a claimed accumulator is stored; only semaphores have to be zero. Wide heads claim no dq.
-        stats, self.delta = _delta(row, q, v, plan, rest_of_accum if wide else semaphores)
+        stats, self.delta = _delta(row, q, v, plan, rest_of_accum if wide else semaphores, groups)
 
         fixed: tuple[Any, ...] = self.dq_accum, semaphores, stats, plan.key_ranges
         if isinstance(tiles, BackwardWideSm90):
@@ -229,7 +233,7 @@ class _Hopper:
         num_rows, num_keys = len(q), len(k)
         if plan.has_blind_queries:
             if plan.leading_tokens is None:
-                q, dout = without_padding((q, dout), ("q", "dout"), plan)
+                q, dout = without_padding((q, dout), ("q", "dout"), plan, self.most_heads)
             else:  # rows outside a map arrive as zeros
                 num_rows = max(1, plan.leading_tokens)
         tensors, rows = (q, k, v, dout), (num_rows, num_keys, num_keys, num_rows)
@@ -291,12 +295,13 @@ class _Portable:
     """The launches on every GPU: dq is accumulated in float32 and rounded, or has a kernel of its own."""
 
     def __init__(self, gpu: Gpu, row: Tiles, q: Array, k: Array, v: Array, plan: Plan, grads: GradDtypes,
-                 deterministic: bool, where: str, in_two: bool, caps: bool) -> None:
+                 deterministic: bool, where: str, in_two: bool, caps: bool, groups: Groups) -> None:
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _), dtype = q.shape, k.shape, q.dtype.name
         dq_dtype, self.dkv_dtype = grads
         self.makes_shares = where == "made"
-        self.dq_accum = plan.buffer("dq_accum", _dq_accum_shape(num_rows, num_heads, row, deterministic), np.float32)
-        stats, self.delta = _delta(row, q, v, plan, self.dq_accum)
+        shape, most = (_dq_accum_shape(num_rows, n, row, deterministic) for n in (num_heads, _most_heads(groups)))
+        self.dq_accum = plan.buffer("dq_accum", shape, np.float32, most)
+        stats, self.delta = _delta(row, q, v, plan, self.dq_accum, groups)
         sizes = tuple(map(np.int32, (num_rows, num_keys, _stats_rows(num_rows), num_heads // num_kv_heads)))
         tiles = row.backward_for(gpu.shared_bytes)
         main = jit.kernel(*row.thd_attn_bwd(dtype, self.dkv_dtype.name, not deterministic, tiles, caps))
@@ -383,10 +388,15 @@ def _dq_accum_shape(num_rows: int, num_heads: int, row: Tiles, deterministic: bo
     return (0,) if deterministic else (num_rows, num_heads, row.head_dim)
 
 
-def _delta(row: Tiles, q: Array, v: Array, plan: Plan, cleared: Array) -> tuple[Array, Launch]:
+def _most_heads(groups: Groups) -> int:
+    return groups[-1][0]
+
+
+def _delta(row: Tiles, q: Array, v: Array, plan: Plan, cleared: Array, groups: Groups) -> tuple[Array, Launch]:
     """(stats, the launch that fills it and sets `cleared` to zero); see thd_attn_delta."""
     (num_rows, num_heads, _), stats_rows = q.shape, _stats_rows(len(q))
-    stats = plan.buffer("stats", _stats_shape(num_rows, num_heads), np.float32)
+    stats = plan.buffer("stats", _stats_shape(num_rows, num_heads), np.float32,
+                        _stats_shape(num_rows, _most_heads(groups)))
     lanes = 8 if v.shape[2] <= 64 else 16 if v.shape[2] <= 128 else 32
     return stats, Launch(
         jit.kernel(*row.thd_attn_delta(q.dtype.name)), (-(-stats_rows * num_heads * lanes // 256),), 256,
@@ -399,9 +409,15 @@ def _dk_dv(dkv: Array, k: Array, v: Array) -> tuple[Array, Array]:
     return dkv[: k.size].reshape(k.shape), dkv[k.size :].reshape(v.shape)
 
 
-def without_padding(arrays: Sequence[Array], names: Sequence[str], plan: Plan) -> list[Array]:
-    """Copies of two arrays whose padding rows are 0, as 0 * NaN would spread through a product."""
-    copies = [plan.buffer(name, x.shape, x.dtype) for name, x in zip(names, arrays, strict=True)]
+def without_padding(
+    arrays: Sequence[Array], names: Sequence[str], plan: Plan, most_heads: int | None = None
+) -> list[Array]:
+    """Copies of two arrays whose padding rows are 0, as 0 * NaN would spread through a product.
+
+    most_heads: of those whose copies lie in one memory, one after another.
+    """
+    rooms = [x.shape if most_heads is None else (len(x), most_heads, x.shape[2]) for x in arrays]
+    copies = [plan.buffer(name, x.shape, x.dtype, room) for name, x, room in zip(names, arrays, rooms, strict=True)]
     order = plan.once("local_order", lambda: cupy.arange(plan.local_rows, dtype=np.int32))
     reorder(False, copies, [[x] for x in arrays], order, plan.key_ranges)
     return copies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
@@ -24,7 +24,7 @@ from thdattn.tiles import TILES, Tiles
 def attn_fwd(
     q: Array, k: Array, v: Array, plan: Plan, softmax_scale: float, return_max_logit: bool,
     into: tuple[Array, Array] | None = None, merge: bool = False, halfway: Callable[[], Any] | None = None,
-    softcap: float = 0.0, sinks: Array | None = None,
+    softcap: float = 0.0, sinks: Array | None = None, groups: Sequence[int] = (),
 ) -> tuple[Array, Array, Array | None]:
     """Attention of this rank's query rows over the whole key buffer; see reference.attn_fwd."""
     num_rows, num_heads, _ = q.shape
@@ -40,14 +40,15 @@ def attn_fwd(
         whole = (cupy.ascontiguousarray(out), lse) if merge else None
         *results, max_logit = attn_fwd(
             cupy.ascontiguousarray(q), k, v, plan, softmax_scale, return_max_logit, whole, merge, halfway, softcap,
-            sinks)
+            sinks, groups)
         for x, result in zip((out, lse), results, strict=True):
             x[...] = result
         return out, lse, max_logit
     kind = kind_of(softcap, sinks)
     (*first, last), boxes, max_logits = plan.once(
-        ("forward", *layout(q, k, v), merge, halfway is None, kind),
-        lambda: _forward(q, k, v, plan, "float32" if merge else q.dtype.name, kind, halfway is not None))
+        ("forward", *layout(q, k, v), merge, halfway is None, kind, groups),
+        lambda: _forward(q, k, v, plan, "float32" if merge else q.dtype.name, kind, halfway is not None,
+                         max(groups, default=k.shape[1]) * (num_heads // k.shape[1])))
 
     def arguments() -> tuple[Any, ...]:
         inputs = tuple(launch.tensor_maps((q, k, v), (num_rows, len(k), len(v)), boxes)) if boxes else (q, k, v)
@@ -67,11 +68,11 @@ def forward_bytes(plan: Plan, layer: Layer) -> Bytes:
     """Bytes of the work buffers of attn_fwd by name; see reference.forward_bytes."""
     shares, (width, v_width) = [heads for heads, _ in layer.shares], plan.head_dims
     row, gpu = TILES[plan.head_dims], launch.this_gpu()
-    made = {"logits of tiles": sum(num_bytes(_max_logits(row, plan, heads), np.float32) for heads in shares)}
+    made = {"logits of tiles": num_bytes(_max_logits(row, plan, max(shares)), np.float32)}
     merges = plan.keys_of is not None  # a slice of a ring
     if gpu.sm90 and not merges and scheduler.divides_keys(gpu, row.forward_sm90, plan, layer.num_heads):
         most = scheduler.most_pieces(gpu, plan.num_tiles[0], layer.num_heads)
-        made["shares of tiles"] = sum(num_bytes(_shares(row, most, heads), np.float32) for heads in shares)
+        made["shares of tiles"] = num_bytes(_shares(row, most, max(shares)), np.float32)
         made["pieces of tiles"] = sum(
             num_bytes(_pieces(gpu, most, plan.num_tiles[0], heads), np.int32) for heads in shares)
     if len(layer.groups) > 1 and not gpu.sm90:
@@ -97,16 +98,18 @@ def _pieces(gpu: Gpu, most_pieces: int, num_tiles: int, num_heads: int) -> tuple
 
 
 def _forward(
-    q: Array, k: Array, v: Array, plan: Plan, out_dtype: str, kind: Kind, in_two: bool
+    q: Array, k: Array, v: Array, plan: Plan, out_dtype: str, kind: Kind, in_two: bool, most_heads: int
 ) -> tuple[list[Launch], tuple[int, ...], Array]:
     """The launches of the forward, the rows of the boxes that they load by tensor map (none: by pointer), max_logits.
 
     in_two: of the tiles that see no key of other ranks, and of the others.
+    most_heads: query heads of the largest of the groups that share work buffers.
     """
     gpu, row, dtype = launch.this_gpu(), TILES[q.shape[2], v.shape[2]], q.dtype.name
     num_rows, num_heads, _ = q.shape
     group, tiles = num_heads // k.shape[1], row.forward_sm90 if gpu.sm90 else row.forward
-    max_logits = plan.buffer("logits of tiles", _max_logits(row, plan, num_heads), np.float32)
+    shape, most = (_max_logits(row, plan, n) for n in (num_heads, most_heads))
+    max_logits = plan.buffer("logits of tiles", shape, np.float32, most)
     parts = parts_of(plan.arrays.query_tiles, plan.foreign_tiles[0]) if in_two else [plan.arrays.query_tiles]
 
     if isinstance(tiles, ForwardSm90):
@@ -119,7 +122,7 @@ def _forward(
         def hopper(orders: Array) -> Launch:
             num_tiles, how = orders.shape[1], (1, num_heads)
             if divides:
-                order, divided = _divided(gpu, row, plan, orders[1], num_heads, launch.row_heads(q))
+                order, divided = _divided(gpu, row, plan, orders[1], num_heads, launch.row_heads(q), most_heads)
                 blocks = gpu.multiprocessors if num_tiles else 0
             else:
                 (order, how), divided = scheduler.schedule(gpu, plan, orders, num_heads, together), _WHOLE
@@ -140,16 +143,16 @@ _WHOLE = np.zeros((), PARTS)[()]
 
 
 def _divided(
-    gpu: Gpu, row: Tiles, plan: Plan, order: Array, num_heads: int, of_heads: int
+    gpu: Gpu, row: Tiles, plan: Plan, order: Array, num_heads: int, of_heads: int, most_heads: int
 ) -> tuple[Array, Any]:
     """Pieces of some tiles, longest first, in the order of work, and where their shares are added.
 
     of_heads: of the layer, of which the launch does num_heads, as the order may have some of the plan's tiles. All of
-    both say how tiles are divided.
+    both say how tiles are divided. most_heads: of a launch that shares memory with this one.
     """
     every = plan.arrays.query_tiles[1]
     most = scheduler.most_pieces(gpu, len(every), of_heads)
-    shares = plan.buffer("shares of tiles", _shares(row, most, num_heads), np.float32)
+    shares = plan.buffer("shares of tiles", _shares(row, most, num_heads), np.float32, _shares(row, most, most_heads))
     arrived = plan.once(("arrived", shares.shape), lambda: cupy.zeros(len(shares) * row.forward_sm90.warps, np.uint32))
     pieces = launch.empty(_pieces(gpu, most, len(order), num_heads), np.int32)
     args = pieces, plan.key_ranges, order, every, *map(np.int32, (
