@@ -89,7 +89,7 @@ def test_what_is_said_is_what_is_allocated(monkeypatch, groups, keep_keys):
     layer = attention(Twin(), head_groups=groups, keep_keys=keep_keys)
     plan = layer.plan(BATCH)
     made = Allocations(monkeypatch)
-    saved = [step(layer, plan)[0] for _ in range(2)]  # gathers have taken all their turns
+    saved = [step(layer, plan)[0] for _ in range(2)]
     memory = layer.memory(BATCH)
     assert [x.nbytes for x in (saved[0].q, saved[0].k, saved[0].v)] == [memory[name] for name in "qkv"]
     elsewhere = {"plan", "q", "k", "v", "copies to send", "sums"}  # by NumPy itself
@@ -143,7 +143,7 @@ def test_numbers_that_a_reader_can_follow():
     (memory, plan), _ = thdattn.comm.run_local(RANKS, program)
     assert plan.key_rows == 52 and plan.local_rows == 26
     a_group = 52 * 2 * (DIM + V_DIM)
-    assert memory["keys in rank order"] == 2 * 2 * a_group * 2  # two gathers, two groups
+    assert memory["keys in rank order"] == 2 * a_group * 2  # two groups
     assert "keys in sequence order" not in memory  # as every layer keeps its own
     assert memory["kept keys"] == 2 * a_group * 2
     assert memory["partial sums"] == memory["shares of dk and dv"] == a_group * 4
@@ -211,10 +211,10 @@ def test_one_rank_without_room_is_named_on_all_ranks(monkeypatch):
         comm.barrier()
         return str(refused.value)
 
-    messages = on_ranks(monkeypatch, {1}, 3 << 19, program)
+    messages = on_ranks(monkeypatch, {1}, 1 << 20, program)
     assert len(set(messages)) == 1
     assert "that are free; pass fewer tokens, spread them over more ranks" in messages[0]
-    assert "wanted at most the 1.50 MiB" in messages[0] and "rank 0" not in messages[0]
+    assert "wanted at most the 1.00 MiB" in messages[0] and "rank 0" not in messages[0]
 
 
 def test_every_rank_without_room_is_named(monkeypatch):

@@ -43,8 +43,9 @@ class Memory(Mapping[str, int]):
     """Bytes of every buffer that a batch takes on this rank, by name: of arrays, without what allocators round up.
 
     Of calls of forward and backward; for start_backward, the sums of the last group of heads take room as the others
-    do. Buffers that some of the calls copy into, one after another, count as often as they are there at a time.
-    Counters of 4 bytes, max_logit and temporaries of the reference engine are left out.
+    do, and so do the keys of all groups in rank order for a gather while those of another one wait for their call.
+    Buffers that some of the calls copy into, one after another, count as often as they are there at a time. Counters of
+    4 bytes, max_logit and temporaries of the reference engine are left out.
 
     Attributes:
         forward: work buffers that forward needs; all layers of a plan share them, and windows of peer memory all plans.

@@ -117,19 +117,17 @@ def gather(
         if plan.has_unseen_keys:
             return Keys(k, v, plan, [Arrival([[k], [v]])], ordered=False)
         return Keys(k, v, plan, [Arrival([[x[: plan.key_rows]] for x in (k, v)])], ordered=True)
-    turns: list[tuple[int, Callable[[], Keys | None]]] = plan.once(
-        "turns of gathers", lambda: [(turn, _nobody) for turn in range(IN_FLIGHT)])  # the last one at the end
-    free = next((number for number, (_, last) in enumerate(turns) if _is_free(last())), None)
-    if free is None:
+    turns: list[Callable[[], Keys | None]] = plan.once("turns of gathers", lambda: [_nobody] * IN_FLIGHT)
+    # The first free one, as buffers of the others are only made where more gathers are under way.
+    turn = next((turn for turn, last in enumerate(turns) if _is_free(last())), None)
+    if turn is None:
         raise ValueError(
             f"gather was called with {IN_FLIGHT} gathers of this plan under way, wanted fewer, as each has buffers of "
             f"its own; call forward or backward with one of them first"
         )
-    turn, _ = turns[free]
     places = _Places(plan, turn, k, v, groups or (k.shape[1],))
     keys = Keys(k, v, plan, comm.gather_heads((k, v), places, at_once), ordered=False)
-    del turns[free]
-    turns.append((turn, weakref.ref(keys)))
+    turns[turn] = weakref.ref(keys)
     return keys
 
 
@@ -148,7 +146,7 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     backward: Bytes = {}
     if not alone:
         in_place = int(comm.overlaps)  # the first group of keys
-        forward["keys in rank order"] = IN_FLIGHT * sum(rows_of(num_gathered, sum(groups[in_place:]), layer.dtype))
+        forward["keys in rank order"] = sum(rows_of(num_gathered, sum(groups[in_place:]), layer.dtype))
         forward |= comm.gather_bytes(sends, len(groups))
         backward |= comm.sum_bytes([rows_of(num_gathered, heads, sum_dtype) for heads in groups])
         if in_place:
