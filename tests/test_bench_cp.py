@@ -187,6 +187,10 @@ def test_sums_of_two_ranks_add_as_much_as_those_of_many(host_memory, size, at_on
                 wanted = np.full(16, 3 + 20 * turn)
                 wanted[3] = 0
                 assert all((x == wanted[:, None, None]).all() for x in results)
+        if not at_once:  # what was pulled, of all ranks but this one
+            share = [16 * 2 * 4 * width for width in (8, 4)]
+            said = memory.sum_bytes([[size * x for x in share]] * 2)["pulled sums"]
+            assert memory.held_bytes()["pulled sums"] == said == (size - 1) * sum(share)
         for close in real.actions:
             close()
 

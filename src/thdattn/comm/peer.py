@@ -191,8 +191,9 @@ class PeerMemory:
         return {_WINDOWS["gather"]: self._both(_roomy(_offsets(sends)[-1]))}
 
     def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
-        """See Comm.sum_bytes. All groups but the last one, whose shares go to their owners, are pulled."""
-        pulled = {"pulled sums": _roomy(max(map(sum, groups)))} if len(groups) > 1 else {}
+        """See Comm.sum_bytes. All groups but the last one, whose shares go to their owners, are pulled from others."""
+        most = max(map(sum, groups))
+        pulled = {"pulled sums": _roomy(most // self.size * (self.size - 1))} if len(groups) > 1 else {}
         return {_WINDOWS["sum"]: self._both(_roomy(max(_offsets(group)[-1] for group in groups))), **pulled}
 
     def exchange_bytes(self, sizes: Any) -> dict[str, int]:
@@ -243,7 +244,7 @@ class PeerMemory:
 
     def _pulled(self) -> Any:
         """A SHARES of what this rank owns, of which it copies the other ranks' to memory of its own."""
-        shares, at = np.zeros((), SHARES), self._place(sum(self._most) * self.size)
+        shares, at = np.zeros((), SHARES), self._place(sum(self._most) * len(self._others))
         shares["of"] = self._gotten["of"]
         for rank in self._others:
             for place, size in zip(shares["of"], self._sizes, strict=True):
