@@ -38,6 +38,7 @@ from thdattn.tensor_map import BOX_COLUMNS, tensor_map
 
 ssd_segment_rows = CHUNK * SEGMENT_CHUNKS
 _FOLD, _START, _ENTER = MIXER_KERNELS
+_MOST_OF_Y = 2**16 - 1  # thread blocks of a grid
 
 
 class Activations(NamedTuple):
@@ -70,6 +71,15 @@ def slab_of(shape: MixerShape) -> Slab | SlabSm90:
     """How this GPU cuts x into columns for thread blocks."""
     gpu = launch.this_gpu()
     return slab_for(shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes, gpu.sm90)
+
+
+def grid_of_rows(blocks: int, tiles: int) -> tuple[int, int, int]:
+    """So many thread blocks for each of so many tiles of rows, over z where they are more than y may have.
+
+    So y and z say which tile, see tile_of_rows of kernels/mamba/common.cuh.
+    """
+    layers = max(1, -(-tiles // _MOST_OF_Y))
+    return blocks, -(-tiles // layers), layers
 
 
 def _inputs(slab: Slab | SlabSm90, *rows: tuple[Array, int]) -> list[Any]:
@@ -170,7 +180,7 @@ def _activations(plan: Plan, shape: MixerShape, keep: bool) -> Activations:
 def _conv(column: int, plan: Plan, shape: MixerShape) -> Launch:
     num_rows = plan.local_rows
     first, column_tiles = column // CONV_COLUMNS, -(-(shape.channels - column) // CONV_COLUMNS)
-    grid = column_tiles + -(-shape.num_heads // RATES_HEADS), -(-num_rows // CONV_ROWS)
+    grid = grid_of_rows(column_tiles + -(-shape.num_heads // RATES_HEADS), -(-num_rows // CONV_ROWS))
     fixed = np.int32(first), np.int32(column_tiles), size_of(plan, shape)
     return Launch(jit.kernel(*thd_mixer_conv(shape.dtype.name, shape.conv_width)), grid, 256, fixed)
 

@@ -32,7 +32,7 @@ from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.mixer_tiles import CHUNK, SEGMENT_CHUNKS
 from thdattn.ops import launch
 from thdattn.ops.launch import Array, Launch
-from thdattn.ops.mixer import Activations, size_of
+from thdattn.ops.mixer import Activations, grid_of_rows, size_of
 from thdattn.plan import Plan
 from thdattn.tensor_map import BOX_COLUMNS, tensor_map
 
@@ -94,7 +94,7 @@ def _gate_then_states(walk: Walk, plan: Plan, shape: MixerShape) -> tuple[Launch
     chunks, size = -(-plan.local_rows // CHUNK), size_of(plan, shape)
     gate, states = (jit.kernel(*make(shape.dtype.name)) for make in (thd_mixer_gate_bwd, walk.thd_ssd_dstates))
     blocks = -(-chunks // SEGMENT_CHUNKS), shape.d_inner // walk.columns, _slices(shape)
-    return (Launch(gate, (-(-shape.d_inner // 1024), chunks), 128, (plan.key_ranges, size)),
+    return (Launch(gate, grid_of_rows(-(-shape.d_inner // 1024), chunks), 128, (plan.key_ranges, size)),
             Launch(states, blocks, walk.threads, (size,)))
 
 
@@ -230,7 +230,8 @@ def _conv_bwd(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
     chunks, columns = -(-plan.local_rows // CHUNK), -(-shape.channels // CONV_BACK_COLUMNS)
     conv = Launch(
         jit.kernel(*thd_mixer_conv_bwd(shape.dtype.name, shape.conv_width)),
-        (columns + -(-shape.num_heads // CONV_BACK_HEADS), chunks), 128, (np.int32(columns), size_of(plan, shape)))
+        grid_of_rows(columns + -(-shape.num_heads // CONV_BACK_HEADS), chunks), 128,
+        (np.int32(columns), size_of(plan, shape)))
     numbers = chunks, _numbers(shape), sum(map(math.prod, shape.weights[:2])), shape.num_heads
     sums = Launch(jit.kernel("thd_mixer_sum"), (-(-numbers[1] // SUM_COLUMNS),), 256, tuple(map(np.int32, numbers)))
     return conv, sums

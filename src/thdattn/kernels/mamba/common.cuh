@@ -48,6 +48,9 @@ __device__ __forceinline__ int first_of(int2 range, int row, const MixerSize& si
   return is_empty(range) ? row + 1 : range.x - size.offset;
 }
 
+// Which tile of rows this thread block has, of which a grid has y in each of its z; some are behind the last one.
+__device__ __forceinline__ int tile_of_rows() { return blockIdx.z * gridDim.y + blockIdx.y; }
+
 // ------------------------------------------------------------------------------------------------ numbers
 
 // Of a difference of sums of a * log2(e), which is above 0 by rounding alone.

@@ -185,14 +185,14 @@ __device__ __forceinline__ void rates_of_heads(const Rates& rates, const T* zxbc
 // memory.
 // halo (kWidth - 1, channels): rows of x, B and C in front; read where a sequence began on another rank
 // channels (rows, channels): x, B and C behind silu; dt, sums, leave: see Rates; all 0 on padding
-// Launch: grid (column_tiles + tiles of 16 heads, tiles of 256 rows), block 256.
+// Launch: grid (column_tiles + tiles of 16 heads, tiles of 256 rows, see tile_of_rows), block 256.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kConvThreads) thd_mixer_conv(
     const T* zxbcdt, const T* halo, const float* conv_weight, const float* conv_bias, const float* A_log,
     const float* dt_bias, const int2* ranges, T* channels, float* dt, float* sums, float* leave, int first_tile,
     int column_tiles, MixerSize size) {
   constexpr int kWarps = kConvThreads / kWarp, kChunks = kConvTile / kChunk, kHeadTiles = kWarps / kChunks;
-  const int tile = blockIdx.y, warp = threadIdx.x / kWarp;
+  const int tile = tile_of_rows(), warp = threadIdx.x / kWarp;
   if ((int)blockIdx.x < column_tiles) {
     const int column_tile = first_tile + (int)blockIdx.x;
     convolve_rows<T, kWidth>(channels, zxbcdt, halo, conv_weight, conv_bias, ranges, tile, column_tile, size);

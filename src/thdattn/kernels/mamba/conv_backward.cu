@@ -217,14 +217,15 @@ __device__ __forceinline__ void softplus_back(const T* zxbcdt, const float* of_s
 // Gradients of the columns of zxbcdt behind z, and each chunk's shares of those of weights. The last thread blocks of a
 // row of the grid take dt, the others x, B and C. Bound by memory.
 //
-// Launch: grid (column_tiles + ceil(heads / 128), chunks), block 128.
+// Launch: grid (column_tiles + ceil(heads / 128), chunks, see tile_of_rows), block 128.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlocks : 2) thd_mixer_conv_bwd(
     const T* zxbcdt, const T* halo, const float* conv_weight, const float* conv_bias, const float* dt_bias,
     T* dzxbcdt, const int2* ranges, const T* dx, const float* dbc, const float* ddt, int splits, float* shares,
     float* ends, int column_tiles, MixerSize size) {
   constexpr int kReach = kWidth - 1;
-  const int chunk = gridDim.y - 1 - blockIdx.y;       // the last rows of dx are still in L2
+  const int chunk = size.chunks() - 1 - tile_of_rows();  // the last rows of dx are still in L2
+  if (chunk < 0) return;
   const int begin = chunk * kChunk, channels = size.channels();
   const size_t of_heads = (size_t)channels * (kWidth + 1), pitch = of_heads + 3 * size.heads;
   __shared__ int in_sight[kChunk + 16];

@@ -10,7 +10,7 @@
 //
 // dout, y, dy (rows, inner); zxbcdt, dzxbcdt (rows, columns); channels (rows, channels)
 // shares: (chunks, heads), shares_pitch from one chunk to the next
-// Launch: grid (ceil(inner / 8 / 128), chunks), block 128.
+// Launch: grid (ceil(inner / 8 / 128), chunks, see tile_of_rows), block 128.
 template <typename T>
 __global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ dout, const T* __restrict__ zxbcdt,
                                                           const T* __restrict__ y, const T* __restrict__ channels,
@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ 
                                                           float* __restrict__ shares, size_t shares_pitch,
                                                           const int2* __restrict__ ranges, MixerSize size) {
   constexpr int kAtOnce = 2;                          // rows that are loaded
-  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 8, begin = blockIdx.y * kChunk;
-  if (column >= size.inner()) return;
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 8, chunk = tile_of_rows(), begin = chunk * kChunk;
+  if (column >= size.inner() || chunk >= size.chunks()) return;
   float of_d = 0.f;
   for (int i = begin; i < min(begin + kChunk, size.rows); i += kAtOnce) {
     uint4 packed[kAtOnce][4];
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ 
     }
   }
   for (int lanes = 1; lanes < size.head_dim / 8; lanes *= 2) of_d += __shfl_xor_sync(0xffffffffu, of_d, lanes);
-  if (column % size.head_dim == 0) shares[blockIdx.y * shares_pitch + column / size.head_dim] = of_d;
+  if (column % size.head_dim == 0) shares[chunk * shares_pitch + column / size.head_dim] = of_d;
 }
 
 // ------------------------------------------------------------------------------------------------ states
