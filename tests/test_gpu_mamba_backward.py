@@ -223,6 +223,29 @@ def test_more_elements_than_32_bits_count(cupy):
             assert cupy.array_equal(tail[:, part], wanted[:, part]), name
 
 
+@pytest.mark.usefixtures("kernels")
+def test_more_chunks_than_a_grid_is_high(cupy):
+    """Sequences that are alike, a segment each, get the same bits behind row 65,535 * 64 as before it."""
+    case, times = Case("one", (2048,), sizes=Sizes(8, 64, 64, 1)), 65_535 * 64 // 2048 + 2
+    mixer = case.mixer(thdattn.comm.init("single"), BFLOAT16, engine="cuda", keep_activations=False)
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    weights = thdattn.Mamba2Weights(*map(cupy.asarray, weights))
+
+    def step(times):
+        rows, grads = (cupy.tile(cupy.asarray(x.view(np.uint16)), (times, 1)).view(BFLOAT16) for x in (zxbcdt, dout))
+        out, saved = mixer.forward(rows, weights, mixer.plan(PackedBatch.from_lengths(case.lengths * times)))
+        gradients, dweights = mixer.backward(grads, saved)
+        return [x.view(np.uint16).reshape(times, 2048, -1) for x in (out, gradients)], dweights
+
+    rows, dweights = step(times)
+    for x in rows:
+        assert bool((x == x[:1]).all())
+    alone, of_one = step(1)
+    assert cupy.array_equal(rows[0][0], alone[0][0])
+    for field, found, wanted in zip(weights._fields, dweights, of_one, strict=True):
+        assert float(cupy.abs(found / times - wanted).max()) <= 1e-2 * float(cupy.abs(wanted).max()), field
+
+
 # --- lengths on the GPU, graphs --------------------------------------------------------------------------------------
 
 ROWS = 2100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("cupy")  # which peer memory loads
+import numpy as np
 from loopback import Loopback, Mirror
 
 import thdattn
@@ -121,6 +122,24 @@ def test_peer_memory_takes_what_is_said(cupy, monkeypatch, pack, head_groups):
         assert held == 2 * sum(x[-1]._memory.size for x in comm.peer._windows["sum"][:1])
         assert ("pulled sums" in memory) == (head_groups != 1)
         comm.peer.close()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kernels_of", ["hopper", "portable"])
+@pytest.mark.parametrize("ranks", [1, SIZE])
+def test_a_mixer_allocates_what_is_said(cupy, monkeypatch, request, ranks, kernels_of, keep):
+    if kernels_of == "portable":
+        request.getfixturevalue("portable")
+    comm = Mirror() if ranks > 1 else thdattn.comm.init("single")
+    mixer = thdattn.Mamba2Mixer(comm, 8, 64, 128, engine="cuda", keep_activations=keep)
+    shape, batch = mixer._shape, PackedBatch.from_lengths([700, 31, 2900, 5000], multiple=2)
+    memory, made = mixer.memory(batch), Bytes(monkeypatch)
+    plan = mixer.plan(batch)
+    zxbcdt, dout = (cupy.zeros((plan.local_rows, width), shape.dtype) for width in (shape.columns, shape.d_inner))
+    weights = thdattn.Mamba2Weights(*(cupy.zeros(of_one, np.float32) for of_one in shape.weights))
+    _, saved = mixer.forward(zxbcdt, weights, plan)
+    mixer.backward(dout, saved)
+    assert made.total() + plan.arrays.offsets.nbytes == said(memory) - memory["zxbcdt"]
 
 
 def test_a_batch_larger_than_the_gpu_is_refused(cupy):

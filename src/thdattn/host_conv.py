@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.host_ssd import (
+    CHUNK,
     Activations,
     Gradients,
     chunk_sums,
@@ -26,6 +27,7 @@ from thdattn.host_ssd import (
     ssd_states,
     valid_rows,
 )  # fmt: skip
+from thdattn.memory import Bytes, num_bytes
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.plan import Plan
 
@@ -78,6 +80,25 @@ def mixer_conv(
     sharp = cleared(raw, valid, shape) + weights.dt_bias
     dt = np.where(valid, softplus(sharp), 0)
     return Activations(act.astype(shape.dtype), dt, chunk_sums(dt * -np.exp(weights.A_log), plan))
+
+
+def mixer_conv_bytes(plan: Plan, shape: MixerShape) -> int:
+    """Bytes of what mixer_conv makes."""
+    of_heads = num_bytes((plan.local_rows, shape.num_heads), shape.sum_dtype)
+    return num_bytes((plan.local_rows, shape.channels), shape.dtype) + 2 * of_heads
+
+
+def mixer_forward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
+    """Bytes of the buffers of a plan that forwards of all mixers write to, by name; here none."""
+    return {}
+
+
+def mixer_backward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
+    """Those that backwards write to besides."""
+    rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
+    return {"dchannels": num_bytes((rows, shape.channels), shape.dtype),
+            "ddt": num_bytes((rows, shape.num_heads), shape.sum_dtype),
+            "shares of dA and dD": num_bytes((chunks, 2, shape.num_heads), shape.sum_dtype)}  # fmt: skip
 
 
 def mixer_conv_states(

@@ -12,6 +12,7 @@ from thdattn.comm import Comm
 from thdattn.engines import as_engine_dtype, check_mixer_sizes, choose_engine
 from thdattn.mamba_cache import Mamba2Cache, make_cache, traits
 from thdattn.mamba_saved import Mamba2Saved
+from thdattn.memory import Memory
 from thdattn.methods import states
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.packing import PackedBatch
@@ -128,12 +129,37 @@ class Mamba2Mixer:
             ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU for the NumPy engine,
                 or (on every rank) a batch that differs between ranks.
         """
-        dims = self.head_dim, self.head_dim
-        plan = Plan(self.sharding(batch, sharding), self.comm.rank, CAUSAL, dims, self._engine.tiles(*dims), NO_ARRAYS,
-                    self._engine, None, like, as_bool("finite_padding", finite_padding))
+        plan = self._outline(batch, sharding, like, finite_padding)
         if self.comm.size > 1:
             self.comm.agree("the plan's batch and mixer", fingerprint(plan, self._shape))
         return with_arrays(plan)
+
+    def memory(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Memory:
+        """Bytes of every buffer that a layer and its plan take on this rank, before anything is allocated.
+
+        Not collective, as it depends on the shapes of the batch alone; lengths on a GPU are not read.
+
+        Args:
+            batch, sharding: as for plan.
+
+        Returns:
+            name -> bytes. "activations" are what the convolution makes, which each layer keeps, or all share where
+            keep_activations is False. For a step of `n` layers that share a plan count work + n * per_layer + the
+            gradients of one layer.
+
+        Raises:
+            TypeError, ValueError: as plan, for what it finds on one rank.
+        """
+        plan = self._outline(batch, sharding, None, False)
+        return states.memory(self._engine, self.comm, plan, self._shape, self.keep_activations)
+
+    def _outline(
+        self, batch: PackedBatch, sharding: str | Sharding | None, like: PackedBatch | None, finite_padding: bool
+    ) -> Plan:
+        """A plan without its arrays."""
+        dims = self.head_dim, self.head_dim
+        return Plan(self.sharding(batch, sharding), self.comm.rank, CAUSAL, dims, self._engine.tiles(*dims), NO_ARRAYS,
+                    self._engine, None, like, as_bool("finite_padding", finite_padding))
 
     def forward(self, zxbcdt: Any, weights: Mamba2Weights, plan: Plan) -> tuple[Any, Mamba2Saved]:
         """The mixer over this rank's rows. Collective.

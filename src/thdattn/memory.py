@@ -50,7 +50,7 @@ class Memory(Mapping[str, int]):
     Attributes:
         forward: work buffers that forward needs; all layers of a plan share them, and windows of peer memory all plans.
         backward: those that backward needs besides.
-        saved: what every layer keeps from forward to backward. q, k and v are the caller's.
+        saved: what every layer keeps from forward to backward, and out. q, k, v and zxbcdt are the caller's.
         grads: what a backward returns.
     """
 
@@ -70,8 +70,9 @@ class Memory(Mapping[str, int]):
         return sum(self.saved.values())
 
     def wanted(self, forward_only: bool = False) -> int:
-        """Bytes that have to be free for one layer, whose q, k and v are there."""
-        parts = [self.forward, {name: size for name, size in self.saved.items() if name not in ("q", "k", "v")}]
+        """Bytes that have to be free for one layer, whose q, k and v, or zxbcdt, are there."""
+        callers = "q", "k", "v", "zxbcdt"
+        parts = [self.forward, {name: size for name, size in self.saved.items() if name not in callers}]
         if not forward_only:
             parts += [self.backward, self.grads]
         return sum(sum(part.values()) for part in parts)

@@ -26,9 +26,12 @@ from numpy.typing import DTypeLike, NDArray
 from thdattn.arguments import as_host_array, dlpack_device, unreadable
 from thdattn.host_blocks import MAX_BLOCK_ROWS, attend, gradients, row_blocks
 from thdattn.host_conv import mixer_add_halos as mixer_add_halos
+from thdattn.host_conv import mixer_backward_bytes as mixer_backward_bytes
 from thdattn.host_conv import mixer_conv as mixer_conv
 from thdattn.host_conv import mixer_conv_bwd as mixer_conv_bwd
+from thdattn.host_conv import mixer_conv_bytes as mixer_conv_bytes
 from thdattn.host_conv import mixer_conv_states as mixer_conv_states
+from thdattn.host_conv import mixer_forward_bytes as mixer_forward_bytes
 from thdattn.host_conv import mixer_halo as mixer_halo
 from thdattn.host_conv import mixer_tail as mixer_tail
 from thdattn.host_decode import attn_decode as attn_decode

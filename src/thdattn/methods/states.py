@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from thdattn.memory import Memory, num_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -74,6 +76,27 @@ def forward(
         scan(others)
     engine.poison(plan, out)
     return out, Kept(y, halo, states, act if keep else None)
+
+
+def memory(engine: Any, comm: Comm, plan: Plan, shape: MixerShape, keep: bool) -> Memory:
+    """Bytes of all that forward and backward make, for a mixer with this plan, which needs no arrays."""
+    rows, dtype, sums = plan.local_rows, shape.dtype, shape.sum_dtype
+    of_inner = num_bytes((rows, shape.d_inner), dtype)
+    zxbcdt, ends = num_bytes((rows, shape.columns), dtype), (shape.reach, shape.channels)
+    states = num_bytes((-(-rows // engine.ssd_segment_rows), *shape.state), sums)
+    forward = {"plan": engine.plan_bytes(plan)} | engine.mixer_forward_bytes(plan, shape)
+    backward = engine.mixer_backward_bytes(plan, shape)
+    saved = {"zxbcdt": zxbcdt, "out": of_inner, "y": of_inner, "states": states}
+    (saved if keep else forward)["activations"] = engine.mixer_conv_bytes(plan, shape)
+    if comm.size > 1:
+        halo, summary = num_bytes(ends, dtype), num_bytes((1, shape.summary), sums)
+        there, back = (halo, summary), (summary, num_bytes(ends, sums))
+        saved["rows in front"] = halo
+        forward["rows and states of ranks"], backward["their gradients"] = (comm.size * sum(x) for x in (there, back))
+        windows = [comm.gather_bytes([size], 1) for size in (*there, *back)]
+        forward |= {name: max(each[name] for each in windows) for name in windows[0]}  # one for all, as it grows
+    dweights = sum(num_bytes(of_one, sums) for of_one in shape.weights)
+    return Memory(forward, backward, saved, {"dzxbcdt": zxbcdt, "dweights": dweights})
 
 
 def activations(

@@ -15,7 +15,9 @@ from thdattn.ops.launch import empty, free_bytes, from_user
 from thdattn.ops.logits import sinks_grad
 from thdattn.ops.mixer import (
     mixer_conv,
+    mixer_conv_bytes,
     mixer_conv_states,
+    mixer_forward_bytes,
     mixer_halo,
     mixer_tail,
     ssd_enter,
@@ -27,6 +29,7 @@ from thdattn.ops.mixer import (
 )  # fmt: skip
 from thdattn.ops.mixer_backward import (
     mixer_add_halos,
+    mixer_backward_bytes,
     mixer_conv_bwd,
     mixer_gate_states,
     ssd_bwd,
@@ -40,11 +43,11 @@ from thdattn.tiles import TILES
 __all__ = [
     "add_shares", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "device",
     "dtypes", "empty", "enter", "forward_bytes", "free_bytes", "from_user", "head_dims", "mixer_add_halos",
-    "mixer_conv", "mixer_conv_bwd", "mixer_conv_states", "mixer_decode", "mixer_fill", "mixer_gate_states",
-    "mixer_halo",
-    "mixer_sizes", "mixer_tail", "name", "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes",
-    "poison", "rounded", "sinks_grad", "ssd_bwd", "ssd_enter", "ssd_fold", "ssd_gradients", "ssd_scan",
-    "ssd_segment_rows", "ssd_start", "ssd_states", "tiles", "to_rank_order", "to_sequence_order", "without_padding",
+    "mixer_backward_bytes", "mixer_conv", "mixer_conv_bwd", "mixer_conv_bytes", "mixer_conv_states", "mixer_decode",
+    "mixer_fill", "mixer_forward_bytes", "mixer_gate_states", "mixer_halo", "mixer_sizes", "mixer_tail", "name",
+    "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "poison", "rounded", "sinks_grad",
+    "ssd_bwd", "ssd_enter", "ssd_fold", "ssd_gradients", "ssd_scan", "ssd_segment_rows", "ssd_start", "ssd_states",
+    "tiles", "to_rank_order", "to_sequence_order", "without_padding",
 ]  # fmt: skip
 
 name = "cuda"

@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike
 from thdattn import jit
 from thdattn.host_conv import halo_rows
 from thdattn.instances import Instance
+from thdattn.memory import Bytes, num_bytes
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.mixer_tiles import (
     CHUNK,
@@ -175,6 +176,20 @@ def _activations(plan: Plan, shape: MixerShape, keep: bool) -> Activations:
 
     return Activations(buffer("channels", of_rows, shape.dtype), buffer("dt", of_heads), buffer("sums of a", of_heads),
                        buffer("dt that leaves", of_heads))
+
+
+def mixer_conv_bytes(plan: Plan, shape: MixerShape) -> int:
+    """Bytes of what mixer_conv makes; see host_conv.mixer_conv_bytes."""
+    of_heads = shape.num_heads, -(-plan.local_rows // CHUNK) * CHUNK
+    return num_bytes((plan.local_rows, shape.channels), shape.dtype) + 3 * num_bytes(of_heads, np.float32)
+
+
+def mixer_forward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
+    """Bytes of the work buffers of a forward by name; see host_conv.mixer_forward_bytes."""
+    made = {"last rows": num_bytes((shape.reach, shape.channels), shape.dtype),
+            "decays": num_bytes((_segments(plan), shape.num_heads), np.float32),
+            "summary": num_bytes((1, shape.summary), np.float32)}  # fmt: skip
+    return made if plan.cp_size == 1 else made | {"state in front": num_bytes(shape.state, np.float32)}
 
 
 def _conv(column: int, plan: Plan, shape: MixerShape) -> Launch:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn import jit
+from thdattn.memory import Bytes, num_bytes
 from thdattn.mixer_backward_tiles import (
     CONV_BACK_COLUMNS,
     CONV_BACK_HEADS,
@@ -136,6 +137,22 @@ def ssd_gradients(plan: Plan, shape: MixerShape) -> Gradients:
         plan.buffer("ddt", (shape.num_heads, chunks * CHUNK), np.float32),
         plan.buffer("shares of weights", (chunks, _numbers(shape)), np.float32),
     )
+
+
+def mixer_backward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
+    """Bytes of the work buffers of a backward by name; see host_conv.mixer_backward_bytes."""
+    rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
+    segments, kept = -(-chunks // SEGMENT_CHUNKS), 2 * min(chunks, _most_chunks())
+    sums = {
+        "gradients of states": (segments, math.prod(shape.state) + shape.num_heads),
+        "dB and dC": (_splits(chunks, shape), rows, shape.channels - shape.d_inner),
+        "ddt": (shape.num_heads, chunks * CHUNK), "shares of weights": (chunks, _numbers(shape)),
+        "scales of states": (kept, shape.num_heads, _slices(shape)),
+        "gradients of ends": (2, shape.reach, shape.channels),
+    }  # fmt: skip
+    made = {name: num_bytes(size, np.float32) for name, size in sums.items()}
+    made |= dict.fromkeys(("dy", "dx"), num_bytes((rows, shape.d_inner), shape.dtype))
+    return made | {"states at chunks": num_bytes((kept, *shape.state), shape.dtype)}
 
 
 def _numbers(shape: MixerShape) -> int:

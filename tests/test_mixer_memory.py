@@ -1,0 +1,147 @@
+"""What Mamba2Mixer.memory says is what a mixer takes, and its launches have room for any number of rows. No GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mixer_cases import BFLOAT16, FLOAT32, GPU_SIZES, SIZES, Case, random_inputs
+
+import thdattn
+from thdattn import PackedBatch
+from thdattn.costs import OnPaper
+from thdattn.host_plan import host_arrays
+from thdattn.mixer_shape import MixerShape
+
+RANKS = 3
+CASE = Case("some-rows", (700, 33, 900, 2800), sizes=GPU_SIZES)
+
+
+def nbytes(kept):
+    return sum(x.nbytes for x in kept)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+def test_what_is_said_is_what_is_kept_and_shared(dtype, keep):
+    case = Case("some-rows", (70, 33, 200), sizes=SIZES)
+
+    def program(comm):
+        mixer = case.mixer(comm, dtype, keep_activations=keep)
+        plan, memory = mixer.plan(case.batch), mixer.memory(case.batch)
+        zxbcdt, weights, dout = random_inputs(case, dtype)
+        out, saved = mixer.forward(plan.shard(zxbcdt), weights, plan)
+        gradients, dweights = mixer.backward(plan.shard(dout), saved)
+        kept = saved.kept
+        assert memory["zxbcdt"] == saved.zxbcdt.nbytes == gradients.nbytes == memory["dzxbcdt"]
+        assert memory["out"] == out.nbytes == memory["y"] == kept.y.nbytes
+        assert memory["states"] == kept.states.nbytes and memory["dweights"] == nbytes(dweights)
+        assert memory.get("rows in front", 0) == (kept.halo.nbytes if comm.size > 1 else 0)
+        act = mixer._engine.mixer_conv(zxbcdt[: plan.local_rows], kept.halo, weights, plan, mixer._shape)
+        assert memory["activations"] == nbytes(act) == (nbytes(kept.act) if keep else memory.forward["activations"])
+        assert ("activations" in memory.saved) == keep
+        arrays = {id(x): x for x in vars(plan.arrays).values() if x is not None}
+        assert memory["plan"] == nbytes(arrays.values())
+        elsewhere = memory["plan"] + (0 if keep else memory["activations"])
+        assert memory.work - elsewhere == nbytes(plan._buffers.arrays())
+
+    for ranks in (1, RANKS):
+        thdattn.comm.run_local(ranks, program)
+
+
+# --- the CUDA engine: its functions run, and its kernels do not ------------------------------------------------------
+
+
+@pytest.fixture(params=["hopper", "portable"])
+def launches(request, monkeypatch):
+    """Grids of all launches, and what launch.empty has made."""
+    pytest.importorskip("cupy")
+    from thdattn import engines, jit, ops
+    from thdattn.ops import launch, mixer, mixer_backward
+
+    grids, made = [], []
+
+    def empty(shape, dtype):
+        made.append(np.empty(shape, dtype))
+        return made[-1]
+
+    def kernel(*instance):
+        return lambda grid, *args: grids.append(grid)
+
+    for module in (ops, launch):
+        monkeypatch.setattr(module, "empty", empty)
+    for module in (mixer, mixer_backward):
+        monkeypatch.setattr(module, "tensor_map", lambda *args: None)
+    gpu = launch.Gpu(sm90=request.param == "hopper", multiprocessors=132, shared_bytes=232448)
+    monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
+    monkeypatch.setattr(engines, "_no_gpu", lambda: None)
+    monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(launch.Launch, "__call__", lambda run, *args: grids.append(run.grid))
+    return SimpleNamespace(grids=grids, made=made, engine=ops)
+
+
+class Paper(OnPaper):
+    """A rank whose gathers bring nothing."""
+
+    def gather_heads(self, sends, recvs, at_once):
+        return [SimpleNamespace(wait=lambda: None)]
+
+
+def planned(comm, batch, **options):
+    """A mixer of the CUDA engine and a plan with arrays of the host."""
+    mixer = thdattn.Mamba2Mixer(comm, *GPU_SIZES, engine="cuda", **options)
+    plan = mixer._outline(batch, None, None, False)
+    return mixer, replace(plan, arrays=host_arrays(plan.sharding, comm.rank, plan.window, plan.tiles))
+
+
+def step(mixer, plan):
+    from thdattn.methods import states
+
+    shape = mixer._shape
+    zxbcdt, dout = (np.zeros((plan.local_rows, width), BFLOAT16) for width in (shape.columns, shape.d_inner))
+    weights = thdattn.Mamba2Weights(*(np.zeros(of_one, np.float32) for of_one in shape.weights))
+    _, kept = states.forward(mixer._engine, mixer.comm, plan, zxbcdt, weights, shape, mixer.keep_activations)
+    states.backward(mixer._engine, mixer.comm, plan, dout, zxbcdt, weights, kept, shape)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_gpus_take_what_is_said(launches, ranks, keep):
+    mixer, plan = planned(Paper(ranks // 2, ranks, 8), CASE.batch, keep_activations=keep)
+    memory = mixer.memory(CASE.batch)
+    step(mixer, plan)
+    elsewhere = "plan", "zxbcdt"
+    assert nbytes(launches.made) == sum(size for name, size in memory.items() if name not in elsewhere)
+
+
+def test_numbers_of_the_readme(launches):
+    mixer, rows = thdattn.Mamba2Mixer(OnPaper(0, 1, 8), 64, 64, 128, engine="cuda"), 2**20
+    memory = mixer.memory(PackedBatch.from_lengths([rows]))
+    per_row = [round(memory[name] / rows / 1000, 1) for name in ("zxbcdt", "y", "states", "activations")]
+    assert per_row == [17.0, 8.2, 1.0, 9.5] and "activations" in memory.saved
+
+
+MOST = (2**31 - 1, 2**16 - 1, 2**16 - 1)  # thread blocks of a grid
+
+
+@pytest.mark.parametrize("rows", [1, 4_194_240, 4_194_241, 20_000_000, 134_217_728 - 2048])
+def test_grids_have_room_for_rows(launches, rows):
+    from thdattn.ops import mixer, mixer_backward
+
+    shape = MixerShape(*GPU_SIZES, 4, BFLOAT16)
+    plan = SimpleNamespace(local_rows=rows, cp_rank=0, cp_size=1, key_ranges=None, buffer=lambda *args: None)
+    plan.arrays = plan
+    tiles = {mixer._conv(column, plan, shape).grid: 256 for column in (0, shape.d_inner)}
+    tiles |= {mixer_backward._conv_bwd(plan, shape)[0].grid: 64}
+    if not launches.engine.launch.this_gpu().sm90:
+        walk = mixer_backward._walk(shape)
+        tiles |= {mixer_backward._gate_then_states(walk, plan, shape)[0].grid: 64}
+    for grid, of_tile in tiles.items():
+        assert all(0 < n <= most for n, most in zip(grid, MOST, strict=True)), grid
+        wanted = math.ceil(rows / of_tile)
+        assert wanted <= grid[1] * grid[2] < wanted + grid[2], "as few as there may be"
+        assert grid[2] == 1 or wanted > MOST[1], "one layer where that is enough"
+    assert mixer._segments(plan) <= MOST[1], "the others have a y for each"
