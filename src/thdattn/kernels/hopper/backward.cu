@@ -204,9 +204,9 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
                        size);
     else if (threadIdx.x < 2 * kWarp)
       claim_shares<kDeterministic>(shared, dq_accum, key_ranges, semaphores, shares, size);
-    else if (threadIdx.x < 3 * kWarp)
-      send_shares(shared, dq_accum);
-    else
+    else if (threadIdx.x == 2 * kWarp)
+      send_shares(shared, dq_accum, semaphores);
+    else if (threadIdx.x >= 3 * kWarp)
       release_shares<kDeterministic>(shared, dq_accum, semaphores), clear_queries<kHeadDim, kTileM>(dq, shares, size);
   } else if (warpgroup == 3) {
     registers_give<kQueryRegisters>();

@@ -197,9 +197,9 @@ __global__ void __launch_bounds__(384, 1) thd_attn_bwd_pair_sm90(
                        size);
     else if (threadIdx.x < 2 * kWarp)
       claim_shares<kDeterministic>(shared, dq_accum, key_ranges, semaphores, shares, size);
-    else if (threadIdx.x < 3 * kWarp)
-      send_shares(shared, dq_accum);
-    else
+    else if (threadIdx.x == 2 * kWarp)
+      send_shares(shared, dq_accum, semaphores);
+    else if (threadIdx.x >= 3 * kWarp)
       release_shares<kDeterministic>(shared, dq_accum, semaphores), clear_queries<kHeadDim, 64>(dq, shares, size);
   } else {
     registers_take<240>();

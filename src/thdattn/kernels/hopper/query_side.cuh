@@ -72,6 +72,40 @@ __device__ __forceinline__ void serve_queries(Shared& shared, Dq* dq, BackwardSi
   }
 }
 
+// Has asynchronous copies of this thread meet what the shares that a claim has found at its semaphore left in the
+// accumulator: other thread blocks wrote it by such copies, and told so by a release.
+__device__ __forceinline__ void meet_shares(const int* semaphore) {
+  asm volatile("{ .reg .s32 state;\n"
+               "ld.acquire.gpu.s32 state, [%0];\n"
+               "fence.proxy.async.global; }" :: "l"(semaphore) : "memory");
+}
+
+// Tells the warps that send and release of claim number `claims`, and opens its pieces. One thread does this alone: it
+// lets barriers go on to their next phases, and a lane that came to them later than that would wait for ever.
+template <typename Shared>
+__device__ __forceinline__ void open_claim(Shared& shared, const float* dq_accum, const int* semaphores, Claim claim,
+                                           u32 claims) {
+  constexpr int kFloats = Shared::kPieceFloats, kDqStages = Shared::kDqStages;
+  barrier_wait(&shared.claim_empty[claims % 2], claims / 2 % 2 ^ 1);
+  shared.claim[claims % 2] = claim;
+  barrier_arrive(&shared.claim_full[claims % 2]);
+  if (claim.semaphore == kNoMore) return;
+  if (claim.share == Share::kLast) meet_shares(semaphores + claim.semaphore);
+  #pragma unroll 1
+  for (int piece = 0; piece < kAllPieces<Shared>; ++piece) {
+    const u32 before = claims * kAllPieces<Shared> + piece, stage = before % kDqStages;
+    u64* const open = &shared.dq_open[stage];
+    barrier_wait(&shared.dq_empty[stage], before / kDqStages % 2 ^ 1);
+    shared.share[stage] = claim.share;
+    if (claim.share == Share::kLast) {
+      barrier_expect(open, 4 * kFloats);
+      copy_bulk(shared.dq[stage], dq_accum + accum_at<Shared>(claim, piece), 4 * kFloats, open);
+    } else {
+      barrier_arrive(open);
+    }
+  }
+}
+
 // One warp claims shares of dq ahead of the products, waits until they may be brought, and opens pieces for the query
 // side; for the last share, with the sum of the others in them. Shares come in any order or, with kDeterministic, in
 // falling order of the tiles of keys, for the same bits on every run: under a causal mask each tile of keys begins with
@@ -81,8 +115,7 @@ template <bool kDeterministic, typename Shared>
 __device__ __forceinline__ void claim_shares(
     Shared& shared, const float* dq_accum, const int2* key_ranges, int* semaphores, const int* shares,
     BackwardSize size) {
-  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kFloats = Shared::kPieceFloats;
-  constexpr int kDqStages = Shared::kDqStages;
+  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN;
   static_assert(Shared::kStages == 2);
   u32 steps = 0, claims = 0;                          // so far
   while (true) {
@@ -123,59 +156,35 @@ __device__ __forceinline__ void claim_shares(
     } else if (!(flags & kEnd)) {
       continue;
     }
-    barrier_wait(&shared.claim_empty[claims % 2], claims / 2 % 2 ^ 1);
-    if (me().lane == 0) {
-      shared.claim[claims % 2] = claim;
-      barrier_arrive(&shared.claim_full[claims % 2]);
-    }
+    if (me().lane == 0) open_claim(shared, dq_accum, semaphores, claim, claims);
+    __syncwarp();
     if (flags & kEnd) break;
-    #pragma unroll 1
-    for (int piece = 0; piece < kAllPieces<Shared>; ++piece) {
-      const u32 before = claims * kAllPieces<Shared> + piece, stage = before % kDqStages;
-      barrier_wait(&shared.dq_empty[stage], before / kDqStages % 2 ^ 1);
-      if (me().lane == 0) {
-        u64* const open = &shared.dq_open[stage];
-        shared.share[stage] = claim.share;
-        if (claim.share == Share::kLast) {
-          const float* const others = dq_accum + accum_at<Shared>(claim, piece);
-          barrier_expect(open, 4 * kFloats);
-          copy_bulk(shared.dq[stage], others, 4 * kFloats, open);
-        } else {
-          barrier_arrive(open);
-        }
-      }
-    }
     ++claims;
   }
 }
 
-// One warp sends pieces of dq to global memory through the copy engine.
+// One thread sends pieces of dq to global memory through the copy engine.
 template <typename Shared>
-__device__ __forceinline__ void send_shares(Shared& shared, float* dq_accum) {
+__device__ __forceinline__ void send_shares(Shared& shared, float* dq_accum, const int* semaphores) {
   constexpr int kFloats = Shared::kPieceFloats;
-  const int lane = threadIdx.x % kWarp;
   Ring<Shared::kDqStages> pieces = {0, 0};
   for (Ring<2> claims = {0, 0}; ; claims.advance()) {
     barrier_wait(&shared.claim_full[claims.stage], claims.parity);
     const Claim claim = shared.claim[claims.stage];
     if (claim.semaphore == kNoMore) return;
+    if (claim.share == Share::kMiddle) meet_shares(semaphores + claim.semaphore);
     for (int piece = 0; piece < kAllPieces<Shared>; ++piece) {
       barrier_wait(&shared.dq_full[pieces.stage], pieces.parity);
-      if (lane == 0) {
-        float* const target = dq_accum + accum_at<Shared>(claim, piece);
-        if (claim.share == Share::kFirst) store_bulk(target, shared.dq[pieces.stage], 4 * kFloats);
-        if (claim.share == Share::kMiddle) add_bulk(target, shared.dq[pieces.stage], 4 * kFloats);
-        add_commit();
-        add_wait_read();
-        barrier_arrive(&shared.dq_empty[pieces.stage]);
-      }
+      float* const target = dq_accum + accum_at<Shared>(claim, piece);
+      if (claim.share == Share::kFirst) store_bulk(target, shared.dq[pieces.stage], 4 * kFloats);
+      if (claim.share == Share::kMiddle) add_bulk(target, shared.dq[pieces.stage], 4 * kFloats);
+      add_commit();
+      add_wait_read();
+      barrier_arrive(&shared.dq_empty[pieces.stage]);
       pieces.advance();
     }
-    __syncwarp();
-    if (lane == 0) {
-      add_wait();
-      barrier_arrive(&shared.claim_sent[claims.stage]);
-    }
+    add_wait();
+    barrier_arrive(&shared.claim_sent[claims.stage]);
   }
 }
 
