@@ -28,7 +28,7 @@ from workloads import CASES, Case
 
 import thdattn
 
-# "low": below these logits, so that exponentials take the place of the polynomial.
+# "low": among these logits, so that a longer polynomial takes the place of the shortest one.
 KINDS: dict[str, dict[str, Any]] = {
     "neither": {}, "sinks": {"sinks": True}, "softcap": {"softcap": 50.0}, "both": {"softcap": 50.0, "sinks": True},
     "low": {"softcap": 5.0},

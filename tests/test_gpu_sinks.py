@@ -62,9 +62,16 @@ def test_rows_that_see_no_key_leave_the_sink_alone(cupy, kernels, name):
     check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy, engine="cuda"))
 
 
-def judged(cupy, case, dtype, scale):
-    """Verdicts on out, dq, dk and dv of logits that are `scale` times as large as usual; dsinks is checked."""
+def judged(cupy, case, dtype, scale, shift=0.0, far=1.0, apart=97):
+    """Verdicts on out, dq, dk and dv of logits that are `scale` times as large as usual; dsinks is checked.
+
+    shift: of one column of q and, the other way, of k, so that logits are below 0. far: a factor of a few keys, so many
+    rows `apart`.
+    """
     q, k, v, dout = random_inputs(case, dtype)
+    k[7::apart] *= np.asarray(far, dtype)
+    q[..., 0] += np.asarray(shift, dtype)
+    k[..., 0] -= np.asarray(shift, dtype)
     sinks = random_sinks(case, dtype)
     batch = PackedBatch(np.cumsum([0, *case.lengths]).astype(np.int32))
     scale *= case.dims[0] ** -0.5
@@ -83,6 +90,25 @@ def judged(cupy, case, dtype, scale):
 def test_caps_are_exact_where_tanh_is_flat_and_where_it_bends(cupy, kernels, dims, softcap, scale, dtype):
     case = Case("bends", (500, 40), heads=(4, 2), dims=dims, softcap=softcap, sinks=True)
     for field, verdict in judged(cupy, case, dtype, scale).items():
+        assert verdict.good, f"{field}: {verdict}"
+
+
+@pytest.mark.parametrize(("softcap", "scale", "length", "apart"), [
+    (5.0, 0.5, 500, 97), (15.0, 0.5, 500, 97), (50.0, 0.5, 500, 97), (50.0, 0.5, 2400, 1009), (30.0, 4.0, 2400, 1009)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_caps_are_exact_where_few_logits_are_far_from_0(cupy, kernels, dims, softcap, scale, length, apart):
+    """Those of a few keys, far above and far below the others, and the cap too: there no polynomial is right."""
+    case = Case("far", (length, 40), heads=(4, 2), dims=dims, softcap=softcap, sinks=True)
+    for field, verdict in judged(cupy, case, BFLOAT16, scale, far=2 * softcap, apart=apart).items():
+        assert verdict.good, f"{field}: {verdict}"
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 50.0])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_logits_that_are_all_below_0_are_exact(cupy, kernels, dims, softcap, dtype):
+    case = Case("below", (500, 40), heads=(4, 2), dims=dims, softcap=softcap, sinks=True)
+    for field, verdict in judged(cupy, case, dtype, 1.0, shift=12.0).items():
         assert verdict.good, f"{field}: {verdict}"
 
 

@@ -6,33 +6,55 @@ import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
-from thdattn.ops.logits import LOG2E, logits_of
+from thdattn.ops.logits import DIGITS, LOGITS_ERR, SLOPES_ERR, logits_of
 
 SCALE = 0.125
+CURVES = "two", "three", "five"
+CAPS = pytest.mark.parametrize("softcap", [0.5, 5.0, 15.0, 30.0, 50.0, 1e3, 1e4, 1e30])
 
 
-@pytest.mark.parametrize("curve", ["below", "near"])
-@pytest.mark.parametrize("softcap", [0.5, 5.0, 15.0, 30.0, 50.0, 1e4])
-def test_probabilities_by_a_curve_are_those_by_tanh(softcap, curve):
-    """In every row whose largest logit is between its bounds, but for logits of hundreds."""
-    made = logits_of(SCALE, softcap)[curve]
-    low, high, coefficients = float(made["low"]), float(made["high"]), made["coefficients"].astype(np.float64)
-    score = np.concatenate([-np.geomspace(1e3, 1e-3, 4000), np.linspace(0, 2, 4000)]) * softcap / SCALE
-    found = score * np.polynomial.polynomial.polyval(score**2, coefficients)
-    right = LOG2E * softcap * np.tanh(score * SCALE / softcap)
-    assert (np.diff(found) > 0).all()
-    tops = np.flatnonzero((max(low, -200) <= found) & (found <= min(high, 200)))
-    assert len(tops) or softcap < 20
-    for top in tops[:: max(1, len(tops) // 50)]:
-        p, wanted = (2.0 ** (x[: top + 1] - x[top]) for x in (found, right))
-        np.testing.assert_allclose(p, wanted, rtol=1e-4, atol=3e-9)
-    if len(tops):
-        np.testing.assert_allclose(found[tops], right[tops], rtol=2e-6)
+def logits_by(curve, score: np.ndarray) -> np.ndarray:
+    """As kernels compute them, in float32, but for the last step's powers of two; a product is not rounded in a sum."""
+    square = np.float64(score * score)
+    total = np.full_like(score, curve["coefficients"][-1])
+    for coefficient in curve["coefficients"][-2::-1]:
+        total = np.float32(total * square + np.float64(coefficient))
+    return np.log(2) * np.float64(score * total)
 
 
-@pytest.mark.parametrize("softcap", [5.0, 50.0, 1e4, 1e30])
-def test_a_hidden_key_stays_hidden(softcap):
-    """Sums of products with the infinity of its score are no NaN: every curve's last coefficient is above 0."""
+def scores_up_to(reach: np.float32) -> np.ndarray:
+    return np.linspace(-reach, reach, 20_001, dtype=np.float32)
+
+
+@pytest.mark.parametrize("name", CURVES)
+@CAPS
+def test_a_curve_is_the_logit_as_far_as_it_reaches(softcap, name):
     made = logits_of(SCALE, softcap)
-    for curve in ("below", "near"):
-        assert made[curve]["coefficients"][-1] > 0, curve
+    score = scores_up_to(made[name]["reach"])
+    right = softcap * np.tanh(score.astype(np.float64) * SCALE / softcap)
+    assert made[name]["reach"] > 0
+    assert (np.abs(logits_by(made[name], score) - right) <= 1.01 * LOGITS_ERR + 4 * DIGITS * np.abs(right)).all()
+
+
+@CAPS
+def test_slopes_beside_the_shortest_curve_are_its_derivative(softcap):
+    made = logits_of(SCALE, softcap)
+    score = scores_up_to(made["two"]["reach"])
+    right = 1 - np.tanh(score.astype(np.float64) * SCALE / softcap) ** 2
+    found = made["slopes"][0] + made["slopes"][1] * (score * score)
+    np.testing.assert_allclose(found, right, rtol=0, atol=1.01 * SLOPES_ERR)
+
+
+@pytest.mark.parametrize(("softcap", "reaches"), [(50.0, (6.5, 16, 40)), (30.0, (4.5, 10, 25)), (15.0, (2.3, 6, 13))])
+def test_curves_reach_the_logits_that_they_are_for(softcap, reaches):
+    made = logits_of(SCALE, softcap)
+    for name, reach in zip(CURVES, reaches, strict=True):
+        assert made[name]["reach"] * SCALE >= reach, name
+
+
+@CAPS
+def test_a_hidden_key_stays_hidden(softcap):
+    """The curves that are taken where there is one make -inf of its score, and no NaN."""
+    made = logits_of(SCALE, softcap)
+    for name in ("three", "five"):
+        assert logits_by(made[name], np.array([-np.inf], np.float32)) == -np.inf, name

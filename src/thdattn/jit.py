@@ -98,7 +98,8 @@ FILES = {
     "thd_mixer_sum": (*_MAMBA, "kernels/mamba/conv_backward.cu"),
     "thd_mixer_add_halos": (*_MAMBA, "kernels/mamba/conv_backward.cu"),
     "thd_attn_pieces_sm90": (*_HOPPER, "kernels/hopper/pieces.cuh"),
-    "thd_attn_fwd_sm90": (*_HOPPER, "kernels/hopper/pieces.cuh", "kernels/hopper/forward.cu"),
+    "thd_attn_fwd_sm90": (
+        *_HOPPER, *(f"kernels/hopper/{file}" for file in ("softmax.cuh", "pieces.cuh", "forward.cu"))),
     "thd_attn_shares_sm90": _HOPPER_BACKWARD,
     "thd_attn_bwd_sm90": (*_HOPPER_TILES, "kernels/hopper/backward.cu"),
     "thd_attn_bwd_pair_sm90": (*_HOPPER_TILES, "kernels/hopper/pair.cu"),

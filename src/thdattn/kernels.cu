@@ -28,6 +28,7 @@
 //   kernels/portable/decode.cu            attention of few queries over long caches
 //   kernels/hopper/common.cuh             wgmma, TMA, mbarriers, tiles in shared memory, the scheduler (sm_90a)
 //   kernels/hopper/forward.cu             the attention forward
+//   kernels/hopper/softmax.cuh            what it makes of scores
 //   kernels/hopper/backward_common.cuh    what all backwards share: the scheduler's steps, shares of accumulators
 //   kernels/hopper/backward_tiles.cuh     what those up to head dims 192/128 share: shared memory, the producer
 //   kernels/hopper/query_side.cuh         dq in the backward up to head dims 192/128

@@ -12,10 +12,10 @@ BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "k_rows", "stats_rows", "num_tiles", "splits", "together", "last_splits", "split_heads", "group",
     "num_kv_heads", "semaphore_rows", "row_heads")])
 PAIRS = np.dtype([(field, np.uint64) for field in ("pairs", "from", "to")])
-CURVES = {terms: np.dtype([("low", np.float32), ("high", np.float32), ("coefficients", np.float32, terms)])
-          for terms in (3, 5)}
-LOGITS = np.dtype([*((field, np.float32) for field in ("scale", "cap", "inverse_cap", "doubled", "reach")),
-                   ("below", CURVES[3]), ("near", CURVES[5])])
+CURVES = {name: np.dtype([("reach", np.float32), ("coefficients", np.float32, terms)])
+          for name, terms in (("two", 2), ("three", 3), ("five", 5))}
+LOGITS = np.dtype([*((field, np.float32) for field in ("scale", "cap", "inverse_cap", "doubled")),
+                   ("slopes", np.float32, 2), *CURVES.items()])
 MAX_RANKS = 16  # kMaxRanks of kernels/common.cuh
 HOMES = np.dtype([("of", np.uint64, (2, MAX_RANKS)), ("places", np.uint64)])
 GRADIENTS = np.dtype([*((field, np.uint64) for field in (

@@ -308,11 +308,13 @@ TILES = {
             backward_dq=BackwardDq(tile_n=32, warps=8),
             forward_sm90=ForwardSm90(
                 tile_n=112, consumers=3, q_stages=1, kv_stages=3,  # 128 keys, or another stage, do not fit
+                capped_tile_n=96,  # 112 spill
             ),
             backward_sm90=BackwardSm90(
                 tile_m=64, stages=2, queries=64, weighed=64,  # 128 queries, or a third stage, do not fit
                 piece_cols=96, dq_stages=2,  # a third does not fit
                 query_registers=80, adding_registers=96,  # 64 spill, and 80 if dq is added
+                capped_at_once=(64, 32),  # dP of 64 spills
                 together=4,
             ),
         ),

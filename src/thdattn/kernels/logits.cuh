@@ -2,8 +2,10 @@
 // they are in powers of two. structs.py fills Logits; with -inf, which hides a key, for a score, a logit is -inf.
 //
 // exact(score): the logit.
-// in_time(largest, work): calls work(logit), where logit(score) is the logit, in the least time in which it is right
-// for rows with these largest scores; warp-wide.
+// way_for(farthest, hidden): of a warp, the quickest way to logits of scores no farther from 0 than each lane's
+// `farthest`, and of -inf, if some are `hidden`. With caps alone there are several:
+// go(way, work): calls work(logit, slope), which are logit(score) and, as below, slope(score, logit).
+// quick(score): the logit by kQuick, the quickest way, where no score is `beyond` it, which is above 0 then.
 // natural(score): the logit as users know it.
 // probability(score, minus_lse): of a row, whose -lse thd_attn_delta wrote as this kind of logits wants it.
 // slope(p, minus_lse): the derivative of the logit, divided by `scale`, where the probability is p.
@@ -13,9 +15,7 @@ template <bool kCaps> struct Logits;
 template <> struct Logits<false> {
   float scale;
   __device__ __forceinline__ float exact(float score) const { return score * (scale * kLog2e); }
-  template <typename Work> __device__ __forceinline__ void in_time(const float (&)[2], Work work) const {
-    work([this](float score) { return exact(score); });
-  }
+  __device__ __forceinline__ int way_for(float, bool) const { return 0; }
   __device__ __forceinline__ float natural(float score) const { return score * scale; }
   __device__ __forceinline__ float probability(float score, float minus_lse) const {
     return exp2_fast(exact(score + minus_lse));
@@ -23,11 +23,29 @@ template <> struct Logits<false> {
   __device__ __forceinline__ float slope(float, float) const { return 1.f; }
 };
 
-// An odd polynomial of scores that rises everywhere. It is the logit where a row has its largest logit, or its lse,
-// between `low` and `high`: then no score is above its reach, and those below it are so far from the largest that their
-// probabilities vanish with it too.
+// How far the least of these is below 0; where none is, no more than 0. As integers they are compared three at a time,
+// in two chains, as each comparison waits for the one before.
+template <int kBlocks> __device__ __forceinline__ float depth(const float (&x)[kBlocks][4]) {
+  u32 least[2] = {};
+  #pragma unroll
+  for (int i = 0; i < 2 * kBlocks; ++i)
+    least[i % 2] = __vimax3_u32(least[i % 2], __float_as_uint(x[i / 2][i % 2 * 2]),
+                                __float_as_uint(x[i / 2][i % 2 * 2 + 1]));
+  return -__uint_as_float(max(least[0], least[1]));
+}
+// How far any of these is from 0.
+template <int kBlocks> __device__ __forceinline__ float distance(const float (&x)[kBlocks][4]) {
+  int most[2] = {};
+  #pragma unroll
+  for (int i = 0; i < 2 * kBlocks; ++i)
+    most[i % 2] = __vimax3_s32(most[i % 2], __float_as_int(x[i / 2][i % 2 * 2]),
+                               __float_as_int(x[i / 2][i % 2 * 2 + 1]));
+  return fmaxf(__int_as_float(max(most[0], most[1])), depth(x));
+}
+
+// An odd polynomial that is the logit where no score is farther from 0 than `reach`.
 template <int kTerms> struct Curve {
-  float low, high, coefficients[kTerms];
+  float reach, coefficients[kTerms];
   __device__ __forceinline__ float operator()(float score) const {
     const float square = score * score;
     float sum = coefficients[kTerms - 1];
@@ -35,41 +53,45 @@ template <int kTerms> struct Curve {
     for (int i = kTerms - 2; i >= 0; --i) sum = fmaf(sum, square, coefficients[i]);
     return score * sum;
   }
-  __device__ __forceinline__ bool reaches(float logit) const { return low <= logit && logit <= high; }
 };
 
 // cap * tanh(score * scale / cap); minus_lse is in powers of two.
 //
 // Hardware has tanh with an error of 2^-11, which a cap of 50 makes one of several percent in a probability; so it is a
-// polynomial, a short one far below the cap, and exponentials take over at it, beyond the reach of the longer one.
+// polynomial, of the fewer terms the farther scores are below the cap, and exponentials take over at it, beyond the
+// reach of the longest one. Those whose last term rises, of three and of five, make -inf, which hides a key, of -inf.
 template <> struct Logits<true> {
-  float scale, cap, inverse_cap, doubled, reach;
-  Curve<3> below;
-  Curve<5> near;
-  __device__ __forceinline__ float exact(float score) const { return fabsf(score) <= reach ? near(score) : at(score); }
+  static constexpr int kQuick = 2, kTanh = 0;         // a way is the number of its terms
+  float scale, cap, inverse_cap, doubled, slopes[2];  // slopes, beside `two`: slopes[0] + slopes[1] score^2
+  Curve<2> two;
+  Curve<3> three;
+  Curve<5> five;
+  __device__ __forceinline__ float exact(float score) const {
+    return fabsf(score) <= five.reach ? five(score) : at(score);
+  }
+  __device__ __forceinline__ float quick(float score) const { return two(score); }
+  __device__ __forceinline__ float beyond(float farthest) const { return farthest - two.reach; }
   // Whatever the score is, with an error of a few 2^-24 of the cap.
   __device__ __forceinline__ float at(float score) const {
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + exp2_fast(score * doubled)));
     return score == -kInfinity ? score : fmaf(-2.f * cap, inverse, cap);
   }
-  template <typename Work> __device__ __forceinline__ void in_time(const float (&largest)[2], Work work) const {
-    const float logit[2] = {near(largest[0]), near(largest[1])};  // beyond its reach no logit, but out of bounds too
-    in_time_of_all([&](auto curve) {
-      auto is_right = [&](int r) { return largest[r] == -kInfinity || curve.reaches(logit[r]); };
-      return is_right(0) && is_right(1);
-    }, work);
+  __device__ __forceinline__ int way_for(float farthest, bool hidden) const {
+    const float most = __int_as_float(__reduce_max_sync(0xffffffffu, __float_as_int(farthest)));
+    if (!hidden && most <= two.reach) return 2;
+    return most <= three.reach ? 3 : most <= five.reach ? 5 : kTanh;
   }
-  // The same where the largest logit, or lse, of every row of a warp is in the reach of curves that are right by
-  // is_right(curve).
-  template <typename IsRight, typename Work>
-  __device__ __forceinline__ void in_time_of_all(IsRight is_right, Work work) const {
-    if (__all_sync(0xffffffffu, is_right(below)))
-      work([this](float score) { return below(score); });
-    else if (__all_sync(0xffffffffu, is_right(near)))
-      work([this](float score) { return near(score); });
+  template <typename Work> __device__ __forceinline__ void go(int way, Work work) const {
+    auto slope = [this](float, float logit) { return slope_at(logit); };
+    if (way == 2)
+      work([this](float s) { return two(s); }, [this](float s, float) { return fmaf(s * s, slopes[1], slopes[0]); });
+    else if (way == 3)
+      work([this](float s) { return three(s); }, slope);
+    else if (way == 5)
+      work([this](float s) { return five(s); }, slope);
     else
-      work([this](float score) { return at(score); });
+      work([this](float s) { return at(s); }, slope);
   }
   __device__ __forceinline__ float natural(float score) const { return exact(score) * kLn2; }
   __device__ __forceinline__ float probability(float score, float minus_lse) const {

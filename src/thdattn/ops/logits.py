@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import cupy
 import numpy as np
+from numpy.polynomial import chebyshev
 
 from thdattn import jit
 from thdattn.instances import Kind, sinks_grad_kernel
@@ -17,13 +20,10 @@ from thdattn.structs import LOGITS
 
 LOG2E = math.log2(math.e)
 
-# tanh(x) = x * (TANH[n][0] + TANH[n][1] x^2 + ...), of n terms, with a relative error of 1.2e-6 for |x| <= REACH[n]; it
-# rises everywhere.
-TANH = {3: np.array([0.9999988389, -0.3331002000, 0.1263393500]),
-        5: np.array([0.9999989943, -0.3332537195, 0.1323056549, -0.0491801404, 0.0121001375])}  # fmt: skip
-REACH = {3: 0.3, 5: 0.8}
-VANISHING = 20.0  # probabilities below exp(-this) of the largest: all of a row together are less than 16 bits round
-TINY = 1e-45  # the least float32 above 0
+# At most, by a curve, beside the digits of float32: a fifth of what rounding in float16 does to probabilities.
+LOGITS_ERR, SLOPES_ERR, DIGITS = 4e-5, 5e-5, 2.0**-23
+LEAST = 1e-45  # the least float32 above 0
+FARTHEST = 1e18  # of scores whose squares are numbers
 
 SINKS_BLOCKS = 2048  # of thd_attn_sinks_grad, some for each multiprocessor of the largest GPUs
 SINKS_ROWS = 64  # a block has at least so many
@@ -42,20 +42,50 @@ def logits_of(softmax_scale: float, softcap: float) -> Any:
 @functools.lru_cache(maxsize=64)
 def _capped(softmax_scale: float, softcap: float) -> Any:
     per_score, cap = softmax_scale / softcap, softcap * LOG2E
-    return np.array((softmax_scale, cap, 1 / cap, 2 * per_score * LOG2E, REACH[5] / per_score,
-                     *(_curve(terms, per_score, softcap) for terms in (3, 5))), LOGITS)[()]  # fmt: skip
+    steep = _farthest(lambda reach: _error(_slope, reach, 2) <= SLOPES_ERR)
+    two, three, five = (_curve(terms, per_score, softcap, most) for terms, most in ((2, steep), (3, 2.0), (5, 2.0)))
+    slopes = _fit(_slope, two[0] * per_score, 2) * per_score ** np.array([0, 2])
+    return np.array((softmax_scale, cap, 1 / cap, 2 * per_score * LOG2E, slopes, two, three, five), LOGITS)[()]
 
 
-def _curve(terms: int, per_score: float, softcap: float) -> tuple[float, float, Array]:
-    """Curve: `low`, `high` and `coefficients`."""
+def _curve(terms: int, per_score: float, softcap: float, most: float) -> tuple[float, Array]:
+    """Curve: `reach`, at most `most` in caps, and `coefficients`, which in kernels are float32."""
     powers = 2.0 * np.arange(terms) + 1
-    below = np.linspace(-6, -REACH[terms], 1000)[:, None]  # lower still, both probabilities are those at -6, or less
-    found, right = (np.exp(softcap * x) for x in (below**powers @ TANH[terms], np.tanh(below[:, 0])))
-    lost = np.abs(found - right).max()
-    coefficients = LOG2E * softcap * TANH[terms] * per_score**powers
-    coefficients[-1] = max(coefficients[-1], TINY)  # as 0 times the infinity that hides a key is no number
-    high = softcap * math.tanh(REACH[terms])
-    return LOG2E * (VANISHING + math.log(max(lost, TINY))), LOG2E * high, coefficients
+
+    def coefficients(reach: float) -> Array:
+        found = (LOG2E * softcap * _fit(np.tanh, reach, 2 * terms - 1) * per_score**powers).astype(np.float32)
+        if terms > 2:  # as 0 times the infinity that hides a key is no number
+            found[-1] = max(found[-1], LEAST)
+        return found
+
+    def is_right(reach: float) -> bool:
+        x = np.linspace(0, reach, 400)[1:, None]
+        found, right = (x / per_score) ** powers @ np.float64(coefficients(reach)) / LOG2E, softcap * np.tanh(x[:, 0])
+        return bool((np.abs(found - right) <= LOGITS_ERR + DIGITS * right).all())
+
+    reach = min(_farthest(is_right), most, FARTHEST * per_score)
+    return reach / per_score, coefficients(reach)
+
+
+def _farthest(is_right: Callable[[float], bool]) -> float:
+    """How far, in caps, it is right, to 2 percent."""
+    return next(reach for reach in (2 * 0.98**i for i in itertools.count()) if is_right(reach))
+
+
+def _slope(x: Array) -> Array:
+    return 1 - np.tanh(x) ** 2
+
+
+def _fit(function: Callable[[Array], Array], reach: float, degree: int) -> Array:
+    """Coefficients, without those that are 0, of an odd or even polynomial up to `reach`, almost the best one."""
+    series = chebyshev.chebinterpolate(lambda x: function(reach * x), degree + 20)[: degree + 1]
+    return (chebyshev.cheb2poly(series) / reach ** np.arange(degree + 1.0))[degree % 2 :: 2]
+
+
+def _error(function: Callable[[Array], Array], reach: float, degree: int) -> float:
+    x = np.linspace(0, reach, 400)
+    fit = x ** (degree % 2) * np.polynomial.polynomial.polyval(x**2, _fit(function, reach, degree))
+    return float(np.abs(fit - function(x)).max())
 
 
 def lse_unit(softmax_scale: float, softcap: float) -> np.float32:

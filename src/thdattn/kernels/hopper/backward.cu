@@ -1,6 +1,34 @@
 // The Hopper attention backward up to head dims 128 (sm_90a): the key side, and at the end the kernel,
 // thd_attn_bwd_sm90, where to begin to read. backward_tiles.cuh has the producer, query_side.cuh what makes dq.
 
+// Turns dP into dS = P slope dP, of probabilities p or, where logits are capped, of scores, which become probabilities.
+template <int kBlocks>
+__device__ __forceinline__ void take_gradients(float (&p)[kBlocks][4], float (&dp)[kBlocks][4], Logits<false>, int,
+                                               const float*) {
+  #pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) dp[i / 4][i % 4] *= p[i / 4][i % 4];
+}
+template <int kBlocks>
+__device__ __forceinline__ void take_gradients(float (&p)[kBlocks][4], float (&dp)[kBlocks][4], Logits<true> logits,
+                                               int way, const float* minus_lse) {
+  logits.go(way, [&](auto logit, auto slope) {
+    pin(p);                                           // the compiler takes nothing out of several branches
+    pin(dp);
+    const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
+    #pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const float2 x = mine[n * 4];
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float a = logit(p[n][e]);
+        dp[n][e] *= slope(p[n][e], a);
+        p[n][e] = exp2_fast(a + (e % 2 ? x.y : x.x));
+        dp[n][e] *= p[n][e];
+      }
+    }
+  });
+}
+
 // The key side, one warpgroup: the first 64 keys of the tile, or (side 1) the last.
 template <typename T, typename Grad, typename Shared, bool kCaps>
 __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<Grad> grads, BackwardSize size,
@@ -9,7 +37,8 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
   constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN;
   constexpr int kStages = Shared::kStages, kQueries = Shared::kQueries, kWeighed = Shared::kWeighed;
   constexpr int kBlocks = kWeighed / 8, kSteps = kWeighed / 16;
-  auto mine = [&](const unsigned char* tile) { return tile + opaque(side) * 64 * kRowBytes; };
+  constexpr bool kAhead = kCaps && sizeof(Grad) == 2;  // dP before dv and dk: float32 has no registers for it
+  auto own = [&](const unsigned char* tile) { return tile + opaque(side) * 64 * kRowBytes; };
   Ring<kStages> ring = {0, 0};
   u32 kv_parity = 0;
   auto arrive = [&](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
@@ -60,52 +89,50 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
       // dP begins at -delta, as scores do at -lse.
       float p[kQueries / 8][4];
       auto start_p = [&](int first) {
-        begin_scores<kCaps>(p, shared.minus_lse[ring.stage] + first);
+        if (!kCaps) begin_columns(p, shared.minus_lse[ring.stage] + first);
         wgmma_begin();
-        add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[ring.stage] + first * kRowBytes);
+        ScoreRows<T, kHeadDim, kTileN, false> keys;
+        keys.load(own(shared.k));
+        keys.template start<!kCaps, kTileM>(p, shared.q[ring.stage] + first * kRowBytes);
         wgmma_commit();
       };
       // Adds the queries from `first` on, whose scores are on their way, to dv and dk, without waiting for these.
       auto add_queries = [&](int first) {
-        // Probabilities, transposed. Where logits are capped, they are rounded here, and p becomes their products with
-        // slopes.
-        u32 rounded[kQueries / 16][4];
-        const float* const minus_lse = shared.minus_lse[ring.stage] + first;
-        auto hide = [&](float hidden) {
-          if (flags & kMasked << 2 * side)
-            hide_keys(p, shared.range + side * 64 + me().warp * 16, step().row + first, hidden);
-        };
-        wgmma_wait<0>(p);
-        if constexpr (kCaps) {
-          hide(-kInfinity);
-          take_weights<T>(p, rounded, logits, minus_lse);
-        } else {
-          take_exponentials(p, logits, minus_lse);
-          hide(0.f);
-        }
-        pin(p);
-        #pragma unroll
-        for (int row = first; row < first + kQueries; row += kWeighed) {
-          // dP, which becomes dS. P stays float32 until then: rounded first, it would be rounded twice in dS.
-          const unsigned char* const dout = shared.dout[ring.stage] + row * kRowBytes;
-          float (&weight)[kBlocks][4] = *(float(*)[kBlocks][4])&p[(row - first) / 8];
-          float dp[kBlocks][4];
+        // dP, which becomes dS. P stays float32 until then: rounded first, it would be rounded twice in dS.
+        float dp[kBlocks][4];
+        auto start_dp = [&](int row) {
           begin_columns(dp, shared.minus_delta[ring.stage] + row);
           wgmma_begin();
-          add_scores<T, kVHeadDim, kTileN, kTileM>(dp, mine(shared.v), dout);
+          add_scores<T, kVHeadDim, kTileN, kTileM>(dp, own(shared.v), shared.dout[ring.stage] + row * kRowBytes);
           wgmma_commit();
-          u32 (&probability)[1][kSteps][4] = *(u32(*)[1][kSteps][4])&rounded[(row - first) / 16];
-          u32 dscore[1][kSteps][4];
-          wgmma_wait<0>(dp);
+        };
+        u32 rounded[kQueries / 16][4];                // P
+        if (kCaps) start_dp(first);
+        wgmma_wait<kCaps>(p);
+        const float farthest = kCaps ? distance(p) : 0.f;
+        if constexpr (!kCaps) take_exponentials(p, logits, nullptr);
+        const bool masked = flags & kMasked << 2 * side;
+        if (masked)
+          hide_keys(p, shared.range + side * 64 + me().warp * 16, step().row + first, kCaps ? -kInfinity : 0.f);
+        pin(p);
+        const int way = logits.way_for(farthest, masked);
+        #pragma unroll
+        for (int row = first; row < first + kQueries; row += kWeighed) {
+          const bool ends = row + kWeighed == first + kQueries;
+          u32 (&probability)[1][kSteps][4] = *(u32(*)[1][kSteps][4])&rounded[(row - first) / 16], dscore[1][kSteps][4];
+          if (!kAhead && (!kCaps || row > first)) start_dp(row);
+          if (!kAhead || row == first) wgmma_wait<0>(dp);
+          else wgmma_wait<2>(dp);
           if (flags & kLast && row + kWeighed == kTileM) arrive(&shared.kv_empty);
-          #pragma unroll
-          for (int i = 0; i < 4 * kBlocks; ++i) dp[i / 4][i % 4] *= weight[i / 4][i % 4];
-          if constexpr (!kCaps) round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&weight);
+          float (&mine)[1][kBlocks][4] = *(float(*)[1][kBlocks][4])&p[(row - first) / 8];
+          take_gradients(mine[0], dp, logits, way, shared.minus_lse[ring.stage] + row);
+          round_to_operand<T>(probability, mine);
           round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
 
-          // dv += P^T dout and dk += dS^T q; while they run, dS is handed over.
+          // dv += P^T dout and dk += dS^T q, after the next dP; while they run, dS is handed over.
+          if (kAhead && !ends) start_dp(row + kWeighed);
           wgmma_begin();
-          start_weighted_rows<T, kVHeadDim, kTileM>(acc_dv, probability, dout);
+          start_weighted_rows<T, kVHeadDim, kTileM>(acc_dv, probability, shared.dout[ring.stage] + row * kRowBytes);
           wgmma_commit();
           start_weighted_rows<T, kHeadDim, kTileM>(acc_dk, dscore, shared.q[ring.stage] + row * kRowBytes);
           wgmma_commit();

@@ -384,16 +384,6 @@ __device__ __forceinline__ void begin_scores(float (&p)[kBlocks][4], const float
   }
 }
 
-// Of a curve: whether it reaches all queries of a warp, but for padding.
-template <int kBlocks> __device__ __forceinline__ auto all_in_reach(const float* minus_lse) {
-  return [=](auto curve) {
-    bool right = true;
-    for (int i = me().lane; i < 8 * kBlocks; i += kWarp)
-      right &= minus_lse[i] == -kInfinity || curve.reaches(-minus_lse[i]);
-    return right;
-  };
-}
-
 // Turns what has begun so into probabilities.
 template <int kBlocks>
 __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits<false> logits, const float*) {
@@ -403,7 +393,7 @@ __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits
 template <int kBlocks>
 __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits<true> logits,
                                                   const float* minus_lse) {
-  logits.in_time_of_all(all_in_reach<kBlocks>(minus_lse), [&](auto logit) {
+  logits.go(logits.way_for(distance(p), false), [&](auto logit, auto) {
     pin(p);                                           // the compiler takes nothing out of several branches
     const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
     #pragma unroll
@@ -419,8 +409,8 @@ __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits
 // products with the slopes of their logits.
 template <typename T, int kBlocks>
 __device__ __forceinline__ void take_weights(float (&p)[kBlocks][4], u32 (&rounded)[kBlocks / 2][4],
-                                             Logits<true> logits, const float* minus_lse) {
-  logits.in_time_of_all(all_in_reach<kBlocks>(minus_lse), [&](auto logit) {
+                                             Logits<true> logits, int way, const float* minus_lse) {
+  logits.go(way, [&](auto logit, auto slope) {
     pin(p);                                           // the compiler takes nothing out of several branches
     const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
     #pragma unroll
@@ -429,10 +419,9 @@ __device__ __forceinline__ void take_weights(float (&p)[kBlocks][4], u32 (&round
       #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float* const pair = p[n] + 2 * half;
-        const float a = logit(pair[0]), b = logit(pair[1]);
-        pair[0] = exp2_fast(a + x.x), pair[1] = exp2_fast(b + x.y);
-        rounded[n / 2][n % 2 * 2 + half] = pack<T>(pair[0], pair[1]);
-        pair[0] *= logits.slope_at(a), pair[1] *= logits.slope_at(b);
+        const float a = logit(pair[0]), b = logit(pair[1]), p_a = exp2_fast(a + x.x), p_b = exp2_fast(b + x.y);
+        rounded[n / 2][n % 2 * 2 + half] = pack<T>(p_a, p_b);
+        pair[0] = p_a * slope(pair[0], a), pair[1] = p_b * slope(pair[1], b);
       }
     }
   });

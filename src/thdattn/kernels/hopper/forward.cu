@@ -1,5 +1,5 @@
 // The Hopper attention forward (sm_90a): a producer and its consumers, and at the end the kernel, thd_attn_fwd_sm90,
-// where to begin to read.
+// where to begin to read. softmax.cuh has what consumers make of scores.
 
 // What the producer tells the consumers of a query tile, and of each key tile. first, next: the flags of the key tile
 // that comes after it, known before that arrives, so that consumers do not wait for them between products; kLast where
@@ -147,71 +147,6 @@ __device__ __forceinline__ void produce_forward(
   }
 }
 
-// Online softmax of a thread's two rows, in powers of two. Probabilities are relative to a base that follows the row
-// maximum where that weighs more than what the thread has summed, and where it has grown by more than kSlack. Any base
-// gives the same quotient, sums stay far from overflow, and the accumulators rarely have to be rescaled. But only at
-// the base is a probability 1, which 16 bits hold without an error; so what most of an output is made of has to be
-// there.
-template <bool kCaps>
-struct Softmax {
-  static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
-  Logits<kCaps> logits;
-  float row_max[2] = {-kInfinity, -kInfinity}, base[2] = {kNothingYet, kNothingYet}, row_sum[2] = {};
-  float2 shrink;                                      // factor of what the rows have accumulated so far, if `rescale`
-  bool rescale;
-
-  // Turns new scores into probabilities.
-  template <int kBlocks>
-  __device__ __forceinline__ void add(float (&score)[kBlocks][4]) {
-    raise_tops(score);
-    logits.in_time(row_max, [&](auto logit) {
-      if constexpr (kCaps) pin(score);                // the compiler takes nothing out of several branches
-      follow(logit(row_max[0]), logit(row_max[1]));
-      #pragma unroll
-      for (int i = 0; i < 4 * kBlocks; ++i) {
-        float& s = score[i / 4][i % 4];
-        s = exp2_fast(logit(s) - base[i % 4 / 2]);
-        row_sum[i % 4 / 2] += s;
-      }
-    });
-  }
-
-  // Takes new scores into the row maxima: as integers, three at a time, where a row has one that is not below 0.
-  template <int kBlocks>
-  __device__ __forceinline__ void raise_tops(const float (&score)[kBlocks][4]) {
-    int top[2] = {__float_as_int(score[0][0]), __float_as_int(score[0][2])};
-    #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i)
-      top[i % 2] = __vimax3_s32(top[i % 2], __float_as_int(score[i / 2][i % 2 * 2]),
-                                __float_as_int(score[i / 2][i % 2 * 2 + 1]));
-    if (__any_sync(0xffffffffu, (top[0] | top[1]) < 0)) {
-      #pragma unroll
-      for (int i = 0; i < 4 * kBlocks; ++i) row_max[i % 4 / 2] = fmaxf(row_max[i % 4 / 2], score[i / 4][i % 4]);
-    }
-    #pragma unroll
-    for (int r = 0; r < 2; ++r) row_max[r] = quad_max(fmaxf(row_max[r], __int_as_float(top[r])));
-  }
-
-  // Moves the bases to the largest logits, where they have to follow: of the warp's rows those alone, as no row may
-  // change another's, and all four threads of a row.
-  __device__ __forceinline__ void follow(float top0, float top1) {
-    auto is_above = [&](float top, int r) {
-      return top > fmaf(kSlack, __saturatef(log2_fast(row_sum[r]) / kSlack), base[r]);
-    };
-    const bool above[2] = {is_above(top0, 0), is_above(top1, 1)};
-    rescale = __any_sync(0xffffffffu, above[0] || above[1]);
-    if (!rescale) return;
-    auto move = [&](bool above, float top, int r) {
-      const float next = __ballot_sync(0xffffffffu, above) >> threadIdx.x % kWarp / 4 * 4 & 15 ? top : base[r];
-      const float factor = exp2_fast(base[r] - next);
-      row_sum[r] *= factor;
-      base[r] = next;
-      return factor;
-    };
-    shrink.x = move(above[0], top0, 0), shrink.y = move(above[1], top1, 1);
-  }
-};
-
 template <int kBlocks>
 __device__ __forceinline__ void hide(float (&score)[kBlocks][4], const int2* warp_range, int first_key) {
   const int lane = threadIdx.x % kWarp;
@@ -301,14 +236,19 @@ __device__ __forceinline__ void consume_forward(
         continue;
       }
       float score[kBlocks][4];
+      auto add_scores = [&] {
+        release_keys();
+        const float below = kCaps ? depth(score) : 0.f;
+        const bool masked = mine & kMasked;
+        if (masked) hide(score, range, first_key);
+        softmax.add(score, below, masked);
+      };
       wgmma_begin();
       queries.template start<false, kTileN>(score, shared.k[ring.stage]);
       wgmma_commit();
       look_ahead();
       wgmma_wait<0>(score);
-      release_keys();
-      if (mine & kMasked) hide(score, range, first_key);
-      softmax.add(score);
+      add_scores();
       bool pv_running = false;                        // the values two tiles back are being read
       ring.advance();
 
@@ -335,9 +275,7 @@ __device__ __forceinline__ void consume_forward(
         look_ahead();
         start_pv();
         wgmma_wait<1>(score);
-        release_keys();
-        if (mine & kMasked) hide(score, range, first_key);
-        softmax.add(score);
+        add_scores();
         pv_running = true;
         ring.advance();
       }

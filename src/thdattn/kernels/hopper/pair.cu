@@ -92,18 +92,18 @@ __device__ __forceinline__ void serve_pair(Shared& shared, int side, Dq* dq, Gra
       };
       // Adds the queries from `first` on, whose scores are on their way, to dv and dk, without waiting for these.
       auto add_queries = [&](int first) {
-        // Probabilities, transposed. Where logits are capped, they are rounded here, and p becomes their products with
-        // slopes.
+        // Probabilities, transposed. With capped logits they are rounded here, and p becomes products with slopes.
         u32 probability[1][kQueries / 16][4], dscore[1][kQueries / 16][4];
         const float* const minus_lse = shared.minus_lse[stage] + first;
+        const bool masked = flags & kMasked << 2 * side;
         auto hide = [&](float hidden) {
-          if (flags & kMasked << 2 * side)
-            hide_keys(p, shared.range + side * 64 + me().warp * 16, step().row + first, hidden);
+          if (masked) hide_keys(p, shared.range + side * 64 + me().warp * 16, step().row + first, hidden);
         };
         wgmma_wait<0>(p);
         if constexpr (kCaps) {
+          const float farthest = distance(p);
           hide(-kInfinity);
-          take_weights<T>(p, probability[0], logits, minus_lse);
+          take_weights<T>(p, probability[0], logits, logits.way_for(farthest, masked), minus_lse);
         } else {
           take_exponentials(p, logits, minus_lse);
           hide(0.f);

@@ -1,0 +1,115 @@
+// The online softmax of the Hopper forward, and with capped logits the quickest right way to them.
+
+// Online softmax of a thread's two rows, in powers of two. Probabilities are relative to a base that follows the row
+// maximum where that weighs more than what the thread has summed, and where it has grown by more than kSlack. Any base
+// gives the same quotient, sums stay far from overflow, and the accumulators rarely have to be rescaled. But only at
+// the base is a probability 1, which 16 bits hold without an error; so what most of an output is made of has to be
+// there.
+template <bool kCaps>
+struct Softmax {
+  static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
+  Logits<kCaps> logits;
+  float row_max[2] = {-kInfinity, -kInfinity}, base[2] = {kNothingYet, kNothingYet}, row_sum[2] = {};
+  float2 shrink;                                      // factor of what the rows have accumulated so far, if `rescale`
+  bool rescale;
+
+  // Turns new scores into probabilities. depth: that of the scores before some were hidden, if kCaps.
+  template <int kBlocks>
+  __device__ __forceinline__ void add(float (&score)[kBlocks][4], float depth, bool hidden) {
+    if constexpr (kCaps) {
+      add_capped(score, depth, hidden);
+    } else {
+      raise_tops(score);
+      follow(logits.exact(row_max[0]), logits.exact(row_max[1]));
+      weigh(score, [&](float s) { return logits.exact(s); });
+    }
+  }
+
+  // Mostly no base moves and all scores are in reach of the quickest way, and each thread finds so by itself: row_max
+  // is of its own columns, and the four threads of a row compare theirs only where a base may have to follow. So half
+  // of what the thread has summed is the limit here.
+  template <int kBlocks>
+  __device__ __forceinline__ void add_capped(float (&score)[kBlocks][4], float depth, bool hidden) {
+    const int2 top = tops(score);
+    float peak[2] = {__int_as_float(top.x), __int_as_float(top.y)};
+    const float farthest = fmaxf(fmaxf(peak[0], peak[1]), depth);
+    auto limit = [&](int r) {
+      return fmaf(kSlack, __saturatef(fmaf(log2_fast(row_sum[r]), 1.f / kSlack, -1.f / kSlack)), base[r]);
+    };
+    const float over = fmaxf(fmaxf(logits.quick(peak[0]) - limit(0), logits.quick(peak[1]) - limit(1)),
+                             logits.beyond(hidden ? kInfinity : farthest));
+    const bool usual = __all_sync(0xffffffffu, (top.x | top.y | ~__float_as_int(over)) >= 0);  // by their signs
+    int way = logits.kQuick;
+    if (!usual) {
+      if (__any_sync(0xffffffffu, (top.x | top.y) < 0)) {
+        peak[0] = peak[1] = -kInfinity;
+        #pragma unroll
+        for (int i = 0; i < 4 * kBlocks; ++i) peak[i % 4 / 2] = fmaxf(peak[i % 4 / 2], score[i / 4][i % 4]);
+      }
+      peak[0] = quad_max(peak[0]), peak[1] = quad_max(peak[1]);
+      way = logits.way_for(farthest, hidden);
+    }
+    row_max[0] = fmaxf(row_max[0], peak[0]), row_max[1] = fmaxf(row_max[1], peak[1]);
+    rescale = false;
+    auto follow_and_weigh = [&](auto logit) {
+      if (!usual) follow(logit(peak[0]), logit(peak[1]));
+      weigh(score, logit);
+    };
+    if (way == logits.kQuick)
+      follow_and_weigh([&](float s) { return logits.quick(s); });
+    else
+      logits.go(way, [&](auto logit, auto) { follow_and_weigh(logit); });
+  }
+
+  // The row maxima of new scores as integers, three at a time, where a row has a score that is not below 0.
+  template <int kBlocks> static __device__ __forceinline__ int2 tops(const float (&score)[kBlocks][4]) {
+    int top[2] = {__float_as_int(score[0][0]), __float_as_int(score[0][2])};
+    #pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i)
+      top[i % 2] = __vimax3_s32(top[i % 2], __float_as_int(score[i / 2][i % 2 * 2]),
+                                __float_as_int(score[i / 2][i % 2 * 2 + 1]));
+    return make_int2(top[0], top[1]);
+  }
+
+  // Takes new scores into the row maxima.
+  template <int kBlocks>
+  __device__ __forceinline__ void raise_tops(const float (&score)[kBlocks][4]) {
+    const int2 top = tops(score);
+    if (__any_sync(0xffffffffu, (top.x | top.y) < 0)) {
+      #pragma unroll
+      for (int i = 0; i < 4 * kBlocks; ++i) row_max[i % 4 / 2] = fmaxf(row_max[i % 4 / 2], score[i / 4][i % 4]);
+    }
+    row_max[0] = quad_max(fmaxf(row_max[0], __int_as_float(top.x)));
+    row_max[1] = quad_max(fmaxf(row_max[1], __int_as_float(top.y)));
+  }
+
+  template <int kBlocks, typename Logit>
+  __device__ __forceinline__ void weigh(float (&score)[kBlocks][4], Logit logit) {
+    if constexpr (kCaps) pin(score);                  // the compiler takes nothing out of several branches
+    #pragma unroll
+    for (int i = 0; i < 4 * kBlocks; ++i) {
+      float& s = score[i / 4][i % 4];
+      s = exp2_fast(logit(s) - base[i % 4 / 2]);
+      row_sum[i % 4 / 2] += s;
+    }
+  }
+
+  // Moves the bases to the largest logits, where they have to follow: of the warp's rows those alone, as no row may
+  // change another's, and all four threads of a row.
+  __device__ __forceinline__ void follow(float top0, float top1) {
+    auto is_above = [&](float top, int r) {
+      return top > fmaf(kSlack, __saturatef(log2_fast(row_sum[r]) / kSlack), base[r]);
+    };
+    const bool above[2] = {is_above(top0, 0), is_above(top1, 1)};
+    rescale = __any_sync(0xffffffffu, above[0] || above[1]);
+    if (!rescale) return;
+    auto move = [&](bool above, float top, int r) {
+      const float next = __ballot_sync(0xffffffffu, above) >> threadIdx.x % kWarp / 4 * 4 & 15 ? top : base[r];
+      const float factor = exp2_fast(base[r] - next);
+      row_sum[r] *= factor;
+      base[r] = next;
+      return factor;
+    };
+    shrink.x = move(above[0], top0, 0), shrink.y = move(above[1], top1, 1);
+  }
+};
