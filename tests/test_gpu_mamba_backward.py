@@ -192,6 +192,24 @@ def test_states_beyond_float16_are_read_without_loss(cupy):
 
 
 @pytest.mark.usefixtures("kernels")
+def test_large_gradients_from_behind_a_chunk_without_any_are_in_range(cupy):
+    """As where the last tokens of a text alone have a loss: elsewhere the gradient of B C^T is 0, and dB is not."""
+    case = Case("late-loss", (600,), sizes=GPU_SIZES)
+    zxbcdt, weights, dout = random_inputs(case, FLOAT16)
+    columns = columns_of(case.sizes)
+    for name, value in {"z": 2, "x": 0, "C": 1.3, "dt": -2.3}.items():
+        zxbcdt[:, columns[name]] = value
+    zxbcdt[:, columns["x"]][:, :64] = 64
+    zxbcdt[:, columns["B"]] /= 32
+    dout[:-64], dout[-64:] = 0, 1
+    inputs = zxbcdt, adding_up(weights), dout
+    wanted = mamba_oracle.packed_mixer(case.batch, *inputs, case.sizes).zxbcdt[:, columns["B"]]
+    assert 2**14 < abs(wanted).max() < 2**15
+    made = run(case, 1, FLOAT16, inputs, xp=cupy)["zxbcdt"].astype(np.float64)[:, columns["B"]]
+    assert np.sqrt(np.mean((made - wanted) ** 2) / np.mean(wanted**2)) < 3e-3
+
+
+@pytest.mark.usefixtures("kernels")
 def test_more_elements_than_32_bits_count(cupy):
     """Rows of 8,512 numbers, 2.2e9 of them: the last documents are those that are alone in another pack."""
     mixer = thdattn.Mamba2Mixer(thdattn.comm.init("single"), 64, 64, 128, dtype=BFLOAT16, engine="cuda")

@@ -32,6 +32,10 @@ __device__ __forceinline__ float gate_back(uint4& dout, uint4& y, uint4 z_words,
   return of_d;
 }
 
+// The least that the gradient of B C^T of a chunk is scaled for, 2^-40: what it gives is added to dB and dC, which are
+// scaled with it and must not leave float32. Gradients far below that are below the least of float16.
+constexpr int kLeastOfProducts = (127 - 40) << 23;
+
 __device__ __forceinline__ float warp_sum(float x) {
   #pragma unroll
   for (int lanes = 1; lanes < kWarp; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);

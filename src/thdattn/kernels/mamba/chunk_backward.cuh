@@ -355,7 +355,7 @@ struct ChunkBackward {
       const int own = largest_of_warp(dproducts);
       if (lane == 0) shared.largest[warp] = own;
       __syncthreads();
-      int bits = own;
+      int bits = max(own, kLeastOfProducts);
       for (int w = 0; w < 8; ++w) bits = max(bits, shared.largest[w]);
       scale = scale_of(bits);
       ::scale(db, scale.factor);

@@ -23,7 +23,7 @@ struct ChunkSharedSm90 {
   float sums[kStages][kChunk], dt[kStages][kChunk];
   ToldOfRows told[kStages];
   int first[kChunk];
-  float scale[4];                                     // of the gradient of B C^T; or the largest of each warp
+  int largest[4];                                     // bits, of each warp's gradient of B C^T
   Stages<kStages, 1, 1> stages;
   u64 all_told[kStages], weighed[2], taken[2], arrived;  // arrived: B and C have
 
@@ -269,7 +269,7 @@ struct ChunkBackwardSm90 {
 
   // The gradient of B C^T is rounded for the others.
   __device__ __forceinline__ void publish_products(float (&dproducts)[1][8][4]) const {
-    if constexpr (kScalesStates<T>) shared.scale[me().warp] = __int_as_float(largest_of_warp(dproducts));
+    if constexpr (kScalesStates<T>) shared.largest[me().warp] = largest_of_warp(dproducts);
     ::wait(2, 128);                                   // nobody reads B C^T any more
     if constexpr (kScalesStates<T>) scale(dproducts, scale_of_products().factor);
     publish(shared.products, dproducts[0]);
@@ -277,9 +277,9 @@ struct ChunkBackwardSm90 {
   }
   __device__ __forceinline__ PowerOfTwo scale_of_products() const {
     if constexpr (!kScalesStates<T>) return {1.f, 1.f};
-    int bits = 0;
+    int bits = kLeastOfProducts;
     #pragma unroll
-    for (int w = 0; w < 4; ++w) bits = max(bits, __float_as_int(shared.scale[w]));
+    for (int w = 0; w < 4; ++w) bits = max(bits, shared.largest[w]);
     return scale_of(bits);
   }
 
