@@ -210,6 +210,20 @@ def test_large_gradients_from_behind_a_chunk_without_any_are_in_range(cupy):
 
 
 @pytest.mark.usefixtures("kernels")
+def test_products_of_a_state_and_another_document_may_be_infinite(cupy):
+    """Only those of the first one's states and the second one's rows are: nobody asks for them, but 0 * inf is NaN."""
+    case = Case("large", (70, 58), sizes=GPU_SIZES)
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    columns = columns_of(case.sizes)
+    for name, value in {"x": 1e10, "B": 1e10, "C": 1e-20}.items():
+        zxbcdt[:70, columns[name]] = value
+    zxbcdt[:, columns["z"]], dout[70:] = 2, 1e20
+    made = run(case, 1, BFLOAT16, (zxbcdt, adding_up(weights), dout), xp=cupy)
+    for name, part in columns.items():
+        assert np.isfinite(made["zxbcdt"][70:, part].astype(np.float32)).all(), name
+
+
+@pytest.mark.usefixtures("kernels")
 def test_more_elements_than_32_bits_count(cupy):
     """Rows of 8,512 numbers, 2.2e9 of them: the last documents are those that are alone in another pack."""
     mixer = thdattn.Mamba2Mixer(thdattn.comm.init("single"), 64, 64, 128, dtype=BFLOAT16, engine="cuda")

@@ -232,7 +232,8 @@ struct ChunkBackward {
       #pragma unroll
       for (int m = 0; m < 2; ++m) {
         #pragma unroll
-        for (int e = 0; e < 4; ++e) sum[n + m][e] = fmaf(factor[e / 2], made[m][e], sum[n + m][e]);
+        for (int e = 0; e < 4; ++e)                   // rows that the state does not reach leave it out, whatever it is
+          if (factor[e / 2] != 0.f) sum[n + m][e] = fmaf(factor[e / 2], made[m][e], sum[n + m][e]);
         seen(n + m, made[m]);
       }
     }
@@ -268,8 +269,9 @@ struct ChunkBackward {
       seen[0] += made[0] * one.x + made[1] * one.y;
       seen[1] += made[2] * other.x + made[3] * other.y;
     });
-    of_front[0] += front[0] * seen[0];
-    of_front[1] += front[1] * seen[1];
+    #pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (front[h] != 0.f) of_front[h] += front[h] * seen[h];
     add_behind(slice);
     return through() == 0.f ? 0.f : of_s * of_r * dot();
   }

@@ -204,6 +204,13 @@ struct ChunkBackwardSm90 {
     store_pair(told().over_pairs[me().warp] + n * 8 + lane % 4 * 2, sum[0], sum[1]);
   }
 
+  // What a state gives to rows that it does not reach is 0, whatever the state is.
+  static __device__ __forceinline__ void leave_out(float (&made)[8][4], const float (&factor)[2]) {
+    if (factor[0] != 0.f && factor[1] != 0.f) return;
+    #pragma unroll
+    for (int i = 0; i < 32; ++i) made[i / 4][i % 4] = factor[i / 2 % 2] == 0.f ? 0.f : made[i / 4][i % 4];
+  }
+
   // dx of what the state behind gives, B R^T so far; and what that is of dt.
   __device__ __forceinline__ void leave_from(float (&made)[8][4], const Rows& rows_of_x, float of_r) const {
     const float last[2] = {of_r * leave(row), of_r * leave(row + 8)};
@@ -218,12 +225,7 @@ struct ChunkBackwardSm90 {
         behind[h] += one * of_x.x + other * of_x.y;
         one *= factor[h], other *= factor[h];
       }
-    if (last[0] == 0.f || last[1] == 0.f) {           // whatever the state is
-      #pragma unroll
-      for (int n = 0; n < 8; ++n)
-        #pragma unroll
-        for (int e = 0; e < 4; ++e) made[n][e] = last[e / 2] == 0.f ? 0.f : made[n][e];
-    }
+    leave_out(made, last);
     tell(told().of_behind, last[0] == 0.f ? 0.f : last[0] * behind[0], last[1] == 0.f ? 0.f : last[1] * behind[1]);
   }
 
@@ -297,7 +299,8 @@ struct ChunkBackwardSm90 {
     wgmma_commit();
   }
   // sum += factor made.
-  static __device__ __forceinline__ void add(float (&sum)[8][4], const float (&made)[8][4], const float (&factor)[2]) {
+  static __device__ __forceinline__ void add(float (&sum)[8][4], float (&made)[8][4], const float (&factor)[2]) {
+    leave_out(made, factor);
     #pragma unroll
     for (int n = 0; n < 8; ++n)
       #pragma unroll
@@ -374,7 +377,7 @@ struct ChunkBackwardSm90 {
         const float2 of_dy = rows_of_dy.pair(n, h);
         seen[h] += made[n][2 * h] * of_dy.x + made[n][2 * h + 1] * of_dy.y;
       }
-    tell(told().of_front, factor[0] * seen[0], factor[1] * seen[1]);
+    tell(told().of_front, factor[0] == 0.f ? 0.f : factor[0] * seen[0], factor[1] == 0.f ? 0.f : factor[1] * seen[1]);
   }
 
   __device__ __forceinline__ void on_front(int head, float (&dc)[kParts][8][4]) {
