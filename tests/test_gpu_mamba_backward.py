@@ -111,18 +111,23 @@ def test_what_padding_holds_changes_no_bit(cupy, name):
             assert_same_bits(clean, other)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("cp_size", [1, 3])
-@pytest.mark.parametrize("name", ["resets-inside-chunks", "segment-edges", "shorter-than-the-convolution"])
-def test_a_document_changes_no_bit_of_another(cupy, name, cp_size):
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("resets-inside-chunks", BFLOAT16), ("segment-edges", BFLOAT16), ("shorter-than-the-convolution", BFLOAT16),
+    ("resets-inside-chunks", FLOAT16)], ids=str)  # fmt: skip
+def test_a_document_changes_no_bit_of_another(cupy, name, dtype, cp_size):
+    """Whose gradients are 4 million times smaller."""
     case = BY_NAME[name]
-    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
-    calm = run(case, cp_size, BFLOAT16, xp=cupy)["zxbcdt"]
+    zxbcdt, weights, dout = random_inputs(case, dtype)
+    quiet = (2.0**-12 * dout).astype(dtype)
+    calm = run(case, cp_size, dtype, (zxbcdt, weights, quiet), xp=cupy)["zxbcdt"]
     for document in range(1, len(case.lengths), 2):
         begin, end = (int(x) for x in case.batch.cu_seqlens_padded[document : document + 2])
-        changed, of_out = zxbcdt.copy(), dout.copy()
-        changed[begin:end], of_out[begin:end] = 3 * changed[begin:end][::-1], 1000 * of_out[begin:end]
+        changed, of_out = zxbcdt.copy(), quiet.copy()
+        changed[begin:end], of_out[begin:end] = 3 * changed[begin:end][::-1], 1024 * dout[begin:end]
         changed[begin:end, -case.sizes.num_heads :] = 50
-        wild = run(case, cp_size, BFLOAT16, (changed, weights, of_out), xp=cupy)["zxbcdt"]
+        wild = run(case, cp_size, dtype, (changed, weights, of_out), xp=cupy)["zxbcdt"]
         others = np.r_[0:begin, end : len(zxbcdt)]
         assert calm[others].tobytes() == wild[others].tobytes()
         assert calm[begin:end].tobytes() != wild[begin:end].tobytes()
@@ -207,6 +212,24 @@ def test_large_gradients_from_behind_a_chunk_without_any_are_in_range(cupy):
     assert 2**14 < abs(wanted).max() < 2**15
     made = run(case, 1, FLOAT16, inputs, xp=cupy)["zxbcdt"].astype(np.float64)[:, columns["B"]]
     assert np.sqrt(np.mean((made - wanted) ** 2) / np.mean(wanted**2)) < 3e-3
+
+
+def test_gradients_of_a_state_may_be_0_in_half_of_its_columns(cupy):
+    """In float16, whose scales of both halves are then as far apart as they can be."""
+    case = Case("half", (200,), sizes=Sizes(8, 64, 256, 1))
+    zxbcdt, weights, dout = random_inputs(case, FLOAT16)
+    columns = columns_of(case.sizes)
+    for name, value in {"z": 2, "C": 1.3, "dt": -2.3}.items():
+        zxbcdt[:, columns[name]] = value
+    zxbcdt[:, columns["C"]][:, 128:] = 0
+    zxbcdt[:, columns["x"]] /= 16
+    inputs = zxbcdt, adding_up(weights), np.full_like(dout, 32)
+    exact = mamba_oracle.packed_mixer(case.batch, *inputs, case.sizes).zxbcdt
+    made = run(case, 1, FLOAT16, inputs, xp=cupy)["zxbcdt"].astype(np.float64)
+    for name, part in columns.items():
+        wanted = exact[:, part]
+        assert 0 < abs(wanted).max() < 60_000
+        assert np.sqrt(np.mean((made[:, part] - wanted) ** 2) / np.mean(wanted**2)) < 3e-3, name
 
 
 @pytest.mark.usefixtures("kernels")

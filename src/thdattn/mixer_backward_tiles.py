@@ -29,7 +29,7 @@ class ChunkTile:
     def thd_ssd_bwd(self, dtype: str) -> Instance:
         """The kernel, for "float16" or "bfloat16"."""
         rows = _tile(CHUNK, self.state_dim) + _tile(CHUNK, self.head_dim) + _tile(self.head_dim, self.slice)
-        pairs, products, numbers = _tile(CHUNK, CHUNK), 20 * 512, 4 * (4 + 1 + 11) * CHUNK + 2 * 32
+        pairs, products, numbers = _tile(CHUNK, CHUNK), 20 * 512, 4 * (4 + 1 + 11 + 1) * CHUNK + 32
         return _instance("thd_ssd_bwd", dtype, self.head_dim, self.state_dim, self.slice, self.blocks,
                          shared_bytes=2 * rows + pairs + products + numbers)
 
@@ -47,7 +47,7 @@ class ChunkTileSm90:
         """The kernel, for "float16" or "bfloat16"."""
         parts = self.state_dim // 64
         stage = (2 + 2 * parts) * BOX_BYTES + 4 * (2 + 8) * CHUNK + 16 + 3 * 8
-        of_chunk = (2 * parts + 5) * BOX_BYTES + 4 * CHUNK + 16 + 5 * 8
+        of_chunk = (2 * parts + 5) * BOX_BYTES + 2 * 4 * CHUNK + 5 * 8
         return _instance("thd_ssd_bwd_sm90", dtype, self.state_dim, self.stages,
                          shared_bytes=of_chunk + self.stages * stage)
 

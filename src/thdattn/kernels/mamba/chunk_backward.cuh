@@ -12,7 +12,7 @@ struct ChunkShared {
   // Of pairs sums over columns, over rows, and the diagonal; of states; of some warps each.
   float over_columns[2][kChunk], over_rows[4][kChunk], alone[kChunk], of_front[2][kChunk], of_behind[2][kChunk];
   float across[8];
-  int largest[8];
+  int largest[kChunk];                                // see ScaledSequences
 };
 
 // The work of a thread block: 8 warps, of which warp w has the rows 16 * (w % 4) and later of the chunk, and half w / 4
@@ -35,6 +35,7 @@ struct ChunkBackward {
   const MixerSize& size;
   const int chunk, warp, lane, tile, half, row;       // row: the lane's first, the second is 8 further on
   const float *sums, *dt;
+  const ScaledSequences<T> sequences;
   const float* scales;                                // of S and, state_scales further on, R of this head, by slice
   int state_scales;
   float db[kSlices][kSBlocks][4] = {}, dc[kSlices][kSBlocks][4] = {}, dproducts[2][2][4] = {};
@@ -42,8 +43,8 @@ struct ChunkBackward {
 
   __device__ __forceinline__ ChunkBackward(Shared& shared, int chunk, const MixerSize& size)
       : shared(shared), size(size), chunk(chunk), warp(threadIdx.x / kWarp), lane(threadIdx.x % kWarp),
-        tile(warp % 4), half(warp / 4), row(tile * 16 + lane / 4), sums(nullptr), dt(nullptr), scales(nullptr),
-        state_scales(0) {}
+        tile(warp % 4), half(warp / 4), row(tile * 16 + lane / 4), sums(nullptr), dt(nullptr),
+        sequences{shared.largest, shared.first}, scales(nullptr), state_scales(0) {}
 
   // ---------------------------------------------------------------------------------------------- once
 
@@ -64,6 +65,7 @@ struct ChunkBackward {
     if (threadIdx.x < kChunk) {
       const int at = chunk * kChunk + threadIdx.x;
       shared.first[threadIdx.x] = first_of(range_at(ranges, at, size), at, size) - chunk * kChunk;
+      shared.largest[threadIdx.x] = 0;
       #pragma unroll
       for (int i = 0; i < 4; ++i) shared.over_rows[i][threadIdx.x] = 0.f;
     }
@@ -349,20 +351,13 @@ struct ChunkBackward {
 
   // ---------------------------------------------------------------------------------------------- the end
 
-  // dB and dC += dGamma^T C, dGamma B, once no warp reads what is shared any more; returns what they are then still to
-  // be multiplied with.
-  __device__ __forceinline__ float add_products() {
-    PowerOfTwo scale{1.f, 1.f};
-    if constexpr (kScalesStates<T>) {
-      const int own = largest_of_warp(dproducts);
-      if (lane == 0) shared.largest[warp] = own;
-      __syncthreads();
-      int bits = max(own, kLeastOfProducts);
-      for (int w = 0; w < 8; ++w) bits = max(bits, shared.largest[w]);
-      scale = scale_of(bits);
-      ::scale(db, scale.factor);
-      ::scale(dc, scale.factor);
-    }
+  // dB and dC += dGamma^T C, dGamma B, once no warp reads what is shared any more.
+  __device__ __forceinline__ void add_products() {
+    sequences.tell(dproducts, row);
+    if constexpr (kScalesStates<T>) __syncthreads();
+    sequences.scale(dproducts, row);
+    sequences.scale(db, row);
+    sequences.scale(dc, row);
     #pragma unroll
     for (int t = 0; t < 2; ++t)
       if (columns_of(t) <= tile * 16)
@@ -370,8 +365,8 @@ struct ChunkBackward {
         for (int n = 0; n < 2; ++n) {
           T* const to = shared.weights + row * kPairPitch + columns_of(t) + n * 8 + lane % 4 * 2;
           const float (&made)[4] = dproducts[t][n];
-          store_pair(to, made[0] * scale.factor, made[1] * scale.factor);
-          store_pair(to + 8 * kPairPitch, made[2] * scale.factor, made[3] * scale.factor);
+          store_pair(to, made[0], made[1]);
+          store_pair(to + 8 * kPairPitch, made[2], made[3]);
         }
     __syncthreads();
     #pragma unroll
@@ -386,7 +381,6 @@ struct ChunkBackward {
         add_products_of(dc, a, shared.b + k * 16 * kBPitch);
       }
     }
-    return scale.inverse;
   }
   __device__ __forceinline__ void add_products_of(float (&sum)[kSlices][kSBlocks][4], const u32 (&a)[4],
                                                   const T* other) {
@@ -402,11 +396,11 @@ struct ChunkBackward {
   }
 
   // dB or dC, in whose accumulators each lane has 8 columns that lie together.
-  __device__ __forceinline__ void store(float* to, size_t pitch, const float (&sum)[kSlices][kSBlocks][4],
-                                        float scale) const {
+  __device__ __forceinline__ void store(float* to, size_t pitch, const float (&sum)[kSlices][kSBlocks][4]) const {
     #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (chunk * kChunk + row + 8 * h >= size.rows) continue;
+      const float scale = sequences.scale(row + 8 * h).inverse;
       #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice)
         #pragma unroll
