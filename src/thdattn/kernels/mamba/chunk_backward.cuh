@@ -5,7 +5,7 @@ struct ChunkShared {
   T b[kChunk * (kStateDim + kPad)], c[kChunk * (kStateDim + kPad)];  // with columns as place_of says
   T x[kChunk * (kHeadDim + kPad)], dy[kChunk * (kHeadDim + kPad)];
   T s[kHeadDim * (kSlice + kPad)], r[kHeadDim * (kSlice + kPad)];
-  T weights[kChunk * (kChunk + kPad)];                // decays times C B^T, or the gradient of C B^T
+  T weights[kChunk * (kChunk + kPad)];                // decays and dt times C B^T, or the gradient of C B^T
   float4 products[20][kWarp];                         // C B^T, each lane's numbers of the 16x8 blocks that have pairs
   float sums[2][kChunk], dt[2][kChunk];               // of this head and of the one before, or next
   int first[kChunk];
@@ -131,7 +131,7 @@ struct ChunkBackward {
         const bool counts = !kMasked || (shared.first[i] <= j && j <= i);
         const float decay = decay_of(sums[i] - (e % 2 ? to.y : to.x)), made = decay * k[n][e];
         const float step = e % 2 ? dts.y : dts.x;
-        weight[e] = counts ? decay * gamma[e] : 0.f;
+        weight[e] = counts ? step * decay * gamma[e] : 0.f;
         dproducts[t][n][e] += counts ? step * made : 0.f;
         const float passes = counts ? made * gamma[e] : 0.f;
         if (kMasked && i == j) shared.alone[i] = passes;
@@ -280,7 +280,8 @@ struct ChunkBackward {
 
   // ---------------------------------------------------------------------------------------------- rows
 
-  // dx, of which du still lacks what pairs give; and what the state behind gives to du of each row.
+  // dx, dt du and what comes through D, of which du still lacks what pairs give; and what the state behind gives to du
+  // of each row.
   __device__ __forceinline__ void finish(T* dx, float d) {
     const int columns = half * kHeadDim / 2 + lane % 4 * 2;
     const float of_r = scale_of_state(kSlices - 1, true), last[2] = {of_r * leave(row), of_r * leave(row + 8)};
@@ -294,23 +295,23 @@ struct ChunkBackward {
         one = last[h] == 0.f ? 0.f : last[h] * one;
         other = last[h] == 0.f ? 0.f : last[h] * other;
         behind[h] += one * x.x + other * x.y;
+        one *= dt[row + 8 * h], other *= dt[row + 8 * h];
       }
     tell(shared.of_behind[half], behind[0], behind[1]);
     add_pairs();
     #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (chunk * kChunk + row + 8 * h >= size.rows) continue;
-      const float step = dt[row + 8 * h];
       T* const to = dx + (size_t)(row + 8 * h) * size.inner() + columns;
       #pragma unroll
       for (int n = 0; n < kUBlocks; ++n) {
         const float2 dy = unpack<T>(*(const u32*)(shared.dy + (row + 8 * h) * kXPitch + columns + n * 8));
-        store_pair(to + n * 8, step * du[n][2 * h] + d * dy.x, step * du[n][2 * h + 1] + d * dy.y);
+        store_pair(to + n * 8, fmaf(d, dy.x, du[n][2 * h]), fmaf(d, dy.y, du[n][2 * h + 1]));
       }
     }
   }
 
-  // du += (Gamma M)^T dy, of the rows from the warp's on.
+  // dt du += (Gamma M dt)^T dy, of the rows from the warp's on.
   __device__ __forceinline__ void add_pairs() {
     #pragma unroll
     for (int k = 0; k < 4; ++k) {
