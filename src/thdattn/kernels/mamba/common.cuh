@@ -47,6 +47,10 @@ __device__ __forceinline__ int2 range_at(const int2* ranges, int row, const Mixe
 __device__ __forceinline__ int first_of(int2 range, int row, const MixerSize& size) {
   return is_empty(range) ? row + 1 : range.x - size.offset;
 }
+// How many rows in front of its own a row sees, of those that a convolution reaches; -1: padding.
+__device__ __forceinline__ int sight_of(int2 range, int row, int reach, const MixerSize& size) {
+  return min(row - first_of(range, row, size), reach);
+}
 
 // ------------------------------------------------------------------------------------------------ numbers
 
