@@ -98,14 +98,14 @@ struct ChunkBackwardSm90 {
     copy_columns<kState>(shared.c[0], channels, size.c_column(group), chunk, &shared.arrived);
   }
 
-  // Loads a head, whose state in front is s; by one thread.
+  // Loads a head, whose state in front is s; by one thread. What is fetched of x and dy is of the next head, too.
   __device__ __forceinline__ void load(const TensorMap* x, const TensorMap* dy, const T* s, const T* r, int head,
                                        int first_row, const float* sums, const float* dt) {
     const u32 at = ring.stage;
     u64* const full = &shared.stages.full[at];
     shared.stages.fill(ring, (2 + 2 * kParts) * kBox + 2 * 4 * kChunk);
-    copy_box_once(shared.x[at], x, 0, head, first_row, full);
-    copy_box_once(shared.dy[at], dy, 0, head, first_row, full);
+    copy_box(shared.x[at], x, 0, head, first_row, full);
+    copy_box(shared.dy[at], dy, 0, head, first_row, full);
     copy_bulk(shared.r[at], r, kParts * kBox, full);
     copy_bulk(shared.s[at], s, kParts * kBox, full);
     copy_bulk(shared.sums[at], sums, 4 * kChunk, full);
