@@ -6,8 +6,8 @@
 
 "mixer": convolution, scan and gate; "scan": without the convolution. See mamba_peers.py for what others are made of.
 Timings as in bench_attention.py: "called", events around each call; "graph", the calls in a CUDA graph. Beside them the
-errors against float64, on the first rows and heads of the short packs. The floor of a time is what the GPU's memory
-takes for all that has to be read and written once.
+errors against float64, on the first rows of the short packs, of weights of several draws; --errors measures them alone.
+The floor of a time is what the GPU's memory takes for all that has to be read and written once.
 
 On several ranks: the long packs with their rows over the ranks, called one after the other, beside one GPU with the
 whole pack; and with --peer beside an all-to-all of heads around mamba_ssm's kernels.
@@ -26,9 +26,10 @@ from typing import Any
 import cupy
 import mamba_record
 import record
+from accuracy import Error
 from bench_attention import forward_and_backward, race, reported
-from mamba_cases import CASES, MixerCase, draw
-from mamba_exact import errors, exact_mixer, exact_scan
+from mamba_cases import CASES, DRAWS, MixerCase, MixerInputs, draw
+from mamba_exact import OF_WEIGHTS, errors, exact_mixer, exact_scan, of_draws
 from mamba_peers import PEERS, tune_for
 from peers import Peer, release_memory
 
@@ -53,7 +54,7 @@ def main() -> int:
 
             measurements = mamba_cp.measure(comm, [CASES[name] for name in names], args.peer, args.repeats)
         else:
-            measurements = measure(names, args.parts, args.peers, args.repeats)
+            measurements = measure(names, args.parts, args.peers, 0 if args.errors else args.repeats)
         for case, part, versions, measured in measurements:
             made = [about | row for row in
                     mamba_record.rows_of(case, part, about["gpu"], comm.size, versions, measured)]  # fmt: skip
@@ -82,21 +83,25 @@ def measure(
 
 
 def bench(case: MixerCase, part: str, names: Sequence[str], rounds: int) -> Measured:
-    """All that is measured of one part of a case; what could not be is blank, and replaces what an older run has."""
-    asked = [(name, way, how) for name in names for way in record.DIRECTIONS for how in record.TIMINGS]
-    measured: Measured = {key: {} for key in asked}
+    """All that is measured of one part of a case; what could not be is blank, and replaces what an older run has.
+
+    rounds: 0 for errors alone.
+    """
+    measured: Measured = {}
     if case.total_tokens <= LONG:
         measured |= {(name, result, record.ERRORS): {} for name in names for result in mamba_record.PARTS[part]}
         measured |= small_errors(case.small(), part, names, cupy)
-    peers = make_peers(case, part, names, cupy)
+    if not rounds:
+        return measured
+    measured |= {(name, way, how): {} for name in names for way in record.DIRECTIONS for how in record.TIMINGS}
+    peers = make_peers(case, part, names, draw(case, cupy))
     for direction in record.DIRECTIONS:
         measured |= race(f"{case.name} {part}", peers, direction, rounds, None)
     return measured
 
 
-def make_peers(case: MixerCase, part: str, names: Sequence[str], xp: Any) -> dict[str, Peer]:
+def make_peers(case: MixerCase, part: str, names: Sequence[str], inputs: MixerInputs) -> dict[str, Peer]:
     """Those that take the case, on the same inputs."""
-    inputs = draw(case, xp)
     peers: dict[str, Peer] = {}
     for name in names:
         with reported(f"{case.name} {part} {name}"):
@@ -105,16 +110,20 @@ def make_peers(case: MixerCase, part: str, names: Sequence[str], xp: Any) -> dic
 
 
 def small_errors(case: MixerCase, part: str, names: Sequence[str], xp: Any) -> Measured:
-    """The errors of every peer."""
-    wanted = EXACT[part](case, draw(case, xp), xp)
-    measured: Measured = {}
-    for name, peer in make_peers(case, part, names, xp).items():
-        with reported(f"{case.name} {part} {name}, errors"):
-            forward_and_backward(peer)
-            found = dict(zip(mamba_record.PARTS[part], peer.on_host(), strict=True))
-            for result, error in errors(found, wanted).items():
-                measured[name, result, record.ERRORS] = {"rms": f"{error.rms:.4e}", "largest": f"{error.largest:.4e}"}
-    return measured
+    """The errors of every peer; of gradients of weights, which are few numbers, of all draws of inputs together."""
+    found: dict[mamba_record.Key, list[Error]] = {}
+    for seed in range(DRAWS):
+        inputs = draw(case, xp, seed=seed)
+        wanted = EXACT[part](case, inputs, xp)
+        wanted = {name: right for name, right in wanted.items() if seed == 0 or name in OF_WEIGHTS}
+        for name, peer in make_peers(case, part, names, inputs).items():
+            with reported(f"{case.name} {part} {name}, errors"):
+                forward_and_backward(peer)
+                made = dict(zip(mamba_record.PARTS[part], peer.on_host(), strict=True))
+                for result, error in errors(made, wanted).items():
+                    found.setdefault((name, result, record.ERRORS), []).append(error)
+    together = {key: of_draws(each) for key, each in found.items()}
+    return {key: {"rms": f"{x.rms:.4e}", "largest": f"{x.largest:.4e}"} for key, x in together.items()}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -124,6 +133,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=list(PEERS), default=list(PEERS), help="both by default")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS["scan"]), default=list(PEERS["scan"]),
                         help="on one rank; all by default")  # fmt: skip
+    parser.add_argument("--errors", action="store_true", help="on one rank: measure errors alone, and keep older times")
     parser.add_argument("--peer", action="store_true", help="on several ranks: also time the all-to-all of heads")
     parser.add_argument("--repeats", type=int, default=3, help="turns of everybody, 3 by default")
     parser.add_argument("--tune-ms", type=int, metavar="MS",

@@ -16,7 +16,7 @@ import thdattn
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 
 BYTES_PER_S = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}  # of the GPU's memory, as its maker says
-SMALL_ROWS = 2048  # of the version for errors
+SMALL_ROWS, DRAWS = 2048, 8  # of the version for errors, and how often its inputs are drawn
 DISTINCT_NUMBERS = 4_194_319  # a prime: arrays that repeat them never have two equal rows
 
 
@@ -93,14 +93,14 @@ class MixerInputs(NamedTuple):
     channels: Any
 
 
-def draw(case: MixerCase, xp: Any, num_rows: int | None = None) -> MixerInputs:
-    """The inputs of a case, or of so many rows of it, the same in every run.
+def draw(case: MixerCase, xp: Any, num_rows: int | None = None, seed: int = 0) -> MixerInputs:
+    """The inputs of a case, or of so many rows of it, the same in every run; others for every seed.
 
     Rates and steps are those that Mamba-2 starts with: A in 1..16, dt around 0.001..0.1.
     """
     rows = case.total_tokens if num_rows is None else num_rows
     shape = case.shape
-    rng = np.random.default_rng(3)
+    rng = np.random.default_rng((3, seed))
     dt = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), case.heads))
     weights = Mamba2Weights(
         conv_weight=rng.uniform(-1, 1, (shape.channels, case.conv_width)) / case.conv_width**0.5,
@@ -112,15 +112,15 @@ def draw(case: MixerCase, xp: Any, num_rows: int | None = None) -> MixerInputs:
     on_device = Mamba2Weights(*(xp.asarray(x.astype(shape.sum_dtype)) for x in weights))
     zxbcdt, dout, channels = (
         _repeated(numbers, (rows, width), shape.dtype, xp)
-        for numbers, width in zip(_numbers(), (shape.columns, shape.d_inner, shape.channels), strict=True)
+        for numbers, width in zip(_numbers(seed), (shape.columns, shape.d_inner, shape.channels), strict=True)
     )
     return MixerInputs(zxbcdt, on_device, dout, channels)
 
 
 @cache
-def _numbers() -> tuple[NDArray[np.float32], ...]:
+def _numbers(seed: int) -> tuple[NDArray[np.float32], ...]:
     """Standard normal ones, and silu of such; drawing all of a large array on the host would outlast its timing."""
-    first, second, third = np.random.default_rng(4).standard_normal((3, DISTINCT_NUMBERS), np.float32)
+    first, second, third = np.random.default_rng((4, seed)).standard_normal((3, DISTINCT_NUMBERS), np.float32)
     return first, second, third / (1 + np.exp(-third))
 
 

@@ -6,6 +6,7 @@ All pairs of a sequence are held at once, so it is for small cases.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -48,6 +49,11 @@ def errors(found: Mapping[str, Any], wanted: Mapping[str, NDArray[np.float64]]) 
         difference = np.asarray(found[name]).astype(np.float64).reshape(right.shape) - right
         made[name] = Error(float(np.linalg.norm(difference) / np.linalg.norm(right)), float(np.abs(difference).max()))
     return made
+
+
+def of_draws(errors: Sequence[Error]) -> Error:
+    """The error of several draws: of few numbers, as a gradient of rates is, one draw says little."""
+    return Error(math.sqrt(sum(error.rms**2 for error in errors) / len(errors)), max(x.largest for x in errors))
 
 
 def _in_float64(inputs: MixerInputs) -> MixerInputs:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import prose
 import record
-from mamba_cases import BYTES_PER_S, SMALL_ROWS, MixerCase
+from mamba_cases import BYTES_PER_S, DRAWS, SMALL_ROWS, MixerCase
 from mamba_exact import MIXER, SCAN
 from record import DIRECTIONS, ERRORS, Row, Times, slashed
 
@@ -110,8 +110,9 @@ def summary(path: Path, rows: Sequence[Row]) -> str:
     for (_, part), times in runs(rows).items():
         head, *others = error_lines(times, PARTS[part])
         if others:
-            said = f"Relative RMS against float64 of the {part}, over the first {SMALL_ROWS:,} rows, in thousandths:"
-            parts += [said, prose.table(head, others)]
+            parts += [prose.prose(f"Relative RMS against float64 of the {part}, over the first {SMALL_ROWS:,} rows, in "
+                                  f"thousandths; of gradients of weights that of {DRAWS} draws of inputs together:"),
+                      prose.table(head, others)]  # fmt: skip
     commands = dict.fromkeys(
         (record.software(row), row["kernel_sources"], row["command"][row["command"].index("benchmarks/"):])
         for row in rows)

@@ -204,10 +204,19 @@ def of_gradients(walk):
 def mixer_walks(arch, state_dim, dtype):
     """Those of the backward that a GPU may choose."""
     sizes = [(dim, columns) for dim in MIXER_SIZES["head_dim"] for columns in (64, 128) if columns % dim == 0]
-    walks = {walk_for(dim, state_dim, columns, ARCHITECTURES[arch], arch == "sm_90a") for dim, columns in sizes}
+    tiles = [(tile, columns) for dim, columns in sizes if (tile := mixer_tile(arch, dim, state_dim))]
+    walks = {walk_for(tile, columns, ARCHITECTURES[arch]) for tile, columns in tiles}
     for walk in sorted(walks, key=repr):
         yield of_gradients(walk)(dtype)
         yield from (walk.thd_ssd_chunk_states(dtype, back) for back in (False, True))
+
+
+def mixer_tile(arch, head_dim, state_dim):
+    """That of the backward; None where the GPU has too little shared memory."""
+    try:
+        return chunk_tile_for(head_dim, state_dim, ARCHITECTURES[arch], arch == "sm_90a")
+    except ValueError:
+        return None
 
 
 @pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
@@ -249,6 +258,15 @@ def test_mixer_gradients_of_chunks_take_the_first_choice_that_fits(sizes):
     assert chunk_tile_for(*sizes, ARCHITECTURES["sm_90a"], sm90=True) == [*on_hopper, *tiles][0]
     with pytest.raises(ValueError, match=f"shared memory per thread block, wanted {needs[-1]} for the backward"):
         chunk_tile_for(*sizes, needs[-1] - 1)
+
+
+@pytest.mark.parametrize("columns", [64, 128, 192])
+def test_states_are_made_as_tiles_read_them(columns):
+    """Those of Hopper as boxes, in whole columns; others whatever GPU they run on."""
+    for tile in (*CHUNK_TILES, *CHUNK_TILES_SM90):
+        if columns % tile.head_dim == 0:
+            walk = walk_for(tile, columns, ARCHITECTURES["sm_90a"])
+            assert (walk.by_boxes, walk.state_dim) == (tile.by_boxes, tile.state_dim) and columns % walk.columns == 0
 
 
 def test_every_slab_is_the_first_choice_somewhere():
@@ -338,7 +356,7 @@ def with_tiles():
     mixer = [make("float16") for slab in (SLABS[0], SLABS_SM90[0]) for make in (slab.states_kernel, slab.scan_kernel)]
     mixer += [SLABS_SM90[0].conv_states_kernel("float16", 4)]
     mixer += [tiles[0].thd_ssd_bwd("float16") for tiles in (CHUNK_TILES, CHUNK_TILES_SM90)]
-    mixer += [kernel for walk in (walk_for(64, 64, 64, 2**20), WALKS_SM90[0])
+    mixer += [kernel for walk in (walk_for(CHUNK_TILES[0], 64, 2**20), WALKS_SM90[0])
               for kernel in (of_gradients(walk)("float16"), walk.thd_ssd_chunk_states("float16", False))]
     return [*mixer,
             narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),

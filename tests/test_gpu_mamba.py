@@ -50,7 +50,7 @@ KINDS = [
         Sizes(8, 64, 64, 1), Sizes(8, 64, 64, 8), Sizes(16, 64, 128, 2), Sizes(8, 64, 128, 8), Sizes(24, 64, 128, 8),
         Sizes(8, 64, 256, 1), Sizes(8, 128, 64, 4), Sizes(8, 128, 128, 1), Sizes(8, 128, 128, 8), Sizes(8, 128, 256, 8),
     )),
-    *(Case(f"convolution-of-{width}", MIXED, sizes=GPU_SIZES, conv_width=width) for width in (1, 3, 8)),
+    *(Case(f"convolution-of-{width}", MIXED, sizes=GPU_SIZES, conv_width=width) for width in (1, 2, 3, 8)),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in (*PACKS, *KINDS)}
 

@@ -29,7 +29,7 @@ class ChunkTile:
     def thd_ssd_bwd(self, dtype: str) -> Instance:
         """The kernel, for "float16" or "bfloat16"."""
         rows = _tile(CHUNK, self.state_dim) + _tile(CHUNK, self.head_dim) + _tile(self.head_dim, self.slice)
-        pairs, products, numbers = _tile(CHUNK, CHUNK), 20 * 512, 4 * (4 + 1 + 11) * CHUNK + 2 * 32
+        pairs, products, numbers = _tile(CHUNK, CHUNK), 20 * 512, 4 * (4 + 1 + 11 + 1) * CHUNK + 32
         return _instance("thd_ssd_bwd", dtype, self.head_dim, self.state_dim, self.slice, self.blocks,
                          shared_bytes=2 * rows + pairs + products + numbers)
 
@@ -47,7 +47,7 @@ class ChunkTileSm90:
         """The kernel, for "float16" or "bfloat16"."""
         parts = self.state_dim // 64
         stage = (2 + 2 * parts) * BOX_BYTES + 4 * (2 + 8) * CHUNK + 16 + 3 * 8
-        of_chunk = (2 * parts + 5) * BOX_BYTES + 4 * CHUNK + 16 + 5 * 8
+        of_chunk = (2 * parts + 5) * BOX_BYTES + 2 * 4 * CHUNK + 5 * 8
         return _instance("thd_ssd_bwd_sm90", dtype, self.state_dim, self.stages,
                          shared_bytes=of_chunk + self.stages * stage)
 
@@ -175,15 +175,18 @@ class WalkSm90:
 WALKS_SM90 = tuple(WalkSm90(heads, state_dim, stages=2) for state_dim in (64, 128) for heads in (2, 1))
 
 
-def walk_for(
-    head_dim: int, state_dim: int, group_columns: int, shared_bytes: int, sm90: bool = False
-) -> Walk | WalkSm90:
-    """How a GPU with so much shared memory per block walks, over heads of a group of so many columns of x."""
-    for walk in WALKS_SM90 if sm90 and head_dim == 64 else ():
-        if walk.state_dim == state_dim and group_columns % walk.columns == 0:
-            return walk
-    columns = 128 if group_columns % 128 == 0 else head_dim
-    most = Walk(head_dim, state_dim, columns, 3)
+def walk_for(tile: ChunkTile | ChunkTileSm90, group_columns: int, shared_bytes: int) -> Walk | WalkSm90:
+    """How states are made as a tile reads them, on a GPU with so much shared memory per block.
+
+    Args:
+        tile: from chunk_tile_for. Those of Hopper read states as its walks alone leave them, and no others do.
+        group_columns: columns of x that read one group of B and C.
+    """
+    if isinstance(tile, ChunkTileSm90):
+        return next(walk for walk in WALKS_SM90
+                    if walk.state_dim == tile.state_dim and group_columns % walk.columns == 0)  # fmt: skip
+    columns = 128 if group_columns % 128 == 0 else tile.head_dim
+    most = Walk(tile.head_dim, tile.state_dim, columns, 3)
     return most if most.shared_bytes <= shared_bytes else replace(most, stages=2)
 
 

@@ -113,8 +113,7 @@ def _shares(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array
 
 
 def _walk(shape: MixerShape) -> Walk | WalkSm90:
-    gpu, group_columns = launch.this_gpu(), shape.d_inner // shape.num_groups
-    return walk_for(shape.head_dim, shape.state_dim, group_columns, gpu.shared_bytes, gpu.sm90)
+    return walk_for(_tile(shape), shape.d_inner // shape.num_groups, launch.this_gpu().shared_bytes)
 
 
 def _rows(by_boxes: bool, channels: Array, dy: Array) -> list[Any]:

@@ -32,6 +32,42 @@ __device__ __forceinline__ float gate_back(uint4& dout, uint4& y, uint4 z_words,
   return of_d;
 }
 
+// float16: where the gradient of B C^T is an operand, that of each sequence of a chunk is scaled to its own size, and
+// with it the rows of dB and dC that it is added to. So no sequence changes a bit of another's.
+//
+// A thread has two rows as accumulators, `row` of the chunk and row + 8.
+template <typename T>
+struct ScaledSequences {
+  int* largest;                                       // bits; of a sequence, where its first row of the chunk is
+  const int* first;                                   // of each row of the chunk
+
+  __device__ __forceinline__ int& of(int row) const { return largest[min(max(first[row], 0), kChunk - 1)]; }
+  __device__ __forceinline__ PowerOfTwo scale(int row) const {
+    if constexpr (kScalesStates<T>) return scale_of(of(row));
+    return {1.f, 1.f};
+  }
+  template <int kFragments, int kBlocks>
+  __device__ __forceinline__ void tell(const float (&x)[kFragments][kBlocks][4], int row) const {
+    if constexpr (!kScalesStates<T>) return;
+    #pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float most = 0.f;
+      #pragma unroll
+      for (int i = 0; i < kFragments * kBlocks * 2; ++i)
+        most = fmaxf(most, fabsf(x[i / 2 / kBlocks][i / 2 % kBlocks][2 * h + i % 2]));
+      atomicMax(&of(row + 8 * h), __float_as_int(most));
+    }
+  }
+  template <int kFragments, int kBlocks>
+  __device__ __forceinline__ void scale(float (&x)[kFragments][kBlocks][4], int row) const {
+    if constexpr (!kScalesStates<T>) return;
+    const float factor[2] = {scale(row).factor, scale(row + 8).factor};
+    #pragma unroll
+    for (int i = 0; i < kFragments * kBlocks * 4; ++i)
+      x[i / 4 / kBlocks][i / 4 % kBlocks][i % 4] *= factor[i / 2 % 2];
+  }
+};
+
 __device__ __forceinline__ float warp_sum(float x) {
   #pragma unroll
   for (int lanes = 1; lanes < kWarp; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);

@@ -86,9 +86,9 @@ __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
     if (work.warp == head % 8)
       work.rows(ddt + size.in_heads(head, chunk), -expf(A_log[head]), shares + chunk * shares_pitch + head);
   }
-  const float left = work.add_products();
+  work.add_products();
   const size_t width = size.groups * kStateDim;
   float* const to = dbc + ((size_t)(blockIdx.y % splits) * size.rows + first_row) * 2 * width + group * kStateDim;
-  work.store(to, 2 * width, work.db, left);
-  work.store(to + width, 2 * width, work.dc, left);
+  work.store(to, 2 * width, work.db);
+  work.store(to + width, 2 * width, work.dc);
 }

@@ -5,14 +5,14 @@ struct ChunkShared {
   T b[kChunk * (kStateDim + kPad)], c[kChunk * (kStateDim + kPad)];  // with columns as place_of says
   T x[kChunk * (kHeadDim + kPad)], dy[kChunk * (kHeadDim + kPad)];
   T s[kHeadDim * (kSlice + kPad)], r[kHeadDim * (kSlice + kPad)];
-  T weights[kChunk * (kChunk + kPad)];                // decays times C B^T, or the gradient of C B^T
+  T weights[kChunk * (kChunk + kPad)];                // decays and dt times C B^T, or the gradient of C B^T
   float4 products[20][kWarp];                         // C B^T, each lane's numbers of the 16x8 blocks that have pairs
   float sums[2][kChunk], dt[2][kChunk];               // of this head and of the one before, or next
   int first[kChunk];
   // Of pairs sums over columns, over rows, and the diagonal; of states; of some warps each.
   float over_columns[2][kChunk], over_rows[4][kChunk], alone[kChunk], of_front[2][kChunk], of_behind[2][kChunk];
   float across[8];
-  int largest[8];
+  int largest[kChunk];                                // see ScaledSequences
 };
 
 // The work of a thread block: 8 warps, of which warp w has the rows 16 * (w % 4) and later of the chunk, and half w / 4
@@ -35,6 +35,7 @@ struct ChunkBackward {
   const MixerSize& size;
   const int chunk, warp, lane, tile, half, row;       // row: the lane's first, the second is 8 further on
   const float *sums, *dt;
+  const ScaledSequences<T> sequences;
   const float* scales;                                // of S and, state_scales further on, R of this head, by slice
   int state_scales;
   float db[kSlices][kSBlocks][4] = {}, dc[kSlices][kSBlocks][4] = {}, dproducts[2][2][4] = {};
@@ -42,8 +43,8 @@ struct ChunkBackward {
 
   __device__ __forceinline__ ChunkBackward(Shared& shared, int chunk, const MixerSize& size)
       : shared(shared), size(size), chunk(chunk), warp(threadIdx.x / kWarp), lane(threadIdx.x % kWarp),
-        tile(warp % 4), half(warp / 4), row(tile * 16 + lane / 4), sums(nullptr), dt(nullptr), scales(nullptr),
-        state_scales(0) {}
+        tile(warp % 4), half(warp / 4), row(tile * 16 + lane / 4), sums(nullptr), dt(nullptr),
+        sequences{shared.largest, shared.first}, scales(nullptr), state_scales(0) {}
 
   // ---------------------------------------------------------------------------------------------- once
 
@@ -64,6 +65,7 @@ struct ChunkBackward {
     if (threadIdx.x < kChunk) {
       const int at = chunk * kChunk + threadIdx.x;
       shared.first[threadIdx.x] = first_of(range_at(ranges, at, size), at, size) - chunk * kChunk;
+      shared.largest[threadIdx.x] = 0;
       #pragma unroll
       for (int i = 0; i < 4; ++i) shared.over_rows[i][threadIdx.x] = 0.f;
     }
@@ -129,7 +131,7 @@ struct ChunkBackward {
         const bool counts = !kMasked || (shared.first[i] <= j && j <= i);
         const float decay = decay_of(sums[i] - (e % 2 ? to.y : to.x)), made = decay * k[n][e];
         const float step = e % 2 ? dts.y : dts.x;
-        weight[e] = counts ? decay * gamma[e] : 0.f;
+        weight[e] = counts ? step * decay * gamma[e] : 0.f;
         dproducts[t][n][e] += counts ? step * made : 0.f;
         const float passes = counts ? made * gamma[e] : 0.f;
         if (kMasked && i == j) shared.alone[i] = passes;
@@ -232,7 +234,8 @@ struct ChunkBackward {
       #pragma unroll
       for (int m = 0; m < 2; ++m) {
         #pragma unroll
-        for (int e = 0; e < 4; ++e) sum[n + m][e] = fmaf(factor[e / 2], made[m][e], sum[n + m][e]);
+        for (int e = 0; e < 4; ++e)                   // rows that the state does not reach leave it out, whatever it is
+          if (factor[e / 2] != 0.f) sum[n + m][e] = fmaf(factor[e / 2], made[m][e], sum[n + m][e]);
         seen(n + m, made[m]);
       }
     }
@@ -268,15 +271,17 @@ struct ChunkBackward {
       seen[0] += made[0] * one.x + made[1] * one.y;
       seen[1] += made[2] * other.x + made[3] * other.y;
     });
-    of_front[0] += front[0] * seen[0];
-    of_front[1] += front[1] * seen[1];
+    #pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (front[h] != 0.f) of_front[h] += front[h] * seen[h];
     add_behind(slice);
     return through() == 0.f ? 0.f : of_s * of_r * dot();
   }
 
   // ---------------------------------------------------------------------------------------------- rows
 
-  // dx, of which du still lacks what pairs give; and what the state behind gives to du of each row.
+  // dx, dt du and what comes through D, of which du still lacks what pairs give; and what the state behind gives to du
+  // of each row.
   __device__ __forceinline__ void finish(T* dx, float d) {
     const int columns = half * kHeadDim / 2 + lane % 4 * 2;
     const float of_r = scale_of_state(kSlices - 1, true), last[2] = {of_r * leave(row), of_r * leave(row + 8)};
@@ -290,23 +295,23 @@ struct ChunkBackward {
         one = last[h] == 0.f ? 0.f : last[h] * one;
         other = last[h] == 0.f ? 0.f : last[h] * other;
         behind[h] += one * x.x + other * x.y;
+        one *= dt[row + 8 * h], other *= dt[row + 8 * h];
       }
     tell(shared.of_behind[half], behind[0], behind[1]);
     add_pairs();
     #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (chunk * kChunk + row + 8 * h >= size.rows) continue;
-      const float step = dt[row + 8 * h];
       T* const to = dx + (size_t)(row + 8 * h) * size.inner() + columns;
       #pragma unroll
       for (int n = 0; n < kUBlocks; ++n) {
         const float2 dy = unpack<T>(*(const u32*)(shared.dy + (row + 8 * h) * kXPitch + columns + n * 8));
-        store_pair(to + n * 8, step * du[n][2 * h] + d * dy.x, step * du[n][2 * h + 1] + d * dy.y);
+        store_pair(to + n * 8, fmaf(d, dy.x, du[n][2 * h]), fmaf(d, dy.y, du[n][2 * h + 1]));
       }
     }
   }
 
-  // du += (Gamma M)^T dy, of the rows from the warp's on.
+  // dt du += (Gamma M dt)^T dy, of the rows from the warp's on.
   __device__ __forceinline__ void add_pairs() {
     #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -347,20 +352,13 @@ struct ChunkBackward {
 
   // ---------------------------------------------------------------------------------------------- the end
 
-  // dB and dC += dGamma^T C, dGamma B, once no warp reads what is shared any more; returns what they are then still to
-  // be multiplied with.
-  __device__ __forceinline__ float add_products() {
-    PowerOfTwo scale{1.f, 1.f};
-    if constexpr (kScalesStates<T>) {
-      const int own = largest_of_warp(dproducts);
-      if (lane == 0) shared.largest[warp] = own;
-      __syncthreads();
-      int bits = own;
-      for (int w = 0; w < 8; ++w) bits = max(bits, shared.largest[w]);
-      scale = scale_of(bits);
-      ::scale(db, scale.factor);
-      ::scale(dc, scale.factor);
-    }
+  // dB and dC += dGamma^T C, dGamma B, once no warp reads what is shared any more.
+  __device__ __forceinline__ void add_products() {
+    sequences.tell(dproducts, row);
+    if constexpr (kScalesStates<T>) __syncthreads();
+    sequences.scale(dproducts, row);
+    sequences.scale(db, row);
+    sequences.scale(dc, row);
     #pragma unroll
     for (int t = 0; t < 2; ++t)
       if (columns_of(t) <= tile * 16)
@@ -368,8 +366,8 @@ struct ChunkBackward {
         for (int n = 0; n < 2; ++n) {
           T* const to = shared.weights + row * kPairPitch + columns_of(t) + n * 8 + lane % 4 * 2;
           const float (&made)[4] = dproducts[t][n];
-          store_pair(to, made[0] * scale.factor, made[1] * scale.factor);
-          store_pair(to + 8 * kPairPitch, made[2] * scale.factor, made[3] * scale.factor);
+          store_pair(to, made[0], made[1]);
+          store_pair(to + 8 * kPairPitch, made[2], made[3]);
         }
     __syncthreads();
     #pragma unroll
@@ -384,7 +382,6 @@ struct ChunkBackward {
         add_products_of(dc, a, shared.b + k * 16 * kBPitch);
       }
     }
-    return scale.inverse;
   }
   __device__ __forceinline__ void add_products_of(float (&sum)[kSlices][kSBlocks][4], const u32 (&a)[4],
                                                   const T* other) {
@@ -400,11 +397,11 @@ struct ChunkBackward {
   }
 
   // dB or dC, in whose accumulators each lane has 8 columns that lie together.
-  __device__ __forceinline__ void store(float* to, size_t pitch, const float (&sum)[kSlices][kSBlocks][4],
-                                        float scale) const {
+  __device__ __forceinline__ void store(float* to, size_t pitch, const float (&sum)[kSlices][kSBlocks][4]) const {
     #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (chunk * kChunk + row + 8 * h >= size.rows) continue;
+      const float scale = sequences.scale(row + 8 * h).inverse;
       #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice)
         #pragma unroll

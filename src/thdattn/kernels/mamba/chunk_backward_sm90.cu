@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
   if (threadIdx.x < kChunk) {
     const int at = first_row + threadIdx.x;
     shared.first[threadIdx.x] = first_of(range_at(ranges, at, size), at, size) - first_row;
+    shared.largest[threadIdx.x] = 0;
   }
   __syncthreads();
   Work work(shared, scales + first_state, of_r);

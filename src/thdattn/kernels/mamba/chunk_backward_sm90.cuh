@@ -23,7 +23,7 @@ struct ChunkSharedSm90 {
   float sums[kStages][kChunk], dt[kStages][kChunk];
   ToldOfRows told[kStages];
   int first[kChunk];
-  float scale[4];                                     // of the gradient of B C^T; or the largest of each warp
+  int largest[kChunk];                                // see ScaledSequences
   Stages<kStages, 1, 1> stages;
   u64 all_told[kStages], weighed[2], taken[2], arrived;  // arrived: B and C have
 
@@ -46,22 +46,25 @@ struct ChunkBackwardSm90 {
   Ring<2> weights{};
   const float* scales;                                // of S and, r_scales further on, R, by head
   int r_scales, row;
+  bool enters[2], leaves[2];                          // whether the state in front reaches a row, and it that behind
+  bool passes;                                        // whether the state in front reaches the one behind
 
   __device__ __forceinline__ ChunkBackwardSm90(Shared& shared, const float* scales, int r_scales)
-      : shared(shared), scales(scales), r_scales(r_scales), row(threadIdx.x % 128 / kWarp * 16 + me().lane / 4) {}
+      : shared(shared), scales(scales), r_scales(r_scales), row(threadIdx.x % 128 / kWarp * 16 + me().lane / 4),
+        enters{shared.first[row] < 0, shared.first[row + 8] < 0},
+        leaves{row >= shared.first[kChunk - 1], row + 8 >= shared.first[kChunk - 1]},
+        passes(shared.first[kChunk - 1] < 0) {}
 
   __device__ __forceinline__ const float* sums() const { return shared.sums[ring.stage]; }
   __device__ __forceinline__ const float* dt() const { return shared.dt[ring.stage]; }
   __device__ __forceinline__ ToldOfRows& told() const { return shared.told[ring.stage]; }
 
-  // As in ChunkBackward.
-  __device__ __forceinline__ float enter(int r) const { return shared.first[r] < 0 ? decay_of(sums()[r]) : 0.f; }
-  __device__ __forceinline__ float leave(int r) const {
-    return r >= shared.first[kChunk - 1] ? decay_of(sums()[kChunk - 1] - sums()[r]) : 0.f;
+  // As in ChunkBackward, of this thread's rows.
+  __device__ __forceinline__ float enter(int h) const { return enters[h] ? decay_of(sums()[row + 8 * h]) : 0.f; }
+  __device__ __forceinline__ float leave(int h) const {
+    return leaves[h] ? decay_of(sums()[kChunk - 1] - sums()[row + 8 * h]) : 0.f;
   }
-  __device__ __forceinline__ float through() const {
-    return shared.first[kChunk - 1] < 0 ? decay_of(sums()[kChunk - 1]) : 0.f;
-  }
+  __device__ __forceinline__ float through() const { return passes ? decay_of(sums()[kChunk - 1]) : 0.f; }
   __device__ __forceinline__ float scale_of_state(int head, bool behind) const {
     return kScalesStates<T> ? scales[head + (behind ? r_scales : 0)] : 1.f;
   }
@@ -95,14 +98,14 @@ struct ChunkBackwardSm90 {
     copy_columns<kState>(shared.c[0], channels, size.c_column(group), chunk, &shared.arrived);
   }
 
-  // Loads a head, whose state in front is s; by one thread.
+  // Loads a head, whose state in front is s; by one thread. What is fetched of x and dy is of the next head, too.
   __device__ __forceinline__ void load(const TensorMap* x, const TensorMap* dy, const T* s, const T* r, int head,
                                        int first_row, const float* sums, const float* dt) {
     const u32 at = ring.stage;
     u64* const full = &shared.stages.full[at];
     shared.stages.fill(ring, (2 + 2 * kParts) * kBox + 2 * 4 * kChunk);
-    copy_box_once(shared.x[at], x, 0, head, first_row, full);
-    copy_box_once(shared.dy[at], dy, 0, head, first_row, full);
+    copy_box(shared.x[at], x, 0, head, first_row, full);
+    copy_box(shared.dy[at], dy, 0, head, first_row, full);
     copy_bulk(shared.r[at], r, kParts * kBox, full);
     copy_bulk(shared.s[at], s, kParts * kBox, full);
     copy_bulk(shared.sums[at], sums, 4 * kChunk, full);
@@ -206,7 +209,7 @@ struct ChunkBackwardSm90 {
 
   // dx of what the state behind gives, B R^T so far; and what that is of dt.
   __device__ __forceinline__ void leave_from(float (&made)[8][4], const Rows& rows_of_x, float of_r) const {
-    const float last[2] = {of_r * leave(row), of_r * leave(row + 8)};
+    const float last[2] = {of_r * leave(0), of_r * leave(1)};
     const float factor[2] = {last[0] * dt()[row], last[1] * dt()[row + 8]};
     float behind[2] = {0.f, 0.f};
     #pragma unroll
@@ -269,19 +272,13 @@ struct ChunkBackwardSm90 {
 
   // The gradient of B C^T is rounded for the others.
   __device__ __forceinline__ void publish_products(float (&dproducts)[1][8][4]) const {
-    if constexpr (kScalesStates<T>) shared.scale[me().warp] = __int_as_float(largest_of_warp(dproducts));
+    sequences().tell(dproducts, row);
     ::wait(2, 128);                                   // nobody reads B C^T any more
-    if constexpr (kScalesStates<T>) scale(dproducts, scale_of_products().factor);
+    sequences().scale(dproducts, row);
     publish(shared.products, dproducts[0]);
     ::arrive(1, 384);
   }
-  __device__ __forceinline__ PowerOfTwo scale_of_products() const {
-    if constexpr (!kScalesStates<T>) return {1.f, 1.f};
-    int bits = 0;
-    #pragma unroll
-    for (int w = 0; w < 4; ++w) bits = max(bits, __float_as_int(shared.scale[w]));
-    return scale_of(bits);
-  }
+  __device__ __forceinline__ ScaledSequences<T> sequences() const { return {shared.largest, shared.first}; }
 
   // ---------------------------------------------------------------------------------------------- states
 
@@ -296,12 +293,13 @@ struct ChunkBackwardSm90 {
                                                        columns + i * 16 * kRowBytes / 16, kAdd || i > 0);
     wgmma_commit();
   }
-  // sum += factor made.
+  // sum += factor made; rows that the state does not reach leave it out, whatever it is.
   static __device__ __forceinline__ void add(float (&sum)[8][4], const float (&made)[8][4], const float (&factor)[2]) {
     #pragma unroll
     for (int n = 0; n < 8; ++n)
       #pragma unroll
-      for (int e = 0; e < 4; ++e) sum[n][e] = fmaf(factor[e / 2], made[n][e], sum[n][e]);
+      for (int e = 0; e < 4; ++e)
+        if (factor[e / 2] != 0.f) sum[n][e] = fmaf(factor[e / 2], made[n][e], sum[n][e]);
   }
 
   // <R, S>, this thread's share: the diagonal of S R^T.
@@ -325,7 +323,7 @@ struct ChunkBackwardSm90 {
     shared.stages.wait(ring);
     const unsigned char *const x = shared.x[ring.stage], *const dy = shared.dy[ring.stage];
     const float of_r = scale_of_state(head, true);
-    const float factor[2] = {of_r * leave(row) * dt()[row], of_r * leave(row + 8) * dt()[row + 8]};
+    const float factor[2] = {of_r * leave(0) * dt()[row], of_r * leave(1) * dt()[row + 8]};
     float made[8][4], of_x[8][4];
     ScoreRows<T, kState, kChunk, false> b;
     b.load(shared.b[0]);
@@ -374,13 +372,13 @@ struct ChunkBackwardSm90 {
         const float2 of_dy = rows_of_dy.pair(n, h);
         seen[h] += made[n][2 * h] * of_dy.x + made[n][2 * h + 1] * of_dy.y;
       }
-    tell(told().of_front, factor[0] * seen[0], factor[1] * seen[1]);
+    tell(told().of_front, factor[0] == 0.f ? 0.f : factor[0] * seen[0], factor[1] == 0.f ? 0.f : factor[1] * seen[1]);
   }
 
   __device__ __forceinline__ void on_front(int head, float (&dc)[kParts][8][4]) {
     shared.stages.wait(ring);
     const unsigned char* const dy = shared.dy[ring.stage];
-    const float of_s = scale_of_state(head, false), factor[2] = {of_s * enter(row), of_s * enter(row + 8)};
+    const float of_s = scale_of_state(head, false), factor[2] = {of_s * enter(0), of_s * enter(1)};
     const float across = through() == 0.f ? 0.f : warp_sum(dot());
     if (me().lane == 0) told().across[me().warp] = of_s * scale_of_state(head, true) * across;
     tell_front(dy, factor);
@@ -424,7 +422,7 @@ struct ChunkBackwardSm90 {
   template <int kTransposed>
   __device__ __forceinline__ void add_products(float (&sum)[kParts][8][4], const unsigned char (&other)[kParts][kBox]) {
     ::wait(1, 384);
-    if constexpr (kScalesStates<T>) scale(sum, scale_of_products().factor);
+    sequences().scale(sum, row);
     #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       pin(sum[part]);
@@ -434,10 +432,10 @@ struct ChunkBackwardSm90 {
   }
   // dB or dC of `left` rows.
   __device__ __forceinline__ void store(float* to, size_t pitch, const float (&sum)[kParts][8][4], int left) const {
-    const float inverse = scale_of_products().inverse;
     #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (row + 8 * h >= left) continue;
+      const float inverse = sequences().scale(row + 8 * h).inverse;
       float* const at = to + (row + 8 * h) * pitch + threadIdx.x % 4 * 2;
       #pragma unroll
       for (int n = 0; n < 8 * kParts; ++n)

@@ -47,6 +47,10 @@ __device__ __forceinline__ int2 range_at(const int2* ranges, int row, const Mixe
 __device__ __forceinline__ int first_of(int2 range, int row, const MixerSize& size) {
   return is_empty(range) ? row + 1 : range.x - size.offset;
 }
+// How many rows in front of its own a row sees, of those that a convolution reaches; -1: padding.
+__device__ __forceinline__ int sight_of(int2 range, int row, int reach, const MixerSize& size) {
+  return min(row - first_of(range, row, size), reach);
+}
 
 // Which tile of rows this thread block has, of which a grid has y in each of its z; some are behind the last one.
 __device__ __forceinline__ int tile_of_rows() { return blockIdx.z * gridDim.y + blockIdx.y; }
@@ -71,9 +75,11 @@ template <typename T> constexpr bool kScalesStates = sizeof(T) == 0;
 template <> constexpr bool kScalesStates<f16> = true;
 
 struct PowerOfTwo { float factor, inverse; };
-// That which makes the largest number at least 2^14 and less than 2^15; bits: of the largest number.
+// That which makes the largest number at least 2^14 and less than 2^15; bits: of the largest number. Those below 2^-40
+// are not made larger than that would be: what they give is below the least of float16 anyway, and what else is scaled
+// with them, or was scaled otherwise before, must not leave float32.
 __device__ __forceinline__ PowerOfTwo scale_of(int bits) {
-  const int exponent = min(max(bits >> 23, 27), 254);
+  const int exponent = min(max(bits >> 23, 127 - 40), 254);
   return {__int_as_float((268 - exponent) << 23), __int_as_float((exponent - 14) << 23)};
 }
 // The bits of the largest number of a warp.

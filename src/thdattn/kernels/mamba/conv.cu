@@ -69,10 +69,10 @@ __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, cons
                                               const float* conv_bias, const int2* ranges, int tile, int column_tile,
                                               const MixerSize& size) {
   constexpr int kReach = kWidth - 1, kThreadsOfRow = kConvColumns / kColumns, kAhead = 8;
-  __shared__ int sights[kConvTile];                   // of how many rows before its own a row knows; -1: padding
+  __shared__ int sights[kConvTile];
   static_assert(kConvTile == kConvThreads);
   if (const int row = tile * kConvTile + threadIdx.x; row < size.rows)
-    sights[threadIdx.x] = min(row - first_of(ranges[row], row, size), kReach);
+    sights[threadIdx.x] = sight_of(ranges[row], row, kReach, size);
   __syncthreads();
 
   const int column = column_tile * kConvColumns + threadIdx.x % kThreadsOfRow * kColumns;

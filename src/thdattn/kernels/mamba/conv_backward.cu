@@ -114,7 +114,7 @@ struct ConvBackward {
 };
 
 // Where the gradients of a row that all have passed go: of a row of this rank, below 0 of the halo.
-template <typename T, int kReach>
+template <int kReach>
 __device__ __forceinline__ void store_end(const float (&made)[2], int row, float* ends, const MixerSize& size) {
   const int end = row < 0 ? kReach + row : row - size.rows + 2 * kReach;
   if (row < 0 || (row < size.rows && end >= kReach))
@@ -142,7 +142,7 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
   auto store = [&](int row) {                         // of the chunk
     if (row >= 0 && row <= from.last)
       store_pair(made + ((u32)row * from.pitch + column), work.made[0][0], work.made[0][1]);
-    if (at_an_end && (row >= 0 || chunk == 0)) store_end<T, kReach>(work.made[0], begin + row, ends, size);
+    if (at_an_end && (row >= 0 || chunk == 0)) store_end<kReach>(work.made[0], begin + row, ends, size);
   };
   Pair<T> rows[kAhead];
   decltype(gradients[0]) passed[kAhead];
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlock
   __shared__ int in_sight[kChunk + 16];
   if (threadIdx.x < kChunk + kReach) {
     const int row = begin + threadIdx.x;
-    in_sight[threadIdx.x] = row < size.rows ? min(row - first_of(ranges[row], row, size), kReach) : -1;
+    in_sight[threadIdx.x] = row < size.rows ? sight_of(ranges[row], row, kReach, size) : -1;
   }
   if ((int)blockIdx.x < column_tiles) {
     const int column = blockIdx.x * kConvBackColumns + threadIdx.x * 2;

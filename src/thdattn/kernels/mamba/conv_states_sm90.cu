@@ -32,11 +32,6 @@ struct ConvStatesShared {
   }
 };
 
-// Of how many rows before its own a row knows, at most `reach`; -1: padding.
-__device__ __forceinline__ int sight_of(const int2* ranges, int row, int reach, const MixerSize& size) {
-  return min(row - first_of(range_at(ranges, row, size), row, size), reach);
-}
-
 // A warpgroup convolves a chunk of 64 columns of x in place: each thread has kColumns of them and 8 rows that follow
 // each other. barrier: of the warpgroup.
 // column: the first of this thread, in a row of x. all_in_sight: every row of the chunk sees all that the convolution
@@ -64,7 +59,7 @@ __device__ __forceinline__ void convolve_chunk(unsigned char* x, Convolution<T, 
     convolution.next(*(const Piece*)(x + place(i)));
     u32 valid = ~0u;
     if (!all_in_sight) {
-      const int in_sight = sight_of(ranges, begin + i, kReach, size);
+      const int in_sight = sight_of(range_at(ranges, begin + i, size), begin + i, kReach, size);
       convolution.forget_all_but(in_sight);
       valid = in_sight < 0 ? 0 : ~0u;
     }

@@ -1,5 +1,5 @@
-// The recurrence of the Mamba-2 mixer, backward: the gate; states and their gradients at every chunk, which are made
-// from those at the borders of segments; and, from them, the gradients of x, B, C and dt of each chunk by itself.
+// In front of the gradients of the Mamba-2 recurrence, which chunk_backward.cu makes of each chunk by itself: the gate,
+// backward; gradients of states at the borders of segments; and, from those, states and their gradients at every chunk.
 //
 // R below is the gradient of the state behind a chunk, S the state in front of it, both (head_dim, state_dim).
 
