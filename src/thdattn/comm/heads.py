@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from thdattn.comm.slices import Cut, Slices, copy
+
 
 def nothing() -> None:
     """What is there needs no waiting."""
@@ -47,6 +49,7 @@ class Heads(ABC):
     """What a comm does for attention over the keys of all ranks."""
 
     name: str
+    rank: int
     size: int
 
     @abstractmethod
@@ -54,6 +57,30 @@ class Heads(ABC):
 
     @abstractmethod
     def reduce_scatter(self, send: Any, recv: Any) -> None: ...
+
+    @abstractmethod
+    def exchange(self, sends: Slices, recvs: Slices, sizes: Any = None) -> Callable[[], None]: ...
+
+    def swap(self, outs: Sequence[Cut], ins: Sequence[Cut], sizes: Any, at_once: bool = False) -> Callable[[], None]:
+        """Start to give each rank its slice of some arrays, and to put those of all ranks into others.
+
+        Args:
+            outs: of each array what each rank gets of it, this one's own too.
+            ins: of as many where what comes from each rank belongs. Overwritten; they share no memory with outs.
+            sizes: (size, size) integers in host memory, the bytes that each rank (row) has for each other one (column),
+                the same on all ranks; of a rank for itself 0.
+            at_once: what comes is asked for next, and hides behind nothing; the same on all ranks.
+
+        Returns:
+            What waits for it, as that of exchange.
+        """
+        for out, place in zip(outs, ins, strict=True):
+            source = out.of(self.rank)
+            if source.size:
+                copy(place.of(self.rank), source)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sends, recvs = ([(cut.of(rank), rank) for rank in others for cut in cuts] for cuts in (outs, ins))
+        return self.exchange(sends, recvs, sizes)
 
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False

@@ -1,9 +1,9 @@
 """Peer memory: the GPUs of one machine read each other's memory, beside kernels and without taking a multiprocessor.
 
 Copy engines pull slices of heads as they lie, and flags that streams write and wait for say when: a collective of NCCL
-needs multiprocessors, and would start when a kernel that fills the GPU ends. Keys that nothing hides are gathered by
-one kernel, see kernels/gather.cu. Everything here can be captured in a CUDA graph, and nothing makes the host wait, but
-for the first use of a size, which all ranks meet to exchange handles for.
+needs multiprocessors, and would start when a kernel that fills the GPU ends. What nothing hides, keys and slices, is
+brought by one kernel, see kernels/meeting.cu. Everything here can be captured in a CUDA graph, and nothing makes the
+host wait, but for the first use of a size, which all ranks meet to exchange handles for.
 
 Source: CUDA driver API, stream memory operations and interprocess communication.
 """
@@ -19,14 +19,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn.comm import Arrival, Meeting, nothing
-from thdattn.comm.slices import Slices, address, copy, rows_of
+from thdattn.comm.slices import Cut, Slices, address, copy, rows_of
 from thdattn.comm.windows import ALIGNMENT, Window, header_bytes
-from thdattn.structs import MAX_RANKS, SHARES
+from thdattn.structs import MAX_CUTS, MAX_RANKS, SHARES
 
 _HIGHEST = -5  # of the priorities of streams
 
 # What they are called, by use.
 _WINDOWS = {"gather": "windows of keys", "sum": "windows of sums", "exchange": "windows of slices"}
+
+# Slices that hide behind nothing are brought by one kernel, which takes one call of the driver and places what has come
+# while the rest is on its way; others by copy engines, which leave all multiprocessors to the kernel that hides them.
+# Unless no rank gets as many bytes as this: they are there sooner than the driver has been told of each.
+WORTH_COPYING = 4 * 2**20
+_MOST_OF_A_KERNEL = 2**31  # bytes of a message, whose words it counts in 32 bits
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -174,6 +180,37 @@ class PeerMemory:
         window.take(self._pulls)
         return self._arrival(stream)
 
+    def swaps_by_kernel(self, sizes: Any, num_cuts: int, at_once: bool) -> bool:
+        """Whether `swap` brings slices of so many arrays, of these sizes; all ranks find the same."""
+        most = max(_traffic(sizes))
+        return num_cuts <= MAX_CUTS and 0 < most < _MOST_OF_A_KERNEL and (at_once or most < WORTH_COPYING)
+
+    def swap(
+        self, outs: Sequence[Cut], ins: Sequence[Cut], sizes: Any, marks: tuple[int, int] = (0, 0)
+    ) -> Wait:
+        """See Comm.swap. By one kernel, on the current stream; messages lie in windows as those of exchange do.
+
+        Args:
+            marks: of the kernel, see Meeting.
+        """
+        stream, slots = self.enter(), _slots(sizes)
+        window = self._window("exchange", max(slot[-1] for slot in slots))
+
+        def made() -> Any:
+            from thdattn.comm import meetings  # which wants CuPy
+
+            to = [window.address(self.rank, at) for at in slots[self.rank][:-1]]
+            came = [window.address(rank, slot[self.rank]) for rank, slot in enumerate(slots)]
+            return meetings.exchange(outs, ins, to, came, int(np.max(sizes)), window.meetings[1])
+
+        key = tuple([(cut.array.data.ptr, cut.array.shape, cut.array.strides, *cut[1:]) for cut in (*outs, *ins)])
+        window.once(key, made)(*marks)
+        return self._behind(stream)
+
+    def received(self, sizes: Any) -> int:
+        """Bytes that this rank gets in an exchange of these sizes."""
+        return _traffic(sizes)[self.rank]
+
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
         behind = [recvs[group][0].shape[1] for group in range(1, len(recvs))]  # the first one may be read where it is
         heads = sends[0].shape[1] - sum(behind), *behind
@@ -295,6 +332,16 @@ class PeerMemory:
 
         return wait
 
+    def _behind(self, stream: Any) -> Wait:
+        """What has the current stream come after another one."""
+
+        def wait() -> None:
+            current = self._cupy.cuda.get_current_stream()
+            if current.ptr != stream.ptr:
+                current.wait_event(stream.record())
+
+        return wait
+
     def _follow(self, stream: Any) -> None:
         """Has the stream that pulls wait for another one."""
         event = self._cupy.cuda.Event(disable_timing=True)
@@ -376,6 +423,17 @@ def _slots(sizes: Any) -> list[list[int]]:
     """Of each rank, where in its window begins what it sends to each other one, and where all of it ends."""
     sizes = np.asarray(sizes)
     return _slots_of(sizes.shape, sizes.dtype, sizes.tobytes())
+
+
+def _traffic(sizes: Any) -> tuple[int, ...]:
+    """Bytes that each rank gets."""
+    sizes = np.asarray(sizes)
+    return _traffic_of(sizes.shape, sizes.dtype, sizes.tobytes())
+
+
+@functools.lru_cache(maxsize=256)
+def _traffic_of(shape: tuple[int, ...], dtype: np.dtype[Any], sizes: bytes) -> tuple[int, ...]:
+    return tuple(map(int, np.frombuffer(sizes, dtype).reshape(shape).sum(0)))
 
 
 @functools.lru_cache(maxsize=256)

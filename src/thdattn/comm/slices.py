@@ -11,6 +11,25 @@ import numpy as np
 Slices = Sequence[tuple[Any, int]]  # and for each the rank that it goes to, or comes from
 
 
+class Cut(NamedTuple):
+    """A slice of an array for each rank: some of its rows, or of its columns, such as heads.
+
+    array: C-contiguous; its rows and columns are its first two dimensions.
+    axis: 0, rows, or 1, columns of all rows.
+    begins, ends: of each rank's.
+    """
+
+    array: Any
+    axis: int
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def of(self, rank: int) -> Any:
+        """That of one rank."""
+        part = slice(self.begins[rank], self.ends[rank])
+        return self.array[:, part] if self.axis else self.array[part]
+
+
 class Rows(NamedTuple):
     """Where the bytes of a slice are: `rows` times `width` bytes, one every `pitch`."""
 

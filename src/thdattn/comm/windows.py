@@ -6,7 +6,7 @@ For each of its users p a window has two flags:
     taken[p]    p has read this part: set by p, awaited and taken back by its owner before it writes again
 
 A flag is taken back right after the wait for it, before anybody can set it again, so that a replayed graph finds the
-flags as the capture did. Streams write and await these flags, or one kernel that gathers keys, see kernels/gather.cu,
+flags as the capture did. Streams write and await these flags, or one kernel that brings all, see kernels/meeting.cu,
 which has a flag `offered` for each chunk of a part, instead of ready.
 
 Source: CUDA driver API, stream memory operations and interprocess communication.
@@ -94,7 +94,7 @@ class Window:
             place = cupy.cuda.MemoryPointer(self._memory, self._header + offset)
             return cupy.ndarray(shape, dtype, place)
 
-        return self._once((offset, shape, dtype), made)
+        return self.once((offset, shape, dtype), made)
 
     def homes(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
         """Of shares of so many bytes, from these offsets on one behind another, those of one rank of what each rank
@@ -112,14 +112,14 @@ class Window:
                     mine["of"][i, rank] = self.share(self._rank, rank, offset, size)
             return (theirs, mine) if there else (mine, theirs)
 
-        found: tuple[Any, Any] = self._once(("homes", offsets, sizes, there), made)
+        found: tuple[Any, Any] = self.once(("homes", offsets, sizes, there), made)
         return found
 
     def share(self, of: int, number: int, offset: int, size: int) -> int:
         """Where one of the shares in a rank's part begins."""
         return self.address(of, offset + number * size)
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` returns, kept for some time, as layers ask for the same few things again and again."""
         if key not in self._kept:
             if len(self._kept) >= _MOST_KEPT:

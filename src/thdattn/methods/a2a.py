@@ -11,15 +11,16 @@ Source: DeepSpeed Ulysses, arXiv:2309.14509; two levels: LoongTrain, arXiv:2406.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from thdattn.comm import nothing
-from thdattn.comm.slices import copy
+from thdattn.comm.slices import Cut
 from thdattn.memory import Layer, Memory, num_bytes
 from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
 
@@ -173,13 +174,11 @@ class _Pair(NamedTuple):
     deal: _Deal
     axis: int = 1
 
-    def parts(self, rank: int, group: int) -> tuple[Any, Any]:
-        """What both have of a rank: of the first its heads, of the second its rows."""
-        heads, num_rows = self.deal.of(rank, group), self.some_rows.shape[1 - self.axis]
-        rows = slice(rank * num_rows, (rank + 1) * num_rows)
-        if self.axis:
-            return self.some_rows[:, heads], self.some_heads[rows]
-        return self.some_rows[heads], self.some_heads[:, rows]
+    def cuts(self, group: int) -> tuple[Cut, Cut]:
+        """What both have of each rank: the first its heads, the second its rows."""
+        num_rows = self.some_rows.shape[1 - self.axis]
+        return (Cut(self.some_rows, self.axis, *_heads_of_ranks(self.deal, group)),
+                Cut(self.some_heads, 1 - self.axis, *_rows_of_ranks(num_rows, self.deal.size)))
 
 
 class _Swap:
@@ -187,7 +186,6 @@ class _Swap:
 
     def __init__(self, engine: Any, comm: Comm, plan: Plan, num_groups: int) -> None:
         self._engine, self._comm, self._plan, self._num_groups = engine, comm, plan, num_groups
-        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
 
     def deal(self, num_heads: int) -> _Deal:
         """How so many heads are spread."""
@@ -217,7 +215,7 @@ class _Swap:
         if lse is not None:
             deal = self.deal(len(lse))
             pairs.append(_Pair(lse, self._engine.empty((deal.share, size * lse.shape[1]), lse.dtype), deal, axis=0))
-        return pairs, self._exchange([pair.parts for pair in pairs], group)
+        return pairs, self._exchange(pairs, group, back=False, at_once=self._num_groups == 1)
 
     def to_rows(
         self, group: int, heads: Sequence[Any], rows: Sequence[Any], lse: tuple[Any, Any] | None = None
@@ -242,8 +240,8 @@ class _Swap:
             pairs.append(_Pair(place, self._padded(y, self._comm.size * len(x)), deal))
         if lse is not None:
             pairs.append(_Pair(lse[1], lse[0], self.deal(len(lse[1])), axis=0))
-        wait = self._exchange([lambda *at, pair=pair: pair.parts(*at)[::-1] for pair in self._in_rank_order(pairs)],
-                              group)
+        is_last = group == self._num_groups - 1
+        wait = self._exchange(self._in_rank_order(pairs), group, back=True, at_once=is_last)
 
         def finish() -> None:
             wait()
@@ -252,22 +250,12 @@ class _Swap:
 
         return finish
 
-    def _exchange(self, parts: Sequence[Callable[[int, int], tuple[Any, Any]]], group: int) -> Wait:
-        """Starts to send to every rank the first of its parts, and to receive the second."""
-        comm, sends, recvs, num_sent = self._comm, [], [], 0
-        for part in parts:
-            source, place = part(comm.rank, group)
-            num_sent += source.nbytes
-            if source.size:
-                copy(place, source)
-        for rank in self._others:
-            for part in parts:
-                source, place = part(rank, group)
-                sends.append((source, rank))
-                recvs.append((place, rank))
-        sizes = np.full((comm.size, comm.size), num_sent)
-        np.fill_diagonal(sizes, 0)
-        return comm.exchange(sends, recvs, sizes)
+    def _exchange(self, pairs: Sequence[_Pair], group: int, back: bool, at_once: bool) -> Wait:
+        """Starts to bring some rows to some heads, or back; every rank has equally much for each other one."""
+        size = self._comm.size
+        some_rows, some_heads = zip(*(pair.cuts(group) for pair in pairs), strict=True)
+        sizes = _even_sizes(size, sum(pair.some_heads.nbytes for pair in pairs) // size)
+        return self._comm.swap(*((some_heads, some_rows) if back else (some_rows, some_heads)), sizes, at_once)
 
     def _in_sequence_order(self, pairs: list[_Pair]) -> list[_Pair]:
         """With all rows as attention takes them, which slices of shares are already."""
@@ -290,6 +278,25 @@ class _Swap:
         whole = self._engine.empty((num_rows, *y.shape[1:]), y.dtype)
         whole[: len(y)], whole[len(y) :] = y, 0
         return whole
+
+
+@functools.lru_cache(maxsize=256)
+def _heads_of_ranks(deal: _Deal, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where those of each rank begin, and end."""
+    each = [deal.of(rank, group) for rank in range(deal.size)]
+    return tuple(heads.start for heads in each), tuple(heads.stop for heads in each)
+
+
+@functools.lru_cache(maxsize=256)
+def _rows_of_ranks(num_rows: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same of rows, of which each rank has so many."""
+    return tuple(rank * num_rows for rank in range(size)), tuple((rank + 1) * num_rows for rank in range(size))
+
+
+@functools.lru_cache(maxsize=256)
+def _even_sizes(size: int, num_bytes: int) -> NDArray[np.int64]:
+    """(size, size): every rank sends each other one so many bytes."""
+    return num_bytes * (1 - np.eye(size, dtype=np.int64))
 
 
 def _inverse(engine: Any, plan: Plan) -> Any:
