@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from thdattn.comm import Arrival, Meeting, nothing
+from thdattn.comm.layout import bytes_of, offsets, offsets_of, received_of, slots_of
 from thdattn.comm.slices import Cut, Slices, address, copy, rows_of
-from thdattn.comm.windows import ALIGNMENT, Window, header_bytes
+from thdattn.comm.windows import Window, header_bytes
 from thdattn.structs import MAX_CUTS, MAX_RANKS, SHARES
 
 _HIGHEST = -5  # of the priorities of streams
@@ -157,7 +157,7 @@ class PeerMemory:
 
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Wait:
         """See Comm.exchange. What a rank sends to another one lies together in its window, where `sizes` tells."""
-        stream, slots = self.enter(), _slots(sizes)
+        stream, slots = self.enter(), slots_of(sizes)
         if not any(slot[-1] for slot in slots):  # on all ranks
             return nothing
         window = self._window("exchange", max(slot[-1] for slot in slots))
@@ -182,7 +182,7 @@ class PeerMemory:
 
     def swaps_by_kernel(self, sizes: Any, num_cuts: int, at_once: bool) -> bool:
         """Whether `swap` brings slices of so many arrays, of these sizes; all ranks find the same."""
-        most = max(_traffic(sizes))
+        most = max(received_of(sizes))
         return num_cuts <= MAX_CUTS and 0 < most < _MOST_OF_A_KERNEL and (at_once or most < WORTH_COPYING)
 
     def swap(
@@ -193,7 +193,7 @@ class PeerMemory:
         Args:
             marks: of the kernel, see Meeting.
         """
-        stream, slots = self.enter(), _slots(sizes)
+        stream, slots = self.enter(), slots_of(sizes)
         window = self._window("exchange", max(slot[-1] for slot in slots))
 
         def made() -> Any:
@@ -209,7 +209,8 @@ class PeerMemory:
 
     def received(self, sizes: Any) -> int:
         """Bytes that this rank gets in an exchange of these sizes."""
-        return _traffic(sizes)[self.rank]
+        received: int = received_of(sizes)[self.rank]
+        return received
 
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
         behind = [recvs[group][0].shape[1] for group in range(1, len(recvs))]  # the first one may be read where it is
@@ -225,16 +226,16 @@ class PeerMemory:
 
     def gather_bytes(self, sends: Sequence[int]) -> dict[str, int]:
         """See Comm.gather_bytes."""
-        return {_WINDOWS["gather"]: self._both(_roomy(_offsets(sends)[-1]))}
+        return {_WINDOWS["gather"]: self._both(_roomy(offsets(sends)[-1]))}
 
     def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
         """See Comm.sum_bytes. All groups but the last one, whose shares go to their owners, are pulled."""
         pulled = {"pulled sums": _roomy(max(map(sum, groups)))} if len(groups) > 1 else {}
-        return {_WINDOWS["sum"]: self._both(_roomy(max(_offsets(group)[-1] for group in groups))), **pulled}
+        return {_WINDOWS["sum"]: self._both(_roomy(max(offsets(group)[-1] for group in groups))), **pulled}
 
     def exchange_bytes(self, sizes: Any) -> dict[str, int]:
         """See Comm.exchange_bytes."""
-        most = max(slot[-1] for slot in _slots(sizes))
+        most = max(slot[-1] for slot in slots_of(sizes))
         return {_WINDOWS["exchange"]: self._both(_roomy(most))} if most else {}
 
     def held_bytes(self) -> dict[str, int]:
@@ -255,12 +256,12 @@ class PeerMemory:
         At once, shares go to their owners, who add them up where they are then. Else they stay, and owners pull them:
         stores into other GPUs' memory hold up a kernel, copy engines do not.
         """
-        (*offsets, _), (*_, most) = (_offsets_of(tuple((self.size * rows, *rest) for rows, *rest in each), _FLOAT32)
-                                     for each in (shapes, largest))
+        (*begins, _), (*_, most) = (offsets_of(tuple((self.size * rows, *rest) for rows, *rest in each), _FLOAT32)
+                                    for each in (shapes, largest))
         window = self._summing = self._window("sum", most)
         window.free(self.enter())
-        self._sizes, self._most = (_bytes_of(tuple(each), _FLOAT32) for each in (shapes, largest))
-        given, self._gotten = window.homes(tuple(offsets), self._sizes, at_once)
+        self._sizes, self._most = (bytes_of(tuple(each), _FLOAT32) for each in (shapes, largest))
+        given, self._gotten = window.homes(tuple(begins), self._sizes, at_once)
         return given
 
     def sum_at_home(self, rows: Any, results: Sequence[Any], at_once: bool) -> Wait:
@@ -375,7 +376,7 @@ class _Route:
     """
 
     def __init__(self, sends: Sequence[Any], heads: Sequence[int]) -> None:
-        *self.parts, self.num_bytes = _offsets([x.nbytes for x in sends])
+        *self.parts, self.num_bytes = offsets([x.nbytes for x in sends])
         widths = [x.shape[2] * x.itemsize for x in sends]
         self.groups = [
             [_Slice(part + (end - number) * width, number * width, send.shape[1] * width, len(send))
@@ -401,44 +402,6 @@ def obstacle(hostnames: Sequence[str]) -> str | None:
     if len(hostnames) > MAX_RANKS:
         return f"there are {len(hostnames)} ranks, and sums are made for {MAX_RANKS}"
     return None
-
-
-def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each of some arrays begins when they lie behind each other, and where the last one ends."""
-    return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-
-
-@functools.lru_cache(maxsize=64)
-def _offsets_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> list[int]:
-    """The same, of arrays of these shapes."""
-    return _offsets(_bytes_of(shapes, dtype))
-
-
-@functools.lru_cache(maxsize=64)
-def _bytes_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
-    return tuple(math.prod(shape) * dtype.itemsize for shape in shapes)
-
-
-def _slots(sizes: Any) -> list[list[int]]:
-    """Of each rank, where in its window begins what it sends to each other one, and where all of it ends."""
-    sizes = np.asarray(sizes)
-    return _slots_of(sizes.shape, sizes.dtype, sizes.tobytes())
-
-
-def _traffic(sizes: Any) -> tuple[int, ...]:
-    """Bytes that each rank gets."""
-    sizes = np.asarray(sizes)
-    return _traffic_of(sizes.shape, sizes.dtype, sizes.tobytes())
-
-
-@functools.lru_cache(maxsize=256)
-def _traffic_of(shape: tuple[int, ...], dtype: np.dtype[Any], sizes: bytes) -> tuple[int, ...]:
-    return tuple(map(int, np.frombuffer(sizes, dtype).reshape(shape).sum(0)))
-
-
-@functools.lru_cache(maxsize=256)
-def _slots_of(shape: tuple[int, ...], dtype: np.dtype[Any], sizes: bytes) -> list[list[int]]:
-    return [_offsets(row) for row in np.frombuffer(sizes, dtype).reshape(shape).tolist()]
 
 
 def _copy_rows(

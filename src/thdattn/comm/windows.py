@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from thdattn.comm.layout import ALIGNMENT
 from thdattn.structs import MAX_RANKS, MEETING, RANK_FLAGS, SHARES
 
 _MOST_KEPT = 1024
 _COUNTS = 64  # bytes of counters behind the flags
-ALIGNMENT = 256
 WAIT_32, WRITE_32, _WAIT_EQUAL, _WRITE_DEFAULT = 1, 2, 1, 0  # CUstreamBatchMemOpType and flags
 MEM_OP = np.dtype({
     "names": ["operation", "address", "value", "flags", "alias"], "offsets": [0, 8, 16, 24, 32],
