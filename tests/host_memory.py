@@ -125,7 +125,7 @@ def wait_for(flags, value=1):
 
 
 def meet(flags, parts, own):
-    """What the kernel thd_gather does before it puts rows to their places, of a MEETING."""
+    """What the kernel thd_meet does before it puts rows to their places, of a MEETING."""
     rank, size = int(flags["rank"]), int(flags["num_ranks"])
     others = [other for other in range(size) if other != rank]
     mine = array((size,), RANK_FLAGS, int(flags["mine"]))

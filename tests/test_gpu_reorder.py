@@ -1,4 +1,4 @@
-"""thd_reorder and thd_gather between rank order and sequence order, in both directions, against NumPy."""
+"""thd_reorder and thd_meet between rank order and sequence order, in both directions, against NumPy."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("cupy")
 
+import fake_meeting
 from fake_streams import Stream
 from peer_programs import Pack, Program, machine_of, results
 
@@ -60,6 +61,17 @@ def take_as_soon_as_it_arrives():
         window.take = nothing
 
     return windows.Window, "__init__", make
+
+
+def unless(flag):
+    """The kernel that brings slices does not wait for one of its kinds of flags."""
+    awaited = fake_meeting.await_flag
+
+    def await_flag(stream, mine, name, *which):
+        if name != flag:
+            awaited(stream, mine, name, *which)
+
+    return await_flag
 
 
 def current_stream(memory):
@@ -123,7 +135,11 @@ BROKEN = {
     "keeps what it has nothing to show in": (peer.PeerMemory, "give_back", nothing),
 }
 
-OF_EXCHANGES = list(BROKEN)[:7]
+OF_EXCHANGES = {name: BROKEN[name] for name in list(BROKEN)[:7]} | {
+    "reads elsewhere before the kernel is done": (peer.PeerMemory, "_behind", lambda memory, stream: nothing),
+    "a kernel that writes before the last part was taken": (fake_meeting, "await_flag", unless("taken")),
+    "a kernel that reads before it is offered": (fake_meeting, "await_flag", unless("offered")),
+}
 
 
 @pytest.mark.parametrize("program", PROGRAMS[1:])
@@ -150,12 +166,12 @@ def test_a_protocol_with_a_step_left_out_is_found(fault):
 
 @pytest.mark.parametrize("fault", OF_EXCHANGES)
 def test_an_exchange_with_a_step_left_out_is_found(fault):
-    with mock.patch.object(*BROKEN[fault]):
+    with mock.patch.object(*OF_EXCHANGES[fault]):
         assert shows(2, [exchanges])
 
 
 def test_slices_for_two_ranks_in_one_place_are_found():
-    with mock.patch.object(peer, "_slots", lambda sizes: [[0] * len(sizes) + [1 << 14] for _ in sizes]):
+    with mock.patch.object(peer, "slots_of", lambda sizes: [[0] * len(sizes) + [1 << 14] for _ in sizes]):
         assert shows(3, [exchanges])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from thdattn import jit
 from thdattn.comm.slices import Cut
 from thdattn.instances import EXCHANGE_KERNELS
-from thdattn.structs import CHUNKS, EXCHANGED, MAX_CUTS, MAX_RANKS
+from thdattn.structs import CHUNKS, EXCHANGED, MAX_RANKS
 
 BLOCKS, THREADS = 256, 512  # half of the blocks offer while the others collect: two for each multiprocessor
 NOBODY = np.uint64(0), np.uint32(0)  # is told that the kernel begins and ends
@@ -41,13 +41,15 @@ def exchange(
         most: bytes of the largest message of all ranks, less than 2^31.
         meeting: a MEETING of structs.py.
     """
-    sides = [[_side(cut) for cut in cuts] for cuts in (outs, ins)]
-    numbers = [number for side in sides for of_array in side for number in of_array.numbers()]
+    sides = {"out": [_side(cut) for cut in outs], "in": [_side(cut) for cut in ins]}
+    numbers = [number for side in sides.values() for of_array in side for number in of_array.numbers()]
     word = next(size for size in EXCHANGE_KERNELS if math.gcd(*numbers) % size == 0)
-    cuts = [[each.struct(word) for each in side] + [_NONE] * (MAX_CUTS - len(side)) for side in sides]
-    chunks = min(CHUNKS, -(-most // _CHUNK_BYTES))
-    cargo = np.array((*cuts, _for_ranks(to), _for_ranks(came), len(outs), chunks), EXCHANGED)[()]
-    return Exchange(EXCHANGE_KERNELS[word], jit.Arguments((cargo, meeting, *NOBODY)))
+    cargo = np.zeros((), EXCHANGED)
+    for name, side in sides.items():
+        cargo[name][: len(side)] = [of_array.struct(word) for of_array in side]
+    cargo["to"], cargo["from"] = _for_ranks(to), _for_ranks(came)
+    cargo["num_cuts"], cargo["num_chunks"] = len(outs), min(CHUNKS, -(-most // _CHUNK_BYTES))
+    return Exchange(EXCHANGE_KERNELS[word], jit.Arguments((cargo[()], meeting, *NOBODY)))
 
 
 class _Side(NamedTuple):
@@ -67,9 +69,6 @@ class _Side(NamedTuple):
         """A CUT, in such words."""
         return (_for_ranks(self.places), _for_ranks([width // word for width in self.widths]), self.rows,
                 self.pitch // word)
-
-
-_NONE = _Side([], [], 0, 0).struct(1)
 
 
 def _side(cut: Cut) -> _Side:
