@@ -249,16 +249,15 @@ class Swap(Exchange):
     def write(self, number):
         comm, rng = self.program.comm, np.random.default_rng(number)
         self.wanted = []
-        for source, share in zip(self.sources or [None] * len(self.shares), self.shares, strict=True):
+        for source, share in zip(self.sources, self.shares, strict=True):
             made = rng.integers(-99, 99, (comm.size, *self.shapes(share)[self.back])).astype(np.float32)
-            if source is not None:
-                self.program.machine.stream.launch(np.copyto, source, made[comm.rank])
+            self.program.machine.stream.launch(np.copyto, source, made[comm.rank])
             rows, mine = (slice(comm.rank * each, (comm.rank + 1) * each) for each in (self.rows, share))
             parts = [x[rows] if self.back else x[:, mine] for x in made]
             self.wanted.append(np.concatenate(parts, axis=int(self.back)))
 
     def start(self):
-        memory, comm = self.program.memory, self.program.comm
+        memory = self.program.memory
         self.found = [self.program.engine.empty(self.shapes(share)[not self.back], np.float32) for share in self.shares]
         outs, ins = ([Cut(x, int(by_heads), *self.ends(share if by_heads else self.rows))
                       for x, share in zip(arrays, self.shares, strict=True)]
@@ -266,7 +265,7 @@ class Swap(Exchange):
         if memory.swaps_by_kernel(self.sizes, len(outs), self.at_once):
             self.wait = memory.swap(outs, ins, self.sizes)
         else:
-            self.wait = heads.Heads.swap(comm, outs, ins, self.sizes)
+            self.wait = heads.Heads.swap(self.program.comm, outs, ins, self.sizes)
         return self
 
     def ends(self, each):

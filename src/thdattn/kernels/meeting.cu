@@ -1,5 +1,5 @@
-// What ranks have for each other, offered, awaited and put to its places by one kernel, for calls that have nothing else
-// to do meanwhile. No copy engine is started and no flag awaited between launches, which takes 10 us each.
+// What ranks have for each other, offered, awaited and put to its places by one kernel, for calls that have nothing
+// else to do meanwhile. No copy engine is started and no flag awaited between launches, which takes 10 us each.
 //
 // A cargo is what travels: `count` chunks of what every rank has for every other one, at least one and as many on all
 // ranks. A warp writes a chunk to where others see it (`offer`), or puts one of a rank, this one's own too, to its
