@@ -12,10 +12,11 @@ import delays
 import numpy as np
 from cases import BFLOAT16, CASES, FIELDS, check, run, to_host
 from delays import attention, inputs_of, step
-from loopback import Loopback, Mirror
+from loopback import SIZE, Loopback, Mirror
 
 from thdattn import PackedBatch
 from thdattn.comm import peer
+from thdattn.comm.slices import Cut
 from thdattn.methods import choice
 
 pytestmark = pytest.mark.gpu
@@ -176,6 +177,105 @@ def test_captured_slices_replay(cupy, comm):
     comm.exchange(sends, recvs, sizes_of(sends))()  # eager again, with the flags as the graph left them
     stream.synchronize()
     del graph
+
+
+SWAPPED = [  # rows, heads that each of two ranks has, width, dtype; whether rows of all come back; of each an exchange
+    [(4096, 8, 128, "bfloat16", False), (4096, 2, 128, "bfloat16", False), (4096, 2, 64, "bfloat16", False)],
+    [(4096, 8, 128, "bfloat16", True), (8, 4096, 1, "float32", False)],
+    [(9_000, 16, 128, "bfloat16", True)],  # of more than 4,096 chunks of the least bytes
+    [(1, 1, 8, "float16", False)], [(301, 3, 1, "float32", True)], [(77, 5, 3, "int8", False)],
+    [(40, 1, 8, "bfloat16", False)] * 6,
+]  # fmt: skip
+
+
+def cuts_of(cupy, arrays, seed):
+    """What two ranks get of arrays, where it comes to, and the whole arrays there."""
+    rng, outs, ins = np.random.default_rng(seed), [], []
+    for rows, heads, width, name, back in arrays:
+        dtype = np.dtype(name)
+        shapes = (rows, SIZE * heads, width), (SIZE * rows, heads, width)
+        source = cupy.asarray(rng.integers(-99, 99, shapes[back]).astype(dtype))
+        ends = [((0, each), (each, 2 * each)) for each in (rows, heads)]
+        outs.append(Cut(source, int(not back), *ends[not back]))
+        ins.append(Cut(cupy.zeros(shapes[not back], dtype), int(back), *ends[back]))
+    return outs, ins, [cut.array for cut in ins]
+
+
+def even(outs):
+    return sum(cut.array.nbytes for cut in outs) // SIZE * (1 - np.eye(SIZE, dtype=np.int64))
+
+
+def assert_arrived(found, wanted):
+    for x, y in zip(found, wanted, strict=True):
+        assert to_host(x).tobytes() == to_host(y).tobytes()
+
+
+def test_slices_arrive_by_one_kernel_as_by_copies(cupy, comm):
+    for seed, arrays in enumerate(SWAPPED * 2):
+        outs, ins, found = cuts_of(cupy, arrays, seed)
+        _, others, wanted = cuts_of(cupy, arrays, seed)
+        Mirror().swap(outs, others, even(outs))()
+        wait = comm.swap(outs, ins, even(outs), at_once=True)
+        for cut in outs:
+            cut.array.view(np.uint8)[...] = 0  # they are free
+        wait()
+        assert_arrived(found, wanted)
+    assert comm.by_kernel == 2 * len(SWAPPED)
+
+
+def test_slices_by_copies_and_by_the_kernel_take_turns(cupy, comm, monkeypatch):
+    monkeypatch.setattr(peer, "WORTH_COPYING", 0)
+    under_way = []
+    for number in range(12):
+        outs, ins, found = cuts_of(cupy, SWAPPED[number % len(SWAPPED)], number)
+        _, others, wanted = cuts_of(cupy, SWAPPED[number % len(SWAPPED)], number)
+        Mirror().swap(outs, others, even(outs))()
+        under_way.append((comm.swap(outs, ins, even(outs), at_once=number % 3 == 0), found, wanted, outs))
+    for wait, found, wanted, _ in under_way[::-1]:
+        wait()
+        assert_arrived(found, wanted)
+    assert comm.by_kernel == 4
+
+
+def test_captured_slices_of_the_kernel_replay(cupy, comm):
+    made = [cuts_of(cupy, arrays, 0) for arrays in SWAPPED]
+    for outs, ins, _ in made * 2:  # each at both turns of a window
+        comm.swap(outs, ins, even(outs), at_once=True)()
+    stream = cupy.cuda.get_current_stream()
+    stream.begin_capture()
+    for outs, ins, _ in made:
+        comm.swap(outs, ins, even(outs), at_once=True)()
+    graph = stream.end_capture()
+    for seed in (1, 2, 3):
+        wanted = []
+        for (outs, _, _), arrays in zip(made, SWAPPED, strict=True):
+            others, into, places = cuts_of(cupy, arrays, seed)
+            Mirror().swap(others, into, even(outs))()
+            wanted += places
+            for cut, other in zip(outs, others, strict=True):
+                cut.array[...] = other.array
+        graph.launch(stream)
+        assert_arrived([x for _, _, found in made for x in found], wanted)
+    outs, ins, _ = made[0]
+    comm.swap(outs, ins, even(outs), at_once=True)()  # eager again, with the flags as the graph left them
+    stream.synchronize()
+    del graph
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("head_groups", [1, 2])
+@pytest.mark.parametrize("sharding", ["contiguous", "dual_chunk"])
+@pytest.mark.parametrize("pack", PACKS)
+def test_heads_exchanged_by_the_kernel_give_the_bits_of_collectives(cupy, comm, pack, sharding, head_groups, keep_keys):
+    batch = PackedBatch.from_lengths(PACKS[pack], 4)
+    options = {"cp_comm_type": "a2a", "keep_keys": keep_keys}
+    layer, plain = attention(comm, head_groups=head_groups, **options), attention(Mirror(), head_groups=1, **options)
+    plan, other = layer.plan(batch, sharding), plain.plan(batch, sharding)
+    for seed in range(3):
+        inputs = inputs_of(cupy, layer, plan, seed)
+        assert_same_bits(step(layer, plan, *inputs), step(plain, other, *inputs))
+    assert comm.by_kernel == 3 * 4 * head_groups  # there and back, forward and backward: what is small is not hidden
 
 
 def test_windows_grow_and_those_before_stay_usable(cupy, comm):
