@@ -57,8 +57,7 @@ def test_slices_are_offered_and_collected(cupy, size, word):
             slot[: len(x)] = cupy.asarray(np.frombuffer(x, np.uint8))
         mine, theirs = (cupy.zeros((size, RANK_FLAGS.itemsize // 4), np.uint32) for _ in range(2))
         chunks = slice(OFFERED, OFFERED + min(CHUNKS, -(-most // meetings._CHUNK_BYTES)))
-        mine[:, TAKEN] = 1
-        mine[[rank for rank in range(size) if rank != RANK], chunks] = 1
+        mine[:, TAKEN], mine[:RANK, chunks], mine[RANK + 1 :, chunks] = 1, 1, 1
         counts, marks = cupy.zeros(2, np.uint32), cupy.zeros(2, np.uint32)
         places = [*(x.data.ptr for x in theirs), *[0] * (MAX_RANKS - size)]
         flags = np.array((places, mine.data.ptr, counts.data.ptr, RANK, size, 1), MEETING)[()]
@@ -68,7 +67,7 @@ def test_slices_are_offered_and_collected(cupy, size, word):
             assert cut.array.get().tobytes() == whole.tobytes()
         for slot, x in zip(there, sent, strict=True):
             assert slot[: len(x)].get().tobytes() == x
-        assert int(there.astype(np.int64).sum()) == sum(map(sum, sent)), "and nothing else is written"
+        assert int(there.sum(dtype=np.int64)) == sum(map(sum, sent)), "and nothing else is written"
         told = theirs.get()
         assert not mine.get().any() and not counts.get().any() and (marks.get() == 7).all()
         assert (told[:, TAKEN] == 1).all() and told[:, READY].sum() == 0

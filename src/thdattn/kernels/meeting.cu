@@ -143,8 +143,8 @@ template <typename Word> struct Exchanged {
     const u32 first = min(chunk * each, total), last = min(first + each, total);
     u32 begin = 0;
     for (int c = 0; c < num_cuts; ++c) {
-      const u32 end = begin + cuts[c].size(rank);
-      if (first < end && last > begin) move(c, max(first, begin) - begin, min(last, end) - begin, begin);
+      const u32 end = begin + cuts[c].size(rank), from_here = max(first, begin), to_here = min(last, end);
+      if (from_here < to_here) move(c, from_here - begin, to_here - begin, begin);
       begin = end;
     }
   }
