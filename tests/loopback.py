@@ -101,9 +101,9 @@ class Loopback(Mirror):
         self.gather_heads = self.peer.gather_heads  # type: ignore[method-assign]
         self.give_back = self.peer.give_back  # type: ignore[method-assign]
 
-    def swap(self, outs: Any, ins: Any, sizes: Any, at_once: bool = False) -> Any:
+    def swap(self, swap: Any, sends: Any, recvs: Any, at_once: bool = False) -> Any:
         """As NcclComm does; counts those of the kernel."""
-        if not self.peer.swaps_by_kernel(sizes, len(outs), at_once):
-            return super().swap(outs, ins, sizes, at_once)
+        if not self.peer.swaps_by_kernel(swap, at_once):
+            return super().swap(swap, sends, recvs, at_once)
         self.by_kernel += 1
-        return self.peer.swap(outs, ins, sizes)
+        return self.peer.swap(swap, sends, recvs)

@@ -17,7 +17,7 @@ from fake_meeting import Gathered, Kernel, meet
 from fake_streams import Machine, Stream, addresses, at
 
 from thdattn import sums
-from thdattn.comm import heads, meetings, nothing, peer, windows
+from thdattn.comm import heads, meetings, nothing, peer, slices, windows
 from thdattn.comm.slices import Cut, copy
 from thdattn.methods import all_gather
 from thdattn.methods.call import Call, Tensors
@@ -235,8 +235,10 @@ class Swap(Exchange):
     def __init__(self, program, draw):
         self.program, self.back, self.at_once = program, draw.random() < 0.5, draw.random() < 0.7
         self.rows, self.shares = draw.choice([1, 3, 4, 40]), [draw.randint(1, 2) for _ in range(draw.choice([1, 2]))]
-        size = program.comm.size
-        self.sizes = self.rows * sum(self.shares) * WIDTH * 4 * (1 - np.eye(size, dtype=int))
+        heads, rows = [Cut(1, *self.ends(share)) for share in self.shares], [Cut(0, *self.ends(self.rows))]
+        sizes = self.rows * sum(self.shares) * WIDTH * 4 * (1 - np.eye(program.comm.size, dtype=int))
+        cuts = heads, rows * len(heads)
+        self.swap = slices.Swap(cuts[self.back], cuts[not self.back], sizes)
         self.sources = [program.engine.empty(self.shapes(share)[self.back], np.float32) for share in self.shares]
         self.wait = nothing
         self.write(next(program.numbers))
@@ -259,13 +261,10 @@ class Swap(Exchange):
     def start(self):
         memory = self.program.memory
         self.found = [self.program.engine.empty(self.shapes(share)[not self.back], np.float32) for share in self.shares]
-        outs, ins = ([Cut(x, int(by_heads), *self.ends(share if by_heads else self.rows))
-                      for x, share in zip(arrays, self.shares, strict=True)]
-                     for arrays, by_heads in ((self.sources, not self.back), (self.found, self.back)))
-        if memory.swaps_by_kernel(self.sizes, len(outs), self.at_once):
-            self.wait = memory.swap(outs, ins, self.sizes)
+        if memory.swaps_by_kernel(self.swap, self.at_once):
+            self.wait = memory.swap(self.swap, self.sources, self.found)
         else:
-            self.wait = heads.Heads.swap(self.program.comm, outs, ins, self.sizes)
+            self.wait = heads.Heads.swap(self.program.comm, self.swap, self.sources, self.found)
         return self
 
     def ends(self, each):

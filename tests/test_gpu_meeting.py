@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from thdattn.comm.slices import Cut
+from thdattn.comm.slices import Cut, Swap
 from thdattn.structs import CHUNKS, MAX_CUTS, MAX_RANKS, MEETING, RANK_FLAGS
 
 pytestmark = pytest.mark.gpu
@@ -24,11 +24,11 @@ def cut_of(cupy, draw, size, unit):
     ends = np.cumsum(counts)
     shape = (int(ends[-1]) + 1, others, unit) if axis == 0 else (others, int(ends[-1]) + 1, unit)
     array = cupy.asarray(np.frombuffer(draw.randbytes(int(np.prod(shape))), np.uint8).reshape(shape))
-    return Cut(array, axis, tuple(map(int, ends - counts)), tuple(map(int, ends)))
+    return Cut(axis, tuple(map(int, ends - counts)), tuple(map(int, ends))), array
 
 
-def message(cuts, rank):
-    return b"".join(np.ascontiguousarray(cut.of(rank).get()).tobytes() for cut in cuts)
+def message(pairs, rank):
+    return b"".join(np.ascontiguousarray(cut.of(array, rank).get()).tobytes() for cut, array in pairs)
 
 
 @pytest.mark.parametrize("word", [16, 4, 1])
@@ -42,12 +42,12 @@ def test_slices_are_offered_and_collected(cupy, size, word):
         outs, ins = ([cut_of(cupy, draw, size, word * draw.choice([1, 3, 70])) for _ in range(num)]
                      for num in [draw.randint(1, MAX_CUTS)] * 2)
         sent = [message(outs, rank) for rank in range(size)]
-        came, wanted = [], [cut.array.get() for cut in ins]
+        came, wanted = [], [array.get() for _, array in ins]
         for rank in range(size):
             came.append(draw.randbytes(len(message(ins, rank))))
             begin = 0
-            for cut, whole in zip(ins, wanted, strict=True):
-                part = cut._replace(array=whole).of(rank)
+            for (cut, _), whole in zip(ins, wanted, strict=True):
+                part = cut.of(whole, rank)
                 part[...] = np.frombuffer(came[-1][begin : begin + part.size], np.uint8).reshape(part.shape)
                 begin += part.size
         most = max(1, *map(len, sent + came))
@@ -62,9 +62,10 @@ def test_slices_are_offered_and_collected(cupy, size, word):
         places = [*(x.data.ptr for x in theirs), *[0] * (MAX_RANKS - size)]
         flags = np.array((places, mine.data.ptr, counts.data.ptr, RANK, size, 1), MEETING)[()]
         slots = [[x.data.ptr for x in slots] for slots in (there, here)]
-        meetings.exchange(outs, ins, *slots, most, flags)(marks.data.ptr, 7)
-        for cut, whole in zip(ins, wanted, strict=True):
-            assert cut.array.get().tobytes() == whole.tobytes()
+        (gives, sends), (takes, recvs) = (zip(*pairs, strict=True) for pairs in (outs, ins))
+        meetings.Exchange(Swap(gives, takes, np.array([[most]])), sends, recvs, *slots, flags).launch(marks.data.ptr, 7)
+        for found, whole in zip(recvs, wanted, strict=True):
+            assert found.get().tobytes() == whole.tobytes()
         for slot, x in zip(there, sent, strict=True):
             assert slot[: len(x)].get().tobytes() == x
         assert int(there.sum(dtype=np.int64)) == sum(map(sum, sent)), "and nothing else is written"

@@ -16,7 +16,7 @@ from loopback import SIZE, Loopback, Mirror
 
 from thdattn import PackedBatch
 from thdattn.comm import peer
-from thdattn.comm.slices import Cut
+from thdattn.comm.slices import Cut, Swap
 from thdattn.methods import choice
 
 pytestmark = pytest.mark.gpu
@@ -188,21 +188,18 @@ SWAPPED = [  # rows, heads that each of two ranks has, width, dtype; whether row
 ]  # fmt: skip
 
 
-def cuts_of(cupy, arrays, seed):
-    """What two ranks get of arrays, where it comes to, and the whole arrays there."""
-    rng, outs, ins = np.random.default_rng(seed), [], []
+def swap_of(cupy, arrays, seed):
+    """What two ranks give each other of some arrays, those arrays, and others that it is put into."""
+    rng, cuts, sends, recvs = np.random.default_rng(seed), [], [], []
     for rows, heads, width, name, back in arrays:
         dtype = np.dtype(name)
         shapes = (rows, SIZE * heads, width), (SIZE * rows, heads, width)
-        source = cupy.asarray(rng.integers(-99, 99, shapes[back]).astype(dtype))
-        ends = [((0, each), (each, 2 * each)) for each in (rows, heads)]
-        outs.append(Cut(source, int(not back), *ends[not back]))
-        ins.append(Cut(cupy.zeros(shapes[not back], dtype), int(back), *ends[back]))
-    return outs, ins, [cut.array for cut in ins]
-
-
-def even(outs):
-    return sum(cut.array.nbytes for cut in outs) // SIZE * (1 - np.eye(SIZE, dtype=np.int64))
+        sends.append(cupy.asarray(rng.integers(-99, 99, shapes[back]).astype(dtype)))
+        recvs.append(cupy.zeros(shapes[not back], dtype))
+        of_rows, of_heads = (Cut(axis, (0, each), (each, 2 * each)) for axis, each in enumerate((rows, heads)))
+        cuts.append((of_rows, of_heads) if back else (of_heads, of_rows))
+    sizes = sum(x.nbytes for x in sends) // SIZE * (1 - np.eye(SIZE, dtype=np.int64))
+    return Swap(*zip(*cuts, strict=True), sizes), sends, recvs
 
 
 def assert_arrived(found, wanted):
@@ -212,12 +209,12 @@ def assert_arrived(found, wanted):
 
 def test_slices_arrive_by_one_kernel_as_by_copies(cupy, comm):
     for seed, arrays in enumerate(SWAPPED * 2):
-        outs, ins, found = cuts_of(cupy, arrays, seed)
-        _, others, wanted = cuts_of(cupy, arrays, seed)
-        Mirror().swap(outs, others, even(outs))()
-        wait = comm.swap(outs, ins, even(outs), at_once=True)
-        for cut in outs:
-            cut.array.view(np.uint8)[...] = 0  # they are free
+        swap, sends, found = swap_of(cupy, arrays, seed)
+        _, _, wanted = swap_of(cupy, arrays, seed)
+        Mirror().swap(swap, sends, wanted)()
+        wait = comm.swap(swap, sends, found, at_once=True)
+        for x in sends:
+            x.view(np.uint8)[...] = 0  # they are free
         wait()
         assert_arrived(found, wanted)
     assert comm.by_kernel == 2 * len(SWAPPED)
@@ -227,37 +224,36 @@ def test_slices_by_copies_and_by_the_kernel_take_turns(cupy, comm, monkeypatch):
     monkeypatch.setattr(peer, "WORTH_COPYING", 0)
     under_way = []
     for number in range(12):
-        outs, ins, found = cuts_of(cupy, SWAPPED[number % len(SWAPPED)], number)
-        _, others, wanted = cuts_of(cupy, SWAPPED[number % len(SWAPPED)], number)
-        Mirror().swap(outs, others, even(outs))()
-        under_way.append((comm.swap(outs, ins, even(outs), at_once=number % 3 == 0), found, wanted, outs))
-    for wait, found, wanted, _ in under_way[::-1]:
+        swap, sends, found = swap_of(cupy, SWAPPED[number % len(SWAPPED)], number)
+        _, _, wanted = swap_of(cupy, SWAPPED[number % len(SWAPPED)], number)
+        Mirror().swap(swap, sends, wanted)()
+        under_way.append((comm.swap(swap, sends, found, at_once=number % 3 == 0), found, wanted))
+    for wait, found, wanted in under_way[::-1]:
         wait()
         assert_arrived(found, wanted)
     assert comm.by_kernel == 4
 
 
 def test_captured_slices_of_the_kernel_replay(cupy, comm):
-    made = [cuts_of(cupy, arrays, 0) for arrays in SWAPPED]
-    for outs, ins, _ in made * 2:  # each at both turns of a window
-        comm.swap(outs, ins, even(outs), at_once=True)()
+    made = [swap_of(cupy, arrays, 0) for arrays in SWAPPED]
+    for one in made * 2:  # each at both turns of a window
+        comm.swap(*one, at_once=True)()
     stream = cupy.cuda.get_current_stream()
     stream.begin_capture()
-    for outs, ins, _ in made:
-        comm.swap(outs, ins, even(outs), at_once=True)()
+    for one in made:
+        comm.swap(*one, at_once=True)()
     graph = stream.end_capture()
     for seed in (1, 2, 3):
         wanted = []
-        for (outs, _, _), arrays in zip(made, SWAPPED, strict=True):
-            others, into, places = cuts_of(cupy, arrays, seed)
-            Mirror().swap(others, into, even(outs))()
+        for (_, sends, _), arrays in zip(made, SWAPPED, strict=True):
+            swap, others, places = swap_of(cupy, arrays, seed)
+            Mirror().swap(swap, others, places)()
             wanted += places
-            for cut, other in zip(outs, others, strict=True):
-                cut.array[...] = other.array
+            for x, other in zip(sends, others, strict=True):
+                x[...] = other
         graph.launch(stream)
         assert_arrived([x for _, _, found in made for x in found], wanted)
-    outs, ins, _ = made[0]
-    comm.swap(outs, ins, even(outs), at_once=True)()  # eager again, with the flags as the graph left them
+    comm.swap(*made[0], at_once=True)()  # eager again, with the flags as the graph left them
     stream.synchronize()
     del graph
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 import thdattn.comm
-from thdattn.comm.slices import Cut
+from thdattn.comm.slices import Cut, Swap
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [BFLOAT16, *map(np.dtype, ("float16", "float32", "float64", "int8", "uint64", "complex128"))]
@@ -80,7 +80,7 @@ def check_swap(comm: thdattn.comm.Comm, xp: Any) -> None:
 def start_swap(comm: thdattn.comm.Comm, xp: Any, draw: random.Random) -> tuple[Any, list[tuple[Any, np.ndarray]]]:
     """What waits, and the arrays that all ranks put their slices into, with what they must hold then."""
     rows, back, width = draw.choice([0, 1, 3, 50, 400]), draw.random() < 0.5, draw.choice([1, 3, 8, 64])
-    outs, ins, arrived, num_bytes = [], [], [], 0
+    cuts, sends, arrived, num_bytes = [], [], [], 0
     for number in range(draw.choice([1, 2, 3])):
         dtype, share, axis = draw.choice(DTYPES), draw.choice([1, 2, 5]), int(number < 2)  # which one counts the heads
         num_bytes += rows * share * width * dtype.itemsize
@@ -92,17 +92,18 @@ def start_swap(comm: thdattn.comm.Comm, xp: Any, draw: random.Random) -> tuple[A
         made = np.frombuffer(draw.randbytes(size), dtype).reshape(comm.size, *shape)
         place, ends = xp.asarray(np.zeros(into, dtype)), {axis: of_ranks(comm, share), 1 - axis: of_ranks(comm, rows)}
         cut, laid = (1 - axis, axis) if back else (axis, 1 - axis)  # along which axis slices are taken, and put
-        outs.append(Cut(xp.array(made[comm.rank]), cut, *ends[cut]))
-        ins.append(Cut(place, laid, *ends[laid]))
+        cuts.append((Cut(cut, *ends[cut]), Cut(laid, *ends[laid])))
+        sends.append(xp.array(made[comm.rank]))
         mine = slice(ends[cut][0][comm.rank], ends[cut][1][comm.rank])
         parts = [x[:, mine] if cut else x[mine] for x in made]
         arrived.append((place, np.concatenate(parts, axis=laid)))
     sizes = num_bytes * (1 - np.eye(comm.size, dtype=np.int64))
     before = comm.received_bytes
-    wait = comm.swap(outs, ins, sizes, at_once=draw.random() < 0.5)
+    outs, ins = zip(*cuts, strict=True)
+    wait = comm.swap(Swap(outs, ins, sizes), sends, [place for place, _ in arrived], at_once=draw.random() < 0.5)
     assert comm.received_bytes - before == sizes[:, comm.rank].sum()
-    for cut_of in outs:
-        cut_of.array.view(np.uint8)[...] = 0  # it is free
+    for send in sends:
+        send.view(np.uint8)[...] = 0  # it is free
     return wait, arrived
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn.comm.slices import Cut, Slices, copy
+from thdattn.comm.slices import Slices, Swap, copy
 
 
 def nothing() -> None:
@@ -61,26 +61,27 @@ class Heads(ABC):
     @abstractmethod
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any = None) -> Callable[[], None]: ...
 
-    def swap(self, outs: Sequence[Cut], ins: Sequence[Cut], sizes: Any, at_once: bool = False) -> Callable[[], None]:
-        """Start to give each rank its slice of some arrays, and to put those of all ranks into others.
+    def swap(
+        self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
+    ) -> Callable[[], None]:
+        """Start to give each rank its slices of some arrays, and to put those of all ranks into others.
 
         Args:
-            outs: of each array what each rank gets of it, this one's own too.
-            ins: of as many where what comes from each rank belongs. Overwritten; they share no memory with outs.
-            sizes: (size, size) integers in host memory, the bytes that each rank (row) has for each other one (column),
-                the same on all ranks; of a rank for itself 0.
+            sends: the arrays that `swap` is about, C-contiguous.
+            recvs: those that slices are put into. Overwritten; they share no memory with sends.
             at_once: what comes is asked for next, and hides behind nothing; the same on all ranks.
 
         Returns:
             What waits for it, as that of exchange.
         """
-        for out, place in zip(outs, ins, strict=True):
-            source = out.of(self.rank)
+        for out, send, place, recv in zip(swap.outs, sends, swap.ins, recvs, strict=True):
+            source = out.of(send, self.rank)
             if source.size:
-                copy(place.of(self.rank), source)
+                copy(place.of(recv, self.rank), source)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        sends, recvs = ([(cut.of(rank), rank) for rank in others for cut in cuts] for cuts in (outs, ins))
-        return self.exchange(sends, recvs, sizes)
+        going, coming = ([(cut.of(x, rank), rank) for rank in others for cut, x in zip(cuts, arrays, strict=True)]
+                         for cuts, arrays in ((swap.outs, sends), (swap.ins, recvs)))
+        return self.exchange(going, coming, swap.sizes)
 
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False

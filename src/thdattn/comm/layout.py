@@ -1,4 +1,4 @@
-"""Where things lie in a window, one behind another, and how much an exchange brings; kept, as calls ask again."""
+"""Where things lie in a window, one behind another; kept, as calls ask again and again."""
 
 from __future__ import annotations
 
@@ -38,14 +38,3 @@ def slots_of(sizes: Any) -> list[list[int]]:
 @functools.lru_cache(maxsize=256)
 def _slots(shape: tuple[int, ...], dtype: np.dtype[Any], sizes: bytes) -> list[list[int]]:
     return [offsets(row) for row in np.frombuffer(sizes, dtype).reshape(shape).tolist()]
-
-
-def received_of(sizes: Any) -> tuple[int, ...]:
-    """Bytes that each rank gets."""
-    sizes = np.asarray(sizes)
-    return _received(sizes.shape, sizes.dtype, sizes.tobytes())
-
-
-@functools.lru_cache(maxsize=256)
-def _received(shape: tuple[int, ...], dtype: np.dtype[Any], sizes: bytes) -> tuple[int, ...]:
-    return tuple(map(int, np.frombuffer(sizes, dtype).reshape(shape).sum(0)))

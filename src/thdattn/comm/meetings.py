@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn import jit
-from thdattn.comm.slices import Cut
+from thdattn.comm.slices import Cut, Swap
 from thdattn.instances import EXCHANGE_KERNELS
 from thdattn.structs import CHUNKS, EXCHANGED, MAX_RANKS
 
@@ -18,38 +18,37 @@ NOBODY = np.uint64(0), np.uint32(0)  # is told that the kernel begins and ends
 _CHUNK_BYTES = 2048  # of the largest message, at least: what a warp reads at a time
 
 
-class Exchange(NamedTuple):
-    """A launch for slices of arrays at some addresses."""
-
-    kernel: str
-    arguments: jit.Arguments
-
-    def __call__(self, marks: int, number: int) -> None:
-        """Launches it on the current stream; see Meeting."""
-        self.arguments.change(-2, marks)
-        self.arguments.change(-1, number)
-        jit.kernel(self.kernel).launch((BLOCKS,), THREADS, self.arguments)
-
-
-def exchange(
-    outs: Sequence[Cut], ins: Sequence[Cut], to: Sequence[int], came: Sequence[int], most: int, meeting: Any
-) -> Exchange:
-    """All slices of an exchange, at most MAX_CUTS arrays on either side.
+class Exchange:
+    """The launch of a swap of arrays where they are, of which it keeps none.
 
     Args:
+        swap: of at most MAX_CUTS arrays, and of less than 2^31 bytes for each rank.
         to: where what this rank has for each rank is put; came: where that of each rank for this one lies then.
-        most: bytes of the largest message of all ranks, less than 2^31.
         meeting: a MEETING of structs.py.
     """
-    sides = {"out": [_side(cut) for cut in outs], "in": [_side(cut) for cut in ins]}
-    numbers = [number for side in sides.values() for of_array in side for number in of_array.numbers()]
-    word = next(size for size in EXCHANGE_KERNELS if math.gcd(*numbers) % size == 0)
-    cargo = np.zeros((), EXCHANGED)
-    for name, side in sides.items():
-        cargo[name][: len(side)] = [of_array.struct(word) for of_array in side]
-    cargo["to"], cargo["from"] = _for_ranks(to), _for_ranks(came)
-    cargo["num_cuts"], cargo["num_chunks"] = len(outs), min(CHUNKS, -(-most // _CHUNK_BYTES))
-    return Exchange(EXCHANGE_KERNELS[word], jit.Arguments((cargo[()], meeting, *NOBODY)))
+
+    def __init__(
+        self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], to: Sequence[int], came: Sequence[int],
+        meeting: Any,
+    ) -> None:  # fmt: skip
+        sides = {name: [_side(*pair) for pair in zip(cuts, arrays, strict=True)]
+                 for name, cuts, arrays in (("out", swap.outs, sends), ("in", swap.ins, recvs))}
+        numbers = [number for side in sides.values() for of_array in side for number in of_array.numbers()]
+        word = next(size for size in EXCHANGE_KERNELS if math.gcd(*numbers) % size == 0)
+        cargo = np.zeros((), EXCHANGED)
+        for name, side in sides.items():
+            cargo[name][: len(side)] = [of_array.struct(word) for of_array in side]
+        cargo["to"], cargo["from"] = _for_ranks(to), _for_ranks(came)
+        cargo["num_cuts"] = len(sends)
+        cargo["num_chunks"] = min(CHUNKS, -(-int(swap.sizes.max()) // _CHUNK_BYTES))
+        self._kernel = jit.kernel(EXCHANGE_KERNELS[word])
+        self._arguments = jit.Arguments((cargo[()], meeting, *NOBODY))
+
+    def launch(self, marks: int, number: int) -> None:
+        """On the current stream; see Meeting."""
+        self._arguments.change(-2, marks)
+        self._arguments.change(-1, number)
+        self._kernel.launch((BLOCKS,), THREADS, self._arguments)
 
 
 class _Side(NamedTuple):
@@ -71,9 +70,8 @@ class _Side(NamedTuple):
                 self.pitch // word)
 
 
-def _side(cut: Cut) -> _Side:
+def _side(cut: Cut, array: Any) -> _Side:
     """Rows that follow each other are one."""
-    array, at = cut.array, cut.array.data.ptr
     if not array.flags.c_contiguous:
         raise TypeError(f"an array to exchange has shape {array.shape} and strides {array.strides}, wanted a "
                         f"C-contiguous one; copy it first")
@@ -81,7 +79,7 @@ def _side(cut: Cut) -> _Side:
     each = column if cut.axis else column * array.shape[1]
     widths = [(end - begin) * each for begin, end in zip(cut.begins, cut.ends, strict=True)]
     rows, pitch = (len(array), column * array.shape[1]) if cut.axis else (1, 0)
-    return _Side([at + begin * each for begin in cut.begins], widths, rows, pitch)
+    return _Side([array.data.ptr + begin * each for begin in cut.begins], widths, rows, pitch)
 
 
 def _for_ranks(numbers: Sequence[int]) -> tuple[int, ...]:

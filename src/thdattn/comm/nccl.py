@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn.comm import Arrival, Comm, mpi, nothing
-from thdattn.comm.slices import Cut, Slices
+from thdattn.comm.slices import Slices, Swap
 from thdattn.comm.watchdog import PATIENCE_AT_START, Lane
 from thdattn.install import remedy
 
@@ -163,12 +163,14 @@ class NcclComm(Comm):
         return [arrival if arrival.wait is nothing
                 else arrival._replace(wait=self._watched_wait("gather of keys", arrival.wait)) for arrival in arrivals]
 
-    def swap(self, outs: Sequence[Cut], ins: Sequence[Cut], sizes: Any, at_once: bool = False) -> Callable[[], None]:
-        if self._peer is None or not self._peer.swaps_by_kernel(sizes, len(outs), at_once):
-            return super().swap(outs, ins, sizes, at_once)
-        self.received_bytes += self._peer.received(sizes)
-        marks = self._watched_kernel("exchange of slices", ins[0].array)
-        wait: Callable[[], None] = self._peer.swap(outs, ins, sizes, marks)
+    def swap(
+        self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
+    ) -> Callable[[], None]:
+        if self._peer is None or not self._peer.swaps_by_kernel(swap, at_once):
+            return super().swap(swap, sends, recvs, at_once)
+        self.received_bytes += swap.received[self.rank]
+        marks = self._watched_kernel("exchange of slices", recvs[0])
+        wait: Callable[[], None] = self._peer.swap(swap, sends, recvs, marks)
         return wait
 
     def give_back(self) -> None:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn.comm import Arrival, Meeting, nothing
-from thdattn.comm.layout import bytes_of, offsets, offsets_of, received_of, slots_of
-from thdattn.comm.slices import Cut, Slices, address, copy, rows_of
+from thdattn.comm.layout import bytes_of, offsets, offsets_of, slots_of
+from thdattn.comm.slices import Slices, Swap, address, copy, rows_of
 from thdattn.comm.windows import Window, header_bytes
 from thdattn.structs import MAX_CUTS, MAX_RANKS, SHARES
 
@@ -180,37 +180,32 @@ class PeerMemory:
         window.take(self._pulls)
         return self._arrival(stream)
 
-    def swaps_by_kernel(self, sizes: Any, num_cuts: int, at_once: bool) -> bool:
-        """Whether `swap` brings slices of so many arrays, of these sizes; all ranks find the same."""
-        most = max(received_of(sizes))
-        return num_cuts <= MAX_CUTS and 0 < most < _MOST_OF_A_KERNEL and (at_once or most < WORTH_COPYING)
+    def swaps_by_kernel(self, swap: Swap, at_once: bool) -> bool:
+        """Whether to call `swap`; all ranks find the same."""
+        fits = len(swap.outs) <= MAX_CUTS and 0 < swap.most < _MOST_OF_A_KERNEL
+        return fits and (at_once or swap.most < WORTH_COPYING)
 
     def swap(
-        self, outs: Sequence[Cut], ins: Sequence[Cut], sizes: Any, marks: tuple[int, int] = (0, 0)
+        self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], marks: tuple[int, int] = (0, 0)
     ) -> Wait:
         """See Comm.swap. By one kernel, on the current stream; messages lie in windows as those of exchange do.
 
         Args:
             marks: of the kernel, see Meeting.
         """
-        stream, slots = self.enter(), slots_of(sizes)
-        window = self._window("exchange", max(slot[-1] for slot in slots))
+        stream, slots = self.enter(), slots_of(swap.sizes)
+        window = self._window("exchange", max([slot[-1] for slot in slots]))
 
         def made() -> Any:
             from thdattn.comm import meetings  # which wants CuPy
 
             to = [window.address(self.rank, at) for at in slots[self.rank][:-1]]
             came = [window.address(rank, slot[self.rank]) for rank, slot in enumerate(slots)]
-            return meetings.exchange(outs, ins, to, came, int(np.max(sizes)), window.meetings[1])
+            return meetings.Exchange(swap, sends, recvs, to, came, window.meetings[1])
 
-        key = tuple([(cut.array.data.ptr, cut.array.shape, cut.array.strides, *cut[1:]) for cut in (*outs, *ins)])
-        window.once(key, made)(*marks)
+        key = swap, *[x.data.ptr for x in sends], *[x.data.ptr for x in recvs]
+        window.once(key, made).launch(*marks)
         return self._behind(stream)
-
-    def received(self, sizes: Any) -> int:
-        """Bytes that this rank gets in an exchange of these sizes."""
-        received: int = received_of(sizes)[self.rank]
-        return received
 
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
         behind = [recvs[group][0].shape[1] for group in range(1, len(recvs))]  # the first one may be read where it is

@@ -12,15 +12,17 @@ Source: DeepSpeed Ulysses, arXiv:2309.14509; two levels: LoongTrain, arXiv:2406.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from thdattn.comm import nothing
-from thdattn.comm.slices import Cut
+from thdattn.comm.slices import Cut, Swap
 from thdattn.memory import Layer, Memory, num_bytes
 from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
 
@@ -97,7 +99,7 @@ def memory(engine: Any, comm: Ranks, plan: Plan, layer: Layer, outer: Any) -> Me
     """Bytes of all that forward and backward make, for a layer with this plan, which needs no arrays."""
     assert plan.core is not None
     size, groups, rows, alone = comm.inner.size, len(layer.groups), plan.local_rows, comm.outer.size == 1
-    here, there = (_Deal(n, size, groups if n >= size else 1) for n in (layer.num_heads, layer.num_kv_heads))
+    here, there = (_deal(n, size, groups if n >= size else 1) for n in (layer.num_heads, layer.num_kv_heads))
     inside = outer.memory(engine, comm.outer, plan.core, layer._replace(
         num_heads=here.share, num_kv_heads=there.share, groups=(there.share,),
         keeps_keys=layer.keeps_keys and not alone))
@@ -140,8 +142,9 @@ def _between_groups(call: Call, outer: Comm) -> Call:
     return call._replace(groups=(), outer=None, keeps_keys=call.keeps_keys and outer.size > 1)
 
 
-class _Deal(NamedTuple):
-    """How heads are spread over `size` ranks, and those of a rank over `groups`.
+@dataclass(frozen=True, eq=False)
+class _Deal:
+    """How heads are spread over `size` ranks, and those of a rank over `groups`; see _deal.
 
     If ranks are more than heads, some share one.
     """
@@ -150,12 +153,12 @@ class _Deal(NamedTuple):
     size: int
     groups: int
 
-    @property
+    @functools.cached_property
     def sharers(self) -> int:
         """Ranks that have the same heads."""
         return max(1, self.size // self.num_heads)
 
-    @property
+    @functools.cached_property
     def share(self) -> int:
         """Heads that a rank has in a group."""
         return max(1, self.num_heads // self.size) // self.groups
@@ -166,6 +169,9 @@ class _Deal(NamedTuple):
         return slice(first, first + self.share)
 
 
+_deal = functools.lru_cache(maxsize=256)(_Deal)  # one for the same numbers, as every layer asks for the same few
+
+
 class _Pair(NamedTuple):
     """An array of some rows of all heads, and one of all rows of some heads. axis: which one counts the heads."""
 
@@ -173,12 +179,6 @@ class _Pair(NamedTuple):
     some_heads: Any
     deal: _Deal
     axis: int = 1
-
-    def cuts(self, group: int) -> tuple[Cut, Cut]:
-        """What both have of each rank: the first its heads, the second its rows."""
-        num_rows = self.some_rows.shape[1 - self.axis]
-        return (Cut(self.some_rows, self.axis, *_heads_of_ranks(self.deal, group)),
-                Cut(self.some_heads, 1 - self.axis, *_rows_of_ranks(num_rows, self.deal.size)))
 
 
 class _Swap:
@@ -189,7 +189,8 @@ class _Swap:
 
     def deal(self, num_heads: int) -> _Deal:
         """How so many heads are spread."""
-        return _Deal(num_heads, self._comm.size, self._num_groups if num_heads >= self._comm.size else 1)
+        size = self._comm.size
+        return _deal(num_heads, size, self._num_groups if num_heads >= size else 1)
 
     def to_heads(self, xs: Sequence[Any], lse: Any = None) -> Iterator[tuple[int, list[Any]]]:
         """The number of every group and what is exchanged of xs and lse, while the next one is on its way."""
@@ -234,7 +235,7 @@ class _Swap:
             deal = self.deal(x.shape[1])
             place = x
             if deal.sharers > 1:
-                deal = _Deal(self._comm.size, self._comm.size, 1)
+                deal = _deal(self._comm.size, self._comm.size, 1)
                 place = self._engine.empty((len(x), self._comm.size, x.shape[2]), y.dtype)
                 shared.append((x, place))
             pairs.append(_Pair(place, self._padded(y, self._comm.size * len(x)), deal))
@@ -251,11 +252,10 @@ class _Swap:
         return finish
 
     def _exchange(self, pairs: Sequence[_Pair], group: int, back: bool, at_once: bool) -> Wait:
-        """Starts to bring some rows to some heads, or back; every rank has equally much for each other one."""
-        size = self._comm.size
-        some_rows, some_heads = zip(*(pair.cuts(group) for pair in pairs), strict=True)
-        sizes = _even_sizes(size, sum(pair.some_heads.nbytes for pair in pairs) // size)
-        return self._comm.swap(*((some_heads, some_rows) if back else (some_rows, some_heads)), sizes, at_once)
+        """Starts to bring some rows to some heads, or back."""
+        rows, heads, *_ = zip(*pairs, strict=True)
+        swap = _swap_of(tuple([(deal, axis, x.shape, x.itemsize) for _, x, deal, axis in pairs]), group, back)
+        return self._comm.swap(swap, *((heads, rows) if back else (rows, heads)), at_once)
 
     def _in_sequence_order(self, pairs: list[_Pair]) -> list[_Pair]:
         """With all rows as attention takes them, which slices of shares are already."""
@@ -281,22 +281,24 @@ class _Swap:
 
 
 @functools.lru_cache(maxsize=256)
-def _heads_of_ranks(deal: _Deal, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where those of each rank begin, and end."""
-    each = [deal.of(rank, group) for rank in range(deal.size)]
-    return tuple(heads.start for heads in each), tuple(heads.stop for heads in each)
+def _swap_of(pairs: tuple[tuple[_Deal, int, tuple[int, ...], int], ...], group: int, back: bool) -> Swap:
+    """What ranks give each other of arrays of some rows to get those of some heads, or back.
 
-
-@functools.lru_cache(maxsize=256)
-def _rows_of_ranks(num_rows: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same of rows, of which each rank has so many."""
-    return tuple(rank * num_rows for rank in range(size)), tuple((rank + 1) * num_rows for rank in range(size))
-
-
-@functools.lru_cache(maxsize=256)
-def _even_sizes(size: int, num_bytes: int) -> NDArray[np.int64]:
-    """(size, size): every rank sends each other one so many bytes."""
-    return num_bytes * (1 - np.eye(size, dtype=np.int64))
+    Args:
+        pairs: deal and axis of each _Pair, and shape and itemsize of its some_heads.
+    """
+    size = pairs[0][0].size
+    ranks = range(size)
+    some_rows, some_heads, num_bytes = [], [], 0
+    for deal, axis, shape, itemsize in pairs:
+        heads, num_rows = [deal.of(rank, group) for rank in ranks], shape[1 - axis] // size
+        some_rows.append(Cut(axis, tuple(x.start for x in heads), tuple(x.stop for x in heads)))
+        begins = [rank * num_rows for rank in range(size + 1)]
+        some_heads.append(Cut(1 - axis, tuple(begins[:-1]), tuple(begins[1:])))
+        num_bytes += math.prod(shape) * itemsize // size
+    sizes = num_bytes * (1 - np.eye(size, dtype=np.int64))
+    outs, ins = (some_heads, some_rows) if back else (some_rows, some_heads)
+    return Swap(tuple(outs), tuple(ins), sizes)
 
 
 def _inverse(engine: Any, plan: Plan) -> Any:
