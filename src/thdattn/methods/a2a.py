@@ -4,7 +4,8 @@ q, k and v are exchanged, so that a rank has all rows of few heads where it had 
 follows, and out and lse are exchanged back. Every mask and pack is balanced, and all sizes are constants.
 
 The group may be the inner of two levels: between groups, rows of the heads that a rank has are another method's, whose
-plan is plan.core. Groups of heads are exchanged one after another, each while another is computed.
+plan is plan.core. Groups of heads are exchanged one after another, each while another is computed; what nothing hides,
+all of one group among it, is asked for at once, which some comms bring in another way.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509; two levels: LoongTrain, arXiv:2406.18485.
 """
