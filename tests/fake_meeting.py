@@ -57,15 +57,18 @@ def await_flag(stream, mine, name, other, number):
 class Gathered:
     """Rows of all ranks, of which each chunk is one.
 
-    order: their places; sources: of each array, those of all ranks; own: this rank's whole rows. All hold nothing.
+    order: their places; sources: of each array, those of all ranks; own: this rank's whole rows; to: where they are put
+        for others. All hold nothing.
     """
 
-    def __init__(self, order, rows, outs, sources, own):
+    def __init__(self, order, rows, outs, sources, own, to):
         self._order, self.count, self._outs, self._sources, self._own = order, rows, outs, sources, own
+        self._to = to
 
     def offer(self, rank, others, chunk):
-        for parts, x in zip(self._sources, self._own, strict=True):
-            at(parts[rank].data.ptr, x.shape, x.dtype)[chunk] = x[chunk]
+        for places, x in zip(self._to, self._own, strict=True):
+            for place in filter(None, places):
+                at(place, x.shape, x.dtype)[chunk] = x[chunk]
 
     def place(self, rank, other, chunk):
         for out, parts, x in zip(self._outs, self._sources, self._own, strict=True):

@@ -75,7 +75,7 @@ class Engine:
             rows = plan.local_key_rows
             whole = [at(x.data.ptr, (rows, HEADS, WIDTH), x.dtype) for x in own]
             arrays = addresses([outs, (k_parts, v_parts), whole])
-            meet(self.machine.stream, Gathered(plan.rank_order, rows, *arrays), meeting.flags)
+            meet(self.machine.stream, Gathered(plan.rank_order, rows, *arrays, meeting.to), meeting.flags)
         return outs
 
     def attn_fwd(self, q, k, v, plan, softmax_scale, return_max_logit, into, softcap, sinks):

@@ -21,10 +21,13 @@ def nothing() -> None:
 class Meeting(NamedTuple):
     """Of all ranks, by one kernel.
 
-    flags: a MEETING of structs.py. marks: where the watchdog has numbers written, 0: nowhere, and which one.
+    flags: a MEETING of structs.py.
+    to: of each array, where this rank's rows are put for each rank, 0: nowhere, as it reads what another one gets.
+    marks: where the watchdog has numbers written, 0: nowhere, and which one.
     """
 
     flags: Any
+    to: Sequence[Sequence[int]]
     marks: int = 0
     number: int = 0
 
@@ -35,8 +38,8 @@ class Arrival(NamedTuple):
     parts: of each array, those that make up its rows, one after another and equally many: one, in which the rows of
         this rank itself may be missing, or one a rank, which may lie in the memory of other GPUs.
     wait: to be called before they are read, and `done` after that; on a GPU it is the current stream that waits.
-    meeting: for the kernel that puts the rows to their places, which it is to do next: it has this rank's rows in their
-        place among the parts too, and waits for those of others by itself. None: they wait as above.
+    meeting: for the kernel that puts the rows to their places, which it is to do next: it has this rank's rows where
+        other ranks read them too, and waits for those of others by itself. None: they wait as above.
     """
 
     parts: Sequence[Sequence[Any]]

@@ -198,7 +198,7 @@ class NcclComm(Comm):
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
         if self._peer is None:
             return super().gather_bytes(sends, num_groups)
-        return dict(self._peer.gather_bytes(sends))
+        return dict(self._peer.gather_bytes(sends, num_groups))
 
     def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
         return super().sum_bytes(groups) if self._peer is None else dict(self._peer.sum_bytes(groups))

@@ -2,8 +2,9 @@
 
 Copy engines pull slices of heads as they lie, and flags that streams write and wait for say when: a collective of NCCL
 needs multiprocessors, and would start when a kernel that fills the GPU ends. What nothing hides, keys and slices, is
-brought by one kernel, see kernels/meeting.cu. Everything here can be captured in a CUDA graph, and nothing makes the
-host wait, but for the first use of a size, which all ranks meet to exchange handles for.
+brought by one kernel, which writes into the memory of the GPUs that read it, see kernels/meeting.cu. Everything here
+can be captured in a CUDA graph, and nothing makes the host wait, but for the first use of a size, which all ranks meet
+to exchange handles for.
 
 Source: CUDA driver API, stream memory operations and interprocess communication.
 """
@@ -102,16 +103,17 @@ class PeerMemory:
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool, marks: tuple[int, int] = (0, 0)
     ) -> list[Arrival]:
-        """See Comm.gather_heads. At once, the first group, which hides behind nothing, is read where it lies.
+        """See Comm.gather_heads. At once, the first group, which hides behind nothing, is brought by a kernel.
 
         Args:
-            marks: of the kernel that reads it, see Meeting.
+            marks: of that kernel, see Meeting.
         """
         stream, route = self.enter(), self._route(sends, recvs)
+        if at_once and len(recvs) == 1:
+            return [self._all_by_kernel(route, sends, marks)]
         window = self._window("gather", route.num_bytes)
         if at_once:
-            meeting = Meeting(window.meetings[len(recvs) == 1], *marks)
-            return self._by_kernel(stream, route, window, sends, recvs, meeting)
+            return self._first_by_kernel(stream, route, window, sends, recvs, marks)
         window.free(stream)
         for send, part in zip(sends, route.parts, strict=True):
             self._copy(window.address(self.rank, part), send.data.ptr, send.nbytes, stream)
@@ -127,9 +129,25 @@ class PeerMemory:
             arrivals.append(Arrival([[place] for place in parts], self._arrival(stream)))
         return arrivals
 
-    def _by_kernel(self, stream: Any, route: _Route, window: Window, sends: Sequence[Any],
-                   recvs: Sequence[Sequence[Any]], meeting: Meeting) -> list[Arrival]:
-        """The first group for a kernel that offers all rows, and the others pulled when all ranks have offered them."""
+    def _all_by_kernel(self, route: _Route, sends: Sequence[Any], marks: tuple[int, int]) -> Arrival:
+        """All heads for a kernel that writes them into the windows of the ranks that read them."""
+        window = self._window("gather", (self.size - 1) * route.num_bytes)
+
+        def slot(of: int, by: int) -> int:
+            """Where in a rank's part begins what another one writes; what is its own nobody reads there."""
+            return max(0, (by - of) % self.size - 1) * route.num_bytes
+
+        to = [[window.address(rank, slot(rank, self.rank) + part) if rank != self.rank else 0
+               for rank in range(self.size)] for part in route.parts]
+        parts = route.in_place(window, sends, [(self.rank, slot(self.rank, rank)) for rank in range(self.size)])
+        return Arrival(parts, meeting=Meeting(window.meetings[1], to, *marks))
+
+    def _first_by_kernel(self, stream: Any, route: _Route, window: Window, sends: Sequence[Any],
+                         recvs: Sequence[Sequence[Any]], marks: tuple[int, int]) -> list[Arrival]:
+        """The first group for a kernel that offers all heads, and the others pulled when all ranks have done so."""
+        to = [[window.address(rank, part) if rank == self.rank else 0 for rank in range(self.size)]
+              for part in route.parts]
+        meeting = Meeting(window.meetings[0], to, *marks)
         places = [recvs[group] for group in range(1, len(recvs))]
         waits: list[Wait] = []  # made when the first one was read
 
@@ -142,12 +160,11 @@ class PeerMemory:
                 self._pull(route, group, window, parts)
                 waits.append(self._arrival(stream))
 
-        first = Arrival(route.in_place(window, sends, self.size), done=pull if places else nothing, meeting=meeting)
+        parts = route.in_place(window, sends, [(rank, 0) for rank in range(self.size)])
         arrivals = [Arrival([[place] for place in parts], functools.partial(wait, number))
                     for number, parts in enumerate(places)]
-        if arrivals:
-            arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
-        return [first, *arrivals]
+        arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
+        return [Arrival(parts, done=pull, meeting=meeting), *arrivals]
 
     def _pull(self, route: _Route, group: int, window: Window, parts: Sequence[Any]) -> None:
         """Copies a group of the other ranks' heads to its places."""
@@ -188,19 +205,19 @@ class PeerMemory:
     def swap(
         self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], marks: tuple[int, int] = (0, 0)
     ) -> Wait:
-        """See Comm.swap. By one kernel, on the current stream; messages lie in windows as those of exchange do.
+        """See Comm.swap. By one kernel, on the current stream; messages lie in the windows of those who get them.
 
         Args:
             marks: of the kernel, see Meeting.
         """
-        stream, slots = self.enter(), slots_of(swap.sizes)
+        stream, slots = self.enter(), slots_of(swap.sizes.T)
         window = self._window("exchange", max([slot[-1] for slot in slots]))
 
         def made() -> Any:
             from thdattn.comm import meetings  # which wants CuPy
 
-            to = [window.address(self.rank, at) for at in slots[self.rank][:-1]]
-            came = [window.address(rank, slot[self.rank]) for rank, slot in enumerate(slots)]
+            to = [window.address(rank, slot[self.rank]) for rank, slot in enumerate(slots)]
+            came = [window.address(self.rank, at) for at in slots[self.rank][:-1]]
             return meetings.Exchange(swap, sends, recvs, to, came, window.meetings[1])
 
         key = swap, *[x.data.ptr for x in sends], *[x.data.ptr for x in recvs]
@@ -219,9 +236,10 @@ class PeerMemory:
         """See Comm.give_back."""
         self._summing.unfree(self.enter())
 
-    def gather_bytes(self, sends: Sequence[int]) -> dict[str, int]:
-        """See Comm.gather_bytes."""
-        return {_WINDOWS["gather"]: self._both(_roomy(offsets(sends)[-1]))}
+    def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
+        """See Comm.gather_bytes. One group comes where it is read, others wait where they are from."""
+        num_parts = self.size - 1 if num_groups == 1 else 1
+        return {_WINDOWS["gather"]: self._both(_roomy(num_parts * offsets(sends)[-1]))}
 
     def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
         """See Comm.sum_bytes. All groups but the last one, whose shares go to their owners, are pulled."""
@@ -378,16 +396,21 @@ class _Route:
              for part, width, send in zip(self.parts, widths, sends, strict=True)]
             for number, end in zip(heads, itertools.accumulate(heads), strict=True)
         ]  # fmt: skip
-        self._in_place: dict[Window, Sequence[Sequence[Any]]] = {}
 
-    def in_place(self, window: Window, sends: Sequence[Any], size: int) -> Sequence[Sequence[Any]]:
-        """The first group as it lies in the ranks' parts of a window."""
-        if window not in self._in_place:
-            self._in_place[window] = [
-                [window.heads(rank, piece.first, piece.pitch, piece.width, send) for rank in range(size)]
-                for piece, send in zip(self.groups[0], sends, strict=True)
-            ]
-        return self._in_place[window]
+    def in_place(
+        self, window: Window, sends: Sequence[Any], places: Sequence[tuple[int, int]]
+    ) -> Sequence[Sequence[Any]]:
+        """The first group of each rank as it lies in a window.
+
+        Args:
+            places: in whose part what each rank has begins, and at which byte.
+        """
+        def made() -> Sequence[Sequence[Any]]:
+            return [[window.heads(of, at + piece.first, piece.pitch, piece.width, send) for of, at in places]
+                    for piece, send in zip(self.groups[0], sends, strict=True)]
+
+        found: Sequence[Sequence[Any]] = window.once((self, *places), made)
+        return found
 
 
 def obstacle(hostnames: Sequence[str]) -> str | None:

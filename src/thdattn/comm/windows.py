@@ -3,11 +3,13 @@
 For each of its users p a window has two flags:
 
     ready[p]    p's part is written: set by p, awaited and taken back by the reader
-    taken[p]    p has read this part: set by p, awaited and taken back by its owner before it writes again
+    taken[p]    p has read all that it reads, in every rank's part: set by p in the memory of all ranks, awaited and
+                taken back by each before it writes again, in its own part or in another rank's
 
 A flag is taken back right after the wait for it, before anybody can set it again, so that a replayed graph finds the
-flags as the capture did. Streams write and await these flags, or one kernel that brings all, see kernels/meeting.cu,
-which has a flag `offered` for each chunk of a part, instead of ready.
+flags as the capture did. Streams write and await these flags, and each rank writes in its own part, which others read;
+or one kernel brings all, see kernels/meeting.cu, which has a flag `offered` for each chunk of a part, instead of ready,
+and may write in the parts of others. Both may take turns in a window.
 
 Source: CUDA driver API, stream memory operations and interprocess communication.
 """
@@ -75,7 +77,7 @@ class Window:
 
     @functools.cached_property
     def meetings(self) -> tuple[Any, Any]:
-        """A MEETING for a kernel that says that it has taken the parts, or (the first one) leaves that to `take`."""
+        """A MEETING for a kernel that says that it has taken all, or (the first one) leaves that to `take`."""
         counts = self._memory.ptr + flags_of(len(self._at))
         theirs = [*self.flags_there(), *[0] * (MAX_RANKS - len(self._at))]
         first, second = (np.array((theirs, self._memory.ptr, counts, self._rank, len(self._at), takes), MEETING)[()]

@@ -2,8 +2,12 @@
 // else to do meanwhile. No copy engine is started and no flag awaited between launches, which takes 10 us each.
 //
 // A cargo is what travels: `count` chunks of what every rank has for every other one, at least one and as many on all
-// ranks. A warp writes a chunk to where others see it (`offer`), or puts one of a rank, this one's own too, to its
-// place (`place`).
+// ranks. A warp writes a chunk to where other ranks read it (`offer`), or puts one of a rank, this one's own too, to
+// its place (`place`). Where others read is their own memory, unless they read again later what is offered: a GPU
+// writes into another one's memory without waiting for answers, which it does where it reads there.
+//
+// A rank may write there once all ranks, not only the one whose memory it is, have said that they have taken what was
+// there before: each says so when it reads nothing of that turn any more, in nobody's memory.
 
 // Flags of one rank in the memory of another one: 1, or 0 once they were awaited. ready, taken: see comm/windows.py;
 // offered: of each of its chunks.
@@ -11,8 +15,8 @@ struct RankFlags { u32 ready[16], taken[16], offered[kChunks]; };
 CHECK_RankFlags;
 
 // Where this rank meets the others. theirs: its flags in the memory of each; mine: those of all ranks in its own;
-// counts: of the blocks that have offered and that have collected, 0 between calls; takes: whether nobody reads the
-// ranks' parts after this kernel.
+// counts: of the warps that may offer and of the blocks that are done, 0 between calls; takes: whether this rank reads
+// nothing of what was offered after this kernel.
 struct Meeting { RankFlags *theirs[kMaxRanks], *mine; u32* counts; int rank, num_ranks, takes; };
 CHECK_Meeting;
 
@@ -35,10 +39,12 @@ __device__ __forceinline__ bool is_last(u32* count, int of) {
 
 // ------------------------------------------------------------------------------------------------ keys of all ranks
 
-// Rows as those of thd_reorder<false>, of which `from` has one part for every rank, this one's among them: there it
-// offers what is at `own`, num_rows rows, at least one, all `pitch` words of them. rank_order (num_ranks * num_rows).
+// Rows as those of thd_reorder<false>, of which `from` has one part for every other rank. What is at `own`, num_rows
+// rows, at least one, all `pitch` words of them, is offered at one place for each rank, or at one for all: the others
+// are null. rank_order (num_ranks * num_rows).
 struct Gathered {
   Rows keys, values;
+  uint4* to[2][kMaxRanks];                                             // of keys, of values
   const int* rank_order;
   const int2* query_ranges;
   int num_rows;
@@ -50,10 +56,13 @@ struct Gathered {
   __device__ __forceinline__ int end(int chunk) const { return min(num_rows, (chunk + 1) * each()); }
 
   __device__ __forceinline__ void offer(const Meeting& meeting, int chunk) const {
-    for (size_t row = begin(chunk); row < end(chunk); ++row) {
-      move_row((uint4*)keys.from[meeting.rank] + row * keys.pitch, keys.own + row * keys.own_pitch, keys.pitch, false);
-      move_row((uint4*)values.from[meeting.rank] + row * values.pitch, values.own + row * values.own_pitch,
-               values.pitch, false);
+    for (int next = 1; next <= meeting.num_ranks; ++next) {            // each rank begins with another one
+      const int rank = (meeting.rank + next) % meeting.num_ranks;
+      if (!to[0][rank]) continue;
+      for (size_t row = begin(chunk); row < end(chunk); ++row) {
+        move_row(to[0][rank] + row * keys.pitch, keys.own + row * keys.own_pitch, keys.pitch, false);
+        move_row(to[1][rank] + row * values.pitch, values.own + row * values.own_pitch, values.pitch, false);
+      }
     }
   }
 
@@ -121,8 +130,8 @@ __device__ __forceinline__ void move_words(u32 begin, u32 end, From from, To to)
 }
 
 // Every rank's slices of some arrays, and where those of all ranks come to. A message, what one rank has for another,
-// is its slices of all arrays, one behind another: this rank's to each rank begins at `to`, in memory that this one
-// sees, and that of each rank at `from`. What this rank has for itself goes to its place at once.
+// is its slices of all arrays, one behind another: this rank's to each rank begins at `to`, in the memory of that one,
+// and that of each rank at `from`, in its own. What this rank has for itself goes to its place at once.
 //
 // Words may be narrower on one of two ranks: chunks are of the same bytes.
 template <typename Word> struct Exchanged {
@@ -179,12 +188,12 @@ __device__ __forceinline__ void offer_all(const Cargo& cargo, const Meeting& mee
   if (warp >= count) return;
   if (lane < meeting.num_ranks) wait_for(meeting.mine[lane].taken);
   __syncwarp();
-  // Nobody can say again that a part is taken before all chunks were offered, and every warp that counts has one.
+  // Nobody says again that it has taken all before all chunks were offered, and every warp that counts has one.
   if (lane == 0 && is_last(&meeting.counts[0], min(warps, count)))
     for (int rank = 0; rank < meeting.num_ranks; ++rank) meeting.mine[rank].taken[0] = 0;
   for (int chunk = warp; chunk < count; chunk += warps) {
     cargo.offer(meeting, chunk);
-    __syncwarp();
+    __syncwarp();                                                      // the flag comes behind what all lanes wrote
     if (lane < meeting.num_ranks && lane != meeting.rank) put(&meeting.theirs[lane]->offered[chunk], 1);
   }
   for (int chunk = warp; chunk < count; chunk += warps) cargo.place(meeting, meeting.rank, chunk);
@@ -201,7 +210,7 @@ __device__ __forceinline__ void collect_all(const Cargo& cargo, const Meeting& m
         wait_for(&meeting.mine[rank].offered[chunk]);
         meeting.mine[rank].offered[chunk] = 0;
       }
-      __syncwarp();
+      __syncwarp();                                                    // all lanes read behind the flag
       cargo.place(meeting, rank, chunk);
     }
 }
@@ -220,11 +229,11 @@ __global__ void __launch_bounds__(512, 2) thd_meet(
   if (blockIdx.x % 2 == 0) {
     if (blockIdx.x == 0 && threadIdx.x == 0 && marks) put(marks, number);
     offer_all(cargo, meeting, count, warp, warps);
-    return;
+  } else {
+    collect_all(cargo, meeting, count, warp, warps);
   }
-  collect_all(cargo, meeting, count, warp, warps);
   __syncthreads();
-  if (threadIdx.x != 0 || !is_last(&meeting.counts[1], gridDim.x / 2)) return;
+  if (threadIdx.x != 0 || !is_last(&meeting.counts[1], gridDim.x)) return;
   for (int rank = 0; rank < meeting.num_ranks && meeting.takes; ++rank) put(meeting.theirs[rank]->taken, 1);
   if (marks) put(marks + 1, number);
 }

@@ -52,7 +52,8 @@ def _gather(
                        *[part.data.ptr for part in parts])
                 for out, parts, mine in zip(outs, sources, own, strict=True)]
         order, ranges = plan.rank_order.data.ptr, plan.query_ranges.data.ptr
-        return np.array((*rows, order, ranges, plan.local_key_rows), GATHERED)[()], meeting.flags
+        to = [(*places, *[0] * (MAX_RANKS - len(places))) for places in meeting.to]
+        return np.array((*rows, to, order, ranges, plan.local_key_rows), GATHERED)[()], meeting.flags
 
     key = (id(meeting.flags), *[(x.data.ptr, x.nbytes) for x in outs], *[(x.data.ptr, x.strides) for x in own])
     prepared = run.prepared(key, arguments)
