@@ -37,20 +37,20 @@ def meet(stream, cargo, meeting):
             there["taken"][0, 0] = 1
 
     for other in range(size):
-        await_flag(stream, mine, "taken", other, 0)
+        await_flag(stream, mine, "taken", rank, other, 0)
     for chunk in range(cargo.count):
         stream.launch(offer, chunk)
     for chunk in range(cargo.count):
         stream.launch(cargo.place, rank, rank, chunk)
     for chunk in range(cargo.count):
         for other in others:
-            await_flag(stream, mine, "offered", other, chunk)
+            await_flag(stream, mine, "offered", rank, other, chunk)
             stream.launch(collect, other, chunk)
     if meeting["takes"]:
         stream.launch(take)
 
 
-def await_flag(stream, mine, name, other, number):
+def await_flag(stream, mine, name, rank, other, number):
     stream.put(lambda reached: None, lambda reached: mine[name][other, number] == 1)
 
 

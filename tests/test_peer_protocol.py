@@ -63,15 +63,15 @@ def take_as_soon_as_it_arrives():
     return windows.Window, "__init__", make
 
 
-def unless(flag):
-    """The kernel that brings slices does not wait for one of its kinds of flags."""
+def unless(flag, of_others=(True, False)):
+    """The kernel in which ranks meet does not wait for one of its kinds of flags, of these ranks."""
     awaited = fake_meeting.await_flag
 
-    def await_flag(stream, mine, name, *which):
-        if name != flag:
-            awaited(stream, mine, name, *which)
+    def await_flag(stream, mine, name, rank, other, chunk):
+        if name != flag or (rank != other) not in of_others:
+            awaited(stream, mine, name, rank, other, chunk)
 
-    return await_flag
+    return fake_meeting, "await_flag", await_flag
 
 
 def current_stream(memory):
@@ -137,8 +137,10 @@ BROKEN = {
 
 OF_EXCHANGES = {name: BROKEN[name] for name in list(BROKEN)[:7]} | {
     "reads elsewhere before the kernel is done": (peer.PeerMemory, "_behind", lambda memory, stream: nothing),
-    "a kernel that writes before the last part was taken": (fake_meeting, "await_flag", unless("taken")),
-    "a kernel that reads before it is offered": (fake_meeting, "await_flag", unless("offered")),
+    "a kernel that writes before the last part was taken": unless("taken"),
+    "a kernel that writes what its own rank has yet to read there": unless("taken", of_others=(False,)),
+    "a kernel that writes what others have yet to read": unless("taken", of_others=(True,)),
+    "a kernel that reads before it is offered": unless("offered"),
 }
 
 

@@ -131,11 +131,13 @@ class PeerMemory:
 
     def _all_by_kernel(self, route: _Route, sends: Sequence[Any], marks: tuple[int, int]) -> Arrival:
         """All heads for a kernel that writes them into the windows of the ranks that read them."""
-        window = self._window("gather", (self.size - 1) * route.num_bytes)
+        num_bytes = route.num_bytes
+        window = self._window("gather", (self.size - 1) * num_bytes)
 
         def slot(of: int, by: int) -> int:
             """Where in a rank's part begins what another one writes; what is its own nobody reads there."""
-            return max(0, (by - of) % self.size - 1) * route.num_bytes
+            number: int = (by - of) % self.size - 1
+            return max(0, number) * num_bytes
 
         to = [[window.address(rank, slot(rank, self.rank) + part) if rank != self.rank else 0
                for rank in range(self.size)] for part in route.parts]

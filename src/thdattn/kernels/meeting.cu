@@ -181,7 +181,7 @@ CHECK_Exchanged;
 
 // ------------------------------------------------------------------------------------------------ the kernel
 
-// Warps offer this rank's chunks, and then put what is its own to its place.
+// Warps offer this rank's chunks.
 template <typename Cargo>
 __device__ __forceinline__ void offer_all(const Cargo& cargo, const Meeting& meeting, int count, int warp, int warps) {
   const int lane = threadIdx.x % kWarp;
@@ -196,13 +196,14 @@ __device__ __forceinline__ void offer_all(const Cargo& cargo, const Meeting& mee
     __syncwarp();                                                      // the flag comes behind what all lanes wrote
     if (lane < meeting.num_ranks && lane != meeting.rank) put(&meeting.theirs[lane]->offered[chunk], 1);
   }
-  for (int chunk = warp; chunk < count; chunk += warps) cargo.place(meeting, meeting.rank, chunk);
 }
 
-// Warps put the chunks of all other ranks to their places, as they are offered.
+// Warps put the chunks of all ranks to their places: first those of this one, while others' are on their way, then
+// those, as they are offered.
 template <typename Cargo>
 __device__ __forceinline__ void collect_all(const Cargo& cargo, const Meeting& meeting, int count, int warp,
                                             int warps) {
+  for (int chunk = warp; chunk < count; chunk += warps) cargo.place(meeting, meeting.rank, chunk);
   for (int chunk = warp; chunk < count; chunk += warps)
     for (int next = 1; next < meeting.num_ranks; ++next) {             // each rank begins with another one
       const int rank = (meeting.rank + next) % meeting.num_ranks;
