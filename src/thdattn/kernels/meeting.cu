@@ -15,7 +15,7 @@ struct RankFlags { u32 ready[16], taken[16], offered[kChunks]; };
 CHECK_RankFlags;
 
 // Where this rank meets the others. theirs: its flags in the memory of each; mine: those of all ranks in its own;
-// counts: of the warps that may offer and of the blocks that are done, 0 between calls; takes: whether this rank reads
+// counts: of the blocks that may offer and of those that are done, 0 between calls; takes: whether this rank reads
 // nothing of what was offered after this kernel.
 struct Meeting { RankFlags *theirs[kMaxRanks], *mine; u32* counts; int rank, num_ranks, takes; };
 CHECK_Meeting;
@@ -184,12 +184,13 @@ CHECK_Exchanged;
 // Warps offer this rank's chunks.
 template <typename Cargo>
 __device__ __forceinline__ void offer_all(const Cargo& cargo, const Meeting& meeting, int count, int warp, int warps) {
-  const int lane = threadIdx.x % kWarp;
-  if (warp >= count) return;
-  if (lane < meeting.num_ranks) wait_for(meeting.mine[lane].taken);
-  __syncwarp();
-  // Nobody says again that it has taken all before all chunks were offered, and every warp that counts has one.
-  if (lane == 0 && is_last(&meeting.counts[0], min(warps, count)))
+  const int lane = threadIdx.x % kWarp, per_block = blockDim.x / kWarp;
+  if (warp / per_block * per_block >= count) return;                   // no warp of this block has a chunk
+  if (threadIdx.x < meeting.num_ranks) wait_for(meeting.mine[threadIdx.x].taken);
+  __syncthreads();
+  // Nobody says again that it has taken all before all chunks were offered, and the first warp of every block that
+  // counts has one.
+  if (threadIdx.x == 0 && is_last(&meeting.counts[0], (min(warps, count) + per_block - 1) / per_block))
     for (int rank = 0; rank < meeting.num_ranks; ++rank) meeting.mine[rank].taken[0] = 0;
   for (int chunk = warp; chunk < count; chunk += warps) {
     cargo.offer(meeting, chunk);
@@ -234,7 +235,7 @@ __global__ void __launch_bounds__(512, 2) thd_meet(
     collect_all(cargo, meeting, count, warp, warps);
   }
   __syncthreads();
-  if (threadIdx.x != 0 || !is_last(&meeting.counts[1], gridDim.x)) return;
-  for (int rank = 0; rank < meeting.num_ranks && meeting.takes; ++rank) put(meeting.theirs[rank]->taken, 1);
-  if (marks) put(marks + 1, number);
+  if (!__syncthreads_or(threadIdx.x == 0 && is_last(&meeting.counts[1], gridDim.x))) return;
+  if (threadIdx.x < meeting.num_ranks && meeting.takes) put(meeting.theirs[threadIdx.x]->taken, 1);
+  if (threadIdx.x == 0 && marks) put(marks + 1, number);
 }
