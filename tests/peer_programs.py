@@ -7,6 +7,7 @@ are random integers, so a row of another call, rank or layer gives another sum.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
 from types import SimpleNamespace
@@ -234,33 +235,34 @@ class Swap(Exchange):
 
     def __init__(self, program, draw):
         self.program, self.back, self.at_once = program, draw.random() < 0.5, draw.random() < 0.7
-        self.rows, self.shares = draw.choice([1, 3, 4, 40]), [draw.randint(1, 2) for _ in range(draw.choice([1, 2]))]
-        heads, rows = [Cut(1, *self.ends(share)) for share in self.shares], [Cut(0, *self.ends(self.rows))]
-        sizes = self.rows * sum(self.shares) * WIDTH * 4 * (1 - np.eye(program.comm.size, dtype=int))
+        size = program.comm.size
+        self.rows, self.shares = draw.choices([1, 3, 4, 40], k=size), draw.choices([1, 2], k=draw.choice([1, 2]))
+        heads, rows = [Cut(1, *self.ends([share] * size)) for share in self.shares], [Cut(0, *self.ends(self.rows))]
+        sizes = np.array(self.rows)[:, None] * sum(self.shares) * WIDTH * 4 * (1 - np.eye(size, dtype=int))
         cuts = heads, rows * len(heads)
-        self.swap = slices.Swap(cuts[self.back], cuts[not self.back], sizes)
-        self.sources = [program.engine.empty(self.shapes(share)[self.back], np.float32) for share in self.shares]
+        self.swap = slices.Swap(cuts[self.back], cuts[not self.back], sizes.T if self.back else sizes)
+        rank = program.comm.rank
+        self.sources = [program.engine.empty(self.shapes(rank, x)[self.back], np.float32) for x in self.shares]
         self.wait = nothing
         self.write(next(program.numbers))
 
-    def shapes(self, share):
-        """Of some rows and of some heads."""
-        size = self.program.comm.size
-        return (self.rows, size * share, WIDTH), (size * self.rows, share, WIDTH)
+    def shapes(self, rank, share):
+        """Of a rank's rows and of some heads."""
+        return (self.rows[rank], len(self.rows) * share, WIDTH), (sum(self.rows), share, WIDTH)
 
     def write(self, number):
         comm, rng = self.program.comm, np.random.default_rng(number)
         self.wanted = []
-        for source, share in zip(self.sources, self.shares, strict=True):
-            made = rng.integers(-99, 99, (comm.size, *self.shapes(share)[self.back])).astype(np.float32)
+        for source, share, cut in zip(self.sources, self.shares, self.swap.outs, strict=True):
+            shapes = [self.shapes(rank, share)[self.back] for rank in range(comm.size)]
+            made = [rng.integers(-99, 99, shape).astype(np.float32) for shape in shapes]
             self.program.machine.stream.launch(np.copyto, source, made[comm.rank])
-            rows, mine = (slice(comm.rank * each, (comm.rank + 1) * each) for each in (self.rows, share))
-            parts = [x[rows] if self.back else x[:, mine] for x in made]
-            self.wanted.append(np.concatenate(parts, axis=int(self.back)))
+            self.wanted.append(np.concatenate([cut.of(x, comm.rank) for x in made], axis=int(self.back)))
 
     def start(self):
         memory = self.program.memory
-        self.found = [self.program.engine.empty(self.shapes(share)[not self.back], np.float32) for share in self.shares]
+        shapes = [self.shapes(self.program.comm.rank, share)[not self.back] for share in self.shares]
+        self.found = [self.program.engine.empty(shape, np.float32) for shape in shapes]
         if memory.swaps_by_kernel(self.swap, self.at_once):
             self.wait = memory.swap(self.swap, self.sources, self.found)
         else:
@@ -269,8 +271,7 @@ class Swap(Exchange):
 
     def ends(self, each):
         """Where what each rank has begins and ends, of so many each."""
-        size = self.program.comm.size
-        return tuple(i * each for i in range(size)), tuple((i + 1) * each for i in range(size))
+        return tuple(itertools.accumulate(each[:-1], initial=0)), tuple(itertools.accumulate(each))
 
 
 class Pack:
