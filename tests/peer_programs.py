@@ -427,7 +427,7 @@ def machine_of(size, seed):
           mock.patch.object(windows, "batch_mem_op", lambda: machine.mem_ops),
           mock.patch.object(peer, "copy", enqueue_copy), mock.patch.object(heads, "copy", enqueue_copy),
           mock.patch.object(peer, "WORTH_COPYING", 0),  # so that some swaps are of copies
-          mock.patch.object(meetings, "_CHUNK_BYTES", 64),  # so that they are of several chunks, some without a word
+          mock.patch.object(meetings, "_LEAST_BYTES", 64),  # so that they are of several chunks, some without a word
           mock.patch.dict(sums.SUM_KERNELS, float32="thd_sum"),
           mock.patch.object(peer, "_roomy", lambda num_bytes: num_bytes),  # so that windows often grow
           mock.patch.object(peer.PeerMemory, "_probe", lambda memory: None)):  # fmt: skip

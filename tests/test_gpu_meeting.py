@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from thdattn.comm.slices import Cut, Swap
-from thdattn.structs import CHUNKS, MAX_CUTS, MAX_RANKS, MEETING, RANK_FLAGS
+from thdattn.structs import MAX_CUTS, MAX_RANKS, MEETING, RANK_FLAGS
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +56,7 @@ def test_slices_are_offered_and_collected(cupy, size, word):
         for slot, x in zip(here, came, strict=True):
             slot[: len(x)] = cupy.asarray(np.frombuffer(x, np.uint8))
         mine, theirs = (cupy.zeros((size, RANK_FLAGS.itemsize // 4), np.uint32) for _ in range(2))
-        chunks = slice(OFFERED, OFFERED + min(CHUNKS, -(-most // meetings._CHUNK_BYTES)))
+        chunks = slice(OFFERED, OFFERED + meetings.chunks_of(most))
         mine[:, TAKEN], mine[:RANK, chunks], mine[RANK + 1 :, chunks] = 1, 1, 1
         counts, marks = cupy.zeros(2, np.uint32), cupy.zeros(2, np.uint32)
         places = [*(x.data.ptr for x in theirs), *[0] * (MAX_RANKS - size)]

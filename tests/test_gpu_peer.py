@@ -182,7 +182,7 @@ def test_captured_slices_replay(cupy, comm):
 SWAPPED = [  # rows, heads that each of two ranks has, width, dtype; whether rows of all come back; of each an exchange
     [(4096, 8, 128, "bfloat16", False), (4096, 2, 128, "bfloat16", False), (4096, 2, 64, "bfloat16", False)],
     [(4096, 8, 128, "bfloat16", True), (8, 4096, 1, "float32", False)],
-    [(9_000, 16, 128, "bfloat16", True)],  # of more than 4,096 chunks of the least bytes
+    [(9_000, 16, 128, "bfloat16", True)],  # of all chunks that there are
     [(1, 1, 8, "float16", False)], [(301, 3, 1, "float32", True)], [(77, 5, 3, "int8", False)],
     [(40, 1, 8, "bfloat16", False)] * 6,
 ]  # fmt: skip

@@ -13,9 +13,12 @@ from thdattn.comm.slices import Cut, Swap
 from thdattn.instances import EXCHANGE_KERNELS
 from thdattn.structs import CHUNKS, EXCHANGED, MAX_RANKS
 
-BLOCKS, THREADS = 256, 512  # half of the blocks offer while the others collect: two for each multiprocessor
+THREADS = 512  # of a block; half of the blocks offer while the others collect
 NOBODY = np.uint64(0), np.uint32(0)  # is told that the kernel begins and ends
-_CHUNK_BYTES = 2048  # of the largest message, at least: what a warp reads at a time
+_BLOCKS = 128  # one for each multiprocessor: more do not fill the links more, and have more to collect at the end
+_WARPS = _BLOCKS // 2 * THREADS // 32  # that offer
+_CHUNK_BYTES = 8192  # of the largest message, about, if all warps have one: flags take time too
+_LEAST_BYTES = 2048  # what a warp reads at a time
 
 
 class Exchange:
@@ -40,7 +43,7 @@ class Exchange:
             cargo[name][: len(side)] = [of_array.struct(word) for of_array in side]
         cargo["to"], cargo["from"] = _for_ranks(to), _for_ranks(came)
         cargo["num_cuts"] = len(sends)
-        cargo["num_chunks"] = min(CHUNKS, -(-int(swap.sizes.max()) // _CHUNK_BYTES))
+        cargo["num_chunks"] = chunks_of(int(swap.sizes.max()))
         self._kernel = jit.kernel(EXCHANGE_KERNELS[word])
         self._arguments = jit.Arguments((cargo[()], meeting, *NOBODY))
 
@@ -48,7 +51,13 @@ class Exchange:
         """On the current stream; see Meeting."""
         self._arguments.change(-2, marks)
         self._arguments.change(-1, number)
-        self._kernel.launch((BLOCKS,), THREADS, self._arguments)
+        self._kernel.launch((_BLOCKS,), THREADS, self._arguments)
+
+
+def chunks_of(num_bytes: int) -> int:
+    """In how many chunks messages go of which the largest one has so many bytes: equally many for each warp."""
+    rounds = max(1, round(num_bytes / (_WARPS * _CHUNK_BYTES)))
+    return min(rounds * _WARPS, CHUNKS, -(-num_bytes // _LEAST_BYTES))
 
 
 class _Side(NamedTuple):

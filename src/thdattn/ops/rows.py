@@ -10,13 +10,15 @@ import numpy as np
 
 from thdattn import jit
 from thdattn.comm import Meeting
-from thdattn.comm.meetings import BLOCKS, NOBODY, THREADS
+from thdattn.comm.meetings import NOBODY, THREADS
 from thdattn.instances import GATHER_KERNEL, REORDER_KERNELS
 from thdattn.ops import launch
 from thdattn.ops.launch import Array, Launch
 from thdattn.plan import Plan
 from thdattn.structs import GATHERED, MAX_RANKS, ROWS, SHARES
 from thdattn.sums import add_up
+
+_GATHER_BLOCKS = 256  # two for each multiprocessor
 
 
 def to_sequence_order(
@@ -45,7 +47,7 @@ def _gather(
     """thd_meet, of all rows."""
     if not plan.local_key_rows:  # of any rank
         return
-    run: Launch = plan.once("gather", lambda: Launch(jit.kernel(GATHER_KERNEL), (BLOCKS,), THREADS, NOBODY))
+    run: Launch = plan.once("gather", lambda: Launch(jit.kernel(GATHER_KERNEL), (_GATHER_BLOCKS,), THREADS, NOBODY))
 
     def arguments() -> tuple[Any, ...]:
         rows = [_moved(out.data.ptr, launch.row_bytes(out), mine.data.ptr, launch.row_bytes(mine), parts[0].strides[0],
