@@ -1,7 +1,8 @@
 """Peer memory of two ranks that behave as the first two of a larger job; see rank_of.py.
 
-Every rank that misses is played to each of the two by the other one: its rows are read from that one's memory, and its
-flags are set by it, so that a rank copies, adds, sets and awaits as much as it would among all.
+Every rank that misses is played to each of the two by the other one: its rows are read from that one's memory, what is
+for it is written there, and its flags are set by that one, so that a rank copies, adds, sets and awaits as much as it
+would among all. What is written for one may be overwritten by what is for another.
 """
 
 from __future__ import annotations
@@ -49,9 +50,13 @@ class Window(windows.Window):
     """
 
     def __init__(self, world: World, num_bytes: int) -> None:
+        import cupy
+
         super().__init__(world, num_bytes + world.size * STAGGER)
         self.array(0, (self.num_bytes,), np.uint8).fill(0)  # what is read beyond the arrays is finite
         self.num_bytes = num_bytes
+        cupy.cuda.get_current_stream().synchronize()
+        world.Barrier()  # the other one may write here now
 
     def flags_there(self) -> list[int]:
         """Of a rank that is played, the flags that it has for the one that plays it."""

@@ -59,7 +59,8 @@ def late(cupy: Any, seed: int) -> Iterator[None]:
 
     peers = ((windows.MemOps, "__call__"), (peer._Slice, "pull"), (peer, "_copy_rows"), (peer.PeerMemory, "_copy"),
              (peer.PeerMemory, "_add"))  # fmt: skip
-    places = [*((ops, name, current) for name in ENGINE), *((*method, last) for method in peers)]
+    places = [*((ops, name, current) for name in ENGINE), *((*method, last) for method in peers),
+              (peer.PeerMemory, "swap", current)]
     with contextlib.ExitStack() as stack:
         for owner, name, stream_of in places:
             stack.enter_context(mock.patch.object(owner, name, delayed(getattr(owner, name), stream_of)))

@@ -124,20 +124,27 @@ def wait_for(flags, value=1):
         time.sleep(1e-4)
 
 
-def meet(flags, parts, own):
-    """What the kernel thd_gather does before it puts rows to their places, of a MEETING."""
+def meet(flags, to, own):
+    """What the kernel thd_meet does before it puts rows to their places, of a MEETING."""
     rank, size = int(flags["rank"]), int(flags["num_ranks"])
     others = [other for other in range(size) if other != rank]
     mine = array((size,), RANK_FLAGS, int(flags["mine"]))
     wait_for(mine["taken"][:, 0])
-    for ranks, x in zip(parts, own, strict=True):
-        array(x.shape, x.dtype, ranks[rank].data.ptr)[...] = x
+    for places, x in zip(to, own, strict=True):
+        for place in filter(None, places):
+            array(x.shape, x.dtype, place)[...] = x
     mine["taken"][:, 0] = 0
     for other in others:
         array((1,), RANK_FLAGS, int(flags["theirs"][other]))["offered"] = 1
     for other in others:
         wait_for(mine["offered"][other])
         mine["offered"][other] = 0
+
+
+def part(flags):
+    """What it does after that."""
+    for there in flags["theirs"][: flags["num_ranks"]] if flags["takes"] else []:
+        array((1,), RANK_FLAGS, int(there))["taken"][0, 0] = 1
 
 
 def install(monkeypatch):

@@ -97,5 +97,13 @@ class Loopback(Mirror):
         self.peer = peer.PeerMemory(World(), Window)
         self.homes, self.sum_at_home = self.peer.homes, self.peer.sum_at_home  # type: ignore[method-assign]
         self._exchange = self.peer.exchange  # type: ignore[method-assign]
+        self.by_kernel = 0
         self.gather_heads = self.peer.gather_heads  # type: ignore[method-assign]
         self.give_back = self.peer.give_back  # type: ignore[method-assign]
+
+    def swap(self, swap: Any, sends: Any, recvs: Any, at_once: bool = False) -> Any:
+        """As NcclComm does; counts those of the kernel."""
+        if not self.peer.swaps_by_kernel(swap, at_once):
+            return super().swap(swap, sends, recvs, at_once)
+        self.by_kernel += 1
+        return self.peer.swap(swap, sends, recvs)

@@ -7,18 +7,20 @@ are random integers, so a row of another call, rank or layer gives another sum.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from fake_streams import Machine, Stream, at
+from fake_meeting import Gathered, Kernel, meet
+from fake_streams import Machine, Stream, addresses, at
 
 from thdattn import sums
 from thdattn.buffers import Buffers
-from thdattn.comm import nothing, peer, windows
-from thdattn.comm.slices import copy
+from thdattn.comm import heads, meetings, nothing, peer, slices, windows
+from thdattn.comm.slices import Cut, copy
 from thdattn.methods import all_gather
 from thdattn.methods.call import Call, Tensors
 from thdattn.structs import RANK_FLAGS
@@ -72,7 +74,10 @@ class Engine:
         if meeting is None:
             self.machine.stream.launch(move, outs, (k_parts, v_parts), own)
         else:
-            gather(self.machine.stream, plan, outs, (k_parts, v_parts), own, meeting.flags)
+            rows = plan.local_key_rows
+            whole = [at(x.data.ptr, (rows, HEADS, WIDTH), x.dtype) for x in own]
+            arrays = addresses([outs, (k_parts, v_parts), whole])
+            meet(self.machine.stream, Gathered(plan.rank_order, rows, *arrays, meeting.to), meeting.flags)
         return outs
 
     def attn_fwd(self, q, k, v, plan, softmax_scale, return_max_logit, into, softcap, sinks, groups):
@@ -83,9 +88,8 @@ class Engine:
         self.machine.stream.launch(attend, into[0], q, k, v)
         return *into, None
 
-    def attn_bwd(
-        self, dout, q, k, v, out, lse, plan, softmax_scale, dtype, deterministic, into, softcap, homes, groups
-    ):
+    def attn_bwd(self, dout, q, k, v, out, lse, plan, softmax_scale, dtype, deterministic, into, softcap, homes,
+                 groups):
         def attend(dq, dk, dv, dout, k, v, out):
             dq[...], dk[...], dv[...] = out + dout, k + mix(dout), v * mix(dout)
 
@@ -97,8 +101,7 @@ class Engine:
                     there[places[mine, 1]] = x[mine]
 
         self._may_fail("attention")
-        dk, dv = (plan.buffer(name, x.shape, dtype, (len(x), max(groups), x.shape[2]))
-                  for name, x in (("dk", k), ("dv", v)))
+        dk, dv = (plan.buffer(name, k.shape, dtype, (len(k), max(groups), WIDTH)) for name in ("dk", "dv"))
         self.machine.stream.launch(attend, into[0], dk, dv, dout, k, v, out)
         if homes is None:
             return into[0], dk, dv
@@ -107,49 +110,6 @@ class Engine:
 
     def poison(self, plan, *results):
         """Lengths are right."""
-
-
-def gather(stream, plan, outs, sources, own, meeting):
-    """thd_gather, of gather.cu, step by step."""
-    rank, size, rows = int(meeting["rank"]), int(meeting["num_ranks"]), plan.local_key_rows
-    mine = at(int(meeting["mine"]), (size,), RANK_FLAGS)
-    theirs = [at(int(place), (1,), RANK_FLAGS) for place in meeting["theirs"][:size]]
-    chunks = [(row, slice(row, row + 1)) for row in range(rows)]
-
-    def offer(number, chunk, parts, own):
-        for part, x in zip(parts, own, strict=True):
-            part[chunk] = x[chunk]
-        if number == rows - 1:
-            mine["taken"][:, 0] = 0
-        for other in set(range(size)) - {rank}:
-            theirs[other]["offered"][0, number] = 1
-
-    def place(other, chunk, outs, parts):
-        for out, part in zip(outs, parts, strict=True):
-            out[plan.rank_order[other * rows :][chunk]] = part[chunk, : out.shape[1]]
-
-    def collect(other, number, chunk, outs, parts):
-        mine["offered"][other, number] = 0
-        place(other, chunk, outs, parts)
-
-    def take():
-        for there in theirs:
-            there["taken"][0, 0] = 1
-
-    whole = [at(x.data.ptr, (rows, HEADS, WIDTH), x.dtype) for x in own]
-    parts = [at(each[rank].data.ptr, x.shape, x.dtype) for each, x in zip(sources, whole, strict=True)]
-    for other in range(size):
-        stream.put(lambda reached: None, lambda reached, other=other: mine["taken"][other, 0] == 1)
-    for number, chunk in chunks:
-        stream.launch(offer, number, chunk, parts, whole)
-        stream.launch(place, rank, chunk, outs, whole)
-    for number, chunk in chunks:
-        for other in set(range(size)) - {rank}:
-            stream.put(lambda reached: None,
-                       lambda reached, other=other, number=number: mine["offered"][other, number] == 1)
-            stream.launch(collect, other, number, chunk, outs, [each[other] for each in sources])
-    if meeting["takes"]:
-        stream.launch(take)
 
 
 class Plan:
@@ -243,8 +203,7 @@ class Exchange:
 
     def write(self, number):
         """Other rows, in the same arrays."""
-        rank, rng, sources = self.program.comm.rank, np.random.default_rng(number), iter(self.sources)
-        self.wanted = []
+        rank, rng, sources, self.wanted = self.program.comm.rank, np.random.default_rng(number), iter(self.sources), []
         for sender, receiver, rows in self.slices:
             made = rng.integers(-99, 99, (rows, HEADS, WIDTH)).astype(np.float32)
             if sender == rank:
@@ -270,6 +229,49 @@ class Exchange:
     def check(self):
         for x, wanted in zip(self.found, self.wanted, strict=True):
             self.program.machine.stream.launch(self.program.compare, x, wanted)
+
+
+class Swap(Exchange):
+    """Some rows of all heads of which all ranks make all rows of some, or the other way round, of an array or two."""
+
+    def __init__(self, program, draw):
+        self.program, self.back, self.at_once = program, draw.random() < 0.5, draw.random() < 0.7
+        size = program.comm.size
+        self.rows, self.shares = draw.choices([1, 3, 4, 40], k=size), draw.choices([1, 2], k=draw.choice([1, 2]))
+        heads, rows = [Cut(1, *self.ends([share] * size)) for share in self.shares], [Cut(0, *self.ends(self.rows))]
+        sizes = np.array(self.rows)[:, None] * sum(self.shares) * WIDTH * 4 * (1 - np.eye(size, dtype=int))
+        cuts = heads, rows * len(heads)
+        self.swap = slices.Swap(cuts[self.back], cuts[not self.back], sizes.T if self.back else sizes)
+        rank = program.comm.rank
+        self.sources = [program.engine.empty(self.shapes(rank, x)[self.back], np.float32) for x in self.shares]
+        self.wait = nothing
+        self.write(next(program.numbers))
+
+    def shapes(self, rank, share):
+        """Of a rank's rows and of some heads."""
+        return (self.rows[rank], len(self.rows) * share, WIDTH), (sum(self.rows), share, WIDTH)
+
+    def write(self, number):
+        comm, rng, self.wanted = self.program.comm, np.random.default_rng(number), []
+        for source, share, cut in zip(self.sources, self.shares, self.swap.outs, strict=True):
+            shapes = [self.shapes(rank, share)[self.back] for rank in range(comm.size)]
+            made = [rng.integers(-99, 99, shape).astype(np.float32) for shape in shapes]
+            self.program.machine.stream.launch(np.copyto, source, made[comm.rank])
+            self.wanted.append(np.concatenate([cut.of(x, comm.rank) for x in made], axis=int(self.back)))
+
+    def start(self):
+        memory = self.program.memory
+        shapes = [self.shapes(self.program.comm.rank, share)[not self.back] for share in self.shares]
+        self.found = [self.program.engine.empty(shape, np.float32) for shape in shapes]
+        if memory.swaps_by_kernel(self.swap, self.at_once):
+            self.wait = memory.swap(self.swap, self.sources, self.found)
+        else:
+            self.wait = heads.Heads.swap(self.program.comm, self.swap, self.sources, self.found)
+        return self
+
+    def ends(self, each):
+        """Where what each rank has begins and ends, of so many each."""
+        return tuple(itertools.accumulate(each[:-1], initial=0)), tuple(itertools.accumulate(each))
 
 
 class Pack:
@@ -316,15 +318,18 @@ class Pack:
     def exchange(self, draw):
         """Starts one, or some, and forgets what it sent; other arrays get its memory."""
         for _ in range(draw.choice([1, 1, 3])):
-            self.exchanging.append(Exchange(self.program, draw).start())
+            self.exchanging.append(draw.choice([Exchange, Swap])(self.program, draw).start())
             self.exchanging[-1].sources.clear()
 
     def exchanged(self, draw):
         while self.exchanging and draw.random() < 0.8:
             exchange = self.exchanging.pop(draw.randrange(len(self.exchanging)))
+            self.program.machine.stream = draw.choice([self.stream, self.stream, Stream(self.program.machine)])
             exchange.arrive()
             if draw.random() < 0.8:
                 exchange.check()
+            self.stream.wait_event(self.program.machine.stream.record())
+            self.program.machine.stream = self.stream
 
     def drop(self, draw):
         """Forgets what is on its way; other arrays get its memory."""
@@ -338,7 +343,7 @@ class Pack:
         if self.early:
             return
         layers, groups, at_once = [self.layer() for _ in range(2)], draw.choice(GROUPS), draw.random() < 0.5
-        exchanges = [Exchange(self.program, draw) for _ in range(2)]
+        exchanges = [kind(self.program, draw) for kind in draw.choices([Exchange, Swap], k=2)]
         for exchange in (*exchanges, *exchanges):  # each at both turns of a window
             exchange.start().arrive()
         first = self.layer()  # makes windows, which a capture cannot
@@ -379,7 +384,8 @@ class Program:
         self.memory = peer.PeerMemory(machine.world(rank))
         self.comm = SimpleNamespace(
             size=machine.size, rank=rank, overlaps=True, gather_heads=self.memory.gather_heads,
-            homes=self.memory.homes, sum_at_home=self.memory.sum_at_home, give_back=self.memory.give_back)
+            exchange=self.memory.exchange, homes=self.memory.homes, sum_at_home=self.memory.sum_at_home,
+            give_back=self.memory.give_back)
         self.num_checked = self.num_wrong = 0
 
     def enqueue(self, draw, num_calls=40):
@@ -410,9 +416,18 @@ class Program:
 @contextlib.contextmanager
 def machine_of(size, seed):
     machine = Machine(size, seed)
-    with (mock.patch.dict(sys.modules, cupy=machine.cupy()), mock.patch.object(sums.jit, "kernel", machine.kernel),
+
+    def enqueue_copy(place, source):
+        machine.stream.launch(copy, place, source)
+
+    def kernel(name):
+        return machine.kernel(name) if name == "thd_sum" else Kernel(machine, name)
+
+    with (mock.patch.dict(sys.modules, cupy=machine.cupy()), mock.patch.object(sums.jit, "kernel", kernel),
           mock.patch.object(windows, "batch_mem_op", lambda: machine.mem_ops),
-          mock.patch.object(peer, "copy", lambda place, source: machine.stream.launch(copy, place, source)),
+          mock.patch.object(peer, "copy", enqueue_copy), mock.patch.object(heads, "copy", enqueue_copy),
+          mock.patch.object(peer, "WORTH_COPYING", 0),  # so that some swaps are of copies
+          mock.patch.object(meetings, "_LEAST_BYTES", 64),  # so that they are of several chunks, some without a word
           mock.patch.dict(sums.SUM_KERNELS, float32="thd_sum"),
           mock.patch.object(peer, "_roomy", lambda num_bytes: num_bytes),  # so that windows often grow
           mock.patch.object(peer.PeerMemory, "_probe", lambda memory: None)):  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 
 import thdattn.comm
 from thdattn.comm import mpi, nccl, watchdog
+from thdattn.comm.slices import Cut, Swap
 from thdattn.comm.watchdog import Watch
 
 PEER_MEMORY = nccl._peer_memory  # before stand-ins take its place
@@ -283,6 +284,33 @@ def test_an_exchange_with_sizes_goes_through_peer_memory_where_there_is_some(sta
     none = np.zeros((2, 2), int)
     start([FOUR_GPUS] * 2, program)
     assert said == [([], [], none), "waits"] * has_peer_memory
+
+
+@pytest.mark.parametrize("takes_it", [True, False])
+def test_slices_that_nothing_hides_go_by_a_kernel_that_says_where_the_stream_is(start, monkeypatch, takes_it):
+    said = []
+    peer = SimpleNamespace(
+        enter=lambda: None, close=lambda: None, swaps_by_kernel=lambda swap, at_once: at_once and takes_it,
+        swap=lambda *arguments: said.append(arguments), exchange=lambda *arguments: said.append("copies"))
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
+    monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda stream, address, number, flags: 0)
+    rows = Cut(0, (0, 0), (0, 3)),
+    swap = Swap(rows, rows, 12 * (1 - np.eye(2, dtype=int)))
+
+    def program(comm):
+        if comm.rank == 0:
+            numbers = comm._lane()._numbers
+            comm._check_slices = lambda *slices: None  # they are NumPy's
+            comm.swap(swap, [np.zeros(3, np.float32)], [np.zeros(3, np.float32)], at_once=True)
+            return comm.received_bytes, numbers.ctypes.data
+        return None
+
+    (received, marks), _ = start([FOUR_GPUS] * 2, program)
+    if takes_it:
+        assert received == 12
+        assert [(given, where) for given, _, _, (where, _) in said] == [(swap, marks)]
+    else:
+        assert said == ["copies"]
 
 
 def test_every_collective_is_between_two_numbers_that_the_stream_writes(start, monkeypatch):

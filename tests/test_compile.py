@@ -14,7 +14,16 @@ from launch import SOURCE
 from thdattn import structs
 from thdattn.decode_tiles import CACHE_KERNELS, DECODE, MixerDecode
 from thdattn.hopper_tiles import BackwardPairSm90, BackwardWideSm90
-from thdattn.instances import PLAN_KERNELS, REORDER_KERNELS, SUM_KERNELS, Instance, Kind, sinks_grad_kernel
+from thdattn.instances import (
+    EXCHANGE_KERNELS,
+    GATHER_KERNEL,
+    PLAN_KERNELS,
+    REORDER_KERNELS,
+    SUM_KERNELS,
+    Instance,
+    Kind,
+    sinks_grad_kernel,
+)
 from thdattn.mixer_backward_tiles import (
     CHUNK_TILES,
     CHUNK_TILES_SM90,
@@ -295,7 +304,8 @@ def test_decode_kernels_of_the_mixer_fit_and_do_not_spill(arch):
 
 @pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
-    names = "thd_gather", *REORDER_KERNELS.values(), *SUM_KERNELS.values(), *PLAN_KERNELS, *CACHE_KERNELS
+    names = (GATHER_KERNEL, *EXCHANGE_KERNELS.values(), *REORDER_KERNELS.values(), *SUM_KERNELS.values(), *PLAN_KERNELS,
+             *CACHE_KERNELS)
     compile_all([(name, 0) for name in names], arch)
 
 
@@ -405,7 +415,8 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
     kernels = {"ForwardSize": by_name["thd_attn_fwd_sm90"], "MixerSize": MIXER_KERNELS[0],
                "Parts": by_name["thd_attn_fwd_sm90"], "Rows": REORDER_KERNELS[False],
                "Segments": MIXER_KERNELS[0], "Shares": SUM_KERNELS["float16"],
-               "RankFlags": "thd_gather", "Meeting": "thd_gather"}  # fmt: skip
+               "Cut<uint4>": EXCHANGE_KERNELS[16], "Exchanged<uint4>": EXCHANGE_KERNELS[16],
+               **dict.fromkeys(("RankFlags", "Meeting", "Gathered"), GATHER_KERNEL)}  # fmt: skip
     try:
         with pytest.raises(RuntimeError, match=f"static assertion failed .*{struct}.* is not what structs.py has"):
             jit.compile_kernel(kernels.get(struct, by_name["thd_attn_bwd_sm90"]), "sm_90a")

@@ -7,11 +7,12 @@ from faults import PROGRAM, Job, ends, said
 from launch import run_ranks
 
 TIMEOUT = 6.0
-COLLECTIVE = r"(all_gather|reduce_scatter|all_reduce|barrier)( of \([\d, ]+\) \w+)?, number \d+ of this comm,"
+COLLECTIVE = (r"(all_gather|reduce_scatter|all_reduce|exchange \([^)]*\)|barrier)( of \([\d, ]+\) \w+)?, "
+              r"number \d+ of this comm,")
 
 
 @pytest.mark.parametrize(("kind", "places"), [
-    ("stop", ("forward", "backward")), ("skip", ("forward", "backward")), ("leave", ("forward",)),
+    ("stop", ("forward", "backward", "heads")), ("skip", ("forward", "backward")), ("leave", ("forward",)),
 ])  # fmt: skip
 def test_rank_that_stops_or_leaves_or_leaves_out_a_call_ends_all_at_the_deadline(kind, places):
     jobs = {place: Job(2, kind, place, "mpi", TIMEOUT) for place in places}

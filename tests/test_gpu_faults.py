@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 TIMEOUT = 10.0
 AT_START = 2.0  # of which a start has five times as much
-PLACES = pytest.mark.parametrize("place", ["forward", "backward", "exchange", "replay"])
+PLACES = pytest.mark.parametrize("place", ["forward", "backward", "heads", "exchange", "replay"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,7 +20,7 @@ def _two_gpus_and_their_kernels(cupy):
     """Compiles what the programs call, which may take one rank longer than the other waits."""
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs 2 GPUs")
-    for place in ("nowhere", "replay"):
+    for place in ("nowhere", "heads", "replay"):
         run = run_ranks(2, PROGRAM, "nothing", place, "nccl", "200", timeout=240)
         assert run.returncode == 0 and run.stdout == "" and run.stderr.count("ends well") == 2, run.stderr
 

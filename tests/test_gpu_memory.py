@@ -64,7 +64,7 @@ def by_cupy(plan, memory, layer):
 
 def exchange(comm, layer):
     """Numbers of a loopback are those of its peer memory."""
-    comm.gather_bytes = lambda sends, num_groups: comm.peer.gather_bytes(sends)
+    comm.gather_bytes = comm.peer.gather_bytes
     comm.sum_bytes, comm.held_bytes = comm.peer.sum_bytes, comm.peer.held_bytes
     return layer
 

@@ -12,10 +12,11 @@ import delays
 import numpy as np
 from cases import BFLOAT16, CASES, FIELDS, check, run, to_host
 from delays import attention, inputs_of, step
-from loopback import Loopback, Mirror
+from loopback import SIZE, Loopback, Mirror
 
 from thdattn import PackedBatch
 from thdattn.comm import peer
+from thdattn.comm.slices import Cut, Swap
 from thdattn.methods import choice
 
 pytestmark = pytest.mark.gpu
@@ -176,6 +177,101 @@ def test_captured_slices_replay(cupy, comm):
     comm.exchange(sends, recvs, sizes_of(sends))()  # eager again, with the flags as the graph left them
     stream.synchronize()
     del graph
+
+
+SWAPPED = [  # rows, heads that each of two ranks has, width, dtype; whether rows of all come back; of each an exchange
+    [(4096, 8, 128, "bfloat16", False), (4096, 2, 128, "bfloat16", False), (4096, 2, 64, "bfloat16", False)],
+    [(4096, 8, 128, "bfloat16", True), (8, 4096, 1, "float32", False)],
+    [(9_000, 16, 128, "bfloat16", True)],  # of all chunks that there are
+    [(1, 1, 8, "float16", False)], [(301, 3, 1, "float32", True)], [(77, 5, 3, "int8", False)],
+    [(40, 1, 8, "bfloat16", False)] * 6,
+]  # fmt: skip
+
+
+def swap_of(cupy, arrays, seed):
+    """What two ranks give each other of some arrays, those arrays, and others that it is put into."""
+    rng, cuts, sends, recvs = np.random.default_rng(seed), [], [], []
+    for rows, heads, width, name, back in arrays:
+        dtype = np.dtype(name)
+        shapes = (rows, SIZE * heads, width), (SIZE * rows, heads, width)
+        sends.append(cupy.asarray(rng.integers(-99, 99, shapes[back]).astype(dtype)))
+        recvs.append(cupy.zeros(shapes[not back], dtype))
+        of_rows, of_heads = (Cut(axis, (0, each), (each, 2 * each)) for axis, each in enumerate((rows, heads)))
+        cuts.append((of_rows, of_heads) if back else (of_heads, of_rows))
+    sizes = sum(x.nbytes for x in sends) // SIZE * (1 - np.eye(SIZE, dtype=np.int64))
+    return Swap(*zip(*cuts, strict=True), sizes), sends, recvs
+
+
+def assert_arrived(found, wanted):
+    for x, y in zip(found, wanted, strict=True):
+        assert to_host(x).tobytes() == to_host(y).tobytes()
+
+
+def test_slices_arrive_by_one_kernel_as_by_copies(cupy, comm):
+    for seed, arrays in enumerate(SWAPPED * 2):
+        swap, sends, found = swap_of(cupy, arrays, seed)
+        _, _, wanted = swap_of(cupy, arrays, seed)
+        Mirror().swap(swap, sends, wanted)()
+        wait = comm.swap(swap, sends, found, at_once=True)
+        for x in sends:
+            x.view(np.uint8)[...] = 0  # they are free
+        wait()
+        assert_arrived(found, wanted)
+    assert comm.by_kernel == 2 * len(SWAPPED)
+
+
+def test_slices_by_copies_and_by_the_kernel_take_turns(cupy, comm, monkeypatch):
+    monkeypatch.setattr(peer, "WORTH_COPYING", 0)
+    under_way = []
+    for number in range(12):
+        swap, sends, found = swap_of(cupy, SWAPPED[number % len(SWAPPED)], number)
+        _, _, wanted = swap_of(cupy, SWAPPED[number % len(SWAPPED)], number)
+        Mirror().swap(swap, sends, wanted)()
+        under_way.append((comm.swap(swap, sends, found, at_once=number % 3 == 0), found, wanted))
+    for wait, found, wanted in under_way[::-1]:
+        wait()
+        assert_arrived(found, wanted)
+    assert comm.by_kernel == 4
+
+
+def test_captured_slices_of_the_kernel_replay(cupy, comm):
+    made = [swap_of(cupy, arrays, 0) for arrays in SWAPPED]
+    for one in made * 2:  # each at both turns of a window
+        comm.swap(*one, at_once=True)()
+    stream = cupy.cuda.get_current_stream()
+    stream.begin_capture()
+    for one in made:
+        comm.swap(*one, at_once=True)()
+    graph = stream.end_capture()
+    for seed in (1, 2, 3):
+        wanted = []
+        for (_, sends, _), arrays in zip(made, SWAPPED, strict=True):
+            swap, others, places = swap_of(cupy, arrays, seed)
+            Mirror().swap(swap, others, places)()
+            wanted += places
+            for x, other in zip(sends, others, strict=True):
+                x[...] = other
+        graph.launch(stream)
+        assert_arrived([x for _, _, found in made for x in found], wanted)
+    comm.swap(*made[0], at_once=True)()  # eager again, with the flags as the graph left them
+    stream.synchronize()
+    del graph
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("head_groups", [1, 2])
+@pytest.mark.parametrize("sharding", ["contiguous", "dual_chunk"])
+@pytest.mark.parametrize("pack", PACKS)
+def test_heads_exchanged_by_the_kernel_give_the_bits_of_collectives(cupy, comm, pack, sharding, head_groups, keep_keys):
+    batch = PackedBatch.from_lengths(PACKS[pack], 4)
+    options = {"cp_comm_type": "a2a", "keep_keys": keep_keys}
+    layer, plain = attention(comm, head_groups=head_groups, **options), attention(Mirror(), head_groups=1, **options)
+    plan, other = layer.plan(batch, sharding), plain.plan(batch, sharding)
+    for seed in range(3):
+        inputs = inputs_of(cupy, layer, plan, seed)
+        assert_same_bits(step(layer, plan, *inputs), step(plain, other, *inputs))
+    assert comm.by_kernel == 3 * 4 * head_groups  # there and back, forward and backward: what is small is not hidden
 
 
 def test_windows_grow_and_those_before_stay_usable(cupy, comm):

@@ -1,4 +1,4 @@
-"""thd_reorder and thd_gather between rank order and sequence order, in both directions, against NumPy."""
+"""thd_reorder and thd_meet between rank order and sequence order, in both directions, against NumPy."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_both_directions_move_every_byte_as_numpy_does(cupy, case, cp_size, dtyp
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
 @pytest.mark.parametrize("case", PACKS, ids=str)
 def test_the_kernel_that_meets_other_ranks_offers_and_collects(cupy, case, cp_size, takes):
-    """Rank 0, with what all others offer there already."""
+    """Rank 0, with what all others offer there already: it offers to each, or one part to all who read later."""
     from thdattn import ops
 
     here, there = engines_and_plans(case, cp_size)
@@ -75,20 +75,22 @@ def test_the_kernel_that_meets_other_ranks_offers_and_collects(cupy, case, cp_si
     for k_shape, v_shape in WIDTHS:
         values = [distinct(len(here.rank_order), shape, BFLOAT16, i) for i, shape in enumerate((k_shape, v_shape))]
         wanted = reference.to_sequence_order(*([x] for x in values), here)
-        own, parts = [cupy.asarray(x[:rows]) for x in values], []
-        for x in values:
+        own, parts, offered = [cupy.asarray(x[:rows]) for x in values], [], []
+        for x, mine in zip(values, own, strict=True):
             parts.append([cupy.asarray(x[rank * rows :][:rows]) for rank in range(cp_size)])
-            parts[-1][0] = cupy.zeros_like(parts[-1][0])
+            parts[-1][0].view(np.uint8)[...] = 0xFF
+            offered.append({rank: cupy.zeros_like(mine) for rank in (range(1, cp_size) if takes else [0])})
+        to = [[x[rank].data.ptr if rank in x else 0 for rank in range(cp_size)] for x in offered]
         chunks = slice(32, 32 + rows)  # of one row each, behind the other flags
         mine, theirs = (cupy.zeros((cp_size, RANK_FLAGS.itemsize // 4), np.uint32) for _ in range(2))
         mine[:, 16], mine[1:, chunks], counts, marks = 1, 1, cupy.zeros(2, np.uint32), cupy.zeros(2, np.uint32)
         places = [*(x.data.ptr for x in theirs), *[0] * (MAX_RANKS - cp_size)]
         flags = np.array((places, mine.data.ptr, counts.data.ptr, 0, cp_size, takes), MEETING)[()]
-        moved = ops.to_sequence_order(*parts, there, own=own, meeting=Meeting(flags, marks.data.ptr, 7))
-        for x, y, its, (offered, *_) in zip(moved, wanted, own, parts, strict=True):
+        moved = ops.to_sequence_order(*parts, there, own=own, meeting=Meeting(flags, to, marks.data.ptr, 7))
+        for x, y, its, places_of_it in zip(moved, wanted, own, offered, strict=True):
             y[here.query_ranges[:, 0] == here.query_ranges[:, 1]] = 0  # rows that no local query sees
             assert x.get()[owned].tobytes() == y[owned].tobytes()
-            assert offered.get().tobytes() == its.get().tobytes()
+            assert {place.get().tobytes() for place in places_of_it.values()} == {its.get().tobytes()}
         told = theirs.get()
         if rows:
             assert not mine.get().any() and not counts.get().any() and (marks.get() == 7).all()

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("cupy")
 
+import fake_meeting
 from fake_streams import Stream
 from peer_programs import Pack, Program, machine_of, results
 
@@ -60,6 +61,17 @@ def take_as_soon_as_it_arrives():
         window.take = nothing
 
     return windows.Window, "__init__", make
+
+
+def unless(flag, of_others=(True, False)):
+    """The kernel in which ranks meet does not wait for one of its kinds of flags, of these ranks."""
+    awaited = fake_meeting.await_flag
+
+    def await_flag(stream, mine, name, rank, other, chunk):
+        if name != flag or (rank != other) not in of_others:
+            awaited(stream, mine, name, rank, other, chunk)
+
+    return fake_meeting, "await_flag", await_flag
 
 
 def current_stream(memory):
@@ -123,7 +135,13 @@ BROKEN = {
     "keeps what it has nothing to show in": (peer.PeerMemory, "give_back", nothing),
 }
 
-OF_EXCHANGES = list(BROKEN)[:7]
+OF_EXCHANGES = {name: BROKEN[name] for name in list(BROKEN)[:7]} | {
+    "reads elsewhere before the kernel is done": (peer.PeerMemory, "_behind", lambda memory, stream: nothing),
+    "a kernel that writes before the last part was taken": unless("taken"),
+    "a kernel that writes what its own rank has yet to read there": unless("taken", of_others=(False,)),
+    "a kernel that writes what others have yet to read": unless("taken", of_others=(True,)),
+    "a kernel that reads before it is offered": unless("offered"),
+}
 
 
 @pytest.mark.parametrize("program", PROGRAMS[1:])
@@ -150,12 +168,12 @@ def test_a_protocol_with_a_step_left_out_is_found(fault):
 
 @pytest.mark.parametrize("fault", OF_EXCHANGES)
 def test_an_exchange_with_a_step_left_out_is_found(fault):
-    with mock.patch.object(*BROKEN[fault]):
+    with mock.patch.object(*OF_EXCHANGES[fault]):
         assert shows(2, [exchanges])
 
 
 def test_slices_for_two_ranks_in_one_place_are_found():
-    with mock.patch.object(peer, "_slots", lambda sizes: [[0] * len(sizes) + [1 << 14] for _ in sizes]):
+    with mock.patch.object(peer, "slots_of", lambda sizes: [[0] * len(sizes) + [1 << 14] for _ in sizes]):
         assert shows(3, [exchanges])
 
 

@@ -18,7 +18,8 @@ PACKAGE = SOURCE / "thdattn"
 DECIDING = [
     *(str(path.relative_to(PACKAGE)) for pattern in ("*.cu", "*.cuh", "ops/*.py", "*tiles.py")
       for path in PACKAGE.rglob(pattern)),
-    "cache.py", "instances.py", "jit.py", "plan.py", "structs.py", "sums.py", "tensor_map.py", "wgmma.py",
+    "cache.py", "comm/meetings.py", "instances.py", "jit.py", "plan.py", "structs.py", "sums.py", "tensor_map.py",
+    "wgmma.py",
 ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from thdattn.tile_counts import TILE, own_tiles, pairs_and_tiles, tiles_of_slice
 START_OF_QUERIES = 3  # tiles that the backward could do in the time that a tile of query rows takes beside its own
 CLOSE = 1.03  # times that predictions do not tell apart
 PRODUCTS = 1.0, 2.5  # of forward and backward, in those of the forward
-PIECES = (3, 2), (1, 3)  # that go to each rank with heads, before and after forward and backward; each takes a copy
+PIECES = (3, 2), (1, 3)  # that go to each rank with heads, before and after forward and backward: copies if they hide
 
 
 class Rates(NamedTuple):
@@ -323,9 +323,13 @@ class _Clock:
             return self._rows(layer.groups if layer.method is all_gather else [1], 1)
         (heads, _), number = layer.moves()[self.direction], len(layer.groups)
         between = self._rows([1], number)
-        before, after = (self._travel(x / number, layer.per_node) + (layer.inner - 1) * pieces * self.rates.latency
-                         for x, pieces in zip(heads, PIECES[self.direction], strict=True))
-        return _in_turns([between] * number, [before] * number, [after] * number)
+        pieces = [(layer.inner - 1) * each * self.rates.latency for each in PIECES[self.direction]]
+        before, after = ([self._travel(x / number, layer.per_node) + each] * number
+                         for x, each in zip(heads, pieces, strict=True))
+        if layer.inner <= layer.per_node:  # what hides behind nothing goes by one kernel
+            before[0] -= pieces[0] * (number == 1)
+            after[-1] -= pieces[1]
+        return _in_turns([between] * number, before, after)
 
     def compute(self, tiles: int, share: float) -> float:
         """Of attention over so many tiles, for one of `share` groups of heads."""

@@ -53,7 +53,7 @@ _CONV_STATES = (*_MAMBA_HOPPER, "kernels/mamba/conv.cu", "kernels/mamba/conv_sta
 _MIXER_DECODE = (*_MAMBA, "kernels/mamba/decode.cu")
 FILES = {
     "thd_reorder": _ROWS,
-    "thd_gather": (*_ROWS, "kernels/gather.cu"),
+    "thd_meet": (*_ROWS, "kernels/meeting.cu"),
     "thd_plan_check": _ROWS,
     "thd_plan_rows": _ROWS,
     "thd_plan_pieces": _ROWS,
@@ -124,8 +124,8 @@ def _text(file: str) -> str:
 
 
 # What decides which kernels run, and how: their sources, and the modules that compile and launch them.
-LAUNCH_FILES = ("**/*.cu", "**/*.cuh", "ops/*.py", "*tiles.py", "buffers.py", "cache.py", "instances.py", "jit.py",
-                "plan.py", "structs.py", "sums.py", "tensor_map.py", "wgmma.py")
+LAUNCH_FILES = ("**/*.cu", "**/*.cuh", "ops/*.py", "*tiles.py", "buffers.py", "cache.py", "comm/meetings.py",
+                "instances.py", "jit.py", "plan.py", "structs.py", "sums.py", "tensor_map.py", "wgmma.py")
 
 
 def source_hash() -> str:

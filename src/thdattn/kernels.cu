@@ -19,7 +19,7 @@
 //
 //   kernels/common.cuh                    element types, ranges of rows, reductions: comes before every other file
 //   kernels/sum.cu                        shares of the same rows, of several ranks, added up
-//   kernels/gather.cu                     keys and values of all ranks to sequence order; behind this file
+//   kernels/meeting.cu                    what ranks have for each other, put to its places; behind this file
 //   kernels/homes.cuh                     where a backward stores shares that other ranks add up
 //   kernels/cache.cu                      rows of keys and values into a cache; behind this file
 //   kernels/portable/common.cuh           mma.sync, ldmatrix, cp.async, tiles in shared memory (sm_80 and later)

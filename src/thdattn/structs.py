@@ -22,10 +22,16 @@ GRADIENTS = np.dtype([*((field, np.uint64) for field in (
     "dk", "dv", "dk_accum", "dv_accum", "semaphores", "dk_rounded", "dv_rounded", "places")), ("homes", HOMES)])
 ROWS = np.dtype([("from", np.uint64, MAX_RANKS), ("own", np.uint64), ("out", np.uint64),
                  *((field, np.int32) for field in ("words", "pitch", "own_pitch"))], align=True)
-CHUNKS = 4096  # kChunks of kernels/gather.cu: of a rank's rows, each of which is offered by itself
+CHUNKS = 4096  # kChunks of kernels/meeting.cu: of what a rank has for another one; each is offered by itself
 RANK_FLAGS = np.dtype([("ready", np.uint32, 16), ("taken", np.uint32, 16), ("offered", np.uint32, CHUNKS)])
 MEETING = np.dtype([("theirs", np.uint64, MAX_RANKS), ("mine", np.uint64), ("counts", np.uint64),
                     *((field, np.int32) for field in ("rank", "num_ranks", "takes"))], align=True)
+GATHERED = np.dtype([("keys", ROWS), ("values", ROWS), ("to", np.uint64, (2, MAX_RANKS)), ("rank_order", np.uint64),
+                     ("query_ranges", np.uint64), ("num_rows", np.int32)], align=True)
+MAX_CUTS = 6  # kMaxCuts of kernels/meeting.cu: arrays of an exchange
+CUT = np.dtype([("of", np.uint64, MAX_RANKS), ("words", np.int32, MAX_RANKS), ("rows", np.int32), ("pitch", np.int32)])
+EXCHANGED = np.dtype([("out", CUT, MAX_CUTS), ("in", CUT, MAX_CUTS), ("to", np.uint64, MAX_RANKS),
+                      ("from", np.uint64, MAX_RANKS), ("num_cuts", np.int32), ("num_chunks", np.int32)])
 SHARES = np.dtype([("of", np.uint64, (2, MAX_RANKS))])
 MIXER_SIZE = np.dtype([(field, np.int32) for field in (
     "rows", "offset", "heads", "head_dim", "groups", "state_dim", "segment")])
@@ -34,7 +40,8 @@ SEGMENTS = np.dtype([(field, np.int32) for field in ("first", "count", "of_block
 # By the names of the structs in CUDA.
 LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "Parts": PARTS, "BackwardSize": BACKWARD_SIZE,
            "Pairs": PAIRS, "Homes": HOMES, "Gradients<float>": GRADIENTS, "Logits<true>": LOGITS, "Rows": ROWS,
-           "RankFlags": RANK_FLAGS, "Meeting": MEETING, "Shares": SHARES, "MixerSize": MIXER_SIZE, "Segments": SEGMENTS}
+           "RankFlags": RANK_FLAGS, "Meeting": MEETING, "Gathered": GATHERED, "Cut<uint4>": CUT,
+           "Exchanged<uint4>": EXCHANGED, "Shares": SHARES, "MixerSize": MIXER_SIZE, "Segments": SEGMENTS}
 
 
 def checks() -> str:

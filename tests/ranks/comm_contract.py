@@ -18,7 +18,7 @@ import numpy as np
 import thdattn.comm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from ranks.comm_exchange import check_exchange
+from ranks.comm_exchange import check_exchange, check_swap
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 MOVED = [
@@ -31,6 +31,7 @@ SUMMED = [BFLOAT16, *map(np.dtype, ("float16", "float32", "float64", "int32", "i
 def check_contract(comm: thdattn.comm.Comm, xp: Any) -> None:
     """Every promise of Comm that a correct program relies on; xp is numpy or cupy. Closes the comm."""
     check_exchange(comm, xp)
+    check_swap(comm, xp)
     check_all_but_exchange(comm, xp)
 
 

@@ -1,4 +1,4 @@
-"""Comm.exchange, checked by every rank of any backend."""
+"""Comm.exchange and Comm.swap, checked by every rank of any backend."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 import thdattn.comm
+from thdattn.comm.slices import Cut, Swap
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [BFLOAT16, *map(np.dtype, ("float16", "float32", "float64", "int8", "uint64", "complex128"))]
@@ -62,6 +63,53 @@ def check_exchange(comm: thdattn.comm.Comm, xp: Any) -> None:
     while under_way:
         check_arrived(*under_way.pop(0))
     check_bad_slices_are_named(comm, xp)
+
+
+def check_swap(comm: thdattn.comm.Comm, xp: Any) -> None:
+    """Random arrays of some rows of all heads become those of all rows of some, and back; several under way."""
+    under_way: list[tuple[Any, list[tuple[Any, np.ndarray]]]] = []
+    for seed in range(40):
+        draw = random.Random(seed)  # the same on all ranks
+        under_way.append(start_swap(comm, xp, draw))
+        while len(under_way) > draw.choice([0, 0, 1]):
+            check_arrived(*under_way.pop(0))
+    while under_way:
+        check_arrived(*under_way.pop(0))
+
+
+def start_swap(comm: thdattn.comm.Comm, xp: Any, draw: random.Random) -> tuple[Any, list[tuple[Any, np.ndarray]]]:
+    """What waits, and the arrays that all ranks put their slices into, with what they must hold then."""
+    rows, back, width = draw.choice([0, 1, 3, 50, 400]), draw.random() < 0.5, draw.choice([1, 3, 8, 64])
+    cuts, sends, arrived, num_bytes = [], [], [], 0
+    for number in range(draw.choice([1, 2, 3])):
+        dtype, share, axis = draw.choice(DTYPES), draw.choice([1, 2, 5]), int(number < 2)  # which one counts the heads
+        num_bytes += rows * share * width * dtype.itemsize
+        some_rows, some_heads = ((rows, comm.size * share, width), (comm.size * rows, share, width))
+        if not axis:
+            some_rows, some_heads = ((x[1], x[0], x[2]) for x in (some_rows, some_heads))
+        shape, into = (some_heads, some_rows) if back else (some_rows, some_heads)
+        size = comm.size * int(np.prod(shape)) * dtype.itemsize
+        made = np.frombuffer(draw.randbytes(size), dtype).reshape(comm.size, *shape)
+        place, ends = xp.asarray(np.zeros(into, dtype)), {axis: of_ranks(comm, share), 1 - axis: of_ranks(comm, rows)}
+        cut, laid = (1 - axis, axis) if back else (axis, 1 - axis)  # along which axis slices are taken, and put
+        cuts.append((Cut(cut, *ends[cut]), Cut(laid, *ends[laid])))
+        sends.append(xp.array(made[comm.rank]))
+        mine = slice(ends[cut][0][comm.rank], ends[cut][1][comm.rank])
+        parts = [x[:, mine] if cut else x[mine] for x in made]
+        arrived.append((place, np.concatenate(parts, axis=laid)))
+    sizes = num_bytes * (1 - np.eye(comm.size, dtype=np.int64))
+    before = comm.received_bytes
+    outs, ins = zip(*cuts, strict=True)
+    wait = comm.swap(Swap(outs, ins, sizes), sends, [place for place, _ in arrived], at_once=draw.random() < 0.5)
+    assert comm.received_bytes - before == sizes[:, comm.rank].sum()
+    for send in sends:
+        send.view(np.uint8)[...] = 0  # it is free
+    return wait, arrived
+
+
+def of_ranks(comm: thdattn.comm.Comm, each: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where what each rank has begins, and ends."""
+    return tuple(rank * each for rank in range(comm.size)), tuple((rank + 1) * each for rank in range(comm.size))
 
 
 def start_exchange(comm: thdattn.comm.Comm, xp: Any, draw: random.Random) -> tuple[Any, list[tuple[Any, np.ndarray]]]:

@@ -84,21 +84,22 @@ def join(kind: str, place: str, backend: str, timeout: float) -> thdattn.comm.Co
 
 
 class Layer:
-    """One attention of a small pack, whose rank 1 fails at a place of its third step."""
+    """One attention of a small pack, whose rank 1 fails at a place of its third step; "heads": before these travel."""
 
     def __init__(self, comm: thdattn.comm.Comm, kind: str, place: str) -> None:
-        self.comm, self.kind, self.place = comm, kind, place
+        self.comm, self.kind, self.place = comm, kind, "forward" if place == "heads" else place
         dtype = "bfloat16" if "cuda" in comm.devices else "float32"
-        self.attention = thdattn.CPAttention(comm, 2, 64, dtype=dtype)
+        self.num_heads, method = (4, "a2a") if place == "heads" else (2, "all_gather")
+        self.attention = thdattn.CPAttention(comm, self.num_heads, 64, dtype=dtype, cp_comm_type=method)
         self.plan = self.attention.plan(thdattn.PackedBatch.from_lengths([70, 33, 9], 2 * comm.size))
         self.x = self.array(self.plan.local_rows)
 
     def array(self, rows: int) -> Any:
         if "cuda" not in self.comm.devices:
-            return np.ones((rows, 2, 64), np.float32)
+            return np.ones((rows, self.num_heads, 64), np.float32)
         import cupy
 
-        return cupy.asarray(np.ones((rows, 2, 64), self.attention.dtype))
+        return cupy.asarray(np.ones((rows, self.num_heads, 64), self.attention.dtype))
 
     def at(self, place: str, last: bool) -> bool:
         """Whether this rank goes on with what comes next."""

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from thdattn.comm.slices import Slices, Swap, copy
+
 
 def nothing() -> None:
     """What is there needs no waiting."""
@@ -19,10 +21,13 @@ def nothing() -> None:
 class Meeting(NamedTuple):
     """Of all ranks, by one kernel.
 
-    flags: a MEETING of structs.py. marks: where the watchdog has numbers written, 0: nowhere, and which one.
+    flags: a MEETING of structs.py.
+    to: of each array, where this rank's rows are put for each rank, 0: nowhere, as it reads what another one gets.
+    marks: where the watchdog has numbers written, 0: nowhere, and which one.
     """
 
     flags: Any
+    to: Sequence[Sequence[int]]
     marks: int = 0
     number: int = 0
 
@@ -33,8 +38,8 @@ class Arrival(NamedTuple):
     parts: of each array, those that make up its rows, one after another and equally many: one, in which the rows of
         this rank itself may be missing, or one a rank, which may lie in the memory of other GPUs.
     wait: to be called before they are read, and `done` after that; on a GPU it is the current stream that waits.
-    meeting: for the kernel that puts the rows to their places, which it is to do next: it has this rank's rows in their
-        place among the parts too, and waits for those of others by itself. None: they wait as above.
+    meeting: for the kernel that puts the rows to their places, which it is to do next: it has this rank's rows where
+        other ranks read them too, and waits for those of others by itself. None: they wait as above.
     """
 
     parts: Sequence[Sequence[Any]]
@@ -47,6 +52,7 @@ class Heads(ABC):
     """What a comm does for attention over the keys of all ranks."""
 
     name: str
+    rank: int
     size: int
 
     @abstractmethod
@@ -54,6 +60,31 @@ class Heads(ABC):
 
     @abstractmethod
     def reduce_scatter(self, send: Any, recv: Any) -> None: ...
+
+    @abstractmethod
+    def exchange(self, sends: Slices, recvs: Slices, sizes: Any = None) -> Callable[[], None]: ...
+
+    def swap(
+        self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
+    ) -> Callable[[], None]:
+        """Start to give each rank its slices of some arrays, and to put those of all ranks into others.
+
+        Args:
+            sends: the arrays that `swap` is about, C-contiguous.
+            recvs: those that slices are put into. Overwritten; they share no memory with sends.
+            at_once: what comes is asked for next, and hides behind nothing; the same on all ranks.
+
+        Returns:
+            What waits for it, as that of exchange.
+        """
+        for out, send, place, recv in zip(swap.outs, sends, swap.ins, recvs, strict=True):
+            source = out.of(send, self.rank)
+            if source.size:
+                copy(place.of(recv, self.rank), source)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        going, coming = ([(cut.of(x, rank), rank) for rank in others for cut, x in zip(cuts, arrays, strict=True)]
+                         for cuts, arrays in ((swap.outs, sends), (swap.ins, recvs)))
+        return self.exchange(going, coming, swap.sizes)
 
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn.comm import Arrival, Comm, mpi, nothing
-from thdattn.comm.slices import Slices
+from thdattn.comm.slices import Slices, Swap
 from thdattn.comm.watchdog import PATIENCE_AT_START, Lane
 from thdattn.install import remedy
 
@@ -155,14 +155,23 @@ class NcclComm(Comm):
             return super().gather_heads(sends, recvs)
         self.received_bytes += (self.size - 1) * sum(send.nbytes for send in sends)
         if at_once:
-            lane = self._lane()
-            marks = (0, 0) if lane is None else self._watch.by_kernel(lane, "gather of keys", sends[0])
+            marks = self._watched_kernel("gather of keys", sends[0])
             arrivals = self._peer.gather_heads(sends, recvs, True, marks)
         else:
             with self.watched("gather of keys", sends[0]):
                 arrivals = self._peer.gather_heads(sends, recvs, False)
         return [arrival if arrival.wait is nothing
                 else arrival._replace(wait=self._watched_wait("gather of keys", arrival.wait)) for arrival in arrivals]
+
+    def swap(
+        self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
+    ) -> Callable[[], None]:
+        if self._peer is None or not self._peer.swaps_by_kernel(swap, at_once):
+            return super().swap(swap, sends, recvs, at_once)
+        self.received_bytes += swap.received[self.rank]
+        marks = self._watched_kernel("exchange of slices", recvs[0])
+        wait: Callable[[], None] = self._peer.swap(swap, sends, recvs, marks)
+        return wait
 
     def give_back(self) -> None:
         if self._peer is not None:
@@ -189,7 +198,7 @@ class NcclComm(Comm):
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
         if self._peer is None:
             return super().gather_bytes(sends, num_groups)
-        return dict(self._peer.gather_bytes(sends))
+        return dict(self._peer.gather_bytes(sends, num_groups))
 
     def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
         return super().sum_bytes(groups) if self._peer is None else dict(self._peer.sum_bytes(groups))
@@ -199,6 +208,12 @@ class NcclComm(Comm):
 
     def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
         return super().exchange_bytes(sizes, strided) if self._peer is None else dict(self._peer.exchange_bytes(sizes))
+
+    def _watched_kernel(self, what: str, array: Any) -> tuple[int, int]:
+        """Where the next kernel on the current stream, which waits for other ranks, is to say so, and the number."""
+        self._check_open()
+        lane = self._lane()
+        return (0, 0) if lane is None else self._watch.by_kernel(lane, what, array)
 
     def _watched_wait(self, what: str, wait: Callable[[], None]) -> Callable[[], None]:
         """A wait of the current stream for another one that itself waits for other ranks."""

@@ -1,9 +1,10 @@
 """Peer memory: the GPUs of one machine read each other's memory, beside kernels and without taking a multiprocessor.
 
 Copy engines pull slices of heads as they lie, and flags that streams write and wait for say when: a collective of NCCL
-needs multiprocessors, and would start when a kernel that fills the GPU ends. Keys that nothing hides are gathered by
-one kernel, see kernels/gather.cu. Everything here can be captured in a CUDA graph, and nothing makes the host wait, but
-for the first use of a size, which all ranks meet to exchange handles for.
+needs multiprocessors, and would start when a kernel that fills the GPU ends. What nothing hides, keys and slices, is
+brought by one kernel, which writes into the memory of the GPUs that read it, see kernels/meeting.cu. Everything here
+can be captured in a CUDA graph, and nothing makes the host wait, but for the first use of a size, which all ranks meet
+to exchange handles for.
 
 Source: CUDA driver API, stream memory operations and interprocess communication.
 """
@@ -12,21 +13,27 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from thdattn.comm import Arrival, Meeting, nothing
-from thdattn.comm.slices import Slices, address, copy, rows_of
-from thdattn.comm.windows import ALIGNMENT, Window, header_bytes
-from thdattn.structs import MAX_RANKS, SHARES
+from thdattn.comm.layout import bytes_of, offsets, offsets_of, slots_of
+from thdattn.comm.slices import Slices, Swap, address, copy, rows_of
+from thdattn.comm.windows import Window, header_bytes
+from thdattn.structs import MAX_CUTS, MAX_RANKS, SHARES
 
 _HIGHEST = -5  # of the priorities of streams
 
 # What they are called, by use.
 _WINDOWS = {"gather": "windows of keys", "sum": "windows of sums", "exchange": "windows of slices"}
+
+# Slices that hide behind nothing are brought by one kernel, which takes one call of the driver and places what has come
+# while the rest is on its way; others by copy engines, which leave all multiprocessors to the kernel that hides them.
+# Unless no rank gets as many bytes as this: they are there sooner than the driver has been told of each.
+WORTH_COPYING = 4 * 2**20
+_MOST_OF_A_KERNEL = 2**31  # bytes of a message, whose words it counts in 32 bits
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -96,16 +103,17 @@ class PeerMemory:
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool, marks: tuple[int, int] = (0, 0)
     ) -> list[Arrival]:
-        """See Comm.gather_heads. At once, the first group, which hides behind nothing, is read where it lies.
+        """See Comm.gather_heads. At once, the first group, which hides behind nothing, is brought by a kernel.
 
         Args:
-            marks: of the kernel that reads it, see Meeting.
+            marks: of that kernel, see Meeting.
         """
         stream, route = self.enter(), self._route(sends, recvs)
+        if at_once and len(recvs) == 1:
+            return [self._all_by_kernel(route, sends, marks)]
         window = self._window("gather", route.num_bytes)
         if at_once:
-            meeting = Meeting(window.meetings[len(recvs) == 1], *marks)
-            return self._by_kernel(stream, route, window, sends, recvs, meeting)
+            return self._first_by_kernel(stream, route, window, sends, recvs, marks)
         window.free(stream)
         for send, part in zip(sends, route.parts, strict=True):
             self._copy(window.address(self.rank, part), send.data.ptr, send.nbytes, stream)
@@ -121,9 +129,27 @@ class PeerMemory:
             arrivals.append(Arrival([[place] for place in parts], self._arrival(stream)))
         return arrivals
 
-    def _by_kernel(self, stream: Any, route: _Route, window: Window, sends: Sequence[Any],
-                   recvs: Sequence[Sequence[Any]], meeting: Meeting) -> list[Arrival]:
-        """The first group for a kernel that offers all rows, and the others pulled when all ranks have offered them."""
+    def _all_by_kernel(self, route: _Route, sends: Sequence[Any], marks: tuple[int, int]) -> Arrival:
+        """All heads for a kernel that writes them into the windows of the ranks that read them."""
+        num_bytes = route.num_bytes
+        window = self._window("gather", (self.size - 1) * num_bytes)
+
+        def slot(of: int, by: int) -> int:
+            """Where in a rank's part begins what another one writes; what is its own nobody reads there."""
+            number: int = (by - of) % self.size - 1
+            return max(0, number) * num_bytes
+
+        to = [[window.address(rank, slot(rank, self.rank) + part) if rank != self.rank else 0
+               for rank in range(self.size)] for part in route.parts]
+        parts = route.in_place(window, sends, [(self.rank, slot(self.rank, rank)) for rank in range(self.size)])
+        return Arrival(parts, meeting=Meeting(window.meetings[1], to, *marks))
+
+    def _first_by_kernel(self, stream: Any, route: _Route, window: Window, sends: Sequence[Any],
+                         recvs: Sequence[Sequence[Any]], marks: tuple[int, int]) -> list[Arrival]:
+        """The first group for a kernel that offers all heads, and the others pulled when all ranks have done so."""
+        to = [[window.address(rank, part) if rank == self.rank else 0 for rank in range(self.size)]
+              for part in route.parts]
+        meeting = Meeting(window.meetings[0], to, *marks)
         places = [recvs[group] for group in range(1, len(recvs))]
         waits: list[Wait] = []  # made when the first one was read
 
@@ -136,12 +162,11 @@ class PeerMemory:
                 self._pull(route, group, window, parts)
                 waits.append(self._arrival(stream))
 
-        first = Arrival(route.in_place(window, sends, self.size), done=pull if places else nothing, meeting=meeting)
+        parts = route.in_place(window, sends, [(rank, 0) for rank in range(self.size)])
         arrivals = [Arrival([[place] for place in parts], functools.partial(wait, number))
                     for number, parts in enumerate(places)]
-        if arrivals:
-            arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
-        return [first, *arrivals]
+        arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
+        return [Arrival(parts, done=pull, meeting=meeting), *arrivals]
 
     def _pull(self, route: _Route, group: int, window: Window, parts: Sequence[Any]) -> None:
         """Copies a group of the other ranks' heads to its places."""
@@ -151,7 +176,7 @@ class PeerMemory:
 
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Wait:
         """See Comm.exchange. What a rank sends to another one lies together in its window, where `sizes` tells."""
-        stream, slots = self.enter(), _slots(sizes)
+        stream, slots = self.enter(), slots_of(sizes)
         if not any(slot[-1] for slot in slots):  # on all ranks
             return nothing
         window = self._window("exchange", max(slot[-1] for slot in slots))
@@ -174,6 +199,33 @@ class PeerMemory:
         window.take(self._pulls)
         return self._arrival(stream)
 
+    def swaps_by_kernel(self, swap: Swap, at_once: bool) -> bool:
+        """Whether to call `swap`; all ranks find the same."""
+        fits = len(swap.outs) <= MAX_CUTS and 0 < swap.most < _MOST_OF_A_KERNEL
+        return fits and (at_once or swap.most < WORTH_COPYING)
+
+    def swap(
+        self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], marks: tuple[int, int] = (0, 0)
+    ) -> Wait:
+        """See Comm.swap. By one kernel, on the current stream; messages lie in the windows of those who get them.
+
+        Args:
+            marks: of the kernel, see Meeting.
+        """
+        stream, slots = self.enter(), slots_of(swap.sizes.T)
+        window = self._window("exchange", max([slot[-1] for slot in slots]))
+
+        def made() -> Any:
+            from thdattn.comm import meetings  # which wants CuPy
+
+            to = [window.address(rank, slot[self.rank]) for rank, slot in enumerate(slots)]
+            came = [window.address(self.rank, at) for at in slots[self.rank][:-1]]
+            return meetings.Exchange(swap, sends, recvs, to, came, window.meetings[1])
+
+        key = swap, *[x.data.ptr for x in sends], *[x.data.ptr for x in recvs]
+        window.once(key, made).launch(*marks)
+        return self._behind(stream)
+
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
         behind = [recvs[group][0].shape[1] for group in range(1, len(recvs))]  # the first one may be read where it is
         heads = sends[0].shape[1] - sum(behind), *behind
@@ -186,19 +238,20 @@ class PeerMemory:
         """See Comm.give_back."""
         self._summing.unfree(self.enter())
 
-    def gather_bytes(self, sends: Sequence[int]) -> dict[str, int]:
-        """See Comm.gather_bytes."""
-        return {_WINDOWS["gather"]: self._both(_roomy(_offsets(sends)[-1]))}
+    def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
+        """See Comm.gather_bytes. One group comes where it is read, others wait where they are from."""
+        num_parts = self.size - 1 if num_groups == 1 else 1
+        return {_WINDOWS["gather"]: self._both(_roomy(num_parts * offsets(sends)[-1]))}
 
     def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
         """See Comm.sum_bytes. All groups but the last one, whose shares go to their owners, are pulled from others."""
         most = max(map(sum, groups))
         pulled = {"pulled sums": _roomy(most // self.size * (self.size - 1))} if len(groups) > 1 else {}
-        return {_WINDOWS["sum"]: self._both(_roomy(max(_offsets(group)[-1] for group in groups))), **pulled}
+        return {_WINDOWS["sum"]: self._both(_roomy(max(offsets(group)[-1] for group in groups))), **pulled}
 
     def exchange_bytes(self, sizes: Any) -> dict[str, int]:
         """See Comm.exchange_bytes."""
-        most = max(slot[-1] for slot in _slots(sizes))
+        most = max(slot[-1] for slot in slots_of(sizes))
         return {_WINDOWS["exchange"]: self._both(_roomy(most))} if most else {}
 
     def held_bytes(self) -> dict[str, int]:
@@ -219,12 +272,12 @@ class PeerMemory:
         At once, shares go to their owners, who add them up where they are then. Else they stay, and owners pull them:
         stores into other GPUs' memory hold up a kernel, copy engines do not.
         """
-        (*offsets, _), (*_, most) = (_offsets_of(tuple((self.size * rows, *rest) for rows, *rest in each), _FLOAT32)
-                                     for each in (shapes, largest))
+        (*begins, _), (*_, most) = (offsets_of(tuple((self.size * rows, *rest) for rows, *rest in each), _FLOAT32)
+                                    for each in (shapes, largest))
         window = self._summing = self._window("sum", most)
         window.free(self.enter())
-        self._sizes, self._most = (_bytes_of(tuple(each), _FLOAT32) for each in (shapes, largest))
-        given, self._gotten = window.homes(tuple(offsets), self._sizes, at_once)
+        self._sizes, self._most = (bytes_of(tuple(each), _FLOAT32) for each in (shapes, largest))
+        given, self._gotten = window.homes(tuple(begins), self._sizes, at_once)
         return given
 
     def sum_at_home(self, rows: Any, results: Sequence[Any], at_once: bool) -> Wait:
@@ -296,6 +349,16 @@ class PeerMemory:
 
         return wait
 
+    def _behind(self, stream: Any) -> Wait:
+        """What has the current stream come after another one."""
+
+        def wait() -> None:
+            current = self._cupy.cuda.get_current_stream()
+            if current.ptr != stream.ptr:
+                current.wait_event(stream.record())
+
+        return wait
+
     def _follow(self, stream: Any) -> None:
         """Has the stream that pulls wait for another one."""
         event = self._cupy.cuda.Event(disable_timing=True)
@@ -329,23 +392,28 @@ class _Route:
     """
 
     def __init__(self, sends: Sequence[Any], heads: Sequence[int]) -> None:
-        *self.parts, self.num_bytes = _offsets([x.nbytes for x in sends])
+        *self.parts, self.num_bytes = offsets([x.nbytes for x in sends])
         widths = [x.shape[2] * x.itemsize for x in sends]
         self.groups = [
             [_Slice(part + (end - number) * width, number * width, send.shape[1] * width, len(send))
              for part, width, send in zip(self.parts, widths, sends, strict=True)]
             for number, end in zip(heads, itertools.accumulate(heads), strict=True)
         ]  # fmt: skip
-        self._in_place: dict[Window, Sequence[Sequence[Any]]] = {}
 
-    def in_place(self, window: Window, sends: Sequence[Any], size: int) -> Sequence[Sequence[Any]]:
-        """The first group as it lies in the ranks' parts of a window."""
-        if window not in self._in_place:
-            self._in_place[window] = [
-                [window.heads(rank, piece.first, piece.pitch, piece.width, send) for rank in range(size)]
-                for piece, send in zip(self.groups[0], sends, strict=True)
-            ]
-        return self._in_place[window]
+    def in_place(
+        self, window: Window, sends: Sequence[Any], places: Sequence[tuple[int, int]]
+    ) -> Sequence[Sequence[Any]]:
+        """The first group of each rank as it lies in a window.
+
+        Args:
+            places: in whose part what each rank has begins, and at which byte.
+        """
+        def made() -> Sequence[Sequence[Any]]:
+            return [[window.heads(of, at + piece.first, piece.pitch, piece.width, send) for of, at in places]
+                    for piece, send in zip(self.groups[0], sends, strict=True)]
+
+        found: Sequence[Sequence[Any]] = window.once((self, *places), made)
+        return found
 
 
 def obstacle(hostnames: Sequence[str]) -> str | None:
@@ -355,33 +423,6 @@ def obstacle(hostnames: Sequence[str]) -> str | None:
     if len(hostnames) > MAX_RANKS:
         return f"there are {len(hostnames)} ranks, and sums are made for {MAX_RANKS}"
     return None
-
-
-def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each of some arrays begins when they lie behind each other, and where the last one ends."""
-    return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-
-
-@functools.lru_cache(maxsize=64)
-def _offsets_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> list[int]:
-    """The same, of arrays of these shapes."""
-    return _offsets(_bytes_of(shapes, dtype))
-
-
-@functools.lru_cache(maxsize=64)
-def _bytes_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
-    return tuple(math.prod(shape) * dtype.itemsize for shape in shapes)
-
-
-def _slots(sizes: Any) -> list[list[int]]:
-    """Of each rank, where in its window begins what it sends to each other one, and where all of it ends."""
-    sizes = np.asarray(sizes)
-    return _slots_of(sizes.shape, sizes.dtype, sizes.tobytes())
-
-
-@functools.lru_cache(maxsize=256)
-def _slots_of(shape: tuple[int, ...], dtype: np.dtype[Any], sizes: bytes) -> list[list[int]]:
-    return [_offsets(row) for row in np.frombuffer(sizes, dtype).reshape(shape).tolist()]
 
 
 def _copy_rows(

@@ -2,13 +2,59 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 Slices = Sequence[tuple[Any, int]]  # and for each the rank that it goes to, or comes from
+
+
+class Cut(NamedTuple):
+    """Which slice of an array belongs to each rank: some of its rows, or of its columns, such as heads.
+
+    axis: 0, rows, or 1, columns of all rows, which are the first two dimensions.
+    begins, ends: of each rank's.
+    """
+
+    axis: int
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def of(self, array: Any, rank: int) -> Any:
+        """That of one rank."""
+        part = slice(self.begins[rank], self.ends[rank])
+        return array[:, part] if self.axis else array[part]
+
+
+@dataclass(frozen=True, eq=False)
+class Swap:
+    """What all ranks give each other of arrays of some shapes and dtypes; made once, and known by itself.
+
+    outs: of each array what each rank gets of it, this one's own too.
+    ins: of as many arrays where what comes from each rank belongs.
+    sizes: (size, size) bytes that each rank (row) has for each other one (column), the same on all ranks; of a rank
+        for itself 0.
+    """
+
+    outs: tuple[Cut, ...]
+    ins: tuple[Cut, ...]
+    sizes: NDArray[np.int64]
+
+    @functools.cached_property
+    def received(self) -> list[int]:
+        """Bytes that each rank gets from others."""
+        received: list[int] = self.sizes.sum(0).tolist()
+        return received
+
+    @functools.cached_property
+    def most(self) -> int:
+        """Those of the rank that gets most."""
+        return max(self.received)
 
 
 class Rows(NamedTuple):

@@ -3,11 +3,13 @@
 For each of its users p a window has two flags:
 
     ready[p]    p's part is written: set by p, awaited and taken back by the reader
-    taken[p]    p has read this part: set by p, awaited and taken back by its owner before it writes again
+    taken[p]    p has read all that it reads, in every rank's part: set by p in the memory of all ranks, awaited and
+                taken back by each before it writes again, in its own part or in another rank's
 
 A flag is taken back right after the wait for it, before anybody can set it again, so that a replayed graph finds the
-flags as the capture did. Streams write and await these flags, or one kernel that gathers keys, see kernels/gather.cu,
-which has a flag `offered` for each chunk of a part, instead of ready.
+flags as the capture did. Streams write and await these flags, and each rank writes in its own part, which others read;
+or one kernel brings all, see kernels/meeting.cu, which has a flag `offered` for each chunk of a part, instead of ready,
+and may write in the parts of others. Both may take turns in a window.
 
 Source: CUDA driver API, stream memory operations and interprocess communication.
 """
@@ -21,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from thdattn.comm.layout import ALIGNMENT
 from thdattn.structs import MAX_RANKS, MEETING, RANK_FLAGS, SHARES
 
 _MOST_KEPT = 1024
 _COUNTS = 64  # bytes of counters behind the flags
-ALIGNMENT = 256
 WAIT_32, WRITE_32, _WAIT_EQUAL, _WRITE_DEFAULT = 1, 2, 1, 0  # CUstreamBatchMemOpType and flags
 MEM_OP = np.dtype({
     "names": ["operation", "address", "value", "flags", "alias"], "offsets": [0, 8, 16, 24, 32],
@@ -75,7 +77,7 @@ class Window:
 
     @functools.cached_property
     def meetings(self) -> tuple[Any, Any]:
-        """A MEETING for a kernel that says that it has taken the parts, or (the first one) leaves that to `take`."""
+        """A MEETING for a kernel that says that it has taken all, or (the first one) leaves that to `take`."""
         counts = self._memory.ptr + flags_of(len(self._at))
         theirs = [*self.flags_there(), *[0] * (MAX_RANKS - len(self._at))]
         first, second = (np.array((theirs, self._memory.ptr, counts, self._rank, len(self._at), takes), MEETING)[()]
@@ -94,7 +96,7 @@ class Window:
             place = cupy.cuda.MemoryPointer(self._memory, self._header + offset)
             return cupy.ndarray(shape, dtype, place)
 
-        return self._once((offset, shape, dtype), made)
+        return self.once((offset, shape, dtype), made)
 
     def homes(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
         """Of shares of so many bytes, from these offsets on one behind another, those of one rank of what each rank
@@ -112,14 +114,14 @@ class Window:
                     mine["of"][i, rank] = self.share(self._rank, rank, offset, size)
             return (theirs, mine) if there else (mine, theirs)
 
-        found: tuple[Any, Any] = self._once(("homes", offsets, sizes, there), made)
+        found: tuple[Any, Any] = self.once(("homes", offsets, sizes, there), made)
         return found
 
     def share(self, of: int, number: int, offset: int, size: int) -> int:
         """Where one of the shares in a rank's part begins."""
         return self.address(of, offset + number * size)
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` returns, kept for some time, as layers ask for the same few things again and again."""
         if key not in self._kept:
             if len(self._kept) >= _MOST_KEPT:

@@ -10,7 +10,7 @@ struct bf16 { unsigned short bits; };
 [[maybe_unused]] constexpr int kWarp = 32;
 [[maybe_unused]] constexpr int kNone = 0x7fffffff;                    // no other row in sight
 [[maybe_unused]] constexpr int kMaxRanks = 16;                        // whose memory a kernel can read
-[[maybe_unused]] constexpr int kChunks = 4096;                        // of a rank's rows, see gather.cu
+[[maybe_unused]] constexpr int kChunks = 4096;                        // of a rank's rows, see meeting.cu
 [[maybe_unused]] constexpr float kLog2e = 1.4426950408889634f;
 [[maybe_unused]] constexpr float kLn2 = 0.6931471805599453f;
 #define kInfinity __int_as_float(0x7f800000)

@@ -4,22 +4,26 @@ q, k and v are exchanged, so that a rank has all rows of few heads where it had 
 follows, and out and lse are exchanged back. Every mask and pack is balanced, and all sizes are constants.
 
 The group may be the inner of two levels: between groups, rows of the heads that a rank has are another method's, whose
-plan is plan.core. Groups of heads are exchanged one after another, each while another is computed.
+plan is plan.core. Groups of heads are exchanged one after another, each while another is computed; what nothing hides,
+all of one group among it, is asked for at once, which some comms bring in another way.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509; two levels: LoongTrain, arXiv:2406.18485.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn.comm import nothing
-from thdattn.comm.slices import copy
+from thdattn.comm.slices import Cut, Swap
 from thdattn.memory import Layer, Memory, num_bytes
 from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
 
@@ -96,7 +100,7 @@ def memory(engine: Any, comm: Ranks, plan: Plan, layer: Layer, outer: Any) -> Me
     """Bytes of all that forward and backward make, for a layer with this plan, which needs no arrays."""
     assert plan.core is not None
     size, groups, rows, alone = comm.inner.size, len(layer.groups), plan.local_rows, comm.outer.size == 1
-    here, there = (_Deal(n, size, groups if n >= size else 1) for n in (layer.num_heads, layer.num_kv_heads))
+    here, there = (_deal(n, size, groups if n >= size else 1) for n in (layer.num_heads, layer.num_kv_heads))
     inside = outer.memory(engine, comm.outer, plan.core, layer._replace(
         num_heads=here.share, num_kv_heads=there.share, groups=(there.share,),
         keeps_keys=layer.keeps_keys and not alone))
@@ -139,8 +143,9 @@ def _between_groups(call: Call, outer: Comm) -> Call:
     return call._replace(groups=(), outer=None, keeps_keys=call.keeps_keys and outer.size > 1)
 
 
-class _Deal(NamedTuple):
-    """How heads are spread over `size` ranks, and those of a rank over `groups`.
+@dataclass(frozen=True, eq=False)
+class _Deal:
+    """How heads are spread over `size` ranks, and those of a rank over `groups`; see _deal.
 
     If ranks are more than heads, some share one.
     """
@@ -149,12 +154,12 @@ class _Deal(NamedTuple):
     size: int
     groups: int
 
-    @property
+    @functools.cached_property
     def sharers(self) -> int:
         """Ranks that have the same heads."""
         return max(1, self.size // self.num_heads)
 
-    @property
+    @functools.cached_property
     def share(self) -> int:
         """Heads that a rank has in a group."""
         return max(1, self.num_heads // self.size) // self.groups
@@ -165,6 +170,9 @@ class _Deal(NamedTuple):
         return slice(first, first + self.share)
 
 
+_deal = functools.lru_cache(maxsize=256)(_Deal)  # one for the same numbers, as every layer asks for the same few
+
+
 class _Pair(NamedTuple):
     """An array of some rows of all heads, and one of all rows of some heads. axis: which one counts the heads."""
 
@@ -173,25 +181,17 @@ class _Pair(NamedTuple):
     deal: _Deal
     axis: int = 1
 
-    def parts(self, rank: int, group: int) -> tuple[Any, Any]:
-        """What both have of a rank: of the first its heads, of the second its rows."""
-        heads, num_rows = self.deal.of(rank, group), self.some_rows.shape[1 - self.axis]
-        rows = slice(rank * num_rows, (rank + 1) * num_rows)
-        if self.axis:
-            return self.some_rows[:, heads], self.some_heads[rows]
-        return self.some_rows[heads], self.some_heads[:, rows]
-
 
 class _Swap:
     """Exchanges of a layer, group by group: from some rows of all heads to all rows of some, and back."""
 
     def __init__(self, engine: Any, comm: Comm, plan: Plan, num_groups: int) -> None:
         self._engine, self._comm, self._plan, self._num_groups = engine, comm, plan, num_groups
-        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
 
     def deal(self, num_heads: int) -> _Deal:
         """How so many heads are spread."""
-        return _Deal(num_heads, self._comm.size, self._num_groups if num_heads >= self._comm.size else 1)
+        size = self._comm.size
+        return _deal(num_heads, size, self._num_groups if num_heads >= size else 1)
 
     def to_heads(self, xs: Sequence[Any], lse: Any = None) -> Iterator[tuple[int, list[Any]]]:
         """The number of every group and what is exchanged of xs and lse, while the next one is on its way."""
@@ -217,7 +217,7 @@ class _Swap:
         if lse is not None:
             deal = self.deal(len(lse))
             pairs.append(_Pair(lse, self._engine.empty((deal.share, size * lse.shape[1]), lse.dtype), deal, axis=0))
-        return pairs, self._exchange([pair.parts for pair in pairs], group)
+        return pairs, self._exchange(pairs, group, back=False, at_once=self._num_groups == 1)
 
     def to_rows(
         self, group: int, heads: Sequence[Any], rows: Sequence[Any], lse: tuple[Any, Any] | None = None
@@ -236,14 +236,14 @@ class _Swap:
             deal = self.deal(x.shape[1])
             place = x
             if deal.sharers > 1:
-                deal = _Deal(self._comm.size, self._comm.size, 1)
+                deal = _deal(self._comm.size, self._comm.size, 1)
                 place = self._engine.empty((len(x), self._comm.size, x.shape[2]), y.dtype)
                 shared.append((x, place))
             pairs.append(_Pair(place, self._padded(y, self._comm.size * len(x)), deal))
         if lse is not None:
             pairs.append(_Pair(lse[1], lse[0], self.deal(len(lse[1])), axis=0))
-        wait = self._exchange([lambda *at, pair=pair: pair.parts(*at)[::-1] for pair in self._in_rank_order(pairs)],
-                              group)
+        is_last = group == self._num_groups - 1
+        wait = self._exchange(self._in_rank_order(pairs), group, back=True, at_once=is_last)
 
         def finish() -> None:
             wait()
@@ -252,22 +252,11 @@ class _Swap:
 
         return finish
 
-    def _exchange(self, parts: Sequence[Callable[[int, int], tuple[Any, Any]]], group: int) -> Wait:
-        """Starts to send to every rank the first of its parts, and to receive the second."""
-        comm, sends, recvs, num_sent = self._comm, [], [], 0
-        for part in parts:
-            source, place = part(comm.rank, group)
-            num_sent += source.nbytes
-            if source.size:
-                copy(place, source)
-        for rank in self._others:
-            for part in parts:
-                source, place = part(rank, group)
-                sends.append((source, rank))
-                recvs.append((place, rank))
-        sizes = np.full((comm.size, comm.size), num_sent)
-        np.fill_diagonal(sizes, 0)
-        return comm.exchange(sends, recvs, sizes)
+    def _exchange(self, pairs: Sequence[_Pair], group: int, back: bool, at_once: bool) -> Wait:
+        """Starts to bring some rows to some heads, or back."""
+        rows, heads, *_ = zip(*pairs, strict=True)
+        swap = _swap_of(tuple([(deal, axis, x.shape, x.itemsize) for _, x, deal, axis in pairs]), group, back)
+        return self._comm.swap(swap, *((heads, rows) if back else (rows, heads)), at_once)
 
     def _in_sequence_order(self, pairs: list[_Pair]) -> list[_Pair]:
         """With all rows as attention takes them, which slices of shares are already."""
@@ -290,6 +279,27 @@ class _Swap:
         whole = self._engine.empty((num_rows, *y.shape[1:]), y.dtype)
         whole[: len(y)], whole[len(y) :] = y, 0
         return whole
+
+
+@functools.lru_cache(maxsize=256)
+def _swap_of(pairs: tuple[tuple[_Deal, int, tuple[int, ...], int], ...], group: int, back: bool) -> Swap:
+    """What ranks give each other of arrays of some rows to get those of some heads, or back.
+
+    Args:
+        pairs: deal and axis of each _Pair, and shape and itemsize of its some_heads.
+    """
+    size = pairs[0][0].size
+    ranks = range(size)
+    some_rows, some_heads, num_bytes = [], [], 0
+    for deal, axis, shape, itemsize in pairs:
+        heads, num_rows = [deal.of(rank, group) for rank in ranks], shape[1 - axis] // size
+        some_rows.append(Cut(axis, tuple(x.start for x in heads), tuple(x.stop for x in heads)))
+        begins = [rank * num_rows for rank in range(size + 1)]
+        some_heads.append(Cut(1 - axis, tuple(begins[:-1]), tuple(begins[1:])))
+        num_bytes += math.prod(shape) * itemsize // size
+    sizes = num_bytes * (1 - np.eye(size, dtype=np.int64))
+    outs, ins = (some_heads, some_rows) if back else (some_rows, some_heads)
+    return Swap(tuple(outs), tuple(ins), sizes)
 
 
 def _inverse(engine: Any, plan: Plan) -> Any:

@@ -10,14 +10,15 @@ import numpy as np
 
 from thdattn import jit
 from thdattn.comm import Meeting
-from thdattn.instances import REORDER_KERNELS
+from thdattn.comm.meetings import NOBODY, THREADS
+from thdattn.instances import GATHER_KERNEL, REORDER_KERNELS
 from thdattn.ops import launch
 from thdattn.ops.launch import Array, Launch
 from thdattn.plan import Plan
-from thdattn.structs import MAX_RANKS, ROWS, SHARES
+from thdattn.structs import GATHERED, MAX_RANKS, ROWS, SHARES
 from thdattn.sums import add_up
 
-_GATHER_BLOCKS = 256  # of 512 threads, half of which offer while the others collect: two for each multiprocessor
+_GATHER_BLOCKS = 256  # two for each multiprocessor
 
 
 def to_sequence_order(
@@ -43,17 +44,18 @@ def to_sequence_order(
 def _gather(
     plan: Plan, outs: Sequence[Array], sources: Sequence[Sequence[Array]], own: Sequence[Array], meeting: Meeting
 ) -> None:
-    """thd_gather."""
+    """thd_meet, of all rows."""
     if not plan.local_key_rows:  # of any rank
         return
-    run: Launch = plan.once("gather", lambda: Launch(
-        jit.kernel("thd_gather"), (_GATHER_BLOCKS,), 512,
-        (plan.rank_order, plan.query_ranges, np.int32(plan.local_key_rows), np.uint64(0), np.uint32(0))))
+    run: Launch = plan.once("gather", lambda: Launch(jit.kernel(GATHER_KERNEL), (_GATHER_BLOCKS,), THREADS, NOBODY))
 
     def arguments() -> tuple[Any, ...]:
-        return *[_moved(out.data.ptr, launch.row_bytes(out), mine.data.ptr, launch.row_bytes(mine), parts[0].strides[0],
-                        *[part.data.ptr for part in parts])
-                 for out, parts, mine in zip(outs, sources, own, strict=True)], meeting.flags
+        rows = [_moved(out.data.ptr, launch.row_bytes(out), mine.data.ptr, launch.row_bytes(mine), parts[0].strides[0],
+                       *[part.data.ptr for part in parts])
+                for out, parts, mine in zip(outs, sources, own, strict=True)]
+        order, ranges = plan.rank_order.data.ptr, plan.query_ranges.data.ptr
+        to = [(*places, *[0] * (MAX_RANKS - len(places))) for places in meeting.to]
+        return np.array((*rows, to, order, ranges, plan.local_key_rows), GATHERED)[()], meeting.flags
 
     key = (id(meeting.flags), *[(x.data.ptr, x.nbytes) for x in outs], *[(x.data.ptr, x.strides) for x in own])
     prepared = run.prepared(key, arguments)

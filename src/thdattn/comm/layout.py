@@ -1,0 +1,40 @@
+"""Where things lie in a window, one behind another; kept, as calls ask again and again."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+ALIGNMENT = 256
+
+
+def offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each of some arrays begins when they lie behind each other, and where the last one ends."""
+    return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+
+
+@functools.lru_cache(maxsize=64)
+def offsets_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> list[int]:
+    """The same, of arrays of these shapes."""
+    return offsets(bytes_of(shapes, dtype))
+
+
+@functools.lru_cache(maxsize=64)
+def bytes_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
+    return tuple(math.prod(shape) * dtype.itemsize for shape in shapes)
+
+
+def slots_of(sizes: Any) -> list[list[int]]:
+    """Of each rank, where in its window begins what it sends to each other one, and where all of it ends."""
+    sizes = np.asarray(sizes)
+    return _slots(sizes.shape, sizes.dtype, sizes.tobytes())
+
+
+@functools.lru_cache(maxsize=256)
+def _slots(shape: tuple[int, ...], dtype: np.dtype[Any], sizes: bytes) -> list[list[int]]:
+    return [offsets(row) for row in np.frombuffer(sizes, dtype).reshape(shape).tolist()]
