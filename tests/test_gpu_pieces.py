@@ -42,7 +42,8 @@ def pieces_of(case, num_heads, dims=(128, 128)):
     attention = replace(case, heads=(num_heads, num_heads), dims=dims).attention(SINGLE, BFLOAT16, engine="cuda")
     plan = attention.plan(case.batch(1), case.sharding, case.key_batch())
     row = TILES[dims]
-    pieces, _ = forward._divided(launch.this_gpu(), row, plan, plan.arrays.query_tiles[1], num_heads, num_heads)
+    every = plan.arrays.query_tiles[1]
+    pieces, _ = forward._divided(launch.this_gpu(), row, plan, every, num_heads, num_heads, num_heads)
     ranges, tiles = to_host(plan.key_ranges), row.forward_sm90
     key_tiles = []
     for first in range(0, len(ranges), tiles.tile_m):
@@ -90,7 +91,8 @@ def test_a_tile_is_divided_alike_in_however_many_launches(cupy, of_heads):
     every = plan.arrays.query_tiles[1]
 
     def divided(order, num_heads):
-        return unpacked(forward._divided(launch.this_gpu(), TILES[128, 128], plan, order, num_heads, of_heads)[0])
+        pieces, _ = forward._divided(launch.this_gpu(), TILES[128, 128], plan, order, num_heads, of_heads, of_heads)
+        return unpacked(pieces)
 
     wanted = divided(every, of_heads)
     assert any(count > 1 for *_, count in wanted)
