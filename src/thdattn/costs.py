@@ -23,6 +23,7 @@ from thdattn.tile_counts import TILE, own_tiles, pairs_and_tiles, tiles_of_slice
 
 START_OF_QUERIES = 3  # tiles that the backward could do in the time that a tile of query rows takes beside its own
 CLOSE = 1.03  # times that predictions do not tell apart
+BESIDE = 1.03  # times as long kernels take while copies that hide behind them are under way
 PRODUCTS = 1.0, 2.5  # of forward and backward, in those of the forward
 PIECES = (3, 2), (1, 3)  # that go to each rank with heads, before and after forward and backward: copies if they hide
 
@@ -348,8 +349,9 @@ class _Clock:
         parts = [share / group for group in groups]
         work = [self.compute(int(tiles.max()), part) + self._put_in_order(rows, part) for part in parts]
         before, after = ([self._travel(x / part, self._neighbours, relayed=True) for part in parts] for x in rows)
-        if self._is_near:
-            after[-1] = min(after[-1], self.rates.latency)  # as it travels while its kernel is at work
+        if self._is_near and after[-1]:  # it travels while its kernel is at work
+            after[-1] = min(after[-1], self.rates.latency)
+            work[-1] *= BESIDE
         return _in_turns(work, before, after)
 
     def _needed(self, rows: Moves, share: int) -> float:
@@ -424,7 +426,8 @@ def _in_turns(work: Sequence[float], before: Sequence[float], after: Sequence[fl
         work, before, after: of each group.
     """
     beside = zip(work, [*before[1:], 0], [0, *after[:-1]], strict=True)
-    return before[0] + sum(max(now, coming + going) for now, coming, going in beside) + after[-1]
+    return before[0] + sum(max(now * (BESIDE if coming + going else 1), coming + going)
+                           for now, coming, going in beside) + after[-1]
 
 
 def _to_each(size: int, number: int) -> Ints:
