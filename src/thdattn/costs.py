@@ -350,8 +350,7 @@ class _Clock:
         work = [self.compute(int(tiles.max()), part) + self._put_in_order(rows, part) for part in parts]
         before, after = ([self._travel(x / part, self._neighbours, relayed=True) for part in parts] for x in rows)
         if self._is_near and after[-1]:  # it travels while its kernel is at work
-            after[-1] = min(after[-1], self.rates.latency)
-            work[-1] *= BESIDE
+            after[-1], work[-1] = min(after[-1], self.rates.latency), work[-1] * BESIDE
         return _in_turns(work, before, after)
 
     def _needed(self, rows: Moves, share: int) -> float:
@@ -425,9 +424,8 @@ def _in_turns(work: Sequence[float], before: Sequence[float], after: Sequence[fl
     Args:
         work, before, after: of each group.
     """
-    beside = zip(work, [*before[1:], 0], [0, *after[:-1]], strict=True)
-    return before[0] + sum(max(now * (BESIDE if coming + going else 1), coming + going)
-                           for now, coming, going in beside) + after[-1]
+    copies = [coming + going for coming, going in zip([*before[1:], 0], [0, *after[:-1]], strict=True)]
+    return before[0] + sum(max(now * BESIDE if x else now, x) for now, x in zip(work, copies, strict=True)) + after[-1]
 
 
 def _to_each(size: int, number: int) -> Ints:
