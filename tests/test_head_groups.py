@@ -105,6 +105,21 @@ def test_keys_of_two_layers_on_their_way_do_not_mix():
         assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
 
 
+def test_keys_are_those_of_arrays_that_were_copied_as_they_are_not_contiguous():
+    """Slices of one projection, as most models have them."""
+    def early(attention, plan, q, k, v, dout):
+        fused = np.concatenate([k, v], axis=1)
+        k, v = np.split(fused, 2, axis=1)
+        assert not k.flags.c_contiguous
+        keys = attention.gather(k, v, plan)
+        out, saved = attention.forward(q, k, v, plan, keys=keys)
+        assert saved.k is keys.k and saved.v is keys.v, "copied once"
+        return out, *attention.backward(dout, saved, attention.gather(saved.k, saved.v, plan))
+
+    for found, wanted in zip(on_two_ranks(early), on_two_ranks(plain), strict=True):
+        assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
+
+
 def test_more_gathers_than_there_are_buffers_for_are_refused():
     def program(attention, plan, q, k, v, dout):
         under_way = [attention.gather(k, v, plan) for _ in range(IN_FLIGHT)]

@@ -266,14 +266,12 @@ class CPAttention:
         check_plan(plan, self._plans)
         return_max_logit = as_bool("return_max_logit", return_max_logit)
         q = self._checked("q", q, (plan.local_rows, self.num_heads, self.head_dim))
-        k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
-        v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
+        gathered = self._gathered(keys, k, v, plan)
+        k, v = self._checked_keys(*((k, v) if keys is None else (keys.k, keys.v)), plan)
         sinks = as_sinks(self._engine, sinks, self.num_heads, self.dtype, self.sinks)
         call = self._call(plan) if sinks is None else self._call(plan)._replace(sinks=sinks)
         out, lse, max_logit, kept = self._choice.method(plan).forward(
-            self._engine, self._choice.ranks, plan, q, k, v, call, return_max_logit,
-            **self._gathered(keys, k, v, plan),
-        )
+            self._engine, self._choice.ranks, plan, q, k, v, call, return_max_logit, **gathered)
         return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, kept, sinks)
 
     def gather(self, k: Any, v: Any, plan: Plan) -> Keys:
@@ -298,9 +296,8 @@ class CPAttention:
         """
         check_plan(plan, self._plans)
         self._choice.check_gathers("gather was called", plan)
-        k = self._checked("k", k, (plan.local_key_rows, self.num_kv_heads, self.head_dim))
-        v = self._checked("v", v, (plan.local_key_rows, self.num_kv_heads, self.v_head_dim))
-        return all_gather.gather(self._engine, self._choice.ranks, plan, k, v, self._groups(plan))
+        checked = self._checked_keys(k, v, plan)
+        return all_gather.gather(self._engine, self._choice.ranks, plan, *checked, self._groups(plan), given=(k, v))
 
     def can_gather(self, plan: Plan) -> bool:
         """Whether gather may be called with this plan: whether keys and values alone travel, and all of them."""
@@ -353,8 +350,7 @@ class CPAttention:
         keys = None if saved.keys is not None else keys
         dq, dk_dv = self._choice.method(plan).backward(
             self._engine, self._choice.ranks, plan, dout, tensors, self._call(plan), at_once,
-            **self._gathered(keys, saved.k, saved.v, plan),
-        )
+            **self._gathered(keys, saved.k, saved.v, plan))
         if not self.sinks:
             return dq, dk_dv
         dsinks = self._engine.sinks_grad(dout, saved.out, saved.lse, saved.sinks)
@@ -427,7 +423,7 @@ class CPAttention:
         if keys is None:
             return {}
         self._choice.check_gathers("keys were passed", plan)
-        check_keys(keys, k, v, plan)
+        check_keys(self._engine, keys, k, v, plan)
         return {"keys": keys}
 
     def _call(self, plan: Plan) -> Call:
@@ -441,6 +437,10 @@ class CPAttention:
 
     def _checked(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
         return as_rows(self._engine, name, x, shape, self.dtype)
+
+    def _checked_keys(self, k: Any, v: Any, plan: Plan) -> tuple[Any, Any]:
+        both = plan.local_key_rows, self.num_kv_heads
+        return self._checked("k", k, (*both, self.head_dim)), self._checked("v", v, (*both, self.v_head_dim))
 
     def _fingerprint(self, plan: Plan) -> int:
         """A number that differs where ranks would run collectives of different sizes or mask differently."""

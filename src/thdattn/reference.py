@@ -80,6 +80,15 @@ def from_user(name: str, x: Any) -> Array:
     """A user's array as a C-contiguous NumPy array, without a copy where it is one.
 
     Raises:
+        TypeError: as in_place.
+    """
+    return np.ascontiguousarray(in_place(name, x))
+
+
+def in_place(name: str, x: Any) -> Array:
+    """A user's array as a NumPy array in the same memory.
+
+    Raises:
         TypeError: the array is not on the host, or cannot be exchanged through DLPack.
     """
     if isinstance(x, np.ndarray):
@@ -95,7 +104,7 @@ def from_user(name: str, x: Any) -> Array:
             x = np.from_dlpack(_Bits(x)).view(ml_dtypes.bfloat16) if bfloat16 else np.from_dlpack(x)
         except (BufferError, RuntimeError) as error:
             raise unreadable(name, x, f"through DLPack ({error})", "pass a NumPy array") from error
-    return np.ascontiguousarray(x)
+    return np.asarray(x)
 
 
 class _Bits:

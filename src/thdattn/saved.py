@@ -71,14 +71,19 @@ def check_saved(saved: Saved, kind: Any) -> None:
             )
 
 
-def check_keys(keys: Keys, k: Any, v: Any, plan: Plan) -> None:
-    """Raises for keys that were not gathered for a call with these k, v and plan: a TypeError for what is no Keys."""
+def check_keys(engine: Any, keys: Keys, k: Any, v: Any, plan: Plan) -> None:
+    """Raises for keys that were not gathered for a call with these k, v and plan: a TypeError for what is no Keys.
+
+    k and v are a user's: where gather copied them, as they were not contiguous, it is known of what.
+    """
     if not isinstance(keys, Keys):
         raise TypeError(f"keys is {found(keys)}; wanted what gather returned; pass that, or leave it out")
     if keys.used:
         raise ValueError("keys were used by a forward or backward before, wanted those of this call; call gather "
                          "again, or leave it out")
-    if keys.plan is not plan or any(_place(x) != _place(y) for x, y in ((keys.k, k), (keys.v, v))):
+    places = [[_place(engine.in_place(name, x)) for x in xs]
+              for name, xs in (("k", (k, keys.k, keys.given[0])), ("v", (v, keys.v, keys.given[1])))]
+    if keys.plan is not plan or any(now not in known for now, *known in places):
         raise ValueError("keys were gathered from other k and v or with another plan, wanted those of this call; "
                          "call gather with the same arrays, or leave it out")
 

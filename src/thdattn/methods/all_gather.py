@@ -39,7 +39,7 @@ IN_FLIGHT = 2  # gathers of a plan that may be on their way at a time, each into
 class Keys:
     """Keys and values of all ranks on their way, or there, group of kv heads by group; for one forward or backward.
 
-    k, v, plan: what they were made from.
+    k, v, plan: what they were made from; given: k and v as a user passed them to gather.
     groups: of each, where its keys and values are, (rows, heads of the group, width).
     ordered: whether they are in sequence order; else in rank order.
     used: whether they were asked for; num_read: of how many groups they were read.
@@ -50,6 +50,7 @@ class Keys:
     plan: Plan
     groups: Sequence[Arrival]
     ordered: bool
+    given: tuple[Any, Any] = (None, None)
     used: bool = False
     num_read: int = 0
 
@@ -100,7 +101,8 @@ class Keys:
 
 
 def gather(
-    engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, groups: tuple[int, ...], at_once: bool = False
+    engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, groups: tuple[int, ...], at_once: bool = False,
+    given: tuple[Any, Any] = (None, None),
 ) -> Keys:
     """Starts to gather the keys and values of all ranks, a share of the kv heads at a time.
 
@@ -109,14 +111,15 @@ def gather(
         k, v: this rank's rows, (local_key_rows, heads, width); the engine's arrays.
         groups: kv heads of each group; none: all at once.
         at_once: the forward or backward follows, with nothing between.
+        given: see Keys.
 
     Raises:
         ValueError: IN_FLIGHT gathers of this plan wait for their forward or backward.
     """
     if comm.size == 1:  # rows are in sequence order already
         if plan.has_unseen_keys:
-            return Keys(k, v, plan, [Arrival([[k], [v]])], ordered=False)
-        return Keys(k, v, plan, [Arrival([[x[: plan.key_rows]] for x in (k, v)])], ordered=True)
+            return Keys(k, v, plan, [Arrival([[k], [v]])], False, given)
+        return Keys(k, v, plan, [Arrival([[x[: plan.key_rows]] for x in (k, v)])], True, given)
     turns: list[Callable[[], Keys | None]] = plan.once("turns of gathers", lambda: [_nobody] * IN_FLIGHT)
     # The first free one, as buffers of the others are only made where more gathers are under way.
     turn = next((turn for turn, last in enumerate(turns) if _is_free(last())), None)
@@ -126,7 +129,7 @@ def gather(
             f"its own; call forward or backward with one of them first"
         )
     places = _Places(plan, turn, k, v, groups or (k.shape[1],))
-    keys = Keys(k, v, plan, comm.gather_heads((k, v), places, at_once), ordered=False)
+    keys = Keys(k, v, plan, comm.gather_heads((k, v), places, at_once), False, given)
     turns[turn] = weakref.ref(keys)
     return keys
 
