@@ -86,6 +86,28 @@ def test_lengths_on_the_host_are_not_planned_in_a_capture(cupy):
             stream.end_capture()
 
 
+@pytest.mark.parametrize("num_heads", [4, 80])
+def test_a_captured_refresh_misses_nothing_that_is_first_made_behind_it(cupy, num_heads):
+    """Pieces of keys, where a forward of so few heads divides them among multiprocessors by the lengths."""
+    attention = thdattn.CPAttention(SINGLE, num_heads, 64, 2, engine="cuda", deterministic=True)
+    offsets = cupy.zeros(5, np.int32)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        plan = attention.plan(thdattn.PackedBatch(offsets, total_rows=1000), "contiguous")
+        plan.refresh()
+        stream.begin_capture()
+        plan.refresh()
+        graph = stream.end_capture()
+        for seed, lengths in enumerate(((300, 41, 1, 650), (1000, 0, 0, 0), (8, 0, 900, 90))):
+            batch = thdattn.PackedBatch(np.cumsum([0, *lengths]).astype(np.int32), total_rows=1000)
+            offsets.set(batch.cu_seqlens)
+            graph.launch(stream)
+            _, *kv, dout = inputs_of(cupy, batch, seed)
+            inputs = cupy.repeat(dout, num_heads // 4, axis=1), *kv, cupy.repeat(dout, num_heads // 4, axis=1)
+            found, wanted = (results(attention, x, inputs) for x in (plan, attention.plan(batch, "contiguous")))
+            for name, x, y in zip(("out", "lse", "max_logit", "dq", "dk", "dv"), found, wanted, strict=True):
+                assert x.tobytes() == y.tobytes(), f"{name} of {lengths}"
+
+
 class Gate:
     """Work on a stream that begins when the gate is opened, or after a while, for work behind it to be late for sure.
 

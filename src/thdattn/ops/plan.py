@@ -98,7 +98,10 @@ def enter(plan: Plan) -> None:
 
     And memory of the plan that CuPy's pool gives to later work of that stream, when nobody holds the plan any more,
     then comes after the work on this one. In a capture nothing is done, as graphs outlive what they were captured with.
+    What follows lengths on the GPU, and no captured graph makes anew, is made anew.
     """
+    if plan.arrays.lengths is not None:
+        plan.arrays.lengths.follow()
     stream, made_on = cupy.cuda.get_current_stream(), plan.arrays.stream
     if stream.ptr != made_on.ptr and not stream.is_capturing():
         plan.once(("entered", stream.ptr), lambda: _enter(plan, stream, made_on))
@@ -130,6 +133,8 @@ class DeviceLengths:
         self.sharding, self.key_batch = sharding, key_batch
         batch, keys = sharding.batch, key_batch or sharding.batch
         self._made: list[Callable[[], None]] = []
+        self._late: list[Callable[[], None]] = []  # what was first made when make_again had been captured
+        self._was_captured = False
         # Kept, with all that is written here, as a replayed graph reads and writes them.
         self._offsets = [self._followed(name, x) for lengths in (batch, keys) for name, x in (
             ("cu_seqlens", lengths.cu_seqlens), ("cu_seqlens_padded", lengths.cu_seqlens_padded))]
@@ -153,13 +158,19 @@ class DeviceLengths:
         return copied
 
     def make(self, launches: Callable[[], None]) -> None:
-        """Makes something of the plan from the lengths, now and whenever make_again is called."""
+        """Makes something of the plan from the lengths, now and whenever make_again is called or a graph replays it."""
         launches()
-        self._made.append(launches)
+        (self._late if self._was_captured else self._made).append(launches)
 
     def make_again(self) -> None:
         """Makes all of the plan again, in the same arrays, from the lengths that lie on the GPU now."""
-        for launches in self._made:
+        self._was_captured |= cupy.cuda.get_current_stream().is_capturing()
+        for launches in (*self._made, *self._late):
+            launches()
+
+    def follow(self) -> None:
+        """Makes again what is not in every captured make_again, whose last replay may have found other lengths."""
+        for launches in self._late:
             launches()
 
     def check(self, wait: bool) -> None:
