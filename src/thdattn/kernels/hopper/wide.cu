@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
 template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kQStages,
           int kDoutStages, int kDsStages, bool kWithDq, bool kCluster, int kKeyRegisters, int kValueRegisters,
           int kQueryRegisters, int kSharedBytes>
-__global__ void __cluster_dims__(1 + kCluster, 1, 1) __launch_bounds__(512, 1) thd_attn_bwd_wide_sm90(
+__global__ void __launch_bounds__(512, 1) __cluster_dims__(1 + kCluster, 1, 1) thd_attn_bwd_wide_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
     const Gradients<Grad> grads, Logits<kCaps> logits, float* __restrict__ dq_accum,

@@ -1,7 +1,7 @@
 // What thd_attn_bwd_wide_sm90 keeps in shared memory (sm_90a), and its producer.
 
 constexpr int kWideTile = 64;                         // keys of a block, query rows of a step
-constexpr int kDsBytes = kTileBytes<kWideTile, kWideTile>;  // score gradients of a step, 16-bit, whose rows are the keys
+constexpr int kDsBytes = kTileBytes<kWideTile, kWideTile>;  // of score gradients, 16-bit, whose rows are the keys
 
 // kQAhead tiles of queries and kDoutAhead of their gradients are here, and kDsDepth stages of probabilities and, in the
 // same memory, score gradients. kPaired: the block is one of a cluster. dq has pieces of 64 rows by kPieceCols columns.
@@ -48,7 +48,8 @@ struct WideTiles {
   // gradients will be, so that no warp waits for another.
   __device__ __forceinline__ float4* probabilities(u32 stage, int warp, int n) {
     constexpr int kNumbers = kWideTile / 16;
-    return (float4*)(ds[stage] + n / kNumbers * kClusterBlocks * kDsBytes + warp * 16 * kRowBytes) + n % kNumbers * kWarp;
+    unsigned char* const half = ds[stage] + n / kNumbers * kClusterBlocks * kDsBytes;
+    return (float4*)(half + warp * 16 * kRowBytes) + n % kNumbers * kWarp;
   }
 };
 
