@@ -85,6 +85,13 @@ def test_heads_done_in_several_groups_are_the_oracle(cupy, heads, deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", [(192, 192), (256, 256)], ids=str)
+def test_wide_heads_go_from_tile_to_tile(cupy, dims, deterministic):
+    case = Case("many-tiles", (1100, 0, 64, 130, 900, 1), slack=300, heads=(12, 6), dims=dims)
+    check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy, engine="cuda", deterministic=deterministic))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("cp_size", [1, 8])
 def test_one_document_of_65536_among_a_thousand_of_16(cupy, cp_size, deterministic):
     outcome = run(LONG, cp_size, BFLOAT16, xp=cupy, engine="cuda", deterministic=deterministic)
