@@ -12,14 +12,15 @@ __device__ __forceinline__ u32 in_other(const void* here) {
                : "=r"(there) : "r"(shared_address(here)), "r"(rank_in_cluster() ^ 1));
   return there;
 }
+// Says in the other block that this thread has read what it had to. It orders no writes: a release in the cluster would
+// wait until all that the thread has added to global memory has arrived there.
 __device__ __forceinline__ void arrive_in_other(const u64* barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(in_other(barrier)) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(in_other(barrier)) : "memory");
 }
-// barrier_wait for what the other block did before it arrived.
-__device__ __forceinline__ void wait_for_other(u64* barrier, u32 parity) {
-  asm volatile("{ .reg .pred done;\n"
-               "wait: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-               "@!done bra wait; }" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+// Stores a word where `there` is in the other block, whose barrier counts its 4 bytes.
+__device__ __forceinline__ void store_in_other(const int* there, int word, const u64* barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];"
+               :: "r"(in_other(there)), "r"(word), "r"(in_other(barrier)) : "memory");
 }
 // Copies a multiple of 16 bytes to where `there` is in the other block, whose barrier counts the bytes.
 __device__ __forceinline__ void copy_to_other(const void* there, const void* from, int bytes, const u64* barrier) {
@@ -52,11 +53,11 @@ __device__ __forceinline__ int draw_work(const ClusterCounter& cluster, int num_
   if (rank_in_cluster() == 0) {
     work = atomicAdd(cluster.counter, 1);
     if (work == num_work + opaque(gridDim.x) / 2 - 1) *cluster.counter = 0;
-    wait_for_other(&drawn.empty, parity ^ 1);
-    asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(in_other(&drawn.work)), "r"(work) : "memory");
-    arrive_in_other(&drawn.full);
+    barrier_wait(&drawn.empty, parity ^ 1);
+    store_in_other(&drawn.work, work, &drawn.full);
   } else {
-    wait_for_other(&drawn.full, parity);
+    barrier_expect(&drawn.full, 4);
+    barrier_wait(&drawn.full, parity);
     work = *(volatile int*)&drawn.work;
     arrive_in_other(&drawn.empty);
   }

@@ -41,8 +41,7 @@ struct WideTiles {
   }
   // Waits until nobody needs the score gradients of a stage any more.
   __device__ __forceinline__ void wait_for_stage(Ring<kDsStages> to) {
-    if constexpr (kCluster && kWithDq) wait_for_other(&ds_empty[to.stage], to.parity ^ 1);
-    else barrier_wait(&ds_empty[to.stage], to.parity ^ 1);
+    barrier_wait(&ds_empty[to.stage], to.parity ^ 1);
   }
   // Float4 n of every lane of a warp's probabilities, 16 keys by 64 queries: half of them where the warp's own score
   // gradients will be, so that no warp waits for another.
