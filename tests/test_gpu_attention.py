@@ -87,8 +87,10 @@ def test_heads_done_in_several_groups_are_the_oracle(cupy, heads, deterministic)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dims", [(192, 192), (256, 256)], ids=str)
 def test_wide_heads_go_from_tile_to_tile(cupy, dims, deterministic):
+    # What thread blocks tell each other too early or too late is wrong in some of many calls.
     case = Case("many-tiles", (1100, 0, 64, 130, 900, 1), slack=300, heads=(12, 6), dims=dims)
-    check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy, engine="cuda", deterministic=deterministic))
+    for _ in range(10):
+        check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy, engine="cuda", deterministic=deterministic))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
