@@ -90,10 +90,10 @@ class BackwardWideSm90:
     """thd_attn_bwd_wide_sm90: 64 keys per thread block, 64 query rows at a time, dq added up in any order.
 
     q_stages tiles of queries, dout_stages tiles of their gradients and ds_stages of score gradients are in memory.
-    blocks: 2, if two thread blocks are a cluster, which brings shares of dq of 128 keys; then keys and values are read
-    from registers. The warpgroups of keys, values and queries have so many registers per thread, and that of keys
-    capped_shift more, which that of values lacks, where logits are capped. For the same bits on every run dq has
-    thd_attn_bwd_dq_sm90, dq_keys keys at a time, two tiles of which are loaded.
+    blocks: 2, if two thread blocks are a cluster, which brings shares of dq of 128 keys; then keys are read from
+    registers. The warpgroups of keys, values and queries have so many registers per thread, and that of keys
+    capped_shift more, which that of values lacks, where logits are capped. For the same bits on every run blocks are
+    alone and dq has thd_attn_bwd_dq_sm90, dq_keys keys at a time, two tiles of which are loaded.
     """
 
     q_stages: int

@@ -201,15 +201,15 @@ class Tiles:
         """dk and dv, whose dtype is grad_dtype, and with_dq also dq as thd_attn_bwd_sm90, or its accumulators."""
         b = self.backward_sm90
         assert isinstance(b, BackwardWideSm90)
-        cluster, loaded = b.blocks == 2, b.q_stages + b.dout_stages
+        cluster, loaded = with_dq and b.blocks == 2, b.q_stages + b.dout_stages
         keys = slabs(128, self.head_dim // 2) if cluster else slabs(64, self.head_dim)
         tiles = (keys + slabs(64 * b.q_stages, self.head_dim) + slabs(64 * (1 + b.dout_stages), self.v_head_dim)
-                 + b.ds_stages * (b.blocks + 1) * slabs(64, 64))  # fmt: skip
+                 + b.ds_stages * (2 + cluster) * slabs(64, 64))  # fmt: skip
         stats, barriers, ranges = 4 * 64 * loaded, 8 * (2 + 2 * loaded + 3 * b.ds_stages), 8 * (2 * 64 + 8)
         steps, exchange = 16 * loaded + -(-20 * b.ds_stages // 8) * 8, 8 * (b.ds_stages + 3) if cluster else 0
         shift = b.capped_shift if caps else 0
         return instance("thd_attn_bwd_wide_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.q_stages,
-                        b.dout_stages, b.ds_stages, with_dq, cluster, b.key_registers + shift,
+                        b.dout_stages, b.ds_stages, with_dq, b.blocks, b.key_registers + shift,
                         b.value_registers - shift, b.query_registers,
                         shared_bytes=tiles + stats + barriers + steps + ranges + exchange)
 

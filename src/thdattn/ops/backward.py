@@ -200,7 +200,8 @@ class _Hopper:
         shares = shares_of(row, plan)
 
         def main_of(orders: Array, num_splits: int, packs: Any) -> Launch:
-            num_tiles, splits = orders.shape[1], num_kv_heads * num_splits
+            blocks, splits = 1 if deterministic else tiles.blocks, num_kv_heads * num_splits
+            num_tiles = orders.shape[1] * tiles.blocks // blocks
             # Splits that add to the same rows at the same time wait for each other.
             short = scheduler.SHORT_UP_TO if num_splits == 1 else scheduler.LONG_FROM
             in_order = deterministic and not wide
@@ -209,7 +210,7 @@ class _Hopper:
                 order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
             size = np.array((num_rows, num_keys, stats_rows, num_tiles, splits, *how, group // num_splits,
                              group, num_kv_heads, room.semaphore_rows, launch.row_heads(q)), BACKWARD_SIZE)[()]
-            grid = (tiles.blocks * min(gpu.multiprocessors // tiles.blocks, num_tiles * splits),)
+            grid = (blocks * min(gpu.multiprocessors // blocks, num_tiles * splits),)
             return Launch(jit.kernel(*kernel), grid, tiles.threads,
                           (*fixed, plan.query_ranges, shares, order, cupy.zeros(1, np.int32), packs, size))
 

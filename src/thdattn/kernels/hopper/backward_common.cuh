@@ -82,8 +82,8 @@ struct QuerySight {
 // its split, and for every tile of queries between the first and the last in sight. A tile of keys that nobody sees is
 // one step of kNothing; the last step of all is kEnd. Work is drawn with the last step of a tile: early enough for its
 // latency, and late enough that whoever is done first gets it, by one lane: draw_work(counter, how much there is).
-template <int kGroups, int kTileM, typename Counter, typename Take>
-__device__ __forceinline__ void schedule_steps(const int2* query_ranges, const int* shares, const int* tile_order,
+template <int kGroups, int kTileM, typename Order, typename Counter, typename Take>
+__device__ __forceinline__ void schedule_steps(const int2* query_ranges, const int* shares, Order tile_order,
                                                Counter counter, BackwardSize size, Take take) {
   // Of what is the same for all work, nothing is kept: registers are few.
   auto num_work = [&] { return opaque(size.num_tiles) * size.splits; };

@@ -87,7 +87,7 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
       arrive(&shared.q_empty[ring.stage]);
       ring.advance();
     } else {
-      ScoreRows<T, kHeadDim, kWideTile, Shared::kCluster> keys;
+      ScoreRows<T, kHeadDim, kWideTile, Shared::kPairs> keys;
       if constexpr (Shared::kCluster) {
         keys.load(shared.q[ring.stage]);
         __syncwarp();
@@ -308,27 +308,27 @@ __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
 // The contract is that of thd_attn_bwd_sm90 without kDeterministic, for head dims that are multiples of 64, except that
 // dq_accum is zero and that thd_attn_round_wide_sm90 makes dq of it; maps of boxes of 64 rows.
 // kWithDq: without it, for the same bits on every run, thd_attn_bwd_dq_sm90 computes dq.
-// num_tiles: of 64 keys or, in clusters, of 128
+// tile_order: of tiles of 64 * kBlocks keys; num_tiles: of 64 keys or, in clusters, of 128
 // Launch: grid at most num_tiles * splits blocks, or clusters, and one block per multiprocessor, block 512, shared
 // memory kSharedBytes.
 template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kQStages,
-          int kDoutStages, int kDsStages, bool kWithDq, bool kCluster, int kKeyRegisters, int kValueRegisters,
+          int kDoutStages, int kDsStages, bool kWithDq, int kBlocks, int kKeyRegisters, int kValueRegisters,
           int kQueryRegisters, int kSharedBytes>
-__global__ void __launch_bounds__(512, 1) __cluster_dims__(1 + kCluster, 1, 1) thd_attn_bwd_wide_sm90(
+__global__ void __launch_bounds__(512, 1) __cluster_dims__(kWithDq ? kBlocks : 1, 1, 1) thd_attn_bwd_wide_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
     const Gradients<Grad> grads, Logits<kCaps> logits, float* __restrict__ dq_accum,
     const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ shares,
     const int* __restrict__ tile_order, int* __restrict__ counter, Pairs packs, BackwardSize size) {
   if (!packs.has_this()) return;
-  using Shared = WideShared<WideTiles<kHeadDim, kVHeadDim, kQStages, kDoutStages, kDsStages, kWithDq, kCluster>>;
+  using Shared = WideShared<WideTiles<kHeadDim, kVHeadDim, kQStages, kDoutStages, kDsStages, kWithDq, kBlocks>>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Shared& shared = *(Shared*)shared_bytes;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
-  if constexpr (kCluster) meet_other();
+  if constexpr (Shared::kCluster) meet_other();
   if (warpgroup == 0) {
     registers_give<512 - kKeyRegisters - kValueRegisters - kQueryRegisters>();
     if (threadIdx.x < kWarp)
@@ -343,5 +343,5 @@ __global__ void __launch_bounds__(512, 1) __cluster_dims__(1 + kCluster, 1, 1) t
     registers_give<kQueryRegisters>();
     if constexpr (kWithDq) serve_wide_queries<T>(shared, dq, dq_accum, size, logits.scale);
   }
-  if constexpr (kCluster) { __syncwarp(); meet_other(); }
+  if constexpr (Shared::kCluster) { __syncwarp(); meet_other(); }
 }

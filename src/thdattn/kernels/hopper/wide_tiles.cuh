@@ -4,14 +4,15 @@ constexpr int kWideTile = 64;                         // keys of a block, query 
 constexpr int kDsBytes = kTileBytes<kWideTile, kWideTile>;  // of score gradients, 16-bit, whose rows are the keys
 
 // kQAhead tiles of queries and kDoutAhead of their gradients are here, and kDsDepth stages of probabilities and, in the
-// same memory, score gradients. kPaired: the block is one of a cluster. dq has pieces of 64 rows by kPieceCols columns.
-// k: the keys; in a cluster, where these come through the ring of queries and stay in registers, the columns whose dq
-// the block brings, of its own keys and then of the other one's.
-template <int kDim, int kVDim, int kQAhead, int kDoutAhead, int kDsDepth, bool kBringsDq, bool kPaired>
+// same memory, score gradients. kBlocks: 2, if a tile of tile_order is for two blocks, which are a cluster where they
+// bring dq; keys are then read from registers. dq has pieces of 64 rows by kPieceCols columns.
+// k: the keys; in a cluster, where these come through the ring of queries, the columns whose dq the block brings, of
+// its own keys and then of the other one's.
+template <int kDim, int kVDim, int kQAhead, int kDoutAhead, int kDsDepth, bool kBringsDq, int kBlocks>
 struct WideTiles {
   static constexpr int kHeadDim = kDim, kVHeadDim = kVDim;
   static constexpr int kQStages = kQAhead, kDoutStages = kDoutAhead, kDsStages = kDsDepth;
-  static constexpr bool kWithDq = kBringsDq, kCluster = kPaired;
+  static constexpr bool kWithDq = kBringsDq, kPairs = kBlocks == 2, kCluster = kPairs && kWithDq;
   static constexpr int kClusterBlocks = 1 + kCluster, kPieceCols = kCluster ? kHeadDim / 2 : kSlab;
   static constexpr int kQBytes = kTileBytes<kWideTile, kHeadDim>, kDoutBytes = kTileBytes<kWideTile, kVHeadDim>;
   static constexpr int kKBytes = kCluster ? kTileBytes<2 * kWideTile, kPieceCols> : kQBytes, kVBytes = kDoutBytes;
@@ -90,6 +91,12 @@ __device__ __forceinline__ void load_wide_keys(Shared& shared, const TensorMap* 
   copy_tile<kWideTile, Shared::kVHeadDim, true>(shared.v, map_v, kv_head, key, &shared.kv_full);
 }
 
+// An order of pairs of tiles, as one of tiles.
+struct OrderOfPairs {
+  const int* pairs;
+  __device__ __forceinline__ int operator[](int i) const { return pairs[i / 2] * 2 + i % 2; }
+};
+
 // The producer, one warp: loads the tensors of every step.
 template <typename Shared>
 __device__ __forceinline__ void produce_wide(
@@ -157,6 +164,8 @@ __device__ __forceinline__ void produce_wide(
       step.flags = step.flags & ~15u | step.flags >> 2 * rank_in_cluster() & 3;
       take(step);
     });
+  } else if constexpr (Shared::kPairs) {
+    schedule_steps<1, kWideTile>(query_ranges, shares, OrderOfPairs{tile_order}, counter, size, take);
   } else {
     schedule_steps<1, kWideTile>(query_ranges, shares, tile_order, counter, size, take);
   }
