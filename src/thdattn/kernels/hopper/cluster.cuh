@@ -12,10 +12,20 @@ __device__ __forceinline__ u32 in_other(const void* here) {
                : "=r"(there) : "r"(shared_address(here)), "r"(rank_in_cluster() ^ 1));
   return there;
 }
-// Says in the other block that this thread has read what it had to. It orders no writes: a release in the cluster would
-// wait until all that the thread has added to global memory has arrived there.
+// Says in the other block that matrix products of this warp have read what they had to. It orders nothing else: a
+// release in the cluster would wait until all that the thread has added to global memory has arrived there.
 __device__ __forceinline__ void arrive_in_other(const u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(in_other(barrier)) : "memory");
+}
+// The same of what the thread itself has read and written.
+__device__ __forceinline__ void release_in_other(const u64* barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(in_other(barrier)) : "memory");
+}
+// barrier_wait for what a thread of the other block has stored or read.
+__device__ __forceinline__ void wait_for_other(const u64* barrier, u32 parity) {
+  asm volatile("{ .reg .pred done;\n"
+               "wait: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+               "@!done bra wait; }" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 // Stores a word where `there` is in the other block, whose barrier counts its 4 bytes.
 __device__ __forceinline__ void store_in_other(const int* there, int word, const u64* barrier) {
@@ -53,13 +63,13 @@ __device__ __forceinline__ int draw_work(const ClusterCounter& cluster, int num_
   if (rank_in_cluster() == 0) {
     work = atomicAdd(cluster.counter, 1);
     if (work == num_work + opaque(gridDim.x) / 2 - 1) *cluster.counter = 0;
-    barrier_wait(&drawn.empty, parity ^ 1);
+    wait_for_other(&drawn.empty, parity ^ 1);
     store_in_other(&drawn.work, work, &drawn.full);
   } else {
     barrier_expect(&drawn.full, 4);
-    barrier_wait(&drawn.full, parity);
+    wait_for_other(&drawn.full, parity);
     work = *(volatile int*)&drawn.work;
-    arrive_in_other(&drawn.empty);
+    release_in_other(&drawn.empty);
   }
   return work;
 }
