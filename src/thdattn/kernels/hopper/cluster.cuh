@@ -69,7 +69,7 @@ __device__ __forceinline__ int draw_work(const ClusterCounter& cluster, int num_
     barrier_expect(&drawn.full, 4);
     wait_for_other(&drawn.full, parity);
     work = *(volatile int*)&drawn.work;
-    release_in_other(&drawn.empty);
+    if (work >= 0) release_in_other(&drawn.empty);    // always, but not before it is here
   }
   return work;
 }

@@ -90,8 +90,6 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
       ScoreRows<T, kHeadDim, kWideTile, Shared::kPairs> keys;
       if constexpr (Shared::kCluster) {
         keys.load(shared.q[ring.stage]);
-        __syncwarp();
-        arrive(&shared.q_empty[ring.stage]);
         ring.advance();
         look();
       } else {
@@ -121,6 +119,8 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
       };
       start_p();
       wgmma_wait<0>(p);
+      // Now that a product has used them, they are in registers.
+      if constexpr (Shared::kCluster) arrive(&shared.q_empty[ring.back(1).stage]);
       hand_over(ds_ring);
       while (!(flags & kLast)) {
         // The scores of the next step, and after them dk += dS^T q.
@@ -179,6 +179,7 @@ template <typename T, typename Shared, typename Grad, bool kCaps>
 __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad> grads, BackwardSize size,
                                                   Logits<kCaps> logits) {
   constexpr int kVHeadDim = Shared::kVHeadDim, kBlocks = kWideTile / 8;
+  constexpr bool kOverlaps = kVHeadDim < 256;         // as registers allow
   Ring<Shared::kDoutStages> ring = {0, 0};
   Ring<Shared::kDsStages> ds_ring = {0, 0};
   u32 kv_parity = 0, flags;
@@ -221,6 +222,10 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
                                                                  dout + c * kWideTile * 2);
         wgmma_commit();
       };
+      auto finish_dv = [&] {
+        wgmma_wait<0>(acc_dv);
+        arrive(&shared.dout_empty[ring.back(1).stage]);
+      };
       start_dp();
       while (true) {
         // dS, then dv += P^T dout; while it runs, dS is stored where P was, and dP of the next step begins.
@@ -249,14 +254,16 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
         hand_over_dscore(shared, ds_ring.stage, shared.dout_step[ring.stage]);
         ds_ring.advance();
         ring.advance();
+        if constexpr (!kOverlaps) finish_dv();
         if (flags & kLast) break;
         look();
         start_dp();
-        wgmma_wait<1>(acc_dv);
-        arrive(&shared.dout_empty[ring.back(1).stage]);
+        if constexpr (kOverlaps) {
+          wgmma_wait<1>(acc_dv);
+          arrive(&shared.dout_empty[ring.back(1).stage]);
+        }
       }
-      wgmma_wait<0>(acc_dv);
-      arrive(&shared.dout_empty[ring.back(1).stage]);
+      if constexpr (kOverlaps) finish_dv();
       arrive(&shared.kv_empty);
     }
     const int2 mine_done = shared.warp_tile[4 + me().warp];

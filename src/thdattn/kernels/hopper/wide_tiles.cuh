@@ -8,6 +8,13 @@ constexpr int kDsBytes = kTileBytes<kWideTile, kWideTile>;  // of score gradient
 // bring dq; keys are then read from registers. dq has pieces of 64 rows by kPieceCols columns.
 // k: the keys; in a cluster, where these come through the ring of queries, the columns whose dq the block brings, of
 // its own keys and then of the other one's.
+//
+// Barriers: who arrives -> who waits. Phases of full and empty take turns, so that nobody gets two ahead of a waiter.
+// kv: copies -> the value role, before the query role has any work; value and query role, alone also keys -> producer.
+// q, dout: copies -> key role, value role; these -> producer. p_full: key role -> value role.
+// ds_full: value role -> key role, alone also query role; all_ds_full: value role, copies of the other block -> query
+// role. ds_empty: key and query role, that of the other block too -> key role: both blocks' copies have been read then.
+// An arrival does not wait for loads of registers before it; so these are used before their memory is given back.
 template <int kDim, int kVDim, int kQAhead, int kDoutAhead, int kDsDepth, bool kBringsDq, int kBlocks>
 struct WideTiles {
   static constexpr int kHeadDim = kDim, kVHeadDim = kVDim;
@@ -110,6 +117,7 @@ __device__ __forceinline__ void produce_wide(
   u32 kv_parity = 1;
   auto fill = [&](auto& ring, u64* full, u64* empty, Step* steps, const Step& step, auto load) {
     barrier_wait(&empty[ring.stage], ring.parity);
+    __syncwarp();                                     // one lane moves on what all wait for
     if (lane == 0) {
       steps[ring.stage] = step;
       if (step.flags & (kNothing | kEnd)) barrier_arrive(&full[ring.stage]);
@@ -127,8 +135,7 @@ __device__ __forceinline__ void produce_wide(
   auto take = [&](const Step& step) {
     const int kv_head = step.head / size.group, key = step.tile * kWideTile;
     if (step.flags & kFirst) {
-      // Of the tiles of keys before this one, the last alone may be at work when this stage is empty.
-      barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
+      // Nobody needs these ranges any more: before the last keys were loaded, all were done with the tile before those.
       #pragma unroll
       for (int i = lane; i < kWideTile; i += kWarp)
         shared.range[kv_parity ^ 1][i] = range_of(query_ranges, key + i, size.k_rows);
@@ -154,6 +161,7 @@ __device__ __forceinline__ void produce_wide(
     });
     if (!(step.flags & kFirst)) return;
     barrier_wait(&shared.kv_empty, kv_parity);
+    __syncwarp();
     if (lane == 0) load_wide_keys(shared, map_k, map_v, kv_head, key);
     kv_parity ^= 1;
   };
