@@ -62,7 +62,7 @@ class BackwardSm90:
     capped_at_once: tuple[int, int] | None = None
     together: int = 2
 
-    tile_n, threads = 128, 512
+    tile_n, threads, blocks = 128, 512, 1
 
     def at_once(self, caps: bool) -> tuple[int, int]:
         """Queries whose scores, and queries whose dP, the key side takes at once."""
@@ -82,27 +82,33 @@ class BackwardPairSm90:
     capped_queries: int
     together: int = 2
 
-    tile_m, tile_n, threads = 64, 128, 384
+    tile_m, tile_n, threads, blocks = 64, 128, 384, 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardWideSm90:
     """thd_attn_bwd_wide_sm90: 64 keys per thread block, 64 query rows at a time, dq added up in any order.
 
-    q_stages tiles of queries and dout_stages tiles of their gradients are loaded ahead. keys_in_registers: as
-    q_in_registers of ForwardSm90. The warpgroups of keys and of values have so many registers per thread, and
-    capped_shift more, or fewer, where logits are capped. For the same bits on every run dq has thd_attn_bwd_dq_sm90,
-    dq_keys keys at a time, two tiles of which are loaded.
+    q_stages tiles of queries, dout_stages tiles of their gradients and ds_stages of score gradients are in memory.
+    blocks: 2, if two thread blocks are a cluster, which brings shares of dq of 128 keys; then keys are read from
+    registers. The warpgroups of keys, values and queries have so many registers per thread, and that of keys
+    capped_shift more, which that of values lacks, where logits are capped. For the same bits on every run blocks are
+    alone and dq has thd_attn_bwd_dq_sm90, dq_keys keys at a time, two tiles of which are loaded.
     """
 
     q_stages: int
     dout_stages: int
-    keys_in_registers: bool
+    ds_stages: int
     key_registers: int
     value_registers: int
     dq_keys: int
+    query_registers: int = 64
     capped_shift: int = 0
+    blocks: int = 1
 
-    tile_m = tile_n = 64
-    threads = 512
-    together = 2
+    tile_m, threads, together = 64, 512, 2
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of all blocks of a cluster."""
+        return 64 * self.blocks

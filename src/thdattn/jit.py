@@ -44,6 +44,7 @@ _PORTABLE = ("kernels/common.cuh", "structs.checks()", "kernels/logits.cuh", "ke
 _HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/logits.cuh", "kernels/hopper/common.cuh")
 _HOPPER_BACKWARD = (*_HOPPER, "kernels/homes.cuh", "kernels/hopper/backward_common.cuh")
 _HOPPER_TILES = (*_HOPPER_BACKWARD, "kernels/hopper/query_side.cuh", "kernels/hopper/backward_tiles.cuh")
+_HOPPER_WIDE = (*_HOPPER_BACKWARD, *(f"kernels/hopper/{file}" for file in ("cluster.cuh", "wide_tiles.cuh", "wide.cu")))
 _PORTABLE_BACKWARD = (*_PORTABLE, "kernels/homes.cuh", "kernels/portable/backward.cu")
 _MAMBA = (*_PORTABLE, "kernels/mamba/common.cuh")
 _MAMBA_BACKWARD = (*_MAMBA, "kernels/mamba/backward_common.cuh")
@@ -104,8 +105,8 @@ FILES = {
     "thd_attn_bwd_sm90": (*_HOPPER_TILES, "kernels/hopper/backward.cu"),
     "thd_attn_bwd_pair_sm90": (*_HOPPER_TILES, "kernels/hopper/pair.cu"),
     "thd_attn_bwd_dq_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/dq.cu"),
-    "thd_attn_bwd_wide_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/wide.cu"),
-    "thd_attn_round_wide_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/wide.cu"),
+    "thd_attn_bwd_wide_sm90": _HOPPER_WIDE,
+    "thd_attn_round_wide_sm90": _HOPPER_WIDE,
 }
 
 

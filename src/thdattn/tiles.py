@@ -201,14 +201,17 @@ class Tiles:
         """dk and dv, whose dtype is grad_dtype, and with_dq also dq as thd_attn_bwd_sm90, or its accumulators."""
         b = self.backward_sm90
         assert isinstance(b, BackwardWideSm90)
-        tiles = (slabs(64 * (1 + b.q_stages), self.head_dim) + slabs(64 * (1 + b.dout_stages), self.v_head_dim)
-                 + 4 * slabs(64, 64))  # fmt: skip
-        loaded = b.q_stages + b.dout_stages
-        stats, barriers, steps, ranges = 4 * 64 * loaded, 8 * (8 + 2 * loaded), 16 * (2 + loaded), 8 * (64 + 8)
+        cluster, loaded = with_dq and b.blocks == 2, b.q_stages + b.dout_stages
+        keys = slabs(128, self.head_dim // 2) if cluster else slabs(64, self.head_dim)
+        tiles = (keys + slabs(64 * b.q_stages, self.head_dim) + slabs(64 * (1 + b.dout_stages), self.v_head_dim)
+                 + b.ds_stages * (2 + cluster) * slabs(64, 64))  # fmt: skip
+        stats, barriers, ranges = 4 * 64 * loaded, 8 * (2 + 2 * loaded + 3 * b.ds_stages), 8 * (2 * 64 + 8)
+        steps, exchange = 16 * loaded + -(-20 * b.ds_stages // 8) * 8, 8 * (b.ds_stages + 3) if cluster else 0
         shift = b.capped_shift if caps else 0
         return instance("thd_attn_bwd_wide_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.q_stages,
-                        b.dout_stages, with_dq, b.keys_in_registers, b.key_registers + shift, b.value_registers - shift,
-                        shared_bytes=tiles + stats + barriers + steps + ranges)
+                        b.dout_stages, b.ds_stages, with_dq, b.blocks, b.key_registers + shift,
+                        b.value_registers - shift, b.query_registers,
+                        shared_bytes=tiles + stats + barriers + steps + ranges + exchange)
 
     def thd_attn_bwd_dq_sm90(self, dtype: str, dq_dtype: str, caps: bool = False) -> Instance:
         """As thd_attn_bwd_dq."""
@@ -254,7 +257,7 @@ class Tiles:
         elif isinstance(b, BackwardPairSm90):
             backward = {b.queries, b.capped_queries, b.piece_cols, 32, *self._dims}
         else:  # a sum of 256 columns takes two instructions, kMostCols of kernels/hopper/backward_common.cuh
-            backward = {64, b.dq_keys, *(128 if dim == 256 else dim for dim in self._dims)}
+            backward = {64, b.dq_keys, self._wide_piece_cols, *(128 if dim == 256 else dim for dim in self._dims)}
         return {f.tile_n, f.capped_tile_n or f.tile_n, self.v_head_dim, *backward}
 
     # ---------------------------------------------------------------------------------------- what they share
@@ -262,6 +265,11 @@ class Tiles:
     @property
     def _dims(self) -> tuple[int, int]:
         return self.head_dim, self.v_head_dim
+
+    @property
+    def _wide_piece_cols(self) -> int:
+        """Columns of a piece of dq of thd_attn_bwd_wide_sm90: a block of a cluster brings one."""
+        return self.head_dim // 2 if self.backward_sm90.blocks == 2 else SLAB
 
     @property
     def _pair(self) -> int:
@@ -361,9 +369,8 @@ TILES = {
                 tile_n=112, consumers=2, q_stages=1, kv_stages=2,  # 128 keys, or another stage, do not fit
             ),
             backward_sm90=BackwardWideSm90(
-                q_stages=3, dout_stages=2, keys_in_registers=True,
-                key_registers=208, value_registers=208,  # 192 for keys spill
-                capped_shift=8,  # 208 for keys spill
+                q_stages=3, dout_stages=2, ds_stages=2, blocks=2,
+                key_registers=208, value_registers=192, query_registers=80,  # 8 fewer of any spill
                 dq_keys=64,
             ),
         ),
@@ -379,8 +386,7 @@ TILES = {
                 divides=False,  # adding the parts spills
             ),
             backward_sm90=BackwardWideSm90(
-                q_stages=2, dout_stages=2,  # another stage does not fit
-                keys_in_registers=False,  # keys in registers spill
+                q_stages=2, dout_stages=2, ds_stages=2,  # another stage, or a cluster, does not fit
                 key_registers=192, value_registers=232,  # 176 for keys spill, and 224 for values
                 capped_shift=8,  # 0 spills
                 dq_keys=48,  # 64 do not fit

@@ -200,7 +200,8 @@ class _Hopper:
         shares = shares_of(row, plan)
 
         def main_of(orders: Array, num_splits: int, packs: Any) -> Launch:
-            num_tiles, splits = orders.shape[1], num_kv_heads * num_splits
+            blocks, splits = 1 if deterministic else tiles.blocks, num_kv_heads * num_splits
+            num_tiles = orders.shape[1] * tiles.blocks // blocks
             # Splits that add to the same rows at the same time wait for each other.
             short = scheduler.SHORT_UP_TO if num_splits == 1 else scheduler.LONG_FROM
             in_order = deterministic and not wide
@@ -209,13 +210,15 @@ class _Hopper:
                 order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
             size = np.array((num_rows, num_keys, stats_rows, num_tiles, splits, *how, group // num_splits,
                              group, num_kv_heads, room.semaphore_rows, launch.row_heads(q)), BACKWARD_SIZE)[()]
-            return Launch(jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * splits),), tiles.threads,
+            grid = (blocks * min(gpu.multiprocessors // blocks, num_tiles * splits),)
+            return Launch(jit.kernel(*kernel), grid, tiles.threads,
                           (*fixed, plan.query_ranges, shares, order, cupy.zeros(1, np.int32), packs, size))
 
         choices = _packs_of(room.splits, plan)
         self.mains = [[main_of(orders, *choice) for choice in choices]
                       for orders in _parts(plan, in_two and (wide or not deterministic))]
-        self.boxes, self.dq, self.round_dq = (tiles.tile_m, tiles.tile_n, tiles.tile_n, tiles.tile_m), None, None
+        keys = tiles.tile_n // tiles.blocks
+        self.boxes, self.dq, self.round_dq = (tiles.tile_m, keys, keys, tiles.tile_m), None, None
         if isinstance(tiles, BackwardWideSm90) and deterministic:
             self.dq_boxes = DQ_ROWS, tiles.dq_keys, tiles.dq_keys, DQ_ROWS
             self.dq = _dq_by_itself(gpu, row, row.thd_attn_bwd_dq_sm90(dtype, dq_dtype, caps), q, group, plan, stats)

@@ -28,10 +28,11 @@ struct Pairs {
 CHECK_Pairs;
 
 // Draws a number of work. The first of a block comes from here too, so that only blocks that run hold work for which
-// others may wait. Whoever draws the last of all numbers sets the counter back to zero.
-__device__ __forceinline__ int draw_work(int* counter, int draws) {
+// others may wait. Whoever draws the last of all numbers, one beyond all work for every block, sets the counter back to
+// zero.
+__device__ __forceinline__ int draw_work(int* counter, int num_work) {
   const int work = atomicAdd(counter, 1);
-  if (work == draws - 1) *counter = 0;
+  if (work == num_work + opaque(gridDim.x) - 1) *counter = 0;
   return work;
 }
 
@@ -80,13 +81,13 @@ struct QuerySight {
 // The producer's scheduler, one warp: calls take(step) for every tile of keys of this block, for every query head of
 // its split, and for every tile of queries between the first and the last in sight. A tile of keys that nobody sees is
 // one step of kNothing; the last step of all is kEnd. Work is drawn with the last step of a tile: early enough for its
-// latency, and late enough that whoever is done first gets it.
-template <int kGroups, int kTileM, typename Take>
-__device__ __forceinline__ void schedule_steps(const int2* query_ranges, const int* shares, const int* tile_order,
-                                               int* counter, BackwardSize size, Take take) {
+// latency, and late enough that whoever is done first gets it, by one lane: draw_work(counter, how much there is).
+template <int kGroups, int kTileM, typename Order, typename Counter, typename Take>
+__device__ __forceinline__ void schedule_steps(const int2* query_ranges, const int* shares, Order tile_order,
+                                               Counter counter, BackwardSize size, Take take) {
   // Of what is the same for all work, nothing is kept: registers are few.
   auto num_work = [&] { return opaque(size.num_tiles) * size.splits; };
-  auto draw = [&] { return me().lane == 0 ? draw_work(counter, num_work() + opaque(gridDim.x)) : 0; };
+  auto draw = [&] { return me().lane == 0 ? draw_work(counter, num_work()) : 0; };
   for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work(); ) {
     const WorkTile work_tile =
         scheduled_tile(work, tile_order, opaque(size.num_tiles), opaque(size.splits), size.together, size.last_splits);
@@ -110,22 +111,6 @@ __device__ __forceinline__ void schedule_steps(const int2* query_ranges, const i
     work = __shfl_sync(0xffffffffu, work, 0);
   }
   take(Step{0, 0, 0, kEnd});
-}
-
-// Loads keys, values and ranges of a tile of keys, one warp. kv_full counts two arrivals.
-template <int kKeys, int kHeadDim, int kVHeadDim, typename Shared>
-__device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* map_k, const TensorMap* map_v,
-                                          const int2* query_ranges, const Step& step, BackwardSize size) {
-  const int lane = me().lane, kv_head = step.head / size.group, key = step.tile * kKeys;
-  if (lane == 0) {
-    barrier_expect(&shared.kv_full, kTileBytes<kKeys, kHeadDim> + kTileBytes<kKeys, kVHeadDim>);
-    copy_tile<kKeys, kHeadDim, true>(shared.k, map_k, kv_head, key, &shared.kv_full);
-    copy_tile<kKeys, kVHeadDim, true>(shared.v, map_v, kv_head, key, &shared.kv_full);
-  }
-  #pragma unroll
-  for (int i = 0; i < kKeys; i += kWarp) shared.range[i + lane] = range_of(query_ranges, key + i + lane, size.k_rows);
-  __syncwarp();
-  if (lane == 0) barrier_arrive(&shared.kv_full);
 }
 
 // Counts for each tile of query rows how many tiles of 64 * kGroups keys have it in sight, and so a share of its dq.

@@ -42,6 +42,23 @@ struct BackwardShared {
   }
 };
 
+// Loads keys, values and ranges of a tile of keys, one warp. kv_full counts two arrivals.
+template <typename Shared>
+__device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* map_k, const TensorMap* map_v,
+                                          const int2* query_ranges, const Step& step, BackwardSize size) {
+  constexpr int kTileN = Shared::kTileN;
+  const int lane = me().lane, kv_head = step.head / size.group, key = step.tile * kTileN;
+  if (lane == 0) {
+    barrier_expect(&shared.kv_full, Shared::kKBytes + Shared::kVBytes);
+    copy_tile<kTileN, Shared::kHeadDim, true>(shared.k, map_k, kv_head, key, &shared.kv_full);
+    copy_tile<kTileN, Shared::kVHeadDim, true>(shared.v, map_v, kv_head, key, &shared.kv_full);
+  }
+  #pragma unroll
+  for (int i = 0; i < kTileN; i += kWarp) shared.range[i + lane] = range_of(query_ranges, key + i + lane, size.k_rows);
+  __syncwarp();
+  if (lane == 0) barrier_arrive(&shared.kv_full);
+}
+
 // The producer, one warp: loads the tensors of every step.
 template <typename Shared>
 __device__ __forceinline__ void produce_backward(
@@ -49,7 +66,7 @@ __device__ __forceinline__ void produce_backward(
     const float* stats, const int2* query_ranges, const int* shares, const int* tile_order, int* counter,
     BackwardSize size) {
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
-  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN;
+  constexpr int kTileM = Shared::kTileM;
   Ring<Shared::kStages> ring = {0, 1};
   u32 kv_parity = 1;
 
@@ -74,7 +91,7 @@ __device__ __forceinline__ void produce_backward(
     if (!(step.flags & kFirst)) return;
     barrier_wait(&shared.kv_empty, kv_parity);
     kv_parity ^= 1;
-    load_keys<kTileN, kHeadDim, kVHeadDim>(shared, map_k, map_v, query_ranges, step, size);
+    load_keys(shared, map_k, map_v, query_ranges, step, size);
   });
 }
 

@@ -250,7 +250,8 @@ constexpr u32 kLast = 1u << 31, kSees = 1, kMasked = 2;
 // of a tile come one after another. The last group, of `last_heads`, may be larger: it should last so long that its
 // longest tiles, which come first, end before the others do.
 struct WorkTile { int tile, head; };
-__device__ __forceinline__ WorkTile scheduled_tile(int work, const int* tile_order, int num_tiles, int num_heads,
+template <typename Order>
+__device__ __forceinline__ WorkTile scheduled_tile(int work, Order tile_order, int num_tiles, int num_heads,
                                                    int together, int last_heads) {
   const int num_first = num_heads - last_heads, rest = work - num_first * num_tiles;
   if (rest >= 0) return {tile_order[rest / last_heads], num_first + rest % last_heads};

@@ -222,12 +222,12 @@ __device__ __forceinline__ void consume_forward(
       if (last && !kQInRegisters) arrive(&shared.q_empty[q_ring.stage]);
     };
     auto pass = [&] {                                 // these 64 rows do not see the tile
-      look_ahead();
-      release_keys();
+      look_ahead(), release_keys();
       barrier_wait(&shared.v_full[ring.stage], ring.parity);
       arrive(&shared.v_empty[ring.stage]);
       ring.advance();
     };
+    if constexpr (kQInRegisters) publish_to_async(), __syncwarp();  // an arrival does not wait for loads
     if (last || kQInRegisters) arrive(&shared.q_empty[q_ring.stage]);
     while (!last) {
       next_key_tile();

@@ -1,0 +1,180 @@
+// What thd_attn_bwd_wide_sm90 keeps in shared memory (sm_90a), and its producer.
+
+constexpr int kWideTile = 64;                         // keys of a block, query rows of a step
+constexpr int kDsBytes = kTileBytes<kWideTile, kWideTile>;  // of score gradients, 16-bit, whose rows are the keys
+
+// kQAhead tiles of queries and kDoutAhead of their gradients are here, and kDsDepth stages of probabilities and, in the
+// same memory, score gradients. kBlocks: 2, if a tile of tile_order is for two blocks, which are a cluster where they
+// bring dq; keys are then read from registers. dq has pieces of 64 rows by kPieceCols columns.
+// k: the keys; in a cluster, where these come through the ring of queries, the columns whose dq the block brings, of
+// its own keys and then of the other one's.
+//
+// Barriers: who arrives -> who waits. Phases of full and empty take turns, so that nobody gets two ahead of a waiter.
+// kv: copies -> the value role, before the query role has any work; value and query role, alone also keys -> producer.
+// q, dout: copies -> key role, value role; these -> producer. p_full: key role -> value role.
+// ds_full: value role -> key role, alone also query role; all_ds_full: value role, copies of the other block -> query
+// role. ds_empty: key and query role, that of the other block too -> key role: both blocks' copies have been read then.
+// An arrival does not wait for loads of registers before it; so these are used before their memory is given back.
+template <int kDim, int kVDim, int kQAhead, int kDoutAhead, int kDsDepth, bool kBringsDq, int kBlocks>
+struct WideTiles {
+  static constexpr int kHeadDim = kDim, kVHeadDim = kVDim;
+  static constexpr int kQStages = kQAhead, kDoutStages = kDoutAhead, kDsStages = kDsDepth;
+  static constexpr bool kWithDq = kBringsDq, kPairs = kBlocks == 2, kCluster = kPairs && kWithDq;
+  static constexpr int kClusterBlocks = 1 + kCluster, kPieceCols = kCluster ? kHeadDim / 2 : kSlab;
+  static constexpr int kQBytes = kTileBytes<kWideTile, kHeadDim>, kDoutBytes = kTileBytes<kWideTile, kVHeadDim>;
+  static constexpr int kKBytes = kCluster ? kTileBytes<2 * kWideTile, kPieceCols> : kQBytes, kVBytes = kDoutBytes;
+  unsigned char k[kKBytes], v[kVBytes];
+  unsigned char q[kQStages][kQBytes], dout[kDoutStages][kDoutBytes];
+  // Score gradients of this block and of the other one; before them, in the memory of this block's and behind all,
+  // probabilities in float32.
+  unsigned char ds[kDsStages][(kClusterBlocks + 1) * kDsBytes];
+  float minus_lse[kQStages][kWideTile], minus_delta[kDoutStages][kWideTile];
+  u64 kv_full, kv_empty;
+  u64 q_full[kQStages], q_empty[kQStages];
+  u64 dout_full[kDoutStages], dout_empty[kDoutStages];
+  u64 p_full[kDsStages], ds_full[kDsStages], ds_empty[kDsStages];
+  Step q_step[kQStages], dout_step[kDoutStages], ds_step[kDsStages];
+  u32 p_q_stage[kDsStages];                                       // where the queries of probabilities are
+  int2 range[2][kWideTile];                                       // of the key rows, of every second tile of keys
+  int2 warp_tile[8];                                              // of the key role's warps, then the value role's
+
+  __device__ __forceinline__ void init() {
+    barrier_init(&kv_full, 1), barrier_init(&kv_empty, (kCluster ? 0 : 4) + (kWithDq ? 8 : 4));
+    for (int s = 0; s < kQStages; ++s) barrier_init(&q_full[s], 1), barrier_init(&q_empty[s], 4);
+    for (int s = 0; s < kDoutStages; ++s) barrier_init(&dout_full[s], 1), barrier_init(&dout_empty[s], 4);
+    for (int s = 0; s < kDsStages; ++s) {
+      barrier_init(&p_full[s], 4), barrier_init(&ds_full[s], 4);
+      barrier_init(&ds_empty[s], kWithDq ? 4 + 4 * kClusterBlocks : 4);
+    }
+  }
+  // Waits until nobody needs the score gradients of a stage any more.
+  __device__ __forceinline__ void wait_for_stage(Ring<kDsStages> to) {
+    barrier_wait(&ds_empty[to.stage], to.parity ^ 1);
+  }
+  // Float4 n of every lane of a warp's probabilities, 16 keys by 64 queries: half of them where the warp's own score
+  // gradients will be, so that no warp waits for another.
+  __device__ __forceinline__ float4* probabilities(u32 stage, int warp, int n) {
+    constexpr int kNumbers = kWideTile / 16;
+    unsigned char* const half = ds[stage] + n / kNumbers * kClusterBlocks * kDsBytes;
+    return (float4*)(half + warp * 16 * kRowBytes) + n % kNumbers * kWarp;
+  }
+};
+
+// Barriers of a cluster. all_ds_full: score gradients of both blocks are here.
+template <bool kCluster, int kDsStages> struct WideBarriers {
+  __device__ __forceinline__ void init() {}
+};
+template <int kDsStages> struct WideBarriers<true, kDsStages> {
+  u64 all_ds_full[kDsStages];
+  DrawnWork drawn;
+
+  __device__ __forceinline__ void init() {
+    for (int s = 0; s < kDsStages; ++s) barrier_init(&all_ds_full[s], 4);
+    drawn.init();
+  }
+};
+
+template <typename Tiles> struct WideShared : Tiles, WideBarriers<Tiles::kCluster, Tiles::kDsStages> {
+  __device__ __forceinline__ void init() {
+    Tiles::init(), WideBarriers<Tiles::kCluster, Tiles::kDsStages>::init();
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+// Loads what stays while a block is at a tile of keys, one lane.
+template <typename Shared>
+__device__ __forceinline__ void load_wide_keys(Shared& shared, const TensorMap* map_k, const TensorMap* map_v,
+                                               int kv_head, int key) {
+  constexpr bool kWithKeys = Shared::kWithDq || !Shared::kCluster;
+  barrier_expect(&shared.kv_full, kWithKeys * Shared::kKBytes + Shared::kVBytes);
+  if constexpr (!Shared::kCluster) {
+    copy_tile<kWideTile, Shared::kHeadDim, true>(shared.k, map_k, kv_head, key, &shared.kv_full);
+  } else if constexpr (kWithKeys) {
+    #pragma unroll
+    for (int i = 0; i < 4; ++i)                       // boxes of this block's keys, then of the other one's
+      copy_box_once(shared.k + (i % 2 * 2 + i / 2) * kDsBytes, map_k, rank_in_cluster() * Shared::kPieceCols +
+                    i % 2 * kSlab, kv_head, i < 2 ? key : key ^ kWideTile, &shared.kv_full);
+  }
+  copy_tile<kWideTile, Shared::kVHeadDim, true>(shared.v, map_v, kv_head, key, &shared.kv_full);
+}
+
+// An order of pairs of tiles, as one of tiles.
+struct OrderOfPairs {
+  const int* pairs;
+  __device__ __forceinline__ int operator[](int i) const { return pairs[i / 2] * 2 + i % 2; }
+};
+
+// The producer, one warp: loads the tensors of every step.
+template <typename Shared>
+__device__ __forceinline__ void produce_wide(
+    Shared& shared, const TensorMap* map_q, const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout,
+    const float* stats, const int2* query_ranges, const int* shares, const int* tile_order, int* counter,
+    BackwardSize size) {
+  constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
+  const int lane = threadIdx.x % kWarp;
+  Ring<Shared::kQStages> q_ring = {0, 1};
+  Ring<Shared::kDoutStages> dout_ring = {0, 1};
+  u32 kv_parity = 1;
+  auto fill = [&](auto& ring, u64* full, u64* empty, Step* steps, const Step& step, auto load) {
+    barrier_wait(&empty[ring.stage], ring.parity);
+    __syncwarp();                                     // one lane moves on what all wait for
+    if (lane == 0) {
+      steps[ring.stage] = step;
+      if (step.flags & (kNothing | kEnd)) barrier_arrive(&full[ring.stage]);
+      else load(ring.stage, &full[ring.stage]);
+    }
+    ring.advance();
+  };
+  auto fill_q = [&](const Step& step, auto load) {
+    fill(q_ring, shared.q_full, shared.q_empty, shared.q_step, step, load);
+  };
+  auto fill_dout = [&](const Step& step, auto load) {
+    fill(dout_ring, shared.dout_full, shared.dout_empty, shared.dout_step, step, load);
+  };
+
+  auto take = [&](const Step& step) {
+    const int kv_head = step.head / size.group, key = step.tile * kWideTile;
+    if (step.flags & kFirst) {
+      // Nobody needs these ranges any more: before the last keys were loaded, all were done with the tile before those.
+      #pragma unroll
+      for (int i = lane; i < kWideTile; i += kWarp)
+        shared.range[kv_parity ^ 1][i] = range_of(query_ranges, key + i, size.k_rows);
+      __syncwarp();
+      if constexpr (Shared::kCluster) {
+        fill_q(step, [&](u32 stage, u64* full) {
+          barrier_expect(full, Shared::kQBytes);
+          copy_tile<kWideTile, kHeadDim>(shared.q[stage], map_k, kv_head, key, full);
+        });
+      }
+    }
+    auto lse = [&] { return step.head * size.stats_rows + step.row; };
+    fill_q(step, [&](u32 stage, u64* full) {
+      barrier_expect(full, Shared::kQBytes + 4 * kWideTile);
+      copy_tile<kWideTile, kHeadDim>(shared.q[stage], map_q, step.head, step.row, full);
+      copy_bulk(shared.minus_lse[stage], stats + lse(), 4 * kWideTile, full);
+    });
+    fill_dout(step, [&](u32 stage, u64* full) {
+      barrier_expect(full, Shared::kDoutBytes + 4 * kWideTile);
+      copy_tile<kWideTile, kVHeadDim>(shared.dout[stage], map_dout, step.head, step.row, full);
+      const u32 delta = lse() + size.splits * size.split_heads * size.stats_rows;
+      copy_bulk(shared.minus_delta[stage], stats + delta, 4 * kWideTile, full);
+    });
+    if (!(step.flags & kFirst)) return;
+    barrier_wait(&shared.kv_empty, kv_parity);
+    __syncwarp();
+    if (lane == 0) load_wide_keys(shared, map_k, map_v, kv_head, key);
+    kv_parity ^= 1;
+  };
+  if constexpr (Shared::kCluster) {
+    schedule_steps<2, kWideTile>(query_ranges, shares, tile_order, ClusterCounter{counter, shared.drawn}, size,
+                                 [&](Step step) {
+      step.tile = step.tile * 2 + rank_in_cluster();  // as if there were tiles of 64 keys alone
+      step.flags = step.flags & ~15u | step.flags >> 2 * rank_in_cluster() & 3;
+      take(step);
+    });
+  } else if constexpr (Shared::kPairs) {
+    schedule_steps<1, kWideTile>(query_ranges, shares, OrderOfPairs{tile_order}, counter, size, take);
+  } else {
+    schedule_steps<1, kWideTile>(query_ranges, shares, tile_order, counter, size, take);
+  }
+}
