@@ -148,7 +148,8 @@ __global__ void __launch_bounds__(1024) thd_plan_check(
 // of whose bits are set, which is NaN in every type. Launch: any grid; it returns at once where all is well.
 __global__ void __launch_bounds__(256) thd_plan_poison(
     u32* __restrict__ a, u64 a_words, u32* __restrict__ b, u64 b_words, u32* __restrict__ c, u64 c_words,
-    const int* __restrict__ wrong) {
+    const int* wrong) {
+  wait_for_kernel_before();
   if (!*wrong) return;
   const u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x, step = (u64)gridDim.x * blockDim.x;
   for (u64 i = first; i < a_words; i += step) a[i] = ~0u;
@@ -275,17 +276,18 @@ __device__ __forceinline__ int2 sight_of(Place place, const int* there, int num_
 }
 
 // key_ranges (local_rows) of this rank's rows of queries; causal is right = 0. query_ranges (key_rows): its rows that
-// see each key row. For keys, the sides of the window swap. rows, rows_of_keys: see Side. Launch: grid (blocks, 2), one
-// thread a query row and one a key row.
+// see each key row. For keys, the sides of the window swap. rows, rows_of_keys: see Side. Where the lengths are wrong
+// (null: they are right), key_ranges say so. Launch: grid (blocks, 2), one thread a query row and one a key row.
 __global__ void thd_plan_ranges(int2* __restrict__ key_ranges, int2* __restrict__ query_ranges,
                                 const int* __restrict__ rows, const int* __restrict__ rows_of_keys,
-                                const int* __restrict__ queries, const int* __restrict__ keys, int num_seqs,
-                                int local_rows, int key_rows, int left, int right) {
+                                const int* __restrict__ queries, const int* __restrict__ keys,
+                                const int* __restrict__ wrong, int num_seqs, int local_rows, int key_rows, int left,
+                                int right) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   const Side query_side = {rows, local_rows}, key_side = {rows_of_keys, key_rows};
   if (blockIdx.y == 0) {
     if (i < local_rows)
-      key_ranges[i] = key_side.range_of(
+      key_ranges[i] = wrong && *wrong ? make_int2(-1, -1) : key_side.range_of(
           sight_of(place_of(query_side[i], queries, num_seqs), keys, num_seqs, left, right));
   } else if (i < key_rows) {
     query_ranges[i] = query_side.range_of(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from thdattn import jit
 from thdattn.instances import PLAN_KERNELS
 from thdattn.ops import launch
-from thdattn.ops.launch import Array
+from thdattn.ops.launch import Array, Launch
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan, PlanArrays, key_side_ints
 from thdattn.routes import Pieces, all_rows, needed_rows
@@ -287,7 +287,9 @@ def _arrays(
     there = (launch.NONE if alone else rows.rows, launch.NONE if alone or rows_of_keys is None else rows_of_keys,
              rows.offsets[0], rows.offsets[-1])  # fmt: skip
     key_ranges, query_ranges = ranges = [launch.empty((num_rows, 2), np.int32) for num_rows in sides]
-    _make(lengths, _RANGES, (_blocks(max(sides)), 2), (*ranges, *there, *map(np.int32, (num_seqs, *sides, *window))))
+    wrong = launch.NONE if lengths is None else lengths.wrong
+    _make(lengths, _RANGES, (_blocks(max(sides)), 2), (
+        *ranges, *there, wrong, *map(np.int32, (num_seqs, *sides, *window))))
 
     num_tiles = [-(-num_rows // tile) for num_rows, tile in zip(sides, tiles, strict=True)]
     # One array of a side, as a replayed graph writes to all of it as long as the orders live: orders, then costs.
@@ -340,9 +342,16 @@ def _make(lengths: DeviceLengths | None, kernel: str, grid: tuple[int, ...], arg
 
 def poison(plan: Plan, *results: Array) -> None:
     """Results become NaN if the lengths that the plan was made from, on the GPU, are wrong."""
-    if plan.arrays.lengths is None:
+    lengths = plan.arrays.lengths
+    if lengths is None:
         return
-    for i in range(0, len(results), 3):  # the kernel takes three
-        words = [arg for x in results[i : i + 3] for arg in (x, np.uint64(x.nbytes // 4))]
-        words += [np.uint64(0)] * (6 - len(words))
-        jit.kernel(_POISON)((POISON_BLOCKS,), 256, (*words, plan.arrays.lengths.wrong))
+    run = plan.once("poison", lambda: Launch(jit.kernel(_POISON), (POISON_BLOCKS,), 256, (lengths.wrong,), early=True))
+    for i in range(0, len(results), 3):
+        three = results[i : i + 3]
+        run.launch(run.prepared(tuple([(x.data.ptr, x.nbytes) for x in three]), functools.partial(_words_of, three)))
+
+
+def _words_of(results: tuple[Array, ...]) -> tuple[Any, ...]:
+    """Arrays and how many words each has, as the kernel takes three."""
+    made = [arg for x in results for arg in (x, np.uint64(x.nbytes // 4))]
+    return *made, *[launch.NONE] * (6 - len(made))
