@@ -52,7 +52,8 @@ def test_every_tile_of_every_head_is_done_once(pack, num_heads, together):
 def test_few_sequences_have_their_longest_tiles_first(pack):
     plan, orders = orders_of(PACKS[pack])
     order, how = scheduler.schedule(H100, plan, orders, 16, 1)
-    assert order.tolist() == orders[1].tolist() and how == (1, 4), "as many last heads as fill an H100 three times"
+    assert order.tolist() == orders[0].tolist() == orders[1].tolist()
+    assert how == (1, 4), "as many last heads as fill an H100 three times"
     assert scheduler.schedule(H100, plan, orders, 2, 1)[1] == (1, 2), "not more than there are"
 
 
@@ -60,7 +61,7 @@ def test_few_sequences_have_their_longest_tiles_first(pack):
 def test_many_short_sequences_come_one_after_another_with_many_heads(pack):
     plan, orders = orders_of(PACKS[pack])
     order, how = scheduler.schedule(H100, plan, orders, 32, 4)
-    assert order.tolist() == orders[0].tolist() and how == (16, 0)
+    assert order.tolist() == orders[0].tolist() != orders[1].tolist() and how == (16, 0)
 
 
 def test_many_long_sequences_come_one_after_another():
@@ -74,11 +75,12 @@ def test_a_window_leaves_few_pairs_and_many_heads_fit():
     assert scheduler.schedule(H100, plan, orders, 16, 4)[1] == (16, 0)
 
 
-def test_lengths_that_only_the_gpu_knows_come_the_longest_first():
+@pytest.mark.parametrize(("local_rows", "wanted"), [(2_048, (16, 0)), (2_049, (4, 4))])
+def test_lengths_that_only_the_gpu_knows_are_short_where_the_rows_are_few(local_rows, wanted):
     _, orders = orders_of(PACKS["one"])
-    unknown = SimpleNamespace(expected_pairs=None, cp_size=1, key_rows=1)
+    unknown = SimpleNamespace(expected_pairs=None, cp_size=1, key_rows=1, local_rows=local_rows)
     order, how = scheduler.schedule(H100, unknown, orders, 16, 4)
-    assert order.tolist() == orders[0].tolist() and how == (4, 4)
+    assert order.tolist() == orders[0].tolist() and how == wanted
 
 
 @pytest.mark.parametrize(("pack", "head_dim", "splits"), [

@@ -340,25 +340,39 @@ __global__ void thd_plan_tile_cost(int* __restrict__ query_tiles, int* __restric
   if (threadIdx.x % kWarp == 0) tiles.cost()[t] = {longest, mine.begin, mine.span};
 }
 
+constexpr int kFewSequences = 4;                      // FEW_SEQUENCES of host_plan.py
+
+// The sum of a number of every lane.
+__device__ __forceinline__ u64 warp_sum(u64 x) {
+  for (int i = kWarp / 2; i; i /= 2) x += __shfl_xor_sync(0xffffffffu, x, i);
+  return x;
+}
+
 // Both orders of the tiles of queries and of keys: first by falling length of the sequence and, in a sequence, by
-// falling span; then by falling span alone. A tile's place is the number of tiles that come before it, which one warp
-// counts, in one launch: a pack has a few thousand tiles at most. Launch: as thd_plan_tile_cost.
+// falling span; then by falling span alone. The first is the second where sequences are few: where the average span is
+// an eighth of the other side, as of four causal sequences. A tile's place is the number of tiles that come before it,
+// which one warp counts, in one launch: a pack has a few thousand tiles at most. Launch: as thd_plan_tile_cost.
 __global__ void thd_plan_tile_order(int* __restrict__ query_tiles, int* __restrict__ key_tiles, int num_query_tiles,
-                                    int num_key_tiles) {
-  const Tiles tiles = {blockIdx.y ? key_tiles : query_tiles, blockIdx.y ? num_key_tiles : num_query_tiles};
+                                    int num_key_tiles, int local_rows, int key_rows) {
+  const bool of_keys = blockIdx.y;
+  const Tiles tiles = {of_keys ? key_tiles : query_tiles, of_keys ? num_key_tiles : num_query_tiles};
+  const u64 in_sight_of_all = (u64)tiles.count * (of_keys ? local_rows : key_rows);
   const TileCost* const cost = tiles.cost();
   const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
   if (t >= tiles.count) return;
   const TileCost mine = cost[t];
   int before[2] = {0, 0};
+  u64 in_sight = 0;
   for (int i = threadIdx.x % kWarp; i < tiles.count; i += kWarp) {
     const TileCost other = cost[i];
+    in_sight += other.span;
     const bool longer = other.span > mine.span || (other.span == mine.span && i < t);
     const bool same = other.length == mine.length && other.begin == mine.begin;
     before[0] += same ? longer
                       : other.length > mine.length || (other.length == mine.length && other.begin < mine.begin);
     before[1] += longer;
   }
+  if (in_sight_of_all <= 2 * kFewSequences * warp_sum(in_sight)) before[0] = before[1];
   #pragma unroll
   for (int k = 0; k < 2; ++k) {
     before[k] = __reduce_add_sync(0xffffffffu, before[k]);
@@ -371,17 +385,13 @@ __global__ void __launch_bounds__(1024) thd_plan_pairs(u64* __restrict__ pairs, 
                                                        int num_rows) {
   __shared__ u64 of_warp[kWarp];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  auto sum = [](u64 x) {
-    for (int i = kWarp / 2; i; i /= 2) x += __shfl_xor_sync(0xffffffffu, x, i);
-    return x;
-  };
   u64 mine = 0;
   #pragma unroll 8
   for (int i = threadIdx.x; i < num_rows; i += 1024) mine += key_ranges[i].y - key_ranges[i].x;
-  mine = sum(mine);
+  mine = warp_sum(mine);
   if (lane == 0) of_warp[warp] = mine;
   __syncthreads();
-  mine = sum(of_warp[lane]);
+  mine = warp_sum(of_warp[lane]);
   if (threadIdx.x == 0) *pairs = mine;
 }
 

@@ -297,7 +297,7 @@ def _arrays(
     grid = _blocks(32 * max(num_tiles)), 2
     _make(lengths, _TILE_COST, grid, (
         *made, *ranges, *there, *map(np.int32, (num_seqs, *sides, *tiles))))
-    _make(lengths, _TILE_ORDER, grid, (*made, *map(np.int32, num_tiles)))
+    _make(lengths, _TILE_ORDER, grid, (*made, *map(np.int32, (*num_tiles, *sides))))
     query_tiles, key_tiles = (x[: 2 * num].reshape(2, num) for x, num in zip(made, num_tiles, strict=True))
     in_order = rows.all_rows[: sharding.cp_size * sharding.local_rows]  # without what only the keys have
     return PlanArrays(rows.rows, rows.positions, rows.valid, key_ranges, query_ranges, query_tiles=query_tiles,
