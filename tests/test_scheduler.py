@@ -75,12 +75,19 @@ def test_a_window_leaves_few_pairs_and_many_heads_fit():
     assert scheduler.schedule(H100, plan, orders, 16, 4)[1] == (16, 0)
 
 
-@pytest.mark.parametrize(("local_rows", "wanted"), [(2_048, (16, 0)), (2_049, (4, 4))])
-def test_lengths_that_only_the_gpu_knows_are_short_where_the_rows_are_few(local_rows, wanted):
+@pytest.mark.parametrize(("local_rows", "wanted"), [(256, (16, 0)), (257, (4, 4))])
+@pytest.mark.parametrize("pairs", [None, 10**9])
+def test_few_queries_have_many_heads_whatever_the_lengths_are(local_rows, wanted, pairs):
     _, orders = orders_of(PACKS["one"])
-    unknown = SimpleNamespace(expected_pairs=None, cp_size=1, key_rows=1, local_rows=local_rows)
-    order, how = scheduler.schedule(H100, unknown, orders, 16, 4)
+    batch = SimpleNamespace(total_rows=local_rows)
+    plan = SimpleNamespace(expected_pairs=pairs, cp_size=1, key_rows=2**14, local_rows=local_rows, batch=batch)
+    order, how = scheduler.schedule(H100, plan, orders, 16, 4)
     assert order.tolist() == orders[0].tolist() and how == wanted
+
+
+def test_heads_that_are_done_together_are_one_group():
+    plan, orders = orders_of(PACKS["one"])
+    assert scheduler.schedule(H100, plan, orders, 8, 8)[1] == (8, 8)
 
 
 @pytest.mark.parametrize(("pack", "head_dim", "splits"), [
@@ -121,7 +128,8 @@ def test_lengths_that_only_the_gpu_knows_have_every_choice_for_the_packs_that_it
 
 def test_splits_of_longer_sequences_take_few_heads_together():
     batch = thdattn.PackedBatch.from_lengths(PACKS["mixed"])
-    plan = SimpleNamespace(batch=batch, expected_pairs=1500 * batch.total_rows, cp_size=1, key_rows=batch.total_rows)
+    rows = batch.total_rows
+    plan = SimpleNamespace(batch=batch, expected_pairs=1500 * rows, cp_size=1, key_rows=rows, local_rows=rows)
     _, orders = orders_of(PACKS["mixed"])
     assert scheduler.schedule(H100, plan, orders, 16, 2)[1] == (16, 0)
     assert scheduler.schedule(H100, plan, orders, 16, 2, scheduler.LONG_FROM)[1] == (2, 2)

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(1024) thd_plan_check(
 }
 
 // Results become NaN where the lengths were wrong, as zeros would pass for an answer: three arrays of 32-bit words, all
-// of whose bits are set, which is NaN in every type. Launch: any grid; it returns at once where all is well.
+// of whose bits are set, which is NaN in every type. Launch: any grid, early; it returns at once where all is well.
 __global__ void __launch_bounds__(256) thd_plan_poison(
     u32* __restrict__ a, u64 a_words, u32* __restrict__ b, u64 b_words, u32* __restrict__ c, u64 c_words,
     const int* wrong) {

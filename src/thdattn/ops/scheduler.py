@@ -12,6 +12,7 @@ from thdattn.plan import Plan
 # Measured on an H100. "Queries in sight" are the local queries that see an average key.
 SPLIT_COLUMNS, LONG_FROM = 128, 1100  # columns of the query heads of a split; from so many queries in sight on
 SHORT_UP_TO, SHORT_TOGETHER = 2048, 16  # up to so many queries in sight; heads done together there
+FEW_QUERIES = 256  # of all sequences: to load keys then takes longer than all else
 FEW_WAVES, PIECES = 2, 3  # tiles of all heads, and pieces of them, per multiprocessor
 MOST_PARTS = 32  # of a tile, kMostParts of kernels/hopper/pieces.cuh
 
@@ -37,11 +38,14 @@ def schedule(
 
     The order is that of the plan, as only the GPU may know the lengths. Few sequences, the longest tile first: blocks
     at work then read the same keys in step, and the multiprocessors end at the same time. Many, one after another, for
-    the L2 cache; the heads of a row lie side by side in memory, so short sequences take many together.
+    the L2 cache; the heads of a row lie side by side in memory, so short sequences take many together, and so do long
+    ones of few queries.
     """
     last, pairs = min(num_heads, -(-3 * gpu.multiprocessors // max(1, orders.shape[1]))), plan.expected_pairs
     few = pairs is not None and plan.batch.total_rows * plan.key_rows <= 2 * FEW_SEQUENCES * pairs
-    if not few and (_queries_in_sight(plan) or plan.local_rows) <= short_up_to:
+    if together >= num_heads:
+        last = num_heads
+    if plan.local_rows <= FEW_QUERIES or (not few and 0 < _queries_in_sight(plan) <= short_up_to):
         together, last = SHORT_TOGETHER, 0
     return orders[0], (together, last)
 
