@@ -264,6 +264,41 @@ def test_wrong_lengths_make_every_result_nan_at_every_head_dim(cupy, kernels, mo
         assert x.size and np.isnan(x.astype(np.float32)).all()
 
 
+def test_results_follow_lengths_that_become_wrong_and_right_again(cupy, monkeypatch):
+    """Though the host has learned that the lengths before were right."""
+    from thdattn.ops.plan import DeviceLengths
+
+    monkeypatch.setattr(DeviceLengths, "check", lambda lengths, wait: None)
+    offsets = cupy.asarray(np.array([0, 8, 12], np.int32))
+    attention = thdattn.CPAttention(SINGLE, 2, 64, 1, engine="cuda")
+    plan = attention.plan(thdattn.PackedBatch(offsets, total_rows=12))
+    q, k = cupy.ones((12, 2, 64), BFLOAT16), cupy.ones((12, 1, 64), BFLOAT16)
+    for middle in (8, 13, 5, 13, 13, 12):
+        offsets[1] = middle
+        plan.refresh()
+        for x in results(attention, plan, (q, k, k, q)):  # which waits for the GPU
+            x = x.astype(np.float32)
+            assert np.isnan(x).all() if middle > 12 else np.isfinite(x).all()
+        assert plan.arrays.lengths.are_right() is (middle <= 12)
+
+
+def test_the_host_does_not_know_the_lengths_of_a_graph(cupy):
+    offsets = cupy.asarray(np.array([0, 8, 12], np.int32))
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        plan = thdattn.CPAttention(SINGLE, 2, 64, 1, engine="cuda").plan(thdattn.PackedBatch(offsets, total_rows=12))
+        stream.synchronize()
+        lengths = plan.arrays.lengths
+        assert lengths.are_right()
+        stream.begin_capture()
+        assert not lengths.are_right()
+        plan.refresh()
+        graph = stream.end_capture()
+        for _ in range(2):
+            assert not lengths.are_right()
+            graph.launch(stream)
+            stream.synchronize()
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_lengths_raise_at_the_check_and_at_the_next_call(cupy, what):
     offsets, keys, cp_size, message = WRONG[what]

@@ -305,7 +305,7 @@ def test_wrong_lengths_are_named_as_on_the_host(offsets, keys, cp_size, message)
     lengths.sharding = SimpleNamespace(batch=batch, cp_size=cp_size, strategy="dual_chunk")
     lengths.key_batch = keys and batch
     lengths._offsets = [OnGpu(*x) for x in (*offsets, *(keys or offsets))]
-    lengths._notice, lengths._serial, lengths.wrong = np.zeros(1, np.uint64), 1, OnGpu(1)
+    lengths._notice, lengths.wrong = SimpleNamespace(says_wrong=lambda: False), OnGpu(1)
     lengths.check(wait=False)
     with pytest.raises(ValueError, match=message) as caught:
         lengths.check(wait=True)

@@ -124,9 +124,9 @@ __device__ __forceinline__ bool are_wrong(const int* cu_seqlens, const int* cu_s
 }
 
 // checked (2, 2, num_seqs + 1): cu_seqlens and cu_seqlens_padded of the queries and of the keys, for the kernels below.
-// If some are wrong it is all 0, as sequences without rows send no kernel out of bounds, *wrong is 1, and *notice,
-// which lies in memory of the host, becomes `serial`, so that the host can learn of it without a wait. Launch: one
-// block.
+// If some are wrong it is all 0, as sequences without rows send no kernel out of bounds, and *wrong is 1. *notice lies
+// in memory of the host, which so learns of it without a wait: it becomes `serial` if some are wrong, and else its
+// complement. Launch: one block.
 __global__ void __launch_bounds__(1024) thd_plan_check(
     int* __restrict__ checked, int* __restrict__ wrong, volatile u64* notice, const int* __restrict__ cu_seqlens,
     const int* __restrict__ cu_seqlens_padded, const int* __restrict__ key_cu_seqlens,
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(1024) thd_plan_check(
     for (int i = threadIdx.x; i <= num_seqs; i += blockDim.x)
       checked[k * (num_seqs + 1) + i] = some_are_wrong ? 0 : offsets[k][i];
   if (threadIdx.x == 0) *wrong = some_are_wrong;
-  if (threadIdx.x == 0 && some_are_wrong) *notice = serial;
+  if (threadIdx.x == 0) *notice = some_are_wrong ? serial : ~serial;
 }
 
 // Results become NaN where the lengths were wrong, as zeros would pass for an answer: three arrays of 32-bit words, all

@@ -136,12 +136,10 @@ class DeviceLengths:
         made = launch.empty((4 * (batch.num_seqs + 1) + 1,), np.int32)
         self.wrong = made[-1:]
         self.checked = made[:-1].reshape(2, 2, -1)
-        self._serial = next(_serials)
-        notices = _notices()
-        self._notice = notices[self._serial % len(notices) :][:1]
+        self._notice = notice = _Notice()
         sizes = map(np.int32, (batch.num_seqs, batch.total_rows, keys.total_rows, sharding.multiple))
-        args = (made, self.wrong, np.uint64(self._notice.ctypes.data), *self._offsets, *sizes, np.uint64(self._serial))
-        self.make(lambda: jit.kernel(_CHECK)((1,), 1024, args))
+        args = made, self.wrong, np.uint64(notice.place.ctypes.data), *self._offsets, *sizes
+        self.make(lambda: jit.kernel(_CHECK)((1,), 1024, (*args, notice.of_next_check())))
 
     def _followed(self, name: str, x: Any) -> Array:
         """Offsets as the kernel reads them: a copy of strided ones, made anew whenever the plan is."""
@@ -162,12 +160,16 @@ class DeviceLengths:
         for launches in self._made:
             launches()
 
+    def are_right(self) -> bool:
+        """Whether the host knows that what is launched now finds right ones; of what a graph captures it does not."""
+        return self._notice.says_right() and not cupy.cuda.get_current_stream().is_capturing()
+
     def check(self, wait: bool) -> None:
         """ValueError if the lengths are wrong: as the GPU knows when it comes here, or as far as the host knows."""
         if wait:
             wrong = bool(self.wrong.get()[0])
         else:
-            wrong = self._notice[0] == self._serial and not cupy.cuda.get_current_stream().is_capturing()
+            wrong = self._notice.says_wrong() and not cupy.cuda.get_current_stream().is_capturing()
         if not wrong:
             return
         remedy = "results of the plan are NaN; make a plan from right lengths"
@@ -182,12 +184,35 @@ class DeviceLengths:
         raise ValueError(f"lengths on the GPU were wrong when they were planned, and have changed since; {remedy}")
 
 
+class _Notice:
+    """What the GPU tells the host of the last check of some lengths: of right ones the complement of its number.
+
+    place: (1,) uint64 of _notices. in_graph: whether a CUDA graph checks them: of its replays the host does not know.
+    """
+
+    def __init__(self) -> None:
+        notices, self.serial, self.in_graph = _notices(), next(_serials), False
+        self.place = notices[self.serial % len(notices) :][:1]
+
+    def of_next_check(self) -> np.uint64:
+        """The number of a check that is about to be launched."""
+        self.serial = next(_serials)
+        self.in_graph |= cupy.cuda.get_current_stream().is_capturing()
+        return np.uint64(self.serial)
+
+    def says_wrong(self) -> bool:
+        return int(self.place[0]) == self.serial
+
+    def says_right(self) -> bool:
+        return not self.in_graph and int(self.place[0]) == 2**64 - 1 - self.serial
+
+
 _serials = itertools.count(1)
 _allocating = threading.Lock()
 
 
 def _notices() -> Any:
-    """Memory of the host that GPUs write to: plan n finds its number in place n modulo 512 if its lengths are wrong.
+    """Memory of the host that GPUs write to, 512 places that plans take in turn.
 
     It is never freed, as a kernel may come to it when the plan is gone.
     """
@@ -343,7 +368,7 @@ def _make(lengths: DeviceLengths | None, kernel: str, grid: tuple[int, ...], arg
 def poison(plan: Plan, *results: Array) -> None:
     """Results become NaN if the lengths that the plan was made from, on the GPU, are wrong."""
     lengths = plan.arrays.lengths
-    if lengths is None:
+    if lengths is None or lengths.are_right():
         return
     run = plan.once("poison", lambda: Launch(jit.kernel(_POISON), (POISON_BLOCKS,), 256, (lengths.wrong,), early=True))
     for i in range(0, len(results), 3):
