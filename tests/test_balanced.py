@@ -220,8 +220,8 @@ def assert_needed_rows(batch, cp_size, window):
         assert arrays.rows_of_keys.tolist() == keys.tolist() and plan.key_rows == len(keys)
         assert arrays.key_ranges.tolist() == ranges(seen[:, keys])
         assert arrays.query_ranges.tolist() == ranges(seen[:, keys].T)
-        assert_tiles(arrays.key_tiles, batch, keys, arrays.query_ranges.tolist(), 8)
-        assert_tiles(arrays.query_tiles, batch, rows[rank], arrays.key_ranges.tolist(), 16)
+        assert_tiles(arrays.key_tiles, batch, keys, arrays.query_ranges.tolist(), 8, sharding.local_rows)
+        assert_tiles(arrays.query_tiles, batch, rows[rank], arrays.key_ranges.tolist(), 16, len(keys))
         assert arrays.all_rows.tolist() == np.concatenate(rows).tolist()
         assert not plan.has_unseen_keys
 
@@ -310,7 +310,7 @@ def assert_slices(batch, cp_size, strategy, window):
             assert arrays.rows_of_keys.tolist() == keys.tolist() and plan.key_rows == len(keys) == plan.local_key_rows
             assert arrays.key_ranges.tolist() == ranges(seen)
             assert arrays.query_ranges.tolist() == ranges(seen.T)
-            assert_tiles(arrays.key_tiles, batch, keys, arrays.query_ranges.tolist(), 8)
+            assert_tiles(arrays.key_tiles, batch, keys, arrays.query_ranges.tolist(), 8, sharding.local_rows)
             assert arrays.rank_order is arrays.sends is arrays.returns is None
             counted += int(seen.sum())
         assert counted == int(visible(batch, sharding.rows(rank), np.arange(batch.total_rows), window).sum())

@@ -231,13 +231,72 @@ def test_wrong_lengths_make_every_result_nan(cupy, monkeypatch, what, sharding):
     def program(comm):
         attention = thdattn.CPAttention(comm, 2, 64, 1, engine="cuda")
         plan = attention.plan(batch, sharding, key_batch)
-        assert plan.valid.all() and not plan.key_ranges.any() and not plan.query_ranges.any()
+        assert plan.valid.all() and (plan.key_ranges == -1).all() and not plan.query_ranges.any()
         q, k = cupy.ones((12 // cp_size, 2, 64), BFLOAT16), cupy.ones((12 // cp_size, 1, 64), BFLOAT16)
         return results(attention, plan, (q, k, k, q))
 
     for made in thdattn.comm.run_local(cp_size, program):
         for x in made:
             assert x.size and np.isnan(x.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("divides", [False, True], ids=["whole-tiles", "divided-keys"])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
+def test_wrong_lengths_make_every_result_nan_at_every_head_dim(cupy, kernels, monkeypatch, dims, divides):
+    """In memory that holds zeros, so that NaN is what was written."""
+    from thdattn import ops
+    from thdattn.ops import launch, scheduler
+    from thdattn.ops.plan import DeviceLengths
+
+    if divides and kernels == "portable":
+        pytest.skip("the portable forward divides no keys")
+    monkeypatch.setattr(DeviceLengths, "check", lambda lengths, wait: None)
+    for module in (ops, launch):
+        monkeypatch.setattr(module, "empty", cupy.zeros)
+    if not divides:
+        monkeypatch.setattr(scheduler, "divides_keys", lambda *of: False)
+    batch = thdattn.PackedBatch(cupy.asarray([0, 300, 200, 400], np.int32), total_rows=400)
+    attention = thdattn.CPAttention(SINGLE, 2, dims[0], 1, dims[1], engine="cuda")
+    plan = attention.plan(batch)
+    q, k, v, dout = (cupy.ones((400, heads, dim), BFLOAT16)
+                     for heads, dim in ((2, dims[0]), (1, dims[0]), (1, dims[1]), (2, dims[1])))  # fmt: skip
+    for x in results(attention, plan, (q, k, v, dout)):
+        assert x.size and np.isnan(x.astype(np.float32)).all()
+
+
+def test_results_follow_lengths_that_become_wrong_and_right_again(cupy, monkeypatch):
+    """Though the host has learned that the lengths before were right."""
+    from thdattn.ops.plan import DeviceLengths
+
+    monkeypatch.setattr(DeviceLengths, "check", lambda lengths, wait: None)
+    offsets = cupy.asarray(np.array([0, 8, 12], np.int32))
+    attention = thdattn.CPAttention(SINGLE, 2, 64, 1, engine="cuda")
+    plan = attention.plan(thdattn.PackedBatch(offsets, total_rows=12))
+    q, k = cupy.ones((12, 2, 64), BFLOAT16), cupy.ones((12, 1, 64), BFLOAT16)
+    for middle in (8, 13, 5, 13, 13, 12):
+        offsets[1] = middle
+        plan.refresh()
+        for x in results(attention, plan, (q, k, k, q)):  # which waits for the GPU
+            x = x.astype(np.float32)
+            assert np.isnan(x).all() if middle > 12 else np.isfinite(x).all()
+        assert plan.arrays.lengths.are_right() is (middle <= 12)
+
+
+def test_the_host_does_not_know_the_lengths_of_a_graph(cupy):
+    offsets = cupy.asarray(np.array([0, 8, 12], np.int32))
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        plan = thdattn.CPAttention(SINGLE, 2, 64, 1, engine="cuda").plan(thdattn.PackedBatch(offsets, total_rows=12))
+        stream.synchronize()
+        lengths = plan.arrays.lengths
+        assert lengths.are_right()
+        stream.begin_capture()
+        assert not lengths.are_right()
+        plan.refresh()
+        graph = stream.end_capture()
+        for _ in range(2):
+            assert not lengths.are_right()
+            graph.launch(stream)
+            stream.synchronize()
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -52,7 +52,8 @@ def test_every_tile_of_every_head_is_done_once(pack, num_heads, together):
 def test_few_sequences_have_their_longest_tiles_first(pack):
     plan, orders = orders_of(PACKS[pack])
     order, how = scheduler.schedule(H100, plan, orders, 16, 1)
-    assert order.tolist() == orders[1].tolist() and how == (1, 4), "as many last heads as fill an H100 three times"
+    assert order.tolist() == orders[0].tolist() == orders[1].tolist()
+    assert how == (1, 4), "as many last heads as fill an H100 three times"
     assert scheduler.schedule(H100, plan, orders, 2, 1)[1] == (1, 2), "not more than there are"
 
 
@@ -60,7 +61,7 @@ def test_few_sequences_have_their_longest_tiles_first(pack):
 def test_many_short_sequences_come_one_after_another_with_many_heads(pack):
     plan, orders = orders_of(PACKS[pack])
     order, how = scheduler.schedule(H100, plan, orders, 32, 4)
-    assert order.tolist() == orders[0].tolist() and how == (16, 0)
+    assert order.tolist() == orders[0].tolist() != orders[1].tolist() and how == (16, 0)
 
 
 def test_many_long_sequences_come_one_after_another():
@@ -74,11 +75,19 @@ def test_a_window_leaves_few_pairs_and_many_heads_fit():
     assert scheduler.schedule(H100, plan, orders, 16, 4)[1] == (16, 0)
 
 
-def test_lengths_that_only_the_gpu_knows_come_the_longest_first():
+@pytest.mark.parametrize(("local_rows", "wanted"), [(256, (16, 0)), (257, (4, 4))])
+@pytest.mark.parametrize("pairs", [None, 10**9])
+def test_few_queries_have_many_heads_whatever_the_lengths_are(local_rows, wanted, pairs):
     _, orders = orders_of(PACKS["one"])
-    unknown = SimpleNamespace(expected_pairs=None, cp_size=1, key_rows=1)
-    order, how = scheduler.schedule(H100, unknown, orders, 16, 4)
-    assert order.tolist() == orders[0].tolist() and how == (4, 4)
+    batch = SimpleNamespace(total_rows=local_rows)
+    plan = SimpleNamespace(expected_pairs=pairs, cp_size=1, key_rows=2**14, local_rows=local_rows, batch=batch)
+    order, how = scheduler.schedule(H100, plan, orders, 16, 4)
+    assert order.tolist() == orders[0].tolist() and how == wanted
+
+
+def test_heads_that_are_done_together_are_one_group():
+    plan, orders = orders_of(PACKS["one"])
+    assert scheduler.schedule(H100, plan, orders, 8, 8)[1] == (8, 8)
 
 
 @pytest.mark.parametrize(("pack", "head_dim", "splits"), [
@@ -119,7 +128,8 @@ def test_lengths_that_only_the_gpu_knows_have_every_choice_for_the_packs_that_it
 
 def test_splits_of_longer_sequences_take_few_heads_together():
     batch = thdattn.PackedBatch.from_lengths(PACKS["mixed"])
-    plan = SimpleNamespace(batch=batch, expected_pairs=1500 * batch.total_rows, cp_size=1, key_rows=batch.total_rows)
+    rows = batch.total_rows
+    plan = SimpleNamespace(batch=batch, expected_pairs=1500 * rows, cp_size=1, key_rows=rows, local_rows=rows)
     _, orders = orders_of(PACKS["mixed"])
     assert scheduler.schedule(H100, plan, orders, 16, 2)[1] == (16, 0)
     assert scheduler.schedule(H100, plan, orders, 16, 2, scheduler.LONG_FROM)[1] == (2, 2)

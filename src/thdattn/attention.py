@@ -145,8 +145,8 @@ class CPAttention:
             key_batch: for cross-attention on one rank, lengths and rows of the keys, sequence by sequence, on the side
                 (host or GPU) where batch has its own; None: those of batch. The last query of a sequence stands at its
                 last key, and the others before it: a query at position p of L_q at position p + L_k - L_q of L_k keys.
-            like: where the lengths of batch lie on a GPU, a batch on the host as they usually are, which the order of
-                work is chosen by; results do not depend on it.
+            like: where the lengths of batch lie on a GPU, a batch on the host as they usually are, which says how many
+                heads are best done together; results do not depend on it.
             finite_padding: padding of q, k, v and dout holds finite numbers, as in a model that computes those rows
                 too; it is then left in its place, where on one rank it would be copied around.
             forward_only: backward is not called with this plan, so that there need not be room for it.

@@ -12,6 +12,8 @@ from thdattn.plan import PlanArrays
 from thdattn.routes import needed_rows
 from thdattn.sharding import Sharding
 
+FEW_SEQUENCES = 4  # of equal length, causal: what leaves as many pairs is few as well
+
 
 def host_arrays(
     sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
@@ -46,8 +48,8 @@ def host_arrays(
         valid=queries.position < queries.length,
         key_ranges=key_ranges,
         query_ranges=query_ranges,
-        query_tiles=_tile_orders(queries, key_ranges, tiles[0]),
-        key_tiles=_tile_orders(keys, query_ranges, tiles[1]),
+        query_tiles=_tile_orders(queries, key_ranges, tiles[0], len(query_ranges)),
+        key_tiles=_tile_orders(keys, query_ranges, tiles[1], len(key_ranges)),
         all_rows=all_rows,
         **side,
     )
@@ -128,11 +130,11 @@ def _in_sight(rows: _Located, window: tuple[int, int]) -> NDArray[np.int32]:
     return ranges
 
 
-def _tile_orders(rows: _Located, ranges: NDArray[np.int32], tile: int) -> NDArray[np.int32]:
+def _tile_orders(rows: _Located, ranges: NDArray[np.int32], tile: int, num_others: int) -> NDArray[np.int32]:
     """(2, tiles): by falling length of a tile's longest sequence and, in a sequence, falling span; by span alone.
 
     The span of a tile is that of the other side's rows between the first and the last in sight. Ties: sequences and
-    tiles in their own order.
+    tiles in their own order. Few sequences come in the second order, both times.
     """
     if not len(ranges):
         return np.zeros((2, 0), np.int32)
@@ -143,4 +145,6 @@ def _tile_orders(rows: _Located, ranges: NDArray[np.int32], tile: int) -> NDArra
     span = np.maximum(0, last.astype(np.int64) - first)
     longest = np.where(rows.length > 0, (rows.length.astype(np.int64) << 32) - rows.begin, 0)
     sequence = np.maximum.reduceat(longest, starts)
-    return np.stack([np.lexsort((-span, -sequence)), np.argsort(-span, kind="stable")]).astype(np.int32)
+    by_span = np.argsort(-span, kind="stable")
+    few = len(span) * num_others <= 2 * FEW_SEQUENCES * int(span.sum())
+    return np.stack([by_span if few else np.lexsort((-span, -sequence)), by_span]).astype(np.int32)

@@ -124,9 +124,9 @@ __device__ __forceinline__ bool are_wrong(const int* cu_seqlens, const int* cu_s
 }
 
 // checked (2, 2, num_seqs + 1): cu_seqlens and cu_seqlens_padded of the queries and of the keys, for the kernels below.
-// If some are wrong it is all 0, as sequences without rows send no kernel out of bounds, *wrong is 1, and *notice,
-// which lies in memory of the host, becomes `serial`, so that the host can learn of it without a wait. Launch: one
-// block.
+// If some are wrong it is all 0, as sequences without rows send no kernel out of bounds, and *wrong is 1. *notice lies
+// in memory of the host, which so learns of it without a wait: it becomes `serial` if some are wrong, and else its
+// complement. Launch: one block.
 __global__ void __launch_bounds__(1024) thd_plan_check(
     int* __restrict__ checked, int* __restrict__ wrong, volatile u64* notice, const int* __restrict__ cu_seqlens,
     const int* __restrict__ cu_seqlens_padded, const int* __restrict__ key_cu_seqlens,
@@ -141,14 +141,15 @@ __global__ void __launch_bounds__(1024) thd_plan_check(
     for (int i = threadIdx.x; i <= num_seqs; i += blockDim.x)
       checked[k * (num_seqs + 1) + i] = some_are_wrong ? 0 : offsets[k][i];
   if (threadIdx.x == 0) *wrong = some_are_wrong;
-  if (threadIdx.x == 0 && some_are_wrong) *notice = serial;
+  if (threadIdx.x == 0) *notice = some_are_wrong ? serial : ~serial;
 }
 
 // Results become NaN where the lengths were wrong, as zeros would pass for an answer: three arrays of 32-bit words, all
-// of whose bits are set, which is NaN in every type. Launch: any grid; it returns at once where all is well.
+// of whose bits are set, which is NaN in every type. Launch: any grid, early; it returns at once where all is well.
 __global__ void __launch_bounds__(256) thd_plan_poison(
     u32* __restrict__ a, u64 a_words, u32* __restrict__ b, u64 b_words, u32* __restrict__ c, u64 c_words,
-    const int* __restrict__ wrong) {
+    const int* wrong) {
+  wait_for_kernel_before();
   if (!*wrong) return;
   const u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x, step = (u64)gridDim.x * blockDim.x;
   for (u64 i = first; i < a_words; i += step) a[i] = ~0u;
@@ -275,17 +276,18 @@ __device__ __forceinline__ int2 sight_of(Place place, const int* there, int num_
 }
 
 // key_ranges (local_rows) of this rank's rows of queries; causal is right = 0. query_ranges (key_rows): its rows that
-// see each key row. For keys, the sides of the window swap. rows, rows_of_keys: see Side. Launch: grid (blocks, 2), one
-// thread a query row and one a key row.
+// see each key row. For keys, the sides of the window swap. rows, rows_of_keys: see Side. Where the lengths are wrong
+// (null: they are right), key_ranges say so. Launch: grid (blocks, 2), one thread a query row and one a key row.
 __global__ void thd_plan_ranges(int2* __restrict__ key_ranges, int2* __restrict__ query_ranges,
                                 const int* __restrict__ rows, const int* __restrict__ rows_of_keys,
-                                const int* __restrict__ queries, const int* __restrict__ keys, int num_seqs,
-                                int local_rows, int key_rows, int left, int right) {
+                                const int* __restrict__ queries, const int* __restrict__ keys,
+                                const int* __restrict__ wrong, int num_seqs, int local_rows, int key_rows, int left,
+                                int right) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   const Side query_side = {rows, local_rows}, key_side = {rows_of_keys, key_rows};
   if (blockIdx.y == 0) {
     if (i < local_rows)
-      key_ranges[i] = key_side.range_of(
+      key_ranges[i] = wrong && *wrong ? make_int2(-1, -1) : key_side.range_of(
           sight_of(place_of(query_side[i], queries, num_seqs), keys, num_seqs, left, right));
   } else if (i < key_rows) {
     query_ranges[i] = query_side.range_of(
@@ -338,25 +340,39 @@ __global__ void thd_plan_tile_cost(int* __restrict__ query_tiles, int* __restric
   if (threadIdx.x % kWarp == 0) tiles.cost()[t] = {longest, mine.begin, mine.span};
 }
 
+constexpr int kFewSequences = 4;                      // FEW_SEQUENCES of host_plan.py
+
+// The sum of a number of every lane.
+__device__ __forceinline__ u64 warp_sum(u64 x) {
+  for (int i = kWarp / 2; i; i /= 2) x += __shfl_xor_sync(0xffffffffu, x, i);
+  return x;
+}
+
 // Both orders of the tiles of queries and of keys: first by falling length of the sequence and, in a sequence, by
-// falling span; then by falling span alone. A tile's place is the number of tiles that come before it, which one warp
-// counts, in one launch: a pack has a few thousand tiles at most. Launch: as thd_plan_tile_cost.
+// falling span; then by falling span alone. The first is the second where sequences are few: where the average span is
+// an eighth of the other side, as of four causal sequences. A tile's place is the number of tiles that come before it,
+// which one warp counts, in one launch: a pack has a few thousand tiles at most. Launch: as thd_plan_tile_cost.
 __global__ void thd_plan_tile_order(int* __restrict__ query_tiles, int* __restrict__ key_tiles, int num_query_tiles,
-                                    int num_key_tiles) {
-  const Tiles tiles = {blockIdx.y ? key_tiles : query_tiles, blockIdx.y ? num_key_tiles : num_query_tiles};
+                                    int num_key_tiles, int local_rows, int key_rows) {
+  const bool of_keys = blockIdx.y;
+  const Tiles tiles = {of_keys ? key_tiles : query_tiles, of_keys ? num_key_tiles : num_query_tiles};
+  const u64 in_sight_of_all = (u64)tiles.count * (of_keys ? local_rows : key_rows);
   const TileCost* const cost = tiles.cost();
   const int t = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
   if (t >= tiles.count) return;
   const TileCost mine = cost[t];
   int before[2] = {0, 0};
+  u64 in_sight = 0;
   for (int i = threadIdx.x % kWarp; i < tiles.count; i += kWarp) {
     const TileCost other = cost[i];
+    in_sight += other.span;
     const bool longer = other.span > mine.span || (other.span == mine.span && i < t);
     const bool same = other.length == mine.length && other.begin == mine.begin;
     before[0] += same ? longer
                       : other.length > mine.length || (other.length == mine.length && other.begin < mine.begin);
     before[1] += longer;
   }
+  if (in_sight_of_all <= 2 * kFewSequences * warp_sum(in_sight)) before[0] = before[1];
   #pragma unroll
   for (int k = 0; k < 2; ++k) {
     before[k] = __reduce_add_sync(0xffffffffu, before[k]);
@@ -369,17 +385,13 @@ __global__ void __launch_bounds__(1024) thd_plan_pairs(u64* __restrict__ pairs, 
                                                        int num_rows) {
   __shared__ u64 of_warp[kWarp];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  auto sum = [](u64 x) {
-    for (int i = kWarp / 2; i; i /= 2) x += __shfl_xor_sync(0xffffffffu, x, i);
-    return x;
-  };
   u64 mine = 0;
   #pragma unroll 8
   for (int i = threadIdx.x; i < num_rows; i += 1024) mine += key_ranges[i].y - key_ranges[i].x;
-  mine = sum(mine);
+  mine = warp_sum(mine);
   if (lane == 0) of_warp[warp] = mine;
   __syncthreads();
-  mine = sum(of_warp[lane]);
+  mine = warp_sum(of_warp[lane]);
   if (threadIdx.x == 0) *pairs = mine;
 }
 

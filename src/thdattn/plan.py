@@ -34,13 +34,13 @@ class PlanArrays:
     rows, positions: (local_rows,), sequence-order row (-1: filler) and position in its sequence of every local row.
     valid: (local_rows,) bool, whether a local row holds a token.
     key_ranges: (local_rows, 2), [begin, end) rows of the key buffer, in sequence order, that a query row sees;
-        (0, 0) for none and for padding.
+        (0, 0) for none and for padding; all (-1, -1) where lengths on a GPU are wrong, which makes out and lse NaN.
     query_ranges: (key_rows, 2), its transpose: [begin, end) local query rows that see a key row; (0, 0) for none.
     rank_order: the row of the key buffer of every row of keys that a rank gets or has, -1 for none. Gathered keys:
         (cp_size * local_key_rows,), rank after rank. Needed rows: (num_received + local_rows,), those it gets, rank
         after rank, and then its own. None: for the rows of one rank.
-    query_tiles, key_tiles: (2, ceil(rows / tile)), tiles of query rows and of key rows in two orders: the longest
-        sequence first, so that tiles that share keys or queries are near each other; the longest tile first.
+    query_tiles, key_tiles: (2, ceil(rows / tile)), tiles of query rows and of key rows in two orders: if sequences are
+        not few, the longest first, so that tiles that share keys or queries are near; the longest tile first.
     all_rows: (cp_size * local_rows,), `rows` of all ranks, one rank after another.
     rows_of_keys: (key_rows,), sequence-order row of every row of the key buffer, ascending, then -1 for fillers; None:
         it has all rows of the pack.

@@ -63,8 +63,12 @@ __device__ __forceinline__ void store_pair(float* p, float x, float y) { *(float
 __device__ __forceinline__ void store_pair(bf16* p, float x, float y) { *(u32*)p = pack<bf16>(x, y); }
 __device__ __forceinline__ void store_pair(f16* p, float x, float y) { *(u32*)p = pack<f16>(x, y); }
 
-// A range [x, y) of rows of the other side that a row sees; (0, 0) marks padding.
+// A range [x, y) of rows of the other side that a row sees; (0, 0) marks padding, and (-1, -1) every row of queries
+// where lengths were wrong.
 __device__ __forceinline__ bool is_empty(int2 range) { return range.x >= range.y; }
+// What the row of an empty range has in out, and adds to its lse of -inf: 0 or, where lengths were wrong, NaN, as zeros
+// would pass for an answer. These are the bits of the range.
+__device__ __forceinline__ float blank_of(int2 empty) { return __int_as_float(empty.x); }
 __device__ __forceinline__ bool contains(int2 range, int i) { return (u32)(i - range.x) < (u32)(range.y - range.x); }
 __device__ __forceinline__ bool touches(int2 range, int begin, int size) {
   return range.x < begin + size && range.y > begin;

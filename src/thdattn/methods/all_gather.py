@@ -205,10 +205,9 @@ def forward(
             groups=keys.heads)[2])
     kept_keys = None if kept is None else tuple(kept)
     if not return_max_logit:
-        engine.poison(plan, out, lse)
         return Results(out, lse, None, kept_keys)
     max_logit = joined(logits)
-    engine.poison(plan, out, lse, max_logit)
+    engine.poison(plan, max_logit)
     comm.all_reduce(max_logit, "max")
     return Results(out, lse, max_logit, kept_keys)
 
@@ -259,7 +258,7 @@ def backward(
             sums.waits.append(comm.sum_at_home(places_of_keys(plan)[1], results, is_last))
         else:
             _sum_rows(engine, comm, plan, shares, results)
-    engine.poison(plan, dq)
+    engine.poison(plan, dq, *(sums.grads if alone else ()))
     return dq, sums
 
 
@@ -275,7 +274,8 @@ class Sums:
     def __call__(self) -> tuple[Any, Any]:
         self._wait()
         dk, dv = self.grads
-        self.engine.poison(self.plan, dk, dv)
+        if self.plan.cp_size > 1:
+            self.engine.poison(self.plan, dk, dv)
         return dk, dv
 
     def __del__(self) -> None:

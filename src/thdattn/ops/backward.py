@@ -205,7 +205,9 @@ class _Hopper:
             # Splits that add to the same rows at the same time wait for each other.
             short = scheduler.SHORT_UP_TO if num_splits == 1 else scheduler.LONG_FROM
             in_order = deterministic and not wide
-            order, how = scheduler.schedule(gpu, plan, orders, splits, 1 if in_order else tiles.together, short)
+            # Shares of a tile of queries come in turn: if these tiles are few, those of other heads come meanwhile.
+            together = max(1, gpu.multiprocessors * 64 // stats_rows) if in_order else tiles.together
+            order, how = scheduler.schedule(gpu, plan, orders, splits, together, short)
             if in_order:  # a block that waits for others finds them at work
                 order = plan.once("falling", lambda: cupy.arange(num_tiles - 1, -1, -1, dtype=np.int32))
             size = np.array((num_rows, num_keys, stats_rows, num_tiles, splits, *how, group // num_splits,

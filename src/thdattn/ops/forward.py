@@ -15,7 +15,7 @@ from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.ops import launch, scheduler
 from thdattn.ops.launch import Array, Gpu, Launch, layout
 from thdattn.ops.logits import kind_of, logits_of
-from thdattn.ops.plan import parts_of
+from thdattn.ops.plan import parts_of, poison
 from thdattn.plan import Plan
 from thdattn.structs import FORWARD_SIZE, PARTS
 from thdattn.tiles import TILES, Tiles
@@ -35,6 +35,7 @@ def attn_fwd(
             halfway()
         if not merge:
             out[...], lse[...] = 0, -np.inf
+            poison(plan, out, lse)
         return out, lse, cupy.full(num_heads, -np.inf, np.float32) if return_max_logit else None
     if not launch.this_gpu().sm90 and not q.flags.c_contiguous:  # the portable kernel takes whole rows
         whole = (cupy.ascontiguousarray(out), lse) if merge else None

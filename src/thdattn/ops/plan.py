@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from thdattn import jit
 from thdattn.instances import PLAN_KERNELS
 from thdattn.ops import launch
-from thdattn.ops.launch import Array
+from thdattn.ops.launch import Array, Launch
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan, PlanArrays, key_side_ints
 from thdattn.routes import Pieces, all_rows, needed_rows
@@ -141,12 +141,10 @@ class DeviceLengths:
         made = launch.empty((4 * (batch.num_seqs + 1) + 1,), np.int32)
         self.wrong = made[-1:]
         self.checked = made[:-1].reshape(2, 2, -1)
-        self._serial = next(_serials)
-        notices = _notices()
-        self._notice = notices[self._serial % len(notices) :][:1]
+        self._notice = notice = _Notice()
         sizes = map(np.int32, (batch.num_seqs, batch.total_rows, keys.total_rows, sharding.multiple))
-        args = (made, self.wrong, np.uint64(self._notice.ctypes.data), *self._offsets, *sizes, np.uint64(self._serial))
-        self.make(lambda: jit.kernel(_CHECK)((1,), 1024, args))
+        args = made, self.wrong, np.uint64(notice.place.ctypes.data), *self._offsets, *sizes
+        self.make(lambda: jit.kernel(_CHECK)((1,), 1024, (*args, notice.of_next_check())))
 
     def _followed(self, name: str, x: Any) -> Array:
         """Offsets as the kernel reads them: a copy of strided ones, made anew whenever the plan is."""
@@ -173,12 +171,16 @@ class DeviceLengths:
         for launches in self._late:
             launches()
 
+    def are_right(self) -> bool:
+        """Whether the host knows that what is launched now finds right ones; of what a graph captures it does not."""
+        return self._notice.says_right() and not cupy.cuda.get_current_stream().is_capturing()
+
     def check(self, wait: bool) -> None:
         """ValueError if the lengths are wrong: as the GPU knows when it comes here, or as far as the host knows."""
         if wait:
             wrong = bool(self.wrong.get()[0])
         else:
-            wrong = self._notice[0] == self._serial and not cupy.cuda.get_current_stream().is_capturing()
+            wrong = self._notice.says_wrong() and not cupy.cuda.get_current_stream().is_capturing()
         if not wrong:
             return
         remedy = "results of the plan are NaN; make a plan from right lengths"
@@ -193,12 +195,35 @@ class DeviceLengths:
         raise ValueError(f"lengths on the GPU were wrong when they were planned, and have changed since; {remedy}")
 
 
+class _Notice:
+    """What the GPU tells the host of the last check of some lengths: of right ones the complement of its number.
+
+    place: (1,) uint64 of _notices. in_graph: whether a CUDA graph checks them: of its replays the host does not know.
+    """
+
+    def __init__(self) -> None:
+        notices, self.serial, self.in_graph = _notices(), next(_serials), False
+        self.place = notices[self.serial % len(notices) :][:1]
+
+    def of_next_check(self) -> np.uint64:
+        """The number of a check that is about to be launched."""
+        self.serial = next(_serials)
+        self.in_graph |= cupy.cuda.get_current_stream().is_capturing()
+        return np.uint64(self.serial)
+
+    def says_wrong(self) -> bool:
+        return int(self.place[0]) == self.serial
+
+    def says_right(self) -> bool:
+        return not self.in_graph and int(self.place[0]) == 2**64 - 1 - self.serial
+
+
 _serials = itertools.count(1)
 _allocating = threading.Lock()
 
 
 def _notices() -> Any:
-    """Memory of the host that GPUs write to: plan n finds its number in place n modulo 512 if its lengths are wrong.
+    """Memory of the host that GPUs write to, 512 places that plans take in turn.
 
     It is never freed, as a kernel may come to it when the plan is gone.
     """
@@ -298,7 +323,9 @@ def _arrays(
     there = (launch.NONE if alone else rows.rows, launch.NONE if alone or rows_of_keys is None else rows_of_keys,
              rows.offsets[0], rows.offsets[-1])  # fmt: skip
     key_ranges, query_ranges = ranges = [launch.empty((num_rows, 2), np.int32) for num_rows in sides]
-    _make(lengths, _RANGES, (_blocks(max(sides)), 2), (*ranges, *there, *map(np.int32, (num_seqs, *sides, *window))))
+    wrong = launch.NONE if lengths is None else lengths.wrong
+    _make(lengths, _RANGES, (_blocks(max(sides)), 2), (
+        *ranges, *there, wrong, *map(np.int32, (num_seqs, *sides, *window))))
 
     num_tiles = [-(-num_rows // tile) for num_rows, tile in zip(sides, tiles, strict=True)]
     # One array of a side, as a replayed graph writes to all of it as long as the orders live: orders, then costs.
@@ -306,7 +333,7 @@ def _arrays(
     grid = _blocks(32 * max(num_tiles)), 2
     _make(lengths, _TILE_COST, grid, (
         *made, *ranges, *there, *map(np.int32, (num_seqs, *sides, *tiles))))
-    _make(lengths, _TILE_ORDER, grid, (*made, *map(np.int32, num_tiles)))
+    _make(lengths, _TILE_ORDER, grid, (*made, *map(np.int32, (*num_tiles, *sides))))
     query_tiles, key_tiles = (x[: 2 * num].reshape(2, num) for x, num in zip(made, num_tiles, strict=True))
     in_order = rows.all_rows[: sharding.cp_size * sharding.local_rows]  # without what only the keys have
     return PlanArrays(rows.rows, rows.positions, rows.valid, key_ranges, query_ranges, query_tiles=query_tiles,
@@ -351,9 +378,16 @@ def _make(lengths: DeviceLengths | None, kernel: str, grid: tuple[int, ...], arg
 
 def poison(plan: Plan, *results: Array) -> None:
     """Results become NaN if the lengths that the plan was made from, on the GPU, are wrong."""
-    if plan.arrays.lengths is None:
+    lengths = plan.arrays.lengths
+    if lengths is None or lengths.are_right():
         return
-    for i in range(0, len(results), 3):  # the kernel takes three
-        words = [arg for x in results[i : i + 3] for arg in (x, np.uint64(x.nbytes // 4))]
-        words += [np.uint64(0)] * (6 - len(words))
-        jit.kernel(_POISON)((POISON_BLOCKS,), 256, (*words, plan.arrays.lengths.wrong))
+    run = plan.once("poison", lambda: Launch(jit.kernel(_POISON), (POISON_BLOCKS,), 256, (lengths.wrong,), early=True))
+    for i in range(0, len(results), 3):
+        three = results[i : i + 3]
+        run.launch(run.prepared(tuple([(x.data.ptr, x.nbytes) for x in three]), functools.partial(_words_of, three)))
+
+
+def _words_of(results: tuple[Array, ...]) -> tuple[Any, ...]:
+    """Arrays and how many words each has, as the kernel takes three."""
+    made = [arg for x in results for arg in (x, np.uint64(x.nbytes // 4))]
+    return *made, *[launch.NONE] * (6 - len(made))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 from thdattn.hopper_tiles import ForwardSm90
+from thdattn.host_plan import FEW_SEQUENCES
 from thdattn.ops.launch import Array, Gpu
 from thdattn.plan import Plan
 
 # Measured on an H100. "Queries in sight" are the local queries that see an average key.
 SPLIT_COLUMNS, LONG_FROM = 128, 1100  # columns of the query heads of a split; from so many queries in sight on
 SHORT_UP_TO, SHORT_TOGETHER = 2048, 16  # up to so many queries in sight; heads done together there
-FEW_SEQUENCES = 4  # of equal length, causal: what leaves as many pairs is few as well
+FEW_QUERIES = 256  # of all sequences: to load keys then takes longer than all else
 FEW_WAVES, PIECES = 2, 3  # tiles of all heads, and pieces of them, per multiprocessor
 MOST_PARTS = 32  # of a tile, kMostParts of kernels/hopper/pieces.cuh
 
@@ -35,15 +36,16 @@ def schedule(
 ) -> tuple[Array, tuple[int, int]]:
     """(tiles in the order of work, (together, last_heads)) for scheduled_tile; orders as those of PlanArrays.
 
-    Few sequences, the longest tile first: blocks at work then read the same keys in step, and the multiprocessors end
-    at the same time. Many, one after another, for the L2 cache; the heads of a row lie side by side in memory, so short
-    sequences take many together.
+    The order is that of the plan, as only the GPU may know the lengths. Few sequences, the longest tile first: blocks
+    at work then read the same keys in step, and the multiprocessors end at the same time. Many, one after another, for
+    the L2 cache; the heads of a row lie side by side in memory, so short sequences take many together, and so do long
+    ones of few queries.
     """
-    last, in_sight = min(num_heads, -(-3 * gpu.multiprocessors // max(1, orders.shape[1]))), _queries_in_sight(plan)
-    pairs = plan.expected_pairs or 0
-    if in_sight and plan.batch.total_rows * plan.key_rows <= 2 * FEW_SEQUENCES * pairs:
-        return orders[1], (together, last)
-    if 0 < in_sight <= short_up_to:
+    last, pairs = min(num_heads, -(-3 * gpu.multiprocessors // max(1, orders.shape[1]))), plan.expected_pairs
+    few = pairs is not None and plan.batch.total_rows * plan.key_rows <= 2 * FEW_SEQUENCES * pairs
+    if together >= num_heads:
+        last = num_heads
+    if plan.local_rows <= FEW_QUERIES or (not few and 0 < _queries_in_sight(plan) <= short_up_to):
         together, last = SHORT_TOGETHER, 0
     return orders[0], (together, last)
 

@@ -305,10 +305,10 @@ __device__ __forceinline__ void consume_forward(
     #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + lane / 4 + 8 * r;
-      const float total = quad_sum(softmax.row_sum[r]);
+      const float total = quad_sum(softmax.row_sum[r]), blank = blank_of(range[lane / 4 + 8 * r]);
       auto lse_of_keys = [&] { return (softmax.base[r] + __log2f(total)) * kLn2; };
       const Rest rest = kSinks ? beside_sink(lse_of_keys(), sinks[head]) : Rest{0.f, 1.f};
-      scale[r] = padding[r] ? 0.f : rest.share / total;
+      scale[r] = padding[r] ? blank : rest.share / total;
       if (!padding[r]) largest = fmaxf(largest, logits.natural(softmax.row_max[r]));
       if constexpr (kMerges) {
         float* const row_lse = lse + (size_t)head * size.q_rows + row;
@@ -316,7 +316,7 @@ __device__ __forceinline__ void consume_forward(
         scale[r] = padding[r] ? 0.f : share.these / total, others_scale[r] = share.others;
       } else if (lane % 4 == 0 && row < size.q_rows)
         lse[(size_t)head * size.q_rows + row] =
-            padding[r] ? -kInfinity : kSinks ? rest.lse : lse_of_keys();
+            padding[r] ? blank - kInfinity : kSinks ? rest.lse : lse_of_keys();
     }
     const int row = first_row + lane / 4, pitch = size.row_heads * kVHeadDim;
     Out* const out_row = out + (size_t)row * pitch + head * kVHeadDim;

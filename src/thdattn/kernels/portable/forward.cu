@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const bool padding = is_empty(my_range[8 * r]);
-    const float total = quad_sum(row_sum[r]), logit = logits.natural(row_max[r]);
+    const float blank = blank_of(my_range[8 * r]), total = quad_sum(row_sum[r]), logit = logits.natural(row_max[r]);
     auto lse_of_keys = [&] { return logit + __log2f(total) * kLn2; };
     const Rest rest = kSinks ? beside_sink(lse_of_keys(), sinks[head]) : Rest{0.f, 1.f};
     if (!padding) largest = fmaxf(largest, logit);
@@ -164,12 +164,12 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     }
     if (lane % 4 == 0 && row0 + 8 * r < q_rows)
       lse[(size_t)head * q_rows + row0 + 8 * r] =
-          padding ? -kInfinity : kSinks ? rest.lse : lse_of_keys();
+          padding ? blank - kInfinity : kSinks ? rest.lse : lse_of_keys();
     #pragma unroll
     for (int n = 0; n < kOutBlocks; ++n) {
       const float x = acc_out[r / 2][n][r % 2 * 2], y = acc_out[r / 2][n][r % 2 * 2 + 1], scale = rest.share / total;
       store_pair(staging + (lane / 4 + 8 * r) * (kHeadDim + kPad) + n * 8 + lane % 4 * 2,
-                 padding ? 0.f : x * scale, padding ? 0.f : y * scale);
+                 padding ? blank : x * scale, padding ? blank : y * scale);
     }
   }
   for (int i = 16; i; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
