@@ -206,8 +206,9 @@ class _Notice:
         self.place = notices[self.serial % len(notices) :][:1]
 
     def of_next_check(self) -> np.uint64:
-        """The number of a check that is about to be launched."""
-        self.serial = next(_serials)
+        """The number of a check that is about to be launched: from a captured one on the same, as it is replayed."""
+        if not self.in_graph:
+            self.serial = next(_serials)
         self.in_graph |= cupy.cuda.get_current_stream().is_capturing()
         return np.uint64(self.serial)
 
