@@ -14,7 +14,7 @@ from thdattn.instances import PLAIN, Instance, Kind, instance
 
 PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels/portable/common.cuh
 STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
-SLAB, SLAB_BYTES = 64, 128  # columns of a slab of a Hopper tile, bytes of its rows
+SLAB = 64  # columns of a slab of most Hopper tiles
 DQ_ROWS = 128  # query rows of thd_attn_bwd_dq_sm90, which are those of the forward beside it
 STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
 
@@ -283,7 +283,7 @@ class Tiles:
 
 def slabs(rows: int, width: int) -> int:
     """Bytes of a Hopper tile of rows of `width` 16-bit elements."""
-    return rows * SLAB_BYTES * -(-width // SLAB)
+    return 2 * rows * width
 
 
 # What bounds a number stands beside it: what spills does so by ptxas's account, and what does not fit exceeds the
@@ -315,12 +315,12 @@ TILES = {
                       Backward(tile_m=64, tile_n=128, column_warps=1, stages=1)),
             backward_dq=BackwardDq(tile_n=32, warps=8),
             forward_sm90=ForwardSm90(
-                tile_n=112, consumers=3, q_stages=1, kv_stages=3,  # 128 keys, or another stage, do not fit
+                tile_n=112, consumers=3, q_stages=1, kv_stages=3,  # 128 keys spill
                 capped_tile_n=96,  # 112 spill
             ),
             backward_sm90=BackwardSm90(
-                tile_m=64, stages=2, queries=64, weighed=64,  # 128 queries, or a third stage, do not fit
-                piece_cols=96, dq_stages=2,  # a third does not fit
+                tile_m=64, stages=2, queries=64, weighed=64,  # 128 queries do not fit
+                piece_cols=96, dq_stages=2,
                 query_registers=80, adding_registers=96,  # 64 spill, and 80 if dq is added
                 capped_at_once=(64, 32),  # dP of 64 spills
                 together=4,

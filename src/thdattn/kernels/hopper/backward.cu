@@ -38,8 +38,11 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
   constexpr int kStages = Shared::kStages, kQueries = Shared::kQueries, kWeighed = Shared::kWeighed;
   constexpr int kBlocks = kWeighed / 8, kSteps = kWeighed / 16;
   constexpr bool kAhead = kCaps && sizeof(Grad) == 2;  // dP before dv and dk: float32 has no registers for it
-  auto own = [&](const unsigned char* tile) { return tile + opaque(side) * 64 * kRowBytes; };
+  auto own_keys = [&] { return shared.k + opaque(side) * 64 * kRowBytesOf<kHeadDim>; };
+  auto own_values = [&] { return shared.v + opaque(side) * 64 * kRowBytesOf<kVHeadDim>; };
   Ring<kStages> ring = {0, 0};
+  auto queries = [&](int row) { return shared.q[ring.stage] + row * kRowBytesOf<kHeadDim>; };
+  auto dout = [&](int row) { return shared.dout[ring.stage] + row * kRowBytesOf<kVHeadDim>; };
   u32 kv_parity = 0;
   auto arrive = [&](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   u32 flags;
@@ -92,8 +95,8 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
         if (!kCaps) begin_columns(p, shared.minus_lse[ring.stage] + first);
         wgmma_begin();
         ScoreRows<T, kHeadDim, kTileN, false> keys;
-        keys.load(own(shared.k));
-        keys.template start<!kCaps, kTileM>(p, shared.q[ring.stage] + first * kRowBytes);
+        keys.load(own_keys());
+        keys.template start<!kCaps, kTileM>(p, queries(first));
         wgmma_commit();
       };
       // Adds the queries from `first` on, whose scores are on their way, to dv and dk, without waiting for these.
@@ -103,7 +106,7 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
         auto start_dp = [&](int row) {
           begin_columns(dp, shared.minus_delta[ring.stage] + row);
           wgmma_begin();
-          add_scores<T, kVHeadDim, kTileN, kTileM>(dp, own(shared.v), shared.dout[ring.stage] + row * kRowBytes);
+          add_scores<T, kVHeadDim, kTileN, kTileM>(dp, own_values(), dout(row));
           wgmma_commit();
         };
         u32 rounded[kQueries / 16][4];                // P
@@ -132,9 +135,9 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
           // dv += P^T dout and dk += dS^T q, after the next dP; while they run, dS is handed over.
           if (kAhead && !ends) start_dp(row + kWeighed);
           wgmma_begin();
-          start_weighted_rows<T, kVHeadDim, kTileM>(acc_dv, probability, shared.dout[ring.stage] + row * kRowBytes);
+          start_weighted_rows<T, kVHeadDim, kTileM>(acc_dv, probability, dout(row));
           wgmma_commit();
-          start_weighted_rows<T, kHeadDim, kTileM>(acc_dk, dscore, shared.q[ring.stage] + row * kRowBytes);
+          start_weighted_rows<T, kHeadDim, kTileM>(acc_dk, dscore, queries(row));
           wgmma_commit();
           if (row == 0) wait_for_stage();
           store_dscore(shared, ring.stage, side, row, dscore);

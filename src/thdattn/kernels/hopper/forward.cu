@@ -197,7 +197,7 @@ __device__ __forceinline__ void consume_forward(
     const int piece = __shfl_sync(0xffffffffu, query_tile.piece, 0);
     if (piece < 0) break;
     const int tile = kInParts ? unpacked(piece).tile : piece;
-    const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytes;
+    const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytesOf<kHeadDim>;
     const int first_row = tile * kTileM + consumer * 64 + warp * 16;
     const int2* const range = shared.range[q_ring.double_stage()] + consumer * 64 + warp * 16;
     ScoreRows<T, kHeadDim, kTileM, kQInRegisters> queries;
