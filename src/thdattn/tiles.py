@@ -172,10 +172,12 @@ class Tiles:
         barriers = 8 * (8 + 4 * b.stages + 3 * b.dq_stages)
         told = -(-(2 * 12 + 4 * b.dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
         ranges = 8 * (b.tile_n + 8)
-        registers = (dq_dtype == "float32" and b.adding_registers) or b.query_registers
-        queries, weighed = b.at_once(caps)
+        adds = dq_dtype == "float32"
+        registers = (adds and b.adding_registers) or b.query_registers
+        in_registers = b.in_registers > 0 and not adds and not caps
+        queries, weighed = b.at_once(caps, in_registers)
         return instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.tile_m, b.stages,
-                        queries, weighed, b.piece_cols, b.dq_stages, registers, deterministic,
+                        queries, weighed, in_registers, b.piece_cols, b.dq_stages, registers, deterministic,
                         shared_bytes=tiles + pieces + stats + barriers + told + ranges)
 
     def thd_attn_bwd_pair_sm90(
@@ -252,7 +254,8 @@ class Tiles:
         """Columns of the accumulators of the Hopper kernels' matrix instructions."""
         f, b = self.forward_sm90, self.backward_sm90
         if isinstance(b, BackwardSm90):
-            queries = {*b.at_once(caps=False), *b.at_once(caps=True)}
+            queries = {n for caps in (False, True) for in_registers in {False, b.in_registers > 0}
+                       for n in b.at_once(caps, in_registers)}
             backward = {*queries, b.piece_cols, *self._dims}
         elif isinstance(b, BackwardPairSm90):
             backward = {b.queries, b.capped_queries, b.piece_cols, 32, *self._dims}
@@ -323,6 +326,7 @@ TILES = {
                 piece_cols=96, dq_stages=2,
                 query_registers=80, adding_registers=96,  # 64 spill, and 80 if dq is added
                 capped_at_once=(64, 32),  # dP of 64 spills
+                in_registers=32,  # 64 spill
                 together=4,
             ),
         ),
