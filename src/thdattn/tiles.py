@@ -309,6 +309,7 @@ TILES = {
                 piece_cols=64, dq_stages=2,
                 query_registers=64,  # 48 spill
                 capped_at_once=(64, 64),  # 128 spill
+                in_registers=64,  # 128 spill
             ),
         ),
         Tiles(
