@@ -12,7 +12,8 @@ class ForwardSm90:
     """thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows.
 
     q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead. q_in_registers: queries are read
-    from registers, where there are some left. together: heads that are done one after another at each tile.
+    from registers, where there are some left. apart: the threads of a row compare their largest scores only where these
+    are far above what came before. together: heads that are done one after another at each tile.
     capped_tile_n: as for Forward.
     divides: keys of a tile may be divided among thread blocks.
     """
@@ -22,6 +23,7 @@ class ForwardSm90:
     q_stages: int
     kv_stages: int
     q_in_registers: bool = False
+    apart: bool = False
     together: int = 4
     capped_tile_n: int = 0
     divides: bool = True
