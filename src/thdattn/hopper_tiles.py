@@ -12,7 +12,8 @@ class ForwardSm90:
     """thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows.
 
     q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead. q_in_registers: queries are read
-    from registers, where there are some left. together: heads that are done one after another at each tile.
+    from registers, where there are some left. apart: the threads of a row compare their largest scores only where these
+    are far above what came before. together: heads that are done one after another at each tile.
     capped_tile_n: as for Forward.
     divides: keys of a tile may be divided among thread blocks.
     """
@@ -22,6 +23,7 @@ class ForwardSm90:
     q_stages: int
     kv_stages: int
     q_in_registers: bool = False
+    apart: bool = False
     together: int = 4
     capped_tile_n: int = 0
     divides: bool = True
@@ -46,9 +48,12 @@ class BackwardSm90:
     """thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time, `stages` query tiles loaded ahead.
 
     The key side takes scores of `queries` of them at once, and dP of `weighed`; of capped_at_once where logits are
-    capped, if these differ. dq has pieces of piece_cols columns, and dq_stages buffers for pieces on their way; the
-    warpgroup that computes them has query_registers registers per thread, the others share the rest. adding_registers:
-    those where it adds dq to what is there, if they differ. together: as for ForwardSm90.
+    capped, if these differ. in_registers: so many of both instead, where logits are not capped and dq is not added to
+    what is there; that leaves registers for keys and values, and products then read shared memory for one operand.
+
+    dq has pieces of piece_cols columns, and dq_stages buffers for pieces on their way; the warpgroup that computes them
+    has query_registers registers per thread, the others share the rest. adding_registers: those where it adds dq to
+    what is there, if they differ. together: as for ForwardSm90.
     """
 
     tile_m: int
@@ -60,12 +65,15 @@ class BackwardSm90:
     query_registers: int
     adding_registers: int = 0
     capped_at_once: tuple[int, int] | None = None
+    in_registers: int = 0
     together: int = 2
 
     tile_n, threads, blocks = 128, 512, 1
 
-    def at_once(self, caps: bool) -> tuple[int, int]:
+    def at_once(self, caps: bool, in_registers: bool) -> tuple[int, int]:
         """Queries whose scores, and queries whose dP, the key side takes at once."""
+        if in_registers:
+            return self.in_registers, self.in_registers
         return (caps and self.capped_at_once) or (self.queries, self.weighed)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from thdattn.structs import TENSOR_MAP
 
-BOX_COLUMNS = 64  # 128 bytes, the width of the swizzle
+BOX_COLUMNS = 64  # 128 bytes, the width of the swizzle; half of it where 64 does not divide the columns of a head
 DATA_TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
-SWIZZLE_128B, L2_PROMOTION_256B = 3, 3
+SWIZZLE_64B, SWIZZLE_128B, L2_PROMOTION_256B = 2, 3, 3
 
 
 def tensor_map(x: Any, num_rows: int, row_bytes: int, box_rows: int) -> Any:
@@ -22,7 +22,8 @@ def tensor_map(x: Any, num_rows: int, row_bytes: int, box_rows: int) -> Any:
         x: (rows, heads, width), 16-bit, 16-byte aligned.
         num_rows: how many of its first rows the map has, at least one.
         row_bytes: from one row to the next, in which there may be more heads than those of x.
-        box_rows: a copy moves box_rows rows of 64 columns of one head; what lies outside the map arrives as zeros.
+        box_rows: a copy moves box_rows rows of 64 columns of one head, or of 32 where 64 does not divide the width;
+            what lies outside the map arrives as zeros.
 
     Returns:
         NumPy void scalar of 128 bytes. Maps are kept, as a training loop sees the same few buffers again and again.
@@ -35,13 +36,14 @@ def tensor_map(x: Any, num_rows: int, row_bytes: int, box_rows: int) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _encode(address: int, shape: tuple[int, int, int], pitch: int, dtype: np.dtype[Any], box_rows: int) -> Any:
     rows, heads, width = shape
+    columns, swizzle = (BOX_COLUMNS // 2, SWIZZLE_64B) if width % BOX_COLUMNS else (BOX_COLUMNS, SWIZZLE_128B)
     storage = (ctypes.c_ubyte * 192)()
     aligned = (ctypes.addressof(storage) + 63) & ~63
     u64, u32 = ctypes.c_uint64, ctypes.c_uint32
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned), DATA_TYPES[dtype.name], 3, ctypes.c_void_p(address), (u64 * 3)(width, heads, rows),
-        (u64 * 2)(2 * width, pitch), (u32 * 3)(BOX_COLUMNS, 1, box_rows), (u32 * 3)(1, 1, 1),
-        0, SWIZZLE_128B, L2_PROMOTION_256B, 0,
+        (u64 * 2)(2 * width, pitch), (u32 * 3)(columns, 1, box_rows), (u32 * 3)(1, 1, 1),
+        0, swizzle, L2_PROMOTION_256B, 0,
     )
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled returned {status} for an array of shape {shape} at {address:#x}")

@@ -14,7 +14,7 @@ from thdattn.instances import PLAIN, Instance, Kind, instance
 
 PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels/portable/common.cuh
 STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
-SLAB, SLAB_BYTES = 64, 128  # columns of a slab of a Hopper tile, bytes of its rows
+SLAB = 64  # columns of a slab of most Hopper tiles
 DQ_ROWS = 128  # query rows of thd_attn_bwd_dq_sm90, which are those of the forward beside it
 STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
 
@@ -145,7 +145,7 @@ class Tiles:
         told = 2 * 16 * f.q_stages + 8 * f.kv_stages  # QueryTile and KeyTile
         ranges = 8 * 2 * f.q_stages * f.tile_m
         return instance("thd_attn_fwd_sm90", dtype, out_dtype, *kind, *self._dims, tile_n, f.consumers, f.q_stages,
-                        f.kv_stages, f.q_in_registers, in_parts, shared_bytes=tiles + barriers + told + ranges)
+                        f.kv_stages, f.q_in_registers, f.apart, in_parts, shared_bytes=tiles + barriers + told + ranges)
 
     def thd_attn_pieces_sm90(self) -> Instance:
         """How the keys of tiles are divided."""
@@ -172,10 +172,12 @@ class Tiles:
         barriers = 8 * (8 + 4 * b.stages + 3 * b.dq_stages)
         told = -(-(2 * 12 + 4 * b.dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
         ranges = 8 * (b.tile_n + 8)
-        registers = (dq_dtype == "float32" and b.adding_registers) or b.query_registers
-        queries, weighed = b.at_once(caps)
+        adds = dq_dtype == "float32"
+        registers = (adds and b.adding_registers) or b.query_registers
+        in_registers = b.in_registers > 0 and not adds and not caps
+        queries, weighed = b.at_once(caps, in_registers)
         return instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.tile_m, b.stages,
-                        queries, weighed, b.piece_cols, b.dq_stages, registers, deterministic,
+                        queries, weighed, in_registers, b.piece_cols, b.dq_stages, registers, deterministic,
                         shared_bytes=tiles + pieces + stats + barriers + told + ranges)
 
     def thd_attn_bwd_pair_sm90(
@@ -252,7 +254,8 @@ class Tiles:
         """Columns of the accumulators of the Hopper kernels' matrix instructions."""
         f, b = self.forward_sm90, self.backward_sm90
         if isinstance(b, BackwardSm90):
-            queries = {*b.at_once(caps=False), *b.at_once(caps=True)}
+            queries = {n for caps in (False, True) for in_registers in {False, b.in_registers > 0}
+                       for n in b.at_once(caps, in_registers)}
             backward = {*queries, b.piece_cols, *self._dims}
         elif isinstance(b, BackwardPairSm90):
             backward = {b.queries, b.capped_queries, b.piece_cols, 32, *self._dims}
@@ -283,7 +286,7 @@ class Tiles:
 
 def slabs(rows: int, width: int) -> int:
     """Bytes of a Hopper tile of rows of `width` 16-bit elements."""
-    return rows * SLAB_BYTES * -(-width // SLAB)
+    return 2 * rows * width
 
 
 # What bounds a number stands beside it: what spills does so by ptxas's account, and what does not fit exceeds the
@@ -299,13 +302,14 @@ TILES = {
             backward_dq=BackwardDq(tile_n=64, warps=8),
             forward_sm90=ForwardSm90(
                 tile_n=128, consumers=3,  # 144 keys spill
-                q_stages=2, kv_stages=3,
+                q_stages=2, kv_stages=3, apart=True,
             ),
             backward_sm90=BackwardSm90(
                 tile_m=128, stages=2, queries=128, weighed=64,  # a third stage does not fit
                 piece_cols=64, dq_stages=2,
                 query_registers=64,  # 48 spill
                 capped_at_once=(64, 64),  # 128 spill
+                in_registers=64,  # 128 spill
             ),
         ),
         Tiles(
@@ -315,14 +319,15 @@ TILES = {
                       Backward(tile_m=64, tile_n=128, column_warps=1, stages=1)),
             backward_dq=BackwardDq(tile_n=32, warps=8),
             forward_sm90=ForwardSm90(
-                tile_n=112, consumers=3, q_stages=1, kv_stages=3,  # 128 keys, or another stage, do not fit
+                tile_n=112, consumers=3, q_stages=1, kv_stages=3,  # 128 keys spill
                 capped_tile_n=96,  # 112 spill
             ),
             backward_sm90=BackwardSm90(
-                tile_m=64, stages=2, queries=64, weighed=64,  # 128 queries, or a third stage, do not fit
-                piece_cols=96, dq_stages=2,  # a third does not fit
+                tile_m=64, stages=2, queries=64, weighed=64,  # 128 queries do not fit
+                piece_cols=96, dq_stages=2,
                 query_registers=80, adding_registers=96,  # 64 spill, and 80 if dq is added
                 capped_at_once=(64, 32),  # dP of 64 spills
+                in_registers=32,  # 64 spill
                 together=4,
             ),
         ),

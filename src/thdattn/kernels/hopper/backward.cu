@@ -29,17 +29,16 @@ __device__ __forceinline__ void take_gradients(float (&p)[kBlocks][4], float (&d
   });
 }
 
-// The key side, one warpgroup: the first 64 keys of the tile, or (side 1) the last.
-template <typename T, typename Grad, typename Shared, bool kCaps>
+// The key side, one warpgroup: the first 64 keys of the tile, or (side 1) the last. kInRegisters: it reads them and
+// their values from registers, as shared memory is busy.
+template <typename T, bool kInRegisters, typename Grad, typename Shared, bool kCaps>
 __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<Grad> grads, BackwardSize size,
                                            Logits<kCaps> logits) {
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
-  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN;
-  constexpr int kStages = Shared::kStages, kQueries = Shared::kQueries, kWeighed = Shared::kWeighed;
-  constexpr int kBlocks = kWeighed / 8, kSteps = kWeighed / 16;
+  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kQueries = Shared::kQueries;
+  constexpr int kWeighed = Shared::kWeighed, kBlocks = kWeighed / 8, kSteps = kWeighed / 16;
   constexpr bool kAhead = kCaps && sizeof(Grad) == 2;  // dP before dv and dk: float32 has no registers for it
-  auto own = [&](const unsigned char* tile) { return tile + opaque(side) * 64 * kRowBytes; };
-  Ring<kStages> ring = {0, 0};
+  Ring<Shared::kStages> ring = {0, 0};
   u32 kv_parity = 0;
   auto arrive = [&](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   u32 flags;
@@ -81,6 +80,9 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
       barrier_wait(&shared.kv_full, kv_parity);
       kv_parity ^= 1;
     }
+    ScoreRows<T, kHeadDim, kTileN, kInRegisters> keys;
+    ScoreRows<T, kVHeadDim, kTileN, kInRegisters> values;
+    if (kInRegisters) keys.load(shared.keys_of(side)), values.load(shared.values_of(side));
     bool last = flags & kNothing;
     while (!last) {
       look();
@@ -91,9 +93,8 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
       auto start_p = [&](int first) {
         if (!kCaps) begin_columns(p, shared.minus_lse[ring.stage] + first);
         wgmma_begin();
-        ScoreRows<T, kHeadDim, kTileN, false> keys;
-        keys.load(own(shared.k));
-        keys.template start<!kCaps, kTileM>(p, shared.q[ring.stage] + first * kRowBytes);
+        if (!kInRegisters) keys.load(shared.keys_of(side));     // not kept, as registers are short
+        keys.template start<!kCaps, kTileM>(p, shared.q_from(ring.stage, first));
         wgmma_commit();
       };
       // Adds the queries from `first` on, whose scores are on their way, to dv and dk, without waiting for these.
@@ -103,7 +104,8 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
         auto start_dp = [&](int row) {
           begin_columns(dp, shared.minus_delta[ring.stage] + row);
           wgmma_begin();
-          add_scores<T, kVHeadDim, kTileN, kTileM>(dp, own(shared.v), shared.dout[ring.stage] + row * kRowBytes);
+          if (!kInRegisters) values.load(shared.values_of(side));
+          values.template start<true, kTileM>(dp, shared.dout_from(ring.stage, row));
           wgmma_commit();
         };
         u32 rounded[kQueries / 16][4];                // P
@@ -132,9 +134,9 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
           // dv += P^T dout and dk += dS^T q, after the next dP; while they run, dS is handed over.
           if (kAhead && !ends) start_dp(row + kWeighed);
           wgmma_begin();
-          start_weighted_rows<T, kVHeadDim, kTileM>(acc_dv, probability, shared.dout[ring.stage] + row * kRowBytes);
+          start_weighted_rows<T, kVHeadDim, kTileM>(acc_dv, probability, shared.dout_from(ring.stage, row));
           wgmma_commit();
-          start_weighted_rows<T, kHeadDim, kTileM>(acc_dk, dscore, shared.q[ring.stage] + row * kRowBytes);
+          start_weighted_rows<T, kHeadDim, kTileM>(acc_dk, dscore, shared.q_from(ring.stage, row));
           wgmma_commit();
           if (row == 0) wait_for_stage();
           store_dscore(shared, ring.stage, side, row, dscore);
@@ -206,8 +208,8 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
 // waits for one with later work.
 // Launch: grid at most num_tiles * splits and one block per multiprocessor, block 512, shared memory kSharedBytes.
 template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kTileM, int kStages,
-          int kQueries, int kWeighed, int kPieceCols, int kDqStages, int kQueryRegisters, bool kDeterministic,
-          int kSharedBytes>
+          int kQueries, int kWeighed, bool kInRegisters, int kPieceCols, int kDqStages, int kQueryRegisters,
+          bool kDeterministic, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
@@ -240,6 +242,6 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     serve_queries<T>(shared, dq, size, logits.scale);
   } else {
     registers_take<240 - kQueryRegisters / 2>();
-    serve_keys<T>(shared, warpgroup - 1, grads, size, logits);
+    serve_keys<T, kInRegisters>(shared, warpgroup - 1, grads, size, logits);
   }
 }

@@ -321,15 +321,16 @@ CHECK_Gradients;
 // of every thread after float4 n - 1 of all threads, so that it is contiguous for a bulk copy.
 
 // acc = dS k, one warpgroup: 64 queries, which are columns of ds, by the columns from first_col on of kKeys keys.
-template <typename T, int kKeys, int kBlocks>
+template <typename T, int kKeys, int kHeadDim, int kBlocks>
 __device__ __forceinline__ void multiply_keys(float (&acc)[kBlocks][4], const unsigned char* ds, const unsigned char* k,
                                               int first_col) {
-  const unsigned char* const columns = k + first_col / kSlab * kKeys * kRowBytes + first_col % kSlab * 2;
-  const u64 a = descriptor(ds, 16), b = descriptor(columns, kKeys * kRowBytes);
+  constexpr int kCols = kSlabOf<kHeadDim>, kKeyBytes = kRowBytesOf<kHeadDim>;
+  const unsigned char* const columns = k + first_col / kCols * kKeys * kKeyBytes + first_col % kCols * 2;
+  const u64 a = descriptor(ds, 16), b = descriptor<kHeadDim>(columns, kKeys * kKeyBytes);
   wgmma_begin();
   #pragma unroll
   for (int n = 0; n < kKeys; n += 16)
-    Wgmma<T, 8 * kBlocks>::template shared<1, 1>(acc, a + n * kRowBytes / 16, b + n * kRowBytes / 16, n > 0);
+    Wgmma<T, 8 * kBlocks>::template shared<1, 1>(acc, a + n * kRowBytes / 16, b + n * kKeyBytes / 16, n > 0);
   wgmma_commit();
   wgmma_wait<0>(acc);
 }

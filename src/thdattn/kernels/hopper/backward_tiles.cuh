@@ -40,6 +40,19 @@ struct BackwardShared {
       barrier_init(&claim_full[s], 1), barrier_init(&claim_sent[s], 1), barrier_init(&claim_empty[s], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  // The keys of a warpgroup, their values, and the queries of a stage from `row` on, with their gradients.
+  __device__ __forceinline__ const unsigned char* keys_of(int side) const {
+    return k + opaque(side) * 64 * kRowBytesOf<kHeadDim>;
+  }
+  __device__ __forceinline__ const unsigned char* values_of(int side) const {
+    return v + opaque(side) * 64 * kRowBytesOf<kVHeadDim>;
+  }
+  __device__ __forceinline__ const unsigned char* q_from(u32 stage, int row) const {
+    return q[stage] + row * kRowBytesOf<kHeadDim>;
+  }
+  __device__ __forceinline__ const unsigned char* dout_from(u32 stage, int row) const {
+    return dout[stage] + row * kRowBytesOf<kVHeadDim>;
+  }
 };
 
 // Loads keys, values and ranges of a tile of keys, one warp. kv_full counts two arrivals.

@@ -21,8 +21,8 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
                "wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra wait; }" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
-// Copies a box to shared memory: 64 columns of one head, as many rows as the map says. What lies outside the tensor
-// arrives as zeros.
+// Copies a box to shared memory: a slab of columns of one head, as many rows as the map says. What lies outside the
+// tensor arrives as zeros.
 __device__ __forceinline__ void copy_box(void* dst, const TensorMap* map, int column, int head, int row, u64* barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%2, %3, %4}], [%5];"
@@ -110,22 +110,31 @@ __device__ __forceinline__ int opaque(int value) {
 // ------------------------------------------------------------------------------------------------ tiles
 
 // A tile is stored in slabs of 64 columns, with rows 128 bytes apart, in the 128-byte swizzle that TMA writes and wgmma
-// reads. Head dim 96 takes two slabs, of which TMA fills the second half with zeros.
+// reads. Where 64 does not divide its columns, slabs have 32, rows are 64 bytes apart, and so the swizzle.
 constexpr int kSlab = 64;
 constexpr int kRowBytes = 128;
-template <int kCols> constexpr int kSlabs = (kCols + kSlab - 1) / kSlab;
-template <int kRows, int kCols> constexpr int kTileBytes = kSlabs<kCols> * kRows * kRowBytes;
+template <int kCols> constexpr int kSlabOf = kCols % kSlab ? kSlab / 2 : kSlab;
+template <int kCols> constexpr int kRowBytesOf = 2 * kSlabOf<kCols>;
+template <int kRows, int kCols> constexpr int kTileBytes = 2 * kRows * kCols;
+template <int kRows, int kCols> constexpr int kSlabBytes = kRows * kRowBytesOf<kCols>;
 
+template <int kCols = kSlab>
 __device__ __forceinline__ u64 descriptor(const void* tile, int slab_bytes) {
-  const u64 address = shared_address(tile);
-  return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)(slab_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
+  const u64 address = shared_address(tile), swizzle = kSlabOf<kCols> == kSlab ? 1 : 2;
+  return swizzle << 62 | (u64)(8 * kRowBytesOf<kCols> >> 4) << 32 | (u64)(slab_bytes >> 4) << 16 |
+         (address & 0x3ffff) >> 4;
+}
+// Where in a row of a slab its 16 bytes number `piece` are.
+template <int kCols> __device__ __forceinline__ int swizzled(int row, int piece) {
+  return (piece ^ (kSlabOf<kCols> == kSlab ? row % 8 : row / 2 % 4)) * 16;
 }
 
 template <int kRows, int kCols, bool kOnce = false>
 __device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* map, int head, int row, u64* barrier) {
   #pragma unroll
-  for (int s = 0; s < kSlabs<kCols>; ++s)
-    (kOnce ? copy_box_once : copy_box)(tile + s * kRows * kRowBytes, map, s * kSlab, head, row, barrier);
+  for (int s = 0; s < kCols / kSlabOf<kCols>; ++s)
+    (kOnce ? copy_box_once : copy_box)(tile + s * kSlabBytes<kRows, kCols>, map, s * kSlabOf<kCols>, head, row,
+                                       barrier);
 }
 
 // The first operand of scores, 64 rows of a tile of kRows: the tile itself or, where there are registers left, its
@@ -133,15 +142,15 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* 
 // start: scores = or += these rows . k^T, with 8 * kBlocks rows of k, which are in a tile of kRowsK.
 template <typename T, int kDim, int kRows, bool kInRegisters> struct ScoreRows {
   u64 rows;
-  __device__ __forceinline__ void load(const unsigned char* tile) { rows = descriptor(tile, 16); }
+  __device__ __forceinline__ void load(const unsigned char* tile) { rows = descriptor<kDim>(tile, 16); }
   template <bool kAdd, int kRowsK, int kBlocks>
   __device__ __forceinline__ void start(float (&scores)[kBlocks][4], const unsigned char* k) const {
-    const u64 b = descriptor(k, 16);
+    const u64 b = descriptor<kDim>(k, 16);
     #pragma unroll
     for (int d = 0; d < kDim; d += 16) {
-      const int slab = d / kSlab, offset = d % kSlab * 2;
-      Wgmma<T, 8 * kBlocks>::template shared<0, 0>(scores, rows + (slab * kRows * kRowBytes + offset) / 16,
-                                                   b + (slab * kRowsK * kRowBytes + offset) / 16, kAdd || d > 0);
+      const int slab = d / kSlabOf<kDim>, offset = d % kSlabOf<kDim> * 2;
+      Wgmma<T, 8 * kBlocks>::template shared<0, 0>(scores, rows + (slab * kSlabBytes<kRows, kDim> + offset) / 16,
+                                                   b + (slab * kSlabBytes<kRowsK, kDim> + offset) / 16, kAdd || d > 0);
     }
   }
 };
@@ -149,18 +158,21 @@ template <typename T, int kDim, int kRows> struct ScoreRows<T, kDim, kRows, true
   u32 a[kDim / 16][4];
   __device__ __forceinline__ void load(const unsigned char* tile) {
     const auto [warp, lane] = me();
-    const unsigned char* const row = tile + (warp * 16 + lane % 16) * kRowBytes;
+    const unsigned char* const row = tile + (warp * 16 + lane % 16) * kRowBytesOf<kDim>;
+    constexpr int kSteps = kSlabOf<kDim> / 16;         // of a slab
     #pragma unroll
     for (int i = 0; i < kDim / 16; ++i)
-      load_matrices(a[i], row + i / 4 * kRows * kRowBytes + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16);
+      load_matrices(a[i], row + i / kSteps * kSlabBytes<kRows, kDim> +
+                              swizzled<kDim>(lane % 16, i % kSteps * 2 + lane / 16));
   }
   template <bool kAdd, int kRowsK, int kBlocks>
   __device__ __forceinline__ void start(float (&scores)[kBlocks][4], const unsigned char* k) const {
-    const u64 b = descriptor(k, 16);
+    const u64 b = descriptor<kDim>(k, 16);
+    constexpr int kSteps = kSlabOf<kDim> / 16;         // of a slab
     #pragma unroll
     for (int i = 0; i < kDim / 16; ++i)
-      Wgmma<T, 8 * kBlocks>::template registers<0>(scores, a[i], b + (i / 4 * kRowsK * kRowBytes + i % 4 * 32) / 16,
-                                                   kAdd || i > 0);
+      Wgmma<T, 8 * kBlocks>::template registers<0>(
+          scores, a[i], b + (i / kSteps * kSlabBytes<kRowsK, kDim> + i % kSteps * 32) / 16, kAdd || i > 0);
   }
 };
 template <typename T, int kDim, int kRows, int kRowsK, int kBlocks>
@@ -187,10 +199,10 @@ __device__ __forceinline__ void begin_columns(float (&scores)[kBlocks][4], const
 template <typename T, int kCols, int kRowsV, int kSteps>
 __device__ __forceinline__ void start_weighted_rows(float (&acc)[kCols / 8][4], const u32 (&weights)[1][kSteps][4],
                                                    const unsigned char* v, bool add = true) {
-  const u64 b = descriptor(v, kRowsV * kRowBytes);
+  const u64 b = descriptor<kCols>(v, kSlabBytes<kRowsV, kCols>);
   #pragma unroll
   for (int i = 0; i < kSteps; ++i)
-    Wgmma<T, kCols>::template registers<1>(acc, weights[0][i], b + i * 16 * kRowBytes / 16, i > 0 || add);
+    Wgmma<T, kCols>::template registers<1>(acc, weights[0][i], b + i * kRowBytesOf<kCols>, i > 0 || add);
 }
 
 // Four lanes hold a 4x4 block of words, a row each; after it, lane i holds column i.

@@ -180,8 +180,8 @@ __device__ __forceinline__ void merge_row(float* row, float others_scale, const 
 // A consumer, one warpgroup: 64 query rows. While it takes its exponentials, the tensor cores multiply the previous
 // probabilities with their values. kQInRegisters: queries are read from registers, as shared memory is busy with keys
 // and values.
-template <bool kQInRegisters, bool kSinks, bool kInParts, typename T, typename Out, bool kCaps, int kHeadDim,
-          int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+template <bool kQInRegisters, bool kApart, bool kSinks, bool kInParts, typename T, typename Out, bool kCaps,
+          int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, Out* out,
     float* lse, float* max_logits, Parts all_parts, ForwardSize size, Logits<kCaps> logits, const float* sinks) {
@@ -197,13 +197,13 @@ __device__ __forceinline__ void consume_forward(
     const int piece = __shfl_sync(0xffffffffu, query_tile.piece, 0);
     if (piece < 0) break;
     const int tile = kInParts ? unpacked(piece).tile : piece;
-    const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytes;
+    const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytesOf<kHeadDim>;
     const int first_row = tile * kTileM + consumer * 64 + warp * 16;
     const int2* const range = shared.range[q_ring.double_stage()] + consumer * 64 + warp * 16;
     ScoreRows<T, kHeadDim, kTileM, kQInRegisters> queries;
     queries.load(my_q);
     float acc_out[kOutBlocks][4] = {};
-    Softmax<kCaps> softmax = {logits};
+    Softmax<kCaps, kApart> softmax = {logits};
 
     u32 mine = 0, next = uniform(query_tile.first);
     bool last = next & kLast;
@@ -351,7 +351,7 @@ __device__ __forceinline__ void consume_forward(
 // Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers), shared memory
 // kSharedBytes.
 template <typename T, typename Out, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers,
-          int kQStages, int kStages, bool kQInRegisters, bool kInParts, int kSharedBytes>
+          int kQStages, int kStages, bool kQInRegisters, bool kApart, bool kInParts, int kSharedBytes>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, Out* __restrict__ out, float* __restrict__ lse,
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
       produce_forward<kInParts>(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
   } else {
     registers_take<kConsumers == 3 ? 160 : kMost ? 240 : 232>();
-    consume_forward<kQInRegisters, kSinks, kInParts, T>(shared, warpgroup - 1, out, lse, max_logits, parts, size,
-                                                        logits, sinks);
+    consume_forward<kQInRegisters, kApart, kSinks, kInParts, T>(shared, warpgroup - 1, out, lse, max_logits, parts,
+                                                                size, logits, sinks);
   }
 }

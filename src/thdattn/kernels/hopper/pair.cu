@@ -38,7 +38,7 @@ __device__ __forceinline__ void serve_pair(Shared& shared, int side, Dq* dq, Gra
     #pragma unroll 1
     for (int piece = done.claims ^ side; piece < Shared::kPieces; piece += 2) {
       float acc[kCols / 8][4];
-      multiply_keys<T, kTileN>(acc, shared.ds[0], shared.k, piece * kCols);
+      multiply_keys<T, kTileN, kHeadDim>(acc, shared.ds[0], shared.k, piece * kCols);
       if (piece + 2 >= Shared::kPieces) {
         if (of.flags & kLast) arrive(&shared.kv_empty);
         arrive(&shared.ds_empty[0]);

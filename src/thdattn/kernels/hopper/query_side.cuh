@@ -62,7 +62,8 @@ __device__ __forceinline__ void serve_queries(Shared& shared, Dq* dq, BackwardSi
     for (int piece = 0; piece < kAll; ++piece) {
       const int m = piece / kPieces, first_col = piece % kPieces * kCols;
       float acc[kCols / 8][4];
-      multiply_keys<T, kTileN>(acc, shared.ds[ring.stage] + m * kTileN * kRowBytes, shared.k, first_col);
+      const unsigned char* const ds = shared.ds[ring.stage] + m * kTileN * kRowBytes;
+      multiply_keys<T, kTileN, Shared::kHeadDim>(acc, ds, shared.k, first_col);
       const bool nothing = step.flags & (kNothing | kEnd);
       if (nothing || piece == kAll - 1) arrive(&shared.ds_empty[ring.stage]);
       if (nothing) break;

@@ -5,7 +5,8 @@
 // gives the same quotient, sums stay far from overflow, and the accumulators rarely have to be rescaled. But only at
 // the base is a probability 1, which 16 bits hold without an error; so what most of an output is made of has to be
 // there.
-template <bool kCaps>
+// kApart: each thread finds by itself whether a base may have to follow, which is worth most where products are short.
+template <bool kCaps, bool kApart>
 struct Softmax {
   static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
   Logits<kCaps> logits;
@@ -18,6 +19,8 @@ struct Softmax {
   __device__ __forceinline__ void add(float (&score)[kBlocks][4], float depth, bool hidden) {
     if constexpr (kCaps) {
       add_capped(score, depth, hidden);
+    } else if constexpr (kApart) {
+      add_apart(score);
     } else {
       raise_tops(score);
       follow(logits.exact(row_max[0]), logits.exact(row_max[1]));
@@ -25,28 +28,48 @@ struct Softmax {
     }
   }
 
-  // Mostly no base moves and all scores are in reach of the quickest way, and each thread finds so by itself: row_max
-  // is of its own columns, and the four threads of a row compare theirs only where a base may have to follow. So half
-  // of what the thread has summed is the limit here.
+  // Mostly no base moves, and each thread finds so by itself: row_max is of its own columns, and the four threads of a
+  // row compare theirs only where a base may have to follow. So half of what the thread has summed is the limit here.
+  __device__ __forceinline__ float limit(int r) const {
+    return fmaf(kSlack, __saturatef(fmaf(log2_fast(row_sum[r]), 1.f / kSlack, -1.f / kSlack)), base[r]);
+  }
+  // Row maxima of new scores, whatever their signs, of all four threads of a row.
+  template <int kBlocks>
+  static __device__ __forceinline__ void meet_peaks(float (&peak)[2], int2 top, const float (&score)[kBlocks][4]) {
+    if (__any_sync(0xffffffffu, (top.x | top.y) < 0)) {
+      peak[0] = peak[1] = -kInfinity;
+      #pragma unroll
+      for (int i = 0; i < 4 * kBlocks; ++i) peak[i % 4 / 2] = fmaxf(peak[i % 4 / 2], score[i / 4][i % 4]);
+    }
+    peak[0] = quad_max(peak[0]), peak[1] = quad_max(peak[1]);
+  }
+
+  template <int kBlocks>
+  __device__ __forceinline__ void add_apart(float (&score)[kBlocks][4]) {
+    const int2 top = tops(score);
+    float peak[2] = {__int_as_float(top.x), __int_as_float(top.y)};
+    const float over = fmaxf(logits.exact(peak[0]) - limit(0), logits.exact(peak[1]) - limit(1));
+    rescale = false;
+    if (!__all_sync(0xffffffffu, (top.x | top.y | ~__float_as_int(over)) >= 0)) {  // by their signs
+      meet_peaks(peak, top, score);
+      follow(logits.exact(peak[0]), logits.exact(peak[1]));
+    }
+    row_max[0] = fmaxf(row_max[0], peak[0]), row_max[1] = fmaxf(row_max[1], peak[1]);
+    weigh(score, [&](float s) { return logits.exact(s); });
+  }
+
+  // The same, where mostly all scores are also in reach of the quickest way.
   template <int kBlocks>
   __device__ __forceinline__ void add_capped(float (&score)[kBlocks][4], float depth, bool hidden) {
     const int2 top = tops(score);
     float peak[2] = {__int_as_float(top.x), __int_as_float(top.y)};
     const float farthest = fmaxf(fmaxf(peak[0], peak[1]), depth);
-    auto limit = [&](int r) {
-      return fmaf(kSlack, __saturatef(fmaf(log2_fast(row_sum[r]), 1.f / kSlack, -1.f / kSlack)), base[r]);
-    };
     const float over = fmaxf(fmaxf(logits.quick(peak[0]) - limit(0), logits.quick(peak[1]) - limit(1)),
                              logits.beyond(hidden ? kInfinity : farthest));
     const bool usual = __all_sync(0xffffffffu, (top.x | top.y | ~__float_as_int(over)) >= 0);  // by their signs
     int way = logits.kQuick;
     if (!usual) {
-      if (__any_sync(0xffffffffu, (top.x | top.y) < 0)) {
-        peak[0] = peak[1] = -kInfinity;
-        #pragma unroll
-        for (int i = 0; i < 4 * kBlocks; ++i) peak[i % 4 / 2] = fmaxf(peak[i % 4 / 2], score[i / 4][i % 4]);
-      }
-      peak[0] = quad_max(peak[0]), peak[1] = quad_max(peak[1]);
+      meet_peaks(peak, top, score);
       way = logits.way_for(farthest, hidden);
     }
     row_max[0] = fmaxf(row_max[0], peak[0]), row_max[1] = fmaxf(row_max[1], peak[1]);

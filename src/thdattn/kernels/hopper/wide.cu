@@ -21,7 +21,7 @@ __device__ __forceinline__ void serve_wide_queries(Shared& shared, Dq* dq, float
     #pragma unroll 1
     for (int n = 0; n < kPieces / Shared::kClusterBlocks; ++n) {
       float acc[kCols / 8][4];
-      multiply_keys<T, kWideTile * Shared::kClusterBlocks>(acc, shared.ds[ring.stage], shared.k, n * kCols);
+      multiply_keys<T, kWideTile * Shared::kClusterBlocks, kHeadDim>(acc, shared.ds[ring.stage], shared.k, n * kCols);
       if (n == kPieces / Shared::kClusterBlocks - 1) {
         if (step.flags & kLast) arrive(&shared.kv_empty);
         arrive(&shared.ds_empty[ring.stage]);
