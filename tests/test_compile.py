@@ -96,9 +96,14 @@ def attention_kernels(tiles: Tiles, arch: str) -> list[Instance]:
     return [*(kernel for kernel in portable if kernel.name.partition("<")[0] in left), *tiles.hopper_kernels()]
 
 
-def most_spilled(arch: str, dims: tuple[int, int]) -> int:
-    """With gradients in float32, the pair of 192/128 has a few words on the stack: less than fewer registers cost."""
-    return 32 if arch == "sm_90a" and dims == (192, 128) else 0
+def most_spilled(arch: str, dims: tuple[int, int], caps: bool = False) -> int:
+    """With gradients in float32, the pair of 192/128 has a few words on the stack: less than fewer registers cost.
+
+    So has 256/256 with capped logits, which it meets once per tile of keys.
+    """
+    if arch != "sm_90a":
+        return 0
+    return {(192, 128): 32, (256, 256): 56 * caps}.get(dims, 0)
 
 
 def some_or_others(kernels: list[Instance], others: bool) -> list[Instance]:
@@ -165,7 +170,8 @@ def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:
 @pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_kernels_for_sinks_and_capped_logits_fit_and_do_not_spill(arch, dims, others):
-    compile_all(some_or_others(kernels_of_logits(TILES[dims], arch), others), arch, most_spilled(arch, dims))
+    kernels = some_or_others(kernels_of_logits(TILES[dims], arch), others)
+    compile_all(kernels, arch, most_spilled(arch, dims, caps=True))
 
 
 @pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
