@@ -204,7 +204,7 @@ class Tiles:
         b = self.backward_sm90
         assert isinstance(b, BackwardWideSm90)
         cluster, loaded = with_dq and b.blocks == 2, b.q_stages + b.dout_stages
-        keys = slabs(128, self.head_dim // 2) if cluster else slabs(64, self.head_dim)
+        keys = 4 * slabs(64, 64) if cluster else slabs(64, self.head_dim)
         tiles = (keys + slabs(64 * b.q_stages, self.head_dim) + slabs(64 * (1 + b.dout_stages), self.v_head_dim)
                  + b.ds_stages * (2 + cluster) * slabs(64, 64))  # fmt: skip
         stats, barriers, ranges = 4 * 64 * loaded, 8 * (2 + 2 * loaded + 3 * b.ds_stages), 8 * (2 * 64 + 8)

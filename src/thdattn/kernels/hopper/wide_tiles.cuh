@@ -22,7 +22,8 @@ struct WideTiles {
   static constexpr bool kWithDq = kBringsDq, kPairs = kBlocks == 2, kCluster = kPairs && kWithDq;
   static constexpr int kClusterBlocks = 1 + kCluster, kPieceCols = kCluster ? kHeadDim / 2 : kSlab;
   static constexpr int kQBytes = kTileBytes<kWideTile, kHeadDim>, kDoutBytes = kTileBytes<kWideTile, kVHeadDim>;
-  static constexpr int kKBytes = kCluster ? kTileBytes<2 * kWideTile, kPieceCols> : kQBytes, kVBytes = kDoutBytes;
+  static constexpr int kKBoxes = 2 * 2;                // of 64 columns: those of a piece lie in two, of both blocks' keys
+  static constexpr int kKBytes = kCluster ? kKBoxes * kDsBytes : kQBytes, kVBytes = kDoutBytes;
   unsigned char k[kKBytes], v[kVBytes];
   unsigned char q[kQStages][kQBytes], dout[kDoutStages][kDoutBytes];
   // Score gradients of this block and of the other one; before them, in the memory of this block's and behind all,
@@ -91,7 +92,7 @@ __device__ __forceinline__ void load_wide_keys(Shared& shared, const TensorMap* 
     copy_tile<kWideTile, Shared::kHeadDim, true>(shared.k, map_k, kv_head, key, &shared.kv_full);
   } else if constexpr (kWithKeys) {
     #pragma unroll
-    for (int i = 0; i < 4; ++i)                       // boxes of this block's keys, then of the other one's
+    for (int i = 0; i < Shared::kKBoxes; ++i)         // boxes of this block's keys, then of the other one's
       copy_box_once(shared.k + (i % 2 * 2 + i / 2) * kDsBytes, map_k, rank_in_cluster() * Shared::kPieceCols +
                     i % 2 * kSlab, kv_head, i < 2 ? key : key ^ kWideTile, &shared.kv_full);
   }
