@@ -17,8 +17,8 @@ def held(cupy: Any, work: Callable[[], object]) -> bool:
     import cupyx
 
     hold = cupy.RawKernel('extern "C" __global__ void hold(volatile int* go) { while (!*go); }', "hold")
+    cupy.cuda.Device().synchronize()  # a copy on its way may still write to memory that `go` is about to get
     go = cupyx.zeros_pinned(1, np.int32)
-    cupy.cuda.Device().synchronize()
     hold((1,), (1,), (go.ctypes.data,))
     rescue = threading.Timer(60, go.fill, (1,))
     rescue.start()
