@@ -131,6 +131,7 @@ template <int kCols> __device__ __forceinline__ int swizzled(int row, int piece)
 
 template <int kRows, int kCols, bool kOnce = false>
 __device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* map, int head, int row, u64* barrier) {
+  static_assert(kCols % kSlabOf<kCols> == 0, "whole slabs bring kTileBytes, which barriers expect");
   #pragma unroll
   for (int s = 0; s < kCols / kSlabOf<kCols>; ++s)
     (kOnce ? copy_box_once : copy_box)(tile + s * kSlabBytes<kRows, kCols>, map, s * kSlabOf<kCols>, head, row,

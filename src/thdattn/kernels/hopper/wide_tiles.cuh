@@ -22,7 +22,8 @@ struct WideTiles {
   static constexpr bool kWithDq = kBringsDq, kPairs = kBlocks == 2, kCluster = kPairs && kWithDq;
   static constexpr int kClusterBlocks = 1 + kCluster, kPieceCols = kCluster ? kHeadDim / 2 : kSlab;
   static constexpr int kQBytes = kTileBytes<kWideTile, kHeadDim>, kDoutBytes = kTileBytes<kWideTile, kVHeadDim>;
-  static constexpr int kKBoxes = 2 * 2;                // of 64 columns: those of a piece lie in two, of both blocks' keys
+  static constexpr int kKBoxes = 2 * 2;                // of 64 columns: two have those of a piece, of each block's keys
+  static_assert(kPieceCols <= 2 * kSlab);
   static constexpr int kKBytes = kCluster ? kKBoxes * kDsBytes : kQBytes, kVBytes = kDoutBytes;
   unsigned char k[kKBytes], v[kVBytes];
   unsigned char q[kQStages][kQBytes], dout[kDoutStages][kDoutBytes];
