@@ -154,7 +154,7 @@ class Tiles:
     @property
     def share_floats(self) -> int:
         """Of a piece of a tile of queries and one head: what add_parts of kernels/hopper/pieces.cuh leaves."""
-        return self.forward_sm90.tile_m * (self.v_head_dim + 16)
+        return self.forward_sm90.tile_m * (self.v_head_dim + 4)
 
     def thd_attn_shares_sm90(self) -> Instance:
         """How many tiles of keys have a share of a tile's dq."""

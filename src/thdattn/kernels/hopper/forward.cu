@@ -289,7 +289,7 @@ __device__ __forceinline__ void consume_forward(
     q_ring.advance();
     bool padding[2] = {is_empty(range[lane / 4]), is_empty(range[lane / 4 + 8])};
     if constexpr (kInParts) {
-      constexpr int kWarps = 4 * kConsumers, kQuads = kShareQuads<kOutBlocks> * kWarp;
+      constexpr int kWarps = 4 * kConsumers, kQuads = kShareQuads<kOutBlocks>;
       const size_t mine = (size_t)query_tile.work * kWarps + consumer * 4 + warp;
       const size_t pitch = (size_t)size.num_heads * kWarps * kQuads;
       if (unpacked(piece).parts > 1 && !add_parts(all_parts.shares + mine * kQuads, pitch, all_parts.arrived + mine,

@@ -35,49 +35,77 @@ __device__ __forceinline__ void cut(int2 (&range)[kRows], Piece piece) {
 
 // ------------------------------------------------------------------------------------------------ shares
 
-// What one warp has of 16 rows of a piece: float4 n of every lane after float4 n - 1 of all lanes. The last two are
-// (base, sum, maximum) of a lane's rows.
-template <int kBlocks> constexpr int kShareQuads = kBlocks + 2;
+// What one warp has of 16 rows of a piece: float4 n of every lane after float4 n - 1 of all lanes, unless all rows are
+// hidden, and then (base, sum, maximum) of every row.
+template <int kBlocks> constexpr int kShareQuads = kBlocks * kWarp + 16;
+
+// How many parts have arrived, all of whose shares can then be read.
+__device__ __forceinline__ u32 arrived_before(const u32* arrived) {
+  u32 count; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(arrived) : "memory");
+  return count;
+}
 
 // Leaves this warp's share of a piece; whoever comes last takes the sum of all parts, in their order, for the same bits
-// on every run. shares: those of this warp's rows, `pitch` float4s from part to part. arrived: zero, and zero again
-// after the last part. Returns whether this warp has the sum; hidden then says which of its rows see no key.
+// on every run, and reads none of a part in which all its rows are hidden. shares: those of this warp's rows, `pitch`
+// float4s from part to part. arrived: zero, and zero again after the last part. hidden: which of this thread's rows see
+// no key of the part. Returns whether this warp has the sum; hidden is then of all parts.
 template <typename Softmax, int kBlocks>
 __device__ __forceinline__ bool add_parts(float4* shares, size_t pitch, u32* arrived, Piece piece,
                                           float (&acc)[kBlocks][4], Softmax& softmax, bool (&hidden)[2]) {
-  shares += me().lane;
+  const int lane = me().lane;
+  const u32 others = piece.parts - 1, before = uniform(lane == 0 ? arrived_before(arrived) : 0);
+  float4* const rows = shares + kBlocks * kWarp + lane / 4;
+  shares += lane;
   float4* const mine = shares + piece.part * pitch;
-  #pragma unroll
-  for (int n = 0; n < kBlocks; ++n) mine[n * kWarp] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
-  #pragma unroll
-  for (int r = 0; r < 2; ++r)
-    mine[(kBlocks + r) * kWarp] = hidden[r] ? make_float4(Softmax::kNothingYet, 0.f, -kInfinity, 0.f)
-                                            : make_float4(softmax.base[r], softmax.row_sum[r], softmax.row_max[r], 0.f);
-  __threadfence();
-  __syncwarp();
-  const int before = uniform(me().lane == 0 ? atomicInc(arrived, piece.parts - 1) : 0);
-  if (before < piece.parts - 1) return false;
-  __threadfence();
-
-  // The base of the sum, then the sum.
-  auto row_of = [&](int part, int r) { return __ldcg(shares + part * pitch + (kBlocks + r) * kWarp); };
-  #pragma unroll
-  for (int r = 0; r < 2; ++r)
-    softmax.base[r] = Softmax::kNothingYet, softmax.row_sum[r] = 0.f, softmax.row_max[r] = -kInfinity;
-  #pragma unroll 4
-  for (int part = 0; part < piece.parts; ++part)
+  if (__any_sync(0xffffffffu, !hidden[0] || !hidden[1]))
     #pragma unroll
-    for (int r = 0; r < 2; ++r) softmax.base[r] = fmaxf(softmax.base[r], row_of(part, r).x);
+    for (int n = 0; n < kBlocks; ++n) mine[n * kWarp] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+  #pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sum = quad_sum(softmax.row_sum[r]), top = quad_max(softmax.row_max[r]);
+    if (lane % 4 == 0)
+      rows[piece.part * pitch + 8 * r] = hidden[r] ? make_float4(Softmax::kNothingYet, 0.f, -kInfinity, 0.f)
+                                                   : make_float4(softmax.base[r], sum, top, 0.f);
+  }
+  if (before < others) {                              // the last waits for nobody, and nobody for its share
+    __threadfence();
+    __syncwarp();
+    if (uniform(lane == 0 ? atomicAdd(arrived, 1) : 0) < others) return false;
+    __threadfence();
+  }
+  if (lane == 0) *arrived = 0;
+  __syncwarp();
+
+  // The base of the sum, and which parts count; of several parts at a time, or each would cost a trip to memory.
+  constexpr int kAtOnce = 8;
+  u32 seen = 0;
+  softmax.base[0] = softmax.base[1] = Softmax::kNothingYet;
+  for (int first = 0; first < piece.parts; first += kAtOnce) {
+    float base[kAtOnce][2];
+    #pragma unroll
+    for (int i = 0; i < 2 * kAtOnce; ++i)
+      base[i / 2][i % 2] = __ldcg(&rows[min(first + i / 2, piece.parts - 1) * pitch + i % 2 * 8].x);
+    #pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      softmax.base[0] = fmaxf(softmax.base[0], base[i][0]), softmax.base[1] = fmaxf(softmax.base[1], base[i][1]);
+      const bool sees = __any_sync(0xffffffffu, fmaxf(base[i][0], base[i][1]) != Softmax::kNothingYet);
+      seen |= (u32)sees << min(first + i, piece.parts - 1);
+    }
+  }
+
+  float row_sum[2] = {};
+  softmax.row_max[0] = softmax.row_max[1] = -kInfinity;
   #pragma unroll
   for (int i = 0; i < 4 * kBlocks; ++i) acc[i / 4][i % 4] = 0.f;
   #pragma unroll 1
-  for (int part = 0; part < piece.parts; ++part) {
+  for (u32 left = seen; left; left &= left - 1) {
+    const int part = __ffs(left) - 1;
     float weight[2];
     #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float4 row = row_of(part, r);
+      const float4 row = __ldcg(rows + part * pitch + 8 * r);
       weight[r] = exp2_fast(row.x - softmax.base[r]);
-      softmax.row_sum[r] += weight[r] * row.y;
+      row_sum[r] += weight[r] * row.y;
       softmax.row_max[r] = fmaxf(softmax.row_max[r], row.z);
     }
     #pragma unroll
@@ -87,7 +115,11 @@ __device__ __forceinline__ bool add_parts(float4* shares, size_t pitch, u32* arr
       acc[n][2] += weight[1] * x.z, acc[n][3] += weight[1] * x.w;
     }
   }
-  hidden[0] = softmax.base[0] == Softmax::kNothingYet, hidden[1] = softmax.base[1] == Softmax::kNothingYet;
+  #pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    softmax.row_sum[r] = lane % 4 == 0 ? row_sum[r] : 0.f;  // of the four threads of a row
+    hidden[r] = softmax.base[r] == Softmax::kNothingYet;
+  }
   return true;
 }
 
