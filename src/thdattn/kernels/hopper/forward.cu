@@ -177,6 +177,13 @@ __device__ __forceinline__ void merge_row(float* row, float others_scale, const 
   }
 }
 
+// Waits for so many cycles, until the consumer before has its first scores: consumers in step stay so, and all take
+// exponentials together while the tensor cores wait.
+__device__ __forceinline__ void begin_apart(u32 cycles) {
+  const u32 begin = clock();
+  while ((u32)clock() - begin < cycles);
+}
+
 // A consumer, one warpgroup: 64 query rows. While it takes its exponentials, the tensor cores multiply the previous
 // probabilities with their values. kQInRegisters: queries are read from registers, as shared memory is busy with keys
 // and values.
@@ -191,7 +198,7 @@ __device__ __forceinline__ void consume_forward(
   Ring<kStages> ring = {0, 0};
   auto arrive = [&](u64* barrier) { if (lane == 0) barrier_arrive(barrier); };
 
-  while (true) {
+  for (bool begins = true; ; begins = false) {
     barrier_wait(&shared.q_full[q_ring.stage], q_ring.parity);
     const QueryTile& query_tile = shared.query_tile[q_ring.double_stage()];
     const int piece = __shfl_sync(0xffffffffu, query_tile.piece, 0);
@@ -243,6 +250,7 @@ __device__ __forceinline__ void consume_forward(
         if (masked) hide(score, range, first_key);
         softmax.add(score, below, masked);
       };
+      begin_apart(begins ? consumer * kTileN * kHeadDim / 32 : 0), begins = false;
       wgmma_begin();
       queries.template start<false, kTileN>(score, shared.k[ring.stage]);
       wgmma_commit();
@@ -300,8 +308,7 @@ __device__ __forceinline__ void consume_forward(
     // Normalise and store, or merge.
     const int head = query_tile.head;
     constexpr bool kMerges = sizeof(Out) == sizeof(float);
-    float largest = -kInfinity;
-    float scale[2], others_scale[2];
+    float largest = -kInfinity, scale[2], others_scale[2];
     #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + lane / 4 + 8 * r;
