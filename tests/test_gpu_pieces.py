@@ -114,6 +114,26 @@ def test_few_queries_of_long_keys_are_the_oracle_and_bitwise_the_same_twice(cupy
         assert again.tokens[field].tobytes() == x.tobytes(), field
 
 
+def test_nan_of_a_query_or_a_key_reaches_the_rows_that_see_it_and_no_other(cupy):
+    case = replace(DECODING, causal=False)
+    batch, key_batch = case.batch(1), case.key_batch()
+    attention = case.attention(SINGLE, BFLOAT16, engine="cuda")
+    plan = attention.plan(batch, case.sharding, key_batch)
+    sides = [(batch, np.arange(batch.total_rows)), *2 * [(key_batch, np.arange(key_batch.total_rows))]]
+    inputs = [local_rows(*side, x, np.nan) for side, x in zip(sides, random_inputs(case, BFLOAT16, 0)[:3], strict=True)]
+
+    def outputs(query=slice(0), key=slice(0)):
+        q, k, v = (cupy.array(x) for x in inputs)
+        q[query], k[key] = np.nan, np.nan
+        return to_host(attention.forward(q, k, v, plan)[0])
+
+    clean, document = outputs(), range(case.lengths[0])  # the first one, whose rows come first
+    for found, wanted in ((outputs(query=5), [5]), (outputs(key=100), document), (outputs(key=2_999), document)):
+        assert np.isnan(found[wanted]).all()
+        others = np.setdiff1d(np.arange(batch.total_rows), wanted)
+        assert found[others].tobytes() == clean[others].tobytes()
+
+
 @pytest.mark.parametrize("parts", [2, 3, 32])
 @pytest.mark.parametrize("case", [*SMALL, *CROSS], ids=str)
 def test_any_division_is_the_oracle(cupy, monkeypatch, case, parts):

@@ -52,6 +52,7 @@ __device__ __forceinline__ u32 arrived_before(const u32* arrived) {
 template <typename Softmax, int kBlocks>
 __device__ __forceinline__ bool add_parts(float4* shares, size_t pitch, u32* arrived, Piece piece,
                                           float (&acc)[kBlocks][4], Softmax& softmax, bool (&hidden)[2]) {
+  constexpr float kNotHidden = Softmax::kNothingYet / 2;  // at least, and where all scores are NaN there is no base
   const int lane = me().lane;
   const u32 others = piece.parts - 1, before = uniform(lane == 0 ? arrived_before(arrived) : 0);
   float4* const rows = shares + kBlocks * kWarp + lane / 4;
@@ -65,7 +66,7 @@ __device__ __forceinline__ bool add_parts(float4* shares, size_t pitch, u32* arr
     const float sum = quad_sum(softmax.row_sum[r]), top = quad_max(softmax.row_max[r]);
     if (lane % 4 == 0)
       rows[piece.part * pitch + 8 * r] = hidden[r] ? make_float4(Softmax::kNothingYet, 0.f, -kInfinity, 0.f)
-                                                   : make_float4(softmax.base[r], sum, top, 0.f);
+                                                   : make_float4(fmaxf(softmax.base[r], kNotHidden), sum, top, 0.f);
   }
   if (before < others) {                              // the last waits for nobody, and nobody for its share
     __threadfence();
