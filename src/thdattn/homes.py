@@ -21,7 +21,9 @@ def places_of_keys(plan: Plan) -> tuple[Any, Any]:
 
     def make() -> tuple[Any, Any]:
         numbers = np.arange(len(order), dtype=order.dtype, like=order)  # of CuPy arrays this is cupy.arange
-        owners = np.stack([numbers // num_rows, numbers % num_rows], axis=1)
+        owners = np.empty_like(order, shape=(len(order), 2))
+        np.floor_divide(numbers, num_rows, out=owners[:, 0])  # in place too, where the plan is made in a graph
+        np.remainder(numbers, num_rows, out=owners[:, 1])
         places = np.empty_like(owners, shape=(plan.key_rows + 1, 2))
         rows = np.empty_like(mine)
 
