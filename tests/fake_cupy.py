@@ -61,10 +61,12 @@ class Graph:
 
 
 class Stream:
+    """capture: the number of the capture that it is in, or None."""
+
     numbers = itertools.count()
 
     def __init__(self, non_blocking=False):
-        self.number, self.actions = next(self.numbers), None
+        self.number, self.actions, self.capture = next(self.numbers), None, None
 
     def __repr__(self):
         return f"stream {self.number}"
@@ -77,10 +79,10 @@ class Stream:
 
     def begin_capture(self):
         assert self.actions is None
-        self.actions = []
+        self.actions, self.capture = [], next(self.numbers)
 
     def end_capture(self):
-        actions, self.actions = self.actions, None
+        actions, self.actions, self.capture = self.actions, None, None
         if refused in actions:
             raise CUDARuntimeError(901)
         return Graph(actions)

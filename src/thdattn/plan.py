@@ -81,7 +81,7 @@ class Plan:
     """What one rank needs to know of a batch; made by CPAttention.plan.
 
     The work buffers of a plan are reused by every call: calls with one plan belong on one stream, which need not be the
-    one that it was made on.
+    one that it was made on. Where a CUDA graph makes the plan, calls anywhere find that of its last replay.
 
     Attributes:
         sharding, cp_rank: whose plan it is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy.cuda import driver
 from numpy.typing import DTypeLike
 
 from thdattn import jit
@@ -40,6 +42,26 @@ def free_bytes(wanted: int) -> int | None:
         limit = int(pool.get_limit())  # 0: none
         free += min(room, limit - int(pool.total_bytes())) if limit else room
     return free if free < wanted else None
+
+
+def capture() -> int | None:
+    """The number of the capture of a CUDA graph that the current stream is in, which no other one has; None: in none.
+
+    Source: CUDA driver API, cuStreamGetCaptureInfo.
+    """
+    stream = cupy.cuda.get_current_stream()
+    if not stream.is_capturing():
+        return None
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    driver.check_status(_capture_info()(stream.ptr, ctypes.byref(status), ctypes.byref(number), None, None, None))
+    return number.value
+
+
+@functools.cache
+def _capture_info() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    function.argtypes = (ctypes.c_void_p,) * 6
+    return function
 
 
 def from_user(name: str, x: Any) -> Array:

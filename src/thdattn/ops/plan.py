@@ -98,7 +98,7 @@ def enter(plan: Plan) -> None:
 
     And memory of the plan that CuPy's pool gives to later work of that stream, when nobody holds the plan any more,
     then comes after the work on this one. In a capture nothing is done, as graphs outlive what they were captured with.
-    What follows lengths on the GPU, and no captured graph makes anew, is made anew.
+    What follows lengths on the GPU, and some graph that makes the plan does not make, is made anew.
     """
     stream, made_on = cupy.cuda.get_current_stream(), plan.arrays.stream
     if stream.ptr != made_on.ptr and not stream.is_capturing():
@@ -132,9 +132,9 @@ class DeviceLengths:
     def __init__(self, sharding: Sharding, key_batch: PackedBatch | None) -> None:
         self.sharding, self.key_batch = sharding, key_batch
         batch, keys = sharding.batch, key_batch or sharding.batch
-        self._made: list[Callable[[], None]] = []
-        self._late: list[Callable[[], None]] = []  # what was first made when make_again had been captured
-        self._was_captured = False
+        self._made: list[Callable[[], None]] = []  # what every graph makes that makes the plan
+        self._late: dict[Callable[[], None], int | None] = {}  # all else; of what was made last in a capture, which one
+        self._made_in, self._was_captured = launch.capture(), False
         # Kept, with all that is written here, as a replayed graph reads and writes them.
         self._offsets = [self._followed(name, x) for lengths in (batch, keys) for name, x in (
             ("cu_seqlens", lengths.cu_seqlens), ("cu_seqlens_padded", lengths.cu_seqlens_padded))]
@@ -158,18 +158,31 @@ class DeviceLengths:
     def make(self, launches: Callable[[], None]) -> None:
         """Makes something of the plan from the lengths, now and whenever make_again is called or a graph replays it."""
         launches()
-        (self._late if self._was_captured else self._made).append(launches)
+        if not self._was_captured and (self._made_in is None or self._made_in == launch.capture()):
+            self._made.append(launches)
+        else:
+            self._late[launches] = launch.capture()
 
     def make_again(self) -> None:
         """Makes all of the plan again, in the same arrays, from the lengths that lie on the GPU now."""
         self._was_captured |= cupy.cuda.get_current_stream().is_capturing()
-        for launches in (*self._made, *self._late):
+        for launches in self._made:
             launches()
+        self._late = dict.fromkeys(self._late)
+        self.follow()
 
     def follow(self) -> None:
-        """Makes again what is not in every captured make_again, whose last replay may have found other lengths."""
-        for launches in self._late:
-            launches()
+        """Makes again what some graph leaves as it was though it makes the plan, for lengths of its last replay.
+
+        A capture makes it once, as nothing but make_again changes the plan in between.
+        """
+        if not self._late:
+            return
+        now = launch.capture()
+        for launches, made_in in self._late.items():
+            if now is None or made_in != now:
+                launches()
+                self._late[launches] = now
 
     def are_right(self) -> bool:
         """Whether the host knows that what is launched now finds right ones; of what a graph captures it does not."""
