@@ -193,8 +193,8 @@ __global__ void __launch_bounds__(384, 1) thd_attn_bwd_pair_sm90(
   if (warpgroup == 0) {
     registers_give<24>();
     if (threadIdx.x < kWarp)
-      produce_backward(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter,
-                       size);
+      produce_backward<false>(
+          shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter, size);
     else if (threadIdx.x < 2 * kWarp)
       claim_shares<kDeterministic>(shared, dq_accum, key_ranges, semaphores, shares, size);
     else if (threadIdx.x == 2 * kWarp)
