@@ -52,7 +52,8 @@ def test_functions_are_found_in_device_code():
     assert sum("__global__" in name for name in kernels) == text.count("__global__ ")
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if "thdattn" in path.parts and path.suffix != ".py"], ids=str)
+@pytest.mark.parametrize("path", [path for path in FILES if path.is_relative_to(SOURCE) and path.suffix != ".py"],
+                         ids=lambda path: str(path.relative_to(ROOT)))
 def test_above_every_kernel_stands_what_it_does_and_how_it_is_launched(path):
     lines = path.read_text().splitlines()
     for kernel in (i for i, line in enumerate(lines) if "__global__ " in line):
