@@ -62,7 +62,7 @@ def main() -> int:
             print(f"[{number}/{len(args.cases)}] {name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     print("TFLOP/s and ratios are forward/backward; a ratio above 1 says that ours is the faster one")
     print(record.table(rows))
-    print(f"wrote {path}; benchmarks/readme.py writes README.md anew")
+    print(f"wrote {path}; benchmarks/readme.py writes the pages anew")
     if args.plot:
         record.plot([row for row in everything if row["gpu"] == about["gpu"]], path.with_suffix(".png"))
         print(f"wrote {path.with_suffix('.png')}")

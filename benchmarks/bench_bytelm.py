@@ -7,10 +7,10 @@
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 65536 --cp 2
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 131072 --cp-comm-type a2a
 
-Every run adds rows to benchmarks/results/bytelm_GPU.csv, of which readme.py makes a table in README.md. A step is
-timed from the end of the step before to its own end on the GPU. Model FLOPs are 6 per weight that multiplies and token,
-and those of the attention's visible pairs; nothing is counted for what is computed again. --idle profiles further steps
-with torch.profiler, which records the kernels and copies of the whole process, those of graphs too.
+Every run adds rows to benchmarks/results/bytelm_GPU.csv, of which readme.py makes tables. A step is timed from the end
+of the step before to its own end on the GPU. Model FLOPs are 6 per weight that multiplies and token, and those of the
+attention's visible pairs; nothing is counted for what is computed again. --idle profiles further steps with
+torch.profiler, which records the kernels and copies of the whole process, those of graphs too.
 """
 
 from __future__ import annotations
@@ -170,13 +170,13 @@ def load_all() -> list[record.Row]:
 
 
 def summary(rows: Iterable[record.Row]) -> str:
-    """The README's table, Markdown: the smaller models first, and few ranks before many; then which sources ran."""
+    """The table of the page, Markdown: the smaller models first, and few ranks before many; then which sources ran."""
     lines = [
         "| GPU | model | GPUs | tokens per step | CUDA graphs | ms per step | p10 to p90 | tokens/s | MFU "
         "| attention TFLOP/s per GPU | padding |",
         "|" + "---|" * 11,
     ]
-    by_size = sorted(rows, key=_place)
+    by_size = sorted(rows, key=place)
     sources: dict[tuple[str, ...], dict[str, None]] = {}  # cases of each, every one once
     for row in by_size:
         mfu = f"{100 * float(row['mfu']):.0f} %" if row["mfu"] else "-"
@@ -208,7 +208,7 @@ def graph_speeds(rows: Sequence[record.Row]) -> str:
     return record.aligned(lines)
 
 
-def _place(row: record.Row) -> tuple[object, ...]:
+def place(row: record.Row) -> tuple[object, ...]:
     """Of a row in the table: the same step with and without graphs side by side."""
     ranks, tokens, impl = int(row["ranks"]), tokens_per_step(row), row["cuda_graph_impl"]
     return (list(SIZES).index(row["size"]), ranks, num_groups(row), row["gpu"], tokens, gpus(row),

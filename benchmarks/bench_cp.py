@@ -83,7 +83,7 @@ def main() -> int:
     if real.rank == 0:
         said = cp_record.table(rows), cp_record.recommendations(rows), cp_record.errors(rows)
         print("\n\n".join(filter(None, said)))
-        print(f"wrote {path}; benchmarks/readme.py writes README.md anew")
+        print(f"wrote {path}; benchmarks/readme.py writes the pages anew")
         if args.plot:
             cp_record.plot(everything, path.with_suffix(".png"))
             print(f"wrote {path.with_suffix('.png')}")

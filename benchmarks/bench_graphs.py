@@ -4,11 +4,11 @@
     mpiexec -n 2 python -m mpi4py benchmarks/bench_graphs.py
 
 A time is that of a call as a program makes it, between events on the GPU, so that a slow host shows; of several ranks
-it is the slowest one's. Every run replaces the rows of its GPU and number of ranks in results/graphs_GPU.csv. The ways:
+it is the slowest one's. Padding holds finite numbers, as in a model, so that no way copies inputs without it. Every run
+replaces the rows of its GPU and number of ranks in results/graphs_GPU.csv. The ways:
 
 eager           kernel by kernel, with a plan of exactly this pack made on the host
-eager_static    kernel by kernel, with the plan of a static pack, whose lengths only the GPU knows: so it always copies
-                q, k, v, dout without padding, which a plan of the host does only where there is some
+eager_static    kernel by kernel, with the plan of a static pack, whose lengths only the GPU knows
 local           a forward and a backward graph, on arrays that graphs own
 local_copied    the same on arrays that are copied to their places first
 full_iteration  one graph of both
@@ -82,7 +82,7 @@ class Layer:
         batch = PackedBatch.from_lengths(case.lengths, 1 if comm.size == 1 else 2 * comm.size)
         rows = max(batch.total_rows, ROWS.get(case.name, 0))
         self.batch = PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=rows)
-        self.exact = self.attention.plan(self.batch)
+        self.exact = self.attention.plan(self.batch, finite_padding=True)
         self.inputs = draw_inputs(case, self.exact.local_rows)
 
     def pack(self, graphs: Graphs) -> StaticPack:

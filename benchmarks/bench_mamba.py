@@ -62,7 +62,7 @@ def main() -> int:
                 record.save(path, made, mamba_record.KEY)
             rows += made
     if comm.rank == 0:
-        print(f"{mamba_record.table(rows)}\nwrote {path}; benchmarks/readme.py writes README.md anew")
+        print(f"{mamba_record.table(rows)}\nwrote {path}; benchmarks/readme.py writes the pages anew")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What is kept of runs of bench_mamba.py, and said of them: the table that a run prints, and README.md's."""
+"""What is kept of runs of bench_mamba.py, and said of them: the table that a run prints, and the page's."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def summary(path: Path, rows: Sequence[Row]) -> str:
-    """The part of README.md on the mixer."""
+    """The part of the page on the mixer."""
     parts = [prose.prose(
         f"Milliseconds forward/backward; floor: what the GPU's memory takes to read what a mixer gets, and to write "
         f"what it makes, once. \"mixer\" is from convolution to gate, \"scan\" the same without the convolution. "
@@ -113,11 +113,7 @@ def summary(path: Path, rows: Sequence[Row]) -> str:
             parts += [prose.prose(f"Relative RMS against float64 of the {part}, over the first {SMALL_ROWS:,} rows, in "
                                   f"thousandths; of gradients of weights that of {DRAWS} draws of inputs together:"),
                       prose.table(head, others)]  # fmt: skip
-    commands = dict.fromkeys(
-        (record.software(row), row["kernel_sources"], row["command"][row["command"].index("benchmarks/"):])
-        for row in rows)
-    said = "; ".join(f"{software}, sources {sources}, `{command}`" for software, sources, command in commands)
     versions = dict.fromkeys(row["peer_version"] for row in rows if row["peer"] in (PEER, A2A))
-    parts.append(prose.prose(f"{rows[0]['gpu']}; {said}. {PEER}: {', '.join(filter(None, versions))}. All spreads are "
-                             f"in the [CSV file]({path.relative_to(record.RESULTS.parents[1])})."))  # fmt: skip
+    said = f"{rows[0]['gpu']}; {record.runs(rows)}. {PEER}: {', '.join(filter(None, versions))}."
+    parts.append(prose.prose(f"{said} All spreads are in the [CSV file]({prose.linked(path)})."))
     return "\n\n".join(parts)

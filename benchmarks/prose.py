@@ -1,9 +1,10 @@
-"""Sentences and tables of README.md, in Markdown."""
+"""Sentences, tables and links of the pages that say what was measured, in Markdown."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 def prose(text: str) -> str:
@@ -20,3 +21,8 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def listed(words: Sequence[str]) -> str:
     """Words as a sentence lists them."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def linked(path: Path) -> str:
+    """A file of results, as benchmarks/README.md links to it."""
+    return f"{path.parent.name}/{path.name}"

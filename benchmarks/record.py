@@ -53,6 +53,13 @@ def software(row: Row) -> str:
     return f"driver {row['driver']}, CUDA {row['cuda']}" if row.get("cuda") else f"driver {row['driver']}"
 
 
+def runs(rows: Iterable[Row]) -> str:
+    """On what, of which kernels, and by which commands rows were measured."""
+    return "; ".join(dict.fromkeys(
+        f"{software(row)}, sources {row['kernel_sources']}, `{row['command'][row['command'].index('benchmarks/'):]}`"
+        for row in rows))  # fmt: skip
+
+
 def results_file(kind: str, gpu: str) -> Path:
     """Where rows of one kind of benchmark on one kind of GPU are kept."""
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")

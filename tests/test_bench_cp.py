@@ -10,9 +10,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import cp_page
 import cp_record
 import launch
-import readme
 import record
 from cp_methods import METHODS
 from rank_of import as_rank_of
@@ -310,8 +310,8 @@ def test_plot_is_written_for_every_number_of_ranks(tmp_path):
     assert (tmp_path / "cp.png").stat().st_size > 10_000
 
 
-def test_the_readme_sets_ours_beside_the_peer_and_the_attention_alone():
-    page = readme.context_parallel(record.RESULTS / "cp_none.csv", rows())
+def test_the_page_sets_ours_beside_the_peer_and_the_attention_alone():
+    page = cp_page.context_parallel(record.RESULTS / "cp_none.csv", rows())
     assert "\n| 2 GPUs, peer | ours | te+fa4 | attention alone |" in page
     assert "\n| bucket32k | 450/450/450 (0.90) | 360/360/360 | 500 | 489 (0.95) | 1.0 | 75.0 | 150 | 3.25 |\n" in page
     assert "\n| 8x1024 | -/-/90.0 (0.50) | 180 |" in page
@@ -319,8 +319,8 @@ def test_the_readme_sets_ours_beside_the_peer_and_the_attention_alone():
     assert "`benchmarks/bench_cp.py`" in " ".join(page.split())
 
 
-def test_the_readme_sets_methods_side_by_side():
-    page = readme.context_parallel(record.RESULTS / "cp_none.csv", rows())
+def test_the_page_sets_methods_side_by_side():
+    page = cp_page.context_parallel(record.RESULTS / "cp_none.csv", rows())
     assert "\n| 2 GPUs, peer | one GPU | all_gather | a2a |\n" in page
     assert "\n| bucket32k | 600 | 450 (0.75; -) | **562** (0.94; 2.00) |\n" in page
     assert "\n| 1x8192 | - | **300** (-; -) | - |\n" in page
@@ -330,7 +330,7 @@ def test_the_readme_sets_methods_side_by_side():
 
 def test_a_case_of_which_the_usual_method_is_missing_is_left_out_where_that_is_shown():
     only = [made for made in rows() if made["peer"] == "ours, a2a"]
-    page = readme.context_parallel(record.RESULTS / "cp_none.csv", only)
+    page = cp_page.context_parallel(record.RESULTS / "cp_none.csv", only)
     assert "attention alone |" not in page and "\n| bucket32k | - | - | **562** (-; 2.00) |\n" in page
 
 

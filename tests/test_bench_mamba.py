@@ -231,7 +231,7 @@ def test_the_table_has_times_floors_and_ratios(rows):
     assert ["1x16384", PEER, *["2.00"] * len(MIXER)] in lines
 
 
-def test_the_block_of_the_readme_says_the_same(rows):
+def test_the_block_of_the_page_says_the_same(rows):
     text = mamba_record.summary(record.RESULTS / "mamba_x.csv", rows)
     assert "| mixer, one GPU | ours | mamba_ssm | floor | mamba_ssm / ours |" in text
     assert "| 1x16384 | 0.250/0.500 | 0.750/2.00 | 0.086/0.17 | 3.00/4.00 |" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import attention_page
+import headlines
 import readme
 import record
 from workloads import CASES
@@ -20,11 +23,22 @@ ABOUT = {"date": "2026-01-02", "gpu": "NVIDIA H200", "driver": "580", "cuda": "1
 KEY = ("case", "peer", "direction", "timing")
 
 
-@pytest.mark.parametrize("name", readme.BLOCKS)
-def test_blocks_of_the_readme_are_those_of_the_records(name):
-    page = readme.README.read_text()
-    made = readme.with_block(page, name, readme.BLOCKS[name]())
-    assert made == page, "a record was changed: python benchmarks/readme.py writes README.md anew"
+BLOCKS = [pytest.param(path, name, id=f"{path.parent.name}-{name}") for path in readme.PAGES
+          for name in readme.PAGES[path]]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "name"), BLOCKS)
+def test_blocks_of_the_pages_are_those_of_the_records(path, name):
+    page = path.read_text()
+    made = readme.PAGES[path][name]()
+    text = "a record was changed: python benchmarks/readme.py writes the pages anew"
+    assert readme.with_block(page, name, made) == page, text
+    assert not re.search(r"\bnan\b", made)
+
+
+@pytest.mark.parametrize("path", readme.PAGES, ids=lambda path: path.parent.name)
+def test_every_block_of_a_page_is_made(path):
+    assert set(re.findall(r"^<!-- (.*):begin -->$", path.read_text(), re.MULTILINE)) == set(readme.PAGES[path])
 
 
 def test_a_block_is_replaced_alone():
@@ -53,7 +67,7 @@ def rows_of(case, peer, forward, backward, **more):
 
 def page_of(rows):
     reorder = record.RESULTS / "reorder.csv", [{"ratio": "0.5", "gpu": "NVIDIA H100"}, {"ratio": "0.75"}]
-    return readme.numbers(record.RESULTS / "attention_none.csv", rows, reorder)
+    return attention_page.numbers(record.RESULTS / "attention_none.csv", rows, reorder)
 
 
 def test_table_shows_speeds_wide_spreads_and_the_largest_rms():
@@ -104,7 +118,7 @@ def test_cases_of_older_kernels_have_a_star():
     old = [row | {"kernel_sources": "xyz", "date": "2000-01-01"} for row in rows_of("64x256", "ours", 180, 170)]
     page = page_of(rows_of("1x16384", "ours", 700, 600) + old)
     assert "\n| 64x256 \\* | 180/170" in page and "\n| 1x16384 | 700/600" in page
-    assert "older kernels than those of sources abc." in page
+    assert "older kernels than the others." in page
 
 
 def test_sustained_speeds_stand_beside_those_of_a_rested_gpu():
@@ -119,7 +133,7 @@ def test_sustained_speeds_stand_beside_those_of_a_rested_gpu():
 
 def test_older_rows_without_the_columns_of_today_are_shown():
     path = record.results_file("attention", "NVIDIA H100 80GB HBM3")
-    page = readme.numbers(path, record.load(path), record.newest("reorder"))
+    page = attention_page.numbers(path, record.load(path), record.newest("reorder"))
     assert "spread was not recorded" in page and "\n| 8192x34 | 26.5/25.6 | " in page and "nan" not in page
 
 
@@ -145,3 +159,27 @@ def test_spread_of_few_samples_is_their_range():
     assert math.isclose(low, 9.1) and math.isclose(high, 89.9)
     timed = record.timed([2.0, 1.0, 4.0], flops=4e9)
     assert timed == {"ms": "2.00000", "ms_p10": "1.00000", "ms_p90": "4.00000", "samples": "3", "tflops": "2.00"}
+
+
+def test_headlines_say_the_pack_and_ours_over_the_best_other():
+    rows = [made for case in headlines.PACKS for made in rows_of(case, "ours", 600, 600)]
+    rows += rows_of("1x65536-w1024", "fa4", 500, 800) + rows_of("1x65536-w1024", "cudnn", 400, 900)
+    page = headlines.attention(rows)
+    windowed = "1x65536-w1024 | 1 x 65,536, window of 1,024 | 16/16 of 128"
+    assert f"\n| {windowed} | 600/600 | 500/800 | 400/900 | 1.20/0.667 |" in page
+    assert "\n| 1x2048 | 1 x 2,048 | 16/16 of 128 | 600/600 | -/- | -/- | -/- |" in page
+    assert "cudnn backward in `1x65536-w1024`." in " ".join(page.split())
+
+
+def test_headlines_of_packs_say_lengths_mask_and_heads():
+    assert headlines.described(CASES["bucket32k"]) == ["4, of 24,576 to 32,768", "16/16 of 128"]
+    assert headlines.described(CASES["1x16384-full"]) == ["1 x 16,384, not causal", "16/16 of 128"]
+    assert headlines.described(CASES["1x16384-d192v128"]) == ["1 x 16,384", "16/16 of 192 and 128"]
+
+
+def test_headlines_of_the_model_are_the_steps_that_use_the_gpus_best():
+    known = {"gpu": "NVIDIA H200", "accumulate": "1", "cp": "", "cuda_graph_impl": "none"}
+    rows = [known | {"size": "1b", "ranks": ranks, "tokens": tokens, "tokens_per_s": "49653", "mfu": mfu}
+            for ranks, tokens, mfu in (("1", "32768", "0.57"), ("4", "32768", "0.44"), ("4", "131072", "0.54"))]
+    lines = headlines.bytelm(rows).splitlines()[2:]
+    assert lines == ["| 1b | 1 | 32,768 | none | 49,653 | 57 % |", "| 1b | 4 | 131,072 | none | 49,653 | 54 % |"]

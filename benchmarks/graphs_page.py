@@ -1,0 +1,52 @@
+"""What the page on measurements says of CUDA graphs, in Markdown: layers in training, and bytes that a model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import record
+from prose import linked, prose, table
+from record import Row, slashed
+
+LAYER = {"eager_static": "kernel by kernel", "local": "a graph per direction", "full_iteration": "one graph"}
+WRITING = {"recomputed": "all rows anew", "eager": "kernel by kernel", "layer": "a graph per layer",
+           "block": "one graph"}  # fmt: skip
+
+
+def layers(path: Path, rows: Sequence[Row]) -> str:
+    """An attention layer, forward and backward, with and without graphs."""
+    found = {(*_layer(row), row["way"]): row for row in rows}
+    lines = []
+    for layer in dict.fromkeys(_layer(row) for row in rows if row["way"] in LAYER):
+        ms = [float(found[(*layer, way)]["ms"]) for way in LAYER]
+        ranks, case, heads = layer
+        lines.append([case, heads, ranks, *(slashed([x], 3) for x in ms), f"{ms[0] / min(ms[1:]):.2f}"])
+    head = ["pack", "heads", "GPUs", *LAYER.values(), "times as fast"]
+    return "\n\n".join([table(head, lines), measured(path, rows)])
+
+
+def _layer(row: Row) -> tuple[str, str, str]:
+    return row["ranks"], row["case"], f"{row['heads']}/{row['kv_heads']}"
+
+
+def writing(path: Path, rows: Sequence[Row]) -> str:
+    """Bytes that the language model writes per second, and how fast kernels for a byte read what they keep."""
+    speeds = {(row["what"], row["texts"], row["way"]): float(row["bytes_per_s"]) for row in rows if row["bytes_per_s"]}
+    models = [
+        [size, texts, *(f"{speeds[size, texts, way]:,.0f}" for way in WRITING)]
+        for size, texts in dict.fromkeys((size, texts) for size, texts, _ in speeds)
+    ]  # fmt: skip
+    kernels = [[row["what"], row["texts"], row["bytes"], f"{1e3 * float(row['ms']):.1f}", row["gb_per_s"],
+                row["copy_gb_per_s"]] for row in rows if row["gb_per_s"]]  # fmt: skip
+    return "\n\n".join([
+        table(["model", "texts", *WRITING.values()], models),
+        "One kernel for a byte, and a plain copy of as many bytes as it reads:",
+        table(["kernel", "texts", "bytes of each", "µs", "GB/s", "GB/s of a copy"], kernels),
+        measured(path, rows),
+    ])  # fmt: skip
+
+
+def measured(path: Path, rows: Sequence[Row]) -> str:
+    """Where and how."""
+    return prose(f"{rows[0]['gpu']}; {record.runs(rows)}. All spreads are in the [CSV file]({linked(path)}).")
