@@ -129,21 +129,23 @@ def ratios(times: Times, rows: Sequence[Row]) -> str:
         ]  # fmt: skip
         lines.append([peer, *cells])
     head = ["ours over", *(f"{way}, {name}" for name in groups(rows) for way in DIRECTIONS)]
-    said = f"{ahead(times)} Speed of ours over others', by how many keys an average query sees:"
-    return f"{prose(said)}\n\n{table(head, lines)}"
+    return prose(
+        f"**Ahead of ours by more than {100 * (1 - LEVEL):.0f} %:** {ahead(times, 'graph')}. Speed of ours over "
+        f"others', by how many keys an average query sees:"
+    ) + f"\n\n{table(head, lines)}"
 
 
-def ahead(times: Times) -> str:
+def ahead(times: Times, timing: str) -> str:
     """Who is ahead of ours where."""
     others = [peer for peer in times.peers if peer not in OWN]
     said = "; ".join(f"{peer} {way} in {listed(cases)}" for peer in others for way in DIRECTIONS
-                     if (cases := behind(times, peer, way)))  # fmt: skip
-    return f"**Ahead of ours by more than {100 * (1 - LEVEL):.0f} %:** {said or 'none of them'}."
+                     if (cases := behind(times, peer, way, timing)))  # fmt: skip
+    return said or "none of them"
 
 
-def behind(times: Times, peer: str, way: str) -> list[str]:
+def behind(times: Times, peer: str, way: str, timing: str) -> list[str]:
     """The cases in which a peer is ahead of ours."""
-    return [f"`{case}`" for case in times.cases if times.ratio(case, peer, way, "graph") < LEVEL]
+    return [f"`{case}`" for case in times.cases if times.ratio(case, peer, way, timing) < LEVEL]
 
 
 def extremes(values: Mapping[str, float]) -> str:
