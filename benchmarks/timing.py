@@ -35,8 +35,11 @@ def calls_per_group(ms: float) -> int:
 
 
 def calls_per_graph(calls: int) -> int:
-    """How many calls a captured graph holds; two replays last as long as a group of so many `calls`."""
-    return -(-calls // 2)
+    """How many calls a captured graph holds: all its replays last as long as a group of so many `calls`.
+
+    So both timings look at the same time behind a rest, in which a GPU may come to its power limit.
+    """
+    return -(-calls // (1 + REPLAYS))
 
 
 def called(call: Call, calls: int) -> list[float]:

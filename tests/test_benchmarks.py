@@ -187,6 +187,15 @@ def clock(monkeypatch):
     return clock
 
 
+@pytest.mark.parametrize("calls", [1, 3, 7, 50])
+def test_a_graph_is_replayed_for_as_long_as_a_group_of_calls_lasts(calls):
+    pytest.importorskip("cupy")
+    import timing
+
+    replays = 1 + timing.REPLAYS
+    assert calls <= replays * timing.calls_per_graph(calls) < calls + replays
+
+
 def test_times_of_a_graph_are_those_of_its_calls(clock):
     import timing
 
@@ -289,5 +298,5 @@ def test_a_run_has_a_row_for_all_that_was_asked_with_spread_and_errors(bench, ca
 def test_a_sustained_run_times_forward_and_backward_together(bench):
     measured = bench.sustained(SMALL, ["ours", "fa4"], 1)
     assert set(measured) == {(name, "both", "sustained") for name in ("ours", "fa4")}
-    calls = 7  # of 3 ms fill half of a group of 40 ms
+    calls = 5  # of 3 ms fill a third of a group of 40 ms
     assert float(measured["ours", "both", "sustained"]["ms"]) == pytest.approx(20 / calls, abs=1e-5)
