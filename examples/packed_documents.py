@@ -208,7 +208,7 @@ def rows_of_all_ranks(this: Run, x: Any, rows: np.ndarray) -> np.ndarray:
 
     Every rank puts in the rows that it owns and leaves the others 0, so the sum over ranks is exact.
     """
-    local_row = np.full(this.plan.key_rows, -1)
+    local_row = np.full(this.plan.batch.total_rows, -1)
     owned = this.plan.sharding.rows(this.comm.rank)
     local_row[owned[owned >= 0]] = np.flatnonzero(owned >= 0)
     mine = local_row[rows] >= 0

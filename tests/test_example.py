@@ -28,7 +28,10 @@ def test_two_simulated_ranks_pass():
     assert "NaN on purpose" in run.stdout
 
 
-@pytest.mark.parametrize("options", ["--full", "--window 100 --seed 3", "--full --window 50 --sharding contiguous"])
+@pytest.mark.parametrize(
+    "options",
+    ["--full", "--window 100 --seed 3", "--full --window 50 --sharding contiguous", "--window 100 --sharding balanced"],
+)
 def test_every_mask_and_sharding_passes(options):
     run = run_alone("--ranks", "3", *options.split())
     assert run.returncode == 0, run.stdout + run.stderr
