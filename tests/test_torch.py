@@ -237,12 +237,6 @@ def test_checkpointed_layers_compute_again():
         assert torch.equal(x, y)
 
 
-def test_what_is_no_tensor_is_refused():
-    attn, plan, q, k, v = one_layer()
-    with pytest.raises(TypeError, match=r"k is a ndarray, wanted a torch\.Tensor; use CPAttention\.forward for other"):
-        attention(q, k.detach().numpy(), v, attn, plan)
-
-
 def test_gradients_that_are_not_contiguous_are_accepted():
     attn, plan, q, k, v = one_layer()
     weights = torch.randn(8, HEADS, HEAD_DIM, dtype=torch.float64)
@@ -268,12 +262,64 @@ def test_backward_refuses_what_was_changed_in_place(name):
         loss.backward()
 
 
+# --- what is refused -------------------------------------------------------------------------------------------
+
+
 def test_second_derivatives_are_refused():
+    """Also where the gradient depends on q and k alone, as dout is constant: it is no constant."""
     attn, plan, q, k, v = one_layer()
     out = attention(q, k, v, attn, plan)
-    (dq,) = torch.autograd.grad((out**2).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+    for loss in (out**2, out):
+        (dq,) = torch.autograd.grad(loss.sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="asked for derivatives of second order, wanted first ones"):
+            (dq.square().sum() + q.sum()).backward()
+
+
+def test_transforms_are_refused():
+    attn, plan, *leaves = one_layer()
+    q, k, v = (x.detach() for x in leaves)
+    ends = offsets((8,))
+
+    for of in (lambda q: attention(q, k, v, attn, plan).sum(), lambda q: varlen_attention(q, k, v, ends, ends).sum()):
+        for transformed in (torch.func.grad(of), torch.func.hessian(of), torch.func.vmap(of)):
+            with pytest.raises(RuntimeError, match=r"asked for derivatives by a transform of torch\.func"):
+                transformed(q)
+        for second in (torch.autograd.functional.hessian, torch.autograd.functional.hvp):
+            with pytest.raises(RuntimeError, match="asked for derivatives of second order"):
+                second(of, q, *[q] * (second is torch.autograd.functional.hvp))
+        with pytest.raises(RuntimeError, match="several gradients at a time"):
+            torch.autograd.grad(of(leaves[0]), leaves[0], torch.ones(2, dtype=q.dtype), is_grads_batched=True)
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="derivatives of forward mode"):
+            of(torch.autograd.forward_ad.make_dual(q, q))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_what_is_no_tensor_is_named(name):
+    attn, plan, q, k, v = one_layer()
+    ends = offsets((8,))
+    for value, seen in ((np.ones(3), r"a ndarray of shape \(3,\)"), ([1.0], r"\[1\.0\], a list")):
+        given = {"q": q, "k": k, "v": v} | {name: value}
+        with pytest.raises(TypeError, match=rf"{name} is {seen}; wanted a torch\.Tensor; use CPAttention\.forward for"):
+            attention(attn=attn, plan=plan, **given)
+        with pytest.raises(TypeError, match=rf"{name} is {seen}; wanted a torch\.Tensor; use thdattn\.varlen_atten"):
+            varlen_attention(cu_seqlens_q=ends, cu_seqlens_k=ends, **given)
+
+
+def test_tensors_without_rows_that_follow_each_other_are_named():
+    attn, plan, q, k, v = one_layer()
+    with pytest.raises(TypeError, match=r"k has layout torch\.sparse_coo, wanted torch\.strided"):
+        attention(q, k.detach().to_sparse(), v, attn, plan)
+    nested = torch.nested.nested_tensor([q[:3], q[3:]], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"q has layout torch\.jagged, .*values\(\)"):
+        varlen_attention(nested, k, v, offsets((3, 5)), offsets((3, 5)))
+
+
+def test_other_arguments_of_the_wrong_kind_are_named():
+    attn, plan, q, k, v = one_layer()
+    with pytest.raises(TypeError, match=r"attn is .*, a Plan; wanted a CPAttention; pass the one that the plan is"):
+        attention(q, k, v, plan, attn)
+    with pytest.raises(TypeError, match=r"sinks is torch\.int64, wanted a float dtype; cast it"):
+        attention(q, k, v, attn, plan, torch.zeros(HEADS, dtype=torch.int64))
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------

@@ -103,10 +103,12 @@ def test_varlen_attention_refuses_by_name():
     cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"dropout_p is 0\.1, which is not supported"):
         varlen_attention(q, k, v, cu_seqlens, cu_seqlens, 5, 5, 0.1)
-    with pytest.raises(TypeError, match="q is a list, wanted an array"):
-        varlen_attention([1.0], k, v, cu_seqlens, cu_seqlens)
+    with pytest.raises(ValueError, match=r"q has shape \(8, 256\), wanted \(tokens, heads, width\)"):
+        varlen_attention(q.flatten(1), k, v, cu_seqlens, cu_seqlens)
     with pytest.raises(TypeError, match="cu_seqlens_q of 8 rows is refused: cu_seqlens is int64"):
         varlen_attention(q, k, v, cu_seqlens.long(), cu_seqlens)
+    with pytest.raises(TypeError, match=r"cu_seqlens_q of 8 rows is refused: cu_seqlens is a torch\.Tensor that"):
+        varlen_attention(q, k, v, cu_seqlens.bfloat16(), cu_seqlens)
     with pytest.raises(TypeError, match="v is float32, wanted float64"):
         varlen_attention(q, k, v.float(), cu_seqlens, cu_seqlens)
 

@@ -16,17 +16,19 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 
 from thdattn import varlen
+from thdattn.arguments import check_kind, found
 from thdattn.attention import CPAttention
 from thdattn.comm import Comm, from_torch
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
+from thdattn.saved import Saved
 from thdattn.sharding import Sharding
 
 
@@ -51,12 +53,10 @@ def attention(
 
     Raises:
         TypeError, ValueError: as CPAttention.forward.
+        RuntimeError: derivatives other than first ones by torch.autograd are asked for, here or in the backward.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(
-                f"{name} is a {type(x).__name__}, wanted a torch.Tensor; use CPAttention.forward for other arrays"
-            )
+    check_kind("attn", attn, CPAttention, "pass the one that the plan is from")
+    _check_tensors(q, k, v, sinks, "CPAttention.forward")
     if sinks is not None:
         sinks = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     return _Attention.apply(q, k, v, sinks, attn, plan)
@@ -95,10 +95,12 @@ def varlen_attention(
         TypeError, ValueError, RuntimeError: as thdattn.varlen_attention.
     """
     varlen.refuse_unsupported(dropout_p, alibi_slopes, return_attn_probs, block_table)
+    _check_tensors(q, k, v, sinks, "thdattn.varlen_attention")
     cu_seqlens_q, cu_seqlens_k = (
-        x.numpy() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x for x in (cu_seqlens_q, cu_seqlens_k)
+        x.numpy() if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype == torch.int32 else x
+        for x in (cu_seqlens_q, cu_seqlens_k)
     )
-    with on_torch_stream(getattr(q, "device", torch.device("cpu"))):
+    with on_torch_stream(q.device):
         attn, plan = varlen.planned(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
             deterministic, softcap, sinks is not None,
@@ -178,13 +180,60 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        kept = [(name, x) for name, x in zip(_KEPT, ctx.saved_tensors, strict=True) if x is not None]
+        _refuse_transforms(dout)
+        # With create_graph a function of its own, which costs 10 us; else nobody can differentiate what it returns.
+        run = _Gradients.apply if torch.is_grad_enabled() else partial(_Gradients.forward, None)
+        return *run(ctx.attn, ctx.saved, dout, *ctx.saved_tensors), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        _refuse("of forward mode")
+
+
+class _Gradients(torch.autograd.Function):  # type: ignore[misc]
+    """The backward as a function of all that it depends on, so that who differentiates it again meets a refusal.
+
+    torch's once_differentiable looks at dout alone: with one that is constant, gradients would count as constants too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, attn: CPAttention, saved: Saved, dout: torch.Tensor, *tensors: Any) -> tuple[Any, ...]:
+        kept = [(name, x) for name, x in zip(_KEPT, tensors, strict=True) if x is not None]
         with on_torch_stream(dout.device):
-            arrays = {name: ctx.attn._engine.from_user(name, x.detach()) for name, x in kept}
-            dq, dk, dv, *dsinks = map(as_tensor, ctx.attn.backward(dout.detach(), replace(ctx.saved, **arrays)))
-        return dq, dk, dv, *(dsinks or [None]), None, None
+            arrays = {name: attn._engine.from_user(name, x.detach()) for name, x in kept}
+            dq, dk, dv, *dsinks = map(as_tensor, attn.backward(dout.detach(), replace(saved, **arrays)))
+        return dq, dk, dv, *(dsinks or [None])
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> None:
+        _refuse("of second order")
+
+
+def _refuse(which: str) -> NoReturn:
+    raise RuntimeError(
+        f"attention was asked for derivatives {which}, wanted first ones by torch.autograd alone; compute these with "
+        f"torch.nn.functional.scaled_dot_product_attention, one sequence at a time"
+    )
+
+
+def _refuse_transforms(*tensors: torch.Tensor) -> None:
+    """Raises for what torch.func, or is_grads_batched, works on, which has no memory that kernels could read."""
+    if torch._C._are_functorch_transforms_active() or any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
+        _refuse("by a transform of torch.func, or of several gradients at a time")
+
+
+def _check_tensors(q: Any, k: Any, v: Any, sinks: Any, otherwise: str) -> None:
+    """Raises for what autograd cannot follow; `otherwise`: the function that takes other arrays."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if not isinstance(x, torch.Tensor) and not (name == "sinks" and x is None):
+            raise TypeError(f"{name} is {found(x)}; wanted a torch.Tensor; use {otherwise} for other arrays")
+        if x is not None and x.layout != torch.strided:
+            raise TypeError(f"{name} has layout {x.layout}, wanted torch.strided, rows one after the other; pass a "
+                            f"nested one's values(), or to_dense() of a sparse one")
+    if sinks is not None and not sinks.is_floating_point():
+        raise TypeError(f"sinks is {sinks.dtype}, wanted a float dtype; cast it")
+    _refuse_transforms(q, k, v)
 
 
 def as_tensor(array: Any) -> torch.Tensor:
