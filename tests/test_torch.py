@@ -250,6 +250,44 @@ def test_gradients_that_are_not_contiguous_are_accepted():
             torch.testing.assert_close(x, y)
 
 
+def imaginary(x):
+    """Of the conjugate of x * 1j: torch's is a view of x with a bit for the sign, of which DLPack does not tell."""
+    return torch.complex(torch.zeros_like(x), x).conj().imag
+
+
+@pytest.mark.parametrize("negated", [imaginary, torch._neg_view])
+def test_signs_of_lazy_views_are_kept(negated):
+    _, _, *leaves = one_layer()
+    ends, sinks = torch.tensor([0, 3, 8], dtype=torch.int32), torch.ones(HEADS, dtype=torch.float64)
+    views = [negated(x.detach()).requires_grad_() for x in (*leaves, sinks)]
+    assert all(x.is_neg() for x in views)
+    plain = [x.detach().resolve_neg().requires_grad_() for x in views]
+    found = varlen_attention(*views[:3], torch._neg_view(-ends), torch._neg_view(-ends), sinks=views[3])
+    wanted = varlen_attention(*plain[:3], ends, ends, sinks=plain[3])
+    assert torch.equal(found, wanted)
+    found, wanted = (torch.autograd.grad((x**3).sum(), y) for x, y in ((found, views), (wanted, plain)))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_signs_of_lazy_gradients_are_kept():
+    """As torch's own of what goes into a complex number."""
+    attn, plan, *leaves = one_layer()
+    seen, found = [], attention(*leaves, attn, plan)
+    found.register_hook(lambda dout: seen.append(dout.is_neg()))
+    parts = torch.view_as_real(torch.complex(torch.zeros_like(found), found).conj().resolve_conj())
+    found = torch.autograd.grad((parts[..., 1] ** 3).sum(), leaves)
+    wanted = torch.autograd.grad(((-attention(*leaves, attn, plan)) ** 3).sum(), leaves)
+    assert seen == [True]
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_signs_of_lazy_views_are_not_lost_outside_of_autograd():
+    attn, plan, *leaves = one_layer()
+    q, k, v = (x.detach() for x in leaves)
+    with pytest.raises(TypeError, match=r"k is a torch\.Tensor that cannot be read .* sign .* pass k\.resolve_neg\(\)"):
+        attn.forward(q, imaginary(k), v, plan)
+
+
 @pytest.mark.parametrize("name", ["k", "out"])
 def test_backward_refuses_what_was_changed_in_place(name):
     attn, plan, q, k, v = one_layer()

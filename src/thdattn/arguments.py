@@ -140,6 +140,9 @@ def dlpack_device(name: str, x: Any) -> int | None:
     """The DLPack device type of an array, None for what does not speak DLPack; TypeError where it will not say."""
     if isinstance(x, type) or not hasattr(x, "__dlpack_device__"):
         return None
+    if getattr(x, "is_neg", bool)():
+        raise unreadable(name, x, "through DLPack, which would lose the sign of a lazily negated view",
+                         f"pass {name}.resolve_neg()")
     try:
         return int(x.__dlpack_device__()[0])
     except (TypeError, ValueError, RuntimeError, BufferError) as error:

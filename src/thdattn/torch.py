@@ -56,7 +56,7 @@ def attention(
         RuntimeError: derivatives other than first ones by torch.autograd are asked for, here or in the backward.
     """
     check_kind("attn", attn, CPAttention, "pass the one that the plan is from")
-    _check_tensors(q, k, v, sinks, "CPAttention.forward")
+    q, k, v, sinks = _checked(q, k, v, sinks, "CPAttention.forward")
     if sinks is not None:
         sinks = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     return _Attention.apply(q, k, v, sinks, attn, plan)
@@ -95,9 +95,10 @@ def varlen_attention(
         TypeError, ValueError, RuntimeError: as thdattn.varlen_attention.
     """
     varlen.refuse_unsupported(dropout_p, alibi_slopes, return_attn_probs, block_table)
-    _check_tensors(q, k, v, sinks, "thdattn.varlen_attention")
+    q, k, v, sinks = _checked(q, k, v, sinks, "thdattn.varlen_attention")
     cu_seqlens_q, cu_seqlens_k = (
-        x.numpy() if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype == torch.int32 else x
+        x.resolve_neg().numpy()
+        if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype == torch.int32 else x
         for x in (cu_seqlens_q, cu_seqlens_k)
     )
     with on_torch_stream(q.device):
@@ -202,7 +203,7 @@ class _Gradients(torch.autograd.Function):  # type: ignore[misc]
         kept = [(name, x) for name, x in zip(_KEPT, tensors, strict=True) if x is not None]
         with on_torch_stream(dout.device):
             arrays = {name: attn._engine.from_user(name, x.detach()) for name, x in kept}
-            dq, dk, dv, *dsinks = map(as_tensor, attn.backward(dout.detach(), replace(saved, **arrays)))
+            dq, dk, dv, *dsinks = map(as_tensor, attn.backward(dout.detach().resolve_neg(), replace(saved, **arrays)))
         return dq, dk, dv, *(dsinks or [None])
 
     @staticmethod
@@ -223,8 +224,11 @@ def _refuse_transforms(*tensors: torch.Tensor) -> None:
         _refuse("by a transform of torch.func, or of several gradients at a time")
 
 
-def _check_tensors(q: Any, k: Any, v: Any, sinks: Any, otherwise: str) -> None:
-    """Raises for what autograd cannot follow; `otherwise`: the function that takes other arrays."""
+def _checked(q: Any, k: Any, v: Any, sinks: Any, otherwise: str) -> tuple[Any, ...]:
+    """The tensors, with signs that lazy views of torch keep for later, of which DLPack does not tell.
+
+    Raises for what autograd cannot follow; `otherwise`: the function that takes other arrays.
+    """
     for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if not isinstance(x, torch.Tensor) and not (name == "sinks" and x is None):
             raise TypeError(f"{name} is {found(x)}; wanted a torch.Tensor; use {otherwise} for other arrays")
@@ -234,6 +238,7 @@ def _check_tensors(q: Any, k: Any, v: Any, sinks: Any, otherwise: str) -> None:
     if sinks is not None and not sinks.is_floating_point():
         raise TypeError(f"sinks is {sinks.dtype}, wanted a float dtype; cast it")
     _refuse_transforms(q, k, v)
+    return *(x.resolve_neg() for x in (q, k, v)), None if sinks is None else sinks.resolve_neg()
 
 
 def as_tensor(array: Any) -> torch.Tensor:
