@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,11 +39,20 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; --help lists the options")
 
 
-def positive(text: str) -> int:
-    """The type of an option that is a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
-    return int(text)
+def whole(at_least: int, at_most: float = math.inf) -> Callable[[str], int]:
+    """The type of an option that is a whole number within bounds."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < at_least:
+            raise argparse.ArgumentTypeError(f"{text} is no whole number of at least {at_least}")
+        if int(text) > at_most:
+            raise argparse.ArgumentTypeError(f"{text} is no whole number of at most {at_most}")
+        return int(text)
+
+    return number
+
+
+positive = whole(1)
 
 
 def run(program: Callable[[Comm], int]) -> int:
@@ -75,7 +85,8 @@ def together(comm: Comm) -> Iterator[None]:
     """Turns an error inside, on one rank or on all, into a Failure of all ranks: none goes on to wait for the others.
 
     What is inside must not communicate, unless it fails on all ranks alike, as comm.agree does. Errors are ValueError,
-    OSError and RuntimeError, which options, files and machines cause; others are bugs and keep their traceback.
+    OSError, RuntimeError and MemoryError, which options, files and machines cause; others are bugs and keep their
+    traceback.
 
     Raises:
         Failure: on every rank, if any had an error.
@@ -83,15 +94,20 @@ def together(comm: Comm) -> Iterator[None]:
     problem: Exception | None = None
     try:
         yield
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
         problem = error
     try:
         comm.agree("failure", problem is not None)
     except ValueError:
         where = f"rank {comm.rank}: " if comm.rank else ""
-        raise Failure(f"{where}{problem}" if problem else "", alone=problem is not None) from problem
+        raise Failure(f"{where}{_said(problem)}" if problem else "", alone=problem is not None) from problem
     if problem:
-        raise Failure(str(problem)) from problem
+        raise Failure(_said(problem)) from problem
+
+
+def _said(problem: Exception) -> str:
+    """What an error says; Python's own of memory says nothing."""
+    return str(problem) or f"{type(problem).__name__}: options ask for more than this machine has; pass smaller ones"
 
 
 def check_picture(option: str, path: Path) -> None:

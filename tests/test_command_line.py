@@ -46,6 +46,12 @@ def test_all_ranks_fail_alike_and_none_speaks_for_itself():
     assert outcomes([ValueError("x is 3"), ValueError("x is 3")]) == [("x is 3", False)] * 2
 
 
+def test_options_that_ask_for_too_much_memory_are_the_users():
+    found = outcomes([None, MemoryError("cannot allocate 8 TB"), MemoryError()])
+    said = "rank 2: MemoryError: options ask for more than this machine has; pass smaller ones"
+    assert found == [("", False), ("rank 1: cannot allocate 8 TB", True), (said, True)]
+
+
 @pytest.mark.parametrize("bug", [TypeError, IndexError, AssertionError, KeyError])
 def test_bugs_pass_as_they_are(bug):
     with pytest.raises(bug):

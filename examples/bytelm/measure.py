@@ -184,9 +184,13 @@ def read(option: str, path: Path) -> Lines:
     """The whole lines of a file: of the last one, a run that was killed may have written only a part.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: it cannot be read, or holds something else.
     """
-    *texts, _ = path.read_text(errors="replace").split("\n")
+    try:
+        *texts, _ = path.read_text(errors="replace").split("\n")
+    except OSError as error:
+        raise ValueError(f"{option} is {path}, which cannot be read ({error.strerror}), wanted a file that --metrics "
+                         f"of a run named; name that, or leave it out") from error
     lines: Lines = []
     for number, text in enumerate(texts, 1):
         try:

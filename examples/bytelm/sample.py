@@ -8,6 +8,7 @@ does not wait for the host. One process, one rank.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from functools import partial
@@ -20,10 +21,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # command_line.py
 import checkpoint
 import command_line
 import numpy as np
+from command_line import positive, whole
 from model import Model
 from sizes import EOD, VOCAB
 
 import thdattn
+from thdattn.arguments import INT32_MAX
 from thdattn.graphs import Graphs, normalize
 
 LOOK_EVERY = 64  # bytes after which the host asks whether all texts have ended
@@ -43,13 +46,14 @@ def program(comm: thdattn.comm.Comm) -> int:
     model.weights[...] = model.layers.xp.asarray(saved.weights)
     model.refresh()
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot show all of it
-    prompts = [args.prompt.encode()] * args.samples
+    prompt = os.fsencode(args.prompt)  # bytes as they were typed, of any encoding
     config = normalize(cuda_graph_impl="none" if args.graph_scope == "none" else "local",
                        inference_cuda_graph_scope=args.graph_scope)  # fmt: skip
     with Graphs(comm, config) as graphs:
-        capacity = len(prompts[0]) + args.bytes
-        sampler = Sampler(model, len(prompts), capacity, args.temperature, args.top_k, graphs)
-        texts = sampler.generate(prompts, args.bytes, np.random.default_rng(args.seed))
+        with command_line.together(comm):  # more texts, or longer ones, than there is memory for
+            capacity = len(prompt) + args.bytes
+            sampler = Sampler(model, args.samples, capacity, args.temperature, min(args.top_k, VOCAB), graphs)
+        texts = sampler.generate([prompt] * args.samples, args.bytes, np.random.default_rng(args.seed))
     for text in texts:
         print(f"--- after step {saved.step}")
         print(text.decode(errors="replace"))
@@ -151,17 +155,17 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--checkpoint", type=Path, metavar="DIR", required=True, help="folder that train.py saved to")
     add("--prompt", default="", metavar="TEXT", help="what the text begins with (default: nothing)")
-    add("--bytes", type=int, default=400, metavar="N", help="to add at most (default: 400)")
-    add("--samples", type=int, default=1, metavar="N", help="how many texts (default: 1)")
+    add("--bytes", type=whole(0, INT32_MAX), default=400, metavar="N", help="to add at most (default: 400)")
+    add("--samples", type=whole(1, INT32_MAX), default=1, metavar="N", help="how many texts (default: 1)")
     add("--temperature", type=float, default=0.7, metavar="X", help="0: always the likeliest byte (default: 0.7)")
-    add("--top-k", type=int, default=VOCAB, metavar="N", help="draw from the N likeliest only (default: all)")
-    add("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+    add("--top-k", type=positive, default=VOCAB, metavar="N", help="draw from the N likeliest only (default: all)")
+    add("--seed", type=whole(0), default=0, metavar="N", help="of the draws (default: 0)")
     add("--engine", choices=["auto", "cuda", "reference"], default="auto", help="GPU or NumPy (default: what is there)")
     add("--inference-cuda-graph-scope", dest="graph_scope", choices=["none", "layer", "block"], default="none",
         help="what is a CUDA graph: a layer each, or the whole work for a byte; the text is the same (default: none)")
     args = parser.parse_args()
-    if args.samples < 1 or args.top_k < 1 or args.bytes < 0 or args.temperature < 0:
-        parser.error("wanted --samples and --top-k of at least 1, --bytes and --temperature of at least 0")
+    if not 0 <= args.temperature < math.inf:
+        parser.error(f"--temperature is {args.temperature}, wanted a finite number of at least 0")
     return args
 
 

@@ -38,7 +38,7 @@ import command_line
 import data
 import measure
 from checkpoint import Checkpoint
-from command_line import positive
+from command_line import positive, whole
 from data import Packing, Position
 from grid import Grid, most_neighbours
 from interrupt import Interrupt
@@ -47,6 +47,7 @@ from sizes import SIZES, Config
 from trainer import NATS_PER_BIT, StepResult, Trainer
 
 import thdattn
+from thdattn.arguments import INT32_MAX
 from thdattn.attention import SHARDINGS
 from thdattn.comm.levels import Levels
 from thdattn.engines import choose_engine
@@ -357,15 +358,16 @@ def parse_arguments() -> argparse.Namespace:
     add("--size", choices=list(SIZES), default="tiny", help="of the model (default: tiny)")
     add("--data", type=Path, metavar="DIR", help="train on the files below it (default: Python's standard library)")
     add("--steps", type=positive, metavar="N", help="steps of the whole run (default: by size)")
-    add("--tokens", type=positive, metavar="N", help="rows per micro-batch, of a whole group (default: by size)")
+    add("--tokens", type=whole(1, INT32_MAX), metavar="N", help="rows per micro-batch of a group (default: by size)")
     add("--longest", type=positive, metavar="N", help="split documents that are longer (default: by size)")
-    add("--accumulate", type=positive, default=1, metavar="N", help="micro-batches per step of a group (default: 1)")
+    add("--accumulate", type=whole(1, INT32_MAX), default=1, metavar="N",
+        help="micro-batches per step of a group (default: 1)")  # fmt: skip
     add("--cp", type=positive, metavar="N", help="ranks of a group, which share every micro-batch (default: all ranks)")
     add("--lr", type=float, metavar="X", help="highest learning rate (default: by size)")
     add("--warmup", type=positive, metavar="N", help="steps until then (default: a twentieth)")
-    add("--seed", type=int, default=0, metavar="N", help="of weights and order of the documents (default: 0)")
+    add("--seed", type=whole(0), default=0, metavar="N", help="of weights and order of the documents (default: 0)")
     add("--engine", choices=["auto", "cuda", "reference"], default="auto", help="GPU or NumPy (default: what is there)")
-    add("--window", type=int, metavar="N", help="bytes that every second layer sees; 0: all (default: by size)")
+    add("--window", type=whole(0), metavar="N", help="bytes that every second layer sees; 0: all (default: by size)")
     add("--val-every", type=positive, metavar="N", help="validate every N steps (default: a tenth of --steps)")
     add("--val-bytes", type=positive, metavar="N", help="on about so many bytes (default: by size)")
     add("--checkpoint", type=Path, metavar="DIR", help="save the run there at the end, and for --resume and sample.py")
@@ -387,8 +389,8 @@ def parse_arguments() -> argparse.Namespace:
     args.save_every = args.save_every or args.val_every
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint DIR, the folder of the run to go on with")
-    if not args.lr > 0:
-        parser.error(f"--lr is {args.lr}, wanted a number above 0")
+    if not 0 < args.lr < math.inf:
+        parser.error(f"--lr is {args.lr}, wanted a finite number above 0; leave it out for {RECIPES[args.size].lr}")
     return args
 
 

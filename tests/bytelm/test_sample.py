@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import checkpoint
 import layers
 import numpy as np
@@ -162,7 +164,11 @@ def test_program_prints_text_whatever_the_bytes(model, tmp_path):
     [
         ("--checkpoint nowhere", "nowhere/checkpoint.npz does not exist, wanted a checkpoint; train with --checkpoint"),
         ("--bytes 3", "the following arguments are required: --checkpoint; --help lists the options"),
-        ("--checkpoint nowhere --samples 0", "wanted --samples and --top-k of at least 1"),
+        ("--checkpoint nowhere --samples 0", "argument --samples: 0 is no whole number of at least 1"),
+        ("--checkpoint nowhere --top-k -1", "argument --top-k: -1 is no whole number of at least 1"),
+        ("--checkpoint nowhere --bytes -1", "argument --bytes: -1 is no whole number of at least 0"),
+        ("--checkpoint nowhere --seed -1", "argument --seed: -1 is no whole number of at least 0"),
+        ("--checkpoint nowhere --temperature nan", "--temperature is nan, wanted a finite number of at least 0"),
     ],
 )
 def test_errors_are_one_line(words, message):
@@ -171,3 +177,23 @@ def test_errors_are_one_line(words, message):
     (line,) = run.stderr.splitlines()
     assert line.startswith(f"sample.py: error: {message}")
 
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, model):
+    """With a checkpoint of a model that has learnt nothing."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    checkpoint.save(folder, checkpoint.Checkpoint(model.config, 3, Position(0, 0), {}, model.weights, {}))
+    return folder
+
+
+def test_more_texts_than_there_is_memory_for_are_refused_in_one_line(folder):
+    run = start(1, SAMPLE, *options(checkpoint=folder, samples=2_000_000, bytes=2000))
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("sample.py: error: num_texts * capacity is 2000000 * 2000, wanted at most 1,073,741,824")
+
+
+def test_a_prompt_may_have_bytes_of_any_encoding(folder):
+    run = start(1, SAMPLE, *options(checkpoint=folder, prompt=os.fsdecode(b"caf\xe9 "), bytes=3))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("--- after step 3\ncaf\ufffd ")

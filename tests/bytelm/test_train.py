@@ -221,7 +221,12 @@ def test_going_on_with_other_options_is_refused_by_name(documents, tmp_path, mon
     [
         (["--resume"], "--resume needs --checkpoint DIR"),
         (["--steps", "0"], "argument --steps: 0 is no whole number of at least 1; --help lists"),
-        (["--lr", "0"], "--lr is 0.0, wanted a number above 0"),
+        (["--lr", "0"], "--lr is 0.0, wanted a finite number above 0; leave it out for 0.003"),
+        (["--lr", "inf"], "--lr is inf, wanted a finite number above 0"),
+        (["--window", "-1"], "argument --window: -1 is no whole number of at least 0; --help lists"),
+        (["--seed", "-1"], "argument --seed: -1 is no whole number of at least 0; --help lists"),
+        (["--tokens", "3000000000"], "argument --tokens: 3000000000 is no whole number of at most 2147483647"),
+        (["--accumulate", "9" * 20], "argument --accumulate: 9{20} is no whole number of at most 2147483647"),
         (["--size", "huge"], "invalid choice: 'huge'"),
     ],
 )
@@ -259,6 +264,8 @@ def test_errors_are_one_line_of_one_rank(tmp_path, monkeypatch, ranks, words):
         ("--plot file/run.png", "--plot needs to write file/run.png, which fails"),
         ("--plot run.gif", "--plot is run.gif, wanted a name that ends in one of .png, .pdf, .svg"),
         ("--plot run", "--plot is run, wanted a name that ends in"),
+        ("--beside missing", r"--beside is missing, which cannot be read \(No such file or directory\), wanted a file"),
+        ("--beside folder", r"--beside is folder, which cannot be read \(Is a directory\), wanted a file"),
         ("--plot run.svg", r'--plot needs Matplotlib, .* pip install -e "\.\[examples\]"'),
     ],
 )
