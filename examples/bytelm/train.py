@@ -126,11 +126,11 @@ class Reporter:
         """Records a step, waiting for its numbers; returns whether some rank was asked to stop.
 
         Raises:
-            Failure: the loss is infinite or not a number.
+            Failure: the loss, or the norm of the gradient, is infinite or not a number.
         """
         loss, stop, norm = result.numbers().tolist()
-        if not math.isfinite(loss):
-            raise command_line.Failure(f"the loss of step {number} is {loss}; lower --lr, or raise --warmup")
+        check_finite(f"the loss of step {number}", loss)
+        check_finite(f"the norm of the gradient of step {number}", norm)
         clock, size, model = self._trainer.clock, self._trainer.grid.world.size, self._trainer.model
         seconds = clock.seconds(*result.span)
         num_targets = sum(batch.num_targets for batch in result.batches)
@@ -154,7 +154,12 @@ class Reporter:
         return bool(stop)
 
     def validation(self, step: int, bits_per_byte: float) -> None:
-        """Records a validation."""
+        """Records a validation.
+
+        Raises:
+            Failure: it is infinite or not a number.
+        """
+        check_finite(f"the validation after step {step}", bits_per_byte)
         self._record.add(step=step, validation_bits_per_byte=bits_per_byte)
         self._progress.say(f"step {step:>6}   validation {bits_per_byte:.3f} bits per byte")
 
@@ -345,6 +350,12 @@ def check_outputs(args: argparse.Namespace) -> None:
     if args.plot:
         command_line.check_picture("--plot", args.plot)
     others(args.beside)
+
+
+def check_finite(what: str, number: float) -> None:
+    """Raises Failure, on all ranks alike, for a number that tells of weights which no checkpoint may have."""
+    if not math.isfinite(number):
+        raise command_line.Failure(f"{what} is {number}; lower --lr, or raise --warmup")
 
 
 def others(files: Sequence[Path]) -> dict[str, measure.Lines]:

@@ -17,6 +17,7 @@ import pytest
 import train
 from data import Packing
 from grid import Grid
+from optimizer import AdamW
 from programs import MISBEHAVE, SAMPLE, TRAIN, lines_of, options, small, start, validations
 from sizes import SIZES
 
@@ -141,20 +142,33 @@ def test_learning_rate_rises_and_falls(monkeypatch):
     assert rates[-1] == pytest.approx(0.05, rel=0.02)
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(documents, tmp_path, monkeypatch):
-    args = arguments(monkeypatch, "--checkpoint", tmp_path, *small(documents, save_every=3))
-    step = train.Trainer.step
+@pytest.mark.parametrize(
+    ("what", "number", "kept"),
+    [("the loss", 8, 6), ("the norm of the gradient", 9, 6), ("the validation", 9, 6)],
+)
+def test_what_is_no_number_ends_the_run_and_keeps_the_checkpoint(documents, tmp_path, monkeypatch, what, number, kept):
+    """Whatever meets it first: the next checkpoint would be that of step 9."""
+    args = arguments(monkeypatch, "--checkpoint", tmp_path, *small(documents, save_every=3, val_every=3))
+    step, optimize = train.Trainer.step, AdamW.step
 
-    def spoiled(self, batches, lr, stop=False):
-        if self.optimizer.state["step"] == 7:
+    def spoiled_step(self, batches, lr, stop=False):
+        if what == "the loss" and self.optimizer.state["step"] == number - 1:
             self.model.copy[:] = np.nan
         return step(self, batches, lr, stop)
 
-    monkeypatch.setattr(train.Trainer, "step", spoiled)
-    with pytest.raises(command_line.Failure, match="the loss of step 8 is nan; lower --lr"):
+    def spoiled_optimizer(self, gradient, lr):
+        here = self.state["step"] == number - 1
+        if what == "the norm of the gradient" and here:
+            gradient[0] = np.inf
+        return optimize(self, gradient, np.inf if what == "the validation" and here else lr)
+
+    monkeypatch.setattr(train.Trainer, "step", spoiled_step)
+    monkeypatch.setattr(AdamW, "step", spoiled_optimizer)
+    of = f"{what} {'after' if what == 'the validation' else 'of'} step {number} is (nan|inf); lower --lr"
+    with pytest.raises(command_line.Failure, match=of):
         train.train(thdattn.comm.init("single"), args, NOBODY_INTERRUPTS)
     saved = checkpoint.load(tmp_path)
-    assert saved.step == 6 and np.isfinite(saved.weights).all()
+    assert saved.step == kept and np.isfinite(saved.weights).all()
 
 
 # --- going on --------------------------------------------------------------------------------------------------
