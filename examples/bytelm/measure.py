@@ -159,13 +159,13 @@ def plot(path: Path, lines: Lines, title: str, beside: Mapping[str, Lines] | Non
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     steps, training = _column(lines, "bits_per_byte")
-    width = len(training) // 40
+    width = len(training) // 40  # of the means, of other runs too
     axes.plot(steps, training, color="#66ccee", linewidth=0.6 if width > 1 else 1.6, label="training, every step")
     colours = [("#4477aa", "#ee6677"), ("#999999", "#444444"), ("#88bb88", "#228833"), ("#ddbb77", "#aa7722")]
     curves = [("", lines), *((f"{name}: ", other) for name, other in (beside or {}).items())]
     for (name, each), (of_mean, of_validation) in zip(curves, itertools.cycle(colours), strict=False):
         steps, training = _column(each, "bits_per_byte")
-        if width > 1:
+        if 1 < width <= len(training):
             mean = np.convolve(training, np.full(width, 1 / width), "valid")
             label = f"{name}training, mean of {width} steps"
             axes.plot(steps[width - 1 :], mean, color=of_mean, linewidth=1.6, label=label)

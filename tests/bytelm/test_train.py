@@ -105,6 +105,14 @@ def test_plot_is_a_picture(tiny_run):
     assert picture.startswith(b"\x89PNG") and len(picture) > 15_000
 
 
+@pytest.mark.parametrize("steps", [0, 1, 3, 200])
+def test_plot_takes_runs_of_other_lengths_beside(tmp_path, steps):
+    pytest.importorskip("matplotlib")
+    run, other = ([{"step": i + 1, "bits_per_byte": 8 / (i + 1)} for i in range(n)] for n in (200, steps))
+    measure.plot(tmp_path / "run.png", run, "title", {"other": other})
+    assert (tmp_path / "run.png").stat().st_size > 15_000
+
+
 def test_sample_of_the_trained_model_looks_like_its_documents(tiny_run):
     _, folder = tiny_run
     run = start(1, SAMPLE, *options(checkpoint=folder, prompt="def ", bytes=200))
