@@ -61,6 +61,15 @@ def test_item_longer_than_a_pack_is_refused_rather_than_dropped():
         packs([3, 11], 10)
 
 
+@pytest.mark.parametrize(("capacity", "look_ahead", "message"), [
+    (0, 64, "capacity is 0, wanted >= 1"), (-5, 64, "capacity is -5, wanted >= 1"),
+    (10, 0, "look_ahead is 0, wanted >= 1"),
+])  # fmt: skip
+def test_packs_that_can_hold_nothing_are_refused_rather_than_items_dropped(capacity, look_ahead, message):
+    with pytest.raises(ValueError, match=message):
+        packs([3, 7], capacity, look_ahead)
+
+
 # ------------------------------------------------------------------------------------------------ numbers
 
 

@@ -254,11 +254,13 @@ def first_fit(
         items: in the order in which packs should hold them; read as packs are asked for.
         rows_of: the rows that an item takes, padding included.
         capacity: rows of a pack.
-        look_ahead: a pack is closed when so many items were too long for what is left of it.
+        look_ahead: a pack is closed when so many items were too long for what is left of it, >= 1.
 
     Raises:
-        ValueError: an item that no pack can hold.
+        TypeError: a capacity or a look_ahead that is no int.
+        ValueError: one below 1, which no item would fit, or an item that no pack can hold.
     """
+    capacity, look_ahead = as_count("capacity", capacity), as_count("look_ahead", look_ahead)
     coming = iter(items)
     waiting: deque[T] = deque()
     while True:
