@@ -1,5 +1,8 @@
 """PackedBatch: its offsets, its checks, and rows in and out of sequence order."""
 
+import copy
+import pickle
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -108,6 +111,17 @@ def test_offsets_cannot_change_after_their_check():
     assert batch.cu_seqlens.tolist() == [0, 3]
     with pytest.raises(ValueError, match="read-only"):
         batch.cu_seqlens[1] = 99
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
+def test_copies_are_frozen_too(copied):
+    """As those that another process has made, which loads data."""
+    batch = PackedBatch(int32(0, 3, 5), int32(0, 4, 6), total_rows=9)
+    twin = copied(batch)
+    assert twin.lengths.tolist() == [3, 2] and twin.total_rows == 9 and twin.cu_seqlens is not batch.cu_seqlens
+    for offsets in (twin.cu_seqlens, twin.cu_seqlens_padded):
+        with pytest.raises(ValueError, match="read-only"):
+            offsets[1] = 7
 
 
 def test_the_largest_int32_offset_is_legal():

@@ -192,6 +192,12 @@ class PackedBatch:
         ends = begins + self.lengths
         return [packed[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Freezes the offsets of a copy, or of a batch that another process has made: NumPy's copies are writable."""
+        self.__dict__.update(state)
+        for offsets in () if self.on_device else (self.cu_seqlens, self.cu_seqlens_padded):
+            offsets.setflags(write=False)
+
     def __repr__(self) -> str:
         tokens = "lengths on a GPU" if self.on_device else f"total_tokens={self.total_tokens}"
         return f"<PackedBatch num_seqs={self.num_seqs}, {tokens}, total_rows={self.total_rows}>"
