@@ -226,3 +226,14 @@ def test_a_window_wider_than_any_sequence_is_none():
 @pytest.mark.parametrize("value", [1 / 3, Decimal("0.5"), 7, ml_dtypes.bfloat16(0.5), 1e-30])
 def test_a_softmax_scale_is_any_number(value):
     assert attention(softmax_scale=value).softmax_scale == float(value)
+
+
+@table(
+    ("like", [5, 2], TypeError, "like is a list, wanted a PackedBatch; make PackedBatch(cu_seqlens)"),
+    ("like", np.array([0, 5, 7]), TypeError, "like is a ndarray, wanted a PackedBatch"),
+    ("like", 0, TypeError, "like is a int, wanted a PackedBatch"),
+)
+def test_plans_of_attention_and_mixer(argument, value, kind, message):
+    mixer = thdattn.Mamba2Mixer(SINGLE, 4, 8, 8, dtype="float32", engine="reference")
+    for planner in (attention(), mixer):
+        refuses(partial(planner.plan, BATCH), argument, value, kind, message)

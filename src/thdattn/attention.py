@@ -21,7 +21,7 @@ from thdattn.methods.all_gather import Keys
 from thdattn.methods.call import Call, Tensors
 from thdattn.methods.choice import SHARDINGS as SHARDINGS
 from thdattn.methods.choice import Choice, keeps_keys
-from thdattn.packing import PackedBatch
+from thdattn.packing import PackedBatch, as_like
 from thdattn.plan import NO_ARRAYS, Plan, check_key_batch, visible_pairs
 from thdattn.saved import Saved, check_keys, check_saved
 from thdattn.sharding import Sharding
@@ -152,7 +152,7 @@ class CPAttention:
             forward_only: backward is not called with this plan, so that there need not be room for it.
 
         Raises:
-            TypeError: batch or key_batch is no PackedBatch, or sharding neither a str nor a Sharding.
+            TypeError: batch, key_batch or like is no PackedBatch, or sharding neither a str nor a Sharding.
             ValueError: an unknown sharding, lengths that the sharding cannot split, a Sharding of another batch or
                 size, a key_batch of another number of sequences, on the other side or for several ranks, or (on every
                 rank) a batch that differs between ranks, or one for whose work buffers and one layer there is no room
@@ -230,7 +230,7 @@ class CPAttention:
         if key_batch is not None:
             check_key_batch(key_batch, batch, self.comm.size)
         plan = Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, NO_ARRAYS,
-                    self._engine, key_batch, like, as_bool("finite_padding", finite_padding))
+                    self._engine, key_batch, as_like(like), as_bool("finite_padding", finite_padding))
         return planning.with_core(plan, self._choice.inner)
 
     def _memory(self, plan: Plan) -> Memory:

@@ -15,7 +15,7 @@ from thdattn.mamba_saved import Mamba2Saved
 from thdattn.memory import Memory
 from thdattn.methods import states
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
-from thdattn.packing import PackedBatch
+from thdattn.packing import PackedBatch, as_like
 from thdattn.plan import NO_ARRAYS, Plan
 from thdattn.planning import fingerprint, with_arrays
 from thdattn.sharding import Sharding, as_sharding
@@ -125,7 +125,7 @@ class Mamba2Mixer:
             like, finite_padding: for an attention that uses the plan too, see CPAttention.plan.
 
         Raises:
-            TypeError: batch is no PackedBatch, or sharding neither a str nor a Sharding.
+            TypeError: batch or like is no PackedBatch, or sharding neither a str nor a Sharding.
             ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU for the NumPy engine,
                 or (on every rank) a batch that differs between ranks.
         """
@@ -159,7 +159,7 @@ class Mamba2Mixer:
         """A plan without its arrays."""
         dims = self.head_dim, self.head_dim
         return Plan(self.sharding(batch, sharding), self.comm.rank, CAUSAL, dims, self._engine.tiles(*dims), NO_ARRAYS,
-                    self._engine, None, like, as_bool("finite_padding", finite_padding))
+                    self._engine, None, as_like(like), as_bool("finite_padding", finite_padding))
 
     def forward(self, zxbcdt: Any, weights: Mamba2Weights, plan: Plan) -> tuple[Any, Mamba2Saved]:
         """The mixer over this rank's rows. Collective.

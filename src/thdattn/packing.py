@@ -288,11 +288,16 @@ def first_fit(
         yield chosen
 
 
-def as_batch(batch: Any) -> PackedBatch:
+def as_batch(batch: Any, name: str = "batch") -> PackedBatch:
     """The batch; TypeError if it is none."""
     if not isinstance(batch, PackedBatch):
-        raise TypeError(f"batch is a {type(batch).__name__}, wanted a PackedBatch; make PackedBatch(cu_seqlens)")
+        raise TypeError(f"{name} is a {type(batch).__name__}, wanted a PackedBatch; make PackedBatch(cu_seqlens)")
     return batch
+
+
+def as_like(like: Any) -> PackedBatch | None:
+    """The batch that others are like, None for none; TypeError for anything else."""
+    return None if like is None else as_batch(like, "like")
 
 
 def rows_of_runs(begins: NDArray[np.integer[Any]], lengths: NDArray[np.integer[Any]]) -> NDArray[np.int32]:
