@@ -200,3 +200,18 @@ def test_engines_that_no_graph_can_hold_are_refused(comm, monkeypatch):
     monkeypatch.setattr(capture, "choose_engine", lambda engine, comm: (SimpleNamespace(device="cuda"), "a fake"))
     with pytest.raises(ValueError, match="attentions holds one of engine 'reference', wanted 'cuda' as graphs are act"):
         StaticPack(Graphs(comm, CudaGraphConfig(impl="local")), [attention(comm)], ROWS)
+
+
+def test_what_is_of_the_wrong_kind_is_named(comm):
+    graphs = Graphs(comm, CudaGraphConfig())
+    pack = StaticPack(graphs, [attention(comm)], ROWS)
+    for message, call in (
+        ("comm is None, a NoneType; wanted a Comm", lambda: Graphs(None, CudaGraphConfig())),
+        ("config is 'local', a str; wanted a CudaGraphConfig", lambda: Graphs(comm, "local")),
+        ("graphs is CudaGraphConfig.*; wanted a Graphs", lambda: StaticPack(CudaGraphConfig(), [], ROWS)),
+        ("attentions is <CPAttention.*; wanted a Sequence; pass", lambda: StaticPack(graphs, attention(comm), ROWS)),
+        ("batches is <PackedBatch.*; wanted a Sequence; pass a list", lambda: pack.fits(PackedBatch([0]))),
+        ("batches is <PackedBatch.*; wanted a Sequence; pass a list", lambda: pack.load(PackedBatch([0]))),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.arguments import found, is_array, shown
+from thdattn.arguments import check_kind, found, is_array, shown
 from thdattn.comm import Comm
 from thdattn.engines import choose_engine
 from thdattn.graphs.config import CudaGraphConfig
@@ -46,9 +46,14 @@ class Graphs:
         active: whether anything is captured: config.impl is not "none", the engine is on a GPU, the comm's collectives
             can be captured, and the graphs were not closed.
         num_overflows: steps that ran eagerly as a batch did not fit; see StaticPack.
+
+    Raises:
+        TypeError: comm is no Comm, or config no CudaGraphConfig.
     """
 
     def __init__(self, comm: Comm, config: CudaGraphConfig, engine: str = "auto") -> None:
+        check_kind("comm", comm, Comm, "make one with thdattn.comm.init()")
+        check_kind("config", config, CudaGraphConfig, "make CudaGraphConfig(impl=...), or normalize(...)")
         self.config = config
         self.num_overflows = 0
         self._comm = comm

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.arguments import as_count
+from thdattn.arguments import as_count, check_kind
 from thdattn.attention import CPAttention
 from thdattn.graphs.capture import Graphs
 from thdattn.graphs.upload import Upload
@@ -44,7 +44,7 @@ class StaticPack:
         max_seqs, num_rows, num_batches: the capacity.
 
     Raises:
-        TypeError: a count that is no int.
+        TypeError: a count that is no int, graphs that are none, or attentions that are in no list.
         ValueError: a count below 1, no attention, one of another engine, an unknown sharding, more rows than
             config.max_tokens_per_rank allows, or a sharding or cp_comm_type that graphs cannot have.
     """
@@ -53,9 +53,11 @@ class StaticPack:
         self, graphs: Graphs, attentions: Sequence[Planner], num_rows: int, sharding: str | None = None,
         num_batches: int = 1, like: PackedBatch | None = None, finite_padding: bool = False,
     ) -> None:  # fmt: skip
+        check_kind("graphs", graphs, Graphs, "make Graphs(comm, config)")
         config = graphs.config
         self.num_rows, self.num_batches = as_count("num_rows", num_rows), as_count("num_batches", num_batches)
         self.max_seqs = config.max_packed_seqs or min(MOST_SEQUENCES, num_rows)
+        check_kind("attentions", attentions, Sequence, "pass a list, of one attention too")
         self._graphs, self._attentions, self._strategy = graphs, tuple(attentions), sharding
         self._finite_padding = finite_padding
         if not self._attentions:
@@ -96,8 +98,10 @@ class StaticPack:
         Counts a step that cannot be in graphs.num_overflows.
 
         Raises:
+            TypeError: batches are in no list.
             ValueError: a batch does not fit, and config.on_overflow is "error".
         """
+        check_kind("batches", batches, Sequence, "pass a list, of one batch too")
         excess = self._excess(batches)
         if excess and self._graphs.config.on_overflow == "error":
             raise ValueError(f"{excess}; pack fewer, raise the maximum, or use on_overflow='eager'")
@@ -120,8 +124,10 @@ class StaticPack:
             batches: num_batches batches with their lengths on the host.
 
         Raises:
+            TypeError: batches are in no list.
             ValueError: another number of batches, one that does not fit, or lengths that the sharding cannot split.
         """
+        check_kind("batches", batches, Sequence, "pass a list, of one batch too")
         if len(batches) != self.num_batches:
             raise ValueError(
                 f"batches holds {len(batches)} batches, wanted num_batches = {self.num_batches} as the static pack was "
