@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from cases import BFLOAT16
@@ -49,6 +53,16 @@ def test_rows_of_one_step_see_each_other_without_a_causal_mask():
     batch = thdattn.PackedBatch.from_lengths([3])
     expected = oracle.packed_attention(batch, q, k, v, causal=False)
     np.testing.assert_allclose(layer.decode(q, k, v, cache), expected.out, rtol=1e-10)
+
+
+def test_what_a_captured_call_first_makes_is_of_its_graph_alone():
+    numbers, captures = itertools.count(), [7, 7, 8, None, None, 7, 9]
+    cache = replace(small().cache(1, 4), _engine=SimpleNamespace(capture=lambda: captures[0]))
+    made = []
+    while captures:
+        made.append(cache.once("counters", lambda: next(numbers)))
+        captures.pop(0)
+    assert made == [0, 0, 1, 2, 2, 2, 2], "what was made outside of captures serves all"
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.float16, np.float32], ids=str)

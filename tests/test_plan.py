@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thdattn
+from thdattn.buffers import Kept
 from thdattn.host_plan import host_arrays
 
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (5, 0), (3, 40), (40, 3), (-1, 7), (7, -1), (100_000, 100_000)]
@@ -340,7 +341,8 @@ def test_work_on_another_stream_comes_after_the_making_and_before_what_takes_the
     monkeypatch.setattr(on_gpu, "cupy", fake)
     plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(thdattn.PackedBatch([0, 4]))
     plan.enter()  # of NumPy: nothing to be ordered
-    made = replace(plan, arrays=replace(plan.arrays, stream=made_on), engine=on_gpu, _kept={})
+    engine = SimpleNamespace(enter=on_gpu.enter, capture=lambda: None)
+    made = replace(plan, arrays=replace(plan.arrays, stream=made_on), engine=engine, _kept=Kept())
     made.enter()
     current = Stream(3, log, capturing=True)
     made.enter()

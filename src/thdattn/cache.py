@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from thdattn.arguments import as_count, check_kind
+from thdattn.buffers import Kept
 from thdattn.plan import Plan
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ class KVCache:
     v: Any
     lengths: Any
     _engine: Any
-    _kept: dict[Any, Any] = field(default_factory=dict)
+    _kept: Kept = field(default_factory=Kept)
 
     def __repr__(self) -> str:
         sizes = {"num_texts": self.num_texts, "capacity": self.capacity, **self.made_for}
@@ -101,11 +102,8 @@ class KVCache:
         return min(self.capacity, left + right + 1) if min(left, right) >= 0 else self.capacity
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` returned when it was first called for this key: what the calls with a cache have in common."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        kept: T = self._kept[key]
-        return kept
+        """What `make` returned when it was first called for this key: what a cache's calls have in common; see Kept."""
+        return self._kept.once(key, make, self._engine.capture)
 
     def _checked(self, name: str, x: Any, like: Any, plan: Plan) -> Any:
         x, shape = self._engine.from_user(name, x), (plan.local_key_rows, *like.shape[2:])

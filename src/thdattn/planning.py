@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import replace
 from typing import Any
 
-from thdattn.buffers import Buffers
+from thdattn.buffers import Buffers, Kept
 from thdattn.plan import Plan
 from thdattn.sharding import Sharding
 
@@ -16,7 +16,7 @@ def with_core(plan: Plan, inner: int) -> Plan:
     if inner == 1:
         return plan
     rows = plan.sharding.outer or Sharding(plan.batch, 1, "contiguous")
-    core = replace(plan, sharding=rows, cp_rank=plan.cp_rank // inner, _kept={}, _buffers=Buffers())
+    core = replace(plan, sharding=rows, cp_rank=plan.cp_rank // inner, _kept=Kept(), _buffers=Buffers())
     return replace(plan, core=core)
 
 
