@@ -344,6 +344,7 @@ class Plan:
         if self.arrays.lengths is None:
             raise ValueError("plan was made from lengths on the host, wanted lengths on a GPU to plan anew for; "
                              "make another plan, or use thdattn.graphs.StaticPack")
+        self._come()
         self.arrays.lengths.make_again()
 
     def check(self, wait: bool = True) -> None:
@@ -361,10 +362,18 @@ class Plan:
                 padded length, or a padded length that the sharding cannot split; says which sequence and the remedy.
         """
         if self.arrays.lengths is not None:
+            if wait:
+                self._come()
             self.arrays.lengths.check(wait)
 
     def enter(self) -> None:
-        """Orders the current stream, which is about to be given work, and the one that the plan was made on."""
+        """Has the current stream, which is about to be given work, find the plan made, and up to date."""
+        self._come()
+        if self.arrays.lengths is not None:
+            self.arrays.lengths.follow()
+
+    def _come(self) -> None:
+        """Orders the current stream and the one that the plan was made on."""
         if self.arrays.stream is not None:
             self.engine.enter(self)
 

@@ -98,13 +98,10 @@ def enter(plan: Plan) -> None:
 
     And memory of the plan that CuPy's pool gives to later work of that stream, when nobody holds the plan any more,
     then comes after the work on this one. In a capture nothing is done, as graphs outlive what they were captured with.
-    What follows lengths on the GPU, and some graph that makes the plan does not make, is made anew.
     """
     stream, made_on = cupy.cuda.get_current_stream(), plan.arrays.stream
     if stream.ptr != made_on.ptr and not stream.is_capturing():
         plan.once(("entered", stream.ptr), lambda: _enter(plan, stream, made_on))
-    if plan.arrays.lengths is not None:
-        plan.arrays.lengths.follow()
 
 
 def _enter(plan: Plan, stream: Any, made_on: Any) -> None:
