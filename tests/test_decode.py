@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -187,3 +188,25 @@ def test_one_long_text_fills_the_gpu_and_many_or_short_ones_are_not_split_for_no
     assert tiles.splits(132, 1000, 2**15) == 1
     assert tiles.splits(132, 1, 2**20) == tiles.max_splits
     assert tiles.splits(132, 1, 256) == 256 // tiles.step, "a window"
+
+
+def test_caches_on_a_gpu_are_filled_by_lengths_as_they_were_planned(monkeypatch):
+    """And not by the caller's arrays, which may have strides, be wrong, or be those of the next pack by now."""
+    pytest.importorskip("cupy")
+    decode, mixer = (importlib.import_module(f"thdattn.ops.{name}") for name in ("decode", "mixer_decode"))
+    launched = []
+    fake = SimpleNamespace(kernel=lambda *name: lambda grid, block, args: launched.append(args))
+    for module in (decode, mixer):
+        monkeypatch.setattr(module, "jit", fake)
+    queries, keys, wrong = np.array([[0, 3, 8], [0, 4, 9]]), np.array([[0, 2, 7], [0, 3, 8]]), np.zeros(1)
+    callers = SimpleNamespace(num_seqs=2, cu_seqlens=None, cu_seqlens_padded=None)
+    arrays = SimpleNamespace(offsets=np.stack([queries, keys]), lengths=SimpleNamespace(wrong=wrong))
+    plan, x = SimpleNamespace(batch=callers, key_batch=callers, arrays=arrays), np.zeros((9, 2, 64), np.float16)
+    decode.cache_fill(x, x, plan, SimpleNamespace(k=x, v=x, lengths=None, capacity=4))
+    shape = thdattn.Mamba2Mixer(thdattn.comm.init("single"), 8, 64, 64, 1, engine="reference")._shape
+    act = SimpleNamespace(channels=None, dt=None, sums=None)
+    mixer.mixer_fill(act, x, None, None, plan, shape, (np.zeros(2), np.zeros(2)))
+    for args, wanted in zip(launched, (keys, queries, queries), strict=True):
+        found = [arg for arg in args if isinstance(arg, np.ndarray) and arg.shape == (3,)]
+        assert np.array_equal(found, wanted)
+    assert any(arg is wrong for arg in launched[0])

@@ -35,12 +35,11 @@ def _append(new_rows: int, cache: KVCache) -> tuple[Array, Launch]:
 
 def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
     """Copies the sequences of a pack to the texts of their numbers. See reference.cache_fill."""
-    batch = plan.key_batch
-    cu_seqlens, cu_seqlens_padded = map(cupy.asarray, (batch.cu_seqlens, batch.cu_seqlens_padded))
+    num_seqs, lengths = plan.key_batch.num_seqs, plan.arrays.lengths
     jit.kernel(_FILL)(
-        (-(-max(len(k), batch.num_seqs) // 8),), 256,
-        (cache.k, k, _words(k), cache.v, v, _words(v), cache.lengths, cu_seqlens, cu_seqlens_padded,
-         *map(np.int32, (batch.num_seqs, len(k), cache.capacity))),
+        (-(-max(len(k), num_seqs) // 8),), 256,
+        (cache.k, k, _words(k), cache.v, v, _words(v), cache.lengths, *plan.arrays.offsets[-1],
+         launch.NONE if lengths is None else lengths.wrong, *map(np.int32, (num_seqs, len(k), cache.capacity))),
     )  # fmt: skip
 
 
