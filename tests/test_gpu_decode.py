@@ -126,12 +126,14 @@ def test_eager_steps_and_replays_of_one_captured_step_give_the_same_bits(cupy, d
         stream.begin_capture()
         out = layer.decode(*inputs, again)
         graph = stream.end_capture()
+        others = [cupy.full(size, 0xAB, np.uint8) for size in (16, 512, 1024, 2048, 4096, 2**14) for _ in range(16)]
         for step, expected in zip(rows, eager, strict=True):
             for there, here in zip(inputs, step, strict=True):
                 there[...] = here
             graph.launch(stream)
             stream.synchronize()
             assert to_host(out).tobytes() == expected.tobytes()
+        assert all((to_host(x) == 0xAB).all() for x in others), "a replay wrote to memory that others got since"
     assert to_host(again.lengths).tolist() == to_host(cache.lengths).tolist() == [steps + n for n in prompts]
     assert to_host(again.k).tobytes() == to_host(cache.k).tobytes()
 
