@@ -31,6 +31,20 @@ def fingerprint(plan: Plan, *asked: Any) -> int:
     return int.from_bytes(digest.digest()[:7], "little")
 
 
+def found_wrong(lengths: Any) -> str:
+    """Why lengths on a GPU are wrong, as far as the host knows, which a rank may before others; "": they are not.
+
+    Args:
+        lengths: see PlanArrays; None: there are none.
+    """
+    try:
+        if lengths is not None:
+            lengths.check(wait=False)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def with_arrays(plan: Plan, lengths: Any = None) -> Plan:
     """The plan of an outline.
 
