@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from cases import BFLOAT16
@@ -49,6 +55,16 @@ def test_rows_of_one_step_see_each_other_without_a_causal_mask():
     batch = thdattn.PackedBatch.from_lengths([3])
     expected = oracle.packed_attention(batch, q, k, v, causal=False)
     np.testing.assert_allclose(layer.decode(q, k, v, cache), expected.out, rtol=1e-10)
+
+
+def test_what_a_captured_call_first_makes_is_of_its_graph_alone():
+    numbers, captures = itertools.count(), [7, 7, 8, None, None, 7, 9]
+    cache = replace(small().cache(1, 4), _engine=SimpleNamespace(capture=lambda: captures[0]))
+    made = []
+    while captures:
+        made.append(cache.once("counters", lambda: next(numbers)))
+        captures.pop(0)
+    assert made == [0, 0, 1, 2, 2, 2, 2], "what was made outside of captures serves all"
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.float16, np.float32], ids=str)
@@ -173,3 +189,51 @@ def test_one_long_text_fills_the_gpu_and_many_or_short_ones_are_not_split_for_no
     assert tiles.splits(132, 1000, 2**15) == 1
     assert tiles.splits(132, 1, 2**20) == tiles.max_splits
     assert tiles.splits(132, 1, 256) == 256 // tiles.step, "a window"
+
+
+def test_caches_on_a_gpu_are_filled_by_lengths_as_they_were_planned(monkeypatch):
+    """And not by the caller's arrays, which may have strides, be wrong, or be those of the next pack by now."""
+    pytest.importorskip("cupy")
+    decode, mixer = (importlib.import_module(f"thdattn.ops.{name}") for name in ("decode", "mixer_decode"))
+    launched = []
+    fake = SimpleNamespace(kernel=lambda *name: lambda grid, block, args: launched.append(args))
+    for module in (decode, mixer):
+        monkeypatch.setattr(module, "jit", fake)
+    queries, keys, wrong = np.array([[0, 3, 8], [0, 4, 9]]), np.array([[0, 2, 7], [0, 3, 8]]), np.zeros(1)
+    callers = SimpleNamespace(num_seqs=2, cu_seqlens=None, cu_seqlens_padded=None)
+    arrays = SimpleNamespace(offsets=np.stack([queries, keys]), lengths=SimpleNamespace(wrong=wrong))
+    plan, x = SimpleNamespace(batch=callers, key_batch=callers, arrays=arrays), np.zeros((9, 2, 64), np.float16)
+    decode.cache_fill(x, x, plan, SimpleNamespace(k=x, v=x, lengths=None, capacity=4))
+    shape = thdattn.Mamba2Mixer(thdattn.comm.init("single"), 8, 64, 64, 1, engine="reference")._shape
+    act = SimpleNamespace(channels=None, dt=None, sums=None)
+    mixer.mixer_fill(act, x, None, None, plan, shape, (np.zeros(2), np.zeros(2)))
+    for args, wanted in zip(launched, (keys, queries, queries), strict=True):
+        found = [arg for arg in args if isinstance(arg, np.ndarray) and arg.shape == (3,)]
+        assert np.array_equal(found, wanted)
+    assert any(arg is wrong for arg in launched[0])
+
+
+def test_all_that_a_captured_decode_writes_to_lives_as_long_as_its_result_and_the_cache(monkeypatch):
+    pytest.importorskip("cupy")
+    decode = importlib.import_module("thdattn.ops.decode")
+
+    made = []
+
+    def empty(shape, dtype=np.uint32):
+        x = np.zeros(shape, dtype)
+        made.append(weakref.ref(x))
+        return x
+
+    def run(kernel, grid, block, fixed, early):
+        return lambda *args: fixed  # which has arrays of its own
+
+    monkeypatch.setattr(decode, "launch", SimpleNamespace(
+        empty=empty, NONE=None, this_gpu=lambda: SimpleNamespace(multiprocessors=132)))
+    for name, fake in (("cupy", SimpleNamespace(zeros=empty)), ("jit", SimpleNamespace(kernel=lambda *name: None)),
+                       ("Launch", run)):
+        monkeypatch.setattr(decode, name, fake)
+    cache = attention((4, 2), (64, 64), BFLOAT16, engine="reference").cache(2, 4000)
+    out, _ = decode.attn_decode(np.zeros((2, 4, 64), BFLOAT16), None, cache, 0.125)
+    del _
+    assert len(made) == 5 and all(x() is not None for x in made)
+    assert out.shape == (2, 4, 64)

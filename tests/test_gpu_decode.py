@@ -126,12 +126,14 @@ def test_eager_steps_and_replays_of_one_captured_step_give_the_same_bits(cupy, d
         stream.begin_capture()
         out = layer.decode(*inputs, again)
         graph = stream.end_capture()
+        others = [cupy.full(size, 0xAB, np.uint8) for size in (16, 512, 1024, 2048, 4096, 2**14) for _ in range(16)]
         for step, expected in zip(rows, eager, strict=True):
             for there, here in zip(inputs, step, strict=True):
                 there[...] = here
             graph.launch(stream)
             stream.synchronize()
             assert to_host(out).tobytes() == expected.tobytes()
+        assert all((to_host(x) == 0xAB).all() for x in others), "a replay wrote to memory that others got since"
     assert to_host(again.lengths).tolist() == to_host(cache.lengths).tolist() == [steps + n for n in prompts]
     assert to_host(again.k).tobytes() == to_host(cache.k).tobytes()
 
@@ -170,7 +172,7 @@ def test_a_text_that_does_not_fit_is_marked_and_never_cut(cupy):
     assert (to_host(cache.k)[1, 1:] == to_host(k)[1]).all()
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("on_device", [False, True, "strided"])
 def test_fill_is_that_of_the_numpy_engine(cupy, on_device):
     lengths, rng = [6, 0, 300, 7], np.random.default_rng(0)
     batch = thdattn.PackedBatch.from_lengths(lengths, 8)
@@ -183,8 +185,11 @@ def test_fill_is_that_of_the_numpy_engine(cupy, on_device):
             x[...] = xp.asarray(np.full(x.shape, 7, BFLOAT16))
         offsets = [batch.cu_seqlens, batch.cu_seqlens_padded]
         there = on_device and engine == "cuda"
-        packed = thdattn.PackedBatch(*map(xp.asarray, offsets), total_rows=batch.total_rows) if there else batch
-        cache.fill(xp.asarray(k), xp.asarray(v), layer.plan(packed))
+        offsets = xp.asarray(np.stack(offsets, axis=1)).T if on_device == "strided" else map(xp.asarray, offsets)
+        plan = layer.plan(thdattn.PackedBatch(*offsets, total_rows=batch.total_rows) if there else batch)
+        if there and on_device != "strided":
+            plan.batch.cu_seqlens.fill(0)  # of the next pack, which is not planned yet
+        cache.fill(xp.asarray(k), xp.asarray(v), plan)
         caches.append([to_host(x) for x in (cache.k, cache.v, cache.lengths)])
     for actual, expected in zip(*caches, strict=True):
         assert actual.tobytes() == expected.tobytes()
@@ -199,6 +204,21 @@ def test_lengths_on_the_gpu_that_do_not_fit_are_marked(cupy):
     assert cache.lengths.tolist() == [11, 8]
     with pytest.raises(RuntimeError, match=r"texts \[0\]"):
         cache.check()
+
+
+@pytest.mark.parametrize("offsets", [((0, 9, 5), (0, 9, 5)), ((0, 9, 12), (0, 5, 12)), ((0, 5, 9), (0, 5, 21))])
+def test_wrong_lengths_on_the_gpu_fill_no_text(cupy, monkeypatch, offsets):
+    from thdattn.ops.plan import DeviceLengths
+
+    monkeypatch.setattr(DeviceLengths, "check", lambda lengths, wait: None)  # or nobody comes to the fill
+    layer = attention((4, 2), (64, 64), BFLOAT16)
+    cache = layer.cache(2, 10)
+    x = cupy.asarray(np.ones((20, 2, 64), BFLOAT16))
+    q = cupy.asarray(np.ones((2, 4, 64), BFLOAT16))
+    plan = layer.plan(thdattn.PackedBatch(*(cupy.asarray(x, np.int32) for x in offsets), total_rows=20), "contiguous")
+    cache.fill(x, x, plan)
+    assert cache.lengths.tolist() == [11, 11]
+    assert not to_host(layer.decode(q, x[:2], x[:2], cache)).astype(np.float32).any()
 
 
 def test_every_head_dim_of_the_forward_can_decode():

@@ -173,3 +173,30 @@ def test_replay_writes_to_no_memory_that_went_back_to_the_pool(cupy, plan_each_t
     check_arrays(PACKS[0], layer.replay(graph, results), 3)
     overwritten = [x.size for x in others if (to_host(x) != 0xAB).any()]
     assert not overwritten, f"the graph wrote into arrays of {overwritten} bytes that were made after it"
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_a_capture_first_makes_of_a_plan_is_not_there_before_its_replay(cupy, on_device):
+    """Calls outside of graphs come first, and then the graph that was captured last: none waits for another."""
+    layer, graphs = Layer(cupy), []
+
+    def make_plan():
+        layer.kept.append(layer.plan)
+        with layer.stream:
+            layer.plan = layer.attention.plan(layer.batch() if on_device else host_batch(PACKS[0], ROWS))
+
+    make_plan()
+    layer.eager()  # compiles and loads the kernels
+    make_plan()
+    with layer.stream:
+        for size in [2**i for i in range(9, 21)]:  # what the next arrays begin with
+            [cupy.full(size, 0xAB, np.uint8) for _ in range(16)]
+        for _ in range(2):
+            layer.stream.begin_capture()
+            results = layer.run()
+            graphs.insert(0, (layer.stream.end_capture(), results))
+    layer.set(PACKS[0], 1)
+    for _ in range(2):
+        check_arrays(PACKS[0], layer.eager(), 1)
+        for graph, results in graphs:
+            check_arrays(PACKS[0], layer.replay(graph, results), 1)

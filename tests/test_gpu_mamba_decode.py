@@ -57,7 +57,7 @@ def test_every_width_of_the_convolution(cupy, width):
         assert verdict.good, str(verdict)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("on_device", [False, True, "strided"])
 @pytest.mark.parametrize("case", [USUAL, LONG], ids=str)
 def test_a_filled_cache_is_that_of_the_numpy_engine(cupy, case, on_device):
     """Prompts of every length around the segments of rows, with NaN between."""
@@ -67,7 +67,8 @@ def test_a_filled_cache_is_that_of_the_numpy_engine(cupy, case, on_device):
     for engine, xp in (("cuda", cupy), ("reference", np)):
         mixer, batch = case.mixer(SINGLE, BFLOAT16, engine=engine), case.batch
         if on_device and engine == "cuda":
-            offsets = map(xp.asarray, (batch.cu_seqlens, batch.cu_seqlens_padded))
+            offsets = xp.asarray(np.stack([batch.cu_seqlens, batch.cu_seqlens_padded], axis=1)).T
+            offsets = offsets if on_device == "strided" else map(xp.ascontiguousarray, offsets)
             batch = thdattn.PackedBatch(*offsets, total_rows=batch.total_rows)
         _, saved = mixer.forward(xp.asarray(packed), thdattn.Mamba2Weights(*map(xp.asarray, weights)),
                                  mixer.plan(batch))

@@ -154,7 +154,7 @@ def test_decode_is_the_oracle(cupy, dims, kind):
     assert verdict.good, verdict
 
 
-def test_a_captured_graph_reads_the_sinks_that_are_there(cupy):
+def test_a_captured_graph_reads_the_sinks_that_are_there_and_writes_to_nothing_made_since(cupy):
     case = Case("graph", MIXED, dims=(128, 128), sinks=True)
     batch = PackedBatch(np.cumsum([0, *case.lengths]).astype(np.int32))
     q, k, v, dout = map(cupy.asarray, random_inputs(case, BFLOAT16))
@@ -171,7 +171,9 @@ def test_a_captured_graph_reads_the_sinks_that_are_there(cupy):
         stream.begin_capture()
         made = step(plan)
         graph = stream.end_capture()
+        others = [cupy.full(size, 0xAB, np.uint8) for size in (16, 512, 1024, 2048, 4096, 2**14) for _ in range(16)]
         sinks[...] = cupy.asarray(random_sinks(case, BFLOAT16))
         graph.launch()
         found = [to_host(x) for x in made]
         assert [x.tobytes() for x in found] == [to_host(x).tobytes() for x in step(plan)]
+        assert all((to_host(x) == 0xAB).all() for x in others)

@@ -30,6 +30,7 @@ GROWING = (1, 3, 4)
 @pytest.fixture
 def h100(monkeypatch):
     monkeypatch.setattr(launch, "this_gpu", lambda: H100)
+    monkeypatch.setattr(ops, "capture", lambda: None)
     monkeypatch.setattr(engines, "_no_gpu", lambda: None)
 
 

@@ -78,6 +78,7 @@ def launches(request, monkeypatch):
     gpu = launch.Gpu(sm90=request.param == "hopper", multiprocessors=132, shared_bytes=232448)
     monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
     monkeypatch.setattr(engines, "_no_gpu", lambda: None)
+    monkeypatch.setattr(ops, "capture", lambda: None)
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(launch.Launch, "__call__", lambda run, *args: grids.append(run.grid))
     return SimpleNamespace(grids=grids, made=made, engine=ops)

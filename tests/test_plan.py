@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thdattn
+from thdattn.buffers import Kept
 from thdattn.host_plan import host_arrays
 
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (5, 0), (3, 40), (40, 3), (-1, 7), (7, -1), (100_000, 100_000)]
@@ -248,7 +249,10 @@ def test_one_rank_takes_any_lengths_in_order(lengths):
 class Lengths:
     """Stands for lengths on a GPU, which are wrong; the host knows of it when it waits, or when it is `noticed`."""
 
-    noticed = False
+    noticed, made_in = False, None
+
+    def follow(self):
+        """Nothing is late."""
 
     def check(self, wait):
         if wait or self.noticed:
@@ -340,7 +344,8 @@ def test_work_on_another_stream_comes_after_the_making_and_before_what_takes_the
     monkeypatch.setattr(on_gpu, "cupy", fake)
     plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(thdattn.PackedBatch([0, 4]))
     plan.enter()  # of NumPy: nothing to be ordered
-    made = replace(plan, arrays=replace(plan.arrays, stream=made_on), engine=on_gpu, _kept={})
+    engine = SimpleNamespace(enter=on_gpu.enter, capture=lambda: None)
+    made = replace(plan, arrays=replace(plan.arrays, stream=made_on), engine=engine, _kept=Kept())
     made.enter()
     current = Stream(3, log, capturing=True)
     made.enter()
@@ -351,6 +356,27 @@ def test_work_on_another_stream_comes_after_the_making_and_before_what_takes_the
     assert log == ["2 waits for event of 1"]
     del made
     assert log == ["2 waits for event of 1", "1 waits for event of 2"]
+
+
+@pytest.mark.parametrize("call", ["refresh", "check"])
+def test_what_is_asked_of_lengths_on_another_stream_comes_after_the_making(monkeypatch, call):
+    pytest.importorskip("cupy")
+    from thdattn.ops import plan as on_gpu
+
+    log = []
+    current = Stream(2, log)
+    monkeypatch.setattr(on_gpu, "cupy", SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: current)))
+    plan = thdattn.CPAttention(thdattn.comm.init("single"), 1, 8, engine="reference").plan(thdattn.PackedBatch([0, 4]))
+    lengths = SimpleNamespace(made_in=None, make_again=lambda: log.append("refresh"), follow=lambda: log.append("late"),
+                              check=lambda wait: log.append("check"))
+    engine = SimpleNamespace(enter=on_gpu.enter, capture=lambda: None, plan_backward=lambda plan: None)
+    made = replace(plan, arrays=replace(plan.arrays, lengths=lengths, stream=Stream(1, log)), engine=engine)
+    if call == "check":
+        made.check(wait=False)
+        assert log == ["check"], "the host's memory is read, which costs nothing"
+        log.clear()
+    getattr(made, call)()
+    assert log == ["2 waits for event of 1", call]
 
 
 def test_work_buffers_are_made_once_per_name_shape_and_dtype():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import fake_cupy
 import numpy as np
 import pytest
 
+from thdattn.plan import NO_ARRAYS, Plan
+
 LAYERS = 2, 3  # each by what it multiplies lengths with
-CALLS = "eager", "eager other", "capture", "capture other", "replay"
+CALLS = "eager", "eager other", "capture", "capture other", "capture for later", "replay"
 PLANS = "refresh", "capture refresh", "replay refresh"
 
 
@@ -46,17 +49,19 @@ class Program:
     """A plan of lengths that change, made in a captured graph or not, with layers that read what they make of it.
 
     Attributes:
+        plan: its DeviceLengths; kept: as calls see the plan.
         planned: the length that the plan was last made from.
     """
 
     def __init__(self, gpu, how):
-        self.lengths, self.made, self.planned = np.zeros((2, 2), np.int32), {}, 0
+        self.lengths, self.planned = np.zeros((2, 2), np.int32), 0
         offsets = {"rows": self.lengths, "columns": self.lengths.T}["columns" if "strided" in how else "rows"]
         pack = SimpleNamespace(cu_seqlens=offsets[0], cu_seqlens_padded=offsets[1], num_seqs=1, total_rows=9)
         self.readers, self.refreshes = [], []
 
         def plan():
             self.plan = gpu.DeviceLengths(SimpleNamespace(batch=pack, multiple=1), None)
+            self.kept = plan_of(self.plan)
             return [self.call(LAYERS[0])] if "called" in how else []
 
         self.planner = captured(plan) if "captured" in how else plan()
@@ -66,11 +71,13 @@ class Program:
     def call(self, layer):
         """What a layer reads, when it is launched."""
         self.plan.follow()
-        if layer not in self.made:
+
+        def make():
             made, lengths = fake_cupy.array([-1], np.int32), self.plan.checked
-            self.made[layer] = made
-            self.plan.make(lambda: fake_cupy.launch(lambda: made.fill(layer * lengths.max())))
-        made, read = self.made[layer], fake_cupy.array([-1], np.int32)
+            self.kept.make(lambda: fake_cupy.launch(lambda: made.fill(layer * lengths.max())))
+            return made
+
+        made, read = self.kept.once(layer, make), fake_cupy.array([-1], np.int32)
         fake_cupy.launch(lambda: np.copyto(read, made))
         return layer, read
 
@@ -101,7 +108,8 @@ class Program:
             self.do("replay refresh")
         elif step.startswith("capture"):
             self.readers.append(captured(lambda: [self.call(LAYERS[other]) for _ in range(2)]))
-            self.do("replay")
+            if step != "capture for later":
+                self.do("replay")
         elif step == "replay refresh":
             for graph, reads in self.refreshes:
                 self.come()
@@ -113,6 +121,12 @@ class Program:
             for graph, reads in reversed(self.readers):  # none finds what one before it made
                 graph.launch(None)
                 self.check(reads)
+
+
+def plan_of(lengths):
+    """A plan that has nothing but lengths on a GPU, or None."""
+    engine = SimpleNamespace(capture=lambda: fake_cupy.current[0].capture, plan_backward=lambda plan: None)
+    return Plan(None, 0, (-1, -1), (8, 8), (1, 1), replace(NO_ARRAYS, lengths=lengths), engine)
 
 
 def captured(function):
@@ -150,12 +164,46 @@ def test_a_graph_makes_what_another_one_made_once_and_nothing_that_is_always_mad
         return recorded(lambda: program.call(LAYERS[0]))
 
     programs = [Program(gpu, how) for how in ("eager", "captured", "captured, called")]
-    for layer in LAYERS:
-        programs[0].call(layer)
+    assert [call_of(program) for program in programs] == [1 + 1, 1 + 1, 1], "each for itself"
+    assert [calls(program) for program in programs] == [6 + 2, 6 + 2, 6 + 1]
+    for program, layer in itertools.product(programs, LAYERS):
+        program.call(layer)
     assert [calls(program) for program in programs] == [6, 6 + 2, 6 + 1]
     assert [calls(program) for program in programs] == [6, 6 + 2, 6 + 1]
     assert [call_of(program) for program in programs] == [1, 1 + 2, 1 + 1]
     assert [recorded(program.plan.make_again) for program in programs] == [1 + 2] * 3
     assert recorded(lambda: [x := Program(gpu, "eager"), x.call(2), x.call(2)]) == 1 + 1 + 2
+    program = Program(gpu, "eager")
+    assert call_of(program) == 1 + 1 and recorded(program.plan.make_again) == 1
+    assert recorded(lambda: [program.call(2), program.plan.make_again(), program.call(2)]) == 1 + 1 + 2 + 1
     refreshed = Program(gpu, "eager")
     assert recorded(lambda: [refreshed.plan.make_again(), *(refreshed.call(2) for _ in range(3))]) == 1 + 1 + 3
+
+
+def test_what_a_graph_makes_of_lengths_on_the_host_is_not_taken_for_made_elsewhere(gpu):
+    """A graph that is never replayed leaves nothing behind that an eager call or another graph would find unmade."""
+    plan, made = plan_of(None), {}
+
+    def call(*key):
+        """What a kernel finds of something that a plan makes once, such as counters that are 0 between calls."""
+        def make():
+            zeros = fake_cupy.array([7], np.int32)
+            plan.make(lambda: fake_cupy.launch(lambda: zeros.fill(0)))
+            return zeros
+
+        read, zeros = fake_cupy.array([-1], np.int32), plan.once(key, make)
+        fake_cupy.launch(lambda: np.copyto(read, zeros))
+        made.setdefault(key, []).append(zeros)
+        return read
+
+    first, _ = captured(lambda: call("x"))
+    second, read = captured(lambda: [call("x"), call("x")])
+    assert len(second.actions) == 1 + 2
+    second.launch(None)
+    assert read == [0, 0]
+    assert call("x") == call("x") == 0
+    third, late = captured(lambda: call("x"))
+    assert len(third.actions) == 1, "what is there serves graphs too"
+    third.launch(None)
+    first.launch(None)
+    assert late == 0 and len({id(x) for x in made["x",]}) == 3

@@ -156,19 +156,16 @@ class CPAttention:
             ValueError: an unknown sharding, lengths that the sharding cannot split, a Sharding of another batch or
                 size, a key_batch of another number of sequences, on the other side or for several ranks, or (on every
                 rank) a batch that differs between ranks, or one for whose work buffers and one layer there is no room
-                on the GPU of a rank of several, see memory; or the GPU has told meanwhile that lengths of the last
-                plan were wrong.
+                on the GPU of a rank of several, see memory, or the GPU of one has told meanwhile that lengths of the
+                last plan were wrong.
             RuntimeError: lengths on the host, inside a captured CUDA graph.
         """
-        if self._lengths is not None:
-            last, self._lengths = self._lengths, None
-            last.check(wait=False)
         plan = self._outline(batch, sharding, key_batch, like, finite_padding)
         forward_only = as_bool("forward_only", forward_only)
-        fingerprint, refusal = 0, ""
+        fingerprint, refusal, self._lengths = 0, planning.found_wrong(self._lengths), None
         if self.comm.size > 1:
-            fingerprint = self._fingerprint(plan)
-            refusal = room.shortage(self._engine, self.comm, self._estimate(plan, self._memory), forward_only)
+            fingerprint, memory = self._fingerprint(plan), self._estimate(plan, self._memory)
+            refusal = refusal or room.shortage(self._engine, self.comm, memory, forward_only)
         self.comm.agree("the plan's batch, sharding and attention", fingerprint, refusal)
         plan = planning.with_arrays(plan)
         self._lengths = plan.arrays.lengths

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from thdattn.arguments import as_count, check_kind
+from thdattn.buffers import Kept
 from thdattn.plan import Plan
 
 T = TypeVar("T")
@@ -29,8 +30,9 @@ class KVCache:
         num_texts, capacity: how many texts, and how many rows each can have.
         window: (left, right) of the attention, -1 = unlimited; a causal mask is right = 0.
         k: (num_texts, capacity, num_kv_heads, head_dim); v: (.., v_head_dim). Rows beyond a text's end hold anything.
-        lengths: (num_texts,) int32, rows of each text; capacity + 1 for a text that did not fit: it lost rows, and
-            attention over it gives 0 until the cache is reset or filled. `check` says so.
+        lengths: (num_texts,) int32, rows of each text; capacity + 1 for a text that did not fit, and for all that were
+            filled by wrong lengths on a GPU: it lost rows, and attention over it gives 0 until the cache is reset or
+            filled. `check` says so.
     """
 
     num_texts: int
@@ -40,7 +42,7 @@ class KVCache:
     v: Any
     lengths: Any
     _engine: Any
-    _kept: dict[Any, Any] = field(default_factory=dict)
+    _kept: Kept = field(default_factory=Kept)
 
     def __repr__(self) -> str:
         sizes = {"num_texts": self.num_texts, "capacity": self.capacity, **self.made_for}
@@ -66,8 +68,9 @@ class KVCache:
 
         Raises:
             TypeError: an array of the wrong dtype or on the wrong device, or a plan that is none.
-            ValueError: an array of the wrong shape, a plan of several ranks or of another number of sequences, or a
-                sequence longer than the capacity. If lengths lie on a GPU, `check` says that instead.
+            ValueError: an array of the wrong shape, a plan of several ranks, of another number of sequences or one
+                whose lengths the GPU has found wrong meanwhile, or a sequence longer than the capacity. If lengths lie
+                on a GPU, `check` says that instead.
         """
         check_kind("plan", plan, Plan, "make it with attn.plan(batch)")
         batch = plan.key_batch
@@ -83,6 +86,8 @@ class KVCache:
                 f"the cache larger"
             )
         k, v = (self._checked(name, x, like, plan) for name, x, like in (("k", k, self.k), ("v", v, self.v)))
+        plan.check(wait=False)
+        plan.enter()
         self._engine.cache_fill(k, v, plan, self)
 
     def check(self) -> None:
@@ -90,8 +95,8 @@ class KVCache:
         full = [text for text, length in enumerate(self.lengths.tolist()) if length > self.capacity]
         if full:
             raise RuntimeError(
-                f"texts {full} had more than {self.capacity} rows, the capacity of the cache, and lost some; "
-                f"make it larger, or stop in time"
+                f"texts {full} had more than {self.capacity} rows, the capacity of the cache, or were filled by wrong "
+                f"lengths on a GPU, and lost some; make it larger, or stop in time, or ask plan.check()"
             )
 
     @property
@@ -101,11 +106,8 @@ class KVCache:
         return min(self.capacity, left + right + 1) if min(left, right) >= 0 else self.capacity
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` returned when it was first called for this key: what the calls with a cache have in common."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        kept: T = self._kept[key]
-        return kept
+        """What `make` returned when it was first called for this key: what a cache's calls have in common; see Kept."""
+        return self._kept.once(key, make, self._engine.capture)
 
     def _checked(self, name: str, x: Any, like: Any, plan: Plan) -> Any:
         x, shape = self._engine.from_user(name, x), (plan.local_key_rows, *like.shape[2:])

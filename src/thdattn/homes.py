@@ -1,11 +1,13 @@
-"""Whose the rows of a key buffer are, as shares of their gradients go to the ranks that own them."""
+"""Whose the rows of a key buffer are, as shares of their gradients go to the ranks that own them; and their sizes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
+from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.plan import Plan
 
 
@@ -38,3 +40,14 @@ def places_of_keys(plan: Plan) -> tuple[Any, Any]:
 
     found: tuple[Any, Any] = plan.once("places of keys", make)
     return found
+
+
+def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes:
+    """Bytes of a rank's shares of dk and dv, where attn_bwd makes arrays for those of one group of heads after another.
+
+    On one rank they are the results. where: see reference.backward_bytes.
+    """
+    if plan.cp_size == 1 or where != "made":
+        return {}
+    shape = plan.key_rows, max(layer.groups), sum(plan.head_dims)
+    return {"shares of dk and dv": num_bytes(shape, sum_dtype)}

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from thdattn.buffers import Buffers
+from thdattn.buffers import Buffers, Kept
 from thdattn.comm import Comm
-from thdattn.memory import Bytes, Layer, num_bytes
 from thdattn.packing import PackedBatch
 from thdattn.pairs import check_key_batch as check_key_batch
 from thdattn.pairs import visible_pairs as visible_pairs
@@ -107,7 +106,7 @@ class Plan:
     _finite_padding: bool = False
     keys_of: int | None = None
     core: Plan | None = None
-    _kept: dict[Any, Any] = field(default_factory=dict)
+    _kept: Kept = field(default_factory=Kept)
     _buffers: Buffers = field(default_factory=Buffers)  # shared by the plan of all keys and those of slices
 
     def __post_init__(self) -> None:
@@ -181,17 +180,17 @@ class Plan:
         """How many rows of keys go from rank to rank; None: not needed rows alone, but all."""
         return Routes(self._needed_rows.table(), self.cp_rank) if self.sharding.by_runs else None
 
-    @cached_property
+    @property
     def slices(self) -> list[Plan]:
         """For every rank the plan whose key buffer has that rank's rows, for a ring; they share work buffers."""
-        return [self.slice_of(rank) for rank in range(self.cp_size)]
+        return self.once("slices", lambda: [self.slice_of(rank) for rank in range(self.cp_size)])
 
     def slice_of(self, rank: int) -> Plan:
         """One of the slices; without arrays if this plan has none."""
         arrays, of = self.arrays, (self.sharding, self.cp_rank, self.window, self.tiles)
         if arrays is not NO_ARRAYS:
             arrays = self.engine.plan_arrays(*of, keys_of=rank, lengths=arrays.lengths)
-        return replace(self, arrays=arrays, keys_of=rank, _kept={})
+        return replace(self, arrays=arrays, keys_of=rank, _kept=Kept())
 
     @cached_property
     def needs_own_rows(self) -> bool:
@@ -308,11 +307,13 @@ class Plan:
         return self.arrays.rank_order
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` returned when it was first called for this key: what a plan's calls have in common."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        kept: T = self._kept[key]
-        return kept
+        """What `make` returned when it was first called for this key: what a plan's calls have in common; see Kept."""
+        return self._kept.once(key, make, self._capture)
+
+    def _capture(self) -> int | None:
+        """The number of the capture that the current stream is in, but for that which makes the plan; None: in none."""
+        number: int | None = self.engine.capture()
+        return None if self.arrays.lengths is not None and number == self.arrays.lengths.made_in else number
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike, room: tuple[int, ...] | None = None) -> Any:
         """A work buffer of a name, shape and dtype, made on first use and kept: CUDA graphs find it where it was.
@@ -343,6 +344,7 @@ class Plan:
         if self.arrays.lengths is None:
             raise ValueError("plan was made from lengths on the host, wanted lengths on a GPU to plan anew for; "
                              "make another plan, or use thdattn.graphs.StaticPack")
+        self._come()
         self.arrays.lengths.make_again()
 
     def check(self, wait: bool = True) -> None:
@@ -360,10 +362,18 @@ class Plan:
                 padded length, or a padded length that the sharding cannot split; says which sequence and the remedy.
         """
         if self.arrays.lengths is not None:
+            if wait:
+                self._come()
             self.arrays.lengths.check(wait)
 
     def enter(self) -> None:
-        """Orders the current stream, which is about to be given work, and the one that the plan was made on."""
+        """Has the current stream, which is about to be given work, find the plan made, and up to date."""
+        self._come()
+        if self.arrays.lengths is not None:
+            self.arrays.lengths.follow()
+
+    def _come(self) -> None:
+        """Orders the current stream and the one that the plan was made on."""
         if self.arrays.stream is not None:
             self.engine.enter(self)
 
@@ -432,17 +442,6 @@ def key_side_ints(plan: Plan) -> int:
         return 0
     routes = plan.routes
     return 2 * plan.key_rows + routes.num_received + routes.num_sent + (1 + plan.cp_size) * plan.local_rows
-
-
-def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes:
-    """Bytes of a rank's shares of dk and dv, where attn_bwd makes arrays for those of one group of heads after another.
-
-    On one rank they are the results. where: see reference.backward_bytes.
-    """
-    if plan.cp_size == 1 or where != "made":
-        return {}
-    shape = plan.key_rows, max(layer.groups), sum(plan.head_dims)
-    return {"shares of dk and dv": num_bytes(shape, sum_dtype)}
 
 
 def _words(x: Any) -> Any:

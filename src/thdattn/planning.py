@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import replace
 from typing import Any
 
-from thdattn.buffers import Buffers
+from thdattn.buffers import Buffers, Kept
 from thdattn.plan import Plan
 from thdattn.sharding import Sharding
 
@@ -16,7 +16,7 @@ def with_core(plan: Plan, inner: int) -> Plan:
     if inner == 1:
         return plan
     rows = plan.sharding.outer or Sharding(plan.batch, 1, "contiguous")
-    core = replace(plan, sharding=rows, cp_rank=plan.cp_rank // inner, _kept={}, _buffers=Buffers())
+    core = replace(plan, sharding=rows, cp_rank=plan.cp_rank // inner, _kept=Kept(), _buffers=Buffers())
     return replace(plan, core=core)
 
 
@@ -29,6 +29,20 @@ def fingerprint(plan: Plan, *asked: Any) -> int:
         for lengths in dict.fromkeys((batch, key_batch)):
             digest.update(lengths.cu_seqlens.tobytes() + lengths.cu_seqlens_padded.tobytes())
     return int.from_bytes(digest.digest()[:7], "little")
+
+
+def found_wrong(lengths: Any) -> str:
+    """Why lengths on a GPU are wrong, as far as the host knows, which a rank may before others; "": they are not.
+
+    Args:
+        lengths: see PlanArrays; None: there are none.
+    """
+    try:
+        if lengths is not None:
+            lengths.check(wait=False)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def with_arrays(plan: Plan, lengths: Any = None) -> Plan:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from thdattn.arguments import as_host_array, dlpack_device, unreadable
+from thdattn.homes import shares_bytes
 from thdattn.host_blocks import MAX_BLOCK_ROWS, attend, gradients, row_blocks
 from thdattn.host_conv import mixer_add_halos as mixer_add_halos
 from thdattn.host_conv import mixer_backward_bytes as mixer_backward_bytes
@@ -57,7 +58,7 @@ from thdattn.host_ssd import ssd_start as ssd_start
 from thdattn.host_ssd import ssd_states as ssd_states
 from thdattn.memory import Bytes, Layer
 from thdattn.packing import DLPACK_HOST, DLPACK_MANAGED, PackedBatch
-from thdattn.plan import Plan, PlanArrays, key_side_ints, shares_bytes
+from thdattn.plan import Plan, PlanArrays, key_side_ints
 from thdattn.sharding import Sharding
 
 Array = NDArray[Any]
@@ -167,6 +168,11 @@ def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -
 
 def free_bytes(wanted: int) -> int | None:
     """Bytes of memory that are free, if they are fewer than wanted; None: they are not, or nobody knows, as here."""
+    return None
+
+
+def capture() -> int | None:
+    """The number of the capture of a CUDA graph that the current stream is in, which no other has; None: in none."""
     return None
 
 

@@ -29,19 +29,20 @@ __global__ void __launch_bounds__(256) thd_cache_append(
   if (threadIdx.x == 0) lengths[text] = length;
 }
 
-// Copies the sequences of a pack, in sequence order, to the texts of their numbers, which lose what they had.
+// Copies the sequences of a pack, in sequence order, to the texts of their numbers, which lose what they had. `wrong`:
+// 1 if the lengths that the offsets come from were, and so no text fits; null: they are right.
 // Launch: grid ceil(max(num_rows, num_seqs) / 8), block 256: one warp a row. Bound by memory.
 __global__ void __launch_bounds__(256) thd_cache_fill(
     uint4* __restrict__ k_cache, const uint4* __restrict__ k, int k_pitch, uint4* __restrict__ v_cache,
     const uint4* __restrict__ v, int v_pitch, int* __restrict__ lengths, const int* __restrict__ cu_seqlens,
-    const int* __restrict__ cu_seqlens_padded, int num_seqs, int num_rows, int capacity) {
+    const int* __restrict__ cu_seqlens_padded, const int* wrong, int num_seqs, int num_rows, int capacity) {
   const int row = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (row < num_seqs && lane == 0)
-    lengths[row] = min((u32)cu_seqlens[row + 1] - cu_seqlens[row], (u32)capacity + 1);  // whatever the offsets are
+    lengths[row] = wrong && *wrong ? capacity + 1 : min(cu_seqlens[row + 1] - cu_seqlens[row], capacity + 1);
   if (row >= num_rows || row >= cu_seqlens_padded[num_seqs]) return;
   const int seq = sequence_of(cu_seqlens_padded, num_seqs, row), position = row - cu_seqlens_padded[seq];
   const int length = cu_seqlens[seq + 1] - cu_seqlens[seq];
-  if (length < 0 || length > capacity || position < 0 || position >= length) return;
+  if (length > capacity || position >= length) return;
   const size_t to = (size_t)seq * capacity + position;
   for (int i = lane; i < k_pitch; i += kWarp) k_cache[to * k_pitch + i] = k[(size_t)row * k_pitch + i];
   for (int i = lane; i < v_pitch; i += kWarp) v_cache[to * v_pitch + i] = v[(size_t)row * v_pitch + i];

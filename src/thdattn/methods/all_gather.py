@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from thdattn.plan import Plan
 
 IN_FLIGHT = 2  # gathers of a plan that may be on their way at a time, each into buffers of its own
+# By plan, what returns the keys of the last gather into each of these buffers, in captures of CUDA graphs too.
+_turns: weakref.WeakKeyDictionary[Plan, list[Callable[[], Keys | None]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False, repr=False)
@@ -120,7 +122,7 @@ def gather(
         if plan.has_unseen_keys:
             return Keys(k, v, plan, [Arrival([[k], [v]])], False, given)
         return Keys(k, v, plan, [Arrival([[x[: plan.key_rows]] for x in (k, v)])], True, given)
-    turns: list[Callable[[], Keys | None]] = plan.once("turns of gathers", lambda: [_nobody] * IN_FLIGHT)
+    turns = _turns.setdefault(plan, [_nobody] * IN_FLIGHT)
     # The first free one, as buffers of the others are only made where more gathers are under way.
     turn = next((turn for turn, last in enumerate(turns) if _is_free(last())), None)
     if turn is None:

@@ -11,7 +11,7 @@ from thdattn.ops import launch
 from thdattn.ops.backward import attn_bwd, backward_bytes, plan_backward, rounded, without_padding
 from thdattn.ops.decode import attn_decode, cache_append, cache_fill
 from thdattn.ops.forward import attn_fwd, forward_bytes
-from thdattn.ops.launch import empty, free_bytes, from_user, in_place
+from thdattn.ops.launch import capture, empty, free_bytes, from_user, in_place
 from thdattn.ops.logits import sinks_grad
 from thdattn.ops.mixer import (
     mixer_conv,
@@ -41,11 +41,11 @@ from thdattn.ops.rows import add_shares, pack_rows, place_rows, to_rank_order, t
 from thdattn.tiles import TILES
 
 __all__ = [
-    "add_shares", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "device",
-    "dtypes", "empty", "enter", "forward_bytes", "free_bytes", "from_user", "head_dims", "in_place", "mixer_add_halos",
-    "mixer_backward_bytes", "mixer_conv", "mixer_conv_bwd", "mixer_conv_bytes", "mixer_conv_states", "mixer_decode",
-    "mixer_fill", "mixer_forward_bytes", "mixer_gate_states", "mixer_halo", "mixer_sizes", "mixer_tail", "name",
-    "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "poison", "rounded", "sinks_grad",
+    "add_shares", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "capture",
+    "device", "dtypes", "empty", "enter", "forward_bytes", "free_bytes", "from_user", "head_dims", "in_place",
+    "mixer_add_halos", "mixer_backward_bytes", "mixer_conv", "mixer_conv_bwd", "mixer_conv_bytes", "mixer_conv_states",
+    "mixer_decode", "mixer_fill", "mixer_forward_bytes", "mixer_gate_states", "mixer_halo", "mixer_sizes", "mixer_tail",
+    "name", "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "poison", "rounded", "sinks_grad",
     "ssd_bwd", "ssd_enter", "ssd_fold", "ssd_gradients", "ssd_scan", "ssd_segment_rows", "ssd_start", "ssd_states",
     "tiles", "to_rank_order", "to_sequence_order", "without_padding",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn import jit
-from thdattn.homes import places_of_keys
+from thdattn.homes import places_of_keys, shares_bytes
 from thdattn.hopper_tiles import BackwardPairSm90, BackwardWideSm90
 from thdattn.instances import Instance
 from thdattn.memory import Bytes, Layer, heads_of, num_bytes
@@ -27,7 +27,7 @@ from thdattn.ops.launch import Array, Gpu, Launch, layout
 from thdattn.ops.logits import logits_of, lse_unit
 from thdattn.ops.plan import pairs_of, parts_of
 from thdattn.ops.rows import reorder
-from thdattn.plan import Plan, shares_bytes
+from thdattn.plan import Plan
 from thdattn.structs import BACKWARD_SIZE, GRADIENTS, HOMES, PAIRS, SHARES
 from thdattn.tiles import DQ_ROWS, STATS_ROWS, TILES, Tiles
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import cupy
 import numpy as np
 
@@ -35,12 +33,11 @@ def _append(new_rows: int, cache: KVCache) -> tuple[Array, Launch]:
 
 def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
     """Copies the sequences of a pack to the texts of their numbers. See reference.cache_fill."""
-    batch = plan.key_batch
-    cu_seqlens, cu_seqlens_padded = map(cupy.asarray, (batch.cu_seqlens, batch.cu_seqlens_padded))
+    num_seqs, lengths = plan.key_batch.num_seqs, plan.arrays.lengths
     jit.kernel(_FILL)(
-        (-(-max(len(k), batch.num_seqs) // 8),), 256,
-        (cache.k, k, _words(k), cache.v, v, _words(v), cache.lengths, cu_seqlens, cu_seqlens_padded,
-         *map(np.int32, (batch.num_seqs, len(k), cache.capacity))),
+        (-(-max(len(k), num_seqs) // 8),), 256,
+        (cache.k, k, _words(k), cache.v, v, _words(v), cache.lengths, *plan.arrays.offsets[-1],
+         launch.NONE if lengths is None else lengths.wrong, *map(np.int32, (num_seqs, len(k), cache.capacity))),
     )  # fmt: skip
 
 
@@ -52,21 +49,21 @@ def _words(x: Array) -> np.int32:
 def attn_decode(
     q: Array, key_ranges: Array, cache: KVCache, softmax_scale: float, softcap: float = 0.0, sinks: Array | None = None
 ) -> tuple[Array, Array]:
-    """Attention of query rows over ranges of the cache's rows. See reference.attn_decode.
+    """Attention of query rows over ranges of the cache's rows. See reference.attn_decode; lse stays to the next call.
 
     How many parts the keys are split into depends on the sizes of the cache and on the GPU alone, never on lengths.
     """
     (num_rows, num_heads, _), v_head_dim = q.shape, cache.v.shape[3]
-    out, lse = launch.empty((num_rows, num_heads, v_head_dim), q.dtype), launch.empty((num_heads, num_rows), np.float32)
-    kind = kind_of(softcap, sinks)
-    run = cache.once(
+    out, kind = launch.empty((num_rows, num_heads, v_head_dim), q.dtype), kind_of(softcap, sinks)
+    lse, run = cache.once(
         ("decode", num_rows, num_heads, kind), lambda: _decode(launch.this_gpu(), num_rows, num_heads, cache, kind))
     run(q, cache.k, cache.v, out, lse, key_ranges, logits_of(softmax_scale, softcap),
         launch.NONE if sinks is None else sinks)
     return out, lse
 
 
-def _decode(gpu: Gpu, num_rows: int, num_heads: int, cache: KVCache, kind: Kind) -> Callable[..., None]:
+def _decode(gpu: Gpu, num_rows: int, num_heads: int, cache: KVCache, kind: Kind) -> tuple[Array, Launch]:
+    """lse, which a replayed graph writes to though no caller of decode has it, and the launch."""
     *_, num_kv_heads, head_dim = cache.k.shape
     chosen, group = DECODE[head_dim, cache.v.shape[3]], num_heads // num_kv_heads
     blocks = num_kv_heads * -(-group // chosen.heads)  # of a row and part
@@ -75,4 +72,5 @@ def _decode(gpu: Gpu, num_rows: int, num_heads: int, cache: KVCache, kind: Kind)
     fixed = (launch.empty((shares, cache.v.shape[3]), np.float32), launch.empty((shares, 2), np.float32),
              cupy.zeros(num_rows * blocks, np.uint32), np.int32(group))  # fmt: skip
     kernel = jit.kernel(*chosen.thd_attn_decode(cache.k.dtype.name, kind))
-    return Launch(kernel, (num_rows, blocks, splits), 32 * chosen.warps, fixed, early=True)
+    lse = launch.empty((num_heads, num_rows), np.float32)
+    return lse, Launch(kernel, (num_rows, blocks, splits), 32 * chosen.warps, fixed, early=True)

@@ -45,7 +45,7 @@ def free_bytes(wanted: int) -> int | None:
 
 
 def capture() -> int | None:
-    """The number of the capture of a CUDA graph that the current stream is in, which no other one has; None: in none.
+    """The number of the capture of a CUDA graph that the current stream is in; see reference.capture.
 
     Source: CUDA driver API, cuStreamGetCaptureInfo.
     """

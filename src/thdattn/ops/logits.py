@@ -97,7 +97,8 @@ def sinks_grad(dout: Array, out: Array, lse: Array, sinks: Array) -> Array:
     """What this rank's query rows give to the gradient of sinks; see reference.sinks_grad."""
     num_rows, num_heads, v_head_dim = out.shape
     parts = max(1, min(num_rows // SINKS_ROWS, SINKS_BLOCKS // num_heads))
-    shares = launch.empty((parts, num_heads), np.float32)
+    # One array, as a replayed graph writes to all of it as long as the gradient lives: that, and then the shares.
+    made = launch.empty((1 + parts, num_heads), np.float32)
     kernel = jit.kernel(*sinks_grad_kernel(out.dtype.name, v_head_dim))
-    kernel((num_heads, parts), 256, (out, dout, lse, sinks, shares, np.int32(num_rows)))
-    return cupy.sum(shares, axis=0)
+    kernel((num_heads, parts), 256, (out, dout, lse, sinks, made[1:], np.int32(num_rows)))
+    return cupy.sum(made[1:], axis=0, out=made[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cupy
 import numpy as np
 
 from thdattn import jit
@@ -40,9 +39,8 @@ def mixer_fill(
 ) -> None:
     """What is left of every sequence of a pack. See reference.mixer_fill."""
     rows, states = into
-    size, batch, kernels = mixer_size(len(zxbcdt), shape), plan.batch, MixerDecode(shape.dtype.name, shape.state_dim)
-    offsets = batch.cu_seqlens, batch.cu_seqlens_padded
-    lengths = plan.once("offsets", lambda: tuple(map(cupy.asarray, offsets)))
+    size, kernels = mixer_size(len(zxbcdt), shape), MixerDecode(shape.dtype.name, shape.state_dim)
+    lengths = plan.arrays.offsets[0]
     jit.kernel(*kernels.thd_mixer_fill_rows)(
         (-(-shape.reach * shape.channels // MIXER_CHANNELS), len(rows)), 256,
         (zxbcdt, rows, *lengths, np.int32(shape.reach), size),

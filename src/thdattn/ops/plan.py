@@ -98,13 +98,10 @@ def enter(plan: Plan) -> None:
 
     And memory of the plan that CuPy's pool gives to later work of that stream, when nobody holds the plan any more,
     then comes after the work on this one. In a capture nothing is done, as graphs outlive what they were captured with.
-    What follows lengths on the GPU, and some graph that makes the plan does not make, is made anew.
     """
     stream, made_on = cupy.cuda.get_current_stream(), plan.arrays.stream
     if stream.ptr != made_on.ptr and not stream.is_capturing():
         plan.once(("entered", stream.ptr), lambda: _enter(plan, stream, made_on))
-    if plan.arrays.lengths is not None:
-        plan.arrays.lengths.follow()
 
 
 def _enter(plan: Plan, stream: Any, made_on: Any) -> None:
@@ -127,6 +124,7 @@ class DeviceLengths:
         sharding, key_batch: as passed to plan_arrays.
         checked: (2, 2, num_seqs + 1) int32, cu_seqlens and cu_seqlens_padded of queries and keys, all 0 if wrong.
         wrong: (1,) int32, 1 if wrong.
+        made_in: the number of the capture of the CUDA graph that makes the plan; None: it was made outside of captures.
     """
 
     def __init__(self, sharding: Sharding, key_batch: PackedBatch | None) -> None:
@@ -134,7 +132,8 @@ class DeviceLengths:
         batch, keys = sharding.batch, key_batch or sharding.batch
         self._made: list[Callable[[], None]] = []  # what every graph makes that makes the plan
         self._late: dict[Callable[[], None], int | None] = {}  # all else; of what was made last in a capture, which one
-        self._made_in, self._was_captured = launch.capture(), False
+        self._of_graphs: dict[int | None, list[Callable[[], None]]] = {}  # by capture, what a graph makes for itself
+        self.made_in, self._was_captured = launch.capture(), False
         # Kept, with all that is written here, as a replayed graph reads and writes them.
         self._offsets = [self._followed(name, x) for lengths in (batch, keys) for name, x in (
             ("cu_seqlens", lengths.cu_seqlens), ("cu_seqlens_padded", lengths.cu_seqlens_padded))]
@@ -156,17 +155,24 @@ class DeviceLengths:
         return copied
 
     def make(self, launches: Callable[[], None]) -> None:
-        """Makes something of the plan from the lengths, now and whenever make_again is called or a graph replays it."""
+        """Makes something of the plan from the lengths, now and whenever make_again is called or a graph replays it.
+
+        In the capture of another graph than the one that makes the plan, it is for that one alone, as Plan.once has it.
+        """
         launches()
-        if not self._was_captured and (self._made_in is None or self._made_in == launch.capture()):
+        now = launch.capture()
+        if now not in (None, self.made_in):
+            self._of_graphs.setdefault(now, []).append(launches)
+        elif not self._was_captured and now == self.made_in:
             self._made.append(launches)
         else:
-            self._late[launches] = launch.capture()
+            self._late[launches] = now
 
     def make_again(self) -> None:
         """Makes all of the plan again, in the same arrays, from the lengths that lie on the GPU now."""
-        self._was_captured |= cupy.cuda.get_current_stream().is_capturing()
-        for launches in self._made:
+        now = launch.capture()
+        self._was_captured |= now is not None
+        for launches in [*self._made, *self._of_graphs.get(now, ())]:
             launches()
         self._late = dict.fromkeys(self._late)
         self.follow()
