@@ -52,7 +52,8 @@ def attn_fwd(
                          max(groups, default=k.shape[1]) * (num_heads // k.shape[1])))
 
     def arguments() -> tuple[Any, ...]:
-        inputs = tuple(launch.tensor_maps((q, k, v), (num_rows, len(k), len(v)), boxes)) if boxes else (q, k, v)
+        rows = num_rows, len(k), len(v)
+        inputs = launch.tensor_maps((q, k, v), rows, boxes, l2_bytes=128) if boxes else (q, k, v)
         return *inputs, out, lse, logits_of(softmax_scale, softcap), launch.NONE if sinks is None else sinks
 
     key = (softmax_scale, softcap, k.shape, k.strides, v.strides,

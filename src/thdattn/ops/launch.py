@@ -98,9 +98,12 @@ def in_place(name: str, x: Any) -> Array:
     return x
 
 
-def tensor_maps(arrays: Sequence[Array], num_rows: Sequence[int], boxes: Sequence[int]) -> Iterator[Any]:
+def tensor_maps(
+    arrays: Sequence[Array], num_rows: Sequence[int], boxes: Sequence[int], l2_bytes: int = 256
+) -> Iterator[Any]:
     """Maps of the first rows of (rows, heads, width) arrays, so many of each, by boxes of so many rows."""
-    return (tensor_map(x, rows, row_bytes(x), box) for x, rows, box in zip(arrays, num_rows, boxes, strict=True))
+    return (tensor_map(x, rows, row_bytes(x), box, l2_bytes)
+            for x, rows, box in zip(arrays, num_rows, boxes, strict=True))
 
 
 @dataclass(frozen=True)
