@@ -67,7 +67,7 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
     wgmma_commit();
   };
   auto release = [&](u32 stage) {
-    arrive(&shared.q_empty[stage]);
+    shared.give_back_q(stage);
     arrive(&shared.ds_empty[ds_ring.stage]);
     ds_ring.advance();
   };
@@ -84,7 +84,7 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
     __syncwarp();
     float acc_dk[kHeadDim / 8][4] = {};
     if (flags & kNothing) {
-      arrive(&shared.q_empty[ring.stage]);
+      shared.give_back_q(ring.stage);
       ring.advance();
     } else {
       ScoreRows<T, kHeadDim, kWideTile, Shared::kPairs> keys;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
       start_p();
       wgmma_wait<0>(p);
       // Now that a product has used them, they are in registers.
-      if constexpr (Shared::kCluster) arrive(&shared.q_empty[ring.back(1).stage]);
+      if constexpr (Shared::kCluster) shared.give_back_q(ring.back(1).stage);
       hand_over(ds_ring);
       while (!(flags & kLast)) {
         // The scores of the next step, and after them dk += dS^T q.
@@ -200,7 +200,7 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
     __syncwarp();
     float acc_dv[kVHeadDim / 8][4] = {};
     if (flags & kNothing) {
-      arrive(&shared.dout_empty[ring.stage]);
+      shared.give_back_dout(ring.stage);
       ring.advance();
     } else {
       barrier_wait(&shared.kv_full, kv_parity);
@@ -224,7 +224,7 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
       };
       auto finish_dv = [&] {
         wgmma_wait<0>(acc_dv);
-        arrive(&shared.dout_empty[ring.back(1).stage]);
+        shared.give_back_dout(ring.back(1).stage);
       };
       start_dp();
       while (true) {
@@ -260,7 +260,7 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
         start_dp();
         if constexpr (kOverlaps) {
           wgmma_wait<1>(acc_dv);
-          arrive(&shared.dout_empty[ring.back(1).stage]);
+          shared.give_back_dout(ring.back(1).stage);
         }
       }
       if constexpr (kOverlaps) finish_dv();
