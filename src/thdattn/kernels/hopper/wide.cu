@@ -179,7 +179,7 @@ template <typename T, typename Shared, typename Grad, bool kCaps>
 __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad> grads, BackwardSize size,
                                                   Logits<kCaps> logits) {
   constexpr int kVHeadDim = Shared::kVHeadDim, kBlocks = kWideTile / 8;
-  constexpr bool kOverlaps = kVHeadDim < 256;         // as registers allow
+  constexpr bool kOverlaps = kVHeadDim < 256, kAhead = !kCaps;  // as registers allow
   Ring<Shared::kDoutStages> ring = {0, 0};
   Ring<Shared::kDsStages> ds_ring = {0, 0};
   u32 kv_parity = 0, flags;
@@ -228,22 +228,32 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
       };
       start_dp();
       while (true) {
-        // dS, then dv += P^T dout; while it runs, dS is stored where P was, and dP of the next step begins.
-        wgmma_wait<0>(dp);
+        // dv += P^T dout, as soon as P is there; while it runs, dS is stored where P was, and the next dP begins.
+        if constexpr (!kAhead) wgmma_wait<0>(dp);
         const auto [warp, lane] = me();
         barrier_wait(&shared.p_full[ds_ring.stage], ds_ring.parity);
         const float* const lse = shared.minus_lse[kCaps ? shared.p_q_stage[ds_ring.stage] : 0];
-        #pragma unroll
-        for (int n = 0; n < kBlocks; ++n) {
-          const float4 p = shared.probabilities(ds_ring.stage, warp, n)[lane];
+        const int quad_lane = lane % 4;
+        auto make_dscore = [&](int n, float4 p) {
           float2 minus_lse = {};
-          if constexpr (kCaps) minus_lse = ((const float2*)lse)[n * 4 + lane % 4];
+          if constexpr (kCaps) minus_lse = ((const float2*)lse)[n * 4 + quad_lane];
           dp[n][0] *= p.x * logits.slope(p.x, minus_lse.x), dp[n][1] *= p.y * logits.slope(p.y, minus_lse.y);
           dp[n][2] *= p.z * logits.slope(p.z, minus_lse.x), dp[n][3] *= p.w * logits.slope(p.w, minus_lse.y);
-          probability[0][n / 2][n % 2 * 2] = pack<T>(p.x, p.y);
-          probability[0][n / 2][n % 2 * 2 + 1] = pack<T>(p.z, p.w);
+        };
+        float4 p[kBlocks];
+        #pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          p[n] = shared.probabilities(ds_ring.stage, warp, n)[lane];
+          if constexpr (!kAhead) make_dscore(n, p[n]);
+          probability[0][n / 2][n % 2 * 2] = pack<T>(p[n].x, p[n].y);
+          probability[0][n / 2][n % 2 * 2 + 1] = pack<T>(p[n].z, p[n].w);
         }
         start_dv();
+        if constexpr (kAhead) {
+          wgmma_wait<1>(dp);
+          #pragma unroll
+          for (int n = 0; n < kBlocks; ++n) make_dscore(n, p[n]);
+        }
         u32 dscore[1][kBlocks / 2][4];
         round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
         __syncwarp();
