@@ -2,13 +2,8 @@
 // thd_attn_bwd_wide_sm90, where to begin to read, and thd_attn_round_wide_sm90. wide_tiles.cuh has the producer,
 // cluster.cuh what two blocks exchange.
 
-__device__ __forceinline__ u32 clock_cycles() {
-  u32 now;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(now) :: "memory");
-  return now;
-}
-// Additions leave a multiprocessor slower than four warps can issue them, 16 bytes a thread; what the other roles read
-// from and write to shared memory would queue behind them. So in clusters, where there is time, they are spread.
+// Cycles between two additions of a thread in a cluster: they leave a multiprocessor slower than four warps issue them,
+// and what the other roles read from and write to shared memory would wait behind them.
 constexpr u32 kCyclesPerAdd = 48;
 
 // The query role, one warpgroup: dq = dS k, a piece at a time; in a cluster one piece, of the keys of both blocks.
@@ -42,10 +37,10 @@ __device__ __forceinline__ void serve_wide_queries(Shared& shared, Dq* dq, float
         continue;
       }
       float* const dst = dq_accum + (block * kHeadDim + first_col) * 64 + threadIdx.x % 128 * 4;
-      const u32 begin = kCluster ? clock_cycles() : 0;
+      const u32 begin = clock();
       #pragma unroll
       for (int i = 0; i < kCols / 8; ++i) {
-        while (kCluster && clock_cycles() - begin < i * kCyclesPerAdd) {}
+        while (kCluster && (u32)clock() - begin < i * kCyclesPerAdd);
         add_quad(dst + i * 512, make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
       }
     }
@@ -191,7 +186,7 @@ template <typename T, typename Shared, typename Grad, bool kCaps>
 __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad> grads, BackwardSize size,
                                                   Logits<kCaps> logits) {
   constexpr int kVHeadDim = Shared::kVHeadDim, kBlocks = kWideTile / 8;
-  constexpr bool kOverlaps = kVHeadDim < 256, kAhead = !kCaps;  // as registers allow
+  constexpr bool kOverlaps = kVHeadDim < 256, kAhead = kOverlaps && !kCaps;  // as registers allow
   Ring<Shared::kDoutStages> ring = {0, 0};
   Ring<Shared::kDsStages> ds_ring = {0, 0};
   u32 kv_parity = 0, flags;
