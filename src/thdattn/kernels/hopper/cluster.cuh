@@ -37,6 +37,18 @@ __device__ __forceinline__ void copy_to_other(const void* there, const void* fro
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(in_other(there)), "r"(shared_address(from)), "r"(bytes), "r"(in_other(barrier)) : "memory");
 }
+// copy_tile to the same place in every block whose bit is set; the barrier there counts the bytes.
+template <int kRows, int kCols>
+__device__ __forceinline__ void copy_tile_to(unsigned short blocks, unsigned char* tile, const TensorMap* map, int head,
+                                             int row, u64* barrier) {
+  static_assert(kCols % kSlab == 0);
+  #pragma unroll
+  for (int s = 0; s < kCols / kSlab; ++s)
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 :: "r"(shared_address(tile + s * kSlabBytes<kRows, kCols>)), "l"(map), "r"(s * kSlab), "r"(head),
+                    "r"(row), "r"(shared_address(barrier)), "h"(blocks) : "memory");
+}
 // All threads of both blocks: what one did before it is seen by the other, which is there until then.
 __device__ __forceinline__ void meet_other() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

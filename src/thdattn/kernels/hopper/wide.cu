@@ -2,6 +2,10 @@
 // thd_attn_bwd_wide_sm90, where to begin to read, and thd_attn_round_wide_sm90. wide_tiles.cuh has the producer,
 // cluster.cuh what two blocks exchange.
 
+// Cycles between two additions of a thread in a cluster: they leave a multiprocessor slower than four warps issue them,
+// and what the other roles read from and write to shared memory would wait behind them.
+constexpr u32 kCyclesPerAdd = 48;
+
 // The query role, one warpgroup: dq = dS k, a piece at a time; in a cluster one piece, of the keys of both blocks.
 template <typename T, typename Shared, typename Dq>
 __device__ __forceinline__ void serve_wide_queries(Shared& shared, Dq* dq, float* dq_accum, BackwardSize size,
@@ -33,9 +37,12 @@ __device__ __forceinline__ void serve_wide_queries(Shared& shared, Dq* dq, float
         continue;
       }
       float* const dst = dq_accum + (block * kHeadDim + first_col) * 64 + threadIdx.x % 128 * 4;
+      const u32 begin = clock();
       #pragma unroll
-      for (int i = 0; i < kCols / 8; ++i)
+      for (int i = 0; i < kCols / 8; ++i) {
+        while (kCluster && (u32)clock() - begin < i * kCyclesPerAdd);
         add_quad(dst + i * 512, make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
+      }
     }
     ring.advance();
   }
@@ -67,7 +74,7 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
     wgmma_commit();
   };
   auto release = [&](u32 stage) {
-    arrive(&shared.q_empty[stage]);
+    shared.give_back_q(stage);
     arrive(&shared.ds_empty[ds_ring.stage]);
     ds_ring.advance();
   };
@@ -84,7 +91,7 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
     __syncwarp();
     float acc_dk[kHeadDim / 8][4] = {};
     if (flags & kNothing) {
-      arrive(&shared.q_empty[ring.stage]);
+      shared.give_back_q(ring.stage);
       ring.advance();
     } else {
       ScoreRows<T, kHeadDim, kWideTile, Shared::kPairs> keys;
@@ -120,7 +127,7 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
       start_p();
       wgmma_wait<0>(p);
       // Now that a product has used them, they are in registers.
-      if constexpr (Shared::kCluster) arrive(&shared.q_empty[ring.back(1).stage]);
+      if constexpr (Shared::kCluster) shared.give_back_q(ring.back(1).stage);
       hand_over(ds_ring);
       while (!(flags & kLast)) {
         // The scores of the next step, and after them dk += dS^T q.
@@ -179,7 +186,7 @@ template <typename T, typename Shared, typename Grad, bool kCaps>
 __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad> grads, BackwardSize size,
                                                   Logits<kCaps> logits) {
   constexpr int kVHeadDim = Shared::kVHeadDim, kBlocks = kWideTile / 8;
-  constexpr bool kOverlaps = kVHeadDim < 256;         // as registers allow
+  constexpr bool kOverlaps = kVHeadDim < 256, kAhead = kOverlaps && !kCaps;  // as registers allow
   Ring<Shared::kDoutStages> ring = {0, 0};
   Ring<Shared::kDsStages> ds_ring = {0, 0};
   u32 kv_parity = 0, flags;
@@ -200,7 +207,7 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
     __syncwarp();
     float acc_dv[kVHeadDim / 8][4] = {};
     if (flags & kNothing) {
-      arrive(&shared.dout_empty[ring.stage]);
+      shared.give_back_dout(ring.stage);
       ring.advance();
     } else {
       barrier_wait(&shared.kv_full, kv_parity);
@@ -224,26 +231,36 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
       };
       auto finish_dv = [&] {
         wgmma_wait<0>(acc_dv);
-        arrive(&shared.dout_empty[ring.back(1).stage]);
+        shared.give_back_dout(ring.back(1).stage);
       };
       start_dp();
       while (true) {
-        // dS, then dv += P^T dout; while it runs, dS is stored where P was, and dP of the next step begins.
-        wgmma_wait<0>(dp);
+        // dv += P^T dout, as soon as P is there; while it runs, dS is stored where P was, and the next dP begins.
+        if constexpr (!kAhead) wgmma_wait<0>(dp);
         const auto [warp, lane] = me();
         barrier_wait(&shared.p_full[ds_ring.stage], ds_ring.parity);
         const float* const lse = shared.minus_lse[kCaps ? shared.p_q_stage[ds_ring.stage] : 0];
-        #pragma unroll
-        for (int n = 0; n < kBlocks; ++n) {
-          const float4 p = shared.probabilities(ds_ring.stage, warp, n)[lane];
+        const int quad_lane = lane % 4;
+        auto make_dscore = [&](int n, float4 p) {
           float2 minus_lse = {};
-          if constexpr (kCaps) minus_lse = ((const float2*)lse)[n * 4 + lane % 4];
+          if constexpr (kCaps) minus_lse = ((const float2*)lse)[n * 4 + quad_lane];
           dp[n][0] *= p.x * logits.slope(p.x, minus_lse.x), dp[n][1] *= p.y * logits.slope(p.y, minus_lse.y);
           dp[n][2] *= p.z * logits.slope(p.z, minus_lse.x), dp[n][3] *= p.w * logits.slope(p.w, minus_lse.y);
-          probability[0][n / 2][n % 2 * 2] = pack<T>(p.x, p.y);
-          probability[0][n / 2][n % 2 * 2 + 1] = pack<T>(p.z, p.w);
+        };
+        float4 p[kBlocks];
+        #pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          p[n] = shared.probabilities(ds_ring.stage, warp, n)[lane];
+          if constexpr (!kAhead) make_dscore(n, p[n]);
+          probability[0][n / 2][n % 2 * 2] = pack<T>(p[n].x, p[n].y);
+          probability[0][n / 2][n % 2 * 2 + 1] = pack<T>(p[n].z, p[n].w);
         }
         start_dv();
+        if constexpr (kAhead) {
+          wgmma_wait<1>(dp);
+          #pragma unroll
+          for (int n = 0; n < kBlocks; ++n) make_dscore(n, p[n]);
+        }
         u32 dscore[1][kBlocks / 2][4];
         round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
         __syncwarp();
@@ -260,7 +277,7 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
         start_dp();
         if constexpr (kOverlaps) {
           wgmma_wait<1>(acc_dv);
-          arrive(&shared.dout_empty[ring.back(1).stage]);
+          shared.give_back_dout(ring.back(1).stage);
         }
       }
       if constexpr (kOverlaps) finish_dv();

@@ -11,7 +11,10 @@ constexpr int kDsBytes = kTileBytes<kWideTile, kWideTile>;  // of score gradient
 //
 // Barriers: who arrives -> who waits. Phases of full and empty take turns, so that nobody gets two ahead of a waiter.
 // kv: copies -> the value role, before the query role has any work; value and query role, alone also keys -> producer.
-// q, dout: copies -> key role, value role; these -> producer. p_full: key role -> value role.
+// q, dout: copies -> key role, value role; these -> producer. In a cluster the producer of one block copies to both and
+// waits for the roles of both; the other one's says to its own barrier how many bytes come. Every use of a stage but
+// kEnd, the last, has a copy: so no role is a use ahead of that producer, which would count it for the one before.
+// p_full: key role -> value role.
 // ds_full: value role -> key role, alone also query role; all_ds_full: value role, copies of the other block -> query
 // role. ds_empty: key and query role, that of the other block too -> key role: both blocks' copies have been read then.
 // An arrival does not wait for loads of registers before it; so these are used before their memory is given back.
@@ -24,6 +27,7 @@ struct WideTiles {
   static constexpr int kQBytes = kTileBytes<kWideTile, kHeadDim>, kDoutBytes = kTileBytes<kWideTile, kVHeadDim>;
   static constexpr int kKBoxes = 2 * 2;                // of 64 columns: two have those of a piece, of each block's keys
   static_assert(kPieceCols <= 2 * kSlab);
+  static constexpr u32 kQLoader = 0, kDoutLoader = 1;  // ranks of the blocks that copy to both
   static constexpr int kKBytes = kCluster ? kKBoxes * kDsBytes : kQBytes, kVBytes = kDoutBytes;
   unsigned char k[kKBytes], v[kVBytes];
   unsigned char q[kQStages][kQBytes], dout[kDoutStages][kDoutBytes];
@@ -42,13 +46,23 @@ struct WideTiles {
 
   __device__ __forceinline__ void init() {
     barrier_init(&kv_full, 1), barrier_init(&kv_empty, (kCluster ? 0 : 4) + (kWithDq ? 8 : 4));
-    for (int s = 0; s < kQStages; ++s) barrier_init(&q_full[s], 1), barrier_init(&q_empty[s], 4);
-    for (int s = 0; s < kDoutStages; ++s) barrier_init(&dout_full[s], 1), barrier_init(&dout_empty[s], 4);
+    auto warps = [](u32 loader) { return kCluster && rank_in_cluster() == loader ? 8 : 4; };
+    for (int s = 0; s < kQStages; ++s) barrier_init(&q_full[s], 1), barrier_init(&q_empty[s], warps(kQLoader));
+    for (int s = 0; s < kDoutStages; ++s)
+      barrier_init(&dout_full[s], 1), barrier_init(&dout_empty[s], warps(kDoutLoader));
     for (int s = 0; s < kDsStages; ++s) {
       barrier_init(&p_full[s], 4), barrier_init(&ds_full[s], 4);
       barrier_init(&ds_empty[s], kWithDq ? 4 + 4 * kClusterBlocks : 4);
     }
   }
+  // One warp gives back what block `loader` copies to both of a cluster.
+  __device__ __forceinline__ void give_back(u64* empty, u32 loader) {
+    if (me().lane > 0) return;
+    barrier_arrive(empty);
+    if (kCluster && rank_in_cluster() != loader) arrive_in_other(empty);
+  }
+  __device__ __forceinline__ void give_back_q(u32 stage) { give_back(&q_empty[stage], kQLoader); }
+  __device__ __forceinline__ void give_back_dout(u32 stage) { give_back(&dout_empty[stage], kDoutLoader); }
   // Waits until nobody needs the score gradients of a stage any more.
   __device__ __forceinline__ void wait_for_stage(Ring<kDsStages> to) {
     barrier_wait(&ds_empty[to.stage], to.parity ^ 1);
@@ -106,6 +120,14 @@ struct OrderOfPairs {
   __device__ __forceinline__ int operator[](int i) const { return pairs[i / 2] * 2 + i % 2; }
 };
 
+// Loads a step's rows; in a cluster, where both blocks read the same, `loader` does so for both.
+template <typename Shared, int kCols>
+__device__ __forceinline__ void load_for_both(u32 loader, unsigned char* tile, const TensorMap* map, const Step& step,
+                                              u64* full) {
+  if constexpr (!Shared::kCluster) copy_tile<kWideTile, kCols>(tile, map, step.head, step.row, full);
+  else if (rank_in_cluster() == loader) copy_tile_to<kWideTile, kCols>(3, tile, map, step.head, step.row, full);
+}
+
 // The producer, one warp: loads the tensors of every step.
 template <typename Shared>
 __device__ __forceinline__ void produce_wide(
@@ -113,6 +135,7 @@ __device__ __forceinline__ void produce_wide(
     const float* stats, const int2* query_ranges, const int* shares, const int* tile_order, int* counter,
     BackwardSize size) {
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
+  constexpr u32 kNoLoads = Shared::kCluster ? kEnd : kNothing | kEnd;
   const int lane = threadIdx.x % kWarp;
   Ring<Shared::kQStages> q_ring = {0, 1};
   Ring<Shared::kDoutStages> dout_ring = {0, 1};
@@ -122,7 +145,7 @@ __device__ __forceinline__ void produce_wide(
     __syncwarp();                                     // one lane moves on what all wait for
     if (lane == 0) {
       steps[ring.stage] = step;
-      if (step.flags & (kNothing | kEnd)) barrier_arrive(&full[ring.stage]);
+      if (step.flags & kNoLoads) barrier_arrive(&full[ring.stage]);
       else load(ring.stage, &full[ring.stage]);
     }
     ring.advance();
@@ -145,19 +168,23 @@ __device__ __forceinline__ void produce_wide(
       if constexpr (Shared::kCluster) {
         fill_q(step, [&](u32 stage, u64* full) {
           barrier_expect(full, Shared::kQBytes);
-          copy_tile<kWideTile, kHeadDim>(shared.q[stage], map_k, kv_head, key, full);
+          if (rank_in_cluster() != Shared::kQLoader) return;
+          #pragma unroll
+          for (int block = 0; block < 2; ++block)     // keys too come from there, so that each use of a stage does
+            copy_tile_to<kWideTile, kHeadDim>(1 << block, shared.q[stage], map_k, kv_head,
+                                              (step.tile / 2 * 2 + block) * kWideTile, full);
         });
       }
     }
     auto lse = [&] { return step.head * size.stats_rows + step.row; };
     fill_q(step, [&](u32 stage, u64* full) {
       barrier_expect(full, Shared::kQBytes + 4 * kWideTile);
-      copy_tile<kWideTile, kHeadDim>(shared.q[stage], map_q, step.head, step.row, full);
+      load_for_both<Shared, kHeadDim>(Shared::kQLoader, shared.q[stage], map_q, step, full);
       copy_bulk(shared.minus_lse[stage], stats + lse(), 4 * kWideTile, full);
     });
     fill_dout(step, [&](u32 stage, u64* full) {
       barrier_expect(full, Shared::kDoutBytes + 4 * kWideTile);
-      copy_tile<kWideTile, kVHeadDim>(shared.dout[stage], map_dout, step.head, step.row, full);
+      load_for_both<Shared, kVHeadDim>(Shared::kDoutLoader, shared.dout[stage], map_dout, step, full);
       const u32 delta = lse() + size.splits * size.split_heads * size.stats_rows;
       copy_bulk(shared.minus_delta[stage], stats + delta, 4 * kWideTile, full);
     });
@@ -171,6 +198,7 @@ __device__ __forceinline__ void produce_wide(
     schedule_steps<2, kWideTile>(query_ranges, shares, tile_order, ClusterCounter{counter, shared.drawn}, size,
                                  [&](Step step) {
       step.tile = step.tile * 2 + rank_in_cluster();  // as if there were tiles of 64 keys alone
+      if (step.flags & kNothing) step.row = 0;        // of rows that nobody reads
       step.flags = step.flags & ~15u | step.flags >> 2 * rank_in_cluster() & 3;
       take(step);
     });
