@@ -23,6 +23,7 @@ SUSTAINED = "both", "sustained"  # direction and timing of forward and backward 
 WAYS = {"called": DIRECTIONS, "graph": DIRECTIONS, "sustained": ("both",)}  # the directions of a timing with a speed
 ERRORS = "float64"  # the "timing" of rows with errors, whose "direction" is a result
 OWN = ("deterministic", "gpu_lengths", "portable")  # peers that are this package in another way
+ORDER = (*OWN, "fa4", "varlen", "cudnn")  # of peers in tables and plots, whichever was measured first
 
 
 def provenance(ranks: int = 1) -> Row:
@@ -126,7 +127,8 @@ class Times:
     def __init__(self, rows: Iterable[Row]) -> None:
         self._rows = {tuple(row[c] for c in ("case", "peer", "direction", "timing")): row for row in rows}
         self.cases = list(dict.fromkeys(case for case, *_ in self._rows))
-        self.peers = list(dict.fromkeys(peer for _, peer, *_ in self._rows if peer != "ours"))
+        found = dict.fromkeys(peer for _, peer, *_ in self._rows if peer != "ours")
+        self.peers = sorted(found, key=lambda peer: ORDER.index(peer) if peer in ORDER else len(ORDER))
 
     def text(self, column: str, *key: str) -> str:
         """A column, blank where there is none."""
