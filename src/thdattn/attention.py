@@ -35,7 +35,8 @@ class CPAttention:
 
     Args:
         comm: the ranks, from thdattn.comm.init or thdattn.comm.run_local; for the two levels of a cp_comm_type with a
-            "+", Levels, or (inner, outer) as it takes them: neighbours, and the groups of these.
+            "+", (inner, outer), or thdattn.comm.levels.Levels of them: neighbours, and the ranks with the same number
+            among theirs.
         num_heads: query heads.
         head_dim: width of q and k.
         num_kv_heads: heads of k and v, a divisor of num_heads; num_heads by default.
@@ -53,8 +54,9 @@ class CPAttention:
             gets, for all_gather the first of 3 groups being the smallest, and 1 where nothing hides (comm.overlaps).
             The same on all ranks.
         keep_keys: whether forward keeps the keys and values of all ranks for the backward, which gathers them again
-            otherwise; by default if they are no larger than what has to be kept of the layer anyway. The same on all
-            ranks. Of a2a, whether it keeps q, k, v, out as exchanged: by default it does. p2p keeps nothing.
+            otherwise; by default if they are no larger than what has to be kept of the layer anyway, and of "balanced"
+            always. The same on all ranks. Of a2a, whether it keeps q, k, v, out as exchanged: by default it does. p2p
+            keeps nothing.
         cp_comm_type: what travels between ranks. "all_gather": the keys and values of all ranks, or, with the sharding
             "balanced", those that a rank's queries see. "a2a": heads, so that a rank has all rows of some of them.
             "p2p": keys and values, round a ring, where those of all ranks would take too much memory.

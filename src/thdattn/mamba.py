@@ -175,7 +175,8 @@ class Mamba2Mixer:
 
         Raises:
             TypeError: an array of the wrong dtype or on the wrong device, or weights or a plan that are none.
-            ValueError: an array of the wrong shape, or a plan of another rank, size, engine, mask or sharding.
+            ValueError: an array of the wrong shape, or a plan of another rank, size, engine, mask or sharding, or one
+                whose lengths the GPU has found wrong meanwhile.
         """
         self._check_plan(plan)
         zxbcdt = self._checked("zxbcdt", zxbcdt, (plan.local_rows, self._shape.columns), self.dtype,

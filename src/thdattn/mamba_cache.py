@@ -61,7 +61,8 @@ class Mamba2Cache:
 
         Raises:
             TypeError: a saved that is none.
-            ValueError: a saved of several ranks, of another number of sequences or of a mixer of other sizes.
+            ValueError: a saved of several ranks, of another number of sequences, of a mixer of other sizes, or of
+                lengths that the GPU has found wrong meanwhile; until the host is told, these fill the cache with NaN.
         """
         check_kind("saved", saved, Mamba2Saved, "pass the one that forward returned")
         plan, batch = saved.plan, saved.plan.batch

@@ -107,7 +107,8 @@ class Sharding:
         batch, cp_size, strategy, inner: as passed.
         outer: of cp_size / inner ranks, whose shares are cut; None where inner is 1.
         local_rows: rows that every rank stores, total_rows / cp_size rounded up.
-        multiple: of which padded lengths are multiples: 2*cp_size for dual_chunk over several ranks, else 1.
+        multiple: of which padded lengths are multiples: 2*cp_size for dual_chunk over several ranks, 2*cp_size / inner
+            over several groups of neighbours, else 1.
         by_runs: whether rows are spread over several ranks as the lengths are, so that a rank's key buffer has the rows
             that it needs alone: balanced.
 

@@ -92,7 +92,7 @@ def varlen_attention(
         (total_q, num_heads, v_head_dim), a new tensor. It has first derivatives only.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as thdattn.varlen_attention.
+        TypeError, ValueError, RuntimeError: as thdattn.varlen_attention and, for other derivatives, as attention.
     """
     varlen.refuse_unsupported(dropout_p, alibi_slopes, return_attn_probs, block_table)
     q, k, v, sinks = _checked(q, k, v, sinks, "thdattn.varlen_attention")

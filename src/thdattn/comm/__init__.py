@@ -37,8 +37,8 @@ and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a 
 * Ctrl-C, with MPICH: the launcher sends SIGINT to every rank, and Python raises KeyboardInterrupt on those that
   compute; one that waits in a collective or for its GPU handles the signal when that ends, which may be at the
   deadline. A second Ctrl-C kills all ranks at once, whatever they do.
-* Ctrl-C, with Open MPI: the launcher sends SIGTERM, no SIGINT, and kills the ranks a quarter of a second (version 5)
-  or a second (version 4) later. There is no time for a checkpoint, and a second Ctrl-C is not needed.
+* Ctrl-C, with Open MPI: the launcher sends SIGTERM, no SIGINT, and kills the ranks a second later (version 4) or
+  sooner (version 5). There is no time for a checkpoint, and a second Ctrl-C is not needed.
 
 Groups: `comm.split(color)` makes comms of some of the ranks each, say one per row and one per column of a grid, and
 `comm.init(world=...)` takes any communicator of mpi4py. Ranks of one comm make the same calls on it in the same order,
