@@ -167,12 +167,12 @@ def _print_question(
 
 
 def _print_costs(costs: Sequence[Cost], refusals: dict[Way, str], shape: Shape) -> None:
-    print(f"\n{'':<40}{'received, MiB':^17}{'':>29}{'milliseconds':^33}")
-    print(f"{'cp_comm_type, sharding':<40}{'fwd':>8}{'bwd':>9}{'work':>7}{'tiles':>11}{'memory':>11}"
+    print(f"\n{'':<42}{'received, MiB':^17}{'':>29}{'milliseconds':^33}")
+    print(f"{'cp_comm_type, sharding':<42}{'fwd':>8}{'bwd':>9}{'work':>7}{'tiles':>11}{'memory':>11}"
           f"{'fwd':>10}{'bwd':>9}{'both':>9}{'attention':>11}")
     for cost in costs:
         forward, backward = (x / 2**20 for x in cost.received)
-        print(f"{cost.way!s:<40}{forward:>8,.1f}{backward:>9,.1f}{cost.work:>7.2f}{cost.tiles:>11,}"
+        print(f"{cost.way!s:<42}{forward:>8,.1f}{backward:>9,.1f}{cost.work:>7.2f}{cost.tiles:>11,}"
               f"{in_units(cost.memory):>11}{1e3 * cost.seconds.forward:>10,.2f}{1e3 * cost.seconds.backward:>9,.2f}"
               f"{1e3 * cost.seconds.total:>9,.2f}{1e3 * cost.compute.total:>11,.2f}")
     print(EXPLANATION)

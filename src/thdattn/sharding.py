@@ -132,7 +132,7 @@ class Sharding:
         if self.by_runs:
             batch.require_host("sharding 'balanced'")
         if not batch.on_device:
-            _check_multiple(batch, self.multiple)
+            _check_multiple(batch, self.multiple, "2*cp_size" if self.inner == 1 else "2*cp_size/inner")
         self.local_rows = _rows_per_rank(batch, self.cp_size)
         self.outer: Sharding | None = None
         if self.inner > 1:
@@ -278,13 +278,13 @@ def _rows_per_rank(batch: PackedBatch, cp_size: int) -> int:
     return -(-batch.total_rows // cp_size)
 
 
-def _check_multiple(batch: PackedBatch, multiple: int) -> None:
+def _check_multiple(batch: PackedBatch, multiple: int, of: str) -> None:
     padded = np.diff(batch.cu_seqlens_padded)
     uneven = padded % multiple != 0
     if uneven.any():
         seq = int(uneven.argmax())
         raise ValueError(
-            f"sequence {seq} has padded length {padded[seq]}, wanted a multiple of 2*cp_size = {multiple} "
+            f"sequence {seq} has padded length {padded[seq]}, wanted a multiple of {of} = {multiple} "
             f"for dual_chunk; pad it to {-(-int(padded[seq]) // multiple) * multiple} "
             f"(PackedBatch.from_lengths(lengths, multiple={multiple}) does this)"
         )
