@@ -133,7 +133,7 @@ class Sharding:
             batch.require_host("sharding 'balanced'")
         if not batch.on_device:
             _check_multiple(batch, self.multiple, "2*cp_size" if self.inner == 1 else "2*cp_size/inner")
-        self.local_rows = _rows_per_rank(batch, self.cp_size)
+        self.local_rows = -(-batch.total_rows // self.cp_size)
         self.outer: Sharding | None = None
         if self.inner > 1:
             self.outer = Sharding(batch, shares, strategy)
@@ -272,10 +272,6 @@ def as_sharding(sharding: str | Sharding, batch: PackedBatch, cp_size: int, inne
             f"make it with Sharding(batch, {cp_size})"
         )
     return sharding
-
-
-def _rows_per_rank(batch: PackedBatch, cp_size: int) -> int:
-    return -(-batch.total_rows // cp_size)
 
 
 def _check_multiple(batch: PackedBatch, multiple: int, of: str) -> None:
