@@ -134,12 +134,8 @@ def _load(started_by: Launcher | None, timeout: float) -> None:
     alone = started_by is None or started_by.size == 1
     host = socket.gethostname()
     rank = "a rank" if launcher.rank() is None else f"rank {launcher.rank()}"
-    with nullcontext() if alone or _is_started() else watchdog.start_of_mpi(f"{rank} on {host}", timeout):
+    with nullcontext() if alone or "mpi4py.MPI" in sys.modules else watchdog.start_of_mpi(f"{rank} on {host}", timeout):
         from mpi4py import MPI  # noqa: F401
-
-
-def _is_started() -> bool:
-    return "mpi4py.MPI" in sys.modules
 
 
 def _is_whole(started_by: Launcher, size: int) -> bool:

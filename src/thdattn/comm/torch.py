@@ -101,10 +101,7 @@ class TorchComm(Comm):
         self._gather_values(0)  # not torch's barrier, which must guess a GPU where a group has two backends
 
     def _gather_values(self, value: Any) -> Sequence[Any]:
-        return self._gather_objects(value)
-
-    def _gather_objects(self, value: Any) -> list[Any]:
-        values = [None] * self.size
+        values: list[Any] = [None] * self.size
         self._distributed.all_gather_object(values, value, group=self._group)
         return values
 
@@ -115,7 +112,7 @@ class TorchComm(Comm):
         group lives as long as torch.distributed: another of the same ranks would meet under its stale addresses.
         """
         distributed = self._distributed
-        everyone = self._gather_objects((color, key, self.rank, distributed.get_rank()))
+        everyone = self._gather_values((color, key, self.rank, distributed.get_rank()))
         of_color: dict[int, list[int]] = {}
         for other, _, _, process in sorted(everyone):
             of_color.setdefault(other, []).append(process)
