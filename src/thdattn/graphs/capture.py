@@ -146,10 +146,6 @@ class Graphs:
         _last_streams[self._comm] = stream
         return stream
 
-    def _static(self) -> set[int]:
-        """Addresses of what the graphs read and write, which stays where it is."""
-        return {x.data.ptr for captured in self._captured for x in captured.arrays()}
-
 
 class Captured(Generic[P, R]):
     """A function that becomes a CUDA graph; made by Graphs.captured.
@@ -209,7 +205,9 @@ class Captured(Generic[P, R]):
 
     def _capture(self, args: Any, kwargs: Any) -> None:
         """Arguments that no graph owns get a place; all ranks capture together, as one may wait for the others."""
-        graphs, static = self._graphs, self._graphs._static()
+        graphs = self._graphs
+        # Addresses of what the graphs read and write, which stays where it is.
+        static = {x.data.ptr for captured in graphs._captured for x in captured.arrays()}
 
         def place(path: str, x: Any) -> Any:
             if is_array(x) and not _is_cupy_array(x):
