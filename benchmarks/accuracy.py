@@ -26,6 +26,11 @@ class Error(NamedTuple):
     rms: float
     largest: float
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """What a row of a record says of it."""
+        return {"rms": f"{self.rms:.4e}", "largest": f"{self.largest:.4e}"}
+
 
 def small(case: Case) -> Case:
     """A case with the same widths, mask and heads per kv head that float64 computes in milliseconds.

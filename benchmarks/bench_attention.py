@@ -110,9 +110,7 @@ def errors(case: Case, names: Sequence[str]) -> Measured:
         with reported(f"{case.name} {name}, errors"):
             forward_and_backward(peer)
             for result, error in accuracy.errors(peer.on_host(), wanted).items():
-                measured[name, result, record.ERRORS] = {
-                    "rms": f"{error.rms:.4e}", "largest": f"{error.largest:.4e}", "kernels": peer.kernels("backward"),
-                }  # fmt: skip
+                measured[name, result, record.ERRORS] = error.columns | {"kernels": peer.kernels("backward")}
     return measured
 
 

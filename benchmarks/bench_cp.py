@@ -142,8 +142,7 @@ def errors(ranks: Ranks, methods: Sequence[Method], case: Case, others: Peers, _
         comm, chosen = layer.attention.comm, layer.choices() if name == layer.method.way else {}
         packed = [layer.plan.unshard(x, comm).get()[tokens] for x in results]
         for result, error in accuracy.errors(packed, wanted).items():
-            measured[name, result, record.ERRORS] = {"rms": f"{error.rms:.4e}", "largest": f"{error.largest:.4e}"}
-            measured[name, result, record.ERRORS] |= chosen
+            measured[name, result, record.ERRORS] = error.columns | chosen
 
     for method in possible:
         layer = attempted(ranks.real, f"{case.name} {method.way}", partial(work_at, method))

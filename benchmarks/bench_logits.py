@@ -83,8 +83,8 @@ def errors(case: Case, kinds: list[str], _: int) -> Iterator[record.Row]:
         forward, backward = calls_of(small, inputs, **options)
         found = [x.get() for x in (forward()[0], *backward()[:3])]
         for name, error in accuracy.errors(found, wanted).items():
-            yield case.columns | {"direction": name, "kind": kind, "timing": record.ERRORS} | BLANK | {
-                "rms": f"{error.rms:.4e}", "largest": f"{error.largest:.4e}"}
+            yield (case.columns | {"direction": name, "kind": kind, "timing": record.ERRORS} | BLANK
+                   | error.columns)  # fmt: skip
 
 
 def calls_of(case: Case, inputs: Any, **options: Any) -> tuple[partial[Any], partial[Any]]:

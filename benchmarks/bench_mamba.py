@@ -122,8 +122,7 @@ def small_errors(case: MixerCase, part: str, names: Sequence[str], xp: Any) -> M
                 made = dict(zip(mamba_record.PARTS[part], peer.on_host(), strict=True))
                 for result, error in errors(made, wanted).items():
                     found.setdefault((name, result, record.ERRORS), []).append(error)
-    together = {key: of_draws(each) for key, each in found.items()}
-    return {key: {"rms": f"{x.rms:.4e}", "largest": f"{x.largest:.4e}"} for key, x in together.items()}
+    return {key: of_draws(each).columns for key, each in found.items()}
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -32,14 +32,12 @@ def exact_scan(case: MixerCase, inputs: MixerInputs, xp: Any) -> dict[str, NDArr
         inputs: on xp's device, in the dtypes that the kernels get.
         xp: cupy or numpy, which computes.
     """
-    inputs = _in_float64(inputs)
-    return _on_host(_each_sequence(case, inputs, lambda rows: _scan(case, rows, rows.channels, xp), xp))
+    return _each_sequence(case, inputs, lambda rows: _scan(case, rows, rows.channels, xp), xp)
 
 
 def exact_mixer(case: MixerCase, inputs: MixerInputs, xp: Any) -> dict[str, NDArray[np.float64]]:
     """MIXER of the same with the convolution of zxbcdt instead."""
-    inputs = _in_float64(inputs)
-    return _on_host(_each_sequence(case, inputs, lambda rows: _mixer(case, rows, xp), xp))
+    return _each_sequence(case, inputs, lambda rows: _mixer(case, rows, xp), xp)
 
 
 def errors(found: Mapping[str, Any], wanted: Mapping[str, NDArray[np.float64]]) -> dict[str, Error]:
@@ -56,26 +54,16 @@ def of_draws(errors: Sequence[Error]) -> Error:
     return Error(math.sqrt(sum(error.rms**2 for error in errors) / len(errors)), max(x.largest for x in errors))
 
 
-def _in_float64(inputs: MixerInputs) -> MixerInputs:
-    zxbcdt, weights, dout, channels = inputs
-    wide = (x.astype(np.float64) for x in (zxbcdt, dout, channels))
-    zxbcdt, dout, channels = wide
-    return MixerInputs(zxbcdt, Mamba2Weights(*(x.astype(np.float64) for x in weights)), dout, channels)
-
-
-def _each_sequence(case: MixerCase, inputs: MixerInputs, of_rows: Any, xp: Any) -> Results:
-    """Results of all sequences: rows one behind the other, gradients of weights summed."""
-    begins = np.cumsum([0, *case.lengths]).tolist()
+def _each_sequence(case: MixerCase, inputs: MixerInputs, of_rows: Any, xp: Any) -> dict[str, NDArray[np.float64]]:
+    """Results of all sequences, in float64: rows one behind the other, gradients of weights summed."""
+    zxbcdt, dout, channels = (x.astype(np.float64) for x in (inputs.zxbcdt, inputs.dout, inputs.channels))
+    weights = Mamba2Weights(*(x.astype(np.float64) for x in inputs.weights))
     parts: Sequence[Results] = [
-        of_rows(MixerInputs(inputs.zxbcdt[begin:end], inputs.weights, inputs.dout[begin:end],
-                            inputs.channels[begin:end]))
-        for begin, end in pairwise(begins)
-    ]  # fmt: skip
-    return {name: xp.concatenate([part[name] for part in parts]) if name in OF_ROWS
-            else sum(part[name] for part in parts) for name in parts[0]}  # fmt: skip
-
-
-def _on_host(results: Results) -> dict[str, NDArray[np.float64]]:
+        of_rows(MixerInputs(zxbcdt[begin:end], weights, dout[begin:end], channels[begin:end]))
+        for begin, end in pairwise(np.cumsum([0, *case.lengths]).tolist())
+    ]
+    results = {name: xp.concatenate([part[name] for part in parts]) if name in OF_ROWS
+               else sum(part[name] for part in parts) for name in parts[0]}  # fmt: skip
     return {name: x if isinstance(x, np.ndarray) else x.get() for name, x in results.items()}
 
 
