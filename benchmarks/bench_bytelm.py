@@ -35,14 +35,15 @@ import record
 from data import Packing, Position
 from grid import Grid
 from passes import WAYS
+from prose import table
 from sizes import SIZES
 from train import RECIPES, add_method_arguments, choose_method, grid_of
 from trainer import StepResult, Trainer
 
 import thdattn
-from thdattn.attention import SHARDINGS
 from thdattn.comm.levels import Levels
 from thdattn.graphs import add_arguments, from_arguments
+from thdattn.methods.choice import SHARDINGS
 
 EXAMPLE = Path(data.__file__).parent
 KEY = ("gpu", "size", "ranks", "cp", "tokens", "accumulate", "sharding", "cuda_graph_impl", "cp_comm_type")
@@ -171,30 +172,29 @@ def load_all() -> list[record.Row]:
 
 def summary(rows: Iterable[record.Row]) -> str:
     """The table of the page, Markdown: the smaller models first, and few ranks before many; then which sources ran."""
-    lines = [
-        "| GPU | model | GPUs | tokens per step | CUDA graphs | ms per step | p10 to p90 | tokens/s | MFU "
-        "| attention TFLOP/s per GPU | padding |",
-        "|" + "---|" * 11,
-    ]
+    head = ["GPU", "model", "GPUs", "tokens per step", "CUDA graphs", "ms per step", "p10 to p90", "tokens/s", "MFU",
+            "attention TFLOP/s per GPU", "padding"]  # fmt: skip
+    lines = []
     by_size = sorted(rows, key=place)
     sources: dict[tuple[str, ...], dict[str, None]] = {}  # cases of each, every one once
     for row in by_size:
         mfu = f"{100 * float(row['mfu']):.0f} %" if row["mfu"] else "-"
         attention = f"{float(row['attention_tflops']):.0f}" if row["attention_tflops"] else "-"
         tokens = tokens_per_step(row)
-        lines.append(
-            f"| {row['gpu'].removeprefix('NVIDIA ')} | {row['size']}, {int(row['weights']):,} weights | "
-            f"{gpus(row)} | {tokens:,} | {row['cuda_graph_impl']} | {milliseconds(row['ms_per_step'])} | "
-            f"{milliseconds(row['ms_p10'])} to {milliseconds(row['ms_p90'])} | {int(row['tokens_per_s']):,} | {mfu} | "
-            f"{attention} | {100 * float(row['padding']):.1f} % |"
-        )
+        lines.append([
+            row["gpu"].removeprefix("NVIDIA "), f"{row['size']}, {int(row['weights']):,} weights", gpus(row),
+            f"{tokens:,}", row["cuda_graph_impl"], milliseconds(row["ms_per_step"]),
+            f"{milliseconds(row['ms_p10'])} to {milliseconds(row['ms_p90'])}", f"{int(row['tokens_per_s']):,}", mfu,
+            attention, f"{100 * float(row['padding']):.1f} %",
+        ])  # fmt: skip
         run = row["steps"], record.software(row), row["kernel_sources"], row["example_sources"]
         sources.setdefault(run, {})[f"{row['size']} on {gpus(row)} with {tokens:,}"] = None
+    parts = [table(head, lines)]
     for (steps, software, kernels, example), cases in sources.items():
         which = "All" if len(sources) == 1 else "; ".join(cases)
         about = f"{which}: {steps} steps, {software}, sources {kernels}, of the example {example}."
-        lines += ["", textwrap.fill(about, 120)]
-    return "\n".join(lines)
+        parts.append(textwrap.fill(about, 120))
+    return "\n\n".join(parts)
 
 
 def graph_speeds(rows: Sequence[record.Row]) -> str:

@@ -51,15 +51,11 @@ def main() -> int:
     return 0
 
 
-def in_sequence_order(k: Any, v: Any, plan: Any) -> tuple[Any, Any]:
-    return ops.to_sequence_order([k], [v], plan)
-
-
 def bench(pack: str, cp_size: int) -> Iterator[record.Row]:
     """Both directions of one pack; the copies and the moves take turns."""
     plan = rank_zero_plan(thdattn.Sharding(thdattn.PackedBatch.from_lengths(PACKS[pack]), cp_size))
     moves: dict[str, tuple[Callable[..., Any], DTypeLike]] = {
-        "to_sequence_order": (in_sequence_order, ml_dtypes.bfloat16),
+        "to_sequence_order": (lambda k, v, plan: ops.to_sequence_order([k], [v], plan), ml_dtypes.bfloat16),
         "to_rank_order": (ops.to_rank_order, np.float32),
     }
     for direction, (move, dtype) in moves.items():

@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from record import aligned
 from workloads import CASES
 
 DIRECTIONS = ("forward", "backward")
@@ -137,11 +138,6 @@ def table(names: Sequence[str], measured: Measured) -> str:
         found = [line[i].split()[0] for line in lines[1:] if line[i] != "-"]
         worst.append(min(found, key=float, default="-"))
     return aligned([*lines, worst])
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def error_table(trees: Sequence[Tree], cases: Sequence[str], ways: Sequence[str]) -> str:

@@ -31,7 +31,6 @@ from thdattn.methods import states
 from thdattn.mixer_shape import Mamba2Weights
 
 CHUNK = 256  # rows, mamba_ssm's default
-PARTS = ("mixer", "scan")
 
 
 class OurMixer(CupyPeer):

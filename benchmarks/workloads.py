@@ -101,9 +101,9 @@ def filled_lognormal_pack(tokens: int) -> tuple[int, ...]:
     return (*lengths, rest) if rest else lengths
 
 
-def long_lognormal_pack(seed: int = 7) -> tuple[int, ...]:
+def long_lognormal_pack() -> tuple[int, ...]:
     """Lengths exp(N(6.5, 1.4)) clipped to 16..32768, drawn until the pack has twice PACK_TOKENS."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(7)
     lengths: list[int] = []
     while sum(lengths) < 2 * PACK_TOKENS:
         lengths.append(_lognormal(rng, 6.5, 1.4, 32_768))
