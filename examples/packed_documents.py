@@ -187,8 +187,7 @@ def check(this: Run, inputs: dict[str, Any], results: dict[str, Any]) -> report.
     errors = {}
     if this.comm.rank == 0:
         documents = thdattn.PackedBatch.from_lengths(batch.lengths[sample])
-        how: dict[str, Any] = {"causal": this.attn.causal, "window": this.attn.window}
-        truth = oracle.truth(documents, q, k, v, dout, **how)
+        truth = oracle.truth(documents, q, k, v, dout, causal=this.attn.causal, window=this.attn.window)
         errors = {name: truth.judge(name, x) for name, x in actual.items()}
     return report.Verdicts(len(sample), len(sample_rows), errors, int(not_zero))
 

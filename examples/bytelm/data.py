@@ -139,11 +139,6 @@ class MicroBatch:
         """Targets without EOD."""
         return self.num_targets - sum(piece.end == piece.document.num_targets for piece in self.pieces)
 
-    @property
-    def padding(self) -> float:
-        """The share of rows that hold no token."""
-        return 1 - self.num_targets / self.batch.total_rows
-
     def local(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """(tokens, targets) of one rank, whose rows Sharding.rows says; fillers (-1) and rows beyond do not count."""
         rows = np.where(rows < len(self.tokens), rows, -1)

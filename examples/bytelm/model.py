@@ -260,8 +260,9 @@ class Model:
     def _cross_entropy(
         self, hidden: Array, targets: Array, plan: ModelPlan, num_targets: Array | int
     ) -> tuple[Array, Array]:
+        self._check_rows("targets", targets, plan)
         xp, dtype = self.layers.xp, self.weights.dtype
-        counted = self._counted(targets, plan)
+        counted = xp.where(plan.valid, targets, np.int32(-1))  # whatever padding and fillers hold
         result: tuple[Array, Array] = self.layers.cross_entropy(
             self._logits(hidden), counted, VOCAB, xp.asarray(num_targets, dtype)
         )
@@ -270,11 +271,6 @@ class Model:
     def _logits(self, hidden: Array) -> Array:
         """(rows, TABLE_ROWS), in the dtype of the weights: too few columns to save by rounding them."""
         return self.layers.linear_forward(hidden, self._read[self._head], self.weights.dtype)
-
-    def _counted(self, targets: Array, plan: ModelPlan) -> Array:
-        """The targets, without those of padding and of fillers, whatever these hold."""
-        self._check_rows("targets", targets, plan)
-        return self.layers.xp.where(plan.valid, targets, np.int32(-1))
 
     @property
     def _head(self) -> str:
