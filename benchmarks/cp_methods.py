@@ -15,8 +15,8 @@ from workloads import Case
 
 import thdattn
 from thdattn import costs
-from thdattn.attention import SHARDINGS
 from thdattn.methods.a2a import obstacle
+from thdattn.methods.choice import SHARDINGS
 
 INNER = 2  # ranks of the inner groups, where there are two levels
 CAPTURED = ("all_gather", "a2a", "a2a+all_gather")  # what CUDA graphs over many batches are made of

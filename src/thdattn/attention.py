@@ -19,7 +19,6 @@ from thdattn.memory import Layer, Memory
 from thdattn.methods import all_gather
 from thdattn.methods.all_gather import Keys
 from thdattn.methods.call import Call, Tensors
-from thdattn.methods.choice import SHARDINGS as SHARDINGS
 from thdattn.methods.choice import Choice, keeps_keys
 from thdattn.packing import PackedBatch, as_like
 from thdattn.plan import NO_ARRAYS, Plan, check_key_batch, visible_pairs

@@ -22,7 +22,7 @@ from test_train import NOBODY_INTERRUPTS, arguments
 
 import thdattn
 from thdattn import balanced, routes
-from thdattn.attention import SHARDINGS
+from thdattn.methods.choice import SHARDINGS
 
 MODEL = replace(SIZES["tiny"], heads=4, kv_heads=2, head_dim=16, width=32, hidden=64)
 METHODS = [

@@ -19,7 +19,7 @@ from sizes import SIZES
 from test_train_graphs import way_id, ways_of
 
 import thdattn
-from thdattn.attention import SHARDINGS
+from thdattn.methods.choice import SHARDINGS
 
 
 def trainer(**graphs):
