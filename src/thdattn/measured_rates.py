@@ -61,14 +61,14 @@ def _kernels(
 
 def _link(comm: Comm, engine: Any) -> tuple[float, float]:
     """Seconds of a small exchange, and bytes per second that a rank gets in a large one, of all others at once."""
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
     seconds = []
     for size in (SMALL, MESSAGE[engine.name]):
         rows = -(-size // (SMALL * (comm.size - 1)))
         sends, recvs = (_on_device(engine, np.zeros((comm.size, rows, SMALL), np.uint8)) for _ in range(2))
-        others = [rank for rank in range(comm.size) if rank != comm.rank]
         sizes = rows * SMALL * (1 - np.eye(comm.size, dtype=np.int64))
 
-        def exchange(sends: Any = sends, recvs: Any = recvs, others: Any = others, sizes: Any = sizes) -> None:
+        def exchange(sends: Any = sends, recvs: Any = recvs, sizes: Any = sizes) -> None:
             comm.exchange([(sends[rank], rank) for rank in others], [(recvs[rank], rank) for rank in others], sizes)()
 
         seconds.append(_slowest(comm, engine, _seconds(engine, exchange)))

@@ -82,7 +82,7 @@ class Routes:
         self.sent_parts, self.received_parts = _parts(self.sent), _parts(self.received)
         self._bytes: dict[tuple[int, bool], Ints] = {}
 
-    def bytes_of(self, row_bytes: int, back: bool = False) -> Ints:
+    def bytes_of(self, row_bytes: int, back: bool) -> Ints:
         """(cp_size, cp_size), of rows that go from rank to rank, or, `back`, from those that got them."""
         key = row_bytes, back
         if key not in self._bytes:
