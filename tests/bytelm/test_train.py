@@ -236,6 +236,9 @@ def test_going_on_with_other_options_is_refused_by_name(documents, tmp_path, mon
         train.train(single, arguments(monkeypatch, *words), NOBODY_INTERRUPTS)
     train.train(single, arguments(monkeypatch, *words, "--steps", "50", "--resume"), NOBODY_INTERRUPTS)
     assert checkpoint.load(tmp_path / "run").step == 50, "more steps are always possible"
+    with pytest.raises(command_line.Failure, match=r"--steps is 49, wanted at least the 50 that the run in .* has"):
+        train.train(single, arguments(monkeypatch, *words, "--steps", "49", "--resume"), NOBODY_INTERRUPTS)
+    train.train(single, arguments(monkeypatch, *words, "--steps", "50", "--resume"), NOBODY_INTERRUPTS)
 
 
 @pytest.mark.parametrize(
