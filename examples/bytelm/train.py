@@ -183,6 +183,7 @@ class Reporter:
 
 
 def main() -> int:
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # names of files may be bytes of any encoding
     interrupt = Interrupt()
 
     def program(comm: thdattn.comm.Comm) -> int:

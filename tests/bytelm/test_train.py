@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -212,6 +213,15 @@ def test_failure_of_one_rank_ends_all(documents, tmp_path):
     run = start(2, MISBEHAVE, "fail", 1, 3, *small(documents, steps=100_000), timeout=60)
     assert run.returncode != 0
     assert "RuntimeError: an accident, on purpose" in run.stderr
+
+
+def test_names_that_cannot_be_printed_are_no_reason_to_end(documents, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")  # as in most locales
+    folder, metrics = (tmp_path / os.fsdecode(name) for name in (b"\xe9t\xe9", b"\xe9.jsonl"))
+    folder.symlink_to(documents)
+    run = start(1, TRAIN, *small(folder, steps=1, metrics=metrics))
+    assert run.returncode == 0, run.stderr
+    assert "30 documents of " in run.stdout and len(lines_of(metrics)) == 3
 
 
 def test_going_on_with_other_options_is_refused_by_name(documents, tmp_path, monkeypatch):
