@@ -126,6 +126,20 @@ def test_closing_leaves_the_parts_open():
     thdattn.comm.run_local(4, program)
 
 
+@pytest.mark.parametrize("closed", ["inner", "outer", "comm"])
+def test_levels_refuse_every_call_when_a_part_is_closed(closed):
+    def program(comm):
+        levels = levels_of(comm, 2)
+        {"inner": levels.inner, "outer": levels.outer, "comm": comm}[closed].close()
+        for call in (levels.barrier, lambda: levels.agree("a number", 1), lambda: levels.before_close(print),
+                     lambda: levels.all_gather(np.zeros(1), np.zeros(4))):  # fmt: skip
+            with pytest.raises(RuntimeError, match="local comm is closed"):
+                call()
+        levels.close()
+
+    thdattn.comm.run_local(4, program, timeout=30)
+
+
 @pytest.mark.parametrize("first", ["inner", "outer", "comm"])
 def test_graphs_of_levels_go_before_a_part_is_closed(first, monkeypatch):
     done = []

@@ -269,6 +269,20 @@ def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
     assert start([[b"\x0a"], [b"\x0b"], [b"\x0c"]], program) == [[640, 960, 1280]] * 3
 
 
+def test_peer_memory_is_not_used_after_the_end(start, monkeypatch):
+    peer = SimpleNamespace(enter=lambda: None, close=lambda: None)
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
+
+    def program(comm):
+        comm.close()
+        for call in (lambda: comm.gather_heads([np.zeros(3)], []), lambda: comm.homes([], [], True),
+                     lambda: comm.sum_at_home(None, [np.zeros(3)], False)):  # fmt: skip
+            with pytest.raises(RuntimeError, match="nccl comm is closed"):
+                call()
+
+    start([FOUR_GPUS] * 2, program)
+
+
 @pytest.mark.parametrize("has_peer_memory", [True, False])
 def test_an_exchange_with_sizes_goes_through_peer_memory_where_there_is_some(start, monkeypatch, has_peer_memory):
     said = []

@@ -100,6 +100,24 @@ def test_structures_keep_their_kinds_and_frozen_ones_of_graphs_stay_what_they_ar
         several(given)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_fields_that_a_dataclass_makes_by_itself_are_arguments_too(active, frozen):
+    @dataclass(frozen=frozen)
+    class Made:
+        x: Any
+        twice: Any = field(init=False)
+
+        def __post_init__(self):
+            object.__setattr__(self, "twice", fake_cupy.array([2 * i for i in self.x.tolist()]))
+
+    captured = active().captured(lambda made: add(made.x, made.twice), "sum")
+    for i in range(4):
+        assert captured(Made(fake_cupy.array([i]))).tolist() == [3 * i]
+    changed = Made(fake_cupy.array([1]))
+    changed.twice[...] = 5
+    assert captured(changed).tolist() == [6]
+
+
 def other_device(x):
     x.device_id = 1
     return x

@@ -75,7 +75,7 @@ def load(folder: Path) -> Checkpoint:
             Config(**about["config"]), about["step"], Position(*about["position"]), about["settings"],
             arrays.pop("weights"), {name.removeprefix("optimizer."): array for name, array in arrays.items()},
         )  # fmt: skip
-    except (zipfile.BadZipFile, EOFError, KeyError, TypeError, ValueError) as error:
+    except (zipfile.BadZipFile, EOFError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}: {error}), wanted a checkpoint of this version of the "
             f"example; delete it and train again"

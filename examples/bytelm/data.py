@@ -218,7 +218,7 @@ def find_documents(folder: Path | None = None) -> list[Document]:
 
 def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
     """(training, validation): the names' hashes choose, so a file stays on its side when others come and go."""
-    by_hash = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
+    by_hash = sorted(documents, key=lambda document: _hash(document.name))
     held_back = max(1, round(VALIDATION_SHARE * len(documents)))
     training = sorted(by_hash[held_back:], key=lambda document: document.name)
     return training, by_hash[:held_back]
@@ -227,7 +227,12 @@ def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]
 def fingerprint(documents: Iterable[Document]) -> int:
     """A number that differs where names or sizes do."""
     known = "\n".join(f"{document.name} {document.begin} {document.end}" for document in documents)
-    return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7], "little")
+    return int.from_bytes(_hash(known)[:7], "little")
+
+
+def _hash(names: str) -> bytes:
+    """Of names of files, which are bytes of any encoding and come as Python decodes them."""
+    return hashlib.sha256(names.encode(errors="surrogateescape")).digest()
 
 
 def pieces_of(documents: Iterable[Document], longest: int) -> Iterator[Piece]:

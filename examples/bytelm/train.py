@@ -183,6 +183,7 @@ class Reporter:
 
 
 def main() -> int:
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # names of files may be bytes of any encoding
     interrupt = Interrupt()
 
     def program(comm: thdattn.comm.Comm) -> int:
@@ -319,7 +320,7 @@ def saved_run(args: argparse.Namespace, settings: dict[str, Any]) -> Checkpoint 
     """The run to go on with, if that is asked for.
 
     Raises:
-        ValueError: there is none, or it had other settings; or there is one that would be overwritten.
+        ValueError: there is none, it had other settings, or has done more steps; or one would be overwritten.
     """
     if not args.resume:
         if args.checkpoint and (args.checkpoint / checkpoint.NAME).exists():
@@ -338,6 +339,9 @@ def saved_run(args: argparse.Namespace, settings: dict[str, Any]) -> Checkpoint 
             f"--resume found other options than the run in {args.checkpoint} began with: {', '.join(different)}; pass "
             f"those that it began with, or begin anew in another folder"
         )
+    if saved.step > args.steps:
+        raise ValueError(f"--steps is {args.steps}, wanted at least the {saved.step} that the run in {args.checkpoint} "
+                         f"has done; pass those of the whole run")
     return saved
 
 

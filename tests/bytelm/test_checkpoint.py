@@ -61,7 +61,7 @@ def test_a_missing_checkpoint_is_named_with_a_remedy(tmp_path):
         checkpoint.load(tmp_path)
 
 
-@pytest.mark.parametrize("spoil", ["truncate", "other", "empty"])
+@pytest.mark.parametrize("spoil", ["truncate", "other", "empty", "version", "encrypted"])
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path, spoil):
     checkpoint.save(tmp_path, made())
     path = tmp_path / NAME
@@ -69,7 +69,11 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, spoil):
         path.write_bytes(path.read_bytes()[:-100])
     elif spoil == "other":
         np.savez(path, weights=np.zeros(3))
-    else:
+    elif spoil == "empty":
         path.write_bytes(b"")
+    else:  # a byte of the zip's directory: which version of zip can read the first file, and how it is packed
+        content = bytearray(path.read_bytes())
+        content[content.index(b"PK\x01\x02") + {"version": 6, "encrypted": 8}[spoil]] = 0xFF
+        path.write_bytes(content)
     with pytest.raises(ValueError, match=r"cannot be read .*wanted a checkpoint"):
         checkpoint.load(tmp_path)

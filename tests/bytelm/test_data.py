@@ -128,6 +128,16 @@ def test_fingerprint_tells_other_names_and_sizes(folder):
 # --- packing ---------------------------------------------------------------------------------------------------
 
 
+def test_names_may_be_bytes_of_any_encoding(folder):
+    known = data.find_documents(folder)
+    for name in (b"\xe9t\xe9.txt", b"\xe8t\xe8.txt"):  # Latin-1
+        (folder / os.fsdecode(name)).write_text("summer")
+    found = data.find_documents(folder)
+    assert len(found) == len(known) + 2
+    assert sorted(map(repr, itertools.chain(*data.split(found)))) == sorted(map(repr, found))
+    assert len({data.fingerprint([document]) for document in found}) == len(found)
+
+
 def test_first_fit_worked_by_hand(tmp_path):
     # 9, 5, 3, 8 targets, 12 rows: 9 + 3 fit together, then 5, which waited, and 8 is too long beside it.
     lengths = zip("abcd", (9, 5, 3, 8), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -214,6 +215,15 @@ def test_failure_of_one_rank_ends_all(documents, tmp_path):
     assert "RuntimeError: an accident, on purpose" in run.stderr
 
 
+def test_names_that_cannot_be_printed_are_no_reason_to_end(documents, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")  # as in most locales
+    folder, metrics = (tmp_path / os.fsdecode(name) for name in (b"\xe9t\xe9", b"\xe9.jsonl"))
+    folder.symlink_to(documents)
+    run = start(1, TRAIN, *small(folder, steps=1, metrics=metrics))
+    assert run.returncode == 0, run.stderr
+    assert "30 documents of " in run.stdout and len(lines_of(metrics)) == 3
+
+
 def test_going_on_with_other_options_is_refused_by_name(documents, tmp_path, monkeypatch):
     single = thdattn.comm.init("single")
     words = ["--checkpoint", tmp_path / "run", *small(documents, steps=2)]
@@ -236,6 +246,9 @@ def test_going_on_with_other_options_is_refused_by_name(documents, tmp_path, mon
         train.train(single, arguments(monkeypatch, *words), NOBODY_INTERRUPTS)
     train.train(single, arguments(monkeypatch, *words, "--steps", "50", "--resume"), NOBODY_INTERRUPTS)
     assert checkpoint.load(tmp_path / "run").step == 50, "more steps are always possible"
+    with pytest.raises(command_line.Failure, match=r"--steps is 49, wanted at least the 50 that the run in .* has"):
+        train.train(single, arguments(monkeypatch, *words, "--steps", "49", "--resume"), NOBODY_INTERRUPTS)
+    train.train(single, arguments(monkeypatch, *words, "--steps", "50", "--resume"), NOBODY_INTERRUPTS)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,11 @@ class Levels(Comm):
         held = [part.held_bytes() for part in (self.inner, self.outer)]
         return {name: sum(each.get(name, 0) for each in held) for name in chain(*held)}
 
+    def _check_open(self) -> None:
+        super()._check_open()
+        for part in (self.inner, self.outer):
+            part._check_open()
+
     def _all_gather(self, send: Any, recv: Any) -> None:
         rows = np.empty_like(send, shape=(self.inner.size * len(send), *send.shape[1:]))
         self.inner.all_gather(send, rows)

@@ -153,6 +153,7 @@ class NcclComm(Comm):
     ) -> list[Arrival]:
         if self._peer is None:
             return super().gather_heads(sends, recvs)
+        self._check_open()
         self.received_bytes += (self.size - 1) * sum(send.nbytes for send in sends)
         if at_once:
             marks = self._watched_kernel("gather of keys", sends[0])
@@ -182,12 +183,14 @@ class NcclComm(Comm):
     ) -> Any:
         if self._peer is None:
             return super().homes(shapes, largest, at_once)
+        self._check_open()
         with self.watched("room for gradients"):
             return self._peer.homes(shapes, largest, at_once)
 
     def sum_at_home(self, rows: Any, results: Sequence[Any], at_once: bool) -> Callable[[], None]:
         if self._peer is None:
             return super().sum_at_home(rows, results, at_once)
+        self._check_open()
         self.received_bytes += (self.size - 1) * sum(4 * x.size for x in results)  # float32
         if not at_once:
             return self._watched_wait("sum of gradients", self._peer.sum_at_home(rows, results, False))

@@ -378,7 +378,11 @@ def _mapped(path: str, x: Any, change: Callable[[str, Any], Any]) -> Any:
         return dict(zip(x, changed, strict=True))
     if isinstance(x, (tuple, list)):
         return type(x)(*changed) if hasattr(x, "_fields") else type(x)(changed)
-    made = dataclasses.replace(x, **{field.name: y for field, y in zip(dataclasses.fields(x), changed, strict=True)})
+    values = list(zip(dataclasses.fields(x), changed, strict=True))
+    made = dataclasses.replace(x, **{field.name: y for field, y in values if field.init})
+    for field, y in values:
+        if not field.init:
+            object.__setattr__(made, field.name, y)  # of frozen ones, too
     same = all(y is z for (_, y), (_, z) in zip(_leaves("", x), _leaves("", made), strict=True))
     return x if same and _is_frozen(x) else made
 
