@@ -194,11 +194,6 @@ def test_padded_length_that_dual_chunk_cannot_split_names_the_sequence_and_the_r
     assert f"pad it to {fixed} (PackedBatch.from_lengths(lengths, multiple={multiple}) does this)" in message
 
 
-def test_two_levels_split_lengths_among_groups_alone():
-    with pytest.raises(ValueError, match=r"padded length 6, wanted a multiple of 2\*cp_size/inner = 4 for dual_chunk"):
-        thdattn.Sharding(PackedBatch([0, 6]), 4, "dual_chunk", inner=2)
-
-
 def test_what_is_no_batch_is_named():
     with pytest.raises(TypeError, match=matches("batch is a ndarray, wanted a PackedBatch; make PackedBatch(")):
         attention().plan(np.array([0, 4], np.int32))

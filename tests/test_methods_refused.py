@@ -52,7 +52,7 @@ BATCH = PackedBatch.from_lengths([64, 16], 16)
      "2, the ranks among which"),
     (lambda c: layer_on(grid(c, 2), "a2a+p2p").plan(BATCH, Sharding(BATCH, 2)), "sharding has cp_size 2, wanted 4"),
     (lambda c: layer_on(grid(c, 2), "a2a+all_gather").plan(PackedBatch([0, 6])), "sequence 0 has padded length 6, "
-     "wanted a multiple of 2*cp_size = 4 for dual_chunk"),
+     "wanted a multiple of 2*cp_size/inner = 4 for dual_chunk"),
     (lambda c: layer_on(c, "a2a").plan(BATCH, key_batch=BATCH), "key_batch was passed for 4 ranks, wanted one"),
     (lambda c: layer_on(c, "ring"), "cp_comm_type is 'ring', wanted"),
 ])  # fmt: skip
