@@ -232,8 +232,8 @@ class CPAttention:
         return planning.with_core(plan, self._choice.inner)
 
     def _memory(self, plan: Plan) -> Memory:
-        groups = (self.num_kv_heads,) if self.comm.size == 1 else self._groups(plan)
-        layer = Layer(self.num_heads, self.num_kv_heads, self.dtype, self.deterministic, groups, self._keeps(plan))
+        layer = Layer(self.num_heads, self.num_kv_heads, self.dtype, self.deterministic, self._groups(plan),
+                      self._keeps(plan))
         return self._choice.memory(plan, layer)
 
     def forward(
@@ -299,7 +299,7 @@ class CPAttention:
 
     def can_gather(self, plan: Plan) -> bool:
         """Whether gather may be called with this plan: whether keys and values alone travel, and all of them."""
-        return self._choice.method(plan) is all_gather
+        return self._choice.can_gather(plan)
 
     def backward(self, dout: Any, saved: Saved, keys: Keys | None = None) -> tuple[Any, ...]:
         """Gradients of forward for this rank's rows. Collective.

@@ -18,10 +18,9 @@ def places_of_keys(plan: Plan) -> tuple[Any, Any]:
         (key_rows, 2) int32, the owner of every row of the key buffer, -1: nobody, and its row there; and
         (local_key_rows,) int32, the number of every row of this rank, -1: a filler.
     """
-    order, num_rows = plan.rank_order, plan.local_key_rows
-    mine = order[plan.cp_rank * num_rows :][:num_rows]
-
     def make() -> tuple[Any, Any]:
+        order, num_rows = plan.rank_order, plan.local_key_rows
+        mine = order[plan.cp_rank * num_rows :][:num_rows]
         numbers = np.arange(len(order), dtype=order.dtype, like=order)  # of CuPy arrays this is cupy.arange
         owners = np.empty_like(order, shape=(len(order), 2))
         np.floor_divide(numbers, num_rows, out=owners[:, 0])  # in place too, where the plan is made in a graph

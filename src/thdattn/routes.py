@@ -57,9 +57,6 @@ class Pieces(NamedTuple):
         return np.concatenate([self.begin, self.value]).astype(np.int32)
 
 
-Parts = list[tuple[slice, int]]  # of rows that lie rank after rank: those of a rank, and which
-
-
 class Routes:
     """How many rows of keys go from rank to rank.
 
@@ -72,28 +69,12 @@ class Routes:
         is_empty: whether nothing goes from any rank to any other one.
         sent, received: (cp_size,), rows that this rank sends to each, and gets from each.
         num_sent, num_received: of all ranks together.
-        sent_parts, received_parts: Parts of arrays of these.
     """
 
     def __init__(self, table: Ints, cp_rank: int) -> None:
         self.table, self.is_empty = table, not table.any()
         self.sent, self.received = table[cp_rank], table[:, cp_rank]
         self.num_sent, self.num_received = int(self.sent.sum()), int(self.received.sum())
-        self.sent_parts, self.received_parts = _parts(self.sent), _parts(self.received)
-        self._bytes: dict[tuple[int, bool], Ints] = {}
-
-    def bytes_of(self, row_bytes: int, back: bool) -> Ints:
-        """(cp_size, cp_size), of rows that go from rank to rank, or, `back`, from those that got them."""
-        key = row_bytes, back
-        if key not in self._bytes:
-            self._bytes[key] = (self.table.T if back else self.table) * row_bytes
-        return self._bytes[key]
-
-
-def _parts(num_rows: Ints) -> Parts:
-    ends = np.cumsum(num_rows).tolist()
-    return [(slice(end - number, end), rank)
-            for rank, (end, number) in enumerate(zip(ends, num_rows.tolist(), strict=True)) if number]
 
 
 class KeySide(NamedTuple):

@@ -82,7 +82,8 @@ class Heads(ABC):
             if source.size:
                 copy(place.of(recv, self.rank), source)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        going, coming = ([(cut.of(x, rank), rank) for rank in others for cut, x in zip(cuts, arrays, strict=True)]
+        going, coming = ([(cut.of(x, rank), rank) for rank in others for cut, x in zip(cuts, arrays, strict=True)
+                          if cut.begins[rank] < cut.ends[rank]]
                          for cuts, arrays in ((swap.outs, sends), (swap.ins, recvs)))
         return self.exchange(going, coming, swap.sizes)
 

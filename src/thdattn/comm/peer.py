@@ -139,16 +139,23 @@ class PeerMemory:
             number: int = (by - of) % self.size - 1
             return max(0, number) * num_bytes
 
-        to = [[window.address(rank, slot(rank, self.rank) + part) if rank != self.rank else 0
-               for rank in range(self.size)] for part in route.parts]
-        parts = route.in_place(window, sends, [(self.rank, slot(self.rank, rank)) for rank in range(self.size)])
+        def made() -> tuple[Any, Any]:
+            to = [[window.address(rank, slot(rank, self.rank) + part) if rank != self.rank else 0
+                   for rank in range(self.size)] for part in route.parts]
+            return route.in_place(window, sends, [(self.rank, slot(self.rank, rank)) for rank in range(self.size)]), to
+
+        parts, to = window.once((route, "all"), made)
         return Arrival(parts, meeting=Meeting(window.meetings[1], to, *marks))
 
     def _first_by_kernel(self, stream: Any, route: _Route, window: Window, sends: Sequence[Any],
                          recvs: Sequence[Sequence[Any]], marks: tuple[int, int]) -> list[Arrival]:
         """The first group for a kernel that offers all heads, and the others pulled when all ranks have done so."""
-        to = [[window.address(rank, part) if rank == self.rank else 0 for rank in range(self.size)]
-              for part in route.parts]
+        def made() -> tuple[Any, Any]:
+            to = [[window.address(rank, part) if rank == self.rank else 0 for rank in range(self.size)]
+                  for part in route.parts]
+            return route.in_place(window, sends, [(rank, 0) for rank in range(self.size)]), to
+
+        parts, to = window.once((route, "first"), made)
         meeting = Meeting(window.meetings[0], to, *marks)
         places = [recvs[group] for group in range(1, len(recvs))]
         waits: list[Wait] = []  # made when the first one was read
@@ -162,7 +169,6 @@ class PeerMemory:
                 self._pull(route, group, window, parts)
                 waits.append(self._arrival(stream))
 
-        parts = route.in_place(window, sends, [(rank, 0) for rank in range(self.size)])
         arrivals = [Arrival([[place] for place in parts], functools.partial(wait, number))
                     for number, parts in enumerate(places)]
         arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
@@ -250,8 +256,9 @@ class PeerMemory:
         return {_WINDOWS["sum"]: self._both(_roomy(max(offsets(group)[-1] for group in groups))), **pulled}
 
     def exchange_bytes(self, sizes: Any) -> dict[str, int]:
-        """See Comm.exchange_bytes."""
-        most = max(slot[-1] for slot in slots_of(sizes))
+        """See Comm.exchange_bytes. What a kernel brings lies in the windows of those who get it."""
+        by_kernel = sizes.sum(0).max() < WORTH_COPYING
+        most = max(slot[-1] for slot in slots_of(sizes.T if by_kernel else sizes))
         return {_WINDOWS["exchange"]: self._both(_roomy(most))} if most else {}
 
     def held_bytes(self) -> dict[str, int]:
@@ -408,12 +415,8 @@ class _Route:
         Args:
             places: in whose part what each rank has begins, and at which byte.
         """
-        def made() -> Sequence[Sequence[Any]]:
-            return [[window.heads(of, at + piece.first, piece.pitch, piece.width, send) for of, at in places]
-                    for piece, send in zip(self.groups[0], sends, strict=True)]
-
-        found: Sequence[Sequence[Any]] = window.once((self, *places), made)
-        return found
+        return [[window.heads(of, at + piece.first, piece.pitch, piece.width, send) for of, at in places]
+                for piece, send in zip(self.groups[0], sends, strict=True)]
 
 
 def obstacle(hostnames: Sequence[str]) -> str | None:

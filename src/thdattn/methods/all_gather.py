@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn.comm import Arrival
 from thdattn.homes import places_of_keys
-from thdattn.memory import Bytes, Layer, Memory, num_bytes
+from thdattn.memory import Layer, Memory, num_bytes
 from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class Keys:
             (k, *_), (v, *_) = parts
             if not self.ordered:
                 # Parts of all ranks have them, or will have them.
-                lacks_own = self.plan.cp_size > 1 and (len(parts[0]) == 1 or meeting is not None)
+                lacks_own = len(parts[0]) == 1 or meeting is not None
                 heads = slice(first, first + k.shape[1])
                 own = _some_heads(heads, self.k, self.v) if lacks_own else None
                 first = heads.stop
@@ -118,10 +117,8 @@ def gather(
     Raises:
         ValueError: IN_FLIGHT gathers of this plan wait for their forward or backward.
     """
-    if comm.size == 1:  # rows are in sequence order already
-        if plan.has_unseen_keys:
-            return Keys(k, v, plan, [Arrival([[k], [v]])], False, given)
-        return Keys(k, v, plan, [Arrival([[x[: plan.key_rows]] for x in (k, v)])], True, given)
+    if comm.size == 1:
+        return Keys(k, v, plan, [Arrival([[k], [v]])], True, given)
     turns = _turns.setdefault(plan, [_nobody] * IN_FLIGHT)
     # The first free one, as buffers of the others are only made where more gathers are under way.
     turn = next((turn for turn, last in enumerate(turns) if _is_free(last())), None)
@@ -138,8 +135,8 @@ def gather(
 
 def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     """Bytes of all that gather, forward and backward have made, for a layer with this plan, which needs no arrays."""
-    alone, groups = comm.size == 1, layer.groups
-    dims, sum_dtype = plan.head_dims, _sum_dtype(layer.dtype, alone)
+    groups, dims, sum_dtype = layer.groups, plan.head_dims, lse_dtype(layer.dtype)
+    in_place = int(comm.overlaps)  # the first group of keys
     num_gathered = comm.size * plan.local_key_rows
 
     def rows_of(num_rows: int, heads: int, dtype: DTypeLike) -> list[int]:
@@ -148,18 +145,15 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     queries, outs = rows_of(plan.local_rows, layer.num_heads, layer.dtype)
     keys, values = sends = rows_of(plan.local_key_rows, layer.num_kv_heads, layer.dtype)
     forward = {"plan": engine.plan_bytes(plan)}
-    backward: Bytes = {}
-    if not alone:
-        in_place = int(comm.overlaps)  # the first group of keys
-        forward["keys in rank order"] = sum(rows_of(num_gathered, sum(groups[in_place:]), layer.dtype))
-        forward |= comm.gather_bytes(sends, len(groups))
-        backward |= comm.sum_bytes([rows_of(num_gathered, heads, sum_dtype) for heads in groups])
-        if in_place:
-            backward["places of keys"] = 4 * (2 * (plan.key_rows + 1 + num_gathered) + plan.local_key_rows)
-    if plan.has_unseen_keys if alone else not layer.keeps_keys:
+    forward["keys in rank order"] = sum(rows_of(num_gathered, sum(groups[in_place:]), layer.dtype))
+    forward |= comm.gather_bytes(sends, len(groups))
+    backward = comm.sum_bytes([rows_of(num_gathered, heads, sum_dtype) for heads in groups])
+    if in_place:
+        backward["places of keys"] = 4 * (2 * (plan.key_rows + 1 + num_gathered) + plan.local_key_rows)
+    if not layer.keeps_keys:
         forward["keys in sequence order"] = sum(rows_of(plan.key_rows, max(groups), layer.dtype))
     forward |= engine.forward_bytes(plan, layer)
-    backward |= engine.backward_bytes(plan, layer, sum_dtype, "made" if alone or not comm.overlaps else "home")
+    backward |= engine.backward_bytes(plan, layer, sum_dtype, "home" if in_place else "made")
     saved = {"q": queries, "k": keys, "v": values, "out": outs,
              "lse": num_bytes((layer.num_heads, plan.local_rows), lse_dtype(layer.dtype))}  # fmt: skip
     if layer.keeps_keys:
@@ -231,12 +225,10 @@ def backward(
     if kept is not None:
         keys = Keys(k, v, plan, [Arrival([[x] for x in parts]) for parts in kept], ordered=True)
     keys = keys or gather(engine, comm, plan, k, v, call.groups, at_once=True)
-    alone = comm.size == 1
-    go_home = not alone and comm.overlaps
+    go_home, sum_dtype = comm.overlaps, lse_dtype(q.dtype)
     dq = engine.empty(q.shape, q.dtype)
     # From now on, so that after an error too nobody gets the memory of dk and dv before their sums are there.
-    sums = Sums(engine, plan, [] if alone else [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)], [])
-    sum_dtype = (alone and call.grad_dtype) or _sum_dtype(q.dtype, alone)
+    sums = Sums(engine, plan, [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)], [])
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
     largest = [(len(x), max(keys.heads), x.shape[2]) for x in sums.grads]
     for heads, kv_heads, (k, v) in groups:
@@ -254,13 +246,11 @@ def backward(
             if go_home:
                 comm.give_back()
             raise
-        if alone:
-            sums.grads = shares
-        elif go_home:
+        if go_home:
             sums.waits.append(comm.sum_at_home(places_of_keys(plan)[1], results, is_last))
         else:
             _sum_rows(engine, comm, plan, shares, results)
-    engine.poison(plan, dq, *(sums.grads if alone else ()))
+    engine.poison(plan, dq)
     return dq, sums
 
 
@@ -276,8 +266,7 @@ class Sums:
     def __call__(self) -> tuple[Any, Any]:
         self._wait()
         dk, dv = self.grads
-        if self.plan.cp_size > 1:
-            self.engine.poison(self.plan, dk, dv)
+        self.engine.poison(self.plan, dk, dv)
         return dk, dv
 
     def __del__(self) -> None:
@@ -294,11 +283,6 @@ def _sum_rows(engine: Any, comm: Comm, plan: Plan, shares: Sequence[Any], result
     comm.sum_rows(engine.to_rank_order(*shares, plan, partials), results)
 
 
-def _sum_dtype(dtype: np.dtype[Any], alone: bool) -> np.dtype[Any]:
-    """In which dk and dv of inputs of a dtype are summed over ranks."""
-    return dtype if alone else np.promote_types(dtype, np.float32)
-
-
 def _shares(num_heads: int, keys: Keys) -> list[slice]:
     """Which of so many heads belong to each group."""
     each = num_heads // keys.k.shape[1]
@@ -308,7 +292,7 @@ def _shares(num_heads: int, keys: Keys) -> list[slice]:
 
 def _some_heads(heads: slice, *arrays: Any) -> Sequence[Any]:
     """Some of the heads of arrays (rows, heads, width): the arrays themselves if these are all: views take time."""
-    every = not arrays or heads.stop - heads.start == arrays[0].shape[1]
+    every = heads.stop - heads.start == arrays[0].shape[1]
     return arrays if every else [x[:, heads] for x in arrays]
 
 

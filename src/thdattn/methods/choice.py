@@ -12,7 +12,7 @@ from thdattn.arguments import as_choice
 from thdattn.comm import Comm, SingleComm
 from thdattn.comm.levels import Levels
 from thdattn.memory import Layer, Memory
-from thdattn.methods import a2a, all_gather, needed, p2p
+from thdattn.methods import a2a, all_gather, alone, needed, p2p
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
 from thdattn.sharding import Sharding, as_sharding
@@ -82,9 +82,12 @@ class Choice:
 
     def between(self, plan: Plan) -> Any:
         """The method for rows: between all ranks, or the groups among which heads are exchanged."""
+        rows = plan.core or plan
+        if rows.stays:
+            return alone
         if "p2p" in self.cp_comm_type:
-            return p2p if (plan.core or plan).cp_size > 1 else all_gather
-        return needed if (plan.core or plan).sharding.by_runs else all_gather
+            return p2p
+        return all_gather if rows.routes is None else needed
 
     def memory(self, plan: Plan, layer: Layer) -> Memory:
         """Bytes of all that the method makes, for a layer with this plan, which needs no arrays."""
@@ -142,9 +145,13 @@ class Choice:
                 f"cp_comm_type 'a2a', or smaller inner groups"
             )
 
+    def can_gather(self, plan: Plan) -> bool:
+        """See CPAttention.can_gather."""
+        return plan.routes is None and self.method(plan) in (all_gather, alone)
+
     def check_gathers(self, what: str, plan: Plan) -> None:
         """Raises a ValueError where more than keys and values travels, or not all of them."""
-        if self.method(plan) is not all_gather:
+        if not self.can_gather(plan):
             raise ValueError(
                 f"{what} with cp_comm_type {self.cp_comm_type!r} and sharding {plan.sharding.strategy!r}, wanted "
                 f"'all_gather' without 'balanced', as nothing travels before q is there otherwise; leave it out"

@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from thdattn.comm import nothing
+from thdattn.comm.slices import Cut, Swap
 from thdattn.memory import Layer, Memory, num_bytes
 from thdattn.methods.call import Call, Coming, Results, Tensors, lse_dtype
 
 if TYPE_CHECKING:
+    from thdattn.balanced import Ints
     from thdattn.comm import Comm
     from thdattn.plan import Plan
-    from thdattn.routes import Parts
+    from thdattn.routes import Routes
 
 Wait = Callable[[], None]
 
@@ -139,7 +141,7 @@ def _on_their_way(
                     for name, number in (("sent", routes.num_sent), ("received", routes.num_received)))
     if routes.num_sent:
         engine.pack_rows((k, v), plan.arrays.sends, sends)
-    wait = _exchange(comm, plan, (sends, routes.sent_parts), (recvs, routes.received_parts), k.dtype)
+    wait = _exchange(comm, plan, sends, recvs, k.dtype)
     if plan.needs_own_rows:
         return (k, v), Coming(wait, lambda: (k, v))
     keys, values = [engine.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k, v)] if keep else _buffers(
@@ -183,7 +185,7 @@ def _sent_back(engine: Any, comm: Comm, plan: Plan, shares: Sequence[Any]) -> tu
     recvs = [engine.empty((routes.num_sent, *x.shape[1:]), sum_dtype) for x in shares]
     if routes.num_received:
         engine.pack_rows(shares, _places(plan)[0], sends)
-    wait = _exchange(comm, plan, (sends, routes.received_parts), (recvs, routes.sent_parts), sum_dtype, back=True)
+    wait = _exchange(comm, plan, sends, recvs, sum_dtype, back=True)
     return recvs, wait
 
 
@@ -193,21 +195,26 @@ def _buffers(plan: Plan, name: str, num_rows: int, like: Sequence[Any], dtype: A
 
 
 def _exchange(
-    comm: Comm, plan: Plan, sends: tuple[Sequence[Any], Parts], recvs: tuple[Sequence[Any], Parts],
-    dtype: np.dtype[Any], back: bool = False,
+    comm: Comm, plan: Plan, sends: Sequence[Any], recvs: Sequence[Any], dtype: np.dtype[Any], back: bool = False
 ) -> Wait:
     """Starts to send rows that lie rank after rank, and to receive others; `back`: from those that got them."""
-    routes = plan.routes
+    routes, row_bytes = plan.routes, _row_bytes(sends, dtype)
     assert routes is not None
     if routes.is_empty:
         return nothing
-    sizes = routes.bytes_of(_row_bytes(sends[0], dtype), back)
-    return comm.exchange(_by_rank(*sends), _by_rank(*recvs), sizes)
+    return comm.swap(plan.once(("swap", row_bytes, back), lambda: _swap(routes, row_bytes, back)), sends, recvs)
 
 
-def _by_rank(arrays: Sequence[Any], parts: Parts) -> list[tuple[Any, int]]:
-    """For every rank its rows of each array."""
-    return [(x[rows], rank) for rows, rank in parts for x in arrays]
+def _swap(routes: Routes, row_bytes: int, back: bool) -> Swap:
+    """What all ranks exchange, of two arrays of rows of so many bytes together."""
+    out, into = ((_cut(number),) * 2 for number in (routes.sent, routes.received))
+    return Swap(into, out, routes.table.T * row_bytes) if back else Swap(out, into, routes.table * row_bytes)
+
+
+def _cut(num_rows: Ints) -> Cut:
+    """So many rows for each rank, one rank's behind another's."""
+    ends = np.cumsum(num_rows)
+    return Cut(0, tuple((ends - num_rows).tolist()), tuple(ends.tolist()))
 
 
 def _row_bytes(like: Sequence[Any], dtype: Any) -> int:

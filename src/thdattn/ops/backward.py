@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cupy
@@ -78,13 +79,55 @@ def attn_bwd(
     whole = dq
     if launch.row_heads(dq) != launch.row_heads(q):
         whole = cupy.ascontiguousarray(dq) if merge else launch.empty(q.shape, q.dtype)
-    logits = logits_of(softmax_scale, softcap)
-    launches.delta(out, dout, lse, lse_unit(softmax_scale, softcap))
-    dk, dv = launches(dout, q, k, v, plan, logits, np.float32(softmax_scale), whole, shares, halfway, rounded or (),
-                      _NO_HOMES if homes is None else (homes[0].tobytes(), homes[1].data.ptr))
+    if homes is None:
+        shares = shares or launches.new_shares(k, v)
+    call = _Call(dout, q, k, v, out, lse, whole, shares or (), rounded or (),
+                 _NO_HOMES if homes is None else (homes[0].tobytes(), homes[1].data.ptr), softmax_scale, softcap)
+    launches.delta.launch_as(call.key, lambda: (out, dout, lse, lse_unit(softmax_scale, softcap)))
+    launches(call, plan, halfway)
     if whole is not dq:
         dq[...] = whole
+    dk, dv = shares or (None, None)
     return dq, dk, dv
+
+
+@dataclass(eq=False)
+class _Call:
+    """What differs between calls of the same launches: arguments of attn_bwd.
+
+    shares: arrays for dk and dv; none: they go home. homes: the bytes of a SHARES, and the address of places.
+    """
+
+    dout: Array
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    dq: Array
+    shares: Sequence[Array]
+    rounded: Sequence[Array]
+    homes: tuple[bytes, int]
+    softmax_scale: float
+    softcap: float
+
+    @functools.cached_property
+    def key(self) -> tuple[Any, ...]:
+        """By which the arguments of launches are known."""
+        arrays = self.dout, self.q, self.k, self.v, self.out, self.lse, self.dq, *self.shares, *self.rounded
+        return (self.softmax_scale, self.softcap, self.homes, self.dout.strides, self.k.strides, self.v.strides,
+                *[x.data.ptr for x in arrays])
+
+    @property
+    def logits(self) -> Any:
+        """What kernels are told of logits."""
+        return logits_of(self.softmax_scale, self.softcap)
+
+    def addresses(self, plan: Plan, accum: Sequence[Any] = ()) -> list[int]:
+        """Where dk and dv go, accumulators of the backward on Hopper, and where rounded rows go and which; 0: nowhere.
+        """
+        places = (*self.rounded, plan.arrays.places) if self.rounded else [None] * 3
+        return [0 if x is None else x.data.ptr for x in (*(self.shares or [None] * 2), *accum, *places)]
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
@@ -180,7 +223,7 @@ class _Hopper:
         room, largest = (_largest_accum(gpu, row, plan, some, *how) for some in ([(num_heads, num_kv_heads)], groups))
         deterministic = room.deterministic
 
-        self.dkv_dtype, self.makes_shares, self.most_heads = dkv_dtype, where == "made", _most_heads(groups)
+        self.dkv_dtype, self.most_heads = dkv_dtype, _most_heads(groups)
         accum = plan.buffer("accum", room.shape, np.float32, largest.shape)
         self.dkv_accum, rest_of_accum = accum[: room.dkv_size], accum[room.dkv_size :]
         self.dq_accum, semaphores = rest_of_accum[: room.dq_size], rest_of_accum[room.dq_size :]
@@ -228,30 +271,34 @@ class _Hopper:
             round_dq, size = jit.kernel(*row.thd_attn_round_wide_sm90(dq_dtype)), self.mains[0][0].fixed[-1]
             self.round_dq = Launch(round_dq, (stats_rows // 64, num_heads), 128, (shares, size))
 
-    def __call__(self, dout: Array, q: Array, k: Array, v: Array, plan: Plan, logits: Any, softmax_scale: np.float32,
-                 dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
-                 rounded: Sequence[Array], homes: tuple[bytes, int]) -> Sequence[Any]:
-        if self.makes_shares:
-            dkv = self.dkv_accum if self.dkv_dtype == np.float32 else launch.empty((k.size + v.size,), self.dkv_dtype)
-            shares = _dk_dv(dkv, k, v)
-        shares = shares or (None, None)
+    def new_shares(self, k: Array, v: Array) -> Sequence[Array]:
+        """Arrays for dk and dv. Where they are wanted in float32, they are the accumulators."""
+        if self.dkv_dtype == np.float32:
+            return _dk_dv(self.dkv_accum, k, v)
+        return [launch.empty(x.shape, self.dkv_dtype) for x in (k, v)]
+
+    def __call__(self, call: _Call, plan: Plan, halfway: Halfway | None) -> None:
+        q, k, v, dout = call.q, call.k, call.v, call.dout
         num_rows, num_keys = len(q), len(k)
         if plan.has_blind_queries:
             if plan.leading_tokens is None:
                 q, dout = without_padding((q, dout), ("q", "dout"), plan, self.most_heads)
             else:  # rows outside a map arrive as zeros
                 num_rows = max(1, plan.leading_tokens)
-        tensors, rows = (q, k, v, dout), (num_rows, num_keys, num_keys, num_rows)
-        inputs = launch.tensor_maps(tensors, rows, self.boxes)
-        accum = _dk_dv(self.dkv_accum, k, v) if self.dkv_accum.size else shares
-        places = (*rounded, plan.arrays.places) if rounded else [None] * 3
-        made = [0 if x is None else x.data.ptr for x in (*shares, *accum, self.grad_semaphores, *places)]
-        _in_turn(self.mains, (*inputs, dq, _gradients(homes, *made), logits), shares, halfway)
+
+        def inputs(boxes: Sequence[int]) -> Iterator[Any]:
+            return launch.tensor_maps((q, k, v, dout), (num_rows, num_keys, num_keys, num_rows), boxes)
+
+        def arguments() -> tuple[Any, ...]:
+            accum = _dk_dv(self.dkv_accum, k, v) if self.dkv_accum.size else call.shares or (None, None)
+            grads = np.array((*call.addresses(plan, (*accum, self.grad_semaphores)), _homes_of(*call.homes)), GRADIENTS)
+            return *inputs(self.boxes), call.dq, grads[()], call.logits
+
+        _in_turn(self.mains, call, arguments, halfway)
         if self.dq is not None:
-            self.dq(*launch.tensor_maps(tensors, rows, self.dq_boxes), dq, logits)
+            self.dq.launch_as(call.key, lambda: (*inputs(self.dq_boxes), call.dq, call.logits))
         if self.round_dq is not None:
-            self.round_dq(dq, self.dq_accum, softmax_scale)
-        return shares
+            self.round_dq.launch_as(call.key, lambda: (call.dq, self.dq_accum, np.float32(call.softmax_scale)))
 
 
 def _dq_by_itself(
@@ -303,7 +350,6 @@ class _Portable:
                  deterministic: bool, where: str, in_two: bool, caps: bool, groups: Groups) -> None:
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _), dtype = q.shape, k.shape, q.dtype.name
         dq_dtype, self.dkv_dtype = grads
-        self.makes_shares = where == "made"
         shape, most = (_dq_accum_shape(num_rows, n, row, deterministic) for n in (num_heads, _most_heads(groups)))
         self.dq_accum = plan.buffer("dq_accum", shape, np.float32, most)
         stats, self.delta = _delta(row, q, v, plan, self.dq_accum, groups)
@@ -321,20 +367,21 @@ class _Portable:
         self.round_dq = Launch(
             jit.kernel(*row.thd_attn_round(dq_dtype)), (-(-q.size // 2048),), 256, (np.uint64(q.size // 8),))
 
-    def __call__(self, dout: Array, q: Array, k: Array, v: Array, plan: Plan, logits: Any, softmax_scale: np.float32,
-                 dq: Array, shares: Sequence[Array] | None, halfway: Halfway | None,
-                 rounded: Sequence[Array], homes: tuple[bytes, int]) -> Sequence[Any]:
-        if self.makes_shares:
-            shares = [launch.empty(x.shape, self.dkv_dtype) for x in (k, v)]
-        shares = shares or (None, None)
-        places = (*rounded, plan.arrays.places) if rounded else [None] * 3
-        made = [launch.NONE if x is None else x for x in (*shares, *places)]
-        _in_turn(self.mains, (q, k, v, dout, *made, _homes_of(*homes), logits), shares, halfway)
+    def new_shares(self, k: Array, v: Array) -> Sequence[Array]:
+        """Arrays for dk and dv."""
+        return [launch.empty(x.shape, self.dkv_dtype) for x in (k, v)]
+
+    def __call__(self, call: _Call, plan: Plan, halfway: Halfway | None) -> None:
+        inputs = call.q, call.k, call.v, call.dout
+
+        def arguments() -> tuple[Any, ...]:
+            return *inputs, *map(np.uint64, call.addresses(plan)), _homes_of(*call.homes), call.logits
+
+        _in_turn(self.mains, call, arguments, halfway)
         if self.dq is None:
-            self.round_dq(dq, self.dq_accum, softmax_scale)
+            self.round_dq.launch_as(call.key, lambda: (call.dq, self.dq_accum, np.float32(call.softmax_scale)))
         else:
-            self.dq(q, k, v, dout, dq, logits)
-        return shares
+            self.dq.launch_as(call.key, lambda: (*inputs, call.dq, call.logits))
 
 
 def _parts(plan: Plan, in_two: bool) -> list[Array]:
@@ -343,26 +390,19 @@ def _parts(plan: Plan, in_two: bool) -> list[Array]:
     return parts_of(tiles, ~plan.foreign_tiles[1]) if in_two else [tiles]
 
 
-def _in_turn(mains: Sequence[Sequence[Launch]], args: tuple[Any, ...], shares: Sequence[Any],
+def _in_turn(mains: Sequence[Sequence[Launch]], call: _Call, arguments: Callable[[], tuple[Any, ...]],
              halfway: Halfway | None) -> None:
     """What makes dk and dv, and after the first of it `halfway`."""
     for number, launches in enumerate(mains):
         for run in launches:
-            run(*args)
+            run.launch_as(call.key, arguments)
         if number == 0 and halfway is not None:
-            halfway(*shares)
+            halfway(*call.shares)
 
 
-@functools.lru_cache(maxsize=256)
 def _homes_of(of: bytes, places: int) -> Any:
-    """A HOMES, from the bytes of a SHARES; kept, as tensor maps are."""
+    """A HOMES, from the bytes of a SHARES."""
     return np.array((np.frombuffer(of, SHARES)["of"][0], places), HOMES)[()]
-
-
-@functools.lru_cache(maxsize=4096)
-def _gradients(homes: tuple[bytes, int], *addresses: int) -> Any:
-    """A GRADIENTS, from the arguments of a HOMES; kept too."""
-    return np.array((*addresses, _homes_of(*homes)), GRADIENTS)[()]
 
 
 def _packs_of(splits: list[tuple[int, float]], plan: Plan) -> list[tuple[int, Any]]:

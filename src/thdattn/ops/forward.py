@@ -59,10 +59,10 @@ def attn_fwd(
     key = (softmax_scale, softcap, k.shape, k.strides, v.strides,
            *[x.data.ptr for x in (q, k, v, out, lse)], None if sinks is None else sinks.data.ptr)
     for run in first:
-        run.launch(run.prepared(key, arguments))
+        run.launch_as(key, arguments)
     if halfway is not None:
         halfway()
-    last.launch(last.prepared(key, arguments))
+    last.launch_as(key, arguments)
     return out, lse, max_logits.max(axis=(0, 2)) if return_max_logit else None
 
 

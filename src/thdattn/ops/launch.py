@@ -130,7 +130,7 @@ def _gpu(device: int) -> Gpu:
     )
 
 
-_MOST_PREPARED = 64  # arguments of a launch
+_MOST_PREPARED = 256  # arguments of a launch
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,10 @@ class Launch:
     def launch(self, arguments: jit.Arguments) -> None:
         """The same, with what `prepared` returned."""
         self.kernel.launch(self.grid, self.block, arguments, self.early)
+
+    def launch_as(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> None:
+        """The same, with the arguments of a call, see `prepared`."""
+        self.launch(self.prepared(key, make))
 
     def prepared(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> jit.Arguments:
         """Those of a call, which `make` returns, unless they are known by a key."""

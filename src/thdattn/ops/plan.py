@@ -404,7 +404,7 @@ def poison(plan: Plan, *results: Array) -> None:
     run = plan.once("poison", lambda: Launch(jit.kernel(_POISON), (POISON_BLOCKS,), 256, (lengths.wrong,), early=True))
     for i in range(0, len(results), 3):
         three = results[i : i + 3]
-        run.launch(run.prepared(tuple([(x.data.ptr, x.nbytes) for x in three]), functools.partial(_words_of, three)))
+        run.launch_as(tuple([(x.data.ptr, x.nbytes) for x in three]), functools.partial(_words_of, three))
 
 
 def _words_of(results: tuple[Array, ...]) -> tuple[Any, ...]:
