@@ -64,7 +64,8 @@ class KVCache:
 
         Args:
             k, v: (plan.local_key_rows, num_kv_heads, width), as passed to CPAttention.forward.
-            plan: as there; of one rank, and of num_texts sequences, which may be empty.
+            plan: as there; of one rank, and of num_texts sequences, which may be empty. Lengths are those that it was
+                made or last refreshed for.
 
         Raises:
             TypeError: an array of the wrong dtype or on the wrong device, or a plan that is none.

@@ -12,8 +12,8 @@ class ForwardSm90:
     """thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows.
 
     q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead. q_in_registers: queries are read
-    from registers, where there are some left. apart: the threads of a row compare their largest scores only where these
-    are far above what came before. together: heads that are done one after another at each tile.
+    from registers, where there are some left. own_peaks: the threads of a row compare their largest scores only where
+    these are far above what came before. together: heads that are done one after another at each tile.
     capped_tile_n: as for Forward.
     divides: keys of a tile may be divided among thread blocks.
     """
@@ -23,7 +23,7 @@ class ForwardSm90:
     q_stages: int
     kv_stages: int
     q_in_registers: bool = False
-    apart: bool = False
+    own_peaks: bool = False
     together: int = 4
     capped_tile_n: int = 0
     divides: bool = True
@@ -98,10 +98,10 @@ class BackwardWideSm90:
     """thd_attn_bwd_wide_sm90: 64 keys per thread block, 64 query rows at a time, dq added up in any order.
 
     q_stages tiles of queries, dout_stages tiles of their gradients and ds_stages of score gradients are in memory.
-    blocks: 2, if two thread blocks are a cluster, which brings shares of dq of 128 keys; then keys are read from
-    registers. The warpgroups of keys, values and queries have so many registers per thread, and that of keys
-    capped_shift more, which that of values lacks, where logits are capped. For the same bits on every run blocks are
-    alone and dq has thd_attn_bwd_dq_sm90, dq_keys keys at a time, two tiles of which are loaded.
+    blocks: 2, if two thread blocks are a cluster, which shares what it loads and brings shares of dq of 128 keys; then
+    keys are read from registers. The warpgroups of keys, values and queries have so many registers per thread, and that
+    of keys capped_shift more, which that of values lacks, where logits are capped. For the same bits on every run
+    blocks are alone and dq has thd_attn_bwd_dq_sm90, dq_keys keys at a time, two tiles of which are loaded.
     """
 
     q_stages: int

@@ -21,6 +21,7 @@
 //   kernels/sum.cu                        shares of the same rows, of several ranks, added up
 //   kernels/meeting.cu                    what ranks have for each other, put to its places; behind this file
 //   kernels/homes.cuh                     where a backward stores shares that other ranks add up
+//   kernels/logits.cuh, sinks.cu          caps of logits and sinks, of both engines' tiles; the gradient of sinks
 //   kernels/cache.cu                      rows of keys and values into a cache; behind this file
 //   kernels/portable/common.cuh           mma.sync, ldmatrix, cp.async, tiles in shared memory (sm_80 and later)
 //   kernels/portable/forward.cu           the attention forward
@@ -29,13 +30,16 @@
 //   kernels/hopper/common.cuh             wgmma, TMA, mbarriers, tiles in shared memory, the scheduler (sm_90a)
 //   kernels/hopper/forward.cu             the attention forward
 //   kernels/hopper/softmax.cuh            what it makes of scores
+//   kernels/hopper/pieces.cuh             how it divides keys among thread blocks, where tiles of queries are few
 //   kernels/hopper/backward_common.cuh    what all backwards share: the scheduler's steps, shares of accumulators
 //   kernels/hopper/backward_tiles.cuh     what those up to head dims 192/128 share: shared memory, the producer
 //   kernels/hopper/query_side.cuh         dq in the backward up to head dims 192/128
 //   kernels/hopper/backward.cu            the backward up to head dims 128
 //   kernels/hopper/pair.cu                the backward of head dims 192/128
 //   kernels/hopper/wide.cu                the backward of wider heads
+//   kernels/hopper/wide_tiles.cuh         its shared memory and producer; cluster.cuh: what its two blocks exchange
 //   kernels/hopper/dq.cu                  dq by itself for those, for the same bits on every run
+//   kernels/mamba/                        the Mamba-2 mixer, which has a rule and a common.cuh of its own
 //
 // Words, beside those of the field. One meaning each, here and in Python:
 //

@@ -144,8 +144,9 @@ class Tiles:
         barriers = 8 * (2 * f.q_stages + 4 * f.kv_stages)
         told = 2 * 16 * f.q_stages + 8 * f.kv_stages  # QueryTile and KeyTile
         ranges = 8 * 2 * f.q_stages * f.tile_m
-        return instance("thd_attn_fwd_sm90", dtype, out_dtype, *kind, *self._dims, tile_n, f.consumers, f.q_stages,
-                        f.kv_stages, f.q_in_registers, f.apart, in_parts, shared_bytes=tiles + barriers + told + ranges)
+        return instance(
+            "thd_attn_fwd_sm90", dtype, out_dtype, *kind, *self._dims, tile_n, f.consumers, f.q_stages, f.kv_stages,
+            f.q_in_registers, f.own_peaks, in_parts, shared_bytes=tiles + barriers + told + ranges)
 
     def thd_attn_pieces_sm90(self) -> Instance:
         """How the keys of tiles are divided."""
@@ -302,7 +303,7 @@ TILES = {
             backward_dq=BackwardDq(tile_n=64, warps=8),
             forward_sm90=ForwardSm90(
                 tile_n=128, consumers=3,  # 144 keys spill
-                q_stages=2, kv_stages=3, apart=True,
+                q_stages=2, kv_stages=3, own_peaks=True,
             ),
             backward_sm90=BackwardSm90(
                 tile_m=128, stages=2, queries=128, weighed=64,  # a third stage does not fit

@@ -82,12 +82,12 @@ struct QuerySight {
 // its split, and for every tile of queries between the first and the last in sight. A tile of keys that nobody sees is
 // one step of kNothing; the last step of all is kEnd. Work is drawn with the last step of a tile: early enough for its
 // latency, and late enough that whoever is done first gets it, by one lane: draw_work(counter, how much there is).
-// kApart: if there are at most kFewRows of queries, tiles of keys begin at different ones of these, from kManySteps
+// kStaggered: if there are at most kFewRows of queries, tiles of keys begin at different ones of these, from kManySteps
 // tiles of them on. Most blocks are at work on the same few rows then: in step, they would add to the same dq at the
 // same time, and all wait for the first share of it. Of more rows, those that blocks have in common stay in the L2
 // cache for less long if each begins elsewhere.
 constexpr int kFewRows = 2048, kManySteps = 8;
-template <int kGroups, int kTileM, bool kApart = false, typename Order, typename Counter, typename Take>
+template <int kGroups, int kTileM, bool kStaggered = false, typename Order, typename Counter, typename Take>
 __device__ __forceinline__ void schedule_steps(const int2* query_ranges, const int* shares, Order tile_order,
                                                Counter counter, BackwardSize size, Take take) {
   // Of what is the same for all work, nothing is kept: registers are few.
@@ -100,14 +100,14 @@ __device__ __forceinline__ void schedule_steps(const int2* query_ranges, const i
     auto first = [&] { return sight.first / kTileM * kTileM; };
     const bool nothing = sight.first == kNone;
     int begin = first(), head = work_tile.head * size.split_heads;
-    if (kApart && !nothing && size.stats_rows <= kFewRows) {
+    if (kStaggered && !nothing && size.stats_rows <= kFewRows) {
       const int steps = (sight.end - 1) / kTileM + 1 - begin / kTileM;
       if (steps >= kManySteps) begin += work_tile.tile % steps * kTileM;
     }
     int row = begin;
     for (u32 flags = nothing ? kNothing | kLast : kFirst; ; flags = 0) {
       const bool end_of_rows = row + kTileM >= sight.end;
-      const bool end_of_head = kApart ? (end_of_rows ? first() : row + kTileM) == begin : end_of_rows;
+      const bool end_of_head = kStaggered ? (end_of_rows ? first() : row + kTileM) == begin : end_of_rows;
       if (!nothing) {
         flags |= sight.flags(row);
         if (shares && flags & (kSees | kSees << 2) && shares[row / kTileM] == 1) flags |= kAlone;

@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* map_k
 }
 
 // The producer, one warp: loads the tensors of every step.
-template <bool kApart, typename Shared>
+template <bool kStaggered, typename Shared>
 __device__ __forceinline__ void produce_backward(
     Shared& shared, const TensorMap* map_q, const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout,
     const float* stats, const int2* query_ranges, const int* shares, const int* tile_order, int* counter,
@@ -83,7 +83,7 @@ __device__ __forceinline__ void produce_backward(
   Ring<Shared::kStages> ring = {0, 1};
   u32 kv_parity = 1;
 
-  schedule_steps<2, kTileM, kApart>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
+  schedule_steps<2, kTileM, kStaggered>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
     u64* const full = &shared.full[ring.stage];
     barrier_wait(&shared.empty[ring.stage], ring.parity);
     if (me().lane == 0) {

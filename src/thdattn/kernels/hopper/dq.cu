@@ -153,7 +153,7 @@ __device__ __forceinline__ void consume_dq(Shared& shared, int consumer, Dq* dq,
 
 // dq of every tile of queries, by itself: accumulators stay in registers and keys come in their order, so that every
 // run gives the same bits. The price is that scores and dP are computed a second time: 7 matrix products instead of 5
-// in the whole backward; what it saves are the shares of dq, whose additions bound thd_attn_bwd_wide_sm90. One
+// in the whole backward; what it saves are the shares of dq and their additions in thd_attn_bwd_wide_sm90. One
 // persistent thread block per multiprocessor has 128 query rows of one head at a time. Bound by the tensor cores.
 //
 // The contract is that of thd_attn_bwd_sm90. dq (q_rows, num_heads, kHeadDim), to which is added where Dq is float.

@@ -179,7 +179,7 @@ __device__ __forceinline__ void merge_row(float* row, float others_scale, const 
 
 // Waits for so many cycles, until the consumer before has its first scores: consumers in step stay so, and all take
 // exponentials together while the tensor cores wait.
-__device__ __forceinline__ void begin_apart(u32 cycles) {
+__device__ __forceinline__ void begin_in_turn(u32 cycles) {
   const u32 begin = clock();
   while ((u32)clock() - begin < cycles);
 }
@@ -187,7 +187,7 @@ __device__ __forceinline__ void begin_apart(u32 cycles) {
 // A consumer, one warpgroup: 64 query rows. While it takes its exponentials, the tensor cores multiply the previous
 // probabilities with their values. kQInRegisters: queries are read from registers, as shared memory is busy with keys
 // and values.
-template <bool kQInRegisters, bool kApart, bool kSinks, bool kInParts, typename T, typename Out, bool kCaps,
+template <bool kQInRegisters, bool kOwnPeaks, bool kSinks, bool kInParts, typename T, typename Out, bool kCaps,
           int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, Out* out,
@@ -210,7 +210,7 @@ __device__ __forceinline__ void consume_forward(
     ScoreRows<T, kHeadDim, kTileM, kQInRegisters> queries;
     queries.load(my_q);
     float acc_out[kOutBlocks][4] = {};
-    Softmax<kCaps, kApart> softmax = {logits};
+    Softmax<kCaps, kOwnPeaks> softmax = {logits};
 
     u32 mine = 0, next = uniform(query_tile.first);
     bool last = next & kLast;
@@ -250,7 +250,7 @@ __device__ __forceinline__ void consume_forward(
         if (masked) hide(score, range, first_key);
         softmax.add(score, below, masked);
       };
-      begin_apart(begins ? consumer * kTileN * kHeadDim / 32 : 0), begins = false;
+      begin_in_turn(begins ? consumer * kTileN * kHeadDim / 32 : 0), begins = false;
       wgmma_begin();
       queries.template start<false, kTileN>(score, shared.k[ring.stage]);
       wgmma_commit();
@@ -358,7 +358,7 @@ __device__ __forceinline__ void consume_forward(
 // Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers), shared memory
 // kSharedBytes.
 template <typename T, typename Out, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers,
-          int kQStages, int kStages, bool kQInRegisters, bool kApart, bool kInParts, int kSharedBytes>
+          int kQStages, int kStages, bool kQInRegisters, bool kOwnPeaks, bool kInParts, int kSharedBytes>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, Out* __restrict__ out, float* __restrict__ lse,
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
       produce_forward<kInParts>(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
   } else {
     registers_take<kConsumers == 3 ? 160 : kMost ? 240 : 232>();
-    consume_forward<kQInRegisters, kApart, kSinks, kInParts, T>(shared, warpgroup - 1, out, lse, max_logits, parts,
+    consume_forward<kQInRegisters, kOwnPeaks, kSinks, kInParts, T>(shared, warpgroup - 1, out, lse, max_logits, parts,
                                                                 size, logits, sinks);
   }
 }

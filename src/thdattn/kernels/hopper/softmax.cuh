@@ -5,8 +5,8 @@
 // gives the same quotient, sums stay far from overflow, and the accumulators rarely have to be rescaled. But only at
 // the base is a probability 1, which 16 bits hold without an error; so what most of an output is made of has to be
 // there.
-// kApart: each thread finds by itself whether a base may have to follow, which is worth most where products are short.
-template <bool kCaps, bool kApart>
+// kOwnPeaks: each thread finds by itself whether a base may have to follow: worth most where products are short.
+template <bool kCaps, bool kOwnPeaks>
 struct Softmax {
   static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
   Logits<kCaps> logits;
@@ -19,8 +19,8 @@ struct Softmax {
   __device__ __forceinline__ void add(float (&score)[kBlocks][4], float depth, bool hidden) {
     if constexpr (kCaps) {
       add_capped(score, depth, hidden);
-    } else if constexpr (kApart) {
-      add_apart(score);
+    } else if constexpr (kOwnPeaks) {
+      add_by_own_peaks(score);
     } else {
       raise_tops(score);
       follow(logits.exact(row_max[0]), logits.exact(row_max[1]));
@@ -45,7 +45,7 @@ struct Softmax {
   }
 
   template <int kBlocks>
-  __device__ __forceinline__ void add_apart(float (&score)[kBlocks][4]) {
+  __device__ __forceinline__ void add_by_own_peaks(float (&score)[kBlocks][4]) {
     const int2 top = tops(score);
     float peak[2] = {__int_as_float(top.x), __int_as_float(top.y)};
     const float over = fmaxf(logits.exact(peak[0]) - limit(0), logits.exact(peak[1]) - limit(1));

@@ -324,10 +324,10 @@ __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
 // role computes probabilities and dk, the value role score gradients and dv, the query role dq. Probabilities, and then
 // score gradients in the same memory, pass from one to the other through shared memory. With 64 keys a block, dq has
 // twice as many shares as in thd_attn_bwd_sm90, whose additions in the L2 cache would bound the kernel. So where shared
-// memory has room, two blocks of a cluster (kCluster) go through the same steps with neighbouring tiles of keys and
-// send each other score gradients, and each adds half of the columns of their common share. Shares are added in any
-// order, without claims, to accumulators that are zero at first. Bound by the bandwidth of shared memory, the tensor
-// cores and these additions.
+// memory has room, two blocks of a cluster (kCluster) go through the same steps with neighbouring tiles of keys: one
+// loads the queries for both and the other one their gradients, they send each other score gradients, and each adds
+// half of the columns of their common share. Shares are added in any order, without claims, to accumulators that are
+// zero at first. Bound by the bandwidth of shared memory, and then by the tensor cores.
 //
 // The contract is that of thd_attn_bwd_sm90 without kDeterministic, for head dims that are multiples of 64, except that
 // dq_accum is zero and that thd_attn_round_wide_sm90 makes dq of it; maps of boxes of 64 rows.
