@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -34,6 +34,16 @@ METHODS = (("a2a", "contiguous", 1), ("a2a", "contiguous", 2), ("a2a", "dual_chu
            ("p2p", "dual_chunk", 1))  # fmt: skip
 
 
+class Pointer(NamedTuple):
+    """A stream of which only the address is known, as CuPy takes it."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Version of the protocol, and the address."""
+        return 0, self.address
+
+
 @contextlib.contextmanager
 def late(cupy: Any, seed: int) -> Iterator[None]:
     """Half of all that is enqueued comes late, on the stream of the kernels and on the one that pulls."""
@@ -55,7 +65,7 @@ def late(cupy: Any, seed: int) -> Iterator[None]:
         return cupy.cuda.get_current_stream()
 
     def last(*args: Any) -> Any:
-        return cupy.cuda.ExternalStream(args[-1]) if isinstance(args[-1], int) else args[-1]
+        return cupy.cuda.Stream.from_external(Pointer(args[-1])) if isinstance(args[-1], int) else args[-1]
 
     peers = ((windows.MemOps, "__call__"), (peer._Slice, "pull"), (peer, "_copy_rows"), (peer.PeerMemory, "_copy"),
              (peer.PeerMemory, "_add"))  # fmt: skip

@@ -343,6 +343,7 @@ def test_a_document_that_fits_is_not_split(tmp_path, capsys):
     (("--lengths", "-4"), "--lengths has '-4', wanted lengths"),
     (("--lengths", "0,3x0"), "--lengths is '0,3x0', wanted at least one token"),
     (("--lengths", "8", "--ranks", 1), "--ranks is 1, wanted >= 2"),
+    (("--lengths", "8", "--ranks", 100_000), "--ranks is 100000, wanted <= 256"),
     (("--lengths", "8", "--heads", 0), "--heads is 0, wanted >= 1"),
     (("--lengths", "8", "--heads", 6, "--kv-heads", 4), "num_heads is 6, not a multiple of num_kv_heads = 4"),
     (("--lengths", "8", "--gpus-per-node", 3), "--gpus-per-node is 3, wanted a divisor of --ranks, 8"),

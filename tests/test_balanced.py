@@ -406,3 +406,17 @@ def test_a_plan_that_is_asked_for_sizes_alone_knows_them():
         plan = Plan(sharding, rank, (-1, 0), (8, 8), (16, 8), NO_ARRAYS, reference)
         assert (plan.key_rows, plan.first_own) == (len(made.arrays.rows_of_keys), made.first_own)
         assert plan.num_tiles[1] == made.arrays.key_tiles.shape[1]
+
+
+def test_documents_that_are_whole_on_ranks_neither_travel_nor_are_kept():
+    def program(comm):
+        attn = thdattn.CPAttention(comm, num_heads=2, head_dim=8, dtype="float32")
+        plan = attn.plan(batch_of([32] * 4), "balanced")
+        q, k, v = np.random.default_rng(comm.rank).standard_normal((3, plan.local_rows, 2, 8), np.float32)
+        before = comm.received_bytes
+        out, saved = attn.forward(q, k, v, plan)
+        attn.backward(out, saved)
+        assert plan.local_rows == 64 and plan.stays and comm.received_bytes == before
+        assert saved.keys is None and not attn.can_gather(plan)
+
+    thdattn.comm.run_local(2, program)

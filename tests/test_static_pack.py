@@ -109,6 +109,13 @@ def test_several_batches_are_loaded_at_once(comm):
             pack.load(batches)
 
 
+@pytest.mark.parametrize("number", [-1, 1])
+def test_a_batch_that_is_not_there_has_no_plans(comm, number):
+    pack = StaticPack(Graphs(comm, CudaGraphConfig()), [attention(comm)], 40)
+    with pytest.raises(ValueError, match=f"number is {number}, wanted [<>]= 0; batches are numbered from 0"):
+        pack.plans(number)
+
+
 def test_before_the_first_load_all_rows_are_padding(comm):
     (plan,) = StaticPack(Graphs(comm, CudaGraphConfig()), [attention(comm)], 40).plans()
     assert plan.local_rows == 40 and not plan.valid.any() and not plan.key_ranges.any()

@@ -24,6 +24,7 @@ from thdattn.packing import PackedBatch, first_fit
 from thdattn.sharding import Sharding
 
 MOST_DOCUMENTS = 40  # that the picture shows
+MOST_RANKS = 256  # all pairs of which are looked at
 UNITS = {"forward": 1e12, "backward": 1e12, "link": 1e9, "between": 1e9, "memory": 1e12, "latency": 1e-6}
 EXPLANATION = """
 received: by the rank that gets most. work: of the busiest rank over the mean. tiles: of 128 x 128 scores, of the
@@ -119,7 +120,7 @@ def _lengths(arguments: argparse.Namespace) -> list[int]:
 
 def _layer(arguments: argparse.Namespace) -> tuple[int, Shape]:
     """The number of ranks, and what the attention is."""
-    cp_size = as_count("--ranks", arguments.ranks, "pass the ranks to spread a pack over", at_least=2)
+    cp_size = as_count("--ranks", arguments.ranks, "pass the ranks to spread a pack over", MOST_RANKS, at_least=2)
     per_node = cp_size if arguments.gpus_per_node is None else as_count("--gpus-per-node", arguments.gpus_per_node)
     if cp_size % per_node and per_node < cp_size:
         raise ValueError(f"--gpus-per-node is {per_node}, wanted a divisor of --ranks, {cp_size}; pass the ranks of "

@@ -143,7 +143,12 @@ class StaticPack:
         """The plans of the loaded batch of this number, one per attention; those of the batch before become these.
 
         A graph may capture this: each replay then plans the batch that is loaded.
+
+        Raises:
+            TypeError: number is no int.
+            ValueError: there is no batch of this number.
         """
+        number = as_count("number", number, "batches are numbered from 0", at_least=0, at_most=self.num_batches - 1)
         if not self._graphs.active:
             sharding = self._shardings[number]
             return tuple(attention.plan(sharding.batch, sharding, finite_padding=self._finite_padding)
