@@ -54,8 +54,8 @@ class CPAttention:
             The same on all ranks.
         keep_keys: whether forward keeps the keys and values of all ranks for the backward, which gathers them again
             otherwise; by default if they are no larger than what has to be kept of the layer anyway, and of "balanced"
-            whenever some travel. The same on all ranks. Of a2a, whether it keeps q, k, v, out as exchanged: by default it does. p2p
-            keeps nothing.
+            whenever some travel. The same on all ranks. Of a2a, whether it keeps q, k, v, out as exchanged: by default
+            it does. p2p keeps nothing.
         cp_comm_type: what travels between ranks. "all_gather": the keys and values of all ranks, or, with the sharding
             "balanced", those that a rank's queries see. "a2a": heads, so that a rank has all rows of some of them.
             "p2p": keys and values, round a ring, where those of all ranks would take too much memory.
