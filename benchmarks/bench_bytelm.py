@@ -173,7 +173,7 @@ def load_all() -> list[record.Row]:
 def summary(rows: Iterable[record.Row]) -> str:
     """The table of the page, Markdown: the smaller models first, and few ranks before many; then which sources ran."""
     head = ["GPU", "model", "GPUs", "tokens per step", "CUDA graphs", "ms per step", "p10 to p90", "tokens/s", "MFU",
-            "attention TFLOP/s per GPU", "padding"]  # fmt: skip
+            "of one GPU", "attention TFLOP/s per GPU", "padding"]  # fmt: skip
     lines = []
     by_size = sorted(rows, key=place)
     sources: dict[tuple[str, ...], dict[str, None]] = {}  # cases of each, every one once
@@ -185,7 +185,7 @@ def summary(rows: Iterable[record.Row]) -> str:
             row["gpu"].removeprefix("NVIDIA "), f"{row['size']}, {int(row['weights']):,} weights", gpus(row),
             f"{tokens:,}", row["cuda_graph_impl"], milliseconds(row["ms_per_step"]),
             f"{milliseconds(row['ms_p10'])} to {milliseconds(row['ms_p90'])}", f"{int(row['tokens_per_s']):,}", mfu,
-            attention, f"{100 * float(row['padding']):.1f} %",
+            of_one_gpu(row, by_size), attention, f"{100 * float(row['padding']):.1f} %",
         ])  # fmt: skip
         run = row["steps"], record.software(row), row["kernel_sources"], row["example_sources"]
         sources.setdefault(run, {})[f"{row['size']} on {gpus(row)} with {tokens:,}"] = None
@@ -213,6 +213,15 @@ def place(row: record.Row) -> tuple[object, ...]:
     ranks, tokens, impl = int(row["ranks"]), tokens_per_step(row), row["cuda_graph_impl"]
     return (list(SIZES).index(row["size"]), ranks, num_groups(row), row["gpu"], tokens, gpus(row),
             list(WAYS).index(impl))  # fmt: skip
+
+
+def of_one_gpu(row: record.Row, rows: Iterable[record.Row]) -> str:
+    """Tokens per second and GPU, as a part of what one GPU reaches at best with as many tokens a step."""
+    alike = [float(other["tokens_per_s"]) for other in rows if other["ranks"] == "1" and other["gpu"] == row["gpu"]
+             and (other["size"], tokens_per_step(other)) == (row["size"], tokens_per_step(row))]  # fmt: skip
+    if row["ranks"] == "1" or not alike:
+        return "-"
+    return f"{float(row['tokens_per_s']) / int(row['ranks']) / max(alike):.2f}"
 
 
 def tokens_per_step(row: record.Row) -> int:

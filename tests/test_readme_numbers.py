@@ -180,6 +180,9 @@ def test_headlines_of_packs_say_lengths_mask_and_heads():
 def test_headlines_of_the_model_are_the_steps_that_use_the_gpus_best():
     known = {"gpu": "NVIDIA H200", "accumulate": "1", "cp": "", "cuda_graph_impl": "none"}
     rows = [known | {"size": "1b", "ranks": ranks, "tokens": tokens, "tokens_per_s": "49653", "mfu": mfu}
-            for ranks, tokens, mfu in (("1", "32768", "0.57"), ("4", "32768", "0.44"), ("4", "131072", "0.54"))]
+            for ranks, tokens, mfu in (("1", "32768", "0.57"), ("1", "131072", "0.55"), ("2", "65536", "0.53"),
+                                       ("4", "32768", "0.44"), ("4", "131072", "0.54"))]  # fmt: skip
+    rows.append(rows[1] | {"tokens": "65536", "accumulate": "2", "tokens_per_s": "12800", "mfu": "0.5"})
     lines = headlines.bytelm(rows).splitlines()[2:]
-    assert lines == ["| 1b | 1 | 32,768 | none | 49,653 | 57 % |", "| 1b | 4 | 131,072 | none | 49,653 | 54 % |"]
+    assert lines == ["| 1b | 1 | 32,768 | none | 49,653 | 57 % | - |", "| 1b | 2 | 65,536 | none | 49,653 | 53 % | - |",
+                     "| 1b | 4 | 131,072 | none | 49,653 | 54 % | 0.25 |"]
