@@ -416,7 +416,7 @@ def test_documents_that_are_whole_on_ranks_neither_travel_nor_are_kept():
         before = comm.received_bytes
         out, saved = attn.forward(q, k, v, plan)
         attn.backward(out, saved)
-        assert plan.local_rows == 64 and plan.stays and comm.received_bytes == before
+        assert plan.local_rows == 64 and plan.is_apart and comm.received_bytes == before
         assert saved.keys is None and not attn.can_gather(plan)
 
     thdattn.comm.run_local(2, program)

@@ -202,11 +202,6 @@ class Plan:
         """Whether, beside that, no other rank needs one of them."""
         return self.needs_own_rows and self.routes is not None and not self.routes.num_sent
 
-    @cached_property
-    def stays(self) -> bool:
-        """Whether no row travels between any ranks, and this one's keys need not be moved."""
-        return self.cp_size == 1 or (self.needs_own_rows and self.routes is not None and self.routes.is_empty)
-
     @property
     def first_own(self) -> int:
         """Where this rank's rows begin in what rank_order is about."""

@@ -83,7 +83,7 @@ class Choice:
     def between(self, plan: Plan) -> Any:
         """The method for rows: between all ranks, or the groups among which heads are exchanged."""
         rows = plan.core or plan
-        if rows.stays:
+        if rows.cp_size == 1 or (rows.routes is not None and rows.routes.is_empty and rows.needs_own_rows):
             return alone
         if "p2p" in self.cp_comm_type:
             return p2p

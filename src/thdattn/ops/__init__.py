@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from thdattn.mixer_tiles import MIXER_SIZES as mixer_sizes
 from thdattn.ops import launch
-from thdattn.ops.backward import attn_bwd, backward_bytes, plan_backward, rounded, without_padding
+from thdattn.ops.backward import attn_bwd, plan_backward, rounded, without_padding
+from thdattn.ops.backward_memory import backward_bytes
 from thdattn.ops.decode import attn_decode, cache_append, cache_fill
 from thdattn.ops.forward import attn_fwd, forward_bytes
 from thdattn.ops.launch import capture, empty, free_bytes, from_user, in_place

@@ -12,32 +12,39 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
 from thdattn import jit
-from thdattn.homes import places_of_keys, shares_bytes
+from thdattn.homes import places_of_keys
 from thdattn.hopper_tiles import BackwardPairSm90, BackwardWideSm90
 from thdattn.instances import Instance
-from thdattn.memory import Bytes, Layer, heads_of, num_bytes
+from thdattn.memory import heads_of
 from thdattn.ops import launch, scheduler
+from thdattn.ops.backward_memory import (
+    Groups,
+    dq_accum_shape,
+    largest_accum,
+    most_heads,
+    padded_rows,
+    shares_shape,
+    stats_shape,
+)
 from thdattn.ops.launch import Array, Gpu, Launch, layout
 from thdattn.ops.logits import logits_of, lse_unit
 from thdattn.ops.plan import pairs_of, parts_of
 from thdattn.ops.rows import reorder
 from thdattn.plan import Plan
 from thdattn.structs import BACKWARD_SIZE, GRADIENTS, HOMES, PAIRS, SHARES
-from thdattn.tiles import DQ_ROWS, STATS_ROWS, TILES, Tiles
+from thdattn.tiles import DQ_ROWS, TILES, Tiles
 
 Halfway = Callable[[Array, Array], None]
 GradDtypes = tuple[str, np.dtype[Any]]  # of dq, to which is added where it is float32, and of dk and dv
 Homes = tuple[Any, Array]  # see reference.attn_bwd
-Groups = Sequence[tuple[int, int]]  # query heads and kv heads of those that share work buffers, ascending
 _NO_HOMES = bytes(SHARES.itemsize), 0
-MAX_SHARES = 2**15 - 1  # of one accumulator; kClaimed of kernels/hopper/backward_common.cuh
 
 
 def attn_bwd(
@@ -138,76 +145,6 @@ def rounded(x: Array, dtype: DTypeLike) -> Array:
     return out
 
 
-def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes:
-    """Bytes of the work buffers of attn_bwd by name; see reference.backward_bytes."""
-    gpu, row, rows = launch.this_gpu(), TILES[plan.head_dims], plan.local_rows
-    if not (rows and plan.key_rows):
-        return {}
-    heads_bytes = _most_heads(layer.shares) * num_bytes((rows, sum(plan.head_dims)), layer.dtype)
-    made = {"delta": num_bytes(_stats_shape(rows, _most_heads(layer.shares)), np.float32)}
-    if not gpu.sm90:
-        made["dq in float32"] = num_bytes(
-            _dq_accum_shape(rows, _most_heads(layer.shares), row, layer.deterministic), np.float32)
-        if len(layer.groups) > 1:
-            made["a group's dout, q, out and dq"] = 2 * heads_bytes
-        return made | shares_bytes(plan, layer, sum_dtype, where)
-    accum = _largest_accum(gpu, row, plan, layer.shares, np.dtype(sum_dtype), layer.deterministic, where)
-    made["gradients in float32"] = num_bytes(accum.shape, np.float32)
-    made["shares of dq"] = num_bytes(_shares_shape(row, rows), np.int32)
-    if accum.deterministic and not isinstance(row.backward_sm90, BackwardWideSm90):
-        made["order of tiles"] = num_bytes(plan.num_tiles[1:], np.int32)
-    if plan.has_blind_queries and plan.leading_tokens is None:
-        made["q and dout without padding"] = heads_bytes + num_bytes((rows,), np.int32)
-    return made
-
-
-class _Accum(NamedTuple):
-    """What the accumulators of the Hopper kernels are made of: floats of dk and dv, and of dq, and semaphores.
-
-    deterministic: whether thread blocks wait for each other. splits: as scheduler.splits_per_kv_head has them.
-    semaphore_rows: of a kv head, for each of dk and dv, behind the semaphores of dq.
-    """
-
-    deterministic: bool
-    splits: list[tuple[int, float]]
-    dkv_size: int
-    dq_size: int
-    dq_semaphores: int
-    semaphore_rows: int
-    num_semaphores: int
-
-    @property
-    def shape(self) -> tuple[int]:
-        """Of all in one array."""
-        return (self.dkv_size + self.dq_size + -(-self.num_semaphores // 4) * 4,)
-
-
-def _accum(gpu: Gpu, row: Tiles, plan: Plan, num_heads: int, num_kv_heads: int, dkv_dtype: np.dtype[Any],
-           deterministic: bool, where: str) -> _Accum:
-    """where: as for reference.backward_bytes."""
-    tiles, num_tiles, (head_dim, v_head_dim) = row.backward_sm90, plan.num_tiles[1], plan.head_dims
-    stats_rows, wide = _stats_rows(plan.local_rows), isinstance(tiles, BackwardWideSm90)
-    deterministic = deterministic or (not wide and num_tiles > MAX_SHARES)
-    splits = [(1, math.inf)]
-    if not deterministic:
-        group = num_heads // num_kv_heads
-        splits = scheduler.splits_per_kv_head(gpu, plan, num_tiles, num_kv_heads, group, head_dim)
-    # dk and dv of several splits are accumulated in float32, which may be the dtype that they are wanted in.
-    adds_elsewhere = splits[-1][0] > 1
-    if dkv_dtype == np.float32 and where != "home":
-        adds_elsewhere = where == "made"
-    dkv_size = plan.key_rows * num_kv_heads * (head_dim + v_head_dim) if adds_elsewhere else 0
-    dq_semaphores, semaphore_rows = stats_rows // 64 * num_heads, num_tiles * tiles.tile_n // 16
-    dq_size = 0 if wide and deterministic else stats_rows * num_heads * head_dim
-    return _Accum(deterministic, splits, dkv_size, dq_size, dq_semaphores,
-                  semaphore_rows, dq_semaphores + 2 * semaphore_rows * num_kv_heads)
-
-
-def _largest_accum(gpu: Gpu, row: Tiles, plan: Plan, groups: Groups, *how: Any) -> _Accum:
-    """That of the group that needs most, not always the one with most heads: few heads are split, which adds sums."""
-    return max((_accum(gpu, row, plan, *heads, *how) for heads in groups), key=lambda accum: accum.shape)
-
-
 class _Hopper:
     """The launches on Hopper. Accumulators of dq have a layout of their own; it is rounded once."""
 
@@ -218,12 +155,12 @@ class _Hopper:
                  deterministic: bool, where: str, in_two: bool, caps: bool, groups: Groups) -> None:
         tiles, dtype, (dq_dtype, dkv_dtype) = row.backward_sm90, q.dtype.name, grads
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _) = q.shape, k.shape
-        group, stats_rows, wide = num_heads // num_kv_heads, _stats_rows(num_rows), isinstance(tiles, BackwardWideSm90)
+        group, stats_rows, wide = num_heads // num_kv_heads, padded_rows(num_rows), isinstance(tiles, BackwardWideSm90)
         how = dkv_dtype, deterministic, where
-        room, largest = (_largest_accum(gpu, row, plan, some, *how) for some in ([(num_heads, num_kv_heads)], groups))
+        room, largest = (largest_accum(gpu, row, plan, some, *how) for some in ([(num_heads, num_kv_heads)], groups))
         deterministic = room.deterministic
 
-        self.dkv_dtype, self.most_heads = dkv_dtype, _most_heads(groups)
+        self.dkv_dtype, self.most_heads = dkv_dtype, most_heads(groups)
         accum = plan.buffer("accum", room.shape, np.float32, largest.shape)
         self.dkv_accum, rest_of_accum = accum[: room.dkv_size], accum[room.dkv_size :]
         self.dq_accum, semaphores = rest_of_accum[: room.dq_size], rest_of_accum[room.dq_size :]
@@ -308,7 +245,7 @@ def _dq_by_itself(
     orders, (num_rows, num_heads, _) = plan.arrays.query_tiles, q.shape
     num_tiles = orders.shape[1]
     order, how = scheduler.schedule(gpu, plan, orders, num_heads, max(group, row.forward_sm90.together))
-    size = np.array((num_rows, num_rows, _stats_rows(num_rows), num_tiles, num_heads, *how, 1, 1, num_heads, 0,
+    size = np.array((num_rows, num_rows, padded_rows(num_rows), num_tiles, num_heads, *how, 1, 1, num_heads, 0,
                      launch.row_heads(q)), BACKWARD_SIZE)[()]
     return Launch(jit.kernel(*kernel), (min(gpu.multiprocessors, num_tiles * num_heads),), 384,
                   (stats, plan.key_ranges, order, cupy.zeros(1, np.int32), np.int32(group), size))
@@ -329,7 +266,7 @@ def shares_of(row: Tiles, plan: Plan) -> Array:
     tiles = row.backward_sm90
 
     def make() -> Array:
-        shares = launch.empty(_shares_shape(row, plan.local_rows), np.int32)
+        shares = launch.empty(shares_shape(row, plan.local_rows), np.int32)
         # Not the plan, which keeps `count` for a refresh: it would keep itself.
         grid, args = (plan.arrays.key_tiles.shape[1],), (shares, plan.query_ranges, np.int32(plan.key_rows))
 
@@ -350,10 +287,10 @@ class _Portable:
                  deterministic: bool, where: str, in_two: bool, caps: bool, groups: Groups) -> None:
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _), dtype = q.shape, k.shape, q.dtype.name
         dq_dtype, self.dkv_dtype = grads
-        shape, most = (_dq_accum_shape(num_rows, n, row, deterministic) for n in (num_heads, _most_heads(groups)))
+        shape, most = (dq_accum_shape(num_rows, n, row, deterministic) for n in (num_heads, most_heads(groups)))
         self.dq_accum = plan.buffer("dq_accum", shape, np.float32, most)
         stats, self.delta = _delta(row, q, v, plan, self.dq_accum, groups)
-        sizes = tuple(map(np.int32, (num_rows, num_keys, _stats_rows(num_rows), num_heads // num_kv_heads)))
+        sizes = tuple(map(np.int32, (num_rows, num_keys, padded_rows(num_rows), num_heads // num_kv_heads)))
         tiles = row.backward_for(gpu.shared_bytes)
         main = jit.kernel(*row.thd_attn_bwd(dtype, self.dkv_dtype.name, not deterministic, tiles, caps))
         self.mains = [[Launch(
@@ -417,31 +354,11 @@ def _packs_of(splits: list[tuple[int, float]], plan: Plan) -> list[tuple[int, An
     return packs
 
 
-def _stats_rows(num_rows: int) -> int:
-    return -(-num_rows // STATS_ROWS) * STATS_ROWS
-
-
-def _stats_shape(num_rows: int, num_heads: int) -> tuple[int, int, int]:
-    return 2, num_heads, _stats_rows(num_rows)
-
-
-def _shares_shape(row: Tiles, num_rows: int) -> tuple[int]:
-    return (_stats_rows(num_rows) // row.backward_sm90.tile_m,)
-
-
-def _dq_accum_shape(num_rows: int, num_heads: int, row: Tiles, deterministic: bool) -> tuple[int, ...]:
-    return (0,) if deterministic else (num_rows, num_heads, row.head_dim)
-
-
-def _most_heads(groups: Groups) -> int:
-    return groups[-1][0]
-
-
 def _delta(row: Tiles, q: Array, v: Array, plan: Plan, cleared: Array, groups: Groups) -> tuple[Array, Launch]:
     """(stats, the launch that fills it and sets `cleared` to zero); see thd_attn_delta."""
-    (num_rows, num_heads, _), stats_rows = q.shape, _stats_rows(len(q))
-    stats = plan.buffer("stats", _stats_shape(num_rows, num_heads), np.float32,
-                        _stats_shape(num_rows, _most_heads(groups)))
+    (num_rows, num_heads, _), stats_rows = q.shape, padded_rows(len(q))
+    stats = plan.buffer("stats", stats_shape(num_rows, num_heads), np.float32,
+                        stats_shape(num_rows, most_heads(groups)))
     lanes = 8 if v.shape[2] <= 64 else 16 if v.shape[2] <= 128 else 32
     return stats, Launch(
         jit.kernel(*row.thd_attn_delta(q.dtype.name)), (-(-stats_rows * num_heads * lanes // 256),), 256,
