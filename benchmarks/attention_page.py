@@ -25,7 +25,8 @@ def numbers(path: Path, rows: Sequence[Row], reorder: tuple[Path, Sequence[Row]]
     rows = sorted(rows, key=lambda row: list(CASES).index(row["case"]))  # the file has the last measured last
     times = Times(rows)
     parts = [about(rows), speeds(times, rows), heads(rows), ratios(times, rows), deterministic(times, rows)]
-    parts += [unknown_lengths(times), without_rest(times), detail(times), moves(*reorder), files(path)]
+    parts += [unknown_lengths(times), host(times, rows), without_rest(times), detail(times), moves(*reorder)]
+    parts.append(files(path))
     return "\n\n".join(filter(None, parts))
 
 
@@ -172,6 +173,16 @@ def unknown_lengths(times: Times) -> str:
             if (range_of := extremes({case: times.ratio(case, "gpu_lengths", way, "graph") for case in times.cases}))
             != "-"]  # fmt: skip
     return prose(f"Where only the GPU knows the lengths, {' and '.join(said)} times as long.") if said else ""
+
+
+def host(times: Times, rows: Iterable[Row]) -> str:
+    """How long the host is busy with what, by the newest kernels' launchers."""
+    star, said = starred(rows), []
+    for what, name in (("forward", "a forward"), ("varlen_attention", "`varlen_attention`"), ("plan", "a new plan")):
+        ms = [times.value("ms", case, "ours", what, "host") for case in times.cases if star[case] == case]
+        if found := [1e3 * number for number in ms if not math.isnan(number)]:
+            said.append(f"with {name} for {min(found):.0f} to {max(found):.0f} µs")
+    return prose(f"From a call to its return the host is busy {listed(said)}.") if said else ""
 
 
 def without_rest(times: Times) -> str:

@@ -114,6 +114,17 @@ def test_what_the_same_bits_and_unknown_lengths_cost_is_said_by_the_length_of_se
     assert "| gpu_lengths" not in page
 
 
+def test_how_long_the_host_is_busy_is_said_of_the_newest_kernels():
+    rows = [made for case in ("1x16384", "64x256", "doc64k") for made in rows_of(case, "ours", 700, 600)]
+    times = {"1x16384": (0.03, 0.2), "64x256": (0.05, 0.1), "doc64k": (9.0, 9.0)}
+    rows += [row(case, "ours", what, "host", ms=str(ms)) for case, both in times.items()
+             for what, ms in zip(("forward", "plan"), both, strict=True)]  # fmt: skip
+    rows = [made | ({"kernel_sources": "xyz", "date": "2000-01-01"} if made["case"] == "doc64k" else {})
+            for made in rows]  # fmt: skip
+    page = " ".join(page_of(rows).split())
+    assert "the host is busy with a forward for 30 to 50 µs and with a new plan for 100 to 200 µs." in page
+
+
 def test_cases_of_older_kernels_have_a_star():
     old = [row | {"kernel_sources": "xyz", "date": "2000-01-01"} for row in rows_of("64x256", "ours", 180, 170)]
     page = page_of(rows_of("1x16384", "ours", 700, 600) + old)

@@ -25,7 +25,7 @@ class Saved:
     made_with: what must agree with the attention whose backward takes it: heads, head dims, softmax_scale, dtype,
         deterministic, softcap and sinks.
     keys: what the method kept of what travelled, for its own backward, such as the keys and values of all ranks by
-        group of heads; None: the backward has it travel again.
+        group of heads; None: nothing, and what does travel travels again.
     sinks: as passed, without a copy; None for an attention without.
     """
 
