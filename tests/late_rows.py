@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from thdattn.comm import peer
 from thdattn.comm.local import LocalComm
 from thdattn.methods import needed
 
@@ -30,3 +31,4 @@ def come_late(monkeypatch: Any) -> None:
 def hide_all(monkeypatch: Any) -> None:
     """Every exchange of needed rows is hidden, however little travels and whatever the comm can do."""
     monkeypatch.setattr(needed, "is_worth_hiding", lambda *_: True)
+    monkeypatch.setattr(peer, "WORTH_COPYING", 0)

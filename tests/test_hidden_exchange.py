@@ -131,6 +131,31 @@ def test_much_is_hidden_where_it_travels_beside_kernels(monkeypatch, small_tiles
     assert received[0] and (events == [None, plan.local_rows]) == (not overlaps or more > 0)
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_gradients_hide_where_some_rank_gets_many_of_its_rows(monkeypatch, more):
+    halves, attn_bwd = [], reference.attn_bwd
+
+    def noted(*args, halfway=None, **options):
+        halves.append(halfway is not None)
+        return attn_bwd(*args, halfway=halfway, **options)
+
+    monkeypatch.setattr(reference, "attn_bwd", noted)
+    monkeypatch.setattr(LocalComm, "overlaps", True)
+    case = Case("documents", (754, 225, 387, 846, 461, 156, 284, 3031), heads=(1, 1), dims=(8, 8), window=(2133, 0))
+    table = plan_of(Sharding(case.batch(3), 3, "balanced"), 0, case.window).routes.table
+    assert table[:, 0].sum() > table.sum(axis=1).max(), "rank 0 sends back more than any rank gets"
+    monkeypatch.setattr(needed, "WORTH_HIDING", int(table.sum(axis=1).max()) * 2 * 8 * FLOAT64.itemsize + more)
+
+    def program(comm):
+        layer = case.attention(comm, FLOAT64, engine="reference")
+        plan = layer.plan(case.batch(3), "balanced")
+        q, k, v = (np.ones((plan.local_rows, 1, 8)) for _ in range(3))
+        layer.backward(*layer.forward(q, k, v, plan))
+
+    thdattn.comm.run_local(3, program)
+    assert len(halves) == 3 and any(halves) == (not more)
+
+
 def test_a_rank_that_gets_nothing_waits_for_nobody_before_it_computes(monkeypatch):
     events, attn_fwd, exchange = defaultdict(list), reference.attn_fwd, LocalComm.exchange
 

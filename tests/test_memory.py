@@ -13,6 +13,7 @@ from cases import BFLOAT16
 import thdattn
 from thdattn import PackedBatch, reference
 from thdattn.comm import Comm
+from thdattn.room import Estimate
 
 BATCH = PackedBatch.from_lengths([13, 0, 30, 4], multiple=4)
 RANKS, HEADS, KV_HEADS, DIM, V_DIM = 2, 8, 4, 24, 16
@@ -269,6 +270,16 @@ def test_one_rank_is_not_asked_for_room(monkeypatch):
     # Its own error says as much, and nobody waits for it.
     monkeypatch.setattr(reference, "free_bytes", lambda wanted: 0)
     attention(thdattn.comm.init("single")).plan(BATCH)
+
+
+def test_an_estimate_serves_plans_that_take_as_much():
+    def program(comm):
+        layer, estimate = attention(comm, cp_comm_type="a2a"), Estimate()
+        for batch in (PackedBatch([0, 15]), PackedBatch([0, 12], total_rows=15)):  # fillers; padding among the keys
+            plan = layer.plan(batch)
+            assert estimate(plan, lambda plan: layer.memory(plan.batch)) == layer.memory(batch)
+
+    thdattn.comm.run_local(2, program)
 
 
 def test_a_refusal_comes_before_numbers_that_differ():

@@ -24,7 +24,8 @@ class Estimate:
         """What measure(plan) returns, or has returned for a plan of as many rows."""
         core = plan.core or plan
         rows = (plan.sharding.strategy, plan.sharding.inner, plan.local_rows, core.key_rows, plan.batch.on_device,
-                plan.has_blind_queries, core.leading_tokens is None, core.routes and core.routes.table.tobytes())
+                plan.has_blind_queries, core.has_unseen_keys, core.leading_tokens is None,
+                core.routes and core.routes.table.tobytes())
         if self._last is None or self._last[0] != rows:
             self._last = rows, measure(plan)
         return self._last[1]

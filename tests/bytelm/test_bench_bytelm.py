@@ -33,11 +33,11 @@ def test_table_worked_by_hand():
     first = ROW | {"ranks": "1", "mfu": ""}
     smaller = ROW | {"size": "small"}
     header, rule, *lines, _, sources = bench_bytelm.summary([ROW, first, smaller]).splitlines()
-    assert header.count("|") == rule.count("|") == 12
-    cells = "2 | 131,072 | none | 12.6 | 11.4 to 1,234 | 5,201 | 42 % | 301 | 1.2 % |"
+    assert header.count("|") == rule.count("|") == 13
+    cells = "2 | 131,072 | none | 12.6 | 11.4 to 1,234 | 5,201 | 42 % | 0.50 | 301 | 1.2 % |"
     assert lines[2] == f"| H100 80GB HBM3 | 1b, 1,234,567 weights | {cells}"
     assert [line.split(" | ")[1].split(",")[0] for line in lines] == ["small", "1b", "1b"]
-    assert " | 1 | 131,072 | none | 12.6 | 11.4 to 1,234 | 5,201 | - | " in lines[1]
+    assert " | 1 | 131,072 | none | 12.6 | 11.4 to 1,234 | 5,201 | - | - | 301" in lines[1]
     assert sources == "All: 30 steps, driver 580, sources abc, of the example def."
 
 
@@ -51,7 +51,7 @@ def test_rows_with_graphs_stand_behind_those_without_and_have_no_time_of_the_att
     graphs = {"cuda_graph_impl": "full_iteration", "attention_tflops": "", "ms_per_step": "6.3"}
     *_, without, replayed, _, sources = bench_bytelm.summary([ROW | graphs, ROW]).splitlines()
     assert " | 131,072 | none | 12.6 | " in without
-    assert " | 131,072 | full_iteration | 6.3 | " in replayed and " | 42 % | - | 1.2 % |" in replayed
+    assert " | 131,072 | full_iteration | 6.3 | " in replayed and " | 42 % | - | - | 1.2 % |" in replayed
     assert sources.startswith("All: 30 steps")
 
 

@@ -40,7 +40,8 @@ def forward(
     assert plan.routes is not None
     hidden = is_worth_hiding(comm, plan.routes.num_received, (k, v), k.dtype)
     keys, arrive = _on_their_way(engine, comm, plan, k, v, call.keeps_keys, hidden)
-    # Where nothing comes there is nothing to wait for, unless what goes needs this rank's help on its way.
+    # Where nothing comes there is nothing to wait for, unless what goes needs this rank's help on its way. What one
+    # kernel brings, where it is little for all ranks, is there when that ends.
     at_once = not hidden and (plan.routes.num_received > 0 or not comm.overlaps)
     if at_once:
         arrive()
@@ -63,7 +64,8 @@ def backward(
     alone = plan.is_apart
     sum_dtype = call.grad_dtype or k.dtype if alone else lse_dtype(q.dtype)
     assert plan.routes is not None
-    most = max(plan.routes.num_received, plan.routes.num_sent)  # whose gradients this rank gives, or gets
+    # Whose gradients this rank gives, or gets; but where no rank gets much, a kernel brings all, beside nothing.
+    most = min(max(plan.routes.num_received, plan.routes.num_sent), int(plan.routes.table.sum(axis=1).max()))
     hidden, coming = is_worth_hiding(comm, most, (k, v), sum_dtype), []
     grads = [] if alone else [engine.empty(x.shape, x.dtype) for x in (k, v)]
 
