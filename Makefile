@@ -4,6 +4,8 @@
 #   make demo RANKS=2 ARGS="--steps 300 --plot curve.png"
 #   make tutorial                    packed documents over 4 ranks, each result checked against float64
 #   make check                       every kind of pack and mask on this machine's engine, against float64
+#   make fuzz                        a minute of random packs against float64, on simulated ranks and under mpiexec
+#   make fuzz ARGS="--seconds 600 --seed 1"             each of the two for ten minutes, with other cases
 #   make info                        versions, GPUs, where libraries come from, what is missing
 #   make pack-stats ARGS="--data DIR --tokens 16384"    documents per pack, and how many a CUDA graph should take
 #   make advise ARGS="--lengths 64x1024 --ranks 8"      which way to spread a pack over ranks, and what each costs
@@ -20,7 +22,7 @@ ARGS ?=
 export PYTHON RANKS
 export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo tutorial check info pack-stats advise test gpu-test lint docs
+.PHONY: demo tutorial check fuzz info pack-stats advise test gpu-test lint docs
 
 demo:
 	@python=$$(tools/setup.sh demo) && exec "$$python" tools/demo.py $(ARGS)
@@ -31,6 +33,10 @@ tutorial:
 
 check:
 	@python=$$(tools/setup.sh check) && exec "$$python" -m thdattn check $(ARGS)
+
+fuzz:
+	@python=$$(tools/setup.sh check) && "$$python" -m thdattn fuzz --seconds 30 $(ARGS) \
+	  && exec "$$python" tools/start.py -m thdattn fuzz --seconds 30 $(ARGS)
 
 info:
 	@python=$$(tools/setup.sh check) && exec "$$python" -m thdattn info

@@ -17,6 +17,7 @@ from workloads import Case
 
 RESULTS = ("out", "dq", "dk", "dv")
 ROWS, HEADS, LONGEST = 2048, 8, 4  # of the small version at most; how many of the longest sequences it always has
+SCORES = 2**26  # that float64 has at a time, in each of its arrays of them
 Array = NDArray[np.float64]
 
 
@@ -82,21 +83,30 @@ def _one_sequence(
         return x.reshape(len(x), case.kv_heads, -1, x.shape[2]).transpose(1, 2, 0, 3)
 
     qh, kh, vh, douth = map(by_head, (q, k, v, dout))
+    behind = len(k) - len(q)  # a query's own key is so many rows further down
     left, right = (side if side >= 0 else len(q) + len(k) for side in case.sides)
-    ahead = xp.arange(len(k)) - (xp.arange(len(q)) + len(k) - len(q))[:, None]  # by how much a key is after the query
-    logits = scale * (qh @ kh.swapaxes(2, 3))
-    share = xp.tanh(logits / softcap) if softcap else xp.zeros(1)
-    logits = xp.where((ahead < -left) | (ahead > right), -np.inf, softcap * share if softcap else logits)
-    top = logits.max(axis=3, keepdims=True)
-    p = xp.exp(logits - top)
-    total = p.sum(axis=3, keepdims=True)
-    if sinks is not None:
-        total = total + xp.exp(sinks.reshape(case.kv_heads, -1, 1, 1) - top)
-    p /= total
-    dp = douth @ vh.swapaxes(2, 3)
-    ds = scale * p * (dp - (p * dp).sum(axis=3, keepdims=True)) * (1 - share**2)
-    dk, dv = ((weights.swapaxes(2, 3) @ x).sum(axis=1, keepdims=True) for weights, x in ((ds, qh), (p, douth)))
-    return [x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3]) for x in (p @ vh, ds @ kh, dk, dv)]
+    out, dq, dk, dv = (xp.zeros(x.shape) for x in (douth, qh, kh, vh))
+    step = max(1, SCORES // (case.heads * max(1, len(k))))
+    for begin in range(0, len(q), step):
+        rows = slice(begin, min(begin + step, len(q)))
+        keys = slice(0, min(len(k), rows.stop + behind + right))  # the others are seen by none of these rows
+        ahead = xp.arange(keys.stop) - (xp.arange(rows.start, rows.stop) + behind)[:, None]
+        its_q, its_dout, its_k, its_v = qh[:, :, rows], douth[:, :, rows], kh[:, :, keys], vh[:, :, keys]
+        logits = scale * (its_q @ its_k.swapaxes(2, 3))
+        share = xp.tanh(logits / softcap) if softcap else xp.zeros(1)
+        logits = xp.where((ahead < -left) | (ahead > right), -np.inf, softcap * share if softcap else logits)
+        top = logits.max(axis=3, keepdims=True)
+        p = xp.exp(logits - top)
+        total = p.sum(axis=3, keepdims=True)
+        if sinks is not None:
+            total = total + xp.exp(sinks.reshape(case.kv_heads, -1, 1, 1) - top)
+        p /= total
+        dp = its_dout @ its_v.swapaxes(2, 3)
+        ds = scale * p * (dp - (p * dp).sum(axis=3, keepdims=True)) * (1 - share**2)
+        out[:, :, rows], dq[:, :, rows] = p @ its_v, ds @ its_k
+        for sums, weights, x in ((dk, ds, its_q), (dv, p, its_dout)):
+            sums[:, :, keys] += (weights.swapaxes(2, 3) @ x).sum(axis=1, keepdims=True)
+    return [x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3]) for x in (out, dq, dk, dv)]
 
 
 def errors(found: Sequence[NDArray[Any]], wanted: Sequence[Array]) -> dict[str, Error]:

@@ -220,10 +220,13 @@ def detail(times: Times) -> str:
 
 def moves(path: Path, rows: Sequence[Row]) -> str:
     """How fast rows are moved between the orders."""
-    found = [float(row["ratio"]) for row in rows]
+    others = {"ratio": "a plain copy on the device", "over_select": "`torch.index_select`",
+              "over_take": "`take` and a mask in CuPy"}  # fmt: skip
+    found = {name: [float(row[column]) for row in rows if row.get(column)] for column, name in others.items()}
+    said = [f"{min(ratios):.2f} to {max(ratios):.2f} of {name}" for name, ratios in found.items() if ratios]
     return prose(
-        f"Moving rows between the two orders runs at {min(found):.2f} to {max(found):.2f} of a plain copy on the "
-        f"device ([reorder]({linked(path)}), {rows[0]['gpu'].removeprefix('NVIDIA ')})."
+        f"Moving rows between the two orders runs at {listed(said)} "
+        f"([reorder]({linked(path)}), {rows[0]['gpu'].removeprefix('NVIDIA ')})."
     )
 
 

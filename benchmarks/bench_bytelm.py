@@ -3,6 +3,7 @@
     python benchmarks/bench_bytelm.py --size 1b
     python benchmarks/bench_bytelm.py --size small --cuda-graph-impl full_iteration
     python benchmarks/bench_bytelm.py --size tiny small base --tokens 2048 --every-graph
+    python benchmarks/bench_bytelm.py --size small --tokens 2048 --every-graph --maxima P90 P99 16 64 512
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 131072
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 65536 --cp 2
     mpiexec -n 4 python -m mpi4py benchmarks/bench_bytelm.py --size 1b --tokens 131072 --cp-comm-type a2a
@@ -11,6 +12,9 @@ Every run adds rows to benchmarks/results/bytelm_GPU.csv, of which readme.py mak
 of the step before to its own end on the GPU. Model FLOPs are 6 per weight that multiplies and token, and those of the
 attention's visible pairs; nothing is counted for what is computed again. --idle profiles further steps with
 torch.profiler, which records the kernels and copies of the whole process, those of graphs too.
+
+--maxima measures graphs with several maxima of documents per pack: numbers, or percentiles of the packs' documents. A
+pack with more documents runs eagerly, so that their table has the mean of all steps.
 """
 
 from __future__ import annotations
@@ -24,67 +28,83 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "bytelm"))
 
 import data
 import measure
+import numpy as np
 import record
-from data import Packing, Position
+from data import Document, Packing, Position
 from grid import Grid
 from passes import WAYS
-from prose import table
+from prose import prose, table
 from sizes import SIZES
 from train import RECIPES, add_method_arguments, choose_method, grid_of
 from trainer import StepResult, Trainer
 
 import thdattn
 from thdattn.comm.levels import Levels
-from thdattn.graphs import add_arguments, from_arguments
+from thdattn.graphs import CudaGraphConfig, add_arguments, from_arguments
 from thdattn.methods.choice import SHARDINGS
 
 EXAMPLE = Path(data.__file__).parent
-KEY = ("gpu", "size", "ranks", "cp", "tokens", "accumulate", "sharding", "cuda_graph_impl", "cp_comm_type")
+KEY = ("gpu", "size", "ranks", "cp", "tokens", "accumulate", "sharding", "cuda_graph_impl", "cp_comm_type",
+       "maximum")  # fmt: skip
 WARM_UP = 8  # steps that compile kernels, fill memory pools and are not counted, unless others are asked for
 PROFILED = 20  # steps
+PACKS = 1_000  # of which the percentiles of documents are taken
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # as a trace of torch.profiler names it
 
 
 def main() -> int:
     args = parse_arguments()
+    rows: list[record.Row] = []
     with thdattn.comm.init("auto") as comm:
-        rows = [bench(comm, args) for args in configurations(args)]
-        if comm.rank:
-            return 0
-    about = record.provenance()
-    about["command"] = f"mpiexec -n {comm.size} python -m mpi4py {about['command'].removeprefix('python ')}"
-    path = args.out or record.results_file("bytelm", about["gpu"])
-    record.save(path, [about | {"example_sources": example_hash()} | row for row in rows], KEY)
-    print(f"wrote {path}\n{summary(load_all())}")
-    if args.every_graph:
-        print(f"\n{graph_speeds(rows)}")
+        about = record.provenance() | {"example_sources": example_hash()}
+        about["command"] = f"mpiexec -n {comm.size} python -m mpi4py {about['command'].removeprefix('python ')}"
+        path = args.out or record.results_file("bytelm", about["gpu"])
+        for one in configurations(args):
+            rows.append(about | bench(comm, one))
+            release_memory()
+            if comm.rank == 0:
+                record.save(path, rows[-1:], KEY)
+    if comm.rank == 0:
+        said = summary(rows), maxima(rows), graph_speeds(rows) if args.every_graph else ""
+        print("\n\n".join([f"wrote {path}; benchmarks/readme.py writes the pages anew", *filter(None, said)]))
     return 0
 
 
+def release_memory() -> None:
+    """Give back what the configuration before has left in the pools of this GPU."""
+    import peers
+
+    peers.release_memory()
+
+
 def configurations(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """What is run, one after another: of every size, as asked for or with graphs in every way."""
+    """Yield what is run, one after another: of every size, as asked for or with graphs in every way, by maximum."""
     for size in args.size:
         ways = [replace(args.graphs, impl=impl, inference_scope=None) for impl in WAYS] if args.every_graph else ()
         for graphs in ways or [args.graphs]:
-            one = argparse.Namespace(**vars(args) | {"size": size, "graphs": graphs})
-            choose_method(one)
-            yield one
+            for maximum in args.maxima if graphs.impl != "none" else [""]:
+                chosen = {"size": size, "graphs": graphs, "maximum": maximum}
+                one = argparse.Namespace(**vars(args) | chosen)
+                choose_method(one)
+                yield one
 
 
 def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
     """The row of one configuration."""
     grid = grid_of(comm, args, SIZES[args.size])
-    trainer = Trainer(grid, SIZES[args.size], "cuda", args.sharding, seed=0, graphs=args.graphs,
-                      cp_comm_type=args.cp_comm_type)  # fmt: skip
     packing = Packing.of(args.tokens or RECIPES[args.size].tokens, grid.cp.size, args.sharding)
     training, _ = data.split(data.find_documents())
+    graphs = with_maximum(args.graphs, args.maximum, training, packing)
+    trainer = Trainer(grid, SIZES[args.size], "cuda", args.sharding, seed=0, graphs=graphs,
+                      cp_comm_type=args.cp_comm_type)  # fmt: skip
     batches = data.micro_batches(training, packing, 0, Position(0, 0))
     dealt = data.steps(batches, args.accumulate * grid.num_groups, grid.mine, trainer.passes.prepare)
     results: list[StepResult] = []
@@ -104,11 +124,33 @@ def bench(comm: thdattn.comm.Comm, args: argparse.Namespace) -> record.Row:
     fixed = {
         "size": args.size, "ranks": str(comm.size), "cp": str(grid.cp.size) if grid.num_groups > 1 else "",
         "tokens": str(packing.rows), "accumulate": str(args.accumulate), "sharding": args.sharding,
-        "cuda_graph_impl": args.graphs.impl, "weights": str(trainer.model.weights.size),
-        "steps": str(args.steps), "cp_comm_type": method_of(args.cp_comm_type, grid),
+        "cuda_graph_impl": graphs.impl, "weights": str(trainer.model.weights.size),
+        "steps": str(args.steps), "cp_comm_type": method_of(args.cp_comm_type, grid), "maximum": args.maximum,
+        "slots": str(graphs.max_packed_seqs or ""), "eager_packs": eager_share(timed, graphs.max_packed_seqs),
     }  # fmt: skip
     peak = measure.peak_flops(trainer.model)
     return fixed | measured(trainer, timed, peak) | {"memory_gib": f"{num_bytes / 2**30:.1f}", "idle": idle}
+
+
+def with_maximum(
+    graphs: CudaGraphConfig, maximum: str, training: Sequence[Document], packing: Packing
+) -> CudaGraphConfig:
+    """Return the configuration with so many slots for documents; "P90": as many as nine of ten packs need."""
+    if not maximum:
+        return graphs
+    if not maximum.startswith("P"):
+        return replace(graphs, max_packed_seqs=int(maximum))
+    batches = islice(data.micro_batches(training, packing, 0, Position(0, 0)), PACKS)
+    documents = [batch.batch.num_seqs for batch in batches]
+    return replace(graphs, max_packed_seqs=int(np.percentile(documents, float(maximum[1:]), method="inverted_cdf")))
+
+
+def eager_share(results: Sequence[StepResult], slots: int | None) -> str:
+    """Return the part of the micro-batches that have more documents than slots; "" without a maximum."""
+    if slots is None:
+        return ""
+    documents = [batch.batch.num_seqs for result in results for batch in result.batches]
+    return f"{sum(number > slots for number in documents) / len(documents):.4f}"
 
 
 def method_of(cp_comm_type: str, grid: Grid) -> str:
@@ -156,6 +198,7 @@ def measured(trainer: Trainer, results: list[StepResult], peak: float | None) ->
         "ms_per_step": f"{1e3 * median(seconds):.2f}",
         "ms_p10": f"{1e3 * low:.2f}",
         "ms_p90": f"{1e3 * high:.2f}",
+        "ms_mean": f"{1e3 * fmean(seconds):.2f}",
         "tokens_per_s": f"{median(n / step for n, step in zip(tokens, seconds, strict=True)):.0f}",
         "mfu": f"{median(mfu):.4f}" if mfu else "",
         "attention_tflops": f"{median(attention):.1f}" if attention else "",
@@ -170,12 +213,56 @@ def load_all() -> list[record.Row]:
     return [row for path in sorted(record.RESULTS.glob("bytelm_*.csv")) for row in record.load(path)]
 
 
+def without_maxima(rows: Iterable[record.Row]) -> list[record.Row]:
+    """Return the rows in which every pack fits its graph."""
+    return [row for row in rows if not row.get("maximum")]
+
+
+def maxima(rows: Iterable[record.Row]) -> str:
+    """Return the table of maxima, Markdown: fewest slots first, behind the same steps without graphs; "" of none.
+
+    Then how it was measured.
+    """
+    rows = sorted(rows, key=lambda row: (place(row), int(row.get("slots") or 0)))
+    head = ["GPU", "model", "GPUs", "tokens per step", "CUDA graphs", "slots for documents", "packs with more",
+            "mean ms per step", "p10 to p90", "times the least"]  # fmt: skip
+    alike: dict[tuple[str, ...], list[record.Row]] = {}
+    for row in rows:
+        names = "gpu", "size", "ranks", "cp", "tokens", "accumulate", "cp_comm_type"
+        alike.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
+    lines, used = [], []
+    for found in alike.values():
+        shown = [row for row in found
+                 if row.get("ms_mean") and (row.get("maximum") or row["cuda_graph_impl"] == "none")]
+        if not any(row.get("maximum") for row in shown):
+            continue
+        used += shown
+        least = min(float(row["ms_mean"]) for row in shown)
+        lines += [[
+            row["gpu"].removeprefix("NVIDIA "), row["size"], gpus(row), f"{tokens_per_step(row):,}",
+            row["cuda_graph_impl"], slots_of(row), share_of(row), milliseconds(row["ms_mean"]),
+            f"{milliseconds(row['ms_p10'])} to {milliseconds(row['ms_p90'])}", f"{float(row['ms_mean']) / least:.2f}",
+        ] for row in shown]  # fmt: skip
+    return f"{table(head, lines)}\n\n{prose(f'{record.runs(used)}.')}" if lines else ""
+
+
+def slots_of(row: record.Row) -> str:
+    """Return 5 (P90), or 16."""
+    if not row.get("maximum"):
+        return "exact"
+    return f"{row['slots']} ({row['maximum']})" if row["maximum"] != row["slots"] else row["slots"]
+
+
+def share_of(row: record.Row) -> str:
+    return f"{100 * float(row['eager_packs']):.1f} %" if row.get("eager_packs") else "-"
+
+
 def summary(rows: Iterable[record.Row]) -> str:
     """The table of the page, Markdown: the smaller models first, and few ranks before many; then which sources ran."""
     head = ["GPU", "model", "GPUs", "tokens per step", "CUDA graphs", "ms per step", "p10 to p90", "tokens/s", "MFU",
             "of one GPU", "attention TFLOP/s per GPU", "padding"]  # fmt: skip
     lines = []
-    by_size = sorted(rows, key=place)
+    by_size = sorted(without_maxima(rows), key=place)
     sources: dict[tuple[str, ...], dict[str, None]] = {}  # cases of each, every one once
     for row in by_size:
         mfu = f"{100 * float(row['mfu']):.0f} %" if row["mfu"] else "-"
@@ -199,12 +286,12 @@ def summary(rows: Iterable[record.Row]) -> str:
 
 def graph_speeds(rows: Sequence[record.Row]) -> str:
     """How much faster than without graphs, and how much of the time the GPU has no work."""
-    lines, eager = [["size", "tokens", "CUDA graphs", "ms per step", "eager/this", "idle"]], 0.0
+    lines, eager = [["size", "tokens", "CUDA graphs", "slots", "ms per step", "eager/this", "idle"]], 0.0
     for row in rows:
         ms = float(row["ms_per_step"])
         eager = ms if row["cuda_graph_impl"] == "none" else eager
-        lines.append([row["size"], row["tokens"], row["cuda_graph_impl"], row["ms_per_step"], f"{eager / ms:.2f}",
-                      row["idle"]])  # fmt: skip
+        lines.append([row["size"], row["tokens"], row["cuda_graph_impl"], row["slots"], row["ms_per_step"],
+                      f"{eager / ms:.2f}", row["idle"]])  # fmt: skip
     return record.aligned(lines)
 
 
@@ -265,12 +352,27 @@ def parse_arguments() -> argparse.Namespace:
                         help=f"steps before, which compile and fill memory pools (default: {WARM_UP})")  # fmt: skip
     parser.add_argument("--idle", action="store_true", help="also record the share of time without work on the GPU")
     parser.add_argument("--every-graph", action="store_true", help="without graphs, per layer, and of a whole step")
+    parser.add_argument("--maxima", nargs="+", default=[""], metavar="MAX", type=maximum,
+                        help="slots for documents in graphs, one after another: 16, or P90")  # fmt: skip
     add_method_arguments(parser)
     add_arguments(parser)
     parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/bytelm_GPU.csv by default")
     args = parser.parse_args()
     args.graphs = from_arguments(parser, args)
+    if args.maxima != [""] and args.graphs.impl == "none" and not args.every_graph:
+        parser.error("--maxima are of CUDA graphs; add --every-graph or --cuda-graph-impl local")
     return args
+
+
+def maximum(text: str) -> str:
+    """Return a maximum as --maxima takes it: a number of documents, or P and a percentage.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if 0 < float(text.removeprefix("P")) <= 100 if text.startswith("P") else text.isdecimal() and int(text) > 0:
+        return text
+    raise ValueError(f"found {text}, wanted such as 16 or P90")
 
 
 if __name__ == "__main__":

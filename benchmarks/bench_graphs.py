@@ -1,4 +1,4 @@
-"""Times CUDA graphs of an attention layer, forward and backward, beside the same calls without graphs.
+"""Times CUDA graphs of an attention layer and of a mixer, forward and backward, beside the same calls without graphs.
 
     python benchmarks/bench_graphs.py
     mpiexec -n 2 python -m mpi4py benchmarks/bench_graphs.py
@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ import cupy
 import numpy as np
 import record
 import timing
-from peers import RELATIVE_ERROR, Inputs, draw_inputs
+from mamba_cases import MixerCase, draw
+from peers import RELATIVE_ERROR, draw_inputs
 from workloads import PACK_TOKENS, Case, document_pack
 
 import thdattn
@@ -39,15 +41,19 @@ LONG = {"1x16384": (16_384,), "doc64k": document_pack()}
 ROWS = {"doc64k": PACK_TOKENS}  # of a pack whose end is padding, as in training; the others are full
 HEADS = ((8, 8), (16, 4))  # query and kv heads
 WANTED_SHORT, WANTED_LONG, WANTED_SLOTS = 2.0, 1 / 1.02, 1.03  # speed over eager, and cost of unused slots
-SLOTS = (16, 512)  # of which 16 documents use 16
+SLOTS = (16, 64, 512)  # of which 16 documents use 16
 KEY = ("gpu", "ranks", "case", "heads", "kv_heads", "way")
+GRAPHS = ("local", "full_iteration")
+COMPARED = ("eager", "eager_static", "local_copied", *GRAPHS)
 Call = Callable[[], object]
 
 
 def main() -> int:
     args = parse_arguments()
     with thdattn.comm.init("auto") as comm, cupy.cuda.Stream(non_blocking=True):
-        rows = [row for case in cases(args.cases) for row in layer_rows(comm, case, args.repeats)]
+        rows = [row for case in cases(args.cases) for row in layer_rows(comm, Layer(comm, case), args.repeats)]
+        for name in args.cases:
+            rows += layer_rows(comm, MixerLayer(comm, MixerCase(name, (SHORT | LONG)[name])), args.repeats)
         rows += slot_rows(comm, args.repeats)
         rows += [row for name in ("8x1024", "doc64k") for row in refresh_rows(comm, name, args.repeats)]
         if comm.rank:
@@ -73,99 +79,126 @@ class Layer:
     """One attention layer on this rank's rows of a case.
 
     Attributes:
+        computes: the attention, or whatever has its forward and backward.
         batch: the pack, with the rows of ROWS; padded to what the sharding needs, for several ranks.
-        inputs: this rank's rows.
+        columns, flops: what a row of a record says of it, and operations; None: a speed makes no sense.
+        given, dout: what forward and backward take, on this rank's rows.
+        gradients: names of those that are checked.
     """
 
+    gradients: tuple[str, ...] = ("dq", "dk", "dv")
+    flops: float | None = None
+
     def __init__(self, comm: thdattn.comm.Comm, case: Case) -> None:
-        self.attention = case.attention("cuda", comm=comm)
+        self._set(case, comm, case.attention("cuda", comm=comm))
+        self.columns, self.flops = case.columns, sum(case.flops)
+        *self.given, self.dout = draw_inputs(case, self.exact.local_rows)
+
+    def _set(self, case: Case | MixerCase, comm: thdattn.comm.Comm, computes: Any) -> None:
+        self.case, self.computes = case, computes
         batch = PackedBatch.from_lengths(case.lengths, 1 if comm.size == 1 else 2 * comm.size)
         rows = max(batch.total_rows, ROWS.get(case.name, 0))
         self.batch = PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=rows)
-        self.exact = self.attention.plan(self.batch, finite_padding=True)
-        self.inputs = draw_inputs(case, self.exact.local_rows)
+        self.exact = computes.plan(self.batch, finite_padding=True)
 
     def pack(self, graphs: Graphs) -> StaticPack:
         """A static pack of just so many rows, with the batch loaded."""
-        pack = StaticPack(graphs, [self.attention], self.batch.total_rows, like=self.batch, finite_padding=True)
+        pack = StaticPack(graphs, [self.computes], self.batch.total_rows, like=self.batch, finite_padding=True)
         pack.load([self.batch])
         return pack
 
-    def both(self, q: Any, k: Any, v: Any, dout: Any, plan: thdattn.Plan) -> tuple[Any, Any, Any]:
-        """dq, dk, dv."""
-        _, saved = self.attention.forward(q, k, v, plan)
-        return self.attention.backward(dout, saved)
+    def both(self, given: Sequence[Any], dout: Any, plan: thdattn.Plan) -> Any:
+        """The gradients."""
+        _, saved = self.computes.forward(*given, plan)
+        return self.computes.backward(dout, saved)
 
-    def ways(self, graphs: Graphs) -> dict[str, Callable[[], tuple[Any, Any, Any]]]:
-        """What is compared; each way returns dq, dk, dv."""
+    def ways(self, graphs: Graphs) -> dict[str, Callable[[], Any]]:
+        """What is compared; each way returns the gradients."""
         (static,) = self.pack(graphs).plans()
-        owned = graphs.captured(lambda: self.inputs, "inputs")
+        owned = graphs.captured(lambda: (self.given, self.dout), "inputs")
         for _ in range(2):
             owned()  # what a graph returns is read where it is
         whole = graphs.captured(self.both, "forward and backward")
-        in_place, copied = (graphs.pair(self.attention.forward, self.attention.backward, name)
+        in_place, copied = (graphs.pair(self.computes.forward, self.computes.backward, name)
                             for name in ("in place", "copied"))  # fmt: skip
-        others = Inputs(*(x.copy() for x in self.inputs))
+        others, dout = [copies(x) for x in self.given], self.dout.copy()
 
-        def local(pair: Any, inputs: Inputs) -> tuple[Any, Any, Any]:
-            _, saved = pair.forward(inputs.q, inputs.k, inputs.v, static)
-            gradients: tuple[Any, Any, Any] = pair.backward(inputs.dout, saved)
-            return gradients
+        def local(pair: Any, given: Sequence[Any], dout: Any) -> Any:
+            _, saved = pair.forward(*given, static)
+            return pair.backward(dout, saved)
 
         return {
-            "eager": lambda: self.both(*self.inputs, self.exact),
-            "eager_static": lambda: self.both(*self.inputs, static),
-            "local": partial(local, in_place, self.inputs),
-            "local_copied": partial(local, copied, others),
-            "full_iteration": lambda: whole(*self.inputs, static),
+            "eager": lambda: self.both(self.given, self.dout, self.exact),
+            "eager_static": lambda: self.both(self.given, self.dout, static),
+            "local": partial(local, in_place, self.given, self.dout),
+            "local_copied": partial(local, copied, others, dout),
+            "full_iteration": lambda: whole(self.given, self.dout, static),
         }
+
+
+class MixerLayer(Layer):
+    """The same of a Mamba-2 mixer, whose weights are arguments too."""
+
+    gradients = ("dzxbcdt",)
+
+    def __init__(self, comm: thdattn.comm.Comm, case: MixerCase) -> None:
+        self._set(case, comm, case.mixer(comm, "cuda"))
+        kept = ("case", "heads", "head_dim", "total_tokens", "num_seqs")
+        self.columns = {name: case.columns[name] for name in kept} | {"kv_heads": "mixer"}
+        inputs = draw(case, cupy, self.exact.local_rows)
+        self.given, self.dout = [inputs.zxbcdt, inputs.weights], inputs.dout
+
+
+def copies(x: Any) -> Any:
+    """An array, or a tuple of weights, elsewhere."""
+    return type(x)(*(each.copy() for each in x)) if isinstance(x, tuple) else x.copy()
 
 
 def new_graphs(comm: thdattn.comm.Comm, slots: int | None = None) -> Graphs:
     return Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=slots, warmup_steps=1))
 
 
-def layer_rows(comm: thdattn.comm.Comm, case: Case, rounds: int) -> Iterator[record.Row]:
-    """A row per way of one case."""
+def layer_rows(comm: thdattn.comm.Comm, layer: Layer, rounds: int) -> Iterator[record.Row]:
+    """A row per way of one layer."""
     with new_graphs(comm) as graphs:
-        layer = Layer(comm, case)
         ways = layer.ways(graphs)
         wanted = ways["eager"]()
         for name, way in ways.items():
             for _ in range(3):  # an eager run, a capture, a replay
                 found = way()
-            check(case, name, found, wanted)
+            check(layer, name, found, wanted)
         times = timing.race(comm, ways, rounds)
-        yield from (row_of(case, way, samples, sum(case.flops)) for way, samples in times.items())
+        yield from (row_of(layer.columns, way, samples, layer.flops) for way, samples in times.items())
 
 
-def check(case: Case, way: str, found: Sequence[Any], wanted: Sequence[Any]) -> None:
+def check(layer: Layer, way: str, found: Sequence[Any], wanted: Sequence[Any]) -> None:
     """A look at the results, of which bfloat16 is the upper half of float32: garbage is not timed."""
-    for name, x, y in zip(("dq", "dk", "dv"), found, wanted, strict=True):
+    for name, x, y in zip(layer.gradients, found, wanted, strict=False):
         x, y = ((z.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32) for z in (x, y))
         error = float(cupy.sqrt(((x - y) ** 2).sum() / (y**2).sum()))
         if not error < RELATIVE_ERROR:
-            raise RuntimeError(f"{case.name} {way}: {name} is off by {error:.1e} of eager's, wanted {RELATIVE_ERROR}")
+            raise RuntimeError(f"{layer.case.name} {way}: {name} is off by {error:.1e} of eager's, wanted "
+                               f"{RELATIVE_ERROR}")
 
 
 def slot_rows(comm: thdattn.comm.Comm, rounds: int) -> Iterator[record.Row]:
     """16 documents in packs with room for few and for many, planned, forward and backward in one graph."""
     case = Case("16x1024", (1_024,) * 16, 8, 8)
     layer = Layer(comm, case)
-    with new_graphs(comm, SLOTS[0]) as few, new_graphs(comm, SLOTS[1]) as many:
+    with ExitStack() as stack:
         ways: dict[str, Call] = {}
-        for slots, graphs in zip(SLOTS, (few, many), strict=True):
-            pack = layer.pack(graphs)
-            step = graphs.captured(partial(planned_step, layer, pack), "step")
-            ways[f"{slots}_slots"] = partial(step, layer.inputs)
-        exact = few.captured(layer.both, "exact")
-        ways["exact"] = lambda: exact(*layer.inputs, layer.exact)
+        for slots in SLOTS:
+            graphs = stack.enter_context(new_graphs(comm, slots))
+            step = graphs.captured(partial(planned_step, layer, layer.pack(graphs)), "step")
+            ways[f"{slots}_slots"] = partial(step, layer.given, layer.dout)
+        exact = graphs.captured(layer.both, "exact")
+        ways["exact"] = lambda: exact(layer.given, layer.dout, layer.exact)
         times = timing.race(comm, ways, rounds)
-        yield from (row_of(case, way, samples, sum(case.flops)) for way, samples in times.items())
+        yield from (row_of(case.columns, way, samples, sum(case.flops)) for way, samples in times.items())
 
 
-def planned_step(layer: Layer, pack: StaticPack, inputs: Inputs) -> tuple[Any, Any, Any]:
-    return layer.both(*inputs, *pack.plans())
+def planned_step(layer: Layer, pack: StaticPack, given: Sequence[Any], dout: Any) -> Any:
+    return layer.both(given, dout, *pack.plans())
 
 
 def refresh_rows(comm: thdattn.comm.Comm, name: str, rounds: int) -> Iterator[record.Row]:
@@ -176,18 +209,14 @@ def refresh_rows(comm: thdattn.comm.Comm, name: str, rounds: int) -> Iterator[re
         pack = layer.pack(graphs)
         times = {"load_host": timing.slowest(comm, timing.host(partial(pack.load, [layer.batch]), rounds))}
         times |= timing.race(comm, {"plans": pack.plans, "plans_graph": graphs.captured(pack.plans, "plans")}, rounds)
-        yield from (row_of(case, way, samples) for way, samples in times.items())
+        yield from (row_of(case.columns, way, samples) for way, samples in times.items())
 
 
 # --- what is written ---------------------------------------------------------------------------------------------
 
 
-def row_of(case: Case, way: str, samples: Sequence[float], flops: float | None = None) -> record.Row:
-    return {
-        **case.columns,
-        "way": way,
-        **record.timed(samples, flops),
-    }
+def row_of(columns: record.Row, way: str, samples: Sequence[float], flops: float | None = None) -> record.Row:
+    return columns | {"way": way} | record.timed(samples, flops)
 
 
 def table(rows: Sequence[record.Row]) -> str:
@@ -195,23 +224,24 @@ def table(rows: Sequence[record.Row]) -> str:
     eager = {(row["case"], row["heads"]): float(row["ms"]) for row in rows if row["way"] == "eager"}
     lines = [["case", "heads", "way", "ms", "p10", "p90", "eager/this", "wanted"]]
     for row in rows:
-        base = eager.get((row["case"], row["heads"]))
-        graph = row["way"] in ("local", "full_iteration")
-        compared = base is not None and row["tflops"]
+        base = eager.get((row["case"], row["heads"])) if row["way"] in COMPARED else None
+        wanted = row["way"] in GRAPHS and base is not None
         lines.append([
             row["case"], f"{row['heads']}/{row['kv_heads']}", row["way"], *(row[x] for x in ("ms", "ms_p10", "ms_p90")),
-            f"{base / float(row['ms']):.2f}" if base and compared else "",
-            f">= {WANTED_SHORT if row['case'] in SHORT else WANTED_LONG:.2f}" if compared and graph else "",
+            f"{base / float(row['ms']):.2f}" if base else "",
+            f">= {WANTED_SHORT if row['case'] in SHORT else WANTED_LONG:.2f}" if wanted else "",
         ])  # fmt: skip
     return record.aligned(lines)
 
 
-def remarks(rows: Sequence[record.Row]) -> str:
+def remarks(rows: Iterable[record.Row]) -> str:
     """What unused slots cost."""
     ms = {row["way"]: float(row["ms"]) for row in rows if row["case"] == "16x1024"}
-    few, many = (ms[f"{slots}_slots"] for slots in SLOTS)
-    return (f"16 documents in {SLOTS[1]} slots take {many / few:.3f} of the time in {SLOTS[0]} slots (wanted <= "
-            f"{WANTED_SLOTS}), and {many / ms['exact']:.3f} of that of a graph with a plan of the host")
+    fewest = ms[f"{SLOTS[0]}_slots"]
+    return "; ".join(
+        f"16 documents in {slots} slots take {ms[f'{slots}_slots'] / fewest:.3f} of the time in {SLOTS[0]} slots "
+        f"(wanted <= {WANTED_SLOTS}), and {ms[f'{slots}_slots'] / ms['exact']:.3f} of that of a graph with a plan of "
+        f"the host" for slots in SLOTS)  # fmt: skip
 
 
 def parse_arguments() -> argparse.Namespace:

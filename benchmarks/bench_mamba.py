@@ -7,6 +7,7 @@
 "mixer": convolution, scan and gate; "scan": without the convolution. See mamba_peers.py for what others are made of.
 Timings as in bench_attention.py: "called", events around each call; "graph", the calls in a CUDA graph. Beside them the
 errors against float64, on the first rows of the short packs, of weights of several draws; --errors measures them alone.
+Of cases with a norm (-norm) times alone are measured; their errors are tested.
 The floor of a time is what the GPU's memory takes for all that has to be read and written once.
 
 On several ranks: the long packs with their rows over the ranks, called one after the other, beside one GPU with the
@@ -88,7 +89,7 @@ def bench(case: MixerCase, part: str, names: Sequence[str], rounds: int) -> Meas
     rounds: 0 for errors alone.
     """
     measured: Measured = {}
-    if case.total_tokens <= LONG:
+    if case.total_tokens <= LONG and not case.norm:
         measured |= {(name, result, record.ERRORS): {} for name in names for result in mamba_record.PARTS[part]}
         measured |= small_errors(case.small(), part, names, cupy)
     if not rounds:

@@ -1,16 +1,22 @@
-"""Times the row moves between rank order and sequence order against a plain device-to-device copy of as many bytes.
+"""Times the row moves between rank order and sequence order beside a copy, torch.index_select, and take with a mask.
 
     python benchmarks/bench_reorder.py
 
 Buffers as around the collectives: bfloat16 k and v to sequence order, float32 dk and dv to rank order. GB/s counts
-bytes read plus bytes written; the index is not counted.
+bytes read plus bytes written; the index is not counted. The ways:
+
+move      thd_reorder, both arrays in one launch
+copy      a plain device-to-device copy of as many bytes
+select    torch.index_select of each array; where PyTorch is missing, its columns are empty
+take      CuPy's take, and a product with a mask that makes rows of fillers 0
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,62 +37,70 @@ from thdattn import ops
 ROWS, HEADS, WIDTH = 2**18, 8, 128  # k and v in bfloat16: 1 GiB together, far more than an L2 cache holds
 PACKS = {"1 sequence": (ROWS,), "4096 sequences of 64": (64,) * (ROWS // 64)}
 ROUNDS = 5
+COLUMNS = {"move": "", "copy": "copy_", "select": "select_", "take": "take_"}  # what the columns of a way begin with
 
 
 def main() -> int:
     args = parse_arguments()
     about = record.provenance()
     path = args.out or record.results_file("reorder", about["gpu"])
-    print(f"{'pack':22}{'cp_size':>8}{'direction':>20}{'reorder GB/s':>14}{'copy GB/s':>11}{'ratio':>7}")
-    rows = []
+    rows: list[record.Row] = []
     with cupy.cuda.Stream(non_blocking=True):
         for pack in PACKS:
             for cp_size in (2, 4, 8):
-                for row in bench(pack, cp_size):
-                    print(f"{pack:22}{cp_size:8}{row['direction']:>20}{row['gb_per_s']:>14}{row['copy_gb_per_s']:>11}"
-                          f"{row['ratio']:>7}")  # fmt: skip
-                    rows.append(about | row)
+                rows += (about | row for row in bench(pack, cp_size))
     record.save(path, rows, ("gpu", "case", "cp_size", "direction"))
-    print(f"wrote {path}")
+    print(f"{table(rows)}\nwrote {path}; benchmarks/readme.py writes the pages anew")
     return 0
 
 
 def bench(pack: str, cp_size: int) -> Iterator[record.Row]:
-    """Both directions of one pack; the copies and the moves take turns."""
+    """Both directions of one pack; all ways take turns."""
     plan = rank_zero_plan(thdattn.Sharding(thdattn.PackedBatch.from_lengths(PACKS[pack]), cp_size))
-    moves: dict[str, tuple[Callable[..., Any], DTypeLike]] = {
-        "to_sequence_order": (lambda k, v, plan: ops.to_sequence_order([k], [v], plan), ml_dtypes.bfloat16),
-        "to_rank_order": (ops.to_rank_order, np.float32),
+    order = plan.rank_order
+    inverse = cupy.argsort(order).astype(order.dtype)  # these packs have no fillers
+    moves: dict[str, tuple[Callable[..., Any], Any, DTypeLike]] = {
+        "to_sequence_order": (lambda k, v, plan: ops.to_sequence_order([k], [v], plan), inverse, ml_dtypes.bfloat16),
+        "to_rank_order": (ops.to_rank_order, order, np.float32),
     }
-    for direction, (move, dtype) in moves.items():
+    for direction, (move, index, dtype) in moves.items():
         sources = [normal((ROWS, HEADS, WIDTH), seed, dtype) for seed in (0, 1)]
-        moved = move(*sources, plan)
-        check(direction, sources, moved, plan)
+        check(direction, sources, move(*sources, plan), plan)
         copies = [cupy.empty_like(x) for x in sources]
-        times = timing.interleaved(
-            {name: partial(timing.called, call, 20)
-             for name, call in (("move", partial(move, *sources, plan)), ("copy", partial(copy, sources, copies)))},
-            ROUNDS, lambda _: nullcontext(),
-        )  # fmt: skip
-        num_bytes = 2 * sum(x.nbytes for x in sources)
-        ms, copy_ms = (median(times[name]) for name in ("move", "copy"))
-        spreads = {f"{column}_p{percent}": f"{value:.4f}"
-                   for column, name in (("ms", "move"), ("copy_ms", "copy"))
-                   for percent, value in zip((10, 90), record.spread(times[name]), strict=True)}  # fmt: skip
-        yield {
-            "case": pack,
-            "cp_size": str(cp_size),
-            "direction": direction,
-            "dtype": np.dtype(dtype).name,
-            "bytes": str(num_bytes),
-            "ms": f"{ms:.4f}",
-            "gb_per_s": f"{num_bytes / ms / 1e6:.0f}",
-            "copy_ms": f"{copy_ms:.4f}",
-            "copy_gb_per_s": f"{num_bytes / copy_ms / 1e6:.0f}",
-            "ratio": f"{copy_ms / ms:.3f}",
-            "samples": str(len(times["move"])),
-            **spreads,
-        }
+        ways: dict[str, Callable[[], object]] = {
+            "move": partial(move, *sources, plan), "copy": partial(copy, sources, copies),
+            "take": partial(take, sources, index),
+        }  # fmt: skip
+        if importlib.util.find_spec("torch"):
+            ways["select"] = selecting(sources, index)
+        groups = {name: partial(timing.called, call, 20) for name, call in ways.items()}
+        times = timing.interleaved(groups, ROUNDS, lambda _: nullcontext())
+        yield row_of(pack, cp_size, direction, sources, times)
+
+
+def row_of(
+    pack: str, cp_size: int, direction: str, sources: Sequence[Any], times: Mapping[str, Sequence[float]]
+) -> record.Row:
+    """The columns of all ways; "ratio" is of the move's speed and the copy's, "over_select" of it and torch's."""
+    num_bytes = 2 * sum(x.nbytes for x in sources)
+    ms = {name: median(samples) for name, samples in times.items()}
+    row = {"case": pack, "cp_size": str(cp_size), "direction": direction, "dtype": np.dtype(sources[0].dtype).name,
+           "bytes": str(num_bytes), "samples": str(len(times["move"]))}  # fmt: skip
+    for name, prefix in COLUMNS.items():
+        row |= dict.fromkeys((f"{prefix}{column}" for column in ("ms", "ms_p10", "ms_p90", "gb_per_s")), "")
+        if name in times:
+            values = zip(("ms", "ms_p10", "ms_p90"), (ms[name], *record.spread(times[name])), strict=True)
+            row |= {f"{prefix}{column}": f"{value:.4f}" for column, value in values}
+            row[f"{prefix}gb_per_s"] = f"{num_bytes / ms[name] / 1e6:.0f}"
+    over = {"ratio": "copy", "over_select": "select", "over_take": "take"}
+    return row | {column: f"{ms[name] / ms['move']:.3f}" if name in ms else "" for column, name in over.items()}
+
+
+def table(rows: Sequence[record.Row]) -> str:
+    """GB/s of every way, and the speed of the move over the others."""
+    columns = ("case", "cp_size", "direction", *(f"{prefix}gb_per_s" for prefix in COLUMNS.values()), "ratio",
+               "over_select", "over_take")  # fmt: skip
+    return record.aligned([columns, *([row[column] or "-" for column in columns] for row in rows)])
 
 
 def rank_zero_plan(sharding: thdattn.Sharding) -> thdattn.Plan:
@@ -102,6 +116,26 @@ def check(direction: str, sources: list[Any], moved: tuple[Any, Any], plan: thda
         here, there = (source, result) if direction == "to_rank_order" else (result, source)
         if not bool((here.view(np.int16)[plan.rank_order] == there.view(np.int16)).all()):
             raise RuntimeError("thd_reorder moved rows elsewhere than plan.rank_order says: not timed")
+
+
+def take(sources: Sequence[Any], index: Any) -> list[Any]:
+    """Row index[t] of each array at t, as arrays without a kernel for it do."""
+    moved = []
+    for x in sources:
+        words = cupy.take(x.view(f"u{x.itemsize}"), cupy.maximum(index, 0), 0)
+        words *= (index >= 0)[:, None, None]
+        moved.append(words.view(x.dtype))
+    return moved
+
+
+def selecting(sources: Sequence[Any], index: Any) -> Callable[[], object]:
+    """What calls torch.index_select on each array, on the current stream."""
+    import torch
+    from peers import tensor
+
+    torch.cuda.set_stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr))
+    tensors, rows = [tensor(x) for x in sources], tensor(index)
+    return lambda: [torch.index_select(x, 0, rows) for x in tensors]
 
 
 def copy(sources: list[Any], targets: list[Any]) -> None:

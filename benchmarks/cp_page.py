@@ -30,7 +30,7 @@ def context_parallel(path: Path, rows: Sequence[Row]) -> str:
         if lines:
             parts.append(table(head, lines))
         parts += cp_methods(str(ranks), times)
-        parts += [cp_errors(times, case, ["ours", *others]) for case in times.cases
+        parts += [cp_errors(times, case, [*cp_record.by_methods(times), *others]) for case in times.cases
                   if times.text("rms", case, "ours", RESULTS[0], ERRORS)]  # fmt: skip
     versions = {row["peer"]: row["peer_version"] for row in rows if row["peer"].startswith("te+")}
     kernels = "".join(f" {peer} is Transformer Engine's schedule with kernels of version {version}."
@@ -96,5 +96,6 @@ def cp_errors(times: Times, case: str, names: Sequence[str]) -> str:
     """The errors of ours and of peers for one pack."""
     errors = {name: [times.value("rms", case, name, result, ERRORS) for result in RESULTS]
               for name in names if times.text("rms", case, name, RESULTS[0], ERRORS)}  # fmt: skip
-    said = "; ".join(f"{name} {', '.join(f'{1e3 * error:.2f}' for error in found)}" for name, found in errors.items())
+    said = "; ".join(f"{name.removeprefix(f'{cp_record.OURS}, ')} {', '.join(f'{1e3 * error:.2f}' for error in found)}"
+                     for name, found in errors.items())  # fmt: skip
     return prose(f"Relative RMS against float64 of {', '.join(RESULTS)}, in thousandths, for `{case}`: {said}.")

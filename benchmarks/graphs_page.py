@@ -15,7 +15,7 @@ WRITING = {"recomputed": "all rows anew", "eager": "kernel by kernel", "layer": 
 
 
 def layers(path: Path, rows: Sequence[Row]) -> str:
-    """An attention layer, forward and backward, with and without graphs."""
+    """Compare layers, forward and backward, with and without graphs; then what slots for documents cost."""
     found = {(*_layer(row), row["way"]): row for row in rows}
     lines = []
     for layer in dict.fromkeys(_layer(row) for row in rows if row["way"] in LAYER):
@@ -23,11 +23,25 @@ def layers(path: Path, rows: Sequence[Row]) -> str:
         ranks, case, heads = layer
         lines.append([case, heads, ranks, *(slashed([x], 3) for x in ms), f"{ms[0] / min(ms[1:]):.2f}"])
     head = ["pack", "heads", "GPUs", *LAYER.values(), "times as fast"]
-    return "\n\n".join([table(head, lines), measured(path, rows)])
+    return "\n\n".join([table(head, lines), *slots(rows), measured(path, rows)])
+
+
+def slots(rows: Sequence[Row]) -> list[str]:
+    """Say for every number of GPUs what slots that no document uses cost; nothing where they were not measured."""
+    said = []
+    for ranks in dict.fromkeys(row["ranks"] for row in rows):
+        ms = {row["way"]: float(row["ms"]) for row in rows if (row["ranks"], row["case"]) == (ranks, "16x1024")}
+        over = [f"{way.removesuffix('_slots')} slots {ms[way] / ms['exact']:.2f}" for way in ms if "_slots" in way]
+        if over:
+            gpus = f"{ranks} GPU{'s' * (ranks != '1')}"
+            said.append(prose(f"16 documents in one graph on {gpus}, over the time of a plan of the exact size: "
+                              f"{', '.join(over)}."))  # fmt: skip
+    return said
 
 
 def _layer(row: Row) -> tuple[str, str, str]:
-    return row["ranks"], row["case"], f"{row['heads']}/{row['kv_heads']}"
+    heads = f"{row['heads']} of a mixer" if row["kv_heads"] == "mixer" else f"{row['heads']}/{row['kv_heads']}"
+    return row["ranks"], row["case"], heads
 
 
 def writing(path: Path, rows: Sequence[Row]) -> str:

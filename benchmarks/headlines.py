@@ -86,7 +86,7 @@ def mamba(rows: Iterable[Row]) -> str:
 
 def bytelm(rows: Iterable[Row]) -> str:
     """Of every size and number of GPUs, the training steps that use them best."""
-    rows = sorted(rows, key=lambda row: float(row["mfu"] or 0))
+    rows = sorted(bench_bytelm.without_maxima(rows), key=lambda row: float(row["mfu"] or 0))
     best = {(row["size"], row["ranks"]): row for row in rows}
     lines = [[row["size"], bench_bytelm.gpus(row), f"{bench_bytelm.tokens_per_step(row):,}", row["cuda_graph_impl"],
               f"{int(row['tokens_per_s']):,}", f"{100 * float(row['mfu']):.0f} %", bench_bytelm.of_one_gpu(row, rows)]

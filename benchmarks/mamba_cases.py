@@ -13,9 +13,10 @@ from workloads import CASES as PACKS
 from workloads import filled_lognormal_pack
 
 import thdattn
-from thdattn.mixer_shape import Mamba2Weights, MixerShape
+from thdattn.mixer_shape import GatedNorm, Mamba2Weights, MixerShape
 
 BYTES_PER_S = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}  # of the GPU's memory, as its maker says
+NORM_EPS = 1e-5  # of mamba_ssm's layers and Megatron-Core's
 SMALL_ROWS, DRAWS = 2048, 8  # of the version for errors, and how often its inputs are drawn
 DISTINCT_NUMBERS = 4_194_319  # a prime: arrays that repeat them never have two equal rows
 
@@ -25,6 +26,7 @@ class MixerCase:
     """One pack and one mixer, with a convolution of four rows.
 
     lengths: tokens of every sequence, which are all rows: there is no padding.
+    norm: as of Mamba2Mixer, in as many groups as B and C have.
     """
 
     name: str
@@ -35,6 +37,7 @@ class MixerCase:
     groups: int = 1
     conv_width: int = 4
     dtype: DTypeLike = ml_dtypes.bfloat16
+    norm: str | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -42,8 +45,9 @@ class MixerCase:
 
     @property
     def shape(self) -> MixerShape:
+        norm = GatedNorm(self.norm, self.groups, NORM_EPS) if self.norm else None
         return MixerShape(
-            self.heads, self.head_dim, self.state_dim, self.groups, self.conv_width, np.dtype(self.dtype)
+            self.heads, self.head_dim, self.state_dim, self.groups, self.conv_width, np.dtype(self.dtype), norm
         )
 
     @property
@@ -61,8 +65,9 @@ class MixerCase:
 
     def mixer(self, comm: thdattn.comm.Comm, engine: str) -> thdattn.Mamba2Mixer:
         return thdattn.Mamba2Mixer(
-            comm, self.heads, self.head_dim, self.state_dim, self.groups, self.conv_width, self.dtype, engine
-        )
+            comm, self.heads, self.head_dim, self.state_dim, self.groups, self.conv_width, self.dtype, engine,
+            norm=self.norm, norm_eps=NORM_EPS,
+        )  # fmt: skip
 
     def least_bytes(self, direction: str) -> int:
         """Read zxbcdt and write out; backward: read zxbcdt, dout and what is kept before the gate, write dzxbcdt.
@@ -109,6 +114,8 @@ def draw(case: MixerCase, xp: Any, num_rows: int | None = None, seed: int = 0) -
         D=rng.uniform(0.5, 1.5, case.heads),
         dt_bias=dt + np.log(-np.expm1(-dt)),
     )
+    if case.norm:
+        weights = weights._replace(norm_weight=rng.uniform(0.5, 1.5, shape.d_inner))
     on_device = Mamba2Weights(*(xp.asarray(x.astype(shape.sum_dtype)) for x in weights))
     zxbcdt, dout, channels = (
         _repeated(numbers, (rows, width), shape.dtype, xp)
@@ -137,6 +144,8 @@ def _cases() -> tuple[MixerCase, ...]:
     return (
         short,
         replace(short, name="1x16384-g8", groups=8),
+        replace(short, name="1x16384-norm", norm="after_gate"),
+        replace(short, name="1x16384-g8-norm", groups=8, norm="after_gate"),
         MixerCase("lognormal16k", filled_lognormal_pack(16_384)),
         MixerCase("64x256", PACKS["64x256"].lengths),
         MixerCase("lognormal64k", filled_lognormal_pack(65_536)),

@@ -22,7 +22,7 @@ from typing import Any
 
 import cupy
 import numpy as np
-from mamba_cases import MixerCase, MixerInputs
+from mamba_cases import NORM_EPS, MixerCase, MixerInputs
 from mamba_exact import OF_ROWS
 from peers import CupyPeer, Peer, TorchPeer, tensor
 
@@ -147,16 +147,26 @@ class MambaSsmScan(TorchPeer):
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
         self.scan, self.case = mamba_chunk_scan_combined, case
-        _, _, a_log, d, dt_bias = map(tensor, inputs.weights)
+        _, _, a_log, d, dt_bias, *of_norm = map(tensor, inputs.weights)
         z, *_, dt = columns(case, tensor(inputs.zxbcdt))
         x, b, c = case.shape.split(tensor(inputs.channels))
         leaves = [part.unsqueeze(0) for part in (z.unflatten(1, (case.heads, -1)), x, b, c, dt)]
         self.rates = -a_log.exp()
-        super().__init__([*leaves, self.rates, d, dt_bias], tensor(inputs.dout).view(*leaves[1].shape))
+        dout = tensor(inputs.dout).view(*leaves[1].shape)
+        super().__init__([*leaves, self.rates, d, dt_bias, *of_norm], dout)
         self.labels = sequence_labels(case)
 
-    def call(self, z: Any, x: Any, b: Any, c: Any, dt: Any, rates: Any, d: Any, dt_bias: Any) -> Any:
-        return self.scan(x, dt, rates, b, c, CHUNK, D=d, z=z, dt_bias=dt_bias, seq_idx=self.labels, dt_softplus=True)
+    def call(self, z: Any, x: Any, b: Any, c: Any, dt: Any, rates: Any, d: Any, dt_bias: Any, *of_norm: Any) -> Any:
+        gate = None if of_norm else z
+        y = self.scan(x, dt, rates, b, c, CHUNK, D=d, z=gate, dt_bias=dt_bias, seq_idx=self.labels, dt_softplus=True)
+        if not of_norm:
+            return y
+        from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
+
+        norm = self.case.norm == "before_gate"
+        flat = rmsnorm_fn(y.flatten(2), *of_norm, None, z=z.flatten(2), eps=NORM_EPS,
+                          group_size=self.case.shape.d_inner // self.case.groups, norm_before_gate=norm)  # fmt: skip
+        return flat.view_as(y)
 
     def results(self) -> Sequence[Any]:
         *of_rows, drates, dd, ddt_bias = super().results() if self.grads else (*super().results(), None, None, None)
@@ -182,9 +192,9 @@ class MambaSsmMixer(TorchPeer):
         from mamba_ssm.ops.triton import ssd_combined
 
         self.case, self.mixer = case, ssd_combined.mamba_split_conv1d_scan_combined
-        weight, bias, a_log, d, dt_bias = map(tensor, inputs.weights)
+        weight, bias, a_log, d, dt_bias, *of_norm = map(tensor, inputs.weights)
         self.rates = -a_log.exp()
-        leaves = [tensor(inputs.zxbcdt).unsqueeze(0), weight, bias, self.rates, d, dt_bias]
+        leaves = [tensor(inputs.zxbcdt).unsqueeze(0), weight, bias, self.rates, d, dt_bias, *of_norm]
         super().__init__(leaves, tensor(inputs.dout).unsqueeze(0))
         self.labels = sequence_labels(case)
         if ssd_combined.causal_conv1d_fn is None:
@@ -192,10 +202,12 @@ class MambaSsmMixer(TorchPeer):
             ssd_combined.causal_conv1d_fwd_function = convolution.forward
             ssd_combined.causal_conv1d_bwd_function = convolution.backward
 
-    def call(self, zxbcdt: Any, weight: Any, bias: Any, rates: Any, d: Any, dt_bias: Any) -> Any:
+    def call(self, zxbcdt: Any, weight: Any, bias: Any, rates: Any, d: Any, dt_bias: Any, *of_norm: Any) -> Any:
         case = self.case
+        norm = dict(zip(["rmsnorm_weight"], of_norm, strict=False))
         return self.mixer(zxbcdt, weight, bias, dt_bias, rates, d, CHUNK, seq_idx=self.labels, headdim=case.head_dim,
-                          ngroups=case.groups)  # fmt: skip
+                          ngroups=case.groups, rmsnorm_eps=NORM_EPS, norm_before_gate=case.norm == "before_gate",
+                          **norm)  # fmt: skip
 
     def results(self) -> Sequence[Any]:
         out, *grads = super().results()

@@ -38,10 +38,6 @@ class World:
         values = self._real.allgather(value)
         return [values[rank if rank < 2 else 1 - self.rank] for rank in range(self.size)]
 
-    def Barrier(self) -> None:
-        """Of the two."""
-        self._real.Barrier()
-
 
 class Window(windows.Window):
     """A window of which each of two ranks has its part, and plays the ranks from 2 on to the other one.
@@ -49,14 +45,13 @@ class Window(windows.Window):
     Such a rank's flags are set by the one that has its memory, so that all are set and awaited that would be.
     """
 
-    def __init__(self, world: World, num_bytes: int) -> None:
+    def __init__(self, rank: int, size: int, num_bytes: int) -> None:
         import cupy
 
-        super().__init__(world, num_bytes + world.size * STAGGER)
+        super().__init__(rank, size, num_bytes + size * STAGGER)
         self.array(0, (self.num_bytes,), np.uint8).fill(0)  # what is read beyond the arrays is finite
         self.num_bytes = num_bytes
         cupy.cuda.get_current_stream().synchronize()
-        world.Barrier()  # the other one may write here now
 
     def flags_there(self) -> list[int]:
         """Of a rank that is played, the flags that it has for the one that plays it."""

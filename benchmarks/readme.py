@@ -16,6 +16,7 @@ from pathlib import Path
 import attention_page
 import bench_bytelm
 import cp_page
+import dense_record
 import graphs_page
 import headlines
 import mamba_record
@@ -59,9 +60,10 @@ def tested(records: Mapping[str, Mapping[str, object]]) -> str:
 
 def of_newest(kind: str, make: Callable[..., str]) -> Callable[[], str]:
     """What a function says of the GPU on which one kind of benchmark ran last."""
-    return lambda: make(*record.newest(kind))
+    return lambda: make(*record.newest(kind)) if any(record.RESULTS.glob(f"{kind}_*.csv")) else NOT_MEASURED
 
 
+NOT_MEASURED = "No such run is on record yet."
 Blocks = Mapping[str, Callable[[], str]]
 PAGES: dict[Path, Blocks] = {
     README: {
@@ -73,12 +75,14 @@ PAGES: dict[Path, Blocks] = {
     },
     MEASURED: {
         "attention": lambda: attention_page.numbers(*record.newest("attention"), record.newest("reorder")),
+        "dense": of_newest("dense", dense_record.summary),
         "logits": of_newest("logits", attention_page.logits),
         "context-parallel": of_newest("cp", cp_page.context_parallel),
         "mamba": of_newest("mamba", mamba_record.summary),
         "layers": of_newest("graphs", graphs_page.layers),
         "writing": of_newest("decode", graphs_page.writing),
         "bytelm": lambda: bench_bytelm.summary(bench_bytelm.load_all()),
+        "maxima": lambda: bench_bytelm.maxima(bench_bytelm.load_all()) or NOT_MEASURED,
     },
 }
 

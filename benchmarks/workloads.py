@@ -182,6 +182,7 @@ def cp_cases(cp_size: int) -> dict[str, Case]:
         replace(CASES["bucket32k"], heads=32, kv_heads=8),
         Case("1x65536", (65_536,), 32, 8),
         Case("1x8192", (8_192,), 32, 8),
+        Case("4x2048", (2_048,) * 4, 32, 8),
         Case("8x1024", (1_024,) * 8, 32, 8),
         Case("lognormal128k", long_lognormal_pack(), 32, 8),
         *(Case(f"documents{rows}k", lengths, 64, 8) for rows, lengths in documents.items()),

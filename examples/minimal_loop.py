@@ -29,7 +29,8 @@ def train(comm: thdattn.comm.Comm) -> list[float]:
     attn = thdattn.CPAttention(comm, HEADS, HEAD_DIM, KV_HEADS)
     graphs = Graphs(comm, CudaGraphConfig("local", max_packed_seqs=8))  # they end before the comm
     pack = StaticPack(graphs, [attn], batch.total_rows)
-    planned, attention = graphs.captured(pack.plans, "plan"), graphs.pair(attn.forward, attn.backward, "attention")
+    planned = graphs.captured(pack.plans, "plan")
+    attention = graphs.pair(attn.forward, attn.backward, "attention", "attn")  # eager where modules leave "attn" out
     xp = importlib.import_module("cupy" if attn.engine == "cuda" else "numpy")
     x, wanted = (xp.asarray(pack.sharding(batch).shard(batch.pack(rows), comm.rank)) for rows in (documents, means))
     w_in = xp.asarray(rng.standard_normal((WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM), np.float32) * WIDTH**-0.5)

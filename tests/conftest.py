@@ -97,10 +97,10 @@ def edited(tmp_path, monkeypatch):
         shutil.copytree(jit.FOLDER, folder)
         (folder / file).write_text(edit((folder / file).read_text()))
         monkeypatch.setattr(jit, "FOLDER", folder)
-        jit._text.cache_clear()
+        jit.forget_files()
 
     yield edit_copy
-    jit._text.cache_clear()
+    jit.forget_files()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -77,6 +77,25 @@ def late(cupy: Any, seed: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def failing(draw: random.Random) -> Iterator[None]:
+    """Some attentions of the engine raise, alike on all ranks that draw alike."""
+    from thdattn import ops
+
+    def raising(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            if draw.random() < 1 / 16:
+                raise MemoryError
+            return function(*args, **named)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ("attn_fwd", "attn_bwd"):
+            stack.enter_context(mock.patch.object(ops, name, raising(getattr(ops, name))))
+        yield
+
+
 # --- calls -------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +172,7 @@ def check(
             plan = layer.plan(batches[0])
             same(in_flight(layer, plan, inputs[0]), wanted[0], "layers in flight")
             plans_that_are_dropped_at_work(cupy, layer, batches, inputs, wanted)
+            errors_on_the_way(cupy, layer, batches, None, inputs, wanted, seed)
     with late(cupy, comm.rank):
         captured(cupy, comm, layer, plan, inputs[0], wanted[0])
 
@@ -184,6 +204,7 @@ def check_method(
                 q, k, v, dout = inputs[which][0]
                 layer.start_backward(dout, layer.forward(q, k, v, plan)[1])  # that nobody asks for
             cupy.cuda.runtime.deviceSynchronize()
+            errors_on_the_way(cupy, layer, batches, sharding, inputs, wanted, seed)
         for which, results in found:
             same(results, wanted[which], f"{how}, pack {which}")
 
@@ -217,10 +238,26 @@ def plans_that_are_dropped_at_work(cupy: Any, layer: thdattn.CPAttention, batche
         same(found, wanted[which], f"plans dropped at work, pack {which}")
 
 
+def errors_on_the_way(
+    cupy: Any, layer: thdattn.CPAttention, batches: Any, sharding: str | None, inputs: Any, wanted: Any, seed: int
+) -> None:
+    """Layers that all ranks give up while rows travel, with their plans; others get the memory of these rows."""
+    found, draw = [], random.Random(seed)
+    for number in range(12):
+        which = number % len(batches)
+        plan = layer.plan(batches[which], sharding)
+        with contextlib.suppress(MemoryError), failing(draw):
+            found.append((which, together(layer, plan, inputs[which])))
+        found.append((which, together(layer, plan, inputs[which])))
+    cupy.cuda.runtime.deviceSynchronize()
+    for which, results in found:
+        same(results, wanted[which], f"errors on the way, pack {which}")
+
+
 def captured(
     cupy: Any, comm: thdattn.comm.Comm, layer: thdattn.CPAttention, plan: Any, inputs: Any, wanted: Any
 ) -> None:
-    """Replays between eager calls, one of whose sums is on its way."""
+    """Replays between eager calls, whose sums and keys are on their way."""
     stream, pool = cupy.cuda.get_current_stream(), cupy.cuda.MemoryPool()
     step(layer, plan, *inputs[0])  # what the first call of a kind makes is made
     stream.synchronize()
@@ -233,10 +270,13 @@ def captured(
         q, k, v, dout = inputs[0]
         _, saved = layer.forward(q, k, v, plan)
         dq, dk_dv = layer.start_backward(dout, saved)
+        keys = layer.gather(*inputs[1][1:3], plan)
         with comm.watched("replay"):
             graph.launch(stream)
         same(found, wanted, "replayed")
         assert bits((dq, *dk_dv())) == wanted[0][3:], "sums beside a replay"
+        out, saved = layer.forward(*inputs[1][:3], plan, return_max_logit=True, keys=keys)
+        assert bits((out, saved.lse, saved.max_logit)) == wanted[1][:3], "keys beside a replay"
     stream.synchronize()
     comm.barrier()
     del graph

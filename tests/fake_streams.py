@@ -12,6 +12,7 @@ nobody holds it any more, as CuPy's pool does: steps know addresses and hold not
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import random
@@ -94,17 +95,30 @@ class Stream:
             target.queue.extend((*step, reached) for step in steps)
 
 
+class Full(RuntimeError):
+    """The error of CUDA where there is no memory left."""
+
+    status = 2
+
+
+class Device(contextlib.nullcontext):
+    """Memory that is freed stays what it was, as nothing is done before run()."""
+
+    def synchronize(self):
+        pass
+
+
 class Machine:
     """As much of CuPy, CUDA's runtime and MPI as peer memory needs, for `size` ranks.
 
-    rank: the one whose program is running; stream: its current one.
+    rank: the one whose program is running; stream: its current one. full: no GPU has memory for windows.
     """
 
     def __init__(self, size, seed):
         self.size, self.rank, self.random = size, 0, random.Random(seed)
         self.streams, self.reached, self.graph = [], set(), None
         self.memories, self.made, self.free = {}, defaultdict(int), defaultdict(list)
-        self.stream = None
+        self.stream, self.full = None, False
 
     def run(self):
         """Has all streams do all there is to do."""
@@ -131,11 +145,19 @@ class Machine:
         return np.ndarray(shape, dtype, holder).view(Array)
 
     def world(self, rank):
-        """All ranks ask for memory in the same order, so that a handle is known before its rank has made it."""
-        return SimpleNamespace(rank=rank, size=self.size,
-                               allgather=lambda handle: [(other, *handle[1:]) for other in range(self.size)])
+        """All ranks ask for memory in the same order, so that handles are known before their rank has made them."""
+        def of(other, result):
+            return [(other, *handle[1:]) for handle in result] if isinstance(result, list) else result
+
+        def allgather(outcome):
+            ok, result = outcome
+            return [(ok, of(other, result)) for other in range(self.size)]
+
+        return SimpleNamespace(rank=rank, size=self.size, allgather=allgather)
 
     def _memory(self, size):
+        if self.full:
+            raise Full
         handle = self.rank, self.made[self.rank], size
         self.made[self.rank] += 1
         return SimpleNamespace(ptr=self._open(handle), size=size, handle=handle)
@@ -188,11 +210,13 @@ class Machine:
             memcpy=lambda target, source, num_bytes, kind: ctypes.memmove(target, source, num_bytes),
             memcpyAsync=self._copy, memcpy2DAsync=self._copy_rows, memcpyDefault=4, memcpyHostToDevice=1,
             streamSynchronize=lambda stream: None, ipcGetMemHandle=self._handle, ipcOpenMemHandle=self._open,
+            ipcCloseMemHandle=lambda pointer: None, CUDARuntimeError=Full, memGetInfo=lambda: (0, 0),
         )  # fmt: skip
+        made.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
         made.ndarray = lambda shape, dtype, place, strides=None: at(place, shape, dtype, strides)
         made.cuda = SimpleNamespace(
             runtime=runtime, Event=Event, Memory=self._memory, get_current_stream=lambda: self.stream,
-            Stream=lambda **options: Stream(self),
+            Stream=lambda **options: Stream(self), Device=Device,
             UnownedMemory=lambda pointer, size, owner: SimpleNamespace(ptr=pointer),
             MemoryPointer=lambda memory, offset: memory.ptr + offset)  # fmt: skip
         return made

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import launch
 PROGRAM = Path(__file__).parent / "ranks" / "fault_ranks.py"
 SECONDS_TO_END = 12  # of a machine with other things to do, from the deadline on
 SECONDS_TO_BEGIN = 60
+HOST = re.escape(socket.gethostname())
 PROCESS = re.compile(r"rank \d+ is process (\d+) and begins")
 
 
@@ -86,12 +87,23 @@ def ends(jobs: dict[str, Job], deadline: float) -> dict[str, str]:
             job.clean_up()
 
 
-def said(rank: int, size: int, operation: str, limit: float) -> re.Pattern[str]:
-    """What a rank says of its deadline, of a size that it knows unless that is 0; operation is a pattern."""
-    who = f"rank {rank}{f' of {size}' if size else ''} on {re.escape(socket.gethostname())}"
+def said(
+    rank: int, size: int, operation: str, limit: float, late: str = "one has died, has stopped, never came or .*"
+) -> re.Pattern[str]:
+    """What a rank says at its deadline, of a size that it knows unless that is 0; operation and late are patterns."""
+    who = f"rank {rank}{f' of {size}' if size else ''} on {HOST}"
     return re.compile(
         rf"^thdattn: {who}: {operation} has not completed within {limit:g} s \(waited (\d+\.\d) s\), ending all ranks: "
-        r"one has died, has stopped, never came or made another call", re.MULTILINE)
+        rf"{late}; if one is only late", re.MULTILINE)
+
+
+def missed(size: int, operation: str, missing: str, host: str = HOST) -> re.Pattern[str]:
+    """What a rank says before its deadline of a missing one, which is rank 1; operation and missing are patterns."""
+    return re.compile(
+        rf"^thdattn: rank [02-9] of {size} on {host}: {operation} waits in vain \(waited (\d+\.\d) s\), ending all "
+        rf"ranks: rank 1 of {size} on {host} {missing}; "
+        r"(?:its|the) last operation (?:heard of )?was \w",
+        re.MULTILINE)
 
 
 def is_running(process: int) -> bool:
@@ -101,3 +113,22 @@ def is_running(process: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
+
+
+def until(lines: Iterable[str], pattern: str) -> Iterator[str]:
+    """The lines up to the first one of a pattern."""
+    for line in lines:
+        yield line
+        if re.search(pattern, line):
+            return
+
+
+def side_processes(rank: str) -> list[str]:
+    """The side processes that a process has or had."""
+    ending = f"/heartbeat.py\0\\d+\0{rank}\0$"
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if re.search(ending, (process / "cmdline").read_text()):
+                found.append(process.name)
+    return found

@@ -1,33 +1,85 @@
 """As much of CuPy as peer memory asks of it, on the host: simulated ranks are threads that share their "GPUs'" memory.
 
-Streams do at once what they are told. Every copy is checked: what it reads or writes lies in memory that there is.
+Streams do at once what they are told. Every copy is checked: what it reads or writes lies in memory that there is, and
+that the rank has opened if it is another one's. A GPU has as many bytes as a test says, and refuses what a test says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
+import threading
 import time
+import weakref
 from types import ModuleType, SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 
-from thdattn.comm import peer, windows
+from thdattn.comm import layout, peer, windows
 from thdattn.structs import RANK_FLAGS
 
 SECONDS = 10  # that a stream waits for a flag
 
 
+class CUDARuntimeError(RuntimeError):
+    """cupy.cuda.runtime.CUDARuntimeError."""
+
+    def __init__(self, status):
+        super().__init__(f"error {status}")
+        self.status = status
+
+
+class Gpu:
+    """The GPU of one rank, and what its process has mapped of others.
+
+    left: bytes that are free, and cached: that CuPy's pool holds and nobody uses; arrays of tests do not count.
+    refuses: called with the name of a step and its address or size, may raise; a write of which it says so is lost.
+    """
+
+    def __init__(self):
+        self.left, self.cached, self.allocated = 1 << 40, 0, 0
+        self.opened, self.num_synchronized, self.capturing = [], 0, False
+
+    def refuses(self, step, about):
+        return False
+
+    def take(self, num_bytes):
+        self.left, self.allocated = self.left - num_bytes, self.allocated + num_bytes
+
+    def free_all_blocks(self):
+        self.left, self.cached = self.left + self.cached, 0
+
+
+gpus: dict[int, Gpu] = {}  # by thread
+there: dict[int, tuple[int, Gpu]] = {}  # by address, bytes and the GPU that has them
+arrays: list[Memory] = []  # memory of those of a test
+
+
+def gpu():
+    """That of the rank which is asking."""
+    return gpus.setdefault(threading.get_ident(), Gpu())
+
+
 class Memory:
     """Memory full of NaN, whatever the dtype."""
 
-    made: ClassVar[list[Memory]] = []
-
-    def __init__(self, size):
+    def __init__(self, size, counts=True):
+        self.size, taken = size, size if counts else 0
+        if counts:
+            gpu().refuses("allocate", size)
+        if taken > gpu().left:
+            raise CUDARuntimeError(2)
         self._bytes = np.full(size, 0xFF, np.uint8)
-        self.ptr, self.size = self._bytes.ctypes.data, size
-        self.made.append(self)
+        self.ptr = self._bytes.ctypes.data
+        gpu().take(taken)
+        there[self.ptr] = size, gpu()
+        weakref.finalize(self, self._free, self.ptr, gpu(), taken).atexit = False
+
+    @staticmethod
+    def _free(pointer, gpu, taken):
+        gpu.take(-taken)
+        del there[pointer]
 
 
 class Array(np.ndarray):
@@ -49,24 +101,34 @@ def array(shape, dtype, pointer, strides=None):
 
 def on_gpu(values):
     """A copy of values."""
-    made = array(values.shape, values.dtype, Memory(values.nbytes).ptr)
+    memory = Memory(values.nbytes, counts=False)
+    arrays.append(memory)
+    made = array(values.shape, values.dtype, memory.ptr)
     made[...] = values
     return made
 
 
 def inside(address, num_bytes):
     """The address, if as much lies there in one piece of memory."""
-    assert any(memory.ptr <= address and address + num_bytes <= memory.ptr + memory.size for memory in Memory.made)
+    begin, owner = next(((begin, owner) for begin, (size, owner) in list(there.items())
+                         if begin <= address and address + num_bytes <= begin + size), (None, None))
+    assert owner is not None, "no memory is there"
+    assert owner is gpu() or begin in gpu().opened, "memory of another rank that is not mapped"
     return address
 
 
 class Runtime:
     """cupy.cuda.runtime."""
 
-    memcpyHostToDevice = memcpyDefault = 0
+    memcpyHostToDevice, memcpyDeviceToHost, memcpyDefault = range(3)
+    CUDARuntimeError = CUDARuntimeError
 
     def memcpy(self, target, source, num_bytes, kind):
-        ctypes.memmove(inside(target, num_bytes), source, num_bytes)
+        inside(source if kind == self.memcpyDeviceToHost else target, num_bytes)
+        ctypes.memmove(target, source, num_bytes)
+
+    def memGetInfo(self):
+        return gpu().left, 1 << 40
 
     def streamSynchronize(self, stream):
         pass
@@ -79,20 +141,32 @@ class Runtime:
             self.memcpyAsync(target + row * target_pitch, source + row * source_pitch, width, kind, stream)
 
     def ipcGetMemHandle(self, pointer):
+        gpu().refuses("handle", pointer)
         return pointer
 
     def ipcOpenMemHandle(self, handle):
+        gpu().refuses("open", handle)
+        gpu().opened.append(handle)
         return handle
 
     def ipcCloseMemHandle(self, pointer):
-        pass
+        assert gpu().num_synchronized, "streams may be at work there"
+        assert pointer in there, "memory was freed that is mapped"
+        gpu().opened.remove(pointer)
+
+
+class Device(contextlib.nullcontext):
+    """cupy.cuda.Device."""
+
+    def synchronize(self):
+        gpu().num_synchronized += 1
 
 
 class Stream:
     ptr = 0
 
     def __init__(self, non_blocking=False, priority=0):
-        pass
+        gpu().refuses("stream", priority)
 
     def synchronize(self):
         pass
@@ -101,13 +175,15 @@ class Stream:
         pass
 
     def is_capturing(self):
-        return False
+        return gpu().capturing
 
 
 def enqueue(stream, count, operations, flags):
     """cuStreamBatchMemOp of a stream that does it now."""
     read = (ctypes.c_char * (count * windows.MEM_OP.itemsize)).from_address(operations)
     for step in np.frombuffer(read, windows.MEM_OP):
+        if gpu().refuses("wait" if step["operation"] == windows.WAIT_32 else "write", int(step["address"])):
+            continue
         flag = np.frombuffer((ctypes.c_char * 4).from_address(inside(int(step["address"]), 4)), np.uint32)
         if step["operation"] == windows.WAIT_32:
             wait_for(flag, step["value"])
@@ -154,13 +230,15 @@ def install(monkeypatch):
     made.cuda = SimpleNamespace(
         Memory=Memory, UnownedMemory=lambda pointer, size, owner: SimpleNamespace(ptr=inside(pointer, size)),
         MemoryPointer=lambda memory, offset: memory.ptr + offset, Stream=Stream, get_current_stream=Stream,
-        Event=lambda disable_timing: SimpleNamespace(record=lambda stream: None), runtime=Runtime(),
+        Event=lambda disable_timing: SimpleNamespace(record=lambda stream: None), runtime=Runtime(), Device=Device,
     )  # fmt: skip
+    made.get_default_memory_pool = gpu
     monkeypatch.setitem(sys.modules, "cupy", made)
     monkeypatch.setattr(windows, "batch_mem_op", lambda: enqueue)
-    monkeypatch.setattr(peer, "_roomy", lambda num_bytes: num_bytes)
+    monkeypatch.setattr(layout, "roomy", lambda num_bytes: num_bytes)
     monkeypatch.setattr(peer.PeerMemory, "_add", add)
-    monkeypatch.setattr(Memory, "made", [])
+    arrays.clear()
+    gpus.clear()
 
 
 def add(memory, shares, results, rows, stream):

@@ -11,9 +11,9 @@ from thdattn.methods import needed
 
 def come_late(monkeypatch: Any) -> None:
     """Rows from other ranks are NaN until somebody waits for them."""
-    exchange = LocalComm.exchange
+    exchange = LocalComm._exchange
 
-    def delayed(self: LocalComm, sends: Any, recvs: Any, sizes: Any = None) -> Any:
+    def delayed(self: LocalComm, sends: Any, recvs: Any, sizes: Any) -> Any:
         exchange(self, sends, recvs, sizes)()
         came = [array.copy() for array, _ in recvs]
         for array, _ in recvs:
@@ -25,7 +25,7 @@ def come_late(monkeypatch: Any) -> None:
 
         return wait
 
-    monkeypatch.setattr(LocalComm, "exchange", delayed)
+    monkeypatch.setattr(LocalComm, "_exchange", delayed)
 
 
 def hide_all(monkeypatch: Any) -> None:

@@ -33,10 +33,14 @@ def run_ranks(
 
 def run_torchrun(n: int, program: Path, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
     """The same with n processes of torchrun; skips the test if PyTorch is missing."""
+    return run([*torchrun(n), str(program), *arguments], timeout)
+
+
+def torchrun(n: int) -> list[str]:
+    """The command that starts n processes of torchrun; skips the test if PyTorch is missing."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("needs PyTorch")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-    return run([sys.executable, *torchrun, str(program), *arguments], timeout)
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
 
 
 def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:

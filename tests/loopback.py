@@ -20,9 +20,6 @@ class World:
     def allgather(self, value: Any) -> list[Any]:
         return [value] * SIZE
 
-    def Barrier(self) -> None:
-        pass
-
 
 class Window(windows.Window):
     """The other rank sees the same memory, and does what this one does at the same time.

@@ -18,7 +18,8 @@ from cases import to_host
 import thdattn
 from thdattn import mamba_oracle
 from thdattn.check import offsets
-from thdattn.mamba_oracle import FIELDS, Result, Sizes
+from thdattn.mamba_oracle import FIELDS as FIELDS
+from thdattn.mamba_oracle import FIELDS_WITH_NORM, Norm, Result, Sizes
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = map(np.dtype, (ml_dtypes.bfloat16, "float16", "float32", "float64"))
 CP_SIZES = (1, 2, 3, 4, 8)
@@ -38,6 +39,7 @@ class Case:
     slack: int = 0
     sizes: Sizes = SIZES
     conv_width: int = 4
+    norm: Norm | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -59,6 +61,9 @@ class Case:
     def mixer(self, comm: thdattn.comm.Comm, dtype: Any, **options: Any) -> thdattn.Mamba2Mixer:
         """On the NumPy engine, if options do not say otherwise."""
         options = {"engine": "reference", **options}
+        if self.norm:
+            place = "after_gate" if self.norm.after_gate else "before_gate"
+            options |= {"norm": place, "norm_groups": self.norm.groups, "norm_eps": self.norm.eps}
         return thdattn.Mamba2Mixer(comm, *self.sizes, conv_width=self.conv_width, dtype=dtype, **options)
 
 
@@ -87,6 +92,8 @@ CASES = {case.name: case for case in (
     Case("convolution-of-two", (5, 70, 1, 1), conv_width=2),
     Case("convolution-of-nine", (5, 70, 1, 3, 20), conv_width=9),
 )}  # fmt: skip
+# Of a norm: where, and which groups: one, those of B and C, or heads.
+NORMS = [("after_gate", "groups"), ("before_gate", "one"), ("before_gate", "heads"), ("after_gate", "one")]
 GPU_SIZES = Sizes(8, 64, 128, 1)
 ON_GPUS = tuple(replace(CASES[name], sizes=GPU_SIZES) for name in (
     "no-sequences", "no-sequences-slack", "all-empty-padded", "one-token", "fewer-rows-than-ranks",
@@ -108,6 +115,8 @@ def random_inputs(case: Case, dtype: Any, seed: int = 0) -> tuple[np.ndarray, th
         rng.standard_normal((channels, case.conv_width)) / case.conv_width**0.5, 0.3 * rng.standard_normal(channels),
         np.log(rng.uniform(0.3, 4, heads)), rng.standard_normal(heads), rng.standard_normal(heads) - 1,
     )  # fmt: skip
+    if case.norm:
+        weights = *weights, rng.uniform(0.5, 1.5, inner)
     kind = np.promote_types(dtype, np.float32)
     return zxbcdt.astype(dtype), thdattn.Mamba2Weights(*(x.astype(kind) for x in weights)), dout.astype(dtype)
 
@@ -134,7 +143,7 @@ def adding_up(weights: thdattn.Mamba2Weights) -> thdattn.Mamba2Weights:
 def truth(case: Case, dtype: Any, rounding: Any = None) -> Result:
     """The oracle's answer for random_inputs, or plain maths with a rounding."""
     zxbcdt, weights, dout = random_inputs(case, dtype)
-    return mamba_oracle.packed_mixer(case.batch, zxbcdt, weights, dout, case.sizes, rounding)
+    return mamba_oracle.packed_mixer(case.batch, zxbcdt, weights, dout, case.sizes, rounding, case.norm)
 
 
 def run(
@@ -187,15 +196,16 @@ def two_layers(case: Case, comm: thdattn.comm.Comm, dtype: Any, xp: Any, keep: b
 
 
 def assembled(case: Case, ranks: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
-    """FIELDS of all ranks: whole packs, and gradients of weights by rank."""
+    """FIELDS of all ranks, and norm_weight with a norm: whole packs, and gradients of weights by rank."""
     sharding = thdattn.Sharding(case.batch, len(ranks), "contiguous")
     packs = [sharding.unshard([rank[i] for rank in ranks]) for i in range(2)]
-    return dict(zip(FIELDS, [*packs, *(np.stack([rank[i] for rank in ranks]) for i in range(2, 7))], strict=True))
+    of_weights = [np.stack(each) for each in zip(*(rank[2:] for rank in ranks), strict=True)]
+    return dict(zip(FIELDS_WITH_NORM, [*packs, *of_weights], strict=False))
 
 
 def assert_equal(made: dict[str, np.ndarray], exact: Result, error: float) -> None:
     """All fields are those of the oracle but for an error relative to the largest value of each."""
-    for field in FIELDS:
+    for field in made:
         actual = made[field] if field in ("out", "zxbcdt") else made[field].astype(np.float64).sum(axis=0)
         wanted = getattr(exact, field)
         assert actual.shape == wanted.shape
@@ -204,5 +214,6 @@ def assert_equal(made: dict[str, np.ndarray], exact: Result, error: float) -> No
 
 
 def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    for field in FIELDS:
+    assert one.keys() == other.keys()
+    for field in one:
         assert one[field].tobytes() == other[field].tobytes(), field

@@ -19,7 +19,7 @@ from fake_streams import Machine, Stream, addresses, at
 
 from thdattn import sums
 from thdattn.buffers import Buffers
-from thdattn.comm import heads, meetings, nothing, peer, slices, windows
+from thdattn.comm import heads, layout, meetings, nothing, peer, slices, windows
 from thdattn.comm.slices import Cut, copy
 from thdattn.methods import all_gather
 from thdattn.methods.call import Call, Tensors
@@ -54,6 +54,9 @@ class Engine:
         made = self.empty(shape, dtype)
         self.machine.stream.launch(lambda x: x.fill(np.nan), made)
         return made
+
+    def capture(self):
+        return None if self.machine.graph is None else 0
 
     def _may_fail(self, step):
         if self.fails == step:
@@ -363,7 +366,7 @@ class Pack:
         self.graphs.append((graph, list(zip(layers, found, strict=True)), exchanges))
 
     def replay(self, draw):
-        if self.graphs and not self.early:  # which would be in the same buffers
+        if self.graphs:
             graph, found, exchanges = draw.choice(self.graphs)
             self.program.memory.enter()  # as comm.watched does
             for x in (*(layer for layer, _ in found), *exchanges):
@@ -406,11 +409,11 @@ class Program:
 
     @contextlib.contextmanager
     def failing(self, draw):
-        """An attention within may raise, on all ranks."""
-        self.engine.fails = "attention" if draw.random() < 0.1 else ""
+        """An attention within may raise, or a window that has to grow, on all ranks."""
+        self.engine.fails, self.machine.full = draw.choice(["attention", *[""] * 9]), draw.random() < 0.1
         with contextlib.suppress(MemoryError):
             yield
-        self.engine.fails = ""
+        self.engine.fails, self.machine.full = "", False
 
 
 @contextlib.contextmanager
@@ -429,7 +432,7 @@ def machine_of(size, seed):
           mock.patch.object(peer, "WORTH_COPYING", 0),  # so that some swaps are of copies
           mock.patch.object(meetings, "_LEAST_BYTES", 64),  # so that they are of several chunks, some without a word
           mock.patch.dict(sums.SUM_KERNELS, float32="thd_sum"),
-          mock.patch.object(peer, "_roomy", lambda num_bytes: num_bytes),  # so that windows often grow
+          mock.patch.object(layout, "roomy", lambda num_bytes: num_bytes),  # so that windows often grow
           mock.patch.object(peer.PeerMemory, "_probe", lambda memory: None)):  # fmt: skip
         yield machine
 
@@ -443,8 +446,8 @@ def results(size, seed, enqueue=Program.enqueue):
             enqueue(programs[-1], random.Random(seed))
         machine.run()
         for program in programs:
-            made = [x for turns in program.memory._windows.values() for turn in turns for x in turn]
-            for window in made:
+            memory = program.memory._memory
+            for window in (x for pair in (*memory._pairs.values(), *memory._outgrown) for x in pair.windows):
                 flags = window.array(-window._header, (size,), RANK_FLAGS)
                 assert not flags["ready"].any() and not flags["offered"].any() and flags["taken"][:, 0].all()
     return sum(x.num_checked for x in programs), sum(x.num_wrong for x in programs)

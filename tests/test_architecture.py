@@ -18,23 +18,25 @@ PACKAGE = SOURCE / "thdattn"
 # A module imports from the layers before its own. The engines, reference and ops, are handed to the methods as
 # arguments; nothing below check imports them.
 LAYERS = [
-    {"arguments", "buffers", "flops", "install", "instances", "memory", "structs", "wgmma", "kernel_cache"},
+    {"arguments", "buffers", "flops", "generations", "handles", "install", "instances", "memory", "structs", "wgmma",
+     "kernel_cache"},
     {"hopper_tiles"},
     {"tiles"},
     {"packing", "jit", "mixer_shape"},
-    {"balanced", "sums"},
+    {"balanced", "mask", "sums"},
     {"comm"},
-    {"sharding", "routes", "pairs", "engines", "tensor_map", "oracle", "mamba_oracle", "mixer_tiles"},
+    {"sharding", "routes", "rank_rows", "engines", "tensor_map", "oracle", "mamba_oracle", "mixer_tiles"},
     {"plan", "decode_tiles", "mixer_backward_tiles"},
     {"homes", "host_plan", "host_rows", "host_ssd", "host_blocks", "cache", "room", "planning", "checks"},
-    {"host_conv", "host_decode", "host_mixer_decode"},
+    {"host_conv", "host_decode", "host_mixer_gate"},
+    {"host_mixer_decode"},
     {"reference", "ops", "methods", "tile_counts"},
     {"saved", "mamba_saved"},
     {"mamba_cache"},
     {"attention", "mamba"},
     {"graphs", "varlen", "costs"},
     {"torch", "measured_rates"},
-    {"info", "check", "pack_stats"},
+    {"info", "check", "fuzz", "pack_stats"},
     {"advise"},
     {"__main__"},
 ]
@@ -43,8 +45,8 @@ LAYER = {module: number for number, modules in enumerate(LAYERS) for module in m
 OPS = {"ops", "ops.launch", "ops.plan", "ops.rows", "ops.scheduler", "ops.forward", "ops.backward", "ops.decode",
        "ops.mixer_decode", "ops.logits"}
 WHEN_LOADED = {"cupy": {"jit", *OPS, "tensor_map"}, "mpi4py": set(), "torch": {"torch"}, "jax": set()}
-EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.nccl", "comm.peer", "comm.windows", "engines", "graphs.capture",
-                 "graphs.upload", "info", "measured_rates", "varlen"},
+EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.local", "comm.nccl", "comm.peer", "comm.shared_memory", "comm.windows",
+                 "engines", "graphs.capture", "graphs.upload", "info", "measured_rates", "varlen"},
         "mpi4py": {"comm.mpi", "comm.nccl", "info"}, "torch": {"torch", "comm.torch"}, "jax": set()}
 
 
@@ -104,7 +106,7 @@ def test_imports_point_downwards(module):
         if name.split(".")[0] != "thdattn":
             continue
         there = own(name)
-        if there == here and here in ("comm", "graphs", "methods", "ops"):
+        if there == here and here in ("comm", "fuzz", "graphs", "methods", "ops"):
             continue
         assert there or here in ("info", "check", "advise", "__main__"), f"{module} imports the package itself: {name}"
         assert not there or LAYER[there] < LAYER[here], f"{module} imports {name}, which is not below it"

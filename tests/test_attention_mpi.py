@@ -35,5 +35,5 @@ def test_bad_input_on_one_rank_ends_all_ranks_with_its_message():
 def test_batch_that_differs_on_one_rank_raises_on_every_rank():
     run = run_ranks(4, PROGRAM, "disagree", "mpi", "4", timeout=60)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("the plan's batch, sharding and attention is not the same on all ranks") == 4
-    assert run.stdout.count("but rank 3 has") == 4
+    assert run.stdout.count("the plan is not the same on all ranks") == 4
+    assert run.stdout.count("cu_seqlens[2] is 96 (ranks 0, 1, 2), 128 (rank 3)") == 4

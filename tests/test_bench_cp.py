@@ -42,6 +42,25 @@ def test_real_documents_fill_the_rows_of_every_rank(cp_size, thousands):
     assert 768 * thousands * cp_size < tokens <= 1_024 * thousands * cp_size
 
 
+def test_short_packs_are_of_the_same_tokens_and_errors_are_of_long_sequences_too():
+    pytest.importorskip("cupy")
+    import bench_cp
+    from cp_ways import Ranks
+
+    assert {cp_cases(2)[name].total_tokens for name in ("1x8192", "4x2048", "8x1024")} == {8_192}
+
+    def fn(real):
+        def names(ranks, cases):
+            return [case.name for case, _ in bench_cp.work(ranks, cases, [], [])]
+
+        here, played = Ranks.of(real, 2, None), Ranks(real, 8, real, None, None)
+        return [names(here, ["8x1024"]), names(here, ["bucket32k"]), names(played, ["bucket32k"])]
+
+    wanted = [["4x1024", "8x1024"], ["4x1024", "bucket32k", "bucket32k-h8"], ["bucket32k"]]
+    assert run_local(2, fn) == [wanted] * 2
+    assert bench_cp.LONG_ERROR_CASE.lengths == cp_cases(2)["bucket32k"].lengths
+
+
 # --- comms that stand in for others ------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import pytest
 from launch import SOURCE, run_ranks
 
 import thdattn
-from thdattn import __version__, check, info, kernel_cache, reference
+from thdattn import __version__, check, engines, info, install, kernel_cache, reference
 from thdattn.__main__ import main
 from thdattn.comm.nccl import NcclComm
 from thdattn.install import remedy
@@ -154,6 +154,36 @@ def test_info_of_several_ranks_says_how_keys_travel_between_them(reason, said):
 def test_info_of_ranks_without_gpus_says_that_nothing_travels_between_gpus():
     said = thdattn.comm.run_local(2, info._transport)
     assert said == ["none: a comm of backend 'local' moves host arrays"] * 2
+
+
+def test_info_of_ranks_that_found_no_gpus_says_why(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER.format(blocked=("cupy",), error="ImportError"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    run = run_ranks(2, Path("-m"), "thdattn", "info", python=())
+    assert run.returncode == 0, run.stderr
+    reason = ("no usable GPU on rank 0 and 1 more: RuntimeError: CuPy cannot be loaded (ImportError: blocked by the "
+              "test: cupy)")
+    assert rows(run.stdout, "engine")[0].startswith(f"reference: {reason}")
+    assert rows(run.stdout, "transport")[0].startswith(f"none: {reason}")
+    (said,) = [line for line in run.stderr.splitlines() if "cupy" in line]
+    assert said.startswith(f"thdattn.comm.init uses MPI and host arrays (NumPy), not NCCL: {reason}")
+
+
+@pytest.mark.parametrize(("visible", "lines"), [("0", 1), ("", 0)])
+def test_one_process_says_once_that_it_takes_numpy_where_a_gpu_is_expected(visible, lines, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(install, "DRIVER", "/nowhere")
+    monkeypatch.setattr(install, "DEVICE", "/nowhere")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    engines._warn_once.cache_clear()
+    for _ in range(2):
+        assert engines.choose_engine("auto", thdattn.comm.SingleComm())[0] is reference
+        assert engines.choose_engine("reference", thdattn.comm.SingleComm())[0] is reference
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == lines
+    beginning = "thdattn computes with NumPy (engine 'reference'), not on a GPU: CuPy finds no usable GPU"
+    assert all(text.startswith(beginning) for text in said)
 
 
 @pytest.mark.parametrize("bits", [0o022, 0])

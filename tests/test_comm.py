@@ -16,7 +16,7 @@ from ranks.comm_contract import check_contract
 from ranks.comm_groups import check_groups
 
 import thdattn.comm
-from thdattn.comm import launcher, mpi, nccl
+from thdattn.comm import launcher, mpi, nccl, start
 from thdattn.comm.watchdog import Watch
 
 
@@ -384,6 +384,9 @@ class World:
     def Dup(self):
         return self
 
+    def allgather(self, value):
+        return [value] * self.size
+
 
 @pytest.fixture
 def chosen(monkeypatch):
@@ -393,7 +396,7 @@ def chosen(monkeypatch):
         monkeypatch.setattr(launcher, "find", lambda: launcher.Launcher("mpiexec", 2))
         monkeypatch.setattr(mpi, "connect", lambda started_by, timeout: World(started_by.size, rank))
         monkeypatch.setattr(mpi, "watch", lambda world, timeout: Watch("rank 0 of 2", timeout, None))
-        monkeypatch.setattr(mpi, "MpiComm", lambda world, timeout: ("mpi", world.size))
+        monkeypatch.setattr(mpi, "MpiComm", lambda world, timeout, no_gpus="": ("mpi", world.size))
         monkeypatch.setattr(nccl, "survey", lambda world, timeout: answers)
         monkeypatch.setattr(nccl, "NcclComm", lambda world, gpus, timeout, transport: ("nccl", gpus))
         return thdattn.comm.init(backend)
@@ -418,12 +421,22 @@ def test_rank_0_logs_what_was_made_of_gpus(chosen, caplog, rank):
 
 def test_auto_takes_mpi_where_a_rank_has_no_gpu_and_warns(chosen, caplog):
     assert chosen("auto", [(True, GPUS[0]), (False, "no driver")]) == ("mpi", 2)
-    assert "uses MPI and host arrays, not NCCL: no usable GPU on rank 1: no driver" in caplog.text
+    assert "uses MPI and host arrays (NumPy), not NCCL: no usable GPU on rank 1: no driver" in caplog.text
 
 
-def test_auto_without_any_gpu_warns_of_nothing(chosen, caplog):
+def test_auto_without_any_gpu_warns_of_nothing(chosen, caplog, monkeypatch):
+    monkeypatch.setattr(start, "expects_gpu", lambda: False)
     assert chosen("auto", [(False, "no driver")] * 2) == ("mpi", 2)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_auto_without_any_gpu_says_so_once_where_one_is_expected(chosen, caplog, monkeypatch, rank, lines):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert chosen("auto", [(False, "no driver")] * 3, rank) == ("mpi", 2)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert said == ["thdattn.comm.init uses MPI and host arrays (NumPy), not NCCL: no usable GPU on rank 0 and "
+                    "2 more: no driver"] * lines
 
 
 def test_nccl_without_gpus_names_every_rank(chosen):

@@ -57,6 +57,11 @@ class Communicator:
         return lambda *arguments: self.calls.append((name, *arguments))
 
 
+def peer_memory(**calls):
+    """A stand-in for peer memory that has these calls."""
+    return SimpleNamespace(**dict.fromkeys(("enter", "close", "wait_within"), lambda *arguments: None) | calls)
+
+
 class Array:
     """What the backend reads of a CuPy array."""
 
@@ -110,7 +115,8 @@ def start(monkeypatch):
     monkeypatch.setattr(mpi, "watch", lambda world, timeout: Watch(f"rank {world.rank}", timeout, None))
     monkeypatch.setattr(nccl, "_lanes", {})
     monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda stream, address, number, flags: 0)
-    monkeypatch.setattr(nccl.socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(mpi, "find_ranks", lambda world, watched: None)
+    monkeypatch.setenv("THDATTN_HOST", "node7")
 
     def join(simulated, gpus, stand_in):
         mine.cupy, mine.nccl = make_cupy(gpus), stand_in
@@ -252,8 +258,8 @@ def test_an_exchange_is_one_group_of_messages_in_the_order_of_its_slices(start):
 
 
 def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
-    peer = SimpleNamespace(enter=lambda: None, close=lambda: None, gather_heads=lambda sends, recvs, at_once: [],
-                           sum_at_home=lambda rows, results, at_once: thdattn.comm.nothing)
+    peer = peer_memory(gather_heads=lambda sends, recvs, at_once: [],
+                       sum_at_home=lambda rows, results, at_once: thdattn.comm.nothing)
     monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
     monkeypatch.setattr(nccl.NcclComm, "watched", lambda *arguments: nullcontext())
 
@@ -269,8 +275,15 @@ def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
     assert start([[b"\x0a"], [b"\x0b"], [b"\x0c"]], program) == [[640, 960, 1280]] * 3
 
 
+def test_peer_memory_waits_within_the_deadline_of_the_comm(start, monkeypatch):
+    made = threading.local()
+    peer = peer_memory(wait_within=lambda waiting: setattr(made, "watch", waiting.__self__))
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
+    assert start([FOUR_GPUS] * 2, lambda comm: made.watch is comm._watch) == [True, True]
+
+
 def test_peer_memory_is_not_used_after_the_end(start, monkeypatch):
-    peer = SimpleNamespace(enter=lambda: None, close=lambda: None)
+    peer = peer_memory()
     monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
 
     def program(comm):
@@ -286,8 +299,7 @@ def test_peer_memory_is_not_used_after_the_end(start, monkeypatch):
 @pytest.mark.parametrize("has_peer_memory", [True, False])
 def test_an_exchange_with_sizes_goes_through_peer_memory_where_there_is_some(start, monkeypatch, has_peer_memory):
     said = []
-    peer = SimpleNamespace(enter=lambda: None, close=lambda: None,
-                           exchange=lambda *arguments: said.append(arguments) or (lambda: said.append("waits")))
+    peer = peer_memory(exchange=lambda *arguments: said.append(arguments) or (lambda: said.append("waits")))
     monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer if has_peer_memory else None, ""))
 
     def program(comm):
@@ -303,8 +315,8 @@ def test_an_exchange_with_sizes_goes_through_peer_memory_where_there_is_some(sta
 @pytest.mark.parametrize("takes_it", [True, False])
 def test_slices_that_nothing_hides_go_by_a_kernel_that_says_where_the_stream_is(start, monkeypatch, takes_it):
     said = []
-    peer = SimpleNamespace(
-        enter=lambda: None, close=lambda: None, swaps_by_kernel=lambda swap, at_once: at_once and takes_it,
+    peer = peer_memory(
+        swaps_by_kernel=lambda swap, at_once: at_once and takes_it,
         swap=lambda *arguments: said.append(arguments), exchange=lambda *arguments: said.append("copies"))
     monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
     monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda stream, address, number, flags: 0)
@@ -387,7 +399,7 @@ def test_group_takes_the_gpu_of_its_rank_and_is_closed_with_the_comm(start):
     ("", "'peer'"), ("the ranks are on 2 machines", "'nccl': the ranks are on 2 machines"),
 ])  # fmt: skip
 def test_ranks_say_how_keys_travel_between_them_and_why(start, monkeypatch, reason, transport):
-    peer = None if reason else SimpleNamespace(close=lambda: None)
+    peer = None if reason else peer_memory()
     monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, reason))
     made = start([FOUR_GPUS] * 2, lambda comm: (repr(comm), comm.no_peer_memory, comm.overlaps))
     assert made == [(f"<NcclComm rank {rank} of 2, transport {transport}>", reason, not reason) for rank in range(2)]

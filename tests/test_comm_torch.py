@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import launch
 import numpy as np
 import pytest
+from faults import until
 from launch import run_torchrun
 from ranks.comm_contract import check_contract
 
@@ -74,6 +79,27 @@ def test_failing_rank_ends_the_others():
     run = run_torchrun(2, RANKS / "comm_contract.py", "failing-rank", "torch-gloo", "2", timeout=120)
     assert run.returncode != 0
     assert "ValueError: rank 1 had bad luck" in run.stderr and "done" not in run.stdout
+
+
+def test_rank_that_stops_or_is_late_is_named():
+    """By the thread that asks, long before torch's timeout; and with torch's own error, at that."""
+    jobs = {kind: launch.start([*launch.torchrun(2), str(RANKS / "torch_faults.py"), kind, "gloo", "6"])
+            for kind in ("stop", "late")}
+    said = {}
+    try:
+        for kind, job in jobs.items():
+            said[kind] = "".join(until(job.stderr, r"thdattn: rank 0 of 2 .* number 5 of this comm,? wait"))
+    finally:
+        for job in jobs.values():
+            launch.end(job)
+        for text in said.values():
+            for process in re.findall(r"rank 1 is process (\d+)", text):
+                with suppress(ProcessLookupError):  # torchrun, ended before, may have left it stopped
+                    os.kill(int(process), signal.SIGKILL)
+    stopped = r"waits in vain \(waited [1-4]\.\d s\), ending all ranks: rank 1 of 2 on \S+ has been stopped \(SIGSTOP\)"
+    assert re.search(stopped + r" for \d s; its last operation was all_reduce, number 4 of this comm$", said["stop"])
+    late = r"waited for \d+\.\d s: rank 1 of 2 on \S+ is late: it has left all_reduce, number 4 of this comm, \d s "
+    assert re.search(late + "ago, and its main thread sleeps$", said["late"]), said["late"]
 
 
 def test_torchrun_without_from_torch_is_refused(monkeypatch):

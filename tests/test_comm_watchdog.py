@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from thdattn.comm import watchdog
+from thdattn.comm import heartbeat, watchdog
 from thdattn.comm.watchdog import Lane, Watch
 
 
@@ -42,7 +42,7 @@ def late(dog, seconds):
     found = None
     for _ in range(int(2 * seconds)):
         dog.clock += 0.5
-        found = dog._overdue() or found
+        found = next((each for each in dog.waits() if each[1] > each[0].limit), found)
     return found and (str(found[0]), found[1])
 
 
@@ -173,6 +173,43 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
     assert made.clock == 9 + 2
 
 
+@pytest.fixture
+def noted(monkeypatch):
+    """What other ranks would be told of this one: number, phase and name of its last operation."""
+    memory = bytearray(heartbeat._TOKEN + heartbeat._NOTE.size)
+    monkeypatch.setattr(heartbeat, "_memory", memory)
+
+    def noted():
+        _, number, _, phase, what = heartbeat._NOTE.unpack_from(memory, heartbeat._TOKEN)
+        return number, phase, what.rstrip(b"\0").decode()
+
+    return noted
+
+
+def test_operations_on_the_host_are_noted_as_they_begin_and_end(dog, noted):
+    waiting = watch()
+    with waiting.waiting("barrier"):
+        assert noted() == (1, heartbeat.WAITS, "barrier")
+        with waiting.waiting("agree"):  # as in another thread
+            assert noted() == (2, heartbeat.WAITS, "agree")
+        assert noted() == (1, heartbeat.WAITS, "barrier")
+    assert noted() == (1, heartbeat.LEFT, "barrier")
+
+
+def test_operations_on_a_gpu_are_noted_as_the_watchdog_finds_them(dog, noted):
+    stream, waiting = Stream(), watch()
+    for name in ("first", "second"):
+        with waiting.enqueued(stream.lane, name):
+            pass
+    found = []
+    for _ in range(4):
+        late(dog, 1)
+        found.append(noted())
+        stream.advance()
+    assert found == [(0, b"\0", ""), (1, heartbeat.GPU_WAITS, "first"), (1, heartbeat.GPU_LEFT, "first"),
+                     (2, heartbeat.GPU_WAITS, "second")]
+
+
 def test_message_names_rank_operation_and_times():
     text = watchdog.message("rank 1 of 2 on node7", "all_gather of (5, 2) float32, number 4 of this comm,", 60.0, 60.25)
     assert text == (
@@ -182,9 +219,14 @@ def test_message_names_rank_operation_and_times():
     )
 
 
+def test_message_says_where_late_ranks_are():
+    text = watchdog.message("rank 1 of 2", "barrier, number 4 of this comm,", 60.0, 60.25, "rank 0 of 2 is late")
+    assert "ending all ranks: rank 0 of 2 is late; if one is only late, pass a longer timeout" in text
+
+
 ENDS = """
 import ctypes, threading
-from thdattn.comm import watchdog
+from thdattn.comm import heartbeat, watchdog
 
 def abort():
     {abort}

@@ -172,6 +172,7 @@ def test_child_times_a_graph_of_the_case_that_it_prepared(monkeypatch):
 # --- errors ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("at_once", [1, 50, 10**6])
 @pytest.mark.parametrize(
     "case",
     [
@@ -183,7 +184,9 @@ def test_child_times_a_graph_of_the_case_that_it_prepared(monkeypatch):
     ],
     ids=lambda case: case.name,
 )
-def test_float64_answer_is_the_oracles(case):
+def test_float64_answer_is_the_oracles(case, at_once, monkeypatch):
+    """Whatever number of rows of scores it has at a time."""
+    monkeypatch.setattr(accuracy, "SCORES", at_once)
     rng = np.random.default_rng(0)
     widths = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim),
               (case.heads, case.v_head_dim))  # fmt: skip

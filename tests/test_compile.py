@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from thdattn.mixer_backward_tiles import (
     CHUNK_TILES_SM90,
     WALKS_SM90,
     chunk_tile_for,
+    portable_walk,
     thd_mixer_add_halos,
     thd_mixer_conv_bwd,
     thd_mixer_gate_bwd,
@@ -60,7 +62,8 @@ EACH_ARCHITECTURE = [arch if arch in ("sm_80", "sm_90a") else pytest.param(arch,
 OTHERS_ARE_EXHAUSTIVE = [pytest.param(False, id="some"), pytest.param(True, id="others", marks=pytest.mark.exhaustive)]
 SMALL_KERNEL = PLAN_KERNELS[0]
 # Every file of device code, and a kernel that it is part of.
-FILES = {file: kernel for kernel, files in jit.FILES.items() for file in files if file not in jit.GENERATED}
+KERNELS = sorted(kernel for file in jit.device_files() for kernel in jit.kernels_in(file))
+FILES = {file: kernel for kernel in KERNELS for file in jit.files(kernel) if file not in jit.GENERATED}
 
 
 def resources(log: str, lowered: str) -> tuple[int, int]:
@@ -223,6 +226,8 @@ def mixer_walks(arch, state_dim, dtype):
     walks = {walk_for(tile, columns, ARCHITECTURES[arch]) for tile, columns in tiles}
     for walk in sorted(walks, key=repr):
         yield of_gradients(walk)(dtype)
+        if walk.by_boxes:  # behind a norm
+            yield portable_walk(64, state_dim, walk.columns, ARCHITECTURES[arch]).thd_ssd_dstates(dtype)
         yield from (walk.thd_ssd_chunk_states(dtype, back) for back in (False, True))
 
 
@@ -303,7 +308,8 @@ def test_a_thread_block_of_a_small_gpu_walks_over_all_segments(segments):
 @pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_decode_kernels_of_the_mixer_fit_and_do_not_spill(arch):
     of = [MixerDecode(dtype, width) for dtype in ("float16", "bfloat16") for width in MIXER_SIZES["state_dim"]]
-    kernels = [kernel for made in of for kernel in (made.thd_mixer_decode, made.thd_mixer_fill)]
+    kernels = [kernel for made in of
+               for kernel in (made.thd_mixer_decode, made.thd_mixer_decode_ungated, made.thd_mixer_fill)]  # fmt: skip
     of_widths = [of[0].thd_mixer_decode_conv(width) for width in MIXER_SIZES["conv_width"]]
     compile_all([*kernels, *of_widths, of[0].thd_mixer_fill_rows], arch)
 
@@ -327,14 +333,42 @@ def test_backward_is_the_first_choice_that_fits(dims):
         assert tiles.backward_for(shared_bytes) in tiles.backward
 
 
-def test_every_kernel_is_listed_with_the_file_that_defines_it():
-    defined = {}
-    for file in FILES:
-        text = (jit.FOLDER / file).read_text()
-        found = re.findall(r"__global__ void(?: __launch_bounds__\([^;{]*?\))? (thd_\w+)\(", text)
-        assert len(found) == text.count("__global__"), file
-        defined |= dict.fromkeys(found, file)
-    assert defined == {kernel: files[-1] for kernel, files in jit.FILES.items()}
+@pytest.mark.parametrize("head_dim", range(32, 257, 16))
+def test_a_portable_backward_of_parts_of_fragments_is_refused(head_dim):
+    """The warps of 128/128 divide the columns of dq in two: multiples of 32 are whole fragments."""
+    row = TILES[128, 128]
+    if head_dim % 32 == 0:
+        assert replace(row, head_dim=head_dim).head_dim == head_dim
+        return
+    with pytest.raises(ValueError, match=rf"head dims \({head_dim}, 128\) leaves warps parts of fragments of dq"):
+        replace(row, head_dim=head_dim)
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"stages": 3}, "count two stages"),
+    ({"piece_cols": 64}, "pieces of dq have all its columns"),
+    ({"in_registers": 48}, "takes all queries of a step"),
+], ids=str)  # fmt: skip
+def test_a_hopper_backward_that_would_leave_something_out_does_not_compile(wrong, message):
+    row = TILES[96, 96]
+    kernel = replace(row, backward_sm90=replace(row.backward_sm90, **wrong)).thd_attn_bwd_sm90(
+        "bfloat16", "bfloat16", "bfloat16", False)
+    with pytest.raises(RuntimeError, match=f"(?s)static assertion failed .*{message}"):
+        jit.compile_kernel(kernel.name, "sm_90a")
+
+
+def test_every_kernel_is_found_in_the_one_file_that_defines_it():
+    assert len(set(KERNELS)) == len(KERNELS) > 50
+    assert len(KERNELS) == sum((jit.FOLDER / file).read_text().count("__global__") for file in jit.device_files())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_file_comes_behind_those_that_it_includes(kernel):
+    before = set()
+    for file, text in jit.files(kernel).items():
+        assert before.issuperset(re.findall(r'#include "(.+)"', text))
+        before.add(file)
+    assert f" {kernel}(" in text
 
 
 def test_every_file_of_device_code_belongs_to_a_kernel():
@@ -359,7 +393,7 @@ def test_an_error_names_the_file_and_the_line_that_are_wrong(file, name, edited)
     lines = (jit.FOLDER / file).read_text().splitlines()
     wrong = max(i for i, line in enumerate(lines) if not line and lines[i + 1][0] != " ")  # between two definitions
     edited(file, lambda text: "\n".join([*lines[:wrong], "not_a_type x;", *lines[wrong + 1 :], ""]))
-    with pytest.raises(RuntimeError, match=rf"thdattn/{file}\({wrong + 1}\): error: .*not_a_type"):
+    with pytest.raises(RuntimeError, match=rf"{file}\({wrong + 1}\): error: .*not_a_type"):
         jit.compile_kernel(name, "sm_90a")
 
 
@@ -417,7 +451,7 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
     wrong = {"a field more": [*fields, ("more", np.int64)], "a field less": fields[:-1],
              "another order": fields[::-1]}[change]
     monkeypatch.setitem(structs.LAYOUTS, struct, np.dtype(wrong))
-    jit._text.cache_clear()
+    jit.forget_files()
     by_name = {kernel.name.partition("<")[0]: kernel.name for kernel in with_tiles()}
     kernels = {"ForwardSize": by_name["thd_attn_fwd_sm90"], "MixerSize": MIXER_KERNELS[0],
                "Parts": by_name["thd_attn_fwd_sm90"], "Rows": REORDER_KERNELS[False],
@@ -429,10 +463,10 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
             jit.compile_kernel(kernels.get(struct, by_name["thd_attn_bwd_sm90"]), "sm_90a")
     finally:
         monkeypatch.undo()
-        jit._text.cache_clear()
+        jit.forget_files()
 
 
 def test_matrix_instructions_are_written_for_the_columns_of_the_table_alone():
-    with_all = jit.source("thd_attn_fwd_sm90")
+    with_all = "".join(jit.files("thd_attn_fwd_sm90").values())
     written = set(map(int, re.findall(r"struct Wgmma<bf16, (\d+)>", with_all)))
     assert written == set().union(*(tiles.wgmma_columns for tiles in TILES.values()))

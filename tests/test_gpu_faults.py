@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+from contextlib import suppress
 
+import launch
 import pytest
-from faults import PROGRAM, Job, said
+from faults import HOST, PROGRAM, Job, missed, said, until
 from launch import run_ranks
 
 pytestmark = pytest.mark.gpu
 
-TIMEOUT = 10.0
+TIMEOUT = 10.0  # a missing rank is noticed after about 3 s
 AT_START = 2.0  # of which a start has five times as much
 PLACES = pytest.mark.parametrize("place", ["forward", "backward", "heads", "exchange", "replay"])
 
@@ -38,19 +42,46 @@ def operation(place):
 
 
 @PLACES
-def test_rank_that_stops_ends_all_at_the_deadline(place, ranks):
+def test_rank_that_is_stopped_is_named_before_the_deadline(place, ranks):
     errors = Job(ranks, "stop", place, "nccl", TIMEOUT).end(TIMEOUT)
-    others = [said(rank, ranks, operation(place), TIMEOUT) for rank in range(ranks) if rank != 1]
-    assert any(other.search(errors) for other in others), errors
-    assert f"rank 1 of {ranks}" not in errors
+    found = missed(ranks, operation(place), r"has been stopped \(SIGSTOP\) for \d s").search(errors)
+    assert found and float(found[1]) < TIMEOUT - 1, errors
+
+
+@pytest.mark.parametrize(("kind", "thread"), [("loop", "runs"), ("hold", "sleeps")])
+@pytest.mark.parametrize("place", ["forward", "backward", "replay"])
+def test_rank_that_is_late_is_named_at_the_deadline_with_where_its_gpu_is(kind, thread, place):
+    errors = Job(2, kind, place, "nccl", TIMEOUT).end(TIMEOUT)
+    where = rf"is late: (?:its GPU|it) has left \w.*, number \d+ of this comm, \d+ s ago, and its main thread {thread}"
+    found = said(0, 2, operation(place), TIMEOUT, f"rank 1 of 2 on {HOST} {where}").search(errors)
+    assert found and TIMEOUT <= float(found[1]) < TIMEOUT + 2, errors
+
+
+@pytest.mark.parametrize("place", ["forward", "replay"])
+def test_rank_that_computes_for_long_with_the_lock_of_python_is_not_missing(place):
+    run = run_ranks(2, PROGRAM, "pause", place, "nccl", f"{TIMEOUT:g}", timeout=120)
+    assert run.returncode == 0 and run.stderr.count("ends well") == 2 and "thdattn: " not in run.stderr, run.stderr
+
+
+def test_rank_of_torchrun_that_is_stopped_is_named():
+    job = launch.start([*launch.torchrun(2), str(PROGRAM.with_name("torch_faults.py")), "stop", "nccl", "30"])
+    said = ""
+    try:
+        said = "".join(until(job.stderr, "thdattn: rank 0 of 2 .* waits in vain"))
+    finally:
+        launch.end(job)
+        for process in re.findall(r"rank 1 is process (\d+)", said):
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+    assert re.search(r"rank 1 of 2 on \S+ has been stopped \(SIGSTOP\) for \d+ s; its last operation was", said), said
 
 
 @PLACES
 def test_rank_that_leaves_out_a_call_ends_all_at_the_deadline(place, ranks):
     """It goes on with its next call, which takes the place of the one left out, until it is one short."""
     errors = Job(ranks, "skip", place, "nccl", TIMEOUT).end(TIMEOUT)
-    waits = [said(rank, ranks, operation(place), TIMEOUT) for rank in range(ranks) if rank != 1]
-    waits += [said(1, ranks, "barrier, number .* of this comm,", TIMEOUT)]
+    waits = [said(rank, ranks, operation(place), TIMEOUT, ".*") for rank in range(ranks) if rank != 1]
+    waits += [said(1, ranks, "barrier, number .* of this comm,", TIMEOUT, ".*")]
     assert any(wait.search(errors) for wait in waits), errors
 
 
@@ -62,14 +93,19 @@ def test_rank_that_dies_or_raises_ends_all_at_once(kind, place, ranks):
     assert not re.search("^thdattn: ", errors, re.MULTILINE)
 
 
-@pytest.mark.parametrize("kind", ["stop", "absent"])
-@pytest.mark.parametrize(("place", "waits_in"), [
-    ("start", "the start of MPI"), ("init", r"init, number 1 of this comm,"),
-    ("nccl", r"the start of NCCL, number 1 of this comm,"),
+@pytest.mark.parametrize(("kind", "place", "waits_in"), [
+    ("stop", "start", "the start of MPI"), ("absent", "start", "the start of MPI"),
+    ("stop", "init", r"init, number 1 of this comm,"), ("absent", "init", r"init, number 1 of this comm,"),
+    ("absent", "nccl", r"the start of NCCL, number 2 of this comm,"),
 ])  # fmt: skip
 def test_rank_that_does_not_come_at_the_start_ends_all_at_its_deadline(kind, place, waits_in):
     errors = Job(2, kind, place, "nccl", AT_START).end(5 * AT_START)
-    assert said(0, 0 if place == "start" else 2, waits_in, 5 * AT_START).search(errors), errors
+    assert said(0, 0 if place == "start" else 2, waits_in, 5 * AT_START, ".*").search(errors), errors
+
+
+def test_rank_that_is_stopped_in_the_start_of_nccl_is_named():
+    errors = Job(2, "stop", "nccl", "nccl", AT_START).end(5 * AT_START)
+    assert missed(2, "the start of NCCL, number 2 of this comm,", "has been stopped .*").search(errors), errors
 
 
 @pytest.mark.parametrize("kind", ["kill", "exception"])

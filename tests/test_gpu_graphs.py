@@ -181,6 +181,32 @@ def test_a_plan_of_the_host_cannot_be_refreshed(cupy, comm):
         plan.refresh()
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_backward_behind_another_micro_batch_is_refused(cupy, comm, graphs, captured, steps):
+    """After so many right steps, of which the first is eager and the second one captured."""
+    attention = thdattn.CPAttention(comm, 4, 64, 2, engine="cuda", deterministic=True)
+    pack = StaticPack(graphs, [attention], 128, num_batches=2)
+    pair = graphs.pair(lambda q, k, v: attention.forward(q, k, v, pack.plans()[0]), attention.backward, "layer")
+    forward = pair.forward if captured else pair.forward.eager
+    batches = [PackedBatch.from_lengths([100, 28]), PackedBatch.from_lengths([8, 120])]
+    q, k, v, dout = (cupy.full((128, heads, 64), 0.5, BFLOAT16) for heads in (4, 2, 2, 4))
+    for _ in range(steps):
+        pack.load(batches)
+        _, saved = forward(q, k, v)
+        pair.backward(dout, saved)
+    pack.load(batches)
+    _, saved = forward(q, k, v)
+    (second,) = pack.plans(1)
+    with pytest.raises(ValueError, match="was made for lengths that the plan no longer has, wanted those of its last"):
+        pair.backward(dout, saved)
+    _, saved = attention.forward(q, k, v, second)
+    found = attention.backward(dout, saved)
+    _, saved = attention.forward(q, k, v, attention.plan(pack.padded(batches[1])))
+    for x, wanted in zip(found, attention.backward(dout, saved), strict=True):
+        assert to_host(x).tobytes() == to_host(wanted).tobytes()
+
+
 # --- memory ------------------------------------------------------------------------------------------------------
 
 

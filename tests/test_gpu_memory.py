@@ -10,7 +10,7 @@ from loopback import Loopback, Mirror
 
 import thdattn
 from thdattn import PackedBatch
-from thdattn.comm import peer, windows
+from thdattn.comm import layout, windows
 from thdattn.methods import choice
 
 pytestmark = pytest.mark.gpu
@@ -116,10 +116,9 @@ def test_peer_memory_takes_what_is_said(cupy, monkeypatch, pack, head_groups):
         results = sum(memory[name] for name in ("out", "lse", "dq", "dk", "dv"))
         assert made.total() - results + by_cupy(plan, memory, layer) == said(memory)
         assert comm.held_bytes() == {name: memory[name] for name in memory if name.startswith(("windows", "pulled"))}
-        for turns in comm.peer._windows.values():
-            assert all(window._memory.size == window._header + window.num_bytes for turn in turns for window in turn)
-        held = memory["windows of sums"]
-        assert held == 2 * sum(x[-1]._memory.size for x in comm.peer._windows["sum"][:1])
+        for name, pair in comm.peer._memory._pairs.items():
+            assert all(window._memory.size == window._header + window.num_bytes for window in pair.windows)
+            assert memory[name] == sum(window._memory.size for window in pair.windows)
         assert ("pulled sums" in memory) == (head_groups != 1)
         comm.peer.close()
 
@@ -167,4 +166,4 @@ def test_no_room_is_asked_for_while_a_graph_is_captured(cupy, monkeypatch):
 
 
 def test_peer_windows_are_rounded_up_as_said():
-    assert peer._roomy(3 << 20) == 3 << 20 and windows.header_bytes(SIZE) == 33280
+    assert layout.roomy(3 << 20) == 3 << 20 and windows.header_bytes(SIZE) == 33280

@@ -15,7 +15,7 @@ from delays import attention, inputs_of, step
 from loopback import SIZE, Loopback, Mirror
 
 from thdattn import PackedBatch
-from thdattn.comm import peer
+from thdattn.comm import layout, peer
 from thdattn.comm.slices import Cut, Swap
 from thdattn.methods import choice
 
@@ -274,14 +274,51 @@ def test_heads_exchanged_by_the_kernel_give_the_bits_of_collectives(cupy, comm, 
     assert comm.by_kernel == 3 * 4 * head_groups  # there and back, forward and backward: what is small is not hidden
 
 
-def test_windows_grow_and_those_before_stay_usable(cupy, comm):
-    layer = attention(comm)
-    small, large = (layer.plan(PackedBatch.from_lengths(lengths, 4)) for lengths in ((64,), (9_000, 5_000)))
+def test_windows_grow_and_those_of_graphs_stay(cupy, comm):
+    layer, stream = attention(comm, head_groups=2, keep_keys=False), cupy.cuda.get_current_stream()
+    small, large, largest = (layer.plan(PackedBatch.from_lengths(lengths, 4))
+                             for lengths in ((64,), (9_000, 5_000), (20_000,)))  # fmt: skip
     inputs = inputs_of(cupy, layer, small)
     wanted = [x.copy() for x in step(layer, small, *inputs)]
-    step(layer, large, *inputs_of(cupy, layer, large))
+    before = comm.peer.held_bytes()
+    stream.begin_capture()
+    found = [step(layer, small, *inputs) for _ in range(2)]  # a window has its second turn
+    graph = stream.end_capture()
+    for plan in (large, largest):
+        step(layer, plan, *inputs_of(cupy, layer, plan))
+        held = comm.peer.held_bytes()
+        assert held["windows of graphs"] == before["windows of keys"] + before["windows of sums"]
+        for results in found:
+            for x in results:
+                x.view(np.uint8)[...] = 0xFF
+        graph.launch(stream)
+        for results in found:
+            assert_same_bits(results, wanted)
+    assert held["pulled sums of graphs"] == before["pulled sums"]
     assert_same_bits(step(layer, small, *inputs), wanted)
-    assert peer._roomy(3 << 20) == 3 << 20 and peer._roomy((9 << 20) + 1) == 10 << 20
+    stream.synchronize()
+    del graph
+    assert layout.roomy(3 << 20) == 3 << 20 and layout.roomy((9 << 20) + 1) == 10 << 20
+
+
+def test_what_windows_take_is_what_is_said_and_free_after_the_end(cupy, comm):
+    def free():
+        cupy.get_default_memory_pool().free_all_blocks()
+        return cupy.cuda.runtime.memGetInfo()[0]
+
+    layer = attention(comm, head_groups=2, keep_keys=False)
+    plan = layer.plan(PackedBatch.from_lengths([4_000], 4))
+    step(layer, plan, *inputs_of(cupy, layer, plan))
+    del plan
+    start = free() + sum(comm.peer.held_bytes().values())
+    for number in range(22):
+        plan = layer.plan(PackedBatch.from_lengths([int(30_000 * 1.02**number)], 4))
+        step(layer, plan, *inputs_of(cupy, layer, plan))
+        del plan
+    held = sum(comm.peer.held_bytes().values())
+    assert held > 100 * 2**20 and abs(start - free() - held) < 32 * 2**20
+    comm.peer.close()
+    assert abs(free() - start) < 32 * 2**20
 
 
 @pytest.mark.usefixtures("poisoned_gpu")

@@ -98,6 +98,22 @@ def test_the_kernel_that_meets_other_ranks_offers_and_collects(cupy, case, cp_si
         assert told.sum() == bool(rows) * cp_size * takes + (cp_size - 1) * rows
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float16"), np.dtype("float32")], ids=str)
+@pytest.mark.parametrize("num_arrays", [1, 2, 3, 5])
+def test_any_number_of_arrays_is_packed_and_fillers_become_zero(cupy, num_arrays, dtype):
+    """Arrays of different heads and widths, as heads that were exchanged; all bytes are NumPy's."""
+    from thdattn import ops
+
+    order = np.random.default_rng(0).integers(-1, 203, 317).astype(np.int32)
+    shapes = [(4, 128), (1, 64), (1, 8), (3, 264), (2, 96)][:num_arrays]
+    xs = [distinct(203, shape, dtype, i) for i, shape in enumerate(shapes)]
+    wanted, found = ([empty((317, *shape), dtype) for shape in shapes] for empty in (np.empty, cupy.empty))
+    reference.pack_rows(xs, order, wanted)
+    ops.pack_rows([cupy.asarray(x) for x in xs], cupy.asarray(order), found)
+    for x, y in zip(found, wanted, strict=True):
+        assert x.get().tobytes() == y.tobytes() and not y[order < 0].any()
+
+
 def test_there_and_back_is_where_it_was(cupy):
     from thdattn import ops
 

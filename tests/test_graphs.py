@@ -15,7 +15,7 @@ import pytest
 from fake_cupy import LOCAL, add
 
 import thdattn
-from thdattn.graphs import CudaGraphConfig, Graphs, capture
+from thdattn.graphs import CudaGraphConfig, CudaGraphModule, Graphs, capture
 
 
 @pytest.fixture
@@ -55,6 +55,49 @@ def test_a_function_is_called_eagerly_then_captured_then_replayed(active):
     assert captured.eager(fake_cupy.array([7]), fake_cupy.array([1])).tolist() == [8]
     assert calls == [False, False, True, False]
     assert all(stream is fake_cupy.current[0] for _, stream in logged("replay")) and fake_cupy.allocator == [None]
+
+
+CAPTURED = {  # configuration -> parts that are graphs
+    "local": ({}, {"attn", "mlp", "mamba", "layer"}),
+    "local, mlp": ({"modules": ("mlp",)}, {"mlp"}),
+    "local, attn and mamba": ({"modules": ("mamba", "attn")}, {"attn", "mamba"}),
+    "full_iteration": ({"impl": "full_iteration"}, set()),
+    "none": ({"impl": "none"}, set()),
+}
+
+
+@pytest.mark.parametrize(("config", "parts"), CAPTURED.values(), ids=CAPTURED)
+def test_parts_are_captured_as_the_configuration_says_and_else_run_eagerly(active, comm, config, parts):
+    graphs = active(**config)
+    inactive = Graphs(comm, graphs.config, "reference")  # of which captures says the same
+    for part in ("attn", "mlp", "mamba", "layer"):
+        assert graphs.captures(part) is inactive.captures(part) is (part in parts)
+        fake_cupy.log.clear()
+        calls = []
+        function = graphs.captured(lambda x, calls=calls: (calls.append("f"), add(x, 1))[1], part, part)
+        pair = graphs.pair(lambda x, calls=calls: (calls.append("f"), (add(x, 1), x))[1],
+                           lambda dx, x, calls=calls: (calls.append("b"), add(dx, x))[1], part, part)  # fmt: skip
+        for i in range(4):
+            x = fake_cupy.array([i])
+            assert [y.tolist() for y in (function(x), pair.backward(*pair.forward(x)))] == [[i + 1], [2 * i + 1]]
+        captured = part in parts
+        assert len(logged("replay")) == captured * 3 * 3 and len(calls) == (3 * 2 if captured else 3 * 4)
+        assert graphs.captures(CudaGraphModule.attn) is ("attn" in parts)
+
+
+def test_what_is_no_part_is_captured_by_every_impl_and_refused_as_a_part(active):
+    graphs = active(impl="full_iteration", inference_scope="none")
+    step = graphs.captured(lambda x: add(x, 1), "step")
+    for i in range(3):
+        assert step(fake_cupy.array([i])).tolist() == [i + 1]
+    assert len(logged("replay")) == 2
+    for part in ("moe", "step", CudaGraphModule.moe):
+        with pytest.raises(ValueError, match=f"part is '{part}', wanted 'attn', 'mlp', 'mamba' or 'layer'; pass one"):
+            graphs.captures(part)
+        with pytest.raises(ValueError, match="part is"):
+            graphs.pair(add, add, "layer", part)
+    with pytest.raises(TypeError, match="part is 1, a int; wanted 'attn'"):
+        graphs.captures(1)
 
 
 def test_what_a_graph_does_beside_its_results_every_replay_does_again(active):

@@ -15,13 +15,24 @@ import numpy as np
 import pytest
 from wrong_values import NAN, refuses, table
 
-from thdattn.graphs import CudaGraphConfig, add_arguments, from_arguments, normalize
+from thdattn import graphs
+from thdattn.graphs import (
+    CudaGraphConfig,
+    CudaGraphModule,
+    CudaGraphScope,
+    InferenceCudaGraphScope,
+    add_arguments,
+    from_arguments,
+    normalize,
+)
 
-CudaGraphModule = enum.Enum("CudaGraphModule", ["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"])
-CudaGraphScope = enum.Enum("CudaGraphScope", [
-    "full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "full_iteration_inference"
-])  # fmt: skip
-InferenceCudaGraphScope = enum.Enum("InferenceCudaGraphScope", ["none", "layer", "block"])
+MEGATRON = {  # its enums, whose members have numbers there
+    "CudaGraphModule": ["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"],
+    "CudaGraphScope": ["full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba",
+                       "full_iteration_inference"],
+    "InferenceCudaGraphScope": ["none", "layer", "block"],
+}  # fmt: skip
+Numbers = enum.Enum("Numbers", MEGATRON["CudaGraphScope"])
 Text = enum.Enum("Text", {"attn": "a"}, type=str)
 
 DEFAULTS = {
@@ -39,7 +50,6 @@ FULL = "cuda_graph_modules='full' is deprecated, use cuda_graph_modules='' inste
 ITERATION = "cuda_graph_modules='full_iteration' is deprecated, use cuda_graph_impl='full_iteration' instead"
 BLOCK = "use cuda_graph_impl='local' with inference_cuda_graph_scope='block' instead"
 INFERENCE = f"cuda_graph_modules='full_iteration_inference' is deprecated, {BLOCK}"
-NO_EFFECT = f"cuda_graph_modules='full_iteration_inference' has no effect with cuda_graph_impl='none', {BLOCK}"
 RUNS_AS_LOCAL = ("cuda_graph_impl='transformer_engine' captures per layer and runs as cuda_graph_impl='local' without "
                  "graphs for inference")  # fmt: skip
 
@@ -76,10 +86,11 @@ ACCEPTED = {  # options -> fields that are not the default
     "modules in another order": (options("local", "mamba, mlp,attn"), {**LOCAL, "modules": ("attn", "mlp", "mamba")}),
     "modules twice": (options("local", ["mlp", "attn", "mlp"]), {**LOCAL, "modules": ("attn", "mlp")}),
     "modules of a set": (options("local", {"mlp", "attn"}), {**LOCAL, "modules": ("attn", "mlp")}),
-    "modules of a generator": (options("local", (x for x in ("mlp", "attn"))), {**LOCAL, "modules": ("attn", "mlp")}),
+    "modules of keys": (options("local", {"mlp": 1, "attn": 2}.keys()), {**LOCAL, "modules": ("attn", "mlp")}),
     "one enum": (options("local", CudaGraphModule.mlp), {**LOCAL, "modules": ("mlp",)}),
     "enums": (options("local", [CudaGraphModule.mamba, CudaGraphModule.attn]), {**LOCAL, "modules": ("attn", "mamba")}),
-    "enums of other numbers": (options("local", [CudaGraphScope.mlp]), {**LOCAL, "modules": ("mlp",)}),
+    "former enums": (options("local", [CudaGraphScope.mlp]), {**LOCAL, "modules": ("mlp",)}),
+    "enums of numbers": (options("local", [Numbers.mlp]), {**LOCAL, "modules": ("mlp",)}),
     "an enum of texts": (options("local", Text.attn), {**LOCAL, "modules": ("attn",)}),
     "enums and texts": (
         options("local", ["mlp,mamba", CudaGraphModule.attn]), {**LOCAL, "modules": ("attn", "mlp", "mamba")}
@@ -132,9 +143,19 @@ MIGRATED = {  # options -> fields, texts of the warnings
         options("local", ["attn", CudaGraphScope.full_iteration_inference]),
         {**LOCAL, "inference_scope": "block", "modules": ("attn",)}, [INFERENCE],
     ),
-    "full_iteration_inference, impl none": (options(modules="full_iteration_inference"), {}, [NO_EFFECT]),
+    "full_iteration_inference, alone": (
+        options(modules="full_iteration_inference"), {**LOCAL, "inference_scope": "block"}, [INFERENCE]
+    ),
+    "scope full_iteration_inference, alone": (
+        old("full_iteration_inference"), {**LOCAL, "inference_scope": "block"},
+        [SCOPE, INFERENCE.replace("cuda_graph_modules", "cuda_graph_scope")],
+    ),
+    "full_iteration_inference, alone, block": (
+        options(modules="full_iteration_inference", scope="block"), {**LOCAL, "inference_scope": "block"}, [INFERENCE]
+    ),
     "full_iteration_inference, impl none, attn": (
-        options("none", "full_iteration_inference,attn"), {"modules": ("attn",)}, [NO_EFFECT]
+        options("none", "full_iteration_inference,attn"),
+        {**LOCAL, "inference_scope": "block", "modules": ("attn",)}, [INFERENCE],
     ),
 }  # fmt: skip
 EXPERTS = "wanted some of 'attn', 'mlp', 'mamba', as mixture of experts is not part of this package"
@@ -228,6 +249,8 @@ REFUSED = {  # options -> what the message says, both sides of a conflict
         ["cuda_graph_modules is ('attn', 'mlp') with cuda_graph_impl='full_iteration', wanted none"],
     ),
 }  # fmt: skip
+FIELDS = {f"cuda_graph_{name}": name for name in DEFAULTS}  # what CudaGraphConfig takes itself
+FIELDS |= {"inference_cuda_graph_scope": "inference_scope", "cuda_graph_scope": "cuda_graph_scope"}
 REMOVED = "--inference-use-full-iteration-cuda-graph"
 
 
@@ -249,12 +272,14 @@ def flags(given):
 
 
 def rows():
-    """Every row for Python, and those that can be typed for a command line."""
+    """Every row for normalize, and those that can be typed or passed for a command line and for CudaGraphConfig."""
     table = {f"accepted, {name}": (given, fields, []) for name, (given, fields) in ACCEPTED.items()}
     table |= {f"migrated, {name}": row for name, row in MIGRATED.items()}
     table |= {f"refused, {name}": (given, None, said) for name, (given, said) in REFUSED.items()}
     for name, row in table.items():
         yield pytest.param("python", *row, id=f"python: {name}")
+        if row[0].keys() <= FIELDS.keys():
+            yield pytest.param("fields", *row, id=f"fields: {name}")
         if flags(row[0]) is not None:
             yield pytest.param("flags", *row, id=f"flags: {name}")
 
@@ -263,16 +288,20 @@ def rows():
 def test_options_are_accepted_or_migrated_with_warnings_or_refused(front, given, fields, said, capsys):
     parser = argparse.ArgumentParser("train.py")
     add_arguments(parser)
-    if front == "flags":  # names the flags wherever Python names options
-        said = [re.sub(r"\b\w*cuda_graph\w*\b", lambda option: flag(option[0]), text) for text in said]
+    named = {"python": str, "flags": flag, "fields": FIELDS.get}[front]
+    said = [re.sub(r"\b\w*cuda_graph\w*\b", lambda option: named(option[0]), text) for text in said]
     with warnings.catch_warnings(record=True) as caught, ExitStack() as stack:
         warnings.simplefilter("always")
         if fields is None:
-            error = stack.enter_context(pytest.raises(ValueError if front == "python" else SystemExit))
-        config = normalize(**given) if front == "python" else from_arguments(parser, parser.parse_args(flags(given)))
+            error = stack.enter_context(pytest.raises(SystemExit if front == "flags" else ValueError))
+        config = {
+            "python": lambda: normalize(**given),
+            "flags": lambda: from_arguments(parser, parser.parse_args(flags(given))),
+            "fields": lambda: CudaGraphConfig(**{named(option): x for option, x in given.items() if x is not None}),
+        }[front]()
     if fields is None:
-        *_, text = [str(error.value)] if front == "python" else capsys.readouterr().err.splitlines()
-        assert front == "python" or (error.value.code == 2 and text.startswith("train.py: error: --"))
+        *_, text = capsys.readouterr().err.splitlines() if front == "flags" else [str(error.value)]
+        assert front != "flags" or (error.value.code == 2 and text.startswith("train.py: error: --"))
         assert all(part in text for part in said) and ";" in text, f"both sides and a remedy: {text}"
         assert caught == [], "an error comes without warnings"
     else:
@@ -280,7 +309,46 @@ def test_options_are_accepted_or_migrated_with_warnings_or_refused(front, given,
         assert [str(warning.message) for warning in caught] == said
         assert {warning.filename for warning in caught} <= {__file__}, "warnings point at the caller's line"
         unseen = [warning.category for warning in caught if "runs as" not in str(warning.message)]
-        assert set(unseen) <= {DeprecationWarning}
+        assert set(unseen) <= {FutureWarning}, "which users see"
+
+
+@pytest.mark.parametrize("kind", MEGATRON)
+def test_enums_are_those_of_megatron_and_strings_too(kind):
+    made = getattr(graphs, kind)
+    assert {member.name for member in made} == set(MEGATRON[kind])
+    for member in made:
+        name = member.name
+        assert (member, hash(member), repr(member), f"{member}") == (name, hash(name), repr(name), name)
+        assert member is made(member.name) is pickle.loads(pickle.dumps(member))
+    assert CudaGraphConfig("local", list(CudaGraphModule)[:3]).modules == ("attn", "mlp", "mamba")
+
+
+@pytest.mark.parametrize(("words", "by"), [
+    ("--cuda-graph-impl local --inference-cuda-graph-scope block", "--inference-cuda-graph-scope is 'block'"),
+    ("--cuda-graph-impl local --inference-cuda-graph-scope layer", "--inference-cuda-graph-scope is 'layer'"),
+    ("--cuda-graph-scope full_iteration_inference", "--cuda-graph-scope is ['full_iteration_inference']"),
+    ("--cuda-graph-modules attn,full_iteration_inference --cuda-graph-impl local",
+     "--cuda-graph-modules is ['attn,full_iteration_inference']"),
+])  # fmt: skip
+def test_a_program_without_inference_refuses_its_scope_by_name(words, by, capsys):
+    parser = argparse.ArgumentParser("train.py")
+    add_arguments(parser)
+    with pytest.raises(SystemExit) as error, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_arguments(parser, parser.parse_args(words.split()), "training writes no text")
+    assert error.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"train.py: error: {by}, wanted no graph for inference, as training writes no text; leave it out"
+    )
+
+
+@pytest.mark.parametrize("impl", ["none", "local", "full_iteration"])
+def test_a_program_without_inference_takes_all_else(impl):
+    parser = argparse.ArgumentParser("train.py")
+    add_arguments(parser)
+    for words in ([], ["--inference-cuda-graph-scope", "none"][: 2 * (impl != "local")]):
+        args = parser.parse_args(["--cuda-graph-impl", impl, *words])
+        assert from_arguments(parser, args, "training writes no text") == CudaGraphConfig(impl)
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -315,10 +383,10 @@ def test_help_lists_the_five_flags_and_no_former_one():
     ("modules", ["attn", 2], TypeError, "modules holds 2, a int; wanted names of modules"),
     ("modules", b"attn", TypeError, "modules holds 97, a int; wanted names of modules"),
     ("modules", "norm", ValueError, "modules has 'norm', wanted some of 'attn', 'mlp', 'mamba', as it is no part of a"),
-    ("modules", "moe", ValueError, "modules has 'moe', wanted some of … as mixture of experts is not part of this"),
-    ("modules", "full", ValueError, "modules has 'full', wanted some of … as the whole layer is the empty tuple;"),
-    ("modules", ["full_iteration"], ValueError, "modules has 'full_iteration', wanted some of … as it is an impl"),
-    ("modules", ["full_iteration_inference"], ValueError, "modules has … as it is the inference scope 'block' of the"),
+    ("modules", CudaGraphModule.moe, ValueError, "modules has 'moe', wanted some of … as mixture of experts is not"),
+    ("modules", "full,attn", ValueError, "modules cannot contain 'full' and 'attn' together, wanted one of them;"),
+    ("cuda_graph_scope", 3, TypeError, "cuda_graph_scope is 3, a int; wanted names of modules; pass a tuple of str"),
+    ("cuda_graph_scope", "moe", ValueError, "cuda_graph_scope has 'moe', wanted some of … as mixture of experts is"),
     ("inference_scope", True, TypeError, "inference_scope is True, a bool; wanted 'none', 'layer' or 'block'"),
     ("inference_scope", "all", ValueError, "inference_scope is 'all', wanted 'none', 'layer' or 'block'"),
     ("inference_scope", "none", ValueError, "inference_scope is 'none' with impl='local', wanted 'layer' or 'block'"),
@@ -353,7 +421,7 @@ def test_normalize(argument, value, kind, message):
 
 
 def test_configuration_is_immutable_hashable_and_made_of_plain_values():
-    config = CudaGraphConfig("local", ["mlp", CudaGraphModule.attn], max_packed_seqs=np.int64(64))
+    config = CudaGraphConfig("local", (x for x in ("mlp", CudaGraphModule.attn)), max_packed_seqs=np.int64(64))
     assert config == CudaGraphConfig("local", "attn,mlp", "layer", 64)
     assert hash(config) == hash(CudaGraphConfig("local", "attn,mlp", "layer", 64))
     assert (config.modules, type(config.max_packed_seqs)) == (("attn", "mlp"), int)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from mixer_cases import BFLOAT16, CASES, FIELDS, FLOAT64, Case, random_inputs, truth
 
 from thdattn import mamba_oracle
-from thdattn.mamba_oracle import Sizes
+from thdattn.mamba_oracle import FIELDS_WITH_NORM, Norm, Sizes
 
 STEP = 1e-30
 
@@ -30,26 +32,44 @@ def test_two_rows_worked_by_hand():
     np.testing.assert_allclose(out[:, 0], [first * silu(0.5), second * silu(-1.0)], rtol=1e-14)
 
 
+def test_a_row_of_two_groups_normalised_by_hand():
+    # Two heads of two columns; as B and C are 0, y is x behind the convolution and silu: of 3, 4, 6 and 8.
+    zxbcdt = np.array([[1.0, 1, 1, 1, 30, 40, 60, 80, 0, 0, 0, 0]])
+    conv_weight = np.array([[0.1]] * 4 + [[0.0]] * 2)
+    weights = conv_weight, np.zeros(6), np.zeros(2), np.ones(2), np.zeros(2), np.arange(1.0, 5)
+    y, gate = silu(np.array([3.0, 4, 6, 8])), silu(1.0)
+    roots = np.repeat([np.sqrt((y[:2] ** 2).mean() + 1e-3), np.sqrt((y[2:] ** 2).mean() + 1e-3)], 2)
+    before = mamba_oracle.recurrence(zxbcdt, weights, Sizes(2, 2, 1), Norm(False, 2, 1e-3))
+    np.testing.assert_allclose(before[0], y / roots * [1, 2, 3, 4] * gate, rtol=1e-14)
+    after = mamba_oracle.recurrence(zxbcdt, weights, Sizes(2, 2, 1), Norm(True, 1, 0.25))
+    gated = y * gate
+    np.testing.assert_allclose(after[0], gated / np.sqrt((gated**2).mean() + 0.25) * [1, 2, 3, 4], rtol=1e-14)
+
+
 @pytest.mark.parametrize("case", [Case("a", (9,)), Case("b", (3,), sizes=Sizes(2, 2, 1, 2)),
-                                  Case("c", (6,), sizes=Sizes(6, 1, 2, 3), conv_width=2)], ids=str)
+                                  Case("c", (6,), sizes=Sizes(6, 1, 2, 3), conv_width=2),
+                                  Case("after", (5,), norm=Norm(True, 2)), Case("before", (5,), norm=Norm(False, 2)),
+                                  Case("eps", (4,), norm=Norm(True, 1, 0.5))], ids=str)
 def test_gradients_are_the_complex_steps(case):
     zxbcdt, weights, dout = random_inputs(case, FLOAT64)
     arrays = [zxbcdt, *weights]
-    exact = mamba_oracle.mixer(zxbcdt, weights, dout, case.sizes)
-    for number, field in enumerate(FIELDS[1:]):
+    exact = mamba_oracle.mixer(zxbcdt, weights, dout, case.sizes, norm=case.norm)
+    for number, field in enumerate(FIELDS_WITH_NORM[1 : 2 + len(weights)]):
         wanted = np.zeros(arrays[number].size)
         for i in range(len(wanted)):
             moved = [x.astype(complex) for x in arrays]
             moved[number].reshape(-1)[i] += 1j * STEP
-            wanted[i] = (dout * mamba_oracle.recurrence(moved[0], tuple(moved[1:]), case.sizes).imag).sum() / STEP
+            out = mamba_oracle.recurrence(moved[0], tuple(moved[1:]), case.sizes, case.norm)
+            wanted[i] = (dout * out.imag).sum() / STEP
         np.testing.assert_allclose(getattr(exact, field).ravel(), wanted, rtol=1e-11, atol=1e-13, err_msg=field)
 
 
+@pytest.mark.parametrize("norm", [None, Norm(True), Norm(False)], ids=str)
 @pytest.mark.parametrize("name", ["resets-inside-chunks", "one-group", "a-group-per-head", "convolution-of-nine"])
-def test_plain_maths_is_the_recurrence_but_for_its_rounding(name):
-    case = CASES[name]
+def test_plain_maths_is_the_recurrence_but_for_its_rounding(name, norm):
+    case = replace(CASES[name], norm=norm)
     exact, plain, rounded = truth(case, FLOAT64), truth(case, FLOAT64, FLOAT64), truth(case, BFLOAT16, BFLOAT16)
-    for field in FIELDS:
+    for field in FIELDS_WITH_NORM if norm else FIELDS:
         wanted = getattr(exact, field)
         np.testing.assert_allclose(getattr(plain, field), wanted, rtol=1e-10, atol=1e-11, err_msg=field)
         in_bfloat16 = getattr(truth(case, BFLOAT16), field)

@@ -13,7 +13,6 @@ from cases import BFLOAT16
 import thdattn
 from thdattn import PackedBatch, reference
 from thdattn.comm import Comm
-from thdattn.room import Estimate
 
 BATCH = PackedBatch.from_lengths([13, 0, 30, 4], multiple=4)
 RANKS, HEADS, KV_HEADS, DIM, V_DIM = 2, 8, 4, 24, 16
@@ -272,14 +271,25 @@ def test_one_rank_is_not_asked_for_room(monkeypatch):
     attention(thdattn.comm.init("single")).plan(BATCH)
 
 
-def test_an_estimate_serves_plans_that_take_as_much():
-    def program(comm):
-        layer, estimate = attention(comm, cp_comm_type="a2a"), Estimate()
-        for batch in (PackedBatch([0, 15]), PackedBatch([0, 12], total_rows=15)):  # fillers; padding among the keys
-            plan = layer.plan(batch)
-            assert estimate(plan, lambda plan: layer.memory(plan.batch)) == layer.memory(batch)
+def test_batches_of_as_many_rows_are_each_asked_for_what_they_take(monkeypatch):
+    """One long document is refused, and short documents of as many rows before and after it are not."""
+    monkeypatch.setattr(reference, "backward_bytes", lambda plan, *_: {"accumulators": 256 * plan.expected_pairs})
+    short, long = PackedBatch.from_lengths([6] * 100), PackedBatch.from_lengths([600])
 
-    thdattn.comm.run_local(2, program)
+    def wanted(comm):
+        return [attention(comm).memory(batch).wanted() for batch in (short, long)]
+
+    little, much = thdattn.comm.run_local(3, wanted)[0]
+    assert little < much
+
+    def program(comm):
+        layer = attention(comm)
+        for _ in range(2):
+            layer.plan(short)
+            with pytest.raises(ValueError, match=r"^rank 0: the batch needs .*; rank 1: .*; rank 2: the batch needs"):
+                layer.plan(long)
+
+    on_ranks(monkeypatch, {0, 1, 2}, much - 1, program)
 
 
 def test_a_refusal_comes_before_numbers_that_differ():

@@ -85,6 +85,26 @@ def test_uninitialised_buffers_and_poison_in_padding_change_no_bit(case, way, re
         assert bits(outcome) == clean
 
 
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1)], ids=str)
+def test_rows_move_between_the_two_orders_by_the_engine_and_fillers_stay_empty(heads, keep_keys, monkeypatch, request):
+    """q, k, v, out, dout, dq, dk and dv all do, into arrays that held NaN."""
+    request.getfixturevalue("poisoned_host")
+    moved, move = [], reference.pack_rows
+
+    def pack_rows(xs, order, into):
+        fillers = np.asarray(order) < 0
+        move(xs, order, into)
+        assert all(not x[fillers].any() for x in into)
+        moved.append((len(xs), bool(fillers.any())))
+
+    monkeypatch.setattr(reference, "pack_rows", pack_rows)
+    way, case = Way("a2a", "dual_chunk", 4), replace(BY_NAME["slack"], heads=heads, dims=(12, 8))
+    check(case, BFLOAT16, run_way(case, way, BFLOAT16, engine="reference", keep_keys=keep_keys, head_groups=1))
+    into_sequence, into_ranks = [3, 1 if keep_keys else 5], [1, 3]
+    assert sorted(moved) == sorted([(n, False) for n in into_sequence] * 4 + [(n, True) for n in into_ranks] * 4)
+
+
 @pytest.fixture
 def late(monkeypatch):
     """What is exchanged is there when it has been waited for, and not a moment before; how many are on their way."""

@@ -15,6 +15,7 @@ from launch import SOURCE, run_ranks
 
 import thdattn
 from thdattn import oracle
+from thdattn.graphs import Captured, CudaGraphConfig, Graphs
 
 sys.path.append(str(SOURCE.parent / "examples"))
 
@@ -63,6 +64,20 @@ def test_losses_on_any_ranks_are_those_of_float64(monkeypatch, truth, cp_size):
         np.testing.assert_allclose(losses, truth, rtol=1e-5)
 
 
+ATTENTION = {"attention, forward", "attention, backward"}
+
+
+@pytest.mark.parametrize(("modules", "wanted"), [((), ATTENTION), (("attn",), ATTENTION), (("mlp",), set())])
+def test_attention_becomes_graphs_where_the_modules_say_so(monkeypatch, modules, wanted):
+    made = []
+    monkeypatch.setattr(minimal_loop, "CudaGraphConfig", partial(CudaGraphConfig, modules=modules))
+    monkeypatch.setattr(minimal_loop, "Graphs", lambda *args: made.append(Graphs(*args)) or made[-1])
+    monkeypatch.setattr(minimal_loop, "STEPS", 1)
+    with thdattn.comm.init("single") as comm:
+        minimal_loop.train(comm)
+        assert {captured.name for captured in made[0]._captured if captured._is_wanted} == wanted | {"plan"}
+
+
 def printed(run):
     assert run.returncode == 0, run.stdout + run.stderr
     return [float(loss) for loss in re.findall(r"^step +\d+ +loss (\S+)$", run.stdout, re.MULTILINE)]
@@ -88,9 +103,14 @@ def test_losses_on_a_gpu_are_those_of_float64(cupy, poisoned_gpu, truth, cp_size
 
 
 @pytest.mark.gpu
-def test_losses_with_graphs_are_those_of_float64(cupy, poisoned_gpu, truth):
+@pytest.mark.parametrize(("modules", "wanted"), [((), ATTENTION), (("mlp",), set())])
+def test_losses_with_graphs_are_those_of_float64(cupy, poisoned_gpu, truth, monkeypatch, modules, wanted):
+    names, capture = set(), Captured._capture
+    monkeypatch.setattr(minimal_loop, "CudaGraphConfig", partial(CudaGraphConfig, modules=modules))
+    monkeypatch.setattr(Captured, "_capture", lambda self, *args: (names.add(self.name), capture(self, *args))[1])
     with thdattn.comm.init("single") as comm:
         np.testing.assert_allclose(minimal_loop.train(comm), truth, rtol=PRINTED)
+    assert names == wanted | {"plan"}
 
 
 @pytest.mark.gpu

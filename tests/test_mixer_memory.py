@@ -14,6 +14,7 @@ import thdattn
 from thdattn import PackedBatch
 from thdattn.costs import OnPaper
 from thdattn.host_plan import host_arrays
+from thdattn.mamba_oracle import Norm
 from thdattn.mixer_shape import MixerShape
 
 RANKS = 3
@@ -24,10 +25,11 @@ def nbytes(kept):
     return sum(x.nbytes for x in kept)
 
 
+@pytest.mark.parametrize("norm", [None, Norm(True, 2)], ids=str)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
-def test_what_is_said_is_what_is_kept_and_shared(dtype, keep):
-    case = Case("some-rows", (70, 33, 200), sizes=SIZES)
+def test_what_is_said_is_what_is_kept_and_shared(dtype, keep, norm):
+    case = Case("some-rows", (70, 33, 200), sizes=SIZES, norm=norm)
 
     def program(comm):
         mixer = case.mixer(comm, dtype, keep_activations=keep)
@@ -108,10 +110,11 @@ def step(mixer, plan):
     states.backward(mixer._engine, mixer.comm, plan, dout, zxbcdt, weights, kept, shape)
 
 
+@pytest.mark.parametrize("norm", [None, "after_gate", "before_gate"])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("ranks", [1, RANKS])
-def test_gpus_take_what_is_said(launches, ranks, keep):
-    mixer, plan = planned(Paper(ranks // 2, ranks, 8), CASE.batch, keep_activations=keep)
+def test_gpus_take_what_is_said(launches, ranks, keep, norm):
+    mixer, plan = planned(Paper(ranks // 2, ranks, 8), CASE.batch, keep_activations=keep, norm=norm)
     memory = mixer.memory(CASE.batch)
     step(mixer, plan)
     elsewhere = "plan", "zxbcdt"
@@ -138,8 +141,7 @@ def test_grids_have_room_for_rows(launches, rows):
     tiles = {mixer._conv(column, plan, shape).grid: 256 for column in (0, shape.d_inner)}
     tiles |= {mixer_backward._conv_bwd(plan, shape)[0].grid: 64}
     if not launches.engine.launch.this_gpu().sm90:
-        walk = mixer_backward._walk(shape)
-        tiles |= {mixer_backward._gate_then_states(walk, plan, shape)[0].grid: 64}
+        tiles |= {mixer_backward._gate_then_states(plan, shape)[0].grid: 64}
     for grid, of_tile in tiles.items():
         assert all(0 < n <= most for n, most in zip(grid, MOST, strict=True)), grid
         wanted = math.ceil(rows / of_tile)

@@ -104,6 +104,25 @@ def test_candidates_worked_by_hand():
     assert found[32].cost == 4 * 6 * 5 / 16_384
 
 
+def test_rounds_and_steps_that_fall_back_worked_by_hand():
+    """Two steps of two rounds of three packs, and five packs that make no step."""
+    counts = np.array([1, 1, 1, 1, 5, 1,  2, 9, 2, 2, 7, 6,  9, 9, 9, 9, 9])
+    found = {candidate.slots: (candidate.rounds, candidate.steps) for candidate in pack_stats.candidates(counts, 3, 2)}
+    assert found == {1: (3, 2), 2: (3, 2), 4: (3, 2), 5: (2, 1), 8: (1, 1), 9: (0, 0), 16: (0, 0)}
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=24, max_size=60), st.integers(1, 4), st.integers(1, 6))
+def test_a_round_falls_back_if_one_pack_does_and_a_step_if_one_round_does(counts, groups, accumulate):
+    for candidate in pack_stats.candidates(np.array(counts), groups, accumulate):
+        rounds, steps = 0, 0
+        for step in range(len(counts) // (groups * accumulate)):
+            eager = [any(counts[(step * accumulate + number) * groups + group] > candidate.slots
+                         for group in range(groups)) for number in range(accumulate)]  # fmt: skip
+            rounds, steps = rounds + sum(eager), steps + any(eager)
+        assert (candidate.rounds, candidate.steps) == (rounds, steps)
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 64, 65, 1000])
 def test_last_candidate_is_the_first_power_of_two_that_every_pack_fits(most):
     last = pack_stats.candidates(np.array([1, most, most]))[-1]
@@ -128,6 +147,22 @@ def test_command_prints_percentiles_candidates_and_a_recommendation(lengths, cap
     assert shares[-1] == 100 and eager[-1] == 0
     assert f"recommended: --cuda-graph-max-packed-seqs {slots[-1]:.0f}" in text
     assert "computed, not measured" in text
+
+
+def test_command_prints_how_many_rounds_and_steps_fall_back(lengths, capsys):
+    words = "--lengths", lengths, "--tokens", 2048, "--accumulate", 4, "--groups", 2
+    for steps in (("--steps", 10), ("--steps", 1000), ()):
+        status, text, errors = run(capsys, *words, *steps)
+        assert (status, errors) == (0, "")
+        num_packs = int(re.search(r"\n([\d,]+) packs of 2,048 rows, from", text)[1].replace(",", ""))
+        said = re.search(r"\n([\d,]+) steps of 4 rounds, ([\d,]+) rounds of 2 packs, one a group", text)
+        num_steps, num_rounds = (int(number.replace(",", "")) for number in said.groups())
+        assert num_rounds == 4 * num_steps and num_steps == (steps[1] if steps else num_packs // 8)
+        assert num_packs == 8 * num_steps or not steps
+        rows = re.findall(r"\n +(\d+) +([\d,]+) +[\d.]+ % +([\d,]+) +[\d.]+ %(?=\n)", text)
+        rounds, fell = ([int(row[column].replace(",", "")) for row in rows] for column in (1, 2))
+        assert rounds[-1] == fell[-1] == 0 and fell[0] == num_steps and 0 < rounds[0] <= num_rounds
+        assert all(rounds[i] >= fell[i] for i in range(len(rows))) and rounds == sorted(rounds, reverse=True)
 
 
 def test_same_seed_gives_the_same_text_and_another_one_another(lengths, capsys):
@@ -159,6 +194,11 @@ def test_folder_is_read_with_its_subfolders_but_for_empty_and_hidden_files(tmp_p
     (("--data", "{tmp}", "--tokens", 64, "--multiple", -1), "--multiple is -1, wanted >= 1"),
     (("--data", "{tmp}", "--tokens", 64, "--longest", 0), "--longest is 0, wanted >= 1"),
     (("--data", "{tmp}", "--tokens", 64, "--seed", -1), "--seed is -1, wanted >= 0; leave it out for 0"),
+    (("--data", "{tmp}", "--tokens", 64, "--groups", 0), "--groups is 0, wanted >= 1"),
+    (("--data", "{tmp}", "--tokens", 64, "--accumulate", -1), "--accumulate is -1, wanted >= 1"),
+    (("--data", "{tmp}", "--tokens", 64, "--steps", "0"), "--steps is '0', wanted a number of at least 1, or all"),
+    (("--data", "{tmp}", "--tokens", 64, "--steps", "few"), "--steps is 'few', wanted a number of at least 1, or all"),
+    (("--data", "{tmp}", "--tokens", 64, "--groups", 10**6), "--groups times --accumulate is 1000000, wanted at most "),
     (("--data", "{tmp}", "--tokens", 64, "--plot", "{tmp}/no/a.png"), "[Errno 2] No such file or directory: '{tmp}"),
     (("--data", "{tmp}", "--tokens", 64, "--plot", "{tmp}/a.x"), "Format 'x' is not supported (supported formats:"),
 ])  # fmt: skip

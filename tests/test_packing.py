@@ -365,3 +365,24 @@ def test_packing_no_arrays_says_that_the_shape_is_unknown():
 def test_unpack_names_a_wrong_number_of_rows():
     with pytest.raises(ValueError, match=r"rows has shape \(4, 2\), wanted 5 rows; .*batch\.total_rows"):
         PackedBatch.from_lengths([2, 3]).unpack(np.zeros((4, 2)))
+
+
+def test_a_batch_in_more_rows_keeps_all_that_it_has():
+    batch = PackedBatch([0, 3, 5], [0, 4, 8])
+    batch.more = "of a mask to come"
+    padded = batch.padded_to(20)
+    assert (padded.total_rows, padded.more, batch.total_rows) == (20, "of a mask to come", 8)
+    np.testing.assert_array_equal(padded.cu_seqlens_padded, batch.cu_seqlens_padded)
+    assert not padded.cu_seqlens.flags.writeable
+    with pytest.raises(ValueError, match="total_rows is 7 but cu_seqlens_padded ends at 8"):
+        batch.padded_to(7)
+
+
+def test_batches_that_differ_are_described_by_other_fields():
+    batches = [PackedBatch([0, 3]), PackedBatch([0, 4]), PackedBatch([0, 3], [0, 4]), PackedBatch([0, 3], total_rows=4)]
+    described = [{name: np.asarray(field).tolist() for name, field in b.described().items()} for b in batches]
+    assert all(described.count(each) == 1 for each in described)
+
+
+def test_offsets_are_followed_by_empty_sequences():
+    assert PackedBatch([0, 3, 5], [0, 4, 8]).offsets(5).tolist() == [[0, 3, 5, 5, 5], [0, 4, 8, 8, 8]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -249,7 +250,7 @@ def test_one_rank_takes_any_lengths_in_order(lengths):
 class Lengths:
     """Stands for lengths on a GPU, which are wrong; the host knows of it when it waits, or when it is `noticed`."""
 
-    noticed, made_in = False, None
+    noticed, made_in, generation = False, None, 0
 
     def follow(self):
         """Nothing is late."""
@@ -279,6 +280,31 @@ def test_wrong_lengths_raise_at_the_next_call_that_knows():
         with pytest.raises(ValueError, match="that are wrong"):
             call()
     attention.plan(batch)  # who was told may go on
+
+
+@pytest.mark.parametrize("mixer", [False, True])
+def test_over_several_ranks_only_the_next_plan_raises_for_wrong_lengths(mixer):
+    """The GPU of rank 1 has told its host, that of rank 0 has not: a rank that raised alone would leave the other."""
+
+    def program(comm):
+        lengths, batch, zeros = Lengths(), thdattn.PackedBatch([0, 8]), partial(np.zeros, dtype=np.float32)
+        lengths.noticed = comm.rank == 1
+        if mixer:
+            layer = thdattn.Mamba2Mixer(comm, 2, 3, 4, dtype="float32", engine="reference")
+            weights = thdattn.Mamba2Weights(*map(zeros, ((14, 4), (14,), (2,), (2,), (2,))))
+            inputs, dout = (zeros((4, 22)), weights), zeros((4, 6))
+        else:
+            layer = thdattn.CPAttention(comm, 1, 8, dtype="float32", engine="reference")
+            inputs, dout = [zeros((4, 1, 8))] * 3, zeros((4, 1, 8))
+        plan = layer.plan(batch)
+        plan, layer._lengths = replace(plan, arrays=replace(plan.arrays, lengths=lengths)), lengths
+        _, saved = layer.forward(*inputs, plan)
+        layer.backward(dout, saved)
+        with pytest.raises(ValueError, match=r"^rank 1: lengths on the GPU were planned that are wrong$"):
+            layer.plan(batch)
+        layer.plan(batch)
+
+    thdattn.comm.run_local(2, program)
 
 
 class OnGpu:

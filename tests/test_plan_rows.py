@@ -56,7 +56,7 @@ def test_shard_and_unshard_name_what_is_wrong():
         with pytest.raises(TypeError, match=r"x is a builtins\.list, wanted a NumPy array"):
             plan.shard([0.0] * 12)
         for x in (np.zeros((6, 1 + comm.rank)), np.zeros(6, [np.float32, np.float64][comm.rank])):
-            with pytest.raises(ValueError, match=r"the shape and dtype of x is not the same on all ranks"):
+            with pytest.raises(ValueError, match=r"x of unshard is not the same on all ranks"):
                 plan.unshard(x, comm)
 
     plans_over(2, batch, "dual_chunk", program)

@@ -15,12 +15,6 @@ from launch import SOURCE
 
 NEEDS_CUPY = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="the CUDA engine needs CuPy")
 PACKAGE = SOURCE / "thdattn"
-DECIDING = [
-    *(str(path.relative_to(PACKAGE)) for pattern in ("*.cu", "*.cuh", "ops/*.py", "*tiles.py")
-      for path in PACKAGE.rglob(pattern)),
-    "cache.py", "comm/meetings.py", "instances.py", "jit.py", "plan.py", "structs.py", "sums.py", "tensor_map.py",
-    "wgmma.py",
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -34,30 +28,26 @@ def copied(tmp_path, monkeypatch):
     return tmp_path / "thdattn"
 
 
-def test_hash_follows_every_file_that_decides_a_launch_and_no_other(copied):
+def test_hash_follows_the_code_of_every_file_but_neither_comments_nor_names(copied):
     from thdattn import jit
 
-    seen = {jit.source_hash()}
-    for number, name in enumerate(DECIDING, 2):
-        with (copied / name).open("a") as file:
-            file.write("\n")
-        seen.add(jit.source_hash())
-        assert len(seen) == number, f"{name} decides launches"
-    (copied / "info.py").write_text("")
-    assert jit.source_hash() in seen
+    def hashed():
+        jit.forget_files()
+        return jit.source_hash()
 
-
-@NEEDS_CUPY
-def test_modules_that_the_cuda_engine_adds_to_the_reference_decide_launches():
-    program = (
-        "import sys, thdattn.reference; before = set(sys.modules); import thdattn.ops; "
-        "print(*(sys.modules[name].__file__ for name in set(sys.modules) - before if name.startswith('thdattn')))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    files = {file.removeprefix(f"{PACKAGE}/") for file in run.stdout.split()}
-    harmless = {"kernel_cache.py"}  # gives back what was compiled, or nothing
-    assert "jit.py" in files and files - harmless <= set(DECIDING)
+    first, seen = hashed(), set()
+    for file in jit.device_files():
+        path = copied / file
+        text = path.read_text()
+        path.write_text(f"// Another comment.\n\n{text}  // and one more\n")
+        assert hashed() == first, file
+        path.write_text(f"{text}constexpr int kMore = 1;\n")
+        seen.add(hashed())
+        path.write_text(text)
+    assert hashed() == first and first not in seen and len(seen) > 1
+    (copied / "kernels" / "elsewhere").mkdir()
+    (copied / "kernels" / "sum.cu").rename(copied / "kernels" / "elsewhere" / "add.cu")
+    assert hashed() == first
 
 
 # --- tests on GPUs ---------------------------------------------------------------------------------------------

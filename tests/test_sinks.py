@@ -204,7 +204,7 @@ def test_ranks_agree_on_them(option):
     def program(comm):
         thdattn.CPAttention(comm, 4, 8, engine="reference", **(option if comm.rank else {})).plan(PackedBatch([0, 8]))
 
-    with pytest.raises(ValueError, match="attention is not the same on all ranks"):
+    with pytest.raises(ValueError, match="the plan is not the same on all ranks"):
         thdattn.comm.run_local(2, program)
 
 

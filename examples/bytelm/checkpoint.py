@@ -24,6 +24,7 @@ class Checkpoint:
     config: the model's shape. step: steps done. position: where the data goes on.
     settings: what has to stay as it is for the run to go on as if never interrupted; JSON's types.
     weights: flat, as Model.weights. optimizer: name -> array, as AdamW.state.
+    validated: whether the validation after this step was made, if one was due.
     """
 
     config: Config
@@ -32,6 +33,7 @@ class Checkpoint:
     settings: dict[str, Any]
     weights: NDArray[Any]
     optimizer: dict[str, NDArray[Any]]
+    validated: bool = True
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
@@ -43,7 +45,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     about = {
         "config": asdict(checkpoint.config), "step": checkpoint.step, "position": checkpoint.position,
-        "settings": checkpoint.settings,
+        "settings": checkpoint.settings, "validated": checkpoint.validated,
     }  # fmt: skip
     arrays: dict[str, Any] = {f"optimizer.{name}": array for name, array in checkpoint.optimizer.items()}
     arrays |= {"about": json.dumps(about), "weights": checkpoint.weights}
@@ -74,6 +76,7 @@ def load(folder: Path) -> Checkpoint:
         return Checkpoint(
             Config(**about["config"]), about["step"], Position(*about["position"]), about["settings"],
             arrays.pop("weights"), {name.removeprefix("optimizer."): array for name, array in arrays.items()},
+            about.get("validated", True),
         )  # fmt: skip
     except (zipfile.BadZipFile, EOFError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(

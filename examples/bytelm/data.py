@@ -1,12 +1,14 @@
 """Documents, their packing into micro-batches, and the thread that prepares the next one.
 
-A document of n bytes has n + 1 targets: its bytes and the end-of-document token, EOD. Packing needs only lengths, so a
-run goes on in the middle of an epoch without reading what it has read before.
+A document of n bytes has n + 1 targets: its bytes and the end-of-document token, EOD. Those of the prompt of a Dialogue
+do not count. Packing needs only lengths, so a run goes on in the middle of an epoch without reading what it has read
+before.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import sysconfig
@@ -27,7 +29,7 @@ from thdattn.packing import first_fit
 
 T = TypeVar("T")
 
-NOT_COUNTED = -1  # target of a row that holds no token
+NOT_COUNTED = -1  # target of a row that holds no token, or whose target is of a prompt
 VALIDATION_SHARE = 0.05  # of the documents
 NO_DOCUMENTS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 
@@ -42,28 +44,91 @@ class Document:
     end: int
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of its text."""
+        return self.end - self.begin
+
+    @property
+    def first_counted(self) -> int:
+        """Number of the first target that counts."""
+        return 0
+
+    @property
     def num_targets(self) -> int:
         """Its bytes and its EOD."""
-        return self.end - self.begin + 1
+        return self.num_bytes + 1
 
     def tokens(self, begin: int, end: int) -> NDArray[np.int32]:
         """Tokens [begin, end) of: EOD, the bytes, EOD. They are read from the file anew.
 
         Raises:
-            ValueError: the file is shorter than it was.
+            ValueError: the file is no longer what it was.
         """
         last = self.num_targets
         first_byte, end_byte = max(begin - 1, 0), min(end, last) - 1
-        with self.path.open("rb") as file:
-            file.seek(self.begin + first_byte)
-            content = file.read(max(end_byte - first_byte, 0))
-        if len(content) < end_byte - first_byte:
-            raise ValueError(
-                f"{self.path} ends at byte {self.begin + first_byte + len(content)}, wanted {self.end} bytes as when "
-                f"the program started; leave the documents alone while it runs, or start it again"
-            )
+        content = self._content(first_byte, max(end_byte, first_byte))
         tokens = np.frombuffer(content, np.uint8).astype(np.int32)
         return np.pad(tokens, (int(begin == 0), int(end > last)), constant_values=EOD)
+
+    def _content(self, begin: int, end: int) -> bytes:
+        """Bytes [begin, end) of its text."""
+        with self.path.open("rb") as file:
+            file.seek(self.begin + begin)
+            content = file.read(end - begin)
+        if len(content) < end - begin:
+            raise ValueError(
+                f"{self.path} ends at byte {self.begin + begin + len(content)}, wanted {self.end} bytes as when "
+                f"the program started; leave the documents alone while it runs, or start it again"
+            )
+        return content
+
+
+@dataclass(frozen=True)
+class Dialogue(Document):
+    """Line of a JSON Lines file, {"prompt": ..., "answer": ...}: the text is both, the targets of the answer count.
+
+    The model sees the prompt, and is not trained to write it. The answer's EOD counts. Texts are encoded as UTF-8.
+
+    prompt_bytes, answer_bytes: how many.
+    """
+
+    prompt_bytes: int
+    answer_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.prompt_bytes + self.answer_bytes
+
+    @property
+    def first_counted(self) -> int:
+        return self.prompt_bytes
+
+    def _content(self, begin: int, end: int) -> bytes:
+        line = super()._content(0, self.end - self.begin)
+        try:
+            prompt, answer = _prompt_and_answer(line)
+            same = (len(prompt), len(answer)) == (self.prompt_bytes, self.answer_bytes)
+        except ValueError:
+            same = False
+        if not same:
+            raise ValueError(
+                f"{self.name} is {line[:40]!r}, wanted a prompt of {self.prompt_bytes} bytes and an answer of "
+                f"{self.answer_bytes} as when the program started; leave the documents alone while it runs, or start "
+                f"it again"
+            )
+        return (prompt + answer)[begin:end]
+
+
+def _prompt_and_answer(line: bytes) -> tuple[bytes, bytes]:
+    """Read a line of JSON; ValueError says what it is instead."""
+    found = json.loads(line)
+    if not isinstance(found, dict):
+        raise ValueError("it is no object")
+    if found.keys() != {"prompt", "answer"}:
+        raise ValueError(f"its keys are {', '.join(map(repr, found)) or 'none'}")
+    if not all(isinstance(text, str) for text in found.values()):
+        raise ValueError("its texts are no strings")
+    return found["prompt"].encode(), found["answer"].encode()
 
 
 class Piece(NamedTuple):
@@ -72,6 +137,16 @@ class Piece(NamedTuple):
     document: Document
     begin: int
     end: int
+
+    @property
+    def num_counted(self) -> int:
+        """Its targets that count, EOD too."""
+        return max(0, self.end - max(self.begin, self.document.first_counted))
+
+    @property
+    def num_counted_bytes(self) -> int:
+        """Its targets that count, without EOD."""
+        return self.num_counted - (self.end == self.document.num_targets)
 
 
 class Position(NamedTuple):
@@ -116,8 +191,10 @@ class MicroBatch:
     @cached_property
     def _rows(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         texts = [piece.document.tokens(piece.begin, piece.end + 1) for piece in self.pieces]
-        return (self.batch.pack([text[:-1] for text in texts]),
-                self.batch.pack([text[1:] for text in texts], fill=NOT_COUNTED))
+        targets = [text[1:].copy() for text in texts]
+        for piece, target in zip(self.pieces, targets, strict=True):
+            target[: len(target) - piece.num_counted] = NOT_COUNTED
+        return self.batch.pack([text[:-1] for text in texts]), self.batch.pack(targets, fill=NOT_COUNTED)
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -126,18 +203,18 @@ class MicroBatch:
 
     @property
     def targets(self) -> NDArray[np.int32]:
-        """The same of targets; NOT_COUNTED on rows that hold no token."""
+        """The same of targets; NOT_COUNTED on rows that hold no token, or whose target is of a prompt."""
         return self._rows[1]
 
     @property
     def num_targets(self) -> int:
-        """With EOD."""
-        return self.batch.total_tokens
+        """Targets that count, with EOD."""
+        return sum(piece.num_counted for piece in self.pieces)
 
     @property
     def num_bytes(self) -> int:
-        """Targets without EOD."""
-        return self.num_targets - sum(piece.end == piece.document.num_targets for piece in self.pieces)
+        """Targets that count, without EOD."""
+        return sum(piece.num_counted_bytes for piece in self.pieces)
 
     def local(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """(tokens, targets) of one rank, whose rows Sharding.rows says; fillers (-1) and rows beyond do not count."""
@@ -194,16 +271,8 @@ def find_documents(folder: Path | None = None) -> list[Document]:
         ValueError: the folder does not exist, or holds no document.
     """
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
-    if not root.is_dir():
-        raise ValueError(f"--data is {root}, wanted a folder that exists; pass one with files to train on")
-    documents = []
-    for path in root.rglob("*.py" if folder is None else "*"):
-        parts = path.relative_to(root).parts
-        hidden = any(part.startswith(".") for part in parts)
-        unwanted = hidden if folder is not None else bool(NO_DOCUMENTS.intersection(parts))
-        if not unwanted and path.is_file() and os.access(path, os.R_OK) and (size := path.stat().st_size):
-            documents.append(Document("/".join(parts), path, 0, size))
-    documents.sort(key=lambda document: document.name)
+    documents = [Document(name, path, 0, path.stat().st_size)
+                 for name, path in (_files(root, "*") if folder else _files(root, "*.py", of_python=True))]
     if len(documents) == 1 and documents[0].end > 1:
         (whole,) = documents
         cut = max(1, round((1 - VALIDATION_SHARE) * whole.end))
@@ -216,6 +285,49 @@ def find_documents(folder: Path | None = None) -> list[Document]:
     return documents
 
 
+def _files(root: Path, pattern: str, of_python: bool = False) -> list[tuple[str, Path]]:
+    """(name, path) of a folder's readable files, by name; without empty and hidden ones, or Python's tests and such."""
+    if not root.is_dir():
+        raise ValueError(f"--data is {root}, wanted a folder that exists; pass one with files to train on")
+    files = []
+    for path in root.rglob(pattern):
+        parts = path.relative_to(root).parts
+        hidden = any(part.startswith(".") for part in parts)
+        unwanted = bool(NO_DOCUMENTS.intersection(parts)) if of_python else hidden
+        if not unwanted and path.is_file() and os.access(path, os.R_OK) and path.stat().st_size:
+            files.append(("/".join(parts), path))
+    return sorted(files)
+
+
+def find_dialogues(folder: Path) -> list[Dialogue]:
+    """Every line of the .jsonl files of a folder, by the files' names and its number; blank lines are none.
+
+    Raises:
+        ValueError: the folder does not exist, a line is no dialogue, or there are fewer than two.
+    """
+    dialogues = []
+    for name, path in _files(folder, "*.jsonl"):
+        with path.open("rb") as file:
+            end = 0
+            for number, line in enumerate(file, 1):
+                begin, end = end, end + len(line)
+                if line.strip():
+                    dialogues.append(_dialogue(f"{name}:{number}", path, begin, line))
+    if len(dialogues) < 2:
+        raise ValueError(f"--data is {folder}, whose .jsonl files hold {len(dialogues)} lines, wanted two or more with "
+                         f"--mask-prompt; pass a folder with prompts and answers, or leave --mask-prompt out")
+    return dialogues
+
+
+def _dialogue(name: str, path: Path, begin: int, line: bytes) -> Dialogue:
+    try:
+        prompt, answer = _prompt_and_answer(line)
+    except ValueError as error:
+        raise ValueError(f'{path}, line {name.rpartition(":")[2]}, is {line[:40]!r}, wanted {{"prompt": "...", '
+                         f'"answer": "..."}} ({error}); mend it, or leave --mask-prompt out') from error
+    return Dialogue(name, path, begin, begin + len(line), len(prompt), len(answer))
+
+
 def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
     """(training, validation): the names' hashes choose, so a file stays on its side when others come and go."""
     by_hash = sorted(documents, key=lambda document: _hash(document.name))
@@ -225,8 +337,9 @@ def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]
 
 
 def fingerprint(documents: Iterable[Document]) -> int:
-    """A number that differs where names or sizes do."""
-    known = "\n".join(f"{document.name} {document.begin} {document.end}" for document in documents)
+    """A number that differs where names or sizes do, those of prompts too."""
+    known = "\n".join(f"{document.name} {document.begin} {document.end}" + f" {document.first_counted}" * (
+        document.first_counted > 0) for document in documents)  # fmt: skip
     return int.from_bytes(_hash(known)[:7], "little")
 
 
@@ -249,10 +362,10 @@ def pack(pieces: Iterable[Piece], packing: Packing) -> Iterator[list[Piece]]:
 
 
 def validation_batches(documents: Iterable[Document], packing: Packing, num_bytes: int) -> list[MicroBatch]:
-    """Random pieces of the documents, always the same ones, of about so many bytes together; all if there are fewer."""
+    """Random pieces of the documents, always the same ones, with about so many targets that count, or all."""
     pieces = list(pieces_of(documents, packing.longest))
     order = np.random.default_rng(0).permutation(len(pieces))
-    ends = np.cumsum([pieces[i].end - pieces[i].begin for i in order])
+    ends = np.cumsum([pieces[i].num_counted for i in order])
     chosen = [pieces[i] for i in order[: np.searchsorted(ends, num_bytes) + 1]]
     return [MicroBatch.of(batch, packing, Position(0, 0)).read() for batch in pack(chosen, packing)]
 
@@ -278,12 +391,17 @@ def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
 
 
 def steps(
-    batches: Iterator[MicroBatch], size: int, mine: slice, prepare: Callable[[MicroBatch], object] = MicroBatch.read
+    batches: Iterator[MicroBatch], size: int, mine: slice, prepare: Callable[[MicroBatch], object] = MicroBatch.read,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of every step, so many; those are prepared, or read alone, of which this rank has rows."""
+    """The micro-batches of every step, so many; those are prepared, or read alone, of which this rank has rows.
+
+    Once stopped() is true, they come unprepared: nobody is going to compute with them.
+    """
     for step in grouped(batches, size):
         for batch in step[mine]:
-            prepare(batch)
+            if not stopped():
+                prepare(batch)
         yield step
 
 

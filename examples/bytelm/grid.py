@@ -79,6 +79,15 @@ class Grid:
             )
         return batches[self.mine]
 
+    def rounds(self, batches: Sequence[MicroBatch]) -> list[Sequence[MicroBatch]]:
+        """Split the micro-batches of a step into rounds of one per group, which the groups work on at the same time.
+
+        Raises:
+            ValueError: they cannot be dealt evenly.
+        """
+        num_rounds, size = len(self.dealt(batches)), self.num_groups
+        return [batches[number * size : (number + 1) * size] for number in range(num_rounds)]
+
 
 def _two_levels(cp: thdattn.comm.Comm, inner: int) -> Levels:
     cp.agree("--cp-inner", inner)

@@ -1,4 +1,4 @@
-"""Ctrl-C: ending a run after a step, or at once."""
+"""Ctrl-C and other signals: ending a run between two micro-batches, or at once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import os
 import signal
 import threading
 import time
+from typing import Protocol
+
+from measure import Clock
+
+from thdattn.comm import Comm
 
 ONE_PRESS = 0.5  # seconds; a launcher and the terminal may both deliver the same Ctrl-C
 
 
 class Interrupt:
-    """Whether this process was asked to end after a step: by SIGINT (Ctrl-C), SIGTERM or SIGUSR1.
+    """Whether this process was asked to end: by SIGINT (Ctrl-C), SIGTERM or SIGUSR1.
 
     A second SIGINT ends the process at once, and the launcher then ends the other ranks. A thread listens, since Python
     calls its handlers in the main thread, and that one may be waiting for other ranks or for a compiler.
@@ -43,8 +48,60 @@ class Interrupt:
                 pressed = min(pressed, time.monotonic())
             if number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) and not self.requested:
                 self.requested = True
-                self._say("ending after this step; Ctrl-C again ends at once, without a checkpoint")
+                self._say("ending after this micro-batch; Ctrl-C again ends at once, without a checkpoint")
 
     def _say(self, text: str) -> None:
         if not self.quiet:
             os.write(2, f"\n{text}\n".encode())  # past sys.stderr, which the main thread may hold
+
+
+class Asked(Protocol):
+    """Interrupt, or what stands for one."""
+
+    requested: bool
+
+
+class Stopped(Exception):
+    """Ends a run early, on all ranks alike: one of them was asked to end."""
+
+
+class Stop:
+    """Check between two micro-batches, whether a rank was asked to end. Every rank calls it alike.
+
+    The ranks agree on the host, which is at most one micro-batch ahead of the GPU: a run ends with the micro-batch that
+    is under way.
+
+    Args:
+        comm: all ranks.
+        interrupt: of this rank.
+        clock: of the work of a micro-batch.
+
+    Attributes:
+        wanted: whether this rank knows that the run ends; read by any thread.
+    """
+
+    def __init__(self, comm: Comm, interrupt: Asked, clock: Clock) -> None:
+        self._comm, self._interrupt, self._clock = comm, interrupt, clock
+        self._last = clock.mark()
+        self._agreed = False
+
+    @property
+    def wanted(self) -> bool:
+        return self._agreed or self._interrupt.requested
+
+    def __call__(self) -> None:
+        """Goes on, or ends the run on all ranks.
+
+        Raises:
+            Stopped: on every rank, if one was asked to end.
+        """
+        before, self._last = self._last, self._clock.mark()
+        self._clock.wait(before)
+        asked = self._interrupt.requested
+        try:
+            self._comm.agree("the request to end", asked)
+        except ValueError:
+            asked = True
+        if asked:
+            self._agreed = True
+            raise Stopped

@@ -34,6 +34,11 @@ class Clock:
         event.record()
         return event
 
+    def wait(self, mark: Any) -> None:
+        """Waits until a mark is reached; one of the host is."""
+        if self._xp is not None:
+            mark.synchronize()
+
     def seconds(self, begin: Any, end: Any) -> float:
         """Between two marks that have been reached."""
         return float(end - begin if self._xp is None else self._xp.cuda.get_elapsed_time(begin, end) / 1e3)

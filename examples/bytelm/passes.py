@@ -6,8 +6,8 @@ first ones lay, so they are copied there before every replay; plans and position
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from data import MicroBatch
@@ -18,15 +18,23 @@ from parts import ModelPlan, Part, Sums
 from thdattn.graphs import Graphs, StaticPack, Upload
 from thdattn.graphs.static_pack import check_method
 
+T = TypeVar("T")
+
 Array = Any
-Inputs = tuple[Array, Array, ModelPlan, Any]  # tokens, targets, plan, number of targets: what Model.loss takes
+Check = Callable[[], object]  # called between micro-batches, on all ranks alike; raises to end the step
+# What Model.loss takes: tokens, targets, plan, number of targets, and the parts if they are not the model's own.
+Inputs = tuple[Array, Array, ModelPlan, Any] | tuple[Array, Array, ModelPlan, Any, Sequence[Part]]
+
+
+def go_on() -> None:
+    """Check that never ends a step."""
 
 
 class Eager:
     """Every micro-batch with a plan of its own, kernel by kernel.
 
-    All groups of ranks do the same at the same time, each on its own micro-batches: whether these fit a graph is asked
-    for those of all groups, as all ranks capture together.
+    All groups of ranks work at the same time, each on its own micro-batch: together a round. A round that does not fit
+    in one group runs eagerly in all of them, as all ranks capture together.
 
     Args:
         model: whose loss and gradient are computed.
@@ -38,8 +46,11 @@ class Eager:
         ValueError: rows cannot be spread like this with what travels between ranks, or not with the graphs wanted.
 
     Attributes:
-        num_overflows: steps that ran like this although graphs were wanted, as their batches did not fit.
+        num_overflows: rounds that ran like this although graphs were wanted, as a batch did not fit; of FullIteration
+            steps, whose rounds are one graph.
     """
+
+    overflow_unit = "rounds"
 
     def __init__(self, model: Model, grid: Grid, graphs: Graphs, sharding: str) -> None:
         self.model, self.grid, self.graphs, self.sharding = model, grid, graphs, sharding
@@ -51,33 +62,37 @@ class Eager:
         batch.read()
         self.model.prepare(batch.batch, self.sharding)
 
-    def gradient(self, batches: Sequence[MicroBatch], stop: bool) -> Array:
+    def gradient(self, batches: Sequence[MicroBatch], check: Check = go_on) -> Array:
         """Makes model.gradient that of the mean loss over the micro-batches of all groups. Collective.
 
+        Args:
+            batches: of all groups.
+            check: called before every round; what it raises leaves the gradient unfinished.
+
         Returns:
-            (3,) float32: the mean loss, on how many ranks `stop` is true, and room for one more number.
+            (2,) float32: the mean loss, and room for one more number.
         """
-        num_targets = self.model.layers.xp.asarray(_num_targets(batches), self.model.weights.dtype)
-        inputs = (self._inputs(batch, num_targets) for batch in self.grid.dealt(batches))
-        return self._gradient(inputs, float(stop), self.model.parts)
+        rounds, num_targets = self.grid.rounds(batches), _num_targets(batches)
+        check()
+        return self._gradient(self._inputs(dealt, num_targets) for dealt in _checked(rounds, check))
 
     def loss(self, batches: Sequence[MicroBatch], num_targets: int) -> Array:
-        """This rank's share of the mean loss over so many targets, 0-d: of one micro-batch per group. Collective."""
-        (batch,) = self.grid.dealt(batches)
-        return self.model.loss(*self._inputs(batch, num_targets))
+        """This rank's share of the mean loss over so many targets, 0-d: of a round. Collective."""
+        return self.model.loss(*self._inputs(batches, num_targets))
 
-    def _inputs(self, batch: MicroBatch, num_targets: Any) -> Inputs:
+    def _inputs(self, batches: Sequence[MicroBatch], num_targets: int) -> Inputs:
+        """Put this group's micro-batch of a round on the device, with its plan."""
+        (batch,) = self.grid.dealt(batches)
         plan, xp = self.model.plan(batch.batch, self.sharding), self.model.layers.xp
         tokens, targets = batch.local(plan.sharding.rows(self.model.comm.rank))
         return xp.asarray(tokens), xp.asarray(targets), plan, num_targets
 
-    def _gradient(self, inputs: Iterable[Inputs], stop: Any, parts: Sequence[Part]) -> Array:
+    def _gradient(self, inputs: Iterable[Inputs]) -> Array:
         model = self.model
         model.gradient.fill(0)
-        numbers = model.layers.xp.zeros(3, np.float32)
+        numbers = model.layers.xp.zeros(2, np.float32)
         for micro_batch in inputs:
-            numbers[0] += model.loss_and_gradient(*micro_batch, parts)
-        numbers[1] = stop
+            numbers[0] += model.loss_and_gradient(*micro_batch)
         self.grid.world.all_reduce(numbers, "sum")
         self.grid.world.all_reduce(model.gradient, "sum")
         return numbers
@@ -92,29 +107,19 @@ class Local(Eager):
         self._read = graphs.captured(Feed.inputs, "plan")
         self._feed: Feed | None = None
 
-    def gradient(self, batches: Sequence[MicroBatch], stop: bool) -> Array:
-        feed, num_targets = self._fed(batches[0]), _num_targets(batches)
-        if not feed.fits(batches):
-            self.num_overflows += 1
-            return super().gradient(batches, stop)
-        inputs = (self._loaded(feed, batch, num_targets) for batch in self.grid.dealt(batches))
-        return self._gradient(inputs, float(stop), self._parts)
+    def gradient(self, batches: Sequence[MicroBatch], check: Check = go_on) -> Array:
+        before = self.graphs.num_overflows
+        numbers = super().gradient(batches, check)
+        self.num_overflows += self.graphs.num_overflows - before
+        return numbers
 
-    def loss(self, batches: Sequence[MicroBatch], num_targets: int) -> Array:
-        (batch,) = self.grid.dealt(batches)
-        feed = self._fed(batch)
-        if not feed.fits(batches):
-            return super().loss(batches, num_targets)
-        return self.model.loss(*self._loaded(feed, batch, num_targets), self._parts)
-
-    def _loaded(self, feed: Feed, batch: MicroBatch, num_targets: int) -> Inputs:
-        feed.load([batch], num_targets)
-        return self._read(feed)
-
-    def _fed(self, batch: MicroBatch) -> Feed:
-        """One for all micro-batches, which are computed one after the other."""
-        self._feed = self._feed or Feed(self.model, self.graphs, self.sharding, [batch])
-        return self._feed
+    def _inputs(self, batches: Sequence[MicroBatch], num_targets: int) -> Inputs:
+        """Load this group's micro-batch where graphs read it, unless one of the round does not fit."""
+        self._feed = self._feed or Feed(self.model, self.graphs, self.sharding, batches[:1])
+        if not self._feed.fits(batches):
+            return super()._inputs(batches, num_targets)
+        self._feed.load(self.grid.dealt(batches), num_targets)
+        return *self._read(self._feed), self._parts
 
 
 def captured_parts(model: Model, graphs: Graphs) -> list[Part]:
@@ -155,8 +160,11 @@ def _one_after_another(first: Part, second: Part) -> Part:
 class FullIteration(Eager):
     """One graph for a step, from micro-batches to the gradient of all ranks, and another one for validations.
 
-    The sums over ranks belong to the graph: between its launch and the optimizer the host starts nothing.
+    The sums over ranks belong to the graph: between its launch and the optimizer the host starts nothing. A step that
+    is replayed ends whole; one that is not can be ended before any of its rounds.
     """
+
+    overflow_unit = "steps"
 
     def __init__(self, model: Model, grid: Grid, graphs: Graphs, sharding: str) -> None:
         super().__init__(model, grid, graphs, sharding)
@@ -164,18 +172,22 @@ class FullIteration(Eager):
         self._validation = graphs.captured(self._loss_of, "validation")
         self._fed: Feed | None = None
         self._fed_validation: Feed | None = None
+        self._check: Check = go_on
 
-    def gradient(self, batches: Sequence[MicroBatch], stop: bool) -> Array:
+    def gradient(self, batches: Sequence[MicroBatch], check: Check = go_on) -> Array:
         dealt = self.grid.dealt(batches)
         feed = self._fed = self._fed or Feed(self.model, self.graphs, self.sharding, dealt)
         if not feed.fits(batches):
             self.num_overflows += 1
-            return super().gradient(batches, stop)
-        feed.load(dealt, _num_targets(batches), stop)
+            return super().gradient(batches, check)
+        check()
+        feed.load(dealt, _num_targets(batches))
+        self._check = check
         return self._step(feed)
 
     def _gradient_of(self, feed: Feed) -> Array:
-        return self._gradient(map(feed.inputs, range(feed.num_batches)), feed.stop, self.model.parts)
+        check = go_on if self.graphs.is_capturing() else self._check
+        return self._gradient(map(feed.inputs, _checked(range(feed.num_batches), check)))
 
     def loss(self, batches: Sequence[MicroBatch], num_targets: int) -> Array:
         dealt = self.grid.dealt(batches)
@@ -204,7 +216,6 @@ class Feed:
 
     Attributes:
         num_batches: as many are loaded at once.
-        stop: 0-d float32 on the device, whether this rank was asked to stop.
     """
 
     def __init__(self, model: Model, graphs: Graphs, sharding: str, batches: Sequence[MicroBatch]) -> None:
@@ -213,16 +224,16 @@ class Feed:
             graphs, model.masks, usual.total_rows, sharding, self.num_batches, usual, finite_padding=True
         )
         local_rows = self._pack.sharding(usual).local_rows
-        self._upload = Upload(2 * self.num_batches * local_rows + 2, model.layers.xp is not np)
+        self._upload = Upload(2 * self.num_batches * local_rows + 1, model.layers.xp is not np)
         words = self._upload.words
-        self._tokens, self._targets = words[:-2].reshape(2, self.num_batches, local_rows)
-        self._num_targets, self.stop = (x.reshape(()) for x in model.layers.xp.split(words[-2:].view(np.float32), 2))
+        self._tokens, self._targets = words[:-1].reshape(2, self.num_batches, local_rows)
+        self._num_targets = words[-1:].view(np.float32).reshape(())
 
     def fits(self, batches: Sequence[MicroBatch]) -> bool:
         """Whether there is room for each; the same on all ranks if asked for the same. See StaticPack.fits."""
         return self._pack.fits([batch.batch for batch in batches])
 
-    def load(self, batches: Sequence[MicroBatch], num_targets: int, stop: bool = False) -> None:
+    def load(self, batches: Sequence[MicroBatch], num_targets: int) -> None:
         """Copies batches that fit to their place; the host does not wait.
 
         Raises:
@@ -235,13 +246,22 @@ class Feed:
         rank = self._model.comm.rank
         local = [batch.local(self._pack.sharding(batch.batch).rows(rank)) for batch in batches]
         tokens, targets = zip(*local, strict=True)
-        self._upload.send([*tokens, *targets, np.array([num_targets, stop], np.float32).view(np.int32)])
+        self._upload.send([*tokens, *targets, np.array([num_targets], np.float32).view(np.int32)])
 
-    def inputs(self, number: int = 0) -> Inputs:
+    def inputs(self, number: int = 0) -> tuple[Array, Array, ModelPlan, Any]:
         """A loaded micro-batch, planned now. Nothing comes from the host: a CUDA graph may capture it."""
         plan = self._model.planned(self._pack.plans(number))
         return self._tokens[number], self._targets[number], plan, self._num_targets
 
 
+def _checked(items: Iterable[T], check: Check) -> Iterator[T]:
+    """Yield the items, with a check between any two."""
+    for number, item in enumerate(items):
+        if number:
+            check()
+        yield item
+
+
 def _num_targets(batches: Sequence[MicroBatch]) -> int:
-    return sum(batch.num_targets for batch in batches)
+    """Targets that the loss is the mean over; 1 if none counts, so that loss and gradient are 0."""
+    return max(1, sum(batch.num_targets for batch in batches))

@@ -2,7 +2,8 @@
 
 All samples grow together. The prompts go through the model as one pack; from then on every byte costs one row per text,
 as the keys and values of all that came before are kept, and of mixers their states. Draws happen on the device, which
-does not wait for the host. One process, one rank.
+does not wait for the host. One process, one rank. With --cuda-graph-impl local each layer is a CUDA graph; with
+--inference-cuda-graph-scope block as well, all work for a byte is one. The text is the same.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sizes import EOD, VOCAB
 
 import thdattn
 from thdattn.arguments import INT32_MAX
-from thdattn.graphs import Graphs, normalize
+from thdattn.graphs import Graphs, add_arguments, from_arguments
 
 LOOK_EVERY = 64  # bytes after which the host asks whether all texts have ended
 
@@ -47,9 +48,7 @@ def program(comm: thdattn.comm.Comm) -> int:
     model.refresh()
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot show all of it
     prompt = os.fsencode(args.prompt)  # bytes as they were typed, of any encoding
-    config = normalize(cuda_graph_impl="none" if args.graph_scope == "none" else "local",
-                       inference_cuda_graph_scope=args.graph_scope)  # fmt: skip
-    with Graphs(comm, config) as graphs:
+    with Graphs(comm, args.graphs, args.engine) as graphs:
         with command_line.together(comm):  # more texts, or longer ones, than there is memory for
             capacity = len(prompt) + args.bytes
             sampler = Sampler(model, args.samples, capacity, args.temperature, min(args.top_k, VOCAB), graphs)
@@ -161,9 +160,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--top-k", type=positive, default=VOCAB, metavar="N", help="draw from the N likeliest only (default: all)")
     add("--seed", type=whole(0), default=0, metavar="N", help="of the draws (default: 0)")
     add("--engine", choices=["auto", "cuda", "reference"], default="auto", help="GPU or NumPy (default: what is there)")
-    add("--inference-cuda-graph-scope", dest="graph_scope", choices=["none", "layer", "block"], default="none",
-        help="what is a CUDA graph: a layer each, or the whole work for a byte; the text is the same (default: none)")
+    add_arguments(parser)
     args = parser.parse_args()
+    args.graphs = from_arguments(parser, args)
     if not 0 <= args.temperature < math.inf:
         parser.error(f"--temperature is {args.temperature}, wanted a finite number of at least 0")
     return args

@@ -11,11 +11,12 @@ has the network, data.py the documents, passes.py what CUDA graphs take, grid.py
 the same micro-batches. They are dealt to groups of --cp ranks, all ranks unless told otherwise, and a rank takes its
 own rows of its group's. So 4 ranks with --cp 2 train the model that they train with --accumulate 2, up to rounding.
 
-Ctrl-C (SIGINT), SIGTERM or SIGUSR1 on any rank ends all ranks after the same step, with a checkpoint if --checkpoint is
-given. A second Ctrl-C ends them at once, also before the first step. MPICH's mpiexec passes the first Ctrl-C on to the
-ranks, and kills them at the second. Open MPI's sends SIGTERM instead and kills the ranks a moment later, half a second
-in version 5: a longer step is lost, and with it all since the last checkpoint. There, send SIGUSR1 to mpiexec, which
-passes it on, or SIGINT to one rank.
+Ctrl-C (SIGINT), SIGTERM or SIGUSR1 on any rank ends all ranks after the micro-batch that is under way, also before the
+first step, with a checkpoint of the last whole step if --checkpoint is given. A step that is one CUDA graph ends whole.
+A second Ctrl-C ends them at once. MPICH's mpiexec passes the first Ctrl-C on to the ranks, and kills them at the
+second. Open MPI's sends SIGTERM instead and kills the ranks a moment later, half a second in version 5: what takes
+longer is lost, and with it all since the last checkpoint. There, send SIGUSR1 to mpiexec, which passes it on, or SIGINT
+to one rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; NumPy reads this once, when it is imported
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # command_line.py
@@ -41,7 +42,7 @@ from checkpoint import Checkpoint
 from command_line import positive, whole
 from data import Packing, Position
 from grid import Grid, most_neighbours
-from interrupt import Interrupt
+from interrupt import Asked, Interrupt, Stop, Stopped
 from progress import Progress
 from sizes import SIZES, Config
 from trainer import NATS_PER_BIT, StepResult, Trainer
@@ -106,7 +107,7 @@ class Reporter:
     def introduce(self, documents: Sequence[data.Document], packing: Packing, done: int) -> None:
         """Says what is going to happen."""
         model, grid, args, say = self._trainer.model, self._trainer.grid, self._args, self._progress.say
-        num_bytes = sum(document.end - document.begin for document in documents)
+        num_bytes = sum(document.num_bytes for document in documents)
         where = f"{args.data}" if args.data else f"Python {sys.version.split()[0]}'s standard library"
         mixers = f", {model.config.num_mixers} of them mixers" if model.config.num_mixers else ""
         say(f"{args.size}: {model.weights.size:,} weights in {model.config.layers} layers{mixers}, {model.dtype}, "
@@ -122,21 +123,22 @@ class Reporter:
         if done:
             say(f"going on after step {done}")
 
-    def step(self, number: int, result: StepResult) -> bool:
-        """Records a step, waiting for its numbers; returns whether some rank was asked to stop.
+    def step(self, number: int, result: StepResult) -> None:
+        """Records a step, waiting for its numbers.
 
         Raises:
             Failure: the loss, or the norm of the gradient, is infinite or not a number.
         """
-        loss, stop, norm = result.numbers().tolist()
+        loss, norm = result.numbers().tolist()
         check_finite(f"the loss of step {number}", loss)
         check_finite(f"the norm of the gradient of step {number}", norm)
         clock, size, model = self._trainer.clock, self._trainer.grid.world.size, self._trainer.model
         seconds = clock.seconds(*result.span)
         num_targets = sum(batch.num_targets for batch in result.batches)
         num_bytes = sum(batch.num_bytes for batch in result.batches)
-        tokens_per_s = num_targets / seconds
-        padding = 1 - num_targets / sum(batch.batch.total_rows for batch in result.batches)
+        num_tokens = sum(batch.batch.total_tokens for batch in result.batches)
+        tokens_per_s = num_tokens / seconds
+        padding = 1 - num_tokens / sum(batch.batch.total_rows for batch in result.batches)
         tflops = self._trainer.attention_tflops(result)
         flops = sum(map(model.flops, result.lengths)) if self._peak else 0
         self._record.add(
@@ -149,9 +151,8 @@ class Reporter:
             about.append(f"attention {f'{tflops:.0f} TFLOP/s' if tflops >= 1 else f'{1e3 * tflops:.1f} GFLOP/s'}")
         about.append(f"padding {padding:.1%}")
         if result.num_overflows:
-            about.append(f"steps without graphs: {result.num_overflows}")
+            about.append(f"{self._trainer.passes.overflow_unit} without graphs: {result.num_overflows}")
         self._progress.step(", ".join(about))
-        return bool(stop)
 
     def validation(self, step: int, bits_per_byte: float) -> None:
         """Records a validation.
@@ -166,11 +167,12 @@ class Reporter:
     def finish(self, step: int, stopped: bool) -> None:
         """Draws the curve, and says how the run ended."""
         args = self._args
-        if stopped and step < args.steps:
+        if stopped:
             onward = ", --resume goes on from there" if args.checkpoint else ""
             self._progress.say(f"stopped after step {step}{onward}")
         if overflows := self._trainer.passes.num_overflows:
-            self._progress.say(f"steps without graphs, as their batches did not fit: {overflows}; raise "
+            unit = self._trainer.passes.overflow_unit
+            self._progress.say(f"{unit} without graphs, as a batch did not fit: {overflows}; raise "
                                f"--cuda-graph-max-packed-seqs")
         self._progress.close()
         self._record.close()
@@ -196,19 +198,30 @@ def main() -> int:
     return command_line.run(program)
 
 
-def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrupt) -> None:
-    """The whole program of one rank."""
+class Run(NamedTuple):
+    """What a run begins with, alike on all ranks; saved: the checkpoint that it goes on from, if there is one."""
+
+    trainer: Trainer
+    reporter: Reporter
+    training: Sequence[data.Document]
+    packing: Packing
+    held_back: Sequence[data.MicroBatch]
+    settings: dict[str, Any]
+    saved: Checkpoint | None
+
+
+def begin(comm: thdattn.comm.Comm, args: argparse.Namespace) -> Run:
+    """Find documents and checkpoint and make the model; what fails on one rank fails here, on all."""
     config = SIZES[args.size] if args.window is None else replace(SIZES[args.size], window=args.window)
     with command_line.together(comm):
         grid = grid_of(comm, args, config)
-    with command_line.together(comm):  # what fails on one rank fails here, on all and before hours of work
-        documents = data.find_documents(args.data)
+    with command_line.together(comm):
+        documents = data.find_dialogues(args.data) if args.mask_prompt else data.find_documents(args.data)
         training, validation = data.split(documents)
         packing = Packing.of(args.tokens, grid.cp.size, args.sharding, args.longest)
         held_back = data.validation_batches(validation, packing, args.val_bytes)
         settings = settings_of(args, grid, packing, documents, choose_engine(args.engine, comm)[0].name)
         saved = saved_run(args, settings)
-        step, position = (saved.step, saved.position) if saved else (0, Position(0, 0))
         if comm.rank == 0:
             check_outputs(args)
         trainer = Trainer(grid, config, args.engine, args.sharding, args.seed, args.graphs,
@@ -218,33 +231,55 @@ def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Interrup
         comm.agree("the documents", data.fingerprint(documents))
         if saved:
             trainer.restore(saved)
-    reporter.introduce(documents, packing, step)
-    if step == 0:
-        reporter.validation(step, trainer.bits_per_byte(held_back))
+    reporter.introduce(documents, packing, saved.step if saved else 0)
+    return Run(trainer, reporter, training, packing, held_back, settings, saved)
 
+
+def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Asked) -> None:
+    """The whole program of one rank."""
+    trainer, reporter, training, packing, held_back, settings, saved = begin(comm, args)
+    grid, (step, position) = trainer.grid, (saved.step, saved.position) if saved else (0, Position(0, 0))
+    stop = Stop(comm, interrupt, trainer.clock)
     batches_to_come = data.micro_batches(training, packing, args.seed, position)
-    steps = data.steps(batches_to_come, args.accumulate * grid.num_groups, grid.mine, trainer.passes.prepare)
+    steps = data.steps(batches_to_come, args.accumulate * grid.num_groups, grid.mine, trainer.passes.prepare,
+                       lambda: stop.wanted)  # fmt: skip
+    validates = not (saved and saved.validated)  # a run that was stopped before a validation makes it now
+    saves, stopped = validates and saved is not None, False
     unread: StepResult | None = None  # read a step later, when the GPU has the next step to work on
-    stop = False
+
+    def save() -> None:
+        if args.checkpoint and comm.rank == 0:
+            checkpoint.save(args.checkpoint, trainer.state(step, position, settings, not validates))
+
+    trainer.pause()
     with closing(data.prepared(steps)) as coming:
-        trainer.pause()
-        while step < args.steps and not stop:
-            batches = next(coming)
-            result = trainer.step(batches, learning_rate(step, args), interrupt.requested)
-            stop = unread is not None and reporter.step(step, unread)
-            step, position, unread = step + 1, batches[-1].after, result
-            last = step == args.steps
-            validates, saves = last or step % args.val_every == 0, last or step % args.save_every == 0
-            if not (validates or saves or stop):
-                continue
-            stop |= reporter.step(step, unread)
-            unread = None
-            if validates:
-                reporter.validation(step, trainer.bits_per_byte(held_back))
-            if (saves or stop) and args.checkpoint and comm.rank == 0:
-                checkpoint.save(args.checkpoint, trainer.state(step, position, settings))
-            trainer.pause()
-    reporter.finish(step, stop)
+        try:
+            while True:
+                if validates or saves:
+                    if unread is not None:
+                        reporter.step(step, unread)
+                        unread = None
+                    if validates:
+                        reporter.validation(step, trainer.bits_per_byte(held_back, stop))
+                        validates = False
+                    if saves:
+                        save()
+                    trainer.pause()
+                if step == args.steps:
+                    break
+                batches = next(coming)
+                result = trainer.step(batches, learning_rate(step, args), stop)
+                if unread is not None:
+                    reporter.step(step, unread)
+                step, position, unread = step + 1, batches[-1].after, result
+                validates, saves = (step == args.steps or step % every == 0
+                                    for every in (args.val_every, args.save_every))
+        except Stopped:
+            stopped = True
+            if unread is not None:
+                reporter.step(step, unread)
+            save()
+    reporter.finish(step, stopped)
 
 
 def grid_of(comm: thdattn.comm.Comm, args: argparse.Namespace, config: Config) -> Grid:
@@ -307,7 +342,7 @@ def settings_of(
     the micro-batches of a step, which all groups make together.
     """
     same = ("size", "window", "lr", "warmup", "seed")
-    num_bytes = sum(document.end - document.begin for document in documents)
+    num_bytes = sum(document.num_bytes for document in documents)
     return {f"--{name}": getattr(args, name) for name in same} | {
         "--accumulate (times groups of --cp ranks)": args.accumulate * grid.num_groups,
         "--tokens": packing.rows, "--longest": packing.longest, "--engine": engine,
@@ -372,6 +407,8 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--size", choices=list(SIZES), default="tiny", help="of the model (default: tiny)")
     add("--data", type=Path, metavar="DIR", help="train on the files below it (default: Python's standard library)")
+    add("--mask-prompt", action="store_true", help='take lines {"prompt": "...", "answer": "..."} of the .jsonl files '
+        "there for documents, and train on answers alone")  # fmt: skip
     add("--steps", type=positive, metavar="N", help="steps of the whole run (default: by size)")
     add("--tokens", type=whole(1, INT32_MAX), metavar="N", help="rows per micro-batch of a group (default: by size)")
     add("--longest", type=positive, metavar="N", help="split documents that are longer (default: by size)")
@@ -395,7 +432,7 @@ def parse_arguments() -> argparse.Namespace:
     add_method_arguments(parser)
     add_arguments(parser)
     args = parser.parse_args()
-    args.graphs = from_arguments(parser, args)
+    args.graphs = from_arguments(parser, args, no_inference="training writes no text")
     choose_method(args)
     for name, value in asdict(RECIPES[args.size]).items():
         if getattr(args, name) is None:
@@ -404,6 +441,8 @@ def parse_arguments() -> argparse.Namespace:
     args.save_every = args.save_every or args.val_every
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint DIR, the folder of the run to go on with")
+    if args.mask_prompt and not args.data:
+        parser.error("--mask-prompt needs --data DIR, a folder with .jsonl files of prompts and answers")
     if not 0 < args.lr < math.inf:
         parser.error(f"--lr is {args.lr}, wanted a finite number above 0; leave it out for {RECIPES[args.size].lr}")
     return args

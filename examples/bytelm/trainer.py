@@ -17,7 +17,7 @@ from grid import Grid
 from model import Model
 from numpy.typing import NDArray
 from optimizer import AdamW
-from passes import WAYS
+from passes import WAYS, Check, go_on
 from sizes import Config
 
 import thdattn
@@ -30,9 +30,9 @@ NATS_PER_BIT = math.log(2)
 class StepResult:
     """What a step has made, or is about to make: on a GPU its numbers are still on their way.
 
-    numbers: waits for (mean loss in nats, ranks that were asked to stop, norm of the gradient).
+    numbers: waits for (mean loss in nats, norm of the gradient).
     span: marks before and after the step. attention_spans: of this rank; none where graphs are wanted.
-    num_overflows: steps up to this one that ran eagerly although graphs were wanted.
+    num_overflows: rounds (steps, for full_iteration) up to this one that ran eagerly although graphs were wanted.
     """
 
     batches: Sequence[MicroBatch]
@@ -74,30 +74,32 @@ class Trainer:
         self._attention_meter = measure.AttentionMeter(self.model, self.clock) if impl == "none" else None
         self._last_mark = self.clock.mark()
 
-    def step(self, batches: Sequence[MicroBatch], lr: float, stop: bool = False) -> StepResult:
-        """One step on the mean loss of some micro-batches. Nothing in here waits for the GPU.
+    def step(self, batches: Sequence[MicroBatch], lr: float, check: Check = go_on) -> StepResult:
+        """One step on the mean loss of some micro-batches. Nothing in here waits for the GPU, but for what check does.
 
         Args:
             batches: of all ranks together, as many for each group.
             lr: learning rate.
-            stop: this rank was asked to stop; all ranks learn of it from the result.
+            check: called before every round of micro-batches. Where it raises, the step is not made: weights and
+                optimizer are as they were.
         """
-        numbers = self.passes.gradient(batches, stop)
-        numbers[2] = self.optimizer.step(self.model.gradient, lr)
+        numbers = self.passes.gradient(batches, check)
+        numbers[1] = self.optimizer.step(self.model.gradient, lr)
         spans = self._attention_meter.take() if self._attention_meter else []
         before, self._last_mark = self._last_mark, self.clock.mark()
         return StepResult(batches, lr, measure.on_the_way(numbers), (before, self._last_mark), spans,
                           self.passes.num_overflows)  # fmt: skip
 
-    def bits_per_byte(self, batches: Sequence[MicroBatch]) -> float:
+    def bits_per_byte(self, batches: Sequence[MicroBatch], check: Check = go_on) -> float:
         """Bits that the model needs for these documents, ends included, per byte. Waits for the GPU.
 
         Groups that get nothing in the last round compute what another one does, and do not count it: graphs are
-        captured and replayed by all ranks together.
+        captured and replayed by all ranks together. check is called before every round.
         """
         total, grid = self.xp.zeros(1, np.float32), self.grid
-        num_bytes = sum(batch.num_bytes for batch in batches)
+        num_bytes = max(1, sum(batch.num_bytes for batch in batches))
         for dealt in data.grouped(iter(batches), grid.num_groups):
+            check()
             missing = grid.num_groups - len(dealt)
             loss = self.passes.loss([*dealt, *dealt[:1] * missing], num_bytes)
             if grid.group < len(dealt):
@@ -117,10 +119,10 @@ class Trainer:
             self._attention_meter.take()
         self._last_mark = self.clock.mark()
 
-    def state(self, step: int, position: Position, settings: dict[str, Any]) -> Checkpoint:
+    def state(self, step: int, position: Position, settings: dict[str, Any], validated: bool) -> Checkpoint:
         """The checkpoint after a step."""
-        optimizer = {name: _to_host(x) for name, x in self.optimizer.state.items()}
-        return Checkpoint(self.model.config, step, position, settings, _to_host(self.model.weights), optimizer)
+        weights, optimizer = _to_host(self.model.weights), {n: _to_host(x) for n, x in self.optimizer.state.items()}
+        return Checkpoint(self.model.config, step, position, settings, weights, optimizer, validated)
 
     def restore(self, saved: Checkpoint) -> None:
         """Takes weights and optimizer over from a checkpoint, which has to be the same on all ranks."""

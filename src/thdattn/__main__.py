@@ -1,5 +1,6 @@
-"""The command line, `python -m thdattn`: what this machine has (info), whether it computes right (check), how to spread
-a pack over ranks (advise), and how many documents a CUDA graph should take (pack-stats)."""
+"""The command line, `python -m thdattn`: what this machine has (info), whether it computes right (check, or fuzz
+for some time), how to spread a pack over ranks (advise), and how many documents a CUDA graph should take (pack-stats).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import thdattn
-from thdattn import advise, pack_stats
+from thdattn import advise, fuzz, pack_stats
 from thdattn.check import check
 from thdattn.info import info
 
@@ -20,8 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: as after `python -m thdattn`; those of the process by default.
 
     Returns:
-        The exit status: 0; 1 if `check` found a wrong result, 2 if `advise` or `pack-stats` cannot use what it was
-            given.
+        The exit status: 0; 1 if `check` or `fuzz` found a wrong result, 2 if a command cannot use what it was given.
     """
     parser = argparse.ArgumentParser(prog="python -m thdattn", description=__doc__)
     parser.add_argument("--version", action="version", version=f"thdattn {thdattn.__version__}")
@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "check", help="run packs and masks of every kind against float64; under mpiexec on the real ranks"
     )
     checker.add_argument("--engine", choices=("auto", "cuda", "reference"), default="auto")
+    fuzz.add_arguments(commands.add_parser(
+        "fuzz", help="run random packs against float64 for some time; under mpiexec on the real ranks"))
     advise.add_arguments(commands.add_parser("advise", help="what every way to spread a pack costs, and which to take"))
     pack_stats.add_arguments(
         commands.add_parser("pack-stats", help="documents per pack, and how many a CUDA graph should take")
@@ -38,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.command in ("advise", "pack-stats"):
         return advise.advise(chosen) if chosen.command == "advise" else pack_stats.pack_stats(chosen)
+    if chosen.command == "fuzz":
+        return fuzz.fuzz(chosen)
     return info() if chosen.command == "info" else check(chosen.engine)
 
 

@@ -104,6 +104,11 @@ def as_softcap(value: Any) -> float:
     return _as_positive("softcap", value, "0 is no cap")
 
 
+def as_norm_eps(value: Any) -> float:
+    """The number added to a mean square, as a float; TypeError if it is no number, ValueError if it is not > 0."""
+    return _as_positive("norm_eps", value, "1e-5 is usual")
+
+
 def _as_positive(name: str, value: Any, remedy: str) -> float:
     try:
         if isinstance(value, (bool, np.bool_, str, bytes)) or is_array(value):

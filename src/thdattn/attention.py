@@ -15,15 +15,19 @@ from thdattn.checks import as_rows, as_sinks, check_plan, check_same
 from thdattn.comm import Comm
 from thdattn.engines import as_engine_dtype, check_head_dims, choose_engine
 from thdattn.flops import Flops, attention_flops
+from thdattn.handles import give_handle
+from thdattn.mask import visible_pairs
 from thdattn.memory import Layer, Memory
 from thdattn.methods import all_gather
 from thdattn.methods.all_gather import Keys
 from thdattn.methods.call import Call, Tensors
 from thdattn.methods.choice import Choice, keeps_keys
 from thdattn.packing import PackedBatch, as_like
-from thdattn.plan import NO_ARRAYS, Plan, check_key_batch, visible_pairs
+from thdattn.plan import NO_ARRAYS, Plan
 from thdattn.saved import Saved, check_keys, check_saved
 from thdattn.sharding import Sharding
+
+_SAME_PLAN = "pass every rank the same batch and sharding, and make CPAttention with the same arguments"
 
 
 class CPAttention:
@@ -110,7 +114,6 @@ class CPAttention:
         check_head_dims(self._engine, self.head_dim, self.v_head_dim)
         self._tiles = self._engine.tiles(self.head_dim, self.v_head_dim)
         self._lengths: Any = None  # of the last plan, if they lie on a GPU
-        self._estimate = room.Estimate()
         self._calls: WeakKeyDictionary[Plan, Call] = WeakKeyDictionary()
         self._plans = {
             "cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": self.window, "engine": self.engine,
@@ -121,7 +124,14 @@ class CPAttention:
             "v_head_dim": self.v_head_dim, "softmax_scale": self.softmax_scale, "dtype": self.dtype,
             "deterministic": self.deterministic, "softcap": self.softcap, "sinks": self.sinks,
         }
+        self._asked = {
+            **self._saves, "dtype": self.dtype.name, "causal": self.causal, "window": self.window,
+            "engine": self.engine, "cp_comm_type": self.cp_comm_type, "head_groups": self.head_groups,
+            "keep_keys": self.keep_keys,
+        }
         self._caches = {name: {**self._plans, **self._saves}[name] for name in CACHE_TRAITS}
+        self._handle: Any  # by which thdattn.torch finds it again in code that torch.compile made
+        give_handle(self)
 
     def __repr__(self) -> str:
         layer = {**self._saves, "causal": self.causal, "window": self.window, "engine": repr(self.engine),
@@ -163,11 +173,10 @@ class CPAttention:
         """
         plan = self._outline(batch, sharding, key_batch, like, finite_padding)
         forward_only = as_bool("forward_only", forward_only)
-        fingerprint, refusal, self._lengths = 0, planning.found_wrong(self._lengths), None
+        refusal, self._lengths = planning.found_wrong(self._lengths), None
         if self.comm.size > 1:
-            fingerprint, memory = self._fingerprint(plan), self._estimate(plan, self._memory)
-            refusal = refusal or room.shortage(self._engine, self.comm, memory, forward_only)
-        self.comm.agree("the plan's batch, sharding and attention", fingerprint, refusal)
+            refusal = refusal or room.shortage(self._engine, self.comm, self._memory(plan), forward_only)
+        self.comm.agree("the plan", self._description(plan), refusal, _SAME_PLAN)
         plan = planning.with_arrays(plan)
         self._lengths = plan.arrays.lengths
         room.note(self.comm, plan)
@@ -226,7 +235,7 @@ class CPAttention:
         """A plan without its arrays."""
         sharding = self.sharding(batch, sharding)
         if key_batch is not None:
-            check_key_batch(key_batch, batch, self.comm.size)
+            planning.check_key_batch(key_batch, batch, self.comm.size)
         plan = Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, NO_ARRAYS,
                     self._engine, key_batch, as_like(like), as_bool("finite_padding", finite_padding))
         return planning.with_core(plan, self._choice.inner)
@@ -258,19 +267,20 @@ class CPAttention:
 
         Raises:
             TypeError: an array of the wrong dtype or on the wrong device, or a plan that is none.
-            ValueError: an array of the wrong shape, a plan of another rank, size, mask, engine or head dim, or one
-                whose lengths the GPU has found wrong meanwhile.
+            ValueError: an array of the wrong shape, a plan of another rank, size, mask, engine or head dim, or on one
+                rank one whose lengths the GPU has found wrong meanwhile. Over several ranks out is NaN then.
         """
-        check_plan(plan, self._plans)
-        return_max_logit = as_bool("return_max_logit", return_max_logit)
-        q = self._checked("q", q, (plan.local_rows, self.num_heads, self.head_dim))
-        gathered = self._gathered(keys, k, v, plan)
-        k, v = self._checked_keys(*((k, v) if keys is None else (keys.k, keys.v)), plan)
-        sinks = as_sinks(self._engine, sinks, self.num_heads, self.dtype, self.sinks)
+        with self.comm.checked("attention forward", self._description, plan):
+            check_plan(plan, self._plans)
+            return_max_logit = as_bool("return_max_logit", return_max_logit)
+            q = self._checked("q", q, (plan.local_rows, self.num_heads, self.head_dim))
+            gathered = self._gathered(keys, k, v, plan)
+            k, v = self._checked_keys(*((k, v) if keys is None else (keys.k, keys.v)), plan)
+            sinks = as_sinks(self._engine, sinks, self.num_heads, self.dtype, self.sinks)
         call = self._call(plan) if sinks is None else self._call(plan)._replace(sinks=sinks)
         out, lse, max_logit, kept = self._choice.method(plan).forward(
             self._engine, self._choice.ranks, plan, q, k, v, call, return_max_logit, **gathered)
-        return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, kept, sinks)
+        return out, Saved(q, k, v, out, lse, max_logit, plan, self._saves, kept, sinks, plan.generation)
 
     def gather(self, k: Any, v: Any, plan: Plan) -> Keys:
         """Starts to gather the keys and values of all ranks, for a forward or backward to come. Collective.
@@ -292,10 +302,13 @@ class CPAttention:
         Raises:
             TypeError, ValueError: as forward; also a ValueError if two are on their way.
         """
-        check_plan(plan, self._plans)
-        self._choice.check_gathers("gather was called", plan)
-        checked = self._checked_keys(k, v, plan)
-        return all_gather.gather(self._engine, self._choice.ranks, plan, *checked, self._groups(plan), given=(k, v))
+        with self.comm.checked("attention gather", self._description, plan):
+            check_plan(plan, self._plans)
+            self._choice.check_gathers("gather was called", plan)
+            checked = self._checked_keys(k, v, plan)
+        keys = all_gather.gather(self._engine, self._choice.ranks, plan, *checked, self._groups(plan), given=(k, v))
+        keys.generation = plan.generation
+        return keys
 
     def can_gather(self, plan: Plan) -> bool:
         """Whether gather may be called with this plan: whether keys and values alone travel, and all of them."""
@@ -314,7 +327,8 @@ class CPAttention:
             sinks also dsinks: what this rank's rows give to their gradient, to be summed over ranks as of weights.
 
         Raises:
-            TypeError, ValueError: as forward; also a ValueError for a saved of another attention.
+            TypeError, ValueError: as forward; also a ValueError for a saved of another attention, or of lengths that
+                its plan no longer has.
         """
         dq, dk_dv = self._backward(dout, saved, keys, at_once=True)
         return dq, *dk_dv()
@@ -338,17 +352,18 @@ class CPAttention:
     def _backward(
         self, dout: Any, saved: Saved, keys: Keys | None, at_once: bool
     ) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
-        check_kind("saved", saved, Saved, "pass the one that forward returned")
-        check_same("saved was made with", saved.made_with, self._saves, "pass what this attention's forward returned")
-        plan = saved.plan
-        check_plan(plan, self._plans)
-        dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))
-        check_saved(saved, type(dout))
+        with self.comm.checked("attention backward", lambda of: self._description(of.plan), saved):
+            check_kind("saved", saved, Saved, "pass the one that forward returned")
+            remedy = "pass what this attention's forward returned"
+            check_same("saved was made with", saved.made_with, self._saves, remedy)
+            plan = saved.plan
+            check_plan(plan, self._plans)
+            dout = self._checked("dout", dout, (plan.local_rows, self.num_heads, self.v_head_dim))
+            check_saved(saved, type(dout))
+            gathered = self._gathered(None if saved.keys is not None else keys, saved.k, saved.v, plan)
         tensors = Tensors(saved.q, saved.k, saved.v, saved.out, saved.lse, saved.keys)
-        keys = None if saved.keys is not None else keys
         dq, dk_dv = self._choice.method(plan).backward(
-            self._engine, self._choice.ranks, plan, dout, tensors, self._call(plan), at_once,
-            **self._gathered(keys, saved.k, saved.v, plan))
+            self._engine, self._choice.ranks, plan, dout, tensors, self._call(plan), at_once, **gathered)
         if not self.sinks:
             return dq, dk_dv
         dsinks = self._engine.sinks_grad(dout, saved.out, saved.lse, saved.sinks)
@@ -440,9 +455,6 @@ class CPAttention:
         both = plan.local_key_rows, self.num_kv_heads
         return self._checked("k", k, (*both, self.head_dim)), self._checked("v", v, (*both, self.v_head_dim))
 
-    def _fingerprint(self, plan: Plan) -> int:
-        """A number that differs where ranks would run collectives of different sizes or mask differently."""
-        return planning.fingerprint(
-            plan, self.window, self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim, self.softmax_scale,
-            self.dtype.name, self.engine, self.head_groups, self.keep_keys, self.cp_comm_type, self.softcap, self.sinks,
-        )
+    def _description(self, plan: Plan) -> dict[str, Any]:
+        """Return the fields in which ranks must agree, by name."""
+        return planning.description(plan, self._asked)

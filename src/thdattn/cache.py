@@ -11,6 +11,7 @@ import numpy as np
 
 from thdattn.arguments import as_count, check_kind
 from thdattn.buffers import Kept
+from thdattn.mask import most_in_sight
 from thdattn.plan import Plan
 
 T = TypeVar("T")
@@ -102,9 +103,8 @@ class KVCache:
 
     @property
     def longest_range(self) -> int:
-        """As many keys a query sees at most."""
-        left, right = self.window
-        return min(self.capacity, left + right + 1) if min(left, right) >= 0 else self.capacity
+        """Most keys that a query sees."""
+        return most_in_sight(self.window, self.capacity)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """What `make` returned when it was first called for this key: what a cache's calls have in common; see Kept."""

@@ -55,15 +55,24 @@ def as_sinks(engine: Any, sinks: Any, num_heads: int, dtype: np.dtype[Any], want
 
 
 def check_plan(plan: Plan, wanted: dict[str, Any]) -> None:
-    """Raises for a plan of another attention, or from lengths that the GPU has found wrong meanwhile; enters it.
+    """Raise for a plan of another attention, or on one rank from lengths that the GPU has found wrong; enter it.
 
     Args:
         wanted: what plan.made_for has to be.
     """
     check_kind("plan", plan, Plan, "make it with attn.plan(batch)")
     check_same("plan was made for", plan.made_for, wanted, "make it with this attention's plan(batch)")
-    plan.check(wait=False)
+    raise_if_told(plan)
     plan.enter()
+
+
+def raise_if_told(plan: Plan) -> None:
+    """Raise for lengths that the GPU has found wrong, as far as the host of one rank knows.
+
+    Of several ranks one may be told before the others, who would wait for it: their next plan raises on all.
+    """
+    if plan.cp_size == 1:
+        plan.check(wait=False)
 
 
 def check_same(what: str, made: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:

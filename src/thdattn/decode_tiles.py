@@ -80,6 +80,11 @@ class MixerDecode:
         return self._instance("thd_mixer_decode", self.state_dim, self.rows)
 
     @property
+    def thd_mixer_decode_ungated(self) -> Instance:
+        """The same for a norm, which gates."""
+        return self._instance("thd_mixer_decode_ungated", self.state_dim, self.rows)
+
+    @property
     def thd_mixer_fill_rows(self) -> Instance:
         """The last rows of sequences."""
         return self._instance("thd_mixer_fill_rows")

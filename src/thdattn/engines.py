@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
+from functools import cache
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - makes "bfloat16" a dtype to NumPy
@@ -11,6 +13,9 @@ from numpy.typing import DTypeLike
 
 from thdattn.arguments import as_choice, shown
 from thdattn.comm import Comm
+from thdattn.install import expects_gpu
+
+logger = logging.getLogger("thdattn")
 
 ENGINES = {"cuda": "thdattn.ops", "reference": "thdattn.reference"}
 
@@ -30,7 +35,8 @@ def choose_engine(engine: str, comm: Comm) -> tuple[Any, str]:
     engine = as_choice("engine", engine, ("auto", *ENGINES))
     obstacle = None
     if engine != "reference":
-        obstacle = f"a comm of backend {comm.name!r} moves host arrays" if "cuda" not in comm.devices else _no_gpu()
+        moves_none = comm.no_gpus or f"a comm of backend {comm.name!r} moves host arrays"
+        obstacle = _no_gpu() if "cuda" in comm.devices else moves_none
     if engine == "cuda" and obstacle:
         raise (RuntimeError if "cuda" in comm.devices else ValueError)(
             f"engine is 'cuda', but {obstacle}; use engine='reference', or a comm and machine with GPUs"
@@ -38,6 +44,8 @@ def choose_engine(engine: str, comm: Comm) -> tuple[Any, str]:
     why: str | None = "asked for"
     if engine == "auto":
         engine, why = ("reference", obstacle) if obstacle else ("cuda", "a GPU is usable")
+        if obstacle and "cuda" in comm.devices and expects_gpu():
+            _warn_once(obstacle)
     module = importlib.import_module(ENGINES[engine])
     if module.device not in comm.devices:
         raise ValueError(
@@ -45,6 +53,11 @@ def choose_engine(engine: str, comm: Comm) -> tuple[Any, str]:
             f"{' and '.join(sorted(comm.devices))} arrays; use engine='cuda', or thdattn.comm.init('mpi')"
         )
     return module, str(why)
+
+
+@cache
+def _warn_once(obstacle: str) -> None:
+    logger.warning("thdattn computes with NumPy (engine 'reference'), not on a GPU: %s", obstacle)
 
 
 def _no_gpu() -> str | None:

@@ -96,9 +96,11 @@ def mixer_forward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
 def mixer_backward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
     """Those that backwards write to besides."""
     rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
-    return {"dchannels": num_bytes((rows, shape.channels), shape.dtype),
+    made = {"dchannels": num_bytes((rows, shape.channels), shape.dtype),
             "ddt": num_bytes((rows, shape.num_heads), shape.sum_dtype),
             "shares of dA and dD": num_bytes((chunks, 2, shape.num_heads), shape.sum_dtype)}  # fmt: skip
+    of_norm = {"shares of dnorm_weight": num_bytes((chunks, shape.d_inner), shape.sum_dtype)} if shape.norm else {}
+    return made | of_norm
 
 
 def mixer_conv_states(
@@ -127,7 +129,7 @@ def mixer_conv_bwd(
         ends: (2, reach, channels), the same: the gradients of the halo, and of the last rows of x, B and C, as far as
             they come from this rank's rows.
     """
-    dchannels, ddt, shares = gradients
+    dchannels, ddt, shares, of_norm = gradients
     _, xbc, raw = shape.parts(zxbcdt)
     _, dxbc, draw = shape.parts(dzxbcdt)
     valid, reach, num_rows = valid_rows(plan), shape.reach, len(zxbcdt)
@@ -145,8 +147,8 @@ def mixer_conv_bwd(
     draw[...] = dsharp.astype(draw.dtype)
     of_rates, of_d = _sum_of_rows(shares)
     dweights = Mamba2Weights(
-        conv_weight, _sum_of_rows(dpre), -np.exp(weights.A_log) * of_rates, of_d, _sum_of_rows(dsharp)
-    )
+        conv_weight, _sum_of_rows(dpre), -np.exp(weights.A_log) * of_rates, of_d, _sum_of_rows(dsharp),
+        None if of_norm is None else _sum_of_rows(of_norm))
     tail = np.zeros((reach, shape.channels), slopes.dtype)
     count = min(reach, num_rows)
     tail[reach - count :] = extended[reach + num_rows - count :]

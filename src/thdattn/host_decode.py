@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.cache import KVCache
+from thdattn.mask import in_sight
 from thdattn.plan import Plan
 
 Array = NDArray[Any]
@@ -64,7 +65,7 @@ def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
         key_ranges: (num_texts * new_rows, 2) int32, what the new rows see as queries, as rows text * capacity + row;
             (0, 0) in a text that does not fit.
     """
-    new_rows, (left, right) = len(k) // cache.num_texts, cache.window
+    new_rows = len(k) // cache.num_texts
     before = cache.lengths.copy()
     fits = before <= cache.capacity - new_rows
     cache.lengths[...] = np.where(fits, before + new_rows, cache.capacity + 1)
@@ -72,9 +73,8 @@ def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
         there, here = slice(before[text], cache.lengths[text]), slice(text * new_rows, (text + 1) * new_rows)
         cache.k[text, there], cache.v[text, there] = k[here], v[here]
     position, length = before[:, None] + np.arange(new_rows), cache.lengths[:, None]
-    begin = np.maximum(0, position - left) if left >= 0 else np.zeros_like(position)
-    end = np.minimum(length, position + right + 1) if right >= 0 else np.broadcast_to(length, position.shape)
-    ranges = np.stack([begin, end], axis=2) + cache.capacity * np.arange(cache.num_texts)[:, None, None]
+    seen = np.stack(in_sight(position, length, length, cache.window), axis=2)
+    ranges = seen + cache.capacity * np.arange(cache.num_texts)[:, None, None]
     ranges[~fits] = 0
     return ranges.reshape(-1, 2).astype(np.int32)
 

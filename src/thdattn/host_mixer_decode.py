@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thdattn.host_mixer_gate import gated_norm
 from thdattn.host_ssd import CHUNK, Activations, rounded, silu, softplus
 from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.plan import Plan
@@ -46,7 +47,9 @@ def mixer_decode(
     kept = np.exp(-np.exp(weights.A_log) * dt)[:, :, None, None] * states[active]
     states[active] = kept + (dt[:, :, None] * x)[..., None] * b[:, :, None]
     y = (states[active] @ c[..., None])[..., 0] + weights.D[:, None] * x
-    out[active] = (y.reshape(z.shape) * silu(z.astype(shape.sum_dtype))).astype(out.dtype)
+    y, z = y.reshape(z.shape), z.astype(shape.sum_dtype)
+    made = gated_norm(y, z, weights.norm_weight, shape.norm) if shape.norm else y * silu(z)
+    out[active] = made.astype(out.dtype)
     return out
 
 

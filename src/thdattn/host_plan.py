@@ -1,4 +1,4 @@
-"""The arrays of a plan from lengths on the host, in NumPy: the rule of the mask on positions, as ranges of rows."""
+"""The arrays of a plan from lengths on the host, in NumPy: what positions see, as ranges of rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from thdattn.mask import in_sight, transposed
 from thdattn.packing import PackedBatch
 from thdattn.plan import PlanArrays
 from thdattn.routes import needed_rows
@@ -40,8 +41,8 @@ def host_arrays(
     if key_rows is None:
         key_rows = np.arange(keys_there.total_rows, dtype=np.int32)
     queries, keys = _locate(rows, batch, keys_there), _locate(key_rows, keys_there, batch)
-    key_ranges = _ranges_in(key_rows, _in_sight(queries, window))
-    query_ranges = _ranges_in(rows, _in_sight(keys, window[::-1]))
+    key_ranges = _ranges_in(key_rows, _rows_in_sight(queries, window))
+    query_ranges = _ranges_in(rows, _rows_in_sight(keys, transposed(window)))
     return PlanArrays(
         rows=rows,
         positions=queries.position,
@@ -63,7 +64,7 @@ def key_ranges(
     if keys_of is None and sharding.by_runs:
         needed = needed_rows(batch, sharding.cp_size, window, sharding.local_rows)
         rows_of_keys = needed.key_side(cp_rank).rows_of_keys.filled()
-    ranges = _in_sight(_locate(sharding.rows(cp_rank), batch, batch), window)
+    ranges = _rows_in_sight(_locate(sharding.rows(cp_rank), batch, batch), window)
     return ranges if rows_of_keys is None else _ranges_in(rows_of_keys, ranges)
 
 
@@ -116,15 +117,9 @@ def _locate(rows: NDArray[np.int32], batch: PackedBatch, other: PackedBatch) -> 
     return _Located(*(np.where(inside, x, np.int32(0)) for x in found))
 
 
-def _in_sight(rows: _Located, window: tuple[int, int]) -> NDArray[np.int32]:
-    """[begin, end) rows of the other side within window of each row: the rule of the mask on positions, as a range.
-
-    The last positions of both sides are the same place. Seen from the keys, the sides of the window swap.
-    """
-    left, right = window
-    place = rows.position + rows.other_length - rows.length
-    first = np.maximum(0, place - left) if left >= 0 else np.zeros_like(place)
-    last = np.minimum(rows.other_length, place + right + 1) if right >= 0 else rows.other_length
+def _rows_in_sight(rows: _Located, window: tuple[int, int]) -> NDArray[np.int32]:
+    """Return [begin, end), the rows of the other side that each row sees; (0, 0) for none, as of padding."""
+    first, last = in_sight(rows.position, rows.length, rows.other_length, window)
     ranges: NDArray[np.int32] = np.stack([rows.other_begin + first, rows.other_begin + last], axis=1)
     ranges[(rows.position >= rows.length) | (first >= last)] = 0
     return ranges

@@ -69,10 +69,10 @@ def to_rank_order(
 
 
 def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
-    """Some rows of two arrays, one behind another: into[t] = x[order[t]], as they are sent to other ranks.
+    """Put row order[t] of each array at t, as rows are sent to other ranks or moved between two orders.
 
     Args:
-        xs: (rows, ...), which may be some of the heads of larger ones.
+        xs: any number of (rows, ...), which may be some of the heads of larger ones.
         order: (num_rows,) int32; a row of -1 becomes 0.
         into: (num_rows, ...), of the dtype of xs.
     """

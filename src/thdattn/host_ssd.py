@@ -1,4 +1,4 @@
-"""The state space recurrence of a Mamba-2 mixer and its gate in NumPy, forward and backward, chunk by chunk.
+"""The state space recurrence of a Mamba-2 mixer in NumPy, forward and backward, chunk by chunk; and its gate, forward.
 
 Row i keeps a state s_i = exp(a_i) s_(i-1) + dt_i x_i B_i^T per head, which starts from 0 with every sequence, and makes
 y_i = s_i C_i + D x_i of it. Inside a chunk of rows that is attention with decays instead of a softmax, and a chunk as a
@@ -56,11 +56,13 @@ class Gradients(NamedTuple):
     channels: (local_rows, channels), of x, B and C behind the convolution, in the dtype of the mixer.
     ddt: (local_rows, num_heads), float32 (float64).
     shares: (segments, 2, num_heads), what each segment gives to the gradients of A and D.
+    of_norm: (segments, d_inner), what each gives to that of norm_weight; None without a norm.
     """
 
     channels: Array
     ddt: Array
     shares: Array
+    of_norm: Any
 
 
 class _Chunks(NamedTuple):
@@ -222,14 +224,15 @@ def ssd_scan(
     act: Activations, zxbcdt: Array, states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
     into: tuple[Array, Array],
 ) -> None:
-    """y of some segments, and out = y * silu(z).
+    """y of some segments, and out = y * silu(z), which a mixer with a norm makes by mixer_norm instead.
 
     Args:
         zxbcdt: (local_rows, columns), of which it reads z.
         states: in front of each segment, from ssd_fold and ssd_enter.
         d: the weights D.
         segments: which ones.
-        into: y and out, (local_rows, d_inner) in the dtype of the mixer; they get their rows, out 0 on padding.
+        into: y and out, (local_rows, d_inner) in the dtype of the mixer; they get their rows, out 0 on padding, unless
+            there is a norm.
     """
     y, out = into
     z, valid = shape.parts(zxbcdt)[0], valid_rows(plan)
@@ -240,39 +243,8 @@ def ssd_scan(
         rows = _rows_of(here, len(y))
         made = _in_rows(made, len(y[rows]))
         y[rows] = made.astype(y.dtype)
-        out[rows] = np.where(valid[rows], made * silu(cleared(z[rows], valid[rows], shape)), 0).astype(out.dtype)
-
-
-def mixer_gate_states(
-    dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
-    into: Gradients,
-) -> tuple[Array, Array, Array]:
-    """mixer_gate_bwd, then ssd_dstates of what it makes; here one after the other.
-
-    Returns:
-        dy, see mixer_gate_bwd; then dstates and decays, see ssd_dstates.
-    """
-    dy = mixer_gate_bwd(dout, zxbcdt, y, act, plan, shape, dzxbcdt, into)
-    return dy, *ssd_dstates(act, dy, plan, shape)
-
-
-def mixer_gate_bwd(
-    dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
-    into: Gradients,
-) -> Array:
-    """dy = dout * silu(z), (local_rows, d_inner) in the dtype of the mixer; and dz, the first columns of dzxbcdt.
-
-    Args:
-        into: from ssd_gradients; it gets the shares of D, of which dy is not yet rounded.
-    """
-    valid = valid_rows(plan)
-    z, dout = (cleared(x, valid, shape) for x in (shape.parts(zxbcdt)[0], dout))
-    shape.parts(dzxbcdt)[0][...] = (dout * y.astype(z.dtype) * slope(z)).astype(dzxbcdt.dtype)
-    dy = dout * silu(z)
-    x = shape.split(act.channels)[0].astype(dy.dtype)
-    of_rows = (dy.reshape(x.shape) * x).sum(axis=2)
-    into.shares[:, 1] = in_chunks(of_rows).sum(axis=1)
-    return dy.astype(shape.dtype)
+        if shape.norm is None:
+            out[rows] = np.where(valid[rows], made * silu(cleared(z[rows], valid[rows], shape)), 0).astype(out.dtype)
 
 
 def ssd_gradients(plan: Plan, shape: MixerShape) -> Gradients:
@@ -282,6 +254,7 @@ def ssd_gradients(plan: Plan, shape: MixerShape) -> Gradients:
         plan.buffer("dchannels", (rows, shape.channels), shape.dtype),
         plan.buffer("ddt", (rows, shape.num_heads), shape.sum_dtype),
         plan.buffer("shares of dA and dD", (segments, 2, shape.num_heads), shape.sum_dtype),
+        plan.buffer("shares of dnorm_weight", (segments, shape.d_inner), shape.sum_dtype) if shape.norm else None,
     )
 
 
@@ -297,7 +270,7 @@ def ssd_bwd(
         segments: which ones.
         into: from ssd_gradients; it gets their rows, and shares of A.
     """
-    dchannels, ddt, shares = into
+    dchannels, ddt, shares, _ = into
     rates = -np.exp(weights.A_log)
     for here, chunks in _blocks(act, plan, shape, segments):
         dout = _by_head(dy, here, shape)

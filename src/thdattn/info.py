@@ -206,7 +206,7 @@ def _transport(comm: Comm) -> str:
     if isinstance(comm, NcclComm):
         return f"nccl: {comm.no_peer_memory}" if comm.no_peer_memory else "peer: the ranks see each other's memory"
     if comm.size > 1:
-        return f"none: a comm of backend {comm.name!r} moves host arrays"
+        return f"none: {comm.no_gpus or f'a comm of backend {comm.name!r} moves host arrays'}"
     try:
         from cupy.cuda import runtime
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib import metadata
 from pathlib import Path
 
+DEVICE, DRIVER = "/dev/nvidia0", "/proc/driver/nvidia"
 FOLDER = Path(__file__).resolve().parent
 
 
@@ -20,6 +22,12 @@ def remedy(extra: str) -> str:
         return f'pip install -e "{clone}[{extra}]"'
     origin = _origin()
     return f'pip install "thdattn[{extra}] @ {origin}"' if origin else f'pip install "thdattn[{extra}]"'
+
+
+def expects_gpu() -> bool:
+    """Tell whether the user expects a GPU: this machine has an NVIDIA device, or CUDA_VISIBLE_DEVICES is set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return bool(visible) or (visible is None and any(Path(path).exists() for path in (DEVICE, DRIVER)))
 
 
 def _origin() -> str:

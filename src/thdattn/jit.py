@@ -1,6 +1,7 @@
 """CUDA source to a loaded kernel: NVRTC to a cubin, kept by kernel_cache, and the launch attributes.
 
-No host compiler and no headers are needed, and a cubin for any architecture can be built on a machine without a GPU.
+NVRTC gets the files that a kernel includes from memory: no host compiler and no other headers are needed, and a cubin
+for any architecture can be built on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,89 +35,43 @@ def device_arch() -> str:
     return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
-# Which files make up the source of a kernel, in this order, its own last; some are written by Python.
-GENERATED = {
-    "wgmma.wrappers()": lambda: wgmma.wrappers(tiles.WGMMA_COLUMNS),
-    "structs.checks()": structs.checks,
+GENERATED: dict[str, Callable[[], str]] = {
+    "generated/struct_checks.cuh": structs.checks,
+    "generated/wgmma.cuh": lambda: wgmma.wrappers(tiles.WGMMA_COLUMNS),
 }
-_ROWS = ("kernels/common.cuh", "structs.checks()", "kernels.cu")
-_PORTABLE = ("kernels/common.cuh", "structs.checks()", "kernels/logits.cuh", "kernels/portable/common.cuh")
-_HOPPER = ("kernels/common.cuh", *GENERATED, "kernels/logits.cuh", "kernels/hopper/common.cuh")
-_HOPPER_BACKWARD = (*_HOPPER, "kernels/homes.cuh", "kernels/hopper/backward_common.cuh")
-_HOPPER_TILES = (*_HOPPER_BACKWARD, "kernels/hopper/query_side.cuh", "kernels/hopper/backward_tiles.cuh")
-_HOPPER_WIDE = (*_HOPPER_BACKWARD, *(f"kernels/hopper/{file}" for file in ("cluster.cuh", "wide_tiles.cuh", "wide.cu")))
-_PORTABLE_BACKWARD = (*_PORTABLE, "kernels/homes.cuh", "kernels/portable/backward.cu")
-_MAMBA = (*_PORTABLE, "kernels/mamba/common.cuh")
-_MAMBA_BACKWARD = (*_MAMBA, "kernels/mamba/backward_common.cuh")
-_MAMBA_HOPPER = (*_HOPPER, "kernels/portable/common.cuh", "kernels/mamba/common.cuh", "kernels/mamba/hopper.cuh")
-_MAMBA_HOPPER_BACKWARD = (*_MAMBA_HOPPER, "kernels/mamba/backward_common.cuh", "kernels/mamba/fragments_sm90.cuh")
-_CONV_STATES = (*_MAMBA_HOPPER, "kernels/mamba/conv.cu", "kernels/mamba/conv_states_sm90.cu")
-_MIXER_DECODE = (*_MAMBA, "kernels/mamba/decode.cu")
-FILES = {
-    "thd_reorder": _ROWS,
-    "thd_meet": (*_ROWS, "kernels/meeting.cu"),
-    "thd_plan_check": _ROWS,
-    "thd_plan_rows": _ROWS,
-    "thd_plan_pieces": _ROWS,
-    "thd_plan_ranges": _ROWS,
-    "thd_plan_tile_cost": _ROWS,
-    "thd_plan_tile_order": _ROWS,
-    "thd_plan_parts": _ROWS,
-    "thd_plan_pairs": _ROWS,
-    "thd_plan_poison": _ROWS,
-    "thd_sum": ("kernels/common.cuh", "structs.checks()", "kernels/sum.cu"),
-    "thd_cache_append": (*_ROWS, "kernels/cache.cu"),
-    "thd_cache_fill": (*_ROWS, "kernels/cache.cu"),
-    "thd_mixer_decode_conv": _MIXER_DECODE,
-    "thd_mixer_decode": _MIXER_DECODE,
-    "thd_mixer_fill_rows": _MIXER_DECODE,
-    "thd_mixer_fill": _MIXER_DECODE,
-    "thd_attn_sinks_grad": ("kernels/common.cuh", "kernels/sinks.cu"),
-    "thd_attn_fwd": (*_PORTABLE, "kernels/portable/forward.cu"),
-    "thd_attn_delta": _PORTABLE_BACKWARD,
-    "thd_attn_bwd": _PORTABLE_BACKWARD,
-    "thd_attn_bwd_dq": _PORTABLE_BACKWARD,
-    "thd_attn_round": _PORTABLE_BACKWARD,
-    "thd_attn_decode": (*_PORTABLE, "kernels/portable/decode.cu"),
-    "thd_mixer_conv": (*_MAMBA, "kernels/mamba/conv.cu"),
-    "thd_ssd_states": (*_MAMBA, "kernels/mamba/scan.cu"),
-    "thd_ssd_fold": (*_MAMBA, "kernels/mamba/scan.cu"),
-    "thd_ssd_start": (*_MAMBA, "kernels/mamba/scan.cu"),
-    "thd_ssd_enter": (*_MAMBA, "kernels/mamba/scan.cu"),
-    "thd_ssd_scan": (*_MAMBA, "kernels/mamba/scan.cu"),
-    "thd_ssd_states_sm90": (*_MAMBA_HOPPER, "kernels/mamba/states_sm90.cu"),
-    "thd_ssd_scan_sm90": (*_MAMBA_HOPPER, "kernels/mamba/scan_sm90.cu"),
-    "thd_ssd_conv_states_sm90": _CONV_STATES,
-    "thd_mixer_gate_bwd": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
-    "thd_ssd_dstates": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
-    "thd_ssd_chunk_states": (*_MAMBA_BACKWARD, "kernels/mamba/scan_backward.cu"),
-    "thd_ssd_bwd": (*_MAMBA_BACKWARD, "kernels/mamba/chunk_backward.cuh", "kernels/mamba/chunk_backward.cu"),
-    "thd_ssd_gate_states_sm90": (*_MAMBA_HOPPER_BACKWARD, "kernels/mamba/gate_states_sm90.cu"),
-    "thd_ssd_chunk_states_sm90": (*_MAMBA_HOPPER_BACKWARD, "kernels/mamba/scan_backward_sm90.cu"),
-    "thd_ssd_bwd_sm90": (
-        *_MAMBA_HOPPER_BACKWARD, *(f"kernels/mamba/chunk_backward_sm90.{end}" for end in ("cuh", "cu"))),
-    "thd_mixer_conv_bwd": (*_MAMBA, "kernels/mamba/conv_backward.cu"),
-    "thd_mixer_sum": (*_MAMBA, "kernels/mamba/conv_backward.cu"),
-    "thd_mixer_add_halos": (*_MAMBA, "kernels/mamba/conv_backward.cu"),
-    "thd_attn_pieces_sm90": (*_HOPPER, "kernels/hopper/pieces.cuh"),
-    "thd_attn_fwd_sm90": (
-        *_HOPPER, *(f"kernels/hopper/{file}" for file in ("softmax.cuh", "pieces.cuh", "forward.cu"))),
-    "thd_attn_shares_sm90": _HOPPER_BACKWARD,
-    "thd_attn_bwd_sm90": (*_HOPPER_TILES, "kernels/hopper/backward.cu"),
-    "thd_attn_bwd_pair_sm90": (*_HOPPER_TILES, "kernels/hopper/pair.cu"),
-    "thd_attn_bwd_dq_sm90": (*_HOPPER_BACKWARD, "kernels/hopper/dq.cu"),
-    "thd_attn_bwd_wide_sm90": _HOPPER_WIDE,
-    "thd_attn_round_wide_sm90": _HOPPER_WIDE,
-}
+_INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
+_KERNEL = re.compile(r"__global__ void(?: __launch_bounds__\([^;{]*?\))? (thd_\w+)\(")
+_IGNORED = re.compile(r"//[^\n]*|^#(?:include|pragma once)[^\n]*", re.MULTILINE)
 
 
-def source(name: str) -> str:
-    """What NVRTC gets for a C++ name expression of a kernel: its files in one text.
+def files(name: str) -> dict[str, str]:
+    """Return the texts that NVRTC gets for a C++ name expression of a kernel, by path below the package.
 
-    `#line` keeps their names and lines in compiler messages and profilers. The names are relative to the package's
-    parent folder: keys of the cache and records follow the text, not where it lies.
+    The file that defines the kernel comes last, and each file after those that it includes.
     """
-    return "".join(f'#line 1 "thdattn/{file}"\n{_text(file)}' for file in FILES[name.partition("<")[0]])
+    texts: dict[str, str] = {}
+    _add(_file_of(name.partition("<")[0]), texts)
+    return texts
+
+
+def _add(file: str, texts: dict[str, str]) -> None:
+    text = _text(file)
+    for included in _INCLUDE.findall(text):
+        if included not in texts:
+            _add(included, texts)
+    texts[file] = text
+
+
+@functools.cache
+def _file_of(kernel: str) -> str:
+    """Return the only file that defines a kernel."""
+    (file,) = (file for file in device_files() if kernel in kernels_in(file))
+    return file
+
+
+def kernels_in(file: str) -> list[str]:
+    """Return the names of the kernels that a file defines."""
+    return _KERNEL.findall(_text(file))
 
 
 @functools.cache
@@ -124,19 +79,26 @@ def _text(file: str) -> str:
     return GENERATED[file]() if file in GENERATED else (FOLDER / file).read_text()
 
 
-# What decides which kernels run, and how: their sources, and the modules that compile and launch them.
-LAUNCH_FILES = ("**/*.cu", "**/*.cuh", "ops/*.py", "*tiles.py", "buffers.py", "cache.py", "comm/meetings.py",
-                "instances.py", "jit.py", "plan.py", "structs.py", "sums.py", "tensor_map.py", "wgmma.py")
+def device_files() -> list[str]:
+    """Return the paths of all files of device code, relative to the package."""
+    return sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.cu*"))
+
+
+def forget_files() -> None:
+    """Read files of device code anew from now on."""
+    for known in (_text, _file_of):
+        known.cache_clear()
 
 
 def source_hash() -> str:
-    """The first 16 hex digits of the SHA-256 of LAUNCH_FILES: what a test record or a benchmark row is about."""
-    digest = hashlib.sha256()
-    files = {path.relative_to(FOLDER).as_posix(): path for pattern in LAUNCH_FILES for path in FOLDER.glob(pattern)}
-    for name, path in sorted(files.items()):
-        content = path.read_bytes()
-        digest.update(f"{name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:16]
+    """Return 16 hex digits that tell device code from other device code, for records of tests and measurements.
+
+    It depends on the texts that are compiled alone: not on comments, nor on the names and folders of files.
+    """
+    texts = (_IGNORED.sub("", _text(file)) for file in [*GENERATED, *device_files()])
+    lines = ("\n".join(filter(None, map(str.rstrip, text.split("\n")))) for text in texts)
+    digests = sorted(hashlib.sha256(text.encode()).digest() for text in lines)
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
 def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:
@@ -152,7 +114,9 @@ def compile_kernel(name: str, arch: str) -> tuple[bytes, str, str]:
     Raises:
         RuntimeError: NVRTC refused the source; its log is the message.
     """
-    program = nvrtc.createProgram(source(name), "thdattn", (), ())
+    texts = {file.encode(): text.encode() for file, text in files(name).items()}
+    *_, last = texts
+    program = nvrtc.createProgram(f'#include "{last.decode()}"\n', "thdattn", tuple(texts.values()), tuple(texts))
     try:
         nvrtc.addNameExpression(program, name)
         try:
@@ -170,7 +134,7 @@ def cached_cubin(name: str, arch: str) -> tuple[bytes, str]:
 
     Keyed by source, options, name, architecture and NVRTC version.
     """
-    key = repr((source(name), OPTIONS, name, arch, nvrtc.getVersion()))
+    key = repr((files(name), OPTIONS, name, arch, nvrtc.getVersion()))
     entry = f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
     kept = kernel_cache.read(entry)
     if kept is not None:

@@ -14,15 +14,15 @@
 // row sees whole is computed without comparisons. Tiles are aligned to the buffers, not to sequences. The plan says in
 // which order they are done.
 //
-// Files. Nothing is included: jit.py lists the files that make up a kernel's source, and tiles.py has the constants of
-// its template. ops/ launches the kernels.
+// Files include each other by their paths below src/thdattn; Python writes those of generated/ (jit.py). tiles.py has
+// the constants of a kernel's template. ops/ launches the kernels.
 //
-//   kernels/common.cuh                    element types, ranges of rows, reductions: comes before every other file
+//   kernels/common.cuh                    element types, ranges of rows, reductions
 //   kernels/sum.cu                        shares of the same rows, of several ranks, added up
-//   kernels/meeting.cu                    what ranks have for each other, put to its places; behind this file
+//   kernels/meeting.cu                    what ranks have for each other, put to its places
 //   kernels/homes.cuh                     where a backward stores shares that other ranks add up
 //   kernels/logits.cuh, sinks.cu          caps of logits and sinks, of both engines' tiles; the gradient of sinks
-//   kernels/cache.cu                      rows of keys and values into a cache; behind this file
+//   kernels/cache.cu                      rows of keys and values into a cache
 //   kernels/portable/common.cuh           mma.sync, ldmatrix, cp.async, tiles in shared memory (sm_80 and later)
 //   kernels/portable/forward.cu           the attention forward
 //   kernels/portable/backward.cu          delta, which Hopper needs too; dk and dv with dq or without; dq; rounding
@@ -56,6 +56,10 @@
 //   stage, ring    one of several equal buffers that are filled ahead; all of them
 //   fragment       the part of a matrix operand that a warp holds: 16 rows by 16 columns
 //   block          8 columns of accumulators (thread blocks are called so)
+
+#pragma once
+
+#include "kernels/common.cuh"
 
 // ------------------------------------------------------------------------------------------------ reorder
 
@@ -269,14 +273,19 @@ __global__ void thd_plan_pieces(int* __restrict__ array, const int* __restrict__
   if (t < size) array[t] = Pieces{pieces, num_pieces}[t];
 }
 
-// The rows of the other side, whose lengths are `there`, that a row sees: the rule of the mask. left, right: window, in
-// positions of the other side; -1 = unlimited. The last positions of both sides are the same place.
+// The rule of the mask: of `length` positions of the other side, those that the token at place `at` among them sees.
+// left, right: window; -1 = unlimited. Its twin on the host is in_sight of mask.py, which says what masks must satisfy.
+__device__ __forceinline__ int2 in_sight(int at, int length, int left, int right) {
+  return make_int2(left < 0 ? 0 : max(0, at - left), right < 0 ? length : min(length, at + right + 1));
+}
+
+// The rows of the other side, whose lengths are `there`, that a row sees. The last positions of both sides are the same
+// place.
 __device__ __forceinline__ int2 sight_of(Place place, const int* there, int num_seqs, int left, int right) {
   if (place.position >= place.length) return make_int2(0, 0);
   const int begin = there[num_seqs + 1 + place.seq], length = there[place.seq + 1] - there[place.seq];
-  const int at = place.position + length - place.length;
-  const int first = left < 0 ? 0 : max(0, at - left), last = right < 0 ? length : min(length, at + right + 1);
-  return first < last ? make_int2(begin + first, begin + last) : make_int2(0, 0);
+  const int2 seen = in_sight(place.position + length - place.length, length, left, right);
+  return seen.x < seen.y ? make_int2(begin + seen.x, begin + seen.y) : make_int2(0, 0);
 }
 
 // key_ranges (local_rows) of this rank's rows of queries; causal is right = 0. query_ranges (key_rows): its rows that

@@ -6,21 +6,22 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from thdattn.arguments import as_bool, as_count, check_kind
-from thdattn.checks import check_same
+from thdattn.arguments import as_bool, as_choice, as_count, as_norm_eps, check_kind, shown
+from thdattn.checks import check_same, raise_if_told
 from thdattn.comm import Comm
 from thdattn.engines import as_engine_dtype, check_mixer_sizes, choose_engine
 from thdattn.mamba_cache import Mamba2Cache, make_cache, traits
 from thdattn.mamba_saved import Mamba2Saved
 from thdattn.memory import Memory
 from thdattn.methods import states
-from thdattn.mixer_shape import Mamba2Weights, MixerShape
+from thdattn.mixer_shape import GatedNorm, Mamba2Weights, MixerShape
 from thdattn.packing import PackedBatch, as_like
 from thdattn.plan import NO_ARRAYS, Plan
-from thdattn.planning import fingerprint, with_arrays
+from thdattn.planning import description, found_wrong, with_arrays
 from thdattn.sharding import Sharding, as_sharding
 
 CAUSAL = (-1, 0)  # the window of its plans
+_SAME_PLAN = "pass every rank the same batch and sharding, and make Mamba2Mixer with the same arguments"
 
 
 class Mamba2Mixer:
@@ -31,6 +32,10 @@ class Mamba2Mixer:
     and out = y * silu(z). Convolution and state start anew with every sequence. Head h reads B and C of group
     h // (num_heads // num_groups). Rows of padding never change a result, NaN included, and out and dzxbcdt are exactly
     0 there.
+
+    With norm="after_gate" out = rmsnorm(y * silu(z)) * norm_weight, as in mamba_ssm's and Megatron-Core's layers; with
+    norm="before_gate" out = rmsnorm(y) * norm_weight * silu(z). rmsnorm(x) = x / sqrt(mean(x**2) + norm_eps) over each
+    of norm_groups groups of columns.
 
     Ranks have slices of the pack and pass on states: what travels does not grow with the rows. d_inner below is
     num_heads * head_dim, and channels, those of x, B and C, are d_inner + 2 * num_groups * state_dim.
@@ -48,6 +53,9 @@ class Mamba2Mixer:
         keep_activations: whether forward keeps what the convolution makes for backward, channels numbers of 16 bits and
             3 * num_heads of 32 per row and layer, about a third of what it keeps anyway; backward makes it again
             otherwise.
+        norm: "after_gate", "before_gate" (mamba_ssm's norm_before_gate=True), or None for none.
+        norm_groups: groups of columns that are normalised by themselves, a divisor of num_heads; None is num_groups.
+        norm_eps: added to the mean of squares.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that the engine does not compute in.
@@ -67,6 +75,9 @@ class Mamba2Mixer:
         dtype: DTypeLike = "bfloat16",
         engine: str = "auto",
         keep_activations: bool = True,
+        norm: str | None = None,
+        norm_groups: int | None = None,
+        norm_eps: float = 1e-5,
     ) -> None:
         check_kind("comm", comm, Comm, "make one with thdattn.comm.init()")
         self.comm = comm
@@ -81,14 +92,19 @@ class Mamba2Mixer:
                 f"every group of B and C; use a divisor of num_heads"
             )
         self.keep_activations = as_bool("keep_activations", keep_activations)
+        of_norm = _as_norm(norm, norm_groups, norm_eps, self.num_heads, self.num_groups)
         self._engine = choose_engine(engine, comm)[0]
         self.engine: str = self._engine.name
         self.dtype = as_engine_dtype(self._engine, dtype)
         check_mixer_sizes(self._engine, num_heads=self.num_heads, head_dim=self.head_dim, state_dim=self.state_dim,
                           conv_width=self.conv_width)
+        if of_norm:
+            columns = self.num_heads * self.head_dim // of_norm.groups
+            check_mixer_sizes(self._engine, **{"d_inner // norm_groups": columns})
         self._shape = MixerShape(
-            self.num_heads, self.head_dim, self.state_dim, self.num_groups, self.conv_width, self.dtype
+            self.num_heads, self.head_dim, self.state_dim, self.num_groups, self.conv_width, self.dtype, of_norm
         )
+        self._lengths: Any = None  # of the last plan, if they lie on a GPU
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={value}" for name, value in self._shape._asdict().items())
@@ -127,12 +143,16 @@ class Mamba2Mixer:
         Raises:
             TypeError: batch or like is no PackedBatch, or sharding neither a str nor a Sharding.
             ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU for the NumPy engine,
-                or (on every rank) a batch that differs between ranks.
+                or (on every rank of several) a batch that differs between ranks, or if the GPU of one has told
+                meanwhile that lengths of the last plan were wrong.
         """
         plan = self._outline(batch, sharding, like, finite_padding)
+        refusal, self._lengths = found_wrong(self._lengths), None
         if self.comm.size > 1:
-            self.comm.agree("the plan's batch and mixer", fingerprint(plan, self._shape))
-        return with_arrays(plan)
+            self.comm.agree("the plan", self._description(plan), refusal, _SAME_PLAN)
+        plan = with_arrays(plan)
+        self._lengths = plan.arrays.lengths
+        return plan
 
     def memory(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Memory:
         """Bytes of every buffer that a layer and its plan take on this rank, before anything is allocated.
@@ -167,7 +187,7 @@ class Mamba2Mixer:
         Args:
             zxbcdt: (local_rows, d_inner + channels + num_heads), this rank's rows in the order of plan.rows: the
                 columns of z, x by head, B by group, C by group, and dt.
-            weights: float32, for a float64 mixer float64; the same on all ranks.
+            weights: float32, for a float64 mixer float64; the same on all ranks; with norm_weight for a norm.
             plan: from this mixer's plan method, or one that it can use, see there.
 
         Returns:
@@ -175,16 +195,18 @@ class Mamba2Mixer:
 
         Raises:
             TypeError: an array of the wrong dtype or on the wrong device, or weights or a plan that are none.
-            ValueError: an array of the wrong shape, or a plan of another rank, size, engine, mask or sharding, or one
-                whose lengths the GPU has found wrong meanwhile.
+            ValueError: an array of the wrong shape, or a plan of another rank, size, engine, mask or sharding, or on
+                one rank one whose lengths the GPU has found wrong meanwhile. Over several ranks out is NaN then.
         """
-        self._check_plan(plan)
-        zxbcdt = self._checked("zxbcdt", zxbcdt, (plan.local_rows, self._shape.columns), self.dtype,
-                               "pass this rank's rows (Sharding.shard cuts them out) with the columns z, x, B, C, dt")
-        weights = self._checked_weights(weights)
+        with self.comm.checked("mixer forward", self._description, plan):
+            self._check_plan(plan)
+            zxbcdt = self._checked(
+                "zxbcdt", zxbcdt, (plan.local_rows, self._shape.columns), self.dtype,
+                "pass this rank's rows (Sharding.shard cuts them out) with the columns z, x, B, C, dt")
+            weights = self._checked_weights(weights)
         out, kept = states.forward(self._engine, self.comm, plan, zxbcdt, weights, self._shape,
                                    self.keep_activations)
-        return out, Mamba2Saved(zxbcdt, weights, plan, kept, self._shape)
+        return out, Mamba2Saved(zxbcdt, weights, plan, kept, self._shape, plan.generation)
 
     def backward(self, dout: Any, saved: Mamba2Saved) -> tuple[Any, Mamba2Weights]:
         """Gradients of forward. Collective.
@@ -199,15 +221,18 @@ class Mamba2Mixer:
 
         Raises:
             TypeError: as forward, or a saved that is none.
-            ValueError: as forward, or a saved of a mixer of other sizes.
+            ValueError: as forward, or a saved of a mixer of other sizes, or of lengths that its plan no longer has.
         """
-        check_kind("saved", saved, Mamba2Saved, "pass the one that forward returned")
-        made, wanted = saved.made_with._asdict(), self._shape._asdict()
-        check_same("saved was made with", made, wanted, "pass what this mixer's forward returned")
-        plan = saved.plan
-        self._check_plan(plan)
-        dout = self._checked("dout", dout, (plan.local_rows, self._shape.d_inner), self.dtype,
-                             "pass the gradient of what forward returned")
+        with self.comm.checked("mixer backward", lambda of: self._description(of.plan), saved):
+            check_kind("saved", saved, Mamba2Saved, "pass the one that forward returned")
+            made, wanted = saved.made_with._asdict(), self._shape._asdict()
+            check_same("saved was made with", made, wanted, "pass what this mixer's forward returned")
+            plan = saved.plan
+            self._check_plan(plan)
+            if saved.generation is not None:
+                saved.generation.check("saved")
+            dout = self._checked("dout", dout, (plan.local_rows, self._shape.d_inner), self.dtype,
+                                 "pass the gradient of what forward returned")
         return states.backward(
             self._engine, self.comm, plan, dout, saved.zxbcdt, saved.weights, saved.kept, self._shape
         )
@@ -248,6 +273,10 @@ class Mamba2Mixer:
         kept = cache.rows, cache.states, cache.active, cache.work
         return self._engine.mixer_decode(zxbcdt, weights, self._shape, *kept)
 
+    def _description(self, plan: Plan) -> dict[str, Any]:
+        """Return the fields in which ranks must agree, by name."""
+        return description(plan, {name: str(value) for name, value in self._shape._asdict().items()})
+
     def _check_plan(self, plan: Plan) -> None:
         check_kind("plan", plan, Plan, "make it with mixer.plan(batch)")
         wanted = {"cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": CAUSAL, "engine": self.engine}
@@ -257,7 +286,7 @@ class Mamba2Mixer:
             raise ValueError("plan has keys of their own, wanted those of the queries; make it with this mixer's "
                              "plan(batch)")
         _check_sharding(plan.sharding)
-        plan.check(wait=False)
+        raise_if_told(plan)
         plan.enter()
 
     def _checked(self, name: str, x: Any, shape: tuple[int, ...], dtype: Any, remedy: str) -> Any:
@@ -269,12 +298,34 @@ class Mamba2Mixer:
         return x
 
     def _checked_weights(self, weights: Mamba2Weights) -> Mamba2Weights:
-        check_kind("weights", weights, Mamba2Weights, "make one of the five arrays")
+        check_kind("weights", weights, Mamba2Weights, "make one of the five arrays, and norm_weight for a norm")
+        norm, of_norm = self._shape.norm, weights.norm_weight
+        if (of_norm is None) == (norm is not None):
+            wanted = "None for a mixer without a norm" if norm is None else f"an array for norm={norm.place!r}"
+            raise ValueError(f"weights.norm_weight is {shown(of_norm)}, wanted {wanted}; pass those of this layer")
         named = zip(weights._fields, weights, self._shape.weights, strict=True)
         return Mamba2Weights(*(
             self._checked(f"weights.{name}", x, shape, self._shape.sum_dtype, "pass those of a mixer of these sizes")
             for name, x, shape in named
         ))  # fmt: skip
+
+
+def _as_norm(
+    norm: str | None, groups: int | None, eps: float, num_heads: int, num_groups: int
+) -> GatedNorm | None:
+    """The norm that a user asks for, None for none."""
+    if norm is None:
+        if groups is not None:
+            raise ValueError(f"norm_groups is {groups}, but norm is None, wanted both or none; pass norm='after_gate'")
+        return None
+    place = as_choice("norm", norm, ("after_gate", "before_gate"))
+    groups = num_groups if groups is None else as_count("norm_groups", groups)
+    if num_heads % groups:
+        raise ValueError(
+            f"norm_groups is {groups}, wanted a divisor of num_heads = {num_heads}, as whole heads are normalised "
+            f"together; pass 1, or num_groups = {num_groups} as the checkpoints of other libraries have"
+        )
+    return GatedNorm(place, groups, as_norm_eps(eps))
 
 
 def _check_sharding(sharding: Sharding) -> None:

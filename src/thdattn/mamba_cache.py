@@ -73,6 +73,8 @@ class Mamba2Cache:
             )
         made = traits(saved.made_with, plan.engine)
         check_same("saved was made with", made, self.made_for, "pass what a forward of this mixer returned")
+        if saved.generation is not None:
+            saved.generation.check("saved")
         plan.check(wait=False)
         plan.enter()
         act = states.activations(self._engine, plan, saved.zxbcdt, saved.weights, saved.kept, self._shape)

@@ -6,7 +6,7 @@ documents by their lengths and computes each for itself, so padding never takes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,12 +27,23 @@ class Sizes(NamedTuple):
     num_groups: int = 1
 
 
+class Norm(NamedTuple):
+    """The norm of a mixer, with its weight w: rmsnorm(y * silu(z)) * w after the gate, else rmsnorm(y) * w * silu(z).
+
+    groups: groups of columns, each of which is divided by the root of its own mean square plus eps.
+    """
+
+    after_gate: bool
+    groups: int = 1
+    eps: float = 1e-5
+
+
 @dataclass
 class Result:
     """Of one document or a packed batch, float64; gradients are 0 without dout.
 
     out: (rows, d_inner). zxbcdt: (rows, columns), gradient of the input.
-    conv_weight, conv_bias, A_log, D, dt_bias: gradients of the weights.
+    conv_weight, conv_bias, A_log, D, dt_bias, norm_weight: gradients of the weights; the last is empty without a norm.
     """
 
     out: Array
@@ -42,42 +53,46 @@ class Result:
     A_log: Array
     D: Array
     dt_bias: Array
+    norm_weight: Array = field(default_factory=lambda: np.zeros(0))
 
 
 FIELDS = ("out", "zxbcdt", "conv_weight", "conv_bias", "A_log", "D", "dt_bias")
+FIELDS_WITH_NORM = (*FIELDS, "norm_weight")
 
 
 def packed_mixer(
     batch: PackedBatch, zxbcdt: Array, weights: tuple[Array, ...], dout: Array, sizes: Sizes,
-    rounding: DTypeLike | None = None,
+    rounding: DTypeLike | None = None, norm: Norm | None = None,
 ) -> Result:
     """The mixer over every document of a packed batch, in sequence order, and its gradients.
 
     Args:
         batch: lengths and row offsets, on the host.
         zxbcdt, dout: (total_rows, columns), (total_rows, d_inner); padding is never read.
-        weights: conv_weight, conv_bias, A_log, D, dt_bias.
+        weights: conv_weight, conv_bias, A_log, D, dt_bias; and norm_weight for a mixer with a norm.
         rounding: None for the recurrence in float64; a dtype for `plain`.
+        norm: None for a mixer without one.
     """
     total = Result(np.zeros(dout.shape), np.zeros(zxbcdt.shape), *(np.zeros(x.shape) for x in weights))
     for begin, length in zip(batch.cu_seqlens_padded[:-1].tolist(), batch.lengths.tolist(), strict=True):
         rows = slice(begin, begin + length)
         if length:
-            document = mixer(zxbcdt[rows], weights, dout[rows], sizes, rounding)
+            document = mixer(zxbcdt[rows], weights, dout[rows], sizes, rounding, norm)
             total.out[rows], total.zxbcdt[rows] = document.out, document.zxbcdt
-            for name in FIELDS[2:]:
+            for name in FIELDS_WITH_NORM[2 : 2 + len(weights)]:
                 setattr(total, name, getattr(total, name) + getattr(document, name))
     return total
 
 
 def mixer(
-    zxbcdt: Array, weights: tuple[Array, ...], dout: Array, sizes: Sizes, rounding: DTypeLike | None = None
+    zxbcdt: Array, weights: tuple[Array, ...], dout: Array, sizes: Sizes, rounding: DTypeLike | None = None,
+    norm: Norm | None = None,
 ) -> Result:
     """The mixer over one document, and the gradients of sum(out * dout).
 
     Args:
         zxbcdt: (length, columns): z, x, B, C, dt; length > 0.
-        weights, dout, sizes, rounding: as in packed_mixer.
+        weights, dout, sizes, rounding, norm: as in packed_mixer.
 
     Returns:
         `Result`, float64 (for a baseline: the rounded values).
@@ -86,8 +101,8 @@ def mixer(
     zxbcdt, dout = zxbcdt.astype(dtype), dout.astype(dtype)
     weights = tuple(x.astype(dtype) for x in weights)
     if rounding is None:
-        return _exact_gradients(_recurrence(zxbcdt, weights, sizes), zxbcdt, weights, dout, sizes)
-    return _plain(zxbcdt, weights, dout, sizes, rounding)
+        return _exact_gradients(_recurrence(zxbcdt, weights, sizes), zxbcdt, weights, dout, sizes, norm)
+    return _plain(zxbcdt, weights, dout, sizes, rounding, norm)
 
 
 class _Rows(NamedTuple):
@@ -103,14 +118,48 @@ class _Rows(NamedTuple):
     states: list[Array]
     y: Array
 
-    @property
-    def out(self) -> Array:
-        return self.y.reshape(self.z.shape) * _silu(self.z)
 
-
-def recurrence(zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes) -> Array:
+def recurrence(zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes, norm: Norm | None = None) -> Array:
     """out of one document, row by row; also of complex numbers, for derivatives by complex steps."""
-    return _recurrence(zxbcdt, weights, sizes).out
+    rows = _recurrence(zxbcdt, weights, sizes)
+    return _gated(rows.y.reshape(rows.z.shape), rows.z, weights[-1], norm)
+
+
+def _gated(y: Array, z: Array, weight: Array, norm: Norm | None) -> Array:
+    """out of y and z; weight: of the norm, if there is one."""
+    gate = _silu(z)
+    if norm is None:
+        return y * gate
+    x = y * gate if norm.after_gate else y
+    normal: Array = x * _inverse_root(x, norm) * weight
+    return normal if norm.after_gate else normal * gate
+
+
+def _inverse_root(x: Array, norm: Norm) -> Array:
+    """1 / sqrt(mean square + eps) of the group of each number."""
+    return 1 / np.sqrt(_group_mean(x**2, norm) + norm.eps)
+
+
+def _group_mean(x: Array, norm: Norm) -> Array:
+    groups = x.reshape(len(x), norm.groups, -1)
+    return np.broadcast_to(groups.mean(axis=2, keepdims=True), groups.shape).reshape(x.shape)
+
+
+def _gate_gradients(
+    y: Array, z: Array, dout: Array, weight: Array, norm: Norm | None
+) -> tuple[Array, Array, Array]:
+    """Gradients of y, of z, and of the norm's weight, which is empty without a norm."""
+    gate = _silu(z)
+    if norm is None:
+        return dout * gate, dout * y * _slope(z), np.zeros(0)
+    x, passed = (y * gate, dout) if norm.after_gate else (y, dout * gate)
+    root = _inverse_root(x, norm)
+    normal = x * root
+    dx = root * (passed * weight - normal * _group_mean(passed * weight * normal, norm))
+    dweight = (passed * normal).sum(axis=0)
+    if norm.after_gate:
+        return dx * gate, dx * y * _slope(z), dweight
+    return dx, dout * normal * weight * _slope(z), dweight
 
 
 def _recurrence(zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes) -> _Rows:
@@ -129,7 +178,7 @@ def _recurrence(zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes) -> _Row
 
 def _inputs(zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes) -> _Rows:
     """All but states and y."""
-    conv_weight, conv_bias, _, _, dt_bias = weights
+    conv_weight, conv_bias, _, _, dt_bias = weights[:5]
     heads, groups = sizes.num_heads, sizes.num_groups
     inner, width = heads * sizes.head_dim, groups * sizes.state_dim
     z, xbc, raw = np.split(zxbcdt, [inner, 2 * inner + 2 * width], axis=1)
@@ -147,11 +196,13 @@ def _inputs(zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes) -> _Rows:
 
 
 def _exact_gradients(
-    rows: _Rows, zxbcdt: Array, weights: tuple[Array, ...], dout: Array, sizes: Sizes
+    rows: _Rows, zxbcdt: Array, weights: tuple[Array, ...], dout: Array, sizes: Sizes, norm: Norm | None
 ) -> Result:
     """From the last row to the first, one state at a time."""
     rates = -np.exp(weights[2])
-    dy = (dout * _silu(rows.z)).reshape(rows.x.shape)
+    y = rows.y.reshape(rows.z.shape)
+    dy, dz, of_norm = _gate_gradients(y, rows.z, dout, weights[-1], norm)
+    dy = dy.reshape(rows.x.shape)
     dx, db, dc = weights[3][:, None] * dy, np.zeros(rows.b.shape), np.zeros(rows.c.shape)
     ddt, of_rates = np.zeros(rows.dt.shape), np.zeros(rates.shape)
     dstate = np.zeros(rows.states[0].shape)
@@ -166,8 +217,10 @@ def _exact_gradients(
         ddt[t] = (rows.x[t] * du).sum(axis=1) + rates * da
         of_rates += rows.dt[t] * da
     of_d = (dy * rows.x).sum(axis=(0, 2))
-    dz = dout * rows.y.reshape(rows.z.shape) * _slope(rows.z)
-    return _inputs_gradients(rows, zxbcdt, weights, sizes, rows.out, dz, (dx, db, dc), ddt, rates * of_rates, of_d)
+    out = _gated(y, rows.z, weights[-1], norm)
+    made = _inputs_gradients(rows, zxbcdt, weights, sizes, out, dz, (dx, db, dc), ddt, rates * of_rates, of_d)
+    made.norm_weight = of_norm
+    return made
 
 
 def _inputs_gradients(
@@ -193,12 +246,12 @@ def _inputs_gradients(
 
 
 def _plain(
-    zxbcdt: Array, weights: tuple[Array, ...], dout: Array, sizes: Sizes, rounding: DTypeLike
+    zxbcdt: Array, weights: tuple[Array, ...], dout: Array, sizes: Sizes, rounding: DTypeLike, norm: Norm | None
 ) -> Result:
     """The mixer as attention with decays, all pairs of rows at once, rounding what kernels round.
 
     Rounded are x, B and C behind the convolution, operands of products of matrices, y, dy, their gradients and the
-    results; dt, decays and sums are not.
+    results; dt, decays and sums are not. A gate reads y before it is rounded, and a norm behind that.
     """
     def stored(x: Array) -> Array:
         return x.astype(rounding).astype(zxbcdt.dtype)
@@ -210,9 +263,9 @@ def _plain(
     decay = np.tril(np.exp(np.minimum(sums[:, :, None] - sums[:, None], 0)))
     products = c @ b.swapaxes(1, 2)
     y = _by_row(stored(products * decay * dt[:, None]) @ x + d * x)
-    out = stored(y * _silu(rows.z))
-    dy = stored(dout * _silu(rows.z))
-    dz = stored(dout * stored(y) * _slope(rows.z))
+    out = stored(_gated(stored(y) if norm else y, rows.z, weights[-1], norm))
+    dy, dz, of_norm = _gate_gradients(stored(y), rows.z, dout, weights[-1], norm)
+    dy = stored(dy)
 
     g = dy.reshape(rows.x.shape).swapaxes(0, 1)
     dproducts = decay * dt[:, None] * (g @ x.swapaxes(1, 2))
@@ -230,7 +283,7 @@ def _plain(
     of_channels = stored(dx).swapaxes(0, 1), stored(db).swapaxes(0, 1), stored(dc).swapaxes(0, 1)
     made = _inputs_gradients(rows, zxbcdt, weights, sizes, out, dz, of_channels, ddt.T,
                              rates * (dt * da).sum(axis=1), (g * x).sum(axis=(1, 2)))  # fmt: skip
-    made.zxbcdt = stored(made.zxbcdt)
+    made.zxbcdt, made.norm_weight = stored(made.zxbcdt), of_norm
     return Result(**{name: x.astype(np.float64) for name, x in vars(made).items()})
 
 

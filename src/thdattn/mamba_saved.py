@@ -18,6 +18,7 @@ class Mamba2Saved:
     kept: what the mixer made: y before the gate, the state in front of every segment of rows, and the rows in front of
         this rank's that the convolution saw; and what that made, if the mixer has keep_activations.
     made_with: the sizes of the mixer, which must be those of the one whose backward takes it.
+    generation: the Generation of the plan's lengths where these lie on a GPU, else None.
     """
 
     zxbcdt: Any
@@ -25,6 +26,7 @@ class Mamba2Saved:
     plan: Plan
     kept: Kept
     made_with: MixerShape
+    generation: Any = None
 
     def __repr__(self) -> str:
         return f"<Mamba2Saved: zxbcdt {self.zxbcdt.dtype} {tuple(self.zxbcdt.shape)}, {self.plan!r}>"

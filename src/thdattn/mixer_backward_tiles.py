@@ -185,8 +185,13 @@ def walk_for(tile: ChunkTile | ChunkTileSm90, group_columns: int, shared_bytes: 
     if isinstance(tile, ChunkTileSm90):
         return next(walk for walk in WALKS_SM90
                     if walk.state_dim == tile.state_dim and group_columns % walk.columns == 0)  # fmt: skip
-    columns = 128 if group_columns % 128 == 0 else tile.head_dim
-    most = Walk(tile.head_dim, tile.state_dim, columns, 3)
+    return portable_walk(tile.head_dim, tile.state_dim, group_columns, shared_bytes)
+
+
+def portable_walk(head_dim: int, state_dim: int, group_columns: int, shared_bytes: int) -> Walk:
+    """Choose what every GPU has; its dstates are those of Hopper's walks too."""
+    columns = 128 if group_columns % 128 == 0 else head_dim
+    most = Walk(head_dim, state_dim, columns, 3)
     return most if most.shared_bytes <= shared_bytes else replace(most, stages=2)
 
 

@@ -1,5 +1,7 @@
 """What a Mamba-2 mixer takes: the columns of its rows, and its weights."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, NamedTuple
 
@@ -8,10 +10,21 @@ import numpy as np
 from thdattn.arguments import is_array, shown
 
 
-class Mamba2Weights(NamedTuple):
+class _Weights(NamedTuple):
+    """The weights that every mixer has."""
+
+    conv_weight: Any
+    conv_bias: Any
+    A_log: Any
+    D: Any
+    dt_bias: Any
+
+
+class Mamba2Weights(_Weights):
     """Weights of a Mamba-2 mixer, or their gradients: float32 (float64 for a mixer of that dtype).
 
-    A tuple, so that an optimizer or an all-reduce goes through weights and gradients together.
+    A tuple, so that an optimizer or an all-reduce goes through weights and gradients together. It has five arrays, and
+    norm_weight as a sixth one where the mixer has a norm.
 
     Attributes:
         conv_weight: (channels, conv_width), of the causal convolution of x, B and C, in this order; the last column
@@ -20,13 +33,24 @@ class Mamba2Weights(NamedTuple):
         A_log: (num_heads,), A = -exp(A_log) is the rate at which a head forgets.
         D: (num_heads,), what goes from x straight to y.
         dt_bias: (num_heads,), dt = log(1 + exp(what the row has + dt_bias)).
+        norm_weight: (d_inner,), the factor of each column behind the norm; None for a mixer without one.
     """
 
-    conv_weight: Any
-    conv_bias: Any
-    A_log: Any
-    D: Any
-    dt_bias: Any
+    norm_weight: Any = None
+
+    def __new__(
+        cls, conv_weight: Any, conv_bias: Any, A_log: Any, D: Any, dt_bias: Any, norm_weight: Any = None
+    ) -> Mamba2Weights:
+        """Make a tuple of five arrays, or of six."""
+        if norm_weight is None:
+            return super().__new__(cls, conv_weight, conv_bias, A_log, D, dt_bias)
+        made = tuple.__new__(cls, (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight))
+        vars(made).update(norm_weight=norm_weight, _fields=(*cls._fields, "norm_weight"))
+        return made
+
+    def _replace(self, **changes: Any) -> Mamba2Weights:
+        """Return the same weights but for some; norm_weight may be added."""
+        return Mamba2Weights(**{**self._asdict(), **changes})
 
     def __repr__(self) -> str:  # printing arrays would make the host wait for a GPU
         kinds = (f"{name} {tuple(x.shape)}" if is_array(x) else f"{name} {shown(x)}"
@@ -34,8 +58,26 @@ class Mamba2Weights(NamedTuple):
         return f"<Mamba2Weights: {', '.join(kinds)}>"
 
 
+class GatedNorm(NamedTuple):
+    """RMSNorm of a mixer; see Mamba2Mixer.
+
+    place: "after_gate" or "before_gate".
+    groups: groups of columns, each of which is divided by the root of its own mean square.
+    eps: added to the mean square.
+    """
+
+    place: str
+    groups: int
+    eps: float
+
+    @property
+    def after_gate(self) -> bool:
+        """True if y is gated before it is normalised."""
+        return self.place == "after_gate"
+
+
 class MixerShape(NamedTuple):
-    """Sizes of a mixer; see Mamba2Mixer."""
+    """Sizes of a mixer, and its norm; see Mamba2Mixer."""
 
     num_heads: int
     head_dim: int
@@ -43,6 +85,7 @@ class MixerShape(NamedTuple):
     num_groups: int
     conv_width: int
     dtype: np.dtype[Any]
+    norm: GatedNorm | None = None
 
     @property
     def sum_dtype(self) -> np.dtype[Any]:
@@ -82,8 +125,8 @@ class MixerShape(NamedTuple):
     @property
     def weights(self) -> Mamba2Weights:
         """The shape of each of the weights."""
-        heads = (self.num_heads,)
-        return Mamba2Weights((self.channels, self.conv_width), (self.channels,), heads, heads, heads)
+        heads, of_norm = (self.num_heads,), (self.d_inner,) if self.norm else None
+        return Mamba2Weights((self.channels, self.conv_width), (self.channels,), heads, heads, heads, of_norm)
 
     def parts(self, zxbcdt: Any) -> tuple[Any, Any, Any]:
         """The columns z, those of x, B and C together, and dt: views."""

@@ -20,7 +20,8 @@ MIXER_KERNELS = ("thd_ssd_fold", "thd_ssd_start", "thd_ssd_enter")
 
 # What the kernels are there for. Rows of zxbcdt are read 16 bytes at a time, hence the multiple.
 MIXER_SIZES = {"head_dim": (64, 128), "state_dim": (64, 128, 256), "conv_width": range(1, 9),
-               "num_heads": range(8, 2**20, 8)}  # fmt: skip
+               "num_heads": range(8, 2**20, 8),
+               "d_inner // norm_groups": range(1, 8 * 1024 + 1)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,13 @@ class Slab:
         stage = _tile(CHUNK, self.columns) + _tile(CHUNK, self.state_dim) + 4 * (CHUNK + 4) * self.subs
         return self._instance("thd_ssd_states", dtype, self.states_stages, self.states_stages * stage)
 
-    def scan_kernel(self, dtype: str) -> Instance:
-        """thd_ssd_scan for "float16" or "bfloat16"."""
+    def scan_kernel(self, dtype: str, gates: bool = True) -> Instance:
+        """thd_ssd_scan for "float16" or "bfloat16"; gates: whether it makes out, which a norm does otherwise."""
         tiles = 2 * (_tile(CHUNK, self.columns) + _tile(CHUNK, self.state_dim))
         stage = tiles + 3 * 4 * CHUNK * self.subs + 8 * CHUNK
         shared_bytes = self.scan_stages * stage + _tile(self.columns, self.state_dim) + 3 * 4 * 4
-        return self._instance("thd_ssd_scan", dtype, self.scan_stages, shared_bytes)
+        kernel = "thd_ssd_scan" if gates else "thd_ssd_scan_ungated"
+        return self._instance(kernel, dtype, self.scan_stages, shared_bytes)
 
     def _instance(self, kernel: str, dtype: str, stages: int, shared_bytes: int) -> Instance:
         constants = ELEMENT_TYPES[dtype], self.width, self.subs, self.state_dim, stages, shared_bytes
@@ -115,14 +117,15 @@ class SlabSm90:
         stage = BOX_BYTES * (self.state_dim // 64) + (raw + 2 * 4 * CHUNK) * self.warpgroups
         return self._instance("thd_ssd_conv_states_sm90", (ELEMENT_TYPES[dtype], conv_width), 3, stage)
 
-    def scan_kernel(self, dtype: str) -> Instance:
-        """thd_ssd_scan_sm90 for "float16" or "bfloat16"."""
+    def scan_kernel(self, dtype: str, gates: bool = True) -> Instance:
+        """thd_ssd_scan_sm90 for "float16" or "bfloat16"; gates: as of Slab."""
         stage = 2 * BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 3 * 4 * CHUNK * self.warpgroups
         front = BOX_BYTES * self.state_dim // 64 + 4 * 4 + 2 * 8  # a state in front of a chunk
         weights = BOX_BYTES + 2 * 8
         made = 4 * 8 * 2 * 64  # rows on their way to memory
         of_warpgroups = (2 * front + weights + made) * self.warpgroups
-        return self._instance("thd_ssd_scan_sm90", (ELEMENT_TYPES[dtype],), self.scan_stages, stage, of_warpgroups)
+        kernel = "thd_ssd_scan_sm90" if gates else "thd_ssd_scan_ungated_sm90"
+        return self._instance(kernel, (ELEMENT_TYPES[dtype],), self.scan_stages, stage, of_warpgroups)
 
     def _instance(
         self, kernel: str, kind: tuple[str | int, ...], stages: int, stage_bytes: int, more_bytes: int = 0
@@ -182,3 +185,34 @@ def segments_of_block(segments: int, slabs: int, multiprocessors: int) -> int:
 def thd_mixer_conv(dtype: str, conv_width: int) -> Instance:
     """The kernel, for "float16" or "bfloat16"."""
     return Instance(f"thd_mixer_conv<{ELEMENT_TYPES[dtype]}, {conv_width}>")
+
+
+@dataclass(frozen=True)
+class NormTile:
+    """Kernels of kernels/mamba/norm.cu for groups of so many columns, 8 of each thread."""
+
+    columns: int
+    after_gate: bool
+
+    rows = 2  # of a thread block; backward it has a chunk
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * -(-self.columns // 256)
+
+    def thd_mixer_norm(self, dtype: str) -> Instance:
+        """The kernel of rows of a pack, for "float16" or "bfloat16"."""
+        return self._instance("thd_mixer_norm", dtype, self.rows)
+
+    def thd_mixer_decode_norm(self, dtype: str) -> Instance:
+        """The kernel of rows of texts."""
+        return self._instance("thd_mixer_decode_norm", dtype, self.rows)
+
+    def thd_mixer_norm_bwd(self, dtype: str) -> Instance:
+        """The kernel of gradients."""
+        return self._instance("thd_mixer_norm_bwd", dtype)
+
+    def _instance(self, kernel: str, dtype: str, *more: int) -> Instance:
+        constants = ELEMENT_TYPES[dtype], str(self.after_gate).lower(), self.threads, *more
+        return Instance(f"{kernel}<{', '.join(map(str, constants))}>")

@@ -39,12 +39,15 @@ class Candidate:
     """One maximum of documents per pack.
 
     why: the percentiles that it is, if any. replay: packs that fit. empty: mean slots without a document in these.
+    rounds, steps: those with a pack that does not fit.
     """
 
     slots: int
     why: str
     replay: int
     empty: float
+    rounds: int
+    steps: int
 
     @property
     def is_power(self) -> bool:
@@ -76,6 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, required=True, metavar="N", help="rows of a pack, of all ranks together")
     add("--multiple", type=int, default=16, metavar="M", help="pad documents to multiples of this (default: 16)")
     add("--longest", type=int, metavar="N", help="split documents that are longer (default: than a pack)")
+    add("--accumulate", type=int, default=1, metavar="N", help="packs of a group in a training step (default: 1)")
+    add("--groups", type=int, default=1, metavar="N", help="groups of ranks, with packs of their own (default: 1)")
+    add("--steps", default="all", metavar="N", help="make so many training steps (default: all of a thousand packs)")
     add("--plot", type=Path, metavar="FILE", help="draw documents per pack into this PNG, PDF or SVG file")
     add("--seed", type=int, default=0, metavar="S", help="of the order of the documents (default: 0)")
 
@@ -95,10 +101,15 @@ def pack_stats(arguments: argparse.Namespace) -> int:
         seed = as_count("--seed", arguments.seed, "leave it out for 0", at_least=0)
         if arguments.plot and importlib.util.find_spec("matplotlib") is None:
             raise ValueError(f"--plot needs Matplotlib; install it with: {remedy('examples')}")
+        groups, accumulate = as_count("--groups", arguments.groups), as_count("--accumulate", arguments.accumulate)
+        num_packs = None if arguments.steps == "all" else groups * accumulate * _steps(arguments.steps)
         lengths = lengths_below(arguments.data) if arguments.data else _lengths_in(arguments.lengths)
-        counts, passes = documents_per_pack(lengths, room, multiple, longest, seed)
-        chosen = candidates(counts)
+        counts, passes = documents_per_pack(lengths, room, multiple, longest, seed, num_packs)
+        chosen = candidates(counts, groups, accumulate)
         _print(lengths, longest, counts, passes, tokens, chosen)
+        _print_fallbacks(chosen, len(counts) // (groups * accumulate), groups, accumulate)
+        print(f"\nrecommended: --cuda-graph-max-packed-seqs {chosen[-1].slots}, a power of two that holds every pack "
+              f"seen")
         if arguments.plot:
             _draw(arguments.plot, counts, chosen, tokens)
     except (ValueError, OSError) as error:
@@ -108,7 +119,7 @@ def pack_stats(arguments: argparse.Namespace) -> int:
 
 
 def documents_per_pack(
-    lengths: NDArray[np.int64], room: int, multiple: int, longest: int, seed: int
+    lengths: NDArray[np.int64], room: int, multiple: int, longest: int, seed: int, num_packs: int | None = None
 ) -> tuple[Counts, int]:
     """How many documents every pack holds, pieces of split ones counted each.
 
@@ -118,9 +129,10 @@ def documents_per_pack(
         multiple: every piece is padded to a multiple of this.
         longest: tokens of the longest piece, at most room; longer documents are split.
         seed: of their order, which is another in every pass.
+        num_packs: how many to make; None: those of whole passes that make ENOUGH_PACKS or ENOUGH_PIECES.
 
     Returns:
-        (num_packs,) int64, and the passes over the documents: as many as make ENOUGH_PACKS or ENOUGH_PIECES.
+        (num_packs,) int64, and the passes over the documents.
     """
     rests = lengths % longest
     pieces = np.concatenate([np.full((lengths // longest).sum(), longest), rests[rests > 0]])
@@ -129,16 +141,30 @@ def documents_per_pack(
     for epoch in count():
         order = np.random.default_rng([seed, epoch]).permutation(rows)
         counts += map(len, first_fit(order.tolist(), int, room))
-        if len(counts) >= ENOUGH_PACKS or (epoch + 1) * len(rows) >= ENOUGH_PIECES:
+        enough = len(counts) >= ENOUGH_PACKS or (epoch + 1) * len(rows) >= ENOUGH_PIECES
+        if enough if num_packs is None else len(counts) >= num_packs:
             break
-    return np.array(counts, np.int64), epoch + 1
+    return np.array(counts[:num_packs], np.int64), epoch + 1
 
 
-def candidates(counts: Counts) -> list[Candidate]:
+def candidates(counts: Counts, groups: int = 1, accumulate: int = 1) -> list[Candidate]:
     """Maxima to choose from, rising: the percentiles of documents, and powers of two up to one that every pack fits.
 
     The last is the one to take: slots cost next to nothing, an eager pack costs a replay.
+
+    Args:
+        counts: (num_packs,) documents of every pack, in the order of training.
+        groups: of ranks; each has a pack of a round, and all fall back together.
+        accumulate: rounds of a training step.
+
+    Raises:
+        ValueError: there are too few packs for a step.
     """
+    size = groups * accumulate
+    if len(counts) < size:
+        raise ValueError(f"--groups times --accumulate is {size}, wanted at most {len(counts)}, the packs made; pass "
+                         f"--steps 1, or more")
+    largest = counts[: len(counts) // size * size].reshape(-1, accumulate, groups).max(axis=2)
     percentiles = _percentiles(counts)
     powers = [2**i for i in range((percentiles["max"] - 1).bit_length() + 1)]
     made = []
@@ -146,8 +172,15 @@ def candidates(counts: Counts) -> list[Candidate]:
         fitting = counts[counts <= slots]
         if len(fitting):
             why = " ".join(name for name, documents in percentiles.items() if documents == slots)
-            made.append(Candidate(slots, why, len(fitting), float((slots - fitting).mean())))
+            rounds, steps = int((largest > slots).sum()), int((largest.max(axis=1) > slots).sum())
+            made.append(Candidate(slots, why, len(fitting), float((slots - fitting).mean()), rounds, steps))
     return made
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"--steps is {shown(text)}, wanted a number of at least 1, or all; leave it out for all")
+    return int(text)
 
 
 def _percentiles(numbers: NDArray[np.int64]) -> dict[str, int]:
@@ -215,7 +248,17 @@ def _print(
               f"{len(counts) - candidate.replay:>13,}{candidate.empty:>9,.1f}{candidate.lengths_bytes:>10,} B"
               f"{candidate.look_up:>9}{100 * candidate.cost:>7.2f} %")
     print(EXPLANATION)
-    print(f"\nrecommended: --cuda-graph-max-packed-seqs {chosen[-1].slots}, a power of two that holds every pack seen")
+
+
+def _print_fallbacks(chosen: list[Candidate], num_steps: int, groups: int, accumulate: int) -> None:
+    """Print how many rounds and steps of training run eagerly for every maximum."""
+    num_rounds = num_steps * accumulate
+    print(f"\n{num_steps:,} steps of {accumulate:,} rounds, {num_rounds:,} rounds of {groups:,} packs, one a group. As "
+          "a pack does not fit, these run eagerly:\n")
+    print(f"{'maximum':>9}{'rounds, local':>24}{'steps, full_iteration':>26}")
+    for candidate in chosen:
+        print(f"{candidate.slots:>9,}{candidate.rounds:>13,}{_percent(candidate.rounds, num_rounds):>11}"
+              f"{candidate.steps:>15,}{_percent(candidate.steps, num_steps):>11}")
 
 
 def _percent(part: int, whole: int) -> str:

@@ -7,6 +7,7 @@ its padding after.
 from __future__ import annotations
 
 import cmath
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -144,6 +145,24 @@ class PackedBatch:
         """Valid tokens of all sequences together. ValueError if the offsets lie on a GPU."""
         self.require_host("total_tokens")
         return int(self.cu_seqlens[-1])
+
+    def padded_to(self, total_rows: int) -> PackedBatch:
+        """Return this batch in a buffer of so many rows, at least its own, the last of which belong to no sequence."""
+        padded = copy.copy(self)
+        padded.total_rows = self._checked_total_rows(total_rows)
+        return padded
+
+    def described(self) -> dict[str, Any]:
+        """Return by name what tells this batch from others, as ranks compare it; of lengths on a GPU their number."""
+        fields = {"total_rows": self.total_rows, "num_seqs": self.num_seqs}
+        offsets = {} if self.on_device else {"cu_seqlens": self.cu_seqlens, "cu_seqlens_padded": self.cu_seqlens_padded}
+        return {**fields, **offsets}
+
+    def offsets(self, num_offsets: int) -> NDArray[np.int32]:
+        """Return (2, num_offsets), cu_seqlens and cu_seqlens_padded with empty sequences at the end."""
+        self.require_host("offsets")
+        missing = (0, num_offsets - self.num_seqs - 1)
+        return np.stack([np.pad(x, missing, mode="edge") for x in (self.cu_seqlens, self.cu_seqlens_padded)])
 
     def pack(self, arrays: Iterable[ArrayLike], fill: Any = 0) -> NDArray[Any]:
         """Lays one host array per sequence out in sequence order.

@@ -1,12 +1,11 @@
 """The plan of one rank: which keys every query row sees, as ranges of rows, and the maps between the two row orders.
 
-Made once per batch and used by every layer, forward and backward. Everything that differs between masks, shardings,
-chunks, windows and padding ends here: the engines only see ranges.
+Made once per batch and used by every layer, forward and backward. Masks (mask.py), shardings, chunks and padding become
+ranges of rows: the engines see nothing else.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,11 +14,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from thdattn import rank_rows
 from thdattn.buffers import Buffers, Kept
 from thdattn.comm import Comm
+from thdattn.generations import Generation, renew
+from thdattn.handles import give_handle
+from thdattn.mask import hides_tokens, transposed, visible_pairs
 from thdattn.packing import PackedBatch
-from thdattn.pairs import check_key_batch as check_key_batch
-from thdattn.pairs import visible_pairs as visible_pairs
 from thdattn.routes import NeededRows, Routes, foreign_tiles, needed_rows
 from thdattn.sharding import Sharding
 
@@ -106,10 +107,12 @@ class Plan:
     _finite_padding: bool = False
     keys_of: int | None = None
     core: Plan | None = None
+    _handle: Any = field(init=False)  # by which thdattn.torch finds it again in code that torch.compile made
     _kept: Kept = field(default_factory=Kept)
     _buffers: Buffers = field(default_factory=Buffers)  # shared by the plan of all keys and those of slices
 
     def __post_init__(self) -> None:
+        give_handle(self)
         # A graph of refresh may be captured before the first backward, which is of the core if there is one.
         if self.arrays.lengths is not None and self.core is None:
             self.engine.plan_backward(self)
@@ -229,7 +232,7 @@ class Plan:
             return not self._finite_padding
         if self.sharding.by_runs:
             return False
-        return self._hides(self.key_rows, self.key_batch, self.batch, self.window[0])
+        return self._hides(self.key_rows, self.key_batch, self.batch, transposed(self.window))
 
     @cached_property
     def has_blind_queries(self) -> bool:
@@ -237,7 +240,7 @@ class Plan:
 
         Such are padding, fillers and, in cross-attention, queries that have no key or stand before the first.
         """
-        return self._hides(self.cp_size * self.local_rows, self.batch, self.key_batch, self.window[1])
+        return self._hides(self.cp_size * self.local_rows, self.batch, self.key_batch, self.window)
 
     @cached_property
     def leading_tokens(self) -> int | None:
@@ -247,14 +250,13 @@ class Plan:
         """
         return None if self._key_batch is not None else self.sharding.leading_tokens(self.cp_rank)
 
-    def _hides(self, num_rows: int, batch: PackedBatch, other: PackedBatch, side: int) -> bool:
-        """Whether some of the rows holds no token of batch, or one that no token of other is near enough to."""
+    def _hides(self, num_rows: int, batch: PackedBatch, other: PackedBatch, window: tuple[int, int]) -> bool:
+        """Return whether some of the rows holds no token of batch, or one that sees none of other."""
         if self._finite_padding:
             return False
         if batch.on_device or batch.total_tokens < num_rows:
             return True
-        lengths, others = batch.lengths, other.lengths
-        return bool(((lengths > 0) & ((others == 0) | ((side >= 0) & (lengths - others > side)))).any())
+        return hides_tokens(batch, other, window)
 
     @property
     def rows(self) -> Any:
@@ -338,6 +340,8 @@ class Plan:
     def refresh(self) -> None:
         """Plans anew, in the same arrays, for the lengths that lie on the GPU now; a CUDA graph may capture it.
 
+        What forward and gather made with the lengths before is refused afterwards.
+
         Raises:
             ValueError: the lengths were on the host.
         """
@@ -346,6 +350,7 @@ class Plan:
                              "make another plan, or use thdattn.graphs.StaticPack")
         self._come()
         self.arrays.lengths.make_again()
+        renew(self.arrays.lengths)
 
     def check(self, wait: bool = True) -> None:
         """Raises if the lengths that the plan was made from lie on a GPU and are wrong; results are NaN then.
@@ -354,8 +359,9 @@ class Plan:
         of the last replay.
 
         Args:
-            wait: for the GPU. False: as far as it has told the host, which costs nothing: forward, backward and the
-                attention's next plan ask so; while a CUDA graph is captured they get no answer.
+            wait: for the GPU. False: as far as it has told the host, which costs nothing. The attention's next plan
+                asks so, and raises on all ranks; on one rank so do forward and backward. While a CUDA graph is
+                captured there is no answer.
 
         Raises:
             ValueError: offsets that do not start at 0, decrease or end beyond total_rows, a sequence longer than its
@@ -365,6 +371,12 @@ class Plan:
             if wait:
                 self._come()
             self.arrays.lengths.check(wait)
+
+    @property
+    def generation(self) -> Generation | None:
+        """The lengths on a GPU that it has now, for what is made with them; None: they lie on the host."""
+        lengths = self.arrays.lengths
+        return None if lengths is None else Generation(lengths, self.engine.capture)
 
     def enter(self) -> None:
         """Has the current stream, which is about to be given work, find the plan made, and up to date."""
@@ -390,11 +402,7 @@ class Plan:
             TypeError: no array of this engine.
             ValueError: a wrong number of rows.
         """
-        self.enter()
-        x = self._checked(x, self.batch.total_rows, "pass the whole packed array, as batch.pack makes it")
-        local = _words(x)[self.rows]
-        owned = (self.rows >= 0).reshape(self.local_rows, *(1 for _ in local.shape[1:]))
-        return np.where(owned, local, local.dtype.type(0)).view(x.dtype)  # of CuPy arrays this is cupy.where
+        return rank_rows.shard(self, x)
 
     def unshard(self, x: Any, comm: Comm) -> Any:
         """The whole packed array of which every rank has its rows, such as out or dq, on every rank. Collective.
@@ -412,28 +420,30 @@ class Plan:
             ValueError: a wrong number of rows, a comm of other ranks, or (on every rank) arrays that differ in shape or
                 dtype.
         """
-        if not isinstance(comm, Comm):
-            raise TypeError(f"comm is a {type(comm).__name__}, wanted a Comm; pass that of the attention")
-        if (comm.rank, comm.size) != (self.cp_rank, self.cp_size):
-            raise ValueError(
-                f"comm is rank {comm.rank} of {comm.size}, wanted rank {self.cp_rank} of {self.cp_size} as the plan; "
-                f"pass the comm of the attention that made it"
-            )
-        x = self._checked(x, self.local_rows, "pass this rank's rows, as forward returns them")
-        self.enter()
-        comm.agree("the shape and dtype of x", zlib.crc32(f"{x.shape} {x.dtype}".encode()))
-        words = _words(x)
-        gathered = self.engine.empty((self.cp_size * self.local_rows, *words.shape[1:]), words.dtype)
-        comm.all_gather(words, gathered)
-        packed = self.engine.empty((self.batch.total_rows + 1, *words.shape[1:]), words.dtype)
-        packed[self.arrays.all_rows] = gathered  # fillers, -1, go to the last row
-        return packed[:-1].view(x.dtype)
+        return rank_rows.unshard(self, x, comm)
 
-    def _checked(self, x: Any, num_rows: int, remedy: str) -> Any:
-        x = self.engine.from_user("x", x)
-        if x.shape[:1] != (num_rows,):
-            raise ValueError(f"x has shape {x.shape}, wanted {num_rows} rows; {remedy}")
-        return x
+    def shift(self, x: Any, n: int = 1, fill: Any = -1, comm: Comm | None = None) -> Any:
+        """Return the value n tokens later in the same sequence: labels, and those of multi-token prediction.
+
+        Collective over several ranks: every rank is sent the whole x, which for token numbers is little.
+
+        Args:
+            x: (local_rows, ...) in the order of plan.rows, an array as forward takes it, of any dtype; the same shape
+                and dtype on every rank. What padding and fillers hold is never read, NaN included.
+            n: tokens later; negative: earlier.
+            fill: what rows get whose sequence ends, or begins, before that, and padding and fillers, and all rows where
+                lengths on a GPU are wrong; a number that the dtype of x can hold.
+            comm: the ranks of the plan; None: there is one.
+
+        Returns:
+            (local_rows, ...), a new array of the dtype of x.
+
+        Raises:
+            TypeError: no array of this engine, n no int, fill no number, or no comm of a plan for several ranks.
+            ValueError: a wrong number of rows, a fill that x cannot hold, n beyond int32, a comm of other ranks; or,
+                given a comm, on every rank, all that is wrong on one of them, and x, n or fill that differ.
+        """
+        return rank_rows.shift(self, x, n, fill, comm)
 
 
 def key_side_ints(plan: Plan) -> int:
@@ -442,8 +452,3 @@ def key_side_ints(plan: Plan) -> int:
         return 0
     routes = plan.routes
     return 2 * plan.key_rows + routes.num_received + routes.num_sent + (1 + plan.cp_size) * plan.local_rows
-
-
-def _words(x: Any) -> Any:
-    """The array as unsigned integers, as CuPy does not index every dtype."""
-    return x.view(f"u{x.itemsize}") if x.itemsize in (1, 2, 4, 8) else x

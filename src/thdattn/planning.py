@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from thdattn.buffers import Buffers, Kept
+from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
 from thdattn.sharding import Sharding
 
@@ -20,15 +21,41 @@ def with_core(plan: Plan, inner: int) -> Plan:
     return replace(plan, core=core)
 
 
-def fingerprint(plan: Plan, *asked: Any) -> int:
-    """A number that differs where outlines of plans do, or what was asked of the attention; contents on a GPU aside."""
-    sharding, batch, key_batch = plan.sharding, plan.batch, plan.key_batch
-    state = sharding.strategy, sharding.inner, batch.num_seqs, batch.total_rows, key_batch.total_rows, *asked
-    digest = hashlib.sha256(repr(state).encode())
-    if not batch.on_device:
-        for lengths in dict.fromkeys((batch, key_batch)):
-            digest.update(lengths.cu_seqlens.tobytes() + lengths.cu_seqlens_padded.tobytes())
-    return int.from_bytes(digest.digest()[:7], "little")
+def check_key_batch(key_batch: PackedBatch, batch: PackedBatch, cp_size: int) -> None:
+    """Raise for keys of their own that these queries cannot have; see CPAttention.plan."""
+    if not isinstance(key_batch, PackedBatch):
+        raise TypeError(
+            f"key_batch is a {type(key_batch).__name__}, wanted a PackedBatch of the keys' lengths; make it with "
+            f"PackedBatch(cu_seqlens), or leave it out for self-attention"
+        )
+    if cp_size > 1:
+        raise ValueError(
+            f"key_batch was passed for {cp_size} ranks, wanted one: keys of other lengths are not spread over ranks; "
+            f"use thdattn.comm.init('single') on every rank, for sequences of its own"
+        )
+    if key_batch.num_seqs != batch.num_seqs:
+        raise ValueError(
+            f"key_batch has {key_batch.num_seqs} sequences, wanted {batch.num_seqs} as batch; pass one length of keys "
+            f"per sequence of queries, 0 for none"
+        )
+    if key_batch.on_device != batch.on_device:
+        here, there = ("a GPU", "the host") if batch.on_device else ("the host", "a GPU")
+        raise ValueError(
+            f"batch has its lengths on {here} but key_batch on {there}; wanted both on one side; "
+            f"copy those of key_batch to {here}"
+        )
+
+
+def description(plan: Plan, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields in which ranks must agree on an outline of a plan; of lengths on a GPU only how many they are.
+
+    Args:
+        asked: by name, what was asked of the attention or mixer.
+    """
+    sharding = plan.sharding
+    fields = {"sharding": sharding.strategy, "inner": sharding.inner, **asked}
+    keys = {} if plan.key_batch is plan.batch else plan.key_batch.described()
+    return {**fields, **plan.batch.described(), **{f"key_batch.{name}": field for name, field in keys.items()}}
 
 
 def found_wrong(lengths: Any) -> str:

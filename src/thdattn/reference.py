@@ -1,5 +1,5 @@
 """The NumPy engine: attention forward and backward over key ranges. In host_rows rows move, in host_decode texts grow,
-and host_conv and host_ssd are the Mamba-2 mixer, whose texts grow in host_mixer_decode.
+and host_conv, host_ssd and host_mixer_gate are the Mamba-2 mixer, whose texts grow in host_mixer_decode.
 
 It has the functions of the CUDA engine (`ops`) with the same arguments, so everything above the engine
 runs on any laptop. Like the kernels it obeys one rule, `score(i, j)` counts iff
@@ -40,6 +40,9 @@ from thdattn.host_decode import cache_append as cache_append
 from thdattn.host_decode import cache_fill as cache_fill
 from thdattn.host_mixer_decode import mixer_decode as mixer_decode
 from thdattn.host_mixer_decode import mixer_fill as mixer_fill
+from thdattn.host_mixer_gate import mixer_gate_states as mixer_gate_states
+from thdattn.host_mixer_gate import mixer_norm as mixer_norm
+from thdattn.host_mixer_gate import mixer_norm_states as mixer_norm_states
 from thdattn.host_plan import host_arrays
 from thdattn.host_rows import add_shares as add_shares
 from thdattn.host_rows import pack_rows as pack_rows
@@ -47,7 +50,6 @@ from thdattn.host_rows import place_rows as place_rows
 from thdattn.host_rows import to_rank_order as to_rank_order
 from thdattn.host_rows import to_sequence_order as to_sequence_order
 from thdattn.host_rows import without_padding as without_padding
-from thdattn.host_ssd import mixer_gate_states as mixer_gate_states
 from thdattn.host_ssd import ssd_bwd as ssd_bwd
 from thdattn.host_ssd import ssd_enter as ssd_enter
 from thdattn.host_ssd import ssd_fold as ssd_fold

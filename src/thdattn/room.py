@@ -1,8 +1,7 @@
-"""Whether there is room for a batch on the GPU: what it takes against what is free, or lingers from batches before."""
+"""Check that the buffers of a batch fit in free GPU memory, or in what batches before have left behind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -12,23 +11,6 @@ from thdattn.plan import Plan
 
 # Those that somebody holds, for their buffers.
 _plans: WeakKeyDictionary[Comm, WeakSet[Plan]] = WeakKeyDictionary()
-
-
-class Estimate:
-    """Memory of a plan as that of the last one, where it has as many rows: it differs by some bytes per sequence."""
-
-    def __init__(self) -> None:
-        self._last: tuple[tuple[Any, ...], Memory] | None = None  # which rows, and what they take
-
-    def __call__(self, plan: Plan, measure: Callable[[Plan], Memory]) -> Memory:
-        """What measure(plan) returns, or has returned for a plan of as many rows."""
-        core = plan.core or plan
-        rows = (plan.sharding.strategy, plan.sharding.inner, plan.local_rows, core.key_rows, plan.batch.on_device,
-                plan.has_blind_queries, core.has_unseen_keys, core.leading_tokens is None,
-                core.routes and core.routes.table.tobytes())
-        if self._last is None or self._last[0] != rows:
-            self._last = rows, measure(plan)
-        return self._last[1]
 
 
 def note(comm: Comm, plan: Plan) -> None:

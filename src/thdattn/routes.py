@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.balanced import Ints, balanced_runs, once, within_rank
+from thdattn.mask import in_sight, transposed
 from thdattn.packing import PackedBatch, rows_of_runs
 
 
@@ -166,7 +167,7 @@ def _needed_rows(batch: PackedBatch, cp_size: int, window: tuple[int, int], loca
     local = runs.local_rows()
     tokens = runs.sequence >= 0
     rank, begin, end, sequence, local = (x[tokens] for x in (*runs, local))
-    key_rank, key_begin, key_end = _in_sight(batch, rank, begin, end, sequence, window)
+    key_rank, key_begin, key_end = _runs_in_sight(batch, rank, begin, end, sequence, window)
     key_row = within_rank(key_rank, key_end - key_begin)
 
     # Of every run, the runs of every rank's buffer that it overlaps: ranks lie one behind another on a line.
@@ -208,7 +209,8 @@ def foreign_tiles(
 
     # The queries that see them are within the same window, seen from the keys.
     sequence = np.searchsorted(batch.cu_seqlens_padded[1:], row, side="right")
-    _, low, high = _in_sight(batch, np.zeros_like(row), row, row + sizes, sequence, window[::-1])
+    _, low, high = _runs_in_sight(
+        batch, np.zeros_like(row), row, row + sizes, sequence, transposed(window))
     mine = owned.rank == cp_rank
     begin, ends, local = owned.begin[mine], owned.end[mine], owned.local_rows()[mine]
 
@@ -229,18 +231,16 @@ def _tiles_with(begin: Ints, end: Ints, num_rows: int, tile: int) -> NDArray[np.
     return np.cumsum(begun[0] - begun[1])[:-1] > 0
 
 
-def _in_sight(
+def _runs_in_sight(
     batch: PackedBatch, rank: Ints, begin: Ints, end: Ints, sequence: Ints, window: tuple[int, int]
 ) -> tuple[Ints, Ints, Ints]:
-    """(rank, begin, end) of the rows of the pack that queries of runs see, those that touch being one.
+    """Return (rank, begin, end) of the rows of the pack that queries of runs see, those that touch being one.
 
-    The queries of a run see one run of rows, as each sees itself; of a rank's runs, which ascend, so do both its ends.
+    mask.py says why the queries of a run see one run of rows, whose ends ascend over a rank's runs.
     """
-    left, right = window
-    first = batch.cu_seqlens_padded[sequence].astype(np.int64)
-    last = first + batch.lengths[sequence]
-    low = np.maximum(first, begin - left) if left >= 0 else first
-    high = np.minimum(last, end + right) if right >= 0 else last
+    first, length = batch.cu_seqlens_padded[sequence].astype(np.int64), batch.lengths[sequence].astype(np.int64)
+    low = first + in_sight(begin - first, length, length, window)[0]
+    high = first + in_sight(end - 1 - first, length, length, window)[1]
     new = np.ones(len(rank), bool)
     new[1:] = (rank[1:] != rank[:-1]) | (low[1:] > high[:-1])
     return rank[new], low[new], high[np.append(new[1:], True)[: len(rank)]]

@@ -27,6 +27,7 @@ class Saved:
     keys: what the method kept of what travelled, for its own backward, such as the keys and values of all ranks by
         group of heads; None: nothing, and what does travel travels again.
     sinks: as passed, without a copy; None for an attention without.
+    generation: the Generation of the plan's lengths where these lie on a GPU, else None.
     """
 
     q: Any
@@ -39,6 +40,7 @@ class Saved:
     made_with: dict[str, Any]
     keys: tuple[Any, ...] | None = None
     sinks: Any = None
+    generation: Any = None
 
     def __repr__(self) -> str:
         arrays = (f"{name} {_kind(getattr(self, name))}" for name in ("q", "k", "v", "out", "lse", "max_logit"))
@@ -46,13 +48,16 @@ class Saved:
 
 
 def check_saved(saved: Saved, kind: Any) -> None:
-    """Raises a ValueError for arrays that are not as forward of the attention that saved.made_with names saved them.
+    """Raise a ValueError for arrays that are not as forward of the attention that saved.made_with names saved them.
 
-    Compares attributes alone: this is on the hot path, and a kernel would read out of bounds.
+    And for a plan that was refreshed for other lengths since. Compares attributes alone: this is on the hot path, and a
+    kernel would read out of bounds.
 
     Args:
         kind: of array, a type.
     """
+    if saved.generation is not None:
+        saved.generation.check("saved")
     made_with, queries, keys = saved.made_with, saved.plan.local_rows, saved.plan.local_key_rows
     num_heads, num_kv_heads, input_dtype = made_with["num_heads"], made_with["num_kv_heads"], made_with["dtype"]
     head_dim, v_head_dim = saved.plan.head_dims
@@ -81,6 +86,8 @@ def check_keys(engine: Any, keys: Keys, k: Any, v: Any, plan: Plan) -> None:
     if keys.used:
         raise ValueError("keys were used by a forward or backward before, wanted those of this call; call gather "
                          "again, or leave it out")
+    if keys.generation is not None:
+        keys.generation.check("keys")
     places = [[_place(engine.in_place(name, x)) for x in xs]
               for name, xs in (("k", (k, keys.k, keys.given[0])), ("v", (v, keys.v, keys.given[1])))]
     if keys.plan is not plan or any(now not in known for now, *known in places):

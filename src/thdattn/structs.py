@@ -46,7 +46,7 @@ LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "Parts": PARTS,
 
 def checks() -> str:
     """CUDA source: for every struct a macro CHECK_<struct>, which stands after its definition."""
-    return "".join(_check(struct, layout) for struct, layout in LAYOUTS.items())
+    return "#pragma once\n" + "".join(_check(struct, layout) for struct, layout in LAYOUTS.items())
 
 
 def _check(struct: str, layout: np.dtype[np.void]) -> str:

@@ -79,6 +79,21 @@ class Tiles:
     forward_sm90: ForwardSm90
     backward_sm90: BackwardSm90 | BackwardPairSm90 | BackwardWideSm90
 
+    def __post_init__(self) -> None:
+        """Raise ValueError where warps of the portable backward would not have whole fragments of 16 columns."""
+        for b in self.backward:
+            warps = b.tile_n // 16 * b.column_warps
+            of_dq = self.head_dim * b.tile_m // (16 * warps)  # columns of dq of a warp, of 16 rows
+            columns = 16 * b.column_warps
+            left = {"head_dim": self.head_dim % columns, "v_head_dim": self.v_head_dim % columns,
+                    "dq": of_dq % 16 or 16 * warps * of_dq != self.head_dim * b.tile_m}  # fmt: skip
+            wrong = ", ".join(name for name, columns in left.items() if columns)
+            if wrong:
+                raise ValueError(
+                    f"{b} of head dims {self._dims} leaves warps parts of fragments of {wrong}, wanted multiples of "
+                    f"16 columns for each warp; choose another tile_m, tile_n or column_warps"
+                )
+
     # ---------------------------------------------------------------------------------------- portable kernels
 
     def thd_attn_fwd(self, dtype: str, out_dtype: str, kind: Kind = PLAIN) -> Instance:

@@ -6,6 +6,17 @@
 
 Everything runs on torch's current stream. Only this module and thdattn.comm's ranks of torch.distributed import torch.
 
+torch.compile(fullgraph=True) takes `attention`, `varlen_attention` and the module, forward and backward, as custom
+operators. A plan enters a compiled graph by its handle, an input. So another plan of as many rows compiles nothing
+again. Another number of rows compiles once, for any number, as dynamic shapes do. Limits of compiled graphs:
+
+* One host tensor owns what forward keeps, and autograd saves it. Saved-tensor hooks that copy host tensors, such as
+  save_on_cpu(pin_memory=True), lose it, and the backward raises.
+* A layer that torch.utils.checkpoint computes again inside a graph needs its plan: hold it until the backward is done.
+* torch captures no launch of thdattn in a CUDA graph of its own, and no graph can be exported to another process.
+* All ranks compile the same function, as collective calls come in the order of its graph.
+* An error that is found while torch traces has torch's type, and the message in its text.
+
 NOTE: results on a GPU lie in CuPy's memory, of which Tensor.record_stream knows nothing: whoever uses one on another
 stream keeps it until that stream is done.
 """
@@ -15,9 +26,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -26,13 +37,13 @@ from thdattn import varlen
 from thdattn.arguments import check_kind, found
 from thdattn.attention import CPAttention
 from thdattn.comm import Comm, from_torch
+from thdattn.handles import give_handle, owner_of, wrap_handles
 from thdattn.packing import PackedBatch
 from thdattn.plan import Plan
 from thdattn.saved import Saved
 from thdattn.sharding import Sharding
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile breaks its graph here
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: CPAttention, plan: Plan, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -57,12 +68,12 @@ def attention(
     """
     check_kind("attn", attn, CPAttention, "pass the one that the plan is from")
     q, k, v, sinks = _checked(q, k, v, sinks, "CPAttention.forward")
-    if sinks is not None:
-        sinks = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    if torch.compiler.is_compiling():
+        check_kind("plan", plan, Plan, "make it with attn.plan(batch)")
+        return _traced(q, k, v, sinks, attn._handle, plan._handle)
     return _Attention.apply(q, k, v, sinks, attn, plan)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -96,16 +107,12 @@ def varlen_attention(
     """
     varlen.refuse_unsupported(dropout_p, alibi_slopes, return_attn_probs, block_table)
     q, k, v, sinks = _checked(q, k, v, sinks, "thdattn.varlen_attention")
-    cu_seqlens_q, cu_seqlens_k = (
-        x.resolve_neg().numpy()
-        if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype == torch.int32 else x
-        for x in (cu_seqlens_q, cu_seqlens_k)
-    )
-    with on_torch_stream(q.device):
-        attn, plan = varlen.planned(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-            deterministic, softcap, sinks is not None,
-        )
+    has_sinks = sinks is not None
+    options = max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, deterministic, softcap, has_sinks
+    if torch.compiler.is_compiling():
+        offsets = _as_offsets(cu_seqlens_q), None if cu_seqlens_k is cu_seqlens_q else _as_offsets(cu_seqlens_k)
+        return _traced(q, k, v, sinks, *_plan_op(q.detach(), k.detach(), v.detach(), *offsets, *options))
+    attn, plan = _planned(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
     return attention(q, k, v, attn, plan, sinks)
 
 
@@ -164,20 +171,49 @@ def _as_comm(group: Any) -> Comm:
     return group if isinstance(group, Comm) else from_torch(group)
 
 
+def _planned(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *options: Any
+) -> tuple[CPAttention, Plan]:
+    """Return the attention and the plan of a call of varlen_attention."""
+    cu_seqlens_q, cu_seqlens_k = (
+        x.resolve_neg().numpy()
+        if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype == torch.int32 else x
+        for x in (cu_seqlens_q, cu_seqlens_k)
+    )
+    with on_torch_stream(q.device):
+        return varlen.planned(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+
+
 _KEPT = ("q", "k", "v", "out", "lse", "sinks")  # of Saved, as tensors
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, attn: CPAttention, plan: Plan
+) -> tuple[torch.Tensor, torch.Tensor, Saved]:
+    """Return out, lse and what else the backward needs, on torch's current stream."""
+    with on_torch_stream(q.device):
+        given = None if sinks is None else sinks.detach()
+        result, saved = attn.forward(q.detach(), k.detach(), v.detach(), plan, sinks=given)
+        out, lse = as_tensor(result), as_tensor(saved.lse)
+    return out, lse, replace(saved, q=None, k=None, v=None, out=None, lse=None, sinks=None)
+
+
+def _backward(attn: CPAttention, saved: Saved, dout: torch.Tensor, *tensors: Any) -> list[torch.Tensor]:
+    """Return dq, dk, dv, and dsinks for an attention with sinks; tensors: in the order of _KEPT."""
+    kept = [(name, x) for name, x in zip(_KEPT, tensors, strict=True) if x is not None]
+    with on_torch_stream(dout.device):
+        arrays = {name: attn._engine.from_user(name, x.detach()) for name, x in kept}
+        return [as_tensor(x) for x in attn.backward(dout.detach().resolve_neg(), replace(saved, **arrays))]
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, attn: CPAttention, plan: Plan) -> torch.Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))  # here, so that a copy serves both directions
-        with on_torch_stream(q.device):
-            given = None if sinks is None else sinks.detach()
-            result, saved = attn.forward(q.detach(), k.detach(), v.detach(), plan, sinks=given)
-            out, lse = as_tensor(result), as_tensor(saved.lse)
+        out, lse, ctx.saved = _forward(q, k, v, sinks, attn, plan)
         # Arrays are torch's to keep: it sees changes in place, frees them after the backward, may offload them.
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.attn, ctx.saved = attn, replace(saved, q=None, k=None, v=None, out=None, lse=None, sinks=None)
+        ctx.attn = attn
         return out
 
     @staticmethod
@@ -200,15 +236,144 @@ class _Gradients(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, attn: CPAttention, saved: Saved, dout: torch.Tensor, *tensors: Any) -> tuple[Any, ...]:
-        kept = [(name, x) for name, x in zip(_KEPT, tensors, strict=True) if x is not None]
-        with on_torch_stream(dout.device):
-            arrays = {name: attn._engine.from_user(name, x.detach()) for name, x in kept}
-            dq, dk, dv, *dsinks = map(as_tensor, attn.backward(dout.detach().resolve_neg(), replace(saved, **arrays)))
+        dq, dk, dv, *dsinks = _backward(attn, saved, dout, *tensors)
         return dq, dk, dv, *(dsinks or [None])
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> None:
         _refuse("of second order")
+
+
+# --- the same as operators, which torch.compile takes for what they are -----------------------------------------
+
+
+def _traced(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, attn: torch.Tensor,
+    plan: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Attention in code that torch.compile traces; attn, plan: handles."""
+    out, _, _ = _attention_op(q.contiguous(), k.contiguous(), v.contiguous(), sinks, attn, plan)
+    return cast("torch.Tensor", out)
+
+
+def _as_offsets(x: Any) -> torch.Tensor:
+    return torch.as_tensor(x, dtype=torch.int32 if isinstance(x, (list, tuple)) else None)
+
+
+class _Owning(np.ndarray[Any, Any]):
+    """An array that keeps an object alive, as long as a tensor that shares its memory lives."""
+
+    owner: Any
+
+
+def _token(owner: Any) -> torch.Tensor:
+    """Return the handle of an object as a tensor that keeps it alive."""
+    array = owner._handle.numpy().copy().view(_Owning)
+    array.owner = owner
+    return torch.from_numpy(array)
+
+
+def _as_handle(array: Any) -> torch.Tensor:
+    with torch.inference_mode(False):  # so that graphs of either mode take it
+        return torch.from_numpy(array)
+
+
+wrap_handles(_as_handle)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Kept:
+    """Objects that the backward needs, beside tensors."""
+
+    attn: CPAttention
+    saved: Saved
+    _handle: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        give_handle(self)
+
+
+def _owner(name: str, token: torch.Tensor, remedy: str) -> Any:
+    found = owner_of(int(token))
+    if found is None:
+        raise RuntimeError(f"{name} of a compiled attention lives no longer, wanted one until the backward; {remedy}")
+    return found
+
+
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # a replay would run another plan's launches
+
+
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "thdattn::plan_varlen", mutates_args=(), tags=_TAGS,
+    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, "
+           "SymInt? max_seqlen_k, float? softmax_scale, bool causal, int[] window_size, bool deterministic, "
+           "float softcap, bool sinks) -> (Tensor, Tensor)",
+)  # fmt: skip
+def _plan_op(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    attn, plan = _planned(q, k, v, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, *options)
+    return _token(attn), _token(plan)
+
+
+@_plan_op.register_fake  # type: ignore[untyped-decorator]
+def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake_token(q), _fake_token(q)
+
+
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "thdattn::attention", mutates_args=(), tags=_TAGS,
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor attn, Tensor plan) -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
+def _attention_op(
+    q: Any, k: Any, v: Any, sinks: Any, attn: torch.Tensor, plan: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    layer, remedy = _owner("the CPAttention", attn, "keep the module"), "hold the plan until the backward is done"
+    out, lse, saved = _forward(q, k, v, sinks, layer, _owner("the plan", plan, remedy))
+    return out, lse, _token(_Kept(layer, saved))
+
+
+@_attention_op.register_fake  # type: ignore[untyped-decorator]
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=_exact(q))
+    return q.new_empty((*q.shape[:2], v.shape[2])), lse, _fake_token(q)
+
+
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "thdattn::attention_backward", mutates_args=(), tags=_TAGS,
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sinks, Tensor saved) -> "
+           "Tensor[]",
+)  # fmt: skip
+def _backward_op(dout: torch.Tensor, *kept: Any) -> list[torch.Tensor]:
+    *tensors, token = kept
+    saved = _owner("what forward kept", token, "have saved_tensors_hooks leave tensors on the host as they are")
+    return _backward(saved.attn, saved.saved, dout, *tensors)
+
+
+@_backward_op.register_fake  # type: ignore[untyped-decorator]
+def _(dout: torch.Tensor, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, saved: Any) -> list[torch.Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, sinks) if x is not None]
+
+
+def _fake_token(q: torch.Tensor) -> torch.Tensor:
+    return q.new_empty((1,), dtype=torch.int64, device="cpu")
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    (q, k, v, sinks, _, _), (out, lse, saved) = inputs, output
+    ctx.save_for_backward(q, k, v, out, lse, sinks, saved)
+    ctx.mark_non_differentiable(lse, saved)
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    dq, dk, dv, *dsinks = _backward_op(dout, *ctx.saved_tensors)
+    return dq, dk, dv, *(dsinks or [None]), None, None
+
+
+_attention_op.register_autograd(_differentiate, setup_context=_save)
+_backward_op.register_autograd(lambda *_: _refuse("of second order"))
+for _op in (_attention_op, _backward_op):
+    _op.register_vmap(lambda *_: _refuse("by a transform of torch.func, or of several gradients at a time"))
 
 
 def _refuse(which: str) -> NoReturn:
@@ -220,7 +385,9 @@ def _refuse(which: str) -> NoReturn:
 
 def _refuse_transforms(*tensors: torch.Tensor) -> None:
     """Raises for what torch.func, or is_grads_batched, works on, which has no memory that kernels could read."""
-    if torch._C._are_functorch_transforms_active() or any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
+    if torch._C._are_functorch_transforms_active() or (
+        not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))
+    ):
         _refuse("by a transform of torch.func, or of several gradients at a time")
 
 
@@ -238,7 +405,12 @@ def _checked(q: Any, k: Any, v: Any, sinks: Any, otherwise: str) -> tuple[Any, .
     if sinks is not None and not sinks.is_floating_point():
         raise TypeError(f"sinks is {sinks.dtype}, wanted a float dtype; cast it")
     _refuse_transforms(q, k, v)
-    return *(x.resolve_neg() for x in (q, k, v)), None if sinks is None else sinks.resolve_neg()
+    return *(x.resolve_neg() for x in (q, k, v)), None if sinks is None else sinks.resolve_neg().to(_exact(q))
+
+
+def _exact(q: torch.Tensor) -> torch.dtype:
+    """Return the dtype of logits and their sums."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def as_tensor(array: Any) -> torch.Tensor:

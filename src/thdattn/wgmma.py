@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 def wrappers(columns: Iterable[int]) -> str:
     """CUDA source: Wgmma<T, N>::shared (A and B in shared memory) and ::registers (A in registers), N in `columns`."""
-    head = "template <typename T, int kColumns> struct Wgmma;\n"
+    head = '#pragma once\n\n#include "kernels/common.cuh"\n\ntemplate <typename T, int kColumns> struct Wgmma;\n'
     return head + "".join(_wrapper(t, n) for t in ("bf16", "f16") for n in columns)
 
 

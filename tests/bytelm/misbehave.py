@@ -1,11 +1,16 @@
-"""train.py with an accident: misbehave.py ACCIDENT RANK STEP [options of train.py], for tests.
+"""train.py with an accident: misbehave.py ACCIDENT RANK NUMBER [options of train.py], for tests.
 
-ctrl-c: that rank alone gets SIGINT amid that step. fail: that rank alone raises there. wait: that rank alone sleeps
-before it has done anything, while the others wait for it in MPI; process ids are in files beside that of --metrics.
+ctrl-c: that rank alone gets SIGINT before the step of that number. amid: SIGTERM in the second micro-batch of that
+step. validating: SIGTERM in the first micro-batch of the validation of that number. early: SIGTERM before documents are
+looked for. fail: it alone raises before that step. wait: it alone sleeps before it has done anything, while the others
+wait for it in MPI; process ids are in files beside that of --metrics.
+
+After SIGTERM, every rank ends with a line of how many steps and micro-batches it has begun.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -15,11 +20,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "bytelm"))
 
 import train
+from model import Model
 
 accident, rank, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 sys.argv[1:4] = []
-step, Interrupt = train.Trainer.step, train.Interrupt
-calls, listeners = 0, []
+Interrupt, whole_train, Trainer = train.Interrupt, train.train, train.Trainer
+loss_and_gradient, loss, step, bits_per_byte = Model.loss_and_gradient, Model.loss, Trainer.step, Trainer.bits_per_byte
+counts = dict.fromkeys(("step", "validation", "in step", "in validation"), 0)
+listeners = []
 
 
 def listening():
@@ -27,27 +35,62 @@ def listening():
     return listeners[-1]
 
 
-def step_with_accident(self, batches, lr, stop=False):
-    global calls
-    calls += 1
-    if calls == number and self.grid.world.rank == rank:
-        if accident == "fail":
-            raise RuntimeError("an accident, on purpose")
-        os.kill(os.getpid(), signal.SIGINT)
-        while not listeners[0].requested:  # a thread hears of it, late on a busy machine
-            time.sleep(0.001)
-    return step(self, batches, lr, stop)
+def signalled(me, kind):
+    if me != rank:
+        return
+    os.kill(os.getpid(), kind)
+    while not listeners[0].requested:  # a thread hears of it, late on a busy machine
+        time.sleep(0.001)
 
 
-def sleepy_train(comm, args, interrupt):
-    args.metrics.with_name(str(comm.rank)).write_text(str(os.getpid()))
-    if comm.rank == rank:
-        time.sleep(600)
-    return whole_train(comm, args, interrupt)
+def step_with_accident(self, *args):
+    counts["step"] += 1
+    counts["in step"] = 0
+    if counts["step"] == number and accident == "ctrl-c":
+        signalled(self.grid.world.rank, signal.SIGINT)
+    if counts["step"] == number and accident == "fail" and self.grid.world.rank == rank:
+        raise RuntimeError("an accident, on purpose")
+    return step(self, *args)
 
 
-if accident == "wait":
-    whole_train, train.train = train.train, sleepy_train
-train.Interrupt = listening
-train.Trainer.step = step_with_accident
-sys.exit(train.main())
+def validation_with_accident(self, *args):
+    counts["validation"] += 1
+    counts["in validation"] = 0
+    return bits_per_byte(self, *args)
+
+
+def amid(self, *args):
+    counts["in step"] += 1
+    result = loss_and_gradient(self, *args)
+    if accident == "amid" and (counts["step"], counts["in step"]) == (number, 2):
+        signalled(world_rank, signal.SIGTERM)
+    return result
+
+
+def validating(self, *args):
+    counts["in validation"] += 1
+    result = loss(self, *args)
+    if accident == "validating" and (counts["validation"], counts["in validation"]) == (number, 1):
+        signalled(world_rank, signal.SIGTERM)
+    return result
+
+
+def train_with_accident(comm, args, interrupt):
+    global world_rank
+    world_rank = comm.rank
+    if accident == "wait":
+        args.metrics.with_name(str(comm.rank)).write_text(str(os.getpid()))
+        if comm.rank == rank:
+            time.sleep(600)
+    if accident == "early":
+        signalled(comm.rank, signal.SIGTERM)
+    whole_train(comm, args, interrupt)
+
+
+train.Interrupt, train.train = listening, train_with_accident
+Model.loss_and_gradient, Model.loss = amid, validating
+Trainer.step, Trainer.bits_per_byte = step_with_accident, validation_with_accident
+status = train.main()
+if accident in ("amid", "validating", "early"):
+    print("began", json.dumps(counts), flush=True)
+sys.exit(status)

@@ -37,11 +37,11 @@ ALL_GATHER = Method("all_gather", "dual_chunk")
 class Run:
     """What a run has left, on the host."""
 
-    numbers: list[list[float]]  # of every step: loss, ranks that were asked to stop, norm
+    numbers: list[list[float]]  # of every step: loss, norm
     validations: list[float]
     weights: bytes
     gradient: bytes
-    eager_steps: list[int]  # steps that ran without graphs, up to every step
+    overflows: list[int]  # rounds (of full_iteration: steps) that ran without graphs, up to every step
 
 
 def trainer(
@@ -78,7 +78,7 @@ def run(
     for step, begin in enumerate(range(0, len(training), accumulate)):
         if step % validate_every == 0:
             validations.append(made.bits_per_byte(held_back))
-        results.append(made.step(training[begin : begin + accumulate], LR, stop=step == 1))
+        results.append(made.step(training[begin : begin + accumulate], LR))
     validations.append(made.bits_per_byte(held_back))
     numbers = [result.numbers().tolist() for result in results]
     assert np.isfinite(numbers).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import data
 from grid import Grid
 from programs import validations
 from sizes import SIZES, weight_shapes
-from trainer import Trainer
+from trainer import StepResult, Trainer
 
 import thdattn
 
@@ -26,6 +27,7 @@ ROW = {
     "accumulate": "2", "cuda_graph_impl": "none", "ms_per_step": "12.6", "tokens_per_s": "5201", "mfu": "0.4219",
     "attention_tflops": "301.4", "padding": "0.0123", "ms_p10": "11.4", "ms_p90": "1234.5", "steps": "30",
     "driver": "580", "kernel_sources": "abc", "example_sources": "def",
+    "maximum": "", "command": "python benchmarks/bench_bytelm.py",
 }  # fmt: skip
 
 
@@ -80,6 +82,65 @@ def test_methods_are_told_where_they_are_not_the_usual_one_and_its_rows_stay_wha
     assert len(rows) == 5 and sum(row["mfu"] == "0.6" for row in rows) == 1
 
 
+MAXIMA = [
+    ROW | {"ms_mean": "13.0"},
+    ROW | {"cuda_graph_impl": "local", "ms_mean": "5.2", "maximum": "P90", "slots": "3", "eager_packs": "0.0962"},
+    ROW | {"cuda_graph_impl": "local", "ms_mean": "4.0", "maximum": "512", "slots": "512", "eager_packs": "0.0000"},
+    ROW | {"cuda_graph_impl": "local", "ms_mean": "4.4", "maximum": "16", "slots": "16", "eager_packs": "0.0000"},
+]
+
+
+def test_maxima_stand_beside_the_same_steps_without_graphs_in_a_table_of_their_own():
+    other = ROW | {"size": "small", "ms_mean": "1.0"}  # of which no maximum was measured
+    _, _, *lines, _, about = bench_bytelm.maxima([*MAXIMA, other]).splitlines()
+    cells = ["none | exact | - | 13.0 | 11.4 to 1,234 | 3.25", "local | 3 (P90) | 9.6 % | 5.2 | 11.4 to 1,234 | 1.30",
+             "local | 16 | 0.0 % | 4.4 | 11.4 to 1,234 | 1.10", "local | 512 | 0.0 % | 4.0 | 11.4 to 1,234 | 1.00"]
+    assert lines == [f"| H100 80GB HBM3 | 1b | 2 | 131,072 | {line} |" for line in cells]
+    assert about == "driver 580, sources abc, `benchmarks/bench_bytelm.py`."
+    assert bench_bytelm.maxima([ROW, other]) == ""
+    assert bench_bytelm.summary(MAXIMA).splitlines()[:3] == bench_bytelm.summary(MAXIMA[:1]).splitlines()[:3]
+
+
+def test_every_maximum_of_every_graph_is_run_and_has_a_row_of_its_own(monkeypatch, tmp_path):
+    options = ["--size", "tiny", "tiny-hybrid", "--every-graph", "--maxima", "P90", "16"]
+    monkeypatch.setattr(sys, "argv", ["bench_bytelm.py", *options])
+    runs = [*bench_bytelm.configurations(bench_bytelm.parse_arguments())]
+    graphs = [(impl, maximum) for impl in ("local", "full_iteration") for maximum in ("P90", "16")]
+    assert [(one.size, one.graphs.impl, one.maximum) for one in runs] == [
+        (size, *way) for size in ("tiny", "tiny-hybrid") for way in [("none", ""), *graphs]]
+    assert {one.sharding for one in runs if one.size == "tiny-hybrid"} == {"contiguous"}
+    rows = [ROW | {"size": one.size, "cuda_graph_impl": one.graphs.impl, "maximum": one.maximum, "cp": "",
+                   "cp_comm_type": "", "sharding": one.sharding} for one in runs]  # fmt: skip
+    assert len(bench_bytelm.record.save(tmp_path / "bytelm.csv", rows, bench_bytelm.KEY)) == len(runs) == 10
+
+
+@pytest.mark.parametrize("options", [["--maxima", "16"], ["--maxima", "P0", "--every-graph"],
+                                     ["--maxima", "0", "--every-graph"], ["--maxima", "many", "--every-graph"]])
+def test_maxima_that_mean_nothing_are_refused(options, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_bytelm.py", *options])
+    with pytest.raises(SystemExit):
+        bench_bytelm.parse_arguments()
+    assert "--maxima" in capsys.readouterr().err
+
+
+def test_a_percentile_is_as_many_slots_as_so_many_packs_need(monkeypatch):
+    monkeypatch.setattr(bench_bytelm, "PACKS", 100)
+    documents, packing = data.find_documents()[:40], data.Packing.of(16_384, 1, "dual_chunk")
+    graphs = bench_bytelm.CudaGraphConfig(impl="local", max_packed_seqs=7)
+    batches = data.micro_batches(documents, packing, 0, data.Position(0, 0))
+    counts = [next(batches).batch.num_seqs for _ in range(bench_bytelm.PACKS)]
+    slots = {name: bench_bytelm.with_maximum(graphs, name, documents, packing).max_packed_seqs
+             for name in ("", "3", "P50", "P100")}  # fmt: skip
+    assert (slots[""], slots["3"], slots["P100"]) == (7, 3, max(counts))
+    assert sum(n > slots["P50"] for n in counts) <= 50 < sum(n >= slots["P50"] for n in counts) + 1
+
+
+def test_the_share_of_packs_that_run_eagerly_is_of_micro_batches():
+    packs = [[data.MicroBatch([], thdattn.PackedBatch([0] * (n + 1)), None) for n in step] for step in ([2, 3], [4, 1])]
+    results = [StepResult(batches, 0, list, (), [], 0) for batches in packs]
+    assert [bench_bytelm.eager_share(results, slots) for slots in (None, 2, 4)] == ["", "0.5000", "0.0000"]
+
+
 def test_the_method_of_a_row_names_the_neighbours_of_two_levels():
     def named(comm):
         one, two = Grid.of(comm), Grid.of(comm, inner=2)
@@ -104,14 +165,16 @@ def test_a_gpu_is_idle_between_the_spans_of_its_work():
     assert bench_bytelm.gaps([(7, 9)]) == 0
 
 
-def test_medians_of_measured_steps_are_those_of_their_marks():
-    trainer = Trainer(Grid.of(thdattn.comm.init("single")), SIZES["tiny"], "reference", "dual_chunk", 0)
+@pytest.mark.parametrize("size", ["tiny", "tiny-hybrid"])
+def test_medians_of_measured_steps_are_those_of_their_marks(size):
+    trainer = Trainer(Grid.of(thdattn.comm.init("single")), SIZES[size], "reference", "dual_chunk", 0)
     packing = data.Packing.of(96, 1, "dual_chunk")
     batches = data.micro_batches(data.find_documents()[:20], packing, 0, data.Position(0, 0))
     results = [trainer.step([next(batches)], 1e-3) for _ in range(5)]
     row = bench_bytelm.measured(trainer, results, peak=1e9)
     steps = sorted(end - begin for begin, end in (result.span for result in results))
     assert float(row["ms_per_step"]) == pytest.approx(1e3 * steps[2], abs=0.006)
+    assert float(row["ms_mean"]) == pytest.approx(200 * sum(steps), abs=0.006)
     assert float(row["padding"]) == pytest.approx(
         np.mean([result.batches[0].targets == data.NOT_COUNTED for result in results]), abs=1e-4)
     assert float(row["mfu"]) > 0
@@ -119,6 +182,31 @@ def test_medians_of_measured_steps_are_those_of_their_marks():
     assert row["overflows"] == "0" and float(row["attention_tflops"]) >= 0
     without_peak = bench_bytelm.measured(trainer, [replace(x, attention_spans=[]) for x in results], peak=None)
     assert without_peak["mfu"] == without_peak["attention_tflops"] == ""
+
+
+@pytest.mark.parametrize("options", [
+    ["--size", "tiny-hybrid", "--every-graph"],
+    ["--size", "tiny", "--cuda-graph-impl", "local", "--accumulate", "2", "--maxima", "1", "P100"],
+])  # fmt: skip
+def test_every_configuration_has_a_row_with_its_columns(options, monkeypatch):
+    """On the host, where nothing is captured."""
+    program = ["bench_bytelm.py", *options, "--tokens", "64", "--warm-up", "1", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", program)
+    monkeypatch.setattr(bench_bytelm, "Trainer", lambda *args, **options: Trainer(args[0], args[1], "reference",
+                                                                                 *args[3:], **options))
+    pool, documents = SimpleNamespace(total_bytes=lambda: 2**30), data.find_documents()[:40]
+    monkeypatch.setattr(np, "get_default_memory_pool", lambda: pool, raising=False)
+    monkeypatch.setattr(bench_bytelm.data, "find_documents", lambda: documents)
+    monkeypatch.setattr(bench_bytelm, "PACKS", 50)
+    runs = [*bench_bytelm.configurations(bench_bytelm.parse_arguments())]
+    rows = [ROW | bench_bytelm.bench(thdattn.comm.init("single"), one) for one in runs]
+    assert len({tuple(row) for row in rows}) == 1 and {row["memory_gib"] for row in rows} == {"1.0"}
+    if "--maxima" in options:
+        assert [row["maximum"] for row in rows] == ["1", "P100"] and rows[0]["slots"] == "1"
+        assert [row["eager_packs"] for row in rows][1] == "0.0000" and " (P100) | 0.0 % | " in bench_bytelm.maxima(rows)
+    else:
+        assert [row["cuda_graph_impl"] for row in rows] == ["none", "local", "full_iteration"]
+        assert {row["last_loss"] for row in rows} == {rows[0]["last_loss"]}
 
 
 def test_example_hash_is_of_the_sources():

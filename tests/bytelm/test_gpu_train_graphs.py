@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from statistics import mode
 
+import checkpoint
 import numpy as np
 import pytest
 import runs
@@ -69,7 +70,7 @@ def test_steps_of_a_hybrid_are_bitwise_those_without_graphs(comm, slices, way):
     mixers, layers = HYBRID.num_mixers, HYBRID.layers
     parts = {(): layers, ("attn",): layers - mixers, ("mlp",): layers, ("mamba",): mixers}[way.get("modules", ())]
     assert captured == (2 if way["impl"] == "full_iteration" else 1 + 2 * parts)
-    assert 0 < result.eager_steps[-1] < len(slices) // 4
+    assert 0 < result.overflows[-1] < len(slices) // 4
     assert (result.numbers, result.validations, result.weights) == (
         expected.numbers, expected.validations, expected.weights)
 
@@ -103,9 +104,24 @@ def test_steps_that_do_not_fit_run_eagerly_between_replays(comm, batches, eager,
     room = mode(documents)
     result, captured = outcome(comm, batches, max_packed_seqs=room, single_pool=single_pool, **way)
     assert captured == wanted_graphs(way)
-    assert result.eager_steps == np.cumsum([n > room for n in documents]).tolist()
-    assert 0 < result.eager_steps[-1] < STEPS // 2
+    assert result.overflows == np.cumsum([n > room for n in documents]).tolist()
+    assert 0 < result.overflows[-1] < STEPS // 2
     assert (result.numbers, result.weights) == (eager.numbers, eager.weights)
+
+
+@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
+def test_steps_of_which_some_micro_batches_do_not_fit_are_bitwise_those_without_graphs(comm, batches, way):
+    """Of eight, most of which fit: local replays these, full_iteration runs the whole step eagerly."""
+    documents = [batch.batch.num_seqs for batch in batches]
+    room = max(documents) - 2
+    large = np.reshape([n > room for n in documents], (-1, 8)).sum(axis=1)
+    assert 0 < large.max() < 8 and (large == 0).sum() > 10, "no step is partly eager, or too few are replayed"
+    expected, _ = outcome(comm, batches, accumulate=8)
+    result, captured = outcome(comm, batches, accumulate=8, max_packed_seqs=room, **way)
+    assert captured == wanted_graphs(way)
+    assert result.overflows == np.cumsum(np.minimum(large, 1) if way["impl"] == "full_iteration" else large).tolist()
+    assert (result.numbers, result.weights, result.gradient, result.validations) == (
+        expected.numbers, expected.weights, expected.gradient, expected.validations)
 
 
 @pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
@@ -227,3 +243,17 @@ def test_ctrl_c_and_errors_end_a_run_with_graphs(cupy, documents, tmp_path, rank
         process = start(ranks, MISBEHAVE, accident, ranks - 1, 20, *words, timeout=120)
         assert (process.returncode == 0) == (accident == "ctrl-c"), process.stdout + process.stderr
         assert "stopped after step" in process.stdout or "an accident, on purpose" in process.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("impl", "step"), [("none", 20), ("local", 20), ("full_iteration", 2)])
+def test_sigterm_ends_a_run_amid_a_step(cupy, documents, tmp_path, ranks, impl, step):
+    """Of four micro-batches per group, the second; of a step that is one graph, before that is captured."""
+    gpus(cupy, ranks)
+    words = options(data=documents, steps=10_000, val_bytes=2000, accumulate=4, checkpoint=tmp_path,
+                    cuda_graph_impl=impl)
+    process = start(ranks, MISBEHAVE, "amid", ranks - 1, step, *words, timeout=120)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert f"stopped after step {step - 1}, --resume goes on" in process.stdout
+    assert process.stdout.count('"in step": 2') == ranks
+    assert checkpoint.load(tmp_path).step == step - 1

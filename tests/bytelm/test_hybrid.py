@@ -173,7 +173,7 @@ def test_batches_of_too_many_documents_run_eagerly_and_are_counted(batches, alon
     too_many = [max(documents[i : i + 2]) > room for i in range(0, len(documents), 2)]
     assert 0 < sum(too_many) < len(too_many), "nothing could go wrong"
     (run,) = trained(batches, 1, impl="full_iteration", max_packed_seqs=room)
-    assert run.eager_steps == np.cumsum(too_many).tolist() and run.weights == alone.weights
+    assert run.overflows == np.cumsum(too_many).tolist() and run.weights == alone.weights
 
 
 @pytest.mark.parametrize(("modules", "wanted"), [

@@ -1,4 +1,4 @@
-"""Ctrl-C and other signals: the end after a step, with a checkpoint, or at once."""
+"""Ctrl-C and other signals: the end after a micro-batch, with a checkpoint of the last whole step, or at once."""
 
 from __future__ import annotations
 
@@ -59,14 +59,16 @@ def is_running(process_id):
     return state not in "ZX"
 
 
-def test_ctrl_c_in_the_terminal_stops_all_ranks_with_a_checkpoint(documents, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_launcher_and_ranks_stops_all_with_a_checkpoint(documents, tmp_path, number):
+    """As Ctrl-C in a terminal sends it, and a scheduler that ends a job."""
     if launch.launcher.is_open_mpi(launch.mpiexec(2)[0]):
-        pytest.skip("Open MPI's launcher kills the ranks a second after Ctrl-C")
+        pytest.skip("Open MPI's launcher kills the ranks a moment after either")
     metrics = tmp_path / "run.jsonl"
     words = small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)
     with running(2, [TRAIN, *words]) as process:
         wait_until(lambda: num_lines(metrics) > 5, process)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        os.killpg(process.pid, number)
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert f"stopped after step {checkpoint.load(tmp_path).step}" in output
@@ -81,13 +83,13 @@ def test_second_ctrl_c_ends_at_once_before_the_first_step(documents, tmp_path, r
         for _ in range(2):  # as launcher and terminal may both deliver one press
             os.kill(last, signal.SIGINT)
         time.sleep(interrupt.ONE_PRESS + 2)
-        assert process.poll() is None, "the first press waits for the end of a step"
+        assert process.poll() is None, "the first press waits for the end of a micro-batch"
         os.kill(last, signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 130 if ranks == 1 else process.returncode != 0
     assert "Traceback" not in errors
     if ranks == 1:
-        assert "ending after this step; Ctrl-C again ends at once" in errors and "ended at once" in errors
+        assert "ending after this micro-batch; Ctrl-C again ends at once" in errors and "ended at once" in errors
 
 
 def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(documents, tmp_path):
@@ -107,7 +109,7 @@ def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(docu
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_other_signals_only_ever_ask_for_the_end_after_a_step(documents, tmp_path, number):
+def test_other_signals_only_ever_ask_for_the_end_after_a_micro_batch(documents, tmp_path, number):
     """Launchers and schedulers send them, some more than once."""
     metrics = tmp_path / "run.jsonl"
     words = small(documents, steps=100_000, checkpoint=tmp_path, metrics=metrics, val_every=100_000)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import checkpoint
 import layers
 import numpy as np
 import pytest
 import sample
+import train
 from data import Position
 from model import Model
 from programs import SAMPLE, options, start
@@ -153,10 +155,40 @@ def test_program_prints_text_whatever_the_bytes(model, tmp_path):
     saved = checkpoint.Checkpoint(model.config, 5, Position(0, 0), {}, model.weights, {})
     checkpoint.save(tmp_path, saved)
     how = options(checkpoint=tmp_path, prompt="é", bytes=30, samples=2, temperature=2)
-    run = start(1, SAMPLE, *how, "--inference-cuda-graph-scope", "block")  # which means nothing on a CPU
+    graphs = options(cuda_graph_impl="local", inference_cuda_graph_scope="block")  # which mean nothing on a CPU
+    run = start(1, SAMPLE, *how, *graphs)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("--- after step 5\n") == 2
     assert "é" in run.stdout
+
+
+@pytest.mark.parametrize(("words", "scope"), [
+    ("", "none"), ("--cuda-graph-impl local", "layer"), ("--cuda-graph-impl full_iteration", "none"),
+    ("--cuda-graph-impl local --inference-cuda-graph-scope block", "block"),
+    ("--cuda-graph-impl local --inference-cuda-graph-scope layer --cuda-graph-warmup-steps 1", "layer"),
+    ("--cuda-graph-scope full_iteration_inference", "block"), ("--enable-cuda-graph", "layer"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_graph_options_are_those_of_training_and_normalised_alike(monkeypatch, words, scope):
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--checkpoint", "runs", *words.split()])
+    args = sample.parse_arguments()
+    assert args.graphs.inference_scope == scope
+    if scope == "none":
+        monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
+        assert train.parse_arguments().graphs == args.graphs
+
+
+@pytest.mark.parametrize(("words", "found"), [
+    ("--cuda-graph-impl local --inference-cuda-graph-scope block", "--inference-cuda-graph-scope is 'block'"),
+    ("--inference-cuda-graph-scope layer", "--inference-cuda-graph-scope is 'layer'"),
+    ("--cuda-graph-scope full_iteration_inference", "--cuda-graph-scope is "),
+    ("--cuda-graph-modules full_iteration_inference", "--cuda-graph-modules is "),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_training_refuses_an_inference_scope_by_name(monkeypatch, words, found):
+    monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
+    with pytest.raises(ValueError, match=f"{found}.*, wanted no graph for inference, as training writes no text"):
+        train.parse_arguments()
 
 
 @pytest.mark.parametrize(
@@ -168,6 +200,9 @@ def test_program_prints_text_whatever_the_bytes(model, tmp_path):
         ("--checkpoint nowhere --top-k -1", "argument --top-k: -1 is no whole number of at least 1"),
         ("--checkpoint nowhere --bytes -1", "argument --bytes: -1 is no whole number of at least 0"),
         ("--checkpoint nowhere --seed -1", "argument --seed: -1 is no whole number of at least 0"),
+        ("--checkpoint nowhere --inference-cuda-graph-scope block",
+         "--inference-cuda-graph-scope is 'block' with --cuda-graph-impl='none', wanted 'none'; change one of the two"),
+        ("--checkpoint nowhere --cuda-graph-impl whole", "--cuda-graph-impl is 'whole', wanted 'none', 'local'"),
         ("--checkpoint nowhere --temperature nan", "--temperature is nan, wanted a finite number of at least 0"),
     ],
 )

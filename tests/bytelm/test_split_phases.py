@@ -120,7 +120,7 @@ def test_keys_on_their_way_neither_leave_nor_enter_a_graph(documents, monkeypatc
     def on_their_way():
         return [keys for keys in started[threading.get_ident()] if not keys.used]
 
-    def checked(graphs, function, name):
+    def checked(graphs, function, name, part=None):
         def call(*args):
             before = on_their_way()
             result = function(*args)
@@ -128,7 +128,7 @@ def test_keys_on_their_way_neither_leave_nor_enter_a_graph(documents, monkeypatc
             beyond.update([name.split(", ", 1)[1]] if before else [])
             return result
 
-        return captured(graphs, call, name)
+        return captured(graphs, call, name, part)
 
     monkeypatch.setattr(thdattn.CPAttention, "gather", noted)
     monkeypatch.setattr(Graphs, "captured", checked)

@@ -14,7 +14,7 @@ from programs import lines_of, small
 from test_train import NOBODY_INTERRUPTS, arguments
 
 import thdattn
-from thdattn.graphs import CudaGraphConfig, Graphs, Upload
+from thdattn.graphs import Captured, CudaGraphConfig, Graphs, Upload
 
 EVERY_WAY = [
     {"impl": "local"}, {"impl": "local", "modules": ("attn",)}, {"impl": "local", "modules": ("mlp",)},
@@ -36,6 +36,13 @@ def batches(documents):
     return runs.batches(documents, 16)
 
 
+def crowded(batches):
+    """Room for the documents of most batches, and by step of two: (whether the first is too large, the second)."""
+    documents = [batch.batch.num_seqs for batch in batches]
+    room = sorted(documents)[len(documents) // 2]
+    return room, [(one > room, other > room) for one, other in zip(documents[::2], documents[1::2], strict=True)]
+
+
 def outcome(cp_size, batches, accumulate=2, **graphs):
     """The run of every rank."""
 
@@ -54,22 +61,40 @@ def eager(batches):
 @pytest.mark.parametrize("cp_size", [1, 2])
 @pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
 def test_every_way_makes_the_same_bits(batches, eager, way, cp_size):
-    """With two micro-batches per step, validations between steps, and a stop that every rank is told of."""
+    """With two micro-batches per step, and validations between steps."""
     assert outcome(cp_size, batches, **way) == eager[cp_size]
-    assert [stop for _, stop, _ in eager[cp_size][0].numbers][:3] == [0, cp_size, 0]
 
 
 @pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
 def test_batches_of_too_many_documents_run_eagerly_and_are_counted(batches, eager, way):
-    """By step, so that the micro-batches of one step are computed in one way."""
-    documents = [batch.batch.num_seqs for batch in batches]
-    room = sorted(documents)[len(documents) // 2]
-    too_many = [max(documents[i : i + 2]) > room for i in range(0, len(documents), 2)]
-    assert 0 < sum(too_many) < len(too_many), "nothing could go wrong"
+    """By round, so that one large micro-batch leaves the others of its step to graphs; a step that is one by step."""
+    room, large = crowded(batches)
+    assert any(one != other for one, other in large), "no step is partly eager"
     (one,) = outcome(1, batches, max_packed_seqs=room, **way)
-    assert one.eager_steps == np.cumsum(too_many).tolist()
+    count = any if way["impl"] == "full_iteration" else sum
+    assert one.overflows == np.cumsum([count(step) for step in large]).tolist()
     assert (one.numbers, one.weights, one.validations) == (
         eager[1][0].numbers, eager[1][0].weights, eager[1][0].validations)
+
+
+@pytest.mark.parametrize(("impl", "replays"), [("local", 9), ("full_iteration", 0)])
+def test_graphs_run_the_rounds_that_fit(batches, monkeypatch, impl, replays):
+    """Of a step of 10 micro-batches, of which one is too large."""
+    room, _ = crowded(batches)
+    fitting, large = ([batch for batch in batches if (batch.batch.num_seqs > room) == wanted] for wanted in (0, 1))
+    made = runs.trainer(thdattn.comm.init("single"), "reference", impl=impl, max_packed_seqs=room)
+    made.step((fitting * 2)[:10], runs.LR)
+    call, names = Captured.__call__, []
+
+    def named(self, *args, **kwargs):
+        names.append(self.name)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(Captured, "__call__", named)
+    made.step([*(fitting * 2)[:4], large[0], *(fitting * 2)[4:9]], runs.LR)
+    assert names.count("plan" if impl == "local" else "step") == replays
+    assert names.count("layer 0, all, forward") == names.count("layer 0, all, backward") == replays
+    assert made.passes.num_overflows == 1
 
 
 def test_batches_of_more_rows_than_the_first_run_eagerly(documents):
@@ -148,14 +173,14 @@ def test_a_run_goes_on_with_other_graphs_bitwise(documents, tmp_path, monkeypatc
     interrupted = SimpleNamespace(requested=False)
     step = train.Trainer.step
 
-    def stops(self, batches, lr, stop=False):
-        interrupted.requested = self.optimizer.state["step"] >= 3
-        return step(self, batches, lr, stop)
+    def stops(self, batches, lr, check):
+        interrupted.requested = self.optimizer.state["step"] >= 5
+        return step(self, batches, lr, check)
 
     with monkeypatch.context() as patch:
         patch.setattr(train.Trainer, "step", stops)
         train.train(single, arguments(monkeypatch, *words, *flags(impl=impl, max_packed_seqs=1)), interrupted)
-    assert 3 < checkpoint.load(parts).step < 12
+    assert checkpoint.load(parts).step == 5
     train.train(single, arguments(monkeypatch, *words, "--resume"), NOBODY_INTERRUPTS)
     one, other = checkpoint.load(whole), checkpoint.load(parts)
     assert one.step == other.step == 12 and one.weights.tobytes() == other.weights.tobytes()
@@ -168,7 +193,7 @@ def test_eager_steps_are_reported(documents, monkeypatch, capsys):
     train.train(thdattn.comm.init("single"), arguments(monkeypatch, *words), NOBODY_INTERRUPTS)
     said = capsys.readouterr()
     assert "CUDA graphs: full_iteration, which these ranks cannot capture: all runs eagerly" in said.out
-    assert "steps without graphs, as their batches did not fit: 2; raise --cuda-graph-max-packed-seqs" in said.out
+    assert "steps without graphs, as a batch did not fit: 2; raise --cuda-graph-max-packed-seqs" in said.out
     assert "steps without graphs: 2" in said.err and "attention" not in said.err
 
 

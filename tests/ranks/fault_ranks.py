@@ -7,11 +7,13 @@ What fails is said on stderr, as is which process is which rank; stdout stays em
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ import thdattn
 from thdattn.comm import mpi, nccl
 
 RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])  # before MPI knows it
+if "FAULT_HOSTS" in os.environ:  # each rank plays a machine
+    os.environ["THDATTN_HOST"] = f"node{RANK}"
 
 
 COMPUTE = """
@@ -48,8 +52,21 @@ def fail(kind: str) -> None:
         raise ValueError("rank 1 had bad luck")
     elif kind == "leave":
         sys.exit()
+    elif kind == "freeze":  # with its side process, as where a machine hangs
+        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            os.kill(int(child), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "absent":
         time.sleep(1000)
+    elif kind in ("hold", "pause"):  # with Python's lock, as C code and compilers may
+        ctypes.PyDLL(None).sleep(1000 if kind == "hold" else 4)
+    elif kind == "loop":
+        while True:
+            pass
+    elif kind == "disk":  # an uninterruptible wait, as for a disk: until a child has opened a pipe that nobody opens
+        pipe = (os.POSIX_SPAWN_OPEN, 0, os.environ["FAULT_PIPE"], os.O_RDONLY, 0)
+        closed = [(os.POSIX_SPAWN_CLOSE, number) for number in (1, 2)]
+        os.posix_spawn("/bin/true", ["true"], {}, file_actions=[*closed, pipe])
     else:
         assert kind == "skip", kind
 
@@ -141,6 +158,14 @@ def exchange(layer: Layer) -> None:
             comm.exchange(sends, recvs, sizes)()
 
 
+def elsewhere(layer: Layer) -> None:
+    """Rank 1 waits in a call that the others do not make."""
+    if RANK == 1:
+        fail("skip")
+        layer.comm.agree("a number", 7)
+    layer.comm.barrier()
+
+
 def main(kind: str, place: str, backend: str, timeout: str) -> None:
     say("begins")
     comm = join(kind, place, backend, float(timeout))
@@ -150,6 +175,8 @@ def main(kind: str, place: str, backend: str, timeout: str) -> None:
         replay(Layer(comm, kind, place))
     elif place == "exchange":
         exchange(Layer(comm, kind, place))
+    elif place == "elsewhere":
+        elsewhere(Layer(comm, kind, place))
     else:
         Layer(comm, kind, place).steps()
     comm.barrier()

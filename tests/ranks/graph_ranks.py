@@ -126,16 +126,21 @@ def replay_methods(comm: thdattn.comm.Comm, cupy: Any) -> None:
         replay_packs(comm, cupy, mask, (64, 64), sharding, 20, options)
 
 
-def replay_mixers(comm: thdattn.comm.Comm, cupy: Any, count: int = 20) -> None:
-    """As replay_packs for a mixer, whose plan is its own or that of a causal attention beside it."""
+def replay_mixers(comm: thdattn.comm.Comm, cupy: Any, count: int = 20, norm: str | None = None) -> None:
+    """As replay_packs for a mixer, whose plan is its own or that of a causal attention beside it.
+
+    norm: as of Mamba2Mixer.
+    """
     heads, head_dim, state_dim = 8, 64, 64
     inner, channels = heads * head_dim, heads * head_dim + 2 * state_dim
-    mixer = thdattn.Mamba2Mixer(comm, heads, head_dim, state_dim, engine="cuda")
+    mixer = thdattn.Mamba2Mixer(comm, heads, head_dim, state_dim, engine="cuda", norm=norm)
     attention = thdattn.CPAttention(comm, 8, 64, 4, engine="cuda", cp_comm_type="a2a")
     rng = np.random.default_rng(0)
     weights = thdattn.Mamba2Weights(*(cupy.asarray(x, np.float32) for x in (
         rng.standard_normal((channels, 4)) / 2, rng.standard_normal(channels), np.log(rng.uniform(1, 16, heads)),
         rng.standard_normal(heads), rng.uniform(-7, -2, heads))))  # fmt: skip
+    if norm:
+        weights = weights._replace(norm_weight=cupy.asarray(rng.uniform(0.5, 1.5, inner), np.float32))
     shapes, warmup = [(inner + channels + heads,), (inner,)], 2
     for planner in (mixer, attention):
         graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=warmup))

@@ -20,10 +20,18 @@ and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a 
 * An exception that nobody catches in the main thread ends all ranks at once, after its traceback, from the moment at
   which `init` has started MPI; `-m mpi4py` adds sys.exit with an error to that. Where a signal kills a rank, the
   launcher ends the others.
-* Whatever else makes the others wait meets the deadline: a rank that was stopped (SIGSTOP), hangs, has ended without an
-  error, failed in another thread, or left out a call or made a different one. What has not completed within init's
-  `timeout`, 60 s unless another is passed, ends every rank of the job with an error and one line on stderr that names
-  rank, host, operation, shape and dtype, its number among the operations of this comm, and how long it took.
+* Whatever else makes the others wait meets the deadline: a rank that hangs, has come to its end without an error,
+  failed in another thread, or left out a call or made a different one. What has not completed within init's `timeout`,
+  60 s unless another is passed, ends every rank of the job with an error and one line on stderr. It names rank, host,
+  operation, shape and dtype, its number among the operations of this comm, and how long it took; and the ranks that are
+  late or elsewhere, with where they are.
+* A rank that is missing ends the job before the deadline: one that has ended, or has been stopped (SIGSTOP) or silent
+  for 10 s, while another one has waited for 5 s. The line names it, its machine and its last operation. A `timeout`
+  below a minute makes these times `timeout / 6`, at least 1 s, and `timeout / 12`.
+* For that each process starts a side process, which says by UDP what its rank does to those who know its token; it
+  answers while the rank compiles or computes in C. Ranks of one machine use 127.0.0.1; those of several the address of
+  the default route. Nobody asks while nothing waits for long. A rank that cannot be reached, as behind a firewall, is
+  unknown and not held to be missing. THDATTN_HOST is another name for this rank's machine.
 * On GPUs the clock runs from when the GPU has come to the operation: it may be enqueued long before, and behind long
   work. A graph that `thdattn.graphs` replays is one operation; launch one of your own within `comm.watched`. Time for
   which this process is stopped does not count.
@@ -33,7 +41,8 @@ and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a 
   is that of the ranks that have come to it, so call it first. Where the program has imported mpi4py.MPI before, the
   start of MPI has no deadline; nor has anything after close(), such as MPI_Finalize, which waits for all ranks.
 * The end is MPI_Abort; a process that is still there 5 s later says where its threads are, and exits.
-* Simulated ranks have the timeout of `run_local`, and those of `from_torch` the one of their process group.
+* Simulated ranks have the timeout of `run_local`. Those of `from_torch` have torch's; where that ends a call, a line on
+  stderr names the late ranks, and a missing rank ends the job as above.
 * Ctrl-C, with MPICH: the launcher sends SIGINT to every rank, and Python raises KeyboardInterrupt on those that
   compute; one that waits in a collective or for its GPU handles the signal when that ends, which may be at the
   deadline. A second Ctrl-C kills all ranks at once, whatever they do.
@@ -59,6 +68,7 @@ from typing import Any, TypeVar
 from thdattn.comm.contract import Comm
 from thdattn.comm.heads import Arrival as Arrival
 from thdattn.comm.heads import Meeting as Meeting
+from thdattn.comm.heads import Pending as Pending
 from thdattn.comm.heads import nothing as nothing
 from thdattn.comm.single import SingleComm
 
@@ -67,7 +77,9 @@ __all__ = ["Comm", "SingleComm", "from_torch", "init", "run_local"]
 Result = TypeVar("Result")
 
 
-def init(backend: str = "auto", world: Any = None, timeout: float = 60.0, transport: str = "auto") -> Comm:
+def init(
+    backend: str = "auto", world: Any = None, timeout: float = 60.0, transport: str = "auto", check: bool = False
+) -> Comm:
     """Join this process's ranks.
 
     "auto" is "single" unless an MPI launcher started several ranks; then "nccl" if every rank has a GPU of its own,
@@ -82,13 +94,17 @@ def init(backend: str = "auto", world: Any = None, timeout: float = 60.0, transp
         transport: of keys, values and their gradients between GPUs: "peer", copies between the GPUs of one machine,
             which go on beside kernels; "nccl"; or "auto": peer where it works on all ranks. The comm's repr says which
             it is, and why not peer. Other backends take no notice of it.
+        check: every collective first agrees, on the host, on operation, plan, shapes and dtype; a difference raises a
+            ValueError on all ranks, which names the field and the ranks. One rank that asks for it decides for all;
+            THDATTN_CHECK=1 asks, too. Switch it on while a program is new or hangs: it makes the host wait in every
+            call. Captured collectives agree when they are captured.
 
     Returns:
         A comm whose rank and size are those of world ("single": 0 and 1).
 
     Raises:
-        TypeError: backend or transport is no str, timeout no number, or world no communicator of mpi4py or one between
-            two groups.
+        TypeError: backend or transport is no str, timeout no number, check no bool, or world no communicator of mpi4py
+            or one between two groups.
         ValueError: unknown backend or transport; timeout is not positive and finite; world is MPI.COMM_NULL; or
             "single" with a world of several ranks.
         RuntimeError: MPI, CuPy, NCCL or a GPU is missing; two ranks share a GPU; transport is "peer", but a rank does
@@ -97,20 +113,22 @@ def init(backend: str = "auto", world: Any = None, timeout: float = 60.0, transp
     """
     from thdattn.comm import start
 
-    return start.join(backend, world, timeout, transport)
+    return start.join(backend, world, timeout, transport, check)
 
 
-def from_torch(group: Any = None) -> Comm:
+def from_torch(group: Any = None, check: bool = False) -> Comm:
     """The ranks of a torch.distributed process group, for programs that torchrun started.
 
     Collectives are torch's, on the group's own communicator: they and the program's other collectives on this group
-    must come in the same order on every rank, and its timeouts hold. gloo moves NumPy arrays and nccl CuPy arrays; a
+    must come in the same order on every rank, and its timeouts hold. All ranks of the group call this, as it tells them
+    of each other. gloo moves NumPy arrays and nccl CuPy arrays; a
     group of both ("cpu:gloo,cuda:nccl") moves both. With nccl, torch's current GPU becomes CuPy's, so call
     torch.cuda.set_device before. A failing rank ends the others as torchrun does it; close() leaves the group alone,
     and groups of split live as long as torch.distributed does, with torch's own timeouts.
 
     Args:
         group: a process group that this process is in; None for all processes.
+        check: as for init; the same on all ranks.
 
     Returns:
         A comm whose rank and size are those of the group. It does not sum uint32 and uint64, which torch cannot.
@@ -120,22 +138,25 @@ def from_torch(group: Any = None) -> Comm:
         TypeError: group is no process group.
         ValueError: this process is not in the group, or its backend is neither gloo nor nccl.
     """
-    from thdattn.comm import torch
+    from thdattn.comm import checked, torch
 
-    return torch.TorchComm(group)
+    return checked.kind_of(torch.TorchComm, checked.wants_check(check))(group)
 
 
-def run_local(cp_size: int, fn: Callable[[Comm], Result], timeout: float = 60.0) -> list[Result]:
+def run_local(
+    cp_size: int, fn: Callable[[Comm], Result], timeout: float = 60.0, check: bool = False
+) -> list[Result]:
     """Run a program on simulated ranks: threads of this process, for tests and for learning.
 
-    Simulated ranks may share one GPU. Each thread starts with CuPy's device 0 and the legacy default stream as
-    current; that stream orders the ranks' work, so fn must not switch to another one.
+    Simulated ranks may share one GPU. Each thread starts with CuPy's device 0 and the legacy default stream as current.
+    A rank may switch to a stream of its own: collectives order the ranks' streams.
 
     Args:
         cp_size: number of ranks.
         fn: called as fn(comm) on every rank.
         timeout: seconds that a rank waits in a collective for the others, at most threading.TIMEOUT_MAX (centuries);
             computing takes as long as it takes.
+        check: as for init.
 
     Returns:
         What fn returned, in rank order.
@@ -147,6 +168,6 @@ def run_local(cp_size: int, fn: Callable[[Comm], Result], timeout: float = 60.0)
         RuntimeError: a rank returned while others wait for it, or ranks are in different collectives.
         Exception: whatever the first rank to fail raised; from Python 3.11 a note says which rank it was.
     """
-    from thdattn.comm import local
+    from thdattn.comm import checked, local
 
-    return local.run(cp_size, fn, timeout)
+    return local.run(cp_size, fn, timeout, checked.wants_check(check))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from thdattn.arguments import INT32_MAX, as_choice, as_count, as_int
+from thdattn.arguments import INT32_MAX, as_choice, as_count
+from thdattn.comm.agreement import Fields, settle
 from thdattn.comm.checks import Checks
-from thdattn.comm.heads import Heads, nothing
+from thdattn.comm.heads import Heads, Pending, nothing
 from thdattn.comm.slices import Slices, packed, put, room
 
 if TYPE_CHECKING:
@@ -38,6 +37,8 @@ class Comm(Checks, Heads):
         sum_dtypes: names of the dtypes that reduce_scatter and all_reduce take.
         capturable: whether collectives of CuPy arrays may be captured in a CUDA graph.
         overlaps: whether gather_heads and sum_rows, and exchange where it is given sizes, go on while kernels run.
+        checks: whether ranks agree on every call before it is made, see `check` of thdattn.comm.init.
+        no_gpus: why it moves host arrays, although init was to choose; "": it does not, or they were asked for.
         received_bytes: what collectives of arrays have brought from other ranks so far, by the shapes; those that a
             graph has captured count once.
     """
@@ -45,6 +46,8 @@ class Comm(Checks, Heads):
     sum_dtypes = _INTEGERS | {"float32", "float64"}
     capturable = False
     overlaps = False
+    checks = False
+    no_gpus = ""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -132,8 +135,9 @@ class Comm(Checks, Heads):
                 that all ranks give sizes to.
 
         Returns:
-            What waits for recvs, to be called before these are read and before they are dropped; on a GPU it is the
-            current stream that waits. What was sent is free when exchange returns, as in all_gather.
+            What waits for recvs, to be called before these are read; on a GPU it is the current stream that waits. It
+            holds recvs until then, and waits when it is dropped. What was sent is free when exchange returns, as in
+            all_gather.
 
         Raises:
             TypeError: an array is of the wrong kind or the elements of its rows are not contiguous, host arrays and GPU
@@ -146,39 +150,56 @@ class Comm(Checks, Heads):
         self.received_bytes += sum(array.nbytes for array, _ in recvs)
         first = next((array for array, _ in (*sends, *recvs)), None)
         with self.watched(f"exchange ({len(sends)} slices out, {len(recvs)} in)", first):
-            return self._exchange(sends, recvs, sizes)
+            wait = self._exchange(sends, recvs, sizes)
+        return wait if wait is nothing else Pending(wait, recvs)
 
     def barrier(self) -> None:
         """Return when every rank has come here; on GPU ranks also wait for the current stream."""
         self._check_open()
         self._barrier()
 
-    def agree(self, name: str, value: int, refusal: str = "") -> None:
-        """Check that every rank holds the same number, such as the hash of a plan.
+    def agree(
+        self, name: str, value: int | Fields, refusal: str = "", remedy: str = "give every rank the same global input"
+    ) -> None:
+        """Check that every rank holds the same number or fields, such as the lengths of a plan's batch.
 
         Costs a message over the host, so it is meant for once per plan, not once per layer.
 
         Args:
-            name: what the number is, for the message.
-            value: any int; a flag is 0 or 1.
-            refusal: why this rank cannot go on, with the remedy, whatever the numbers are; "": it can.
+            name: the question, for the message; the same on every rank.
+            value: any int, a flag is 0 or 1; or by name numbers, texts, tuples and NumPy arrays.
+            refusal: why this rank cannot go on, with the remedy, whatever the values are; "": it can.
+            remedy: how to make the values equal, for the message.
 
         Raises:
-            TypeError: value is not an integer.
-            ValueError: on every rank, with the refusals of all ranks, or naming the ranks that differ from rank 0.
+            TypeError: value is neither an integer nor a mapping.
+            ValueError: on every rank: with the refusals of all ranks; naming the fields that differ and what each rank
+                has; or with the calls that ranks make instead.
         """
         self._check_open()
-        number = int(value) if isinstance(value, (bool, np.bool_)) else as_int("value", value)
-        values, refusals = zip(*self._gather_values((number, refusal)), strict=True)
-        if any(refusals):
-            raise ValueError("; ".join(f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why))
-        differing = [rank for rank, other in enumerate(values) if other != values[0]]
-        if differing:
-            found = ", ".join(f"rank {rank} has {values[rank]}" for rank in differing)
-            raise ValueError(
-                f"{name} is not the same on all ranks: rank 0 has {values[0]}, but {found}; "
-                f"give every rank the same global input"
-            )
+        settle(self._gather_values, name, value, refusal, remedy)
+
+    def checked(self, name: str, describe: Callable[[Any], Fields], subject: Any) -> AbstractContextManager[object]:
+        """A block that checks this rank's arguments of a call on all ranks; see `check` of thdattn.comm.init.
+
+        With `checks`, ranks agree at its end on the fields of describe(subject), and what the block raises on one rank
+        is raised on all. Else it costs nothing, and each rank raises alone.
+        """
+        return self._agreeing(name, describe, subject) if self.checks else _UNWATCHED
+
+    @contextmanager
+    def _agreeing(self, name: str, describe: Callable[[Any], Fields], subject: Any) -> Iterator[None]:
+        fields: Fields = {}
+        failure: Exception | None = None
+        try:
+            yield
+            fields = describe(subject)
+        except (TypeError, ValueError) as error:
+            failure = error
+        try:
+            self.agree(name, fields, "" if failure is None else str(failure))
+        except ValueError as error:
+            raise error from failure
 
     def split(self, color: int, key: int = 0) -> Comm:
         """Form groups: the ranks that pass one color become a comm of their own.

@@ -18,6 +18,32 @@ def nothing() -> None:
     """What is there needs no waiting."""
 
 
+class Pending:
+    """Arrays that are being written to, beside the current stream: a call waits for that, and so does the end.
+
+    They are held until then, so that no other array gets their memory sooner, whatever raises between start and call.
+
+    Args:
+        wait: has the current stream wait.
+        arrays: those that are written to.
+    """
+
+    __slots__ = ("_arrays", "_wait")
+
+    def __init__(self, wait: Callable[[], None], arrays: Any) -> None:
+        self._wait: Callable[[], None] | None = wait
+        self._arrays = arrays
+
+    def __call__(self) -> None:
+        if self._wait is not None:
+            self._wait()
+            self._wait = self._arrays = None
+
+    def __del__(self) -> None:
+        if self._wait is not None:
+            self()
+
+
 class Meeting(NamedTuple):
     """Of all ranks, by one kernel.
 

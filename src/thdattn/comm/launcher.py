@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -52,6 +53,11 @@ def local_rank() -> int | None:
     names = (*_LOCAL_RANK_VARIABLES, *["SLURM_LOCALID"] * (_srun() is not None))
     said = [os.environ[name] for name in names if os.environ.get(name, "").isdecimal()]
     return int(said[0]) if said else None
+
+
+def hostname() -> str:
+    """The name of this process's machine; THDATTN_HOST is another one, so that tests play several on one."""
+    return os.environ.get("THDATTN_HOST") or socket.gethostname()
 
 
 def mpiexec() -> list[str] | None:

@@ -51,6 +51,7 @@ class Levels(Comm):
             )
         self.sum_dtypes = inner.sum_dtypes & outer.sum_dtypes
         self.capturable = inner.capturable and outer.capturable
+        self.checks = inner.checks or outer.checks
         for part in (inner, outer):
             part.before_close(self._act_before_close)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from thdattn.arguments import as_count, found
 from thdattn.comm import Comm
+from thdattn.comm.checked import kind_of
 from thdattn.comm.checks import as_timeout
 from thdattn.comm.slices import Slices
 
@@ -21,6 +22,7 @@ Result = TypeVar("Result")
 
 # After a failure the other ranks get this long to notice, so that no thread outlives the call without need.
 _GRACE_SECONDS = 5.0
+_PER_THREAD = 2  # cudaStreamPerThread
 
 
 class PeerFailed(RuntimeError):
@@ -124,6 +126,14 @@ class _Meeting:
         return f"{arrived}; {_names(set(self.ranks) - set(self._waiting))} {missing}"
 
 
+class _Point(NamedTuple):
+    """The point that a rank's stream has come to: the stream's number, an event there, and how to wait for others."""
+
+    stream: int
+    event: Any
+    wait: Callable[[Any], object]
+
+
 class LocalComm(Comm):
     """One simulated rank. Sums are made in rank order, so they are the same bits on every run."""
 
@@ -139,7 +149,7 @@ class LocalComm(Comm):
         rows = send.shape[0]
         for rank, part in enumerate(self._meet("all_gather", send)):
             recv[rank * rows : (rank + 1) * rows] = part
-        self._release("all_gather")
+        self._release("all_gather", send)
 
     def _reduce_scatter(self, send: Any, recv: Any) -> None:
         rows = recv.shape[0]
@@ -148,7 +158,7 @@ class LocalComm(Comm):
         recv[...] = first[mine]
         for other in others:
             recv += other[mine]
-        self._release("reduce_scatter")
+        self._release("reduce_scatter", send)
 
     def _all_reduce(self, array: Any, op: str) -> None:
         combine = np.add if op == "sum" else np.maximum  # CuPy arrays bring their own through __array_ufunc__
@@ -156,11 +166,12 @@ class LocalComm(Comm):
         total = first.copy()
         for other in others:
             combine(total, other, out=total)
-        self._release("all_reduce")
+        self._release("all_reduce", array)
         array[...] = total
 
     def _send_receive(self, sends: Slices, recvs: Slices) -> None:
-        for rank, theirs in enumerate(self._meeting.exchange(self.rank, "exchange", sends)):
+        any_array = next((array for array, _ in (*sends, *recvs)), None)
+        for rank, theirs in enumerate(self._come("exchange", sends, any_array)):
             parts = [part for part, peer in theirs if peer == self.rank]
             rooms = [room for room, peer in recvs if peer == rank]
             sent, wanted = [part.nbytes for part in parts], [room.nbytes for room in rooms]
@@ -171,7 +182,7 @@ class LocalComm(Comm):
                 )
             for part, room in zip(parts, rooms, strict=True):
                 room[...] = part
-        self._release("exchange")
+        self._release("exchange", any_array)
 
     def _barrier(self) -> None:
         self._meeting.exchange(self.rank, "barrier", None)
@@ -188,17 +199,41 @@ class LocalComm(Comm):
         first = members[0] == self.rank
         place = _Meeting(meeting.job, [meeting.ranks[rank] for rank in members]) if first else None
         places = meeting.exchange(self.rank, "the end of split", place)
-        return LocalComm(members.index(self.rank), places[members[0]])
+        return type(self)(members.index(self.rank), places[members[0]])
 
     def _meet(self, operation: str, array: Any) -> list[Any]:
-        return self._meeting.exchange(self.rank, f"{operation} of {array.shape} {array.dtype}", array)
+        return self._come(f"{operation} of {array.shape} {array.dtype}", array, array)
 
-    def _release(self, operation: str) -> None:
-        """Nobody writes to an array that another rank still reads."""
-        self._meeting.exchange(self.rank, f"the end of {operation}", None)
+    def _release(self, operation: str, array: Any) -> None:
+        """Let nobody write to an array that another rank still reads."""
+        self._come(f"the end of {operation}", None, array)
+
+    def _come(self, what: str, value: Any, array: Any) -> list[Any]:
+        """All ranks' values, as of the meeting; the work of their streams so far comes before later work of this one's.
+
+        Args:
+            array: one that the ranks' streams work on; None: this rank's does not.
+        """
+        values, points = zip(*self._meeting.exchange(self.rank, what, (value, self._point(array))), strict=True)
+        mine = points[self.rank]
+        for point in points:
+            # Each thread has its own default stream under the one number of "per-thread default".
+            if mine and point and (point.stream != mine.stream or point.stream == _PER_THREAD):
+                mine.wait(point.event)
+        return list(values)
+
+    def _point(self, array: Any) -> _Point | None:
+        """Record how far this rank's current stream has come; None for host arrays."""
+        if self.size == 1 or array is None or isinstance(array, np.ndarray):
+            return None
+        import cupy
+
+        stream, event = cupy.cuda.get_current_stream(), cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return _Point(stream.ptr, event, stream.wait_event)
 
 
-def run(cp_size: int, fn: Callable[[Comm], Result], timeout: float) -> list[Result]:
+def run(cp_size: int, fn: Callable[[Comm], Result], timeout: float, check: bool) -> list[Result]:
     """Run fn on cp_size threads; see thdattn.comm.run_local."""
     cp_size = as_count("cp_size", cp_size)
     if not callable(fn):
@@ -209,7 +244,7 @@ def run(cp_size: int, fn: Callable[[Comm], Result], timeout: float) -> list[Resu
 
     def work(rank: int) -> None:
         try:
-            with LocalComm(rank, meeting) as comm:
+            with kind_of(LocalComm, check)(rank, meeting) as comm:
                 results[rank] = fn(comm)
         except BaseException as error:  # the caller's thread raises it again
             job.leave(rank, error)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,19 +28,22 @@ class MpiComm(Comm):
     Args:
         world: the communicator of its ranks, for this comm alone, which frees it in the end.
         timeout: seconds that a collective may take.
+        no_gpus: why the ranks move no GPU arrays, where they would have; "": this backend was asked for.
     """
 
     name = "mpi"
     devices = frozenset({"cpu"})
 
-    def __init__(self, world: Any, timeout: float) -> None:
+    def __init__(self, world: Any, timeout: float, no_gpus: str = "") -> None:
         from mpi4py import MPI
 
         super().__init__(world.rank, world.size)
+        self.no_gpus = no_gpus
         self._in_place, self._wait_for_all = MPI.IN_PLACE, MPI.Request.Waitall
         self._ops = {"sum": MPI.SUM, "max": MPI.MAX}
         self._world = world
         self._watch = watch(world, timeout)
+        find_ranks(world, self._watch)
 
     def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
         return self._watch.waiting(what, array)
@@ -71,7 +73,7 @@ class MpiComm(Comm):
     def _split(self, color: int, key: int) -> Comm:
         with self.watched("split"):
             world = self._world.Split(color, key)
-        return MpiComm(world, self._watch.timeout)
+        return type(self)(world, self._watch.timeout, self.no_gpus)
 
     def _close(self) -> None:
         with self.watched("close"):
@@ -132,7 +134,7 @@ def joined(world: Any) -> Any:
 def _load(started_by: Launcher | None, timeout: float) -> None:
     """Load and start MPI, which waits for all ranks."""
     alone = started_by is None or started_by.size == 1
-    host = socket.gethostname()
+    host = launcher.hostname()
     rank = "a rank" if launcher.rank() is None else f"rank {launcher.rank()}"
     with nullcontext() if alone or "mpi4py.MPI" in sys.modules else watchdog.start_of_mpi(f"{rank} on {host}", timeout):
         from mpi4py import MPI  # noqa: F401
@@ -164,10 +166,16 @@ def watch(world: Any, timeout: float) -> watchdog.Watch:
 
     everyone = MPI.COMM_WORLD
     job = "" if world.size == everyone.size else f" of a group, {everyone.rank} of {everyone.size} in the job,"
-    made = watchdog.Watch(f"rank {world.rank} of {world.size}{job} on {socket.gethostname()}", timeout, abort)
+    made = watchdog.Watch(f"rank {world.rank} of {world.size}{job} on {launcher.hostname()}", timeout, abort)
     if world.size > 1:
         made.start()
     return made
+
+
+def find_ranks(world: Any, watched: watchdog.Watch) -> None:
+    """Learn how to ask the other ranks of a communicator what they do; all of them call it."""
+    if world.size > 1:
+        watched.find_ranks(world.rank, world.allgather)
 
 
 def local_rank(world: Any) -> int:
@@ -200,9 +208,7 @@ def abort() -> None:
     from mpi4py import MPI
 
     watchdog.exit_soon()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # a stream that is closed has no reader
-            stream.flush()
+    watchdog.flush()
     time.sleep(SECONDS_TO_BE_HEARD)
     MPI.COMM_WORLD.Abort(1)
 

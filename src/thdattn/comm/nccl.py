@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn.comm import Arrival, Comm, mpi, nothing
+from thdattn.comm import Arrival, Comm, launcher, mpi, nothing
+from thdattn.comm.outcomes import Outcome, attempt, results
 from thdattn.comm.slices import Slices, Swap
 from thdattn.comm.watchdog import PATIENCE_AT_START, Lane
 from thdattn.install import remedy
@@ -38,9 +38,6 @@ class Gpu(NamedTuple):
     hostname: str
     pci_bus_id: str
     uuid: str
-
-
-Outcome = tuple[bool, Any]  # (True, result) or (False, message)
 
 
 class NcclComm(Comm):
@@ -85,9 +82,12 @@ class NcclComm(Comm):
         self._ops = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX}
         cupy.cuda.Device(self._gpu).use()
         self._watch = mpi.watch(world, timeout)
+        mpi.find_ranks(world, self._watch)
         with self._watch.waiting("the start of NCCL", patience=PATIENCE_AT_START):
             self._nccl = _start(world, nccl)
             self._peer, self.no_peer_memory = _peer_memory(world, gpus, transport)
+        if self._peer is not None:
+            self._peer.wait_within(self._watch.waiting)
         self._world = world
         self._transport = transport
         self.overlaps = self._peer is not None
@@ -108,11 +108,7 @@ class NcclComm(Comm):
             return None
         if self._peer is not None:
             self._peer.enter()
-        key = (threading.get_ident(), self._gpu, stream.ptr)
-        lane = _lanes.get(key)
-        if lane is None:
-            lane = _lanes[key] = _lane(self._cupy, stream.ptr)
-        return lane
+        return lane_of(self._cupy, self._gpu, stream)
 
     def _all_gather(self, send: Any, recv: Any) -> None:
         if send.size:
@@ -241,7 +237,7 @@ class NcclComm(Comm):
         with self._watch.waiting("split"):
             world = self._world.Split(color, key)
             gpus = world.allgather(self._gpus[self.rank])
-        group = NcclComm(world, gpus, self._watch.timeout, self._transport)
+        group = type(self)(world, gpus, self._watch.timeout, self._transport)
         atexit.unregister(group.close)  # the comm that was split closes it, after all graphs
         return group
 
@@ -262,7 +258,7 @@ def survey(world: Any, timeout: float) -> list[Outcome]:
     """Every rank's GPU, or why it has none, in rank order; the same list on every rank."""
     with mpi.watch(world, timeout).waiting("the search for GPUs", patience=PATIENCE_AT_START):
         local_rank = mpi.local_rank(world)
-        found: list[Outcome] = world.allgather(_attempt(lambda: _find_gpu(local_rank)))
+        found: list[Outcome] = world.allgather(attempt(lambda: _find_gpu(local_rank)))
     return found
 
 
@@ -275,7 +271,7 @@ def choose(answers: Sequence[Outcome]) -> list[Gpu]:
     Raises:
         RuntimeError: a rank has no usable GPU, or two ranks have the same one.
     """
-    gpus: list[Gpu] = _results("no usable GPU", answers)
+    gpus: list[Gpu] = results("no usable GPU", answers)
     owner: dict[tuple[str, str, str], int] = {}
     for rank, gpu in enumerate(gpus):
         # Slices of one GPU differ in uuid only; but CuPy may cut a uuid at a 0 byte, so that two nodes show the same.
@@ -319,7 +315,7 @@ def load_cupy() -> Any:
 def _find_gpu(local_rank: int) -> Gpu:
     """The GPU of this rank: the only one it sees, else the one whose number is its rank on this machine."""
     cupy, _ = load()
-    hostname = socket.gethostname()
+    hostname = launcher.hostname()
     count = cupy.cuda.runtime.getDeviceCount()
     device = 0 if count == 1 else local_rank
     if device >= count:
@@ -334,15 +330,24 @@ def _find_gpu(local_rank: int) -> Gpu:
 def _start(world: Any, nccl: Any) -> Any:
     """Make the communicator on all ranks, or raise on all ranks."""
     # NOTE: the outcome is sent, not the id: a rank 0 that raised here would leave the others in bcast.
-    made = world.bcast(_attempt(nccl.get_unique_id) if world.rank == 0 else None, root=0)
-    (unique_id,) = _results("NCCL made no unique id", [made])
-    ok, communicator = _attempt(lambda: nccl.NcclCommunicator(world.size, unique_id, world.rank))
-    _results("NCCL did not start", world.allgather((ok, None if ok else communicator)))
+    made = world.bcast(attempt(nccl.get_unique_id) if world.rank == 0 else None, root=0)
+    (unique_id,) = results("NCCL made no unique id", [made])
+    ok, communicator = attempt(lambda: nccl.NcclCommunicator(world.size, unique_id, world.rank))
+    results("NCCL did not start", world.allgather((ok, None if ok else communicator)))
     return communicator
 
 
 # By thread, GPU and stream; for as long as the process lives, as a stream may write to it after all comms are closed.
 _lanes: dict[tuple[int, int | None, int], Lane] = {}
+
+
+def lane_of(cupy: Any, gpu: int | None, stream: Any) -> Lane:
+    """The lane of this thread on a stream."""
+    key = (threading.get_ident(), gpu, stream.ptr)
+    lane = _lanes.get(key)
+    if lane is None:
+        lane = _lanes[key] = _lane(cupy, stream.ptr)
+    return lane
 
 
 def _lane(cupy: Any, stream: int) -> Lane:
@@ -377,25 +382,10 @@ def _peer_memory(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Any, 
         return None, "there is one rank"
     reason = "transport='nccl' was asked for" if transport == "nccl" else peer.obstacle([gpu.hostname for gpu in gpus])
     if reason is None:
-        ok, made = _attempt(lambda: peer.PeerMemory(world))
-        outcomes = world.allgather((ok, None if ok else made))
-        reason = "; ".join(f"rank {rank}: {why}" for rank, (ok, why) in enumerate(outcomes) if not ok)
-        if not reason:
-            return made, ""
+        try:
+            return peer.PeerMemory(world), ""
+        except (MemoryError, RuntimeError) as error:  # on every rank
+            reason = str(error)
     if transport == "peer":
         raise RuntimeError(f"transport is 'peer', but {reason}; use transport='auto' or 'nccl'")
     return None, reason
-
-
-def _attempt(action: Callable[[], Any]) -> Outcome:
-    try:
-        return True, action()
-    except Exception as error:  # becomes a RuntimeError on every rank, see _results
-        return False, f"{type(error).__name__}: {error}"
-
-
-def _results(failure: str, outcomes: Sequence[Outcome]) -> list[Any]:
-    failed = [f"rank {rank}: {message}" for rank, (ok, message) in enumerate(outcomes) if not ok]
-    if failed:
-        raise RuntimeError(f"{failure} on {'; '.join(failed)}")
-    return [result for _, result in outcomes]

@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn.comm import Arrival, Meeting, nothing
+from thdattn.comm import Arrival, Meeting, layout, nothing
 from thdattn.comm.layout import bytes_of, offsets, offsets_of, slots_of
+from thdattn.comm.outcomes import Waiting, agreed
+from thdattn.comm.shared_memory import KEYS, PULLED, SLICES, SUMS, SharedMemory
 from thdattn.comm.slices import Slices, Swap, address, copy, rows_of
 from thdattn.comm.windows import Window, header_bytes
 from thdattn.structs import MAX_CUTS, MAX_RANKS, SHARES
 
 _HIGHEST = -5  # of the priorities of streams
-
-# What they are called, by use.
-_WINDOWS = {"gather": "windows of keys", "sum": "windows of sums", "exchange": "windows of slices"}
 
 # Slices that hide behind nothing are brought by one kernel, which takes one call of the driver and places what has come
 # while the rest is on its way; others by copy engines, which leave all multiprocessors to the kernel that hides them.
@@ -41,38 +41,59 @@ Wait = Callable[[], None]
 
 
 class PeerMemory:
-    """What a rank's collectives beside kernels need: windows, a stream that pulls, and places for what it pulls.
-
-    Two windows of a use take turns, so that one is written while the other ranks still read the other. They grow as
-    needed, and what was outgrown is kept, as captured graphs may read and write it.
+    """A rank's collectives beside kernels: their memory, and a stream that pulls.
 
     Args:
         world: the MPI communicator of all ranks, all on this machine.
-        made_of: what windows are made of; measurements pass another one.
+        made_of: the class of windows; measurements pass another one.
+
+    Raises:
+        RuntimeError: on every rank, if a step of the start fails on one: the ranks do not see each other's memory.
+        MemoryError: on every rank, if one lacks memory for it.
     """
 
     def __init__(self, world: Any, made_of: type[Window] = Window) -> None:
+        self._world, self.rank, self.size = world, world.rank, world.size
+        self._others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank begins with another one
+        self._summing: Any = None  # the window of the last `homes`
+        agreed(world, "the start of peer memory", lambda: self._begin(made_of))
+        try:
+            self._probe()
+        except Exception:
+            self.close()
+            raise
+
+    def _begin(self, made_of: type[Window]) -> None:
         import cupy
 
-        self._cupy, self._runtime, self._made_of = cupy, cupy.cuda.runtime, made_of
-        self._world, self.rank, self.size = world, world.rank, world.size
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
         # Of a priority of its own, so that it shares no hardware queue with a stream that waits for it.
         self._pulls = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
-        self._windows: dict[str, tuple[list[Window], list[Window]]] = {}  # by use, of both turns, all sizes
-        self._turns: dict[str, Any] = {}
-        self._routes: dict[Any, _Route] = {}
         self._last = cupy.cuda.get_current_stream()
-        self._others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank begins with another one
-        self._scratch: dict[bool, list[Any]] = {False: [], True: []}  # by whether it is for captured graphs
-        self._probe()
+        self._memory = SharedMemory(self._world, made_of)
 
     def _probe(self) -> None:
-        """Takes every step once, as there are machines that refuse one."""
-        window = self._window("gather", 1 << 16)
-        stream = self._cupy.cuda.get_current_stream()
-        for step in (window.free, window.publish, window.arrive, window.take):
-            step(stream)
-        stream.synchronize()
+        """Take every step once, as there are machines that refuse one. No stream waits before all ranks have come."""
+        stream, pulls = self._last, self._pulls
+        window = self._memory.window(KEYS, header_bytes(self.size), False)
+
+        def write() -> None:
+            window.free(stream)
+            window.publish(stream)
+            stream.synchronize()
+
+        def take() -> None:
+            window.arrive(pulls)
+            window.take(pulls)
+            pulls.synchronize()
+
+        agreed(self._world, "writing into the memory of other GPUs", write)
+        agreed(self._world, "reading the memory of other GPUs", lambda: window.check_published(pulls))
+        agreed(self._world, "waiting for flags", take)
+
+    def wait_within(self, waiting: Waiting) -> None:
+        """Have the host wait for other ranks, from now on, in contexts that `waiting` makes; see agreed."""
+        self._memory.waiting = waiting
 
     def enter(self) -> Any:
         """The current stream, which now comes after that of the call before.
@@ -85,21 +106,6 @@ class PeerMemory:
             self._last = stream
         return stream
 
-    def _window(self, use: str, num_bytes: int) -> Window:
-        """The window of a use whose turn it is, with room for so many bytes."""
-        turns = self._windows.setdefault(use, ([], []))
-        windows = turns[next(self._turns.setdefault(use, itertools.cycle((0, 1))))]
-        if not windows or windows[-1].num_bytes < num_bytes:
-            for each in turns:  # both, as a capture after this call finds the other one
-                each.append(self._made(num_bytes))
-        return windows[-1]
-
-    def _made(self, num_bytes: int) -> Window:
-        if self._cupy.cuda.get_current_stream().is_capturing():
-            raise RuntimeError(f"a captured call needs {num_bytes} bytes that all ranks see, which cannot be made in a "
-                               f"capture; call it once before, or use warmup_steps of 1 or more")
-        return self._made_of(self._world, _roomy(num_bytes))
-
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool, marks: tuple[int, int] = (0, 0)
     ) -> list[Arrival]:
@@ -110,8 +116,8 @@ class PeerMemory:
         """
         stream, route = self.enter(), self._route(sends, recvs)
         if at_once and len(recvs) == 1:
-            return [self._all_by_kernel(route, sends, marks)]
-        window = self._window("gather", route.num_bytes)
+            return [self._all_by_kernel(stream, route, sends, marks)]
+        window = self._memory.window(KEYS, route.num_bytes, stream.is_capturing())
         if at_once:
             return self._first_by_kernel(stream, route, window, sends, recvs, marks)
         window.free(stream)
@@ -129,10 +135,10 @@ class PeerMemory:
             arrivals.append(Arrival([[place] for place in parts], self._arrival(stream)))
         return arrivals
 
-    def _all_by_kernel(self, route: _Route, sends: Sequence[Any], marks: tuple[int, int]) -> Arrival:
+    def _all_by_kernel(self, stream: Any, route: _Route, sends: Sequence[Any], marks: tuple[int, int]) -> Arrival:
         """All heads for a kernel that writes them into the windows of the ranks that read them."""
         num_bytes = route.num_bytes
-        window = self._window("gather", (self.size - 1) * num_bytes)
+        window = self._memory.window(KEYS, (self.size - 1) * num_bytes, stream.is_capturing())
 
         def slot(of: int, by: int) -> int:
             """Where in a rank's part begins what another one writes; what is its own nobody reads there."""
@@ -185,7 +191,7 @@ class PeerMemory:
         stream, slots = self.enter(), slots_of(sizes)
         if not any(slot[-1] for slot in slots):  # on all ranks
             return nothing
-        window = self._window("exchange", max(slot[-1] for slot in slots))
+        window = self._memory.window(SLICES, max(slot[-1] for slot in slots), stream.is_capturing())
         window.free(stream)
         at = list(slots[self.rank])
         for array, peer in sends:
@@ -219,7 +225,7 @@ class PeerMemory:
             marks: of the kernel, see Meeting.
         """
         stream, slots = self.enter(), slots_of(swap.sizes.T)
-        window = self._window("exchange", max([slot[-1] for slot in slots]))
+        window = self._memory.window(SLICES, max([slot[-1] for slot in slots]), stream.is_capturing())
 
         def made() -> Any:
             from thdattn.comm import meetings  # which wants CuPy
@@ -234,11 +240,7 @@ class PeerMemory:
 
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
         behind = [recvs[group][0].shape[1] for group in range(1, len(recvs))]  # the first one may be read where it is
-        heads = sends[0].shape[1] - sum(behind), *behind
-        key = heads, *((x.shape, x.dtype) for x in sends)
-        if key not in self._routes:
-            self._routes[key] = _Route(sends, heads)
-        return self._routes[key]
+        return _route((sends[0].shape[1] - sum(behind), *behind), tuple([(x.shape, x.dtype) for x in sends]))
 
     def give_back(self) -> None:
         """See Comm.give_back."""
@@ -247,25 +249,23 @@ class PeerMemory:
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
         """See Comm.gather_bytes. One group comes where it is read, others wait where they are from."""
         num_parts = self.size - 1 if num_groups == 1 else 1
-        return {_WINDOWS["gather"]: self._both(_roomy(num_parts * offsets(sends)[-1]))}
+        return {KEYS: self._both(layout.roomy(num_parts * offsets(sends)[-1]))}
 
     def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
         """See Comm.sum_bytes. All groups but the last one, whose shares go to their owners, are pulled from others."""
         most = max(map(sum, groups))
-        pulled = {"pulled sums": _roomy(most // self.size * (self.size - 1))} if len(groups) > 1 else {}
-        return {_WINDOWS["sum"]: self._both(_roomy(max(offsets(group)[-1] for group in groups))), **pulled}
+        pulled = {PULLED: layout.roomy(most // self.size * (self.size - 1))} if len(groups) > 1 else {}
+        return {SUMS: self._both(layout.roomy(max(offsets(group)[-1] for group in groups))), **pulled}
 
     def exchange_bytes(self, sizes: Any) -> dict[str, int]:
         """See Comm.exchange_bytes. What a kernel brings lies in the windows of those who get it."""
         by_kernel = sizes.sum(0).max() < WORTH_COPYING
         most = max(slot[-1] for slot in slots_of(sizes.T if by_kernel else sizes))
-        return {_WINDOWS["exchange"]: self._both(_roomy(most))} if most else {}
+        return {SLICES: self._both(layout.roomy(most))} if most else {}
 
     def held_bytes(self) -> dict[str, int]:
         """See Comm.held_bytes."""
-        held = {_WINDOWS[use]: self._both(min(windows[-1].num_bytes for windows in turns))
-                for use, turns in self._windows.items() if all(turns)}
-        return held | ({"pulled sums": self._scratch[False][-1].size} if self._scratch[False] else {})
+        return self._memory.held_bytes()
 
     def _both(self, num_bytes: int) -> int:
         """Of the two windows of a use."""
@@ -281,9 +281,14 @@ class PeerMemory:
         """
         (*begins, _), (*_, most) = (offsets_of(tuple((self.size * rows, *rest) for rows, *rest in each), _FLOAT32)
                                     for each in (shapes, largest))
-        window = self._summing = self._window("sum", most)
-        window.free(self.enter())
-        self._sizes, self._most = (bytes_of(tuple(each), _FLOAT32) for each in (shapes, largest))
+        stream = self.enter()
+        capturing = stream.is_capturing()
+        if not at_once:
+            room = sum(bytes_of(tuple(largest), _FLOAT32)) * len(self._others)
+            self._place = self._memory.pulled(room, capturing)
+        window = self._summing = self._memory.window(SUMS, most, capturing)
+        window.free(stream)
+        self._sizes = bytes_of(tuple(shapes), _FLOAT32)
         given, self._gotten = window.homes(tuple(begins), self._sizes, at_once)
         return given
 
@@ -304,7 +309,7 @@ class PeerMemory:
 
     def _pulled(self) -> Any:
         """A SHARES of what this rank owns, of which it copies the other ranks' to memory of its own."""
-        shares, at = np.zeros((), SHARES), self._place(sum(self._most) * len(self._others))
+        shares, at = np.zeros((), SHARES), self._place
         shares["of"] = self._gotten["of"]
         for rank in self._others:
             for place, size in zip(shares["of"], self._sizes, strict=True):
@@ -318,27 +323,10 @@ class PeerMemory:
 
         add_up(shares, self.size, rows, results, stream)
 
-    def _place(self, num_bytes: int) -> int:
-        """Memory for what is pulled, which one sum after another uses.
-
-        Graphs have their own: a replay comes after the stream it is launched on, not after the one that pulls.
-        """
-        scratch = self._scratch[self._pulls.is_capturing()]
-        if not scratch or scratch[-1].size < num_bytes:
-            scratch.append(self._cupy.cuda.Memory(_roomy(num_bytes)))
-        return int(scratch[-1].ptr)
-
     def close(self) -> None:
-        """Gives back all windows; called by all ranks, when no graph holds one any more."""
-        self._pulls.synchronize()
-        self._cupy.cuda.get_current_stream().synchronize()
-        self._world.Barrier()  # nobody reads elsewhere any more
-        for turns in self._windows.values():
-            for window in itertools.chain(*turns):
-                window.unmap()
-        self._world.Barrier()  # nobody has this rank's memory mapped
-        self._windows.clear()
-        self._routes.clear()
+        """Free all memory that ranks share; called by all ranks, when no graph holds a window any more."""
+        self._summing = None
+        self._memory.close()
 
     def _arrival(self, stream: Any) -> Wait:
         """What has the current stream wait for all pulls so far, and the one that asked for them.
@@ -398,12 +386,12 @@ class _Route:
     groups: of each group, a slice of every array.
     """
 
-    def __init__(self, sends: Sequence[Any], heads: Sequence[int]) -> None:
-        *self.parts, self.num_bytes = offsets([x.nbytes for x in sends])
-        widths = [x.shape[2] * x.itemsize for x in sends]
+    def __init__(self, heads: Sequence[int], arrays: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> None:
+        *self.parts, self.num_bytes = offsets([math.prod(shape) * dtype.itemsize for shape, dtype in arrays])
+        widths = [shape[2] * dtype.itemsize for shape, dtype in arrays]
         self.groups = [
-            [_Slice(part + (end - number) * width, number * width, send.shape[1] * width, len(send))
-             for part, width, send in zip(self.parts, widths, sends, strict=True)]
+            [_Slice(part + (end - number) * width, number * width, shape[1] * width, shape[0])
+             for part, width, (shape, _) in zip(self.parts, widths, arrays, strict=True)]
             for number, end in zip(heads, itertools.accumulate(heads), strict=True)
         ]  # fmt: skip
 
@@ -417,6 +405,9 @@ class _Route:
         """
         return [[window.heads(of, at + piece.first, piece.pitch, piece.width, send) for of, at in places]
                 for piece, send in zip(self.groups[0], sends, strict=True)]
+
+
+_route = functools.lru_cache(maxsize=256)(_Route)  # one for the same arrays, as windows know what is in which place
 
 
 def obstacle(hostnames: Sequence[str]) -> str | None:
@@ -439,8 +430,3 @@ def _copy_rows(
         runtime.memcpy2DAsync(
             target, target_pitch, source, source_pitch, width, rows, runtime.memcpyDefault, stream)
 
-
-def _roomy(num_bytes: int) -> int:
-    """As large or a little larger, so that growing sizes do not need a new window each time."""
-    step = max(1 << 20, 1 << max(0, num_bytes.bit_length() - 3))
-    return -(-num_bytes // step) * step

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from thdattn.arguments import as_choice
 from thdattn.comm import Comm, SingleComm, launcher, mpi, nccl
+from thdattn.comm.checked import kind_of, wants_check
 from thdattn.comm.checks import as_timeout
+from thdattn.comm.outcomes import Outcome
 from thdattn.comm.watchdog import PATIENCE_AT_START
+from thdattn.install import expects_gpu
 
 logger = logging.getLogger("thdattn")
 
 
-def join(backend: str, world: Any, timeout: float, transport: str) -> Comm:
+def join(backend: str, world: Any, timeout: float, transport: str, check: bool) -> Comm:
     """The ranks of this process; see thdattn.comm.init."""
     as_choice("backend", backend, ("auto", "single", "mpi", "nccl"))
     as_choice("transport", transport, ("auto", "nccl", "peer"))
-    timeout = as_timeout(timeout)
+    timeout, check = as_timeout(timeout), wants_check(check)
     started_by = launcher.find() if world is None else None
     alone = started_by is None or started_by.size == 1
     if world is None and (backend == "single" or (backend == "auto" and alone)):
@@ -36,10 +40,13 @@ def join(backend: str, world: Any, timeout: float, transport: str) -> Comm:
         return SingleComm()
     with mpi.watch(world, timeout).waiting("init", patience=PATIENCE_AT_START):
         world = world.Dup()
-    return mpi.MpiComm(world, timeout) if backend == "mpi" else _with_gpus(backend, world, timeout, transport)
+        check = any(world.allgather(check))  # ranks that check and ranks that do not would wait for each other
+    if backend == "mpi":
+        return kind_of(mpi.MpiComm, check)(world, timeout)
+    return _with_gpus(backend, world, timeout, transport, check)
 
 
-def _with_gpus(backend: str, world: Any, timeout: float, transport: str) -> Comm:
+def _with_gpus(backend: str, world: Any, timeout: float, transport: str, check: bool) -> Comm:
     """NCCL's ranks; for "auto" MPI's where a rank has no GPU of its own."""
     answers = nccl.survey(world, timeout)
     try:
@@ -47,11 +54,21 @@ def _with_gpus(backend: str, world: Any, timeout: float, transport: str) -> Comm
     except RuntimeError as error:
         if backend == "nccl":
             raise
-        if world.rank == 0:
-            level = logging.WARNING if any(found for found, _ in answers) else logging.INFO
-            logger.log(level, "thdattn.comm.init uses MPI and host arrays, not NCCL: %s", error)
-        return mpi.MpiComm(world, timeout)
-    comm = nccl.NcclComm(world, gpus, timeout, transport)
+        why = _why_no_gpus(answers) or str(error)
+        if world.rank == 0:  # a warning goes to stderr, unless the program has other plans for its log
+            level = logging.WARNING if expects_gpu() or any(found for found, _ in answers) else logging.INFO
+            logger.log(level, "thdattn.comm.init uses MPI and host arrays (NumPy), not NCCL: %s", why)
+        return kind_of(mpi.MpiComm, check)(world, timeout, why)
+    comm = kind_of(nccl.NcclComm, check)(world, gpus, timeout, transport)
     if world.rank == 0:
         logger.info("thdattn.comm.init made %r", comm)
     return comm
+
+
+def _why_no_gpus(answers: Sequence[Outcome]) -> str:
+    """Say in one line why ranks have no GPU, by the first of them; "": all have one."""
+    failed = [(rank, why) for rank, (found, why) in enumerate(answers) if not found]
+    if not failed:
+        return ""
+    rank, why = failed[0]
+    return f"no usable GPU on rank {rank}{f' and {len(failed) - 1} more' if failed[1:] else ''}: {why}"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
 
 from thdattn.arguments import found
-from thdattn.comm import Comm, nccl
+from thdattn.comm import Comm, launcher, nccl
 from thdattn.comm.slices import Slices
+from thdattn.comm.watchdog import Watch, flush
 
 
 class TorchComm(Comm):
@@ -61,6 +65,30 @@ class TorchComm(Comm):
             self._cupy = nccl.load_cupy()
             self._gpu = int(self._torch.cuda.current_device())
             self._cupy.cuda.Device(self._gpu).use()
+        who = f"rank {self.rank} of {self.size} on {launcher.hostname()}"
+        self._watch = Watch(who, _timeout(self._torch, group, self.devices), _end_this_process, limit=math.inf)
+        if self.size > 1:
+            self._watch.start()
+            self._watch.find_ranks(self.rank, self._gather_values)
+
+    def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+        if self._gpu is None or isinstance(array, np.ndarray):
+            return self._on_host(what, array)
+        stream = self._cupy.cuda.get_current_stream()
+        if self.size == 1 or stream.is_capturing():
+            return nullcontext()
+        return self._watch.enqueued(nccl.lane_of(self._cupy, self._gpu, stream), what, array)
+
+    @contextmanager
+    def _on_host(self, what: str, array: Any = None) -> Iterator[None]:
+        """A block that waits for other ranks. Where torch's timeout ends it, this says which ones were late."""
+        begun = time.monotonic()
+        with self._watch.waiting(what, array):
+            try:
+                yield
+            except RuntimeError:
+                self._watch.say_who_is_late(what, time.monotonic() - begun)
+                raise
 
     def _all_gather(self, send: Any, recv: Any) -> None:
         if send.size:
@@ -98,7 +126,8 @@ class TorchComm(Comm):
     def _barrier(self) -> None:
         if self._gpu is not None:
             self._cupy.cuda.get_current_stream().synchronize()
-        self._gather_values(0)  # not torch's barrier, which must guess a GPU where a group has two backends
+        with self._on_host("barrier"):
+            self._gather_values(0)  # not torch's barrier, which must guess a GPU where a group has two backends
 
     def _gather_values(self, value: Any) -> Sequence[Any]:
         values: list[Any] = [None] * self.size
@@ -126,7 +155,7 @@ class TorchComm(Comm):
             order["sort_ranks"] = False
         backend = distributed.get_backend_config(self._group)
         group = distributed.new_group(of_color[color], backend=backend, use_local_synchronization=True, **order)
-        return TorchComm(group)
+        return type(self)(group)
 
     def _tensor(self, array: Any) -> Any:
         """The array as a tensor over the same memory."""
@@ -157,6 +186,20 @@ def _load() -> tuple[Any, Any]:
 
 def _either(module: Any, name: str, older: str) -> Any:
     return getattr(module, name) if hasattr(module, name) else getattr(module, older)
+
+
+def _timeout(torch: Any, group: Any, devices: frozenset[str]) -> float:
+    """Seconds that torch waits in a collective of the group; for ever, where this version of torch does not say."""
+    with suppress(Exception):
+        backend = group._get_backend(torch.device("cpu" if "cpu" in devices else "cuda"))
+        return float(backend.options._timeout.total_seconds())
+    return math.inf
+
+
+def _end_this_process() -> None:
+    """End with an error, upon which torchrun ends the others."""
+    flush()
+    os._exit(1)
 
 
 def _devices(config: str, has_gpu: bool) -> frozenset[str]:

@@ -4,6 +4,9 @@ What blocks the host is noted before and taken out after. What waits on a GPU is
 writes a number to the host's memory when it comes to an operation and another one when it has left it: the clock runs
 between the two, however long the stream computes before, and the thread reads memory and calls nothing of CUDA, where
 a query would break a capture that goes on in another thread.
+
+An operation that waits for more than a few seconds has the thread ask the other ranks' side processes (heartbeat.py)
+what they do: a rank that has ended, is stopped or does not answer ends the job before the deadline.
 """
 
 from __future__ import annotations
@@ -15,12 +18,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
+
+from thdattn.comm import heartbeat, rank_status
+from thdattn.comm.rank_status import Ranks
 
 # How much longer than a collective the steps of a start may take, which load libraries and connect machines.
 PATIENCE_AT_START = 5
@@ -45,6 +51,21 @@ class Operation(NamedTuple):
         arrays = "" if self.shape is None else f" of {self.shape} {self.dtype}"
         return f"{self.what}{arrays}, number {self.number} of this comm,"
 
+    def note(self, phase: bytes) -> None:
+        """Note it for the other ranks."""
+        heartbeat.note(self.watch.comm, self.number, self.what, phase)
+
+    def failure(self, waited: float) -> str:
+        """Say why the job is to end, after so many seconds: a rank is missing, or the deadline has come; else ""."""
+        ranks = self.watch.ranks
+        if ranks and waited > ranks.patience and (missing := ranks.missing()):
+            return (f"thdattn: {self.watch.who}: {self} waits in vain (waited {waited:.1f} s), ending all ranks: "
+                    f"{missing}\n")
+        if waited <= self.limit:
+            return ""
+        late = ranks.late(self.number, self.what) if ranks else ""
+        return message(self.watch.who, str(self), self.limit, waited, late)
+
 
 class Watch:
     """Has what one comm waits for completed in time, from start() on.
@@ -53,27 +74,47 @@ class Watch:
         who: this rank, for messages.
         timeout: seconds that an operation may take.
         abort: ends all ranks of the job.
+        limit: seconds after which late ranks end it; None: the timeout, and infinity where that is another's matter.
+
+    Attributes:
+        ranks: the others, once they are found; None: nobody can be asked.
     """
 
-    def __init__(self, who: str, timeout: float, abort: Callable[[], None]) -> None:
+    def __init__(
+        self, who: str, timeout: float, abort: Callable[[], None], limit: float | None = None
+    ) -> None:
         self.who = who
         self.timeout = timeout
+        self.limit = timeout if limit is None else limit
         self.abort = abort
         self.number = 0
+        self.comm = 0
+        self.ranks: Ranks | None = None
 
     def start(self) -> None:
         """Start the thread, unless it runs; ranks that are alone wait for nobody and need none."""
         _watchdog.start(self.timeout)
 
+    def find_ranks(self, rank: int, gather: Callable[[Any], Sequence[Any]]) -> None:
+        """Learn how to ask the other ranks; all of them call it, see rank_status.find."""
+        with self.waiting("the search for heartbeats", patience=PATIENCE_AT_START):
+            self.ranks = rank_status.find(rank, self.timeout, gather)
+        self.comm = self.ranks.comm if self.ranks else 0
+
     @contextmanager
     def waiting(self, what: str, array: Any = None, patience: int = 1) -> Iterator[None]:
         """A block that waits for other ranks on the host; with patience it may take that many times as long."""
-        key = object()
-        _watchdog.waiting[key] = self._operation(what, array, patience)
+        key, operation = object(), self._operation(what, array, patience)
+        _watchdog.waiting[key] = operation
+        heartbeat.note(self.comm, operation.number, what)
         try:
             yield
         finally:
             del _watchdog.waiting[key]
+            if _watchdog.waiting:  # in other threads
+                _watchdog.note_waits()
+            else:
+                heartbeat.note_phase(heartbeat.LEFT)
 
     def enqueued(self, lane: Lane, what: str, array: Any = None) -> Lane:
         """The lane, for a `with` block that enqueues on its stream what waits for other ranks."""
@@ -84,10 +125,16 @@ class Watch:
         """The same of one kernel, which marks by itself where the stream is; see Lane.given."""
         return lane.given(self._operation(what, array, 1))
 
+    def say_who_is_late(self, what: str, waited: float) -> None:
+        """Say on stderr where the other ranks are, if the last operation of this comm waited long for them."""
+        if self.ranks and waited > self.ranks.patience:
+            operation, late = f"{what}, number {self.number} of this comm,", self.ranks.late(self.number, what)
+            os.write(2, f"thdattn: {self.who}: {operation} waited for {waited:.1f} s: {late}\n".encode())
+
     def _operation(self, what: str, array: Any, patience: int) -> Operation:
         self.number += 1
         shape, dtype = (None, None) if array is None else (array.shape, array.dtype)
-        return Operation(self, self.number, what, shape, dtype, self.timeout * patience, _watchdog.clock)
+        return Operation(self, self.number, what, shape, dtype, self.limit * patience, _watchdog.clock)
 
 
 class Lane:
@@ -107,7 +154,7 @@ class Lane:
         self._count = 0
         self._depth = 0
         self._operations: list[Operation | None] = [None] * _REMEMBERED
-        self._at: int | None = None  # the operation in which the watchdog found the stream, and since when
+        self._place = (0, 0)  # where the watchdog found the stream, and since when
         self._since = 0.0
         numbers[:] = 0
         _watchdog.lanes.append(self)
@@ -137,15 +184,15 @@ class Lane:
         self.next(operation)
         return (0, 0) if self._depth else (self._begin, self._count)
 
-    def overdue(self, clock: float) -> tuple[Operation, float] | None:
-        """The operation in which the stream has been for longer than it may be, and for how long."""
+    def look(self, clock: float) -> tuple[Operation, float] | None:
+        """The operation in which the stream is, and for how long; None: in none, or in another than the last time."""
         left, at = int(self._numbers[1]), int(self._numbers[0])
-        if at == left or at != self._at:
-            self._at, self._since = None if at == left else at, clock
-            return None
         operation = self._operations[at % _REMEMBERED]
-        waited = clock - self._since
-        return (operation, waited) if operation is not None and waited > operation.limit else None
+        if (at, left) != self._place:
+            self._place, self._since = (at, left), clock
+            if operation is not None:
+                operation.note(heartbeat.GPU_LEFT if at == left else heartbeat.GPU_WAITS)
+        return None if at == left or operation is None else (operation, clock - self._since)
 
 
 class _Watchdog:
@@ -174,26 +221,38 @@ class _Watchdog:
             now = time.monotonic()
             self.clock += min(now - before, 2 * self._tick)
             before = now
-            late = self._overdue()
-            if late is not None:
-                _end(*late)
+            for operation, waited in self.waits():
+                if failure := operation.failure(waited):
+                    _end(operation, failure)
 
-    def _overdue(self) -> tuple[Operation, float] | None:
-        clock = self.clock
-        for operation in list(self.waiting.values()):
-            if clock - operation.begun > operation.limit:
-                return operation, clock - operation.begun
-        found = (lane.overdue(clock) for lane in list(self.lanes))
-        return next((late for late in found if late is not None), None)
+    def waits(self) -> list[tuple[Operation, float]]:
+        """What this process waits for, on the host and on GPUs, and for how long."""
+        on_host = [(operation, self.clock - operation.begun) for operation in list(self.waiting.values())]
+        on_gpus = [lane.look(self.clock) for lane in list(self.lanes)]
+        return on_host + [found for found in on_gpus if found]
+
+
+    def note_waits(self) -> None:
+        """Note one of the operations that threads of this process wait for, if there is any."""
+        for operation in list(self.waiting.values())[:1]:
+            operation.note(heartbeat.WAITS)
 
 
 _watchdog = _Watchdog()
 
 
-def _end(operation: Operation, waited: float) -> None:
+def _forget() -> None:
+    """Have a process that the user forked wait for nobody: it has no rank, and no such thread."""
+    _watchdog.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _end(operation: Operation, failure: str) -> None:
     """End all ranks, with a message, whatever the main thread holds or hangs in."""
     exit_soon()
-    os.write(2, message(operation.watch.who, str(operation), operation.limit, waited).encode())
+    os.write(2, failure.encode())
     operation.watch.abort()
     threading.Event().wait()
 
@@ -203,12 +262,23 @@ def exit_soon() -> None:
     faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True, file=2)
 
 
-def message(who: str, operation: str, limit: float, waited: float) -> str:
-    """What the job's end is said to be."""
+def flush() -> None:
+    """Pass on what the program has printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # a stream that is closed has no reader
+            stream.flush()
+
+
+def message(who: str, operation: str, limit: float, waited: float, late: str = "") -> str:
+    """Word the end of the job at a deadline.
+
+    Args:
+        late: where the other ranks are; "": nobody knows.
+    """
+    why = late or "one has died, has stopped, never came or made another call"
     return (
         f"thdattn: {who}: {operation} has not completed within {limit:g} s (waited {waited:.1f} s), ending all ranks: "
-        f"one has died, has stopped, never came or made another call; if one is only late, pass a longer timeout to "
-        f"thdattn.comm.init\n"
+        f"{why}; if one is only late, pass a longer timeout to thdattn.comm.init\n"
     )
 
 

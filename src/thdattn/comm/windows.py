@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ import numpy as np
 
 from thdattn.comm.layout import ALIGNMENT
 from thdattn.structs import MAX_RANKS, MEETING, RANK_FLAGS, SHARES
+
+Ops = Callable[[Any], None]
 
 _MOST_KEPT = 1024
 _COUNTS = 64  # bytes of counters behind the flags
@@ -36,40 +39,77 @@ MEM_OP = np.dtype({
 
 
 class Window:
-    """Memory of one size on every rank, with its flags. Made by all ranks together.
+    """Memory of one size on every rank, with its flags. Each rank makes its own, and then opens those of the others.
 
     free, publish, arrive, take: what a stream does before it writes here, when it has written, before it reads what the
-    other ranks wrote, and when it has read it. unfree: instead of publish, if it has nothing to show after all.
+    other ranks wrote, and when it has read it; meet: publish and arrive by one call. unfree: instead of publish, if it
+    has nothing to show after all. They do nothing once the window is unmapped.
+
+    Raises:
+        CUDARuntimeError: there is no memory left, or none that other processes can open.
     """
 
-    def __init__(self, world: Any, num_bytes: int) -> None:
+    free: Ops
+    publish: Ops
+    arrive: Ops
+    take: Ops
+    meet: Ops
+    unfree: Ops
+
+    def __init__(self, rank: int, size: int, num_bytes: int) -> None:
         import cupy
 
-        self._rank, self.num_bytes = world.rank, num_bytes
-        flags = np.zeros(header_bytes(world.size), np.uint8)
-        flags[: world.size * RANK_FLAGS.itemsize].view(RANK_FLAGS)["taken"][:, 0] = 1  # nobody has anything to read yet
+        self._rank, self._size, self.num_bytes = rank, size, num_bytes
+        flags = np.zeros(header_bytes(size), np.uint8)
+        flags[: size * RANK_FLAGS.itemsize].view(RANK_FLAGS)["taken"][:, 0] = 1  # nobody has anything to read yet
         self._header = len(flags)
-        self._memory = cupy.cuda.Memory(self._header + num_bytes)  # not of a pool, whose pieces have no handles
+        self._memory: Any = cupy.cuda.Memory(self._header + num_bytes)  # not of a pool, whose pieces have no handles
         runtime = cupy.cuda.runtime
         runtime.memcpy(self._memory.ptr, flags.ctypes.data, flags.nbytes, runtime.memcpyHostToDevice)
         runtime.streamSynchronize(0)  # a copy of pageable memory may return before it has come to its end
-        handles = world.allgather(runtime.ipcGetMemHandle(self._memory.ptr))
-        self._at = [self._memory.ptr if rank == world.rank else runtime.ipcOpenMemHandle(handle)
-                    for rank, handle in enumerate(handles)]  # fmt: skip
-        ready, taken = ([self._memory.ptr + flags_of(rank) + _place(name) for rank in range(world.size)]
+        self.handle = runtime.ipcGetMemHandle(self._memory.ptr)
+        self._at: list[int] = []
+        self._kept: OrderedDict[Any, Any] = OrderedDict()
+
+    def open(self, handles: Sequence[Any]) -> None:
+        """Map the memory of the other ranks, given all ranks' handles; unmap() undoes that, also after an error."""
+        import cupy
+
+        for rank, handle in enumerate(handles):
+            mine = rank == self._rank
+            self._at.append(self._memory.ptr if mine else cupy.cuda.runtime.ipcOpenMemHandle(handle))
+        ready, taken = ([self._memory.ptr + flags_of(rank) + _place(name) for rank in range(self._size)]
                         for name in ("ready", "taken"))  # fmt: skip
         there = self.flags_there()
+        publish = MemOps(write=[(at + _place("ready"), 1) for at in there])
+        arrive = MemOps(wait=ready, write=[(flag, 0) for flag in ready])
+        self.publish, self.arrive, self.meet = publish, arrive, MemOps(before=(publish, arrive))
         self.free = MemOps(wait=taken, write=[(flag, 0) for flag in taken])
         self.unfree = MemOps(write=[(flag, 1) for flag in taken])
-        self.publish = MemOps(write=[(at + _place("ready"), 1) for at in there])
-        self.arrive = MemOps(wait=ready, write=[(flag, 0) for flag in ready])
         self.take = MemOps(write=[(at + _place("taken"), 1) for at in there])
-        self._kept: dict[Any, Any] = {}
 
-    @functools.cached_property
-    def meet(self) -> MemOps:
-        """publish and arrive by one call."""
-        return MemOps(before=(self.publish, self.arrive))
+    def check_published(self, stream: Any) -> None:
+        """Copy the flags of every rank here, as rows are copied, and look whether all ranks have published.
+
+        Raises:
+            RuntimeError: a flag that a rank has written is not there.
+        """
+        import cupy
+
+        runtime, here = cupy.cuda.runtime, self.address(self._rank, 0)
+        flags = np.zeros(self._size, RANK_FLAGS)
+        for rank, at in enumerate(self._at):
+            runtime.memcpyAsync(here, at, flags.nbytes, runtime.memcpyDefault, stream.ptr)
+            stream.synchronize()
+            runtime.memcpy(flags.ctypes.data, here, flags.nbytes, runtime.memcpyDeviceToHost)
+            missing = np.flatnonzero(flags["ready"][:, 0] != 1).tolist()
+            if missing:
+                raise RuntimeError(f"what ranks {missing} have written into the memory of rank {rank} is not there")
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of its memory on this rank, with the flags."""
+        return int(self._memory.size)
 
     def flags_there(self) -> list[int]:
         """Where this rank's flags begin in the memory of each rank."""
@@ -122,30 +162,40 @@ class Window:
         return self.address(of, offset + number * size)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` returns, kept for some time, as layers ask for the same few things again and again."""
-        if key not in self._kept:
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.clear()
-            self._kept[key] = make()
-        return self._kept[key]
+        """Return what `make` has returned for a key; of what was asked for long ago it is made again."""
+        kept = self._kept
+        found = kept.get(key)
+        if found is not None:
+            kept.move_to_end(key)
+            return found
+        if len(kept) >= _MOST_KEPT:
+            kept.popitem(last=False)
+        found = kept[key] = make()
+        return found
 
     def heads(self, rank: int, first: int, pitch: int, width: int, like: Any) -> Any:
         """Heads of `width` bytes, of every `pitch` from `first` on, of an array like another one in a rank's part."""
         import cupy
 
         rows, _, head_dim = like.shape
-        memory = cupy.cuda.UnownedMemory(self.address(rank, first), pitch * rows, self)
+        memory = cupy.cuda.UnownedMemory(self.address(rank, first), pitch * rows, None)  # a window outlives its uses
         shape, strides = (rows, width // head_dim // like.itemsize, head_dim), (pitch, *like.strides[1:])
         return cupy.ndarray(shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
     def unmap(self) -> None:
-        """Gives up the other ranks' memory; when all have done so, this rank's may go too."""
+        """Give up the other ranks' memory. No stream may use it any more; what comes later does nothing."""
         import cupy
 
         for rank, at in enumerate(self._at):
             if rank != self._rank:
                 cupy.cuda.runtime.ipcCloseMemHandle(at)
         self._at = []
+        self.free = self.publish = self.arrive = self.take = self.meet = self.unfree = _nothing
+
+    def release(self) -> None:
+        """Free this rank's memory, when all ranks have unmapped it."""
+        self._kept.clear()
+        self._memory = None
 
 
 class MemOps:
@@ -168,6 +218,10 @@ class MemOps:
         status = self._enqueue(stream.ptr, *self._args)
         if status:
             raise RuntimeError(f"cuStreamBatchMemOp returned {status}; use comm.init(transport='nccl')")
+
+
+def _nothing(stream: Any) -> None:
+    """Enqueue nothing."""
 
 
 def header_bytes(size: int) -> int:

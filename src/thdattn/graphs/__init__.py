@@ -4,11 +4,19 @@ Importing it needs no GPU; without one, captured functions run eagerly.
 """
 
 from thdattn.graphs.capture import Captured, Graphs, Pair
-from thdattn.graphs.config import CudaGraphConfig, add_arguments, from_arguments, normalize
+from thdattn.graphs.config import (
+    CudaGraphConfig,
+    CudaGraphModule,
+    CudaGraphScope,
+    InferenceCudaGraphScope,
+    add_arguments,
+    from_arguments,
+    normalize,
+)
 from thdattn.graphs.static_pack import StaticPack
 from thdattn.graphs.upload import Upload
 
 __all__ = [
-    "Captured", "CudaGraphConfig", "Graphs", "Pair", "StaticPack", "Upload", "add_arguments", "from_arguments",
-    "normalize",
+    "Captured", "CudaGraphConfig", "CudaGraphModule", "CudaGraphScope", "Graphs", "InferenceCudaGraphScope", "Pair",
+    "StaticPack", "Upload", "add_arguments", "from_arguments", "normalize",
 ]  # fmt: skip

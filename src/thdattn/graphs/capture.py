@@ -20,10 +20,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.arguments import check_kind, found, is_array, shown
+from thdattn.arguments import as_choice, check_kind, found, is_array, shown
 from thdattn.comm import Comm
 from thdattn.engines import choose_engine
-from thdattn.graphs.config import CudaGraphConfig
+from thdattn.generations import Generation, recorded
+from thdattn.graphs.config import PARTS, CudaGraphConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,7 +69,25 @@ class Graphs:
         comm.before_close(self.close)
         atexit.register(self.close)
 
-    def captured(self, function: Callable[P, R], name: str) -> Captured[P, R]:
+    def captures(self, part: str) -> bool:
+        """Return whether this part of layers is to be a graph, by the configuration alone, also where none is active.
+
+        impl "local" captures the parts that config.modules names; with no modules it captures every part, and "layer".
+        A program that captures whole layers asks for "layer" first, and for their parts only where that is not to be.
+        The other impls capture no part: "full_iteration" captures the function that calls them all.
+
+        Args:
+            part: "attn", "mlp", "mamba" or "layer"; a member of CudaGraphModule, too.
+
+        Raises:
+            TypeError: part is no str.
+            ValueError: it is another one.
+        """
+        modules = self.config.modules
+        part = as_choice("part", part, PARTS)
+        return self.config.impl == "local" and (not modules or part in modules)
+
+    def captured(self, function: Callable[P, R], name: str, part: str | None = None) -> Captured[P, R]:
         """The function, to be captured after config.warmup_steps calls.
 
         Args:
@@ -77,14 +96,20 @@ class Graphs:
                 arguments, such as adding to a gradient, every replay does again. What stays in its place, such as
                 weights, is better no argument, as arguments are copied.
             name: for messages.
+            part: the part of a layer that the function computes; where graphs.captures(part) is false, every call runs
+                eagerly. None: no part, but a step or a plan for instance, which every impl but "none" captures.
+
+        Raises:
+            TypeError, ValueError: as captures.
         """
-        made = Captured(self, function, name)
+        made = Captured(self, function, name, part)
         self._captured.append(made)
         return made
 
-    def pair(self, forward: Callable[..., tuple[Any, Any]], backward: Callable[..., Any], name: str) -> Pair:
-        """A forward and its backward, each a graph; name is for messages."""
-        return Pair(self, forward, backward, name)
+    def pair(self, forward: Callable[..., tuple[Any, Any]], backward: Callable[..., Any], name: str,
+             part: str | None = None) -> Pair:  # fmt: skip
+        """Return a forward and its backward, each a graph; name and part as for captured."""
+        return Pair(self, forward, backward, name, part)
 
     @property
     def num_bytes(self) -> int:
@@ -162,29 +187,33 @@ class Captured(Generic[P, R]):
         TypeError: another structure of arguments; at the capture, an array that is no CuPy array.
     """
 
-    def __init__(self, graphs: Graphs, function: Callable[P, R], name: str) -> None:
+    def __init__(self, graphs: Graphs, function: Callable[P, R], name: str, part: str | None = None) -> None:
         self.name = name
+        self._is_wanted = part is None or graphs.captures(part)
         self._graphs, self._function = graphs, function
         self._num_calls = 0
         self._graph: Any = None
         self._placed: Any = None  # the arguments as the graph takes them, by name
         self._together: list[tuple[str, str]] = []  # arguments that share memory there
         self._results: Any = None
+        self._actions: list[Callable[[], None]] = []  # what the host does before a replay
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         graphs = self._graphs
-        if not graphs.active or graphs.is_capturing():
+        if not self._is_wanted or not graphs.active or graphs.is_capturing():
             return self._function(*args, **kwargs)
         if self._graph is None and self._num_calls < graphs.config.warmup_steps:
             self._num_calls += 1
             return self._function(*args, **kwargs)
+        moved: list[tuple[Any, Any]] = []
         if self._graph is None:
             self._capture(args, kwargs)
-            stream = graphs._turn()
         else:
             moved = self._moved(args, kwargs)
-            stream = graphs._turn()
-            _copy(moved)
+        for act in self._actions:
+            act()
+        stream = graphs._turn()
+        _copy(moved)
         with graphs._comm.watched(f"replay of {self.name}"):
             self._graph.launch(stream)
         results: R = self._results
@@ -197,7 +226,7 @@ class Captured(Generic[P, R]):
     def drop(self) -> None:
         """Destroys the graph; the next call captures another one. What it returned stays as it is."""
         self._graph = self._placed = self._results = None
-        self._together = []
+        self._together, self._actions = [], []
 
     def arrays(self) -> Iterator[Any]:
         """What the graph reads as arguments and what it returns."""
@@ -221,13 +250,14 @@ class Captured(Generic[P, R]):
             stream.synchronize()
             stream.begin_capture()
             try:
-                results = self._function(*args, **kwargs)
+                with recorded() as actions:
+                    results = self._function(*args, **kwargs)
             except BaseException:
                 with suppress(Exception):  # what was refused in a capture makes its end fail, and says less
                     stream.end_capture()
                 raise
             self._graph = stream.end_capture()
-        self._placed, self._results = _named(args, kwargs), results
+        self._placed, self._results, self._actions = _named(args, kwargs), results, actions
         read = [(path, _footprint(x)) for path, x in _leaves("", self._placed) if _is_cupy_array(x)]
         self._together = [(one, other) for (one, x), (other, y) in itertools.combinations(read, 2)
                           if np.shares_memory(x, y)]  # fmt: skip
@@ -265,6 +295,9 @@ class Captured(Generic[P, R]):
             yield from self._side_by_side(name, part, there[name])
 
     def _check(self, path: str, x: Any, placed: Any) -> None:
+        if isinstance(x, Generation) and isinstance(placed, Generation):
+            x.check(f"{self.name}: {path.removesuffix('.generation')}")
+            return
         if x is placed:
             return
         if not _is_cupy_array(placed):
@@ -292,9 +325,9 @@ class Pair:
     """
 
     def __init__(self, graphs: Graphs, forward: Callable[..., tuple[Any, Any]], backward: Callable[..., Any],
-                 name: str) -> None:  # fmt: skip
-        self.forward = graphs.captured(forward, f"{name}, forward")
-        self.backward = graphs.captured(backward, f"{name}, backward")
+                 name: str, part: str | None = None) -> None:  # fmt: skip
+        self.forward = graphs.captured(forward, f"{name}, forward", part)
+        self.backward = graphs.captured(backward, f"{name}, backward", part)
 
 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation

@@ -1,7 +1,7 @@
 """What is captured in CUDA graphs: the configuration, and one normaliser for Python callers and command lines.
 
 Needs no GPU. The names are Megatron-LM's, so that its users find their options; former names are migrated with a
-DeprecationWarning, and what this package does not do (mixture of experts) is refused by name.
+FutureWarning, which users see, and what this package does not do (mixture of experts) is refused by name.
 
 Source: megatron/core/transformer/cuda_graph_config.py and docs/user-guide/features/cuda_graph.md of Megatron-LM.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -22,18 +22,16 @@ ON_OVERFLOW = ("eager", "error")
 SCOPES = {  # impl -> its inference scopes, the default first
     "none": ("none",), "local": ("layer", "block"), "transformer_engine": ("none",), "full_iteration": ("none",),
 }  # fmt: skip
+PARTS = (*MODULES, "layer")  # what Graphs.captures is asked for
 OTHER_NAMES = {  # what Megatron-LM has, or had, among the modules -> why it is not one here
     **dict.fromkeys(("moe", "moe_router", "moe_preprocess"), "mixture of experts is not part of this package"),
     "module_scoped": "Megatron-LM has removed it",
-    "full": "the whole layer is the empty tuple",
-    "full_iteration": "it is an impl",
-    "full_iteration_inference": "it is the inference scope 'block' of the impl 'local'",
 }
 FLAGS = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}  # former name -> impl
 
 # How messages call a field or a former option: to callers of CudaGraphConfig, of normalize, and of a command line.
 AS_FIELDS = {name: name for name in ("impl", "modules", "inference_scope", "max_packed_seqs", "max_tokens_per_rank",
-                                     "warmup_steps", "on_overflow", "single_pool")}  # fmt: skip
+                                     "warmup_steps", "on_overflow", "single_pool", "cuda_graph_scope")}  # fmt: skip
 AS_OPTIONS = {
     "impl": "cuda_graph_impl", "modules": "cuda_graph_modules", "inference_scope": "inference_cuda_graph_scope",
     "max_packed_seqs": "cuda_graph_max_packed_seqs", "warmup_steps": "cuda_graph_warmup_steps",
@@ -42,6 +40,45 @@ AS_OPTIONS = {
 AS_FLAGS = {name: "--" + option.replace("_", "-") for name, option in AS_OPTIONS.items()}
 
 Notices = list[tuple[type[Warning], str]]
+
+
+class _Name(str, Enum):
+    """A name that is a string too: equal to it, and shown as it in messages."""
+
+    __repr__ = str.__repr__
+    __str__ = str.__str__
+
+
+class CudaGraphModule(_Name):
+    """Parts of a layer, for `modules`. Those of mixture of experts are refused by name."""
+
+    attn = "attn"
+    mlp = "mlp"
+    mamba = "mamba"
+    moe = "moe"
+    moe_router = "moe_router"
+    moe_preprocess = "moe_preprocess"
+
+
+class InferenceCudaGraphScope(_Name):
+    """What is one graph when text is written, for `inference_scope`."""
+
+    none = "none"
+    layer = "layer"
+    block = "block"
+
+
+class CudaGraphScope(_Name):
+    """Values of the former option cuda_graph_scope."""
+
+    full_iteration = "full_iteration"
+    attn = "attn"
+    mlp = "mlp"
+    moe = "moe"
+    moe_router = "moe_router"
+    moe_preprocess = "moe_preprocess"
+    mamba = "mamba"
+    full_iteration_inference = "full_iteration_inference"
 
 
 class _AsLocal(str):
@@ -60,7 +97,7 @@ class CudaGraphConfig:
             for forward and backward of all micro-batches of a step. "transformer_engine" becomes "local" without
             graphs for inference, with a warning.
         modules: the parts of a layer that "local" captures, of "attn", "mlp" and "mamba", in this order; empty: whole
-            layers. Also taken as a string with commas, and as members of an enum with these names.
+            layers. Also taken as a string with commas, and as members of CudaGraphModule. See Graphs.captures.
         inference_scope: "none", "layer" (every whole layer is a graph) or "block" (the stack of layers is one); None
             becomes "layer" for "local", which has graphs for inference always, else "none".
         max_packed_seqs: sequences of a pack that a graph takes; None: as many as its rows can hold, at most 2,048.
@@ -69,6 +106,10 @@ class CudaGraphConfig:
             do so while capturing.
         on_overflow: what to do with a batch of more sequences or rows: "eager" runs it without graphs, "error" raises.
         single_pool: graphs share one memory pool: what one has freed, the next may use, as they run in one order.
+
+    Args:
+        cuda_graph_scope: former name of the modules; it and former values of the modules are migrated as `normalize`
+            does, with a FutureWarning.
 
     Raises:
         TypeError: a field of the wrong type.
@@ -83,13 +124,15 @@ class CudaGraphConfig:
     warmup_steps: int = 3
     on_overflow: str = "eager"
     single_pool: bool = True
+    cuda_graph_scope: InitVar[Any] = None
 
-    def __post_init__(self) -> None:
-        fields = _checked(vars(self), AS_FIELDS)
-        if fields["impl"] != _plain(self.impl):
-            warnings.warn(_runs_as_local("impl"), stacklevel=3)
+    def __post_init__(self, cuda_graph_scope: Any) -> None:
+        former = {} if cuda_graph_scope is None else {"cuda_graph_scope": cuda_graph_scope}
+        fields, notices = _migrated({**vars(self), **former}, AS_FIELDS)
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+        for category, text in notices:
+            warnings.warn(text, category, stacklevel=3)
 
 
 def normalize(**options: Any) -> CudaGraphConfig:
@@ -99,20 +142,21 @@ def normalize(**options: Any) -> CudaGraphConfig:
         cuda_graph_impl, cuda_graph_modules, inference_cuda_graph_scope, cuda_graph_max_packed_seqs,
             cuda_graph_warmup_steps: the fields of CudaGraphConfig, as it takes them.
         cuda_graph_scope: former name of the modules. Both names also take "full" (now no modules), "full_iteration"
-            (now an impl) and "full_iteration_inference" (now the inference scope "block").
+            (now an impl) and "full_iteration_inference" (now the impl "local" with the inference scope "block", alone
+            too: so says Megatron-LM's table of former names, while its code captures nothing then).
         enable_cuda_graph, external_cuda_graph: True is the impl "local", "transformer_engine".
 
     Returns:
-        CudaGraphConfig. Each migrated option is a DeprecationWarning that names what to write instead.
+        CudaGraphConfig. Each migrated option is a FutureWarning that names what to write instead.
 
     Raises:
         TypeError: an option of the wrong type, or another option.
         ValueError: an unknown value, or options that exclude each other; the message names both.
     """
-    config, notices = _normalized(options, AS_OPTIONS)
+    fields, notices = _normalized(options, AS_OPTIONS)
     for category, text in notices:
         warnings.warn(text, category, stacklevel=2)
-    return config
+    return CudaGraphConfig(**fields)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,23 +173,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(AS_FLAGS[flag], action="store_true", help=argparse.SUPPRESS)
 
 
-def from_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> CudaGraphConfig:
-    """The configuration that parsed flags mean: what `normalize` makes of them.
+def from_arguments(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, no_inference: str = ""
+) -> CudaGraphConfig:
+    """Return the configuration that parsed flags mean: what `normalize` makes of them.
 
     What it would raise is an error of the parser, which ends the program with a message and status 2.
 
     Args:
         parser: that `add_arguments` was called with.
         arguments: what it has parsed.
+        no_inference: why the program captures nothing for inference, so that flags which ask for a layer or a block are
+            an error that says it; "": they are not.
     """
     options = {option: getattr(arguments, option) for option in AS_OPTIONS.values()}
     try:
-        config, notices = _normalized(options, AS_FLAGS)
+        fields, notices = _normalized(options, AS_FLAGS, no_inference)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     for category, text in notices:
         warnings.warn(text, category, stacklevel=2)
-    return config
+    return CudaGraphConfig(**fields)
 
 
 # ------------------------------------------------------------------------------------------------ former names
@@ -173,23 +221,36 @@ MIGRATIONS = {
 }
 
 
-def _normalized(options: dict[str, Any], names: dict[str, str]) -> tuple[CudaGraphConfig, Notices]:
-    """The configuration, and what to warn of: nothing is said about options that are then refused."""
+def _normalized(
+    options: dict[str, Any], names: dict[str, str], no_inference: str = ""
+) -> tuple[dict[str, Any], Notices]:
+    """Return the fields that options mean, and the warnings; options that are None are left out."""
     field_of = {option: name for name, option in AS_OPTIONS.items()}
     unknown = sorted(options.keys() - field_of)
     if unknown:
         raise TypeError(f"{unknown[0]} is no option of CUDA graphs, wanted {', '.join(field_of)}; leave it out")
     given = {field_of[option]: value for option, value in options.items() if value is not None}
+    return _migrated(given, names, no_inference)
+
+
+def _migrated(
+    given: dict[str, Any], names: dict[str, str], no_inference: str = ""
+) -> tuple[dict[str, Any], Notices]:
+    """Return the fields, and what to warn of: nothing is said about options that are then refused."""
     notices: Notices = []
     fields: dict[str, Any] = {"impl": "none", "inference_scope": None}
     fields |= {name: check(names[name], given[name]) for name, check in CHECKS.items()
                if name in given and name != "modules"}  # whose former values are none any more
     fields["impl"] = _migrated_flags(fields["impl"], given, names, notices)
     fields |= _migrated_modules(fields, given, names, notices)
+    if no_inference and fields["inference_scope"] not in (None, "none"):
+        by = next(name for name in ("inference_scope", "cuda_graph_scope", "modules") if given.get(name))
+        raise ValueError(f"{names[by]} is {_plain(given[by])!r}, wanted no graph for inference, as {no_inference}; "
+                         f"leave it out")
     checked = _checked(fields, names)
     if checked["impl"] != fields["impl"]:
         notices.append((UserWarning, _runs_as_local(names["impl"])))
-    return CudaGraphConfig(**checked), notices
+    return checked, notices
 
 
 def _migrated_flags(impl: str, given: dict[str, Any], names: dict[str, str], notices: Notices) -> str:
@@ -232,16 +293,12 @@ def _migrated_modules(
         if fields[field] not in values:
             raise ValueError(f"{what} cannot be combined with {names[field]}={fields[field]!r}, wanted one of the two; "
                              f"leave one out")
-    if name == "full_iteration_inference" and fields["impl"] == "none":
-        text = f"{what} has no effect with {names['impl']}='none', use {migration.now(names)} instead"
-        notices.append((DeprecationWarning, text))
-        return {"modules": modules}
     notices.append(_deprecated(what, migration.now(names)))
     return {"modules": modules, **migration.meaning}
 
 
 def _deprecated(former: str, now: str) -> tuple[type[Warning], str]:
-    return DeprecationWarning, f"{former} is deprecated, use {now} instead"
+    return FutureWarning, f"{former} is deprecated, use {now} instead"
 
 
 def _runs_as_local(impl: str) -> str:
@@ -252,7 +309,7 @@ def _runs_as_local(impl: str) -> str:
 
 
 def _checked(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """The fields as a configuration keeps them; TypeError or ValueError for those that it does not take."""
+    """Return the fields as a configuration keeps them; TypeError or ValueError for those that it does not take."""
     kept = {name: CHECKS[name](names[name], value) for name, value in fields.items()}
     impl = "transformer_engine" if isinstance(kept["impl"], _AsLocal) else kept["impl"]
     if impl == "full_iteration" and kept["modules"]:

@@ -7,12 +7,11 @@ nothing, the rows to a capacity, and a batch is loaded by one copy of its length
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from thdattn.arguments import as_count, check_kind
 from thdattn.attention import CPAttention
+from thdattn.generations import renew
 from thdattn.graphs.capture import Graphs
 from thdattn.graphs.upload import Upload
 from thdattn.mamba import Mamba2Mixer
@@ -59,7 +58,7 @@ class StaticPack:
         self.max_seqs = config.max_packed_seqs or min(MOST_SEQUENCES, num_rows)
         check_kind("attentions", attentions, Sequence, "pass a list, of one attention too")
         self._graphs, self._attentions, self._strategy = graphs, tuple(attentions), sharding
-        self._finite_padding = finite_padding
+        self._finite_padding, self._num_loads = finite_padding, 0
         if not self._attentions:
             raise ValueError("attentions is empty, wanted at least one attention; pass one per mask")
         # Slots of 16 bytes, as that is how arrays of a plan are aligned.
@@ -127,22 +126,25 @@ class StaticPack:
             TypeError: batches are in no list.
             ValueError: another number of batches, one that does not fit, or lengths that the sharding cannot split.
         """
-        check_kind("batches", batches, Sequence, "pass a list, of one batch too")
-        if len(batches) != self.num_batches:
-            raise ValueError(
-                f"batches holds {len(batches)} batches, wanted num_batches = {self.num_batches} as the static pack was "
-                f"made for; make another one for another number of micro-batches"
-            )
-        if excess := self._excess(batches):
-            raise ValueError(f"{excess}; ask fits() first")
-        self._shardings = [self.sharding(batch) for batch in batches]
+        with self._attentions[0].comm.checked("load of a static pack", _lengths, batches):
+            check_kind("batches", batches, Sequence, "pass a list, of one batch too")
+            if len(batches) != self.num_batches:
+                raise ValueError(
+                    f"batches holds {len(batches)} batches, wanted num_batches = {self.num_batches} as the static pack "
+                    f"was made for; make another one for another number of micro-batches"
+                )
+            if excess := self._excess(batches):
+                raise ValueError(f"{excess}; ask fits() first")
+            self._shardings = [self.sharding(batch) for batch in batches]
+        self._num_loads += 1
         if self._graphs.active:
-            self._upload.send([offsets for batch in batches for offsets in _offsets(batch, self._slots)])
+            self._upload.send([offsets for batch in batches for offsets in batch.offsets(self._slots)])
 
     def plans(self, number: int = 0) -> tuple[Plan, ...]:
         """The plans of the loaded batch of this number, one per attention; those of the batch before become these.
 
-        A graph may capture this: each replay then plans the batch that is loaded.
+        What forward made with the batch before is refused by backward then. A graph may capture this: each replay then
+        plans the batch that is loaded.
 
         Raises:
             TypeError: number is no int.
@@ -157,15 +159,22 @@ class StaticPack:
             self._lengths[...] = self._loaded[number]
         for plan in self._plans:
             plan.refresh()
+            renew(plan.arrays.lengths, lambda: (self._num_loads, number))  # the same, however often it is asked for
         return self._plans
 
     def padded(self, batch: PackedBatch) -> PackedBatch:
         """The batch with the capacity's rows, which is how a rank's rows are cut out of it."""
-        return PackedBatch(batch.cu_seqlens, batch.cu_seqlens_padded, total_rows=self.num_rows)
+        return batch.padded_to(self.num_rows)
 
     def sharding(self, batch: PackedBatch) -> Sharding:
         """The sharding of a batch on the host, padded to the capacity."""
         return self._attentions[0].sharding(self.padded(batch), self._strategy)
+
+
+def _lengths(batches: Sequence[PackedBatch]) -> dict[str, Any]:
+    """Return the fields in which ranks must agree when they load batches."""
+    return {f"batches[{number}].{name}": field for number, batch in enumerate(batches)
+            for name, field in batch.described().items()}  # fmt: skip
 
 
 def check_method(attention: Planner, strategy: str | None, impl: str) -> None:
@@ -189,9 +198,3 @@ def check_method(attention: Planner, strategy: str | None, impl: str) -> None:
             f"'all_gather', 'a2a' or 'a2a+all_gather' with that, as a ring has a plan for every slice; use one of "
             f"these, or impl 'none'"
         )
-
-
-def _offsets(batch: PackedBatch, num_offsets: int) -> NDArray[np.int32]:
-    """(2, num_offsets): cu_seqlens and cu_seqlens_padded, with empty sequences at the end."""
-    missing = (0, num_offsets - batch.num_seqs - 1)
-    return np.stack([np.pad(x, missing, mode="edge") for x in (batch.cu_seqlens, batch.cu_seqlens_padded)])

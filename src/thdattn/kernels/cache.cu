@@ -1,5 +1,9 @@
 // The keys and values that a KVCache keeps of every text: text t has lengths[t] rows, from row t * capacity on. A text
-// that does not fit is never cut: its length becomes capacity + 1, and stays so. kernels.cu comes before.
+// that does not fit is never cut: its length becomes capacity + 1, and stays so.
+
+#pragma once
+
+#include "kernels.cu"
 
 // Writes new rows, (num_texts * new_rows, ..), after those of their texts, counts them, and says which keys they see
 // as queries: key_ranges (num_texts * new_rows), by the mask's rule on positions; nothing, in a text that does not fit.
@@ -21,9 +25,8 @@ __global__ void __launch_bounds__(256) thd_cache_append(
       v_cache[to * v_pitch + i] = v[from * v_pitch + i];
   }
   for (int i = threadIdx.x; i < new_rows; i += blockDim.x) {
-    const int position = before + i, begin = left < 0 ? 0 : max(0, position - left);
-    const int end = right < 0 ? length : min(length, position + right + 1);
-    key_ranges[(size_t)text * new_rows + i] = fits ? make_int2(first + begin, first + end) : make_int2(0, 0);
+    const int2 seen = in_sight(before + i, length, left, right);
+    key_ranges[(size_t)text * new_rows + i] = fits ? make_int2(first + seen.x, first + seen.y) : make_int2(0, 0);
   }
   __syncthreads();  // everyone has read the length
   if (threadIdx.x == 0) lengths[text] = length;

@@ -1,5 +1,8 @@
-// What every file of device code builds on: element types, ranges of rows, small reductions. It comes before all
-// others.
+// What every file of device code builds on: element types, ranges of rows, small reductions.
+
+#pragma once
+
+#include "generated/struct_checks.cuh"
 
 using u32 = unsigned int;
 using u64 = unsigned long long;

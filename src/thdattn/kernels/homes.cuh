@@ -1,5 +1,9 @@
 // Where shares of dk and dv go that several ranks have of the same keys: to the memory of the rank that owns the keys.
 
+#pragma once
+
+#include "kernels/common.cuh"
+
 // of: of dk and of dv, where this rank's shares begin in the memory of every rank, fp32
 // places (k_rows): of every row its owner, -1: nobody, and its row there; null: all stay on this rank
 struct Homes {

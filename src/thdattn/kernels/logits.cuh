@@ -9,6 +9,11 @@
 // natural(score): the logit as users know it.
 // probability(score, minus_lse): of a row, whose -lse thd_attn_delta wrote as this kind of logits wants it.
 // slope(p, minus_lse): the derivative of the logit, divided by `scale`, where the probability is p.
+
+#pragma once
+
+#include "kernels/common.cuh"
+
 template <bool kCaps> struct Logits;
 
 // score * scale; minus_lse is in the unit of scores.

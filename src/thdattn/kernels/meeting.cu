@@ -9,6 +9,10 @@
 // A rank may write there once all ranks, not only the one whose memory it is, have said that they have taken what was
 // there before: each says so when it reads nothing of that turn any more, in nobody's memory.
 
+#pragma once
+
+#include "kernels.cu"
+
 // Flags of one rank in the memory of another one: 1, or 0 once they were awaited. ready, taken: see comm/windows.py;
 // offered: of each of its chunks.
 struct RankFlags { u32 ready[16], taken[16], offered[kChunks]; };

@@ -1,5 +1,9 @@
 // The gradient of attention sinks.
 
+#pragma once
+
+#include "kernels/common.cuh"
+
 // What query rows give to the gradient of the sink of their head: -exp(sink - lse) * rowsum(dout * out), as a sink has
 // a logit and no value. A thread block adds up every gridDim.y-th group of rows of one head, kLanes lanes a row, always
 // in the same order. Bound by memory.

@@ -1,5 +1,9 @@
 // What ranks have computed of the same rows, added up where it lies: in this GPU's memory, or in theirs.
 
+#pragma once
+
+#include "kernels/common.cuh"
+
 // Where each rank's share of two arrays begins: in memory of this GPU, or of another one that is mapped here.
 struct Shares { const float4* of[2][kMaxRanks]; };
 CHECK_Shares;

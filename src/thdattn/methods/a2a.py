@@ -203,11 +203,7 @@ class _Swap:
                 coming = self._to_heads(group + 1, xs, lse)
             wait()
             pairs = self._in_sequence_order(pairs)
-            try:
-                yield group, [pair.some_heads for pair in pairs]
-            except GeneratorExit:
-                coming[1]()
-                raise
+            yield group, [pair.some_heads for pair in pairs]
 
     def _to_heads(self, group: int, xs: Sequence[Any], lse: Any) -> tuple[list[_Pair], Wait]:
         size, pairs = self._comm.size, []
@@ -263,14 +259,21 @@ class _Swap:
         if self._plan.sharding.outer is not None:
             return pairs
         inverse = self._plan.once("inverse of rank_order", lambda: _inverse(self._engine, self._plan))
-        return [_reordered(pair, inverse) for pair in pairs]
+        return self._moved(pairs, inverse)
 
     def _in_rank_order(self, pairs: list[_Pair]) -> list[_Pair]:
         """With all rows as ranks have them."""
         if self._plan.sharding.outer is not None:
             return pairs
-        order = self._plan.rank_order
-        return [_reordered(pair, order) for pair in pairs]
+        return self._moved(pairs, self._plan.rank_order)
+
+    def _moved(self, pairs: list[_Pair], order: Any) -> list[_Pair]:
+        """Put row order[t] of all rows at t; a row of -1 becomes 0, and -inf in lse, as padding has it."""
+        moved = [self._engine.empty((len(order), *x.shape[1:]), x.dtype) if axis else _lse_moved(x, order)
+                 for _, x, _, axis in pairs]
+        rows = [(pair.some_heads, x) for pair, x in zip(pairs, moved, strict=True) if pair.axis]
+        self._engine.pack_rows([x for x, _ in rows], order, [x for _, x in rows])
+        return [pair._replace(some_heads=x) for pair, x in zip(pairs, moved, strict=True)]
 
     def _padded(self, y: Any, num_rows: int) -> Any:
         """An array with rows of zeros behind its own, where all ranks have more rows than there are keys."""
@@ -315,15 +318,9 @@ def _inverse(engine: Any, plan: Plan) -> Any:
     return inverse[:-1]
 
 
-def _reordered(pair: _Pair, rows: Any) -> _Pair:
-    """With the rows that are named of all rows; -1: there is none, as padding has it."""
-    x = pair.some_heads
-    if not pair.axis:
-        none = x.dtype.type(-np.inf)
-        return pair._replace(some_heads=np.where(rows < 0, none, np.take(x, np.maximum(rows, 0), 1)))
-    words = np.take(x.view(f"u{x.itemsize}"), np.maximum(rows, 0), 0)  # CuPy does not index every dtype
-    words *= (rows >= 0)[:, None, None]  # NOTE: not words[rows < 0] = 0, for which CuPy counts the rows on the host
-    return pair._replace(some_heads=words.view(x.dtype))
+def _lse_moved(lse: Any, order: Any) -> Any:
+    """Put column order[t] of lse at t, which is too narrow for the kernel that moves rows; -1: -inf."""
+    return np.where(order < 0, lse.dtype.type(-np.inf), np.take(lse, order, 1))
 
 
 def _add_shares(x: Any, shares: Any) -> None:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from thdattn.plan import Plan
 
 IN_FLIGHT = 2  # gathers of a plan that may be on their way at a time, each into buffers of its own
-# By plan, what returns the keys of the last gather into each of these buffers, in captures of CUDA graphs too.
-_turns: weakref.WeakKeyDictionary[Plan, list[Callable[[], Keys | None]]] = weakref.WeakKeyDictionary()
+_turns: weakref.WeakKeyDictionary[Plan, _Turns] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False, repr=False)
@@ -44,6 +43,7 @@ class Keys:
     groups: of each, where its keys and values are, (rows, heads of the group, width).
     ordered: whether they are in sequence order; else in rank order.
     used: whether they were asked for; num_read: of how many groups they were read.
+    generation: as that of a Saved.
     """
 
     k: Any
@@ -54,6 +54,7 @@ class Keys:
     given: tuple[Any, Any] = (None, None)
     used: bool = False
     num_read: int = 0
+    generation: Any = None
 
     def __del__(self) -> None:
         """Buffers into which something is on its way are not given to others before it is there, after errors too."""
@@ -119,17 +120,13 @@ def gather(
     """
     if comm.size == 1:
         return Keys(k, v, plan, [Arrival([[k], [v]])], True, given)
-    turns = _turns.setdefault(plan, [_nobody] * IN_FLIGHT)
-    # The first free one, as buffers of the others are only made where more gathers are under way.
-    turn = next((turn for turn, last in enumerate(turns) if _is_free(last())), None)
-    if turn is None:
-        raise ValueError(
-            f"gather was called with {IN_FLIGHT} gathers of this plan under way, wanted fewer, as each has buffers of "
-            f"its own; call forward or backward with one of them first"
-        )
-    places = _Places(plan, turn, k, v, groups or (k.shape[1],))
+    turns = _turns.setdefault(plan, _Turns())
+    turn = turns.next(engine.capture() is not None, at_once)
+    places: Sequence[Any] = _Places(plan, turn, k, v, groups or (k.shape[1],))
+    if not at_once:
+        places = [*places]  # all are asked for: before other ranks count on this one
     keys = Keys(k, v, plan, comm.gather_heads((k, v), places, at_once), False, given)
-    turns[turn] = weakref.ref(keys)
+    turns.last[turn] = weakref.ref(keys)
     return keys
 
 
@@ -159,6 +156,39 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     if layer.keeps_keys:
         saved["kept keys"] = sum(rows_of(plan.key_rows, layer.num_kv_heads, layer.dtype))
     return Memory(forward, backward, saved, {"dq": queries, "dk": keys, "dv": values})
+
+
+class _Turns:
+    """Which buffers of a plan are free for another gather.
+
+    A captured graph writes to its own at every replay, so that no eager gather that waits for its call has them.
+
+    Attributes:
+        last: what returns the keys of the last gather into each of the buffers, in captures too.
+    """
+
+    def __init__(self) -> None:
+        self.last: list[Callable[[], Keys | None]] = []
+        self._of_graphs: set[int] = set()
+
+    def next(self, captured: bool, at_once: bool) -> int:
+        """Return the number of the buffers of a gather: the first free ones, as few are made.
+
+        Raises:
+            ValueError: IN_FLIGHT gathers wait for their forward or backward.
+        """
+        free = [turn for turn, last in enumerate(self.last) if _is_free(last())]
+        if len(self.last) - len(free) >= IN_FLIGHT:
+            raise ValueError(
+                f"gather was called with {IN_FLIGHT} gathers of this plan under way, wanted fewer, as each has buffers "
+                f"of its own; call forward or backward with one of them first"
+            )
+        turn = next((turn for turn in free if captured or at_once or turn not in self._of_graphs), len(self.last))
+        if turn == len(self.last):
+            self.last.append(_nobody)
+        if captured:
+            self._of_graphs.add(turn)
+        return turn
 
 
 class _Places(Sequence[list[Any]]):
@@ -231,12 +261,13 @@ def backward(
     sums = Sums(engine, plan, [engine.empty(x.shape, x.dtype) for x in (keys.k, keys.v)], [])
     groups = zip(_shares(q.shape[1], keys), _shares(keys.k.shape[1], keys), keys.in_order(engine), strict=True)
     largest = [(len(x), max(keys.heads), x.shape[2]) for x in sums.grads]
+    places, rows = places_of_keys(plan) if go_home else (None, None)  # made before other ranks count on this one
     for heads, kv_heads, (k, v) in groups:
         results = _some_heads(kv_heads, *sums.grads)
         is_last = at_once and heads.stop == q.shape[1]
         homes = None
         if go_home:
-            homes = comm.homes([x.shape for x in results], largest, is_last), places_of_keys(plan)[0]
+            homes = comm.homes([x.shape for x in results], largest, is_last), places
         its_dout, its_q, its_out, its_dq = _some_heads(heads, dout, q, out, dq)
         try:
             _, *shares = engine.attn_bwd(
@@ -247,7 +278,7 @@ def backward(
                 comm.give_back()
             raise
         if go_home:
-            sums.waits.append(comm.sum_at_home(places_of_keys(plan)[1], results, is_last))
+            sums.waits.append(comm.sum_at_home(rows, results, is_last))
         else:
             _sum_rows(engine, comm, plan, shares, results)
     engine.poison(plan, dq)

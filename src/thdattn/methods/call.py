@@ -12,7 +12,7 @@ this rank's rows as it returns them. A third, memory(engine, comm, plan, layer),
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,30 +61,6 @@ class Tensors(NamedTuple):
     out: Any
     lse: Any
     kept: Any
-
-
-class Coming:
-    """Gradients that are on their way: calling it waits and returns them.
-
-    Args:
-        wait: has the current stream wait for what travels.
-        make: makes the gradients of it.
-    """
-
-    def __init__(self, wait: Callable[[], None], make: Callable[[], tuple[Any, Any]]) -> None:
-        self._waits, self._make = [wait], make
-
-    def __call__(self) -> tuple[Any, Any]:
-        self._wait()
-        return self._make()
-
-    def __del__(self) -> None:
-        """Buffers into which something is on its way are not given to others before it is there, after errors too."""
-        self._wait()
-
-    def _wait(self) -> None:
-        while self._waits:
-            self._waits.pop()()
 
 
 @functools.cache

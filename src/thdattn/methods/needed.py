@@ -20,7 +20,7 @@ import numpy as np
 from thdattn.comm import nothing
 from thdattn.comm.slices import Cut, Swap
 from thdattn.memory import Layer, Memory, num_bytes
-from thdattn.methods.call import Call, Coming, Results, Tensors, lse_dtype
+from thdattn.methods.call import Call, Results, Tensors, lse_dtype
 
 if TYPE_CHECKING:
     from thdattn.balanced import Ints
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from thdattn.routes import Routes
 
 Wait = Callable[[], None]
+Pair = tuple[Any, Any]  # of keys and values, or of their gradients
 
 WORTH_HIDING = 4 * 2**20  # bytes of a rank's messages; fewer are there sooner than one more launch has paid for its end
 
@@ -57,7 +58,7 @@ def forward(
 
 def backward(
     engine: Any, comm: Comm, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool
-) -> tuple[Any, Coming]:
+) -> tuple[Any, Callable[[], Pair]]:
     """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are on their way with dq."""
     q, k, v, out, lse, kept = saved
     keys = kept or _on_their_way(engine, comm, plan, k, v, keep=False, hidden=False)[1]()
@@ -72,13 +73,14 @@ def backward(
     def send(*shares: Any) -> None:
         back, wait = _sent_back(engine, comm, plan, shares)
 
-        def made() -> tuple[Any, Any]:
+        def made() -> Pair:
+            wait()
             if alone:
                 return shares[0], shares[1]
             engine.add_shares(shares, back, plan, grads)  # of rows that other ranks had
             return grads[0], grads[1]
 
-        coming.append(Coming(wait, made))
+        coming.append(made)
 
     # The engine's own stay until the next call, which may be another layer's before these are asked for.
     lasting = None if at_once else [engine.empty(x.shape, sum_dtype) for x in keys]
@@ -131,7 +133,7 @@ def is_worth_hiding(comm: Comm, num_rows: int, like: Sequence[Any], dtype: Any) 
 
 def _on_their_way(
     engine: Any, comm: Comm, plan: Plan, k: Any, v: Any, keep: bool, hidden: bool
-) -> tuple[tuple[Any, Any], Coming]:
+) -> tuple[Pair, Callable[[], Pair]]:
     """This rank's key buffers, and what waits for their rows of other ranks and returns them too.
 
     They are k and v themselves, new ones if they are kept, or those of the plan. Rows that are `hidden`, because others
@@ -145,7 +147,11 @@ def _on_their_way(
         engine.pack_rows((k, v), plan.arrays.sends, sends)
     wait = _exchange(comm, plan, sends, recvs, k.dtype)
     if plan.needs_own_rows:
-        return (k, v), Coming(wait, lambda: (k, v))
+        def sent() -> Pair:
+            wait()
+            return k, v
+
+        return (k, v), sent
     keys, values = [engine.empty((plan.key_rows, *x.shape[1:]), x.dtype) for x in (k, v)] if keep else _buffers(
         plan, "needed", plan.key_rows, (k, v), k.dtype)
     into = keys, values
@@ -154,11 +160,12 @@ def _on_their_way(
     if hidden:
         engine.place_rows(_zeros(engine, plan, recvs), theirs, plan, into)
 
-    def placed() -> tuple[Any, Any]:
+    def placed() -> Pair:
+        wait()
         engine.place_rows(recvs, theirs, plan, into)
         return into
 
-    return into, Coming(wait, placed)
+    return into, placed
 
 
 def _places(plan: Plan) -> tuple[Any, Any]:

@@ -75,12 +75,10 @@ def backward(
         received = _buffers(plan, "sums", keys, dtype) if sums else []
         wait = _pass_on(comm, sums, received)
         into = dq, _buffers(plan, f"shares {step % 2}", keys, dtype)
-        try:
-            _, *shares = engine.attn_bwd(
-                dout, q, *keys, out, lse, part, call.softmax_scale, dtype, call.deterministic, into, merge=True,
-                softcap=call.softcap)
-        finally:
-            wait()
+        _, *shares = engine.attn_bwd(
+            dout, q, *keys, out, lse, part, call.softmax_scale, dtype, call.deterministic, into, merge=True,
+            softcap=call.softcap)
+        wait()
         if received:
             shares[0] += received[0]
             shares[1] += received[1]
@@ -136,10 +134,8 @@ def _slices(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any) -> Iterator[tup
         wait = _pass_on(comm, keys if coming else [], coming)
         part = plan.slices[(comm.rank - step) % comm.size]
         part.enter()
-        try:
-            yield part, keys
-        finally:
-            wait()
+        yield part, keys
+        wait()
         keys = coming
 
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from thdattn.comm import Pending
 from thdattn.memory import Memory, num_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from thdattn.comm import Comm
     from thdattn.mixer_shape import Mamba2Weights, MixerShape
     from thdattn.plan import Plan
@@ -74,6 +73,8 @@ def forward(
         wait()
         engine.ssd_enter(states, decays, engine.ssd_start(summaries, plan, shape), waiting)
         scan(others)
+    if shape.norm:
+        engine.mixer_norm(y, zxbcdt, weights.norm_weight, plan, shape, out)
     engine.poison(plan, out)
     return out, Kept(y, halo, states, act if keep else None)
 
@@ -114,7 +115,11 @@ def backward(
     dzxbcdt = engine.empty(zxbcdt.shape, zxbcdt.dtype)
     act = activations(engine, plan, zxbcdt, weights, kept, shape)
     gradients = engine.ssd_gradients(plan, shape)
-    dy, dstates, decays = engine.mixer_gate_states(dout, zxbcdt, y, act, plan, shape, dzxbcdt, gradients)
+    if shape.norm:
+        dy, dstates, decays = engine.mixer_norm_states(
+            dout, zxbcdt, (y, act), weights, plan, shape, (dzxbcdt, gradients))
+    else:
+        dy, dstates, decays = engine.mixer_gate_states(dout, zxbcdt, y, act, plan, shape, dzxbcdt, gradients)
     summary = engine.ssd_fold(dstates, decays, plan, shape, reverse=True)
 
     def scan(segments: slice) -> None:
@@ -139,14 +144,14 @@ def backward(
     return dzxbcdt, dweights
 
 
-def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Callable[[], None]]:
+def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Pending]:
     """Starts to gather the arrays of all ranks, one behind the other in a buffer of the plan; and what waits for it.
 
     Where they come through peer memory, the rows of this rank itself are missing: nobody needs them.
     """
     recv = plan.buffer(f"{name} of ranks", (comm.size * len(send), *send.shape[1:]), send.dtype)
     (arrival,) = comm.gather_heads([send[:, None]], [[recv[:, None]]], at_once=False)
-    return recv, arrival.wait
+    return recv, Pending(arrival.wait, recv)
 
 
 def _turns(engine: Any, plan: Plan, reverse: bool = False) -> tuple[slice, slice, slice]:

@@ -37,6 +37,7 @@ from thdattn.ops.mixer_backward import (
     ssd_gradients,
 )  # fmt: skip
 from thdattn.ops.mixer_decode import mixer_decode, mixer_fill
+from thdattn.ops.mixer_norm import mixer_norm, mixer_norm_states
 from thdattn.ops.plan import enter, plan_arrays, plan_bytes, poison
 from thdattn.ops.rows import add_shares, pack_rows, place_rows, to_rank_order, to_sequence_order
 from thdattn.tiles import TILES
@@ -45,10 +46,11 @@ __all__ = [
     "add_shares", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "capture",
     "device", "dtypes", "empty", "enter", "forward_bytes", "free_bytes", "from_user", "head_dims", "in_place",
     "mixer_add_halos", "mixer_backward_bytes", "mixer_conv", "mixer_conv_bwd", "mixer_conv_bytes", "mixer_conv_states",
-    "mixer_decode", "mixer_fill", "mixer_forward_bytes", "mixer_gate_states", "mixer_halo", "mixer_sizes", "mixer_tail",
-    "name", "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "poison", "rounded", "sinks_grad",
-    "ssd_bwd", "ssd_enter", "ssd_fold", "ssd_gradients", "ssd_scan", "ssd_segment_rows", "ssd_start", "ssd_states",
-    "tiles", "to_rank_order", "to_sequence_order", "without_padding",
+    "mixer_decode", "mixer_fill", "mixer_forward_bytes", "mixer_gate_states", "mixer_halo", "mixer_norm",
+    "mixer_norm_states", "mixer_sizes", "mixer_tail", "name", "pack_rows", "place_rows", "plan_arrays",
+    "plan_backward", "plan_bytes", "poison", "rounded", "sinks_grad", "ssd_bwd", "ssd_enter", "ssd_fold",
+    "ssd_gradients", "ssd_scan", "ssd_segment_rows", "ssd_start", "ssd_states", "tiles", "to_rank_order",
+    "to_sequence_order", "without_padding",
 ]  # fmt: skip
 
 name = "cuda"

@@ -264,12 +264,13 @@ def ssd_scan(
     act: Activations, zxbcdt: Array, states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
     into: tuple[Array, Array],
 ) -> None:
-    """y of some segments, and out = y * silu(z). See host_ssd.ssd_scan."""
+    """y of some segments, and out = y * silu(z) if there is no norm. See host_ssd.ssd_scan."""
     reached = range(len(states))[segments]
     if reached:
         slab, run = plan.once(("scan", shape, reached.start, reached.stop), lambda: _scan(reached, plan, shape))
-        rows = _inputs(slab, (act.channels, shape.channels), (zxbcdt, shape.d_inner))
-        run(*rows, act.dt, act.sums, act.leave, states, d, *into)
+        rows = (act.channels, shape.channels), (zxbcdt, shape.d_inner)
+        count = 1 if shape.norm else 2  # a norm gates: it reads z, and makes out
+        run(*_inputs(slab, *rows[:count]), act.dt, act.sums, act.leave, states, d, *into[:count])
 
 
 def _scan(reached: range, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm90, Launch]:
@@ -277,6 +278,6 @@ def _scan(reached: range, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm9
     slabs = shape.d_inner // slab.columns
     of_block = segments_of_block(count, slabs, launch.this_gpu().multiprocessors)
     segments = np.array((reached.start, count, of_block), SEGMENTS)[()]
-    kernel = jit.kernel(*slab.scan_kernel(shape.dtype.name))
+    kernel = jit.kernel(*slab.scan_kernel(shape.dtype.name, gates=shape.norm is None))
     fixed = segments, plan.key_ranges, size_of(plan, shape)
     return slab, Launch(kernel, (slabs, -(-count // of_block)), slab.scan_threads, fixed)

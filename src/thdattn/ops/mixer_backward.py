@@ -24,6 +24,7 @@ from thdattn.mixer_backward_tiles import (
     Walk,
     WalkSm90,
     chunk_tile_for,
+    portable_walk,
     thd_mixer_add_halos,
     thd_mixer_conv_bwd,
     thd_mixer_gate_bwd,
@@ -46,14 +47,16 @@ class Gradients(NamedTuple):
     dx: (local_rows, d_inner), gradient of x behind the convolution, in the dtype of the mixer.
     dbc: (splits, local_rows, 2 * num_groups * state_dim), of B and C, in parts that add up.
     ddt: (num_heads, chunks * CHUNK), as Activations.dt.
-    shares: (chunks, numbers of all weights), what each chunk gives to the gradients of weights, in their order; for
-        A_log those of A.
+    shares: (chunks, numbers of all weights but norm_weight), what each chunk gives to the gradients of weights, in
+        their order; for A_log those of A.
+    of_norm: (chunks, d_inner), what each gives to that of norm_weight; None without a norm.
     """
 
     dx: Array
     dbc: Array
     ddt: Array
     shares: Array
+    of_norm: Array
 
 
 def mixer_gate_states(
@@ -64,20 +67,21 @@ def mixer_gate_states(
 
     On Hopper dy is made on its way into the gradients of states, so that it is not read for them.
     """
-    made = dy, *_ = _made_of_gate(plan, shape)
+    made = dy, *_ = made_of_gate(plan, shape)
     walk = _walk(shape)
     if isinstance(walk, Walk):
-        gate, states = plan.once(("gate", shape), lambda: _gate_then_states(walk, plan, shape))
-        gate(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *_shares(into, "D", shape))
+        gate, states = plan.once(("gate", shape), lambda: _gate_then_states(plan, shape))
+        gate(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *shares_of(into, "D", shape))
         states(act.channels, dy, act.sums, plan.key_ranges, *made[1:])
     elif plan.local_rows:
         run = plan.once(("gate", shape), lambda: _gate_states(walk, plan, shape))
         z, dz = (x[:, : shape.d_inner] for x in (zxbcdt, dzxbcdt))
-        run(*_boxes(dout, z, y, act.channels, dy, dz), *_shares(into, "D", shape), act.sums, plan.key_ranges, *made[1:])
+        of_d = shares_of(into, "D", shape)
+        run(*_boxes(dout, z, y, act.channels, dy, dz), *of_d, act.sums, plan.key_ranges, *made[1:])
     return made
 
 
-def _made_of_gate(plan: Plan, shape: MixerShape) -> tuple[Array, Array, Array]:
+def made_of_gate(plan: Plan, shape: MixerShape) -> tuple[Array, Array, Array]:
     """Buffers for dy, and for gradients of states and what is left of them in every segment."""
     segments = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
     return (plan.buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype),
@@ -91,12 +95,18 @@ def _gate_states(walk: WalkSm90, plan: Plan, shape: MixerShape) -> Launch:
     return Launch(kernel, grid, walk.gate_threads, (size_of(plan, shape),))
 
 
-def _gate_then_states(walk: Walk, plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
-    chunks, size = -(-plan.local_rows // CHUNK), size_of(plan, shape)
-    gate, states = (jit.kernel(*make(shape.dtype.name)) for make in (thd_mixer_gate_bwd, walk.thd_ssd_dstates))
-    blocks = -(-chunks // SEGMENT_CHUNKS), shape.d_inner // walk.columns, _slices(shape)
-    return (Launch(gate, grid_of_rows(-(-shape.d_inner // 1024), chunks), 128, (plan.key_ranges, size)),
-            Launch(states, blocks, walk.threads, (size,)))
+def _gate_then_states(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
+    grid = grid_of_rows(-(-shape.d_inner // 1024), -(-plan.local_rows // CHUNK))
+    gate = jit.kernel(*thd_mixer_gate_bwd(shape.dtype.name))
+    return Launch(gate, grid, 128, (plan.key_ranges, size_of(plan, shape))), dstates_launch(plan, shape)
+
+
+def dstates_launch(plan: Plan, shape: MixerShape) -> Launch:
+    """What makes dstates and decays of dy, by the kernel of every GPU."""
+    gpu = launch.this_gpu()
+    walk = portable_walk(shape.head_dim, shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes)
+    blocks = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS)), shape.d_inner // walk.columns, _slices(shape)
+    return Launch(jit.kernel(*walk.thd_ssd_dstates(shape.dtype.name)), blocks, walk.threads, (size_of(plan, shape),))
 
 
 def _boxes(*rows: Array) -> list[Any]:
@@ -105,8 +115,8 @@ def _boxes(*rows: Array) -> list[Any]:
     return [tensor_map(x, len(x), x.strides[0], CHUNK) for x in boxes]
 
 
-def _shares(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array, np.uint64]:
-    """Those of a weight, and how far those of two chunks are from each other."""
+def shares_of(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array, np.uint64]:
+    """Those of a weight but norm_weight, and how far those of two chunks are from each other."""
     before = Mamba2Weights._fields.index(weight)
     begin = sum(map(math.prod, shape.weights[:before]))
     return gradients.shares.ravel()[begin:], np.uint64(_numbers(shape))
@@ -135,6 +145,7 @@ def ssd_gradients(plan: Plan, shape: MixerShape) -> Gradients:
         plan.buffer("dB and dC", (_splits(chunks, shape), rows, shape.channels - shape.d_inner), np.float32),
         plan.buffer("ddt", (shape.num_heads, chunks * CHUNK), np.float32),
         plan.buffer("shares of weights", (chunks, _numbers(shape)), np.float32),
+        plan.buffer("shares of norm_weight", (chunks, shape.d_inner), np.float32) if shape.norm else None,
     )
 
 
@@ -149,14 +160,21 @@ def mixer_backward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
         "scales of states": (kept, shape.num_heads, _slices(shape)),
         "gradients of ends": (2, shape.reach, shape.channels),
     }  # fmt: skip
+    if shape.norm:
+        sums["shares of norm_weight"] = chunks, shape.d_inner
     made = {name: num_bytes(size, np.float32) for name, size in sums.items()}
     made |= dict.fromkeys(("dy", "dx"), num_bytes((rows, shape.d_inner), shape.dtype))
     return made | {"states at chunks": num_bytes((kept, *shape.state), shape.dtype)}
 
 
 def _numbers(shape: MixerShape) -> int:
-    """Of all weights."""
-    return sum(math.prod(of_one) for of_one in shape.weights)
+    """Of all weights but norm_weight."""
+    return sum(math.prod(of_one) for of_one in _usual(shape))
+
+
+def _usual(shape: MixerShape) -> tuple[Any, ...]:
+    """Shapes of the weights that every mixer has."""
+    return shape.weights[: len(Mamba2Weights._fields)]
 
 
 def _splits(chunks: int, shape: MixerShape) -> int:
@@ -217,7 +235,7 @@ def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[.
         for walks, of in ((forward, states), (back, dstates)):
             walks(*rows, act.sums, act.leave, ranges, of, np.int32(begin))
         main(*_rows(tile.by_boxes, act.channels, dy), kept, scales, act.dt, act.sums, ranges, weights.A_log, weights.D,
-             into.dx, into.dbc, into.ddt, *_shares(into, "A_log", shape), np.int32(begin * SEGMENT_CHUNKS))
+             into.dx, into.dbc, into.ddt, *shares_of(into, "A_log", shape), np.int32(begin * SEGMENT_CHUNKS))
 
     return run
 
@@ -230,27 +248,36 @@ def mixer_conv_bwd(
     ends = plan.buffer("gradients of ends", (2, shape.reach, shape.channels), np.float32)
     if not plan.local_rows:
         ends.fill(0)
-    conv, sums = plan.once(("conv_bwd", shape), lambda: _conv_bwd(plan, shape))
+    conv, sums, of_norm = plan.once(("conv_bwd", shape), lambda: _conv_bwd(plan, shape))
     conv(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.dt_bias, dzxbcdt, plan.key_ranges, gradients.dx,
          gradients.dbc, gradients.ddt, np.int32(len(gradients.dbc)), gradients.shares, ends)
     made = launch.empty((_numbers(shape),), np.float32)
     sums(gradients.shares, weights.A_log, made)
     parts, begin = [], 0
-    for of_one in shape.weights:
+    for of_one in _usual(shape):
         parts.append(made[begin : begin + math.prod(of_one)].reshape(of_one))
         begin += math.prod(of_one)
+    if shape.norm:
+        parts.append(launch.empty((shape.d_inner,), np.float32))
+        of_norm(gradients.of_norm, weights.A_log, parts[-1])
     return Mamba2Weights(*parts), ends
 
 
-def _conv_bwd(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
+def _conv_bwd(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch, Launch]:
+    """Three launches: gradients of columns, and sums of the shares of weights, and of those of norm_weight."""
     chunks, columns = -(-plan.local_rows // CHUNK), -(-shape.channels // CONV_BACK_COLUMNS)
     conv = Launch(
         jit.kernel(*thd_mixer_conv_bwd(shape.dtype.name, shape.conv_width)),
         grid_of_rows(columns + -(-shape.num_heads // CONV_BACK_HEADS), chunks), 128,
         (np.int32(columns), size_of(plan, shape)))
-    numbers = chunks, _numbers(shape), sum(map(math.prod, shape.weights[:2])), shape.num_heads
-    sums = Launch(jit.kernel("thd_mixer_sum"), (-(-numbers[1] // SUM_COLUMNS),), 256, tuple(map(np.int32, numbers)))
-    return conv, sums
+    a_log = sum(map(math.prod, shape.weights[:2]))
+    return conv, _sums(chunks, _numbers(shape), a_log, shape.num_heads), _sums(chunks, shape.d_inner)
+
+
+def _sums(chunks: int, columns: int, a_log: int = 0, heads: int = 0) -> Launch:
+    """Sums of shares of so many columns, of which those of A, from column a_log on, become the gradient of A_log."""
+    numbers = map(np.int32, (chunks, columns, a_log, heads))
+    return Launch(jit.kernel("thd_mixer_sum"), (-(-columns // SUM_COLUMNS),), 256, tuple(numbers))
 
 
 def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array) -> None:

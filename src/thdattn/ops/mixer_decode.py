@@ -12,6 +12,7 @@ from thdattn.mixer_shape import Mamba2Weights, MixerShape
 from thdattn.ops import launch
 from thdattn.ops.launch import Array
 from thdattn.ops.mixer import mixer_size
+from thdattn.ops.mixer_norm import mixer_decode_norm
 from thdattn.plan import Plan
 
 
@@ -22,14 +23,17 @@ def mixer_decode(
     num_texts, kernels = len(zxbcdt), MixerDecode(shape.dtype.name, shape.state_dim)
     size = mixer_size(num_texts, shape)
     out = launch.empty((num_texts, shape.d_inner), zxbcdt.dtype)
+    kernel, results = (kernels.thd_mixer_decode_ungated, ()) if shape.norm else (kernels.thd_mixer_decode, (out,))
     jit.kernel(*kernels.thd_mixer_decode_conv(shape.conv_width))(
         (-(-shape.channels // MIXER_CHANNELS), num_texts), 256,
         (zxbcdt, rows, weights.conv_weight, weights.conv_bias, active, work, size),
     )  # fmt: skip
-    jit.kernel(*kernels.thd_mixer_decode)(
+    jit.kernel(*kernel)(
         (shape.d_inner // kernels.rows, num_texts), MIXER_THREADS,
-        (zxbcdt, work, states, weights.A_log, weights.D, weights.dt_bias, active, out, size),
+        (zxbcdt, work, states, weights.A_log, weights.D, weights.dt_bias, active, *results, size),
     )  # fmt: skip
+    if shape.norm:
+        mixer_decode_norm(work, zxbcdt, weights.norm_weight, active, shape, out)
     return out
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn import jit
+from thdattn.generations import renew
 from thdattn.instances import PLAN_KERNELS
 from thdattn.ops import launch
 from thdattn.ops.launch import Array, Launch
@@ -124,6 +125,7 @@ class DeviceLengths:
         sharding, key_batch: as passed to plan_arrays.
         checked: (2, 2, num_seqs + 1) int32, cu_seqlens and cu_seqlens_padded of queries and keys, all 0 if wrong.
         wrong: (1,) int32, 1 if wrong.
+        generation: what tells the lengths from those before and after a refresh; see thdattn.generations.
         made_in: the number of the capture of the CUDA graph that makes the plan; None: it was made outside of captures.
     """
 
@@ -139,6 +141,8 @@ class DeviceLengths:
             ("cu_seqlens", lengths.cu_seqlens), ("cu_seqlens_padded", lengths.cu_seqlens_padded))]
         made = launch.empty((4 * (batch.num_seqs + 1) + 1,), np.int32)
         self.wrong = made[-1:]
+        self.generation: Any = None
+        renew(self)
         self.checked = made[:-1].reshape(2, 2, -1)
         self._notice = notice = _Notice()
         sizes = map(np.int32, (batch.num_seqs, batch.total_rows, keys.total_rows, sharding.multiple))

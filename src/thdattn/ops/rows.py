@@ -73,8 +73,9 @@ def to_rank_order(dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None
 
 
 def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
-    """Some rows of two arrays, one behind another: into[t] = x[order[t]], as they are sent to other ranks."""
-    reorder(True, into, [[x] for x in xs], order, order)  # which rows are seen is not asked
+    """Put row order[t] of each array at t, two arrays in a launch; a row of -1 becomes 0."""
+    for i in range(0, len(xs), 2):
+        reorder(True, into[i : i + 2], [[x] for x in xs[i : i + 2]], order, order)  # which rows are seen is not asked
 
 
 def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Array]) -> None:
@@ -94,7 +95,7 @@ def reorder(
     to_rank_order: bool, outs: Sequence[Array], sources: Sequence[Sequence[Array]], order: Array, ranges: Array,
     own: Sequence[Array] | None = None, first_own: int = 0,
 ) -> None:
-    """Moves the rows of two arrays in one launch. Rows whose range is empty hold nothing.
+    """Moves the rows of one or two arrays in one launch. Rows whose range is empty hold nothing.
 
     Args:
         sources: of each, the parts that make up its rows, equally many of as many heads as the array of outs; between
@@ -103,9 +104,9 @@ def reorder(
     """
     rows = [(out.data.ptr, launch.row_bytes(out), mine.data.ptr, launch.row_bytes(mine), launch.row_bytes(parts[0]),
              *[part.data.ptr for part in parts]) for out, parts, mine in zip(outs, sources, own or outs, strict=True)]
-    arguments = _arguments(*rows, order.data.ptr, ranges.data.ptr, len(order), max(1, len(sources[0][0])), first_own,
-                           len(own[0]) if own else 0)
-    jit.kernel(REORDER_KERNELS[to_rank_order]).launch((-(-len(order) // 8), 2), 256, arguments)
+    arguments = _arguments(rows[0], rows[-1], order.data.ptr, ranges.data.ptr, len(order), max(1, len(sources[0][0])),
+                           first_own, len(own[0]) if own else 0)
+    jit.kernel(REORDER_KERNELS[to_rank_order]).launch((-(-len(order) // 8), len(rows)), 256, arguments)
 
 
 @functools.lru_cache(maxsize=4096)

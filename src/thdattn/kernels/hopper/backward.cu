@@ -1,6 +1,10 @@
 // The Hopper attention backward up to head dims 128 (sm_90a): the key side, and at the end the kernel,
 // thd_attn_bwd_sm90, where to begin to read. backward_tiles.cuh has the producer, query_side.cuh what makes dq.
 
+#pragma once
+
+#include "kernels/hopper/backward_tiles.cuh"
+
 // Turns dP into dS = P slope dP, of probabilities p or, where logits are capped, of scores, which become probabilities.
 template <int kBlocks>
 __device__ __forceinline__ void take_gradients(float (&p)[kBlocks][4], float (&dp)[kBlocks][4], Logits<false>, int,

@@ -1,5 +1,10 @@
 // What the Hopper backwards share: the scheduler with what is in sight, and accumulators of several thread blocks.
 
+#pragma once
+
+#include "kernels/homes.cuh"
+#include "kernels/hopper/common.cuh"
+
 // ------------------------------------------------------------------------------------------------ scheduler
 // What the producer tells the others of a step: first query row, query head, tile of keys, and flags: kLast, kSees and
 // kMasked, and those below.
@@ -217,6 +222,7 @@ __device__ __forceinline__ void complete_row(Place place, float* others, const f
                                              bool exists) {
   constexpr int kLoads = kBlocks % 16 == 0 ? 8 : kBlocks % 12 == 0 ? 6 : 4;  // before the first is used
   constexpr int kAhead = kMayBeWhole && kBlocks > 16 ? 1 : kLoads;  // as registers allow
+  static_assert(kBlocks % (2 * kAhead) == 0, "a row is loaded kAhead pairs of blocks at a time");
   const bool adds = kMayBeWhole && place.row == others;
   #pragma unroll
   for (int n = 0; n < kBlocks; n += 2 * kAhead) {

@@ -1,6 +1,10 @@
 // What the Hopper backwards of 128 keys at a time (sm_90a) share: shared memory, the producer, and score gradients on
 // their way to dq.
 
+#pragma once
+
+#include "kernels/hopper/query_side.cuh"
+
 // The key side takes the scores of kAtOnce of the queries of a step at once, and dP of kWeighedAtOnce: beside float32
 // probabilities, registers have no room for more. dq has pieces of kCols columns, and kDqDepth stages for them.
 // kDsDepth stages hold score gradients, which kDqWarps warps multiply with keys: those of the query side or, where
@@ -12,6 +16,13 @@ struct BackwardShared {
   static constexpr int kStages = kAhead, kDsStages = kDsDepth;
   static constexpr int kQueries = kAtOnce, kWeighed = kWeighedAtOnce, kDqStages = kDqDepth;
   static constexpr int kPieceCols = kCols, kPieceFloats = 64 * kCols, kPieces = kDim / kCols;
+  static_assert(kStages == 2, "claims of dq and the parities of steps count two stages");
+  static_assert(kHeadDim % kPieceCols == 0, "pieces of dq have all its columns");
+  static_assert(kPieces == 1 || kPieceCols % (kHeadDim % kSlab ? kSlab / 2 : kSlab) == 0,
+                "a piece of dq begins at a slab of keys");
+  static_assert(kTileM % 64 == 0, "a piece of dq has 64 rows, and a semaphore is one of them");
+  static_assert(kTileM % kQueries == 0 && kTileM % kWeighed == 0 && kQueries % kWeighed == 0 && kWeighed % 16 == 0,
+                "the key side takes all queries of a step, in equal parts of whole fragments");
   static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
   static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>, kDoutBytes = kTileBytes<kTileM, kVHeadDim>;
   unsigned char k[kKBytes], v[kVBytes];
@@ -73,6 +84,10 @@ __device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* map_k
 }
 
 // The producer, one warp: loads the tensors of every step.
+//
+// racecheck follows no mbarriers. Full ones order steps, ranges and copies before reads, and empty ones, at which a
+// warp arrives once all its lanes have read, before the next fill. Steps have a second stage: what reads
+// one after its `empty` is done with it before the second arrival from there on.
 template <bool kStaggered, typename Shared>
 __device__ __forceinline__ void produce_backward(
     Shared& shared, const TensorMap* map_q, const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout,

@@ -1,5 +1,9 @@
 // What the two thread blocks of a cluster exchange (sm_90a).
 
+#pragma once
+
+#include "kernels/hopper/backward_common.cuh"
+
 __device__ __forceinline__ u32 rank_in_cluster() {
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

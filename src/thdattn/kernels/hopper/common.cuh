@@ -1,5 +1,11 @@
-// What the Hopper kernels (sm_90a) share: TMA, mbarriers and wgmma, tiles in shared memory, and the scheduler. The
-// wrappers of wgmma that wgmma.py writes come before it.
+// What the Hopper kernels (sm_90a) share: TMA, mbarriers and wgmma, tiles in shared memory, and the scheduler. Python
+// writes the wrappers of wgmma (wgmma.py).
+
+#pragma once
+
+#include "generated/wgmma.cuh"
+#include "kernels/common.cuh"
+#include "kernels/logits.cuh"
 
 // ------------------------------------------------------------------------------------------------ instructions
 
@@ -132,6 +138,7 @@ template <int kCols> __device__ __forceinline__ int swizzled(int row, int piece)
 template <int kRows, int kCols, bool kOnce = false>
 __device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* map, int head, int row, u64* barrier) {
   static_assert(kCols % kSlabOf<kCols> == 0, "whole slabs bring kTileBytes, which barriers expect");
+  static_assert(kRows % 8 == 0 && kRows <= 256, "the swizzle repeats every 8 rows, and a box has at most 256");
   #pragma unroll
   for (int s = 0; s < kCols / kSlabOf<kCols>; ++s)
     (kOnce ? copy_box_once : copy_box)(tile + s * kSlabBytes<kRows, kCols>, map, s * kSlabOf<kCols>, head, row,
@@ -142,6 +149,7 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* 
 // fragments.
 // start: scores = or += these rows . k^T, with 8 * kBlocks rows of k, which are in a tile of kRowsK.
 template <typename T, int kDim, int kRows, bool kInRegisters> struct ScoreRows {
+  static_assert(kDim % 16 == 0, "a matrix instruction takes 16 columns");
   u64 rows;
   __device__ __forceinline__ void load(const unsigned char* tile) { rows = descriptor<kDim>(tile, 16); }
   template <bool kAdd, int kRowsK, int kBlocks>
@@ -156,6 +164,7 @@ template <typename T, int kDim, int kRows, bool kInRegisters> struct ScoreRows {
   }
 };
 template <typename T, int kDim, int kRows> struct ScoreRows<T, kDim, kRows, true> {
+  static_assert(kDim % 16 == 0, "a matrix instruction takes 16 columns");
   u32 a[kDim / 16][4];
   __device__ __forceinline__ void load(const unsigned char* tile) {
     const auto [warp, lane] = me();
@@ -225,6 +234,7 @@ __device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
 // not keep the row. A scale of 0 stores zeros, whatever the accumulators hold.
 template <int kHalf, typename T, int kBlocks>
 __device__ __forceinline__ void store_row(T* row, const float (&acc)[kBlocks][4], float scale, bool exists) {
+  static_assert(kBlocks % 4 == 0, "four blocks are stored at a time: columns of a row are a multiple of 32");
   #pragma unroll
   for (int n = 0; n < kBlocks; n += 4) {
     u32 words[4];
@@ -243,6 +253,7 @@ __device__ __forceinline__ void store_row(T* row, const float (&acc)[kBlocks][4]
 __device__ __forceinline__ int first_of_four(int n) { return (n + me().lane % 2) * 8 + me().lane % 4 / 2 * 4; }
 template <int kHalf, int kBlocks>
 __device__ __forceinline__ float4 four_columns(const float (&acc)[kBlocks][4], int n, float scale) {
+  static_assert(kBlocks % 2 == 0, "two blocks are traded at a time: columns of a row are a multiple of 16");
   const bool odd = me().lane % 2;
   const float even_x = acc[n][2 * kHalf], even_y = acc[n][2 * kHalf + 1];
   const float odd_x = acc[n + 1][2 * kHalf], odd_y = acc[n + 1][2 * kHalf + 1];

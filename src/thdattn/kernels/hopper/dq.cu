@@ -4,6 +4,10 @@
 // It is shaped like the forward, so that of backward_common.cuh's scheduler it takes the other side: tiles of queries
 // are its work, and the rows of a step are keys.
 
+#pragma once
+
+#include "kernels/hopper/backward_common.cuh"
+
 template <int kDim, int kVDim, int kN, int kAhead>
 struct DqShared {
   static constexpr int kHeadDim = kDim, kVHeadDim = kVDim, kTileM = 128, kTileN = kN, kStages = kAhead;
@@ -73,6 +77,8 @@ __device__ __forceinline__ void weigh(u32 (&dscore)[1][kBlocks / 2][4], const fl
 }
 
 // A consumer, one warpgroup: 64 query rows. While it weighs, the other one's products run.
+// racecheck does not follow mbarriers: `full` orders a step before its reads, and `empty` these before the next one, as
+// matrix products or __syncwarp bring all lanes together before one arrives.
 template <typename T, typename Dq, typename Shared, bool kCaps>
 __device__ __forceinline__ void consume_dq(Shared& shared, int consumer, Dq* dq, const float* stats,
                                            const int2* key_ranges, Logits<kCaps> logits, BackwardSize size) {

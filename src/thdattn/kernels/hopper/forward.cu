@@ -1,6 +1,11 @@
 // The Hopper attention forward (sm_90a): a producer and its consumers, and at the end the kernel, thd_attn_fwd_sm90,
 // where to begin to read. softmax.cuh has what consumers make of scores.
 
+#pragma once
+
+#include "kernels/hopper/pieces.cuh"
+#include "kernels/hopper/softmax.cuh"
+
 // What the producer tells the consumers of a query tile, and of each key tile. first, next: the flags of the key tile
 // that comes after it, known before that arrives, so that consumers do not wait for them between products; kLast where
 // there is none. piece: the tile or, with kInParts, a packed Piece, of whose first part `work` is the number.
@@ -52,6 +57,7 @@ __device__ __forceinline__ void produce_forward(
   const int lane = threadIdx.x % kWarp, num_work = (kInParts ? tile_order[0] : size.num_tiles) * size.num_heads;
   Ring<kQStages> q_ring = {0, 1};
   Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
+  // Behind the last piece the order was not set, which initcheck reports; the loop below ends before it is used.
   auto work_tile_of = [&](int work) {                 // of pieces without waiting for their number
     if (kInParts) return WorkTile{tile_order[1 + work / size.num_heads], work % size.num_heads};
     if (work >= num_work) return WorkTile{};
@@ -351,6 +357,8 @@ __device__ __forceinline__ void consume_forward(
 //
 // The contract is that of thd_attn_fwd, except that padding rows of k and v must hold finite numbers: a copy by tensor
 // map cannot leave rows out (the pipeline sets them to zero).
+// racecheck does not follow mbarriers: full ones order what the producer writes before reads, and empty ones, at which
+// every warp arrives once all its lanes have read, before the next fill; ranges have a second stage for late reads.
 // max_logits (all tiles of queries, num_heads, 4 * kConsumers)
 // maps of boxes of 64 * kConsumers rows of q, and of kTileN rows of k and v
 // tile_order: of some tiles or all, see scheduled_tile; counter: one int, zero, and zero again after the kernel

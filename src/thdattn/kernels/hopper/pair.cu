@@ -2,6 +2,10 @@
 // the end the kernel, thd_attn_bwd_pair_sm90, where to begin to read. backward_tiles.cuh has the producer,
 // query_side.cuh what brings shares of dq together.
 
+#pragma once
+
+#include "kernels/hopper/backward_tiles.cuh"
+
 // Where a warpgroup of the pair is, in one register: steps, exchanges of score gradients, tiles of keys and claims of
 // dq so far, and whether a step is the last.
 struct Progress {

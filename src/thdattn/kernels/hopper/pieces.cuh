@@ -1,6 +1,10 @@
 // How the Hopper forward divides keys among thread blocks, where there are too few tiles of queries to keep all
 // multiprocessors at work: which pieces of tiles there are, and how what they make is added.
 
+#pragma once
+
+#include "kernels/hopper/common.cuh"
+
 // Part `part` of the `parts` equal ones that the keys of a tile of queries are divided into.
 struct Piece { int tile, part, parts; };
 constexpr int kMostParts = kWarp;

@@ -1,6 +1,10 @@
 // The query side of thd_attn_bwd_sm90 (sm_90a): the warpgroup that computes dq, and the warps that bring its shares
 // together.
 
+#pragma once
+
+#include "kernels/hopper/backward_common.cuh"
+
 // Whether a step has a share of a dq that others have shares of too.
 __device__ __forceinline__ bool has_share(u32 flags) { return flags & (kSees | kSees << 2) && !(flags & kAlone); }
 
@@ -21,6 +25,8 @@ template <typename Shared> __device__ __forceinline__ size_t accum_at(Claim clai
 }
 
 // Brings a piece of dq, one warpgroup: to the warp that sends it or, where nothing is to be added any more, to dq.
+// racecheck does not see that dq_open orders the copy of others' sums and the share before this, and dq_full and then
+// dq_empty this before the next; claim_full and claim_empty do so for claims.
 template <typename Shared, typename Dq, int kBlocks>
 __device__ __forceinline__ void bring_piece(Shared& shared, Dq* dq, float (&acc)[kBlocks][4], const Step& step,
                                             Ring<Shared::kDqStages>& pieces, int row, int first_col,

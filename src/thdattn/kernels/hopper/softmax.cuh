@@ -1,5 +1,9 @@
 // The online softmax of the Hopper forward, and with capped logits the quickest right way to them.
 
+#pragma once
+
+#include "kernels/hopper/common.cuh"
+
 // Online softmax of a thread's two rows, in powers of two. Probabilities are relative to a base that follows the row
 // maximum where that weighs more than what the thread has summed, and where it has grown by more than kSlack. Any base
 // gives the same quotient, sums stay far from overflow, and the accumulators rarely have to be rescaled. But only at

@@ -2,6 +2,10 @@
 // thd_attn_bwd_wide_sm90, where to begin to read, and thd_attn_round_wide_sm90. wide_tiles.cuh has the producer,
 // cluster.cuh what two blocks exchange.
 
+#pragma once
+
+#include "kernels/hopper/wide_tiles.cuh"
+
 // Cycles between two additions of a thread in a cluster: they leave a multiprocessor slower than four warps issue them,
 // and what the other roles read from and write to shared memory would wait behind them.
 constexpr u32 kCyclesPerAdd = 48;

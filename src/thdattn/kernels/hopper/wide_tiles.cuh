@@ -1,5 +1,9 @@
 // What thd_attn_bwd_wide_sm90 keeps in shared memory (sm_90a), and its producer.
 
+#pragma once
+
+#include "kernels/hopper/cluster.cuh"
+
 constexpr int kWideTile = 64;                         // keys of a block, query rows of a step
 constexpr int kDsBytes = kTileBytes<kWideTile, kWideTile>;  // of score gradients, 16-bit, whose rows are the keys
 
@@ -129,6 +133,10 @@ __device__ __forceinline__ void load_for_both(u32 loader, unsigned char* tile, c
 }
 
 // The producer, one warp: loads the tensors of every step.
+//
+// racecheck follows no mbarriers. Full ones order steps, ranges and copies before reads, and empty ones, at which a
+// warp arrives once all its lanes have read, before the next fill. Probabilities and ds_step go from p_full by ds_full
+// to ds_empty, so their stage is written again only when all have read it; ranges have two, see below.
 template <typename Shared>
 __device__ __forceinline__ void produce_wide(
     Shared& shared, const TensorMap* map_q, const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout,

@@ -1,5 +1,9 @@
 // What the backward kernels of the Mamba-2 mixer share beside common.cuh.
 
+#pragma once
+
+#include "kernels/mamba/common.cuh"
+
 template <typename T> __device__ __forceinline__ void unpack8(float (&to)[8], uint4 from) {
   const u32 pairs[4] = {from.x, from.y, from.z, from.w};
   #pragma unroll

@@ -1,5 +1,9 @@
 // Gradients of the Mamba-2 recurrence, one chunk of rows at a time.
 
+#pragma once
+
+#include "kernels/mamba/chunk_backward.cuh"
+
 // Gradients of x, B, C and dt of each chunk, and its share of that of A. A thread block has some heads of a group, one
 // after another. Bound by memory.
 //

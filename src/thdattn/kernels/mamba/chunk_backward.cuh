@@ -1,5 +1,9 @@
 // The work of a thread block on the gradients of the Mamba-2 recurrence of one chunk of rows.
 
+#pragma once
+
+#include "kernels/mamba/backward_common.cuh"
+
 template <typename T, int kHeadDim, int kStateDim, int kSlice>
 struct ChunkShared {
   T b[kChunk * (kStateDim + kPad)], c[kChunk * (kStateDim + kPad)];  // with columns as place_of says

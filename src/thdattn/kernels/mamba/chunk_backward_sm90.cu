@@ -1,5 +1,9 @@
 // Gradients of the Mamba-2 recurrence on Hopper (sm_90a), one chunk of rows at a time, for heads of 64.
 
+#pragma once
+
+#include "kernels/mamba/chunk_backward_sm90.cuh"
+
 // What thd_ssd_bwd makes, of the same arguments but for rows, which come as boxes of all columns of channels and of dy,
 // and states, which lie as thd_ssd_chunk_states_sm90 leaves them.
 // Launch: grid (num_chunks, groups * splits), block 512, shared memory kSharedBytes.

@@ -4,6 +4,12 @@
 // Three warpgroups work at a head: on pairs of rows; on dx and on what the state behind gives to dB; and on what that
 // in front gives to dC. Of a fourth, a warp loads heads ahead, and another adds up what the others tell of rows.
 
+#pragma once
+
+#include "kernels/mamba/hopper.cuh"
+#include "kernels/mamba/backward_common.cuh"
+#include "kernels/mamba/fragments_sm90.cuh"
+
 [[maybe_unused]] constexpr int kOnPairs = 0, kOnBehind = 1, kOnFront = 2;
 [[maybe_unused]] constexpr int kTellers = 12;         // warps of these
 
@@ -271,6 +277,7 @@ struct ChunkBackwardSm90 {
   }
 
   // The gradient of B C^T is rounded for the others.
+  // synccheck calls barrier 1 divergent, as two warpgroups wait there in places of their own; each comes there once.
   __device__ __forceinline__ void publish_products(float (&dproducts)[1][8][4]) const {
     sequences().tell(dproducts, row);
     ::wait(2, 128);                                   // nobody reads B C^T any more
@@ -394,7 +401,8 @@ struct ChunkBackwardSm90 {
 
   // ---------------------------------------------------------------------------------------------- rows
 
-  // By one warp: ddt, and the chunk's share of the gradient of A, once all is told.
+  // By one warp: ddt, and the chunk's share of the gradient of A, once all is told. racecheck follows no mbarriers:
+  // all_told orders telling before reading, and `stages`, released here, reading before a later head is told.
   __device__ __forceinline__ void rows(float* ddt, float rate, float* share_of_rate) {
     shared.stages.wait(ring);
     barrier_wait(&shared.all_told[ring.stage], ring.parity);

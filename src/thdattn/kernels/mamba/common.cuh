@@ -6,6 +6,10 @@
 // Chunks are kChunk rows of the buffer. Arrays of dt and of what follows from it are (heads, chunks * kChunk) float32;
 // rows behind the last one belong to the sequence of the last one, and have dt = x = B = C = 0.
 
+#pragma once
+
+#include "kernels/portable/common.cuh"
+
 [[maybe_unused]] constexpr int kChunk = 64;
 
 // A row of zxbcdt has the columns z, x, B, C, dt; one of channels has x, B, C.

@@ -1,5 +1,9 @@
 // In front of the recurrence of the Mamba-2 mixer: the causal convolution and silu of x, B and C, and dt with its sums.
 
+#pragma once
+
+#include "kernels/mamba/common.cuh"
+
 [[maybe_unused]] constexpr int kConvThreads = 256, kConvColumns = 128;
 [[maybe_unused]] constexpr int kColumns = 4, kConvRows = 32;  // of a thread
 [[maybe_unused]] constexpr int kConvTile = kConvThreads / (kConvColumns / kColumns) * kConvRows;  // of a thread block
@@ -83,6 +87,7 @@ __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, cons
   const T* const from = zxbcdt + size.inner() + column;
   Convolution<T, kWidth> convolution;
   convolution.load_weights(conv_weight, conv_bias, column);
+  // The halo is not set where no sequence began on another rank, which initcheck reports; forget_all_but discards it.
   #pragma unroll
   for (int tap = 0; tap < kReach; ++tap) {            // what was on another rank is in the halo
     const int row = begin - kReach + tap;

@@ -1,6 +1,10 @@
 // What is in front of the recurrence of the Mamba-2 mixer, backward: convolution, silu and dt; sums of what rows give
 // to the gradients of weights; and what rows of other ranks give to the last rows of this one.
 
+#pragma once
+
+#include "kernels/mamba/common.cuh"
+
 [[maybe_unused]] constexpr int kConvBackThreads = 128, kConvBackColumns = 2 * kConvBackThreads, kConvBackAhead = 8;
 
 // Thread blocks of the usual width that share a multiprocessor; compiled for others than Hopper, five spill.
@@ -132,6 +136,7 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
   const bool at_an_end = chunk == 0 || begin + kChunk + kReach > size.rows;
   float* const ends = sums.ends + column;
   ConvBackward<kWidth> work(conv_weight, conv_bias, column);
+  // The halo is not set where no sequence began on another rank, which initcheck reports; in_sight leaves it out.
   #pragma unroll
   for (int tap = 0; tap < kReach; ++tap) {
     const T* const before = chunk ? from.first - (size_t)(kReach - tap) * from.pitch

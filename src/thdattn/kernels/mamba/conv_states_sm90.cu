@@ -3,6 +3,11 @@
 //
 // Roles are those of thd_ssd_states_sm90. Chunks of x come with the rows in front of them, as the convolution sees.
 
+#pragma once
+
+#include "kernels/mamba/hopper.cuh"
+#include "kernels/mamba/conv.cu"
+
 [[maybe_unused]] constexpr int kBefore = 8;           // rows in front of a chunk: the swizzle repeats after as many
 [[maybe_unused]] constexpr int kRawBox = (kChunk + kBefore) * kRowBytes;
 
@@ -46,6 +51,7 @@ __device__ __forceinline__ void convolve_chunk(unsigned char* x, Convolution<T, 
   const int piece = thread % (kSlab / kColumns) * kColumns / 8, in_piece = thread % (kSlab / kColumns) * kColumns % 8;
   auto place = [&](int row) { return row * kRowBytes + ((piece ^ row % 8) * 8 + in_piece) * 2; };
   x += first * kRowBytes;
+  // Of a halo that was not set, initcheck reports reads, as in convolve_rows; forget_all_but discards them.
   #pragma unroll
   for (int tap = 0; tap < kReach; ++tap) {
     const int row = tap - kReach;

@@ -2,6 +2,10 @@
 // is the state behind its last row, and as many last rows of x, B and C as the convolution of the next one sees, with
 // zeros in front of its first. kernels/mamba/common.cuh comes first; rows of a MixerSize are texts, or those of a pack.
 
+#pragma once
+
+#include "kernels/mamba/common.cuh"
+
 template <typename T> __device__ __forceinline__ T rounded(float x) { return T{(unsigned short)pack<T>(x, 0.f)}; }
 
 __device__ __forceinline__ u32 pair_of(unsigned short low, unsigned short high) { return low | (u32)high << 16; }
@@ -41,25 +45,24 @@ __global__ void __launch_bounds__(256) thd_mixer_decode_conv(
 [[maybe_unused]] constexpr int kStateLanes = 16;      // that have one row of a state
 [[maybe_unused]] constexpr int kDecodeThreads = 128;
 
-// The next state of every active text and its result: s = exp(dt A) s + dt x B^T, out = (s C + D x) silu(z) per head.
-// A thread block has kRows rows of a head's state, of head_dim; each is read once and written once.
+// The next state of a text and its y: s = exp(dt A) s + dt x B^T, y = s C + D x per head; and, if it is gated here, its
+// result, y * silu(z). A thread block has kRows rows of a head's state, of head_dim; each is read and written once.
 //
-// zxbcdt (texts, columns); convolved (texts, channels): x, B, C; states (texts, heads, head_dim, kStateDim); A_log, D,
-// dt_bias (heads); active (texts); out (texts, inner), 0 for texts that are not active. head_dim: a multiple of kRows.
-// Launch: grid (inner / kRows, texts), which walks through memory, block 128. Bound by memory.
-template <typename T, int kStateDim, int kRows>
-__global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode(
-    const T* __restrict__ zxbcdt, const float* __restrict__ convolved, float4* __restrict__ states,
-    const float* __restrict__ A_log, const float* __restrict__ D, const float* __restrict__ dt_bias,
-    const bool* __restrict__ active, T* __restrict__ out, MixerSize size) {
+// Out: T of results (texts, inner), 0 for texts that are not active; float of y, in the place of x in `convolved`,
+// which the threads of its row alone have read by then.
+template <typename T, int kStateDim, int kRows, typename Out>
+__device__ __forceinline__ void next_state(const T* zxbcdt, const float* convolved, float4* states, const float* A_log,
+                                           const float* D, const float* dt_bias, const bool* active, Out* out,
+                                           const MixerSize& size) {
+  constexpr bool kGates = sizeof(Out) == sizeof(T);
   constexpr int kVecs = kStateDim / 4 / kStateLanes, kStep = kDecodeThreads / kStateLanes, kSteps = kRows / kStep;
   const int text = blockIdx.y, lane = threadIdx.x % kStateLanes;
   const int row = blockIdx.x * kRows + threadIdx.x / kStateLanes, head = blockIdx.x * kRows / size.head_dim;
-  T* const to = out + (size_t)text * size.inner() + row;
+  Out* const to = out + (size_t)text * (kGates ? size.inner() : size.channels()) + row;
   if (!active[text]) {
     #pragma unroll
     for (int i = 0; i < kSteps; ++i)
-      if (lane == 0) to[i * kStep] = T{0};
+      if (kGates && lane == 0) to[i * kStep] = Out{0};
     return;
   }
   float4* const mine = states + ((size_t)text * size.inner() + row) * (kStateDim / 4) + lane;
@@ -93,8 +96,33 @@ __global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode(
     }
     #pragma unroll
     for (int other = kStateLanes / 2; other; other /= 2) y += __shfl_xor_sync(0xffffffffu, y, other);
-    if (lane == 0) to[i * kStep] = rounded<T>((y + d * x_of) * silu(to_float(mixed[row + i * kStep])));
+    if constexpr (kGates) {
+      if (lane == 0) to[i * kStep] = rounded<T>((y + d * x_of) * silu(to_float(mixed[row + i * kStep])));
+    } else {
+      if (lane == 0) to[i * kStep] = y + d * x_of;
+    }
   }
+}
+
+// The next state of every active text and its result.
+//
+// zxbcdt (texts, columns); convolved (texts, channels): x, B, C; states (texts, heads, head_dim, kStateDim); A_log, D,
+// dt_bias (heads); active (texts); out (texts, inner), 0 for texts that are not active. head_dim: a multiple of kRows.
+// Launch: grid (inner / kRows, texts), which walks through memory, block 128. Bound by memory.
+template <typename T, int kStateDim, int kRows>
+__global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode(
+    const T* __restrict__ zxbcdt, const float* __restrict__ convolved, float4* __restrict__ states,
+    const float* __restrict__ A_log, const float* __restrict__ D, const float* __restrict__ dt_bias,
+    const bool* __restrict__ active, T* __restrict__ out, MixerSize size) {
+  next_state<T, kStateDim, kRows>(zxbcdt, convolved, states, A_log, D, dt_bias, active, out, size);
+}
+
+// The same without the gate, for thd_mixer_decode_norm: y takes the place of x. Launch: as above.
+template <typename T, int kStateDim, int kRows>
+__global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode_ungated(
+    const T* __restrict__ zxbcdt, float* convolved, float4* __restrict__ states, const float* __restrict__ A_log,
+    const float* __restrict__ D, const float* __restrict__ dt_bias, const bool* __restrict__ active, MixerSize size) {
+  next_state<T, kStateDim, kRows>(zxbcdt, convolved, states, A_log, D, dt_bias, active, convolved, size);
 }
 
 // Rows of a sequence of a pack; none if the offsets are none.

@@ -1,5 +1,9 @@
 // Tiles of 64 rows in boxes of 64 columns, of which a warp has 16 rows, each thread as it has them of accumulators.
 
+#pragma once
+
+#include "kernels/mamba/hopper.cuh"
+
 // Rows of a box.
 template <typename T>
 struct RowsOfBox {

@@ -4,6 +4,12 @@
 // A warpgroup has a head, as in WalkSm90; one more warp loads. dy and dz are made where dout and y arrived, each number
 // by the thread that read it.
 
+#pragma once
+
+#include "kernels/mamba/hopper.cuh"
+#include "kernels/mamba/backward_common.cuh"
+#include "kernels/mamba/fragments_sm90.cuh"
+
 template <int kSubs, int kState>
 struct GateStatesShared {
   static constexpr int kStages = 2;

@@ -4,6 +4,11 @@
 // read B and C of one group. Rows are loaded ahead as boxes of 64 columns, by maps of `channels` and of columns of
 // zxbcdt.
 
+#pragma once
+
+#include "kernels/hopper/common.cuh"
+#include "kernels/mamba/common.cuh"
+
 [[maybe_unused]] constexpr int kBox = kSlab * kChunk * 2;  // bytes
 
 // The state of a head: 16 rows of its 64 x kState numbers a warp, as accumulators.

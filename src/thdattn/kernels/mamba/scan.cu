@@ -6,6 +6,10 @@
 // and keep the state in registers, which they pass on from chunk to chunk; the other half makes y, 16 rows of kWidth
 // columns a warp.
 
+#pragma once
+
+#include "kernels/mamba/common.cuh"
+
 // ------------------------------------------------------------------------------------------------ the state
 
 template <int kWidthOfSub, int kNumSubs, int kStateDim>
@@ -327,9 +331,9 @@ struct RowsOfWarp {
     }
   }
 
-  // Adds D x, and writes y and out, which are 0 on padding, where x and what stands for z are; z makes room for them,
-  // as 16 bytes at a time are written.
-  __device__ __forceinline__ void finish(float d, T* z, T* y_out, T* out) {
+  // Adds D x, and writes y and, if it gates, out, which are 0 on padding, where x and what stands for z are; z makes
+  // room for them, as 16 bytes at a time are written.
+  template <bool kGates> __device__ __forceinline__ void finish(float d, T* z, T* y_out, T* out) {
     u32 gate[kBlocks][2];
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
@@ -339,10 +343,11 @@ struct RowsOfWarp {
         const float2 x = unpack<T>(*(const u32*)(stage.x + at));
         y[0][n][2 * half] = fmaf(d, x.x, y[0][n][2 * half]);
         y[0][n][2 * half + 1] = fmaf(d, x.y, y[0][n][2 * half + 1]);
-        gate[n][half] = first[half] <= row[half] ? *(const u32*)(z + at) : 0;
+        if constexpr (kGates) gate[n][half] = first[half] <= row[half] ? *(const u32*)(z + at) : 0;
         store_pair(z + at, y[0][n][2 * half], y[0][n][2 * half + 1]);
       }
     write(y_out, z);
+    if constexpr (!kGates) return;
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
       #pragma unroll
@@ -366,13 +371,11 @@ struct RowsOfWarp {
   }
 };
 
-// y and out (rows, inner) of some segments; out is 0 on padding. states: in front of each segment, of all of them.
-// Launch: grid (inner / kCols, ceil(segments.count / segments.of_block)), block twice kThreads of Slab, shared memory
-// kBytes.
-template <typename T, int kWidth, int kSubs, int kState, int kStages, int kBytes>
-__global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) thd_ssd_scan(
-    const T* channels, const T* zxbcdt, const float* dt, const float* sums, const float* leave, const float* states,
-    const float* d, T* y, T* out, Segments segments, const int2* ranges, MixerSize size) {
+// y and, with kGates, out (rows, inner) of some segments. states: in front of each segment, of all of them.
+template <typename T, bool kGates, int kWidth, int kSubs, int kState, int kStages, int kBytes>
+__device__ __forceinline__ void scan_rows(const T* channels, const T* zxbcdt, const float* dt, const float* sums,
+                                          const float* leave, const float* states, const float* d, T* y, T* out,
+                                          const Segments& segments, const int2* ranges, const MixerSize& size) {
   using S = Slab<kWidth, kSubs, kState>;
   using Stage = ScanStage<T, S>;
   using Shared = ScanShared<T, S, kStages>;
@@ -385,6 +388,9 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
   const Run run(segments, size);
   const int begin = run.begin, end = run.end;
 
+  // compute-sanitizer reports what is none: synccheck calls kLoaded divergent, as each half of the warps waits for all
+  // of them in a place of its own; both come there once a chunk. racecheck does not follow bar.arrive, by which
+  // kStateRead orders reads of the state and of its factors before the next publish writes them.
   if (threadIdx.x < S::kThreads) {
     const int sub = warp / 4, band = sub % 2 ? 3 - warp % 4 : warp % 4;  // every scheduler has long and short rows
     const float d_of_head = d[S::head_of(slab, sub, size)];
@@ -396,7 +402,7 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
       if (chunk + 1 < end) arrive(kStateRead, kThreads);
       rows.add_rows();
       const size_t at = (size_t)chunk * kChunk * size.inner() + slab * S::kCols;
-      rows.finish(d_of_head, stage.z, y + at, out + at);
+      rows.template finish<kGates>(d_of_head, stage.z, y + at, out + at);
       if (kStages == 1 && chunk + 1 < end) arrive(kRowsMade, kThreads);
     }
     return;
@@ -409,7 +415,8 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
     load_chunk<T, kState, S::kThreads>(stage.c, channels + size.c_column(group), pitch, chunk, size.rows, thread);
     load_chunk<T, kState, S::kThreads>(stage.b, channels + size.b_column(group), pitch, chunk, size.rows, thread);
     load_chunk<T, S::kCols, S::kThreads>(stage.x, channels + slab * S::kCols, pitch, chunk, size.rows, thread);
-    load_chunk<T, S::kCols, S::kThreads>(stage.z, zxbcdt + slab * S::kCols, size.columns(), chunk, size.rows, thread);
+    if constexpr (kGates)
+      load_chunk<T, S::kCols, S::kThreads>(stage.z, zxbcdt + slab * S::kCols, size.columns(), chunk, size.rows, thread);
     if (thread < kChunk) load_range(&stage.ranges[thread], ranges, chunk * kChunk + thread, size);
     const int of = thread / (kChunk / 4), piece = thread % (kChunk / 4) * 4;
     if (of < kSubs) {
@@ -446,4 +453,24 @@ __global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) 
       load(chunk + 1);
     }
   }
+}
+
+// y and out (rows, inner) of some segments; out is 0 on padding. states: in front of each segment, of all of them.
+// Launch: grid (inner / kCols, ceil(segments.count / segments.of_block)), block twice kThreads of Slab, shared memory
+// kBytes.
+template <typename T, int kWidth, int kSubs, int kState, int kStages, int kBytes>
+__global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) thd_ssd_scan(
+    const T* channels, const T* zxbcdt, const float* dt, const float* sums, const float* leave, const float* states,
+    const float* d, T* y, T* out, Segments segments, const int2* ranges, MixerSize size) {
+  scan_rows<T, true, kWidth, kSubs, kState, kStages, kBytes>(channels, zxbcdt, dt, sums, leave, states, d, y, out,
+                                                             segments, ranges, size);
+}
+
+// The same without the gate: y alone, for a norm. Launch: as above.
+template <typename T, int kWidth, int kSubs, int kState, int kStages, int kBytes>
+__global__ void __launch_bounds__(2 * Slab<kWidth, kSubs, kState>::kThreads, 1) thd_ssd_scan_ungated(
+    const T* channels, const float* dt, const float* sums, const float* leave, const float* states, const float* d,
+    T* y, Segments segments, const int2* ranges, MixerSize size) {
+  scan_rows<T, false, kWidth, kSubs, kState, kStages, kBytes>(channels, nullptr, dt, sums, leave, states, d, y, nullptr,
+                                                              segments, ranges, size);
 }

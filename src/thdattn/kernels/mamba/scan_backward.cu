@@ -3,6 +3,10 @@
 //
 // R below is the gradient of the state behind a chunk, S the state in front of it, both (head_dim, state_dim).
 
+#pragma once
+
+#include "kernels/mamba/backward_common.cuh"
+
 // ------------------------------------------------------------------------------------------------ the gate
 
 // dy = dout * silu(z), and dz, which is the first columns of dzxbcdt, 0 on padding; and each chunk's share of the
@@ -28,6 +32,7 @@ __global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ 
     for (int a = 0; a < kAtOnce; ++a) {
       const size_t row = min(i + a, size.rows - 1), at = row * size.inner() + column;
       packed[a][0] = *(const uint4*)(dout + at), packed[a][1] = *(const uint4*)(y + at);
+      // initcheck does not see the bulk copies by which thd_ssd_conv_states_sm90 writes x of `channels`.
       packed[a][2] = *(const uint4*)(zxbcdt + row * size.columns() + column);
       packed[a][3] = *(const uint4*)(channels + row * size.channels() + column);
       counts[a] = i + a < size.rows && !is_empty(ranges[row]);

@@ -4,6 +4,12 @@
 // Each warpgroup has the state of a head, 64 x kState in registers; those of a thread block read B or C of one group.
 // One of the threads loads chunks ahead, as a warp of its own would leave room for one thread block at a time.
 
+#pragma once
+
+#include "kernels/mamba/hopper.cuh"
+#include "kernels/mamba/backward_common.cuh"
+#include "kernels/mamba/fragments_sm90.cuh"
+
 template <int kSubs, int kState, int kStages>
 struct WalkSharedSm90 {
   unsigned char rows[kStages][kSubs][kBox], columns[kStages][kState / kSlab][kBox];

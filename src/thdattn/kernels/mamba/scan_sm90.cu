@@ -1,7 +1,12 @@
 // y and the gate of the Mamba-2 mixer on Hopper (sm_90a), by wgmma and TMA: what thd_ssd_scan computes, see there.
 //
 // States go ahead of the rows: warpgroups that keep them publish what is in front of a chunk, and how its rows count
-// for each other; others, one for each, make y and out of that. One more thread loads chunks ahead.
+// for each other; others, one for each, make y and out of that. One more thread loads chunks ahead. racecheck does not
+// follow the mbarriers of Stages, which order every copy and publish before reads, and those before the next one.
+
+#pragma once
+
+#include "kernels/mamba/hopper.cuh"
 
 template <int kSubs>
 struct NumbersOfRows { float sums[kSubs][kChunk], dt[kSubs][kChunk], leave[kSubs][kChunk]; };
@@ -23,7 +28,7 @@ struct ScanShared {
 
 // One thread loads rows, which are boxes, and numbers of every row.
 struct ScanInputs { const float *dt, *sums, *leave; };
-template <typename Shared>
+template <bool kGates, typename Shared>
 __device__ __forceinline__ void load_rows(Shared& shared, const TensorMap* channels, const TensorMap* gates,
                                           const ScanInputs& inputs, int slab, const Run& run, const MixerSize& size) {
   constexpr int kSubs = Shared::kSubs, kState = Shared::kState;
@@ -33,13 +38,13 @@ __device__ __forceinline__ void load_rows(Shared& shared, const TensorMap* chann
     const u32 at = ring.stage;
     u64* const full = &shared.stages.full[at];
     NumbersOfRows<kSubs>& numbers = shared.numbers[at];
-    shared.stages.fill(ring, 2 * (kSubs + kState / kSlab) * kBox + (int)sizeof(numbers));
+    shared.stages.fill(ring, ((1 + kGates) * kSubs + 2 * (kState / kSlab)) * kBox + (int)sizeof(numbers));
     copy_columns<kState>(shared.c[at][0], channels, size.c_column(group), chunk, full);
     copy_columns<kState>(shared.b[at][0], channels, size.b_column(group), chunk, full);
     for (int i = 0; i < kSubs; ++i) {
       const size_t from = size.in_heads((slab + i) * kSlab / size.head_dim, chunk);
       copy_box_once(shared.x[at][i], channels, 0, slab + i, chunk * kChunk, full);
-      copy_box_once(shared.z[at][i], gates, 0, slab + i, chunk * kChunk, full);
+      if constexpr (kGates) copy_box_once(shared.z[at][i], gates, 0, slab + i, chunk * kChunk, full);
       copy_bulk(numbers.sums[i], inputs.sums + from, 4 * kChunk, full);
       copy_bulk(numbers.dt[i], inputs.dt + from, 4 * kChunk, full);
       copy_bulk(numbers.leave[i], inputs.leave + from, 4 * kChunk, full);
@@ -249,8 +254,9 @@ __device__ __forceinline__ void add_weighed_rows(float (&acc)[8][4], const unsig
     Wgmma<T, kSlab>::template shared<0, 1>(acc, a + k * 32 / 16, b + k * 16 * kRowBytes / 16, 1);
 }
 
-// A warpgroup makes y and out of the columns of one head; both are 0 on padding, where x and what stands for z are.
-template <typename T, typename Shared>
+// A warpgroup makes y and, if it gates, out of the columns of one head; both are 0 on padding, where x and what stands
+// for z are.
+template <typename T, bool kGates, typename Shared>
 __device__ __forceinline__ void make_rows(Shared& shared, int sub, int column, float d, const int2* ranges,
                                           const ScanResults<T>& results, const Run& run, const MixerSize& size) {
   constexpr int kState = Shared::kState;
@@ -282,7 +288,7 @@ __device__ __forceinline__ void make_rows(Shared& shared, int sub, int column, f
     add_weighed_rows<T>(acc, shared.weights[sub], x);
     wgmma_commit();
     load_pairs(of_x, x, band);
-    load_pairs(of_z, z, band);
+    if constexpr (kGates) load_pairs(of_z, z, band);
     wgmma_wait<0>(acc);
     shared.weighed[sub].release(weights);
     shared.stages.release(ring);
@@ -291,19 +297,17 @@ __device__ __forceinline__ void make_rows(Shared& shared, int sub, int column, f
     const size_t at = (size_t)row * size.inner() + column;
     add_times<T>(acc, of_x, d);
     write_band<T>(results.y + at, acc, made, size.rows - row, size.inner());
+    if constexpr (!kGates) continue;
     pass_gate<T>(acc, of_z, band);
     write_band<T>(results.out + at, acc, made, size.rows - row, size.inner());
   }
 }
 
-// What thd_ssd_scan makes, of the same arguments but for rows, which come as boxes: warpgroups that make rows, as many
-// that keep states, and one that loads.
-// Launch: grid as thd_ssd_scan's with 64 * kSubs columns, block 256 * kSubs + 128, shared memory kSharedBytes.
-template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
-__global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
-    const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap gates, const float* dt,
-    const float* sums, const float* leave, const float* states, const float* d, T* y, T* out, Segments segments,
-    const int2* ranges, MixerSize size) {
+// What a thread block does, of which warpgroups make rows, as many keep states, and one loads.
+template <typename T, bool kGates, int kSubs, int kState, int kStages, int kSharedBytes>
+__device__ __forceinline__ void scan_rows(const TensorMap* channels, const TensorMap* gates, const ScanInputs& inputs,
+                                          const float* states, const float* d, const ScanResults<T>& results,
+                                          const Segments& segments, const int2* ranges, const MixerSize& size) {
   using Shared = ScanShared<kSubs, kState, kStages>;
   static_assert(same_bytes<(int)sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -318,12 +322,32 @@ __global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
   __syncthreads();
   if (role == 2 * kSubs) {
     if constexpr (kSubs > 1) registers_give<24>();
-    if (threadIdx.x % 128 == 0) load_rows(shared, &channels, &gates, {dt, sums, leave}, slab, run, size);
+    if (threadIdx.x % 128 == 0) load_rows<kGates>(shared, channels, gates, inputs, slab, run, size);
   } else if (role >= kSubs) {
     if constexpr (kSubs > 1) registers_take<128>();
     keep_state<T>(shared, role - kSubs, column, states, ranges, run, size);
   } else {
     if constexpr (kSubs > 1) registers_take<96>();
-    make_rows<T>(shared, role, column, d[column / size.head_dim], ranges, ScanResults<T>{y, out}, run, size);
+    make_rows<T, kGates>(shared, role, column, d[column / size.head_dim], ranges, results, run, size);
   }
+}
+
+// What thd_ssd_scan makes, of the same arguments but for rows, which come as boxes.
+// Launch: grid as thd_ssd_scan's with 64 * kSubs columns, block 256 * kSubs + 128, shared memory kSharedBytes.
+template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
+__global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_sm90(
+    const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap gates, const float* dt,
+    const float* sums, const float* leave, const float* states, const float* d, T* y, T* out, Segments segments,
+    const int2* ranges, MixerSize size) {
+  scan_rows<T, true, kSubs, kState, kStages, kSharedBytes>(&channels, &gates, {dt, sums, leave}, states, d, {y, out},
+                                                           segments, ranges, size);
+}
+
+// The same without the gate: y alone, for a norm. Launch: as above.
+template <typename T, int kSubs, int kState, int kStages, int kSharedBytes>
+__global__ void __launch_bounds__(256 * kSubs + 128, 1) thd_ssd_scan_ungated_sm90(
+    const __grid_constant__ TensorMap channels, const float* dt, const float* sums, const float* leave,
+    const float* states, const float* d, T* y, Segments segments, const int2* ranges, MixerSize size) {
+  scan_rows<T, false, kSubs, kState, kStages, kSharedBytes>(&channels, nullptr, {dt, sums, leave}, states, d,
+                                                            {y, nullptr}, segments, ranges, size);
 }

@@ -1,5 +1,9 @@
 // What segments of rows add to the state on Hopper (sm_90a), by wgmma and TMA: what thd_ssd_states computes, see there.
 
+#pragma once
+
+#include "kernels/mamba/hopper.cuh"
+
 template <int kSubs, int kState, int kStages>
 struct StatesShared {
   unsigned char x[kStages][kSubs][kBox], b[kStages][kState / kSlab][kBox];

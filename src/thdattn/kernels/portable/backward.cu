@@ -1,6 +1,11 @@
 // The portable attention backward (sm_80 and later): delta, which the Hopper backward needs too; dk and dv, with dq or
 // without; dq by itself; rounding. kernels.cu explains ranges and tiles.
 
+#pragma once
+
+#include "kernels/homes.cuh"
+#include "kernels/portable/common.cuh"
+
 // What the backward needs per query row besides the tensors, ready for use: the main kernels add these numbers to
 // scores and to dP, or let their accumulators begin at them, and never ask whether a query row is padding.
 //
@@ -21,6 +26,7 @@ __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ 
                                uint4* __restrict__ cleared, size_t words, int q_rows, int stats_rows, int num_heads,
                                int row_heads) {
   constexpr int kChunks = kVHeadDim / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
+  static_assert(kVHeadDim % 8 == 0 && kChunks <= kLanes, "each lane has one word of a row");
   const size_t item = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
   const int chunk = threadIdx.x % kLanes, row = item / num_heads, head = item % num_heads;
   const bool padding = is_empty(range_of(key_ranges, row, q_rows));
@@ -78,6 +84,8 @@ template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int k
 struct PortableBackwardShared {
   T k[kTileN * (kHeadDim + kPad)], v[kTileN * (kVHeadDim + kPad)];
   T q[kStages * kTileM * (kHeadDim + kPad)], dout[kStages * kTileM * (kVHeadDim + kPad)];
+  static_assert(kTileM % 16 == 0 && kTileN % 16 == 0, "fragments have 16 rows");
+  static_assert(kHeadDim % 16 == 0 && kVHeadDim % 16 == 0, "fragments have 16 columns");
   T ds[kTileN * (kTileM + kPad)];     // keys are the rows
   float stats[kStages * 2 * kTileM];  // -lse and -delta
 };

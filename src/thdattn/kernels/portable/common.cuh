@@ -1,6 +1,11 @@
 // What the portable attention kernels share (sm_80 and later): the instructions mma.sync m16n8k16, ldmatrix and
 // cp.async (PTX ISA 9.7), what a tile of rows sees, and tiles in shared memory.
 
+#pragma once
+
+#include "kernels/common.cuh"
+#include "kernels/logits.cuh"
+
 // ------------------------------------------------------------------------------------------------ instructions
 
 template <typename T> __device__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
@@ -113,6 +118,8 @@ __device__ __forceinline__ void load_tile(T* tile, const T* head, u32 row_stride
 // of b.
 template <typename T, int kDim, int kFragments, int kBlocks>
 __device__ __forceinline__ void dot_rows(float (&product)[kFragments][kBlocks][4], const T* a, const T* b) {
+  static_assert(kDim % 16 == 0, "a matrix instruction takes 16 columns");
+  static_assert(kBlocks % 2 == 0, "rows of b are loaded 16 at a time");
   const int lane = threadIdx.x % kWarp;
   const T* a_lane = a + lane % 16 * (kDim + kPad) + lane / 16 * 8;
   const T* b_lane = b + (lane / 16 * 8 + lane % 8) * (kDim + kPad) + lane / 8 % 2 * 8;
@@ -145,6 +152,7 @@ __device__ __forceinline__ void dot_rows(float (&product)[kFragments][kBlocks][4
 template <typename T, int kPitch, int kFragments, int kDepth, int kBlocks>
 __device__ __forceinline__ void add_weighted_rows(float (&acc)[kFragments][kBlocks][4],
                                                   const u32 (&weights)[kFragments][kDepth][4], const T* b) {
+  static_assert(kBlocks % 2 == 0, "columns of b are loaded 16 at a time");
   const int lane = threadIdx.x % kWarp;
   const T* b_lane = b + lane % 16 * kPitch + lane / 16 * 8;
   #pragma unroll

@@ -1,6 +1,10 @@
 // Attention of few queries over long caches (sm_80 and later), split over the keys so that one text fills the GPU.
 // kernels/portable/common.cuh comes first.
 
+#pragma once
+
+#include "kernels/portable/common.cuh"
+
 [[maybe_unused]] constexpr int kHeads = 16;      // query heads of a thread block, of one kv head: the rows of an mma
 [[maybe_unused]] constexpr int kKeys = 16;       // keys of a warp at a time: the columns of a probability operand
 [[maybe_unused]] constexpr int kMaxParts = 128;  // of a range of keys

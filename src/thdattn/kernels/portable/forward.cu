@@ -1,5 +1,9 @@
 // The portable attention forward (sm_80 and later). kernels.cu explains ranges and tiles.
 
+#pragma once
+
+#include "kernels/portable/common.cuh"
+
 template <typename T, int kHeadDim, int kVHeadDim, int kTileM, int kTileN>
 struct PortableForwardShared {
   T q[kTileM * (kHeadDim + kPad)], k[kTileN * (kHeadDim + kPad)], v[kTileN * (kVHeadDim + kPad)];

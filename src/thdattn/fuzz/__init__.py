@@ -1,0 +1,209 @@
+"""python -m thdattn fuzz: random packs through every method, mask, layout and option, against float64, for some time.
+
+Under mpiexec on real ranks, which draw the same cases from the seed; alone on simulated ones. A case that fails is one
+line that --case takes. With --chaos, jobs in which a rank fails; see chaos.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from thdattn.comm import init, run_local
+from thdattn.engines import choose_engine
+from thdattn.fuzz import chaos, judge
+from thdattn.fuzz.cases import FuzzCase, draw_case, draw_configuration
+from thdattn.fuzz.record import save
+from thdattn.fuzz.runs import Ranks, Results, gathered, inputs_of, mixer_inputs_of, poisoned, portable_kernels, run
+
+PACKS_OF_A_ROUND = 16
+ROUNDS_OF_A_CONFIGURATION = {"reference": 1, "cuda": 8}  # the latter's kernels are compiled first
+SECONDS_BETWEEN_LINES = 10.0
+SECONDS_FOR_RANKS = 120.0  # that simulated ranks wait for each other
+MOST_NEAR = 0.02  # share of cases that luck takes beyond the rule
+
+
+class Drawn(NamedTuple):
+    """A case with the results of all ranks, or why there are none."""
+
+    case: FuzzCase
+    results: list[Results] | Exception
+
+
+@dataclass
+class Totals:
+    """What came of the cases so far."""
+
+    packs: int = 0
+    near: int = 0
+    worst: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, drawn: Drawn) -> None:
+        """Judge one case; one that fails is said at once, by the line that repeats it."""
+        found = _judged(drawn)
+        self.packs += 1
+        self.near += bool(found.near)
+        if np.isfinite(found.worst):
+            self.worst = max(self.worst, found.worst)
+        if found.wrong:
+            self.failures.append(drawn.case.words())
+            print(f'FAILED --case "{drawn.case.words()}": {"; ".join(found.wrong)}', flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add = parser.add_argument
+    add("--seconds", type=float, default=60.0, help="how long to draw cases (60)")
+    add("--packs", type=int, help="how many cases at most")
+    add("--seed", type=int, default=0, help="what the cases are drawn from (0)")
+    add("--engine", choices=("auto", "cuda", "reference"), default="auto")
+    add("--portable", action="store_true", help="on a Hopper GPU, the kernels that are for every GPU")
+    add("--case", metavar="LINE", help="run the one case of a line that was printed")
+    add("--chaos", action="store_true", help="jobs in which a rank fails at a random point, one round after another")
+    add("--rounds", type=int, help="of chaos: how many, whatever the time")
+    add("--ranks", type=int, default=2, help="of chaos: ranks of a job (2)")
+    add("--jobs", type=int, default=1, help="of chaos: how many at a time (1)")
+    add("--timeout", type=float, default=10.0, help="of chaos: seconds that ranks wait for each other (10)")
+    add("--settle", type=float, default=20.0,
+        help="of chaos: seconds until GPUs have no more memory in use than before; more beside other programs (20)")
+    add("--record", type=Path, metavar="FILE", help="add packs, seeds and failures to a JSON file")
+
+
+def fuzz(arguments: argparse.Namespace) -> int:
+    """Run cases until the time is over.
+
+    Args:
+        arguments: of `add_arguments`.
+
+    Returns:
+        The exit status: 0, or 1 if a case failed, or too many were near; 2 for a line that is no case.
+    """
+    if arguments.chaos:
+        return chaos.chaos(arguments)
+    with init("auto", timeout=SECONDS_FOR_RANKS) as comm:
+        engine = choose_engine(arguments.engine, comm)[0].name
+        ranks = Ranks(comm, engine)
+        kernels = portable_kernels() if arguments.portable and engine == "cuda" else nullcontext()
+        with poisoned(engine), kernels, ranks.stream():
+            if arguments.case is not None:
+                return _one_case(arguments.case, ranks)
+            return _soak(arguments, ranks)
+
+
+def _one_case(line: str, ranks: Ranks) -> int:
+    try:
+        case = FuzzCase.from_words(line)
+        if ranks.comm.size > 1 and case.ranks != ranks.comm.size:
+            raise ValueError(f"--case is of {case.ranks} ranks and mpiexec started {ranks.comm.size}, wanted as many; "
+                             f"start as many, or none for simulated ones")
+    except ValueError as error:
+        print(f"python -m thdattn fuzz: error: {error}", file=sys.stderr)
+        return 2
+    totals = Totals()
+    totals.add(_ran(case, ranks))
+    if ranks.comm.rank == 0:
+        print(f"worst error {totals.worst:.2f} of what the rule allows: {'FAILED' if totals.failures else 'passed'}")
+    return int(bool(totals.failures))
+
+
+def _soak(arguments: argparse.Namespace, ranks: Ranks) -> int:
+    comm, begin, said, mine, sums = ranks.comm, time.monotonic(), 0.0, Totals(), Sums(0, 0, 0, 0.0)
+    for cases in rounds(arguments.seed, ranks.engine, comm.size if comm.size > 1 else None):
+        left = PACKS_OF_A_ROUND if arguments.packs is None else arguments.packs - sums.packs
+        kept = [_ran(case, ranks) for case in cases[:left]]
+        for drawn in kept[comm.rank :: comm.size]:  # ranks judge side by side
+            mine.add(drawn)
+        seconds = time.monotonic() - begin
+        sums, over = _sums(mine, seconds >= arguments.seconds, ranks)
+        over |= arguments.packs is not None and sums.packs >= arguments.packs
+        if comm.rank == 0 and seconds - said >= SECONDS_BETWEEN_LINES and not over:
+            said = seconds
+            print(f"{sums.packs} packs in {seconds:.0f} s, {sums.packs / seconds:.1f} a second, worst error "
+                  f"{sums.worst:.2f}, {sums.near} near, {sums.failed} failed", flush=True)
+        if over:
+            break
+    return _ended(arguments, ranks, mine, sums, seconds)
+
+
+class Sums(NamedTuple):
+    """Totals of all ranks."""
+
+    packs: int
+    near: int
+    failed: int
+    worst: float
+
+
+def _sums(mine: Totals, over: bool, ranks: Ranks) -> tuple[Sums, bool]:
+    """Totals of all ranks, and whether rank 0 finds that the time is over; collective."""
+    comm, xp = ranks.comm, ranks.xp
+    counts = xp.asarray([mine.packs, mine.near, len(mine.failures), over and comm.rank == 0], np.int64)
+    worst = xp.asarray([mine.worst])
+    comm.all_reduce(counts, "sum")
+    comm.all_reduce(worst, "max")
+    packs, near, failed, ends = ranks.to_host(counts).tolist()
+    return Sums(packs, near, failed, float(ranks.to_host(worst)[0])), bool(ends)
+
+
+def _ended(arguments: argparse.Namespace, ranks: Ranks, mine: Totals, sums: Sums, seconds: float) -> int:
+    """Say and record what came of all cases; returns the exit status."""
+    comm = ranks.comm
+    lucky = sums.near <= 2 + MOST_NEAR * sums.packs
+    who = f"{comm.size} of {comm.name}" if comm.size > 1 else "1 to 4 simulated"
+    who += " with portable kernels" * arguments.portable
+    if comm.rank == 0:
+        print(f"fuzz: {sums.packs} packs in {seconds:.0f} s, seed {arguments.seed}, engine {ranks.engine}, ranks {who}"
+              f", worst error {sums.worst:.2f} of what the rule allows, {sums.near} near"
+              f"{'' if lucky else ', which is more than luck'}, {sums.failed} failed", flush=True)  # fmt: skip
+    if arguments.record is not None:
+        made = {"kind": "packs", "ranks": f"ranks: {who}", "packs": mine.packs, "near": mine.near,
+                "seconds": seconds / comm.size, "worst": mine.worst, "failures": mine.failures,
+                "seeds": [arguments.seed] * (comm.rank == 0)}
+        save(arguments.record, ranks.engine, made)
+    return int(sums.failed > 0 or not lucky)
+
+
+def rounds(seed: int, engine: str, ranks: int | None) -> Iterator[list[FuzzCase]]:
+    """Cases without end, the same on all ranks: those of a round have one configuration.
+
+    Args:
+        ranks: number of real ranks; None: cases are for 1 to 4 simulated ones.
+    """
+    for number in itertools.count():
+        configuration = draw_configuration(engine, seed, number // ROUNDS_OF_A_CONFIGURATION[engine])
+        rngs = (np.random.default_rng([seed, number, 0, pack]) for pack in range(PACKS_OF_A_ROUND))
+        yield [draw_case(configuration, rng, ranks, engine == "cuda") for rng in rngs]
+
+
+def _ran(case: FuzzCase, ranks: Ranks) -> Drawn:
+    """Run a case on all ranks, or on simulated ones; an error of these is one of its results."""
+    _ = (mixer_inputs_of if case.mixer else inputs_of)(case)  # before threads do so side by side
+    if ranks.comm.size == 1:
+        try:
+            return Drawn(case, run_local(case.ranks, lambda comm: run(case, Ranks(comm, ranks.engine)),
+                                         SECONDS_FOR_RANKS))
+        except Exception as error:
+            return Drawn(case, error)
+    try:
+        return Drawn(case, gathered(run(case, ranks), ranks))
+    except BaseException:
+        print(f'FAILED --case "{case.words()}" on rank {ranks.comm.rank}', flush=True)
+        raise
+
+
+def _judged(drawn: Drawn) -> judge.Judgement:
+    if isinstance(drawn.results, Exception):
+        error = drawn.results
+        return judge.Judgement([f"{type(error).__name__}: {error}"])
+    return judge.judge(drawn.case, drawn.results)
+

@@ -1,0 +1,301 @@
+"""python -m thdattn fuzz --chaos: jobs in which a rank raises, dies, stops, is late or gets no memory at random points.
+
+Each round is a job of its own under mpiexec. Held to be so: it ends in time, with an error exactly where it must, every
+result before that is right, and no process, no shared memory and no GPU memory stays behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from thdattn.comm import launcher
+from thdattn.fuzz.chaos_ranks import Round
+from thdattn.fuzz.record import save
+
+KINDS = {"reference": ("raise", "kill", "stop", "late", "absent", "memory"),
+         "cuda": ("raise", "kill", "stop", "late", "absent", "memory", "window", "window")}  # fmt: skip
+TOKEN = "THDATTN_CHAOS"
+PROGRAM = "import sys; from thdattn.fuzz import chaos_ranks; chaos_ranks.main(*sys.argv[1:])"
+AT_ONCE = ("raise", "kill", "memory")  # others wait for the deadline
+ENDS_WELL = ("late", "nothing")
+SECONDS_TO_BEGIN, SECONDS_TO_FAIL, SECONDS_TO_END = 120.0, 240.0, 30.0  # of a machine with other things to do
+SECONDS_TO_VANISH = 10.0
+SECONDS_TO_COMPILE = 400.0
+LATEST_ALLOCATION, LATEST_WINDOW = 400, 8
+OF_LIBRARIES = ("mpich", "vader_segment", "sm_segment", "psm", "nccl", "sem.")  # names in shared memory
+LINGERING_MIB = 64  # that a GPU may have in use more than before
+
+
+class Outcome(NamedTuple):
+    """What became of a round: seconds from the fault to the end, results that were right, and what is wrong."""
+
+    chaos: Round
+    status: int
+    seconds: float
+    right: int
+    wrong: list[str]
+
+    def __str__(self) -> str:
+        ended = f"status {self.status} {self.seconds:.1f} s after the fault, {self.right} results right"
+        if not self.wrong:
+            return f"{self.chaos.words()}: {ended}"
+        return f'FAILED --chaos --case "{self.chaos.words()}": {"; ".join(self.wrong)} ({ended})'
+
+
+@dataclass
+class Job:
+    """A launcher with its ranks, and what they say on stderr.
+
+    token: the value of a variable in the environment of all its processes.
+    """
+
+    process: subprocess.Popen[str]
+    token: str
+    lines: list[str] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, chaos: Round, engine: str, timeout: float) -> Job:
+        """Start the ranks of a round."""
+        command = [*(launcher.mpiexec() or ()), "-n", str(chaos.ranks), sys.executable, "-c", PROGRAM, chaos.words(),
+                   engine, f"{timeout:g}"]  # fmt: skip
+        token = f"{os.getpid()}-{time.monotonic_ns()}"
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                                   start_new_session=True, env={**os.environ, TOKEN: token})  # fmt: skip
+        job = cls(process, token)
+        threading.Thread(target=job._read, daemon=True).start()
+        return job
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr
+
+    def said(self, what: str) -> list[str]:
+        """Lines with these words."""
+        return [line for line in list(self.lines) if what in line]
+
+    def ended(self) -> bool:
+        """Whether the launcher has."""
+        return self.process.poll() is not None
+
+    def running(self) -> list[int]:
+        """Processes of the job that are there, stopped ones too, and those that ranks have started."""
+        mine, found = f"{TOKEN}={self.token}".encode(), []
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # of another user, or gone
+                if mine in environment.read_bytes().split(b"\0"):
+                    found.append(int(environment.parent.name))
+        return found
+
+    def clean_up(self) -> None:
+        """End what is left."""
+        if not self.ended():
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+        for number in self.running():
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        if not self.ended():
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def chaos(arguments: argparse.Namespace) -> int:
+    """Run rounds until the time is over.
+
+    Args:
+        arguments: of `thdattn.fuzz.add_arguments`.
+
+    Returns:
+        The exit status: 0, 1 if something was wrong, 2 without mpiexec or for a line that is no round.
+    """
+    used = gpu_memory()
+    engine = arguments.engine if arguments.engine != "auto" else "cuda" if len(used) >= arguments.ranks else "reference"
+    try:
+        if launcher.mpiexec() is None:
+            raise ValueError("there is no mpiexec, wanted one that starts ranks; pip install 'thdattn[mpich]'")
+        drawn = draw(arguments, engine) if arguments.case is None else iter([Round.from_words(arguments.case)])
+    except ValueError as error:
+        print(f"python -m thdattn fuzz: error: {error}", file=sys.stderr)
+        return 2
+    begin, shared = time.monotonic(), shared_memory()
+    outcomes = []
+    if engine == "cuda":  # compiles what the rounds call, which takes one rank longer than another waits
+        quiet = [Round(ranks=arguments.ranks, seed=seed) for seed in range(2)]
+        outcomes = _played(iter(quiet), len(quiet), engine, SECONDS_TO_COMPILE)
+    outcomes += _played(drawn, arguments.jobs, engine, arguments.timeout)
+    lost, of_libraries = left_behind(used if engine == "cuda" else [], shared, arguments.settle)
+    for text in lost:
+        print(f"FAILED: {text}")
+    wrong, right = [str(each) for each in outcomes if each.wrong] + lost, sum(each.right for each in outcomes)
+    kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(Counter(x.chaos.kind for x in outcomes).items()))
+    seconds = time.monotonic() - begin
+    print(f"chaos: {len(outcomes)} rounds in {seconds:.0f} s ({kinds}), seed {arguments.seed}, engine {engine}, "
+          f"{arguments.ranks} ranks, {right} results right, {len(wrong)} failed; GPU memory in use {used} MiB before, "
+          f"{gpu_memory()} after; {of_libraries} files of libraries left in /dev/shm")  # fmt: skip
+    if arguments.record is not None:
+        made = {"kind": "chaos rounds", "ranks": f"{arguments.ranks} ranks", "rounds": len(outcomes), "failures": wrong,
+                "packs": right, "seconds": seconds, "seeds": [arguments.seed]}  # fmt: skip
+        save(arguments.record, engine, made)
+    return int(bool(wrong))
+
+
+def _played(drawn: Iterator[Round], jobs: int, engine: str, timeout: float) -> list[Outcome]:
+    """Play rounds, so many at a time, each drawn when there is room for it; say what became of each."""
+    taking, outcomes = threading.Lock(), list[Outcome]()
+
+    def take() -> Round | None:
+        with taking:
+            return next(drawn, None)
+
+    def work() -> None:
+        while (each := take()) is not None:
+            outcome = play(each, engine, timeout)
+            print(outcome, flush=True)
+            outcomes.append(outcome)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in [pool.submit(work) for _ in range(jobs)]:
+            future.result()
+    return outcomes
+
+
+def draw(arguments: argparse.Namespace, engine: str) -> Iterator[Round]:
+    """Rounds until the time is over, or there were as many as asked for: kinds take turns."""
+    begin, rng = time.monotonic(), np.random.default_rng([arguments.seed, 7])
+    kinds, number = KINDS[engine], 0
+    while arguments.rounds is None or number < arguments.rounds:
+        if arguments.rounds is None and time.monotonic() - begin >= arguments.seconds:
+            return
+        kind = kinds[number % len(kinds)]
+        # Most faults come early, as each pack before is only another pack.
+        latest = LATEST_WINDOW if kind == "window" else int(rng.choice([20, 100, LATEST_ALLOCATION]))
+        yield Round(kind, arguments.ranks, int(rng.integers(arguments.ranks)), int(rng.integers(1, latest + 1)),
+                    int(rng.integers(2**31)))
+        number += 1
+
+
+def play(chaos: Round, engine: str, timeout: float) -> Outcome:
+    """Run a round and see to its end.
+
+    Args:
+        timeout: seconds that ranks wait for each other in a collective.
+    """
+    job, wrong, fault = Job.start(chaos, engine, timeout), list[str](), time.monotonic()
+    try:
+        if not _wait(lambda: len(job.said(" begins")) == chaos.ranks or job.ended(), SECONDS_TO_BEGIN):
+            wrong.append("ranks did not begin")
+        waits = max(SECONDS_TO_FAIL, timeout)
+        if not _wait(lambda: bool(job.said(" fails")) or job.ended(), waits):
+            wrong.append("the rank did not fail")
+        fault = time.monotonic()
+        # The deadline of a start is longer, and a rank whose error is caught goes on.
+        limit = SECONDS_TO_END + (0 if chaos.kind in AT_ONCE else timeout) + (waits if _may_go_on(chaos) else 0)
+        if not _wait(job.ended, limit):
+            wrong.append(f"it still runs {limit:.0f} s after the fault")
+        seconds = time.monotonic() - fault
+        if not _wait(lambda: not job.running(), SECONDS_TO_VANISH):
+            wrong.append(f"processes {job.running()} outlive the launcher")
+    finally:
+        job.clean_up()
+    status = job.process.wait()
+    return Outcome(chaos, status, seconds, len(job.said("finds a pack right")), wrong + _mistakes(chaos, job, status))
+
+
+def _may_go_on(chaos: Round) -> bool:
+    return chaos.kind in (*ENDS_WELL, "window")
+
+
+def _mistakes(chaos: Round, job: Job, status: int) -> list[str]:
+    """What is wrong with the words and the status of a job that has ended."""
+    wrong = [line.strip() for line in job.said("FAILED --case")]
+    well, reached = len(job.said(" ends well")), bool(job.said(" fails"))
+    if (status == 0) != (well == chaos.ranks):
+        wrong.append(f"{well} of {chaos.ranks} ranks end well and the status is {status}")
+    if chaos.kind in ENDS_WELL or not reached:  # also where packs were over before
+        wrong += [f"it ends with status {status}: {_last_words(job)}"] * (status != 0)
+    elif chaos.kind == "window":  # all ranks have caught it and gone on, or the job has ended
+        caught = len(job.said(" caught "))
+        wrong += [f"{caught} of {chaos.ranks} ranks caught the error and it ends well"] * (
+            status == 0 and caught != chaos.ranks)
+    else:
+        wrong += [f"it ends well after {chaos.kind}"] * (status == 0)
+    return wrong
+
+
+def _last_words(job: Job) -> str:
+    return " | ".join(line.strip() for line in job.lines[-6:])
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> bool:
+    limit = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ what stays behind
+
+
+def left_behind(used: list[int], shared: set[str], settle: float) -> tuple[list[str], int]:
+    """What rounds have left in GPUs and in shared memory.
+
+    Args:
+        used: MiB in use on each GPU before.
+        shared: names in shared memory before.
+        settle: seconds until no more is in use.
+
+    Returns:
+        (what is wrong, how many files libraries have left whose processes were killed, as MPICH does).
+    """
+    def more() -> list[str]:
+        return [f"GPU {number} has {now} MiB in use, and had {before} before the first round"
+                for number, (before, now) in enumerate(zip(used, gpu_memory(), strict=False))
+                if now > before + LINGERING_MIB]  # fmt: skip
+
+    _wait(lambda: not more(), settle)
+    orphans = sorted(name for name in shared_memory() - shared if not _is_mapped(name))
+    ours = [name for name in orphans if not name.startswith(OF_LIBRARIES)]
+    wrong = more() + [f"/dev/shm has {', '.join(ours)} more than before"] * bool(ours)
+    return wrong, len(orphans) - len(ours)
+
+
+def gpu_memory() -> list[int]:
+    """MiB in use on each GPU; [] without any."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [int(line) for line in said.split() if line.isdecimal()]
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm."""
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _is_mapped(name: str) -> bool:
+    """Whether a process has this shared memory mapped."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if f"/dev/shm/{name}" in maps.read_text():
+                return True
+    return False

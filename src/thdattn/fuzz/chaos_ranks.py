@@ -1,0 +1,193 @@
+"""One job of a chaos round: ranks run random packs until one of them fails on purpose.
+
+What ranks do is said on stderr, for the parent that started them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from thdattn.comm import Comm, init
+from thdattn.fuzz.cases import ON_GPUS, Configuration, FuzzCase, draw_case, draw_configuration
+from thdattn.fuzz.judge import judge
+from thdattn.fuzz.runs import MODULES_THAT_ALLOCATE, Ranks, gathered, poisoned, run
+
+LATE_SECONDS = 1.0
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+MOST_PACKS, PACKS_AFTERWARDS, PACKS_OF_NOTHING = 400, 4, 120
+GROWING_ROWS = (200, 800, 1600, 3200, 800, 5000)  # of packs that need larger and larger windows
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of chaos.
+
+    kind: "raise", "kill", "stop", "late", "absent", "memory" (an allocation of the engine fails), "window" (one of
+        memory that other GPUs see fails) or "nothing".
+    ranks: number of ranks; rank: the one that fails.
+    at: at which allocation.
+    seed: what the packs are drawn from.
+    """
+
+    kind: str = "nothing"
+    ranks: int = 2
+    rank: int = 1
+    at: int = 1
+    seed: int = 0
+
+    def words(self) -> str:
+        """The round as one line, which `from_words` reads."""
+        return " ".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
+
+    @classmethod
+    def from_words(cls, line: str) -> Round:
+        """The round of a line.
+
+        Raises:
+            ValueError: a word that is no name=value of a round.
+        """
+        values: dict[str, Any] = {}
+        for word in line.split():
+            name, _, text = word.partition("=")
+            if name not in vars(cls()) or (name != "kind" and not text.isdecimal()):
+                raise ValueError(f"--case has the word {word!r}, wanted name=value with a name of "
+                                 f"{', '.join(vars(cls()))}; pass a line that chaos printed")
+            values[name] = text if name == "kind" else int(text)
+        return cls(**values)
+
+
+class Fault:
+    """What happens at the rank's allocation of a number."""
+
+    def __init__(self, chaos: Round, rank: int) -> None:
+        self._chaos, self._left = chaos, chaos.at if rank == chaos.rank and chaos.kind != "nothing" else 0
+        self.happened = False
+
+    def count(self) -> None:
+        """One more allocation."""
+        self._left -= 1
+        if self._left == 0:
+            self.happened = True
+            say("fails")
+        if self._left == 0 or (self._left == -1 and self.happened and self._chaos.kind == "window"):  # tried again
+            _fail(self._chaos.kind)
+
+    @contextmanager
+    def planted(self, engine: str) -> Iterator[None]:
+        """A block in which allocations count."""
+        places = [(importlib.import_module(name), "empty") for name in MODULES_THAT_ALLOCATE[engine]]
+        if self._chaos.kind == "window":
+            places = [(importlib.import_module("cupy").cuda, "Memory")]
+        before = [vars(module)[name] for module, name in places]
+        for (module, name), function in zip(places, before, strict=True):
+            setattr(module, name, self._counted(function))
+        try:
+            yield
+        finally:
+            for (module, name), function in zip(places, before, strict=True):
+                setattr(module, name, function)
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self.count()
+            return function(*arguments, **named)
+
+        return counted
+
+
+def _fail(kind: str) -> None:
+    if kind == "raise":
+        raise RuntimeError("chaos: this rank raises on purpose")
+    if kind == "memory":
+        raise MemoryError("chaos: this rank gets no memory, on purpose")
+    if kind == "window":
+        raise importlib.import_module("cupy").cuda.runtime.CUDARuntimeError(OUT_OF_MEMORY)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind in ("late", "absent"):
+        time.sleep(LATE_SECONDS if kind == "late" else 1000)
+    else:
+        raise ValueError(f"kind is {kind!r}, wanted one that Round names; pass a line that chaos printed")
+
+
+def say(what: str) -> None:
+    """A line on stderr, at once and whole."""
+    os.write(2, f"process {os.getpid()} {what}\n".encode())
+
+
+def packs(chaos: Round, engine: str) -> Iterator[FuzzCase]:
+    """Cases without end, the same on all ranks; on a GPU of two configurations, whose kernels are compiled before."""
+    number = 0
+    while True:
+        rng = np.random.default_rng([chaos.seed, number])
+        if chaos.kind == "window":
+            rows = GROWING_ROWS[number % len(GROWING_ROWS)] * 2 * chaos.ranks
+            yield FuzzCase(ranks=chaos.ranks, lengths=(rows - 8, 5), padded=(rows, 4 * chaos.ranks), heads=(2, 2),
+                           dims=(64, 64), window=(100, -1), keep_keys="no", seed=number)
+        else:
+            configuration: Configuration = ON_GPUS[chaos.seed % 2] if engine == "cuda" else draw_configuration(
+                engine, chaos.seed, number // 8)
+            yield draw_case(configuration, rng, chaos.ranks, engine == "cuda")
+        number += 1
+
+
+def soak(chaos: Round, ranks: Ranks, fault: Fault) -> None:
+    """Run packs until the fault has happened, and some more; each is judged by one rank."""
+    left = PACKS_OF_NOTHING if chaos.kind == "nothing" else MOST_PACKS
+    for number, case in enumerate(packs(chaos, ranks.engine)):
+        failed = False
+        try:
+            results = gathered(run(case, ranks), ranks)
+        except MemoryError as error:
+            if chaos.kind != "window":
+                raise
+            say(f"caught {error}")  # and goes on: if not all ranks did, it waits for the others in what comes next
+            failed = True
+        happened, unequal = _told(ranks, fault.happened, failed)
+        if unequal:
+            raise RuntimeError(f"{unequal} of {ranks.comm.size} ranks caught a MemoryError, wanted all or none")
+        if not failed and number % ranks.comm.size == ranks.comm.rank:
+            found = judge(case, results)
+            say(f"FAILED --case {case.words()!r}: {'; '.join(found.wrong)}" if found.wrong else "finds a pack right")
+        left = min(left - 1, PACKS_AFTERWARDS if happened and left > PACKS_AFTERWARDS else left)
+        if left <= 0:
+            return
+
+
+def _told(ranks: Ranks, happened: bool, failed: bool) -> tuple[bool, int]:
+    """Whether the fault has happened on a rank, and how many ranks caught an error if not all did; collective."""
+    counts = ranks.xp.asarray([happened, failed], np.int64)
+    ranks.comm.all_reduce(counts, "sum")
+    some, caught = ranks.to_host(counts).tolist()
+    return some > 0, 0 if caught in (0, ranks.comm.size) else caught
+
+
+def main(line: str, engine: str, timeout: str) -> None:
+    """Be one rank, from its start to its end.
+
+    Args:
+        line: of the round; engine: "cuda" or "reference"; timeout: seconds that ranks wait for each other.
+    """
+    say("begins")
+    chaos = Round.from_words(line)
+    with init("nccl" if engine == "cuda" else "mpi", timeout=float(timeout)) as comm:
+        _soak_with_fault(chaos, comm, engine)
+        comm.barrier()
+    say("ends well")
+
+
+def _soak_with_fault(chaos: Round, comm: Comm, engine: str) -> None:
+    ranks, fault = Ranks(comm, engine), Fault(chaos, comm.rank)
+    with poisoned(engine), ranks.stream(), fault.planted(engine):
+        soak(chaos, ranks, fault)

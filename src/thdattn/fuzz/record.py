@@ -1,0 +1,75 @@
+"""The record of soaks: packs, seeds and failures by machine, engine and ranks, of one state of the sources."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ADDED = ("packs", "rounds", "near", "seconds")  # numbers that processes add up
+LISTED = ("seeds", "failures")
+
+
+def save(path: Path, engine: str, made: dict[str, Any]) -> None:
+    """Add what one process did to the entry of its machine; others may do so at the same time.
+
+    Args:
+        path: a JSON file, which need not exist.
+        engine: "cuda" or "reference".
+        made: kind, ranks, and numbers and lists by the names of ADDED and LISTED.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.parent.joinpath(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        records = json.loads(path.read_text()) if path.exists() else {}
+        sources = _sources()
+        key = f"{made['kind']}, {engine} on {_machine(engine)}, {made['ranks']}"
+        entry = records.get(key, {})
+        records[key] = merged(entry if entry.get("sources") == sources else {}, made, sources)
+        path.write_text(json.dumps(records, indent=1) + "\n")
+
+
+def merged(entry: dict[str, Any], made: dict[str, Any], sources: dict[str, Any]) -> dict[str, Any]:
+    """An entry with what one more process did."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    total: dict[str, Any] = {"sources": sources, "date": now, "ranks": made["ranks"]}
+    total["processes"] = entry.get("processes", 0) + 1
+    total |= {name: round(entry.get(name, 0) + made[name], 1) for name in ADDED if name in made}
+    total["worst"] = max(entry.get("worst", 0.0), made.get("worst", 0.0))
+    total["command"] = shlex.join(["python3", "-m", "thdattn", *sys.argv[1:]])  # of the last process
+    total |= {name: [*entry.get(name, []), *made[name]] for name in LISTED if name in made}
+    return total
+
+
+def _machine(engine: str) -> str:
+    if engine != "cuda":
+        return f"{os.cpu_count()} CPU cores"
+    cupy = importlib.import_module("cupy")
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    return f"{cupy.cuda.runtime.getDeviceCount()}x {name}"
+
+
+def _sources() -> dict[str, Any]:
+    """The commit, and the hash of the kernels' sources where CuPy is there to make it."""
+    try:
+        kernels = importlib.import_module("thdattn.jit").source_hash()
+    except Exception:  # CuPy without a driver raises more than ImportError
+        kernels = None
+    return {"commit": os.environ.get("THDATTN_COMMIT") or _head(), "kernel_sources": kernels}
+
+
+def _head() -> str | None:
+    what = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", str(Path(__file__).parent), *what]
+    try:
+        head = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except OSError:
+        return None
+    return head.stdout.strip() or None

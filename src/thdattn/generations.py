@@ -1,0 +1,86 @@
+"""Generations of lengths on a GPU: which ones a call found, so that what it made is not used with other lengths.
+
+Only the host counts. A graph of thdattn.graphs counts again at each replay; other replays are not seen here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class _OfThread(threading.local):
+    """actions: those of the graph that this thread captures; None: it captures none."""
+
+    actions: list[Callable[[], None]] | None = None
+
+
+_of_thread = _OfThread()
+_numbers = itertools.count(1)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Callable[[], None]]]:
+    """Yield the list of what a block that is captured does on the host, and every replay of its graph has to do."""
+    actions: list[Callable[[], None]] = []
+    _of_thread.actions = actions
+    try:
+        yield actions
+    finally:
+        _of_thread.actions = None
+
+
+def renew(lengths: Any, name: Callable[[], Any] = lambda: next(_numbers)) -> None:
+    """Give lengths another generation, now and at replays of the graph that is being captured.
+
+    Args:
+        lengths: a DeviceLengths, whose generation is set.
+        name: makes what tells the lengths from others; equal for those that are the same.
+    """
+    def act() -> None:
+        lengths.generation = name()
+
+    act()
+    if _of_thread.actions is not None:
+        _of_thread.actions.append(act)
+
+
+class Generation:
+    """Generation of lengths that a call found; for a captured call, that of the last replay of its graph.
+
+    Args:
+        lengths: a DeviceLengths.
+        capture: returns the number of the capture that the current stream is in, None for none.
+    """
+
+    __slots__ = ("_capture", "_lengths", "_made_in", "_name", "_of_graph")
+
+    def __init__(self, lengths: Any, capture: Callable[[], int | None]) -> None:
+        self._lengths, self._capture = lengths, capture
+        actions = _of_thread.actions
+        self._of_graph = actions is not None
+        self._name, self._made_in = lengths.generation, capture()
+        if actions is not None:
+            actions.append(self._follow)
+
+    def check(self, what: str) -> None:
+        """Raise a ValueError if the lengths are others now; a captured check is made again at every replay.
+
+        What an unknown graph made is checked in its capture alone, as nobody says when it is replayed.
+        """
+        if self._of_graph and _of_thread.actions is not None and self._made_in != self._capture():
+            _of_thread.actions.append(lambda: self._compare(what))
+        self._compare(what)
+
+    def _follow(self) -> None:
+        self._name, self._made_in = self._lengths.generation, None
+
+    def _compare(self, what: str) -> None:
+        if self._name != self._lengths.generation and self._made_in in (None, self._capture()):
+            raise ValueError(
+                f"{what} was made for lengths that the plan no longer has, wanted those of its last refresh; use it "
+                f"before Plan.refresh and StaticPack.plans of another batch, or make a plan for each batch under way"
+            )

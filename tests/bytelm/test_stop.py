@@ -1,0 +1,190 @@
+"""A run that is asked to end: all ranks leave the same micro-batch, keep the last whole step, and go on from there."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import checkpoint
+import numpy as np
+import passes
+import pytest
+import runs
+import train
+from interrupt import Stop, Stopped
+from model import Model
+from programs import MISBEHAVE, TRAIN, lines_of, small, start
+from test_train import NOBODY_INTERRUPTS, arguments
+from test_train_graphs import EVERY_WAY, way_id
+
+import thdattn
+
+CURVE = "loss", "gradient_norm", "validation_bits_per_byte"
+
+
+def curve(metrics):
+    """Step, and what was found, of every line."""
+    return [(line["step"], [line[name] for name in CURVE if name in line]) for line in lines_of(metrics)]
+
+
+def same_run(one, other):
+    """Two checkpoints, bit for bit."""
+    assert (one.step, one.position, one.validated) == (other.step, other.position, other.validated)
+    assert one.weights.tobytes() == other.weights.tobytes()
+    assert {name: x.tobytes() for name, x in one.optimizer.items()} == {
+        name: x.tobytes() for name, x in other.optimizer.items()}
+
+
+def begun(output, what):
+    """How many each rank has begun, as misbehave.py says."""
+    return [json.loads(line.removeprefix("began "))[what] for line in output.splitlines() if line.startswith("began ")]
+
+
+# --- the check ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [(), (0,), (2,), (0, 1, 2)])
+def test_all_ranks_stop_if_one_was_asked_to(asked):
+    def program(comm):
+        clock = SimpleNamespace(mark=lambda: None, wait=lambda mark: None)
+        stop = Stop(comm, SimpleNamespace(requested=comm.rank in asked), clock)
+        assert stop.wanted == (comm.rank in asked)
+        try:
+            stop()
+        except Stopped:
+            return stop.wanted
+        return "goes on"
+
+    assert thdattn.comm.run_local(3, program) == [True if asked else "goes on"] * 3
+
+
+def test_the_host_waits_for_the_micro_batch_before_the_last_alone():
+    events = []
+    clock = SimpleNamespace(mark=lambda: events.append("mark") or len(events), wait=lambda mark: events.append(mark))
+    stop = Stop(thdattn.comm.init("single"), NOBODY_INTERRUPTS, clock)
+    for _ in range(3):
+        stop()
+    assert events == ["mark", "mark", 1, "mark", 2, "mark", 4]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("way", [{}, *EVERY_WAY], ids=lambda way: way_id(way) if way else "eager")
+def test_all_ranks_leave_the_same_micro_batch_and_weights_stay(documents, monkeypatch, way, cp_size):
+    """One rank is asked to amid the third of eight micro-batches of the second step."""
+    batches, counts = runs.batches(documents, 16, cp_size=cp_size), {}
+    loss_and_gradient = Model.loss_and_gradient
+
+    def counted(self, *args):
+        counts[self] = counts.get(self, 0) + 1
+        return loss_and_gradient(self, *args)
+
+    monkeypatch.setattr(Model, "loss_and_gradient", counted)
+
+    def program(comm):
+        made = runs.trainer(comm, "reference", cp_size=cp_size, **way)
+        rounds = 8 * cp_size // comm.size
+        asked = SimpleNamespace(requested=False)
+        stop = Stop(comm, asked, made.clock)
+
+        def check():
+            asked.requested = comm.rank == 1 and counts.get(made.model, 0) == rounds + 3
+            stop()
+
+        made.step(batches[:8], runs.LR, check)
+        before = made.model.weights.copy(), {name: x.copy() for name, x in made.optimizer.state.items()}
+        with pytest.raises(Stopped):
+            made.step(batches[8:], runs.LR, check)
+        np.testing.assert_array_equal(made.model.weights, before[0])
+        for name, x in before[1].items():
+            np.testing.assert_array_equal(made.optimizer.state[name], x)
+        return counts[made.model] - rounds
+
+    assert thdattn.comm.run_local(2, program, timeout=20) == [3, 3]
+
+
+def test_a_validation_is_left_between_two_micro_batches(documents):
+    batches = runs.batches(documents, 5)
+    made = runs.trainer(thdattn.comm.init("single"), "reference")
+    checks = iter([None, None, Stopped])
+
+    def check():
+        if error := next(checks):
+            raise error
+
+    with pytest.raises(Stopped):
+        made.bits_per_byte(batches, check)
+    assert next(checks, "none left") == "none left"
+
+
+# --- the program -------------------------------------------------------------------------------------------------
+
+
+def of_two_ranks(documents, folder):
+    """Options of a run of 6 steps of 4 micro-batches; a validation is due after steps 0, 2, 4 and 6."""
+    return arguments_of(documents, folder, steps=6, val_every=2, save_every=100, accumulate=4, val_bytes=400, cp=2)
+
+
+@pytest.fixture(scope="module")
+def whole(documents, tmp_path_factory):
+    """The folder of the uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = start(2, TRAIN, *of_two_ranks(documents, folder), timeout=60)
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+@pytest.mark.parametrize(("accident", "number", "step", "validated", "micro_batches"), [
+    ("amid", 3, 2, True, 2), ("validating", 3, 4, False, 1), ("early", 0, 0, False, 0),
+])  # fmt: skip
+def test_sigterm_of_one_process_ends_both_and_the_curve_is_that_of_an_uninterrupted_run(
+    documents, whole, tmp_path, accident, number, step, validated, micro_batches
+):
+    """The signal comes to rank 1 alone."""
+    words = of_two_ranks(documents, tmp_path)
+    run = start(2, MISBEHAVE, accident, 1, number, *words, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert f"stopped after step {step}, --resume goes on" in run.stdout
+    saved = checkpoint.load(tmp_path)
+    assert (saved.step, saved.validated) == (step, validated)
+    assert begun(run.stdout, "in validation" if accident == "validating" else "in step") == [micro_batches] * 2
+    run = start(2, TRAIN, *words, "--resume", timeout=60)
+    assert run.returncode == 0, run.stderr
+    same_run(checkpoint.load(tmp_path), checkpoint.load(whole))
+    assert curve(tmp_path / "run.jsonl") == curve(whole / "run.jsonl")
+
+
+def arguments_of(documents, folder, **options):
+    return small(documents, checkpoint=folder, metrics=folder / "run.jsonl", engine="reference", **options)
+
+
+def test_documents_are_no_longer_read_once_a_run_ends(documents, monkeypatch):
+    """By the thread that prepares the next step, which else would hold up the end."""
+    batches, prepared, stopped = runs.batches(documents, 9), [], []
+
+    def prepare(batch):
+        prepared.append(batch)
+        if len(prepared) == 4:
+            stopped.append(True)
+
+    steps = list(train.data.steps(iter(batches), 3, slice(None), prepare, lambda: bool(stopped)))
+    assert [batch for step in steps for batch in step] == batches and prepared == batches[:4]
+
+
+def test_a_validation_that_was_left_out_is_made_once(documents, tmp_path, monkeypatch):
+    """Also after the last step: the run that goes on says so in its checkpoint."""
+    single, asked = thdattn.comm.init("single"), SimpleNamespace(requested=False)
+    words = arguments_of(documents, tmp_path, steps=2, val_every=2)
+    loss = passes.Eager.loss
+
+    def asking(self, batches, num_targets):
+        asked.requested = self.model.gradient.any()  # not before the first step
+        return loss(self, batches, num_targets)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(passes.Eager, "loss", asking)
+        train.train(single, arguments(monkeypatch, *words, "--val-bytes", 2000), asked)
+    assert (checkpoint.load(tmp_path).step, checkpoint.load(tmp_path).validated) == (2, False)
+    for _ in range(2):
+        train.train(single, arguments(monkeypatch, *words, "--val-bytes", 2000, "--resume"), NOBODY_INTERRUPTS)
+        assert checkpoint.load(tmp_path).validated
+    assert [step for step, found in curve(tmp_path / "run.jsonl") if len(found) == 1] == [0, 2]
