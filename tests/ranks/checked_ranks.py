@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 
 import numpy as np
@@ -17,6 +18,7 @@ def joined(backend: str) -> thdattn.comm.Comm:
     import torch.distributed
 
     torch.distributed.init_process_group("gloo")
+    atexit.register(torch.distributed.destroy_process_group)  # gloo's threads must not outlive the interpreter
     return thdattn.comm.from_torch(check=True)
 
 
