@@ -49,7 +49,7 @@ from trainer import StepResult, Trainer
 import thdattn
 from thdattn.comm.levels import Levels
 from thdattn.graphs import CudaGraphConfig, add_arguments, from_arguments
-from thdattn.methods.choice import SHARDINGS
+from thdattn.methods.select import SHARDINGS
 
 EXAMPLE = Path(data.__file__).parent
 KEY = ("gpu", "size", "ranks", "cp", "tokens", "accumulate", "sharding", "cuda_graph_impl", "cp_comm_type",

@@ -32,7 +32,7 @@ from numpy.typing import DTypeLike
 from peers import normal
 
 import thdattn
-from thdattn import ops
+from thdattn.engines import cuda
 
 ROWS, HEADS, WIDTH = 2**18, 8, 128  # k and v in bfloat16: 1 GiB together, far more than an L2 cache holds
 PACKS = {"1 sequence": (ROWS,), "4096 sequences of 64": (64,) * (ROWS // 64)}
@@ -60,8 +60,8 @@ def bench(pack: str, cp_size: int) -> Iterator[record.Row]:
     order = plan.rank_order
     inverse = cupy.argsort(order).astype(order.dtype)  # these packs have no fillers
     moves: dict[str, tuple[Callable[..., Any], Any, DTypeLike]] = {
-        "to_sequence_order": (lambda k, v, plan: ops.to_sequence_order([k], [v], plan), inverse, ml_dtypes.bfloat16),
-        "to_rank_order": (ops.to_rank_order, order, np.float32),
+        "to_sequence_order": (lambda k, v, plan: cuda.to_sequence_order([k], [v], plan), inverse, ml_dtypes.bfloat16),
+        "to_rank_order": (cuda.to_rank_order, order, np.float32),
     }
     for direction, (move, index, dtype) in moves.items():
         sources = [normal((ROWS, HEADS, WIDTH), seed, dtype) for seed in (0, 1)]
@@ -106,8 +106,8 @@ def table(rows: Sequence[record.Row]) -> str:
 def rank_zero_plan(sharding: thdattn.Sharding) -> thdattn.Plan:
     """The plan of rank 0, without the other ranks: the moves of all ranks are the same."""
     window, tiles = (-1, 0), (64, 64)
-    arrays = ops.plan_arrays(sharding, 0, window, tiles)
-    return thdattn.Plan(sharding, 0, window, (WIDTH, WIDTH), tiles, arrays, ops)
+    arrays = cuda.plan_arrays(sharding, 0, window, tiles)
+    return thdattn.Plan(sharding, 0, window, (WIDTH, WIDTH), tiles, arrays, cuda)
 
 
 def check(direction: str, sources: list[Any], moved: tuple[Any, Any], plan: thdattn.Plan) -> None:

@@ -24,7 +24,7 @@ from peers import PEERS, Peer, draw_inputs, release_memory
 from workloads import CASES
 
 import thdattn
-from thdattn import jit
+from thdattn.jit import compiler
 
 
 class Measure:
@@ -36,7 +36,7 @@ class Measure:
 
     def about(self) -> dict[str, str]:
         """Which code this is."""
-        return {"package": str(Path(thdattn.__file__).parent), "kernel_sources": jit.source_hash()}
+        return {"package": str(Path(thdattn.__file__).parent), "kernel_sources": compiler.source_hash()}
 
     def prepare(self, case: str, way: str, direction: str) -> dict[str, float]:
         """Compiles and calls the kernels; (rough milliseconds, TFLOP) of a call."""

@@ -14,9 +14,9 @@ from cp_record import OURS, by_method
 from workloads import Case
 
 import thdattn
-from thdattn import costs
+from thdattn.costs import model
 from thdattn.methods.a2a import obstacle
-from thdattn.methods.choice import SHARDINGS
+from thdattn.methods.select import SHARDINGS
 
 INNER = 2  # ranks of the inner groups, where there are two levels
 CAPTURED = ("all_gather", "a2a", "a2a+all_gather")  # what CUDA graphs over many batches are made of
@@ -60,7 +60,7 @@ class Method(NamedTuple):
 
     def padded(self, case: Case, cp_size: int) -> thdattn.PackedBatch:
         """The pack with no more padding than the sharding needs."""
-        how = costs.Way(self.cp_comm_type, self.sharding, INNER if self.two_levels else 1)
+        how = model.Way(self.cp_comm_type, self.sharding, INNER if self.two_levels else 1)
         return thdattn.PackedBatch.from_lengths(case.lengths, how.multiple(cp_size))
 
     def refusal(self, case: Case, cp_size: int) -> str:
@@ -128,7 +128,7 @@ def _of_rows(method: Method, case: Case, head_ranks: int, plan: thdattn.Plan, ke
 
 def predicted_ms(method: Method, case: Case, cp_size: int) -> dict[str, float]:
     """Milliseconds of each direction by the package's own model of costs, with its usual rates."""
-    seconds = costs.predicted(
+    seconds = model.predicted(
         method.padded(case, cp_size), cp_size, case.heads, case.head_dim, case.kv_heads, method.cp_comm_type,
         method.sharding, inner=INNER if method.two_levels else 1, causal=case.causal, window=case.window,
     )  # fmt: skip

@@ -20,8 +20,8 @@ from rank_of import as_rank_of, exchanging
 from workloads import Case
 
 import thdattn
-from thdattn import ops
 from thdattn.comm import Comm, SingleComm
+from thdattn.engines import cuda
 from thdattn.graphs import CudaGraphConfig, Graphs
 
 
@@ -149,13 +149,13 @@ class Alone:
 
     def forward(self) -> None:
         layer = self.layer
-        self._out, self._lse, _ = ops.attn_fwd(
+        self._out, self._lse, _ = cuda.attn_fwd(
             layer.inputs.q, self._keys, self._values, layer.plan, self._scale, False
         )
 
     def backward(self) -> None:
         layer = self.layer
-        self._grads = ops.attn_bwd(
+        self._grads = cuda.attn_bwd(
             layer.inputs.dout, layer.inputs.q, self._keys, self._values, self._out, self._lse, layer.plan,
             self._scale, self._sum_dtype, False,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from workloads import CASES as PACKS
 from workloads import filled_lognormal_pack
 
 import thdattn
-from thdattn.mixer_shape import GatedNorm, Mamba2Weights, MixerShape
+from thdattn.mamba.shape import GatedNorm, Mamba2Weights, MixerShape
 
 BYTES_PER_S = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}  # of the GPU's memory, as its maker says
 NORM_EPS = 1e-5  # of mamba_ssm's layers and Megatron-Core's

@@ -25,7 +25,7 @@ from mamba_record import A2A, ONE, OURS
 
 import thdattn
 from thdattn.comm import Comm, SingleComm
-from thdattn.mixer_shape import Mamba2Weights
+from thdattn.mamba.shape import Mamba2Weights
 
 Range = tuple[int, int]
 

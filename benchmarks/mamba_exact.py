@@ -16,7 +16,7 @@ from accuracy import Error
 from mamba_cases import MixerCase, MixerInputs
 from numpy.typing import NDArray
 
-from thdattn.mixer_shape import Mamba2Weights
+from thdattn.mamba.shape import Mamba2Weights
 
 Results = dict[str, Any]  # by name, float64
 OF_ROWS = ("out", "dz", "dx", "dB", "dC", "ddt")

@@ -27,8 +27,8 @@ from mamba_exact import OF_ROWS
 from peers import CupyPeer, Peer, TorchPeer, tensor
 
 import thdattn
-from thdattn.methods import states
-from thdattn.mixer_shape import Mamba2Weights
+from thdattn.mamba import context_parallel
+from thdattn.mamba.shape import Mamba2Weights
 
 CHUNK = 256  # rows, mamba_ssm's default
 
@@ -66,17 +66,17 @@ class OurScan(OurMixer):
 
     def __init__(self, case: MixerCase, inputs: MixerInputs) -> None:
         super().__init__(case, inputs)
-        self.alone = _WithoutConvolution(self.mixer._engine, inputs.channels)
+        self.alone = _WithoutConvolution(self.mixer._mixer, inputs.channels)
 
     def forward(self) -> None:
         mixer, inputs = self.mixer, self.inputs
-        self.out, self.kept = states.forward(
+        self.out, self.kept = context_parallel.forward(
             self.alone, mixer.comm, self.plan, inputs.zxbcdt, inputs.weights, mixer._shape
         )
 
     def backward(self) -> None:
         mixer, inputs = self.mixer, self.inputs
-        self.grads = states.backward(
+        self.grads = context_parallel.backward(
             self.alone, mixer.comm, self.plan, inputs.dout, inputs.zxbcdt, inputs.weights, self.kept, mixer._shape
         )
 

@@ -31,9 +31,10 @@ from thdattn.comm import launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = (
-    "tests/test_comm_nccl_gpu.py", "tests/test_gpu_nccl.py", "tests/test_gpu_delays.py",
-    "tests/test_gpu_graphs.py", "tests/test_gpu_faults.py", "tests/bytelm/test_gpu_train.py",
-    "tests/bytelm/test_gpu_train_graphs.py", "tests/test_gpu_mamba_ranks.py", "tests/test_gpu_mamba_graphs.py",
+    "tests/comm/test_comm_nccl_gpu.py", "tests/comm/test_gpu_nccl.py", "tests/comm/test_gpu_delays.py",
+    "tests/graphs/test_gpu_graphs.py", "tests/comm/test_gpu_faults.py", "tests/bytelm/test_gpu_train.py",
+    "tests/bytelm/test_gpu_train_graphs.py", "tests/mamba/test_gpu_mamba_ranks.py",
+    "tests/mamba/test_gpu_mamba_graphs.py",
 )  # fmt: skip
 TOKENS = 131_072  # of a training step
 PACKS_OF_ONE = 2  # micro-batches that one GPU makes of them, as all at once have no room

@@ -24,7 +24,8 @@ from numpy.typing import DTypeLike, NDArray
 from workloads import Case
 
 import thdattn
-from thdattn import jit, ops
+from thdattn.engines import cuda
+from thdattn.jit import compiler
 
 # Two right results in bfloat16 differ by less: as a whole, and anywhere relative to the largest element.
 RELATIVE_ERROR, LARGEST_ERROR = 1e-2, 2.0**-5
@@ -155,7 +156,8 @@ class Ours(CupyPeer):
         self.plan = self.made_plan()
         self._names: dict[str, str] = {}
         for direction in ("forward", "backward"):
-            with patch.object(jit, "kernel", wraps=jit.kernel) as loaded:  # a plan keeps the kernels of its first calls
+            # A plan keeps the kernels of its first calls.
+            with patch.object(compiler, "kernel", wraps=compiler.kernel) as loaded:
                 getattr(self, direction)()
             names = {call.args[0].partition("<")[0] for call in loaded.call_args_list}
             self._names[direction] = " ".join(sorted(name for name in names if name.startswith("thd_attn")))
@@ -207,7 +209,7 @@ class Portable(Ours):
     """The same with the portable kernels, which GPUs with kernels of their own do not use."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
-        launch: Any = getattr(ops, "launch", ops)  # a tree that compare.py times may have one module for all of ops
+        launch: Any = getattr(cuda, "launch", cuda)  # a tree that compare.py times may have one module for all of ops
         gpu = replace(launch._gpu(cupy.cuda.runtime.getDevice()), sm90=False)
         with patch.object(launch, "_gpu", lambda device: gpu):
             super().__init__(case, inputs)

@@ -13,7 +13,7 @@ import numpy as np
 
 from thdattn.comm import Comm
 from thdattn.comm.slices import Slices
-from thdattn.structs import MAX_RANKS
+from thdattn.jit.structs import MAX_RANKS
 
 
 def as_rank_of(real: Comm, size: int) -> Comm:

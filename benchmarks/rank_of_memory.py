@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.comm import Comm, peer, windows
+from thdattn.comm import Comm
+from thdattn.comm.peer import transport, windows
 
 STAGGER = 1 << 16  # bytes by which what two ranks are read from differs at least, lest a cache has it already
 
 
 def stand_in(real: Any, size: int) -> Comm:
     """The real comm with other peer memory: its checks, deadline and maxima are those of the two ranks."""
-    memory = peer.PeerMemory(World(real._world, size), Window)
+    memory = transport.PeerMemory(World(real._world, size), Window)
     real.before_close(memory.close)
     comm: Any = copy(real)
     comm.size, comm._peer = size, memory

@@ -30,7 +30,8 @@ def provenance(ranks: int = 1) -> Row:
     """The first columns of every row: when, on what, of which kernels, and by which command."""
     import cupy
 
-    from thdattn import info, jit
+    from thdattn.cli import info
+    from thdattn.jit import compiler
 
     start = ["python"] if ranks == 1 else ["mpiexec", "-n", str(ranks), "python", "-m", "mpi4py"]
     return {
@@ -38,7 +39,7 @@ def provenance(ranks: int = 1) -> Row:
         "gpu": cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode(),
         "driver": info.driver_version(),
         "cuda": "{}.{}".format(*divmod(cupy.cuda.runtime.runtimeGetVersion() // 10, 100)),
-        "kernel_sources": jit.source_hash(),
+        "kernel_sources": compiler.source_hash(),
         "command": shlex.join([*start, f"benchmarks/{Path(sys.argv[0]).name}", *_what(sys.argv[1:])]),
     }
 

@@ -29,7 +29,7 @@ import report
 
 import thdattn
 from thdattn import oracle
-from thdattn.engines import choose_engine
+from thdattn.engines.select import choose_engine
 from thdattn.sharding import STRATEGIES
 
 DEFAULTS = {

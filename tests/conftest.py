@@ -42,19 +42,20 @@ def torch_cuda(cupy):
 @pytest.fixture
 def poisoned_host(monkeypatch):
     """Every allocation of the NumPy engine and of its plans starts as bytes all ones: NaN, or -1."""
-    from thdattn import reference
+    from thdattn.engines import reference
 
     def poisoned(shape, dtype):
         return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 0xFF, np.uint8).view(dtype).reshape(shape)
 
-    monkeypatch.setattr(reference, "empty", poisoned)
+    for module in (reference, reference.arrays):
+        monkeypatch.setattr(module, "empty", poisoned)
 
 
 @pytest.fixture
 def poisoned_gpu(cupy, monkeypatch):
     """The same for the CUDA engine, whose own modules allocate by launch.empty."""
-    from thdattn import ops
-    from thdattn.ops import launch
+    from thdattn.engines import cuda
+    from thdattn.engines.cuda import launch
 
     def poisoned(shape, dtype):
         array = cupy.empty(shape, dtype)
@@ -62,14 +63,14 @@ def poisoned_gpu(cupy, monkeypatch):
             array.data.memset_async(0xFF, array.nbytes)
         return array
 
-    for module in (ops, launch):
+    for module in (cuda, launch):
         monkeypatch.setattr(module, "empty", poisoned)
 
 
 @pytest.fixture
 def portable(cupy, monkeypatch):
     """The kernels for every GPU run, whatever there is for this one."""
-    from thdattn.ops import launch
+    from thdattn.engines.cuda import launch
 
     gpu = replace(launch.this_gpu(), sm90=False)
     monkeypatch.setattr(launch, "this_gpu", lambda: gpu)
@@ -78,7 +79,7 @@ def portable(cupy, monkeypatch):
 @pytest.fixture(params=["hopper", "portable"])
 def kernels(request, cupy):
     """Which kernels run: each set in turn, where there are both."""
-    from thdattn.ops import launch
+    from thdattn.engines.cuda import launch
 
     if request.param == "portable":
         request.getfixturevalue("portable")
@@ -90,17 +91,17 @@ def kernels(request, cupy):
 @pytest.fixture
 def edited(tmp_path, monkeypatch):
     """edited(file, edit): from now on kernels are compiled from a copy of the sources whose `file` is edit(text)."""
-    from thdattn import jit
+    from thdattn.jit import compiler
 
     def edit_copy(file, edit):
         folder = tmp_path / "thdattn"
-        shutil.copytree(jit.FOLDER, folder)
+        shutil.copytree(compiler.FOLDER, folder)
         (folder / file).write_text(edit((folder / file).read_text()))
-        monkeypatch.setattr(jit, "FOLDER", folder)
-        jit.forget_files()
+        monkeypatch.setattr(compiler, "FOLDER", folder)
+        compiler.forget_files()
 
     yield edit_copy
-    jit.forget_files()
+    compiler.forget_files()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -31,18 +31,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from thdattn.comm import Comm, run_local
 from thdattn.fuzz.cases import FuzzCase
 from thdattn.fuzz.runs import Ranks, portable_kernels, run
-from thdattn.tiles import TILES
+from thdattn.kernels.configs import TILES
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "synccheck", "initcheck", "racecheck")  # in this order, the slowest last
 FAMILIES = ("hopper", "portable")
 # Tests of kernels that simulated ranks do not call: exchange, sums between GPUs, decode of the mixer, captured graphs.
 TESTS = {
-    "exchange": "tests/test_gpu_meeting.py -k 2-16",
-    "exchanged heads": "tests/test_gpu_peer.py -k 'by_one_kernel_as_by_copies or late_give_the_same_bits and 2-False'",
-    "sums": "tests/test_gpu_peer.py -k 'windows_grow or layers_in_flight'",
-    "mixer decode": "tests/test_gpu_mamba_decode.py -k 'every_width and 3 or no_prompt'",
-    "graphs": "tests/test_gpu_graph.py -k 'not memory'",
+    "exchange": "tests/comm/test_gpu_meeting.py -k 2-16",
+    "exchanged heads": "tests/comm/test_gpu_peer.py "
+                       "-k 'by_one_kernel_as_by_copies or late_give_the_same_bits and 2-False'",
+    "sums": "tests/comm/test_gpu_peer.py -k 'windows_grow or layers_in_flight'",
+    "mixer decode": "tests/mamba/test_gpu_mamba_decode.py -k 'every_width and 3 or no_prompt'",
+    "graphs": "tests/graphs/test_gpu_graph.py -k 'not memory'",
 }
 REPORT = re.compile(
     r"^=+ (?:(?:Error|Warning): )?(Invalid [\w ]*?(?:read|write|atomic)|Uninitialized [\w ]*read|Race reported between "

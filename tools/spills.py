@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import re
 
-from thdattn import jit
-from thdattn.instances import Instance
-from thdattn.tiles import TILES
+from thdattn.jit import compiler
+from thdattn.kernels.configs import TILES
+from thdattn.kernels.instances import Instance
 
 SHARED_BYTES = {"sm_80": 166912, "sm_90a": 232448, "sm_120": 101376}  # that a thread block may ask for
 
@@ -18,7 +18,7 @@ SHARED_BYTES = {"sm_80": 166912, "sm_90a": 232448, "sm_120": 101376}  # that a t
 def needs(kernel: Instance, arch: str) -> str:
     """Return registers, bytes spilled and bytes of shared memory of a kernel, or why it does not compile."""
     try:
-        _, lowered, log = jit.compile_kernel(kernel.name, arch)
+        _, lowered, log = compiler.compile_kernel(kernel.name, arch)
     except RuntimeError as error:
         return "\n".join(line for line in str(error).splitlines() if "error" in line)
     (entry,) = [part for part in log.split("Compiling entry function")[1:] if part.lstrip().startswith(f"'{lowered}'")]

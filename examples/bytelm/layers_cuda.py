@@ -19,7 +19,7 @@ import numpy as np
 from layers import EPSILON, AdamWStep
 from numpy.typing import DTypeLike
 
-from thdattn.jit import Arguments, launch_early
+from thdattn.jit.compiler import Arguments, launch_early
 
 xp = cupy
 DTYPE = np.dtype(ml_dtypes.bfloat16)

@@ -20,6 +20,7 @@ from parts import Attention, Mixer, Mlp, ModelPlan, Part
 from sizes import TABLE_ROWS, VOCAB, Config, Shapes, weight_shapes
 
 import thdattn
+from thdattn.engines.select import choose_engine
 
 LAYERS = {"reference": "layers", "cuda": "layers_cuda"}
 
@@ -62,7 +63,7 @@ class Model:
     ) -> None:
         self.config = config
         self.comm = comm
-        engine_module, _ = thdattn.engines.choose_engine(engine, comm)
+        engine_module, _ = choose_engine(engine, comm)
         self.layers = importlib.import_module(LAYERS[engine_module.name])
         self.layers.load()
         self.dtype = np.dtype(dtype or self.layers.DTYPE)

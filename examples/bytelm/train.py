@@ -50,9 +50,9 @@ from trainer import NATS_PER_BIT, StepResult, Trainer
 import thdattn
 from thdattn.arguments import INT32_MAX
 from thdattn.comm.levels import Levels
-from thdattn.engines import choose_engine
+from thdattn.engines.select import choose_engine
 from thdattn.graphs import add_arguments, from_arguments
-from thdattn.methods.choice import SHARDINGS
+from thdattn.methods.select import SHARDINGS
 from thdattn.sharding import STRATEGIES
 
 LAST_LR = 0.1  # of the highest

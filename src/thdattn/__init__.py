@@ -6,14 +6,14 @@ imported by its name as it needs PyTorch.
 
 from thdattn import comm, graphs
 from thdattn.attention import CPAttention
-from thdattn.cache import KVCache
-from thdattn.flops import Flops
-from thdattn.mamba import Mamba2Mixer
-from thdattn.mamba_cache import Mamba2Cache
-from thdattn.mamba_saved import Mamba2Saved
-from thdattn.mixer_shape import Mamba2Weights
+from thdattn.kv_cache import KVCache
+from thdattn.mamba.cache import Mamba2Cache
+from thdattn.mamba.mixer import Mamba2Mixer
+from thdattn.mamba.saved import Mamba2Saved
+from thdattn.mamba.shape import Mamba2Weights
 from thdattn.packing import PackedBatch
-from thdattn.plan import Plan
+from thdattn.plan.flops import Flops
+from thdattn.plan.plan import Plan
 from thdattn.saved import Saved
 from thdattn.sharding import Sharding
 from thdattn.varlen import VarlenSaved, varlen_attention, varlen_attention_backward

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 
 import thdattn
-from thdattn import advise, fuzz, pack_stats
-from thdattn.check import check
-from thdattn.info import info
+from thdattn import fuzz
+from thdattn.cli import advise, pack_stats
+from thdattn.cli.check import check
+from thdattn.cli.info import info
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,22 +8,22 @@ from weakref import WeakKeyDictionary
 
 from numpy.typing import DTypeLike
 
-from thdattn import planning, room
 from thdattn.arguments import as_bool, as_count, as_softcap, as_softmax_scale, as_window, check_kind
-from thdattn.cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.checks import as_rows, as_sinks, check_plan, check_same
 from thdattn.comm import Comm
-from thdattn.engines import as_engine_dtype, check_head_dims, choose_engine
-from thdattn.flops import Flops, attention_flops
-from thdattn.handles import give_handle
-from thdattn.mask import visible_pairs
-from thdattn.memory import Layer, Memory
+from thdattn.engines.select import as_engine_dtype, check_head_dims, choose_engine
+from thdattn.kv_cache import CACHE_TRAITS, KVCache, make_cache, rows_to_decode
 from thdattn.methods import all_gather
 from thdattn.methods.all_gather import Keys
-from thdattn.methods.call import Call, Tensors
-from thdattn.methods.choice import Choice, keeps_keys
+from thdattn.methods.base import Call, Tensors
+from thdattn.methods.select import Choice, keeps_keys
 from thdattn.packing import PackedBatch, as_like
-from thdattn.plan import NO_ARRAYS, Plan
+from thdattn.plan import build, free_memory
+from thdattn.plan.flops import Flops, attention_flops
+from thdattn.plan.handles import give_handle
+from thdattn.plan.mask import visible_pairs
+from thdattn.plan.memory import Layer, Memory
+from thdattn.plan.plan import NO_ARRAYS, Plan
 from thdattn.saved import Saved, check_keys, check_saved
 from thdattn.sharding import Sharding
 
@@ -173,13 +173,13 @@ class CPAttention:
         """
         plan = self._outline(batch, sharding, key_batch, like, finite_padding)
         forward_only = as_bool("forward_only", forward_only)
-        refusal, self._lengths = planning.found_wrong(self._lengths), None
+        refusal, self._lengths = build.found_wrong(self._lengths), None
         if self.comm.size > 1:
-            refusal = refusal or room.shortage(self._engine, self.comm, self._memory(plan), forward_only)
+            refusal = refusal or free_memory.shortage(self._engine, self.comm, self._memory(plan), forward_only)
         self.comm.agree("the plan", self._description(plan), refusal, _SAME_PLAN)
-        plan = planning.with_arrays(plan)
+        plan = build.with_arrays(plan)
         self._lengths = plan.arrays.lengths
-        room.note(self.comm, plan)
+        free_memory.note(self.comm, plan)
         return plan
 
     def sharding(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Sharding:
@@ -235,10 +235,10 @@ class CPAttention:
         """A plan without its arrays."""
         sharding = self.sharding(batch, sharding)
         if key_batch is not None:
-            planning.check_key_batch(key_batch, batch, self.comm.size)
+            build.check_key_batch(key_batch, batch, self.comm.size)
         plan = Plan(sharding, self.comm.rank, self.window, (self.head_dim, self.v_head_dim), self._tiles, NO_ARRAYS,
                     self._engine, key_batch, as_like(like), as_bool("finite_padding", finite_padding))
-        return planning.with_core(plan, self._choice.inner)
+        return build.with_core(plan, self._choice.inner)
 
     def _memory(self, plan: Plan) -> Memory:
         layer = Layer(self.num_heads, self.num_kv_heads, self.dtype, self.deterministic, self._groups(plan),
@@ -457,4 +457,4 @@ class CPAttention:
 
     def _description(self, plan: Plan) -> dict[str, Any]:
         """Return the fields in which ranks must agree, by name."""
-        return planning.description(plan, self._asked)
+        return build.description(plan, self._asked)

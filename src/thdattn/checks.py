@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from thdattn.arguments import check_kind, shown
-from thdattn.plan import Plan
+from thdattn.plan.plan import Plan
 
 
 def as_rows(engine: Any, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

@@ -14,13 +14,13 @@
 // row sees whole is computed without comparisons. Tiles are aligned to the buffers, not to sequences. The plan says in
 // which order they are done.
 //
-// Files include each other by their paths below src/thdattn; Python writes those of generated/ (jit.py). tiles.py has
-// the constants of a kernel's template. ops/ launches the kernels.
+// Files include each other by their paths below src/thdattn; Python writes those of generated/ (jit/compiler.py).
+// kernels/configs.py has the constants of a kernel's template, and engines/cuda launches the kernels.
 //
 //   kernels/common.cuh                    element types, ranges of rows, reductions
-//   kernels/sum.cu                        shares of the same rows, of several ranks, added up
-//   kernels/meeting.cu                    what ranks have for each other, put to its places
-//   kernels/homes.cuh                     where a backward stores shares that other ranks add up
+//   kernels/peer/reduce.cu                shares of the same rows, of several ranks, added up
+//   kernels/peer/exchange.cu              what ranks have for each other, put to its places
+//   kernels/peer/owners.cuh               where a backward stores shares that other ranks add up
 //   kernels/logits.cuh, sinks.cu          caps of logits and sinks, of both engines' tiles; the gradient of sinks
 //   kernels/cache.cu                      rows of keys and values into a cache
 //   kernels/portable/common.cuh           mma.sync, ldmatrix, cp.async, tiles in shared memory (sm_80 and later)
@@ -353,7 +353,7 @@ __global__ void thd_plan_tile_cost(int* __restrict__ query_tiles, int* __restric
   if (threadIdx.x % kWarp == 0) tiles.cost()[t] = {longest, mine.begin, mine.span};
 }
 
-constexpr int kFewSequences = 4;                      // FEW_SEQUENCES of host_plan.py
+constexpr int kFewSequences = 4;                      // FEW_SEQUENCES of plan/ranges.py
 
 // The sum of a number of every lane.
 __device__ __forceinline__ u64 warp_sum(u64 x) {

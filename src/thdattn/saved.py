@@ -9,8 +9,8 @@ import numpy as np
 
 from thdattn.arguments import found, is_array, shown
 from thdattn.methods.all_gather import Keys
-from thdattn.methods.call import lse_dtype
-from thdattn.plan import Plan
+from thdattn.methods.base import lse_dtype
+from thdattn.plan.plan import Plan
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from thdattn.arguments import INT32_MAX, as_choice, as_count, as_int, found
-from thdattn.balanced import balanced_runs
+from thdattn.balance import balanced_runs
 from thdattn.packing import PackedBatch, as_batch, check_arrays, check_rows, rows_of_runs
 
 MAX_RANKS = INT32_MAX // 2  # their 2*cp_size chunks are counted in int32
@@ -66,7 +66,7 @@ def balanced(batch: PackedBatch, cp_size: int, cp_rank: int, local_rows: int) ->
     """As many rows and as much causal work for every rank, in few pieces, of sequences of any lengths.
 
     Long sequences lie whole on one rank or in two chunks on each of few neighbours, and short ones fill up; padding
-    comes last. Ranks then need few of each other's keys, and only these travel. See balanced.py.
+    comes last. Ranks then need few of each other's keys, and only these travel. See balance.py.
 
     Args:
         batch: any batch on the host.

@@ -23,7 +23,7 @@ from test_train_graphs import way_id, ways_of
 from texts import HYBRID, LENGTHS, Text, busy_weights, run
 
 import thdattn
-from thdattn.methods.choice import SHARDINGS
+from thdattn.methods.select import SHARDINGS
 
 TEXT = Text.random(LENGTHS)
 

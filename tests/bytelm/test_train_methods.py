@@ -21,8 +21,9 @@ from test_grid import CLOSE, differs
 from test_train import NOBODY_INTERRUPTS, arguments
 
 import thdattn
-from thdattn import balanced, routes
-from thdattn.methods.choice import SHARDINGS
+from thdattn import balance
+from thdattn.methods.select import SHARDINGS
+from thdattn.plan import key_transfers
 
 MODEL = replace(SIZES["tiny"], heads=4, kv_heads=2, head_dim=16, width=32, hidden=64)
 METHODS = [
@@ -104,8 +105,8 @@ def test_what_a_step_needs_is_found_by_the_thread_that_prepares_batches(document
 
         monkeypatch.setattr(module, name, call)
 
-    noted(balanced, "_runs")
-    noted(routes, "_needed_rows")
+    noted(balance, "_runs")
+    noted(key_transfers, "_needed_rows")
     config = replace(MODEL, window=5)
 
     def program(comm):

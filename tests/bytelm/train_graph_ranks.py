@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 sys.path.extend(str(Path(__file__).resolve().parents[2] / folder)
-                for folder in ("tests", "tests/bytelm", "examples", "examples/bytelm"))
+                for folder in ("tests/kit", "tests/bytelm", "examples", "examples/bytelm"))
 
 import runs
 from sizes import SIZES
 from test_train_graphs import way_id, ways_of
 
 import thdattn
-from thdattn.methods.choice import SHARDINGS
+from thdattn.methods.select import SHARDINGS
 
 
 def trainer(**graphs):

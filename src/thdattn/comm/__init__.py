@@ -65,11 +65,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from thdattn.comm.contract import Comm
-from thdattn.comm.heads import Arrival as Arrival
-from thdattn.comm.heads import Meeting as Meeting
-from thdattn.comm.heads import Pending as Pending
-from thdattn.comm.heads import nothing as nothing
+from thdattn.comm.base import Comm
+from thdattn.comm.overlap import Arrival as Arrival
+from thdattn.comm.overlap import Meeting as Meeting
+from thdattn.comm.overlap import Pending as Pending
+from thdattn.comm.overlap import nothing as nothing
 from thdattn.comm.single import SingleComm
 
 __all__ = ["Comm", "SingleComm", "from_torch", "init", "run_local"]
@@ -111,9 +111,9 @@ def init(
             not see the others' memory; or MPI sees another number of ranks than the launcher started, as below torchrun
             (see from_torch) and below srun without --mpi. Errors of GPUs and NCCL are raised on every rank.
     """
-    from thdattn.comm import start
+    from thdattn.comm import bootstrap
 
-    return start.join(backend, world, timeout, transport, check)
+    return bootstrap.join(backend, world, timeout, transport, check)
 
 
 def from_torch(group: Any = None, check: bool = False) -> Comm:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from thdattn.arguments import as_bool, is_array, shown
-from thdattn.comm.contract import Comm
-from thdattn.comm.heads import Arrival
+from thdattn.comm.base import Comm
+from thdattn.comm.overlap import Arrival
 from thdattn.comm.slices import Slices, Swap
 
 AnyComm = TypeVar("AnyComm", bound=Comm)

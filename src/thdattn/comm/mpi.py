@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from thdattn.arguments import found
-from thdattn.comm import Comm, launcher, watchdog
+from thdattn.comm import Comm, launcher
+from thdattn.comm.failures import watchdog
 from thdattn.comm.launcher import ALONE, Launcher
 from thdattn.comm.slices import Slices
 from thdattn.install import remedy

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thdattn.comm import Arrival, Comm, launcher, mpi, nothing
-from thdattn.comm.outcomes import Outcome, attempt, results
+from thdattn.comm.failures.outcomes import Outcome, attempt, results
+from thdattn.comm.failures.watchdog import PATIENCE_AT_START, Lane
 from thdattn.comm.slices import Slices, Swap
-from thdattn.comm.watchdog import PATIENCE_AT_START, Lane
 from thdattn.install import remedy
 
 logger = logging.getLogger("thdattn")
@@ -376,7 +376,7 @@ def _peer_memory(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Any, 
     Raises:
         RuntimeError: transport is "peer", but they cannot.
     """
-    from thdattn.comm import peer
+    from thdattn.comm.peer import transport as peer
 
     if len(gpus) == 1:  # a group of one, whatever transport it was split from
         return None, "there is one rank"

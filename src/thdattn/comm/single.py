@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from thdattn.comm.contract import Comm
+from thdattn.comm.base import Comm
 from thdattn.comm.slices import Slices
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from thdattn.arguments import found
 from thdattn.comm import Comm, launcher, nccl
+from thdattn.comm.failures.watchdog import Watch, flush
 from thdattn.comm.slices import Slices
-from thdattn.comm.watchdog import Watch, flush
 
 
 class TorchComm(Comm):

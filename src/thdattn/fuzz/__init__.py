@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from thdattn.comm import init, run_local
-from thdattn.engines import choose_engine
+from thdattn.engines.select import choose_engine
 from thdattn.fuzz import chaos, judge
 from thdattn.fuzz.cases import FuzzCase, draw_case, draw_configuration
 from thdattn.fuzz.record import save

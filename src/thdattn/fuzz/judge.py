@@ -21,9 +21,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn import mamba_oracle, oracle
+from thdattn import oracle
 from thdattn.fuzz.cases import FuzzCase, offsets
 from thdattn.fuzz.runs import Inputs, Results, inputs_of, mixer_inputs_of, token_rows
+from thdattn.mamba import oracle as mamba_oracle
 from thdattn.packing import PackedBatch
 
 Array = NDArray[Any]

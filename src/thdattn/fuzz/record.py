@@ -59,7 +59,7 @@ def _machine(engine: str) -> str:
 def _sources() -> dict[str, Any]:
     """The commit, and the hash of the kernels' sources where CuPy is there to make it."""
     try:
-        kernels = importlib.import_module("thdattn.jit").source_hash()
+        kernels = importlib.import_module("thdattn.jit.compiler").source_hash()
     except Exception:  # CuPy without a driver raises more than ImportError
         kernels = None
     return {"commit": os.environ.get("THDATTN_COMMIT") or _head(), "kernel_sources": kernels}

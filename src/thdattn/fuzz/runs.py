@@ -20,10 +20,10 @@ from thdattn.attention import CPAttention
 from thdattn.comm import Comm, SingleComm
 from thdattn.fuzz.cases import FuzzCase, draw_lengths, offsets
 from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
-from thdattn.mamba import Mamba2Mixer
-from thdattn.mixer_shape import Mamba2Weights
+from thdattn.mamba.mixer import Mamba2Mixer
+from thdattn.mamba.shape import Mamba2Weights
 from thdattn.packing import PackedBatch
-from thdattn.plan import Plan
+from thdattn.plan.plan import Plan
 from thdattn.varlen import varlen_attention, varlen_attention_backward
 
 Array = NDArray[Any]
@@ -32,7 +32,8 @@ Results = dict[str, Array]
 FILL = 7.5  # of padding that is finite
 REPLAYS, STATIC_SEQS = 4, 24  # packs that a captured graph serves, and its room for sequences
 GRADS = ("dq", "dk", "dv", "dsinks")
-MODULES_THAT_ALLOCATE = {"reference": ("thdattn.reference",), "cuda": ("thdattn.ops", "thdattn.ops.launch")}
+MODULES_THAT_ALLOCATE = {"reference": ("thdattn.engines.reference", "thdattn.engines.reference.arrays"),
+                         "cuda": ("thdattn.engines.cuda", "thdattn.engines.cuda.launch")}
 
 
 class Inputs(NamedTuple):
@@ -154,7 +155,7 @@ def poisoned(engine: str) -> Iterator[None]:
 @contextmanager
 def portable_kernels() -> Iterator[None]:
     """A block in which a Hopper GPU runs the kernels that are for every GPU."""
-    launch = importlib.import_module("thdattn.ops.launch")
+    launch = importlib.import_module("thdattn.engines.cuda.launch")
     before = launch.this_gpu
     gpu = replace(before(), sm90=False)
     vars(launch)["this_gpu"] = lambda: gpu

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from thdattn.arguments import as_choice, check_kind, found, is_array, shown
 from thdattn.comm import Comm
-from thdattn.engines import choose_engine
-from thdattn.generations import Generation, recorded
+from thdattn.engines.select import choose_engine
 from thdattn.graphs.config import PARTS, CudaGraphConfig
+from thdattn.plan.generations import Generation, recorded
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,12 +11,12 @@ from typing import Any
 
 from thdattn.arguments import as_count, check_kind
 from thdattn.attention import CPAttention
-from thdattn.generations import renew
 from thdattn.graphs.capture import Graphs
 from thdattn.graphs.upload import Upload
-from thdattn.mamba import Mamba2Mixer
+from thdattn.mamba.mixer import Mamba2Mixer
 from thdattn.packing import PackedBatch
-from thdattn.plan import Plan
+from thdattn.plan.generations import renew
+from thdattn.plan.plan import Plan
 from thdattn.sharding import Sharding
 
 MOST_SEQUENCES = 2048  # unless the configuration says more

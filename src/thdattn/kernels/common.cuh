@@ -18,7 +18,7 @@ struct bf16 { unsigned short bits; };
 [[maybe_unused]] constexpr float kLn2 = 0.6931471805599453f;
 #define kInfinity __int_as_float(0x7f800000)
 
-// tiles.py computes how many bytes of shared memory a kernel is launched with; a wrong number does not compile. An
+// kernels/configs.py computes a launch's bytes of shared memory; a wrong number does not compile. An
 // error shows both numbers.
 template <int kFound, int kFromPython> constexpr bool same_bytes() {
   static_assert(kFound == kFromPython, "tiles.py computes other bytes of shared memory than the kernel has");

@@ -1,5 +1,5 @@
 // What a softmax is taken of: logits, which follow from scores, the products of a query with keys, and a sink. Inside,
-// they are in powers of two. structs.py fills Logits; with -inf, which hides a key, for a score, a logit is -inf.
+// they are in powers of two. jit/structs.py fills Logits; with -inf, which hides a key, for a score, a logit is -inf.
 //
 // exact(score): the logit.
 // way_for(farthest, hidden): of a warp, the quickest way to logits of scores no farther from 0 than each lane's

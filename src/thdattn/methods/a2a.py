@@ -24,12 +24,12 @@ from numpy.typing import DTypeLike
 
 from thdattn.comm import nothing
 from thdattn.comm.slices import Cut, Swap
-from thdattn.memory import Layer, Memory, num_bytes
-from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
+from thdattn.methods.base import Call, Results, Tensors, joined, lse_dtype
+from thdattn.plan.memory import Layer, Memory, num_bytes
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
-    from thdattn.plan import Plan
+    from thdattn.plan.plan import Plan
 
 Wait = Callable[[], None]
 
@@ -55,7 +55,7 @@ def obstacle(num_heads: int, num_kv_heads: int, size: int) -> str:
 def forward(
     engine: Any, comm: Ranks, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
 ) -> Results:
-    """Attention of this rank's query rows; see call.py. It keeps what was exchanged, of each group of heads."""
+    """Attention of this rank's query rows; see base.py. It keeps what was exchanged, of each group of heads."""
     swap = _Swap(engine, comm.inner, plan, len(call.groups))
     out = engine.empty((len(q), q.shape[1], v.shape[2]), q.dtype)
     lse = engine.empty((q.shape[1], len(q)), lse_dtype(q.dtype))
@@ -79,7 +79,7 @@ def forward(
 def backward(
     engine: Any, comm: Ranks, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool
 ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
-    """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are there with dq."""
+    """Gradients of `forward` for this rank's rows of q, k, v; see base.py. dk and dv are there with dq."""
     q, k, v, out, lse, kept = saved
     swap = _Swap(engine, comm.inner, plan, len(kept or call.groups))
     dq, dk, dv = (engine.empty(x.shape, x.dtype) for x in (q, k, v))

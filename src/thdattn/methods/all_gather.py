@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import DTypeLike
 
 from thdattn.comm import Arrival
-from thdattn.homes import places_of_keys
-from thdattn.memory import Layer, Memory, num_bytes
-from thdattn.methods.call import Call, Results, Tensors, joined, lse_dtype
+from thdattn.methods.base import Call, Results, Tensors, joined, lse_dtype
+from thdattn.plan.memory import Layer, Memory, num_bytes
+from thdattn.plan.owners import places_of_keys
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
-    from thdattn.plan import Plan
+    from thdattn.plan.plan import Plan
 
 IN_FLIGHT = 2  # gathers of a plan that may be on their way at a time, each into buffers of its own
 _turns: weakref.WeakKeyDictionary[Plan, _Turns] = weakref.WeakKeyDictionary()
@@ -109,7 +109,7 @@ def gather(
     """Starts to gather the keys and values of all ranks, a share of the kv heads at a time.
 
     Args:
-        engine: the module `reference` or `ops`.
+        engine: engines.reference or engines.cuda.
         k, v: this rank's rows, (local_key_rows, heads, width); the engine's arrays.
         groups: kv heads of each group; none: all at once.
         at_once: the forward or backward follows, with nothing between.

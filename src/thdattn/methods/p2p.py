@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from thdattn.comm import nothing
-from thdattn.memory import Bytes, Layer, Memory, num_bytes
-from thdattn.methods.call import Call, Results, Tensors, lse_dtype
+from thdattn.methods.base import Call, Results, Tensors, lse_dtype
+from thdattn.plan.memory import Bytes, Layer, Memory, num_bytes
 
 if TYPE_CHECKING:
     from thdattn.comm import Comm
-    from thdattn.plan import Plan
+    from thdattn.plan.plan import Plan
 
 Pair = Sequence[Any]  # keys and values of a slice, or their gradients
 
@@ -37,7 +37,7 @@ Pair = Sequence[Any]  # keys and values of a slice, or their gradients
 def forward(
     engine: Any, comm: Comm, plan: Plan, q: Any, k: Any, v: Any, call: Call, return_max_logit: bool
 ) -> Results:
-    """Attention of this rank's query rows over the keys of all ranks; see call.py."""
+    """Attention of this rank's query rows over the keys of all ranks; see base.py."""
     rows, num_heads, _ = q.shape
     dtype = lse_dtype(q.dtype)
     merged = plan.buffer("out in float32", (rows, num_heads, v.shape[2]), dtype)
@@ -60,7 +60,7 @@ def forward(
 def backward(
     engine: Any, comm: Comm, plan: Plan, dout: Any, saved: Tensors, call: Call, at_once: bool
 ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
-    """Gradients of `forward` for this rank's rows of q, k, v; see call.py. dk and dv are there with dq.
+    """Gradients of `forward` for this rank's rows of q, k, v; see base.py. dk and dv are there with dq.
 
     The sums of a slice are made rank after rank, so that they are the same bits on every run.
     """

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "kernels/homes.cuh"
+#include "kernels/peer/owners.cuh"
 #include "kernels/hopper/common.cuh"
 
 // ------------------------------------------------------------------------------------------------ scheduler

@@ -1,5 +1,5 @@
 // What the Hopper kernels (sm_90a) share: TMA, mbarriers and wgmma, tiles in shared memory, and the scheduler. Python
-// writes the wrappers of wgmma (wgmma.py).
+// writes the wrappers of wgmma (kernels/generated.py).
 
 #pragma once
 

@@ -30,7 +30,7 @@ template <typename T> __device__ __forceinline__ Pair<T> load_pair(const T* from
 // What thd_mixer_conv_bwd makes, beside dzxbcdt. A chunk's shares of gradients lie in the order of the weights.
 struct ConvGradients {
   float* shares;                                      // (chunks, pitch)
-  float* ends;                                        // (2, reach, channels), see host_conv.mixer_conv_bwd
+  float* ends;                                        // (2, reach, channels), see reference.mixer_conv_bwd
   size_t pitch;
 };
 
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(256) thd_mixer_sum(const float* __restrict__ s
 // The gradients of the last rows of x, B and C, rounded once: what this rank's rows give, and then those of the ranks
 // behind it, in their order.
 //
-// halos (ranks, reach, channels), tail (reach, channels): see host_conv.mixer_add_halos
+// halos (ranks, reach, channels), tail (reach, channels): see reference.mixer_add_halos
 // Launch: grid (ceil(channels / 256), min(reach, rows)), block 128.
 template <typename T>
 __global__ void __launch_bounds__(kConvBackThreads) thd_mixer_add_halos(

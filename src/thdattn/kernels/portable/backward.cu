@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "kernels/homes.cuh"
+#include "kernels/peer/owners.cuh"
 #include "kernels/portable/common.cuh"
 
 // What the backward needs per query row besides the tensors, ready for use: the main kernels add these numbers to

@@ -1,0 +1,253 @@
+"""python -m thdattn info: what this machine has, where it came from, and what is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import thdattn
+from thdattn.comm import Comm, launcher
+from thdattn.comm.nccl import NcclComm
+from thdattn.engines.select import choose_engine
+from thdattn.install import remedy
+from thdattn.jit import cache
+
+
+class Library(NamedTuple):
+    """One row of `info`: version is None if the library cannot be used, and `where` then says why."""
+
+    name: str
+    version: str | None
+    where: str
+
+
+def info() -> int:
+    """Print what this machine has and what is missing; needs nothing but NumPy and ml_dtypes."""
+    try:
+        comm = thdattn.comm.init("auto")
+        if comm.rank != 0:
+            return 0
+        engine, why = choose_engine("auto", comm)
+        ranks = f"{comm.size}, backend {comm.name!r}"
+        chosen = f"{engine.name}: {why}"
+        transport = _transport(comm)
+    except RuntimeError as error:
+        ranks = transport = chosen = f"none: {error}"
+    packages = [
+        Library("thdattn", thdattn.__version__, str(Path(thdattn.__file__).parent)),
+        Library("Python", sys.version.split()[0], sys.executable),
+        Library("numpy", np.__version__, np.__file__),
+        Library("ml_dtypes", ml_dtypes.__version__, ml_dtypes.__file__),
+    ]
+    driver = _cuda_driver()
+    cuda, mpi = _cuda_libraries(), _mpi_libraries()
+    for library in (*packages, driver, *cuda, *mpi):
+        print(f"{library.name:<13} {library.version or '-':<11} {library.where}")
+    for label, text in (("GPU", gpu) for gpu in _gpus()):
+        print(f"{label:<13} {text}")
+    print(f"{'kernel cache':<13} {_kernel_cache()}")
+    print(f"{'ranks':<13} {ranks}")
+    print(f"{'transport':<13} {transport}")
+    print(f"{'engine':<13} {chosen}")
+    missing = [library.name for library in (*cuda, *mpi) if library.version is None]
+    for text in _remedies(missing, driver.version):
+        print(f"{'missing':<13} {text}")
+    return 0
+
+
+def _remedies(missing: Sequence[str], cuda_version: str | None) -> Iterator[str]:
+    """What to install for the libraries that are missing, given the CUDA version of the driver."""
+    if cuda_version is None:
+        yield "NVIDIA driver: without a GPU the reference engine (NumPy) computes everything"
+    cuda = [name for name in missing if name in ("CuPy", "CUDA runtime", "NVRTC", "NCCL")]
+    if cuda:
+        extra = "cuda12" if cuda_version is not None and cuda_version.startswith("12.") else "cuda13"
+        yield f"{', '.join(cuda)}: {remedy(extra)}" + ("" if cuda_version else " (for a GPU)")
+    mpi = [name for name in missing if name in ("mpi4py", "MPI", "mpiexec")]
+    if mpi:
+        yield (f"{', '.join(mpi)}: {remedy('mpich')} brings MPI along, [mpi] in place of [mpich] uses this machine's; "
+               f"one rank and simulated ranks need neither")
+
+
+def driver_version() -> str:
+    """The NVIDIA driver as nvidia-smi names it, "580.159.04"; "none" where there is none.
+
+    Where the driver's management library is missing, as in some containers, the newest CUDA it runs: "CUDA 13.0".
+    """
+    text = ctypes.create_string_buffer(80)
+    with contextlib.suppress(OSError, AttributeError):
+        management = ctypes.CDLL("libnvidia-ml.so.1")
+        management.nvmlInit_v2()
+        management.nvmlSystemGetDriverVersion(text, len(text))  # leaves it empty if there is no driver
+        management.nvmlShutdown()
+    if text.value:
+        return text.value.decode()
+    try:
+        return f"CUDA {_newest_cuda()}"
+    except (OSError, AttributeError):
+        return "none"
+
+
+def _newest_cuda() -> str:
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return _dotted(version.value)
+
+
+def _cuda_driver() -> Library:
+    """The newest CUDA version that the driver runs, and the driver."""
+    name = "CUDA driver"
+    try:
+        return Library(name, _newest_cuda(), f"{_loaded_from('libcuda.so')}, NVIDIA driver {driver_version()}")
+    except (OSError, AttributeError) as error:
+        return Library(name, None, str(error))
+
+
+def _cuda_libraries() -> list[Library]:
+    def cupy() -> Library:
+        import cupy
+
+        return Library("CuPy", cupy.__version__, cupy.__file__)
+
+    def runtime() -> Library:
+        from cupy import cuda
+
+        return Library("CUDA runtime", _dotted(cuda.get_local_runtime_version()), _loaded_from("libcudart.so"))
+
+    def compiler() -> Library:
+        from cupy.cuda import nvrtc
+
+        return Library("NVRTC", ".".join(map(str, nvrtc.getVersion())), _loaded_from("libnvrtc.so"))
+
+    def nccl() -> Library:
+        from cupy.cuda import nccl
+
+        if not nccl.available:
+            raise RuntimeError("CuPy finds no libnccl.so")
+        number = nccl.get_version()
+        return Library(
+            "NCCL", f"{number // 10000}.{number // 100 % 100}.{number % 100}", _loaded_from("libnccl.so")
+        )
+
+    probes = {"CuPy": cupy, "CUDA runtime": runtime, "NVRTC": compiler, "NCCL": nccl}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy warns of what `missing` says with a remedy
+        return [_attempt(name, probe) for name, probe in probes.items()]
+
+
+def _attempt(name: str, probe: Callable[[], Library]) -> Library:
+    """NOTE: libraries that are half there raise anything, RuntimeError and OSError too, not only ImportError."""
+    try:
+        return probe()
+    except Exception as error:
+        return Library(name, None, _one_line(f"{type(error).__name__}: {error}"))
+
+
+_MPI_PROBE = """
+import json, mpi4py
+print(json.dumps(["mpi4py", mpi4py.__version__, mpi4py.__file__]))
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+version = MPI.Get_library_version().replace("\\n", " ").replace("\\t", " ").replace(",", " ").replace(" Version:", "")
+name, number = version.replace("Open MPI", "OpenMPI").split()[:2]
+mapped = [line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line]
+print(json.dumps(["MPI", name + " " + number.lstrip("v"), mapped[0] if mapped else ""]))
+"""
+
+
+def _mpi_libraries() -> list[Library]:
+    """mpi4py, the MPI library and its launcher, seen from a process of its own, as loading MPI may end a process."""
+    command = [sys.executable, "-c", _MPI_PROBE]
+    try:
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        output, errors = probe.stdout, probe.stderr.strip() or f"exit status {probe.returncode}"
+    except subprocess.TimeoutExpired:
+        output, errors = "", "no answer within 60 s"
+    found = [Library(*json.loads(line)) for line in output.splitlines() if line.startswith("[")]
+    for name in ("mpi4py", "MPI")[len(found) :]:
+        found.append(Library(name, None, _one_line(errors.splitlines()[-1])))
+    mpiexec = launcher.mpiexec()
+    found.append(Library("mpiexec", "found" if mpiexec else None, mpiexec[0] if mpiexec else "not on PATH"))
+    return found
+
+
+def _gpus() -> list[str]:
+    """Every GPU with its name, compute capability and memory, or why there is none."""
+    try:
+        from cupy.cuda import runtime
+
+        found = []
+        for device in range(runtime.getDeviceCount()):
+            properties = runtime.getDeviceProperties(device)
+            capability = f"{properties['major']}.{properties['minor']}"
+            usable = "" if properties["major"] >= 8 else ", too old: thdattn needs 8.0"
+            memory = properties["totalGlobalMem"] / 2**30
+            found.append(
+                f"{device}: {properties['name'].decode()}, compute capability {capability}, {memory:.0f} GiB{usable}"
+            )
+        return found or ["none"]
+    except Exception as error:
+        return [_one_line(f"none ({type(error).__name__}: {error})")]
+
+
+def _transport(comm: Comm) -> str:
+    """How keys and values travel between these ranks; of one process, between ranks that this machine would have."""
+    if isinstance(comm, NcclComm):
+        return f"nccl: {comm.no_peer_memory}" if comm.no_peer_memory else "peer: the ranks see each other's memory"
+    if comm.size > 1:
+        return f"none: {comm.no_gpus or f'a comm of backend {comm.name!r} moves host arrays'}"
+    try:
+        from cupy.cuda import runtime
+
+        count = runtime.getDeviceCount()
+        blind = [pair for pair in permutations(range(count), 2) if not runtime.deviceCanAccessPeer(*pair)]
+    except Exception:
+        count = 0
+    if count == 0:
+        return "none: without a GPU, ranks move host arrays"
+    if count == 1:
+        return "peer or nccl: one GPU does not tell; info of several ranks, started by mpiexec, does"
+    if blind:
+        others = f", and {len(blind) - 1} more such pairs" if len(blind) > 1 else ""
+        return "nccl, once there are ranks: GPU {} does not see the memory of GPU {}".format(*blind[0]) + others
+    return f"peer, once there are ranks: GPUs 0 to {count - 1} see each other's memory"
+
+
+def _kernel_cache() -> str:
+    path = cache.cache_dir()
+    try:
+        with cache.folder():
+            kernels = [file.stat().st_size for file in path.glob("*.cubin")]
+    except FileNotFoundError:
+        kernels = []
+    except OSError as error:
+        return f"{path} cannot be used: {error.strerror or error}; or set THDATTN_CACHE_DIR to another directory"
+    return f"{path} ({len(kernels)} kernels, {sum(kernels) / 1e6:.1f} MB; $THDATTN_CACHE_DIR moves it)"
+
+
+def _loaded_from(library: str) -> str:
+    """The file of a shared library that this process has loaded; empty if it has not, or if /proc does not tell."""
+    try:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line[line.index("/") :] for line in maps if f"/{library}" in line), "")
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,315 @@
+"""The contract: what every comm does, with checks of what it is asked, and what its backend has to bring."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from thdattn.arguments import INT32_MAX, as_choice, as_count
+from thdattn.comm.agreement import Fields, settle
+from thdattn.comm.checks import Checks
+from thdattn.comm.overlap import Heads, Pending, nothing
+from thdattn.comm.slices import Slices, packed, put, room
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_UNWATCHED = nullcontext()
+_INTEGERS = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64"})
+
+
+class Comm(Checks, Heads):
+    """What the rest of the package asks of a group of ranks.
+
+    Every rank calls the same collectives in the same order with the same shapes and dtypes. Arrays are C-contiguous
+    and ``send`` and ``recv`` do not overlap; what the other ranks read is free again when the call returns (on a GPU:
+    for work later on the same stream). Arrays of size 0 are legal everywhere. Checks look at this rank's arguments
+    only and cost no communication.
+
+    Attributes:
+        name: which backend this is.
+        rank: this rank, 0 <= rank < size.
+        size: number of ranks.
+        devices: which arrays it takes, "cpu" for NumPy and "cuda" for CuPy.
+        sum_dtypes: names of the dtypes that reduce_scatter and all_reduce take.
+        capturable: whether collectives of CuPy arrays may be captured in a CUDA graph.
+        overlaps: whether gather_heads and sum_rows, and exchange where it is given sizes, go on while kernels run.
+        checks: whether ranks agree on every call before it is made, see `check` of thdattn.comm.init.
+        no_gpus: why it moves host arrays, although init was to choose; "": it does not, or they were asked for.
+        received_bytes: what collectives of arrays have brought from other ranks so far, by the shapes; those that a
+            graph has captured count once.
+    """
+
+    sum_dtypes = _INTEGERS | {"float32", "float64"}
+    capturable = False
+    overlaps = False
+    checks = False
+    no_gpus = ""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.received_bytes = 0
+        self._groups: list[Comm] = []
+        self._before_close: list[Callable[[], None]] = []
+
+    def all_gather(self, send: Any, recv: Any) -> None:
+        """Put every rank's rows into one array, rank 0's first.
+
+        Args:
+            send: (rows, ...), any dtype.
+            recv: (size * rows, ...), same dtype; overwritten.
+
+        Raises:
+            TypeError: an array is of the wrong kind or not C-contiguous, or the dtypes differ.
+            ValueError: recv has the wrong shape, is read-only, or shares memory with send.
+        """
+        self._check_buffers(send, recv)
+        self._check_shape(recv, (self.size * send.shape[0], *send.shape[1:]), "size * rows of send")
+        self.received_bytes += (self.size - 1) * send.nbytes
+        with self.watched("all_gather", send):
+            self._all_gather(send, recv)
+
+    def reduce_scatter(self, send: Any, recv: Any) -> None:
+        """Add all ranks' arrays and keep this rank's share of the rows.
+
+        Args:
+            send: (size * rows, ...), a dtype of sum_dtypes.
+            recv: (rows, ...), same dtype; overwritten with rows [rank * rows, (rank + 1) * rows) of the sum.
+
+        Raises:
+            TypeError: an array is of the wrong kind or not C-contiguous, the dtypes differ, or cannot be summed here.
+            ValueError: rows of send not divisible by size, recv has the wrong shape, is read-only, or shares memory
+                with send.
+        """
+        self._check_buffers(send, recv)
+        self._check_sum_dtype("send", send)
+        rows, rest = divmod(send.shape[0], self.size)
+        if rest:
+            raise ValueError(
+                f"send has {send.shape[0]} rows, not a multiple of the {self.size} ranks; "
+                f"pad it to {(rows + 1) * self.size} rows"
+            )
+        self._check_shape(recv, (rows, *send.shape[1:]), "rows of send / size")
+        self.received_bytes += (self.size - 1) * recv.nbytes
+        with self.watched("reduce_scatter", send):
+            self._reduce_scatter(send, recv)
+
+    def all_reduce(self, array: Any, op: str) -> None:
+        """Replace the array by its element-wise sum or maximum over all ranks.
+
+        Args:
+            array: any shape, a dtype of sum_dtypes; overwritten.
+            op: "sum" or "max". The maximum of numbers and NaN is unspecified.
+
+        Raises:
+            TypeError: the array is of the wrong kind, not C-contiguous, or of a dtype that cannot be summed here; or op
+                is no str.
+            ValueError: op is unknown, or the array is read-only.
+        """
+        self._check_array("array", array)
+        self._check_writable("array", array)
+        self._check_sum_dtype("array", array)
+        op = as_choice("op", op, ("sum", "max"))
+        self.received_bytes += 2 * (self.size - 1) * array.nbytes // self.size
+        with self.watched("all_reduce", array):
+            self._all_reduce(array, op)
+
+    def exchange(self, sends: Slices, recvs: Slices, sizes: Any = None) -> Callable[[], None]:
+        """Start to send slices of arrays to some of the other ranks, and to receive theirs.
+
+        Both sides know from their plan what travels. Every rank makes the call, also one that has nothing to send or
+        to receive.
+
+        Args:
+            sends: pairs (slice, rank that it goes to). Its rows need not follow each other, but the elements of a row
+                do: x[a:b], and x[:, a:b] of a C-contiguous x. Several may go to one rank, and empty ones are left out.
+            recvs: pairs (slice, rank that it comes from): for each rank as many as it sends here, in the same order
+                and of equally many bytes; shapes and dtypes are the receiver's. Overwritten; they and sends do not
+                overlap.
+            sizes: (size, size) integers in host memory, the bytes that each rank (row) sends to each other one
+                (column), the same on all ranks: so they can travel through peer memory, beside kernels, in exchanges
+                that all ranks give sizes to.
+
+        Returns:
+            What waits for recvs, to be called before these are read; on a GPU it is the current stream that waits. It
+            holds recvs until then, and waits when it is dropped. What was sent is free when exchange returns, as in
+            all_gather.
+
+        Raises:
+            TypeError: an array is of the wrong kind or the elements of its rows are not contiguous, host arrays and GPU
+                arrays are mixed, or a rank is no integer.
+            ValueError: a rank is this one or none of the others, an array to receive is read-only, sizes are not those
+                of the slices, or (on simulated ranks) what one sends is not what the other one receives.
+        """
+        self._check_slices(sends, recvs, sizes)
+        sends, recvs = ([(array, peer) for array, peer in slices if array.size] for slices in (sends, recvs))
+        self.received_bytes += sum(array.nbytes for array, _ in recvs)
+        first = next((array for array, _ in (*sends, *recvs)), None)
+        with self.watched(f"exchange ({len(sends)} slices out, {len(recvs)} in)", first):
+            wait = self._exchange(sends, recvs, sizes)
+        return wait if wait is nothing else Pending(wait, recvs)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here; on GPU ranks also wait for the current stream."""
+        self._check_open()
+        self._barrier()
+
+    def agree(
+        self, name: str, value: int | Fields, refusal: str = "", remedy: str = "give every rank the same global input"
+    ) -> None:
+        """Check that every rank holds the same number or fields, such as the lengths of a plan's batch.
+
+        Costs a message over the host, so it is meant for once per plan, not once per layer.
+
+        Args:
+            name: the question, for the message; the same on every rank.
+            value: any int, a flag is 0 or 1; or by name numbers, texts, tuples and NumPy arrays.
+            refusal: why this rank cannot go on, with the remedy, whatever the values are; "": it can.
+            remedy: how to make the values equal, for the message.
+
+        Raises:
+            TypeError: value is neither an integer nor a mapping.
+            ValueError: on every rank: with the refusals of all ranks; naming the fields that differ and what each rank
+                has; or with the calls that ranks make instead.
+        """
+        self._check_open()
+        settle(self._gather_values, name, value, refusal, remedy)
+
+    def checked(self, name: str, describe: Callable[[Any], Fields], subject: Any) -> AbstractContextManager[object]:
+        """A block that checks this rank's arguments of a call on all ranks; see `check` of thdattn.comm.init.
+
+        With `checks`, ranks agree at its end on the fields of describe(subject), and what the block raises on one rank
+        is raised on all. Else it costs nothing, and each rank raises alone.
+        """
+        return self._agreeing(name, describe, subject) if self.checks else _UNWATCHED
+
+    @contextmanager
+    def _agreeing(self, name: str, describe: Callable[[Any], Fields], subject: Any) -> Iterator[None]:
+        fields: Fields = {}
+        failure: Exception | None = None
+        try:
+            yield
+            fields = describe(subject)
+        except (TypeError, ValueError) as error:
+            failure = error
+        try:
+            self.agree(name, fields, "" if failure is None else str(failure))
+        except ValueError as error:
+            raise error from failure
+
+    def split(self, color: int, key: int = 0) -> Comm:
+        """Form groups: the ranks that pass one color become a comm of their own.
+
+        Every rank of this comm calls it and gets its group's comm, of the same backend. Groups may be split again.
+
+        Args:
+            color: which group this rank is in, >= 0.
+            key: the ranks of a group are numbered by it, and where it is equal in the order that they have here.
+
+        Raises:
+            TypeError: color or key is not an integer.
+            ValueError: color is negative, or one of them has more than 32 bits; or, on torch before 2.13, on every
+                rank: keys put ranks in another order than the world's.
+            RuntimeError: on every rank of the group, if NCCL could not start on one.
+        """
+        self._check_open()
+        color = as_count("color", color, "number the groups from 0", at_least=0)
+        key = as_count("key", key, "number the ranks of a group from 0", at_least=-INT32_MAX)
+        group = self._split(color, key)
+        self._groups = [*(other for other in self._groups if not other._closed), group]
+        return group
+
+    def close(self) -> None:
+        """Give the backend's resources back; a second call does nothing.
+
+        Every rank must call it. Groups that were split off are closed first, the last one first, and before any of them
+        what before_close was asked for. Collectives raise RuntimeError afterwards.
+        """
+        if not self._closed:
+            self._act_before_close()
+            for group in reversed(self._groups):
+                group.close()
+            self._closed = True
+            self._close()
+
+    def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
+        """A block that waits for other ranks, or enqueues what does on the current stream, under the deadline of init.
+
+        Collectives are watched already, and so is what a block contains, as one with it. While the stream is captured
+        nothing is, as nothing runs: have the graph's launch watched. Where init's deadline does not apply, this does
+        nothing.
+
+        Args:
+            what: the operation, for the message.
+            array: one whose shape and dtype are for the message.
+        """
+        return _UNWATCHED
+
+    def before_close(self, action: Callable[[], None]) -> None:
+        """Have an action done first when the comm is closed, such as destroying graphs that hold its collectives.
+
+        Graphs that hold collectives of several groups belong to the comm that these were split from.
+        """
+        self._check_open()
+        self._before_close.append(action)
+
+    def forget(self, action: Callable[[], None]) -> None:
+        """Take back the action that before_close was asked for."""
+        if action in self._before_close:
+            self._before_close.remove(action)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # NOTE: not on errors. Closing waits for the other ranks, and they may be stuck in a collective for this one.
+        if error is None:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
+
+    @abstractmethod
+    def _all_gather(self, send: Any, recv: Any) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, send: Any, recv: Any) -> None: ...
+
+    @abstractmethod
+    def _all_reduce(self, array: Any, op: str) -> None: ...
+
+    def _exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Callable[[], None]:
+        rooms = [(room(array), peer) for array, peer in recvs]
+        self._send_receive([(packed(array), peer) for array, peer in sends], rooms)
+        for (array, _), (made, _) in zip(recvs, rooms, strict=True):
+            put(array, made)
+        return nothing
+
+    def _send_receive(self, sends: Slices, recvs: Slices) -> None:
+        """Messages to and from other ranks, each (bytes,) uint8; those from one rank in its order."""
+        raise NotImplementedError(f"a comm of backend {self.name!r} exchanges nothing")
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+    @abstractmethod
+    def _gather_values(self, value: Any) -> Sequence[Any]:
+        """What every rank passed, in rank order: small things of Python's own."""
+
+    @abstractmethod
+    def _split(self, color: int, key: int) -> Comm: ...
+
+    def _close(self) -> None:
+        """Release what the backend holds; called once."""
+
+    def _act_before_close(self) -> None:
+        for group in self._groups:
+            group._act_before_close()
+        while self._before_close:
+            self._before_close.pop()()

@@ -1,0 +1,1 @@
+"""Failures of ranks: deadlines, heartbeats, and outcomes that all ranks learn."""

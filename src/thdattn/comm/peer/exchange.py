@@ -1,0 +1,95 @@
+"""The launcher of meeting.cu: what ranks have for each other, offered, awaited and put to its places by one kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thdattn.comm.slices import Cut, Swap
+from thdattn.jit import compiler
+from thdattn.jit.structs import CHUNKS, EXCHANGED, MAX_RANKS
+from thdattn.kernels.instances import EXCHANGE_KERNELS
+
+THREADS = 512  # of a block; half of the blocks offer while the others collect
+NOBODY = np.uint64(0), np.uint32(0)  # is told that the kernel begins and ends
+_BLOCKS = 128  # one for each multiprocessor: more do not fill the links more, and have more to collect at the end
+_WARPS = _BLOCKS // 2 * THREADS // 32  # that offer
+_CHUNK_BYTES = 8192  # of the largest message, about, if all warps have one: flags take time too
+_LEAST_BYTES = 2048  # what a warp reads at a time
+
+
+class Exchange:
+    """The launch of a swap of arrays where they are, of which it keeps none.
+
+    Args:
+        swap: of at most MAX_CUTS arrays, and of less than 2^31 bytes for each rank.
+        to: where what this rank has for each rank is put; came: where that of each rank for this one lies then.
+        meeting: a MEETING of jit/structs.py.
+    """
+
+    def __init__(
+        self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], to: Sequence[int], came: Sequence[int],
+        meeting: Any,
+    ) -> None:  # fmt: skip
+        sides = {name: [_side(*pair) for pair in zip(cuts, arrays, strict=True)]
+                 for name, cuts, arrays in (("out", swap.outs, sends), ("in", swap.ins, recvs))}
+        numbers = [number for side in sides.values() for of_array in side for number in of_array.numbers()]
+        word = next(size for size in EXCHANGE_KERNELS if math.gcd(*numbers) % size == 0)
+        cargo = np.zeros((), EXCHANGED)
+        for name, side in sides.items():
+            cargo[name][: len(side)] = [of_array.struct(word) for of_array in side]
+        cargo["to"], cargo["from"] = _for_ranks(to), _for_ranks(came)
+        cargo["num_cuts"] = len(sends)
+        cargo["num_chunks"] = chunks_of(int(swap.sizes.max()))
+        self._kernel = compiler.kernel(EXCHANGE_KERNELS[word])
+        self._arguments = compiler.Arguments((cargo[()], meeting, *NOBODY))
+
+    def launch(self, marks: int, number: int) -> None:
+        """On the current stream; see Meeting."""
+        self._arguments.change(-2, marks)
+        self._arguments.change(-1, number)
+        self._kernel.launch((_BLOCKS,), THREADS, self._arguments)
+
+
+def chunks_of(num_bytes: int) -> int:
+    """In how many chunks messages go of which the largest one has so many bytes: equally many for each warp."""
+    rounds = max(1, round(num_bytes / (_WARPS * _CHUNK_BYTES)))
+    return min(rounds * _WARPS, CHUNKS, -(-num_bytes // _LEAST_BYTES))
+
+
+class _Side(NamedTuple):
+    """The bytes of a cut: `rows` times those of each rank, `widths`, from `places` on, one every `pitch`."""
+
+    places: list[int]
+    widths: list[int]
+    rows: int
+    pitch: int
+
+    def numbers(self) -> list[int]:
+        """That a word has to divide."""
+        there = [place for place, width in zip(self.places, self.widths, strict=True) if width]
+        return [*there, *self.widths, self.pitch]
+
+    def struct(self, word: int) -> tuple[Any, ...]:
+        """A CUT, in such words."""
+        return (_for_ranks(self.places), _for_ranks([width // word for width in self.widths]), self.rows,
+                self.pitch // word)
+
+
+def _side(cut: Cut, array: Any) -> _Side:
+    """Rows that follow each other are one."""
+    if not array.flags.c_contiguous:
+        raise TypeError(f"an array to exchange has shape {array.shape} and strides {array.strides}, wanted a "
+                        f"C-contiguous one; copy it first")
+    column = array.nbytes // max(1, array.shape[0] * array.shape[1])
+    each = column if cut.axis else column * array.shape[1]
+    widths = [(end - begin) * each for begin, end in zip(cut.begins, cut.ends, strict=True)]
+    rows, pitch = (len(array), column * array.shape[1]) if cut.axis else (1, 0)
+    return _Side([array.data.ptr + begin * each for begin in cut.begins], widths, rows, pitch)
+
+
+def _for_ranks(numbers: Sequence[int]) -> tuple[int, ...]:
+    return (*numbers, *[0] * (MAX_RANKS - len(numbers)))

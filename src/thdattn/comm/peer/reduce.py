@@ -1,0 +1,41 @@
+"""The launcher of sum.cu: shares of the same rows, of several ranks, added up in the order of ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from thdattn.jit import compiler
+from thdattn.kernels.instances import SUM_KERNELS
+
+_NONE = np.uint64(0)  # instead of an array
+_BLOCKS = 528  # of 256 threads: enough to keep memory and links busy on the largest GPUs
+
+
+def add_up(
+    shares: Any, num_ranks: int, rows: Any, results: Sequence[Any], stream: Any = None, own: int = -1
+) -> None:
+    """Two arrays as sums of the ranks' shares, rounded once.
+
+    Args:
+        shares: a scalar SHARES of jit/structs.py: where every rank's begin, float32 rows as wide as the results'.
+        rows: which of its rows is a rank's share of each row of the results, int32, -1: it has none; (num_rows,) for
+            all ranks, or (num_ranks, num_rows); None: they are in the order of the results.
+        results: (num_rows, heads, width), float16 or bfloat16, which may be some of the heads of larger arrays.
+        stream: CuPy's current one by default.
+        own: a rank whose shares begin at the second place, and all others' at the first; rows of which it alone has a
+            share stay as they are. -1: every rank has a place.
+    """
+    args = [arg for x in results for arg in (x, *_int32(x.shape[1] * x.shape[2] // 8, x.strides[0] // 16))]
+    num_rows = len(results[0])
+    counts = _int32(num_rows if rows is not None and rows.ndim == 2 else 0, own, num_ranks, num_rows)
+    kernel = compiler.kernel(SUM_KERNELS[results[0].dtype.name])
+    kernel((_BLOCKS, 2), 256, (*args, shares, _NONE if rows is None else rows, *counts), stream)
+
+
+@functools.lru_cache(maxsize=1024)
+def _int32(*numbers: int) -> tuple[np.int32, ...]:
+    return tuple(map(np.int32, numbers))

@@ -1,0 +1,247 @@
+"""Windows: memory of every rank that all ranks of a machine see, with flags that streams write and wait for.
+
+For each of its users p a window has two flags:
+
+    ready[p]    p's part is written: set by p, awaited and taken back by the reader
+    taken[p]    p has read all that it reads, in every rank's part: set by p in the memory of all ranks, awaited and
+                taken back by each before it writes again, in its own part or in another rank's
+
+A flag is taken back right after the wait for it, before anybody can set it again, so that a replayed graph finds the
+flags as the capture did. Streams write and await these flags, and each rank writes in its own part, which others read;
+or one kernel brings all, see kernels/peer/exchange.cu. It has a flag `offered` for each chunk of a part, not ready, and
+may write in the parts of others. Both may take turns in a window.
+
+Source: CUDA driver API, stream memory operations and interprocess communication.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from thdattn.comm.peer.layout import ALIGNMENT
+from thdattn.jit.structs import MAX_RANKS, MEETING, RANK_FLAGS, SHARES
+
+Ops = Callable[[Any], None]
+
+_MOST_KEPT = 1024
+_COUNTS = 64  # bytes of counters behind the flags
+WAIT_32, WRITE_32, _WAIT_EQUAL, _WRITE_DEFAULT = 1, 2, 1, 0  # CUstreamBatchMemOpType and flags
+MEM_OP = np.dtype({
+    "names": ["operation", "address", "value", "flags", "alias"], "offsets": [0, 8, 16, 24, 32],
+    "formats": [np.uint32, np.uint64, np.uint64, np.uint32, np.uint64], "itemsize": 48,
+})  # fmt: skip
+
+
+class Window:
+    """Memory of one size on every rank, with its flags. Each rank makes its own, and then opens those of the others.
+
+    free, publish, arrive, take: what a stream does before it writes here, when it has written, before it reads what the
+    other ranks wrote, and when it has read it; meet: publish and arrive by one call. unfree: instead of publish, if it
+    has nothing to show after all. They do nothing once the window is unmapped.
+
+    Raises:
+        CUDARuntimeError: there is no memory left, or none that other processes can open.
+    """
+
+    free: Ops
+    publish: Ops
+    arrive: Ops
+    take: Ops
+    meet: Ops
+    unfree: Ops
+
+    def __init__(self, rank: int, size: int, num_bytes: int) -> None:
+        import cupy
+
+        self._rank, self._size, self.num_bytes = rank, size, num_bytes
+        flags = np.zeros(header_bytes(size), np.uint8)
+        flags[: size * RANK_FLAGS.itemsize].view(RANK_FLAGS)["taken"][:, 0] = 1  # nobody has anything to read yet
+        self._header = len(flags)
+        self._memory: Any = cupy.cuda.Memory(self._header + num_bytes)  # not of a pool, whose pieces have no handles
+        runtime = cupy.cuda.runtime
+        runtime.memcpy(self._memory.ptr, flags.ctypes.data, flags.nbytes, runtime.memcpyHostToDevice)
+        runtime.streamSynchronize(0)  # a copy of pageable memory may return before it has come to its end
+        self.handle = runtime.ipcGetMemHandle(self._memory.ptr)
+        self._at: list[int] = []
+        self._kept: OrderedDict[Any, Any] = OrderedDict()
+
+    def open(self, handles: Sequence[Any]) -> None:
+        """Map the memory of the other ranks, given all ranks' handles; unmap() undoes that, also after an error."""
+        import cupy
+
+        for rank, handle in enumerate(handles):
+            mine = rank == self._rank
+            self._at.append(self._memory.ptr if mine else cupy.cuda.runtime.ipcOpenMemHandle(handle))
+        ready, taken = ([self._memory.ptr + flags_of(rank) + _place(name) for rank in range(self._size)]
+                        for name in ("ready", "taken"))  # fmt: skip
+        there = self.flags_there()
+        publish = MemOps(write=[(at + _place("ready"), 1) for at in there])
+        arrive = MemOps(wait=ready, write=[(flag, 0) for flag in ready])
+        self.publish, self.arrive, self.meet = publish, arrive, MemOps(before=(publish, arrive))
+        self.free = MemOps(wait=taken, write=[(flag, 0) for flag in taken])
+        self.unfree = MemOps(write=[(flag, 1) for flag in taken])
+        self.take = MemOps(write=[(at + _place("taken"), 1) for at in there])
+
+    def check_published(self, stream: Any) -> None:
+        """Copy the flags of every rank here, as rows are copied, and look whether all ranks have published.
+
+        Raises:
+            RuntimeError: a flag that a rank has written is not there.
+        """
+        import cupy
+
+        runtime, here = cupy.cuda.runtime, self.address(self._rank, 0)
+        flags = np.zeros(self._size, RANK_FLAGS)
+        for rank, at in enumerate(self._at):
+            runtime.memcpyAsync(here, at, flags.nbytes, runtime.memcpyDefault, stream.ptr)
+            stream.synchronize()
+            runtime.memcpy(flags.ctypes.data, here, flags.nbytes, runtime.memcpyDeviceToHost)
+            missing = np.flatnonzero(flags["ready"][:, 0] != 1).tolist()
+            if missing:
+                raise RuntimeError(f"what ranks {missing} have written into the memory of rank {rank} is not there")
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of its memory on this rank, with the flags."""
+        return int(self._memory.size)
+
+    def flags_there(self) -> list[int]:
+        """Where this rank's flags begin in the memory of each rank."""
+        return [at + flags_of(self._rank) for at in self._at]
+
+    @functools.cached_property
+    def meetings(self) -> tuple[Any, Any]:
+        """A MEETING for a kernel that says that it has taken all, or (the first one) leaves that to `take`."""
+        counts = self._memory.ptr + flags_of(len(self._at))
+        theirs = [*self.flags_there(), *[0] * (MAX_RANKS - len(self._at))]
+        first, second = (np.array((theirs, self._memory.ptr, counts, self._rank, len(self._at), takes), MEETING)[()]
+                         for takes in (0, 1))  # fmt: skip
+        return first, second
+
+    def address(self, rank: int, offset: int) -> int:
+        """Of a byte of a rank's part."""
+        return int(self._at[rank] + self._header + offset)
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array in this rank's part."""
+        import cupy
+
+        def made() -> Any:
+            place = cupy.cuda.MemoryPointer(self._memory, self._header + offset)
+            return cupy.ndarray(shape, dtype, place)
+
+        return self.once((offset, shape, dtype), made)
+
+    def homes(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
+        """Of shares of so many bytes, from these offsets on one behind another, those of one rank of what each rank
+        owns, and those of all ranks of what one owns: a SHARES of this rank each.
+
+        Args:
+            there: they lie in the parts of ranks that own; else in those of ranks whose shares they are.
+        """
+
+        def made() -> tuple[Any, Any]:
+            theirs, mine = np.zeros((2,), SHARES)
+            for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                for rank in range(len(self._at)):
+                    theirs["of"][i, rank] = self.share(rank, self._rank, offset, size)
+                    mine["of"][i, rank] = self.share(self._rank, rank, offset, size)
+            return (theirs, mine) if there else (mine, theirs)
+
+        found: tuple[Any, Any] = self.once(("homes", offsets, sizes, there), made)
+        return found
+
+    def share(self, of: int, number: int, offset: int, size: int) -> int:
+        """Where one of the shares in a rank's part begins."""
+        return self.address(of, offset + number * size)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` has returned for a key; of what was asked for long ago it is made again."""
+        kept = self._kept
+        found = kept.get(key)
+        if found is not None:
+            kept.move_to_end(key)
+            return found
+        if len(kept) >= _MOST_KEPT:
+            kept.popitem(last=False)
+        found = kept[key] = make()
+        return found
+
+    def heads(self, rank: int, first: int, pitch: int, width: int, like: Any) -> Any:
+        """Heads of `width` bytes, of every `pitch` from `first` on, of an array like another one in a rank's part."""
+        import cupy
+
+        rows, _, head_dim = like.shape
+        memory = cupy.cuda.UnownedMemory(self.address(rank, first), pitch * rows, None)  # a window outlives its uses
+        shape, strides = (rows, width // head_dim // like.itemsize, head_dim), (pitch, *like.strides[1:])
+        return cupy.ndarray(shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+    def unmap(self) -> None:
+        """Give up the other ranks' memory. No stream may use it any more; what comes later does nothing."""
+        import cupy
+
+        for rank, at in enumerate(self._at):
+            if rank != self._rank:
+                cupy.cuda.runtime.ipcCloseMemHandle(at)
+        self._at = []
+        self.free = self.publish = self.arrive = self.take = self.meet = self.unfree = _nothing
+
+    def release(self) -> None:
+        """Free this rank's memory, when all ranks have unmapped it."""
+        self._kept.clear()
+        self._memory = None
+
+
+class MemOps:
+    """What a stream does by one call: it waits until all of some flags are 1, and then writes some.
+
+    before: what it does before that.
+    """
+
+    def __init__(
+        self, wait: Sequence[int] = (), write: Sequence[tuple[int, int]] = (), before: Sequence[MemOps] = ()
+    ) -> None:
+        waits = [(WAIT_32, flag, 1, _WAIT_EQUAL, 0) for flag in wait]
+        writes = [(WRITE_32, flag, value, _WRITE_DEFAULT, 0) for flag, value in write]
+        self.steps: list[tuple[int, ...]] = [*(step for each in before for step in each.steps), *waits, *writes]
+        self._operations = np.array(self.steps, MEM_OP)
+        self._args = len(self._operations), self._operations.ctypes.data, 0
+        self._enqueue = batch_mem_op()
+
+    def __call__(self, stream: Any) -> None:
+        status = self._enqueue(stream.ptr, *self._args)
+        if status:
+            raise RuntimeError(f"cuStreamBatchMemOp returned {status}; use comm.init(transport='nccl')")
+
+
+def _nothing(stream: Any) -> None:
+    """Enqueue nothing."""
+
+
+def header_bytes(size: int) -> int:
+    """Bytes of a window before what it holds: the flags of each rank, and counters."""
+    return -(-(flags_of(size) + _COUNTS) // ALIGNMENT) * ALIGNMENT
+
+
+def flags_of(rank: int) -> int:
+    """Where those of a rank begin in a window: how many bytes from its beginning."""
+    return rank * RANK_FLAGS.itemsize
+
+
+def _place(name: str) -> int:
+    """Of a flag among those of a rank."""
+    assert RANK_FLAGS.fields is not None
+    return RANK_FLAGS.fields[name][1]
+
+
+@functools.cache
+def batch_mem_op() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+    function.argtypes = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
+    return function

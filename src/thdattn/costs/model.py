@@ -1,0 +1,450 @@
+"""What an attention layer costs in every way to spread it over ranks: bytes, work, memory and predicted time.
+
+Nothing is computed and nobody is asked: the numbers follow from the lengths, by the plans that CPAttention would make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdattn.attention import CPAttention
+from thdattn.balance import Ints
+from thdattn.comm import SingleComm
+from thdattn.costs.tile_counts import TILE, own_tiles, pairs_and_tiles, tiles_of_slices
+from thdattn.methods import all_gather, group_cast, p2p
+from thdattn.methods.base import lse_dtype
+from thdattn.packing import PackedBatch
+from thdattn.plan.plan import Plan
+
+START_OF_QUERIES = 3  # tiles that the backward could do in the time that a tile of query rows takes beside its own
+CLOSE = 1.03  # times that predictions do not tell apart
+BESIDE = 1.03  # times as long kernels take while copies that hide behind them are under way
+PRODUCTS = 1.0, 2.5  # of forward and backward, in those of the forward
+PIECES = (3, 2), (1, 3)  # that go to each rank with heads, before and after forward and backward: copies if they hide
+
+
+class Rates(NamedTuple):
+    """How fast a machine is. By default as H200 with NVLink were measured, and between machines 400 Gbit/s per GPU.
+
+    forward, backward: floating-point operations that attention kernels do per second in whole tiles.
+    link: bytes per second that a GPU gets from those of its machine; between: from those of other machines.
+    memory: bytes per second that a GPU reads and writes of its own.
+    latency: seconds that a kernel, a collective, or a piece of an exchange of heads takes at least.
+    """
+
+    forward: float = 730e12
+    backward: float = 650e12
+    link: float = 300e9
+    between: float = 45e9
+    memory: float = 3e12
+    latency: float = 20e-6
+
+
+H200 = Rates()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An attention layer: arguments of CPAttention, whose engine is asked for memory.
+
+    per_node: ranks that one machine has; None: all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    per_node: int | None = None
+    engine: str = "auto"
+
+
+class Way(NamedTuple):
+    """How a batch is spread: arguments of CPAttention and its plan. inner: neighbours that a2a+... exchanges among."""
+
+    cp_comm_type: str
+    sharding: str
+    inner: int = 1
+
+    def multiple(self, cp_size: int) -> int:
+        """Of which padded lengths have to be multiples."""
+        shares = cp_size // self.inner
+        return 2 * shares if self.sharding == "dual_chunk" and shares > 1 else 1
+
+    def __str__(self) -> str:
+        inner = f" ({self.inner} neighbours)" if self.inner > 1 else ""
+        return f"{self.cp_comm_type}{inner}, {self.sharding}"
+
+
+class Both(NamedTuple):
+    """A number of the forward and one of the backward."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """Of one after the other."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one layer in one way.
+
+    received: bytes that the rank gets that gets most.
+    work: visible pairs of the busiest rank, over the mean.
+    tiles: of scores, of all heads of the busiest rank.
+    memory: bytes that have to be free beside q, k and v, on the rank that needs most.
+    compute: seconds of the attention kernels. seconds: of all.
+    """
+
+    way: Way
+    received: Both
+    work: float
+    tiles: int
+    memory: int
+    compute: Both
+    seconds: Both
+
+
+class OnPaper(SingleComm):
+    """One of many ranks that is there to be asked about: it has nobody to talk to.
+
+    overlaps: whether all are on one machine.
+    """
+
+    name = "paper"
+
+    def __init__(self, rank: int, size: int, per_node: int) -> None:
+        super().__init__()
+        self.rank, self.size, self.overlaps = rank, size, size <= per_node
+
+    def _gather_values(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+def ways(cp_size: int) -> Iterator[Way]:
+    """All methods for so many ranks, by default and balanced, whether or not the heads allow them."""
+    yield from (Way("all_gather", "dual_chunk"), Way("all_gather", "balanced"), Way("a2a", "contiguous"),
+                Way("p2p", "dual_chunk"))  # fmt: skip
+    for inner in (n for n in range(2, cp_size) if cp_size % n == 0):
+        yield from (Way("a2a+all_gather", "dual_chunk", inner), Way("a2a+all_gather", "balanced", inner),
+                    Way("a2a+p2p", "dual_chunk", inner))  # fmt: skip
+
+
+def predicted(
+    batch: PackedBatch, cp_size: int, num_heads: int, head_dim: int, num_kv_heads: int, cp_comm_type: str,
+    sharding: str, rates: Rates = H200, inner: int = 1, causal: bool = True, window: tuple[int, int] = (-1, -1),
+    per_node: int | None = None,
+) -> Both:
+    """Seconds of forward and backward; see cost for what can go wrong.
+
+    Args:
+        batch: on the host, padded as the sharding needs.
+        inner: ranks among which a cp_comm_type with a "+" exchanges heads.
+        per_node: ranks of a machine; None: all are on one.
+    """
+    shape = Shape(num_heads, num_kv_heads, head_dim, causal, window, per_node)
+    return cost(batch, cp_size, shape, Way(cp_comm_type, sharding, inner), rates).seconds
+
+
+def cost(batch: PackedBatch, cp_size: int, shape: Shape, way: Way, rates: Rates = H200) -> Cost:
+    """What one layer costs in a way.
+
+    Raises:
+        TypeError, ValueError: as CPAttention and its plan, where the way cannot work.
+    """
+    layer = _Layer.of(batch, cp_size, shape, way)
+    pairs, tiles = pairs_and_tiles(layer.core.sharding, layer.core.window)
+    received = [sum(moves.received() for moves in level) for level in layer.moves()]
+    return Cost(
+        way=way,
+        received=Both(*received),
+        work=float(pairs.max() / pairs.mean()) if pairs.any() else 1.0,
+        tiles=int(tiles.max()) * layer.heads,
+        memory=_memory(batch, cp_size, shape, way),
+        compute=Both(*(_Clock(layer, rates, direction).compute(int(tiles.max()), 1) for direction in (0, 1))),
+        seconds=Both(*(_Clock(layer, rates, direction).seconds() for direction in (0, 1))),
+    )
+
+
+def compared(
+    lengths: Sequence[int], cp_size: int, shape: Shape, rates: Rates = H200
+) -> tuple[list[Cost], dict[Way, str]]:
+    """Every way to spread sequences of these lengths, each padded as its way needs.
+
+    Returns:
+        costs, refusals: those that work, the fastest first (of equals the one that needs least memory), and why others
+        do not.
+
+    Raises:
+        TypeError, ValueError: lengths, or a shape, that no way can work with.
+    """
+    _attention(0, 1, shape, Way("all_gather", "dual_chunk"))
+    batches: dict[int, PackedBatch] = {}
+    costs: list[Cost] = []
+    refusals: dict[Way, str] = {}
+    for way in ways(cp_size):
+        multiple = way.multiple(cp_size)
+        if multiple not in batches:
+            batches[multiple] = PackedBatch.from_lengths(lengths, multiple)
+        try:
+            costs.append(cost(batches[multiple], cp_size, shape, way, rates))
+        except ValueError as error:
+            refusals[way] = str(error)
+    return sorted(costs, key=lambda found: (found.seconds.total, found.memory)), refusals
+
+
+def attention_flops(plan: Plan, tiles: int, num_heads: int, direction: int) -> float:
+    """Floating-point operations that kernels do, or could do, in their time, for so many tiles of each head.
+
+    Args:
+        direction: 0 forward, 1 backward.
+    """
+    starts = -(-plan.local_rows // TILE) * START_OF_QUERIES * direction
+    return 2 * TILE * TILE * sum(plan.head_dims) * PRODUCTS[direction] * (tiles + starts) * num_heads
+
+
+def recommended(costs: Sequence[Cost]) -> Cost:
+    """The fastest of those on one level of ranks, unless one on two levels is faster by more than CLOSE.
+
+    Args:
+        costs: as from compared.
+    """
+    close = [found for found in costs if found.seconds.total <= CLOSE * costs[0].seconds.total]
+    return min(close, key=lambda found: found.way.inner > 1)  # the first of equals
+
+
+class Moves(NamedTuple):
+    """What travels in one direction, on one level: (size, size) bytes that rank i sends to rank j, 0 to itself.
+
+    before, after: the attention of the rows that it is for.
+    """
+
+    before: Ints
+    after: Ints
+
+    def received(self) -> int:
+        """Bytes that the rank gets that gets most."""
+        return int((self.before + self.after).sum(axis=0).max())
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer with a plan without arrays, of rank 0.
+
+    inner: ranks among which heads are exchanged. core: the plan for rows, between the groups of these.
+    """
+
+    attention: CPAttention
+    plan: Plan
+    inner: int
+    per_node: int
+
+    @classmethod
+    def of(cls, batch: PackedBatch, cp_size: int, shape: Shape, way: Way) -> _Layer:
+        attention = _attention(0, cp_size, shape, way)
+        inner = cp_size if way.cp_comm_type == "a2a" else way.inner
+        return cls(attention, attention._outline(batch, way.sharding, None, None, False), inner,
+                   shape.per_node or cp_size)
+
+    @property
+    def core(self) -> Plan:
+        return self.plan.core or self.plan
+
+    @property
+    def method(self) -> Any:
+        """That of rows."""
+        return self.attention._choice.between(self.plan)
+
+    @property
+    def heads(self) -> int:
+        """Query heads that a rank computes."""
+        return self.attention.num_heads // self.inner
+
+    @property
+    def kv_heads(self) -> int:
+        return max(1, self.attention.num_kv_heads // self.inner)
+
+    @property
+    def groups(self) -> list[float]:
+        """Shares of the heads that are computed one after another."""
+        found = self.attention._groups(self.plan) if self.attention.comm.size > 1 else (1,)
+        return [size / sum(found) for size in found]
+
+    def moves(self) -> tuple[tuple[Moves, Moves], tuple[Moves, Moves]]:
+        """Of heads and of rows, of the forward and of the backward."""
+        return tuple(zip(self._heads_moves(), self._rows_moves(), strict=True))  # type: ignore[return-value]
+
+    def _heads_moves(self) -> tuple[Moves, Moves]:
+        attention, rows = self.attention, self.plan.local_rows
+        element, sum_element = attention.dtype.itemsize, lse_dtype(attention.dtype).itemsize
+        query, out = (self.heads * width * element for width in (attention.head_dim, attention.v_head_dim))
+        keys = self.kv_heads * (attention.head_dim + attention.v_head_dim) * element
+        sums = keys // element * sum_element if attention.num_kv_heads < self.inner else keys
+        result = out + self.heads * sum_element  # with lse
+        again = 0 if attention._keeps(self.plan) else query + keys + result
+        sizes = (query + keys, result), (out + again, query + sums)
+        forward, backward = (Moves(*(_to_each(self.inner, rows * size) for size in both)) for both in sizes)
+        return forward, backward
+
+    def _rows_moves(self) -> tuple[Moves, Moves]:
+        core, attention = self.core, self.attention
+        table = _to_each(core.cp_size, core.local_key_rows) if core.routes is None else core.routes.table
+        keys, sums = self.row_bytes
+        kept = attention._keeps(self.plan) and self.method is not p2p
+        return Moves(table * keys, 0 * table), Moves(table * (0 if kept else keys), table.T * sums)
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Of keys and values of a row, of the heads that a rank has, and of sums of their gradients."""
+        attention = self.attention
+        width = self.kv_heads * (attention.head_dim + attention.v_head_dim)
+        return width * attention.dtype.itemsize, width * lse_dtype(attention.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Predicts how long a layer takes. direction: 0 forward, 1 backward."""
+
+    layer: _Layer
+    rates: Rates
+    direction: int
+
+    def seconds(self) -> float:
+        """Of the whole layer."""
+        layer = self.layer
+        if layer.plan.core is None:
+            return self._rows(layer.groups if layer.method is all_gather else [1], 1)
+        (heads, _), number = layer.moves()[self.direction], len(layer.groups)
+        between = self._rows([1], number)
+        pieces = [(layer.inner - 1) * each * self.rates.latency for each in PIECES[self.direction]]
+        before, after = ([self._travel(x / number, layer.per_node) + each] * number
+                         for x, each in zip(heads, pieces, strict=True))
+        if layer.inner <= layer.per_node:  # what hides behind nothing goes by one kernel
+            before[0] -= pieces[0] * (number == 1)
+            after[-1] -= pieces[1]
+        return _in_turns([between] * number, before, after)
+
+    def compute(self, tiles: int, share: float) -> float:
+        """Of attention over so many tiles, for one of `share` groups of heads."""
+        flops = attention_flops(self.layer.core, tiles, self.layer.heads, self.direction)
+        return self.rates.latency + flops / share / self.rates[self.direction]
+
+    def _rows(self, groups: Sequence[float], share: int) -> float:
+        """Of the method for rows, for one of `share` groups of heads, whose own groups have these shares of it."""
+        layer = self.layer
+        _, rows = layer.moves()[self.direction]
+        if layer.method is p2p:
+            return self._ring(rows, share)
+        if layer.method is group_cast:
+            return self._needed(rows, share)
+        _, tiles = pairs_and_tiles(layer.core.sharding, layer.core.window)
+        parts = [share / group for group in groups]
+        work = [self.compute(int(tiles.max()), part) + self._put_in_order(rows, part) for part in parts]
+        before, after = ([self._travel(x / part, self._neighbours, relayed=True) for part in parts] for x in rows)
+        if self._is_near and after[-1]:  # it travels while its kernel is at work
+            after[-1], work[-1] = min(after[-1], self.rates.latency), work[-1] * BESIDE
+        return _in_turns(work, before, after)
+
+    def _needed(self, rows: Moves, share: int) -> float:
+        """Beside tiles of a rank's own rows, keys come in the forward, and sums go in the backward."""
+        core = self.layer.core
+        _, tiles = pairs_and_tiles(core.sharding, core.window)
+        work = np.array([self.compute(int(number), share) for number in tiles])
+        before, after = (self._travel(x / share, self._neighbours) for x in rows)
+        hides = self._is_near and rows.received() >= group_cast.WORTH_HIDING
+        own = hides * work * own_tiles(core.sharding, core.window)[self.direction] / np.maximum(1, tiles)
+        travel, rest = (after, before) if self.direction else (before, after)
+        return float((work - own + np.maximum(own, travel)).max()) + rest + self._put_in_order(rows, share)
+
+    def _put_in_order(self, rows: Moves, share: float) -> float:
+        """Seconds in which a rank moves keys that it got, and its own, to their places in the key buffer, and back.
+
+        Gradients of keys of all ranks are in the order of ranks as kernels store them; they are read to be added up.
+        """
+        stored = self.layer.method is all_gather and self._is_near
+        moved = sum(passes * (int(x.sum(axis=0).max()) + size * self.layer.core.local_key_rows)
+                    for passes, size, x in zip((2, 1 if stored else 2), self.layer.row_bytes, rows, strict=True)
+                    if x.any())
+        return moved / share / self.rates.memory
+
+    def _ring(self, rows: Moves, share: int) -> float:
+        """Step by step, each as long as that of the busiest rank."""
+        layer, size = self.layer, self.layer.core.cp_size
+        tiles, ranks = tiles_of_slices(layer.core.sharding, layer.core.window), np.arange(size)
+        merged = layer.core.local_rows * layer.heads * layer.core.head_dims[1 - self.direction] * 4
+        work = [self.compute(int(tiles[ranks, (ranks - step) % size].max()), share)
+                + 2 * merged / share / self.rates.memory for step in range(size)]  # out or dq, in float32
+        keys, sums = (self._hop(float(x.max()) / share) for x in rows)
+        if self.direction == 0:  # the next slice is on its way but for the last step
+            return sum(self._beside(now, keys) for now in work[:-1]) + work[-1]
+        # The own slice is the last one; sums follow a hop behind the keys.
+        steps = [self._beside(now, keys * (step < size - 2) + sums * (step > 0))
+                 for step, now in enumerate([*work[1:], work[0]])]
+        return keys + sum(steps)
+
+    def _beside(self, work: float, travel: float) -> float:
+        return max(work, travel) if self._is_near else work + travel
+
+    def _hop(self, size: float) -> float:
+        return self.rates.latency + size / (self.rates.link if self._is_near else self.rates.between)
+
+    @property
+    def _is_near(self) -> bool:
+        """Whether all ranks among which rows travel are on one machine."""
+        return self._neighbours >= self.layer.core.cp_size
+
+    @property
+    def _neighbours(self) -> int:
+        """Of the ranks among which rows travel, those of one machine."""
+        return max(1, self.layer.per_node // self.layer.inner)
+
+    def _travel(self, table: NDArray[Any], neighbours: int, relayed: bool = False) -> float:
+        """Seconds until all have what they get. relayed: what comes from another machine comes once, to any rank."""
+        if not table.any():
+            return 0.0
+        machine = np.arange(len(table)) // neighbours
+        apart = machine[:, None] != machine
+        near, far = (max(part.sum(axis=0).max(), part.sum(axis=1).max()) for part in (table * ~apart, table * apart))
+        if relayed:
+            far /= neighbours
+        return float(self.rates.latency + max(near / self.rates.link, far / self.rates.between))
+
+
+def _in_turns(work: Sequence[float], before: Sequence[float], after: Sequence[float]) -> float:
+    """Seconds of groups, one after another, while what the next one needs and the last one made is on its way.
+
+    Args:
+        work, before, after: of each group.
+    """
+    copies = [coming + going for coming, going in zip([*before[1:], 0], [0, *after[:-1]], strict=True)]
+    return before[0] + sum(max(now * BESIDE if x else now, x) for now, x in zip(work, copies, strict=True)) + after[-1]
+
+
+def _to_each(size: int, number: int) -> Ints:
+    """(size, size), a number that every rank sends to every other one."""
+    return number * (1 - np.eye(size, dtype=np.int64))
+
+
+def _memory(batch: PackedBatch, cp_size: int, shape: Shape, way: Way) -> int:
+    """Of the rank that needs most; only needed rows differ."""
+    ranks = range(0, cp_size, way.inner) if way.sharding == "balanced" else range(1)
+    return max(_attention(rank, cp_size, shape, way).memory(batch, way.sharding).wanted() for rank in ranks)
+
+
+def _attention(rank: int, cp_size: int, shape: Shape, way: Way) -> CPAttention:
+    per_node = shape.per_node or cp_size
+    comm: Any = OnPaper(rank, cp_size, per_node)
+    if "+" in way.cp_comm_type:
+        outer, inner = divmod(rank, way.inner)
+        neighbours = max(1, per_node // way.inner)
+        comm = OnPaper(inner, way.inner, per_node), OnPaper(outer, cp_size // way.inner, neighbours)
+    return CPAttention(comm, shape.num_heads, shape.head_dim, shape.num_kv_heads, causal=shape.causal,
+                       window=shape.window, engine=shape.engine, cp_comm_type=way.cp_comm_type)

@@ -1,0 +1,1 @@
+"""The engines, which compute, on NumPy or CUDA: functions of the same names and arguments."""

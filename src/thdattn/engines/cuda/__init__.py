@@ -1,0 +1,38 @@
+"""The CUDA engine: launchers of the kernels, with the functions of the NumPy engine and the same arguments.
+
+Everything runs on CuPy's current stream; nothing waits for the GPU or copies from it, so a call can be captured in a
+CUDA graph. Results are new arrays (a layer's output must outlive the next layer's call); work buffers are the plan's.
+"""
+
+from __future__ import annotations
+
+from thdattn.engines.cuda import launch
+from thdattn.engines.cuda.backward import attn_bwd, plan_backward, rounded, without_padding
+from thdattn.engines.cuda.backward_memory import backward_bytes
+from thdattn.engines.cuda.decode import attn_decode, cache_append, cache_fill
+from thdattn.engines.cuda.forward import attn_fwd, forward_bytes
+from thdattn.engines.cuda.launch import capture, empty, free_bytes, from_user, in_place
+from thdattn.engines.cuda.plan import enter, plan_arrays, plan_bytes, poison
+from thdattn.engines.cuda.rows import add_shares, pack_rows, place_rows, to_rank_order, to_sequence_order
+from thdattn.engines.cuda.softcap import sinks_grad
+from thdattn.kernels.configs import TILES
+
+__all__ = [
+    "add_shares", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "capture",
+    "device", "dtypes", "empty", "enter", "forward_bytes", "free_bytes", "from_user", "head_dims", "in_place",
+    "name", "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "poison", "rounded",
+    "sinks_grad", "tiles", "to_rank_order", "to_sequence_order", "without_padding",
+]  # fmt: skip
+
+name = "cuda"
+device = "cuda"
+dtypes = ("float16", "bfloat16")
+head_dims = tuple(TILES)
+
+
+def tiles(head_dim: int, v_head_dim: int) -> tuple[int, int]:
+    """Rows per query tile and per key tile of the kernels for these head dims."""
+    gpu, row = launch.this_gpu(), TILES[head_dim, v_head_dim]
+    if gpu.sm90:
+        return row.forward_sm90.tile_m, row.backward_sm90.tile_n
+    return row.forward.tile_m, row.backward_for(gpu.shared_bytes).tile_n

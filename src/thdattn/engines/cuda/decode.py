@@ -1,0 +1,76 @@
+"""Launchers of attention from a cache: rows appended to it and filled into it, and few queries over long texts."""
+
+from __future__ import annotations
+
+import cupy
+import numpy as np
+
+from thdattn.engines.cuda import launch
+from thdattn.engines.cuda.launch import Array, Gpu, Launch
+from thdattn.engines.cuda.softcap import kind_of, logits_of
+from thdattn.jit import compiler
+from thdattn.kernels.decode_configs import CACHE_KERNELS, DECODE
+from thdattn.kernels.instances import Kind
+from thdattn.kv_cache import KVCache
+from thdattn.plan.plan import Plan
+
+_APPEND, _FILL = CACHE_KERNELS
+
+
+def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
+    """Writes new rows behind those of their texts; returns their key_ranges. See reference.cache_append."""
+    new_rows = len(k) // cache.num_texts
+    key_ranges, run = cache.once(("append", new_rows), lambda: _append(new_rows, cache))
+    run(cache.k, k, _words(k), cache.v, v, _words(v))
+    return key_ranges
+
+
+def _append(new_rows: int, cache: KVCache) -> tuple[Array, Launch]:
+    key_ranges = launch.empty((cache.num_texts * new_rows, 2), np.int32)
+    fixed = cache.lengths, key_ranges, *map(np.int32, (new_rows, cache.capacity, *cache.window))
+    return key_ranges, Launch(compiler.kernel(_APPEND), (cache.num_texts,), 256, fixed, early=True)
+
+
+def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
+    """Copies the sequences of a pack to the texts of their numbers. See reference.cache_fill."""
+    num_seqs, lengths = plan.key_batch.num_seqs, plan.arrays.lengths
+    compiler.kernel(_FILL)(
+        (-(-max(len(k), num_seqs) // 8),), 256,
+        (cache.k, k, _words(k), cache.v, v, _words(v), cache.lengths, *plan.arrays.offsets[-1],
+         launch.NONE if lengths is None else lengths.wrong, *map(np.int32, (num_seqs, len(k), cache.capacity))),
+    )  # fmt: skip
+
+
+def _words(x: Array) -> np.int32:
+    """16-byte words of a row."""
+    return np.int32(x.shape[1] * x.shape[2] * x.itemsize // 16)
+
+
+def attn_decode(
+    q: Array, key_ranges: Array, cache: KVCache, softmax_scale: float, softcap: float = 0.0, sinks: Array | None = None
+) -> tuple[Array, Array]:
+    """Attention of query rows over ranges of the cache's rows. See reference.attn_decode; lse stays to the next call.
+
+    How many parts the keys are split into depends on the sizes of the cache and on the GPU alone, never on lengths.
+    """
+    (num_rows, num_heads, _), v_head_dim = q.shape, cache.v.shape[3]
+    out, kind = launch.empty((num_rows, num_heads, v_head_dim), q.dtype), kind_of(softcap, sinks)
+    lse, run = cache.once(
+        ("decode", num_rows, num_heads, kind), lambda: _decode(launch.this_gpu(), num_rows, num_heads, cache, kind))
+    run(q, cache.k, cache.v, out, lse, key_ranges, logits_of(softmax_scale, softcap),
+        launch.NONE if sinks is None else sinks)
+    return out, lse
+
+
+def _decode(gpu: Gpu, num_rows: int, num_heads: int, cache: KVCache, kind: Kind) -> tuple[Array, Launch]:
+    """lse, which a replayed graph writes to though no caller of decode has it, and the launch."""
+    *_, num_kv_heads, head_dim = cache.k.shape
+    chosen, group = DECODE[head_dim, cache.v.shape[3]], num_heads // num_kv_heads
+    blocks = num_kv_heads * -(-group // chosen.heads)  # of a row and part
+    splits = chosen.splits(gpu.multiprocessors, num_rows * blocks, cache.longest_range)
+    shares = num_rows * blocks * splits * min(group, chosen.heads) if splits > 1 else 0
+    fixed = (launch.empty((shares, cache.v.shape[3]), np.float32), launch.empty((shares, 2), np.float32),
+             cupy.zeros(num_rows * blocks, np.uint32), np.int32(group))  # fmt: skip
+    kernel = compiler.kernel(*chosen.thd_attn_decode(cache.k.dtype.name, kind))
+    lse = launch.empty((num_heads, num_rows), np.float32)
+    return lse, Launch(kernel, (num_rows, blocks, splits), 32 * chosen.warps, fixed, early=True)

@@ -1,0 +1,189 @@
+"""What every launch of the engine needs: this GPU, arrays on it, and a kernel with what stays the same."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import driver
+from numpy.typing import DTypeLike
+
+from thdattn.arguments import dlpack_device, unreadable
+from thdattn.jit import compiler
+from thdattn.jit.tensor_map import tensor_map
+from thdattn.packing import DLPACK_HOST
+
+Array = Any  # cupy.ndarray, whose hints are partial
+NONE = np.uint64(0)  # an argument instead of an array
+
+
+def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """A new uninitialised array; every allocation of the engine comes from here."""
+    return cupy.empty(shape, dtype)
+
+
+def free_bytes(wanted: int) -> int | None:
+    """Bytes of memory that are free, if they are fewer than wanted; None: they are not, or nobody knows.
+
+    Nobody does while a CUDA graph is captured, or where CuPy's memory is another library's. What the pool has free is
+    asked first, as it is told at once.
+    """
+    pool: Any = getattr(cupy.cuda.get_allocator(), "__self__", None)
+    if not hasattr(pool, "free_bytes") or cupy.cuda.get_current_stream().is_capturing():
+        return None
+    free = int(pool.free_bytes())
+    if free < wanted:
+        room = int(cupy.cuda.runtime.memGetInfo()[0])
+        limit = int(pool.get_limit())  # 0: none
+        free += min(room, limit - int(pool.total_bytes())) if limit else room
+    return free if free < wanted else None
+
+
+def capture() -> int | None:
+    """The number of the capture of a CUDA graph that the current stream is in; see reference.capture.
+
+    Source: CUDA driver API, cuStreamGetCaptureInfo.
+    """
+    stream = cupy.cuda.get_current_stream()
+    if not stream.is_capturing():
+        return None
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    driver.check_status(_capture_info()(stream.ptr, ctypes.byref(status), ctypes.byref(number), None, None, None))
+    return number.value
+
+
+@functools.cache
+def _capture_info() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    function.argtypes = (ctypes.c_void_p,) * 6
+    return function
+
+
+def from_user(name: str, x: Any) -> Array:
+    """A user's array as a C-contiguous CuPy array, without a copy where it is one.
+
+    Raises:
+        TypeError, ValueError: as in_place.
+    """
+    x = in_place(name, x)
+    if x.flags.c_contiguous and x.data.ptr % 16 == 0:  # the kernels move 16 bytes at a time
+        return x
+    return x.copy(order="C")
+
+
+def in_place(name: str, x: Any) -> Array:
+    """A user's array as a CuPy array in the same memory.
+
+    Raises:
+        TypeError: the array is not on a GPU, or cannot be exchanged through DLPack.
+        ValueError: it lies on another GPU than the current one.
+    """
+    if type(x) is not cupy.ndarray:
+        if isinstance(x, np.ndarray) or dlpack_device(name, x) in {None, *DLPACK_HOST}:
+            raise TypeError(f"{name} is a {type(x).__name__} on the host, wanted an array on the GPU; "
+                            f"copy it with cupy.asarray({name}), or use engine='reference'")
+        try:
+            x = cupy.from_dlpack(x)
+        except (BufferError, TypeError, ValueError) as error:
+            raise unreadable(name, x, f"through DLPack ({error})", "pass a CuPy array") from error
+    current = cupy.cuda.runtime.getDevice()
+    if x.device.id != current:
+        raise ValueError(f"{name} is on GPU {x.device.id}, wanted the current GPU {current}; copy it there, or "
+                         f"make GPU {x.device.id} current with cupy.cuda.Device({x.device.id}).use()")
+    return x
+
+
+def tensor_maps(
+    arrays: Sequence[Array], num_rows: Sequence[int], boxes: Sequence[int], l2_bytes: int = 256
+) -> Iterator[Any]:
+    """Maps of the first rows of (rows, heads, width) arrays, so many of each, by boxes of so many rows."""
+    return (tensor_map(x, rows, row_bytes(x), box, l2_bytes)
+            for x, rows, box in zip(arrays, num_rows, boxes, strict=True))
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the choice of kernels and grids depends on."""
+
+    sm90: bool
+    multiprocessors: int
+    shared_bytes: int
+
+
+def this_gpu() -> Gpu:
+    """Of the current device."""
+    return _gpu(cupy.cuda.runtime.getDevice())
+
+
+@functools.cache
+def _gpu(device: int) -> Gpu:
+    attributes = cupy.cuda.Device(device).attributes
+    return Gpu(
+        sm90=compiler.device_arch() == "sm_90a",
+        multiprocessors=attributes["MultiProcessorCount"],
+        shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
+    )
+
+
+_MOST_PREPARED = 256  # arguments of a launch
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with all that does not change between the calls of a plan; the arguments of a call come first.
+
+    What was prepared for a call is kept, as a training loop makes the same few again and again. early: may start while
+    the kernel before still runs, see jit.launch_early.
+    """
+
+    kernel: compiler.Kernel
+    grid: tuple[int, ...]
+    block: int
+    fixed: tuple[Any, ...]
+    early: bool = False
+    _prepared: dict[Any, tuple[compiler.Arguments, tuple[Any, ...]]] = field(default_factory=dict, repr=False)
+
+    def __call__(self, *args: Any) -> None:
+        # Structs, by value, are known by what they are, and so have to stay.
+        key = tuple([x.data.ptr if isinstance(x, cupy.ndarray) else id(x) if isinstance(x, np.void) else x
+                     for x in args])
+        self.launch(self.prepared(key, lambda: args))
+
+    def launch(self, arguments: compiler.Arguments) -> None:
+        """The same, with what `prepared` returned."""
+        self.kernel.launch(self.grid, self.block, arguments, self.early)
+
+    def launch_as(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> None:
+        """The same, with the arguments of a call, see `prepared`."""
+        self.launch(self.prepared(key, make))
+
+    def prepared(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> compiler.Arguments:
+        """Those of a call, which `make` returns, unless they are known by a key."""
+        found = self._prepared.get(key)
+        if found is None:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            args = make()
+            structs = tuple(x for x in args if isinstance(x, np.void))
+            found = self._prepared[key] = compiler.Arguments(args + self.fixed), structs
+        return found[0]
+
+
+def row_bytes(x: Array) -> int:
+    """Bytes from one row of (rows, heads, width) to the next, of which the array may have some of the heads."""
+    return int(x.strides[0]) if len(x) > 1 else int(x.shape[1] * x.shape[2] * x.itemsize)
+
+
+def row_heads(x: Array) -> int:
+    """How many heads a row in memory has, of which the array may have some."""
+    return row_bytes(x) // int(x.shape[2] * x.itemsize)
+
+
+def layout(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
+    """What the launches of a plan depend on beside the plan."""
+    return q.dtype, q.shape[1], row_heads(q), k.shape[1], q.shape[2], v.shape[2]

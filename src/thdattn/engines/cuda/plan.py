@@ -1,0 +1,418 @@
+"""Launchers of kernels.cu: the arrays of a plan."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cupy
+import cupyx
+import numpy as np
+from numpy.typing import NDArray
+
+from thdattn.engines.cuda import launch
+from thdattn.engines.cuda.launch import Array, Launch
+from thdattn.jit import compiler
+from thdattn.kernels.instances import PLAN_KERNELS
+from thdattn.packing import PackedBatch
+from thdattn.plan.generations import renew
+from thdattn.plan.key_transfers import Pieces, all_rows, needed_rows
+from thdattn.plan.plan import Plan, PlanArrays, key_side_ints
+from thdattn.sharding import Sharding
+
+POISON_BLOCKS = 64  # of 256 threads, which soon end where all is well
+_ORDER_INTS = 5  # of a tile: its places in two orders, and three of its cost
+_CHECK, _ROWS, _PIECES, _RANGES, _TILE_COST, _TILE_ORDER, _PARTS, _PAIRS, _POISON = PLAN_KERNELS
+
+
+def plan_arrays(
+    sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
+    key_batch: PackedBatch | None = None, keys_of: int | None = None, lengths: DeviceLengths | None = None,
+) -> PlanArrays:
+    """The arrays of a plan, made by kernels: nothing is copied to the host, and the host does not wait.
+
+    With lengths on the GPU, a captured CUDA graph plans anew for those it finds at each replay. Of wrong ones, which
+    only the GPU sees, DeviceLengths tells: its own, or the `lengths` of a plan with which this one is made anew.
+    Lengths on the host are right; plans of one batch share what they can. Of rows that are spread by runs, which the
+    host has found, the kernels make arrays of all rows.
+
+    Raises:
+        RuntimeError: lengths on the host, on a stream that captures a CUDA graph.
+    """
+    if sharding.batch.on_device:
+        lengths = lengths or DeviceLengths(sharding, key_batch)
+        rows = _rows(sharding, cp_rank, key_batch, lengths.checked, lengths)
+        return _arrays(rows, sharding, cp_rank, window, tiles, key_batch, keys_of, lengths)
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise RuntimeError(
+            "a batch with its lengths on the host was planned on a stream that captures a CUDA graph, wanted lengths "
+            "on the GPU there; make the plan before the capture, or use thdattn.graphs.StaticPack"
+        )
+    if key_batch is not None:
+        rows = _rows(sharding, cp_rank, key_batch, _uploaded(sharding.batch, key_batch))
+        return _arrays(rows, sharding, cp_rank, window, tiles, key_batch)
+    return _shared(sharding, cp_rank, window, tiles, keys_of)
+
+
+# The last plans of a batch by rank, and by rank and mask; those that nobody holds are gone. None is ever written again.
+_planned: weakref.WeakKeyDictionary[PackedBatch, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _shared(
+    sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int], keys_of: int | None
+) -> PlanArrays:
+    """Arrays of other plans of this batch and rank, as far as they are the same.
+
+    Of one stream: what is shared was made before it is read, and its memory is given to later work of that stream.
+    """
+    planned = _planned.setdefault(sharding.batch, {})
+    stream = cupy.cuda.get_current_stream()
+    rank = cupy.cuda.runtime.getDevice(), stream.ptr, sharding.strategy, sharding.cp_size, sharding.local_rows, cp_rank
+    mask = rank, window, tiles, keys_of
+    same: PlanArrays | None = planned.get(mask, _gone)()
+    if same is None:
+        other = planned.get(rank, _gone)()
+        rows = _Rows.of(other) if other else _rows(sharding, cp_rank, None, _uploaded(sharding.batch))
+        same = _arrays(rows, sharding, cp_rank, window, tiles, keys_of=keys_of)
+        planned[rank] = planned[mask] = weakref.ref(same)
+    return same
+
+
+def _gone() -> None:
+    """A reference to nothing."""
+
+
+def _uploaded(*sides: PackedBatch) -> Array:
+    """(sides, 2, num_seqs + 1) int32: cu_seqlens and cu_seqlens_padded of the queries, and of other keys.
+
+    CuPy copies them from pinned memory, which it keeps until the copy is done, so that the host does not wait.
+    """
+    return cupy.asarray([[batch.cu_seqlens, batch.cu_seqlens_padded] for batch in sides])
+
+
+def enter(plan: Plan) -> None:
+    """Has work on the current stream come after the making of the plan, if that was on another stream.
+
+    And memory of the plan that CuPy's pool gives to later work of that stream, when nobody holds the plan any more,
+    then comes after the work on this one. In a capture nothing is done, as graphs outlive what they were captured with.
+    """
+    stream, made_on = cupy.cuda.get_current_stream(), plan.arrays.stream
+    if stream.ptr != made_on.ptr and not stream.is_capturing():
+        plan.once(("entered", stream.ptr), lambda: _enter(plan, stream, made_on))
+
+
+def _enter(plan: Plan, stream: Any, made_on: Any) -> None:
+    stream.wait_event(made_on.record())
+    weakref.finalize(plan, _leave, stream, made_on).atexit = False
+
+
+def _leave(stream: Any, made_on: Any) -> None:
+    if not made_on.is_capturing() and not stream.is_capturing():
+        made_on.wait_event(stream.record())
+
+
+class DeviceLengths:
+    """Lengths on the GPU, found right or wrong there: what thd_plan_check makes of them.
+
+    Wrong ones are planned as sequences without rows, and poison makes all results NaN. The host learns of it at once
+    if it waits, or, from memory that the kernel writes, whenever it next asks.
+
+    Attributes:
+        sharding, key_batch: as passed to plan_arrays.
+        checked: (2, 2, num_seqs + 1) int32, cu_seqlens and cu_seqlens_padded of queries and keys, all 0 if wrong.
+        wrong: (1,) int32, 1 if wrong.
+        generation: what tells the lengths from those before and after a refresh; see thdattn.plan.generations.
+        made_in: the number of the capture of the CUDA graph that makes the plan; None: it was made outside of captures.
+    """
+
+    def __init__(self, sharding: Sharding, key_batch: PackedBatch | None) -> None:
+        self.sharding, self.key_batch = sharding, key_batch
+        batch, keys = sharding.batch, key_batch or sharding.batch
+        self._made: list[Callable[[], None]] = []  # what every graph makes that makes the plan
+        self._late: dict[Callable[[], None], int | None] = {}  # all else; of what was made last in a capture, which one
+        self._of_graphs: dict[int | None, list[Callable[[], None]]] = {}  # by capture, what a graph makes for itself
+        self.made_in, self._was_captured = launch.capture(), False
+        # Kept, with all that is written here, as a replayed graph reads and writes them.
+        self._offsets = [self._followed(name, x) for lengths in (batch, keys) for name, x in (
+            ("cu_seqlens", lengths.cu_seqlens), ("cu_seqlens_padded", lengths.cu_seqlens_padded))]
+        made = launch.empty((4 * (batch.num_seqs + 1) + 1,), np.int32)
+        self.wrong = made[-1:]
+        self.generation: Any = None
+        renew(self)
+        self.checked = made[:-1].reshape(2, 2, -1)
+        self._notice = notice = _Notice()
+        sizes = map(np.int32, (batch.num_seqs, batch.total_rows, keys.total_rows, sharding.multiple))
+        args = made, self.wrong, np.uint64(notice.place.ctypes.data), *self._offsets, *sizes
+        self.make(lambda: compiler.kernel(_CHECK)((1,), 1024, (*args, notice.of_next_check())))
+
+    def _followed(self, name: str, x: Any) -> Array:
+        """Offsets as the kernel reads them: a copy of strided ones, made anew whenever the plan is."""
+        x = launch.in_place(name, x)
+        if x.flags.c_contiguous:
+            return x
+        copied = launch.empty(x.shape, x.dtype)
+        self.make(lambda: cupy.copyto(copied, x))
+        return copied
+
+    def make(self, launches: Callable[[], None]) -> None:
+        """Makes something of the plan from the lengths, now and whenever make_again is called or a graph replays it.
+
+        In the capture of another graph than the one that makes the plan, it is for that one alone, as Plan.once has it.
+        """
+        launches()
+        now = launch.capture()
+        if now not in (None, self.made_in):
+            self._of_graphs.setdefault(now, []).append(launches)
+        elif not self._was_captured and now == self.made_in:
+            self._made.append(launches)
+        else:
+            self._late[launches] = now
+
+    def make_again(self) -> None:
+        """Makes all of the plan again, in the same arrays, from the lengths that lie on the GPU now."""
+        now = launch.capture()
+        self._was_captured |= now is not None
+        for launches in [*self._made, *self._of_graphs.get(now, ())]:
+            launches()
+        self._late = dict.fromkeys(self._late)
+        self.follow()
+
+    def follow(self) -> None:
+        """Makes again what some graph leaves as it was though it makes the plan, for lengths of its last replay.
+
+        A capture makes it once, as nothing but make_again changes the plan in between.
+        """
+        if not self._late:
+            return
+        now = launch.capture()
+        for launches, made_in in self._late.items():
+            if now is None or made_in != now:
+                launches()
+                self._late[launches] = now
+
+    def are_right(self) -> bool:
+        """Whether the host knows that what is launched now finds right ones; of what a graph captures it does not."""
+        return self._notice.says_right() and not cupy.cuda.get_current_stream().is_capturing()
+
+    def check(self, wait: bool) -> None:
+        """ValueError if the lengths are wrong: as the GPU knows when it comes here, or as far as the host knows."""
+        if wait:
+            wrong = bool(self.wrong.get()[0])
+        else:
+            wrong = self._notice.says_wrong() and not cupy.cuda.get_current_stream().is_capturing()
+        if not wrong:
+            return
+        remedy = "results of the plan are NaN; make a plan from right lengths"
+        try:  # where the offsets are on the host, they are refused with the sequence, what was wanted and the remedy
+            batch, keys = self.sharding.batch, self.key_batch or self.sharding.batch
+            offsets = [x.get() for x in self._offsets]
+            Sharding(PackedBatch(*offsets[:2], total_rows=batch.total_rows), self.sharding.cp_size,
+                     self.sharding.strategy)
+            PackedBatch(*offsets[2:], total_rows=keys.total_rows)
+        except ValueError as error:
+            raise ValueError(f"lengths on the GPU were planned that are wrong: {error}; {remedy}") from None
+        raise ValueError(f"lengths on the GPU were wrong when they were planned, and have changed since; {remedy}")
+
+
+class _Notice:
+    """What the GPU tells the host of the last check of some lengths: of right ones the complement of its number.
+
+    place: (1,) uint64 of _notices. in_graph: whether a CUDA graph checks them: of its replays the host does not know.
+    """
+
+    def __init__(self) -> None:
+        notices, self.serial, self.in_graph = _notices(), next(_serials), False
+        self.place = notices[self.serial % len(notices) :][:1]
+
+    def of_next_check(self) -> np.uint64:
+        """The number of a check that is about to be launched: from a captured one on the same, as it is replayed."""
+        if not self.in_graph:
+            self.serial = next(_serials)
+        self.in_graph |= cupy.cuda.get_current_stream().is_capturing()
+        return np.uint64(self.serial)
+
+    def says_wrong(self) -> bool:
+        return int(self.place[0]) == self.serial
+
+    def says_right(self) -> bool:
+        return not self.in_graph and int(self.place[0]) == 2**64 - 1 - self.serial
+
+
+_serials = itertools.count(1)
+_allocating = threading.Lock()
+
+
+def _notices() -> Any:
+    """Memory of the host that GPUs write to, 512 places that plans take in turn.
+
+    It is never freed, as a kernel may come to it when the plan is gone.
+    """
+    with _allocating:  # simulated ranks are threads
+        return _pinned()
+
+
+@functools.cache
+def _pinned() -> Any:
+    return cupyx.zeros_pinned((512,), np.uint64)
+
+
+class _Rows(NamedTuple):
+    """What plans of a rank have in common, whatever their masks: fields of PlanArrays."""
+
+    offsets: Array
+    rows: Array
+    positions: Array
+    valid: Array
+    all_rows: Array
+
+    @classmethod
+    def of(cls, plan: PlanArrays) -> _Rows:
+        return cls(*(getattr(plan, field) for field in cls._fields))
+
+
+def _rows(
+    sharding: Sharding, cp_rank: int, key_batch: PackedBatch | None, offsets: Array,
+    lengths: DeviceLengths | None = None,
+) -> _Rows:
+    local_rows, num_rows = sharding.local_rows, sharding.batch.total_rows
+    if key_batch is not None:  # one rank: both sides are in their own order, and one is the beginning of the other
+        num_rows = max(num_rows, key_batch.total_rows)
+    order = launch.empty((_num_ordered(sharding, key_batch),), np.int32)
+    positions, valid = launch.empty((local_rows,), np.int32), launch.empty((local_rows,), bool)
+    wrong = launch.NONE if lengths is None else lengths.wrong
+    by_runs = launch.NONE, np.int32(0)
+    if sharding.by_runs:
+        by_runs = _table(all_rows(sharding.batch, sharding.cp_size, local_rows))
+    sizes = map(np.int32, (sharding.batch.num_seqs, sharding.cp_size, cp_rank, local_rows, sharding.multiple > 1,
+                           num_rows, order.size))  # fmt: skip
+    _make(lengths, _ROWS, (_blocks(order.size),), (order, positions, valid, offsets[0], wrong, *by_runs, *sizes))
+    return _Rows(offsets, order[cp_rank * local_rows :][:local_rows], positions, valid, order)
+
+
+def _table(pieces: Pieces) -> tuple[Array, np.int32]:
+    """Pieces as kernels take them; they come to the GPU as lengths do."""
+    return cupy.asarray(pieces.table()), np.int32(len(pieces.begin))
+
+
+def _key_side(
+    rows: _Rows, sharding: Sharding, cp_rank: int, window: tuple[int, int], key_batch: PackedBatch | None,
+    keys_of: int | None,
+) -> dict[str, Array]:
+    """rank_order and rows_of_keys, None if there are none; of needed rows also sends, returns and places."""
+    if keys_of is not None:
+        first = keys_of * sharding.local_rows
+        return {"rank_order": None, "rows_of_keys": rows.all_rows[first : first + sharding.local_rows]}
+    if not sharding.by_runs:
+        return {"rank_order": rows.all_rows if key_batch is None else rows.all_rows[: key_batch.total_rows]}
+    side = needed_rows(sharding.batch, sharding.cp_size, window, sharding.local_rows).key_side(cp_rank)
+    whole = Pieces.joined(side)
+    made = launch.empty((whole.size,), np.int32)
+    _make(None, _PIECES, (_blocks(whole.size),), (made, *_table(whole), np.int32(whole.size)))
+    ends = itertools.accumulate(pieces.size for pieces in side)
+    arrays = {field: made[end - pieces.size : end]
+              for (field, pieces), end in zip(side._asdict().items(), ends, strict=True)}
+    return {**arrays, "returns": arrays["returns"].reshape(sharding.cp_size, sharding.local_rows)}
+
+
+def _num_ordered(sharding: Sharding, key_batch: PackedBatch | None) -> int:
+    """Rows of all ranks, or, if they are more, of other keys."""
+    num_keys = 0 if key_batch is None else key_batch.total_rows
+    return max(sharding.cp_size * sharding.local_rows, num_keys)
+
+
+def plan_bytes(plan: Plan) -> int:
+    """Bytes of the arrays of a plan that shares none with another one."""
+    batch, cross = plan.batch, None if plan.key_batch is plan.batch else plan.key_batch
+    offsets = batch.num_seqs + 1
+    checks = 4 * offsets + 1 if batch.on_device else 2 * offsets * (1 if cross is None else 2)
+    ints = (checks + _num_ordered(plan.sharding, cross) + plan.local_rows + 2 * (plan.local_rows + plan.key_rows)
+            + _ORDER_INTS * sum(plan.num_tiles) + key_side_ints(plan))  # fmt: skip
+    return 4 * ints + plan.local_rows
+
+
+def _arrays(
+    rows: _Rows, sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
+    key_batch: PackedBatch | None = None, keys_of: int | None = None, lengths: DeviceLengths | None = None,
+) -> PlanArrays:
+    """What a mask adds to the rows."""
+    side = _key_side(rows, sharding, cp_rank, window, key_batch, keys_of)
+    rows_of_keys, num_seqs = side.get("rows_of_keys"), sharding.batch.num_seqs
+    num_keys = (key_batch or sharding.batch).total_rows if rows_of_keys is None else len(rows_of_keys)
+    sides = sharding.local_rows, num_keys
+    alone = sharding.cp_size == 1  # with all rows of the pack, in order
+    there = (launch.NONE if alone else rows.rows, launch.NONE if alone or rows_of_keys is None else rows_of_keys,
+             rows.offsets[0], rows.offsets[-1])  # fmt: skip
+    key_ranges, query_ranges = ranges = [launch.empty((num_rows, 2), np.int32) for num_rows in sides]
+    wrong = launch.NONE if lengths is None else lengths.wrong
+    _make(lengths, _RANGES, (_blocks(max(sides)), 2), (
+        *ranges, *there, wrong, *map(np.int32, (num_seqs, *sides, *window))))
+
+    num_tiles = [-(-num_rows // tile) for num_rows, tile in zip(sides, tiles, strict=True)]
+    # One array of a side, as a replayed graph writes to all of it as long as the orders live: orders, then costs.
+    made = [launch.empty((_ORDER_INTS * num,), np.int32) for num in num_tiles]
+    grid = _blocks(32 * max(num_tiles)), 2
+    _make(lengths, _TILE_COST, grid, (
+        *made, *ranges, *there, *map(np.int32, (num_seqs, *sides, *tiles))))
+    _make(lengths, _TILE_ORDER, grid, (*made, *map(np.int32, (*num_tiles, *sides))))
+    query_tiles, key_tiles = (x[: 2 * num].reshape(2, num) for x, num in zip(made, num_tiles, strict=True))
+    in_order = rows.all_rows[: sharding.cp_size * sharding.local_rows]  # without what only the keys have
+    return PlanArrays(rows.rows, rows.positions, rows.valid, key_ranges, query_ranges, query_tiles=query_tiles,
+                      key_tiles=key_tiles, all_rows=in_order, lengths=lengths, offsets=rows.offsets,
+                      stream=cupy.cuda.get_current_stream(), **side)
+
+
+def parts_of(tiles: Array, second: NDArray[np.bool_]) -> list[Array]:
+    """Tiles of one side in two parts, each with its two orders, one of which may be empty.
+
+    Args:
+        tiles: (2, tiles), as PlanArrays has them.
+        second: (tiles,), whether each tile is of the second part.
+    """
+    count, num_first = len(second), int(len(second) - second.sum())
+    made = launch.empty((2 * count,), np.int32)
+    _make(None, _PARTS, (_blocks(32 * count), 2), (
+        made, tiles, cupy.asarray(second.astype(np.int32)), *map(np.int32, (count, num_first))))
+    return [made[: 2 * num_first].reshape(2, num_first), made[2 * num_first :].reshape(2, count - num_first)]
+
+
+def pairs_of(plan: Plan) -> Array:
+    """(1,) uint64: how many pairs of a local query and a key see each other."""
+
+    def make() -> Array:
+        pairs, args = launch.empty((1,), np.uint64), (plan.key_ranges, np.int32(plan.local_rows))
+        plan.make(lambda: compiler.kernel(_PAIRS)((1,), 1024, (pairs, *args)))
+        return pairs
+
+    return plan.once("pairs", make)
+
+
+def _blocks(threads: int) -> int:
+    return -(-threads // 256)
+
+
+def _make(lengths: DeviceLengths | None, kernel: str, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    """Launches a kernel; where lengths lie on the GPU, again whenever the plan is made again."""
+    run = functools.partial(compiler.kernel(kernel), grid, 256, args)
+    run() if lengths is None else lengths.make(run)
+
+
+def poison(plan: Plan, *results: Array) -> None:
+    """Results become NaN if the lengths that the plan was made from, on the GPU, are wrong."""
+    lengths = plan.arrays.lengths
+    if lengths is None or lengths.are_right():
+        return
+    kernel, grid = compiler.kernel(_POISON), (POISON_BLOCKS,)
+    run = plan.once("poison", lambda: Launch(kernel, grid, 256, (lengths.wrong,), early=True))
+    for i in range(0, len(results), 3):
+        three = results[i : i + 3]
+        run.launch_as(tuple([(x.data.ptr, x.nbytes) for x in three]), functools.partial(_words_of, three))
+
+
+def _words_of(results: tuple[Array, ...]) -> tuple[Any, ...]:
+    """Arrays and how many words each has, as the kernel takes three."""
+    made = [arg for x in results for arg in (x, np.uint64(x.nbytes // 4))]
+    return *made, *[launch.NONE] * (6 - len(made))

@@ -1,0 +1,122 @@
+"""Launchers for rows of keys, values and their gradients: moved between orders, and added up."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from thdattn.comm import Meeting
+from thdattn.comm.peer.exchange import NOBODY, THREADS
+from thdattn.comm.peer.reduce import add_up
+from thdattn.engines.cuda import launch
+from thdattn.engines.cuda.launch import Array, Launch
+from thdattn.jit import compiler
+from thdattn.jit.structs import GATHERED, MAX_RANKS, ROWS, SHARES
+from thdattn.kernels.instances import GATHER_KERNEL, REORDER_KERNELS
+from thdattn.plan.plan import Plan
+
+_GATHER_BLOCKS = 256  # two for each multiprocessor
+
+
+def to_sequence_order(
+    k_parts: Sequence[Array], v_parts: Sequence[Array], plan: Plan, into: Sequence[Array] | None = None,
+    own: Sequence[Array] | None = None, meeting: Meeting | None = None,
+) -> tuple[Array, Array]:
+    """Rows of all ranks moved to sequence order, into buffers of the plan; rows that no local query sees become 0.
+
+    Args:
+        own: this rank's rows, which parts do not have; with a meeting, which they are to have.
+        meeting: of all ranks, by this kernel, see Arrival.
+    """
+    k, v = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
+                    for name, parts in (("k", k_parts), ("v", v_parts))]
+    if meeting is None or own is None:
+        reorder(False, (k, v), (k_parts, v_parts), plan.rank_order, plan.query_ranges, own,
+                plan.first_own)
+    else:
+        _gather(plan, (k, v), (k_parts, v_parts), own, meeting)
+    return k, v
+
+
+def _gather(
+    plan: Plan, outs: Sequence[Array], sources: Sequence[Sequence[Array]], own: Sequence[Array], meeting: Meeting
+) -> None:
+    """thd_meet, of all rows."""
+    if not plan.local_key_rows:  # of any rank
+        return
+    run: Launch = plan.once(
+        "gather", lambda: Launch(compiler.kernel(GATHER_KERNEL), (_GATHER_BLOCKS,), THREADS, NOBODY))
+
+    def arguments() -> tuple[Any, ...]:
+        rows = [_moved(out.data.ptr, launch.row_bytes(out), mine.data.ptr, launch.row_bytes(mine), parts[0].strides[0],
+                       *[part.data.ptr for part in parts])
+                for out, parts, mine in zip(outs, sources, own, strict=True)]
+        order, ranges = plan.rank_order.data.ptr, plan.query_ranges.data.ptr
+        to = [(*places, *[0] * (MAX_RANKS - len(places))) for places in meeting.to]
+        return np.array((*rows, to, order, ranges, plan.local_key_rows), GATHERED)[()], meeting.flags
+
+    key = (id(meeting.flags), *[(x.data.ptr, x.nbytes) for x in outs], *[(x.data.ptr, x.strides) for x in own])
+    prepared = run.prepared(key, arguments)
+    prepared.change(-2, meeting.marks)
+    prepared.change(-1, meeting.number)
+    run.launch(prepared)
+
+
+def to_rank_order(dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None) -> tuple[Array, Array]:
+    """Inverse of to_sequence_order, for the gradients; filler rows become 0."""
+    dk_ranks, dv_ranks = into or [plan.buffer(name, (len(plan.rank_order), *x.shape[1:]), x.dtype)
+                                  for name, x in (("dk_ranks", dk), ("dv_ranks", dv))]
+    reorder(True, (dk_ranks, dv_ranks), ([dk], [dv]), plan.rank_order, plan.query_ranges)
+    return dk_ranks, dv_ranks
+
+
+def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
+    """Put row order[t] of each array at t, two arrays in a launch; a row of -1 becomes 0."""
+    for i in range(0, len(xs), 2):
+        reorder(True, into[i : i + 2], [[x] for x in xs[i : i + 2]], order, order)  # which rows are seen is not asked
+
+
+def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Array]) -> None:
+    """Rows of two arrays at their places in key buffers: into[order[t]] = x[t], but for those of -1."""
+    reorder(False, into, [[x] for x in xs], order, plan.query_ranges)
+
+
+def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
+    """Gradients of this rank's rows that others have: the shares of all ranks, added up; see reference.add_shares."""
+    shares = np.zeros((), SHARES)
+    for places, mine, theirs in zip(shares["of"], own, back, strict=True):
+        places[:2] = theirs.data.ptr, mine.data.ptr
+    add_up(shares[()], plan.cp_size, plan.arrays.returns, results, own=plan.cp_rank)
+
+
+def reorder(
+    to_rank_order: bool, outs: Sequence[Array], sources: Sequence[Sequence[Array]], order: Array, ranges: Array,
+    own: Sequence[Array] | None = None, first_own: int = 0,
+) -> None:
+    """Moves the rows of one or two arrays in one launch. Rows whose range is empty hold nothing.
+
+    Args:
+        sources: of each, the parts that make up its rows, equally many of as many heads as the array of outs; between
+            two rows there may lie more heads.
+        own: such a part, instead of the rows from first_own on.
+    """
+    rows = [(out.data.ptr, launch.row_bytes(out), mine.data.ptr, launch.row_bytes(mine), launch.row_bytes(parts[0]),
+             *[part.data.ptr for part in parts]) for out, parts, mine in zip(outs, sources, own or outs, strict=True)]
+    arguments = _arguments(rows[0], rows[-1], order.data.ptr, ranges.data.ptr, len(order), max(1, len(sources[0][0])),
+                           first_own, len(own[0]) if own else 0)
+    compiler.kernel(REORDER_KERNELS[to_rank_order]).launch((-(-len(order) // 8), len(rows)), 256, arguments)
+
+
+@functools.lru_cache(maxsize=4096)
+def _arguments(x: tuple[int, ...], y: tuple[int, ...], order: int, ranges: int, *sizes: int) -> compiler.Arguments:
+    """Of thd_reorder; kept, as tensor maps are."""
+    return compiler.Arguments((_moved(*x), _moved(*y), np.uint64(order), np.uint64(ranges), *map(np.int32, sizes)))
+
+
+def _moved(out: int, out_pitch: int, own: int, own_pitch: int, pitch: int, *parts: int) -> Any:
+    """A Rows."""
+    places = (*parts, *[0] * (MAX_RANKS - len(parts)))
+    return np.array((places, own, out, out_pitch // 16, pitch // 16, own_pitch // 16), ROWS)[()]

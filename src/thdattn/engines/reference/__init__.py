@@ -1,0 +1,52 @@
+"""The NumPy engine: the CUDA engine's functions with the same arguments, so that all above it runs on any laptop.
+
+Like the kernels it obeys one rule: score (i, j) counts if and only if `key_begin[i] <= j < key_end[i]`. It knows
+neither sequences nor ranks. No product touches a row that no range names, so padding, NaN included, reaches no result.
+
+It computes float16, bfloat16 and float32 in float32, and float64 in float64.
+"""
+
+from __future__ import annotations
+
+from thdattn.engines.reference import arrays as arrays
+from thdattn.engines.reference.arrays import (
+    capture,
+    empty,
+    free_bytes,
+    from_user,
+    in_place,
+    plan_arrays,
+    plan_bytes,
+    tiles,
+)  # fmt: skip
+from thdattn.engines.reference.attention import (
+    attn_bwd,
+    attn_fwd,
+    backward_bytes,
+    forward_bytes,
+    plan_backward,
+    poison,
+    rounded,
+    sinks_grad,
+)  # fmt: skip
+from thdattn.engines.reference.decode import attn_decode, cache_append, cache_fill
+from thdattn.engines.reference.rows import (
+    add_shares,
+    pack_rows,
+    place_rows,
+    to_rank_order,
+    to_sequence_order,
+    without_padding,
+)  # fmt: skip
+
+__all__ = [
+    "add_shares", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "capture",
+    "device", "dtypes", "empty", "forward_bytes", "free_bytes", "from_user", "head_dims", "in_place", "name",
+    "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "poison", "rounded", "sinks_grad",
+    "tiles", "to_rank_order", "to_sequence_order", "without_padding",
+]  # fmt: skip
+
+name = "reference"
+device = "cpu"
+dtypes = ("float16", "bfloat16", "float32", "float64")
+head_dims = None  # any

@@ -1,0 +1,93 @@
+"""Texts that grow, in NumPy: attention of few rows over a cache of keys and values, and new rows in the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdattn.kv_cache import KVCache
+from thdattn.plan.mask import in_sight
+from thdattn.plan.plan import Plan
+
+Array = NDArray[Any]
+
+
+def attn_decode(
+    q: Array, key_ranges: Array, cache: KVCache, softmax_scale: float, softcap: float = 0.0, sinks: Array | None = None
+) -> tuple[Array, Array]:
+    """Attention of few query rows over ranges of a cache's rows.
+
+    Args:
+        q: (num_rows, num_heads, head_dim).
+        key_ranges: (num_rows, 2) int32, [begin, end) of text * capacity + row; may be empty.
+        cache: gives k and v.
+        softmax_scale: factor on q.k.
+        softcap, sinks: as for reference.attn_fwd.
+
+    Returns:
+        out: (num_rows, num_heads, v_head_dim), dtype of q; exactly 0 where the range is empty.
+        lse: (num_heads, num_rows), float32 (float64 for float64 input), natural log; -inf there.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, v_head_dim = cache.v.shape[2:]
+    dtype = np.promote_types(q.dtype, np.float32)
+    scaled_q = q.reshape(num_rows, num_kv_heads, -1, head_dim).astype(dtype) * dtype.type(softmax_scale)
+    keys, values = (x.reshape(-1, *x.shape[2:]) for x in (cache.k, cache.v))
+    out = np.zeros((num_rows, num_heads, v_head_dim), q.dtype)
+    lse = np.full((num_heads, num_rows), -np.inf, dtype)
+    for row in np.flatnonzero(key_ranges[:, 0] < key_ranges[:, 1]):
+        seen = slice(*key_ranges[row])
+        scores = scaled_q[row] @ keys[seen].astype(dtype).transpose(1, 2, 0)
+        if softcap:
+            scores = np.tanh(scores / dtype.type(softcap)) * dtype.type(softcap)
+        row_max = scores.max(axis=-1, keepdims=True)
+        p = np.exp(scores - row_max)
+        row_sum = p.sum(axis=-1, keepdims=True)
+        o = (p @ values[seen].astype(dtype).swapaxes(0, 1) / row_sum).reshape(num_heads, v_head_dim)
+        lse[:, row] = row_lse = (row_max + np.log(row_sum)).reshape(num_heads)
+        if sinks is not None:
+            lse[:, row] = np.logaddexp(row_lse, sinks)
+            o *= np.exp(row_lse - lse[:, row])[:, None]
+        out[row] = o
+    return out, lse
+
+
+def cache_append(k: Array, v: Array, cache: KVCache) -> Array:
+    """Writes new rows after those of their texts, and counts them; a text that does not fit is marked, not written.
+
+    Args:
+        k, v: (num_texts * new_rows, num_kv_heads, width), the new rows of text 0, then of text 1, ...
+        cache: its k, v and lengths change.
+
+    Returns:
+        key_ranges: (num_texts * new_rows, 2) int32, what the new rows see as queries, as rows text * capacity + row;
+            (0, 0) in a text that does not fit.
+    """
+    new_rows = len(k) // cache.num_texts
+    before = cache.lengths.copy()
+    fits = before <= cache.capacity - new_rows
+    cache.lengths[...] = np.where(fits, before + new_rows, cache.capacity + 1)
+    for text in np.flatnonzero(fits):
+        there, here = slice(before[text], cache.lengths[text]), slice(text * new_rows, (text + 1) * new_rows)
+        cache.k[text, there], cache.v[text, there] = k[here], v[here]
+    position, length = before[:, None] + np.arange(new_rows), cache.lengths[:, None]
+    seen = np.stack(in_sight(position, length, length, cache.window), axis=2)
+    ranges = seen + cache.capacity * np.arange(cache.num_texts)[:, None, None]
+    ranges[~fits] = 0
+    return ranges.reshape(-1, 2).astype(np.int32)
+
+
+def cache_fill(k: Array, v: Array, plan: Plan, cache: KVCache) -> None:
+    """Copies the sequences of a pack to the texts of their numbers, which lose what they had.
+
+    Args:
+        k, v: (total_rows, num_kv_heads, width), sequence order.
+        plan: gives the lengths, of which none is larger than the capacity.
+        cache: its k, v and lengths change.
+    """
+    batch = plan.key_batch
+    for text, (begin, length) in enumerate(zip(batch.cu_seqlens_padded[:-1], batch.lengths, strict=True)):
+        cache.k[text, :length], cache.v[text, :length] = k[begin : begin + length], v[begin : begin + length]
+    cache.lengths[...] = batch.lengths

@@ -1,0 +1,129 @@
+"""Rows of keys, values and their gradients in NumPy: moved between orders, and added up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdattn.plan.plan import Plan
+
+Array = NDArray[Any]
+
+
+def to_sequence_order(
+    k_parts: Sequence[Array], v_parts: Sequence[Array], plan: Plan, into: Sequence[Array] | None = None,
+    own: Sequence[Array] | None = None, meeting: None = None,
+) -> tuple[Array, Array]:
+    """Rows gathered from all ranks, moved to sequence order: out[rank_order[t]] = in[t].
+
+    Args:
+        k_parts, v_parts: (cp_size*local_key_rows, ...) in one part or in equal ones, rank order; filler rows
+            (rank_order -1) are dropped. Of needed rows those that this rank gets, (num_received, ...).
+        plan: gives `rank_order`, int32, `key_rows` and `first_own`.
+        into: arrays for k and v; None: buffers that stay until the next call.
+        own: (local_key_rows, ...), this rank's rows of both, which the parts may then lack.
+        meeting: None, as ranks without a GPU do not meet within kernels.
+
+    Returns:
+        k, v: (key_rows, ...), the dtypes of the inputs; rows that no rank owns are 0.
+    """
+    k, v = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
+                    for name, parts in (("k", k_parts), ("v", v_parts))]
+    for x, parts, mine in zip((k, v), (k_parts, v_parts), own or (None, None), strict=True):
+        x[...] = 0
+        _scatter(x, plan.rank_order, np.concatenate(parts))
+        if mine is not None:
+            _scatter(x, plan.rank_order[plan.first_own :], mine)
+    return k, v
+
+
+def _scatter(out: Array, order: Array, rows: Array) -> None:
+    """out[order[t]] = rows[t] where order is not -1."""
+    order = order[: len(rows)]
+    out[order[order >= 0]] = rows[order >= 0]
+
+
+def to_rank_order(
+    dk: Array, dv: Array, plan: Plan, into: Sequence[Array] | None = None
+) -> tuple[Array, Array]:
+    """Inverse of `to_sequence_order`: out[t] = in[rank_order[t]], 0 on filler rows.
+
+    Args:
+        dk, dv: (key_rows, ...), sequence order.
+        plan: gives `rank_order`, (cp_size*local_key_rows,) int32.
+        into: arrays for dk_ranks and dv_ranks; None: buffers that stay until the next call.
+
+    Returns:
+        dk_ranks, dv_ranks: (cp_size*local_key_rows, ...), the dtypes of the inputs.
+    """
+    owned = plan.rank_order >= 0
+
+    dk_ranks, dv_ranks = into or [np.empty((len(plan.rank_order), *x.shape[1:]), x.dtype) for x in (dk, dv)]
+    for ranks, x in ((dk_ranks, dk), (dv_ranks, dv)):
+        ranks[...] = 0
+        ranks[owned] = x[plan.rank_order[owned]]
+    return dk_ranks, dv_ranks
+
+
+def pack_rows(xs: Sequence[Array], order: Array, into: Sequence[Array]) -> None:
+    """Put row order[t] of each array at t, as rows are sent to other ranks or moved between two orders.
+
+    Args:
+        xs: any number of (rows, ...), which may be some of the heads of larger ones.
+        order: (num_rows,) int32; a row of -1 becomes 0.
+        into: (num_rows, ...), of the dtype of xs.
+    """
+    for out, x in zip(into, xs, strict=True):
+        out[...] = 0
+        out[order >= 0] = x[order[order >= 0]]
+
+
+def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Array]) -> None:
+    """Rows of two arrays at their places in key buffers: into[order[t]] = x[t], but for those of -1.
+
+    Args:
+        xs: (num_rows, ...); order: (num_rows,) int32.
+        plan: of the key buffers.
+        into: (key_rows, ...), of the dtype of xs.
+    """
+    for out, x in zip(into, xs, strict=True):
+        out[order[order >= 0]] = x[order >= 0]
+
+
+def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
+    """Gradients of this rank's rows of keys: shares of all ranks, added up in the order of ranks and rounded once.
+
+    Args:
+        own: dk and dv of this rank's key buffer, (key_rows, heads, width) in the dtype of sums.
+        back: what other ranks made of the rows that this one sent them, (num_sent, heads, width), in the order of
+            `sends`.
+        plan: gives `returns`, which says where the share of every rank is.
+        results: arrays for dk and dv, (local_rows, heads, width) in their dtype, which may be some of the heads of
+            larger ones; 0 where no rank has a share. Rows of which this rank alone has one stay as they are: attn_bwd
+            has `rounded` them.
+    """
+    shared = np.delete(plan.arrays.returns, plan.cp_rank, axis=0) >= 0
+    summed = shared.any(axis=0) | (plan.arrays.returns[plan.cp_rank] < 0)
+    for mine, theirs, result in zip(own, back, results, strict=True):
+        total = np.zeros(result.shape, mine.dtype)
+        for rank, rows in enumerate(plan.arrays.returns):
+            total[rows >= 0] += (mine if rank == plan.cp_rank else theirs)[rows[rows >= 0]]
+        result[summed] = total[summed]
+
+
+def without_padding(arrays: Sequence[Array], names: Sequence[str], plan: Plan) -> list[Array]:
+    """Copies whose rows of padding are 0, which may hold NaN: those that see no key.
+
+    Args:
+        arrays: (local_rows, ...).
+        names: of the buffers that the copies are made in.
+    """
+    sees = plan.key_ranges[:, 0] < plan.key_ranges[:, 1]
+    copies = [plan.buffer(name, x.shape, x.dtype) for name, x in zip(names, arrays, strict=True)]
+    for copy, x in zip(copies, arrays, strict=True):
+        copy[...] = 0
+        copy[sees] = x[sees]
+    return copies

@@ -1,0 +1,60 @@
+"""Tensor maps: how the copy engine of Hopper GPUs finds boxes of a (rows, heads, width) array."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+
+from thdattn.jit.structs import TENSOR_MAP
+
+BOX_COLUMNS = 64  # 128 bytes, the width of the swizzle; half of it where 64 does not divide the columns of a head
+DATA_TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+SWIZZLE_64B, SWIZZLE_128B = 2, 3
+L2_PROMOTION = {128: 2, 256: 3}
+
+
+def tensor_map(x: Any, num_rows: int, row_bytes: int, box_rows: int, l2_bytes: int = 256) -> Any:
+    """A CUtensorMap of a CuPy array, to be passed to a kernel by value.
+
+    Args:
+        x: (rows, heads, width), 16-bit, 16-byte aligned.
+        num_rows: how many of its first rows the map has, at least one.
+        row_bytes: from one row to the next, in which there may be more heads than those of x.
+        box_rows: a copy moves box_rows rows of 64 columns of one head, or of 32 where 64 does not divide the width;
+            what lies outside the map arrives as zeros.
+        l2_bytes: what a copy brings into the L2 cache at once. 256 have the next 64 columns there when their copy
+            comes; 128 cost less where memory is what a kernel waits for.
+
+    Returns:
+        NumPy void scalar of 128 bytes. Maps are kept, as a training loop sees the same few buffers again and again.
+
+    Source: CUDA driver API, cuTensorMapEncodeTiled.
+    """
+    return _encode(x.data.ptr, (num_rows, *x.shape[1:]), row_bytes, x.dtype, box_rows, l2_bytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _encode(
+    address: int, shape: tuple[int, int, int], pitch: int, dtype: np.dtype[Any], box_rows: int, l2_bytes: int
+) -> Any:
+    rows, heads, width = shape
+    columns, swizzle = (BOX_COLUMNS // 2, SWIZZLE_64B) if width % BOX_COLUMNS else (BOX_COLUMNS, SWIZZLE_128B)
+    storage = (ctypes.c_ubyte * 192)()
+    aligned = (ctypes.addressof(storage) + 63) & ~63
+    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(aligned), DATA_TYPES[dtype.name], 3, ctypes.c_void_p(address), (u64 * 3)(width, heads, rows),
+        (u64 * 2)(2 * width, pitch), (u32 * 3)(columns, 1, box_rows), (u32 * 3)(1, 1, 1),
+        0, swizzle, L2_PROMOTION[l2_bytes], 0,
+    )
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled returned {status} for an array of shape {shape} at {address:#x}")
+    return np.frombuffer(ctypes.string_at(aligned, TENSOR_MAP.itemsize), dtype=TENSOR_MAP)[0]
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,1 @@
+"""Device code, and the constants that its kernels are compiled with."""

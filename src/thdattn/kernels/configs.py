@@ -1,0 +1,418 @@
+"""Tile sizes of the attention kernels per head dim: the one table that a new head dim or a new measurement touches.
+
+Numbers are compile-time constants of the kernels, bounded by registers (no kernel may spill) and by shared memory. The
+methods of Tiles are named after the kernels that they instantiate. Bytes of shared memory are what the structs of the
+kernels (ForwardShared and so on) take, and constants themselves: the compiler compares them with what it finds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thdattn.kernels.hopper_configs import BackwardPairSm90, BackwardSm90, BackwardWideSm90, ForwardSm90
+from thdattn.kernels.instances import PLAIN, Instance, Kind, instance
+
+PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels/portable/common.cuh
+STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
+SLAB = 64  # columns of a slab of most Hopper tiles
+DQ_ROWS = 128  # query rows of thd_attn_bwd_dq_sm90, which are those of the forward beside it
+STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """thd_attn_fwd: tile_n keys at a time; each warp owns `fragments` times 16 query rows.
+
+    capped_tile_n: keys where logits are capped, if they differ.
+    """
+
+    tile_n: int
+    warps: int
+    fragments: int
+    capped_tile_n: int = 0
+
+    def keys(self, kind: Kind) -> int:
+        """Keys at a time."""
+        return (kind.caps and self.capped_tile_n) or self.tile_n
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows of a thread block."""
+        return 16 * self.warps * self.fragments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """thd_attn_bwd: tile_n keys per thread block, tile_m query rows at a time, loaded `stages` deep.
+
+    `column_warps` warps share 16 keys and divide the columns of dk and dv.
+    """
+
+    tile_m: int
+    tile_n: int
+    column_warps: int
+    stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardDq:
+    """thd_attn_bwd_dq: tile_n keys at a time; each warp owns 16 query rows."""
+
+    tile_n: int
+    warps: int
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows of a thread block."""
+        return 16 * self.warps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """All tile sizes of one head dim. `backward` is a choice: the first that fits the GPU's shared memory."""
+
+    head_dim: int
+    v_head_dim: int
+    forward: Forward
+    backward: tuple[Backward, ...]
+    backward_dq: BackwardDq
+    forward_sm90: ForwardSm90
+    backward_sm90: BackwardSm90 | BackwardPairSm90 | BackwardWideSm90
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where warps of the portable backward would not have whole fragments of 16 columns."""
+        for b in self.backward:
+            warps = b.tile_n // 16 * b.column_warps
+            of_dq = self.head_dim * b.tile_m // (16 * warps)  # columns of dq of a warp, of 16 rows
+            columns = 16 * b.column_warps
+            left = {"head_dim": self.head_dim % columns, "v_head_dim": self.v_head_dim % columns,
+                    "dq": of_dq % 16 or 16 * warps * of_dq != self.head_dim * b.tile_m}  # fmt: skip
+            wrong = ", ".join(name for name, columns in left.items() if columns)
+            if wrong:
+                raise ValueError(
+                    f"{b} of head dims {self._dims} leaves warps parts of fragments of {wrong}, wanted multiples of "
+                    f"16 columns for each warp; choose another tile_m, tile_n or column_warps"
+                )
+
+    # ---------------------------------------------------------------------------------------- portable kernels
+
+    def thd_attn_fwd(self, dtype: str, out_dtype: str, kind: Kind = PLAIN) -> Instance:
+        """The forward, for "float16" or "bfloat16"; what it makes is merged with what is there for out in "float32"."""
+        f, tile_n = self.forward, self.forward.keys(kind)
+        return instance("thd_attn_fwd", dtype, out_dtype, *kind, *self._dims, tile_n, f.warps, f.fragments,
+                        shared_bytes=2 * (f.tile_m * (self.head_dim + PAD) + tile_n * self._pair))
+
+    def thd_attn_delta(self, dtype: str) -> Instance:
+        """What every backward needs per query row."""
+        return instance("thd_attn_delta", dtype, self.v_head_dim)
+
+    def thd_attn_bwd(
+        self, dtype: str, grad_dtype: str, with_dq: bool, tiles: Backward, caps: bool = False
+    ) -> Instance:
+        """dk and dv, whose dtype is grad_dtype, and with_dq also dq's accumulators."""
+        t = tiles
+        stats = 4  # -lse and -delta of a query row, in 2-byte elements
+        rows = t.tile_n * self._pair + t.stages * t.tile_m * (self._pair + stats)
+        return instance("thd_attn_bwd", dtype, grad_dtype, caps, *self._dims, t.tile_m, t.tile_n, t.column_warps,
+                        t.stages, with_dq, shared_bytes=2 * (rows + t.tile_n * (t.tile_m + PAD)))
+
+    def thd_attn_bwd_dq(self, dtype: str, dq_dtype: str, caps: bool = False) -> Instance:
+        """dq by itself, for the same bits on every run; added to what is there where it is float32."""
+        t = self.backward_dq
+        return instance("thd_attn_bwd_dq", dtype, dq_dtype, caps, *self._dims, t.tile_n, t.warps,
+                        shared_bytes=2 * (t.tile_m + t.tile_n) * self._pair)
+
+    def thd_attn_round(self, dq_dtype: str) -> Instance:
+        """dq from its accumulators."""
+        return instance("thd_attn_round", dq_dtype)
+
+    def backward_for(self, shared_bytes: int) -> Backward:
+        """The first choice of the backward that fits `shared_bytes` of shared memory per block."""
+        return next(b for b in self.backward
+                    if self.thd_attn_bwd("bfloat16", "float32", True, b).shared_bytes + STATIC_BYTES <= shared_bytes)
+
+    def portable_kernels(self, shared_bytes: int) -> list[Instance]:
+        """Every portable kernel of this head dim on a GPU with so much shared memory per block."""
+        backward = self.backward_for(shared_bytes)
+        return [
+            kernel
+            for dtype in ("float16", "bfloat16")
+            for kernel in (
+                *(self.thd_attn_fwd(dtype, out) for out in (dtype, "float32")),
+                self.thd_attn_delta(dtype),
+                *(self.thd_attn_bwd(dtype, grad, with_dq, backward)
+                  for grad in (dtype, "float32") for with_dq in (True, False)),
+                *(self.thd_attn_bwd_dq(dtype, dq) for dq in (dtype, "float32")),
+                self.thd_attn_round(dtype),
+            )
+        ] + [self.thd_attn_round("float32")]
+
+    # ---------------------------------------------------------------------------------------- Hopper kernels
+
+    def thd_attn_fwd_sm90(self, dtype: str, out_dtype: str, kind: Kind = PLAIN, in_parts: bool = False) -> Instance:
+        """The forward; what it makes is merged with what is there where out_dtype is "float32".
+
+        in_parts: the keys of a tile may be divided among thread blocks.
+        """
+        f, tile_n = self.forward_sm90, self.forward_sm90.keys(kind)
+        tiles = slabs(f.q_stages * f.tile_m, self.head_dim) + self._keys_and_values(f.kv_stages * tile_n)
+        barriers = 8 * (2 * f.q_stages + 4 * f.kv_stages)
+        told = 2 * 16 * f.q_stages + 8 * f.kv_stages  # QueryTile and KeyTile
+        ranges = 8 * 2 * f.q_stages * f.tile_m
+        return instance(
+            "thd_attn_fwd_sm90", dtype, out_dtype, *kind, *self._dims, tile_n, f.consumers, f.q_stages, f.kv_stages,
+            f.q_in_registers, f.own_peaks, in_parts, shared_bytes=tiles + barriers + told + ranges)
+
+    def thd_attn_pieces_sm90(self) -> Instance:
+        """How the keys of tiles are divided."""
+        return instance("thd_attn_pieces_sm90", self.forward_sm90.tile_m, self.forward_sm90.tile_n)
+
+    @property
+    def share_floats(self) -> int:
+        """Of a piece of a tile of queries and one head: what add_parts of kernels/hopper/pieces.cuh leaves."""
+        return self.forward_sm90.tile_m * (self.v_head_dim + 4)
+
+    def thd_attn_shares_sm90(self) -> Instance:
+        """How many tiles of keys have a share of a tile's dq."""
+        b = self.backward_sm90
+        return instance("thd_attn_shares_sm90", b.tile_n // 64, b.tile_m)
+
+    def thd_attn_bwd_sm90(
+        self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False
+    ) -> Instance:
+        """dq, added to what is there where it is float32, and dk and dv in grad_dtype."""
+        b = self.backward_sm90
+        assert isinstance(b, BackwardSm90)
+        tiles = self._keys_and_values(b.tile_n + b.stages * b.tile_m) + b.stages * slabs(b.tile_n, b.tile_m)
+        pieces, stats = b.dq_stages * 4 * 64 * b.piece_cols, 8 * b.stages * b.tile_m
+        barriers = 8 * (8 + 4 * b.stages + 3 * b.dq_stages)
+        told = -(-(2 * 12 + 4 * b.dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
+        ranges = 8 * (b.tile_n + 8)
+        adds = dq_dtype == "float32"
+        registers = (adds and b.adding_registers) or b.query_registers
+        in_registers = b.in_registers > 0 and not adds and not caps
+        queries, weighed = b.at_once(caps, in_registers)
+        return instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.tile_m, b.stages,
+                        queries, weighed, in_registers, b.piece_cols, b.dq_stages, registers, deterministic,
+                        shared_bytes=tiles + pieces + stats + barriers + told + ranges)
+
+    def thd_attn_bwd_pair_sm90(
+        self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False
+    ) -> Instance:
+        """As thd_attn_bwd_sm90."""
+        b = self.backward_sm90
+        assert isinstance(b, BackwardPairSm90)
+        tiles = self._keys_and_values(b.tile_n + b.stages * b.tile_m) + slabs(b.tile_n, b.tile_m)
+        dq_stages = self.head_dim // b.piece_cols
+        pieces, stats = 4 * 64 * self.head_dim, 8 * b.stages * b.tile_m
+        barriers = 8 * (8 + 2 * b.stages + 2 + 3 * dq_stages)
+        told = -(-(2 * 12 + 4 * dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
+        ranges = 8 * (b.tile_n + 8)
+        queries = b.capped_queries if caps else b.queries
+        return instance("thd_attn_bwd_pair_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.stages, queries,
+                        b.piece_cols, deterministic,
+                        shared_bytes=tiles + pieces + stats + barriers + told + ranges)
+
+    def thd_attn_bwd_wide_sm90(
+        self, dtype: str, dq_dtype: str, grad_dtype: str, with_dq: bool, caps: bool = False
+    ) -> Instance:
+        """dk and dv, whose dtype is grad_dtype, and with_dq also dq as thd_attn_bwd_sm90, or its accumulators."""
+        b = self.backward_sm90
+        assert isinstance(b, BackwardWideSm90)
+        cluster, loaded = with_dq and b.blocks == 2, b.q_stages + b.dout_stages
+        keys = 4 * slabs(64, 64) if cluster else slabs(64, self.head_dim)
+        tiles = (keys + slabs(64 * b.q_stages, self.head_dim) + slabs(64 * (1 + b.dout_stages), self.v_head_dim)
+                 + b.ds_stages * (2 + cluster) * slabs(64, 64))  # fmt: skip
+        stats, barriers, ranges = 4 * 64 * loaded, 8 * (2 + 2 * loaded + 3 * b.ds_stages), 8 * (2 * 64 + 8)
+        steps, exchange = 16 * loaded + -(-20 * b.ds_stages // 8) * 8, 8 * (b.ds_stages + 3) if cluster else 0
+        shift = b.capped_shift if caps else 0
+        return instance("thd_attn_bwd_wide_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.q_stages,
+                        b.dout_stages, b.ds_stages, with_dq, b.blocks, b.key_registers + shift,
+                        b.value_registers - shift, b.query_registers,
+                        shared_bytes=tiles + stats + barriers + steps + ranges + exchange)
+
+    def thd_attn_bwd_dq_sm90(self, dtype: str, dq_dtype: str, caps: bool = False) -> Instance:
+        """As thd_attn_bwd_dq."""
+        b = self.backward_sm90
+        assert isinstance(b, BackwardWideSm90)
+        return instance("thd_attn_bwd_dq_sm90", dtype, dq_dtype, caps, *self._dims, b.dq_keys, 2,
+                        shared_bytes=self._keys_and_values(DQ_ROWS + 2 * b.dq_keys) + 8 * 6 + 16 * 2)
+
+    def thd_attn_round_wide_sm90(self, dq_dtype: str) -> Instance:
+        """dq from its accumulators."""
+        return instance("thd_attn_round_wide_sm90", dq_dtype, self.head_dim)
+
+    def hopper_kernels(self) -> list[Instance]:
+        """Every Hopper kernel of this head dim."""
+        kernels = [self.thd_attn_shares_sm90()]
+        if self.forward_sm90.divides:
+            kernels += [self.thd_attn_pieces_sm90(),
+                        *(self.thd_attn_fwd_sm90(dtype, dtype, in_parts=True) for dtype in ("float16", "bfloat16"))]
+        for dtype in ("float16", "bfloat16"):
+            kernels += [self.thd_attn_fwd_sm90(dtype, out) for out in (dtype, "float32")]
+            grads = (dtype, dtype), (dtype, "float32"), ("float32", "float32")  # of dq, and of dk and dv
+            if isinstance(self.backward_sm90, BackwardWideSm90):
+                kernels += [self.thd_attn_bwd_wide_sm90(dtype, *each, with_dq=True) for each in grads]
+                kernels += [self.thd_attn_bwd_wide_sm90(dtype, dtype, grad, with_dq=False)
+                            for grad in (dtype, "float32")]
+                kernels += [self.thd_attn_bwd_dq_sm90(dtype, dq) for dq in (dtype, "float32")]
+                kernels.append(self.thd_attn_round_wide_sm90(dtype))
+            else:
+                pair = isinstance(self.backward_sm90, BackwardPairSm90)
+                backward = self.thd_attn_bwd_pair_sm90 if pair else self.thd_attn_bwd_sm90
+                kernels += [backward(dtype, *each, deterministic) for each in grads for deterministic in (False, True)]
+        if isinstance(self.backward_sm90, BackwardWideSm90):
+            kernels.append(self.thd_attn_round_wide_sm90("float32"))
+        return kernels
+
+    @property
+    def wgmma_columns(self) -> set[int]:
+        """Columns of the accumulators of the Hopper kernels' matrix instructions."""
+        f, b = self.forward_sm90, self.backward_sm90
+        if isinstance(b, BackwardSm90):
+            queries = {n for caps in (False, True) for in_registers in {False, b.in_registers > 0}
+                       for n in b.at_once(caps, in_registers)}
+            backward = {*queries, b.piece_cols, *self._dims}
+        elif isinstance(b, BackwardPairSm90):
+            backward = {b.queries, b.capped_queries, b.piece_cols, 32, *self._dims}
+        else:  # a sum of 256 columns takes two instructions, kMostCols of kernels/hopper/backward_common.cuh
+            backward = {64, b.dq_keys, self._wide_piece_cols, *(128 if dim == 256 else dim for dim in self._dims)}
+        return {f.tile_n, f.capped_tile_n or f.tile_n, self.v_head_dim, *backward}
+
+    # ---------------------------------------------------------------------------------------- what they share
+
+    @property
+    def _dims(self) -> tuple[int, int]:
+        return self.head_dim, self.v_head_dim
+
+    @property
+    def _wide_piece_cols(self) -> int:
+        """Columns of a piece of dq of thd_attn_bwd_wide_sm90: a block of a cluster brings one."""
+        return self.head_dim // 2 if self.backward_sm90.blocks == 2 else SLAB
+
+    @property
+    def _pair(self) -> int:
+        """Elements of one row of keys and one of values in a portable tile."""
+        return self.head_dim + self.v_head_dim + 2 * PAD
+
+    def _keys_and_values(self, rows: int) -> int:
+        """Bytes of Hopper tiles of so many rows of keys, and as many of values."""
+        return slabs(rows, self.head_dim) + slabs(rows, self.v_head_dim)
+
+
+def slabs(rows: int, width: int) -> int:
+    """Bytes of a Hopper tile of rows of `width` 16-bit elements."""
+    return 2 * rows * width
+
+
+# What bounds a number stands beside it: what spills does so by ptxas's account, and what does not fit exceeds the
+# 227 KB of shared memory of Hopper. What nothing bounds was chosen by timing it on an H100. The second choice of a
+# portable backward is for GPUs with 99 KB.
+TILES = {
+    (t.head_dim, t.v_head_dim): t
+    for t in (
+        Tiles(
+            head_dim=64, v_head_dim=64,
+            forward=Forward(tile_n=64, warps=4, fragments=2),
+            backward=(Backward(tile_m=64, tile_n=128, column_warps=1, stages=2),),  # 256 keys spill
+            backward_dq=BackwardDq(tile_n=64, warps=8),
+            forward_sm90=ForwardSm90(
+                tile_n=128, consumers=3,  # 144 keys spill
+                q_stages=2, kv_stages=3, own_peaks=True,
+            ),
+            backward_sm90=BackwardSm90(
+                tile_m=128, stages=2, queries=128, weighed=64,  # a third stage does not fit
+                piece_cols=64, dq_stages=2,
+                query_registers=64,  # 48 spill
+                capped_at_once=(64, 64),  # 128 spill
+                in_registers=64,  # 128 spill
+            ),
+        ),
+        Tiles(
+            head_dim=96, v_head_dim=96,
+            forward=Forward(tile_n=48, warps=4, fragments=2),  # 64 keys spill
+            backward=(Backward(tile_m=64, tile_n=128, column_warps=1, stages=2),  # 128 queries, or 256 keys, spill
+                      Backward(tile_m=64, tile_n=128, column_warps=1, stages=1)),
+            backward_dq=BackwardDq(tile_n=32, warps=8),
+            forward_sm90=ForwardSm90(
+                tile_n=112, consumers=3, q_stages=1, kv_stages=3,  # 128 keys spill
+                capped_tile_n=96,  # 112 spill
+            ),
+            backward_sm90=BackwardSm90(
+                tile_m=64, stages=2, queries=64, weighed=64,  # 128 queries do not fit
+                piece_cols=96, dq_stages=2,
+                query_registers=80, adding_registers=96,  # 64 spill, and 80 if dq is added
+                capped_at_once=(64, 32),  # dP of 64 spills
+                in_registers=32,  # 64 spill
+                together=4,
+            ),
+        ),
+        Tiles(
+            head_dim=128, v_head_dim=128,
+            forward=Forward(tile_n=48, warps=4, fragments=2, capped_tile_n=32),  # 64 keys spill; capped, 48
+            backward=(Backward(tile_m=64, tile_n=128, column_warps=1, stages=2),  # 128 queries, or 256 keys, spill
+                      Backward(tile_m=64, tile_n=64, column_warps=1, stages=1)),
+            backward_dq=BackwardDq(tile_n=16, warps=8),
+            forward_sm90=ForwardSm90(
+                tile_n=128, consumers=2, q_stages=1, kv_stages=2,  # 3 consumers spill
+                q_in_registers=True, together=1,
+            ),
+            backward_sm90=BackwardSm90(
+                tile_m=64, stages=2, queries=64, weighed=64,  # 128 queries, or a third stage, do not fit
+                piece_cols=64, dq_stages=2,  # 128 columns spill
+                query_registers=64,  # 48 spill, and 80 leave too few to the key side, whose products then wait
+                capped_at_once=(64, 32),  # dP of 64 spills
+            ),
+        ),
+        Tiles(
+            head_dim=192, v_head_dim=128,
+            forward=Forward(tile_n=64, warps=4, fragments=1),  # two fragments spill
+            backward=(Backward(tile_m=64, tile_n=64, column_warps=2, stages=2),  # 128 queries or keys spill
+                      Backward(tile_m=32, tile_n=64, column_warps=2, stages=1)),
+            backward_dq=BackwardDq(tile_n=16, warps=4),
+            forward_sm90=ForwardSm90(
+                tile_n=128, consumers=2, q_stages=1, kv_stages=2,  # 144 keys, or another stage, do not fit
+                q_in_registers=True,
+            ),
+            backward_sm90=BackwardPairSm90(
+                stages=2, queries=64, piece_cols=64,  # another stage does not fit
+                capped_queries=32,  # 64 spill
+                together=3,
+            ),
+        ),
+        Tiles(
+            head_dim=192, v_head_dim=192,
+            forward=Forward(tile_n=64, warps=4, fragments=1),  # two fragments spill
+            backward=(Backward(tile_m=64, tile_n=64, column_warps=2, stages=2),  # 128 queries or keys spill
+                      Backward(tile_m=32, tile_n=64, column_warps=2, stages=1)),
+            backward_dq=BackwardDq(tile_n=16, warps=4),
+            forward_sm90=ForwardSm90(
+                tile_n=112, consumers=2, q_stages=1, kv_stages=2,  # 128 keys, or another stage, do not fit
+            ),
+            backward_sm90=BackwardWideSm90(
+                q_stages=3, dout_stages=2, ds_stages=2, blocks=2,
+                key_registers=208, value_registers=192, query_registers=80,  # 8 fewer of any spill
+                dq_keys=64,
+            ),
+        ),
+        Tiles(
+            head_dim=256, v_head_dim=256,
+            forward=Forward(tile_n=32, warps=4, fragments=1),  # two fragments spill
+            backward=(Backward(tile_m=32, tile_n=64, column_warps=2, stages=2),  # 128 keys spill
+                      Backward(tile_m=32, tile_n=32, column_warps=2, stages=1)),
+            backward_dq=BackwardDq(tile_n=16, warps=4),
+            forward_sm90=ForwardSm90(
+                tile_n=80, consumers=2, q_stages=1, kv_stages=2,  # 96 keys, or another stage, do not fit
+                capped_tile_n=64,  # 80 spill
+                divides=False,  # adding the parts spills
+            ),
+            backward_sm90=BackwardWideSm90(
+                q_stages=2, dout_stages=2, ds_stages=2,  # another stage, or a cluster, does not fit
+                key_registers=192, value_registers=232,  # 176 for keys spill, and 224 for values
+                capped_shift=8,  # 0 spills
+                dq_keys=48,  # 64 do not fit
+            ),
+        ),
+    )
+}
+WGMMA_COLUMNS = sorted({columns for t in TILES.values() for columns in t.wgmma_columns})

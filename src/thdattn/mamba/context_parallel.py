@@ -1,0 +1,184 @@
+"""States travel, not rows: context parallelism of a Mamba-2 mixer, forward and backward, for every engine and comm.
+
+A rank has a slice of the pack. For its first rows it needs the last ones of the ranks before, which the convolution
+sees, and the state that their sequence has reached. However many sequences a rank has, it takes the state in front to
+`decay * state + own` behind, where decay is 0 if one begins on it. So ranks tell each other decay and own, one state of
+all heads, whatever the lengths are, and each adds up those before it. Gradients of states come from the ranks behind in
+the same way.
+
+Rows whose sequence began on this rank need no state of others: enough of them to hide the gather of the states have
+their turn between it and the first use of what it brings. What is gathered goes where keys of attention go, through
+peer memory beside those rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from thdattn.comm import Pending
+from thdattn.plan.memory import Memory, num_bytes
+
+if TYPE_CHECKING:
+    from thdattn.comm import Comm
+    from thdattn.mamba.shape import Mamba2Weights, MixerShape
+    from thdattn.plan.plan import Plan
+
+
+AHEAD = 16  # segments that go while states travel
+
+
+class Kept(NamedTuple):
+    """What a forward keeps for its backward beside its arguments.
+
+    y: (local_rows, d_inner), before the gate.
+    halo: (conv_width - 1, channels), the rows of x, B and C in front of this rank's.
+    states: (segments, num_heads, head_dim, state_dim), in front of each segment of rows.
+    act: what the convolution made, as the engine has it; None: it is to be made again.
+    """
+
+    y: Any
+    halo: Any
+    states: Any
+    act: Any = None
+
+
+def forward(
+    engine: Any, comm: Comm, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, shape: MixerShape, keep: bool = True
+) -> tuple[Any, Kept]:
+    """out of this rank's rows, and what the backward needs; see Mamba2Mixer.
+
+    Args:
+        engine: the mixer's, thdattn.mamba.reference or thdattn.mamba.cuda.
+        zxbcdt, weights: the engine's arrays.
+        keep: whether to keep what the convolution makes.
+    """
+    halo = engine.mixer_tail(zxbcdt, plan, shape)
+    if comm.size > 1 and shape.reach:
+        tails, wait = _gather(comm, plan, "rows", halo)
+        wait()
+        halo = engine.mixer_halo(tails, plan, shape)
+    act, states, decays = engine.mixer_conv_states(zxbcdt, halo, weights, plan, shape, keep)
+    summary = engine.ssd_fold(states, decays, plan, shape)
+    y, out = (plan.engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype) for _ in range(2))
+
+    def scan(segments: slice) -> None:
+        engine.ssd_scan(act, zxbcdt, states, weights.D, plan, shape, segments, (y, out))
+
+    if comm.size == 1:
+        scan(slice(len(states)))
+    else:
+        summaries, wait = _gather(comm, plan, "states", summary)
+        ahead, waiting, others = plan.once("turns forward", lambda: _turns(engine, plan))
+        scan(ahead)
+        wait()
+        engine.ssd_enter(states, decays, engine.ssd_start(summaries, plan, shape), waiting)
+        scan(others)
+    if shape.norm:
+        engine.mixer_norm(y, zxbcdt, weights.norm_weight, plan, shape, out)
+    plan.engine.poison(plan, out)
+    return out, Kept(y, halo, states, act if keep else None)
+
+
+def memory(engine: Any, comm: Comm, plan: Plan, shape: MixerShape, keep: bool) -> Memory:
+    """Bytes of all that forward and backward make, for a mixer with this plan, which needs no arrays."""
+    rows, dtype, sums = plan.local_rows, shape.dtype, shape.sum_dtype
+    of_inner = num_bytes((rows, shape.d_inner), dtype)
+    zxbcdt, ends = num_bytes((rows, shape.columns), dtype), (shape.reach, shape.channels)
+    states = num_bytes((-(-rows // engine.ssd_segment_rows), *shape.state), sums)
+    forward = {"plan": plan.engine.plan_bytes(plan)} | engine.mixer_forward_bytes(plan, shape)
+    backward = engine.mixer_backward_bytes(plan, shape)
+    saved = {"zxbcdt": zxbcdt, "out": of_inner, "y": of_inner, "states": states}
+    (saved if keep else forward)["activations"] = engine.mixer_conv_bytes(plan, shape)
+    if comm.size > 1:
+        halo, summary = num_bytes(ends, dtype), num_bytes((1, shape.summary), sums)
+        there, back = (halo, summary), (summary, num_bytes(ends, sums))
+        saved["rows in front"] = halo
+        forward["rows and states of ranks"], backward["their gradients"] = (comm.size * sum(x) for x in (there, back))
+        windows = [comm.gather_bytes([size], 1) for size in (*there, *back)]
+        forward |= {name: max(each[name] for each in windows) for name in windows[0]}  # one for all, as it grows
+    dweights = sum(num_bytes(of_one, sums) for of_one in shape.weights)
+    return Memory(forward, backward, saved, {"dzxbcdt": zxbcdt, "dweights": dweights})
+
+
+def activations(
+    engine: Any, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, kept: Kept, shape: MixerShape
+) -> Any:
+    """What the convolution made, anew if it was not kept."""
+    return engine.mixer_conv(zxbcdt, kept.halo, weights, plan, shape) if kept.act is None else kept.act
+
+
+def backward(
+    engine: Any, comm: Comm, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept, shape: MixerShape
+) -> tuple[Any, Mamba2Weights]:
+    """Gradients of forward: those of this rank's rows, and what these rows give to those of the weights."""
+    y, halo, states, _ = kept
+    dzxbcdt = plan.engine.empty(zxbcdt.shape, zxbcdt.dtype)
+    act = activations(engine, plan, zxbcdt, weights, kept, shape)
+    gradients = engine.ssd_gradients(plan, shape)
+    if shape.norm:
+        dy, dstates, decays = engine.mixer_norm_states(
+            dout, zxbcdt, (y, act), weights, plan, shape, (dzxbcdt, gradients))
+    else:
+        dy, dstates, decays = engine.mixer_gate_states(dout, zxbcdt, y, act, plan, shape, dzxbcdt, gradients)
+    summary = engine.ssd_fold(dstates, decays, plan, shape, reverse=True)
+
+    def scan(segments: slice) -> None:
+        engine.ssd_bwd(act, dy, states, dstates, weights, plan, shape, segments, gradients)
+
+    if comm.size == 1:
+        scan(slice(len(states)))
+    else:
+        summaries, wait = _gather(comm, plan, "gradients of states", summary)
+        ahead, waiting, others = plan.once("turns backward", lambda: _turns(engine, plan, reverse=True))
+        scan(ahead)
+        wait()
+        start = engine.ssd_start(summaries, plan, shape, reverse=True)
+        engine.ssd_enter(dstates, decays, start, waiting, reverse=True)
+        scan(others)
+    dweights, ends = engine.mixer_conv_bwd(zxbcdt, halo, weights, gradients, plan, shape, dzxbcdt)
+    if comm.size > 1 and shape.reach:
+        halos, wait = _gather(comm, plan, "gradients of rows", ends[0])
+        wait()
+        engine.mixer_add_halos(halos, ends[1], plan, shape, dzxbcdt)
+    plan.engine.poison(plan, dzxbcdt, *dweights)
+    return dzxbcdt, dweights
+
+
+def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Pending]:
+    """Starts to gather the arrays of all ranks, one behind the other in a buffer of the plan; and what waits for it.
+
+    Where they come through peer memory, the rows of this rank itself are missing: nobody needs them.
+    """
+    recv = plan.buffer(f"{name} of ranks", (comm.size * len(send), *send.shape[1:]), send.dtype)
+    (arrival,) = comm.gather_heads([send[:, None]], [[recv[:, None]]], at_once=False)
+    return recv, Pending(arrival.wait, recv)
+
+
+def _turns(engine: Any, plan: Plan, reverse: bool = False) -> tuple[slice, slice, slice]:
+    """Segments that go while states travel, those that a state of other ranks may reach, and all that go behind it.
+
+    Where all wait for none, all go ahead; else as many as outlast the exchange, if enough are left: launches that do
+    not fill a GPU would cost more than they hide.
+    """
+    segments = -(-plan.local_rows // engine.ssd_segment_rows)
+    first, last = _waiting(engine, plan)
+    waiting, free = (last, last.start) if reverse else (first, segments - first.stop)
+    ahead = free if free == segments else AHEAD if min(free, segments - AHEAD) >= AHEAD else 0
+    if reverse:
+        return slice(0, ahead), waiting, slice(ahead, segments)
+    return slice(segments - ahead, segments), waiting, slice(0, segments - ahead)
+
+
+def _waiting(engine: Any, plan: Plan) -> tuple[slice, slice]:
+    """The first segments, which a state of the ranks before may reach, and the last ones, which a gradient of one may.
+
+    They have rows of the sequences that cross the borders of this rank. Where lengths lie on a GPU nobody knows.
+    """
+    rows, each = plan.local_rows, engine.ssd_segment_rows
+    segments = -(-rows // each)
+    begins = [] if plan.batch.on_device else (plan.batch.cu_seqlens_padded - plan.cp_rank * rows).tolist()
+    inside = [begin for begin in begins if 0 <= begin <= rows]
+    first, last = (-(-min(inside) // each), max(inside) // each) if inside else (segments, 0)
+    first = 0 if plan.cp_rank == 0 else first
+    last = segments if plan.cp_rank == plan.cp_size - 1 else last
+    return slice(0, first), slice(last, segments)

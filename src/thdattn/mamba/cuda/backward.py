@@ -1,0 +1,290 @@
+"""Launchers of the Mamba-2 mixer, backward: the gate, states and their gradients, gradients of chunks, convolution.
+
+They have the arguments of thdattn.mamba.reference. Grids follow from numbers of rows alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thdattn.engines.cuda import launch
+from thdattn.engines.cuda.launch import Array, Launch
+from thdattn.jit import compiler
+from thdattn.jit.tensor_map import BOX_COLUMNS, tensor_map
+from thdattn.mamba.backward_configs import (
+    CONV_BACK_COLUMNS,
+    CONV_BACK_HEADS,
+    SUM_COLUMNS,
+    WALK_SLICE,
+    ChunkTile,
+    ChunkTileSm90,
+    Walk,
+    WalkSm90,
+    chunk_tile_for,
+    portable_walk,
+    thd_mixer_add_halos,
+    thd_mixer_conv_bwd,
+    thd_mixer_gate_bwd,
+    walk_for,
+)
+from thdattn.mamba.configs import CHUNK, SEGMENT_CHUNKS
+from thdattn.mamba.cuda.forward import Activations, grid_of_rows, size_of
+from thdattn.mamba.shape import Mamba2Weights, MixerShape
+from thdattn.plan.memory import Bytes, num_bytes
+from thdattn.plan.plan import Plan
+
+_AT_ONCE = 8  # segments whose states at every chunk are in memory at a time; enough to fill the largest GPUs
+
+
+class Gradients(NamedTuple):
+    """What ssd_bwd makes, in buffers of the plan.
+
+    dx: (local_rows, d_inner), gradient of x behind the convolution, in the dtype of the mixer.
+    dbc: (splits, local_rows, 2 * num_groups * state_dim), of B and C, in parts that add up.
+    ddt: (num_heads, chunks * CHUNK), as Activations.dt.
+    shares: (chunks, numbers of all weights but norm_weight), what each chunk gives to the gradients of weights, in
+        their order; for A_log those of A.
+    of_norm: (chunks, d_inner), what each gives to that of norm_weight; None without a norm.
+    """
+
+    dx: Array
+    dbc: Array
+    ddt: Array
+    shares: Array
+    of_norm: Array
+
+
+def mixer_gate_states(
+    dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
+    into: Gradients,
+) -> tuple[Array, Array, Array]:
+    """dy, the gradient of z and shares of that of D; dstates and decays. See reference.mixer_gate_states.
+
+    On Hopper dy is made on its way into the gradients of states, so that it is not read for them.
+    """
+    made = dy, *_ = made_of_gate(plan, shape)
+    walk = _walk(shape)
+    if isinstance(walk, Walk):
+        gate, states = plan.once(("gate", shape), lambda: _gate_then_states(plan, shape))
+        gate(dout, zxbcdt, y, act.channels, dy, dzxbcdt, *shares_of(into, "D", shape))
+        states(act.channels, dy, act.sums, plan.key_ranges, *made[1:])
+    elif plan.local_rows:
+        run = plan.once(("gate", shape), lambda: _gate_states(walk, plan, shape))
+        z, dz = (x[:, : shape.d_inner] for x in (zxbcdt, dzxbcdt))
+        of_d = shares_of(into, "D", shape)
+        run(*_boxes(dout, z, y, act.channels, dy, dz), *of_d, act.sums, plan.key_ranges, *made[1:])
+    return made
+
+
+def made_of_gate(plan: Plan, shape: MixerShape) -> tuple[Array, Array, Array]:
+    """Buffers for dy, and for gradients of states and what is left of them in every segment."""
+    segments = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
+    return (plan.buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype),
+            plan.buffer("gradients of states", (segments, *shape.state), np.float32),
+            plan.buffer("decays backward", (segments, shape.num_heads), np.float32))
+
+
+def _gate_states(walk: WalkSm90, plan: Plan, shape: MixerShape) -> Launch:
+    grid = shape.num_heads // walk.heads, -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
+    kernel = compiler.kernel(*walk.gate_kernel(shape.dtype.name))
+    return Launch(kernel, grid, walk.gate_threads, (size_of(plan, shape),))
+
+
+def _gate_then_states(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
+    grid = grid_of_rows(-(-shape.d_inner // 1024), -(-plan.local_rows // CHUNK))
+    gate = compiler.kernel(*thd_mixer_gate_bwd(shape.dtype.name))
+    return Launch(gate, grid, 128, (plan.key_ranges, size_of(plan, shape))), dstates_launch(plan, shape)
+
+
+def dstates_launch(plan: Plan, shape: MixerShape) -> Launch:
+    """What makes dstates and decays of dy, by the kernel of every GPU."""
+    gpu = launch.this_gpu()
+    walk = portable_walk(shape.head_dim, shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes)
+    blocks = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS)), shape.d_inner // walk.columns, _slices(shape)
+    kernel = compiler.kernel(*walk.thd_ssd_dstates(shape.dtype.name))
+    return Launch(kernel, blocks, walk.threads, (size_of(plan, shape),))
+
+
+def _boxes(*rows: Array) -> list[Any]:
+    """Tensor maps of columns."""
+    boxes = (x.reshape(len(x), x.shape[1] // BOX_COLUMNS, BOX_COLUMNS) for x in rows)
+    return [tensor_map(x, len(x), x.strides[0], CHUNK) for x in boxes]
+
+
+def shares_of(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array, np.uint64]:
+    """Those of a weight but norm_weight, and how far those of two chunks are from each other."""
+    before = Mamba2Weights._fields.index(weight)
+    begin = sum(map(math.prod, shape.weights[:before]))
+    return gradients.shares.ravel()[begin:], np.uint64(_numbers(shape))
+
+
+def _walk(shape: MixerShape) -> Walk | WalkSm90:
+    return walk_for(_tile(shape), shape.d_inner // shape.num_groups, launch.this_gpu().shared_bytes)
+
+
+def _rows(by_boxes: bool, channels: Array, dy: Array) -> list[Any]:
+    """channels and dy as kernels take them: arrays, or tensor maps of their columns."""
+    if not by_boxes or not len(dy):
+        return [channels, dy]
+    return _boxes(channels, dy)
+
+
+def _slices(shape: MixerShape) -> int:
+    return -(-shape.state_dim // WALK_SLICE)
+
+
+def ssd_gradients(plan: Plan, shape: MixerShape) -> Gradients:
+    """Buffers for what ssd_bwd makes."""
+    rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
+    return Gradients(
+        plan.buffer("dx", (rows, shape.d_inner), shape.dtype),
+        plan.buffer("dB and dC", (_splits(chunks, shape), rows, shape.channels - shape.d_inner), np.float32),
+        plan.buffer("ddt", (shape.num_heads, chunks * CHUNK), np.float32),
+        plan.buffer("shares of weights", (chunks, _numbers(shape)), np.float32),
+        plan.buffer("shares of norm_weight", (chunks, shape.d_inner), np.float32) if shape.norm else None,
+    )
+
+
+def mixer_backward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
+    """Bytes of the work buffers of a backward by name; see reference.mixer_backward_bytes."""
+    rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
+    segments, kept = -(-chunks // SEGMENT_CHUNKS), 2 * min(chunks, _most_chunks())
+    sums = {
+        "gradients of states": (segments, math.prod(shape.state) + shape.num_heads),
+        "dB and dC": (_splits(chunks, shape), rows, shape.channels - shape.d_inner),
+        "ddt": (shape.num_heads, chunks * CHUNK), "shares of weights": (chunks, _numbers(shape)),
+        "scales of states": (kept, shape.num_heads, _slices(shape)),
+        "gradients of ends": (2, shape.reach, shape.channels),
+    }  # fmt: skip
+    if shape.norm:
+        sums["shares of norm_weight"] = chunks, shape.d_inner
+    made = {name: num_bytes(size, np.float32) for name, size in sums.items()}
+    made |= dict.fromkeys(("dy", "dx"), num_bytes((rows, shape.d_inner), shape.dtype))
+    return made | {"states at chunks": num_bytes((kept, *shape.state), shape.dtype)}
+
+
+def _numbers(shape: MixerShape) -> int:
+    """Of all weights but norm_weight."""
+    return sum(math.prod(of_one) for of_one in _usual(shape))
+
+
+def _usual(shape: MixerShape) -> tuple[Any, ...]:
+    """Shapes of the weights that every mixer has."""
+    return shape.weights[: len(Mamba2Weights._fields)]
+
+
+def _splits(chunks: int, shape: MixerShape) -> int:
+    """Into how many parts the heads of a group are split, so that there is work for every multiprocessor."""
+    gpu, heads = launch.this_gpu(), shape.num_heads // shape.num_groups
+    wanted = _tile(shape).blocks * gpu.multiprocessors * 3 // 4
+    enough = (s for s in range(1, heads + 1) if heads % s == 0 and s * min(chunks, _most_chunks()) * shape.num_groups
+              >= wanted)  # fmt: skip
+    return next(enough, heads)
+
+
+def _most_chunks() -> int:
+    return _AT_ONCE * SEGMENT_CHUNKS
+
+
+def _tile(shape: MixerShape) -> ChunkTile | ChunkTileSm90:
+    gpu = launch.this_gpu()
+    return chunk_tile_for(shape.head_dim, shape.state_dim, gpu.shared_bytes, gpu.sm90)
+
+
+def ssd_bwd(
+    act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape,
+    segments: slice, into: Gradients,
+) -> None:
+    """Gradients of ssd_scan for some segments, some at a time. See reference.ssd_bwd."""
+    first, end, _ = segments.indices(len(states))
+    for begin in range(first, end, _AT_ONCE):
+        count = min(_AT_ONCE, end - begin)
+        these = count, begin + count == len(states)
+        run = plan.once(("ssd_bwd", shape, *these), partial(_bwd, *these, plan, shape))
+        run(act, dy, states, dstates, weights, into, begin)
+
+
+def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[..., None]:
+    """Two launches: states at every chunk, and gradients of the chunks.
+
+    last: whether they are the last segments, of which the last one may have fewer chunks.
+    """
+    all_chunks = -(-plan.local_rows // CHUNK)
+    most, fewer = segments * SEGMENT_CHUNKS, -all_chunks % SEGMENT_CHUNKS if last else 0
+    chunks, dtype = most - fewer, shape.dtype.name
+    kept = plan.buffer("states at chunks", (2 * min(all_chunks, _most_chunks()), *shape.state), shape.dtype)
+    scales = plan.buffer("scales of states", (len(kept), shape.num_heads, _slices(shape)), np.float32)
+    walk, tile, splits = _walk(shape), _tile(shape), _splits(all_chunks, shape)
+    grid = segments, shape.d_inner // walk.columns, _slices(shape)
+    forward, back = (
+        Launch(compiler.kernel(*walk.thd_ssd_chunk_states(dtype, back)), grid, walk.threads,
+               (part, scale, size_of(plan, shape)))
+        for back, part, scale in ((False, kept, scales), (True, kept[chunks:], scales[chunks:])))
+    main = Launch(
+        compiler.kernel(*tile.thd_ssd_bwd(dtype)), (chunks, shape.num_groups * splits), tile.threads,
+        (np.int32(chunks), size_of(plan, shape)))
+    ranges = plan.key_ranges
+
+    def run(act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, into: Gradients,
+            begin: int) -> None:
+        rows = _rows(walk.by_boxes, act.channels, dy)
+        for walks, of in ((forward, states), (back, dstates)):
+            walks(*rows, act.sums, act.leave, ranges, of, np.int32(begin))
+        main(*_rows(tile.by_boxes, act.channels, dy), kept, scales, act.dt, act.sums, ranges, weights.A_log, weights.D,
+             into.dx, into.dbc, into.ddt, *shares_of(into, "A_log", shape), np.int32(begin * SEGMENT_CHUNKS))
+
+    return run
+
+
+def mixer_conv_bwd(
+    zxbcdt: Array, halo: Array, weights: Mamba2Weights, gradients: Gradients, plan: Plan, shape: MixerShape,
+    dzxbcdt: Array,
+) -> tuple[Mamba2Weights, Array]:
+    """Gradients of mixer_conv, and of all weights. See reference.mixer_conv_bwd."""
+    ends = plan.buffer("gradients of ends", (2, shape.reach, shape.channels), np.float32)
+    if not plan.local_rows:
+        ends.fill(0)
+    conv, sums, of_norm = plan.once(("conv_bwd", shape), lambda: _conv_bwd(plan, shape))
+    conv(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.dt_bias, dzxbcdt, plan.key_ranges, gradients.dx,
+         gradients.dbc, gradients.ddt, np.int32(len(gradients.dbc)), gradients.shares, ends)
+    made = launch.empty((_numbers(shape),), np.float32)
+    sums(gradients.shares, weights.A_log, made)
+    parts, begin = [], 0
+    for of_one in _usual(shape):
+        parts.append(made[begin : begin + math.prod(of_one)].reshape(of_one))
+        begin += math.prod(of_one)
+    if shape.norm:
+        parts.append(launch.empty((shape.d_inner,), np.float32))
+        of_norm(gradients.of_norm, weights.A_log, parts[-1])
+    return Mamba2Weights(*parts), ends
+
+
+def _conv_bwd(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch, Launch]:
+    """Three launches: gradients of columns, and sums of the shares of weights, and of those of norm_weight."""
+    chunks, columns = -(-plan.local_rows // CHUNK), -(-shape.channels // CONV_BACK_COLUMNS)
+    conv = Launch(
+        compiler.kernel(*thd_mixer_conv_bwd(shape.dtype.name, shape.conv_width)),
+        grid_of_rows(columns + -(-shape.num_heads // CONV_BACK_HEADS), chunks), 128,
+        (np.int32(columns), size_of(plan, shape)))
+    a_log = sum(map(math.prod, shape.weights[:2]))
+    return conv, _sums(chunks, _numbers(shape), a_log, shape.num_heads), _sums(chunks, shape.d_inner)
+
+
+def _sums(chunks: int, columns: int, a_log: int = 0, heads: int = 0) -> Launch:
+    """Sums of shares of so many columns, of which those of A, from column a_log on, become the gradient of A_log."""
+    numbers = map(np.int32, (chunks, columns, a_log, heads))
+    return Launch(compiler.kernel("thd_mixer_sum"), (-(-columns // SUM_COLUMNS),), 256, tuple(numbers))
+
+
+def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array) -> None:
+    """Adds what the rows of other ranks give to the last rows of x, B and C. See reference.mixer_add_halos."""
+    grid = -(-shape.channels // CONV_BACK_COLUMNS), min(shape.reach, plan.local_rows)
+    ranks = map(np.int32, (shape.reach, plan.cp_rank, plan.cp_size))
+    kernel = compiler.kernel(*thd_mixer_add_halos(shape.dtype.name))
+    kernel(grid, 128, (halos, tail, dzxbcdt, *ranks, size_of(plan, shape)))
+

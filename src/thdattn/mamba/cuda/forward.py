@@ -1,0 +1,283 @@
+"""Launchers of the Mamba-2 mixer, forward: convolution, states of segments and those in front of them, y and the gate.
+
+They have the arguments of thdattn.mamba.reference. Grids follow from numbers of rows alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from thdattn.engines.cuda import launch
+from thdattn.engines.cuda.launch import Array, Launch
+from thdattn.jit import compiler
+from thdattn.jit.structs import MIXER_SIZE, SEGMENTS
+from thdattn.jit.tensor_map import BOX_COLUMNS, tensor_map
+from thdattn.kernels.instances import Instance
+from thdattn.mamba.configs import (
+    CHUNK,
+    CONV_COLUMNS,
+    CONV_ROWS,
+    FOLD_THREADS,
+    MIXER_KERNELS,
+    RATES_HEADS,
+    ROWS_BEFORE,
+    SEGMENT_CHUNKS,
+    Slab,
+    SlabSm90,
+    segments_of_block,
+    slab_for,
+    thd_mixer_conv,
+)  # fmt: skip
+from thdattn.mamba.reference.conv import halo_rows
+from thdattn.mamba.shape import Mamba2Weights, MixerShape
+from thdattn.plan.memory import Bytes, num_bytes
+from thdattn.plan.plan import Plan
+
+ssd_segment_rows = CHUNK * SEGMENT_CHUNKS
+_FOLD, _START, _ENTER = MIXER_KERNELS
+_MOST_OF_Y = 2**16 - 1  # thread blocks of a grid
+
+
+class Activations(NamedTuple):
+    """What the recurrence gets of this rank's rows, all 0 on padding.
+
+    channels: (local_rows, channels), x, B and C behind the convolution and silu, in the dtype of the mixer.
+    dt: (num_heads, chunks * CHUNK), float32; rows behind the last one have 0.
+    sums: the same, sums of dt * A * log2(e) over the rows of the same chunk and sequence up to this one.
+    leave: the same, dt times what lasts of a row until the end of its chunk.
+    """
+
+    channels: Array
+    dt: Array
+    sums: Array
+    leave: Array
+
+
+def size_of(plan: Plan, shape: MixerShape) -> Any:
+    """The MixerSize of this rank."""
+    return mixer_size(plan.local_rows, shape, plan.cp_rank * plan.local_rows)
+
+
+def mixer_size(num_rows: int, shape: MixerShape, offset: int = 0) -> Any:
+    """A MixerSize; offset: what the number of a row is in the pack, minus that here."""
+    sizes = shape.num_heads, shape.head_dim, shape.num_groups, shape.state_dim
+    return np.array((num_rows, offset, *sizes, SEGMENT_CHUNKS), MIXER_SIZE)[()]
+
+
+def slab_of(shape: MixerShape) -> Slab | SlabSm90:
+    """How this GPU cuts x into columns for thread blocks."""
+    gpu = launch.this_gpu()
+    return slab_for(shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes, gpu.sm90)
+
+
+def grid_of_rows(blocks: int, tiles: int) -> tuple[int, int, int]:
+    """So many thread blocks for each of so many tiles of rows, over z where they are more than y may have.
+
+    So y and z say which tile, see tile_of_rows of kernels/mamba/common.cuh.
+    """
+    layers = max(1, -(-tiles // _MOST_OF_Y))
+    return blocks, -(-tiles // layers), layers
+
+
+def _inputs(slab: Slab | SlabSm90, *rows: tuple[Array, int]) -> list[Any]:
+    """Arrays of rows as the kernels of a slab take them: as they are, or as tensor maps of their first columns."""
+    if not slab.by_boxes:
+        return [x for x, _ in rows]
+    return [_map(x[:, :columns], CHUNK) for x, columns in rows]
+
+
+def _map(x: Array, box_rows: int) -> Any:
+    """A tensor map of columns of rows."""
+    boxes = x.reshape(len(x), x.shape[1] // BOX_COLUMNS, BOX_COLUMNS)
+    return tensor_map(boxes, len(x), x.strides[0], box_rows)
+
+
+def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
+    """The last rows of x, B and C, for other ranks; see reference.mixer_tail. On one rank anything."""
+    tail = plan.buffer("last rows", (shape.reach, shape.channels), shape.dtype)
+    count = min(shape.reach, plan.local_rows)
+    if plan.cp_size > 1 and count:
+        last = _words(shape.parts(zxbcdt)[1])[plan.local_rows - count :]
+        _words(tail)[shape.reach - count :] = last
+    return tail
+
+
+def mixer_halo(tails: Array, plan: Plan, shape: MixerShape) -> Array:
+    """The rows in front of this rank's, a new array; see reference.mixer_halo."""
+    halo = launch.empty((shape.reach, shape.channels), shape.dtype)
+    into, tails = _words(halo), _words(tails)
+    for to, rows in plan.once(("halo", shape.reach), lambda: _runs(halo_rows(plan, shape).tolist())):
+        into[to] = tails[rows]
+    return halo
+
+
+def _runs(rows: list[int]) -> list[tuple[slice, slice]]:
+    """(where to, where from) of rows that follow each other, as few copies as there may be."""
+    begins = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1] + 1]
+    ends = [*begins[1:], len(rows)]
+    return [(slice(i, end), slice(rows[i], rows[i] + end - i)) for i, end in zip(begins, ends, strict=True)]
+
+
+def _words(x: Array) -> Array:
+    """As integers, as CuPy does not copy every dtype between arrays of any strides."""
+    return x.view(np.uint16)
+
+
+def mixer_conv(
+    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool = False
+) -> Activations:
+    """The convolution and silu of x, B and C; dt and its sums. See reference.mixer_conv."""
+    return _convolve(0, zxbcdt, halo, weights, plan, shape, keep)
+
+
+def mixer_conv_states(
+    zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool
+) -> tuple[Activations, Array, Array]:
+    """mixer_conv, then ssd_states of what it makes. See reference.mixer_conv_states.
+
+    On Hopper x is convolved on its way into the states, so that it is read once.
+    """
+    slab = slab_of(shape)
+    if not (plan.local_rows and isinstance(slab, SlabSm90) and slab.convolves(shape.conv_width)):
+        act = mixer_conv(zxbcdt, halo, weights, plan, shape, keep)
+        return act, *ssd_states(act, plan, shape)
+    act = _convolve(shape.d_inner, zxbcdt, halo, weights, plan, shape, keep)
+    states = _new_states(plan, shape)
+    name = shape.dtype.name
+    decays, run = plan.once(
+        ("conv states", shape), lambda: _states(slab.conv_states_kernel(name, shape.conv_width), slab, plan, shape)
+    )
+    x = zxbcdt[:, shape.d_inner : 2 * shape.d_inner]
+    run(_map(x, CHUNK + ROWS_BEFORE), _map(act.channels, CHUNK), halo, weights.conv_weight, weights.conv_bias,
+        act.sums, act.leave, states)  # fmt: skip
+    return act, states, decays
+
+
+def _convolve(
+    column: int, zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool
+) -> Activations:
+    """Columns of x, B and C from a multiple of CONV_COLUMNS on; dt and its sums."""
+    made = _activations(plan, shape, keep)
+    run = plan.once(("conv", shape, column), lambda: _conv(column, plan, shape))
+    run(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.A_log, weights.dt_bias, plan.key_ranges, *made)
+    return made
+
+
+def _activations(plan: Plan, shape: MixerShape, keep: bool) -> Activations:
+    """Buffers of the plan, which the next mixer writes to; keep: new arrays."""
+    of_rows, of_heads = (plan.local_rows, shape.channels), (shape.num_heads, -(-plan.local_rows // CHUNK) * CHUNK)
+
+    def buffer(name: str, size: tuple[int, int], dtype: DTypeLike = np.float32) -> Array:
+        return launch.empty(size, dtype) if keep else plan.buffer(name, size, dtype)
+
+    return Activations(buffer("channels", of_rows, shape.dtype), buffer("dt", of_heads), buffer("sums of a", of_heads),
+                       buffer("dt that leaves", of_heads))
+
+
+def mixer_conv_bytes(plan: Plan, shape: MixerShape) -> int:
+    """Bytes of what mixer_conv makes; see reference.mixer_conv_bytes."""
+    of_heads = shape.num_heads, -(-plan.local_rows // CHUNK) * CHUNK
+    return num_bytes((plan.local_rows, shape.channels), shape.dtype) + 3 * num_bytes(of_heads, np.float32)
+
+
+def mixer_forward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
+    """Bytes of the work buffers of a forward by name; see reference.mixer_forward_bytes."""
+    made = {"last rows": num_bytes((shape.reach, shape.channels), shape.dtype),
+            "decays": num_bytes((_segments(plan), shape.num_heads), np.float32),
+            "summary": num_bytes((1, shape.summary), np.float32)}  # fmt: skip
+    return made if plan.cp_size == 1 else made | {"state in front": num_bytes(shape.state, np.float32)}
+
+
+def _conv(column: int, plan: Plan, shape: MixerShape) -> Launch:
+    num_rows = plan.local_rows
+    first, column_tiles = column // CONV_COLUMNS, -(-(shape.channels - column) // CONV_COLUMNS)
+    grid = grid_of_rows(column_tiles + -(-shape.num_heads // RATES_HEADS), -(-num_rows // CONV_ROWS))
+    fixed = np.int32(first), np.int32(column_tiles), size_of(plan, shape)
+    return Launch(compiler.kernel(*thd_mixer_conv(shape.dtype.name, shape.conv_width)), grid, 256, fixed)
+
+
+def ssd_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
+    """What every segment adds to the state behind it, and what it leaves of the one in front. See reference.ssd_states.
+
+    Returns:
+        states: (segments, num_heads, head_dim, state_dim) float32, a new array.
+        decays: (segments, num_heads), of the plan.
+    """
+    states, slab = _new_states(plan, shape), slab_of(shape)
+    name = shape.dtype.name
+    decays, run = plan.once(("states", shape), lambda: _states(slab.states_kernel(name), slab, plan, shape))
+    if len(states):
+        run(*_inputs(slab, (act.channels, shape.channels)), act.sums, act.leave, states)
+    return states, decays
+
+
+def _segments(plan: Plan) -> int:
+    return -(-plan.local_rows // ssd_segment_rows)
+
+
+def _new_states(plan: Plan, shape: MixerShape) -> Array:
+    return launch.empty((_segments(plan), *shape.state), np.float32)
+
+
+def _states(kernel: Instance, slab: Slab | SlabSm90, plan: Plan, shape: MixerShape) -> tuple[Array, Launch]:
+    decays = plan.buffer("decays", (_segments(plan), shape.num_heads), np.float32)
+    fixed = plan.key_ranges, decays, np.int32(plan.cp_rank + 1 < plan.cp_size), size_of(plan, shape)
+    grid = shape.d_inner // slab.columns, _segments(plan)
+    return decays, Launch(compiler.kernel(*kernel), grid, slab.states_threads, fixed)
+
+
+def ssd_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
+    """Turns what segments add into the states in front of them, in place. See reference.ssd_fold."""
+    summary = plan.buffer("summary", (1, shape.summary), np.float32)
+    _walk(_FOLD, (states, decays, summary), range(len(states)), shape.state, reverse)
+    return summary
+
+
+def ssd_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
+    """The state in front of this rank's rows; reverse: the gradient of the state behind. See reference.ssd_start."""
+    start = plan.buffer("start", shape.state, np.float32)
+    ranks = range(plan.cp_rank + 1, plan.cp_size) if reverse else range(plan.cp_rank)
+    _walk(_START, (summaries, start), ranks, shape.state, reverse)
+    return start
+
+
+def ssd_enter(states: Array, decays: Array, start: Array, segments: slice, reverse: bool = False) -> None:
+    """Adds what comes from other ranks to the states that ssd_fold made. See reference.ssd_enter."""
+    reached = range(len(states))[segments]
+    if reached:
+        _walk(_ENTER, (states, decays, start), reached, states.shape[1:], reverse)
+
+
+def _walk(kernel: str, arrays: tuple[Array, ...], over: range, state: tuple[int, ...], reverse: bool) -> None:
+    """Launches a thread for every four numbers of a state, which walks over segments or ranks."""
+    over = over[::-1] if reverse else over
+    numbers = over.start, over.step, len(over), state[0], math.prod(state[1:])
+    grid = (-(-math.prod(state) // (4 * FOLD_THREADS)),)
+    compiler.kernel(kernel)(grid, FOLD_THREADS, (*arrays, *map(np.int32, numbers)))
+
+
+def ssd_scan(
+    act: Activations, zxbcdt: Array, states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
+    into: tuple[Array, Array],
+) -> None:
+    """y of some segments, and out = y * silu(z) if there is no norm. See reference.ssd_scan."""
+    reached = range(len(states))[segments]
+    if reached:
+        slab, run = plan.once(("scan", shape, reached.start, reached.stop), lambda: _scan(reached, plan, shape))
+        rows = (act.channels, shape.channels), (zxbcdt, shape.d_inner)
+        count = 1 if shape.norm else 2  # a norm gates: it reads z, and makes out
+        run(*_inputs(slab, *rows[:count]), act.dt, act.sums, act.leave, states, d, *into[:count])
+
+
+def _scan(reached: range, plan: Plan, shape: MixerShape) -> tuple[Slab | SlabSm90, Launch]:
+    slab, count = slab_of(shape), len(reached)
+    slabs = shape.d_inner // slab.columns
+    of_block = segments_of_block(count, slabs, launch.this_gpu().multiprocessors)
+    segments = np.array((reached.start, count, of_block), SEGMENTS)[()]
+    kernel = compiler.kernel(*slab.scan_kernel(shape.dtype.name, gates=shape.norm is None))
+    fixed = segments, plan.key_ranges, size_of(plan, shape)
+    return slab, Launch(kernel, (slabs, -(-count // of_block)), slab.scan_threads, fixed)

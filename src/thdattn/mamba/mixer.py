@@ -1,0 +1,348 @@
+"""Mamba2Mixer: validates once, has an engine chosen, and runs the method that moves states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import DTypeLike
+
+from thdattn.arguments import as_bool, as_choice, as_count, as_norm_eps, check_kind, shown
+from thdattn.checks import check_same, raise_if_told
+from thdattn.comm import Comm
+from thdattn.engines.select import as_engine_dtype, choose_engine
+from thdattn.mamba import context_parallel
+from thdattn.mamba.cache import Mamba2Cache, make_cache, traits
+from thdattn.mamba.saved import Mamba2Saved
+from thdattn.mamba.select import check_sizes, mixer_engine
+from thdattn.mamba.shape import GatedNorm, Mamba2Weights, MixerShape
+from thdattn.packing import PackedBatch, as_like
+from thdattn.plan.build import description, found_wrong, with_arrays
+from thdattn.plan.memory import Memory
+from thdattn.plan.plan import NO_ARRAYS, Plan
+from thdattn.sharding import Sharding, as_sharding
+
+CAUSAL = (-1, 0)  # the window of its plans
+_SAME_PLAN = "pass every rank the same batch and sharding, and make Mamba2Mixer with the same arguments"
+
+
+class Mamba2Mixer:
+    """The Mamba-2 mixer over packed sequences whose rows are spread over the ranks of a comm.
+
+    Of every row it takes z, x, B, C and dt, as a model's input projection makes them: a causal convolution and silu
+    over x, B and C, dt = softplus(dt + dt_bias), the recurrence s = exp(dt A) s + dt x B^T, y = s C + D x of each head,
+    and out = y * silu(z). Convolution and state start anew with every sequence. Head h reads B and C of group
+    h // (num_heads // num_groups). Rows of padding never change a result, NaN included, and out and dzxbcdt are exactly
+    0 there.
+
+    With norm="after_gate" out = rmsnorm(y * silu(z)) * norm_weight, as in mamba_ssm's and Megatron-Core's layers; with
+    norm="before_gate" out = rmsnorm(y) * norm_weight * silu(z). rmsnorm(x) = x / sqrt(mean(x**2) + norm_eps) over each
+    of norm_groups groups of columns.
+
+    Ranks have slices of the pack and pass on states: what travels does not grow with the rows. d_inner below is
+    num_heads * head_dim, and channels, those of x, B and C, are d_inner + 2 * num_groups * state_dim.
+
+    Args:
+        comm: the ranks, from thdattn.comm.init or thdattn.comm.run_local.
+        num_heads: heads.
+        head_dim: width of a head of x, z and out.
+        state_dim: width of a group of B and C.
+        num_groups: groups of B and C, a divisor of num_heads; any number of ranks goes with any number of both.
+        conv_width: rows that the convolution sees, its own included.
+        dtype: of zxbcdt and out: "bfloat16" or "float16"; on the reference engine also "float32" or "float64".
+        engine: "cuda", "reference" (NumPy), or "auto": CUDA where a GPU and its comm allow it. CUDA has kernels for
+            head_dim 64 and 128, state_dim 64, 128 and 256, conv_width up to 8, and a multiple of 8 heads.
+        keep_activations: whether forward keeps what the convolution makes for backward, channels numbers of 16 bits and
+            3 * num_heads of 32 per row and layer, about a third of what it keeps anyway; backward makes it again
+            otherwise.
+        norm: "after_gate", "before_gate" (mamba_ssm's norm_before_gate=True), or None for none.
+        norm_groups: groups of columns that are normalised by themselves, a divisor of num_heads; None is num_groups.
+        norm_eps: added to the mean of squares.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a dtype that the engine does not compute in.
+        ValueError: a value out of range, sizes that the engine has no kernels for, or an engine whose arrays the comm
+            does not move.
+        RuntimeError: engine="cuda" without CuPy or a GPU.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        num_heads: int,
+        head_dim: int,
+        state_dim: int,
+        num_groups: int = 1,
+        conv_width: int = 4,
+        dtype: DTypeLike = "bfloat16",
+        engine: str = "auto",
+        keep_activations: bool = True,
+        norm: str | None = None,
+        norm_groups: int | None = None,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        check_kind("comm", comm, Comm, "make one with thdattn.comm.init()")
+        self.comm = comm
+        self.num_heads = as_count("num_heads", num_heads)
+        self.head_dim = as_count("head_dim", head_dim)
+        self.state_dim = as_count("state_dim", state_dim)
+        self.num_groups = as_count("num_groups", num_groups)
+        self.conv_width = as_count("conv_width", conv_width)
+        if self.num_heads % self.num_groups:
+            raise ValueError(
+                f"num_heads is {num_heads}, not a multiple of num_groups = {num_groups}; wanted as many heads for "
+                f"every group of B and C; use a divisor of num_heads"
+            )
+        self.keep_activations = as_bool("keep_activations", keep_activations)
+        of_norm = _as_norm(norm, norm_groups, norm_eps, self.num_heads, self.num_groups)
+        self._engine = choose_engine(engine, comm)[0]
+        self._mixer = mixer_engine(self._engine)
+        self.engine: str = self._engine.name
+        self.dtype = as_engine_dtype(self._engine, dtype)
+        self._check_sizes(num_heads=self.num_heads, head_dim=self.head_dim, state_dim=self.state_dim,
+                          conv_width=self.conv_width)
+        if of_norm:
+            columns = self.num_heads * self.head_dim // of_norm.groups
+            self._check_sizes(**{"d_inner // norm_groups": columns})
+        self._shape = MixerShape(
+            self.num_heads, self.head_dim, self.state_dim, self.num_groups, self.conv_width, self.dtype, of_norm
+        )
+        self._lengths: Any = None  # of the last plan, if they lie on a GPU
+
+    def _check_sizes(self, **sizes: int) -> None:
+        check_sizes(self._mixer.MIXER_SIZES, self.engine, **sizes)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={value}" for name, value in self._shape._asdict().items())
+        return f"<Mamba2Mixer {sizes}, engine={self.engine!r}, {self.comm!r}>"
+
+    def sharding(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Sharding:
+        """How plan spreads the rows of a batch, before it is planned.
+
+        Args:
+            batch, sharding: as for plan; None is "contiguous".
+
+        Raises:
+            TypeError, ValueError: as plan, for what it finds on one rank.
+        """
+        made = as_sharding("contiguous" if sharding is None else sharding, batch, self.comm.size)
+        _check_sharding(made)
+        return made
+
+    def plan(
+        self, batch: PackedBatch, sharding: str | Sharding | None = None, like: PackedBatch | None = None,
+        finite_padding: bool = False,
+    ) -> Plan:  # fmt: skip
+        """Plans one batch for this rank; every mixer can use it.
+
+        So can an attention with the same mask and head_dim; and a mixer can use the plan of a causal attention without
+        a window whose sharding is contiguous, if both have the same engine.
+
+        Collective: every rank calls it with the same batch, which is checked.
+
+        Args:
+            batch: the global lengths, on the host or, for the CUDA engine, on its GPU.
+            sharding: "contiguous", or such a Sharding of this batch over comm.size ranks: states are passed on along
+                the rows, so that a rank has rows that follow each other.
+            like, finite_padding: for an attention that uses the plan too, see CPAttention.plan.
+
+        Raises:
+            TypeError: batch or like is no PackedBatch, or sharding neither a str nor a Sharding.
+            ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU for the NumPy engine,
+                or (on every rank of several) a batch that differs between ranks, or if the GPU of one has told
+                meanwhile that lengths of the last plan were wrong.
+        """
+        plan = self._outline(batch, sharding, like, finite_padding)
+        refusal, self._lengths = found_wrong(self._lengths), None
+        if self.comm.size > 1:
+            self.comm.agree("the plan", self._description(plan), refusal, _SAME_PLAN)
+        plan = with_arrays(plan)
+        self._lengths = plan.arrays.lengths
+        return plan
+
+    def memory(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Memory:
+        """Bytes of every buffer that a layer and its plan take on this rank, before anything is allocated.
+
+        Not collective, as it depends on the shapes of the batch alone; lengths on a GPU are not read.
+
+        Args:
+            batch, sharding: as for plan.
+
+        Returns:
+            name -> bytes. "activations" are what the convolution makes, which each layer keeps, or all share where
+            keep_activations is False. For a step of `n` layers that share a plan count work + n * per_layer + the
+            gradients of one layer.
+
+        Raises:
+            TypeError, ValueError: as plan, for what it finds on one rank.
+        """
+        plan = self._outline(batch, sharding, None, False)
+        return context_parallel.memory(self._mixer, self.comm, plan, self._shape, self.keep_activations)
+
+    def _outline(
+        self, batch: PackedBatch, sharding: str | Sharding | None, like: PackedBatch | None, finite_padding: bool
+    ) -> Plan:
+        """A plan without its arrays."""
+        dims = self.head_dim, self.head_dim
+        return Plan(self.sharding(batch, sharding), self.comm.rank, CAUSAL, dims, self._engine.tiles(*dims), NO_ARRAYS,
+                    self._engine, None, as_like(like), as_bool("finite_padding", finite_padding))
+
+    def forward(self, zxbcdt: Any, weights: Mamba2Weights, plan: Plan) -> tuple[Any, Mamba2Saved]:
+        """The mixer over this rank's rows. Collective.
+
+        Args:
+            zxbcdt: (local_rows, d_inner + channels + num_heads), this rank's rows in the order of plan.rows: the
+                columns of z, x by head, B by group, C by group, and dt.
+            weights: float32, for a float64 mixer float64; the same on all ranks; with norm_weight for a norm.
+            plan: from this mixer's plan method, or one that it can use, see there.
+
+        Returns:
+            (out, saved): out (local_rows, d_inner), a new array, 0 on padding; saved goes to backward.
+
+        Raises:
+            TypeError: an array of the wrong dtype or on the wrong device, or weights or a plan that are none.
+            ValueError: an array of the wrong shape, or a plan of another rank, size, engine, mask or sharding, or on
+                one rank one whose lengths the GPU has found wrong meanwhile. Over several ranks out is NaN then.
+        """
+        with self.comm.checked("mixer forward", self._description, plan):
+            self._check_plan(plan)
+            zxbcdt = self._checked(
+                "zxbcdt", zxbcdt, (plan.local_rows, self._shape.columns), self.dtype,
+                "pass this rank's rows (Sharding.shard cuts them out) with the columns z, x, B, C, dt")
+            weights = self._checked_weights(weights)
+        out, kept = context_parallel.forward(self._mixer, self.comm, plan, zxbcdt, weights, self._shape,
+                                   self.keep_activations)
+        return out, Mamba2Saved(zxbcdt, weights, plan, kept, self._shape, plan.generation)
+
+    def backward(self, dout: Any, saved: Mamba2Saved) -> tuple[Any, Mamba2Weights]:
+        """Gradients of forward. Collective.
+
+        Args:
+            dout: (local_rows, d_inner), gradient of out.
+            saved: from forward of this mixer, or of one of the same sizes.
+
+        Returns:
+            (dzxbcdt, dweights): dzxbcdt as zxbcdt; dweights as weights, what this rank's rows give: to be summed over
+                the ranks, as gradients of weights are anyway.
+
+        Raises:
+            TypeError: as forward, or a saved that is none.
+            ValueError: as forward, or a saved of a mixer of other sizes, or of lengths that its plan no longer has.
+        """
+        with self.comm.checked("mixer backward", lambda of: self._description(of.plan), saved):
+            check_kind("saved", saved, Mamba2Saved, "pass the one that forward returned")
+            made, wanted = saved.made_with._asdict(), self._shape._asdict()
+            check_same("saved was made with", made, wanted, "pass what this mixer's forward returned")
+            plan = saved.plan
+            self._check_plan(plan)
+            if saved.generation is not None:
+                saved.generation.check("saved")
+            dout = self._checked("dout", dout, (plan.local_rows, self._shape.d_inner), self.dtype,
+                                 "pass the gradient of what forward returned")
+        return context_parallel.backward(
+            self._mixer, self.comm, plan, dout, saved.zxbcdt, saved.weights, saved.kept, self._shape
+        )
+
+    def cache(self, num_texts: int) -> Mamba2Cache:
+        """A cache of num_texts empty texts, for decode. What it takes does not grow with the texts.
+
+        Raises:
+            TypeError: a count that is no int.
+            ValueError: a count out of range, or a comm of several ranks.
+        """
+        return make_cache(self._engine, self.comm.size, num_texts, self._shape)
+
+    def decode(self, zxbcdt: Any, weights: Mamba2Weights, cache: Mamba2Cache) -> Any:
+        """The mixer over the next row of every active text, which the cache takes in.
+
+        It copies nothing to the host and waits for nothing. Once it has run, it can be captured in a CUDA graph, whose
+        replays go on from what they find in the cache.
+
+        Args:
+            zxbcdt: (num_texts, d_inner + channels + num_heads), one row per text.
+            weights: as for forward.
+            cache: from this mixer's cache method, or from that of one of the same sizes.
+
+        Returns:
+            (num_texts, d_inner), a new array; 0 for texts that are not active, see Mamba2Cache.active.
+
+        Raises:
+            TypeError: an array of the wrong dtype or on the wrong device, or weights or a cache that are none.
+            ValueError: an array of the wrong shape, or a cache of a mixer of other sizes.
+        """
+        check_kind("cache", cache, Mamba2Cache, "make it with mixer.cache(num_texts)")
+        check_same("cache was made for", cache.made_for, traits(self._shape, self._engine),
+                   "make it with this mixer's cache method")
+        zxbcdt = self._checked("zxbcdt", zxbcdt, (cache.num_texts, self._shape.columns), self.dtype,
+                               "pass one row for every text of the cache, with the columns z, x, B, C, dt")
+        weights = self._checked_weights(weights)
+        kept = cache.rows, cache.states, cache.active, cache.work
+        return self._mixer.mixer_decode(zxbcdt, weights, self._shape, *kept)
+
+    def _description(self, plan: Plan) -> dict[str, Any]:
+        """Return the fields in which ranks must agree, by name."""
+        return description(plan, {name: str(value) for name, value in self._shape._asdict().items()})
+
+    def _check_plan(self, plan: Plan) -> None:
+        check_kind("plan", plan, Plan, "make it with mixer.plan(batch)")
+        wanted = {"cp_size": self.comm.size, "cp_rank": self.comm.rank, "window": CAUSAL, "engine": self.engine}
+        made = {name: plan.made_for[name] for name in wanted}
+        check_same("plan was made for", made, wanted, "make it with this mixer's plan(batch)")
+        if plan.key_batch is not plan.batch:
+            raise ValueError("plan has keys of their own, wanted those of the queries; make it with this mixer's "
+                             "plan(batch)")
+        _check_sharding(plan.sharding)
+        raise_if_told(plan)
+        plan.enter()
+
+    def _checked(self, name: str, x: Any, shape: tuple[int, ...], dtype: Any, remedy: str) -> Any:
+        x = self._engine.from_user(name, x)
+        if x.dtype != dtype:
+            raise TypeError(f"{name} is {x.dtype}, wanted {dtype} for a mixer of {self.dtype}; cast it")
+        if x.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape}, wanted {shape}; {remedy}")
+        return x
+
+    def _checked_weights(self, weights: Mamba2Weights) -> Mamba2Weights:
+        check_kind("weights", weights, Mamba2Weights, "make one of the five arrays, and norm_weight for a norm")
+        norm, of_norm = self._shape.norm, weights.norm_weight
+        if (of_norm is None) == (norm is not None):
+            wanted = "None for a mixer without a norm" if norm is None else f"an array for norm={norm.place!r}"
+            raise ValueError(f"weights.norm_weight is {shown(of_norm)}, wanted {wanted}; pass those of this layer")
+        named = zip(weights._fields, weights, self._shape.weights, strict=True)
+        return Mamba2Weights(*(
+            self._checked(f"weights.{name}", x, shape, self._shape.sum_dtype, "pass those of a mixer of these sizes")
+            for name, x, shape in named
+        ))  # fmt: skip
+
+
+def _as_norm(
+    norm: str | None, groups: int | None, eps: float, num_heads: int, num_groups: int
+) -> GatedNorm | None:
+    """The norm that a user asks for, None for none."""
+    if norm is None:
+        if groups is not None:
+            raise ValueError(f"norm_groups is {groups}, but norm is None, wanted both or none; pass norm='after_gate'")
+        return None
+    place = as_choice("norm", norm, ("after_gate", "before_gate"))
+    groups = num_groups if groups is None else as_count("norm_groups", groups)
+    if num_heads % groups:
+        raise ValueError(
+            f"norm_groups is {groups}, wanted a divisor of num_heads = {num_heads}, as whole heads are normalised "
+            f"together; pass 1, or num_groups = {num_groups} as the checkpoints of other libraries have"
+        )
+    return GatedNorm(place, groups, as_norm_eps(eps))
+
+
+def _check_sharding(sharding: Sharding) -> None:
+    """Raises unless rank r has the r-th of equal slices of the pack."""
+    if sharding.strategy != "contiguous" and sharding.cp_size > 1:
+        raise ValueError(
+            f"sharding is {sharding.strategy!r}, wanted 'contiguous' for a mixer over {sharding.cp_size} ranks, as "
+            f"states are passed on along the rows; use sharding='contiguous', for attention layers beside it too (with "
+            f"cp_comm_type='a2a' their work is even)"
+        )
+    if sharding.inner not in (1, sharding.cp_size):
+        raise ValueError(
+            f"sharding has inner {sharding.inner}, wanted 1 or {sharding.cp_size}, as fillers would lie between the "
+            f"rows of ranks; make it with Sharding(batch, {sharding.cp_size}, 'contiguous')"
+        )

@@ -1,0 +1,36 @@
+"""The mixer on NumPy: the functions of thdattn.mamba.cuda with the same arguments."""
+
+from __future__ import annotations
+
+from thdattn.mamba.reference.conv import (
+    mixer_add_halos,
+    mixer_backward_bytes,
+    mixer_conv,
+    mixer_conv_bwd,
+    mixer_conv_bytes,
+    mixer_conv_states,
+    mixer_forward_bytes,
+    mixer_halo,
+    mixer_tail,
+)  # fmt: skip
+from thdattn.mamba.reference.decode import mixer_decode, mixer_fill
+from thdattn.mamba.reference.gate import mixer_gate_states, mixer_norm, mixer_norm_states
+from thdattn.mamba.reference.ssd import (
+    ssd_bwd,
+    ssd_enter,
+    ssd_fold,
+    ssd_gradients,
+    ssd_scan,
+    ssd_segment_rows,
+    ssd_start,
+    ssd_states,
+)  # fmt: skip
+
+__all__ = [
+    "MIXER_SIZES", "mixer_add_halos", "mixer_backward_bytes", "mixer_conv", "mixer_conv_bwd", "mixer_conv_bytes",
+    "mixer_conv_states", "mixer_decode", "mixer_fill", "mixer_forward_bytes", "mixer_gate_states", "mixer_halo",
+    "mixer_norm", "mixer_norm_states", "mixer_tail", "ssd_bwd", "ssd_enter", "ssd_fold", "ssd_gradients",
+    "ssd_scan", "ssd_segment_rows", "ssd_start", "ssd_states",
+]  # fmt: skip
+
+MIXER_SIZES: dict[str, range] = {}  # any

@@ -1,0 +1,96 @@
+"""Texts that grow, in NumPy, of a Mamba-2 mixer: the next row of each, and what a forward left of its sequences.
+
+A text is the state behind its last row and as many last rows as the convolution of the next one sees, with zeros in
+front of its first: a convolution that starts there. Arithmetic is float32 (float64 for float64), and only out is
+rounded, and what tensor cores take of a pack.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdattn.mamba.reference.gate import gated_norm
+from thdattn.mamba.reference.ssd import CHUNK, Activations, rounded, silu, softplus
+from thdattn.mamba.shape import Mamba2Weights, MixerShape
+from thdattn.plan.plan import Plan
+
+Array = NDArray[Any]
+
+
+def mixer_decode(
+    zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, rows: Array, states: Array, active: Array, work: Array
+) -> Array:
+    """One row more of every active text.
+
+    Args:
+        zxbcdt: (num_texts, columns).
+        rows, states: see Mamba2Cache; those of active texts change.
+        active: (num_texts,) bool.
+        work: (num_texts, channels) float32 (float64), which gets x, B and C behind the convolution and silu.
+
+    Returns:
+        out: (num_texts, d_inner); 0 for texts that are not active.
+    """
+    out = np.zeros((len(zxbcdt), shape.d_inner), zxbcdt.dtype)
+    z, xbc, raw = (part[active] for part in shape.parts(zxbcdt))
+    seen = np.concatenate([rows[active], xbc[:, None]], axis=1)
+    rows[active] = seen[:, 1:]
+    convolved = (seen.astype(shape.sum_dtype) * weights.conv_weight.T).sum(axis=1) + weights.conv_bias
+    work[active] = silu(convolved)
+
+    x, b, c = shape.split(work[active])
+    b, c = (np.repeat(part, shape.num_heads // shape.num_groups, axis=1) for part in (b, c))
+    dt = softplus(raw.astype(shape.sum_dtype) + weights.dt_bias)
+    kept = np.exp(-np.exp(weights.A_log) * dt)[:, :, None, None] * states[active]
+    states[active] = kept + (dt[:, :, None] * x)[..., None] * b[:, :, None]
+    y = (states[active] @ c[..., None])[..., 0] + weights.D[:, None] * x
+    y, z = y.reshape(z.shape), z.astype(shape.sum_dtype)
+    made = gated_norm(y, z, weights.norm_weight, shape.norm) if shape.norm else y * silu(z)
+    out[active] = made.astype(out.dtype)
+    return out
+
+
+def mixer_fill(
+    act: Activations, zxbcdt: Array, segment_states: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape,
+    into: tuple[Array, Array],
+) -> None:
+    """What is left of every sequence of a pack, on one rank: its last rows, and the state behind them.
+
+    Args:
+        act: from mixer_conv.
+        zxbcdt: (local_rows, columns).
+        segment_states: the states in front of the segments of rows, as the forward kept them. That of a sequence's last
+            segment, and the rows of the sequence in that segment, make the state behind.
+        into: rows (num_seqs, reach, channels) and states (num_seqs, num_heads, head_dim, state_dim); sequences without
+            a token get zeros.
+    """
+    rows, states = into
+    rows[...], states[...] = 0, 0
+    _, xbc, _ = shape.parts(zxbcdt)
+    batch = plan.batch
+    for text, (begin, length) in enumerate(zip(batch.cu_seqlens_padded[:-1], batch.lengths, strict=True)):
+        if length:
+            count, end = min(shape.reach, length), begin + length
+            rows[text, shape.reach - count :] = xbc[end - count : end]
+            states[text] = _state_behind(act, segment_states, weights, shape, begin, end)
+
+
+def _state_behind(
+    act: Activations, segment_states: Array, weights: Mamba2Weights, shape: MixerShape, begin: int, end: int
+) -> Array:
+    """Of the sequence that has the rows begin, ..., end - 1."""
+    segment = (end - 1) // CHUNK
+    own = slice(max(begin, segment * CHUNK), end)
+    x, b, _ = (part.astype(shape.sum_dtype) for part in shape.split(act.channels[own]))
+    a = -np.exp(weights.A_log) * act.dt[own]
+    behind = np.zeros(a.shape, a.dtype)  # sums of a over the rows that follow
+    behind[:-1] = a[:0:-1].cumsum(axis=0)[::-1]
+    leave = (np.exp(behind) * act.dt[own]).T[:, None]
+    b = np.repeat(b, shape.num_heads // shape.num_groups, axis=1)
+    state: Array = rounded(leave * x.transpose(1, 2, 0), shape) @ b.transpose(1, 0, 2)
+    if begin < own.start:
+        state += np.exp(a[0] + behind[0])[:, None, None] * segment_states[segment]
+    return state

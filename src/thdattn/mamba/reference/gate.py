@@ -1,0 +1,128 @@
+"""The gate of a Mamba-2 mixer, backward, and its RMSNorm after or before the gate, forward and backward, in NumPy.
+
+Behind the gate a row becomes rmsnorm(y * silu(z)) * norm_weight, in front of it rmsnorm(y) * norm_weight * silu(z).
+rmsnorm divides each group of columns by the root of its mean square plus eps. y is what the scan wrote, in the dtype of
+the mixer. All that follows is float32 (float64 for float64), and results are rounded once.
+
+Source: Mamba-2, arXiv:2405.21060, section 7; as RMSNormGated of mamba_ssm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdattn.mamba.reference.ssd import (
+    Activations,
+    Gradients,
+    cleared,
+    in_chunks,
+    silu,
+    slope,
+    ssd_dstates,
+    valid_rows,
+)
+from thdattn.mamba.shape import GatedNorm, Mamba2Weights, MixerShape
+from thdattn.plan.plan import Plan
+
+Array = NDArray[Any]
+
+
+def mixer_gate_states(
+    dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
+    into: Gradients,
+) -> tuple[Array, Array, Array]:
+    """mixer_gate_bwd, then ssd_dstates of what it makes; here one after the other.
+
+    Returns:
+        dy, see mixer_gate_bwd; then dstates and decays, see ssd_dstates.
+    """
+    dy = mixer_gate_bwd(dout, zxbcdt, y, act, plan, shape, dzxbcdt, into)
+    return dy, *ssd_dstates(act, dy, plan, shape)
+
+
+def mixer_gate_bwd(
+    dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
+    into: Gradients,
+) -> Array:
+    """dy = dout * silu(z), (local_rows, d_inner) in the dtype of the mixer; and dz, the first columns of dzxbcdt.
+
+    Args:
+        into: from ssd_gradients; it gets the shares of D, of which dy is not yet rounded.
+    """
+    valid = valid_rows(plan)
+    z, dout = (cleared(x, valid, shape) for x in (shape.parts(zxbcdt)[0], dout))
+    shape.parts(dzxbcdt)[0][...] = (dout * y.astype(z.dtype) * slope(z)).astype(dzxbcdt.dtype)
+    dy = dout * silu(z)
+    into.shares[:, 1] = _share_of_d(dy, act, shape)
+    return dy.astype(shape.dtype)
+
+
+def gated_norm(y: Array, z: Array, weight: Array, norm: GatedNorm) -> Array:
+    """Normalise and gate rows of y, (rows, d_inner), by z of the same shape and dtype."""
+    gate = silu(z)
+    x = y * gate if norm.after_gate else y
+    normal: Array = x * _inverse_root(x, norm) * weight
+    return normal if norm.after_gate else normal * gate
+
+
+def mixer_norm(y: Array, zxbcdt: Array, weight: Array, plan: Plan, shape: MixerShape, out: Array) -> None:
+    """Write out, (local_rows, d_inner), of y from ssd_scan and z; 0 on padding."""
+    assert shape.norm is not None
+    valid = valid_rows(plan)
+    y, z = (cleared(x, valid, shape) for x in (y, shape.parts(zxbcdt)[0]))
+    out[...] = np.where(valid, gated_norm(y, z, weight, shape.norm), 0).astype(out.dtype)
+
+
+def mixer_norm_states(
+    dout: Array, zxbcdt: Array, made: tuple[Array, Activations], weights: Mamba2Weights, plan: Plan,
+    shape: MixerShape, into: tuple[Array, Gradients],
+) -> tuple[Array, Array, Array]:
+    """Gradients of mixer_norm, then ssd_dstates of that of y.
+
+    Args:
+        dout: (local_rows, d_inner), gradient of out.
+        made: y from ssd_scan, and what mixer_conv made.
+        into: dzxbcdt, whose first columns get the gradient of z; gradients, from ssd_gradients, which get the shares of
+            D, of which dy is not yet rounded, and of norm_weight.
+
+    Returns:
+        dy: (local_rows, d_inner) in the dtype of the mixer, 0 on padding; then dstates and decays, see ssd_dstates.
+    """
+    assert shape.norm is not None
+    (y, act), (dzxbcdt, gradients) = made, into
+    valid, norm = valid_rows(plan), shape.norm
+    y, z, dout = (cleared(x, valid, shape) for x in (y, shape.parts(zxbcdt)[0], dout))
+    gate = silu(z)
+    x, passed = (y * gate, dout) if norm.after_gate else (y, dout * gate)
+    root = _inverse_root(x, norm)
+    normal, dnormal = x * root, passed * weights.norm_weight
+    dx = root * (dnormal - normal * _group_mean(dnormal * normal, norm))
+    dy, dgate = (dx * gate, dx * y) if norm.after_gate else (dx, dout * normal * weights.norm_weight)
+
+    shape.parts(dzxbcdt)[0][...] = (dgate * slope(z)).astype(dzxbcdt.dtype)
+    gradients.shares[:, 1] = _share_of_d(dy, act, shape)
+    gradients.of_norm[...] = in_chunks(passed * normal).sum(axis=1)
+    dy = dy.astype(shape.dtype)
+    return dy, *ssd_dstates(act, dy, plan, shape)
+
+
+def _inverse_root(x: Array, norm: GatedNorm) -> Array:
+    """Return 1 / sqrt(mean square + eps) of each number's group."""
+    root: Array = 1 / np.sqrt(_group_mean(x * x, norm) + x.dtype.type(norm.eps))
+    return root
+
+
+def _group_mean(x: Array, norm: GatedNorm) -> Array:
+    """Return the mean over each number's group of columns, in the shape of x."""
+    groups = x.reshape(len(x), norm.groups, x.shape[1] // norm.groups)
+    return np.repeat(groups.mean(axis=2), groups.shape[2], axis=1)
+
+
+def _share_of_d(dy: Array, act: Activations, shape: MixerShape) -> Array:
+    """(segments, num_heads), what each segment gives to the gradient of D, from dy before it is rounded."""
+    x = shape.split(act.channels)[0].astype(dy.dtype)
+    share: Array = in_chunks((dy.reshape(x.shape) * x).sum(axis=2)).sum(axis=1)
+    return share

@@ -1,0 +1,41 @@
+"""Check that the buffers of a batch fit in free GPU memory, or in what batches before have left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from thdattn.comm import Comm
+from thdattn.plan.memory import Memory, in_units
+from thdattn.plan.plan import Plan
+
+# Those that somebody holds, for their buffers.
+_plans: WeakKeyDictionary[Comm, WeakSet[Plan]] = WeakKeyDictionary()
+
+
+def note(comm: Comm, plan: Plan) -> None:
+    """Has the buffers of a plan count as free where the next plans of this comm look for room."""
+    _plans.setdefault(comm, WeakSet()).add(plan)
+
+
+def shortage(engine: Any, comm: Comm, memory: Memory, forward_only: bool) -> str:
+    """Why a plan's work buffers and one layer cannot be there; "" if they can, or nobody knows.
+
+    What only lingers counts as free: windows that are there, and the buffers of plans made before, as a loop still
+    holds the last one while it makes the next. Other arrays that it drops later are in use.
+
+    Args:
+        engine: engines.reference or engines.cuda.
+        memory: what the plan and the layer take.
+        forward_only: the layer has no backward.
+    """
+    held = comm.held_bytes()
+    there = sum(memory[name] for name, size in held.items() if name in memory and memory[name] <= size)
+    there += sum(before.held_bytes() for before in _plans.get(comm, ()))
+    wanted = memory.wanted(forward_only)
+    free = engine.free_bytes(wanted - there)
+    if free is None:
+        return ""
+    return (f"the batch needs {in_units(wanted)} of GPU memory for its work buffers and one layer, wanted at most "
+            f"the {in_units(free + there)} that are free; pass fewer tokens, spread them over more ranks, or make "
+            f"CPAttention with keep_keys=False or more head_groups (CPAttention.memory says what takes how much)")

@@ -1,0 +1,82 @@
+"""The rule of the mask: which keys a query sees, from where both stand in their sequences.
+
+Everything that the host knows of masks is in this module: a new mask changes it, and its twin on the GPU, `in_sight` of
+kernels.cu, which plans of lengths on a GPU and caches use. The tests compare the two element by element. The oracle has
+a rule of its own, as it judges this one.
+
+Masks are windows (left, right), -1 = unlimited; a causal mask is right = 0. Plans, routes, costs and kernels assume of
+every mask the following, which tests/unit/test_mask.py checks:
+
+* A row sees one range of positions of its own sequence, on the other side.
+* Both ends of these ranges ascend along the tokens of a sequence, and so do those of the transposed mask.
+* In self-attention a token sees itself. So the rows of a run together see one range too.
+* In cross-attention tokens that see nothing come first in their sequence.
+* The transposed mask says of a key which queries see it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdattn.packing import PackedBatch
+
+Mask = tuple[int, int]
+Ints = NDArray[np.signedinteger[Any]]
+
+
+def in_sight(position: Ints, length: Ints, other_length: Ints, mask: Mask) -> tuple[Ints, Ints]:
+    """Return [first, last), the positions of the other side that each token sees; first >= last where it sees none.
+
+    The last positions of both sides are the same place. Arguments broadcast, and have one dtype.
+
+    Args:
+        position: of each token in its sequence.
+        length: tokens of its sequence.
+        other_length: tokens of this sequence on the other side: of keys, where `position` is of queries.
+        mask: the transposed one, where `position` is of keys.
+    """
+    left, right = mask
+    place = position + (other_length - length)
+    first = np.maximum(0, place - left) if left >= 0 else np.zeros_like(place)
+    last = np.minimum(other_length, place + right + 1) if right >= 0 else np.broadcast_to(other_length, place.shape)
+    return first, last
+
+
+def transposed(mask: Mask) -> Mask:
+    """Return the mask as keys see it: in_sight then finds the queries that see a key."""
+    return mask[::-1]
+
+
+def most_in_sight(mask: Mask, length: int) -> int:
+    """Return how many of so many keys a query sees at most."""
+    return min(length, sum(mask) + 1) if min(mask) >= 0 else length
+
+
+def hides_tokens(batch: PackedBatch, other: PackedBatch, mask: Mask) -> bool:
+    """Return whether some token of batch, whose lengths are on the host, sees nothing of other: the first one, then."""
+    lengths, others = batch.lengths, other.lengths
+    first, last = in_sight(np.zeros_like(lengths), lengths, others, mask)
+    return bool(((lengths > 0) & (first >= last)).any())
+
+
+def visible_pairs(batch: PackedBatch, key_batch: PackedBatch, mask: Mask) -> int:
+    """Return the number of pairs (query, key) that a mask leaves of these lengths, which must lie on the host.
+
+    Each side of the window hides a triangle of the rectangle of queries and keys, cut off at its far side.
+    """
+    for lengths in (batch, key_batch):
+        lengths.require_host("counting visible pairs")
+    queries, keys = (x.lengths.astype(np.int64) for x in (batch, key_batch))
+    pairs = queries * keys
+    for side, base, height in zip(mask, (keys, queries), (queries, keys), strict=True):
+        if side >= 0:
+            whole = np.maximum(base - 1 - side, 0)
+            pairs -= _triangle(whole) - _triangle(np.maximum(whole - height, 0))
+    return int(pairs.sum())
+
+
+def _triangle(n: NDArray[np.int64]) -> NDArray[np.int64]:
+    return n * (n + 1) // 2

@@ -1,0 +1,52 @@
+"""Whose the rows of a key buffer are, as shares of their gradients go to the ranks that own them; and their sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from thdattn.plan.memory import Bytes, Layer, num_bytes
+from thdattn.plan.plan import Plan
+
+
+def places_of_keys(plan: Plan) -> tuple[Any, Any]:
+    """For keys of all ranks in sequence order; on the plan's device, made once, and anew whenever the plan is.
+
+    Returns:
+        (key_rows, 2) int32, the owner of every row of the key buffer, -1: nobody, and its row there; and
+        (local_key_rows,) int32, the number of every row of this rank, -1: a filler.
+    """
+    def make() -> tuple[Any, Any]:
+        order, num_rows = plan.rank_order, plan.local_key_rows
+        mine = order[plan.cp_rank * num_rows :][:num_rows]
+        numbers = np.arange(len(order), dtype=order.dtype, like=order)  # of CuPy arrays this is cupy.arange
+        owners = np.empty_like(order, shape=(len(order), 2))
+        np.floor_divide(numbers, num_rows, out=owners[:, 0])  # in place too, where the plan is made in a graph
+        np.remainder(numbers, num_rows, out=owners[:, 1])
+        places = np.empty_like(owners, shape=(plan.key_rows + 1, 2))
+        rows = np.empty_like(mine)
+
+        def follow() -> None:  # in place, as a captured graph may have the memory of nothing else
+            places[...] = -1
+            places[order] = owners  # of fillers, -1, to the last place
+            np.right_shift(mine, 31, out=rows)  # -1 of fillers, else 0
+            np.bitwise_or(rows, numbers[:num_rows], out=rows)
+
+        plan.make(follow)
+        return places[:-1], rows
+
+    found: tuple[Any, Any] = plan.once("places of keys", make)
+    return found
+
+
+def shares_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -> Bytes:
+    """Bytes of a rank's shares of dk and dv, where attn_bwd makes arrays for those of one group of heads after another.
+
+    On one rank they are the results. where: see reference.backward_bytes.
+    """
+    if plan.cp_size == 1 or where != "made":
+        return {}
+    shape = plan.key_rows, max(layer.groups), sum(plan.head_dims)
+    return {"shares of dk and dv": num_bytes(shape, sum_dtype)}

@@ -1,0 +1,145 @@
+"""The arrays of a plan from lengths on the host, in NumPy: what positions see, as ranges of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdattn.packing import PackedBatch
+from thdattn.plan.key_transfers import needed_rows
+from thdattn.plan.mask import in_sight, transposed
+from thdattn.plan.plan import PlanArrays
+from thdattn.sharding import Sharding
+
+FEW_SEQUENCES = 4  # of equal length, causal: what leaves as many pairs is few as well
+
+
+def host_arrays(
+    sharding: Sharding, cp_rank: int, window: tuple[int, int], tiles: tuple[int, int],
+    key_batch: PackedBatch | None = None, keys_of: int | None = None,
+) -> PlanArrays:
+    """The arrays of a plan from lengths on the host, in NumPy.
+
+    Args:
+        sharding: of a batch on the host.
+        cp_rank: the rank to plan for.
+        window: (left, right), -1 = unlimited; causal is right = 0.
+        tiles: rows per query tile and per key tile.
+        key_batch: lengths of the keys, as many sequences; None: those of the queries. For one rank.
+        keys_of: the rank whose rows are the key buffer; None: see Plan.keys_of.
+
+    Returns:
+        PlanArrays of NumPy arrays. No Python loop over sequences; the loop over ranks is the only one.
+    """
+    batch, rows = sharding.batch, sharding.rows(cp_rank)
+    all_rows = rows if sharding.cp_size == 1 else np.concatenate([sharding.rows(r) for r in range(sharding.cp_size)])
+    keys_there = key_batch or batch
+    side = _key_side(sharding, cp_rank, window, all_rows, key_batch, keys_of)
+    key_rows = side["rows_of_keys"]
+    if key_rows is None:
+        key_rows = np.arange(keys_there.total_rows, dtype=np.int32)
+    queries, keys = _locate(rows, batch, keys_there), _locate(key_rows, keys_there, batch)
+    key_ranges = _ranges_in(key_rows, _rows_in_sight(queries, window))
+    query_ranges = _ranges_in(rows, _rows_in_sight(keys, transposed(window)))
+    return PlanArrays(
+        rows=rows,
+        positions=queries.position,
+        valid=queries.position < queries.length,
+        key_ranges=key_ranges,
+        query_ranges=query_ranges,
+        query_tiles=_tile_orders(queries, key_ranges, tiles[0], len(query_ranges)),
+        key_tiles=_tile_orders(keys, query_ranges, tiles[1], len(key_ranges)),
+        all_rows=all_rows,
+        **side,
+    )
+
+
+def key_ranges(
+    sharding: Sharding, cp_rank: int, window: tuple[int, int], keys_of: int | None = None
+) -> NDArray[np.int32]:
+    """key_ranges of host_arrays, of self-attention, where nothing else is wanted: in time of one rank's rows."""
+    batch, rows_of_keys = sharding.batch, None if keys_of is None else sharding.rows(keys_of)
+    if keys_of is None and sharding.by_runs:
+        needed = needed_rows(batch, sharding.cp_size, window, sharding.local_rows)
+        rows_of_keys = needed.key_side(cp_rank).rows_of_keys.filled()
+    ranges = _rows_in_sight(_locate(sharding.rows(cp_rank), batch, batch), window)
+    return ranges if rows_of_keys is None else _ranges_in(rows_of_keys, ranges)
+
+
+def _key_side(
+    sharding: Sharding, cp_rank: int, window: tuple[int, int], all_rows: NDArray[np.int32],
+    key_batch: PackedBatch | None, keys_of: int | None,
+) -> dict[str, NDArray[np.int32] | None]:
+    """rank_order and rows_of_keys; of needed rows also sends, returns and places."""
+    if key_batch is not None:
+        return {"rank_order": np.arange(key_batch.total_rows, dtype=np.int32), "rows_of_keys": None}
+    if keys_of is not None:
+        return {"rank_order": None, "rows_of_keys": sharding.rows(keys_of)}
+    if not sharding.by_runs:
+        return {"rank_order": all_rows, "rows_of_keys": None}
+    needed = needed_rows(sharding.batch, sharding.cp_size, window, sharding.local_rows).key_side(cp_rank)
+    side = {field: pieces.filled() for field, pieces in needed._asdict().items()}
+    return {**side, "returns": side["returns"].reshape(sharding.cp_size, sharding.local_rows)}
+
+
+def _ranges_in(rows: NDArray[np.int32], ranges: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Ranges of rows of the pack as ranges of a side that has these of them: they ascend, so these are neighbours."""
+    found = np.searchsorted(rows[rows >= 0], ranges).astype(np.int32)
+    found[found[:, 0] >= found[:, 1]] = 0
+    return found
+
+
+@dataclass(frozen=True)
+class _Located:
+    """Rows of one side, queries or keys, int32 each, 0 outside all sequences.
+
+    begin, length: first row and length of a row's sequence; position: its position there.
+    other_begin, other_length: first row and length of that sequence on the other side.
+    """
+
+    begin: NDArray[np.int32]
+    length: NDArray[np.int32]
+    position: NDArray[np.int32]
+    other_begin: NDArray[np.int32]
+    other_length: NDArray[np.int32]
+
+
+def _locate(rows: NDArray[np.int32], batch: PackedBatch, other: PackedBatch) -> _Located:
+    if batch.num_seqs == 0:
+        return _Located(*np.zeros((5, len(rows)), np.int32))
+    starts = batch.cu_seqlens_padded
+    inside = (rows >= 0) & (rows < starts[-1])
+    seq = np.searchsorted(starts[1:], np.where(inside, rows, 0), side="right")
+    seq = np.minimum(seq, batch.num_seqs - 1)
+    found = starts[seq], batch.lengths[seq], rows - starts[seq], other.cu_seqlens_padded[seq], other.lengths[seq]
+    return _Located(*(np.where(inside, x, np.int32(0)) for x in found))
+
+
+def _rows_in_sight(rows: _Located, window: tuple[int, int]) -> NDArray[np.int32]:
+    """Return [begin, end), the rows of the other side that each row sees; (0, 0) for none, as of padding."""
+    first, last = in_sight(rows.position, rows.length, rows.other_length, window)
+    ranges: NDArray[np.int32] = np.stack([rows.other_begin + first, rows.other_begin + last], axis=1)
+    ranges[(rows.position >= rows.length) | (first >= last)] = 0
+    return ranges
+
+
+def _tile_orders(rows: _Located, ranges: NDArray[np.int32], tile: int, num_others: int) -> NDArray[np.int32]:
+    """(2, tiles): by falling length of a tile's longest sequence and, in a sequence, falling span; by span alone.
+
+    The span of a tile is that of the other side's rows between the first and the last in sight. Ties: sequences and
+    tiles in their own order. Few sequences come in the second order, both times.
+    """
+    if not len(ranges):
+        return np.zeros((2, 0), np.int32)
+    starts = np.arange(0, len(ranges), tile)
+    empty = ranges[:, 0] >= ranges[:, 1]
+    first = np.minimum.reduceat(np.where(empty, np.iinfo(np.int32).max, ranges[:, 0]), starts)
+    last = np.maximum.reduceat(np.where(empty, 0, ranges[:, 1]), starts)
+    span = np.maximum(0, last.astype(np.int64) - first)
+    longest = np.where(rows.length > 0, (rows.length.astype(np.int64) << 32) - rows.begin, 0)
+    sequence = np.maximum.reduceat(longest, starts)
+    by_span = np.argsort(-span, kind="stable")
+    few = len(span) * num_others <= 2 * FEW_SEQUENCES * int(span.sum())
+    return np.stack([by_span if few else np.lexsort((-span, -sequence)), by_span]).astype(np.int32)

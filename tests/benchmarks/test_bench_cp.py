@@ -1,0 +1,440 @@
+"""The benchmark of context parallelism without a GPU: packs, comms that stand in for others, and what is kept."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import cp_page
+import cp_record
+import launch
+import record
+from cp_methods import METHODS
+from rank_of import as_rank_of
+from workloads import cp_cases
+
+import thdattn
+from thdattn.comm import run_local
+
+# --- packs -------------------------------------------------------------------------------------------------------
+
+
+def test_packs_are_those_that_others_were_measured_with():
+    cases = cp_cases(2)
+    assert cases["bucket32k"].lengths == (24_576, 28_672, 30_720, 32_768)
+    assert {(case.heads, case.kv_heads) for case in cases.values()} == {(32, 8), (64, 8), (16, 16)}
+    assert cases["bucket32k-mha16"].lengths == cases["bucket32k"].lengths and cases["64x1024"].kv_heads == 16
+    lengths = cases["lognormal128k"].lengths
+    assert len(lengths) == 117 and sum(lengths) >= 131_072 > sum(lengths[:-1])
+    assert min(lengths) >= 16 and max(lengths) <= 32_768
+    assert all(case.causal and case.head_dim == 128 for case in cases.values())
+
+
+@pytest.mark.parametrize("cp_size", [2, 8])
+@pytest.mark.parametrize("thousands", [8, 16, 32])
+def test_real_documents_fill_the_rows_of_every_rank(cp_size, thousands):
+    tokens = sum(cp_cases(cp_size)[f"documents{thousands}k"].lengths)
+    assert 768 * thousands * cp_size < tokens <= 1_024 * thousands * cp_size
+
+
+def test_short_packs_are_of_the_same_tokens_and_errors_are_of_long_sequences_too():
+    pytest.importorskip("cupy")
+    import bench_cp
+    from cp_ways import Ranks
+
+    assert {cp_cases(2)[name].total_tokens for name in ("1x8192", "4x2048", "8x1024")} == {8_192}
+
+    def fn(real):
+        def names(ranks, cases):
+            return [case.name for case, _ in bench_cp.work(ranks, cases, [], [])]
+
+        here, played = Ranks.of(real, 2, None), Ranks(real, 8, real, None, None)
+        return [names(here, ["8x1024"]), names(here, ["bucket32k"]), names(played, ["bucket32k"])]
+
+    wanted = [["4x1024", "8x1024"], ["4x1024", "bucket32k", "bucket32k-h8"], ["bucket32k"]]
+    assert run_local(2, fn) == [wanted] * 2
+    assert bench_cp.LONG_ERROR_CASE.lengths == cp_cases(2)["bucket32k"].lengths
+
+
+# --- comms that stand in for others ------------------------------------------------------------------------------
+
+
+class Counted:
+    """A method of a comm that keeps what it was passed."""
+
+    def __init__(self, call):
+        self.call, self.passed = call, []
+
+    def __call__(self, send, recv):
+        self.passed.append((send, recv))
+        self.call(send, recv)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_two_ranks_have_the_traffic_of_two_of_many(size):
+    def fn(real):
+        comm = as_rank_of(real, size)
+        real.all_gather, real.reduce_scatter = Counted(real.all_gather), Counted(real.reduce_scatter)
+        gathered, own = np.full((size * 3, 2), np.nan, np.float32), np.full((3, 2), np.nan, np.float32)
+        comm.all_gather(np.full((3, 2), real.rank + 1, np.float32), gathered)
+        comm.reduce_scatter(np.full((size * 3, 2), real.rank + 1, np.float32), own)
+        assert np.isfinite(gathered).all() and (own == 3).all()
+        # Of two ranks, one share of each collective is foreign: a rank of many has all shares but its own to receive.
+        assert [len(send) for send, _ in real.all_gather.passed] == [3] * (size - 1)
+        assert [len(recv) for _, recv in real.reduce_scatter.passed] == [3] * (size - 1)
+        return comm.rank, comm.size
+
+    assert run_local(2, fn) == [(0, size), (1, size)]
+
+
+def test_a_layer_runs_as_rank_of_many_with_its_share_of_rows_and_finite_results():
+    batch = thdattn.PackedBatch.from_lengths([13, 30], 16)
+
+    def fn(real):
+        comm = as_rank_of(real, 8)
+        attention = thdattn.CPAttention(comm, 2, 8, 1, dtype="float32", engine="reference")
+        plan = attention.plan(batch)
+        assert plan.local_rows == batch.total_rows // 8 and plan.key_rows == batch.total_rows
+        rng = np.random.default_rng(0)
+        q, k, v, dout = (rng.standard_normal((plan.local_rows, h, 8), np.float32) for h in (2, 1, 1, 2))
+        out, saved = attention.forward(q, k, v, plan)
+        return [out, *attention.backward(dout, saved)], plan.rows
+
+    for rank, (results, rows) in enumerate(run_local(2, fn)):
+        assert all(np.isfinite(x).all() for x in results)
+        assert rows.tolist() == thdattn.Sharding(batch, 8).rows(rank).tolist()
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 8), (3, 8), (2, 1)])
+def test_other_than_two_ranks_cannot_play(ranks, size):
+    def fn(real):
+        with pytest.raises(ValueError, match=f"{ranks} real ranks to behave as ranks of {size}, wanted 2"):
+            as_rank_of(real, size)
+
+    run_local(ranks, fn)
+
+
+class Shared:
+    """As much of MPI's communicator as peer memory needs, of simulated ranks."""
+
+    def __init__(self, comm):
+        self.rank, self.size, self.Barrier, self._comm = comm.rank, comm.size, comm.barrier, comm
+
+    def allgather(self, value):
+        return self._comm._gather_values(value)
+
+
+class Peers:
+    """As much of a comm of two GPUs as has to do with peer memory; closes it at the end."""
+
+    overlaps = True
+
+    def __init__(self, comm):
+        self.rank, self.size, self._world, self.actions = comm.rank, comm.size, Shared(comm), []
+        self.before_close = self.actions.append
+
+
+@pytest.fixture
+def host_memory(monkeypatch):
+    pytest.importorskip("cupy")
+    import host_memory
+
+    host_memory.install(monkeypatch)
+    return host_memory
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_peer_memory_of_two_brings_as_many_rows_as_that_of_many(host_memory, size, at_once, num_groups):
+    import rank_of_memory
+
+    def values(rank, turn):
+        rng = np.random.default_rng(10 * turn + rank)
+        return [rng.standard_normal((40, 4, width), np.float32) for width in (256, 128)]  # more than STAGGER together
+
+    def fn(comm):
+        real = Peers(comm)
+        played = as_rank_of(real, size)
+        assert (played.rank, played.size) == (comm.rank, size)
+        for turn in range(5):
+            sends = [host_memory.on_gpu(x) for x in values(comm.rank, turn)]
+            heads = 4 // num_groups
+            groups = [[host_memory.on_gpu(np.zeros((size * 40, heads, x.shape[2]), x.dtype)) for x in sends]
+                      for _ in range(num_groups)]  # fmt: skip
+            found = []
+            for parts, wait, done, meeting in played._peer.gather_heads(sends, groups, at_once):
+                wait()
+                if meeting is not None:
+                    host_memory.meet(meeting.flags, meeting.to, sends)
+                found.append([np.concatenate(ranks).reshape(size, 40, heads, -1) for ranks in parts])
+                if meeting is not None:
+                    host_memory.part(meeting.flags)
+                done()
+            for number, ranks in enumerate(np.concatenate(x, axis=2) for x in zip(*found, strict=True)):
+                assert np.isfinite(np.delete(ranks, comm.rank, 0)).all()
+                if size > 2 and num_groups == 1 and at_once:
+                    continue  # what is written for one that is played overwrites some of it
+                wanted = values(1 - comm.rank, turn)[number]
+                assert ranks[1 - comm.rank].tobytes() == wanted.tobytes()
+                later = rank_of_memory.STAGGER // wanted[0].nbytes * 2  # rows of rank 2 lie so much behind those of 1
+                if size > 2 and number == 0 and later < 40:
+                    assert ranks[2][: 40 - later].tobytes() == wanted[later:].tobytes()
+            comm.barrier()
+        for close in real.actions:
+            close()
+
+    run_local(2, fn)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_sums_of_two_ranks_add_as_much_as_those_of_many(host_memory, size, at_once):
+    def fn(comm):
+        real = Peers(comm)
+        memory = as_rank_of(real, size)._peer
+        for turn in range(5):
+            shapes = (16, 2, 8), (16, 2, 4)
+            results = [host_memory.on_gpu(np.full(shape, np.nan, np.float32)) for shape in shapes]
+            for homes, shape in zip(memory.homes(shapes, shapes, at_once)["of"], shapes, strict=True):
+                for home in homes[:size]:
+                    host_memory.array(shape, np.float32, int(home))[...] = 1 + comm.rank + 10 * turn
+            rows = np.arange(16, dtype=np.int32)
+            rows[3] = -1
+            memory.sum_at_home(rows, results, at_once)()
+            assert all(np.isfinite(x).all() for x in results)
+            if size == 2:
+                wanted = np.full(16, 3 + 20 * turn)
+                wanted[3] = 0
+                assert all((x == wanted[:, None, None]).all() for x in results)
+        if not at_once:  # what was pulled, of all ranks but this one
+            share = [16 * 2 * 4 * width for width in (8, 4)]
+            said = memory.sum_bytes([[size * x for x in share]] * 2)["pulled sums"]
+            assert memory.held_bytes()["pulled sums"] == said == (size - 1) * sum(share)
+        for close in real.actions:
+            close()
+
+    run_local(2, fn)
+
+
+# --- what is kept ------------------------------------------------------------------------------------------------
+
+
+def row(case, peer, direction, timing, ms="", tflops="", ranks=2, as_rank_of=2, transport="peer", **more):
+    return {
+        "date": "2026-01-02", "gpu": "NVIDIA H200", "driver": "580", "cuda": "13.0", "kernel_sources": "abc",
+        "command": "mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py", "ranks": str(ranks),
+        "as_rank_of": str(as_rank_of), "transport": transport, "case": case, "peer": peer, "peer_version": "1.0",
+        "direction": direction, "timing": timing, "ms": str(ms), "tflops": str(tflops),
+    } | more  # fmt: skip
+
+
+def rows():
+    made = [row("8x1024", name, "both", "called", ms, 90 / ms, as_rank_of=8)
+            for name, ms in (("ours", 1.0), ("alone", 0.5))]  # fmt: skip
+    for name, ms in (("ours", 10.0), ("alone", 9.0), ("te+fa4", 12.5), ("ours, 4 groups", 11.25)):
+        made += [row("bucket32k", name, way, "called", part * ms, round(4500 / ms))
+                 for way, part in (("forward", 0.25), ("backward", 0.75), ("both", 1))]  # fmt: skip
+    for name, ms, tflops, more in (
+        ("ours, a2a", 8.0, 562, {"method": "a2a", "sharding": "contiguous", "received_bytes": str(2**21),
+                            "predicted_ms": "8.25"}),
+        ("one GPU", 16.0, 600, {}),
+    ):
+        made += [row("bucket32k", name, way, "called", part * ms, tflops, **more)
+                 for way, part in (("forward", 0.25), ("backward", 0.75), ("both", 1))]  # fmt: skip
+    made += [row("bucket32k", "ours, a2a", "both", "graph", 8.0, 562)]
+    made[4] |= {"memory_gib": "3.25", "head_groups": "2", "keep_keys": "yes"}
+    made += [row("bucket32k", name, "both", "graph", ms, 4500 / ms) for name, ms in (("ours", 9.2), ("alone", 8.74))]
+    made += [row("bucket32k", "ours", way, "host", ms)
+             for way, ms in (("forward", 0.075), ("both", 0.2), ("plan", 0.15))]  # fmt: skip
+    made += [row("1x8192", "ours", "both", "called", 2.0, 300)]
+    made += [row("1x8192", "ours", "both", "called", 4.0, 150, transport="nccl")]
+    made += [row("4x1024", name, result, record.ERRORS, rms=f"{rms}e-3", largest="0.1")
+             for name, rms in (("ours", 2), ("te+fa4", 3)) for result in ("out", "dq", "dk", "dv")]  # fmt: skip
+    return made
+
+
+def test_the_share_of_the_attention_alone_is_of_the_time_of_both_passes():
+    times = cp_record.runs(rows())[2, 2, "peer"]
+    assert cp_record.share(times, "bucket32k", "ours", "called") == pytest.approx(0.9)
+    assert cp_record.share(times, "bucket32k", "te+fa4", "called") == pytest.approx(0.72)
+    assert cp_record.share(times, "bucket32k", "ours", "graph") == pytest.approx(0.95)
+    assert cp_record.exposed(times, "bucket32k", "ours", "called") == pytest.approx(1.0)
+    assert np.isnan(cp_record.share(times, "1x8192", "ours", "called")), "its attention alone was not measured"
+
+
+def test_numbers_of_ranks_and_transports_are_told_apart_and_cases_have_their_usual_order():
+    found = cp_record.runs(rows())
+    assert [str(ranks) for ranks in found] == ["2 GPUs, nccl", "2 GPUs, peer", "2 GPUs as ranks of 8, peer"]
+    assert cp_record.timed_cases(found[2, 2, "peer"]) == ["bucket32k", "1x8192"]
+    assert cp_record.share(found[8, 2, "peer"], "8x1024", "ours", "called") == 0.5
+    assert cp_record.peers(found[2, 2, "peer"]) == ["te+fa4"], "other groups of heads are ours"
+    assert cp_record.by_methods(found[2, 2, "peer"]) == ["ours", "ours, a2a"]
+    assert [cp_record.in_groups(number) for number in (1, 4)] == ["ours, 1 group", "ours, 4 groups"]
+
+
+def test_the_table_has_a_line_for_every_case_and_way():
+    nccl, peer, many = cp_record.table(rows()).split("\n\n")
+    header, *lines = (" ".join(line.split()) for line in peer.splitlines())
+    assert header == " ".join(["2 GPUs, peer", *cp_record.TITLES])
+    usual = "all_gather dual_chunk"
+    assert lines == [
+        f"bucket32k ours {usual} 2 yes 2.500 7.500 10.00 0.900 1.00 - 450 0.750 - 3.25 75.0/200 9.200 (1.05)",
+        f"bucket32k ours, 4 groups {usual} - - 2.812 8.438 11.25 0.800 2.25 - 400 0.667 - - -/- -",
+        "bucket32k ours, a2a a2a contiguous - - 2.000 6.000 8.000 - - 8.250 562 0.937 2.00 - -/- 8.000",
+        "bucket32k te+fa4 - - - - 3.125 9.375 12.50 0.720 3.50 - 360 0.600 - - -/- -",
+        "bucket32k alone - - - - 2.250 6.750 9.000 - - - 500 - - - - 8.740",
+        "bucket32k one GPU - - - - 4.000 12.00 16.00 - - - 600 - - - - -",
+        f"1x8192 ours {usual} - - - - 2.000 - - - 300 - - - -/- -",
+    ]
+    assert nccl.startswith("2 GPUs, nccl") and "4.000" in nccl
+    assert len(many.splitlines()) == 3
+
+
+def test_errors_of_ours_stand_beside_the_peers():
+    header, *lines = (line.split() for line in cp_record.errors(rows()).splitlines())
+    assert header == ["ranks", "case", "of", "result", "rms", "largest"] and len(lines) == 8
+    assert ["2", "4x1024", "te+fa4", "dk", "3e-3", "0.1"] in lines
+
+
+def test_recommendations_are_held_against_what_was_fastest():
+    def pair(case, ours, a2a):
+        return [row(case, "ours", "both", "called", ours[1], 1, predicted_ms=str(ours[0])),
+                row(case, "ours, a2a", "both", "called", a2a[1], 1, predicted_ms=str(a2a[0]), method="a2a",
+                    sharding="contiguous")]  # fmt: skip
+
+    alone = [row("1x8192", "ours", "both", "called", 2.0, 300, predicted_ms="1")]
+    said = cp_record.recommendations(pair("bucket32k", (1, 4), (2, 5)) + pair("8x1024", (1, 6), (2, 4)) + alone)
+    lines = [line.split() for line in said.splitlines()[1:]]
+    assert [line[-4:] for line in lines] == [
+        ["bucket32k", "all_gather:dual_chunk", "all_gather:dual_chunk", "1.00"],
+        ["8x1024", "all_gather:dual_chunk", "a2a:contiguous", "1.50"],
+    ]
+    assert not cp_record.recommendations(rows()), "of one method nothing can be recommended"
+
+
+def test_every_row_has_a_place_of_its_own_in_the_record(tmp_path):
+    assert len(record.save(tmp_path / "cp.csv", rows(), cp_record.KEY)) == len(rows())
+    assert len(record.save(tmp_path / "cp.csv", rows(), cp_record.KEY)) == len(rows())
+
+
+def test_plot_is_written_for_every_number_of_ranks(tmp_path):
+    pytest.importorskip("matplotlib")
+    cp_record.plot(rows(), tmp_path / "cp.png")
+    assert (tmp_path / "cp.png").stat().st_size > 10_000
+
+
+def test_the_page_sets_ours_beside_the_peer_and_the_attention_alone():
+    page = cp_page.context_parallel(record.RESULTS / "cp_none.csv", rows())
+    assert "\n| 2 GPUs, peer | ours | te+fa4 | attention alone |" in page
+    assert "\n| bucket32k | 450/450/450 (0.90) | 360/360/360 | 500 | 489 (0.95) | 1.0 | 75.0 | 150 | 3.25 |\n" in page
+    assert "\n| 8x1024 | -/-/90.0 (0.50) | 180 |" in page
+    assert "ours 2.00, 2.00, 2.00, 2.00; te+fa4 3.00, 3.00, 3.00, 3.00." in " ".join(page.split())
+    assert "`benchmarks/bench_cp.py`" in " ".join(page.split())
+
+
+def test_the_page_sets_methods_side_by_side():
+    page = cp_page.context_parallel(record.RESULTS / "cp_none.csv", rows())
+    assert "\n| 2 GPUs, peer | one GPU | all_gather | a2a |\n" in page
+    assert "\n| bucket32k | 600 | 450 (0.75; -) | **562** (0.94; 2.00) |\n" in page
+    assert "\n| 1x8192 | - | **300** (-; -) | - |\n" in page
+    assert page.count("| one GPU |") == 1, "nowhere else was another method measured"
+    assert "| ours, a2a" not in page and "one GPU |" not in page.split("| one GPU |")[0]
+
+
+def test_a_case_of_which_the_usual_method_is_missing_is_left_out_where_that_is_shown():
+    only = [made for made in rows() if made["peer"] == "ours, a2a"]
+    page = cp_page.context_parallel(record.RESULTS / "cp_none.csv", only)
+    assert "attention alone |" not in page and "\n| bucket32k | - | - | **562** (-; 2.00) |\n" in page
+
+
+# --- the program -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "0"], "--repeats is 0, wanted >= 1"),
+        (["--as-rank-of", "1"], "--as-rank-of is 1, wanted >= 2"),
+        (["--as-rank-of", "8", "--peer"], "leave it or --as-rank-of out"),
+        (["--cases", "1x1"], "invalid choice: '1x1'"),
+        (["--methods", "a2a:balanced"], "invalid choice: 'a2a:balanced'"),
+        (["--methods", "a2a", "--peer"], "compared with all_gather, which --methods lacks"),
+        (["--as-rank-of", "8", "--ranks-played", "7", "0"], "--ranks-played is [7, 0], wanted two ascending ranks"),
+        (["--ranks-played", "0", "1"], "--ranks-played is [0, 1], wanted two ascending ranks of --as-rank-of"),
+        (["--head-groups", "2", "3"], "--head-groups has 3, wanted divisors of 8 and 16 kv heads"),
+        (["--head-groups", "0"], "--head-groups has 0, wanted divisors of 8 and 16 kv heads"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
+    pytest.importorskip("cupy")
+    import bench_cp
+
+    monkeypatch.setattr(sys, "argv", ["bench_cp.py", *arguments])
+    with pytest.raises(SystemExit):
+        bench_cp.parse_arguments()
+    assert message in capsys.readouterr().err
+
+
+def test_speeds_are_per_rank_and_host_times_have_none():
+    pytest.importorskip("cupy")
+    import bench_cp
+
+    case = cp_cases(4)["1x8192"]
+    costs = {"ours": bench_cp.Costs(1.5, bench_cp.Traffic(forward=3, backward=4), {"both": 1.25})}
+    found = bench_cp.columns(case, 4, ("ours", "both", "called"), [2.0, 1.0, 4.0], costs)
+    pairs = 8_192 * 8_193 // 2  # 7 products of 2 operations per pair, head and channel
+    assert float(found["tflops"]) == pytest.approx(pairs * 32 * 128 * 14 / 4 / 2e-3 / 1e12, abs=0.01)
+    assert (found["ms"], found["memory_gib"], found["received_bytes"]) == ("2.00000", "1.50", "7")
+    assert found["predicted_ms"] == "1.2500"
+    assert bench_cp.columns(case, 4, ("ours", "forward", "called"), [2.0], costs)["received_bytes"] == "3"
+    host = bench_cp.columns(case, 4, ("ours", "both", "host"), [2.0], costs)
+    assert host["tflops"] == "" and not {"memory_gib", "received_bytes"} & set(host)
+
+
+def test_the_peers_two_steps_see_the_keys_up_to_their_chunks_end():
+    # 7 and 3 tokens padded to 8 and 4, so chunks of 2 and 1 rows: rank 0 has the first and the last of each.
+    pytest.importorskip("cupy")
+    import cp_peer
+
+    batch = thdattn.PackedBatch.from_lengths([7, 3], 4)
+    wanted = {
+        0: [([0, 4, 6], [2, 1], [2, 1]), ([2, 5, 6], [1, 0], [7, 3])],
+        1: [([0, 4, 6], [2, 1], [4, 2]), ([2, 5, 6], [2, 1], [6, 3])],
+    }
+    for rank, (first, second) in wanted.items():
+        for step, (begins, queries, keys) in zip(cp_peer.steps(batch, 2, rank), (first, second), strict=True):
+            assert [x.tolist() for x in step] == [begins, queries, [0, 8, 12], keys]
+            assert all(x.dtype == np.int32 for x in step)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+@pytest.mark.parametrize("arguments", [[], ["--as-rank-of", "8"]])
+def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp_path, arguments, transport):
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs 2 GPUs")
+    path = tmp_path / "cp.csv"
+    program = Path(cp_record.__file__).with_name("bench_cp.py")
+    command = ["--cases", "8x1024", "--repeats", "1", "--out", str(path), "--transport", transport, *arguments]
+    run = launch.run_ranks(2, program, *command, "--head-groups", "1", "4", "--methods", "all", timeout=240)
+    assert run.returncode == 0, run.stderr
+    assert "Error" not in run.stderr and "has received" not in run.stderr
+    ((ranks, times),) = cp_record.runs(record.load(path)).items()
+    assert ranks == (8 if arguments else 2, 2, transport) and cp_record.timed_cases(times) == ["8x1024"]
+    for way in ("ours", "ours, 1 group", "ours, 4 groups"):
+        for timing in ("called", "graph"):
+            assert np.isfinite(cp_record.share(times, "8x1024", way, timing))
+    assert times.text("head_groups", "8x1024", "ours, 4 groups", "both", "called") == "4"
+    methods = [method.way for name, method in METHODS.items() if not method.two_levels]
+    assert cp_record.by_methods(times) == methods
+    for way in methods:
+        assert np.isfinite(cp_record.of_one_gpu(times, "8x1024", way))
+        assert np.isfinite(times.value("received_bytes", "8x1024", way, "both", "called"))
+        if not arguments:  # of bfloat16 results: half a unit of the last place, and what products add
+            assert 0 < times.value("rms", "4x1024", way, "dk", record.ERRORS) < 1e-2

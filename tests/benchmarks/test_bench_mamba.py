@@ -1,0 +1,243 @@
+"""The benchmark of Mamba-2 mixers without a GPU: its float64, who is timed, what is dealt to ranks, what is kept."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import bench_mamba
+import mamba_cp
+import mamba_exact
+import mamba_peers
+import mamba_record
+import record
+from mamba_cases import BYTES_PER_S, CASES, SMALL_ROWS, MixerCase, draw
+from mamba_exact import MIXER, OF_ROWS, OF_WEIGHTS, SCAN
+from mamba_record import A2A, ONE, OURS, PEER
+
+from thdattn.mamba import oracle
+from thdattn.mamba.shape import Mamba2Weights
+
+TOY = MixerCase("toy", (37, 1, 70, 3), heads=4, head_dim=8, state_dim=16, groups=2, dtype=np.float32)
+
+
+# --- packs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packs_are_full_and_their_first_rows_are_of_the_same_sequences(name):
+    case = CASES[name]
+    assert case.name == name and case.batch().total_rows == case.total_tokens in (16_384, 65_536, 131_072)
+    small = case.small()
+    assert small.total_tokens == SMALL_ROWS and replace(small, lengths=case.lengths) == case
+    assert small.lengths[:-1] == case.lengths[: len(small.lengths) - 1]
+
+
+def test_least_bytes_are_those_of_a_typical_layer():
+    assert CASES["1x16384"].least_bytes("forward") == 16_384 * 25_216
+    assert CASES["1x16384-g8"].least_bytes("backward") == 16_384 * 57_600
+
+
+def test_inputs_are_the_same_in_every_run_and_repeat_no_row():
+    case = replace(TOY, lengths=(600_000,), heads=1, groups=1, head_dim=2, state_dim=2)
+    first, again = draw(case, np), draw(case, np)
+    assert first.zxbcdt.tobytes() == again.zxbcdt.tobytes() and first.zxbcdt.shape == (600_000, 9)
+    assert len(np.unique(first.zxbcdt[:, :3], axis=0)) > 0.999 * 600_000
+    assert abs(first.dout.std() - 1) < 0.01 and np.isfinite(first.weights.dt_bias).all()
+
+
+# --- float64 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def toy():
+    return draw(TOY, np)
+
+
+def test_float64_of_the_mixer_is_the_oracles(toy):
+    wide = [x.astype(np.float64) for x in (toy.zxbcdt, toy.dout)]
+    sizes = oracle.Sizes(TOY.heads, TOY.head_dim, TOY.state_dim, TOY.groups)
+    weights = tuple(x.astype(np.float64) for x in toy.weights)
+    right = oracle.packed_mixer(TOY.batch(), wide[0], weights, wide[1], sizes)
+    fields = (getattr(right, name) for name in oracle.FIELDS[2:])
+    found = dict(zip(MIXER, (right.out, *mamba_peers.columns(TOY, right.zxbcdt), *fields), strict=True))
+    made = mamba_exact.exact_mixer(TOY, toy, np)
+    assert tuple(made) == MIXER == (*OF_ROWS, *OF_WEIGHTS)
+    assert max(error.rms for error in mamba_exact.errors(made, found).values()) < 1e-13
+
+
+def test_float64_of_the_scan_is_that_of_a_mixer_whose_convolution_makes_those_channels(toy):
+    """Of the channels that a mixer convolves, taken as they are; then dx, dB, dC lack the convolution alone."""
+    shape, weights = TOY.shape, toy.weights
+    alone = replace(TOY, conv_width=1)
+    ones = weights._replace(conv_weight=np.ones((shape.channels, 1), np.float32),
+                            conv_bias=np.zeros(shape.channels, np.float32))  # fmt: skip
+    inputs = toy._replace(weights=ones)
+    xbc = shape.parts(toy.zxbcdt)[1].astype(np.float64)
+    share = 1 / (1 + np.exp(-xbc))
+    mixer = mamba_exact.exact_mixer(alone, inputs, np)
+    scan = mamba_exact.exact_scan(alone, inputs._replace(channels=xbc * share), np)
+    slopes = (x.reshape(len(xbc), -1) for x in shape.split(share * (1 + xbc * (1 - share))))
+    for name, slope in zip(("dx", "dB", "dC"), slopes, strict=True):
+        scan[name] = scan[name] * slope
+    assert tuple(scan) == SCAN
+    errors = mamba_exact.errors(scan, {name: mixer[name] for name in SCAN})
+    assert max(error.rms for error in errors.values()) < 1e-13, errors
+
+
+# --- who is timed ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+    monkeypatch.setattr(mamba_peers.OurMixer, "engine", "reference")
+
+
+@pytest.mark.parametrize("part", ["mixer", "scan"])
+@pytest.mark.parametrize(("dtype", "least", "most"), [(np.float32, 0, 2e-5), (ml_dtypes.bfloat16, 1e-4, 2e-2)])
+def test_errors_are_those_of_the_dtype(on_host, part, dtype, least, most):
+    case = replace(TOY, dtype=dtype)
+    measured = bench_mamba.small_errors(case, part, [OURS], np)
+    assert list(measured) == [(OURS, name, record.ERRORS) for name in mamba_record.PARTS[part]]
+    for (_, name, _), row in measured.items():
+        in_float32 = (part, name) == ("scan", "dD")  # of x, which is given, and of dy before it is rounded
+        low, high = (0, 2e-5) if in_float32 else (least, most)
+        assert low < float(row["rms"]) < high, measured
+        assert float(row["largest"]) > 0
+
+
+def test_a_scan_runs_without_the_convolution_again(on_host, toy, monkeypatch):
+    peer = mamba_peers.OurScan(TOY, toy)
+    peer.forward()
+    peer.backward()
+    first = [x.copy() for x in peer.on_host()]
+    for name in ("mixer_conv", "mixer_conv_bwd"):
+        monkeypatch.setattr(peer.mixer._mixer, name, None)
+    peer.forward()
+    peer.backward()
+    assert [x.tobytes() for x in peer.on_host()] == [x.tobytes() for x in first]
+
+
+def test_a_tuner_measures_for_as_long_as_it_is_told(monkeypatch):
+    testing = SimpleNamespace(do_bench=lambda call, warmup=25, rep=100, quantiles=None: (warmup, rep, quantiles))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(testing=testing))
+    monkeypatch.setitem(sys.modules, "triton.testing", testing)
+    mamba_peers.tune_for(8)
+    assert testing.do_bench(None, quantiles=(0.5,)) == (2, 8, (0.5,))
+
+
+def test_peers_that_fail_are_named_and_leave_blanks(on_host, monkeypatch, capsys):
+    class Missing(mamba_peers.OurMixer):
+        def __init__(self, case, inputs):
+            raise ImportError("no module named mamba_ssm")
+
+    monkeypatch.setitem(bench_mamba.PEERS["mixer"], PEER, Missing)
+    monkeypatch.setattr(bench_mamba, "cupy", np)
+    monkeypatch.setattr(bench_mamba, "race", lambda case, peers, direction, rounds, flops: {
+        (name, direction, how): record.timed([2.0]) for name in peers for how in record.TIMINGS})  # fmt: skip
+    measured = bench_mamba.bench(TOY, "mixer", [OURS, PEER], 1)
+    assert "toy mixer mamba_ssm: ImportError: no module named mamba_ssm" in capsys.readouterr().err
+    assert measured[OURS, "forward", "graph"]["ms"] == "2.00000" and measured[PEER, "backward", "called"] == {}
+    rows = list(mamba_record.rows_of(TOY, "mixer", "NVIDIA H200", 1, {OURS: "1"}, measured))
+    assert len(rows) == 2 * (2 * 2 + len(MIXER)) and len({tuple(row) for row in rows}) == 1
+    floor = 1e3 * TOY.least_bytes("backward") / BYTES_PER_S["NVIDIA H200"]
+    found = [row["floor_ms"] for row in rows if row["direction"] == "backward"]
+    assert found == [f"{floor:.4f}"] * 4
+
+
+# --- heads dealt to ranks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 2), (4, 1, 2), (4, 2, 4), (8, 8, 4)])
+def test_heads_dealt_to_ranks_make_the_whole_mixer(heads, groups, size):
+    case = replace(TOY, heads=heads, groups=groups)
+    inputs = draw(case, np)
+    whole = mamba_exact.exact_mixer(case, inputs, np)
+    part = mamba_cp.share(case, size)
+    outs, grads = [], []
+    for rank in range(size):
+        ranges = mamba_cp.columns_of(case, size, rank)
+        zxbcdt = np.concatenate([inputs.zxbcdt[:, begin:end] for begin, end in ranges], axis=1)
+        weights = mamba_cp.weights_of(case, inputs.weights, size, rank, np.concatenate)
+        assert tuple(x.shape for x in weights) == tuple(part.shape.weights)
+        dout = np.split(inputs.dout, size, axis=1)[rank]
+        made = mamba_exact.exact_mixer(part, inputs._replace(zxbcdt=zxbcdt, weights=weights, dout=dout), np)
+        outs.append(made["out"])
+        grads.append(np.concatenate([made[name] for name in OF_ROWS[1:]], axis=1))
+    dzxbcdt = np.full(inputs.zxbcdt.shape, np.nan)
+    mamba_cp.put_together(case, grads, dzxbcdt)
+    found = dict(zip(OF_ROWS, [np.concatenate(outs, axis=1), *mamba_peers.columns(case, dzxbcdt)], strict=True))
+    assert max(error.rms for error in mamba_exact.errors(found, {x: whole[x] for x in OF_ROWS}).values()) < 1e-13
+
+
+def test_heads_that_cannot_be_dealt_are_refused():
+    for heads, groups in ((3, 1), (6, 3)):
+        with pytest.raises(ValueError, match=f"{heads} heads in {groups} groups cannot be dealt to 2 ranks"):
+            mamba_cp.share(replace(TOY, heads=heads, groups=groups), 2)
+
+
+def test_every_way_is_timed_forward_backward_and_both():
+    done = []
+    way = SimpleNamespace(forward=lambda: done.append("f"), backward=lambda: done.append("b"))
+    for call in mamba_cp.calls({OURS: way}).values():
+        call()
+    assert done == ["f", "b", "f", "b", "f", "b"]
+
+
+# --- what is kept ------------------------------------------------------------------------------------------------
+
+
+ABOUT = {"date": "2026-01-02", "gpu": "NVIDIA H200", "driver": "580", "cuda": "13.0", "kernel_sources": "abc",
+         "command": "python benchmarks/bench_mamba.py"}  # fmt: skip
+
+
+def rows_of(case, part, ranks, times, how):
+    measured = {(peer, way, how): record.timed([ms]) for peer, found in times.items()
+                for way, ms in zip(record.DIRECTIONS, found, strict=True)}  # fmt: skip
+    measured |= {(peer, name, record.ERRORS): {"rms": "2e-3", "largest": "1"} for peer in times
+                 for name in mamba_record.PARTS[part] if ranks == 1}  # fmt: skip
+    versions = {OURS: "0.1", PEER: "2.3", ONE: "0.1", A2A: "2.3"}
+    return [ABOUT | row for row in mamba_record.rows_of(case, part, "NVIDIA H200", ranks, versions, measured)]
+
+
+@pytest.fixture
+def rows():
+    short, long = CASES["1x16384"], CASES["1x131072"]
+    rows = rows_of(short, "mixer", 1, {OURS: (0.25, 0.5), PEER: (0.75, 2.0)}, "graph")
+    rows += rows_of(short, "scan", 1, {OURS: (0.2, 0.4)}, "graph")
+    return rows + rows_of(long, "mixer", 2, {OURS: (1.0, 2.0), ONE: (1.8, 3.6), A2A: (3.0, 5.0)}, "called")
+
+
+def test_every_row_has_a_place_of_its_own(rows, tmp_path):
+    assert record.save(tmp_path / "mamba.csv", rows, mamba_record.KEY) == rows
+    assert len(record.save(tmp_path / "mamba.csv", rows, mamba_record.KEY)) == len(rows)
+
+
+def test_the_table_has_times_floors_and_ratios(rows):
+    text = mamba_record.table(rows)
+    lines = [line.split() for line in text.splitlines()]
+    assert ["1x16384", "0.250/0.500", "0.750/2.00", "0.086/0.17", "3.00/4.00"] in lines
+    assert ["1x16384", "0.200/0.400", "0.086/0.17"] in lines
+    assert ["1x131072", "1.00/2.00", "1.80/3.60", "3.00/5.00", "0.34/0.69", "1.80/1.80", "3.00/2.50"] in lines
+    assert ["1x16384", PEER, *["2.00"] * len(MIXER)] in lines
+
+
+def test_the_block_of_the_page_says_the_same(rows):
+    text = mamba_record.summary(record.RESULTS / "mamba_x.csv", rows)
+    assert "| mixer, one GPU | ours | mamba_ssm | floor | mamba_ssm / ours |" in text
+    assert "| 1x16384 | 0.250/0.500 | 0.750/2.00 | 0.086/0.17 | 3.00/4.00 |" in text
+    assert "| mixer, 2 GPUs | ours | one GPU | all-to-all of heads | floor |" in text
+    assert "mamba_ssm: 2.3." in text and "`benchmarks/bench_mamba.py`" in text and "nan" not in text
+
+
+def test_weights_are_in_the_order_of_their_names():
+    assert tuple(f"d{name}" for name in Mamba2Weights._fields) == OF_WEIGHTS

@@ -1,0 +1,302 @@
+"""The benchmarks without a GPU: how much work a case is, what the packs are, and the record of measurements."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import record
+from workloads import CASES, PACK_TOKENS, Case, document_pack, lognormal_pack
+
+import thdattn
+
+BENCHMARKS = Path(record.__file__).parent
+KEY = ("gpu", "case", "peer", "direction", "timing")
+
+
+def row(case, peer, direction, timing, ms, tflops, gpu="H100"):
+    key = dict(zip(KEY, (gpu, case, peer, direction, timing), strict=True))
+    return key | {"ms": ms, "tflops": tflops}
+
+
+def test_flops_are_those_of_the_visible_pairs():
+    # Causal, one back: 1 + 2 + 2 pairs; 2*(4 + 8) operations per pair and head; two heads.
+    case = Case("by hand", (3,), heads=2, kv_heads=1, head_dim=4, v_head_dim=8, window=(1, 0))
+    assert case.flops == thdattn.Flops(forward=5 * 2 * (4 + 8) * 2, backward=5 * 5 * (4 + 8) * 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_packs_into_its_tokens(name):
+    case = CASES[name]
+    assert case.name == name
+    assert case.batch().total_rows == case.batch().total_tokens == case.total_tokens == sum(case.lengths)
+    assert min(case.lengths) > 0 and case.heads % case.kv_heads == 0
+    assert case.flops.forward > 0
+
+
+@pytest.mark.parametrize(("draw", "shortest", "longest"), [(lognormal_pack, 16, 8192), (document_pack, 1, 16_384)])
+def test_drawn_packs_are_the_same_every_time_and_nearly_full(draw, shortest, longest):
+    lengths = draw(0)
+    assert lengths == draw(0) != draw(1)
+    assert shortest <= min(lengths) and max(lengths) <= longest
+    assert PACK_TOKENS - longest < sum(lengths) <= PACK_TOKENS
+
+
+def test_document_shares_sum_to_what_their_source_says():
+    assert BENCHMARKS.joinpath("doc_lengths.csv").read_text().startswith("# Real document lengths")
+    bins = np.loadtxt(BENCHMARKS / "doc_lengths.csv", delimiter=",", skiprows=2)
+    assert bins[:, 2].sum() == pytest.approx(100.02)
+    np.testing.assert_array_equal(bins[1:, 0], bins[:-1, 1] + 1)
+
+
+def test_rows_round_trip_and_replace_only_their_own_measurement(tmp_path):
+    path = tmp_path / "results" / "attention.csv"
+    first = [row("a, b", "ours", "forward", "called", "1.5", "300"), row("a, b", "fa4", "forward", "called", "", "")]
+    assert record.save(path, first, KEY) == first == record.load(path)
+    other_gpu = [row("a, b", "ours", "forward", "called", "9", "50", gpu="A100")]
+    record.save(path, other_gpu, KEY)
+    again = [row("a, b", "ours", "forward", "called", "1.0", "450")]
+    assert record.save(path, again, KEY) == [first[1], *other_gpu, *again] == record.load(path)
+
+
+def test_older_rows_keep_blanks_in_columns_that_they_lack(tmp_path):
+    path = tmp_path / "attention.csv"
+    older = row("one", "ours", "forward", "called", "1", "2")
+    record.save(path, [older | {"gone": "x"}], KEY)
+    newer = row("two", "ours", "forward", "called", "3", "4") | {"ms_p10": "2.5"}
+    rows = record.save(path, [newer], KEY)
+    assert rows == record.load(path) == [older | {"gone": "x", "ms_p10": ""}, newer | {"gone": ""}]
+    assert np.isnan(record.Times(rows).value("ms_p10", "one", "ours", "forward", "called"))
+
+
+def test_results_file_names_the_gpu():
+    assert record.results_file("attention", "NVIDIA H100 80GB HBM3").name == "attention_nvidia-h100-80gb-hbm3.csv"
+
+
+def fake_rows():
+    return [
+        row("one", "ours", "forward", "called", "2", "300"),
+        row("one", "ours", "backward", "called", "5", "250.4"),
+        row("one", "ours", "forward", "graph", "2", "310"),
+        row("one", "fa4", "forward", "called", "1", "600"),
+        row("one", "fa4", "backward", "called", "", ""),
+        row("one", "varlen", "forward", "graph", "4", "155"),
+        row("one", "ours", "plan", "host_lengths", "1.234", ""),
+        row("one", "ours", "plan", "device_lengths", "0.05", ""),
+        row("one", "ours", "forward", "host", "0.0423", ""),
+        row("two", "ours", "forward", "called", "0.1", "3.456"),
+    ]
+
+
+def test_table_shows_speeds_ratios_and_blanks():
+    header, one, two = record.table(fake_rows()).splitlines()
+    assert header.split()[:5] == ["case", "ours", "called", "ours", "graph"]
+    assert one.split() == [
+        "one", "300/250", "310/-", "0.50/-", "-/-", "-/-", "2.0/-", "1.2/0.050", "42.3",
+    ]  # fmt: skip
+    assert two.split()[:3] == ["two", "3.46/-", "-/-"]
+
+
+def test_host_time_is_that_of_a_usual_call_and_not_the_mean(monkeypatch):
+    pytest.importorskip("cupy")
+    import timing
+
+    now = [0.0]
+    lengths = iter([1e-3, 9.0, 2e-3, 1.0, 3e-3, 2e-3])
+
+    def call():
+        now[0] += next(lengths)
+
+    def rest(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(timing, "HOST_CALLS", 3)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "sleep", rest)
+    monkeypatch.setattr(timing.cupy.cuda, "get_current_stream", Mock())
+    assert float(record.timed(timing.host(call, 2))["ms"]) == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("name", ["ours", "deterministic"])
+def test_only_the_deterministic_peer_asks_for_it(name, monkeypatch):
+    pytest.importorskip("cupy")
+    import peers
+
+    monkeypatch.setattr(peers.cupy, "asarray", lambda x: x)
+    case = Mock(batch=CASES["64x256"].batch, key_batch=CASES["64x256"].key_batch)
+    case.attention.return_value.forward.return_value = None, None
+    peers.PEERS[name](case, peers.Inputs(None, None, None, None))
+    case.attention.assert_called_once_with("cuda", name == "deterministic")
+
+
+def test_best_peer_ignores_blanks_and_our_own_other_ways():
+    others = [row("one", peer, "forward", "graph", "1", "999") for peer in record.OWN]
+    times = record.Times([*fake_rows(), *others])
+    assert times.best_peer("one", "forward", "graph") == 155
+    assert np.isnan(times.best_peer("two", "forward", "graph"))
+
+
+def test_plot_is_written_for_whatever_was_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    record.plot(fake_rows(), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_sustained_speeds_have_columns_of_their_own_in_the_table():
+    speeds = ("ours", "2", "550"), ("fa4", "4", "275")
+    rows = [row("one", peer, *record.SUSTAINED, ms, tflops) for peer, ms, tflops in speeds]
+    header, one = record.table(rows).splitlines()
+    assert header.split()[:3] == ["case", "ours", "sustained"] and one.split()[:3] == ["one", "550", "2.0"]
+
+
+# --- a run of bench_attention on a machine whose GPU is faked ----------------------------------------------------
+
+
+class Clock:
+    """Events of a GPU on which every replay takes `ms`."""
+
+    def __init__(self, ms):
+        self.ms, self.now = ms, 0.0
+
+    def replay(self):
+        self.now += self.ms
+
+    def event(self):
+        mark = Mock()
+        mark.record = lambda stream: setattr(mark, "at", self.now)
+        return mark
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    pytest.importorskip("cupy")
+    import timing
+
+    clock = Clock(20.0)
+    monkeypatch.setattr(timing.cupy.cuda, "get_current_stream", Mock())
+    monkeypatch.setattr(timing.cupy.cuda, "Event", clock.event)
+    monkeypatch.setattr(timing.cupy.cuda, "get_elapsed_time", lambda start, stop: stop.at - start.at)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now / 1e3)
+    monkeypatch.setattr(timing, "REST", 0.0)
+    return clock
+
+
+@pytest.mark.parametrize("calls", [1, 3, 7, 50])
+def test_a_graph_is_replayed_for_as_long_as_a_group_of_calls_lasts(calls):
+    pytest.importorskip("cupy")
+    import timing
+
+    replays = 1 + timing.REPLAYS
+    assert calls <= replays * timing.calls_per_graph(calls) < calls + replays
+
+
+def test_times_of_a_graph_are_those_of_its_calls(clock):
+    import timing
+
+    assert timing.replayed(clock.replay, 4) == [5.0] * timing.REPLAYS
+    assert clock.now == 20.0 * (1 + timing.REPLAYS), "the first replay is not timed"
+    clock.now = 0.0
+    assert timing.sustained(clock.replay, 4) == [5.0] * 75, "2 seconds of 20 ms, without the first quarter"
+    assert clock.now == 2000.0
+
+
+class OnHost(np.ndarray):
+    """An array that says it came from a GPU."""
+
+    def get(self):
+        return np.asarray(self)
+
+
+class FakePeer:
+    """The answer in float64, or 1 percent more; it cannot capture its backward alone if it is `clumsy`."""
+
+    factor, clumsy = 1.0, False
+
+    def __init__(self, case, inputs):
+        self.case, self.inputs, self.done = case, inputs, []
+
+    @staticmethod
+    def release():
+        assert not FakePeer.graphs, "the memory of a captured graph may be among what is released"
+
+    def forward(self):
+        self.done.append("forward")
+
+    def backward(self):
+        self.done.append("backward")
+
+    def capture(self, call, calls):
+        FakePeer.graphs.append(self)
+        self.done = []
+        call()
+        if self.clumsy and self.done == ["backward"]:
+            raise RuntimeError("cannot be captured")
+        return FakePeer.clock.replay
+
+    def kernels(self, direction):
+        return f"thd_{direction}"
+
+    def on_host(self):
+        import accuracy
+
+        return [self.factor * x for x in accuracy.exact(self.case, self.inputs, np)]
+
+
+class Inexact(FakePeer):
+    factor, clumsy = 1.01, True
+
+
+@pytest.fixture
+def bench(clock, monkeypatch):
+    import bench_attention
+
+    def draw_inputs(case):
+        rng = np.random.default_rng(0)
+        widths = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim),
+                  (case.heads, case.v_head_dim))  # fmt: skip
+        return [rng.standard_normal((case.total_tokens, *width)).view(OnHost) for width in widths]
+
+    FakePeer.clock, FakePeer.graphs = clock, []
+    monkeypatch.setattr(bench_attention, "PEERS", {"ours": FakePeer, "fa4": Inexact})
+    monkeypatch.setattr(bench_attention, "draw_inputs", draw_inputs)
+    monkeypatch.setattr(bench_attention, "release_memory", FakePeer.release)
+    monkeypatch.setattr(bench_attention, "cupy", np)
+    monkeypatch.setattr(bench_attention.timing, "called", lambda call, calls: [call() or 3.0] * calls)
+    return bench_attention
+
+
+SMALL = Case("small", (5, 3), heads=2, kv_heads=1, head_dim=4, v_head_dim=4)
+
+
+def test_a_run_has_a_row_for_all_that_was_asked_with_spread_and_errors(bench, capsys, monkeypatch):
+    names = ["ours", "fa4"]
+    interleaved = bench.timing.interleaved
+    monkeypatch.setattr(bench.timing, "interleaved", lambda *args: (interleaved(*args), FakePeer.graphs.clear())[0])
+    measured = bench.bench(SMALL, names, record.DIRECTIONS, 2)
+    rows = list(bench.rows_of(SMALL, dict.fromkeys(names, "1"), bench.asked(names, record.DIRECTIONS), measured))
+    assert len({tuple(made) for made in rows}) == 1, "every row has the same columns"
+    times = record.Times(rows)
+    assert times.value("samples", "small", "ours", "forward", "graph") == 4
+    assert times.value("ms", "small", "fa4", "backward", "called") == 3.0
+    assert times.value("tflops", "small", "ours", "backward", "called") == round(SMALL.flops.backward / 3.0 / 1e9, 2)
+    assert times.text("kernels", "small", "ours", "backward", "graph") == "thd_backward"
+    for result in ("out", "dq", "dk", "dv"):
+        assert times.value("rms", "small", "ours", result, record.ERRORS) == 0
+        assert times.value("rms", "small", "fa4", result, record.ERRORS) == pytest.approx(0.01)
+        assert times.value("largest", "small", "fa4", result, record.ERRORS) > 0.01
+    assert "small fa4 backward graph: RuntimeError: cannot be captured" in capsys.readouterr().err
+    blank = next(made for made in rows if tuple(made[x] for x in KEY[2:]) == ("fa4", "backward", "graph"))
+    assert blank["ms"] == blank["tflops"] == "", "it replaces what an older run measured"
+
+
+def test_a_sustained_run_times_forward_and_backward_together(bench):
+    measured = bench.sustained(SMALL, ["ours", "fa4"], 1)
+    assert set(measured) == {(name, "both", "sustained") for name in ("ours", "fa4")}
+    calls = 5  # of 3 ms fill a third of a group of 40 ms
+    assert float(measured["ours", "both", "sustained"]["ms"]) == pytest.approx(20 / calls, abs=1e-5)

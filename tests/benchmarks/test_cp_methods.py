@@ -1,0 +1,134 @@
+"""The methods that the benchmark of context parallelism times: names, bytes, and two ranks that play two of many."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import cp_methods
+import cp_record
+import record
+from cp_methods import METHODS, Method
+from rank_of import exchanging
+from workloads import Case, cp_cases
+
+import thdattn
+from thdattn.comm import run_local
+from thdattn.costs import model
+
+
+def test_methods_are_named_as_cp_attention_takes_them():
+    assert Method.named("a2a") == ("a2a", "contiguous") and str(Method.named("a2a:contiguous")) == "a2a"
+    assert str(METHODS["all_gather:balanced"]) == "all_gather:balanced"
+    assert [METHODS[name].way for name in ("all_gather", "p2p", "a2a:dual_chunk")] == [
+        "ours", "ours, p2p", "ours, a2a:dual_chunk"]  # fmt: skip
+
+
+def layer_of(comm, case, method):
+    """What a rank of a case by a method has and counts: attention, plan, results, bytes of forward and backward."""
+    inner = cp_methods.INNER
+    groups = (comm.split(comm.rank // inner), comm.split(comm.rank % inner)) if method.two_levels else (comm,)
+    attention = case.attention("reference", comm=groups if method.two_levels else comm,
+                               cp_comm_type=method.cp_comm_type)  # fmt: skip
+    plan = attention.plan(method.padded(case, comm.size), method.sharding)
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((plan.local_rows, heads, width), np.float32).astype(attention.dtype)
+                     for heads, width in ((case.heads, case.head_dim), (case.kv_heads, case.head_dim),
+                                          (case.kv_heads, case.v_head_dim), (case.heads, case.v_head_dim)))  # fmt: skip
+    counts = [sum(group.received_bytes for group in groups)]
+    out, saved = attention.forward(q, k, v, plan)
+    counts.append(sum(group.received_bytes for group in groups))
+    grads = attention.backward(dout, saved)
+    counts.append(sum(group.received_bytes for group in groups))
+    return attention, plan, [out, *grads], tuple(np.diff(counts).tolist())
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 4), (4, 4), (4, 2)])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_comm_counts_as_many_bytes_as_a_method_has_to_bring(name, size, kv_heads):
+    method, case = METHODS[name], Case("two", (37, 20, 5), 4, kv_heads, 16, 8)
+    if method.refusal(case, size):
+        assert size == 2 and method.two_levels
+        return
+
+    def fn(comm):
+        attention, plan, _, counted = layer_of(comm, case, method)
+        assert counted == cp_methods.traffic(method, case, plan, attention._keeps(plan))
+        return sum(counted)
+
+    assert sum(run_local(size, fn)) > 0
+
+
+def test_methods_that_cannot_work_say_why():
+    mqa, odd = Case("mqa", (8,), 4, 1), Case("odd", (8,), 6, 3)
+    assert not METHODS["a2a"].refusal(mqa, 4) and "1 kv heads" in METHODS["a2a+p2p"].refusal(mqa, 4)
+    assert "works for 1, 3, 6 ranks" in METHODS["a2a"].refusal(odd, 2)
+    assert all("no two levels" in METHODS["a2a+p2p"].refusal(Case("x", (8,)), size) for size in (2, 3, 5))
+
+
+@pytest.mark.parametrize("name", ["all_gather:balanced", "a2a", "a2a:dual_chunk", "p2p"])
+def test_two_ranks_get_by_exchange_what_two_of_many_get(name):
+    method, case = METHODS[name], Case("two", (70, 37, 20, 5, 100), 8, 8, 16, 16)
+
+    def wanted(comm):
+        return layer_of(comm, case, method)[3]
+
+    def fn(real):
+        comm = exchanging(real, 8, (2, 7))
+        assert (comm.rank, comm.size) == ((2, 7)[real.rank], 8)
+        before = real.received_bytes
+        _, plan, results, counted = layer_of(comm, case, method)
+        assert real.received_bytes - before == sum(counted), "what is counted has been there"
+        assert all(np.isfinite(x.astype(np.float32)).all() for x in results)
+        assert plan.rows.tolist() == plan.sharding.rows((2, 7)[real.rank]).tolist()
+        return counted
+
+    many = run_local(8, wanted)
+    assert run_local(2, fn) == [many[2], many[7]]
+
+
+def test_work_of_ranks_counts_the_keys_that_their_queries_see():
+    # Of 3 and 2 tokens, three in the first rank and two in the second: 1 + 2 + 3 and 1 + 2 keys.
+    assert cp_methods.work(thdattn.Sharding(thdattn.PackedBatch.from_lengths([3, 2]), 2, "contiguous")) == [6, 3]
+    batch = cp_cases(4)["1x8192"].batch()
+    assert len(set(cp_methods.work(thdattn.Sharding(batch, 4, "dual_chunk")))) == 1
+
+
+def test_every_method_has_a_predicted_time_that_bytes_make_longer():
+    case = cp_cases(4)["documents8k"]
+    found = {name: cp_methods.predicted_ms(method, case, 4) for name, method in METHODS.items()}
+    for ms in found.values():
+        assert ms["both"] == pytest.approx(ms["forward"] + ms["backward"]) and min(ms.values()) > 0
+    assert found["all_gather:balanced"]["both"] < found["all_gather"]["both"]
+
+
+# ------------------------------------------------------------------------------------------------ recommendations
+
+LONGER_MS = 2.0  # of forward and backward: in shorter ones it is the host that tells
+
+
+def measured():
+    """[(ranks, case, {method: ms of forward and backward})] of all that was measured by several methods on H200."""
+    found = []
+    for ranks, times in cp_record.runs(record.load(record.results_file("cp", "NVIDIA H200"))).items():
+        for case in cp_record.timed_cases(times):
+            each = {way: times.value("ms", case, way, "both", "called") for way in cp_record.by_methods(times)}
+            ms = {Method(*cp_record.method(times, case, way)): x for way, x in each.items() if x > 0}
+            if len(ms) > 1 and min(ms.values()) > LONGER_MS:
+                found.append(pytest.param(ranks.played, case, ms, id=f"{case}, {ranks.played} ranks"))
+    return found
+
+
+@pytest.mark.parametrize(("size", "name", "ms"), measured())
+def test_what_is_recommended_takes_hardly_longer_than_the_fastest_that_was_measured(size, name, ms):
+    case = cp_cases(size)[name]
+    shape = model.Shape(case.heads, case.kv_heads, case.head_dim)
+    found = [model.cost(method.padded(case, size), size, shape, model.Way(*method, 1 + method.two_levels))
+             for method in ms]  # fmt: skip
+    way = model.recommended(sorted(found, key=lambda cost: cost.seconds.total)).way
+    assert ms[Method(*way[:2])] < 1.05 * min(ms.values())

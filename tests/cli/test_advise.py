@@ -1,0 +1,409 @@
+"""python -m thdattn advise: bytes against what ranks get, times worked by hand, and what is recommended."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import SOURCE, run_ranks
+from test_readme import PAGES
+
+import thdattn
+from thdattn.__main__ import main
+from thdattn.cli import advise
+from thdattn.costs import model
+from thdattn.costs.model import BESIDE, Both, Rates, Shape, Way, compared, cost, predicted, recommended
+from thdattn.methods import group_cast
+
+LENGTHS = (90, 7, 0, 61, 33, 1, 25, 130)
+
+
+def batch_for(way, cp_size, lengths=LENGTHS):
+    return thdattn.PackedBatch.from_lengths(lengths, way.multiple(cp_size))
+
+
+# ------------------------------------------------------------------------------------------------ bytes
+
+
+def counted(way, cp_size, shape, batch):
+    """(forward, backward) bytes that the busiest of the simulated ranks receives."""
+
+    def program(comm):
+        parts = (comm.split(comm.rank // way.inner), comm.split(comm.rank % way.inner)) if way.inner > 1 else (comm,)
+        attn = thdattn.CPAttention(
+            parts if way.inner > 1 else comm, shape.num_heads, shape.head_dim, shape.num_kv_heads, engine="reference",
+            cp_comm_type=way.cp_comm_type, causal=shape.causal, window=shape.window)
+        plan = attn.plan(batch, way.sharding)
+        q, k = (np.ones((plan.local_rows, heads, shape.head_dim), attn.dtype)
+                for heads in (shape.num_heads, shape.num_kv_heads))
+        before = [sum(part.received_bytes for part in parts)]
+        out, saved = attn.forward(q, k, k, plan)
+        before.append(sum(part.received_bytes for part in parts))
+        attn.backward(out, saved)
+        before.append(sum(part.received_bytes for part in parts))
+        return np.diff(before)
+
+    return tuple(np.max(thdattn.comm.run_local(cp_size, program), axis=0).tolist())
+
+
+HEADS = {"grouped": (8, 4), "one per rank": (4, 4), "one for all": (4, 1)}
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("way", [*model.ways(4), Way("a2a", "dual_chunk"), Way("p2p", "contiguous")], ids=str)
+def test_bytes_are_those_that_the_busiest_rank_receives(way, heads):
+    shape, batch = Shape(*heads, head_dim=8, engine="reference"), batch_for(way, 4)
+    if way.inner > heads[1]:
+        with pytest.raises(ValueError, match="would travel twice"):
+            cost(batch, 4, shape, way)
+        return
+    found = cost(batch, 4, shape, way).received
+    assert (found.forward, found.backward) == counted(way, 4, shape, batch)
+    assert min(found) > 0
+
+
+@pytest.mark.parametrize("way", [Way("all_gather", "balanced"), Way("a2a", "contiguous")], ids=str)
+def test_bytes_of_a_window_are_those_that_the_busiest_rank_receives(way):
+    shape, batch = Shape(6, 3, head_dim=8, window=(9, 0), engine="reference"), batch_for(way, 3)
+    found = cost(batch, 3, shape, way).received
+    assert (found.forward, found.backward) == counted(way, 3, shape, batch)
+
+
+# ------------------------------------------------------------------------------------------------ work
+
+
+def test_work_over_the_mean_is_that_of_the_busiest_rank():
+    batch = thdattn.PackedBatch.from_lengths([256])
+    found = cost(batch, 2, Shape(2, 2), Way("all_gather", "balanced"))
+    assert found.work == pytest.approx(1, abs=0.01)
+    found = cost(batch, 2, Shape(2, 2), Way("all_gather", "contiguous"))
+    assert found.work == pytest.approx(2 * (257 - 64.5) / 257, abs=0.01)  # the second half sees 3 of 4 pairs
+    assert found.tiles == 2 * 2
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+TILE_FLOPS = 4 * 128 * 128 * 128
+PER_SECOND = Rates(TILE_FLOPS, 2.5 * TILE_FLOPS, link=1, between=1, memory=inf, latency=0)  # a tile, a byte
+
+
+def test_time_of_needed_rows_worked_by_hand():
+    # Two documents of 256: each lies on one rank, nothing travels; 3 tiles of 4, and 3 for each tile of queries.
+    batch = thdattn.PackedBatch.from_lengths([256, 256])
+    found = cost(batch, 2, Shape(1, 1), Way("all_gather", "balanced"), PER_SECOND)
+    assert found.received == (0, 0)
+    assert found.seconds == found.compute == Both(3, pytest.approx(3 + 2 * 3))
+
+
+def test_needed_rows_travel_beside_tiles_that_need_none(monkeypatch):
+    # Chunks of a tile; rank 0 has 0 and 3, rank 1 has 1 and 2: 5 tiles each. Of queries, those of chunk 0 wait for no
+    # key, and rank 1 has none like that; of keys, 3 tiles of either rank are its own.
+    batch, width = thdattn.PackedBatch.from_lengths([512]), 2 * 128
+    monkeypatch.setattr(group_cast, "WORTH_HIDING", 1)
+    work, way = 5 + 3 * 2, Way("all_gather", "balanced")
+    for link in (256 * width * 4, 64 * width):  # sums take 1 s, beside 3 / 5 of the work, or 16 s
+        seconds = cost(batch, 2, Shape(1, 1), way, PER_SECOND._replace(link=link)).seconds
+        keys, sums = 256 * width * 2 / link, 256 * width * 4 / link
+        assert seconds == (5 + keys, pytest.approx(work * 2 / 5 + max(work * 3 / 5, sums)))
+    apart = cost(batch, 2, Shape(1, 1, per_node=1), way, PER_SECOND._replace(between=256 * width)).seconds
+    assert apart == (5 + 2, pytest.approx(work + 4))
+    monkeypatch.undo()
+    assert cost(batch, 2, Shape(1, 1), way, PER_SECOND._replace(link=256 * width)).seconds == apart
+
+
+def test_time_of_a_ring_worked_by_hand():
+    # Rank 0 has chunks 0 and 3, rank 1 chunks 1 and 2, each a tile. Own slices are 3 tiles (and 3 for each tile of
+    # queries); of rank 1's, rank 0 sees 2 tiles, and rank 1 sees 2 of rank 0's. A hop of keys is 256 rows of 512 bytes.
+    batch, hop = thdattn.PackedBatch.from_lengths([512]), 256 * 512
+    slow = PER_SECOND._replace(link=hop, between=hop / 10)
+    seconds = cost(batch, 2, Shape(1, 1), Way("p2p", "dual_chunk"), slow).seconds
+    assert seconds == (3 + 2, pytest.approx(1 + (2 + 6) + (3 + 6)))
+    # Between machines nothing hides.
+    seconds = cost(batch, 2, Shape(1, 1, per_node=1), Way("p2p", "dual_chunk"), slow).seconds
+    assert seconds == (3 + 10 + 2, pytest.approx(10 + (2 + 6) + 20 + (3 + 6)))
+
+
+def test_time_of_an_all_gather_hides_all_but_one_group_of_heads():
+    batch, width = thdattn.PackedBatch.from_lengths([65_536]), 8 * 2 * 128 * 2
+    way, shape, rates = Way("all_gather", "dual_chunk"), Shape(8, 8), Rates(latency=0, memory=inf)
+    found = cost(batch, 2, shape, way, rates)
+    gathered = 32_768 * width / rates.link
+    assert found.received.forward == 32_768 * width == 2**27  # three groups, the first of one head
+    # Beside the second half of the heads, which is the last group, nothing is on its way.
+    assert found.seconds.forward == pytest.approx((BESIDE + 1) / 2 * found.compute.forward + gathered / 8)
+    apart = cost(batch, 2, Shape(8, 8, per_node=1), way, rates).seconds.forward  # one group
+    assert apart == pytest.approx(found.compute.forward + 32_768 * width / rates.between)
+
+
+def test_time_of_an_all_to_all_hides_all_but_one_group_of_heads():
+    batch = thdattn.PackedBatch.from_lengths([65_536])
+    rates = Rates(latency=0, memory=inf)
+    for kv_heads, groups in {16: 4, 2: 1}.items():  # one kv head on a rank cannot be divided
+        found = cost(batch, 2, Shape(16, kv_heads), Way("a2a", "contiguous"), rates)
+        travel = found.received.forward / rates.link
+        beside = BESIDE if groups > 1 else 1
+        assert found.seconds.forward == pytest.approx(beside * found.compute.forward + travel / groups)
+
+
+def test_every_piece_of_an_exchange_of_heads_takes_time():
+    batch = thdattn.PackedBatch.from_lengths([1024] * 8)
+    way, shape, rates = Way("a2a", "contiguous"), Shape(32, 8), Rates(inf, inf, inf, inf, memory=inf, latency=1)
+    # On each of 4 ranks: the kernel, both exchanges, and for 3 others q, k, v, out and lse; dout, dq, dk and dv.
+    assert cost(batch, 4, replace(shape, per_node=2), way, rates).seconds == (1 + 2 + 3 * 5, 1 + 2 + 3 * 4)
+    # On one machine the exchanges, which nothing hides, are a kernel each.
+    assert cost(batch, 4, shape, way, rates).seconds == (1 + 2, 1 + 2)
+
+
+def test_only_what_crosses_machines_is_slow():
+    batch, way = thdattn.PackedBatch.from_lengths([1024] * 4), Way("a2a", "contiguous")
+    rates = PER_SECOND._replace(forward=inf, backward=inf, link=1e9, between=1e3)
+    near, far = (cost(batch, 4, Shape(4, 4, per_node=per_node), way, rates) for per_node in (4, 2))
+    assert far.received == near.received
+    assert far.seconds.forward == pytest.approx(2 / 3 * far.received.forward / 1e3)
+    assert near.seconds.forward == pytest.approx(near.received.forward / 1e9)
+
+
+def test_what_a_gather_brings_from_another_machine_comes_once_for_all_ranks_there():
+    batch, way = thdattn.PackedBatch.from_lengths([4096]), Way("all_gather", "dual_chunk")
+    rates = PER_SECOND._replace(forward=inf, backward=inf, link=inf, between=1e3)
+    found = cost(batch, 4, Shape(2, 2, per_node=2), way, rates)
+    assert found.seconds.forward == pytest.approx(2 / 3 * found.received.forward / 1e3 / 2)
+
+
+def test_memory_is_read_and_written_once_to_put_keys_in_order_and_once_a_step_to_merge():
+    batch, rates = thdattn.PackedBatch.from_lengths([4096]), Rates(inf, inf, inf, inf, memory=1, latency=0)
+    gather, ring = (cost(batch, 4, Shape(2, 1), Way(name, "dual_chunk"), rates).seconds
+                    for name in ("all_gather", "p2p"))
+    keys = 4096 * 2 * 128 * 2
+    assert gather == (2 * keys, 2 * keys + 2 * keys)  # gathered again, and float32 sums read once
+    assert ring == (4 * 2 * 1024 * 2 * 128 * 4,) * 2
+
+
+def test_two_levels_of_which_one_has_one_rank_are_the_other_level():
+    batch, shape = thdattn.PackedBatch.from_lengths([3000, 2000, 3192]), Shape(8, 8)
+    layers = [cost(batch, 4, shape, way) for way in (Way("a2a", "contiguous"), Way("a2a+all_gather", "dual_chunk", 4))]
+    assert layers[0].seconds == layers[1].seconds and layers[0].received == layers[1].received
+
+
+def test_predicted_is_the_time_of_the_cost():
+    batch = thdattn.PackedBatch.from_lengths([4096] * 3)
+    found = predicted(batch, 4, 32, 64, 8, "a2a+all_gather", "balanced", inner=2, window=(512, 0), per_node=2)
+    way = Way("a2a+all_gather", "balanced", 2)
+    assert found == cost(batch, 4, Shape(32, 8, 64, window=(512, 0), per_node=2), way).seconds
+    assert found.total == found.forward + found.backward > 0
+
+
+def test_memory_is_what_the_neediest_rank_says():
+    way, shape = Way("all_gather", "balanced"), Shape(4, 2, head_dim=8, engine="reference")
+    batch = batch_for(way, 3, (50, 60, 70))
+
+    def program(comm):
+        attn = thdattn.CPAttention(comm, 4, 8, 2, engine="reference")
+        return attn.memory(batch, "balanced").wanted()
+
+    needs = thdattn.comm.run_local(3, program)
+    assert max(needs) > needs[0]
+    assert cost(batch, 3, shape, way).memory == max(needs)
+
+
+# ------------------------------------------------------------------------------------------------ recommendation
+
+
+def documents(rows, seed=0):
+    """Lengths of a pack as documents have them: many short ones, some long."""
+    lengths = np.clip(np.exp(np.random.default_rng(seed).normal(6.5, 1.4, rows // 64)), 16, rows // 16).astype(int)
+    return lengths[np.cumsum(lengths) <= rows].tolist()
+
+
+@pytest.mark.parametrize(("lengths", "heads", "kinds"), [
+    (documents(65_536), (32, 8), {("all_gather", "balanced")}),
+    ([1024] * 64, (32, 8), {("all_gather", "balanced")}),
+    ([65_536], (16, 16), {("a2a", "contiguous"), ("all_gather", "dual_chunk")}),
+    ([65_536], (32, 1), {("all_gather", "dual_chunk"), ("all_gather", "balanced")}),
+    (documents(65_536), (32, 1), {("all_gather", "balanced")}),
+], ids=["documents", "equal documents", "long, MHA", "long, MQA", "documents, MQA"])  # fmt: skip
+def test_recommendation_for_eight_ranks_of_a_machine(lengths, heads, kinds):
+    found, _ = compared(lengths, 8, Shape(*heads))
+    assert recommended(found).way[:2] in kinds
+
+
+def test_recommendation_for_two_machines_exchanges_heads_inside_them():
+    found, _ = compared([60_000, 50_000, 40_000, 30_000], 16, Shape(64, 8, per_node=8))
+    way = recommended(found).way
+    assert way.cp_comm_type == "a2a+all_gather" and way.sharding == "balanced" and way.inner <= 8
+
+
+def test_costs_are_sorted_and_every_way_is_there_or_refused():
+    found, refusals = compared([4096] * 4, 8, Shape(28, 4))
+    assert {one.way for one in found} | set(refusals) == set(model.ways(8))
+    assert [one.seconds.total for one in found] == sorted(one.seconds.total for one in found)
+    assert "works for 1, 2, 4, 28 ranks" in refusals[Way("a2a", "contiguous")]
+    assert len(refusals) == 1
+
+
+def test_two_levels_are_not_recommended_for_less_than_predictions_tell_apart():
+    def of(inner, seconds):
+        return model.Cost(Way("a", "b", inner), Both(0, 0), 1, 1, 1, Both(0, 0), Both(seconds, 0))
+
+    assert recommended([of(4, 1.0), of(2, 1.01), of(1, 1.02)]).way.inner == 1
+    assert recommended([of(4, 1.0), of(2, 1.01), of(1, 1.04)]).way.inner == 4
+
+
+# ------------------------------------------------------------------------------------------------ command
+
+
+def run(capsys, *words):
+    """(exit status, standard output, standard error) of the command."""
+    status = main(["advise", *map(str, words)])
+    return status, *capsys.readouterr()
+
+
+def table(text):
+    """method -> columns."""
+    rows = re.findall(r"^((?:all_gather|a2a|p2p)\S*(?: \(\d neighbours\))?, \w+) +(.*)$", text, re.MULTILINE)
+    return {way: columns.replace(",", "").split() for way, columns in rows}
+
+
+def test_command_prints_every_way_and_code_that_takes_the_best(capsys):
+    status, text, errors = run(capsys, "--lengths", "8x512,300", "--ranks", 4, "--heads", 8, "--kv-heads", 2)
+    assert (status, errors) == (0, "")
+    assert text.startswith("pack    9 documents, 4,396 tokens, the longest 512\n")
+    rows = table(text)
+    assert len(rows) == 7 and next(iter(rows)) == "all_gather, balanced"
+    totals = [float(columns[-2]) for columns in rows.values()]
+    assert totals == sorted(totals)
+    assert "recommended: all_gather, balanced\n" in text
+    code = [line.strip() for line in text.splitlines() if line.startswith("    ") and "attn" in line]
+    comm = thdattn.comm.init("single")
+    batch = thdattn.PackedBatch.from_lengths([8])
+    names = {"thdattn": thdattn, "comm": comm, "batch": batch}
+    exec("\n".join(code), names)
+    assert names["attn"].num_kv_heads == 2 and names["plan"].sharding.strategy == "balanced"
+
+
+def test_code_of_two_levels_and_a_mask_runs():
+    way, shape = Way("a2a+all_gather", "dual_chunk", 2), Shape(4, 2, 16, causal=False, window=(9, 9))
+
+    def program(comm):
+        names = {"thdattn": thdattn, "comm": comm, "batch": batch_for(way, 4)}
+        exec("\n".join(line.strip() for line in advise.advice(way, shape).splitlines()), names)
+        return names["plan"].window, names["plan"].sharding.inner, names["attn"].cp_comm_type
+
+    assert thdattn.comm.run_local(4, program) == [((9, 9), 2, "a2a+all_gather")] * 4
+
+
+def test_rates_that_are_passed_are_used_and_said(capsys):
+    words = ("--lengths", "16384", "--ranks", 4, "--heads", 4)
+    _, usual, _ = run(capsys, *words)
+    _, text, _ = run(capsys, *words, "--compute", "73,65", "--link", 1, "--latency", 500)
+    assert "73 TFLOP/s forward (passed), 65 TFLOP/s backward (passed), 1 GB/s between GPUs (passed)" in text
+    assert "500 us of latency (passed)" in text and "45 GB/s between machines (H200)" in text
+    assert "(passed)" not in usual
+    slow, fast = (float(table(x)["all_gather, dual_chunk"][-1]) for x in (text, usual))
+    assert slow > 9 * fast
+
+
+def test_a_way_that_cannot_work_is_listed_with_the_reason(capsys):
+    status, text, _ = run(capsys, "--lengths", "2048", "--ranks", 8, "--heads", 28, "--kv-heads", 4)
+    assert status == 0 and "a2a, contiguous" not in table(text)
+    reasons = " ".join(text.split("\ncannot work:\n")[1].split())
+    assert reasons.startswith("a2a, contiguous num_heads is 28 and num_kv_heads 4, wanted heads that can be spread")
+
+
+def test_masks_change_what_is_needed(capsys):
+    words = ("--lengths", "16384", "--ranks", 4, "--heads", 4)
+    all_, window, full = (table(run(capsys, *words, *mask)[1])["all_gather, balanced"]
+                          for mask in ((), ("--window", 256), ("--full",)))
+    assert float(window[0]) < float(all_[0]) <= float(full[0])
+    assert int(window[3]) < int(all_[3]) < int(full[3])
+
+
+def test_a_folder_gives_a_pack_of_its_documents(tmp_path, capsys):
+    for number, size in enumerate((100, 300, 5000)):
+        (tmp_path / f"{number}.txt").write_bytes(bytes(size))
+    words = ("--data", tmp_path, "--tokens", 1024, "--ranks", 2, "--heads", 2)
+    first, again = (run(capsys, *words, "--seed", seed) for seed in (1, 1))
+    assert first == again and first[0] == 0
+    documents_, tokens, longest = re.match(r"pack +(\d+) \w+, ([\d,]+) tokens, the longest ([\d,]+)", first[1]).groups()
+    assert int(tokens.replace(",", "")) <= 1024 and int(longest.replace(",", "")) <= 1024 and int(documents_) >= 1
+
+
+def test_a_document_that_fits_is_not_split(tmp_path, capsys):
+    (tmp_path / "one").write_bytes(bytes(300))
+    _, text, _ = run(capsys, "--data", tmp_path, "--tokens", 1024, "--ranks", 2, "--heads", 2)
+    assert text.startswith("pack    1 document, 300 tokens, the longest 300\n")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("--lengths", "12,x"), "--lengths has 'x', wanted lengths with commas between"),
+    (("--lengths", "-4"), "--lengths has '-4', wanted lengths"),
+    (("--lengths", "0,3x0"), "--lengths is '0,3x0', wanted at least one token"),
+    (("--lengths", "8", "--ranks", 1), "--ranks is 1, wanted >= 2"),
+    (("--lengths", "8", "--ranks", 100_000), "--ranks is 100000, wanted <= 256"),
+    (("--lengths", "8", "--heads", 0), "--heads is 0, wanted >= 1"),
+    (("--lengths", "8", "--heads", 6, "--kv-heads", 4), "num_heads is 6, not a multiple of num_kv_heads = 4"),
+    (("--lengths", "8", "--gpus-per-node", 3), "--gpus-per-node is 3, wanted a divisor of --ranks, 8"),
+    (("--lengths", "8", "--window", -2), "window is (-2, -1), wanted numbers >= -1"),
+    (("--lengths", "8", "--compute", "730"), "--compute is '730', wanted two numbers with a comma between"),
+    (("--lengths", "8", "--compute", "730,0"), "--compute has 0.0, wanted a finite number above 0"),
+    (("--lengths", "8", "--link", "nan"), "--link has nan, wanted a finite number above 0"),
+    (("--data", "{tmp}"), "--tokens is missing, wanted the rows of a pack of --data"),
+    (("--data", "{tmp}/nowhere", "--tokens", 64), "--data is {tmp}/nowhere, wanted a folder that exists"),
+    (("--data", "{tmp}", "--tokens", 0), "--tokens is 0, wanted >= 1"),
+    (("--lengths", "8", "--heads", 8, "--plot", "{tmp}/no/a.png"), "[Errno 2] No such file or directory: '{tmp}"),
+])  # fmt: skip
+def test_error_is_one_line_and_status_2(words, message, tmp_path, capsys):
+    if "--plot" in words:
+        pytest.importorskip("matplotlib")
+    status, _, errors = run(capsys, *(str(word).format(tmp=tmp_path) for word in words))
+    assert status == 2
+    assert errors.startswith(f"python -m thdattn advise: error: {message.format(tmp=tmp_path)}")
+    assert errors.count("\n") == 1
+
+
+def test_missing_matplotlib_is_said_before_anything_is_computed(capsys, monkeypatch):
+    monkeypatch.setattr(advise.importlib.util, "find_spec", lambda name: None)
+    status, text, errors = run(capsys, "--lengths", "8", "--plot", "a.png")
+    assert (status, text) == (2, "") and "--plot needs Matplotlib; install it with: pip install" in errors
+
+
+def test_rates_of_this_machine_are_measured(capsys):
+    status, text, _ = run(capsys, "--lengths", "64,32", "--heads", 2, "--head-dim", 64, "--ranks", 2, "--measure")
+    assert status == 0 and "TFLOP/s forward (measured)" in text and "GB/s between GPUs (H200)" in text
+
+
+def test_ranks_measure_what_travels_between_them_and_one_prints():
+    words = ("advise", "--lengths", "64,32", "--heads", "2", "--head-dim", "64", "--ranks", "2", "--measure")
+    ran = run_ranks(2, Path("-m"), "thdattn", *words)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("recommended:") == 1 and "GB/s between GPUs (measured)" in ran.stdout
+
+
+# ------------------------------------------------------------------------------------------------ picture
+
+
+def test_owners_are_the_ranks_that_have_the_rows():
+    batch = thdattn.PackedBatch.from_lengths([8, 4], 4)
+    assert advise.owners(batch, 2, Way("all_gather", "dual_chunk")).tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0]
+    assert advise.owners(batch, 2, Way("a2a", "contiguous")).tolist() == [0] * 6 + [1] * 6
+
+
+def test_picture_is_written(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    status, text, errors = run(capsys, "--lengths", "60x64,900", "--ranks", 4, "--plot", tmp_path / "owners.png")
+    assert (status, errors) == (0, "") and text.endswith(f"wrote {tmp_path / 'owners.png'}\n")
+    assert (tmp_path / "owners.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_of_the_readme_works(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (words,) = re.findall(r'^make advise ARGS="(.*)"$', PAGES["README.md"], re.MULTILINE)
+    status, text, errors = run(capsys, *shlex.split(words))
+    assert (status, errors) == (0, "") and "recommended:" in text
+    assert '"$$python" -m thdattn advise $(ARGS)' in (SOURCE.parent / "Makefile").read_text()

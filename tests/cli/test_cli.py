@@ -1,0 +1,248 @@
+"""python -m thdattn: info on machines that lack things, check on engines that are wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from launch import SOURCE, run_ranks
+
+import thdattn
+from thdattn import __version__, install
+from thdattn.__main__ import main
+from thdattn.cli import check, info
+from thdattn.comm.nccl import NcclComm
+from thdattn.engines import reference, select
+from thdattn.install import remedy
+from thdattn.jit import cache
+
+# Runs at the start of every Python process that finds it on its path, so of those that `info` starts, too.
+BLOCKER = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise {error}("blocked by the test: " + name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def info_without(blocked: tuple[str, ...], error: str, folder: Path) -> str:
+    (folder / "sitecustomize.py").write_text(BLOCKER.format(blocked=blocked, error=error))
+    run = subprocess.run(
+        [sys.executable, "-m", "thdattn", "info"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(SOURCE)])},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def rows(output: str, label: str) -> list[str]:
+    return [line[len(label) :].strip() for line in output.splitlines() if line.startswith(f"{label} ")]
+
+
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError", "OSError"])
+def test_info_needs_only_numpy_and_ml_dtypes(error, tmp_path):
+    output = info_without(("cupy", "mpi4py"), error, tmp_path)
+    assert rows(output, "numpy")[0].split() == [np.__version__, np.__file__]
+    assert rows(output, "CuPy") == [f"-           {error}: blocked by the test: cupy"]
+    assert rows(output, "mpi4py")[0].startswith("-")
+    (engine,) = rows(output, "engine")
+    assert engine.startswith("reference: CuPy finds no usable GPU")
+    assert rows(output, "transport") == ["none: without a GPU, ranks move host arrays"]
+    remedies = rows(output, "missing")
+    assert any(f"CuPy, CUDA runtime, NVRTC, NCCL: {remedy('cuda1')[:-2]}" in text for text in remedies)
+    assert any("mpi4py, MPI" in text and remedy("mpich") in text for text in remedies)
+
+
+def test_info_says_that_the_mpi_library_is_missing_where_only_mpi4py_is_there(tmp_path):
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '4.1.2'\nclass rc: pass\n")
+    (package / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')\n")
+    output = info_without(("cupy",), "ImportError", tmp_path)
+    assert rows(output, "mpi4py")[0].split() == ["4.1.2", str(package / "__init__.py")]
+    assert rows(output, "MPI") == ["-           RuntimeError: cannot load MPI library"]
+
+
+def test_info_names_the_file_of_every_library(capsys):
+    cupy = pytest.importorskip("cupy")
+    assert main(["info"]) == 0
+    output = capsys.readouterr().out
+    assert rows(output, "thdattn")[0].split() == [__version__, str(Path(info.__file__).parents[1])]
+    assert rows(output, "CuPy")[0].split() == [cupy.__version__, cupy.__file__]
+    assert "libnvrtc.so" in rows(output, "NVRTC")[0]
+    assert rows(output, "kernel cache")
+
+
+def test_info_shows_the_driver_version_that_decides_the_extra():
+    assert any(remedy("cuda12") in text for text in info._remedies(["CuPy"], "12.9"))
+    assert any(remedy("cuda13") in text for text in info._remedies(["NCCL"], "13.0"))
+    assert list(info._remedies([], "13.0")) == []
+
+
+class Driver:
+    """What ctypes.CDLL finds: NVIDIA's management library and libcuda, or only some of them."""
+
+    def __init__(self, *libraries):
+        self.libraries = libraries
+
+    def __call__(self, name):
+        if name not in self.libraries:
+            raise OSError(f"{name}: cannot open shared object file")
+        return self
+
+    def nvmlInit_v2(self):
+        pass
+
+    def nvmlShutdown(self):
+        pass
+
+    def nvmlSystemGetDriverVersion(self, text, length):
+        text.value = b"580.159.04"
+
+    def cuDriverGetVersion(self, version):
+        version._obj.value = 13000
+
+
+@pytest.mark.parametrize(("libraries", "version"), [
+    (("libnvidia-ml.so.1", "libcuda.so.1"), "580.159.04"), (("libcuda.so.1",), "CUDA 13.0"), ((), "none"),
+])  # fmt: skip
+def test_driver_has_a_version_wherever_any_of_its_libraries_is(libraries, version, monkeypatch):
+    monkeypatch.setattr(info.ctypes, "CDLL", Driver(*libraries))
+    assert info.driver_version() == version
+    row = info._cuda_driver()
+    assert row.version == ("13.0" if libraries else None)
+    assert row.where.endswith(f"NVIDIA driver {version}" if libraries else "cannot open shared object file")
+
+
+def machine(count, blind=()):
+    """CuPy in a process that sees so many GPUs, of which some do not see another's memory."""
+    runtime = SimpleNamespace(getDeviceCount=lambda: count, deviceCanAccessPeer=lambda *pair: pair not in blind)
+    cuda = SimpleNamespace(runtime=runtime)
+    return {"cupy": SimpleNamespace(cuda=cuda), "cupy.cuda": cuda}
+
+
+@pytest.mark.parametrize(("cupy", "said"), [
+    (machine(4), "peer, once there are ranks: GPUs 0 to 3 see each other's memory"),
+    (machine(2, [(1, 0)]), "nccl, once there are ranks: GPU 1 does not see the memory of GPU 0"),
+    (machine(4, [(0, 3), (3, 0)]),
+     "nccl, once there are ranks: GPU 0 does not see the memory of GPU 3, and 1 more such pairs"),
+    (machine(1), "peer or nccl: one GPU does not tell; info of several ranks, started by mpiexec, does"),
+    (machine(0), "none: without a GPU, ranks move host arrays"),
+    ({"cupy": None}, "none: without a GPU, ranks move host arrays"),
+], ids=["see-each-other", "one-way", "far-apart", "one", "no-gpu", "no-cupy"])  # fmt: skip
+def test_info_says_how_keys_would_travel_between_the_gpus_of_this_machine(cupy, said, monkeypatch):
+    for name, module in cupy.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert info._transport(thdattn.comm.SingleComm()) == said
+
+
+@pytest.mark.parametrize(("reason", "said"), [
+    ("", "peer: the ranks see each other's memory"),
+    ("the ranks are on 2 machines", "nccl: the ranks are on 2 machines"),
+])  # fmt: skip
+def test_info_of_several_ranks_says_how_keys_travel_between_them(reason, said):
+    comm = object.__new__(NcclComm)
+    comm.size, comm.no_peer_memory = 2, reason
+    assert info._transport(comm) == said
+
+
+def test_info_of_ranks_without_gpus_says_that_nothing_travels_between_gpus():
+    said = thdattn.comm.run_local(2, info._transport)
+    assert said == ["none: a comm of backend 'local' moves host arrays"] * 2
+
+
+def test_info_of_ranks_that_found_no_gpus_says_why(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER.format(blocked=("cupy",), error="ImportError"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    run = run_ranks(2, Path("-m"), "thdattn", "info", python=())
+    assert run.returncode == 0, run.stderr
+    reason = ("no usable GPU on rank 0 and 1 more: RuntimeError: CuPy cannot be loaded (ImportError: blocked by the "
+              "test: cupy)")
+    assert rows(run.stdout, "engine")[0].startswith(f"reference: {reason}")
+    assert rows(run.stdout, "transport")[0].startswith(f"none: {reason}")
+    (said,) = [line for line in run.stderr.splitlines() if "cupy" in line]
+    assert said.startswith(f"thdattn.comm.init uses MPI and host arrays (NumPy), not NCCL: {reason}")
+
+
+@pytest.mark.parametrize(("visible", "lines"), [("0", 1), ("", 0)])
+def test_one_process_says_once_that_it_takes_numpy_where_a_gpu_is_expected(visible, lines, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(install, "DRIVER", "/nowhere")
+    monkeypatch.setattr(install, "DEVICE", "/nowhere")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    select._warn_once.cache_clear()
+    for _ in range(2):
+        assert select.choose_engine("auto", thdattn.comm.SingleComm())[0] is reference
+        assert select.choose_engine("reference", thdattn.comm.SingleComm())[0] is reference
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == lines
+    beginning = "thdattn computes with NumPy (engine 'reference'), not on a GPU: CuPy finds no usable GPU"
+    assert all(text.startswith(beginning) for text in said)
+
+
+@pytest.mark.parametrize("bits", [0o022, 0])
+def test_info_says_how_large_the_kernel_cache_is_or_why_it_cannot_be_used(bits, tmp_path, monkeypatch):
+    monkeypatch.setenv("THDATTN_CACHE_DIR", str(tmp_path / "cache"))
+    cache.write("a.cubin", bytes(10**6))
+    (tmp_path / "cache").chmod(0o700 | bits)
+    said = info._kernel_cache()
+    assert said.startswith(f"{tmp_path / 'cache'} cannot be used: its mode 0722" if bits else
+                           f"{tmp_path / 'cache'} (1 kernels, 1.0 MB;")
+
+
+def test_check_passes_on_the_reference_engine(capsys):
+    assert main(["check", "--engine", "reference"]) == 0
+    output = capsys.readouterr().out
+    assert output.endswith("all PASS\n")
+    assert output.count(" PASS\n") == 2 * len(check.CASES) + 1
+    assert "FAIL" not in output
+
+
+def test_check_fails_on_an_engine_that_is_a_little_wrong(monkeypatch, capsys):
+    right = reference.attn_bwd
+
+    def wrong(*arguments, **how):
+        dq, dk, dv = right(*arguments, **how)
+        return dq, dk * np.asarray(1.5, dk.dtype), dv
+
+    monkeypatch.setattr(reference, "attn_bwd", wrong)
+    monkeypatch.setattr(check, "CASES", check.CASES[:2])
+    assert main(["check", "--engine", "reference"]) == 1
+    assert "4 of 4 FAILED" in capsys.readouterr().out
+
+
+def test_check_fails_on_padding_that_is_not_exactly_zero(monkeypatch, capsys):
+    right = reference.attn_fwd
+
+    def wrong(q, k, v, plan, *arguments, **how):
+        out, lse, max_logit = right(q, k, v, plan, *arguments, **how)
+        out[plan.key_ranges[:, 0] == plan.key_ranges[:, 1]] = 1e-6  # far below every budget in bfloat16
+        return out, lse, max_logit
+
+    monkeypatch.setattr(reference, "attn_fwd", wrong)
+    monkeypatch.setattr(check, "CASES", [case for case in check.CASES if case.name == "ragged lengths"])
+    assert main(["check", "--engine", "reference"]) == 1
+    assert "2 of 2 FAILED" in capsys.readouterr().out
+
+
+def test_check_runs_on_the_real_ranks_and_prints_once():
+    run = run_ranks(2, Path("-m"), "thdattn", "check", "--engine", "reference")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("all PASS") == 1
+    assert all(case.name in run.stdout for case in check.CASES)
+    assert "ranks   2, backend 'mpi'" in run.stdout
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"thdattn {__version__}\n"

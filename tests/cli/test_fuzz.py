@@ -1,0 +1,328 @@
+"""python -m thdattn fuzz: right engines pass, planted defects are found and said as a line that repeats them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections import Counter
+from itertools import islice
+
+import ml_dtypes
+import numpy as np
+import pytest
+from launch import mpiexec, run
+
+from thdattn import fuzz
+from thdattn.__main__ import main
+from thdattn.engines import reference
+from thdattn.fuzz import chaos
+from thdattn.fuzz.cases import METHODS, ON_GPUS, SHARDINGS, FuzzCase, draw_configuration
+from thdattn.fuzz.chaos_ranks import Round
+from thdattn.kernels.configs import TILES
+from thdattn.mamba import reference as mixers
+from thdattn.plan import ranges
+
+LINE = re.compile(r'^FAILED --case "([^"]*)": (.*)$', re.MULTILINE)
+SUMMARY = re.compile(
+    r"^fuzz: (\d+) packs in \d+ s, seed (\d+), engine reference, ranks (.*), worst error [\d.]+ of what the rule "
+    r"allows, (\d+) near(, which is more than luck)?, (\d+) failed$", re.MULTILINE)  # fmt: skip
+LUCKY_BASELINES = {  # whose baselines err by less than those of packs like them
+    "one large number of out": "flow=mixer ranks=4 sharding=contiguous lengths=1,8,4,1,6,3x0,4,9,7,3,6,8,6,8,6,3,6 "
+        "padded=1,8,4,1,6,3x0,4,9,7,3,6,8,6,8,6,3,6 dtype=float16 mixer=4,1,5,2,4 seed=805470319",
+    "float32 sums that cancel": "flow=mixer ranks=2 sharding=contiguous lengths=9,10,47,1 padded=9,10,47,1 "
+        "dtype=float32 mixer=2,8,4,1,2 seed=54386245",
+    "delta of one row": "flow=ahead ranks=4 lengths=2 padded=8 heads=2,2 window=31,0 head_groups=1 again=yes "
+        "seed=675150710",
+    "delta of one float16 row": "ranks=3 sharding=contiguous lengths=2,1 padded=2,1 heads=2,2 dtype=float16 scale=1.25 "
+        "deterministic=yes max_logit=yes seed=506682363",
+}  # fmt: skip
+SEVERAL_KEYS = "lengths=70,33 padded=72,36 heads=4,2 dims=16,16 seed=5"
+
+
+def cases(seed, count, engine="reference", ranks=None):
+    rounds = islice(fuzz.rounds(seed, engine, ranks), -(-count // fuzz.PACKS_OF_A_ROUND))
+    return [case for each in rounds for case in each]
+
+
+def run_fuzz(capsys, *words):
+    """(exit status, what it printed)."""
+    status = main(["fuzz", "--engine", "reference", *words])
+    return status, capsys.readouterr().out
+
+
+# --- what is drawn -----------------------------------------------------------------------------------------------
+
+
+def test_a_few_hundred_cases_cover_every_kind():
+    drawn = cases(0, 320)
+    seen = {name: Counter(getattr(case, name) for case in drawn)
+            for name in ("flow", "ranks", "method", "dtype", "causal", "sinks", "deterministic", "keep_keys", "finite",
+                         "max_logit", "again", "scale")}  # fmt: skip
+    assert set(seen["flow"]) == {*fuzz.runs.FLOWS} and set(seen["ranks"]) == {1, 2, 3, 4}
+    assert set(seen["method"]) == {*METHODS} and len(seen["dtype"]) == 4
+    assert set(seen["keep_keys"]) == {"auto", "yes", "no"}
+    assert all(len(seen[name]) == 2 for name in ("causal", "sinks", "deterministic", "finite", "max_logit", "again"))
+    ways = {(case.method, case.sharding) for case in drawn if case.ranks > 1}
+    assert ways == {(method, sharding) for method, each in SHARDINGS.items() for sharding in each}
+    masks = {(case.causal, case.window[0] >= 0, case.window[1] > 0) for case in drawn}
+    assert masks == {(True, False, False), (False, False, False), (True, True, False), (False, True, False),
+                     (False, False, True), (False, True, True)}  # fmt: skip
+    assert {"mha", "gqa", "mqa"} == {
+        "mha" if case.heads[0] == case.heads[1] else "mqa" if case.heads[1] == 1 else "gqa" for case in drawn}
+    attention = [case for case in drawn if not case.mixer]
+    assert any(case.dims[0] != case.dims[1] for case in attention) and any(case.head_groups > 1 for case in drawn)
+    assert any(case.softcap for case in drawn) and any(0 < case.inner < case.ranks for case in drawn)
+    assert any(0 in case.lengths and any(case.lengths) for case in drawn), "empty documents"
+    assert any(not any(case.lengths) for case in drawn), "packs of nothing"
+    assert any(case.slack for case in drawn) and any(case.padded > case.lengths for case in drawn)
+    rows = sorted(sum(case.padded) + case.slack for case in drawn)
+    assert rows[len(rows) // 2] <= 300 < rows[-1]
+
+
+def test_lines_are_read_as_they_were_written():
+    for case in cases(1, 160):
+        assert FuzzCase.from_words(case.words()) == case
+        assert "\n" not in case.words()
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("lenghts=3", "the word 'lenghts=3', wanted name=value"), ("lengths=3,x", "lengths=3,x, wanted whole numbers"),
+    ("causal=1", "causal=1, wanted yes or no"), ("ranks=two", "ranks=two, wanted a whole number"),
+])  # fmt: skip
+def test_lines_that_are_no_case_are_refused(line, message, capsys):
+    assert main(["fuzz", "--engine", "reference", "--case", line]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_gpu_compiles_for_few_configurations_and_sees_many_masks():
+    drawn = cases(0, 128, "cuda", 2)
+    assert len({(case.dims, case.dtype, case.softcap > 0, case.sinks, case.mixer) for case in drawn}) == 1
+    assert len({(case.causal, case.window) for case in drawn}) > 40
+    assert {case.ranks for case in drawn} == {2}
+
+
+def test_configurations_of_gpus_have_every_head_dim_and_option():
+    attention = [each for each in ON_GPUS if not each.mixer]
+    assert {each.dims for each in attention} == {*TILES} and {each.dtype for each in ON_GPUS} == {"float16", "bfloat16"}
+    assert all(any(getattr(each, name) for each in attention) for name in ("softcap", "sinks", "deterministic"))
+    assert {draw_configuration("cuda", 5, number) for number in range(len(ON_GPUS))} == {*ON_GPUS}
+
+
+# --- what is found -----------------------------------------------------------------------------------------------
+
+
+def test_some_dozen_packs_pass_on_simulated_ranks(capsys, tmp_path):
+    record = tmp_path / "fuzz.json"
+    for seed in (11, 12):
+        words = "--packs", "40", "--seed", str(seed), "--seconds", "600", "--record", str(record)
+        status, said = run_fuzz(capsys, *words)
+        summary = SUMMARY.search(said)
+        assert status == 0 and summary and summary[1] == "40" and summary[6] == "0", said
+    ((key, entry),) = json.loads(record.read_text()).items()
+    assert key.startswith("packs, reference on ") and "1 to 4 simulated" in key
+    assert entry["packs"] == 80 and entry["seeds"] == [11, 12] and entry["failures"] == [] and entry["processes"] == 2
+    assert set(entry["sources"]) == {"commit", "kernel_sources"}
+
+
+def found_and_repeated(capsys, *words):
+    """Why the first case failed that a soak found; it fails again by its line, and passes without the defect."""
+    status, said = run_fuzz(capsys, "--packs", "64", "--seconds", "600", *words)
+    failed = LINE.search(said)
+    assert status == 1 and failed, said
+    again, what = run_fuzz(capsys, "--case", failed[1])
+    assert again == 1 and LINE.search(what)[2] == failed[2]
+    return failed[1], failed[2]
+
+
+def test_one_key_too_many_at_the_right_is_found(capsys, monkeypatch):
+    right = ranges._rows_in_sight
+
+    def wrong(rows, window):
+        return right(rows, (window[0], window[1] + (window[1] > 0)))
+
+    monkeypatch.setattr(ranges, "_rows_in_sight", wrong)
+    line, why = found_and_repeated(capsys)
+    assert "errs by" in why
+    monkeypatch.undo()
+    assert run_fuzz(capsys, "--case", line)[0] == 0
+
+
+def test_two_rows_that_change_places_are_found(capsys, monkeypatch):
+    right = reference.attn_fwd
+
+    def wrong(q, *arguments, **named):
+        out, *others = right(q, *arguments, **named)
+        if len(out) > 40:
+            out[[7, 8]] = out[[8, 7]]
+        return out, *others
+
+    monkeypatch.setattr(reference, "attn_fwd", wrong)
+    line, why = found_and_repeated(capsys)
+    monkeypatch.undo()
+    assert "out" in why and run_fuzz(capsys, "--case", line)[0] == 0
+
+
+def test_bits_that_differ_between_two_calls_are_found(capsys, monkeypatch):
+    right, calls = reference.attn_fwd, []
+
+    def wrong(q, *arguments, **named):
+        out, lse, max_logit = right(q, *arguments, **named)
+        calls.append(q)
+        lse[lse == lse.max(initial=-np.inf)] += np.float32(1e-6) * len(calls)
+        return out, lse, max_logit
+
+    monkeypatch.setattr(reference, "attn_fwd", wrong)
+    status, said = run_fuzz(capsys, "--case", f"{SEVERAL_KEYS} again=yes dtype=float32")
+    assert status == 1 and "arrays differ in bits" in said
+    assert run_fuzz(capsys, "--case", f"{SEVERAL_KEYS} dtype=float32")[0] == 0
+
+
+def test_padding_that_is_not_0_is_found(capsys, monkeypatch):
+    right = reference.attn_bwd
+
+    def wrong(*arguments, **named):
+        dq, *others = right(*arguments, **named)
+        dq[-1] += 1
+        return dq, *others
+
+    monkeypatch.setattr(reference, "attn_bwd", wrong)
+    status, said = run_fuzz(capsys, "--case", f"{SEVERAL_KEYS} slack=3")
+    assert status == 1 and "dq is not 0 on padding" in said
+
+
+def test_a_second_rounding_is_more_than_luck(capsys, monkeypatch):
+    """It hides in the largest error of one pack, and in the RMS error of a small one, not in those of many."""
+    right = reference.attn_bwd
+
+    def wrong(dout, *arguments, **named):
+        dq, *others = right(dout, *arguments, **named)
+        if dq.dtype.itemsize == 2:
+            error = 0.55 * np.random.default_rng(0).standard_normal(dq.shape) * float(ml_dtypes.finfo(dq.dtype).eps) / 2
+            dq[...] = (dq.astype(np.float32) * (1 + error)).astype(dq.dtype)
+        return dq, *others
+
+    monkeypatch.setattr(reference, "attn_bwd", wrong)
+    status, said = run_fuzz(capsys, "--packs", "96", "--seconds", "600")
+    summary = SUMMARY.search(said)
+    assert status == 1 and summary and summary[5], said
+
+
+@pytest.mark.parametrize("kind", LUCKY_BASELINES)
+def test_a_baseline_that_is_right_by_luck_does_not_fail_a_pack(capsys, monkeypatch, kind):
+    """The same packs fail without delta, or without the gradients of states that other ranks pass on."""
+    line, right, right_start = LUCKY_BASELINES[kind], reference.attn_bwd, mixers.ssd_start
+    assert run_fuzz(capsys, "--case", line)[0] == 0
+
+    def without_delta(dout, q, k, v, out, *arguments, **named):
+        return right(dout, q, k, v, np.zeros_like(out), *arguments, **named)
+
+    def without_states(summaries, plan, shape, reverse=False):
+        return right_start(summaries, plan, shape, reverse) * (not reverse)
+
+    monkeypatch.setattr(reference, "attn_bwd", without_delta)
+    monkeypatch.setattr(mixers, "ssd_start", without_states)
+    status, said = run_fuzz(capsys, "--case", line)
+    assert status == 1 and "errs by" in said
+
+
+def test_an_error_of_a_rank_is_a_failure_of_its_case(capsys, monkeypatch):
+    def wrong(*arguments, **named):
+        raise ValueError("a mistake")
+
+    monkeypatch.setattr(reference, "attn_fwd", wrong)
+    status, said = run_fuzz(capsys, "--case", SEVERAL_KEYS)
+    assert status == 1 and LINE.search(said)[2] == "ValueError: a mistake"
+
+
+# --- real ranks --------------------------------------------------------------------------------------------------
+
+
+def test_real_ranks_draw_the_same_cases_and_pass():
+    command = [*mpiexec(2), sys.executable, "-m", "mpi4py", "-m", "thdattn", "fuzz", "--packs", "32", "--seed", "4"]
+    finished = run(command, 120)
+    summary = SUMMARY.search(finished.stdout)
+    assert finished.returncode == 0 and summary, finished.stdout + finished.stderr
+    assert summary[1] == "32" and summary[3] == "2 of mpi", "a rank that drew others would hang, or fail"
+
+
+# --- chaos -------------------------------------------------------------------------------------------------------
+
+
+def run_chaos(capsys, *words):
+    """(exit status, the lines that it printed)."""
+    status, said = run_fuzz(capsys, "--chaos", "--timeout", "5", *words)
+    return status, said.splitlines()
+
+
+def test_chaos_of_every_kind_ends_in_time(capsys, tmp_path):
+    mpiexec(2)
+    record = tmp_path / "fuzz.json"
+    status, (*lines, summary) = run_chaos(capsys, "--rounds", "6", "--jobs", "2", "--record", str(record))
+    assert status == 0, lines
+    assert {line.split()[0] for line in lines} == {f"kind={kind}" for kind in chaos.KINDS["reference"]}
+    assert summary.startswith("chaos: 6 rounds in ") and ", 0 failed;" in summary
+    ((key, entry),) = json.loads(record.read_text()).items()
+    assert key.startswith("chaos rounds, reference on ") and entry["rounds"] == 6 and entry["failures"] == []
+
+
+def test_rounds_are_drawn_until_the_time_is_over(capsys, monkeypatch):
+    monkeypatch.setattr(chaos, "play", lambda each, *_: time.sleep(0.1) or chaos.Outcome(each, 1, 0.0, 0, []))
+    status, (*lines, summary) = run_chaos(capsys, "--seconds", "1", "--jobs", "2")
+    assert status == 0 and 2 < len(lines) <= 22 and summary.startswith(f"chaos: {len(lines)} rounds in ")
+
+
+def test_a_line_of_chaos_repeats_its_round(capsys):
+    mpiexec(2)
+    line = "kind=raise ranks=2 rank=0 at=30 seed=9"
+    first, second = (run_chaos(capsys, "--case", line) for _ in range(2))
+    assert first[0] == second[0] == 0
+    assert first[1][0].startswith(f"{line}: status ")
+    results = [re.search(r"(\d+) results right", lines[0])[1] for _, lines in (first, second)]
+    assert results[0] == results[1]
+
+
+def test_a_job_that_does_not_end_in_time_is_found_and_ended(monkeypatch):
+    mpiexec(2)
+    monkeypatch.setattr(chaos, "SECONDS_TO_END", -18.0)
+    monkeypatch.setattr(chaos, "SECONDS_TO_VANISH", 0.5)
+    started = []
+    start = chaos.Job.start
+    monkeypatch.setattr(chaos.Job, "start", lambda *words: started.append(start(*words)) or started[0])
+    outcome = chaos.play(Round("absent", 2, 1, 5, 0), "reference", 20.0)
+    assert outcome.wrong[0] == "it still runs 2 s after the fault"
+    assert outcome.wrong[1].startswith("processes [") and not started[0].running()
+    assert str(outcome).startswith('FAILED --chaos --case "kind=absent ranks=2 rank=1 at=5 seed=0": it still runs')
+
+
+@pytest.mark.parametrize(("kind", "status", "said", "wrong"), [
+    ("stop", 0, "fails; ends well; ends well", "it ends well after stop"),
+    ("late", 1, "fails", "it ends with status 1: "),
+    ("raise", 0, "fails; ends well", "1 of 2 ranks end well and the status is 0"),
+    ("window", 0, "fails; caught x; ends well; ends well", "1 of 2 ranks caught the error and it ends well"),
+    ("kill", 9, "FAILED --case 'ranks=2': out errs", "FAILED --case 'ranks=2': out errs"),
+    ("window", 0, "fails; caught x; caught x; ends well; ends well", None), ("window", 1, "fails; caught x", None),
+    ("kill", 9, "fails", None), ("late", 0, "fails; ends well; ends well", None),
+    ("stop", 0, "ends well; ends well", None),
+])  # fmt: skip
+def test_what_a_round_may_not_do(kind, status, said, wrong):
+    job = chaos.Job(None, "", [f"process 5 {words}\n" for words in said.split("; ")])
+    found = chaos._mistakes(Round(kind), job, status)
+    assert any(wrong in text for text in found) if wrong else found == []
+
+
+@pytest.mark.parametrize("line", ["kind=stop at=x", "knid=stop"])
+def test_lines_that_are_no_round_are_refused(line, capsys):
+    mpiexec(2)
+    assert main(["fuzz", "--chaos", "--engine", "reference", "--case", line]) == 2
+    assert "pass a line that chaos printed" in capsys.readouterr().err
+
+
+def test_memory_that_stays_in_use_is_found(monkeypatch):
+    monkeypatch.setattr(chaos, "gpu_memory", lambda: [900, 400])
+    monkeypatch.setattr(chaos, "shared_memory", lambda: {"mpich_shm_1", "window", "old"})
+    wrong, of_libraries = chaos.left_behind([400, 390], {"old"}, 0.1)
+    assert wrong == ["GPU 0 has 900 MiB in use, and had 400 before the first round",
+                     "/dev/shm has window more than before"]  # fmt: skip
+    assert of_libraries == 1

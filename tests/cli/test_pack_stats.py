@@ -1,0 +1,239 @@
+"""python -m thdattn pack-stats: documents per pack, and what maxima of them would mean; the packing that it shares."""
+
+from __future__ import annotations
+
+import re
+from operator import itemgetter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thdattn.__main__ import main
+from thdattn.cli import pack_stats
+from thdattn.packing import first_fit
+
+
+def packs(sizes, capacity, look_ahead=64):
+    return list(first_fit(sizes, int, capacity, look_ahead))
+
+
+def run(capsys, *words):
+    """(exit status, standard output, standard error) of the command."""
+    status = main(["pack-stats", *map(str, words)])
+    return status, *capsys.readouterr()
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    """A file of 1,000 lengths from 10 to 499."""
+    path = tmp_path / "lengths.csv"
+    numbers = np.random.default_rng(0).integers(10, 500, 1_000)
+    path.write_text("length\n# of documents\n" + "\n".join(map(str, numbers)) + "\n\n0\n")
+    return path
+
+
+# ------------------------------------------------------------------------------------------------ first_fit
+
+
+def test_first_fit_worked_by_hand():
+    # 7 does not fit behind 6 and waits for the next pack; 4 does. 9 waits while 2 fills the second pack.
+    assert packs([6, 7, 4, 9, 2, 1], 10) == [[6, 4], [7, 2, 1], [9]]
+
+
+def test_pack_is_closed_when_too_many_items_wait():
+    assert packs([6, 7, 8, 4], 10, look_ahead=2) == [[6], [7], [8], [4]]
+    assert packs([6, 7, 8, 4], 10, look_ahead=3) == [[6, 4], [7], [8]]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 32), max_size=80), st.integers(1, 8))
+def test_first_fit_holds_every_item_once_and_fills_no_pack_beyond_its_rows(sizes, look_ahead):
+    items = list(zip(sizes, range(len(sizes)), strict=True))
+    made = list(first_fit(items, itemgetter(0), 32, look_ahead))
+    assert sorted(item for pack in made for item in pack) == sorted(items)
+    assert all(0 < sum(size for size, _ in pack) <= 32 for pack in made)
+
+
+def test_item_longer_than_a_pack_is_refused_rather_than_dropped():
+    with pytest.raises(ValueError, match="an item takes 11 rows, wanted at most 10, the rows of a pack; split it"):
+        packs([3, 11], 10)
+
+
+@pytest.mark.parametrize(("capacity", "look_ahead", "message"), [
+    (0, 64, "capacity is 0, wanted >= 1"), (-5, 64, "capacity is -5, wanted >= 1"),
+    (10, 0, "look_ahead is 0, wanted >= 1"),
+])  # fmt: skip
+def test_packs_that_can_hold_nothing_are_refused_rather_than_items_dropped(capacity, look_ahead, message):
+    with pytest.raises(ValueError, match=message):
+        packs([3, 7], capacity, look_ahead)
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+def test_documents_per_pack_counts_pieces_of_split_documents():
+    # 40 is split in 16, 16 and 8, which is padded to 12; only 4 of the other documents' rows fit behind it.
+    counts, passes = pack_stats.documents_per_pack(np.array([40, 1]), 16, 4, 16, seed=0)
+    assert passes >= 300 and len(counts) == 3 * passes >= 1_000
+    assert sorted(counts[:3]) == [1, 1, 2]
+
+
+def test_documents_are_padded_and_split_as_asked():
+    counts, _ = pack_stats.documents_per_pack(np.full(64, 5), 64, 1, 64, seed=0)
+    assert set(counts) == {12, 4}  # 64 = 5 * 12 + 4
+    counts, _ = pack_stats.documents_per_pack(np.full(64, 5), 64, 16, 64, seed=0)
+    assert set(counts) == {4}
+    counts, _ = pack_stats.documents_per_pack(np.full(64, 64), 64, 1, 16, seed=0)
+    assert set(counts) == {4}
+
+
+def test_candidates_worked_by_hand():
+    counts = np.array([3] * 50 + [6] * 40 + [9] * 9 + [20])
+    found = {candidate.slots: candidate for candidate in pack_stats.candidates(counts)}
+    assert {slots: candidate.replay for slots, candidate in found.items()} == {
+        3: 50, 4: 50, 6: 90, 8: 90, 9: 99, 16: 99, 20: 100, 32: 100
+    }  # fmt: skip
+    assert {slots: candidate.why for slots, candidate in found.items() if candidate.why} == {
+        3: "P50", 6: "P90", 9: "P95 P99", 20: "max"
+    }  # fmt: skip
+    assert found[4].empty == 1 and found[6].empty == pytest.approx(50 * 3 / 90)
+    assert found[32].lengths_bytes == 2 * 33 * 4
+    assert [found[slots].look_up for slots in (3, 4, 6, 8, 9, 16, 20, 32)] == [2, 2, 3, 3, 4, 4, 5, 5]
+    assert found[32].cost == 4 * 6 * 5 / 16_384
+
+
+def test_rounds_and_steps_that_fall_back_worked_by_hand():
+    """Two steps of two rounds of three packs, and five packs that make no step."""
+    counts = np.array([1, 1, 1, 1, 5, 1,  2, 9, 2, 2, 7, 6,  9, 9, 9, 9, 9])
+    found = {candidate.slots: (candidate.rounds, candidate.steps) for candidate in pack_stats.candidates(counts, 3, 2)}
+    assert found == {1: (3, 2), 2: (3, 2), 4: (3, 2), 5: (2, 1), 8: (1, 1), 9: (0, 0), 16: (0, 0)}
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=24, max_size=60), st.integers(1, 4), st.integers(1, 6))
+def test_a_round_falls_back_if_one_pack_does_and_a_step_if_one_round_does(counts, groups, accumulate):
+    for candidate in pack_stats.candidates(np.array(counts), groups, accumulate):
+        rounds, steps = 0, 0
+        for step in range(len(counts) // (groups * accumulate)):
+            eager = [any(counts[(step * accumulate + number) * groups + group] > candidate.slots
+                         for group in range(groups)) for number in range(accumulate)]  # fmt: skip
+            rounds, steps = rounds + sum(eager), steps + any(eager)
+        assert (candidate.rounds, candidate.steps) == (rounds, steps)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 64, 65, 1000])
+def test_last_candidate_is_the_first_power_of_two_that_every_pack_fits(most):
+    last = pack_stats.candidates(np.array([1, most, most]))[-1]
+    assert last.is_power and last.slots // 2 < most <= last.slots and last.replay == 3
+
+
+# ------------------------------------------------------------------------------------------------ command
+
+
+def test_command_prints_percentiles_candidates_and_a_recommendation(lengths, capsys):
+    status, text, errors = run(capsys, "--lengths", lengths, "--tokens", 2048)
+    assert (status, errors) == (0, "")
+    assert text.startswith("1,000 documents, ")
+    assert re.search(r"\n[\d,]+ packs of 2,048 rows, from \d+ orders of them\n", text)
+    heading = re.search(r"\n +P50 +P90 +P95 +P99 +max\n", text)
+    counts = re.search(r"\ndocuments per pack +(\d+) +(\d+) +(\d+) +(\d+) +(\d+)\n", text)
+    assert heading and [*map(int, counts.groups())] == sorted(map(int, counts.groups()))
+    rows = re.findall(r"\n +(\d+) (?: P50| P90| P95| P99| max)* +([\d.]+) % +(\d+) .* B +\d+ +[\d.]+ %", text)
+    slots, shares, eager = ([*map(float, column)] for column in zip(*rows, strict=True))
+    assert slots == sorted(slots) and shares == sorted(shares) and eager == sorted(eager, reverse=True)
+    assert set(map(int, counts.groups())) <= set(slots)
+    assert shares[-1] == 100 and eager[-1] == 0
+    assert f"recommended: --cuda-graph-max-packed-seqs {slots[-1]:.0f}" in text
+    assert "computed, not measured" in text
+
+
+def test_command_prints_how_many_rounds_and_steps_fall_back(lengths, capsys):
+    words = "--lengths", lengths, "--tokens", 2048, "--accumulate", 4, "--groups", 2
+    for steps in (("--steps", 10), ("--steps", 1000), ()):
+        status, text, errors = run(capsys, *words, *steps)
+        assert (status, errors) == (0, "")
+        num_packs = int(re.search(r"\n([\d,]+) packs of 2,048 rows, from", text)[1].replace(",", ""))
+        said = re.search(r"\n([\d,]+) steps of 4 rounds, ([\d,]+) rounds of 2 packs, one a group", text)
+        num_steps, num_rounds = (int(number.replace(",", "")) for number in said.groups())
+        assert num_rounds == 4 * num_steps and num_steps == (steps[1] if steps else num_packs // 8)
+        assert num_packs == 8 * num_steps or not steps
+        rows = re.findall(r"\n +(\d+) +([\d,]+) +[\d.]+ % +([\d,]+) +[\d.]+ %(?=\n)", text)
+        rounds, fell = ([int(row[column].replace(",", "")) for row in rows] for column in (1, 2))
+        assert rounds[-1] == fell[-1] == 0 and fell[0] == num_steps and 0 < rounds[0] <= num_rounds
+        assert all(rounds[i] >= fell[i] for i in range(len(rows))) and rounds == sorted(rounds, reverse=True)
+
+
+def test_same_seed_gives_the_same_text_and_another_one_another(lengths, capsys):
+    words = ("--lengths", lengths, "--tokens", 1024)
+    first, again, other = (run(capsys, *words, "--seed", seed)[1] for seed in (3, 3, 4))
+    assert first == again != other
+
+
+def test_folder_is_read_with_its_subfolders_but_for_empty_and_hidden_files(tmp_path, capsys):
+    for name, size in {"a": 100, "deep/er/b": 50, "empty": 0, ".hidden": 70, ".git/c": 80}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size))
+    status, text, _ = run(capsys, "--data", tmp_path, "--tokens", 64, "--multiple", 1)
+    assert status == 0
+    assert text.startswith("2 documents, 150 tokens; 1 longer than 64 are split, and their pieces counted\n")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("--data", "{tmp}/nowhere", "--tokens", 64), "--data is {tmp}/nowhere, wanted a folder that exists; pass one"),
+    (("--data", "{tmp}/empty", "--tokens", 64), "--data is {tmp}/empty, which holds no file that is not empty or"),
+    (("--lengths", "{tmp}/nowhere", "--tokens", 64), "[Errno 2] No such file or directory: '{tmp}/nowhere'"),
+    (("--lengths", "{tmp}/none", "--tokens", 64), "--lengths is {tmp}/none, which holds no length above 0, wanted one"),
+    (("--lengths", "{tmp}/bins", "--tokens", 64), "line 2 of --lengths {tmp}/bins is '1,10,0.22', wanted one integer"),
+    (("--lengths", "{tmp}/wrong", "--tokens", 64), "line 1 of --lengths {tmp}/wrong is '-3', wanted one integer from"),
+    (("--lengths", "{tmp}/huge", "--tokens", 64), "line 1 of --lengths {tmp}/huge is '1000000000000', wanted one"),
+    (("--data", "{tmp}", "--tokens", 0), "--tokens is 0, wanted >= 1; pass a positive count"),
+    (("--data", "{tmp}", "--tokens", 8), "--tokens is 8, wanted at least --multiple, 16; pass --tokens 16"),
+    (("--data", "{tmp}", "--tokens", 64, "--multiple", -1), "--multiple is -1, wanted >= 1"),
+    (("--data", "{tmp}", "--tokens", 64, "--longest", 0), "--longest is 0, wanted >= 1"),
+    (("--data", "{tmp}", "--tokens", 64, "--seed", -1), "--seed is -1, wanted >= 0; leave it out for 0"),
+    (("--data", "{tmp}", "--tokens", 64, "--groups", 0), "--groups is 0, wanted >= 1"),
+    (("--data", "{tmp}", "--tokens", 64, "--accumulate", -1), "--accumulate is -1, wanted >= 1"),
+    (("--data", "{tmp}", "--tokens", 64, "--steps", "0"), "--steps is '0', wanted a number of at least 1, or all"),
+    (("--data", "{tmp}", "--tokens", 64, "--steps", "few"), "--steps is 'few', wanted a number of at least 1, or all"),
+    (("--data", "{tmp}", "--tokens", 64, "--groups", 10**6), "--groups times --accumulate is 1000000, wanted at most "),
+    (("--data", "{tmp}", "--tokens", 64, "--plot", "{tmp}/no/a.png"), "[Errno 2] No such file or directory: '{tmp}"),
+    (("--data", "{tmp}", "--tokens", 64, "--plot", "{tmp}/a.x"), "Format 'x' is not supported (supported formats:"),
+])  # fmt: skip
+def test_error_is_one_line_and_status_2(words, message, tmp_path, capsys):
+    if "--plot" in words:
+        pytest.importorskip("matplotlib")
+    (tmp_path / "empty").mkdir()
+    texts = {"none": "length\n0\n", "bins": "min_len,max_len\n1,10,0.22\n", "wrong": "-3\n", "huge": f"{10**12}\n"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    status, _, errors = run(capsys, *(str(word).format(tmp=tmp_path) for word in words))
+    assert status == 2
+    assert errors.startswith(f"python -m thdattn pack-stats: error: {message.format(tmp=tmp_path)}")
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["--tokens", "9"], ["--data", "."], ["--data", ".", "--lengths", "x", "--tokens", "9"]]
+)
+def test_sizes_come_from_one_place_and_tokens_must_be_said(words, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["pack-stats", *words])
+    assert error.value.code == 2
+    assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_picture_is_written(lengths, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    status, _, errors = run(capsys, "--lengths", lengths, "--tokens", 4096, "--plot", tmp_path / "packs.png")
+    assert (status, errors) == (0, "")
+    assert (tmp_path / "packs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_missing_matplotlib_is_said_before_anything_is_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pack_stats.importlib.util, "find_spec", lambda name: None)
+    status, text, errors = run(capsys, "--data", tmp_path / "nowhere", "--tokens", 64, "--plot", "a.png")
+    assert (status, text) == (2, "")
+    assert "--plot needs Matplotlib; install it with: pip install" in errors

@@ -1,0 +1,92 @@
+"""Tiles of scores that ranks compute, counted from ranges of rows, against masks of rows and columns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import thdattn
+from thdattn.costs import tile_counts
+from thdattn.plan.ranges import host_arrays, key_ranges
+
+LENGTHS = (90, 7, 0, 61, 33, 1, 25, 130)
+MASKS = {"causal": (-1, 0), "full": (-1, -1), "window": (20, 0), "two-sided": (11, 5)}
+
+
+def sharded(cp_size, strategy):
+    multiple = 2 * cp_size if strategy == "dual_chunk" else 1
+    return thdattn.Sharding(thdattn.PackedBatch.from_lengths(LENGTHS, multiple), cp_size, strategy)
+
+
+def visible(batch, window):
+    """(total_rows, total_rows) bool, which row sees which, from the rule on positions."""
+    sequence, position = np.full(batch.total_rows, -1), np.zeros(batch.total_rows, int)
+    for number, (start, length) in enumerate(zip(batch.cu_seqlens_padded, batch.lengths, strict=False)):
+        sequence[start : start + length], position[start : start + length] = number, range(length)
+    left, right = (side if side >= 0 else batch.total_rows for side in window)
+    behind = position[:, None] - position
+    return (sequence[:, None] == sequence) & (sequence >= 0) & (behind <= left) & (-behind <= right)
+
+
+def tiles_of(mask, tile):
+    return sum(mask[i : i + tile, j : j + tile].any()
+               for i in range(0, mask.shape[0], tile) for j in range(0, mask.shape[1], tile))
+
+
+def masks_of_ranks(sharding, window, keys_of=None):
+    """Of every rank, which of its rows see which rows of its key buffer."""
+    everything = np.pad(visible(sharding.batch, window), (0, 1))  # row -1 sees nothing
+    for rank in range(sharding.cp_size):
+        mask = everything[sharding.rows(rank)]
+        if keys_of is not None:
+            mask = mask[:, sharding.rows(keys_of)]
+        elif sharding.by_runs:
+            mask = mask[:, mask.any(axis=0)]
+        yield mask
+
+
+@pytest.mark.parametrize("window", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
+def test_pairs_and_tiles_are_those_of_the_mask(strategy, window, monkeypatch):
+    monkeypatch.setattr(tile_counts, "TILE", 8)
+    sharding = sharded(4, strategy)
+    pairs, tiles = tile_counts.pairs_and_tiles(sharding, window)
+    masks = list(masks_of_ranks(sharding, window))
+    assert pairs.tolist() == [mask.sum() for mask in masks]
+    assert tiles.tolist() == [tiles_of(mask, 8) for mask in masks]
+
+
+@pytest.mark.parametrize("window", MASKS.values(), ids=MASKS)
+def test_tiles_of_slices_are_those_of_the_mask(window, monkeypatch):
+    monkeypatch.setattr(tile_counts, "TILE", 8)
+    sharding = sharded(3, "dual_chunk")
+    tiles = tile_counts.tiles_of_slices(sharding, window)
+    for other in range(3):
+        masks = masks_of_ranks(sharding, window, keys_of=other)
+        assert tiles[:, other].tolist() == [tiles_of(mask, 8) for mask in masks]
+
+
+@pytest.mark.parametrize("window", MASKS.values(), ids=MASKS)
+def test_own_tiles_are_those_that_need_no_row_of_another_rank(window, monkeypatch):
+    monkeypatch.setattr(tile_counts, "TILE", 8)
+    sharding = sharded(4, "balanced")
+    found = tile_counts.own_tiles(sharding, window)
+    for rank, mask in enumerate(masks_of_ranks(sharding, window)):
+        rows = sharding.rows(rank)
+        everything = np.pad(visible(sharding.batch, window), (0, 1))[rows]
+        foreign = ~np.isin(np.flatnonzero(everything.any(axis=0)), rows)
+        tiles = [(i, j) for i in range(0, mask.shape[0], 8) for j in range(0, mask.shape[1], 8)
+                 if mask[i : i + 8, j : j + 8].any()]  # fmt: skip
+        of_queries = sum(not mask[i : i + 8, foreign].any() for i, _ in tiles)
+        of_keys = sum(not foreign[j : j + 8].any() for _, j in tiles)
+        assert found[:, rank].tolist() == [of_queries, of_keys]
+    assert (found < tile_counts.pairs_and_tiles(sharding, window)[1]).any(axis=1).all()
+
+
+@pytest.mark.parametrize("keys_of", [None, 2])
+@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
+def test_key_ranges_alone_are_those_of_the_plan(strategy, keys_of):
+    sharding = sharded(4, strategy)
+    for rank in range(4):
+        arrays = host_arrays(sharding, rank, (20, 0), (8, 8), keys_of=keys_of)
+        assert np.array_equal(key_ranges(sharding, rank, (20, 0), keys_of), arrays.key_ranges)

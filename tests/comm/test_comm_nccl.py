@@ -1,0 +1,452 @@
+"""How NCCL ranks are started, without a GPU: MPI is threads here and NCCL a stand-in that notes its calls."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import thdattn.comm
+from thdattn.comm import mpi, nccl
+from thdattn.comm.failures import watchdog
+from thdattn.comm.failures.watchdog import Watch
+from thdattn.comm.slices import Cut, Swap
+
+PEER_MEMORY = nccl._peer_memory  # before stand-ins take its place
+
+
+class World:
+    """mpi4py's communicator on simulated ranks."""
+
+    def __init__(self, comm):
+        self.rank, self.size, self._meeting = comm.rank, comm.size, comm._meeting
+
+    def allgather(self, value):
+        return self._meeting.exchange(self.rank, "allgather", value)
+
+    def bcast(self, value, root):
+        return self._meeting.exchange(self.rank, "bcast", value)[root]
+
+    def Barrier(self):
+        self.allgather(None)
+
+    def Split(self, color, key):
+        return World(SimpleNamespace(rank=0, size=1, _meeting=ALONE))
+
+
+class Alone:
+    """Where one rank meets itself."""
+
+    def exchange(self, rank, what, value):
+        return [value]
+
+
+ALONE = Alone()
+
+
+class Communicator:
+    def __init__(self, size, unique_id, rank):
+        self.made_with = (size, unique_id, rank)
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+
+def peer_memory(**calls):
+    """A stand-in for peer memory that has these calls."""
+    return SimpleNamespace(**dict.fromkeys(("enter", "close", "wait_within"), lambda *arguments: None) | calls)
+
+
+class Array:
+    """What the backend reads of a CuPy array."""
+
+    def __init__(self, shape, dtype, pointer=4096, device_id=0):
+        host = np.zeros(shape, dtype)
+        self.shape, self.dtype, self.ndim, self.size = host.shape, host.dtype, host.ndim, host.size
+        self.nbytes, self.flags, self.strides = host.nbytes, host.flags, host.strides
+        self.data = SimpleNamespace(ptr=pointer, device_id=device_id)
+
+
+Array.__module__ = "cupy"
+
+
+def make_cupy(uuids):
+    """CuPy as a process sees it that has GPUs with these uuids."""
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: len(uuids), getDeviceProperties=lambda device: {"uuid": uuids[device]}
+    )
+    stream = SimpleNamespace(ptr=77, synchronize=lambda: None, is_capturing=lambda: False)
+
+    class Device:
+        def __init__(self, number):
+            self.pci_bus_id = f"0000:{uuids[number].hex()}:00.0"
+
+        def use(self):
+            pass
+
+    return SimpleNamespace(
+        cuda=SimpleNamespace(runtime=runtime, Device=Device, get_current_stream=lambda: stream,
+                             alloc_pinned_memory=bytearray)
+    )
+
+
+def make_nccl(**overrides):
+    dtypes = thdattn.comm.SingleComm.sum_dtypes
+    constants = {f"NCCL_{name.upper()}": f"NCCL_{name.upper()}" for name in (*dtypes, "sum", "max")}
+    return SimpleNamespace(
+        **{**constants, "get_unique_id": lambda: b"id", "NcclCommunicator": Communicator, **overrides}
+    )
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """start(gpus_of_rank, fn): NCCL on ranks that see the given GPUs; returns what fn(comm) made of each rank."""
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (None, "stand-ins have none"))
+    mine = threading.local()
+    opened = []
+    monkeypatch.setattr(nccl, "load", lambda: (mine.cupy, mine.nccl))
+    monkeypatch.setattr(mpi, "local_rank", lambda world: world.rank)
+    monkeypatch.setattr(mpi, "free", lambda communicator: None)
+    monkeypatch.setattr(mpi, "watch", lambda world, timeout: Watch(f"rank {world.rank}", timeout, None))
+    monkeypatch.setattr(nccl, "_lanes", {})
+    monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda stream, address, number, flags: 0)
+    monkeypatch.setattr(mpi, "find_ranks", lambda world, watched: None)
+    monkeypatch.setenv("THDATTN_HOST", "node7")
+
+    def join(simulated, gpus, stand_in):
+        mine.cupy, mine.nccl = make_cupy(gpus), stand_in
+        world = World(simulated)
+        comm = nccl.NcclComm(world, nccl.choose(nccl.survey(world, 10.0)), 10.0)
+        opened.append(comm)
+        return comm
+
+    def start(gpus_of_rank, fn, stand_in=None):
+        stand_in = stand_in or make_nccl()
+        return thdattn.comm.run_local(
+            len(gpus_of_rank),
+            lambda simulated: fn(join(simulated, gpus_of_rank[simulated.rank], stand_in)),
+            timeout=10,
+        )
+
+    def refusals(gpus_of_rank, stand_in=None):
+        """The message that each rank raises."""
+
+        def program(simulated):
+            with pytest.raises(RuntimeError) as refusal:
+                join(simulated, gpus_of_rank[simulated.rank], stand_in or make_nccl())
+            return str(refusal.value)
+
+        return thdattn.comm.run_local(len(gpus_of_rank), program, timeout=10)
+
+    start.refusals = refusals
+    yield start
+    for comm in opened:
+        comm.close()
+
+
+FOUR_GPUS = [b"\x0a", b"\x0b", b"\x0c", b"\x0d"]
+
+
+def test_every_rank_takes_the_gpu_of_its_number_and_the_id_of_rank_0(start):
+    made = start([FOUR_GPUS] * 4, lambda comm: (comm._gpu, comm._nccl.made_with))
+    assert made == [(rank, (4, b"id", rank)) for rank in range(4)]
+
+
+def test_ranks_that_see_one_gpu_each_take_it(start):
+    assert start([[b"\x0a"], [b"\x0b"]], lambda comm: comm._gpu) == [0, 0]
+
+
+def test_two_ranks_on_one_gpu_are_refused_by_name_on_every_rank(start):
+    messages = start.refusals([[b"\x0a"], [b"\x0b"], [b"\x0b"]])
+    assert len(messages) == 3
+    assert all("ranks 1 and 2 have the same GPU, PCI bus id 0000:0b:00.0 on node7" in m for m in messages)
+
+
+def test_equal_gpus_of_two_nodes_are_two():
+    # Both uuids were cut at a 0 byte; the nodes are built alike.
+    gpus = [nccl.Gpu(0, host, "0000:0b:00.0", "") for host in ("node7", "node8")]
+    assert nccl.choose([(True, gpu) for gpu in gpus]) == gpus
+    with pytest.raises(RuntimeError, match=r"ranks 0 and 2 have the same GPU, PCI bus id 0000:0b:00.0 on node7"):
+        nccl.choose([(True, gpu) for gpu in (*gpus, gpus[0])])
+
+
+def test_more_ranks_than_gpus_are_refused_on_every_rank(start):
+    messages = start.refusals([FOUR_GPUS[:2]] * 3)
+    assert len(messages) == 3
+    assert all(
+        "no usable GPU on rank 2: RuntimeError: rank number 2 of node7 sees 2 GPUs" in m for m in messages
+    )
+
+
+def test_failing_rank_0_raises_on_every_rank_instead_of_stranding_them(start):
+    def no_id():
+        raise OSError("no network interface")
+
+    messages = start.refusals([FOUR_GPUS] * 4, make_nccl(get_unique_id=no_id))
+    assert messages == ["NCCL made no unique id on rank 0: OSError: no network interface"] * 4
+
+
+def test_communicator_that_fails_on_one_rank_raises_on_every_rank(start):
+    def communicator(size, unique_id, rank):
+        if rank == 1:
+            raise KeyError(7)  # what CuPy makes of NCCL errors it does not know
+        return Communicator(size, unique_id, rank)
+
+    messages = start.refusals([FOUR_GPUS] * 2, make_nccl(NcclCommunicator=communicator))
+    assert messages == ["NCCL did not start on rank 1: KeyError: 7"] * 2
+
+
+def test_start_that_never_ends_is_watched_for_longer_than_a_collective(start):
+    watched = []
+
+    def communicator(size, unique_id, rank):
+        watched.extend((str(operation), operation.limit) for operation in watchdog._watchdog.waiting.values())
+        return Communicator(size, unique_id, rank)
+
+    start([[b"\x0a"]], lambda comm: None, make_nccl(NcclCommunicator=communicator))
+    assert watched == [("the start of NCCL, number 1 of this comm,", 50.0)]
+    assert not watchdog._watchdog.waiting
+
+
+def test_collectives_pass_pointers_counts_dtypes_and_the_current_stream(start):
+
+    def program(comm):
+        comm.all_gather(Array((3, 2), np.float16, 1000), Array((6, 2), np.float16, 2000))
+        comm.reduce_scatter(Array((6, 2), ml_dtypes.bfloat16, 1000), Array((3, 2), ml_dtypes.bfloat16, 2000))
+        comm.all_reduce(Array((5,), np.float32, 3000), "max")
+        comm.all_reduce(Array((0, 4), np.float32, 0), "sum")
+        return comm._nccl.calls
+
+    calls = start([[b"\x0a"], [b"\x0b"]], program)[0]
+    assert calls == [
+        ("allGather", 1000, 2000, 12, "NCCL_UINT8", 77),
+        ("reduceScatter", 1000, 2000, 6, "NCCL_BFLOAT16", "NCCL_SUM", 77),
+        ("allReduce", 3000, 3000, 5, "NCCL_FLOAT32", "NCCL_MAX", 77),
+    ]
+
+
+def test_an_exchange_is_one_group_of_messages_in_the_order_of_its_slices(start):
+    cupy = pytest.importorskip("cupy")
+
+    def rows(pointer, shape):
+        memory = cupy.cuda.UnownedMemory(pointer, 1 << 16, None, 0)
+        return cupy.ndarray(shape, np.float16, cupy.cuda.MemoryPointer(memory, 0))
+
+    def program(comm):
+        x, y = rows(4096, (8, 2, 4)), rows(1 << 20, (8, 2, 4))
+        if comm.rank == 1:  # the only one: ranks are threads here, with one stand-in for NCCL
+            stand_in.groupStart = lambda: comm._nccl.calls.append("start")
+            stand_in.groupEnd = lambda: comm._nccl.calls.append("end")
+            wait = comm.exchange([(x[2:5], 0), (x[:0], 2), (x[7:], 2)], [(y[1:2], 2), (y[:1], 0)])
+            assert wait is thdattn.comm.nothing
+        return comm._nccl.calls
+
+    stand_in = make_nccl()
+    assert start([[b"\x0a"], [b"\x0b"], [b"\x0c"]], program, stand_in)[1] == [
+        "start",
+        ("recv", (1 << 20) + 16, 16, "NCCL_UINT8", 2, 77),
+        ("recv", 1 << 20, 16, "NCCL_UINT8", 0, 77),
+        ("send", 4096 + 32, 48, "NCCL_UINT8", 0, 77),
+        ("send", 4096 + 112, 16, "NCCL_UINT8", 2, 77),
+        "end",
+    ]
+
+
+def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
+    peer = peer_memory(gather_heads=lambda sends, recvs, at_once: [],
+                       sum_at_home=lambda rows, results, at_once: thdattn.comm.nothing)
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
+    monkeypatch.setattr(nccl.NcclComm, "watched", lambda *arguments: nullcontext())
+
+    def program(comm):
+        keys, result = (np.zeros((5, 2, 4), np.float32) for _ in range(2))
+        counts = []
+        for call, arguments in ((comm.gather_heads, ([keys, keys], [])), (comm.sum_at_home, (None, [result], True)),
+                                (comm.sum_at_home, (None, [result], False))):  # fmt: skip
+            call(*arguments)
+            counts.append(comm.received_bytes)
+        return counts
+
+    assert start([[b"\x0a"], [b"\x0b"], [b"\x0c"]], program) == [[640, 960, 1280]] * 3
+
+
+def test_peer_memory_waits_within_the_deadline_of_the_comm(start, monkeypatch):
+    made = threading.local()
+    peer = peer_memory(wait_within=lambda waiting: setattr(made, "watch", waiting.__self__))
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
+    assert start([FOUR_GPUS] * 2, lambda comm: made.watch is comm._watch) == [True, True]
+
+
+def test_peer_memory_is_not_used_after_the_end(start, monkeypatch):
+    peer = peer_memory()
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
+
+    def program(comm):
+        comm.close()
+        for call in (lambda: comm.gather_heads([np.zeros(3)], []), lambda: comm.homes([], [], True),
+                     lambda: comm.sum_at_home(None, [np.zeros(3)], False)):  # fmt: skip
+            with pytest.raises(RuntimeError, match="nccl comm is closed"):
+                call()
+
+    start([FOUR_GPUS] * 2, program)
+
+
+@pytest.mark.parametrize("has_peer_memory", [True, False])
+def test_an_exchange_with_sizes_goes_through_peer_memory_where_there_is_some(start, monkeypatch, has_peer_memory):
+    said = []
+    peer = peer_memory(exchange=lambda *arguments: said.append(arguments) or (lambda: said.append("waits")))
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer if has_peer_memory else None, ""))
+
+    def program(comm):
+        if comm.rank == 0:
+            comm.exchange([], [])()
+            comm.exchange([], [], none)()
+
+    none = np.zeros((2, 2), int)
+    start([FOUR_GPUS] * 2, program)
+    assert said == [([], [], none), "waits"] * has_peer_memory
+
+
+@pytest.mark.parametrize("takes_it", [True, False])
+def test_slices_that_nothing_hides_go_by_a_kernel_that_says_where_the_stream_is(start, monkeypatch, takes_it):
+    said = []
+    peer = peer_memory(
+        swaps_by_kernel=lambda swap, at_once: at_once and takes_it,
+        swap=lambda *arguments: said.append(arguments), exchange=lambda *arguments: said.append("copies"))
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
+    monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda stream, address, number, flags: 0)
+    rows = Cut(0, (0, 0), (0, 3)),
+    swap = Swap(rows, rows, 12 * (1 - np.eye(2, dtype=int)))
+
+    def program(comm):
+        if comm.rank == 0:
+            numbers = comm._lane()._numbers
+            comm._check_slices = lambda *slices: None  # they are NumPy's
+            comm.swap(swap, [np.zeros(3, np.float32)], [np.zeros(3, np.float32)], at_once=True)
+            return comm.received_bytes, numbers.ctypes.data
+        return None
+
+    (received, marks), _ = start([FOUR_GPUS] * 2, program)
+    if takes_it:
+        assert received == 12
+        assert [(given, where) for given, _, _, (where, _) in said] == [(swap, marks)]
+    else:
+        assert said == ["copies"]
+
+
+def test_every_collective_is_between_two_numbers_that_the_stream_writes(start, monkeypatch):
+    done = []
+
+    def written(stream, address, number, flags):
+        done.append((stream, address, number))
+
+    monkeypatch.setattr(nccl, "_stream_writes", lambda: written)
+    monkeypatch.setattr(Communicator, "allReduce", lambda self, *arguments: done.append("NCCL"), raising=False)
+
+    def program(comm):
+        for _ in range(2):
+            comm.all_reduce(Array((5,), np.float32, 3000), "sum")
+        comm.agree("plan", 7)
+        with comm.watched("replay"):
+            comm.all_reduce(Array((5,), np.float32, 3000), "sum")
+
+    start([[b"\x0a"], [b"\x0b"]], lambda comm: program(comm) if comm.rank == 0 else comm.agree("plan", 7))
+    (stream, begin, number), (_, end, _) = done[1], done[3]
+    assert done.pop(0) == (stream, begin, 0), "what tells whether the driver can"
+    assert (stream, number) == (77, 1) and end == begin + 4
+    numbered = [((77, begin, n), "NCCL", (77, end, n)) for n in (1, 2, 3)]
+    assert done == [x for operation in numbered for x in operation]
+
+
+def test_driver_that_cannot_have_streams_write_is_said_to_have_no_deadline(start, monkeypatch, caplog):
+    monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda *arguments: 801)
+    start([[b"\x0a"], [b"\x0b"]], lambda comm: comm.all_reduce(Array((5,), np.float32, 3000), "sum"))
+    assert "(cuStreamWriteValue32: error 801), so no deadline holds for collectives on this GPU" in caplog.text
+
+
+def test_nothing_is_written_into_a_stream_that_is_captured(start, monkeypatch):
+    monkeypatch.setattr(nccl, "_stream_writes", lambda: pytest.fail)
+
+    def program(comm):
+        comm._cupy.cuda.get_current_stream().is_capturing = lambda: True
+        comm.all_reduce(Array((5,), np.float32, 3000), "sum")
+        return [call[0] for call in comm._nccl.calls]
+
+    assert start([[b"\x0a"], [b"\x0b"]], program) == [["allReduce"]] * 2
+
+
+def test_rank_that_is_alone_is_not_watched(start, monkeypatch):
+    monkeypatch.setattr(nccl, "_stream_writes", lambda: pytest.fail)
+    start([[b"\x0a"]], lambda comm: comm.all_reduce(Array((5,), np.float32, 3000), "sum"))
+
+
+def test_group_takes_the_gpu_of_its_rank_and_is_closed_with_the_comm(start):
+    def program(comm):
+        group = comm.split(comm.rank)
+        comm.close()
+        return group._gpu, group._nccl.made_with, group._nccl.calls
+
+    made = start([FOUR_GPUS] * 2, program)
+    assert made == [(rank, (1, b"id", 0), [("destroy",)]) for rank in range(2)]
+
+
+@pytest.mark.parametrize(("reason", "transport"), [
+    ("", "'peer'"), ("the ranks are on 2 machines", "'nccl': the ranks are on 2 machines"),
+])  # fmt: skip
+def test_ranks_say_how_keys_travel_between_them_and_why(start, monkeypatch, reason, transport):
+    peer = None if reason else peer_memory()
+    monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, reason))
+    made = start([FOUR_GPUS] * 2, lambda comm: (repr(comm), comm.no_peer_memory, comm.overlaps))
+    assert made == [(f"<NcclComm rank {rank} of 2, transport {transport}>", reason, not reason) for rank in range(2)]
+
+
+@pytest.mark.parametrize("transport", ["auto", "peer", "nccl"])
+def test_one_rank_has_no_peers_whatever_transport_its_group_was_split_from(transport):
+    assert PEER_MEMORY(None, [FOUR_GPUS], transport) == (None, "there is one rank")
+
+
+def test_close_destroys_the_communicator_once(start):
+    def program(comm):
+        comm.close()
+        comm.close()
+        return comm._nccl.calls
+
+    assert start([[b"\x0a"]], program) == [[("destroy",)]]
+
+
+def test_array_on_another_gpu_is_named(start):
+    def program(comm):
+        comm.all_reduce(Array((5,), np.float32, device_id=3), "sum")
+
+    with pytest.raises(ValueError, match="array is on GPU 3, but rank 0 works on GPU 0"):
+        start([[b"\x0a"]], program)
+
+
+def test_host_array_is_refused_with_the_remedy(start):
+    with pytest.raises(TypeError, match=r"array is a numpy.ndarray, but the nccl backend takes CuPy arrays"):
+        start([[b"\x0a"]], lambda comm: comm.all_reduce(np.zeros(3), "sum"))
+
+
+def test_missing_cupy_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(RuntimeError, match=r"CuPy cannot be loaded .*pip install .*\[cuda13\]"):
+        nccl.load()
+
+
+def test_cupy_without_nccl_says_what_to_install(monkeypatch):
+    without = SimpleNamespace(available=False)
+    cuda = SimpleNamespace(nccl=without)
+    for name, module in {
+        "cupy": SimpleNamespace(cuda=cuda),
+        "cupy.cuda": cuda,
+        "cupy.cuda.nccl": without,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(RuntimeError, match="CuPy finds no NCCL library; pip install"):
+        nccl.load()

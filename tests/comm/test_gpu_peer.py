@@ -1,0 +1,340 @@
+"""Peer memory on one GPU, and groups of heads: the kernels see some heads of longer rows, and copies arrive in time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("cupy")  # which peer memory loads
+import cases
+import delays
+import numpy as np
+from cases import BFLOAT16, CASES, FIELDS, check, run, to_host
+from delays import attention, inputs_of, step
+from loopback import SIZE, Loopback, Mirror
+
+from thdattn import PackedBatch
+from thdattn.comm.peer import layout, transport
+from thdattn.comm.slices import Cut, Swap
+from thdattn.methods import select
+
+pytestmark = pytest.mark.gpu
+
+PACKS = {"few-long": (700, 900), "many-short": (33, 1, 64, 0, 100) * 9, "one-row": (1,)}
+DIMS = [(128, 128), (64, 64), (192, 128), (256, 256)]
+
+
+@pytest.fixture
+def comm(cupy, monkeypatch):
+    monkeypatch.setattr(select, "WORTH_GROUPS", 0)  # by default, groups of 1, 1 and 2 kv heads
+    with cupy.cuda.Stream(non_blocking=True):
+        comm = Loopback(monkeypatch)
+        yield comm
+        comm.peer.close()
+
+
+def assert_same_bits(found, wanted):
+    for name, x, y in zip(("out", "lse", "max_logit", "dq", "dk", "dv"), found, wanted, strict=True):
+        assert to_host(x).tobytes() == to_host(y).tobytes(), name
+
+
+def check_with_collectives(cupy, comm, pack, dims, head_groups):
+    batch = PackedBatch.from_lengths(PACKS[pack], 4)
+    layer, plain = attention(comm, dims, head_groups=head_groups), attention(Mirror(), dims, head_groups=1)
+    plan, other = layer.plan(batch), plain.plan(batch)
+    for seed in range(3):
+        inputs = inputs_of(cupy, layer, plan, seed)
+        assert_same_bits(step(layer, plan, *inputs), step(plain, other, *inputs))
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("head_groups", [1, 2, 4, None])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("pack", PACKS)
+def test_peer_memory_gives_the_bits_of_collectives(cupy, comm, pack, dims, head_groups):
+    check_with_collectives(cupy, comm, pack, dims, head_groups)
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("pack", PACKS)
+def test_portable_kernels_bring_gradients_home_too(cupy, comm, monkeypatch, pack, dims):
+    from thdattn.engines.cuda import launch
+
+    gpu = launch.this_gpu()
+    monkeypatch.setattr(launch, "this_gpu", lambda: replace(gpu, sm90=False))
+    check_with_collectives(cupy, comm, pack, dims, head_groups=2)
+
+
+@pytest.mark.parametrize("keep_keys", [False, True])
+def test_a_captured_exchange_replays(cupy, comm, keep_keys):
+    layer = attention(comm, head_groups=2, keep_keys=keep_keys)
+    plan = layer.plan(PackedBatch.from_lengths(PACKS["few-long"], 4))
+    static = inputs_of(cupy, layer, plan)
+    wanted = [[x.copy() for x in step(layer, plan, *inputs_of(cupy, layer, plan, seed))] for seed in range(4)]
+    stream = cupy.cuda.get_current_stream()
+    stream.begin_capture()
+    found = [step(layer, plan, *static) for _ in range(2)]  # a window has its second turn
+    graph = stream.end_capture()
+    for seed in (0, 1, 2, 3, 1):
+        for x, y in zip(static, inputs_of(cupy, layer, plan, seed), strict=True):
+            x[...] = y
+        graph.launch(stream)
+        for results in found:
+            assert_same_bits(results, wanted[seed])
+    assert_same_bits(step(layer, plan, *static), wanted[1])  # eager again, with the flags as the graph left them
+    stream.synchronize()
+    del graph
+
+
+def test_layers_in_flight_do_not_mix(cupy, comm):
+    layer = attention(comm, head_groups=2, keep_keys=False)
+    plan = layer.plan(PackedBatch.from_lengths(PACKS["few-long"], 4))
+    layers = [inputs_of(cupy, layer, plan, seed) for seed in range(3)]
+    wanted = [[x.copy() for x in step(layer, plan, *inputs)] for inputs in layers]
+    for _ in range(3):
+        saved, outs, grads = [], [], []
+        keys = layer.gather(*layers[0][1:3], plan)
+        for number, (q, k, v, _) in enumerate(layers):
+            following = layer.gather(*layers[number + 1][1:3], plan) if number < 2 else None
+            out, kept = layer.forward(q, k, v, plan, return_max_logit=True, keys=keys)
+            outs.append((out, kept.lse, kept.max_logit))
+            saved.append(kept)
+            keys = following
+        for number in (2, 1, 0):
+            dq, dk_dv = layer.start_backward(layers[number][3], saved[number])
+            grads.insert(0, (dq, *dk_dv()))
+        for number in range(3):
+            assert_same_bits((*outs[number], *grads[number]), wanted[number])
+
+
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("head_groups", [1, 2, 4, None])
+def test_streams_that_are_late_give_the_same_bits(cupy, comm, head_groups, keep_keys):
+    delays.check(cupy, comm, head_groups, keep_keys)
+
+
+EXCHANGED = [  # rows, heads of how many that travel, of how many there; and the dtype
+    (300, 4, 32, 4, "bfloat16"), (300, 4, 32, 12, "bfloat16"), (17, 32, 32, 32, "bfloat16"), (300, 8, 8, 16, "float32"),
+    (1, 3, 5, 7, "float32"), (5000, 1, 8, 1, "float16"), (3, 1, 1, 9, "int8"),
+]  # fmt: skip
+
+
+def slices_of(cupy, seed):
+    """(what is sent, where it is received), strided and not, and the whole arrays that are received into."""
+    rng, sends, recvs, places = np.random.default_rng(seed), [], [], []
+    for rows, heads, out_of, into, name in EXCHANGED:
+        dtype = np.dtype(name)
+        width = 256 // dtype.itemsize
+        values = cupy.asarray(rng.integers(-99, 99, (rows, out_of, width)).astype(dtype))
+        place = cupy.zeros((rows, into, width), dtype)
+        sends.append((values[:, out_of - heads :], 1))
+        recvs.append((place[:, :heads], 1))
+        places.append(place)
+    return sends, recvs, places
+
+
+def sizes_of(sends):
+    total = sum(x.nbytes for x, _ in sends)
+    return [[0, total], [total, 0]]
+
+
+def test_slices_arrive_through_peer_memory_as_by_copies(cupy, comm):
+    under_way = []
+    for seed in range(5):
+        sends, recvs, found = slices_of(cupy, seed)
+        _, others, wanted = slices_of(cupy, seed)
+        Mirror().exchange(sends, others)
+        under_way.append((comm.exchange(sends, recvs, sizes_of(sends)), found, wanted))
+        for x, _ in sends:
+            x.view(np.uint8)[...] = 0  # they are free
+    for wait, found, wanted in under_way[::-1]:
+        wait()
+        for x, y in zip(found, wanted, strict=True):
+            assert to_host(x).tobytes() == to_host(y).tobytes()
+
+
+def test_captured_slices_replay(cupy, comm):
+    sends, recvs, found = slices_of(cupy, 0)
+    comm.exchange(sends, recvs, sizes_of(sends))()
+    stream = cupy.cuda.get_current_stream()
+    stream.begin_capture()
+    waits = [comm.exchange(sends, recvs, sizes_of(sends)) for _ in range(3)]
+    for wait in waits:
+        wait()
+    graph = stream.end_capture()
+    for seed in (1, 2, 3):
+        others, into, wanted = slices_of(cupy, seed)
+        Mirror().exchange(others, into)
+        for (x, _), (y, _) in zip(sends, others, strict=True):
+            x[...] = y
+        for x in found:
+            x.view(np.uint8)[...] = 0
+        graph.launch(stream)
+        for x, y in zip(found, wanted, strict=True):
+            assert to_host(x).tobytes() == to_host(y).tobytes()
+    comm.exchange(sends, recvs, sizes_of(sends))()  # eager again, with the flags as the graph left them
+    stream.synchronize()
+    del graph
+
+
+SWAPPED = [  # rows, heads that each of two ranks has, width, dtype; whether rows of all come back; of each an exchange
+    [(4096, 8, 128, "bfloat16", False), (4096, 2, 128, "bfloat16", False), (4096, 2, 64, "bfloat16", False)],
+    [(4096, 8, 128, "bfloat16", True), (8, 4096, 1, "float32", False)],
+    [(9_000, 16, 128, "bfloat16", True)],  # of all chunks that there are
+    [(1, 1, 8, "float16", False)], [(301, 3, 1, "float32", True)], [(77, 5, 3, "int8", False)],
+    [(40, 1, 8, "bfloat16", False)] * 6,
+]  # fmt: skip
+
+
+def swap_of(cupy, arrays, seed):
+    """What two ranks give each other of some arrays, those arrays, and others that it is put into."""
+    rng, cuts, sends, recvs = np.random.default_rng(seed), [], [], []
+    for rows, heads, width, name, back in arrays:
+        dtype = np.dtype(name)
+        shapes = (rows, SIZE * heads, width), (SIZE * rows, heads, width)
+        sends.append(cupy.asarray(rng.integers(-99, 99, shapes[back]).astype(dtype)))
+        recvs.append(cupy.zeros(shapes[not back], dtype))
+        of_rows, of_heads = (Cut(axis, (0, each), (each, 2 * each)) for axis, each in enumerate((rows, heads)))
+        cuts.append((of_rows, of_heads) if back else (of_heads, of_rows))
+    sizes = sum(x.nbytes for x in sends) // SIZE * (1 - np.eye(SIZE, dtype=np.int64))
+    return Swap(*zip(*cuts, strict=True), sizes), sends, recvs
+
+
+def assert_arrived(found, wanted):
+    for x, y in zip(found, wanted, strict=True):
+        assert to_host(x).tobytes() == to_host(y).tobytes()
+
+
+def test_slices_arrive_by_one_kernel_as_by_copies(cupy, comm):
+    for seed, arrays in enumerate(SWAPPED * 2):
+        swap, sends, found = swap_of(cupy, arrays, seed)
+        _, _, wanted = swap_of(cupy, arrays, seed)
+        Mirror().swap(swap, sends, wanted)()
+        wait = comm.swap(swap, sends, found, at_once=True)
+        for x in sends:
+            x.view(np.uint8)[...] = 0  # they are free
+        wait()
+        assert_arrived(found, wanted)
+    assert comm.by_kernel == 2 * len(SWAPPED)
+
+
+def test_slices_by_copies_and_by_the_kernel_take_turns(cupy, comm, monkeypatch):
+    monkeypatch.setattr(transport, "WORTH_COPYING", 0)
+    under_way = []
+    for number in range(12):
+        swap, sends, found = swap_of(cupy, SWAPPED[number % len(SWAPPED)], number)
+        _, _, wanted = swap_of(cupy, SWAPPED[number % len(SWAPPED)], number)
+        Mirror().swap(swap, sends, wanted)()
+        under_way.append((comm.swap(swap, sends, found, at_once=number % 3 == 0), found, wanted))
+    for wait, found, wanted in under_way[::-1]:
+        wait()
+        assert_arrived(found, wanted)
+    assert comm.by_kernel == 4
+
+
+def test_captured_slices_of_the_kernel_replay(cupy, comm):
+    made = [swap_of(cupy, arrays, 0) for arrays in SWAPPED]
+    for one in made * 2:  # each at both turns of a window
+        comm.swap(*one, at_once=True)()
+    stream = cupy.cuda.get_current_stream()
+    stream.begin_capture()
+    for one in made:
+        comm.swap(*one, at_once=True)()
+    graph = stream.end_capture()
+    for seed in (1, 2, 3):
+        wanted = []
+        for (_, sends, _), arrays in zip(made, SWAPPED, strict=True):
+            swap, others, places = swap_of(cupy, arrays, seed)
+            Mirror().swap(swap, others, places)()
+            wanted += places
+            for x, other in zip(sends, others, strict=True):
+                x[...] = other
+        graph.launch(stream)
+        assert_arrived([x for _, _, found in made for x in found], wanted)
+    comm.swap(*made[0], at_once=True)()  # eager again, with the flags as the graph left them
+    stream.synchronize()
+    del graph
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("head_groups", [1, 2])
+@pytest.mark.parametrize("sharding", ["contiguous", "dual_chunk"])
+@pytest.mark.parametrize("pack", PACKS)
+def test_heads_exchanged_by_the_kernel_give_the_bits_of_collectives(cupy, comm, pack, sharding, head_groups, keep_keys):
+    batch = PackedBatch.from_lengths(PACKS[pack], 4)
+    options = {"cp_comm_type": "a2a", "keep_keys": keep_keys}
+    layer, plain = attention(comm, head_groups=head_groups, **options), attention(Mirror(), head_groups=1, **options)
+    plan, other = layer.plan(batch, sharding), plain.plan(batch, sharding)
+    for seed in range(3):
+        inputs = inputs_of(cupy, layer, plan, seed)
+        assert_same_bits(step(layer, plan, *inputs), step(plain, other, *inputs))
+    assert comm.by_kernel == 3 * 4 * head_groups  # there and back, forward and backward: what is small is not hidden
+
+
+def test_windows_grow_and_those_of_graphs_stay(cupy, comm):
+    layer, stream = attention(comm, head_groups=2, keep_keys=False), cupy.cuda.get_current_stream()
+    small, large, largest = (layer.plan(PackedBatch.from_lengths(lengths, 4))
+                             for lengths in ((64,), (9_000, 5_000), (20_000,)))  # fmt: skip
+    inputs = inputs_of(cupy, layer, small)
+    wanted = [x.copy() for x in step(layer, small, *inputs)]
+    before = comm.peer.held_bytes()
+    stream.begin_capture()
+    found = [step(layer, small, *inputs) for _ in range(2)]  # a window has its second turn
+    graph = stream.end_capture()
+    for plan in (large, largest):
+        step(layer, plan, *inputs_of(cupy, layer, plan))
+        held = comm.peer.held_bytes()
+        assert held["windows of graphs"] == before["windows of keys"] + before["windows of sums"]
+        for results in found:
+            for x in results:
+                x.view(np.uint8)[...] = 0xFF
+        graph.launch(stream)
+        for results in found:
+            assert_same_bits(results, wanted)
+    assert held["pulled sums of graphs"] == before["pulled sums"]
+    assert_same_bits(step(layer, small, *inputs), wanted)
+    stream.synchronize()
+    del graph
+    assert layout.roomy(3 << 20) == 3 << 20 and layout.roomy((9 << 20) + 1) == 10 << 20
+
+
+def test_what_windows_take_is_what_is_said_and_free_after_the_end(cupy, comm):
+    def free():
+        cupy.get_default_memory_pool().free_all_blocks()
+        return cupy.cuda.runtime.memGetInfo()[0]
+
+    layer = attention(comm, head_groups=2, keep_keys=False)
+    plan = layer.plan(PackedBatch.from_lengths([4_000], 4))
+    step(layer, plan, *inputs_of(cupy, layer, plan))
+    del plan
+    start = free() + sum(comm.peer.held_bytes().values())
+    for number in range(22):
+        plan = layer.plan(PackedBatch.from_lengths([int(30_000 * 1.02**number)], 4))
+        step(layer, plan, *inputs_of(cupy, layer, plan))
+        del plan
+    held = sum(comm.peer.held_bytes().values())
+    assert held > 100 * 2**20 and abs(start - free() - held) < 32 * 2**20
+    comm.peer.close()
+    assert abs(free() - start) < 32 * 2**20
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("name", ["gqa-32-8", "mha", "window-two-sided", "capacity-contiguous", "tail-tiles",
+                                  *(case.name for case in cases.DIMS if case.name.endswith("-causal"))])  # fmt: skip
+def test_every_group_of_heads_is_the_oracle(cupy, name, keep_keys):
+    case = {case.name: case for case in (*CASES.values(), *cases.DIMS)}[name]
+    for head_groups in {1, case.heads[1]}:
+        for deterministic in (False, True):  # where dq has a kernel of its own, on copies of the group's heads
+            check(case, BFLOAT16, run(case, 2, BFLOAT16, xp=cupy, engine="cuda", head_groups=head_groups,
+                                      keep_keys=keep_keys, deterministic=deterministic))  # fmt: skip
+
+
+def test_groups_of_heads_give_the_same_bits(cupy):
+    case = CASES["gqa-12-2"]
+    wanted, found = (run(case, 2, BFLOAT16, xp=cupy, engine="cuda", head_groups=n, deterministic=True) for n in (1, 2))
+    for field in FIELDS:
+        assert found.tokens[field].tobytes() == wanted.tokens[field].tobytes(), field

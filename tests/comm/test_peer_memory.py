@@ -1,0 +1,398 @@
+"""Memory of peer memory, by ranks that are threads: what fails on one is raised by all, and what is there counts."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+import host_memory
+
+import thdattn
+from thdattn.comm import nccl
+from thdattn.comm.failures.outcomes import agreed
+from thdattn.comm.peer import transport as peer
+from thdattn.comm.peer import windows
+
+SIZE = 3
+
+
+class World:
+    """As much of MPI's communicator as peer memory needs, of simulated ranks."""
+
+    def __init__(self, comm):
+        self.rank, self.size, self._comm = comm.rank, comm.size, comm
+
+    def allgather(self, value):
+        return self._comm._gather_values(value)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """ranks(program): what program(memory, gpu) returns on each rank."""
+    host_memory.install(monkeypatch)
+
+    def run(program):
+        def one(comm):
+            memory = peer.PeerMemory(World(comm))
+            result = program(memory, host_memory.gpu())
+            memory.close()
+            assert not host_memory.gpu().allocated and not host_memory.gpu().opened
+            return result
+
+        return thdattn.comm.run_local(SIZE, one, timeout=20)
+
+    return run
+
+
+def rows(rank, number, num_rows):
+    return np.random.default_rng([rank, number]).standard_normal((num_rows, 2, 4), np.float32)
+
+
+def empty(num_rows):
+    return host_memory.on_gpu(np.full((num_rows, 2, 4), np.nan, np.float32))
+
+
+def gather(memory, number, num_rows):
+    recv = empty(SIZE * num_rows)
+    (arrival,) = memory.gather_heads([host_memory.on_gpu(rows(memory.rank, number, num_rows))], [[recv]], False)
+    arrival.wait()
+    for other in memory._others:
+        assert recv[other * num_rows :][:num_rows].tobytes() == rows(other, number, num_rows).tobytes()
+
+
+def exchange(memory, number, num_rows):
+    sizes = num_rows * 32 * (1 - np.eye(SIZE, dtype=int))
+    recvs = [(empty(num_rows), other) for other in memory._others]
+    send = host_memory.on_gpu(rows(memory.rank, number, num_rows))
+    memory.exchange([(send, other) for other in memory._others], recvs, sizes)()
+    for recv, other in recvs:
+        assert recv.tobytes() == rows(other, number, num_rows).tobytes()
+
+
+def add(memory, number, num_rows, at_once=False):
+    results, shape = [empty(num_rows) for _ in range(2)], (num_rows, 2, 4)
+    for homes in memory.homes([shape] * 2, [shape] * 2, at_once)["of"]:
+        for home in homes[:SIZE]:
+            host_memory.array(shape, np.float32, int(home))[...] = memory.rank + number
+    memory.sum_at_home(None, results, at_once)()
+    assert all((x == sum(range(SIZE)) + SIZE * number).all() for x in results)
+
+
+def add_at_once(memory, number, num_rows):
+    add(memory, number, num_rows, at_once=True)
+
+
+CALLS = gather, exchange, add, add_at_once
+calls = pytest.mark.parametrize("call", CALLS)
+
+
+def told(memory):
+    """Bytes that it says to hold are those that were allocated."""
+    held = memory.held_bytes()
+    assert sum(held.values()) == host_memory.gpu().allocated
+    return held
+
+
+def state(memory):
+    return told(memory), sorted(host_memory.gpu().opened)
+
+
+# --- growing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("short", [(1,), (0, 2)])
+@calls
+def test_where_one_rank_lacks_memory_all_raise_and_a_smaller_batch_works(ranks, call, short):
+    def program(memory, gpu):
+        for number in range(3):
+            call(memory, number, 8)
+        before = state(memory)
+        if memory.rank in short:
+            gpu.left = 100_000
+        with pytest.raises(MemoryError) as refused:
+            call(memory, 3, 5000)
+        assert state(memory) == before
+        for number, num_rows in enumerate((8, 5, 8, 7)):
+            call(memory, number, num_rows)
+        gpu.left = 1 << 30
+        for number in range(3):
+            call(memory, number, 5000)
+        assert state(memory)[0] != before[0]
+        return str(refused.value)
+
+    (message,) = set(ranks(program))
+    assert re.match(r"making .*(windows|pulled).* failed on rank \d: found 0.10 MiB of GPU memory free, want", message)
+    assert [rank for rank in range(SIZE) if f"rank {rank}" in message] == list(short)
+    assert "pass fewer tokens" in message
+
+
+def test_windows_of_a_sum_may_fail_behind_the_room_for_what_is_pulled(ranks):
+    def program(memory, gpu):
+        add(memory, 0, 8)
+        if memory.rank == 1:
+            gpu.left = 2 * (SIZE - 1) * 5000 * 32 + 1000
+        with pytest.raises(MemoryError, match=r"making 2 windows of sums of .* each failed on rank 1"):
+            add(memory, 1, 5000)
+        told(memory)
+        for number, num_rows in enumerate((8, 5, 8)):
+            add(memory, number, num_rows)
+
+    ranks(program)
+
+
+@calls
+def test_what_the_pool_holds_free_is_given_back(ranks, call):
+    def program(memory, gpu):
+        call(memory, 0, 8)
+        if memory.rank:
+            gpu.left, gpu.cached = 100_000, 1 << 30
+        call(memory, 1, 5000)
+        assert not gpu.cached
+
+    ranks(program)
+
+
+@pytest.mark.parametrize("step", ["handle", "open"])
+def test_windows_that_cannot_be_shared_are_given_back_by_all(ranks, step):
+    def program(memory, gpu):
+        gather(memory, 0, 8)
+        before, count = state(memory), iter(range(99))
+
+        def refuses(which, about):
+            if which == step and next(count) == 1:
+                raise host_memory.CUDARuntimeError(201)
+
+        if memory.rank == 1:
+            gpu.refuses = refuses
+        with pytest.raises(RuntimeError, match=r"2 windows of keys .* failed on rank 1: CUDARuntimeError: error 201$"):
+            gather(memory, 1, 5000)
+        assert state(memory) == before
+        for number, num_rows in enumerate((8, 5000, 8, 5000)):
+            gather(memory, number, num_rows)
+
+    ranks(program)
+
+
+def test_ranks_wait_for_each_other_within_the_deadline(ranks):
+    def program(memory, gpu):
+        within = []
+
+        @contextlib.contextmanager
+        def waiting(step):
+            within.append(step)
+            yield
+            within.append("")
+
+        world = memory._world
+        allgather = world.allgather
+
+        def asked(value):
+            assert within and within[-1], "nobody would end what waits here"
+            return allgather(value)
+
+        world.allgather = asked
+        memory.wait_within(waiting)
+        gather(memory, 0, 5000)
+        assert next(filter(None, within)).startswith("making 2 windows of keys of 0.")
+        add(memory, 0, 5000)
+        memory.close()
+
+    ranks(program)
+
+
+# --- the start ---------------------------------------------------------------------------------------------------
+
+
+def fails_at(step, number=0):
+    """Has a step of the start fail on rank 1, or a write be lost, the first time or later."""
+    count = iter(range(99))
+
+    def refuses(which, about):
+        if which == step and next(count) >= number:
+            raise host_memory.CUDARuntimeError(801)
+        return which == "write" and step == "lost"
+
+    return refuses
+
+
+@pytest.mark.parametrize("transport", ["auto", "peer"])
+@pytest.mark.parametrize(("step", "message"), [
+    (("stream",), "the start of peer memory failed on rank 1: CUDARuntimeError: error 801"),
+    (("allocate",), "making 2 windows of keys of .* each failed on rank 1: CUDARuntimeError"),
+    (("handle", 1), "making 2 windows of keys of .* each failed on rank 1: CUDARuntimeError"),
+    (("open", 3), "opening 2 windows of keys of .* each failed on rank 1: CUDARuntimeError"),
+    (("write", 4), "writing into the memory of other GPUs failed on rank 1: CUDARuntimeError"),
+    (("lost",), r"reading the memory of other GPUs failed on rank 0: RuntimeError: what ranks \[1\] have written into"),
+    (("wait", 4), "waiting for flags failed on rank 1: CUDARuntimeError"),
+])  # fmt: skip
+def test_a_start_that_fails_on_one_rank_says_why_on_all(monkeypatch, step, message, transport):
+    host_memory.install(monkeypatch)
+
+    def program(comm):
+        gpu, gpus = host_memory.gpu(), [nccl.Gpu(0, "node7", str(rank), "") for rank in range(SIZE)]
+        if comm.rank == 1:
+            gpu.refuses = fails_at(*step)
+        if transport == "auto":
+            made, why = nccl._peer_memory(World(comm), gpus, transport)
+            assert made is None
+        else:
+            with pytest.raises(RuntimeError, match=r"^transport is 'peer', but .*; use transport='auto'") as refused:
+                nccl._peer_memory(World(comm), gpus, transport)
+            why = str(refused.value)
+        assert not gpu.allocated and not gpu.opened
+        return why
+
+    (why,) = set(thdattn.comm.run_local(SIZE, program, timeout=20))
+    assert re.search(message, why)
+
+
+def test_a_rank_that_lacks_memory_at_the_start_says_so(monkeypatch):
+    host_memory.install(monkeypatch)
+
+    def program(comm):
+        host_memory.gpu().left = 0 if comm.rank == 2 else 1 << 30
+        return nccl._peer_memory(World(comm), [nccl.Gpu(0, "node7", "", "")] * SIZE, "auto")
+
+    made = thdattn.comm.run_local(SIZE, program, timeout=20)
+    assert len(set(made)) == 1 and "failed on rank 2: found 0.00 MiB of GPU memory free" in made[0][1]
+
+
+# --- what is kept ------------------------------------------------------------------------------------------------
+
+
+@calls
+def test_sizes_that_rise_by_little_leave_two_windows(ranks, call):
+    def program(memory, gpu):
+        for number in range(22):
+            num_rows = int(2000 * 1.02**number)
+            call(memory, number, num_rows)
+            held = told(memory)
+        for number in range(4):
+            call(memory, number, 100)
+        assert told(memory) == held
+        memory.close()
+        fresh = peer.PeerMemory(memory._world)
+        call(fresh, 0, num_rows)
+        assert told(fresh) == held
+        fresh.close()
+
+    ranks(program)
+
+
+@pytest.mark.parametrize("captures", [(0, 1, 2), (1,)])
+@calls
+def test_what_graphs_use_stays_and_counts(ranks, call, captures):
+    def program(memory, gpu):
+        call(memory, 0, 8)
+        call(memory, 1, 8)
+        if call is add:  # they have room of their own for what is pulled
+            gpu.capturing = True
+            call(memory, 2, 8)
+        else:
+            gpu.capturing = memory.rank in captures
+            call(memory, 2, 8)
+        gpu.capturing = False
+        before = told(memory)
+        call(memory, 3, 5000)
+        of_graphs = told(memory)["windows of graphs"]
+        assert of_graphs == sum(size for name, size in before.items() if name == NAMES[call])
+        for number, num_rows in enumerate((6000, 8, 7000)):
+            call(memory, number, num_rows)
+            assert told(memory)["windows of graphs"] == of_graphs
+        assert ("pulled sums of graphs" in told(memory)) == (call is add)
+        memory.close()
+        assert not gpu.allocated and not gpu.opened
+
+    ranks(program)
+
+
+NAMES = {gather: "windows of keys", exchange: "windows of slices", add: "windows of sums",
+         add_at_once: "windows of sums"}  # fmt: skip
+
+
+@pytest.mark.parametrize("captures", [(0, 1, 2), (1,)])
+@pytest.mark.parametrize("call", [gather, exchange, add_at_once])
+def test_a_capture_that_needs_more_is_refused_on_all_ranks(ranks, call, captures):
+    def program(memory, gpu):
+        call(memory, 0, 8)
+        before, synchronized = state(memory), gpu.num_synchronized
+        gpu.capturing = memory.rank in captures
+        with pytest.raises(RuntimeError, match=r"failed on rank .*a captured call needs .* use warmup_steps of"):
+            call(memory, 1, 5000)
+        assert not gpu.capturing or gpu.num_synchronized == synchronized, "which a capture forbids"
+        gpu.capturing = False
+        assert state(memory) == before
+        for number, num_rows in enumerate((8, 5000, 8)):
+            call(memory, number, num_rows)
+
+    ranks(program)
+
+
+def test_close_frees_all_at_once(ranks):
+    def program(memory, gpu):
+        sends = [host_memory.on_gpu(rows(memory.rank, 0, 8))]
+        for number in range(3):
+            for call in CALLS:
+                call(memory, number, 8)
+        groups = [[host_memory.on_gpu(np.zeros((SIZE * 8, 1, 4), np.float32))] for _ in range(2)]
+        first, last = memory.gather_heads(sends, groups, True)
+        host_memory.meet(first.meeting.flags, first.meeting.to, sends)
+        first.done()
+        last.wait()
+        synchronized = gpu.num_synchronized
+        memory.close()
+        assert gpu.num_synchronized > synchronized
+        assert not gpu.allocated and not gpu.opened and not memory.held_bytes()
+        last.done()  # somebody has held it for long, and it writes nowhere
+
+    gc.collect()
+    gc.disable()
+    try:
+        ranks(program)
+    finally:
+        gc.enable()
+
+
+def test_what_is_kept_for_calls_to_come_is_bounded(ranks, monkeypatch):
+    monkeypatch.setattr(windows, "_MOST_KEPT", 10)
+
+    def program(memory, gpu):
+        for number in range(3):
+            gather(memory, number, 400)
+        for num_rows in range(1, 300):
+            gather(memory, 0, num_rows)
+        window, made = memory._memory.window("windows of keys", 8, False), []
+        for number in range(40):
+            window.once("often", lambda: made.append("often") or made)
+            window.once(number, lambda number=number: made.append(number) or made)
+        assert made == ["often", *range(40)] and len(window._kept) == 10
+
+    ranks(program)
+    assert peer._route.cache_info().currsize <= 256
+
+
+# --- agreement ---------------------------------------------------------------------------------------------------
+
+
+def test_an_agreement_names_every_rank_that_failed_and_prefers_memory():
+    def program(comm):
+        def action():
+            if comm.rank == 1:
+                raise MemoryError("all is full")
+            if comm.rank == 2:
+                raise KeyError("key")
+            return comm.rank
+
+        with pytest.raises(MemoryError) as refused:
+            agreed(World(comm), "a step", action, "do less")
+        assert agreed(World(comm), "a step", lambda: comm.rank) == [0, 1, 2]
+        return str(refused.value)
+
+    wanted = "a step failed on rank 1: all is full; rank 2: KeyError: 'key'; do less"
+    assert thdattn.comm.run_local(SIZE, program) == [wanted] * SIZE

@@ -1,0 +1,473 @@
+"""Every kernel compiles for every architecture without spills and fits its shared memory. No GPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from launch import SOURCE
+
+from thdattn.jit import structs
+from thdattn.kernels.configs import STATIC_BYTES, TILES, Tiles
+from thdattn.kernels.decode_configs import CACHE_KERNELS, DECODE, MixerDecode
+from thdattn.kernels.hopper_configs import BackwardPairSm90, BackwardWideSm90
+from thdattn.kernels.instances import (
+    EXCHANGE_KERNELS,
+    GATHER_KERNEL,
+    PLAN_KERNELS,
+    REORDER_KERNELS,
+    SUM_KERNELS,
+    Instance,
+    Kind,
+    sinks_grad_kernel,
+)
+from thdattn.mamba.backward_configs import (
+    CHUNK_TILES,
+    CHUNK_TILES_SM90,
+    WALKS_SM90,
+    chunk_tile_for,
+    portable_walk,
+    thd_mixer_add_halos,
+    thd_mixer_conv_bwd,
+    thd_mixer_gate_bwd,
+    walk_for,
+)
+from thdattn.mamba.configs import (
+    MIXER_KERNELS,
+    MIXER_SIZES,
+    SLABS,
+    SLABS_SM90,
+    segments_of_block,
+    slab_for,
+    thd_mixer_conv,
+)  # fmt: skip
+
+pytest.importorskip("cupy")
+try:
+    from thdattn.jit import compiler
+
+    compiler.nvrtc.getVersion()
+except Exception as error:
+    pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
+
+# Bytes of shared memory that a thread block may ask for.
+ARCHITECTURES = {"sm_80": 166912, "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376}
+EACH_ARCHITECTURE = [arch if arch in ("sm_80", "sm_90a") else pytest.param(arch, marks=pytest.mark.exhaustive)
+                     for arch in ARCHITECTURES]  # fmt: skip
+OTHERS_ARE_EXHAUSTIVE = [pytest.param(False, id="some"), pytest.param(True, id="others", marks=pytest.mark.exhaustive)]
+SMALL_KERNEL = PLAN_KERNELS[0]
+# Every file of device code, and a kernel that it is part of.
+KERNELS = sorted(kernel for file in compiler.device_files() for kernel in compiler.kernels_in(file))
+FILES = {file: kernel for kernel in KERNELS for file in compiler.files(kernel) if file not in compiler.GENERATED}
+
+
+def resources(log: str, lowered: str) -> tuple[int, int]:
+    """(bytes spilled or on the stack, bytes of static shared memory) of one entry function in ptxas's log."""
+    (entry,) = [part for part in log.split("Compiling entry function")[1:] if part.lstrip().startswith(f"'{lowered}'")]
+    spilled = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", entry)
+    assert len(spilled) == 3 and "registers" in entry, f"ptxas says other things than expected: {entry}"
+    shared = re.search(r"(\d+) bytes smem", entry)
+    return sum(map(int, spilled)), int(shared[1]) if shared else 0
+
+
+def compile_all(kernels: list[tuple[str, int]], arch: str, most_spilled: int = 0) -> None:
+    """Compiles kernels in parallel (NVRTC releases the interpreter) and checks each against the architecture."""
+    compiler.compile_kernel(SMALL_KERNEL, arch)  # the first call loads parts of NVRTC: not safe in several threads
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = list(pool.map(lambda kernel: compiler.compile_kernel(kernel[0], arch), kernels))
+    for (name, dynamic), (cubin, lowered, log) in zip(kernels, compiled, strict=True):
+        assert cubin.startswith(b"\x7fELF"), name
+        assert lowered.encode() in cubin, name
+        spilled, static = resources(log, lowered)
+        assert spilled <= most_spilled, f"{name} for {arch} spills {spilled} bytes"
+        assert "wgmma.mma_async instructions are serialized" not in log, f"{name} waits after every wgmma: {log}"
+        assert static <= STATIC_BYTES, f"{name} declares {static} bytes, STATIC_BYTES is {STATIC_BYTES}"
+        assert static + dynamic <= ARCHITECTURES[arch], f"{name} wants {static} + {dynamic} bytes of shared memory"
+
+
+def attention_kernels(tiles: Tiles, arch: str) -> list[Instance]:
+    """Those that a GPU runs: on Hopper its own, and the portable ones for what those leave to do."""
+    portable = tiles.portable_kernels(ARCHITECTURES[arch])
+    if arch != "sm_90a":
+        return portable
+    left = "thd_attn_delta", "thd_attn_round"
+    return [*(kernel for kernel in portable if kernel.name.partition("<")[0] in left), *tiles.hopper_kernels()]
+
+
+def most_spilled(arch: str, dims: tuple[int, int], caps: bool = False) -> int:
+    """With gradients in float32, the pair of 192/128 has a few words on the stack: less than fewer registers cost.
+
+    So has 256/256 with capped logits, which it meets once per tile of keys.
+    """
+    if arch != "sm_90a":
+        return 0
+    return {(192, 128): 32, (256, 256): 56 * caps}.get(dims, 0)
+
+
+def some_or_others(kernels: list[Instance], others: bool) -> list[Instance]:
+    """All forwards, and backwards that have every constant that there is: of each kernel the first, the last, and what
+    has one that both lack. Or the others, which combine these constants in another way."""
+    by_kernel: dict[str, list[Instance]] = {}
+    for kernel in kernels:
+        by_kernel.setdefault(kernel.name.partition("<")[0], []).append(kernel)
+    some = []
+    for name, instances in by_kernel.items():
+        seen: set[tuple[int, str]] = set()
+        for kernel in (instances[0], instances[-1], *instances):
+            constants = set(enumerate(kernel.name.split(", ")))
+            if "_bwd" not in name or not constants <= seen:
+                some.append(kernel)
+            seen |= constants
+    return [kernel for kernel in kernels if (kernel in some) != others]
+
+
+@pytest.mark.parametrize("others", OTHERS_ARE_EXHAUSTIVE)
+@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+def test_attention_kernels_fit_and_do_not_spill(arch, dims, others):
+    kernels = [kernel for kernel in attention_kernels(TILES[dims], arch) if "<f16" not in kernel.name]
+    compile_all(some_or_others(kernels, others), arch, most_spilled(arch, dims))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_float16_takes_the_registers_of_bfloat16(arch, dims):
+    """Of a GPU of each kind, with results in 16 bits, as they are used most."""
+    kernels = [*attention_kernels(TILES[dims], arch), DECODE[dims].thd_attn_decode("float16")]
+    compile_all([kernel for kernel in kernels if "<f16" in kernel.name and "float" not in kernel.name], arch)
+
+
+def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:
+    """The kernels for sinks and soft-capped logits in bfloat16, of Hopper or of every GPU."""
+    dtype, capped = "bfloat16", Kind(caps=True, sinks=False)
+    kinds = Kind(caps=False, sinks=True), capped, Kind(caps=True, sinks=True)
+    forward = tiles.thd_attn_fwd_sm90 if arch == "sm_90a" else tiles.thd_attn_fwd
+    kernels = [*(forward(dtype, dtype, kind) for kind in kinds), forward(dtype, "float32", capped),
+               sinks_grad_kernel(dtype, tiles.v_head_dim)]
+    grads = (dtype, dtype), (dtype, "float32"), ("float32", "float32")
+    if arch != "sm_90a":
+        backward = tiles.backward_for(ARCHITECTURES[arch])
+        return [*kernels, *(tiles.thd_attn_bwd(dtype, grad, with_dq, backward, caps=True)
+                            for grad in (dtype, "float32") for with_dq in (True, False)),
+                *(tiles.thd_attn_bwd_dq(dtype, dq, caps=True) for dq in (dtype, "float32"))]
+    if tiles.forward_sm90.divides:
+        kernels.append(tiles.thd_attn_fwd_sm90(dtype, dtype, Kind(caps=False, sinks=True), in_parts=True))
+    if isinstance(tiles.backward_sm90, BackwardWideSm90):
+        return [*kernels, *(tiles.thd_attn_bwd_wide_sm90(dtype, *each, with_dq=True, caps=True) for each in grads),
+                *(tiles.thd_attn_bwd_wide_sm90(dtype, dtype, grad, with_dq=False, caps=True)
+                  for grad in (dtype, "float32")),
+                *(tiles.thd_attn_bwd_dq_sm90(dtype, dq, caps=True) for dq in (dtype, "float32"))]
+    pair = isinstance(tiles.backward_sm90, BackwardPairSm90)
+    backward_sm90 = tiles.thd_attn_bwd_pair_sm90 if pair else tiles.thd_attn_bwd_sm90
+    return kernels + [backward_sm90(dtype, *each, deterministic, caps=True)
+                      for each in grads for deterministic in (False, True)]
+
+
+@pytest.mark.parametrize("others", OTHERS_ARE_EXHAUSTIVE)
+@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_kernels_for_sinks_and_capped_logits_fit_and_do_not_spill(arch, dims, others):
+    kernels = some_or_others(kernels_of_logits(TILES[dims], arch), others)
+    compile_all(kernels, arch, most_spilled(arch, dims, caps=True))
+
+
+@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+def test_decode_kernels_fit_and_do_not_spill(arch, dims):
+    kinds = [Kind(caps, sinks) for caps in (False, True) for sinks in (False, True)][: 4 if arch == "sm_80" else 1]
+    compile_all([DECODE[dims].thd_attn_decode("bfloat16", kind) for kind in kinds], arch)
+
+
+def mixer_slabs(arch, state_dim):
+    """Those that a GPU may choose."""
+    return {slab_for(state_dim, columns, ARCHITECTURES[arch], arch == "sm_90a") for columns in (64, 128)}
+
+
+@pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+def test_mixer_kernels_of_a_state_fit_and_do_not_spill(arch, state_dim):
+    usual = arch in ("sm_80", "sm_90a")
+    kernels = {make(dtype) for slab in mixer_slabs(arch, state_dim) for make in (slab.states_kernel, slab.scan_kernel)
+               for dtype in ("bfloat16", "float16")[: 1 + usual]}  # fmt: skip
+    compile_all(sorted(kernels), arch)
+
+
+@pytest.mark.parametrize("state_dim", sorted({slab.state_dim for slab in SLABS_SM90}))
+def test_mixer_kernels_that_convolve_fit_and_do_not_spill(state_dim):
+    slabs = [slab for slab in SLABS_SM90 if slab.state_dim == state_dim]
+    widths = [width for width in MIXER_SIZES["conv_width"] if slabs[0].convolves(width)]
+    kernels = {slab.conv_states_kernel("bfloat16", width) for slab in slabs for width in widths}
+    compile_all(sorted(kernels), "sm_90a")
+
+
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+def test_other_mixer_kernels_fit_and_do_not_spill(arch):
+    of_widths = [thd_mixer_conv("bfloat16", width) for width in MIXER_SIZES["conv_width"]]
+    # A compiler that shares registers out otherwise leaves the widest a few words on the stack.
+    spilled = 32 if arch == "sm_100" else 0
+    compile_all([*of_widths, thd_mixer_conv("float16", 4), *((name, 0) for name in MIXER_KERNELS)], arch, spilled)
+
+
+def of_gradients(walk):
+    """What makes gradients of states."""
+    return walk.gate_kernel if walk.by_boxes else walk.thd_ssd_dstates
+
+
+def mixer_walks(arch, state_dim, dtype):
+    """Those of the backward that a GPU may choose."""
+    sizes = [(dim, columns) for dim in MIXER_SIZES["head_dim"] for columns in (64, 128) if columns % dim == 0]
+    tiles = [(tile, columns) for dim, columns in sizes if (tile := mixer_tile(arch, dim, state_dim))]
+    walks = {walk_for(tile, columns, ARCHITECTURES[arch]) for tile, columns in tiles}
+    for walk in sorted(walks, key=repr):
+        yield of_gradients(walk)(dtype)
+        if walk.by_boxes:  # behind a norm
+            yield portable_walk(64, state_dim, walk.columns, ARCHITECTURES[arch]).thd_ssd_dstates(dtype)
+        yield from (walk.thd_ssd_chunk_states(dtype, back) for back in (False, True))
+
+
+def mixer_tile(arch, head_dim, state_dim):
+    """That of the backward; None where the GPU has too little shared memory."""
+    try:
+        return chunk_tile_for(head_dim, state_dim, ARCHITECTURES[arch], arch == "sm_90a")
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+def test_mixer_walks_fit_and_do_not_spill(arch, state_dim):
+    compile_all(list(mixer_walks(arch, state_dim, "bfloat16")), arch)
+
+
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+def test_other_mixer_backward_kernels_fit_and_do_not_spill(arch):
+    of_widths = [thd_mixer_conv_bwd("bfloat16", width) for width in MIXER_SIZES["conv_width"]]
+    of_dtypes = [make(dtype) for make in (thd_mixer_gate_bwd, thd_mixer_add_halos) for dtype in ("float16", "bfloat16")]
+    compile_all([*of_widths, thd_mixer_conv_bwd("float16", 4), *of_dtypes, ("thd_mixer_sum", 0)], arch)
+
+
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+def test_mixer_gradients_of_chunks_fit(arch):
+    """They keep three sums for a chunk in registers; what does not fit is on the stack, which is less than it costs to
+    have fewer warps at a time."""
+    of_hopper = {(tile.head_dim, tile.state_dim) for tile in CHUNK_TILES_SM90 if arch == "sm_90a"}
+    tiles = [tile for tile in CHUNK_TILES if (tile.head_dim, tile.state_dim) not in of_hopper]
+    kernels = [tile.thd_ssd_bwd("bfloat16") for tile in tiles]
+    compile_all([kernel for kernel in kernels if kernel.shared_bytes <= ARCHITECTURES[arch]], arch, most_spilled=4096)
+
+
+def test_mixer_gradients_of_chunks_on_hopper_fit_and_do_not_spill():
+    compile_all([tile.thd_ssd_bwd(dtype) for tile in CHUNK_TILES_SM90 for dtype in ("bfloat16", "float16")], "sm_90a")
+
+
+@pytest.mark.parametrize("sizes", [*itertools.product(MIXER_SIZES["head_dim"], MIXER_SIZES["state_dim"])], ids=str)
+def test_mixer_gradients_of_chunks_take_the_first_choice_that_fits(sizes):
+    tiles = [tile for tile in CHUNK_TILES if (tile.head_dim, tile.state_dim) == sizes]
+    needs = [tile.thd_ssd_bwd("float16").shared_bytes for tile in tiles]
+    assert needs == sorted(needs, reverse=True), "choices are listed from large to small"
+    for tile, need in zip(tiles, needs, strict=True):
+        assert chunk_tile_for(*sizes, need) == tile
+    assert chunk_tile_for(*sizes, ARCHITECTURES["sm_80"]) in tiles
+    on_hopper = [tile for tile in CHUNK_TILES_SM90 if (tile.head_dim, tile.state_dim) == sizes]
+    assert chunk_tile_for(*sizes, ARCHITECTURES["sm_90a"], sm90=True) == [*on_hopper, *tiles][0]
+    with pytest.raises(ValueError, match=f"shared memory per thread block, wanted {needs[-1]} for the backward"):
+        chunk_tile_for(*sizes, needs[-1] - 1)
+
+
+@pytest.mark.parametrize("columns", [64, 128, 192])
+def test_states_are_made_as_tiles_read_them(columns):
+    """Those of Hopper as boxes, in whole columns; others whatever GPU they run on."""
+    for tile in (*CHUNK_TILES, *CHUNK_TILES_SM90):
+        if columns % tile.head_dim == 0:
+            walk = walk_for(tile, columns, ARCHITECTURES["sm_90a"])
+            assert (walk.by_boxes, walk.state_dim) == (tile.by_boxes, tile.state_dim) and columns % walk.columns == 0
+
+
+def test_every_slab_is_the_first_choice_somewhere():
+    chosen = {slab for arch in ARCHITECTURES for state_dim in MIXER_SIZES["state_dim"]
+              for slab in mixer_slabs(arch, state_dim)}  # fmt: skip
+    assert chosen == {*SLABS, *SLABS_SM90}
+
+
+@pytest.mark.parametrize(("segments", "slabs", "of_block"), [(8, 32, 2), (64, 32, 16), (4, 32, 1), (1, 32, 1)])
+def test_thread_blocks_of_a_scan_walk_over_as_many_segments_as_one_wave_needs(segments, slabs, of_block):
+    assert segments_of_block(segments, slabs, multiprocessors=132) == of_block
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3])
+def test_a_thread_block_of_a_small_gpu_walks_over_all_segments(segments):
+    assert segments_of_block(segments, slabs=4, multiprocessors=1) == segments
+
+
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+def test_decode_kernels_of_the_mixer_fit_and_do_not_spill(arch):
+    of = [MixerDecode(dtype, width) for dtype in ("float16", "bfloat16") for width in MIXER_SIZES["state_dim"]]
+    kernels = [kernel for made in of
+               for kernel in (made.thd_mixer_decode, made.thd_mixer_decode_ungated, made.thd_mixer_fill)]  # fmt: skip
+    of_widths = [of[0].thd_mixer_decode_conv(width) for width in MIXER_SIZES["conv_width"]]
+    compile_all([*kernels, *of_widths, of[0].thd_mixer_fill_rows], arch)
+
+
+@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
+    names = (GATHER_KERNEL, *EXCHANGE_KERNELS.values(), *REORDER_KERNELS.values(), *SUM_KERNELS.values(), *PLAN_KERNELS,
+             *CACHE_KERNELS)
+    # There the exchange in words of 4 bytes, as of odd shapes, leaves four of them on the stack.
+    compile_all([(name, 0) for name in names], arch, 16 if arch == "sm_120" else 0)
+
+
+@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
+def test_backward_is_the_first_choice_that_fits(dims):
+    tiles = TILES[dims]
+    needs = [tiles.thd_attn_bwd("bfloat16", "float32", True, b).shared_bytes + STATIC_BYTES for b in tiles.backward]
+    assert needs == sorted(needs, reverse=True), "choices are listed from large to small"
+    for choice, need in zip(tiles.backward, needs, strict=True):
+        assert tiles.backward_for(need) == choice
+    for shared_bytes in ARCHITECTURES.values():
+        assert tiles.backward_for(shared_bytes) in tiles.backward
+
+
+@pytest.mark.parametrize("head_dim", range(32, 257, 16))
+def test_a_portable_backward_of_parts_of_fragments_is_refused(head_dim):
+    """The warps of 128/128 divide the columns of dq in two: multiples of 32 are whole fragments."""
+    row = TILES[128, 128]
+    if head_dim % 32 == 0:
+        assert replace(row, head_dim=head_dim).head_dim == head_dim
+        return
+    with pytest.raises(ValueError, match=rf"head dims \({head_dim}, 128\) leaves warps parts of fragments of dq"):
+        replace(row, head_dim=head_dim)
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"stages": 3}, "count two stages"),
+    ({"piece_cols": 64}, "pieces of dq have all its columns"),
+    ({"in_registers": 48}, "takes all queries of a step"),
+], ids=str)  # fmt: skip
+def test_a_hopper_backward_that_would_leave_something_out_does_not_compile(wrong, message):
+    row = TILES[96, 96]
+    kernel = replace(row, backward_sm90=replace(row.backward_sm90, **wrong)).thd_attn_bwd_sm90(
+        "bfloat16", "bfloat16", "bfloat16", False)
+    with pytest.raises(RuntimeError, match=f"(?s)static assertion failed .*{message}"):
+        compiler.compile_kernel(kernel.name, "sm_90a")
+
+
+def test_every_kernel_is_found_in_the_one_file_that_defines_it():
+    assert len(set(KERNELS)) == len(KERNELS) > 50
+    texts = [(compiler.FOLDER / file).read_text() for file in compiler.device_files()]
+    assert len(KERNELS) == sum(text.count("__global__") for text in texts)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_file_comes_behind_those_that_it_includes(kernel):
+    before = set()
+    for file, text in compiler.files(kernel).items():
+        assert before.issuperset(re.findall(r'#include "(.+)"', text))
+        before.add(file)
+    assert f" {kernel}(" in text
+
+
+def test_every_file_of_device_code_belongs_to_a_kernel():
+    files = {str(path.relative_to(compiler.FOLDER)) for path in compiler.FOLDER.rglob("*.cu*")}
+    assert files == set(FILES)
+
+
+def test_constants_that_do_not_compile_are_named_with_the_compilers_log():
+    with pytest.raises(RuntimeError, match=r"(?s)thd_reorder<7, 7> for sm_90a: .*error.*thd_reorder"):
+        compiler.compile_kernel("thd_reorder<7, 7>", "sm_90a")
+
+
+def test_the_wheel_ships_every_file_of_device_code():
+    project = (SOURCE.parent / "pyproject.toml").read_text()
+    (patterns,) = re.findall(r"^thdattn = \[(.*)\]$", project, re.MULTILINE)
+    shipped = {path for pattern in re.findall(r'"(.*?)"', patterns) for path in compiler.FOLDER.glob(pattern)}
+    assert set(compiler.FOLDER.rglob("*.cu*")) <= shipped
+
+
+@pytest.mark.parametrize(("file", "name"), FILES.items())
+def test_an_error_names_the_file_and_the_line_that_are_wrong(file, name, edited):
+    lines = (compiler.FOLDER / file).read_text().splitlines()
+    wrong = max(i for i, line in enumerate(lines) if not line and lines[i + 1][0] != " ")  # between two definitions
+    edited(file, lambda text: "\n".join([*lines[:wrong], "not_a_type x;", *lines[wrong + 1 :], ""]))
+    with pytest.raises(RuntimeError, match=rf"{file}\({wrong + 1}\): error: .*not_a_type"):
+        compiler.compile_kernel(name, "sm_90a")
+
+
+# --- what Python computes for C --------------------------------------------------------------------------------
+
+
+def with_tiles():
+    """One instance of every kernel whose shared memory Python computes."""
+    narrow, wide = TILES[64, 64], TILES[256, 256]
+    backward = narrow.backward[0]
+    mixer = [make("float16") for slab in (SLABS[0], SLABS_SM90[0]) for make in (slab.states_kernel, slab.scan_kernel)]
+    mixer += [SLABS_SM90[0].conv_states_kernel("float16", 4)]
+    mixer += [tiles[0].thd_ssd_bwd("float16") for tiles in (CHUNK_TILES, CHUNK_TILES_SM90)]
+    mixer += [kernel for walk in (walk_for(CHUNK_TILES[0], 64, 2**20), WALKS_SM90[0])
+              for kernel in (of_gradients(walk)("float16"), walk.thd_ssd_chunk_states("float16", False))]
+    return [*mixer,
+            narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
+            narrow.thd_attn_bwd_dq("float16", "float32"), narrow.thd_attn_fwd_sm90("float16", "float32"),
+            narrow.thd_attn_bwd_sm90("float16", "float16", "float32", False),
+            TILES[192, 128].thd_attn_bwd_pair_sm90("float16", "float16", "float32", False),
+            wide.thd_attn_bwd_wide_sm90("float16", "float16", "float32", with_dq=True),
+            wide.thd_attn_bwd_dq_sm90("float16", "float32")]
+
+
+def test_every_kernel_that_is_launched_with_shared_memory_is_among_those_below():
+    kernels = [kernel for tiles in TILES.values()
+               for kernel in (*tiles.portable_kernels(ARCHITECTURES["sm_80"]), *tiles.hopper_kernels())]
+    kernels += [make("float16") for slab in (*SLABS, *SLABS_SM90) for make in (slab.states_kernel, slab.scan_kernel)]
+    kernels += [slab.conv_states_kernel("float16", 4) for slab in SLABS_SM90]
+    kernels += [tile.thd_ssd_bwd("float16") for tile in (*CHUNK_TILES, *CHUNK_TILES_SM90)]
+    kernels += [kernel for dim in MIXER_SIZES["state_dim"] for kernel in mixer_walks("sm_90a", dim, "float16")]
+    found = {kernel.name.partition("<")[0] for kernel in kernels if kernel.shared_bytes}
+    assert found == {kernel.name.partition("<")[0] for kernel in with_tiles()}
+
+
+@pytest.mark.parametrize("wrong", [-16, 16])
+@pytest.mark.parametrize("kernel", [*with_tiles(), MixerDecode("float16", 64).thd_mixer_fill],
+                         ids=lambda kernel: kernel.name.partition("<")[0])  # fmt: skip
+def test_wrong_bytes_of_shared_memory_do_not_compile(kernel, wrong):
+    right = f", {kernel.shared_bytes}>"
+    assert kernel.name.endswith(right)
+    asked = kernel.shared_bytes + wrong
+    with pytest.raises(RuntimeError, match=r"(?s)static assertion failed .*tiles\.py") as error:
+        compiler.compile_kernel(kernel.name.replace(right, f", {asked}>"), "sm_90a")
+    assert f"kFound={kernel.shared_bytes}, kFromPython={asked}" in str(error.value)
+
+
+@pytest.mark.parametrize(("struct", "change"), [
+    (struct, change) for struct in structs.LAYOUTS for change in ("a field more", "a field less", "another order")
+    if struct not in ("TensorMap", "Shares") or change == "a field more"  # they have a single field
+])  # fmt: skip
+def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
+    layout = structs.LAYOUTS[struct]
+    fields = [(name, layout[name]) for name in layout.names]
+    wrong = {"a field more": [*fields, ("more", np.int64)], "a field less": fields[:-1],
+             "another order": fields[::-1]}[change]
+    monkeypatch.setitem(structs.LAYOUTS, struct, np.dtype(wrong))
+    compiler.forget_files()
+    by_name = {kernel.name.partition("<")[0]: kernel.name for kernel in with_tiles()}
+    kernels = {"ForwardSize": by_name["thd_attn_fwd_sm90"], "MixerSize": MIXER_KERNELS[0],
+               "Parts": by_name["thd_attn_fwd_sm90"], "Rows": REORDER_KERNELS[False],
+               "Segments": MIXER_KERNELS[0], "Shares": SUM_KERNELS["float16"],
+               "Cut<uint4>": EXCHANGE_KERNELS[16], "Exchanged<uint4>": EXCHANGE_KERNELS[16],
+               **dict.fromkeys(("RankFlags", "Meeting", "Gathered"), GATHER_KERNEL)}  # fmt: skip
+    try:
+        with pytest.raises(RuntimeError, match=f"static assertion failed .*{struct}.* is not what structs.py has"):
+            compiler.compile_kernel(kernels.get(struct, by_name["thd_attn_bwd_sm90"]), "sm_90a")
+    finally:
+        monkeypatch.undo()
+        compiler.forget_files()
+
+
+def test_matrix_instructions_are_written_for_the_columns_of_the_table_alone():
+    with_all = "".join(compiler.files("thd_attn_fwd_sm90").values())
+    written = set(map(int, re.findall(r"struct Wgmma<bf16, (\d+)>", with_all)))
+    assert written == set().union(*(tiles.wgmma_columns for tiles in TILES.values()))

@@ -1,0 +1,249 @@
+"""The CUDA engine against the float64 oracle: every pack, mask and head dim, forward and backward, on one GPU.
+
+Simulated ranks share the GPU. Every allocation starts as NaN and every row that holds no token is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import (
+    BFLOAT16,
+    BIG,
+    CASES,
+    CROSS,
+    DIMS,
+    LONG,
+    SMALL,
+    Case,
+    check,
+    check_long,
+    local_rows,
+    random_inputs,
+    run,
+    to_host,
+)
+from test_cross_attention import results_with_poison
+
+import thdattn
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
+
+DTYPES = [np.dtype("float16"), BFLOAT16]
+
+
+def every(cases, dtypes=DTYPES):
+    """The cp_sizes of one case come one after the other, so that its oracle is computed once."""
+    return [
+        pytest.param(case, dtype, cp_size, id=f"{case}-{dtype}-cp{cp_size}")
+        for case in cases for dtype in dtypes for cp_size in case.cp_sizes
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*SMALL, *CROSS]))
+def test_every_pack_and_mask_is_the_oracle(cupy, case, dtype, cp_size):
+    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS))
+def test_every_head_dim_is_the_oracle(cupy, case, dtype, cp_size):
+    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *SMALL, *CROSS], [BFLOAT16]))
+def test_portable_kernels_are_the_oracle_on_every_gpu(cupy, portable, case, dtype, cp_size):
+    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size", "splits"), [
+    pytest.param(*one.values, splits, id=f"{one.id}-splits{splits}")
+    for group in (3, 4) for one in every([case for case in DIMS if case.heads[0] == group * case.heads[1]])
+    for splits in range(1, group + 1) if group % splits == 0
+])  # fmt: skip
+def test_query_heads_of_a_group_may_be_split(cupy, monkeypatch, case, dtype, cp_size, splits):
+    from thdattn.engines.cuda import scheduler
+
+    monkeypatch.setattr(scheduler, "splits_per_kv_head", lambda *_: [(splits, np.inf)])
+    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *CROSS], [BFLOAT16]))
+def test_portable_deterministic_is_the_oracle_and_bitwise_the_same(cupy, portable, case, dtype, cp_size):
+    first, again = (run(case, cp_size, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(2))
+    check(case, dtype, first)
+    for field, x in first.tokens.items():
+        assert again.tokens[field].tobytes() == x.tobytes(), field
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *CROSS]))
+def test_deterministic_is_the_oracle_and_bitwise_the_same_three_times(cupy, case, dtype, cp_size):
+    outcomes = [run(case, cp_size, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(3)]
+    check(case, dtype, outcomes[0])
+    for again in outcomes[1:]:
+        for field, x in outcomes[0].tokens.items():
+            assert again.tokens[field].tobytes() == x.tobytes(), field
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([
+    Case(f"apart-{dim}-{mask}", (1300, 0, 90, 500), slack=70, heads=(4, 2), dims=(dim, dim), causal=causal,
+         window=window, cp_sizes=(1, 2))
+    for dim in (64, 128) for mask, causal, window in (("causal", True, (-1, -1)), ("window", False, (900, 200)))
+], [BFLOAT16]))  # fmt: skip
+def test_tiles_of_keys_that_begin_their_queries_apart_are_the_oracle(cupy, case, dtype, cp_size):
+    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(BIG, [BFLOAT16]))
+def test_big_packs_are_the_oracle(cupy, case, dtype, cp_size):
+    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [(18, 18), (6, 3)], ids=["mha", "gqa"])
+def test_heads_done_in_several_groups_are_the_oracle(cupy, heads, deterministic):
+    # So many tiles that the last group of heads is a small one, and others come before it.
+    case = Case(f"{heads[0]}-heads-of-many-tiles", (34,) * 1000, heads=heads)
+    check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy, engine="cuda", deterministic=deterministic))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256)], ids=str)
+def test_blocks_go_from_tile_to_tile(cupy, dims, deterministic):
+    # What thread blocks and roles tell each other too early is wrong in one of some thousand calls.
+    case = Case("many-tiles", (1100, 0, 64, 130, 600, 1), slack=150, heads=(12, 6), dims=dims, causal=False)
+    options = {"deterministic": deterministic}
+    check(case, BFLOAT16, run(case, 1, BFLOAT16, xp=cupy, engine="cuda", **options))
+    attn, batch = case.attention(thdattn.comm.init("single"), BFLOAT16, **options), case.batch(1)
+    q, k, v, dout = (cupy.asarray(local_rows(batch, np.arange(batch.total_rows), x, np.nan))
+                     for x in random_inputs(case, BFLOAT16))  # fmt: skip
+    _, saved = attn.forward(q, k, v, attn.plan(batch, case.sharding))
+
+    def gradients():
+        return [(x.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for x in attn.backward(dout, saved)]
+
+    first, farthest = gradients(), cupy.zeros(3, np.float32)
+    for _ in range(1500):
+        pairs = zip(gradients(), first, strict=True)
+        farthest = cupy.maximum(farthest, cupy.stack([abs(x - y).max() for x, y in pairs]))
+    within = [0 if deterministic else 0.02 * float(abs(x).max()) for x in first]
+    assert (farthest.get() <= within).all(), (farthest, within)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("cp_size", [1, 8])
+def test_one_document_of_65536_among_a_thousand_of_16(cupy, cp_size, deterministic):
+    outcome = run(LONG, cp_size, BFLOAT16, xp=cupy, engine="cuda", deterministic=deterministic)
+    check_long(LONG, BFLOAT16, outcome)
+
+
+@pytest.mark.parametrize("fill", [np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["edge-lengths", "capacity-contiguous", "empty-but-padded-between", "full"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_infinities_in_padding_change_no_bit(cupy, name, dtype, fill):
+    case = next(case for case in SMALL if case.name == name)
+    finite, infinite = (
+        run(case, 4, dtype, xp=cupy, engine="cuda", deterministic=True, fill=value) for value in (0, fill)
+    )
+    check(case, dtype, infinite)
+    for field, x in finite.tokens.items():
+        assert infinite.tokens[field].tobytes() == x.tobytes(), field
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", ["cross-window-causal", "cross-window-lopsided", "cross-window-self"])
+def test_rows_that_see_nothing_and_are_not_seen_may_hold_anything(cupy, name, dims):
+    clean, *poisoned = (
+        results_with_poison(replace(CASES[name], dims=dims), cupy, x, engine="cuda", deterministic=True)
+        for x in (0, np.nan, np.inf)
+    )
+    assert poisoned == [clean, clean]
+
+
+def test_layers_share_a_plan_and_its_work_buffers(cupy):
+    case = next(case for case in SMALL if case.name == "causal")
+    batch = case.batch(1)
+
+    def layer(attention, plan, seed):
+        q, k, v, dout = (cupy.asarray(batch.pack(batch_pieces(batch, x), np.nan))
+                         for x in random_inputs(case, BFLOAT16, seed))
+        out, saved = attention.forward(q, k, v, plan, return_max_logit=True)
+        return out, saved, dout
+
+    attention = case.attention(thdattn.comm.init("single"), BFLOAT16, engine="cuda", deterministic=True)
+    plan = attention.plan(batch)
+    # All forwards before all backwards, as in a model: nothing that a layer keeps may be in a shared buffer.
+    layers = [layer(attention, plan, seed) for seed in range(3)]
+    shared = [(out, saved.lse, saved.max_logit, *attention.backward(dout, saved)) for out, saved, dout in layers]
+    for seed, arrays in enumerate(shared):
+        out, saved, dout = layer(attention, attention.plan(batch), seed)
+        alone = (out, saved.lse, saved.max_logit, *attention.backward(dout, saved))
+        for x, y in zip(arrays, alone, strict=True):
+            assert to_host(x).tobytes() == to_host(y).tobytes()
+
+
+def batch_pieces(batch, tokens):
+    return np.split(tokens, batch.cu_seqlens[1:-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_arrays_that_are_not_contiguous_are_accepted(cupy, dtype):
+    case = next(case for case in SMALL if case.name == "causal")
+
+    def strided(x):
+        wide = cupy.zeros((*x.shape[:2], 2 * x.shape[2]), x.dtype)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+
+    check(case, dtype, run(case, 2, dtype, xp=cupy, engine="cuda", wrap=strided))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_arrays_that_are_not_aligned_to_16_bytes_are_accepted(cupy, dtype):
+    """A view one element into a buffer is contiguous, but no kernel can read it 16 bytes at a time."""
+    case = next(case for case in SMALL if case.name == "causal")
+
+    def shifted(x):
+        view = cupy.zeros(x.size + 1, x.dtype)[1:].reshape(x.shape)
+        view[...] = x
+        assert view.data.ptr % 16 and view.flags.c_contiguous
+        return view
+
+    check(case, dtype, run(case, 2, dtype, xp=cupy, engine="cuda", wrap=shifted))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_tensors_go_in_and_results_become_torch_tensors(cupy, dtype):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs torch with CUDA")
+    case = next(case for case in SMALL if case.name == "causal")
+    check(case, dtype, run(case, 2, dtype, xp=cupy, engine="cuda", wrap=torch.from_dlpack))
+    x = torch.zeros(4, 2, 64, dtype=getattr(torch, str(dtype)), device="cuda")
+    attention = thdattn.CPAttention(thdattn.comm.init("single"), 2, 64, dtype=dtype, engine="cuda")
+    out, _ = attention.forward(x, x, x, attention.plan(thdattn.PackedBatch([0, 4])))
+    assert torch.from_dlpack(out).dtype == x.dtype
+
+
+def test_host_arrays_are_refused(cupy):
+    attention = thdattn.CPAttention(thdattn.comm.init("single"), 2, 64, engine="cuda")
+    plan = attention.plan(thdattn.PackedBatch([0, 4]))
+    x = np.zeros((4, 2, 64), BFLOAT16)
+    with pytest.raises(TypeError, match=r"q is a ndarray on the host, wanted an array on the GPU"):
+        attention.forward(x, cupy.asarray(x), cupy.asarray(x), plan)
+
+
+def test_head_dim_without_a_kernel_is_refused(cupy):
+    with pytest.raises(ValueError, match=r"head_dim/v_head_dim is 72/72, wanted one of 64, 96"):
+        thdattn.CPAttention(thdattn.comm.init("single"), 2, 72, engine="cuda")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dtype_without_a_kernel_is_refused(cupy, dtype):
+    with pytest.raises(TypeError, match=rf"dtype is {dtype}, wanted one of float16, bfloat16"):
+        thdattn.CPAttention(thdattn.comm.init("single"), 2, 64, dtype=dtype, engine="cuda")
+
+
+def test_auto_takes_the_gpu(cupy):
+    assert thdattn.CPAttention(thdattn.comm.init("single"), 2, 64).engine == "cuda"

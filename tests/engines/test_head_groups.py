@@ -1,0 +1,194 @@
+"""Keys gathered group of heads by group of heads, kept or gathered again, asked for early: the same results."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from cases import BFLOAT16, CASES, FIELDS, check, local_rows, random_inputs, run
+
+import thdattn
+from thdattn.costs.model import OnPaper
+from thdattn.methods.all_gather import IN_FLIGHT
+
+FLOAT64 = np.dtype("float64")
+NAMES = ("gqa-32-8", "mha", "edge-lengths", "window-two-sided", "capacity-contiguous", "ranks-of-padding-dual")
+
+
+@pytest.mark.usefixtures("poisoned_host")
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_group_of_heads_is_the_oracle(name, cp_size, keep_keys):
+    case = CASES[name].slim()
+    for head_groups in {1, case.heads[1]}:
+        for dtype in (FLOAT64, BFLOAT16):
+            check(case, dtype, run(case, cp_size, dtype, engine="reference", head_groups=head_groups,
+                                   keep_keys=keep_keys))  # fmt: skip
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_results_do_not_depend_on_how_keys_come(cp_size):
+    case = CASES["gqa-12-2"]
+    wanted = run(case, cp_size, BFLOAT16, engine="reference", head_groups=1, keep_keys=False)
+    found = run(case, cp_size, BFLOAT16, engine="reference", head_groups=2, keep_keys=True)
+    for field in FIELDS:
+        assert found.tokens[field].tobytes() == wanted.tokens[field].tobytes(), field
+
+
+def test_groups_divide_the_kv_heads():
+    with pytest.raises(ValueError, match="head_groups is 3, not a divisor of num_kv_heads = 4"):
+        thdattn.CPAttention(thdattn.comm.init("single"), 8, 16, 4, head_groups=3)
+
+
+@pytest.mark.parametrize(("kv_heads", "groups"), [(1, (1,)), (2, (1, 1)), (3, (1, 1, 1)), (4, (1, 1, 2)),
+                                                  (6, (1, 2, 3)), (8, (1, 3, 4)), (64, (8, 24, 32))])  # fmt: skip
+def test_groups_grow_where_much_travels_beside_kernels(kv_heads, groups):
+    def made(per_node, rows, **options):
+        comm = OnPaper(0, 2, per_node)
+        layer = thdattn.CPAttention(comm, kv_heads, 128, kv_heads, engine="reference", dtype="bfloat16", **options)
+        batch = thdattn.PackedBatch.from_lengths([2 * rows])
+        return layer._groups(layer._outline(batch, None, None, None, False))
+
+    enough = -(-(2**26) // (kv_heads * 1024)) * 2  # rows that a rank gets, an even number, 512 bytes of each head
+    assert made(2, enough) == groups
+    assert made(2, enough - 2) == made(1, enough) == made(2, enough, head_groups=1) == (kv_heads,)
+    assert made(2, enough, head_groups=kv_heads) == (1,) * kv_heads
+
+
+# --- gather: one's own order of work -----------------------------------------------------------------------------
+
+
+def on_two_ranks(program):
+    """What program(attention, plan, q, k, v, dout) returns on each of two ranks."""
+    case = CASES["gqa-12-2"]
+    batch = case.batch(2)
+
+    def one(comm):
+        attention = case.attention(comm, FLOAT64, engine="reference", head_groups=2, keep_keys=False)
+        plan = attention.plan(batch, case.sharding)
+        q, k, v, dout = (local_rows(batch, plan.rows, x, np.nan) for x in random_inputs(case, FLOAT64))
+        return program(attention, plan, q, k, v, dout)
+
+    return thdattn.comm.run_local(2, one)
+
+
+def plain(attention, plan, q, k, v, dout):
+    out, saved = attention.forward(q, k, v, plan)
+    return out, *attention.backward(dout, saved)
+
+
+def test_keys_that_were_asked_for_early_give_the_same_bits():
+    def early(attention, plan, q, k, v, dout):
+        first = attention.gather(k, v, plan)
+        second = attention.gather(2 * k, v, plan)  # of the next layer, as it were
+        out, saved = attention.forward(q, k, v, plan, keys=first)
+        keys = attention.gather(saved.k, saved.v, saved.plan)
+        dq, dk_dv = attention.start_backward(dout, saved, keys)
+        assert not second.used
+        return out, dq, *dk_dv()
+
+    for found, wanted in zip(on_two_ranks(early), on_two_ranks(plain), strict=True):
+        assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
+
+
+def test_keys_of_two_layers_on_their_way_do_not_mix():
+    def layers(attention, plan, q, k, v, dout):
+        keys = [attention.gather(scale * k, v, plan) for scale in (1, 2)]
+        return [attention.forward(q, held.k, held.v, plan, keys=held)[0] for held in keys]
+
+    def one_by_one(attention, plan, q, k, v, dout):
+        return [attention.forward(q, scale * k, v, plan)[0] for scale in (1, 2)]
+
+    for found, wanted in zip(on_two_ranks(layers), on_two_ranks(one_by_one), strict=True):
+        assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
+
+
+def test_keys_are_those_of_arrays_that_were_copied_as_they_are_not_contiguous():
+    """Slices of one projection, as most models have them."""
+    def early(attention, plan, q, k, v, dout):
+        fused = np.concatenate([k, v], axis=1)
+        k, v = np.split(fused, 2, axis=1)
+        assert not k.flags.c_contiguous
+        keys = attention.gather(k, v, plan)
+        out, saved = attention.forward(q, k, v, plan, keys=keys)
+        assert saved.k is keys.k and saved.v is keys.v, "copied once"
+        return out, *attention.backward(dout, saved, attention.gather(saved.k, saved.v, plan))
+
+    for found, wanted in zip(on_two_ranks(early), on_two_ranks(plain), strict=True):
+        assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
+
+
+def test_more_gathers_than_there_are_buffers_for_are_refused():
+    def program(attention, plan, q, k, v, dout):
+        under_way = [attention.gather(k, v, plan) for _ in range(IN_FLIGHT)]
+        with pytest.raises(ValueError, match="gather was called with 2 gathers of this plan under way, wanted fewer"):
+            attention.gather(k, v, plan)
+        attention.forward(q, k, v, plan, keys=under_way[0])
+        attention.gather(k, v, plan)
+
+    on_two_ranks(program)
+
+
+def test_a_gather_that_waits_for_its_call_leaves_the_rest_to_others():
+    def program(attention, plan, q, k, v, dout):
+        waiting = attention.gather(k, v, plan)
+        found = [attention.forward(q, 2 * k, v, plan)[0] for _ in range(IN_FLIGHT + 1)]
+        return *found, attention.forward(q, k, v, plan, keys=waiting)[0]
+
+    def one_by_one(attention, plan, q, k, v, dout):
+        doubled = attention.forward(q, 2 * k, v, plan)[0]
+        return *[doubled] * (IN_FLIGHT + 1), attention.forward(q, k, v, plan)[0]
+
+    for found, wanted in zip(on_two_ranks(program), on_two_ranks(one_by_one), strict=True):
+        assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
+
+
+def test_a_gather_that_nobody_holds_any_more_holds_no_buffer():
+    def program(attention, plan, q, k, v, dout):
+        for _ in range(IN_FLIGHT + 1):
+            attention.gather(k, v, plan)
+            gc.collect()
+
+    on_two_ranks(program)
+
+
+@pytest.mark.parametrize(("what", "message"), [
+    ("twice", "keys were used by a forward or backward before"),
+    ("other arrays", "keys were gathered from other k and v"),
+    ("another plan", "keys were gathered from other k and v or with another plan"),
+    ("no keys", "keys is"),
+])
+def test_keys_of_something_else_are_refused(what, message):
+    def program(attention, plan, q, k, v, dout):
+        keys = attention.gather(k, v, plan)
+        if what == "twice":
+            attention.forward(q, k, v, plan, keys=keys)
+        given = {"keys": k if what == "no keys" else keys}
+        if what == "other arrays":
+            k = k.copy()
+        if what == "another plan":
+            plan = attention.plan(plan.batch, plan.sharding)
+        with pytest.raises((TypeError, ValueError), match=message):
+            attention.forward(q, k, v, plan, **given)
+
+    on_two_ranks(program)
+
+
+# --- what is kept ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "cp_size", "kept"), [
+    ((8, 2), 2, True), ((8, 2), 4, True), ((4, 4), 2, True), ((4, 4), 4, False), ((8, 2), 8, False),
+])  # fmt: skip
+def test_keys_are_kept_where_saved_at_most_doubles(heads, cp_size, kept):
+    batch = thdattn.PackedBatch.from_lengths([64, 16], 16)
+
+    def program(comm):
+        attention = thdattn.CPAttention(comm, heads[0], 8, heads[1], dtype="float32", engine="reference")
+        plan = attention.plan(batch)
+        q, k = (np.ones((plan.local_rows, n, 8), np.float32) for n in heads)
+        return attention.forward(q, k, k, plan)[1].keys is not None
+
+    assert thdattn.comm.run_local(cp_size, program) == [kept] * cp_size

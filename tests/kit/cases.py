@@ -1,0 +1,373 @@
+"""The packs, masks and head layouts that CPU and GPU tests share, and what attention over one of them must give.
+
+Tensors of a case are made per valid token, in sequence order without padding, so that inputs and truth are the same for
+every cp_size; `run` spreads them over simulated ranks and poisons every row that holds no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import thdattn
+from thdattn import oracle
+from thdattn.cli.check import Case, offsets, random_inputs, random_sinks
+from thdattn.kernels.configs import TILES
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+CP_SIZES = (1, 2, 4, 8)
+FIELDS = ("out", "lse", "max_logit", "dq", "dk", "dv")
+DSINKS = "dsinks"  # one more field of cases with sinks
+FLOAT32_ERROR = 1e-4  # of what is computed and kept in float32, whatever the inputs are
+
+
+# Lengths 0, 1, 2N-1, 2N and odd for every N of CP_SIZES.
+EDGES = (0, 1, 3, 4, 7, 8, 15, 16, 2, 5, 33, 0, 129, 0)
+# Chunks shorter and longer than every window below, at every cp_size.
+UNEVEN = (257, 3, 64, 0, 100, 17, 190)
+
+FIXTURES = (
+    Case("worked-example", (7, 3)),
+    Case("two-of-eight", (8, 8)),
+    Case("four-sequences", (8, 8, 8, 16), heads=(16, 8)),
+    Case("two-and-three", (2, 3)),
+    Case("edge-lengths", EDGES),
+    Case("edge-lengths-contiguous", EDGES, sharding="contiguous"),
+    Case("all-empty", (0, 0, 0)),
+    Case("all-empty-padded", (0, 0, 0), padded=(16, 0, 32)),
+    Case("all-empty-contiguous", (0, 0), padded=(5, 2), sharding="contiguous"),
+    Case("no-sequences", ()),
+    Case("no-sequences-slack", (), slack=19),
+    Case("no-sequences-contiguous", (), slack=3, sharding="contiguous"),
+    Case("one-token", (1,)),
+    Case("odd-for-one-rank", (5, 0, 33, 1), padded=(5, 1, 33, 2), slack=2, heads=(16, 8), cp_sizes=(1,)),
+    Case("fewer-tokens-than-ranks", (1, 0, 2), padded=(1, 0, 2), sharding="contiguous"),
+    Case("repeated-offsets", (16, 24, 0, 0, 0, 0), heads=(16, 8)),
+    Case("empty-but-padded-between", (40, 0, 9, 0), padded=(48, 16, 16, 32), heads=(16, 8)),
+    # A document of 5 tokens in 64 rows: ranks beyond the first own nothing but padding.
+    Case("ranks-of-padding", (5,), padded=(64,), sharding="contiguous"),
+    Case("ranks-of-padding-dual", (1, 0), padded=(32, 16)),
+)
+REGRESSIONS = (
+    # Transformer Engine issues: NaN in the backward with padding at the end (2186), keys dropped for padding that was
+    # overlooked (3331), 7 tokens treated as 6 (1930).
+    Case("te-2186", (9, 8, 8, 12, 8, 12), padded=(12, 8, 8, 12, 8, 12), cp_sizes=(1, 2)),
+    Case("te-3331", (698,), padded=(704,), cp_sizes=(1, 2, 4, 8)),
+    Case("te-1930", (7,)),
+)
+HEADS = (
+    Case("mha", (37, 90), heads=(3, 3)),
+    Case("gqa-32-8", (37, 90), heads=(32, 8)),
+    Case("gqa-12-2", (37, 90), heads=(12, 2)),
+    Case("mqa", (37, 90), heads=(8, 1)),
+)
+MASKS = (
+    Case("causal", UNEVEN),
+    Case("full", UNEVEN, causal=False),
+    Case("full-contiguous", UNEVEN, causal=False, sharding="contiguous"),
+    Case("window-causal", UNEVEN, window=(10, 0)),
+    Case("window-causal-contiguous", UNEVEN, window=(70, 0), sharding="contiguous"),
+    Case("window-two-sided", UNEVEN, causal=False, window=(16, 16)),
+    Case("window-lopsided", UNEVEN, causal=False, window=(3, 40)),
+    Case("window-lopsided-contiguous", UNEVEN, causal=False, window=(40, 3), sharding="contiguous"),
+    Case("window-left-only", UNEVEN, causal=False, window=(9, -1)),
+    Case("window-right-only", UNEVEN, causal=False, window=(-1, 5)),
+    Case("window-larger-than-sequences", UNEVEN, causal=False, window=(1000, 300)),
+    Case("window-self", UNEVEN, causal=False, window=(0, 0)),
+    Case("window-self-causal", UNEVEN, window=(0, 0)),
+)
+BUFFERS = (
+    Case("capacity", (100, 30, 0), slack=61),
+    Case("capacity-of-a-tile", (100, 30, 0), slack=300),
+    Case("capacity-contiguous", (100, 30, 0), slack=61, sharding="contiguous"),
+    # One row less and one row more than tiles of 64 and 128 rows.
+    Case("tail-tiles", (63, 65, 127, 129), padded=(64, 80, 128, 144)),
+    Case("tail-tile-of-one", (384, 1), padded=(384, 1), sharding="contiguous"),
+)
+# Documents with more, fewer and as many keys as queries, without either, and longer than a tile on one side only.
+QUERIES_HERE, KEYS_THERE = (5, 40, 0, 33, 7, 1, 300, 2, 0, 130), (40, 5, 9, 33, 0, 200, 3, 290, 0, 140)
+CROSS = (
+    *(Case(f"cross-{name}", QUERIES_HERE, keys=KEYS_THERE, causal=causal, window=window, slack=slack, heads=heads,
+           sharding=sharding, cp_sizes=(1,))
+      for name, causal, window, slack, heads, sharding in (
+        ("causal", True, (-1, -1), 0, (4, 2), "dual_chunk"),
+        ("full", False, (-1, -1), 3, (3, 3), "contiguous"),
+        ("window-causal", True, (70, 0), 61, (4, 1), "contiguous"),
+        ("window-lopsided", False, (3, 40), 0, (4, 2), "dual_chunk"),
+        ("window-right-only", False, (-1, 5), 0, (2, 2), "contiguous"),
+        ("window-self", False, (0, 0), 5, (4, 2), "dual_chunk"),
+    )),
+    Case("cross-without-keys", (5, 7), keys=(0, 0), cp_sizes=(1,)),
+    Case("cross-padding-for-keys", (5, 7), keys=(0, 0), slack=9, cp_sizes=(1,)),
+    Case("cross-without-queries", (0, 0), keys=(130, 7), cp_sizes=(1,)),
+    Case("cross-padding-for-queries", (0, 0), keys=(130, 7), slack=9, cp_sizes=(1,)),
+    Case("cross-sees-nothing", (70, 9), keys=(30, 4), causal=False, window=(-1, 0), cp_sizes=(1,)),
+    Case("cross-decoding", (1,) * 40, keys=tuple(range(100, 300, 5)), heads=(8, 2), cp_sizes=(1,)),
+)
+SMALL = FIXTURES + REGRESSIONS + HEADS + MASKS + BUFFERS
+BIG = (
+    Case("8192-of-34", (34,) * 8192, heads=(2, 1)),
+    Case("65536-window", (65536, *(16,) * 1000), heads=(2, 1), window=(300, 0)),
+)
+LONG = Case("65536-causal", (65536, *(16,) * 1000), heads=(2, 1))
+
+# The pack has rows that see one tile and many, ends in the middle of tiles, and has a gap of padding at every cp_size.
+DIMS = tuple(
+    Case(f"dims-{head_dim}-{v_head_dim}-{mask}", (150, 0, 77, 301, 1), slack=5, heads=heads,
+         dims=(head_dim, v_head_dim), causal=causal, window=window)
+    for head_dim, v_head_dim in TILES
+    for mask, heads, causal, window in (
+        ("causal", (8, 2), True, (-1, -1)),
+        ("full", (2, 2), False, (-1, -1)),
+        ("window", (3, 1), False, (33, 70)),
+    )
+)
+# Cases whose RMS errors cannot tell a backward that rounds P twice from a right one: no token at all, no row that sees
+# more than one key, or so few of them that their errors vary by as much.
+TOO_SMALL_TO_TELL = {
+    "all-empty", "all-empty-padded", "all-empty-contiguous", "no-sequences", "no-sequences-slack",
+    "no-sequences-contiguous", "one-token", "ranks-of-padding-dual", "window-self", "window-self-causal",
+    "worked-example", "two-of-eight", "two-and-three", "fewer-tokens-than-ranks", "ranks-of-padding", "te-1930",
+    "fewer tokens than ranks",
+}  # fmt: skip
+
+CASES = {case.name: case for case in (*SMALL, *CROSS, *BIG, LONG)}
+
+
+@lru_cache(maxsize=3)
+def truth(case: Case, dtype: np.dtype, seed: int = 0) -> oracle.Truth:
+    """The float64 oracle over the valid tokens, and the baselines."""
+    batch = thdattn.PackedBatch(offsets(case.lengths))
+    how = {} if case.keys is None else {"key_batch": thdattn.PackedBatch(offsets(case.keys))}
+    how |= {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+    return oracle.truth(batch, *random_inputs(case, dtype, seed), sinks=random_sinks(case, dtype, seed), **how)
+
+
+@dataclass
+class Outcome:
+    """What all ranks together returned, on the host.
+
+    tokens: per field the rows of the valid tokens, in sequence order; lse (num_heads, total_tokens); dsinks the sum of
+        what ranks have.
+    padding: per field every row that holds no token: padding, slack and fillers.
+    max_logits: one (num_heads,) per rank.
+    """
+
+    tokens: dict[str, np.ndarray]
+    padding: dict[str, np.ndarray]
+    max_logits: list[np.ndarray]
+
+
+def fields_of(case: Case) -> tuple[str, ...]:
+    """What forward and backward of a case return."""
+    return (*FIELDS, DSINKS) if case.sinks else FIELDS
+
+
+def token_rows(batch: thdattn.PackedBatch) -> np.ndarray:
+    """The packed rows that hold a valid token."""
+    begins, lengths = batch.cu_seqlens_padded[:-1].tolist(), batch.lengths.tolist()
+    pieces = [np.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+    return np.concatenate([np.zeros(0, int), *pieces])
+
+
+class Exported:
+    """An array of another library: nothing but DLPack."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def local_rows(batch: thdattn.PackedBatch, rows: np.ndarray, tokens: np.ndarray, fill: float) -> np.ndarray:
+    """A rank's rows of a tensor of valid tokens; `fill` in every row that holds none."""
+    packed = np.full((batch.total_rows + 1, *tokens.shape[1:]), fill, tokens.dtype)
+    packed[token_rows(batch)] = tokens
+    return packed[rows]  # row -1, a filler, is the one behind all others
+
+
+def run(
+    case: Case, cp_size: int, dtype: Any, *, xp: Any = np, fill: float = np.nan, seed: int = 0,
+    wrap: Callable[[Any], Any] = lambda x: x, **options: Any,
+) -> Outcome:
+    """Forward and backward of a case over cp_size simulated ranks; `wrap` makes a user's array of one of xp."""
+    batch, key_batch = case.batch(cp_size), case.key_batch()
+    sharding = thdattn.Sharding(batch, cp_size, case.sharding)
+    inputs, sinks = random_inputs(case, dtype, seed), random_sinks(case, dtype, seed)
+
+    def program(comm: thdattn.comm.Comm) -> dict[str, np.ndarray]:
+        attention = case.attention(comm, dtype, **options)
+        plan = attention.plan(batch, case.sharding, key_batch)
+        here = batch, sharding.rows(comm.rank)
+        keys = here if key_batch is None else (key_batch, np.arange(key_batch.total_rows))
+        q, k, v, dout = (
+            wrap(xp.asarray(local_rows(*side, x, fill)))
+            for side, x in zip((here, keys, keys, here), inputs, strict=True)
+        )
+        given = None if sinks is None else wrap(xp.asarray(sinks))
+        out, saved = attention.forward(q, k, v, plan, return_max_logit=True, sinks=given)
+        gradients = attention.backward(dout, saved)
+        return {field: to_host(x) for field, x in zip(
+            fields_of(case), (out, saved.lse, saved.max_logit, *gradients), strict=True)}
+
+    return assemble(sharding, thdattn.comm.run_local(cp_size, program, timeout=240), key_batch)
+
+
+def assemble(
+    sharding: thdattn.Sharding, ranks: list[dict[str, np.ndarray]], key_batch: thdattn.PackedBatch | None = None
+) -> Outcome:
+    """Puts every rank's rows where they belong, and those that hold no token aside."""
+    rows = np.concatenate([sharding.rows(rank) for rank in range(sharding.cp_size)])
+    queries = keys = _held(sharding.batch, rows)
+    if key_batch is not None:
+        keys = _held(key_batch, np.arange(key_batch.total_rows))
+    outcome = Outcome({}, {}, [result["max_logit"] for result in ranks])
+    for field in ("out", "lse", "dq", "dk", "dv"):
+        order, padding = keys if field in ("dk", "dv") else queries
+        by_row = np.concatenate([result[field].T if field == "lse" else result[field] for result in ranks])
+        outcome.tokens[field] = by_row[order].T if field == "lse" else by_row[order]
+        outcome.padding[field] = by_row[padding]
+    outcome.tokens["max_logit"] = ranks[0]["max_logit"]
+    if DSINKS in ranks[0]:
+        outcome.tokens[DSINKS] = np.sum([result[DSINKS] for result in ranks], axis=0)
+    return outcome
+
+
+def _held(batch: thdattn.PackedBatch, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where in `rows` every token is, in sequence order, and where what holds none is."""
+    tokens = token_rows(batch)
+    token_of_row = np.full(batch.total_rows + 1, -1)
+    token_of_row[tokens] = np.arange(len(tokens))
+    token = token_of_row[rows]
+    held = np.flatnonzero(token >= 0)
+    assert len(held) == len(tokens), "every token lies on one rank"
+    return held[np.argsort(token[held])], np.flatnonzero(token < 0)
+
+
+def to_host(x: Any) -> np.ndarray:
+    """A NumPy copy of a NumPy or CuPy array."""
+    return np.array(x) if isinstance(x, np.ndarray) else x.get()
+
+
+def check(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
+    """Asserts everything the contract promises about an outcome, padding first."""
+    dtype = np.dtype(dtype)
+    check_padding(outcome)
+    right = truth(case, dtype, seed)
+    sees_no_key = right.exact.lse[0] == -np.inf
+    assert not outcome.tokens["out"][sees_no_key].any() and not outcome.tokens["dq"][sees_no_key].any()
+    for field in fields_of(case):
+        actual, wanted = outcome.tokens[field], getattr(right.exact, field)
+        assert actual.shape == wanted.shape, f"{field} of {case}"
+        if field in ("lse", "max_logit", DSINKS):
+            kept = np.float64 if dtype == np.float64 and field != "max_logit" else np.float32
+            assert actual.dtype == kept, f"{field} of {case} is {actual.dtype}"
+        if field == DSINKS and dtype.itemsize == 2:
+            check_dsinks(right, random_inputs(case, dtype, seed)[3], random_sinks(case, dtype, seed), actual)
+            continue
+        if field in ("lse", "max_logit", DSINKS):
+            error = FLOAT32_ERROR if kept == np.float32 else 1e-12
+            np.testing.assert_allclose(actual, wanted, rtol=error, atol=error, err_msg=f"{field} of {case}")
+            continue
+        assert actual.dtype == dtype, f"{field} of {case} is {actual.dtype}"
+        if dtype == np.float64:
+            np.testing.assert_allclose(actual, wanted, rtol=1e-10, atol=1e-12, err_msg=f"{field} of {case}")
+        else:
+            verdict = right.judge(field, actual)
+            assert verdict.good, f"{field} of {case}: {verdict}"
+
+
+def check_dsinks(right: oracle.Truth, dout: np.ndarray, sinks: np.ndarray, actual: np.ndarray) -> None:
+    """The gradient of sinks errs by what rounding out gives to its sums, as errors that are independent would."""
+    out, lse, dout = right.exact.out, right.exact.lse, dout.astype(np.float64)
+    share = np.exp(sinks[:, None] - np.where(lse == -np.inf, np.inf, lse)).T[..., None]
+    deviation = np.sqrt(((share * dout * (right.fused.out - out)) ** 2).sum(axis=(0, 2)))
+    noise = 1e-5 * np.abs(share * dout * out).sum(axis=(0, 2))
+    error = np.abs(actual - right.exact.dsinks)
+    assert (error <= 5 * deviation + noise).all(), f"dsinks: {error}, standard deviations {deviation}, noise {noise}"
+
+
+def check_padding(outcome: Outcome) -> None:
+    """Rows that hold no token are exactly 0, -inf in lse; max_logit is the same on all ranks."""
+    for field, rows in outcome.padding.items():
+        if field == "lse":
+            assert (rows == -np.inf).all(), "lse of padding is -inf"
+        else:
+            assert not rows.any(), f"{field} of padding is 0"  # NaN is true
+    for rank, max_logit in enumerate(outcome.max_logits):
+        np.testing.assert_array_equal(max_logit, outcome.max_logits[0], err_msg=f"max_logit of rank {rank}")
+
+
+def check_long(case: Case, dtype: Any, outcome: Outcome, seed: int = 0) -> None:
+    """`check` of a causal case whose first document is too long for the oracle: samples of it, the others whole.
+
+    A sampled query row is computed by itself. A sampled key needs lse and out of every later row; those are the
+    outcome's own, which the sampled rows check.
+    """
+    check_padding(outcome)
+    length, batch = case.lengths[0], thdattn.PackedBatch(offsets(case.lengths[1:]))
+    inputs = random_inputs(case, dtype, seed)
+    edges = [0, 1, 63, 64, 127, 128, length // 2 - 1, length // 2, length - 1]
+    picks = np.unique(np.append(edges, np.random.default_rng(len(case.lengths)).integers(0, length, 40)))
+    rest = slice(length, None)
+    dtype = np.dtype(dtype)
+    others = oracle.truth(batch, *(x[rest] for x in inputs), dtype=dtype)
+    document = [x[:length] for x in inputs]
+    exact, plain = (_sample(case, document, outcome, picks, rounding) for rounding in (None, dtype))
+    fused = _sample(case, document, outcome, picks, dtype, fused=True) if others.fused else {}
+    for field in ("out", "dq", "dk", "dv"):
+        verdict = others.judge(field, outcome.tokens[field][rest])
+        assert verdict.good, f"{field} of {case}, short documents: {verdict}"
+        verdict = oracle.judge(outcome.tokens[field][picks], exact[field], plain[field], fused.get(field))
+        assert verdict.good, f"{field} of {case}, samples: {verdict}"
+    for rows, wanted in ((rest, others.exact.lse), (picks, exact["lse"])):
+        np.testing.assert_allclose(outcome.tokens["lse"][:, rows], wanted, rtol=FLOAT32_ERROR, atol=FLOAT32_ERROR)
+
+
+def _sample(
+    case: Case, inputs: list[np.ndarray], outcome: Outcome, picks: np.ndarray, rounding: Any, fused: bool = False
+) -> dict[str, np.ndarray]:
+    """out, lse, dq of the query rows `picks` and dk, dv of the keys `picks` of one causal document, see the oracle."""
+    num_heads, num_kv_heads = case.heads
+    scale, group, position = case.dims[0] ** -0.5, num_heads // num_kv_heads, np.arange(len(inputs[0]))
+
+    def stored(x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float64) if rounding is None else x.astype(rounding).astype(np.float32)
+
+    def kept(x: np.ndarray) -> np.ndarray:
+        return x if fused else stored(x)
+
+    q, k, v, dout = map(stored, inputs)
+    out = outcome.tokens["out"][: len(q)].astype(q.dtype)
+    result = {"out": np.zeros_like(dout[picks]), "dq": np.zeros_like(q[picks]), "dk": np.zeros_like(k[picks]),
+              "dv": np.zeros_like(v[picks]), "lse": np.zeros((num_heads, len(picks)))}
+    for h in range(num_heads):
+        g = h // group
+        logits = scale * kept(q[picks, h] @ k[:, g].T)
+        logits[position > picks[:, None]] = -np.inf
+        top = logits.max(axis=1, keepdims=True)
+        weights = np.exp(logits - top)
+        total = weights.sum(axis=1, keepdims=True)
+        result["lse"][h] = (top + np.log(total))[:, 0]
+        p, dp = kept(weights / total), kept(dout[picks, h] @ v[:, g].T)
+        result["out"][:, h] = stored(stored(weights) @ v[:, g] / total if fused else p @ v[:, g])
+        delta = (dout[picks, h] * result["out"][:, h] if fused else p * dp).sum(axis=1, keepdims=True)
+        result["dq"][:, h] = scale * (stored(p * (dp - delta)) @ k[:, g])
+
+        logits = scale * kept(q[:, h] @ k[picks, g].T)
+        logits[position[:, None] < picks] = -np.inf
+        p = kept(np.exp(logits - outcome.tokens["lse"][h, : len(q), None]))
+        delta = (dout[:, h] * out[:, h]).sum(axis=1, keepdims=True)
+        ds = stored(p * (kept(dout[:, h] @ v[picks, g].T) - delta))
+        result["dk"][:, g] += scale * (ds.T @ q[:, h])
+        result["dv"][:, g] += stored(p).T @ dout[:, h]
+    return {field: x if field == "lse" else stored(x).astype(np.float64) for field, x in result.items()}

@@ -1,0 +1,78 @@
+"""Starts rank programs under mpiexec or torchrun, for every test that needs real ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thdattn.comm import launcher
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+RANKS = Path(__file__).resolve().parent / "ranks"
+
+
+def mpiexec(n: int) -> list[str]:
+    """The command that starts n ranks; skips the test if this machine has no mpiexec or no mpi4py."""
+    command = launcher.mpiexec()
+    if command is None or importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("needs mpi4py and mpiexec: pip install 'thdattn[mpich]'")
+    return [*command, "-n", str(n)]
+
+
+def run_ranks(
+    n: int, program: Path, *arguments: str, timeout: float = 60.0, python: tuple[str, ...] = ("-m", "mpi4py")
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program on n MPI ranks and return its output; `python` are the interpreter's own options."""
+    return run([*mpiexec(n), sys.executable, *python, str(program), *arguments], timeout)
+
+
+def run_torchrun(n: int, program: Path, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """The same with n processes of torchrun; skips the test if PyTorch is missing."""
+    return run([*torchrun(n), str(program), *arguments], timeout)
+
+
+def torchrun(n: int) -> list[str]:
+    """The command that starts n processes of torchrun; skips the test if PyTorch is missing."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("needs PyTorch")
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+
+
+def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run a launcher and return its output; a run that hangs is ended with all its ranks and fails the test."""
+    with start(command) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            end(process)
+            output, errors = process.communicate()
+            pytest.fail(f"{' '.join(command)} still ran after {timeout:g} s\n{output}\n{errors}")
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    """Start a launcher in a session of its own."""
+    path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a launcher: asked first, as it then ends its ranks, which may be in sessions of their own; then killed."""
+    process.terminate()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,219 @@
+"""The packs and sizes that tests of the Mamba-2 mixer share, and a run over simulated ranks.
+
+Inputs of a case are made per row of the pack, the same for every cp_size; `run` poisons every row that holds no token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from cases import to_host
+
+import thdattn
+from thdattn.cli.check import offsets
+from thdattn.mamba import oracle
+from thdattn.mamba.oracle import FIELDS as FIELDS
+from thdattn.mamba.oracle import FIELDS_WITH_NORM, Norm, Result, Sizes
+
+BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = map(np.dtype, (ml_dtypes.bfloat16, "float16", "float32", "float64"))
+CP_SIZES = (1, 2, 3, 4, 8)
+SIZES = Sizes(4, 3, 5, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pack and a mixer.
+
+    lengths: tokens of every sequence; padded: their rows, None = as many; slack: rows behind the last sequence.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    padded: tuple[int, ...] | None = None
+    slack: int = 0
+    sizes: Sizes = SIZES
+    conv_width: int = 4
+    norm: Norm | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def batch(self) -> thdattn.PackedBatch:
+        starts = offsets(self.lengths if self.padded is None else self.padded)
+        return thdattn.PackedBatch(offsets(self.lengths), starts, total_rows=int(starts[-1]) + self.slack)
+
+    @property
+    def valid(self) -> np.ndarray:
+        """(total_rows,) bool, the rows that hold a token."""
+        batch = self.batch
+        valid = np.zeros(batch.total_rows, bool)
+        for begin, length in zip(batch.cu_seqlens_padded, batch.lengths, strict=False):
+            valid[begin : begin + length] = True
+        return valid
+
+    def mixer(self, comm: thdattn.comm.Comm, dtype: Any, **options: Any) -> thdattn.Mamba2Mixer:
+        """On the NumPy engine, if options do not say otherwise."""
+        options = {"engine": "reference", **options}
+        if self.norm:
+            place = "after_gate" if self.norm.after_gate else "before_gate"
+            options |= {"norm": place, "norm_groups": self.norm.groups, "norm_eps": self.norm.eps}
+        return thdattn.Mamba2Mixer(comm, *self.sizes, conv_width=self.conv_width, dtype=dtype, **options)
+
+
+# The engine works at chunks of 64 rows.
+CASES = {case.name: case for case in (
+    Case("no-sequences", ()),
+    Case("no-sequences-slack", (), slack=19),
+    Case("all-empty", (0, 0, 0)),
+    Case("all-empty-padded", (0, 0), padded=(5, 2), slack=3),
+    Case("one-token", (1,)),
+    Case("fewer-rows-than-ranks", (1, 0, 2)),
+    Case("a-row-per-rank", (1, 5, 1)),
+    Case("shorter-than-the-convolution", (1, 2, 3, 1, 1, 2, 3, 2)),
+    Case("resets-inside-chunks", (10, 50, 7, 30, 90, 2)),
+    Case("ranks-of-padding", (5,), padded=(64,)),
+    Case("empty-between", (0, 9, 0, 40, 0), padded=(3, 12, 0, 40, 8), slack=2),
+    Case("chunk-edges", (63, 64, 65, 1)),
+    Case("padding-ends-a-chunk", (60, 60), padded=(64, 70), slack=9),
+    Case("over-all-ranks", (200,)),
+    Case("ends-with-a-rank", (50, 50, 100)),
+    Case("capacity", (40, 21), slack=135),
+    Case("one-group", (37, 90), sizes=Sizes(3, 2, 4, 1)),
+    Case("a-group-per-head", (37, 90), sizes=Sizes(3, 2, 4, 3)),
+    Case("sizes-of-one", (37, 90), sizes=Sizes(1, 1, 1, 1)),
+    Case("no-convolution", (5, 70), padded=(6, 70), conv_width=1),
+    Case("convolution-of-two", (5, 70, 1, 1), conv_width=2),
+    Case("convolution-of-nine", (5, 70, 1, 3, 20), conv_width=9),
+)}  # fmt: skip
+# Of a norm: where, and which groups: one, those of B and C, or heads.
+NORMS = [("after_gate", "groups"), ("before_gate", "one"), ("before_gate", "heads"), ("after_gate", "one")]
+GPU_SIZES = Sizes(8, 64, 128, 1)
+ON_GPUS = tuple(replace(CASES[name], sizes=GPU_SIZES) for name in (
+    "no-sequences", "no-sequences-slack", "all-empty-padded", "one-token", "fewer-rows-than-ranks",
+    "shorter-than-the-convolution", "resets-inside-chunks", "ranks-of-padding", "empty-between",
+    "padding-ends-a-chunk", "ends-with-a-rank",
+))  # fmt: skip
+MANY = Case("many-short", tuple(np.random.default_rng(0).integers(1, 21, 1000).tolist()), sizes=Sizes(2, 2, 2, 1))
+
+
+def random_inputs(case: Case, dtype: Any, seed: int = 0) -> tuple[np.ndarray, thdattn.Mamba2Weights, np.ndarray]:
+    """zxbcdt, weights, dout; all rows hold numbers."""
+    rng = np.random.default_rng(zlib.crc32(f"{case.name} {seed}".encode()))
+    heads, head_dim, state_dim, groups = case.sizes
+    inner = heads * head_dim
+    channels = inner + 2 * groups * state_dim
+    rows = case.batch.total_rows
+    zxbcdt, dout = rng.standard_normal((rows, inner + channels + heads)), rng.standard_normal((rows, inner))
+    weights = (
+        rng.standard_normal((channels, case.conv_width)) / case.conv_width**0.5, 0.3 * rng.standard_normal(channels),
+        np.log(rng.uniform(0.3, 4, heads)), rng.standard_normal(heads), rng.standard_normal(heads) - 1,
+    )  # fmt: skip
+    if case.norm:
+        weights = *weights, rng.uniform(0.5, 1.5, inner)
+    kind = np.promote_types(dtype, np.float32)
+    return zxbcdt.astype(dtype), thdattn.Mamba2Weights(*(x.astype(kind) for x in weights)), dout.astype(dtype)
+
+
+def extreme_inputs() -> tuple[Case, tuple[np.ndarray, thdattn.Mamba2Weights, np.ndarray]]:
+    """A case of GPU_SIZES and its inputs in bfloat16: steps of 0 to 100, and heads that forget nothing or all."""
+    case = Case("extreme", (90, 3, 1070), sizes=GPU_SIZES)
+    zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
+    steps = np.random.default_rng(0).choice([-200, -20, -7, 0, 3, 30, 100], (len(zxbcdt), 8))
+    zxbcdt[:, -8:] = steps.astype(BFLOAT16)
+    heads = np.array([-5, 0, 3, 5] * 2, np.float32)
+    return case, (zxbcdt, weights._replace(A_log=heads, dt_bias=np.zeros(8, np.float32)), dout)
+
+
+def adding_up(weights: thdattn.Mamba2Weights) -> thdattn.Mamba2Weights:
+    """Those of a mixer that hardly forgets, and whose convolution passes a row on as it is."""
+    own_row = np.zeros_like(weights.conv_weight)
+    own_row[:, -1] = 1
+    return thdattn.Mamba2Weights(own_row, 0 * weights.conv_bias, np.full_like(weights.A_log, -14), 0 * weights.D,
+                                 0 * weights.dt_bias)
+
+
+@cache
+def truth(case: Case, dtype: Any, rounding: Any = None) -> Result:
+    """The oracle's answer for random_inputs, or plain maths with a rounding."""
+    zxbcdt, weights, dout = random_inputs(case, dtype)
+    return oracle.packed_mixer(case.batch, zxbcdt, weights, dout, case.sizes, rounding, case.norm)
+
+
+def run(
+    case: Case, cp_size: int, dtype: Any, inputs: Any = None, fill: float = np.nan, xp: Any = np
+) -> dict[str, np.ndarray]:
+    """FIELDS of a mixer over simulated ranks: whole packs, and gradients of weights by rank, on the host.
+
+    Args:
+        inputs: as random_inputs.
+        fill: what rows without a token hold, fillers too.
+        xp: numpy for the NumPy engine, cupy for the CUDA engine.
+    """
+    inputs = inputs or random_inputs(case, dtype)
+    ranks = thdattn.comm.run_local(cp_size, lambda comm: run_rank(case, comm, dtype, inputs, fill, xp), timeout=240)
+    return assembled(case, ranks)
+
+
+def run_rank(
+    case: Case, comm: thdattn.comm.Comm, dtype: Any, inputs: Any, fill: float = np.nan, xp: Any = np
+) -> tuple[np.ndarray, ...]:
+    """FIELDS of one rank."""
+    zxbcdt, weights, dout = inputs
+    mixer = case.mixer(comm, dtype, engine="reference" if xp is np else "cuda")
+    plan = mixer.plan(case.batch)
+    valid = to_host(plan.valid)
+
+    def local(x: np.ndarray) -> Any:
+        return xp.asarray(np.where(valid[:, None], plan.sharding.shard(x, comm.rank), x.dtype.type(fill)))
+
+    out, saved = mixer.forward(local(zxbcdt), thdattn.Mamba2Weights(*map(xp.asarray, weights)), plan)
+    dzxbcdt, dweights = mixer.backward(local(dout), saved)
+    made = tuple(map(to_host, (out, dzxbcdt, *dweights)))
+    for x in made[:2]:
+        assert not x[~valid].view(np.uint8).any(), "exactly 0"
+    return made
+
+
+def two_layers(case: Case, comm: thdattn.comm.Comm, dtype: Any, xp: Any, keep: bool) -> list[np.ndarray]:
+    """Gradients of two layers of a plan, whose forwards follow each other, of one rank. keep: see Mamba2Mixer."""
+    mixer = case.mixer(comm, dtype, engine="reference" if xp is np else "cuda", keep_activations=keep)
+    plan = mixer.plan(case.batch)
+    layers = []
+    for seed in range(2):
+        zxbcdt, weights, dout = random_inputs(case, dtype, seed)
+        zxbcdt, dout = (xp.asarray(plan.sharding.shard(x, comm.rank)) for x in (zxbcdt, dout))
+        _, saved = mixer.forward(zxbcdt, thdattn.Mamba2Weights(*map(xp.asarray, weights)), plan)
+        layers.append((dout, saved))
+    made = [mixer.backward(*layer) for layer in layers]
+    return [to_host(x) for dzxbcdt, dweights in made for x in (dzxbcdt, *dweights)]
+
+
+def assembled(case: Case, ranks: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
+    """FIELDS of all ranks, and norm_weight with a norm: whole packs, and gradients of weights by rank."""
+    sharding = thdattn.Sharding(case.batch, len(ranks), "contiguous")
+    packs = [sharding.unshard([rank[i] for rank in ranks]) for i in range(2)]
+    of_weights = [np.stack(each) for each in zip(*(rank[2:] for rank in ranks), strict=True)]
+    return dict(zip(FIELDS_WITH_NORM, [*packs, *of_weights], strict=False))
+
+
+def assert_equal(made: dict[str, np.ndarray], exact: Result, error: float) -> None:
+    """All fields are those of the oracle but for an error relative to the largest value of each."""
+    for field in made:
+        actual = made[field] if field in ("out", "zxbcdt") else made[field].astype(np.float64).sum(axis=0)
+        wanted = getattr(exact, field)
+        assert actual.shape == wanted.shape
+        scale = np.abs(wanted).max(initial=0)
+        assert np.abs(actual - wanted).max(initial=0) <= error * scale, field
+
+
+def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for field in one:
+        assert one[field].tobytes() == other[field].tobytes(), field

@@ -1,0 +1,454 @@
+"""Random programs of several ranks, for tests of peer memory: the real method and windows, over fake_streams.py.
+
+Forward and backward passes of a few packs, exchanges, and graphs of both, on streams that are delayed at random. Inputs
+are random integers, so a row of another call, rank or layer gives another sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+from fake_meeting import Gathered, Kernel, meet
+from fake_streams import Machine, Stream, addresses, at
+
+from thdattn.comm import nothing, overlap, slices
+from thdattn.comm.peer import exchange as meetings
+from thdattn.comm.peer import layout, reduce, transport, windows
+from thdattn.comm.slices import Cut, copy
+from thdattn.jit.structs import RANK_FLAGS
+from thdattn.methods import all_gather
+from thdattn.methods.base import Call, Tensors
+from thdattn.plan.buffers import Buffers
+
+HEADS, WIDTH = 4, 2
+GROUPS = (2, 2), (1, 1, 1, 1), (1, 3), (1, 1, 2)
+WEIGHTS = np.arange(1, 1000, dtype=np.float32)[:, None, None]
+
+
+def mix(x):
+    """A sum that tells rows from each other."""
+    return (WEIGHTS[: len(x)] * x).sum(0)
+
+
+# --- an engine and a plan ----------------------------------------------------------------------------------------
+
+
+class Engine:
+    """What the pipeline asks of an engine, as kernels on the current stream that compute simpler things.
+
+    fails: the step that raises next, as where there is no memory left, on all ranks; "": none does.
+    """
+
+    fails = ""
+
+    def __init__(self, machine):
+        self.machine, self.empty = machine, machine.empty
+
+    def poisoned(self, shape, dtype):
+        """An array that the current stream fills with NaN, as what used its memory last may write there until now."""
+        made = self.empty(shape, dtype)
+        self.machine.stream.launch(lambda x: x.fill(np.nan), made)
+        return made
+
+    def capture(self):
+        return None if self.machine.graph is None else 0
+
+    def _may_fail(self, step):
+        if self.fails == step:
+            self.fails = ""
+            raise MemoryError
+
+    def to_sequence_order(self, k_parts, v_parts, plan, into, own, meeting):
+        def move(outs, sources, own):
+            for out, parts, mine in zip(outs, sources, own or (None, None), strict=True):
+                rows = np.concatenate(parts)
+                if mine is not None:
+                    rows[first : first + len(mine)] = mine
+                out[plan.rank_order] = rows
+
+        first = plan.cp_rank * plan.local_key_rows
+        outs = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
+                        for name, parts in (("k", k_parts), ("v", v_parts))]  # fmt: skip
+        if meeting is None:
+            self.machine.stream.launch(move, outs, (k_parts, v_parts), own)
+        else:
+            rows = plan.local_key_rows
+            whole = [at(x.data.ptr, (rows, HEADS, WIDTH), x.dtype) for x in own]
+            arrays = addresses([outs, (k_parts, v_parts), whole])
+            meet(self.machine.stream, Gathered(plan.rank_order, rows, *arrays, meeting.to), meeting.flags)
+        return outs
+
+    def attn_fwd(self, q, k, v, plan, softmax_scale, return_max_logit, into, softcap, sinks, groups):
+        def attend(out, q, k, v):
+            out[...] = q + mix(k) - mix(v)
+
+        self._may_fail("attention")
+        self.machine.stream.launch(attend, into[0], q, k, v)
+        return *into, None
+
+    def attn_bwd(self, dout, q, k, v, out, lse, plan, softmax_scale, dtype, deterministic, into, softcap, homes,
+                 groups):
+        def attend(dq, dk, dv, dout, k, v, out):
+            dq[...], dk[...], dv[...] = out + dout, k + mix(dout), v * mix(dout)
+
+        def go_home(of, places, *shares):
+            for homes, x in zip(of, shares, strict=True):
+                for rank, home in enumerate(homes[: plan.cp_size]):
+                    mine = places[:, 0] == rank
+                    there = at(int(home), (plan.local_key_rows, *x.shape[1:]), np.float32)
+                    there[places[mine, 1]] = x[mine]
+
+        self._may_fail("attention")
+        dk, dv = (plan.buffer(name, k.shape, dtype, (len(k), max(groups), WIDTH)) for name in ("dk", "dv"))
+        self.machine.stream.launch(attend, into[0], dk, dv, dout, k, v, out)
+        if homes is None:
+            return into[0], dk, dv
+        self.machine.stream.launch(go_home, homes[0]["of"].copy(), homes[1].copy(), dk, dv)
+        return into[0], None, None
+
+    def poison(self, plan, *results):
+        """Lengths are right."""
+
+
+class Plan:
+    def __init__(self, engine, rank, size, local_rows):
+        self._engine, self._kept, self._buffers = engine, {}, Buffers()
+        self.cp_rank, self.cp_size, self.local_key_rows, self.key_rows = rank, size, local_rows, size * local_rows
+        self.rank_order = np.random.default_rng(local_rows).permutation(self.key_rows)
+        self.rows = engine.empty((local_rows,), np.int64)
+        engine.machine.stream.launch(np.copyto, self.rows, self.rank_order[rank * local_rows :][:local_rows])
+
+    def once(self, key, make):
+        return self._kept[key] if key in self._kept else self._kept.setdefault(key, make())
+
+    def make(self, launches):
+        launches()
+
+    def buffer(self, name, shape, dtype, room=None):
+        return self._buffers.get(self._engine.poisoned, name, shape, dtype, room)
+
+
+# --- a rank's program --------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """One attention of a plan: inputs of all ranks, by number, and what must come out on this one."""
+
+    def __init__(self, program, plan, number):
+        self.program, self.plan = program, plan
+        self.inputs = [program.engine.empty((plan.local_key_rows, HEADS, WIDTH), np.float32) for _ in range(4)]
+        self.write(number)
+
+    def write(self, number):
+        """Other inputs, in the same arrays."""
+        shape = self.plan.cp_size, 4, self.plan.local_key_rows, HEADS, WIDTH
+        made = np.random.default_rng(number).integers(-4, 5, shape).astype(np.float32)
+        for x, values in zip(self.inputs, made[self.plan.cp_rank], strict=True):
+            self.program.machine.stream.launch(np.copyto, x, values)
+        ks, vs = (np.empty((self.plan.key_rows, HEADS, WIDTH), np.float32) for _ in range(2))
+        ks[self.plan.rank_order], vs[self.plan.rank_order] = (made[:, i].reshape(ks.shape) for i in (1, 2))
+        q, k, v, dout = made[self.plan.cp_rank]
+        douts = sum(mix(x) for x in made[:, 3])
+        out = q + mix(ks) - mix(vs)
+        self.wanted = {"out": out, "dq": out + dout, "dk": k * self.plan.cp_size + douts, "dv": v * douts}
+
+    def gather(self, groups, at_once=False):
+        program, (_, k, v, _) = self.program, self.inputs
+        return all_gather.gather(program.engine, program.comm, self.plan, k, v, groups, at_once)
+
+    def forward(self, keys, keeps=False):
+        call = Call(1.0, deterministic=True, keeps_keys=keeps)
+        self.out, self.lse, _, self.kept = all_gather.forward(
+            self.program.engine, self.program.comm, self.plan, *self.inputs[:3], call, False, keys)
+        return {"out": self.out}
+
+    def backward(self, keys, at_once):
+        q, k, v, dout = self.inputs
+        saved = Tensors(q, k, v, self.out, self.lse, self.kept)
+        call = Call(1.0, deterministic=True)
+        dq, self.sums = all_gather.backward(
+            self.program.engine, self.program.comm, self.plan, dout, saved, call, at_once, keys)
+        return {"dq": dq}
+
+    def dk_dv(self):
+        return dict(zip(("dk", "dv"), self.sums(), strict=True))
+
+    def check(self, found):
+        for name, x in found.items():
+            self.program.machine.stream.launch(self.program.compare, x, self.wanted[name])
+
+
+class Exchange:
+    """Slices of heads that all ranks send each other; the same on all ranks, but for the numbers in them."""
+
+    def __init__(self, program, draw):
+        self.program, size = program, program.comm.size
+        self.heads = [slice(first, draw.randint(first + 1, HEADS)) for first in draw.choices(range(HEADS), k=2)]
+        width = min(heads.stop - heads.start for heads in self.heads)
+        self.out_of, self.into = (slice(heads.start, heads.start + width) for heads in self.heads)
+        self.slices = [(sender, receiver, draw.randint(1, 4)) for sender in range(size) for receiver in range(size)
+                       if sender != receiver for _ in range(draw.choice([0, 1, 1, 2]))]  # fmt: skip
+        self.sizes = np.zeros((size, size), int)
+        for sender, receiver, rows in self.slices:
+            self.sizes[sender, receiver] += rows * width * WIDTH * 4
+        rank = program.comm.rank
+        self.sources = [(self.empty(rows), receiver) for sender, receiver, rows in self.slices if sender == rank]
+        self.wait = nothing
+        self.write(next(program.numbers))
+
+    def empty(self, rows):
+        return self.program.engine.empty((rows, HEADS, WIDTH), np.float32)
+
+    def write(self, number):
+        """Other rows, in the same arrays."""
+        rank, rng, sources, self.wanted = self.program.comm.rank, np.random.default_rng(number), iter(self.sources), []
+        for sender, receiver, rows in self.slices:
+            made = rng.integers(-99, 99, (rows, HEADS, WIDTH)).astype(np.float32)
+            if sender == rank:
+                self.program.machine.stream.launch(np.copyto, next(sources)[0], made)
+            elif receiver == rank:
+                self.wanted.append(made[:, self.out_of])
+
+    def start(self):
+        memory, rank = self.program.memory, self.program.comm.rank
+        places = [(self.empty(rows), sender) for sender, receiver, rows in self.slices if receiver == rank]
+        self.found = [x[:, self.into] for x, _ in places]
+        sends = [(x[:, self.out_of], receiver) for x, receiver in self.sources]
+        recvs = [(x, sender) for x, (_, sender) in zip(self.found, places, strict=True)]
+        self.wait = memory.exchange(sends, recvs, self.sizes)
+        return self
+
+    def arrive(self):
+        self.wait()
+        self.wait = nothing
+
+    __del__ = arrive
+
+    def check(self):
+        for x, wanted in zip(self.found, self.wanted, strict=True):
+            self.program.machine.stream.launch(self.program.compare, x, wanted)
+
+
+class Swap(Exchange):
+    """Some rows of all heads of which all ranks make all rows of some, or the other way round, of an array or two."""
+
+    def __init__(self, program, draw):
+        self.program, self.back, self.at_once = program, draw.random() < 0.5, draw.random() < 0.7
+        size = program.comm.size
+        self.rows, self.shares = draw.choices([1, 3, 4, 40], k=size), draw.choices([1, 2], k=draw.choice([1, 2]))
+        heads, rows = [Cut(1, *self.ends([share] * size)) for share in self.shares], [Cut(0, *self.ends(self.rows))]
+        sizes = np.array(self.rows)[:, None] * sum(self.shares) * WIDTH * 4 * (1 - np.eye(size, dtype=int))
+        cuts = heads, rows * len(heads)
+        self.swap = slices.Swap(cuts[self.back], cuts[not self.back], sizes.T if self.back else sizes)
+        rank = program.comm.rank
+        self.sources = [program.engine.empty(self.shapes(rank, x)[self.back], np.float32) for x in self.shares]
+        self.wait = nothing
+        self.write(next(program.numbers))
+
+    def shapes(self, rank, share):
+        """Of a rank's rows and of some heads."""
+        return (self.rows[rank], len(self.rows) * share, WIDTH), (sum(self.rows), share, WIDTH)
+
+    def write(self, number):
+        comm, rng, self.wanted = self.program.comm, np.random.default_rng(number), []
+        for source, share, cut in zip(self.sources, self.shares, self.swap.outs, strict=True):
+            shapes = [self.shapes(rank, share)[self.back] for rank in range(comm.size)]
+            made = [rng.integers(-99, 99, shape).astype(np.float32) for shape in shapes]
+            self.program.machine.stream.launch(np.copyto, source, made[comm.rank])
+            self.wanted.append(np.concatenate([cut.of(x, comm.rank) for x in made], axis=int(self.back)))
+
+    def start(self):
+        memory = self.program.memory
+        shapes = [self.shapes(self.program.comm.rank, share)[not self.back] for share in self.shares]
+        self.found = [self.program.engine.empty(shape, np.float32) for shape in shapes]
+        if memory.swaps_by_kernel(self.swap, self.at_once):
+            self.wait = memory.swap(self.swap, self.sources, self.found)
+        else:
+            self.wait = overlap.Heads.swap(self.program.comm, self.swap, self.sources, self.found)
+        return self
+
+    def ends(self, each):
+        """Where what each rank has begins and ends, of so many each."""
+        return tuple(itertools.accumulate(each[:-1], initial=0)), tuple(itertools.accumulate(each))
+
+
+class Pack:
+    """A plan, the stream of its calls, and what is on its way: each call does something with one layer of it."""
+
+    def __init__(self, program, stream, local_rows):
+        self.program, self.stream, self.numbers = program, stream, program.numbers
+        self.plan = Plan(program.engine, program.comm.rank, program.comm.size, local_rows)
+        self.early, self.saved, self.summing, self.exchanging, self.graphs = [], [], [], [], []
+
+    def layer(self):
+        return Layer(self.program, self.plan, next(self.numbers))
+
+    def gather(self, draw):
+        if len(self.early) < all_gather.IN_FLIGHT:
+            layer = self.layer()
+            self.early.append((layer, layer.gather(draw.choice([(HEADS,), *GROUPS]))))
+
+    def forward(self, draw):
+        if self.early and (len(self.early) == all_gather.IN_FLIGHT or draw.random() < 0.5):
+            layer, keys = self.early.pop(draw.randrange(len(self.early)))
+        else:
+            layer = self.layer()
+            keys = layer.gather(draw.choice([(HEADS,), *GROUPS]), at_once=True)
+        with self.program.failing(draw):
+            layer.check(layer.forward(keys, keeps=draw.random() < 0.3))
+            self.saved.append(layer)
+
+    def backward(self, draw):
+        if self.saved and len(self.early) < all_gather.IN_FLIGHT:
+            layer, at_once = self.saved.pop(), draw.random() < 0.5
+            keys = None if layer.kept else layer.gather(draw.choice([(HEADS,), *GROUPS]), at_once=draw.random() < 0.5)
+            with self.program.failing(draw):
+                layer.check(layer.backward(keys, at_once))
+                self.summing.append(layer)
+                if at_once:
+                    self.dk_dv(draw)
+
+    def dk_dv(self, draw):
+        if self.summing:
+            layer = self.summing.pop()
+            layer.check(layer.dk_dv())
+
+    def exchange(self, draw):
+        """Starts one, or some, and forgets what it sent; other arrays get its memory."""
+        for _ in range(draw.choice([1, 1, 3])):
+            self.exchanging.append(draw.choice([Exchange, Swap])(self.program, draw).start())
+            self.exchanging[-1].sources.clear()
+
+    def exchanged(self, draw):
+        while self.exchanging and draw.random() < 0.8:
+            exchange = self.exchanging.pop(draw.randrange(len(self.exchanging)))
+            self.program.machine.stream = draw.choice([self.stream, self.stream, Stream(self.program.machine)])
+            exchange.arrive()
+            if draw.random() < 0.8:
+                exchange.check()
+            self.stream.wait_event(self.program.machine.stream.record())
+            self.program.machine.stream = self.stream
+
+    def drop(self, draw):
+        """Forgets what is on its way; other arrays get its memory."""
+        for under_way in (self.early, self.summing):
+            if under_way and draw.random() < 0.5:
+                under_way.pop(0)
+                self.forward(draw)
+
+    def capture(self, draw):
+        """Two layers, forward and backward, the second one's keys asked for early."""
+        if self.early:
+            return
+        layers, groups, at_once = [self.layer() for _ in range(2)], draw.choice(GROUPS), draw.random() < 0.5
+        exchanges = [kind(self.program, draw) for kind in draw.choices([Exchange, Swap], k=2)]
+        for exchange in (*exchanges, *exchanges):  # each at both turns of a window
+            exchange.start().arrive()
+        first = self.layer()  # makes windows, which a capture cannot
+        first.forward(first.gather(groups, at_once=True))
+        first.backward(first.gather(groups, at_once=True), at_once)
+        self.summing.append(first)
+        self.program.machine.graph = graph = {}
+        for exchange in exchanges:
+            exchange.start()
+        ahead = layers[1].gather(groups)
+        found = [layers[0].forward(layers[0].gather(groups, at_once=True)), layers[1].forward(ahead)]
+        for layer, results in zip(layers[::-1], found[::-1], strict=True):
+            results |= layer.backward(layer.gather(groups, at_once=True), at_once) | layer.dk_dv()
+        for exchange in exchanges:
+            exchange.arrive()
+        self.program.machine.graph = None
+        self.graphs.append((graph, list(zip(layers, found, strict=True)), exchanges))
+
+    def replay(self, draw):
+        if self.graphs:
+            graph, found, exchanges = draw.choice(self.graphs)
+            self.program.memory.enter()  # as comm.watched does
+            for x in (*(layer for layer, _ in found), *exchanges):
+                x.write(next(self.numbers))
+            self.stream.replay(graph, self.stream)
+            for exchange in exchanges:
+                exchange.check()
+            for layer, results in found:
+                layer.check(results)
+
+
+class Program:
+    """One rank: a few packs at a time, and calls drawn at random, the same on all ranks."""
+
+    def __init__(self, machine, rank):
+        machine.rank, machine.stream = rank, Stream(machine)
+        self.machine, self.engine, self.numbers = machine, Engine(machine), iter(range(1000))
+        self.memory = transport.PeerMemory(machine.world(rank))
+        self.comm = SimpleNamespace(
+            size=machine.size, rank=rank, overlaps=True, gather_heads=self.memory.gather_heads,
+            exchange=self.memory.exchange, homes=self.memory.homes, sum_at_home=self.memory.sum_at_home,
+            give_back=self.memory.give_back)
+        self.num_checked = self.num_wrong = 0
+
+    def enqueue(self, draw, num_calls=40):
+        streams, packs = [self.machine.stream, Stream(self.machine)], []
+        for _ in range(num_calls):
+            if not packs or draw.random() < 0.1:
+                self.machine.stream = draw.choice(streams)
+                packs = [Pack(self, self.machine.stream, draw.randint(1, 6)), *packs[:2]]
+            pack = draw.choice(packs)
+            self.machine.stream = pack.stream
+            often = pack.gather, pack.forward, pack.backward, pack.replay
+            seldom = pack.forward, pack.backward, pack.dk_dv, pack.exchange, pack.exchanged, pack.drop, pack.capture
+            draw.choice([*often, *often, *seldom])(draw)
+
+    def compare(self, found, wanted):
+        self.num_checked += 1
+        self.num_wrong += not np.array_equal(found, wanted)
+
+    @contextlib.contextmanager
+    def failing(self, draw):
+        """An attention within may raise, or a window that has to grow, on all ranks."""
+        self.engine.fails, self.machine.full = draw.choice(["attention", *[""] * 9]), draw.random() < 0.1
+        with contextlib.suppress(MemoryError):
+            yield
+        self.engine.fails, self.machine.full = "", False
+
+
+@contextlib.contextmanager
+def machine_of(size, seed):
+    machine = Machine(size, seed)
+
+    def enqueue_copy(place, source):
+        machine.stream.launch(copy, place, source)
+
+    def kernel(name):
+        return machine.kernel(name) if name == "thd_sum" else Kernel(machine, name)
+
+    with (mock.patch.dict(sys.modules, cupy=machine.cupy()), mock.patch.object(reduce.jit, "kernel", kernel),
+          mock.patch.object(windows, "batch_mem_op", lambda: machine.mem_ops),
+          mock.patch.object(transport, "copy", enqueue_copy), mock.patch.object(overlap, "copy", enqueue_copy),
+          mock.patch.object(transport, "WORTH_COPYING", 0),  # so that some swaps are of copies
+          mock.patch.object(meetings, "_LEAST_BYTES", 64),  # so that they are of several chunks, some without a word
+          mock.patch.dict(reduce.SUM_KERNELS, float32="thd_sum"),
+          mock.patch.object(layout, "roomy", lambda num_bytes: num_bytes),  # so that windows often grow
+          mock.patch.object(transport.PeerMemory, "_probe", lambda memory: None)):  # fmt: skip
+        yield machine
+
+
+def results(size, seed, enqueue=Program.enqueue):
+    """(checked, wrong) of one random program, or of one that enqueues this, on one random order of steps."""
+    with machine_of(size, seed) as machine:
+        programs = []
+        for rank in range(size):
+            programs.append(Program(machine, rank))
+            enqueue(programs[-1], random.Random(seed))
+        machine.run()
+        for program in programs:
+            memory = program.memory._memory
+            for window in (x for pair in (*memory._pairs.values(), *memory._outgrown) for x in pair.windows):
+                flags = window.array(-window._header, (size,), RANK_FLAGS)
+                assert not flags["ready"].any() and not flags["offered"].any() and flags["taken"][:, 0].all()
+    return sum(x.num_checked for x in programs), sum(x.num_wrong for x in programs)

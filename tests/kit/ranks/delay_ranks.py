@@ -1,0 +1,37 @@
+"""Attention whose streams are late at random, on each rank in its own way, as a program under mpiexec.
+
+mpiexec -n 2 python -m mpi4py delay_ranks.py peer 2
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import cupy
+
+import thdattn
+from thdattn.methods import select
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import delays
+
+
+def main(transport: str, size: str) -> None:
+    comm = thdattn.comm.init("nccl", transport=transport)
+    assert comm.size == int(size) and comm.overlaps == (transport == "peer")
+    with cupy.cuda.Stream(non_blocking=True):
+        select.WORTH_GROUPS = 0  # by default, groups of 1, 1 and 2 kv heads
+        for head_groups in (1, 2, 4, None):
+            for keep_keys in (False, True):
+                delays.check(cupy, comm, head_groups, keep_keys)
+        for how in delays.METHODS:
+            for keep_keys in (False, True):
+                delays.check_method(cupy, comm, how, keep_keys)
+    cupy.cuda.runtime.deviceSynchronize()
+    comm.close()
+    print(f"rank {comm.rank} of {comm.size}: delays on {transport} done", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

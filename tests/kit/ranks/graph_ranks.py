@@ -1,0 +1,421 @@
+"""CUDA graphs of attention beside the same calls without them, on one rank or on several, and how programs end.
+
+Imported by tests of one GPU, and a program under mpiexec: mpiexec -n 2 python -m mpi4py graph_ranks.py packs 2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import thdattn
+from thdattn import PackedBatch, Sharding
+from thdattn.comm.levels import Levels
+from thdattn.graphs import CudaGraphConfig, Graphs, StaticPack
+from thdattn.plan.ranges import host_arrays
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from cases import BFLOAT16, local_rows, to_host
+
+ROWS, MAX_SEQS = 1024, 24
+MASKS = {
+    "causal": {},
+    "window": {"window": (70, 0)},
+    "two-sided": {"causal": False, "window": (16, 40)},
+}
+NUM_MICRO_BATCHES, NUM_STEPS = 3, 4
+
+
+def packs(cp_size: int, count: int, seed: int = 0) -> list[PackedBatch]:
+    """Packs of 0 to MAX_SEQS documents with padding between and behind them; every fifth does not fit.
+
+    Of five packs the third has too many documents, or too many rows.
+    """
+    rng, multiple = np.random.default_rng(seed), 2 * cp_size
+    made = []
+    for number in range(count):
+        num_seqs, room = int(rng.integers(0, MAX_SEQS + 1)), int(rng.integers(0, ROWS // multiple + 1))
+        if number % 10 == 2:
+            num_seqs = MAX_SEQS + 1 + number
+        if number % 10 == 7:
+            num_seqs, room = 3, ROWS // multiple + 5
+        shares = rng.dirichlet(np.full(num_seqs, 0.4)) if num_seqs else np.zeros(0)
+        padded = multiple * rng.multinomial(room, shares / max(shares.sum(), 1e-9)) if num_seqs else shares.astype(int)
+        lengths = np.where(rng.random(num_seqs) < 0.5, padded, rng.integers(0, padded + 1))
+        offsets = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lengths, padded)]
+        made.append(PackedBatch(*offsets))
+    return made
+
+
+def inputs_of(cupy: Any, batch: PackedBatch, rows: np.ndarray, shapes: list[tuple[int, int]], seed: int) -> list[Any]:
+    """A rank's rows of random arrays, NaN in every row that holds no token."""
+    rng = np.random.default_rng(seed)
+    tokens = [rng.standard_normal((batch.total_tokens, *shape), np.float32).astype(BFLOAT16) for shape in shapes]
+    return [cupy.asarray(local_rows(batch, rows, x, np.nan)) for x in tokens]
+
+
+# --- packs -------------------------------------------------------------------------------------------------------
+
+
+def replay_packs(
+    comm: thdattn.comm.Comm, cupy: Any, mask: str, dims: tuple[int, int], sharding: str, count: int = 50,
+    options: dict[str, Any] | None = None,
+) -> None:
+    """A forward and a backward graph serve packs of all lengths; those that do not fit run eagerly in between.
+
+    options: of the attention.
+    """
+    with cupy.cuda.Stream(non_blocking=True):
+        _replay_packs(comm, cupy, mask, dims, sharding, count, options or {})
+
+
+def _replay_packs(
+    comm: thdattn.comm.Comm, cupy: Any, mask: str, dims: tuple[int, int], sharding: str, count: int,
+    options: dict[str, Any],
+) -> None:
+    warmup = 2
+    options = {"comm": comm, "num_heads": 4, "num_kv_heads": 2, **MASKS[mask], **options}
+    attention = thdattn.CPAttention(head_dim=dims[0], v_head_dim=dims[1], engine="cuda", deterministic=True, **options)
+    heads = attention.num_heads, attention.num_kv_heads
+    shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])]
+    graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=warmup))
+    assert graphs.active
+    pack = StaticPack(graphs, [attention], ROWS, sharding)
+    pair = graphs.pair(lambda q, k, v: attention.forward(q, k, v, pack.plans()[0], return_max_logit=True),
+                       attention.backward, "layer")  # fmt: skip
+    returned, fitting = set(), 0
+    with graphs:
+        for number, batch in enumerate(packs(comm.size, count)):
+            fits = pack.fits([batch])
+            shared = pack.sharding(batch) if fits else attention.sharding(batch, sharding)
+            q, k, v, dout = inputs_of(cupy, shared.batch, shared.rows(comm.rank), shapes, number)
+            plan = attention.plan(shared.batch, shared)
+            out, saved = attention.forward(q, k, v, plan, return_max_logit=True)
+            wanted = out, saved.lse, saved.max_logit, *attention.backward(dout, saved)
+            if not fits:  # what a program does with it
+                continue
+            pack.load([batch])
+            out, saved = pair.forward(q, k, v)
+            found = out, saved.lse, saved.max_logit, *pair.backward(dout, saved)
+            fitting += 1
+            if fitting > warmup:
+                returned.add(tuple(x.data.ptr for x in found))
+            for name, x, y in zip(("out", "lse", "max_logit", "dq", "dk", "dv"), found, wanted, strict=True):
+                assert to_host(x).tobytes() == to_host(y).tobytes(), f"{name} of pack {number}, {batch}"
+        assert fitting + graphs.num_overflows == count and graphs.num_overflows == count // 5
+        assert len(returned) == 1, "all replays are of one graph"
+
+
+def replay_methods(comm: thdattn.comm.Comm, cupy: Any) -> None:
+    """Heads that are exchanged, at once and in groups, kept for the backward and not; and two levels."""
+    levels = Levels(comm.split(comm.rank // 2), comm.split(comm.rank % 2))
+    groups = {"num_heads": 16, "num_kv_heads": 8, "head_groups": 2}
+    for mask, sharding, options in (
+        ("causal", "contiguous", {"cp_comm_type": "a2a"}),
+        ("window", "dual_chunk", {"cp_comm_type": "a2a", "keep_keys": False}),
+        ("two-sided", "contiguous", {"cp_comm_type": "a2a", **groups}),
+        ("causal", "dual_chunk", {"cp_comm_type": "a2a+all_gather", "comm": levels}),
+        ("window", "contiguous", {"cp_comm_type": "a2a+all_gather", "comm": levels, "keep_keys": False, **groups}),
+    ):
+        replay_packs(comm, cupy, mask, (64, 64), sharding, 20, options)
+
+
+def replay_mixers(comm: thdattn.comm.Comm, cupy: Any, count: int = 20, norm: str | None = None) -> None:
+    """As replay_packs for a mixer, whose plan is its own or that of a causal attention beside it.
+
+    norm: as of Mamba2Mixer.
+    """
+    heads, head_dim, state_dim = 8, 64, 64
+    inner, channels = heads * head_dim, heads * head_dim + 2 * state_dim
+    mixer = thdattn.Mamba2Mixer(comm, heads, head_dim, state_dim, engine="cuda", norm=norm)
+    attention = thdattn.CPAttention(comm, 8, 64, 4, engine="cuda", cp_comm_type="a2a")
+    rng = np.random.default_rng(0)
+    weights = thdattn.Mamba2Weights(*(cupy.asarray(x, np.float32) for x in (
+        rng.standard_normal((channels, 4)) / 2, rng.standard_normal(channels), np.log(rng.uniform(1, 16, heads)),
+        rng.standard_normal(heads), rng.uniform(-7, -2, heads))))  # fmt: skip
+    if norm:
+        weights = weights._replace(norm_weight=cupy.asarray(rng.uniform(0.5, 1.5, inner), np.float32))
+    shapes, warmup = [(inner + channels + heads,), (inner,)], 2
+    for planner in (mixer, attention):
+        graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=warmup))
+        pack = StaticPack(graphs, [planner], ROWS)
+        pair = graphs.pair(lambda x, pack=pack: mixer.forward(x, weights, pack.plans()[0]), mixer.backward, "mixer")
+        returned = set()
+        for number, batch in enumerate(packs(comm.size, count)):
+            if not pack.fits([batch]):
+                continue
+            shared = pack.sharding(batch)
+            zxbcdt, dout = inputs_of(cupy, shared.batch, shared.rows(comm.rank), shapes, number)
+            out, saved = mixer.forward(zxbcdt, weights, mixer.plan(shared.batch, shared))
+            dzxbcdt, dweights = mixer.backward(dout, saved)
+            wanted = {"out": out, "dzxbcdt": dzxbcdt, **dweights._asdict()}
+            pack.load([batch])
+            out, saved = pair.forward(zxbcdt)
+            dzxbcdt, dweights = pair.backward(dout, saved)
+            found = {"out": out, "dzxbcdt": dzxbcdt, **dweights._asdict()}
+            for name, x in wanted.items():
+                assert to_host(x).tobytes() == to_host(found[name]).tobytes(), f"{name} of pack {number}, {batch}"
+            returned.add(out.data.ptr)
+        assert graphs.num_overflows == count // 5 and len(returned) <= warmup + 1
+        assert all(captured._graph is not None for captured in (pair.forward, pair.backward))
+        graphs.close()
+
+
+# --- layers, micro-batches and steps -----------------------------------------------------------------------------
+
+
+class Layer:
+    """x + attention(x * w) with a weight per head and column, whose gradient is added to dw."""
+
+    def __init__(self, cupy: Any, attention: thdattn.CPAttention, seed: int) -> None:
+        shape = attention.num_heads, attention.head_dim
+        rng = np.random.default_rng(seed)
+        self.attention = attention
+        self.w = cupy.asarray(rng.uniform(0.5, 1.5, shape).astype(np.float16))
+        self.dw = cupy.zeros(shape, np.float32)
+
+    def forward(self, x: Any, plan: thdattn.Plan) -> tuple[Any, Any]:
+        q = x * self.w
+        keys = q[:, : self.attention.num_kv_heads]
+        out, saved = self.attention.forward(q, keys, keys * np.float16(0.5), plan)
+        return x + out, (x, saved)
+
+    def backward(self, dy: Any, kept: Any) -> Any:
+        x, saved = kept
+        dq, dk, dv = self.attention.backward(dy, saved)
+        dh = dq.astype(np.float32)
+        dh[:, : self.attention.num_kv_heads] += dk.astype(np.float32) + dv.astype(np.float32) * np.float32(0.5)
+        self.dw += (dh * x).sum(axis=0)
+        return (dy + dh * self.w).astype(np.float16)
+
+
+def make_layers(comm: thdattn.comm.Comm, cupy: Any) -> list[Layer]:
+    """Three layers of two masks."""
+    full, near = (
+        thdattn.CPAttention(comm, 4, 64, 2, dtype="float16", engine="cuda", deterministic=True, window=window)
+        for window in ((-1, -1), (50, 0))
+    )
+    return [Layer(cupy, attention, seed) for seed, attention in enumerate((full, near, full))]
+
+
+def one_pass(passes: list[tuple[Any, Any]], x: Any, dy: Any, plans: Any) -> Any:
+    """Forward and backward of layers, each a (forward, backward)."""
+    kept = []
+    for number, (forward, _) in enumerate(passes):
+        x, keep = forward(x, plans[number % 2])
+        kept.append(keep)
+    for _, backward in reversed(passes):
+        dy = backward(dy, kept.pop())
+    return dy
+
+
+def train(comm: thdattn.comm.Comm, cupy: Any, impl: str, single_pool: bool = True) -> list[bytes]:
+    """The gradients of every step, and dx of every micro-batch; in one step a micro-batch does not fit."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    stream.use()  # not with: a capture must not end on another stream
+    layers = make_layers(comm, cupy)
+    graphs = Graphs(comm, CudaGraphConfig(impl=impl, max_packed_seqs=MAX_SEQS, warmup_steps=1, single_pool=single_pool))
+    at_once = NUM_MICRO_BATCHES if impl == "full_iteration" else 1
+    pack = StaticPack(graphs, [layers[0].attention, layers[1].attention], ROWS, num_batches=at_once)
+    eager = [(layer.forward, layer.backward) for layer in layers]
+    pairs = [graphs.pair(layer.forward, layer.backward, f"layer {i}") for i, layer in enumerate(layers)]
+    captured = [(pair.forward, pair.backward) for pair in pairs]
+
+    def step(data: list[tuple[Any, Any]]) -> list[Any]:
+        return [one_pass(eager, x, dy, pack.plans(number)) for number, (x, dy) in enumerate(data)]
+
+    whole, results = graphs.captured(step, "step"), []
+    for number in range(NUM_STEPS):
+        batches = packs(comm.size, 10, seed=number)[3 : 3 + NUM_MICRO_BATCHES]  # which all fit
+        if number == 2:
+            batches[1] = packs(comm.size, 10)[2]
+        shardings = [Sharding(pack.padded(batch), comm.size) for batch in batches]
+        data = [_floats(cupy, sharding, comm.rank, 10 * number + i) for i, sharding in enumerate(shardings)]
+        for layer in layers:
+            layer.dw.fill(0)
+        if impl == "full_iteration" and pack.fits(batches):
+            pack.load(batches)
+            results += [to_host(x) for x in whole(data)]
+        else:
+            for batch, sharding, (x, dy) in zip(batches, shardings, data, strict=True):
+                if impl == "local" and pack.fits([batch]):
+                    pack.load([batch])
+                    dx = one_pass(captured, x, dy, pack.plans())
+                else:
+                    plans = [layer.attention.plan(sharding.batch, sharding) for layer in layers[:2]]
+                    dx = one_pass(eager, x, dy, plans)
+                results.append(to_host(dx))
+        results += [to_host(layer.dw) for layer in layers]
+        for layer in layers:
+            layer.w *= np.float16(0.9)  # every replay sees the new weights
+    assert cupy.cuda.get_current_stream() == stream
+    assert graphs.num_overflows == (impl != "none")
+    graphs.close()
+    stream.synchronize()
+    cupy.cuda.Stream.null.use()
+    return [x.tobytes() for x in results]
+
+
+def _floats(cupy: Any, sharding: Sharding, rank: int, seed: int) -> tuple[Any, Any]:
+    """x and dy, of which padding is 0 as it would reach the weights' gradient."""
+    rng = np.random.default_rng(seed)
+    tokens = (rng.standard_normal((sharding.batch.total_tokens, 4, 64), np.float32).astype(np.float16) for _ in "xy")
+    x, dy = (cupy.asarray(local_rows(sharding.batch, sharding.rows(rank), token, 0)) for token in tokens)
+    return x, dy
+
+
+def check_training(comm: thdattn.comm.Comm, cupy: Any) -> None:
+    wanted = train(comm, cupy, "none")
+    for impl, single_pool in (("local", True), ("local", False), ("full_iteration", True)):
+        found = train(comm, cupy, impl, single_pool)
+        assert [x == y for x, y in zip(found, wanted, strict=True)] == [True] * len(wanted), (impl, single_pool)
+
+
+# --- plans -------------------------------------------------------------------------------------------------------
+
+
+def check_plans(comm: thdattn.comm.Comm, cupy: Any, sharding: str, count: int = 40) -> None:
+    """The plans of a static pack, element by element, are those that the host makes; with what is counted of them."""
+    from thdattn.engines.cuda.backward import shares_of
+    from thdattn.kernels.configs import TILES
+
+    attentions = [
+        thdattn.CPAttention(comm, 2, dim, engine="cuda", **mask) for dim in (64, 128) for mask in MASKS.values()
+    ]
+    rows = [TILES[attention.head_dim, attention.v_head_dim] for attention in attentions]
+    for num_batches in (1, 2):
+        graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=MAX_SEQS, warmup_steps=1))
+        pack = StaticPack(graphs, attentions, ROWS, sharding, num_batches)
+        shares = [shares_of(row, plan) for row, plan in zip(rows, pack.plans(), strict=True)]
+        replayed = [graphs.captured(partial(pack.plans, number), "plans") for number in range(num_batches)]
+        fitting = [batch for batch in packs(comm.size, count, seed=7) if pack.fits([batch])]
+        assert len(fitting) == count - count // 5 > 2 * num_batches
+        for first in range(0, len(fitting) - 1, num_batches):
+            batches = fitting[first : first + num_batches]
+            pack.load(batches)
+            for number in reversed(range(num_batches)):
+                plans, shared = replayed[number](), pack.sharding(batches[number])
+                for attention, row, plan, counted in zip(attentions, rows, plans, shares, strict=True):
+                    for field, x in vars(host_arrays(shared, comm.rank, plan.window, plan.tiles)).items():
+                        if x is not None:
+                            np.testing.assert_array_equal(to_host(getattr(plan.arrays, field)), x, field)
+                    wanted = shares_of(row, attention.plan(shared.batch, shared))
+                    np.testing.assert_array_equal(to_host(counted), to_host(wanted), "shares")
+                    plan.check()
+        graphs.close()
+
+
+# --- the end -----------------------------------------------------------------------------------------------------
+
+
+class Job:
+    """Graphs with collectives in them, replayed, and a program that is about to end."""
+
+    def __init__(self, comm: thdattn.comm.Comm, cupy: Any, warmup_steps: int = 1) -> None:
+        self.comm, self.cupy = comm, cupy
+        self.attention = thdattn.CPAttention(comm, 4, 64, 2, engine="cuda")
+        self.graphs = Graphs(comm, CudaGraphConfig(impl="local", max_packed_seqs=4, warmup_steps=warmup_steps))
+        self.pack = StaticPack(self.graphs, [self.attention], ROWS)
+        self.pair = self.graphs.pair(self.forward, self.backward, "layer")
+        self.raises = False
+
+    def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        out, saved = self.attention.forward(q, k, v, self.pack.plans()[0])
+        if self.raises:
+            raise KeyError("in the middle of a capture")
+        return out, saved
+
+    def backward(self, dout: Any, saved: Any) -> tuple[Any, ...]:
+        gradients = self.attention.backward(dout, saved)
+        norm = self.cupy.ones(1, np.float32)
+        self.comm.all_reduce(norm, "sum")  # one of NCCL's even if there is one rank
+        return *gradients, norm
+
+    def step(self) -> None:
+        multiple = 2 * self.comm.size
+        self.pack.load([PackedBatch.from_lengths([300, 5, 200], multiple)])
+        rows = ROWS // self.comm.size
+        q, k, v = (self.cupy.ones((rows, heads, 64), BFLOAT16) for heads in (4, 2, 2))
+        out, saved = self.pair.forward(q, k, v)
+        *_, norm = self.pair.backward(out, saved)
+        assert float(norm[0]) == self.comm.size
+
+
+def end(comm: thdattn.comm.Comm, cupy: Any, scenario: str) -> None:
+    """Replays, then ends in one of the ways in which programs end."""
+    job = Job(comm, cupy, warmup_steps=0 if scenario == "cold" else 1)
+    if scenario == "capture-raises":
+        job.step()
+        job.raises = True
+        with contextlib.suppress(KeyError):
+            job.step()
+            raise AssertionError("nothing was captured")
+        job.raises = False
+    for _ in range(4):
+        job.step()
+    if scenario == "raise":
+        raise RuntimeError("of every rank")
+    if scenario == "raise-on-one":
+        if comm.rank == comm.size - 1:
+            raise RuntimeError("of the last rank")
+        while True:
+            job.step()
+    if scenario == "graphs-first":
+        job.graphs.close()
+    if scenario in ("graphs-first", "comm-first"):
+        comm.close()
+    # Else the interpreter's exit closes them.
+
+
+def cycles(comm: thdattn.comm.Comm, cupy: Any, count: int = 20) -> None:
+    """Capturing and destroying again and again leaves memory flat: of the pool, and of the device."""
+    pool, used, free = cupy.get_default_memory_pool(), [], []
+    for _ in range(count):
+        job = Job(comm, cupy)
+        for _ in range(3):
+            job.step()
+        assert sum(p.total_bytes() for p in job.graphs._pools) > 2**20, "what would be seen if it were not freed"
+        job.graphs.close()
+        del job
+        gc.collect()
+        cupy.cuda.Device().synchronize()
+        used.append((pool.used_bytes(), pool.total_bytes()))
+        free.append(cupy.cuda.runtime.memGetInfo()[0])
+    settled = count // 4  # kernels loaded, buffers of NCCL and of the driver made
+    assert len(set(used[settled:])) == 1, used
+    assert free[settled] - free[-1] < 2**20 * (count - settled) // 2, free
+
+
+def main(scenario: str, size: str) -> None:
+    import cupy
+
+    comm = thdattn.comm.init("nccl")
+    assert comm.size == int(size), f"MPI sees {comm.size} ranks, the launcher started {size}"
+    if scenario == "packs":
+        for mask, dims, sharding in (("causal", (128, 128), "dual_chunk"), ("window", (64, 64), "dual_chunk"),
+                                     ("two-sided", (64, 64), "contiguous")):  # fmt: skip
+            replay_packs(comm, cupy, mask, dims, sharding)
+    elif scenario == "methods":
+        replay_methods(comm, cupy)
+    elif scenario == "mixers":
+        replay_mixers(comm, cupy)
+    elif scenario == "training":
+        check_training(comm, cupy)
+    elif scenario == "plans":
+        for sharding in ("dual_chunk", "contiguous"):
+            check_plans(comm, cupy, sharding, 20)
+    elif scenario == "cycles":
+        cycles(comm, cupy)
+    else:
+        end(comm, cupy, scenario)
+    print(f"rank {comm.rank} of {comm.size}: {scenario} done", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

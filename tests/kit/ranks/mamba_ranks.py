@@ -1,0 +1,122 @@
+"""The Mamba-2 mixer on real ranks, as a program under mpiexec.
+
+mpiexec -n 2 python -m mpi4py mamba_ranks.py cases 2
+mpiexec -n 2 python -m mpi4py mamba_ranks.py gpu-cases 2 peer
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import thdattn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from mixer_cases import (
+    BFLOAT16,
+    CASES,
+    FLOAT64,
+    GPU_SIZES,
+    ON_GPUS,
+    Case,
+    assembled,
+    assert_equal,
+    assert_same_bits,
+    random_inputs,
+    run,
+    run_rank,
+    truth,
+)  # fmt: skip
+from ranks.comm_contract import join
+
+from thdattn import oracle
+
+CROSSING_GPUS = (
+    *ON_GPUS,
+    Case("over-all-ranks", (2500,), sizes=GPU_SIZES),
+    Case("own-and-crossing", (1024, 600, 2000, 300), padded=(1024, 600, 2004, 300), sizes=GPU_SIZES),
+)
+
+
+def run_cases(comm: thdattn.comm.Comm) -> None:
+    """What ranks make together is the oracle's in float64, and bit by bit what simulated ranks make in bfloat16."""
+    from mpi4py import MPI
+
+    for case in CASES.values():
+        for dtype in (FLOAT64, BFLOAT16):
+            ranks = MPI.COMM_WORLD.allgather(run_rank(case, comm, dtype, random_inputs(case, dtype)))
+            if comm.rank > 0:
+                continue
+            made = assembled(case, ranks)
+            if dtype == FLOAT64:
+                assert_equal(made, truth(case, dtype), 1e-12)
+            else:
+                for field, x in run(case, comm.size, dtype).items():
+                    assert x.tobytes() == made[field].tobytes(), field
+
+
+def run_gpu_cases(comm: thdattn.comm.Comm) -> None:
+    """Ranks with a GPU each make bit by bit what simulated ranks make on one, and are as exact as one rank.
+
+    Three times, as windows of peer memory take turns; every allocation begins as NaN.
+    """
+    import cupy
+    from mpi4py import MPI
+
+    poison_allocations(cupy)
+    with cupy.cuda.Stream(non_blocking=True):
+        for case in CROSSING_GPUS:
+            inputs = random_inputs(case, BFLOAT16)
+            runs = [MPI.COMM_WORLD.allgather(run_rank(case, comm, BFLOAT16, inputs, xp=cupy)) for _ in range(3)]
+            if comm.rank == 0:
+                simulated, one = (run(case, size, BFLOAT16, inputs, xp=cupy) for size in (comm.size, 1))
+                for ranks in runs:
+                    assert_same_bits(assembled(case, ranks), simulated)
+                check_as_one_rank(case, simulated, one)
+
+
+def check_as_one_rank(case: Case, made: dict[str, np.ndarray], one: dict[str, np.ndarray]) -> None:
+    """Rows err by no more than twice what those of one rank do."""
+    exact = truth(case, BFLOAT16)
+    for field in ("out", "zxbcdt"):
+        verdict = oracle.judge(made[field], getattr(exact, field), one[field].astype(np.float64))
+        assert verdict.rms <= verdict.rms_budget, f"{field} of {case}: {verdict}"
+
+
+def poison_allocations(cupy: Any) -> None:
+    """As the fixture poisoned_gpu."""
+    from thdattn.engines import cuda
+    from thdattn.engines.cuda import launch
+
+    def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
+        array = cupy.empty(shape, dtype)
+        if array.size:
+            array.data.memset_async(0xFF, array.nbytes)
+        return array
+
+    cuda.empty = launch.empty = poisoned
+
+
+def fail_on_one_rank(comm: thdattn.comm.Comm) -> None:
+    """The last rank passes rows of the wrong shape, while the others wait for it in the first collective."""
+    case = CASES["over-all-ranks"]
+    mixer = case.mixer(comm, FLOAT64)
+    plan = mixer.plan(case.batch)
+    zxbcdt, weights, _ = random_inputs(case, FLOAT64)
+    zxbcdt = plan.shard(zxbcdt)
+    out, _ = mixer.forward(zxbcdt[1:] if comm.rank == comm.size - 1 else zxbcdt, weights, plan)
+    print(np.shape(out))
+
+
+def main(scenario: str, size: str, transport: str = "") -> None:
+    comm = join("nccl" if transport else "mpi", int(size), transport or "auto")
+    {"cases": run_cases, "gpu-cases": run_gpu_cases, "bad-input": fail_on_one_rank}[scenario](comm)
+    comm.close()
+    print(f"rank {comm.rank} of {comm.size}: {scenario} done", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

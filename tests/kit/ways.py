@@ -1,0 +1,131 @@
+"""Every way to spread attention over ranks, how a case of cases.py is run in it, and the small cases of its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from cases import DSINKS, FIELDS, Case, Outcome, assemble, local_rows, random_inputs, random_sinks, to_host
+
+import thdattn
+from thdattn.comm import Comm
+
+
+@dataclass(frozen=True)
+class Way:
+    """A method with how rows are spread.
+
+    cp_size: number of ranks; inner: of two levels, how many neighbours form a group; None: one level.
+    """
+
+    cp_comm_type: str
+    sharding: str
+    cp_size: int
+    inner: int | None = None
+
+    def __str__(self) -> str:
+        ranks = f"{self.inner}x{self.cp_size // self.inner}" if self.inner else str(self.cp_size)
+        return f"{self.cp_comm_type}-{self.sharding}-{ranks}"
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads and kv heads that it can spread; fewer kv heads than ranks where that is allowed."""
+        return (6, 3) if self.cp_size % 3 == 0 and self.inner is None else (8, 4 if self.inner == 4 else 2)
+
+    def comm(self, comm: Comm) -> Any:
+        """What CPAttention takes for these ranks."""
+        if self.inner is None:
+            return comm
+        return comm.split(comm.rank // self.inner), comm.split(comm.rank % self.inner)
+
+    def batch(self, case: Case) -> thdattn.PackedBatch:
+        """Padded no more than the rows' own rule asks for."""
+        return replace(case, sharding=self.sharding).batch(self.cp_size // (self.inner or 1))
+
+
+def attention(case: Case, way: Way, comm: Comm, dtype: Any, **options: Any) -> thdattn.CPAttention:
+    return case.attention(way.comm(comm), dtype, cp_comm_type=way.cp_comm_type, **options)
+
+
+def inputs_of(case: Case, plan: thdattn.Plan, dtype: Any, xp: Any = np, fill: float = np.nan, seed: int = 0
+              ) -> list[Any]:  # fmt: skip
+    """This rank's q, k, v, dout, of which rows without a token are `fill`."""
+    rows = to_host(plan.rows)
+    return [xp.asarray(local_rows(plan.batch, rows, x, fill)) for x in random_inputs(case, dtype, seed)]
+
+
+def step(layer: thdattn.CPAttention, plan: thdattn.Plan, inputs: list[Any], sinks: Any = None) -> dict[str, Any]:
+    """What a forward and a backward return."""
+    *qkv, dout = inputs
+    out, saved = layer.forward(*qkv, plan, return_max_logit=True, sinks=sinks)
+    arrays = out, saved.lse, saved.max_logit, *layer.backward(dout, saved)
+    return dict(zip((*FIELDS, DSINKS)[: len(arrays)], arrays, strict=True))
+
+
+def on_host(results: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {field: to_host(x) for field, x in results.items()}
+
+
+def run_way(
+    case: Case, way: Way, dtype: Any, *, xp: Any = np, fill: float = np.nan,
+    call: Callable[..., dict[str, Any]] = step, **options: Any,
+) -> Outcome:
+    """Forward and backward of a case over simulated ranks; call: as step does."""
+    batch = way.batch(case)
+
+    def program(comm: Comm) -> tuple[dict[str, np.ndarray], thdattn.Sharding]:
+        layer = attention(case, way, comm, dtype, **options)
+        plan = layer.plan(batch, way.sharding)
+        given = {"sinks": xp.asarray(random_sinks(case, dtype))} if case.sinks else {}
+        return on_host(call(layer, plan, inputs_of(case, plan, dtype, xp, fill), **given)), plan.sharding
+
+    ranks = thdattn.comm.run_local(way.cp_size, program, timeout=240)
+    return assemble(ranks[0][1], [results for results, _ in ranks])
+
+
+def ways(*grids: tuple[int, int], sizes: tuple[int, ...] = (), heads: tuple[int, ...] = ()) -> list[Way]:
+    """Every method and sharding.
+
+    Args:
+        grids: of two levels, ranks of a group and groups.
+        sizes: numbers of ranks of methods for rows; heads: of the exchange of heads.
+    """
+    rows = ("all_gather", "balanced"), ("p2p", "dual_chunk"), ("p2p", "contiguous")
+    levels = (("a2a+all_gather", "dual_chunk"), ("a2a+all_gather", "contiguous"), ("a2a+all_gather", "balanced"),
+              ("a2a+p2p", "dual_chunk"))  # fmt: skip
+    return [
+        *(Way(*how, size) for how in rows for size in sizes),
+        *(Way("a2a", sharding, size) for sharding in ("contiguous", "dual_chunk") for size in heads),
+        *(Way(*how, inner * outer, inner) for how in levels for inner, outer in grids),
+    ]
+
+
+MIXED = (70, 3, 33, 0, 50, 17, 91)
+PACKS = (
+    Case("causal", MIXED),
+    Case("full", MIXED, causal=False),
+    Case("window-left", MIXED, window=(20, 0)),
+    Case("window-right", MIXED, causal=False, window=(-1, 9)),
+    Case("window-two-sided", MIXED, causal=False, window=(5, 30)),
+    Case("slack", (40, 0, 9, 65), slack=27),
+    Case("one-document", (203,)),
+    Case("equal", (16,) * 64, window=(7, 0)),
+    Case("fewer-tokens-than-ranks", (1, 0, 2)),
+    Case("one-rank-receives", (38, 31, 16, 19, 3, 5)),  # of two, where it is balanced
+    Case("empty", (0, 0, 0)),
+    Case("empty-padded", (0, 0), padded=(48, 96), slack=5),
+    Case("padded-between", (40, 0, 9, 0, 1), padded=(48, 96, 48, 0, 48), slack=3),
+    Case("nothing", ()),
+    Case("nothing-slack", (), slack=19),
+)
+BY_NAME = {case.name: case for case in PACKS}
+
+# One of each kind.
+TELLING = [*ways((2, 2), sizes=(3,), heads=(4,)), Way("a2a", "contiguous", 2)]
+
+
+def of(way: Way, name: str) -> Case:
+    """The case of a name with narrow heads, as many as the way can spread."""
+    return replace(BY_NAME[name], heads=way.heads, dims=(12, 8))

@@ -1,0 +1,202 @@
+"""Every bad input of the Mamba-2 mixer is named, with what was found, what was wanted and the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import BFLOAT16
+from wrong_values import MASKED, NoDevice, OnAGpu, refuses, table
+
+import thdattn
+from thdattn.comm import Comm
+from thdattn.mamba.configs import MIXER_SIZES
+from thdattn.mamba.select import check_sizes
+from thdattn.packing import PackedBatch
+
+SINGLE = thdattn.comm.init("single")
+BATCH = PackedBatch([0, 5, 7], [0, 6, 8])
+COLUMNS = 12 + 12 + 2 * 10 + 4  # 4 heads of 3, 2 groups of 5
+SHAPES = {"conv_weight": (32, 4), "conv_bias": (32,), "A_log": (4,), "D": (4,), "dt_bias": (4,)}
+
+
+def mixer(comm=SINGLE, **changes):
+    arguments = {"num_heads": 4, "head_dim": 3, "state_dim": 5, "num_groups": 2, "dtype": "float32",
+                 "engine": "reference"}  # fmt: skip
+    return thdattn.Mamba2Mixer(comm, **{**arguments, **changes})
+
+
+def weights(**changes):
+    return thdattn.Mamba2Weights(**{**{name: np.ones(x, np.float32) for name, x in SHAPES.items()}, **changes})
+
+
+@table(
+    ("num_heads", 0, ValueError, "num_heads is 0, wanted >= 1; pass"),
+    ("num_heads", 4.0, TypeError, "num_heads is 4.0, a float; wanted an int"),
+    ("num_heads", 5, ValueError, "num_heads is 5, not a multiple of num_groups = 2; wanted … use a divisor"),
+    ("num_groups", 3, ValueError, "num_heads is 4, not a multiple of num_groups = 3"),
+    ("num_groups", 0, ValueError, "num_groups is 0, wanted >= 1"),
+    ("head_dim", -1, ValueError, "head_dim is -1, wanted >= 1"),
+    ("state_dim", "5", TypeError, "state_dim is '5', a str; wanted an int"),
+    ("conv_width", 0, ValueError, "conv_width is 0, wanted >= 1"),
+    ("dtype", "int32", TypeError, "dtype is int32, wanted one of float16, bfloat16, float32, float64"),
+    ("dtype", None, TypeError, "dtype is None, wanted one of"),
+    ("engine", "triton", ValueError, "engine is 'triton', wanted 'auto', 'cuda' or 'reference'"),
+    ("comm", 4, TypeError, "comm is 4, a int; wanted a Comm; make one with thdattn.comm.init()"),
+    ("comm", (SINGLE, SINGLE), TypeError, "comm is … a tuple; wanted a Comm"),
+)  # fmt: skip
+def test_bad_mixer(argument, value, kind, message):
+    refuses(mixer, argument, value, kind, message)
+
+
+def test_a_comm_of_other_arrays_is_refused():
+    class OnGpus(type(SINGLE)):
+        name = "nccl"
+        devices = frozenset({"cuda"})
+
+    class OnHosts(type(SINGLE)):
+        name = "mpi"
+        devices = frozenset({"cpu"})
+
+    with pytest.raises(ValueError, match="'reference' computes on cpu arrays, but a comm of backend 'nccl' moves cuda"):
+        mixer(OnGpus())
+    with pytest.raises(ValueError, match="engine is 'cuda', but a comm of backend 'mpi' moves host arrays; use"):
+        mixer(OnHosts(), engine="cuda")
+
+
+def test_sizes_that_an_engine_has_no_kernels_for_are_refused_with_the_remedy():
+    good = {"num_heads": 8, "head_dim": 64, "state_dim": 128, "conv_width": 4}
+    check_sizes(MIXER_SIZES, "cuda", **good)
+    for name, value, wanted in (
+        ("head_dim", 96, "one of 64, 128"), ("state_dim", 32, "one of 64, 128, 256"),
+        ("conv_width", 9, "1 to 8"), ("num_heads", 12, "a multiple of 8"), ("num_heads", 4, "a multiple of 8"),
+    ):  # fmt: skip
+        refuses(lambda **bad: check_sizes(MIXER_SIZES, "cuda", **{**good, **bad}), name, value, ValueError,
+                f"{name} is {value}, wanted {wanted} for a Mamba-2 mixer on engine 'cuda'; use engine='reference'")
+
+
+def test_the_mixer_says_what_it_is():
+    assert repr(mixer()).startswith("<Mamba2Mixer num_heads=4, head_dim=3, state_dim=5, num_groups=2, conv_width=4")
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+@table(
+    ("batch", [0, 5], TypeError, "batch is"),
+    ("batch", thdattn.Sharding(BATCH, 1), TypeError, "batch is"),
+)
+def test_bad_batch(argument, value, kind, message):
+    refuses(mixer().plan, argument, value, kind, message)
+
+
+@pytest.mark.parametrize("sharding", ["dual_chunk", "balanced"])
+def test_sharding_that_is_not_contiguous_is_refused_with_the_remedy(sharding):
+    batch = PackedBatch.from_lengths([16, 8], multiple=4)
+    wanted = f"sharding is '{sharding}', wanted 'contiguous' for a mixer over 2 ranks … use sharding='contiguous'"
+
+    def program(comm: Comm):
+        layer = mixer(comm)
+        for made in (sharding, thdattn.Sharding(batch, 2, sharding)):
+            for asked in (layer.plan, layer.sharding):
+                refuses(lambda sharding, ask=asked: ask(batch, sharding), "sharding", made, ValueError, wanted)
+        plan = thdattn.CPAttention(comm, 2, 8, dtype="float32").plan(batch, sharding)
+        x = np.ones((plan.local_rows, COLUMNS), np.float32)
+        refuses(lambda plan: layer.forward(x, weights(), plan), "plan", plan, ValueError, wanted)
+
+    thdattn.comm.run_local(2, program)
+
+
+def test_slices_of_slices_with_fillers_between_are_refused():
+    def program(comm: Comm):
+        sharding = thdattn.Sharding(PackedBatch([0, 10]), 4, "contiguous", inner=2)
+        refuses(lambda sharding: mixer(comm).plan(sharding.batch, sharding), "sharding", sharding, ValueError,
+                "sharding has inner 2, wanted 1 or 4 … make it with Sharding(batch, 4, 'contiguous')")
+
+    thdattn.comm.run_local(4, program)
+
+
+@table(
+    ("plan", None, TypeError, "plan is None, a NoneType; wanted a Plan; make it with mixer.plan(batch)"),
+    ("plan", BATCH, TypeError, "plan is … wanted a Plan"),
+    ("plan", thdattn.CPAttention(SINGLE, 2, 8, causal=False, dtype="float32").plan(BATCH), ValueError,
+     "plan was made for window (-1, -1), wanted (-1, 0); make it with this mixer's plan(batch)"),
+    ("plan", thdattn.CPAttention(SINGLE, 2, 8, window=(3, 0), dtype="float32").plan(BATCH), ValueError,
+     "plan was made for window (3, 0), wanted (-1, 0)"),
+    ("plan", thdattn.CPAttention(SINGLE, 2, 8, dtype="float32").plan(BATCH, key_batch=PackedBatch([0, 5, 7])),
+     ValueError, "plan has keys of their own, wanted those of the queries"),
+    ("plan", replace(thdattn.CPAttention(SINGLE, 2, 8, dtype="float32").plan(BATCH), cp_rank=1), ValueError,
+     "plan was made for cp_rank 1, wanted 0"),
+)  # fmt: skip
+def test_bad_plan(argument, value, kind, message):
+    x = np.ones((8, COLUMNS), np.float32)
+    refuses(lambda plan: mixer().forward(x, weights(), plan), argument, value, kind, message)
+
+
+def test_batch_that_differs_between_ranks_is_refused_on_all():
+    def program(comm: Comm):
+        lengths = [8, 8] if comm.rank else [8, 7]
+        with pytest.raises(ValueError, match=r"the plan is not the same on all ranks: cu_seqlens\[2\] is 15"):
+            mixer(comm).plan(PackedBatch.from_lengths(lengths, multiple=8))
+        with pytest.raises(ValueError, match="is not the same on all ranks"):
+            mixer(comm, state_dim=5 + comm.rank).plan(BATCH)
+
+    thdattn.comm.run_local(2, program)
+
+
+# --- arrays ----------------------------------------------------------------------------------------------------------
+
+WRONG_ROWS = np.ones((7, COLUMNS), np.float32)
+
+
+@table(
+    ("zxbcdt", WRONG_ROWS, ValueError, "zxbcdt has shape (7, 48), wanted (8, 48); pass this rank's rows"),
+    ("zxbcdt", np.ones((8, 47), np.float32), ValueError, "zxbcdt has shape (8, 47), wanted (8, 48)"),
+    ("zxbcdt", np.ones((8, COLUMNS)), TypeError, "zxbcdt is float64, wanted float32 for a mixer of float32; cast it"),
+    ("zxbcdt", [[1.0]], TypeError, "zxbcdt is … wanted a NumPy array"),
+    ("zxbcdt", OnAGpu(), TypeError, "zxbcdt is a … wanted a NumPy array"),
+    ("zxbcdt", NoDevice(), TypeError, "zxbcdt is a"),
+    ("zxbcdt", MASKED, TypeError, "zxbcdt is a masked array"),
+    ("weights", None, TypeError, "weights is None, a NoneType; wanted a Mamba2Weights; make one of the five arrays"),
+    ("weights", tuple(weights()), TypeError, "weights is (a ndarray … a tuple; wanted a Mamba2Weights"),
+    ("weights", weights(D=np.ones(3, np.float32)), ValueError, "weights.D has shape (3,), wanted (4,); pass"),
+    ("weights", weights(conv_weight=np.ones((32, 3), np.float32)), ValueError,
+     "weights.conv_weight has shape (32, 3), wanted (32, 4)"),
+    ("weights", weights(A_log=np.ones(4)), TypeError, "weights.A_log is float64, wanted float32"),
+    ("weights", weights(conv_bias=None), TypeError, "weights.conv_bias is a"),
+)  # fmt: skip
+def test_bad_arrays_of_forward(argument, value, kind, message):
+    layer = mixer()
+    good = {"zxbcdt": np.ones((8, COLUMNS), np.float32), "weights": weights(), "plan": layer.plan(BATCH)}
+    refuses(lambda **bad: layer.forward(**{**good, **bad}), argument, value, kind, message)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_of_16_bits_are_to_be_cast(dtype):
+    layer = mixer(dtype=dtype)
+    x = np.ones((8, COLUMNS), layer.dtype)
+    refuses(lambda weights: layer.forward(x, weights, layer.plan(BATCH)), "weights",
+            weights(dt_bias=np.ones(4, BFLOAT16)), TypeError,
+            f"weights.dt_bias is bfloat16, wanted float32 for a mixer of {dtype}; cast it")
+
+
+@table(
+    ("dout", np.ones((8, 11), np.float32), ValueError, "dout has shape (8, 11), wanted (8, 12); pass the gradient"),
+    ("dout", np.ones((8, 12), np.float16), TypeError, "dout is float16, wanted float32"),
+    ("saved", None, TypeError, "saved is None, a NoneType; wanted a Mamba2Saved; pass the one that forward returned"),
+)
+def test_bad_arguments_of_backward(argument, value, kind, message):
+    layer = mixer()
+    _, saved = layer.forward(np.ones((8, COLUMNS), np.float32), weights(), layer.plan(BATCH))
+    good = {"dout": np.ones((8, 12), np.float32), "saved": saved}
+    refuses(lambda **bad: layer.backward(**{**good, **bad}), argument, value, kind, message)
+
+
+def test_saved_of_a_mixer_of_other_sizes_is_refused():
+    layer = mixer()
+    _, saved = layer.forward(np.ones((8, COLUMNS), np.float32), weights(), layer.plan(BATCH))
+    other = mixer(num_heads=3, head_dim=4, num_groups=1, state_dim=10)
+    refuses(lambda saved: other.backward(np.ones((8, 12), np.float32), saved), "saved", saved, ValueError,
+            "saved was made with num_heads 4, wanted 3; pass what this mixer's forward returned")
+    assert mixer().backward(np.ones((8, 12), np.float32), saved)

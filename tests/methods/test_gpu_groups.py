@@ -1,0 +1,128 @@
+"""Groups of heads of different sizes have their work buffers in one memory: the results are those of one group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("cupy")  # which peer memory loads
+import cases
+import numpy as np
+from cases import BFLOAT16, check, run, to_host
+from loopback import Loopback, Mirror
+
+import thdattn
+from thdattn import PackedBatch
+from thdattn.methods import select
+
+pytestmark = pytest.mark.gpu
+
+HEADS, KV_HEADS, GROUPS = 16, 8, (1, 3, 4)
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+PACKS = (700, 900), (33, 1, 64, 0, 100) * 9
+
+
+@pytest.fixture
+def comm(cupy, monkeypatch):
+    monkeypatch.setattr(select, "WORTH_GROUPS", 0)
+    with cupy.cuda.Stream(non_blocking=True):
+        comm = Loopback(monkeypatch)
+        yield comm
+        comm.peer.close()
+
+
+def attention(comm, dims=(128, 128), heads=(HEADS, KV_HEADS), **options):
+    return thdattn.CPAttention(comm, heads[0], dims[0], heads[1], dims[1], engine="cuda",
+                               **{"deterministic": True, **options})  # fmt: skip
+
+
+def inputs_of(cupy, layer, plan, seed):
+    """q, k, v, dout, of which rows without a token are NaN."""
+    rng, valid = np.random.default_rng(seed), to_host(plan.valid)
+    shapes = ((layer.num_heads, layer.head_dim), (layer.num_kv_heads, layer.head_dim),
+              (layer.num_kv_heads, layer.v_head_dim), (layer.num_heads, layer.v_head_dim))  # fmt: skip
+    made = [rng.standard_normal((plan.local_rows, *shape), np.float32) for shape in shapes]
+    for x in made:
+        x[~valid] = np.nan
+    return [cupy.asarray(x.astype(layer.dtype)) for x in made]
+
+
+def poison(plan):
+    """What calls have left in work buffers becomes NaN, or -1."""
+    for x in plan._buffers.arrays():
+        if x.size:
+            x.data.memset_async(0xFF, x.nbytes)
+
+
+def step(layer, plan, inputs):
+    poison(plan)
+    out, saved = layer.forward(*inputs[:3], plan, return_max_logit=True)
+    poison(plan)
+    return out, saved.lse, saved.max_logit, *layer.backward(inputs[3], saved)
+
+
+def bits(results):
+    return [to_host(x).tobytes() for x in results]
+
+
+def of_one_group(cupy, batch, inputs, dims=(128, 128)):
+    layer = attention(Mirror(), dims, head_groups=1)
+    return bits(step(layer, layer.plan(batch), inputs))
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_plans_in_turns_give_the_bits_of_one_group(cupy, comm, dims, keep_keys):
+    layer = attention(comm, dims, keep_keys=keep_keys)
+    batches = [PackedBatch.from_lengths(lengths, 4) for lengths in PACKS]
+    plans = [layer.plan(batch) for batch in batches]
+    assert [layer._groups(plan) for plan in plans] == [GROUPS] * 2
+    for seed in range(2):
+        inputs = [inputs_of(cupy, layer, plan, [seed, number]) for number, plan in enumerate(plans)]
+        saved, grads = [], []
+        for plan, one in zip(plans, inputs, strict=True):
+            poison(plan)
+            saved.append(layer.forward(*one[:3], plan, return_max_logit=True)[1])
+        for plan, one, kept in zip(plans, inputs, saved, strict=True):
+            poison(plan)
+            grads.append(layer.start_backward(one[3], kept))
+        for batch, one, kept, (dq, dk_dv) in zip(batches, inputs, saved, grads, strict=True):
+            found = bits((kept.out, kept.lse, kept.max_logit, dq, *dk_dv()))
+            assert found == of_one_group(cupy, batch, one, dims)
+
+
+@pytest.mark.usefixtures("poisoned_gpu")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_groups_that_grow_are_the_oracle(cupy, monkeypatch, kernels, dims, deterministic):
+    """By collectives, whose shares of dk and dv lie in the accumulators."""
+    monkeypatch.setattr(select.Choice, "head_groups", lambda self, plan, num_heads, *_: select._growing(num_heads))
+    case = replace(cases.DIMS[0], heads=(HEADS, KV_HEADS), dims=dims)
+    check(case, BFLOAT16, run(case, 2, BFLOAT16, xp=cupy, engine="cuda", deterministic=deterministic))
+
+
+def test_a_graph_finds_its_buffers_after_calls_of_other_heads(cupy, comm):
+    layer, stream = attention(comm, keep_keys=False), cupy.cuda.get_current_stream()
+    batch = PackedBatch.from_lengths(PACKS[0], 4)
+    plan = layer.plan(batch)
+    inputs = [inputs_of(cupy, layer, plan, seed) for seed in range(3)]
+    static = [x.copy() for x in inputs[0]]
+    step(layer, plan, static)
+    stream.begin_capture()
+    found = [step(layer, plan, static) for _ in range(2)]  # a window has its second turn
+    graph = stream.end_capture()
+    before = [(x.data.ptr, x.nbytes) for x in plan._buffers.arrays()]
+    for heads, deterministic in (((8, 8), False), ((32, 16), True), ((16, 8), False)):
+        other = attention(comm, heads=heads, deterministic=deterministic, keep_keys=False)
+        step(other, plan, inputs_of(cupy, other, plan, 5))
+    assert [(x.data.ptr, x.nbytes) for x in plan._buffers.arrays()][: len(before)] == before
+    for one in (*inputs, inputs[1]):
+        for x, y in zip(static, one, strict=True):
+            x[...] = y
+        graph.launch(stream)
+        for results in found:
+            assert bits(results) == of_one_group(cupy, batch, one)
+    stream.synchronize()
+    del graph

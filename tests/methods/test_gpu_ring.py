@@ -1,0 +1,131 @@
+"""The ring of the CUDA engine against the float64 oracle: simulated ranks share the GPU; see test_gpu_attention.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import BFLOAT16, DIMS, SMALL, check, to_host
+from test_ring import FIELDS, run_ring
+
+import thdattn
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
+
+DTYPES = [np.dtype("float16"), BFLOAT16]
+
+
+def every(cases, cp_sizes, dtypes=DTYPES):
+    return [
+        pytest.param(case, dtype, cp_size, id=f"{case}-{dtype}-cp{cp_size}")
+        for case in cases for dtype in dtypes for cp_size in cp_sizes if cp_size in case.cp_sizes
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(SMALL, (1, 2, 8)))
+def test_every_pack_and_mask_is_the_oracle(cupy, case, dtype, cp_size):
+    check(case, dtype, run_ring(case, cp_size, dtype, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS, (1, 2, 4)))
+def test_every_head_dim_is_the_oracle(cupy, case, dtype, cp_size):
+    check(case, dtype, run_ring(case, cp_size, dtype, xp=cupy, engine="cuda"))
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *SMALL], (4,), [BFLOAT16]))
+def test_portable_kernels_are_the_oracle_on_every_gpu(cupy, portable, case, dtype, cp_size):
+    check(case, dtype, run_ring(case, cp_size, dtype, xp=cupy, engine="cuda"))
+
+
+def assert_repeats(cupy, case, dtype, cp_size):
+    first, *others = (
+        run_ring(case, cp_size, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(3))
+    check(case, dtype, first)
+    for other in others:
+        for field in FIELDS:
+            assert other.tokens[field].tobytes() == first.tokens[field].tobytes(), field
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS, (4,)))
+def test_deterministic_is_the_oracle_and_bitwise_the_same_three_times(cupy, case, dtype, cp_size):
+    assert_repeats(cupy, case, dtype, cp_size)
+
+
+@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS, (4,), [BFLOAT16]))
+def test_portable_deterministic_is_the_oracle_and_bitwise_the_same(cupy, portable, case, dtype, cp_size):
+    assert_repeats(cupy, case, dtype, cp_size)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
+def test_engine_merges_with_what_is_there(cupy, dims, deterministic):
+    """Other keys gave each row something known: what these keys give is what the call alone gives, by their shares."""
+    from thdattn.engines import cuda
+
+    case = replace(DIMS[0], dims=dims)
+    attention = case.attention(thdattn.comm.init("single"), BFLOAT16, engine="cuda")
+    plan = attention.plan(case.batch(1))
+    rows, heads, kv_heads = plan.local_rows, *case.heads
+    draw = np.random.default_rng(5)
+
+    def random(*shape):
+        return cupy.asarray(draw.standard_normal(shape).astype(BFLOAT16))
+
+    q, k, v, dout = (random(rows, n, width) for n, width in zip(
+        (heads, kv_heads, kv_heads, heads), (*dims[:1] * 2, *dims[1:] * 2), strict=True))
+    alone, lse, _ = cuda.attn_fwd(q, k, v, plan, 0.1, False)
+    others, others_lse = draw.standard_normal(alone.shape), 3 * draw.standard_normal(lse.shape)
+    others[::3], others_lse[:, ::3] = 0, -np.inf  # those that have seen nothing yet
+    into = cupy.asarray(others.astype(np.float32)), cupy.asarray(others_lse.astype(np.float32))
+    cuda.attn_fwd(q, k, v, plan, 0.1, False, into, merge=True)
+    mine, mine_lse = to_host(alone).astype(np.float64), to_host(lse).astype(np.float64)
+    both = np.logaddexp(mine_lse, others_lse)
+    with np.errstate(invalid="ignore"):
+        parts = [np.nan_to_num(np.exp(x_lse - both)).T[..., None] * x
+                 for x_lse, x in ((mine_lse, mine), (others_lse, others))]  # fmt: skip
+    np.testing.assert_allclose(to_host(into[1]), both, rtol=1e-5, atol=1e-5)
+    rounded = 2**-8 * np.abs(parts[0])  # alone was, to bfloat16
+    assert (np.abs(to_host(into[0]) - sum(parts)) <= rounded + 1e-5 * (1 + np.abs(others))).all()
+    assert (np.isneginf(both).any(), (~np.isneginf(mine_lse) & np.isneginf(others_lse)).any()) == (True, True)
+
+    dq = cuda.attn_bwd(dout, q, k, v, alone, lse, plan, 0.1, np.float32, deterministic)[0].copy()
+    start = cupy.asarray(draw.standard_normal(q.shape).astype(np.float32))
+    added = start.copy()
+    shares = [cupy.empty(x.shape, np.float32) for x in (k, v)]
+    cuda.attn_bwd(dout, q, k, v, alone, lse, plan, 0.1, np.float32, deterministic, (added, shares), merge=True)
+    dq = to_host(dq).astype(np.float64)
+    np.testing.assert_allclose(to_host(added), to_host(start) + dq, rtol=0, atol=2**-8 * np.abs(dq).max() + 1e-6)
+    unseen = (to_host(plan.key_ranges)[:, 0] >= to_host(plan.key_ranges)[:, 1])
+    assert unseen.any() and to_host(added)[unseen].tobytes() == to_host(start)[unseen].tobytes()
+
+
+def test_slices_follow_lengths_on_the_gpu(cupy):
+    lengths = cupy.asarray([0, 40, 48, 64], np.int32)
+    batch, later = thdattn.PackedBatch(lengths, total_rows=64), [0, 8, 48, 56]
+    draw = np.random.default_rng(0)
+    q, k, v = (cupy.asarray(draw.standard_normal((32, heads, 64)).astype(BFLOAT16)) for heads in (4, 2, 2))
+
+    def program(comm):
+        attention = thdattn.CPAttention(comm, 4, 64, 2, engine="cuda", cp_comm_type="p2p")
+        plan = attention.plan(batch)
+        attention.forward(q, k, v, plan)
+        cupy.cuda.get_current_stream().synchronize()
+        comm.barrier()
+        if comm.rank == 0:
+            lengths[...] = cupy.asarray(later, np.int32)
+        comm.barrier()
+        plan.refresh()
+        wanted = attention.plan(thdattn.PackedBatch(later, total_rows=64))
+        return [to_host(attention.forward(q, k, v, each)[0]).tobytes() for each in (plan, wanted)]
+
+    for refreshed, wanted in thdattn.comm.run_local(2, program):
+        assert refreshed == wanted
+
+
+def test_rounding_is_that_of_numpy(cupy):
+    from thdattn.engines import cuda
+
+    x = np.random.default_rng(0).standard_normal((37, 3, 8)).astype(np.float32)
+    for dtype in DTYPES:
+        assert to_host(cuda.rounded(cupy.asarray(x), dtype)).tobytes() == x.astype(dtype).tobytes()

@@ -1,0 +1,314 @@
+"""The ring over simulated ranks on the NumPy engine, against the oracle; what it merges, sends and keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import (
+    BFLOAT16,
+    CASES,
+    FIELDS,
+    SMALL,
+    Case,
+    Outcome,
+    assemble,
+    check,
+    local_rows,
+    offsets,
+    random_inputs,
+    run,
+    to_host,
+)
+
+import thdattn
+from thdattn import oracle
+from thdattn.engines import reference
+from thdattn.methods import p2p
+from thdattn.methods.base import Call, Tensors
+from thdattn.plan.memory import Layer
+
+FLOAT64, FLOAT32 = map(np.dtype, ("float64", "float32"))
+RING_SIZES = (1, 2, 3, 4, 8)
+# What a slice can do to a row: be unseen by all, by some, seen whole, cut by a window, and hold padding.
+TELLING = ["edge-lengths", "causal", "full", "window-causal", "window-lopsided", "capacity", "ranks-of-padding",
+           "gqa-12-2", "empty-but-padded-between"]  # fmt: skip
+
+
+def ring_forward(engine, comm, plan, q, k, v, scale, return_max_logit):
+    return p2p.forward(engine, comm, plan, q, k, v, Call(scale, False), return_max_logit)[:3]
+
+
+def ring_backward(engine, comm, plan, dout, q, k, v, out, lse, scale, deterministic):
+    saved = Tensors(q, k, v, out, lse, None)
+    dq, dk_dv = p2p.backward(engine, comm, plan, dout, saved, Call(scale, deterministic), True)
+    return dq, *dk_dv()
+
+
+def every(cases, cp_sizes):
+    """Three ranks where padded lengths are not given, and so divide."""
+    return [
+        pytest.param(case.slim(), cp_size, id=f"{case}-cp{cp_size}") for case in cases for cp_size in cp_sizes
+        if cp_size in case.cp_sizes or (cp_size == 3 and case.padded is None and len(case.cp_sizes) > 1)
+    ]  # fmt: skip
+
+
+def run_ring(
+    case: Case, cp_size: int, dtype: Any, *, xp: Any = np, fill: float = np.nan, inputs: Any = None, **options: Any
+) -> Outcome:
+    """Forward and backward of a case over cp_size simulated ranks; see cases.run."""
+    batch = case.batch(cp_size)
+    inputs = random_inputs(case, dtype) if inputs is None else inputs
+
+    def program(comm: thdattn.comm.Comm) -> dict[str, np.ndarray]:
+        attention = case.attention(comm, dtype, **options)
+        plan, scale = attention.plan(batch, case.sharding), attention.softmax_scale
+        q, k, v, dout = (xp.asarray(local_rows(batch, to_host(plan.rows), x, fill)) for x in inputs)
+        out, lse, max_logit = ring_forward(plan.engine, comm, plan, q, k, v, scale, True)
+        gradients = ring_backward(
+            plan.engine, comm, plan, dout, q, k, v, out, lse, scale, attention.deterministic)
+        return {field: to_host(x) for field, x in zip(FIELDS, (out, lse, max_logit, *gradients), strict=True)}
+
+    return assemble(thdattn.Sharding(batch, cp_size, case.sharding), thdattn.comm.run_local(cp_size, program))
+
+
+def assert_same_bits(one: Outcome, other: Outcome) -> None:
+    for field in FIELDS:
+        assert one.tokens[field].tobytes() == other.tokens[field].tobytes(), field
+
+
+@pytest.mark.parametrize(("case", "cp_size"), every(SMALL, RING_SIZES))
+def test_float64_is_the_oracle(case, cp_size):
+    check(case, FLOAT64, run_ring(case, cp_size, FLOAT64, engine="reference"))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize(("case", "cp_size"), every(SMALL, (3, 8)))
+def test_errs_no_more_than_plain_attention(case, cp_size, dtype):
+    check(case, dtype, run_ring(case, cp_size, dtype, engine="reference"))
+
+
+@pytest.mark.parametrize(("case", "cp_size"), every([replace(CASES[name], sharding="balanced") for name in (
+    "edge-lengths", "causal", "window-lopsided", "no-sequences-slack")], (2, 3, 8)))  # fmt: skip
+def test_rows_may_be_balanced(case, cp_size):
+    check(case, FLOAT64, run_ring(case, cp_size, FLOAT64, engine="reference"))
+
+
+def test_values_wider_than_keys():
+    case = replace(CASES["window-causal"].slim(), dims=(6, 10), heads=(6, 2))
+    check(case, FLOAT64, run_ring(case, 4, FLOAT64, engine="reference"))
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+@pytest.mark.parametrize("name", TELLING)
+def test_lse_and_max_logit_are_those_of_one_rank(name, cp_size):
+    case = CASES[name].slim()
+    ring, alone = run_ring(case, cp_size, FLOAT64, engine="reference"), run(case, 1, FLOAT64, engine="reference")
+    np.testing.assert_allclose(ring.tokens["lse"], alone.tokens["lse"], rtol=1e-14, atol=1e-13)
+    np.testing.assert_array_equal(ring.tokens["max_logit"], alone.tokens["max_logit"])
+
+
+@pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32], ids=str)
+@pytest.mark.parametrize("cp_size", [2, 8])
+def test_logits_of_80_of_both_signs(cp_size, dtype):
+    """Slices of a row differ by up to e**160, more than float32 holds."""
+    case = replace(CASES["full"].slim(), heads=(1, 1))
+    q, k, v, dout = random_inputs(case, dtype)
+    # Every key is all +1 or all -1, sequence after sequence in runs: whole slices are at -80.
+    signs = np.where(np.arange(len(k)) // 50 % 2, 1, -1).astype(dtype)
+    q[...], k[...] = 1, signs[:, None, None]
+    scale = 80 / q.shape[2]
+    wanted = oracle.packed_attention(
+        thdattn.PackedBatch(offsets(case.lengths)), *(x.astype(FLOAT64) for x in (q, k, v, dout)), causal=False,
+        softmax_scale=scale)
+    outcome = run_ring(case, cp_size, dtype, inputs=(q, k, v, dout), engine="reference", softmax_scale=scale)
+    assert {wanted.max_logit[0], wanted.lse.min() < -70} == {80.0, True}
+    error = 1e-10 if dtype == FLOAT64 else 1e-4
+    for field in FIELDS:
+        np.testing.assert_allclose(
+            outcome.tokens[field], getattr(wanted, field), rtol=error, atol=error, err_msg=field)
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_uninitialised_buffers_and_poison_in_padding_change_no_bit(name, request):
+    case = CASES[name].slim()
+    clean = run_ring(case, 4, BFLOAT16, engine="reference", fill=0)
+    request.getfixturevalue("poisoned_host")
+    for fill in (np.nan, np.inf):
+        assert_same_bits(clean, run_ring(case, 4, BFLOAT16, engine="reference", fill=fill))
+
+
+@pytest.mark.parametrize("name", ["causal", "gqa-12-2", "window-two-sided"])
+def test_same_inputs_give_the_same_bits(name):
+    first, *others = (
+        run_ring(CASES[name].slim(), 4, BFLOAT16, engine="reference", deterministic=True) for _ in range(3))
+    for other in others:
+        assert_same_bits(first, other)
+
+
+def test_layers_share_a_plan_and_keep_their_own_results():
+    """All forwards before all backwards: nothing that a layer keeps may be in a shared buffer."""
+    case = CASES["edge-lengths"].slim()
+    batch = case.batch(2)
+
+    def program(comm):
+        plan = case.attention(comm, FLOAT32, engine="reference").plan(batch)
+        layers = []
+        for seed in range(2):
+            q, k, v, dout = (local_rows(batch, plan.rows, x, 0) for x in random_inputs(case, FLOAT32, seed))
+            layers.append((dout, q, k, v, *ring_forward(reference, comm, plan, q, k, v, 0.5, True)))
+        made = []
+        for dout, q, k, v, out, lse, max_logit in layers:
+            gradients = ring_backward(reference, comm, plan, dout, q, k, v, out, lse, 0.5, False)
+            made.append(dict(zip(FIELDS, (out, lse, max_logit, *gradients), strict=True)))
+        return made
+
+    ranks = thdattn.comm.run_local(2, program)
+    for seed in range(2):
+        outcome = assemble(thdattn.Sharding(batch, 2), [made[seed] for made in ranks])
+        alone = run_ring(case, 2, FLOAT32, engine="reference", inputs=random_inputs(case, FLOAT32, seed),
+                         softmax_scale=0.5, fill=0)
+        assert_same_bits(outcome, alone)
+
+
+def test_what_is_summed_is_rounded_once():
+    """Ranks give a key 256.5, 1, 1 and 0.75: 259.25, in bfloat16 260. Rounded before, it is less."""
+    case = Case("uniform", (64,), heads=(1, 1), dims=(8, 8), causal=False)
+
+    def program(comm):
+        plan = case.attention(comm, BFLOAT16, engine="reference").plan(thdattn.PackedBatch([0, 64]))
+        x = np.ones((16, 1, 8), BFLOAT16)
+        # All scores are equal: P is 1/64 everywhere. A rank gives out, and dv of every key, a quarter of its mean.
+        values = x * BFLOAT16.type([1024, 4, 4, 3][comm.rank])
+        if comm.rank == 0:
+            values[0] = 1056
+        out, lse, _ = ring_forward(reference, comm, plan, x, x, values, 1.0, False)
+        return out, ring_backward(reference, comm, plan, values, x, x, x, x, lse, 1.0, False)[2]
+
+    for out, dv in thdattn.comm.run_local(4, program):
+        assert (out.astype(np.float64) == 260).all()
+        assert (dv.astype(np.float64) == 260).all()
+
+
+# --- merging ---------------------------------------------------------------------------------------------------
+
+
+def merged(ranges: list[list[tuple[int, int]]]) -> tuple[Any, Any]:
+    """out and lse of two rows over ranges of 8 keys, given to the engine one list after another."""
+    draw = np.random.default_rng(3)
+    q, k, v = (draw.standard_normal((rows, 2, 4)) for rows in (2, 8, 8))
+    out, lse = np.zeros((2, 2, 4)), np.full((2, 2), -np.inf)
+    for each in ranges:
+        plan = type("Ranges", (), {"key_ranges": np.array(each, np.int32)})
+        reference.attn_fwd(q, k, v, plan, 0.7, False, (out, lse), merge=True)
+    return out, lse
+
+
+def test_keys_in_two_parts_are_the_keys_at_once():
+    whole, parts = merged([[(0, 8), (2, 6)]]), merged([[(0, 3), (2, 5)], [(3, 8), (5, 6)]])
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-13)
+
+
+def test_rows_that_see_nothing_stay_as_they_are():
+    out, lse = merged([[(0, 3), (0, 0)], [(0, 0), (0, 0)]])
+    first, first_lse = merged([[(0, 3), (0, 0)]])
+    assert out.tobytes() == first.tobytes() and lse.tobytes() == first_lse.tobytes()
+    assert not out[1].any() and (lse[:, 1] == -np.inf).all()
+
+
+# --- what travels ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cp_size", RING_SIZES)
+def test_keys_travel_once_round_in_the_forward_and_with_their_sums_in_the_backward(cp_size):
+    case = replace(CASES["causal"].slim(), heads=(6, 2), dims=(4, 8))
+    batch = case.batch(cp_size)
+
+    def program(comm):
+        plan = case.attention(comm, BFLOAT16, engine="reference").plan(batch)
+        q, k, v, dout = (local_rows(batch, plan.rows, x, 0) for x in random_inputs(case, BFLOAT16))
+        before = comm.received_bytes
+        out, lse, _ = ring_forward(reference, comm, plan, q, k, v, 1.0, False)
+        forward = comm.received_bytes - before
+        ring_backward(reference, comm, plan, dout, q, k, v, out, lse, 1.0, False)
+        return plan.local_rows, forward, comm.received_bytes - before - forward
+
+    for rows, forward, backward in thdattn.comm.run_local(cp_size, program):
+        keys = (cp_size - 1) * rows * 2 * (4 + 8) * 2
+        assert (forward, backward) == (keys, keys + 2 * keys)
+
+
+class Recorder:
+    """An engine or a comm whose calls are written down, in the order in which they are made."""
+
+    def __init__(self, target: Any, names: dict[str, str], record: list[str]) -> None:
+        self._target, self._names, self._record = target, names, record
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._names:
+            self._record.append(self._names[name])
+        return getattr(self._target, name)
+
+
+def test_what_an_attention_hides_is_sent_before_it():
+    case = CASES["causal"].slim()
+    batch = case.batch(3)
+
+    def program(comm):
+        plan = case.attention(comm, FLOAT32, engine="reference").plan(batch)
+        q, k, v, dout = (local_rows(batch, plan.rows, x, 0) for x in random_inputs(case, FLOAT32))
+        record = []
+        engine = Recorder(reference, {"attn_fwd": "attention", "attn_bwd": "attention"}, record)
+        ring = Recorder(comm, {"exchange": "send"}, record)
+        out, lse, _ = ring_forward(engine, ring, plan, q, k, v, 1.0, False)
+        forward, record[:] = list(record), []
+        ring_backward(engine, ring, plan, dout, q, k, v, out, lse, 1.0, False)
+        return forward, record
+
+    for forward, backward in thdattn.comm.run_local(3, program):
+        assert forward == ["send", "attention", "send", "attention", "attention"]
+        # The first hop of keys hides behind nothing; the last of the sums behind the attention over the own slice.
+        assert backward == ["send", "send", "attention", "send", "attention", "send", "attention"]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["two-of-eight", "edge-lengths"])
+@pytest.mark.parametrize("cp_size", RING_SIZES)
+def test_memory_says_what_calls_make(name, cp_size):
+    case = replace(CASES[name], heads=(6, 2), dims=(4, 8))
+    batch = case.batch(cp_size)
+
+    def program(comm):
+        attention = case.attention(comm, BFLOAT16, engine="reference")
+        plan = attention.plan(batch)
+        layer = Layer(*case.heads, BFLOAT16, False, 1, False)
+        said = p2p.memory(reference, comm, replace(plan, arrays=thdattn.plan.plan.NO_ARRAYS), layer)
+        q, k, v, dout = (local_rows(batch, plan.rows, x, 0) for x in random_inputs(case, BFLOAT16))
+        out, lse, _ = ring_forward(reference, comm, plan, q, k, v, 1.0, False)
+        forward = plan.held_bytes()
+        gradients = ring_backward(reference, comm, plan, dout, q, k, v, out, lse, 1.0, False)
+        made = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+        assert said.saved == {name: x.nbytes for name, x in made.items()}
+        assert said.grads == {name: x.nbytes for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)}
+        assert sum(said.forward.values()) - said.forward["plan"] == forward
+        assert sum(said.backward.values()) == plan.held_bytes() - forward
+
+    thdattn.comm.run_local(cp_size, program)
+
+
+def test_a_ring_of_eight_takes_a_third_of_the_all_gather():
+    batch = thdattn.PackedBatch([0, 65536])
+
+    def program(comm):
+        attention = thdattn.CPAttention(comm, 32, 128, 8, engine="reference", head_groups=1)
+        plan = replace(attention.plan(batch), arrays=thdattn.plan.plan.NO_ARRAYS)
+        ring = p2p.memory(reference, comm, plan, Layer(32, 8, BFLOAT16, False, 1, False))
+        return attention.memory(batch), ring
+
+    for gathered, ring in thdattn.comm.run_local(8, program):
+        assert ring.work < gathered.work / 3

@@ -1,0 +1,209 @@
+"""Who may import whom, and that the package works with neither a GPU nor MPI installed."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from launch import SOURCE
+
+PACKAGE = SOURCE / "thdattn"
+
+# A module imports from the layers before its own, or from its own entry. An entry is a module, or a folder without the
+# modules that have entries. The engines are handed to the methods as arguments; only commands import them.
+LAYERS = [
+    {"arguments", "install", "plan.memory", "plan.buffers", "plan.flops", "plan.generations", "plan.handles",
+     "kernels.instances", "kernels.generated", "jit.cache", "jit.structs"},
+    {"kernels.hopper_configs"},
+    {"kernels.configs"},
+    {"packing", "jit.compiler", "mamba.shape"},
+    {"balance", "plan.mask", "jit.tensor_map"},
+    {"comm"},
+    {"sharding", "plan.key_transfers", "plan.rank_rows", "engines.select", "oracle", "mamba.oracle", "mamba.configs",
+     "mamba.select"},
+    {"plan.plan", "kernels.decode_configs", "mamba.backward_configs"},
+    {"plan", "kv_cache", "checks"},
+    {"engines.reference", "engines.cuda", "methods", "mamba.context_parallel", "costs.tile_counts"},
+    {"mamba.reference", "saved", "mamba.saved"},
+    {"mamba.cuda", "mamba.cache"},
+    {"attention", "mamba.mixer"},
+    {"graphs", "varlen", "costs.model"},
+    {"torch", "costs"},
+    {"cli", "fuzz"},
+    {"__main__"},
+]
+LAYER = {entry: number for number, entries in enumerate(LAYERS) for entry in entries}
+ENGINES = {"engines.reference", "engines.cuda", "mamba.reference", "mamba.cuda", "jit.compiler"}
+# Packages whose __init__ has no code of its own.
+BARE = {"engines", "jit", "kernels", "mamba"}
+# Where a library may be imported: when the module is loaded, and at all.
+WHEN_LOADED = {"cupy": {"jit.compiler", "jit.tensor_map", *(f"engines.cuda.{name}" for name in (
+                   "launch", "plan", "rows", "scheduler", "forward", "backward", "decode", "softcap"))},
+               "mpi4py": set(), "torch": {"torch"}, "jax": set()}
+EVER = {"cupy": {*WHEN_LOADED["cupy"], "comm.local", "comm.nccl", "comm.peer.transport", "comm.peer.shared_memory",
+                 "comm.peer.windows", "engines.select", "graphs.capture", "graphs.upload", "cli.info", "costs.measure",
+                 "varlen"},
+        "mpi4py": {"comm.mpi", "comm.nccl", "cli.info"}, "torch": {"torch", "comm.torch"}, "jax": set()}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def imports(module: str) -> list[tuple[str, bool]]:
+    """(dotted name, whether it is imported when the module is loaded) of every import statement."""
+    return list(_imports(ast.parse(FILES[module].read_text()), True))
+
+
+def _imports(node: ast.AST, when_loaded: bool) -> Iterator[tuple[str, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, when_loaded) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            yield from ((f"{child.module}.{alias.name}", when_loaded) for alias in child.names)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from _imports(child, False)
+        else:
+            yield from _imports(child, when_loaded and not isinstance(child, ast.FunctionDef))
+
+
+def entry(dotted: str) -> str:
+    """The entry of LAYERS that `x.y.name` belongs to; "" for the package itself."""
+    parts = dotted.split(".")
+    return next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in LAYER), "")
+
+
+def test_every_allocation_of_the_cuda_engine_comes_from_one_function():
+    # Tests fill what it returns with NaN; a module that had the name itself would not see that.
+    for module, path in FILES.items():
+        if not module.startswith(("engines.cuda", "mamba.cuda")):
+            continue
+        has_name = "thdattn.engines.cuda.launch.empty" in dict(imports(module))
+        assert module in ("engines.cuda", "engines.cuda.launch") or not has_name, module
+        made = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+                and ast.unparse(node) in ("cupy.empty", "cupy.empty_like")]
+        assert len(made) == (module == "engines.cuda.launch"), module
+
+
+def test_every_module_has_a_layer():
+    missing = {module for module in FILES if not entry(module)} - {"__init__"} - BARE
+    assert not missing, f"say in LAYERS where {missing} belong"
+    unused = set(LAYER) - {entry(module) for module in FILES}
+    assert not unused, f"LAYERS has {unused}, which are no modules"
+
+
+def test_folders_are_small_enough_to_be_seen_at_once():
+    for folder in {path.parent for path in FILES.values()}:
+        assert len([*folder.glob("*.py")]) <= 15, folder
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if module != "__init__" and module not in BARE])
+def test_imports_point_downwards(module):
+    here = entry(module)
+    for name, _ in imports(module):
+        if name.split(".")[0] != "thdattn":
+            continue
+        there = entry(name.removeprefix("thdattn").removeprefix("."))
+        assert there or here in ("cli", "__main__"), f"{module} imports the package itself: {name}"
+        below = not there or there == here or LAYER[there] < LAYER[here]
+        init_of = module in ("plan", "costs") and there.startswith(here)
+        assert below or init_of, f"{module} imports {name}, which is not below it"
+
+
+def test_methods_and_attention_do_not_import_the_engines():
+    methods = [module for module in FILES if module.split(".")[0] in ("methods", "plan")]
+    for module in (*methods, "attention", "mamba.mixer", "mamba.context_parallel", "engines.select", "__init__"):
+        below = {entry(name.removeprefix("thdattn.")) for name, _ in imports(module) if name.startswith("thdattn")}
+        assert not below & ENGINES, module
+
+
+@pytest.mark.parametrize("oracle", ["oracle", "mamba.oracle"])
+def test_oracle_shares_no_code_with_what_it_judges(oracle):
+    assert [name for name, when_loaded in imports(oracle) if when_loaded and name.startswith("thdattn")] == []
+
+
+@pytest.mark.parametrize("library", EVER)
+def test_library_is_imported_only_where_it_belongs(library):
+    loaded, ever = set(), set()
+    for module in FILES:
+        for name, when_loaded in imports(module):
+            if name.split(".")[0] == library:
+                ever.add(module)
+                if when_loaded:
+                    loaded.add(module)
+    assert loaded <= WHEN_LOADED[library]
+    assert ever <= EVER[library]
+
+
+WITHOUT_GPU_AND_MPI = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("cupy", "cupy_backends", "cupyx", "mpi4py", "nvidia", "torch", "jax"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+import numpy as np
+import thdattn
+from thdattn.comm import nccl  # which tests on any machine play with
+from thdattn.comm.peer import transport, windows
+
+batch = thdattn.PackedBatch.from_lengths([7, 3], multiple=4)
+
+def program(comm):
+    attention = thdattn.CPAttention(comm, 2, 8)
+    assert attention.engine == "reference"
+    plan = attention.plan(batch)
+    x = np.ones((plan.local_rows, 2, 8), attention.dtype)
+    out, saved = attention.forward(x, x, x, plan, return_max_logit=True)
+    return [out, *attention.backward(x, saved)]
+
+with thdattn.comm.init() as comm:
+    (alone,) = thdattn.comm.run_local(1, program)
+ranks = thdattn.comm.run_local(2, program)
+assert thdattn.graphs.normalize(cuda_graph_impl="local").inference_scope == "layer"
+valid = [thdattn.Sharding(batch, 2).unshard([made[i] for made in ranks]) for i in range(4)]
+assert all((x == y).all() for x, y in zip(alone[:1], valid[:1]))
+attempts = {"cuda": lambda: thdattn.CPAttention(thdattn.comm.init("single"), 2, 8, engine="cuda"),
+            "mpi": lambda: thdattn.comm.init("mpi"), "nccl": lambda: thdattn.comm.init("nccl")}
+for wanted, attempt in attempts.items():
+    try:
+        attempt()
+    except RuntimeError as error:
+        print(wanted, "->", error)
+assert not [name for name in sys.modules if name.split(".")[0] in ("cupy", "mpi4py")]
+print("works")
+"""
+
+
+def test_package_works_with_neither_cupy_nor_mpi4py_installed():
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "MV2"))}
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_GPU_AND_MPI], capture_output=True, text=True, timeout=60, check=False,
+        env={**clean, "PYTHONPATH": str(SOURCE)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.endswith("works\n")
+    assert "cuda -> engine is 'cuda', but CuPy finds no usable GPU (ImportError: cupy is blocked)" in run.stdout
+    assert "mpi -> MPI cannot be loaded (ImportError: mpi4py" in run.stdout and "pip install" in run.stdout
+
+
+def test_importing_the_package_loads_no_library_but_numpy_and_ml_dtypes():
+    program = "import sys, thdattn; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True,
+                         env={**os.environ, "PYTHONPATH": str(SOURCE)})
+    loaded = set(run.stdout.split())
+    assert "numpy" in loaded and not loaded & {"cupy", "mpi4py", "torch", "matplotlib", "pytest"}

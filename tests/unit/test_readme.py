@@ -1,0 +1,164 @@
+"""The pages say only what is true: their code runs, their commands, files and error messages exist."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import SOURCE, mpiexec
+
+ROOT = SOURCE.parent
+NAMES = "README.md", "CONTRIBUTING.md", "docs/README.md", "docs/guide.md", "benchmarks/README.md"
+PAGES = {name: (ROOT / name).read_text() for name in NAMES}
+SLURM = ROOT / "examples" / "slurm.sh"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[str]:
+    lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+    inline = [code for page in PAGES for code in re.findall(r"`((?:make|python|pip|mpiexec) [^`]*)`", PAGES[page])]
+    return sorted({line.split("#")[0].strip() for line in [*lines, *inline]} - {""})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_have_120_columns(page):
+    written = re.sub(r"<!-- (\S+):begin.*?\1:end -->", "", PAGES[page], flags=re.DOTALL)
+    assert [line for line in written.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize("block", [block for page in PAGES for block in blocks(page, "python")])
+def test_python_code_runs(block):
+    for library in re.findall(r"^import (torch|jax)$", block, re.MULTILINE):
+        pytest.importorskip(library)
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", block]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("command", commands())
+def test_shell_command_is_one_that_make_or_ci_runs(command):
+    makefile = (ROOT / "Makefile").read_text()
+    if command.startswith("make "):
+        target = command.split()[1]
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"the Makefile has no {target}"
+    elif command.startswith("pip install "):
+        extras = re.search(r"\[(.*)\]", command)[1].split(",")
+        table = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+        assert set(extras) <= set(re.findall(r"^(\w+) =", table, re.MULTILINE))
+        assert set(extras) <= set(re.findall(r"\w+", (ROOT / ".ci" / "run").read_text()))
+    elif command == "python benchmarks/readme.py":
+        assert "python benchmarks/readme.py" in (ROOT / "tests" / "benchmarks" / "test_readme_numbers.py").read_text()
+    elif command.startswith("python -m thdattn "):
+        assert f'"$$python" {command.removeprefix("python ")}' in makefile
+    elif command.startswith("mpiexec "):
+        program = re.match(r"mpiexec -n \d python -m mpi4py (\S+)", command)[1]
+        starters = makefile + (ROOT / "tools" / "demo.py").read_text()
+        assert program in starters and (ROOT / program).exists()
+        started = '"-n", str(processes), sys.executable, "-m", "mpi4py", program'
+        assert started in (ROOT / "tools" / "start.py").read_text()
+    elif command.startswith("torchrun "):
+        program = re.match(r"torchrun --nproc-per-node 2 examples/(\S+\.py)$", command)[1]
+        tests = (ROOT / "tests" / "cli" / "test_torch_example.py").read_text()
+        assert "run_torchrun(2, EXAMPLE" in tests and f'"examples" / "{program}"' in tests
+    elif command.startswith("sbatch "):
+        assert command.split()[1] == str(SLURM.relative_to(ROOT))  # which a test below starts
+    elif command.startswith("python examples/bytelm/sample.py "):
+        assert "examples/bytelm/sample.py" in (ROOT / "tools" / "demo.py").read_text()
+    else:
+        assert command == ".ci/run", f"{command} is neither in the Makefile nor in .ci/run"
+
+
+@pytest.mark.parametrize(("program", "target"), [
+    ("examples/packed_documents.py", "make tutorial"), ("examples/bytelm/train.py", "make demo"),
+    ("examples/bytelm/sample.py", "no target"), ("src/thdattn/cli/pack_stats.py", "make pack-stats"),
+    ("src/thdattn/cli/advise.py", "make advise"),
+])  # fmt: skip
+def test_options_of_programs_exist(program, target):
+    mine = [command for command in commands() if program in command or command.startswith(target)]
+    used = {option for command in mine for option in re.findall(r"--[a-z-]+", command)}
+    source = (ROOT / program).read_text()
+    assert used
+    for option in used:
+        assert f'"{option}"' in source
+
+
+def test_the_slurm_script_trains_on_the_tasks_of_the_job(tmp_path):
+    mpiexec(2)  # skips where there is none
+    assert subprocess.run(["bash", "-n", str(SLURM)], check=False).returncode == 0
+    sbatch, options = {}, ["--size", "tiny", "--steps", "1", "--tokens", "64", "--val-bytes", "200",
+                           "--checkpoint", str(tmp_path)]
+    for name, value in re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", SLURM.read_text(), re.MULTILINE):
+        sbatch[name] = value
+    assert sbatch["ntasks-per-node"] == sbatch["gpus-per-node"]  # one rank per GPU
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NTASKS": "2", "PATH": path, "PYTHONPATH": str(SOURCE)}
+    command = ["bash", str(SLURM), *options]
+    run = subprocess.run(command, env=os.environ | job, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0 and "ranks: 2" in run.stdout, run.stdout + run.stderr
+    assert (tmp_path / "checkpoint.npz").exists()
+
+
+def texts():
+    """Every string of the sources, with … for what is put in."""
+    for path in (SOURCE / "thdattn").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def errors():
+    """The messages that README's troubleshooting quotes: all code in the left column."""
+    section = PAGES["README.md"].split("\n## Troubleshooting\n")[1].split("\n## ")[0]
+    return [text for row in re.findall(r"^\| (.*?) \| ", section, re.MULTILINE) for text in re.findall(r"`(.+?)`", row)]
+
+
+@pytest.mark.parametrize("message", errors())
+def test_an_error_that_the_readme_explains_is_one_that_the_code_raises(message):
+    pattern = "".join(".+" if part == "…" else re.escape(part) for part in re.split("(…)", message))
+    assert any(re.search(pattern, text) for text in texts())
+
+
+def test_every_folder_and_module_is_in_the_table_of_where_things_are():
+    links = re.findall(r"\]\((src/thdattn/[^)]+)\)", (ROOT / "CONTRIBUTING.md").read_text())
+    for path in (SOURCE / "thdattn").iterdir():
+        if not path.name.startswith("__") and path.name != "py.typed":
+            assert str(path.relative_to(ROOT)) in links, f"CONTRIBUTING.md lacks {path}"
+
+
+def headings(page):
+    return {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", page, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_linked_files_exist(page):
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]) if "://" not in link]
+    for link in links:
+        path, _, heading = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), f"{page} links to {link}"
+        assert not heading or heading in headings(target.read_text()), f"{page} links to its heading {heading}"
+
+
+def test_ci_installs_every_extra_it_needs_and_runs_the_test_command():
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "[cuda13,mpich,examples,test,lint,docs,torch,jax]" in ci
+    assert re.search(r"^step make test ", ci, re.MULTILINE)
+
+
+def test_head_dims_of_the_readme_are_those_of_the_kernels():
+    from thdattn.kernels.configs import TILES
+
+    (row,) = re.findall(r"^\| head dims \| CUDA: (.*?); reference", PAGES["README.md"], re.MULTILINE)
+    alike = {int(number) for number in re.findall(r"\d+", row.split(" and ")[0])}
+    assert {(d, d) for d in alike} | {(192, 128)} == set(TILES)
