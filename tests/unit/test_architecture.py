@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -15,33 +16,16 @@ from launch import SOURCE
 
 PACKAGE = SOURCE / "thdattn"
 
-# A module imports from the layers before its own, or from its own entry. An entry is a module, or a folder without the
-# modules that have entries. The engines are handed to the methods as arguments; only commands import them.
+# A folder, or a module beside the folders, imports from itself and from those before it.
 LAYERS = [
-    {"arguments", "install", "plan.memory", "plan.buffers", "plan.flops", "plan.generations", "plan.handles",
-     "kernels.instances", "kernels.generated", "jit.cache", "jit.structs"},
-    {"kernels.hopper_configs"},
-    {"kernels.configs"},
-    {"packing", "jit.compiler", "mamba.shape"},
-    {"balance", "plan.mask", "jit.tensor_map"},
-    {"comm"},
-    {"sharding", "plan.key_transfers", "plan.rank_rows", "engines.select", "oracle", "mamba.oracle", "mamba.configs",
-     "mamba.select"},
-    {"plan.plan", "kernels.decode_configs", "mamba.backward_configs"},
-    {"plan", "kv_cache", "checks"},
-    {"engines.reference", "engines.cuda", "methods", "mamba.context_parallel", "costs.tile_counts"},
-    {"mamba.reference", "saved", "mamba.saved"},
-    {"mamba.cuda", "mamba.cache"},
-    {"attention", "mamba.mixer"},
-    {"graphs", "varlen", "costs.model"},
-    {"torch", "costs"},
-    {"cli", "fuzz"},
-    {"__main__"},
+    "arguments", "install", "packing", "balance", "sharding", "oracle", "kernels", "jit", "comm", "plan", "kv_cache",
+    "checks", "methods", "saved", "engines", "attention", "mamba", "varlen", "graphs", "costs", "torch", "cli", "fuzz",
+    "__main__",
 ]
-LAYER = {entry: number for number, entries in enumerate(LAYERS) for entry in entries}
-ENGINES = {"engines.reference", "engines.cuda", "mamba.reference", "mamba.cuda", "jit.compiler"}
-# Packages whose __init__ has no code of its own.
-BARE = {"engines", "jit", "kernels", "mamba"}
+EXCEPTIONS = {("comm.peer.shared_memory", "plan.memory"), ("kernels.decode_configs", "mamba.configs")}
+# Engines are handed to these as arguments, or named by strings.
+WITHOUT_ENGINES = {"__init__", "attention", "engines.select", "mamba.mixer", "mamba.context_parallel"}
+ENGINES = ("engines.reference", "engines.cuda", "mamba.reference", "mamba.cuda", "jit.compiler")
 # Where a library may be imported: when the module is loaded, and at all.
 WHEN_LOADED = {"cupy": {"jit.compiler", "jit.tensor_map", *(f"engines.cuda.{name}" for name in (
                    "launch", "plan", "rows", "scheduler", "forward", "backward", "decode", "softcap"))},
@@ -79,10 +63,17 @@ def _imports(node: ast.AST, when_loaded: bool) -> Iterator[tuple[str, bool]]:
             yield from _imports(child, when_loaded and not isinstance(child, ast.FunctionDef))
 
 
-def entry(dotted: str) -> str:
-    """The entry of LAYERS that `x.y.name` belongs to; "" for the package itself."""
-    parts = dotted.split(".")
-    return next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in LAYER), "")
+def imported(module: str) -> Iterator[tuple[str, bool]]:
+    """(module of the package, whether it is imported when the other one is loaded) of every import of the package."""
+    for name, when_loaded in imports(module):
+        if name.split(".")[0] == "thdattn":
+            parts = name.split(".")[1:]
+            found = [x for n in range(len(parts), 0, -1) if (x := ".".join(parts[:n])) in FILES]
+            yield (found or ["__init__"])[0], when_loaded
+
+
+def layer(module: str) -> int:
+    return LAYERS.index(module.split(".")[0])
 
 
 def test_every_allocation_of_the_cuda_engine_comes_from_one_function():
@@ -97,36 +88,26 @@ def test_every_allocation_of_the_cuda_engine_comes_from_one_function():
         assert len(made) == (module == "engines.cuda.launch"), module
 
 
-def test_every_module_has_a_layer():
-    missing = {module for module in FILES if not entry(module)} - {"__init__"} - BARE
-    assert not missing, f"say in LAYERS where {missing} belong"
-    unused = set(LAYER) - {entry(module) for module in FILES}
-    assert not unused, f"LAYERS has {unused}, which are no modules"
-
-
 def test_folders_are_small_enough_to_be_seen_at_once():
     for folder in {path.parent for path in FILES.values()}:
         assert len([*folder.glob("*.py")]) <= 15, folder
 
 
-@pytest.mark.parametrize("module", [module for module in FILES if module != "__init__" and module not in BARE])
-def test_imports_point_downwards(module):
-    here = entry(module)
-    for name, _ in imports(module):
-        if name.split(".")[0] != "thdattn":
-            continue
-        there = entry(name.removeprefix("thdattn").removeprefix("."))
-        assert there or here in ("cli", "__main__"), f"{module} imports the package itself: {name}"
-        below = not there or there == here or LAYER[there] < LAYER[here]
-        init_of = module in ("plan", "costs") and there.startswith(here)
-        assert below or init_of, f"{module} imports {name}, which is not below it"
+def test_modules_import_from_their_own_layer_and_those_below():
+    for module in FILES.keys() - {"__init__"}:
+        others = {other for other, _ in imported(module) if (module, other) not in EXCEPTIONS}
+        above = {other for other in others if other == "__init__" or layer(other) > layer(module)}
+        assert above <= ({"__init__"} if module.split(".")[0] in ("cli", "__main__") else set()), module
+
+
+def test_no_modules_import_each_other_when_they_are_loaded():
+    needs = {module: {other for other, when_loaded in imported(module) if when_loaded} - {module} for module in FILES}
+    graphlib.TopologicalSorter(needs).prepare()
 
 
 def test_methods_and_attention_do_not_import_the_engines():
-    methods = [module for module in FILES if module.split(".")[0] in ("methods", "plan")]
-    for module in (*methods, "attention", "mamba.mixer", "mamba.context_parallel", "engines.select", "__init__"):
-        below = {entry(name.removeprefix("thdattn.")) for name, _ in imports(module) if name.startswith("thdattn")}
-        assert not below & ENGINES, module
+    for module in WITHOUT_ENGINES:
+        assert not [other for other, _ in imported(module) if other.startswith(ENGINES)], module
 
 
 @pytest.mark.parametrize("oracle", ["oracle", "mamba.oracle"])
