@@ -15,6 +15,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
 
+import cases
 import gpu_record
 import numpy as np  # reads the first when it is loaded
 import pytest
@@ -65,6 +66,13 @@ def poisoned_gpu(cupy, monkeypatch):
 
     for module in (cuda, launch):
         monkeypatch.setattr(module, "empty", poisoned)
+
+
+@pytest.fixture(params=["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
+def engine(request):
+    """Each engine in turn, the CUDA engine where there is a GPU; every allocation starts as NaN, or -1."""
+    request.getfixturevalue({"reference": "poisoned_host", "cuda": "poisoned_gpu"}[request.param])
+    return cases.Engine(request.param, np if request.param == "reference" else request.getfixturevalue("cupy"))
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""CPAttention over simulated ranks on the NumPy engine: the whole pipeline against the oracle."""
+"""CPAttention over simulated ranks, on each engine: the whole pipeline against the oracle.
+
+Every allocation starts as NaN, and every row that holds no token is NaN. Simulated ranks share one GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,21 @@ from cases import (
     BFLOAT16,
     BIG,
     CASES,
-    CP_SIZES,
+    CROSS,
     FIELDS,
     LONG,
     SMALL,
     Case,
     Exported,
     assemble,
+    assert_same_bits,
     check,
     check_long,
     local_rows,
+    on_engines,
     random_inputs,
     run,
+    to_host,
     truth,
 )
 
@@ -33,41 +39,25 @@ from thdattn.packing import PackedBatch
 FLOAT64, FLOAT32, FLOAT16 = map(np.dtype, ("float64", "float32", "float16"))
 
 
-def every(cases, cp_sizes=CP_SIZES):
-    return [
-        pytest.param(case.slim(), cp_size, id=f"{case}-cp{cp_size}")
-        for case in cases for cp_size in case.cp_sizes if cp_size in cp_sizes
-    ]  # fmt: skip
+@on_engines([*SMALL, *CROSS], reference=[FLOAT64, BFLOAT16], cuda=[FLOAT16, BFLOAT16])
+def test_every_pack_and_mask_is_the_oracle(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype)
 
 
-def assert_same_bits(one, other):
-    for field in FIELDS:
-        assert one.tokens[field].tobytes() == other.tokens[field].tobytes(), field
+@on_engines(SMALL, reference=[FLOAT32, FLOAT16], cp_sizes=(2,))
+def test_other_dtypes_err_no_more_than_plain_attention(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype)
 
 
-@pytest.mark.parametrize(("case", "cp_size"), every(SMALL))
-def test_float64_is_the_oracle(case, cp_size):
-    check(case, FLOAT64, run(case, cp_size, FLOAT64, engine="reference"))
+@pytest.mark.exhaustive
+@on_engines(BIG, reference=[FLOAT32], cp_sizes=(8,))
+def test_big_packs_are_the_oracle(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype)
 
 
-@pytest.mark.parametrize(("case", "cp_size"), every(SMALL))
-def test_errs_no_more_than_plain_attention_in_bfloat16(case, cp_size):
-    check(case, BFLOAT16, run(case, cp_size, BFLOAT16, engine="reference"))
-
-
-@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=str)
-@pytest.mark.parametrize(("case", "cp_size"), every(SMALL, (2,)))
-def test_errs_no_more_than_plain_attention(case, cp_size, dtype):
-    check(case, dtype, run(case, cp_size, dtype, engine="reference"))
-
-
-@pytest.mark.parametrize(("case", "cp_size"), every(BIG, (8,)))
-def test_big_packs_are_the_oracle(case, cp_size):
-    check(case, FLOAT32, run(case, cp_size, FLOAT32, engine="reference"))
-
-
-def test_one_document_of_32768_among_a_thousand_of_16():
-    case = replace(LONG.slim(), lengths=(32_768, *LONG.lengths[1:]), heads=(1, 1))
+@pytest.mark.parametrize("length", [4096, pytest.param(32_768, marks=pytest.mark.exhaustive)])
+def test_one_long_document_among_many_of_16(length):
+    case = replace(LONG.slim(), lengths=(length, *LONG.lengths[1:]), heads=(1, 1))
     check_long(case, FLOAT32, run(case, 4, FLOAT32, engine="reference"))
 
 
@@ -85,29 +75,17 @@ def test_softmax_scale_is_the_one_asked_for():
 # --- padding and memory ----------------------------------------------------------------------------------------
 
 PADDED = ["edge-lengths", "edge-lengths-contiguous", "capacity", "capacity-contiguous", "empty-but-padded-between",
-          "te-2186", "window-two-sided", "ranks-of-padding", "ranks-of-padding-dual"]
+          "te-2186", "window-two-sided", "ranks-of-padding", "ranks-of-padding-dual", "full"]
 
 
-@pytest.mark.parametrize("dtype", [FLOAT64, FLOAT16, BFLOAT16], ids=str)
-@pytest.mark.parametrize("fill", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", PADDED)
-def test_poison_in_rows_without_a_token_changes_no_bit(name, fill, dtype):
-    case = CASES[name].slim()
-    clean, poisoned = (run(case, 2, dtype, engine="reference", fill=value) for value in (0, fill))
-    assert len(clean.padding["out"]), "the case has padding"
-    check(case, dtype, poisoned)
-    assert_same_bits(clean, poisoned)
-
-
-@pytest.mark.parametrize("cp_size", CP_SIZES)
-@pytest.mark.parametrize("name", [*PADDED[:5], "full", "all-empty-padded", "gqa-12-2"])
-def test_uninitialised_work_buffers_change_no_bit(name, cp_size, monkeypatch, request):
-    case = CASES[name].slim()
-    clean = run(case, cp_size, BFLOAT16, engine="reference")
-    request.getfixturevalue("poisoned_host")
-    poisoned = run(case, cp_size, BFLOAT16, engine="reference")
-    check(case, BFLOAT16, poisoned)
-    assert_same_bits(clean, poisoned)
+@pytest.mark.parametrize("fill", [np.inf, -np.inf])
+@on_engines([CASES[name] for name in PADDED], reference=[FLOAT64, FLOAT16, BFLOAT16], cuda=[FLOAT16, BFLOAT16],
+            cp_sizes=(2, 4))
+def test_what_rows_without_a_token_hold_changes_no_bit(engine, case, dtype, cp_size, fill):
+    finite, infinite, nan = (
+        engine.check(case, cp_size, dtype, fill=value, deterministic=True) for value in (0, fill, np.nan))
+    assert len(finite.padding["out"]), "the case has padding"
+    assert_same_bits(finite, infinite, nan)
 
 
 def test_rank_without_a_valid_row_has_no_logit_of_its_own_and_the_maximum_of_all():
@@ -146,29 +124,31 @@ def test_max_logit_only_if_asked_for():
 
 
 @pytest.mark.parametrize("cp_size", [1, 4])
-def test_layers_share_a_plan_and_keep_their_own_results(cp_size):
+def test_layers_share_a_plan_and_keep_their_own_results(engine, cp_size):
     """All forwards before all backwards, as in a model; layers differ in inputs, and in heads of the same dims."""
-    layers = [replace(CASES["causal"].slim(), name=f"layer-{i}", heads=heads) for i, heads in enumerate(
+    layers = [replace(engine.suited(CASES["causal"]), name=f"layer-{i}", heads=heads) for i, heads in enumerate(
         [(4, 2), (4, 2), (2, 1), (4, 2)])]
     batch = layers[0].batch(cp_size)
     sharding = thdattn.Sharding(batch, cp_size)
 
     def program(comm):
-        attentions = [case.attention(comm, BFLOAT16, engine="reference") for case in layers]
+        attentions = [case.attention(comm, BFLOAT16, engine=engine.name, deterministic=True) for case in layers]
         plan = attentions[0].plan(batch)
         forwards = []
         for case, attention in zip(layers, attentions, strict=True):
-            q, k, v, dout = (local_rows(batch, plan.rows, x, np.nan) for x in random_inputs(case, BFLOAT16))
+            q, k, v, dout = (engine.xp.asarray(local_rows(batch, sharding.rows(comm.rank), x, np.nan))
+                             for x in random_inputs(case, BFLOAT16))
             forwards.append((dout, *attention.forward(q, k, v, plan, return_max_logit=True)))
         made = []
         for attention, (dout, out, saved) in zip(attentions, forwards, strict=True):
-            dq, dk, dv = attention.backward(dout, saved)
-            made.append(dict(zip(FIELDS, (out, saved.lse, saved.max_logit, dq, dk, dv), strict=True)))
+            arrays = out, saved.lse, saved.max_logit, *attention.backward(dout, saved)
+            made.append(dict(zip(FIELDS, map(to_host, arrays), strict=True)))
         return made
 
-    ranks = thdattn.comm.run_local(cp_size, program)
+    ranks = thdattn.comm.run_local(cp_size, program, timeout=240)
     for i, case in enumerate(layers):
-        check(case, BFLOAT16, assemble(sharding, [made[i] for made in ranks]))
+        shared = assemble(sharding, [made[i] for made in ranks])
+        assert_same_bits(shared, engine.check(case, cp_size, BFLOAT16, deterministic=True))
 
 
 @pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous"])
@@ -200,15 +180,9 @@ def test_both_shardings_give_the_same_results(name, cp_size):
         np.testing.assert_allclose(one.tokens[field], other.tokens[field], rtol=1e-11, atol=1e-13, err_msg=field)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["causal", "gqa-12-2", "window-two-sided"])
-def test_same_inputs_give_the_same_bits(name, deterministic):
-    case = CASES[name].slim()
-    first, *others = (
-        run(case, 4, BFLOAT16, engine="reference", deterministic=deterministic) for _ in range(3)
-    )
-    for other in others:
-        assert_same_bits(first, other)
+def test_same_inputs_give_the_same_bits(engine, name):
+    assert_same_bits(*(engine.check(CASES[name], 4, BFLOAT16, deterministic=True) for _ in range(3)))
 
 
 def test_gradients_of_keys_are_rounded_once_after_the_sum_over_ranks():
@@ -253,9 +227,14 @@ def test_results_speak_dlpack():
         np.testing.assert_array_equal(np.from_dlpack(array), array)
 
 
-def test_arrays_that_are_not_contiguous_are_accepted():
-    case = CASES["causal"].slim()
-    check(case, FLOAT64, run(case, 2, FLOAT64, engine="reference", wrap=np.asfortranarray))
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=str)
+def test_arrays_that_are_not_contiguous_are_accepted(engine, dtype):
+    def strided(x):
+        wide = engine.xp.zeros((*x.shape[:2], 2 * x.shape[2]), x.dtype)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+
+    engine.check(CASES["causal"], 2, dtype, wrap=strided)
 
 
 def test_inputs_are_left_as_they_were():

@@ -5,14 +5,11 @@ Simulated ranks share the GPU. Every allocation starts as NaN and every row that
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from cases import (
     BFLOAT16,
     BIG,
-    CASES,
     CROSS,
     DIMS,
     LONG,
@@ -23,9 +20,7 @@ from cases import (
     local_rows,
     random_inputs,
     run,
-    to_host,
 )
-from test_cross_attention import results_with_poison
 
 import thdattn
 
@@ -40,11 +35,6 @@ def every(cases, dtypes=DTYPES):
         pytest.param(case, dtype, cp_size, id=f"{case}-{dtype}-cp{cp_size}")
         for case in cases for dtype in dtypes for cp_size in case.cp_sizes
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*SMALL, *CROSS]))
-def test_every_pack_and_mask_is_the_oracle(cupy, case, dtype, cp_size):
-    check(case, dtype, run(case, cp_size, dtype, xp=cupy, engine="cuda"))
 
 
 @pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS))
@@ -136,67 +126,6 @@ def test_blocks_go_from_tile_to_tile(cupy, dims, deterministic):
 def test_one_document_of_65536_among_a_thousand_of_16(cupy, cp_size, deterministic):
     outcome = run(LONG, cp_size, BFLOAT16, xp=cupy, engine="cuda", deterministic=deterministic)
     check_long(LONG, BFLOAT16, outcome)
-
-
-@pytest.mark.parametrize("fill", [np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["edge-lengths", "capacity-contiguous", "empty-but-padded-between", "full"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_infinities_in_padding_change_no_bit(cupy, name, dtype, fill):
-    case = next(case for case in SMALL if case.name == name)
-    finite, infinite = (
-        run(case, 4, dtype, xp=cupy, engine="cuda", deterministic=True, fill=value) for value in (0, fill)
-    )
-    check(case, dtype, infinite)
-    for field, x in finite.tokens.items():
-        assert infinite.tokens[field].tobytes() == x.tobytes(), field
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("name", ["cross-window-causal", "cross-window-lopsided", "cross-window-self"])
-def test_rows_that_see_nothing_and_are_not_seen_may_hold_anything(cupy, name, dims):
-    clean, *poisoned = (
-        results_with_poison(replace(CASES[name], dims=dims), cupy, x, engine="cuda", deterministic=True)
-        for x in (0, np.nan, np.inf)
-    )
-    assert poisoned == [clean, clean]
-
-
-def test_layers_share_a_plan_and_its_work_buffers(cupy):
-    case = next(case for case in SMALL if case.name == "causal")
-    batch = case.batch(1)
-
-    def layer(attention, plan, seed):
-        q, k, v, dout = (cupy.asarray(batch.pack(batch_pieces(batch, x), np.nan))
-                         for x in random_inputs(case, BFLOAT16, seed))
-        out, saved = attention.forward(q, k, v, plan, return_max_logit=True)
-        return out, saved, dout
-
-    attention = case.attention(thdattn.comm.init("single"), BFLOAT16, engine="cuda", deterministic=True)
-    plan = attention.plan(batch)
-    # All forwards before all backwards, as in a model: nothing that a layer keeps may be in a shared buffer.
-    layers = [layer(attention, plan, seed) for seed in range(3)]
-    shared = [(out, saved.lse, saved.max_logit, *attention.backward(dout, saved)) for out, saved, dout in layers]
-    for seed, arrays in enumerate(shared):
-        out, saved, dout = layer(attention, attention.plan(batch), seed)
-        alone = (out, saved.lse, saved.max_logit, *attention.backward(dout, saved))
-        for x, y in zip(arrays, alone, strict=True):
-            assert to_host(x).tobytes() == to_host(y).tobytes()
-
-
-def batch_pieces(batch, tokens):
-    return np.split(tokens, batch.cu_seqlens[1:-1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_arrays_that_are_not_contiguous_are_accepted(cupy, dtype):
-    case = next(case for case in SMALL if case.name == "causal")
-
-    def strided(x):
-        wide = cupy.zeros((*x.shape[:2], 2 * x.shape[2]), x.dtype)
-        wide[..., ::2] = x
-        return wide[..., ::2]
-
-    check(case, dtype, run(case, 2, dtype, xp=cupy, engine="cuda", wrap=strided))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,13 +6,14 @@ every cp_size; `run` spreads them over simulated ranks and poisons every row tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import thdattn
 from thdattn import oracle
@@ -146,6 +147,50 @@ def truth(case: Case, dtype: np.dtype, seed: int = 0) -> oracle.Truth:
     how = {} if case.keys is None else {"key_batch": thdattn.PackedBatch(offsets(case.keys))}
     how |= {"causal": case.causal, "window": case.window, "softcap": case.softcap}
     return oracle.truth(batch, *random_inputs(case, dtype, seed), sinks=random_sinks(case, dtype, seed), **how)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine that a test runs on; the fixture `engine` makes it.
+
+    xp: the library of its arrays, NumPy or CuPy.
+    """
+
+    name: str
+    xp: Any
+
+    def suited(self, case: Case) -> Case:
+        """The case, with narrow heads on the engine that takes heads of any width."""
+        return case.slim() if self.name == "reference" else case
+
+    def check(self, case: Case, cp_size: int, dtype: Any, **options: Any) -> Outcome:
+        """Run a case and assert everything that the contract promises."""
+        case = self.suited(case)
+        outcome = run(case, cp_size, dtype, xp=self.xp, engine=self.name, **options)
+        check(case, dtype, outcome)
+        return outcome
+
+
+def on_engines(
+    cases: Sequence[Case], reference: Sequence[Any] = (), cuda: Sequence[Any] = (), cp_sizes: Sequence[int] = CP_SIZES
+) -> Any:
+    """Parameters engine, case, dtype and cp_size, of dtypes of each engine.
+
+    The cp_sizes of one case come one after the other, so that its oracle is computed once.
+    """
+    return pytest.mark.parametrize(("engine", "case", "dtype", "cp_size"), [
+        pytest.param(name, case, np.dtype(dtype), cp_size, id=f"{name}-{case}-{dtype}-cp{cp_size}",
+                     marks=[pytest.mark.gpu] if name == "cuda" else [])
+        for name, dtypes in (("reference", reference), ("cuda", cuda)) for case in cases for dtype in dtypes
+        for cp_size in cp_sizes if cp_size in case.cp_sizes
+    ], indirect=["engine"])  # fmt: skip
+
+
+def assert_same_bits(one: Outcome, *others: Outcome) -> None:
+    """Assert that outcomes are the same bit by bit."""
+    for other in others:
+        for field, x in one.tokens.items():
+            assert other.tokens[field].tobytes() == x.tobytes(), field
 
 
 @dataclass
