@@ -1,6 +1,4 @@
-"""The command line, `python -m thdattn`: what this machine has (info), whether it computes right (check, or fuzz
-for some time), how to spread a pack over ranks (advise), and how many documents a CUDA graph should take (pack-stats).
-"""
+"""The commands of `python -m thdattn`: what this machine has, if it computes correctly, and how to spread a pack."""
 
 from __future__ import annotations
 
@@ -24,20 +22,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0; 1 if `check` or `fuzz` found a wrong result, 2 if a command cannot use what it was given.
     """
-    parser = argparse.ArgumentParser(prog="python -m thdattn", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m thdattn", description="Packed attention with context parallelism.",
+                                     epilog="COMMAND --help lists the options of a command.")
     parser.add_argument("--version", action="version", version=f"thdattn {thdattn.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, GPUs, where every library came from, and what is missing")
-    checker = commands.add_parser(
-        "check", help="run packs and masks of every kind against float64; under mpiexec on the real ranks"
-    )
-    checker.add_argument("--engine", choices=("auto", "cuda", "reference"), default="auto")
-    fuzz.add_arguments(commands.add_parser(
-        "fuzz", help="run random packs against float64 for some time; under mpiexec on the real ranks"))
-    advise.add_arguments(commands.add_parser("advise", help="what every way to spread a pack costs, and which to take"))
-    pack_stats.add_arguments(
-        commands.add_parser("pack-stats", help="documents per pack, and how many a CUDA graph should take")
-    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+
+    def command(name: str, short: str, more: str, *examples: str) -> argparse.ArgumentParser:
+        lines = "".join(f"\n  python -m thdattn {name} {example}".rstrip() for example in examples)
+        return commands.add_parser(name, help=short, description=f"{short[0].upper()}{short[1:]}. {more}",
+                                   epilog=f"examples:{lines}" if lines else None,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    command("info", "print versions, GPUs, transports, and what is missing",
+            "Under mpiexec it also tells how these ranks exchange keys.")
+    checker = command("check", "compare this machine's engine with float64",
+                      "It runs every kind of pack, mask and method; under mpiexec on the real ranks.")
+    checker.add_argument("--engine", choices=("auto", "cuda", "reference"), default="auto",
+                         help="cuda, reference (NumPy), or auto: cuda where a GPU is usable (default: auto)")
+    fuzz.add_arguments(command("fuzz", "compare random packs with float64 for some time",
+                               "Under mpiexec it runs on the real ranks. It prints a line per failure, for --case.",
+                               "--seconds 600 --seed 1"))
+    advise.add_arguments(command("advise", "recommend how to spread a pack over ranks",
+                                 "It predicts the bytes, memory and time of every method and sharding.",
+                                 "--lengths 24576,8192,32x1024 --heads 32 --kv-heads 8 --ranks 8",
+                                 "--data DIR --tokens 65536 --ranks 16 --gpus-per-node 8 --plot owners.png"))
+    pack_stats.add_arguments(command("pack-stats", "recommend how many documents a CUDA graph should hold",
+                                     "It packs your documents as training does and counts them.",
+                                     "--data DIR --tokens 16384 --accumulate 16 --groups 2 --plot packs.png",
+                                     "--lengths lengths.csv --tokens 16384"))
     chosen = parser.parse_args(arguments)
     if chosen.command in ("advise", "pack-stats"):
         return advise.advise(chosen) if chosen.command == "advise" else pack_stats.pack_stats(chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -15,7 +16,7 @@ from test_readme import PAGES
 
 import thdattn
 from thdattn.__main__ import main
-from thdattn.cli import advise
+from thdattn.cli import advise, options
 from thdattn.costs import model
 from thdattn.costs.model import BESIDE, Both, Rates, Shape, Way, compared, cost, predicted, recommended
 from thdattn.methods import group_cast
@@ -277,12 +278,9 @@ def test_command_prints_every_way_and_code_that_takes_the_best(capsys):
     assert len(rows) == 7 and next(iter(rows)) == "all_gather, balanced"
     totals = [float(columns[-2]) for columns in rows.values()]
     assert totals == sorted(totals)
-    assert "recommended: all_gather, balanced\n" in text
-    code = [line.strip() for line in text.splitlines() if line.startswith("    ") and "attn" in line]
-    comm = thdattn.comm.init("single")
-    batch = thdattn.PackedBatch.from_lengths([8])
-    names = {"thdattn": thdattn, "comm": comm, "batch": batch}
-    exec("\n".join(code), names)
+    code = text.split("\nrecommended: all_gather, balanced\n")[1]
+    names = {"thdattn": thdattn, "comm": thdattn.comm.init("single"), "lengths": [512] * 8 + [300]}
+    exec(textwrap.dedent(code), names)
     assert names["attn"].num_kv_heads == 2 and names["plan"].sharding.strategy == "balanced"
 
 
@@ -290,11 +288,25 @@ def test_code_of_two_levels_and_a_mask_runs():
     way, shape = Way("a2a+all_gather", "dual_chunk", 2), Shape(4, 2, 16, causal=False, window=(9, 9))
 
     def program(comm):
-        names = {"thdattn": thdattn, "comm": comm, "batch": batch_for(way, 4)}
-        exec("\n".join(line.strip() for line in advise.advice(way, shape).splitlines()), names)
+        names = {"thdattn": thdattn, "comm": comm, "lengths": LENGTHS}
+        exec(textwrap.dedent(advise.advice(way, 4, shape)), names)
         return names["plan"].window, names["plan"].sharding.inner, names["attn"].cp_comm_type
 
     assert thdattn.comm.run_local(4, program) == [((9, 9), 2, "a2a+all_gather")] * 4
+
+
+def test_window_of_the_question_is_the_one_that_is_recommended(capsys):
+    _, text, _ = run(capsys, "--lengths", "8192", "--heads", 4, "--window", 100)
+    assert re.findall(r"window=\([-\d, ]+\)", text) == ["window=(100, 0)"] * 2
+
+
+def test_padding_that_a_way_needs_is_in_its_row_and_in_the_code(capsys):
+    _, text, _ = run(capsys, "--lengths", "65536", "--ranks", 4, "--heads", 32, "--kv-heads", 2)
+    multiples = {way: int(columns[0]) for way, columns in table(text).items()}
+    wanted = {"all_gather, dual_chunk": 8, "p2p, dual_chunk": 8, "a2a+all_gather (2 neighbours), dual_chunk": 4}
+    assert {way: multiples[way] for way in wanted} == wanted
+    assert {multiple for way, multiple in multiples.items() if "dual_chunk" not in way} == {1}
+    assert "from_lengths(lengths, multiple=8)\n" in advise.advice(Way("p2p", "dual_chunk"), 4, Shape(4, 4))
 
 
 def test_rates_that_are_passed_are_used_and_said(capsys):
@@ -311,7 +323,7 @@ def test_rates_that_are_passed_are_used_and_said(capsys):
 def test_a_way_that_cannot_work_is_listed_with_the_reason(capsys):
     status, text, _ = run(capsys, "--lengths", "2048", "--ranks", 8, "--heads", 28, "--kv-heads", 4)
     assert status == 0 and "a2a, contiguous" not in table(text)
-    reasons = " ".join(text.split("\ncannot work:\n")[1].split())
+    reasons = " ".join(text.split("\nnot possible:\n")[1].split())
     assert reasons.startswith("a2a, contiguous num_heads is 28 and num_kv_heads 4, wanted heads that can be spread")
 
 
@@ -319,8 +331,8 @@ def test_masks_change_what_is_needed(capsys):
     words = ("--lengths", "16384", "--ranks", 4, "--heads", 4)
     all_, window, full = (table(run(capsys, *words, *mask)[1])["all_gather, balanced"]
                           for mask in ((), ("--window", 256), ("--full",)))
-    assert float(window[0]) < float(all_[0]) <= float(full[0])
-    assert int(window[3]) < int(all_[3]) < int(full[3])
+    assert float(window[1]) < float(all_[1]) <= float(full[1])
+    assert float(window[-1]) < float(all_[-1]) < float(full[-1])
 
 
 def test_a_folder_gives_a_pack_of_its_documents(tmp_path, capsys):
@@ -355,21 +367,45 @@ def test_a_document_that_fits_is_not_split(tmp_path, capsys):
     (("--data", "{tmp}"), "--tokens is missing, wanted the rows of a pack of --data"),
     (("--data", "{tmp}/nowhere", "--tokens", 64), "--data is {tmp}/nowhere, wanted a folder that exists"),
     (("--data", "{tmp}", "--tokens", 0), "--tokens is 0, wanted >= 1"),
-    (("--lengths", "8", "--heads", 8, "--plot", "{tmp}/no/a.png"), "[Errno 2] No such file or directory: '{tmp}"),
+    (("--lengths", "no.csv"), "--lengths has 'no.csv', wanted lengths with commas between, NxL for N"),
 ])  # fmt: skip
 def test_error_is_one_line_and_status_2(words, message, tmp_path, capsys):
-    if "--plot" in words:
-        pytest.importorskip("matplotlib")
     status, _, errors = run(capsys, *(str(word).format(tmp=tmp_path) for word in words))
     assert status == 2
     assert errors.startswith(f"python -m thdattn advise: error: {message.format(tmp=tmp_path)}")
     assert errors.count("\n") == 1
 
 
-def test_missing_matplotlib_is_said_before_anything_is_computed(capsys, monkeypatch):
-    monkeypatch.setattr(advise.importlib.util, "find_spec", lambda name: None)
-    status, text, errors = run(capsys, "--lengths", "8", "--plot", "a.png")
-    assert (status, text) == (2, "") and "--plot needs Matplotlib; install it with: pip install" in errors
+@pytest.mark.parametrize(("command", "words"), [
+    ("advise", ("--lengths", "8", "--heads", "8")), ("pack-stats", ("--lengths", "8", "--tokens", "64")),
+])  # fmt: skip
+@pytest.mark.parametrize(("file", "message"), [
+    ("no/a.png", "--plot is {tmp}/no/a.png, wanted a file in a folder that exists; make {tmp}/no first"),
+    ("a.gif", "--plot is {tmp}/a.gif, wanted a name that ends in one of .png, .pdf, .svg"),
+    ("a.png", "--plot needs Matplotlib; install it with: pip install"),
+])  # fmt: skip
+def test_picture_that_cannot_be_drawn_is_refused_before_anything_is_computed(
+    command, words, file, message, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    assert main([command, *words, "--plot", str(tmp_path / file)]) == 2
+    text, errors = capsys.readouterr()
+    assert text == "" and message.format(tmp=tmp_path) in errors
+
+
+@pytest.mark.parametrize("command", [("advise", "--ranks", "2"), ("pack-stats", "--tokens", "1024")],
+                         ids=["advise", "pack-stats"])  # fmt: skip
+def test_both_commands_take_lengths_inline_and_from_a_file(command, tmp_path, capsys):
+    (tmp_path / "lengths.csv").write_text("tokens\n300\n# twice\n64\n64\n0\n")
+    for words in ("300,2x64,0", str(tmp_path / "lengths.csv")):
+        assert main([*command, "--lengths", words]) == 0
+    inline, from_file = capsys.readouterr().out.split("pack  " if command[0] == "advise" else "3 documents")[1:]
+    assert inline == from_file
+
+
+def test_tokens_take_one_pack_of_the_lengths(capsys):
+    _, text, _ = run(capsys, "--lengths", "100x300", "--tokens", 1024, "--ranks", 2, "--heads", 2)
+    assert text.startswith("pack    3 documents, 900 tokens, the longest 300\n")
 
 
 def test_rates_of_this_machine_are_measured(capsys):

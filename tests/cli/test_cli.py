@@ -55,7 +55,7 @@ def test_info_needs_only_numpy_and_ml_dtypes(error, tmp_path):
     assert rows(output, "mpi4py")[0].startswith("-")
     (engine,) = rows(output, "engine")
     assert engine.startswith("reference: CuPy finds no usable GPU")
-    assert rows(output, "transport") == ["none: without a GPU, ranks move host arrays"]
+    assert rows(output, "transport") == ["host arrays: there is no GPU"]
     remedies = rows(output, "missing")
     assert any(f"CuPy, CUDA runtime, NVRTC, NCCL: {remedy('cuda1')[:-2]}" in text for text in remedies)
     assert any("mpi4py, MPI" in text and remedy("mpich") in text for text in remedies)
@@ -130,13 +130,13 @@ def machine(count, blind=()):
 
 
 @pytest.mark.parametrize(("cupy", "said"), [
-    (machine(4), "peer, once there are ranks: GPUs 0 to 3 see each other's memory"),
-    (machine(2, [(1, 0)]), "nccl, once there are ranks: GPU 1 does not see the memory of GPU 0"),
+    (machine(4), "peer between ranks: GPUs 0 to 3 read each other's memory"),
+    (machine(2, [(1, 0)]), "nccl between ranks: GPU 1 cannot read the memory of GPU 0"),
     (machine(4, [(0, 3), (3, 0)]),
-     "nccl, once there are ranks: GPU 0 does not see the memory of GPU 3, and 1 more such pairs"),
-    (machine(1), "peer or nccl: one GPU does not tell; info of several ranks, started by mpiexec, does"),
-    (machine(0), "none: without a GPU, ranks move host arrays"),
-    ({"cupy": None}, "none: without a GPU, ranks move host arrays"),
+     "nccl between ranks: GPU 0 cannot read the memory of GPU 3 (pairs like this: 2)"),
+    (machine(1), "peer or nccl: start several ranks with mpiexec to find out"),
+    (machine(0), "host arrays: there is no GPU"),
+    ({"cupy": None}, "host arrays: there is no GPU"),
 ], ids=["see-each-other", "one-way", "far-apart", "one", "no-gpu", "no-cupy"])  # fmt: skip
 def test_info_says_how_keys_would_travel_between_the_gpus_of_this_machine(cupy, said, monkeypatch):
     for name, module in cupy.items():
@@ -145,7 +145,7 @@ def test_info_says_how_keys_would_travel_between_the_gpus_of_this_machine(cupy, 
 
 
 @pytest.mark.parametrize(("reason", "said"), [
-    ("", "peer: the ranks see each other's memory"),
+    ("", "peer: the GPUs read each other's memory"),
     ("the ranks are on 2 machines", "nccl: the ranks are on 2 machines"),
 ])  # fmt: skip
 def test_info_of_several_ranks_says_how_keys_travel_between_them(reason, said):
@@ -156,7 +156,7 @@ def test_info_of_several_ranks_says_how_keys_travel_between_them(reason, said):
 
 def test_info_of_ranks_without_gpus_says_that_nothing_travels_between_gpus():
     said = thdattn.comm.run_local(2, info._transport)
-    assert said == ["none: a comm of backend 'local' moves host arrays"] * 2
+    assert said == ["host arrays: a comm of backend 'local' moves no others"] * 2
 
 
 def test_info_of_ranks_that_found_no_gpus_says_why(tmp_path, monkeypatch):
@@ -168,7 +168,7 @@ def test_info_of_ranks_that_found_no_gpus_says_why(tmp_path, monkeypatch):
     reason = ("no usable GPU on rank 0 and 1 more: RuntimeError: CuPy cannot be loaded (ImportError: blocked by the "
               "test: cupy)")
     assert rows(run.stdout, "engine")[0].startswith(f"reference: {reason}")
-    assert rows(run.stdout, "transport")[0].startswith(f"none: {reason}")
+    assert rows(run.stdout, "transport")[0].startswith(f"host arrays: {reason}")
     (said,) = [line for line in run.stderr.splitlines() if "cupy" in line]
     assert said.startswith(f"thdattn.comm.init uses MPI and host arrays (NumPy), not NCCL: {reason}")
 

@@ -1,10 +1,8 @@
-"""python -m thdattn advise: which of the ways to spread a pack over ranks to take, and what each would cost."""
+"""Recommend how to spread a pack over ranks, with the predicted cost of each way: python -m thdattn advise."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -15,55 +13,59 @@ from numpy.typing import NDArray
 
 import thdattn
 from thdattn.arguments import as_count, as_window, shown
-from thdattn.cli.pack_stats import lengths_below
+from thdattn.cli.options import add_documents, check_picture, document_lengths
 from thdattn.costs.measure import measured
 from thdattn.costs.model import H200, Cost, Rates, Shape, Way, compared, recommended
-from thdattn.install import remedy
 from thdattn.packing import PackedBatch, first_fit
 from thdattn.plan.memory import in_units
 from thdattn.sharding import Sharding
 
-MOST_DOCUMENTS = 40  # that the picture shows
-MOST_RANKS = 256  # all pairs of which are looked at
+MOST_DOCUMENTS = 40  # in the picture
+MOST_RANKS = 256  # the costs look at every pair of ranks
 UNITS = {"forward": 1e12, "backward": 1e12, "link": 1e9, "between": 1e9, "memory": 1e12, "latency": 1e-6}
 EXPLANATION = """
-received: by the rank that gets most. work: of the busiest rank over the mean. tiles: of 128 x 128 scores, of the
-busiest rank. memory: free for one layer, beside q, k and v, without windows of peer memory, and on a machine without a
-GPU without what kernels take. attention: of both, the kernels alone. Times follow from rates: they are not measured."""
+multiple   padded lengths must be multiples of this; PackedBatch.from_lengths(lengths, multiple=...) pads them
+received   MiB that the rank that receives most gets from the others
+work       visible query-key pairs of the busiest rank, over the mean of the ranks
+memory     free memory that one layer needs beside q, k and v, on the rank that needs most; windows of peer memory come
+           on top, and where this machine has no GPU also what the kernels take
+attention  time of the attention kernels alone, forward and backward
+Times are predicted from the rates above; they are not measured."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command; `advise` reads them."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--lengths", metavar="L,NxL,...", help="tokens of the documents: 24576,28672 or 64x1024")
-    source.add_argument("--data", type=Path, metavar="DIR", help="or documents: the files below it; a byte is a token")
+    """Add the options of the command; `advise` reads them."""
+    add_documents(parser)
     add = parser.add_argument
-    add("--tokens", type=int, metavar="N", help="with --data: rows of a pack, of all ranks together")
-    add("--seed", type=int, default=0, metavar="S", help="with --data: of the order of the documents (default: 0)")
-    add("--ranks", type=int, default=8, metavar="N", help="(default: 8)")
-    add("--gpus-per-node", type=int, metavar="N", help="ranks of one machine (default: all)")
+    add("--tokens", type=int, metavar="N",
+        help="rows of a pack, over all ranks: take one pack of the documents in a random order (needed with --data; "
+             "without it, --lengths is the pack)")
+    add("--seed", type=int, default=0, metavar="S", help="seed of that order (default: 0)")
+    add("--ranks", type=int, default=8, metavar="N", help="ranks that share the pack (default: 8)")
+    add("--gpus-per-node", type=int, metavar="N", help="ranks on each machine (default: all on one)")
     add("--heads", type=int, default=32, metavar="N", help="query heads (default: 32)")
-    add("--kv-heads", type=int, metavar="N", help="heads of keys and values (default: as many)")
-    add("--head-dim", type=int, default=128, metavar="D", help="(default: 128)")
-    add("--window", type=int, default=-1, metavar="N", help="positions that a query sees before its own (default: all)")
-    add("--full", action="store_true", help="a query sees later positions, too")
-    add("--measure", action="store_true", help="rates of this machine; under mpiexec also between the ranks")
-    add("--compute", metavar="F,B", help="TFLOP/s of attention kernels, forward and backward")
-    add("--link", type=float, metavar="GB/S", help="that a GPU gets from others of its machine")
-    add("--between", type=float, metavar="GB/S", help="that a GPU gets from other machines")
-    add("--latency", type=float, metavar="US", help="of a kernel or collective")
-    add("--plot", type=Path, metavar="FILE", help="draw who owns what into this PNG, PDF or SVG file")
+    add("--kv-heads", type=int, metavar="N", help="heads of keys and values (default: as many as query heads)")
+    add("--head-dim", type=int, default=128, metavar="D", help="width of a head (default: 128)")
+    add("--window", type=int, default=-1, metavar="N",
+        help="keys that a query sees before its own position, and with --full after it too (default: all)")
+    add("--full", action="store_true", help="full attention: a query also sees later positions")
+    add("--measure", action="store_true",
+        help="measure the rates of this machine; ranks that mpiexec starts also measure what goes between them")
+    add("--compute", metavar="F,B", help="TFLOP/s of the attention kernels, forward and backward, as in 730,650")
+    add("--link", type=float, metavar="GB/S", help="GB/s that a GPU receives from GPUs of its own machine")
+    add("--between", type=float, metavar="GB/S", help="GB/s that a GPU receives from other machines")
+    add("--latency", type=float, metavar="US", help="microseconds that a kernel or a collective takes at least")
+    add("--plot", type=Path, metavar="FILE", help="draw which rank owns which rows into this PNG, PDF or SVG file")
 
 
 def advise(arguments: argparse.Namespace) -> int:
-    """Compare all ways, and print what they cost and which to take.
+    """Compare all ways to spread the pack, print what they cost, and recommend one.
 
     Returns:
         The exit status: 0, or 2 for arguments or files that cannot be used, after one line that says why.
     """
     try:
-        if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError(f"--plot needs Matplotlib; install it with: {remedy('examples')}")
+        check_picture(arguments.plot)
         lengths, (cp_size, shape) = _lengths(arguments), _layer(arguments)
         rates, sources = passed_rates(arguments), dict.fromkeys(Rates._fields, "H200")
         known = H200
@@ -77,10 +79,12 @@ def advise(arguments: argparse.Namespace) -> int:
         known = known._replace(**rates)
         costs, refusals = compared(lengths, cp_size, shape, known)
         _print_question(lengths, cp_size, shape, known, sources)
-        _print_costs(costs, refusals, shape)
+        _print_costs(costs, refusals, cp_size)
+        best = recommended(costs).way
+        print(f"\nrecommended: {best}\n\n{advice(best, cp_size, shape)}")
         if arguments.plot:
-            _draw(arguments.plot, lengths, cp_size, recommended(costs).way)
-            print(f"wrote {arguments.plot}")
+            _draw(arguments.plot, lengths, cp_size, best)
+            print(f"\nwrote {arguments.plot}")
     except (ValueError, OSError) as error:
         print(f"python -m thdattn advise: error: {error}", file=sys.stderr)
         return 2
@@ -90,37 +94,23 @@ def advise(arguments: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------ arguments
 
 
-def as_lengths(text: str) -> list[int]:
-    """Lengths as they stand on a command line: with commas between, NxL for N times L."""
-    lengths: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(?:(\d{1,7})x)?(\d{1,9})", part.strip())
-        if not found:
-            raise ValueError(f"--lengths has {shown(part)}, wanted lengths with commas between, NxL for N times L; "
-                             f"pass them as in 24576,8x1024")
-        lengths += int(found[1] or 1) * [int(found[2])]
-    if not any(lengths):
-        raise ValueError(f"--lengths is {shown(text)}, wanted at least one token; pass the tokens of every document")
-    return lengths
-
-
 def _lengths(arguments: argparse.Namespace) -> list[int]:
-    """Of the documents of a pack: those passed, or of the first pack of a folder's documents in a random order."""
-    if arguments.lengths is not None:
-        return as_lengths(arguments.lengths)
+    """Return the lengths of a pack's documents: all that were passed, or with --tokens a first pack of them."""
     if arguments.tokens is None:
-        raise ValueError("--tokens is missing, wanted the rows of a pack of --data; pass --tokens 65536, say")
+        if arguments.data is not None:
+            raise ValueError("--tokens is missing, wanted the rows of a pack of --data; pass --tokens 65536, say")
+        return [int(length) for length in document_lengths(arguments)]
     room = as_count("--tokens", arguments.tokens)
     seed = as_count("--seed", arguments.seed, "leave it out for 0", at_least=0)
-    sizes = lengths_below(arguments.data)
+    sizes = document_lengths(arguments)
     pieces = [piece for size in np.random.default_rng(seed).permutation(sizes).tolist()
               for piece in (*[room] * (size // room), size % room) if piece]
     return next(first_fit(pieces, int, room))
 
 
 def _layer(arguments: argparse.Namespace) -> tuple[int, Shape]:
-    """The number of ranks, and what the attention is."""
-    cp_size = as_count("--ranks", arguments.ranks, "pass the ranks to spread a pack over", MOST_RANKS, at_least=2)
+    """Return the number of ranks and the shape of the attention layer."""
+    cp_size = as_count("--ranks", arguments.ranks, "pass the number of ranks that share a pack", MOST_RANKS, at_least=2)
     per_node = cp_size if arguments.gpus_per_node is None else as_count("--gpus-per-node", arguments.gpus_per_node)
     if cp_size % per_node and per_node < cp_size:
         raise ValueError(f"--gpus-per-node is {per_node}, wanted a divisor of --ranks, {cp_size}; pass the ranks of "
@@ -133,7 +123,7 @@ def _layer(arguments: argparse.Namespace) -> tuple[int, Shape]:
 
 
 def passed_rates(arguments: argparse.Namespace) -> dict[str, float]:
-    """Those of Rates that were passed, by name."""
+    """Return the fields of Rates that were passed, by name, in SI units."""
     values: dict[str, float] = {name: getattr(arguments, name) for name in ("link", "between", "latency")
                                 if getattr(arguments, name) is not None}  # fmt: skip
     if arguments.compute is not None:
@@ -156,10 +146,10 @@ def _print_question(
     lengths: Sequence[int], cp_size: int, shape: Shape, rates: Rates, sources: dict[str, str]
 ) -> None:
     per_node = shape.per_node or cp_size
-    mask = ("causal" if shape.causal else "full") + (f", window {shape.window}" if shape.window[0] >= 0 else "")
+    mask = ("causal" if shape.causal else "full") + (f", window={shape.window}" if shape.window[0] >= 0 else "")
     documents = f"{len(lengths):,} document{'s' * (len(lengths) > 1)}"
     print(f"pack    {documents}, {sum(lengths):,} tokens, the longest {max(lengths):,}")
-    print(f"layer   {shape.num_heads} heads, {shape.num_kv_heads} of keys and values, of {shape.head_dim}; {mask}")
+    print(f"layer   {shape.num_heads} query heads, {shape.num_kv_heads} kv heads, head dim {shape.head_dim}; {mask}")
     print(f"ranks   {cp_size}, {'on one machine' if per_node == cp_size else f'{per_node} on each machine'}")
     names = {"forward": "TFLOP/s forward", "backward": "TFLOP/s backward", "link": "GB/s between GPUs",
              "between": "GB/s between machines", "memory": "TB/s of memory", "latency": "us of latency"}  # fmt: skip
@@ -167,42 +157,43 @@ def _print_question(
     print(f"rates   {', '.join(said[:3])},\n        {', '.join(said[3:])}")
 
 
-def _print_costs(costs: Sequence[Cost], refusals: dict[Way, str], shape: Shape) -> None:
-    print(f"\n{'':<42}{'received, MiB':^17}{'':>29}{'milliseconds':^33}")
-    print(f"{'cp_comm_type, sharding':<42}{'fwd':>8}{'bwd':>9}{'work':>7}{'tiles':>11}{'memory':>11}"
-          f"{'fwd':>10}{'bwd':>9}{'both':>9}{'attention':>11}")
+def _print_costs(costs: Sequence[Cost], refusals: dict[Way, str], cp_size: int) -> None:
+    print(f"\n{'':<53}{'received, MiB':>15}{'':>17}{'milliseconds':>30}")
+    print(f"{'cp_comm_type, sharding':<43}{'multiple':>8}{'fwd':>8}{'bwd':>9}{'work':>6}{'memory':>11}"
+          f"{'fwd':>8}{'bwd':>8}{'both':>8}{'attention':>10}")
     for cost in costs:
         forward, backward = (x / 2**20 for x in cost.received)
-        print(f"{cost.way!s:<42}{forward:>8,.1f}{backward:>9,.1f}{cost.work:>7.2f}{cost.tiles:>11,}"
-              f"{in_units(cost.memory):>11}{1e3 * cost.seconds.forward:>10,.2f}{1e3 * cost.seconds.backward:>9,.2f}"
-              f"{1e3 * cost.seconds.total:>9,.2f}{1e3 * cost.compute.total:>11,.2f}")
+        print(f"{cost.way!s:<43}{cost.way.multiple(cp_size):>8}{forward:>8,.1f}{backward:>9,.1f}{cost.work:>6.2f}"
+              f"{in_units(cost.memory):>11}{1e3 * cost.seconds.forward:>8,.2f}{1e3 * cost.seconds.backward:>8,.2f}"
+              f"{1e3 * cost.seconds.total:>8,.2f}{1e3 * cost.compute.total:>10,.2f}")
     print(EXPLANATION)
     if refusals:
-        print("\ncannot work:")
+        print("\nnot possible:")
     for why in dict.fromkeys(refusals.values()):
         print(f"  {'; '.join(str(way) for way, reason in refusals.items() if reason == why)}\n"
               f"{textwrap.fill(why, 118, initial_indent=6 * ' ', subsequent_indent=6 * ' ')}")
-    best = recommended(costs).way
-    print(f"\nrecommended: {best}\n\n{advice(best, shape)}")
 
 
-def advice(way: Way, shape: Shape) -> str:
-    """The code that takes a way."""
+def advice(way: Way, cp_size: int, shape: Shape) -> str:
+    """Return the lines of Python that take this way, for a `comm` of cp_size ranks and the `lengths` of a pack."""
+    multiple = way.multiple(cp_size)
+    padded = f", multiple={multiple}" if multiple > 1 else ""
     comm = "comm"
     if way.inner > 1:
         comm = f"(comm.split(comm.rank // {way.inner}), comm.split(comm.rank % {way.inner}))"
     mask = "" if shape.causal else ", causal=False"
     if shape.window[0] >= 0:
-        mask += f", window={(shape.window[0], -1 if shape.causal else shape.window[1])}"
-    return (f"    attn = thdattn.CPAttention({comm}, {shape.num_heads}, {shape.head_dim}, {shape.num_kv_heads}{mask}, "
-            f"cp_comm_type={way.cp_comm_type!r})\n    plan = attn.plan(batch, sharding={way.sharding!r})")
+        mask += f", window={shape.window}"
+    return (f"    batch = thdattn.PackedBatch.from_lengths(lengths{padded})\n"
+            f"    attn = thdattn.CPAttention({comm}, {shape.num_heads}, {shape.head_dim}, {shape.num_kv_heads}{mask}, "
+            f'cp_comm_type="{way.cp_comm_type}")\n    plan = attn.plan(batch, sharding="{way.sharding}")')
 
 
 # ------------------------------------------------------------------------------------------------ picture
 
 
 def owners(batch: PackedBatch, cp_size: int, way: Way) -> NDArray[np.int64]:
-    """(total_rows,), the rank that has each row; -1: none."""
+    """Return (total_rows,) int64, the rank that owns each row; -1: no rank."""
     sharding = Sharding(batch, cp_size, way.sharding, way.inner)
     found = np.full(batch.total_rows + 1, -1)
     for rank in range(cp_size):
@@ -211,7 +202,7 @@ def owners(batch: PackedBatch, cp_size: int, way: Way) -> NDArray[np.int64]:
 
 
 def _draw(path: Path, lengths: Sequence[int], cp_size: int, best: Way) -> None:
-    """Save a picture: the longest documents as bars, coloured by the ranks that have their rows."""
+    """Save a picture of the longest documents as bars, coloured by the ranks that own their rows."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -1,4 +1,4 @@
-"""python -m thdattn check: packs and masks of every kind against float64, on this machine's engine."""
+"""Compare this machine's engine with float64 on every kind of pack, mask and method: python -m thdattn check."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A pack with its mask and heads, and how it is spread: what `check` and the tests compute.
+    """A pack with its mask, heads and sharding, which `check` and the tests compute.
 
     lengths: valid tokens of every sequence.
-    padded: padded lengths; None = the next multiples of 2*cp_size, or of 3 for the contiguous sharding.
+    padded: padded lengths; None: the next multiples of 2*cp_size for dual_chunk, of 3 for other shardings.
     slack: rows of the packed buffer after the last sequence.
     heads: (num_heads, num_kv_heads); dims: (head_dim, v_head_dim).
     cp_sizes: the numbers of simulated ranks to run it on.
-    keys: lengths of every sequence's keys, padded and with slack as the queries; None = the same sequences.
-    cp_comm_type: what travels between ranks.
-    softcap: of logits; 0: none.
-    sinks: whether heads have some.
+    keys: lengths of every sequence's keys, padded and with slack as the queries; None: the same sequences.
+    cp_comm_type: the context-parallel method.
+    softcap: bound of the logits; 0: none.
+    sinks: True if every head has a sink.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Case:
         return self.name
 
     def batch(self, cp_size: int) -> thdattn.PackedBatch:
-        """The case's batch for cp_size ranks."""
+        """Return the case's batch for cp_size ranks."""
         padded = self.padded
         if padded is None:
             multiple = 2 * cp_size if self.sharding == "dual_chunk" else 3
@@ -65,17 +65,17 @@ class Case:
         return thdattn.PackedBatch(cu_seqlens, cu_seqlens_padded, total_rows=int(cu_seqlens_padded[-1]) + self.slack)
 
     def key_batch(self) -> thdattn.PackedBatch | None:
-        """The batch of the keys of cross-attention, which is for one rank; None for self-attention."""
+        """Return the keys' batch of cross-attention, which runs on one rank; None for self-attention."""
         return None if self.keys is None else replace(self, lengths=self.keys, padded=None).batch(1)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """(heads, width) of q, k, v and dout."""
+        """Return (heads, width) of q, k, v and dout, by name."""
         (num_heads, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
         return {"q": (num_heads, head_dim), "k": (num_kv_heads, head_dim), "v": (num_kv_heads, v_head_dim),
                 "dout": (num_heads, v_head_dim)}
 
     def attention(self, comm: Comm | tuple[Comm, Comm], dtype: DTypeLike, **options: Any) -> thdattn.CPAttention:
-        """CPAttention with the case's heads and mask."""
+        """Make a CPAttention with the case's heads and mask."""
         (num_heads, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
         return thdattn.CPAttention(
             comm, num_heads, head_dim, num_kv_heads, v_head_dim, self.causal, self.window, dtype=dtype,
@@ -84,17 +84,17 @@ class Case:
         )  # fmt: skip
 
     def slim(self) -> Case:
-        """The same pack, mask and head counts with narrow heads, which the NumPy engine computes in less time."""
+        """Return this case with narrow heads, which the NumPy engine computes in less time."""
         return replace(self, dims=(8, 8) if self.dims[0] == self.dims[1] else (12, 8))
 
 
 def offsets(lengths: Sequence[int]) -> NDArray[np.int32]:
-    """(num_seqs + 1,) int32, cumulative sum from 0."""
+    """Return (num_seqs + 1,) int32, the cumulative sum of the lengths from 0."""
     return np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))]).astype(np.int32)
 
 
 def random_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[Array, ...]:
-    """q, k, v, dout of the valid tokens, (total_tokens, heads, width): the same for every cp_size."""
+    """Draw q, k, v, dout of the valid tokens, (total_tokens, heads, width): the same for every cp_size."""
     rng = np.random.default_rng(zlib.crc32(f"{case.name} {seed}".encode()))
     keys = case.lengths if case.keys is None else case.keys
     return tuple(
@@ -104,7 +104,7 @@ def random_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[Array, .
 
 
 def random_sinks(case: Case, dtype: DTypeLike, seed: int = 0) -> Array | None:
-    """(num_heads,) sinks for inputs of a dtype, some below the logits and some among them; None: the case has none."""
+    """Draw (num_heads,) sinks, some below the logits and some among them; None for a case without sinks."""
     if not case.sinks:
         return None
     rng = np.random.default_rng(zlib.crc32(f"{case.name} sinks {seed}".encode()))
@@ -126,8 +126,8 @@ CASES = (
     Case("contiguous, no padding", RAGGED, RAGGED, heads=(4, 4), causal=False, sharding="contiguous", cp_sizes=(4,)),
     Case("head dim 128, deterministic", RAGGED, heads=(4, 1), dims=(128, 128), deterministic=True, cp_sizes=(2,)),
     Case("head dims 192 and 128", RAGGED, dims=(192, 128), cp_sizes=(2,)),
-    Case("needed keys alone", RAGGED, sharding="balanced", cp_sizes=(4,)),
-    Case("heads exchanged", RAGGED, heads=(8, 8), sharding="contiguous", cp_comm_type="a2a", cp_sizes=(4,)),
+    Case("balanced rows", RAGGED, sharding="balanced", cp_sizes=(4,)),
+    Case("all-to-all", RAGGED, heads=(8, 8), sharding="contiguous", cp_comm_type="a2a", cp_sizes=(4,)),
     Case("ring", RAGGED, cp_comm_type="p2p", cp_sizes=(4,)),
     Case("two levels", RAGGED, sharding="balanced", cp_comm_type="a2a+all_gather", cp_sizes=(4,)),
     Case("sinks", RAGGED, sinks=True, cp_sizes=(2,)),
@@ -138,10 +138,10 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def check(engine: str = "auto") -> int:
-    """Hold every case against the float64 oracle and print a table; under mpiexec only rank 0 prints.
+    """Compare every case with the float64 oracle and print a table; under mpiexec only rank 0 prints.
 
     Args:
-        engine: as in CPAttention.
+        engine: "auto", "cuda" or "reference", as for CPAttention.
 
     Returns:
         The exit status: 0 if every error is within its budget and padding is exactly 0, else 1.
@@ -151,8 +151,8 @@ def check(engine: str = "auto") -> int:
         shown = print if comm.rank == 0 else lambda *text, **how: None
         shown(f"engine  {module.name}: {why}")
         shown(f"ranks   {f'{comm.size}, backend {comm.name!r}' if comm.size > 1 else 'simulated in this process'}")
-        shown("errors against float64 in percent of what oracle.judge allows: RMS / largest")
-        shown("padding is NaN on purpose; results must be exactly 0 there\n")
+        shown("errors  against float64, in percent of the budget: RMS / largest (thdattn.oracle has the rule)")
+        shown("padding is NaN in the inputs and must be exactly 0 in the results\n")
         shown(f"{'case':<28} ranks dtype     {''.join(f'{name:>3}'.ljust(14) for name in NAMES)}")
         dtypes = ("bfloat16", "float16") if module.name == "cuda" else ("bfloat16", "float32")
         runs = [(case, cp_size, dtype) for case in CASES for cp_size in _cp_sizes(comm, case) for dtype in dtypes]
@@ -169,14 +169,14 @@ def check(engine: str = "auto") -> int:
 
 
 def _cp_sizes(comm: Comm, case: Case) -> tuple[int, ...]:
-    """Under mpiexec the real ranks, unless they cannot share the case's heads; otherwise simulated ones."""
+    """Return the numbers of ranks: the real one under mpiexec if the ranks can share the heads, else simulated ones."""
     if comm.size == 1:
         return case.cp_sizes
     return () if case.cp_comm_type == "a2a" and a2a.obstacle(*case.heads, comm.size) else (comm.size,)
 
 
 def _ranks(comm: Comm, case: Case) -> Any:
-    """What the attention takes: of two levels, pairs of neighbours and the ranks with one number in these."""
+    """Return the comm of a case; for two levels (inner, outer), with pairs of neighbours as inner."""
     if "+" not in case.cp_comm_type:
         return comm
     inner = 1 if comm.size % 2 else 2
@@ -184,7 +184,7 @@ def _ranks(comm: Comm, case: Case) -> Any:
 
 
 def _judge(comm: Comm, case: Case, cp_size: int, dtype: str, engine: str) -> tuple[list[oracle.Verdict], list[str]]:
-    """The verdicts on out, dq, dk, dv, and what is wrong; on rank 0 only."""
+    """Return the verdicts on out, dq, dk, dv and a text for each failure; on other ranks than 0 empty lists."""
     batch = case.batch(cp_size)
     inputs = [batch.pack(np.split(x, batch.cu_seqlens[1:-1]), fill=np.nan) for x in random_inputs(case, dtype)]
     compute = partial(_compute, case=case, batch=batch, inputs=inputs, dtype=dtype, engine=engine)
@@ -203,7 +203,7 @@ def _judge(comm: Comm, case: Case, cp_size: int, dtype: str, engine: str) -> tup
 def _compute(
     comm: Comm, case: Case, batch: thdattn.PackedBatch, inputs: Sequence[Array], dtype: str, engine: str
 ) -> list[Array]:
-    """out, dq, dk, dv of the whole pack, in sequence order on the host, from this rank's share of the work."""
+    """Compute this rank's rows and return out, dq, dk, dv of the whole pack, in sequence order on the host."""
     attn = case.attention(_ranks(comm, case), dtype, engine=engine)
     plan = attn.plan(batch, case.sharding)
     xp = importlib.import_module("cupy" if engine == "cuda" else "numpy")

@@ -1,4 +1,4 @@
-"""python -m thdattn info: what this machine has, where it came from, and what is missing."""
+"""Print this machine's libraries and GPUs, where they came from, and what is missing: python -m thdattn info."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from thdattn.jit import cache
 
 
 class Library(NamedTuple):
-    """One row of `info`: version is None if the library cannot be used, and `where` then says why."""
+    """Library or driver in the table; version is None if it cannot be used, and `where` then tells why."""
 
     name: str
     version: str | None
@@ -33,7 +33,7 @@ class Library(NamedTuple):
 
 
 def info() -> int:
-    """Print what this machine has and what is missing; needs nothing but NumPy and ml_dtypes."""
+    """Print what this machine has and what is missing; needs NumPy and ml_dtypes only."""
     try:
         comm = thdattn.comm.init("auto")
         if comm.rank != 0:
@@ -67,23 +67,23 @@ def info() -> int:
 
 
 def _remedies(missing: Sequence[str], cuda_version: str | None) -> Iterator[str]:
-    """What to install for the libraries that are missing, given the CUDA version of the driver."""
+    """Yield what to install for the missing libraries, given the CUDA version of the driver."""
     if cuda_version is None:
-        yield "NVIDIA driver: without a GPU the reference engine (NumPy) computes everything"
+        yield "NVIDIA driver: without a GPU, the reference engine (NumPy) computes"
     cuda = [name for name in missing if name in ("CuPy", "CUDA runtime", "NVRTC", "NCCL")]
     if cuda:
         extra = "cuda12" if cuda_version is not None and cuda_version.startswith("12.") else "cuda13"
         yield f"{', '.join(cuda)}: {remedy(extra)}" + ("" if cuda_version else " (for a GPU)")
     mpi = [name for name in missing if name in ("mpi4py", "MPI", "mpiexec")]
     if mpi:
-        yield (f"{', '.join(mpi)}: {remedy('mpich')} brings MPI along, [mpi] in place of [mpich] uses this machine's; "
-               f"one rank and simulated ranks need neither")
+        yield (f"{', '.join(mpi)}: {remedy('mpich')} brings its own MPI; [mpi] in place of [mpich] uses this "
+               f"machine's. One rank and simulated ranks need neither")
 
 
 def driver_version() -> str:
-    """The NVIDIA driver as nvidia-smi names it, "580.159.04"; "none" where there is none.
+    """Return the version of the NVIDIA driver as nvidia-smi prints it, "580.159.04"; "none" without a driver.
 
-    Where the driver's management library is missing, as in some containers, the newest CUDA it runs: "CUDA 13.0".
+    Some containers lack the driver's management library; the result is then the newest CUDA it runs: "CUDA 13.0".
     """
     text = ctypes.create_string_buffer(80)
     with contextlib.suppress(OSError, AttributeError):
@@ -106,7 +106,7 @@ def _newest_cuda() -> str:
 
 
 def _cuda_driver() -> Library:
-    """The newest CUDA version that the driver runs, and the driver."""
+    """Return the newest CUDA version that the driver runs, and the driver."""
     name = "CUDA driver"
     try:
         return Library(name, _newest_cuda(), f"{_loaded_from('libcuda.so')}, NVIDIA driver {driver_version()}")
@@ -147,7 +147,7 @@ def _cuda_libraries() -> list[Library]:
 
 
 def _attempt(name: str, probe: Callable[[], Library]) -> Library:
-    """NOTE: libraries that are half there raise anything, RuntimeError and OSError too, not only ImportError."""
+    """Run a probe; half-installed libraries raise RuntimeError and OSError too, not only ImportError."""
     try:
         return probe()
     except Exception as error:
@@ -167,7 +167,7 @@ print(json.dumps(["MPI", name + " " + number.lstrip("v"), mapped[0] if mapped el
 
 
 def _mpi_libraries() -> list[Library]:
-    """mpi4py, the MPI library and its launcher, seen from a process of its own, as loading MPI may end a process."""
+    """Find mpi4py, the MPI library and its launcher, in a process of its own, as loading MPI may end a process."""
     command = [sys.executable, "-c", _MPI_PROBE]
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -183,7 +183,7 @@ def _mpi_libraries() -> list[Library]:
 
 
 def _gpus() -> list[str]:
-    """Every GPU with its name, compute capability and memory, or why there is none."""
+    """List every GPU with its name, compute capability and memory, or the reason why there is none."""
     try:
         from cupy.cuda import runtime
 
@@ -202,11 +202,11 @@ def _gpus() -> list[str]:
 
 
 def _transport(comm: Comm) -> str:
-    """How keys and values travel between these ranks; of one process, between ranks that this machine would have."""
+    """Tell how these ranks exchange keys and values; for one process, how ranks on this machine would."""
     if isinstance(comm, NcclComm):
-        return f"nccl: {comm.no_peer_memory}" if comm.no_peer_memory else "peer: the ranks see each other's memory"
+        return f"nccl: {comm.no_peer_memory}" if comm.no_peer_memory else "peer: the GPUs read each other's memory"
     if comm.size > 1:
-        return f"none: {comm.no_gpus or f'a comm of backend {comm.name!r} moves host arrays'}"
+        return f"host arrays: {comm.no_gpus or f'a comm of backend {comm.name!r} moves no others'}"
     try:
         from cupy.cuda import runtime
 
@@ -215,13 +215,13 @@ def _transport(comm: Comm) -> str:
     except Exception:
         count = 0
     if count == 0:
-        return "none: without a GPU, ranks move host arrays"
+        return "host arrays: there is no GPU"
     if count == 1:
-        return "peer or nccl: one GPU does not tell; info of several ranks, started by mpiexec, does"
+        return "peer or nccl: start several ranks with mpiexec to find out"
     if blind:
-        others = f", and {len(blind) - 1} more such pairs" if len(blind) > 1 else ""
-        return "nccl, once there are ranks: GPU {} does not see the memory of GPU {}".format(*blind[0]) + others
-    return f"peer, once there are ranks: GPUs 0 to {count - 1} see each other's memory"
+        others = f" (pairs like this: {len(blind)})" if len(blind) > 1 else ""
+        return "nccl between ranks: GPU {} cannot read the memory of GPU {}".format(*blind[0]) + others
+    return f"peer between ranks: GPUs 0 to {count - 1} read each other's memory"
 
 
 def _kernel_cache() -> str:
@@ -237,7 +237,7 @@ def _kernel_cache() -> str:
 
 
 def _loaded_from(library: str) -> str:
-    """The file of a shared library that this process has loaded; empty if it has not, or if /proc does not tell."""
+    """Return the file of a shared library that this process has loaded; empty if none is known."""
     try:
         maps = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -1,9 +1,8 @@
-"""python -m thdattn pack-stats: how many documents a pack holds, and so how many a CUDA graph should take."""
+"""Count the documents per pack, to size the packs of a CUDA graph: python -m thdattn pack-stats."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from dataclasses import dataclass
 from itertools import count
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.arguments import as_count, shown
-from thdattn.install import remedy
+from thdattn.cli.options import add_documents, check_picture, document_lengths
 from thdattn.packing import first_fit
 
 Counts = NDArray[np.int64]
@@ -23,23 +22,26 @@ ENOUGH_PIECES = 1_000_000  # or so many pieces are in them
 PERCENTILES = (50, 90, 95, 99, 100)
 MOST_BARS = 64
 BLUE, GREY, RED = "#4c78a8", "#b0b0b0", "#d1495b"
-LOOK_UPS = 6  # per row of a pack, in the kernels of a plan: which document is this? (kernels.cu)
+SEARCHES = 6  # for the document of a row, in the kernels that make a plan (kernels.cu)
 LAYER_BYTES = 4 * 16 * 128 * 2  # per row: q, k, v and out of an attention layer of 16 heads of 128, in 16 bits
 EXPLANATION = """
-maximum: slots for documents that a graph has. A pack with more documents runs eagerly, the others replay it.
-empty: slots without a document, on average over the packs that replay.
-lengths: what slots take on a GPU, cu_seqlens and cu_seqlens_padded, and what is copied there for every pack.
-look-up: steps in which a plan finds the document of a row; attention itself does not see slots.
-cost: computed, not measured: what the look-ups of a plan read, as a share of what the forward of one attention layer
-      (16 heads of 128, 16 bits) reads and writes. A pack has one plan for all layers, forward and backward."""
+maximum  document slots of a graph; a pack with more documents runs eagerly, and the others replay the graph
+empty    slots without a document, on average over the packs that replay
+lengths  bytes of cu_seqlens and cu_seqlens_padded on the GPU, copied there for every pack
+search   steps of the binary search in which a plan finds the document of a row; attention does not search
+cost     bytes that a plan's searches read, as a share of what the forward of one attention layer moves (16 heads of
+         128, 16 bits). It is computed, not measured. One plan serves all layers, forward and backward."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One maximum of documents per pack.
+    """One maximum of documents per pack, and what it would mean.
 
-    why: the percentiles that it is, if any. replay: packs that fit. empty: mean slots without a document in these.
-    rounds, steps: those with a pack that does not fit.
+    slots: the maximum.
+    why: the percentiles that equal it, if any.
+    replay: number of packs that fit.
+    empty: mean number of slots without a document in the packs that fit.
+    rounds, steps: numbers of rounds and of steps with a pack that does not fit.
     """
 
     slots: int
@@ -51,43 +53,41 @@ class Candidate:
 
     @property
     def is_power(self) -> bool:
-        """Whether it is a power of two."""
+        """Tell if `slots` is a power of two."""
         return self.slots & (self.slots - 1) == 0
 
     @property
     def lengths_bytes(self) -> int:
-        """Of both arrays of offsets."""
+        """Bytes of both arrays of offsets, int32."""
         return 2 * 4 * (self.slots + 1)
 
     @property
-    def look_up(self) -> int:
+    def search(self) -> int:
         """Steps of the binary search for a row's document."""
         return (self.slots - 1).bit_length()
 
     @property
     def cost(self) -> float:
-        """Bytes that all look-ups of a row read, per byte that a layer of attention moves for it."""
-        return 4 * LOOK_UPS * self.look_up / LAYER_BYTES
+        """Bytes that all searches of a row read, per byte that a layer of attention moves for it."""
+        return 4 * SEARCHES * self.search / LAYER_BYTES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command; `pack_stats` reads them."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data", type=Path, metavar="DIR", help="documents: the files below it; a byte is a token")
-    source.add_argument("--lengths", type=Path, metavar="FILE", help="or lengths of documents, one integer per line")
+    """Add the options of the command; `pack_stats` reads them."""
+    add_documents(parser)
     add = parser.add_argument
-    add("--tokens", type=int, required=True, metavar="N", help="rows of a pack, of all ranks together")
-    add("--multiple", type=int, default=16, metavar="M", help="pad documents to multiples of this (default: 16)")
-    add("--longest", type=int, metavar="N", help="split documents that are longer (default: than a pack)")
-    add("--accumulate", type=int, default=1, metavar="N", help="packs of a group in a training step (default: 1)")
-    add("--groups", type=int, default=1, metavar="N", help="groups of ranks, with packs of their own (default: 1)")
-    add("--steps", default="all", metavar="N", help="make so many training steps (default: all of a thousand packs)")
-    add("--plot", type=Path, metavar="FILE", help="draw documents per pack into this PNG, PDF or SVG file")
-    add("--seed", type=int, default=0, metavar="S", help="of the order of the documents (default: 0)")
+    add("--tokens", type=int, required=True, metavar="N", help="rows of a pack, over all ranks of a group")
+    add("--multiple", type=int, default=16, metavar="M", help="pad documents to a multiple of this (default: 16)")
+    add("--longest", type=int, metavar="N", help="split longer documents (default: those longer than a pack)")
+    add("--accumulate", type=int, default=1, metavar="N", help="packs per group and training step (default: 1)")
+    add("--groups", type=int, default=1, metavar="N", help="groups of ranks, each with its own packs (default: 1)")
+    add("--steps", default="all", metavar="N", help="number of training steps (default: all steps of 1,000 packs)")
+    add("--plot", type=Path, metavar="FILE", help="draw the documents per pack into this PNG, PDF or SVG file")
+    add("--seed", type=int, default=0, metavar="S", help="seed of the order of the documents (default: 0)")
 
 
 def pack_stats(arguments: argparse.Namespace) -> int:
-    """Pack the documents as training does, and print what maxima of documents per pack would mean.
+    """Pack the documents as training does, and print what each maximum of documents per pack would mean.
 
     Returns:
         The exit status: 0, or 2 for arguments or files that cannot be used, after one line that says why.
@@ -99,19 +99,19 @@ def pack_stats(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--tokens is {tokens}, wanted at least --multiple, {multiple}; pass --tokens {multiple}")
         longest = room if arguments.longest is None else min(room, as_count("--longest", arguments.longest))
         seed = as_count("--seed", arguments.seed, "leave it out for 0", at_least=0)
-        if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError(f"--plot needs Matplotlib; install it with: {remedy('examples')}")
+        check_picture(arguments.plot)
         groups, accumulate = as_count("--groups", arguments.groups), as_count("--accumulate", arguments.accumulate)
         num_packs = None if arguments.steps == "all" else groups * accumulate * _steps(arguments.steps)
-        lengths = lengths_below(arguments.data) if arguments.data else _lengths_in(arguments.lengths)
+        lengths = document_lengths(arguments)
         counts, passes = documents_per_pack(lengths, room, multiple, longest, seed, num_packs)
         chosen = candidates(counts, groups, accumulate)
         _print(lengths, longest, counts, passes, tokens, chosen)
         _print_fallbacks(chosen, len(counts) // (groups * accumulate), groups, accumulate)
-        print(f"\nrecommended: --cuda-graph-max-packed-seqs {chosen[-1].slots}, a power of two that holds every pack "
-              f"seen")
+        print(f"\nrecommended: --cuda-graph-max-packed-seqs {chosen[-1].slots}, the smallest power of two that every "
+              f"pack above fits")
         if arguments.plot:
             _draw(arguments.plot, counts, chosen, tokens)
+            print(f"wrote {arguments.plot}")
     except (ValueError, OSError) as error:
         print(f"python -m thdattn pack-stats: error: {error}", file=sys.stderr)
         return 2
@@ -121,15 +121,15 @@ def pack_stats(arguments: argparse.Namespace) -> int:
 def documents_per_pack(
     lengths: NDArray[np.int64], room: int, multiple: int, longest: int, seed: int, num_packs: int | None = None
 ) -> tuple[Counts, int]:
-    """How many documents every pack holds, pieces of split ones counted each.
+    """Count the documents of every pack; each piece of a split document counts.
 
     Args:
         lengths: (num_documents,) int64 >= 1, tokens.
         room: rows of a pack, a multiple of `multiple`.
         multiple: every piece is padded to a multiple of this.
         longest: tokens of the longest piece, at most room; longer documents are split.
-        seed: of their order, which is another in every pass.
-        num_packs: how many to make; None: those of whole passes that make ENOUGH_PACKS or ENOUGH_PIECES.
+        seed: seed of the documents' order, which differs from pass to pass.
+        num_packs: number of packs; None: whole passes until there are ENOUGH_PACKS packs or ENOUGH_PIECES pieces.
 
     Returns:
         (num_packs,) int64, and the passes over the documents.
@@ -148,13 +148,14 @@ def documents_per_pack(
 
 
 def candidates(counts: Counts, groups: int = 1, accumulate: int = 1) -> list[Candidate]:
-    """Maxima to choose from, rising: the percentiles of documents, and powers of two up to one that every pack fits.
+    """Return maxima to choose from: percentiles of the documents per pack, and powers of two, in ascending order.
 
-    The last is the one to take: slots cost next to nothing, an eager pack costs a replay.
+    The last is the smallest power of two that every pack fits. It is the one to take: a slot costs next to nothing,
+    and an eager pack costs a replay.
 
     Args:
         counts: (num_packs,) documents of every pack, in the order of training.
-        groups: of ranks; each has a pack of a round, and all fall back together.
+        groups: groups of ranks; each has one pack per round, and all fall back together.
         accumulate: rounds of a training step.
 
     Raises:
@@ -184,46 +185,9 @@ def _steps(text: str) -> int:
 
 
 def _percentiles(numbers: NDArray[np.int64]) -> dict[str, int]:
-    """P50, ..., max: the smallest number that so many percent do not exceed."""
+    """Return P50, ..., max by name: the smallest number that so many percent do not exceed."""
     values = np.percentile(numbers, PERCENTILES, method="inverted_cdf")
     return dict(zip((*(f"P{share}" for share in PERCENTILES[:-1]), "max"), map(int, values), strict=True))
-
-
-# ------------------------------------------------------------------------------------------------ files
-
-
-def lengths_below(folder: Path) -> NDArray[np.int64]:
-    """(num_documents,) sizes of the files of a folder and its subfolders, by name; not of empty and hidden ones."""
-    if not folder.is_dir():
-        raise ValueError(f"--data is {folder}, wanted a folder that exists; pass one with documents")
-    files = sorted(path for path in folder.rglob("*")
-                   if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts))
-    sizes = np.array([path.stat().st_size for path in files], np.int64)
-    if not sizes.any():
-        raise ValueError(f"--data is {folder}, which holds no file that is not empty or hidden, wanted at least one; "
-                         f"pass a folder with documents")
-    return sizes[sizes > 0]
-
-
-def _lengths_in(file: Path) -> NDArray[np.int64]:
-    """(num_documents,) the integers of a file but for zeros; a first line without digits is a heading, # a comment."""
-    lengths = []
-    with file.open(errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            text = line.split("#")[0].strip().rstrip(",")
-            if text and not (number == 1 and not any(map(str.isdigit, text))):
-                lengths.append(_length(text, f"line {number} of --lengths {file}"))
-    if not any(lengths):
-        raise ValueError(f"--lengths is {file}, which holds no length above 0, wanted one per line; "
-                         f"pass the tokens of every document")
-    return np.array([length for length in lengths if length], np.int64)
-
-
-def _length(text: str, where: str) -> int:
-    if not text.isdecimal() or len(text) > 12:
-        raise ValueError(f"{where} is {shown(text)}, wanted one integer from 0 to 10**12 - 1; "
-                         f"pass the tokens of one document per line")
-    return int(text)
 
 
 # ------------------------------------------------------------------------------------------------ text and picture
@@ -234,40 +198,41 @@ def _print(
 ) -> None:
     split = int((lengths > longest).sum())
     print(f"{len(lengths):,} documents, {lengths.sum():,} tokens"
-          + (f"; {split:,} longer than {longest:,} are split, and their pieces counted" if split else ""))
-    print(f"{len(counts):,} packs of {tokens:,} rows, from {passes:,} {'orders' if passes > 1 else 'order'} of them")
+          + (f"; {split:,} longer than {longest:,} are split, and each piece counts" if split else ""))
+    passed = f"{passes:,} passes, each in another order" if passes > 1 else "one pass"
+    print(f"{len(counts):,} packs of {tokens:,} rows, from {passed}")
     rows = {"tokens per document": lengths, "documents per pack": counts}
     names = list(_percentiles(counts))
     print(f"\n{'':<20}" + "".join(f"{name:>11}" for name in names))
     for label, numbers in rows.items():
         print(f"{label:<20}" + "".join(f"{number:>11,}" for number in _percentiles(numbers).values()))
-    print(f"\n{'maximum':>9}  {'':<16}{'replay':>8}{'eager packs':>13}{'empty':>9}{'lengths':>12}{'look-up':>9}"
+    print(f"\n{'maximum':>9}  {'':<16}{'replay':>8}{'eager packs':>13}{'empty':>9}{'lengths':>12}{'search':>9}"
           f"{'cost':>9}")
     for candidate in chosen:
         print(f"{candidate.slots:>9,}  {candidate.why:<16}{_percent(candidate.replay, len(counts)):>8}"
               f"{len(counts) - candidate.replay:>13,}{candidate.empty:>9,.1f}{candidate.lengths_bytes:>10,} B"
-              f"{candidate.look_up:>9}{100 * candidate.cost:>7.2f} %")
+              f"{candidate.search:>9}{100 * candidate.cost:>7.2f} %")
     print(EXPLANATION)
 
 
 def _print_fallbacks(chosen: list[Candidate], num_steps: int, groups: int, accumulate: int) -> None:
     """Print how many rounds and steps of training run eagerly for every maximum."""
     num_rounds = num_steps * accumulate
-    print(f"\n{num_steps:,} steps of {accumulate:,} rounds, {num_rounds:,} rounds of {groups:,} packs, one a group. As "
-          "a pack does not fit, these run eagerly:\n")
-    print(f"{'maximum':>9}{'rounds, local':>24}{'steps, full_iteration':>26}")
+    print(f"\n{num_steps:,} training steps of {accumulate:,} rounds; a round has a pack for each of {groups:,} groups."
+          f"\nRounds (impl local) and steps (impl full_iteration) that run eagerly because a pack does not fit:\n")
+    print(f"{'maximum':>9}{'rounds':>24}{'steps':>26}")
     for candidate in chosen:
         print(f"{candidate.slots:>9,}{candidate.rounds:>13,}{_percent(candidate.rounds, num_rounds):>11}"
               f"{candidate.steps:>15,}{_percent(candidate.steps, num_steps):>11}")
 
 
 def _percent(part: int, whole: int) -> str:
-    """Rounded down, so that 100 % is all."""
+    """Format a share in percent, rounded down, so that 100 % means all."""
     return f"{np.floor(1000 * part / whole) / 10:.1f} %"
 
 
 def _draw(path: Path, counts: Counts, chosen: list[Candidate], tokens: int) -> None:
-    """Save a picture: how many packs hold how many documents, and below it the share that replays for every maximum."""
+    """Save a histogram of documents per pack, and below it the share of packs that replay for every maximum."""
     from matplotlib.figure import Figure
 
     last = chosen[-1].slots

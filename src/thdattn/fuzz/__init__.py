@@ -61,21 +61,22 @@ class Totals:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     add = parser.add_argument
-    add("--seconds", type=float, default=60.0, help="how long to draw cases (60)")
-    add("--packs", type=int, help="how many cases at most")
-    add("--seed", type=int, default=0, help="what the cases are drawn from (0)")
-    add("--engine", choices=("auto", "cuda", "reference"), default="auto")
-    add("--portable", action="store_true", help="on a Hopper GPU, the kernels that are for every GPU")
-    add("--case", metavar="LINE", help="run the one case of a line that was printed")
-    add("--chaos", action="store_true", help="jobs in which a rank fails at a random point, one round after another")
-    add("--rounds", type=int, help="of chaos: how many, whatever the time")
-    add("--ranks", type=int, default=2, help="of chaos: ranks of a job (2)")
-    add("--jobs", type=int, default=1, help="of chaos: how many at a time (1)")
-    add("--timeout", type=float, default=10.0, help="of chaos: seconds that ranks wait for each other (10)")
+    add("--seconds", type=float, default=60.0, help="how long to draw cases (default: 60)")
+    add("--packs", type=int, help="number of cases at most")
+    add("--seed", type=int, default=0, help="seed of the random cases (default: 0)")
+    add("--engine", choices=("auto", "cuda", "reference"), default="auto",
+        help="cuda, reference (NumPy), or auto: cuda where a GPU is usable (default: auto)")
+    add("--portable", action="store_true", help="run the portable kernels on a Hopper GPU too")
+    add("--case", metavar="LINE", help="run the one case that a printed line describes")
+    add("--chaos", action="store_true", help="run jobs in which one rank fails at a random point")
+    add("--rounds", type=int, help="chaos: number of rounds, instead of --seconds")
+    add("--ranks", type=int, default=2, help="chaos: ranks of a job (default: 2)")
+    add("--jobs", type=int, default=1, help="chaos: jobs at a time (default: 1)")
+    add("--timeout", type=float, default=10.0, help="chaos: seconds that ranks wait for each other (default: 10)")
     add("--settle", type=float, default=20.0,
-        help="of chaos: seconds until GPUs have no more memory in use than before; more beside other programs (20)")
+        help="chaos: seconds in which GPU memory must be free again; raise it beside other programs (default: 20)")
     add("--record", type=Path, metavar="FILE", help="add packs, seeds and failures to a JSON file")
 
 
