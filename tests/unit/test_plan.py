@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import BIG, CASES, LONG, SMALL, Case
+from cases import BIG, CASES, LONG, SMALL, Case, token_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -444,9 +444,23 @@ def test_tokens_before_all_padding_are_counted(strategy, cp_size):
         for rank in range(cp_size):
             tokens = (sharding.rows(rank) >= 0) & (sharding.rows(rank) < ends[-1])
             assert tokens.tolist() == [row < sharding.leading_tokens(rank) for row in range(len(tokens))]
-    gaps = thdattn.PackedBatch(*(2 * cp_size * np.array(x, np.int32) for x in ([0, 1, 9], [0, 3, 11])))
-    known = strategy == "balanced" and cp_size > 1  # where padding comes behind all tokens of a rank, or does not
-    assert known or thdattn.Sharding(gaps, cp_size, strategy).leading_tokens(0) is None
+
+
+@pytest.mark.parametrize("strategy", ["dual_chunk", "contiguous", "balanced"])
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_tokens_behind_padding_are_not_counted_as_leading(strategy, cp_size):
+    lengths, padded = (2 * cp_size * np.array(x) for x in ((1, 8, 3, 40, 2), (3, 10, 3, 41, 9)))
+    case = Case("gaps", tuple(lengths.tolist()), tuple(padded.tolist()))
+    batch = case.batch(cp_size)
+    sharding = thdattn.Sharding(batch, cp_size, strategy)
+    is_token = np.isin(np.arange(batch.total_rows), token_rows(batch))
+    found = []
+    for rank in range(cp_size):
+        rows, leading = sharding.rows(rank), sharding.leading_tokens(rank)
+        tokens = (rows >= 0) & is_token[rows]
+        assert leading is None or tokens.tolist() == [row < leading for row in range(len(rows))]
+        found.append(leading)
+    assert None in found
 
 
 def padded_results(attention, plan, xp, seed=0):
