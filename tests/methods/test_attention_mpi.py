@@ -8,14 +8,14 @@ from launch import RANKS, run_ranks
 PROGRAM = RANKS / "attention_ranks.py"
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_ranks_together_are_the_oracle(n):
     run = run_ranks(n, PROGRAM, "cases", "mpi", str(n), timeout=120)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("cases on mpi done") == n
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_every_method_is_the_oracle(n):
     run = run_ranks(n, PROGRAM, "methods", "mpi", str(n), timeout=120)
     assert run.returncode == 0, run.stderr
