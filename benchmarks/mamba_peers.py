@@ -108,7 +108,7 @@ class _WithoutConvolution:
         if self._act is None:
             self._act = self._engine.mixer_conv(*args)._replace(channels=self._channels)
         act = self._act
-        return act, *self._engine.ssd_states(act, plan, shape)
+        return act, *self._engine.mixer_states(act, plan, shape)
 
     def mixer_conv_bwd(self, zxbcdt: Any, halo: Any, weights: Any, of_scan: Any, *args: Any) -> Any:
         self._of_scan = of_scan

@@ -1,4 +1,4 @@
-"""What calls of an attention take: whether arrays have its rows and heads, and plans and caches were made for it."""
+"""Checks of the arguments of an attention, a mixer and their caches: arrays, plans, and what was made with them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from thdattn.arguments import check_kind, shown
 from thdattn.plan.plan import Plan
 
 
-def as_rows(engine: Any, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """The engine's array of what a user passed: C-contiguous, and of this shape and dtype.
+def as_array(
+    engine: Any, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], shape_remedy: str, dtype_remedy: str
+) -> Any:
+    """Return the engine's array of what a user passed: C-contiguous, and of this shape and dtype.
+
+    Args:
+        shape_remedy, dtype_remedy: the ends of the messages, behind the shape and the dtype wanted.
 
     Raises:
         TypeError: an array of another dtype, on the wrong device, or none.
@@ -19,13 +24,19 @@ def as_rows(engine: Any, name: str, x: Any, shape: tuple[int, ...], dtype: np.dt
     """
     x = engine.from_user(name, x)
     if x.dtype != dtype:
-        raise TypeError(f"{name} is {x.dtype}, wanted {dtype}; cast it, or make CPAttention(dtype=...) match")
+        raise TypeError(f"{name} is {x.dtype}, wanted {dtype}{dtype_remedy}")
     if x.shape != shape:
-        raise ValueError(
-            f"{name} has shape {x.shape}, wanted {shape} = (local_rows, heads, width); pass this rank's rows "
-            f"(Sharding.shard cuts them out) with the heads that CPAttention was made for"
-        )
+        raise ValueError(f"{name} has shape {x.shape}, wanted {shape}{shape_remedy}")
     return x
+
+
+def as_rows(engine: Any, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return the engine's array of rows of an attention; see as_array."""
+    return as_array(
+        engine, name, x, shape, dtype,
+        " = (local_rows, heads, width); pass this rank's rows (Sharding.shard cuts them out) with the heads that "
+        "CPAttention was made for", "; cast it, or make CPAttention(dtype=...) match",
+    )  # fmt: skip
 
 
 def as_sinks(engine: Any, sinks: Any, num_heads: int, dtype: np.dtype[Any], wanted: bool) -> Any:

@@ -212,7 +212,7 @@ def test_a_second_rounding_is_more_than_luck(capsys, monkeypatch):
 @pytest.mark.parametrize("kind", LUCKY_BASELINES)
 def test_a_baseline_that_is_right_by_luck_does_not_fail_a_pack(capsys, monkeypatch, kind):
     """The same packs fail without delta, or without the gradients of states that other ranks pass on."""
-    line, right, right_start = LUCKY_BASELINES[kind], reference.attn_bwd, mixers.ssd_start
+    line, right, right_start = LUCKY_BASELINES[kind], reference.attn_bwd, mixers.mixer_start
     assert run_fuzz(capsys, "--case", line)[0] == 0
 
     def without_delta(dout, q, k, v, out, *arguments, **named):
@@ -222,7 +222,7 @@ def test_a_baseline_that_is_right_by_luck_does_not_fail_a_pack(capsys, monkeypat
         return right_start(summaries, plan, shape, reverse) * (not reverse)
 
     monkeypatch.setattr(reference, "attn_bwd", without_delta)
-    monkeypatch.setattr(mixers, "ssd_start", without_states)
+    monkeypatch.setattr(mixers, "mixer_start", without_states)
     status, said = run_fuzz(capsys, "--case", line)
     assert status == 1 and "errs by" in said
 

@@ -107,7 +107,7 @@ def test_kept_for_the_backward_is_y_and_a_state_per_segment(keep):
     zxbcdt, weights, _ = random_inputs(MIXER, BFLOAT16)
     y, halo, kept, act = mixer.forward(zxbcdt, weights, plan)[1].kept
     assert act.channels.shape == (plan.local_rows, 32) if keep else act is None
-    segments = -(-plan.local_rows // reference.ssd_segment_rows)
+    segments = -(-plan.local_rows // reference.mixer_segment_rows)
     assert (y.dtype, y.shape) == (BFLOAT16, (plan.local_rows, 12)) and halo.shape == (3, 32)
     assert (kept.dtype, kept.shape) == (FLOAT32, (segments, *SIZES[:3]))
 
@@ -130,9 +130,9 @@ def test_rows_of_own_sequences_go_while_states_travel(monkeypatch):
     def segments(args):
         return range(4)[next(x for x in args if isinstance(x, slice))]
 
-    for name in ("ssd_scan", "ssd_bwd"):
+    for name in ("mixer_scan", "mixer_bwd"):
         monkeypatch.setattr(reference, name, note(name, getattr(reference, name), segments))
-    monkeypatch.setattr(reference, "ssd_start", note("start", reference.ssd_start, lambda args: None))
+    monkeypatch.setattr(reference, "mixer_start", note("start", reference.mixer_start, lambda args: None))
     monkeypatch.setattr(thdattn.comm.Comm, "all_gather",
                         note("gather", thdattn.comm.Comm.all_gather, lambda args: args[1].shape[-1]))
 
@@ -144,9 +144,9 @@ def test_rows_of_own_sequences_go_while_states_travel(monkeypatch):
     summary, channels = np.prod(SIZES[:3]) + SIZES[0], 32
 
     def wanted(before, after, backward_before, backward_after):
-        return [("gather", channels), ("gather", summary), ("ssd_scan", before), ("start", None), ("ssd_scan", after),
-                ("gather", summary), ("ssd_bwd", backward_before), ("start", None), ("ssd_bwd", backward_after),
-                ("gather", channels)]
+        return [("gather", channels), ("gather", summary), ("mixer_scan", before), ("start", None),
+                ("mixer_scan", after), ("gather", summary), ("mixer_bwd", backward_before), ("start", None),
+                ("mixer_bwd", backward_after), ("gather", channels)]
 
     assert first == wanted(range(4), range(0), range(0), range(4))
     assert second == wanted(range(3, 4), range(3), range(1), range(1, 4))
@@ -156,7 +156,7 @@ def test_rows_of_own_sequences_go_while_states_travel(monkeypatch):
 @pytest.mark.parametrize(("own", "ahead"), [(0, 0), (15, 0), (16, 16), (40, 16), (47, 16), (48, 48)])
 def test_rows_go_ahead_where_both_launches_fill_a_gpu(monkeypatch, own, ahead):
     """own: of 48 segments, those that wait for no other rank."""
-    plan = SimpleNamespace(local_rows=48 * reference.ssd_segment_rows)
+    plan = SimpleNamespace(local_rows=48 * reference.mixer_segment_rows)
     monkeypatch.setattr(context_parallel, "_waiting", lambda *_: (slice(0, 48 - own), slice(own, 48)))
     assert context_parallel._turns(reference, plan) == (slice(48 - ahead, 48), slice(0, 48 - own), slice(0, 48 - ahead))
     assert context_parallel._turns(reference, plan, reverse=True) == (slice(0, ahead), slice(own, 48), slice(ahead, 48))

@@ -1,6 +1,6 @@
-"""CUDA graphs for packs of changing size: what is captured, where lengths lie, capture and replay.
+"""CUDA graphs for packs of changing size: configuration, capture and replay, and packs of fixed capacity.
 
-Importing it needs no GPU; without one, captured functions run eagerly.
+Importing the package needs no GPU; without one, captured functions run eagerly.
 """
 
 from thdattn.graphs.capture import Captured, Graphs, Pair

@@ -1,9 +1,9 @@
-"""Capture and replay: functions of arrays that become CUDA graphs when they have run a few times.
+"""Capture and replay: turn functions of arrays into CUDA graphs after a few calls.
 
 A captured function is called like the function. Its first calls run eagerly, which compiles kernels and connects
-communicators; the next one is captured; from then on a call copies what is not in its place yet into the arrays that
-the graph reads, replays the graph, and returns the arrays that it writes, the same at every call. Where nothing can be
-captured the function itself is called, so that a program is one and the same everywhere.
+communicators. The next call is captured. Every later call copies arguments that are not in place into the arrays that
+the graph reads, replays the graph, and returns the arrays that it writes, always the same ones. Where nothing can be
+captured, the function itself runs, so that one program serves every machine.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ R = TypeVar("R")
 
 
 class Graphs:
-    """The CUDA graphs of one program: their stream, their memory, and their end.
+    """CUDA graphs of one program: their stream, their memory pools, and their end.
 
-    Graphs that share a pool use memory again that an earlier one has freed: they are replayed in the order of their
-    capture, one pass through a model after the other, and results are read before the next pass. A replay on another
-    stream waits for all that the stream of the last one has to do, as two graphs must not be at work on one comm.
+    Graphs that share a pool reuse memory that an earlier graph has freed. Replay them in the order of their capture,
+    one pass through a model after the other, and read results before the next pass. A replay on another stream waits
+    for all work on the stream of the last one, as two graphs must not use one comm at the same time.
 
     Args:
         comm: the ranks. Graphs end before it: comm.close() closes them first, also at the interpreter's exit.
-        config: what is captured; impl="none" captures nothing.
+        config: what to capture; impl="none" captures nothing.
         engine: of the attentions, as CPAttention takes it.
 
     Attributes:
         config: as passed.
-        active: whether anything is captured: config.impl is not "none", the engine is on a GPU, the comm's collectives
+        active: True if anything is captured: config.impl is not "none", the engine is on a GPU, the comm's collectives
             can be captured, and the graphs were not closed.
         num_overflows: steps that ran eagerly as a batch did not fit; see StaticPack.
 
@@ -70,33 +70,33 @@ class Graphs:
         atexit.register(self.close)
 
     def captures(self, part: str) -> bool:
-        """Return whether this part of layers is to be a graph, by the configuration alone, also where none is active.
+        """Return whether the configuration captures this part of a layer. The answer does not depend on `active`.
 
         impl "local" captures the parts that config.modules names; with no modules it captures every part, and "layer".
-        A program that captures whole layers asks for "layer" first, and for their parts only where that is not to be.
+        A program that captures whole layers asks for "layer" first, and for their parts only if the answer is False.
         The other impls capture no part: "full_iteration" captures the function that calls them all.
 
         Args:
-            part: "attn", "mlp", "mamba" or "layer"; a member of CudaGraphModule, too.
+            part: "attn", "mlp", "mamba" or "layer", or a member of CudaGraphModule.
 
         Raises:
             TypeError: part is no str.
-            ValueError: it is another one.
+            ValueError: part is another str.
         """
         modules = self.config.modules
         part = as_choice("part", part, PARTS)
         return self.config.impl == "local" and (not modules or part in modules)
 
     def captured(self, function: Callable[P, R], name: str, part: str | None = None) -> Captured[P, R]:
-        """The function, to be captured after config.warmup_steps calls.
+        """Return the function as one that is captured after config.warmup_steps calls.
 
         Args:
             function: of CuPy arrays on the current GPU and of other values, in tuples, lists, dictionaries and
-                dataclasses. It must neither wait for the GPU nor copy from the host; what it does to arrays that are no
-                arguments, such as adding to a gradient, every replay does again. What stays in its place, such as
-                weights, is better no argument, as arguments are copied.
+                dataclasses. It must neither wait for the GPU nor copy from the host. Every replay repeats what it does
+                to arrays that are no arguments, such as adding to a gradient. Pass no array that keeps its place, such
+                as weights, as arguments are copied.
             name: for messages.
-            part: the part of a layer that the function computes; where graphs.captures(part) is false, every call runs
+            part: the part of a layer that the function computes; where graphs.captures(part) is False, every call runs
                 eagerly. None: no part, but a step or a plan for instance, which every impl but "none" captures.
 
         Raises:
@@ -108,16 +108,16 @@ class Graphs:
 
     def pair(self, forward: Callable[..., tuple[Any, Any]], backward: Callable[..., Any], name: str,
              part: str | None = None) -> Pair:  # fmt: skip
-        """Return a forward and its backward, each a graph; name and part as for captured."""
+        """Return a Pair of a forward and its backward, each a graph; name and part as for captured."""
         return Pair(self, forward, backward, name, part)
 
     @property
     def num_bytes(self) -> int:
-        """GPU memory that the graphs hold."""
+        """GPU memory that the graphs hold, in bytes."""
         return sum(pool.total_bytes() for pool in self._pools)
 
     def close(self) -> None:
-        """Destroys the graphs and gives their memory back, but for what they returned and somebody still holds.
+        """Destroy the graphs and free their memory, except for results that somebody still holds.
 
         Captured functions run eagerly from now on.
         """
@@ -138,7 +138,9 @@ class Graphs:
         self.close()
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is captured: captured functions called now become part of that graph."""
+        """Return whether the current stream is being captured: captured functions that run now become part of that
+        graph.
+        """
         if not self.active:
             return False
         import cupy
@@ -147,7 +149,9 @@ class Graphs:
 
     @contextmanager
     def _recording(self) -> Iterator[Any]:
-        """The stream of captures as the current one, after what the caller's stream has to do, and a pool's memory."""
+        """Make the stream of captures current, ordered after the caller's stream, and allocate from a pool of the
+        graphs.
+        """
         import cupy
 
         if not self._pools or not self.config.single_pool:
@@ -155,14 +159,14 @@ class Graphs:
         before = self._turn()
         self._stream.wait_event(before.record())
         with cupy.cuda.using_allocator(self._pools[-1].malloc):
-            self._stream.use()  # `with` would end on the stream of the `with` around it, not on one put to use since
+            self._stream.use()  # `with` would restore the stream of the outer `with`, not one selected since
             try:
                 yield self._stream
             finally:
                 before.use()
 
     def _turn(self) -> Any:
-        """The current stream, after what the stream of the last replay on this comm has to do."""
+        """Return the current stream, ordered after the stream of the last replay on this comm."""
         import cupy
 
         stream, last = cupy.cuda.get_current_stream(), _last_streams.get(self._comm)
@@ -173,10 +177,10 @@ class Graphs:
 
 
 class Captured(Generic[P, R]):
-    """A function that becomes a CUDA graph; made by Graphs.captured.
+    """Function that becomes a CUDA graph, made by Graphs.captured.
 
-    An argument that a graph returned is read where it is. Another one that is passed in its place later is copied over
-    it, as every argument that lies elsewhere. Arguments that are one array at the capture stay one array.
+    The graph reads an argument that another graph returned where it is. An argument elsewhere is copied to the place of
+    the captured one. Arguments that are one array at the capture must stay one array.
 
     Attributes:
         name: for messages.
@@ -193,10 +197,10 @@ class Captured(Generic[P, R]):
         self._graphs, self._function = graphs, function
         self._num_calls = 0
         self._graph: Any = None
-        self._placed: Any = None  # the arguments as the graph takes them, by name
-        self._together: list[tuple[str, str]] = []  # arguments that share memory there
+        self._placed: Any = None  # arguments at the addresses that the graph reads, by name
+        self._together: list[tuple[str, str]] = []  # paths of arguments that share memory
         self._results: Any = None
-        self._actions: list[Callable[[], None]] = []  # what the host does before a replay
+        self._actions: list[Callable[[], None]] = []  # work of the host before a replay
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         graphs = self._graphs
@@ -220,22 +224,22 @@ class Captured(Generic[P, R]):
         return results
 
     def eager(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function itself, for what does not fit the graph."""
+        """Call the function itself, for arguments that do not fit the graph."""
         return self._function(*args, **kwargs)
 
     def drop(self) -> None:
-        """Destroys the graph; the next call captures another one. What it returned stays as it is."""
+        """Destroy the graph; the next call captures another one. Arrays that it returned stay valid."""
         self._graph = self._placed = self._results = None
         self._together, self._actions = [], []
 
     def arrays(self) -> Iterator[Any]:
-        """What the graph reads as arguments and what it returns."""
+        """Yield the arrays that the graph reads as arguments and those that it returns."""
         return (x for _, x in _leaves("", (self._placed, self._results)) if _is_cupy_array(x))
 
     def _capture(self, args: Any, kwargs: Any) -> None:
-        """Arguments that no graph owns get a place; all ranks capture together, as one may wait for the others."""
+        """Copy arguments that no graph owns, and capture on all ranks together, as one may wait for the others."""
         graphs = self._graphs
-        # Addresses of what the graphs read and write, which stays where it is.
+        # Addresses that the graphs read and write.
         static = {x.data.ptr for captured in graphs._captured for x in captured.arrays()}
 
         def place(path: str, x: Any) -> Any:
@@ -253,7 +257,7 @@ class Captured(Generic[P, R]):
                 with recorded() as actions:
                     results = self._function(*args, **kwargs)
             except BaseException:
-                with suppress(Exception):  # what was refused in a capture makes its end fail, and says less
+                with suppress(Exception):  # an error of its own would hide the one that matters
                     stream.end_capture()
                 raise
             self._graph = stream.end_capture()
@@ -264,7 +268,7 @@ class Captured(Generic[P, R]):
         graphs._comm.barrier()
 
     def _moved(self, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
-        """(argument, place) of what does not lie in its place; all arguments are checked against the capture's."""
+        """Check all arguments against the capture's, and return (argument, place) of those that are elsewhere."""
         moved = {}
         for path, x, placed in self._side_by_side("", _named(args, kwargs), self._placed):
             self._check(path, x, placed)
@@ -278,7 +282,7 @@ class Captured(Generic[P, R]):
         return list(moved.values())
 
     def _side_by_side(self, path: str, x: Any, placed: Any) -> Iterator[tuple[str, Any, Any]]:
-        """(path, value, value at the capture) of all leaves, but for those of frozen dataclasses that are the same."""
+        """Yield (path, value, value at the capture) of all leaves, except in frozen dataclasses that are the same."""
         if x is placed and _is_frozen(x):
             return
         parts, wanted = _parts(path, x), _parts(path, placed)
@@ -318,10 +322,10 @@ class Captured(Generic[P, R]):
 
 
 class Pair:
-    """A forward and its backward as two graphs; made by Graphs.pair.
+    """Forward and its backward as two graphs, made by Graphs.pair.
 
-    forward(*args) returns (results, kept), backward(*gradients, kept) what the caller wants; kept goes from one to the
-    other untouched, and one forward has one backward before the next, as both have one place for everything.
+    forward(*args) returns (results, kept), backward(*gradients, kept) the gradients. Pass kept from one to the other
+    unchanged, and run one backward after each forward, as both have one place for everything.
     """
 
     def __init__(self, graphs: Graphs, forward: Callable[..., tuple[Any, Any]], backward: Callable[..., Any],
@@ -331,15 +335,15 @@ class Pair:
 
 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-_last_streams: WeakKeyDictionary[Comm, Any] = WeakKeyDictionary()  # of the last replay, and its end is that of a comm
-_outlived: list[Any] = []  # pools of closed graphs of which something is in use, as the memory of a pool ends with it
+_last_streams: WeakKeyDictionary[Comm, Any] = WeakKeyDictionary()  # of the last replay on a comm
+_outlived: list[Any] = []  # pools of closed graphs with results in use, as a pool's memory ends with it
 
 
 def _allocate(size: int) -> Any:
-    """Memory for a pool of graphs.
+    """Allocate memory for a pool of graphs.
 
-    NOTE: a pool that cannot get memory frees what it holds and tries again, but graphs write there. So the error is not
-    the one that a pool expects, and it is CuPy's own pool, full of what the eager runs used, that gives memory back.
+    NOTE: a pool without memory frees what it holds and tries again, but graphs write there. So the error is not the one
+    that a pool expects, and CuPy's own pool, which eager runs have filled, gives memory back instead.
     """
     import cupy
 
@@ -357,7 +361,7 @@ def _allocate(size: int) -> Any:
 
 
 def _copy(moved: list[tuple[Any, Any]]) -> None:
-    """Copies arrays to their places; where one lies in the place of another, in part too, all are taken out first."""
+    """Copy arrays to their places; if one overlaps the place of another, copy all of them out first."""
     places = [_footprint(place) for _, place in moved]
     if len(moved) > 1 and any(np.shares_memory(_footprint(x), place) for x, _ in moved for place in places):
         moved = [(x.copy(), place) for x, place in moved]
@@ -370,7 +374,7 @@ def _lies_at(x: Any) -> tuple[Any, ...]:
 
 
 def _footprint(x: Any) -> NDArray[Any]:
-    """A NumPy array with the addresses of a CuPy array: for questions about these, and never to be read."""
+    """Return a NumPy array with the addresses of a CuPy array, for questions about them; do not read it."""
     there = {"data": (x.data.ptr, True), "shape": x.shape, "strides": x.strides, "typestr": f"|V{x.itemsize}",
              "version": 3}  # fmt: skip
     return np.asarray(SimpleNamespace(__array_interface__=there))
@@ -381,7 +385,7 @@ def _named(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(path: str, x: Any) -> list[tuple[str, Any]] | None:
-    """(path, part) of a container; None for what is none. Plans are whole: their arrays are not the call's."""
+    """Return (path, part) of a container, or None. Plans are leaves: their arrays are no arguments."""
     if isinstance(x, (tuple, list)):
         return [(f"{path}[{i}]" if path else f"argument {i}", part) for i, part in enumerate(x)]
     if isinstance(x, dict):
@@ -392,7 +396,7 @@ def _parts(path: str, x: Any) -> list[tuple[str, Any]] | None:
 
 
 def _leaves(path: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """(path, value) of everything in a value that is no container."""
+    """Yield (path, value) of everything in a value that is no container."""
     parts = _parts(path, x)
     if parts is None:
         yield path, x
@@ -402,7 +406,8 @@ def _leaves(path: str, x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _mapped(path: str, x: Any, change: Callable[[str, Any], Any]) -> Any:
-    """The same containers with every leaf changed; frozen dataclasses of which no leaf changes stay what they are."""
+    """Return the containers with every leaf changed; frozen dataclasses without a changed leaf stay the same objects.
+    """
     parts = _parts(path, x)
     if parts is None:
         return change(path, x)
@@ -415,7 +420,7 @@ def _mapped(path: str, x: Any, change: Callable[[str, Any], Any]) -> Any:
     made = dataclasses.replace(x, **{field.name: y for field, y in values if field.init})
     for field, y in values:
         if not field.init:
-            object.__setattr__(made, field.name, y)  # of frozen ones, too
+            object.__setattr__(made, field.name, y)  # works on frozen ones too
     same = all(y is z for (_, y), (_, z) in zip(_leaves("", x), _leaves("", made), strict=True))
     return x if same and _is_frozen(x) else made
 
@@ -425,7 +430,7 @@ def _is_frozen(x: Any) -> bool:
 
 
 def _is_cupy_array(x: Any) -> bool:
-    """Whether x is a CuPy array."""
+    """Return whether x is a CuPy array."""
     return type(x).__module__.startswith("cupy") and hasattr(x, "data")
 
 

@@ -1,7 +1,7 @@
-"""What is captured in CUDA graphs: the configuration, and one normaliser for Python callers and command lines.
+"""Configuration of CUDA graphs, and one normaliser for Python callers and command lines.
 
-Needs no GPU. The names are Megatron-LM's, so that its users find their options; former names are migrated with a
-FutureWarning, which users see, and what this package does not do (mixture of experts) is refused by name.
+It needs no GPU. The names are Megatron-LM's, so that its users find their options. Former names are migrated with a
+FutureWarning, which users see. Unsupported features (mixture of experts) are refused by name.
 
 Source: megatron/core/transformer/cuda_graph_config.py and docs/user-guide/features/cuda_graph.md of Megatron-LM.
 """
@@ -22,14 +22,14 @@ ON_OVERFLOW = ("eager", "error")
 SCOPES = {  # impl -> its inference scopes, the default first
     "none": ("none",), "local": ("layer", "block"), "transformer_engine": ("none",), "full_iteration": ("none",),
 }  # fmt: skip
-PARTS = (*MODULES, "layer")  # what Graphs.captures is asked for
-OTHER_NAMES = {  # what Megatron-LM has, or had, among the modules -> why it is not one here
+PARTS = (*MODULES, "layer")  # arguments of Graphs.captures
+OTHER_NAMES = {  # modules of Megatron-LM, now or before -> why they are refused
     **dict.fromkeys(("moe", "moe_router", "moe_preprocess"), "mixture of experts is not part of this package"),
     "module_scoped": "Megatron-LM has removed it",
 }
 FLAGS = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}  # former name -> impl
 
-# How messages call a field or a former option: to callers of CudaGraphConfig, of normalize, and of a command line.
+# Names of fields and former options in messages: to callers of CudaGraphConfig, of normalize, and of a command line.
 AS_FIELDS = {name: name for name in ("impl", "modules", "inference_scope", "max_packed_seqs", "max_tokens_per_rank",
                                      "warmup_steps", "on_overflow", "single_pool", "cuda_graph_scope")}  # fmt: skip
 AS_OPTIONS = {
@@ -43,7 +43,7 @@ Notices = list[tuple[type[Warning], str]]
 
 
 class _Name(str, Enum):
-    """A name that is a string too: equal to it, and shown as it in messages."""
+    """Name that is a string too: equal to it, and shown as it in messages."""
 
     __repr__ = str.__repr__
     __str__ = str.__str__
@@ -61,7 +61,7 @@ class CudaGraphModule(_Name):
 
 
 class InferenceCudaGraphScope(_Name):
-    """What is one graph when text is written, for `inference_scope`."""
+    """Work that is one graph in decoding, for `inference_scope`."""
 
     none = "none"
     layer = "layer"
@@ -90,22 +90,23 @@ class _AsLocal(str):
 
 @dataclass(frozen=True)
 class CudaGraphConfig:
-    """What is captured, and for packs of which size.
+    """Selection of what is captured, and the sizes of the packs that graphs take.
 
     Attributes:
         impl: "none"; "local": a forward and a backward graph per layer, or per part of one; "full_iteration": one graph
-            for forward and backward of all micro-batches of a step. "transformer_engine" becomes "local" without
-            graphs for inference, with a warning.
+            for forward and backward of all micro-batches of a step. "transformer_engine" becomes "local" without graphs
+            for inference, with a warning.
         modules: the parts of a layer that "local" captures, of "attn", "mlp" and "mamba", in this order; empty: whole
-            layers. Also taken as a string with commas, and as members of CudaGraphModule. See Graphs.captures.
-        inference_scope: "none", "layer" (every whole layer is a graph) or "block" (the stack of layers is one); None
-            becomes "layer" for "local", which has graphs for inference always, else "none".
-        max_packed_seqs: sequences of a pack that a graph takes; None: as many as its rows can hold, at most 2,048.
-        max_tokens_per_rank: rows of a rank that a graph takes; None: those of the first batch.
-        warmup_steps: eager runs before a capture, in which kernels are compiled and communicators connect; with 0 they
-            do so while capturing.
-        on_overflow: what to do with a batch of more sequences or rows: "eager" runs it without graphs, "error" raises.
-        single_pool: graphs share one memory pool: what one has freed, the next may use, as they run in one order.
+            layers. A string with commas and members of CudaGraphModule are accepted too. See Graphs.captures.
+        inference_scope: "none", "layer" (every whole layer is a graph) or "block" (the stack of layers is one). None
+            becomes "layer" for "local", which always has graphs for inference, else "none".
+        max_packed_seqs: most sequences of a pack that a graph takes; None: as many as its rows can hold, at most 2,048.
+        max_tokens_per_rank: most rows of a rank that a graph takes; None: those of the first batch.
+        warmup_steps: eager runs before a capture, which compile kernels and connect communicators; with 0 they do so
+            while capturing.
+        on_overflow: for a batch of more sequences or rows: "eager" runs it without graphs, "error" raises.
+        single_pool: True gives all graphs one memory pool: a later graph reuses memory that an earlier one has freed,
+            as they run in one order.
 
     Args:
         cuda_graph_scope: former name of the modules; it and former values of the modules are migrated as `normalize`
@@ -136,21 +137,22 @@ class CudaGraphConfig:
 
 
 def normalize(**options: Any) -> CudaGraphConfig:
-    """The configuration that Megatron-LM's options mean, former names included; None is an option left out.
+    """Return the configuration that Megatron-LM's options mean, former names included; None is an option left out.
 
     Args:
         cuda_graph_impl, cuda_graph_modules, inference_cuda_graph_scope, cuda_graph_max_packed_seqs,
             cuda_graph_warmup_steps: the fields of CudaGraphConfig, as it takes them.
         cuda_graph_scope: former name of the modules. Both names also take "full" (now no modules), "full_iteration"
-            (now an impl) and "full_iteration_inference" (now the impl "local" with the inference scope "block", alone
-            too: so says Megatron-LM's table of former names, while its code captures nothing then).
+            (now an impl) and "full_iteration_inference" (now the impl "local" with the inference scope "block"). Alone
+            the last one means that too, as in Megatron-LM's table of former names, although its code captures nothing
+            then.
         enable_cuda_graph, external_cuda_graph: True is the impl "local", "transformer_engine".
 
     Returns:
-        CudaGraphConfig. Each migrated option is a FutureWarning that names what to write instead.
+        CudaGraphConfig. Each migrated option gives a FutureWarning that names its replacement.
 
     Raises:
-        TypeError: an option of the wrong type, or another option.
+        TypeError: an option of the wrong type, or an unknown option.
         ValueError: an unknown value, or options that exclude each other; the message names both.
     """
     fields, notices = _normalized(options, AS_OPTIONS)
@@ -160,14 +162,16 @@ def normalize(**options: Any) -> CudaGraphConfig:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds Megatron-LM's flags to a parser, former ones too, unlisted; `from_arguments` reads them."""
+    """Add Megatron-LM's flags to a parser, and former ones without listing them; `from_arguments` reads them."""
     add = parser.add_argument_group("CUDA graphs").add_argument
-    add(AS_FLAGS["impl"], metavar="IMPL", help="none (default), local (per layer) or full_iteration (a whole step)")
+    add(AS_FLAGS["impl"], metavar="IMPL",
+        help="capture none (default), local (each layer) or full_iteration (a whole step)")
     add(AS_FLAGS["modules"], nargs="*", metavar="PART",
-        help="parts of a layer that local captures: attn, mlp, mamba (default: whole layers)")
-    add(AS_FLAGS["inference_scope"], metavar="SCOPE", help="layer (default) or block for local, none for the others")
-    add(AS_FLAGS["max_packed_seqs"], type=int, metavar="N", help="documents of a pack that a graph takes")
-    add(AS_FLAGS["warmup_steps"], type=int, metavar="N", help="eager steps before a capture (default: 3)")
+        help="capture these parts of a layer with local: attn, mlp, mamba (default: whole layers)")
+    add(AS_FLAGS["inference_scope"], metavar="SCOPE",
+        help="capture each layer (default for local), the block of all layers, or none in inference")
+    add(AS_FLAGS["max_packed_seqs"], type=int, metavar="N", help="capture packs of up to N documents")
+    add(AS_FLAGS["warmup_steps"], type=int, metavar="N", help="run N steps eagerly before a capture (default: 3)")
     add(AS_FLAGS["cuda_graph_scope"], nargs="*", help=argparse.SUPPRESS)
     for flag in FLAGS:
         add(AS_FLAGS[flag], action="store_true", help=argparse.SUPPRESS)
@@ -176,15 +180,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def from_arguments(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, no_inference: str = ""
 ) -> CudaGraphConfig:
-    """Return the configuration that parsed flags mean: what `normalize` makes of them.
+    """Return the configuration that parsed flags mean, as `normalize` does.
 
-    What it would raise is an error of the parser, which ends the program with a message and status 2.
+    An error of `normalize` becomes an error of the parser, which ends the program with a message and status 2.
 
     Args:
-        parser: that `add_arguments` was called with.
-        arguments: what it has parsed.
-        no_inference: why the program captures nothing for inference, so that flags which ask for a layer or a block are
-            an error that says it; "": they are not.
+        parser: the parser that `add_arguments` was called with.
+        arguments: its result.
+        no_inference: the reason why the program captures nothing for inference; flags that ask for a layer or a block
+            are an error that gives it. "": no such error.
     """
     options = {option: getattr(arguments, option) for option in AS_OPTIONS.values()}
     try:
@@ -200,13 +204,13 @@ def from_arguments(
 
 
 class Migration(NamedTuple):
-    """A former value of the modules: the values of other fields that it may stand beside, and what it means."""
+    """Former value of the modules: its meaning today, and the values of other fields that may accompany it."""
 
     beside: dict[str, tuple[str | None, ...]]
     meaning: dict[str, str]
 
     def now(self, names: dict[str, str]) -> str:
-        """What to write instead."""
+        """Return what to write instead."""
         return " with ".join(f"{names[field]}={value!r}" for field, value in self.meaning.items())
 
 
@@ -236,25 +240,25 @@ def _normalized(
 def _migrated(
     given: dict[str, Any], names: dict[str, str], no_inference: str = ""
 ) -> tuple[dict[str, Any], Notices]:
-    """Return the fields, and what to warn of: nothing is said about options that are then refused."""
+    """Return the fields, and the warnings to give; options that are refused afterwards give none."""
     notices: Notices = []
     fields: dict[str, Any] = {"impl": "none", "inference_scope": None}
     fields |= {name: check(names[name], given[name]) for name, check in CHECKS.items()
-               if name in given and name != "modules"}  # whose former values are none any more
+               if name in given and name != "modules"}  # _migrated_modules handles their former values
     fields["impl"] = _migrated_flags(fields["impl"], given, names, notices)
     fields |= _migrated_modules(fields, given, names, notices)
     if no_inference and fields["inference_scope"] not in (None, "none"):
         by = next(name for name in ("inference_scope", "cuda_graph_scope", "modules") if given.get(name))
         raise ValueError(f"{names[by]} is {_plain(given[by])!r}, wanted no graph for inference, as {no_inference}; "
                          f"leave it out")
-    checked = _checked(fields, names)
+    checked = _validated(fields, names)
     if checked["impl"] != fields["impl"]:
         notices.append((UserWarning, _runs_as_local(names["impl"])))
     return checked, notices
 
 
 def _migrated_flags(impl: str, given: dict[str, Any], names: dict[str, str], notices: Notices) -> str:
-    """The impl, whichever of its names it came by."""
+    """Return the impl, from either of its names."""
     flags = [flag for flag in FLAGS if flag in given and as_bool(names[flag], given[flag])]
     if len(flags) > 1:
         both = " and ".join(names[flag] for flag in flags)
@@ -271,7 +275,7 @@ def _migrated_flags(impl: str, given: dict[str, Any], names: dict[str, str], not
 def _migrated_modules(
     fields: dict[str, Any], given: dict[str, Any], names: dict[str, str], notices: Notices
 ) -> dict[str, Any]:
-    """The modules, and the fields that their former values mean."""
+    """Return the modules, and the fields that their former values mean."""
     called = names["modules"]
     listed = _listed(called, given.get("modules", ()))
     if "cuda_graph_scope" in given:
@@ -308,8 +312,8 @@ def _runs_as_local(impl: str) -> str:
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def _checked(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return the fields as a configuration keeps them; TypeError or ValueError for those that it does not take."""
+def _validated(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Return the fields as a configuration keeps them, or raise TypeError or ValueError."""
     kept = {name: CHECKS[name](names[name], value) for name, value in fields.items()}
     impl = "transformer_engine" if isinstance(kept["impl"], _AsLocal) else kept["impl"]
     if impl == "full_iteration" and kept["modules"]:
@@ -323,7 +327,7 @@ def _checked(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def _modules(called: str, value: Any) -> tuple[str, ...]:
-    """Modules in their order, each once."""
+    """Return modules in their order, each once."""
     names = _listed(called, value)
     for name in names:
         if name not in MODULES:
@@ -334,7 +338,7 @@ def _modules(called: str, value: Any) -> tuple[str, ...]:
 
 
 def _listed(called: str, value: Any) -> list[str]:
-    """The names in a string with commas, in a member of an enum, or in an iterable of such."""
+    """Return the names in a string with commas, in a member of an enum, or in an iterable of them."""
     items = [value] if isinstance(value, (str, Enum)) else value
     if not isinstance(items, Iterable):
         raise TypeError(f"{called} is {found(value)}; wanted names of modules; pass a tuple of str")
@@ -347,7 +351,9 @@ def _listed(called: str, value: Any) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """The name of an enum's member, whose number differs between versions of Megatron-LM; all else as it is."""
+    """Return the name of an enum's member, whose number differs between versions of Megatron-LM; return others
+    unchanged.
+    """
     return value.name if isinstance(value, Enum) else value
 
 

@@ -1,7 +1,7 @@
-"""The static pack: lengths of changing batches at one place, and plans that follow them there.
+"""StaticPack: batches of changing lengths at fixed addresses, and the plans that follow them.
 
-A captured graph reads the same arrays at every replay. So the number of sequences is padded by empty ones, which cost
-nothing, the rows to a capacity, and a batch is loaded by one copy of its lengths and planned by the plan kernels.
+A captured graph reads the same arrays at every replay. So empty sequences, which cost nothing, pad the number of
+sequences, and padding rows fill the capacity. One copy of its lengths loads a batch, and plan kernels plan it.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from thdattn.plan.generations import renew
 from thdattn.plan.plan import Plan
 from thdattn.sharding import Sharding
 
-MOST_SEQUENCES = 2048  # unless the configuration says more
+MOST_SEQUENCES = 2048  # default capacity
 
 Planner = CPAttention | Mamba2Mixer
 
 
 class StaticPack:
-    """Batches of up to so many sequences and rows, and one plan per mask for all of them.
+    """Fixed capacity of sequences and rows for batches of changing lengths, with one plan per mask for all of them.
 
-    Without active graphs the batches are planned as usual, one by one, so that a program is the same everywhere.
+    Without active graphs every batch is planned as usual, so that one program serves every machine.
 
     Args:
-        graphs: config.max_packed_seqs sequences are room for; None: as many as rows, at most 2,048.
+        graphs: config.max_packed_seqs is the capacity in sequences; None: as many as rows, at most 2,048.
         attentions: one per mask, all on one comm, of engine "cuda" if graphs are active. A Mamba2Mixer may be one of
             them; beside a causal attention without a window it needs no plan of its own.
         num_rows: rows of every batch, of all ranks together.
-        sharding: "dual_chunk" or "contiguous", as CPAttention.plan takes them; by default what the first one takes.
+        sharding: "dual_chunk" or "contiguous", as CPAttention.plan takes them; by default that of the first attention.
         num_batches: micro-batches that are loaded at once, for a graph of all of them.
-        like: a batch as they usually are, which the kernels' order of work is chosen by; results do not depend on it.
-        finite_padding: as CPAttention.plan; without it, every pack is taken for one with padding.
+        like: a typical batch, from which the kernels choose their order of work; results do not depend on it.
+        finite_padding: as CPAttention.plan; without it, every pack is assumed to have padding.
 
     Attributes:
         max_seqs, num_rows, num_batches: the capacity.
 
     Raises:
-        TypeError: a count that is no int, graphs that are none, or attentions that are in no list.
+        TypeError: a count that is no int, graphs of another type, or attentions that are in no list.
         ValueError: a count below 1, no attention, one of another engine, an unknown sharding, more rows than
-            config.max_tokens_per_rank allows, or a sharding or cp_comm_type that graphs cannot have.
+            config.max_tokens_per_rank allows, or a sharding or cp_comm_type that graphs cannot capture.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class StaticPack:
         self._finite_padding, self._num_loads = finite_padding, 0
         if not self._attentions:
             raise ValueError("attentions is empty, wanted at least one attention; pass one per mask")
-        # Slots of 16 bytes, as that is how arrays of a plan are aligned.
+        # Arrays of a plan are aligned to 16 bytes.
         self._slots = -(-(self.max_seqs + 1) // 4) * 4
-        self._shardings = [self.sharding(PackedBatch([0]))] * self.num_batches  # until the first load all is padding
+        self._shardings = [self.sharding(PackedBatch([0]))] * self.num_batches  # all rows are padding at first
         for attention in self._attentions:
             check_method(attention, sharding, config.impl)
         rows = self._shardings[0].local_rows
@@ -76,7 +76,7 @@ class StaticPack:
             self._make_plans(like)
 
     def _make_plans(self, like: PackedBatch | None) -> None:
-        """Plans of lengths on the GPU."""
+        """Make plans of lengths on the GPU."""
         for attention in self._attentions:
             if attention.engine != "cuda":
                 raise ValueError(f"attentions holds one of engine {attention.engine!r}, wanted 'cuda' as graphs are "
@@ -92,9 +92,9 @@ class StaticPack:
         )
 
     def fits(self, batches: Sequence[PackedBatch]) -> bool:
-        """Whether the batches can be loaded: to be asked once per step, on the host, alike on all ranks.
+        """Return whether the batches can be loaded. Ask once per step, on the host, with the same batches on all ranks.
 
-        Counts a step that cannot be in graphs.num_overflows.
+        A step that does not fit is counted in graphs.num_overflows.
 
         Raises:
             TypeError: batches are in no list.
@@ -108,7 +108,7 @@ class StaticPack:
         return not excess
 
     def _excess(self, batches: Sequence[PackedBatch]) -> str:
-        """Of what the first batch that cannot be loaded has too much; "" if all can."""
+        """Describe by how much the first batch that does not fit exceeds the capacity; return "" if all fit."""
         for number, batch in enumerate(batches):
             for what, found, room in (("sequences", batch.num_seqs, self.max_seqs),
                                       ("rows", batch.total_rows, self.num_rows)):  # fmt: skip
@@ -117,7 +117,7 @@ class StaticPack:
         return ""
 
     def load(self, batches: Sequence[PackedBatch]) -> None:
-        """Copies the lengths of batches that fit, on the current stream; the host does not wait.
+        """Copy the lengths of batches that fit, on the current stream; the host does not wait.
 
         Args:
             batches: num_batches batches with their lengths on the host.
@@ -141,10 +141,11 @@ class StaticPack:
             self._upload.send([offsets for batch in batches for offsets in batch.offsets(self._slots)])
 
     def plans(self, number: int = 0) -> tuple[Plan, ...]:
-        """The plans of the loaded batch of this number, one per attention; those of the batch before become these.
+        """Return the plans of the loaded batch of this number, one per attention. They replace those of the batch
+        before.
 
-        What forward made with the batch before is refused by backward then. A graph may capture this: each replay then
-        plans the batch that is loaded.
+        Backward then refuses what forward made with the batch before. A graph may capture this call: each replay then
+        plans the loaded batch.
 
         Raises:
             TypeError: number is no int.
@@ -159,15 +160,15 @@ class StaticPack:
             self._lengths[...] = self._loaded[number]
         for plan in self._plans:
             plan.refresh()
-            renew(plan.arrays.lengths, lambda: (self._num_loads, number))  # the same, however often it is asked for
+            renew(plan.arrays.lengths, lambda: (self._num_loads, number))  # asked again, it stays the same
         return self._plans
 
     def padded(self, batch: PackedBatch) -> PackedBatch:
-        """The batch with the capacity's rows, which is how a rank's rows are cut out of it."""
+        """Return the batch with the capacity's rows, from which a rank's rows are cut out."""
         return batch.padded_to(self.num_rows)
 
     def sharding(self, batch: PackedBatch) -> Sharding:
-        """The sharding of a batch on the host, padded to the capacity."""
+        """Return the sharding of a batch on the host, padded to the capacity."""
         return self._attentions[0].sharding(self.padded(batch), self._strategy)
 
 
@@ -178,9 +179,10 @@ def _lengths(batches: Sequence[PackedBatch]) -> dict[str, Any]:
 
 
 def check_method(attention: Planner, strategy: str | None, impl: str) -> None:
-    """Raises ValueError where rows cannot be spread like this, or not with graphs of this impl, of changing batches.
+    """Raise a ValueError where rows cannot be spread like this, or where graphs of this impl cannot capture it for
+    changing batches.
 
-    The latter is where what travels depends on the lengths, or where more is planned than one key buffer.
+    A graph captures neither sizes of messages that depend on the lengths, nor more than one planned key buffer.
     """
     sharding = attention.sharding(PackedBatch([0]), strategy)
     if impl == "none":

@@ -1,4 +1,4 @@
-"""What comes from the host, at one place on the GPU."""
+"""Upload: an array at a fixed address on the GPU that the host writes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 
 class Upload:
-    """An array at one place on the GPU, for what comes from the host before a graph reads it.
+    """Array at a fixed address on the GPU, for data of the host that a graph reads.
 
-    The copy is made from pinned memory: from other memory the host may wait for the work before it. Two pinned arrays
-    take turns, so that the host waits only where it is two uploads ahead.
+    It copies from pinned memory, as from other memory the host may wait for earlier work. Two pinned arrays take turns,
+    so the host waits only if it is two uploads ahead.
 
     Args:
-        size: int32 words, which are 0 at first.
-        on_gpu: False: the array is NumPy's, for programs that run without a GPU as well.
+        size: int32 words, 0 at first.
+        on_gpu: False makes a NumPy array instead, for programs that run without a GPU as well.
 
     Attributes:
         words: (size,) int32, always the same array.
@@ -35,7 +35,7 @@ class Upload:
         self._pinned = [(cupyx.empty_pinned(size, np.int32), cupy.cuda.Event(disable_timing=True)) for _ in range(2)]
 
     def send(self, parts: Sequence[NDArray[np.int32]]) -> None:
-        """Writes the parts, one after another, for work that is enqueued later on the current stream.
+        """Write the parts, one after another, for work that is enqueued later on the current stream.
 
         Args:
             parts: 1-D int32 arrays on the host, `size` words together.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from thdattn.kernels.configs import PAD
 from thdattn.kernels.instances import ELEMENT_TYPES, PLAIN, Instance, Kind, instance
-from thdattn.mamba.configs import CHUNK
+from thdattn.mamba.shape import CHUNK
 
 CACHE_KERNELS = ("thd_cache_append", "thd_cache_fill")
 MIXER_THREADS = 128  # of a thread block that has states

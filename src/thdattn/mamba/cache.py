@@ -1,4 +1,4 @@
-"""Mamba2Cache: what a Mamba-2 mixer keeps of texts that grow, of one size however long they become."""
+"""Mamba2Cache: the decode cache of a Mamba-2 mixer, whose size does not depend on the lengths of the sequences."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from thdattn.mamba.saved import Mamba2Saved
 from thdattn.mamba.select import mixer_engine
 from thdattn.mamba.shape import MixerShape
 
-MAX_TEXTS = 2**16 - 1  # of one launch
+MAX_TEXTS = 2**16 - 1  # thread blocks in y of one launch
 
 
-@dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
+@dataclass(frozen=True, eq=False, repr=False)  # to compare or print arrays would wait for the GPU
 class Mamba2Cache:
-    """States and last rows of several texts; made by Mamba2Mixer.cache, moved on by Mamba2Mixer.decode.
+    """Decode states and last input rows of several sequences. Mamba2Mixer.cache makes it, Mamba2Mixer.decode advances
+    it.
 
-    Everything stays where it is, so that a captured CUDA graph goes on from what it finds. Every call uses the work
-    buffer: calls with one cache belong on one stream.
+    All arrays keep their addresses, so a captured CUDA graph continues from their current contents. Every call uses the
+    work buffer: run the calls with one cache on one stream.
 
     Attributes:
-        num_texts: how many texts.
-        rows: (num_texts, conv_width - 1, channels), dtype of the mixer: the last rows of x, B and C of each text in
-            their order, 0 in front of its first.
-        states: (num_texts, num_heads, head_dim, state_dim) float32 (float64 for float64), behind the last row.
-        active: (num_texts,) bool, which texts take a step: all at first. To be written to, between replays too. The
-            others keep what they have, and whatever their row holds, their result is 0.
-        work: (num_texts, channels) float32 (float64), a buffer of the engine's.
+        num_texts: number of sequences.
+        rows: (num_texts, conv_width - 1, channels), dtype of the mixer: the last rows of x, B and C of each sequence in
+            order, with 0 in front of its first row.
+        states: (num_texts, num_heads, head_dim, state_dim) float32 (float64 for float64), the state after the last row.
+        active: (num_texts,) bool, the sequences that decode advances: all at first. Callers may write to it, between
+            replays too. The other sequences keep rows and states, and their result is 0 whatever their input holds.
+        work: (num_texts, channels) float32 (float64), a work buffer of the engine.
     """
 
     num_texts: int
@@ -46,24 +47,25 @@ class Mamba2Cache:
 
     @property
     def made_for(self) -> dict[str, Any]:
-        """What must agree with the mixer that uses the cache."""
+        """Traits that must agree with the mixer that uses the cache."""
         return traits(self._shape, self._engine)
 
     def reset(self) -> None:
-        """All texts become empty; which of them are active stays."""
+        """Make all sequences empty, and keep `active`."""
         self.rows.fill(0)
         self.states.fill(0)
 
     def fill(self, saved: Mamba2Saved) -> None:
-        """Takes over what a forward left: sequence i of the pack becomes text i.
+        """Take over the final rows and states of a forward: sequence i of the pack becomes sequence i of the cache.
 
         Args:
-            saved: from Mamba2Mixer.forward, on one rank, over num_texts sequences, which may be empty.
+            saved: from Mamba2Mixer.forward on one rank, over num_texts sequences, which may be empty.
 
         Raises:
-            TypeError: a saved that is none.
+            TypeError: a saved of another type.
             ValueError: a saved of several ranks, of another number of sequences, of a mixer of other sizes, or of
-                lengths that the GPU has found wrong meanwhile; until the host is told, these fill the cache with NaN.
+                lengths that the GPU has reported as wrong. Until the host knows of wrong lengths, they fill the cache
+                with NaN.
         """
         check_kind("saved", saved, Mamba2Saved, "pass the one that forward returned")
         plan, batch = saved.plan, saved.plan.batch
@@ -86,12 +88,12 @@ class Mamba2Cache:
 
 
 def traits(shape: MixerShape, engine: Any) -> dict[str, Any]:
-    """What must agree between a cache, the mixers that use it and the forwards that it is filled from."""
+    """Return the traits in which a cache, its mixers, and the forwards that fill it must agree."""
     return {**shape._asdict(), "engine": engine.name}
 
 
 def make_cache(engine: Any, cp_size: int, num_texts: int, shape: MixerShape) -> Mamba2Cache:
-    """A cache of empty texts, see Mamba2Mixer.cache."""
+    """Make a cache of empty sequences; see Mamba2Mixer.cache."""
     if cp_size > 1:
         raise ValueError(
             f"comm has {cp_size} ranks, wanted 1: texts in a cache are not spread; give every rank texts of its own, "

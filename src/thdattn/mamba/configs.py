@@ -1,4 +1,4 @@
-"""Slabs of columns of the Mamba-2 mixer's kernels per state_dim, as kernels/configs.py has the tiles of attention."""
+"""Tile sizes of the Mamba-2 mixer's forward kernels by state_dim, as kernels/configs.py has those of attention."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from thdattn.kernels.configs import PAD
 from thdattn.kernels.instances import ELEMENT_TYPES, Instance
+from thdattn.mamba.shape import CHUNK
 
-CHUNK = 64  # rows, kChunk of kernels/mamba/common.cuh
-SEGMENT_CHUNKS = 32  # of a segment; fewer give more thread blocks, and more states to write and read
-BEGIN_CHUNKS = 2  # that a thread block of a scan could have walked over before it begins
+SEGMENT_CHUNKS = 32  # chunks of a segment; fewer give more thread blocks, and more states to write and read
+BEGIN_CHUNKS = 2  # time in chunks that a thread block of a scan needs before it begins
 BOX_BYTES = 2 * 64 * CHUNK  # kBox of kernels/mamba/hopper.cuh
 ROWS_BEFORE = 8  # kBefore of kernels/mamba/conv_states_sm90.cu
 CONV_COLUMNS, CONV_ROWS = 128, 256  # kConvColumns and kConvTile of kernels/mamba/conv.cu
-RATES_HEADS = 16  # heads whose dt a thread block of it makes
+RATES_HEADS = 16  # heads whose dt a thread block of conv.cu computes
 FOLD_THREADS = 256  # kFoldThreads of kernels/mamba/scan.cu
 MIXER_KERNELS = ("thd_ssd_fold", "thd_ssd_start", "thd_ssd_enter")
 
-# What the kernels are there for. Rows of zxbcdt are read 16 bytes at a time, hence the multiple.
+# Sizes that have kernels. Rows of zxbcdt are read 16 bytes at a time, hence the multiple of 8 heads.
 MIXER_SIZES = {"head_dim": (64, 128), "state_dim": (64, 128, 256), "conv_width": range(1, 9),
                "num_heads": range(8, 2**20, 8),
                "d_inner // norm_groups": range(1, 8 * 1024 + 1)}  # fmt: skip
@@ -26,7 +26,7 @@ MIXER_SIZES = {"head_dim": (64, 128), "state_dim": (64, 128, 256), "conv_width":
 
 @dataclass(frozen=True)
 class Slab:
-    """What a thread block has of x: `subs` times `width` columns, each of one head, with states of state_dim columns.
+    """Columns of x per thread block: `subs` times `width`, each of one head, with states of state_dim columns.
 
     scan_stages, states_stages: chunks in shared memory at a time, of thd_ssd_scan and thd_ssd_states.
     """
@@ -37,30 +37,31 @@ class Slab:
     scan_stages: int
     states_stages: int
 
-    by_boxes = False  # it loads rows by pointers
+    by_boxes = False  # kernels load rows by pointers, not by tensor maps
 
     @property
     def columns(self) -> int:
-        """Of x."""
+        """Columns of x per thread block."""
         return self.width * self.subs
 
     @property
     def scan_threads(self) -> int:
-        """Of a thread block."""
+        """Threads per block of thd_ssd_scan."""
         return 256 * self.subs
 
     @property
     def states_threads(self) -> int:
-        """The same."""
+        """Threads per block of thd_ssd_states."""
         return 128 * self.subs
 
     def states_kernel(self, dtype: str) -> Instance:
-        """thd_ssd_states for "float16" or "bfloat16"."""
+        """Return thd_ssd_states for "float16" or "bfloat16"."""
         stage = _tile(CHUNK, self.columns) + _tile(CHUNK, self.state_dim) + 4 * (CHUNK + 4) * self.subs
         return self._instance("thd_ssd_states", dtype, self.states_stages, self.states_stages * stage)
 
     def scan_kernel(self, dtype: str, gates: bool = True) -> Instance:
-        """thd_ssd_scan for "float16" or "bfloat16"; gates: whether it makes out, which a norm does otherwise."""
+        """Return thd_ssd_scan for "float16" or "bfloat16"; gates: True if it writes out, which a norm does otherwise.
+        """
         tiles = 2 * (_tile(CHUNK, self.columns) + _tile(CHUNK, self.state_dim))
         stage = tiles + 3 * 4 * CHUNK * self.subs + 8 * CHUNK
         shared_bytes = self.scan_stages * stage + _tile(self.columns, self.state_dim) + 3 * 4 * 4
@@ -78,7 +79,7 @@ def _tile(rows: int, columns: int) -> int:
 
 @dataclass(frozen=True)
 class SlabSm90:
-    """The same on Hopper: `warpgroups` times 64 columns of x, each of one head."""
+    """Columns of x per thread block on Hopper: `warpgroups` times 64, each of one head."""
 
     warpgroups: int
     state_dim: int
@@ -89,40 +90,40 @@ class SlabSm90:
 
     @property
     def columns(self) -> int:
-        """Of x."""
+        """Columns of x per thread block."""
         return 64 * self.warpgroups
 
     @property
     def scan_threads(self) -> int:
-        """Of a thread block."""
+        """Threads per block of thd_ssd_scan_sm90."""
         return 256 * self.warpgroups + 128
 
     @property
     def states_threads(self) -> int:
-        """The same."""
+        """Threads per block of thd_ssd_states_sm90."""
         return 128 * self.warpgroups
 
     def states_kernel(self, dtype: str) -> Instance:
-        """thd_ssd_states_sm90 for "float16" or "bfloat16"."""
+        """Return thd_ssd_states_sm90 for "float16" or "bfloat16"."""
         stage = BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 2 * 4 * CHUNK * self.warpgroups
         return self._instance("thd_ssd_states_sm90", (ELEMENT_TYPES[dtype],), self.states_stages, stage)
 
     def convolves(self, conv_width: int) -> bool:
-        """Whether there is conv_states_kernel: wider convolutions leave no registers for states."""
+        """Return whether conv_states_kernel exists: wider convolutions leave no registers for states."""
         return conv_width <= 4
 
     def conv_states_kernel(self, dtype: str, conv_width: int) -> Instance:
-        """thd_ssd_conv_states_sm90 for "float16" or "bfloat16"."""
+        """Return thd_ssd_conv_states_sm90 for "float16" or "bfloat16"."""
         raw = 2 * 64 * (CHUNK + ROWS_BEFORE)
         stage = BOX_BYTES * (self.state_dim // 64) + (raw + 2 * 4 * CHUNK) * self.warpgroups
         return self._instance("thd_ssd_conv_states_sm90", (ELEMENT_TYPES[dtype], conv_width), 3, stage)
 
     def scan_kernel(self, dtype: str, gates: bool = True) -> Instance:
-        """thd_ssd_scan_sm90 for "float16" or "bfloat16"; gates: as of Slab."""
+        """Return thd_ssd_scan_sm90 for "float16" or "bfloat16"; gates: see Slab."""
         stage = 2 * BOX_BYTES * (self.warpgroups + self.state_dim // 64) + 3 * 4 * CHUNK * self.warpgroups
         front = BOX_BYTES * self.state_dim // 64 + 4 * 4 + 2 * 8  # a state in front of a chunk
         weights = BOX_BYTES + 2 * 8
-        made = 4 * 8 * 2 * 64  # rows on their way to memory
+        made = 4 * 8 * 2 * 64  # rows that are stored to global memory
         of_warpgroups = (2 * front + weights + made) * self.warpgroups
         kernel = "thd_ssd_scan_sm90" if gates else "thd_ssd_scan_ungated_sm90"
         return self._instance(kernel, (ELEMENT_TYPES[dtype],), self.scan_stages, stage, of_warpgroups)
@@ -135,7 +136,8 @@ class SlabSm90:
         return Instance(f"{kernel}<{', '.join(map(str, constants))}>", shared_bytes)
 
 
-# From the first choice on: two heads share what they read of B and C; GPUs with less shared memory take later ones.
+# The first slab that fits is taken: two heads of a thread block share the loads of B and C. Later slabs are for GPUs
+# with less shared memory.
 SLABS = (
     Slab(64, 2, 64, scan_stages=2, states_stages=3),
     Slab(64, 1, 64, scan_stages=2, states_stages=3),
@@ -155,7 +157,7 @@ SLABS_SM90 = (  # states of 256 columns take too many registers
 
 @functools.cache
 def slab_for(state_dim: int, group_columns: int, shared_bytes: int, sm90: bool) -> Slab | SlabSm90:
-    """The first choice that fits.
+    """Return the first slab whose kernels fit.
 
     Args:
         group_columns: columns of x that read one group of B and C.
@@ -170,9 +172,9 @@ def slab_for(state_dim: int, group_columns: int, shared_bytes: int, sm90: bool) 
 
 
 def segments_of_block(segments: int, slabs: int, multiprocessors: int) -> int:
-    """How many segments a thread block of a scan walks over, one block at a time on a multiprocessor.
+    """Return how many segments a thread block of a scan walks over, with one block at a time on a multiprocessor.
 
-    That which is done first, if a block takes as long as BEGIN_CHUNKS chunks to begin.
+    The number minimises the time, if a block takes as long as BEGIN_CHUNKS chunks to begin.
     """
 
     def chunks(of_block: int) -> int:
@@ -183,34 +185,34 @@ def segments_of_block(segments: int, slabs: int, multiprocessors: int) -> int:
 
 
 def thd_mixer_conv(dtype: str, conv_width: int) -> Instance:
-    """The kernel, for "float16" or "bfloat16"."""
+    """Return the kernel for "float16" or "bfloat16"."""
     return Instance(f"thd_mixer_conv<{ELEMENT_TYPES[dtype]}, {conv_width}>")
 
 
 @dataclass(frozen=True)
 class NormTile:
-    """Kernels of kernels/mamba/norm.cu for groups of so many columns, 8 of each thread."""
+    """Kernels of kernels/mamba/norm.cu for groups of `columns` columns, 8 per thread."""
 
     columns: int
     after_gate: bool
 
-    rows = 2  # of a thread block; backward it has a chunk
+    rows = 2  # per thread block of the forward; one of the backward has a chunk
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads per block."""
         return 32 * -(-self.columns // 256)
 
     def thd_mixer_norm(self, dtype: str) -> Instance:
-        """The kernel of rows of a pack, for "float16" or "bfloat16"."""
+        """Return the kernel for rows of a pack, for "float16" or "bfloat16"."""
         return self._instance("thd_mixer_norm", dtype, self.rows)
 
     def thd_mixer_decode_norm(self, dtype: str) -> Instance:
-        """The kernel of rows of texts."""
+        """Return the kernel for decoded rows."""
         return self._instance("thd_mixer_decode_norm", dtype, self.rows)
 
     def thd_mixer_norm_bwd(self, dtype: str) -> Instance:
-        """The kernel of gradients."""
+        """Return the kernel of the gradients."""
         return self._instance("thd_mixer_norm_bwd", dtype)
 
     def _instance(self, kernel: str, dtype: str, *more: int) -> Instance:

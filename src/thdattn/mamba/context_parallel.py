@@ -1,14 +1,14 @@
-"""States travel, not rows: context parallelism of a Mamba-2 mixer, forward and backward, for every engine and comm.
+"""Context parallelism of a Mamba-2 mixer, forward and backward, for every engine and comm: ranks exchange states, not
+rows.
 
-A rank has a slice of the pack. For its first rows it needs the last ones of the ranks before, which the convolution
-sees, and the state that their sequence has reached. However many sequences a rank has, it takes the state in front to
-`decay * state + own` behind, where decay is 0 if one begins on it. So ranks tell each other decay and own, one state of
-all heads, whatever the lengths are, and each adds up those before it. Gradients of states come from the ranks behind in
-the same way.
+A rank has a slice of the pack. Its first rows need the last rows of earlier ranks, which the convolution reads (the
+halo), and the state that their sequence has reached. A rank maps the state in front of its rows to `decay * state +
+own` behind them, with decay 0 if a sequence begins on the rank. So ranks exchange decay and own, one state of all
+heads, whatever the lengths are. Each rank accumulates those of the ranks before it. Gradients of states come from the
+ranks behind in the same way.
 
-Rows whose sequence began on this rank need no state of others: enough of them to hide the gather of the states have
-their turn between it and the first use of what it brings. What is gathered goes where keys of attention go, through
-peer memory beside those rows.
+Rows whose sequence began on this rank need no state of other ranks. Enough of them to overlap the gather of the states
+run before its first use. The gather uses the transport of the attention's keys: peer memory, where ranks have it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from thdattn.plan.plan import Plan
 
 
-AHEAD = 16  # segments that go while states travel
+AHEAD = 16  # segments that run while states are exchanged
 
 
 class Kept(NamedTuple):
-    """What a forward keeps for its backward beside its arguments.
+    """Arrays that a forward keeps for its backward beside its arguments.
 
     y: (local_rows, d_inner), before the gate.
     halo: (conv_width - 1, channels), the rows of x, B and C in front of this rank's.
     states: (segments, num_heads, head_dim, state_dim), in front of each segment of rows.
-    act: what the convolution made, as the engine has it; None: it is to be made again.
+    act: the results of the convolution; None: backward recomputes them.
     """
 
     y: Any
@@ -45,12 +45,12 @@ class Kept(NamedTuple):
 def forward(
     engine: Any, comm: Comm, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, shape: MixerShape, keep: bool = True
 ) -> tuple[Any, Kept]:
-    """out of this rank's rows, and what the backward needs; see Mamba2Mixer.
+    """Compute out of this rank's rows, and what the backward needs; see Mamba2Mixer.
 
     Args:
-        engine: the mixer's, thdattn.mamba.reference or thdattn.mamba.cuda.
+        engine: the mixer's functions, thdattn.mamba.reference or thdattn.mamba.cuda.
         zxbcdt, weights: the engine's arrays.
-        keep: whether to keep what the convolution makes.
+        keep: True keeps the results of the convolution.
     """
     halo = engine.mixer_tail(zxbcdt, plan, shape)
     if comm.size > 1 and shape.reach:
@@ -58,11 +58,11 @@ def forward(
         wait()
         halo = engine.mixer_halo(tails, plan, shape)
     act, states, decays = engine.mixer_conv_states(zxbcdt, halo, weights, plan, shape, keep)
-    summary = engine.ssd_fold(states, decays, plan, shape)
+    summary = engine.mixer_fold(states, decays, plan, shape)
     y, out = (plan.engine.empty((len(zxbcdt), shape.d_inner), zxbcdt.dtype) for _ in range(2))
 
     def scan(segments: slice) -> None:
-        engine.ssd_scan(act, zxbcdt, states, weights.D, plan, shape, segments, (y, out))
+        engine.mixer_scan(act, zxbcdt, states, weights.D, plan, shape, segments, (y, out))
 
     if comm.size == 1:
         scan(slice(len(states)))
@@ -71,7 +71,7 @@ def forward(
         ahead, waiting, others = plan.once("turns forward", lambda: _turns(engine, plan))
         scan(ahead)
         wait()
-        engine.ssd_enter(states, decays, engine.ssd_start(summaries, plan, shape), waiting)
+        engine.mixer_enter(states, decays, engine.mixer_start(summaries, plan, shape), waiting)
         scan(others)
     if shape.norm:
         engine.mixer_norm(y, zxbcdt, weights.norm_weight, plan, shape, out)
@@ -80,11 +80,11 @@ def forward(
 
 
 def memory(engine: Any, comm: Comm, plan: Plan, shape: MixerShape, keep: bool) -> Memory:
-    """Bytes of all that forward and backward make, for a mixer with this plan, which needs no arrays."""
+    """Return the bytes that forward and backward allocate for a mixer with this plan, which needs no arrays."""
     rows, dtype, sums = plan.local_rows, shape.dtype, shape.sum_dtype
     of_inner = num_bytes((rows, shape.d_inner), dtype)
     zxbcdt, ends = num_bytes((rows, shape.columns), dtype), (shape.reach, shape.channels)
-    states = num_bytes((-(-rows // engine.ssd_segment_rows), *shape.state), sums)
+    states = num_bytes((-(-rows // engine.mixer_segment_rows), *shape.state), sums)
     forward = {"plan": plan.engine.plan_bytes(plan)} | engine.mixer_forward_bytes(plan, shape)
     backward = engine.mixer_backward_bytes(plan, shape)
     saved = {"zxbcdt": zxbcdt, "out": of_inner, "y": of_inner, "states": states}
@@ -95,7 +95,8 @@ def memory(engine: Any, comm: Comm, plan: Plan, shape: MixerShape, keep: bool) -
         saved["rows in front"] = halo
         forward["rows and states of ranks"], backward["their gradients"] = (comm.size * sum(x) for x in (there, back))
         windows = [comm.gather_bytes([size], 1) for size in (*there, *back)]
-        forward |= {name: max(each[name] for each in windows) for name in windows[0]}  # one for all, as it grows
+        # All exchanges share one window, which grows to the largest.
+        forward |= {name: max(each[name] for each in windows) for name in windows[0]}
     dweights = sum(num_bytes(of_one, sums) for of_one in shape.weights)
     return Memory(forward, backward, saved, {"dzxbcdt": zxbcdt, "dweights": dweights})
 
@@ -103,27 +104,28 @@ def memory(engine: Any, comm: Comm, plan: Plan, shape: MixerShape, keep: bool) -
 def activations(
     engine: Any, plan: Plan, zxbcdt: Any, weights: Mamba2Weights, kept: Kept, shape: MixerShape
 ) -> Any:
-    """What the convolution made, anew if it was not kept."""
+    """Return the results of the convolution, recomputed if they were not kept."""
     return engine.mixer_conv(zxbcdt, kept.halo, weights, plan, shape) if kept.act is None else kept.act
 
 
 def backward(
     engine: Any, comm: Comm, plan: Plan, dout: Any, zxbcdt: Any, weights: Mamba2Weights, kept: Kept, shape: MixerShape
 ) -> tuple[Any, Mamba2Weights]:
-    """Gradients of forward: those of this rank's rows, and what these rows give to those of the weights."""
+    """Return the gradients of forward: dzxbcdt of this rank's rows, and their partial sums of the weights' gradients.
+    """
     y, halo, states, _ = kept
     dzxbcdt = plan.engine.empty(zxbcdt.shape, zxbcdt.dtype)
     act = activations(engine, plan, zxbcdt, weights, kept, shape)
-    gradients = engine.ssd_gradients(plan, shape)
+    gradients = engine.mixer_gradients(plan, shape)
     if shape.norm:
         dy, dstates, decays = engine.mixer_norm_states(
             dout, zxbcdt, (y, act), weights, plan, shape, (dzxbcdt, gradients))
     else:
         dy, dstates, decays = engine.mixer_gate_states(dout, zxbcdt, y, act, plan, shape, dzxbcdt, gradients)
-    summary = engine.ssd_fold(dstates, decays, plan, shape, reverse=True)
+    summary = engine.mixer_fold(dstates, decays, plan, shape, reverse=True)
 
     def scan(segments: slice) -> None:
-        engine.ssd_bwd(act, dy, states, dstates, weights, plan, shape, segments, gradients)
+        engine.mixer_bwd(act, dy, states, dstates, weights, plan, shape, segments, gradients)
 
     if comm.size == 1:
         scan(slice(len(states)))
@@ -132,8 +134,8 @@ def backward(
         ahead, waiting, others = plan.once("turns backward", lambda: _turns(engine, plan, reverse=True))
         scan(ahead)
         wait()
-        start = engine.ssd_start(summaries, plan, shape, reverse=True)
-        engine.ssd_enter(dstates, decays, start, waiting, reverse=True)
+        start = engine.mixer_start(summaries, plan, shape, reverse=True)
+        engine.mixer_enter(dstates, decays, start, waiting, reverse=True)
         scan(others)
     dweights, ends = engine.mixer_conv_bwd(zxbcdt, halo, weights, gradients, plan, shape, dzxbcdt)
     if comm.size > 1 and shape.reach:
@@ -145,9 +147,10 @@ def backward(
 
 
 def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Pending]:
-    """Starts to gather the arrays of all ranks, one behind the other in a buffer of the plan; and what waits for it.
+    """Start to gather the arrays of all ranks, one behind the other in a buffer of the plan, and return it with its
+    Pending.
 
-    Where they come through peer memory, the rows of this rank itself are missing: nobody needs them.
+    Through peer memory the rows of this rank itself are missing, as no rank reads its own.
     """
     recv = plan.buffer(f"{name} of ranks", (comm.size * len(send), *send.shape[1:]), send.dtype)
     (arrival,) = comm.gather_heads([send[:, None]], [[recv[:, None]]], at_once=False)
@@ -155,12 +158,13 @@ def _gather(comm: Comm, plan: Plan, name: str, send: Any) -> tuple[Any, Pending]
 
 
 def _turns(engine: Any, plan: Plan, reverse: bool = False) -> tuple[slice, slice, slice]:
-    """Segments that go while states travel, those that a state of other ranks may reach, and all that go behind it.
+    """Return three slices of segments: those that run during the gather, those that a state of other ranks may reach,
+    and all that run after it.
 
-    Where all wait for none, all go ahead; else as many as outlast the exchange, if enough are left: launches that do
-    not fill a GPU would cost more than they hide.
+    All segments run during the gather if none depends on it. Else as many run as outlast the exchange, if enough are
+    left: a launch that does not fill the GPU costs more than it overlaps.
     """
-    segments = -(-plan.local_rows // engine.ssd_segment_rows)
+    segments = -(-plan.local_rows // engine.mixer_segment_rows)
     first, last = _waiting(engine, plan)
     waiting, free = (last, last.start) if reverse else (first, segments - first.stop)
     ahead = free if free == segments else AHEAD if min(free, segments - AHEAD) >= AHEAD else 0
@@ -170,11 +174,13 @@ def _turns(engine: Any, plan: Plan, reverse: bool = False) -> tuple[slice, slice
 
 
 def _waiting(engine: Any, plan: Plan) -> tuple[slice, slice]:
-    """The first segments, which a state of the ranks before may reach, and the last ones, which a gradient of one may.
+    """Return the first segments, which a state of earlier ranks may reach, and the last ones, which a gradient of later
+    ranks may.
 
-    They have rows of the sequences that cross the borders of this rank. Where lengths lie on a GPU nobody knows.
+    They hold rows of sequences that cross the borders of this rank. For lengths on a GPU, the host must assume all
+    segments.
     """
-    rows, each = plan.local_rows, engine.ssd_segment_rows
+    rows, each = plan.local_rows, engine.mixer_segment_rows
     segments = -(-rows // each)
     begins = [] if plan.batch.on_device else (plan.batch.cu_seqlens_padded - plan.cp_rank * rows).tolist()
     inside = [begin for begin in begins if 0 <= begin <= rows]

@@ -1,4 +1,4 @@
-"""Mamba2Mixer: validates once, has an engine chosen, and runs the method that moves states."""
+"""Mamba2Mixer: check arguments, select an engine, and run the context-parallel mixer on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import DTypeLike
 
 from thdattn.arguments import as_bool, as_choice, as_count, as_norm_eps, check_kind, shown
-from thdattn.checks import check_same, raise_if_told
+from thdattn.checks import as_array, check_same, raise_if_told
 from thdattn.comm import Comm
 from thdattn.engines.select import as_engine_dtype, choose_engine
 from thdattn.mamba import context_parallel
@@ -21,42 +21,44 @@ from thdattn.plan.memory import Memory
 from thdattn.plan.plan import NO_ARRAYS, Plan
 from thdattn.sharding import Sharding, as_sharding
 
-CAUSAL = (-1, 0)  # the window of its plans
+CAUSAL = (-1, 0)  # window of a mixer's plans
 _SAME_PLAN = "pass every rank the same batch and sharding, and make Mamba2Mixer with the same arguments"
 
 
 class Mamba2Mixer:
-    """The Mamba-2 mixer over packed sequences whose rows are spread over the ranks of a comm.
+    """Mamba-2 mixer over packed sequences whose rows are spread over the ranks of a comm.
 
-    Of every row it takes z, x, B, C and dt, as a model's input projection makes them: a causal convolution and silu
-    over x, B and C, dt = softplus(dt + dt_bias), the recurrence s = exp(dt A) s + dt x B^T, y = s C + D x of each head,
-    and out = y * silu(z). Convolution and state start anew with every sequence. Head h reads B and C of group
-    h // (num_heads // num_groups). Rows of padding never change a result, NaN included, and out and dzxbcdt are exactly
-    0 there.
+    A row has z, x, B, C and dt, as a model's input projection computes them. A causal convolution and silu transform x,
+    B and C, and dt becomes softplus(dt + dt_bias). Each head then runs the recurrence s = exp(dt A) s + dt x B^T, y = s
+    C + D x, and out = y * silu(z). Convolution and state restart with every sequence. Head h reads B and C of group h
+    // (num_heads // num_groups). Padding rows never change a result, NaN included, and out and dzxbcdt are exactly 0
+    there.
 
-    With norm="after_gate" out = rmsnorm(y * silu(z)) * norm_weight, as in mamba_ssm's and Megatron-Core's layers; with
-    norm="before_gate" out = rmsnorm(y) * norm_weight * silu(z). rmsnorm(x) = x / sqrt(mean(x**2) + norm_eps) over each
-    of norm_groups groups of columns.
+    norm="after_gate" gives out = rmsnorm(y * silu(z)) * norm_weight, as layers of mamba_ssm and Megatron-Core do.
+    norm="before_gate" gives out = rmsnorm(y) * norm_weight * silu(z). rmsnorm(x) = x / sqrt(mean(x**2) + norm_eps) over
+    each of norm_groups groups of columns.
 
-    Ranks have slices of the pack and pass on states: what travels does not grow with the rows. d_inner below is
-    num_heads * head_dim, and channels, those of x, B and C, are d_inner + 2 * num_groups * state_dim.
+    Ranks hold slices of the pack and exchange states, so the bytes sent do not grow with the rows. d_inner below is
+    num_heads * head_dim. channels, the columns of x, B and C, are d_inner + 2 * num_groups * state_dim.
+
+    Source: Mamba-2, arXiv:2405.21060.
 
     Args:
         comm: the ranks, from thdattn.comm.init or thdattn.comm.run_local.
         num_heads: heads.
         head_dim: width of a head of x, z and out.
         state_dim: width of a group of B and C.
-        num_groups: groups of B and C, a divisor of num_heads; any number of ranks goes with any number of both.
-        conv_width: rows that the convolution sees, its own included.
-        dtype: of zxbcdt and out: "bfloat16" or "float16"; on the reference engine also "float32" or "float64".
+        num_groups: groups of B and C, a divisor of num_heads; any number of ranks works with any number of both.
+        conv_width: rows that the convolution reads, its own row included.
+        dtype: of zxbcdt and out: "bfloat16" or "float16"; the reference engine also takes "float32" and "float64".
         engine: "cuda", "reference" (NumPy), or "auto": CUDA where a GPU and its comm allow it. CUDA has kernels for
             head_dim 64 and 128, state_dim 64, 128 and 256, conv_width up to 8, and a multiple of 8 heads.
-        keep_activations: whether forward keeps what the convolution makes for backward, channels numbers of 16 bits and
-            3 * num_heads of 32 per row and layer, about a third of what it keeps anyway; backward makes it again
-            otherwise.
-        norm: "after_gate", "before_gate" (mamba_ssm's norm_before_gate=True), or None for none.
-        norm_groups: groups of columns that are normalised by themselves, a divisor of num_heads; None is num_groups.
-        norm_eps: added to the mean of squares.
+        keep_activations: True keeps the results of the convolution from forward to backward. They take `channels`
+            numbers of 16 bits and 3 * num_heads of 32 bits a row and layer, about a third of what forward keeps anyway.
+            False recomputes them in backward.
+        norm: "after_gate", "before_gate" (mamba_ssm's norm_before_gate=True), or None for no norm.
+        norm_groups: groups of columns that are normalised separately, a divisor of num_heads; None means num_groups.
+        norm_eps: number added to the mean of squares.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that the engine does not compute in.
@@ -106,7 +108,7 @@ class Mamba2Mixer:
         self._shape = MixerShape(
             self.num_heads, self.head_dim, self.state_dim, self.num_groups, self.conv_width, self.dtype, of_norm
         )
-        self._lengths: Any = None  # of the last plan, if they lie on a GPU
+        self._lengths: Any = None  # of the last plan, if they are on a GPU
 
     def _check_sizes(self, **sizes: int) -> None:
         check_sizes(self._mixer.MIXER_SIZES, self.engine, **sizes)
@@ -116,13 +118,13 @@ class Mamba2Mixer:
         return f"<Mamba2Mixer {sizes}, engine={self.engine!r}, {self.comm!r}>"
 
     def sharding(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Sharding:
-        """How plan spreads the rows of a batch, before it is planned.
+        """Return the sharding that plan gives a batch, without planning it.
 
         Args:
-            batch, sharding: as for plan; None is "contiguous".
+            batch, sharding: as for plan; None means "contiguous".
 
         Raises:
-            TypeError, ValueError: as plan, for what it finds on one rank.
+            TypeError, ValueError: as plan, for errors that one rank finds by itself.
         """
         made = as_sharding("contiguous" if sharding is None else sharding, batch, self.comm.size)
         _check_sharding(made)
@@ -132,24 +134,24 @@ class Mamba2Mixer:
         self, batch: PackedBatch, sharding: str | Sharding | None = None, like: PackedBatch | None = None,
         finite_padding: bool = False,
     ) -> Plan:  # fmt: skip
-        """Plans one batch for this rank; every mixer can use it.
+        """Plan one batch for this rank. Every mixer with the same comm and engine can use the plan.
 
-        So can an attention with the same mask and head_dim; and a mixer can use the plan of a causal attention without
-        a window whose sharding is contiguous, if both have the same engine.
+        An attention with the same mask and head_dim can use it too. A mixer can use the plan of a causal attention
+        without a window if its sharding is contiguous and both have the same engine.
 
-        Collective: every rank calls it with the same batch, which is checked.
+        Collective: every rank calls it with the same batch, and the ranks compare their batches.
 
         Args:
             batch: the global lengths, on the host or, for the CUDA engine, on its GPU.
-            sharding: "contiguous", or such a Sharding of this batch over comm.size ranks: states are passed on along
-                the rows, so that a rank has rows that follow each other.
-            like, finite_padding: for an attention that uses the plan too, see CPAttention.plan.
+            sharding: "contiguous", or a contiguous Sharding of this batch over comm.size ranks. States pass from one
+                rank to the next, so each rank needs consecutive rows.
+            like, finite_padding: for an attention that uses the plan too; see CPAttention.plan.
 
         Raises:
             TypeError: batch or like is no PackedBatch, or sharding neither a str nor a Sharding.
-            ValueError: another sharding, a Sharding of another batch or size, lengths on a GPU for the NumPy engine,
-                or (on every rank of several) a batch that differs between ranks, or if the GPU of one has told
-                meanwhile that lengths of the last plan were wrong.
+            ValueError: another sharding, a Sharding of another batch or size, or lengths on a GPU for the NumPy engine.
+                On every rank of several: a batch that differs between ranks, or wrong lengths of the last plan that the
+                GPU of one rank has reported meanwhile.
         """
         plan = self._outline(batch, sharding, like, finite_padding)
         refusal, self._lengths = found_wrong(self._lengths), None
@@ -160,20 +162,20 @@ class Mamba2Mixer:
         return plan
 
     def memory(self, batch: PackedBatch, sharding: str | Sharding | None = None) -> Memory:
-        """Bytes of every buffer that a layer and its plan take on this rank, before anything is allocated.
+        """Return the bytes of every buffer that a layer and its plan need on this rank, before anything is allocated.
 
-        Not collective, as it depends on the shapes of the batch alone; lengths on a GPU are not read.
+        The call is not collective, as the bytes depend on the shapes of the batch alone. It reads no lengths on a GPU.
 
         Args:
             batch, sharding: as for plan.
 
         Returns:
-            name -> bytes. "activations" are what the convolution makes, which each layer keeps, or all share where
-            keep_activations is False. For a step of `n` layers that share a plan count work + n * per_layer + the
-            gradients of one layer.
+            name -> bytes. "activations" are the results of the convolution, which each layer keeps, or which all layers
+                share where keep_activations is False. A step of `n` layers that share a plan needs work + n * per_layer
+                + the gradients of one layer.
 
         Raises:
-            TypeError, ValueError: as plan, for what it finds on one rank.
+            TypeError, ValueError: as plan, for errors that one rank finds by itself.
         """
         plan = self._outline(batch, sharding, None, False)
         return context_parallel.memory(self._mixer, self.comm, plan, self._shape, self.keep_activations)
@@ -181,51 +183,53 @@ class Mamba2Mixer:
     def _outline(
         self, batch: PackedBatch, sharding: str | Sharding | None, like: PackedBatch | None, finite_padding: bool
     ) -> Plan:
-        """A plan without its arrays."""
+        """Return a plan without its arrays."""
         dims = self.head_dim, self.head_dim
         return Plan(self.sharding(batch, sharding), self.comm.rank, CAUSAL, dims, self._engine.tiles(*dims), NO_ARRAYS,
                     self._engine, None, as_like(like), as_bool("finite_padding", finite_padding))
 
     def forward(self, zxbcdt: Any, weights: Mamba2Weights, plan: Plan) -> tuple[Any, Mamba2Saved]:
-        """The mixer over this rank's rows. Collective.
+        """Compute the mixer over this rank's rows. Collective.
 
         Args:
             zxbcdt: (local_rows, d_inner + channels + num_heads), this rank's rows in the order of plan.rows: the
                 columns of z, x by head, B by group, C by group, and dt.
-            weights: float32, for a float64 mixer float64; the same on all ranks; with norm_weight for a norm.
-            plan: from this mixer's plan method, or one that it can use, see there.
+            weights: float32, or float64 for a float64 mixer; the same on all ranks; with norm_weight if the mixer has a
+                norm.
+            plan: from this mixer's plan method, or another plan that the mixer can use; see plan.
 
         Returns:
-            (out, saved): out (local_rows, d_inner), a new array, 0 on padding; saved goes to backward.
+            (out, saved): out is a new array (local_rows, d_inner), 0 on padding; backward takes saved.
 
         Raises:
-            TypeError: an array of the wrong dtype or on the wrong device, or weights or a plan that are none.
-            ValueError: an array of the wrong shape, or a plan of another rank, size, engine, mask or sharding, or on
-                one rank one whose lengths the GPU has found wrong meanwhile. Over several ranks out is NaN then.
+            TypeError: an array of the wrong dtype or on the wrong device, or weights or a plan of another type.
+            ValueError: an array of the wrong shape, or a plan of another rank, size, engine, mask or sharding. On one
+                rank also a plan whose lengths the GPU has reported as wrong; over several ranks out is NaN then.
         """
         with self.comm.checked("mixer forward", self._description, plan):
             self._check_plan(plan)
-            zxbcdt = self._checked(
+            zxbcdt = self._as_array(
                 "zxbcdt", zxbcdt, (plan.local_rows, self._shape.columns), self.dtype,
                 "pass this rank's rows (Sharding.shard cuts them out) with the columns z, x, B, C, dt")
-            weights = self._checked_weights(weights)
-        out, kept = context_parallel.forward(self._mixer, self.comm, plan, zxbcdt, weights, self._shape,
-                                   self.keep_activations)
+            weights = self._as_weights(weights)
+        out, kept = context_parallel.forward(
+            self._mixer, self.comm, plan, zxbcdt, weights, self._shape, self.keep_activations
+        )
         return out, Mamba2Saved(zxbcdt, weights, plan, kept, self._shape, plan.generation)
 
     def backward(self, dout: Any, saved: Mamba2Saved) -> tuple[Any, Mamba2Weights]:
-        """Gradients of forward. Collective.
+        """Compute the gradients of forward. Collective.
 
         Args:
             dout: (local_rows, d_inner), gradient of out.
             saved: from forward of this mixer, or of one of the same sizes.
 
         Returns:
-            (dzxbcdt, dweights): dzxbcdt as zxbcdt; dweights as weights, what this rank's rows give: to be summed over
-                the ranks, as gradients of weights are anyway.
+            (dzxbcdt, dweights): dzxbcdt has the shape and dtype of zxbcdt. dweights are this rank's partial sums of the
+                gradients of the weights; sum them over the ranks with the other gradients.
 
         Raises:
-            TypeError: as forward, or a saved that is none.
+            TypeError: as forward, or a saved of another type.
             ValueError: as forward, or a saved of a mixer of other sizes, or of lengths that its plan no longer has.
         """
         with self.comm.checked("mixer backward", lambda of: self._description(of.plan), saved):
@@ -236,45 +240,45 @@ class Mamba2Mixer:
             self._check_plan(plan)
             if saved.generation is not None:
                 saved.generation.check("saved")
-            dout = self._checked("dout", dout, (plan.local_rows, self._shape.d_inner), self.dtype,
-                                 "pass the gradient of what forward returned")
+            dout = self._as_array("dout", dout, (plan.local_rows, self._shape.d_inner), self.dtype,
+                                  "pass the gradient of what forward returned")
         return context_parallel.backward(
             self._mixer, self.comm, plan, dout, saved.zxbcdt, saved.weights, saved.kept, self._shape
         )
 
     def cache(self, num_texts: int) -> Mamba2Cache:
-        """A cache of num_texts empty texts, for decode. What it takes does not grow with the texts.
+        """Return a decode cache for num_texts empty sequences. Its size does not depend on their lengths.
 
         Raises:
-            TypeError: a count that is no int.
-            ValueError: a count out of range, or a comm of several ranks.
+            TypeError: num_texts is no int.
+            ValueError: num_texts is out of range, or the comm has several ranks.
         """
         return make_cache(self._engine, self.comm.size, num_texts, self._shape)
 
     def decode(self, zxbcdt: Any, weights: Mamba2Weights, cache: Mamba2Cache) -> Any:
-        """The mixer over the next row of every active text, which the cache takes in.
+        """Compute the mixer over the next row of every active sequence, and advance the cache.
 
-        It copies nothing to the host and waits for nothing. Once it has run, it can be captured in a CUDA graph, whose
-        replays go on from what they find in the cache.
+        The call copies nothing to the host and does not wait. After one call it can be captured in a CUDA graph, whose
+        replays continue from the current contents of the cache.
 
         Args:
-            zxbcdt: (num_texts, d_inner + channels + num_heads), one row per text.
+            zxbcdt: (num_texts, d_inner + channels + num_heads), one row per sequence.
             weights: as for forward.
-            cache: from this mixer's cache method, or from that of one of the same sizes.
+            cache: from the cache method of this mixer, or of one of the same sizes.
 
         Returns:
-            (num_texts, d_inner), a new array; 0 for texts that are not active, see Mamba2Cache.active.
+            (num_texts, d_inner), a new array; 0 for sequences that are not active, see Mamba2Cache.active.
 
         Raises:
-            TypeError: an array of the wrong dtype or on the wrong device, or weights or a cache that are none.
+            TypeError: an array of the wrong dtype or on the wrong device, or weights or a cache of another type.
             ValueError: an array of the wrong shape, or a cache of a mixer of other sizes.
         """
         check_kind("cache", cache, Mamba2Cache, "make it with mixer.cache(num_texts)")
         check_same("cache was made for", cache.made_for, traits(self._shape, self._engine),
                    "make it with this mixer's cache method")
-        zxbcdt = self._checked("zxbcdt", zxbcdt, (cache.num_texts, self._shape.columns), self.dtype,
-                               "pass one row for every text of the cache, with the columns z, x, B, C, dt")
-        weights = self._checked_weights(weights)
+        zxbcdt = self._as_array("zxbcdt", zxbcdt, (cache.num_texts, self._shape.columns), self.dtype,
+                                "pass one row for every sequence of the cache, with the columns z, x, B, C, dt")
+        weights = self._as_weights(weights)
         kept = cache.rows, cache.states, cache.active, cache.work
         return self._mixer.mixer_decode(zxbcdt, weights, self._shape, *kept)
 
@@ -294,15 +298,11 @@ class Mamba2Mixer:
         raise_if_told(plan)
         plan.enter()
 
-    def _checked(self, name: str, x: Any, shape: tuple[int, ...], dtype: Any, remedy: str) -> Any:
-        x = self._engine.from_user(name, x)
-        if x.dtype != dtype:
-            raise TypeError(f"{name} is {x.dtype}, wanted {dtype} for a mixer of {self.dtype}; cast it")
-        if x.shape != shape:
-            raise ValueError(f"{name} has shape {x.shape}, wanted {shape}; {remedy}")
-        return x
+    def _as_array(self, name: str, x: Any, shape: tuple[int, ...], dtype: Any, remedy: str) -> Any:
+        of_dtype = f" for a mixer of {self.dtype}; cast it"
+        return as_array(self._engine, name, x, shape, dtype, f"; {remedy}", of_dtype)
 
-    def _checked_weights(self, weights: Mamba2Weights) -> Mamba2Weights:
+    def _as_weights(self, weights: Mamba2Weights) -> Mamba2Weights:
         check_kind("weights", weights, Mamba2Weights, "make one of the five arrays, and norm_weight for a norm")
         norm, of_norm = self._shape.norm, weights.norm_weight
         if (of_norm is None) == (norm is not None):
@@ -310,7 +310,7 @@ class Mamba2Mixer:
             raise ValueError(f"weights.norm_weight is {shown(of_norm)}, wanted {wanted}; pass those of this layer")
         named = zip(weights._fields, weights, self._shape.weights, strict=True)
         return Mamba2Weights(*(
-            self._checked(f"weights.{name}", x, shape, self._shape.sum_dtype, "pass those of a mixer of these sizes")
+            self._as_array(f"weights.{name}", x, shape, self._shape.sum_dtype, "pass those of a mixer of these sizes")
             for name, x, shape in named
         ))  # fmt: skip
 
@@ -318,7 +318,7 @@ class Mamba2Mixer:
 def _as_norm(
     norm: str | None, groups: int | None, eps: float, num_heads: int, num_groups: int
 ) -> GatedNorm | None:
-    """The norm that a user asks for, None for none."""
+    """Return the norm that a user asks for, or None."""
     if norm is None:
         if groups is not None:
             raise ValueError(f"norm_groups is {groups}, but norm is None, wanted both or none; pass norm='after_gate'")
@@ -334,7 +334,7 @@ def _as_norm(
 
 
 def _check_sharding(sharding: Sharding) -> None:
-    """Raises unless rank r has the r-th of equal slices of the pack."""
+    """Raise unless rank r has the r-th of equal slices of the pack."""
     if sharding.strategy != "contiguous" and sharding.cp_size > 1:
         raise ValueError(
             f"sharding is {sharding.strategy!r}, wanted 'contiguous' for a mixer over {sharding.cp_size} ranks, as "

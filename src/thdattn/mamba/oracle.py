@@ -1,7 +1,7 @@
-"""A Mamba-2 mixer by its definition, row by row in float64, and as plain low-precision maths: what engines are held to.
+"""Mamba-2 mixer by its definition, row by row in float64, and as plain low-precision maths: the oracle of both engines.
 
-It knows documents, not plans: it shares no code with engines, plans or ranks. `packed_mixer` cuts a packed batch into
-documents by their lengths and computes each for itself, so padding never takes part.
+It knows documents, not plans: it shares no code with engines, plans or ranks. `packed_mixer` splits a packed batch into
+documents by their lengths and computes each by itself, so padding never takes part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 
 class Sizes(NamedTuple):
-    """Of a mixer; conv_width is that of its weights."""
+    """Sizes of a mixer; its weights give conv_width."""
 
     num_heads: int
     head_dim: int
@@ -28,9 +28,9 @@ class Sizes(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """The norm of a mixer, with its weight w: rmsnorm(y * silu(z)) * w after the gate, else rmsnorm(y) * w * silu(z).
+    """Norm of a mixer, with its weight w: rmsnorm(y * silu(z)) * w after the gate, else rmsnorm(y) * w * silu(z).
 
-    groups: groups of columns, each of which is divided by the root of its own mean square plus eps.
+    groups: groups of columns, each divided by the root of its own mean square plus eps.
     """
 
     after_gate: bool
@@ -40,7 +40,7 @@ class Norm(NamedTuple):
 
 @dataclass
 class Result:
-    """Of one document or a packed batch, float64; gradients are 0 without dout.
+    """Result for one document or a packed batch, float64; without dout the gradients are 0.
 
     out: (rows, d_inner). zxbcdt: (rows, columns), gradient of the input.
     conv_weight, conv_bias, A_log, D, dt_bias, norm_weight: gradients of the weights; the last is empty without a norm.
@@ -64,7 +64,7 @@ def packed_mixer(
     batch: PackedBatch, zxbcdt: Array, weights: tuple[Array, ...], dout: Array, sizes: Sizes,
     rounding: DTypeLike | None = None, norm: Norm | None = None,
 ) -> Result:
-    """The mixer over every document of a packed batch, in sequence order, and its gradients.
+    """Compute the mixer over every document of a packed batch, in sequence order, and its gradients.
 
     Args:
         batch: lengths and row offsets, on the host.
@@ -88,7 +88,7 @@ def mixer(
     zxbcdt: Array, weights: tuple[Array, ...], dout: Array, sizes: Sizes, rounding: DTypeLike | None = None,
     norm: Norm | None = None,
 ) -> Result:
-    """The mixer over one document, and the gradients of sum(out * dout).
+    """Compute the mixer over one document, and the gradients of sum(out * dout).
 
     Args:
         zxbcdt: (length, columns): z, x, B, C, dt; length > 0.
@@ -106,7 +106,7 @@ def mixer(
 
 
 class _Rows(NamedTuple):
-    """What the recurrence makes: by row, of all heads; b and c of the group of each head."""
+    """Values of the recurrence by row, of all heads; b and c are those of each head's group."""
 
     z: Array
     before: Array
@@ -120,13 +120,13 @@ class _Rows(NamedTuple):
 
 
 def recurrence(zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes, norm: Norm | None = None) -> Array:
-    """out of one document, row by row; also of complex numbers, for derivatives by complex steps."""
+    """Return out of one document, row by row; complex numbers too, for derivatives by complex steps."""
     rows = _recurrence(zxbcdt, weights, sizes)
     return _gated(rows.y.reshape(rows.z.shape), rows.z, weights[-1], norm)
 
 
 def _gated(y: Array, z: Array, weight: Array, norm: Norm | None) -> Array:
-    """out of y and z; weight: of the norm, if there is one."""
+    """Return out of y and z; weight: of the norm, if there is one."""
     gate = _silu(z)
     if norm is None:
         return y * gate
@@ -136,7 +136,7 @@ def _gated(y: Array, z: Array, weight: Array, norm: Norm | None) -> Array:
 
 
 def _inverse_root(x: Array, norm: Norm) -> Array:
-    """1 / sqrt(mean square + eps) of the group of each number."""
+    """Return 1 / sqrt(mean square + eps) of each number's group."""
     return 1 / np.sqrt(_group_mean(x**2, norm) + norm.eps)
 
 
@@ -148,7 +148,7 @@ def _group_mean(x: Array, norm: Norm) -> Array:
 def _gate_gradients(
     y: Array, z: Array, dout: Array, weight: Array, norm: Norm | None
 ) -> tuple[Array, Array, Array]:
-    """Gradients of y, of z, and of the norm's weight, which is empty without a norm."""
+    """Return the gradients of y, of z, and of the norm's weight, which is empty without a norm."""
     gate = _silu(z)
     if norm is None:
         return dout * gate, dout * y * _slope(z), np.zeros(0)
@@ -177,7 +177,7 @@ def _recurrence(zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes) -> _Row
 
 
 def _inputs(zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes) -> _Rows:
-    """All but states and y."""
+    """Return all rows but states and y."""
     conv_weight, conv_bias, _, _, dt_bias = weights[:5]
     heads, groups = sizes.num_heads, sizes.num_groups
     inner, width = heads * sizes.head_dim, groups * sizes.state_dim
@@ -198,7 +198,7 @@ def _inputs(zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes) -> _Rows:
 def _exact_gradients(
     rows: _Rows, zxbcdt: Array, weights: tuple[Array, ...], dout: Array, sizes: Sizes, norm: Norm | None
 ) -> Result:
-    """From the last row to the first, one state at a time."""
+    """Return the gradients, from the last row to the first, one state at a time."""
     rates = -np.exp(weights[2])
     y = rows.y.reshape(rows.z.shape)
     dy, dz, of_norm = _gate_gradients(y, rows.z, dout, weights[-1], norm)
@@ -227,7 +227,7 @@ def _inputs_gradients(
     rows: _Rows, zxbcdt: Array, weights: tuple[Array, ...], sizes: Sizes, out: Array, dz: Array,
     of_channels: tuple[Array, Array, Array], ddt: Array, of_a_log: Array, of_d: Array,
 ) -> Result:  # fmt: skip
-    """From gradients of x, B and C of every head, and of dt, to those of what _inputs gets."""
+    """Return the gradients of the inputs of _inputs from those of x, B and C of every head, and of dt."""
     conv_weight = weights[0]
     length, inner = dz.shape
     dx, *of_heads = of_channels
@@ -248,10 +248,10 @@ def _inputs_gradients(
 def _plain(
     zxbcdt: Array, weights: tuple[Array, ...], dout: Array, sizes: Sizes, rounding: DTypeLike, norm: Norm | None
 ) -> Result:
-    """The mixer as attention with decays, all pairs of rows at once, rounding what kernels round.
+    """Compute the mixer as attention with decays, all pairs of rows at once, and round what kernels round.
 
-    Rounded are x, B and C behind the convolution, operands of products of matrices, y, dy, their gradients and the
-    results; dt, decays and sums are not. A gate reads y before it is rounded, and a norm behind that.
+    Rounded are x, B and C after the convolution, operands of matrix products, y, dy, their gradients and the results;
+    dt, decays and sums are not. A gate reads y before rounding, a norm after it.
     """
     def stored(x: Array) -> Array:
         return x.astype(rounding).astype(zxbcdt.dtype)
@@ -273,7 +273,7 @@ def _plain(
     per_group = dproducts.reshape(sizes.num_groups, -1, *dproducts.shape[1:])
     of_group = stored(per_group.sum(axis=1))
     group = b.shape[0] // sizes.num_groups
-    # _inputs_gradients adds up the heads of a group, so the first one of each has all.
+    # _inputs_gradients sums the heads of a group, so the first head holds the whole gradient.
     db, dc = np.zeros(b.shape, b.dtype), np.zeros(c.shape, c.dtype)
     db[::group], dc[::group] = of_group.swapaxes(1, 2) @ c[::group], of_group @ b[::group]
     dx = dt[:, :, None] * du + d * g
@@ -288,7 +288,7 @@ def _plain(
 
 
 def _by_row(x: Array) -> Array:
-    """(heads, rows, width) -> (rows, heads * width)."""
+    """Reshape (heads, rows, width) to (rows, heads * width)."""
     return x.swapaxes(0, 1).reshape(x.shape[1], -1)
 
 

@@ -1,4 +1,4 @@
-"""Mamba2Saved: what forward of a Mamba2Mixer keeps for backward, and for texts that go on from its rows."""
+"""Mamba2Saved: the state that forward of a Mamba2Mixer saves for backward and for filling a decode cache."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from thdattn.mamba.shape import Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
 
 
-@dataclass(frozen=True, eq=False, repr=False)  # comparing or printing arrays would make the host wait for a GPU
+@dataclass(frozen=True, eq=False, repr=False)  # to compare or print arrays would wait for the GPU
 class Mamba2Saved:
-    """What forward of a Mamba2Mixer keeps for backward.
+    """State that forward of a Mamba2Mixer saves for its backward.
 
-    zxbcdt, weights, plan: as passed, without a copy: nobody may write to them before backward.
-    kept: what the mixer made: y before the gate, the state in front of every segment of rows, and the rows in front of
-        this rank's that the convolution saw; and what that made, if the mixer has keep_activations.
-    made_with: the sizes of the mixer, which must be those of the one whose backward takes it.
-    generation: the Generation of the plan's lengths where these lie on a GPU, else None.
+    zxbcdt, weights, plan: as passed, without a copy: do not write to them before backward.
+    kept: y before the gate, the state in front of every segment of rows, and the halo rows that the convolution read;
+    also the results of the convolution if the mixer has keep_activations.
+    made_with: the sizes of the mixer, which the mixer of the backward must share.
+    generation: the Generation of the plan's lengths where these are on a GPU, else None.
     """
 
     zxbcdt: Any

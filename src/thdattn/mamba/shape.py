@@ -1,4 +1,4 @@
-"""What a Mamba-2 mixer takes: the columns of its rows, and its weights."""
+"""Shapes of a Mamba-2 mixer: its rows, its weights, and its activations between convolution and recurrence."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import numpy as np
 
 from thdattn.arguments import is_array, shown
 
+CHUNK = 64  # rows that the recurrence takes at once; kChunk of kernels/mamba/common.cuh
+
 
 class _Weights(NamedTuple):
-    """The weights that every mixer has."""
+    """Five weights that every mixer has."""
 
     conv_weight: Any
     conv_bias: Any
@@ -23,17 +25,17 @@ class _Weights(NamedTuple):
 class Mamba2Weights(_Weights):
     """Weights of a Mamba-2 mixer, or their gradients: float32 (float64 for a mixer of that dtype).
 
-    A tuple, so that an optimizer or an all-reduce goes through weights and gradients together. It has five arrays, and
-    norm_weight as a sixth one where the mixer has a norm.
+    It is a tuple, so that optimizers and all-reduces can loop over weights and gradients together. It has five arrays,
+    and norm_weight as a sixth if the mixer has a norm.
 
     Attributes:
         conv_weight: (channels, conv_width), of the causal convolution of x, B and C, in this order; the last column
-            meets the row itself.
+            multiplies the row itself.
         conv_bias: (channels,).
-        A_log: (num_heads,), A = -exp(A_log) is the rate at which a head forgets.
-        D: (num_heads,), what goes from x straight to y.
-        dt_bias: (num_heads,), dt = log(1 + exp(what the row has + dt_bias)).
-        norm_weight: (d_inner,), the factor of each column behind the norm; None for a mixer without one.
+        A_log: (num_heads,), A = -exp(A_log) is the decay rate of a head's state.
+        D: (num_heads,), factor of x in y.
+        dt_bias: (num_heads,), dt = log(1 + exp(dt of the row + dt_bias)).
+        norm_weight: (d_inner,), the factor of each column after the norm; None for a mixer without one.
     """
 
     norm_weight: Any = None
@@ -49,10 +51,10 @@ class Mamba2Weights(_Weights):
         return made
 
     def _replace(self, **changes: Any) -> Mamba2Weights:
-        """Return the same weights but for some; norm_weight may be added."""
+        """Return the weights with some of them replaced; norm_weight may be added."""
         return Mamba2Weights(**{**self._asdict(), **changes})
 
-    def __repr__(self) -> str:  # printing arrays would make the host wait for a GPU
+    def __repr__(self) -> str:  # to print arrays would wait for the GPU
         kinds = (f"{name} {tuple(x.shape)}" if is_array(x) else f"{name} {shown(x)}"
                  for name, x in zip(self._fields, self, strict=True))  # fmt: skip
         return f"<Mamba2Weights: {', '.join(kinds)}>"
@@ -89,7 +91,7 @@ class MixerShape(NamedTuple):
 
     @property
     def sum_dtype(self) -> np.dtype[Any]:
-        """In which it adds up, and keeps states."""
+        """Dtype of sums and states."""
         return np.promote_types(self.dtype, np.float32)
 
     @property
@@ -109,33 +111,54 @@ class MixerShape(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Rows before its own that the convolution of a row sees."""
+        """Earlier rows that the convolution of a row reads."""
         return self.conv_width - 1
 
     @property
     def summary(self) -> int:
-        """Numbers that a rank tells the others: the state behind its rows, then what is left of the one in front."""
+        """Numbers that a rank sends to the others: the state after its rows, and the decay of the state in front of
+        them.
+        """
         return math.prod(self.state) + self.num_heads
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Of all heads."""
+        """Shape of the states of all heads: (num_heads, head_dim, state_dim)."""
         return self.num_heads, self.head_dim, self.state_dim
 
     @property
     def weights(self) -> Mamba2Weights:
-        """The shape of each of the weights."""
+        """Shape of each of the weights."""
         heads, of_norm = (self.num_heads,), (self.d_inner,) if self.norm else None
         return Mamba2Weights((self.channels, self.conv_width), (self.channels,), heads, heads, heads, of_norm)
 
     def parts(self, zxbcdt: Any) -> tuple[Any, Any, Any]:
-        """The columns z, those of x, B and C together, and dt: views."""
+        """Return views of the columns z, of x, B and C together, and dt."""
         inner, behind = self.d_inner, self.d_inner + self.channels
         return zxbcdt[:, :inner], zxbcdt[:, inner:behind], zxbcdt[:, behind:]
 
     def split(self, channels: Any) -> tuple[Any, Any, Any]:
-        """The columns x, B and C by head or group, (rows, heads or groups, width), of those together: views."""
+        """Return views of the columns x, B and C, each (rows, heads or groups, width)."""
         inner, width, rows = self.d_inner, self.num_groups * self.state_dim, len(channels)
         x, b, c = channels[:, :inner], channels[:, inner : inner + width], channels[:, inner + width :]
         groups = rows, self.num_groups, self.state_dim
         return x.reshape(rows, self.num_heads, self.head_dim), b.reshape(groups), c.reshape(groups)
+
+
+class Activations(NamedTuple):
+    """Rows of this rank as the recurrence takes them, all 0 on padding.
+
+    Arrays by head are (local_rows, num_heads) in NumPy, and (num_heads, chunks * CHUNK) on GPUs, where rows behind the
+    last one are 0. They are float32 (float64 for a mixer of that dtype).
+
+    channels: (local_rows, channels), x, B and C behind the convolution and silu, in the dtype of the mixer.
+    dt: by head.
+    sums: by head, sums of a = dt * A over the rows of the same chunk and sequence up to this one; on GPUs times
+        log2(e).
+    leave: by head, dt times the decay from a row to the end of its chunk; None in NumPy.
+    """
+
+    channels: Any
+    dt: Any
+    sums: Any
+    leave: Any = None

@@ -1,6 +1,6 @@
-"""Launchers of the Mamba-2 mixer, backward: the gate, states and their gradients, gradients of chunks, convolution.
+"""Launchers of the Mamba-2 mixer's backward: gate, states and their gradients, gradients of chunks, convolution.
 
-They have the arguments of thdattn.mamba.reference. Grids follow from numbers of rows alone.
+Arguments are those of thdattn.mamba.reference. Grids depend on numbers of rows alone.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from thdattn.mamba.backward_configs import (
     thd_mixer_gate_bwd,
     walk_for,
 )
-from thdattn.mamba.configs import CHUNK, SEGMENT_CHUNKS
-from thdattn.mamba.cuda.forward import Activations, grid_of_rows, size_of
-from thdattn.mamba.shape import Mamba2Weights, MixerShape
+from thdattn.mamba.configs import SEGMENT_CHUNKS
+from thdattn.mamba.cuda.forward import grid_of_rows, size_of
+from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
 from thdattn.plan.memory import Bytes, num_bytes
 from thdattn.plan.plan import Plan
 
-_AT_ONCE = 8  # segments whose states at every chunk are in memory at a time; enough to fill the largest GPUs
+_AT_ONCE = 8  # segments with states at every chunk in memory at a time; enough to fill the largest GPUs
 
 
 class Gradients(NamedTuple):
-    """What ssd_bwd makes, in buffers of the plan.
+    """Results of mixer_bwd, in buffers of the plan.
 
-    dx: (local_rows, d_inner), gradient of x behind the convolution, in the dtype of the mixer.
-    dbc: (splits, local_rows, 2 * num_groups * state_dim), of B and C, in parts that add up.
-    ddt: (num_heads, chunks * CHUNK), as Activations.dt.
-    shares: (chunks, numbers of all weights but norm_weight), what each chunk gives to the gradients of weights, in
-        their order; for A_log those of A.
-    of_norm: (chunks, d_inner), what each gives to that of norm_weight; None without a norm.
+    dx: (local_rows, d_inner), gradient of x after the convolution, in the dtype of the mixer.
+    dbc: (splits, local_rows, 2 * num_groups * state_dim), partial sums of the gradients of B and C.
+    ddt: (num_heads, chunks * CHUNK), the layout of Activations.dt.
+    shares: (chunks, numbers of all weights but norm_weight), partial sums of the gradients of the weights by chunk, in
+    their order; for A_log those of A.
+    of_norm: (chunks, d_inner), partial sums of the gradient of norm_weight; None without a norm.
     """
 
     dx: Array
@@ -63,9 +63,9 @@ def mixer_gate_states(
     dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
     into: Gradients,
 ) -> tuple[Array, Array, Array]:
-    """dy, the gradient of z and shares of that of D; dstates and decays. See reference.mixer_gate_states.
+    """Return dy, dstates and decays; write dz and the partial sums of dD. See reference.mixer_gate_states.
 
-    On Hopper dy is made on its way into the gradients of states, so that it is not read for them.
+    On Hopper the kernel of dstates computes dy itself, so that it does not read it.
     """
     made = dy, *_ = made_of_gate(plan, shape)
     walk = _walk(shape)
@@ -82,7 +82,7 @@ def mixer_gate_states(
 
 
 def made_of_gate(plan: Plan, shape: MixerShape) -> tuple[Array, Array, Array]:
-    """Buffers for dy, and for gradients of states and what is left of them in every segment."""
+    """Return buffers for dy, for the gradients of states, and for the decay of every segment."""
     segments = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS))
     return (plan.buffer("dy", (plan.local_rows, shape.d_inner), shape.dtype),
             plan.buffer("gradients of states", (segments, *shape.state), np.float32),
@@ -102,7 +102,7 @@ def _gate_then_states(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch]:
 
 
 def dstates_launch(plan: Plan, shape: MixerShape) -> Launch:
-    """What makes dstates and decays of dy, by the kernel of every GPU."""
+    """Return the launch of the kernel for every GPU that computes dstates and decays from dy."""
     gpu = launch.this_gpu()
     walk = portable_walk(shape.head_dim, shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes)
     blocks = -(-plan.local_rows // (CHUNK * SEGMENT_CHUNKS)), shape.d_inner // walk.columns, _slices(shape)
@@ -111,13 +111,13 @@ def dstates_launch(plan: Plan, shape: MixerShape) -> Launch:
 
 
 def _boxes(*rows: Array) -> list[Any]:
-    """Tensor maps of columns."""
+    """Return tensor maps of columns."""
     boxes = (x.reshape(len(x), x.shape[1] // BOX_COLUMNS, BOX_COLUMNS) for x in rows)
     return [tensor_map(x, len(x), x.strides[0], CHUNK) for x in boxes]
 
 
 def shares_of(gradients: Gradients, weight: str, shape: MixerShape) -> tuple[Array, np.uint64]:
-    """Those of a weight but norm_weight, and how far those of two chunks are from each other."""
+    """Return the partial sums of a weight but norm_weight, and the distance between those of two chunks."""
     before = Mamba2Weights._fields.index(weight)
     begin = sum(map(math.prod, shape.weights[:before]))
     return gradients.shares.ravel()[begin:], np.uint64(_numbers(shape))
@@ -128,7 +128,7 @@ def _walk(shape: MixerShape) -> Walk | WalkSm90:
 
 
 def _rows(by_boxes: bool, channels: Array, dy: Array) -> list[Any]:
-    """channels and dy as kernels take them: arrays, or tensor maps of their columns."""
+    """Return channels and dy as kernels take them: arrays, or tensor maps of their columns."""
     if not by_boxes or not len(dy):
         return [channels, dy]
     return _boxes(channels, dy)
@@ -138,8 +138,8 @@ def _slices(shape: MixerShape) -> int:
     return -(-shape.state_dim // WALK_SLICE)
 
 
-def ssd_gradients(plan: Plan, shape: MixerShape) -> Gradients:
-    """Buffers for what ssd_bwd makes."""
+def mixer_gradients(plan: Plan, shape: MixerShape) -> Gradients:
+    """Return buffers for the results of mixer_bwd."""
     rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
     return Gradients(
         plan.buffer("dx", (rows, shape.d_inner), shape.dtype),
@@ -151,7 +151,7 @@ def ssd_gradients(plan: Plan, shape: MixerShape) -> Gradients:
 
 
 def mixer_backward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
-    """Bytes of the work buffers of a backward by name; see reference.mixer_backward_bytes."""
+    """Return the bytes of a backward's work buffers by name; see reference.mixer_backward_bytes."""
     rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
     segments, kept = -(-chunks // SEGMENT_CHUNKS), 2 * min(chunks, _most_chunks())
     sums = {
@@ -169,17 +169,17 @@ def mixer_backward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
 
 
 def _numbers(shape: MixerShape) -> int:
-    """Of all weights but norm_weight."""
+    """Return the count of all weights but norm_weight."""
     return sum(math.prod(of_one) for of_one in _usual(shape))
 
 
 def _usual(shape: MixerShape) -> tuple[Any, ...]:
-    """Shapes of the weights that every mixer has."""
+    """Return the shapes of the weights that every mixer has."""
     return shape.weights[: len(Mamba2Weights._fields)]
 
 
 def _splits(chunks: int, shape: MixerShape) -> int:
-    """Into how many parts the heads of a group are split, so that there is work for every multiprocessor."""
+    """Return how many parts the heads of a group are split into, so that every multiprocessor has work."""
     gpu, heads = launch.this_gpu(), shape.num_heads // shape.num_groups
     wanted = _tile(shape).blocks * gpu.multiprocessors * 3 // 4
     enough = (s for s in range(1, heads + 1) if heads % s == 0 and s * min(chunks, _most_chunks()) * shape.num_groups
@@ -196,23 +196,23 @@ def _tile(shape: MixerShape) -> ChunkTile | ChunkTileSm90:
     return chunk_tile_for(shape.head_dim, shape.state_dim, gpu.shared_bytes, gpu.sm90)
 
 
-def ssd_bwd(
+def mixer_bwd(
     act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape,
     segments: slice, into: Gradients,
 ) -> None:
-    """Gradients of ssd_scan for some segments, some at a time. See reference.ssd_bwd."""
+    """Compute the gradients of mixer_scan for some segments, a few at a time. See reference.mixer_bwd."""
     first, end, _ = segments.indices(len(states))
     for begin in range(first, end, _AT_ONCE):
         count = min(_AT_ONCE, end - begin)
         these = count, begin + count == len(states)
-        run = plan.once(("ssd_bwd", shape, *these), partial(_bwd, *these, plan, shape))
+        run = plan.once(("mixer_bwd", shape, *these), partial(_bwd, *these, plan, shape))
         run(act, dy, states, dstates, weights, into, begin)
 
 
 def _bwd(segments: int, last: bool, plan: Plan, shape: MixerShape) -> Callable[..., None]:
-    """Two launches: states at every chunk, and gradients of the chunks.
+    """Return a function that launches two kernels: states at every chunk, then gradients of the chunks.
 
-    last: whether they are the last segments, of which the last one may have fewer chunks.
+    last: True for the last segments, the last of which may have fewer chunks.
     """
     all_chunks = -(-plan.local_rows // CHUNK)
     most, fewer = segments * SEGMENT_CHUNKS, -all_chunks % SEGMENT_CHUNKS if last else 0
@@ -245,7 +245,7 @@ def mixer_conv_bwd(
     zxbcdt: Array, halo: Array, weights: Mamba2Weights, gradients: Gradients, plan: Plan, shape: MixerShape,
     dzxbcdt: Array,
 ) -> tuple[Mamba2Weights, Array]:
-    """Gradients of mixer_conv, and of all weights. See reference.mixer_conv_bwd."""
+    """Compute the gradients of mixer_conv and of all weights. See reference.mixer_conv_bwd."""
     ends = plan.buffer("gradients of ends", (2, shape.reach, shape.channels), np.float32)
     if not plan.local_rows:
         ends.fill(0)
@@ -265,7 +265,8 @@ def mixer_conv_bwd(
 
 
 def _conv_bwd(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch, Launch]:
-    """Three launches: gradients of columns, and sums of the shares of weights, and of those of norm_weight."""
+    """Return three launches: gradients of columns, sums of the weights' partial sums, and sums of those of norm_weight.
+    """
     chunks, columns = -(-plan.local_rows // CHUNK), -(-shape.channels // CONV_BACK_COLUMNS)
     conv = Launch(
         compiler.kernel(*thd_mixer_conv_bwd(shape.dtype.name, shape.conv_width)),
@@ -276,13 +277,14 @@ def _conv_bwd(plan: Plan, shape: MixerShape) -> tuple[Launch, Launch, Launch]:
 
 
 def _sums(chunks: int, columns: int, a_log: int = 0, heads: int = 0) -> Launch:
-    """Sums of shares of so many columns, of which those of A, from column a_log on, become the gradient of A_log."""
+    """Return the launch that sums partial sums of `columns` columns; those of A, from column a_log on, become dA_log.
+    """
     numbers = map(np.int32, (chunks, columns, a_log, heads))
     return Launch(compiler.kernel("thd_mixer_sum"), (-(-columns // SUM_COLUMNS),), 256, tuple(numbers))
 
 
 def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array) -> None:
-    """Adds what the rows of other ranks give to the last rows of x, B and C. See reference.mixer_add_halos."""
+    """Add the gradients from other ranks to the last rows of x, B and C. See reference.mixer_add_halos."""
     grid = -(-shape.channels // CONV_BACK_COLUMNS), min(shape.reach, plan.local_rows)
     ranks = map(np.int32, (shape.reach, plan.cp_rank, plan.cp_size))
     kernel = compiler.kernel(*thd_mixer_add_halos(shape.dtype.name))

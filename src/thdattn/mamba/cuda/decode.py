@@ -1,4 +1,5 @@
-"""Launchers of a Mamba-2 mixer's texts: the next row of each, and what a forward left of the sequences of a pack."""
+"""Launchers of a Mamba-2 mixer's decode: the next row of every sequence, and the states after the sequences of a pack.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from thdattn.plan.plan import Plan
 def mixer_decode(
     zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, rows: Array, states: Array, active: Array, work: Array
 ) -> Array:
-    """One row more of every active text. See reference.mixer_decode."""
+    """Decode one row of every active sequence. See reference.mixer_decode."""
     num_texts, kernels = len(zxbcdt), MixerDecode(shape.dtype.name, shape.state_dim)
     size = mixer_size(num_texts, shape)
     out = launch.empty((num_texts, shape.d_inner), zxbcdt.dtype)
@@ -41,7 +42,7 @@ def mixer_fill(
     act: Any, zxbcdt: Array, segment_states: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape,
     into: tuple[Array, Array],
 ) -> None:
-    """What is left of every sequence of a pack. See reference.mixer_fill."""
+    """Write the last rows and the final state of every sequence of a pack. See reference.mixer_fill."""
     rows, states = into
     size, kernels = mixer_size(len(zxbcdt), shape), MixerDecode(shape.dtype.name, shape.state_dim)
     lengths = plan.arrays.offsets[0]

@@ -1,12 +1,12 @@
-"""Launchers of the Mamba-2 mixer, forward: convolution, states of segments and those in front of them, y and the gate.
+"""Launchers of the Mamba-2 mixer's forward: convolution, states of segments, states in front of them, y and the gate.
 
-They have the arguments of thdattn.mamba.reference. Grids follow from numbers of rows alone.
+Arguments are those of thdattn.mamba.reference. Grids depend on numbers of rows alone.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -18,7 +18,6 @@ from thdattn.jit.structs import MIXER_SIZE, SEGMENTS
 from thdattn.jit.tensor_map import BOX_COLUMNS, tensor_map
 from thdattn.kernels.instances import Instance
 from thdattn.mamba.configs import (
-    CHUNK,
     CONV_COLUMNS,
     CONV_ROWS,
     FOLD_THREADS,
@@ -33,71 +32,56 @@ from thdattn.mamba.configs import (
     thd_mixer_conv,
 )  # fmt: skip
 from thdattn.mamba.reference.conv import halo_rows
-from thdattn.mamba.shape import Mamba2Weights, MixerShape
+from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
 from thdattn.plan.memory import Bytes, num_bytes
 from thdattn.plan.plan import Plan
 
-ssd_segment_rows = CHUNK * SEGMENT_CHUNKS
+mixer_segment_rows = CHUNK * SEGMENT_CHUNKS
 _FOLD, _START, _ENTER = MIXER_KERNELS
-_MOST_OF_Y = 2**16 - 1  # thread blocks of a grid
-
-
-class Activations(NamedTuple):
-    """What the recurrence gets of this rank's rows, all 0 on padding.
-
-    channels: (local_rows, channels), x, B and C behind the convolution and silu, in the dtype of the mixer.
-    dt: (num_heads, chunks * CHUNK), float32; rows behind the last one have 0.
-    sums: the same, sums of dt * A * log2(e) over the rows of the same chunk and sequence up to this one.
-    leave: the same, dt times what lasts of a row until the end of its chunk.
-    """
-
-    channels: Array
-    dt: Array
-    sums: Array
-    leave: Array
+_MOST_OF_Y = 2**16 - 1  # thread blocks of a grid in y
 
 
 def size_of(plan: Plan, shape: MixerShape) -> Any:
-    """The MixerSize of this rank."""
+    """Return the MixerSize of this rank."""
     return mixer_size(plan.local_rows, shape, plan.cp_rank * plan.local_rows)
 
 
 def mixer_size(num_rows: int, shape: MixerShape, offset: int = 0) -> Any:
-    """A MixerSize; offset: what the number of a row is in the pack, minus that here."""
+    """Return a MixerSize; offset: the number of a row in the pack minus its number here."""
     sizes = shape.num_heads, shape.head_dim, shape.num_groups, shape.state_dim
     return np.array((num_rows, offset, *sizes, SEGMENT_CHUNKS), MIXER_SIZE)[()]
 
 
 def slab_of(shape: MixerShape) -> Slab | SlabSm90:
-    """How this GPU cuts x into columns for thread blocks."""
+    """Return how this GPU divides x into columns for thread blocks."""
     gpu = launch.this_gpu()
     return slab_for(shape.state_dim, shape.d_inner // shape.num_groups, gpu.shared_bytes, gpu.sm90)
 
 
 def grid_of_rows(blocks: int, tiles: int) -> tuple[int, int, int]:
-    """So many thread blocks for each of so many tiles of rows, over z where they are more than y may have.
+    """Return a grid with `blocks` thread blocks for each of `tiles` tiles of rows, over z where y cannot hold them.
 
-    So y and z say which tile, see tile_of_rows of kernels/mamba/common.cuh.
+    Kernels get the tile from y and z; see tile_of_rows of kernels/mamba/common.cuh.
     """
     layers = max(1, -(-tiles // _MOST_OF_Y))
     return blocks, -(-tiles // layers), layers
 
 
 def _inputs(slab: Slab | SlabSm90, *rows: tuple[Array, int]) -> list[Any]:
-    """Arrays of rows as the kernels of a slab take them: as they are, or as tensor maps of their first columns."""
+    """Return arrays of rows as the kernels of a slab take them: unchanged, or as tensor maps of their first columns."""
     if not slab.by_boxes:
         return [x for x, _ in rows]
     return [_map(x[:, :columns], CHUNK) for x, columns in rows]
 
 
 def _map(x: Array, box_rows: int) -> Any:
-    """A tensor map of columns of rows."""
+    """Return a tensor map of columns of rows."""
     boxes = x.reshape(len(x), x.shape[1] // BOX_COLUMNS, BOX_COLUMNS)
     return tensor_map(boxes, len(x), x.strides[0], box_rows)
 
 
 def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
-    """The last rows of x, B and C, for other ranks; see reference.mixer_tail. On one rank anything."""
+    """Return the last rows of x, B and C for other ranks; see reference.mixer_tail. On one rank they hold anything."""
     tail = plan.buffer("last rows", (shape.reach, shape.channels), shape.dtype)
     count = min(shape.reach, plan.local_rows)
     if plan.cp_size > 1 and count:
@@ -107,7 +91,7 @@ def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
 
 
 def mixer_halo(tails: Array, plan: Plan, shape: MixerShape) -> Array:
-    """The rows in front of this rank's, a new array; see reference.mixer_halo."""
+    """Return the rows in front of this rank's as a new array; see reference.mixer_halo."""
     halo = launch.empty((shape.reach, shape.channels), shape.dtype)
     into, tails = _words(halo), _words(tails)
     for to, rows in plan.once(("halo", shape.reach), lambda: _runs(halo_rows(plan, shape).tolist())):
@@ -116,35 +100,35 @@ def mixer_halo(tails: Array, plan: Plan, shape: MixerShape) -> Array:
 
 
 def _runs(rows: list[int]) -> list[tuple[slice, slice]]:
-    """(where to, where from) of rows that follow each other, as few copies as there may be."""
+    """Return (destination, source) slices of consecutive rows, as few as possible."""
     begins = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1] + 1]
     ends = [*begins[1:], len(rows)]
     return [(slice(i, end), slice(rows[i], rows[i] + end - i)) for i, end in zip(begins, ends, strict=True)]
 
 
 def _words(x: Array) -> Array:
-    """As integers, as CuPy does not copy every dtype between arrays of any strides."""
+    """Return a view as integers, as CuPy does not copy every dtype between arrays of any strides."""
     return x.view(np.uint16)
 
 
 def mixer_conv(
     zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool = False
 ) -> Activations:
-    """The convolution and silu of x, B and C; dt and its sums. See reference.mixer_conv."""
+    """Convolve x, B and C and apply silu; compute dt and its sums. See reference.mixer_conv."""
     return _convolve(0, zxbcdt, halo, weights, plan, shape, keep)
 
 
 def mixer_conv_states(
     zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool
 ) -> tuple[Activations, Array, Array]:
-    """mixer_conv, then ssd_states of what it makes. See reference.mixer_conv_states.
+    """Run mixer_conv, then mixer_states on its results. See reference.mixer_conv_states.
 
-    On Hopper x is convolved on its way into the states, so that it is read once.
+    On Hopper the kernel of the states convolves x itself, so that x is read once.
     """
     slab = slab_of(shape)
     if not (plan.local_rows and isinstance(slab, SlabSm90) and slab.convolves(shape.conv_width)):
         act = mixer_conv(zxbcdt, halo, weights, plan, shape, keep)
-        return act, *ssd_states(act, plan, shape)
+        return act, *mixer_states(act, plan, shape)
     act = _convolve(shape.d_inner, zxbcdt, halo, weights, plan, shape, keep)
     states = _new_states(plan, shape)
     name = shape.dtype.name
@@ -160,7 +144,7 @@ def mixer_conv_states(
 def _convolve(
     column: int, zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool
 ) -> Activations:
-    """Columns of x, B and C from a multiple of CONV_COLUMNS on; dt and its sums."""
+    """Convolve columns of x, B and C from `column` on, a multiple of CONV_COLUMNS; compute dt and its sums."""
     made = _activations(plan, shape, keep)
     run = plan.once(("conv", shape, column), lambda: _conv(column, plan, shape))
     run(zxbcdt, halo, weights.conv_weight, weights.conv_bias, weights.A_log, weights.dt_bias, plan.key_ranges, *made)
@@ -168,7 +152,7 @@ def _convolve(
 
 
 def _activations(plan: Plan, shape: MixerShape, keep: bool) -> Activations:
-    """Buffers of the plan, which the next mixer writes to; keep: new arrays."""
+    """Return buffers of the plan, which the next mixer overwrites; keep: new arrays."""
     of_rows, of_heads = (plan.local_rows, shape.channels), (shape.num_heads, -(-plan.local_rows // CHUNK) * CHUNK)
 
     def buffer(name: str, size: tuple[int, int], dtype: DTypeLike = np.float32) -> Array:
@@ -179,13 +163,13 @@ def _activations(plan: Plan, shape: MixerShape, keep: bool) -> Activations:
 
 
 def mixer_conv_bytes(plan: Plan, shape: MixerShape) -> int:
-    """Bytes of what mixer_conv makes; see reference.mixer_conv_bytes."""
+    """Return the bytes of the results of mixer_conv; see reference.mixer_conv_bytes."""
     of_heads = shape.num_heads, -(-plan.local_rows // CHUNK) * CHUNK
     return num_bytes((plan.local_rows, shape.channels), shape.dtype) + 3 * num_bytes(of_heads, np.float32)
 
 
 def mixer_forward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
-    """Bytes of the work buffers of a forward by name; see reference.mixer_forward_bytes."""
+    """Return the bytes of a forward's work buffers by name; see reference.mixer_forward_bytes."""
     made = {"last rows": num_bytes((shape.reach, shape.channels), shape.dtype),
             "decays": num_bytes((_segments(plan), shape.num_heads), np.float32),
             "summary": num_bytes((1, shape.summary), np.float32)}  # fmt: skip
@@ -200,12 +184,12 @@ def _conv(column: int, plan: Plan, shape: MixerShape) -> Launch:
     return Launch(compiler.kernel(*thd_mixer_conv(shape.dtype.name, shape.conv_width)), grid, 256, fixed)
 
 
-def ssd_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
-    """What every segment adds to the state behind it, and what it leaves of the one in front. See reference.ssd_states.
+def mixer_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
+    """Compute the state that every segment adds, and the decay of the state in front of it. See reference.mixer_states.
 
     Returns:
         states: (segments, num_heads, head_dim, state_dim) float32, a new array.
-        decays: (segments, num_heads), of the plan.
+        decays: (segments, num_heads), a buffer of the plan.
     """
     states, slab = _new_states(plan, shape), slab_of(shape)
     name = shape.dtype.name
@@ -216,7 +200,7 @@ def ssd_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, 
 
 
 def _segments(plan: Plan) -> int:
-    return -(-plan.local_rows // ssd_segment_rows)
+    return -(-plan.local_rows // mixer_segment_rows)
 
 
 def _new_states(plan: Plan, shape: MixerShape) -> Array:
@@ -230,46 +214,46 @@ def _states(kernel: Instance, slab: Slab | SlabSm90, plan: Plan, shape: MixerSha
     return decays, Launch(compiler.kernel(*kernel), grid, slab.states_threads, fixed)
 
 
-def ssd_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
-    """Turns what segments add into the states in front of them, in place. See reference.ssd_fold."""
+def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
+    """Turn what segments add into the states in front of them, in place. See reference.mixer_fold."""
     summary = plan.buffer("summary", (1, shape.summary), np.float32)
     _walk(_FOLD, (states, decays, summary), range(len(states)), shape.state, reverse)
     return summary
 
 
-def ssd_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
-    """The state in front of this rank's rows; reverse: the gradient of the state behind. See reference.ssd_start."""
+def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
+    """Return the state in front of this rank's rows; reverse: the gradient behind them. See reference.mixer_start."""
     start = plan.buffer("start", shape.state, np.float32)
     ranks = range(plan.cp_rank + 1, plan.cp_size) if reverse else range(plan.cp_rank)
     _walk(_START, (summaries, start), ranks, shape.state, reverse)
     return start
 
 
-def ssd_enter(states: Array, decays: Array, start: Array, segments: slice, reverse: bool = False) -> None:
-    """Adds what comes from other ranks to the states that ssd_fold made. See reference.ssd_enter."""
+def mixer_enter(states: Array, decays: Array, start: Array, segments: slice, reverse: bool = False) -> None:
+    """Add the state from other ranks to the states that mixer_fold made. See reference.mixer_enter."""
     reached = range(len(states))[segments]
     if reached:
         _walk(_ENTER, (states, decays, start), reached, states.shape[1:], reverse)
 
 
 def _walk(kernel: str, arrays: tuple[Array, ...], over: range, state: tuple[int, ...], reverse: bool) -> None:
-    """Launches a thread for every four numbers of a state, which walks over segments or ranks."""
+    """Launch a thread for every four numbers of a state, which walks over segments or ranks."""
     over = over[::-1] if reverse else over
     numbers = over.start, over.step, len(over), state[0], math.prod(state[1:])
     grid = (-(-math.prod(state) // (4 * FOLD_THREADS)),)
     compiler.kernel(kernel)(grid, FOLD_THREADS, (*arrays, *map(np.int32, numbers)))
 
 
-def ssd_scan(
+def mixer_scan(
     act: Activations, zxbcdt: Array, states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
     into: tuple[Array, Array],
 ) -> None:
-    """y of some segments, and out = y * silu(z) if there is no norm. See reference.ssd_scan."""
+    """Compute y of some segments, and out = y * silu(z) if there is no norm. See reference.mixer_scan."""
     reached = range(len(states))[segments]
     if reached:
         slab, run = plan.once(("scan", shape, reached.start, reached.stop), lambda: _scan(reached, plan, shape))
         rows = (act.channels, shape.channels), (zxbcdt, shape.d_inner)
-        count = 1 if shape.norm else 2  # a norm gates: it reads z, and makes out
+        count = 1 if shape.norm else 2  # a norm reads z and writes out instead of the scan
         run(*_inputs(slab, *rows[:count]), act.dt, act.sums, act.leave, states, d, *into[:count])
 
 

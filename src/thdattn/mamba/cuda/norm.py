@@ -1,6 +1,6 @@
-"""Launchers of the RMSNorm of a Mamba-2 mixer, forward, backward and for the next rows of texts.
+"""Launchers of a Mamba-2 mixer's RMSNorm: forward, backward and decode.
 
-They have the arguments of thdattn.mamba.reference.gate. Grids follow from numbers of rows alone.
+Arguments are those of thdattn.mamba.reference.gate. Grids depend on numbers of rows alone.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import numpy as np
 
 from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
-from thdattn.mamba.configs import CHUNK, NormTile
+from thdattn.mamba.configs import NormTile
 from thdattn.mamba.cuda.backward import Gradients, dstates_launch, made_of_gate, shares_of
-from thdattn.mamba.cuda.forward import Activations, mixer_size, size_of
-from thdattn.mamba.shape import Mamba2Weights, MixerShape
+from thdattn.mamba.cuda.forward import mixer_size, size_of
+from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
 
 
 def mixer_norm(y: Array, zxbcdt: Array, weight: Array, plan: Plan, shape: MixerShape, out: Array) -> None:
-    """Write out of y and z. See reference.mixer_norm."""
+    """Write out from y and z. See reference.mixer_norm."""
     run = plan.once(("norm", shape), lambda: _norm(plan, shape))
     run(y, zxbcdt, weight, out)
 
@@ -32,7 +32,7 @@ def _norm(plan: Plan, shape: MixerShape) -> Launch:
 def mixer_decode_norm(
     convolved: Array, zxbcdt: Array, weight: Array, active: Array, shape: MixerShape, out: Array
 ) -> None:
-    """Write out of y, the first columns of `convolved`, and z of active texts; 0 of the others."""
+    """Write out of active sequences from y, the first columns of `convolved`, and z; write 0 for the others."""
     tile, (groups, eps) = _tile(shape)
     compiler.kernel(*tile.thd_mixer_decode_norm(shape.dtype.name))(
         (-(-len(zxbcdt) // tile.rows), int(groups)), tile.threads,
@@ -44,7 +44,7 @@ def mixer_norm_states(
     dout: Array, zxbcdt: Array, made: tuple[Array, Activations], weights: Mamba2Weights, plan: Plan, shape: MixerShape,
     into: tuple[Array, Gradients],
 ) -> tuple[Array, Array, Array]:
-    """dy, the gradient of z and shares of those of D and norm_weight; dstates and decays.
+    """Return dy, dstates and decays; write dz and the partial sums of dD and dnorm_weight.
 
     See reference.mixer_norm_states.
     """
@@ -65,7 +65,7 @@ def _norm_bwd(plan: Plan, shape: MixerShape) -> Launch:
 
 
 def _tile(shape: MixerShape) -> tuple[NormTile, tuple[np.int32, np.float32]]:
-    """The tile, and groups and eps as kernels take them."""
+    """Return the tile, and groups and eps as kernels take them."""
     norm = shape.norm
     assert norm is not None
     return NormTile(shape.d_inner // norm.groups, norm.after_gate), (np.int32(norm.groups), np.float32(norm.eps))

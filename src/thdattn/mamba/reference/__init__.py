@@ -16,21 +16,40 @@ from thdattn.mamba.reference.conv import (
 from thdattn.mamba.reference.decode import mixer_decode, mixer_fill
 from thdattn.mamba.reference.gate import mixer_gate_states, mixer_norm, mixer_norm_states
 from thdattn.mamba.reference.ssd import (
-    ssd_bwd,
-    ssd_enter,
-    ssd_fold,
-    ssd_gradients,
-    ssd_scan,
-    ssd_segment_rows,
-    ssd_start,
-    ssd_states,
+    mixer_bwd,
+    mixer_enter,
+    mixer_fold,
+    mixer_gradients,
+    mixer_scan,
+    mixer_segment_rows,
+    mixer_start,
+    mixer_states,
 )  # fmt: skip
 
 __all__ = [
-    "MIXER_SIZES", "mixer_add_halos", "mixer_backward_bytes", "mixer_conv", "mixer_conv_bwd", "mixer_conv_bytes",
-    "mixer_conv_states", "mixer_decode", "mixer_fill", "mixer_forward_bytes", "mixer_gate_states", "mixer_halo",
-    "mixer_norm", "mixer_norm_states", "mixer_tail", "ssd_bwd", "ssd_enter", "ssd_fold", "ssd_gradients",
-    "ssd_scan", "ssd_segment_rows", "ssd_start", "ssd_states",
+    "MIXER_SIZES",
+    "mixer_add_halos",
+    "mixer_backward_bytes",
+    "mixer_bwd",
+    "mixer_conv",
+    "mixer_conv_bwd",
+    "mixer_conv_bytes",
+    "mixer_conv_states",
+    "mixer_decode",
+    "mixer_enter",
+    "mixer_fill",
+    "mixer_fold",
+    "mixer_forward_bytes",
+    "mixer_gate_states",
+    "mixer_gradients",
+    "mixer_halo",
+    "mixer_norm",
+    "mixer_norm_states",
+    "mixer_scan",
+    "mixer_segment_rows",
+    "mixer_start",
+    "mixer_states",
+    "mixer_tail",
 ]  # fmt: skip
 
-MIXER_SIZES: dict[str, range] = {}  # any
+MIXER_SIZES: dict[str, range] = {}  # all sizes

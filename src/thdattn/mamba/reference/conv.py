@@ -1,7 +1,7 @@
-"""What is in front of the recurrence of a Mamba-2 mixer in NumPy: convolution and dt, forward and backward.
+"""Convolution and dt of a Mamba-2 mixer in NumPy, forward and backward: everything in front of the recurrence.
 
-Row i is convolved with the rows i-d of its own sequence, those with first[i] <= i-d; the ones in front of a rank's rows
-are its halo. Padding is cleared by selection, so that whatever it holds, NaN included, reaches nothing. Arithmetic is
+Row i is convolved with the rows i-d of its own sequence, those with first[i] <= i-d; the rows in front of a rank's own
+are its halo. Padding is cleared by selection, so that its contents, NaN included, reach no result. Arithmetic is
 float32 (float64 for float64), and results are rounded once.
 """
 
@@ -14,32 +14,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.mamba.reference.ssd import (
-    CHUNK,
-    Activations,
     Gradients,
     chunk_sums,
     cleared,
     first_rows,
+    mixer_states,
     sigmoid,
     silu,
     slope,
     softplus,
-    ssd_states,
     valid_rows,
 )  # fmt: skip
-from thdattn.mamba.shape import Mamba2Weights, MixerShape
+from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
 from thdattn.plan.memory import Bytes, num_bytes
 from thdattn.plan.plan import Plan
 
 Array = NDArray[Any]
 
-SUM_ROWS = 64  # added up one after another
+SUM_ROWS = 64  # rows that are summed one after another
 
 
 def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
-    """(reach, channels), the last rows of x, B and C, which the convolution of others may see; 0 where there are none.
+    """Return the last rows of x, B and C, (reach, channels), which the convolution of other ranks may read; 0 where
+    rows are missing.
 
-    Padding among them is as it was.
+    Padding among them is copied unchanged.
     """
     tail = np.zeros((shape.reach, shape.channels), zxbcdt.dtype)
     count = min(shape.reach, plan.local_rows)
@@ -48,16 +47,18 @@ def mixer_tail(zxbcdt: Array, plan: Plan, shape: MixerShape) -> Array:
 
 
 def mixer_halo(tails: Array, plan: Plan, shape: MixerShape) -> Array:
-    """(reach, channels), the rows in front of this rank's; anything in front of the pack, where no sequence is.
+    """Return the rows in front of this rank's, (reach, channels); rows in front of the pack hold anything, as nothing
+    reads them.
 
     Args:
-        tails: (cp_size * reach, channels), mixer_tail of all ranks. Ranks with fewer rows than reach share a halo.
+        tails: (cp_size * reach, channels), mixer_tail of all ranks. A halo covers several ranks that have fewer rows
+            than reach.
     """
     return tails[halo_rows(plan, shape)]
 
 
 def halo_rows(plan: Plan, shape: MixerShape) -> Array:
-    """(reach,), where in mixer_tail of all ranks the rows in front of this rank's are."""
+    """Return (reach,): the index in mixer_tail of all ranks of each row in front of this rank's."""
     num_rows = plan.local_rows
     rows = plan.cp_rank * num_rows + np.arange(-shape.reach, 0)
     owner, row = np.divmod(rows, max(1, num_rows))
@@ -67,12 +68,12 @@ def halo_rows(plan: Plan, shape: MixerShape) -> Array:
 def mixer_conv(
     zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool = False
 ) -> Activations:
-    """The convolution and silu of x, B and C; and dt = softplus(dt + dt_bias).
+    """Convolve x, B and C and apply silu; compute dt = softplus(dt + dt_bias).
 
     Args:
         zxbcdt: (local_rows, columns).
         halo: (reach, channels), from mixer_halo; on one rank anything.
-        keep: whether the next call is not to write to what it returns; here none does.
+        keep: True asks for results that the next call does not overwrite; NumPy's are always new.
     """
     _, xbc, raw = shape.parts(zxbcdt)
     valid = valid_rows(plan)
@@ -83,18 +84,18 @@ def mixer_conv(
 
 
 def mixer_conv_bytes(plan: Plan, shape: MixerShape) -> int:
-    """Bytes of what mixer_conv makes."""
+    """Return the bytes of the results of mixer_conv."""
     of_heads = num_bytes((plan.local_rows, shape.num_heads), shape.sum_dtype)
     return num_bytes((plan.local_rows, shape.channels), shape.dtype) + 2 * of_heads
 
 
 def mixer_forward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
-    """Bytes of the buffers of a plan that forwards of all mixers write to, by name; here none."""
+    """Return the bytes of a plan's buffers that the forwards of all mixers share, by name; NumPy has none."""
     return {}
 
 
 def mixer_backward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
-    """Those that backwards write to besides."""
+    """Return the bytes of the buffers that backwards share besides, by name."""
     rows, chunks = plan.local_rows, -(-plan.local_rows // CHUNK)
     made = {"dchannels": num_bytes((rows, shape.channels), shape.dtype),
             "ddt": num_bytes((rows, shape.num_heads), shape.sum_dtype),
@@ -106,28 +107,28 @@ def mixer_backward_bytes(plan: Plan, shape: MixerShape) -> Bytes:
 def mixer_conv_states(
     zxbcdt: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape, keep: bool
 ) -> tuple[Activations, Array, Array]:
-    """mixer_conv, then ssd_states of what it makes; here one after the other.
+    """Run mixer_conv, then mixer_states on its results; a GPU may fuse the two.
 
     Returns:
-        act; then states and decays, see ssd_states.
+        act; then states and decays, see mixer_states.
     """
     act = mixer_conv(zxbcdt, halo, weights, plan, shape, keep)
-    return act, *ssd_states(act, plan, shape)
+    return act, *mixer_states(act, plan, shape)
 
 
 def mixer_conv_bwd(
     zxbcdt: Array, halo: Array, weights: Mamba2Weights, gradients: Gradients, plan: Plan, shape: MixerShape,
     dzxbcdt: Array,
 ) -> tuple[Mamba2Weights, Array]:
-    """Gradients of mixer_conv, into the columns of dzxbcdt behind z, and of all weights.
+    """Compute the gradients of mixer_conv, into the columns of dzxbcdt after z, and of all weights.
 
     Args:
-        gradients: from ssd_bwd.
+        gradients: from mixer_bwd.
 
     Returns:
-        dweights: float32 (float64), of this rank's rows.
-        ends: (2, reach, channels), the same: the gradients of the halo, and of the last rows of x, B and C, as far as
-            they come from this rank's rows.
+        dweights: float32 (float64), partial sums over this rank's rows.
+        ends: (2, reach, channels) in the same dtype: the gradients of the halo, and of the last rows of x, B and C, as
+            far as they come from this rank's rows.
     """
     dchannels, ddt, shares, of_norm = gradients
     _, xbc, raw = shape.parts(zxbcdt)
@@ -156,7 +157,7 @@ def mixer_conv_bwd(
 
 
 def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dzxbcdt: Array) -> None:
-    """Adds what the rows of other ranks give to the gradients of the last rows of x, B and C, rounded once.
+    """Add the gradients from other ranks to those of the last rows of x, B and C, rounded once.
 
     Args:
         halos: (cp_size * reach, channels), gradients of the halos of all ranks: the first of mixer_conv_bwd's ends.
@@ -165,7 +166,7 @@ def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dz
     reach, num_rows = shape.reach, plan.local_rows
     total = tail.copy()
     for rank in range(plan.cp_rank + 1, plan.cp_size):
-        between = (rank - plan.cp_rank - 1) * num_rows  # rows that lie between this rank's and those of the halo's
+        between = (rank - plan.cp_rank - 1) * num_rows  # rows between this rank's last one and the halo's rank
         if between < reach:
             total[between:] += halos[rank * reach : (rank + 1) * reach - between]
     count = min(reach, num_rows)
@@ -173,7 +174,7 @@ def mixer_add_halos(halos: Array, tail: Array, plan: Plan, shape: MixerShape, dz
 
 
 def _taps(xbc: Array, halo: Array, plan: Plan, shape: MixerShape) -> Iterator[tuple[int, Array, Array]]:
-    """Every column of conv_weight, which rows it meets something with, and what; 0 else."""
+    """Yield every column of conv_weight, the rows where it multiplies a row of the sequence, and that row, else 0."""
     first, rows = first_rows(plan)[:, None], np.arange(plan.local_rows)[:, None]
     extended = np.concatenate([halo, xbc]).astype(shape.sum_dtype)
     for tap in range(shape.conv_width):
@@ -182,7 +183,7 @@ def _taps(xbc: Array, halo: Array, plan: Plan, shape: MixerShape) -> Iterator[tu
 
 
 def _convolved(xbc: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape) -> Array:
-    """The convolution of x, B and C; 0 on padding."""
+    """Return the convolution of x, B and C; 0 on padding."""
     total = np.where(valid_rows(plan), weights.conv_bias, 0)
     for tap, _, rows in _taps(xbc, halo, plan, shape):
         total += weights.conv_weight[:, tap] * rows
@@ -190,7 +191,7 @@ def _convolved(xbc: Array, halo: Array, weights: Mamba2Weights, plan: Plan, shap
 
 
 def _sum_of_rows(x: Array) -> Array:
-    """Of SUM_ROWS rows at a time, then of as many of these sums: rounding grows with the numbers added in a row."""
+    """Sum SUM_ROWS rows at a time, then the sums likewise, as rounding errors grow with the length of a sum."""
     while len(x) > 1:
         x = np.add.reduceat(x, np.arange(0, len(x), SUM_ROWS), axis=0)
     return x[0] if len(x) else np.zeros(x.shape[1:], x.dtype)

@@ -1,8 +1,8 @@
-"""Texts that grow, in NumPy, of a Mamba-2 mixer: the next row of each, and what a forward left of its sequences.
+"""Decode of a Mamba-2 mixer in NumPy: the next row of every sequence, and the states after the sequences of a pack.
 
-A text is the state behind its last row and as many last rows as the convolution of the next one sees, with zeros in
-front of its first: a convolution that starts there. Arithmetic is float32 (float64 for float64), and only out is
-rounded, and what tensor cores take of a pack.
+A sequence is the state after its last row and as many last rows as the next convolution reads, with zeros in front of
+its first row. Arithmetic is float32 (float64 for float64). Only out is rounded, and the operands that tensor cores take
+from a pack.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.mamba.reference.gate import gated_norm
-from thdattn.mamba.reference.ssd import CHUNK, Activations, rounded, silu, softplus
-from thdattn.mamba.shape import Mamba2Weights, MixerShape
+from thdattn.mamba.reference.ssd import rounded, silu, softplus
+from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
 
 Array = NDArray[Any]
@@ -23,7 +23,7 @@ Array = NDArray[Any]
 def mixer_decode(
     zxbcdt: Array, weights: Mamba2Weights, shape: MixerShape, rows: Array, states: Array, active: Array, work: Array
 ) -> Array:
-    """One row more of every active text.
+    """Decode one row of every active sequence.
 
     Args:
         zxbcdt: (num_texts, columns).
@@ -57,7 +57,7 @@ def mixer_fill(
     act: Activations, zxbcdt: Array, segment_states: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape,
     into: tuple[Array, Array],
 ) -> None:
-    """What is left of every sequence of a pack, on one rank: its last rows, and the state behind them.
+    """Write the last rows and the final state of every sequence of a pack, on one rank.
 
     Args:
         act: from mixer_conv.
@@ -81,12 +81,12 @@ def mixer_fill(
 def _state_behind(
     act: Activations, segment_states: Array, weights: Mamba2Weights, shape: MixerShape, begin: int, end: int
 ) -> Array:
-    """Of the sequence that has the rows begin, ..., end - 1."""
+    """Return the state after the sequence with the rows begin, ..., end - 1."""
     segment = (end - 1) // CHUNK
     own = slice(max(begin, segment * CHUNK), end)
     x, b, _ = (part.astype(shape.sum_dtype) for part in shape.split(act.channels[own]))
     a = -np.exp(weights.A_log) * act.dt[own]
-    behind = np.zeros(a.shape, a.dtype)  # sums of a over the rows that follow
+    behind = np.zeros(a.shape, a.dtype)  # sums of a over later rows
     behind[:-1] = a[:0:-1].cumsum(axis=0)[::-1]
     leave = (np.exp(behind) * act.dt[own]).T[:, None]
     b = np.repeat(b, shape.num_heads // shape.num_groups, axis=1)

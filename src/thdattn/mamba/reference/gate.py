@@ -1,8 +1,8 @@
-"""The gate of a Mamba-2 mixer, backward, and its RMSNorm after or before the gate, forward and backward, in NumPy.
+"""Gate of a Mamba-2 mixer, backward, and its RMSNorm after or before the gate, forward and backward, in NumPy.
 
-Behind the gate a row becomes rmsnorm(y * silu(z)) * norm_weight, in front of it rmsnorm(y) * norm_weight * silu(z).
-rmsnorm divides each group of columns by the root of its mean square plus eps. y is what the scan wrote, in the dtype of
-the mixer. All that follows is float32 (float64 for float64), and results are rounded once.
+After the gate a row becomes rmsnorm(y * silu(z)) * norm_weight, before it rmsnorm(y) * norm_weight * silu(z). rmsnorm
+divides each group of columns by the root of its mean square plus eps. The scan wrote y in the dtype of the mixer. All
+later arithmetic is float32 (float64 for float64), and results are rounded once.
 
 Source: Mamba-2, arXiv:2405.21060, section 7; as RMSNormGated of mamba_ssm.
 """
@@ -15,16 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdattn.mamba.reference.ssd import (
-    Activations,
     Gradients,
     cleared,
     in_chunks,
+    mixer_dstates,
     silu,
     slope,
-    ssd_dstates,
     valid_rows,
 )
-from thdattn.mamba.shape import GatedNorm, Mamba2Weights, MixerShape
+from thdattn.mamba.shape import Activations, GatedNorm, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
 
 Array = NDArray[Any]
@@ -34,23 +33,24 @@ def mixer_gate_states(
     dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
     into: Gradients,
 ) -> tuple[Array, Array, Array]:
-    """mixer_gate_bwd, then ssd_dstates of what it makes; here one after the other.
+    """Run mixer_gate_bwd, then mixer_dstates on its result; a GPU may fuse the two.
 
     Returns:
-        dy, see mixer_gate_bwd; then dstates and decays, see ssd_dstates.
+        dy, see mixer_gate_bwd; then dstates and decays, see mixer_dstates.
     """
     dy = mixer_gate_bwd(dout, zxbcdt, y, act, plan, shape, dzxbcdt, into)
-    return dy, *ssd_dstates(act, dy, plan, shape)
+    return dy, *mixer_dstates(act, dy, plan, shape)
 
 
 def mixer_gate_bwd(
     dout: Array, zxbcdt: Array, y: Array, act: Activations, plan: Plan, shape: MixerShape, dzxbcdt: Array,
     into: Gradients,
 ) -> Array:
-    """dy = dout * silu(z), (local_rows, d_inner) in the dtype of the mixer; and dz, the first columns of dzxbcdt.
+    """Return dy = dout * silu(z), (local_rows, d_inner) in the dtype of the mixer; write dz, the first columns of
+    dzxbcdt.
 
     Args:
-        into: from ssd_gradients; it gets the shares of D, of which dy is not yet rounded.
+        into: from mixer_gradients; it gets the partial sums of dD, computed from dy before rounding.
     """
     valid = valid_rows(plan)
     z, dout = (cleared(x, valid, shape) for x in (shape.parts(zxbcdt)[0], dout))
@@ -69,7 +69,7 @@ def gated_norm(y: Array, z: Array, weight: Array, norm: GatedNorm) -> Array:
 
 
 def mixer_norm(y: Array, zxbcdt: Array, weight: Array, plan: Plan, shape: MixerShape, out: Array) -> None:
-    """Write out, (local_rows, d_inner), of y from ssd_scan and z; 0 on padding."""
+    """Write out, (local_rows, d_inner), of y from mixer_scan and z; 0 on padding."""
     assert shape.norm is not None
     valid = valid_rows(plan)
     y, z = (cleared(x, valid, shape) for x in (y, shape.parts(zxbcdt)[0]))
@@ -80,16 +80,16 @@ def mixer_norm_states(
     dout: Array, zxbcdt: Array, made: tuple[Array, Activations], weights: Mamba2Weights, plan: Plan,
     shape: MixerShape, into: tuple[Array, Gradients],
 ) -> tuple[Array, Array, Array]:
-    """Gradients of mixer_norm, then ssd_dstates of that of y.
+    """Compute the gradients of mixer_norm, then mixer_dstates of the gradient of y.
 
     Args:
         dout: (local_rows, d_inner), gradient of out.
-        made: y from ssd_scan, and what mixer_conv made.
-        into: dzxbcdt, whose first columns get the gradient of z; gradients, from ssd_gradients, which get the shares of
-            D, of which dy is not yet rounded, and of norm_weight.
+        made: y from mixer_scan, and the results of mixer_conv.
+        into: dzxbcdt, whose first columns get the gradient of z; gradients, from mixer_gradients, which get the partial
+            sums of dnorm_weight, and of dD from dy before rounding.
 
     Returns:
-        dy: (local_rows, d_inner) in the dtype of the mixer, 0 on padding; then dstates and decays, see ssd_dstates.
+        dy: (local_rows, d_inner) in the dtype of the mixer, 0 on padding; then dstates and decays, see mixer_dstates.
     """
     assert shape.norm is not None
     (y, act), (dzxbcdt, gradients) = made, into
@@ -106,7 +106,7 @@ def mixer_norm_states(
     gradients.shares[:, 1] = _share_of_d(dy, act, shape)
     gradients.of_norm[...] = in_chunks(passed * normal).sum(axis=1)
     dy = dy.astype(shape.dtype)
-    return dy, *ssd_dstates(act, dy, plan, shape)
+    return dy, *mixer_dstates(act, dy, plan, shape)
 
 
 def _inverse_root(x: Array, norm: GatedNorm) -> Array:
@@ -122,7 +122,7 @@ def _group_mean(x: Array, norm: GatedNorm) -> Array:
 
 
 def _share_of_d(dy: Array, act: Activations, shape: MixerShape) -> Array:
-    """(segments, num_heads), what each segment gives to the gradient of D, from dy before it is rounded."""
+    """Return (segments, num_heads), the partial sums of dD by segment, from dy before it is rounded."""
     x = shape.split(act.channels)[0].astype(dy.dtype)
     share: Array = in_chunks((dy.reshape(x.shape) * x).sum(axis=2)).sum(axis=1)
     return share

@@ -1,18 +1,19 @@
-"""The state space recurrence of a Mamba-2 mixer in NumPy, forward and backward, chunk by chunk; and its gate, forward.
+"""State space recurrence of a Mamba-2 mixer in NumPy, forward and backward, chunk by chunk; and its gate, forward.
 
-Row i keeps a state s_i = exp(a_i) s_(i-1) + dt_i x_i B_i^T per head, which starts from 0 with every sequence, and makes
-y_i = s_i C_i + D x_i of it. Inside a chunk of rows that is attention with decays instead of a softmax, and a chunk as a
-whole, like any run of rows, takes the state in front to `decay * state + own`. So chunks only wait for each other where
-they pass on states; with the states of ranks it is the same.
+Row i has a state s_i = exp(a_i) s_(i-1) + dt_i x_i B_i^T per head, which starts from 0 with every sequence, and y_i =
+s_i C_i + D x_i. Inside a chunk of rows this is attention with decays instead of a softmax. A chunk as a whole, like any
+run of rows, maps the state in front to `decay * state + own`. So chunks depend on each other only through states, and
+so do ranks.
 
-One rule as in attention: row j counts for row i iff first[i] <= j <= i. Sums start anew with every sequence, and what
-does not count is left out, not multiplied by 0: no document changes a bit of another's result, and padding none.
+One rule holds as in attention: row j counts for row i iff first[i] <= j <= i. Sums restart with every sequence, and
+what does not count is selected away, not multiplied by 0: neither another document nor padding changes a bit of a
+result.
 
-Sums, decays, products C B^T and states that are passed on are float32 (float64 for float64). For bfloat16 the operands
-of products of matrices are rounded to it, as tensor cores take them; of float16 they are not, as states and sums may
-leave its range.
+Sums, decays, products C B^T and states between chunks are float32 (float64 for float64). For bfloat16 the operands of
+matrix products are rounded to it, as tensor cores take them; for float16 they are not, as states and sums may leave its
+range.
 
-Inside, arrays are (chunks, heads or groups, rows of a chunk, ...).
+Inner arrays are (chunks, heads or groups, rows of a chunk, ...).
 
 Source: Mamba-2, arXiv:2405.21060, section 6.
 """
@@ -26,37 +27,23 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from thdattn.mamba.shape import Mamba2Weights, MixerShape
+from thdattn.mamba.shape import CHUNK, Activations, Mamba2Weights, MixerShape
 from thdattn.plan.plan import Plan
 
 Array = NDArray[Any]
 
-CHUNK = 64
-MAX_BLOCK_PAIRS = 2**22  # heads * rows * rows of the chunks that are worked at together: 16 MiB of float32
+MAX_BLOCK_PAIRS = 2**22  # heads * rows * rows of the chunks that one block computes: 16 MiB of float32
 
-ssd_segment_rows = CHUNK  # rows that one of the states is about
-
-
-class Activations(NamedTuple):
-    """What the recurrence gets of this rank's rows, all 0 on padding.
-
-    channels: (local_rows, channels), x, B and C behind the convolution and silu, in the dtype of the mixer.
-    dt: (local_rows, num_heads), float32 (float64).
-    sums: the same, sums of a = dt * A over the rows of the same chunk and sequence up to this one.
-    """
-
-    channels: Array
-    dt: Array
-    sums: Array
+mixer_segment_rows = CHUNK  # rows per state
 
 
 class Gradients(NamedTuple):
-    """What ssd_bwd makes, in buffers of the plan.
+    """Results of mixer_bwd, in buffers of the plan.
 
-    channels: (local_rows, channels), of x, B and C behind the convolution, in the dtype of the mixer.
+    channels: (local_rows, channels), gradients of x, B and C after the convolution, in the dtype of the mixer.
     ddt: (local_rows, num_heads), float32 (float64).
-    shares: (segments, 2, num_heads), what each segment gives to the gradients of A and D.
-    of_norm: (segments, d_inner), what each gives to that of norm_weight; None without a norm.
+    shares: (segments, 2, num_heads), partial sums of dA and dD by segment.
+    of_norm: (segments, d_inner), partial sums of dnorm_weight; None without a norm.
     """
 
     channels: Array
@@ -66,15 +53,15 @@ class Gradients(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """Some chunks; rows behind the last one belong to its sequence, and have dt = x = B = C = 0.
+    """Some chunks. Rows after the last one belong to its sequence, and have dt = x = B = C = 0.
 
     x: (chunks, num_heads, CHUNK, head_dim). b, c: (chunks, num_groups, CHUNK, state_dim).
     dt: (chunks, num_heads, CHUNK).
-    goes_on: (chunks, 1, CHUNK), whether a row is of the sequence of the row before.
-    pair: (chunks, 1, CHUNK, CHUNK), whether row j counts for row i.
-    decay: (chunks, num_heads, CHUNK, CHUNK), of row j until row i; 0 for what is no pair.
-    enter, leave: (chunks, num_heads, CHUNK), of the state in front until a row, and of a row until the state behind.
-    through: (chunks, num_heads), of the state in front until the one behind.
+    goes_on: (chunks, 1, CHUNK), True where a row has the sequence of the row before.
+    pair: (chunks, 1, CHUNK, CHUNK), True where row j counts for row i.
+    decay: (chunks, num_heads, CHUNK, CHUNK), from row j to row i; 0 where pair is False.
+    enter, leave: (chunks, num_heads, CHUNK), from the state in front to a row, and from a row to the state behind.
+    through: (chunks, num_heads), from the state in front to the one behind.
     """
 
     x: Array
@@ -90,58 +77,60 @@ class _Chunks(NamedTuple):
 
 
 def first_rows(plan: Plan) -> Array:
-    """(local_rows,), where a row's sequence begins, below 0 if on a rank before; of padding its own number + 1."""
+    """Return (local_rows,): the first row of each row's sequence, below 0 on an earlier rank; for padding its own
+    number + 1.
+    """
     begin, end = plan.key_ranges.astype(np.int64).T
     first: Array = np.where(begin < end, begin - plan.cp_rank * plan.local_rows, np.arange(1, plan.local_rows + 1))
     return first
 
 
 def valid_rows(plan: Plan) -> Array:
-    """(local_rows, 1), whether a row is no padding."""
+    """Return (local_rows, 1) bool, False on padding."""
     valid: Array = first_rows(plan) <= np.arange(plan.local_rows)
     return valid[:, None]
 
 
 def cleared(x: Array, valid: Array, shape: MixerShape) -> Array:
-    """Rows in the dtype that is added up in, 0 on padding."""
+    """Return rows in the dtype of sums, 0 on padding."""
     return np.where(valid, x.astype(shape.sum_dtype), 0)
 
 
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), of which no power is too large."""
+    """Return 1 / (1 + exp(-x)) without overflow."""
     small = np.exp(-np.abs(x))
     share: Array = np.where(x >= 0, 1, small) / (1 + small)
     return share
 
 
 def silu(x: Array) -> Array:
-    """x * sigmoid(x)."""
+    """Return x * sigmoid(x)."""
     return x * sigmoid(x)
 
 
 def softplus(x: Array) -> Array:
-    """log(1 + exp(x)), which is exp(x) far below 0."""
+    """Return log(1 + exp(x)), which is exp(x) far below 0."""
     grown: Array = np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
     return grown
 
 
 def slope(x: Array) -> Array:
-    """The derivative of silu."""
+    """Return the derivative of silu."""
     share = sigmoid(x)
     derivative: Array = share * (1 + x * (1 - share))
     return derivative
 
 
 def chunk_sums(a: Array, plan: Plan) -> Array:
-    """Sums over the rows of the same chunk and sequence up to each row, of (local_rows, num_heads)."""
+    """Return the sums of a (local_rows, num_heads) over the rows of the same chunk and sequence up to each row."""
     first = first_rows(plan)
     goes_on = in_chunks(first < np.arange(len(first)))[:, None]
     sums = _restarting_sums(in_chunks(a).swapaxes(1, 2), goes_on)
     return _in_rows(sums[..., None], len(a))
 
 
-def ssd_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
-    """What every segment of rows adds to the state behind it, and what it leaves of the one in front.
+def mixer_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
+    """Compute the state that every segment of rows adds, and the decay of the state in front of it.
 
     Returns:
         states: (segments, num_heads, head_dim, state_dim) float32 (float64).
@@ -155,9 +144,9 @@ def ssd_states(act: Activations, plan: Plan, shape: MixerShape) -> tuple[Array, 
     return states, decays
 
 
-def ssd_dstates(act: Activations, dy: Array, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
-    """The same backward: what every segment adds to the gradient of the state in front, and what it leaves of the one
-    behind.
+def mixer_dstates(act: Activations, dy: Array, plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
+    """Compute mixer_states backward: what every segment adds to the gradient of the state in front, and the decay of
+    the one behind.
 
     Args:
         dy: (local_rows, d_inner), gradient of y; 0 on padding.
@@ -170,15 +159,16 @@ def ssd_dstates(act: Activations, dy: Array, plan: Plan, shape: MixerShape) -> t
     return dstates, decays
 
 
-def ssd_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
-    """Turns what segments add into the states in front of them, in place, from 0 in front of the first.
+def mixer_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
+    """Turn what segments add into the states in front of them, in place, from 0 in front of the first.
 
     Args:
-        states, decays: from ssd_states; or from ssd_dstates with reverse: they become gradients of the states behind
+        states, decays: from mixer_states; with reverse from mixer_dstates, which become gradients of the states behind
             the segments, from 0 behind the last.
 
     Returns:
-        (1, summary), all segments as one: the state behind (reverse: the gradient of that in front), then the decays.
+        (1, summary), all segments as one: the state behind (reverse: the gradient of the state in front), then the
+            decays.
     """
     state, through = np.zeros(shape.state, states.dtype), np.ones(shape.num_heads, states.dtype)
     for segment in reversed(range(len(states))) if reverse else range(len(states)):
@@ -189,14 +179,14 @@ def ssd_fold(states: Array, decays: Array, plan: Plan, shape: MixerShape, revers
     return np.concatenate([state.ravel(), through])[None]
 
 
-def ssd_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
-    """The state in front of this rank's rows; reverse: the gradient of the state behind them.
+def mixer_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = False) -> Array:
+    """Return the state in front of this rank's rows; reverse: the gradient of the state behind them.
 
     Args:
-        summaries: (cp_size, summary), from ssd_fold of every rank.
+        summaries: (cp_size, summary), from mixer_fold of every rank.
 
     Returns:
-        (num_heads, head_dim, state_dim); added up in the order of ranks, reverse: against it.
+        (num_heads, head_dim, state_dim), summed in the order of ranks; reverse: against it.
     """
     state = np.zeros(shape.state, summaries.dtype)
     ranks = range(plan.cp_size - 1, plan.cp_rank, -1) if reverse else range(plan.cp_rank)
@@ -206,12 +196,12 @@ def ssd_start(summaries: Array, plan: Plan, shape: MixerShape, reverse: bool = F
     return state
 
 
-def ssd_enter(states: Array, decays: Array, start: Array, segments: slice, reverse: bool = False) -> None:
-    """Adds what comes from other ranks to the states that ssd_fold made, as far as it lasts.
+def mixer_enter(states: Array, decays: Array, start: Array, segments: slice, reverse: bool = False) -> None:
+    """Add the state from other ranks, with its decays, to the states that mixer_fold made.
 
     Args:
-        states, decays: as ssd_fold left them; states change.
-        start: from ssd_start.
+        states, decays: as mixer_fold left them; states change.
+        start: from mixer_start.
         segments: those that it may reach: the first ones; reverse: the last ones.
     """
     reached = range(len(states))[segments]
@@ -220,19 +210,19 @@ def ssd_enter(states: Array, decays: Array, start: Array, segments: slice, rever
         start = _times(decays[segment], start)
 
 
-def ssd_scan(
+def mixer_scan(
     act: Activations, zxbcdt: Array, states: Array, d: Array, plan: Plan, shape: MixerShape, segments: slice,
     into: tuple[Array, Array],
 ) -> None:
-    """y of some segments, and out = y * silu(z), which a mixer with a norm makes by mixer_norm instead.
+    """Compute y of some segments, and out = y * silu(z), which mixer_norm computes if the mixer has a norm.
 
     Args:
         zxbcdt: (local_rows, columns), of which it reads z.
-        states: in front of each segment, from ssd_fold and ssd_enter.
+        states: in front of each segment, from mixer_fold and mixer_enter.
         d: the weights D.
         segments: which ones.
-        into: y and out, (local_rows, d_inner) in the dtype of the mixer; they get their rows, out 0 on padding, unless
-            there is a norm.
+        into: y and out, (local_rows, d_inner) in the dtype of the mixer. Rows of these segments are written; out is 0
+            on padding, and unchanged if the mixer has a norm.
     """
     y, out = into
     z, valid = shape.parts(zxbcdt)[0], valid_rows(plan)
@@ -247,8 +237,8 @@ def ssd_scan(
             out[rows] = np.where(valid[rows], made * silu(cleared(z[rows], valid[rows], shape)), 0).astype(out.dtype)
 
 
-def ssd_gradients(plan: Plan, shape: MixerShape) -> Gradients:
-    """Buffers for what ssd_bwd makes."""
+def mixer_gradients(plan: Plan, shape: MixerShape) -> Gradients:
+    """Return buffers for the results of mixer_bwd."""
     rows, segments = plan.local_rows, -(-plan.local_rows // CHUNK)
     return Gradients(
         plan.buffer("dchannels", (rows, shape.channels), shape.dtype),
@@ -258,17 +248,17 @@ def ssd_gradients(plan: Plan, shape: MixerShape) -> Gradients:
     )
 
 
-def ssd_bwd(
+def mixer_bwd(
     act: Activations, dy: Array, states: Array, dstates: Array, weights: Mamba2Weights, plan: Plan, shape: MixerShape,
     segments: slice, into: Gradients,
 ) -> None:
-    """Gradients of ssd_scan for some segments.
+    """Compute the gradients of mixer_scan for some segments.
 
     Args:
         dy: (local_rows, d_inner), gradient of y; 0 on padding.
         states: in front of each segment. dstates: gradients of the states behind each segment.
         segments: which ones.
-        into: from ssd_gradients; it gets their rows, and shares of A.
+        into: from mixer_gradients; it gets the rows of these segments, and the partial sums of dA.
     """
     dchannels, ddt, shares, _ = into
     rates = -np.exp(weights.A_log)
@@ -285,7 +275,7 @@ def ssd_bwd(
 def _chunk_gradients(
     chunks: _Chunks, dy: Array, states: Array, dstates: Array, d: Array, shape: MixerShape
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """dx, dB, dC; ddt but for what comes through a; da."""
+    """Return dx, dB, dC, ddt without the part through a, and da."""
     x, b, c, dt = chunks.x, _per_head(chunks.b, shape), _per_head(chunks.c, shape), chunks.dt
     states, dstates = rounded(states, shape), rounded(dstates, shape)
     products = _products(chunks, shape)
@@ -299,9 +289,9 @@ def _chunk_gradients(
     du = rounded(products * chunks.decay, shape).swapaxes(2, 3) @ dy + _times(chunks.leave, b @ dstates.swapaxes(2, 3))
     dx = dt[..., None] * du + d[:, None, None] * dy
 
-    # What passes over row k: pairs i >= k > j, the state in front on its way to i >= k, j < k on its way to the state
-    # behind, and one state on its way to the other. Of pairs it is a suffix sum of row sums minus column sums of the
-    # same numbers, which cancels nothing that was rounded; y.dy - u.du would.
+    # da at row k sums all that decays across row k: pairs i >= k > j, the state in front to rows i >= k, rows j < k to
+    # the state behind, and one state to the other. For pairs this is a suffix sum of row sums minus column sums of the
+    # same numbers, which cancels no rounded number; y.dy - u.du would.
     pairs = np.tril(dproducts * products, -1)
     ending = pairs.sum(axis=3) - pairs.sum(axis=2) + (from_state * c).sum(axis=3)
     beginning = _restarting_sums((to_state * b).sum(axis=3), chunks.goes_on)
@@ -313,7 +303,7 @@ def _chunk_gradients(
 
 
 def _products(chunks: _Chunks, shape: MixerShape) -> Array:
-    """C B^T of every head, (chunks, num_heads, CHUNK, CHUNK), 0 for what is no pair."""
+    """Return C B^T of every head, (chunks, num_heads, CHUNK, CHUNK), 0 where pair is False."""
     return np.where(chunks.pair, _per_head(chunks.c @ chunks.b.swapaxes(2, 3), shape), 0)
 
 
@@ -325,7 +315,7 @@ def _new_states(plan: Plan, shape: MixerShape) -> tuple[Array, Array]:
 def _blocks(
     act: Activations, plan: Plan, shape: MixerShape, segments: slice = slice(None)
 ) -> Iterator[tuple[slice, _Chunks]]:
-    """The chunks of some segments, as many at a time as MAX_BLOCK_PAIRS allows."""
+    """Yield the chunks of some segments, as many at a time as MAX_BLOCK_PAIRS allows."""
     first = first_rows(plan)
     begin, end, _ = segments.indices(-(-plan.local_rows // CHUNK))
     step = max(1, MAX_BLOCK_PAIRS // (shape.num_heads * CHUNK**2))
@@ -344,7 +334,7 @@ def _chunks(act: Activations, first: Array, shape: MixerShape, here: slice) -> _
     pair = ((first[:, :, None] <= row[:, None]) & (row[:, None] <= row[:, :, None]))[:, None]
 
     def decay(sums: Array, counts: Array) -> Array:
-        """exp of what is at most 0 but for rounding; 0 for what does not count."""
+        """Return exp of sums, which are at most 0 but for rounding; 0 where nothing counts."""
         return np.exp(np.where(counts, np.minimum(sums, 0), -np.inf))
 
     x, b, c = (in_chunks(part).swapaxes(1, 2).astype(sums.dtype) for part in shape.split(act.channels[rows]))
@@ -365,50 +355,50 @@ def _rows_of(segments: slice, num_rows: int) -> slice:
 
 
 def in_chunks(x: Array, edge: bool = False) -> Array:
-    """(rows, ...) -> (chunks, CHUNK, ...), filled up with zeros or, at the edge, with the last row."""
+    """Reshape (rows, ...) to (chunks, CHUNK, ...), padded with zeros or, with edge, with the last row."""
     missing = -len(x) % CHUNK
     fill = np.repeat(x[-1:], missing, axis=0) if edge else np.zeros((missing, *x.shape[1:]), x.dtype)
     return np.concatenate([x, fill]).reshape(-1, CHUNK, *x.shape[1:])
 
 
 def _in_rows(x: Array, num_rows: int) -> Array:
-    """(chunks, heads, CHUNK, width) -> (num_rows, heads * width), without what the last chunk was filled with."""
+    """Reshape (chunks, heads, CHUNK, width) to (num_rows, heads * width), without the padding of the last chunk."""
     chunks, heads, _, width = x.shape
     return x.swapaxes(1, 2).reshape(chunks * CHUNK, heads * width)[:num_rows]
 
 
 def _by_head(x: Array, segments: slice, shape: MixerShape) -> Array:
-    """Rows of (local_rows, d_inner) as (chunks, num_heads, CHUNK, head_dim)."""
+    """Reshape rows of (local_rows, d_inner) to (chunks, num_heads, CHUNK, head_dim)."""
     rows = x[_rows_of(segments, len(x))]
     heads = rows.reshape(len(rows), shape.num_heads, shape.head_dim)
     return in_chunks(heads).swapaxes(1, 2).astype(shape.sum_dtype)
 
 
 def _per_head(x: Array, shape: MixerShape) -> Array:
-    """(chunks, num_groups, ...) -> (chunks, num_heads, ...)."""
+    """Repeat (chunks, num_groups, ...) to (chunks, num_heads, ...)."""
     return np.repeat(x, shape.num_heads // shape.num_groups, axis=1)
 
 
 def _per_group(x: Array, shape: MixerShape) -> Array:
-    """(chunks, num_heads, ...) -> (chunks, num_groups, ...), summed."""
+    """Sum (chunks, num_heads, ...) to (chunks, num_groups, ...)."""
     total: Array = x.reshape(len(x), shape.num_groups, -1, *x.shape[2:]).sum(axis=2)
     return total
 
 
 def rounded(x: Array, shape: MixerShape) -> Array:
-    """The operand of a product of matrices."""
+    """Round an operand of a matrix product as tensor cores take it."""
     return x.astype(shape.dtype).astype(x.dtype) if shape.dtype == ml_dtypes.bfloat16 else x
 
 
 def _times(factor: Array, x: Array) -> Array:
-    """factor * x for a factor of fewer dimensions; 0 where it is 0, whatever x is there: 0 * inf is not."""
+    """Return factor * x for a factor of fewer dimensions, and 0 where it is 0, as 0 * inf is NaN."""
     factor = factor.reshape(*factor.shape, *(1 for _ in range(x.ndim - factor.ndim)))
     product: Array = np.where(factor != 0, factor * x, 0)
     return product
 
 
 def _restarting_sums(x: Array, goes_on: Array, reverse: bool = False) -> Array:
-    """Sums of (chunks, heads, CHUNK) up to each row (reverse: from it on), each over rows of one sequence alone."""
+    """Return sums of (chunks, heads, CHUNK) up to each row (reverse: from it on), over rows of one sequence."""
     sums = x[..., ::-1].copy() if reverse else x.copy()
     goes_on = np.roll(goes_on[..., ::-1], 1, axis=2) if reverse else goes_on
     for row in range(1, CHUNK):
