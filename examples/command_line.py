@@ -1,6 +1,6 @@
-"""What the examples do with wrong options and files: one line on stderr, from one rank, and exit status 2.
+"""Errors of the examples' command lines: one line on stderr, from one rank, and exit status 2.
 
-Programs join their ranks before they read their options, so that every rank knows whether it is the one to speak.
+Programs join their ranks before they parse options, so that every rank knows if it is the one to print.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import NoReturn
 import thdattn
 from thdattn.comm import Comm
 
-PATIENCE = 600.0  # seconds for which ranks wait for one that does something alone, such as writing a checkpoint
+PATIENCE = 600.0  # seconds that ranks wait for one that works alone, such as on a checkpoint
 PICTURES = (".png", ".pdf", ".svg")
 
 
 class Failure(Exception):
-    """Why no rank goes on, for the user to mend; raised on all ranks.
+    """Error that the user can fix, raised on all ranks.
 
-    alone: other ranks have nothing to complain about, so this one has to speak. The text is empty on those.
+    alone: True if other ranks have no error, so that this rank has to print it. The text is empty on those.
     """
 
     def __init__(self, text: str, alone: bool = False) -> None:
@@ -33,14 +33,14 @@ class Failure(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would print its usage, on every rank."""
+    """Parser that raises ValueError where argparse would print its usage, on every rank."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; --help lists the options")
 
 
 def whole(at_least: int, at_most: float = math.inf) -> Callable[[str], int]:
-    """The type of an option that is a whole number within bounds."""
+    """Return the type of an option that is a whole number within bounds."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < at_least:
@@ -56,7 +56,7 @@ positive = whole(1)
 
 
 def run(program: Callable[[Comm], int]) -> int:
-    """Runs a program on this process's ranks; returns its exit status, which after a Failure is 2.
+    """Run a program on this process's ranks; return its exit status, which after a Failure is 2.
 
     Args:
         program: called as program(comm) on every rank.
@@ -82,11 +82,10 @@ def run(program: Callable[[Comm], int]) -> int:
 
 @contextmanager
 def together(comm: Comm) -> Iterator[None]:
-    """Turns an error inside, on one rank or on all, into a Failure of all ranks: none goes on to wait for the others.
+    """Turn an error inside, on one rank or on all, into a Failure of all ranks, so that none waits for the others.
 
-    What is inside must not communicate, unless it fails on all ranks alike, as comm.agree does. Errors are ValueError,
-    OSError, RuntimeError and MemoryError, which options, files and machines cause; others are bugs and keep their
-    traceback.
+    The code inside must not communicate, unless it fails on all ranks alike, as comm.agree does. Options, files and
+    machines cause ValueError, OSError, RuntimeError and MemoryError; other errors are bugs and keep their traceback.
 
     Raises:
         Failure: on every rank, if any had an error.
@@ -106,12 +105,12 @@ def together(comm: Comm) -> Iterator[None]:
 
 
 def _said(problem: Exception) -> str:
-    """What an error says; Python's own of memory says nothing."""
+    """Return the message of an error; Python's MemoryError has none."""
     return str(problem) or f"{type(problem).__name__}: options ask for more than this machine has; pass smaller ones"
 
 
 def check_picture(option: str, path: Path) -> None:
-    """Raises ValueError unless Matplotlib can draw into this file."""
+    """Raise ValueError unless Matplotlib can draw into this file."""
     if path.suffix.lower() not in PICTURES:
         raise ValueError(f"{option} is {path}, wanted a name that ends in one of {', '.join(PICTURES)}; rename it")
     if importlib.util.find_spec("matplotlib") is None:
@@ -121,7 +120,7 @@ def check_picture(option: str, path: Path) -> None:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raises ValueError unless the file can be written; makes its folder, and leaves the file as it was."""
+    """Raise ValueError unless the file can be written; make its folder, and leave the file unchanged."""
     new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

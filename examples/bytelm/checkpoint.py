@@ -1,4 +1,5 @@
-"""One file that holds all that a run needs to go on, or a sampler to start: checkpoint.npz, which NumPy reads."""
+"""Checkpoint: one file with everything that a run needs to go on, or a sampler to start: checkpoint.npz, read by NumPy.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ NAME = "checkpoint.npz"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after a step.
+    """State of a run after a step.
 
-    config: the model's shape. step: steps done. position: where the data goes on.
-    settings: what has to stay as it is for the run to go on as if never interrupted; JSON's types.
+    config: the model's shape. step: number of steps done. position: where the data goes on.
+    settings: options that must not change if the run is to go on as if never interrupted; JSON's types.
     weights: flat, as Model.weights. optimizer: name -> array, as AdamW.state.
-    validated: whether the validation after this step was made, if one was due.
+    validated: False if a validation after this step was due and is still to be made.
     """
 
     config: Config
@@ -37,10 +38,10 @@ class Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
-    """Writes the checkpoint of a folder, which is made if missing.
+    """Write the checkpoint of a folder, and make the folder if it is missing.
 
-    The file is written beside the old one and takes its place when it is complete: whenever the program or the machine
-    stops, there is a whole one.
+    The file is written beside the old one and replaces it when it is complete. So there is a whole file whenever the
+    program or the machine stops.
     """
     folder.mkdir(parents=True, exist_ok=True)
     about = {
@@ -61,7 +62,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def load(folder: Path) -> Checkpoint:
-    """The checkpoint of a folder, its arrays on the host.
+    """Return the checkpoint of a folder, with arrays on the host.
 
     Raises:
         ValueError: there is none, or a file that is no checkpoint.

@@ -1,8 +1,8 @@
 """Documents, their packing into micro-batches, and the thread that prepares the next one.
 
-A document of n bytes has n + 1 targets: its bytes and the end-of-document token, EOD. Those of the prompt of a Dialogue
-do not count. Packing needs only lengths, so a run goes on in the middle of an epoch without reading what it has read
-before.
+A document of n bytes has n + 1 targets: its bytes and the end-of-document token, EOD. Targets in the prompt of a
+Dialogue do not count. Packing needs only lengths, so a run can resume in the middle of an epoch without reading earlier
+documents.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from thdattn.packing import first_fit
 
 T = TypeVar("T")
 
-NOT_COUNTED = -1  # target of a row that holds no token, or whose target is of a prompt
-VALIDATION_SHARE = 0.05  # of the documents
+NOT_COUNTED = -1  # target of a padding row, and of a prompt
+VALIDATION_SHARE = 0.05  # part of the documents
 NO_DOCUMENTS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 
 
@@ -45,24 +45,24 @@ class Document:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its text."""
+        """Bytes of the text."""
         return self.end - self.begin
 
     @property
     def first_counted(self) -> int:
-        """Number of the first target that counts."""
+        """Index of the first target that counts."""
         return 0
 
     @property
     def num_targets(self) -> int:
-        """Its bytes and its EOD."""
+        """Targets: the bytes and EOD."""
         return self.num_bytes + 1
 
     def tokens(self, begin: int, end: int) -> NDArray[np.int32]:
-        """Tokens [begin, end) of: EOD, the bytes, EOD. They are read from the file anew.
+        """Read tokens [begin, end) of the sequence EOD, bytes, EOD from the file.
 
         Raises:
-            ValueError: the file is no longer what it was.
+            ValueError: the file has changed since the program started.
         """
         last = self.num_targets
         first_byte, end_byte = max(begin - 1, 0), min(end, last) - 1
@@ -71,7 +71,7 @@ class Document:
         return np.pad(tokens, (int(begin == 0), int(end > last)), constant_values=EOD)
 
     def _content(self, begin: int, end: int) -> bytes:
-        """Bytes [begin, end) of its text."""
+        """Read bytes [begin, end) of the text."""
         with self.path.open("rb") as file:
             file.seek(self.begin + begin)
             content = file.read(end - begin)
@@ -85,11 +85,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Dialogue(Document):
-    """Line of a JSON Lines file, {"prompt": ..., "answer": ...}: the text is both, the targets of the answer count.
+    """Line of a JSON Lines file, {"prompt": ..., "answer": ...}: the text is both, and targets of the answer count.
 
-    The model sees the prompt, and is not trained to write it. The answer's EOD counts. Texts are encoded as UTF-8.
+    The model reads the prompt, and is not trained to write it. The EOD of the answer counts. Texts are encoded as
+    UTF-8.
 
-    prompt_bytes, answer_bytes: how many.
+    prompt_bytes, answer_bytes: their lengths.
     """
 
     prompt_bytes: int
@@ -132,7 +133,7 @@ def _prompt_and_answer(line: bytes) -> tuple[bytes, bytes]:
 
 
 class Piece(NamedTuple):
-    """Targets [begin, end) of a document: all of it, unless that is too long."""
+    """Targets [begin, end) of a document: the whole document unless it is too long."""
 
     document: Document
     begin: int
@@ -140,17 +141,17 @@ class Piece(NamedTuple):
 
     @property
     def num_counted(self) -> int:
-        """Its targets that count, EOD too."""
+        """Targets that count, EOD included."""
         return max(0, self.end - max(self.begin, self.document.first_counted))
 
     @property
     def num_counted_bytes(self) -> int:
-        """Its targets that count, without EOD."""
+        """Targets that count, without EOD."""
         return self.num_counted - (self.end == self.document.num_targets)
 
 
 class Position(NamedTuple):
-    """Where the micro-batches of a run go on: the batch of that number in that epoch comes next."""
+    """Position in the data: the micro-batch of this number in this epoch comes next."""
 
     epoch: int
     batch: int
@@ -158,14 +159,14 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward works on, of all ranks that share it together.
+    """Documents of one forward and backward, of all ranks that share it.
 
-    The lengths are there at once, the documents are read when tokens or targets are first asked for: every rank needs
-    the lengths of all micro-batches, and the tokens of some.
+    Lengths are known at once. Documents are read on first use of tokens or targets: every rank needs the lengths of all
+    micro-batches, and the tokens of some.
 
     pieces: of documents, one per sequence.
     batch: their lengths.
-    after: where to go on after this one.
+    after: the position after this micro-batch.
     """
 
     pieces: Sequence[Piece]
@@ -174,13 +175,13 @@ class MicroBatch:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], packing: Packing, after: Position) -> MicroBatch:
-        """The micro-batch of these pieces."""
+        """Return the micro-batch of these pieces."""
         fitted = thdattn.PackedBatch.from_lengths([piece.end - piece.begin for piece in pieces], packing.multiple)
         batch = thdattn.PackedBatch(fitted.cu_seqlens, fitted.cu_seqlens_padded, total_rows=packing.rows)
         return cls(pieces, batch, after)
 
     def read(self) -> MicroBatch:
-        """Reads the documents now.
+        """Read the documents now.
 
         Raises:
             ValueError: a file is shorter than it was.
@@ -198,17 +199,17 @@ class MicroBatch:
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """(total_rows,), in sequence order."""
+        """Tokens (total_rows,) in sequence order."""
         return self._rows[0]
 
     @property
     def targets(self) -> NDArray[np.int32]:
-        """The same of targets; NOT_COUNTED on rows that hold no token, or whose target is of a prompt."""
+        """Targets (total_rows,) in sequence order; NOT_COUNTED on padding and for targets of a prompt."""
         return self._rows[1]
 
     @property
     def num_targets(self) -> int:
-        """Targets that count, with EOD."""
+        """Targets that count, EOD included."""
         return sum(piece.num_counted for piece in self.pieces)
 
     @property
@@ -217,18 +218,18 @@ class MicroBatch:
         return sum(piece.num_counted_bytes for piece in self.pieces)
 
     def local(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """(tokens, targets) of one rank, whose rows Sharding.rows says; fillers (-1) and rows beyond do not count."""
+        """Return (tokens, targets) of a rank with these Sharding.rows; fillers (-1) and rows beyond do not count."""
         rows = np.where(rows < len(self.tokens), rows, -1)
         return np.append(self.tokens, np.int32(0))[rows], np.append(self.targets, np.int32(NOT_COUNTED))[rows]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents become micro-batches.
+    """Sizes by which documents become micro-batches.
 
-    rows: of every micro-batch, so that all have buffers of one size.
+    rows: of every micro-batch, so that buffers have one size.
     multiple: every piece is padded to a multiple of this.
-    longest: targets of the longest piece; longer documents are split.
+    longest: most targets of a piece; longer documents are split.
     """
 
     rows: int
@@ -237,10 +238,11 @@ class Packing:
 
     @classmethod
     def of(cls, tokens: int, cp_size: int, sharding: str, longest: int | None = None) -> Packing:
-        """The packing for a budget of tokens per micro-batch, and for pieces as long as that if `longest` is None.
+        """Return the packing for a budget of tokens per micro-batch; without `longest`, pieces are as long as the
+        budget allows.
 
-        dual_chunk needs multiples of 2 * cp_size. 16 is one for 1, 2, 4 and 8 ranks: these make the same batches and
-        so the same model, whichever of them trains it.
+        dual_chunk needs multiples of 2 * cp_size. 16 is one for 1, 2, 4 and 8 ranks, which therefore make the same
+        batches and train the same model.
 
         Raises:
             ValueError: a budget or a length that is too small.
@@ -257,15 +259,15 @@ class Packing:
         return cls(tokens, multiple, min(room, longest or room))
 
     def padded(self, length: int) -> int:
-        """Rows that a piece of so many targets takes."""
+        """Return the rows of a piece with so many targets."""
         return -(-length // self.multiple) * self.multiple
 
 
 def find_documents(folder: Path | None = None) -> list[Document]:
-    """Every document, by name: the source files of Python's standard library, or all files of a folder.
+    """Return all documents, sorted by name: the source files of Python's standard library, or all files of a folder.
 
-    Of a folder: its readable regular files and those of its subfolders, except empty and hidden ones. A single file is
-    cut in two, so that there is something to train on and something to validate with.
+    For a folder these are its readable regular files and those of its subfolders, except empty and hidden ones. A
+    single file is cut in two, one for training and one for validation.
 
     Raises:
         ValueError: the folder does not exist, or holds no document.
@@ -286,7 +288,7 @@ def find_documents(folder: Path | None = None) -> list[Document]:
 
 
 def _files(root: Path, pattern: str, of_python: bool = False) -> list[tuple[str, Path]]:
-    """(name, path) of a folder's readable files, by name; without empty and hidden ones, or Python's tests and such."""
+    """Return (name, path) of a folder's readable files, sorted, without empty and hidden ones or Python's own tests."""
     if not root.is_dir():
         raise ValueError(f"--data is {root}, wanted a folder that exists; pass one with files to train on")
     files = []
@@ -300,7 +302,7 @@ def _files(root: Path, pattern: str, of_python: bool = False) -> list[tuple[str,
 
 
 def find_dialogues(folder: Path) -> list[Dialogue]:
-    """Every line of the .jsonl files of a folder, by the files' names and its number; blank lines are none.
+    """Return every line of the .jsonl files of a folder, sorted by file name and line; blank lines are skipped.
 
     Raises:
         ValueError: the folder does not exist, a line is no dialogue, or there are fewer than two.
@@ -329,7 +331,8 @@ def _dialogue(name: str, path: Path, begin: int, line: bytes) -> Dialogue:
 
 
 def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """(training, validation): the names' hashes choose, so a file stays on its side when others come and go."""
+    """Split documents into (training, validation) by the hashes of their names, so that other files do not move them.
+    """
     by_hash = sorted(documents, key=lambda document: _hash(document.name))
     held_back = max(1, round(VALIDATION_SHARE * len(documents)))
     training = sorted(by_hash[held_back:], key=lambda document: document.name)
@@ -337,32 +340,32 @@ def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]
 
 
 def fingerprint(documents: Iterable[Document]) -> int:
-    """A number that differs where names or sizes do, those of prompts too."""
+    """Return a number that depends on the names and sizes of documents and prompts."""
     known = "\n".join(f"{document.name} {document.begin} {document.end}" + f" {document.first_counted}" * (
         document.first_counted > 0) for document in documents)  # fmt: skip
     return int.from_bytes(_hash(known)[:7], "little")
 
 
 def _hash(names: str) -> bytes:
-    """Of names of files, which are bytes of any encoding and come as Python decodes them."""
+    """Hash names of files, which are bytes of any encoding as Python decodes them."""
     return hashlib.sha256(names.encode(errors="surrogateescape")).digest()
 
 
 def pieces_of(documents: Iterable[Document], longest: int) -> Iterator[Piece]:
-    """Every target exactly once; longer documents are split."""
+    """Yield pieces that contain every target exactly once; longer documents are split."""
     for document in documents:
         for begin in range(0, document.num_targets, longest):
             yield Piece(document, begin, min(begin + longest, document.num_targets))
 
 
 def pack(pieces: Iterable[Piece], packing: Packing) -> Iterator[list[Piece]]:
-    """The pieces of every micro-batch: the first that fits, out of those that wait and then of those to come."""
+    """Yield the pieces of every micro-batch: first fit among those that wait, then among those to come."""
     room = packing.rows // packing.multiple * packing.multiple
     return first_fit(pieces, lambda piece: packing.padded(piece.end - piece.begin), room)
 
 
 def validation_batches(documents: Iterable[Document], packing: Packing, num_bytes: int) -> list[MicroBatch]:
-    """Random pieces of the documents, always the same ones, with about so many targets that count, or all."""
+    """Return fixed random pieces of the documents with about num_bytes targets that count, or all of them."""
     pieces = list(pieces_of(documents, packing.longest))
     order = np.random.default_rng(0).permutation(len(pieces))
     ends = np.cumsum([pieces[i].num_counted for i in order])
@@ -373,7 +376,7 @@ def validation_batches(documents: Iterable[Document], packing: Packing, num_byte
 def micro_batches(
     documents: Sequence[Document], packing: Packing, seed: int, position: Position
 ) -> Iterator[MicroBatch]:
-    """Micro-batches without end: epoch after epoch, each in its own order, from a position on."""
+    """Yield micro-batches without end from a position on, every epoch in an order of its own."""
     epoch, first = position
     pieces = list(pieces_of(documents, packing.longest))
     while True:
@@ -385,7 +388,7 @@ def micro_batches(
 
 
 def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
-    """The items in lists of `size`; the last may be shorter."""
+    """Yield the items in lists of `size`; the last may be shorter."""
     while group := list(islice(items, size)):
         yield group
 
@@ -394,9 +397,9 @@ def steps(
     batches: Iterator[MicroBatch], size: int, mine: slice, prepare: Callable[[MicroBatch], object] = MicroBatch.read,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of every step, so many; those are prepared, or read alone, of which this rank has rows.
+    """Yield the `size` micro-batches of every step; those of this rank's group, `mine`, are prepared, or only read.
 
-    Once stopped() is true, they come unprepared: nobody is going to compute with them.
+    Once stopped() is True, they come unprepared, as the run ends without them.
     """
     for step in grouped(batches, size):
         for batch in step[mine]:
@@ -406,13 +409,13 @@ def steps(
 
 
 def prepared(items: Iterator[T]) -> Generator[T, None, None]:
-    """The items, each made by a thread while the caller works on the one before.
+    """Yield the items; a thread makes the next one while the caller works.
 
-    An error of the thread is raised in the caller. Close the iterator (contextlib.closing) to end the thread.
+    The caller gets an error of the thread. Close the iterator (contextlib.closing) to end the thread.
     """
     end = object()
     with ThreadPoolExecutor(1, "data") as thread:
         coming = thread.submit(next, items, end)
         while (item := coming.result()) is not end:
             coming = thread.submit(next, items, end)
-            yield item  # type: ignore[misc]  # no longer the end
+            yield item  # type: ignore[misc]  # cannot be `end`

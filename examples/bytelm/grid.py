@@ -1,4 +1,4 @@
-"""Which ranks share a micro-batch, and which micro-batches of a step are whose: context and data parallelism."""
+"""Grid of ranks: context parallelism within groups, data parallelism between them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from thdattn.methods import a2a
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks, in groups of one size. Each group has micro-batches of its own and shares the rows of each of them.
+    """Ranks in groups of one size. Each group has micro-batches of its own, whose rows its ranks share.
 
     world: all ranks. They sum gradients and losses, capture graphs together, and agree on when to stop.
-    cp: the ranks of this one's group. They meet inside the attention, on two levels if that asks for it.
+    cp: the ranks of this rank's group, which communicate in the attention; two levels if the method needs them.
     """
 
     world: thdattn.comm.Comm
@@ -26,12 +26,12 @@ class Grid:
 
     @classmethod
     def of(cls, world: thdattn.comm.Comm, cp_size: int | None = None, inner: int | None = None) -> Grid:
-        """Groups of neighbouring ranks, which are on one machine where that has room for a group. Collective.
+        """Form groups of neighbouring ranks, on one machine if a group fits. Collective.
 
         Args:
-            world: all ranks; its end is that of the groups, too.
+            world: all ranks; closing it closes the groups.
             cp_size: ranks of a group; None: all ranks are one group.
-            inner: neighbours of a group that exchange heads, as the inner of two levels; None: there is one level.
+            inner: neighbours of a group that exchange heads, the inner of two levels; None: one level.
 
         Raises:
             ValueError: on every rank, if the ranks cannot be split so, or differ in cp_size or inner.
@@ -49,17 +49,17 @@ class Grid:
 
     @property
     def num_groups(self) -> int:
-        """As many micro-batches are worked on at a time."""
+        """Groups, which is how many micro-batches run at the same time."""
         return self.world.size // self.cp.size
 
     @property
     def group(self) -> int:
-        """The number of this rank's group."""
+        """Number of this rank's group."""
         return self.world.rank // self.cp.size
 
     @property
     def mine(self) -> slice:
-        """Of the micro-batches of a step, those of this group: they are dealt like cards."""
+        """Slice of a step's micro-batches that this group computes."""
         return slice(self.group, None, self.num_groups)
 
     def __str__(self) -> str:
@@ -67,10 +67,10 @@ class Grid:
         return f"{self.world.size}{groups}"
 
     def dealt(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """This group's micro-batches, as many as every other group has.
+        """Return this group's micro-batches, as many as every other group has.
 
         Raises:
-            ValueError: they cannot be dealt evenly.
+            ValueError: their number is no multiple of the groups.
         """
         if len(batches) % self.num_groups:
             raise ValueError(
@@ -80,10 +80,10 @@ class Grid:
         return batches[self.mine]
 
     def rounds(self, batches: Sequence[MicroBatch]) -> list[Sequence[MicroBatch]]:
-        """Split the micro-batches of a step into rounds of one per group, which the groups work on at the same time.
+        """Split the micro-batches of a step into rounds of one per group, which the groups compute at the same time.
 
         Raises:
-            ValueError: they cannot be dealt evenly.
+            ValueError: their number is no multiple of the groups.
         """
         num_rounds, size = len(self.dealt(batches)), self.num_groups
         return [batches[number * size : (number + 1) * size] for number in range(num_rounds)]
@@ -98,7 +98,7 @@ def _two_levels(cp: thdattn.comm.Comm, inner: int) -> Levels:
 
 
 def most_neighbours(cp_size: int, config: Config) -> int:
-    """The most ranks of so many that can exchange the heads of a model, as the inner of two levels."""
+    """Return the most of cp_size ranks that can exchange the heads of a model, as the inner of two levels."""
     return max(
         n for n in range(1, cp_size + 1)
         if cp_size % n == 0 and (n == cp_size or config.kv_heads % n == 0)

@@ -17,14 +17,14 @@ ONE_PRESS = 0.5  # seconds; a launcher and the terminal may both deliver the sam
 
 
 class Interrupt:
-    """Whether this process was asked to end: by SIGINT (Ctrl-C), SIGTERM or SIGUSR1.
+    """Listener for SIGINT (Ctrl-C), SIGTERM and SIGUSR1, which ask this process to end.
 
-    A second SIGINT ends the process at once, and the launcher then ends the other ranks. A thread listens, since Python
-    calls its handlers in the main thread, and that one may be waiting for other ranks or for a compiler.
+    A second SIGINT ends the process at once, and the launcher then ends the other ranks. A thread listens, because
+    Python runs handlers in the main thread, which may be waiting for other ranks or for a compiler.
 
     Attributes:
-        requested: whether it was.
-        quiet: say nothing about it, as another rank does.
+        requested: True after a signal.
+        quiet: True prints nothing, as another rank does.
     """
 
     def __init__(self) -> None:
@@ -52,32 +52,32 @@ class Interrupt:
 
     def _say(self, text: str) -> None:
         if not self.quiet:
-            os.write(2, f"\n{text}\n".encode())  # past sys.stderr, which the main thread may hold
+            os.write(2, f"\n{text}\n".encode())  # not by sys.stderr, whose lock the main thread may hold
 
 
 class Asked(Protocol):
-    """Interrupt, or what stands for one."""
+    """Interrupt, or a substitute for tests."""
 
     requested: bool
 
 
 class Stopped(Exception):
-    """Ends a run early, on all ranks alike: one of them was asked to end."""
+    """Signal of an early end on all ranks, one of which was asked to end."""
 
 
 class Stop:
-    """Check between two micro-batches, whether a rank was asked to end. Every rank calls it alike.
+    """Check between two micro-batches if a rank was asked to end. Every rank calls it alike.
 
-    The ranks agree on the host, which is at most one micro-batch ahead of the GPU: a run ends with the micro-batch that
-    is under way.
+    The ranks agree on the host, which is at most one micro-batch ahead of the GPU. So a run ends with the current
+    micro-batch.
 
     Args:
         comm: all ranks.
         interrupt: of this rank.
-        clock: of the work of a micro-batch.
+        clock: marks the work of micro-batches.
 
     Attributes:
-        wanted: whether this rank knows that the run ends; read by any thread.
+        wanted: True once this rank knows that the run ends; any thread may read it.
     """
 
     def __init__(self, comm: Comm, interrupt: Asked, clock: Clock) -> None:
@@ -90,7 +90,7 @@ class Stop:
         return self._agreed or self._interrupt.requested
 
     def __call__(self) -> None:
-        """Goes on, or ends the run on all ranks.
+        """Return, or end the run on all ranks.
 
         Raises:
             Stopped: on every rank, if one was asked to end.

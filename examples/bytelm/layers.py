@@ -1,7 +1,7 @@
-"""The layers on the CPU, each forward next to its backward; layers_cuda.py has the same functions for a GPU.
+"""Layers on the CPU, each forward next to its backward; layers_cuda.py has the same functions for a GPU.
 
 Arrays have one row per token. A backward takes the gradient of the forward's result, returns the gradient of its input,
-and adds the gradient of a weight to the array passed for it. All of it works in float32, and in float64 for tests.
+and adds the gradient of a weight to the array passed for it. All functions work in float32, and in float64 for tests.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from numpy.typing import DTypeLike
 
 xp = np
 DTYPE = np.dtype("float32")  # of activations, and of the weights as the layers read them
-EPSILON = 1e-6  # in the root of RMSNorm
+EPSILON = 1e-6  # added to RMSNorm's mean of squares
 
 Array = Any
 
 
 class AdamWStep(NamedTuple):
-    """The numbers of one step, as 32-bit floats for a kernel.
+    """Numbers of one step, as 32-bit floats for a kernel.
 
     mean <- beta1 * mean + (1 - beta1) * gradient; square likewise with the gradient's square; then
     weights <- keep * weights - size * mean / (sqrt(square * square_scale) + epsilon).
@@ -35,32 +35,32 @@ class AdamWStep(NamedTuple):
 
 
 def load() -> None:
-    """Loads the library of matrix products, so that a missing one is noticed at once; NumPy is there already."""
+    """Load the library of matrix products, so that a missing one is noticed at once; NumPy needs none."""
 
 
 def linear_forward(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
-    """x (rows, in), weight (out, in) -> (rows, out), in the dtype of x or in another."""
+    """Return x weight^T: x (rows, in), weight (out, in) -> (rows, out), in the dtype of x unless another is given."""
     return (x @ weight.T).astype(dtype or x.dtype, copy=False)
 
 
 def linear_backward(dy: Array, x: Array, weight: Array, dweight: Array) -> Array:
-    """dy (rows, out) -> dx (rows, in); dweight (out, in) += dy^T x."""
+    """Return dx (rows, in) from dy (rows, out), and add dy^T x to dweight (out, in)."""
     linear_backward_weight(dy, x, dweight)
     return linear_backward_input(dy, weight)
 
 
 def linear_backward_input(dy: Array, weight: Array) -> Array:
-    """The half of linear_backward that the layers before wait for: dy (rows, out) -> dx (rows, in)."""
+    """Return dx (rows, in) from dy (rows, out), which the layers before need at once."""
     return dy @ weight
 
 
 def linear_backward_weight(dy: Array, x: Array, dweight: Array) -> None:
-    """The half that only the optimizer waits for: dweight (out, in) += dy^T x."""
+    """Add dy^T x to dweight (out, in), which only the optimizer needs."""
     dweight += dy.T @ x
 
 
 def residual_norm_forward(x: Array, branch: Array | None, weight: Array) -> tuple[Array, Array]:
-    """What a layer starts with: adds the branch to the residual stream x, and normalises the sum (RMSNorm).
+    """Add the branch to the residual stream x, and normalise the sum (RMSNorm).
 
     Args:
         x: (rows, width); branch: the same, or None for nothing to add; weight: (width,).
@@ -74,10 +74,10 @@ def residual_norm_forward(x: Array, branch: Array | None, weight: Array) -> tupl
 
 
 def residual_norm_backward(dy: Array, dsum: Array | None, x: Array, weight: Array, dweight: Array) -> Array:
-    """The gradient of the sum, which is that of x and that of the branch.
+    """Return the gradient of the sum, which is that of x and that of the branch.
 
     Args:
-        dy: (rows, width), gradient of the normalised sum; dsum: what else reached the sum, or None.
+        dy: (rows, width), gradient of the normalised sum; dsum: gradient of the sum from elsewhere, or None.
         x: (rows, width), the sum that the forward returned.
     """
     scale = _inverse_rms(x)
@@ -93,7 +93,7 @@ def _inverse_rms(x: Array) -> Array:
 
 
 def rope_forward(qkv: Array, rotation: Array, heads: int, kv_heads: int) -> tuple[Array, Array, Array]:
-    """Cuts q, k, v out of one product and turns q and k by their positions.
+    """Split q, k, v out of one product, and rotate q and k by their positions (RoPE).
 
     Args:
         qkv: (rows, (heads + 2 * kv_heads) * head_dim), which may be columns of a wider array; column i of a head forms
@@ -110,7 +110,7 @@ def rope_forward(qkv: Array, rotation: Array, heads: int, kv_heads: int) -> tupl
 
 
 def rope_backward(dq: Array, dk: Array, dv: Array, rotation: Array) -> Array:
-    """The gradient of qkv: turned back and put together again."""
+    """Return the gradient of qkv: rotate dq and dk back, and concatenate them with dv."""
     cos, sin = rotation[:, :, None]
     dqkv = np.concatenate([_turn(dq, cos, -sin), _turn(dk, cos, -sin), dv], axis=1)
     return dqkv.reshape(len(dqkv), dqkv.shape[1] * dqkv.shape[2])
@@ -122,13 +122,13 @@ def _turn(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def swiglu_forward(gate_up: Array) -> Array:
-    """silu(gate) * up: (rows, 2 * hidden) -> (rows, hidden)."""
+    """Return silu(gate) * up: (rows, 2 * hidden) -> (rows, hidden)."""
     gate, up = np.split(gate_up, 2, axis=1)
     return gate * _sigmoid(gate) * up
 
 
 def swiglu_backward(dy: Array, gate_up: Array) -> Array:
-    """dy (rows, hidden) -> (rows, 2 * hidden)."""
+    """Return the gradient of gate_up: dy (rows, hidden) -> (rows, 2 * hidden)."""
     gate, up = np.split(gate_up, 2, axis=1)
     sigmoid = _sigmoid(gate)
     silu = gate * sigmoid
@@ -140,23 +140,23 @@ def _sigmoid(x: Array) -> Array:
 
 
 def embedding_forward(tokens: Array, table: Array) -> Array:
-    """tokens (rows,) int32, table (vocabulary, width) -> (rows, width)."""
+    """Return rows of the table: tokens (rows,) int32, table (vocabulary, width) -> (rows, width)."""
     return table[tokens]
 
 
 def embedding_backward(dx: Array, tokens: Array, dtable: Array) -> None:
-    """dtable += onehot(tokens)^T dx: for so small a vocabulary a matrix product is fast, and sums in a fixed order."""
+    """Add onehot(tokens)^T dx to dtable: a matrix product sums in a fixed order, and is fast for a small vocabulary."""
     dtable += (np.arange(len(dtable))[:, None] == tokens).astype(dx.dtype) @ dx
 
 
 def cross_entropy(logits: Array, targets: Array, vocabulary: int, num_targets: Array) -> tuple[Array, Array]:
-    """Forward and backward in one: the loss needs the softmax, and the softmax is the gradient but for the target.
+    """Compute the loss and the gradient of the logits, which both need the softmax.
 
     Args:
         logits: (rows, columns), of which the first `vocabulary` count.
         targets: (rows,) int32; rows with -1 do not count.
-        num_targets: 0-d, the dtype of logits: what the sums are divided by, targets of all ranks. An array, so that a
-            captured graph finds another number at every replay.
+        num_targets: 0-d, the dtype of logits: targets of all ranks, the divisor of the sums. An array, so that a
+            captured graph reads another number at every replay.
 
     Returns:
         (loss, dlogits): 0-d, nats; (rows, columns), exactly 0 where nothing counts.
@@ -176,16 +176,16 @@ def cross_entropy(logits: Array, targets: Array, vocabulary: int, num_targets: A
 
 
 def l2_norm(x: Array) -> Array:
-    """0-d, the root of the sum of squares of x (n,)."""
+    """Return the root of the sum of squares of x (n,), 0-d."""
     return np.asarray(np.linalg.norm(x), x.dtype)
 
 
 def adamw_update(
     weights: Array, copy: Array, gradient: Array, mean: Array, square: Array, norm: Array, step: AdamWStep
 ) -> None:
-    """One step of AdamW on flat arrays (n,), in place; `copy` gets the new weights in its own dtype.
+    """Update flat arrays (n,) in place by one step of AdamW; `copy` gets the new weights in its own dtype.
 
-    norm: 0-d, of the whole gradient, which is scaled down to step.max_norm where it is longer.
+    norm: 0-d, of the whole gradient, which is scaled down to step.max_norm if it is longer.
     """
     gradient = gradient * min(1.0, step.max_norm / max(float(norm), step.epsilon))
     mean += (1 - step.beta1) * (gradient - mean)
@@ -196,14 +196,14 @@ def adamw_update(
 
 
 # ------------------------------------------------------------------------------------------------ decode
-# What a layer does with the next row of a few texts: forward alone, with the norms and what follows the products in one
-# function, as the time goes into launching kernels and reading weights.
+# Forward of a layer for the next row of a few texts. Each function fuses a norm, a product and what follows it, as
+# launches of kernels and loads of weights take most of the time.
 
 
 def decode_qkv(
     x: Array, gain: Array, weight: Array, rotation: Array, positions: Array, heads: int, kv_heads: int
 ) -> tuple[Array, Array, Array]:
-    """q, k, v of rope_forward, of the normalised rows.
+    """Return q, k, v of rope_forward for the normalised rows.
 
     Args:
         x: (rows, width), the residual stream; gain: (width,), of its norm; weight: as in linear_forward.
@@ -215,22 +215,22 @@ def decode_qkv(
 
 
 def decode_product(x: Array, gain: Array, weight: Array) -> Array:
-    """The product of the normalised rows with weight (out, in)."""
+    """Return the product of the normalised rows with weight (out, in)."""
     return linear_forward(residual_norm_forward(x, None, gain)[1], weight)
 
 
 def decode_linear(x: Array, weight: Array, residual: Array, gain: Array | None = None) -> Array:
-    """residual (rows, out) + x weight^T, of the normalised rows if there is a gain."""
+    """Return residual (rows, out) + x weight^T, of the normalised rows if there is a gain."""
     return residual + (linear_forward(x, weight) if gain is None else decode_product(x, gain, weight))
 
 
 def decode_swiglu(x: Array, gain: Array, weight: Array) -> Array:
-    """swiglu_forward of the product of the normalised rows with weight (2 * hidden, width)."""
+    """Return swiglu_forward of the product of the normalised rows with weight (2 * hidden, width)."""
     return swiglu_forward(decode_product(x, gain, weight))
 
 
 def decode_logits(x: Array, gain: Array, weight: Array) -> Array:
-    """decode_product, in float32 on a GPU."""
+    """Return decode_product, in float32 on a GPU."""
     return decode_product(x, gain, weight)
 
 
@@ -238,19 +238,19 @@ def draw(
     tokens: Array, written: Array, counts: Array, logits: Array, uniforms: Array, vocabulary: int, end: int,
     top_k: int, temperature: float,
 ) -> None:
-    """Draws the next token of every text by the softmax of its logits, and writes it down.
+    """Draw the next token of every text by the softmax of its logits, and append it.
 
-    Weights are rounded to whole numbers, so that their sums are the same in any order: those below 2**-23 of the
+    Probabilities are rounded to whole numbers, so that their sums do not depend on the order; those below 2**-23 of the
     largest count as 0.
 
     Args:
-        tokens: (num_texts,) int32, the last tokens, which become the next ones; a text that has written `end` goes on
-            with it.
-        written: (num_texts, capacity) int32, what was drawn so far; counts: (num_texts,) int32, how many.
+        tokens: (num_texts,) int32, the last tokens, which become the next ones; a text that has written `end` keeps
+            writing it.
+        written: (num_texts, capacity) int32, the tokens drawn so far; counts: (num_texts,) int32, how many.
         logits: (num_texts, columns), of which the first `vocabulary` count.
         uniforms: (num_texts, capacity) uint32, random bits of the draws.
-        top_k: only the k likeliest are drawn from; of equal ones the first.
-        temperature: > 0, the logits are divided by it.
+        top_k: draw from the k likeliest tokens only; of equal ones the first.
+        temperature: > 0, divides the logits.
     """
     texts, x = np.arange(len(tokens)), logits[:, :vocabulary]
     weights = np.rint(2.0**22 * np.exp((x - x.max(axis=1, keepdims=True)) / temperature)).astype(np.uint64)

@@ -1,4 +1,4 @@
-"""What a run measures without making the GPU wait: times, numbers on their way to the host, and the record of a run."""
+"""Measurements of a run that do not make the GPU wait: times, copies of numbers to the host, and the record."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Array = Any
 Lines = list[dict[str, Any]]
 Result = TypeVar("Result")
 
-# Dense bfloat16 operations per second, NVIDIA's data sheets; by what the GPU's name contains.
+# Dense bfloat16 operations per second, from NVIDIA's data sheets, by a part of the GPU's name.
 PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 class Clock:
-    """Marks in time: of the host, or of the GPU's current stream, reached when the work before is done."""
+    """Source of marks in time: of the host, or of the GPU's current stream, reached when all work before is done."""
 
     def __init__(self, model: Model) -> None:
         self._xp = None if model.layers.xp is np else model.layers.xp
 
     def mark(self) -> Any:
-        """Now."""
+        """Return a mark of now."""
         if self._xp is None:
             return time.perf_counter()
         event = self._xp.cuda.Event()
@@ -35,19 +35,19 @@ class Clock:
         return event
 
     def wait(self, mark: Any) -> None:
-        """Waits until a mark is reached; one of the host is."""
+        """Wait until a mark is reached."""
         if self._xp is not None:
             mark.synchronize()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two marks that have been reached."""
+        """Return the seconds between two marks that have been reached."""
         return float(end - begin if self._xp is None else self._xp.cuda.get_elapsed_time(begin, end) / 1e3)
 
 
 class AttentionMeter:
-    """Times what a model's attention does, where it is called and not replayed.
+    """Timer of a model's attention, where it is called and not replayed.
 
-    That includes what it waits for other ranks, but not what is on its way while the model computes something else.
+    The time includes waits for other ranks, but no communication that overlaps other work of the model.
     """
 
     def __init__(self, model: Model, clock: Clock) -> None:
@@ -59,7 +59,7 @@ class AttentionMeter:
             attention.start_backward = self._both_timed(attention.start_backward)  # type: ignore[method-assign]
 
     def take(self) -> list[tuple[Any, Any]]:
-        """Spans between marks of this rank since the last time this was called."""
+        """Return the (begin, end) marks of this rank since the last call."""
         taken, self._spans = self._spans, []
         return taken
 
@@ -73,7 +73,7 @@ class AttentionMeter:
         return timed
 
     def _both_timed(self, start_backward: Callable[..., tuple[Array, Callable[[], Any]]]) -> Callable[..., Any]:
-        """start_backward, and what it returns to be called for dk and dv."""
+        """Time start_backward and the function for dk and dv that it returns."""
         start = self._timed(start_backward)
 
         def timed(*args: Any) -> tuple[Array, Callable[[], Any]]:
@@ -84,7 +84,7 @@ class AttentionMeter:
 
 
 def on_the_way(x: Array) -> Callable[[], np.ndarray]:
-    """Starts to copy a small array to the host; what is returned waits for the copy and for nothing after it."""
+    """Start to copy a small array to the host, and return a function that waits for that copy alone."""
     if isinstance(x, np.ndarray):
         copy = x.copy()
         return lambda: copy
@@ -104,7 +104,7 @@ def on_the_way(x: Array) -> Callable[[], np.ndarray]:
 
 
 def peak_flops(model: Model) -> float | None:
-    """Operations per second that this rank's GPU could do in bfloat16; None if it is not known, or no GPU."""
+    """Return the bfloat16 operations per second of this rank's GPU; None without a GPU, or for an unknown one."""
     if model.layers.xp is np:
         return None
     device = model.layers.xp.cuda.runtime.getDevice()
@@ -113,14 +113,14 @@ def peak_flops(model: Model) -> float | None:
 
 
 class Record:
-    """The lines of a run, one dictionary each, kept and written to a JSONL file as they come.
+    """Lines of a run, one dictionary each, in memory and in a JSONL file.
 
     Args:
-        path: the file, or None for none.
-        steps: keep the lines that the file has of so many steps, for a run that goes on; None: a new run.
+        path: the file, or None.
+        steps: for a resumed run: keep the lines of so many steps of the file; None: a new run.
 
     Raises:
-        ValueError: the file holds another run, or something else.
+        ValueError: the file holds another run, or other contents.
     """
 
     def __init__(self, path: Path | None, steps: int | None) -> None:
@@ -142,20 +142,20 @@ class Record:
         self._file = path.open("a", buffering=1)
 
     def add(self, **line: Any) -> None:
-        """One line, to six digits; None stands for a number that is not known."""
+        """Add a line, with numbers to six digits; None means that a number is unknown."""
         line = {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in line.items()}
         self.lines.append(line)
         if self._file:
             self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
+        """Close the file; a second call does nothing."""
         if self._file:
             self._file.close()
 
 
 def plot(path: Path, lines: Lines, title: str, beside: Mapping[str, Lines] | None = None) -> None:
-    """Draws bits per byte over steps: every step, their running mean, and the validation.
+    """Draw bits per byte over steps: every step, their running mean, and the validation.
 
     beside: name -> lines of other runs, of which it draws the running mean and the validation.
     """
@@ -164,7 +164,7 @@ def plot(path: Path, lines: Lines, title: str, beside: Mapping[str, Lines] | Non
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     steps, training = _column(lines, "bits_per_byte")
-    width = len(training) // 40  # of the means, of other runs too
+    width = len(training) // 40  # steps per mean, of other runs too
     axes.plot(steps, training, color="#66ccee", linewidth=0.6 if width > 1 else 1.6, label="training, every step")
     colours = [("#4477aa", "#ee6677"), ("#999999", "#444444"), ("#88bb88", "#228833"), ("#ddbb77", "#aa7722")]
     curves = [("", lines), *((f"{name}: ", other) for name, other in (beside or {}).items())]
@@ -186,10 +186,10 @@ def plot(path: Path, lines: Lines, title: str, beside: Mapping[str, Lines] | Non
 
 
 def read(option: str, path: Path) -> Lines:
-    """The whole lines of a file: of the last one, a run that was killed may have written only a part.
+    """Read the complete lines of a file; a killed run may have written a part of the last one.
 
     Raises:
-        ValueError: it cannot be read, or holds something else.
+        ValueError: the file cannot be read, or has other contents.
     """
     try:
         *texts, _ = path.read_text(errors="replace").split("\n")
@@ -210,7 +210,7 @@ def read(option: str, path: Path) -> Lines:
 
 
 def _column(lines: Lines, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values) of the lines that have it."""
+    """Return (steps, values) of the lines that have this name."""
     found = [(line["step"], line[name]) for line in lines if name in line]
     steps, values = np.array(found, float).reshape(-1, 2).T
     return steps, values

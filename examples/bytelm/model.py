@@ -1,9 +1,9 @@
-"""A byte-level language model, forward and backward by hand, whose rows are spread over the ranks of a comm.
+"""Byte-level language model, forward and backward by hand, whose rows are spread over the ranks of a comm.
 
-RMSNorm, RoPE by position, attention over packed documents (thdattn) with grouped queries and, on every second layer, an
-optional sliding window, SwiGLU; of a hybrid, most layers have a Mamba-2 mixer (thdattn) in place of attention. The
-model walks its layers, of which parts.py has the parts. Every rank has all weights and its own rows; ranks meet inside
-attention and mixers alone. Losses and gradients are shares, to be summed over the ranks.
+It has RMSNorm, RoPE by position, SwiGLU, and attention over packed documents (thdattn) with grouped queries and, on
+every second layer, an optional sliding window. In a hybrid most layers have a Mamba-2 mixer (thdattn) in place of
+attention. The model runs its layers, whose parts are in parts.py. Every rank has all weights and its own rows; ranks
+communicate in attention and mixers alone. Losses and gradients are partial sums over the ranks.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ Array = Any
 
 @dataclass(frozen=True)
 class Caches:
-    """What is kept of texts that grow: layers[i] of layer i; rotation as in Model._rotation, of all positions."""
+    """Decode caches: layers[i] of layer i; rotation as in Model._rotation, of all positions."""
 
     layers: list[thdattn.KVCache | thdattn.Mamba2Cache]
     rotation: Array
 
 
 class Model:
-    """The weights, and what is computed with them.
+    """Weights of the model, and its computations.
 
     Args:
         config: the shape.
         comm: the ranks that share the rows.
         engine: of thdattn: "auto", "cuda" or "reference".
         seed: of the weights, which are the same on every rank and engine.
-        dtype: that layers compute in; by default bfloat16 on a GPU and float32 elsewhere. The reference engine also
-            takes "float64".
-        deterministic: the same bits on every run, for a slower backward of the attention on a GPU.
-        cp_comm_type: what travels between the ranks, see CPAttention; those with a "+" take a comm of two levels.
+        dtype: of activations; by default bfloat16 on a GPU and float32 elsewhere. The reference engine also takes
+            "float64".
+        deterministic: True gives the same bits on every run, with a slower backward of the attention on a GPU.
+        cp_comm_type: context-parallel method, see CPAttention; those with a "+" take a comm of two levels.
 
     Attributes:
         parts: of all layers, in the order of the forward.
         weights: flat, float32 (float64 for dtype "float64"): the matrices, then the vectors.
         gradient: flat, the same dtype; loss_and_gradient adds to it.
         params, grads: name -> view into weights and gradient.
-        num_matrix_weights: how many of the weights belong to matrices.
+        num_matrix_weights: number of weights in matrices.
         copy: flat, in `dtype`: the weights as layers read them; a mixer reads its own in float32.
     """
 
@@ -86,15 +86,16 @@ class Model:
         self._initialise(seed)
 
     def _layer(self, number: int) -> tuple[Any, Mlp]:
-        """What lets rows see others, Attention or Mixer, and what does not."""
+        """Return the Attention or Mixer of a layer, and its Mlp."""
         of_layer = self, number, _of_layer(self._read, number), _of_layer(self.grads, number)
         return (Mixer if self.config.is_mixer(number) else Attention)(*of_layer), Mlp(*of_layer)
 
     def _initialise(self, seed: int) -> None:
-        """Normal with deviation in_features**-0.5; what adds to the residual stream smaller, as 2 per layer add up.
+        """Draw weights with deviation in_features**-0.5; smaller ones for the 2 branches per layer that add to the
+        residual stream.
 
-        A head of its own starts at 0 and may then read large embeddings: both make the first steps count. Gains are 1;
-        see _start for the other vectors.
+        A separate head starts at 0 and may then read large embeddings: both make the first steps effective. Gains are
+        1; see _start for the other vectors.
         """
         rng, xp = np.random.default_rng(seed), self.layers.xp
         tables = {} if self.config.tied else {"embedding": 1.0, "head": 0.0}
@@ -111,30 +112,32 @@ class Model:
         self.refresh()
 
     def refresh(self) -> None:
-        """Makes the layers see `weights`: to be called when these were written to other than by AdamW.step."""
+        """Copy `weights` to the layers, after a write other than AdamW.step."""
         self.copy[...] = self.weights
 
     def prepare(self, batch: thdattn.PackedBatch, sharding: str | None = None) -> None:
-        """Does ahead what plan asks of the host, in any thread; see CPAttention.prepare."""
+        """Do ahead, in any thread, the host's work of `plan`; see CPAttention.prepare."""
         for attention in self.masks:
             attention.prepare(batch, sharding)
 
     def plan(self, batch: thdattn.PackedBatch, sharding: str | None = None) -> ModelPlan:
-        """Plans a batch for this rank. Collective; see CPAttention.plan."""
+        """Plan a batch for this rank. Collective; see CPAttention.plan."""
         shared = self.masks[0].sharding(batch, sharding)
         return self.planned([attention.plan(batch, shared, finite_padding=True) for attention in self.masks])
 
     @property
     def masks(self) -> list[thdattn.CPAttention]:
-        """One attention per mask, for which a batch has to be planned: with a window, without one."""
+        """Attentions for which a batch is planned, one per mask: with a window, without one."""
         return self.attentions if self.config.window else self.attentions[1:]
 
     def planned(self, plans: Sequence[thdattn.Plan]) -> ModelPlan:
-        """The plan for the layers, of one per mask. Nothing comes from the host: a CUDA graph may capture it."""
+        """Return the plan for the layers from one plan per mask. It reads nothing from the host: a CUDA graph may
+        capture it.
+        """
         return ModelPlan((plans[0], plans[-1]), self._rotation(plans[-1].positions))
 
     def _rotation(self, positions: Array) -> Array:
-        """(2, len(positions), head_dim / 2), cosines and sines of RoPE."""
+        """Return cosines and sines of RoPE, (2, len(positions), head_dim / 2)."""
         xp, angles = self.layers.xp, positions[:, None] * self._frequencies
         rotation = xp.empty((2, *angles.shape), self.weights.dtype)
         xp.cos(angles, out=rotation[0])
@@ -147,15 +150,15 @@ class Model:
         self, tokens: Array, targets: Array, plan: ModelPlan, num_targets: Array | int,
         parts: Sequence[Part] | None = None,
     ) -> Array:
-        """This rank's share of the mean loss. Collective.
+        """Compute this rank's share of the mean loss. Collective.
 
         Args:
             tokens: (local_rows,) int32 on the engine's device, bytes and EOD; any of these on padding.
-            targets: (local_rows,) int32, the byte that follows, or EOD; -1 does not count, nor does padding.
+            targets: (local_rows,) int32, the next byte, or EOD; -1 does not count, nor does padding.
             plan: of the batch.
-            num_targets: targets that count, of all ranks (and of all micro-batches that make one step); a 0-d array on
-                the engine's device where a CUDA graph has to find it.
-            parts: instead of the model's own, such as graphs of them.
+            num_targets: targets that count, of all ranks (and of all micro-batches of a step); a 0-d array on the
+                engine's device if a CUDA graph reads it.
+            parts: replacements for the model's own, such as graphs of them.
 
         Returns:
             0-d array: the sum of nats over this rank's targets, divided by num_targets.
@@ -170,7 +173,7 @@ class Model:
         self, tokens: Array, targets: Array, plan: ModelPlan, num_targets: Array | int,
         parts: Sequence[Part] | None = None,
     ) -> Array:
-        """The same; adds this rank's share of the gradient to `gradient`."""
+        """Compute `loss`, and add this rank's share of the gradient to `gradient`."""
         hidden, saved = self._forward(tokens, plan, parts or self.parts)
         loss, dlogits = self._cross_entropy(hidden, targets, plan, num_targets)
         dhidden = self.layers.linear_backward(dlogits, hidden, self._read[self._head], self.grads[self._head])
@@ -178,30 +181,30 @@ class Model:
         return loss
 
     def logits(self, tokens: Array, plan: ModelPlan) -> Array:
-        """(local_rows, VOCAB) float32, of the byte that follows. Collective."""
+        """Return the logits of the next byte, (local_rows, VOCAB) float32. Collective."""
         hidden, _ = self._forward(tokens, plan, self.parts)
         return self._logits(hidden)[:, :VOCAB]
 
     # ------------------------------------------------------------------------------------------------ decode
 
     def caches(self, num_texts: int, capacity: int) -> Caches:
-        """Room for texts that grow: on one rank."""
+        """Return decode caches for num_texts texts of up to `capacity` tokens, on one rank."""
         kept = [seeing.cache(num_texts, capacity) for seeing, _ in self._stack]
         return Caches(kept, self._rotation(self.layers.xp.arange(capacity)))
 
     def prefill(self, tokens: Array, plan: ModelPlan, caches: Caches) -> Array:
-        """The logits of a pack whose sequences are the beginnings of the caches' texts, one each; see `logits`."""
+        """Fill the caches from a pack with one sequence per text, and return its logits; see `logits`."""
         hidden, saved = self._forward(tokens, plan, self.parts)
         for (seeing, _), cache, kept in zip(self._stack, caches.layers, saved[::2], strict=False):
             seeing.fill(cache, kept, plan)
         return self._logits(hidden)[:, :VOCAB]
 
     def decode(self, tokens: Array, caches: Caches, layers: Sequence[Callable[[Array], Array]] | None = None) -> Array:
-        """The logits behind the next token of every text, which the caches take in.
+        """Append a token to every text in the caches, and return the logits of the next one.
 
         Args:
             tokens: (num_texts,) int32 on the engine's device.
-            layers: what to call for the layers instead of decode_layer, captured graphs of it for instance.
+            layers: replacements for decode_layer, such as captured graphs of it.
 
         Returns:
             (num_texts, TABLE_ROWS) float32, of which VOCAB columns count.
@@ -212,18 +215,21 @@ class Model:
         return self.layers.decode_logits(x, self._read["norm"], self._read[self._head])
 
     def decode_layer(self, layer: int, caches: Caches, x: Array) -> Array:
-        """One layer for the next row of every text: the residual stream x (num_texts, width), anew."""
+        """Compute one layer for the next row of every text: return the residual stream (num_texts, width)."""
         seeing, mlp = self._stack[layer]
         return mlp.decode(seeing.decode(x, caches.layers[layer], caches.rotation))
 
     def attention_flops(self, batch: thdattn.PackedBatch) -> int:
-        """Forward and backward of the attention of all layers and ranks."""
+        """Return the operations of the attention of all layers and ranks, forward and backward."""
         counts, c = [sum(attention.flops(batch)) for attention in self.attentions], self.config
         return sum(counts[layer % 2] for layer in range(c.layers) if not c.is_mixer(layer))
 
     def flops(self, batch: thdattn.PackedBatch) -> int:
-        """Forward and backward of all ranks: 6 per weight that multiplies and token, and the attention's; of a mixer's
-        recurrence, two products with the state of a head, however it is computed."""
+        """Return the operations of all ranks, forward and backward: 6 per multiplying weight and token, and the
+        attention's.
+
+        The recurrence of a mixer counts as two products with the state of a head.
+        """
         c = self.config
         multiplying = self.num_matrix_weights - TABLE_ROWS * c.width * (1 if c.tied else 2) + VOCAB * c.width
         multiplying += c.num_mixers * 2 * c.d_inner * c.state_dim
@@ -232,7 +238,8 @@ class Model:
     # ------------------------------------------------------------------------------------------------ layers
 
     def _forward(self, tokens: Array, plan: ModelPlan, parts: Sequence[Part]) -> tuple[Array, list[Any]]:
-        """Normalised rows for the head, and what the backward needs: what each part keeps, then the last sum."""
+        """Return normalised rows for the head, and what the backward needs: each part's kept values, then the last sum.
+        """
         self._check_rows("tokens", tokens, plan)
         x, branch = self.layers.embedding_forward(tokens, self._read["embedding"]), None
         saved: list[Any] = []
@@ -249,13 +256,13 @@ class Model:
         dx = self.layers.residual_norm_backward(dhidden, None, x, self._read["norm"], self.grads["norm"])
         for i in reversed(range(len(parts))):
             kept = saved.pop()
-            if i:  # on its way while this part computes
+            if i:  # communication of the part before overlaps this one
                 saved[-1] = parts[i - 1].fetch(saved[-1])
             dx = parts[i].backward(dx, plan, kept)
         self.layers.embedding_backward(dx, tokens, self.grads["embedding"])
 
     def layer_parts(self, layer: int) -> dict[str, Part]:
-        """The parts of a layer by name."""
+        """Return the parts of a layer by name."""
         return {part.name: part.part for part in self._stack[layer]}
 
     def _cross_entropy(
@@ -263,14 +270,14 @@ class Model:
     ) -> tuple[Array, Array]:
         self._check_rows("targets", targets, plan)
         xp, dtype = self.layers.xp, self.weights.dtype
-        counted = xp.where(plan.valid, targets, np.int32(-1))  # whatever padding and fillers hold
+        counted = xp.where(plan.valid, targets, np.int32(-1))  # padding and fillers may hold anything
         result: tuple[Array, Array] = self.layers.cross_entropy(
             self._logits(hidden), counted, VOCAB, xp.asarray(num_targets, dtype)
         )
         return result
 
     def _logits(self, hidden: Array) -> Array:
-        """(rows, TABLE_ROWS), in the dtype of the weights: too few columns to save by rounding them."""
+        """Return (rows, TABLE_ROWS) in the dtype of the weights: too few columns to save memory by rounding."""
         return self.layers.linear_forward(hidden, self._read[self._head], self.weights.dtype)
 
     @property
@@ -286,12 +293,13 @@ class Model:
 
 
 def _start(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any]:
-    """What a vector begins with: as in Mamba-2 (arXiv:2405.21060), rates of 1 to 16, and steps of 0.001 to 0.1."""
+    """Return the initial values of a vector: as in Mamba-2 (arXiv:2405.21060), decay rates 1 to 16, steps 0.001 to 0.1.
+    """
     if name == "conv_bias":
         return np.zeros(shape)
     if name == "A_log":
         return np.log(rng.uniform(1, 16, shape))
-    if name == "dt_bias":  # softplus of it is a step
+    if name == "dt_bias":  # softplus(dt_bias) is a step
         steps = np.exp(rng.uniform(np.log(0.001), np.log(0.1), shape))
         return np.log(np.expm1(steps))
     return np.ones(shape)

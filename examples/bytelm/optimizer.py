@@ -12,16 +12,16 @@ BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
 
 
 class AdamW:
-    """Steps the weights of one model; the same on every rank, as every rank has the whole gradient.
+    """Optimizer of one model. Every rank has the whole gradient, so every rank takes the same step.
 
     Args:
-        model: whose weights are stepped.
+        model: the model with the weights.
         weight_decay: of the matrices; gains of the norms do not decay.
-        max_norm: the gradient is scaled down to this norm where it is longer.
+        max_norm: the gradient is scaled down to this norm if it is longer.
 
     Attributes:
-        state: what a checkpoint keeps: "mean" and "square", flat like the weights and on the same device, and "step",
-            a 0-d int64 on the host. Load by writing into these arrays.
+        state: for checkpoints: "mean" and "square", flat like the weights and on the same device, and "step", a 0-d
+            int64 on the host. Load by writing into these arrays.
     """
 
     def __init__(self, model: Model, weight_decay: float = 0.1, max_norm: float = 1.0) -> None:
@@ -34,10 +34,10 @@ class AdamW:
         }
 
     def step(self, gradient: Any, lr: float) -> Any:
-        """Moves the weights, and the copy that the layers read; nothing waits for the GPU.
+        """Update the weights, and the copy that the layers read. The host does not wait for the GPU.
 
         Args:
-            gradient: flat, of the mean loss, summed over all ranks; left as it is.
+            gradient: flat, of the mean loss, summed over all ranks; unchanged.
             lr: learning rate of this step.
 
         Returns:

@@ -1,8 +1,8 @@
-"""The parts of a layer, forward next to backward: attention or a mixer, which let rows see others, then the mlp.
+"""Parts of a layer, forward next to backward: attention or a mixer, which combine rows, then the mlp.
 
-A part adds the branch of the part before to the residual stream, normalises the sum, and makes a branch of its own. It
-keeps what matrix products, attention and mixer made; norms and SwiGLU are computed again in the backward, which is
-cheap and halves the memory of a row.
+A part adds the branch of the part before to the residual stream, normalises the sum, and computes a branch of its own.
+It keeps the results of matrix products, attention and mixer. The backward recomputes norms and SwiGLU, which is cheap
+and halves the memory of a row.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 Array = Any
 Weights = dict[str, Array]
-Sums = tuple[Array, Array]  # the residual stream, and the branch that is still to be added to it: (rows, width) each
+Sums = tuple[Array, Array]  # the residual stream, and the branch to add to it: (rows, width) each
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """One batch on this rank, for all layers: plans[layer % 2] is that of an attention, plans[1] that of the mixers.
+    """Plan of one batch on this rank, for all layers: plans[layer % 2] is for an attention, plans[1] for the mixers.
 
     rotation: (2, local_rows, head_dim / 2), cosines and sines of RoPE.
     """
@@ -35,7 +35,7 @@ class ModelPlan:
 
     @property
     def sharding(self) -> thdattn.Sharding:
-        """Which rows of the pack this rank has."""
+        """Assignment of the pack's rows to ranks."""
         return self.plans[0].sharding
 
     @property
@@ -45,12 +45,12 @@ class ModelPlan:
 
     @property
     def positions(self) -> Array:
-        """(local_rows,) int32, position of every row in its document."""
+        """Position of every row in its document, (local_rows,) int32."""
         return self.plans[0].positions
 
     @property
     def valid(self) -> Array:
-        """(local_rows,) bool, True where a row holds a token."""
+        """True where a row holds a token, (local_rows,) bool."""
         return self.plans[0].valid
 
 
@@ -59,13 +59,13 @@ def _nothing_to_fetch(kept: Any) -> Any:
 
 
 class Part(NamedTuple):
-    """A stretch of the network, or the CUDA graphs of it.
+    """Stretch of the network, or CUDA graphs of it.
 
-    forward: (x, branch, plan) -> ((x, branch), kept). The residual stream and what is to be added to it (None at
-        first), before and after; and what the backward needs.
-    backward: (dx, plan, kept) -> dx. Gradients of the residual stream, and so of its branch, after and before.
-    fetch: kept -> kept. Starts what the backward has to wait for; to be called before the backward of the part behind.
-        Graphs have none, as what is started in one has to end in it.
+    forward: (x, branch, plan) -> ((x, branch), kept). x is the residual stream, branch is still to be added to it (None
+    at first); kept is for the backward.
+    backward: (dx, plan, kept) -> dx. dx is the gradient of the residual stream, and so of its branch.
+    fetch: kept -> kept. Starts communication that the backward waits for; call it before the backward of the next part.
+    Graphs have none, as communication that starts in a graph must end in it.
     """
 
     forward: Callable[[Array, Array | None, ModelPlan], tuple[Sums, Any]]
@@ -74,11 +74,11 @@ class Part(NamedTuple):
 
 
 class Attention:
-    """Grouped-query attention with RoPE; on even layers with the window of the model, if that has one.
+    """Grouped-query attention with RoPE; on even layers with the window of the model, if it has one.
 
     Args:
-        model: whose layers compute.
-        layer: its number.
+        model: the model with the layers' functions.
+        layer: number of the layer.
         weights, gradients: of the layer, by name.
     """
 
@@ -91,18 +91,18 @@ class Attention:
 
     @property
     def part(self) -> Part:
-        """What the model walks."""
+        """Part of this attention."""
         return Part(self.forward, self.backward, self.fetch)
 
     def forward(self, x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Sums, Any]:
-        """See Part."""
+        """Compute the forward of a Part."""
         ops, c, w = self._model.layers, self._model.config, self._w
         here, keys = plan.plans[self._mask], None
         x, h = ops.residual_norm_forward(x, branch, w["attention_norm"])
         qkv = ops.linear_forward(h, w["qkv"])
         if not self._travels_early(here):
             q, k, v = ops.rope_forward(qkv, plan.rotation, c.heads, c.kv_heads)
-        else:  # k and v are on their way to all ranks while q is made
+        else:  # the gather of k and v overlaps the computation of q
             first = c.heads * c.head_dim
             _, k, v = ops.rope_forward(qkv[:, first:], plan.rotation, 0, c.kv_heads)
             keys = self._attention.gather(k, v, here)
@@ -111,45 +111,45 @@ class Attention:
         return (x, ops.linear_forward(_flat(out), w["out"])), (x, saved)
 
     def fetch(self, kept: Any) -> Any:
-        """Asks for the keys of all ranks, unless the forward has kept them."""
+        """Start to gather the keys of all ranks, unless the forward has kept them."""
         x, saved = kept
         if saved.keys is not None or not self._travels_early(saved.plan):
             return kept
         return x, saved, self._attention.gather(saved.k, saved.v, saved.plan)
 
     def _travels_early(self, plan: thdattn.Plan) -> bool:
-        """Whether keys and values may be on their way while something else is computed."""
+        """Return whether the gather of keys and values can overlap other work."""
         return self._model.comm.size > 1 and self._attention.can_gather(plan)
 
     def backward(self, dx: Array, plan: ModelPlan, kept: Any) -> Array:
-        """See Part."""
+        """Compute the backward of a Part."""
         ops, w, dw, (x, saved, *keys) = self._model.layers, self._w, self._dw, kept
         dout = ops.linear_backward_input(dx, w["out"]).reshape(saved.out.shape)
         dq, dk_dv = self._attention.start_backward(dout, saved, *keys)
-        ops.linear_backward_weight(dx, _flat(saved.out), dw["out"])  # while dk and dv of all ranks are summed
+        ops.linear_backward_weight(dx, _flat(saved.out), dw["out"])  # overlaps the sums of dk and dv over ranks
         _, h = ops.residual_norm_forward(x, None, w["attention_norm"])
         dqkv = ops.rope_backward(dq, *dk_dv(), plan.rotation)
         dh = ops.linear_backward(dqkv, h, w["qkv"], dw["qkv"])
         return ops.residual_norm_backward(dh, dx, x, w["attention_norm"], dw["attention_norm"])
 
     def cache(self, num_texts: int, capacity: int) -> thdattn.KVCache:
-        """Room for the keys and values of texts that grow."""
+        """Return a cache for keys and values of num_texts texts."""
         return self._attention.cache(num_texts, capacity)
 
     def fill(self, cache: thdattn.KVCache, kept: Any, plan: ModelPlan) -> None:
-        """Puts what a forward kept of a pack into the cache: the beginnings of its texts."""
+        """Fill the cache with the keys and values that a forward kept of a pack."""
         _, saved = kept
         cache.fill(saved.k, saved.v, plan.plans[self._mask])
 
     def decode(self, x: Array, cache: thdattn.KVCache, rotation: Array) -> Array:
-        """The residual stream behind the attention, of the next row of every text; rotation: of all positions."""
+        """Return the residual stream after the attention for the next row of every text; rotation: of all positions."""
         ops, c, w = self._model.layers, self._model.config, self._w
         q, k, v = ops.decode_qkv(x, w["attention_norm"], w["qkv"], rotation, cache.lengths, c.heads, c.kv_heads)
         return ops.decode_linear(_flat(self._attention.decode(q, k, v, cache)), w["out"], x)
 
 
 class Mixer:
-    """A Mamba-2 mixer between its two projections, with a norm of what it makes; arguments as of Attention."""
+    """Mamba-2 mixer between its two projections, with a norm of its output; arguments as of Attention."""
 
     name = "mamba"
 
@@ -162,11 +162,11 @@ class Mixer:
 
     @property
     def part(self) -> Part:
-        """What the model walks."""
+        """Part of this mixer."""
         return Part(self.forward, self.backward)
 
     def forward(self, x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Sums, Any]:
-        """See Part."""
+        """Compute the forward of a Part."""
         ops, w = self._model.layers, self._w
         x, h = ops.residual_norm_forward(x, branch, w["mixer_norm"])
         out, saved = self._mixer.forward(ops.linear_forward(h, w["zxbcdt"]), self._own, plan.plans[1])
@@ -174,7 +174,7 @@ class Mixer:
         return (x, ops.linear_forward(normal, w["out"])), (x, out, saved)
 
     def backward(self, dx: Array, plan: ModelPlan, kept: Any) -> Array:
-        """See Part."""
+        """Compute the backward of a Part."""
         ops, w, dw, (x, out, saved) = self._model.layers, self._w, self._dw, kept
         _, normal = ops.residual_norm_forward(out, None, w["out_norm"])
         dnormal = ops.linear_backward(dx, normal, w["out"], dw["out"])
@@ -187,16 +187,16 @@ class Mixer:
         return ops.residual_norm_backward(dh, dx, x, w["mixer_norm"], dw["mixer_norm"])
 
     def cache(self, num_texts: int, capacity: int) -> thdattn.Mamba2Cache:
-        """Room for the states of texts that grow, of any length."""
+        """Return a cache for the states of num_texts texts of any length."""
         return self._mixer.cache(num_texts)
 
     def fill(self, cache: thdattn.Mamba2Cache, kept: Any, plan: ModelPlan) -> None:
-        """Puts what a forward kept of a pack into the cache: the beginnings of its texts."""
+        """Fill the cache with the states that a forward kept of a pack."""
         *_, saved = kept
         cache.fill(saved)
 
     def decode(self, x: Array, cache: thdattn.Mamba2Cache, rotation: Array) -> Array:
-        """The residual stream behind the mixer, of the next row of every text."""
+        """Return the residual stream after the mixer for the next row of every text."""
         ops, w = self._model.layers, self._w
         out = self._mixer.decode(ops.decode_product(x, w["mixer_norm"], w["zxbcdt"]), self._own, cache)
         return ops.decode_linear(out, w["out"], x, w["out_norm"])
@@ -212,18 +212,18 @@ class Mlp:
 
     @property
     def part(self) -> Part:
-        """What the model walks."""
+        """Part of this mlp."""
         return Part(self.forward, self.backward)
 
     def forward(self, x: Array, branch: Array | None, plan: ModelPlan) -> tuple[Sums, Any]:
-        """See Part."""
+        """Compute the forward of a Part."""
         ops, w = self._model.layers, self._w
         x, h = ops.residual_norm_forward(x, branch, w["mlp_norm"])
         gate_up = ops.linear_forward(h, w["gate_up"])
         return (x, ops.linear_forward(ops.swiglu_forward(gate_up), w["down"])), (x, gate_up)
 
     def backward(self, dx: Array, plan: ModelPlan, kept: Any) -> Array:
-        """See Part."""
+        """Compute the backward of a Part."""
         ops, w, dw, (x, gate_up) = self._model.layers, self._w, self._dw, kept
         dswiglu = ops.linear_backward(dx, ops.swiglu_forward(gate_up), w["down"], dw["down"])
         dgate_up = ops.swiglu_backward(dswiglu, gate_up)
@@ -232,11 +232,11 @@ class Mlp:
         return ops.residual_norm_backward(dh, dx, x, w["mlp_norm"], dw["mlp_norm"])
 
     def decode(self, x: Array) -> Array:
-        """The residual stream behind the mlp, of the next row of every text."""
+        """Return the residual stream after the mlp for the next row of every text."""
         ops, w = self._model.layers, self._w
         return ops.decode_linear(ops.decode_swiglu(x, w["mlp_norm"], w["gate_up"]), w["down"], x)
 
 
 def _flat(x: Array) -> Array:
-    """(rows, heads, width) -> (rows, heads * width); a rank may have no rows."""
+    """Reshape (rows, heads, width) to (rows, heads * width); rows may be 0."""
     return x.reshape(len(x), x.shape[1] * x.shape[2])

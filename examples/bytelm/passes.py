@@ -1,7 +1,8 @@
 """Forward and backward over the micro-batches of a step: kernel by kernel, or as CUDA graphs.
 
-All ways make the same numbers, bit for bit where the attention is deterministic. A graph reads micro-batches where the
-first ones lay, so they are copied there before every replay; plans and positions follow from them on the GPU.
+All ways compute the same numbers, bit for bit where the attention is deterministic. A graph reads micro-batches at the
+addresses of the first ones, so later ones are copied there before every replay. Plans and positions follow from them on
+the GPU.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ T = TypeVar("T")
 
 Array = Any
 Check = Callable[[], object]  # called between micro-batches, on all ranks alike; raises to end the step
-# What Model.loss takes: tokens, targets, plan, number of targets, and the parts if they are not the model's own.
+# Arguments of Model.loss: tokens, targets, plan, number of targets, and parts that replace the model's own.
 Inputs = tuple[Array, Array, ModelPlan, Any] | tuple[Array, Array, ModelPlan, Any, Sequence[Part]]
 
 
 def go_on() -> None:
-    """Check that never ends a step."""
+    """Check nothing: this check never ends a step."""
 
 
 class Eager:
-    """Every micro-batch with a plan of its own, kernel by kernel.
+    """Eager way: every micro-batch has a plan of its own and runs kernel by kernel.
 
-    All groups of ranks work at the same time, each on its own micro-batch: together a round. A round that does not fit
-    in one group runs eagerly in all of them, as all ranks capture together.
+    All groups of ranks compute at the same time, each on its own micro-batch: together a round. A round that does not
+    fit in one group runs eagerly in all of them, as all ranks capture together.
 
     Args:
-        model: whose loss and gradient are computed.
+        model: computes loss and gradient.
         grid: the ranks; model.comm is grid.cp.
-        graphs: what the other ways capture with.
-        sharding: which rank owns which rows.
+        graphs: the graphs of the other ways.
+        sharding: assignment of rows to ranks.
 
     Raises:
-        ValueError: rows cannot be spread like this with what travels between ranks, or not with the graphs wanted.
+        ValueError: the method cannot spread rows like this, or not with the graphs wanted.
 
     Attributes:
-        num_overflows: rounds that ran like this although graphs were wanted, as a batch did not fit; of FullIteration
-            steps, whose rounds are one graph.
+        num_overflows: rounds that ran eagerly although graphs were wanted, as a batch did not fit; for FullIteration,
+            whose graph has all rounds of a step, such steps.
     """
 
     overflow_unit = "rounds"
@@ -58,16 +59,16 @@ class Eager:
         check_method(model.masks[0], sharding, graphs.config.impl)
 
     def prepare(self, batch: MicroBatch) -> None:
-        """Does ahead, in any thread, what the host has to do for a micro-batch of this group: reads it, and plans."""
+        """Do ahead, in any thread, the host's work for a micro-batch of this group: read it, and plan."""
         batch.read()
         self.model.prepare(batch.batch, self.sharding)
 
     def gradient(self, batches: Sequence[MicroBatch], check: Check = go_on) -> Array:
-        """Makes model.gradient that of the mean loss over the micro-batches of all groups. Collective.
+        """Set model.gradient to that of the mean loss over the micro-batches of all groups. Collective.
 
         Args:
             batches: of all groups.
-            check: called before every round; what it raises leaves the gradient unfinished.
+            check: called before every round; an exception of it leaves the gradient unfinished.
 
         Returns:
             (2,) float32: the mean loss, and room for one more number.
@@ -77,11 +78,11 @@ class Eager:
         return self._gradient(self._inputs(dealt, num_targets) for dealt in _checked(rounds, check))
 
     def loss(self, batches: Sequence[MicroBatch], num_targets: int) -> Array:
-        """This rank's share of the mean loss over so many targets, 0-d: of a round. Collective."""
+        """Return this rank's share of the mean loss of a round over so many targets, 0-d. Collective."""
         return self.model.loss(*self._inputs(batches, num_targets))
 
     def _inputs(self, batches: Sequence[MicroBatch], num_targets: int) -> Inputs:
-        """Put this group's micro-batch of a round on the device, with its plan."""
+        """Copy this group's micro-batch of a round to the device, and plan it."""
         (batch,) = self.grid.dealt(batches)
         plan, xp = self.model.plan(batch.batch, self.sharding), self.model.layers.xp
         tokens, targets = batch.local(plan.sharding.rows(self.model.comm.rank))
@@ -99,7 +100,7 @@ class Eager:
 
 
 class Local(Eager):
-    """Layers, or the parts of them that the configuration names, are graphs: one forward and one backward."""
+    """Way with a forward and a backward graph per layer, or per part that the configuration names."""
 
     def __init__(self, model: Model, grid: Grid, graphs: Graphs, sharding: str) -> None:
         super().__init__(model, grid, graphs, sharding)
@@ -114,7 +115,7 @@ class Local(Eager):
         return numbers
 
     def _inputs(self, batches: Sequence[MicroBatch], num_targets: int) -> Inputs:
-        """Load this group's micro-batch where graphs read it, unless one of the round does not fit."""
+        """Load this group's micro-batch to the graphs' addresses, unless one of the round does not fit."""
         self._feed = self._feed or Feed(self.model, self.graphs, self.sharding, batches[:1])
         if not self._feed.fits(batches):
             return super()._inputs(batches, num_targets)
@@ -123,22 +124,22 @@ class Local(Eager):
 
 
 def captured_parts(model: Model, graphs: Graphs) -> list[Part]:
-    """The model's parts as graphs: those that graphs.config.modules names, or whole layers.
+    """Return the model's parts as graphs: those that the configuration names, or whole layers.
 
     Raises:
-        ValueError: it names a part that layers do not have.
+        ValueError: the configuration names a part that layers do not have.
     """
-    modules, parts = graphs.config.modules, []
-    layers = [model.layer_parts(layer) for layer in range(model.config.layers)]
+    parts, layers = [], [model.layer_parts(layer) for layer in range(model.config.layers)]
     known = {name: None for named in layers for name in named}
-    for name in modules:
+    for name in graphs.config.modules:
         if name not in known:
             raise ValueError(f"modules has {name!r}, wanted some of {', '.join(map(repr, known))}, the parts of a "
                              f"layer here; leave it out")
     for layer, named in enumerate(layers):
-        for name, part in named.items() if modules else [("all", _one_after_another(*named.values()))]:
-            if not modules or name in modules:
-                pair = graphs.pair(part.forward, part.backward, f"layer {layer}, {name}")
+        whole = {"layer": _one_after_another(*named.values())}
+        for name, part in (whole if graphs.captures("layer") else named).items():
+            if graphs.captures(name):
+                pair = graphs.pair(part.forward, part.backward, f"layer {layer}, {name}", name)
                 part = Part(pair.forward, pair.backward)
             parts.append(part)
     return parts
@@ -158,10 +159,10 @@ def _one_after_another(first: Part, second: Part) -> Part:
 
 
 class FullIteration(Eager):
-    """One graph for a step, from micro-batches to the gradient of all ranks, and another one for validations.
+    """Way with one graph for a step, from micro-batches to the gradient of all ranks, and another for validations.
 
-    The sums over ranks belong to the graph: between its launch and the optimizer the host starts nothing. A step that
-    is replayed ends whole; one that is not can be ended before any of its rounds.
+    The graph includes the sums over ranks: between its launch and the optimizer the host starts nothing. A replayed
+    step cannot be ended early; an eager one can be ended before any round.
     """
 
     overflow_unit = "steps"
@@ -206,16 +207,16 @@ WAYS = {"none": Eager, "local": Local, "full_iteration": FullIteration}  # by Cu
 
 
 class Feed:
-    """Where graphs find micro-batches: room for some of them on the device, and the plans that follow.
+    """Addresses where graphs read micro-batches: buffers on the device, and the plans that follow.
 
     Args:
-        model: that computes with them.
-        graphs: whose configuration says how many documents there is room for.
-        sharding: which rank owns which rows.
-        batches: such as will be loaded: so many, of so many rows, about so long.
+        model: computes with them.
+        graphs: its configuration gives the capacity in documents.
+        sharding: assignment of rows to ranks.
+        batches: typical ones, which give the number, rows and lengths of micro-batches.
 
     Attributes:
-        num_batches: as many are loaded at once.
+        num_batches: micro-batches per load.
     """
 
     def __init__(self, model: Model, graphs: Graphs, sharding: str, batches: Sequence[MicroBatch]) -> None:
@@ -230,14 +231,14 @@ class Feed:
         self._num_targets = words[-1:].view(np.float32).reshape(())
 
     def fits(self, batches: Sequence[MicroBatch]) -> bool:
-        """Whether there is room for each; the same on all ranks if asked for the same. See StaticPack.fits."""
+        """Return whether all batches fit; ask with the same batches on all ranks. See StaticPack.fits."""
         return self._pack.fits([batch.batch for batch in batches])
 
     def load(self, batches: Sequence[MicroBatch], num_targets: int) -> None:
-        """Copies batches that fit to their place; the host does not wait.
+        """Copy batches that fit to the device; the host does not wait.
 
         Raises:
-            ValueError: another number of batches than there is room for.
+            ValueError: another number of batches than num_batches.
         """
         if len(batches) != self.num_batches:
             raise ValueError(f"batches holds {len(batches)} micro-batches, wanted {self.num_batches} as in the "
@@ -249,7 +250,7 @@ class Feed:
         self._upload.send([*tokens, *targets, np.array([num_targets], np.float32).view(np.int32)])
 
     def inputs(self, number: int = 0) -> tuple[Array, Array, ModelPlan, Any]:
-        """A loaded micro-batch, planned now. Nothing comes from the host: a CUDA graph may capture it."""
+        """Plan a loaded micro-batch and return it. It reads nothing from the host: a CUDA graph may capture it."""
         plan = self._model.planned(self._pack.plans(number))
         return self._tokens[number], self._targets[number], plan, self._num_targets
 
@@ -263,5 +264,5 @@ def _checked(items: Iterable[T], check: Check) -> Iterator[T]:
 
 
 def _num_targets(batches: Sequence[MicroBatch]) -> int:
-    """Targets that the loss is the mean over; 1 if none counts, so that loss and gradient are 0."""
+    """Return the targets that the loss is the mean over; 1 if none counts, so that loss and gradient are 0."""
     return max(1, sum(batch.num_targets for batch in batches))

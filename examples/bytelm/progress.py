@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a line now and then in a log."""
+"""Progress of a run: a bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ OFTEN, SELDOM = 10, 60  # seconds between two lines of a log: in the first minut
 
 
 class Progress:
-    """Steps that are done, on stderr.
+    """Display of steps on stderr.
 
     Args:
         total: steps of the run.
         done: steps before now.
         shown: False on all ranks but one.
-        bar: draw a bar even if stderr is no terminal. Its width is $COLUMNS then.
+        bar: True draws a bar even if stderr is no terminal. Its width is $COLUMNS then.
     """
 
     def __init__(self, total: int, done: int, shown: bool, bar: bool) -> None:
         terminal = sys.stderr.isatty()
         self._shown, self._live = shown, terminal or bar
-        # Behind a launcher, stdout and stderr are two pipes that come out in any order: all that is said goes into one.
+        # A launcher forwards stdout and stderr in any order, so all output goes to one of them.
         self._speech = sys.stderr if bar and not terminal else sys.stdout
         self._began = self._printed = time.monotonic()
         self._bar = tqdm(
@@ -38,7 +38,7 @@ class Progress:
         )  # fmt: skip
 
     def step(self, about: str) -> None:
-        """One more step is done, and this is to be said about it."""
+        """Count one more step, and show a text about it."""
         self._bar.set_postfix_str(about, refresh=False)
         self._bar.update()
         now = time.monotonic()
@@ -46,14 +46,14 @@ class Progress:
             self._print_line()
 
     def say(self, text: str) -> None:
-        """A line of its own, on stdout unless a launcher stands between this rank and the terminal."""
+        """Print a line of its own, on stdout unless a launcher separates this rank from the terminal."""
         if self._shown and self._live:
             self._bar.write(text, file=self._speech)
         elif self._shown:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Shows where the run has ended."""
+        """Show the last step."""
         self._print_line()
         self._bar.close()
 

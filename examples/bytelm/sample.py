@@ -1,9 +1,9 @@
-"""Writes text with a model that train.py has trained: sample.py --checkpoint DIR --prompt "def "
+"""Write text with a model that train.py has trained: sample.py --checkpoint DIR --prompt "def "
 
-All samples grow together. The prompts go through the model as one pack; from then on every byte costs one row per text,
-as the keys and values of all that came before are kept, and of mixers their states. Draws happen on the device, which
-does not wait for the host. One process, one rank. With --cuda-graph-impl local each layer is a CUDA graph; with
---inference-cuda-graph-scope block as well, all work for a byte is one. The text is the same.
+The model decodes all samples together. It reads the prompts as one pack. After that every byte costs one row per text,
+as the KV cache keeps keys and values, and the states of mixers. The device draws bytes without waiting for the host.
+The program is one process, one rank. With --cuda-graph-impl local each layer is a CUDA graph; with
+--inference-cuda-graph-scope block all work for a byte is one graph. The text does not depend on graphs.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def program(comm: thdattn.comm.Comm) -> int:
         model = Model(saved.config, comm, args.engine)
     model.weights[...] = model.layers.xp.asarray(saved.weights)
     model.refresh()
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot show all of it
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # terminals may lack characters
     prompt = os.fsencode(args.prompt)  # bytes as they were typed, of any encoding
     with Graphs(comm, args.graphs, args.engine) as graphs:
-        with command_line.together(comm):  # more texts, or longer ones, than there is memory for
+        with command_line.together(comm):  # texts may need more memory than there is
             capacity = len(prompt) + args.bytes
             sampler = Sampler(model, args.samples, capacity, args.temperature, min(args.top_k, VOCAB), graphs)
         texts = sampler.generate([prompt] * args.samples, args.bytes, np.random.default_rng(args.seed))
@@ -60,18 +60,18 @@ def program(comm: thdattn.comm.Comm) -> int:
 
 
 class Sampler:
-    """Writes num_texts texts at a time, of up to `capacity` bytes with their prompts, again and again.
+    """Writer of num_texts texts at a time, of up to `capacity` bytes with their prompts.
 
     Args:
         model: on one rank.
-        num_texts, capacity: what memory is kept for.
-        temperature: the logits are divided by it; 0 takes the likeliest byte.
-        top_k: only the k likeliest are drawn from.
-        graphs: hold, by their config.inference_scope, nothing, a graph per "layer", or one of all work for a byte, a
-            "block". The bytes are the same. Where layers run on the CPU, there are none.
+        num_texts, capacity: sizes of the caches.
+        temperature: divides the logits; 0 takes the likeliest byte.
+        top_k: draw from the k likeliest bytes only.
+        graphs: by their config.inference_scope capture nothing, each "layer", or all work for a byte as one "block".
+            The bytes do not depend on it. Layers on the CPU are not captured.
 
     Attributes:
-        step: writes one byte more for every text; texts that have ended go on with EOD.
+        step: writes one more byte of every text; texts that have ended go on with EOD.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class Sampler:
                             for layer in range(model.config.layers)]
 
     def generate(self, prompts: list[bytes], num_bytes: int, rng: np.random.Generator) -> list[bytes]:
-        """Texts that begin with the prompts and go on as the model says.
+        """Return texts that begin with the prompts and that the model continues.
 
         Args:
             prompts: num_texts of them; may be empty.
-            num_bytes: bytes to add at most; a text that the model ends is shorter.
+            num_bytes: most bytes to add; a text that the model ends is shorter.
             rng: draws.
 
         Raises:
@@ -122,9 +122,9 @@ class Sampler:
         return [prompt + _until_the_end(text) for prompt, text in zip(prompts, self._all_written(), strict=True)]
 
     def start(self, prompts: list[bytes], uniforms: np.ndarray) -> None:
-        """The prompts, and the first byte after each.
+        """Read the prompts, and draw the first byte after each.
 
-        uniforms: (num_texts, bytes) uint32, for this draw and those of the steps that follow.
+        uniforms: (num_texts, bytes) uint32, for this draw and those of later steps.
         """
         xp = self.model.layers.xp
         self._uniforms[:, : uniforms.shape[1]] = xp.asarray(uniforms)
@@ -152,14 +152,17 @@ def _until_the_end(drawn: list[int]) -> bytes:
 def parse_arguments() -> argparse.Namespace:
     parser = command_line.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--checkpoint", type=Path, metavar="DIR", required=True, help="folder that train.py saved to")
-    add("--prompt", default="", metavar="TEXT", help="what the text begins with (default: nothing)")
-    add("--bytes", type=whole(0, INT32_MAX), default=400, metavar="N", help="to add at most (default: 400)")
-    add("--samples", type=whole(1, INT32_MAX), default=1, metavar="N", help="how many texts (default: 1)")
-    add("--temperature", type=float, default=0.7, metavar="X", help="0: always the likeliest byte (default: 0.7)")
-    add("--top-k", type=positive, default=VOCAB, metavar="N", help="draw from the N likeliest only (default: all)")
-    add("--seed", type=whole(0), default=0, metavar="N", help="of the draws (default: 0)")
-    add("--engine", choices=["auto", "cuda", "reference"], default="auto", help="GPU or NumPy (default: what is there)")
+    add("--checkpoint", type=Path, metavar="DIR", required=True, help="read the checkpoint in this folder")
+    add("--prompt", default="", metavar="TEXT", help="begin the text with this (default: nothing)")
+    add("--bytes", type=whole(0, INT32_MAX), default=400, metavar="N", help="add at most N bytes (default: 400)")
+    add("--samples", type=whole(1, INT32_MAX), default=1, metavar="N", help="write N texts (default: 1)")
+    add("--temperature", type=float, default=0.7, metavar="X",
+        help="divide logits by X; 0 takes the likeliest byte (default: 0.7)")
+    add("--top-k", type=positive, default=VOCAB, metavar="N",
+        help="draw from the N likeliest bytes only (default: all)")
+    add("--seed", type=whole(0), default=0, metavar="N", help="seed the draws with N (default: 0)")
+    add("--engine", choices=["auto", "cuda", "reference"], default="auto",
+        help="compute on a GPU or in NumPy (default: a GPU if there is one)")
     add_arguments(parser)
     args = parser.parse_args()
     args.graphs = from_arguments(parser, args)

@@ -1,25 +1,25 @@
-"""The shape of a model: its sizes, the kinds of its layers, and the names and shapes of its weights."""
+"""Shape of a model: its sizes, the kinds of its layers, and the names and shapes of its weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 VOCAB = 257
-EOD = 256  # end of document, and the input before the first byte
-TABLE_ROWS = 264  # of the embedding and the head: VOCAB, and unused rows that keep matrices aligned to 16 bytes
-CONV_WIDTH = 4  # rows that the convolution of a mixer sees
+EOD = 256  # end of document; also the input before the first byte
+TABLE_ROWS = 264  # rows of embedding and head: VOCAB, and unused ones that align matrices to 16 bytes
+CONV_WIDTH = 4  # rows that the convolution of a mixer reads
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a model.
+    """Shape of a model.
 
-    width and hidden are multiples of 8, head_dim is one that the engine has a kernel for. `window`: how many bytes
-    layers 0, 2, 4, ... see, the newest included; 0 = all, as the other layers do. `tied`: the head is the embedding.
+    width and hidden are multiples of 8, head_dim is one that the engine has a kernel for. `window`: bytes that layers
+    0, 2, 4, ... see, the newest included; 0 = all, as the other layers do. `tied`: the head is the embedding.
 
-    pattern: the kinds of the layers, over and over: "*" has attention, "M" a Mamba-2 mixer in its place, which sees all
+    pattern: the kinds of the layers, repeated: "*" has attention, "M" a Mamba-2 mixer in its place, which sees all
     bytes and takes neither window nor RoPE (the letters are Megatron-LM's).
     mixer_heads, mixer_head_dim, mixer_groups, state_dim: of the mixers, see thdattn.Mamba2Mixer.
     """
@@ -40,12 +40,12 @@ class Config:
     state_dim: int = 64
 
     def is_mixer(self, layer: int) -> bool:
-        """Whether a layer has a mixer in place of attention."""
+        """Return whether a layer has a mixer in place of attention."""
         return self.pattern[layer % len(self.pattern)] == "M"
 
     @property
     def num_mixers(self) -> int:
-        """Layers that have a mixer."""
+        """Layers with a mixer."""
         return sum(map(self.is_mixer, range(self.layers)))
 
     @property
@@ -72,12 +72,12 @@ SIZES = {
 
 
 def weight_shapes(c: Config) -> Shapes:
-    """Names and shapes of all weights, in the order of the flat array: matrices first, then vectors."""
+    """Return names and shapes of all weights, in the order of the flat array: matrices first, then vectors."""
     return _matrices(c) | _vectors(c)
 
 
 def _matrices(c: Config) -> Shapes:
-    """(out, in); of a convolution (channels, rows)."""
+    """Return the shapes (out, in), and (channels, rows) of convolutions."""
     shapes: Shapes = {"embedding": (TABLE_ROWS, c.width)}
     if not c.tied:
         shapes["head"] = (TABLE_ROWS, c.width)
@@ -95,7 +95,8 @@ def _matrices(c: Config) -> Shapes:
 
 
 def _vectors(c: Config) -> Shapes:
-    """Gains of the norms; last what a mixer has of each head, as few heads leave what follows unaligned."""
+    """Return the shapes of the gains; a mixer's few numbers per head come last, as they leave later weights unaligned.
+    """
     shapes: Shapes = {"norm": (c.width,)}
     for layer in range(c.layers):
         if c.is_mixer(layer):

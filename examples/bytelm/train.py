@@ -1,4 +1,4 @@
-"""Trains a byte-level language model on packed documents, context- and data-parallel, without a framework.
+"""Train a byte-level language model on packed documents, context- and data-parallel, without a framework.
 
     python examples/bytelm/train.py --size tiny                             one rank
     mpiexec -n 4 python -m mpi4py examples/bytelm/train.py --size tiny      four, each with a GPU if it has one
@@ -6,17 +6,17 @@
     mpiexec -n 2 python -m mpi4py examples/bytelm/train.py --cp-comm-type a2a    two that exchange heads, not keys
     python examples/bytelm/train.py --cuda-graph-impl full_iteration        each step a CUDA graph, where there is a GPU
 
-Read train() first and Trainer.step() second, in trainer.py: this is how thdattn is used in a training loop. model.py
-has the network, data.py the documents, passes.py what CUDA graphs take, grid.py which rank does what. All ranks make
-the same micro-batches. They are dealt to groups of --cp ranks, all ranks unless told otherwise, and a rank takes its
-own rows of its group's. So 4 ranks with --cp 2 train the model that they train with --accumulate 2, up to rounding.
+Read train() first and Trainer.step() second, in trainer.py: they show how a training loop uses thdattn. model.py has
+the network, data.py the documents, passes.py the CUDA graphs, and grid.py the groups of ranks. All ranks make the same
+micro-batches and deal them to groups of --cp ranks, by default one group of all ranks. A rank computes its own rows of
+its group's micro-batches. So 4 ranks with --cp 2 train the same model as with --accumulate 2, up to rounding.
 
-Ctrl-C (SIGINT), SIGTERM or SIGUSR1 on any rank ends all ranks after the micro-batch that is under way, also before the
-first step, with a checkpoint of the last whole step if --checkpoint is given. A step that is one CUDA graph ends whole.
-A second Ctrl-C ends them at once. MPICH's mpiexec passes the first Ctrl-C on to the ranks, and kills them at the
-second. Open MPI's sends SIGTERM instead and kills the ranks a moment later, half a second in version 5: what takes
-longer is lost, and with it all since the last checkpoint. There, send SIGUSR1 to mpiexec, which passes it on, or SIGINT
-to one rank.
+Ctrl-C (SIGINT), SIGTERM or SIGUSR1 on any rank ends all ranks after the current micro-batch, also before the first
+step. With --checkpoint the last whole step is saved. A step that is one CUDA graph is always finished. A second Ctrl-C
+ends all ranks at once. MPICH's mpiexec passes the first Ctrl-C on to the ranks, and kills them at the second. Open
+MPI's sends SIGTERM instead and kills the ranks a moment later, half a second in version 5. A longer micro-batch is lost
+then, with everything since the last checkpoint. There, send SIGUSR1 to mpiexec, which passes it on, or SIGINT to one
+rank.
 """
 
 from __future__ import annotations
@@ -55,21 +55,23 @@ from thdattn.graphs import add_arguments, from_arguments
 from thdattn.methods.select import SHARDINGS
 from thdattn.sharding import STRATEGIES
 
-LAST_LR = 0.1  # of the highest
+LAST_LR = 0.1  # part of the highest
 
-# How all_gather spreads rows unless something else is asked for: documents are seldom shared then. CUDA graphs need the
-# constant sizes of dual_chunk.
+# Default sharding of all_gather, which seldom splits documents. CUDA graphs need the constant sizes of dual_chunk.
 ALL_GATHER_SHARDING = "balanced"
 
-# Of a hybrid: mixers pass states on along the rows, so a rank has rows that follow each other. The work of attentions
-# is even then if they exchange heads.
+# Defaults of a hybrid: mixers pass states from rank to rank, so each rank needs consecutive rows. To exchange heads
+# balances the work of its attentions.
 HYBRID_METHOD, HYBRID_SHARDING = "a2a", "contiguous"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a size is trained with unless told otherwise. longest: tokens of the longest piece of a document; None: all
-    that fits. A tiny model learns more from many short pieces than from one long one."""
+    """Defaults of a size for training.
+
+    longest: most tokens of a piece of a document; None: all that fits. A tiny model learns more from many short pieces
+    than from one long one.
+    """
 
     tokens: int
     longest: int | None
@@ -89,12 +91,12 @@ RECIPES = {
 
 
 class Reporter:
-    """What rank 0 prints, records and draws. Every rank calls every method alike.
+    """Output of rank 0: lines, records and pictures. Every rank calls every method alike.
 
     Args:
-        trainer: what is reported on.
+        trainer: the trainer to report on.
         args: of the command line.
-        done: steps of the run that is gone on with; None: a new run.
+        done: steps of the run that is resumed; None: a new run.
     """
 
     def __init__(self, trainer: Trainer, args: argparse.Namespace, done: int | None) -> None:
@@ -105,7 +107,7 @@ class Reporter:
         self._progress = Progress(args.steps, done or 0, self._shown, args.bar)
 
     def introduce(self, documents: Sequence[data.Document], packing: Packing, done: int) -> None:
-        """Says what is going to happen."""
+        """Print what is going to happen."""
         model, grid, args, say = self._trainer.model, self._trainer.grid, self._args, self._progress.say
         num_bytes = sum(document.num_bytes for document in documents)
         where = f"{args.data}" if args.data else f"Python {sys.version.split()[0]}'s standard library"
@@ -124,7 +126,7 @@ class Reporter:
             say(f"going on after step {done}")
 
     def step(self, number: int, result: StepResult) -> None:
-        """Records a step, waiting for its numbers.
+        """Record a step, and wait for its numbers.
 
         Raises:
             Failure: the loss, or the norm of the gradient, is infinite or not a number.
@@ -155,7 +157,7 @@ class Reporter:
         self._progress.step(", ".join(about))
 
     def validation(self, step: int, bits_per_byte: float) -> None:
-        """Records a validation.
+        """Record a validation.
 
         Raises:
             Failure: it is infinite or not a number.
@@ -165,7 +167,7 @@ class Reporter:
         self._progress.say(f"step {step:>6}   validation {bits_per_byte:.3f} bits per byte")
 
     def finish(self, step: int, stopped: bool) -> None:
-        """Draws the curve, and says how the run ended."""
+        """Draw the curve, and print how the run ended."""
         args = self._args
         if stopped:
             onward = ", --resume goes on from there" if args.checkpoint else ""
@@ -185,7 +187,7 @@ class Reporter:
 
 
 def main() -> int:
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # names of files may be bytes of any encoding
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # names may be bytes of any encoding
     interrupt = Interrupt()
 
     def program(comm: thdattn.comm.Comm) -> int:
@@ -199,7 +201,7 @@ def main() -> int:
 
 
 class Run(NamedTuple):
-    """What a run begins with, alike on all ranks; saved: the checkpoint that it goes on from, if there is one."""
+    """Start of a run, alike on all ranks; saved: the checkpoint that it resumes, if any."""
 
     trainer: Trainer
     reporter: Reporter
@@ -236,16 +238,16 @@ def begin(comm: thdattn.comm.Comm, args: argparse.Namespace) -> Run:
 
 
 def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Asked) -> None:
-    """The whole program of one rank."""
+    """Run the whole program of one rank."""
     trainer, reporter, training, packing, held_back, settings, saved = begin(comm, args)
     grid, (step, position) = trainer.grid, (saved.step, saved.position) if saved else (0, Position(0, 0))
     stop = Stop(comm, interrupt, trainer.clock)
     batches_to_come = data.micro_batches(training, packing, args.seed, position)
     steps = data.steps(batches_to_come, args.accumulate * grid.num_groups, grid.mine, trainer.passes.prepare,
                        lambda: stop.wanted)  # fmt: skip
-    validates = not (saved and saved.validated)  # a run that was stopped before a validation makes it now
+    validates = not (saved and saved.validated)  # a run that stopped before a validation makes it now
     saves, stopped = validates and saved is not None, False
-    unread: StepResult | None = None  # read a step later, when the GPU has the next step to work on
+    unread: StepResult | None = None  # read a step later, while the GPU computes the next one
 
     def save() -> None:
         if args.checkpoint and comm.rank == 0:
@@ -283,7 +285,7 @@ def train(comm: thdattn.comm.Comm, args: argparse.Namespace, interrupt: Asked) -
 
 
 def grid_of(comm: thdattn.comm.Comm, args: argparse.Namespace, config: Config) -> Grid:
-    """The ranks in groups of --cp, on two levels if --cp-comm-type has a "+"; see Grid.of."""
+    """Return the ranks in groups of --cp, on two levels if --cp-comm-type has a "+"; see Grid.of."""
     if "+" not in args.cp_comm_type:
         if args.cp_inner is not None:
             raise ValueError(f"--cp-inner is {args.cp_inner} and --cp-comm-type {args.cp_comm_type}, wanted one of two "
@@ -293,10 +295,10 @@ def grid_of(comm: thdattn.comm.Comm, args: argparse.Namespace, config: Config) -
 
 
 def choose_method(args: argparse.Namespace) -> None:
-    """Fills in --cp-comm-type and --sharding where they are not asked for: alike on any number of ranks.
+    """Set --cp-comm-type and --sharding where they are not given, alike on any number of ranks.
 
     Raises:
-        ValueError: what is asked for does not go with the --size.
+        ValueError: a given value does not fit the --size.
     """
     if not SIZES[args.size].num_mixers:
         method = args.cp_comm_type = args.cp_comm_type or "all_gather"
@@ -314,18 +316,18 @@ def choose_method(args: argparse.Namespace) -> None:
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """--cp-comm-type, --cp-inner and --sharding."""
+    """Add --cp-comm-type, --cp-inner and --sharding."""
     add = parser.add_argument
-    add("--cp-comm-type", choices=list(SHARDINGS), help="what travels between the attentions of a group (default: "
-        f"all_gather; {HYBRID_METHOD} for a hybrid)")  # fmt: skip
-    add("--cp-inner", type=positive, metavar="N", help="of a method with a +: neighbours that exchange heads (default: "
-        "as many as heads allow)")  # fmt: skip
-    add("--sharding", choices=list(STRATEGIES), help="which rank owns which rows (default: by --cp-comm-type; "
+    add("--cp-comm-type", choices=list(SHARDINGS), help="exchange keys or heads in a group by this method "
+        f"(default: all_gather; {HYBRID_METHOD} for a hybrid)")  # fmt: skip
+    add("--cp-inner", type=positive, metavar="N", help="let N neighbours exchange heads, with a method that has a + "
+        "(default: as many as heads allow)")  # fmt: skip
+    add("--sharding", choices=list(STRATEGIES), help="assign rows to ranks this way (default: by --cp-comm-type; "
         f"{HYBRID_SHARDING} for a hybrid)")  # fmt: skip
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Rises linearly, then falls like a cosine to a tenth."""
+    """Return the rate of a step: it rises linearly, then falls like a cosine to a tenth."""
     warmup = args.warmup or max(1, args.steps // 20)
     rising = min(1.0, (step + 1) / warmup)
     passed = max(0, step - warmup) / max(1, args.steps - warmup)
@@ -336,10 +338,10 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 def settings_of(
     args: argparse.Namespace, grid: Grid, packing: Packing, documents: Sequence[data.Document], engine: str
 ) -> dict[str, Any]:
-    """What a run that goes on must have in common with its beginning; by option, as JSON has it.
+    """Return the options that a resumed run must share with its beginning, as JSON has them.
 
-    An engine has its own dtype. Ranks only count in the padding, which is the same for groups of 1, 2, 4 and 8, and in
-    the micro-batches of a step, which all groups make together.
+    An engine has its own dtype. The number of ranks affects only the padding, which is the same for groups of 1, 2, 4
+    and 8, and the micro-batches of a step, which all groups compute together.
     """
     same = ("size", "window", "lr", "warmup", "seed")
     num_bytes = sum(document.num_bytes for document in documents)
@@ -352,10 +354,10 @@ def settings_of(
 
 
 def saved_run(args: argparse.Namespace, settings: dict[str, Any]) -> Checkpoint | None:
-    """The run to go on with, if that is asked for.
+    """Return the checkpoint to resume, if that is asked for.
 
     Raises:
-        ValueError: there is none, it had other settings, or has done more steps; or one would be overwritten.
+        ValueError: there is none, it had other settings, or has more steps; or a new run would overwrite one.
     """
     if not args.resume:
         if args.checkpoint and (args.checkpoint / checkpoint.NAME).exists():
@@ -381,7 +383,7 @@ def saved_run(args: argparse.Namespace, settings: dict[str, Any]) -> Checkpoint 
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Raises ValueError for files that could not be written later; makes their folders."""
+    """Raise ValueError for files that could not be written later, and make their folders."""
     if args.checkpoint:
         command_line.check_writable("--checkpoint", args.checkpoint / f"{checkpoint.NAME}.unfinished")
     if args.metrics:
@@ -392,42 +394,46 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 
 def check_finite(what: str, number: float) -> None:
-    """Raises Failure, on all ranks alike, for a number that tells of weights which no checkpoint may have."""
+    """Raise Failure, on all ranks alike, for a number that no checkpoint may contain."""
     if not math.isfinite(number):
         raise command_line.Failure(f"{what} is {number}; lower --lr, or raise --warmup")
 
 
 def others(files: Sequence[Path]) -> dict[str, measure.Lines]:
-    """Lines of other runs by the name of their file."""
+    """Return lines of other runs by the name of their file."""
     return {path.stem: measure.read("--beside", path) for path in files}
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = command_line.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--size", choices=list(SIZES), default="tiny", help="of the model (default: tiny)")
+    add("--size", choices=list(SIZES), default="tiny", help="train a model of this size (default: tiny)")
     add("--data", type=Path, metavar="DIR", help="train on the files below it (default: Python's standard library)")
-    add("--mask-prompt", action="store_true", help='take lines {"prompt": "...", "answer": "..."} of the .jsonl files '
-        "there for documents, and train on answers alone")  # fmt: skip
-    add("--steps", type=positive, metavar="N", help="steps of the whole run (default: by size)")
-    add("--tokens", type=whole(1, INT32_MAX), metavar="N", help="rows per micro-batch of a group (default: by size)")
-    add("--longest", type=positive, metavar="N", help="split documents that are longer (default: by size)")
+    add("--mask-prompt", action="store_true", help='read lines {"prompt": "...", "answer": "..."} of the .jsonl files '
+        "there as documents, and train on answers alone")  # fmt: skip
+    add("--steps", type=positive, metavar="N", help="train for N steps, with those of a resumed run (default: by size)")
+    add("--tokens", type=whole(1, INT32_MAX), metavar="N",
+        help="pack N rows per micro-batch of a group (default: by size)")
+    add("--longest", type=positive, metavar="N", help="split documents longer than N (default: by size)")
     add("--accumulate", type=whole(1, INT32_MAX), default=1, metavar="N",
-        help="micro-batches per step of a group (default: 1)")  # fmt: skip
-    add("--cp", type=positive, metavar="N", help="ranks of a group, which share every micro-batch (default: all ranks)")
-    add("--lr", type=float, metavar="X", help="highest learning rate (default: by size)")
-    add("--warmup", type=positive, metavar="N", help="steps until then (default: a twentieth)")
-    add("--seed", type=whole(0), default=0, metavar="N", help="of weights and order of the documents (default: 0)")
-    add("--engine", choices=["auto", "cuda", "reference"], default="auto", help="GPU or NumPy (default: what is there)")
-    add("--window", type=whole(0), metavar="N", help="bytes that every second layer sees; 0: all (default: by size)")
+        help="accumulate N micro-batches of a group per step (default: 1)")  # fmt: skip
+    add("--cp", type=positive, metavar="N", help="share every micro-batch among groups of N ranks (default: all ranks)")
+    add("--lr", type=float, metavar="X", help="reach this learning rate (default: by size)")
+    add("--warmup", type=positive, metavar="N", help="reach it after N steps (default: a twentieth)")
+    add("--seed", type=whole(0), default=0, metavar="N", help="seed weights and order of documents with N (default: 0)")
+    add("--engine", choices=["auto", "cuda", "reference"], default="auto",
+        help="compute on a GPU or in NumPy (default: a GPU if there is one)")
+    add("--window", type=whole(0), metavar="N", help="let every second layer see N bytes; 0: all (default: by size)")
     add("--val-every", type=positive, metavar="N", help="validate every N steps (default: a tenth of --steps)")
-    add("--val-bytes", type=positive, metavar="N", help="on about so many bytes (default: by size)")
-    add("--checkpoint", type=Path, metavar="DIR", help="save the run there at the end, and for --resume and sample.py")
-    add("--save-every", type=positive, metavar="N", help="and every N steps (default: with every validation)")
-    add("--resume", action="store_true", help="go on with the run in --checkpoint; pass the options it began with")
+    add("--val-bytes", type=positive, metavar="N", help="validate on about N bytes (default: by size)")
+    add("--checkpoint", type=Path, metavar="DIR", help="save the run there, for --resume and sample.py")
+    add("--save-every", type=positive, metavar="N",
+        help="save every N steps, and at the end (default: with every validation)")
+    add("--resume", action="store_true", help="resume the run in --checkpoint; pass the options it began with")
     add("--metrics", type=Path, metavar="FILE", help="write a JSON line per step and validation into this new file")
     add("--plot", type=Path, metavar="FILE", help="draw bits per byte into this PNG, PDF or SVG file at the end")
-    add("--beside", type=Path, nargs="+", default=[], metavar="FILE", help="--metrics of other runs to draw there too")
+    add("--beside", type=Path, nargs="+", default=[], metavar="FILE",
+        help="draw these --metrics of other runs there too")
     add("--bar", action="store_true", help="draw a progress bar where stderr is no terminal, as under mpiexec")
     add_method_arguments(parser)
     add_arguments(parser)

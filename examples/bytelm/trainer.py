@@ -1,4 +1,4 @@
-"""A model, its optimizer, and one step of both, of which nothing waits for the GPU."""
+"""Trainer: a model, its optimizer, and one step of both, in which the host does not wait for the GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NATS_PER_BIT = math.log(2)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step has made, or is about to make: on a GPU its numbers are still on their way.
+    """Result of a step, whose numbers may still be on their way from the GPU.
 
     numbers: waits for (mean loss in nats, norm of the gradient).
     span: marks before and after the step. attention_spans: of this rank; none where graphs are wanted.
@@ -44,19 +44,19 @@ class StepResult:
 
     @property
     def lengths(self) -> list[thdattn.PackedBatch]:
-        """Of the micro-batches."""
+        """Packed batches of the micro-batches."""
         return [batch.batch for batch in self.batches]
 
 
 class Trainer:
-    """A model, its optimizer, and the step of both. Every rank calls every method alike.
+    """Model, optimizer, and the step of both. Every rank calls every method alike.
 
     Args:
         grid: the ranks.
         config, engine, seed, deterministic: of the model.
-        sharding: which rank owns which rows.
-        graphs: what is captured in CUDA graphs; by default nothing.
-        cp_comm_type: what travels between the ranks of a group.
+        sharding: assignment of rows to ranks.
+        graphs: CUDA graphs to capture; by default none.
+        cp_comm_type: context-parallel method of a group.
     """
 
     def __init__(
@@ -75,13 +75,12 @@ class Trainer:
         self._last_mark = self.clock.mark()
 
     def step(self, batches: Sequence[MicroBatch], lr: float, check: Check = go_on) -> StepResult:
-        """One step on the mean loss of some micro-batches. Nothing in here waits for the GPU, but for what check does.
+        """Make one step on the mean loss of some micro-batches. The host does not wait for the GPU, except in `check`.
 
         Args:
             batches: of all ranks together, as many for each group.
             lr: learning rate.
-            check: called before every round of micro-batches. Where it raises, the step is not made: weights and
-                optimizer are as they were.
+            check: called before every round of micro-batches. If it raises, weights and optimizer do not change.
         """
         numbers = self.passes.gradient(batches, check)
         numbers[1] = self.optimizer.step(self.model.gradient, lr)
@@ -91,10 +90,10 @@ class Trainer:
                           self.passes.num_overflows)  # fmt: skip
 
     def bits_per_byte(self, batches: Sequence[MicroBatch], check: Check = go_on) -> float:
-        """Bits that the model needs for these documents, ends included, per byte. Waits for the GPU.
+        """Return the model's bits per byte of these documents, ends included. Waits for the GPU.
 
-        Groups that get nothing in the last round compute what another one does, and do not count it: graphs are
-        captured and replayed by all ranks together. check is called before every round.
+        Groups without a micro-batch in the last round compute that of another group, and do not count it, as all ranks
+        capture and replay graphs together. check is called before every round.
         """
         total, grid = self.xp.zeros(1, np.float32), self.grid
         num_bytes = max(1, sum(batch.num_bytes for batch in batches))
@@ -108,24 +107,26 @@ class Trainer:
         return float(total[0]) / NATS_PER_BIT
 
     def attention_tflops(self, result: StepResult) -> float | None:
-        """Per second and rank, in 10**12, waiting for other ranks included; None where the attention was not timed."""
+        """Return 10**12 operations per second and rank, with waits for other ranks; None where the attention was not
+        timed.
+        """
         seconds = sum(self.clock.seconds(*span) for span in result.attention_spans)
         flops = sum(map(self.model.attention_flops, result.lengths[self.grid.mine]))
         return flops / self.grid.cp.size / seconds / 1e12 if seconds else None
 
     def pause(self) -> None:
-        """What was done since the last step is not part of the next one's time."""
+        """Exclude the time since the last step from the next one's."""
         if self._attention_meter:
             self._attention_meter.take()
         self._last_mark = self.clock.mark()
 
     def state(self, step: int, position: Position, settings: dict[str, Any], validated: bool) -> Checkpoint:
-        """The checkpoint after a step."""
+        """Return the checkpoint after a step."""
         weights, optimizer = _to_host(self.model.weights), {n: _to_host(x) for n, x in self.optimizer.state.items()}
         return Checkpoint(self.model.config, step, position, settings, weights, optimizer, validated)
 
     def restore(self, saved: Checkpoint) -> None:
-        """Takes weights and optimizer over from a checkpoint, which has to be the same on all ranks."""
+        """Load weights and optimizer from a checkpoint, which has to be the same on all ranks."""
         self.grid.world.agree("the checkpoint", zlib.crc32(saved.weights.tobytes(), saved.step))
         self.model.weights[...] = self.xp.asarray(saved.weights)
         self.model.refresh()

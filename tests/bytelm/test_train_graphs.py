@@ -93,7 +93,7 @@ def test_graphs_run_the_rounds_that_fit(batches, monkeypatch, impl, replays):
     monkeypatch.setattr(Captured, "__call__", named)
     made.step([*(fitting * 2)[:4], large[0], *(fitting * 2)[4:9]], runs.LR)
     assert names.count("plan" if impl == "local" else "step") == replays
-    assert names.count("layer 0, all, forward") == names.count("layer 0, all, backward") == replays
+    assert names.count("layer 0, layer, forward") == names.count("layer 0, layer, backward") == replays
     assert made.passes.num_overflows == 1
 
 
@@ -143,7 +143,7 @@ def test_a_part_that_layers_do_not_have_is_refused_by_name():
 def test_wanted_parts_and_only_they_become_graphs(modules):
     made = runs.trainer(thdattn.comm.init("single"), "reference", impl="local", modules=modules)
     layers = made.model.config.layers
-    wanted = modules or ("all",)
+    wanted = modules or ("layer",)
     assert [captured.name for captured in made.graphs._captured if captured.name.startswith("layer")] == [
         f"layer {layer}, {part}, {way}" for layer in range(layers) for part in wanted
         for way in ("forward", "backward")
