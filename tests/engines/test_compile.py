@@ -14,7 +14,7 @@ from launch import SOURCE
 
 from thdattn.jit import structs
 from thdattn.kernels.configs import STATIC_BYTES, TILES, Tiles
-from thdattn.kernels.decode_configs import CACHE_KERNELS, DECODE, MixerDecode
+from thdattn.kernels.decode_configs import CACHE_KERNELS, DECODE
 from thdattn.kernels.hopper_configs import BackwardPairSm90, BackwardWideSm90
 from thdattn.kernels.instances import (
     EXCHANGE_KERNELS,
@@ -42,6 +42,7 @@ from thdattn.mamba.configs import (
     MIXER_SIZES,
     SLABS,
     SLABS_SM90,
+    MixerDecode,
     segments_of_block,
     slab_for,
     thd_mixer_conv,

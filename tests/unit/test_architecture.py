@@ -22,7 +22,7 @@ LAYERS = [
     "checks", "methods", "saved", "engines", "attention", "mamba", "varlen", "graphs", "costs", "torch", "cli", "fuzz",
     "__main__",
 ]
-EXCEPTIONS = {("comm.peer.shared_memory", "plan.memory"), ("kernels.decode_configs", "mamba.configs")}
+EXCEPTIONS = {("comm.peer.shared_memory", "plan.memory")}
 # Engines are handed to these as arguments, or named by strings.
 WITHOUT_ENGINES = {"__init__", "attention", "engines.select", "mamba.mixer", "mamba.context_parallel"}
 ENGINES = ("engines.reference", "engines.cuda", "mamba.reference", "mamba.cuda", "jit.compiler")

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thdattn.kernels.configs import PAD
-from thdattn.kernels.instances import ELEMENT_TYPES, PLAIN, Instance, Kind, instance
-from thdattn.mamba.shape import CHUNK
+from thdattn.kernels.instances import PLAIN, Instance, Kind, instance
 
 CACHE_KERNELS = ("thd_cache_append", "thd_cache_fill")
-MIXER_THREADS = 128  # of a thread block that has states
-MIXER_CHANNELS = 512  # of x, B and C, of a thread block that has rows
 
 
 @dataclass(frozen=True)
@@ -58,42 +55,3 @@ DECODE = {
         Decode(256, 256, warps=2, stages=2, per_multiprocessor=3),
     )
 }
-
-
-@dataclass(frozen=True)
-class MixerDecode:
-    """The kernels of kernels/mamba/decode.cu for "float16" or "bfloat16" and a width of the states."""
-
-    dtype: str
-    state_dim: int
-
-    rows = 16  # of a head's state, of a thread block of thd_mixer_decode
-    fill_columns = 64  # kFillColumns: the same of thd_mixer_fill
-
-    def thd_mixer_decode_conv(self, conv_width: int) -> Instance:
-        """Before thd_mixer_decode."""
-        return self._instance("thd_mixer_decode_conv", conv_width)
-
-    @property
-    def thd_mixer_decode(self) -> Instance:
-        """One row more of every text."""
-        return self._instance("thd_mixer_decode", self.state_dim, self.rows)
-
-    @property
-    def thd_mixer_decode_ungated(self) -> Instance:
-        """The same for a norm, which gates."""
-        return self._instance("thd_mixer_decode_ungated", self.state_dim, self.rows)
-
-    @property
-    def thd_mixer_fill_rows(self) -> Instance:
-        """The last rows of sequences."""
-        return self._instance("thd_mixer_fill_rows")
-
-    @property
-    def thd_mixer_fill(self) -> Instance:
-        """The states behind sequences."""
-        stage = 2 * CHUNK * (self.fill_columns + self.state_dim + 2 * PAD) + 4 * CHUNK
-        return self._instance("thd_mixer_fill", self.state_dim, 2 * stage, shared_bytes=2 * stage)
-
-    def _instance(self, name: str, *constants: int, shared_bytes: int = 0) -> Instance:
-        return Instance(f"{name}<{', '.join(map(str, (ELEMENT_TYPES[self.dtype], *constants)))}>", shared_bytes)

@@ -1,4 +1,4 @@
-"""Tile sizes of the Mamba-2 mixer's forward kernels by state_dim, as kernels/configs.py has those of attention."""
+"""Tile sizes of the Mamba-2 mixer's forward and decode kernels, as kernels/configs.py has those of attention."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ BOX_BYTES = 2 * 64 * CHUNK  # kBox of kernels/mamba/hopper.cuh
 ROWS_BEFORE = 8  # kBefore of kernels/mamba/conv_states_sm90.cu
 CONV_COLUMNS, CONV_ROWS = 128, 256  # kConvColumns and kConvTile of kernels/mamba/conv.cu
 RATES_HEADS = 16  # heads whose dt a thread block of conv.cu computes
+DECODE_THREADS = 128  # per thread block of the kernels in decode.cu that have states
+DECODE_CHANNELS = 512  # columns of x, B and C per thread block of those that have rows
 FOLD_THREADS = 256  # kFoldThreads of kernels/mamba/scan.cu
 MIXER_KERNELS = ("thd_ssd_fold", "thd_ssd_start", "thd_ssd_enter")
 
@@ -218,3 +220,42 @@ class NormTile:
     def _instance(self, kernel: str, dtype: str, *more: int) -> Instance:
         constants = ELEMENT_TYPES[dtype], str(self.after_gate).lower(), self.threads, *more
         return Instance(f"{kernel}<{', '.join(map(str, constants))}>")
+
+
+@dataclass(frozen=True)
+class MixerDecode:
+    """Kernels of kernels/mamba/decode.cu for "float16" or "bfloat16" and a width of the states."""
+
+    dtype: str
+    state_dim: int
+
+    rows = 16  # of a head's state per thread block of thd_mixer_decode
+    fill_columns = 64  # columns of x per thread block of thd_mixer_fill; kFillColumns
+
+    def thd_mixer_decode_conv(self, conv_width: int) -> Instance:
+        """Return the convolution, which runs before thd_mixer_decode."""
+        return self._instance("thd_mixer_decode_conv", conv_width)
+
+    @property
+    def thd_mixer_decode(self) -> Instance:
+        """Kernel of one row of every sequence."""
+        return self._instance("thd_mixer_decode", self.state_dim, self.rows)
+
+    @property
+    def thd_mixer_decode_ungated(self) -> Instance:
+        """Kernel of one row of every sequence, for a norm, which gates."""
+        return self._instance("thd_mixer_decode_ungated", self.state_dim, self.rows)
+
+    @property
+    def thd_mixer_fill_rows(self) -> Instance:
+        """Kernel that writes the last rows of sequences."""
+        return self._instance("thd_mixer_fill_rows")
+
+    @property
+    def thd_mixer_fill(self) -> Instance:
+        """Kernel that writes the states after sequences."""
+        stage = 2 * CHUNK * (self.fill_columns + self.state_dim + 2 * PAD) + 4 * CHUNK
+        return self._instance("thd_mixer_fill", self.state_dim, 2 * stage, shared_bytes=2 * stage)
+
+    def _instance(self, name: str, *constants: int, shared_bytes: int = 0) -> Instance:
+        return Instance(f"{name}<{', '.join(map(str, (ELEMENT_TYPES[self.dtype], *constants)))}>", shared_bytes)

@@ -10,7 +10,7 @@ import numpy as np
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array
 from thdattn.jit import compiler
-from thdattn.kernels.decode_configs import MIXER_CHANNELS, MIXER_THREADS, MixerDecode
+from thdattn.mamba.configs import DECODE_CHANNELS, DECODE_THREADS, MixerDecode
 from thdattn.mamba.cuda.forward import mixer_size
 from thdattn.mamba.cuda.norm import mixer_decode_norm
 from thdattn.mamba.shape import Mamba2Weights, MixerShape
@@ -26,11 +26,11 @@ def mixer_decode(
     out = launch.empty((num_texts, shape.d_inner), zxbcdt.dtype)
     kernel, results = (kernels.thd_mixer_decode_ungated, ()) if shape.norm else (kernels.thd_mixer_decode, (out,))
     compiler.kernel(*kernels.thd_mixer_decode_conv(shape.conv_width))(
-        (-(-shape.channels // MIXER_CHANNELS), num_texts), 256,
+        (-(-shape.channels // DECODE_CHANNELS), num_texts), 256,
         (zxbcdt, rows, weights.conv_weight, weights.conv_bias, active, work, size),
     )  # fmt: skip
     compiler.kernel(*kernel)(
-        (shape.d_inner // kernels.rows, num_texts), MIXER_THREADS,
+        (shape.d_inner // kernels.rows, num_texts), DECODE_THREADS,
         (zxbcdt, work, states, weights.A_log, weights.D, weights.dt_bias, active, *results, size),
     )  # fmt: skip
     if shape.norm:
@@ -47,10 +47,10 @@ def mixer_fill(
     size, kernels = mixer_size(len(zxbcdt), shape), MixerDecode(shape.dtype.name, shape.state_dim)
     lengths = plan.arrays.offsets[0]
     compiler.kernel(*kernels.thd_mixer_fill_rows)(
-        (-(-shape.reach * shape.channels // MIXER_CHANNELS), len(rows)), 256,
+        (-(-shape.reach * shape.channels // DECODE_CHANNELS), len(rows)), 256,
         (zxbcdt, rows, *lengths, np.int32(shape.reach), size),
     )  # fmt: skip
     compiler.kernel(*kernels.thd_mixer_fill)(
-        (shape.d_inner // kernels.fill_columns, len(states)), MIXER_THREADS,
+        (shape.d_inner // kernels.fill_columns, len(states)), DECODE_THREADS,
         (act.channels, act.dt, act.sums, segment_states, states, *lengths, size),
     )  # fmt: skip
