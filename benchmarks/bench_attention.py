@@ -1,6 +1,6 @@
 """Times packed attention, forward and backward, against every other implementation that can be imported.
 
-    python benchmarks/bench_attention.py --plot
+    python benchmarks/bench_attention.py
     python benchmarks/bench_attention.py --cases 1x16384 lognormal64k --peers deterministic,fa4
     python benchmarks/bench_attention.py --sustained --repeats 1 --cases 1x16384 doc64k
 
@@ -13,7 +13,6 @@ and backward for two seconds without rest, as training loads a GPU.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from statistics import median
 import accuracy
 import cupy
 import record
+import tables
 import timing
 from peers import PEERS, Ours, Peer, TorchPeer, draw_inputs, release_memory
 from workloads import CASES, Case
@@ -45,7 +45,6 @@ def main() -> int:
     about = record.provenance()
     path = args.out or record.results_file("attention", about["gpu"])
     rows: list[record.Row] = []
-    everything: list[record.Row] = []
     with cupy.cuda.Stream(non_blocking=True):  # the default stream cannot be captured
         for number, name in enumerate(args.cases, 1):
             start = time.perf_counter()
@@ -57,15 +56,11 @@ def main() -> int:
                 measured = bench(CASES[name], list(versions), directions, args.repeats)
             release_memory()
             made = [about | row for row in rows_of(CASES[name], versions, keys, measured)]
-            everything = record.save(path, made, ("gpu", "case", "peer", "direction", "timing"))
+            record.save(path, made, ("gpu", "case", "peer", "direction", "timing"))
             rows += made
             print(f"[{number}/{len(args.cases)}] {name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    print("TFLOP/s and ratios are forward/backward; a ratio above 1 says that ours is the faster one")
-    print(record.table(rows))
-    print(f"wrote {path}; benchmarks/readme.py writes the pages anew")
-    if args.plot:
-        record.plot([row for row in everything if row["gpu"] == about["gpu"]], path.with_suffix(".png"))
-        print(f"wrote {path.with_suffix('.png')}")
+    print("\n\n".join(tables.attention(rows)))
+    print(f"wrote {path}; benchmarks/pages.py writes the pages")
     return 0
 
 
@@ -236,7 +231,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sustained", action="store_true",
                         help="instead of all that: forward and backward together, two seconds a turn without rest")
     parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/attention_GPU.csv by default")
-    parser.add_argument("--plot", action="store_true", help="also draw the CSV file's rows of this GPU, as PNG")
     args = parser.parse_args()
     unknown = set(args.peers) - set(PEERS)
     if unknown:
@@ -245,8 +239,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--repeats is {args.repeats}, wanted >= 1")
     if args.sustained and args.forward_only:
         parser.error("--sustained is of forward and backward; leave --forward-only out")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install 'thdattn[bench]'")
     args.peers = ["ours", *(name for name in PEERS if name in args.peers and name != "ours")]
     return args
 

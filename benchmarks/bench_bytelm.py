@@ -24,7 +24,6 @@ import hashlib
 import json
 import sys
 import tempfile
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -38,10 +37,10 @@ import data
 import measure
 import numpy as np
 import record
+import tables
 from data import Document, Packing, Position
 from grid import Grid
 from passes import WAYS
-from prose import prose, table
 from sizes import SIZES
 from train import RECIPES, add_method_arguments, choose_method, grid_of
 from trainer import StepResult, Trainer
@@ -49,7 +48,6 @@ from trainer import StepResult, Trainer
 import thdattn
 from thdattn.comm.levels import Levels
 from thdattn.graphs import CudaGraphConfig, add_arguments, from_arguments
-from thdattn.methods.select import SHARDINGS
 
 EXAMPLE = Path(data.__file__).parent
 KEY = ("gpu", "size", "ranks", "cp", "tokens", "accumulate", "sharding", "cuda_graph_impl", "cp_comm_type",
@@ -73,8 +71,7 @@ def main() -> int:
             if comm.rank == 0:
                 record.save(path, rows[-1:], KEY)
     if comm.rank == 0:
-        said = summary(rows), maxima(rows), graph_speeds(rows) if args.every_graph else ""
-        print("\n\n".join([f"wrote {path}; benchmarks/readme.py writes the pages anew", *filter(None, said)]))
+        print("\n\n".join([*tables.training(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
     return 0
 
 
@@ -206,131 +203,6 @@ def measured(trainer: Trainer, results: list[StepResult], peak: float | None) ->
         "last_loss": f"{float(results[-1].numbers()[0]):.3f}",
         "overflows": str(results[-1].num_overflows),
     }
-
-
-def load_all() -> list[record.Row]:
-    """The rows of every GPU."""
-    return [row for path in sorted(record.RESULTS.glob("bytelm_*.csv")) for row in record.load(path)]
-
-
-def without_maxima(rows: Iterable[record.Row]) -> list[record.Row]:
-    """Return the rows in which every pack fits its graph."""
-    return [row for row in rows if not row.get("maximum")]
-
-
-def maxima(rows: Iterable[record.Row]) -> str:
-    """Return the table of maxima, Markdown: fewest slots first, behind the same steps without graphs; "" of none.
-
-    Then how it was measured.
-    """
-    rows = sorted(rows, key=lambda row: (place(row), int(row.get("slots") or 0)))
-    head = ["GPU", "model", "GPUs", "tokens per step", "CUDA graphs", "slots for documents", "packs with more",
-            "mean ms per step", "p10 to p90", "times the least"]  # fmt: skip
-    alike: dict[tuple[str, ...], list[record.Row]] = {}
-    for row in rows:
-        names = "gpu", "size", "ranks", "cp", "tokens", "accumulate", "cp_comm_type"
-        alike.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
-    lines, used = [], []
-    for found in alike.values():
-        shown = [row for row in found
-                 if row.get("ms_mean") and (row.get("maximum") or row["cuda_graph_impl"] == "none")]
-        if not any(row.get("maximum") for row in shown):
-            continue
-        used += shown
-        least = min(float(row["ms_mean"]) for row in shown)
-        lines += [[
-            row["gpu"].removeprefix("NVIDIA "), row["size"], gpus(row), f"{tokens_per_step(row):,}",
-            row["cuda_graph_impl"], slots_of(row), share_of(row), milliseconds(row["ms_mean"]),
-            f"{milliseconds(row['ms_p10'])} to {milliseconds(row['ms_p90'])}", f"{float(row['ms_mean']) / least:.2f}",
-        ] for row in shown]  # fmt: skip
-    return f"{table(head, lines)}\n\n{prose(f'{record.runs(used)}.')}" if lines else ""
-
-
-def slots_of(row: record.Row) -> str:
-    """Return 5 (P90), or 16."""
-    if not row.get("maximum"):
-        return "exact"
-    return f"{row['slots']} ({row['maximum']})" if row["maximum"] != row["slots"] else row["slots"]
-
-
-def share_of(row: record.Row) -> str:
-    return f"{100 * float(row['eager_packs']):.1f} %" if row.get("eager_packs") else "-"
-
-
-def summary(rows: Iterable[record.Row]) -> str:
-    """The table of the page, Markdown: the smaller models first, and few ranks before many; then which sources ran."""
-    head = ["GPU", "model", "GPUs", "tokens per step", "CUDA graphs", "ms per step", "p10 to p90", "tokens/s", "MFU",
-            "of one GPU", "attention TFLOP/s per GPU", "padding"]  # fmt: skip
-    lines = []
-    by_size = sorted(without_maxima(rows), key=place)
-    sources: dict[tuple[str, ...], dict[str, None]] = {}  # cases of each, every one once
-    for row in by_size:
-        mfu = f"{100 * float(row['mfu']):.0f} %" if row["mfu"] else "-"
-        attention = f"{float(row['attention_tflops']):.0f}" if row["attention_tflops"] else "-"
-        tokens = tokens_per_step(row)
-        lines.append([
-            row["gpu"].removeprefix("NVIDIA "), f"{row['size']}, {int(row['weights']):,} weights", gpus(row),
-            f"{tokens:,}", row["cuda_graph_impl"], milliseconds(row["ms_per_step"]),
-            f"{milliseconds(row['ms_p10'])} to {milliseconds(row['ms_p90'])}", f"{int(row['tokens_per_s']):,}", mfu,
-            of_one_gpu(row, by_size), attention, f"{100 * float(row['padding']):.1f} %",
-        ])  # fmt: skip
-        run = row["steps"], record.software(row), row["kernel_sources"], row["example_sources"]
-        sources.setdefault(run, {})[f"{row['size']} on {gpus(row)} with {tokens:,}"] = None
-    parts = [table(head, lines)]
-    for (steps, software, kernels, example), cases in sources.items():
-        which = "All" if len(sources) == 1 else "; ".join(cases)
-        about = f"{which}: {steps} steps, {software}, sources {kernels}, of the example {example}."
-        parts.append(textwrap.fill(about, 120))
-    return "\n\n".join(parts)
-
-
-def graph_speeds(rows: Sequence[record.Row]) -> str:
-    """How much faster than without graphs, and how much of the time the GPU has no work."""
-    lines, eager = [["size", "tokens", "CUDA graphs", "slots", "ms per step", "eager/this", "idle"]], 0.0
-    for row in rows:
-        ms = float(row["ms_per_step"])
-        eager = ms if row["cuda_graph_impl"] == "none" else eager
-        lines.append([row["size"], row["tokens"], row["cuda_graph_impl"], row["slots"], row["ms_per_step"],
-                      f"{eager / ms:.2f}", row["idle"]])  # fmt: skip
-    return record.aligned(lines)
-
-
-def place(row: record.Row) -> tuple[object, ...]:
-    """Of a row in the table: the same step with and without graphs side by side."""
-    ranks, tokens, impl = int(row["ranks"]), tokens_per_step(row), row["cuda_graph_impl"]
-    return (list(SIZES).index(row["size"]), ranks, num_groups(row), row["gpu"], tokens, gpus(row),
-            list(WAYS).index(impl))  # fmt: skip
-
-
-def of_one_gpu(row: record.Row, rows: Iterable[record.Row]) -> str:
-    """Tokens per second and GPU, as a part of what one GPU reaches at best with as many tokens a step."""
-    alike = [float(other["tokens_per_s"]) for other in rows if other["ranks"] == "1" and other["gpu"] == row["gpu"]
-             and (other["size"], tokens_per_step(other)) == (row["size"], tokens_per_step(row))]  # fmt: skip
-    if row["ranks"] == "1" or not alike:
-        return "-"
-    return f"{float(row['tokens_per_s']) / int(row['ranks']) / max(alike):.2f}"
-
-
-def tokens_per_step(row: record.Row) -> int:
-    """Rows of all micro-batches of all groups."""
-    return int(row["tokens"]) * int(row["accumulate"]) * num_groups(row)
-
-
-def num_groups(row: record.Row) -> int:
-    """Of ranks that share micro-batches: one where the row does not say of how many ranks."""
-    return int(row["ranks"]) // int(row.get("cp") or row["ranks"])
-
-
-def gpus(row: record.Row) -> str:
-    """4, or 2 x 2 for two groups of two; and how they share a micro-batch, if not by all_gather of dual_chunk."""
-    groups, method, sharding = num_groups(row), row.get("cp_comm_type", ""), row.get("sharding", "dual_chunk")
-    ranks = row["ranks"] if groups == 1 else f"{groups} x {row['cp']}"
-    usual = SHARDINGS[method.partition(" ")[0] or "all_gather"]
-    return ", ".join(filter(None, (ranks, method, sharding if sharding != usual else "")))
-
-
-def milliseconds(text: str) -> str:
-    return f"{float(text):,.{0 if float(text) >= 100 else 1}f}"
 
 
 def example_hash() -> str:

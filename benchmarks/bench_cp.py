@@ -1,6 +1,6 @@
 """Times one attention layer over several ranks, forward and backward, beside the attention kernels alone.
 
-    mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --peer --plot
+    mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --peer
     mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --methods all --cases documents16k bucket32k-mha16
     mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --as-rank-of 8 --cases bucket32k 8x1024 --head-groups 1 4
     mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py --as-rank-of 8 --cases documents16k --methods all
@@ -23,7 +23,6 @@ Rows go to benchmarks/results/cp_GPU.csv.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,20 +35,21 @@ from typing import Any, NamedTuple, TypeVar
 
 import accuracy
 import cp_methods
-import cp_record
 import cupy
 import peers
 import record
+import tables
 import timing
-from cp_methods import METHODS, USUAL, Method, Traffic
-from cp_record import ALONE, ONE, OURS, WAYS
+from cp_methods import ALONE, METHODS, ONE, OURS, USUAL, Method, Traffic
 from cp_ways import Alone, Layer, Ranks, Timed, both, captured, free_memory, started, whole_pack
+from record import WAYS
 from workloads import Case, cp_cases
 
 import thdattn
 from thdattn.comm import Comm
 from thdattn.packing import rows_of_runs
 
+KEY = ("gpu", "ranks", "as_rank_of", "transport", "case", "peer", "direction", "timing")
 ERROR_CASE = Case("4x1024", (1_024,) * 4, 32, 8)
 LONG_ERROR_CASE = Case("bucket32k-h8", cp_cases(1)["bucket32k"].lengths, 8, 2)  # few heads, as float64 is slow
 HOST_CALLS, HOST_MS = 20, 200.0  # how many calls have their host's time taken, unless they take longer on the GPU
@@ -71,23 +71,18 @@ def main() -> int:
         }  # fmt: skip
         path = args.out or record.results_file("cp", about["gpu"])
         rows: list[record.Row] = []
-        everything: list[record.Row] = []
         with process_group() if args.peer else nullcontext():
             others = find_peers() if args.peer else {}
             for case, measure in work(ranks, args.cases, args.methods, args.head_groups):
                 start = time.perf_counter()
                 made = [about | row for row in rows_of(case, others, measure(case, others, args.repeats))]
                 if real.rank == 0:
-                    everything = record.save(path, made, cp_record.KEY)
+                    record.save(path, made, KEY)
                     print(f"{case.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
                 rows += made
     if real.rank == 0:
-        said = cp_record.table(rows), cp_record.recommendations(rows), cp_record.errors(rows)
-        print("\n\n".join(filter(None, said)))
-        print(f"wrote {path}; benchmarks/readme.py writes the pages anew")
-        if args.plot:
-            cp_record.plot(everything, path.with_suffix(".png"))
-            print(f"wrote {path.with_suffix('.png')}")
+        print("\n\n".join(tables.context_parallel(rows)))
+        print(f"wrote {path}; benchmarks/pages.py writes the pages")
     return 0
 
 
@@ -208,7 +203,7 @@ def asked_for(
             continue
         asked[method.way] = method, None
         if method == USUAL:
-            asked |= {cp_record.in_groups(number): (method, number) for number in head_groups}
+            asked |= {f"{OURS}, {number} group{'s' * (number > 1)}": (method, number) for number in head_groups}
     return asked
 
 
@@ -364,7 +359,6 @@ def parse_arguments() -> argparse.Namespace:
                         help="which two of N, where rows are not spread by all_gather's dual_chunk; by default those "
                              "with most work")  # fmt: skip
     parser.add_argument("--out", type=Path, help="CSV file to add to; benchmarks/results/cp_GPU.csv by default")
-    parser.add_argument("--plot", action="store_true", help="also draw the CSV file's rows of this GPU, as PNG")
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}, wanted >= 1")
@@ -376,8 +370,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--peer has no ranks to be played by others; leave it or --as-rank-of out")
     if args.ranks_played and not 0 <= args.ranks_played[0] < args.ranks_played[1] < (args.as_rank_of or 0):
         parser.error(f"--ranks-played is {args.ranks_played}, wanted two ascending ranks of --as-rank-of")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install 'thdattn[bench]'")
     args.cases = names if "all" in args.cases else args.cases
     args.methods = [METHODS[name] for name in (METHODS if "all" in args.methods else args.methods)]
     args.ranks_played = tuple(args.ranks_played) if args.ranks_played else None

@@ -29,6 +29,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "bytelm")
 
 import numpy as np
 import record
+import tables
 from bench_bytelm import example_hash
 from model import Model
 from sample import Sampler
@@ -72,7 +73,7 @@ def main() -> int:
         print(f"{row['what']}, {texts:4} texts  {row['ms']} ms  {row['gb_per_s']} GB/s, a copy {row['copy_gb_per_s']}")
         rows.append(about | row)
     record.save(path, rows, KEY)
-    print(f"wrote {path}")
+    print("\n\n".join([*tables.decode(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
     return 0
 
 

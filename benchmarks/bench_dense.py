@@ -17,11 +17,12 @@ from typing import Any
 
 import cupy
 import record
+import tables
 from bench_attention import Measured, asked, race, reported, rows_of
-from dense_record import KEY, table
 from peers import FlashAttention4, Ours, Peer, TorchCudnn, draw_inputs, release_memory
 from workloads import Case
 
+KEY = ("gpu", "case", "peer", "direction", "timing")
 TOKENS, SEGMENTS = (8_192, 32_768), (1, 4, 8)
 CASES = [Case(f"{number}x{tokens // number}", (tokens // number,) * number, 32, 8)
          for tokens in TOKENS for number in SEGMENTS]  # fmt: skip
@@ -77,7 +78,7 @@ def main() -> int:
             rows += (about | row for row in bench(case, versions, args.repeats))
             release_memory()
             record.save(path, rows, KEY)
-    print(f"{table(rows)}\nwrote {path}; benchmarks/readme.py writes the pages anew")
+    print("\n\n".join([*tables.dense(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
     return 0
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any
 import cupy
 import numpy as np
 import record
+import tables
 import timing
 from mamba_cases import MixerCase, draw
 from peers import RELATIVE_ERROR, draw_inputs
@@ -40,11 +41,8 @@ SHORT = {"8x1024": (1_024,) * 8, "64x128": (128,) * 64}
 LONG = {"1x16384": (16_384,), "doc64k": document_pack()}
 ROWS = {"doc64k": PACK_TOKENS}  # of a pack whose end is padding, as in training; the others are full
 HEADS = ((8, 8), (16, 4))  # query and kv heads
-WANTED_SHORT, WANTED_LONG, WANTED_SLOTS = 2.0, 1 / 1.02, 1.03  # speed over eager, and cost of unused slots
 SLOTS = (16, 64, 512)  # of which 16 documents use 16
 KEY = ("gpu", "ranks", "case", "heads", "kv_heads", "way")
-GRAPHS = ("local", "full_iteration")
-COMPARED = ("eager", "eager_static", "local_copied", *GRAPHS)
 Call = Callable[[], object]
 
 
@@ -60,8 +58,9 @@ def main() -> int:
             return 0
     about = record.provenance(comm.size)
     path = args.out or record.results_file("graphs", about["gpu"])
-    record.save(path, [about | {"ranks": str(comm.size)} | row for row in rows], KEY)
-    print(f"{table(rows)}\n{remarks(rows)}\nwrote {path}")
+    rows = [about | {"ranks": str(comm.size)} | row for row in rows]
+    record.save(path, rows, KEY)
+    print("\n\n".join([*tables.graphs(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
     return 0
 
 
@@ -217,31 +216,6 @@ def refresh_rows(comm: thdattn.comm.Comm, name: str, rounds: int) -> Iterator[re
 
 def row_of(columns: record.Row, way: str, samples: Sequence[float], flops: float | None = None) -> record.Row:
     return columns | {"way": way} | record.timed(samples, flops)
-
-
-def table(rows: Sequence[record.Row]) -> str:
-    """Milliseconds of every way with its spread, and its speed over eager; a line per case and way."""
-    eager = {(row["case"], row["heads"]): float(row["ms"]) for row in rows if row["way"] == "eager"}
-    lines = [["case", "heads", "way", "ms", "p10", "p90", "eager/this", "wanted"]]
-    for row in rows:
-        base = eager.get((row["case"], row["heads"])) if row["way"] in COMPARED else None
-        wanted = row["way"] in GRAPHS and base is not None
-        lines.append([
-            row["case"], f"{row['heads']}/{row['kv_heads']}", row["way"], *(row[x] for x in ("ms", "ms_p10", "ms_p90")),
-            f"{base / float(row['ms']):.2f}" if base else "",
-            f">= {WANTED_SHORT if row['case'] in SHORT else WANTED_LONG:.2f}" if wanted else "",
-        ])  # fmt: skip
-    return record.aligned(lines)
-
-
-def remarks(rows: Iterable[record.Row]) -> str:
-    """What unused slots cost."""
-    ms = {row["way"]: float(row["ms"]) for row in rows if row["case"] == "16x1024"}
-    fewest = ms[f"{SLOTS[0]}_slots"]
-    return "; ".join(
-        f"16 documents in {slots} slots take {ms[f'{slots}_slots'] / fewest:.3f} of the time in {SLOTS[0]} slots "
-        f"(wanted <= {WANTED_SLOTS}), and {ms[f'{slots}_slots'] / ms['exact']:.3f} of that of a graph with a plan of "
-        f"the host" for slots in SLOTS)  # fmt: skip
 
 
 def parse_arguments() -> argparse.Namespace:

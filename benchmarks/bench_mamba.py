@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import cupy
-import mamba_record
 import record
+import tables
 from accuracy import Error
-from bench_attention import forward_and_backward, race, reported
-from mamba_cases import CASES, DRAWS, MixerCase, MixerInputs, draw
-from mamba_exact import OF_WEIGHTS, errors, exact_mixer, exact_scan, of_draws
+from bench_attention import Key, Measured, forward_and_backward, race, reported
+from cp_methods import ONE
+from mamba_cases import BYTES_PER_S, CASES, DRAWS, MixerCase, MixerInputs, draw
+from mamba_exact import OF_WEIGHTS, PARTS, errors, exact_mixer, exact_scan, of_draws
 from mamba_peers import PEERS, tune_for
 from peers import Peer, release_memory
 
@@ -38,7 +39,7 @@ import thdattn
 
 EXACT = {"mixer": exact_mixer, "scan": exact_scan}
 LONG = 65_536  # rows, from which on a pack is long
-Measured = dict[mamba_record.Key, record.Row]
+KEY = ("gpu", "ranks", "case", "part", "peer", "direction", "timing")
 
 
 def main() -> int:
@@ -58,12 +59,12 @@ def main() -> int:
             measurements = measure(names, args.parts, args.peers, 0 if args.errors else args.repeats)
         for case, part, versions, measured in measurements:
             made = [about | row for row in
-                    mamba_record.rows_of(case, part, about["gpu"], comm.size, versions, measured)]  # fmt: skip
+                    rows_of(case, part, about["gpu"], comm.size, versions, measured)]  # fmt: skip
             if comm.rank == 0:
-                record.save(path, made, mamba_record.KEY)
+                record.save(path, made, KEY)
             rows += made
     if comm.rank == 0:
-        print(f"{mamba_record.table(rows)}\nwrote {path}; benchmarks/readme.py writes the pages anew")
+        print("\n\n".join([*tables.mixers(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
     return 0
 
 
@@ -90,7 +91,7 @@ def bench(case: MixerCase, part: str, names: Sequence[str], rounds: int) -> Meas
     """
     measured: Measured = {}
     if case.total_tokens <= LONG and not case.norm:
-        measured |= {(name, result, record.ERRORS): {} for name in names for result in mamba_record.PARTS[part]}
+        measured |= {(name, result, record.ERRORS): {} for name in names for result in PARTS[part]}
         measured |= small_errors(case.small(), part, names, cupy)
     if not rounds:
         return measured
@@ -112,7 +113,7 @@ def make_peers(case: MixerCase, part: str, names: Sequence[str], inputs: MixerIn
 
 def small_errors(case: MixerCase, part: str, names: Sequence[str], xp: Any) -> Measured:
     """The errors of every peer; of gradients of weights, which are few numbers, of all draws of inputs together."""
-    found: dict[mamba_record.Key, list[Error]] = {}
+    found: dict[Key, list[Error]] = {}
     for seed in range(DRAWS):
         inputs = draw(case, xp, seed=seed)
         wanted = EXACT[part](case, inputs, xp)
@@ -120,10 +121,26 @@ def small_errors(case: MixerCase, part: str, names: Sequence[str], xp: Any) -> M
         for name, peer in make_peers(case, part, names, inputs).items():
             with reported(f"{case.name} {part} {name}, errors"):
                 forward_and_backward(peer)
-                made = dict(zip(mamba_record.PARTS[part], peer.on_host(), strict=True))
+                made = dict(zip(PARTS[part], peer.on_host(), strict=True))
                 for result, error in errors(made, wanted).items():
                     found.setdefault((name, result, record.ERRORS), []).append(error)
     return {key: of_draws(each).columns for key, each in found.items()}
+
+
+def rows_of(
+    case: MixerCase, part: str, gpu: str, ranks: int, versions: Mapping[str, str], measured: Measured
+) -> Iterator[record.Row]:
+    """Yield a row for each measurement, with the time that the GPU's memory needs at least."""
+    blank = dict.fromkeys(("ms", "ms_p10", "ms_p90", "samples", "rms", "largest", "floor_ms"), "")
+    for (peer, direction, how), found in measured.items():
+        row = blank | {name: value for name, value in found.items() if name in blank}
+        if gpu in BYTES_PER_S and direction in record.DIRECTIONS:
+            share = 1 if peer == ONE else ranks
+            row["floor_ms"] = f"{1e3 * case.least_bytes(direction) / share / BYTES_PER_S[gpu]:.4f}"
+        yield {
+            "ranks": str(ranks), **case.columns, "part": part, "peer": peer, "peer_version": versions.get(peer, ""),
+            "direction": direction, "timing": how, **row,
+        }  # fmt: skip
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -27,6 +27,7 @@ import cupy
 import ml_dtypes
 import numpy as np
 import record
+import tables
 import timing
 from numpy.typing import DTypeLike
 from peers import normal
@@ -50,7 +51,7 @@ def main() -> int:
             for cp_size in (2, 4, 8):
                 rows += (about | row for row in bench(pack, cp_size))
     record.save(path, rows, ("gpu", "case", "cp_size", "direction"))
-    print(f"{table(rows)}\nwrote {path}; benchmarks/readme.py writes the pages anew")
+    print("\n\n".join([*tables.reorder(rows), f"wrote {path}; benchmarks/pages.py writes the pages"]))
     return 0
 
 
@@ -94,13 +95,6 @@ def row_of(
             row[f"{prefix}gb_per_s"] = f"{num_bytes / ms[name] / 1e6:.0f}"
     over = {"ratio": "copy", "over_select": "select", "over_take": "take"}
     return row | {column: f"{ms[name] / ms['move']:.3f}" if name in ms else "" for column, name in over.items()}
-
-
-def table(rows: Sequence[record.Row]) -> str:
-    """GB/s of every way, and the speed of the move over the others."""
-    columns = ("case", "cp_size", "direction", *(f"{prefix}gb_per_s" for prefix in COLUMNS.values()), "ratio",
-               "over_select", "over_take")  # fmt: skip
-    return record.aligned([columns, *([row[column] or "-" for column in columns] for row in rows)])
 
 
 def rank_zero_plan(sharding: thdattn.Sharding) -> thdattn.Plan:

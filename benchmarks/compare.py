@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from record import aligned
+import tables
 from workloads import CASES
 
 DIRECTIONS = ("forward", "backward")
@@ -137,7 +137,7 @@ def table(names: Sequence[str], measured: Measured) -> str:
     for i in range(len(names) + 2, len(lines[0])):
         found = [line[i].split()[0] for line in lines[1:] if line[i] != "-"]
         worst.append(min(found, key=float, default="-"))
-    return aligned([*lines, worst])
+    return tables.table(lines[0], [*lines[1:], worst])
 
 
 def error_table(trees: Sequence[Tree], cases: Sequence[str], ways: Sequence[str]) -> str:
@@ -149,7 +149,7 @@ def error_table(trees: Sequence[Tree], cases: Sequence[str], ways: Sequence[str]
             for name, errors in answers(trees, f"errors of {case} {way}", ask).items():
                 cells = [f"{rms:.3e} max {largest:.2e}" for rms, largest in errors.values()]
                 lines.append([case if way == "ours" else f"{case} {way}", name, *cells])
-    return aligned(lines)
+    return tables.table(lines[0], lines[1:])
 
 
 def main() -> int:

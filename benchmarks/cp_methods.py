@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import cp_record
 import numpy as np
-from cp_record import OURS, by_method
 from workloads import Case
 
 import thdattn
@@ -18,6 +16,7 @@ from thdattn.costs import model
 from thdattn.methods.a2a import obstacle
 from thdattn.methods.select import SHARDINGS
 
+OURS, ALONE, ONE = "ours", "alone", "one GPU"  # names in records: the usual method, attention kernels alone, one GPU
 INNER = 2  # ranks of the inner groups, where there are two levels
 CAPTURED = ("all_gather", "a2a", "a2a+all_gather")  # what CUDA graphs over many batches are made of
 BFLOAT16, FLOAT32 = 2, 4  # bytes
@@ -42,7 +41,7 @@ class Method(NamedTuple):
     @property
     def way(self) -> str:
         """Its name in a record."""
-        return OURS if self == USUAL else by_method(str(self))
+        return OURS if self == USUAL else f"{OURS}, {self}"
 
     @property
     def two_levels(self) -> bool:
@@ -72,7 +71,7 @@ class Method(NamedTuple):
         return obstacle(case.heads, case.kv_heads, self.head_ranks(cp_size))
 
 
-USUAL = Method(*cp_record.USUAL)
+USUAL = Method("all_gather", "dual_chunk")
 METHODS = {name: Method.named(name) for name in (
     "all_gather", "all_gather:balanced", "a2a", "a2a:dual_chunk", "p2p", "a2a+all_gather", "a2a+all_gather:balanced",
     "a2a+p2p",

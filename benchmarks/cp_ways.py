@@ -14,8 +14,7 @@ import cupy
 import numpy as np
 import peers
 import record
-from cp_methods import INNER, USUAL, Method, Traffic
-from cp_record import ONE
+from cp_methods import INNER, ONE, USUAL, Method, Traffic
 from rank_of import as_rank_of, exchanging
 from workloads import Case
 

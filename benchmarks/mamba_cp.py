@@ -12,27 +12,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import mamba_record
 import peers
 import record
 import timing
 from bench_attention import forward_and_backward
-from cp_record import WAYS
+from cp_methods import ONE, OURS
 from mamba_cases import MixerCase, MixerInputs, draw
 from mamba_exact import OF_ROWS
 from mamba_peers import MambaSsmMixer, OurMixer, columns
-from mamba_record import A2A, ONE, OURS
+from record import WAYS
 
 import thdattn
 from thdattn.comm import Comm, SingleComm
 from thdattn.mamba.shape import Mamba2Weights
 
+A2A = "all-to-all of heads"
+Key = tuple[str, str, str]  # peer, direction, timing
 Range = tuple[int, int]
 
 
 def measure(
     comm: Comm, cases: Sequence[MixerCase], with_peer: bool, rounds: int
-) -> Iterator[tuple[MixerCase, str, Mapping[str, str], dict[mamba_record.Key, record.Row]]]:
+) -> Iterator[tuple[MixerCase, str, Mapping[str, str], dict[Key, record.Row]]]:
     """Case, part, versions and what was measured; collective."""
     import cupy
     from cp_peer import process_group
@@ -57,9 +58,9 @@ def measure(
         yield case, "mixer", versions, {key: record.timed(samples) for key, samples in times.items()}
 
 
-def calls(ways: Mapping[str, Any]) -> dict[mamba_record.Key, Any]:
+def calls(ways: Mapping[str, Any]) -> dict[Key, Any]:
     """What is timed of each: a backward follows the last forward."""
-    made: dict[mamba_record.Key, Any] = {}
+    made: dict[Key, Any] = {}
     for name, way in ways.items():
         forward_and_backward(way)
         for direction, call in zip(WAYS, (way.forward, way.backward, partial(forward_and_backward, way)), strict=True):

@@ -23,6 +23,7 @@ OF_ROWS = ("out", "dz", "dx", "dB", "dC", "ddt")
 OF_WEIGHTS = ("dconv_weight", "dconv_bias", "dA_log", "dD", "ddt_bias")  # as in Mamba2Weights
 MIXER = (*OF_ROWS, *OF_WEIGHTS)
 SCAN = (*OF_ROWS, *OF_WEIGHTS[2:])
+PARTS = {"mixer": MIXER, "scan": SCAN}  # what is timed, and the names of its results
 
 
 def exact_scan(case: MixerCase, inputs: MixerInputs, xp: Any) -> dict[str, NDArray[np.float64]]:

@@ -10,10 +10,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import cp_page
-import cp_record
 import launch
 import record
+import tables
 from cp_methods import METHODS
 from rank_of import as_rank_of
 from workloads import cp_cases
@@ -222,137 +221,6 @@ def test_sums_of_two_ranks_add_as_much_as_those_of_many(host_memory, size, at_on
     run_local(2, fn)
 
 
-# --- what is kept ------------------------------------------------------------------------------------------------
-
-
-def row(case, peer, direction, timing, ms="", tflops="", ranks=2, as_rank_of=2, transport="peer", **more):
-    return {
-        "date": "2026-01-02", "gpu": "NVIDIA H200", "driver": "580", "cuda": "13.0", "kernel_sources": "abc",
-        "command": "mpiexec -n 2 python -m mpi4py benchmarks/bench_cp.py", "ranks": str(ranks),
-        "as_rank_of": str(as_rank_of), "transport": transport, "case": case, "peer": peer, "peer_version": "1.0",
-        "direction": direction, "timing": timing, "ms": str(ms), "tflops": str(tflops),
-    } | more  # fmt: skip
-
-
-def rows():
-    made = [row("8x1024", name, "both", "called", ms, 90 / ms, as_rank_of=8)
-            for name, ms in (("ours", 1.0), ("alone", 0.5))]  # fmt: skip
-    for name, ms in (("ours", 10.0), ("alone", 9.0), ("te+fa4", 12.5), ("ours, 4 groups", 11.25)):
-        made += [row("bucket32k", name, way, "called", part * ms, round(4500 / ms))
-                 for way, part in (("forward", 0.25), ("backward", 0.75), ("both", 1))]  # fmt: skip
-    for name, ms, tflops, more in (
-        ("ours, a2a", 8.0, 562, {"method": "a2a", "sharding": "contiguous", "received_bytes": str(2**21),
-                            "predicted_ms": "8.25"}),
-        ("one GPU", 16.0, 600, {}),
-    ):
-        made += [row("bucket32k", name, way, "called", part * ms, tflops, **more)
-                 for way, part in (("forward", 0.25), ("backward", 0.75), ("both", 1))]  # fmt: skip
-    made += [row("bucket32k", "ours, a2a", "both", "graph", 8.0, 562)]
-    made[4] |= {"memory_gib": "3.25", "head_groups": "2", "keep_keys": "yes"}
-    made += [row("bucket32k", name, "both", "graph", ms, 4500 / ms) for name, ms in (("ours", 9.2), ("alone", 8.74))]
-    made += [row("bucket32k", "ours", way, "host", ms)
-             for way, ms in (("forward", 0.075), ("both", 0.2), ("plan", 0.15))]  # fmt: skip
-    made += [row("1x8192", "ours", "both", "called", 2.0, 300)]
-    made += [row("1x8192", "ours", "both", "called", 4.0, 150, transport="nccl")]
-    made += [row("4x1024", name, result, record.ERRORS, rms=f"{rms}e-3", largest="0.1")
-             for name, rms in (("ours", 2), ("te+fa4", 3)) for result in ("out", "dq", "dk", "dv")]  # fmt: skip
-    return made
-
-
-def test_the_share_of_the_attention_alone_is_of_the_time_of_both_passes():
-    times = cp_record.runs(rows())[2, 2, "peer"]
-    assert cp_record.share(times, "bucket32k", "ours", "called") == pytest.approx(0.9)
-    assert cp_record.share(times, "bucket32k", "te+fa4", "called") == pytest.approx(0.72)
-    assert cp_record.share(times, "bucket32k", "ours", "graph") == pytest.approx(0.95)
-    assert cp_record.exposed(times, "bucket32k", "ours", "called") == pytest.approx(1.0)
-    assert np.isnan(cp_record.share(times, "1x8192", "ours", "called")), "its attention alone was not measured"
-
-
-def test_numbers_of_ranks_and_transports_are_told_apart_and_cases_have_their_usual_order():
-    found = cp_record.runs(rows())
-    assert [str(ranks) for ranks in found] == ["2 GPUs, nccl", "2 GPUs, peer", "2 GPUs as ranks of 8, peer"]
-    assert cp_record.timed_cases(found[2, 2, "peer"]) == ["bucket32k", "1x8192"]
-    assert cp_record.share(found[8, 2, "peer"], "8x1024", "ours", "called") == 0.5
-    assert cp_record.peers(found[2, 2, "peer"]) == ["te+fa4"], "other groups of heads are ours"
-    assert cp_record.by_methods(found[2, 2, "peer"]) == ["ours", "ours, a2a"]
-    assert [cp_record.in_groups(number) for number in (1, 4)] == ["ours, 1 group", "ours, 4 groups"]
-
-
-def test_the_table_has_a_line_for_every_case_and_way():
-    nccl, peer, many = cp_record.table(rows()).split("\n\n")
-    header, *lines = (" ".join(line.split()) for line in peer.splitlines())
-    assert header == " ".join(["2 GPUs, peer", *cp_record.TITLES])
-    usual = "all_gather dual_chunk"
-    assert lines == [
-        f"bucket32k ours {usual} 2 yes 2.500 7.500 10.00 0.900 1.00 - 450 0.750 - 3.25 75.0/200 9.200 (1.05)",
-        f"bucket32k ours, 4 groups {usual} - - 2.812 8.438 11.25 0.800 2.25 - 400 0.667 - - -/- -",
-        "bucket32k ours, a2a a2a contiguous - - 2.000 6.000 8.000 - - 8.250 562 0.937 2.00 - -/- 8.000",
-        "bucket32k te+fa4 - - - - 3.125 9.375 12.50 0.720 3.50 - 360 0.600 - - -/- -",
-        "bucket32k alone - - - - 2.250 6.750 9.000 - - - 500 - - - - 8.740",
-        "bucket32k one GPU - - - - 4.000 12.00 16.00 - - - 600 - - - - -",
-        f"1x8192 ours {usual} - - - - 2.000 - - - 300 - - - -/- -",
-    ]
-    assert nccl.startswith("2 GPUs, nccl") and "4.000" in nccl
-    assert len(many.splitlines()) == 3
-
-
-def test_errors_of_ours_stand_beside_the_peers():
-    header, *lines = (line.split() for line in cp_record.errors(rows()).splitlines())
-    assert header == ["ranks", "case", "of", "result", "rms", "largest"] and len(lines) == 8
-    assert ["2", "4x1024", "te+fa4", "dk", "3e-3", "0.1"] in lines
-
-
-def test_recommendations_are_held_against_what_was_fastest():
-    def pair(case, ours, a2a):
-        return [row(case, "ours", "both", "called", ours[1], 1, predicted_ms=str(ours[0])),
-                row(case, "ours, a2a", "both", "called", a2a[1], 1, predicted_ms=str(a2a[0]), method="a2a",
-                    sharding="contiguous")]  # fmt: skip
-
-    alone = [row("1x8192", "ours", "both", "called", 2.0, 300, predicted_ms="1")]
-    said = cp_record.recommendations(pair("bucket32k", (1, 4), (2, 5)) + pair("8x1024", (1, 6), (2, 4)) + alone)
-    lines = [line.split() for line in said.splitlines()[1:]]
-    assert [line[-4:] for line in lines] == [
-        ["bucket32k", "all_gather:dual_chunk", "all_gather:dual_chunk", "1.00"],
-        ["8x1024", "all_gather:dual_chunk", "a2a:contiguous", "1.50"],
-    ]
-    assert not cp_record.recommendations(rows()), "of one method nothing can be recommended"
-
-
-def test_every_row_has_a_place_of_its_own_in_the_record(tmp_path):
-    assert len(record.save(tmp_path / "cp.csv", rows(), cp_record.KEY)) == len(rows())
-    assert len(record.save(tmp_path / "cp.csv", rows(), cp_record.KEY)) == len(rows())
-
-
-def test_plot_is_written_for_every_number_of_ranks(tmp_path):
-    pytest.importorskip("matplotlib")
-    cp_record.plot(rows(), tmp_path / "cp.png")
-    assert (tmp_path / "cp.png").stat().st_size > 10_000
-
-
-def test_the_page_sets_ours_beside_the_peer_and_the_attention_alone():
-    page = cp_page.context_parallel(record.RESULTS / "cp_none.csv", rows())
-    assert "\n| 2 GPUs, peer | ours | te+fa4 | attention alone |" in page
-    assert "\n| bucket32k | 450/450/450 (0.90) | 360/360/360 | 500 | 489 (0.95) | 1.0 | 75.0 | 150 | 3.25 |\n" in page
-    assert "\n| 8x1024 | -/-/90.0 (0.50) | 180 |" in page
-    assert "ours 2.00, 2.00, 2.00, 2.00; te+fa4 3.00, 3.00, 3.00, 3.00." in " ".join(page.split())
-    assert "`benchmarks/bench_cp.py`" in " ".join(page.split())
-
-
-def test_the_page_sets_methods_side_by_side():
-    page = cp_page.context_parallel(record.RESULTS / "cp_none.csv", rows())
-    assert "\n| 2 GPUs, peer | one GPU | all_gather | a2a |\n" in page
-    assert "\n| bucket32k | 600 | 450 (0.75; -) | **562** (0.94; 2.00) |\n" in page
-    assert "\n| 1x8192 | - | **300** (-; -) | - |\n" in page
-    assert page.count("| one GPU |") == 1, "nowhere else was another method measured"
-    assert "| ours, a2a" not in page and "one GPU |" not in page.split("| one GPU |")[0]
-
-
-def test_a_case_of_which_the_usual_method_is_missing_is_left_out_where_that_is_shown():
-    only = [made for made in rows() if made["peer"] == "ours, a2a"]
-    page = cp_page.context_parallel(record.RESULTS / "cp_none.csv", only)
-    assert "attention alone |" not in page and "\n| bucket32k | - | - | **562** (-; 2.00) |\n" in page
-
-
 # --- the program -------------------------------------------------------------------------------------------------
 
 
@@ -420,21 +288,21 @@ def test_two_gpus_are_measured_with_every_way_and_errors_of_real_ranks(cupy, tmp
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs 2 GPUs")
     path = tmp_path / "cp.csv"
-    program = Path(cp_record.__file__).with_name("bench_cp.py")
+    program = Path(tables.__file__).with_name("bench_cp.py")
     command = ["--cases", "8x1024", "--repeats", "1", "--out", str(path), "--transport", transport, *arguments]
     run = launch.run_ranks(2, program, *command, "--head-groups", "1", "4", "--methods", "all", timeout=240)
     assert run.returncode == 0, run.stderr
     assert "Error" not in run.stderr and "has received" not in run.stderr
-    ((ranks, times),) = cp_record.runs(record.load(path)).items()
-    assert ranks == (8 if arguments else 2, 2, transport) and cp_record.timed_cases(times) == ["8x1024"]
+    ((ranks, times),) = tables.runs(record.load(path)).items()
+    assert ranks == (8 if arguments else 2, 2, transport)
     for way in ("ours", "ours, 1 group", "ours, 4 groups"):
         for timing in ("called", "graph"):
-            assert np.isfinite(cp_record.share(times, "8x1024", way, timing))
+            assert np.isfinite(times.value("tflops", "8x1024", way, "both", timing))
     assert times.text("head_groups", "8x1024", "ours, 4 groups", "both", "called") == "4"
     methods = [method.way for name, method in METHODS.items() if not method.two_levels]
-    assert cp_record.by_methods(times) == methods
+    assert tables.methods(times) == methods
     for way in methods:
-        assert np.isfinite(cp_record.of_one_gpu(times, "8x1024", way))
+        assert np.isfinite(tables.speed(times, "8x1024", way))
         assert np.isfinite(times.value("received_bytes", "8x1024", way, "both", "called"))
         if not arguments:  # of bfloat16 results: half a unit of the last place, and what products add
             assert 0 < times.value("rms", "4x1024", way, "dk", record.ERRORS) < 1e-2

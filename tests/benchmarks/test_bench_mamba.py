@@ -18,11 +18,10 @@ import bench_mamba
 import mamba_cp
 import mamba_exact
 import mamba_peers
-import mamba_record
 import record
+from cp_methods import OURS
 from mamba_cases import BYTES_PER_S, CASES, SMALL_ROWS, MixerCase, draw
 from mamba_exact import MIXER, OF_ROWS, OF_WEIGHTS, SCAN
-from mamba_record import A2A, ONE, OURS, PEER
 
 from thdattn.mamba import oracle
 from thdattn.mamba.shape import Mamba2Weights
@@ -107,7 +106,7 @@ def on_host(monkeypatch):
 def test_errors_are_those_of_the_dtype(on_host, part, dtype, least, most):
     case = replace(TOY, dtype=dtype)
     measured = bench_mamba.small_errors(case, part, [OURS], np)
-    assert list(measured) == [(OURS, name, record.ERRORS) for name in mamba_record.PARTS[part]]
+    assert list(measured) == [(OURS, name, record.ERRORS) for name in mamba_exact.PARTS[part]]
     for (_, name, _), row in measured.items():
         in_float32 = (part, name) == ("scan", "dD")  # of x, which is given, and of dy before it is rounded
         low, high = (0, 2e-5) if in_float32 else (least, most)
@@ -140,14 +139,14 @@ def test_peers_that_fail_are_named_and_leave_blanks(on_host, monkeypatch, capsys
         def __init__(self, case, inputs):
             raise ImportError("no module named mamba_ssm")
 
-    monkeypatch.setitem(bench_mamba.PEERS["mixer"], PEER, Missing)
+    monkeypatch.setitem(bench_mamba.PEERS["mixer"], "mamba_ssm", Missing)
     monkeypatch.setattr(bench_mamba, "cupy", np)
     monkeypatch.setattr(bench_mamba, "race", lambda case, peers, direction, rounds, flops: {
         (name, direction, how): record.timed([2.0]) for name in peers for how in record.TIMINGS})  # fmt: skip
-    measured = bench_mamba.bench(TOY, "mixer", [OURS, PEER], 1)
+    measured = bench_mamba.bench(TOY, "mixer", [OURS, "mamba_ssm"], 1)
     assert "toy mixer mamba_ssm: ImportError: no module named mamba_ssm" in capsys.readouterr().err
-    assert measured[OURS, "forward", "graph"]["ms"] == "2.00000" and measured[PEER, "backward", "called"] == {}
-    rows = list(mamba_record.rows_of(TOY, "mixer", "NVIDIA H200", 1, {OURS: "1"}, measured))
+    assert measured[OURS, "forward", "graph"]["ms"] == "2.00000" and measured["mamba_ssm", "backward", "called"] == {}
+    rows = list(bench_mamba.rows_of(TOY, "mixer", "NVIDIA H200", 1, {OURS: "1"}, measured))
     assert len(rows) == 2 * (2 * 2 + len(MIXER)) and len({tuple(row) for row in rows}) == 1
     floor = 1e3 * TOY.least_bytes("backward") / BYTES_PER_S["NVIDIA H200"]
     found = [row["floor_ms"] for row in rows if row["direction"] == "backward"]
@@ -191,52 +190,6 @@ def test_every_way_is_timed_forward_backward_and_both():
     for call in mamba_cp.calls({OURS: way}).values():
         call()
     assert done == ["f", "b", "f", "b", "f", "b"]
-
-
-# --- what is kept ------------------------------------------------------------------------------------------------
-
-
-ABOUT = {"date": "2026-01-02", "gpu": "NVIDIA H200", "driver": "580", "cuda": "13.0", "kernel_sources": "abc",
-         "command": "python benchmarks/bench_mamba.py"}  # fmt: skip
-
-
-def rows_of(case, part, ranks, times, how):
-    measured = {(peer, way, how): record.timed([ms]) for peer, found in times.items()
-                for way, ms in zip(record.DIRECTIONS, found, strict=True)}  # fmt: skip
-    measured |= {(peer, name, record.ERRORS): {"rms": "2e-3", "largest": "1"} for peer in times
-                 for name in mamba_record.PARTS[part] if ranks == 1}  # fmt: skip
-    versions = {OURS: "0.1", PEER: "2.3", ONE: "0.1", A2A: "2.3"}
-    return [ABOUT | row for row in mamba_record.rows_of(case, part, "NVIDIA H200", ranks, versions, measured)]
-
-
-@pytest.fixture
-def rows():
-    short, long = CASES["1x16384"], CASES["1x131072"]
-    rows = rows_of(short, "mixer", 1, {OURS: (0.25, 0.5), PEER: (0.75, 2.0)}, "graph")
-    rows += rows_of(short, "scan", 1, {OURS: (0.2, 0.4)}, "graph")
-    return rows + rows_of(long, "mixer", 2, {OURS: (1.0, 2.0), ONE: (1.8, 3.6), A2A: (3.0, 5.0)}, "called")
-
-
-def test_every_row_has_a_place_of_its_own(rows, tmp_path):
-    assert record.save(tmp_path / "mamba.csv", rows, mamba_record.KEY) == rows
-    assert len(record.save(tmp_path / "mamba.csv", rows, mamba_record.KEY)) == len(rows)
-
-
-def test_the_table_has_times_floors_and_ratios(rows):
-    text = mamba_record.table(rows)
-    lines = [line.split() for line in text.splitlines()]
-    assert ["1x16384", "0.250/0.500", "0.750/2.00", "0.086/0.17", "3.00/4.00"] in lines
-    assert ["1x16384", "0.200/0.400", "0.086/0.17"] in lines
-    assert ["1x131072", "1.00/2.00", "1.80/3.60", "3.00/5.00", "0.34/0.69", "1.80/1.80", "3.00/2.50"] in lines
-    assert ["1x16384", PEER, *["2.00"] * len(MIXER)] in lines
-
-
-def test_the_block_of_the_page_says_the_same(rows):
-    text = mamba_record.summary(record.RESULTS / "mamba_x.csv", rows)
-    assert "| mixer, one GPU | ours | mamba_ssm | floor | mamba_ssm / ours |" in text
-    assert "| 1x16384 | 0.250/0.500 | 0.750/2.00 | 0.086/0.17 | 3.00/4.00 |" in text
-    assert "| mixer, 2 GPUs | ours | one GPU | all-to-all of heads | floor |" in text
-    assert "mamba_ssm: 2.3." in text and "`benchmarks/bench_mamba.py`" in text and "nan" not in text
 
 
 def test_weights_are_in_the_order_of_their_names():

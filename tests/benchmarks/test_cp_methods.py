@@ -11,8 +11,8 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import cp_methods
-import cp_record
 import record
+import tables
 from cp_methods import METHODS, Method
 from rank_of import exchanging
 from workloads import Case, cp_cases
@@ -115,10 +115,10 @@ LONGER_MS = 2.0  # of forward and backward: in shorter ones it is the host that 
 def measured():
     """[(ranks, case, {method: ms of forward and backward})] of all that was measured by several methods on H200."""
     found = []
-    for ranks, times in cp_record.runs(record.load(record.results_file("cp", "NVIDIA H200"))).items():
-        for case in cp_record.timed_cases(times):
-            each = {way: times.value("ms", case, way, "both", "called") for way in cp_record.by_methods(times)}
-            ms = {Method(*cp_record.method(times, case, way)): x for way, x in each.items() if x > 0}
+    for ranks, times in tables.runs(record.load(record.results_file("cp", "NVIDIA H200"))).items():
+        for case in times.cases:
+            each = {way: times.value("ms", case, way, "both", "called") for way in tables.methods(times)}
+            ms = {tables.method(times, case, way): x for way, x in each.items() if x > 0}
             if len(ms) > 1 and min(ms.values()) > LONGER_MS:
                 found.append(pytest.param(ranks.played, case, ms, id=f"{case}, {ranks.played} ranks"))
     return found

@@ -15,8 +15,8 @@ sys.path.append(str(SOURCE.parent / "benchmarks"))
 
 import bench_bytelm
 import data
+import record
 from grid import Grid
-from programs import validations
 from sizes import SIZES, weight_shapes
 from trainer import StepResult, Trainer
 
@@ -31,74 +31,19 @@ ROW = {
 }  # fmt: skip
 
 
-def test_table_worked_by_hand():
-    first = ROW | {"ranks": "1", "mfu": ""}
-    smaller = ROW | {"size": "small"}
-    header, rule, *lines, _, sources = bench_bytelm.summary([ROW, first, smaller]).splitlines()
-    assert header.count("|") == rule.count("|") == 13
-    cells = "2 | 131,072 | none | 12.6 | 11.4 to 1,234 | 5,201 | 42 % | 0.50 | 301 | 1.2 % |"
-    assert lines[2] == f"| H100 80GB HBM3 | 1b, 1,234,567 weights | {cells}"
-    assert [line.split(" | ")[1].split(",")[0] for line in lines] == ["small", "1b", "1b"]
-    assert " | 1 | 131,072 | none | 12.6 | 11.4 to 1,234 | 5,201 | - | - | 301" in lines[1]
-    assert sources == "All: 30 steps, driver 580, sources abc, of the example def."
-
-
-def test_rows_of_different_sources_are_told_apart():
-    *_, older, _, newer = bench_bytelm.summary([ROW, ROW | {"ranks": "4", "kernel_sources": "fed"}]).splitlines()
-    assert older.startswith("1b on 2 with 131,072: ") and "sources abc," in older
-    assert newer.startswith("1b on 4 with 131,072: ") and "sources fed," in newer
-
-
-def test_rows_with_graphs_stand_behind_those_without_and_have_no_time_of_the_attention():
-    graphs = {"cuda_graph_impl": "full_iteration", "attention_tflops": "", "ms_per_step": "6.3"}
-    *_, without, replayed, _, sources = bench_bytelm.summary([ROW | graphs, ROW]).splitlines()
-    assert " | 131,072 | none | 12.6 | " in without
-    assert " | 131,072 | full_iteration | 6.3 | " in replayed and " | 42 % | - | - | 1.2 % |" in replayed
-    assert sources.startswith("All: 30 steps")
-
-
-def test_groups_of_ranks_are_counted_and_stand_behind_all_ranks_together():
-    grouped = ROW | {"ranks": "4", "cp": "2"}
-    *_, together, apart, _, sources = bench_bytelm.summary([grouped, ROW | {"ranks": "4", "cp": ""}]).splitlines()
-    assert " weights | 4 | 131,072 | none" in together
-    assert " weights | 2 x 2 | 262,144 | none" in apart
-    assert sources.startswith("All: 30 steps")
-
-
-def test_methods_are_told_where_they_are_not_the_usual_one_and_its_rows_stay_what_they_are(tmp_path):
+def test_methods_have_rows_of_their_own(tmp_path):
     usual = ROW | {"ranks": "4", "cp": "", "sharding": "dual_chunk"}  # as it was before there were others
     others = [
         usual | {"cp_comm_type": "", "sharding": "balanced"}, usual | {"cp_comm_type": "a2a", "sharding": "contiguous"},
         usual | {"cp_comm_type": "p2p"}, usual | {"cp_comm_type": "a2a+all_gather of 2", "cp": "2"},
     ]  # fmt: skip
-    assert [bench_bytelm.gpus(row) for row in (ROW, usual, *others)] == [
-        "2", "4", "4, balanced", "4, a2a", "4, p2p", "2 x 2, a2a+all_gather of 2"]
     file = tmp_path / "bytelm.csv"
-    bench_bytelm.record.save(file, [usual], [name for name in bench_bytelm.KEY if name != "cp_comm_type"])
-    bench_bytelm.record.save(file, others, bench_bytelm.KEY)
-    assert len(bench_bytelm.record.load(file)) == 5
-    bench_bytelm.record.save(file, [usual | {"cp_comm_type": "", "mfu": "0.6"}], bench_bytelm.KEY)
-    rows = bench_bytelm.record.load(file)
+    record.save(file, [usual], [name for name in bench_bytelm.KEY if name != "cp_comm_type"])
+    record.save(file, others, bench_bytelm.KEY)
+    assert len(record.load(file)) == 5
+    record.save(file, [usual | {"cp_comm_type": "", "mfu": "0.6"}], bench_bytelm.KEY)
+    rows = record.load(file)
     assert len(rows) == 5 and sum(row["mfu"] == "0.6" for row in rows) == 1
-
-
-MAXIMA = [
-    ROW | {"ms_mean": "13.0"},
-    ROW | {"cuda_graph_impl": "local", "ms_mean": "5.2", "maximum": "P90", "slots": "3", "eager_packs": "0.0962"},
-    ROW | {"cuda_graph_impl": "local", "ms_mean": "4.0", "maximum": "512", "slots": "512", "eager_packs": "0.0000"},
-    ROW | {"cuda_graph_impl": "local", "ms_mean": "4.4", "maximum": "16", "slots": "16", "eager_packs": "0.0000"},
-]
-
-
-def test_maxima_stand_beside_the_same_steps_without_graphs_in_a_table_of_their_own():
-    other = ROW | {"size": "small", "ms_mean": "1.0"}  # of which no maximum was measured
-    _, _, *lines, _, about = bench_bytelm.maxima([*MAXIMA, other]).splitlines()
-    cells = ["none | exact | - | 13.0 | 11.4 to 1,234 | 3.25", "local | 3 (P90) | 9.6 % | 5.2 | 11.4 to 1,234 | 1.30",
-             "local | 16 | 0.0 % | 4.4 | 11.4 to 1,234 | 1.10", "local | 512 | 0.0 % | 4.0 | 11.4 to 1,234 | 1.00"]
-    assert lines == [f"| H100 80GB HBM3 | 1b | 2 | 131,072 | {line} |" for line in cells]
-    assert about == "driver 580, sources abc, `benchmarks/bench_bytelm.py`."
-    assert bench_bytelm.maxima([ROW, other]) == ""
-    assert bench_bytelm.summary(MAXIMA).splitlines()[:3] == bench_bytelm.summary(MAXIMA[:1]).splitlines()[:3]
 
 
 def test_every_maximum_of_every_graph_is_run_and_has_a_row_of_its_own(monkeypatch, tmp_path):
@@ -111,7 +56,7 @@ def test_every_maximum_of_every_graph_is_run_and_has_a_row_of_its_own(monkeypatc
     assert {one.sharding for one in runs if one.size == "tiny-hybrid"} == {"contiguous"}
     rows = [ROW | {"size": one.size, "cuda_graph_impl": one.graphs.impl, "maximum": one.maximum, "cp": "",
                    "cp_comm_type": "", "sharding": one.sharding} for one in runs]  # fmt: skip
-    assert len(bench_bytelm.record.save(tmp_path / "bytelm.csv", rows, bench_bytelm.KEY)) == len(runs) == 10
+    assert len(record.save(tmp_path / "bytelm.csv", rows, bench_bytelm.KEY)) == len(runs) == 10
 
 
 @pytest.mark.parametrize("options", [["--maxima", "16"], ["--maxima", "P0", "--every-graph"],
@@ -152,12 +97,12 @@ def test_the_method_of_a_row_names_the_neighbours_of_two_levels():
 def test_rows_from_before_there_were_groups_are_of_all_ranks_and_make_room_for_newer_ones(tmp_path):
     file = tmp_path / "bytelm.csv"
     older = ROW | {"sharding": "dual_chunk"}
-    bench_bytelm.record.save(file, [older], [name for name in bench_bytelm.KEY if name not in ("cp", "cp_comm_type")])
+    record.save(file, [older], [name for name in bench_bytelm.KEY if name not in ("cp", "cp_comm_type")])
     grouped = older | {"cp": "1", "cp_comm_type": "", "mfu": "0.5"}
-    bench_bytelm.record.save(file, [grouped], bench_bytelm.KEY)
-    assert len(bench_bytelm.record.load(file)) == 2
-    bench_bytelm.record.save(file, [older | {"cp": "", "cp_comm_type": "", "mfu": "0.6"}], bench_bytelm.KEY)
-    assert [row["mfu"] for row in bench_bytelm.record.load(file)] == ["0.5", "0.6"]
+    record.save(file, [grouped], bench_bytelm.KEY)
+    assert len(record.load(file)) == 2
+    record.save(file, [older | {"cp": "", "cp_comm_type": "", "mfu": "0.6"}], bench_bytelm.KEY)
+    assert [row["mfu"] for row in record.load(file)] == ["0.5", "0.6"]
 
 
 def test_a_gpu_is_idle_between_the_spans_of_its_work():
@@ -203,7 +148,7 @@ def test_every_configuration_has_a_row_with_its_columns(options, monkeypatch):
     assert len({tuple(row) for row in rows}) == 1 and {row["memory_gib"] for row in rows} == {"1.0"}
     if "--maxima" in options:
         assert [row["maximum"] for row in rows] == ["1", "P100"] and rows[0]["slots"] == "1"
-        assert [row["eager_packs"] for row in rows][1] == "0.0000" and " (P100) | 0.0 % | " in bench_bytelm.maxima(rows)
+        assert [row["eager_packs"] for row in rows][1] == "0.0000"
     else:
         assert [row["cuda_graph_impl"] for row in rows] == ["none", "local", "full_iteration"]
         assert {row["last_loss"] for row in rows} == {rows[0]["last_loss"]}
@@ -215,11 +160,11 @@ def test_example_hash_is_of_the_sources():
 
 
 def test_curves_of_the_readme_are_the_recorded_ones():
-    page = " ".join((SOURCE.parent / "README.md").read_text().split())
-    for name in ("bytelm_tiny", "bytelm_tiny_hybrid"):
-        bits = validations(SOURCE.parent / "benchmarks" / "results" / f"{name}.jsonl")
+    page, rows = " ".join((SOURCE.parent / "README.md").read_text().split()), record.load(record.RESULTS / "curves.csv")
+    for size in ("tiny", "tiny-hybrid"):
+        bits = [float(row["validation_bits_per_byte"]) for row in rows if row["size"] == size]
         assert f"from {bits[0]:.2f} to {bits[-1]:.2f} bits per byte" in page
-        assert name == "bytelm_tiny_hybrid" or f"validation {bits[-1]:.3f} bits per byte" in page
+        assert size == "tiny-hybrid" or f"validation {bits[-1]:.3f} bits per byte" in page
 
 
 def test_sizes_of_the_readme_are_those_of_the_models():
