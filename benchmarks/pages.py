@@ -164,7 +164,9 @@ def one_gpu(found: Records) -> Iterator[list[str]]:
 def several_gpus(found: Records) -> Iterator[list[str]]:
     """Yield lines of attention over two GPUs, by the fastest method, called one after the other."""
     times = two_gpus(found)
-    for case in SEVERAL if times else ():
+    if times is None:
+        return
+    for case in SEVERAL:
         way, *peers = fastest_way(times, case), *tables.cp_peers(times)
         for peer in peers:
             ours, theirs = (times.both("tflops", case, name, "called") for name in (way, peer))
