@@ -70,9 +70,17 @@ def poisoned_gpu(cupy, monkeypatch):
 
 @pytest.fixture(params=["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
 def engine(request):
-    """Each engine in turn, the CUDA engine where there is a GPU; every allocation starts as NaN, or -1."""
-    request.getfixturevalue({"reference": "poisoned_host", "cuda": "poisoned_gpu"}[request.param])
-    return cases.Engine(request.param, np if request.param == "reference" else request.getfixturevalue("cupy"))
+    """Each engine in turn, the CUDA engine where there is a GPU; every allocation starts as NaN, or -1.
+
+    The parameter "portable" is the CUDA engine with its kernels for every GPU.
+    """
+    if request.param == "reference":
+        request.getfixturevalue("poisoned_host")
+        return cases.Engine("reference", np)
+    request.getfixturevalue("poisoned_gpu")
+    if request.param == "portable":
+        request.getfixturevalue("portable")
+    return cases.Engine("cuda", request.getfixturevalue("cupy"))
 
 
 @pytest.fixture

@@ -58,8 +58,18 @@ except Exception as error:
 
 # Bytes of shared memory that a thread block may ask for.
 ARCHITECTURES = {"sm_80": 166912, "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376}
-EACH_ARCHITECTURE = [arch if arch in ("sm_80", "sm_90a") else pytest.param(arch, marks=pytest.mark.exhaustive)
-                     for arch in ARCHITECTURES]  # fmt: skip
+
+
+def others_exhaustive(names, values, usual, ids=str):
+    """Parameters of which those that are not usual run exhaustively."""
+    return pytest.mark.parametrize(names, [
+        pytest.param(value, id=ids(value), marks=[pytest.mark.exhaustive] * (value not in usual)) for value in values])
+
+
+EACH_ARCHITECTURE = others_exhaustive("arch", ARCHITECTURES, ("sm_90a",))
+AMPERE_AND_HOPPER = others_exhaustive("arch", ("sm_80", "sm_90a"), ("sm_90a",))
+EACH_HEAD_DIM = others_exhaustive("dims", TILES, [(128, 128)], lambda dims: f"{dims[0]}-{dims[1]}")
+EACH_STATE_DIM = others_exhaustive("state_dim", MIXER_SIZES["state_dim"], MIXER_SIZES["state_dim"][:1])
 OTHERS_ARE_EXHAUSTIVE = [pytest.param(False, id="some"), pytest.param(True, id="others", marks=pytest.mark.exhaustive)]
 SMALL_KERNEL = PLAN_KERNELS[0]
 # Every file of device code, and a kernel that it is part of.
@@ -128,16 +138,16 @@ def some_or_others(kernels: list[Instance], others: bool) -> list[Instance]:
 
 
 @pytest.mark.parametrize("others", OTHERS_ARE_EXHAUSTIVE)
-@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
-@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+@EACH_HEAD_DIM
+@others_exhaustive("arch", ARCHITECTURES, ("sm_80", "sm_90a"))
 def test_attention_kernels_fit_and_do_not_spill(arch, dims, others):
     kernels = [kernel for kernel in attention_kernels(TILES[dims], arch) if "<f16" not in kernel.name]
     compile_all(some_or_others(kernels, others), arch, most_spilled(arch, dims))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@EACH_HEAD_DIM
+@AMPERE_AND_HOPPER
 def test_float16_takes_the_registers_of_bfloat16(arch, dims):
     """Of a GPU of each kind, with results in 16 bits, as they are used most."""
     kernels = [*attention_kernels(TILES[dims], arch), DECODE[dims].thd_attn_decode("float16")]
@@ -171,15 +181,15 @@ def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:
 
 
 @pytest.mark.parametrize("others", OTHERS_ARE_EXHAUSTIVE)
-@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@EACH_HEAD_DIM
+@AMPERE_AND_HOPPER
 def test_kernels_for_sinks_and_capped_logits_fit_and_do_not_spill(arch, dims, others):
     kernels = some_or_others(kernels_of_logits(TILES[dims], arch), others)
     compile_all(kernels, arch, most_spilled(arch, dims, caps=True))
 
 
-@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"{dims[0]}-{dims[1]}")
-@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+@EACH_HEAD_DIM
+@EACH_ARCHITECTURE
 def test_decode_kernels_fit_and_do_not_spill(arch, dims):
     kinds = [Kind(caps, sinks) for caps in (False, True) for sinks in (False, True)][: 4 if arch == "sm_80" else 1]
     compile_all([DECODE[dims].thd_attn_decode("bfloat16", kind) for kind in kinds], arch)
@@ -190,8 +200,8 @@ def mixer_slabs(arch, state_dim):
     return {slab_for(state_dim, columns, ARCHITECTURES[arch], arch == "sm_90a") for columns in (64, 128)}
 
 
-@pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
-@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+@EACH_STATE_DIM
+@EACH_ARCHITECTURE
 def test_mixer_kernels_of_a_state_fit_and_do_not_spill(arch, state_dim):
     usual = arch in ("sm_80", "sm_90a")
     kernels = {make(dtype) for slab in mixer_slabs(arch, state_dim) for make in (slab.states_kernel, slab.scan_kernel)
@@ -199,7 +209,7 @@ def test_mixer_kernels_of_a_state_fit_and_do_not_spill(arch, state_dim):
     compile_all(sorted(kernels), arch)
 
 
-@pytest.mark.parametrize("state_dim", sorted({slab.state_dim for slab in SLABS_SM90}))
+@others_exhaustive("state_dim", sorted({slab.state_dim for slab in SLABS_SM90}), [64])
 def test_mixer_kernels_that_convolve_fit_and_do_not_spill(state_dim):
     slabs = [slab for slab in SLABS_SM90 if slab.state_dim == state_dim]
     widths = [width for width in MIXER_SIZES["conv_width"] if slabs[0].convolves(width)]
@@ -207,7 +217,7 @@ def test_mixer_kernels_that_convolve_fit_and_do_not_spill(state_dim):
     compile_all(sorted(kernels), "sm_90a")
 
 
-@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+@EACH_ARCHITECTURE
 def test_other_mixer_kernels_fit_and_do_not_spill(arch):
     of_widths = [thd_mixer_conv("bfloat16", width) for width in MIXER_SIZES["conv_width"]]
     # A compiler that shares registers out otherwise leaves the widest a few words on the stack.
@@ -240,26 +250,28 @@ def mixer_tile(arch, head_dim, state_dim):
         return None
 
 
-@pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
-@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+@EACH_STATE_DIM
+@EACH_ARCHITECTURE
 def test_mixer_walks_fit_and_do_not_spill(arch, state_dim):
     compile_all(list(mixer_walks(arch, state_dim, "bfloat16")), arch)
 
 
-@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
-def test_other_mixer_backward_kernels_fit_and_do_not_spill(arch):
-    of_widths = [thd_mixer_conv_bwd("bfloat16", width) for width in MIXER_SIZES["conv_width"]]
+@pytest.mark.parametrize("others", OTHERS_ARE_EXHAUSTIVE)
+@EACH_ARCHITECTURE
+def test_other_mixer_backward_kernels_fit_and_do_not_spill(arch, others):
+    of_widths = [thd_mixer_conv_bwd("bfloat16", width) for width in MIXER_SIZES["conv_width"] if (width != 4) == others]
     of_dtypes = [make(dtype) for make in (thd_mixer_gate_bwd, thd_mixer_add_halos) for dtype in ("float16", "bfloat16")]
     compile_all([*of_widths, thd_mixer_conv_bwd("float16", 4), *of_dtypes, ("thd_mixer_sum", 0)], arch)
 
 
-@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
-def test_mixer_gradients_of_chunks_fit(arch):
+@pytest.mark.parametrize("others", OTHERS_ARE_EXHAUSTIVE)
+@EACH_ARCHITECTURE
+def test_mixer_gradients_of_chunks_fit(arch, others):
     """They keep three sums for a chunk in registers; what does not fit is on the stack, which is less than it costs to
     have fewer warps at a time."""
     of_hopper = {(tile.head_dim, tile.state_dim) for tile in CHUNK_TILES_SM90 if arch == "sm_90a"}
     tiles = [tile for tile in CHUNK_TILES if (tile.head_dim, tile.state_dim) not in of_hopper]
-    kernels = [tile.thd_ssd_bwd("bfloat16") for tile in tiles]
+    kernels = [tile.thd_ssd_bwd("bfloat16") for tile in (tiles[1:] if others else tiles[:1])]
     compile_all([kernel for kernel in kernels if kernel.shared_bytes <= ARCHITECTURES[arch]], arch, most_spilled=4096)
 
 
@@ -306,7 +318,7 @@ def test_a_thread_block_of_a_small_gpu_walks_over_all_segments(segments):
     assert segments_of_block(segments, slabs=4, multiprocessors=1) == segments
 
 
-@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+@EACH_ARCHITECTURE
 def test_decode_kernels_of_the_mixer_fit_and_do_not_spill(arch):
     of = [MixerDecode(dtype, width) for dtype in ("float16", "bfloat16") for width in MIXER_SIZES["state_dim"]]
     kernels = [kernel for made in of
@@ -315,7 +327,7 @@ def test_decode_kernels_of_the_mixer_fit_and_do_not_spill(arch):
     compile_all([*kernels, *of_widths, of[0].thd_mixer_fill_rows], arch)
 
 
-@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+@EACH_ARCHITECTURE
 def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
     names = (GATHER_KERNEL, *EXCHANGE_KERNELS.values(), *REORDER_KERNELS.values(), *SUM_KERNELS.values(), *PLAN_KERNELS,
              *CACHE_KERNELS)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16
+from cases import BFLOAT16, to_host
 from decoding import Texts, attend, attention, check_rows, decode_all, normal, poison
 
 import thdattn
@@ -100,25 +100,24 @@ def test_check_rows_can_fail():
         check_rows((wrong.out.astype(np.float32), good.lse), q, k, v, ranges)
 
 
-def test_a_text_that_does_not_fit_is_marked_and_never_cut():
-    layer, rng = small(np.float32), np.random.default_rng(0)
-    cache = layer.cache(2, 3)
-    cache.lengths[...] = [3, 1]
+def test_a_text_that_does_not_fit_is_marked_and_never_cut(engine):
+    layer, rng = attention((8, 2), (64, 64), BFLOAT16, engine=engine.name), np.random.default_rng(0)
+    cache, half = layer.cache(2, 3), np.full((2, 3, 2, 64), 0.5, BFLOAT16)
+    cache.lengths[...] = engine.xp.asarray([3, 1], np.int32)
     for array in (cache.k, cache.v):
-        array.fill(0.5)
-    before = cache.k.copy(), cache.v.copy()
-    q, k, v = (normal(rng, np.float32, 2, heads, width) for heads, width in ((4, 8), (2, 8), (2, 12)))
+        array[...] = engine.xp.asarray(half)
+    q, k, v = (engine.xp.asarray(normal(rng, BFLOAT16, 2, heads, 64)) for heads in (8, 2, 2))
     for other in (2, 3):
-        out = layer.decode(q, k, v, cache)
+        out = to_host(layer.decode(q, k, v, cache))
         assert not out[0].any() and out[1].all()
         assert cache.lengths.tolist() == [4, other]
         with pytest.raises(RuntimeError, match=r"texts \[0\] had more than 3 rows.*make it larger"):
             cache.check()
-    assert (cache.k[0] == before[0][0]).all() and (cache.v[0] == before[1][0]).all()
-    assert (cache.k[1, 1:] == k[1]).all()
+    assert (to_host(cache.k)[0] == half[0]).all() and (to_host(cache.v)[0] == half[0]).all()
+    assert (to_host(cache.k)[1, 1:] == to_host(k)[1]).all()
     cache.reset()
     cache.check()
-    assert layer.decode(q, k, v, cache).all() and cache.lengths.tolist() == [1, 1]
+    assert to_host(layer.decode(q, k, v, cache)).all() and cache.lengths.tolist() == [1, 1]
 
 
 def test_fill_replaces_what_texts_had():

@@ -154,24 +154,6 @@ def test_the_same_bits_beside_other_work(cupy):
     assert set(results) == {to_host(alone).tobytes()}
 
 
-def test_a_text_that_does_not_fit_is_marked_and_never_cut(cupy):
-    layer, rng = attention((8, 2), (64, 64), BFLOAT16), np.random.default_rng(0)
-    cache = layer.cache(2, 3)
-    half = np.full(cache.k.shape, 0.5, BFLOAT16)
-    cache.k.set(half)
-    cache.v.set(half)
-    cache.lengths[...] = cupy.asarray([3, 1], np.int32)
-    q, k, v = (cupy.asarray(normal(rng, BFLOAT16, 2, heads, 64)) for heads in (8, 2, 2))
-    for other in (2, 3):
-        out = to_host(layer.decode(q, k, v, cache))
-        assert not out[0].any() and out[1].all()
-        assert cache.lengths.tolist() == [4, other]
-        with pytest.raises(RuntimeError, match=r"texts \[0\] had more than 3 rows"):
-            cache.check()
-    assert (to_host(cache.k)[0] == half[0]).all() and (to_host(cache.v)[0] == half[0]).all()
-    assert (to_host(cache.k)[1, 1:] == to_host(k)[1]).all()
-
-
 @pytest.mark.parametrize("on_device", [False, True, "strided"])
 def test_fill_is_that_of_the_numpy_engine(cupy, on_device):
     lengths, rng = [6, 0, 300, 7], np.random.default_rng(0)

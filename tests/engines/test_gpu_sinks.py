@@ -112,32 +112,6 @@ def test_logits_that_are_all_below_0_are_exact(cupy, kernels, dims, softcap, dty
         assert verdict.good, f"{field}: {verdict}"
 
 
-def results(cupy, case, sinks):
-    """out, lse, dq, dk, dv and, with sinks, dsinks."""
-    batch = PackedBatch(np.cumsum([0, *case.lengths]).astype(np.int32))
-    q, k, v, dout = map(cupy.asarray, random_inputs(case, BFLOAT16))
-    layer = case.attention(thdattn.comm.init("single"), BFLOAT16, engine="cuda", deterministic=True,
-                           sinks=sinks is not None)
-    out, saved = layer.forward(q, k, v, layer.plan(batch), sinks=None if sinks is None else cupy.asarray(sinks))
-    return [to_host(x) for x in (out, saved.lse, *layer.backward(dout, saved))]
-
-
-@pytest.mark.parametrize("softcap", [0.0, 30.0])
-def test_a_sink_of_minus_infinity_is_none_bit_by_bit(cupy, kernels, softcap):
-    case = Case("none", MIXED, dims=(128, 128), softcap=softcap)
-    *found, dsinks = results(cupy, case, np.full(4, -np.inf, np.float32))
-    assert [x.tobytes() for x in found] == [x.tobytes() for x in results(cupy, case, None)]
-    assert not dsinks.any()
-
-
-@pytest.mark.parametrize("sink", [1e4, 3e38])
-def test_a_sink_far_above_all_logits_takes_everything(cupy, kernels, sink):
-    out, lse, *grads = results(cupy, Case("all", MIXED, dims=(128, 128)), np.full(4, sink, np.float32))
-    assert not out.any() and (lse == np.float32(sink)).all()
-    for grad in grads:
-        assert not grad.any()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_decode_is_the_oracle(cupy, dims, kind):

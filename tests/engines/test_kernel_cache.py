@@ -131,7 +131,7 @@ def test_own_link_is_followed_and_that_of_somebody_else_is_not(filled, tmp_path,
 
 FULL_DISK = """
 import logging, resource, sys
-from thdattn import kernel_cache
+from thdattn.jit import cache as kernel_cache
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 kernel_cache.write("a.cubin", bytes(5000))
 """

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import Case, check, random_inputs, random_sinks, run
+from cases import BFLOAT16, Case, check, on_all_kernels, random_inputs, random_sinks, run, to_host
 from ways import BY_NAME, TELLING, of, run_way
 
 import thdattn
@@ -97,26 +97,28 @@ def test_queries_that_see_no_key_leave_the_sink_alone(keys):
         assert (outcome.tokens["lse"][:, :7] == -np.inf).all()
 
 
-def results(sinks, softcap=0.0, dtype="bfloat16", **how):
+def results(engine, sinks, softcap=0.0):
     """out, lse, dq, dk, dv and, with sinks, dsinks of one rank."""
-    case = replace(BY_NAME["causal"], dims=(12, 8), softcap=softcap, sinks=sinks is not None)
-    q, k, v, dout = random_inputs(case, dtype)
-    layer = case.attention(thdattn.comm.init("single"), dtype, engine="reference", **how)
+    case = Case("sinks", (257, 3, 64, 0, 100, 17, 190), dims=(128, 128), softcap=softcap, sinks=sinks is not None)
+    q, k, v, dout = map(engine.xp.asarray, random_inputs(case, BFLOAT16))
+    layer = case.attention(thdattn.comm.init("single"), BFLOAT16, engine=engine.name, deterministic=True)
     plan = layer.plan(PackedBatch.from_lengths(case.lengths))
-    out, saved = layer.forward(q, k, v, plan, sinks=sinks)
-    return out, saved.lse, *layer.backward(dout, saved)
+    out, saved = layer.forward(q, k, v, plan, sinks=None if sinks is None else engine.xp.asarray(sinks))
+    return [to_host(x) for x in (out, saved.lse, *layer.backward(dout, saved))]
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_a_sink_of_minus_infinity_is_none_bit_by_bit(softcap):
-    *found, dsinks = results(np.full(4, -np.inf, np.float32), softcap)
-    assert [x.tobytes() for x in found] == [x.tobytes() for x in results(None, softcap)]
+@pytest.mark.parametrize("softcap", [0.0, 2.0, 30.0])
+@on_all_kernels
+def test_a_sink_of_minus_infinity_is_none_bit_by_bit(engine, softcap):
+    *found, dsinks = results(engine, np.full(4, -np.inf, np.float32), softcap)
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in results(engine, None, softcap)]
     assert not dsinks.any()
 
 
 @pytest.mark.parametrize("sink", [1e4, 3e38])
-def test_a_sink_far_above_all_logits_takes_everything(sink):
-    out, lse, *grads = results(np.full(4, sink, np.float32))
+@on_all_kernels
+def test_a_sink_far_above_all_logits_takes_everything(engine, sink):
+    out, lse, *grads = results(engine, np.full(4, sink, np.float32))
     assert not out.any() and (lse == np.float32(sink)).all()
     for grad in grads:
         assert not grad.any()
@@ -139,7 +141,7 @@ def test_shares_of_the_gradient_live_as_long_as_it_on_a_gpu(monkeypatch):
         assert args[4].shape == grid[::-1]
 
     monkeypatch.setattr(logits, "launch", SimpleNamespace(empty=empty))
-    monkeypatch.setattr(logits, "jit", SimpleNamespace(kernel=lambda *name: kernel))
+    monkeypatch.setattr(logits, "compiler", SimpleNamespace(kernel=lambda *name: kernel))
     monkeypatch.setattr(logits, "cupy", np)
     grad = logits.sinks_grad(None, np.zeros((300, 2, 64), np.float16), None, None)
     assert grad.tolist() == [1 + 3 + 5 + 7, 2 + 4 + 6 + 8] and made[0]() is not None

@@ -186,6 +186,11 @@ def on_engines(
     ], indirect=["engine"])  # fmt: skip
 
 
+# The CUDA engine also with its kernels for every GPU.
+on_all_kernels = pytest.mark.parametrize("engine", [
+    "reference", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "portable"))], indirect=True)
+
+
 def assert_same_bits(one: Outcome, *others: Outcome) -> None:
     """Assert that outcomes are the same bit by bit."""
     for other in others:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, BIG, CASES, CROSS, LONG, SMALL, Case, local_rows, random_inputs, to_host
+from cases import BFLOAT16, BIG, CROSS, LONG, SMALL, Case, local_rows, random_inputs, to_host
 
 import thdattn
 from thdattn.plan.ranges import host_arrays
@@ -163,33 +163,6 @@ def test_how_many_tiles_of_keys_have_a_tile_of_queries_in_sight(cupy, case, dims
                         in_sight |= set(range(rows[0] // sizes.tile_m, rows[-1] // sizes.tile_m + 1))
                 wanted[list(in_sight)] += 1
             np.testing.assert_array_equal(found, wanted)
-
-
-# --- whole arrays and a rank's rows ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16, np.int64, bool, np.complex128], ids=str)
-@pytest.mark.parametrize("shape", [(), (2, 5), (0,)], ids=str)
-@pytest.mark.parametrize("name", ["edge-lengths", "capacity-contiguous", "all-empty"])
-def test_shard_and_unshard_are_those_of_the_host(cupy, name, shape, dtype, cp_size):
-    case = CASES[name]
-    batch = case.batch(cp_size)
-    size = int(np.prod((batch.total_rows, *shape)))
-    whole = (np.arange(1, size + 1) % 251).astype(dtype).reshape(batch.total_rows, *shape)
-    sharding = thdattn.Sharding(batch, cp_size, case.sharding)
-
-    def program(comm):
-        plan = thdattn.CPAttention(comm, 1, 64, engine="cuda").plan(batch, sharding)
-        local = plan.shard(cupy.asarray(whole))
-        again = plan.unshard(local, comm)
-        assert isinstance(local, cupy.ndarray) and isinstance(again, cupy.ndarray)
-        return local.get(), again.get()
-
-    for cp_rank, (local, again) in enumerate(thdattn.comm.run_local(cp_size, program)):
-        for x, wanted in ((local, sharding.shard(whole, cp_rank)), (again, whole)):
-            assert x.dtype == wanted.dtype
-            np.testing.assert_array_equal(x, wanted)
 
 
 # --- wrong lengths -----------------------------------------------------------------------------------------------
@@ -350,23 +323,3 @@ def test_offsets_that_changed_since_are_said_to_have(cupy):
     offsets[2] = 8
     with pytest.raises(ValueError, match=r"were wrong when they were planned, and have changed since"):
         plan.check()
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_finite_padding_needs_no_copies_and_changes_no_bit(cupy, dims):
-    attention = thdattn.CPAttention(thdattn.comm.init("single"), 4, dims[0], 2, dims[1], engine="cuda",
-                                    deterministic=True)  # fmt: skip
-    batch = thdattn.PackedBatch([0, 40, 40, 260], [0, 48, 64, 300], total_rows=333)
-    rng = np.random.default_rng(0)
-    arrays = [
-        cupy.asarray(batch.pack([rng.standard_normal((n, heads, width)) for n in batch.lengths], fill=1e4)
-                     .astype(attention.dtype))
-        for heads, width in ((4, dims[0]), (2, dims[0]), (2, dims[1]), (4, dims[1]))
-    ]  # fmt: skip
-    results = []
-    for finite in (False, True):
-        plan = attention.plan(batch, finite_padding=finite)
-        assert plan.has_unseen_keys is plan.has_blind_queries is not finite
-        out, saved = attention.forward(*arrays[:3], plan)
-        results.append([to_host(x).tobytes() for x in (out, saved.lse, *attention.backward(arrays[3], saved))])
-    assert results[0] == results[1]

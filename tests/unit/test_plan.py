@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import BIG, CASES, LONG, SMALL, Case, token_rows
+from cases import BIG, CASES, LONG, SMALL, Case, to_host, token_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thdattn
+from thdattn.kernels.configs import TILES
 from thdattn.plan.buffers import Kept
 from thdattn.plan.ranges import host_arrays
 
@@ -463,25 +464,30 @@ def test_tokens_behind_padding_are_not_counted_as_leading(strategy, cp_size):
     assert None in found
 
 
-def padded_results(attention, plan, xp, seed=0):
+def padded_results(engine, attention, plan):
     """out, lse and gradients of a pack whose padding holds large finite numbers."""
-    batch, rng = plan.batch, np.random.default_rng(seed)
-    arrays = [
-        xp.asarray(batch.pack([rng.standard_normal((n, heads, attention.head_dim)) for n in batch.lengths], fill=1e4)
-                   .astype(attention.dtype))
-        for heads in (4, 2, 2, 4)
-    ]  # fmt: skip
-    out, saved = attention.forward(*arrays[:3], plan)
-    return out, saved.lse, *attention.backward(arrays[3], saved)
+    batch, rng, (head_dim, v_head_dim) = plan.batch, np.random.default_rng(0), plan.head_dims
+    q, k, v, dout = (
+        engine.xp.asarray(batch.pack([rng.standard_normal((n, heads, width)) for n in batch.lengths], fill=1e4)
+                          .astype(attention.dtype))
+        for heads, width in ((4, head_dim), (2, head_dim), (2, v_head_dim), (4, v_head_dim))
+    )  # fmt: skip
+    out, saved = attention.forward(q, k, v, plan)
+    return [to_host(x).tobytes() for x in (out, saved.lse, *attention.backward(dout, saved))]
 
 
-def test_finite_padding_needs_no_copies_and_changes_no_bit():
-    attention = thdattn.CPAttention(thdattn.comm.init("single"), 4, 8, 2, dtype="float32", engine="reference")
-    batch = thdattn.PackedBatch([0, 40, 40, 60], [0, 48, 64, 96], total_rows=100)
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_finite_padding_needs_no_copies_and_changes_no_bit(engine, dims):
+    attention = thdattn.CPAttention(thdattn.comm.init("single"), 4, dims[0], 2, dims[1], engine=engine.name,
+                                    deterministic=True)  # fmt: skip
+    batch = thdattn.PackedBatch([0, 40, 40, 260], [0, 48, 64, 300], total_rows=333)
     plan, finite = attention.plan(batch), attention.plan(batch, finite_padding=True)
     assert plan.has_unseen_keys and plan.has_blind_queries
     assert not finite.has_unseen_keys and not finite.has_blind_queries
-    for x, y in zip(*(padded_results(attention, p, np) for p in (plan, finite)), strict=True):
-        assert x.tobytes() == y.tobytes()
+    assert padded_results(engine, attention, plan) == padded_results(engine, attention, finite)
+
+
+def test_finite_padding_is_a_bool():
+    attention = thdattn.CPAttention(thdattn.comm.init("single"), 4, 8, engine="reference")
     with pytest.raises(TypeError, match="finite_padding is 'no'"):
-        attention.plan(batch, finite_padding="no")
+        attention.plan(thdattn.PackedBatch([0, 4]), finite_padding="no")

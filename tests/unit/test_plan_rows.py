@@ -1,27 +1,27 @@
-"""Whole packed arrays and a rank's rows of them: Plan.shard and Plan.unshard on the NumPy engine."""
+"""Whole packed arrays and a rank's rows of them: Plan.shard and Plan.unshard on each engine."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, CASES
+from cases import BFLOAT16, CASES, to_host
 
 import thdattn
 
 
-def plans_over(cp_size, batch, sharding, program):
+def plans_over(cp_size, batch, sharding, program, engine="reference"):
     """What program(plan, comm) returns on every simulated rank."""
     def on_rank(comm):
-        return program(thdattn.CPAttention(comm, 1, 8, engine="reference").plan(batch, sharding), comm)
+        return program(thdattn.CPAttention(comm, 1, 64, engine=engine).plan(batch, sharding), comm)
 
     return thdattn.comm.run_local(cp_size, on_rank)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16, np.int64, bool, np.complex128], ids=str)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,)], ids=str)
-@pytest.mark.parametrize("name", ["edge-lengths", "edge-lengths-contiguous", "capacity-contiguous", "all-empty"])
-def test_unshard_is_the_inverse_of_shard(name, shape, dtype, cp_size):
+@pytest.mark.parametrize("shape", [(), (2, 5), (0,)], ids=str)
+@pytest.mark.parametrize("name", ["edge-lengths", "capacity-contiguous", "all-empty"])
+def test_unshard_is_the_inverse_of_shard(engine, name, shape, dtype, cp_size):
     case = CASES[name]
     batch = case.batch(cp_size)
     size = int(np.prod((batch.total_rows, *shape)))
@@ -29,16 +29,18 @@ def test_unshard_is_the_inverse_of_shard(name, shape, dtype, cp_size):
     sharding = thdattn.Sharding(batch, cp_size, case.sharding)
 
     def program(plan, comm):
-        local = plan.shard(whole)
-        fillers = np.asarray(plan.rows) < 0
-        assert local.dtype == whole.dtype and not local[fillers].any()
-        np.testing.assert_array_equal(local, sharding.shard(whole, comm.rank))
-        local[fillers] = 1
-        return plan.unshard(local, comm)
+        local = plan.shard(engine.xp.asarray(whole))
+        assert isinstance(local, engine.xp.ndarray)
+        mine, fillers = to_host(local), sharding.rows(comm.rank) < 0
+        assert mine.dtype == whole.dtype and not mine[fillers].any()
+        np.testing.assert_array_equal(mine, sharding.shard(whole, comm.rank))
+        mine[fillers] = 1
+        return plan.unshard(engine.xp.asarray(mine), comm)
 
-    for again in plans_over(cp_size, batch, sharding, program):
-        assert again.dtype == whole.dtype and not np.shares_memory(again, whole)
-        np.testing.assert_array_equal(again, whole)
+    for again in plans_over(cp_size, batch, sharding, program, engine.name):
+        assert isinstance(again, engine.xp.ndarray) and again.dtype == whole.dtype
+        assert engine.name == "cuda" or not np.shares_memory(again, whole)
+        np.testing.assert_array_equal(to_host(again), whole)
 
 
 def test_shard_and_unshard_name_what_is_wrong():
