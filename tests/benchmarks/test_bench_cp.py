@@ -167,13 +167,13 @@ def test_peer_memory_of_two_brings_as_many_rows_as_that_of_many(host_memory, siz
             groups = [[host_memory.on_gpu(np.zeros((size * 40, heads, x.shape[2]), x.dtype)) for x in sends]
                       for _ in range(num_groups)]  # fmt: skip
             found = []
-            for parts, wait, done, meeting in played._peer.gather_heads(sends, groups, at_once):
+            for parts, wait, done, peer_exchange in played._peer.gather_heads(sends, groups, at_once):
                 wait()
-                if meeting is not None:
-                    host_memory.meet(meeting.flags, meeting.to, sends)
+                if peer_exchange is not None:
+                    host_memory.meet(peer_exchange.flags, peer_exchange.to, sends)
                 found.append([np.concatenate(ranks).reshape(size, 40, heads, -1) for ranks in parts])
-                if meeting is not None:
-                    host_memory.part(meeting.flags)
+                if peer_exchange is not None:
+                    host_memory.part(peer_exchange.flags)
                 done()
             for number, ranks in enumerate(np.concatenate(x, axis=2) for x in zip(*found, strict=True)):
                 assert np.isfinite(np.delete(ranks, comm.rank, 0)).all()
@@ -200,12 +200,12 @@ def test_sums_of_two_ranks_add_as_much_as_those_of_many(host_memory, size, at_on
         for turn in range(5):
             shapes = (16, 2, 8), (16, 2, 4)
             results = [host_memory.on_gpu(np.full(shape, np.nan, np.float32)) for shape in shapes]
-            for homes, shape in zip(memory.homes(shapes, shapes, at_once)["of"], shapes, strict=True):
+            for homes, shape in zip(memory.owner_partials(shapes, shapes, at_once)["of"], shapes, strict=True):
                 for home in homes[:size]:
                     host_memory.array(shape, np.float32, int(home))[...] = 1 + comm.rank + 10 * turn
             rows = np.arange(16, dtype=np.int32)
             rows[3] = -1
-            memory.sum_at_home(rows, results, at_once)()
+            memory.reduce_partials(rows, results, at_once)()
             assert all(np.isfinite(x).all() for x in results)
             if size == 2:
                 wanted = np.full(16, 3 + 20 * turn)

@@ -22,7 +22,7 @@ from thdattn.comm.failures.rank_status import Rank, Ranks
 HOME = "127.0.0.1"
 RANK = """
 import os, sys, time
-from thdattn.comm import heartbeat
+from thdattn.comm.failures import heartbeat
 side = heartbeat.side_process("127.0.0.1")
 heartbeat.note(7, 16, "all_gather")
 {then}

@@ -15,7 +15,7 @@ import thdattn.comm
 from thdattn.comm import mpi, nccl
 from thdattn.comm.failures import watchdog
 from thdattn.comm.failures.watchdog import Watch
-from thdattn.comm.slices import Cut, Swap
+from thdattn.comm.slices import AllToAllSpec, SliceSpec
 
 PEER_MEMORY = nccl._peer_memory  # before stand-ins take its place
 
@@ -244,7 +244,7 @@ def test_an_exchange_is_one_group_of_messages_in_the_order_of_its_slices(start):
             stand_in.groupStart = lambda: comm._nccl.calls.append("start")
             stand_in.groupEnd = lambda: comm._nccl.calls.append("end")
             wait = comm.exchange([(x[2:5], 0), (x[:0], 2), (x[7:], 2)], [(y[1:2], 2), (y[:1], 0)])
-            assert wait is thdattn.comm.nothing
+            assert wait is thdattn.comm.no_wait
         return comm._nccl.calls
 
     stand_in = make_nccl()
@@ -260,15 +260,15 @@ def test_an_exchange_is_one_group_of_messages_in_the_order_of_its_slices(start):
 
 def test_bytes_that_come_through_peer_memory_are_counted(start, monkeypatch):
     peer = peer_memory(gather_heads=lambda sends, recvs, at_once: [],
-                       sum_at_home=lambda rows, results, at_once: thdattn.comm.nothing)
+                       reduce_partials=lambda rows, results, at_once: thdattn.comm.no_wait)
     monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
     monkeypatch.setattr(nccl.NcclComm, "watched", lambda *arguments: nullcontext())
 
     def program(comm):
         keys, result = (np.zeros((5, 2, 4), np.float32) for _ in range(2))
         counts = []
-        for call, arguments in ((comm.gather_heads, ([keys, keys], [])), (comm.sum_at_home, (None, [result], True)),
-                                (comm.sum_at_home, (None, [result], False))):  # fmt: skip
+        for call, arguments in ((comm.gather_heads, ([keys, keys], [])), (comm.reduce_partials, (None, [result], True)),
+                                (comm.reduce_partials, (None, [result], False))):  # fmt: skip
             call(*arguments)
             counts.append(comm.received_bytes)
         return counts
@@ -289,8 +289,8 @@ def test_peer_memory_is_not_used_after_the_end(start, monkeypatch):
 
     def program(comm):
         comm.close()
-        for call in (lambda: comm.gather_heads([np.zeros(3)], []), lambda: comm.homes([], [], True),
-                     lambda: comm.sum_at_home(None, [np.zeros(3)], False)):  # fmt: skip
+        for call in (lambda: comm.gather_heads([np.zeros(3)], []), lambda: comm.owner_partials([], [], True),
+                     lambda: comm.reduce_partials(None, [np.zeros(3)], False)):  # fmt: skip
             with pytest.raises(RuntimeError, match="nccl comm is closed"):
                 call()
 
@@ -317,18 +317,18 @@ def test_an_exchange_with_sizes_goes_through_peer_memory_where_there_is_some(sta
 def test_slices_that_nothing_hides_go_by_a_kernel_that_says_where_the_stream_is(start, monkeypatch, takes_it):
     said = []
     peer = peer_memory(
-        swaps_by_kernel=lambda swap, at_once: at_once and takes_it,
-        swap=lambda *arguments: said.append(arguments), exchange=lambda *arguments: said.append("copies"))
+        exchanges_by_kernel=lambda swap, at_once: at_once and takes_it,
+        all_to_all=lambda *arguments: said.append(arguments), exchange=lambda *arguments: said.append("copies"))
     monkeypatch.setattr(nccl, "_peer_memory", lambda world, gpus, transport: (peer, ""))
     monkeypatch.setattr(nccl, "_stream_writes", lambda: lambda stream, address, number, flags: 0)
-    rows = Cut(0, (0, 0), (0, 3)),
-    swap = Swap(rows, rows, 12 * (1 - np.eye(2, dtype=int)))
+    rows = SliceSpec(0, (0, 0), (0, 3)),
+    swap = AllToAllSpec(rows, rows, 12 * (1 - np.eye(2, dtype=int)))
 
     def program(comm):
         if comm.rank == 0:
             numbers = comm._lane()._numbers
             comm._check_slices = lambda *slices: None  # they are NumPy's
-            comm.swap(swap, [np.zeros(3, np.float32)], [np.zeros(3, np.float32)], at_once=True)
+            comm.all_to_all(swap, [np.zeros(3, np.float32)], [np.zeros(3, np.float32)], at_once=True)
             return comm.received_bytes, numbers.ctypes.data
         return None
 

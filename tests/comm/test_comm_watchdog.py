@@ -226,7 +226,7 @@ def test_message_says_where_late_ranks_are():
 
 ENDS = """
 import ctypes, threading
-from thdattn.comm import heartbeat, watchdog
+from thdattn.comm.failures import watchdog
 
 def abort():
     {abort}
@@ -258,7 +258,7 @@ def test_start_of_mpi_that_ends_in_time_ends_nothing():
 
 def test_start_of_mpi_that_holds_the_lock_is_ended():
     program = (
-        "import ctypes\nfrom thdattn.comm import watchdog\n"
+        "import ctypes\nfrom thdattn.comm.failures import watchdog\n"
         "with watchdog.start_of_mpi('rank 0 on node7', 0.1):\n    ctypes.PyDLL(None).sleep(60)\n"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from thdattn.comm.slices import Cut, Swap
+from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.jit.structs import MAX_CUTS, MAX_RANKS, MEETING, RANK_FLAGS
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ def cut_of(cupy, draw, size, unit):
     ends = np.cumsum(counts)
     shape = (int(ends[-1]) + 1, others, unit) if axis == 0 else (others, int(ends[-1]) + 1, unit)
     array = cupy.asarray(np.frombuffer(draw.randbytes(int(np.prod(shape))), np.uint8).reshape(shape))
-    return Cut(axis, tuple(map(int, ends - counts)), tuple(map(int, ends))), array
+    return SliceSpec(axis, tuple(map(int, ends - counts)), tuple(map(int, ends))), array
 
 
 def message(pairs, rank):
@@ -63,7 +63,8 @@ def test_slices_are_offered_and_collected(cupy, size, word):
         flags = np.array((places, mine.data.ptr, counts.data.ptr, RANK, size, 1), MEETING)[()]
         slots = [[x.data.ptr for x in slots] for slots in (there, here)]
         (gives, sends), (takes, recvs) = (zip(*pairs, strict=True) for pairs in (outs, ins))
-        exchange.Exchange(Swap(gives, takes, np.array([[most]])), sends, recvs, *slots, flags).launch(marks.data.ptr, 7)
+        spec = AllToAllSpec(gives, takes, np.array([[most]]))
+        exchange.Exchange(spec, sends, recvs, *slots, flags).launch(marks.data.ptr, 7)
         for found, whole in zip(recvs, wanted, strict=True):
             assert found.get().tobytes() == whole.tobytes()
         for slot, x in zip(there, sent, strict=True):

@@ -16,7 +16,7 @@ from loopback import SIZE, Loopback, Mirror
 
 from thdattn import PackedBatch
 from thdattn.comm.peer import layout, transport
-from thdattn.comm.slices import Cut, Swap
+from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.methods import select
 
 pytestmark = pytest.mark.gpu
@@ -196,10 +196,10 @@ def swap_of(cupy, arrays, seed):
         shapes = (rows, SIZE * heads, width), (SIZE * rows, heads, width)
         sends.append(cupy.asarray(rng.integers(-99, 99, shapes[back]).astype(dtype)))
         recvs.append(cupy.zeros(shapes[not back], dtype))
-        of_rows, of_heads = (Cut(axis, (0, each), (each, 2 * each)) for axis, each in enumerate((rows, heads)))
+        of_rows, of_heads = (SliceSpec(axis, (0, each), (each, 2 * each)) for axis, each in enumerate((rows, heads)))
         cuts.append((of_rows, of_heads) if back else (of_heads, of_rows))
     sizes = sum(x.nbytes for x in sends) // SIZE * (1 - np.eye(SIZE, dtype=np.int64))
-    return Swap(*zip(*cuts, strict=True), sizes), sends, recvs
+    return AllToAllSpec(*zip(*cuts, strict=True), sizes), sends, recvs
 
 
 def assert_arrived(found, wanted):
@@ -211,8 +211,8 @@ def test_slices_arrive_by_one_kernel_as_by_copies(cupy, comm):
     for seed, arrays in enumerate(SWAPPED * 2):
         swap, sends, found = swap_of(cupy, arrays, seed)
         _, _, wanted = swap_of(cupy, arrays, seed)
-        Mirror().swap(swap, sends, wanted)()
-        wait = comm.swap(swap, sends, found, at_once=True)
+        Mirror().all_to_all(swap, sends, wanted)()
+        wait = comm.all_to_all(swap, sends, found, at_once=True)
         for x in sends:
             x.view(np.uint8)[...] = 0  # they are free
         wait()
@@ -226,8 +226,8 @@ def test_slices_by_copies_and_by_the_kernel_take_turns(cupy, comm, monkeypatch):
     for number in range(12):
         swap, sends, found = swap_of(cupy, SWAPPED[number % len(SWAPPED)], number)
         _, _, wanted = swap_of(cupy, SWAPPED[number % len(SWAPPED)], number)
-        Mirror().swap(swap, sends, wanted)()
-        under_way.append((comm.swap(swap, sends, found, at_once=number % 3 == 0), found, wanted))
+        Mirror().all_to_all(swap, sends, wanted)()
+        under_way.append((comm.all_to_all(swap, sends, found, at_once=number % 3 == 0), found, wanted))
     for wait, found, wanted in under_way[::-1]:
         wait()
         assert_arrived(found, wanted)
@@ -237,23 +237,23 @@ def test_slices_by_copies_and_by_the_kernel_take_turns(cupy, comm, monkeypatch):
 def test_captured_slices_of_the_kernel_replay(cupy, comm):
     made = [swap_of(cupy, arrays, 0) for arrays in SWAPPED]
     for one in made * 2:  # each at both turns of a window
-        comm.swap(*one, at_once=True)()
+        comm.all_to_all(*one, at_once=True)()
     stream = cupy.cuda.get_current_stream()
     stream.begin_capture()
     for one in made:
-        comm.swap(*one, at_once=True)()
+        comm.all_to_all(*one, at_once=True)()
     graph = stream.end_capture()
     for seed in (1, 2, 3):
         wanted = []
         for (_, sends, _), arrays in zip(made, SWAPPED, strict=True):
             swap, others, places = swap_of(cupy, arrays, seed)
-            Mirror().swap(swap, others, places)()
+            Mirror().all_to_all(swap, others, places)()
             wanted += places
             for x, other in zip(sends, others, strict=True):
                 x[...] = other
         graph.launch(stream)
         assert_arrived([x for _, _, found in made for x in found], wanted)
-    comm.swap(*made[0], at_once=True)()  # eager again, with the flags as the graph left them
+    comm.all_to_all(*made[0], at_once=True)()  # eager again, with the flags as the graph left them
     stream.synchronize()
     del graph
 
@@ -298,7 +298,7 @@ def test_windows_grow_and_those_of_graphs_stay(cupy, comm):
     assert_same_bits(step(layer, small, *inputs), wanted)
     stream.synchronize()
     del graph
-    assert layout.roomy(3 << 20) == 3 << 20 and layout.roomy((9 << 20) + 1) == 10 << 20
+    assert layout.rounded_up(3 << 20) == 3 << 20 and layout.rounded_up((9 << 20) + 1) == 10 << 20
 
 
 def test_what_windows_take_is_what_is_said_and_free_after_the_end(cupy, comm):

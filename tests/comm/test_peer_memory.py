@@ -77,10 +77,10 @@ def exchange(memory, number, num_rows):
 
 def add(memory, number, num_rows, at_once=False):
     results, shape = [empty(num_rows) for _ in range(2)], (num_rows, 2, 4)
-    for homes in memory.homes([shape] * 2, [shape] * 2, at_once)["of"]:
+    for homes in memory.owner_partials([shape] * 2, [shape] * 2, at_once)["of"]:
         for home in homes[:SIZE]:
             host_memory.array(shape, np.float32, int(home))[...] = memory.rank + number
-    memory.sum_at_home(None, results, at_once)()
+    memory.reduce_partials(None, results, at_once)()
     assert all((x == sum(range(SIZE)) + SIZE * number).all() for x in results)
 
 
@@ -342,7 +342,7 @@ def test_close_frees_all_at_once(ranks):
                 call(memory, number, 8)
         groups = [[host_memory.on_gpu(np.zeros((SIZE * 8, 1, 4), np.float32))] for _ in range(2)]
         first, last = memory.gather_heads(sends, groups, True)
-        host_memory.meet(first.meeting.flags, first.meeting.to, sends)
+        host_memory.meet(first.peer_exchange.flags, first.peer_exchange.to, sends)
         first.done()
         last.wait()
         synchronized = gpu.num_synchronized
@@ -369,8 +369,8 @@ def test_what_is_kept_for_calls_to_come_is_bounded(ranks, monkeypatch):
             gather(memory, 0, num_rows)
         window, made = memory._memory.window("windows of keys", 8, False), []
         for number in range(40):
-            window.once("often", lambda: made.append("often") or made)
-            window.once(number, lambda number=number: made.append(number) or made)
+            window.memoize("often", lambda: made.append("often") or made)
+            window.memoize(number, lambda number=number: made.append(number) or made)
         assert made == ["often", *range(40)] and len(window._kept) == 10
 
     ranks(program)

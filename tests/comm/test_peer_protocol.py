@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("cupy")
 
-import fake_meeting
+import fake_exchange
 from fake_streams import Stream
 from peer_programs import Pack, Program, machine_of, results
 
-from thdattn.comm import nothing as nothing_to_wait_for
+from thdattn.comm import no_wait
 from thdattn.comm.peer import transport, windows
 from thdattn.methods import all_gather
 
@@ -65,13 +65,13 @@ def take_as_soon_as_it_arrives():
 
 def unless(flag, of_others=(True, False)):
     """The kernel in which ranks meet does not wait for one of its kinds of flags, of these ranks."""
-    awaited = fake_meeting.await_flag
+    awaited = fake_exchange.await_flag
 
     def await_flag(stream, mine, name, rank, other, chunk):
         if name != flag or (rank != other) not in of_others:
             awaited(stream, mine, name, rank, other, chunk)
 
-    return fake_meeting, "await_flag", await_flag
+    return fake_exchange, "await_flag", await_flag
 
 
 def current_stream(memory):
@@ -148,7 +148,7 @@ BROKEN = {
     "drops what is on its way": (all_gather.Keys, "__del__", nothing),
     "drops sums that are on their way": (all_gather.Sums, "__del__", nothing),
     "gathers for later into the buffers of a graph": (all_gather._Turns, "next", all_turns),
-    "keeps what it has nothing to show in": (transport.PeerMemory, "give_back", nothing),
+    "keeps what it has nothing to show in": (transport.PeerMemory, "drop_partials", nothing),
 }
 
 OF_EXCHANGES = {name: BROKEN[name] for name in list(BROKEN)[:7]} | {
@@ -196,7 +196,7 @@ def test_slices_for_two_ranks_in_one_place_are_found():
 def test_ranks_that_exchange_nothing_do_not_meet():
     with machine_of(2, 0) as machine:
         memory = Program(machine, 0).memory
-        assert memory.exchange([], [], np.zeros((2, 2), int)) is nothing_to_wait_for
+        assert memory.exchange([], [], np.zeros((2, 2), int)) is no_wait
         assert not memory.held_bytes() and not any(stream.queue for stream in machine.streams)
 
 

@@ -7,7 +7,7 @@ import pytest
 from cases import BFLOAT16, SMALL
 
 import thdattn
-from thdattn.comm import Meeting
+from thdattn.comm import PeerExchange
 from thdattn.engines import reference
 from thdattn.jit.structs import MAX_RANKS, MEETING, RANK_FLAGS
 from thdattn.plan.plan import Plan
@@ -86,7 +86,7 @@ def test_the_kernel_that_meets_other_ranks_offers_and_collects(cupy, case, cp_si
         mine[:, 16], mine[1:, chunks], counts, marks = 1, 1, cupy.zeros(2, np.uint32), cupy.zeros(2, np.uint32)
         places = [*(x.data.ptr for x in theirs), *[0] * (MAX_RANKS - cp_size)]
         flags = np.array((places, mine.data.ptr, counts.data.ptr, 0, cp_size, takes), MEETING)[()]
-        moved = cuda.to_sequence_order(*parts, there, own=own, meeting=Meeting(flags, to, marks.data.ptr, 7))
+        moved = cuda.to_sequence_order(*parts, there, own=own, peer_exchange=PeerExchange(flags, to, marks.data.ptr, 7))
         for x, y, its, places_of_it in zip(moved, wanted, own, offered, strict=True):
             y[here.query_ranges[:, 0] == here.query_ranges[:, 1]] = 0  # rows that no local query sees
             assert x.get()[owned].tobytes() == y[owned].tobytes()

@@ -70,7 +70,7 @@ def late(cupy: Any, seed: int) -> Iterator[None]:
     peers = ((windows.MemOps, "__call__"), (transport._Slice, "pull"), (transport, "_copy_rows"),
              (transport.PeerMemory, "_copy"), (transport.PeerMemory, "_add"))  # fmt: skip
     places = [*((cuda, name, current) for name in ENGINE), *((*method, last) for method in peers),
-              (transport.PeerMemory, "swap", current)]
+              (transport.PeerMemory, "all_to_all", current)]
     with contextlib.ExitStack() as stack:
         for owner, name, stream_of in places:
             stack.enter_context(mock.patch.object(owner, name, delayed(getattr(owner, name), stream_of)))

@@ -235,7 +235,7 @@ def install(monkeypatch):
     made.get_default_memory_pool = gpu
     monkeypatch.setitem(sys.modules, "cupy", made)
     monkeypatch.setattr(windows, "batch_mem_op", lambda: enqueue)
-    monkeypatch.setattr(layout, "roomy", lambda num_bytes: num_bytes)
+    monkeypatch.setattr(layout, "rounded_up", lambda num_bytes: num_bytes)
     monkeypatch.setattr(transport.PeerMemory, "_add", add)
     arrays.clear()
     gpus.clear()

@@ -31,8 +31,8 @@ class Window(windows.Window):
         """It sets what the other rank would, at the same time."""
         return [at + windows.flags_of(rank) for rank, at in enumerate(self._at)]
 
-    def homes(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
-        return super().homes(offsets, sizes, True)
+    def owner_partials(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
+        return super().owner_partials(offsets, sizes, True)
 
     def share(self, of: int, number: int, offset: int, size: int) -> int:
         return super().share(of, of, offset, size)
@@ -92,15 +92,15 @@ class Loopback(Mirror):
         monkeypatch.setattr(runtime, "ipcOpenMemHandle", opened.__getitem__)
         monkeypatch.setattr(runtime, "ipcCloseMemHandle", lambda pointer: None)
         self.peer = transport.PeerMemory(World(), Window)
-        self.homes, self.sum_at_home = self.peer.homes, self.peer.sum_at_home  # type: ignore[method-assign]
+        self.owner_partials, self.reduce_partials = self.peer.owner_partials, self.peer.reduce_partials  # type: ignore[method-assign]
         self._exchange = self.peer.exchange  # type: ignore[method-assign]
         self.by_kernel = 0
         self.gather_heads = self.peer.gather_heads  # type: ignore[method-assign]
-        self.give_back = self.peer.give_back  # type: ignore[method-assign]
+        self.drop_partials = self.peer.drop_partials  # type: ignore[method-assign]
 
-    def swap(self, swap: Any, sends: Any, recvs: Any, at_once: bool = False) -> Any:
+    def all_to_all(self, swap: Any, sends: Any, recvs: Any, at_once: bool = False) -> Any:
         """As NcclComm does; counts those of the kernel."""
-        if not self.peer.swaps_by_kernel(swap, at_once):
-            return super().swap(swap, sends, recvs, at_once)
+        if not self.peer.exchanges_by_kernel(swap, at_once):
+            return super().all_to_all(swap, sends, recvs, at_once)
         self.by_kernel += 1
-        return self.peer.swap(swap, sends, recvs)
+        return self.peer.all_to_all(swap, sends, recvs)

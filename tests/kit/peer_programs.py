@@ -14,13 +14,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from fake_meeting import Gathered, Kernel, meet
+from fake_exchange import Gathered, Kernel, meet
 from fake_streams import Machine, Stream, addresses, at
 
-from thdattn.comm import nothing, overlap, slices
-from thdattn.comm.peer import exchange as meetings
+from thdattn.comm import no_wait, overlap, slices
+from thdattn.comm.peer import exchange as exchange_launcher
 from thdattn.comm.peer import layout, reduce, transport, windows
-from thdattn.comm.slices import Cut, copy
+from thdattn.comm.slices import SliceSpec, copy
 from thdattn.jit.structs import RANK_FLAGS
 from thdattn.methods import all_gather
 from thdattn.methods.base import Call, Tensors
@@ -64,7 +64,7 @@ class Engine:
             self.fails = ""
             raise MemoryError
 
-    def to_sequence_order(self, k_parts, v_parts, plan, into, own, meeting):
+    def to_sequence_order(self, k_parts, v_parts, plan, into, own, peer_exchange):
         def move(outs, sources, own):
             for out, parts, mine in zip(outs, sources, own or (None, None), strict=True):
                 rows = np.concatenate(parts)
@@ -75,13 +75,13 @@ class Engine:
         first = plan.cp_rank * plan.local_key_rows
         outs = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
                         for name, parts in (("k", k_parts), ("v", v_parts))]  # fmt: skip
-        if meeting is None:
+        if peer_exchange is None:
             self.machine.stream.launch(move, outs, (k_parts, v_parts), own)
         else:
             rows = plan.local_key_rows
             whole = [at(x.data.ptr, (rows, HEADS, WIDTH), x.dtype) for x in own]
             arrays = addresses([outs, (k_parts, v_parts), whole])
-            meet(self.machine.stream, Gathered(plan.rank_order, rows, *arrays, meeting.to), meeting.flags)
+            meet(self.machine.stream, Gathered(plan.rank_order, rows, *arrays, peer_exchange.to), peer_exchange.flags)
         return outs
 
     def attn_fwd(self, q, k, v, plan, softmax_scale, return_max_logit, into, softcap, sinks, groups):
@@ -199,7 +199,7 @@ class Exchange:
             self.sizes[sender, receiver] += rows * width * WIDTH * 4
         rank = program.comm.rank
         self.sources = [(self.empty(rows), receiver) for sender, receiver, rows in self.slices if sender == rank]
-        self.wait = nothing
+        self.wait = no_wait
         self.write(next(program.numbers))
 
     def empty(self, rows):
@@ -226,7 +226,7 @@ class Exchange:
 
     def arrive(self):
         self.wait()
-        self.wait = nothing
+        self.wait = no_wait
 
     __del__ = arrive
 
@@ -242,13 +242,14 @@ class Swap(Exchange):
         self.program, self.back, self.at_once = program, draw.random() < 0.5, draw.random() < 0.7
         size = program.comm.size
         self.rows, self.shares = draw.choices([1, 3, 4, 40], k=size), draw.choices([1, 2], k=draw.choice([1, 2]))
-        heads, rows = [Cut(1, *self.ends([share] * size)) for share in self.shares], [Cut(0, *self.ends(self.rows))]
+        heads = [SliceSpec(1, *self.ends([share] * size)) for share in self.shares]
+        rows = [SliceSpec(0, *self.ends(self.rows))]
         sizes = np.array(self.rows)[:, None] * sum(self.shares) * WIDTH * 4 * (1 - np.eye(size, dtype=int))
         cuts = heads, rows * len(heads)
-        self.swap = slices.Swap(cuts[self.back], cuts[not self.back], sizes.T if self.back else sizes)
+        self.swap = slices.AllToAllSpec(cuts[self.back], cuts[not self.back], sizes.T if self.back else sizes)
         rank = program.comm.rank
         self.sources = [program.engine.empty(self.shapes(rank, x)[self.back], np.float32) for x in self.shares]
-        self.wait = nothing
+        self.wait = no_wait
         self.write(next(program.numbers))
 
     def shapes(self, rank, share):
@@ -267,10 +268,10 @@ class Swap(Exchange):
         memory = self.program.memory
         shapes = [self.shapes(self.program.comm.rank, share)[not self.back] for share in self.shares]
         self.found = [self.program.engine.empty(shape, np.float32) for shape in shapes]
-        if memory.swaps_by_kernel(self.swap, self.at_once):
-            self.wait = memory.swap(self.swap, self.sources, self.found)
+        if memory.exchanges_by_kernel(self.swap, self.at_once):
+            self.wait = memory.all_to_all(self.swap, self.sources, self.found)
         else:
-            self.wait = overlap.Heads.swap(self.program.comm, self.swap, self.sources, self.found)
+            self.wait = overlap.OverlappedCollectives.all_to_all(self.program.comm, self.swap, self.sources, self.found)
         return self
 
     def ends(self, each):
@@ -388,8 +389,8 @@ class Program:
         self.memory = transport.PeerMemory(machine.world(rank))
         self.comm = SimpleNamespace(
             size=machine.size, rank=rank, overlaps=True, gather_heads=self.memory.gather_heads,
-            exchange=self.memory.exchange, homes=self.memory.homes, sum_at_home=self.memory.sum_at_home,
-            give_back=self.memory.give_back)
+            exchange=self.memory.exchange, owner_partials=self.memory.owner_partials,
+            reduce_partials=self.memory.reduce_partials, drop_partials=self.memory.drop_partials)
         self.num_checked = self.num_wrong = 0
 
     def enqueue(self, draw, num_calls=40):
@@ -427,13 +428,13 @@ def machine_of(size, seed):
     def kernel(name):
         return machine.kernel(name) if name == "thd_sum" else Kernel(machine, name)
 
-    with (mock.patch.dict(sys.modules, cupy=machine.cupy()), mock.patch.object(reduce.jit, "kernel", kernel),
+    with (mock.patch.dict(sys.modules, cupy=machine.cupy()), mock.patch.object(reduce.compiler, "kernel", kernel),
           mock.patch.object(windows, "batch_mem_op", lambda: machine.mem_ops),
           mock.patch.object(transport, "copy", enqueue_copy), mock.patch.object(overlap, "copy", enqueue_copy),
           mock.patch.object(transport, "WORTH_COPYING", 0),  # so that some swaps are of copies
-          mock.patch.object(meetings, "_LEAST_BYTES", 64),  # so that they are of several chunks, some without a word
+          mock.patch.object(exchange_launcher, "_LEAST_BYTES", 64),  # several chunks each, some empty
           mock.patch.dict(reduce.SUM_KERNELS, float32="thd_sum"),
-          mock.patch.object(layout, "roomy", lambda num_bytes: num_bytes),  # so that windows often grow
+          mock.patch.object(layout, "rounded_up", lambda num_bytes: num_bytes),  # so that windows often grow
           mock.patch.object(transport.PeerMemory, "_probe", lambda memory: None)):  # fmt: skip
         yield machine
 

@@ -166,4 +166,4 @@ def test_no_room_is_asked_for_while_a_graph_is_captured(cupy, monkeypatch):
 
 
 def test_peer_windows_are_rounded_up_as_said():
-    assert layout.roomy(3 << 20) == 3 << 20 and windows.header_bytes(SIZE) == 33280
+    assert layout.rounded_up(3 << 20) == 3 << 20 and windows.header_bytes(SIZE) == 33280

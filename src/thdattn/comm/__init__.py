@@ -67,9 +67,9 @@ from typing import Any, TypeVar
 
 from thdattn.comm.base import Comm
 from thdattn.comm.overlap import Arrival as Arrival
-from thdattn.comm.overlap import Meeting as Meeting
+from thdattn.comm.overlap import PeerExchange as PeerExchange
 from thdattn.comm.overlap import Pending as Pending
-from thdattn.comm.overlap import nothing as nothing
+from thdattn.comm.overlap import no_wait as no_wait
 from thdattn.comm.single import SingleComm
 
 __all__ = ["Comm", "SingleComm", "from_torch", "init", "run_local"]

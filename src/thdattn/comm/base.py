@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from thdattn.arguments import INT32_MAX, as_choice, as_count
 from thdattn.comm.agreement import Fields, settle
-from thdattn.comm.checks import Checks
-from thdattn.comm.overlap import Heads, Pending, nothing
-from thdattn.comm.slices import Slices, packed, put, room
+from thdattn.comm.checks import ArgumentChecks
+from thdattn.comm.overlap import OverlappedCollectives, Pending, no_wait
+from thdattn.comm.slices import Slices, buffer_for, packed, unpack
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -21,7 +21,7 @@ _UNWATCHED = nullcontext()
 _INTEGERS = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64"})
 
 
-class Comm(Checks, Heads):
+class Comm(ArgumentChecks, OverlappedCollectives):
     """What the rest of the package asks of a group of ranks.
 
     Every rank calls the same collectives in the same order with the same shapes and dtypes. Arrays are C-contiguous
@@ -151,7 +151,7 @@ class Comm(Checks, Heads):
         first = next((array for array, _ in (*sends, *recvs)), None)
         with self.watched(f"exchange ({len(sends)} slices out, {len(recvs)} in)", first):
             wait = self._exchange(sends, recvs, sizes)
-        return wait if wait is nothing else Pending(wait, recvs)
+        return wait if wait is no_wait else Pending(wait, recvs)
 
     def barrier(self) -> None:
         """Return when every rank has come here; on GPU ranks also wait for the current stream."""
@@ -285,11 +285,11 @@ class Comm(Checks, Heads):
     def _all_reduce(self, array: Any, op: str) -> None: ...
 
     def _exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Callable[[], None]:
-        rooms = [(room(array), peer) for array, peer in recvs]
-        self._send_receive([(packed(array), peer) for array, peer in sends], rooms)
-        for (array, _), (made, _) in zip(recvs, rooms, strict=True):
-            put(array, made)
-        return nothing
+        buffers = [(buffer_for(array), peer) for array, peer in recvs]
+        self._send_receive([(packed(array), peer) for array, peer in sends], buffers)
+        for (array, _), (made, _) in zip(recvs, buffers, strict=True):
+            unpack(array, made)
+        return no_wait
 
     def _send_receive(self, sends: Slices, recvs: Slices) -> None:
         """Messages to and from other ranks, each (bytes,) uint8; those from one rank in its order."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from thdattn.arguments import as_bool, is_array, shown
 from thdattn.comm.base import Comm
 from thdattn.comm.overlap import Arrival
-from thdattn.comm.slices import Slices, Swap
+from thdattn.comm.slices import AllToAllSpec, Slices
 
 AnyComm = TypeVar("AnyComm", bound=Comm)
 
@@ -40,11 +40,11 @@ class CheckedCollectives(Comm):
         self.agree("slices of an exchange", {}, self._unmatched(sends, recvs))
         return super().exchange(sends, recvs, sizes)
 
-    def swap(
-        self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
+    def all_to_all(
+        self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
     ) -> Callable[[], None]:
-        self.agree("exchange of slices", {"sizes": swap.sizes.ravel(), "at_once": at_once})
-        return super().swap(swap, sends, recvs, at_once)
+        self.agree("exchange of slices", {"sizes": spec.sizes.ravel(), "at_once": at_once})
+        return super().all_to_all(spec, sends, recvs, at_once)
 
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
@@ -53,11 +53,11 @@ class CheckedCollectives(Comm):
         self.agree("gather of keys", {"rows": list(map(_kind, sends)), "groups": groups, "at_once": at_once})
         return super().gather_heads(sends, recvs, at_once)
 
-    def homes(
+    def owner_partials(
         self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
     ) -> Any:
         self.agree("room for gradients", {"shapes": list(shapes), "largest": list(largest), "at_once": at_once})
-        return super().homes(shapes, largest, at_once)
+        return super().owner_partials(shapes, largest, at_once)
 
     def barrier(self) -> None:
         self.agree("barrier", {})

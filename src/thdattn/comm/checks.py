@@ -14,7 +14,7 @@ from thdattn.comm.slices import Slices, address
 _ARRAY_KINDS = {"cpu": "NumPy", "cuda": "CuPy"}
 
 
-class Checks:
+class ArgumentChecks:
     """What a comm refuses before anything is sent; errors name the argument, what was found, wanted, and the remedy."""
 
     name: str

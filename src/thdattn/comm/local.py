@@ -67,7 +67,7 @@ class _Job:
             self.changed.notify_all()
 
 
-class _Meeting:
+class _Rendezvous:
     """Where the ranks of a comm meet: everybody leaves a value, and nobody goes on before all values are there.
 
     threading.Barrier would do the waiting, but cannot say who came, nor tell a late rank from one that returned.
@@ -141,9 +141,9 @@ class LocalComm(Comm):
     devices = frozenset({"cpu", "cuda"})
     sum_dtypes = Comm.sum_dtypes | {"float16", "bfloat16"}
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
-        super().__init__(rank, len(meeting.ranks))
-        self._meeting = meeting
+    def __init__(self, rank: int, rendezvous: _Rendezvous) -> None:
+        super().__init__(rank, len(rendezvous.ranks))
+        self._rendezvous = rendezvous
 
     def _all_gather(self, send: Any, recv: Any) -> None:
         rows = send.shape[0]
@@ -185,20 +185,20 @@ class LocalComm(Comm):
         self._release("exchange", any_array)
 
     def _barrier(self) -> None:
-        self._meeting.exchange(self.rank, "barrier", None)
+        self._rendezvous.exchange(self.rank, "barrier", None)
 
     def _gather_values(self, value: Any) -> Sequence[Any]:
-        return self._meeting.exchange(self.rank, "agree", value)
+        return self._rendezvous.exchange(self.rank, "agree", value)
 
     def _split(self, color: int, key: int) -> Comm:
         """One rank of each group makes the place where it meets."""
-        meeting = self._meeting
-        everyone = meeting.exchange(self.rank, "split", (color, key))
+        rendezvous = self._rendezvous
+        everyone = rendezvous.exchange(self.rank, "split", (color, key))
         same = [rank for rank in range(self.size) if everyone[rank][0] == color]
         members = sorted(same, key=lambda rank: everyone[rank][1])
         first = members[0] == self.rank
-        place = _Meeting(meeting.job, [meeting.ranks[rank] for rank in members]) if first else None
-        places = meeting.exchange(self.rank, "the end of split", place)
+        place = _Rendezvous(rendezvous.job, [rendezvous.ranks[rank] for rank in members]) if first else None
+        places = rendezvous.exchange(self.rank, "the end of split", place)
         return type(self)(members.index(self.rank), places[members[0]])
 
     def _meet(self, operation: str, array: Any) -> list[Any]:
@@ -214,7 +214,7 @@ class LocalComm(Comm):
         Args:
             array: one that the ranks' streams work on; None: this rank's does not.
         """
-        values, points = zip(*self._meeting.exchange(self.rank, what, (value, self._point(array))), strict=True)
+        values, points = zip(*self._rendezvous.exchange(self.rank, what, (value, self._point(array))), strict=True)
         mine = points[self.rank]
         for point in points:
             # Each thread has its own default stream under the one number of "per-thread default".
@@ -239,12 +239,12 @@ def run(cp_size: int, fn: Callable[[Comm], Result], timeout: float, check: bool)
     if not callable(fn):
         raise TypeError(f"fn is {found(fn)}; wanted a function of one comm; pass one as in run_local(2, fn)")
     job = _Job(cp_size, as_timeout(timeout))
-    meeting = _Meeting(job, range(cp_size))
+    rendezvous = _Rendezvous(job, range(cp_size))
     results: dict[int, Result] = {}
 
     def work(rank: int) -> None:
         try:
-            with kind_of(LocalComm, check)(rank, meeting) as comm:
+            with kind_of(LocalComm, check)(rank, rendezvous) as comm:
                 results[rank] = fn(comm)
         except BaseException as error:  # the caller's thread raises it again
             job.leave(rank, error)

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn.comm import Arrival, Comm, launcher, mpi, nothing
+from thdattn.comm import Arrival, Comm, launcher, mpi, no_wait
 from thdattn.comm.failures.outcomes import Outcome, attempt, results
 from thdattn.comm.failures.watchdog import PATIENCE_AT_START, Lane
-from thdattn.comm.slices import Slices, Swap
+from thdattn.comm.slices import AllToAllSpec, Slices
 from thdattn.install import remedy
 
 logger = logging.getLogger("thdattn")
@@ -157,41 +157,41 @@ class NcclComm(Comm):
         else:
             with self.watched("gather of keys", sends[0]):
                 arrivals = self._peer.gather_heads(sends, recvs, False)
-        return [arrival if arrival.wait is nothing
+        return [arrival if arrival.wait is no_wait
                 else arrival._replace(wait=self._watched_wait("gather of keys", arrival.wait)) for arrival in arrivals]
 
-    def swap(
-        self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
+    def all_to_all(
+        self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
     ) -> Callable[[], None]:
-        if self._peer is None or not self._peer.swaps_by_kernel(swap, at_once):
-            return super().swap(swap, sends, recvs, at_once)
-        self.received_bytes += swap.received[self.rank]
+        if self._peer is None or not self._peer.exchanges_by_kernel(spec, at_once):
+            return super().all_to_all(spec, sends, recvs, at_once)
+        self.received_bytes += spec.received[self.rank]
         marks = self._watched_kernel("exchange of slices", recvs[0])
-        wait: Callable[[], None] = self._peer.swap(swap, sends, recvs, marks)
+        wait: Callable[[], None] = self._peer.all_to_all(spec, sends, recvs, marks)
         return wait
 
-    def give_back(self) -> None:
+    def drop_partials(self) -> None:
         if self._peer is not None:
-            self._peer.give_back()
+            self._peer.drop_partials()
 
-    def homes(
+    def owner_partials(
         self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
     ) -> Any:
         if self._peer is None:
-            return super().homes(shapes, largest, at_once)
+            return super().owner_partials(shapes, largest, at_once)
         self._check_open()
         with self.watched("room for gradients"):
-            return self._peer.homes(shapes, largest, at_once)
+            return self._peer.owner_partials(shapes, largest, at_once)
 
-    def sum_at_home(self, rows: Any, results: Sequence[Any], at_once: bool) -> Callable[[], None]:
+    def reduce_partials(self, rows: Any, results: Sequence[Any], at_once: bool) -> Callable[[], None]:
         if self._peer is None:
-            return super().sum_at_home(rows, results, at_once)
+            return super().reduce_partials(rows, results, at_once)
         self._check_open()
         self.received_bytes += (self.size - 1) * sum(4 * x.size for x in results)  # float32
         if not at_once:
-            return self._watched_wait("sum of gradients", self._peer.sum_at_home(rows, results, False))
+            return self._watched_wait("sum of gradients", self._peer.reduce_partials(rows, results, False))
         with self.watched("sum of gradients", results[0]):
-            wait: Callable[[], None] = self._peer.sum_at_home(rows, results, True)
+            wait: Callable[[], None] = self._peer.reduce_partials(rows, results, True)
         return wait
 
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:

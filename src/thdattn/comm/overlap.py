@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn.comm.slices import Slices, Swap, copy
+from thdattn.comm.slices import AllToAllSpec, Slices, copy
 
 
-def nothing() -> None:
+def no_wait() -> None:
     """What is there needs no waiting."""
 
 
@@ -44,7 +44,7 @@ class Pending:
             self()
 
 
-class Meeting(NamedTuple):
+class PeerExchange(NamedTuple):
     """Of all ranks, by one kernel.
 
     flags: a MEETING of jit/structs.py.
@@ -69,12 +69,12 @@ class Arrival(NamedTuple):
     """
 
     parts: Sequence[Sequence[Any]]
-    wait: Callable[[], None] = nothing
-    done: Callable[[], None] = nothing
-    meeting: Meeting | None = None
+    wait: Callable[[], None] = no_wait
+    done: Callable[[], None] = no_wait
+    peer_exchange: PeerExchange | None = None
 
 
-class Heads(ABC):
+class OverlappedCollectives(ABC):
     """What a comm does for attention over the keys of all ranks."""
 
     name: str
@@ -90,8 +90,8 @@ class Heads(ABC):
     @abstractmethod
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any = None) -> Callable[[], None]: ...
 
-    def swap(
-        self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
+    def all_to_all(
+        self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
     ) -> Callable[[], None]:
         """Start to give each rank its slices of some arrays, and to put those of all ranks into others.
 
@@ -103,15 +103,15 @@ class Heads(ABC):
         Returns:
             What waits for it, as that of exchange.
         """
-        for out, send, place, recv in zip(swap.outs, sends, swap.ins, recvs, strict=True):
+        for out, send, place, recv in zip(spec.outs, sends, spec.ins, recvs, strict=True):
             source = out.of(send, self.rank)
             if source.size:
                 copy(place.of(recv, self.rank), source)
         others = [rank for rank in range(self.size) if rank != self.rank]
         going, coming = ([(cut.of(x, rank), rank) for rank in others for cut, x in zip(cuts, arrays, strict=True)
                           if cut.begins[rank] < cut.ends[rank]]
-                         for cuts, arrays in ((swap.outs, sends), (swap.ins, recvs)))
-        return self.exchange(going, coming, swap.sizes)
+                         for cuts, arrays in ((spec.outs, sends), (spec.ins, recvs)))
+        return self.exchange(going, coming, spec.sizes)
 
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
@@ -151,7 +151,7 @@ class Heads(ABC):
             self.reduce_scatter(share, total)
             result[...] = total
 
-    def homes(
+    def owner_partials(
         self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
     ) -> Any:
         """Where a kernel puts this rank's shares of what every rank owns, to be added up by sum_at_home, the next call.
@@ -168,11 +168,11 @@ class Heads(ABC):
         """
         raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
 
-    def give_back(self) -> None:
+    def drop_partials(self) -> None:
         """Forgets the last `homes`, which are not added up because of an error that all ranks have."""
         raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
 
-    def sum_at_home(self, rows: Any, results: Sequence[Any], at_once: bool) -> Callable[[], None]:
+    def reduce_partials(self, rows: Any, results: Sequence[Any], at_once: bool) -> Callable[[], None]:
         """Start to add all ranks' shares of what this one owns, rounded once.
 
         Args:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Slices = Sequence[tuple[Any, int]]  # and for each the rank that it goes to, or comes from
 
 
-class Cut(NamedTuple):
+class SliceSpec(NamedTuple):
     """Which slice of an array belongs to each rank: some of its rows, or of its columns, such as heads.
 
     axis: 0, rows, or 1, columns of all rows, which are the first two dimensions.
@@ -32,7 +32,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Swap:
+class AllToAllSpec:
     """What all ranks give each other of arrays of some shapes and dtypes; made once, and known by itself.
 
     outs: of each array what each rank gets of it, this one's own too.
@@ -41,8 +41,8 @@ class Swap:
         for itself 0.
     """
 
-    outs: tuple[Cut, ...]
-    ins: tuple[Cut, ...]
+    outs: tuple[SliceSpec, ...]
+    ins: tuple[SliceSpec, ...]
     sizes: NDArray[np.int64]
 
     @functools.cached_property
@@ -84,14 +84,14 @@ def packed(array: Any) -> Any:
     return (words if words.flags.c_contiguous else words.copy()).reshape(-1).view("u1")
 
 
-def room(array: Any) -> Any:
+def buffer_for(array: Any) -> Any:
     """(bytes,) uint8: memory for the rows of a slice behind each other; its own where they lie so."""
     words = _words(array)
     # Of CuPy arrays this is cupy.empty_like.
     return (words if words.flags.c_contiguous else np.empty_like(words, order="C")).reshape(-1).view("u1")
 
 
-def put(array: Any, made: Any) -> None:
+def unpack(array: Any, made: Any) -> None:
     """Writes what came in the room made for a slice, unless that was its own memory."""
     words = _words(array)
     if not words.flags.c_contiguous:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from thdattn.comm import nothing
-from thdattn.comm.slices import Cut, Swap
+from thdattn.comm import no_wait
+from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.methods.base import Call, Results, Tensors, joined, lse_dtype
 from thdattn.plan.memory import Layer, Memory, num_bytes
 
@@ -198,7 +198,7 @@ class _Swap:
         coming = self._to_heads(0, xs, lse)
         for group in range(self._num_groups):
             pairs, wait = coming
-            coming = [], nothing
+            coming = [], no_wait
             if group + 1 < self._num_groups:
                 coming = self._to_heads(group + 1, xs, lse)
             wait()
@@ -252,7 +252,7 @@ class _Swap:
         """Starts to bring some rows to some heads, or back."""
         rows, heads, *_ = zip(*pairs, strict=True)
         swap = _swap_of(tuple([(deal, axis, x.shape, x.itemsize) for _, x, deal, axis in pairs]), group, back)
-        return self._comm.swap(swap, *((heads, rows) if back else (rows, heads)), at_once)
+        return self._comm.all_to_all(swap, *((heads, rows) if back else (rows, heads)), at_once)
 
     def _in_sequence_order(self, pairs: list[_Pair]) -> list[_Pair]:
         """With all rows as attention takes them, which slices of shares are already."""
@@ -285,7 +285,7 @@ class _Swap:
 
 
 @functools.lru_cache(maxsize=256)
-def _swap_of(pairs: tuple[tuple[_Deal, int, tuple[int, ...], int], ...], group: int, back: bool) -> Swap:
+def _swap_of(pairs: tuple[tuple[_Deal, int, tuple[int, ...], int], ...], group: int, back: bool) -> AllToAllSpec:
     """What ranks give each other of arrays of some rows to get those of some heads, or back.
 
     Args:
@@ -296,13 +296,13 @@ def _swap_of(pairs: tuple[tuple[_Deal, int, tuple[int, ...], int], ...], group: 
     some_rows, some_heads, num_bytes = [], [], 0
     for deal, axis, shape, itemsize in pairs:
         heads, num_rows = [deal.of(rank, group) for rank in ranks], shape[1 - axis] // size
-        some_rows.append(Cut(axis, tuple(x.start for x in heads), tuple(x.stop for x in heads)))
+        some_rows.append(SliceSpec(axis, tuple(x.start for x in heads), tuple(x.stop for x in heads)))
         begins = [rank * num_rows for rank in range(size + 1)]
-        some_heads.append(Cut(1 - axis, tuple(begins[:-1]), tuple(begins[1:])))
+        some_heads.append(SliceSpec(1 - axis, tuple(begins[:-1]), tuple(begins[1:])))
         num_bytes += math.prod(shape) * itemsize // size
     sizes = num_bytes * (1 - np.eye(size, dtype=np.int64))
     outs, ins = (some_heads, some_rows) if back else (some_rows, some_heads)
-    return Swap(tuple(outs), tuple(ins), sizes)
+    return AllToAllSpec(tuple(outs), tuple(ins), sizes)
 
 
 def _inverse(engine: Any, plan: Plan) -> Any:

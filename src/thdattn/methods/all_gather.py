@@ -58,7 +58,7 @@ class Keys:
 
     def __del__(self) -> None:
         """Buffers into which something is on its way are not given to others before it is there, after errors too."""
-        if not self.num_read and self.groups[0].meeting is not None:  # nothing is: no rank has come so far
+        if not self.num_read and self.groups[0].peer_exchange is not None:  # nothing is: no rank has come so far
             return
         for group in self.groups[self.num_read :]:
             group.wait()
@@ -72,18 +72,18 @@ class Keys:
         """
         self.used = True
         first = 0
-        for parts, wait, done, meeting in self.groups:
+        for parts, wait, done, peer_exchange in self.groups:
             wait()
             (k, *_), (v, *_) = parts
             if not self.ordered:
                 # Parts of all ranks have them, or will have them.
-                lacks_own = len(parts[0]) == 1 or meeting is not None
+                lacks_own = len(parts[0]) == 1 or peer_exchange is not None
                 heads = slice(first, first + k.shape[1])
                 own = _some_heads(heads, self.k, self.v) if lacks_own else None
                 first = heads.stop
                 into = self._rooms(k, v) if kept is None else [
                     engine.empty((self.plan.key_rows, *x.shape[1:]), x.dtype) for x in (k, v)]
-                k, v = engine.to_sequence_order(*parts, self.plan, into, own, meeting)
+                k, v = engine.to_sequence_order(*parts, self.plan, into, own, peer_exchange)
             done()
             self.num_read += 1
             if kept is not None:
@@ -267,7 +267,7 @@ def backward(
         is_last = at_once and heads.stop == q.shape[1]
         homes = None
         if go_home:
-            homes = comm.homes([x.shape for x in results], largest, is_last), places
+            homes = comm.owner_partials([x.shape for x in results], largest, is_last), places
         its_dout, its_q, its_out, its_dq = _some_heads(heads, dout, q, out, dq)
         try:
             _, *shares = engine.attn_bwd(
@@ -275,10 +275,10 @@ def backward(
                 call.deterministic, (its_dq, None), softcap=call.softcap, homes=homes, groups=keys.heads)
         except BaseException:
             if go_home:
-                comm.give_back()
+                comm.drop_partials()
             raise
         if go_home:
-            sums.waits.append(comm.sum_at_home(rows, results, is_last))
+            sums.waits.append(comm.reduce_partials(rows, results, is_last))
         else:
             _sum_rows(engine, comm, plan, shares, results)
     engine.poison(plan, dq)

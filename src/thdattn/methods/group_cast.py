@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from thdattn.comm import nothing
-from thdattn.comm.slices import Cut, Swap
+from thdattn.comm import no_wait
+from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.methods.base import Call, Results, Tensors, lse_dtype
 from thdattn.plan.memory import Layer, Memory, num_bytes
 
@@ -210,20 +210,22 @@ def _exchange(
     routes, row_bytes = plan.routes, _row_bytes(sends, dtype)
     assert routes is not None
     if routes.is_empty:
-        return nothing
-    return comm.swap(plan.once(("swap", row_bytes, back), lambda: _swap(routes, row_bytes, back)), sends, recvs)
+        return no_wait
+    return comm.all_to_all(plan.once(("swap", row_bytes, back), lambda: _swap(routes, row_bytes, back)), sends, recvs)
 
 
-def _swap(routes: Routes, row_bytes: int, back: bool) -> Swap:
+def _swap(routes: Routes, row_bytes: int, back: bool) -> AllToAllSpec:
     """What all ranks exchange, of two arrays of rows of so many bytes together."""
     out, into = ((_cut(number),) * 2 for number in (routes.sent, routes.received))
-    return Swap(into, out, routes.table.T * row_bytes) if back else Swap(out, into, routes.table * row_bytes)
+    if back:
+        return AllToAllSpec(into, out, routes.table.T * row_bytes)
+    return AllToAllSpec(out, into, routes.table * row_bytes)
 
 
-def _cut(num_rows: Ints) -> Cut:
+def _cut(num_rows: Ints) -> SliceSpec:
     """So many rows for each rank, one rank's behind another's."""
     ends = np.cumsum(num_rows)
-    return Cut(0, tuple((ends - num_rows).tolist()), tuple(ends.tolist()))
+    return SliceSpec(0, tuple((ends - num_rows).tolist()), tuple(ends.tolist()))
 
 
 def _row_bytes(like: Sequence[Any], dtype: Any) -> int:

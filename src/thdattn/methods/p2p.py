@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from thdattn.comm import nothing
+from thdattn.comm import no_wait
 from thdattn.methods.base import Call, Results, Tensors, lse_dtype
 from thdattn.plan.memory import Bytes, Layer, Memory, num_bytes
 
@@ -142,7 +142,7 @@ def _slices(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any) -> Iterator[tup
 def _pass_on(comm: Comm, sends: Pair, recvs: Pair) -> Callable[[], None]:
     """Starts to send to the next rank, and to receive from the one before; returns what waits for that."""
     if not sends:
-        return nothing
+        return no_wait
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sizes = _hop_sizes(comm.size, sum(x.nbytes for x in sends))
     return comm.exchange([(x, right) for x in sends], [(x, left) for x in recvs], sizes)

@@ -1,4 +1,4 @@
-"""Comm.exchange and Comm.swap, checked by every rank of any backend."""
+"""Comm.exchange and Comm.all_to_all, checked by every rank of any backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 import thdattn.comm
-from thdattn.comm.slices import Cut, Swap
+from thdattn.comm.slices import AllToAllSpec, SliceSpec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [BFLOAT16, *map(np.dtype, ("float16", "float32", "float64", "int8", "uint64", "complex128"))]
@@ -92,7 +92,7 @@ def start_swap(comm: thdattn.comm.Comm, xp: Any, draw: random.Random) -> tuple[A
         made = np.frombuffer(draw.randbytes(size), dtype).reshape(comm.size, *shape)
         place, ends = xp.asarray(np.zeros(into, dtype)), {axis: of_ranks(comm, share), 1 - axis: of_ranks(comm, rows)}
         cut, laid = (1 - axis, axis) if back else (axis, 1 - axis)  # along which axis slices are taken, and put
-        cuts.append((Cut(cut, *ends[cut]), Cut(laid, *ends[laid])))
+        cuts.append((SliceSpec(cut, *ends[cut]), SliceSpec(laid, *ends[laid])))
         sends.append(xp.array(made[comm.rank]))
         mine = slice(ends[cut][0][comm.rank], ends[cut][1][comm.rank])
         parts = [x[:, mine] if cut else x[mine] for x in made]
@@ -100,7 +100,8 @@ def start_swap(comm: thdattn.comm.Comm, xp: Any, draw: random.Random) -> tuple[A
     sizes = num_bytes * (1 - np.eye(comm.size, dtype=np.int64))
     before = comm.received_bytes
     outs, ins = zip(*cuts, strict=True)
-    wait = comm.swap(Swap(outs, ins, sizes), sends, [place for place, _ in arrived], at_once=draw.random() < 0.5)
+    spec, recvs = AllToAllSpec(outs, ins, sizes), [place for place, _ in arrived]
+    wait = comm.all_to_all(spec, sends, recvs, at_once=draw.random() < 0.5)
     assert comm.received_bytes - before == sizes[:, comm.rank].sum()
     for send in sends:
         send.view(np.uint8)[...] = 0  # it is free

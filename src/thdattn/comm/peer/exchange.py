@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn.comm.slices import Cut, Swap
+from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.jit import compiler
 from thdattn.jit.structs import CHUNKS, EXCHANGED, MAX_RANKS
 from thdattn.kernels.instances import EXCHANGE_KERNELS
@@ -31,11 +31,11 @@ class Exchange:
     """
 
     def __init__(
-        self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], to: Sequence[int], came: Sequence[int],
-        meeting: Any,
+        self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], to: Sequence[int], came: Sequence[int],
+        flags: Any,
     ) -> None:  # fmt: skip
         sides = {name: [_side(*pair) for pair in zip(cuts, arrays, strict=True)]
-                 for name, cuts, arrays in (("out", swap.outs, sends), ("in", swap.ins, recvs))}
+                 for name, cuts, arrays in (("out", spec.outs, sends), ("in", spec.ins, recvs))}
         numbers = [number for side in sides.values() for of_array in side for number in of_array.numbers()]
         word = next(size for size in EXCHANGE_KERNELS if math.gcd(*numbers) % size == 0)
         cargo = np.zeros((), EXCHANGED)
@@ -43,9 +43,9 @@ class Exchange:
             cargo[name][: len(side)] = [of_array.struct(word) for of_array in side]
         cargo["to"], cargo["from"] = _for_ranks(to), _for_ranks(came)
         cargo["num_cuts"] = len(sends)
-        cargo["num_chunks"] = chunks_of(int(swap.sizes.max()))
+        cargo["num_chunks"] = chunks_of(int(spec.sizes.max()))
         self._kernel = compiler.kernel(EXCHANGE_KERNELS[word])
-        self._arguments = compiler.Arguments((cargo[()], meeting, *NOBODY))
+        self._arguments = compiler.Arguments((cargo[()], flags, *NOBODY))
 
     def launch(self, marks: int, number: int) -> None:
         """On the current stream; see Meeting."""
@@ -79,7 +79,7 @@ class _Side(NamedTuple):
                 self.pitch // word)
 
 
-def _side(cut: Cut, array: Any) -> _Side:
+def _side(cut: SliceSpec, array: Any) -> _Side:
     """Rows that follow each other are one."""
     if not array.flags.c_contiguous:
         raise TypeError(f"an array to exchange has shape {array.shape} and strides {array.strides}, wanted a "

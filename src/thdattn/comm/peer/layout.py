@@ -29,7 +29,7 @@ def bytes_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> tuple
     return tuple(math.prod(shape) * dtype.itemsize for shape in shapes)
 
 
-def roomy(num_bytes: int) -> int:
+def rounded_up(num_bytes: int) -> int:
     """Round up by at most a quarter, or to 1 MiB, so that growing sizes do not need new memory each time."""
     step = max(1 << 20, 1 << max(0, num_bytes.bit_length() - 3))
     return -(-num_bytes // step) * step

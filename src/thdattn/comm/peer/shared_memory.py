@@ -63,7 +63,7 @@ class SharedMemory:
         """
         pair = self._pairs.get(use)
         if pair is None or pair.num_bytes < num_bytes:
-            pair = self._grown(use, layout.roomy(num_bytes), capturing)
+            pair = self._grown(use, layout.rounded_up(num_bytes), capturing)
         return pair.next(capturing)
 
     def pulled(self, num_bytes: int, capturing: bool) -> int:
@@ -76,7 +76,7 @@ class SharedMemory:
         """
         there = self._pulled[capturing]
         if not there or there[-1].size < num_bytes:
-            self._pull_more(layout.roomy(num_bytes), capturing)
+            self._pull_more(layout.rounded_up(num_bytes), capturing)
         return int(there[-1].ptr)
 
     def held_bytes(self) -> dict[str, int]:

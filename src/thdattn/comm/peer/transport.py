@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thdattn.comm import Arrival, Meeting, nothing
+from thdattn.comm import Arrival, PeerExchange, no_wait
 from thdattn.comm.failures.outcomes import Waiting, agreed
 from thdattn.comm.peer import layout
 from thdattn.comm.peer.layout import bytes_of, offsets, offsets_of, slots_of
 from thdattn.comm.peer.shared_memory import KEYS, PULLED, SLICES, SUMS, SharedMemory
 from thdattn.comm.peer.windows import Window, header_bytes
-from thdattn.comm.slices import Slices, Swap, address, copy, rows_of
+from thdattn.comm.slices import AllToAllSpec, Slices, address, copy, rows_of
 from thdattn.jit.structs import MAX_CUTS, MAX_RANKS, SHARES
 
 _HIGHEST = -5  # of the priorities of streams
@@ -151,8 +151,8 @@ class PeerMemory:
                    for rank in range(self.size)] for part in route.parts]
             return route.in_place(window, sends, [(self.rank, slot(self.rank, rank)) for rank in range(self.size)]), to
 
-        parts, to = window.once((route, "all"), made)
-        return Arrival(parts, meeting=Meeting(window.meetings[1], to, *marks))
+        parts, to = window.memoize((route, "all"), made)
+        return Arrival(parts, peer_exchange=PeerExchange(window.exchange_flags[1], to, *marks))
 
     def _first_by_kernel(self, stream: Any, route: _Route, window: Window, sends: Sequence[Any],
                          recvs: Sequence[Sequence[Any]], marks: tuple[int, int]) -> list[Arrival]:
@@ -162,8 +162,8 @@ class PeerMemory:
                   for part in route.parts]
             return route.in_place(window, sends, [(rank, 0) for rank in range(self.size)]), to
 
-        parts, to = window.once((route, "first"), made)
-        meeting = Meeting(window.meetings[0], to, *marks)
+        parts, to = window.memoize((route, "first"), made)
+        peer_exchange = PeerExchange(window.exchange_flags[0], to, *marks)
         places = [recvs[group] for group in range(1, len(recvs))]
         waits: list[Wait] = []  # made when the first one was read
 
@@ -179,7 +179,7 @@ class PeerMemory:
         arrivals = [Arrival([[place] for place in parts], functools.partial(wait, number))
                     for number, parts in enumerate(places)]
         arrivals[-1] = arrivals[-1]._replace(done=lambda: window.take(stream))
-        return [Arrival(parts, done=pull, meeting=meeting), *arrivals]
+        return [Arrival(parts, done=pull, peer_exchange=peer_exchange), *arrivals]
 
     def _pull(self, route: _Route, group: int, window: Window, parts: Sequence[Any]) -> None:
         """Copies a group of the other ranks' heads to its places."""
@@ -191,7 +191,7 @@ class PeerMemory:
         """See Comm.exchange. What a rank sends to another one lies together in its window, where `sizes` tells."""
         stream, slots = self.enter(), slots_of(sizes)
         if not any(slot[-1] for slot in slots):  # on all ranks
-            return nothing
+            return no_wait
         window = self._memory.window(SLICES, max(slot[-1] for slot in slots), stream.is_capturing())
         window.free(stream)
         at = list(slots[self.rank])
@@ -212,20 +212,20 @@ class PeerMemory:
         window.take(self._pulls)
         return self._arrival(stream)
 
-    def swaps_by_kernel(self, swap: Swap, at_once: bool) -> bool:
+    def exchanges_by_kernel(self, spec: AllToAllSpec, at_once: bool) -> bool:
         """Whether to call `swap`; all ranks find the same."""
-        fits = len(swap.outs) <= MAX_CUTS and 0 < swap.most < _MOST_OF_A_KERNEL
-        return fits and (at_once or swap.most < WORTH_COPYING)
+        fits = len(spec.outs) <= MAX_CUTS and 0 < spec.most < _MOST_OF_A_KERNEL
+        return fits and (at_once or spec.most < WORTH_COPYING)
 
-    def swap(
-        self, swap: Swap, sends: Sequence[Any], recvs: Sequence[Any], marks: tuple[int, int] = (0, 0)
+    def all_to_all(
+        self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], marks: tuple[int, int] = (0, 0)
     ) -> Wait:
         """See Comm.swap. By one kernel, on the current stream; messages lie in the windows of those who get them.
 
         Args:
             marks: of the kernel, see Meeting.
         """
-        stream, slots = self.enter(), slots_of(swap.sizes.T)
+        stream, slots = self.enter(), slots_of(spec.sizes.T)
         window = self._memory.window(SLICES, max([slot[-1] for slot in slots]), stream.is_capturing())
 
         def made() -> Any:
@@ -233,36 +233,36 @@ class PeerMemory:
 
             to = [window.address(rank, slot[self.rank]) for rank, slot in enumerate(slots)]
             came = [window.address(self.rank, at) for at in slots[self.rank][:-1]]
-            return exchange.Exchange(swap, sends, recvs, to, came, window.meetings[1])
+            return exchange.Exchange(spec, sends, recvs, to, came, window.exchange_flags[1])
 
-        key = swap, *[x.data.ptr for x in sends], *[x.data.ptr for x in recvs]
-        window.once(key, made).launch(*marks)
+        key = spec, *[x.data.ptr for x in sends], *[x.data.ptr for x in recvs]
+        window.memoize(key, made).launch(*marks)
         return self._behind(stream)
 
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
         behind = [recvs[group][0].shape[1] for group in range(1, len(recvs))]  # the first one may be read where it is
         return _route((sends[0].shape[1] - sum(behind), *behind), tuple([(x.shape, x.dtype) for x in sends]))
 
-    def give_back(self) -> None:
+    def drop_partials(self) -> None:
         """See Comm.give_back."""
         self._summing.unfree(self.enter())
 
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
         """See Comm.gather_bytes. One group comes where it is read, others wait where they are from."""
         num_parts = self.size - 1 if num_groups == 1 else 1
-        return {KEYS: self._both(layout.roomy(num_parts * offsets(sends)[-1]))}
+        return {KEYS: self._both(layout.rounded_up(num_parts * offsets(sends)[-1]))}
 
     def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
         """See Comm.sum_bytes. All groups but the last one, whose shares go to their owners, are pulled from others."""
         most = max(map(sum, groups))
-        pulled = {PULLED: layout.roomy(most // self.size * (self.size - 1))} if len(groups) > 1 else {}
-        return {SUMS: self._both(layout.roomy(max(offsets(group)[-1] for group in groups))), **pulled}
+        pulled = {PULLED: layout.rounded_up(most // self.size * (self.size - 1))} if len(groups) > 1 else {}
+        return {SUMS: self._both(layout.rounded_up(max(offsets(group)[-1] for group in groups))), **pulled}
 
     def exchange_bytes(self, sizes: Any) -> dict[str, int]:
         """See Comm.exchange_bytes. What a kernel brings lies in the windows of those who get it."""
         by_kernel = sizes.sum(0).max() < WORTH_COPYING
         most = max(slot[-1] for slot in slots_of(sizes.T if by_kernel else sizes))
-        return {SLICES: self._both(layout.roomy(most))} if most else {}
+        return {SLICES: self._both(layout.rounded_up(most))} if most else {}
 
     def held_bytes(self) -> dict[str, int]:
         """See Comm.held_bytes."""
@@ -272,7 +272,7 @@ class PeerMemory:
         """Of the two windows of a use."""
         return 2 * (header_bytes(self.size) + num_bytes)
 
-    def homes(
+    def owner_partials(
         self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
     ) -> Any:
         """See Comm.homes. In a rank's window lie behind each other its shares for all ranks, or theirs for it.
@@ -290,17 +290,17 @@ class PeerMemory:
         window = self._summing = self._memory.window(SUMS, most, capturing)
         window.free(stream)
         self._sizes = bytes_of(tuple(shapes), _FLOAT32)
-        given, self._gotten = window.homes(tuple(begins), self._sizes, at_once)
+        given, self._gotten = window.owner_partials(tuple(begins), self._sizes, at_once)
         return given
 
-    def sum_at_home(self, rows: Any, results: Sequence[Any], at_once: bool) -> Wait:
+    def reduce_partials(self, rows: Any, results: Sequence[Any], at_once: bool) -> Wait:
         """See Comm.sum_at_home."""
         stream, window = self._cupy.cuda.get_current_stream(), self._summing
         if at_once:
             window.meet(stream)
             self._add(self._gotten, results, rows, stream)
             window.take(stream)
-            return nothing
+            return no_wait
         window.publish(stream)
         self._follow(stream)
         window.arrive(self._pulls)

@@ -116,7 +116,7 @@ class Window:
         return [at + flags_of(self._rank) for at in self._at]
 
     @functools.cached_property
-    def meetings(self) -> tuple[Any, Any]:
+    def exchange_flags(self) -> tuple[Any, Any]:
         """A MEETING for a kernel that says that it has taken all, or (the first one) leaves that to `take`."""
         counts = self._memory.ptr + flags_of(len(self._at))
         theirs = [*self.flags_there(), *[0] * (MAX_RANKS - len(self._at))]
@@ -136,9 +136,9 @@ class Window:
             place = cupy.cuda.MemoryPointer(self._memory, self._header + offset)
             return cupy.ndarray(shape, dtype, place)
 
-        return self.once((offset, shape, dtype), made)
+        return self.memoize((offset, shape, dtype), made)
 
-    def homes(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
+    def owner_partials(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
         """Of shares of so many bytes, from these offsets on one behind another, those of one rank of what each rank
         owns, and those of all ranks of what one owns: a SHARES of this rank each.
 
@@ -154,14 +154,14 @@ class Window:
                     mine["of"][i, rank] = self.share(self._rank, rank, offset, size)
             return (theirs, mine) if there else (mine, theirs)
 
-        found: tuple[Any, Any] = self.once(("homes", offsets, sizes, there), made)
+        found: tuple[Any, Any] = self.memoize(("homes", offsets, sizes, there), made)
         return found
 
     def share(self, of: int, number: int, offset: int, size: int) -> int:
         """Where one of the shares in a rank's part begins."""
         return self.address(of, offset + number * size)
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def memoize(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what `make` has returned for a key; of what was asked for long ago it is made again."""
         kept = self._kept
         found = kept.get(key)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from thdattn.comm import Meeting
+from thdattn.comm import PeerExchange
 from thdattn.comm.peer.exchange import NOBODY, THREADS
 from thdattn.comm.peer.reduce import add_up
 from thdattn.engines.cuda import launch
@@ -23,26 +23,27 @@ _GATHER_BLOCKS = 256  # two for each multiprocessor
 
 def to_sequence_order(
     k_parts: Sequence[Array], v_parts: Sequence[Array], plan: Plan, into: Sequence[Array] | None = None,
-    own: Sequence[Array] | None = None, meeting: Meeting | None = None,
+    own: Sequence[Array] | None = None, peer_exchange: PeerExchange | None = None,
 ) -> tuple[Array, Array]:
     """Rows of all ranks moved to sequence order, into buffers of the plan; rows that no local query sees become 0.
 
     Args:
-        own: this rank's rows, which parts do not have; with a meeting, which they are to have.
-        meeting: of all ranks, by this kernel, see Arrival.
+        own: this rank's rows, which parts lack; with peer_exchange, the kernel sends them to the other ranks.
+        peer_exchange: arguments by which this kernel exchanges rows with all peers, see Arrival.
     """
     k, v = into or [plan.buffer(name, (plan.key_rows, *parts[0].shape[1:]), parts[0].dtype)
                     for name, parts in (("k", k_parts), ("v", v_parts))]
-    if meeting is None or own is None:
+    if peer_exchange is None or own is None:
         reorder(False, (k, v), (k_parts, v_parts), plan.rank_order, plan.query_ranges, own,
                 plan.first_own)
     else:
-        _gather(plan, (k, v), (k_parts, v_parts), own, meeting)
+        _gather(plan, (k, v), (k_parts, v_parts), own, peer_exchange)
     return k, v
 
 
 def _gather(
-    plan: Plan, outs: Sequence[Array], sources: Sequence[Sequence[Array]], own: Sequence[Array], meeting: Meeting
+    plan: Plan, outs: Sequence[Array], sources: Sequence[Sequence[Array]], own: Sequence[Array],
+    peer_exchange: PeerExchange,
 ) -> None:
     """thd_meet, of all rows."""
     if not plan.local_key_rows:  # of any rank
@@ -55,13 +56,13 @@ def _gather(
                        *[part.data.ptr for part in parts])
                 for out, parts, mine in zip(outs, sources, own, strict=True)]
         order, ranges = plan.rank_order.data.ptr, plan.query_ranges.data.ptr
-        to = [(*places, *[0] * (MAX_RANKS - len(places))) for places in meeting.to]
-        return np.array((*rows, to, order, ranges, plan.local_key_rows), GATHERED)[()], meeting.flags
+        to = [(*places, *[0] * (MAX_RANKS - len(places))) for places in peer_exchange.to]
+        return np.array((*rows, to, order, ranges, plan.local_key_rows), GATHERED)[()], peer_exchange.flags
 
-    key = (id(meeting.flags), *[(x.data.ptr, x.nbytes) for x in outs], *[(x.data.ptr, x.strides) for x in own])
+    key = (id(peer_exchange.flags), *[(x.data.ptr, x.nbytes) for x in outs], *[(x.data.ptr, x.strides) for x in own])
     prepared = run.prepared(key, arguments)
-    prepared.change(-2, meeting.marks)
-    prepared.change(-1, meeting.number)
+    prepared.change(-2, peer_exchange.marks)
+    prepared.change(-1, peer_exchange.number)
     run.launch(prepared)
 
 

@@ -15,7 +15,7 @@ Array = NDArray[Any]
 
 def to_sequence_order(
     k_parts: Sequence[Array], v_parts: Sequence[Array], plan: Plan, into: Sequence[Array] | None = None,
-    own: Sequence[Array] | None = None, meeting: None = None,
+    own: Sequence[Array] | None = None, peer_exchange: None = None,
 ) -> tuple[Array, Array]:
     """Rows gathered from all ranks, moved to sequence order: out[rank_order[t]] = in[t].
 
@@ -25,7 +25,7 @@ def to_sequence_order(
         plan: gives `rank_order`, int32, `key_rows` and `first_own`.
         into: arrays for k and v; None: buffers that stay until the next call.
         own: (local_key_rows, ...), this rank's rows of both, which the parts may then lack.
-        meeting: None, as ranks without a GPU do not meet within kernels.
+        peer_exchange: None, as only kernels exchange rows with peers.
 
     Returns:
         k, v: (key_rows, ...), the dtypes of the inputs; rows that no rank owns are 0.

@@ -1,4 +1,4 @@
-"""thd_meet, of meeting.cu, chunk by chunk on a stream of fake_streams.py: keys of all ranks, and slices for each."""
+"""Fake of thd_meet (kernels/peer/exchange.cu): it exchanges keys or slices chunk by chunk on a fake_streams stream."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fake_streams import at
 from thdattn.jit.structs import RANK_FLAGS
 from thdattn.kernels.instances import EXCHANGE_KERNELS
 
-LINE = 128  # bytes; kLine of meeting.cu
+LINE = 128  # bytes; kLine of peer/exchange.cu
 
 
-def meet(stream, cargo, meeting):
+def meet(stream, cargo, flags):
     """The kernel: waits and chunks are a step each; at last all ranks are told that this one has taken its parts."""
-    rank, size = int(meeting["rank"]), int(meeting["num_ranks"])
-    mine = at(int(meeting["mine"]), (size,), RANK_FLAGS)
-    theirs = [at(int(place), (1,), RANK_FLAGS) for place in meeting["theirs"][:size]]
+    rank, size = int(flags["rank"]), int(flags["num_ranks"])
+    mine = at(int(flags["mine"]), (size,), RANK_FLAGS)
+    theirs = [at(int(place), (1,), RANK_FLAGS) for place in flags["theirs"][:size]]
     others = [(rank + i) % size for i in range(1, size)]
 
     def offer(chunk):
@@ -46,7 +46,7 @@ def meet(stream, cargo, meeting):
         for other in others:
             await_flag(stream, mine, "offered", rank, other, chunk)
             stream.launch(collect, other, chunk)
-    if meeting["takes"]:
+    if flags["takes"]:
         stream.launch(take)
 
 
@@ -132,5 +132,5 @@ class Kernel:
 
     def launch(self, grid, block, arguments):
         assert grid[0] % 2 == 0 and block % 32 == 0
-        cargo, meeting, *_ = (np.array(x)[()] for x in arguments._values)
-        meet(self._machine.stream, Exchanged(cargo, self._word), meeting)
+        cargo, flags, *_ = (np.array(x)[()] for x in arguments._values)
+        meet(self._machine.stream, Exchanged(cargo, self._word), flags)
