@@ -34,8 +34,8 @@ class Window(windows.Window):
     def owner_partials(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
         return super().owner_partials(offsets, sizes, True)
 
-    def share(self, of: int, number: int, offset: int, size: int) -> int:
-        return super().share(of, of, offset, size)
+    def partial_address(self, of: int, number: int, offset: int, size: int) -> int:
+        return super().partial_address(of, of, offset, size)
 
 
 class Mirror(thdattn.comm.Comm):

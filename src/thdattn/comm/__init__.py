@@ -15,47 +15,48 @@ A program looks the same on all of them:
     with thdattn.comm.init() as comm:
         ...
 
-and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a job waits in vain for ever:
+and is started as `mpiexec -n 4 python -m mpi4py program.py`. No rank of such a job waits for ever:
 
-* An exception that nobody catches in the main thread ends all ranks at once, after its traceback, from the moment at
-  which `init` has started MPI; `-m mpi4py` adds sys.exit with an error to that. Where a signal kills a rank, the
-  launcher ends the others.
-* Whatever else makes the others wait meets the deadline: a rank that hangs, has come to its end without an error,
-  failed in another thread, or left out a call or made a different one. What has not completed within init's `timeout`,
-  60 s unless another is passed, ends every rank of the job with an error and one line on stderr. It names rank, host,
-  operation, shape and dtype, its number among the operations of this comm, and how long it took; and the ranks that are
-  late or elsewhere, with where they are.
+* An exception that nobody catches in the main thread ends all ranks at once, after its traceback. That holds from the
+  moment at which `init` has started MPI; `-m mpi4py` adds sys.exit with an error to that. Where a signal kills a rank,
+  the launcher ends the others.
+* Every other reason to wait meets the deadline: a rank that hangs, has come to its end without an error, failed in
+  another thread, or made other calls than the others. An operation that does not complete within init's `timeout`,
+  60 s by default, ends every rank of the job with an error and one line on stderr. The line names rank,
+  host, operation, shape and dtype, its number among the operations of this comm, and how long it took. It also names
+  the ranks that are late or elsewhere, with where they are.
 * A rank that is missing ends the job before the deadline: one that has ended, or has been stopped (SIGSTOP) or silent
   for 10 s, while another one has waited for 5 s. The line names it, its machine and its last operation. A `timeout`
   below a minute makes these times `timeout / 6`, at least 1 s, and `timeout / 12`.
-* For that each process starts a side process, which says by UDP what its rank does to those who know its token; it
-  answers while the rank compiles or computes in C. Ranks of one machine use 127.0.0.1; those of several the address of
-  the default route. Nobody asks while nothing waits for long. A rank that cannot be reached, as behind a firewall, is
-  unknown and not held to be missing. THDATTN_HOST is another name for this rank's machine.
+* For that, each process starts a side process, which answers over UDP, to ranks that know its token, what its rank
+  does. It answers while the rank compiles or computes in C. Ranks of one machine use 127.0.0.1; those of several
+  machines use the address of the default route. Ranks ask only while an operation waits for long. A rank that cannot be
+  reached, as behind a firewall, counts as unknown, not as missing. THDATTN_HOST replaces the name of this rank's
+  machine.
 * On GPUs the clock runs from when the GPU has come to the operation: it may be enqueued long before, and behind long
-  work. A graph that `thdattn.graphs` replays is one operation; launch one of your own within `comm.watched`. Time for
+  work. A graph that `thdattn.graphs` replays is one operation; launch your own graphs within `comm.watched`. Time for
   which this process is stopped does not count.
-* A rank that is late on purpose is late all the same: where one writes a checkpoint for minutes while the others wait
-  in the next collective, pass a longer `timeout`.
-* `init` starts MPI, finds the GPUs and starts NCCL, and gives each of these steps five times the `timeout`. Its clock
-  is that of the ranks that have come to it, so call it first. Where the program has imported mpi4py.MPI before, the
-  start of MPI has no deadline; nor has anything after close(), such as MPI_Finalize, which waits for all ranks.
-* The end is MPI_Abort; a process that is still there 5 s later says where its threads are, and exits.
-* Simulated ranks have the timeout of `run_local`. Those of `from_torch` have torch's; where that ends a call, a line on
+* A rank that is late on purpose counts as late, too: where one writes a checkpoint for minutes while the others wait in
+  the next collective, pass a longer `timeout`.
+* `init` starts MPI, finds the GPUs and starts NCCL, and gives each of these steps five times the `timeout`. The clock
+  starts on each rank when it calls `init`, so call it first. Where the program has imported mpi4py.MPI before, the
+  start of MPI has no deadline. Nothing after close() has one, such as MPI_Finalize, which waits for all ranks.
+* The job ends by MPI_Abort; a process that still runs 5 s later says where its threads are, and exits.
+* Simulated ranks have the timeout of `run_local`. Ranks of `from_torch` have torch's: where it ends a call, a line on
   stderr names the late ranks, and a missing rank ends the job as above.
-* Ctrl-C, with MPICH: the launcher sends SIGINT to every rank, and Python raises KeyboardInterrupt on those that
-  compute; one that waits in a collective or for its GPU handles the signal when that ends, which may be at the
-  deadline. A second Ctrl-C kills all ranks at once, whatever they do.
-* Ctrl-C, with Open MPI: the launcher sends SIGTERM, no SIGINT, and kills the ranks a second later (version 4) or
-  sooner (version 5). There is no time for a checkpoint, and a second Ctrl-C is not needed.
+* Ctrl-C, with MPICH: the launcher sends SIGINT to every rank, and Python raises KeyboardInterrupt on ranks that
+  compute. A rank that waits in a collective or for its GPU handles the signal when that ends, which may be at the
+  deadline. A second Ctrl-C kills all ranks at once.
+* Ctrl-C, with Open MPI: the launcher sends SIGTERM, no SIGINT, and kills the ranks a second later (version 4) or sooner
+  (version 5). There is no time for a checkpoint, and a second Ctrl-C is not needed.
 
 Groups: `comm.split(color)` makes comms of some of the ranks each, say one per row and one per column of a grid, and
-`comm.init(world=...)` takes any communicator of mpi4py. Ranks of one comm make the same calls on it in the same order,
-and nothing else is asked of groups that share no rank. Where they share ranks, each rank may mix the calls of its comms
-as it likes, provided that all calls of all ranks can be put in one sequence that keeps every rank's own order; a
-program in which all ranks do "first the row, then the column" has one. If rank 0 is first in its row, rank 1 of that
-row first in its column, and so on round the grid, each waits for the next. GPU ranks use one stream for the comms that
-they share, or order the streams by events in the same way on all ranks. Closing a comm closes its groups.
+    `comm.init(world=...)` takes any communicator of mpi4py. Ranks of one comm make the same calls on it in the same
+    order. Groups that share no rank need no order between them. Where they share ranks, each rank may mix the calls of
+    its comms, provided that all calls of all ranks fit one sequence that keeps every rank's own order. A program in
+    which all ranks do "first the row, then the column" has one. If rank 0 is first in its row, rank 1 of that row first
+    in its column, and so on round the grid, each waits for the next. GPU ranks use one stream for the comms that they
+    share, or order the streams by events in the same way on all ranks. Closing a comm closes its groups.
 
 Importing this package needs neither MPI nor a GPU: mpi4py, CuPy and PyTorch are loaded when a backend is made.
 """
@@ -87,17 +88,17 @@ def init(
 
     Args:
         backend: "auto", "single", "mpi" or "nccl".
-        world: the ranks, a communicator of mpi4py whose processes all call this; COMM_WORLD if it is None. What else is
-            sent on it does no harm. What the launcher says is checked against COMM_WORLD only.
+        world: the ranks, a communicator of mpi4py whose processes all call this; COMM_WORLD if it is None. Other
+            messages on it do no harm. The launcher's size is checked against COMM_WORLD only.
         timeout: seconds after which a collective that has not completed ends all ranks of the job, at most
             threading.TIMEOUT_MAX (centuries); groups inherit it. "single" waits for nobody.
         transport: of keys, values and their gradients between GPUs: "peer", copies between the GPUs of one machine,
-            which go on beside kernels; "nccl"; or "auto": peer where it works on all ranks. The comm's repr says which
-            it is, and why not peer. Other backends take no notice of it.
+            which overlap kernels; "nccl"; or "auto": peer where it works on all ranks. The comm's repr says which it
+            is, and why not peer. Other backends ignore it.
         check: every collective first agrees, on the host, on operation, plan, shapes and dtype; a difference raises a
-            ValueError on all ranks, which names the field and the ranks. One rank that asks for it decides for all;
-            THDATTN_CHECK=1 asks, too. Switch it on while a program is new or hangs: it makes the host wait in every
-            call. Captured collectives agree when they are captured.
+            ValueError on all ranks, which names the field and the ranks. One rank that asks for it decides for all, and
+            THDATTN_CHECK=1 asks, too. Switch it on while a program is new, or when its ranks hang or differ; it makes
+            the host wait in every call. Captured collectives agree when they are captured.
 
     Returns:
         A comm whose rank and size are those of world ("single": 0 and 1).
@@ -117,14 +118,14 @@ def init(
 
 
 def from_torch(group: Any = None, check: bool = False) -> Comm:
-    """The ranks of a torch.distributed process group, for programs that torchrun started.
+    """Join the ranks of a torch.distributed process group, for programs that torchrun started.
 
-    Collectives are torch's, on the group's own communicator: they and the program's other collectives on this group
-    must come in the same order on every rank, and its timeouts hold. All ranks of the group call this, as it tells them
-    of each other. gloo moves NumPy arrays and nccl CuPy arrays; a
-    group of both ("cpu:gloo,cuda:nccl") moves both. With nccl, torch's current GPU becomes CuPy's, so call
-    torch.cuda.set_device before. A failing rank ends the others as torchrun does it; close() leaves the group alone,
-    and groups of split live as long as torch.distributed does, with torch's own timeouts.
+    Collectives are torch's, on the group's own communicator, and its timeouts hold. They and the program's other
+    collectives on this group must come in the same order on every rank. All ranks of the group call this, as it
+    exchanges their addresses. gloo moves NumPy arrays and nccl CuPy arrays; a group of both ("cpu:gloo,cuda:nccl")
+    moves both. With nccl, torch's current GPU becomes CuPy's, so call torch.cuda.set_device before. A failing rank ends
+    the others as torchrun does it. close() leaves the group alone, and groups of split live as long as
+    torch.distributed does, with torch's own timeouts.
 
     Args:
         group: a process group that this process is in; None for all processes.

@@ -1,6 +1,6 @@
-"""Agreement: all ranks answer one question alike, or all raise and learn which field differs on which rank.
+"""Agreement: all ranks answer a question alike, or all raise and learn which field differs on which rank.
 
-Every question is a ballot of one form, so ranks that ask different questions notice that, too.
+Every question is a ballot of one form, so ranks also notice that they ask different questions.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ import numpy as np
 
 from thdattn.arguments import as_int
 
-Fields = Mapping[str, Any]  # by name: numbers, texts, tuples of these, and NumPy arrays
+Fields = Mapping[str, Any]  # name: number, text, tuple of these, or NumPy array
 GatherValues = Callable[[Any], Sequence[Any]]
 
 _NUMBER = ""  # the name of the only field of a plain number
 
 
 class Ballot(NamedTuple):
-    """One rank's part in an agreement: the question, a digest of its answer, and why it cannot go on ("": it can)."""
+    """Vote of one rank in an agreement.
+
+    question: the name of what ranks agree on.
+    digest: hash of this rank's answer.
+    refusal: why this rank cannot go on; "": it can.
+    """
 
     question: str
     digest: bytes
@@ -49,7 +54,7 @@ def settle(gather_values: GatherValues, question: str, answer: int | Fields, ref
 
 
 def _differences(answers: Sequence[Fields]) -> str:
-    """The fields that differ, with what each rank has."""
+    """Name the fields that differ, with what each rank has."""
     first = answers[0]
     names = dict.fromkeys(name for answer in answers for name in answer)
     differing = [name for name in names
@@ -61,7 +66,7 @@ def _differences(answers: Sequence[Fields]) -> str:
 
 
 def _difference(name: str, values: Sequence[Any]) -> str:
-    """One field: whole, or of arrays the length or the first entry that differs."""
+    """Word one field: its values, or for arrays the length or the first entry that differs."""
     if all(isinstance(value, np.ndarray) and value.ndim == 1 for value in values):
         shortest = min(len(value) for value in values)
         same = np.all([value[:shortest] == values[0][:shortest] for value in values], axis=0)
@@ -72,7 +77,7 @@ def _difference(name: str, values: Sequence[Any]) -> str:
 
 
 def _by_value(values: Sequence[Any]) -> str:
-    """Every value once, with the ranks that have it."""
+    """List every value once, with the ranks that have it."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(repr(value), []).append(str(rank))
@@ -84,7 +89,7 @@ def _by_rank(texts: Sequence[str]) -> str:
 
 
 def _as_ballot(value: Any) -> Ballot:
-    """The value of a rank; one that is in another kind of call sends something else."""
+    """Return a rank's value as a ballot; a rank in another kind of call sends something else."""
     return value if isinstance(value, Ballot) else Ballot("another call", b"", "")
 
 

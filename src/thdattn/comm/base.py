@@ -1,4 +1,4 @@
-"""The contract: what every comm does, with checks of what it is asked, and what its backend has to bring."""
+"""Contract of a comm: what each collective does, the checks of its arguments, and what a backend implements."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _INTEGERS = frozenset({"int8", "uint8", "int32", "uint32", "int64", "uint64"})
 
 
 class Comm(ArgumentChecks, OverlappedCollectives):
-    """What the rest of the package asks of a group of ranks.
+    """Group of ranks with its collectives, as the rest of the package uses them.
 
-    Every rank calls the same collectives in the same order with the same shapes and dtypes. Arrays are C-contiguous
-    and ``send`` and ``recv`` do not overlap; what the other ranks read is free again when the call returns (on a GPU:
-    for work later on the same stream). Arrays of size 0 are legal everywhere. Checks look at this rank's arguments
+    Every rank calls the same collectives in the same order with the same shapes and dtypes. Arrays are C-contiguous,
+    and ``send`` and ``recv`` do not overlap. An array that other ranks read is free again when the call returns; on a
+    GPU, for later work on the same stream. Arrays of size 0 are legal everywhere. Checks look at this rank's arguments
     only and cost no communication.
 
     Attributes:
-        name: which backend this is.
+        name: name of the backend.
         rank: this rank, 0 <= rank < size.
         size: number of ranks.
         devices: which arrays it takes, "cpu" for NumPy and "cuda" for CuPy.
         sum_dtypes: names of the dtypes that reduce_scatter and all_reduce take.
         capturable: whether collectives of CuPy arrays may be captured in a CUDA graph.
-        overlaps: whether gather_heads and sum_rows, and exchange where it is given sizes, go on while kernels run.
+        overlaps: whether kernels overlap gather_heads, reduce_partials, and exchange where it is given sizes.
         checks: whether ranks agree on every call before it is made, see `check` of thdattn.comm.init.
-        no_gpus: why it moves host arrays, although init was to choose; "": it does not, or they were asked for.
-        received_bytes: what collectives of arrays have brought from other ranks so far, by the shapes; those that a
-            graph has captured count once.
+        no_gpus: why init, which was to choose, took host arrays; "": it took GPUs, or the backend was asked for.
+        received_bytes: bytes that collectives of arrays have received from other ranks so far, by the shapes.
+            Collectives that a graph has captured count once.
     """
 
     sum_dtypes = _INTEGERS | {"float32", "float64"}
@@ -119,31 +119,31 @@ class Comm(ArgumentChecks, OverlappedCollectives):
             self._all_reduce(array, op)
 
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any = None) -> Callable[[], None]:
-        """Start to send slices of arrays to some of the other ranks, and to receive theirs.
+        """Start to send slices of arrays to some of the other ranks, and to receive slices from them.
 
-        Both sides know from their plan what travels. Every rank makes the call, also one that has nothing to send or
-        to receive.
+        Both sides know the sizes from their plan. Every rank makes the call, even with nothing to send or to receive.
 
         Args:
-            sends: pairs (slice, rank that it goes to). Its rows need not follow each other, but the elements of a row
-                do: x[a:b], and x[:, a:b] of a C-contiguous x. Several may go to one rank, and empty ones are left out.
-            recvs: pairs (slice, rank that it comes from): for each rank as many as it sends here, in the same order
-                and of equally many bytes; shapes and dtypes are the receiver's. Overwritten; they and sends do not
+            sends: pairs (slice, rank that it goes to). The elements of a row are contiguous, but rows need not follow
+                each
+                other: x[a:b], and x[:, a:b] of a C-contiguous x. Several may go to one rank. Empty ones are left out.
+            recvs: pairs (slice, rank that it comes from): from each rank as many as it sends here, in the same order
+                and of equally many bytes. Shapes and dtypes are the receiver's. Overwritten; recvs and sends do not
                 overlap.
             sizes: (size, size) integers in host memory, the bytes that each rank (row) sends to each other one
-                (column), the same on all ranks: so they can travel through peer memory, beside kernels, in exchanges
-                that all ranks give sizes to.
+                (column). They are the same on all ranks, and all ranks pass them or none does. With them, slices may go
+                through peer memory, beside kernels.
 
         Returns:
-            What waits for recvs, to be called before these are read; on a GPU it is the current stream that waits. It
-            holds recvs until then, and waits when it is dropped. What was sent is free when exchange returns, as in
+            A function that waits for recvs, called before they are read; on a GPU the current stream waits. It holds
+            recvs until then, and waits when it is dropped. Sent slices are free when exchange returns, as in
             all_gather.
 
         Raises:
             TypeError: an array is of the wrong kind or the elements of its rows are not contiguous, host arrays and GPU
                 arrays are mixed, or a rank is no integer.
             ValueError: a rank is this one or none of the others, an array to receive is read-only, sizes are not those
-                of the slices, or (on simulated ranks) what one sends is not what the other one receives.
+                of the slices, or (on simulated ranks) the sender's slices are not those that the receiver expects.
         """
         self._check_slices(sends, recvs, sizes)
         sends, recvs = ([(array, peer) for array, peer in slices if array.size] for slices in (sends, recvs))
@@ -163,7 +163,7 @@ class Comm(ArgumentChecks, OverlappedCollectives):
     ) -> None:
         """Check that every rank holds the same number or fields, such as the lengths of a plan's batch.
 
-        Costs a message over the host, so it is meant for once per plan, not once per layer.
+        It costs a message over the host: call it once per plan, not once per layer.
 
         Args:
             name: the question, for the message; the same on every rank.
@@ -173,17 +173,17 @@ class Comm(ArgumentChecks, OverlappedCollectives):
 
         Raises:
             TypeError: value is neither an integer nor a mapping.
-            ValueError: on every rank: with the refusals of all ranks; naming the fields that differ and what each rank
-                has; or with the calls that ranks make instead.
+            ValueError: on every rank. It has the refusals of all ranks; or the fields that differ, with each rank's
+                value; or the calls that ranks make instead.
         """
         self._check_open()
         settle(self._gather_values, name, value, refusal, remedy)
 
     def checked(self, name: str, describe: Callable[[Any], Fields], subject: Any) -> AbstractContextManager[object]:
-        """A block that checks this rank's arguments of a call on all ranks; see `check` of thdattn.comm.init.
+        """Return a block in which all ranks check their arguments of a call; see `check` of thdattn.comm.init.
 
-        With `checks`, ranks agree at its end on the fields of describe(subject), and what the block raises on one rank
-        is raised on all. Else it costs nothing, and each rank raises alone.
+        With `checks`, ranks agree at its end on the fields of describe(subject), and an error that the block raises on
+        one rank is raised on all. Without, the block costs nothing, and each rank raises alone.
         """
         return self._agreeing(name, describe, subject) if self.checks else _UNWATCHED
 
@@ -207,8 +207,8 @@ class Comm(ArgumentChecks, OverlappedCollectives):
         Every rank of this comm calls it and gets its group's comm, of the same backend. Groups may be split again.
 
         Args:
-            color: which group this rank is in, >= 0.
-            key: the ranks of a group are numbered by it, and where it is equal in the order that they have here.
+            color: number of this rank's group, >= 0.
+            key: order of the ranks in a group; ranks with the same key keep the order that they have here.
 
         Raises:
             TypeError: color or key is not an integer.
@@ -224,10 +224,10 @@ class Comm(ArgumentChecks, OverlappedCollectives):
         return group
 
     def close(self) -> None:
-        """Give the backend's resources back; a second call does nothing.
+        """Release the backend's resources; a second call does nothing.
 
-        Every rank must call it. Groups that were split off are closed first, the last one first, and before any of them
-        what before_close was asked for. Collectives raise RuntimeError afterwards.
+        Every rank must call it. Actions of before_close come first, then groups are closed, the last one first, and
+        then this comm. Collectives raise RuntimeError afterwards.
         """
         if not self._closed:
             self._act_before_close()
@@ -237,28 +237,28 @@ class Comm(ArgumentChecks, OverlappedCollectives):
             self._close()
 
     def watched(self, what: str, array: Any = None) -> AbstractContextManager[object]:
-        """A block that waits for other ranks, or enqueues what does on the current stream, under the deadline of init.
+        """Return a block, with init's deadline, for work that waits for other ranks on the host or the current stream.
 
-        Collectives are watched already, and so is what a block contains, as one with it. While the stream is captured
-        nothing is, as nothing runs: have the graph's launch watched. Where init's deadline does not apply, this does
-        nothing.
+        Collectives are watched already; inside the block they count as one operation. Nothing is watched while the
+        stream is
+        captured, as nothing runs: have the graph's launch watched. Without a deadline of init, the block does nothing.
 
         Args:
             what: the operation, for the message.
-            array: one whose shape and dtype are for the message.
+            array: an array whose shape and dtype are for the message.
         """
         return _UNWATCHED
 
     def before_close(self, action: Callable[[], None]) -> None:
-        """Have an action done first when the comm is closed, such as destroying graphs that hold its collectives.
+        """Register an action that runs first when the comm is closed, such as destroying graphs of its collectives.
 
-        Graphs that hold collectives of several groups belong to the comm that these were split from.
+        Register graphs that hold collectives of several groups with the comm that these were split from.
         """
         self._check_open()
         self._before_close.append(action)
 
     def forget(self, action: Callable[[], None]) -> None:
-        """Take back the action that before_close was asked for."""
+        """Undo before_close for an action."""
         if action in self._before_close:
             self._before_close.remove(action)
 
@@ -268,7 +268,7 @@ class Comm(ArgumentChecks, OverlappedCollectives):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # NOTE: not on errors. Closing waits for the other ranks, and they may be stuck in a collective for this one.
+        # NOTE: not after errors: closing waits for the other ranks, which may wait for this one in a collective.
         if error is None:
             self.close()
 
@@ -292,7 +292,7 @@ class Comm(ArgumentChecks, OverlappedCollectives):
         return no_wait
 
     def _send_receive(self, sends: Slices, recvs: Slices) -> None:
-        """Messages to and from other ranks, each (bytes,) uint8; those from one rank in its order."""
+        """Send and receive messages, each (bytes,) uint8; those from one rank arrive in its order."""
         raise NotImplementedError(f"a comm of backend {self.name!r} exchanges nothing")
 
     @abstractmethod
@@ -300,13 +300,13 @@ class Comm(ArgumentChecks, OverlappedCollectives):
 
     @abstractmethod
     def _gather_values(self, value: Any) -> Sequence[Any]:
-        """What every rank passed, in rank order: small things of Python's own."""
+        """Return the values that all ranks passed, in rank order: small Python objects."""
 
     @abstractmethod
     def _split(self, color: int, key: int) -> Comm: ...
 
     def _close(self) -> None:
-        """Release what the backend holds; called once."""
+        """Release the backend's resources; called once."""
 
     def _act_before_close(self) -> None:
         for group in self._groups:

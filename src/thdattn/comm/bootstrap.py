@@ -1,4 +1,4 @@
-"""How ranks join: what started this process, which backend all of them take, and the world that they are in."""
+"""Start of a comm: find the launcher, choose the backend on all ranks alike, and join the ranks' world."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("thdattn")
 
 
 def join(backend: str, world: Any, timeout: float, transport: str, check: bool) -> Comm:
-    """The ranks of this process; see thdattn.comm.init."""
+    """Join the ranks of this process; see thdattn.comm.init."""
     as_choice("backend", backend, ("auto", "single", "mpi", "nccl"))
     as_choice("transport", transport, ("auto", "nccl", "peer"))
     timeout, check = as_timeout(timeout), wants_check(check)
@@ -47,7 +47,7 @@ def join(backend: str, world: Any, timeout: float, transport: str, check: bool) 
 
 
 def _with_gpus(backend: str, world: Any, timeout: float, transport: str, check: bool) -> Comm:
-    """NCCL's ranks; for "auto" MPI's where a rank has no GPU of its own."""
+    """Return NCCL's comm; for "auto", MPI's where a rank has no GPU of its own."""
     answers = nccl.survey(world, timeout)
     try:
         gpus = nccl.choose(answers)
@@ -55,7 +55,7 @@ def _with_gpus(backend: str, world: Any, timeout: float, transport: str, check: 
         if backend == "nccl":
             raise
         why = _why_no_gpus(answers) or str(error)
-        if world.rank == 0:  # a warning goes to stderr, unless the program has other plans for its log
+        if world.rank == 0:  # a warning goes to stderr unless the program configures its log otherwise
             level = logging.WARNING if expects_gpu() or any(found for found, _ in answers) else logging.INFO
             logger.log(level, "thdattn.comm.init uses MPI and host arrays (NumPy), not NCCL: %s", why)
         return kind_of(mpi.MpiComm, check)(world, timeout, why)
@@ -66,7 +66,7 @@ def _with_gpus(backend: str, world: Any, timeout: float, transport: str, check: 
 
 
 def _why_no_gpus(answers: Sequence[Outcome]) -> str:
-    """Say in one line why ranks have no GPU, by the first of them; "": all have one."""
+    """Say in one line why ranks have no GPU, naming the first of them; "": all have one."""
     failed = [(rank, why) for rank, (found, why) in enumerate(answers) if not found]
     if not failed:
         return ""

@@ -1,6 +1,6 @@
-"""Collectives that agree first, on the host, on the call and on what it moves; see `check` of thdattn.comm.init.
+"""Collectives that first agree, on the host, on the call and on its arrays; see `check` of thdattn.comm.init.
 
-A class of its own, so that ranks that do not ask for it pay nothing.
+They are a class of their own, so that ranks that do not check pay nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AnyComm = TypeVar("AnyComm", bound=Comm)
 
 
 class CheckedCollectives(Comm):
-    """Agrees with the other ranks before every collective, also one that a CUDA graph captures."""
+    """Comm whose ranks agree before every collective, also before one that a CUDA graph captures."""
 
     checks = True
 
@@ -56,7 +56,7 @@ class CheckedCollectives(Comm):
     def owner_partials(
         self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
     ) -> Any:
-        self.agree("room for gradients", {"shapes": list(shapes), "largest": list(largest), "at_once": at_once})
+        self.agree("memory for partial sums", {"shapes": list(shapes), "largest": list(largest), "at_once": at_once})
         return super().owner_partials(shapes, largest, at_once)
 
     def barrier(self) -> None:
@@ -73,7 +73,7 @@ class CheckedCollectives(Comm):
         super().close()
 
     def _unmatched(self, sends: Slices, recvs: Slices) -> str:
-        """Why what this rank is to receive is not what the others send to it; "": it is."""
+        """Say why the slices that this rank expects are not those that others send; "": they are."""
         mine = [[(peer, getattr(array, "nbytes", 0)) for array, peer in slices] for slices in (sends, recvs)]
         everyone = self._gather_values(mine)
         for rank, theirs in enumerate(everyone):
@@ -86,12 +86,12 @@ class CheckedCollectives(Comm):
 
 
 def wants_check(check: bool) -> bool:
-    """Return whether collectives are to agree first: if asked for here or by THDATTN_CHECK=1."""
+    """Return whether collectives agree first: asked for here, or by THDATTN_CHECK=1."""
     return as_bool("check", check) or os.environ.get("THDATTN_CHECK", "0") not in ("", "0")
 
 
 def kind_of(kind: type[AnyComm], check: bool) -> type[AnyComm]:
-    """Return the class of comms of a backend, one whose collectives agree first if asked for."""
+    """Return the class of a backend's comms; with check, one whose collectives agree first."""
     checked: type[AnyComm] = _checked(kind) if check else kind
     return checked
 

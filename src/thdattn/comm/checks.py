@@ -1,4 +1,4 @@
-"""What collectives take: checks of one rank's own arguments, which cost no communication."""
+"""Checks of a rank's own arguments of collectives; they cost no communication."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ARRAY_KINDS = {"cpu": "NumPy", "cuda": "CuPy"}
 
 
 class ArgumentChecks:
-    """What a comm refuses before anything is sent; errors name the argument, what was found, wanted, and the remedy."""
+    """Argument checks of a comm: errors name the argument, what was found, what was wanted, and the remedy."""
 
     name: str
     rank: int
@@ -88,7 +88,7 @@ class ArgumentChecks:
             self._check_sizes(sends, recvs, np.asarray(sizes))
 
     def _check_slice(self, name: str, array: Any, peer: int) -> str | None:
-        """Which kind of array it is."""
+        """Check one slice and return its device."""
         self._check_kind(name, array)
         if array.ndim == 0:
             raise ValueError(f"{name} has no dimensions; its first dimension is the rows, reshape it to (1,)")
@@ -136,13 +136,13 @@ class ArgumentChecks:
 
 
 def _has_whole_rows(array: Any) -> bool:
-    """Whether the elements of each row are contiguous, and rows do not overlap."""
+    """Return whether the elements of each row are contiguous, and rows do not overlap."""
     row = array[:1]
     return bool(row.flags.c_contiguous and array.strides[0] >= row.nbytes)
 
 
 def as_timeout(timeout: Any) -> float:
-    """The seconds that a rank waits for the others.
+    """Return a timeout as seconds.
 
     Raises:
         TypeError: timeout is no number.
@@ -160,5 +160,5 @@ def as_timeout(timeout: Any) -> float:
 def _device(array: Any) -> str | None:
     if isinstance(array, np.ndarray):
         return "cpu"
-    # By name, so that NumPy-only installations need no CuPy to ask.
+    # The module's name tells, so that installations without CuPy need not import it.
     return "cuda" if type(array).__module__.split(".")[0] == "cupy" else None

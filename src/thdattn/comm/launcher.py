@@ -1,4 +1,4 @@
-"""Launchers of ranks: which one started this process, and where this machine's mpiexec is."""
+"""Launchers of ranks: find which one started this process, and this machine's mpiexec."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-# What MPI's launchers, and srun with --mpi, tell the processes that they start.
+# MPI's launchers, and srun with --mpi, set these variables in the processes that they start.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
@@ -20,10 +20,10 @@ ALONE = 'call thdattn.comm.init("single") where each process is to work alone'
 
 
 class Launcher(NamedTuple):
-    """What started this process: "mpiexec" (or another launcher of MPI), "srun" or "torchrun".
+    """Program that started this process: "mpiexec" (or another launcher of MPI), "srun" or "torchrun".
 
     Attributes:
-        size: how many processes it started; 0 if it does not say.
+        size: number of processes that it started; 0 if it does not say.
     """
 
     name: str
@@ -31,10 +31,10 @@ class Launcher(NamedTuple):
 
 
 def find() -> Launcher | None:
-    """What started this process as one of several, from its environment; None if nothing did.
+    """Find from the environment what started this process as one of several; None: nothing did.
 
-    torchrun comes first, as its processes inherit the variables of an mpiexec or srun that started torchrun itself;
-    unless both name the same size, which is one process of torchrun below each rank.
+    torchrun comes first: its processes inherit the variables of an mpiexec or srun that started torchrun itself. It
+        does not if both name the same size, which is one process of torchrun below each rank.
     """
     mpi, torch = _mpi(), _torchrun()
     if torch and "TORCHELASTIC_RUN_ID" in os.environ and (mpi is None or 1 < torch.size != mpi.size):
@@ -43,29 +43,30 @@ def find() -> Launcher | None:
 
 
 def rank() -> int | None:
-    """Which of the launcher's processes this one is, before MPI says it; None if MPI's launcher does not."""
+    """Return this process's number among all of the launcher's, before MPI says it; None: the launcher does not say."""
     said = [os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdecimal()]
     return int(said[0]) if said else None
 
 
 def local_rank() -> int | None:
-    """Which of the launcher's processes on this machine this one is; None if it does not say."""
+    """Return this process's number among the launcher's on this machine; None: the launcher does not say."""
     names = (*_LOCAL_RANK_VARIABLES, *["SLURM_LOCALID"] * (_srun() is not None))
     said = [os.environ[name] for name in names if os.environ.get(name, "").isdecimal()]
     return int(said[0]) if said else None
 
 
 def hostname() -> str:
-    """The name of this process's machine; THDATTN_HOST is another one, so that tests play several on one."""
+    """Return the machine's name; THDATTN_HOST replaces it, so that tests can play several machines on one."""
     return os.environ.get("THDATTN_HOST") or socket.gethostname()
 
 
 def mpiexec() -> list[str] | None:
-    """The command that starts ranks of this Python, with the flags that it needs here; None if there is none.
+    """Return the command that starts ranks of this Python, with the flags that it needs here; None: there is none.
 
-    The launcher beside this Python comes first: one of another make than the MPI library starts programs of one rank
-    each. Open MPI refuses root and more ranks than cores unless told otherwise, and would bind each of two ranks to one
-    core, which its threads would share: those that prepare batches, keep deadlines or belong to NCCL.
+    The launcher beside this Python comes first: one that does not fit the MPI library starts programs of one rank each.
+        Open MPI refuses root and more ranks than cores unless told otherwise. It also binds each of two ranks to one
+        core,
+    which its threads would share: those that prepare batches, keep deadlines or belong to NCCL.
     """
     beside = Path(sys.executable).with_name("mpiexec")
     path = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -78,7 +79,7 @@ def mpiexec() -> list[str] | None:
 
 @cache
 def is_open_mpi(path: str) -> bool:
-    """Whether this mpiexec is Open MPI's, by what it says of its version."""
+    """Return whether this mpiexec is Open MPI's, judged by its --version."""
     try:
         version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -92,7 +93,7 @@ def _mpi() -> Launcher | None:
             return Launcher("mpiexec", size)
     if not any(variable in os.environ for variable in (*_RANK_VARIABLES, "MPI_LOCALRANKID")):
         return None
-    # PMIx tells a process its rank only; Slurm's step knows the size if it is Slurm that speaks PMIx.
+    # PMIx tells a process only its rank; if Slurm speaks PMIx, its step knows the size.
     slurm = _srun() if os.environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix.") else None
     return slurm or Launcher("mpiexec", 0)
 
@@ -110,6 +111,6 @@ def _torchrun() -> Launcher | None:
 
 
 def _number(variable: str) -> int:
-    """The value of an environment variable, 0 if it is not set or no number."""
+    """Return the value of an environment variable; 0 if it is not set or no number."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else 0

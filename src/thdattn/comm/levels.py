@@ -19,8 +19,8 @@ class Levels(Comm):
     """All ranks of a grid, by collectives of its rows and columns.
 
     Its rank is outer.rank * inner.size + inner.rank. Sums are made, and rounded, level by level. Closing it leaves
-    inner and outer to the caller; what before_close was asked for is done before any of the three is closed. They count
-    in received_bytes what each of them brings.
+    inner and outer to the caller; actions of before_close run before any of the three is closed. received_bytes counts
+    what each of them receives.
 
     Args:
         inner: this rank's group of neighbours, as of comm.split(comm.rank // size_of_a_group).
@@ -108,9 +108,9 @@ class Levels(Comm):
 
 
 def _check_grid(inner: Comm, outer: Comm) -> None:
-    """Raises on every rank that is connected by groups to one where row by row and column by column differ.
+    """Raise on every rank that is connected by groups to one where row by row and column by column differ.
 
-    Where they do not, the members of a rank's row and column have the same grid, so none of them raises.
+    Where they do not differ, the members of a rank's row and column have the same grid, so none of them raises.
     """
     me = uuid.uuid4().hex
     rows = outer._gather_values(list(inner._gather_values(me)))

@@ -1,7 +1,7 @@
 """Simulated ranks: one thread each, in one process.
 
-Owns the meeting point of the threads and everything that keeps a wrong program from hanging: a rank that fails,
-returns early, calls another collective than the others or never comes is named, and all ranks end.
+It owns the threads' rendezvous and all that keeps a wrong program from hanging. A rank that fails, returns early, makes
+another collective than the others or never comes is named, and all ranks end.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from thdattn.comm.slices import Slices
 
 Result = TypeVar("Result")
 
-# After a failure the other ranks get this long to notice, so that no thread outlives the call without need.
+# The other ranks have this long to notice a failure, so that few threads outlive the call.
 _GRACE_SECONDS = 5.0
 _PER_THREAD = 2  # cudaStreamPerThread
 
 
 class PeerFailed(RuntimeError):
-    """Another rank failed, so this one gave up; the other rank's error is the one to read."""
+    """Error of a rank that gave up because another one failed; the other rank's error says why."""
 
 
 class _Job:
-    """What all ranks of one run know of each other: who has gone, who failed, and whether anybody still waits in hope.
+    """State that all ranks of one run share: who has gone, who failed, and whether anybody still waits in hope.
 
     Args:
         size: number of ranks.
@@ -46,7 +46,7 @@ class _Job:
         self.stuck: str | None = None
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """Say that a rank comes no more: it returned, or it failed."""
+        """Record that a rank comes no more: it returned, or it failed."""
         with self.changed:
             self.gone.add(rank)
             if error is not None:
@@ -54,27 +54,27 @@ class _Job:
             self.changed.notify_all()
 
     def wait_until_over(self) -> list[int]:
-        """Wait for all ranks; after a failure only a little longer. Returns the ranks that still run."""
+        """Wait for all ranks, after a failure only a little longer; return the ranks that still run."""
         with self.changed:
             self.changed.wait_for(lambda: len(self.gone) == self.size or bool(self.failures))
             self.changed.wait_for(lambda: len(self.gone) == self.size, min(self.timeout, _GRACE_SECONDS))
             return [rank for rank in range(self.size) if rank not in self.gone]
 
     def interrupt(self) -> None:
-        """Send waiting ranks home, because nobody waits for their results."""
+        """Make waiting ranks raise, because nobody waits for their results."""
         with self.changed:
             self.stuck = "run_local was interrupted"
             self.changed.notify_all()
 
 
 class _Rendezvous:
-    """Where the ranks of a comm meet: everybody leaves a value, and nobody goes on before all values are there.
+    """Rendezvous of the ranks of a comm: each leaves a value, and none goes on before all values have come.
 
     threading.Barrier would do the waiting, but cannot say who came, nor tell a late rank from one that returned.
 
     Args:
-        job: of all ranks.
-        ranks: who meets, by their numbers in the job, which are those in messages.
+        job: the state that all ranks share.
+        ranks: numbers of this comm's ranks in the job, which messages use.
     """
 
     def __init__(self, job: _Job, ranks: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class _Rendezvous:
         self._round = 0
 
     def exchange(self, rank: int, what: str, value: Any) -> list[Any]:
-        """All values in rank order, once every rank of the meeting called this with the same `what`."""
+        """Return all values in rank order, once every rank has called this with the same `what`."""
         job = self.job
         with job.changed:
             this_round = self._round
@@ -127,7 +127,10 @@ class _Rendezvous:
 
 
 class _Point(NamedTuple):
-    """The point that a rank's stream has come to: the stream's number, an event there, and how to wait for others."""
+    """Point that a rank's stream has come to.
+
+    stream: the stream's number; event: recorded at the point; wait: makes the stream wait for another rank's event.
+    """
 
     stream: int
     event: Any
@@ -191,7 +194,7 @@ class LocalComm(Comm):
         return self._rendezvous.exchange(self.rank, "agree", value)
 
     def _split(self, color: int, key: int) -> Comm:
-        """One rank of each group makes the place where it meets."""
+        """Split as Comm.split does; the first rank of each group makes its rendezvous."""
         rendezvous = self._rendezvous
         everyone = rendezvous.exchange(self.rank, "split", (color, key))
         same = [rank for rank in range(self.size) if everyone[rank][0] == color]
@@ -205,14 +208,14 @@ class LocalComm(Comm):
         return self._come(f"{operation} of {array.shape} {array.dtype}", array, array)
 
     def _release(self, operation: str, array: Any) -> None:
-        """Let nobody write to an array that another rank still reads."""
+        """Wait until no other rank reads an array any more, so that it may be overwritten."""
         self._come(f"the end of {operation}", None, array)
 
     def _come(self, what: str, value: Any, array: Any) -> list[Any]:
-        """All ranks' values, as of the meeting; the work of their streams so far comes before later work of this one's.
+        """Return all ranks' values; the work of their streams so far comes before later work of this rank's stream.
 
         Args:
-            array: one that the ranks' streams work on; None: this rank's does not.
+            array: an array that the ranks' streams work on; None: this rank's stream works on none.
         """
         values, points = zip(*self._rendezvous.exchange(self.rank, what, (value, self._point(array))), strict=True)
         mine = points[self.rank]

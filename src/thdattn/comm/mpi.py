@@ -1,4 +1,4 @@
-"""MPI ranks: host arrays through mpi4py, and the one door through which the package reaches MPI."""
+"""MPI ranks: host arrays through mpi4py; the rest of the package reaches MPI through this module alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MpiComm(Comm):
     Args:
         world: the communicator of its ranks, for this comm alone, which frees it in the end.
         timeout: seconds that a collective may take.
-        no_gpus: why the ranks move no GPU arrays, where they would have; "": this backend was asked for.
+        no_gpus: why init took no GPU arrays; "": this backend was asked for.
     """
 
     name = "mpi"
@@ -82,13 +82,13 @@ class MpiComm(Comm):
 
 
 def connect(started_by: Launcher | None, timeout: float) -> Any:
-    """MPI's COMM_WORLD, checked against what the launcher said.
+    """Return MPI's COMM_WORLD, checked against what the launcher said.
 
-    From here on an exception that no one catches in the main thread of one rank ends all ranks.
+    From here on, an exception that no one catches in the main thread of one rank ends all ranks.
 
     Args:
         started_by: what started this process; None without a launcher.
-        timeout: seconds that a collective may take, the start of MPI so many times more.
+        timeout: seconds that a collective may take, and the start of MPI five times that.
 
     Raises:
         RuntimeError: mpi4py or the MPI library is missing, or MPI sees another number of ranks than the launcher.
@@ -112,7 +112,7 @@ def connect(started_by: Launcher | None, timeout: float) -> Any:
 
 
 def joined(world: Any) -> Any:
-    """A communicator of mpi4py that init was given.
+    """Check and return the communicator of mpi4py that init was given.
 
     Raises:
         TypeError: it is none, or one between two groups.
@@ -162,7 +162,7 @@ def _mismatch(started_by: Launcher, size: int, library: str) -> str:
 
 
 def watch(world: Any, timeout: float) -> watchdog.Watch:
-    """Has what the ranks of a communicator wait for completed in time, or ends all ranks of the job."""
+    """Return the watch of a communicator's ranks, which ends the job if their operations do not complete in time."""
     from mpi4py import MPI
 
     everyone = MPI.COMM_WORLD
@@ -180,7 +180,7 @@ def find_ranks(world: Any, watched: watchdog.Watch) -> None:
 
 
 def local_rank(world: Any) -> int:
-    """Which of the ranks on this machine this one is; of all ranks there, also if world has only some of them."""
+    """Return this rank's number among all ranks of its machine, also if world has only some of them."""
     from mpi4py import MPI
 
     said = launcher.local_rank()
@@ -193,7 +193,7 @@ def local_rank(world: Any) -> int:
 
 
 def free(communicator: Any) -> None:
-    """Free a communicator, unless the program finalised MPI before."""
+    """Free a communicator, unless the program has finalised MPI."""
     from mpi4py import MPI
 
     if not MPI.Is_finalized():
@@ -201,10 +201,10 @@ def free(communicator: Any) -> None:
 
 
 def abort() -> None:
-    """End all ranks, after giving the launcher time to pass on what this one has said.
+    """End all ranks, after giving the launcher time to pass on this rank's output.
 
-    NOTE: MPI_Abort kills the launcher's helpers too, and with them output that they have not forwarded yet; nothing
-    tells when they have.
+    NOTE: MPI_Abort kills the launcher's helpers too, and output that they have not forwarded is lost. Nothing tells
+        when they have forwarded it.
     """
     from mpi4py import MPI
 
@@ -233,6 +233,6 @@ def _end_all_ranks_on_error() -> None:
 
 
 def _as_unsigned(array: np.ndarray) -> np.ndarray:
-    """The same bytes as unsigned integers, since MPI has no bfloat16 and a copy needs no meaning."""
+    """Return the same bytes as unsigned integers, since MPI has no bfloat16 and a copy needs no meaning."""
     width = array.itemsize if array.itemsize in (1, 2, 4, 8) else 1
     return array.reshape(-1).view(f"u{width}")

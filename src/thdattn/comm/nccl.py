@@ -1,10 +1,10 @@
 """NCCL ranks: GPU arrays through CuPy's NCCL, one process and one GPU per rank, found through MPI.
 
-Keys, values and their gradients go through peer memory (peer.py) where every rank can have that.
+Keys, values and their gradients go through peer memory (peer/transport.py) where every rank can have that.
 
-Starting NCCL is where such programs hang: a rank that fails alone leaves the others in a call without a timeout. So
-each step of the start is tried on every rank, its outcome (ok, result or error) is exchanged over MPI, and either all
-ranks go on or all raise.
+Such programs hang when NCCL starts: a rank that fails alone leaves the others in a call without a timeout. So every
+    rank tries each step of the start, the outcomes (ok, result or error) are exchanged over MPI, and either all ranks
+    go on or all raise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INSTALL = f"{remedy('cuda13')} (or [cuda12], after the driver's CUDA version)"
 
 
 class Gpu(NamedTuple):
-    """The GPU of one rank: its number in this process, and what tells it from every other GPU."""
+    """GPU of one rank: its number in this process, and what distinguishes it from every other GPU."""
 
     device: int
     hostname: str
@@ -43,23 +43,23 @@ class Gpu(NamedTuple):
 class NcclComm(Comm):
     """One process with one GPU, with CuPy arrays on that GPU.
 
-    Collectives go to the stream that is current in the calling thread and return at once; they may be captured in a
-    CUDA graph. With peer memory a stream waits for that of the call before. NCCL checks nothing across ranks: different
-    shapes on two ranks wait for the deadline or corrupt, see Comm.agree.
+    Collectives go to the stream that is current in the calling thread and return at once; a CUDA graph may capture
+    them. With peer memory, a stream waits for the stream of the previous call. NCCL checks nothing across ranks:
+    different shapes on two ranks wait for the deadline or corrupt results, see Comm.agree.
 
     NOTE: make an exchange once before it is captured. NCCL connects two ranks when they exchange for the first time.
 
-    NOTE: drop captured graphs that hold a collective before close(), also on errors. Destroying the communicator
-    first leaves every rank hanging at exit (measured with NCCL 2.28).
+    NOTE: drop captured graphs that hold a collective before close(), also on errors. Destroying the communicator first
+        leaves every rank hanging at exit (measured with NCCL 2.28).
 
     Args:
         world: the MPI communicator of its ranks, for this comm alone, which frees it in the end.
         gpus: every rank's GPU, in rank order, from choose(). This rank's becomes CuPy's current device.
-        timeout: seconds that a collective may take once the GPU has come to it, and its start so many times more.
+        timeout: seconds that a collective may take once the GPU has come to it, and its start five times that.
         transport: of keys, values and their gradients: "peer", "nccl" or "auto", see thdattn.comm.init.
 
     Attributes:
-        no_peer_memory: why keys, values and their gradients travel by NCCL; "" if they travel through peer memory.
+        no_peer_memory: why keys, values and their gradients go through NCCL; "" if they go through peer memory.
 
     Raises:
         RuntimeError: on every rank, if NCCL could not start on one, or if transport is "peer" and one cannot have it.
@@ -102,7 +102,7 @@ class NcclComm(Comm):
         return nullcontext() if lane is None else self._watch.enqueued(lane, what, array)
 
     def _lane(self) -> Lane | None:
-        """Of the current stream; None: nothing waits on it, or nothing yet."""
+        """Return the lane of the current stream; None: nothing on it waits, or it is being captured."""
         stream = self._cupy.cuda.get_current_stream()
         if self.size == 1 or stream.is_capturing():
             return None
@@ -180,7 +180,7 @@ class NcclComm(Comm):
         if self._peer is None:
             return super().owner_partials(shapes, largest, at_once)
         self._check_open()
-        with self.watched("room for gradients"):
+        with self.watched("memory for partial sums"):
             return self._peer.owner_partials(shapes, largest, at_once)
 
     def reduce_partials(self, rows: Any, results: Sequence[Any], at_once: bool) -> Callable[[], None]:
@@ -209,13 +209,16 @@ class NcclComm(Comm):
         return super().exchange_bytes(sizes, strided) if self._peer is None else dict(self._peer.exchange_bytes(sizes))
 
     def _watched_kernel(self, what: str, array: Any) -> tuple[int, int]:
-        """Where the next kernel on the current stream, which waits for other ranks, is to say so, and the number."""
+        """Return the address and number that the next kernel on the current stream marks its begin and end with.
+
+        That kernel waits for other ranks by itself.
+        """
         self._check_open()
         lane = self._lane()
         return (0, 0) if lane is None else self._watch.by_kernel(lane, what, array)
 
     def _watched_wait(self, what: str, wait: Callable[[], None]) -> Callable[[], None]:
-        """A wait of the current stream for another one that itself waits for other ranks."""
+        """Return a watched wait: the current stream waits for another one, which waits for other ranks."""
 
         def watched() -> None:
             with self.watched(what):
@@ -224,7 +227,7 @@ class NcclComm(Comm):
         return watched
 
     def _barrier(self) -> None:
-        self._cupy.cuda.get_current_stream().synchronize()  # what it does may take long; what it waits for is watched
+        self._cupy.cuda.get_current_stream().synchronize()  # computing may take long, and its waits are watched
         with self._watch.waiting("barrier"):
             self._world.Barrier()
 
@@ -238,7 +241,7 @@ class NcclComm(Comm):
             world = self._world.Split(color, key)
             gpus = world.allgather(self._gpus[self.rank])
         group = type(self)(world, gpus, self._watch.timeout, self._transport)
-        atexit.unregister(group.close)  # the comm that was split closes it, after all graphs
+        atexit.unregister(group.close)  # this comm closes its groups, after all graphs
         return group
 
     def _close(self) -> None:
@@ -255,7 +258,7 @@ class NcclComm(Comm):
 
 
 def survey(world: Any, timeout: float) -> list[Outcome]:
-    """Every rank's GPU, or why it has none, in rank order; the same list on every rank."""
+    """Return every rank's GPU, or why it has none, in rank order; the same list on every rank."""
     with mpi.watch(world, timeout).waiting("the search for GPUs", patience=PATIENCE_AT_START):
         local_rank = mpi.local_rank(world)
         found: list[Outcome] = world.allgather(attempt(lambda: _find_gpu(local_rank)))
@@ -263,7 +266,7 @@ def survey(world: Any, timeout: float) -> list[Outcome]:
 
 
 def choose(answers: Sequence[Outcome]) -> list[Gpu]:
-    """Every rank's GPU, if each rank has one to itself.
+    """Return every rank's GPU, if each rank has one to itself.
 
     Args:
         answers: what survey() returned; equal on all ranks, so all ranks return or all raise.
@@ -286,7 +289,7 @@ def choose(answers: Sequence[Outcome]) -> list[Gpu]:
 
 
 def load() -> tuple[Any, Any]:
-    """CuPy and its NCCL module.
+    """Load CuPy and its NCCL module.
 
     Raises:
         RuntimeError: one of them is missing; says what to install.
@@ -300,7 +303,7 @@ def load() -> tuple[Any, Any]:
 
 
 def load_cupy() -> Any:
-    """CuPy.
+    """Load CuPy.
 
     Raises:
         RuntimeError: it is missing; says what to install.
@@ -313,7 +316,7 @@ def load_cupy() -> Any:
 
 
 def _find_gpu(local_rank: int) -> Gpu:
-    """The GPU of this rank: the only one it sees, else the one whose number is its rank on this machine."""
+    """Return this rank's GPU: the only one that it sees, else the one whose number is its rank on this machine."""
     cupy, _ = load()
     hostname = launcher.hostname()
     count = cupy.cuda.runtime.getDeviceCount()
@@ -337,12 +340,12 @@ def _start(world: Any, nccl: Any) -> Any:
     return communicator
 
 
-# By thread, GPU and stream; for as long as the process lives, as a stream may write to it after all comms are closed.
+# Lanes by thread, GPU and stream. They are never dropped: a stream may write to one after all comms are closed.
 _lanes: dict[tuple[int, int | None, int], Lane] = {}
 
 
 def lane_of(cupy: Any, gpu: int | None, stream: Any) -> Lane:
-    """The lane of this thread on a stream."""
+    """Return the lane of this thread on a stream."""
     key = (threading.get_ident(), gpu, stream.ptr)
     lane = _lanes.get(key)
     if lane is None:
@@ -351,7 +354,7 @@ def lane_of(cupy: Any, gpu: int | None, stream: Any) -> Lane:
 
 
 def _lane(cupy: Any, stream: int) -> Lane:
-    """The lane of a stream, in pinned memory, which a GPU writes under the address that the host has for it."""
+    """Make the lane of a stream, in pinned memory, which the GPU writes under the host's address."""
     numbers = np.frombuffer(cupy.cuda.alloc_pinned_memory(8), np.uint32, 2)
     write = partial(_stream_writes(), stream)
     lane = Lane(numbers, write)
@@ -363,7 +366,7 @@ def _lane(cupy: Any, stream: int) -> Lane:
 
 @cache
 def _stream_writes() -> Callable[[int, int, int, int], int]:
-    """The driver's call that has a stream write a number to memory; CuPy has none. It gives Python's lock free."""
+    """Load the driver's call that makes a stream write a number to memory, which CuPy lacks; it releases the GIL."""
     function = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
     function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
     called: Callable[[int, int, int, int], int] = function
@@ -371,7 +374,7 @@ def _stream_writes() -> Callable[[int, int, int, int], int]:
 
 
 def _peer_memory(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Any, str]:
-    """(the ranks' peer memory, "") if every rank can have it, else (None, why not); the same on every rank.
+    """Return (the ranks' peer memory, "") if every rank can have it, else (None, why not); the same on every rank.
 
     Raises:
         RuntimeError: transport is "peer", but they cannot.
@@ -384,7 +387,7 @@ def _peer_memory(world: Any, gpus: Sequence[Gpu], transport: str) -> tuple[Any, 
     if reason is None:
         try:
             return peer.PeerMemory(world), ""
-        except (MemoryError, RuntimeError) as error:  # on every rank
+        except (MemoryError, RuntimeError) as error:  # on every rank alike
             reason = str(error)
     if transport == "peer":
         raise RuntimeError(f"transport is 'peer', but {reason}; use transport='auto' or 'nccl'")

@@ -1,6 +1,7 @@
-"""Keys and values gathered, and their gradients summed, one group of heads after another.
+"""Collectives that overlap computation: keys are gathered, and gradients summed, one group of heads after another.
 
-Here from all_gather and reduce_scatter, which any backend has; one whose transport goes on beside kernels has its own.
+The defaults use all_gather, reduce_scatter and exchange, which every backend has. A backend whose transport runs beside
+kernels overrides them.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from thdattn.comm.slices import AllToAllSpec, Slices, copy
 
 
 def no_wait() -> None:
-    """What is there needs no waiting."""
+    """Return at once: the arrays are complete already."""
 
 
 class Pending:
-    """Arrays that are being written to, beside the current stream: a call waits for that, and so does the end.
+    """Arrays that are still written to beside the current stream; calling or dropping it waits until they are complete.
 
-    They are held until then, so that no other array gets their memory sooner, whatever raises between start and call.
+    It holds the arrays until then. So no other array gets their memory, even if an error comes before the call.
 
     Args:
-        wait: has the current stream wait.
-        arrays: those that are written to.
+        wait: makes the current stream wait.
+        arrays: the arrays that are written to.
     """
 
     __slots__ = ("_arrays", "_wait")
@@ -45,11 +46,12 @@ class Pending:
 
 
 class PeerExchange(NamedTuple):
-    """Of all ranks, by one kernel.
+    """Arguments of the kernel that exchanges rows with all peers.
 
     flags: a MEETING of jit/structs.py.
-    to: of each array, where this rank's rows are put for each rank, 0: nowhere, as it reads what another one gets.
-    marks: where the watchdog has numbers written, 0: nowhere, and which one.
+    to: for each array and rank, the address that this rank's rows are written to. 0: none, the rank reads another copy.
+    marks: address at which the kernel writes a number for the watchdog; 0: nowhere.
+    number: that number.
     """
 
     flags: Any
@@ -59,13 +61,14 @@ class PeerExchange(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """Rows of all ranks that have been asked for.
+    """Rows of all ranks that a gather brings.
 
-    parts: of each array, those that make up its rows, one after another and equally many: one, in which the rows of
-        this rank itself may be missing, or one a rank, which may lie in the memory of other GPUs.
-    wait: to be called before they are read, and `done` after that; on a GPU it is the current stream that waits.
-    meeting: for the kernel that puts the rows to their places, which it is to do next: it has this rank's rows where
-        other ranks read them too, and waits for those of others by itself. None: they wait as above.
+    parts: for each array, the equally long parts that make up its rows: a single part, which may lack this rank's own
+        rows; or one part for each rank, which may be in the memory of other GPUs.
+    wait: called before the rows are read; on a GPU the current stream waits.
+    done: called after the rows were read.
+    peer_exchange: arguments of the next kernel, which moves the rows to their places. That kernel also sends this
+        rank's rows and waits for those of the other ranks. None: `wait` alone waits for them.
     """
 
     parts: Sequence[Sequence[Any]]
@@ -75,7 +78,7 @@ class Arrival(NamedTuple):
 
 
 class OverlappedCollectives(ABC):
-    """What a comm does for attention over the keys of all ranks."""
+    """Collectives of attention over the keys of all ranks, which may overlap its kernels."""
 
     name: str
     rank: int
@@ -93,15 +96,16 @@ class OverlappedCollectives(ABC):
     def all_to_all(
         self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], at_once: bool = False
     ) -> Callable[[], None]:
-        """Start to give each rank its slices of some arrays, and to put those of all ranks into others.
+        """Start to send every rank its slices of some arrays, and to write the slices of all ranks into other arrays.
 
         Args:
-            sends: the arrays that `swap` is about, C-contiguous.
-            recvs: those that slices are put into. Overwritten; they share no memory with sends.
-            at_once: what comes is asked for next, and hides behind nothing; the same on all ranks.
+            spec: which slices, of which arrays, belong to which rank.
+            sends: the arrays that `spec.outs` slices, C-contiguous.
+            recvs: the arrays that `spec.ins` slices. Overwritten; they share no memory with sends.
+            at_once: the results are needed next, so no kernel overlaps the exchange; the same on all ranks.
 
         Returns:
-            What waits for it, as that of exchange.
+            A function that waits for the results, as for exchange.
         """
         for out, send, place, recv in zip(spec.outs, sends, spec.ins, recvs, strict=True):
             source = out.of(send, self.rank)
@@ -116,19 +120,19 @@ class OverlappedCollectives(ABC):
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool = False
     ) -> list[Arrival]:
-        """Start to put all ranks' rows into arrays of some of the heads each, one group of heads after another.
+        """Start to gather all ranks' rows, one group of heads after another.
 
-        So a kernel can work at the heads that have arrived, while others are on their way. `sends` are free again when
-        the call returns, as in all_gather.
+        A kernel can then compute on the heads that have arrived, while the exchange of others goes on. `sends` are free
+        again when the call returns, as in all_gather.
 
         Args:
             sends: arrays (rows, heads, width), such as k and v.
-            recvs: of each group, as many arrays (size * rows, heads of the group, width). Groups have equally many
-                heads, which follow each other. Overwritten, or not asked for if the rows can be read where they are.
-            at_once: the groups are asked for next, one after another, with no other call between; else at any time.
+            recvs: for each group, as many arrays (size * rows, heads of the group, width). Groups follow each other and
+                have equally many heads. Overwritten, or unused where the rows can be read in place.
+            at_once: the groups are needed next, one after another, with no other call between; else at any time.
 
         Returns:
-            Where the rows of each group are, and how to wait for them.
+            For each group, the rows and how to wait for them.
         """
         first = [0] * len(sends)
         for parts in recvs:
@@ -139,63 +143,73 @@ class OverlappedCollectives(ABC):
         return [Arrival([[part] for part in parts]) for parts in recvs]
 
     def sum_rows(self, shares: Sequence[Any], results: Sequence[Any]) -> None:
-        """Add all ranks' arrays and keep this rank's share of the rows, rounded once.
+        """Add all ranks' arrays and keep this rank's rows of the sum, rounded once.
 
         Args:
-            shares: arrays (size * rows, heads, width).
-            results: as many arrays (rows, heads, width) of a dtype of their own, which may be some of the heads of
-                larger arrays; overwritten.
+            shares: arrays (size * rows, heads, width), this rank's partial sums.
+            results: as many arrays (rows, heads, width), of any dtype; they may be some of the heads of larger arrays.
+                Overwritten.
         """
         for share, result in zip(shares, results, strict=True):
-            total = np.empty_like(share[: len(result)])  # of CuPy arrays this is cupy.empty_like
+            total = np.empty_like(share[: len(result)])  # for CuPy arrays NumPy calls cupy.empty_like
             self.reduce_scatter(share, total)
             result[...] = total
 
     def owner_partials(
         self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
     ) -> Any:
-        """Where a kernel puts this rank's shares of what every rank owns, to be added up by sum_at_home, the next call.
+        """Return where a kernel writes this rank's partial sums of the rows that each rank owns.
 
-        So no pass puts them in the order of ranks: instead of sum_rows, where a comm overlaps.
+        reduce_partials is the next call and adds them up. So no pass has to sort partial sums by rank, as sum_rows
+        needs it. Only comms with `overlaps` have both.
 
         Args:
-            shapes: of two arrays, (rows, heads, width), what each rank owns.
-            largest: the same of those of all groups that have most heads, so that there is room once for all.
-            at_once: as for sum_at_home. They travel while the kernel is at work then.
+            shapes: for two arrays, (rows, heads, width) of the rows that each rank owns.
+            largest: the same for the group with most heads, so that the memory is allocated once for all groups.
+            at_once: as for reduce_partials. Partial sums then go to their owner ranks while the kernel runs.
 
         Returns:
-            A SHARES of jit/structs.py: of each array and rank, where this rank's share of its rows begins, in float32.
+            A SHARES of jit/structs.py: for each array and rank, the address of this rank's float32 partial sums.
         """
         raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
 
     def drop_partials(self) -> None:
-        """Forgets the last `homes`, which are not added up because of an error that all ranks have."""
+        """Forget the last owner_partials: all ranks have the same error and add nothing up."""
         raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
 
     def reduce_partials(self, rows: Any, results: Sequence[Any], at_once: bool) -> Callable[[], None]:
-        """Start to add all ranks' shares of what this one owns, rounded once.
+        """Start to add all ranks' partial sums of the rows that this rank owns, rounded once.
 
         Args:
-            rows: (rows,) int32, the number of each row; -1: nobody has a share, and the result is 0.
-            results: two arrays of the shapes that `homes` was told, which may be some of the heads of larger ones.
-            at_once: the results are asked for next; else kernels follow, which this goes on beside.
+            rows: (rows,) int32, the number of each row among the partial sums; -1: no rank has one, and the result is
+                0.
+            results: two arrays of the shapes that owner_partials got; they may be some of the heads of larger arrays.
+            at_once: the results are needed next; else the kernels that follow overlap the sum.
 
         Returns:
-            What waits for the results; on a GPU it is the current stream that does.
+            A function that waits for the results; on a GPU the current stream waits.
         """
         raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
 
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
-        """Bytes of what gather_heads makes for arrays of so many bytes, beside what it is given; by name."""
+        """Return the bytes that gather_heads allocates beside its arguments, by name.
+
+        Args:
+            sends: bytes of each array; num_groups: groups of heads.
+        """
         return {"copies to send": max(sends) // num_groups} if num_groups > 1 else {}
 
     def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Bytes of what is made to add up groups' shares of all ranks' rows, of which arrays have so many; by name."""
+        """Return the bytes that adding up partial sums allocates, by name.
+
+        Args:
+            groups: for each group of heads, the bytes of all ranks' rows of each array.
+        """
         most = max(map(sum, groups))
         return {"partial sums": most, "sums": most // self.size}
 
     def exchange_bytes(self, sizes: Any, strided: int) -> dict[str, int]:
-        """Bytes of what exchange makes, given these sizes; by name.
+        """Return the bytes that exchange allocates, by name.
 
         Args:
             sizes: as for exchange.
@@ -204,5 +218,5 @@ class OverlappedCollectives(ABC):
         return {"copies of slices": strided} if strided else {}
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of what the other three name, that is there already, for all that needs no more; by name."""
+        """Return the bytes that are allocated already, under the names of the three functions above."""
         return {}

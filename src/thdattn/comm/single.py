@@ -1,4 +1,4 @@
-"""A rank that is alone: collectives without anybody to talk to."""
+"""A single rank: collectives are copies, as there are no other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices of arrays as bytes: rows whose own elements are contiguous, but which need not follow each other."""
+"""Slices of arrays as bytes: the elements of a row are contiguous, but rows need not follow each other."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Slices = Sequence[tuple[Any, int]]  # and for each the rank that it goes to, or comes from
+Slices = Sequence[tuple[Any, int]]  # (slice, rank that it is sent to or received from)
 
 
 class SliceSpec(NamedTuple):
-    """Which slice of an array belongs to each rank: some of its rows, or of its columns, such as heads.
+    """Slice of an array that belongs to each rank: some of its rows, or some of its columns, such as heads.
 
-    axis: 0, rows, or 1, columns of all rows, which are the first two dimensions.
-    begins, ends: of each rank's.
+    axis: 0 for rows, 1 for columns of all rows.
+    begins, ends: (size,) each, the rank's first index along the axis and the one behind its last.
     """
 
     axis: int
@@ -26,19 +26,19 @@ class SliceSpec(NamedTuple):
     ends: tuple[int, ...]
 
     def of(self, array: Any, rank: int) -> Any:
-        """That of one rank."""
+        """Return the slice of one rank."""
         part = slice(self.begins[rank], self.ends[rank])
         return array[:, part] if self.axis else array[part]
 
 
 @dataclass(frozen=True, eq=False)
 class AllToAllSpec:
-    """What all ranks give each other of arrays of some shapes and dtypes; made once, and known by itself.
+    """Slices that all ranks send each other, of arrays of fixed shapes and dtypes; made once, and compared by identity.
 
-    outs: of each array what each rank gets of it, this one's own too.
-    ins: of as many arrays where what comes from each rank belongs.
-    sizes: (size, size) bytes that each rank (row) has for each other one (column), the same on all ranks; of a rank
-        for itself 0.
+    outs: for each array that is sent, the slice that each rank gets, this one included.
+    ins: for each array that is written, the slice that each rank's data go to; as many arrays.
+    sizes: (size, size) bytes that each rank (row) sends to each other one (column); 0 from a rank to itself. The same
+        on all ranks.
     """
 
     outs: tuple[SliceSpec, ...]
@@ -47,18 +47,18 @@ class AllToAllSpec:
 
     @functools.cached_property
     def received(self) -> list[int]:
-        """Bytes that each rank gets from others."""
+        """Bytes that each rank gets from the others."""
         received: list[int] = self.sizes.sum(0).tolist()
         return received
 
     @functools.cached_property
     def most(self) -> int:
-        """Those of the rank that gets most."""
+        """Bytes of the rank that gets most."""
         return max(self.received)
 
 
 class Rows(NamedTuple):
-    """Where the bytes of a slice are: `rows` times `width` bytes, one every `pitch`."""
+    """Bytes of a slice in memory: `rows` rows of `width` bytes each, `pitch` bytes apart, from `address` on."""
 
     address: int
     rows: int
@@ -67,45 +67,45 @@ class Rows(NamedTuple):
 
 
 def address(array: Any) -> int:
-    """Of the first byte of a NumPy or CuPy array."""
+    """Return the address of the first byte of a NumPy or CuPy array."""
     interface = getattr(array, "__array_interface__", None)
     return int(interface["data"][0] if interface else array.data.ptr)
 
 
 def rows_of(array: Any) -> Rows:
-    """Where the bytes of a slice are that is not empty."""
+    """Return where the bytes of a slice are, which must not be empty."""
     width = array.nbytes // len(array)
     return Rows(address(array), len(array), width, width if array.flags.c_contiguous else array.strides[0])
 
 
 def packed(array: Any) -> Any:
-    """(bytes,) uint8: what a slice holds, its rows behind each other; a view where they lie so, else a copy."""
+    """Return the rows of a slice as (bytes,) uint8, without gaps: a view where there are none, else a copy."""
     words = _words(array)
     return (words if words.flags.c_contiguous else words.copy()).reshape(-1).view("u1")
 
 
 def buffer_for(array: Any) -> Any:
-    """(bytes,) uint8: memory for the rows of a slice behind each other; its own where they lie so."""
+    """Return (bytes,) uint8 memory for the rows of a slice without gaps: its own where it has none."""
     words = _words(array)
-    # Of CuPy arrays this is cupy.empty_like.
+    # For CuPy arrays NumPy calls cupy.empty_like.
     return (words if words.flags.c_contiguous else np.empty_like(words, order="C")).reshape(-1).view("u1")
 
 
 def unpack(array: Any, made: Any) -> None:
-    """Writes what came in the room made for a slice, unless that was its own memory."""
+    """Write the received bytes of a buffer_for into its slice, unless they are in its own memory already."""
     words = _words(array)
     if not words.flags.c_contiguous:
         words[...] = made.view(words.dtype).reshape(words.shape)
 
 
 def copy(place: Any, source: Any) -> None:
-    """Copies a slice to another one of as many rows and bytes; of CuPy arrays by a kernel on the current stream."""
+    """Copy a slice to another one of as many rows and bytes; CuPy arrays by a kernel on the current stream."""
     size = min(_word(place), _word(source))
     _words(place, size)[...] = _words(source, size)
 
 
 def _words(array: Any, size: int = 0) -> Any:
-    """A view of a slice as (rows, words) of unsigned integers, the widest that fit: the fewer, the faster a copy."""
+    """Return a slice as (rows, words) of the widest unsigned integers that fit: fewer words are copied faster."""
     return array.reshape(len(array), -1).view(f"u{size or _word(array)}")
 
 

@@ -21,9 +21,8 @@ from thdattn.comm.slices import Slices
 class TorchComm(Comm):
     """One process of a torch.distributed process group; see thdattn.comm.from_torch.
 
-    Arrays become tensors without a copy, except that gloo's reduce_scatter is an all_reduce of a copy, of which each
-    rank keeps its rows: torch does the same, and refuses some versions and dtypes besides. So it moves twice the bytes
-    that a reduce_scatter would.
+    Arrays become tensors without a copy. Only gloo's reduce_scatter is an all_reduce of a copy, of which each rank
+    keeps its rows, and so moves twice the bytes. torch does the same, and refuses some versions and dtypes besides.
 
     On a GPU, collectives are ordered in CuPy's current stream and return at once.
 
@@ -81,7 +80,7 @@ class TorchComm(Comm):
 
     @contextmanager
     def _on_host(self, what: str, array: Any = None) -> Iterator[None]:
-        """A block that waits for other ranks. Where torch's timeout ends it, this says which ones were late."""
+        """Watch a block that waits for other ranks; where torch's timeout ends it, name the late ranks on stderr."""
         begun = time.monotonic()
         with self._watch.waiting(what, array):
             try:
@@ -110,7 +109,8 @@ class TorchComm(Comm):
                 self._distributed.all_reduce(self._tensor(array), op=self._ops[op], group=self._group)
 
     def _send_receive(self, sends: Slices, recvs: Slices) -> None:
-        if "cuda" in self.devices and not self._connected:  # by a first collective of all, as few may have messages
+        # torch connects ranks in a collective of all, and only some of them may have messages.
+        if "cuda" in self.devices and not self._connected:
             self._gather_values(0)
             self._connected = True
         distributed = self._distributed
@@ -127,7 +127,7 @@ class TorchComm(Comm):
         if self._gpu is not None:
             self._cupy.cuda.get_current_stream().synchronize()
         with self._on_host("barrier"):
-            self._gather_values(0)  # not torch's barrier, which must guess a GPU where a group has two backends
+            self._gather_values(0)  # torch's barrier must guess a GPU where a group has two backends
 
     def _gather_values(self, value: Any) -> Sequence[Any]:
         values: list[Any] = [None] * self.size
@@ -135,10 +135,10 @@ class TorchComm(Comm):
         return values
 
     def _split(self, color: int, key: int) -> Comm:
-        """A process group of torch for each color.
+        """Make a process group of torch for each color.
 
-        NOTE: torch numbers its ranks as the world's unless told otherwise, which older versions cannot be. And the
-        group lives as long as torch.distributed: another of the same ranks would meet under its stale addresses.
+        NOTE: torch orders a group's ranks as in the world unless told otherwise, and older versions cannot be told. The
+            group lives as long as torch.distributed: another group of the same ranks would use its stale addresses.
         """
         distributed = self._distributed
         everyone = self._gather_values((color, key, self.rank, distributed.get_rank()))
@@ -158,7 +158,7 @@ class TorchComm(Comm):
         return type(self)(group)
 
     def _tensor(self, array: Any) -> Any:
-        """The array as a tensor over the same memory."""
+        """Return the array as a tensor over the same memory."""
         return self._torch.from_numpy(array) if isinstance(array, np.ndarray) else self._torch.from_dlpack(array)
 
     def _stream_of(self, array: Any) -> AbstractContextManager[Any]:
@@ -189,7 +189,7 @@ def _either(module: Any, name: str, older: str) -> Any:
 
 
 def _timeout(torch: Any, group: Any, devices: frozenset[str]) -> float:
-    """Seconds that torch waits in a collective of the group; for ever, where this version of torch does not say."""
+    """Return the seconds that torch waits in a collective of the group; infinity where this torch does not say."""
     with suppress(Exception):
         backend = group._get_backend(torch.device("cpu" if "cpu" in devices else "cuda"))
         return float(backend.options._timeout.total_seconds())
@@ -197,13 +197,13 @@ def _timeout(torch: Any, group: Any, devices: frozenset[str]) -> float:
 
 
 def _end_this_process() -> None:
-    """End with an error, upon which torchrun ends the others."""
+    """End with an error, upon which torchrun ends the other processes."""
     flush()
     os._exit(1)
 
 
 def _devices(config: str, has_gpu: bool) -> frozenset[str]:
-    """The arrays that a group moves, from its table of backends, such as "cpu:gloo,cuda:nccl"."""
+    """Return the arrays that a group moves, from its table of backends, such as "cpu:gloo,cuda:nccl"."""
     backends = config.split(",")
     cpu, cuda = "cpu:gloo" in backends, "cuda:nccl" in backends and has_gpu
     devices = frozenset(["cpu"] * cpu + ["cuda"] * cuda)
@@ -216,7 +216,7 @@ def _devices(config: str, has_gpu: bool) -> frozenset[str]:
 
 
 def _as_bytes(array: Any) -> Any:
-    """The array's bytes, since torch knows fewer dtypes; a copy where NumPy may not write, as torch then warns."""
+    """Return the array's bytes, since torch knows fewer dtypes; a copy of a read-only array, as torch would warn."""
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         array = array.copy()
     return array.reshape(-1).view("u1")

@@ -1,7 +1,7 @@
-"""python -m thdattn fuzz: random packs through every method, mask, layout and option, against float64, for some time.
+"""Command `fuzz`: check random packs through every method, mask, layout and option against float64, for some time.
 
-Under mpiexec on real ranks, which draw the same cases from the seed; alone on simulated ones. A case that fails is one
-line that --case takes. With --chaos, jobs in which a rank fails; see chaos.py.
+Under mpiexec it uses the real ranks, which draw the same cases from the seed; alone it simulates ranks. A case that
+fails is printed as one line, which --case takes. --chaos runs jobs in which a rank fails; see chaos.py.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from thdattn.fuzz.record import save
 from thdattn.fuzz.runs import Ranks, Results, gathered, inputs_of, mixer_inputs_of, poisoned, portable_kernels, run
 
 PACKS_OF_A_ROUND = 16
-ROUNDS_OF_A_CONFIGURATION = {"reference": 1, "cuda": 8}  # the latter's kernels are compiled first
+ROUNDS_OF_A_CONFIGURATION = {"reference": 1, "cuda": 8}  # more on a GPU, whose kernels are compiled first
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_FOR_RANKS = 120.0  # that simulated ranks wait for each other
-MOST_NEAR = 0.02  # share of cases that luck takes beyond the rule
+MOST_NEAR = 0.02  # share of cases that may be near: beyond the rule, but by no more than chance explains
 
 
 class Drawn(NamedTuple):
-    """A case with the results of all ranks, or why there are none."""
+    """A case with the results of all ranks, or the error that one of them raised."""
 
     case: FuzzCase
     results: list[Results] | Exception
@@ -41,7 +41,7 @@ class Drawn(NamedTuple):
 
 @dataclass
 class Totals:
-    """What came of the cases so far."""
+    """Judgements of the cases so far, summed up."""
 
     packs: int = 0
     near: int = 0
@@ -49,7 +49,7 @@ class Totals:
     failures: list[str] = field(default_factory=list)
 
     def add(self, drawn: Drawn) -> None:
-        """Judge one case; one that fails is said at once, by the line that repeats it."""
+        """Judge one case; print one that fails at once, as the line that repeats it."""
         found = _judged(drawn)
         self.packs += 1
         self.near += bool(found.near)
@@ -84,10 +84,10 @@ def fuzz(arguments: argparse.Namespace) -> int:
     """Run cases until the time is over.
 
     Args:
-        arguments: of `add_arguments`.
+        arguments: parsed options of `add_arguments`.
 
     Returns:
-        The exit status: 0, or 1 if a case failed, or too many were near; 2 for a line that is no case.
+        The exit status: 0; 1 if a case failed, or too many were near; 2 for a line that is no case.
     """
     if arguments.chaos:
         return chaos.chaos(arguments)
@@ -146,7 +146,7 @@ class Sums(NamedTuple):
 
 
 def _sums(mine: Totals, over: bool, ranks: Ranks) -> tuple[Sums, bool]:
-    """Totals of all ranks, and whether rank 0 finds that the time is over; collective."""
+    """Return the totals of all ranks, and whether rank 0 finds that the time is over; collective."""
     comm, xp = ranks.comm, ranks.xp
     counts = xp.asarray([mine.packs, mine.near, len(mine.failures), over and comm.rank == 0], np.int64)
     worst = xp.asarray([mine.worst])
@@ -157,7 +157,7 @@ def _sums(mine: Totals, over: bool, ranks: Ranks) -> tuple[Sums, bool]:
 
 
 def _ended(arguments: argparse.Namespace, ranks: Ranks, mine: Totals, sums: Sums, seconds: float) -> int:
-    """Say and record what came of all cases; returns the exit status."""
+    """Print and record the totals; return the exit status."""
     comm = ranks.comm
     lucky = sums.near <= 2 + MOST_NEAR * sums.packs
     who = f"{comm.size} of {comm.name}" if comm.size > 1 else "1 to 4 simulated"
@@ -175,7 +175,7 @@ def _ended(arguments: argparse.Namespace, ranks: Ranks, mine: Totals, sums: Sums
 
 
 def rounds(seed: int, engine: str, ranks: int | None) -> Iterator[list[FuzzCase]]:
-    """Cases without end, the same on all ranks: those of a round have one configuration.
+    """Yield rounds of cases without end, the same on all ranks; the cases of a round have one configuration.
 
     Args:
         ranks: number of real ranks; None: cases are for 1 to 4 simulated ones.
@@ -187,8 +187,8 @@ def rounds(seed: int, engine: str, ranks: int | None) -> Iterator[list[FuzzCase]
 
 
 def _ran(case: FuzzCase, ranks: Ranks) -> Drawn:
-    """Run a case on all ranks, or on simulated ones; an error of these is one of its results."""
-    _ = (mixer_inputs_of if case.mixer else inputs_of)(case)  # before threads do so side by side
+    """Run a case on all ranks, or on simulated ones; an error of simulated ranks is one of its results."""
+    _ = (mixer_inputs_of if case.mixer else inputs_of)(case)  # once, before several threads ask for them
     if ranks.comm.size == 1:
         try:
             return Drawn(case, run_local(case.ranks, lambda comm: run(case, Ranks(comm, ranks.engine)),

@@ -1,6 +1,6 @@
 """Random cases of attention and of the mixer: how they are drawn, and written as one line.
 
-What a kernel is compiled for, its configuration, is drawn apart from the rest of a case: packs, masks, head counts,
+A kernel's configuration, which it is compiled for, is drawn apart from the rest of a case: packs, masks, head counts,
 methods and options change from case to case, while a GPU's configurations come from a list of a dozen.
 """
 
@@ -24,7 +24,7 @@ SHARDINGS = {"all_gather": ("dual_chunk", "contiguous", "balanced"), "a2a": ("co
              "p2p": ("dual_chunk", "contiguous"), "a2a+all_gather": ("dual_chunk", "contiguous", "balanced"),
              "a2a+p2p": ("dual_chunk", "contiguous")}  # fmt: skip
 FLOWS = (*["plain"] * 8, *["ahead", "split"] * 2, "layers", "replay", "varlen", "varlen", "decode")
-MOST_HEADS, MANY_ROWS = 12, 600  # and of packs of more rows, a third of those heads
+MOST_HEADS, MANY_ROWS = 12, 600  # packs of more rows have a third of those heads
 EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)  # around the rows of tiles
 MAX_DRAWS = 1000
 WANTED = {"bool": "yes or no", "tuple": "whole numbers with commas between", "int": "a whole number",
@@ -36,17 +36,21 @@ class FuzzCase:
     """One random case. Every field has a default, and `words` names those that differ.
 
     flow: which calls are made: "plain", "ahead" (keys gathered before), "split" (start_backward), "layers" (two layers
-        of a plan under way at once), "replay" (graphs), "varlen" (varlen_attention), "decode" or "mixer".
-    ranks: number of ranks; inner: ranks of a group where a method has two levels.
-    lengths, padded: tokens and rows of every sequence; slack: rows behind the last.
-    keys: lengths of the sequences' keys, for varlen; rows per call of every text, for decode.
-    heads: (num_heads, num_kv_heads); dims: (head_dim, v_head_dim).
+        of a plan in flight at once), "replay" (graphs), "varlen" (varlen_attention), "decode" or "mixer".
+    ranks: number of ranks.
+    inner: ranks of a group where a method has two levels.
+    lengths, padded: tokens and rows of every sequence.
+    slack: rows behind the last sequence.
+    keys: lengths of the sequences' keys, for varlen; rows per call of every sequence, for decode.
+    heads: (num_heads, num_kv_heads).
+    dims: (head_dim, v_head_dim).
     scale: factor on head_dim**-0.5.
-    keep_keys: "auto", "yes" or "no"; head_groups: 0 is auto.
+    keep_keys: "auto", "yes" or "no".
+    head_groups: number of groups; 0 is auto.
     finite: padding holds finite numbers instead of NaN, and the plan is told so.
     again: the calls are made twice, and must give the same bits.
     mixer: (num_heads, head_dim, state_dim, num_groups, conv_width) of a mixer.
-    seed: of the arrays' contents.
+    seed: seed of the arrays' contents.
     """
 
     flow: str = "plain"
@@ -82,16 +86,16 @@ class FuzzCase:
         return PackedBatch(offsets(self.lengths), starts, total_rows=int(starts[-1]) + self.slack)
 
     def words(self) -> str:
-        """The case as one line, which `from_words` reads."""
+        """Return the case as one line, which `from_words` reads."""
         return " ".join(f"{field.name}={_text(getattr(self, field.name))}" for field in fields(self)
                         if getattr(self, field.name) != field.default)  # fmt: skip
 
     @classmethod
     def from_words(cls, line: str) -> FuzzCase:
-        """The case of a line.
+        """Read a case from its line.
 
         Raises:
-            ValueError: a word that is no name=value of a field.
+            ValueError: a word is no name=value of a field.
         """
         defaults = {field.name: field.default for field in fields(cls)}
         values: dict[str, Any] = {}
@@ -105,7 +109,10 @@ class FuzzCase:
 
 
 class Configuration(NamedTuple):
-    """What kernels are compiled for: see FuzzCase. softcap is whether there is one; mixer () is attention."""
+    """Configuration that kernels are compiled for: see FuzzCase.
+
+    softcap: whether there is one; mixer: () for attention.
+    """
 
     dims: tuple[int, ...]
     dtype: str
@@ -137,7 +144,7 @@ WIDTHS = (3, 8, 8, 12, 16, 24)
 
 
 def draw_configuration(engine: str, seed: int, number: int) -> Configuration:
-    """The configuration of a number: a GPU's is the next one of its list, of which every seed begins elsewhere."""
+    """Draw the configuration of a number: a GPU's is the next one of its list, whose begin the seed shifts."""
     if engine == "cuda":
         return ON_GPUS[(seed + number) % len(ON_GPUS)]
     rng = np.random.default_rng([seed, number, 1])
@@ -152,11 +159,11 @@ def draw_configuration(engine: str, seed: int, number: int) -> Configuration:
 
 
 def draw_case(configuration: Configuration, rng: Random, ranks: int | None, on_gpu: bool) -> FuzzCase:
-    """One case of a configuration.
+    """Draw one case of a configuration.
 
     Args:
         ranks: number of real ranks; None: the case runs on 1 to 4 simulated ones.
-        on_gpu: whether it is for the CUDA engine, whose bits are promised with deterministic=True alone.
+        on_gpu: whether it is for the CUDA engine, which promises equal bits with deterministic=True alone.
     """
     simulated = ranks is None
     ranks = _pick(rng, (1, 2, 2, 3, 4, 4)) if ranks is None else ranks
@@ -168,11 +175,11 @@ def draw_case(configuration: Configuration, rng: Random, ranks: int | None, on_g
                         dtype=configuration.dtype, mixer=configuration.mixer, seed=seed)  # fmt: skip
     flow = _pick(rng, FLOWS)
     if flow in ("varlen", "decode"):
-        if not simulated and ranks > 1:  # which are calls of one rank
+        if not simulated and ranks > 1:  # they are calls of one rank
             flow = "plain"
         else:
             ranks = 1
-    if flow == "replay" and on_gpu:  # replays are held to bits; and threads cannot capture
+    if flow == "replay" and on_gpu:  # replays are compared by bits, and threads cannot capture
         flow, ranks = ("replay" if configuration.deterministic else "plain"), 1 if simulated else ranks
     causal, window = _mask(rng)
     if flow == "decode":
@@ -197,12 +204,12 @@ def draw_case(configuration: Configuration, rng: Random, ranks: int | None, on_g
 
 
 def offsets(lengths: Sequence[int]) -> np.ndarray[Any, Any]:
-    """(num_seqs + 1,) int32, cumulative sum from 0."""
+    """Return (num_seqs + 1,) int32, the cumulative sum from 0."""
     return np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))]).astype(np.int32)
 
 
 def draw_lengths(rng: Random, multiple: int, num_seqs: int, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths and padded lengths of at most num_seqs sequences in at most num_rows rows."""
+    """Draw lengths and padded lengths of at most num_seqs sequences in at most num_rows rows."""
     lengths = _lengths(rng, num_rows // 2)[:num_seqs]
     padded = _padded(rng, lengths, multiple)
     while sum(padded) > num_rows:
@@ -214,7 +221,7 @@ def draw_lengths(rng: Random, multiple: int, num_seqs: int, num_rows: int) -> tu
 
 
 def _mask(rng: Random) -> tuple[bool, tuple[int, int]]:
-    """(causal, window): causal, full, and windows on the left, on the right and on both sides."""
+    """Draw (causal, window): causal, full, and windows on the left, on the right and on both sides."""
     near, far = int(rng.integers(0, 12)), int(rng.integers(0, 200))
     left, right = (near, far) if rng.random() < 0.5 else (far, near)
     kind = _pick(rng, ("causal", "causal", "full", "causal window", "left", "right", "both", "both"))
@@ -225,7 +232,7 @@ def _mask(rng: Random) -> tuple[bool, tuple[int, int]]:
 
 
 def _method(rng: Random, ranks: int, flow: str) -> tuple[str, int]:
-    """A method that takes this flow on so many ranks, and the ranks of its inner groups."""
+    """Draw a method that takes this flow on so many ranks, and the ranks of its inner groups."""
     if flow in ("varlen", "decode", "ahead"):
         return "all_gather", 1
     methods = [method for method in METHODS if ranks > 1 or "+" not in method]
@@ -234,7 +241,7 @@ def _method(rng: Random, ranks: int, flow: str) -> tuple[str, int]:
 
 
 def _heads(rng: Random, method: str, ranks: int, inner: int, most: int) -> tuple[int, int]:
-    """(num_heads, num_kv_heads) that the method can spread, as few as `most` where that is possible."""
+    """Draw (num_heads, num_kv_heads) that the method can distribute, at most `most` heads where possible."""
     exchanging = inner if "+" in method else ranks if method == "a2a" else 1
     for _ in range(MAX_DRAWS):
         kv_heads = _pick(rng, (1, 1, 2, 2, 3, 4, 6))
@@ -247,7 +254,7 @@ def _heads(rng: Random, method: str, ranks: int, inner: int, most: int) -> tuple
 
 
 def _lengths(rng: Random, usual: int) -> tuple[int, ...]:
-    """Tokens of sequences, about `usual` at most together, and now and then ten times as many."""
+    """Draw tokens of sequences, about `usual` at most together, and now and then ten times as many."""
     room = 10 * usual if rng.random() < 0.01 else int(rng.integers(1, usual + 1))
     kind = _pick(rng, ("few", "few", "few", "many", "one", "edges", "none"))
     if kind == "none" and rng.random() < 0.5:
@@ -265,7 +272,7 @@ def _lengths(rng: Random, usual: int) -> tuple[int, ...]:
 
 
 def _padded(rng: Random, lengths: Sequence[int], multiple: int) -> tuple[int, ...]:
-    """Rows of sequences: multiples, here and there more than are needed."""
+    """Draw rows of sequences: multiples, sometimes more than are needed."""
     most = 2 if rng.random() < 0.3 else 1
     return tuple(multiple * (-(-length // multiple) + int(rng.integers(0, most))) for length in lengths)
 
@@ -281,7 +288,7 @@ def _keys(rng: Random, flow: str, lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def _multiple(method: str, sharding: str, ranks: int, inner: int) -> int:
-    """Padded lengths are multiples of this; see Sharding.multiple."""
+    """Return the multiple that padded lengths must have; see Sharding.multiple."""
     groups = ranks // inner if "+" in method else ranks
     return 2 * groups if sharding == "dual_chunk" and groups > 1 else 1
 
@@ -298,7 +305,7 @@ def _pick(rng: Random, choices: Sequence[Any]) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A value as `_value` reads it; lengths that repeat as 3x40."""
+    """Write a value as `_value` reads it; lengths that repeat as 3x40."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, tuple):

@@ -1,7 +1,7 @@
-"""python -m thdattn fuzz --chaos: jobs in which a rank raises, dies, stops, is late or gets no memory at random points.
+"""Chaos rounds: jobs in which a rank raises, dies, stops, is late or gets no memory at a random point.
 
-Each round is a job of its own under mpiexec. Held to be so: it ends in time, with an error exactly where it must, every
-result before that is right, and no process, no shared memory and no GPU memory stays behind.
+Each round is a job of its own under mpiexec. It must end in time, with an error exactly where one is due; every result
+before that must be right; and no process, shared memory or GPU memory may be left.
 """
 
 from __future__ import annotations
@@ -31,18 +31,24 @@ KINDS = {"reference": ("raise", "kill", "stop", "late", "absent", "memory"),
          "cuda": ("raise", "kill", "stop", "late", "absent", "memory", "window", "window")}  # fmt: skip
 TOKEN = "THDATTN_CHAOS"
 PROGRAM = "import sys; from thdattn.fuzz import chaos_ranks; chaos_ranks.main(*sys.argv[1:])"
-AT_ONCE = ("raise", "kill", "memory")  # others wait for the deadline
+AT_ONCE = ("raise", "kill", "memory")  # the job ends at once; after other faults at the deadline
 ENDS_WELL = ("late", "nothing")
-SECONDS_TO_BEGIN, SECONDS_TO_FAIL, SECONDS_TO_END = 120.0, 240.0, 30.0  # of a machine with other things to do
+SECONDS_TO_BEGIN, SECONDS_TO_FAIL, SECONDS_TO_END = 120.0, 240.0, 30.0  # on a busy machine
 SECONDS_TO_VANISH = 10.0
 SECONDS_TO_COMPILE = 400.0
 LATEST_ALLOCATION, LATEST_WINDOW = 400, 8
-OF_LIBRARIES = ("mpich", "vader_segment", "sm_segment", "psm", "nccl", "sem.")  # names in shared memory
-LINGERING_MIB = 64  # that a GPU may have in use more than before
+OF_LIBRARIES = ("mpich", "vader_segment", "sm_segment", "psm", "nccl", "sem.")  # prefixes of names in /dev/shm
+LINGERING_MIB = 64  # memory that a GPU may have in use more than before
 
 
 class Outcome(NamedTuple):
-    """What became of a round: seconds from the fault to the end, results that were right, and what is wrong."""
+    """Outcome of a round.
+
+    status: of the launcher.
+    seconds: from the fault to the end.
+    right: number of results that were right.
+    wrong: what went wrong.
+    """
 
     chaos: Round
     status: int
@@ -59,9 +65,9 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Job:
-    """A launcher with its ranks, and what they say on stderr.
+    """Launcher with its ranks, and their output on stderr.
 
-    token: the value of a variable in the environment of all its processes.
+    token: value of a variable in the environment of all its processes.
     """
 
     process: subprocess.Popen[str]
@@ -85,24 +91,24 @@ class Job:
         self.lines += self.process.stderr
 
     def said(self, what: str) -> list[str]:
-        """Lines with these words."""
+        """Return the lines with these words."""
         return [line for line in list(self.lines) if what in line]
 
     def ended(self) -> bool:
-        """Whether the launcher has."""
+        """Return whether the launcher has ended."""
         return self.process.poll() is not None
 
     def running(self) -> list[int]:
-        """Processes of the job that are there, stopped ones too, and those that ranks have started."""
+        """Return the job's processes that exist, including stopped ones and those that ranks have started."""
         mine, found = f"{TOKEN}={self.token}".encode(), []
         for environment in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # of another user, or gone
+            with suppress(OSError):  # another user's, or ended
                 if mine in environment.read_bytes().split(b"\0"):
                     found.append(int(environment.parent.name))
         return found
 
     def clean_up(self) -> None:
-        """End what is left."""
+        """End all that is left of the job."""
         if not self.ended():
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -118,10 +124,10 @@ def chaos(arguments: argparse.Namespace) -> int:
     """Run rounds until the time is over.
 
     Args:
-        arguments: of `thdattn.fuzz.add_arguments`.
+        arguments: parsed options of `thdattn.fuzz.add_arguments`.
 
     Returns:
-        The exit status: 0, 1 if something was wrong, 2 without mpiexec or for a line that is no round.
+        The exit status: 0; 1 if something was wrong; 2 without mpiexec or for a line that is no round.
     """
     used = gpu_memory()
     engine = arguments.engine if arguments.engine != "auto" else "cuda" if len(used) >= arguments.ranks else "reference"
@@ -134,7 +140,7 @@ def chaos(arguments: argparse.Namespace) -> int:
         return 2
     begin, shared = time.monotonic(), shared_memory()
     outcomes = []
-    if engine == "cuda":  # compiles what the rounds call, which takes one rank longer than another waits
+    if engine == "cuda":  # compile first, which may take one rank longer than another waits
         quiet = [Round(ranks=arguments.ranks, seed=seed) for seed in range(2)]
         outcomes = _played(iter(quiet), len(quiet), engine, SECONDS_TO_COMPILE)
     outcomes += _played(drawn, arguments.jobs, engine, arguments.timeout)
@@ -155,7 +161,7 @@ def chaos(arguments: argparse.Namespace) -> int:
 
 
 def _played(drawn: Iterator[Round], jobs: int, engine: str, timeout: float) -> list[Outcome]:
-    """Play rounds, so many at a time, each drawn when there is room for it; say what became of each."""
+    """Play rounds, so many at a time, each drawn when a job has ended; print the outcome of each."""
     taking, outcomes = threading.Lock(), list[Outcome]()
 
     def take() -> Round | None:
@@ -175,14 +181,14 @@ def _played(drawn: Iterator[Round], jobs: int, engine: str, timeout: float) -> l
 
 
 def draw(arguments: argparse.Namespace, engine: str) -> Iterator[Round]:
-    """Rounds until the time is over, or there were as many as asked for: kinds take turns."""
+    """Yield rounds until the time is over, or until there were as many as asked for; kinds take turns."""
     begin, rng = time.monotonic(), np.random.default_rng([arguments.seed, 7])
     kinds, number = KINDS[engine], 0
     while arguments.rounds is None or number < arguments.rounds:
         if arguments.rounds is None and time.monotonic() - begin >= arguments.seconds:
             return
         kind = kinds[number % len(kinds)]
-        # Most faults come early, as each pack before is only another pack.
+        # Most faults come early: more packs before one find little more.
         latest = LATEST_WINDOW if kind == "window" else int(rng.choice([20, 100, LATEST_ALLOCATION]))
         yield Round(kind, arguments.ranks, int(rng.integers(arguments.ranks)), int(rng.integers(1, latest + 1)),
                     int(rng.integers(2**31)))
@@ -190,7 +196,7 @@ def draw(arguments: argparse.Namespace, engine: str) -> Iterator[Round]:
 
 
 def play(chaos: Round, engine: str, timeout: float) -> Outcome:
-    """Run a round and see to its end.
+    """Run a round to its end.
 
     Args:
         timeout: seconds that ranks wait for each other in a collective.
@@ -203,7 +209,7 @@ def play(chaos: Round, engine: str, timeout: float) -> Outcome:
         if not _wait(lambda: bool(job.said(" fails")) or job.ended(), waits):
             wrong.append("the rank did not fail")
         fault = time.monotonic()
-        # The deadline of a start is longer, and a rank whose error is caught goes on.
+        # A start has a longer deadline, and a rank whose error is caught goes on.
         limit = SECONDS_TO_END + (0 if chaos.kind in AT_ONCE else timeout) + (waits if _may_go_on(chaos) else 0)
         if not _wait(job.ended, limit):
             wrong.append(f"it still runs {limit:.0f} s after the fault")
@@ -221,14 +227,14 @@ def _may_go_on(chaos: Round) -> bool:
 
 
 def _mistakes(chaos: Round, job: Job, status: int) -> list[str]:
-    """What is wrong with the words and the status of a job that has ended."""
+    """Return what is wrong with the output and the status of a job that has ended."""
     wrong = [line.strip() for line in job.said("FAILED --case")]
     well, reached = len(job.said(" ends well")), bool(job.said(" fails"))
     if (status == 0) != (well == chaos.ranks):
         wrong.append(f"{well} of {chaos.ranks} ranks end well and the status is {status}")
-    if chaos.kind in ENDS_WELL or not reached:  # also where packs were over before
+    if chaos.kind in ENDS_WELL or not reached:  # or the packs were over before the fault
         wrong += [f"it ends with status {status}: {_last_words(job)}"] * (status != 0)
-    elif chaos.kind == "window":  # all ranks have caught it and gone on, or the job has ended
+    elif chaos.kind == "window":  # all ranks caught it and went on, or the job ended
         caught = len(job.said(" caught "))
         wrong += [f"{caught} of {chaos.ranks} ranks caught the error and it ends well"] * (
             status == 0 and caught != chaos.ranks)
@@ -254,15 +260,15 @@ def _wait(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def left_behind(used: list[int], shared: set[str], settle: float) -> tuple[list[str], int]:
-    """What rounds have left in GPUs and in shared memory.
+    """Return what rounds have left in GPUs and in shared memory.
 
     Args:
         used: MiB in use on each GPU before.
         shared: names in shared memory before.
-        settle: seconds until no more is in use.
+        settle: seconds in which the memory must be free again.
 
     Returns:
-        (what is wrong, how many files libraries have left whose processes were killed, as MPICH does).
+        (what is wrong, number of files left by libraries whose processes were killed, as MPICH does).
     """
     def more() -> list[str]:
         return [f"GPU {number} has {now} MiB in use, and had {before} before the first round"
@@ -277,7 +283,7 @@ def left_behind(used: list[int], shared: set[str], settle: float) -> tuple[list[
 
 
 def gpu_memory() -> list[int]:
-    """MiB in use on each GPU; [] without any."""
+    """Return the MiB in use on each GPU; [] without any."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -287,13 +293,13 @@ def gpu_memory() -> list[int]:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
+    """Return the names in /dev/shm."""
     folder = Path("/dev/shm")
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
 def _is_mapped(name: str) -> bool:
-    """Whether a process has this shared memory mapped."""
+    """Return whether a process has this shared memory mapped."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
             if f"/dev/shm/{name}" in maps.read_text():

@@ -1,6 +1,6 @@
-"""One job of a chaos round: ranks run random packs until one of them fails on purpose.
+"""Ranks of a chaos round: they run random packs until one of them fails on purpose.
 
-What ranks do is said on stderr, for the parent that started them.
+They report on stderr to the parent that started them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from thdattn.fuzz.runs import MODULES_THAT_ALLOCATE, Ranks, gathered, poisoned, 
 LATE_SECONDS = 1.0
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 MOST_PACKS, PACKS_AFTERWARDS, PACKS_OF_NOTHING = 400, 4, 120
-GROWING_ROWS = (200, 800, 1600, 3200, 800, 5000)  # of packs that need larger and larger windows
+GROWING_ROWS = (200, 800, 1600, 3200, 800, 5000)  # packs that need larger and larger windows
 
 
 @dataclass(frozen=True)
 class Round:
     """One round of chaos.
 
-    kind: "raise", "kill", "stop", "late", "absent", "memory" (an allocation of the engine fails), "window" (one of
-        memory that other GPUs see fails) or "nothing".
-    ranks: number of ranks; rank: the one that fails.
-    at: at which allocation.
-    seed: what the packs are drawn from.
+    kind: "raise", "kill", "stop", "late", "absent", "memory" (an allocation of the engine fails), "window" (an
+        allocation of memory that other GPUs see fails) or "nothing".
+    ranks: number of ranks.
+    rank: the one that fails.
+    at: number of the allocation at which it fails.
+    seed: seed of the packs.
     """
 
     kind: str = "nothing"
@@ -45,15 +46,15 @@ class Round:
     seed: int = 0
 
     def words(self) -> str:
-        """The round as one line, which `from_words` reads."""
+        """Return the round as one line, which `from_words` reads."""
         return " ".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
 
     @classmethod
     def from_words(cls, line: str) -> Round:
-        """The round of a line.
+        """Read a round from its line.
 
         Raises:
-            ValueError: a word that is no name=value of a round.
+            ValueError: a word is no name=value of a round.
         """
         values: dict[str, Any] = {}
         for word in line.split():
@@ -66,24 +67,24 @@ class Round:
 
 
 class Fault:
-    """What happens at the rank's allocation of a number."""
+    """Fault of a rank at its allocation of a number."""
 
     def __init__(self, chaos: Round, rank: int) -> None:
         self._chaos, self._left = chaos, chaos.at if rank == chaos.rank and chaos.kind != "nothing" else 0
         self.happened = False
 
     def count(self) -> None:
-        """One more allocation."""
+        """Count an allocation, and fail at the one of the round."""
         self._left -= 1
         if self._left == 0:
             self.happened = True
             say("fails")
-        if self._left == 0 or (self._left == -1 and self.happened and self._chaos.kind == "window"):  # tried again
+        if self._left == 0 or (self._left == -1 and self.happened and self._chaos.kind == "window"):  # and its retry
             _fail(self._chaos.kind)
 
     @contextmanager
     def planted(self, engine: str) -> Iterator[None]:
-        """A block in which allocations count."""
+        """Count allocations within a block."""
         places = [(importlib.import_module(name), "empty") for name in MODULES_THAT_ALLOCATE[engine]]
         if self._chaos.kind == "window":
             places = [(importlib.import_module("cupy").cuda, "Memory")]
@@ -122,12 +123,12 @@ def _fail(kind: str) -> None:
 
 
 def say(what: str) -> None:
-    """A line on stderr, at once and whole."""
+    """Write a line to stderr, at once and whole."""
     os.write(2, f"process {os.getpid()} {what}\n".encode())
 
 
 def packs(chaos: Round, engine: str) -> Iterator[FuzzCase]:
-    """Cases without end, the same on all ranks; on a GPU of two configurations, whose kernels are compiled before."""
+    """Yield cases without end, the same on all ranks; a GPU's have one of two configurations, compiled before."""
     number = 0
     while True:
         rng = np.random.default_rng([chaos.seed, number])
@@ -143,7 +144,7 @@ def packs(chaos: Round, engine: str) -> Iterator[FuzzCase]:
 
 
 def soak(chaos: Round, ranks: Ranks, fault: Fault) -> None:
-    """Run packs until the fault has happened, and some more; each is judged by one rank."""
+    """Run packs until the fault has happened, and some more; one rank judges each."""
     left = PACKS_OF_NOTHING if chaos.kind == "nothing" else MOST_PACKS
     for number, case in enumerate(packs(chaos, ranks.engine)):
         failed = False
@@ -152,7 +153,7 @@ def soak(chaos: Round, ranks: Ranks, fault: Fault) -> None:
         except MemoryError as error:
             if chaos.kind != "window":
                 raise
-            say(f"caught {error}")  # and goes on: if not all ranks did, it waits for the others in what comes next
+            say(f"caught {error}")  # if not all ranks caught it, the next collective waits for the others
             failed = True
         happened, unequal = _told(ranks, fault.happened, failed)
         if unequal:
@@ -166,7 +167,7 @@ def soak(chaos: Round, ranks: Ranks, fault: Fault) -> None:
 
 
 def _told(ranks: Ranks, happened: bool, failed: bool) -> tuple[bool, int]:
-    """Whether the fault has happened on a rank, and how many ranks caught an error if not all did; collective."""
+    """Return whether a rank's fault has happened, and how many ranks caught an error if not all did; collective."""
     counts = ranks.xp.asarray([happened, failed], np.int64)
     ranks.comm.all_reduce(counts, "sum")
     some, caught = ranks.to_host(counts).tolist()
@@ -174,10 +175,12 @@ def _told(ranks: Ranks, happened: bool, failed: bool) -> tuple[bool, int]:
 
 
 def main(line: str, engine: str, timeout: str) -> None:
-    """Be one rank, from its start to its end.
+    """Run one rank, from its start to its end.
 
     Args:
-        line: of the round; engine: "cuda" or "reference"; timeout: seconds that ranks wait for each other.
+        line: the round.
+        engine: "cuda" or "reference".
+        timeout: seconds that ranks wait for each other.
     """
     say("begins")
     chaos = Round.from_words(line)

@@ -1,14 +1,14 @@
-"""Judges the results of a random case: errors by the accuracy rule, padding, and bits.
+"""Judgement of a random case's results: errors by the accuracy rule, zeros in padding, and equal bits.
 
 The rule compares with baselines that round as kernels may. Both store their results, so their errors are at least that
-of the exact result rounded once. A result that is good by this smaller bound is good, and most of the NumPy engine's
-are; the baselines are computed for the others alone.
+of the exact result rounded once. A result within this smaller bound is good, and most of the NumPy engine's are; the
+baselines are computed for the others alone.
 
 The rule allows one standard deviation of the quotient of two RMS errors, and a baseline may be right by luck: the error
-of delta in one row decides all of dq and dk of a tiny pack. A soak draws so many small packs that both happen. An error
-beyond the rule is therefore compared with the errors that the baseline has in neighbours: packs of the same layout,
-whose inputs differ by about one percent, so that every rounding falls anew. It is `near` up to four standard deviations
-beyond their root mean square, and wrong beyond that. Near cases are counted: a kernel that rounds twice has many.
+    of delta in one row decides all of dq and dk of a tiny pack. A soak draws so many small packs that both happen. So
+    an error beyond the rule is compared with the baseline's errors in neighbours: packs of the same layout whose inputs
+    differ by about one percent, so that every rounding falls anew. It is `near` up to four standard deviations beyond
+    their root mean square, and wrong beyond that. Near cases are counted: a kernel that rounds twice has many.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from thdattn.packing import PackedBatch
 Array = NDArray[Any]
 
 ATTENTION = ("out", "dq", "dk", "dv")
-FLOAT32_ERROR = 1e-4  # of lse, max_logit and dsinks
-FLOAT64_ERROR = 1e-11  # of what is computed in float64
-NEIGHBOURS, DISTANCE = 16, 0.01  # packs whose inputs differ from a case's by this share
+FLOAT32_ERROR = 1e-4  # bound for lse, max_logit and dsinks
+FLOAT64_ERROR = 1e-11  # bound for results in float64
+NEIGHBOURS, DISTANCE = 16, 0.01  # number of packs, and the share by which their inputs differ from a case's
 
 
 @dataclass
 class Judgement:
-    """What is wrong with the results of a case.
+    """Judgement of the results of a case.
 
-    wrong: what is; near: names of results beyond the rule by what luck may do.
+    wrong: what is wrong.
+    near: names of results beyond the rule, but by no more than chance explains.
     worst: the largest error, in parts of what the rule allows.
     """
 
@@ -48,7 +49,7 @@ class Judgement:
     worst: float = 0.0
 
     def hold(self, name: str, error: float, budget: float, wide: float | None = None) -> None:
-        """An error that may be as large as its budget, or by luck a wide one; NaN may not."""
+        """Hold an error to its budget, or by luck to a wide one; NaN is wrong."""
         wide = budget if wide is None else max(wide, budget)
         if not error <= wide:
             self.wrong.append(f"{name} errs by {error:.3g}, which may be {wide:.3g}")
@@ -61,7 +62,7 @@ def judge(case: FuzzCase, by_rank: Sequence[Results]) -> Judgement:
     """Hold the results of all ranks against the oracle.
 
     Args:
-        by_rank: what `runs.run` returned on every rank.
+        by_rank: results of `runs.run` on every rank.
     """
     found = Judgement()
     unequal = sum(int(each["unequal"][0]) for each in by_rank)
@@ -80,13 +81,13 @@ def judge(case: FuzzCase, by_rank: Sequence[Results]) -> Judgement:
 
 
 def _rows_of(case: FuzzCase) -> Array:
-    """The packed rows of the tokens."""
+    """Return the packed rows of the tokens."""
     packed = PackedBatch(offsets(case.lengths)) if case.flow in ("varlen", "decode") else case.batch
     return token_rows(packed)
 
 
 def _order(tokens: Array, rows: Array) -> tuple[Array | None, Array]:
-    """Where in `rows` every token is, None if one is nowhere or twice, and where there is none."""
+    """Return each token's index in `rows`, None if one is missing or twice there, and the indices of padding."""
     token_of_row = np.full(max(tokens.max(initial=-1), rows.max(initial=-1)) + 2, -1)
     token_of_row[tokens] = np.arange(len(tokens))
     token = token_of_row[rows]  # row -1, a filler, is the one behind all others
@@ -108,9 +109,9 @@ def _judge_layer(
     exact = oracle_of.exact
     for name, of in zip(names, ATTENTION, strict=True):
         if name not in by_rank[0]:
-            continue  # of decode, which has no backward
+            continue  # decode has no backward
         whole = np.concatenate([each[name] for each in by_rank])
-        keys = case.flow == "varlen" and of in ("dk", "dv")  # which has no padding
+        keys = case.flow == "varlen" and of in ("dk", "dv")  # they have no padding
         made = whole if keys else whole[order]
         if not keys and whole[padding].view(np.uint8).any():
             found.wrong.append(f"{name} is not 0 on padding")
@@ -122,7 +123,7 @@ def _judge_layer(
 
 
 class _Oracle:
-    """The exact answer for the tokens of a layer, and baselines, which are computed when first asked for."""
+    """Exact results for the tokens of a layer, and baselines, which are computed on first use."""
 
     def __init__(self, case: FuzzCase, inputs: Inputs) -> None:
         self._batch, self._seed = PackedBatch(offsets(case.lengths)), case.seed
@@ -133,7 +134,7 @@ class _Oracle:
             "softcap": case.softcap, "sinks": inputs.sinks,
             "key_batch": PackedBatch(offsets(case.keys)) if case.flow == "varlen" and case.keys else None,
         }  # fmt: skip
-        group = case.heads[0] // case.heads[1]  # whose gradients of one key are added up
+        group = case.heads[0] // case.heads[1]  # query heads whose gradients of a key are summed
         self.noise = 4 * float(np.finfo(np.float32).eps) * (max(case.dims) * group) ** 0.5
         self.exact = self._result(self.inputs[:4])
         self._truth: oracle.Truth | None = None
@@ -146,7 +147,7 @@ class _Oracle:
 
     @property
     def truth(self) -> oracle.Truth:
-        """With baselines in the dtype of the case."""
+        """Exact results with baselines in the dtype of the case."""
         if self._truth is None:
             plain = self.exact if self._dtype == np.float64 else self._baseline(self.inputs[:4], fused=False)
             fused = self._baseline(self.inputs[:4], fused=True) if self._dtype.itemsize == 2 else None
@@ -154,7 +155,7 @@ class _Oracle:
         return self._truth
 
     def baselines(self, name: str) -> tuple[Array, Array | None]:
-        """plain and fused of a result."""
+        """Return the plain and the fused baseline of a result."""
         fused = self.truth.fused
         return getattr(self.truth.plain, name), None if fused is None else getattr(fused, name)
 
@@ -162,7 +163,7 @@ class _Oracle:
         return self._result(arrays, rounding=self._dtype, fused=fused)
 
     def typical(self, name: str) -> Array:
-        """Root mean square error that the baseline of the RMS rule has in neighbours, for every number of a result."""
+        """Return the baseline's root mean square error over neighbours, for every number of a result."""
         if not self._errors:
             fused = self._dtype.itemsize == 2
             self._errors = [_errors(self._result(arrays), self._baseline(arrays, fused), ATTENTION)
@@ -171,7 +172,7 @@ class _Oracle:
 
 
 def _neighbours(seed: int, arrays: Sequence[Array | None]) -> Iterator[list[Array | None]]:
-    """Arrays that differ by little, in the same dtypes."""
+    """Yield arrays that differ a little from these, in the same dtypes."""
     rng = np.random.default_rng([seed, 4])
     for _ in range(NEIGHBOURS):
         yield [None if x is None else
@@ -179,7 +180,7 @@ def _neighbours(seed: int, arrays: Sequence[Array | None]) -> Iterator[list[Arra
 
 
 def _errors(exact: Any, baseline: Any, names: Sequence[str]) -> dict[str, Array]:
-    """What a baseline errs by in every result that there is."""
+    """Return a baseline's error in every result that exists."""
     return {name: getattr(baseline, name) - getattr(exact, name) for name in names if getattr(exact, name) is not None}
 
 
@@ -188,7 +189,7 @@ def _root_mean_square(errors: Sequence[dict[str, Array]], name: str) -> Array:
 
 
 def _judge_rows(name: str, made: Array, of: str, oracle_of: _Oracle, found: Judgement) -> None:
-    """By the accuracy rule; float64 by a bound of its own."""
+    """Judge rows by the accuracy rule; float64 by a bound of its own."""
     exact = getattr(oracle_of.exact, of)
     if made.dtype == np.float64:
         error = np.abs(made - exact).max(initial=0)
@@ -211,13 +212,13 @@ def _judge_rows(name: str, made: Array, of: str, oracle_of: _Oracle, found: Judg
 
 
 def _wide(share: float, typical: Array, largest_budget: float, noise: float) -> tuple[float, float]:
-    """Budgets of the RMS error and the largest one that luck does not exceed.
+    """Return budgets of the RMS error and the largest one that chance does not exceed.
 
     Args:
         share: what the rule allows the RMS error to be, in parts of the baseline's.
-        typical: (..., width), what the baseline errs by in neighbours.
+        typical: (..., width), the baseline's error over neighbours.
         largest_budget: what the rule allows the largest error to be.
-        noise: of sums that cancel.
+        noise: error of sums that cancel.
     """
     squares = (typical**2).sum(axis=-1)
     spread = np.sqrt((squares**2).sum() / 2) / squares.sum() if squares.any() else 0.0
@@ -229,7 +230,7 @@ def _judge_numbers(
     case: FuzzCase, by_rank: Sequence[Results], order: Array, padding: Array, found: Judgement, suffix: str,
     oracle_of: _Oracle,
 ) -> None:  # fmt: skip
-    """lse, max_logit and dsinks, where the case has them."""
+    """Judge lse, max_logit and dsinks, where the case has them."""
     exact, first = oracle_of.exact, by_rank[0]
     kept = np.float64 if case.dtype == "float64" else np.float32
     if f"lse{suffix}" in first:
@@ -250,7 +251,7 @@ def _judge_numbers(
 
 
 def _hold_close(name: str, made: Array, exact: Array, kept: Any, found: Judgement) -> None:
-    """Numbers that are kept in float32, or float64, whatever the inputs are."""
+    """Hold numbers that are kept in float32, or float64, whatever the inputs are."""
     if made.dtype != kept or made.shape != exact.shape:
         found.wrong.append(f"{name} is {made.dtype} {made.shape}")
         return
@@ -261,7 +262,7 @@ def _hold_close(name: str, made: Array, exact: Array, kept: Any, found: Judgemen
 
 
 def _judge_dsinks(name: str, made: Array, oracle_of: _Oracle, found: Judgement) -> None:
-    """Sums err by what rounding out gives to them, as errors that are independent would."""
+    """Judge sums over rows, whose errors follow from those of out as if they were independent."""
     exact, fused, (*_, dout, sinks) = oracle_of.exact, oracle_of.truth.fused, oracle_of.inputs
     assert fused is not None and exact.dsinks is not None and dout is not None and sinks is not None
     share = np.exp(sinks[:, None] - np.where(exact.lse == -np.inf, np.inf, exact.lse)).T[..., None]
@@ -279,7 +280,7 @@ def _judge_dsinks(name: str, made: Array, oracle_of: _Oracle, found: Judgement) 
 def _judge_mixer(
     case: FuzzCase, by_rank: Sequence[Results], order: Array, padding: Array, found: Judgement
 ) -> None:
-    """Rows by the accuracy rule's RMS error; gradients of weights, a few sums, by how far plain maths is off."""
+    """Judge rows by the rule's RMS error, and weights' gradients, a few sums, by the plain baseline's error."""
     oracle_of = _MixerOracle(case)
     exact, plain, dtype = oracle_of.exact, oracle_of.plain, np.dtype(case.dtype)
     for name in mamba_oracle.FIELDS:
@@ -301,7 +302,7 @@ def _judge_mixer(
             error, budget = verdict.rms, verdict.rms_budget
         else:
             error, allowed, size = (_rms(x) for x in (made - wanted, baseline - wanted, wanted))
-            typical = 0.1 * len(order) ** 0.5  # of a sum over as many rows
+            typical = 0.1 * len(order) ** 0.5  # size of a sum over as many rows
             eps = float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
             budget = 3 * allowed + (16 if dtype == np.float32 else 4) * eps * (size + typical)
         wide = budget if error <= budget else _wide(2.0, oracle_of.typical(name), 0.0, 0.0)[0]
@@ -309,7 +310,7 @@ def _judge_mixer(
 
 
 class _MixerOracle:
-    """The exact answer for a mixer's tokens, and what plain maths in the dtype of the case makes of them."""
+    """Exact results for a mixer's tokens, and those of plain maths in the dtype of the case."""
 
     def __init__(self, case: FuzzCase) -> None:
         zxbcdt, weights, dout = mixer_inputs_of(case)
@@ -324,7 +325,7 @@ class _MixerOracle:
         self._errors: list[dict[str, Array]] = []
 
     def typical(self, name: str) -> Array:
-        """As of _Oracle."""
+        """Return what _Oracle.typical does."""
         if not self._errors:
             self._errors = [_errors(self._result(arrays), self._result(arrays, self._dtype), mamba_oracle.FIELDS)
                             for arrays in _neighbours(self._seed, self._arrays)]

@@ -1,4 +1,4 @@
-"""The record of soaks: packs, seeds and failures by machine, engine and ranks, of one state of the sources."""
+"""Record of soaks: packs, seeds and failures by machine, engine and ranks, for one state of the sources."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ADDED = ("packs", "rounds", "near", "seconds")  # numbers that processes add up
+ADDED = ("packs", "rounds", "near", "seconds")  # numbers that are summed over processes
 LISTED = ("seeds", "failures")
 
 
 def save(path: Path, engine: str, made: dict[str, Any]) -> None:
-    """Add what one process did to the entry of its machine; others may do so at the same time.
+    """Add the work of one process to the entry of its machine; others may do so at the same time.
 
     Args:
         path: a JSON file, which need not exist.
@@ -37,13 +37,13 @@ def save(path: Path, engine: str, made: dict[str, Any]) -> None:
 
 
 def merged(entry: dict[str, Any], made: dict[str, Any], sources: dict[str, Any]) -> dict[str, Any]:
-    """An entry with what one more process did."""
+    """Return an entry with the work of one more process added."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     total: dict[str, Any] = {"sources": sources, "date": now, "ranks": made["ranks"]}
     total["processes"] = entry.get("processes", 0) + 1
     total |= {name: round(entry.get(name, 0) + made[name], 1) for name in ADDED if name in made}
     total["worst"] = max(entry.get("worst", 0.0), made.get("worst", 0.0))
-    total["command"] = shlex.join(["python3", "-m", "thdattn", *sys.argv[1:]])  # of the last process
+    total["command"] = shlex.join(["python3", "-m", "thdattn", *sys.argv[1:]])  # the last process's
     total |= {name: [*entry.get(name, []), *made[name]] for name in LISTED if name in made}
     return total
 
@@ -57,7 +57,7 @@ def _machine(engine: str) -> str:
 
 
 def _sources() -> dict[str, Any]:
-    """The commit, and the hash of the kernels' sources where CuPy is there to make it."""
+    """Return the commit, and the hash of the kernels' sources where CuPy is installed to make it."""
     try:
         kernels = importlib.import_module("thdattn.jit.compiler").source_hash()
     except Exception:  # CuPy without a driver raises more than ImportError

@@ -1,6 +1,6 @@
-"""Runs random cases on ranks and holds results against float64, and against bits where these are promised.
+"""Runs of random cases on ranks, for results that judge.py holds against float64, and bits where they are promised.
 
-Inputs are drawn per token and are the same for every number of ranks; rows that hold no token are NaN, unless the case
+Inputs are drawn per token and are the same for every number of ranks. Rows that hold no token are NaN, unless the case
 says that padding is finite. The oracles share no code with plans, methods and engines.
 """
 
@@ -29,15 +29,15 @@ from thdattn.varlen import varlen_attention, varlen_attention_backward
 Array = NDArray[Any]
 Results = dict[str, Array]
 
-FILL = 7.5  # of padding that is finite
-REPLAYS, STATIC_SEQS = 4, 24  # packs that a captured graph serves, and its room for sequences
+FILL = 7.5  # value of finite padding
+REPLAYS, STATIC_SEQS = 4, 24  # packs that a captured graph replays, and its capacity of sequences
 GRADS = ("dq", "dk", "dv", "dsinks")
 MODULES_THAT_ALLOCATE = {"reference": ("thdattn.engines.reference", "thdattn.engines.reference.arrays"),
                          "cuda": ("thdattn.engines.cuda", "thdattn.engines.cuda.launch")}
 
 
 class Inputs(NamedTuple):
-    """Arrays of valid tokens: (tokens, heads, width) each; sinks (num_heads,); None where there are none."""
+    """Arrays of valid tokens, (tokens, heads, width) each; sinks (num_heads,); None where a case has none."""
 
     q: Array
     k: Array
@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 
 @lru_cache(maxsize=8)
 def inputs_of(case: FuzzCase, layer: int = 0) -> Inputs:
-    """The arrays of a layer of a case."""
+    """Return the arrays of a layer of a case."""
     rng, (heads, kv_heads), (head_dim, v_head_dim) = _random(case, layer), case.heads, case.dims
     queries = sum(case.lengths)
     keys = sum(case.keys) if case.flow == "varlen" and case.keys else queries
@@ -61,7 +61,7 @@ def inputs_of(case: FuzzCase, layer: int = 0) -> Inputs:
 
 @lru_cache(maxsize=8)
 def mixer_inputs_of(case: FuzzCase) -> tuple[Array, Mamba2Weights, Array]:
-    """zxbcdt and dout of valid tokens, and the weights between them."""
+    """Return zxbcdt, the weights and dout of a mixer's valid tokens."""
     rng, (heads, head_dim, state_dim, groups, width) = _random(case, 0), case.mixer
     inner, tokens = heads * head_dim, sum(case.lengths)
     channels = inner + 2 * groups * state_dim
@@ -79,21 +79,21 @@ def _random(case: FuzzCase, layer: int) -> np.random.Generator:
 
 
 def token_rows(batch: PackedBatch) -> Array:
-    """(total_tokens,): the packed rows that hold a token."""
+    """Return (total_tokens,), the packed rows that hold a token."""
     starts, lengths = batch.cu_seqlens_padded[:-1], batch.lengths
     first = np.repeat(starts - batch.cu_seqlens[:-1], lengths)
     return np.asarray(first + np.arange(len(first)))
 
 
 def local_rows(batch: PackedBatch, rows: Array, tokens: Array, finite: bool) -> Array:
-    """A rank's rows of an array of tokens; NaN, or a finite number, in rows that hold none."""
+    """Return a rank's rows of an array of tokens; NaN, or a finite number, in rows that hold none."""
     packed = np.full((batch.total_rows + 1, *tokens.shape[1:]), FILL if finite else np.nan, tokens.dtype)
     packed[token_rows(batch)] = tokens
-    return np.asarray(packed[rows])  # row -1, a filler, is the one behind all others
+    return np.asarray(packed[rows])  # row -1, a filler, is the last one
 
 
 class Ranks:
-    """A comm with its two levels, which are split off once, and the engine that computes."""
+    """Comm with its two levels, which are split off once, and the engine that computes."""
 
     def __init__(self, comm: Comm, engine: str) -> None:
         self.comm, self.engine = comm, engine
@@ -101,7 +101,7 @@ class Ranks:
         self._levels: dict[int, tuple[Comm, Comm]] = {}
 
     def attention(self, case: FuzzCase) -> CPAttention:
-        """The attention of a case."""
+        """Make the attention of a case."""
         comm = SingleComm() if case.flow in ("varlen", "decode") else self.comm
         (heads, kv_heads), (head_dim, v_head_dim) = case.heads, case.dims
         return CPAttention(
@@ -112,7 +112,7 @@ class Ranks:
         )  # fmt: skip
 
     def stream(self) -> AbstractContextManager[object]:
-        """A stream of its own on a GPU of its own; simulated ranks share the legacy default stream."""
+        """Return a stream of this rank's own on its GPU; simulated ranks share the legacy default stream."""
         if self.engine == "cuda" and self.comm.size > 1:
             stream: AbstractContextManager[object] = self.xp.cuda.Stream(non_blocking=True)
             return stream
@@ -125,13 +125,13 @@ class Ranks:
         return self._levels[inner]
 
     def to_host(self, x: Any) -> Array:
-        """A NumPy copy."""
+        """Return a NumPy copy."""
         return np.array(x) if isinstance(x, np.ndarray) else np.asarray(x.get())
 
 
 @contextmanager
 def poisoned(engine: str) -> Iterator[None]:
-    """A block in which everything that an engine allocates begins as NaN."""
+    """Fill everything that an engine allocates within the block with NaN."""
     modules = [importlib.import_module(name) for name in MODULES_THAT_ALLOCATE[engine]]
     before = modules[0].empty
 
@@ -154,7 +154,7 @@ def poisoned(engine: str) -> Iterator[None]:
 
 @contextmanager
 def portable_kernels() -> Iterator[None]:
-    """A block in which a Hopper GPU runs the kernels that are for every GPU."""
+    """Run the kernels for every GPU within the block, also on a Hopper GPU."""
     launch = importlib.import_module("thdattn.engines.cuda.launch")
     before = launch.this_gpu
     gpu = replace(before(), sm90=False)
@@ -169,7 +169,7 @@ def portable_kernels() -> Iterator[None]:
 
 
 def run(case: FuzzCase, ranks: Ranks) -> Results:
-    """What a case gives on this rank, on the host: arrays by name, of the same shapes on all ranks.
+    """Run a case on this rank and return host arrays by name, of the same shapes on all ranks.
 
     `rows` are the packed rows of this rank; names of a second layer end in " of B". `unequal` counts the arrays whose
     bits differ where they must not.
@@ -187,12 +187,12 @@ def _unequal(results: Results, others: Results) -> int:
 
 
 def _arrays(case: FuzzCase, ranks: Ranks, plan: Plan, layer: int = 0) -> tuple[Any, Any, Any, Any, Any]:
-    """q, k, v, dout of this rank's rows, and the sinks."""
+    """Return q, k, v, dout of this rank's rows, and the sinks."""
     return _placed(inputs_of(case, layer), case, ranks, plan.batch, ranks.to_host(plan.rows))
 
 
 def _placed(inputs: Inputs, case: FuzzCase, ranks: Ranks, batch: PackedBatch, rows: Array) -> tuple[Any, ...]:
-    """Inputs as arrays of the engine, of a rank's rows of a batch."""
+    """Return inputs as arrays of the engine, of a rank's rows of a batch."""
     *tokens, sinks = inputs
     local = (ranks.xp.asarray(local_rows(batch, rows, x, case.finite)) for x in tokens if x is not None)
     return *local, None if sinks is None else ranks.xp.asarray(sinks)
@@ -203,7 +203,7 @@ def _plan(case: FuzzCase, attention: CPAttention) -> Plan:
 
 
 def _named(ranks: Ranks, out: Any, saved: Any, grads: Sequence[Any], suffix: str = "") -> Results:
-    """Results of a forward and a backward, on the host, and the packed rows that they belong to."""
+    """Return results of a forward and a backward, on the host, and the packed rows that they belong to."""
     found = {"out": out, "lse": saved.lse, **dict(zip(GRADS, grads, strict=False))}
     if saved.max_logit is not None:
         found["max_logit"] = saved.max_logit
@@ -220,7 +220,7 @@ def _plain(case: FuzzCase, ranks: Ranks) -> Results:
 
 
 def _ahead(case: FuzzCase, ranks: Ranks) -> Results:
-    """Keys are gathered before forward, and before backward, while something else is computed."""
+    """Gather keys before forward, and before backward, while something else is computed."""
     attention = ranks.attention(case)
     plan = _plan(case, attention)
     q, k, v, dout, sinks = _arrays(case, ranks, plan)
@@ -234,7 +234,7 @@ def _ahead(case: FuzzCase, ranks: Ranks) -> Results:
 
 
 def _split(case: FuzzCase, ranks: Ranks) -> Results:
-    """dq comes first, and dk and dv when they are asked for."""
+    """Take dq first, and dk and dv when they are asked for."""
     attention = ranks.attention(case)
     plan = _plan(case, attention)
     q, k, v, dout, sinks = _arrays(case, ranks, plan)
@@ -245,7 +245,7 @@ def _split(case: FuzzCase, ranks: Ranks) -> Results:
 
 
 def _layers(case: FuzzCase, ranks: Ranks) -> Results:
-    """Forward of A, forward of B, backward of B, backward of A, with one plan."""
+    """Run forward of A, forward of B, backward of B and backward of A, with one plan."""
     attention = ranks.attention(case)
     plan = _plan(case, attention)
     *_, dout_a, _ = a = _arrays(case, ranks, plan)
@@ -258,16 +258,16 @@ def _layers(case: FuzzCase, ranks: Ranks) -> Results:
 
 
 def _replay(case: FuzzCase, ranks: Ranks) -> Results:
-    """A captured graph serves the case's pack and others, each as the same calls without a graph, bit for bit.
+    """Replay a captured graph for the case's pack and others; each gives the bits of the same calls without a graph.
 
-    Results are those of the case's own pack, which is the last one.
+    Returns the results of the case's own pack, which is the last one.
     """
     attention, multiple = ranks.attention(case), 2 * case.ranks
     rng, rows = _random(case, 2), -(-max(256, case.batch.total_rows) // multiple) * multiple
     drawn = [draw_lengths(rng, multiple, STATIC_SEQS, rows - 1) for _ in range(REPLAYS - 1)]
     batches = [*(PackedBatch(*map(offsets, each)) for each in drawn), case.batch]
     sinks = inputs_of(case).sinks
-    given = None if sinks is None else ranks.xp.asarray(sinks)  # where the graph has it
+    given = None if sinks is None else ranks.xp.asarray(sinks)  # the graph reads it at this address
     most = max(STATIC_SEQS, len(case.lengths))
     config = CudaGraphConfig(impl="local", max_packed_seqs=most, warmup_steps=1)
     unequal, found = 0, {}
@@ -294,7 +294,7 @@ def _replay(case: FuzzCase, ranks: Ranks) -> Results:
 
 
 def _others(case: FuzzCase, batch: PackedBatch) -> Inputs:
-    """Inputs of another pack of the same heads."""
+    """Draw inputs of another pack of the same heads."""
     rng, mine = _random(case, 3), inputs_of(case)
     q, k, v, dout = (rng.standard_normal((batch.total_tokens, *x.shape[1:]), np.float32).astype(x.dtype)
                      for x in mine[:4] if x is not None)  # fmt: skip
@@ -312,7 +312,7 @@ def _varlen(case: FuzzCase, ranks: Ranks) -> Results:
 
 
 def _decode(case: FuzzCase, ranks: Ranks) -> Results:
-    """The first half of every text is filled in, and the rest is decoded some rows at a time."""
+    """Fill the first half of every sequence into a cache, and decode the rest some rows at a time."""
     attention, (count,) = ranks.attention(case), case.keys
     *tokens, _, sinks = inputs_of(case)
     given = None if sinks is None else ranks.xp.asarray(sinks)
@@ -330,18 +330,18 @@ def _decode(case: FuzzCase, ranks: Ranks) -> Results:
     made = [[x] for x in batch.unpack(ranks.to_host(out))]
     while any(start < length for start, length in zip(starts, case.lengths, strict=True)):
         q, k, v = (ranks.xp.asarray(_next_rows(side, starts, count)) for side in texts)
-        with np.errstate(invalid="ignore"):  # of texts that are done
+        with np.errstate(invalid="ignore"):  # from sequences that have ended
             rows = ranks.to_host(attention.decode(q, k, v, cache, given)).reshape(len(starts), count, *out.shape[1:])
         for number, (start, length) in enumerate(zip(starts, case.lengths, strict=True)):
             made[number].append(rows[number, : max(0, min(count, length - start))])
         starts = [min(start + count, length) for start, length in zip(starts, case.lengths, strict=True)]
-        cache.lengths[...] = ranks.xp.asarray(starts, np.int32)  # texts that are done forget their NaN
+        cache.lengths[...] = ranks.xp.asarray(starts, np.int32)  # sequences that have ended drop their NaN
     rows = np.arange(sum(case.lengths), dtype=np.int32)
     return {"rows": rows, "out": np.concatenate([rows for text in made for rows in text])}
 
 
 def _next_rows(texts: Sequence[Array], starts: Sequence[int], count: int) -> Array:
-    """The next rows of every text, NaN beyond its end."""
+    """Return the next rows of every sequence, NaN beyond its end."""
     rows = np.full((len(texts), count, *texts[0].shape[1:]), np.nan, texts[0].dtype)
     for row, text, start in zip(rows, texts, starts, strict=True):
         piece = text[start : start + count]
@@ -372,7 +372,7 @@ FLOWS: dict[str, Callable[[FuzzCase, Ranks], Results]] = {
 
 
 def gathered(results: Results, ranks: Ranks) -> list[Results]:
-    """The results of every rank, on every rank; collective."""
+    """Return the results of every rank, on every rank; collective."""
     if ranks.comm.size == 1:
         return [results]
     sent = np.concatenate([np.frombuffer(x.tobytes(), np.uint8) for x in results.values()])

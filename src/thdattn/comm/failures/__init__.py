@@ -1,1 +1,1 @@
-"""Failures of ranks: deadlines, heartbeats, and outcomes that all ranks learn."""
+"""Failures of ranks: deadlines, heartbeats, and outcomes that are agreed between ranks."""

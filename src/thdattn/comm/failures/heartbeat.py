@@ -1,10 +1,11 @@
-"""Heartbeat: a side process that tells other ranks what this rank does, while Python's lock here is held or not.
+"""Heartbeat: a side process tells other ranks what this rank does, whether or not the rank's Python holds the GIL.
 
 Run as a program, this file is the side process. It owns a UDP socket and answers whoever knows its token: with the
-state of the rank's process, and with the operation that the rank noted last in memory that both have. It ends with the
-rank. Messages have one size and are never unpickled; what lacks the token is ignored.
+state of the rank's process, and with the operation that the rank noted last in shared memory. It ends with the rank.
+Messages have one size and are never unpickled; messages without the token are ignored.
 
-The other half of the file is the rank's: it starts that process, notes operations and asks other ranks' processes.
+The other half of the file belongs to the rank: it starts that process, notes operations and asks other ranks' side
+    processes.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from typing import NamedTuple
 
 WAITS, LEFT, GPU_WAITS, GPU_LEFT, ENDED = b"w", b"l", b"W", b"L", b"e"
 _TOKEN = 16  # bytes
-_NOTE = struct.Struct("<qqdc48s")  # comm, number, since when, one of the above, what; behind the token
+_NOTE = struct.Struct("<qqdc48s")  # comm, number, since when, phase, what; behind the token
 _SINCE = struct.Struct("<dc")  # the middle of a note
 _MESSAGE = struct.Struct(f"<{_TOKEN}s{_NOTE.format[1:]}cd")  # a question is its token and zeros
 _SINCE_AT = _TOKEN + 16
-_ERROR = struct.Struct("=I")  # what an entry of the error queue begins with
+_ERROR = struct.Struct("=I")  # first field of an entry of the error queue
 _TICK = 1.0
-_IP_RECVERR, _ERROR_QUEUE = 11, 0x2000  # of Linux: says which datagrams found no socket
+_IP_RECVERR, _ERROR_QUEUE = 11, 0x2000  # Linux: tells which datagrams found no socket
 
 logger = logging.getLogger("thdattn")
 
 
 class Contact(NamedTuple):
-    """Where the side process of a rank listens, and the token that it answers to, which no other process has."""
+    """Address of a rank's side process, and the token that it answers to, which no other process has."""
 
     address: str
     port: int
@@ -50,14 +51,16 @@ class Contact(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a side process says of its rank.
+    """Answer of a side process about its rank.
 
     Attributes:
-        state: of the process, as /proc has it: b"R" runs, b"S" sleeps, b"D" waits for a disk, b"T" is stopped.
-        state_seconds: for how long that has been so.
-        comm: the comm of the last operation, and its number there.
+        comm: the comm of the last operation.
+        number: number of the operation there.
+        seconds: how long the rank has been in the phase.
         phase: WAITS, LEFT, GPU_WAITS, GPU_LEFT or ENDED.
-        seconds: since when the rank is in that phase.
+        what: the operation.
+        state: state of the process in /proc: b"R" runs, b"S" sleeps, b"D" waits for a disk, b"T" is stopped.
+        state_seconds: for how long that has been so.
     """
 
     comm: int
@@ -70,7 +73,7 @@ class Answer(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """When a rank's side process answered last, its answer, and whether both have ended since."""
+    """Last answer of a rank's side process, when it came, and whether both processes have ended since."""
 
     when: float
     answer: Answer
@@ -79,7 +82,7 @@ class Heard(NamedTuple):
 
 # --- the rank --------------------------------------------------------------------------------------------------
 
-_memory: mmap.mmap | None = None  # token and note; None: nobody reads them
+_memory: mmap.mmap | None = None  # token and note; None: no side process reads them
 
 
 def note(comm: int, number: int, what: str, phase: bytes = WAITS) -> None:
@@ -98,10 +101,10 @@ class SideProcess:
     """Side process of this rank, which ends with it, and the socket by which this rank asks others'.
 
     Args:
-        address: the one of this machine that both sockets are bound to.
+        address: address of this machine that both sockets are bound to.
 
     Attributes:
-        heard: by token, what was last heard of ranks; of those that never answered there is nothing.
+        heard: by token, the last answer of each rank; ranks that never answered are missing in it.
     """
 
     def __init__(self, address: str) -> None:
@@ -111,22 +114,22 @@ class SideProcess:
         self._questions, self._answers = _bound(address), _bound(address)
         self._questions.setsockopt(socket.IPPROTO_IP, _IP_RECVERR, 1)
         self.contact = Contact(address, self._answers.getsockname()[1], token)
-        # NOTE: this process keeps the socket that it never reads: the system refuses datagrams once both have ended.
+        # NOTE: this process keeps the socket, unread: the system refuses datagrams once both processes have ended.
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(memory), str(os.getpid())],
             stdin=self._answers.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[memory])
-        process.returncode = 0  # it outlives this object, of which Popen would warn
+        process.returncode = 0  # Popen would warn that it outlives this object
 
     def ask(self, contact: Contact) -> None:
-        """Ask a rank's side process; `hear` takes in what it says."""
+        """Ask a rank's side process; `hear` takes in its answer."""
         self._asked.add(contact.token)
-        for _ in range(2):  # the first call may raise what became of an earlier datagram
+        for _ in range(2):  # the first call may raise the error of an earlier datagram
             with suppress(OSError):
                 self._questions.sendto(contact.token.ljust(_MESSAGE.size, b"\0"), contact[:2])
                 return
 
     def hear(self) -> None:
-        """Take in what has come since the last call."""
+        """Take in all answers since the last call."""
         for text, _ in self._received(0):
             self.heard[text[:_TOKEN]] = Heard(time.monotonic(), _answer(text), False)
         for text, errors in self._received(_ERROR_QUEUE):
@@ -135,13 +138,13 @@ class SideProcess:
                 self.heard[text[:_TOKEN]] = before._replace(ended=True)
 
     def _received(self, flags: int) -> Iterator[tuple[bytes, list[tuple[int, int, bytes]]]]:
-        """Yield answers to what was asked, or (from the error queue) questions that found no socket and why."""
+        """Yield answers with their flags; from the error queue, questions that found no socket, and why."""
         while True:
             try:
                 text, errors, _, _ = self._questions.recvmsg(_MESSAGE.size + 1, 512, flags)
             except BlockingIOError:
                 return
-            except OSError:  # raised once, and explained by the error queue
+            except OSError:  # raised once; the error queue has the reason
                 continue
             if len(text) == _MESSAGE.size and text[:_TOKEN] in self._asked:
                 yield text, errors
@@ -149,7 +152,7 @@ class SideProcess:
 
 @cache
 def side_process(address: str) -> SideProcess | None:
-    """This rank's side process at an address; None, with a warning, where there can be none.
+    """Return this rank's side process at an address; None, with a warning, where none can be started.
 
     Args:
         address: "127.0.0.1", or "" for the address by which other machines reach this one.
@@ -170,7 +173,7 @@ def _bound(address: str) -> socket.socket:
 
 
 def _own_address() -> str:
-    """The address of the default route, by which nothing is sent here; else the one that the machine's name has."""
+    """Return the address of the default route, without sending anything; else that of the machine's name."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])
@@ -179,7 +182,7 @@ def _own_address() -> str:
 
 @cache
 def _shared_memory() -> tuple[bytes, int]:
-    """The token of this process and the descriptor of the memory that holds it, and then the note."""
+    """Return this process's token, and the descriptor of the memory that holds the token and the note."""
     global _memory
     token, descriptor = secrets.token_bytes(_TOKEN), os.memfd_create("thdattn")
     os.ftruncate(descriptor, _TOKEN + _NOTE.size)
@@ -196,7 +199,7 @@ def _answer(text: bytes) -> Answer:
 
 
 def _forget() -> None:
-    """Have a process that the user forked be none of this rank: it notes nothing and has no side process."""
+    """Clear the state in a process that the user forked: it is no rank, notes nothing and has no side process."""
     global _memory
     _memory = None
     _shared_memory.cache_clear()
@@ -214,14 +217,14 @@ def main(memory: int, rank: int) -> None:
 
     Args:
         memory: descriptor of the token and the note.
-        rank: the number of the process.
+        rank: number of the process.
     """
-    # Signals that are sent to all of a job are for the rank; but Ctrl-Z stops both, and so the clock below.
+    # Signals to all processes of a job are meant for the rank. Ctrl-Z stops both, and so the clock below.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGTSTP})
     noted = mmap.mmap(memory, _TOKEN + _NOTE.size, prot=mmap.PROT_READ)
     questions, waiting = socket.socket(fileno=0), select.poll()
     waiting.register(questions, select.POLLIN)
-    with suppress(OSError, AttributeError):  # an old kernel: the tick finds the end
+    with suppress(OSError, AttributeError):  # on an old kernel the tick finds the end
         waiting.register(os.pidfd_open(rank), select.POLLIN)
     state, seconds, before = b"?", 0.0, time.monotonic()
     while os.getppid() == rank:
@@ -246,7 +249,7 @@ def _reply(questions: socket.socket, noted: bytes, state: bytes, state_seconds: 
 
 
 def _state(process: int) -> bytes:
-    """The letter that /proc has for its state; b"?" where there is no /proc."""
+    """Return the letter that /proc has for a process's state; b"?" without /proc."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0]

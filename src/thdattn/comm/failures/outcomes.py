@@ -1,4 +1,4 @@
-"""Steps that can fail on one rank alone: every rank tries, all tell how it went, and all go on or all raise."""
+"""Outcomes of steps that can fail on one rank alone: all ranks try, exchange outcomes, and go on or raise together."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Waiting = Callable[[str], AbstractContextManager[object]]
 
 
 class Shortage(str):
-    """The message of a MemoryError."""
+    """Message of a MemoryError."""
 
     __slots__ = ()
 
 
 def attempt(action: Callable[[], Any]) -> Outcome:
-    """Return what an action returns, or the message of what it raises."""
+    """Return what an action returns, or the message of its error."""
     try:
         return True, action()
     except MemoryError as error:
@@ -44,12 +44,14 @@ def results(failure: str, outcomes: Sequence[Outcome], remedy: str = "") -> list
 def agreed(
     world: Any, step: str, action: Callable[[], Any], remedy: str = "", waiting: Waiting = nullcontext
 ) -> list[Any]:
-    """Try an action on every rank and return what it has returned on each; all ranks make this call.
+    """Try an action on every rank and return each rank's result; all ranks make this call.
 
     Args:
         world: the MPI communicator of the ranks.
-        step: what the action does, for messages; remedy: what to do where memory lacks.
-        waiting: makes a context for the time in which this rank waits for the others, given what it waits for.
+        step: name of the action, for messages.
+        action: the step of this rank.
+        remedy: what to do where memory is short.
+        waiting: makes a context in which this rank waits for the others, given the step's name.
 
     Raises:
         MemoryError, RuntimeError: on every rank, see results.

@@ -13,7 +13,7 @@ from thdattn.comm.launcher import hostname
 
 _SECONDS_TO_ANSWER = 0.1
 _TIMES_TO_MEET = 10
-_NAMED = 8  # ranks that a message names at most
+_NAMED = 8  # most ranks that a message names
 _STATES = {
     b"R": ", and its main thread runs",
     b"S": ", and its main thread sleeps",
@@ -24,25 +24,25 @@ _STATES = {
 
 
 class Rank(NamedTuple):
-    """A rank of a comm, for messages, and its side process; None: it has none."""
+    """A rank of a comm: its name in messages, and its side process; None: it has none."""
 
     name: str
     contact: Contact | None
 
 
 class Ranks:
-    """The other ranks of a comm, which are asked while one of its operations waits.
+    """The other ranks of a comm, which this rank asks while one of its operations waits.
 
-    A rank that was never heard, as behind a firewall, is unknown and not held to be missing.
+    A rank that was never heard, as behind a firewall, counts as unknown, not as missing.
 
     Args:
-        comm: a number that tells this comm from others, the same on all its ranks.
+        comm: number of this comm, the same on all its ranks.
         others: all ranks but this one.
         side: this rank's side process.
         timeout: seconds that an operation may take.
 
     Attributes:
-        patience: seconds for which an operation waits before they are asked.
+        patience: seconds that an operation waits before this rank asks.
     """
 
     def __init__(self, comm: int, others: Sequence[Rank], side: SideProcess, timeout: float) -> None:
@@ -51,10 +51,10 @@ class Ranks:
         self._silence = max(1.0, min(10.0, timeout / 6))
         self._others = others
         self._side = side
-        self._since = self._asked = float("-inf")  # when these questions began, and the last one
+        self._since = self._asked = float("-inf")  # times of the first question of this wait, and of the last one
 
     def meet(self) -> None:
-        """Ask those that were never heard, and give them a moment to answer; again, as many questions may get lost."""
+        """Ask the ranks that were never heard and give them a moment to answer; repeat, as questions may get lost."""
         for _ in range(_TIMES_TO_MEET):
             if not (strangers := self._strangers()):
                 return
@@ -65,9 +65,9 @@ class Ranks:
                 self._side.hear()
 
     def missing(self) -> str:
-        """Say which ranks have no part in the job any more, by their answers so far, and ask all again; "": none.
+        """Say which ranks are missing, by their answers so far, and ask all again; "": none is.
 
-        A pause between two calls begins anew: nothing waited, or this process was itself stopped.
+        A pause between two calls starts the wait anew: no operation waited, or this process was itself stopped.
         """
         now = time.monotonic()
         self._side.hear()
@@ -80,7 +80,7 @@ class Ranks:
         return _listed(found)
 
     def late(self, number: int, what: str) -> str:
-        """Say where the ranks are now that do not wait in this operation of this comm."""
+        """Say where the ranks are that do not wait in this operation of this comm."""
         self._ask(self._others)
         time.sleep(_SECONDS_TO_ANSWER)
         self._side.hear()
@@ -99,7 +99,7 @@ class Ranks:
         once = f"the last operation heard of was {last}, {now - heard.when:.0f} s ago"
         if heard.ended:
             return f"has ended; {once}"
-        # One that is stopped with this one, and continued a moment after it, is not missing.
+        # A rank that was stopped together with this one, and continues a moment later, is not missing.
         stopped = answer.state == b"T" and answer.state_seconds >= self._silence and heard.when >= self._since
         if stopped and now - self._since >= self._silence / 2:
             return f"has been stopped (SIGSTOP) for {answer.state_seconds:.0f} s; its last operation was {last}"
@@ -107,7 +107,7 @@ class Ranks:
         return f"has not answered for {silent:.0f} s; {once}" if silent >= self._silence else ""
 
     def _place(self, other: Rank, number: int, what: str) -> str:
-        """Where a rank is; "" if it waits in this operation."""
+        """Say where a rank is; "" if it waits in this operation."""
         if (heard := self._heard(other)) is None:
             return "was never heard of"
         answer = heard.answer
@@ -160,7 +160,7 @@ def find(rank: int, timeout: float, gather: Callable[[Any], Sequence[Any]]) -> R
 
 
 def _kind(what: str) -> str:
-    """An operation's name without the counts in it, which differ between ranks."""
+    """Return an operation's name without its counts, which differ between ranks."""
     return what.partition(" (")[0]
 
 

@@ -1,12 +1,12 @@
-"""The deadline of what ranks wait for: one thread a process that ends the job when they wait in vain.
+"""Watchdog: one thread per process ends the job when an operation misses its deadline.
 
-What blocks the host is noted before and taken out after. What waits on a GPU is only enqueued, so the stream itself
-writes a number to the host's memory when it comes to an operation and another one when it has left it: the clock runs
-between the two, however long the stream computes before, and the thread reads memory and calls nothing of CUDA, where
-a query would break a capture that goes on in another thread.
+An operation that blocks the host is noted before it and removed after it. Work on a GPU is only enqueued, so the stream
+itself writes a number to the host's memory when it comes to an operation, and another one when it has left it. The
+clock runs between the two, however long the stream computes before. The thread reads memory and calls nothing of CUDA,
+where a query would break a capture in another thread.
 
-An operation that waits for more than a few seconds has the thread ask the other ranks' side processes (heartbeat.py)
-what they do: a rank that has ended, is stopped or does not answer ends the job before the deadline.
+While an operation waits for more than a few seconds, the thread asks the other ranks' side processes (heartbeat.py)
+what they do. A rank that has ended, is stopped or does not answer ends the job before the deadline.
 """
 
 from __future__ import annotations
@@ -28,16 +28,20 @@ from numpy.typing import NDArray
 from thdattn.comm.failures import heartbeat, rank_status
 from thdattn.comm.failures.rank_status import Ranks
 
-# How much longer than a collective the steps of a start may take, which load libraries and connect machines.
+# Steps of a start load libraries and connect machines: they may take so many times a collective's limit.
 PATIENCE_AT_START = 5
-# The job's end must not hang in its turn: a process that has not ended after this many seconds ends itself.
+# A process that has not ended this many seconds after the abort ends itself, so that the end does not hang.
 _SECONDS_TO_END = 5.0
 _SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
-_REMEMBERED = 1024  # operations of a lane that a message can name; streams hold about as many launches
+_REMEMBERED = 1024  # operations of a lane; a stream holds about as many launches
 
 
 class Operation(NamedTuple):
-    """What ranks wait for; times are the watchdog's."""
+    """Operation that waits for other ranks.
+
+    watch: the comm's watch; number: among its operations; what, shape, dtype: for messages.
+    limit: seconds that it may take; begun: the watchdog's clock when it began.
+    """
 
     watch: Watch
     number: int
@@ -52,11 +56,11 @@ class Operation(NamedTuple):
         return f"{self.what}{arrays}, number {self.number} of this comm,"
 
     def note(self, phase: bytes) -> None:
-        """Note it for the other ranks."""
+        """Note the operation where other ranks can ask for it."""
         heartbeat.note(self.watch.comm, self.number, self.what, phase)
 
     def failure(self, waited: float) -> str:
-        """Say why the job is to end, after so many seconds: a rank is missing, or the deadline has come; else ""."""
+        """Say why the job must end after so many seconds: a rank is missing, or the deadline has come; else ""."""
         ranks = self.watch.ranks
         if ranks and waited > ranks.patience and (missing := ranks.missing()):
             return (f"thdattn: {self.watch.who}: {self} waits in vain (waited {waited:.1f} s), ending all ranks: "
@@ -68,16 +72,16 @@ class Operation(NamedTuple):
 
 
 class Watch:
-    """Has what one comm waits for completed in time, from start() on.
+    """Deadline of the operations of one comm, from start() on.
 
     Args:
         who: this rank, for messages.
         timeout: seconds that an operation may take.
         abort: ends all ranks of the job.
-        limit: seconds after which late ranks end it; None: the timeout, and infinity where that is another's matter.
+        limit: seconds after which late ranks end the job; None: the timeout; infinity: others watch over late ranks.
 
     Attributes:
-        ranks: the others, once they are found; None: nobody can be asked.
+        ranks: the other ranks, once they are found; None: they cannot be asked.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class Watch:
         self.ranks: Ranks | None = None
 
     def start(self) -> None:
-        """Start the thread, unless it runs; ranks that are alone wait for nobody and need none."""
+        """Start the thread, unless it runs; a rank that is alone waits for nobody and needs none."""
         _watchdog.start(self.timeout)
 
     def find_ranks(self, rank: int, gather: Callable[[Any], Sequence[Any]]) -> None:
@@ -103,7 +107,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, what: str, array: Any = None, patience: int = 1) -> Iterator[None]:
-        """A block that waits for other ranks on the host; with patience it may take that many times as long."""
+        """Watch a block that waits for other ranks on the host; it may take `patience` times the limit."""
         key, operation = object(), self._operation(what, array, patience)
         _watchdog.waiting[key] = operation
         heartbeat.note(self.comm, operation.number, what)
@@ -117,16 +121,16 @@ class Watch:
                 heartbeat.note_phase(heartbeat.LEFT)
 
     def enqueued(self, lane: Lane, what: str, array: Any = None) -> Lane:
-        """The lane, for a `with` block that enqueues on its stream what waits for other ranks."""
+        """Return the lane, for a `with` block that enqueues waits for other ranks on its stream."""
         lane.next(self._operation(what, array, 1))
         return lane
 
     def by_kernel(self, lane: Lane, what: str, array: Any = None) -> tuple[int, int]:
-        """The same of one kernel, which marks by itself where the stream is; see Lane.given."""
+        """Register an operation of one kernel, which marks its begin and end by itself; see Lane.given."""
         return lane.given(self._operation(what, array, 1))
 
     def say_who_is_late(self, what: str, waited: float) -> None:
-        """Say on stderr where the other ranks are, if the last operation of this comm waited long for them."""
+        """Say on stderr where the other ranks are, if this comm's last operation waited long for them."""
         if self.ranks and waited > self.ranks.patience:
             operation, late = f"{what}, number {self.number} of this comm,", self.ranks.late(self.number, what)
             os.write(2, f"thdattn: {self.who}: {operation} waited for {waited:.1f} s: {late}\n".encode())
@@ -138,12 +142,12 @@ class Watch:
 
 
 class Lane:
-    """What one thread enqueues on one stream. A block within a block is part of it.
+    """Operations that one thread enqueues on one stream. A block within a block is part of it.
 
     Args:
-        numbers: (2,) uint32 in host memory that the GPU can write: the operation that the stream has come to, and the
-            one that it has left.
-        write: called as write(address, number, 0), has the stream write the number there when it comes by.
+        numbers: (2,) uint32 in host memory that the GPU can write: the number of the operation that the stream has come
+            to, and of the one that it has left.
+        write: called as write(address, number, 0), makes the stream write the number there when it comes by.
     """
 
     def __init__(self, numbers: NDArray[Any], write: Callable[[int, int, int], object]) -> None:
@@ -154,7 +158,7 @@ class Lane:
         self._count = 0
         self._depth = 0
         self._operations: list[Operation | None] = [None] * _REMEMBERED
-        self._place = (0, 0)  # where the watchdog found the stream, and since when
+        self._place = (0, 0)  # where the watchdog found the stream last
         self._since = 0.0
         numbers[:] = 0
         _watchdog.lanes.append(self)
@@ -177,15 +181,15 @@ class Lane:
             self._write(self._end, self._count, 0)
 
     def given(self, operation: Operation) -> tuple[int, int]:
-        """(address, number): a kernel is to write the number there when it begins and behind that when it ends.
+        """Return (address, number): a kernel writes the number there when it begins, and behind it when it ends.
 
-        Instead of a `with` block; (0, 0): within a block that is watched as a whole.
+        It replaces a `with` block; (0, 0): the kernel is in a block that is watched as a whole.
         """
         self.next(operation)
         return (0, 0) if self._depth else (self._begin, self._count)
 
     def look(self, clock: float) -> tuple[Operation, float] | None:
-        """The operation in which the stream is, and for how long; None: in none, or in another than the last time."""
+        """Return the stream's operation and its seconds there; None: it is in none, or in another than last time."""
         left, at = int(self._numbers[1]), int(self._numbers[0])
         operation = self._operations[at % _REMEMBERED]
         if (at, left) != self._place:
@@ -196,12 +200,12 @@ class Lane:
 
 
 class _Watchdog:
-    """The thread, and what it looks at."""
+    """The thread, and the operations and lanes that it watches."""
 
     def __init__(self) -> None:
         self.waiting: dict[object, Operation] = {}
         self.lanes: list[Lane] = []
-        self.clock = 0.0  # seconds that this process has run; those for which it was stopped as a whole do not count
+        self.clock = 0.0  # seconds that this process has run, without those for which it was stopped
         self._tick = _LONGEST_TICK
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -214,7 +218,7 @@ class _Watchdog:
                 self._thread.start()
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the main thread
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals must wake the main thread
         before = time.monotonic()
         while True:
             time.sleep(self._tick)
@@ -226,11 +230,10 @@ class _Watchdog:
                     _end(operation, failure)
 
     def waits(self) -> list[tuple[Operation, float]]:
-        """What this process waits for, on the host and on GPUs, and for how long."""
+        """Return this process's waiting operations, on the host and on GPUs, and for how long they have waited."""
         on_host = [(operation, self.clock - operation.begun) for operation in list(self.waiting.values())]
         on_gpus = [lane.look(self.clock) for lane in list(self.lanes)]
         return on_host + [found for found in on_gpus if found]
-
 
     def note_waits(self) -> None:
         """Note one of the operations that threads of this process wait for, if there is any."""
@@ -242,7 +245,7 @@ _watchdog = _Watchdog()
 
 
 def _forget() -> None:
-    """Have a process that the user forked wait for nobody: it has no rank, and no such thread."""
+    """Clear the state in a process that the user forked: it is no rank, and has no such thread."""
     _watchdog.__init__()  # type: ignore[misc]
 
 
@@ -250,7 +253,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _end(operation: Operation, failure: str) -> None:
-    """End all ranks, with a message, whatever the main thread holds or hangs in."""
+    """End all ranks with a message, also while the main thread hangs or holds the GIL."""
     exit_soon()
     os.write(2, failure.encode())
     operation.watch.abort()
@@ -258,14 +261,14 @@ def _end(operation: Operation, failure: str) -> None:
 
 
 def exit_soon() -> None:
-    """Have this process say where its threads are and exit, unless it ends before; this needs no lock of Python's."""
+    """Make this process print its threads' stacks and exit, unless it ends before; this needs no GIL."""
     faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True, file=2)
 
 
 def flush() -> None:
-    """Pass on what the program has printed."""
+    """Flush the program's output."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # a stream that is closed has no reader
+        with suppress(Exception):  # the stream may be closed
             stream.flush()
 
 
@@ -273,7 +276,7 @@ def message(who: str, operation: str, limit: float, waited: float, late: str = "
     """Word the end of the job at a deadline.
 
     Args:
-        late: where the other ranks are; "": nobody knows.
+        late: where the other ranks are; "": unknown.
     """
     why = late or "one has died, has stopped, never came or made another call"
     return (
@@ -284,9 +287,9 @@ def message(who: str, operation: str, limit: float, waited: float, late: str = "
 
 @contextmanager
 def start_of_mpi(who: str, timeout: float) -> Iterator[None]:
-    """A block in which MPI starts, which holds Python's lock all the while: so another process has the deadline.
+    """Watch a block in which MPI starts, which holds the GIL all the while: another process keeps the deadline.
 
-    That process kills this one, as there is nothing yet to abort, and the launcher then ends the others.
+    That process kills this one, as MPI cannot abort yet, and the launcher then ends the others.
     """
     limit = timeout * PATIENCE_AT_START
     text = message(who, "the start of MPI", limit, limit)

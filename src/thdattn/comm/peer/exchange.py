@@ -1,4 +1,4 @@
-"""The launcher of meeting.cu: what ranks have for each other, offered, awaited and put to its places by one kernel."""
+"""Launcher of kernels/peer/exchange.cu: one kernel sends slices to peers, and writes theirs to their places."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from thdattn.jit import compiler
 from thdattn.jit.structs import CHUNKS, EXCHANGED, MAX_RANKS
 from thdattn.kernels.instances import EXCHANGE_KERNELS
 
-THREADS = 512  # of a block; half of the blocks offer while the others collect
-NOBODY = np.uint64(0), np.uint32(0)  # is told that the kernel begins and ends
+THREADS = 512  # per block; half of the blocks offer while the others collect
+NOBODY = np.uint64(0), np.uint32(0)  # no marks: the watchdog does not follow the kernel
 _BLOCKS = 128  # one for each multiprocessor: more do not fill the links more, and have more to collect at the end
-_WARPS = _BLOCKS // 2 * THREADS // 32  # that offer
-_CHUNK_BYTES = 8192  # of the largest message, about, if all warps have one: flags take time too
+_WARPS = _BLOCKS // 2 * THREADS // 32  # warps that offer
+_CHUNK_BYTES = 8192  # about, of the largest message, if all warps have a chunk: flags cost time too
 _LEAST_BYTES = 2048  # what a warp reads at a time
 
 
 class Exchange:
-    """The launch of a swap of arrays where they are, of which it keeps none.
+    """Launch of an all-to-all between arrays at fixed addresses; it holds no array.
 
     Args:
-        swap: of at most MAX_CUTS arrays, and of less than 2^31 bytes for each rank.
-        to: where what this rank has for each rank is put; came: where that of each rank for this one lies then.
-        meeting: a MEETING of jit/structs.py.
+        spec: of at most MAX_CUTS arrays, and of less than 2^31 bytes for each rank.
+        sends, recvs: the arrays of spec.outs and spec.ins.
+        to: for each rank, the address in its window that this rank's slices are written to.
+        came: for each rank, the address in this rank's window that its slices are read from.
+        flags: a MEETING of jit/structs.py.
     """
 
     def __init__(
@@ -48,20 +50,20 @@ class Exchange:
         self._arguments = compiler.Arguments((cargo[()], flags, *NOBODY))
 
     def launch(self, marks: int, number: int) -> None:
-        """On the current stream; see Meeting."""
+        """Launch the kernel on the current stream; see PeerExchange for its marks and number."""
         self._arguments.change(-2, marks)
         self._arguments.change(-1, number)
         self._kernel.launch((_BLOCKS,), THREADS, self._arguments)
 
 
 def chunks_of(num_bytes: int) -> int:
-    """In how many chunks messages go of which the largest one has so many bytes: equally many for each warp."""
+    """Return the number of chunks of each message, given the bytes of the largest: equally many for each warp."""
     rounds = max(1, round(num_bytes / (_WARPS * _CHUNK_BYTES)))
     return min(rounds * _WARPS, CHUNKS, -(-num_bytes // _LEAST_BYTES))
 
 
 class _Side(NamedTuple):
-    """The bytes of a cut: `rows` times those of each rank, `widths`, from `places` on, one every `pitch`."""
+    """Bytes of a slice for each rank: `rows` times `widths` bytes, `pitch` bytes apart, from the `places` on."""
 
     places: list[int]
     widths: list[int]
@@ -69,18 +71,18 @@ class _Side(NamedTuple):
     pitch: int
 
     def numbers(self) -> list[int]:
-        """That a word has to divide."""
+        """Return the numbers that the size of a word must divide."""
         there = [place for place, width in zip(self.places, self.widths, strict=True) if width]
         return [*there, *self.widths, self.pitch]
 
     def struct(self, word: int) -> tuple[Any, ...]:
-        """A CUT, in such words."""
+        """Return the fields of a CUT, counted in words."""
         return (_for_ranks(self.places), _for_ranks([width // word for width in self.widths]), self.rows,
                 self.pitch // word)
 
 
 def _side(cut: SliceSpec, array: Any) -> _Side:
-    """Rows that follow each other are one."""
+    """Describe a slice of an array; rows without gaps count as one."""
     if not array.flags.c_contiguous:
         raise TypeError(f"an array to exchange has shape {array.shape} and strides {array.strides}, wanted a "
                         f"C-contiguous one; copy it first")

@@ -1,4 +1,4 @@
-"""Where things lie in a window, one behind another; kept, as calls ask again and again."""
+"""Offsets of arrays in a window, one behind another; cached, as calls ask again and again."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ ALIGNMENT = 256
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each of some arrays begins when they lie behind each other, and where the last one ends."""
+    """Return where each of some arrays begins when they follow each other, and where the last one ends."""
     return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 
 
 @functools.lru_cache(maxsize=64)
 def offsets_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> list[int]:
-    """The same, of arrays of these shapes."""
+    """Return the offsets of arrays of these shapes."""
     return offsets(bytes_of(shapes, dtype))
 
 
 @functools.lru_cache(maxsize=64)
 def bytes_of(shapes: tuple[tuple[int, ...], ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
+    """Return the bytes of arrays of these shapes."""
     return tuple(math.prod(shape) * dtype.itemsize for shape in shapes)
 
 
@@ -36,7 +37,7 @@ def rounded_up(num_bytes: int) -> int:
 
 
 def slots_of(sizes: Any) -> list[list[int]]:
-    """Of each rank, where in its window begins what it sends to each other one, and where all of it ends."""
+    """Return, for each rank, where its window holds what it sends to each other rank, and where the last slot ends."""
     sizes = np.asarray(sizes)
     return _slots(sizes.shape, sizes.dtype, sizes.tobytes())
 

@@ -1,4 +1,4 @@
-"""The launcher of sum.cu: shares of the same rows, of several ranks, added up in the order of ranks."""
+"""Launcher of kernels/peer/reduce.cu: adds the partial sums of several ranks in rank order."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import numpy as np
 from thdattn.jit import compiler
 from thdattn.kernels.instances import SUM_KERNELS
 
-_NONE = np.uint64(0)  # instead of an array
-_BLOCKS = 528  # of 256 threads: enough to keep memory and links busy on the largest GPUs
+_NONE = np.uint64(0)  # the address of no array
+_BLOCKS = 528  # of 256 threads: enough to fill memory and links of the largest GPUs
 
 
 def add_up(
     shares: Any, num_ranks: int, rows: Any, results: Sequence[Any], stream: Any = None, own: int = -1
 ) -> None:
-    """Two arrays as sums of the ranks' shares, rounded once.
+    """Add all ranks' partial sums into two arrays, rounded once.
 
     Args:
-        shares: a scalar SHARES of jit/structs.py: where every rank's begin, float32 rows as wide as the results'.
-        rows: which of its rows is a rank's share of each row of the results, int32, -1: it has none; (num_rows,) for
-            all ranks, or (num_ranks, num_rows); None: they are in the order of the results.
+        shares: a scalar SHARES of jit/structs.py: where every rank's partial sums begin, float32 rows as wide as the
+            results'.
+        num_ranks: number of ranks.
+        rows: which row of a rank's partial sums belongs to each row of the results, int32, -1: none. (num_rows,) for
+            all ranks alike, or (num_ranks, num_rows); None: they are in the order of the results.
         results: (num_rows, heads, width), float16 or bfloat16, which may be some of the heads of larger arrays.
         stream: CuPy's current one by default.
-        own: a rank whose shares begin at the second place, and all others' at the first; rows of which it alone has a
-            share stay as they are. -1: every rank has a place.
+        own: a rank whose partial sums begin at the second address, and all others' at the first; rows that it alone has
+            a partial sum of stay as they are. -1: every rank has an address.
     """
     args = [arg for x in results for arg in (x, *_int32(x.shape[1] * x.shape[2] // 8, x.strides[0] // 16))]
     num_rows = len(results[0])

@@ -1,9 +1,9 @@
-"""Memory of peer memory: windows by use, and room for what is pulled, made and given back by all ranks together.
+"""Memory of peer memory: windows for each use, and memory for pulled sums; all ranks allocate and free it together.
 
-An allocation may fail on one rank alone. So every step of growing is tried by all ranks, and what comes of it is agreed
-on before anything changes: all ranks go on, or all raise the same error and have what they had before.
+An allocation may fail on one rank alone. So all ranks try every step of growing, and agree on its outcome before
+anything changes: all ranks go on, or all raise the same error and keep the memory that they had.
 
-Source: CUDA driver API, interprocess communication: all mappings of a piece of memory end before it is freed.
+Source: CUDA driver API, interprocess communication: all mappings of memory end before it is freed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _REMEDY = ("pass fewer tokens, spread them over more ranks, make CPAttention wit
 class SharedMemory:
     """Windows of one rank, two for each use, which take turns: one is written while other ranks still read the other.
 
-    Both are replaced by larger ones where a call needs more. Those before are given back then, unless a graph that was
-    captured may use them: these stay until close().
+    A call that needs more replaces both by larger ones. The old windows are freed then, unless a captured graph may use
+    them; those stay until close().
 
     Args:
         world: the MPI communicator of all ranks, all on this machine.
@@ -50,11 +50,11 @@ class SharedMemory:
         self._device = cupy.cuda.Device()
         self._pairs: dict[str, _Pair] = {}
         self._outgrown: list[_Pair] = []
-        # By whether a graph may use it; of what graphs use the last one is the largest.
+        # By whether a graph may use it; the last of each list is the largest.
         self._pulled: dict[bool, list[Any]] = {False: [], True: []}
 
     def window(self, use: str, num_bytes: int, capturing: bool) -> Window:
-        """Return the window of a use whose turn it is, with room for so many bytes.
+        """Return the window of a use whose turn it is, with at least so many bytes.
 
         Raises:
             MemoryError: on every rank, if a larger window is needed and a rank lacks memory; nothing has changed.
@@ -67,9 +67,10 @@ class SharedMemory:
         return pair.next(capturing)
 
     def pulled(self, num_bytes: int, capturing: bool) -> int:
-        """Return where there is memory for what is pulled, which one sum after another uses.
+        """Return the address of memory for pulled partial sums, which one sum after another uses.
 
-        Graphs have their own: a replay comes after the stream it is launched on, not after the one that pulls.
+        Graphs have their own: a replay is ordered after the stream that it is launched on, not after the stream that
+            pulls.
 
         Raises:
             MemoryError: as for window.
@@ -80,7 +81,7 @@ class SharedMemory:
         return int(there[-1].ptr)
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes of all that was allocated and not given back, by use, and by whether only graphs use it."""
+        """Return the bytes that are allocated, by use, and apart those that only graphs use."""
         held = {use: pair.total_bytes for use, pair in self._pairs.items()}
         held |= {PULLED: sum(memory.size for memory in self._pulled[False]),
                  "windows of graphs": sum(pair.total_bytes for pair in self._outgrown),
@@ -88,16 +89,16 @@ class SharedMemory:
         return {use: size for use, size in held.items() if size}
 
     def close(self) -> None:
-        """Free all, on all ranks, once this rank's GPU has done what it was given."""
+        """Free all memory, on all ranks, once this rank's GPU has done its work."""
         pairs = [*self._pairs.values(), *self._outgrown]
-        self._give_back([window for pair in pairs for window in pair.windows])
+        self._free([window for pair in pairs for window in pair.windows])
         self._pairs.clear()
         self._outgrown.clear()
         for memory in self._pulled.values():
             memory.clear()
 
     def _grown(self, use: str, num_bytes: int, capturing: bool) -> _Pair:
-        """Make both windows anew, as a capture after this call finds the other one."""
+        """Make both windows anew, so that a capture after this call finds the other one."""
         rank, size = self._world.rank, self._world.size
         outgrown, each = self._pairs.get(use), header_bytes(size) + num_bytes
         windows: list[Window] = []
@@ -121,13 +122,13 @@ class SharedMemory:
             all_handles = self._agreed(f"making {both}", make, _REMEDY)
             captured = any(self._agreed(f"opening {both}", open_all))
         except Exception:
-            self._give_back(windows)
+            self._free(windows)
             raise
         pair = self._pairs[use] = _Pair(windows)
         if outgrown is not None and captured:
             self._outgrown.append(outgrown)
         elif outgrown is not None:
-            self._give_back(outgrown.windows)
+            self._free(outgrown.windows)
         return pair
 
     def _pull_more(self, num_bytes: int, capturing: bool) -> None:
@@ -146,11 +147,11 @@ class SharedMemory:
             raise
         there = self._pulled[capturing]
         if there and not capturing:
-            self._device.synchronize()  # nothing is pulled there any more
+            self._device.synchronize()  # until nothing is pulled into the old memory
             there.clear()
         there += made
 
-    def _give_back(self, windows: list[Window]) -> None:
+    def _free(self, windows: list[Window]) -> None:
         """Unmap windows on every rank, when no GPU uses them any more, and then free them."""
 
         def unmap() -> None:
@@ -195,25 +196,26 @@ def allocated(make: Callable[[], T], num_bytes: int, retry: bool = True) -> T:
     """Return what `make` allocates on the GPU.
 
     Args:
+        make: allocates.
         num_bytes: how much that is, for the message.
-        retry: where there is too little, CuPy's pool gives back what it holds free, and `make` tries again.
+        retry: where memory is short, CuPy's pool frees its unused blocks, and `make` tries again.
 
     Raises:
-        MemoryError: there is too little all the same.
+        MemoryError: memory is short all the same.
     """
     import cupy
 
-    made = _if_there_is_room(make)
+    made = _or_none(make)
     if made is None and retry:
         cupy.get_default_memory_pool().free_all_blocks()
-        made = _if_there_is_room(make)
+        made = _or_none(make)
     if made is None:
         free = int(cupy.cuda.runtime.memGetInfo()[0])
         raise MemoryError(f"found {in_units(free)} of GPU memory free, wanted {in_units(num_bytes)}")
     return made
 
 
-def _if_there_is_room(make: Callable[[], T]) -> T | None:
+def _or_none(make: Callable[[], T]) -> T | None:
     import cupy
 
     try:

@@ -1,10 +1,10 @@
-"""Peer memory: the GPUs of one machine read each other's memory, beside kernels and without taking a multiprocessor.
+"""Peer memory: GPUs of one machine read each other's memory beside kernels, and without using a multiprocessor.
 
-Copy engines pull slices of heads as they lie, and flags that streams write and wait for say when: a collective of NCCL
-needs multiprocessors, and would start when a kernel that fills the GPU ends. What nothing hides, keys and slices, is
-brought by one kernel, which writes into the memory of the GPUs that read it, see kernels/peer/exchange.cu. All of it
-can be captured in a CUDA graph, and nothing makes the host wait, but for the first use of a size, which all ranks meet
-to exchange handles for.
+Copy engines pull slices of heads in place, and streams write and await flags that order the copies. A collective of
+NCCL needs multiprocessors, and would start only when a kernel that fills the GPU ends. Keys and slices that no kernel
+overlaps are exchanged by one kernel, which writes into the memory of the GPUs that read them, see
+kernels/peer/exchange.cu. All of it can be captured in a CUDA graph. Nothing makes the host wait but the first use of a
+size, for which all ranks exchange handles.
 
 Source: CUDA driver API, stream memory operations and interprocess communication.
 """
@@ -28,13 +28,13 @@ from thdattn.comm.peer.windows import Window, header_bytes
 from thdattn.comm.slices import AllToAllSpec, Slices, address, copy, rows_of
 from thdattn.jit.structs import MAX_CUTS, MAX_RANKS, SHARES
 
-_HIGHEST = -5  # of the priorities of streams
+_HIGHEST = -5  # the highest priority of streams
 
-# Slices that hide behind nothing are brought by one kernel, which takes one call of the driver and places what has come
-# while the rest is on its way; others by copy engines, which leave all multiprocessors to the kernel that hides them.
-# Unless no rank gets as many bytes as this: they are there sooner than the driver has been told of each.
+# One kernel exchanges slices that no kernel overlaps: it takes one call of the driver, and writes what has arrived to
+# its place while the rest is in flight. Copy engines exchange the others, which leaves all multiprocessors to the
+# kernel that overlaps them. Below this many bytes for each rank, the exchange is done before copies would be enqueued.
 WORTH_COPYING = 4 * 2**20
-_MOST_OF_A_KERNEL = 2**31  # bytes of a message, whose words it counts in 32 bits
+_MOST_OF_A_KERNEL = 2**31  # bytes of a message: the kernel counts its words in 32 bits
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -42,7 +42,7 @@ Wait = Callable[[], None]
 
 
 class PeerMemory:
-    """A rank's collectives beside kernels: their memory, and a stream that pulls.
+    """A rank's collectives beside kernels: their shared memory, and a stream that pulls.
 
     Args:
         world: the MPI communicator of all ranks, all on this machine.
@@ -55,8 +55,8 @@ class PeerMemory:
 
     def __init__(self, world: Any, made_of: type[Window] = Window) -> None:
         self._world, self.rank, self.size = world, world.rank, world.size
-        self._others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank begins with another one
-        self._summing: Any = None  # the window of the last `homes`
+        self._others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank begins with another peer
+        self._summing: Any = None  # the window of the last owner_partials
         agreed(world, "the start of peer memory", lambda: self._begin(made_of))
         try:
             self._probe()
@@ -68,13 +68,13 @@ class PeerMemory:
         import cupy
 
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
-        # Of a priority of its own, so that it shares no hardware queue with a stream that waits for it.
+        # With a priority of its own, it shares no hardware queue with a stream that waits for it.
         self._pulls = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
         self._last = cupy.cuda.get_current_stream()
         self._memory = SharedMemory(self._world, made_of)
 
     def _probe(self) -> None:
-        """Take every step once, as there are machines that refuse one. No stream waits before all ranks have come."""
+        """Try every step once, as some machines refuse one. No stream waits before all ranks have come."""
         stream, pulls = self._last, self._pulls
         window = self._memory.window(KEYS, header_bytes(self.size), False)
 
@@ -93,13 +93,14 @@ class PeerMemory:
         agreed(self._world, "waiting for flags", take)
 
     def wait_within(self, waiting: Waiting) -> None:
-        """Have the host wait for other ranks, from now on, in contexts that `waiting` makes; see agreed."""
+        """Make the host wait for other ranks, from now on, in contexts that `waiting` makes; see agreed."""
         self._memory.waiting = waiting
 
     def enter(self) -> Any:
-        """The current stream, which now comes after that of the call before.
+        """Return the current stream, ordered after the stream of the previous call.
 
-        A flag tells whose part is written, but not by which call: all ranks make these in one order, on any stream.
+        A flag tells that a part is written, but not by which call: all ranks make these calls in one order, on any
+            stream.
         """
         stream = self._cupy.cuda.get_current_stream()
         if stream.ptr != self._last.ptr and not stream.is_capturing():
@@ -110,10 +111,10 @@ class PeerMemory:
     def gather_heads(
         self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]], at_once: bool, marks: tuple[int, int] = (0, 0)
     ) -> list[Arrival]:
-        """See Comm.gather_heads. At once, the first group, which hides behind nothing, is brought by a kernel.
+        """Gather as Comm.gather_heads does. At once, a kernel exchanges the first group, which no kernel overlaps.
 
         Args:
-            marks: of that kernel, see Meeting.
+            marks: address and number for that kernel, see PeerExchange.
         """
         stream, route = self.enter(), self._route(sends, recvs)
         if at_once and len(recvs) == 1:
@@ -125,7 +126,7 @@ class PeerMemory:
         for send, part in zip(sends, route.parts, strict=True):
             self._copy(window.address(self.rank, part), send.data.ptr, send.nbytes, stream)
         window.publish(stream)
-        places = list(recvs)  # whose memory this stream may have just left
+        places = list(recvs)  # this stream may still use their memory
         self._follow(stream)
         window.arrive(self._pulls)
         arrivals = []
@@ -137,12 +138,12 @@ class PeerMemory:
         return arrivals
 
     def _all_by_kernel(self, stream: Any, route: _Route, sends: Sequence[Any], marks: tuple[int, int]) -> Arrival:
-        """All heads for a kernel that writes them into the windows of the ranks that read them."""
+        """Let one kernel gather all heads: it writes them into the windows of the ranks that read them."""
         num_bytes = route.num_bytes
         window = self._memory.window(KEYS, (self.size - 1) * num_bytes, stream.is_capturing())
 
         def slot(of: int, by: int) -> int:
-            """Where in a rank's part begins what another one writes; what is its own nobody reads there."""
+            """Return where a rank's window holds the rows that another one writes; its own has no slot."""
             number: int = (by - of) % self.size - 1
             return max(0, number) * num_bytes
 
@@ -156,7 +157,10 @@ class PeerMemory:
 
     def _first_by_kernel(self, stream: Any, route: _Route, window: Window, sends: Sequence[Any],
                          recvs: Sequence[Sequence[Any]], marks: tuple[int, int]) -> list[Arrival]:
-        """The first group for a kernel that offers all heads, and the others pulled when all ranks have done so."""
+        """Let a kernel send all heads and gather the first group.
+
+        The other groups are pulled when all ranks have sent theirs.
+        """
         def made() -> tuple[Any, Any]:
             to = [[window.address(rank, part) if rank == self.rank else 0 for rank in range(self.size)]
                   for part in route.parts]
@@ -165,7 +169,7 @@ class PeerMemory:
         parts, to = window.memoize((route, "first"), made)
         peer_exchange = PeerExchange(window.exchange_flags[0], to, *marks)
         places = [recvs[group] for group in range(1, len(recvs))]
-        waits: list[Wait] = []  # made when the first one was read
+        waits: list[Wait] = []  # made when the first group was read
 
         def wait(number: int) -> None:
             waits[number]()
@@ -182,13 +186,16 @@ class PeerMemory:
         return [Arrival(parts, done=pull, peer_exchange=peer_exchange), *arrivals]
 
     def _pull(self, route: _Route, group: int, window: Window, parts: Sequence[Any]) -> None:
-        """Copies a group of the other ranks' heads to its places."""
+        """Copy a group of the other ranks' heads to its places."""
         for place, piece in zip(parts, route.groups[group], strict=True):
             for rank in self._others:
                 piece.pull(self._runtime, place.data.ptr, rank, window.address(rank, 0), self._pulls.ptr)
 
     def exchange(self, sends: Slices, recvs: Slices, sizes: Any) -> Wait:
-        """See Comm.exchange. What a rank sends to another one lies together in its window, where `sizes` tells."""
+        """Exchange as Comm.exchange does.
+
+        A rank's slices for another one are together in its window, at an offset that follows from `sizes`.
+        """
         stream, slots = self.enter(), slots_of(sizes)
         if not any(slot[-1] for slot in slots):  # on all ranks
             return no_wait
@@ -198,14 +205,14 @@ class PeerMemory:
         for array, peer in sends:
             if array.flags.c_contiguous:
                 self._copy(window.address(self.rank, at[peer]), address(array), array.nbytes, stream)
-            else:  # a kernel, as copy engines are slow at rows that do not follow each other in one GPU's memory
+            else:  # by a kernel: copy engines are slow at rows with gaps within one GPU
                 copy(window.array(at[peer], (len(array), array.nbytes // len(array)), np.uint8), array)
             at[peer] += array.nbytes
         window.publish(stream)
-        self._follow(stream)  # which may have just left the memory of recvs
+        self._follow(stream)  # it may still use the memory of recvs
         window.arrive(self._pulls)
         at = [window.address(peer, slot[self.rank]) for peer, slot in enumerate(slots)]
-        for array, peer in sorted(recvs, key=lambda pair: (pair[1] - self.rank) % self.size):  # each begins elsewhere
+        for array, peer in sorted(recvs, key=lambda pair: (pair[1] - self.rank) % self.size):  # ranks begin apart
             place, rows, width, pitch = rows_of(array)
             _copy_rows(self._runtime, place, pitch, at[peer], width, width, rows, self._pulls.ptr)
             at[peer] += array.nbytes
@@ -213,23 +220,25 @@ class PeerMemory:
         return self._arrival(stream)
 
     def exchanges_by_kernel(self, spec: AllToAllSpec, at_once: bool) -> bool:
-        """Whether to call `swap`; all ranks find the same."""
+        """Return whether all_to_all may be called for this; the same on all ranks."""
         fits = len(spec.outs) <= MAX_CUTS and 0 < spec.most < _MOST_OF_A_KERNEL
         return fits and (at_once or spec.most < WORTH_COPYING)
 
     def all_to_all(
         self, spec: AllToAllSpec, sends: Sequence[Any], recvs: Sequence[Any], marks: tuple[int, int] = (0, 0)
     ) -> Wait:
-        """See Comm.swap. By one kernel, on the current stream; messages lie in the windows of those who get them.
+        """Exchange slices as Comm.all_to_all does, by one kernel, on the current stream.
+
+        Messages are written to the windows of the ranks that get them.
 
         Args:
-            marks: of the kernel, see Meeting.
+            marks: address and number for the kernel, see PeerExchange.
         """
         stream, slots = self.enter(), slots_of(spec.sizes.T)
         window = self._memory.window(SLICES, max([slot[-1] for slot in slots]), stream.is_capturing())
 
         def made() -> Any:
-            from thdattn.comm.peer import exchange  # which wants CuPy
+            from thdattn.comm.peer import exchange  # imports CuPy
 
             to = [window.address(rank, slot[self.rank]) for rank, slot in enumerate(slots)]
             came = [window.address(self.rank, at) for at in slots[self.rank][:-1]]
@@ -240,26 +249,26 @@ class PeerMemory:
         return self._behind(stream)
 
     def _route(self, sends: Sequence[Any], recvs: Sequence[Sequence[Any]]) -> _Route:
-        behind = [recvs[group][0].shape[1] for group in range(1, len(recvs))]  # the first one may be read where it is
+        behind = [recvs[group][0].shape[1] for group in range(1, len(recvs))]  # the first group may be read in place
         return _route((sends[0].shape[1] - sum(behind), *behind), tuple([(x.shape, x.dtype) for x in sends]))
 
     def drop_partials(self) -> None:
-        """See Comm.give_back."""
+        """Forget the last owner_partials, see Comm.drop_partials."""
         self._summing.unfree(self.enter())
 
     def gather_bytes(self, sends: Sequence[int], num_groups: int) -> dict[str, int]:
-        """See Comm.gather_bytes. One group comes where it is read, others wait where they are from."""
+        """See Comm.gather_bytes. A single group is written to its readers' windows; several stay in the sender's."""
         num_parts = self.size - 1 if num_groups == 1 else 1
         return {KEYS: self._both(layout.rounded_up(num_parts * offsets(sends)[-1]))}
 
     def sum_bytes(self, groups: Sequence[Sequence[int]]) -> dict[str, int]:
-        """See Comm.sum_bytes. All groups but the last one, whose shares go to their owners, are pulled from others."""
+        """See Comm.sum_bytes. The last group goes to its owners; partial sums of the other groups are pulled."""
         most = max(map(sum, groups))
         pulled = {PULLED: layout.rounded_up(most // self.size * (self.size - 1))} if len(groups) > 1 else {}
         return {SUMS: self._both(layout.rounded_up(max(offsets(group)[-1] for group in groups))), **pulled}
 
     def exchange_bytes(self, sizes: Any) -> dict[str, int]:
-        """See Comm.exchange_bytes. What a kernel brings lies in the windows of those who get it."""
+        """See Comm.exchange_bytes. A kernel writes messages to the windows of the ranks that get them."""
         by_kernel = sizes.sum(0).max() < WORTH_COPYING
         most = max(slot[-1] for slot in slots_of(sizes.T if by_kernel else sizes))
         return {SLICES: self._both(layout.rounded_up(most))} if most else {}
@@ -269,16 +278,17 @@ class PeerMemory:
         return self._memory.held_bytes()
 
     def _both(self, num_bytes: int) -> int:
-        """Of the two windows of a use."""
+        """Return the bytes of the two windows of a use."""
         return 2 * (header_bytes(self.size) + num_bytes)
 
     def owner_partials(
         self, shapes: Sequence[tuple[int, ...]], largest: Sequence[tuple[int, ...]], at_once: bool
     ) -> Any:
-        """See Comm.homes. In a rank's window lie behind each other its shares for all ranks, or theirs for it.
+        """Return the addresses that Comm.owner_partials describes.
 
-        At once, shares go to their owners, who add them up where they are then. Else they stay, and owners pull them:
-        stores into other GPUs' memory hold up a kernel, copy engines do not.
+        A rank's window holds, one behind another, its partial sums for all ranks, or theirs for it. At once, partial
+        sums go to their owners, who add them up in place. Else they stay, and owners pull them: stores into other GPUs'
+        memory slow a kernel down, copy engines do not.
         """
         (*begins, _), (*_, most) = (offsets_of(tuple((self.size * rows, *rest) for rows, *rest in each), _FLOAT32)
                                     for each in (shapes, largest))
@@ -294,7 +304,7 @@ class PeerMemory:
         return given
 
     def reduce_partials(self, rows: Any, results: Sequence[Any], at_once: bool) -> Wait:
-        """See Comm.sum_at_home."""
+        """Add partial sums as Comm.reduce_partials does."""
         stream, window = self._cupy.cuda.get_current_stream(), self._summing
         if at_once:
             window.meet(stream)
@@ -309,7 +319,7 @@ class PeerMemory:
         return self._arrival(stream)
 
     def _pulled(self) -> Any:
-        """A SHARES of what this rank owns, of which it copies the other ranks' to memory of its own."""
+        """Copy the other ranks' partial sums of this rank's rows to its own memory; return a SHARES of them."""
         shares, at = np.zeros((), SHARES), self._place
         shares["of"] = self._gotten["of"]
         for rank in self._others:
@@ -320,19 +330,19 @@ class PeerMemory:
         return shares[()]
 
     def _add(self, shares: Any, results: Sequence[Any], rows: Any, stream: Any) -> None:
-        from thdattn.comm.peer.reduce import add_up  # which wants CuPy
+        from thdattn.comm.peer.reduce import add_up  # imports CuPy
 
         add_up(shares, self.size, rows, results, stream)
 
     def close(self) -> None:
-        """Free all memory that ranks share; called by all ranks, when no graph holds a window any more."""
+        """Free all memory that ranks share; all ranks call it, when no graph holds a window any more."""
         self._summing = None
         self._memory.close()
 
     def _arrival(self, stream: Any) -> Wait:
-        """What has the current stream wait for all pulls so far, and the one that asked for them.
+        """Return a function that makes the current stream, and the one that asked, wait for all pulls so far.
 
-        CuPy gives the memory that they write to later work of that one, if nobody holds it any more.
+        CuPy gives the memory that the pulls write to later work of the asking stream, once nobody holds it.
         """
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(self._pulls)
@@ -346,7 +356,7 @@ class PeerMemory:
         return wait
 
     def _behind(self, stream: Any) -> Wait:
-        """What has the current stream come after another one."""
+        """Return a function that makes the current stream wait for another one."""
 
         def wait() -> None:
             current = self._cupy.cuda.get_current_stream()
@@ -356,7 +366,7 @@ class PeerMemory:
         return wait
 
     def _follow(self, stream: Any) -> None:
-        """Has the stream that pulls wait for another one."""
+        """Make the stream that pulls wait for another one."""
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(stream)
         self._pulls.wait_event(event)
@@ -367,7 +377,7 @@ class PeerMemory:
 
 
 class _Slice(NamedTuple):
-    """Some of the heads of an array in a window: from `first` on, `width` of every `pitch` bytes, `rows` times."""
+    """Some of the heads of an array in a window: `rows` times `width` bytes, `pitch` bytes apart, from `first` on."""
 
     first: int
     width: int
@@ -375,16 +385,17 @@ class _Slice(NamedTuple):
     rows: int
 
     def pull(self, runtime: Any, target: int, rank: int, source: int, stream: int) -> None:
-        """Copies it to a rank's place in an array of these heads at `target`, out of its part at `source`."""
+        """Copy the heads from a rank's window at `source` to its place in an array of these heads at `target`."""
         target, source = target + rank * self.width * self.rows, source + self.first
         _copy_rows(runtime, target, self.width, source, self.pitch, self.width, self.rows, stream)
 
 
 class _Route:
-    """What gather_heads copies, of arrays of some shapes in groups of so many heads.
+    """Copies of gather_heads, for arrays of some shapes in groups of so many heads.
 
-    parts: where each array begins in a window; num_bytes: of all.
-    groups: of each group, a slice of every array.
+    parts: where each array begins in a window.
+    num_bytes: bytes of all arrays.
+    groups: for each group, a slice of every array.
     """
 
     def __init__(self, heads: Sequence[int], arrays: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> None:
@@ -399,20 +410,20 @@ class _Route:
     def in_place(
         self, window: Window, sends: Sequence[Any], places: Sequence[tuple[int, int]]
     ) -> Sequence[Sequence[Any]]:
-        """The first group of each rank as it lies in a window.
+        """Return the first group of each rank as arrays in the windows.
 
         Args:
-            places: in whose part what each rank has begins, and at which byte.
+            places: for each rank, whose window holds its rows, and from which byte on.
         """
         return [[window.heads(of, at + piece.first, piece.pitch, piece.width, send) for of, at in places]
                 for piece, send in zip(self.groups[0], sends, strict=True)]
 
 
-_route = functools.lru_cache(maxsize=256)(_Route)  # one for the same arrays, as windows know what is in which place
+_route = functools.lru_cache(maxsize=256)(_Route)  # equal arrays share one, by which windows memoize
 
 
 def obstacle(hostnames: Sequence[str]) -> str | None:
-    """Why ranks on these machines do not see each other's memory; None if they may."""
+    """Say why ranks on these machines do not see each other's memory; None if they may."""
     if len(set(hostnames)) > 1:
         return f"the ranks are on {len(set(hostnames))} machines"
     if len(hostnames) > MAX_RANKS:
@@ -423,7 +434,7 @@ def obstacle(hostnames: Sequence[str]) -> str | None:
 def _copy_rows(
     runtime: Any, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int
 ) -> None:
-    """Copies `rows` times `width` bytes, one every so many bytes on either side."""
+    """Copy `rows` times `width` bytes, with a pitch of their own on either side."""
     if width == target_pitch == source_pitch:
         if width * rows:
             runtime.memcpyAsync(target, source, width * rows, runtime.memcpyDefault, stream)

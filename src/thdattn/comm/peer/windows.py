@@ -2,14 +2,14 @@
 
 For each of its users p a window has two flags:
 
-    ready[p]    p's part is written: set by p, awaited and taken back by the reader
+    ready[p]    p's part is written: set by p, awaited and reset by the reader
     taken[p]    p has read all that it reads, in every rank's part: set by p in the memory of all ranks, awaited and
-                taken back by each before it writes again, in its own part or in another rank's
+                reset by each before it writes again, in its own part or in another rank's
 
-A flag is taken back right after the wait for it, before anybody can set it again, so that a replayed graph finds the
-flags as the capture did. Streams write and await these flags, and each rank writes in its own part, which others read;
-or one kernel brings all, see kernels/peer/exchange.cu. It has a flag `offered` for each chunk of a part, not ready, and
-may write in the parts of others. Both may take turns in a window.
+A flag is reset right after the wait for it, before anybody can set it again. So a replayed graph finds the flags as the
+capture did. Streams write and await these flags, and each rank writes into its own part, which others read. Or one
+kernel exchanges all, see kernels/peer/exchange.cu: it has a flag `offered` for each chunk of a part instead of ready,
+and may write into the parts of others. Both ways may take turns in a window.
 
 Source: CUDA driver API, stream memory operations and interprocess communication.
 """
@@ -41,12 +41,17 @@ MEM_OP = np.dtype({
 class Window:
     """Memory of one size on every rank, with its flags. Each rank makes its own, and then opens those of the others.
 
-    free, publish, arrive, take: what a stream does before it writes here, when it has written, before it reads what the
-    other ranks wrote, and when it has read it; meet: publish and arrive by one call. unfree: instead of publish, if it
-    has nothing to show after all. They do nothing once the window is unmapped.
+    Attributes are steps that a stream enqueues; once the window is unmapped, they do nothing.
+
+    free: wait until the window may be written.
+    publish: tell that this rank has written it.
+    arrive: wait until the other ranks have written it.
+    take: tell that this rank has read it.
+    meet: publish and arrive by one call.
+    unfree: instead of publish, undo free without anything to show.
 
     Raises:
-        CUDARuntimeError: there is no memory left, or none that other processes can open.
+        CUDARuntimeError: no memory is left, or none that other processes can open.
     """
 
     free: Ops
@@ -61,12 +66,12 @@ class Window:
 
         self._rank, self._size, self.num_bytes = rank, size, num_bytes
         flags = np.zeros(header_bytes(size), np.uint8)
-        flags[: size * RANK_FLAGS.itemsize].view(RANK_FLAGS)["taken"][:, 0] = 1  # nobody has anything to read yet
+        flags[: size * RANK_FLAGS.itemsize].view(RANK_FLAGS)["taken"][:, 0] = 1  # nothing to read yet
         self._header = len(flags)
-        self._memory: Any = cupy.cuda.Memory(self._header + num_bytes)  # not of a pool, whose pieces have no handles
+        self._memory: Any = cupy.cuda.Memory(self._header + num_bytes)  # memory of a pool has no handles
         runtime = cupy.cuda.runtime
         runtime.memcpy(self._memory.ptr, flags.ctypes.data, flags.nbytes, runtime.memcpyHostToDevice)
-        runtime.streamSynchronize(0)  # a copy of pageable memory may return before it has come to its end
+        runtime.streamSynchronize(0)  # a copy of pageable memory may return before its end
         self.handle = runtime.ipcGetMemHandle(self._memory.ptr)
         self._at: list[int] = []
         self._kept: OrderedDict[Any, Any] = OrderedDict()
@@ -89,10 +94,10 @@ class Window:
         self.take = MemOps(write=[(at + _place("taken"), 1) for at in there])
 
     def check_published(self, stream: Any) -> None:
-        """Copy the flags of every rank here, as rows are copied, and look whether all ranks have published.
+        """Copy the flags of every rank here, as rows are copied, and check that all ranks have published.
 
         Raises:
-            RuntimeError: a flag that a rank has written is not there.
+            RuntimeError: a rank's flag has not arrived.
         """
         import cupy
 
@@ -104,7 +109,7 @@ class Window:
             runtime.memcpy(flags.ctypes.data, here, flags.nbytes, runtime.memcpyDeviceToHost)
             missing = np.flatnonzero(flags["ready"][:, 0] != 1).tolist()
             if missing:
-                raise RuntimeError(f"what ranks {missing} have written into the memory of rank {rank} is not there")
+                raise RuntimeError(f"flags of ranks {missing} have not arrived in the memory of rank {rank}")
 
     @property
     def total_bytes(self) -> int:
@@ -112,12 +117,12 @@ class Window:
         return int(self._memory.size)
 
     def flags_there(self) -> list[int]:
-        """Where this rank's flags begin in the memory of each rank."""
+        """Return the address of this rank's flags in the memory of each rank."""
         return [at + flags_of(self._rank) for at in self._at]
 
     @functools.cached_property
     def exchange_flags(self) -> tuple[Any, Any]:
-        """A MEETING for a kernel that says that it has taken all, or (the first one) leaves that to `take`."""
+        """Two MEETINGs for a kernel: the first leaves `take` to the stream, the second includes it."""
         counts = self._memory.ptr + flags_of(len(self._at))
         theirs = [*self.flags_there(), *[0] * (MAX_RANKS - len(self._at))]
         first, second = (np.array((theirs, self._memory.ptr, counts, self._rank, len(self._at), takes), MEETING)[()]
@@ -125,11 +130,11 @@ class Window:
         return first, second
 
     def address(self, rank: int, offset: int) -> int:
-        """Of a byte of a rank's part."""
+        """Return the address of a byte of a rank's part."""
         return int(self._at[rank] + self._header + offset)
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array in this rank's part."""
+        """Return an array in this rank's part."""
         import cupy
 
         def made() -> Any:
@@ -139,30 +144,31 @@ class Window:
         return self.memoize((offset, shape, dtype), made)
 
     def owner_partials(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
-        """Of shares of so many bytes, from these offsets on one behind another, those of one rank of what each rank
-        owns, and those of all ranks of what one owns: a SHARES of this rank each.
+        """Return two SHARES: addresses of this rank's partial sums for each owner, and of all ranks' for this owner.
 
         Args:
-            there: they lie in the parts of ranks that own; else in those of ranks whose shares they are.
+            offsets: where the partial sums of each array begin in a part.
+            sizes: bytes of one owner's partial sums of each array; those of all owners follow each other.
+            there: partial sums are in the parts of their owners; else in the parts of the ranks that computed them.
         """
 
         def made() -> tuple[Any, Any]:
             theirs, mine = np.zeros((2,), SHARES)
             for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
                 for rank in range(len(self._at)):
-                    theirs["of"][i, rank] = self.share(rank, self._rank, offset, size)
-                    mine["of"][i, rank] = self.share(self._rank, rank, offset, size)
+                    theirs["of"][i, rank] = self.partial_address(rank, self._rank, offset, size)
+                    mine["of"][i, rank] = self.partial_address(self._rank, rank, offset, size)
             return (theirs, mine) if there else (mine, theirs)
 
-        found: tuple[Any, Any] = self.memoize(("homes", offsets, sizes, there), made)
+        found: tuple[Any, Any] = self.memoize(("partials", offsets, sizes, there), made)
         return found
 
-    def share(self, of: int, number: int, offset: int, size: int) -> int:
-        """Where one of the shares in a rank's part begins."""
+    def partial_address(self, of: int, number: int, offset: int, size: int) -> int:
+        """Return the address of one owner's, or one rank's, partial sums in a rank's part."""
         return self.address(of, offset + number * size)
 
     def memoize(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what `make` has returned for a key; of what was asked for long ago it is made again."""
+        """Return what `make` returned for a key; the least recently used values are dropped and made again."""
         kept = self._kept
         found = kept.get(key)
         if found is not None:
@@ -174,16 +180,22 @@ class Window:
         return found
 
     def heads(self, rank: int, first: int, pitch: int, width: int, like: Any) -> Any:
-        """Heads of `width` bytes, of every `pitch` from `first` on, of an array like another one in a rank's part."""
+        """Return some heads of a rank's array in a window, whose dtype and head dim are those of another array.
+
+        Args:
+            rank: whose part holds the array; first: byte of the part at which the heads begin.
+            pitch: bytes from row to row; width: bytes of the heads in a row.
+            like: the other array.
+        """
         import cupy
 
         rows, _, head_dim = like.shape
-        memory = cupy.cuda.UnownedMemory(self.address(rank, first), pitch * rows, None)  # a window outlives its uses
+        memory = cupy.cuda.UnownedMemory(self.address(rank, first), pitch * rows, None)  # a window outlives them
         shape, strides = (rows, width // head_dim // like.itemsize, head_dim), (pitch, *like.strides[1:])
         return cupy.ndarray(shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
     def unmap(self) -> None:
-        """Give up the other ranks' memory. No stream may use it any more; what comes later does nothing."""
+        """Unmap the other ranks' memory. No stream may use it any more; later steps do nothing."""
         import cupy
 
         for rank, at in enumerate(self._at):
@@ -199,9 +211,12 @@ class Window:
 
 
 class MemOps:
-    """What a stream does by one call: it waits until all of some flags are 1, and then writes some.
+    """Steps of a stream in one call: it waits until all of some flags are 1, and then writes others.
 
-    before: what it does before that.
+    Args:
+        wait: addresses of flags to await.
+        write: pairs (address of a flag, value) to write.
+        before: steps that come first.
     """
 
     def __init__(
@@ -225,23 +240,24 @@ def _nothing(stream: Any) -> None:
 
 
 def header_bytes(size: int) -> int:
-    """Bytes of a window before what it holds: the flags of each rank, and counters."""
+    """Return the bytes of a window before its data: the flags of each rank, and counters."""
     return -(-(flags_of(size) + _COUNTS) // ALIGNMENT) * ALIGNMENT
 
 
 def flags_of(rank: int) -> int:
-    """Where those of a rank begin in a window: how many bytes from its beginning."""
+    """Return where the flags of a rank begin in a window, in bytes."""
     return rank * RANK_FLAGS.itemsize
 
 
 def _place(name: str) -> int:
-    """Of a flag among those of a rank."""
+    """Return where a flag is among those of a rank, in bytes."""
     assert RANK_FLAGS.fields is not None
     return RANK_FLAGS.fields[name][1]
 
 
 @functools.cache
 def batch_mem_op() -> Any:
+    """Load the driver's call of several stream memory operations."""
     function = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
     function.argtypes = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
     return function
