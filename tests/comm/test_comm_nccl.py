@@ -24,19 +24,19 @@ class World:
     """mpi4py's communicator on simulated ranks."""
 
     def __init__(self, comm):
-        self.rank, self.size, self._meeting = comm.rank, comm.size, comm._meeting
+        self.rank, self.size, self._rendezvous = comm.rank, comm.size, comm._rendezvous
 
     def allgather(self, value):
-        return self._meeting.exchange(self.rank, "allgather", value)
+        return self._rendezvous.exchange(self.rank, "allgather", value)
 
     def bcast(self, value, root):
-        return self._meeting.exchange(self.rank, "bcast", value)[root]
+        return self._rendezvous.exchange(self.rank, "bcast", value)[root]
 
     def Barrier(self):
         self.allgather(None)
 
     def Split(self, color, key):
-        return World(SimpleNamespace(rank=0, size=1, _meeting=ALONE))
+        return World(SimpleNamespace(rank=0, size=1, _rendezvous=ALONE))
 
 
 class Alone:
