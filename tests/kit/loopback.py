@@ -92,7 +92,8 @@ class Loopback(Mirror):
         monkeypatch.setattr(runtime, "ipcOpenMemHandle", opened.__getitem__)
         monkeypatch.setattr(runtime, "ipcCloseMemHandle", lambda pointer: None)
         self.peer = transport.PeerMemory(World(), Window)
-        self.owner_partials, self.reduce_partials = self.peer.owner_partials, self.peer.reduce_partials  # type: ignore[method-assign]
+        self.owner_partials = self.peer.owner_partials  # type: ignore[method-assign]
+        self.reduce_partials = self.peer.reduce_partials  # type: ignore[method-assign]
         self._exchange = self.peer.exchange  # type: ignore[method-assign]
         self.by_kernel = 0
         self.gather_heads = self.peer.gather_heads  # type: ignore[method-assign]
