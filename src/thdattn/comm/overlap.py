@@ -142,17 +142,17 @@ class OverlappedCollectives(ABC):
                 first[i] += part.shape[1]
         return [Arrival([[part] for part in parts]) for parts in recvs]
 
-    def sum_rows(self, shares: Sequence[Any], results: Sequence[Any]) -> None:
+    def sum_rows(self, partials: Sequence[Any], results: Sequence[Any]) -> None:
         """Add all ranks' arrays and keep this rank's rows of the sum, rounded once.
 
         Args:
-            shares: arrays (size * rows, heads, width), this rank's partial sums.
+            partials: arrays (size * rows, heads, width), this rank's partial sums.
             results: as many arrays (rows, heads, width), of any dtype; they may be some of the heads of larger arrays.
                 Overwritten.
         """
-        for share, result in zip(shares, results, strict=True):
-            total = np.empty_like(share[: len(result)])  # for CuPy arrays NumPy calls cupy.empty_like
-            self.reduce_scatter(share, total)
+        for partial, result in zip(partials, results, strict=True):
+            total = np.empty_like(partial[: len(result)])  # for CuPy arrays NumPy calls cupy.empty_like
+            self.reduce_scatter(partial, total)
             result[...] = total
 
     def owner_partials(

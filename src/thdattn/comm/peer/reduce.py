@@ -16,12 +16,12 @@ _BLOCKS = 528  # of 256 threads: enough to fill memory and links of the largest 
 
 
 def add_up(
-    shares: Any, num_ranks: int, rows: Any, results: Sequence[Any], stream: Any = None, own: int = -1
+    partials: Any, num_ranks: int, rows: Any, results: Sequence[Any], stream: Any = None, own: int = -1
 ) -> None:
     """Add all ranks' partial sums into two arrays, rounded once.
 
     Args:
-        shares: a scalar SHARES of jit/structs.py: where every rank's partial sums begin, float32 rows as wide as the
+        partials: a scalar SHARES of jit/structs.py: where every rank's partial sums begin, float32 rows as wide as the
             results'.
         num_ranks: number of ranks.
         rows: which row of a rank's partial sums belongs to each row of the results, int32, -1: none. (num_rows,) for
@@ -35,7 +35,7 @@ def add_up(
     num_rows = len(results[0])
     counts = _int32(num_rows if rows is not None and rows.ndim == 2 else 0, own, num_ranks, num_rows)
     kernel = compiler.kernel(SUM_KERNELS[results[0].dtype.name])
-    kernel((_BLOCKS, 2), 256, (*args, shares, _NONE if rows is None else rows, *counts), stream)
+    kernel((_BLOCKS, 2), 256, (*args, partials, _NONE if rows is None else rows, *counts), stream)
 
 
 @functools.lru_cache(maxsize=1024)

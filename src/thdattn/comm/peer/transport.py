@@ -320,19 +320,19 @@ class PeerMemory:
 
     def _pulled(self) -> Any:
         """Copy the other ranks' partial sums of this rank's rows to its own memory; return a SHARES of them."""
-        shares, at = np.zeros((), SHARES), self._place
-        shares["of"] = self._gotten["of"]
+        partials, at = np.zeros((), SHARES), self._place
+        partials["of"] = self._gotten["of"]
         for rank in self._others:
-            for place, size in zip(shares["of"], self._sizes, strict=True):
+            for place, size in zip(partials["of"], self._sizes, strict=True):
                 self._copy(at, int(place[rank]), size, self._pulls)
                 place[rank] = at
                 at += size
-        return shares[()]
+        return partials[()]
 
-    def _add(self, shares: Any, results: Sequence[Any], rows: Any, stream: Any) -> None:
+    def _add(self, partials: Any, results: Sequence[Any], rows: Any, stream: Any) -> None:
         from thdattn.comm.peer.reduce import add_up  # imports CuPy
 
-        add_up(shares, self.size, rows, results, stream)
+        add_up(partials, self.size, rows, results, stream)
 
     def close(self) -> None:
         """Free all memory that ranks share; all ranks call it, when no graph holds a window any more."""
