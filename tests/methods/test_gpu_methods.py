@@ -64,25 +64,6 @@ def test_heads_that_divide_or_are_shared(cupy, sharding, heads):
     check(case, BFLOAT16, run_way(case, Way("a2a", sharding, 4), BFLOAT16, xp=cupy, engine="cuda"))
 
 
-@pytest.mark.parametrize("way", TELLING, ids=str)
-def test_deterministic_is_bitwise_the_same_however_heads_are_grouped_and_kept(cupy, way):
-    case = replace(PACKS[1], heads=(8, 8))
-    first, *others = (
-        run_way(case, way, BFLOAT16, xp=cupy, engine="cuda", deterministic=True, keep_keys=keep, head_groups=groups)
-        for keep, groups in ((None, 1), (None, 1), (True, 2), (False, 2), (False, 1))
-    )
-    check(case, BFLOAT16, first)
-    assert [bits(other) for other in others] == [bits(first)] * len(others)
-
-
-@pytest.mark.parametrize("fill", [np.inf, -np.inf])
-@pytest.mark.parametrize(("case", "way"), every([PACKS[1], BY_NAME["padded-between"]], TELLING))
-def test_infinities_in_padding_change_no_bit(cupy, case, way, fill):
-    finite, infinite = (
-        run_way(case, way, BFLOAT16, xp=cupy, engine="cuda", deterministic=True, fill=value) for value in (0, fill))
-    assert bits(infinite) == bits(finite)
-
-
 @pytest.mark.parametrize("way", [Way("a2a+all_gather", "dual_chunk", 4, inner=1), Way("a2a", "contiguous", 4)], ids=str)
 def test_levels_of_one_are_the_method_alone(cupy, way):
     other = replace(way, cp_comm_type="all_gather", inner=None)
@@ -91,26 +72,6 @@ def test_levels_of_one_are_the_method_alone(cupy, way):
     case = replace(PACKS[0], heads=(8, 4))
     one, two = (run_way(case, each, BFLOAT16, xp=cupy, engine="cuda", deterministic=True) for each in (way, other))
     assert bits(one) == bits(two)
-
-
-@pytest.mark.parametrize("way", TELLING, ids=str)
-def test_layers_share_a_plan_and_its_work_buffers(cupy, way):
-    case = replace(PACKS[1], heads=(8, 4))
-
-    def program(comm):
-        layer = case.attention(way.comm(comm), BFLOAT16, engine="cuda", deterministic=True,
-                               cp_comm_type=way.cp_comm_type)  # fmt: skip
-        plan = layer.plan(way.batch(case), way.sharding)
-        inputs = [inputs_of(case, plan, BFLOAT16, cupy, seed=seed) for seed in range(3)]
-        forwards = [layer.forward(*one[:3], plan, return_max_logit=True) for one in inputs]
-        coming = [layer.start_backward(one[3], saved) for one, (_, saved) in zip(inputs, forwards, strict=True)]
-        made = [[out, saved.lse, saved.max_logit, dq, *dk_dv()]
-                for (out, saved), (dq, dk_dv) in zip(forwards, coming, strict=True)]
-        alone = [step(layer, layer.plan(way.batch(case), way.sharding), one).values() for one in inputs]
-        return [[[to_host(x).tobytes() for x in one] for one in results] for results in (made, alone)]
-
-    for made, alone in thdattn.comm.run_local(way.cp_size, program):
-        assert made == alone
 
 
 # --- lengths on the GPU ------------------------------------------------------------------------------------------
