@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thdattn
+from thdattn.kernels.configs import TILES
 from thdattn.packing import PackedBatch
 from thdattn.plan.ranges import host_arrays
 
@@ -82,7 +83,7 @@ def test_any_pack_is_the_oracle(pairs, window, causal, slack, heads):
     check(case, FLOAT64, run(case, 1, FLOAT64, engine="reference"))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 @pytest.mark.parametrize("name", ["cross-window-causal", "cross-window-lopsided", "cross-window-self"])
 def test_rows_that_see_nothing_and_are_not_seen_may_hold_anything(engine, name, dims):
     case = replace(CASES[name], dims=dims)

@@ -23,6 +23,7 @@ from cases import (
 )
 
 import thdattn
+from thdattn.kernels.configs import TILES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
@@ -99,7 +100,7 @@ def test_heads_done_in_several_groups_are_the_oracle(cupy, heads, deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 def test_blocks_go_from_tile_to_tile(cupy, dims, deterministic):
     # What thread blocks and roles tell each other too early is wrong in one of some thousand calls.
     case = Case("many-tiles", (1100, 0, 64, 130, 600, 1), slack=150, heads=(12, 6), dims=dims, causal=False)

@@ -15,6 +15,7 @@ from ways import Way, run_way, ways
 
 import thdattn
 from thdattn import PackedBatch, oracle
+from thdattn.kernels.configs import TILES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
@@ -95,7 +96,7 @@ def test_caps_are_exact_where_tanh_is_flat_and_where_it_bends(cupy, kernels, dim
 
 @pytest.mark.parametrize(("softcap", "scale", "length", "apart"), [
     (5.0, 0.5, 500, 97), (15.0, 0.5, 500, 97), (50.0, 0.5, 500, 97), (50.0, 0.5, 2400, 1009), (30.0, 4.0, 2400, 1009)])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 def test_caps_are_exact_where_few_logits_are_far_from_0(cupy, kernels, dims, softcap, scale, length, apart):
     """Those of a few keys, far above and far below the others, and the cap too: there no polynomial is right."""
     case = Case("far", (length, 40), heads=(4, 2), dims=dims, softcap=softcap, sinks=True)
@@ -105,7 +106,7 @@ def test_caps_are_exact_where_few_logits_are_far_from_0(cupy, kernels, dims, sof
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 50.0])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 def test_logits_that_are_all_below_0_are_exact(cupy, kernels, dims, softcap, dtype):
     case = Case("below", (500, 40), heads=(4, 2), dims=dims, softcap=softcap, sinks=True)
     for field, verdict in judged(cupy, case, dtype, 1.0, shift=12.0).items():
@@ -113,7 +114,7 @@ def test_logits_that_are_all_below_0_are_exact(cupy, kernels, dims, softcap, dty
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 def test_decode_is_the_oracle(cupy, dims, kind):
     case = Case("decode", (700,), heads=(8, 2), dims=dims, **KINDS[kind])
     q, k, v, _ = random_inputs(case, BFLOAT16)

@@ -14,12 +14,12 @@ from loopback import Loopback, Mirror
 
 import thdattn
 from thdattn import PackedBatch
+from thdattn.kernels.configs import TILES
 from thdattn.methods import select
 
 pytestmark = pytest.mark.gpu
 
 HEADS, KV_HEADS, GROUPS = 16, 8, (1, 3, 4)
-DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 PACKS = (700, 900), (33, 1, 64, 0, 100) * 9
 
 
@@ -73,7 +73,7 @@ def of_one_group(cupy, batch, inputs, dims=(128, 128)):
 
 @pytest.mark.usefixtures("poisoned_gpu")
 @pytest.mark.parametrize("keep_keys", [False, True])
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 def test_plans_in_turns_give_the_bits_of_one_group(cupy, comm, dims, keep_keys):
     layer = attention(comm, dims, keep_keys=keep_keys)
     batches = [PackedBatch.from_lengths(lengths, 4) for lengths in PACKS]
@@ -95,7 +95,7 @@ def test_plans_in_turns_give_the_bits_of_one_group(cupy, comm, dims, keep_keys):
 
 @pytest.mark.usefixtures("poisoned_gpu")
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 def test_groups_that_grow_are_the_oracle(cupy, monkeypatch, kernels, dims, deterministic):
     """By collectives, whose shares of dk and dv lie in the accumulators."""
     monkeypatch.setattr(select.Choice, "head_groups", lambda self, plan, num_heads, *_: select._growing(num_heads))

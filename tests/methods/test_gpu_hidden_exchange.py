@@ -11,11 +11,11 @@ from late_rows import come_late, hide_all
 from ways import Way, run_way
 
 from thdattn import PackedBatch, Sharding
+from thdattn.kernels.configs import TILES
 from thdattn.plan.plan import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
-DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 LENGTHS = (1500, 300, 300, 900, 40, 128, 700)  # on 2 and on 4 ranks, all have tiles of either kind
 PACKS = (
     Case("causal", LENGTHS, heads=(8, 2)),
@@ -53,7 +53,7 @@ def test_rows_that_come_late_are_in_the_results(cupy, monkeypatch, kernels, case
                                       keep_keys=keep))
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 def test_every_head_dim_can_be_done_in_two(cupy, monkeypatch, kernels, dims):
     come_late(monkeypatch)
     hide_all(monkeypatch)
@@ -96,7 +96,7 @@ def nan_rows(x):
     return np.isnan(x.reshape(len(x), -1)).all(axis=1)
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 def test_halfway_all_tiles_of_queries_that_need_no_other_rank_are_done(cupy, kernels, dims):
     from thdattn.engines import cuda
 
@@ -111,7 +111,7 @@ def test_halfway_all_tiles_of_queries_that_need_no_other_rank_are_done(cupy, ker
         assert not np.isnan(whole).any()
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 def test_halfway_all_tiles_of_keys_of_other_ranks_have_their_gradients(cupy, kernels, dims):
     from thdattn.engines import cuda
 
@@ -128,7 +128,7 @@ def test_halfway_all_tiles_of_keys_of_other_ranks_have_their_gradients(cupy, ker
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 def test_rows_that_no_other_rank_has_are_rounded_by_the_kernel(cupy, kernels, dims, deterministic):
     from thdattn.engines import cuda
 

@@ -15,10 +15,10 @@ from ways import BY_NAME, Way, inputs_of, on_host, run_way, step, ways
 
 import thdattn
 from thdattn import PackedBatch
+from thdattn.kernels.configs import TILES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
-DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 LONGER = (257, 3, 64, 0, 100, 17, 190)  # than tiles
 PACKS = (
     Case("longer-causal", LONGER),
@@ -45,7 +45,7 @@ def test_every_pack_and_mask_is_the_oracle(cupy, case, way):
     check(case, BFLOAT16, run_way(case, way, BFLOAT16, xp=cupy, engine="cuda"))
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 @pytest.mark.parametrize(("case", "way"), every(PACKS[:3:2], TELLING))
 def test_head_dims_are_the_oracle(cupy, case, way, dims):
     case = replace(case, dims=dims)

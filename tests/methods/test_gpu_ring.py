@@ -10,6 +10,7 @@ from cases import BFLOAT16, DIMS, SMALL, check, to_host
 from test_ring import FIELDS, run_ring
 
 import thdattn
+from thdattn.kernels.configs import TILES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
@@ -58,7 +59,7 @@ def test_portable_deterministic_is_the_oracle_and_bitwise_the_same(cupy, portabl
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 def test_engine_merges_with_what_is_there(cupy, dims, deterministic):
     """Other keys gave each row something known: what these keys give is what the call alone gives, by their shares."""
     from thdattn.engines import cuda

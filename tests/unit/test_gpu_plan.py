@@ -9,6 +9,7 @@ import pytest
 from cases import BFLOAT16, BIG, CROSS, LONG, SMALL, Case, local_rows, random_inputs, to_host
 
 import thdattn
+from thdattn.kernels.configs import TILES
 from thdattn.plan.ranges import host_arrays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (5, 0), (3, 40), (40, 3), (-1, 7), (7, -1), (100_000, 100_000)]
 SINGLE = thdattn.comm.init("single")
 # Rows per query tile and per key tile: the kernels', and tiles that divide nothing.
-TILES = [(128, 64), (64, 128), (7, 100)]
+TILE_SIZES = [(128, 64), (64, 128), (7, 100)]
 
 
 def on_gpu(cupy, batch):
@@ -72,13 +73,13 @@ def test_device_plan_is_the_host_plan(cupy, case, sharding):
         # dual_chunk cannot split the padded lengths of a contiguous case.
         padded = None if case.sharding == "contiguous" else case.padded
         this = replace(case, sharding=sharding, padded=padded)
-        assert_same_plans(cupy, this, cp_size, WINDOWS if cp_size == 2 else [case.window], TILES[:1])
-        assert_same_plans(cupy, this, cp_size, [(-1, 0)], TILES[1:])
+        assert_same_plans(cupy, this, cp_size, WINDOWS if cp_size == 2 else [case.window], TILE_SIZES[:1])
+        assert_same_plans(cupy, this, cp_size, [(-1, 0)], TILE_SIZES[1:])
 
 
 @pytest.mark.parametrize("case", CROSS, ids=str)
 def test_device_plan_for_keys_of_other_lengths_is_the_host_plan(cupy, case):
-    assert_same_plans(cupy, case, 1, WINDOWS, TILES)
+    assert_same_plans(cupy, case, 1, WINDOWS, TILE_SIZES)
 
 
 @pytest.mark.parametrize("case", CROSS, ids=str)
@@ -98,7 +99,7 @@ def test_lengths_on_the_gpu_are_attended_as_on_the_host(cupy, case):
 @pytest.mark.parametrize("cp_size", [1, 8])
 @pytest.mark.parametrize("case", [*BIG, LONG], ids=str)
 def test_device_plan_of_a_big_pack_is_the_host_plan(cupy, case, cp_size, sharding):
-    assert_same_plans(cupy, replace(case, sharding=sharding), cp_size, [case.window], TILES[:1])
+    assert_same_plans(cupy, replace(case, sharding=sharding), cp_size, [case.window], TILE_SIZES[:1])
 
 
 def random_case(rng):
@@ -140,9 +141,8 @@ def test_valid_rows_are_known_on_the_gpu(cupy, name):
 @pytest.mark.parametrize("case", [*SMALL, *CROSS], ids=str)
 def test_how_many_tiles_of_keys_have_a_tile_of_queries_in_sight(cupy, case, dims):
     from thdattn.engines.cuda.backward import shares_of
-    from thdattn.kernels import configs
 
-    row = configs.TILES[dims]
+    row = TILES[dims]
     sizes = row.backward_sm90
     for cp_size in case.cp_sizes:
         batch = case.batch(cp_size)
@@ -214,7 +214,7 @@ def test_wrong_lengths_make_every_result_nan(cupy, monkeypatch, what, sharding):
 
 
 @pytest.mark.parametrize("divides", [False, True], ids=["whole-tiles", "divided-keys"])
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", TILES, ids=str)
 def test_wrong_lengths_make_every_result_nan_at_every_head_dim(cupy, kernels, monkeypatch, dims, divides):
     """In memory that holds zeros, so that NaN is what was written."""
     from thdattn.engines import cuda
