@@ -1,20 +1,25 @@
-# Every goal sets up what it needs first (tools/setup.sh): nothing has to be installed beforehand but Python 3.10.
+# Every goal first sets up what it needs (tools/setup.sh): nothing has to be installed but Python 3.10. make prints:
 #
-#   make demo                        trains a small language model across ranks into runs/demo, shows what it writes
-#   make demo RANKS=2 ARGS="--steps 300 --plot curve.png"
-#   make tutorial                    packed documents over 4 ranks, each result checked against float64
-#   make check                       every kind of pack and mask on this machine's engine, against float64
-#   make fuzz                        a minute of random packs against float64, on simulated ranks and under mpiexec
-#   make fuzz ARGS="--seconds 600 --seed 1"             each of the two for ten minutes, with other cases
-#   make info                        versions, GPUs, where libraries come from, what is missing
-#   make pack-stats ARGS="--data DIR --tokens 16384"    documents per pack, and how many a CUDA graph should take
-#   make advise ARGS="--lengths 64x1024 --ranks 8"      which way to spread a pack over ranks, and what each costs
-#   make test                        tests that need no GPU, on up to 4 cores;  make gpu-test: those that need one
-#   make test ARGS="-m exhaustive"   kernels compiled for more GPUs than Ampere's and Hopper's, in float16, in all ways
-#   make lint                        ruff and mypy
-#   make docs                        the API reference, from the docstrings, into build/docs
+#   make demo          trains a small language model on several ranks into runs/demo, and prints what it writes
+#   make tutorial      computes packed documents on 4 ranks, and compares each result with float64
+#   make info          prints versions, GPUs, where libraries come from, and what is missing
+#   make check         compares this machine's engine with float64, on every kind of pack, mask and method
+#   make fuzz          compares random packs with float64 for a minute, on simulated ranks and under mpiexec
+#   make advise        recommends how to spread a pack over ranks
+#   make pack-stats    recommends how many documents a CUDA graph should hold
+#   make test          runs the tests that need no GPU, on up to 4 cores
+#   make gpu-test      runs the tests that need a GPU
+#   make lint          runs ruff and mypy
+#   make docs          writes the API reference, from the docstrings, into build/docs
 #
-# PYTHON=... chooses the interpreter. ARGS=... is handed to the program.
+#   ARGS passes options to the program, as in:
+#     make demo ARGS="--steps 300 --plot curve.png"
+#     make advise ARGS="--lengths 64x1024 --ranks 8"
+#     make pack-stats ARGS="--data DIR --tokens 16384"
+#     make fuzz ARGS="--seconds 600 --seed 1"
+#     make test ARGS="-n 0 -k sharding"
+#     make test ARGS="-m exhaustive"     compiles kernels for more GPUs and dtypes
+#   PYTHON chooses the interpreter, and RANKS the number of ranks of demo and tutorial.
 
 PYTHON ?= python3
 ARGS ?=
@@ -22,7 +27,10 @@ ARGS ?=
 export PYTHON RANKS
 export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo tutorial check fuzz info pack-stats advise test gpu-test lint docs
+.PHONY: help demo tutorial check fuzz info pack-stats advise test gpu-test lint docs
+
+help:
+	@sed -n '3,/^$$/s/^#\( \{3\}\)\{0,1\}//p' Makefile
 
 demo:
 	@python=$$(tools/setup.sh demo) && exec "$$python" tools/demo.py $(ARGS)

@@ -25,5 +25,6 @@ with thdattn.comm.init() as comm:  # the ranks that mpiexec started, or this pro
     dq, dk, dv = attn.backward(dout, saved)
 
     if comm.rank == 0:
+        largest = float(out.astype(np.float32).max())
         print(f"engine {attn.engine!r}, ranks: {comm.size}, {xp.__name__} arrays; "
-              f"rank 0: out {out.shape} {out.dtype}, dk {dk.shape}, largest out {float(out.astype(np.float32).max()):.2f}")
+              f"rank 0: out {out.shape} {out.dtype}, dk {dk.shape}, largest out {largest:.2f}")

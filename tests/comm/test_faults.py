@@ -9,7 +9,7 @@ import pytest
 from faults import HOST, PROCESS, PROGRAM, Job, ends, missed, said, side_processes
 from launch import run_ranks
 
-TIMEOUT = 6.0  # a missing rank is noticed after 2 s, see docs/guide.md
+TIMEOUT = 6.0  # a missing rank is noticed after 2 s, see docs/failures.md
 COLLECTIVE = (r"(?:all_gather|reduce_scatter|all_reduce|exchange \([^)]*\)|barrier)(?: of \([\d, ]+\) \w+)?, "
               r"number \d+ of this comm,")
 STOPPED = r"has been stopped \(SIGSTOP\) for [12] s"
