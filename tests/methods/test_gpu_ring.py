@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import BFLOAT16, DIMS, SMALL, check, to_host
-from test_ring import FIELDS, run_ring
+from cases import BFLOAT16, DIMS, SMALL, assert_same_bits, on_engines, to_host
 
 import thdattn
 from thdattn.kernels.configs import TILES
@@ -17,45 +16,29 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 DTYPES = [np.dtype("float16"), BFLOAT16]
 
 
-def every(cases, cp_sizes, dtypes=DTYPES):
-    return [
-        pytest.param(case, dtype, cp_size, id=f"{case}-{dtype}-cp{cp_size}")
-        for case in cases for dtype in dtypes for cp_size in cp_sizes if cp_size in case.cp_sizes
-    ]  # fmt: skip
+@on_engines(DIMS, cuda=DTYPES, cp_sizes=(2, 4))
+def test_every_head_dim_is_the_oracle(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype, cp_comm_type="p2p")
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(SMALL, (1, 2, 8)))
-def test_every_pack_and_mask_is_the_oracle(cupy, case, dtype, cp_size):
-    check(case, dtype, run_ring(case, cp_size, dtype, xp=cupy, engine="cuda"))
+@on_engines([*DIMS, *SMALL], cuda=[BFLOAT16], cp_sizes=(4,))
+def test_portable_kernels_are_the_oracle_on_every_gpu(portable, engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype, cp_comm_type="p2p")
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS, (1, 2, 4)))
-def test_every_head_dim_is_the_oracle(cupy, case, dtype, cp_size):
-    check(case, dtype, run_ring(case, cp_size, dtype, xp=cupy, engine="cuda"))
+def assert_repeats(engine, case, dtype, cp_size):
+    assert_same_bits(*(
+        engine.check(case, cp_size, dtype, cp_comm_type="p2p", deterministic=True) for _ in range(3)))
 
 
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every([*DIMS, *SMALL], (4,), [BFLOAT16]))
-def test_portable_kernels_are_the_oracle_on_every_gpu(cupy, portable, case, dtype, cp_size):
-    check(case, dtype, run_ring(case, cp_size, dtype, xp=cupy, engine="cuda"))
+@on_engines(DIMS, cuda=DTYPES, cp_sizes=(4,))
+def test_deterministic_is_the_oracle_and_bitwise_the_same_three_times(engine, case, dtype, cp_size):
+    assert_repeats(engine, case, dtype, cp_size)
 
 
-def assert_repeats(cupy, case, dtype, cp_size):
-    first, *others = (
-        run_ring(case, cp_size, dtype, xp=cupy, engine="cuda", deterministic=True) for _ in range(3))
-    check(case, dtype, first)
-    for other in others:
-        for field in FIELDS:
-            assert other.tokens[field].tobytes() == first.tokens[field].tobytes(), field
-
-
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS, (4,)))
-def test_deterministic_is_the_oracle_and_bitwise_the_same_three_times(cupy, case, dtype, cp_size):
-    assert_repeats(cupy, case, dtype, cp_size)
-
-
-@pytest.mark.parametrize(("case", "dtype", "cp_size"), every(DIMS, (4,), [BFLOAT16]))
-def test_portable_deterministic_is_the_oracle_and_bitwise_the_same(cupy, portable, case, dtype, cp_size):
-    assert_repeats(cupy, case, dtype, cp_size)
+@on_engines(DIMS, cuda=[BFLOAT16], cp_sizes=(4,))
+def test_portable_deterministic_is_the_oracle_and_bitwise_the_same(portable, engine, case, dtype, cp_size):
+    assert_repeats(engine, case, dtype, cp_size)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

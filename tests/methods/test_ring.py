@@ -1,4 +1,4 @@
-"""The ring over simulated ranks on the NumPy engine, against the oracle; what it merges, sends and keeps."""
+"""The ring over simulated ranks against the oracle; what it merges, sends and keeps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from cases import (
     CASES,
     FIELDS,
     SMALL,
-    Case,
-    Outcome,
     assemble,
     check,
     local_rows,
     offsets,
+    on_engines,
     random_inputs,
     run,
-    to_host,
 )
 
 import thdattn
@@ -30,11 +28,8 @@ from thdattn.methods import p2p
 from thdattn.methods.base import Call, Tensors
 from thdattn.plan.memory import Layer
 
-FLOAT64, FLOAT32 = map(np.dtype, ("float64", "float32"))
+FLOAT64, FLOAT32, FLOAT16 = map(np.dtype, ("float64", "float32", "float16"))
 RING_SIZES = (1, 2, 3, 4, 8)
-# What a slice can do to a row: be unseen by all, by some, seen whole, cut by a window, and hold padding.
-TELLING = ["edge-lengths", "causal", "full", "window-causal", "window-lopsided", "capacity", "ranks-of-padding",
-           "gqa-12-2", "empty-but-padded-between"]  # fmt: skip
 
 
 def ring_forward(engine, comm, plan, q, k, v, scale, return_max_logit):
@@ -47,68 +42,20 @@ def ring_backward(engine, comm, plan, dout, q, k, v, out, lse, scale, determinis
     return dq, *dk_dv()
 
 
-def every(cases, cp_sizes, more=()):
-    """Three ranks where padded lengths are not given, and so divide; on `more` ranks exhaustively."""
-    return [
-        pytest.param(case.slim(), cp_size, id=f"{case}-cp{cp_size}", marks=[pytest.mark.exhaustive] * (cp_size in more))
-        for case in cases for cp_size in (*cp_sizes, *more)
-        if cp_size in case.cp_sizes or (cp_size == 3 and case.padded is None and len(case.cp_sizes) > 1)
-    ]  # fmt: skip
+@on_engines(SMALL, reference=[FLOAT64, BFLOAT16], cuda=[FLOAT16, BFLOAT16], cp_sizes=(2, 8))
+def test_every_pack_and_mask_is_the_oracle(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype, cp_comm_type="p2p")
 
 
-def run_ring(
-    case: Case, cp_size: int, dtype: Any, *, xp: Any = np, fill: float = np.nan, inputs: Any = None, **options: Any
-) -> Outcome:
-    """Forward and backward of a case over cp_size simulated ranks; see cases.run."""
-    batch = case.batch(cp_size)
-    inputs = random_inputs(case, dtype) if inputs is None else inputs
-
-    def program(comm: thdattn.comm.Comm) -> dict[str, np.ndarray]:
-        attention = case.attention(comm, dtype, **options)
-        plan, scale = attention.plan(batch, case.sharding), attention.softmax_scale
-        q, k, v, dout = (xp.asarray(local_rows(batch, to_host(plan.rows), x, fill)) for x in inputs)
-        out, lse, max_logit = ring_forward(plan.engine, comm, plan, q, k, v, scale, True)
-        gradients = ring_backward(
-            plan.engine, comm, plan, dout, q, k, v, out, lse, scale, attention.deterministic)
-        return {field: to_host(x) for field, x in zip(FIELDS, (out, lse, max_logit, *gradients), strict=True)}
-
-    return assemble(thdattn.Sharding(batch, cp_size, case.sharding), thdattn.comm.run_local(cp_size, program))
-
-
-def assert_same_bits(one: Outcome, other: Outcome) -> None:
-    for field in FIELDS:
-        assert one.tokens[field].tobytes() == other.tokens[field].tobytes(), field
-
-
-@pytest.mark.parametrize(("case", "cp_size"), every(SMALL, (2, 3), more=(1, 4, 8)))
-def test_float64_is_the_oracle(case, cp_size):
-    check(case, FLOAT64, run_ring(case, cp_size, FLOAT64, engine="reference"))
-
-
-@pytest.mark.parametrize("dtype", [BFLOAT16, pytest.param(FLOAT32, marks=pytest.mark.exhaustive)], ids=str)
-@pytest.mark.parametrize(("case", "cp_size"), every(SMALL, (4,), more=(3, 8)))
-def test_errs_no_more_than_plain_attention(case, cp_size, dtype):
-    check(case, dtype, run_ring(case, cp_size, dtype, engine="reference"))
-
-
-@pytest.mark.parametrize(("case", "cp_size"), every([replace(CASES[name], sharding="balanced") for name in (
-    "edge-lengths", "causal", "window-lopsided", "no-sequences-slack")], (2, 3, 8)))  # fmt: skip
-def test_rows_may_be_balanced(case, cp_size):
-    check(case, FLOAT64, run_ring(case, cp_size, FLOAT64, engine="reference"))
+@pytest.mark.exhaustive
+@on_engines(SMALL, reference=[FLOAT64, FLOAT32], cp_sizes=(4,))
+def test_other_dtypes_and_ranks_err_no_more_than_plain_attention(engine, case, dtype, cp_size):
+    engine.check(case, cp_size, dtype, cp_comm_type="p2p")
 
 
 def test_values_wider_than_keys():
-    case = replace(CASES["window-causal"].slim(), dims=(6, 10), heads=(6, 2))
-    check(case, FLOAT64, run_ring(case, 4, FLOAT64, engine="reference"))
-
-
-@pytest.mark.parametrize("cp_size", [2, 4, 8])
-@pytest.mark.parametrize("name", TELLING)
-def test_lse_and_max_logit_are_those_of_one_rank(name, cp_size):
-    case = CASES[name].slim()
-    ring, alone = run_ring(case, cp_size, FLOAT64, engine="reference"), run(case, 1, FLOAT64, engine="reference")
-    np.testing.assert_allclose(ring.tokens["lse"], alone.tokens["lse"], rtol=1e-14, atol=1e-13)
-    np.testing.assert_array_equal(ring.tokens["max_logit"], alone.tokens["max_logit"])
+    case = replace(CASES["window-causal"], dims=(6, 10), heads=(6, 2))
+    check(case, FLOAT64, run(case, 4, FLOAT64, engine="reference", cp_comm_type="p2p"))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32], ids=str)
@@ -116,15 +63,24 @@ def test_lse_and_max_logit_are_those_of_one_rank(name, cp_size):
 def test_logits_of_80_of_both_signs(cp_size, dtype):
     """Slices of a row differ by up to e**160, more than float32 holds."""
     case = replace(CASES["full"].slim(), heads=(1, 1))
-    q, k, v, dout = random_inputs(case, dtype)
+    batch, (q, k, v, dout) = case.batch(cp_size), random_inputs(case, dtype)
     # Every key is all +1 or all -1, sequence after sequence in runs: whole slices are at -80.
     signs = np.where(np.arange(len(k)) // 50 % 2, 1, -1).astype(dtype)
     q[...], k[...] = 1, signs[:, None, None]
     scale = 80 / q.shape[2]
+
+    def program(comm):
+        attention = case.attention(comm, dtype, engine="reference", softmax_scale=scale, cp_comm_type="p2p")
+        plan = attention.plan(batch)
+        *qkv, its_dout = (local_rows(batch, plan.rows, x, np.nan) for x in (q, k, v, dout))
+        out, saved = attention.forward(*qkv, plan, return_max_logit=True)
+        arrays = out, saved.lse, saved.max_logit, *attention.backward(its_dout, saved)
+        return dict(zip(FIELDS, arrays, strict=True))
+
     wanted = oracle.packed_attention(
         thdattn.PackedBatch(offsets(case.lengths)), *(x.astype(FLOAT64) for x in (q, k, v, dout)), causal=False,
         softmax_scale=scale)
-    outcome = run_ring(case, cp_size, dtype, inputs=(q, k, v, dout), engine="reference", softmax_scale=scale)
+    outcome = assemble(thdattn.Sharding(batch, cp_size), thdattn.comm.run_local(cp_size, program))
     assert {wanted.max_logit[0], wanted.lse.min() < -70} == {80.0, True}
     error = 1e-10 if dtype == FLOAT64 else 1e-4
     for field in FIELDS:
@@ -132,61 +88,18 @@ def test_logits_of_80_of_both_signs(cp_size, dtype):
             outcome.tokens[field], getattr(wanted, field), rtol=error, atol=error, err_msg=field)
 
 
-@pytest.mark.parametrize("name", TELLING)
-def test_uninitialised_buffers_and_poison_in_padding_change_no_bit(name, request):
-    case = CASES[name].slim()
-    clean = run_ring(case, 4, BFLOAT16, engine="reference", fill=0)
-    request.getfixturevalue("poisoned_host")
-    for fill in (np.nan, np.inf):
-        assert_same_bits(clean, run_ring(case, 4, BFLOAT16, engine="reference", fill=fill))
-
-
-@pytest.mark.parametrize("name", ["causal", "gqa-12-2", "window-two-sided"])
-def test_same_inputs_give_the_same_bits(name):
-    first, *others = (
-        run_ring(CASES[name].slim(), 4, BFLOAT16, engine="reference", deterministic=True) for _ in range(3))
-    for other in others:
-        assert_same_bits(first, other)
-
-
-def test_layers_share_a_plan_and_keep_their_own_results():
-    """All forwards before all backwards: nothing that a layer keeps may be in a shared buffer."""
-    case = CASES["edge-lengths"].slim()
-    batch = case.batch(2)
-
-    def program(comm):
-        plan = case.attention(comm, FLOAT32, engine="reference").plan(batch)
-        layers = []
-        for seed in range(2):
-            q, k, v, dout = (local_rows(batch, plan.rows, x, 0) for x in random_inputs(case, FLOAT32, seed))
-            layers.append((dout, q, k, v, *ring_forward(reference, comm, plan, q, k, v, 0.5, True)))
-        made = []
-        for dout, q, k, v, out, lse, max_logit in layers:
-            gradients = ring_backward(reference, comm, plan, dout, q, k, v, out, lse, 0.5, False)
-            made.append(dict(zip(FIELDS, (out, lse, max_logit, *gradients), strict=True)))
-        return made
-
-    ranks = thdattn.comm.run_local(2, program)
-    for seed in range(2):
-        outcome = assemble(thdattn.Sharding(batch, 2), [made[seed] for made in ranks])
-        alone = run_ring(case, 2, FLOAT32, engine="reference", inputs=random_inputs(case, FLOAT32, seed),
-                         softmax_scale=0.5, fill=0)
-        assert_same_bits(outcome, alone)
-
-
 def test_what_is_summed_is_rounded_once():
     """Ranks give a key 256.5, 1, 1 and 0.75: 259.25, in bfloat16 260. Rounded before, it is less."""
-    case = Case("uniform", (64,), heads=(1, 1), dims=(8, 8), causal=False)
-
     def program(comm):
-        plan = case.attention(comm, BFLOAT16, engine="reference").plan(thdattn.PackedBatch([0, 64]))
+        attention = thdattn.CPAttention(comm, 1, 8, causal=False, engine="reference", cp_comm_type="p2p")
+        plan = attention.plan(thdattn.PackedBatch([0, 64]))
         x = np.ones((16, 1, 8), BFLOAT16)
         # All scores are equal: P is 1/64 everywhere. A rank gives out, and dv of every key, a quarter of its mean.
         values = x * BFLOAT16.type([1024, 4, 4, 3][comm.rank])
         if comm.rank == 0:
             values[0] = 1056
-        out, lse, _ = ring_forward(reference, comm, plan, x, x, values, 1.0, False)
-        return out, ring_backward(reference, comm, plan, values, x, x, x, x, lse, 1.0, False)[2]
+        out, saved = attention.forward(x, x, values, plan)
+        return out, attention.backward(values, saved)[2]
 
     for out, dv in thdattn.comm.run_local(4, program):
         assert (out.astype(np.float64) == 260).all()
