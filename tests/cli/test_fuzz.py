@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -326,3 +329,12 @@ def test_memory_that_stays_in_use_is_found(monkeypatch):
     assert wrong == ["GPU 0 has 900 MiB in use, and had 400 before the first round",
                      "/dev/shm has window more than before"]  # fmt: skip
     assert of_libraries == 1
+
+
+def test_shared_memory_of_a_longer_name_is_another_one():
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="thdattn-", suffix="-and-more") as file:
+        file.truncate(4096)
+        name = Path(file.name).name
+        with mmap.mmap(file.fileno(), 4096):
+            assert chaos._is_mapped(name) and not chaos._is_mapped(name.removesuffix("-and-more"))
+        assert not chaos._is_mapped(name)

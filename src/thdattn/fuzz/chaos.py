@@ -302,6 +302,6 @@ def _is_mapped(name: str) -> bool:
     """Return whether a process has this shared memory mapped."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
-            if f"/dev/shm/{name}" in maps.read_text():
+            if any(line.endswith(f" /dev/shm/{name}") for line in maps.read_text().splitlines()):
                 return True
     return False
