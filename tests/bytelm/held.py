@@ -1,4 +1,4 @@
-"""Whether the host waits for the GPU, for every GPU test of work that must only be enqueued."""
+"""Check that the host does not wait for the GPU, for every GPU test of work that must only be enqueued."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 
 def held(cupy: Any, work: Callable[[], object]) -> bool:
-    """Whether work came back while a kernel that runs until the host lets it go kept the current stream busy.
+    """Return whether work came back while a kernel that runs until the host lets it go kept the current stream busy.
 
-    What work needs is there already: compiling a kernel, or finding memory, may wait.
+    Prepare what work needs before: compiling a kernel, or allocating memory, may wait.
     """
     import cupyx
 

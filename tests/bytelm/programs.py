@@ -1,23 +1,30 @@
-"""Starts the example's programs, for every test that runs one."""
+"""Runs of the example's programs, as processes and in this one."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import train
 from launch import SOURCE, run_ranks
+
+import thdattn
 
 BYTELM = SOURCE.parent / "examples" / "bytelm"
 TRAIN, SAMPLE = BYTELM / "train.py", BYTELM / "sample.py"
 MISBEHAVE = Path(__file__).with_name("misbehave.py")
+NOBODY_INTERRUPTS = SimpleNamespace(requested=False)
 
 
 def start(ranks: int, program: Path, *words: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Runs a program as one process without MPI, or as ranks under mpiexec."""
+    """Run a program as one process without MPI, or as ranks under mpiexec."""
     arguments = [str(word) for word in words]
     if ranks > 1:
         return run_ranks(ranks, program, *arguments, timeout=timeout)
@@ -27,22 +34,61 @@ def start(ranks: int, program: Path, *words: object, timeout: float = 120) -> su
 
 
 def options(**values: object) -> list[str]:
-    """lr=1 -> --lr 1; a value of True is a flag."""
+    """Return command-line options: lr=1 -> --lr 1; a value of True is a flag."""
     flags = [(f"--{name.replace('_', '-')}", value) for name, value in values.items()]
     return [str(word) for flag, value in flags for word in ((flag,) if value is True else (flag, value))]
 
 
 def small(documents: Path, **changed: object) -> list[str]:
-    """Options of a run that takes a second."""
+    """Return options of a run that takes a second."""
     values = {"data": documents, "tokens": 96, "longest": 64, "steps": 12, "val_bytes": 200, "accumulate": 2}
     return options(**values | changed)
 
 
 def lines_of(metrics: Path) -> list[dict[str, Any]]:
-    """What train.py --metrics has written."""
+    """Read the file of train.py --metrics."""
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def validations(metrics: Path) -> list[float]:
-    """Bits per byte of every validation."""
+    """Return the bits per byte of every validation."""
     return [line["validation_bits_per_byte"] for line in lines_of(metrics) if "validation_bits_per_byte" in line]
+
+
+def losses(metrics: Path) -> list[float]:
+    """Return the loss of every step."""
+    return [line["loss"] for line in lines_of(metrics) if "loss" in line]
+
+
+def arguments(monkeypatch: pytest.MonkeyPatch, *words: object) -> argparse.Namespace:
+    """Parse options of train.py."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
+    return train.parse_arguments()
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, ranks: int, *words: object) -> None:
+    """Run train.py on simulated ranks of this process."""
+    args = arguments(monkeypatch, *words)
+    thdattn.comm.run_local(ranks, lambda comm: train.train(comm, args, NOBODY_INTERRUPTS))
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, ranks: int, *words: object) -> list[Any]:
+    """Return the Failure of every rank, of a run that must end before its first step."""
+    args, failures = arguments(monkeypatch, *words), []
+
+    def program(comm: thdattn.comm.Comm) -> None:
+        with pytest.raises(train.command_line.Failure) as failure:
+            train.train(comm, args, NOBODY_INTERRUPTS)
+        failures.append(failure.value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "step", None)
+        thdattn.comm.run_local(ranks, program, timeout=20)
+    return failures
+
+
+def gpus(cupy: Any, wanted: int) -> None:
+    """Skip the test on a machine with fewer GPUs."""
+    found = cupy.cuda.runtime.getDeviceCount()
+    if found < wanted:
+        pytest.skip(f"needs {wanted} GPUs, found {found}")

@@ -1,8 +1,8 @@
-"""Training runs of the tiny model in this process, for tests that compare ways to compute a step."""
+"""Training runs of a small model in this process, for tests that compare ways to compute a step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import data
@@ -10,17 +10,32 @@ import numpy as np
 from data import MicroBatch, Packing, Position
 from grid import Grid
 from sizes import SIZES, Config
-from texts import to_host
+from texts import HYBRID, to_host
 from trainer import StepResult, Trainer
 
 import thdattn
 from thdattn.graphs import CudaGraphConfig
 
 LR = 3e-3
+CLOSE = 1e-4  # sums in float32 in another order, over a few steps of AdamW
+MODEL = replace(SIZES["tiny"], heads=4, kv_heads=2, head_dim=16, width=32, hidden=64)  # 4 ranks can exchange its heads
+EVERY_WAY = [
+    {"impl": "local"}, {"impl": "local", "modules": ("attn",)}, {"impl": "local", "modules": ("mlp",)},
+    {"impl": "full_iteration"},
+]  # fmt: skip
+
+
+def ways_of(config: Config) -> list[dict[str, Any]]:
+    """Return every way to compute a step of a model with graphs."""
+    return [*EVERY_WAY, {"impl": "local", "modules": ("mamba",)}] if config.num_mixers else EVERY_WAY
+
+
+def way_id(way: dict[str, Any]) -> str:
+    return "-".join([way["impl"], *way.get("modules", ())]) if way else "eager"
 
 
 class Method(NamedTuple):
-    """How ranks share a micro-batch; inner: neighbours that exchange heads, of two levels."""
+    """Context-parallel method of a group; inner: neighbours that exchange heads, of two levels."""
 
     cp_comm_type: str
     sharding: str
@@ -33,9 +48,32 @@ class Method(NamedTuple):
 ALL_GATHER = Method("all_gather", "dual_chunk")
 
 
+class Layout(NamedTuple):
+    """Ranks, how they share micro-batches, and their model."""
+
+    ranks: int
+    method: Method = ALL_GATHER
+    cp_size: int | None = None
+    config: Config = MODEL
+
+    def __str__(self) -> str:
+        groups = f" in groups of {self.cp_size}" if self.cp_size else ""
+        return f"{'hybrid ' if self.config == HYBRID else ''}{self.ranks}{groups}-{self.method}"
+
+    @property
+    def alone(self) -> Layout:
+        """One rank with the same model and the same rule for lengths."""
+        return Layout(1, Method("all_gather", self.rule), config=self.config)
+
+    @property
+    def rule(self) -> str:
+        """Sharding with the method's rule for lengths."""
+        return "dual_chunk" if self.method.sharding == "dual_chunk" else "contiguous"
+
+
 @dataclass(frozen=True)
 class Run:
-    """What a run has left, on the host."""
+    """Results of a run, on the host."""
 
     numbers: list[list[float]]  # of every step: loss, norm
     validations: list[float]
@@ -43,26 +81,31 @@ class Run:
     gradient: bytes
     overflows: list[int]  # rounds (of full_iteration: steps) that ran without graphs, up to every step
 
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """All but the overflows."""
+        return self.numbers, self.validations, self.weights, self.gradient
+
 
 def trainer(
     comm: thdattn.comm.Comm, engine: str, *, cp_size: int | None = None, deterministic: bool = True,
     method: Method = ALL_GATHER, config: Config = SIZES["tiny"], **graphs: Any,
 ) -> Trainer:
-    """Of the tiny model; graphs: fields of CudaGraphConfig."""
+    """Return a trainer of the tiny model; graphs: fields of CudaGraphConfig."""
     grid = Grid.of(comm, cp_size, method.inner)
     return Trainer(grid, config, engine, method.sharding, 0, CudaGraphConfig(**graphs), deterministic,
                    method.cp_comm_type)  # fmt: skip
 
 
 def num_captured(made: Trainer) -> int:
-    """Graphs that there are."""
+    """Return how many graphs were captured."""
     return sum(captured._graph is not None for captured in made.graphs._captured)
 
 
 def batches(
     folder: Any, num_batches: int, tokens: int = 256, cp_size: int = 1, sharding: str = "dual_chunk"
 ) -> list[MicroBatch]:
-    """The first ones of a run; short pieces, so that their numbers differ."""
+    """Return the first micro-batches of a run, of short pieces, so that their numbers differ."""
     packing = Packing.of(tokens, cp_size, sharding, longest=96)
     coming = data.micro_batches(data.find_documents(folder), packing, 0, Position(0, 0))
     return [next(coming) for _ in range(num_batches)]
@@ -72,7 +115,7 @@ def run(
     made: Trainer, training: list[MicroBatch], held_back: list[MicroBatch], accumulate: int = 1,
     validate_every: int = 50,
 ) -> Run:
-    """Steps of all batches, with a validation before the first one and every so many steps."""
+    """Train on all batches; validate before the first step, every so many steps, and at the end."""
     results: list[StepResult] = []
     validations: list[float] = []
     for step, begin in enumerate(range(0, len(training), accumulate)):
@@ -84,3 +127,39 @@ def run(
     assert np.isfinite(numbers).all()
     return Run(numbers, validations, to_host(made.model.weights).tobytes(), to_host(made.model.gradient).tobytes(),
                [result.num_overflows for result in results])  # fmt: skip
+
+
+def outcome(
+    layout: Layout, training: list[MicroBatch], accumulate: int = 4, engine: str = "reference", **graphs: Any
+) -> list[Run]:
+    """Return the run of every rank, with a validation every other step."""
+
+    def program(comm: thdattn.comm.Comm) -> Run:
+        made = trainer(comm, engine, cp_size=layout.cp_size, method=layout.method, config=layout.config, **graphs)
+        return run(made, training, training[:3], accumulate, validate_every=2)
+
+    return thdattn.comm.run_local(layout.ranks, program)
+
+
+def overflows(batches: list[MicroBatch], room: int, accumulate: int, num_groups: int, impl: str) -> list[int]:
+    """Return the overflows that a run must count: rounds with a batch of too many documents, or such steps."""
+    large = np.array([batch.batch.num_seqs > room for batch in batches])
+    rounds = large.reshape(-1, accumulate // num_groups, num_groups).any(axis=2)
+    steps = rounds.any(axis=1) if impl == "full_iteration" else rounds.sum(axis=1)
+    return np.cumsum(steps).tolist()
+
+
+def differs(run: Run, other: Run, config: Config = SIZES["tiny"]) -> list[float]:
+    """Return relative distances of losses, norms, validations, the last gradient, and the change of the weights.
+
+    Single weights are not compared: AdamW moves one as far whose gradient is rounding alone.
+    """
+    start = to_host(trainer(thdattn.comm.init("single"), "reference", config=config).model.weights)
+
+    def parts(x: Run) -> tuple[Any, ...]:
+        loss, norm = np.transpose(x.numbers)
+        weights = np.frombuffer(x.weights, np.float32) - start
+        return loss, norm, np.array(x.validations), np.frombuffer(x.gradient, np.float32), weights
+
+    pairs = zip(parts(run), parts(other), strict=True)
+    return [float(np.linalg.norm(one - two) / np.linalg.norm(two)) for one, two in pairs]

@@ -1,4 +1,4 @@
-"""Documents of the byte language model: what is one, who trains on it, and that packing loses and repeats nothing."""
+"""Documents of the byte language model, who trains on them, and packing that loses and repeats nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = (1, 2, 15, 16, 17, 33, 40, 100, 300)
 
 @pytest.fixture
 def folder(tmp_path):
-    """Documents of SIZES bytes; no two bytes of one document, and no two documents, look alike."""
+    """Write documents of SIZES bytes; no two bytes of one document, and no two documents, look alike."""
     rng = np.random.default_rng(0)
     for i, size in enumerate(SIZES):
         path = tmp_path / f"{i % 3}" / f"{i}.txt"

@@ -1,6 +1,6 @@
-"""The layers and the model on a GPU, in bfloat16, against the NumPy ones in float64 on the same rounded inputs.
+"""Layers and model on a GPU, in bfloat16, against the NumPy ones in float64 on the same rounded inputs.
 
-All memory that CuPy hands out is NaN first.
+All memory that CuPy allocates is NaN at first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ rng = np.random.default_rng(0)
 
 @pytest.fixture(autouse=True)
 def numbers_of_its_own(monkeypatch):
-    """A test draws the same numbers whichever tests ran before it in this process."""
+    """Draw the same numbers in a test, whichever tests ran before it in this process."""
     monkeypatch.setattr(sys.modules[__name__], "rng", np.random.default_rng(0))
 
 
@@ -60,14 +60,14 @@ def poisoned_memory(cupy):
 
 @pytest.fixture
 def cuda(cupy):
-    """The layers on the GPU."""
+    """Import the layers on the GPU."""
     import layers_cuda
 
     return layers_cuda
 
 
 def normal(*shape):
-    """(for the GPU, for NumPy): the same numbers, rounded to bfloat16, and in float64."""
+    """Draw numbers: (rounded to bfloat16 for the GPU, the same in float64 for NumPy)."""
     x = rng.standard_normal(shape).astype(BFLOAT16)
     return np.copy(x), x.astype(np.float64)
 
@@ -318,10 +318,11 @@ def distance(x, y):
 
 
 def errors_to_judge(names, gradients, logits):
-    """(name, ours, plain, truth) of what is judged by its RMS error; gradients and logits: of ours, plain and truth.
+    """Yield (name, ours, plain, truth) of what is judged by its RMS error; gradients and logits: of ours, plain and
+    truth.
 
-    Gradients by parameter, but those of a few numbers together, each divided by its size: of 8 numbers alone, errors of
-    one kind differ by more than a factor of two now and then.
+    Gradients come by parameter. Those of few numbers are judged together, each divided by its size, as errors of 8
+    numbers differ by more than a factor of two now and then.
     """
     few = []
     for name, *parts in zip(names, *gradients, strict=True):

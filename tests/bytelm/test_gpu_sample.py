@@ -1,4 +1,4 @@
-"""Decode and samples on the GPU: what the forward says, the same bytes whatever is a CUDA graph, and no wait."""
+"""Decode and samples on the GPU: logits of the forward, the same bytes with any CUDA graph, and no wait."""
 
 from __future__ import annotations
 

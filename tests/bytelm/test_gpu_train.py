@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import checkpoint
 import numpy as np
 import pytest
-from programs import MISBEHAVE, SAMPLE, TRAIN, lines_of, options, start, validations
+from programs import MISBEHAVE, SAMPLE, TRAIN, gpus, lines_of, losses, options, start, validations
 
 pytestmark = pytest.mark.gpu
 
@@ -15,7 +15,7 @@ FEW = {"steps": 60, "val_bytes": 8192, "val_every": 30, "sharding": "dual_chunk"
 
 
 def run(ranks, engine, folder, program=TRAIN, before=(), **more):
-    """The finished process of a run that leaves its checkpoint and metrics in the folder."""
+    """Return the finished process of a run that leaves its checkpoint and metrics in the folder."""
     words = options(engine=engine, checkpoint=folder, metrics=folder / "run.jsonl", **more)
     process = start(ranks, program, *before, *words, timeout=280)
     assert process.returncode == 0, process.stdout + process.stderr
@@ -23,8 +23,8 @@ def run(ranks, engine, folder, program=TRAIN, before=(), **more):
 
 
 def mean_loss(folder, steps):
-    """Of the last steps: single ones differ between dtypes by chance."""
-    return np.mean([line["loss"] for line in lines_of(folder / "run.jsonl") if "loss" in line][-steps:])
+    """Return the mean of the last steps, as single ones differ between dtypes by chance."""
+    return np.mean(losses(folder / "run.jsonl")[-steps:])
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def few_steps_on_the_cpu(tmp_path_factory):
 
 
 def test_tiny_model_reaches_the_curve_of_the_cpu(cupy, tmp_path):
-    """On the documents of this machine's Python, which are not those of the recorded curve."""
+    """This machine's Python has other documents than the recorded curve."""
     folders = {"cuda": tmp_path, "reference": tmp_path / "cpu"}
     with ThreadPoolExecutor(2) as pool:  # side by side, as a minute each is long for a test
         process, _ = pool.map(lambda engine: run(1, engine, folders[engine], size="tiny"), folders)
@@ -76,9 +76,7 @@ def test_run_that_goes_on_ends_where_an_uninterrupted_one_does(cupy, tmp_path, f
 @pytest.mark.parametrize(("sharding", "tolerance"), [("dual_chunk", 0.03), ("contiguous", 0.1)])
 def test_gpus_together_train_as_one_rank_does(cupy, tmp_path, few_steps_on_the_cpu, ranks, sharding, tolerance):
     """contiguous needs no padding and so packs other batches."""
-    found = cupy.cuda.runtime.getDeviceCount()
-    if found < ranks:
-        pytest.skip(f"needs {ranks} GPUs, found {found}")
+    gpus(cupy, ranks)
     process = run(ranks, "cuda", tmp_path, **FEW | {"sharding": sharding})
     assert f"ranks: {ranks}, backend 'nccl'" in process.stdout
     assert mean_loss(tmp_path, 20) == pytest.approx(mean_loss(few_steps_on_the_cpu, 20), rel=tolerance)
@@ -88,15 +86,15 @@ MANY_HEADS = {"size": "small", "tokens": 2048, "longest": 512, "steps": 30, "val
 
 
 def losses_of_many_heads(ranks, metrics, **more):
-    """Of every step, and what was printed: of a model whose heads 4 ranks can exchange, which is large to save."""
+    """Return the loss of every step, and the output, of a model whose heads 4 ranks can exchange."""
     process = start(ranks, TRAIN, *options(engine="cuda", metrics=metrics, **MANY_HEADS, **more), timeout=280)
     assert process.returncode == 0, process.stdout + process.stderr
-    return [line["loss"] for line in lines_of(metrics) if "loss" in line], process.stdout
+    return losses(metrics), process.stdout
 
 
 @pytest.fixture(scope="module")
 def one_gpu(cupy, tmp_path_factory):
-    """By the rule for lengths: the losses."""
+    """Run on one GPU: rule for lengths -> losses."""
     folder = tmp_path_factory.mktemp("one")
     return {sharding: losses_of_many_heads(1, folder / sharding, sharding=sharding)[0]
             for sharding in ("dual_chunk", "contiguous")}  # fmt: skip
@@ -110,23 +108,21 @@ def one_gpu(cupy, tmp_path_factory):
     (4, {"cp_comm_type": "a2a+p2p", "cp_inner": 2}),
 ])  # fmt: skip
 def test_every_method_trains_as_one_gpu_does(cupy, tmp_path, one_gpu, ranks, words):
-    found = cupy.cuda.runtime.getDeviceCount()
-    if found < ranks:
-        pytest.skip(f"needs {ranks} GPUs, found {found}")
-    losses, said = losses_of_many_heads(ranks, tmp_path / "run.jsonl", **words)
+    gpus(cupy, ranks)
+    found, said = losses_of_many_heads(ranks, tmp_path / "run.jsonl", **words)
     assert f"share a micro-batch by {words.get('cp_comm_type', 'all_gather')}" in said and "cannot capture" not in said
     rule = "contiguous" if words.get("sharding") == "balanced" or words.get("cp_comm_type") == "a2a" else "dual_chunk"
-    np.testing.assert_allclose(losses[:5], one_gpu[rule][:5], rtol=2**-6)
-    assert np.mean(losses[-10:]) == pytest.approx(np.mean(one_gpu[rule][-10:]), rel=0.03)
+    np.testing.assert_allclose(found[:5], one_gpu[rule][:5], rtol=2**-6)
+    assert np.mean(found[-10:]) == pytest.approx(np.mean(one_gpu[rule][-10:]), rel=0.03)
 
 
 def losses_of_a_hybrid(ranks, engine, metrics, **more):
-    """Of every step."""
+    """Return the loss of every step."""
     words = {"size": "tiny-hybrid", "steps": 60, "val_bytes": 8192, "val_every": 30, **more}
     process = start(ranks, TRAIN, *options(engine=engine, metrics=metrics, **words), timeout=280)
     assert process.returncode == 0, process.stdout + process.stderr
     assert "cannot capture" not in process.stdout
-    return [line["loss"] for line in lines_of(metrics) if "loss" in line]
+    return losses(metrics)
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +135,10 @@ def hybrid_on_the_cpu(tmp_path_factory):
     (4, {"cuda_graph_impl": "full_iteration"}),
 ])  # fmt: skip
 def test_hybrids_train_on_gpus_as_on_the_cpu(cupy, tmp_path, hybrid_on_the_cpu, ranks, words):
-    found = cupy.cuda.runtime.getDeviceCount()
-    if found < ranks:
-        pytest.skip(f"needs {ranks} GPUs, found {found}")
-    losses = losses_of_a_hybrid(ranks, "cuda", tmp_path / "run.jsonl", **words)
-    np.testing.assert_allclose(losses[:5], hybrid_on_the_cpu[:5], rtol=2**-6)
-    assert np.mean(losses[-20:]) == pytest.approx(np.mean(hybrid_on_the_cpu[-20:]), rel=0.03)
+    gpus(cupy, ranks)
+    found = losses_of_a_hybrid(ranks, "cuda", tmp_path / "run.jsonl", **words)
+    np.testing.assert_allclose(found[:5], hybrid_on_the_cpu[:5], rtol=2**-6)
+    assert np.mean(found[-20:]) == pytest.approx(np.mean(hybrid_on_the_cpu[-20:]), rel=0.03)
 
 
 @pytest.fixture(scope="module")
@@ -159,9 +153,7 @@ def test_groups_of_gpus_train_as_one_rank_does(
     cupy, tmp_path, two_batches_a_step_on_the_cpu, ranks, cp_size, accumulate
 ):
     """Two micro-batches per step, of one group each or of all GPUs one after the other; the norm tells their scale."""
-    found = cupy.cuda.runtime.getDeviceCount()
-    if found < ranks:
-        pytest.skip(f"needs {ranks} GPUs, found {found}")
+    gpus(cupy, ranks)
     run(ranks, "cuda", tmp_path, cp=cp_size, accumulate=accumulate, **FEW)
     on_gpus, on_cpu = (lines_of(folder / "run.jsonl")[1] for folder in (tmp_path, two_batches_a_step_on_the_cpu))
     assert on_gpus["loss"] == pytest.approx(on_cpu["loss"], rel=2**-7)
@@ -172,7 +164,6 @@ def test_groups_of_gpus_train_as_one_rank_does(
 
 
 def test_ctrl_c_on_one_gpu_stops_all_before_the_same_step(cupy, tmp_path):
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs 2 GPUs")
+    gpus(cupy, 2)
     process = run(2, "cuda", tmp_path, MISBEHAVE, ("ctrl-c", 1, 20), **FEW | {"steps": 10_000})
     assert "stopped after step 19" in process.stdout and checkpoint.load(tmp_path).step == 19

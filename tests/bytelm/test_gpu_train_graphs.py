@@ -1,11 +1,14 @@
-"""Training through CUDA graphs on a GPU: the bits of training without, whatever is captured; nothing waits or leaks."""
+"""Training with CUDA graphs on a GPU: the same bits as without, whatever is captured; nothing waits or leaks."""
 
 from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import mode
+from typing import NamedTuple
 
 import checkpoint
 import numpy as np
@@ -13,11 +16,12 @@ import pytest
 import runs
 from held import held
 from launch import run_ranks
-from programs import MISBEHAVE, TRAIN, lines_of, options, start
-from sizes import SIZES
-from test_train_graphs import EVERY_WAY, way_id, ways_of
+from programs import MISBEHAVE, TRAIN, gpus, losses, options, start
+from runs import EVERY_WAY, way_id, ways_of
+from sizes import SIZES, Config
 
 import thdattn
+from thdattn.arguments import INT32_MAX
 from thdattn.graphs import Upload
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +34,13 @@ FLAT = 16 * 2**20  # bytes that 15 cycles of capture and destruction may cost, i
 
 @pytest.fixture(scope="module")
 def batches(documents):
-    return runs.batches(documents, STEPS, TOKENS)
+    return {sharding: runs.batches(documents, STEPS, TOKENS, sharding=sharding)
+            for sharding in ("dual_chunk", "contiguous")}  # fmt: skip
+
+
+@pytest.fixture
+def dual(batches):
+    return batches["dual_chunk"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +50,7 @@ def comm(cupy):
 
 
 def outcome(comm, batches, accumulate=1, validate_every=50, **graphs):
-    """The run, and how many of its graphs were captured."""
+    """Return the run, and how many of its graphs were captured."""
     made = runs.trainer(comm, "cuda", **graphs)
     result = runs.run(made, batches, batches[:6], accumulate, validate_every)
     captured = runs.num_captured(made)
@@ -48,97 +58,80 @@ def outcome(comm, batches, accumulate=1, validate_every=50, **graphs):
     return result, captured
 
 
+class Case(NamedTuple):
+    """Batches of a run, steps of `accumulate` of them, and a room that some do not fit; None: all fit."""
+
+    num_batches: int
+    accumulate: int
+    room: Callable[[list[int]], int] | None = None
+    config: Config = SIZES["tiny"]
+    single_pool: bool = True
+
+
+CASES = {
+    "one": Case(STEPS, 1), "two": Case(40, 2), "some-one": Case(STEPS, 1, mode),
+    "some-one-pools": Case(STEPS, 1, mode, single_pool=False), "some-eight": Case(STEPS, 8, lambda n: max(n) - 2),
+    "hybrid": Case(60, 2, lambda n: max(n) - 1, HYBRID),
+}
+
+
 @pytest.fixture(scope="module")
 def eager(comm, batches):
-    return outcome(comm, batches)[0]
+    """Run a case without graphs: (number of batches, accumulate, config) -> Run."""
+    return cache(lambda num, accumulate, config: outcome(
+        comm, of_case(batches, num, config), accumulate, 10 if config == HYBRID else 50, **of_config(config))[0])
 
 
-@pytest.fixture(scope="module")
-def slices(documents):
-    """Batches for rows that are slices of the pack, for hybrids."""
-    return runs.batches(documents, 60, TOKENS, sharding="contiguous")
+def of_case(batches, num, config):
+    return batches["contiguous" if config == HYBRID else "dual_chunk"][:num]
 
 
-@pytest.mark.parametrize("way", ways_of(HYBRID), ids=way_id)
-def test_steps_of_a_hybrid_are_bitwise_those_without_graphs(comm, slices, way):
-    """Also where some do not fit."""
-    documents = [batch.batch.num_seqs for batch in slices]
-    room = max(documents) - 1
-    of_hybrid = {"config": HYBRID, "method": runs.Method("a2a", "contiguous")}
-    expected, _ = outcome(comm, slices, 2, 10, **of_hybrid)
-    result, captured = outcome(comm, slices, 2, 10, max_packed_seqs=room, **of_hybrid, **way)
-    mixers, layers = HYBRID.num_mixers, HYBRID.layers
+def of_config(config):
+    return {"config": config, "method": runs.Method("a2a", "contiguous")} if config == HYBRID else {}
+
+
+def wanted_graphs(way, config=SIZES["tiny"]):
+    """Count a forward and a backward per captured part or layer, and the plan; or a step and a validation."""
+    mixers, layers = config.num_mixers, config.layers
     parts = {(): layers, ("attn",): layers - mixers, ("mlp",): layers, ("mamba",): mixers}[way.get("modules", ())]
-    assert captured == (2 if way["impl"] == "full_iteration" else 1 + 2 * parts)
-    assert 0 < result.overflows[-1] < len(slices) // 4
-    assert (result.numbers, result.validations, result.weights) == (
-        expected.numbers, expected.validations, expected.weights)
+    return 2 if way["impl"] == "full_iteration" else 1 + 2 * parts
 
 
-def wanted_graphs(way):
-    """A forward and a backward per captured part or layer of 3, and the plan; a step and a validation."""
-    return 2 if way["impl"] == "full_iteration" else 1 + 2 * 3
-
-
-@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
-def test_200_steps_are_bitwise_those_without_graphs(comm, batches, eager, way):
-    """Losses, norms, validations in between, and in the end weights and gradient."""
-    assert len({batch.batch.num_seqs for batch in batches}) > 3 and len(eager.numbers) == STEPS
-    result, captured = outcome(comm, batches, **way)
-    assert captured == wanted_graphs(way)
-    assert result == eager
-
-
-@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
-def test_gradients_of_micro_batches_add_up_bitwise(comm, batches, way):
-    expected, _ = outcome(comm, batches[:40], accumulate=2)
-    result, captured = outcome(comm, batches[:40], accumulate=2, **way)
-    assert captured == wanted_graphs(way)
-    assert result == expected
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name, case in CASES.items() for way in ways_of(case.config)],
+                         ids=lambda x: x if isinstance(x, str) else way_id(x))
+def test_steps_are_bitwise_those_without_graphs(comm, batches, eager, name, way):
+    """Losses, norms, validations in between, weights and the last gradient are; also where some batches do not fit."""
+    num, accumulate, room, config, single_pool = CASES[name]
+    some = of_case(batches, num, config)
+    documents = [batch.batch.num_seqs for batch in some]
+    assert len(set(documents)) > 2
+    graphs = {"single_pool": single_pool, **way, **of_config(config)} | (
+        {"max_packed_seqs": room(documents)} if room else {})
+    result, captured = outcome(comm, some, accumulate, 10 if config == HYBRID else 50, **graphs)
+    assert captured == wanted_graphs(way, config)
+    wanted = runs.overflows(some, room(documents) if room else INT32_MAX, accumulate, 1, way["impl"])
+    assert result.overflows == wanted
+    if room:
+        steps = runs.overflows(some, room(documents), accumulate, 1, "full_iteration")
+        assert 0 < steps[-1] < len(steps) - 10, "no step is eager, or too few are replayed"
+    assert result.results == eager(num, accumulate, config).results
 
 
 @pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
-@pytest.mark.parametrize("single_pool", [True, False])
-def test_steps_that_do_not_fit_run_eagerly_between_replays(comm, batches, eager, way, single_pool):
-    documents = [batch.batch.num_seqs for batch in batches]
-    room = mode(documents)
-    result, captured = outcome(comm, batches, max_packed_seqs=room, single_pool=single_pool, **way)
-    assert captured == wanted_graphs(way)
-    assert result.overflows == np.cumsum([n > room for n in documents]).tolist()
-    assert 0 < result.overflows[-1] < STEPS // 2
-    assert (result.numbers, result.weights) == (eager.numbers, eager.weights)
-
-
-@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
-def test_steps_of_which_some_micro_batches_do_not_fit_are_bitwise_those_without_graphs(comm, batches, way):
-    """Of eight, most of which fit: local replays these, full_iteration runs the whole step eagerly."""
-    documents = [batch.batch.num_seqs for batch in batches]
-    room = max(documents) - 2
-    large = np.reshape([n > room for n in documents], (-1, 8)).sum(axis=1)
-    assert 0 < large.max() < 8 and (large == 0).sum() > 10, "no step is partly eager, or too few are replayed"
-    expected, _ = outcome(comm, batches, accumulate=8)
-    result, captured = outcome(comm, batches, accumulate=8, max_packed_seqs=room, **way)
-    assert captured == wanted_graphs(way)
-    assert result.overflows == np.cumsum(np.minimum(large, 1) if way["impl"] == "full_iteration" else large).tolist()
-    assert (result.numbers, result.weights, result.gradient, result.validations) == (
-        expected.numbers, expected.weights, expected.gradient, expected.validations)
-
-
-@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
-def test_sums_in_any_order_train_as_well(comm, batches, eager, way):
-    result, _ = outcome(comm, batches, deterministic=False, **way)
-    losses, expected = (np.array(run.numbers)[:, 0] for run in (result, eager))
+def test_sums_in_any_order_train_as_well(comm, dual, eager, way):
+    result, _ = outcome(comm, dual, deterministic=False, **way)
+    losses, expected = (np.array(run.numbers)[:, 0] for run in (result, eager(STEPS, 1, SIZES["tiny"])))
     np.testing.assert_allclose(losses[:20], expected[:20], rtol=2**-6)
     assert losses[-20:].mean() == pytest.approx(expected[-20:].mean(), rel=0.03)
 
 
-def test_a_captured_step_of_another_number_of_micro_batches_is_refused(comm, batches):
+def test_a_captured_step_of_another_number_of_micro_batches_is_refused(comm, dual):
     made = runs.trainer(comm, "cuda", impl="full_iteration")
     for begin in range(0, 10, 2):
-        made.step(batches[begin : begin + 2], runs.LR)
+        made.step(dual[begin : begin + 2], runs.LR)
     with pytest.raises(ValueError, match="batches holds 1 micro-batches, wanted 2 as in the captured step"):
-        made.step(batches[:1], runs.LR)
-    assert np.isfinite(made.step(batches[:2], runs.LR).numbers()).all()
+        made.step(dual[:1], runs.LR)
+    assert np.isfinite(made.step(dual[:2], runs.LR).numbers()).all()
     made.graphs.close()
 
 
@@ -163,20 +156,20 @@ def test_uploads_arrive_in_order_and_wait_for_nothing(cupy):
 # Not of full_iteration: the launch of so large a graph returns only when the GPU has begun with it.
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers launch on the same GPU")
 @pytest.mark.parametrize("way", [way for way in EVERY_WAY if way["impl"] == "local"], ids=way_id)
-def test_the_host_waits_for_no_replayed_step_of_layers(cupy, comm, batches, way):
+def test_the_host_waits_for_no_replayed_step_of_layers(cupy, comm, dual, way):
     made = runs.trainer(comm, "cuda", **way)
     for _ in range(6):
-        made.step(batches[:1], runs.LR)
-    assert held(cupy, lambda: made.step(batches[:1], runs.LR)), "a step came back only when the GPU was let go"
+        made.step(dual[:1], runs.LR)
+    assert held(cupy, lambda: made.step(dual[:1], runs.LR)), "a step came back only when the GPU was let go"
     made.graphs.close()
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers use the same GPU's memory")
 @pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
-def test_memory_stays_flat_over_20_cycles_of_capture_and_destruction(cupy, comm, batches, way):
+def test_memory_stays_flat_over_20_cycles_of_capture_and_destruction(cupy, comm, dual, way):
     pool, free = cupy.get_default_memory_pool(), []
     for _ in range(20):
-        result, captured = outcome(comm, batches[:8], **way)
+        result, captured = outcome(comm, dual[:8], **way)
         assert captured == wanted_graphs(way)
         del result
         gc.collect()
@@ -186,10 +179,10 @@ def test_memory_stays_flat_over_20_cycles_of_capture_and_destruction(cupy, comm,
     assert free[4] - free[-1] <= FLAT, [free[0] - x for x in free]
 
 
-def test_the_memory_of_graphs_is_counted_until_they_are_closed(cupy, comm, batches):
+def test_the_memory_of_graphs_is_counted_until_they_are_closed(cupy, comm, dual):
     made = runs.trainer(comm, "cuda", impl="full_iteration")
     for _ in range(5):
-        made.step(batches[:1], runs.LR)
+        made.step(dual[:1], runs.LR)
     assert made.graphs.num_bytes > 0
     made.graphs.close()
     assert made.graphs.num_bytes == 0
@@ -198,19 +191,13 @@ def test_the_memory_of_graphs_is_counted_until_they_are_closed(cupy, comm, batch
 # --- the program -----------------------------------------------------------------------------------------------
 
 
-def gpus(cupy, wanted):
-    found = cupy.cuda.runtime.getDeviceCount()
-    if found < wanted:
-        pytest.skip(f"needs {wanted} GPUs, found {found}")
-
-
 @pytest.mark.parametrize(("cp_size", "keep_keys", "cp_comm_type", "size"), [
     (2, True, "all_gather", "tiny"), (2, False, "all_gather", "tiny"), (1, False, "all_gather", "tiny"),
     (2, True, "a2a", "tiny"), (2, False, "a2a", "tiny"), (2, True, "a2a+all_gather", "tiny"),
     (2, True, "a2a", "tiny-hybrid"), (1, False, "a2a", "tiny-hybrid"),
 ])  # fmt: skip
 def test_two_gpus_make_the_bits_of_two_gpus_without_graphs(cupy, documents, cp_size, keep_keys, cp_comm_type, size):
-    """As one group that shares each micro-batch, and as two that have one each."""
+    """Two GPUs are one group that shares each micro-batch, or two groups that have one each."""
     gpus(cupy, 2)
     process = run_ranks(2, RANKS, str(documents), str(cp_size), str(int(keep_keys)), cp_comm_type, size, timeout=280)
     assert process.returncode == 0, process.stdout + process.stderr
@@ -227,8 +214,7 @@ def test_a_whole_run_ends_by_itself_and_trains(cupy, documents, tmp_path, ranks,
         process = start(ranks, TRAIN, *options(metrics=tmp_path / name, **words, **graphs), timeout=200)
         assert process.returncode == 0, process.stdout + process.stderr
         assert ("CUDA graphs: " in process.stdout) == bool(graphs) and "cannot capture" not in process.stdout
-    graphs, eager = ([line["loss"] for line in lines_of(tmp_path / name) if "loss" in line]
-                     for name in ("graphs", "eager"))
+    graphs, eager = (losses(tmp_path / name) for name in ("graphs", "eager"))
     np.testing.assert_allclose(graphs[:10], eager[:10], rtol=2**-6)
     assert np.mean(graphs[-10:]) == pytest.approx(np.mean(eager[-10:]), rel=0.03)
 
@@ -248,7 +234,7 @@ def test_ctrl_c_and_errors_end_a_run_with_graphs(cupy, documents, tmp_path, rank
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("impl", "step"), [("none", 20), ("local", 20), ("full_iteration", 2)])
 def test_sigterm_ends_a_run_amid_a_step(cupy, documents, tmp_path, ranks, impl, step):
-    """Of four micro-batches per group, the second; of a step that is one graph, before that is captured."""
+    """The second of four micro-batches per group is the last; a step that is one graph ends before its capture."""
     gpus(cupy, ranks)
     words = options(data=documents, steps=10_000, val_bytes=2000, accumulate=4, checkpoint=tmp_path,
                     cuda_graph_impl=impl)

@@ -1,4 +1,5 @@
-"""Ctrl-C and other signals: the end after a micro-batch, with a checkpoint of the last whole step, or at once."""
+"""Ctrl-C and other signals: they end a run after a micro-batch, with a checkpoint of the last whole step, or at once.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from programs import MISBEHAVE, TRAIN, lines_of, small
 
 @contextmanager
 def running(ranks, words):
-    """The process of a program that is at work, for signals; killed at the end if it still runs."""
+    """Start a program for signals; kill it at the end if it still runs."""
     launcher = [*launch.mpiexec(ranks), sys.executable, "-m", "mpi4py"] if ranks > 1 else [sys.executable]
     environment = {**os.environ, "PYTHONPATH": str(launch.SOURCE)}
     with subprocess.Popen([*launcher, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -32,7 +33,7 @@ def running(ranks, words):
 
 
 def wait_until(condition, process):
-    """Returns when something has happened that a program does on its way."""
+    """Wait until something has happened that a program does on its way."""
     limit = time.monotonic() + 60
     while not condition():
         assert process.poll() is None and time.monotonic() < limit, process.communicate()
@@ -44,14 +45,14 @@ def num_lines(metrics):
 
 
 def process_ids(folder, ranks, process):
-    """Of ranks that misbehave.py has started and that wait."""
+    """Return the process ids of ranks that misbehave.py has started and that wait."""
     files = [folder / str(rank) for rank in range(ranks)]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files), process)
     return [int(file.read_text()) for file in files]
 
 
 def is_running(process_id):
-    """Whether there is such a process; one that has ended may wait for ever for a parent that asks for its status."""
+    """Return whether a process runs; one that has ended may wait forever for its parent to ask for its status."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -61,7 +62,7 @@ def is_running(process_id):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_launcher_and_ranks_stops_all_with_a_checkpoint(documents, tmp_path, number):
-    """As Ctrl-C in a terminal sends it, and a scheduler that ends a job."""
+    """A terminal sends Ctrl-C like this, and a scheduler SIGTERM."""
     if launch.launcher.is_open_mpi(launch.mpiexec(2)[0]):
         pytest.skip("Open MPI's launcher kills the ranks a moment after either")
     metrics = tmp_path / "run.jsonl"
@@ -93,7 +94,7 @@ def test_second_ctrl_c_ends_at_once_before_the_first_step(documents, tmp_path, r
 
 
 def test_second_ctrl_c_in_the_terminal_ends_all_ranks_before_the_first_step(documents, tmp_path):
-    """Only that they end: MPICH's launcher, aborted by the second press, returns 0 or not as it happens."""
+    """MPICH's launcher, aborted by the second press, may return 0, so its status is not checked."""
     with running(2, [MISBEHAVE, "wait", "0", "0", *small(documents, metrics=tmp_path / "run.jsonl")]) as process:
         ranks = process_ids(tmp_path, 2, process)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Every backward of the NumPy layers against finite differences in float64; what the layers mean, by hand."""
+"""Backwards of the NumPy layers against finite differences in float64; forwards by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def normal(*shape):
 
 
 def assert_gradients(function, inputs, gradients):
-    """The gradients of function(**inputs), a number, against differences along two random directions each."""
+    """Compare gradients of function(**inputs), a number, with differences along two random directions each."""
     for name, gradient in gradients.items():
         assert gradient.shape == inputs[name].shape
         for _ in range(2):

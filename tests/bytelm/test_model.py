@@ -1,4 +1,4 @@
-"""The model: its gradient against finite differences, and the same result however the documents are laid out."""
+"""Model with attention or mixers: its gradient, and the same results however documents are laid out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from model import Model
-from sizes import EOD, SIZES, TABLE_ROWS, VOCAB, Config
+from sizes import EOD, SIZES, TABLE_ROWS, VOCAB, Config, weight_shapes
 from texts import HYBRID, LENGTHS, SMALL, Text, busy_weights, run
 
 import thdattn
@@ -22,15 +22,24 @@ def single(config=SMALL, **options):
     return Model(config, thdattn.comm.init("single"), **REFERENCE, **options)
 
 
-def assert_same(actual, expected):
-    """Loss and gradient agree; the error of a gradient is measured by the largest one of its matrix."""
+def outcome(text=TEXT, config=SMALL, cp_size=1, **options):
+    """Return loss, gradient and logits with weights of which none is special."""
+    sharding = "contiguous" if config == HYBRID else "dual_chunk"
+    options = {"weights": busy_weights(config), "sharding": sharding, **REFERENCE, **options}
+    return run(text, config, cp_size, **options)
+
+
+def assert_same(actual, expected, config=SMALL):
+    """Compare loss, logits and gradients, whose error is measured by the largest number of the matrix."""
     assert actual.loss == pytest.approx(expected.loss, rel=FLOAT32)
-    ends = np.cumsum([x.size for x in single().params.values()])
-    pieces = (np.split(outcome.gradient, ends) for outcome in (actual, expected))
-    for name, x, y in zip([*single().params, "nothing"], *pieces, strict=True):
+    params = single(config).params
+    ends = np.cumsum([x.size for x in params.values()])[:-1]
+    pairs = dict(zip(params, zip(*(np.split(x.gradient, ends) for x in (actual, expected)), strict=True), strict=True))
+    pairs |= {f"logits of {i}": pair for i, pair in enumerate(zip(actual.logits, expected.logits, strict=True))}
+    for name, (x, y) in pairs.items():
         assert x.shape == y.shape
         assert np.abs(x - y).max(initial=0) <= FLOAT32 * np.abs(y).max(initial=0), name
-        assert y.any() or name == "nothing"
+        assert y.any() or not y.size, f"{name} could not fail"
 
 
 @pytest.mark.parametrize("config", [
@@ -63,39 +72,36 @@ def test_gradient_is_that_of_finite_differences(config):
         assert np.vdot(model.grads[name], direction) == pytest.approx(expected, rel=1e-6, abs=1e-9), name
 
 
+LAYOUTS = [
+    *((replace(SMALL, window=window), cp_size, {"sharding": sharding})
+      for window in (0, 6) for cp_size in (2, 4) for sharding in ("dual_chunk", "contiguous")),
+    *((HYBRID, cp_size, {"cp_comm_type": kind})
+      for cp_size, kind in [(2, "a2a"), (4, "a2a"), (3, "all_gather"), (4, "all_gather"), (2, "p2p"), (4, "p2p")]),
+]  # fmt: skip
+
+
 @pytest.mark.usefixtures("poisoned_host")
-@pytest.mark.parametrize("window", [0, 6])
-@pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous"])
-@pytest.mark.parametrize("cp_size", [2, 4])
-def test_ranks_give_the_loss_and_gradient_of_one(cp_size, sharding, window):
-    config = replace(SMALL, window=window)
-    weights = busy_weights(config)
-    one = run(TEXT, config, weights=weights, **REFERENCE)
-    several = run(TEXT, config, cp_size, sharding, weights=weights, slack=5, **REFERENCE)
-    assert_same(several, one)
-    for mine, alone in zip(several.logits, one.logits, strict=True):
-        np.testing.assert_allclose(mine, alone, atol=FLOAT32 * np.abs(one.logits[0]).max())
+@pytest.mark.parametrize(("config", "cp_size", "options"), LAYOUTS)
+def test_ranks_give_the_loss_and_gradient_of_one(config, cp_size, options):
+    several = outcome(config=config, cp_size=cp_size, slack=5, **options)
+    assert_same(several, outcome(config=config), config)
     assert all(gradient.tobytes() == several.gradient.tobytes() for gradient in several.gradients)
 
 
-def test_packed_documents_give_what_they_give_one_by_one():
-    weights = busy_weights(SMALL)
-    packed = run(TEXT, weights=weights, **REFERENCE)
-    alone = [run(text, num_targets=TEXT.num_targets, weights=weights, **REFERENCE) for text in TEXT.one_by_one()]
-    together = replace(
-        alone[0], loss=sum(x.loss for x in alone), gradients=[np.sum([x.gradient for x in alone], axis=0)]
-    )
-    assert_same(packed, together)
-    for x, y in zip(packed.logits, [x.logits[0] for x in alone], strict=True):
-        np.testing.assert_allclose(x, y, atol=FLOAT32 * np.abs(alone[0].logits[0]).max())
+@pytest.mark.parametrize("config", [SMALL, HYBRID], ids=["attention", "hybrid"])
+def test_packed_documents_give_what_they_give_one_by_one(config):
+    alone = [outcome(text, config, num_targets=TEXT.num_targets) for text in TEXT.one_by_one()]
+    assert_same(outcome(config=config), replace(
+        alone[0], loss=sum(x.loss for x in alone), gradients=[np.sum([x.gradient for x in alone], axis=0)],
+        logits=[x.logits[0] for x in alone],
+    ), config)  # fmt: skip
 
 
-@pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous"])
-def test_what_padding_holds_changes_no_bit(sharding):
-    zeros, others = (
-        run(TEXT, cp_size=2, sharding=sharding, padding=padding, slack=7, weights=busy_weights(SMALL), **REFERENCE)
-        for padding in (0, 99)
-    )
+@pytest.mark.parametrize(("config", "options"), [
+    (SMALL, {"sharding": "dual_chunk"}), (SMALL, {"sharding": "contiguous"}), (HYBRID, {"cp_comm_type": "a2a"}),
+])  # fmt: skip
+def test_what_padding_holds_changes_no_bit(config, options):
+    zeros, others = (outcome(config=config, cp_size=2, padding=x, slack=7, **options) for x in (0, 99))
     assert others.loss == zeros.loss
     assert others.gradient.tobytes() == zeros.gradient.tobytes()
 
@@ -104,7 +110,7 @@ def test_masked_targets_do_not_count():
     (document,) = Text.random((20,), masked=0).one_by_one()
     first_half = Text(document.inputs, [np.where(np.arange(20) < 10, document.targets[0], -1).astype(np.int32)])
     cut = Text([document.inputs[0][:10]], [document.targets[0][:10]])
-    masked, shorter = (run(text, weights=busy_weights(SMALL), **REFERENCE) for text in (first_half, cut))
+    masked, shorter = (outcome(text) for text in (first_half, cut))
     assert first_half.num_targets == 10
     assert masked.loss == pytest.approx(shorter.loss, rel=1e-6)
     np.testing.assert_allclose(masked.gradient, shorter.gradient, atol=FLOAT32 * np.abs(shorter.gradient).max())
@@ -112,46 +118,30 @@ def test_masked_targets_do_not_count():
 
 def test_text_without_targets_has_neither_loss_nor_gradient():
     text = Text(TEXT.inputs, [np.full_like(target, -1) for target in TEXT.targets])
-    outcome = run(text, num_targets=1, weights=busy_weights(SMALL), **REFERENCE)
-    assert outcome.loss == 0 and not outcome.gradient.any()
-
-
-def test_no_tokens_at_all_are_legal():
-    outcome = run(Text.random((0, 0)), num_targets=1, **REFERENCE)
-    assert outcome.loss == 0 and not outcome.gradient.any()
+    for found in outcome(text, num_targets=1), outcome(Text.random((0, 0)), num_targets=1):  # no tokens are legal too
+        assert found.loss == 0 and not found.gradient.any()
 
 
 def test_loss_is_the_mean_of_minus_log_probabilities():
-    outcome = run(TEXT, weights=busy_weights(SMALL), **REFERENCE)
-    logits, targets = np.concatenate(outcome.logits), np.concatenate(TEXT.targets)
+    found = outcome()
+    logits, targets = np.concatenate(found.logits), np.concatenate(TEXT.targets)
     assert logits.shape == (sum(LENGTHS), VOCAB) and logits.dtype == np.float32
     nats = np.logaddexp.reduce(logits.astype(np.float64), axis=1) - logits[np.arange(len(targets)), targets]
-    assert outcome.loss == pytest.approx(nats[targets >= 0].mean(), rel=1e-6)
+    assert found.loss == pytest.approx(nats[targets >= 0].mean(), rel=1e-6)
+    assert run(TEXT, **REFERENCE).loss == pytest.approx(math.log(VOCAB), rel=1e-6), "an untrained model knows nothing"
 
 
-def test_untrained_model_knows_nothing():
-    assert run(TEXT, **REFERENCE).loss == pytest.approx(math.log(VOCAB), rel=1e-6)
-
-
-@pytest.mark.parametrize("window", [0, 6])
-def test_logits_depend_on_earlier_bytes_only(window):
-    config = replace(SMALL, window=window)
+@pytest.mark.parametrize(("config", "last"), [
+    (replace(SMALL, window=0), None), (SMALL, None), (HYBRID, None), (replace(SMALL, layers=1), 20 + SMALL.window),
+], ids=["full", "window", "hybrid", "windowed layer"])  # fmt: skip
+def test_logits_depend_on_earlier_bytes_of_the_document_alone(config, last):
+    """Logits of a single layer with a window depend on the bytes in it."""
     changed = Text([x.copy() for x in TEXT.inputs], TEXT.targets)
-    changed.inputs[3][20] = (changed.inputs[3][20] + 1) % VOCAB
-    before, after = (run(text, config, weights=busy_weights(config), **REFERENCE) for text in (TEXT, changed))
-    for i, (x, y) in enumerate(zip(before.logits, after.logits, strict=True)):
-        differs = (x != y).any(axis=1)
-        assert not differs[: 20 if i == 3 else None].any()
-        assert i != 3 or differs[20:].all()
-
-
-def test_windowed_layers_see_no_further():
-    config = replace(SMALL, layers=1)  # layer 0 has the window
-    changed = Text([x.copy() for x in TEXT.inputs], TEXT.targets)
-    changed.inputs[3][20] = (changed.inputs[3][20] + 1) % VOCAB
-    before, after = (run(text, config, weights=busy_weights(config), **REFERENCE) for text in (TEXT, changed))
-    (differs,) = np.nonzero((before.logits[3] != after.logits[3]).any(axis=1))
-    assert differs.tolist() == list(range(20, 20 + config.window))
+    changed.inputs[3][20] ^= 1
+    for i, (x, y) in enumerate(zip(outcome(config=config).logits, outcome(changed, config).logits, strict=True)):
+        differ = (x != y).any(axis=1)
+        assert not differ[: 20 if i == 3 else None].any()
+        assert i != 3 or (differ[20:last].all() and (last is None or not differ[last:].any()))
 
 
 def test_gradients_of_micro_batches_add_up():
@@ -196,11 +186,18 @@ def test_flops_by_hand(tied):
     config = Config(layers=3, width=16, heads=2, kv_heads=1, head_dim=8, hidden=24, window=2, tied=tied)
     model = single(config)
     batch = thdattn.PackedBatch.from_lengths([3, 1], 4)
-    layer = 16 * (2 + 2) * 8 + 2 * 8 * 16 + 3 * 16 * 24
+    mlp, attention = 3 * 16 * 24, 16 * (2 + 2) * 8 + 2 * 8 * 16
     pairs = {"windowed": 2 * ((1 + 2 + 2) + 1), "full": 1 * ((1 + 2 + 3) + 1)}  # over layers 0 and 2, and layer 1
-    attention = sum(pairs.values()) * 2 * 8 * 2 * 7
-    assert model.attention_flops(batch) == attention
-    assert model.flops(batch) == 6 * (3 * layer + 257 * 16) * 4 + attention
+    of_pairs = sum(pairs.values()) * 2 * 8 * 2 * 7
+    assert model.attention_flops(batch) == of_pairs
+    assert model.flops(batch) == 6 * (3 * (mlp + attention) + 257 * 16) * 4 + of_pairs
+
+    mixers = {"pattern": "MM*", "mixer_heads": 3, "mixer_head_dim": 8, "mixer_groups": 3, "state_dim": 4}
+    model, channels = single(replace(config, window=0, **mixers)), 3 * (8 + 4 + 4)
+    mixer = 16 * (3 * 8 + channels + 3) + 4 * channels + 3 * 8 * 16 + 2 * 3 * 8 * 4
+    of_pairs = (1 + 2 + 3 + 1) * 2 * 8 * 2 * 7
+    assert model.attention_flops(batch) == of_pairs
+    assert model.flops(batch) == 6 * (3 * mlp + attention + 2 * mixer + 257 * 16) * 4 + of_pairs
 
 
 def test_plan_shows_what_a_loop_needs():
@@ -223,12 +220,28 @@ def test_wrong_rows_are_refused(name, wrong):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_fits_the_kernels(size):
-    config = SIZES[size]
-    assert config.head_dim in (64, 128) and config.heads % config.kv_heads == 0
-    assert config.width % 8 == 0 and config.hidden % 8 == 0 and config.width <= 4096
+    c = SIZES[size]
+    assert c.head_dim in (64, 128) and c.heads % c.kv_heads == 0
+    assert c.width % 8 == 0 and c.hidden % 8 == 0 and c.width <= 4096
+    if size.endswith("-hybrid"):
+        assert 0 < c.num_mixers < c.layers and not c.mixer_heads % c.mixer_groups
+        assert c.mixer_head_dim in (64, 128) and c.state_dim in (64, 128, 256) and c.d_inner <= 4096
+        found, wanted = (sum(map(math.prod, weight_shapes(SIZES[name]).values()))
+                         for name in (size, size.removesuffix("-hybrid")))
+        assert found == pytest.approx(wanted, rel=0.01), "a hybrid has the weights of its transformer"
 
 
 def test_1b_has_a_billion_weights():
     c = SIZES["1b"]
     layer = c.width * (c.heads + 2 * c.kv_heads) * c.head_dim + c.heads * c.head_dim * c.width + 3 * c.width * c.hidden
     assert 0.9e9 < c.layers * layer < 1.1e9 and 4 <= c.kv_heads <= 8
+
+
+def test_mixers_begin_with_rates_and_steps_of_many_scales():
+    params = single(replace(HYBRID, mixer_heads=64)).params
+    rates, bias = np.exp(params["0.A_log"]), params["0.dt_bias"]
+    assert 1 <= rates.min() < 2 and 14 < rates.max() <= 16
+    steps = np.log1p(np.exp(bias))
+    assert 0.001 <= steps.min() < 0.002 and 0.05 < steps.max() <= 0.1
+    assert (params["2.D"] == 1).all() and not params["2.conv_bias"].any() and params["2.conv_weight"].all()
+    assert (params["2.A_log"] != params["0.A_log"]).all()

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from model import Model
 from optimizer import AdamW
-from texts import LENGTHS, SMALL, Text
+from texts import HYBRID, LENGTHS, SMALL, Text
 
 import thdattn
 
 
-def new_model():
-    return Model(SMALL, thdattn.comm.init("single"), engine="reference")
+def new_model(config=SMALL):
+    return Model(config, thdattn.comm.init("single"), engine="reference")
 
 
 def gradients(model, steps, length):
-    """So many gradients of that length, some entries far larger than others."""
+    """Yield gradients of that length, some entries far larger than others."""
     rng = np.random.default_rng(3)
     for _ in range(steps):
         gradient = rng.standard_normal(model.weights.size) * 10.0 ** rng.integers(-6, 1, model.weights.size)
@@ -24,7 +24,8 @@ def gradients(model, steps, length):
 
 
 def adamw(weights, gradients, decays, lr, max_norm):
-    """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), betas 0.9 and 0.95, in float64."""
+    """Take steps with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), betas 0.9 and 0.95, in float64.
+    """
     weights = weights.astype(np.float64)
     mean = square = np.zeros_like(weights)
     for t, gradient in enumerate(gradients, 1):
@@ -53,12 +54,17 @@ def test_steps_are_those_of_adamw(length):
     assert model.copy.tobytes() == model.weights.tobytes(), "layers see the new weights"
 
 
-def test_only_matrices_decay():
-    model = new_model()
+@pytest.mark.parametrize(("config", "matrices"), [
+    (SMALL, {"embedding", "head", "qkv", "out", "gate_up", "down"}),
+    (HYBRID, {"embedding", "head", "zxbcdt", "conv_weight", "qkv", "out", "gate_up", "down"}),
+], ids=["attention", "hybrid"])  # fmt: skip
+def test_only_matrices_decay(config, matrices):
+    model = new_model(config)
     model.weights[...] = 2
     AdamW(model, weight_decay=0.5).step(np.zeros_like(model.gradient), lr=0.1)
-    for x in model.params.values():
-        np.testing.assert_allclose(x, 2 * (1 - 0.1 * 0.5) if x.ndim == 2 else 2, rtol=1e-6)
+    for name, x in model.params.items():
+        decays = name.rpartition(".")[2] in matrices
+        np.testing.assert_allclose(x, 2 * (1 - 0.1 * 0.5) if decays else 2, rtol=1e-6, err_msg=name)
 
 
 def test_state_continues_bitwise():

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
-import command_line
 import data
 import numpy as np
 import pytest
-import train
+import runs
 from data import EOD, NOT_COUNTED, Packing, Position
 from grid import Grid
 from model import Model
 from passes import WAYS
-from programs import lines_of, small
-from test_train import NOBODY_INTERRUPTS, arguments
-from test_train_graphs import EVERY_WAY, way_id
-from texts import SMALL, busy_weights
+from programs import (
+    TRAIN,
+    arguments,
+    gpus,
+    lines_of,
+    losses,
+    options,
+    refused,
+    small,
+    start,
+    trained,
+    validations,
+)
+from runs import EVERY_WAY, MODEL, way_id
+from sizes import SIZES
+from texts import SMALL, busy_weights, to_host
 
 import thdattn
 from thdattn.graphs import CudaGraphConfig, Graphs
@@ -27,7 +39,7 @@ TEXTS = [("2+2=", "4"), ("", "no prompt"), ("no answer", ""), ("ä €:", "żó�
 
 
 def written(folder, texts, name="a.jsonl"):
-    """The texts as a file of lines."""
+    """Write the texts as a file of lines, and return its folder."""
     folder.mkdir(exist_ok=True)
     lines = [json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False) for prompt, answer in texts]
     (folder / name).write_text("\n".join(lines) + "\n\n")
@@ -40,7 +52,7 @@ def dialogues(tmp_path):
 
 
 def packed(documents, packing):
-    """All of them as micro-batches, in order."""
+    """Pack all documents into micro-batches, in order."""
     pieces = list(data.pack(data.pieces_of(documents, packing.longest), packing))
     return [data.MicroBatch.of(chosen, packing, Position(0, 0)) for chosen in pieces]
 
@@ -57,7 +69,7 @@ def test_a_dialogue_is_the_bytes_of_both_texts_and_counts_those_of_the_answer(di
 
 
 def test_targets_worked_by_hand(tmp_path):
-    """Of a document in one piece, and in pieces of three targets; EOD is the last target."""
+    """A document comes in one piece, and in pieces of three targets; EOD is the last target."""
     document, _ = data.find_dialogues(written(tmp_path / "texts", [("abc", "de"), ("", "")]))
     a, b, c, d, e = b"abcde"
     (batch,) = packed([document], Packing(8, 8, 8))
@@ -115,7 +127,7 @@ def test_fingerprint_tells_where_a_prompt_ends(tmp_path):
 
 
 def oracle_nats(weights, texts):
-    """Loss in nats, summed over bytes and ends of answers; each text alone, its logits by the model in float64."""
+    """Sum the loss in nats over bytes and ends of answers; each text alone, its logits by the model in float64."""
     model = Model(SMALL, thdattn.comm.init("single"), "reference", dtype="float64")
     model.weights[...] = weights
     model.refresh()
@@ -135,8 +147,8 @@ def weights():
     return busy_weights(SMALL)
 
 
-def computed(folder, weights, *, ranks=1, cp_size=None, sharding="dual_chunk", **graphs):
-    """(loss, gradient) of every rank, of one step of all texts; and the texts, of which some come twice."""
+def computed(folder, weights, *, ranks=1, cp_size=None, sharding="dual_chunk"):
+    """Return (loss, gradient) of every rank for one step of all texts; and the texts, of which some come twice."""
     documents = data.find_dialogues(folder)
     batches = packed(documents, Packing.of(64, 4, sharding))
     batches += [batches[0]] * (-len(batches) % 4)
@@ -146,7 +158,7 @@ def computed(folder, weights, *, ranks=1, cp_size=None, sharding="dual_chunk", *
         model = Model(SMALL, grid.cp, "reference", dtype="float64", deterministic=True)
         model.weights[...] = weights
         model.refresh()
-        passes = WAYS[graphs.get("impl", "none")](model, grid, Graphs(comm, CudaGraphConfig(**graphs)), sharding)
+        passes = WAYS["none"](model, grid, Graphs(comm, CudaGraphConfig()), sharding)
         return float(passes.gradient(batches)[0]), model.gradient.copy()
 
     found = thdattn.comm.run_local(ranks, program)
@@ -163,7 +175,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("sharding", ["dual_chunk", "contiguous"])
 @pytest.mark.parametrize(("ranks", "cp_size"), [(1, 1), (2, 2), (2, 1), (4, 2)])
 def test_loss_and_gradient_are_those_of_answers_alone(folder, weights, ranks, cp_size, sharding):
-    """Against logits of each text alone, and differences of that loss along random directions."""
+    """The oracle has logits of each text alone, and differences of that loss along random directions."""
     found, texts = computed(folder, weights, ranks=ranks, cp_size=cp_size, sharding=sharding)
     count = sum(len(answer.encode()) + 1 for _, answer in texts)
     rng, step = np.random.default_rng(0), 1e-5
@@ -177,13 +189,6 @@ def test_loss_and_gradient_are_those_of_answers_alone(folder, weights, ranks, cp
     if ranks > 1:
         ((loss, gradient),), _ = computed(folder, weights, sharding=sharding)
         np.testing.assert_allclose(found[0][1], gradient, rtol=0, atol=1e-9 * np.abs(gradient).max())
-
-
-@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
-def test_every_way_with_graphs_masks_alike(folder, weights, way):
-    (expected, *_), _ = computed(folder, weights, ranks=2, cp_size=1)
-    (found, *_), _ = computed(folder, weights, ranks=2, cp_size=1, **way)
-    assert found[0] == expected[0] and (found[1] == expected[1]).all()
 
 
 def test_prompts_are_seen_and_not_learnt(tmp_path, weights):
@@ -202,24 +207,85 @@ def test_prompts_are_seen_and_not_learnt(tmp_path, weights):
     assert abs(losses["seen"] - losses["SEEN"]) > 1e-4
 
 
-@pytest.mark.parametrize("impl", ["none", "local", "full_iteration"])
-@pytest.mark.parametrize(("ranks", "cp_size"), [(1, 1), (2, 2), (2, 1)])
-def test_a_step_of_prompts_alone_changes_nothing(tmp_path, weights, ranks, cp_size, impl):
-    """Pieces of a prompt that is longer than a micro-batch: loss and gradient are exactly 0, and finite."""
-    folder = written(tmp_path / "texts", [("p" * 500, "a"), ("", "b")])
-    long, _ = data.find_dialogues(folder)
-    batches = packed([long], Packing(64, 4, 64))[:2]
-    assert [batch.num_targets for batch in batches] == [0, 0]
+# --- graphs and GPUs ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def long_dialogues(tmp_path_factory):
+    """Write prompts and answers of many lengths, some longer than a micro-batch."""
+    rng = np.random.default_rng(0)
+    texts = [("p" * prompt, "a" * answer) for prompt, answer in rng.integers(1, 120, (200, 2))]
+    return written(tmp_path_factory.mktemp("texts"), [*texts, ("q" * 2000, "b" * 40)])
+
+
+@pytest.fixture(scope="module")
+def batches(long_dialogues):
+    documents, packing = data.find_dialogues(long_dialogues), Packing.of(512, 1, "dual_chunk")
+    return list(itertools.islice(data.micro_batches(documents, packing, 0, Position(0, 0)), 40))
+
+
+@pytest.mark.parametrize("way", EVERY_WAY, ids=way_id)
+@pytest.mark.parametrize(("engine", "num_batches", "cp_size"), [
+    ("reference", 4, 1), pytest.param("cuda", 40, None, marks=pytest.mark.gpu),
+])  # fmt: skip
+def test_every_way_with_graphs_makes_the_bits_without(batches, engine, num_batches, cp_size, way):
+    """Simulated ranks are two groups; a GPU captures graphs."""
+    some, config, found = batches[:num_batches], SIZES["tiny"] if engine == "cuda" else MODEL, []
 
     def program(comm):
-        grid = Grid.of(comm, cp_size)
-        model = Model(SMALL, grid.cp, "reference", dtype="float64")
-        model.gradient.fill(np.nan)
-        passes = WAYS[impl](model, grid, Graphs(comm, CudaGraphConfig(impl)), "dual_chunk")
-        return passes.gradient(batches)[0], model.gradient
+        for graphs in ({}, way):
+            made = runs.trainer(comm, engine, cp_size=cp_size, config=config, **graphs)
+            found.append(runs.run(made, some, some[:3], 2, 10))
+            assert (runs.num_captured(made) > 0) == bool(graphs and engine == "cuda")
+            made.graphs.close()
 
-    for loss, gradient in thdattn.comm.run_local(ranks, program):
-        assert loss == 0 and (gradient == 0).all()
+    thdattn.comm.run_local(1 if cp_size is None else 2, program)
+    assert all(run.results == found[0].results for run in found)
+
+
+@pytest.mark.parametrize("way", [{}, *EVERY_WAY], ids=way_id)
+@pytest.mark.parametrize(("engine", "ranks", "cp_size"), [
+    ("reference", 1, 1), ("reference", 2, 2), ("reference", 2, 1), pytest.param("cuda", 1, 1, marks=pytest.mark.gpu),
+])  # fmt: skip
+def test_a_step_of_prompts_alone_has_no_gradient(long_dialogues, engine, ranks, cp_size, way):
+    """Pieces of a prompt that is longer than a micro-batch: loss and gradient are exactly 0, and finite."""
+    prompts = packed([data.find_dialogues(long_dialogues)[-1]], Packing(512, 16, 512))[:2]
+    assert [batch.num_targets for batch in prompts] == [0, 0]
+
+    def program(comm):
+        made = runs.trainer(comm, engine, cp_size=cp_size, **way)
+        made.model.gradient.fill(np.nan)
+        for _ in range(6 if engine == "cuda" else 1):
+            assert made.step(prompts, runs.LR).numbers().tolist() == [0, 0]
+        assert not to_host(made.model.gradient).any()
+        made.graphs.close()
+
+    thdattn.comm.run_local(ranks, program)
+
+
+@pytest.mark.gpu
+def test_loss_and_gradient_on_a_gpu_are_the_cpus(cupy, batches):
+    found = {}
+    for engine in ("cuda", "reference"):
+        made = runs.trainer(thdattn.comm.init("single"), engine)
+        loss, norm = made.step(batches[:4], 0.0).numbers()
+        found[engine] = loss, norm, to_host(made.model.gradient)
+    (loss, norm, gradient), (wanted_loss, wanted_norm, wanted) = found["cuda"], found["reference"]
+    assert loss == pytest.approx(wanted_loss, rel=2**-7) and norm == pytest.approx(wanted_norm, rel=2**-6)
+    assert gradient @ wanted > (1 - 2**-8) * np.linalg.norm(gradient) * np.linalg.norm(wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_two_gpus_train_the_model_of_one(cupy, long_dialogues, tmp_path, cp_size):
+    gpus(cupy, 2)
+    words = {"data": long_dialogues, "mask_prompt": True, "steps": 40, "val_bytes": 500, "sharding": "dual_chunk"}
+    for ranks, more in ((1, {"accumulate": 2}), (2, {"cp": cp_size, "accumulate": cp_size})):
+        process = start(ranks, TRAIN, *options(metrics=tmp_path / f"{ranks}", **words, **more), timeout=200)
+        assert process.returncode == 0, process.stdout + process.stderr
+    two, one = losses(tmp_path / "2"), losses(tmp_path / "1")
+    np.testing.assert_allclose(two[:10], one[:10], rtol=2**-6)
+    assert np.mean(two[-10:]) == pytest.approx(np.mean(one[-10:]), rel=0.05)
 
 
 # --- the program -------------------------------------------------------------------------------------------------
@@ -230,23 +296,18 @@ def test_one_rank_and_two_train_the_same_model_on_answers(tmp_path, monkeypatch)
     rng = np.random.default_rng(0)
     texts = [(f"{rng.integers(10**6)} ", "yes" if number % 2 else "sey") for number in range(60)]
     folder = written(tmp_path / "texts", texts)
-    losses = {}
     for ranks in (1, 2):
-        metrics = tmp_path / f"{ranks}.jsonl"
-        words = small(folder, mask_prompt=True, metrics=metrics, sharding="dual_chunk", engine="reference", steps=20)
-        args = arguments(monkeypatch, *words)
-        thdattn.comm.run_local(ranks, lambda comm, args=args: train.train(comm, args, NOBODY_INTERRUPTS))
-        lines = lines_of(metrics)
-        losses[ranks] = [line["loss"] for line in lines if "loss" in line]
-        assert all(line["padding"] < 0.6 for line in lines if "loss" in line), "prompts are no padding"
-        found = [line["validation_bits_per_byte"] for line in lines if "validation_bits_per_byte" in line]
-        assert found[-1] < 0.5 * found[0] and len(losses[ranks]) == 20
-    np.testing.assert_allclose(losses[1], losses[2], rtol=1e-4)
+        metrics = tmp_path / f"{ranks}"
+        trained(monkeypatch, ranks, *small(folder, mask_prompt=True, metrics=metrics, sharding="dual_chunk",
+                                           engine="reference", steps=20))  # fmt: skip
+        assert all(line["padding"] < 0.6 for line in lines_of(metrics) if "loss" in line), "prompts are no padding"
+        found = validations(metrics)
+        assert found[-1] < 0.5 * found[0] and len(losses(metrics)) == 20
+    np.testing.assert_allclose(losses(tmp_path / "1"), losses(tmp_path / "2"), rtol=1e-4)
 
 
 def test_mask_prompt_wants_a_folder_of_dialogues(documents, monkeypatch):
     with pytest.raises(ValueError, match=r"--mask-prompt needs --data DIR, a folder with \.jsonl files of prompts"):
         arguments(monkeypatch, "--mask-prompt")
-    args = arguments(monkeypatch, *small(documents, mask_prompt=True))
-    with pytest.raises(command_line.Failure, match=r"whose \.jsonl files hold 0 lines, wanted two"):
-        train.train(thdattn.comm.init("single"), args, NOBODY_INTERRUPTS)
+    (failure,) = refused(monkeypatch, 1, *small(documents, mask_prompt=True))
+    assert "whose .jsonl files hold 0 lines, wanted two" in str(failure)

@@ -1,4 +1,4 @@
-"""Samples: every text is drawn from what the model says about that text alone."""
+"""Samples: every text is drawn from the model's logits of that text alone."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ import thdattn
 
 @pytest.fixture(scope="module")
 def model():
-    """Attention in every layer."""
+    """Make a model with attention in every layer."""
     return decided(SIZES["tiny"])
 
 
 def decided(config):
-    """A model that prefers some bytes, by what stands before them: logits of about 1, either side of 0."""
+    """Make a model that prefers some bytes by those before them: logits of about 1, either side of 0."""
     model = Model(config, thdattn.comm.init("single"), "reference")
     rng = np.random.default_rng(3)
     for x in model.params.values():
@@ -38,13 +38,13 @@ def decided(config):
 
 
 def logits_alone(model, text):
-    """Of the byte after one text, without any other in the pack."""
+    """Return the logits of the byte after one text, without any other text in the pack."""
     plan = model.plan(thdattn.PackedBatch.from_lengths([len(text) + 1]), "contiguous")
     return model.logits(np.array([EOD, *text], np.int32), plan)[-1]
 
 
 def recomputed(model, prompt, num_bytes, draws, top_k, temperature):
-    """A text as it becomes when nothing is kept and everything is computed anew for every byte."""
+    """Write a text without caches: compute everything anew for every byte."""
     text = bytearray(prompt)
     for bits in draws[:num_bytes]:
         token, written, count = np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
@@ -123,7 +123,7 @@ def test_the_same_seed_draws_the_same_texts_and_another_seed_others(model):
 
 
 def draws(logits, count, top_k, temperature, seed=0):
-    """Tokens drawn from one row of logits."""
+    """Draw tokens from one row of logits."""
     uniforms = np.random.default_rng(seed).integers(2**32, size=(1, count), dtype=np.uint32)
     tokens, written, counts = np.zeros(1, np.int32), np.zeros((1, count), np.int32), np.zeros(1, np.int32)
     for _ in range(count):
@@ -149,17 +149,6 @@ def test_the_least_and_the_largest_draw_take_the_first_and_the_last_token_that_c
         token, written, count = np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
         layers.draw(token, written, count, logits, np.array([[bits]], np.uint32), 4, -1, 4, 1.0)
         assert token == written == expected
-
-
-def test_program_prints_text_whatever_the_bytes(model, tmp_path):
-    saved = checkpoint.Checkpoint(model.config, 5, Position(0, 0), {}, model.weights, {})
-    checkpoint.save(tmp_path, saved)
-    how = options(checkpoint=tmp_path, prompt="é", bytes=30, samples=2, temperature=2)
-    graphs = options(cuda_graph_impl="local", inference_cuda_graph_scope="block")  # which mean nothing on a CPU
-    run = start(1, SAMPLE, *how, *graphs)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("--- after step 5\n") == 2
-    assert "é" in run.stdout
 
 
 @pytest.mark.parametrize(("words", "scope"), [
@@ -206,29 +195,32 @@ def test_training_refuses_an_inference_scope_by_name(monkeypatch, words, found):
         ("--checkpoint nowhere --temperature nan", "--temperature is nan, wanted a finite number of at least 0"),
     ],
 )
-def test_errors_are_one_line(words, message):
-    run = start(1, SAMPLE, *words.split())
-    assert run.returncode == 2
-    (line,) = run.stderr.splitlines()
+def test_errors_are_one_line(monkeypatch, capsys, words, message):
+    monkeypatch.setattr(sys, "argv", ["sample.py", *words.split()])
+    assert sample.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"sample.py: error: {message}")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, model):
-    """With a checkpoint of a model that has learnt nothing."""
+    """Save a checkpoint of a model that has learnt nothing."""
     folder = tmp_path_factory.mktemp("checkpoint")
     checkpoint.save(folder, checkpoint.Checkpoint(model.config, 3, Position(0, 0), {}, model.weights, {}))
     return folder
 
 
-def test_more_texts_than_there_is_memory_for_are_refused_in_one_line(folder):
-    run = start(1, SAMPLE, *options(checkpoint=folder, samples=2_000_000, bytes=2000))
-    assert run.returncode == 2
-    (line,) = run.stderr.splitlines()
+def test_more_texts_than_there_is_memory_for_are_refused_in_one_line(monkeypatch, capsys, folder):
+    monkeypatch.setattr(sys, "argv", ["sample.py", *options(checkpoint=folder, samples=2_000_000, bytes=2000)])
+    assert sample.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("sample.py: error: num_texts * capacity is 2000000 * 2000, wanted at most 1,073,741,824")
 
 
-def test_a_prompt_may_have_bytes_of_any_encoding(folder):
-    run = start(1, SAMPLE, *options(checkpoint=folder, prompt=os.fsdecode(b"caf\xe9 "), bytes=3))
+def test_the_program_prints_text_whatever_the_bytes(folder):
+    """Prompts may have bytes of any encoding; graphs mean nothing on a CPU."""
+    graphs = options(cuda_graph_impl="local", inference_cuda_graph_scope="block")
+    prompt = os.fsdecode(b"caf\xe9 \xc3\xa9")
+    run = start(1, SAMPLE, *options(checkpoint=folder, prompt=prompt, bytes=30, samples=2, temperature=2), *graphs)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("--- after step 3\ncaf\ufffd ")
+    assert run.stdout.count("--- after step 3\ncaf\ufffd \u00e9") == 2

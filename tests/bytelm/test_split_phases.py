@@ -1,4 +1,4 @@
-"""What travels between ranks while the model computes: started early, asked for late, and no bit changes by it."""
+"""Communication while the model computes: it starts early, is waited for late, and changes no bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thdattn.graphs import Graphs
 
 
 class AtOnce(thdattn.CPAttention):
-    """Sends nothing before it is needed, and has all gradients when the backward returns."""
+    """Attention that sends nothing before it is needed, and has all gradients when the backward returns."""
 
     def gather(self, k, v, plan):
         return None
@@ -33,7 +33,7 @@ class AtOnce(thdattn.CPAttention):
 @pytest.mark.parametrize("keep_keys", [False, True])
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_order_of_work_changes_no_bit(documents, monkeypatch, cp_size, keep_keys):
-    """Of losses, norms, weights and gradients, over some steps."""
+    """Losses, norms, weights and gradients over some steps are the same."""
     batches = runs.batches(documents, 8, cp_size=cp_size)
 
     def program(comm):
@@ -48,7 +48,7 @@ def test_order_of_work_changes_no_bit(documents, monkeypatch, cp_size, keep_keys
 
 
 def order_of_work(cp_size):
-    """What each rank does in a forward and backward, by name, as far as it starts or hides what travels."""
+    """Return the names of each rank's work in a forward and backward, as far as it starts or overlaps communication."""
     fitted = thdattn.PackedBatch.from_lengths(LENGTHS, 2 * cp_size)
 
     def program(comm):

@@ -1,8 +1,9 @@
-"""A run that is asked to end: all ranks leave the same micro-batch, keep the last whole step, and go on from there."""
+"""Runs that are asked to end: all ranks leave the same micro-batch, keep the last whole step, and resume from there."""
 
 from __future__ import annotations
 
 import json
+from functools import cache
 from types import SimpleNamespace
 
 import checkpoint
@@ -13,9 +14,8 @@ import runs
 import train
 from interrupt import Stop, Stopped
 from model import Model
-from programs import MISBEHAVE, TRAIN, lines_of, small, start
-from test_train import NOBODY_INTERRUPTS, arguments
-from test_train_graphs import EVERY_WAY, way_id
+from programs import MISBEHAVE, NOBODY_INTERRUPTS, TRAIN, arguments, lines_of, small, start
+from runs import EVERY_WAY, way_id
 
 import thdattn
 
@@ -23,12 +23,12 @@ CURVE = "loss", "gradient_norm", "validation_bits_per_byte"
 
 
 def curve(metrics):
-    """Step, and what was found, of every line."""
+    """Return the step and the results of every line."""
     return [(line["step"], [line[name] for name in CURVE if name in line]) for line in lines_of(metrics)]
 
 
 def same_run(one, other):
-    """Two checkpoints, bit for bit."""
+    """Compare two checkpoints bit for bit."""
     assert (one.step, one.position, one.validated) == (other.step, other.position, other.validated)
     assert one.weights.tobytes() == other.weights.tobytes()
     assert {name: x.tobytes() for name, x in one.optimizer.items()} == {
@@ -36,7 +36,7 @@ def same_run(one, other):
 
 
 def begun(output, what):
-    """How many each rank has begun, as misbehave.py says."""
+    """Return how many each rank has begun, as misbehave.py prints it."""
     return [json.loads(line.removeprefix("began "))[what] for line in output.splitlines() if line.startswith("began ")]
 
 
@@ -68,7 +68,7 @@ def test_the_host_waits_for_the_micro_batch_before_the_last_alone():
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
-@pytest.mark.parametrize("way", [{}, *EVERY_WAY], ids=lambda way: way_id(way) if way else "eager")
+@pytest.mark.parametrize("way", [{}, *EVERY_WAY], ids=way_id)
 def test_all_ranks_leave_the_same_micro_batch_and_weights_stay(documents, monkeypatch, way, cp_size):
     """One rank is asked to amid the third of eight micro-batches of the second step."""
     batches, counts = runs.batches(documents, 16, cp_size=cp_size), {}
@@ -81,7 +81,7 @@ def test_all_ranks_leave_the_same_micro_batch_and_weights_stay(documents, monkey
     monkeypatch.setattr(Model, "loss_and_gradient", counted)
 
     def program(comm):
-        made = runs.trainer(comm, "reference", cp_size=cp_size, **way)
+        made = runs.trainer(comm, "reference", cp_size=cp_size, config=runs.MODEL, **way)
         rounds = 8 * cp_size // comm.size
         asked = SimpleNamespace(requested=False)
         stop = Stop(comm, asked, made.clock)
@@ -119,46 +119,68 @@ def test_a_validation_is_left_between_two_micro_batches(documents):
 # --- the program -------------------------------------------------------------------------------------------------
 
 
-def of_two_ranks(documents, folder):
-    """Options of a run of 6 steps of 4 micro-batches; a validation is due after steps 0, 2, 4 and 6."""
-    return arguments_of(documents, folder, steps=6, val_every=2, save_every=100, accumulate=4, val_bytes=400, cp=2)
+GROUPS = {1: {}, 2: {"cp": 2}, 4: {"cp": 2, "accumulate": 2}}  # by processes
+
+
+def options_of(documents, folder, ranks, **changed):
+    """Return options of 6 steps of 4 micro-batches; a validation is due after steps 0, 2, 4 and 6."""
+    values = {"steps": 6, "val_every": 2, "save_every": 100, "accumulate": 4, "val_bytes": 400, **GROUPS[ranks]}
+    return small(documents, checkpoint=folder, metrics=folder / "run.jsonl", engine="reference", **values | changed)
 
 
 @pytest.fixture(scope="module")
 def whole(documents, tmp_path_factory):
-    """The folder of the uninterrupted run."""
-    folder = tmp_path_factory.mktemp("whole")
-    run = start(2, TRAIN, *of_two_ranks(documents, folder), timeout=60)
-    assert run.returncode == 0, run.stderr
-    return folder
+    """Run without an interrupt, once: number of processes -> folder."""
+
+    @cache
+    def folder_of(ranks):
+        folder = tmp_path_factory.mktemp("whole")
+        run = start(ranks, TRAIN, *options_of(documents, folder, ranks))
+        assert run.returncode == 0, run.stderr
+        return folder
+
+    return folder_of
 
 
-@pytest.mark.parametrize(("accident", "number", "step", "validated", "micro_batches"), [
-    ("amid", 3, 2, True, 2), ("validating", 3, 4, False, 1), ("early", 0, 0, False, 0),
+@pytest.mark.parametrize(("ranks", "accident", "number", "step", "validated", "micro_batches"), [
+    (1, "amid", 3, 2, True, 2), (2, "amid", 3, 2, True, 2), (2, "validating", 3, 4, False, 1),
+    (2, "early", 0, 0, False, 0), (4, "amid", 3, 3, True, 0),
 ])  # fmt: skip
-def test_sigterm_of_one_process_ends_both_and_the_curve_is_that_of_an_uninterrupted_run(
-    documents, whole, tmp_path, accident, number, step, validated, micro_batches
+def test_a_signal_to_one_process_ends_all_and_the_resumed_run_is_the_uninterrupted_one(
+    documents, whole, tmp_path, ranks, accident, number, step, validated, micro_batches
 ):
-    """The signal comes to rank 1 alone."""
-    words = of_two_ranks(documents, tmp_path)
-    run = start(2, MISBEHAVE, accident, 1, number, *words, timeout=60)
+    """The signal comes to the last rank alone."""
+    words = options_of(documents, tmp_path, ranks)
+    run = start(ranks, MISBEHAVE, accident, ranks - 1, number, *words)
     assert run.returncode == 0, run.stderr
     assert f"stopped after step {step}, --resume goes on" in run.stdout
     saved = checkpoint.load(tmp_path)
     assert (saved.step, saved.validated) == (step, validated)
-    assert begun(run.stdout, "in validation" if accident == "validating" else "in step") == [micro_batches] * 2
-    run = start(2, TRAIN, *words, "--resume", timeout=60)
+    assert begun(run.stdout, "in validation" if accident == "validating" else "in step") == [micro_batches] * ranks
+    metrics = tmp_path / "run.jsonl"
+    with metrics.open("a") as file:
+        file.write('{"step": 4, "loss": 5.1, "bits_pe')  # a killed run leaves such a line
+    run = start(ranks, TRAIN, *words, "--resume")
     assert run.returncode == 0, run.stderr
-    same_run(checkpoint.load(tmp_path), checkpoint.load(whole))
-    assert curve(tmp_path / "run.jsonl") == curve(whole / "run.jsonl")
+    assert ("going on after step" in run.stdout) == (step > 0)
+    same_run(checkpoint.load(tmp_path), checkpoint.load(whole(ranks)))
+    assert curve(metrics) == curve(whole(ranks) / "run.jsonl")
 
 
-def arguments_of(documents, folder, **options):
-    return small(documents, checkpoint=folder, metrics=folder / "run.jsonl", engine="reference", **options)
+def test_ctrl_c_stops_all_before_the_same_step(documents, tmp_path):
+    run = start(2, MISBEHAVE, "ctrl-c", 1, 3, *small(documents, checkpoint=tmp_path, val_every=7))
+    assert run.returncode == 0, run.stderr
+    assert "stopped after step 2, --resume goes on" in run.stdout and checkpoint.load(tmp_path).step == 2
+
+
+def test_failure_of_one_rank_ends_all(documents):
+    run = start(2, MISBEHAVE, "fail", 1, 3, *small(documents, steps=100_000), timeout=60)
+    assert run.returncode != 0
+    assert "RuntimeError: an accident, on purpose" in run.stderr
 
 
 def test_documents_are_no_longer_read_once_a_run_ends(documents, monkeypatch):
-    """By the thread that prepares the next step, which else would hold up the end."""
+    """The thread that prepares the next step would else hold up the end."""
     batches, prepared, stopped = runs.batches(documents, 9), [], []
 
     def prepare(batch):
@@ -171,9 +193,9 @@ def test_documents_are_no_longer_read_once_a_run_ends(documents, monkeypatch):
 
 
 def test_a_validation_that_was_left_out_is_made_once(documents, tmp_path, monkeypatch):
-    """Also after the last step: the run that goes on says so in its checkpoint."""
+    """This holds after the last step too: the resumed run writes it into its checkpoint."""
     single, asked = thdattn.comm.init("single"), SimpleNamespace(requested=False)
-    words = arguments_of(documents, tmp_path, steps=2, val_every=2)
+    words = options_of(documents, tmp_path, 1, steps=2, accumulate=2)
     loss = passes.Eager.loss
 
     def asking(self, batches, num_targets):

@@ -1,4 +1,4 @@
-"""Training runs as a user starts them, on one rank and on two, and what they leave behind."""
+"""Training runs as a user starts them, on one rank and on two: curves, records, checkpoints and errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import re
-import sys
 from types import SimpleNamespace
 
 import checkpoint
@@ -19,27 +18,27 @@ import train
 from data import Packing
 from grid import Grid
 from optimizer import AdamW
-from programs import MISBEHAVE, SAMPLE, TRAIN, lines_of, options, small, start, validations
+from programs import (
+    NOBODY_INTERRUPTS,
+    SAMPLE,
+    TRAIN,
+    arguments,
+    lines_of,
+    losses,
+    options,
+    refused,
+    small,
+    start,
+    trained,
+    validations,
+)
 from sizes import SIZES
+from texts import HYBRID
 
 import thdattn
 
-NOBODY_INTERRUPTS = SimpleNamespace(requested=False)
 KEYS = {"step", "loss", "bits_per_byte", "lr", "gradient_norm", "tokens_per_s", "padding", "attention_tflops", "mfu",
         "num_overflows"}
-
-
-def arguments(monkeypatch, *words):
-    """What train.py makes of its options."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
-    return train.parse_arguments()
-
-
-def losses(monkeypatch, cp_size, metrics, *words):
-    """What each step of a run on simulated ranks has recorded."""
-    args = arguments(monkeypatch, "--metrics", metrics, *words)
-    thdattn.comm.run_local(cp_size, lambda comm: train.train(comm, args, NOBODY_INTERRUPTS))
-    return [line["loss"] for line in lines_of(metrics) if "loss" in line]
 
 
 # --- learning --------------------------------------------------------------------------------------------------
@@ -50,7 +49,7 @@ STEPS, VAL_BYTES = 300, 2**13  # a sixth of the steps that the tiny model is mad
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
-    """A run of the tiny model on the standard library, on two ranks: (what it printed, its folder)."""
+    """Train the tiny model on the standard library, on two ranks: (process, folder)."""
     folder = tmp_path_factory.mktemp("tiny")
     words = options(size="tiny", steps=STEPS, val_bytes=VAL_BYTES, checkpoint=folder, metrics=folder / "run.jsonl",
                     plot=folder / "run.png")  # fmt: skip
@@ -60,7 +59,7 @@ def tiny_run(tmp_path_factory):
 
 
 def bits_told_from_the_byte_before():
-    """What the validation costs per byte where all training documents say how often a byte follows another."""
+    """Return the validation's bits per byte by the frequencies of pairs of bytes in all training documents."""
     training, held_back = data.split(data.find_documents())
     counts = np.full((data.EOD + 1, data.EOD + 1), 1e-2)
     for document in training:
@@ -124,21 +123,14 @@ def test_sample_of_the_trained_model_looks_like_its_documents(tiny_run):
     assert sum(character in " \netaoinsr_(.,)" for character in text) > 0.4 * len(text)
 
 
-@pytest.mark.parametrize("cp_size", [2, 4])
-def test_every_number_of_ranks_trains_the_same_model(documents, tmp_path, monkeypatch, cp_size):
-    one = losses(monkeypatch, 1, tmp_path / "1", *small(documents))
-    several = losses(monkeypatch, cp_size, tmp_path / "n", *small(documents))
-    assert len(one) == 12
-    np.testing.assert_allclose(several, one, rtol=1e-4)
-
-
-def test_sharding_window_and_accumulation_reach_the_model(documents, tmp_path, monkeypatch):
-    plain = losses(monkeypatch, 2, tmp_path / "plain", *small(documents, steps=3))
-    for name, option in {"window": 3, "seed": 1, "accumulate": 1}.items():
-        other = losses(monkeypatch, 2, tmp_path / name, *small(documents, steps=3, **{name: option}))
-        assert other[1:] != pytest.approx(plain[1:], rel=1e-4), name
-    contiguous = losses(monkeypatch, 2, tmp_path / "contiguous", *small(documents, steps=3, sharding="contiguous"))
-    assert contiguous[-1] < contiguous[0]
+def test_window_seed_and_accumulation_reach_the_model(documents, tmp_path, monkeypatch):
+    found = []
+    for number, option in enumerate([{}, {"window": 3}, {"seed": 1}, {"accumulate": 1}]):
+        shared = {"steps": 3, "metrics": tmp_path / f"{number}", "engine": "reference"}
+        trained(monkeypatch, 1, *small(documents, **shared | option))
+        found.append(losses(tmp_path / f"{number}"))
+    for other in found[1:]:
+        assert other[1:] != pytest.approx(found[0][1:], rel=1e-4)
 
 
 def test_learning_rate_rises_and_falls(monkeypatch):
@@ -156,7 +148,7 @@ def test_learning_rate_rises_and_falls(monkeypatch):
     [("the loss", 8, 6), ("the norm of the gradient", 9, 6), ("the validation", 9, 6)],
 )
 def test_what_is_no_number_ends_the_run_and_keeps_the_checkpoint(documents, tmp_path, monkeypatch, what, number, kept):
-    """Whatever meets it first: the next checkpoint would be that of step 9."""
+    """The next checkpoint would be that of step 9."""
     args = arguments(monkeypatch, "--checkpoint", tmp_path, *small(documents, save_every=3, val_every=3))
     step, optimize = train.Trainer.step, AdamW.step
 
@@ -183,36 +175,18 @@ def test_what_is_no_number_ends_the_run_and_keeps_the_checkpoint(documents, tmp_
 # --- going on --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_interrupted_and_resumed_is_bitwise_as_uninterrupted(documents, tmp_path, ranks):
-    """The interrupt comes to the last rank alone, in the last micro-batch of the third step."""
-    whole, parts, metrics = tmp_path / "whole", tmp_path / "parts", tmp_path / "parts.jsonl"
-    run = start(ranks, TRAIN, *small(documents, checkpoint=whole))
-    assert run.returncode == 0, run.stderr
-    resumable = small(documents, checkpoint=parts, metrics=metrics, val_every=7)
-    run = start(ranks, MISBEHAVE, "amid", ranks - 1, 3, *resumable)
-    assert run.returncode == 0, run.stderr
-    stopped = checkpoint.load(parts).step
-    assert stopped == 3 and f"stopped after step {stopped}, --resume goes on" in run.stdout
-    assert lines_of(metrics)[-1]["step"] == stopped
-    with metrics.open("a") as file:
-        file.write('{"step": 4, "loss": 5.1, "bits_pe')  # as a run that was killed leaves it
-    run = start(ranks, TRAIN, *resumable, "--resume")
-    assert run.returncode == 0, run.stderr
-    assert f"going on after step {stopped}" in run.stdout
-
-    one, other = checkpoint.load(whole), checkpoint.load(parts)
-    assert one.step == other.step == 12 and one.position == other.position
+def test_a_hybrid_resumes_bitwise_on_two_ranks(documents, tmp_path, monkeypatch):
+    """The checkpoint tells which layers are mixers."""
+    monkeypatch.setitem(SIZES, "tiny-hybrid", HYBRID)
+    monkeypatch.setattr(train, "learning_rate", lambda step, args: 3e-3)  # which else depends on --steps
+    for folder, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        words = ["--checkpoint", tmp_path / folder, *small(documents, steps=steps, size="tiny-hybrid")]
+        trained(monkeypatch, 2, *words, *(["--resume"] if (tmp_path / folder).exists() else []))
+    one, other = (checkpoint.load(tmp_path / folder) for folder in ("whole", "parts"))
+    assert one.config == other.config == HYBRID and one.step == other.step == 4
     assert one.weights.tobytes() == other.weights.tobytes()
-    for name, x in one.optimizer.items():
-        assert x.tobytes() == other.optimizer[name].tobytes(), name
-    assert [line["step"] for line in lines_of(metrics) if "loss" in line] == list(range(1, 13))
-
-
-def test_failure_of_one_rank_ends_all(documents, tmp_path):
-    run = start(2, MISBEHAVE, "fail", 1, 3, *small(documents, steps=100_000), timeout=60)
-    assert run.returncode != 0
-    assert "RuntimeError: an accident, on purpose" in run.stderr
+    with pytest.raises(command_line.Failure, match="--size tiny instead of tiny-hybrid"):
+        trained(monkeypatch, 1, *words, "--resume", "--size", "tiny", "--sharding", "contiguous")
 
 
 def test_names_that_cannot_be_printed_are_no_reason_to_end(documents, tmp_path, monkeypatch):
@@ -224,31 +198,32 @@ def test_names_that_cannot_be_printed_are_no_reason_to_end(documents, tmp_path, 
     assert "30 documents of " in run.stdout and len(lines_of(metrics)) == 3
 
 
-def test_going_on_with_other_options_is_refused_by_name(documents, tmp_path, monkeypatch):
-    single = thdattn.comm.init("single")
-    words = ["--checkpoint", tmp_path / "run", *small(documents, steps=2)]
-    train.train(single, arguments(monkeypatch, *words), NOBODY_INTERRUPTS)
-    for changed in ("--lr 1.5", "--seed 7", "--tokens 128", "--accumulate 3", "--window 9", "--size small"):
-        name, value = changed.split()
-        with pytest.raises(command_line.Failure, match=rf"in {tmp_path}/run began with: {name} .*{value} instead of"):
-            train.train(single, arguments(monkeypatch, *words, name, value, "--resume"), NOBODY_INTERRUPTS)
-    with pytest.raises(command_line.Failure, match=r"--lr 2.0 instead of 0.003, --seed 7 instead of 0; pass those"):
-        train.train(single, arguments(monkeypatch, *words, "--lr", 2, "--seed", 7, "--resume"), NOBODY_INTERRUPTS)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "1.py").write_text("one = 1\n" * 20)
-    with pytest.raises(command_line.Failure, match=r"--data 2 files, 160 bytes, fingerprint \w+ instead of 30 files"):
-        train.train(single, arguments(monkeypatch, *words, "--data", tmp_path / "other", "--resume"), NOBODY_INTERRUPTS)
+def test_resuming_with_other_options_is_refused_by_name(documents, tmp_path, monkeypatch):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    words = ["--checkpoint", folder, *small(documents, steps=2)]
+    trained(monkeypatch, 1, *words)
+    other.mkdir()
+    (other / "1.py").write_text("one = 1\n" * 20)
+    changes = [(f"{name} {value}", rf"{name} .*{value} instead of") for name, value in (
+        ("--lr", 1.5), ("--seed", 7), ("--tokens", 128), ("--accumulate", 3), ("--window", 9), ("--size", "small"))]
+    changes += [("--lr 2 --seed 7", "--lr 2.0 instead of 0.003, --seed 7 instead of 0; pass those"),
+                (f"--data {other}", r"--data 2 files, 160 bytes, fingerprint \w+ instead of 30 files")]
+    for changed, message in changes:
+        (failure,) = refused(monkeypatch, 1, *words, *changed.split(), "--resume")
+        assert re.search(rf"in {folder} began with: .*{message}", str(failure)), failure
     with monkeypatch.context() as patch:
         patch.setattr(train, "choose_engine", lambda *_: (SimpleNamespace(name="cuda"), ""))
-        with pytest.raises(command_line.Failure, match="--engine cuda instead of reference"):
-            train.train(single, arguments(monkeypatch, *words, "--resume"), NOBODY_INTERRUPTS)
-    with pytest.raises(command_line.Failure, match=r"holds the checkpoint of another run, .*; pass --resume"):
-        train.train(single, arguments(monkeypatch, *words), NOBODY_INTERRUPTS)
-    train.train(single, arguments(monkeypatch, *words, "--steps", "50", "--resume"), NOBODY_INTERRUPTS)
-    assert checkpoint.load(tmp_path / "run").step == 50, "more steps are always possible"
-    with pytest.raises(command_line.Failure, match=r"--steps is 49, wanted at least the 50 that the run in .* has"):
-        train.train(single, arguments(monkeypatch, *words, "--steps", "49", "--resume"), NOBODY_INTERRUPTS)
-    train.train(single, arguments(monkeypatch, *words, "--steps", "50", "--resume"), NOBODY_INTERRUPTS)
+        (failure,) = refused(monkeypatch, 1, *words, "--resume")
+        assert "--engine cuda instead of reference" in str(failure)
+    (failure,) = refused(monkeypatch, 1, *words, "--checkpoint", other, "--resume")
+    assert f"{other}/checkpoint.npz does not exist, wanted a checkpoint" in str(failure)
+    (failure,) = refused(monkeypatch, 1, *words)
+    assert re.search(r"holds the checkpoint of another run, .*; pass --resume", str(failure))
+    trained(monkeypatch, 1, *words, "--steps", "5", "--resume")
+    assert checkpoint.load(folder).step == 5, "more steps are always possible"
+    (failure,) = refused(monkeypatch, 1, *words, "--steps", "4", "--resume")
+    assert re.search(r"--steps is 4, wanted at least the 5 that the run in .* has", str(failure))
+    trained(monkeypatch, 1, *words, "--steps", "5", "--resume")
 
 
 @pytest.mark.parametrize(
@@ -273,18 +248,17 @@ def test_wrong_options_are_named(monkeypatch, words, message):
 # --- before the first step -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["--bogus 1", "--data missing", "--checkpoint file/run --tokens 96", "--checkpoint nowhere --resume"],
-)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "words"), [
+    (1, "--bogus 1"), (2, "--bogus 1"), (2, "--data missing"), (2, "--checkpoint file/run --tokens 96"),
+    (2, "--cp 3 --data missing"),
+])  # fmt: skip
 def test_errors_are_one_line_of_one_rank(tmp_path, monkeypatch, ranks, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     run = start(ranks, TRAIN, *words.split(), timeout=60)
     assert run.returncode == 2
     (line,) = [line for line in run.stderr.splitlines() if "train.py" in line]
-    assert line.startswith("train.py: error: ") and words.split()[1] in line
+    assert line.startswith("train.py: error: ") and " ".join(words.split()[:1]) in line and words.split()[1] in line
     assert "Traceback" not in run.stderr and "ABORT" not in run.stderr.upper()
     assert not run.stdout
 
@@ -305,23 +279,13 @@ def test_errors_are_one_line_of_one_rank(tmp_path, monkeypatch, ranks, words):
     ],
 )
 def test_files_that_cannot_be_written_fail_before_the_first_step(documents, tmp_path, monkeypatch, words, message):
-    """On both ranks, although only one of them writes."""
+    """Both ranks fail, although only one of them writes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("precious")
     (tmp_path / "folder").mkdir()
     if words == "--plot run.svg":
         monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
-    args = arguments(monkeypatch, *small(documents), *words.split())
-    failures = []
-
-    def program(comm):
-        try:
-            train.train(comm, args, NOBODY_INTERRUPTS)
-        except command_line.Failure as failure:
-            failures.append(failure)
-
-    monkeypatch.setattr(train.Trainer, "step", None)
-    thdattn.comm.run_local(2, program)
+    failures = refused(monkeypatch, 2, *small(documents), *words.split())
     assert len(failures) == 2
     (said,) = [failure for failure in failures if failure.alone]
     assert re.match(message, str(said))
@@ -389,8 +353,21 @@ def test_record_of_another_run_is_refused_and_stays_as_it_was(tmp_path):
     assert path.read_text() == '{"step": 1}\nmilk, eggs\n'
 
 
+def test_other_runs_are_drawn_beside(documents, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(train.measure, "plot", lambda path, lines, title, beside: drawn.append((lines, beside)))
+    for number, beside in enumerate(([], ["--beside", tmp_path / "0.jsonl"])):
+        files = options(metrics=tmp_path / f"{number}.jsonl", plot=tmp_path / "run.png")
+        trained(monkeypatch, 1, *small(documents, steps=2), *files, *beside)
+    first, second = (lines_of(tmp_path / f"{number}.jsonl") for number in (0, 1))
+    assert drawn == [(first, {}), (second, {"0": first})]
+    (failure,) = refused(monkeypatch, 1, *small(documents), "--beside", documents / "1.py")
+    assert re.search(r"--beside is .*1\.py, whose line 1 is .*, wanted lines", str(failure))
+
+
 def test_validation_is_the_oracles_bits_per_byte(documents):
-    """Against logits of the whole documents and a softmax in float64."""
+    """The oracle has logits of whole documents and a softmax in float64."""
     trainer = train.Trainer(Grid.of(thdattn.comm.init("single")), SIZES["tiny"], "reference", "contiguous", 0)
     packing = data.Packing.of(2048, 1, "contiguous")
     batches = data.validation_batches(data.find_documents(documents)[:3], packing, 10_000)

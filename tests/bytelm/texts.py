@@ -43,7 +43,7 @@ class Text:
 
 
 def busy_weights(config: Config) -> np.ndarray:
-    """Weights of which none is special: of the model's own, the head is 0 and the gains are 1."""
+    """Draw weights of which none is special: of the model's own, the head is 0 and the gains are 1."""
     model = Model(config, thdattn.comm.init("single"), engine="reference")
     rng = np.random.default_rng(1)
     return model.weights + np.float32(0.5 * config.width**-0.5) * rng.standard_normal(model.weights.shape, np.float32)
@@ -51,7 +51,7 @@ def busy_weights(config: Config) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a model made of a text: the mean loss, and on the host: the gradient of every rank, logits per document."""
+    """Results for a text: the mean loss, and on the host the gradient of every rank, and logits per document."""
 
     loss: float
     gradients: list[np.ndarray]
@@ -67,13 +67,13 @@ def run(
     padding: int = 0, slack: int = 0, weights: np.ndarray | None = None, prepare: Callable[[Model], None] | None = None,
     **options: Any,
 ) -> Outcome:
-    """Loss, gradient and logits of a model over a text.
+    """Compute loss, gradient and logits of a model over a text.
 
     Args:
-        num_targets: to divide by; those of the text by default.
-        padding: what tokens and targets hold on rows without a token.
+        num_targets: divisor of the loss; by default the targets of the text.
+        padding: tokens and targets of rows without a token.
         slack: rows after the documents.
-        weights: flat, on the host, instead of those that the seed gives.
+        weights: flat, on the host; replace those of the seed.
         prepare: called with the model before it is used.
         options: of Model.
     """

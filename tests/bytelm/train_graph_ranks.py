@@ -15,8 +15,8 @@ sys.path.extend(str(Path(__file__).resolve().parents[2] / folder)
                 for folder in ("tests/kit", "tests/bytelm", "examples", "examples/bytelm"))
 
 import runs
+from runs import way_id, ways_of
 from sizes import SIZES
-from test_train_graphs import way_id, ways_of
 
 import thdattn
 from thdattn.methods.select import SHARDINGS

@@ -42,7 +42,7 @@ class Layer:
         return PackedBatch(*self.lengths, total_rows=self.rows)
 
     def set(self, case, seed):
-        """Writes a pack's lengths and its inputs, NaN in every row that holds no token."""
+        """Write a pack's lengths and its inputs, NaN in every row that holds no token."""
         batch = host_batch(case, self.rows)
         for there, here in zip(self.lengths, (batch.cu_seqlens, batch.cu_seqlens_padded), strict=True):
             there.set(np.array(here), self.stream)
@@ -53,7 +53,7 @@ class Layer:
         self.stream.synchronize()
 
     def run(self):
-        """out, lse, max_logit, dq, dk, dv."""
+        """Return out, lse, max_logit, dq, dk, dv."""
         if self.plan_each_time:
             self.plan = self.attention.plan(self.batch())
         q, k, v, dout = self.inputs
@@ -67,7 +67,7 @@ class Layer:
         return [to_host(x) for x in results]
 
     def capture(self):
-        """The graph, and the arrays it writes. The eager run before it compiles and loads the kernels."""
+        """Return the graph, and the arrays it writes. The eager run before it compiles and loads the kernels."""
         with self.stream:
             self.run()
             self.stream.synchronize()
@@ -89,7 +89,7 @@ def host_batch(case, rows):
 
 
 def check_arrays(case, arrays, seed):
-    """Compares packed results with the oracle."""
+    """Compare packed results with the oracle."""
     sharding = thdattn.Sharding(host_batch(case, len(arrays[0])), 1, "contiguous")
     check(case, BFLOAT16, assemble(sharding, [dict(zip(FIELDS, arrays, strict=True))]), seed)
 

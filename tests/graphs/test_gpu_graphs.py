@@ -33,7 +33,7 @@ def comm():
 
 @pytest.fixture
 def graphs(cupy, comm):
-    """Graphs of one eager run before the capture, on a stream that is current."""
+    """Make graphs with one eager run before the capture, on a stream that is current."""
     with cupy.cuda.Stream(non_blocking=True), Graphs(comm, config()) as graphs:
         yield graphs
 
@@ -43,7 +43,7 @@ def config(**options):
 
 
 def run(cupy, n, *arguments, timeout=300.0):
-    """The rank program on n GPUs; skips the test where there are fewer."""
+    """Run the rank program on n GPUs; skip the test where there are fewer."""
     found = cupy.cuda.runtime.getDeviceCount()
     if found < n:
         pytest.skip(f"needs {n} GPUs, found {found}")
@@ -94,7 +94,7 @@ def test_a_padded_pack_gives_its_tokens_the_bits_of_the_exact_one(cupy, comm, gr
 
 
 def rewrite(cupy, comm, together, batch):
-    """Rank 0 writes a pack's lengths to where the plans of all ranks read them, while none does."""
+    """Write a pack's lengths on rank 0 to where the plans of all ranks read them, while none does."""
     comm.barrier()
     if comm.rank == 0:
         missing = (0, MAX_SEQS - batch.num_seqs)
@@ -211,7 +211,7 @@ def test_a_backward_behind_another_micro_batch_is_refused(cupy, comm, graphs, ca
 
 
 def fill_free_memory(cupy, graphs):
-    """NaN in all memory of the graphs' pools that nobody holds: what graphs use while they are replayed."""
+    """Write NaN to all memory of the graphs' pools that nobody holds: replays use it."""
     stream = cupy.cuda.get_current_stream()
     stream.synchronize()
     for pool in graphs._pools:
@@ -228,7 +228,7 @@ def fill_free_memory(cupy, graphs):
 
 
 def chain(cupy, number):
-    """A function with temporaries of many sizes."""
+    """Compute a function with temporaries of many sizes."""
 
     def function(x):
         for i in range(1, 6):

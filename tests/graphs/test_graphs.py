@@ -26,7 +26,7 @@ def comm():
 
 @pytest.fixture
 def active(monkeypatch, comm):
-    """Makes active graphs of a configuration."""
+    """Make active graphs of a configuration."""
     return fake_cupy.graphs(monkeypatch, comm)
 
 

@@ -55,7 +55,7 @@ RUNS_AS_LOCAL = ("cuda_graph_impl='transformer_engine' captures per layer and ru
 
 
 def options(impl=None, modules=None, scope=None, **others):
-    """Options by short names."""
+    """Return options by short names."""
     return {"cuda_graph_impl": impl, "cuda_graph_modules": modules, "inference_cuda_graph_scope": scope, **others}
 
 
@@ -259,7 +259,7 @@ def flag(option):
 
 
 def flags(given):
-    """The command line of these options, None if there is none."""
+    """Return the command line of these options, None if there is none."""
     words = []
     for option, value in given.items():
         listed = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -272,7 +272,8 @@ def flags(given):
 
 
 def rows():
-    """Every row for normalize, and those that can be typed or passed for a command line and for CudaGraphConfig."""
+    """Yield every row for normalize, and those that can be typed or passed for a command line and for CudaGraphConfig.
+    """
     table = {f"accepted, {name}": (given, fields, []) for name, (given, fields) in ACCEPTED.items()}
     table |= {f"migrated, {name}": row for name, row in MIGRATED.items()}
     table |= {f"refused, {name}": (given, None, said) for name, (given, said) in REFUSED.items()}

@@ -1,4 +1,6 @@
-"""Which arguments a captured graph reads where they are, and which it copies to a place of its own; on a fake CuPy."""
+"""Arguments of a captured graph: which it reads where they are, and which it copies to a place of its own; on a fake
+CuPy.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import thdattn
 
 @pytest.fixture
 def active(monkeypatch):
-    """Makes active graphs of a configuration."""
+    """Make active graphs of a configuration."""
     with thdattn.comm.init("single") as comm:
         yield fake_cupy.graphs(monkeypatch, comm)
 

@@ -27,7 +27,7 @@ def attention(comm, num_heads=2, num_kv_heads=1, **options):
 
 
 def method(comm, cp_comm_type, inner):
-    """What an attention takes for a method; inner: neighbours, of two levels."""
+    """Return an attention's arguments for a method; inner: neighbours, of two levels."""
     if inner:
         comm = comm.split(comm.rank // inner), comm.split(comm.rank % inner)
     return {"comm": comm, "cp_comm_type": cp_comm_type}

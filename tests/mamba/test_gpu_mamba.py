@@ -57,7 +57,7 @@ BY_NAME = {case.name: case for case in (*PACKS, *KINDS)}
 
 @pytest.fixture
 def small_gpu(kernels, monkeypatch):
-    """Thread blocks of a scan walk over all segments, as on a GPU of one multiprocessor."""
+    """Let thread blocks of a scan walk over all segments, as on a GPU of one multiprocessor."""
     from thdattn.engines.cuda import launch
 
     gpu = replace(launch.this_gpu(), multiprocessors=1)
@@ -66,7 +66,7 @@ def small_gpu(kernels, monkeypatch):
 
 @cache
 def on_the_host(case, dtype, computed_in):
-    """out of the NumPy engine for inputs that are made in dtype."""
+    """Return out of the NumPy engine for inputs that are made in dtype."""
     zxbcdt, weights, _ = random_inputs(case, dtype)
     kind = np.promote_types(computed_in, np.float32)
     mixer = case.mixer(thdattn.comm.init("single"), computed_in, engine="reference")
@@ -75,7 +75,7 @@ def on_the_host(case, dtype, computed_in):
 
 
 def forward(cupy, case, cp_size, dtype, inputs=None, fill=np.nan):
-    """out of the CUDA engine, the whole pack; exactly 0 on padding."""
+    """Return out of the CUDA engine, the whole pack; exactly 0 on padding."""
     zxbcdt, weights, _ = inputs or random_inputs(case, dtype)
 
     def program(comm):
@@ -95,7 +95,9 @@ def on_the_gpu(cupy, weights):
 
 
 def check(case, dtype, out):
-    """By the accuracy rule; for bfloat16, which the NumPy engine rounds as kernels do, no second rounding either."""
+    """Check by the accuracy rule; for bfloat16, which the NumPy engine rounds as kernels do, also against a second
+    rounding.
+    """
     assert out.dtype == dtype
     exact, plain = (on_the_host(case, dtype, kind).astype(np.float64) for kind in (FLOAT64, dtype))
     verdict = oracle.judge(out, exact, plain, fused=plain if dtype == BFLOAT16 else None)
@@ -188,7 +190,7 @@ def test_extreme_steps_and_rates(cupy):
 
 @pytest.mark.usefixtures("kernels")
 def test_states_beyond_float16_are_read_without_loss(cupy):
-    """Of 2,000 steps of 50 that hardly decay, states grow far beyond 65,504; small rows of C keep y in range."""
+    """States grow far beyond 65,504 in 2,000 steps of 50 that hardly decay; small rows of C keep y in range."""
     case = Case("large-states", (2000,), sizes=GPU_SIZES)
     zxbcdt, weights, dout = random_inputs(case, FLOAT16)
     inner, state = 512, 128
@@ -206,7 +208,7 @@ def test_states_beyond_float16_are_read_without_loss(cupy):
 
 
 def last_rows_without_decay(zxbcdt, weights, rounding):
-    """out of the last 64 rows of one document where nothing decays: the state is a plain sum over all rows."""
+    """Return out of the last 64 rows of one document where nothing decays: the state is a plain sum over all rows."""
     def stored(x):
         return x.astype(rounding).astype(FLOAT64)
 

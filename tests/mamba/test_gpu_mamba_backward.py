@@ -60,7 +60,7 @@ def columns_of(sizes):
 
 
 def check(case, dtype, made, exact=None, plain=None):
-    """Rows by the accuracy rule, columns by their names; few numbers of weights by the sum of their squares."""
+    """Check rows by the accuracy rule, columns by their names; few numbers of weights by the sum of their squares."""
     exact, plain = exact or truth(case, dtype), plain or truth(case, dtype, dtype)
     assert made["zxbcdt"].dtype == dtype
     for name, part in columns_of(case.sizes).items():
@@ -130,7 +130,7 @@ def test_what_padding_holds_changes_no_bit(cupy, name):
     ("resets-inside-chunks", BFLOAT16), ("segment-edges", BFLOAT16), ("shorter-than-the-convolution", BFLOAT16),
     ("resets-inside-chunks", FLOAT16)], ids=str)  # fmt: skip
 def test_a_document_changes_no_bit_of_another(cupy, name, dtype, cp_size):
-    """Whose gradients are 4 million times smaller."""
+    """The gradients of the other document are 4 million times smaller."""
     case = BY_NAME[name]
     zxbcdt, weights, dout = random_inputs(case, dtype)
     quiet = (2.0**-12 * dout).astype(dtype)
@@ -172,7 +172,7 @@ def test_extreme_steps_and_rates(cupy):
 
 
 def test_gradients_of_weights_are_long_sums_of_equal_shares(cupy):
-    """Of 2,048 times the same documents of 64 rows: as exact as those of one.
+    """A pack repeats the same documents of 64 rows 2,048 times: its gradients are as exact as theirs.
 
     Those of B and C to what their heads' sum is rounded to, as packs of other lengths may split heads otherwise.
     """
@@ -195,7 +195,7 @@ def test_gradients_of_weights_are_long_sums_of_equal_shares(cupy):
 
 
 def first_rows_without_decay(zxbcdt, dout, rounding):
-    """Gradients of the first 64 rows of one document where nothing decays and nothing is convolved, by their names."""
+    """Return gradients of the first 64 rows of one document without decay and convolution, by their names."""
     def stored(x):
         return x.astype(rounding).astype(np.float64)
 
@@ -246,7 +246,7 @@ def test_states_beyond_float16_are_read_without_loss(cupy):
 
 @pytest.mark.usefixtures("kernels")
 def test_large_gradients_from_behind_a_chunk_without_any_are_in_range(cupy):
-    """As where the last tokens of a text alone have a loss: elsewhere the gradient of B C^T is 0, and dB is not."""
+    """The last tokens of a text alone have a loss: elsewhere the gradient of B C^T is small."""
     case = Case("late-loss", (600,), sizes=GPU_SIZES)
     zxbcdt, weights, dout = random_inputs(case, FLOAT16)
     columns = columns_of(case.sizes)
@@ -263,7 +263,7 @@ def test_large_gradients_from_behind_a_chunk_without_any_are_in_range(cupy):
 
 
 def test_gradients_of_a_state_may_be_0_in_half_of_its_columns(cupy):
-    """In float16, whose scales of both halves are then as far apart as they can be."""
+    """In float16 the scales of both halves are then as far apart as they can be."""
     case = Case("half", (200,), sizes=Sizes(8, 64, 256, 1))
     zxbcdt, weights, dout = random_inputs(case, FLOAT16)
     columns = columns_of(case.sizes)
@@ -282,7 +282,7 @@ def test_gradients_of_a_state_may_be_0_in_half_of_its_columns(cupy):
 
 @pytest.mark.usefixtures("kernels")
 def test_products_of_a_state_and_another_document_may_be_infinite(cupy):
-    """Only those of the first one's states and the second one's rows are: nobody asks for them, but 0 * inf is NaN."""
+    """Products of the first one's states and the second one's rows are unused, but 0 * inf is NaN."""
     case = Case("large", (70, 58), sizes=GPU_SIZES)
     zxbcdt, weights, dout = random_inputs(case, BFLOAT16)
     columns = columns_of(case.sizes)

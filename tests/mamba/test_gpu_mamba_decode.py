@@ -28,7 +28,7 @@ def device(cupy, weights):
 
 
 def steps_of(case, dtype, count):
-    """Rows for so many steps of every text."""
+    """Draw rows for so many steps of every text."""
     rng = np.random.default_rng(5)
     columns = case.mixer(SINGLE, np.float32, engine="reference")._shape.columns
     return rng.standard_normal((count, len(case.lengths), columns), np.float32).astype(dtype)

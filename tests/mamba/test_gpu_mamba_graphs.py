@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
 
 
 def test_packs_through_one_graph_are_the_eager_results(cupy):
-    """Those that do not fit run eagerly, and are counted."""
+    """Packs that do not fit run eagerly, and are counted."""
     with thdattn.comm.init("single") as comm, cupy.cuda.Stream(non_blocking=True):
         graph_ranks.replay_mixers(comm, cupy)
 

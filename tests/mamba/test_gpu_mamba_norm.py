@@ -54,7 +54,7 @@ def of(case, norm):
 
 
 def check(case, dtype, made):
-    """Rows by the accuracy rule, columns by their names; gradients of weights by the sum of their squares."""
+    """Check rows by the accuracy rule, columns by their names; gradients of weights by the sum of their squares."""
     exact, plain = truth(case, dtype), truth(case, dtype, dtype)
     assert tuple(made) == FIELDS_WITH_NORM and made["out"].dtype == made["zxbcdt"].dtype == dtype
     verdict = oracle.judge(made["out"], exact.out, plain.out, fused=plain.out)
@@ -119,7 +119,7 @@ def test_a_document_changes_no_bit_of_another(cupy):
 
 
 def test_the_gradient_of_the_weight_is_a_long_sum_of_equal_shares(cupy):
-    """Of 2,048 times the same documents of 64 rows: as exact as that of one."""
+    """A pack repeats the same documents of 64 rows 2,048 times: its gradient is as exact as theirs."""
     one, times = of(Case("one", (40, 24), sizes=GPU_SIZES), Norm(True, 2)), 2048
     zxbcdt, weights, dout = random_inputs(one, BFLOAT16)
     many = replace(one, name="many", lengths=one.lengths * times)

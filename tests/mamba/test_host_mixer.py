@@ -61,7 +61,7 @@ def act_of(case, dtype=FLOAT64):
 
 
 def test_a_summary_says_what_is_behind_all_rows_and_what_is_left_of_what_was_in_front():
-    """Of 150 rows that continue a sequence: three segments, the last one not full."""
+    """150 rows that continue a sequence have three segments, the last one not full."""
     batch = thdattn.PackedBatch.from_lengths([300])
     plan = thdattn.comm.run_local(2, lambda comm: Case("", ()).mixer(comm, FLOAT64).plan(batch))[1]
     zxbcdt, weights, _ = random_inputs(Case("summary", (150,)), FLOAT64)

@@ -108,7 +108,7 @@ def test_errs_no_more_than_plain_maths(dtype, cp_size):
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 def test_rows_of_a_wide_mixer_are_rounded_as_often_as_in_plain_maths(dtype):
-    """By the rule that holds for attention: the largest error hides a second rounding, RMS does not."""
+    """The rule is that of attention: the largest error hides a second rounding, RMS does not."""
     exact, plain = truth(WIDE, dtype), truth(WIDE, dtype, dtype)
     columns = {"out": {"out": slice(None)},
                "zxbcdt": {"z": slice(128), "x": slice(128, 256), "B": slice(256, 384), "C": slice(384, 512)}}
@@ -238,7 +238,7 @@ def test_a_document_changes_no_bit_of_another(name, dtype, cp_size):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("cp_size", [1, 3])
 def test_products_of_two_documents_may_be_infinite(cp_size):
-    """Only those of B of one document and C of the other are: nobody asks for them, but 0 * inf is NaN."""
+    """Products of B of one document and C of the other are unused, but 0 * inf is NaN."""
     case = Case("large", (40, 100, 60))
     zxbcdt, weights, dout = random_inputs(case, FLOAT32)
     _, _, b, c, _ = np.split(zxbcdt, [12, 24, 34, 44], axis=1)

@@ -19,7 +19,7 @@ PACK = Case("documents", (13, 1, 70, 2), padded=(14, 3, 70, 4), sizes=Sizes(4, 3
 
 
 def checkpoint(sizes, seed=0):
-    """Random weights by the names that a layer has: Mamba2 of mamba_ssm, and below "mixer." MambaMixer of Megatron."""
+    """Draw random weights by a layer's names: Mamba2 of mamba_ssm, and below "mixer." MambaMixer of Megatron."""
     rng = np.random.default_rng(seed)
     heads, head_dim, state_dim, groups = sizes
     inner = heads * head_dim
@@ -31,7 +31,7 @@ def checkpoint(sizes, seed=0):
 
 
 def layer(u, state, sizes, norm_before_gate, group_size):
-    """A layer over one document, (tokens, HIDDEN), by the formulas of mamba_ssm's modules/mamba2.py."""
+    """Compute a layer over one document, (tokens, HIDDEN), by the formulas of mamba_ssm's modules/mamba2.py."""
     heads, head_dim, state_dim, groups = sizes
     inner, width = heads * head_dim, groups * state_dim
     z, xbc, dt = (u @ state["in_proj.weight"].T).split([inner, inner + 2 * width, heads], dim=1)
@@ -50,7 +50,7 @@ def layer(u, state, sizes, norm_before_gate, group_size):
 
 
 def gated_norm(x, weight, z, group_size, norm_before_gate):
-    """RMSNormGated of mamba_ssm, see rms_norm_ref in its ops/triton/layernorm_gated.py."""
+    """Compute RMSNormGated of mamba_ssm, see rms_norm_ref in its ops/triton/layernorm_gated.py."""
     if not norm_before_gate:
         x = x * functional.silu(z)
     groups = x.unflatten(1, (-1, group_size))
@@ -59,7 +59,7 @@ def gated_norm(x, weight, z, group_size, norm_before_gate):
 
 
 def weights_of(state):
-    """What a mixer takes of a checkpoint."""
+    """Return a mixer's weights of a checkpoint."""
     return thdattn.Mamba2Weights(state["conv1d.weight"][:, 0], state["conv1d.bias"], state["A_log"], state["D"],
                                  state["dt_bias"], state["norm.weight"])
 

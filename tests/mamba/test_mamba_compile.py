@@ -10,7 +10,7 @@ from thdattn.mamba.configs import MIXER_SIZES, NormTile
 
 @pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
 def test_mixer_norms_fit_and_do_not_spill(arch):
-    """From a group of one head to the widest that there is."""
+    """Groups go from one head to the widest that there is."""
     tiles = [NormTile(columns, after_gate) for columns in (64, 512, 1024, 2048, 4096, 5120, 7168, 8192)
              for after_gate in (True, False)]  # fmt: skip
     made = {make(dtype) for tile in tiles for dtype in ("bfloat16", "float16")[: 1 + (tile.columns in (64, 8192))]

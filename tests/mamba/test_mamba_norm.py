@@ -37,7 +37,7 @@ PADDED = replace(CASES["empty-between"], name="padded")
 
 
 def of(case, norm):
-    """The case with a norm; "groups" of B and C are those of the norm too."""
+    """Return the case with a norm; "groups" of B and C are those of the norm too."""
     place, groups = norm
     return replace(case, name=f"{case} {place} {groups}", norm=Norm(place == "after_gate", {
         "groups": case.sizes.num_groups, "one": 1, "heads": case.sizes.num_heads}[groups]))  # fmt: skip
@@ -97,7 +97,7 @@ def test_poison_in_rows_without_a_token_changes_no_bit(norm, fill, poisoned_host
 
 @pytest.mark.parametrize("norm", NORMS[:2], ids="-".join)
 def test_a_row_of_zeros_has_finite_gradients(norm):
-    """As the first tokens of a new layer may have, whose D and dt are 0."""
+    """The first tokens of a new layer may have such rows, with D and dt of 0."""
     case = of(WIDE, norm)
     zxbcdt, weights, dout = random_inputs(case, FLOAT32)
     zxbcdt[3], weights.conv_bias[:] = 0, 0

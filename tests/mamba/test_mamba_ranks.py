@@ -1,4 +1,4 @@
-"""What travels between the ranks of a Mamba-2 mixer, in which order, and which plans and arrays it takes."""
+"""Communication between the ranks of a Mamba-2 mixer, its order, and the plans and arrays that a mixer takes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MIXER = Case("mixer", (100, 3, 150), padded=(101, 3, 152))
 
 
 def steps(comm, case=MIXER, dtype=FLOAT32, plan=None, wrap=lambda x: x):
-    """mixer, plan, (out, dzxbcdt, *dweights), saved of one rank."""
+    """Return mixer, plan, (out, dzxbcdt, *dweights), saved of one rank."""
     mixer = case.mixer(comm, dtype)
     plan = plan or mixer.plan(case.batch)
     zxbcdt, weights, dout = random_inputs(case, dtype)

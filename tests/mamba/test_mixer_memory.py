@@ -1,4 +1,4 @@
-"""What Mamba2Mixer.memory says is what a mixer takes, and its launches have room for any number of rows. No GPU."""
+"""Mamba2Mixer.memory counts what a mixer allocates, and its launches have room for any number of rows. No GPU."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_said_is_what_is_kept_and_shared(dtype, keep, norm):
 
 @pytest.fixture(params=["hopper", "portable"])
 def launches(request, monkeypatch):
-    """Grids of all launches, and what launch.empty has made."""
+    """Record grids of all launches, and arrays of launch.empty."""
     pytest.importorskip("cupy")
     from thdattn.engines import cuda, select
     from thdattn.engines.cuda import launch
@@ -96,7 +96,7 @@ class Paper(OnPaper):
 
 
 def planned(comm, batch, **options):
-    """A mixer of the CUDA engine and a plan with arrays of the host."""
+    """Return a mixer of the CUDA engine and a plan with arrays of the host."""
     mixer = thdattn.Mamba2Mixer(comm, *GPU_SIZES, engine="cuda", **options)
     plan = mixer._outline(batch, None, None, False)
     return mixer, replace(plan, arrays=host_arrays(plan.sharding, comm.rank, plan.window, plan.tiles))
