@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-from test_compile import EACH_ARCHITECTURE, compile_all, mixer_slabs
+from test_compile import EACH_ARCHITECTURE, EACH_STATE_DIM, compile_all, mixer_slabs
 
-from thdattn.mamba.configs import MIXER_SIZES, NormTile
+from thdattn.mamba.configs import NormTile
 
 
-@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+@EACH_ARCHITECTURE
 def test_mixer_norms_fit_and_do_not_spill(arch):
     """Groups go from one head to the widest that there is."""
     tiles = [NormTile(columns, after_gate) for columns in (64, 512, 1024, 2048, 4096, 5120, 7168, 8192)
@@ -18,8 +17,8 @@ def test_mixer_norms_fit_and_do_not_spill(arch):
     compile_all(sorted(made), arch)
 
 
-@pytest.mark.parametrize("state_dim", MIXER_SIZES["state_dim"])
-@pytest.mark.parametrize("arch", EACH_ARCHITECTURE)
+@EACH_STATE_DIM
+@EACH_ARCHITECTURE
 def test_scans_in_front_of_a_norm_fit_and_do_not_spill(arch, state_dim):
     compile_all(sorted({slab.scan_kernel(dtype, gates=False) for slab in mixer_slabs(arch, state_dim)
                         for dtype in ("bfloat16", "float16")}), arch)  # fmt: skip
