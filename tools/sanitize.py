@@ -57,8 +57,9 @@ HIDDEN = "rows in front that a mask discards"
 EXPLAINED = {
     **{("racecheck", kernel, f"Race reported between {access} access"): MBARRIERS
        for access in ("Read", "Write")
-       for kernel in ("thd_attn_fwd_sm90", "thd_attn_bwd_sm90", "thd_attn_bwd_pair_sm90", "thd_attn_bwd_wide_sm90",
-                      "thd_attn_bwd_dq_sm90", "thd_ssd_scan_sm90", "thd_ssd_bwd_sm90")},
+       for kernel in ("thd_attn_fwd_sm90", "thd_attn_bwd_sm90", "thd_attn_bwd_shared_dq_sm90",
+                      "thd_attn_bwd_by_gradient_sm90", "thd_attn_bwd_dq_sm90", "thd_ssd_scan_sm90",
+                      "thd_ssd_bwd_sm90")},
     **{("racecheck", "thd_ssd_scan", f"Race reported between {access} access"): "bar.arrive orders reads before writes"
        for access in ("Read", "Write")},
     **{("synccheck", kernel, "Barrier error detected"): NAMED for kernel in ("thd_ssd_scan", "thd_ssd_bwd_sm90")},

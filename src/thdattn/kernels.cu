@@ -30,15 +30,15 @@
 //   kernels/hopper/common.cuh             wgmma, TMA, mbarriers, tiles in shared memory, the scheduler (sm_90a)
 //   kernels/hopper/forward.cu             the attention forward
 //   kernels/hopper/softmax.cuh            what it makes of scores
-//   kernels/hopper/pieces.cuh             how it divides keys among thread blocks, where tiles of queries are few
+//   kernels/hopper/split_kv.cuh             how it divides keys among thread blocks, where tiles of queries are few
 //   kernels/hopper/backward_common.cuh    what all backwards share: the scheduler's steps, shares of accumulators
 //   kernels/hopper/backward_tiles.cuh     what those up to head dims 192/128 share: shared memory, the producer
-//   kernels/hopper/query_side.cuh         dq in the backward up to head dims 192/128
+//   kernels/hopper/dq_panels.cuh         dq in the backward up to head dims 192/128
 //   kernels/hopper/backward.cu            the backward up to head dims 128
-//   kernels/hopper/pair.cu                the backward of head dims 192/128
-//   kernels/hopper/wide.cu                the backward of wider heads
-//   kernels/hopper/wide_tiles.cuh         its shared memory and producer; cluster.cuh: what its two blocks exchange
-//   kernels/hopper/dq.cu                  dq by itself for those, for the same bits on every run
+//   kernels/hopper/backward_shared_dq.cu                the backward of head dims 192/128
+//   kernels/hopper/backward_by_gradient.cu                the backward of wider heads
+//   kernels/hopper/by_gradient_tiles.cuh         its shared memory and producer; cluster.cuh: what its two blocks exchange
+//   kernels/hopper/backward_dq.cu                  dq by itself for those, for the same bits on every run
 //   kernels/mamba/                        the Mamba-2 mixer, which has a rule and a common.cuh of its own
 //
 // Words, beside those of the field. One meaning each, here and in Python:
@@ -51,7 +51,7 @@
 //   acc, accum     accumulators in registers; fp32 accumulators in global memory, to which several blocks may add
 //   share          what one thread block brings to such an accumulator; it claims, brings and releases it
 //   semaphore      the int by which these thread blocks know whose share has arrived
-//   piece          64 query rows by some columns of a share of dq: what is sent at once
+//   run          64 query rows by some columns of a share of dq: what is sent at once
 //   stats          -lse / softmax_scale and -delta of every query row
 //   stage, ring    one of several equal buffers that are filled ahead; all of them
 //   fragment       the part of a matrix operand that a warp holds: 16 rows by 16 columns
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(1024) thd_plan_check(
 
 // Results become NaN where the lengths were wrong, as zeros would pass for an answer: three arrays of 32-bit words, all
 // of whose bits are set, which is NaN in every type. Launch: any grid, early; it returns at once where all is well.
-__global__ void __launch_bounds__(256) thd_plan_poison(
+__global__ void __launch_bounds__(256) thd_plan_nan_if_invalid(
     u32* __restrict__ a, u64 a_words, u32* __restrict__ b, u64 b_words, u32* __restrict__ c, u64 c_words,
     const int* wrong) {
   wait_for_kernel_before();
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(256) thd_plan_poison(
   for (u64 i = first; i < c_words; i += step) c[i] = ~0u;
 }
 
-// The last index i < count with offsets[i] <= x: the sequence that holds row x (empty ones hold none), or the piece.
+// The last index i < count with offsets[i] <= x: the sequence that holds row x (empty ones hold none), or the run.
 __device__ __forceinline__ int sequence_of(const int* offsets, int count, int x) {
   int low = 0, high = count;
   while (high - low > 1) {
@@ -187,15 +187,15 @@ __device__ __forceinline__ Place place_of(int row, const int* lengths, int num_s
   return {seq, row - starts[seq], lengths[seq + 1] - lengths[seq]};
 }
 
-// An array that is made of pieces, numbers that follow one another, from a table (2, count): where each begins, the
-// first one at 0, and its first number; -1 is that of a piece of -1.
-struct Pieces {
+// An array that is made of runs, numbers that follow one another, from a table (2, count): where each begins, the
+// first one at 0, and its first number; -1 is that of a run of -1.
+struct Runs {
   const int* table;
   int count;
 
   __device__ __forceinline__ int operator[](int t) const {
-    const int piece = sequence_of(table, count, t), value = table[count + piece];
-    return value < 0 ? -1 : value + t - table[piece];
+    const int run = sequence_of(table, count, t), value = table[count + run];
+    return value < 0 ? -1 : value + t - table[run];
   }
 };
 
@@ -203,7 +203,7 @@ struct Pieces {
 struct Sharded {
   int cp_size, local_rows;
   bool dual_chunk;
-  Pieces by_runs;  // the rows in rank order, where the host has found them; without a table, they are computed
+  Runs by_runs;  // the rows in rank order, where the host has found them; without a table, they are computed
 
   // The row of the pack that row t in rank order is, of a pack of num_rows rows whose sequences end at row `end`; -1
   // for fillers. dual_chunk shares out what lies behind the last sequence in equal slices.
@@ -249,16 +249,16 @@ struct Side {
 };
 
 // What plans of a rank have in common, whatever their masks. order (num_order): which of the num_rows rows of the pack
-// each row in rank order is; from Pieces of it where the host has spread rows by runs (null: it has not). positions,
+// each row in rank order is; from Runs of it where the host has spread rows by runs (null: it has not). positions,
 // valid (local_rows) of this rank's rows. Where the lengths are wrong (null: they are right) every row is valid, so
 // that a loss over valid rows sees the NaN. Launch: one thread an element of order.
 __global__ void thd_plan_rows(int* __restrict__ order, int* __restrict__ positions, bool* __restrict__ valid,
                               const int* __restrict__ lengths, const int* __restrict__ wrong,
-                              const int* __restrict__ pieces, int num_pieces, int num_seqs, int cp_size, int cp_rank,
+                              const int* __restrict__ runs, int num_runs, int num_seqs, int cp_size, int cp_rank,
                               int local_rows, int dual_chunk, int num_rows, int num_order) {
   const int t = blockIdx.x * blockDim.x + threadIdx.x;
   if (t >= num_order) return;
-  const Sharded sharded = {cp_size, local_rows, dual_chunk != 0, {pieces, num_pieces}};
+  const Sharded sharded = {cp_size, local_rows, dual_chunk != 0, {runs, num_runs}};
   const int row = sharded.row_of(t, lengths + num_seqs + 1, num_seqs, num_rows), i = t - cp_rank * local_rows;
   order[t] = row;
   if (i < 0 || i >= local_rows) return;
@@ -267,10 +267,10 @@ __global__ void thd_plan_rows(int* __restrict__ order, int* __restrict__ positio
   valid[i] = place.position < place.length || (wrong && *wrong);
 }
 
-// An array (size) of Pieces. Launch: one thread an element.
-__global__ void thd_plan_pieces(int* __restrict__ array, const int* __restrict__ pieces, int num_pieces, int size) {
+// An array (size) of Runs. Launch: one thread an element.
+__global__ void thd_plan_runs(int* __restrict__ array, const int* __restrict__ runs, int num_runs, int size) {
   const int t = blockIdx.x * blockDim.x + threadIdx.x;
-  if (t < size) array[t] = Pieces{pieces, num_pieces}[t];
+  if (t < size) array[t] = Runs{runs, num_runs}[t];
 }
 
 // The rule of the mask: of `length` positions of the other side, those that the token at place `at` among them sees.

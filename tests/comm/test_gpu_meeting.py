@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
-from thdattn.jit.structs import MAX_CUTS, MAX_RANKS, MEETING, RANK_FLAGS
+from thdattn.jit.structs import MAX_RANKS, MAX_SLICES, PEER_EXCHANGE, RANK_FLAGS
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ def test_slices_are_offered_and_collected(cupy, size, word):
     for seed in range(12):
         draw = random.Random(seed)
         outs, ins = ([cut_of(cupy, draw, size, word * draw.choice([1, 3, 70])) for _ in range(num)]
-                     for num in [draw.randint(1, MAX_CUTS)] * 2)
+                     for num in [draw.randint(1, MAX_SLICES)] * 2)
         sent = [message(outs, rank) for rank in range(size)]
         came, wanted = [], [array.get() for _, array in ins]
         for rank in range(size):
@@ -60,7 +60,7 @@ def test_slices_are_offered_and_collected(cupy, size, word):
         mine[:, TAKEN], mine[:RANK, chunks], mine[RANK + 1 :, chunks] = 1, 1, 1
         counts, marks = cupy.zeros(2, np.uint32), cupy.zeros(2, np.uint32)
         places = [*(x.data.ptr for x in theirs), *[0] * (MAX_RANKS - size)]
-        flags = np.array((places, mine.data.ptr, counts.data.ptr, RANK, size, 1), MEETING)[()]
+        flags = np.array((places, mine.data.ptr, counts.data.ptr, RANK, size, 1), PEER_EXCHANGE)[()]
         slots = [[x.data.ptr for x in slots] for slots in (there, here)]
         (gives, sends), (takes, recvs) = (zip(*pairs, strict=True) for pairs in (outs, ins))
         spec = AllToAllSpec(gives, takes, np.array([[most]]))

@@ -115,7 +115,7 @@ def test_streams_that_are_late_give_the_same_bits(cupy, comm, head_groups, keep_
     delays.check(cupy, comm, head_groups, keep_keys)
 
 
-EXCHANGED = [  # rows, heads of how many that travel, of how many there; and the dtype
+ALL_TO_ALL = [  # rows, heads of how many that travel, of how many there; and the dtype
     (300, 4, 32, 4, "bfloat16"), (300, 4, 32, 12, "bfloat16"), (17, 32, 32, 32, "bfloat16"), (300, 8, 8, 16, "float32"),
     (1, 3, 5, 7, "float32"), (5000, 1, 8, 1, "float16"), (3, 1, 1, 9, "int8"),
 ]  # fmt: skip
@@ -124,7 +124,7 @@ EXCHANGED = [  # rows, heads of how many that travel, of how many there; and the
 def slices_of(cupy, seed):
     """(what is sent, where it is received), strided and not, and the whole arrays that are received into."""
     rng, sends, recvs, places = np.random.default_rng(seed), [], [], []
-    for rows, heads, out_of, into, name in EXCHANGED:
+    for rows, heads, out_of, into, name in ALL_TO_ALL:
         dtype = np.dtype(name)
         width = 256 // dtype.itemsize
         values = cupy.asarray(rng.integers(-99, 99, (rows, out_of, width)).astype(dtype))

@@ -15,13 +15,13 @@ from launch import SOURCE
 from thdattn.jit import structs
 from thdattn.kernels.configs import STATIC_BYTES, TILES, Tiles
 from thdattn.kernels.decode_configs import CACHE_KERNELS, DECODE
-from thdattn.kernels.hopper_configs import BackwardPairSm90, BackwardWideSm90
+from thdattn.kernels.hopper_configs import BackwardByGradientSm90, BackwardSharedDqSm90
 from thdattn.kernels.instances import (
     EXCHANGE_KERNELS,
     GATHER_KERNEL,
     PLAN_KERNELS,
+    REDUCE_KERNELS,
     REORDER_KERNELS,
-    SUM_KERNELS,
     Instance,
     Kind,
     sinks_grad_kernel,
@@ -167,15 +167,16 @@ def kernels_of_logits(tiles: Tiles, arch: str) -> list[Instance]:
         return [*kernels, *(tiles.thd_attn_bwd(dtype, grad, with_dq, backward, caps=True)
                             for grad in (dtype, "float32") for with_dq in (True, False)),
                 *(tiles.thd_attn_bwd_dq(dtype, dq, caps=True) for dq in (dtype, "float32"))]
-    if tiles.forward_sm90.divides:
-        kernels.append(tiles.thd_attn_fwd_sm90(dtype, dtype, Kind(caps=False, sinks=True), in_parts=True))
-    if isinstance(tiles.backward_sm90, BackwardWideSm90):
-        return [*kernels, *(tiles.thd_attn_bwd_wide_sm90(dtype, *each, with_dq=True, caps=True) for each in grads),
-                *(tiles.thd_attn_bwd_wide_sm90(dtype, dtype, grad, with_dq=False, caps=True)
+    if tiles.forward_sm90.split_kv:
+        kernels.append(tiles.thd_attn_fwd_sm90(dtype, dtype, Kind(caps=False, sinks=True), split_kv=True))
+    if isinstance(tiles.backward_sm90, BackwardByGradientSm90):
+        return [*kernels,
+                *(tiles.thd_attn_bwd_by_gradient_sm90(dtype, *each, with_dq=True, caps=True) for each in grads),
+                *(tiles.thd_attn_bwd_by_gradient_sm90(dtype, dtype, grad, with_dq=False, caps=True)
                   for grad in (dtype, "float32")),
                 *(tiles.thd_attn_bwd_dq_sm90(dtype, dq, caps=True) for dq in (dtype, "float32"))]
-    pair = isinstance(tiles.backward_sm90, BackwardPairSm90)
-    backward_sm90 = tiles.thd_attn_bwd_pair_sm90 if pair else tiles.thd_attn_bwd_sm90
+    pair = isinstance(tiles.backward_sm90, BackwardSharedDqSm90)
+    backward_sm90 = tiles.thd_attn_bwd_shared_dq_sm90 if pair else tiles.thd_attn_bwd_sm90
     return kernels + [backward_sm90(dtype, *each, deterministic, caps=True)
                       for each in grads for deterministic in (False, True)]
 
@@ -329,8 +330,8 @@ def test_decode_kernels_of_the_mixer_fit_and_do_not_spill(arch):
 
 @EACH_ARCHITECTURE
 def test_reorder_and_plan_kernels_fit_and_do_not_spill(arch):
-    names = (GATHER_KERNEL, *EXCHANGE_KERNELS.values(), *REORDER_KERNELS.values(), *SUM_KERNELS.values(), *PLAN_KERNELS,
-             *CACHE_KERNELS)
+    names = (GATHER_KERNEL, *EXCHANGE_KERNELS.values(), *REORDER_KERNELS.values(), *REDUCE_KERNELS.values(),
+             *PLAN_KERNELS, *CACHE_KERNELS)
     # There the exchange in words of 4 bytes, as of odd shapes, leaves four of them on the stack.
     compile_all([(name, 0) for name in names], arch, 16 if arch == "sm_120" else 0)
 
@@ -359,7 +360,7 @@ def test_a_portable_backward_of_parts_of_fragments_is_refused(head_dim):
 
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"stages": 3}, "count two stages"),
-    ({"piece_cols": 64}, "pieces of dq have all its columns"),
+    ({"panel_cols": 64}, "pieces of dq have all its columns"),
     ({"in_registers": 48}, "takes all queries of a step"),
 ], ids=str)  # fmt: skip
 def test_a_hopper_backward_that_would_leave_something_out_does_not_compile(wrong, message):
@@ -427,8 +428,8 @@ def with_tiles():
             narrow.thd_attn_fwd("float16", "float32"), narrow.thd_attn_bwd("float16", "float32", True, backward),
             narrow.thd_attn_bwd_dq("float16", "float32"), narrow.thd_attn_fwd_sm90("float16", "float32"),
             narrow.thd_attn_bwd_sm90("float16", "float16", "float32", False),
-            TILES[192, 128].thd_attn_bwd_pair_sm90("float16", "float16", "float32", False),
-            wide.thd_attn_bwd_wide_sm90("float16", "float16", "float32", with_dq=True),
+            TILES[192, 128].thd_attn_bwd_shared_dq_sm90("float16", "float16", "float32", False),
+            wide.thd_attn_bwd_by_gradient_sm90("float16", "float16", "float32", with_dq=True),
             wide.thd_attn_bwd_dq_sm90("float16", "float32")]
 
 
@@ -457,7 +458,7 @@ def test_wrong_bytes_of_shared_memory_do_not_compile(kernel, wrong):
 
 @pytest.mark.parametrize(("struct", "change"), [
     (struct, change) for struct in structs.LAYOUTS for change in ("a field more", "a field less", "another order")
-    if struct not in ("TensorMap", "Shares") or change == "a field more"  # they have a single field
+    if struct not in ("TensorMap", "Partials") or change == "a field more"  # they have a single field
 ])  # fmt: skip
 def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
     layout = structs.LAYOUTS[struct]
@@ -468,10 +469,10 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
     compiler.forget_files()
     by_name = {kernel.name.partition("<")[0]: kernel.name for kernel in with_tiles()}
     kernels = {"ForwardSize": by_name["thd_attn_fwd_sm90"], "MixerSize": MIXER_KERNELS[0],
-               "Parts": by_name["thd_attn_fwd_sm90"], "Rows": REORDER_KERNELS[False],
-               "Segments": MIXER_KERNELS[0], "Shares": SUM_KERNELS["float16"],
-               "Cut<uint4>": EXCHANGE_KERNELS[16], "Exchanged<uint4>": EXCHANGE_KERNELS[16],
-               **dict.fromkeys(("RankFlags", "Meeting", "Gathered"), GATHER_KERNEL)}  # fmt: skip
+               "KvPartials": by_name["thd_attn_fwd_sm90"], "Rows": REORDER_KERNELS[False],
+               "Segments": MIXER_KERNELS[0], "Partials": REDUCE_KERNELS["float16"],
+               "SliceSpec<uint4>": EXCHANGE_KERNELS[16], "AllToAll<uint4>": EXCHANGE_KERNELS[16],
+               **dict.fromkeys(("RankFlags", "PeerExchange", "AllGather"), GATHER_KERNEL)}  # fmt: skip
     try:
         with pytest.raises(RuntimeError, match=f"static assertion failed .*{struct}.* is not what structs.py has"):
             compiler.compile_kernel(kernels.get(struct, by_name["thd_attn_bwd_sm90"]), "sm_90a")

@@ -16,7 +16,7 @@ from thdattn.kernels.configs import TILES
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu", "hopper")]
 
 SINGLE = thdattn.comm.init("single")
-DIVIDED = [dims for dims, tiles in TILES.items() if tiles.forward_sm90.divides]
+DIVIDED = [dims for dims, tiles in TILES.items() if tiles.forward_sm90.split_kv]
 # Few queries of long keys, some without any, in two tiles: what decoding, and rank 0 of many, looks like.
 DECODING = Case("few-queries-long-keys", (16, 3, 0, 130, 1), keys=(3000, 700, 5, 2048, 0), heads=(4, 2), cp_sizes=(1,))
 
@@ -30,7 +30,7 @@ def hopper(cupy):
 
 
 def unpacked(pieces):
-    """(tile, part, parts) of every piece, from what thd_attn_pieces_sm90 makes."""
+    """(tile, part, parts) of every piece, from what thd_attn_split_kv_sm90 makes."""
     count, *words = pieces.get().tolist()
     return [(word & 0xFFFF, word >> 16 & 0xFF, word >> 24) for word in words[:count]]
 

@@ -1,4 +1,4 @@
-"""thd_reorder and thd_meet between rank order and sequence order, in both directions, against NumPy."""
+"""thd_reorder and thd_peer_exchange between rank order and sequence order, in both directions, against NumPy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cases import BFLOAT16, SMALL
 import thdattn
 from thdattn.comm import PeerExchange
 from thdattn.engines import reference
-from thdattn.jit.structs import MAX_RANKS, MEETING, RANK_FLAGS
+from thdattn.jit.structs import MAX_RANKS, PEER_EXCHANGE, RANK_FLAGS
 from thdattn.plan.plan import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu")]
@@ -85,7 +85,7 @@ def test_the_kernel_that_meets_other_ranks_offers_and_collects(cupy, case, cp_si
         mine, theirs = (cupy.zeros((cp_size, RANK_FLAGS.itemsize // 4), np.uint32) for _ in range(2))
         mine[:, 16], mine[1:, chunks], counts, marks = 1, 1, cupy.zeros(2, np.uint32), cupy.zeros(2, np.uint32)
         places = [*(x.data.ptr for x in theirs), *[0] * (MAX_RANKS - cp_size)]
-        flags = np.array((places, mine.data.ptr, counts.data.ptr, 0, cp_size, takes), MEETING)[()]
+        flags = np.array((places, mine.data.ptr, counts.data.ptr, 0, cp_size, takes), PEER_EXCHANGE)[()]
         moved = cuda.to_sequence_order(*parts, there, own=own, peer_exchange=PeerExchange(flags, to, marks.data.ptr, 7))
         for x, y, its, places_of_it in zip(moved, wanted, own, offered, strict=True):
             y[here.query_ranges[:, 0] == here.query_ranges[:, 1]] = 0  # rows that no local query sees

@@ -1,4 +1,4 @@
-"""Fake of thd_meet (kernels/peer/exchange.cu): it exchanges keys or slices chunk by chunk on a fake_streams stream."""
+"""Fake of thd_peer_exchange: it exchanges keys or slices chunk by chunk on a fake_streams stream."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Gathered:
 
 
 class Exchanged:
-    """What an EXCHANGED has, in words of so many bytes."""
+    """What an ALL_TO_ALL has, in words of so many bytes."""
 
     def __init__(self, cargo, word):
         self._cargo, self._word, self.count = cargo, word, int(cargo["num_chunks"])
@@ -110,7 +110,7 @@ class Exchanged:
 
     def _pieces(self, side, rank):
         """(address, bytes) of all that follow each other in a message to or from a rank."""
-        cuts = self._cargo[side][: int(self._cargo["num_cuts"])]
+        cuts = self._cargo[side][: int(self._cargo["num_slices"])]
         return [(int(cut["of"][rank]) + row * int(cut["pitch"]) * self._word, int(cut["words"][rank]) * self._word)
                 for cut in cuts for row in range(int(cut["rows"]))]  # fmt: skip
 

@@ -187,7 +187,7 @@ class Machine:
         return 0
 
     def kernel(self, name):
-        """thd_sum, of sum.cu: `of` has the addresses of what each rank has, `rows` those that are this rank's."""
+        """thd_peer_reduce: `of` has the addresses of what each rank has, `rows` those that are this rank's."""
 
         def add(outs, of, rows):
             for out, places in zip(outs, of, strict=False):

@@ -201,7 +201,7 @@ def wait_for(flags, value=1):
 
 
 def meet(flags, to, own):
-    """What the kernel thd_meet does before it puts rows to their places, of a MEETING."""
+    """What the kernel thd_peer_exchange does before it puts rows to their places, of a PEER_EXCHANGE."""
     rank, size = int(flags["rank"]), int(flags["num_ranks"])
     others = [other for other in range(size) if other != rank]
     mine = array((size,), RANK_FLAGS, int(flags["mine"]))
@@ -242,7 +242,7 @@ def install(monkeypatch):
 
 
 def add(memory, shares, results, rows, stream):
-    """What the kernel thd_sum does."""
+    """What the kernel thd_peer_reduce does."""
     for out, addresses in zip(results, shares["of"], strict=True):
         count = len(out) if rows is None else 1 + int(rows.max())
         read = [array((count, *out.shape[1:]), np.float32, int(at)) for at in addresses[: memory.size]]

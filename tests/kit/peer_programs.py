@@ -426,14 +426,14 @@ def machine_of(size, seed):
         machine.stream.launch(copy, place, source)
 
     def kernel(name):
-        return machine.kernel(name) if name == "thd_sum" else Kernel(machine, name)
+        return machine.kernel(name) if name == "thd_peer_reduce" else Kernel(machine, name)
 
     with (mock.patch.dict(sys.modules, cupy=machine.cupy()), mock.patch.object(reduce.compiler, "kernel", kernel),
           mock.patch.object(windows, "batch_mem_op", lambda: machine.mem_ops),
           mock.patch.object(transport, "copy", enqueue_copy), mock.patch.object(overlap, "copy", enqueue_copy),
           mock.patch.object(transport, "WORTH_COPYING", 0),  # so that some swaps are of copies
           mock.patch.object(exchange_launcher, "_LEAST_BYTES", 64),  # several chunks each, some empty
-          mock.patch.dict(reduce.SUM_KERNELS, float32="thd_sum"),
+          mock.patch.dict(reduce.REDUCE_KERNELS, float32="thd_peer_reduce"),
           mock.patch.object(layout, "rounded_up", lambda num_bytes: num_bytes),  # so that windows often grow
           mock.patch.object(transport.PeerMemory, "_probe", lambda memory: None)):  # fmt: skip
         yield machine

@@ -167,14 +167,14 @@ def test_shares_of_gradients_are_added_up_as_numpy_does(cupy, name, cp_size, dty
 
 def test_sums_of_one_table_for_all_ranks_are_what_they_were(cupy):
     from thdattn.comm.peer.reduce import add_up
-    from thdattn.jit.structs import SHARES
+    from thdattn.jit.structs import PARTIALS
 
     rng = np.random.default_rng(2)
     parts = rng.standard_normal((2, 3, 50, 2, 8)).astype(np.float32)
     rows = rng.permutation(50).astype(np.int32)[:40]
     rows[::7] = -1
     on = cupy.asarray(parts)
-    shares = np.zeros((), SHARES)
+    shares = np.zeros((), PARTIALS)
     for i in range(2):
         shares["of"][i, :3] = [on[i, rank].data.ptr for rank in range(3)]
     for order in (None, rows):

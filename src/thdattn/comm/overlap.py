@@ -48,7 +48,7 @@ class Pending:
 class PeerExchange(NamedTuple):
     """Arguments of the kernel that exchanges rows with all peers.
 
-    flags: a MEETING of jit/structs.py.
+    flags: a PEER_EXCHANGE of jit/structs.py.
     to: for each array and rank, the address that this rank's rows are written to. 0: none, the rank reads another copy.
     marks: address at which the kernel writes a number for the watchdog; 0: nowhere.
     number: that number.
@@ -169,7 +169,7 @@ class OverlappedCollectives(ABC):
             at_once: as for reduce_partials. Partial sums then go to their owner ranks while the kernel runs.
 
         Returns:
-            A SHARES of jit/structs.py: for each array and rank, the address of this rank's float32 partial sums.
+            A PARTIALS of jit/structs.py: for each array and rank, the address of this rank's float32 partial sums.
         """
         raise NotImplementedError(f"a comm of backend {self.name!r} does not see what other ranks have")
 

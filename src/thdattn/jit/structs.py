@@ -7,41 +7,44 @@ import numpy as np
 TENSOR_MAP = np.dtype([("opaque", np.uint8, (128,))])  # a CUtensorMap
 FORWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "num_tiles", "num_heads", "group", "together", "last_heads", "row_heads")])
-PARTS = np.dtype([(field, np.uint64) for field in ("shares", "arrived")])
+KV_PARTIALS = np.dtype([(field, np.uint64) for field in ("partials", "arrived")])
 BACKWARD_SIZE = np.dtype([(field, np.int32) for field in (
     "q_rows", "k_rows", "stats_rows", "num_tiles", "splits", "together", "last_splits", "split_heads", "group",
     "num_kv_heads", "semaphore_rows", "row_heads")])
-PAIRS = np.dtype([(field, np.uint64) for field in ("pairs", "from", "to")])
+PACK_FILTER = np.dtype([(field, np.uint64) for field in ("pairs", "from", "to")])
 CURVES = {name: np.dtype([("reach", np.float32), ("coefficients", np.float32, terms)])
           for name, terms in (("two", 2), ("three", 3), ("five", 5))}
 LOGITS = np.dtype([*((field, np.float32) for field in ("scale", "cap", "inverse_cap", "doubled")),
                    ("slopes", np.float32, 2), *CURVES.items()])
 MAX_RANKS = 16  # kMaxRanks of kernels/common.cuh
-HOMES = np.dtype([("of", np.uint64, (2, MAX_RANKS)), ("places", np.uint64)])
+OWNERS = np.dtype([("of", np.uint64, (2, MAX_RANKS)), ("places", np.uint64)])
 GRADIENTS = np.dtype([*((field, np.uint64) for field in (
-    "dk", "dv", "dk_accum", "dv_accum", "semaphores", "dk_rounded", "dv_rounded", "places")), ("homes", HOMES)])
+    "dk", "dv", "dk_accum", "dv_accum", "semaphores", "dk_rounded", "dv_rounded", "places")), ("owners", OWNERS)])
 ROWS = np.dtype([("from", np.uint64, MAX_RANKS), ("own", np.uint64), ("out", np.uint64),
                  *((field, np.int32) for field in ("words", "pitch", "own_pitch"))], align=True)
 CHUNKS = 4096  # kChunks of kernels/peer/exchange.cu: of what a rank has for another one; each is offered by itself
 RANK_FLAGS = np.dtype([("ready", np.uint32, 16), ("taken", np.uint32, 16), ("offered", np.uint32, CHUNKS)])
-MEETING = np.dtype([("theirs", np.uint64, MAX_RANKS), ("mine", np.uint64), ("counts", np.uint64),
+PEER_EXCHANGE = np.dtype([("theirs", np.uint64, MAX_RANKS), ("mine", np.uint64), ("counts", np.uint64),
                     *((field, np.int32) for field in ("rank", "num_ranks", "takes"))], align=True)
-GATHERED = np.dtype([("keys", ROWS), ("values", ROWS), ("to", np.uint64, (2, MAX_RANKS)), ("rank_order", np.uint64),
+ALL_GATHER = np.dtype([("keys", ROWS), ("values", ROWS), ("to", np.uint64, (2, MAX_RANKS)), ("rank_order", np.uint64),
                      ("query_ranges", np.uint64), ("num_rows", np.int32)], align=True)
-MAX_CUTS = 6  # kMaxCuts of kernels/peer/exchange.cu: arrays of an exchange
-CUT = np.dtype([("of", np.uint64, MAX_RANKS), ("words", np.int32, MAX_RANKS), ("rows", np.int32), ("pitch", np.int32)])
-EXCHANGED = np.dtype([("out", CUT, MAX_CUTS), ("in", CUT, MAX_CUTS), ("to", np.uint64, MAX_RANKS),
-                      ("from", np.uint64, MAX_RANKS), ("num_cuts", np.int32), ("num_chunks", np.int32)])
-SHARES = np.dtype([("of", np.uint64, (2, MAX_RANKS))])
+MAX_SLICES = 6  # kMaxSlices of kernels/peer/exchange.cu: arrays of an exchange
+SLICE_SPEC = np.dtype([("of", np.uint64, MAX_RANKS), ("words", np.int32, MAX_RANKS), ("rows", np.int32),
+                       ("pitch", np.int32)])
+ALL_TO_ALL = np.dtype([("out", SLICE_SPEC, MAX_SLICES), ("in", SLICE_SPEC, MAX_SLICES), ("to", np.uint64, MAX_RANKS),
+                      ("from", np.uint64, MAX_RANKS), ("num_slices", np.int32), ("num_chunks", np.int32)])
+PARTIALS = np.dtype([("of", np.uint64, (2, MAX_RANKS))])
 MIXER_SIZE = np.dtype([(field, np.int32) for field in (
     "rows", "offset", "heads", "head_dim", "groups", "state_dim", "segment")])
 SEGMENTS = np.dtype([(field, np.int32) for field in ("first", "count", "of_block")])
 
 # By the names of the structs in CUDA.
-LAYOUTS = {"TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "Parts": PARTS, "BackwardSize": BACKWARD_SIZE,
-           "Pairs": PAIRS, "Homes": HOMES, "Gradients<float>": GRADIENTS, "Logits<true>": LOGITS, "Rows": ROWS,
-           "RankFlags": RANK_FLAGS, "Meeting": MEETING, "Gathered": GATHERED, "Cut<uint4>": CUT,
-           "Exchanged<uint4>": EXCHANGED, "Shares": SHARES, "MixerSize": MIXER_SIZE, "Segments": SEGMENTS}
+LAYOUTS = {
+    "TensorMap": TENSOR_MAP, "ForwardSize": FORWARD_SIZE, "KvPartials": KV_PARTIALS, "BackwardSize": BACKWARD_SIZE,
+    "PackFilter": PACK_FILTER, "Owners": OWNERS, "Gradients<float>": GRADIENTS, "Logits<true>": LOGITS, "Rows": ROWS,
+    "RankFlags": RANK_FLAGS, "PeerExchange": PEER_EXCHANGE, "AllGather": ALL_GATHER, "SliceSpec<uint4>": SLICE_SPEC,
+    "AllToAll<uint4>": ALL_TO_ALL, "Partials": PARTIALS, "MixerSize": MIXER_SIZE, "Segments": SEGMENTS,
+}  # fmt: skip
 
 
 def checks() -> str:

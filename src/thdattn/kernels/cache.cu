@@ -1,24 +1,24 @@
-// The keys and values that a KVCache keeps of every text: text t has lengths[t] rows, from row t * capacity on. A text
+// The keys and values that a KVCache keeps of every seq: seq t has lengths[t] rows, from row t * capacity on. A seq
 // that does not fit is never cut: its length becomes capacity + 1, and stays so.
 
 #pragma once
 
 #include "kernels.cu"
 
-// Writes new rows, (num_texts * new_rows, ..), after those of their texts, counts them, and says which keys they see
-// as queries: key_ranges (num_texts * new_rows), by the mask's rule on positions; nothing, in a text that does not fit.
+// Writes new rows, (num_seqs * new_rows, ..), after those of their texts, counts them, and says which keys they see
+// as queries: key_ranges (num_seqs * new_rows), by the mask's rule on positions; nothing, in a seq that does not fit.
 // left, right: window, -1 = unlimited; causal is right = 0. pitch: 16-byte words per row.
-// Launch: early, grid num_texts, block 256.
+// Launch: early, grid num_seqs, block 256.
 __global__ void __launch_bounds__(256) thd_cache_append(
     uint4* __restrict__ k_cache, const uint4* k, int k_pitch, uint4* __restrict__ v_cache,
     const uint4* v, int v_pitch, int* __restrict__ lengths, int2* __restrict__ key_ranges, int new_rows,
     int capacity, int left, int right) {
   wait_for_kernel_before();
-  const int text = blockIdx.x, before = lengths[text];
+  const int seq = blockIdx.x, before = lengths[seq];
   const bool fits = before <= capacity - new_rows;
-  const int length = fits ? before + new_rows : capacity + 1, first = text * capacity;
+  const int length = fits ? before + new_rows : capacity + 1, first = seq * capacity;
   if (fits) {
-    const size_t to = (size_t)first + before, from = (size_t)text * new_rows;
+    const size_t to = (size_t)first + before, from = (size_t)seq * new_rows;
     for (int i = threadIdx.x; i < new_rows * k_pitch; i += blockDim.x)
       k_cache[to * k_pitch + i] = k[from * k_pitch + i];
     for (int i = threadIdx.x; i < new_rows * v_pitch; i += blockDim.x)
@@ -26,14 +26,14 @@ __global__ void __launch_bounds__(256) thd_cache_append(
   }
   for (int i = threadIdx.x; i < new_rows; i += blockDim.x) {
     const int2 seen = in_sight(before + i, length, left, right);
-    key_ranges[(size_t)text * new_rows + i] = fits ? make_int2(first + seen.x, first + seen.y) : make_int2(0, 0);
+    key_ranges[(size_t)seq * new_rows + i] = fits ? make_int2(first + seen.x, first + seen.y) : make_int2(0, 0);
   }
   __syncthreads();  // everyone has read the length
-  if (threadIdx.x == 0) lengths[text] = length;
+  if (threadIdx.x == 0) lengths[seq] = length;
 }
 
 // Copies the sequences of a pack, in sequence order, to the texts of their numbers, which lose what they had. `wrong`:
-// 1 if the lengths that the offsets come from were, and so no text fits; null: they are right.
+// 1 if the lengths that the offsets come from were, and so no seq fits; null: they are right.
 // Launch: grid ceil(max(num_rows, num_seqs) / 8), block 256: one warp a row. Bound by memory.
 __global__ void __launch_bounds__(256) thd_cache_fill(
     uint4* __restrict__ k_cache, const uint4* __restrict__ k, int k_pitch, uint4* __restrict__ v_cache,

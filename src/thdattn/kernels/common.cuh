@@ -97,10 +97,10 @@ __device__ __forceinline__ float quad_max(float x) {
 struct Merge { float others, these; };
 __device__ __forceinline__ Merge merge_lse(float* lse, float mine, bool counts) {
   const float others = counts ? *lse : mine, top = fmaxf(others, mine);
-  const float less = exp2_fast((fminf(others, mine) - top) * kLog2e), share = 1.f / (1.f + less);
+  const float less = exp2_fast((fminf(others, mine) - top) * kLog2e), weight = 1.f / (1.f + less);
   __syncwarp();                                       // all four have read it
   if (counts && threadIdx.x % 4 == 0) *lse = top + __log2f(1.f + less) * kLn2;
-  return others < mine ? Merge{less * share, share} : Merge{share, less * share};
+  return others < mine ? Merge{less * weight, weight} : Merge{weight, less * weight};
 }
 
 // Two neighbouring 16x8 blocks of accumulators, once rounded, are the A operand of one 16x16 block: no data moves.

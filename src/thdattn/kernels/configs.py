@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thdattn.kernels.hopper_configs import BackwardPairSm90, BackwardSm90, BackwardWideSm90, ForwardSm90
+from thdattn.kernels.hopper_configs import BackwardByGradientSm90, BackwardSharedDqSm90, BackwardSm90, ForwardSm90
 from thdattn.kernels.instances import PLAIN, Instance, Kind, instance
 
 PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels/portable/common.cuh
@@ -77,7 +77,7 @@ class Tiles:
     backward: tuple[Backward, ...]
     backward_dq: BackwardDq
     forward_sm90: ForwardSm90
-    backward_sm90: BackwardSm90 | BackwardPairSm90 | BackwardWideSm90
+    backward_sm90: BackwardSm90 | BackwardSharedDqSm90 | BackwardByGradientSm90
 
     def __post_init__(self) -> None:
         """Raise ValueError where warps of the portable backward would not have whole fragments of 16 columns."""
@@ -149,10 +149,10 @@ class Tiles:
 
     # ---------------------------------------------------------------------------------------- Hopper kernels
 
-    def thd_attn_fwd_sm90(self, dtype: str, out_dtype: str, kind: Kind = PLAIN, in_parts: bool = False) -> Instance:
+    def thd_attn_fwd_sm90(self, dtype: str, out_dtype: str, kind: Kind = PLAIN, split_kv: bool = False) -> Instance:
         """The forward; what it makes is merged with what is there where out_dtype is "float32".
 
-        in_parts: the keys of a tile may be divided among thread blocks.
+        split_kv: the keys of a tile may be divided among thread blocks.
         """
         f, tile_n = self.forward_sm90, self.forward_sm90.keys(kind)
         tiles = slabs(f.q_stages * f.tile_m, self.head_dim) + self._keys_and_values(f.kv_stages * tile_n)
@@ -161,21 +161,21 @@ class Tiles:
         ranges = 8 * 2 * f.q_stages * f.tile_m
         return instance(
             "thd_attn_fwd_sm90", dtype, out_dtype, *kind, *self._dims, tile_n, f.consumers, f.q_stages, f.kv_stages,
-            f.q_in_registers, f.own_peaks, in_parts, shared_bytes=tiles + barriers + told + ranges)
+            f.q_in_registers, f.lazy_row_max, split_kv, shared_bytes=tiles + barriers + told + ranges)
 
-    def thd_attn_pieces_sm90(self) -> Instance:
+    def thd_attn_split_kv_sm90(self) -> Instance:
         """How the keys of tiles are divided."""
-        return instance("thd_attn_pieces_sm90", self.forward_sm90.tile_m, self.forward_sm90.tile_n)
+        return instance("thd_attn_split_kv_sm90", self.forward_sm90.tile_m, self.forward_sm90.tile_n)
 
     @property
-    def share_floats(self) -> int:
-        """Of a piece of a tile of queries and one head: what add_parts of kernels/hopper/pieces.cuh leaves."""
+    def partial_floats(self) -> int:
+        """Of a piece of a tile of queries and one head: what add_parts of kernels/hopper/split_kv.cuh leaves."""
         return self.forward_sm90.tile_m * (self.v_head_dim + 4)
 
-    def thd_attn_shares_sm90(self) -> Instance:
+    def thd_attn_count_partials_sm90(self) -> Instance:
         """How many tiles of keys have a share of a tile's dq."""
         b = self.backward_sm90
-        return instance("thd_attn_shares_sm90", b.tile_n // 64, b.tile_m)
+        return instance("thd_attn_count_partials_sm90", b.tile_n // 64, b.tile_m)
 
     def thd_attn_bwd_sm90(
         self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False
@@ -184,41 +184,41 @@ class Tiles:
         b = self.backward_sm90
         assert isinstance(b, BackwardSm90)
         tiles = self._keys_and_values(b.tile_n + b.stages * b.tile_m) + b.stages * slabs(b.tile_n, b.tile_m)
-        pieces, stats = b.dq_stages * 4 * 64 * b.piece_cols, 8 * b.stages * b.tile_m
+        pieces, stats = b.dq_stages * 4 * 64 * b.panel_cols, 8 * b.stages * b.tile_m
         barriers = 8 * (8 + 4 * b.stages + 3 * b.dq_stages)
         told = -(-(2 * 12 + 4 * b.dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
         ranges = 8 * (b.tile_n + 8)
         adds = dq_dtype == "float32"
         registers = (adds and b.adding_registers) or b.query_registers
         in_registers = b.in_registers > 0 and not adds and not caps
-        queries, weighed = b.at_once(caps, in_registers)
+        queries, dp_queries = b.at_once(caps, in_registers)
         return instance("thd_attn_bwd_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.tile_m, b.stages,
-                        queries, weighed, in_registers, b.piece_cols, b.dq_stages, registers, deterministic,
+                        queries, dp_queries, in_registers, b.panel_cols, b.dq_stages, registers, deterministic,
                         shared_bytes=tiles + pieces + stats + barriers + told + ranges)
 
-    def thd_attn_bwd_pair_sm90(
+    def thd_attn_bwd_shared_dq_sm90(
         self, dtype: str, dq_dtype: str, grad_dtype: str, deterministic: bool, caps: bool = False
     ) -> Instance:
         """As thd_attn_bwd_sm90."""
         b = self.backward_sm90
-        assert isinstance(b, BackwardPairSm90)
+        assert isinstance(b, BackwardSharedDqSm90)
         tiles = self._keys_and_values(b.tile_n + b.stages * b.tile_m) + slabs(b.tile_n, b.tile_m)
-        dq_stages = self.head_dim // b.piece_cols
+        dq_stages = self.head_dim // b.panel_cols
         pieces, stats = 4 * 64 * self.head_dim, 8 * b.stages * b.tile_m
         barriers = 8 * (8 + 2 * b.stages + 2 + 3 * dq_stages)
         told = -(-(2 * 12 + 4 * dq_stages + 2 * 16 * b.stages) // 8) * 8  # Claim, Share and Step
         ranges = 8 * (b.tile_n + 8)
         queries = b.capped_queries if caps else b.queries
-        return instance("thd_attn_bwd_pair_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.stages, queries,
-                        b.piece_cols, deterministic,
+        return instance("thd_attn_bwd_shared_dq_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.stages,
+                        queries, b.panel_cols, deterministic,
                         shared_bytes=tiles + pieces + stats + barriers + told + ranges)
 
-    def thd_attn_bwd_wide_sm90(
+    def thd_attn_bwd_by_gradient_sm90(
         self, dtype: str, dq_dtype: str, grad_dtype: str, with_dq: bool, caps: bool = False
     ) -> Instance:
         """dk and dv, whose dtype is grad_dtype, and with_dq also dq as thd_attn_bwd_sm90, or its accumulators."""
         b = self.backward_sm90
-        assert isinstance(b, BackwardWideSm90)
+        assert isinstance(b, BackwardByGradientSm90)
         cluster, loaded = with_dq and b.blocks == 2, b.q_stages + b.dout_stages
         keys = 4 * slabs(64, 64) if cluster else slabs(64, self.head_dim)
         tiles = (keys + slabs(64 * b.q_stages, self.head_dim) + slabs(64 * (1 + b.dout_stages), self.v_head_dim)
@@ -226,7 +226,7 @@ class Tiles:
         stats, barriers, ranges = 4 * 64 * loaded, 8 * (2 + 2 * loaded + 3 * b.ds_stages), 8 * (2 * 64 + 8)
         steps, exchange = 16 * loaded + -(-20 * b.ds_stages // 8) * 8, 8 * (b.ds_stages + 3) if cluster else 0
         shift = b.capped_shift if caps else 0
-        return instance("thd_attn_bwd_wide_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.q_stages,
+        return instance("thd_attn_bwd_by_gradient_sm90", dtype, dq_dtype, grad_dtype, caps, *self._dims, b.q_stages,
                         b.dout_stages, b.ds_stages, with_dq, b.blocks, b.key_registers + shift,
                         b.value_registers - shift, b.query_registers,
                         shared_bytes=tiles + stats + barriers + steps + ranges + exchange)
@@ -234,35 +234,35 @@ class Tiles:
     def thd_attn_bwd_dq_sm90(self, dtype: str, dq_dtype: str, caps: bool = False) -> Instance:
         """As thd_attn_bwd_dq."""
         b = self.backward_sm90
-        assert isinstance(b, BackwardWideSm90)
+        assert isinstance(b, BackwardByGradientSm90)
         return instance("thd_attn_bwd_dq_sm90", dtype, dq_dtype, caps, *self._dims, b.dq_keys, 2,
                         shared_bytes=self._keys_and_values(DQ_ROWS + 2 * b.dq_keys) + 8 * 6 + 16 * 2)
 
-    def thd_attn_round_wide_sm90(self, dq_dtype: str) -> Instance:
+    def thd_attn_round_dq_sm90(self, dq_dtype: str) -> Instance:
         """dq from its accumulators."""
-        return instance("thd_attn_round_wide_sm90", dq_dtype, self.head_dim)
+        return instance("thd_attn_round_dq_sm90", dq_dtype, self.head_dim)
 
     def hopper_kernels(self) -> list[Instance]:
         """Every Hopper kernel of this head dim."""
-        kernels = [self.thd_attn_shares_sm90()]
-        if self.forward_sm90.divides:
-            kernels += [self.thd_attn_pieces_sm90(),
-                        *(self.thd_attn_fwd_sm90(dtype, dtype, in_parts=True) for dtype in ("float16", "bfloat16"))]
+        kernels = [self.thd_attn_count_partials_sm90()]
+        if self.forward_sm90.split_kv:
+            kernels += [self.thd_attn_split_kv_sm90(),
+                        *(self.thd_attn_fwd_sm90(dtype, dtype, split_kv=True) for dtype in ("float16", "bfloat16"))]
         for dtype in ("float16", "bfloat16"):
             kernels += [self.thd_attn_fwd_sm90(dtype, out) for out in (dtype, "float32")]
             grads = (dtype, dtype), (dtype, "float32"), ("float32", "float32")  # of dq, and of dk and dv
-            if isinstance(self.backward_sm90, BackwardWideSm90):
-                kernels += [self.thd_attn_bwd_wide_sm90(dtype, *each, with_dq=True) for each in grads]
-                kernels += [self.thd_attn_bwd_wide_sm90(dtype, dtype, grad, with_dq=False)
+            if isinstance(self.backward_sm90, BackwardByGradientSm90):
+                kernels += [self.thd_attn_bwd_by_gradient_sm90(dtype, *each, with_dq=True) for each in grads]
+                kernels += [self.thd_attn_bwd_by_gradient_sm90(dtype, dtype, grad, with_dq=False)
                             for grad in (dtype, "float32")]
                 kernels += [self.thd_attn_bwd_dq_sm90(dtype, dq) for dq in (dtype, "float32")]
-                kernels.append(self.thd_attn_round_wide_sm90(dtype))
+                kernels.append(self.thd_attn_round_dq_sm90(dtype))
             else:
-                pair = isinstance(self.backward_sm90, BackwardPairSm90)
-                backward = self.thd_attn_bwd_pair_sm90 if pair else self.thd_attn_bwd_sm90
+                pair = isinstance(self.backward_sm90, BackwardSharedDqSm90)
+                backward = self.thd_attn_bwd_shared_dq_sm90 if pair else self.thd_attn_bwd_sm90
                 kernels += [backward(dtype, *each, deterministic) for each in grads for deterministic in (False, True)]
-        if isinstance(self.backward_sm90, BackwardWideSm90):
-            kernels.append(self.thd_attn_round_wide_sm90("float32"))
+        if isinstance(self.backward_sm90, BackwardByGradientSm90):
+            kernels.append(self.thd_attn_round_dq_sm90("float32"))
         return kernels
 
     @property
@@ -272,11 +272,12 @@ class Tiles:
         if isinstance(b, BackwardSm90):
             queries = {n for caps in (False, True) for in_registers in {False, b.in_registers > 0}
                        for n in b.at_once(caps, in_registers)}
-            backward = {*queries, b.piece_cols, *self._dims}
-        elif isinstance(b, BackwardPairSm90):
-            backward = {b.queries, b.capped_queries, b.piece_cols, 32, *self._dims}
+            backward = {*queries, b.panel_cols, *self._dims}
+        elif isinstance(b, BackwardSharedDqSm90):
+            backward = {b.queries, b.capped_queries, b.panel_cols, 32, *self._dims}
         else:  # a sum of 256 columns takes two instructions, kMostCols of kernels/hopper/backward_common.cuh
-            backward = {64, b.dq_keys, self._wide_piece_cols, *(128 if dim == 256 else dim for dim in self._dims)}
+            dims = (128 if dim == 256 else dim for dim in self._dims)
+            backward = {64, b.dq_keys, self._by_gradient_panel_cols, *dims}
         return {f.tile_n, f.capped_tile_n or f.tile_n, self.v_head_dim, *backward}
 
     # ---------------------------------------------------------------------------------------- what they share
@@ -286,8 +287,8 @@ class Tiles:
         return self.head_dim, self.v_head_dim
 
     @property
-    def _wide_piece_cols(self) -> int:
-        """Columns of a piece of dq of thd_attn_bwd_wide_sm90: a block of a cluster brings one."""
+    def _by_gradient_panel_cols(self) -> int:
+        """Columns of a piece of dq of thd_attn_bwd_by_gradient_sm90: a block of a cluster brings one."""
         return self.head_dim // 2 if self.backward_sm90.blocks == 2 else SLAB
 
     @property
@@ -318,11 +319,11 @@ TILES = {
             backward_dq=BackwardDq(tile_n=64, warps=8),
             forward_sm90=ForwardSm90(
                 tile_n=128, consumers=3,  # 144 keys spill
-                q_stages=2, kv_stages=3, own_peaks=True,
+                q_stages=2, kv_stages=3, lazy_row_max=True,
             ),
             backward_sm90=BackwardSm90(
-                tile_m=128, stages=2, queries=128, weighed=64,  # a third stage does not fit
-                piece_cols=64, dq_stages=2,
+                tile_m=128, stages=2, queries=128, dp_queries=64,  # a third stage does not fit
+                panel_cols=64, dq_stages=2,
                 query_registers=64,  # 48 spill
                 capped_at_once=(64, 64),  # 128 spill
                 in_registers=64,  # 128 spill
@@ -339,8 +340,8 @@ TILES = {
                 capped_tile_n=96,  # 112 spill
             ),
             backward_sm90=BackwardSm90(
-                tile_m=64, stages=2, queries=64, weighed=64,  # 128 queries do not fit
-                piece_cols=96, dq_stages=2,
+                tile_m=64, stages=2, queries=64, dp_queries=64,  # 128 queries do not fit
+                panel_cols=96, dq_stages=2,
                 query_registers=80, adding_registers=96,  # 64 spill, and 80 if dq is added
                 capped_at_once=(64, 32),  # dP of 64 spills
                 in_registers=32,  # 64 spill
@@ -358,8 +359,8 @@ TILES = {
                 q_in_registers=True, together=1,
             ),
             backward_sm90=BackwardSm90(
-                tile_m=64, stages=2, queries=64, weighed=64,  # 128 queries, or a third stage, do not fit
-                piece_cols=64, dq_stages=2,  # 128 columns spill
+                tile_m=64, stages=2, queries=64, dp_queries=64,  # 128 queries, or a third stage, do not fit
+                panel_cols=64, dq_stages=2,  # 128 columns spill
                 query_registers=64,  # 48 spill, and 80 leave too few to the key side, whose products then wait
                 capped_at_once=(64, 32),  # dP of 64 spills
             ),
@@ -374,8 +375,8 @@ TILES = {
                 tile_n=128, consumers=2, q_stages=1, kv_stages=2,  # 144 keys, or another stage, do not fit
                 q_in_registers=True,
             ),
-            backward_sm90=BackwardPairSm90(
-                stages=2, queries=64, piece_cols=64,  # another stage does not fit
+            backward_sm90=BackwardSharedDqSm90(
+                stages=2, queries=64, panel_cols=64,  # another stage does not fit
                 capped_queries=32,  # 64 spill
                 together=3,
             ),
@@ -389,7 +390,7 @@ TILES = {
             forward_sm90=ForwardSm90(
                 tile_n=112, consumers=2, q_stages=1, kv_stages=2,  # 128 keys, or another stage, do not fit
             ),
-            backward_sm90=BackwardWideSm90(
+            backward_sm90=BackwardByGradientSm90(
                 q_stages=3, dout_stages=2, ds_stages=2, blocks=2,
                 key_registers=208, value_registers=192, query_registers=80,  # 8 fewer of any spill
                 dq_keys=64,
@@ -404,9 +405,9 @@ TILES = {
             forward_sm90=ForwardSm90(
                 tile_n=80, consumers=2, q_stages=1, kv_stages=2,  # 96 keys, or another stage, do not fit
                 capped_tile_n=64,  # 80 spill
-                divides=False,  # adding the parts spills
+                split_kv=False,  # adding the parts spills
             ),
-            backward_sm90=BackwardWideSm90(
+            backward_sm90=BackwardByGradientSm90(
                 q_stages=2, dout_stages=2, ds_stages=2,  # another stage, or a cluster, does not fit
                 key_registers=192, value_registers=232,  # 176 for keys spill, and 224 for values
                 capped_shift=8,  # 0 spills

@@ -12,10 +12,10 @@ class ForwardSm90:
     """thd_attn_fwd_sm90: tile_n keys at a time; each of `consumers` warpgroups owns 64 query rows.
 
     q_stages query tiles and kv_stages tiles of keys and of values are loaded ahead. q_in_registers: queries are read
-    from registers, where there are some left. own_peaks: the threads of a row compare their largest scores only where
-    these are far above what came before. together: heads that are done one after another at each tile.
+    from registers, where there are some left. lazy_row_max: the threads of a row compare their largest scores only
+    where these are far above what came before. together: heads that are done one after another at each tile.
     capped_tile_n: as for Forward.
-    divides: keys of a tile may be divided among thread blocks.
+    split_kv: keys of a tile may be divided among thread blocks.
     """
 
     tile_n: int
@@ -23,10 +23,10 @@ class ForwardSm90:
     q_stages: int
     kv_stages: int
     q_in_registers: bool = False
-    own_peaks: bool = False
+    lazy_row_max: bool = False
     together: int = 4
     capped_tile_n: int = 0
-    divides: bool = True
+    split_kv: bool = True
 
     def keys(self, kind: Kind) -> int:
         """Keys at a time."""
@@ -47,11 +47,11 @@ class ForwardSm90:
 class BackwardSm90:
     """thd_attn_bwd_sm90: 128 keys per thread block, tile_m query rows at a time, `stages` query tiles loaded ahead.
 
-    The key side takes scores of `queries` of them at once, and dP of `weighed`; of capped_at_once where logits are
+    The key side takes scores of `queries` of them at once, and dP of `dp_queries`; of capped_at_once where logits are
     capped, if these differ. in_registers: so many of both instead, where logits are not capped and dq is not added to
     what is there; that leaves registers for keys and values, and products then read shared memory for one operand.
 
-    dq has pieces of piece_cols columns, and dq_stages buffers for pieces on their way; the warpgroup that computes them
+    dq has pieces of panel_cols columns, and dq_stages buffers for pieces on their way; the warpgroup that computes them
     has query_registers registers per thread, the others share the rest. adding_registers: those where it adds dq to
     what is there, if they differ. together: as for ForwardSm90.
     """
@@ -59,8 +59,8 @@ class BackwardSm90:
     tile_m: int
     stages: int
     queries: int
-    weighed: int
-    piece_cols: int
+    dp_queries: int
+    panel_cols: int
     dq_stages: int
     query_registers: int
     adding_registers: int = 0
@@ -74,19 +74,19 @@ class BackwardSm90:
         """Queries whose scores, and queries whose dP, the key side takes at once."""
         if in_registers:
             return self.in_registers, self.in_registers
-        return (caps and self.capped_at_once) or (self.queries, self.weighed)
+        return (caps and self.capped_at_once) or (self.queries, self.dp_queries)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardPairSm90:
-    """thd_attn_bwd_pair_sm90: 128 keys per thread block, 64 query rows at a time, `stages` query tiles loaded ahead.
+class BackwardSharedDqSm90:
+    """thd_attn_bwd_shared_dq_sm90: 128 keys per thread block, 64 query rows at a time.
 
-    Scores are taken of `queries` of them at once. The rest as for BackwardSm90.
+    `stages` query tiles are loaded ahead, and scores are taken of `queries` rows at once. The rest as for BackwardSm90.
     """
 
     stages: int
     queries: int
-    piece_cols: int
+    panel_cols: int
     capped_queries: int
     together: int = 2
 
@@ -94,8 +94,8 @@ class BackwardPairSm90:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardWideSm90:
-    """thd_attn_bwd_wide_sm90: 64 keys per thread block, 64 query rows at a time, dq added up in any order.
+class BackwardByGradientSm90:
+    """thd_attn_bwd_by_gradient_sm90: 64 keys per thread block, 64 query rows at a time, dq added up in any order.
 
     q_stages tiles of queries, dout_stages tiles of their gradients and ds_stages of score gradients are in memory.
     blocks: 2, if two thread blocks are a cluster, which shares what it loads and brings shares of dq of 128 keys; then

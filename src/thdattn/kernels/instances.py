@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 ELEMENT_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "float"}
 REORDER_KERNELS = {to_rank_order: f"thd_reorder<{str(to_rank_order).lower()}>" for to_rank_order in (False, True)}
-SUM_KERNELS = {dtype: f"thd_sum<{ELEMENT_TYPES[dtype]}>" for dtype in ("float16", "bfloat16")}
-GATHER_KERNEL = "thd_meet<Gathered>"
-EXCHANGE_KERNELS = {size: f"thd_meet<Exchanged<{word}>>"  # by the bytes of a word
+REDUCE_KERNELS = {dtype: f"thd_peer_reduce<{ELEMENT_TYPES[dtype]}>" for dtype in ("float16", "bfloat16")}
+GATHER_KERNEL = "thd_peer_exchange<AllGather>"
+EXCHANGE_KERNELS = {size: f"thd_peer_exchange<AllToAll<{word}>>"  # by the bytes of a word
                     for size, word in ((16, "uint4"), (4, "u32"), (1, "unsigned char"))}
-PLAN_KERNELS = ("thd_plan_check", "thd_plan_rows", "thd_plan_pieces", "thd_plan_ranges", "thd_plan_tile_cost",
-                "thd_plan_tile_order", "thd_plan_parts", "thd_plan_pairs", "thd_plan_poison")
+PLAN_KERNELS = ("thd_plan_check", "thd_plan_rows", "thd_plan_runs", "thd_plan_ranges", "thd_plan_tile_cost",
+                "thd_plan_tile_order", "thd_plan_parts", "thd_plan_pairs", "thd_plan_nan_if_invalid")
 
 
 class Instance(NamedTuple):

@@ -113,8 +113,8 @@ template <> struct Logits<true> {
 CHECK_Logits;
 
 // What a sink, one more logit of a row without a value, makes of the lse of its keys, and their share beside it.
-struct Rest { float lse, share; };
-__device__ __forceinline__ Rest beside_sink(float lse, float sink) {
+struct JoinedSink { float lse, keys_weight; };
+__device__ __forceinline__ JoinedSink join_sink(float lse, float sink) {
   const float top = fmaxf(lse, sink), less = exp2_fast((fminf(lse, sink) - top) * kLog2e);
   const float all = top + __log2f(1.f + less) * kLn2;
   return {all, exp2_fast((lse - all) * kLog2e)};

@@ -9,12 +9,12 @@
 // in the same order. Bound by memory.
 //
 // out, dout (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows), with the sinks; rows where it is -inf are not read
-// sinks (num_heads,); shares (gridDim.y, num_heads), of which the sum is the gradient
+// sinks (num_heads,); partials (gridDim.y, num_heads), of which the sum is the gradient
 // Launch: grid (num_heads, parts), block 256.
 template <typename T, int kVHeadDim>
 __global__ void __launch_bounds__(256) thd_attn_sinks_grad(
     const uint4* __restrict__ out, const uint4* __restrict__ dout, const float* __restrict__ lse,
-    const float* __restrict__ sinks, float* __restrict__ shares, int q_rows) {
+    const float* __restrict__ sinks, float* __restrict__ partials, int q_rows) {
   constexpr int kChunks = kVHeadDim / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32, kRows = 256 / kLanes;
   __shared__ float of_warps[256 / kWarp];
   const int head = blockIdx.x, num_heads = gridDim.x, chunk = threadIdx.x % kLanes;
@@ -41,5 +41,5 @@ __global__ void __launch_bounds__(256) thd_attn_sinks_grad(
   if (threadIdx.x > 0) return;
   #pragma unroll
   for (int i = 1; i < 256 / kWarp; ++i) sum += of_warps[i];
-  shares[blockIdx.y * num_heads + head] = sum;
+  partials[blockIdx.y * num_heads + head] = sum;
 }

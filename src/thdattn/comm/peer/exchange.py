@@ -10,7 +10,7 @@ import numpy as np
 
 from thdattn.comm.slices import AllToAllSpec, SliceSpec
 from thdattn.jit import compiler
-from thdattn.jit.structs import CHUNKS, EXCHANGED, MAX_RANKS
+from thdattn.jit.structs import ALL_TO_ALL, CHUNKS, MAX_RANKS
 from thdattn.kernels.instances import EXCHANGE_KERNELS
 
 THREADS = 512  # per block; half of the blocks offer while the others collect
@@ -25,11 +25,11 @@ class Exchange:
     """Launch of an all-to-all between arrays at fixed addresses; it holds no array.
 
     Args:
-        spec: of at most MAX_CUTS arrays, and of less than 2^31 bytes for each rank.
+        spec: of at most MAX_SLICES arrays, and of less than 2^31 bytes for each rank.
         sends, recvs: the arrays of spec.outs and spec.ins.
         to: for each rank, the address in its window that this rank's slices are written to.
         came: for each rank, the address in this rank's window that its slices are read from.
-        flags: a MEETING of jit/structs.py.
+        flags: a PEER_EXCHANGE of jit/structs.py.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class Exchange:
                  for name, cuts, arrays in (("out", spec.outs, sends), ("in", spec.ins, recvs))}
         numbers = [number for side in sides.values() for of_array in side for number in of_array.numbers()]
         word = next(size for size in EXCHANGE_KERNELS if math.gcd(*numbers) % size == 0)
-        cargo = np.zeros((), EXCHANGED)
+        cargo = np.zeros((), ALL_TO_ALL)
         for name, side in sides.items():
             cargo[name][: len(side)] = [of_array.struct(word) for of_array in side]
         cargo["to"], cargo["from"] = _for_ranks(to), _for_ranks(came)
-        cargo["num_cuts"] = len(sends)
+        cargo["num_slices"] = len(sends)
         cargo["num_chunks"] = chunks_of(int(spec.sizes.max()))
         self._kernel = compiler.kernel(EXCHANGE_KERNELS[word])
         self._arguments = compiler.Arguments((cargo[()], flags, *NOBODY))
@@ -76,7 +76,7 @@ class _Side(NamedTuple):
         return [*there, *self.widths, self.pitch]
 
     def struct(self, word: int) -> tuple[Any, ...]:
-        """Return the fields of a CUT, counted in words."""
+        """Return the fields of a SLICE_SPEC, counted in words."""
         return (_for_ranks(self.places), _for_ranks([width // word for width in self.widths]), self.rows,
                 self.pitch // word)
 

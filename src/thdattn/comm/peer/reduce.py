@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from thdattn.jit import compiler
-from thdattn.kernels.instances import SUM_KERNELS
+from thdattn.kernels.instances import REDUCE_KERNELS
 
 _NONE = np.uint64(0)  # the address of no array
 _BLOCKS = 528  # of 256 threads: enough to fill memory and links of the largest GPUs
@@ -21,8 +21,8 @@ def add_up(
     """Add all ranks' partial sums into two arrays, rounded once.
 
     Args:
-        partials: a scalar SHARES of jit/structs.py: where every rank's partial sums begin, float32 rows as wide as the
-            results'.
+        partials: a scalar PARTIALS of jit/structs.py: where every rank's partial sums begin, float32 rows as wide as
+            the results'.
         num_ranks: number of ranks.
         rows: which row of a rank's partial sums belongs to each row of the results, int32, -1: none. (num_rows,) for
             all ranks alike, or (num_ranks, num_rows); None: they are in the order of the results.
@@ -34,7 +34,7 @@ def add_up(
     args = [arg for x in results for arg in (x, *_int32(x.shape[1] * x.shape[2] // 8, x.strides[0] // 16))]
     num_rows = len(results[0])
     counts = _int32(num_rows if rows is not None and rows.ndim == 2 else 0, own, num_ranks, num_rows)
-    kernel = compiler.kernel(SUM_KERNELS[results[0].dtype.name])
+    kernel = compiler.kernel(REDUCE_KERNELS[results[0].dtype.name])
     kernel((_BLOCKS, 2), 256, (*args, partials, _NONE if rows is None else rows, *counts), stream)
 
 

@@ -26,7 +26,7 @@ from thdattn.comm.peer.layout import bytes_of, offsets, offsets_of, slots_of
 from thdattn.comm.peer.shared_memory import KEYS, PULLED, SLICES, SUMS, SharedMemory
 from thdattn.comm.peer.windows import Window, header_bytes
 from thdattn.comm.slices import AllToAllSpec, Slices, address, copy, rows_of
-from thdattn.jit.structs import MAX_CUTS, MAX_RANKS, SHARES
+from thdattn.jit.structs import MAX_RANKS, MAX_SLICES, PARTIALS
 
 _HIGHEST = -5  # the highest priority of streams
 
@@ -221,7 +221,7 @@ class PeerMemory:
 
     def exchanges_by_kernel(self, spec: AllToAllSpec, at_once: bool) -> bool:
         """Return whether all_to_all may be called for this; the same on all ranks."""
-        fits = len(spec.outs) <= MAX_CUTS and 0 < spec.most < _MOST_OF_A_KERNEL
+        fits = len(spec.outs) <= MAX_SLICES and 0 < spec.most < _MOST_OF_A_KERNEL
         return fits and (at_once or spec.most < WORTH_COPYING)
 
     def all_to_all(
@@ -319,8 +319,8 @@ class PeerMemory:
         return self._arrival(stream)
 
     def _pulled(self) -> Any:
-        """Copy the other ranks' partial sums of this rank's rows to its own memory; return a SHARES of them."""
-        partials, at = np.zeros((), SHARES), self._place
+        """Copy the other ranks' partial sums of this rank's rows to its own memory; return a PARTIALS of them."""
+        partials, at = np.zeros((), PARTIALS), self._place
         partials["of"] = self._gotten["of"]
         for rank in self._others:
             for place, size in zip(partials["of"], self._sizes, strict=True):

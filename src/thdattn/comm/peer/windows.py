@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from thdattn.comm.peer.layout import ALIGNMENT
-from thdattn.jit.structs import MAX_RANKS, MEETING, RANK_FLAGS, SHARES
+from thdattn.jit.structs import MAX_RANKS, PARTIALS, PEER_EXCHANGE, RANK_FLAGS
 
 Ops = Callable[[Any], None]
 
@@ -125,8 +125,8 @@ class Window:
         """Two MEETINGs for a kernel: the first leaves `take` to the stream, the second includes it."""
         counts = self._memory.ptr + flags_of(len(self._at))
         theirs = [*self.flags_there(), *[0] * (MAX_RANKS - len(self._at))]
-        first, second = (np.array((theirs, self._memory.ptr, counts, self._rank, len(self._at), takes), MEETING)[()]
-                         for takes in (0, 1))  # fmt: skip
+        flags = theirs, self._memory.ptr, counts, self._rank, len(self._at)
+        first, second = (np.array((*flags, takes), PEER_EXCHANGE)[()] for takes in (0, 1))
         return first, second
 
     def address(self, rank: int, offset: int) -> int:
@@ -144,7 +144,7 @@ class Window:
         return self.memoize((offset, shape, dtype), made)
 
     def owner_partials(self, offsets: tuple[int, ...], sizes: tuple[int, ...], there: bool) -> tuple[Any, Any]:
-        """Return two SHARES: addresses of this rank's partial sums for each owner, and of all ranks' for this owner.
+        """Return two PARTIALS: addresses of this rank's partial sums for each owner, and of all ranks' for this owner.
 
         Args:
             offsets: where the partial sums of each array begin in a part.
@@ -153,7 +153,7 @@ class Window:
         """
 
         def made() -> tuple[Any, Any]:
-            theirs, mine = np.zeros((2,), SHARES)
+            theirs, mine = np.zeros((2,), PARTIALS)
             for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
                 for rank in range(len(self._at)):
                     theirs["of"][i, rank] = self.partial_address(rank, self._rank, offset, size)

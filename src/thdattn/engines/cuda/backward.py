@@ -1,9 +1,9 @@
 """The attention backward: which kernels a call launches, and with what.
 
 Every kernel starts from thd_attn_delta. On Hopper, thd_attn_bwd_sm90 follows, or for head dims 192/128
-thd_attn_bwd_pair_sm90, or beyond them thd_attn_bwd_wide_sm90 and thd_attn_round_wide_sm90; deterministic, the former
-without dq and thd_attn_bwd_dq_sm90. Elsewhere thd_attn_bwd and thd_attn_round; deterministic, thd_attn_bwd without dq
-and thd_attn_bwd_dq.
+thd_attn_bwd_shared_dq_sm90, or beyond them thd_attn_bwd_by_gradient_sm90 and thd_attn_round_dq_sm90; deterministic, the
+former without dq and thd_attn_bwd_dq_sm90. Elsewhere thd_attn_bwd and thd_attn_round; deterministic, thd_attn_bwd
+without dq and thd_attn_bwd_dq.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from thdattn.engines.cuda.plan import pairs_of, parts_of
 from thdattn.engines.cuda.rows import reorder
 from thdattn.engines.cuda.softcap import logits_of, lse_unit
 from thdattn.jit import compiler
-from thdattn.jit.structs import BACKWARD_SIZE, GRADIENTS, HOMES, PAIRS, SHARES
+from thdattn.jit.structs import BACKWARD_SIZE, GRADIENTS, OWNERS, PACK_FILTER, PARTIALS
 from thdattn.kernels.configs import DQ_ROWS, TILES, Tiles
-from thdattn.kernels.hopper_configs import BackwardPairSm90, BackwardWideSm90
+from thdattn.kernels.hopper_configs import BackwardByGradientSm90, BackwardSharedDqSm90
 from thdattn.kernels.instances import Instance
 from thdattn.plan.memory import heads_of
 from thdattn.plan.owners import places_of_keys
@@ -44,7 +44,7 @@ from thdattn.plan.plan import Plan
 Halfway = Callable[[Array, Array], None]
 GradDtypes = tuple[str, np.dtype[Any]]  # of dq, to which is added where it is float32, and of dk and dv
 Homes = tuple[Any, Array]  # see reference.attn_bwd
-_NO_HOMES = bytes(SHARES.itemsize), 0
+_NO_HOMES = bytes(PARTIALS.itemsize), 0
 
 
 def attn_bwd(
@@ -102,7 +102,7 @@ def attn_bwd(
 class _Call:
     """What differs between calls of the same launches: arguments of attn_bwd.
 
-    shares: arrays for dk and dv; none: they go home. homes: the bytes of a SHARES, and the address of places.
+    shares: arrays for dk and dv; none: they go home. homes: the bytes of a PARTIALS, and the address of places.
     """
 
     dout: Array
@@ -155,7 +155,8 @@ class _Hopper:
                  deterministic: bool, where: str, in_two: bool, caps: bool, groups: Groups) -> None:
         tiles, dtype, (dq_dtype, dkv_dtype) = row.backward_sm90, q.dtype.name, grads
         (num_rows, num_heads, _), (num_keys, num_kv_heads, _) = q.shape, k.shape
-        group, stats_rows, wide = num_heads // num_kv_heads, padded_rows(num_rows), isinstance(tiles, BackwardWideSm90)
+        group, stats_rows = num_heads // num_kv_heads, padded_rows(num_rows)
+        wide = isinstance(tiles, BackwardByGradientSm90)
         how = dkv_dtype, deterministic, where
         room, largest = (largest_accum(gpu, row, plan, some, *how) for some in ([(num_heads, num_kv_heads)], groups))
         deterministic = room.deterministic
@@ -169,13 +170,13 @@ class _Hopper:
         stats, self.delta = _delta(row, q, v, plan, rest_of_accum if wide else semaphores, groups)
 
         fixed: tuple[Any, ...] = self.dq_accum, semaphores, stats, plan.key_ranges
-        if isinstance(tiles, BackwardWideSm90):
-            kernel = row.thd_attn_bwd_wide_sm90(
+        if isinstance(tiles, BackwardByGradientSm90):
+            kernel = row.thd_attn_bwd_by_gradient_sm90(
                 dtype, dtype if deterministic else dq_dtype, dkv_dtype.name, not deterministic, caps)
             fixed = self.dq_accum, stats
         else:
-            pair = isinstance(tiles, BackwardPairSm90)
-            kernel = (row.thd_attn_bwd_pair_sm90 if pair else row.thd_attn_bwd_sm90)(
+            pair = isinstance(tiles, BackwardSharedDqSm90)
+            kernel = (row.thd_attn_bwd_shared_dq_sm90 if pair else row.thd_attn_bwd_sm90)(
                 dtype, dq_dtype, dkv_dtype.name, deterministic, caps)
         shares = shares_of(row, plan)
 
@@ -201,11 +202,11 @@ class _Hopper:
                       for orders in _parts(plan, in_two and (wide or not deterministic))]
         keys = tiles.tile_n // tiles.blocks
         self.boxes, self.dq, self.round_dq = (tiles.tile_m, keys, keys, tiles.tile_m), None, None
-        if isinstance(tiles, BackwardWideSm90) and deterministic:
+        if isinstance(tiles, BackwardByGradientSm90) and deterministic:
             self.dq_boxes = DQ_ROWS, tiles.dq_keys, tiles.dq_keys, DQ_ROWS
             self.dq = _dq_by_itself(gpu, row, row.thd_attn_bwd_dq_sm90(dtype, dq_dtype, caps), q, group, plan, stats)
         elif wide:
-            round_dq, size = compiler.kernel(*row.thd_attn_round_wide_sm90(dq_dtype)), self.mains[0][0].fixed[-1]
+            round_dq, size = compiler.kernel(*row.thd_attn_round_dq_sm90(dq_dtype)), self.mains[0][0].fixed[-1]
             self.round_dq = Launch(round_dq, (stats_rows // 64, num_heads), 128, (shares, size))
 
     def new_shares(self, k: Array, v: Array) -> Sequence[Array]:
@@ -262,7 +263,7 @@ def plan_backward(plan: Plan) -> None:
 
 
 def shares_of(row: Tiles, plan: Plan) -> Array:
-    """(tiles of tile_m query rows,) int32: how many tiles of keys have a share of dq; see thd_attn_shares_sm90."""
+    """(tiles of tile_m query rows,) int32: tiles of keys that have a share of dq; see thd_attn_count_partials_sm90."""
     tiles = row.backward_sm90
 
     def make() -> Array:
@@ -272,7 +273,7 @@ def shares_of(row: Tiles, plan: Plan) -> Array:
 
         def count() -> None:
             shares.fill(0)
-            compiler.kernel(*row.thd_attn_shares_sm90())(grid, 32, args)
+            compiler.kernel(*row.thd_attn_count_partials_sm90())(grid, 32, args)
 
         plan.make(count)
         return shares
@@ -338,18 +339,18 @@ def _in_turn(mains: Sequence[Sequence[Launch]], call: _Call, arguments: Callable
 
 
 def _homes_of(of: bytes, places: int) -> Any:
-    """A HOMES, from the bytes of a SHARES."""
-    return np.array((np.frombuffer(of, SHARES)["of"][0], places), HOMES)[()]
+    """A OWNERS, from the bytes of a PARTIALS."""
+    return np.array((np.frombuffer(of, PARTIALS)["of"][0], places), OWNERS)[()]
 
 
 def _packs_of(splits: list[tuple[int, float]], plan: Plan) -> list[tuple[int, Any]]:
-    """Splits, and the PAIRS of the packs that they are for: of several choices the GPU takes one."""
+    """Splits, and the PACK_FILTER of the packs that they are for: of several choices the GPU takes one."""
     if len(splits) == 1:
-        return [(splits[0][0], np.zeros((), PAIRS)[()])]
+        return [(splits[0][0], np.zeros((), PACK_FILTER)[()])]
     pairs, before, packs = pairs_of(plan).data.ptr, 0, []
     for num_splits, most in splits:
         to = 2**64 - 1 if most == math.inf else int(most * plan.key_rows) + 1
-        packs.append((num_splits, np.array((pairs, before, to), PAIRS)[()]))
+        packs.append((num_splits, np.array((pairs, before, to), PACK_FILTER)[()]))
         before = to
     return packs
 

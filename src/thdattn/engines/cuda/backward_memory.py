@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 from thdattn.engines.cuda import launch, scheduler
 from thdattn.engines.cuda.launch import Gpu
 from thdattn.kernels.configs import STATS_ROWS, TILES, Tiles
-from thdattn.kernels.hopper_configs import BackwardWideSm90
+from thdattn.kernels.hopper_configs import BackwardByGradientSm90
 from thdattn.plan.memory import Bytes, Layer, num_bytes
 from thdattn.plan.owners import shares_bytes
 from thdattn.plan.plan import Plan
@@ -37,7 +37,7 @@ def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -
     accum = largest_accum(gpu, row, plan, layer.shares, np.dtype(sum_dtype), layer.deterministic, where)
     made["gradients in float32"] = num_bytes(accum.shape, np.float32)
     made["shares of dq"] = num_bytes(shares_shape(row, rows), np.int32)
-    if accum.deterministic and not isinstance(row.backward_sm90, BackwardWideSm90):
+    if accum.deterministic and not isinstance(row.backward_sm90, BackwardByGradientSm90):
         made["order of tiles"] = num_bytes(plan.num_tiles[1:], np.int32)
     if plan.has_blind_queries and plan.leading_tokens is None:
         made["q and dout without padding"] = heads_bytes + num_bytes((rows,), np.int32)
@@ -69,7 +69,7 @@ def _accum(gpu: Gpu, row: Tiles, plan: Plan, num_heads: int, num_kv_heads: int, 
            deterministic: bool, where: str) -> Accum:
     """where: as for reference.backward_bytes."""
     tiles, num_tiles, (head_dim, v_head_dim) = row.backward_sm90, plan.num_tiles[1], plan.head_dims
-    stats_rows, wide = padded_rows(plan.local_rows), isinstance(tiles, BackwardWideSm90)
+    stats_rows, wide = padded_rows(plan.local_rows), isinstance(tiles, BackwardByGradientSm90)
     deterministic = deterministic or (not wide and num_tiles > MAX_SHARES)
     splits = [(1, math.inf)]
     if not deterministic:
@@ -102,7 +102,7 @@ def stats_shape(num_rows: int, num_heads: int) -> tuple[int, int, int]:
 
 
 def shares_shape(row: Tiles, num_rows: int) -> tuple[int]:
-    """Of what thd_attn_shares_sm90 counts: tiles of query rows."""
+    """Of what thd_attn_count_partials_sm90 counts: tiles of query rows."""
     return (padded_rows(num_rows) // row.backward_sm90.tile_m,)
 
 

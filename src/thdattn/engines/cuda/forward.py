@@ -13,7 +13,7 @@ from thdattn.engines.cuda.launch import Array, Gpu, Launch, layout
 from thdattn.engines.cuda.plan import parts_of, poison
 from thdattn.engines.cuda.softcap import kind_of, logits_of
 from thdattn.jit import compiler
-from thdattn.jit.structs import FORWARD_SIZE, PARTS
+from thdattn.jit.structs import FORWARD_SIZE, KV_PARTIALS
 from thdattn.kernels.configs import TILES, Tiles
 from thdattn.kernels.hopper_configs import ForwardSm90
 from thdattn.kernels.instances import Kind
@@ -91,7 +91,7 @@ def _max_logits(row: Tiles, plan: Plan, num_heads: int) -> tuple[int, int, int]:
 
 def _shares(row: Tiles, most_pieces: int, num_heads: int) -> tuple[int, int]:
     """Of every head of the pieces of tiles whose keys are divided."""
-    return most_pieces * num_heads, row.share_floats
+    return most_pieces * num_heads, row.partial_floats
 
 
 def _pieces(gpu: Gpu, most_pieces: int, num_tiles: int, num_heads: int) -> tuple[int]:
@@ -141,7 +141,7 @@ def _forward(
     return runs, (), max_logits
 
 
-_WHOLE = np.zeros((), PARTS)[()]
+_WHOLE = np.zeros((), KV_PARTIALS)[()]
 
 
 def _divided(
@@ -159,5 +159,5 @@ def _divided(
     pieces = launch.empty(_pieces(gpu, most, len(order), num_heads), np.int32)
     args = pieces, plan.key_ranges, order, every, *map(np.int32, (
         plan.local_rows, len(order), len(every), of_heads, gpu.multiprocessors, most))
-    plan.make(lambda: compiler.kernel(*row.thd_attn_pieces_sm90())((1,), 1024, args))
-    return pieces, np.array((shares.data.ptr, arrived.data.ptr), PARTS)[()]
+    plan.make(lambda: compiler.kernel(*row.thd_attn_split_kv_sm90())((1,), 1024, args))
+    return pieces, np.array((shares.data.ptr, arrived.data.ptr), KV_PARTIALS)[()]

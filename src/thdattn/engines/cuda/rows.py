@@ -14,7 +14,7 @@ from thdattn.comm.peer.reduce import add_up
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
-from thdattn.jit.structs import GATHERED, MAX_RANKS, ROWS, SHARES
+from thdattn.jit.structs import ALL_GATHER, MAX_RANKS, PARTIALS, ROWS
 from thdattn.kernels.instances import GATHER_KERNEL, REORDER_KERNELS
 from thdattn.plan.plan import Plan
 
@@ -45,7 +45,7 @@ def _gather(
     plan: Plan, outs: Sequence[Array], sources: Sequence[Sequence[Array]], own: Sequence[Array],
     peer_exchange: PeerExchange,
 ) -> None:
-    """thd_meet, of all rows."""
+    """thd_peer_exchange, of all rows."""
     if not plan.local_key_rows:  # of any rank
         return
     run: Launch = plan.once(
@@ -57,7 +57,7 @@ def _gather(
                 for out, parts, mine in zip(outs, sources, own, strict=True)]
         order, ranges = plan.rank_order.data.ptr, plan.query_ranges.data.ptr
         to = [(*places, *[0] * (MAX_RANKS - len(places))) for places in peer_exchange.to]
-        return np.array((*rows, to, order, ranges, plan.local_key_rows), GATHERED)[()], peer_exchange.flags
+        return np.array((*rows, to, order, ranges, plan.local_key_rows), ALL_GATHER)[()], peer_exchange.flags
 
     key = (id(peer_exchange.flags), *[(x.data.ptr, x.nbytes) for x in outs], *[(x.data.ptr, x.strides) for x in own])
     prepared = run.prepared(key, arguments)
@@ -87,7 +87,7 @@ def place_rows(xs: Sequence[Array], order: Array, plan: Plan, into: Sequence[Arr
 
 def add_shares(own: Sequence[Array], back: Sequence[Array], plan: Plan, results: Sequence[Array]) -> None:
     """Gradients of this rank's rows that others have: the shares of all ranks, added up; see reference.add_shares."""
-    shares = np.zeros((), SHARES)
+    shares = np.zeros((), PARTIALS)
     for places, mine, theirs in zip(shares["of"], own, back, strict=True):
         places[:2] = theirs.data.ptr, mine.data.ptr
     add_up(shares[()], plan.cp_size, plan.arrays.returns, results, own=plan.cp_rank)

@@ -14,7 +14,7 @@ SPLIT_COLUMNS, LONG_FROM = 128, 1100  # columns of the query heads of a split; f
 SHORT_UP_TO, SHORT_TOGETHER = 2048, 16  # up to so many queries in sight; heads done together there
 FEW_QUERIES = 256  # of all sequences: to load keys then takes longer than all else
 FEW_WAVES, PIECES = 2, 3  # tiles of all heads, and pieces of them, per multiprocessor
-MOST_PARTS = 32  # of a tile, kMostParts of kernels/hopper/pieces.cuh
+MOST_PARTS = 32  # of a tile, kMaxSplits of kernels/hopper/split_kv.cuh
 
 
 def divides_keys(gpu: Gpu, tiles: ForwardSm90, plan: Plan, num_heads: int) -> bool:
@@ -23,7 +23,7 @@ def divides_keys(gpu: Gpu, tiles: ForwardSm90, plan: Plan, num_heads: int) -> bo
     Args:
         num_heads: of a layer, in however many launches: their number must change no bit.
     """
-    return tiles.divides and 0 < plan.num_tiles[0] * num_heads < FEW_WAVES * gpu.multiprocessors
+    return tiles.split_kv and 0 < plan.num_tiles[0] * num_heads < FEW_WAVES * gpu.multiprocessors
 
 
 def most_pieces(gpu: Gpu, num_tiles: int, num_heads: int) -> int:

@@ -155,7 +155,7 @@ def attn_bwd(
         softcap, groups: as given to `attn_fwd`.
         homes: (of, places), and dk and dv are not returned: every row of them goes to the rank that owns it, in float32
             (float64). of: of dk and of dv, for every rank where this rank's share of its rows begins; here arrays,
-            elsewhere a SHARES. places: (key_rows, 2) int32, the owner of every row, -1: nobody, and its row there.
+            elsewhere a PARTIALS. places: (key_rows, 2) int32, the owner of every row, -1: nobody, and its row there.
 
     Returns:
         dq: (local_rows, num_heads, head_dim), dtype of q; exactly 0 where the range is empty.

@@ -36,11 +36,11 @@ __device__ __forceinline__ void take_gradients(float (&p)[kBlocks][4], float (&d
 // The key side, one warpgroup: the first 64 keys of the tile, or (side 1) the last. kInRegisters: it reads them and
 // their values from registers, as shared memory is busy.
 template <typename T, bool kInRegisters, typename Grad, typename Shared, bool kCaps>
-__device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<Grad> grads, BackwardSize size,
+__device__ __forceinline__ void run_dkdv_warpgroup(Shared& shared, int side, Gradients<Grad> grads, BackwardSize size,
                                            Logits<kCaps> logits) {
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
-  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kQueries = Shared::kQueries;
-  constexpr int kWeighed = Shared::kWeighed, kBlocks = kWeighed / 8, kSteps = kWeighed / 16;
+  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kScoreQueries = Shared::kScoreQueries;
+  constexpr int kDpQueries = Shared::kDpQueries, kBlocks = kDpQueries / 8, kSteps = kDpQueries / 16;
   constexpr bool kAhead = kCaps && sizeof(Grad) == 2;  // dP before dv and dk: float32 has no registers for it
   Ring<Shared::kStages> ring = {0, 0};
   u32 kv_parity = 0;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
       last = flags & kLast;
       if (!sees()) { pass(); continue; }
       // dP begins at -delta, as scores do at -lse.
-      float p[kQueries / 8][4];
+      float p[kScoreQueries / 8][4];
       auto start_p = [&](int first) {
         if (!kCaps) begin_columns(p, shared.minus_lse[ring.stage] + first);
         wgmma_begin();
@@ -112,7 +112,7 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
           values.template start<true, kTileM>(dp, shared.dout_from(ring.stage, row));
           wgmma_commit();
         };
-        u32 rounded[kQueries / 16][4];                // P
+        u32 rounded[kScoreQueries / 16][4];                // P
         if (kCaps) start_dp(first);
         wgmma_wait<kCaps>(p);
         const float farthest = kCaps ? distance(p) : 0.f;
@@ -123,20 +123,20 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
         pin(p);
         const int way = logits.way_for(farthest, masked);
         #pragma unroll
-        for (int row = first; row < first + kQueries; row += kWeighed) {
-          const bool ends = row + kWeighed == first + kQueries;
+        for (int row = first; row < first + kScoreQueries; row += kDpQueries) {
+          const bool ends = row + kDpQueries == first + kScoreQueries;
           u32 (&probability)[1][kSteps][4] = *(u32(*)[1][kSteps][4])&rounded[(row - first) / 16], dscore[1][kSteps][4];
           if (!kAhead && (!kCaps || row > first)) start_dp(row);
           if (!kAhead || row == first) wgmma_wait<0>(dp);
           else wgmma_wait<2>(dp);
-          if (flags & kLast && row + kWeighed == kTileM) arrive(&shared.kv_empty);
+          if (flags & kLast && row + kDpQueries == kTileM) arrive(&shared.kv_empty);
           float (&mine)[1][kBlocks][4] = *(float(*)[1][kBlocks][4])&p[(row - first) / 8];
           take_gradients(mine[0], dp, logits, way, shared.minus_lse[ring.stage] + row);
           round_to_operand<T>(probability, mine);
           round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
 
           // dv += P^T dout and dk += dS^T q, after the next dP; while they run, dS is handed over.
-          if (kAhead && !ends) start_dp(row + kWeighed);
+          if (kAhead && !ends) start_dp(row + kDpQueries);
           wgmma_begin();
           start_weighted_rows<T, kVHeadDim, kTileM>(acc_dv, probability, shared.dout_from(ring.stage, row));
           wgmma_commit();
@@ -150,13 +150,13 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
       while (true) {
         ring.stage = uniform(ring.stage);
         #pragma unroll
-        for (int next = kQueries; next < kTileM; next += kQueries) {
-          add_queries(next - kQueries);
+        for (int next = kScoreQueries; next < kTileM; next += kScoreQueries) {
+          add_queries(next - kScoreQueries);
           wgmma_wait<1>(acc_dv);
           start_p(next);
           wgmma_wait<1>(acc_dk);
         }
-        add_queries(kTileM - kQueries);
+        add_queries(kTileM - kScoreQueries);
         hand_over();
         // When dv is done, the scores of the next step, while dk runs. After the last step comes one of other keys, or
         // the end.
@@ -180,10 +180,10 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
       }
     }
     const int2 mine_done = shared.warp_tile[side * 4 + me().warp];
-    const Share share = grads.claim(mine_done.x, mine_done.y, 0, size);
-    grads.template bring<T, 0>(acc_dk, logits.scale, share, mine_done.x, mine_done.y, size);
-    grads.template bring<T, 1>(acc_dv, 1.f, share, mine_done.x, mine_done.y, size);
-    grads.release(mine_done.x, mine_done.y, 0, share, size);
+    const Partial partial = grads.claim(mine_done.x, mine_done.y, 0, size);
+    grads.template write_partial<T, 0>(acc_dk, logits.scale, partial, mine_done.x, mine_done.y, size);
+    grads.template write_partial<T, 1>(acc_dv, 1.f, partial, mine_done.x, mine_done.y, size);
+    grads.release(mine_done.x, mine_done.y, 0, partial, size);
   }
 }
 
@@ -194,17 +194,17 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
 // the key side, own 64 keys each. They compute scores transposed, so that probabilities and score gradients are in
 // registers already where dv and dk want them as operands. The query side, one warpgroup, gets the score gradients
 // through shared memory and multiplies them with the keys: dq. It works on a step while the key side is at the next
-// one. Each warp of the first warpgroup has one duty: to produce, to claim shares of dq, to send them, and to tell
+// one. Each warp of the first warpgroup has one duty: to produce, to claim num_partials of dq, to send them, and to tell
 // other blocks that they have arrived; so none of these waits delays a product. dq of a tile of queries is the sum of
-// the shares of all tiles of keys in sight: the first share is stored, others are added in the L2 cache, and whoever
-// has the last share gets the sum, adds its own and stores dq, rounded; nothing is set to zero before, and there is no
+// the num_partials of all tiles of keys in sight: the first partial is stored, others are added in the L2 cache, and whoever
+// has the last partial gets the sum, adds its own and stores dq, rounded; nothing is set to zero before, and there is no
 // rounding kernel. Where Dq is float, dq is added to what is there. Bound by the bandwidth of shared memory and by the
 // tensor cores: 5 matrix products a step.
 //
 // The contract is that of thd_attn_bwd, except that padding rows of q, k, v and dout must hold finite numbers.
 // stats from thd_attn_delta, with stats_rows a multiple of kTileM
-// shares (stats_rows / kTileM) from thd_attn_shares_sm90
-// dq_accum (num_heads, stats_rows / 64, pieces): work space
+// num_partials (stats_rows / kTileM) from thd_attn_count_partials_sm90
+// dq_accum (num_heads, stats_rows / 64, panels): work space
 // semaphores (num_heads, stats_rows / 64), and those of grads: zero
 // maps of boxes of kTileM rows of q and dout, and of 128 rows of k and v
 // tile_order: see scheduled_tile; counter: one int, zero, and zero again after the kernel
@@ -212,7 +212,7 @@ __device__ __forceinline__ void serve_keys(Shared& shared, int side, Gradients<G
 // waits for one with later work.
 // Launch: grid at most num_tiles * splits and one block per multiprocessor, block 512, shared memory kSharedBytes.
 template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kTileM, int kStages,
-          int kQueries, int kWeighed, bool kInRegisters, int kPieceCols, int kDqStages, int kQueryRegisters,
+          int kScoreQueries, int kDpQueries, bool kInRegisters, int kPanelCols, int kDqStages, int kQueryRegisters,
           bool kDeterministic, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
@@ -220,10 +220,10 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const Gradients<Grad> grads, Logits<kCaps> logits, float* __restrict__ dq_accum,
     int* __restrict__ semaphores,
     const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
-    const int* __restrict__ shares, const int* __restrict__ tile_order, int* __restrict__ counter, Pairs packs,
+    const int* __restrict__ num_partials, const int* __restrict__ tile_order, int* __restrict__ counter, PackFilter filter,
     BackwardSize size) {
-  if (!packs.has_this()) return;
-  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages, kQueries, kWeighed, kPieceCols, kDqStages>;
+  if (!filter.accepts()) return;
+  using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages, kScoreQueries, kDpQueries, kPanelCols, kDqStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Shared& shared = *(Shared*)shared_bytes;
@@ -234,18 +234,18 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     registers_give<32>();
     if (threadIdx.x < kWarp)
       produce_backward<!kDeterministic>(
-          shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter, size);
+          shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, num_partials, tile_order, counter, size);
     else if (threadIdx.x < 2 * kWarp)
-      claim_shares<kDeterministic>(shared, dq_accum, key_ranges, semaphores, shares, size);
+      claim_partials<kDeterministic>(shared, dq_accum, key_ranges, semaphores, num_partials, size);
     else if (threadIdx.x == 2 * kWarp)
-      send_shares(shared, dq_accum, semaphores);
+      send_partials(shared, dq_accum, semaphores);
     else if (threadIdx.x >= 3 * kWarp)
-      release_shares<kDeterministic>(shared, dq_accum, semaphores), clear_queries<kHeadDim, kTileM>(dq, shares, size);
+      release_partials<kDeterministic>(shared, dq_accum, semaphores), clear_queries<kHeadDim, kTileM>(dq, num_partials, size);
   } else if (warpgroup == 3) {
     registers_give<kQueryRegisters>();
-    serve_queries<T>(shared, dq, size, logits.scale);
+    run_dq_warpgroup<T>(shared, dq, size, logits.scale);
   } else {
     registers_take<240 - kQueryRegisters / 2>();
-    serve_keys<T, kInRegisters>(shared, warpgroup - 1, grads, size, logits);
+    run_dkdv_warpgroup<T, kInRegisters>(shared, warpgroup - 1, grads, size, logits);
   }
 }

@@ -1,4 +1,4 @@
-// What the Hopper backwards share: the scheduler with what is in sight, and accumulators of several thread blocks.
+// What the Hopper backwards partial: the scheduler with what is in sight, and accumulators of several thread blocks.
 
 #pragma once
 
@@ -23,14 +23,14 @@ struct BackwardSize {
 };
 CHECK_BackwardSize;
 
-// Which packs a launch is for: those with [from, to) pairs of a query and a key that see each other. pairs: where only
+// Which filter a launch is for: those with [from, to) pairs of a query and a key that see each other. pairs: where only
 // the GPU knows them; null: for every pack.
-struct Pairs {
+struct PackFilter {
   const u64* pairs;
   u64 from, to;
-  __device__ __forceinline__ bool has_this() const { return !pairs || (*pairs >= from && *pairs < to); }
+  __device__ __forceinline__ bool accepts() const { return !pairs || (*pairs >= from && *pairs < to); }
 };
-CHECK_Pairs;
+CHECK_PackFilter;
 
 // Draws a number of work. The first of a block comes from here too, so that only blocks that run hold work for which
 // others may wait. Whoever draws the last of all numbers, one beyond all work for every block, sets the counter back to
@@ -89,11 +89,11 @@ struct QuerySight {
 // latency, and late enough that whoever is done first gets it, by one lane: draw_work(counter, how much there is).
 // kStaggered: if there are at most kFewRows of queries, tiles of keys begin at different ones of these, from kManySteps
 // tiles of them on. Most blocks are at work on the same few rows then: in step, they would add to the same dq at the
-// same time, and all wait for the first share of it. Of more rows, those that blocks have in common stay in the L2
+// same time, and all wait for the first partial of it. Of more rows, those that blocks have in common stay in the L2
 // cache for less long if each begins elsewhere.
 constexpr int kFewRows = 2048, kManySteps = 8;
 template <int kGroups, int kTileM, bool kStaggered = false, typename Order, typename Counter, typename Take>
-__device__ __forceinline__ void schedule_steps(const int2* query_ranges, const int* shares, Order tile_order,
+__device__ __forceinline__ void schedule_steps(const int2* query_ranges, const int* num_partials, Order tile_order,
                                                Counter counter, BackwardSize size, Take take) {
   // Of what is the same for all work, nothing is kept: registers are few.
   auto num_work = [&] { return opaque(size.num_tiles) * size.splits; };
@@ -115,7 +115,7 @@ __device__ __forceinline__ void schedule_steps(const int2* query_ranges, const i
       const bool end_of_head = kStaggered ? (end_of_rows ? first() : row + kTileM) == begin : end_of_rows;
       if (!nothing) {
         flags |= sight.flags(row);
-        if (shares && flags & (kSees | kSees << 2) && shares[row / kTileM] == 1) flags |= kAlone;
+        if (num_partials && flags & (kSees | kSees << 2) && num_partials[row / kTileM] == 1) flags |= kAlone;
         if (end_of_head && head + 1 == (work_tile.head + 1) * size.split_heads) flags |= kLast;
       }
       if (flags & kLast) work = draw();
@@ -129,21 +129,21 @@ __device__ __forceinline__ void schedule_steps(const int2* query_ranges, const i
   take(Step{0, 0, 0, kEnd});
 }
 
-// Counts for each tile of query rows how many tiles of 64 * kGroups keys have it in sight, and so a share of its dq.
-// The backward needs this to know which share is the last, and which is alone. It depends on the plan only and is
+// Counts for each tile of query rows how many tiles of 64 * kGroups keys have it in sight, and so a partial of its dq.
+// The backward needs this to know which partial is the last, and which is alone. It depends on the plan only and is
 // computed once per plan, by the code that the backward uses itself, so that both find the same tiles in sight. Bound
 // by latency.
 //
-// shares (stats_rows / kTileM), zero at first
+// num_partials (stats_rows / kTileM), zero at first
 // Launch: a block of one warp for each tile of keys.
 template <int kGroups, int kTileM>
-__global__ void thd_attn_shares_sm90(int* __restrict__ shares, const int2* __restrict__ query_ranges, int k_rows) {
+__global__ void thd_attn_count_partials_sm90(int* __restrict__ num_partials, const int2* __restrict__ query_ranges, int k_rows) {
   const QuerySight<kGroups, kTileM> sight(query_ranges, blockIdx.x * kGroups * 64, k_rows);
   for (int row = sight.first / kTileM * kTileM; row < sight.end; row += kTileM)
-    if (sight.flags(row) & (kSees | kSees << 2) && threadIdx.x == 0) atomicAdd(shares + row / kTileM, 1);
+    if (sight.flags(row) & (kSees | kSees << 2) && threadIdx.x == 0) atomicAdd(num_partials + row / kTileM, 1);
 }
 
-// ------------------------------------------------------------------------------------------------ shares
+// ------------------------------------------------------------------------------------------------ num_partials
 // Adds to global memory, 16 or 8 bytes at a time.
 __device__ __forceinline__ void add_quad(float* dst, float4 x) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
@@ -160,13 +160,13 @@ __device__ __forceinline__ void discard(float* accum) {
     asm volatile("discard.global.L2 [%0], 128;" :: "l"(accum + i) : "memory");
 }
 
-// Several thread blocks may have shares of one sum, and each claims the next one to bring. The first stores its share
+// Several thread blocks may have num_partials of one sum, and each claims the next one to write_partial. The first stores its partial
 // in the accumulator, so that this need not be zero before; those after it add theirs; the last takes what the
-// accumulator holds, adds its own, and stores the result. kOnly: there is no other share; kNone: nothing to bring.
-enum class Share { kFirst, kMiddle, kLast, kOnly, kNone };
-__device__ __forceinline__ bool is_awaited(Share share) { return share == Share::kFirst || share == Share::kMiddle; }
+// accumulator holds, adds its own, and stores the result. kOnly: there is no other partial; kNone: nothing to write_partial.
+enum class Partial { kFirst, kMiddle, kLast, kOnly, kNone };
+__device__ __forceinline__ bool is_awaited(Partial partial) { return partial == Partial::kFirst || partial == Partial::kMiddle; }
 
-// A semaphore, zero at first, counts shares, at most 32,767: those that have arrived, and kClaimed times those that are
+// A semaphore, zero at first, counts num_partials, at most 32,767: those that have arrived, and kClaimed times those that are
 // claimed.
 constexpr int kClaimed = 1 << 16;
 __device__ __forceinline__ int state_of(const int* semaphore) {
@@ -175,16 +175,16 @@ __device__ __forceinline__ int state_of(const int* semaphore) {
   return state;
 }
 
-// One warp claims one of `shares` shares and waits until it may be brought: until the first has arrived or, if it is
+// One warp claims one of `num_partials` num_partials and waits until it may be brought: until the first has arrived or, if it is
 // the last, until all others have.
-__device__ __forceinline__ Share claim_share(int* semaphore, int shares) {
+__device__ __forceinline__ Partial claim_partial(int* semaphore, int num_partials) {
   int state = __shfl_sync(0xffffffffu, threadIdx.x % kWarp == 0 ? atomicAdd(semaphore, kClaimed) : 0, 0);
   const int before = state / kClaimed;
-  const bool last = before == shares - 1;
+  const bool last = before == num_partials - 1;
   while (state % kClaimed < (last ? before : before > 0)) state = __shfl_sync(0xffffffffu, state_of(semaphore), 0);
-  return before == 0 ? Share::kFirst : last ? Share::kLast : Share::kMiddle;
+  return before == 0 ? Partial::kFirst : last ? Partial::kLast : Partial::kMiddle;
 }
-__device__ __forceinline__ void release_share(int* semaphore) {
+__device__ __forceinline__ void release_partial(int* semaphore) {
   asm volatile("red.release.gpu.add.s32 [%0], 1;" :: "l"(semaphore) : "memory");
 }
 
@@ -213,17 +213,17 @@ __device__ __forceinline__ void add_row(float* row, const float (&acc)[kBlocks][
   }
 }
 // Where a row is stored that is whole: in T, if it is `rounded` there, or in fp32.
-struct Place { void* row; bool rounded; };
+struct RowTarget { void* row; bool rounded; };
 
 // Stores the sum of this row and of `others`, which other thread blocks wrote; in fp32, if that is where the others
 // are, by adding to them. kMayBeWhole: the place may be one of fp32.
 template <int kHalf, bool kMayBeWhole, typename T, int kBlocks>
-__device__ __forceinline__ void complete_row(Place place, float* others, const float (&acc)[kBlocks][4], float scale,
+__device__ __forceinline__ void complete_row(RowTarget target, float* others, const float (&acc)[kBlocks][4], float scale,
                                              bool exists) {
   constexpr int kLoads = kBlocks % 16 == 0 ? 8 : kBlocks % 12 == 0 ? 6 : 4;  // before the first is used
   constexpr int kAhead = kMayBeWhole && kBlocks > 16 ? 1 : kLoads;  // as registers allow
   static_assert(kBlocks % (2 * kAhead) == 0, "a row is loaded kAhead pairs of blocks at a time");
-  const bool adds = kMayBeWhole && place.row == others;
+  const bool adds = kMayBeWhole && target.row == others;
   #pragma unroll
   for (int n = 0; n < kBlocks; n += 2 * kAhead) {
     float4 y[kAhead];
@@ -237,31 +237,31 @@ __device__ __forceinline__ void complete_row(Place place, float* others, const f
       const float4 x = four_columns<kHalf>(acc, n + 2 * i, scale);
       const float4 sum = make_float4(x.x + y[i].x, x.y + y[i].y, x.z + y[i].z, x.w + y[i].w);
       if (exists && adds) add_quad(others + at, x);
-      else if (exists && kMayBeWhole && !place.rounded) *(float4*)((float*)place.row + at) = sum;
-      else if (exists) *(uint2*)((T*)place.row + at) = make_uint2(pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w));
+      else if (exists && kMayBeWhole && !target.rounded) *(float4*)((float*)target.row + at) = sum;
+      else if (exists) *(uint2*)((T*)target.row + at) = make_uint2(pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w));
     }
   }
 }
 
 // A row that has no others.
 template <int kHalf, typename T, int kBlocks>
-__device__ __forceinline__ void store_only_row(Place place, const float (&acc)[kBlocks][4], float scale, bool exists) {
+__device__ __forceinline__ void store_only_row(RowTarget target, const float (&acc)[kBlocks][4], float scale, bool exists) {
   const int first = first_of_four(0);
-  void* const begin = place.rounded ? (void*)((T*)place.row + first) : (float*)place.row + first;
+  void* const begin = target.rounded ? (void*)((T*)target.row + first) : (float*)target.row + first;
   #pragma unroll
   for (int n = 0; n < kBlocks; n += 2) {
     const float4 x = four_columns<kHalf>(acc, n, scale);
-    if (exists && place.rounded)
+    if (exists && target.rounded)
       *(uint2*)((T*)begin + 8 * n) = make_uint2(pack<T>(x.x, x.y), pack<T>(x.z, x.w));
     else if (exists)
       *(float4*)((float*)begin + 8 * n) = x;
   }
 }
 
-// dk (k_rows, num_kv_heads, head dim) and dv, of which each split of the query heads of a kv head has a share.
+// dk (k_rows, num_kv_heads, head dim) and dv, of which each split of the query heads of a kv head has a partial.
 // dk_accum, dv_accum: their accumulators, fp32, which are dk and dv themselves where those are fp32. semaphores (2,
 // semaphore_rows, num_kv_heads): one for every 16 rows. places (k_rows), or null: where Grad is fp32, a row that has a
-// place, not -1, goes there in dk_rounded and dv_rounded instead, in 16 bits. homes: where Grad is fp32, whole rows may
+// place, not -1, goes there in dk_rounded and dv_rounded instead, in 16 bits. owners: where Grad is fp32, whole rows may
 // go to other ranks instead; the accumulators are elsewhere then.
 template <typename Grad>
 struct Gradients {
@@ -270,57 +270,57 @@ struct Gradients {
   int* semaphores;
   void *dk_rounded, *dv_rounded;
   const int* places;
-  Homes homes;
+  Owners owners;
 
-  // One warp claims its share of the 16 rows from `row` on; `second` is 1 for dv alone, where other warps bring dk. A
+  // One warp claims its partial of the 16 rows from `row` on; `second` is 1 for dv alone, where other warps write_partial dk. A
   // warp that has claimed waits for nothing else, so that nobody waits in a circle.
-  __device__ __forceinline__ Share claim(int row, int kv_head, int second, BackwardSize size) const {
-    if (size.split_heads == size.group) return Share::kOnly;
-    const Share share = claim_share(semaphore(row, kv_head, second, size), size.group / size.split_heads);
-    if (share != Share::kFirst) __threadfence();
-    return share;
+  __device__ __forceinline__ Partial claim(int row, int kv_head, int second, BackwardSize size) const {
+    if (size.split_heads == size.group) return Partial::kOnly;
+    const Partial partial = claim_partial(semaphore(row, kv_head, second, size), size.group / size.split_heads);
+    if (partial != Partial::kFirst) __threadfence();
+    return partial;
   }
-  __device__ __forceinline__ void release(int row, int kv_head, int second, Share share, BackwardSize size) const {
+  __device__ __forceinline__ void release(int row, int kv_head, int second, Partial partial, BackwardSize size) const {
     __syncwarp();
-    if (is_awaited(share) && threadIdx.x % kWarp == 0) release_share(semaphore(row, kv_head, second, size));
+    if (is_awaited(partial) && threadIdx.x % kWarp == 0) release_partial(semaphore(row, kv_head, second, size));
   }
-  // Brings a share of dk, or (kWhich 1) of dv.
+  // Brings a partial of dk, or (kWhich 1) of dv.
   template <typename T, int kWhich, int kBlocks>
-  __device__ __forceinline__ void bring(const float (&acc)[kBlocks][4], float scale, Share share, int row, int kv_head,
+  __device__ __forceinline__ void write_partial(const float (&acc)[kBlocks][4], float scale, Partial partial, int row, int kv_head,
                                         BackwardSize size) const {
-    bring_row<T, kWhich, 0>(acc, scale, share, row + me().lane / 4, kv_head, size);
-    bring_row<T, kWhich, 1>(acc, scale, share, row + me().lane / 4 + 8, kv_head, size);
+    write_row<T, kWhich, 0>(acc, scale, partial, row + me().lane / 4, kv_head, size);
+    write_row<T, kWhich, 1>(acc, scale, partial, row + me().lane / 4 + 8, kv_head, size);
   }
 
  private:
-  // Of the two rows that this thread shares with its quad, the one that is kHalf.
+  // Of the two rows that this thread num_partials with its quad, the one that is kHalf.
   template <typename T, int kWhich, int kHalf, int kBlocks>
-  __device__ __forceinline__ void bring_row(const float (&acc)[kBlocks][4], float scale, Share share, int row,
+  __device__ __forceinline__ void write_row(const float (&acc)[kBlocks][4], float scale, Partial partial, int row,
                                             int kv_head, BackwardSize size) const {
     const u32 pitch = opaque(size.num_kv_heads) * 8 * kBlocks, head = kv_head * 8 * kBlocks;
     const size_t at = (size_t)row * pitch + head;
     Grad* const grad = (kWhich ? dv : dk) + at;
     float* const accum = (kWhich ? dv_accum : dk_accum) + at;
     const bool exists = row < size.k_rows;
-    if (share == Share::kFirst) {
+    if (partial == Partial::kFirst) {
       store_row<kHalf>(accum, acc, scale, exists);
-    } else if (share == Share::kMiddle) {
+    } else if (partial == Partial::kMiddle) {
       add_row<kHalf>(accum, acc, scale, exists);
     } else if constexpr (sizeof(Grad) == 2) {
-      if (share == Share::kOnly) store_row<kHalf>(grad, acc, scale, exists);
-      else complete_row<kHalf, false, T>(Place{grad, true}, accum, acc, scale, exists);
+      if (partial == Partial::kOnly) store_row<kHalf>(grad, acc, scale, exists);
+      else complete_row<kHalf, false, T>(RowTarget{grad, true}, accum, acc, scale, exists);
     } else {
-      const Place place = exists ? place_of<T>(kWhich, row, grad, pitch, head) : Place{};
-      if (share == Share::kOnly) store_only_row<kHalf, T>(place, acc, scale, place.row);
-      else complete_row<kHalf, true, T>(place, accum, acc, scale, place.row);
+      const RowTarget target = exists ? target_of<T>(kWhich, row, grad, pitch, head) : RowTarget{};
+      if (partial == Partial::kOnly) store_only_row<kHalf, T>(target, acc, scale, target.row);
+      else complete_row<kHalf, true, T>(target, accum, acc, scale, target.row);
     }
   }
   // Of a row that is at `grad` otherwise; null: nowhere.
   template <typename T>
-  __device__ __forceinline__ Place place_of(int which, int row, Grad* grad, u32 pitch, u32 head) const {
-    if (homes.places) {
-      float* const home = homes.row_of(which, row, pitch);
-      return {home ? home + head : nullptr, false};
+  __device__ __forceinline__ RowTarget target_of(int which, int row, Grad* grad, u32 pitch, u32 head) const {
+    if (owners.places) {
+      float* const owned = owners.row_of(which, row, pitch);
+      return {owned ? owned + head : nullptr, false};
     }
     const int place = places ? places[row] : -1;
     if (place < 0) return {grad, false};
@@ -333,8 +333,8 @@ struct Gradients {
 CHECK_Gradients;
 
 // ------------------------------------------------------------------------------------------------ dq
-// dq comes from one tile of keys, which stores it, or from many, whose shares add up in dq_accum. dq_accum, fp32, is a
-// sequence of pieces of 64 query rows by some columns. A piece is stored as a warpgroup holds it in registers, float4 n
+// dq comes from one tile of keys, which stores it, or from many, whose num_partials add up in dq_accum. dq_accum, fp32, is a
+// sequence of panels of 64 query rows by some columns. A panel is stored as a warpgroup holds it in registers, float4 n
 // of every thread after float4 n - 1 of all threads, so that it is contiguous for a bulk copy.
 
 // acc = dS k, one warpgroup: 64 queries, which are columns of ds, by the columns from first_col on of kKeys keys.
@@ -352,10 +352,10 @@ __device__ __forceinline__ void multiply_keys(float (&acc)[kBlocks][4], const un
   wgmma_wait<0>(acc);
 }
 
-// Stores a piece of dq (q_rows, num_heads, kHeadDim), or adds it where dq is fp32, one warpgroup: 64 rows from `row`
+// Stores a panel of dq (q_rows, num_heads, kHeadDim), or adds it where dq is fp32, one warpgroup: 64 rows from `row`
 // on, columns from first_col on.
 template <int kHeadDim, typename Dq, int kBlocks>
-__device__ __forceinline__ void bring_dq(Dq* dq, const float (&acc)[kBlocks][4], float scale, int row, int head,
+__device__ __forceinline__ void write_dq(Dq* dq, const float (&acc)[kBlocks][4], float scale, int row, int head,
                                          int first_col, BackwardSize size) {
   row += me().warp * 16 + me().lane / 4;
   const int pitch = size.row_heads * kHeadDim;

@@ -1,34 +1,34 @@
-// What the Hopper backwards of 128 keys at a time (sm_90a) share: shared memory, the producer, and score gradients on
+// What the Hopper backwards of 128 keys at a time (sm_90a) partial: shared memory, the producer, and score gradients on
 // their way to dq.
 
 #pragma once
 
-#include "kernels/hopper/query_side.cuh"
+#include "kernels/hopper/dq_panels.cuh"
 
-// The key side takes the scores of kAtOnce of the queries of a step at once, and dP of kWeighedAtOnce: beside float32
-// probabilities, registers have no room for more. dq has pieces of kCols columns, and kDqDepth stages for them.
+// The key side takes the scores of kAtOnce of the queries of a step at once, and dP of kDpAtOnce: beside float32
+// probabilities, registers have no room for more. dq has panels of kCols columns, and kDqDepth stages for them.
 // kDsDepth stages hold score gradients, which kDqWarps warps multiply with keys: those of the query side or, where
 // there is none, the 8 of the key side.
-template <int kDim, int kVDim, int kM, int kAhead, int kAtOnce, int kWeighedAtOnce, int kCols, int kDqDepth,
+template <int kDim, int kVDim, int kM, int kAhead, int kAtOnce, int kDpAtOnce, int kCols, int kDqDepth,
           int kDsDepth = kAhead, int kDqWarps = 4>
 struct BackwardShared {
   static constexpr int kHeadDim = kDim, kVHeadDim = kVDim, kTileM = kM, kTileN = 128;
   static constexpr int kStages = kAhead, kDsStages = kDsDepth;
-  static constexpr int kQueries = kAtOnce, kWeighed = kWeighedAtOnce, kDqStages = kDqDepth;
-  static constexpr int kPieceCols = kCols, kPieceFloats = 64 * kCols, kPieces = kDim / kCols;
+  static constexpr int kScoreQueries = kAtOnce, kDpQueries = kDpAtOnce, kDqStages = kDqDepth;
+  static constexpr int kPanelCols = kCols, kPanelFloats = 64 * kCols, kPanels = kDim / kCols;
   static_assert(kStages == 2, "claims of dq and the parities of steps count two stages");
-  static_assert(kHeadDim % kPieceCols == 0, "pieces of dq have all its columns");
-  static_assert(kPieces == 1 || kPieceCols % (kHeadDim % kSlab ? kSlab / 2 : kSlab) == 0,
-                "a piece of dq begins at a slab of keys");
-  static_assert(kTileM % 64 == 0, "a piece of dq has 64 rows, and a semaphore is one of them");
-  static_assert(kTileM % kQueries == 0 && kTileM % kWeighed == 0 && kQueries % kWeighed == 0 && kWeighed % 16 == 0,
+  static_assert(kHeadDim % kPanelCols == 0, "panels of dq have all its columns");
+  static_assert(kPanels == 1 || kPanelCols % (kHeadDim % kSlab ? kSlab / 2 : kSlab) == 0,
+                "a panel of dq begins at a slab of keys");
+  static_assert(kTileM % 64 == 0, "a panel of dq has 64 rows, and a semaphore is one of them");
+  static_assert(kTileM % kScoreQueries == 0 && kTileM % kDpQueries == 0 && kScoreQueries % kDpQueries == 0 && kDpQueries % 16 == 0,
                 "the key side takes all queries of a step, in equal parts of whole fragments");
   static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
   static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>, kDoutBytes = kTileBytes<kTileM, kVHeadDim>;
   unsigned char k[kKBytes], v[kVBytes];
   unsigned char q[kStages][kQBytes], dout[kStages][kDoutBytes];
   unsigned char ds[kDsStages][kTileBytes<kTileN, kTileM>];         // keys are the rows
-  float dq[kDqStages][kPieceFloats];                              // pieces on their way to global memory, or from there
+  float dq[kDqStages][kPanelFloats];                              // panels on their way to global memory, or from there
   float minus_lse[kStages][kTileM], minus_delta[kStages][kTileM];
   u64 kv_full, kv_empty;
   u64 full[kStages], empty[kStages];
@@ -36,7 +36,7 @@ struct BackwardShared {
   u64 dq_empty[kDqStages], dq_open[kDqStages], dq_full[kDqStages];
   u64 claim_full[2], claim_sent[2], claim_empty[2];
   Claim claim[2];
-  Share share[kDqStages];                                         // that a piece is of
+  Partial partial[kDqStages];                                         // that a panel is of
   Step step[2 * kStages];                                         // read by the query side after its tiles are gone
   int2 range[kTileN];                                             // of the key rows
   int2 warp_tile[8];                                              // of the key side's warps: first key, kv head
@@ -91,14 +91,14 @@ __device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* map_k
 template <bool kStaggered, typename Shared>
 __device__ __forceinline__ void produce_backward(
     Shared& shared, const TensorMap* map_q, const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout,
-    const float* stats, const int2* query_ranges, const int* shares, const int* tile_order, int* counter,
+    const float* stats, const int2* query_ranges, const int* num_partials, const int* tile_order, int* counter,
     BackwardSize size) {
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
   constexpr int kTileM = Shared::kTileM;
   Ring<Shared::kStages> ring = {0, 1};
   u32 kv_parity = 1;
 
-  schedule_steps<2, kTileM, kStaggered>(query_ranges, shares, tile_order, counter, size, [&](const Step& step) {
+  schedule_steps<2, kTileM, kStaggered>(query_ranges, num_partials, tile_order, counter, size, [&](const Step& step) {
     u64* const full = &shared.full[ring.stage];
     barrier_wait(&shared.empty[ring.stage], ring.parity);
     if (me().lane == 0) {
@@ -138,9 +138,9 @@ __device__ __forceinline__ void store_dscore(Shared& shared, u32 stage, int side
 // The same where none of the queries sees one of the keys.
 template <typename Shared>
 __device__ __forceinline__ void store_no_dscore(Shared& shared, u32 stage, int side) {
-  u32 zeros[1][Shared::kWeighed / 16][4];
+  u32 zeros[1][Shared::kDpQueries / 16][4];
   #pragma unroll
-  for (int i = 0; i < Shared::kWeighed / 4; ++i) zeros[0][i / 4][i % 4] = 0;
+  for (int i = 0; i < Shared::kDpQueries / 4; ++i) zeros[0][i / 4][i % 4] = 0;
   #pragma unroll
-  for (int row = 0; row < Shared::kTileM; row += Shared::kWeighed) store_dscore(shared, stage, side, row, zeros);
+  for (int row = 0; row < Shared::kTileM; row += Shared::kDpQueries) store_dscore(shared, stage, side, row, zeros);
 }

@@ -54,7 +54,7 @@ __device__ __forceinline__ void copy_tile_to(unsigned short blocks, unsigned cha
                     "r"(row), "r"(shared_address(barrier)), "h"(blocks) : "memory");
 }
 // All threads of both blocks: what one did before it is seen by the other, which is there until then.
-__device__ __forceinline__ void meet_other() {
+__device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 

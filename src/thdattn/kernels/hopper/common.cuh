@@ -130,9 +130,9 @@ __device__ __forceinline__ u64 descriptor(const void* tile, int slab_bytes) {
   return swizzle << 62 | (u64)(8 * kRowBytesOf<kCols> >> 4) << 32 | (u64)(slab_bytes >> 4) << 16 |
          (address & 0x3ffff) >> 4;
 }
-// Where in a row of a slab its 16 bytes number `piece` are.
-template <int kCols> __device__ __forceinline__ int swizzled(int row, int piece) {
-  return (piece ^ (kSlabOf<kCols> == kSlab ? row % 8 : row / 2 % 4)) * 16;
+// Where in a row of a slab its 16 bytes number `vector` are.
+template <int kCols> __device__ __forceinline__ int swizzled(int row, int vector) {
+  return (vector ^ (kSlabOf<kCols> == kSlab ? row % 8 : row / 2 % 4)) * 16;
 }
 
 template <int kRows, int kCols, bool kOnce = false>

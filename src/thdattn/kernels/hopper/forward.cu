@@ -3,13 +3,13 @@
 
 #pragma once
 
-#include "kernels/hopper/pieces.cuh"
+#include "kernels/hopper/split_kv.cuh"
 #include "kernels/hopper/softmax.cuh"
 
 // What the producer tells the consumers of a query tile, and of each key tile. first, next: the flags of the key tile
 // that comes after it, known before that arrives, so that consumers do not wait for them between products; kLast where
-// there is none. piece: the tile or, with kInParts, a packed Piece, of whose first part `work` is the number.
-struct QueryTile { int piece, head; u32 first; int work; };
+// there is none. word: the tile or, with kSplitKv, a packed KvSplit, of whose first part `work` is the number.
+struct QueryTile { int word, head; u32 first; int work; };
 struct KeyTile { int row; u32 next; };
 
 template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
@@ -41,25 +41,25 @@ struct ForwardShared {
 struct ForwardSize { int q_rows, num_tiles, num_heads, group, together, last_heads, row_heads; };
 CHECK_ForwardSize;
 
-// Where the keys of tiles are divided (kInParts): what add_parts needs, for every warp of every number of work.
-struct Parts { float4* shares; u32* arrived; };
-CHECK_Parts;
+// Where the keys of tiles are divided (kSplitKv): what merge_splits needs, for every warp of every number of work.
+struct KvPartials { float4* partials; u32* arrived; };
+CHECK_KvPartials;
 
 // The producer, one warp: loads every query tile of this block and the key tiles that it sees, keys one tile ahead of
 // values.
-template <bool kInParts, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
+template <bool kSplitKv, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void produce_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, const TensorMap* map_q,
     const TensorMap* map_k, const TensorMap* map_v, const int2* key_ranges, const int* tile_order, int* counter,
     ForwardSize size) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
   constexpr int kTileM = Shared::kTileM, kRows = kTileM / kWarp;
-  const int lane = threadIdx.x % kWarp, num_work = (kInParts ? tile_order[0] : size.num_tiles) * size.num_heads;
+  const int lane = threadIdx.x % kWarp, num_work = (kSplitKv ? tile_order[0] : size.num_tiles) * size.num_heads;
   Ring<kQStages> q_ring = {0, 1};
   Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
-  // Behind the last piece the order was not set, which initcheck reports; the loop below ends before it is used.
+  // Behind the last word the order was not set, which initcheck reports; the loop below ends before it is used.
   auto work_tile_of = [&](int work) {                 // of pieces without waiting for their number
-    if (kInParts) return WorkTile{tile_order[1 + work / size.num_heads], work % size.num_heads};
+    if (kSplitKv) return WorkTile{tile_order[1 + work / size.num_heads], work % size.num_heads};
     if (work >= num_work) return WorkTile{};
     return scheduled_tile(work, tile_order, size.num_tiles, size.num_heads, size.together, size.last_heads);
   };
@@ -85,13 +85,13 @@ __device__ __forceinline__ void produce_forward(
   WorkTile work_tile = work_tile_of(blockIdx.x);
   for (int work = blockIdx.x; work < num_work; ) {
     const auto [word, head] = work_tile;
-    const Piece piece = kInParts ? unpacked(word) : Piece{word, 0, 1};
-    const int tile = piece.tile;
+    const KvSplit split = kSplitKv ? unpacked(word) : KvSplit{word, 0, 1};
+    const int tile = split.tile;
     const int kv_head = head / size.group;
     int2 range[kRows];
     #pragma unroll
     for (int i = 0; i < kRows; ++i) range[i] = range_of(key_ranges, tile * kTileM + i * kWarp + lane, size.q_rows);
-    if constexpr (kInParts) cut<kTileN>(range, piece);
+    if constexpr (kSplitKv) cut<kTileN>(range, split);
     auto first_in_sight = [&](int from) {
       int first = kNone;
       #pragma unroll
@@ -122,7 +122,7 @@ __device__ __forceinline__ void produce_forward(
     for (int i = 0; i < kRows; ++i) shared.range[q_ring.double_stage_to_fill()][i * kWarp + lane] = range[i];
     __syncwarp();
     if (lane == 0) {
-      shared.query_tile[q_ring.double_stage_to_fill()] = {word, head, first, work - piece.part * size.num_heads};
+      shared.query_tile[q_ring.double_stage_to_fill()] = {word, head, first, work - split.index * size.num_heads};
       barrier_expect(&shared.q_full[q_ring.stage], Shared::kQBytes);
       copy_tile<kTileM, kHeadDim>(shared.q[q_ring.stage], map_q, head, tile * kTileM, &shared.q_full[q_ring.stage]);
     }
@@ -148,7 +148,7 @@ __device__ __forceinline__ void produce_forward(
   }
   barrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity);
   if (lane == 0) {
-    shared.query_tile[q_ring.double_stage_to_fill()].piece = -1;
+    shared.query_tile[q_ring.double_stage_to_fill()].word = -1;
     barrier_arrive(&shared.q_full[q_ring.stage]);
   }
 }
@@ -193,11 +193,11 @@ __device__ __forceinline__ void begin_in_turn(u32 cycles) {
 // A consumer, one warpgroup: 64 query rows. While it takes its exponentials, the tensor cores multiply the previous
 // probabilities with their values. kQInRegisters: queries are read from registers, as shared memory is busy with keys
 // and values.
-template <bool kQInRegisters, bool kOwnPeaks, bool kSinks, bool kInParts, typename T, typename Out, bool kCaps,
+template <bool kQInRegisters, bool kLazyRowMax, bool kSinks, bool kSplitKv, typename T, typename Out, bool kCaps,
           int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, Out* out,
-    float* lse, float* max_logits, Parts all_parts, ForwardSize size, Logits<kCaps> logits, const float* sinks) {
+    float* lse, float* max_logits, KvPartials all_partials, ForwardSize size, Logits<kCaps> logits, const float* sinks) {
   constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
   const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
   Ring<kQStages> q_ring = {0, 0};
@@ -207,16 +207,16 @@ __device__ __forceinline__ void consume_forward(
   for (bool begins = true; ; begins = false) {
     barrier_wait(&shared.q_full[q_ring.stage], q_ring.parity);
     const QueryTile& query_tile = shared.query_tile[q_ring.double_stage()];
-    const int piece = __shfl_sync(0xffffffffu, query_tile.piece, 0);
-    if (piece < 0) break;
-    const int tile = kInParts ? unpacked(piece).tile : piece;
+    const int word = __shfl_sync(0xffffffffu, query_tile.word, 0);
+    if (word < 0) break;
+    const int tile = kSplitKv ? unpacked(word).tile : word;
     const unsigned char* const my_q = shared.q[q_ring.stage] + consumer * 64 * kRowBytesOf<kHeadDim>;
     const int first_row = tile * kTileM + consumer * 64 + warp * 16;
     const int2* const range = shared.range[q_ring.double_stage()] + consumer * 64 + warp * 16;
     ScoreRows<T, kHeadDim, kTileM, kQInRegisters> queries;
     queries.load(my_q);
     float acc_out[kOutBlocks][4] = {};
-    Softmax<kCaps, kOwnPeaks> softmax = {logits};
+    Softmax<kCaps, kLazyRowMax> softmax = {logits};
 
     u32 mine = 0, next = uniform(query_tile.first);
     bool last = next & kLast;
@@ -302,12 +302,12 @@ __device__ __forceinline__ void consume_forward(
     }
     q_ring.advance();
     bool padding[2] = {is_empty(range[lane / 4]), is_empty(range[lane / 4 + 8])};
-    if constexpr (kInParts) {
-      constexpr int kWarps = 4 * kConsumers, kQuads = kShareQuads<kOutBlocks>;
+    if constexpr (kSplitKv) {
+      constexpr int kWarps = 4 * kConsumers, kQuads = kPartialQuads<kOutBlocks>;
       const size_t mine = (size_t)query_tile.work * kWarps + consumer * 4 + warp;
       const size_t pitch = (size_t)size.num_heads * kWarps * kQuads;
-      if (unpacked(piece).parts > 1 && !add_parts(all_parts.shares + mine * kQuads, pitch, all_parts.arrived + mine,
-                                                  unpacked(piece), acc_out, softmax, padding))
+      if (unpacked(word).count > 1 && !merge_splits(all_partials.partials + mine * kQuads, pitch, all_partials.arrived + mine,
+                                                  unpacked(word), acc_out, softmax, padding))
         continue;
     }
 
@@ -320,16 +320,16 @@ __device__ __forceinline__ void consume_forward(
       const int row = first_row + lane / 4 + 8 * r;
       const float total = quad_sum(softmax.row_sum[r]), blank = blank_of(range[lane / 4 + 8 * r]);
       auto lse_of_keys = [&] { return (softmax.base[r] + __log2f(total)) * kLn2; };
-      const Rest rest = kSinks ? beside_sink(lse_of_keys(), sinks[head]) : Rest{0.f, 1.f};
-      scale[r] = padding[r] ? blank : rest.share / total;
+      const JoinedSink joined = kSinks ? join_sink(lse_of_keys(), sinks[head]) : JoinedSink{0.f, 1.f};
+      scale[r] = padding[r] ? blank : joined.keys_weight / total;
       if (!padding[r]) largest = fmaxf(largest, logits.natural(softmax.row_max[r]));
       if constexpr (kMerges) {
         float* const row_lse = lse + (size_t)head * size.q_rows + row;
-        const Merge share = merge_lse(row_lse, lse_of_keys(), !padding[r]);
-        scale[r] = padding[r] ? 0.f : share.these / total, others_scale[r] = share.others;
+        const Merge weights = merge_lse(row_lse, lse_of_keys(), !padding[r]);
+        scale[r] = padding[r] ? 0.f : weights.these / total, others_scale[r] = weights.others;
       } else if (lane % 4 == 0 && row < size.q_rows)
         lse[(size_t)head * size.q_rows + row] =
-            padding[r] ? blank - kInfinity : kSinks ? rest.lse : lse_of_keys();
+            padding[r] ? blank - kInfinity : kSinks ? joined.lse : lse_of_keys();
     }
     const int row = first_row + lane / 4, pitch = size.row_heads * kVHeadDim;
     Out* const out_row = out + (size_t)row * pitch + head * kVHeadDim;
@@ -362,16 +362,16 @@ __device__ __forceinline__ void consume_forward(
 // max_logits (all tiles of queries, num_heads, 4 * kConsumers)
 // maps of boxes of 64 * kConsumers rows of q, and of kTileN rows of k and v
 // tile_order: of some tiles or all, see scheduled_tile; counter: one int, zero, and zero again after the kernel
-// kInParts: tile_order is what thd_attn_pieces_sm90 makes, and all heads of a piece come one after another
+// kSplitKv: tile_order is what thd_attn_split_kv_sm90 makes, and all heads of a word come one after another
 // Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers), shared memory
 // kSharedBytes.
 template <typename T, typename Out, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers,
-          int kQStages, int kStages, bool kQInRegisters, bool kOwnPeaks, bool kInParts, int kSharedBytes>
+          int kQStages, int kStages, bool kQInRegisters, bool kLazyRowMax, bool kSplitKv, int kSharedBytes>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, Out* __restrict__ out, float* __restrict__ lse,
     Logits<kCaps> logits, const float* __restrict__ sinks, float* __restrict__ max_logits,
-    const int2* __restrict__ key_ranges, const int* __restrict__ tile_order, int* __restrict__ counter, Parts parts,
+    const int2* __restrict__ key_ranges, const int* __restrict__ tile_order, int* __restrict__ counter, KvPartials partials,
     ForwardSize size) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
@@ -384,10 +384,10 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
   if (warpgroup == 0) {
     registers_give<kConsumers == 3 ? 32 : kMost ? 24 : 40>();
     if (threadIdx.x < kWarp)
-      produce_forward<kInParts>(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
+      produce_forward<kSplitKv>(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
   } else {
     registers_take<kConsumers == 3 ? 160 : kMost ? 240 : 232>();
-    consume_forward<kQInRegisters, kOwnPeaks, kSinks, kInParts, T>(shared, warpgroup - 1, out, lse, max_logits, parts,
+    consume_forward<kQInRegisters, kLazyRowMax, kSinks, kSplitKv, T>(shared, warpgroup - 1, out, lse, max_logits, partials,
                                                                 size, logits, sinks);
   }
 }

@@ -9,8 +9,8 @@
 // gives the same quotient, sums stay far from overflow, and the accumulators rarely have to be rescaled. But only at
 // the base is a probability 1, which 16 bits hold without an error; so what most of an output is made of has to be
 // there.
-// kOwnPeaks: each thread finds by itself whether a base may have to follow: worth most where products are short.
-template <bool kCaps, bool kOwnPeaks>
+// kLazyRowMax: each thread finds by itself whether a base may have to follow: worth most where products are short.
+template <bool kCaps, bool kLazyRowMax>
 struct Softmax {
   static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
   Logits<kCaps> logits;
@@ -23,8 +23,8 @@ struct Softmax {
   __device__ __forceinline__ void add(float (&score)[kBlocks][4], float depth, bool hidden) {
     if constexpr (kCaps) {
       add_capped(score, depth, hidden);
-    } else if constexpr (kOwnPeaks) {
-      add_by_own_peaks(score);
+    } else if constexpr (kLazyRowMax) {
+      add_with_lazy_row_max(score);
     } else {
       raise_tops(score);
       follow(logits.exact(row_max[0]), logits.exact(row_max[1]));
@@ -39,7 +39,7 @@ struct Softmax {
   }
   // Row maxima of new scores, whatever their signs, of all four threads of a row.
   template <int kBlocks>
-  static __device__ __forceinline__ void meet_peaks(float (&peak)[2], int2 top, const float (&score)[kBlocks][4]) {
+  static __device__ __forceinline__ void reduce_peaks(float (&peak)[2], int2 top, const float (&score)[kBlocks][4]) {
     if (__any_sync(0xffffffffu, (top.x | top.y) < 0)) {
       peak[0] = peak[1] = -kInfinity;
       #pragma unroll
@@ -49,13 +49,13 @@ struct Softmax {
   }
 
   template <int kBlocks>
-  __device__ __forceinline__ void add_by_own_peaks(float (&score)[kBlocks][4]) {
+  __device__ __forceinline__ void add_with_lazy_row_max(float (&score)[kBlocks][4]) {
     const int2 top = tops(score);
     float peak[2] = {__int_as_float(top.x), __int_as_float(top.y)};
     const float over = fmaxf(logits.exact(peak[0]) - limit(0), logits.exact(peak[1]) - limit(1));
     rescale = false;
     if (!__all_sync(0xffffffffu, (top.x | top.y | ~__float_as_int(over)) >= 0)) {  // by their signs
-      meet_peaks(peak, top, score);
+      reduce_peaks(peak, top, score);
       follow(logits.exact(peak[0]), logits.exact(peak[1]));
     }
     row_max[0] = fmaxf(row_max[0], peak[0]), row_max[1] = fmaxf(row_max[1], peak[1]);
@@ -73,7 +73,7 @@ struct Softmax {
     const bool usual = __all_sync(0xffffffffu, (top.x | top.y | ~__float_as_int(over)) >= 0);  // by their signs
     int way = logits.kQuick;
     if (!usual) {
-      meet_peaks(peak, top, score);
+      reduce_peaks(peak, top, score);
       way = logits.way_for(farthest, hidden);
     }
     row_max[0] = fmaxf(row_max[0], peak[0]), row_max[1] = fmaxf(row_max[1], peak[1]);

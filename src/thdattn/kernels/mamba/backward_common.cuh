@@ -27,7 +27,7 @@ __device__ __forceinline__ float gate_back(uint4& dout, uint4& y, uint4 z_words,
   unpack8<T>(x, x_words);
   #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    const float share = sigmoid(z[e]), gate = z[e] * share, slope = fmaf(gate, 1.f - share, share);
+    const float sig = sigmoid(z[e]), gate = z[e] * sig, slope = fmaf(gate, 1.f - sig, sig);
     of_gate[e] = counts ? of_gate[e] * g[e] * slope : 0.f;
     g[e] = counts ? g[e] * gate : 0.f;
     of_d = fmaf(g[e], x[e], of_d);
@@ -115,7 +115,7 @@ struct TwoRows {
   // By one warp: what passes over each row, so ddt; and the chunk's share of the gradient of A. across: what passes
   // over all rows.
   __device__ __forceinline__ void finish(const int* first_rows, const float* dt, float across, float rate, float* ddt,
-                                         float* share_of_rate) const {
+                                         float* partial_rate) const {
     const int lane = threadIdx.x % kWarp, one = 2 * lane, other = one + 1;
     const int first[2] = {first_rows[one], first_rows[other]}, next = __shfl_down_sync(0xffffffffu, first[0], 1);
     const bool together = first[1] <= one;
@@ -136,6 +136,6 @@ struct TwoRows {
                          + (together ? begins[0] + before : 0.f) + across};
     store_pair(ddt + one, alone[0] + rate * da[0], alone[1] + rate * da[1]);
     const float of_rate = warp_sum(dt[one] * da[0] + dt[other] * da[1]);
-    if (lane == 0) *share_of_rate = of_rate;
+    if (lane == 0) *partial_rate = of_rate;
   }
 };

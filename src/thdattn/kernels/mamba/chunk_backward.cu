@@ -10,7 +10,7 @@
 // channels (rows, channels), dy (rows, inner); chunk_states and scales of num_chunks chunks from thd_ssd_chunk_states
 // dx (rows, inner); dbc (splits, rows, 2 * groups * state_dim), what each of gridDim.y / groups parts of a group's
 // heads gives to dB and dC; ddt (heads, chunks * kChunk)
-// shares: (chunks, heads), shares_pitch from one chunk to the next
+// partials: (chunks, heads), partials_pitch from one chunk to the next
 // Launch: grid (num_chunks, groups * splits), block 256, shared memory kSharedBytes.
 template <typename T, int kHeadDim, int kStateDim, int kSlice, int kBlocks, int kSharedBytes>
 __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
     const float* __restrict__ scales,
     const float* __restrict__ dt, const float* __restrict__ sums, const int2* __restrict__ ranges,
     const float* __restrict__ A_log, const float* __restrict__ D, T* __restrict__ dx, float* __restrict__ dbc,
-    float* __restrict__ ddt, float* __restrict__ shares, size_t shares_pitch, int first_chunk, int num_chunks,
+    float* __restrict__ ddt, float* __restrict__ partials, size_t partials_pitch, int first_chunk, int num_chunks,
     MixerSize size) {
   using Work = ChunkBackward<T, kHeadDim, kStateDim, kSlice>;
   using Shared = typename Work::Shared;
@@ -43,13 +43,13 @@ __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
     }
     copies_commit();
   };
-  // One thread's piece of 16 bytes of the first row that it loads, and those of the rows after.
-  constexpr int kPieces = kSlice / 8, kRows = 256 / kPieces;
-  const u32 piece = threadIdx.x / kPieces * kStateDim + threadIdx.x % kPieces * 8;
-  const int place = threadIdx.x / kPieces * Work::kSPitch + threadIdx.x % kPieces * 8;
+  // One thread's vector of 16 bytes of the first row that it loads, and those of the rows after.
+  constexpr int kVectors = kSlice / 8, kRows = 256 / kVectors;
+  const u32 vector = threadIdx.x / kVectors * kStateDim + threadIdx.x % kVectors * 8;
+  const int place = threadIdx.x / kVectors * Work::kSPitch + threadIdx.x % kVectors * 8;
   auto load_states = [&](int head, int slice) {
-    const T *const s = states + head * state_size + slice * kSlice + piece;
-    const T *const r = dstates + head * state_size + slice * kSlice + piece;
+    const T *const s = states + head * state_size + slice * kSlice + vector;
+    const T *const r = dstates + head * state_size + slice * kSlice + vector;
     #pragma unroll
     for (int i = 0; i < kHeadDim / kRows; ++i) {
       copy_async_16(shared.r + place + i * kRows * Work::kSPitch, r + i * kRows * kStateDim, true);
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(256, kBlocks) thd_ssd_bwd(
     __syncthreads();
     if (head + 1 < first_head + heads) load_rows(head + 1);
     if (work.warp == head % 8)
-      work.rows(ddt + size.in_heads(head, chunk), -expf(A_log[head]), shares + chunk * shares_pitch + head);
+      work.rows(ddt + size.in_heads(head, chunk), -expf(A_log[head]), partials + chunk * partials_pitch + head);
   }
   work.add_products();
   const size_t width = size.groups * kStateDim;

@@ -151,13 +151,13 @@ struct ChunkBackward {
     tell_columns(of_column, columns_of(t));
   }
 
-  // Sums over the rows of the warp of 16 columns, of which a lane has its rows' share of four.
-  __device__ __forceinline__ void tell_columns(const float (&share)[2][2], int begin) {
+  // Sums over the rows of the warp of 16 columns, of which a lane has its rows' partial of four.
+  __device__ __forceinline__ void tell_columns(const float (&partial)[2][2], int begin) {
     const int n = lane / 16, e = lane / 8 % 2;
     float kept[2];
     #pragma unroll
     for (int i = 0; i < 2; ++i)
-      kept[i] = (n ? share[1][i] : share[0][i]) + __shfl_xor_sync(0xffffffffu, n ? share[0][i] : share[1][i], 16);
+      kept[i] = (n ? partial[1][i] : partial[0][i]) + __shfl_xor_sync(0xffffffffu, n ? partial[0][i] : partial[1][i], 16);
     float sum = (e ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, e ? kept[0] : kept[1], 8);
     sum += __shfl_xor_sync(0xffffffffu, sum, 4);
     if (lane / 4 % 2 == 0) shared.over_rows[tile][begin + n * 8 + lane % 4 * 2 + e] = sum;
@@ -245,7 +245,7 @@ struct ChunkBackward {
     }
   }
 
-  // <R, S> over the columns of a slice, this lane's share: the diagonal of S R^T.
+  // <R, S> over the columns of a slice, this lane's partial: the diagonal of S R^T.
   __device__ __forceinline__ float dot() const {
     float sum = 0.f;
     #pragma unroll
@@ -332,8 +332,8 @@ struct ChunkBackward {
     }
   }
 
-  // By one warp: ddt, and the chunk's share of the gradient of A.
-  __device__ __forceinline__ void rows(float* ddt, float rate, float* share_of_rate) const {
+  // By one warp: ddt, and the chunk's partial of the gradient of A.
+  __device__ __forceinline__ void rows(float* ddt, float rate, float* partial_rate) const {
     TwoRows two;
     #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -351,7 +351,7 @@ struct ChunkBackward {
     #pragma unroll
     for (int w = 0; w < 8; ++w) across += shared.across[w];
     const float left = through();
-    two.finish(shared.first, dt, left == 0.f ? 0.f : left * across, rate, ddt, share_of_rate);
+    two.finish(shared.first, dt, left == 0.f ? 0.f : left * across, rate, ddt, partial_rate);
   }
 
   // ---------------------------------------------------------------------------------------------- the end

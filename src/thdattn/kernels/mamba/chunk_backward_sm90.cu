@@ -11,7 +11,7 @@ template <typename T, int kState, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
     const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap dy, const T* chunk_states,
     const float* scales, const float* dt, const float* sums, const int2* ranges, const float* A_log, const float* D,
-    T* dx, float* dbc, float* ddt, float* shares, size_t shares_pitch, int first_chunk, int num_chunks,
+    T* dx, float* dbc, float* ddt, float* partials, size_t partials_pitch, int first_chunk, int num_chunks,
     MixerSize size) {
   using Work = ChunkBackwardSm90<T, kState, kStages>;
   using Shared = typename Work::Shared;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(512, 1) thd_ssd_bwd_sm90(
       }
     } else if (threadIdx.x / kWarp == 3 * 4 + 2) {
       for (int head = first_head; head < end; ++head)
-        work.rows(ddt + size.in_heads(head, chunk), -expf(A_log[head]), shares + chunk * shares_pitch + head);
+        work.rows(ddt + size.in_heads(head, chunk), -expf(A_log[head]), partials + chunk * partials_pitch + head);
     }
   }
 }

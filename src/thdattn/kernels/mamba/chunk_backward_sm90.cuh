@@ -190,15 +190,15 @@ struct ChunkBackwardSm90 {
     }
   }
 
-  // Sums over the rows of the warp, of which a lane has its rows' share of 16 columns.
-  __device__ __forceinline__ void tell_columns(const float (&share)[8][2]) const {
+  // Sums over the rows of the warp, of which a lane has its rows' partial of 16 columns.
+  __device__ __forceinline__ void tell_columns(const float (&partial)[8][2]) const {
     const int lane = me().lane;
     float half[4][2], quarter[2][2], sum[2];
     #pragma unroll
     for (int e = 0; e < 2; ++e) {
       #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const float mine = lane & 16 ? share[n + 4][e] : share[n][e], other = lane & 16 ? share[n][e] : share[n + 4][e];
+        const float mine = lane & 16 ? partial[n + 4][e] : partial[n][e], other = lane & 16 ? partial[n][e] : partial[n + 4][e];
         half[n][e] = mine + __shfl_xor_sync(0xffffffffu, other, 16);
       }
       #pragma unroll
@@ -253,8 +253,8 @@ struct ChunkBackwardSm90 {
     #pragma unroll
     for (int i = 0; i < 4; ++i) {                     // whole rows of 128 bytes
       const int r = warp * 16 + i * 4 + lane / 8;
-      const uint4 piece = *(const uint4*)(shared.dx + r * kRowBytes + (lane % 8 ^ r % 8) * 16);
-      if (r < left) __stcs((uint4*)(dx + (size_t)r * size.inner() + lane % 8 * 8), piece);
+      const uint4 vector = *(const uint4*)(shared.dx + r * kRowBytes + (lane % 8 ^ r % 8) * 16);
+      if (r < left) __stcs((uint4*)(dx + (size_t)r * size.inner() + lane % 8 * 8), vector);
     }
   }
 
@@ -309,7 +309,7 @@ struct ChunkBackwardSm90 {
         if (factor[e / 2] != 0.f) sum[n][e] = fmaf(factor[e / 2], made[n][e], sum[n][e]);
   }
 
-  // <R, S>, this thread's share: the diagonal of S R^T.
+  // <R, S>, this thread's partial: the diagonal of S R^T.
   __device__ __forceinline__ float dot() const {
     float made[8][4], sum = 0.f;
     ScoreRows<T, kState, kChunk, false> s;
@@ -401,9 +401,9 @@ struct ChunkBackwardSm90 {
 
   // ---------------------------------------------------------------------------------------------- rows
 
-  // By one warp: ddt, and the chunk's share of the gradient of A, once all is told. racecheck follows no mbarriers:
+  // By one warp: ddt, and the chunk's partial of the gradient of A, once all is told. racecheck follows no mbarriers:
   // all_told orders telling before reading, and `stages`, released here, reading before a later head is told.
-  __device__ __forceinline__ void rows(float* ddt, float rate, float* share_of_rate) {
+  __device__ __forceinline__ void rows(float* ddt, float rate, float* partial_rate) {
     shared.stages.wait(ring);
     barrier_wait(&shared.all_told[ring.stage], ring.parity);
     const ToldOfRows& all = told();
@@ -419,7 +419,7 @@ struct ChunkBackwardSm90 {
       two.alone[i] = all.later[r] + all.alone[r] + all.of_behind[r];
     }
     const float left = through(), across = (all.across[0] + all.across[1]) + (all.across[2] + all.across[3]);
-    two.finish(shared.first, dt(), left == 0.f ? 0.f : left * across, rate, ddt, share_of_rate);
+    two.finish(shared.first, dt(), left == 0.f ? 0.f : left * across, rate, ddt, partial_rate);
     shared.stages.release(ring);
     ring.advance();
   }

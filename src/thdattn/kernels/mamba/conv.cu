@@ -10,7 +10,7 @@
 [[maybe_unused]] constexpr int kHeadsOfWarp = 8;
 
 // A thread's columns of a row.
-struct alignas(2 * kColumns) Piece { u32 pairs[kColumns / 2]; };
+struct alignas(2 * kColumns) Columns { u32 pairs[kColumns / 2]; };
 
 template <int kCount> __device__ __forceinline__ void load_floats(float (&to)[kCount], const float* from) {
   #pragma unroll
@@ -37,7 +37,7 @@ struct Convolution {
       for (int tap = 0; tap < kWidth; ++tap) weights[tap][i] = flat[i * kWidth + tap];
   }
 
-  __device__ __forceinline__ void next(Piece row) {
+  __device__ __forceinline__ void next(Columns row) {
     #pragma unroll
     for (int tap = 0; tap < kReach; ++tap)
       #pragma unroll
@@ -92,11 +92,11 @@ __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, cons
   for (int tap = 0; tap < kReach; ++tap) {            // what was on another rank is in the halo
     const int row = begin - kReach + tap;
     const T* const there = row < 0 ? halo + (size_t)(kReach + row) * size.channels() + column : from + row * pitch;
-    convolution.next(*(const Piece*)there);
+    convolution.next(*(const Columns*)there);
   }
-  Piece ahead[kAhead];                                // of the rows to come
+  Columns ahead[kAhead];                                // of the rows to come
   #pragma unroll
-  for (int i = 0; i < kAhead; ++i) ahead[i] = *(const Piece*)(from + min(begin + i, end - 1) * pitch);
+  for (int i = 0; i < kAhead; ++i) ahead[i] = *(const Columns*)(from + min(begin + i, end - 1) * pitch);
   const T* next = from + (begin + kAhead) * pitch;
   T* to = channels + (size_t)begin * size.channels() + column;
   for (int done = 0; begin + done < end; done += kAhead) {
@@ -104,16 +104,16 @@ __device__ __forceinline__ void convolve_rows(T* channels, const T* zxbcdt, cons
     for (int i = 0; i < kAhead; ++i) {
       const int row = begin + done + i, in_sight = sights[in_tile + done + i];
       convolution.next(ahead[i]);
-      if (row + kAhead < end) ahead[i] = *(const Piece*)next;
+      if (row + kAhead < end) ahead[i] = *(const Columns*)next;
       next += pitch;
       convolution.forget_all_but(in_sight);
       float sum[kColumns];
       convolution.convolve(sum);
-      Piece made;
+      Columns made;
       const u32 valid = in_sight < 0 ? 0 : ~0u;       // a mask, as compilers branch around what a choice leaves out
       #pragma unroll
       for (int p = 0; p < kColumns / 2; ++p) made.pairs[p] = valid & pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
-      if (row < end) *(Piece*)to = made;
+      if (row < end) *(Columns*)to = made;
       to += size.channels();
     }
   }

@@ -7,7 +7,7 @@
 
 [[maybe_unused]] constexpr int kConvBackThreads = 128, kConvBackColumns = 2 * kConvBackThreads, kConvBackAhead = 8;
 
-// Thread blocks of the usual width that share a multiprocessor; compiled for others than Hopper, five spill.
+// Thread blocks of the usual width that partial a multiprocessor; compiled for others than Hopper, five spill.
 #if __CUDA_ARCH__ == 900
 [[maybe_unused]] constexpr int kConvBackBlocks = 5;
 #else
@@ -27,9 +27,9 @@ template <typename T> __device__ __forceinline__ Pair<T> load_pair(const T* from
   return {*(const decltype(Pair<T>::words)*)from};
 }
 
-// What thd_mixer_conv_bwd makes, beside dzxbcdt. A chunk's shares of gradients lie in the order of the weights.
+// What thd_mixer_conv_bwd makes, beside dzxbcdt. A chunk's partials of gradients lie in the order of the weights.
 struct ConvGradients {
-  float* shares;                                      // (chunks, pitch)
+  float* partials;                                      // (chunks, pitch)
   float* ends;                                        // (2, reach, channels), see reference.mixer_conv_bwd
   size_t pitch;
 };
@@ -101,7 +101,7 @@ struct ConvBackward {
       #pragma unroll
       for (int tap = 0; tap < kWidth; ++tap)
         before = kWhole || kReach - tap <= in_sight ? fmaf(weights[tap][i], seen[tap][i], before) : before;
-      const float share = sigmoid(before), slope = fmaf(before, share - share * share, share);
+      const float sig = sigmoid(before), slope = fmaf(before, sig - sig * sig, sig);
       const float dbefore = kWhole || in_sight >= 0 ? (i ? gradient.y : gradient.x) * slope : 0.f;
       made[kReach][i] = kWhole || in_sight >= 0 ? weights[kReach][i] * dbefore : 0.f;  // not -0
       #pragma unroll
@@ -179,12 +179,12 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
       store(i + a - kReach);
     }
   }
-  float* const shares = sums.shares + chunk * sums.pitch;
+  float* const partials = sums.partials + chunk * sums.pitch;
   #pragma unroll
   for (int i = 0; i < kWidth; ++i)
-    store_pair(shares + (size_t)column * kWidth + 2 * i, work.of_weights[2 * i / kWidth][2 * i % kWidth],
+    store_pair(partials + (size_t)column * kWidth + 2 * i, work.of_weights[2 * i / kWidth][2 * i % kWidth],
                work.of_weights[(2 * i + 1) / kWidth][(2 * i + 1) % kWidth]);
-  store_pair(shares + (size_t)size.channels() * kWidth + column, work.of_bias[0], work.of_bias[1]);
+  store_pair(partials + (size_t)size.channels() * kWidth + column, work.of_bias[0], work.of_bias[1]);
   #pragma unroll
   for (int i = 0; i < kReach; ++i) {                  // rows of the next chunk
     work.template pass<false, false>(rows[i].numbers(), passed[i].numbers(), in_sight[kChunk + i]);
@@ -195,7 +195,7 @@ __device__ __forceinline__ void convolve_back(const RowsOfChunk<T>& from, const 
 // The gradient of dt before softplus, of one head.
 template <typename T>
 __device__ __forceinline__ void softplus_back(const T* zxbcdt, const float* of_steps, float dt_bias,
-                                              const int* in_sight, T* dzxbcdt, float* share, int chunk, int head,
+                                              const int* in_sight, T* dzxbcdt, float* partial, int chunk, int head,
                                               const MixerSize& size) {
   const float4* const ddt = (const float4*)(of_steps + size.in_heads(head, chunk));
   const size_t column = size.inner() + size.channels() + head;
@@ -216,17 +216,17 @@ __device__ __forceinline__ void softplus_back(const T* zxbcdt, const float* of_s
       if (row < size.rows) dzxbcdt[(size_t)row * size.columns() + column].bits = (unsigned short)pack<T>(gradient, 0.f);
     }
   }
-  *share = sum;
+  *partial = sum;
 }
 
-// Gradients of the columns of zxbcdt behind z, and each chunk's shares of those of weights. The last thread blocks of a
+// Gradients of the columns of zxbcdt behind z, and each chunk's partials of those of weights. The last thread blocks of a
 // row of the grid take dt, the others x, B and C. Bound by memory.
 //
 // Launch: grid (column_tiles + ceil(heads / 128), chunks, see tile_of_rows), block 128.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlocks : 2) thd_mixer_conv_bwd(
     const T* zxbcdt, const T* halo, const float* conv_weight, const float* conv_bias, const float* dt_bias,
-    T* dzxbcdt, const int2* ranges, const T* dx, const float* dbc, const float* ddt, int splits, float* shares,
+    T* dzxbcdt, const int2* ranges, const T* dx, const float* dbc, const float* ddt, int splits, float* partials,
     float* ends, int column_tiles, MixerSize size) {
   constexpr int kReach = kWidth - 1;
   const int chunk = size.chunks() - 1 - tile_of_rows();  // the last rows of dx are still in L2
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlock
   if ((int)blockIdx.x < column_tiles) {
     const int column = blockIdx.x * kConvBackColumns + threadIdx.x * 2;
     if (column >= channels) return;
-    const ConvGradients sums{shares, ends, pitch};
+    const ConvGradients sums{partials, ends, pitch};
     const u32 inner = size.inner(), width = channels - inner;
     const RowsOfChunk<T> from(zxbcdt + inner, size.columns(), column, chunk, size);
     T* const made = dzxbcdt + inner + (size_t)begin * size.columns();
@@ -261,20 +261,20 @@ __global__ void __launch_bounds__(kConvBackThreads, kWidth == 4 ? kConvBackBlock
     const int head = ((int)blockIdx.x - column_tiles) * kConvBackThreads + threadIdx.x;
     if (head < size.heads)
       softplus_back(zxbcdt, ddt, dt_bias[head], in_sight, dzxbcdt,
-                    shares + chunk * pitch + of_heads + 2 * size.heads + head, chunk, head, size);
+                    partials + chunk * pitch + of_heads + 2 * size.heads + head, chunk, head, size);
   }
 }
 
 // ------------------------------------------------------------------------------------------------ sums
 
-[[maybe_unused]] constexpr int kSumBlock = 16;        // shares that are added one after another
+[[maybe_unused]] constexpr int kSumBlock = 16;        // partials that are added one after another
 
-// The chunks' shares added up, in the same order on every run: by 8 threads a column, some chunks at a time, as
+// The chunks' partials added up, in the same order on every run: by 8 threads a column, some chunks at a time, as
 // rounding grows with the numbers added in a row. Those of A become the gradient of A_log.
 //
-// shares (chunks, columns), sums (columns); a_log: the column where A begins
+// partials (chunks, columns), sums (columns); a_log: the column where A begins
 // Launch: grid ceil(columns / 32), block 256.
-__global__ void __launch_bounds__(256) thd_mixer_sum(const float* __restrict__ shares, const float* __restrict__ A_log,
+__global__ void __launch_bounds__(256) thd_mixer_sum(const float* __restrict__ partials, const float* __restrict__ A_log,
                                                      float* __restrict__ sums, int chunks, int columns, int a_log,
                                                      int heads) {
   __shared__ float parts[8][32];
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(256) thd_mixer_sum(const float* __restrict__ s
       #pragma unroll
       for (int i = 0; i < kSumBlock; ++i) {
         const int chunk = first + 8 * i;
-        sum += chunk < chunks ? shares[(size_t)chunk * columns + column] : 0.f;
+        sum += chunk < chunks ? partials[(size_t)chunk * columns + column] : 0.f;
       }
       total += sum;
     }

@@ -48,21 +48,21 @@ __device__ __forceinline__ void convolve_chunk(unsigned char* x, Convolution<T, 
   constexpr int kReach = kWidth - 1, kRows = 8;
   static_assert(kReach <= kBefore && 128 / (kSlab / kColumns) * kRows == kChunk);
   const int thread = threadIdx.x % 128, first = thread / (kSlab / kColumns) * kRows, begin = chunk * kChunk + first;
-  const int piece = thread % (kSlab / kColumns) * kColumns / 8, in_piece = thread % (kSlab / kColumns) * kColumns % 8;
-  auto place = [&](int row) { return row * kRowBytes + ((piece ^ row % 8) * 8 + in_piece) * 2; };
+  const int vector = thread % (kSlab / kColumns) * kColumns / 8, in_vector = thread % (kSlab / kColumns) * kColumns % 8;
+  auto place = [&](int row) { return row * kRowBytes + ((vector ^ row % 8) * 8 + in_vector) * 2; };
   x += first * kRowBytes;
   // Of a halo that was not set, initcheck reports reads, as in convolve_rows; forget_all_but discards them.
   #pragma unroll
   for (int tap = 0; tap < kReach; ++tap) {
     const int row = tap - kReach;
-    const unsigned char* const there = x + row * kRowBytes + ((piece ^ (row + 8) % 8) * 8 + in_piece) * 2;
-    convolution.next(begin + row < 0 ? *(const Piece*)(halo + (size_t)(kReach + row) * size.channels() + column)
-                                     : *(const Piece*)there);
+    const unsigned char* const there = x + row * kRowBytes + ((vector ^ (row + 8) % 8) * 8 + in_vector) * 2;
+    convolution.next(begin + row < 0 ? *(const Columns*)(halo + (size_t)(kReach + row) * size.channels() + column)
+                                     : *(const Columns*)there);
   }
   wait(barrier, 128);                                 // all have read what others make
   #pragma unroll 4
   for (int i = 0; i < kRows; ++i) {
-    convolution.next(*(const Piece*)(x + place(i)));
+    convolution.next(*(const Columns*)(x + place(i)));
     u32 valid = ~0u;
     if (!all_in_sight) {
       const int in_sight = sight_of(range_at(ranges, begin + i, size), begin + i, kReach, size);
@@ -71,10 +71,10 @@ __device__ __forceinline__ void convolve_chunk(unsigned char* x, Convolution<T, 
     }
     float sum[kColumns];
     convolution.convolve(sum);
-    Piece made;
+    Columns made;
     #pragma unroll
     for (int p = 0; p < kColumns / 2; ++p) made.pairs[p] = valid & pack<T>(silu(sum[2 * p]), silu(sum[2 * p + 1]));
-    *(Piece*)(x + place(i)) = made;
+    *(Columns*)(x + place(i)) = made;
   }
 }
 

@@ -1,6 +1,6 @@
-// Texts that grow, of a Mamba-2 mixer: the next row of each, and what a forward left of the sequences of a pack. A text
+// Texts that grow, of a Mamba-2 mixer: the next row of each, and what a forward left of the sequences of a pack. A seq
 // is the state behind its last row, and as many last rows of x, B and C as the convolution of the next one sees, with
-// zeros in front of its first. kernels/mamba/common.cuh comes first; rows of a MixerSize are texts, or those of a pack.
+// zeros in front of its first. kernels/mamba/common.cuh comes first; rows of a MixerSize are sequences, or those of a pack.
 
 #pragma once
 
@@ -10,22 +10,22 @@ template <typename T> __device__ __forceinline__ T rounded(float x) { return T{(
 
 __device__ __forceinline__ u32 pair_of(unsigned short low, unsigned short high) { return low | (u32)high << 16; }
 
-// x, B and C of the next row of every active text behind the convolution and silu; the row takes its place as the last.
-// Rows of zxbcdt may begin anywhere, those of a text begin at pairs.
+// x, B and C of the next row of every active seq behind the convolution and silu; the row takes its place as the last.
+// Rows of zxbcdt may begin anywhere, those of a seq begin at pairs.
 //
-// zxbcdt (texts, columns); rows (texts, kWidth - 1, channels); conv_weight (channels, kWidth), conv_bias (channels);
-// active (texts); convolved (texts, channels). channels: even.
-// Launch: grid (ceil(channels / 512), texts), block 256: a pair of channels a thread.
+// zxbcdt (sequences, columns); rows (sequences, kWidth - 1, channels); conv_weight (channels, kWidth), conv_bias (channels);
+// active (sequences); convolved (sequences, channels). channels: even.
+// Launch: grid (ceil(channels / 512), sequences), block 256: a pair of channels a thread.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(256) thd_mixer_decode_conv(
     const T* __restrict__ zxbcdt, u32* __restrict__ rows, const float* __restrict__ conv_weight,
     const float* __restrict__ conv_bias, const bool* __restrict__ active, float2* __restrict__ convolved,
     MixerSize size) {
   constexpr int kReach = kWidth - 1;
-  const int text = blockIdx.y, pairs = size.channels() / 2, pair = blockIdx.x * 256 + threadIdx.x;
-  if (pair >= pairs || !active[text]) return;
-  const T* const next = zxbcdt + (size_t)text * size.columns() + size.inner() + 2 * pair;
-  u32* const mine = rows + (size_t)text * kReach * pairs + pair;
+  const int seq = blockIdx.y, pairs = size.channels() / 2, pair = blockIdx.x * 256 + threadIdx.x;
+  if (pair >= pairs || !active[seq]) return;
+  const T* const next = zxbcdt + (size_t)seq * size.columns() + size.inner() + 2 * pair;
+  u32* const mine = rows + (size_t)seq * kReach * pairs + pair;
   u32 seen[kWidth];
   #pragma unroll
   for (int i = 0; i < kReach; ++i) seen[i] = mine[i * pairs];
@@ -39,16 +39,16 @@ __global__ void __launch_bounds__(256) thd_mixer_decode_conv(
   }
   #pragma unroll
   for (int i = 0; i < kReach; ++i) mine[i * pairs] = seen[i + 1];
-  convolved[(size_t)text * pairs + pair] = make_float2(silu(sum.x), silu(sum.y));
+  convolved[(size_t)seq * pairs + pair] = make_float2(silu(sum.x), silu(sum.y));
 }
 
 [[maybe_unused]] constexpr int kStateLanes = 16;      // that have one row of a state
 [[maybe_unused]] constexpr int kDecodeThreads = 128;
 
-// The next state of a text and its y: s = exp(dt A) s + dt x B^T, y = s C + D x per head; and, if it is gated here, its
+// The next state of a seq and its y: s = exp(dt A) s + dt x B^T, y = s C + D x per head; and, if it is gated here, its
 // result, y * silu(z). A thread block has kRows rows of a head's state, of head_dim; each is read and written once.
 //
-// Out: T of results (texts, inner), 0 for texts that are not active; float of y, in the place of x in `convolved`,
+// Out: T of results (sequences, inner), 0 for sequences that are not active; float of y, in the place of x in `convolved`,
 // which the threads of its row alone have read by then.
 template <typename T, int kStateDim, int kRows, typename Out>
 __device__ __forceinline__ void next_state(const T* zxbcdt, const float* convolved, float4* states, const float* A_log,
@@ -56,26 +56,26 @@ __device__ __forceinline__ void next_state(const T* zxbcdt, const float* convolv
                                            const MixerSize& size) {
   constexpr bool kGates = sizeof(Out) == sizeof(T);
   constexpr int kVecs = kStateDim / 4 / kStateLanes, kStep = kDecodeThreads / kStateLanes, kSteps = kRows / kStep;
-  const int text = blockIdx.y, lane = threadIdx.x % kStateLanes;
+  const int seq = blockIdx.y, lane = threadIdx.x % kStateLanes;
   const int row = blockIdx.x * kRows + threadIdx.x / kStateLanes, head = blockIdx.x * kRows / size.head_dim;
-  Out* const to = out + (size_t)text * (kGates ? size.inner() : size.channels()) + row;
-  if (!active[text]) {
+  Out* const to = out + (size_t)seq * (kGates ? size.inner() : size.channels()) + row;
+  if (!active[seq]) {
     #pragma unroll
     for (int i = 0; i < kSteps; ++i)
       if (kGates && lane == 0) to[i * kStep] = Out{0};
     return;
   }
-  float4* const mine = states + ((size_t)text * size.inner() + row) * (kStateDim / 4) + lane;
+  float4* const mine = states + ((size_t)seq * size.inner() + row) * (kStateDim / 4) + lane;
   float4 state[kSteps][kVecs];
   #pragma unroll
   for (int i = 0; i < kSteps; ++i)
     #pragma unroll
     for (int v = 0; v < kVecs; ++v) state[i][v] = mine[i * kStep * (kStateDim / 4) + v * kStateLanes];
 
-  const T* const mixed = zxbcdt + (size_t)text * size.columns();
+  const T* const mixed = zxbcdt + (size_t)seq * size.columns();
   const float dt = softplus(to_float(mixed[size.inner() + size.channels() + head]) + dt_bias[head]);
   const float decay = expf(-expf(A_log[head]) * dt), d = D[head];
-  const float* const x = convolved + (size_t)text * size.channels();
+  const float* const x = convolved + (size_t)seq * size.channels();
   const float4* const b = (const float4*)(x + size.b_column(size.group_of(head))) + lane;
   const float4* const c = (const float4*)(x + size.c_column(size.group_of(head))) + lane;
   float4 b_of[kVecs], c_of[kVecs];
@@ -104,11 +104,11 @@ __device__ __forceinline__ void next_state(const T* zxbcdt, const float* convolv
   }
 }
 
-// The next state of every active text and its result.
+// The next state of every active seq and its result.
 //
-// zxbcdt (texts, columns); convolved (texts, channels): x, B, C; states (texts, heads, head_dim, kStateDim); A_log, D,
-// dt_bias (heads); active (texts); out (texts, inner), 0 for texts that are not active. head_dim: a multiple of kRows.
-// Launch: grid (inner / kRows, texts), which walks through memory, block 128. Bound by memory.
+// zxbcdt (sequences, columns); convolved (sequences, channels): x, B, C; states (sequences, heads, head_dim, kStateDim); A_log, D,
+// dt_bias (heads); active (sequences); out (sequences, inner), 0 for sequences that are not active. head_dim: a multiple of kRows.
+// Launch: grid (inner / kRows, sequences), which walks through memory, block 128. Bound by memory.
 template <typename T, int kStateDim, int kRows>
 __global__ void __launch_bounds__(kDecodeThreads, 5) thd_mixer_decode(
     const T* __restrict__ zxbcdt, const float* __restrict__ convolved, float4* __restrict__ states,
@@ -159,13 +159,13 @@ struct FillStage {
 // Starts to copy columns of the rows of a sequence in a chunk.
 template <typename T, int kCols>
 __device__ __forceinline__ void load_rows(T* tile, const T* columns, u32 pitch, int chunk, int2 range) {
-  constexpr int kPieces = kCols / 8;
+  constexpr int kVectors = kCols / 8;
   #pragma unroll
-  for (int i = threadIdx.x; i < kChunk * kPieces; i += kFillThreads) {
-    const int row = chunk * kChunk + i / kPieces, col = i % kPieces * 8;
+  for (int i = threadIdx.x; i < kChunk * kVectors; i += kFillThreads) {
+    const int row = chunk * kChunk + i / kVectors, col = i % kVectors * 8;
     const bool own = row >= range.x && row < range.y;
     const T* const from = columns + (size_t)(own ? row : range.x) * pitch + col;
-    copy_async_16(tile + i / kPieces * (kCols + kPad) + col, from, own);
+    copy_async_16(tile + i / kVectors * (kCols + kPad) + col, from, own);
   }
 }
 

@@ -67,11 +67,11 @@ struct GateStates {
 
   // dy and dz of a chunk; each thread has 8 columns of 4 rows.
   __device__ __forceinline__ void gate(u32 stage, int parity) const {
-    const int thread = threadIdx.x % 128, piece = thread % 8;
+    const int thread = threadIdx.x % 128, vector = thread % 8;
     float of_d = 0.f;
     #pragma unroll
     for (int i = 0; i < kChunk / 16; ++i) {
-      const int r = thread / 8 + i * 16, at = r * kRowBytes + (piece ^ r % 8) * 16;
+      const int r = thread / 8 + i * 16, at = r * kRowBytes + (vector ^ r % 8) * 16;
       const bool counts = shared.counts[parity][sub][r / kWarp] >> r % kWarp & 1;
       uint4& dout = *(uint4*)(shared.dout[stage][sub] + at);
       uint4& y = *(uint4*)(shared.y[stage][sub] + at);
@@ -84,23 +84,23 @@ struct GateStates {
   }
 
   // By one thread of a warpgroup, of what all of them have made.
-  __device__ __forceinline__ void store(u32 stage, int parity, int chunk, float* share_of_d) const {
+  __device__ __forceinline__ void store(u32 stage, int parity, int chunk, float* partial_d) const {
     store_box(maps.dy, shared.dout[stage][sub], 0, first_head + sub, chunk * kChunk);
     store_box(maps.dz, shared.y[stage][sub], 0, first_head + sub, chunk * kChunk);
     add_commit();
     const float* const of_d = shared.of_d[parity][sub];
-    *share_of_d = (of_d[0] + of_d[1]) + (of_d[2] + of_d[3]);
+    *partial_d = (of_d[0] + of_d[1]) + (of_d[2] + of_d[3]);
   }
 };
 
-// dy, dz and the chunks' shares of the gradient of D as thd_mixer_gate_bwd makes them; dstates and decays as
+// dy, dz and the chunks' partials of the gradient of D as thd_mixer_gate_bwd makes them; dstates and decays as
 // thd_ssd_dstates does. Boxes: of dout, y and dy (rows, inner); of z and dz, which are columns of rows; of channels.
 // Launch: grid (inner / (64 * kSubs), segments), block 128 * kSubs + 32, shared memory kSharedBytes.
 template <typename T, int kSubs, int kState, int kSharedBytes>
 __global__ void __launch_bounds__(128 * kSubs + kWarp, 1) thd_ssd_gate_states_sm90(
     const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap z, const __grid_constant__ TensorMap y,
     const __grid_constant__ TensorMap channels, const __grid_constant__ TensorMap dy,
-    const __grid_constant__ TensorMap dz, float* shares, size_t shares_pitch, const float* sums, const int2* ranges,
+    const __grid_constant__ TensorMap dz, float* partials, size_t partials_pitch, const float* sums, const int2* ranges,
     float* dstates, float* decays, MixerSize size) {
   using Work = GateStates<T, kSubs, kState>;
   static_assert(same_bytes<(int)sizeof(typename Work::Shared), kSharedBytes>());
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(128 * kSubs + kWarp, 1) thd_ssd_gate_states_sm
     shared.stages.wait(ring);
     work.gate(ring.stage, parity);
     wait(1 + sub, 128);
-    if (leads) work.store(ring.stage, parity, chunk, shares + chunk * shares_pitch + head);
+    if (leads) work.store(ring.stage, parity, chunk, partials + chunk * partials_pitch + head);
     __syncwarp();
     const float* const weights = shared.weights[parity][sub];
     through *= weights[kChunk];

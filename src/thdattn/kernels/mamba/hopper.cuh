@@ -22,8 +22,8 @@ struct StateOfHead {
     const auto [warp, lane] = me();
     #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const int row = k * 16 + lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-      ldmatrix_transposed(weights[0][k], x + row * kRowBytes + (piece ^ lane % 8) * 16);
+      const int row = k * 16 + lane / 16 * 8 + lane % 8, vector = warp * 2 + lane / 8 % 2;
+      ldmatrix_transposed(weights[0][k], x + row * kRowBytes + (vector ^ lane % 8) * 16);
       #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 weight = *(const float2*)(leave + k * 16 + i / 2 * 8 + lane % 4 * 2);

@@ -59,7 +59,7 @@ struct RowsOfPack {
     unpack8<T>(to, *(const uint4*)(y + (size_t)row * size.inner() + column));
   }
 };
-struct RowsOfTexts {
+struct RowsOfDecode {
   const float* y;
   const bool* active;
 
@@ -135,29 +135,29 @@ template <typename T, bool kAfterGate, int kThreads, int kRows>
 __global__ void __launch_bounds__(kThreads) thd_mixer_decode_norm(
     const float* __restrict__ convolved, const T* __restrict__ zxbcdt, const float* __restrict__ weight,
     T* __restrict__ out, const bool* __restrict__ active, int groups, float eps, MixerSize size) {
-  norm_rows<T, kAfterGate, kThreads, kRows>(RowsOfTexts{convolved, active}, zxbcdt, weight, out, groups, eps,
+  norm_rows<T, kAfterGate, kThreads, kRows>(RowsOfDecode{convolved, active}, zxbcdt, weight, out, groups, eps,
                                                      size);
 }
 
 // ------------------------------------------------------------------------------------------------ backward
 
 // What a thread has of a row: 8 columns of dout, y, z and x; dout and y become dy and dz.
-struct PieceOfRow { uint4 dout, y, z, x; };
+struct VectorOfRow { uint4 dout, y, z, x; };
 
-// Such a piece on its way back. x: what the norm gets; given: gradient of the norm's result times the weight.
+// Such a vector on its way back. x: what the norm gets; given: gradient of the norm's result times the weight.
 template <typename T, bool kAfterGate>
 struct NormBack {
   float dout[8], y[8], gate[8], slope[8];
 
-  __device__ __forceinline__ explicit NormBack(const PieceOfRow& piece) {
+  __device__ __forceinline__ explicit NormBack(const VectorOfRow& vector) {
     float z[8];
-    unpack8<T>(dout, piece.dout);
-    unpack8<T>(y, piece.y);
-    unpack8<T>(z, piece.z);
+    unpack8<T>(dout, vector.dout);
+    unpack8<T>(y, vector.y);
+    unpack8<T>(z, vector.z);
     #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      const float share = sigmoid(z[e]);
-      gate[e] = z[e] * share, slope[e] = fmaf(gate[e], 1.f - share, share);
+      const float sig = sigmoid(z[e]);
+      gate[e] = z[e] * sig, slope[e] = fmaf(gate[e], 1.f - sig, sig);
     }
   }
   __device__ __forceinline__ float x(int e) const { return kAfterGate ? y[e] * gate[e] : y[e]; }
@@ -171,12 +171,12 @@ struct NormBack {
       sums[1] = fmaf(given(e) * weight[e], x(e), sums[1]);
     }
   }
-  // piece gets dy and dz; of_weight and of_d what they add to the gradients of the weight and of D. root: 1 over that
+  // vector gets dy and dz; of_weight and of_d what they add to the gradients of the weight and of D. root: 1 over that
   // of the mean square; mean: of the second sum times root.
-  __device__ __forceinline__ void pass(PieceOfRow& piece, float (&of_weight)[8], float& of_d,
+  __device__ __forceinline__ void pass(VectorOfRow& vector, float (&of_weight)[8], float& of_d,
                                        const float (&weight)[8], float root, float mean) const {
     float dy[8], dz[8], channel[8];
-    unpack8<T>(channel, piece.x);
+    unpack8<T>(channel, vector.x);
     #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const float normal = x(e) * root, dx = root * (given(e) * weight[e] - normal * mean);
@@ -185,21 +185,21 @@ struct NormBack {
       of_weight[e] = fmaf(given(e), normal, of_weight[e]);
       of_d = fmaf(dy[e], channel[e], of_d);
     }
-    piece.dout = pack8<T>(dy), piece.y = pack8<T>(dz);
+    vector.dout = pack8<T>(dy), vector.y = pack8<T>(dz);
   }
 };
 
-// dy, and dz, which is the first columns of dzxbcdt, 0 on padding; and each chunk's shares of the gradients of D, which
+// dy, and dz, which is the first columns of dzxbcdt, 0 on padding; and each chunk's partials of the gradients of D, which
 // wants dy before it is rounded, and of the weight. Bound by memory.
 //
 // dout, y, dy (rows, inner); zxbcdt, dzxbcdt (rows, columns); channels (rows, channels); weight (inner)
-// weight_shares (chunks, inner); shares (chunks, heads), shares_pitch from one chunk to the next
+// weight_partials (chunks, inner); partials (chunks, heads), partials_pitch from one chunk to the next
 // Launch: grid (chunks, groups), block kThreads.
 template <typename T, bool kAfterGate, int kThreads>
 __global__ void __launch_bounds__(kThreads) thd_mixer_norm_bwd(
     const T* __restrict__ dout, const T* __restrict__ zxbcdt, const T* __restrict__ y, const T* __restrict__ channels,
-    const float* __restrict__ weight, T* __restrict__ dy, T* __restrict__ dzxbcdt, float* __restrict__ weight_shares,
-    float* __restrict__ shares, size_t shares_pitch, const int2* __restrict__ ranges, int groups, float eps,
+    const float* __restrict__ weight, T* __restrict__ dy, T* __restrict__ dzxbcdt, float* __restrict__ weight_partials,
+    float* __restrict__ partials, size_t partials_pitch, const int2* __restrict__ ranges, int groups, float eps,
     MixerSize size) {
   __shared__ float shared[2][kThreads / kWarp][2];
   const ColumnsOfThread columns(groups, size);
@@ -209,24 +209,24 @@ __global__ void __launch_bounds__(kThreads) thd_mixer_norm_bwd(
   int turn = 0;
   for (int row = begin; row < end; ++row) {
     const size_t at = (size_t)row * size.inner() + columns.first, in_row = (size_t)row * size.columns() + columns.first;
-    PieceOfRow piece = {};
+    VectorOfRow vector = {};
     if (!is_empty(ranges[row])) {                     // the same for all threads
-      piece.dout = *(const uint4*)(dout + at), piece.y = *(const uint4*)(y + at);
-      piece.z = *(const uint4*)(zxbcdt + in_row);
-      piece.x = *(const uint4*)(channels + (size_t)row * size.channels() + columns.first);
+      vector.dout = *(const uint4*)(dout + at), vector.y = *(const uint4*)(y + at);
+      vector.z = *(const uint4*)(zxbcdt + in_row);
+      vector.x = *(const uint4*)(channels + (size_t)row * size.channels() + columns.first);
       float sums[2] = {};
-      if (columns.exist) NormBack<T, kAfterGate>(piece).add_to(sums, factor);
+      if (columns.exist) NormBack<T, kAfterGate>(vector).add_to(sums, factor);
       sum_over_block<kThreads>(sums, shared[turn]);
       turn ^= 1;
       const float root = rsqrtf(sums[0] / columns.in_group + eps);
-      NormBack<T, kAfterGate>(piece).pass(piece, of_weight, of_d, factor, root, sums[1] * root / columns.in_group);
+      NormBack<T, kAfterGate>(vector).pass(vector, of_weight, of_d, factor, root, sums[1] * root / columns.in_group);
     }
     if (!columns.exist) continue;
-    *(uint4*)(dy + at) = piece.dout;
-    *(uint4*)(dzxbcdt + in_row) = piece.y;
+    *(uint4*)(dy + at) = vector.dout;
+    *(uint4*)(dzxbcdt + in_row) = vector.y;
   }
   for (int lanes = 1; lanes < size.head_dim / 8; lanes *= 2) of_d += __shfl_xor_sync(0xffffffffu, of_d, lanes);
   if (!columns.exist) return;
-  if (columns.first % size.head_dim == 0) shares[chunk * shares_pitch + columns.first / size.head_dim] = of_d;
-  store8(weight_shares + (size_t)chunk * size.inner() + columns.first, of_weight);
+  if (columns.first % size.head_dim == 0) partials[chunk * partials_pitch + columns.first / size.head_dim] = of_d;
+  store8(weight_partials + (size_t)chunk * size.inner() + columns.first, of_weight);
 }

@@ -104,11 +104,11 @@ __global__ void __launch_bounds__(Slab<kWidth, kSubs, kState>::kThreads) thd_ssd
       Stage& stage = stages[(chunk - from) % kStages];
       load_chunk<T, S::kCols, S::kThreads>(stage.x, x, pitch, chunk, size.rows, threadIdx.x);
       load_chunk<T, kState, S::kThreads>(stage.b, b, pitch, chunk, size.rows, threadIdx.x);
-      const int sub = threadIdx.x / (kChunk / 4), piece = threadIdx.x % (kChunk / 4) * 4;
+      const int sub = threadIdx.x / (kChunk / 4), vector = threadIdx.x % (kChunk / 4) * 4;
       if (sub < kSubs) {
         const size_t at = size.in_heads(S::head_of(slab, sub, size), chunk);
-        copy_async_16(&stage.leave[sub][piece], leave + at + piece, true);
-        if (piece == 0) copy_async_4(stage.last_sum[sub], sums + at + kChunk - 1, true);
+        copy_async_16(&stage.leave[sub][vector], leave + at + vector, true);
+        if (vector == 0) copy_async_4(stage.last_sum[sub], sums + at + kChunk - 1, true);
       }
     }
     copies_commit();
@@ -359,11 +359,11 @@ struct RowsOfWarp {
     write(out, z);
   }
   __device__ __forceinline__ void write(T* into, const T* tile) const {
-    constexpr int kPieces = kWidth / 8;
+    constexpr int kVectors = kWidth / 8;
     __syncwarp();
     #pragma unroll
-    for (int i = lane; i < 16 * kPieces; i += kWarp) {
-      const int at = band * 16 + i / kPieces, col = sub * kWidth + i % kPieces * 8;
+    for (int i = lane; i < 16 * kVectors; i += kWarp) {
+      const int at = band * 16 + i / kVectors, col = sub * kWidth + i % kVectors * 8;
       if (chunk * kChunk + at < size.rows)
         *(uint4*)(into + (size_t)at * size.inner() + col) = *(const uint4*)(tile + at * Slab::kPitch + col);
     }
@@ -418,12 +418,12 @@ __device__ __forceinline__ void scan_rows(const T* channels, const T* zxbcdt, co
     if constexpr (kGates)
       load_chunk<T, S::kCols, S::kThreads>(stage.z, zxbcdt + slab * S::kCols, size.columns(), chunk, size.rows, thread);
     if (thread < kChunk) load_range(&stage.ranges[thread], ranges, chunk * kChunk + thread, size);
-    const int of = thread / (kChunk / 4), piece = thread % (kChunk / 4) * 4;
+    const int of = thread / (kChunk / 4), vector = thread % (kChunk / 4) * 4;
     if (of < kSubs) {
-      const size_t at = size.in_heads(S::head_of(slab, of, size), chunk) + piece;
-      copy_async_16(&stage.sums[of][piece], sums + at, true);
-      copy_async_16(&stage.dt[of][piece], dt + at, true);
-      copy_async_16(&stage.leave[of][piece], leave + at, true);
+      const size_t at = size.in_heads(S::head_of(slab, of, size), chunk) + vector;
+      copy_async_16(&stage.sums[of][vector], sums + at, true);
+      copy_async_16(&stage.dt[of][vector], dt + at, true);
+      copy_async_16(&stage.leave[of][vector], leave + at, true);
     }
     copies_commit();
   };

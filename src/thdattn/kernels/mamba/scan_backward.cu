@@ -13,13 +13,13 @@
 // gradient of D, which wants dy before it is rounded. Bound by memory. A thread has 8 columns of a chunk's rows.
 //
 // dout, y, dy (rows, inner); zxbcdt, dzxbcdt (rows, columns); channels (rows, channels)
-// shares: (chunks, heads), shares_pitch from one chunk to the next
+// partials: (chunks, heads), partials_pitch from one chunk to the next
 // Launch: grid (ceil(inner / 8 / 128), chunks, see tile_of_rows), block 128.
 template <typename T>
 __global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ dout, const T* __restrict__ zxbcdt,
                                                           const T* __restrict__ y, const T* __restrict__ channels,
                                                           T* __restrict__ dy, T* __restrict__ dzxbcdt,
-                                                          float* __restrict__ shares, size_t shares_pitch,
+                                                          float* __restrict__ partials, size_t partials_pitch,
                                                           const int2* __restrict__ ranges, MixerSize size) {
   constexpr int kAtOnce = 2;                          // rows that are loaded
   const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 8, chunk = tile_of_rows(), begin = chunk * kChunk;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(128) thd_mixer_gate_bwd(const T* __restrict__ 
     }
   }
   for (int lanes = 1; lanes < size.head_dim / 8; lanes *= 2) of_d += __shfl_xor_sync(0xffffffffu, of_d, lanes);
-  if (column % size.head_dim == 0) shares[chunk * shares_pitch + column / size.head_dim] = of_d;
+  if (column % size.head_dim == 0) partials[chunk * partials_pitch + column / size.head_dim] = of_d;
 }
 
 // ------------------------------------------------------------------------------------------------ states

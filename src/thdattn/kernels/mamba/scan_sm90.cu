@@ -207,10 +207,10 @@ __device__ __forceinline__ void pass_gate(float (&acc)[8][4], const u32 (&of_z)[
 }
 
 // Without a branch, as compilers would make.
-__device__ __forceinline__ void store_if(bool exists, void* to, uint4 piece) {
+__device__ __forceinline__ void store_if(bool exists, void* to, uint4 vector) {
   asm volatile("{ .reg .pred exists; setp.ne.s32 exists, %5, 0;\n"
                "@exists st.global.cs.v4.b32 [%0], {%1, %2, %3, %4}; }"
-               :: "l"(to), "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w), "r"((int)exists) : "memory");
+               :: "l"(to), "r"(vector.x), "r"(vector.y), "r"(vector.z), "r"(vector.w), "r"((int)exists) : "memory");
 }
 
 // Writes a band to the rows that are at `into`, of which `left` exist, through 8 rows of shared memory, so that whole
@@ -234,8 +234,8 @@ __device__ __forceinline__ void write_band(T* into, const float (&acc)[8][4], un
     #pragma unroll
     for (int i = 0; i < 2; ++i, into += 4 * pitch) {
       const int in_tile = i * 4 + lane / 8;
-      const uint4 piece = *(const uint4*)(tile + in_tile * kRowBytes + (lane ^ in_tile) % 8 * 16);
-      store_if(half * 8 + i * 4 < left, into, piece);
+      const uint4 vector = *(const uint4*)(tile + in_tile * kRowBytes + (lane ^ in_tile) % 8 * 16);
+      store_if(half * 8 + i * 4 < left, into, vector);
     }
     __syncwarp();
   }

@@ -4,23 +4,23 @@
 
 #include "kernels/common.cuh"
 
-// Where each rank's share of two arrays begins: in memory of this GPU, or of another one that is mapped here.
-struct Shares { const float4* of[2][kMaxRanks]; };
-CHECK_Shares;
+// Where each rank's partial of two arrays begins: in memory of this GPU, or of another one that is mapped here.
+struct Partials { const float4* of[2][kMaxRanks]; };
+CHECK_Partials;
 
-// out = the sum of the ranks' shares, added in the order of ranks, so that every run makes the same bits, and rounded
+// out = the sum of the ranks' partials, added in the order of ranks, so that every run makes the same bits, and rounded
 // once; two arrays (dk and dv) in one launch. One thread makes a word of 8 elements. Bound by memory, or by the links.
 //
-// shares (any, 8 * words): fp32, in which row t of out is row rows[t], -1: the rank has no share; without `rows`, row t
+// partials (any, 8 * words): fp32, in which row t of out is row rows[t], -1: the rank has no partial; without `rows`, row t
 // rows: (num_rows,) for all ranks, or (num_ranks, num_rows), and rows_pitch is 0, or num_rows
-// own: -1, and shares has a place for every rank; or the rank whose shares are at the second place, all others' at the
+// own: -1, and partials has a place for every rank; or the rank whose partials are at the second place, all others' at the
 // first one
-// out (num_rows, 8 * words), between whose rows lie `pitch` words; 0 where no rank has a share; with `own`, a row of
-// which that rank alone has a share stays as it is
+// out (num_rows, 8 * words), between whose rows lie `pitch` words; 0 where no rank has a partial; with `own`, a row of
+// which that rank alone has a partial stays as it is
 // Launch: grid (any, 2), block 256.
 template <typename T>
-__global__ void __launch_bounds__(256) thd_sum(uint4* __restrict__ out0, int words0, int pitch0,
-                                               uint4* __restrict__ out1, int words1, int pitch1, const Shares shares,
+__global__ void __launch_bounds__(256) thd_peer_reduce(uint4* __restrict__ out0, int words0, int pitch0,
+                                               uint4* __restrict__ out1, int words1, int pitch1, const Partials partials,
                                                const int* __restrict__ rows, int rows_pitch, int own,
                                                int num_ranks, int num_rows) {
   uint4* const out = blockIdx.y ? out1 : out0;
@@ -37,9 +37,9 @@ __global__ void __launch_bounds__(256) thd_sum(uint4* __restrict__ out0, int wor
     for (int rank = 0; rank < num_ranks; ++rank) {
       const int row = rows ? rows[(size_t)rank * rows_pitch + t] : t;
       if (row < 0) continue;
-      const float4* const of = shares.of[blockIdx.y][own < 0 ? rank : rank == own];
-      const float4* const share = of + 2 * ((size_t)row * words + word);
-      const float4 c = share[0], d = share[1];
+      const float4* const of = partials.of[blockIdx.y][own < 0 ? rank : rank == own];
+      const float4* const partial = of + 2 * ((size_t)row * words + word);
+      const float4 c = partial[0], d = partial[1];
       a.x += c.x, a.y += c.y, a.z += c.z, a.w += c.w;
       b.x += d.x, b.y += d.y, b.z += d.z, b.w += d.w;
       found = true;

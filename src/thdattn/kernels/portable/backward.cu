@@ -53,8 +53,8 @@ __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ 
 }
 
 // Stores results, or adds them where they are fp32.
-template <typename Out> __device__ __forceinline__ void bring_pair(Out* p, float x, float y) { store_pair(p, x, y); }
-template <> __device__ __forceinline__ void bring_pair(float* p, float x, float y) {
+template <typename Out> __device__ __forceinline__ void store_or_add_pair(Out* p, float x, float y) { store_pair(p, x, y); }
+template <> __device__ __forceinline__ void store_or_add_pair(float* p, float x, float y) {
   float2& sum = *(float2*)p;
   sum.x += x, sum.y += y;
 }
@@ -145,7 +145,7 @@ __device__ __forceinline__ void store_half(Out* row, const float (&acc)[kBlocks]
 // q (q_rows, num_heads, kHeadDim), dout (q_rows, num_heads, kVHeadDim)
 // k, dk (k_rows, num_heads / group, kHeadDim), v, dv (k_rows, num_heads / group, kVHeadDim)
 // places (k_rows), or null: a row that has a place, not -1, goes there in dk_rounded and dv_rounded instead
-// homes: where Grad is fp32, rows may go to other ranks instead
+// owners: where Grad is fp32, rows may go to other ranks instead
 // dq_accum (q_rows, num_heads, kHeadDim): fp32, zero at first, and still to be multiplied with softmax_scale
 // stats from thd_attn_delta; key_ranges (q_rows), query_ranges (k_rows); tile_order: key tiles, the longest first
 // Launch: grid (tiles, num_kv_heads), block 2 * kTileN * kColumnWarps, shared memory kSharedBytes.
@@ -154,7 +154,7 @@ template <typename T, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, in
 __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
     Grad* __restrict__ dk, Grad* __restrict__ dv, T* __restrict__ dk_rounded, T* __restrict__ dv_rounded,
-    const int* __restrict__ places, const Homes homes, Logits<kCaps> logits, const float* __restrict__ stats,
+    const int* __restrict__ places, const Owners owners, Logits<kCaps> logits, const float* __restrict__ stats,
     float* __restrict__ dq_accum, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
     const int* __restrict__ tile_order, int q_rows, int k_rows, int stats_rows, int group) {
   constexpr int kThreads = kTileN * 2 * kColumnWarps, kWarps = kThreads / kWarp;
@@ -295,9 +295,9 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
       store_dk(dk_rounded + (size_t)place * k_stride); store_dv(dv_rounded + (size_t)place * v_stride);
       continue;
     }
-    Grad* const dk_row = homes.places ? (Grad*)homes.row_of(0, row, k_stride) : dk + (size_t)row * k_stride;
+    Grad* const dk_row = owners.places ? (Grad*)owners.row_of(0, row, k_stride) : dk + (size_t)row * k_stride;
     if (dk_row) store_dk(dk_row);
-    Grad* const dv_row = homes.places ? (Grad*)homes.row_of(1, row, v_stride) : dv + (size_t)row * v_stride;
+    Grad* const dv_row = owners.places ? (Grad*)owners.row_of(1, row, v_stride) : dv + (size_t)row * v_stride;
     if (dv_row) store_dv(dv_row);
   }
 }
@@ -393,7 +393,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(
     if (row >= q_rows) continue;
     #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n)
-      bring_pair(dq + (size_t)row * q_stride + head * kHeadDim + n * 8 + lane % 4 * 2,
+      store_or_add_pair(dq + (size_t)row * q_stride + head * kHeadDim + n * 8 + lane % 4 * 2,
                  acc_dq[0][n][2 * half] * logits.scale, acc_dq[0][n][2 * half + 1] * logits.scale);
   }
 }

@@ -7,7 +7,7 @@
 
 [[maybe_unused]] constexpr int kHeads = 16;      // query heads of a thread block, of one kv head: the rows of an mma
 [[maybe_unused]] constexpr int kKeys = 16;       // keys of a warp at a time: the columns of a probability operand
-[[maybe_unused]] constexpr int kMaxParts = 128;  // of a range of keys
+[[maybe_unused]] constexpr int kMaxSplits = 128;  // of a range of keys
 
 template <typename T, int kHeadDim, int kVHeadDim, int kWarps, int kStages>
 struct DecodeTiles {
@@ -16,21 +16,21 @@ struct DecodeTiles {
   Stage stages[kWarps][kStages];
 };
 
-// After the tiles, their memory takes the shares of warps in a sum, and (largest, total) of those of parts.
+// After the tiles, their memory takes the partials of warps in a sum, and (largest, total) of those of splits.
 template <int kVHeadDim, int kWarps>
-struct DecodeShares {
+struct DecodePartials {
   float sums[kWarps][kHeads][kVHeadDim + kPad];
-  float2 parts[kMaxParts * kHeads];
+  float2 splits[kMaxSplits * kHeads];
 };
 
 // Weighted values of 4 columns of one head, relative to 2^largest, and the sum of their weights.
-struct Share { float4 sum; float largest, total; };
+struct SoftmaxPartial { float4 sum; float largest, total; };
 
-// Adds `count` shares in their order; stats(i) = (largest, total) of share i, sums(i) its 4 columns. Those without a
+// Adds `count` partials in their order; stats(i) = (largest, total) of share i, sums(i) its 4 columns. Those without a
 // key have (-inf, 0) and zeros.
 template <typename Stats, typename Sums>
-__device__ __forceinline__ Share add_shares(int count, Stats stats, Sums sums) {
-  Share all = {make_float4(0.f, 0.f, 0.f, 0.f), -kInfinity, 0.f};
+__device__ __forceinline__ SoftmaxPartial merge_partials(int count, Stats stats, Sums sums) {
+  SoftmaxPartial all = {make_float4(0.f, 0.f, 0.f, 0.f), -kInfinity, 0.f};
   for (int i = 0; i < count; ++i) all.largest = fmaxf(all.largest, stats(i).x);
   const float base = all.largest == -kInfinity ? 0.f : all.largest;
   #pragma unroll 8
@@ -56,16 +56,16 @@ __device__ __forceinline__ bool is_last(u32* arrived, int count) {
 }
 
 // out, lse of every query row over its range of keys. A thread block has up to 16 query heads of one kv head, so that a
-// key is read once for them, and one part of the range: parts are equal, multiples of kKeys * kWarps keys, and at most
-// gridDim.z. Each warp goes over every kWarps-th 16 keys of the part, kStages of them on their way, without waiting
-// for the others; then the shares of warps are added, and those of the parts by the block that is done last, each in
+// key is read once for them, and one split of the range: splits are equal, multiples of kKeys * kWarps keys, and at most
+// gridDim.z. Each warp goes over every kWarps-th 16 keys of the split, kStages of them on their way, without waiting
+// for the others; then the partials of warps are added, and those of the splits by the block that is done last, each in
 // its order: the same inputs and grid give the same bits.
 //
 // kCaps, kSinks: as for thd_attn_fwd.
 // q (rows, num_heads, kHeadDim); k (keys, num_heads / group, kHeadDim), v (.., kVHeadDim); out (rows, num_heads,
 // kVHeadDim); lse (num_heads, rows); key_ranges (rows), of which none leaves the buffer; partial, partial_stats: per
-// row, blockIdx.y, part and head of the block kVHeadDim floats and one pair; arrived (rows * gridDim.y), 0.
-// Launch: early, grid (rows, num_kv_heads * ceil(group / 16), parts <= kMaxParts), block 32 * kWarps, shared memory
+// row, blockIdx.y, split and head of the block kVHeadDim floats and one pair; arrived (rows * gridDim.y), 0.
+// Launch: early, grid (rows, num_kv_heads * ceil(group / 16), splits <= kMaxSplits), block 32 * kWarps, shared memory
 // kSharedBytes. Bound by memory.
 template <typename T, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kWarps, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
@@ -74,22 +74,22 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
     float* partial, float2* partial_stats, u32* arrived, int group) {
   constexpr int kThreads = kWarps * kWarp, kStep = kKeys * kWarps, kPitch = kVHeadDim + kPad, kVecs = kVHeadDim / 4;
   using Tiles = DecodeTiles<T, kHeadDim, kVHeadDim, kWarps, kStages>;
-  using Shares = DecodeShares<kVHeadDim, kWarps>;
-  static_assert(same_bytes<(sizeof(Tiles) > sizeof(Shares) ? sizeof(Tiles) : sizeof(Shares)), kSharedBytes>());
+  using Partials = DecodePartials<kVHeadDim, kWarps>;
+  static_assert(same_bytes<(sizeof(Tiles) > sizeof(Partials) ? sizeof(Tiles) : sizeof(Partials)), kSharedBytes>());
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  __shared__ float2 warp_stats[kWarps][kHeads];  // as DecodeShares::parts
+  __shared__ float2 warp_stats[kWarps][kHeads];  // as DecodePartials::splits
   Tiles& tiles = *(Tiles*)shared_bytes;
-  Shares& shares = *(Shares*)shared_bytes;
+  Partials& partials = *(Partials*)shared_bytes;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = blockIdx.x;
   const int slices = (group + kHeads - 1) / kHeads, num_kv_heads = gridDim.y / slices, kv_head = blockIdx.y / slices;
   const int num_heads = num_kv_heads * group, slice = blockIdx.y % slices * kHeads, head0 = kv_head * group + slice;
   wait_for_kernel_before();
   const int2 range = key_ranges[row];
-  const int heads = min(kHeads, group - slice), length = max(0, range.y - range.x), part = blockIdx.z;
-  const int part_size = (length + gridDim.z * kStep - 1) / (gridDim.z * kStep) * kStep;
-  const int parts = length ? (length + part_size - 1) / part_size : 1;
-  if (part >= parts) return;
-  const int begin = range.x + part * part_size, end = min(range.y, begin + part_size);
+  const int heads = min(kHeads, group - slice), length = max(0, range.y - range.x), split = blockIdx.z;
+  const int split_size = (length + gridDim.z * kStep - 1) / (gridDim.z * kStep) * kStep;
+  const int splits = length ? (length + split_size - 1) / split_size : 1;
+  if (split >= splits) return;
+  const int begin = range.x + split * split_size, end = min(range.y, begin + split_size);
 
   const size_t k_stride = (size_t)num_kv_heads * kHeadDim, v_stride = (size_t)num_kv_heads * kVHeadDim;
   k += kv_head * kHeadDim, v += kv_head * kVHeadDim;
@@ -166,8 +166,8 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
   __syncthreads();
 
   auto of_warps = [&](int head, int col) {
-    return add_shares(kWarps, [&](int w) { return warp_stats[w][head]; },
-                      [&](int w) { return *(const float4*)(shares.sums[w][head] + col); });
+    return merge_partials(kWarps, [&](int w) { return warp_stats[w][head]; },
+                      [&](int w) { return *(const float4*)(partials.sums[w][head] + col); });
   };
   #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -176,31 +176,31 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
     if (lane % 4 == 0) warp_stats[warp][head] = make_float2(logits.exact(row_max[r]), total);
     #pragma unroll
     for (int n = 0; n < kVHeadDim / 8; ++n)
-      store_pair(shares.sums[warp][head] + n * 8 + lane % 4 * 2, sum_out[0][n][r * 2], sum_out[0][n][r * 2 + 1]);
+      store_pair(partials.sums[warp][head] + n * 8 + lane % 4 * 2, sum_out[0][n][r * 2], sum_out[0][n][r * 2 + 1]);
   }
   __syncthreads();
 
-  if (parts > 1) {
+  if (splits > 1) {
     const int item = row * gridDim.y + blockIdx.y, pitch = min(group, kHeads);
     auto at = [&](int p, int head) { return ((size_t)item * gridDim.z + p) * pitch + head; };
     for (int i = threadIdx.x; i < heads * kVecs; i += kThreads) {
       const int head = i / kVecs, col = i % kVecs * 4;
-      const Share mine = of_warps(head, col);
-      *(float4*)(partial + at(part, head) * kVHeadDim + col) = mine.sum;
-      if (col == 0) partial_stats[at(part, head)] = make_float2(mine.largest, mine.total);
+      const SoftmaxPartial mine = of_warps(head, col);
+      *(float4*)(partial + at(split, head) * kVHeadDim + col) = mine.sum;
+      if (col == 0) partial_stats[at(split, head)] = make_float2(mine.largest, mine.total);
     }
-    if (!is_last(arrived + item, parts)) return;
-    for (int i = threadIdx.x; i < parts * heads; i += kThreads)
-      shares.parts[i] = __ldcg(partial_stats + at(i / heads, i % heads));
+    if (!is_last(arrived + item, splits)) return;
+    for (int i = threadIdx.x; i < splits * heads; i += kThreads)
+      partials.splits[i] = __ldcg(partial_stats + at(i / heads, i % heads));
     __syncthreads();
-    // A warp adds every kWarps-th part.
-    const int count = (parts - warp + kWarps - 1) / kWarps;
+    // A warp adds every kWarps-th split.
+    const int count = (splits - warp + kWarps - 1) / kWarps;
     for (int i = lane; i < heads * kVecs; i += kWarp) {
       const int head = i / kVecs, col = i % kVecs * 4;
-      const Share mine = add_shares(
-          count, [&](int p) { return shares.parts[(warp + p * kWarps) * heads + head]; },
+      const SoftmaxPartial mine = merge_partials(
+          count, [&](int p) { return partials.splits[(warp + p * kWarps) * heads + head]; },
           [&](int p) { return __ldcg((const float4*)(partial + at(warp + p * kWarps, head) * kVHeadDim + col)); });
-      *(float4*)(shares.sums[warp][head] + col) = mine.sum;
+      *(float4*)(partials.sums[warp][head] + col) = mine.sum;
       if (col == 0) warp_stats[warp][head] = make_float2(mine.largest, mine.total);
     }
     __syncthreads();
@@ -208,13 +208,13 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
 
   for (int i = threadIdx.x; i < heads * kVecs; i += kThreads) {
     const int head = i / kVecs, col = i % kVecs * 4;
-    const Share all = of_warps(head, col);
+    const SoftmaxPartial all = of_warps(head, col);
     const float lse_of_keys = (all.largest + __log2f(all.total)) * kLn2;
-    const Rest rest = kSinks ? beside_sink(lse_of_keys, sinks[head0 + head]) : Rest{lse_of_keys, 1.f};
-    const float scale = length ? rest.share / all.total : 0.f;
+    const JoinedSink joined = kSinks ? join_sink(lse_of_keys, sinks[head0 + head]) : JoinedSink{lse_of_keys, 1.f};
+    const float scale = length ? joined.keys_weight / all.total : 0.f;
     T* const to = out + ((size_t)row * num_heads + head0 + head) * kVHeadDim + col;
     store_pair(to, all.sum.x * scale, all.sum.y * scale);
     store_pair(to + 2, all.sum.z * scale, all.sum.w * scale);
-    if (col == 0) lse[(size_t)(head0 + head) * gridDim.x + row] = length ? rest.lse : -kInfinity;
+    if (col == 0) lse[(size_t)(head0 + head) * gridDim.x + row] = length ? joined.lse : -kInfinity;
   }
 }

@@ -152,26 +152,26 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
     const bool padding = is_empty(my_range[8 * r]);
     const float blank = blank_of(my_range[8 * r]), total = quad_sum(row_sum[r]), logit = logits.natural(row_max[r]);
     auto lse_of_keys = [&] { return logit + __log2f(total) * kLn2; };
-    const Rest rest = kSinks ? beside_sink(lse_of_keys(), sinks[head]) : Rest{0.f, 1.f};
+    const JoinedSink joined = kSinks ? join_sink(lse_of_keys(), sinks[head]) : JoinedSink{0.f, 1.f};
     if (!padding) largest = fmaxf(largest, logit);
     if constexpr (kMerges) {
       float* const row_lse = lse + (size_t)head * q_rows + row0 + 8 * r;
-      const Merge share = merge_lse(row_lse, lse_of_keys(), !padding);
+      const Merge weights = merge_lse(row_lse, lse_of_keys(), !padding);
       float2* const row = (float2*)(out + (size_t)(row0 + 8 * r) * out_stride + head * kVHeadDim) + lane % 4;
       #pragma unroll
       for (int n = 0; n < kOutBlocks && !padding; ++n) {
-        const float x = acc_out[r / 2][n][r % 2 * 2], y = acc_out[r / 2][n][r % 2 * 2 + 1], scale = share.these / total;
+        const float x = acc_out[r / 2][n][r % 2 * 2], y = acc_out[r / 2][n][r % 2 * 2 + 1], scale = weights.these / total;
         const float2 others = row[n * 4];
-        row[n * 4] = make_float2(x * scale + others.x * share.others, y * scale + others.y * share.others);
+        row[n * 4] = make_float2(x * scale + others.x * weights.others, y * scale + others.y * weights.others);
       }
       continue;
     }
     if (lane % 4 == 0 && row0 + 8 * r < q_rows)
       lse[(size_t)head * q_rows + row0 + 8 * r] =
-          padding ? blank - kInfinity : kSinks ? rest.lse : lse_of_keys();
+          padding ? blank - kInfinity : kSinks ? joined.lse : lse_of_keys();
     #pragma unroll
     for (int n = 0; n < kOutBlocks; ++n) {
-      const float x = acc_out[r / 2][n][r % 2 * 2], y = acc_out[r / 2][n][r % 2 * 2 + 1], scale = rest.share / total;
+      const float x = acc_out[r / 2][n][r % 2 * 2], y = acc_out[r / 2][n][r % 2 * 2 + 1], scale = joined.keys_weight / total;
       store_pair(staging + (lane / 4 + 8 * r) * (kHeadDim + kPad) + n * 8 + lane % 4 * 2,
                  padding ? blank : x * scale, padding ? blank : y * scale);
     }

@@ -1,6 +1,6 @@
 // The Hopper attention backward of head dims 192/128 (sm_90a): the pair, two warpgroups that do all products, and at
-// the end the kernel, thd_attn_bwd_pair_sm90, where to begin to read. backward_tiles.cuh has the producer,
-// query_side.cuh what brings shares of dq together.
+// the end the kernel, thd_attn_bwd_shared_dq_sm90, where to begin to read. backward_tiles.cuh has the producer,
+// query_side.cuh what brings num_partials of dq together.
 
 #pragma once
 
@@ -12,15 +12,15 @@ struct Progress {
   u32 steps : 2, exchanges : 1, tiles : 1, claims : 1, last : 1;
 };
 
-// The pair, one warpgroup of it: the first 64 keys of the tile, or (side 1) the last; of dq every second piece.
+// The pair, one warpgroup of it: the first 64 keys of the tile, or (side 1) the last; of dq every second panel.
 template <typename T, typename Dq, typename Grad, typename Shared, bool kCaps>
-__device__ __forceinline__ void serve_pair(Shared& shared, int side, Dq* dq, Gradients<Grad> grads, BackwardSize size,
+__device__ __forceinline__ void run_warpgroup(Shared& shared, int side, Dq* dq, Gradients<Grad> grads, BackwardSize size,
                                            Logits<kCaps> logits) {
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
-  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kCols = Shared::kPieceCols;
-  constexpr int kQueries = Shared::kQueries, kBlocks = kQueries / 8;
+  constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kCols = Shared::kPanelCols;
+  constexpr int kScoreQueries = Shared::kScoreQueries, kBlocks = kScoreQueries / 8;
   static_assert(kTileM == 64 && Shared::kStages == 2 && Shared::kDsStages == 1);
-  static_assert(Shared::kDqStages == Shared::kPieces && Shared::kPieces % 2);
+  static_assert(Shared::kDqStages == Shared::kPanels && Shared::kPanels % 2);
   auto mine = [&](const unsigned char* tile) { return tile + opaque(side) * 64 * kRowBytes; };
   Progress done = {};
   u32 stage = 0, flags;                               // of a step
@@ -34,23 +34,23 @@ __device__ __forceinline__ void serve_pair(Shared& shared, int side, Dq* dq, Gra
   auto sees = [&] { return flags & kSees << 2 * side; };
   auto wait_for_dscore = [&] { barrier_wait(&shared.ds_empty[0], done.exchanges ^ 1); };
   auto hand_over = [&] { publish_to_async(); __syncwarp(); arrive(&shared.ds_full[0]); };
-  // dq = dS k of a step, whose score gradients both hand over: in turn two of its three pieces, or one. Each product
+  // dq = dS k of a step, whose score gradients both hand over: in turn two of its three panels, or one. Each product
   // waits for all before it: there are no registers for the operands of those.
-  auto bring_pieces = [&] {
+  auto write_panels = [&] {
     const Step& of = step();
     barrier_wait(&shared.ds_full[0], done.exchanges);
     #pragma unroll 1
-    for (int piece = done.claims ^ side; piece < Shared::kPieces; piece += 2) {
+    for (int panel = done.claims ^ side; panel < Shared::kPanels; panel += 2) {
       float acc[kCols / 8][4];
-      multiply_keys<T, kTileN, kHeadDim>(acc, shared.ds[0], shared.k, piece * kCols);
-      if (piece + 2 >= Shared::kPieces) {
+      multiply_keys<T, kTileN, kHeadDim>(acc, shared.ds[0], shared.k, panel * kCols);
+      if (panel + 2 >= Shared::kPanels) {
         if (of.flags & kLast) arrive(&shared.kv_empty);
         arrive(&shared.ds_empty[0]);
       }
-      Ring<Shared::kPieces> buffer = {(u32)piece, done.claims};
-      bring_piece(shared, dq, acc, of, buffer, of.row, piece * kCols, size, logits.scale);
+      Ring<Shared::kPanels> buffer = {(u32)panel, done.claims};
+      write_panel(shared, dq, acc, of, buffer, of.row, panel * kCols, size, logits.scale);
     }
-    if (has_share(of.flags)) ++done.claims;
+    if (has_partial(of.flags)) ++done.claims;
     ++done.exchanges;
   };
   auto pass = [&] {                                   // none of the queries sees one of these 64 keys
@@ -59,7 +59,7 @@ __device__ __forceinline__ void serve_pair(Shared& shared, int side, Dq* dq, Gra
       wait_for_dscore();
       store_no_dscore(shared, 0, side);
       hand_over();
-      bring_pieces();
+      write_panels();
     } else if (flags & kLast) {
       arrive(&shared.kv_empty);
     }
@@ -97,7 +97,7 @@ __device__ __forceinline__ void serve_pair(Shared& shared, int side, Dq* dq, Gra
       // Adds the queries from `first` on, whose scores are on their way, to dv and dk, without waiting for these.
       auto add_queries = [&](int first) {
         // Probabilities, transposed. With capped logits they are rounded here, and p becomes products with slopes.
-        u32 probability[1][kQueries / 16][4], dscore[1][kQueries / 16][4];
+        u32 probability[1][kScoreQueries / 16][4], dscore[1][kScoreQueries / 16][4];
         const float* const minus_lse = shared.minus_lse[stage] + first;
         const bool masked = flags & kMasked << 2 * side;
         auto hide = [&](float hidden) {
@@ -138,16 +138,16 @@ __device__ __forceinline__ void serve_pair(Shared& shared, int side, Dq* dq, Gra
       start_p(0);
       while (true) {
         #pragma unroll
-        for (int next = kQueries; next < kTileM; next += kQueries) {
-          add_queries(next - kQueries);
+        for (int next = kScoreQueries; next < kTileM; next += kScoreQueries) {
+          add_queries(next - kScoreQueries);
           finish();
           start_p(next);
         }
-        add_queries(kTileM - kQueries);
+        add_queries(kTileM - kScoreQueries);
         hand_over();
         finish();
         arrive(&shared.empty[stage]);
-        bring_pieces();
+        write_panels();
         advance();
         if (done.last) break;
         barrier_wait(&shared.full[stage], done.steps / 2);
@@ -158,10 +158,10 @@ __device__ __forceinline__ void serve_pair(Shared& shared, int side, Dq* dq, Gra
       }
     }
     const int2 mine_done = shared.warp_tile[side * 4 + me().warp];
-    const Share share = grads.claim(mine_done.x, mine_done.y, 0, size);
-    grads.template bring<T, 0>(acc_dk, logits.scale, share, mine_done.x, mine_done.y, size);
-    grads.template bring<T, 1>(acc_dv, 1.f, share, mine_done.x, mine_done.y, size);
-    grads.release(mine_done.x, mine_done.y, 0, share, size);
+    const Partial partial = grads.claim(mine_done.x, mine_done.y, 0, size);
+    grads.template write_partial<T, 0>(acc_dk, logits.scale, partial, mine_done.x, mine_done.y, size);
+    grads.template write_partial<T, 1>(acc_dv, 1.f, partial, mine_done.x, mine_done.y, size);
+    grads.release(mine_done.x, mine_done.y, 0, partial, size);
   }
 }
 
@@ -169,25 +169,25 @@ __device__ __forceinline__ void serve_pair(Shared& shared, int side, Dq* dq, Gra
 // leave no registers to a query side.
 //
 // So the pair, each of whose warpgroups owns 64 of the 128 keys, also multiplies score gradients with keys: each has
-// those of both in shared memory, and makes every second piece of dq, for each of which there is a buffer, so that none
+// those of both in shared memory, and makes every second panel of dq, for each of which there is a buffer, so that none
 // waits until another has been sent. Bound by what it takes to send them, by the bandwidth of shared memory, and by the
 // tensor cores.
 //
 // The contract is that of thd_attn_bwd_sm90.
 // Launch: grid at most num_tiles * splits and one block per multiprocessor, block 384, shared memory kSharedBytes.
-template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kStages, int kQueries,
-          int kPieceCols, bool kDeterministic, int kSharedBytes>
-__global__ void __launch_bounds__(384, 1) thd_attn_bwd_pair_sm90(
+template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kStages, int kScoreQueries,
+          int kPanelCols, bool kDeterministic, int kSharedBytes>
+__global__ void __launch_bounds__(384, 1) thd_attn_bwd_shared_dq_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
     const Gradients<Grad> grads, Logits<kCaps> logits, float* __restrict__ dq_accum,
     int* __restrict__ semaphores,
     const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
-    const int* __restrict__ shares, const int* __restrict__ tile_order, int* __restrict__ counter, Pairs packs,
+    const int* __restrict__ num_partials, const int* __restrict__ tile_order, int* __restrict__ counter, PackFilter filter,
     BackwardSize size) {
-  if (!packs.has_this()) return;
-  using Shared = BackwardShared<kHeadDim, kVHeadDim, 64, kStages, kQueries, kQueries, kPieceCols,
-                                kHeadDim / kPieceCols, 1, 8>;
+  if (!filter.accepts()) return;
+  using Shared = BackwardShared<kHeadDim, kVHeadDim, 64, kStages, kScoreQueries, kScoreQueries, kPanelCols,
+                                kHeadDim / kPanelCols, 1, 8>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Shared& shared = *(Shared*)shared_bytes;
@@ -198,15 +198,15 @@ __global__ void __launch_bounds__(384, 1) thd_attn_bwd_pair_sm90(
     registers_give<24>();
     if (threadIdx.x < kWarp)
       produce_backward<false>(
-          shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter, size);
+          shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, num_partials, tile_order, counter, size);
     else if (threadIdx.x < 2 * kWarp)
-      claim_shares<kDeterministic>(shared, dq_accum, key_ranges, semaphores, shares, size);
+      claim_partials<kDeterministic>(shared, dq_accum, key_ranges, semaphores, num_partials, size);
     else if (threadIdx.x == 2 * kWarp)
-      send_shares(shared, dq_accum, semaphores);
+      send_partials(shared, dq_accum, semaphores);
     else if (threadIdx.x >= 3 * kWarp)
-      release_shares<kDeterministic>(shared, dq_accum, semaphores), clear_queries<kHeadDim, 64>(dq, shares, size);
+      release_partials<kDeterministic>(shared, dq_accum, semaphores), clear_queries<kHeadDim, 64>(dq, num_partials, size);
   } else {
     registers_take<240>();
-    serve_pair<T>(shared, warpgroup - 1, dq, grads, size, logits);
+    run_warpgroup<T>(shared, warpgroup - 1, dq, grads, size, logits);
   }
 }

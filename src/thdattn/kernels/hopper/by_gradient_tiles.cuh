@@ -1,15 +1,15 @@
-// What thd_attn_bwd_wide_sm90 keeps in shared memory (sm_90a), and its producer.
+// What thd_attn_bwd_by_gradient_sm90 keeps in shared memory (sm_90a), and its producer.
 
 #pragma once
 
 #include "kernels/hopper/cluster.cuh"
 
-constexpr int kWideTile = 64;                         // keys of a block, query rows of a step
-constexpr int kDsBytes = kTileBytes<kWideTile, kWideTile>;  // of score gradients, 16-bit, whose rows are the keys
+constexpr int kTile = 64;                         // keys of a block, query rows of a step
+constexpr int kDsBytes = kTileBytes<kTile, kTile>;  // of score gradients, 16-bit, whose rows are the keys
 
 // kQAhead tiles of queries and kDoutAhead of their gradients are here, and kDsDepth stages of probabilities and, in the
 // same memory, score gradients. kBlocks: 2, if a tile of tile_order is for two blocks, which are a cluster where they
-// bring dq; keys are then read from registers. dq has pieces of 64 rows by kPieceCols columns.
+// write_partial dq; keys are then read from registers. dq has panels of 64 rows by kPanelCols columns.
 // k: the keys; in a cluster, where these come through the ring of queries, the columns whose dq the block brings, of
 // its own keys and then of the other one's.
 //
@@ -23,14 +23,14 @@ constexpr int kDsBytes = kTileBytes<kWideTile, kWideTile>;  // of score gradient
 // role. ds_empty: key and query role, that of the other block too -> key role: both blocks' copies have been read then.
 // An arrival does not wait for loads of registers before it; so these are used before their memory is given back.
 template <int kDim, int kVDim, int kQAhead, int kDoutAhead, int kDsDepth, bool kBringsDq, int kBlocks>
-struct WideTiles {
+struct ByGradientTiles {
   static constexpr int kHeadDim = kDim, kVHeadDim = kVDim;
   static constexpr int kQStages = kQAhead, kDoutStages = kDoutAhead, kDsStages = kDsDepth;
-  static constexpr bool kWithDq = kBringsDq, kPairs = kBlocks == 2, kCluster = kPairs && kWithDq;
-  static constexpr int kClusterBlocks = 1 + kCluster, kPieceCols = kCluster ? kHeadDim / 2 : kSlab;
-  static constexpr int kQBytes = kTileBytes<kWideTile, kHeadDim>, kDoutBytes = kTileBytes<kWideTile, kVHeadDim>;
-  static constexpr int kKBoxes = 2 * 2;                // of 64 columns: two have those of a piece, of each block's keys
-  static_assert(kPieceCols <= 2 * kSlab);
+  static constexpr bool kWithDq = kBringsDq, kTwoBlocks = kBlocks == 2, kCluster = kTwoBlocks && kWithDq;
+  static constexpr int kClusterBlocks = 1 + kCluster, kPanelCols = kCluster ? kHeadDim / 2 : kSlab;
+  static constexpr int kQBytes = kTileBytes<kTile, kHeadDim>, kDoutBytes = kTileBytes<kTile, kVHeadDim>;
+  static constexpr int kKBoxes = 2 * 2;                // of 64 columns: two have those of a panel, of each block's keys
+  static_assert(kPanelCols <= 2 * kSlab);
   static constexpr u32 kQLoader = 0, kDoutLoader = 1;  // ranks of the blocks that copy to both
   static constexpr int kKBytes = kCluster ? kKBoxes * kDsBytes : kQBytes, kVBytes = kDoutBytes;
   unsigned char k[kKBytes], v[kVBytes];
@@ -38,14 +38,14 @@ struct WideTiles {
   // Score gradients of this block and of the other one; before them, in the memory of this block's and behind all,
   // probabilities in float32.
   unsigned char ds[kDsStages][(kClusterBlocks + 1) * kDsBytes];
-  float minus_lse[kQStages][kWideTile], minus_delta[kDoutStages][kWideTile];
+  float minus_lse[kQStages][kTile], minus_delta[kDoutStages][kTile];
   u64 kv_full, kv_empty;
   u64 q_full[kQStages], q_empty[kQStages];
   u64 dout_full[kDoutStages], dout_empty[kDoutStages];
   u64 p_full[kDsStages], ds_full[kDsStages], ds_empty[kDsStages];
   Step q_step[kQStages], dout_step[kDoutStages], ds_step[kDsStages];
   u32 p_q_stage[kDsStages];                                       // where the queries of probabilities are
-  int2 range[2][kWideTile];                                       // of the key rows, of every second tile of keys
+  int2 range[2][kTile];                                       // of the key rows, of every second tile of keys
   int2 warp_tile[8];                                              // of the key role's warps, then the value role's
 
   __device__ __forceinline__ void init() {
@@ -74,17 +74,17 @@ struct WideTiles {
   // Float4 n of every lane of a warp's probabilities, 16 keys by 64 queries: half of them where the warp's own score
   // gradients will be, so that no warp waits for another.
   __device__ __forceinline__ float4* probabilities(u32 stage, int warp, int n) {
-    constexpr int kNumbers = kWideTile / 16;
+    constexpr int kNumbers = kTile / 16;
     unsigned char* const half = ds[stage] + n / kNumbers * kClusterBlocks * kDsBytes;
     return (float4*)(half + warp * 16 * kRowBytes) + n % kNumbers * kWarp;
   }
 };
 
 // Barriers of a cluster. all_ds_full: score gradients of both blocks are here.
-template <bool kCluster, int kDsStages> struct WideBarriers {
+template <bool kCluster, int kDsStages> struct ByGradientBarriers {
   __device__ __forceinline__ void init() {}
 };
-template <int kDsStages> struct WideBarriers<true, kDsStages> {
+template <int kDsStages> struct ByGradientBarriers<true, kDsStages> {
   u64 all_ds_full[kDsStages];
   DrawnWork drawn;
 
@@ -94,32 +94,32 @@ template <int kDsStages> struct WideBarriers<true, kDsStages> {
   }
 };
 
-template <typename Tiles> struct WideShared : Tiles, WideBarriers<Tiles::kCluster, Tiles::kDsStages> {
+template <typename Tiles> struct ByGradientShared : Tiles, ByGradientBarriers<Tiles::kCluster, Tiles::kDsStages> {
   __device__ __forceinline__ void init() {
-    Tiles::init(), WideBarriers<Tiles::kCluster, Tiles::kDsStages>::init();
+    Tiles::init(), ByGradientBarriers<Tiles::kCluster, Tiles::kDsStages>::init();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 };
 
 // Loads what stays while a block is at a tile of keys, one lane.
 template <typename Shared>
-__device__ __forceinline__ void load_wide_keys(Shared& shared, const TensorMap* map_k, const TensorMap* map_v,
+__device__ __forceinline__ void load_key_tile(Shared& shared, const TensorMap* map_k, const TensorMap* map_v,
                                                int kv_head, int key) {
   constexpr bool kWithKeys = Shared::kWithDq || !Shared::kCluster;
   barrier_expect(&shared.kv_full, kWithKeys * Shared::kKBytes + Shared::kVBytes);
   if constexpr (!Shared::kCluster) {
-    copy_tile<kWideTile, Shared::kHeadDim, true>(shared.k, map_k, kv_head, key, &shared.kv_full);
+    copy_tile<kTile, Shared::kHeadDim, true>(shared.k, map_k, kv_head, key, &shared.kv_full);
   } else if constexpr (kWithKeys) {
     #pragma unroll
     for (int i = 0; i < Shared::kKBoxes; ++i)         // boxes of this block's keys, then of the other one's
-      copy_box_once(shared.k + (i % 2 * 2 + i / 2) * kDsBytes, map_k, rank_in_cluster() * Shared::kPieceCols +
-                    i % 2 * kSlab, kv_head, i < 2 ? key : key ^ kWideTile, &shared.kv_full);
+      copy_box_once(shared.k + (i % 2 * 2 + i / 2) * kDsBytes, map_k, rank_in_cluster() * Shared::kPanelCols +
+                    i % 2 * kSlab, kv_head, i < 2 ? key : key ^ kTile, &shared.kv_full);
   }
-  copy_tile<kWideTile, Shared::kVHeadDim, true>(shared.v, map_v, kv_head, key, &shared.kv_full);
+  copy_tile<kTile, Shared::kVHeadDim, true>(shared.v, map_v, kv_head, key, &shared.kv_full);
 }
 
 // An order of pairs of tiles, as one of tiles.
-struct OrderOfPairs {
+struct TileOrder {
   const int* pairs;
   __device__ __forceinline__ int operator[](int i) const { return pairs[i / 2] * 2 + i % 2; }
 };
@@ -128,8 +128,8 @@ struct OrderOfPairs {
 template <typename Shared, int kCols>
 __device__ __forceinline__ void load_for_both(u32 loader, unsigned char* tile, const TensorMap* map, const Step& step,
                                               u64* full) {
-  if constexpr (!Shared::kCluster) copy_tile<kWideTile, kCols>(tile, map, step.head, step.row, full);
-  else if (rank_in_cluster() == loader) copy_tile_to<kWideTile, kCols>(3, tile, map, step.head, step.row, full);
+  if constexpr (!Shared::kCluster) copy_tile<kTile, kCols>(tile, map, step.head, step.row, full);
+  else if (rank_in_cluster() == loader) copy_tile_to<kTile, kCols>(3, tile, map, step.head, step.row, full);
 }
 
 // The producer, one warp: loads the tensors of every step.
@@ -138,9 +138,9 @@ __device__ __forceinline__ void load_for_both(u32 loader, unsigned char* tile, c
 // warp arrives once all its lanes have read, before the next fill. Probabilities and ds_step go from p_full by ds_full
 // to ds_empty, so their stage is written again only when all have read it; ranges have two, see below.
 template <typename Shared>
-__device__ __forceinline__ void produce_wide(
+__device__ __forceinline__ void produce_by_gradient(
     Shared& shared, const TensorMap* map_q, const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout,
-    const float* stats, const int2* query_ranges, const int* shares, const int* tile_order, int* counter,
+    const float* stats, const int2* query_ranges, const int* num_partials, const int* tile_order, int* counter,
     BackwardSize size) {
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
   constexpr u32 kNoLoads = Shared::kCluster ? kEnd : kNothing | kEnd;
@@ -166,11 +166,11 @@ __device__ __forceinline__ void produce_wide(
   };
 
   auto take = [&](const Step& step) {
-    const int kv_head = step.head / size.group, key = step.tile * kWideTile;
+    const int kv_head = step.head / size.group, key = step.tile * kTile;
     if (step.flags & kFirst) {
       // Nobody needs these ranges any more: before the last keys were loaded, all were done with the tile before those.
       #pragma unroll
-      for (int i = lane; i < kWideTile; i += kWarp)
+      for (int i = lane; i < kTile; i += kWarp)
         shared.range[kv_parity ^ 1][i] = range_of(query_ranges, key + i, size.k_rows);
       __syncwarp();
       if constexpr (Shared::kCluster) {
@@ -179,40 +179,40 @@ __device__ __forceinline__ void produce_wide(
           if (rank_in_cluster() != Shared::kQLoader) return;
           #pragma unroll
           for (int block = 0; block < 2; ++block)     // keys too come from there, so that each use of a stage does
-            copy_tile_to<kWideTile, kHeadDim>(1 << block, shared.q[stage], map_k, kv_head,
-                                              (step.tile / 2 * 2 + block) * kWideTile, full);
+            copy_tile_to<kTile, kHeadDim>(1 << block, shared.q[stage], map_k, kv_head,
+                                              (step.tile / 2 * 2 + block) * kTile, full);
         });
       }
     }
     auto lse = [&] { return step.head * size.stats_rows + step.row; };
     fill_q(step, [&](u32 stage, u64* full) {
-      barrier_expect(full, Shared::kQBytes + 4 * kWideTile);
+      barrier_expect(full, Shared::kQBytes + 4 * kTile);
       load_for_both<Shared, kHeadDim>(Shared::kQLoader, shared.q[stage], map_q, step, full);
-      copy_bulk(shared.minus_lse[stage], stats + lse(), 4 * kWideTile, full);
+      copy_bulk(shared.minus_lse[stage], stats + lse(), 4 * kTile, full);
     });
     fill_dout(step, [&](u32 stage, u64* full) {
-      barrier_expect(full, Shared::kDoutBytes + 4 * kWideTile);
+      barrier_expect(full, Shared::kDoutBytes + 4 * kTile);
       load_for_both<Shared, kVHeadDim>(Shared::kDoutLoader, shared.dout[stage], map_dout, step, full);
       const u32 delta = lse() + size.splits * size.split_heads * size.stats_rows;
-      copy_bulk(shared.minus_delta[stage], stats + delta, 4 * kWideTile, full);
+      copy_bulk(shared.minus_delta[stage], stats + delta, 4 * kTile, full);
     });
     if (!(step.flags & kFirst)) return;
     barrier_wait(&shared.kv_empty, kv_parity);
     __syncwarp();
-    if (lane == 0) load_wide_keys(shared, map_k, map_v, kv_head, key);
+    if (lane == 0) load_key_tile(shared, map_k, map_v, kv_head, key);
     kv_parity ^= 1;
   };
   if constexpr (Shared::kCluster) {
-    schedule_steps<2, kWideTile>(query_ranges, shares, tile_order, ClusterCounter{counter, shared.drawn}, size,
+    schedule_steps<2, kTile>(query_ranges, num_partials, tile_order, ClusterCounter{counter, shared.drawn}, size,
                                  [&](Step step) {
       step.tile = step.tile * 2 + rank_in_cluster();  // as if there were tiles of 64 keys alone
       if (step.flags & kNothing) step.row = 0;        // of rows that nobody reads
       step.flags = step.flags & ~15u | step.flags >> 2 * rank_in_cluster() & 3;
       take(step);
     });
-  } else if constexpr (Shared::kPairs) {
-    schedule_steps<1, kWideTile>(query_ranges, shares, OrderOfPairs{tile_order}, counter, size, take);
+  } else if constexpr (Shared::kTwoBlocks) {
+    schedule_steps<1, kTile>(query_ranges, num_partials, TileOrder{tile_order}, counter, size, take);
   } else {
-    schedule_steps<1, kWideTile>(query_ranges, shares, tile_order, counter, size, take);
+    schedule_steps<1, kTile>(query_ranges, num_partials, tile_order, counter, size, take);
   }
 }

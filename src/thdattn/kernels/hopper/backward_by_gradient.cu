@@ -1,21 +1,21 @@
 // The Hopper attention backward of head dims beyond 192/128 (sm_90a): the three roles, and at the end the kernels,
-// thd_attn_bwd_wide_sm90, where to begin to read, and thd_attn_round_wide_sm90. wide_tiles.cuh has the producer,
+// thd_attn_bwd_by_gradient_sm90, where to begin to read, and thd_attn_round_dq_sm90. wide_tiles.cuh has the producer,
 // cluster.cuh what two blocks exchange.
 
 #pragma once
 
-#include "kernels/hopper/wide_tiles.cuh"
+#include "kernels/hopper/by_gradient_tiles.cuh"
 
 // Cycles between two additions of a thread in a cluster: they leave a multiprocessor slower than four warps issue them,
 // and what the other roles read from and write to shared memory would wait behind them.
 constexpr u32 kCyclesPerAdd = 48;
 
-// The query role, one warpgroup: dq = dS k, a piece at a time; in a cluster one piece, of the keys of both blocks.
+// The query role, one warpgroup: dq = dS k, a panel at a time; in a cluster one panel, of the keys of both blocks.
 template <typename T, typename Shared, typename Dq>
-__device__ __forceinline__ void serve_wide_queries(Shared& shared, Dq* dq, float* dq_accum, BackwardSize size,
+__device__ __forceinline__ void run_dq_warpgroup(Shared& shared, Dq* dq, float* dq_accum, BackwardSize size,
                                                    float softmax_scale) {
   constexpr bool kCluster = Shared::kCluster;
-  constexpr int kHeadDim = Shared::kHeadDim, kCols = Shared::kPieceCols, kPieces = kHeadDim / kCols;
+  constexpr int kHeadDim = Shared::kHeadDim, kCols = Shared::kPanelCols, kPanels = kHeadDim / kCols;
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   Ring<Shared::kDsStages> ring = {0, 0};
 
@@ -27,17 +27,17 @@ __device__ __forceinline__ void serve_wide_queries(Shared& shared, Dq* dq, float
     if (step.flags & kEnd) break;
     const size_t block = (size_t)step.head * (size.stats_rows / 64) + step.row / 64;
     #pragma unroll 1
-    for (int n = 0; n < kPieces / Shared::kClusterBlocks; ++n) {
+    for (int n = 0; n < kPanels / Shared::kClusterBlocks; ++n) {
       float acc[kCols / 8][4];
-      multiply_keys<T, kWideTile * Shared::kClusterBlocks, kHeadDim>(acc, shared.ds[ring.stage], shared.k, n * kCols);
-      if (n == kPieces / Shared::kClusterBlocks - 1) {
+      multiply_keys<T, kTile * Shared::kClusterBlocks, kHeadDim>(acc, shared.ds[ring.stage], shared.k, n * kCols);
+      if (n == kPanels / Shared::kClusterBlocks - 1) {
         if (step.flags & kLast) arrive(&shared.kv_empty);
         arrive(&shared.ds_empty[ring.stage]);
         if (kCluster && me().lane == 0) arrive_in_other(&shared.ds_empty[ring.stage]);
       }
       const int first_col = (kCluster ? rank_in_cluster() : n) * kCols;
       if (step.flags & kAlone) {
-        bring_dq<kHeadDim>(dq, acc, softmax_scale, step.row, step.head, first_col, size);
+        write_dq<kHeadDim>(dq, acc, softmax_scale, step.row, step.head, first_col, size);
         continue;
       }
       float* const dst = dq_accum + (block * kHeadDim + first_col) * 64 + threadIdx.x % 128 * 4;
@@ -54,9 +54,9 @@ __device__ __forceinline__ void serve_wide_queries(Shared& shared, Dq* dq, float
 
 // The key role, one warpgroup: probabilities, and dk = dS^T q.
 template <typename T, typename Shared, typename Grad, bool kCaps>
-__device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> grads, BackwardSize size,
+__device__ __forceinline__ void run_dk_warpgroup(Shared& shared, Gradients<Grad> grads, BackwardSize size,
                                                 Logits<kCaps> logits) {
-  constexpr int kHeadDim = Shared::kHeadDim, kBlocks = kWideTile / 8;
+  constexpr int kHeadDim = Shared::kHeadDim, kBlocks = kTile / 8;
   using DsRing = Ring<Shared::kDsStages>;
   Ring<Shared::kQStages> ring = {0, 0};               // of query tiles
   DsRing ds_ring = {0, 0};
@@ -68,13 +68,13 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
   };
   auto start_dk = [&](float (&acc)[kHeadDim / 8][4]) {
     const u64 a = descriptor(shared.ds[ds_ring.stage], 16);
-    const u64 b = descriptor(shared.q[ring.back(1).stage], kWideTile * kRowBytes);
+    const u64 b = descriptor(shared.q[ring.back(1).stage], kTile * kRowBytes);
     #pragma unroll
     for (int c = 0; c < kHeadDim; c += kMostCols<kHeadDim>)
       #pragma unroll
-      for (int i = 0; i < kWideTile / 16; ++i)
+      for (int i = 0; i < kTile / 16; ++i)
         Wgmma<T, kMostCols<kHeadDim>>::template shared<0, 1>(columns<kMostCols<kHeadDim>>(acc, c), a + i * 32 / 16,
-                                                             b + (c * kWideTile * 2 + i * 16 * kRowBytes) / 16, 1);
+                                                             b + (c * kTile * 2 + i * 16 * kRowBytes) / 16, 1);
     wgmma_commit();
   };
   auto release = [&](u32 stage) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
     int2& warp_tile = shared.warp_tile[warp];
     if (lane == 0) {
       const Step& step = shared.q_step[ring.stage];
-      warp_tile = {step.tile * kWideTile + warp * 16, step.head / size.group};
+      warp_tile = {step.tile * kTile + warp * 16, step.head / size.group};
     }
     __syncwarp();
     float acc_dk[kHeadDim / 8][4] = {};
@@ -98,7 +98,7 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
       shared.give_back_q(ring.stage);
       ring.advance();
     } else {
-      ScoreRows<T, kHeadDim, kWideTile, Shared::kPairs> keys;
+      ScoreRows<T, kHeadDim, kTile, Shared::kTwoBlocks> keys;
       if constexpr (Shared::kCluster) {
         keys.load(shared.q[ring.stage]);
         ring.advance();
@@ -111,7 +111,7 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
       auto start_p = [&] {
         begin_scores<kCaps>(p, shared.minus_lse[ring.stage]);
         wgmma_begin();
-        keys.template start<true, kWideTile>(p, shared.q[ring.stage]);
+        keys.template start<true, kTile>(p, shared.q[ring.stage]);
         wgmma_commit();
       };
       // Probabilities from the saved lse, transposed; every thread leaves them for its counterpart in the value role.
@@ -156,9 +156,9 @@ __device__ __forceinline__ void serve_wide_keys(Shared& shared, Gradients<Grad> 
       kv_parity ^= 1;
     }
     const int2 mine_done = shared.warp_tile[me().warp];
-    const Share share = grads.claim(mine_done.x, mine_done.y, 0, size);
-    grads.template bring<T, 0>(acc_dk, logits.scale, share, mine_done.x, mine_done.y, size);
-    grads.release(mine_done.x, mine_done.y, 0, share, size);
+    const Partial partial = grads.claim(mine_done.x, mine_done.y, 0, size);
+    grads.template write_partial<T, 0>(acc_dk, logits.scale, partial, mine_done.x, mine_done.y, size);
+    grads.release(mine_done.x, mine_done.y, 0, partial, size);
   }
 }
 
@@ -187,9 +187,9 @@ __device__ __forceinline__ void hand_over_dscore(Shared& shared, u32 stage, cons
 
 // The value role, one warpgroup: score gradients, and dv = P^T dout.
 template <typename T, typename Shared, typename Grad, bool kCaps>
-__device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad> grads, BackwardSize size,
+__device__ __forceinline__ void run_dv_warpgroup(Shared& shared, Gradients<Grad> grads, BackwardSize size,
                                                   Logits<kCaps> logits) {
-  constexpr int kVHeadDim = Shared::kVHeadDim, kBlocks = kWideTile / 8;
+  constexpr int kVHeadDim = Shared::kVHeadDim, kBlocks = kTile / 8;
   constexpr bool kOverlaps = kVHeadDim < 256, kAhead = kOverlaps && !kCaps;  // as registers allow
   Ring<Shared::kDoutStages> ring = {0, 0};
   Ring<Shared::kDsStages> ds_ring = {0, 0};
@@ -206,7 +206,7 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
     const auto [warp, lane] = me();
     if (lane == 0) {
       const Step& step = shared.dout_step[ring.stage];
-      shared.warp_tile[4 + warp] = {step.tile * kWideTile + warp * 16, step.head / size.group};
+      shared.warp_tile[4 + warp] = {step.tile * kTile + warp * 16, step.head / size.group};
     }
     __syncwarp();
     float acc_dv[kVHeadDim / 8][4] = {};
@@ -220,7 +220,7 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
       auto start_dp = [&] {
         begin_columns(dp, shared.minus_delta[ring.stage]);
         wgmma_begin();
-        add_scores<T, kVHeadDim, kWideTile, kWideTile>(dp, shared.v, shared.dout[ring.stage]);
+        add_scores<T, kVHeadDim, kTile, kTile>(dp, shared.v, shared.dout[ring.stage]);
         wgmma_commit();
       };
       u32 probability[1][kBlocks / 2][4];
@@ -229,8 +229,8 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
         wgmma_begin();
         #pragma unroll
         for (int c = 0; c < kVHeadDim; c += kMostCols<kVHeadDim>)
-          start_weighted_rows<T, kMostCols<kVHeadDim>, kWideTile>(columns<kMostCols<kVHeadDim>>(acc_dv, c), probability,
-                                                                 dout + c * kWideTile * 2);
+          start_weighted_rows<T, kMostCols<kVHeadDim>, kTile>(columns<kMostCols<kVHeadDim>>(acc_dv, c), probability,
+                                                                 dout + c * kTile * 2);
         wgmma_commit();
       };
       auto finish_dv = [&] {
@@ -288,9 +288,9 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
       arrive(&shared.kv_empty);
     }
     const int2 mine_done = shared.warp_tile[4 + me().warp];
-    const Share share = grads.claim(mine_done.x, mine_done.y, 1, size);
-    grads.template bring<T, 1>(acc_dv, 1.f, share, mine_done.x, mine_done.y, size);
-    grads.release(mine_done.x, mine_done.y, 1, share, size);
+    const Partial partial = grads.claim(mine_done.x, mine_done.y, 1, size);
+    grads.template write_partial<T, 1>(acc_dv, 1.f, partial, mine_done.x, mine_done.y, size);
+    grads.release(mine_done.x, mine_done.y, 1, partial, size);
   }
   shared.wait_for_stage(ds_ring);
   hand_over_dscore(shared, ds_ring.stage, shared.dout_step[ring.stage]);
@@ -298,13 +298,13 @@ __device__ __forceinline__ void serve_wide_values(Shared& shared, Gradients<Grad
 
 // dq (q_rows, num_heads, kHeadDim) = dq_accum * scale, rounded, of query tiles that several tiles of keys have in
 // sight; 0 of those that none has. Where Dq is float, dq is added to what is there. A block of the size of a warpgroup
-// reads the accumulators as one left them, whatever the columns of its pieces. Bound by memory.
+// reads the accumulators as one left them, whatever the columns of its panels. Bound by memory.
 // Launch: grid (stats_rows / 64, num_heads), block 128.
 template <typename Dq, int kHeadDim>
-__global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
-    Dq* __restrict__ dq, const float4* __restrict__ dq_accum, float scale, const int* __restrict__ shares,
+__global__ void __launch_bounds__(128) thd_attn_round_dq_sm90(
+    Dq* __restrict__ dq, const float4* __restrict__ dq_accum, float scale, const int* __restrict__ num_partials,
     BackwardSize size) {
-  const int count = shares[blockIdx.x];
+  const int count = num_partials[blockIdx.x];
   if (count == 1 || (sizeof(Dq) == sizeof(float) && count == 0)) return;
   if (count == 0) scale = 0.f;
   #pragma unroll
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
       const float4 x = in[n * 128];
       acc[n][0] = x.x, acc[n][1] = x.y, acc[n][2] = x.z, acc[n][3] = x.w;
     }
-    bring_dq<kHeadDim>(dq, acc, scale, blockIdx.x * 64, blockIdx.y, first_col, size);
+    write_dq<kHeadDim>(dq, acc, scale, blockIdx.x * 64, blockIdx.y, first_col, size);
   }
 }
 
@@ -327,14 +327,14 @@ __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
 // owns only 64 key rows of one kv head at a time, and its warpgroups divide the work by what they accumulate: the key
 // role computes probabilities and dk, the value role score gradients and dv, the query role dq. Probabilities, and then
 // score gradients in the same memory, pass from one to the other through shared memory. With 64 keys a block, dq has
-// twice as many shares as in thd_attn_bwd_sm90, whose additions in the L2 cache would bound the kernel. So where shared
+// twice as many num_partials as in thd_attn_bwd_sm90, whose additions in the L2 cache would bound the kernel. So where shared
 // memory has room, two blocks of a cluster (kCluster) go through the same steps with neighbouring tiles of keys: one
 // loads the queries for both and the other one their gradients, they send each other score gradients, and each adds
-// half of the columns of their common share. Shares are added in any order, without claims, to accumulators that are
+// half of the columns of their common partial. Shares are added in any order, without claims, to accumulators that are
 // zero at first. Bound by the bandwidth of shared memory, and then by the tensor cores.
 //
 // The contract is that of thd_attn_bwd_sm90 without kDeterministic, for head dims that are multiples of 64, except that
-// dq_accum is zero and that thd_attn_round_wide_sm90 makes dq of it; maps of boxes of 64 rows.
+// dq_accum is zero and that thd_attn_round_dq_sm90 makes dq of it; maps of boxes of 64 rows.
 // kWithDq: without it, for the same bits on every run, thd_attn_bwd_dq_sm90 computes dq.
 // tile_order: of tiles of 64 * kBlocks keys; num_tiles: of 64 keys or, in clusters, of 128
 // Launch: grid at most num_tiles * splits blocks, or clusters, and one block per multiprocessor, block 512, shared
@@ -342,34 +342,34 @@ __global__ void __launch_bounds__(128) thd_attn_round_wide_sm90(
 template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kQStages,
           int kDoutStages, int kDsStages, bool kWithDq, int kBlocks, int kKeyRegisters, int kValueRegisters,
           int kQueryRegisters, int kSharedBytes>
-__global__ void __launch_bounds__(512, 1) __cluster_dims__(kWithDq ? kBlocks : 1, 1, 1) thd_attn_bwd_wide_sm90(
+__global__ void __launch_bounds__(512, 1) __cluster_dims__(kWithDq ? kBlocks : 1, 1, 1) thd_attn_bwd_by_gradient_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
     const Gradients<Grad> grads, Logits<kCaps> logits, float* __restrict__ dq_accum,
-    const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ shares,
-    const int* __restrict__ tile_order, int* __restrict__ counter, Pairs packs, BackwardSize size) {
-  if (!packs.has_this()) return;
-  using Shared = WideShared<WideTiles<kHeadDim, kVHeadDim, kQStages, kDoutStages, kDsStages, kWithDq, kBlocks>>;
+    const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ num_partials,
+    const int* __restrict__ tile_order, int* __restrict__ counter, PackFilter filter, BackwardSize size) {
+  if (!filter.accepts()) return;
+  using Shared = ByGradientShared<ByGradientTiles<kHeadDim, kVHeadDim, kQStages, kDoutStages, kDsStages, kWithDq, kBlocks>>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Shared& shared = *(Shared*)shared_bytes;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
-  if constexpr (Shared::kCluster) meet_other();
+  if constexpr (Shared::kCluster) cluster_sync();
   if (warpgroup == 0) {
     registers_give<512 - kKeyRegisters - kValueRegisters - kQueryRegisters>();
     if (threadIdx.x < kWarp)
-      produce_wide(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, shares, tile_order, counter, size);
+      produce_by_gradient(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, num_partials, tile_order, counter, size);
   } else if (warpgroup == 1) {
     registers_take<kKeyRegisters>();
-    serve_wide_keys<T>(shared, grads, size, logits);
+    run_dk_warpgroup<T>(shared, grads, size, logits);
   } else if (warpgroup == 2) {
     registers_take<kValueRegisters>();
-    serve_wide_values<T>(shared, grads, size, logits);
+    run_dv_warpgroup<T>(shared, grads, size, logits);
   } else {
     registers_give<kQueryRegisters>();
-    if constexpr (kWithDq) serve_wide_queries<T>(shared, dq, dq_accum, size, logits.scale);
+    if constexpr (kWithDq) run_dq_warpgroup<T>(shared, dq, dq_accum, size, logits.scale);
   }
-  if constexpr (Shared::kCluster) { __syncwarp(); meet_other(); }
+  if constexpr (Shared::kCluster) { __syncwarp(); cluster_sync(); }
 }

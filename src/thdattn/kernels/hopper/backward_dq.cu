@@ -78,7 +78,7 @@ __device__ __forceinline__ void weigh(u32 (&dscore)[1][kBlocks / 2][4], const fl
 
 // A consumer, one warpgroup: 64 query rows. While it weighs, the other one's products run.
 // racecheck does not follow mbarriers: `full` orders a step before its reads, and `empty` these before the next one, as
-// matrix products or __syncwarp bring all lanes together before one arrives.
+// matrix products or __syncwarp write_partial all lanes together before one arrives.
 template <typename T, typename Dq, typename Shared, bool kCaps>
 __device__ __forceinline__ void consume_dq(Shared& shared, int consumer, Dq* dq, const float* stats,
                                            const int2* key_ranges, Logits<kCaps> logits, BackwardSize size) {
@@ -153,13 +153,13 @@ __device__ __forceinline__ void consume_dq(Shared& shared, int consumer, Dq* dq,
       }
       arrive(&shared.q_empty);
     }
-    bring_dq<kHeadDim>(dq, acc, logits.scale, row, first.head, 0, size);
+    write_dq<kHeadDim>(dq, acc, logits.scale, row, first.head, 0, size);
   }
 }
 
 // dq of every tile of queries, by itself: accumulators stay in registers and keys come in their order, so that every
 // run gives the same bits. The price is that scores and dP are computed a second time: 7 matrix products instead of 5
-// in the whole backward; what it saves are the shares of dq and their additions in thd_attn_bwd_wide_sm90. One
+// in the whole backward; what it saves are the num_partials of dq and their additions in thd_attn_bwd_by_gradient_sm90. One
 // persistent thread block per multiprocessor has 128 query rows of one head at a time. Bound by the tensor cores.
 //
 // The contract is that of thd_attn_bwd_sm90. dq (q_rows, num_heads, kHeadDim), to which is added where Dq is float.

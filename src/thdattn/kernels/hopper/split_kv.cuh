@@ -1,15 +1,15 @@
 // How the Hopper forward divides keys among thread blocks, where there are too few tiles of queries to keep all
-// multiprocessors at work: which pieces of tiles there are, and how what they make is added.
+// multiprocessors at work: which splits of tiles there are, and how what they make is added.
 
 #pragma once
 
 #include "kernels/hopper/common.cuh"
 
-// Part `part` of the `parts` equal ones that the keys of a tile of queries are divided into.
-struct Piece { int tile, part, parts; };
-constexpr int kMostParts = kWarp;
-__device__ __forceinline__ int packed(Piece piece) { return piece.tile | piece.part << 16 | piece.parts << 24; }
-__device__ __forceinline__ Piece unpacked(int word) { return {word & 0xffff, word >> 16 & 0xff, word >> 24 & 0xff}; }
+// Part `index` of the `count` equal ones that the keys of a tile of queries are num_splits into.
+struct KvSplit { int tile, index, count; };
+constexpr int kMaxSplits = kWarp;
+__device__ __forceinline__ int packed(KvSplit split) { return split.tile | split.index << 16 | split.count << 24; }
+__device__ __forceinline__ KvSplit unpacked(int word) { return {word & 0xffff, word >> 16 & 0xff, word >> 24 & 0xff}; }
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -23,13 +23,13 @@ __device__ __forceinline__ int2 span_of(const int2 (&range)[kRows]) {
   return {__reduce_min_sync(0xffffffffu, first), __reduce_max_sync(0xffffffffu, end)};
 }
 
-// Cuts the ranges of a tile's rows down to one part of the keys in sight. Parts are multiples of kTileN keys.
+// Cuts the ranges of a tile's rows down to one index of the keys in sight. KvPartials are multiples of kTileN keys.
 template <int kTileN, int kRows>
-__device__ __forceinline__ void cut(int2 (&range)[kRows], Piece piece) {
-  if (piece.parts == 1) return;
+__device__ __forceinline__ void cut(int2 (&range)[kRows], KvSplit split) {
+  if (split.count == 1) return;
   const int2 span = span_of(range);
-  const int keys = ceil_div(ceil_div(span.y - span.x, kTileN), piece.parts) * kTileN;
-  const int first = span.x + piece.part * keys;
+  const int keys = ceil_div(ceil_div(span.y - span.x, kTileN), split.count) * kTileN;
+  const int first = span.x + split.index * keys;
   #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     range[i] = make_int2(max(range[i].x, first), min(range[i].y, first + keys));
@@ -37,31 +37,31 @@ __device__ __forceinline__ void cut(int2 (&range)[kRows], Piece piece) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------ shares
+// ------------------------------------------------------------------------------------------------ partials
 
-// What one warp has of 16 rows of a piece: float4 n of every lane after float4 n - 1 of all lanes, unless all rows are
+// What one warp has of 16 rows of a split: float4 n of every lane after float4 n - 1 of all lanes, unless all rows are
 // hidden, and then (base, sum, maximum) of every row.
-template <int kBlocks> constexpr int kShareQuads = kBlocks * kWarp + 16;
+template <int kBlocks> constexpr int kPartialQuads = kBlocks * kWarp + 16;
 
-// How many parts have arrived, all of whose shares can then be read.
-__device__ __forceinline__ u32 arrived_before(const u32* arrived) {
+// How many count have arrived, all of whose partials can then be read.
+__device__ __forceinline__ u32 arrived_so_far(const u32* arrived) {
   u32 count; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(arrived) : "memory");
   return count;
 }
 
-// Leaves this warp's share of a piece; whoever comes last takes the sum of all parts, in their order, for the same bits
-// on every run, and reads none of a part in which all its rows are hidden. shares: those of this warp's rows, `pitch`
-// float4s from part to part. arrived: zero, and zero again after the last part. hidden: which of this thread's rows see
-// no key of the part. Returns whether this warp has the sum; hidden is then of all parts.
+// Leaves this warp's partial of a split; whoever comes last takes the sum of all count, in their order, for the same bits
+// on every run, and reads none of a index in which all its rows are hidden. partials: those of this warp's rows, `pitch`
+// float4s from index to index. arrived: zero, and zero again after the last index. hidden: which of this thread's rows see
+// no key of the index. Returns whether this warp has the sum; hidden is then of all count.
 template <typename Softmax, int kBlocks>
-__device__ __forceinline__ bool add_parts(float4* shares, size_t pitch, u32* arrived, Piece piece,
+__device__ __forceinline__ bool merge_splits(float4* partials, size_t pitch, u32* arrived, KvSplit split,
                                           float (&acc)[kBlocks][4], Softmax& softmax, bool (&hidden)[2]) {
   constexpr float kNotHidden = Softmax::kNothingYet / 2;  // at least, and where all scores are NaN there is no base
   const int lane = me().lane;
-  const u32 others = piece.parts - 1, before = uniform(lane == 0 ? arrived_before(arrived) : 0);
-  float4* const rows = shares + kBlocks * kWarp + lane / 4;
-  shares += lane;
-  float4* const mine = shares + piece.part * pitch;
+  const u32 others = split.count - 1, before = uniform(lane == 0 ? arrived_so_far(arrived) : 0);
+  float4* const rows = partials + kBlocks * kWarp + lane / 4;
+  partials += lane;
+  float4* const mine = partials + split.index * pitch;
   if (__any_sync(0xffffffffu, !hidden[0] || !hidden[1]))
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n) mine[n * kWarp] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
@@ -69,10 +69,10 @@ __device__ __forceinline__ bool add_parts(float4* shares, size_t pitch, u32* arr
   for (int r = 0; r < 2; ++r) {
     const float sum = quad_sum(softmax.row_sum[r]), top = quad_max(softmax.row_max[r]);
     if (lane % 4 == 0)
-      rows[piece.part * pitch + 8 * r] = hidden[r] ? make_float4(Softmax::kNothingYet, 0.f, -kInfinity, 0.f)
+      rows[split.index * pitch + 8 * r] = hidden[r] ? make_float4(Softmax::kNothingYet, 0.f, -kInfinity, 0.f)
                                                    : make_float4(fmaxf(softmax.base[r], kNotHidden), sum, top, 0.f);
   }
-  if (before < others) {                              // the last waits for nobody, and nobody for its share
+  if (before < others) {                              // the last waits for nobody, and nobody for its partial
     __threadfence();
     __syncwarp();
     if (uniform(lane == 0 ? atomicAdd(arrived, 1) : 0) < others) return false;
@@ -81,20 +81,20 @@ __device__ __forceinline__ bool add_parts(float4* shares, size_t pitch, u32* arr
   if (lane == 0) *arrived = 0;
   __syncwarp();
 
-  // The base of the sum, and which parts count; of several parts at a time, or each would cost a trip to memory.
+  // The base of the sum, and which count count; of several count at a time, or each would cost a trip to memory.
   constexpr int kAtOnce = 8;
   u32 seen = 0;
   softmax.base[0] = softmax.base[1] = Softmax::kNothingYet;
-  for (int first = 0; first < piece.parts; first += kAtOnce) {
+  for (int first = 0; first < split.count; first += kAtOnce) {
     float base[kAtOnce][2];
     #pragma unroll
     for (int i = 0; i < 2 * kAtOnce; ++i)
-      base[i / 2][i % 2] = __ldcg(&rows[min(first + i / 2, piece.parts - 1) * pitch + i % 2 * 8].x);
+      base[i / 2][i % 2] = __ldcg(&rows[min(first + i / 2, split.count - 1) * pitch + i % 2 * 8].x);
     #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       softmax.base[0] = fmaxf(softmax.base[0], base[i][0]), softmax.base[1] = fmaxf(softmax.base[1], base[i][1]);
       const bool sees = __any_sync(0xffffffffu, fmaxf(base[i][0], base[i][1]) != Softmax::kNothingYet);
-      seen |= (u32)sees << min(first + i, piece.parts - 1);
+      seen |= (u32)sees << min(first + i, split.count - 1);
     }
   }
 
@@ -104,18 +104,18 @@ __device__ __forceinline__ bool add_parts(float4* shares, size_t pitch, u32* arr
   for (int i = 0; i < 4 * kBlocks; ++i) acc[i / 4][i % 4] = 0.f;
   #pragma unroll 1
   for (u32 left = seen; left; left &= left - 1) {
-    const int part = __ffs(left) - 1;
+    const int index = __ffs(left) - 1;
     float weight[2];
     #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float4 row = __ldcg(rows + part * pitch + 8 * r);
+      const float4 row = __ldcg(rows + index * pitch + 8 * r);
       weight[r] = exp2_fast(row.x - softmax.base[r]);
       row_sum[r] += weight[r] * row.y;
       softmax.row_max[r] = fmaxf(softmax.row_max[r], row.z);
     }
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      const float4 x = __ldcg(shares + part * pitch + n * kWarp);
+      const float4 x = __ldcg(partials + index * pitch + n * kWarp);
       acc[n][0] += weight[0] * x.x, acc[n][1] += weight[0] * x.y;
       acc[n][2] += weight[1] * x.z, acc[n][3] += weight[1] * x.w;
     }
@@ -128,32 +128,32 @@ __device__ __forceinline__ bool add_parts(float4* shares, size_t pitch, u32* arr
   return true;
 }
 
-// ------------------------------------------------------------------------------------------------ pieces
+// ------------------------------------------------------------------------------------------------ splits
 
-constexpr int kMostTiles = 512;  // of queries, that are divided
+constexpr int kMaxTiles = 512;  // of queries, that are num_splits
 
-// Time of a piece of so many tiles of keys, in quarters of what such a tile takes: to begin and to store it, and to add
+// Time of a split of so many tiles of keys, in quarters of what such a tile takes: to begin and to store it, and to add
 // it to the others.
-__device__ __forceinline__ int time_of(int key_tiles, int parts) {
-  return 4 * ceil_div(key_tiles, parts) + (parts == 1 ? 4 : 12 + 2 * parts);
+__device__ __forceinline__ int time_of(int key_tiles, int count) {
+  return 4 * ceil_div(key_tiles, count) + (count == 1 ? 4 : 12 + 2 * count);
 }
-// Into how many parts so many tiles of keys are divided, of at most `longest`; none is empty.
-__device__ __forceinline__ int parts_of(int key_tiles, int longest) {
+// Into how many count so many tiles of keys are num_splits, of at most `longest`; none is empty.
+__device__ __forceinline__ int splits_of(int key_tiles, int longest) {
   return key_tiles <= longest ? 1 : ceil_div(key_tiles, ceil_div(key_tiles, ceil_div(key_tiles, longest)));
 }
 
-// When all pieces are done, if each falls to the multiprocessor that is free first; one warp.
+// When all splits are done, if each falls to the multiprocessor that is free first; one warp.
 __device__ __forceinline__ int time_of_all(const int* key_tiles, int num_tiles, int num_heads, int multiprocessors,
-                                           int max_divided, int longest) {
+                                           int max_splits, int longest) {
   constexpr int kEach = 8, kNever = 1 << 30;
   const int lane = threadIdx.x % kWarp;
-  int free[kEach], divided = 0;                       // when this lane's multiprocessors are free
+  int free[kEach], num_splits = 0;                       // when this lane's multiprocessors are free
   #pragma unroll
   for (int i = 0; i < kEach; ++i) free[i] = i * kWarp + lane < multiprocessors ? 0 : kNever;
   for (int t = 0; t < num_tiles; ++t) {
-    const int parts = parts_of(key_tiles[t], longest), time = time_of(key_tiles[t], parts);
-    if (parts > 1) divided += parts;
-    for (int rest = parts * num_heads; rest > 0; ) {
+    const int count = splits_of(key_tiles[t], longest), time = time_of(key_tiles[t], count);
+    if (count > 1) num_splits += count;
+    for (int rest = count * num_heads; rest > 0; ) {
       int soonest = free[0];
       #pragma unroll
       for (int i = 1; i < kEach; ++i) soonest = min(soonest, free[i]);
@@ -169,27 +169,27 @@ __device__ __forceinline__ int time_of_all(const int* key_tiles, int num_tiles, 
   int last = 0;
   #pragma unroll
   for (int i = 0; i < kEach; ++i) last = max(last, free[i] < kNever ? free[i] : 0);
-  return divided > max_divided ? kNever : __reduce_max_sync(0xffffffffu, last);
+  return num_splits > max_splits ? kNever : __reduce_max_sync(0xffffffffu, last);
 }
 
-// Divides the keys of tiles of queries so that the multiprocessors are done soonest: tries every number of parts of the
-// longest tile, and gives the others parts of that length. That is chosen for all tiles and heads of a layer, so that
+// Divides the keys of tiles of queries so that the multiprocessors are done soonest: tries every number of count of the
+// longest tile, and gives the others count of that length. That is chosen for all tiles and heads of a layer, so that
 // it is the same in however many launches they are done.
 //
-// pieces: how many there are, and then those of some tiles in their order. What follows from them is right whatever the
-// ranges are when they are used, as each tile is there with all its parts; its parts are equal.
-// tile_order (num_tiles): the tiles of a launch, the longest first; all_tiles (num_all <= kMostTiles): of the layer
-// num_heads: of the layer; max_divided: pieces of its tiles that are divided, at most
+// splits: how many there are, and then those of some tiles in their order. What follows from them is right whatever the
+// ranges are when they are used, as each tile is there with all its count; its count are equal.
+// tile_order (num_tiles): the tiles of a launch, the longest first; all_tiles (num_all <= kMaxTiles): of the layer
+// num_heads: of the layer; max_splits: splits of its tiles that are num_splits, at most
 // Launch: a block of 1024.
 template <int kTileM, int kTileN>
-__global__ void __launch_bounds__(1024) thd_attn_pieces_sm90(
-    int* __restrict__ pieces, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
+__global__ void __launch_bounds__(1024) thd_attn_split_kv_sm90(
+    int* __restrict__ splits, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
     const int* __restrict__ all_tiles, int q_rows, int num_tiles, int num_all, int num_heads, int multiprocessors,
-    int max_divided) {
-  __shared__ int key_tiles[kMostTiles], time[kMostParts];
+    int max_splits) {
+  __shared__ int key_tiles[kMaxTiles], time[kMaxSplits];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   auto count_key_tiles = [&](const int* tiles, int count) {
-    for (int t = warp; t < count; t += kMostParts) {
+    for (int t = warp; t < count; t += kMaxSplits) {
       int2 range[kTileM / kWarp];
       #pragma unroll
       for (int i = 0; i < kTileM / kWarp; ++i)
@@ -202,19 +202,19 @@ __global__ void __launch_bounds__(1024) thd_attn_pieces_sm90(
 
   count_key_tiles(all_tiles, num_all);
   const int longest = max(1, key_tiles[0]);
-  const int mine = time_of_all(key_tiles, num_all, num_heads, multiprocessors, max_divided,
+  const int mine = time_of_all(key_tiles, num_all, num_heads, multiprocessors, max_splits,
                                ceil_div(longest, warp + 1));
   if (lane == 0) time[warp] = mine;
   __syncthreads();
   const int best = __reduce_min_sync(0xffffffffu, time[lane]);
-  const int part = ceil_div(longest, __ffs(__ballot_sync(0xffffffffu, time[lane] == best)));
+  const int longest_split = ceil_div(longest, __ffs(__ballot_sync(0xffffffffu, time[lane] == best)));
 
   count_key_tiles(tile_order, num_tiles);
   const int t = threadIdx.x;
   if (t >= num_tiles) return;
   int before = 0;
-  for (int i = 0; i < t; ++i) before += parts_of(key_tiles[i], part);
-  const int parts = parts_of(key_tiles[t], part);
-  for (int p = 0; p < parts; ++p) pieces[1 + before + p] = packed({tile_order[t], p, parts});
-  if (t == num_tiles - 1) pieces[0] = before + parts;
+  for (int i = 0; i < t; ++i) before += splits_of(key_tiles[i], longest_split);
+  const int my_splits = splits_of(key_tiles[t], longest_split);
+  for (int s = 0; s < my_splits; ++s) splits[1 + before + s] = packed({tile_order[t], s, my_splits});
+  if (t == num_tiles - 1) splits[0] = before + my_splits;
 }

@@ -1,126 +1,126 @@
-// The query side of thd_attn_bwd_sm90 (sm_90a): the warpgroup that computes dq, and the warps that bring its shares
+// The query side of thd_attn_bwd_sm90 (sm_90a): the warpgroup that computes dq, and the warps that write_partial its num_partials
 // together.
 
 #pragma once
 
 #include "kernels/hopper/backward_common.cuh"
 
-// Whether a step has a share of a dq that others have shares of too.
-__device__ __forceinline__ bool has_share(u32 flags) { return flags & (kSees | kSees << 2) && !(flags & kAlone); }
+// Whether a step has a partial of a dq that others have num_partials of too.
+__device__ __forceinline__ bool has_partial(u32 flags) { return flags & (kSees | kSees << 2) && !(flags & kAlone); }
 
-// A share of the dq of a tile of queries. Its semaphore, of (num_heads, stats_rows / 64), is zero at first and is that
-// of claim_share or, with kDeterministic, 1 + the tile of keys that may bring its share now. semaphore: which one, or
+// A partial of the dq of a tile of queries. Its semaphore, of (num_heads, stats_rows / 64), is zero at first and is that
+// of claim_partial or, with kDeterministic, 1 + the tile of keys that may write_partial its partial now. semaphore: which one, or
 // kNoMore for the end; after: what it becomes (kDeterministic).
-struct Claim { int semaphore, after; Share share; };
+struct Claim { int semaphore, after; Partial partial; };
 constexpr int kNoMore = -1;
 
 __device__ __forceinline__ u32 semaphore_of(int head, int row, BackwardSize size) {
   return head * (size.stats_rows / 64) + row / 64;
 }
 
-// How many pieces, of 64 rows each, a tile of queries has, and where they are in dq_accum.
-template <typename Shared> constexpr int kAllPieces = Shared::kTileM / 64 * Shared::kPieces;
-template <typename Shared> __device__ __forceinline__ size_t accum_at(Claim claim, int piece) {
-  return (size_t)claim.semaphore * 64 * Shared::kHeadDim + piece * Shared::kPieceFloats;
+// How many panels, of 64 rows each, a tile of queries has, and where they are in dq_accum.
+template <typename Shared> constexpr int kAllPanels = Shared::kTileM / 64 * Shared::kPanels;
+template <typename Shared> __device__ __forceinline__ size_t accum_at(Claim claim, int panel) {
+  return (size_t)claim.semaphore * 64 * Shared::kHeadDim + panel * Shared::kPanelFloats;
 }
 
-// Brings a piece of dq, one warpgroup: to the warp that sends it or, where nothing is to be added any more, to dq.
-// racecheck does not see that dq_open orders the copy of others' sums and the share before this, and dq_full and then
+// Brings a panel of dq, one warpgroup: to the warp that sends it or, where nothing is to be added any more, to dq.
+// racecheck does not see that dq_open orders the copy of others' sums and the partial before this, and dq_full and then
 // dq_empty this before the next; claim_full and claim_empty do so for claims.
 template <typename Shared, typename Dq, int kBlocks>
-__device__ __forceinline__ void bring_piece(Shared& shared, Dq* dq, float (&acc)[kBlocks][4], const Step& step,
-                                            Ring<Shared::kDqStages>& pieces, int row, int first_col,
+__device__ __forceinline__ void write_panel(Shared& shared, Dq* dq, float (&acc)[kBlocks][4], const Step& step,
+                                            Ring<Shared::kDqStages>& panels, int row, int first_col,
                                             BackwardSize size, float softmax_scale) {
   bool complete = step.flags & kAlone;
-  if (has_share(step.flags)) {
-    float4* const staging = (float4*)shared.dq[pieces.stage] + threadIdx.x % 128;
-    barrier_wait(&shared.dq_open[pieces.stage], pieces.parity);
-    const Share share = shared.share[pieces.stage];
-    complete = share == Share::kLast || share == Share::kOnly;
+  if (has_partial(step.flags)) {
+    float4* const staging = (float4*)shared.dq[panels.stage] + threadIdx.x % 128;
+    barrier_wait(&shared.dq_open[panels.stage], panels.parity);
+    const Partial partial = shared.partial[panels.stage];
+    complete = partial == Partial::kLast || partial == Partial::kOnly;
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       if (!complete) staging[n * 128] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
-      if (share != Share::kLast) continue;
+      if (partial != Partial::kLast) continue;
       const float4 others = staging[n * 128];
       acc[n][0] += others.x, acc[n][1] += others.y, acc[n][2] += others.z, acc[n][3] += others.w;
     }
     publish_to_async();
     __syncwarp();
-    if (me().lane == 0) barrier_arrive(&shared.dq_full[pieces.stage]);
-    pieces.advance();
+    if (me().lane == 0) barrier_arrive(&shared.dq_full[panels.stage]);
+    panels.advance();
   }
-  if (complete) bring_dq<Shared::kHeadDim>(dq, acc, softmax_scale, row, step.head, first_col, size);
+  if (complete) write_dq<Shared::kHeadDim>(dq, acc, softmax_scale, row, step.head, first_col, size);
 }
 
-// The query side, one warpgroup: dq = dS k, piece by piece.
+// The query side, one warpgroup: dq = dS k, panel by panel.
 template <typename T, typename Shared, typename Dq>
-__device__ __forceinline__ void serve_queries(Shared& shared, Dq* dq, BackwardSize size, float softmax_scale) {
-  constexpr int kTileN = Shared::kTileN, kCols = Shared::kPieceCols;
-  constexpr int kPieces = Shared::kPieces, kAll = kAllPieces<Shared>;
+__device__ __forceinline__ void run_dq_warpgroup(Shared& shared, Dq* dq, BackwardSize size, float softmax_scale) {
+  constexpr int kTileN = Shared::kTileN, kCols = Shared::kPanelCols;
+  constexpr int kPanels = Shared::kPanels, kAll = kAllPanels<Shared>;
   auto arrive = [](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
   Ring<Shared::kStages> ring = {0, 0};
-  Ring<Shared::kDqStages> pieces = {0, 0};
+  Ring<Shared::kDqStages> panels = {0, 0};
 
   for (Step step = {}; !(step.flags & kEnd); ring.advance()) {
     barrier_wait(&shared.ds_full[ring.stage], ring.parity);
     step = shared.step[ring.double_stage()];          // read during the first products; kNothing wastes them
     #pragma unroll 1
-    for (int piece = 0; piece < kAll; ++piece) {
-      const int m = piece / kPieces, first_col = piece % kPieces * kCols;
+    for (int panel = 0; panel < kAll; ++panel) {
+      const int m = panel / kPanels, first_col = panel % kPanels * kCols;
       float acc[kCols / 8][4];
       const unsigned char* const ds = shared.ds[ring.stage] + m * kTileN * kRowBytes;
       multiply_keys<T, kTileN, Shared::kHeadDim>(acc, ds, shared.k, first_col);
       const bool nothing = step.flags & (kNothing | kEnd);
-      if (nothing || piece == kAll - 1) arrive(&shared.ds_empty[ring.stage]);
+      if (nothing || panel == kAll - 1) arrive(&shared.ds_empty[ring.stage]);
       if (nothing) break;
-      if (step.flags & kLast && piece == kAll - 1) arrive(&shared.kv_empty);
-      bring_piece(shared, dq, acc, step, pieces, step.row + m * 64, first_col, size, softmax_scale);
+      if (step.flags & kLast && panel == kAll - 1) arrive(&shared.kv_empty);
+      write_panel(shared, dq, acc, step, panels, step.row + m * 64, first_col, size, softmax_scale);
     }
   }
 }
 
-// Has asynchronous copies of this thread meet what the shares that a claim has found at its semaphore left in the
+// Has asynchronous copies of this thread meet what the num_partials that a claim has found at its semaphore left in the
 // accumulator: other thread blocks wrote it by such copies, and told so by a release.
-__device__ __forceinline__ void meet_shares(const int* semaphore) {
+__device__ __forceinline__ void acquire_partials(const int* semaphore) {
   asm volatile("{ .reg .s32 state;\n"
                "ld.acquire.gpu.s32 state, [%0];\n"
                "fence.proxy.async.global; }" :: "l"(semaphore) : "memory");
 }
 
-// Tells the warps that send and release of claim number `claims`, and opens its pieces. One thread does this alone: it
+// Tells the warps that send and release of claim number `claims`, and opens its panels. One thread does this alone: it
 // lets barriers go on to their next phases, and a lane that came to them later than that would wait for ever.
 template <typename Shared>
 __device__ __forceinline__ void open_claim(Shared& shared, const float* dq_accum, const int* semaphores, Claim claim,
                                            u32 claims) {
-  constexpr int kFloats = Shared::kPieceFloats, kDqStages = Shared::kDqStages;
+  constexpr int kFloats = Shared::kPanelFloats, kDqStages = Shared::kDqStages;
   barrier_wait(&shared.claim_empty[claims % 2], claims / 2 % 2 ^ 1);
   shared.claim[claims % 2] = claim;
   barrier_arrive(&shared.claim_full[claims % 2]);
   if (claim.semaphore == kNoMore) return;
-  if (claim.share == Share::kLast) meet_shares(semaphores + claim.semaphore);
+  if (claim.partial == Partial::kLast) acquire_partials(semaphores + claim.semaphore);
   #pragma unroll 1
-  for (int piece = 0; piece < kAllPieces<Shared>; ++piece) {
-    const u32 before = claims * kAllPieces<Shared> + piece, stage = before % kDqStages;
+  for (int panel = 0; panel < kAllPanels<Shared>; ++panel) {
+    const u32 before = claims * kAllPanels<Shared> + panel, stage = before % kDqStages;
     u64* const open = &shared.dq_open[stage];
     barrier_wait(&shared.dq_empty[stage], before / kDqStages % 2 ^ 1);
-    shared.share[stage] = claim.share;
-    if (claim.share == Share::kLast) {
+    shared.partial[stage] = claim.partial;
+    if (claim.partial == Partial::kLast) {
       barrier_expect(open, 4 * kFloats);
-      copy_bulk(shared.dq[stage], dq_accum + accum_at<Shared>(claim, piece), 4 * kFloats, open);
+      copy_bulk(shared.dq[stage], dq_accum + accum_at<Shared>(claim, panel), 4 * kFloats, open);
     } else {
       barrier_arrive(open);
     }
   }
 }
 
-// One warp claims shares of dq ahead of the products, waits until they may be brought, and opens pieces for the query
-// side; for the last share, with the sum of the others in them. Shares come in any order or, with kDeterministic, in
+// One warp claims num_partials of dq ahead of the products, waits until they may be brought, and opens panels for the query
+// side; for the last partial, with the sum of the others in them. Shares come in any order or, with kDeterministic, in
 // falling order of the tiles of keys, for the same bits on every run: under a causal mask each tile of keys begins with
 // queries for which it is the first, and finds the tiles before it already ahead. A block waits with its latest claim
 // only, and brings what it claimed before without waiting, so that nobody waits in a circle.
 template <bool kDeterministic, typename Shared>
-__device__ __forceinline__ void claim_shares(
-    Shared& shared, const float* dq_accum, const int2* key_ranges, int* semaphores, const int* shares,
+__device__ __forceinline__ void claim_partials(
+    Shared& shared, const float* dq_accum, const int2* key_ranges, int* semaphores, const int* num_partials,
     BackwardSize size) {
   constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN;
   static_assert(Shared::kStages == 2);
@@ -132,12 +132,12 @@ __device__ __forceinline__ void claim_shares(
     __syncwarp();
     if (me().lane == 0) barrier_arrive(&shared.empty[steps % 2]);
     ++steps;
-    Claim claim = {kNoMore, 0, Share::kNone};
-    if (has_share(flags)) {
+    Claim claim = {kNoMore, 0, Partial::kNone};
+    if (has_partial(flags)) {
       claim.semaphore = semaphore_of(step.head, step.row, size);
       int* const semaphore = semaphores + claim.semaphore;
       if (!kDeterministic) {
-        claim.share = claim_share(semaphore, shares[step.row / kTileM]);
+        claim.partial = claim_partial(semaphore, num_partials[step.row / kTileM]);
       } else {
         int state = state_of(semaphore), first_tile = -1, next_tile = -1;      // early, for its latency
         bool sees = false;
@@ -153,11 +153,11 @@ __device__ __forceinline__ void claim_shares(
         first_tile = __reduce_max_sync(0xffffffffu, first_tile);
         claim.after = 1 + __reduce_max_sync(0xffffffffu, next_tile);
         if (__any_sync(0xffffffffu, sees))
-          claim.share = claim.after ? first_tile == step.tile ? Share::kFirst : Share::kMiddle
-                                    : first_tile == step.tile ? Share::kOnly : Share::kLast;
+          claim.partial = claim.after ? first_tile == step.tile ? Partial::kFirst : Partial::kMiddle
+                                    : first_tile == step.tile ? Partial::kOnly : Partial::kLast;
         else if (first_tile < 0)
-          claim.share = Share::kOnly;                  // padding: every block stores its zeros
-        const bool waits = claim.share == Share::kMiddle || claim.share == Share::kLast;
+          claim.partial = Partial::kOnly;                  // padding: every block stores its zeros
+        const bool waits = claim.partial == Partial::kMiddle || claim.partial == Partial::kLast;
         while (waits && __shfl_sync(0xffffffffu, state, 0) != 1 + step.tile) state = state_of(semaphore);
       }
     } else if (!(flags & kEnd)) {
@@ -170,35 +170,35 @@ __device__ __forceinline__ void claim_shares(
   }
 }
 
-// One thread sends pieces of dq to global memory through the copy engine.
+// One thread sends panels of dq to global memory through the copy engine.
 template <typename Shared>
-__device__ __forceinline__ void send_shares(Shared& shared, float* dq_accum, const int* semaphores) {
-  constexpr int kFloats = Shared::kPieceFloats;
-  Ring<Shared::kDqStages> pieces = {0, 0};
+__device__ __forceinline__ void send_partials(Shared& shared, float* dq_accum, const int* semaphores) {
+  constexpr int kFloats = Shared::kPanelFloats;
+  Ring<Shared::kDqStages> panels = {0, 0};
   for (Ring<2> claims = {0, 0}; ; claims.advance()) {
     barrier_wait(&shared.claim_full[claims.stage], claims.parity);
     const Claim claim = shared.claim[claims.stage];
     if (claim.semaphore == kNoMore) return;
-    if (claim.share == Share::kMiddle) meet_shares(semaphores + claim.semaphore);
-    for (int piece = 0; piece < kAllPieces<Shared>; ++piece) {
-      barrier_wait(&shared.dq_full[pieces.stage], pieces.parity);
-      float* const target = dq_accum + accum_at<Shared>(claim, piece);
-      if (claim.share == Share::kFirst) store_bulk(target, shared.dq[pieces.stage], 4 * kFloats);
-      if (claim.share == Share::kMiddle) add_bulk(target, shared.dq[pieces.stage], 4 * kFloats);
+    if (claim.partial == Partial::kMiddle) acquire_partials(semaphores + claim.semaphore);
+    for (int panel = 0; panel < kAllPanels<Shared>; ++panel) {
+      barrier_wait(&shared.dq_full[panels.stage], panels.parity);
+      float* const target = dq_accum + accum_at<Shared>(claim, panel);
+      if (claim.partial == Partial::kFirst) store_bulk(target, shared.dq[panels.stage], 4 * kFloats);
+      if (claim.partial == Partial::kMiddle) add_bulk(target, shared.dq[panels.stage], 4 * kFloats);
       add_commit();
       add_wait_read();
-      barrier_arrive(&shared.dq_empty[pieces.stage]);
-      pieces.advance();
+      barrier_arrive(&shared.dq_empty[panels.stage]);
+      panels.advance();
     }
     add_wait();
     barrier_arrive(&shared.claim_sent[claims.stage]);
   }
 }
 
-// One warp tells other blocks which shares have arrived. It has no other duty because a release takes a good part of a
-// step. Accumulators that the last share has read need not reach memory.
+// One warp tells other blocks which num_partials have arrived. It has no other duty because a release takes a good part of a
+// step. Accumulators that the last partial has read need not reach memory.
 template <bool kDeterministic, typename Shared>
-__device__ __forceinline__ void release_shares(Shared& shared, float* dq_accum, int* semaphores) {
+__device__ __forceinline__ void release_partials(Shared& shared, float* dq_accum, int* semaphores) {
   const int lane = threadIdx.x % kWarp;
   for (Ring<2> claims = {0, 0}; ; claims.advance()) {
     barrier_wait(&shared.claim_full[claims.stage], claims.parity);
@@ -207,22 +207,22 @@ __device__ __forceinline__ void release_shares(Shared& shared, float* dq_accum, 
     barrier_wait(&shared.claim_sent[claims.stage], claims.parity);
     __syncwarp();
     if (lane == 0) barrier_arrive(&shared.claim_empty[claims.stage]);
-    if (claim.share == Share::kLast) discard<Shared::kTileM * Shared::kHeadDim>(dq_accum + accum_at<Shared>(claim, 0));
-    if (lane > 0 || !is_awaited(claim.share)) continue;
+    if (claim.partial == Partial::kLast) discard<Shared::kTileM * Shared::kHeadDim>(dq_accum + accum_at<Shared>(claim, 0));
+    if (lane > 0 || !is_awaited(claim.partial)) continue;
     int* const semaphore = semaphores + claim.semaphore;
     if (kDeterministic) asm volatile("st.release.gpu.s32 [%0], %1;" :: "l"(semaphore), "r"(claim.after) : "memory");
-    else release_share(semaphore);
+    else release_partial(semaphore);
   }
 }
 
 // One warp sets those rows of dq (q_rows, num_heads, kHeadDim) to zero that no tile of keys has in sight; where dq is
 // added to, they stay.
 template <int kHeadDim, int kTileM, typename Dq>
-__device__ __forceinline__ void clear_queries(Dq* dq, const int* shares, BackwardSize size) {
+__device__ __forceinline__ void clear_queries(Dq* dq, const int* num_partials, BackwardSize size) {
   if (sizeof(Dq) == sizeof(float)) return;
   const u32 words = size.splits * size.split_heads * kHeadDim / 8, pitch = size.row_heads * kHeadDim / 8;
   for (int row = blockIdx.x * kTileM; row < size.q_rows; row += gridDim.x * kTileM) {
-    if (shares[row / kTileM] > 0) continue;
+    if (num_partials[row / kTileM] > 0) continue;
     const u32 end = min(kTileM, size.q_rows - row) * words;
     for (u32 i = threadIdx.x % kWarp; i < end; i += kWarp)
       ((uint4*)dq)[(size_t)(row + i / words) * pitch + i % words] = make_uint4(0, 0, 0, 0);
