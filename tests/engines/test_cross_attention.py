@@ -69,7 +69,7 @@ def test_visible_pairs_and_flops_are_counted(pairs, window, causal, slack):
     attn = attention(causal=causal, window=window)
     plan = attn.plan(case.batch(1), key_batch=case.key_batch())
     visible = visible_pairs(plan.batch, plan.key_batch, attn.window)
-    assert plan.has_blind_queries == (not visible.any(axis=1).all())
+    assert plan.has_masked_out_queries == (not visible.any(axis=1).all())
     assert plan.has_unseen_keys == (not visible.any(axis=0).all())
     counted = int(visible.sum())
     assert plan.visible_pairs == counted and attn.flops(plan).forward == counted * 2 * 2 * (8 + 8)

@@ -79,7 +79,7 @@ def test_the_largest_accumulators_may_be_those_of_fewer_heads():
 def test_groups_share_copies_without_padding():
     padded = PackedBatch.from_lengths([1000, 1000], multiple=1024)
     _, plan, layer = outline(padded)
-    assert plan.has_blind_queries and plan.leading_tokens is None
+    assert plan.has_masked_out_queries and plan.leading_tokens is None
     assert said(plan, layer, GROWING)["q and dout without padding"] == 1024 * 16 * 2 * DIM * 2 + 4 * 1024
 
 

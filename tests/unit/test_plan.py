@@ -427,7 +427,7 @@ def test_plan_knows_whether_some_row_sees_or_is_seen_by_nothing(case):
 
         plans = thdattn.comm.run_local(cp_size, plan_of)
         sees_a_key = np.concatenate([plan.key_ranges[:, 1] > plan.key_ranges[:, 0] for plan in plans])
-        assert {plan.has_blind_queries for plan in plans} == {not sees_a_key.all()}
+        assert {plan.has_masked_out_queries for plan in plans} == {not sees_a_key.all()}
         for plan in plans:
             leading = plan.leading_tokens
             assert leading is None or (plan.valid == (np.arange(plan.local_rows) < leading)).all()
@@ -482,8 +482,8 @@ def test_finite_padding_needs_no_copies_and_changes_no_bit(engine, dims):
                                     deterministic=True)  # fmt: skip
     batch = thdattn.PackedBatch([0, 40, 40, 260], [0, 48, 64, 300], total_rows=333)
     plan, finite = attention.plan(batch), attention.plan(batch, finite_padding=True)
-    assert plan.has_unseen_keys and plan.has_blind_queries
-    assert not finite.has_unseen_keys and not finite.has_blind_queries
+    assert plan.has_unseen_keys and plan.has_masked_out_queries
+    assert not finite.has_unseen_keys and not finite.has_masked_out_queries
     assert padded_results(engine, attention, plan) == padded_results(engine, attention, finite)
 
 

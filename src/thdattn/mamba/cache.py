@@ -84,7 +84,7 @@ class Mamba2Cache:
         act = context_parallel.activations(mixer, plan, saved.zxbcdt, saved.weights, saved.kept, self._shape)
         mixer.mixer_fill(act, saved.zxbcdt, saved.kept.states, saved.weights, plan, self._shape,
                          (self.rows, self.states))
-        plan.engine.poison(plan, self.rows, self.states)
+        plan.engine.nan_if_invalid(plan, self.rows, self.states)
 
 
 def traits(shape: MixerShape, engine: Any) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def forward(
         scan(others)
     if shape.norm:
         engine.mixer_norm(y, zxbcdt, weights.norm_weight, plan, shape, out)
-    plan.engine.poison(plan, out)
+    plan.engine.nan_if_invalid(plan, out)
     return out, Kept(y, halo, states, act if keep else None)
 
 
@@ -142,7 +142,7 @@ def backward(
         halos, wait = _gather(comm, plan, "gradients of rows", ends[0])
         wait()
         engine.mixer_add_halos(halos, ends[1], plan, shape, dzxbcdt)
-    plan.engine.poison(plan, dzxbcdt, *dweights)
+    plan.engine.nan_if_invalid(plan, dzxbcdt, *dweights)
     return dzxbcdt, dweights
 
 

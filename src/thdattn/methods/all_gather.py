@@ -233,7 +233,7 @@ def forward(
     if not return_max_logit:
         return Results(out, lse, None, kept_keys)
     max_logit = joined(logits)
-    engine.poison(plan, max_logit)
+    engine.nan_if_invalid(plan, max_logit)
     comm.all_reduce(max_logit, "max")
     return Results(out, lse, max_logit, kept_keys)
 
@@ -281,7 +281,7 @@ def backward(
             sums.waits.append(comm.reduce_partials(rows, results, is_last))
         else:
             _sum_rows(engine, comm, plan, shares, results)
-    engine.poison(plan, dq)
+    engine.nan_if_invalid(plan, dq)
     return dq, sums
 
 
@@ -297,7 +297,7 @@ class Sums:
     def __call__(self) -> tuple[Any, Any]:
         self._wait()
         dk, dv = self.grads
-        self.engine.poison(self.plan, dk, dv)
+        self.engine.nan_if_invalid(self.plan, dk, dv)
         return dk, dv
 
     def __del__(self) -> None:

@@ -27,7 +27,7 @@ def forward(
     out, lse, max_logit = engine.attn_fwd(
         q, k, v, plan, call.softmax_scale, return_max_logit, softcap=call.softcap, sinks=call.sinks)
     if return_max_logit:
-        engine.poison(plan, max_logit)
+        engine.nan_if_invalid(plan, max_logit)
         comm.all_reduce(max_logit, "max")
     return Results(out, lse, max_logit, None)
 
@@ -42,7 +42,7 @@ def backward(
     dq, dk, dv = engine.attn_bwd(
         dout, q, k, v, out, lse, plan, call.softmax_scale, call.grad_dtype or k.dtype, call.deterministic,
         softcap=call.softcap)
-    engine.poison(plan, dq, dk, dv)
+    engine.nan_if_invalid(plan, dq, dk, dv)
     return dq, lambda: (dk, dv)
 
 

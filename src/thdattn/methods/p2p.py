@@ -50,9 +50,9 @@ def forward(
         max_logit = logit if max_logit is None else np.maximum(max_logit, logit)
     out = engine.rounded(merged, q.dtype)
     if not return_max_logit:
-        engine.poison(plan, out, lse)
+        engine.nan_if_invalid(plan, out, lse)
         return Results(out, lse, None, None)
-    engine.poison(plan, out, lse, max_logit)
+    engine.nan_if_invalid(plan, out, lse, max_logit)
     comm.all_reduce(max_logit, "max")
     return Results(out, lse, max_logit, None)
 
@@ -84,7 +84,7 @@ def backward(
             shares[1] += received[1]
         sums = shares
     dq, dk, dv = grads = [engine.rounded(x, q.dtype) for x in (dq, *sums)]
-    engine.poison(plan, *grads)
+    engine.nan_if_invalid(plan, *grads)
     return dq, lambda: (dk, dv)
 
 
@@ -104,7 +104,7 @@ def memory(engine: Any, comm: Comm, plan: Plan, layer: Layer) -> Memory:
     sums = sum(rows_of(layer.num_kv_heads, dtype))
     forward = {"plan": engine.plan_bytes(plan) + comm.size * engine.plan_bytes(part), "out in float32": float32_outs}
     forward["slices of keys"] = min(hops, 2) * (keys + values)
-    if plan.has_blind_queries:
+    if plan.has_masked_out_queries:
         forward["own keys without padding"] = keys + values
     backward = {"dq in float32": float32_queries, "sums of dk and dv": min(1 + 2 * hops, 3) * sums}
     forward |= engine.forward_bytes(part, layer)
@@ -127,7 +127,7 @@ def _lse_without_keys(plan: Plan, call: Call) -> Any:
 def _slices(engine: Any, comm: Comm, plan: Plan, k: Any, v: Any) -> Iterator[tuple[Plan, Pair]]:
     """Slice after slice and its plan, the own first; while the caller works at one, the next is on its way."""
     keys: Pair = k, v
-    if plan.has_blind_queries:
+    if plan.has_masked_out_queries:
         keys = engine.without_padding(keys, ("own k", "own v"), plan)
     for step in range(comm.size):
         coming = _buffers(plan, f"slice {step % 2}", keys, k.dtype) if step + 1 < comm.size else []

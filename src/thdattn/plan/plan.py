@@ -235,7 +235,7 @@ class Plan:
         return self._hides(self.key_rows, self.key_batch, self.batch, transposed(self.window))
 
     @cached_property
-    def has_blind_queries(self) -> bool:
+    def has_masked_out_queries(self) -> bool:
         """Whether some local row of some rank, that sees no key, may hold NaN; True where only the GPU knows.
 
         Such are padding, fillers and, in cross-attention, queries that have no key or stand before the first.

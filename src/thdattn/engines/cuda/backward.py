@@ -218,7 +218,7 @@ class _Hopper:
     def __call__(self, call: _Call, plan: Plan, halfway: Halfway | None) -> None:
         q, k, v, dout = call.q, call.k, call.v, call.dout
         num_rows, num_keys = len(q), len(k)
-        if plan.has_blind_queries:
+        if plan.has_masked_out_queries:
             if plan.leading_tokens is None:
                 q, dout = without_padding((q, dout), ("q", "dout"), plan, self.most_heads)
             else:  # rows outside a map arrive as zeros

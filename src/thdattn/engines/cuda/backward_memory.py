@@ -39,7 +39,7 @@ def backward_bytes(plan: Plan, layer: Layer, sum_dtype: DTypeLike, where: str) -
     made["shares of dq"] = num_bytes(shares_shape(row, rows), np.int32)
     if accum.deterministic and not isinstance(row.backward_sm90, BackwardByGradientSm90):
         made["order of tiles"] = num_bytes(plan.num_tiles[1:], np.int32)
-    if plan.has_blind_queries and plan.leading_tokens is None:
+    if plan.has_masked_out_queries and plan.leading_tokens is None:
         made["q and dout without padding"] = heads_bytes + num_bytes((rows,), np.int32)
     return made
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from thdattn.engines.cuda import launch, scheduler
 from thdattn.engines.cuda.launch import Array, Gpu, Launch, layout
-from thdattn.engines.cuda.plan import parts_of, poison
+from thdattn.engines.cuda.plan import nan_if_invalid, parts_of
 from thdattn.engines.cuda.softcap import kind_of, logits_of
 from thdattn.jit import compiler
 from thdattn.jit.structs import FORWARD_SIZE, KV_PARTIALS
@@ -35,7 +35,7 @@ def attn_fwd(
             halfway()
         if not merge:
             out[...], lse[...] = 0, -np.inf
-            poison(plan, out, lse)
+            nan_if_invalid(plan, out, lse)
         return out, lse, cupy.full(num_heads, -np.inf, np.float32) if return_max_logit else None
     if not launch.this_gpu().sm90 and not q.flags.c_contiguous:  # the portable kernel takes whole rows
         whole = (cupy.ascontiguousarray(out), lse) if merge else None

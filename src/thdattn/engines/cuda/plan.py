@@ -118,8 +118,8 @@ def _leave(stream: Any, made_on: Any) -> None:
 class DeviceLengths:
     """Lengths on the GPU, found right or wrong there: what thd_plan_check makes of them.
 
-    Wrong ones are planned as sequences without rows, and poison makes all results NaN. The host learns of it at once
-    if it waits, or, from memory that the kernel writes, whenever it next asks.
+    Wrong ones are planned as sequences without rows, and nan_if_invalid makes all results NaN. The host learns of it at
+    once if it waits, or, from memory that the kernel writes, whenever it next asks.
 
     Attributes:
         sharding, key_batch: as passed to plan_arrays.
@@ -400,13 +400,13 @@ def _make(lengths: DeviceLengths | None, kernel: str, grid: tuple[int, ...], arg
     run() if lengths is None else lengths.make(run)
 
 
-def poison(plan: Plan, *results: Array) -> None:
+def nan_if_invalid(plan: Plan, *results: Array) -> None:
     """Results become NaN if the lengths that the plan was made from, on the GPU, are wrong."""
     lengths = plan.arrays.lengths
     if lengths is None or lengths.are_right():
         return
     kernel, grid = compiler.kernel(_POISON), (POISON_BLOCKS,)
-    run = plan.once("poison", lambda: Launch(kernel, grid, 256, (lengths.wrong,), early=True))
+    run = plan.once("nan_if_invalid", lambda: Launch(kernel, grid, 256, (lengths.wrong,), early=True))
     for i in range(0, len(results), 3):
         three = results[i : i + 3]
         run.launch_as(tuple([(x.data.ptr, x.nbytes) for x in three]), functools.partial(_words_of, three))

@@ -24,8 +24,8 @@ from thdattn.engines.reference.attention import (
     attn_fwd,
     backward_bytes,
     forward_bytes,
+    nan_if_invalid,
     plan_backward,
-    poison,
     rounded,
     sinks_grad,
 )  # fmt: skip
@@ -42,7 +42,7 @@ from thdattn.engines.reference.rows import (
 __all__ = [
     "add_shares", "attn_bwd", "attn_decode", "attn_fwd", "backward_bytes", "cache_append", "cache_fill", "capture",
     "device", "dtypes", "empty", "forward_bytes", "free_bytes", "from_user", "head_dims", "in_place", "name",
-    "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "poison", "rounded", "sinks_grad",
+    "nan_if_invalid", "pack_rows", "place_rows", "plan_arrays", "plan_backward", "plan_bytes", "rounded", "sinks_grad",
     "tiles", "to_rank_order", "to_sequence_order", "without_padding",
 ]  # fmt: skip
 
