@@ -319,7 +319,7 @@ struct Tiles {
 
   __device__ __forceinline__ TileCost* cost() const { return (TileCost*)(made + 2 * count); }
 };
-static_assert(sizeof(TileCost) == 12, "ops/plan.py makes room for two orders and three ints of each tile");
+static_assert(sizeof(TileCost) == 12, "engines/cuda/plan.py allocates two orders and three ints of each tile");
 
 __device__ __forceinline__ int tiles_of(int num_rows, int tile) { return (num_rows + tile - 1) / tile; }
 

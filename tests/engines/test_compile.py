@@ -360,7 +360,7 @@ def test_a_portable_backward_of_parts_of_fragments_is_refused(head_dim):
 
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"stages": 3}, "count two stages"),
-    ({"panel_cols": 64}, "pieces of dq have all its columns"),
+    ({"panel_cols": 64}, "panels of dq have all its columns"),
     ({"in_registers": 48}, "takes all queries of a step"),
 ], ids=str)  # fmt: skip
 def test_a_hopper_backward_that_would_leave_something_out_does_not_compile(wrong, message):
@@ -451,7 +451,7 @@ def test_wrong_bytes_of_shared_memory_do_not_compile(kernel, wrong):
     right = f", {kernel.shared_bytes}>"
     assert kernel.name.endswith(right)
     asked = kernel.shared_bytes + wrong
-    with pytest.raises(RuntimeError, match=r"(?s)static assertion failed .*tiles\.py") as error:
+    with pytest.raises(RuntimeError, match=r"(?s)static assertion failed .*Python computes other bytes") as error:
         compiler.compile_kernel(kernel.name.replace(right, f", {asked}>"), "sm_90a")
     assert f"kFound={kernel.shared_bytes}, kFromPython={asked}" in str(error.value)
 
@@ -476,6 +476,23 @@ def test_wrong_layout_of_a_struct_does_not_compile(struct, change, monkeypatch):
     try:
         with pytest.raises(RuntimeError, match=f"static assertion failed .*{struct}.* is not what structs.py has"):
             compiler.compile_kernel(kernels.get(struct, by_name["thd_attn_bwd_sm90"]), "sm_90a")
+    finally:
+        monkeypatch.undo()
+        compiler.forget_files()
+
+
+@pytest.mark.parametrize("constant", compiler.CONSTANTS)
+def test_a_constant_that_python_has_otherwise_does_not_compile(constant, monkeypatch):
+    """Every file checks its constants, and one kernel includes each."""
+    value = compiler.CONSTANTS[constant]
+    wrong = value + 1 if isinstance(value, int) else lambda columns: value(columns) + 8
+    monkeypatch.setitem(compiler.CONSTANTS, constant, wrong)
+    compiler.forget_files()
+    by_file = {"kMaxSlices": GATHER_KERNEL, "kMaxSplits": DECODE[64, 64].thd_attn_decode("float16").name,
+               "kPad": TILES[64, 64].thd_attn_delta("float16").name}  # fmt: skip
+    try:
+        with pytest.raises(RuntimeError, match=rf"static assertion failed .*{constant}.* is not what Python has"):
+            compiler.compile_kernel(by_file.get(constant, TILES[64, 64].thd_attn_split_kv_sm90().name), "sm_90a")
     finally:
         monkeypatch.undo()
         compiler.forget_files()

@@ -22,7 +22,7 @@ import numpy as np
 from cupy.cuda import driver, function, nvrtc
 
 from thdattn.jit import cache, structs
-from thdattn.kernels import configs, generated
+from thdattn.kernels import configs, decode_configs, generated
 
 log = logging.getLogger("thdattn")
 
@@ -36,8 +36,13 @@ def device_arch() -> str:
     return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
+CONSTANTS: dict[str, int | Callable[[int], int]] = {
+    "kMaxRanks": structs.MAX_RANKS, "kChunks": structs.CHUNKS, "kMaxSlices": structs.MAX_SLICES, "kPad": configs.PAD,
+    "kSlab": configs.SLAB, "kMaxKvSplits": configs.MAX_KV_SPLITS, "kMaxSplits": decode_configs.Decode.max_splits,
+    "slab_of": configs.slab_of, "lanes_of": configs.lanes_of,
+}  # fmt: skip
 GENERATED: dict[str, Callable[[], str]] = {
-    "generated/struct_checks.cuh": structs.checks,
+    "generated/struct_checks.cuh": lambda: structs.checks() + generated.constant_checks(CONSTANTS),
     "generated/wgmma.cuh": lambda: generated.wrappers(configs.WGMMA_COLUMNS),
 }
 _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)

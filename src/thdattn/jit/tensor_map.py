@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from thdattn.jit.structs import TENSOR_MAP
+from thdattn.kernels.configs import slab_of
 
-BOX_COLUMNS = 64  # 128 bytes, the width of the swizzle; half of it where 64 does not divide the columns of a head
 DATA_TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
-SWIZZLE_64B, SWIZZLE_128B = 2, 3
+SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle, by the bytes of a row of a box
 L2_PROMOTION = {128: 2, 256: 3}
 
 
@@ -41,14 +41,14 @@ def _encode(
     address: int, shape: tuple[int, int, int], pitch: int, dtype: np.dtype[Any], box_rows: int, l2_bytes: int
 ) -> Any:
     rows, heads, width = shape
-    columns, swizzle = (BOX_COLUMNS // 2, SWIZZLE_64B) if width % BOX_COLUMNS else (BOX_COLUMNS, SWIZZLE_128B)
+    columns = slab_of(width)
     storage = (ctypes.c_ubyte * 192)()
     aligned = (ctypes.addressof(storage) + 63) & ~63
     u64, u32 = ctypes.c_uint64, ctypes.c_uint32
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned), DATA_TYPES[dtype.name], 3, ctypes.c_void_p(address), (u64 * 3)(width, heads, rows),
         (u64 * 2)(2 * width, pitch), (u32 * 3)(columns, 1, box_rows), (u32 * 3)(1, 1, 1),
-        0, swizzle, L2_PROMOTION[l2_bytes], 0,
+        0, SWIZZLES[2 * columns], L2_PROMOTION[l2_bytes], 0,
     )
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled returned {status} for an array of shape {shape} at {address:#x}")

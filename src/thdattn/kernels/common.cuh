@@ -14,6 +14,8 @@ struct bf16 { unsigned short bits; };
 [[maybe_unused]] constexpr int kNone = 0x7fffffff;                    // no other row in sight
 [[maybe_unused]] constexpr int kMaxRanks = 16;                        // whose memory a kernel can read
 [[maybe_unused]] constexpr int kChunks = 4096;                        // of a rank's rows, see meeting.cu
+CHECK_kMaxRanks;
+CHECK_kChunks;
 [[maybe_unused]] constexpr float kLog2e = 1.4426950408889634f;
 [[maybe_unused]] constexpr float kLn2 = 0.6931471805599453f;
 #define kInfinity __int_as_float(0x7f800000)
@@ -21,7 +23,7 @@ struct bf16 { unsigned short bits; };
 // kernels/configs.py computes a launch's bytes of shared memory; a wrong number does not compile. An
 // error shows both numbers.
 template <int kFound, int kFromPython> constexpr bool same_bytes() {
-  static_assert(kFound == kFromPython, "tiles.py computes other bytes of shared memory than the kernel has");
+  static_assert(kFound == kFromPython, "Python computes other bytes of shared memory than the kernel has");
   return true;
 }
 
@@ -80,6 +82,10 @@ __device__ __forceinline__ bool touches(int2 range, int begin, int size) {
 __device__ __forceinline__ int2 range_of(const int2* ranges, int row, int num_rows) {
   return row < num_rows ? ranges[row] : make_int2(0, 0);
 }
+
+// Lanes that divide a row of so many elements, 16 bytes each.
+constexpr int lanes_of(int columns) { return columns <= 64 ? 8 : columns <= 128 ? 16 : 32; }
+CHECK_lanes_of;
 
 // Reductions over the four lanes that hold one row of an accumulator.
 __device__ __forceinline__ float quad_sum(float x) {

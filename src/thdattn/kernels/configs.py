@@ -14,7 +14,8 @@ from thdattn.kernels.instances import PLAIN, Instance, Kind, instance
 
 PAD = 8  # elements after every row of a tile in shared memory, kPad of kernels/portable/common.cuh
 STATIC_BYTES = 2304  # at most what the kernels declare beside their tiles
-SLAB = 64  # columns of a slab of most Hopper tiles
+SLAB = 64  # columns of a slab of a Hopper tile, kSlab of kernels/hopper/common.cuh: 128 bytes, the widest swizzle
+MAX_KV_SPLITS = 32  # of the keys of a query tile, kMaxKvSplits of kernels/hopper/split_kv.cuh
 DQ_ROWS = 128  # query rows of thd_attn_bwd_dq_sm90, which are those of the forward beside it
 STATS_ROWS = 128  # the backward pads its numbers per query row to a multiple of this and of tile_m
 
@@ -299,6 +300,16 @@ class Tiles:
     def _keys_and_values(self, rows: int) -> int:
         """Bytes of Hopper tiles of so many rows of keys, and as many of values."""
         return slabs(rows, self.head_dim) + slabs(rows, self.v_head_dim)
+
+
+def slab_of(columns: int) -> int:
+    """Return the columns of a slab of a Hopper tile whose rows have so many: slab_of of kernels/hopper/common.cuh."""
+    return SLAB // 2 if columns % SLAB else SLAB
+
+
+def lanes_of(columns: int) -> int:
+    """Return how many lanes divide a row, 16 bytes each: lanes_of of kernels/common.cuh."""
+    return 8 if columns <= 64 else 16 if columns <= 128 else 32
 
 
 def slabs(rows: int, width: int) -> int:

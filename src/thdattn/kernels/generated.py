@@ -8,7 +8,21 @@ Source: PTX ISA 9.7.15, asynchronous warpgroup level matrix instructions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+
+
+def constant_checks(constants: Mapping[str, int | Callable[[int], int]]) -> str:
+    """Write a macro CHECK_<constant> for every constant that Python has too, to stand after its definition in CUDA.
+
+    A constant that depends on the columns of a row is a function of them in both.
+    """
+    return "".join(_constant_check(name, value) for name, value in constants.items())
+
+
+def _constant_check(name: str, value: int | Callable[[int], int]) -> str:
+    found = {name: value} if isinstance(value, int) else {f"{name}({cols})": value(cols) for cols in range(32, 257, 16)}
+    asserts = (f'static_assert({one} == {wanted}, "{one} is not what Python has")' for one, wanted in found.items())
+    return f"#define CHECK_{name} " + "; ".join(asserts) + "\n"
 
 
 def wrappers(columns: Iterable[int]) -> str:

@@ -15,7 +15,8 @@ template <typename T, int kVHeadDim>
 __global__ void __launch_bounds__(256) thd_attn_sinks_grad(
     const uint4* __restrict__ out, const uint4* __restrict__ dout, const float* __restrict__ lse,
     const float* __restrict__ sinks, float* __restrict__ partials, int q_rows) {
-  constexpr int kChunks = kVHeadDim / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32, kRows = 256 / kLanes;
+  constexpr int kChunks = kVHeadDim / 8, kLanes = lanes_of(kVHeadDim), kRows = 256 / kLanes;
+  static_assert(kVHeadDim % 8 == 0 && kChunks <= kLanes, "each lane has one word of a row");
   __shared__ float of_warps[256 / kWarp];
   const int head = blockIdx.x, num_heads = gridDim.x, chunk = threadIdx.x % kLanes;
   const float sink = sinks[head];

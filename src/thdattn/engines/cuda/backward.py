@@ -34,7 +34,7 @@ from thdattn.engines.cuda.rows import reorder
 from thdattn.engines.cuda.softcap import logits_of, lse_unit
 from thdattn.jit import compiler
 from thdattn.jit.structs import BACKWARD_SIZE, GRADIENTS, OWNERS, PACK_FILTER, PARTIALS
-from thdattn.kernels.configs import DQ_ROWS, TILES, Tiles
+from thdattn.kernels.configs import DQ_ROWS, TILES, Tiles, lanes_of
 from thdattn.kernels.hopper_configs import BackwardByGradientSm90, BackwardSharedDqSm90
 from thdattn.kernels.instances import Instance
 from thdattn.plan.memory import heads_of
@@ -360,9 +360,9 @@ def _delta(row: Tiles, q: Array, v: Array, plan: Plan, cleared: Array, groups: G
     (num_rows, num_heads, _), stats_rows = q.shape, padded_rows(len(q))
     stats = plan.buffer("stats", stats_shape(num_rows, num_heads), np.float32,
                         stats_shape(num_rows, most_heads(groups)))
-    lanes = 8 if v.shape[2] <= 64 else 16 if v.shape[2] <= 128 else 32
+    blocks = -(-stats_rows * num_heads * lanes_of(v.shape[2]) // 256)
     return stats, Launch(
-        compiler.kernel(*row.thd_attn_delta(q.dtype.name)), (-(-stats_rows * num_heads * lanes // 256),), 256,
+        compiler.kernel(*row.thd_attn_delta(q.dtype.name)), (blocks,), 256,
         (plan.key_ranges, stats, cleared, np.uint64(-(-cleared.size // 4)),
          *map(np.int32, (num_rows, stats_rows, num_heads, launch.row_heads(q)))))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from thdattn.engines.cuda.launch import Array, Gpu
+from thdattn.kernels.configs import MAX_KV_SPLITS
 from thdattn.kernels.hopper_configs import ForwardSm90
 from thdattn.plan.plan import Plan
 from thdattn.plan.ranges import FEW_SEQUENCES
@@ -14,7 +15,6 @@ SPLIT_COLUMNS, LONG_FROM = 128, 1100  # columns of the query heads of a split; f
 SHORT_UP_TO, SHORT_TOGETHER = 2048, 16  # up to so many queries in sight; heads done together there
 FEW_QUERIES = 256  # of all sequences: to load keys then takes longer than all else
 FEW_WAVES, PIECES = 2, 3  # tiles of all heads, and pieces of them, per multiprocessor
-MOST_PARTS = 32  # of a tile, kMaxSplits of kernels/hopper/split_kv.cuh
 
 
 def divides_keys(gpu: Gpu, tiles: ForwardSm90, plan: Plan, num_heads: int) -> bool:
@@ -28,7 +28,7 @@ def divides_keys(gpu: Gpu, tiles: ForwardSm90, plan: Plan, num_heads: int) -> bo
 
 def most_pieces(gpu: Gpu, num_tiles: int, num_heads: int) -> int:
     """At most so many pieces are made of a layer's tiles whose keys are divided."""
-    return min(PIECES * gpu.multiprocessors // num_heads, MOST_PARTS * num_tiles)
+    return min(PIECES * gpu.multiprocessors // num_heads, MAX_KV_SPLITS * num_tiles)
 
 
 def schedule(

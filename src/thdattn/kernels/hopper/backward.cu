@@ -225,6 +225,7 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
   if (!filter.accepts()) return;
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages, kScoreQueries, kDpQueries, kPanelCols, kDqStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
+  static_assert(kQueryRegisters % 16 == 0, "setmaxnreg takes multiples of 8, also of what is left to two warpgroups");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Shared& shared = *(Shared*)shared_bytes;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);

@@ -304,6 +304,7 @@ template <typename Dq, int kHeadDim>
 __global__ void __launch_bounds__(128) thd_attn_round_dq_sm90(
     Dq* __restrict__ dq, const float4* __restrict__ dq_accum, float scale, const int* __restrict__ num_partials,
     BackwardSize size) {
+  static_assert(kHeadDim % kSlab == 0, "panels of 64 columns are all of dq");
   const int count = num_partials[blockIdx.x];
   if (count == 1 || (sizeof(Dq) == sizeof(float) && count == 0)) return;
   if (count == 0) scale = 0.f;
@@ -351,6 +352,9 @@ __global__ void __launch_bounds__(512, 1) __cluster_dims__(kWithDq ? kBlocks : 1
   if (!filter.accepts()) return;
   using Shared = ByGradientShared<ByGradientTiles<kHeadDim, kVHeadDim, kQStages, kDoutStages, kDsStages, kWithDq, kBlocks>>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
+  static_assert(kKeyRegisters % 8 == 0 && kValueRegisters % 8 == 0 && kQueryRegisters % 8 == 0 &&
+                    kKeyRegisters + kValueRegisters + kQueryRegisters <= 512 - 24,
+                "setmaxnreg takes multiples of 8, and the producer keeps at least 24");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Shared& shared = *(Shared*)shared_bytes;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);

@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_to_other(const void* there, const void* fro
 template <int kRows, int kCols>
 __device__ __forceinline__ void copy_tile_to(unsigned short blocks, unsigned char* tile, const TensorMap* map, int head,
                                              int row, u64* barrier) {
-  static_assert(kCols % kSlab == 0);
+  static_assert(kCols % kSlab == 0, "boxes of a cluster have 64 columns");
   #pragma unroll
   for (int s = 0; s < kCols / kSlab; ++s)
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "

@@ -119,7 +119,10 @@ __device__ __forceinline__ int opaque(int value) {
 // reads. Where 64 does not divide its columns, slabs have 32, rows are 64 bytes apart, and so the swizzle.
 constexpr int kSlab = 64;
 constexpr int kRowBytes = 128;
-template <int kCols> constexpr int kSlabOf = kCols % kSlab ? kSlab / 2 : kSlab;
+CHECK_kSlab;
+constexpr int slab_of(int columns) { return columns % kSlab ? kSlab / 2 : kSlab; }
+CHECK_slab_of;
+template <int kCols> constexpr int kSlabOf = slab_of(kCols);
 template <int kCols> constexpr int kRowBytesOf = 2 * kSlabOf<kCols>;
 template <int kRows, int kCols> constexpr int kTileBytes = 2 * kRows * kCols;
 template <int kRows, int kCols> constexpr int kSlabBytes = kRows * kRowBytesOf<kCols>;
@@ -296,6 +299,7 @@ struct Ring {
     stage = stage + 1 == kStages ? 0 : stage + 1;
     parity ^= stage == 0;
   }
+  // The stage of some steps ago, at most as many as there are stages.
   __device__ __forceinline__ Ring back(u32 steps) const {
     return stage < steps ? Ring{stage + kStages - steps, parity ^ 1} : Ring{stage - steps, parity};
   }

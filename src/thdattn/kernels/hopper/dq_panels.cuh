@@ -123,7 +123,7 @@ __device__ __forceinline__ void claim_partials(
     Shared& shared, const float* dq_accum, const int2* key_ranges, int* semaphores, const int* num_partials,
     BackwardSize size) {
   constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN;
-  static_assert(Shared::kStages == 2);
+  static_assert(Shared::kStages == 2, "claims count two stages");
   u32 steps = 0, claims = 0;                          // so far
   while (true) {
     barrier_wait(&shared.full[steps % 2], steps / 2 % 2);

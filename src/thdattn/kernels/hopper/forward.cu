@@ -15,6 +15,9 @@ struct KeyTile { int row; u32 next; };
 template <int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 struct ForwardShared {
   static constexpr int kTileM = 64 * kConsumers;
+  static_assert(kStages >= 2, "values of two tiles back are still read while the next scores are computed");
+  static_assert(kTileN % 16 == 0, "probabilities are an operand of whole fragments of 16 keys");
+  static_assert(kConsumers <= 3, "four consumers have too few registers to take");
   static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>;
   static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
   unsigned char q[kQStages][kQBytes];

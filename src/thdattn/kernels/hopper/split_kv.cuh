@@ -7,7 +7,8 @@
 
 // Part `index` of the `count` equal ones that the keys of a tile of queries are num_splits into.
 struct KvSplit { int tile, index, count; };
-constexpr int kMaxSplits = kWarp;
+constexpr int kMaxKvSplits = kWarp;
+CHECK_kMaxKvSplits;
 __device__ __forceinline__ int packed(KvSplit split) { return split.tile | split.index << 16 | split.count << 24; }
 __device__ __forceinline__ KvSplit unpacked(int word) { return {word & 0xffff, word >> 16 & 0xff, word >> 24 & 0xff}; }
 
@@ -131,6 +132,7 @@ __device__ __forceinline__ bool merge_splits(float4* partials, size_t pitch, u32
 // ------------------------------------------------------------------------------------------------ splits
 
 constexpr int kMaxTiles = 512;  // of queries, that are num_splits
+static_assert(kMaxTiles <= 1 << 16 && kMaxKvSplits < 1 << 7, "a split is packed into a word that is not negative");
 
 // Time of a split of so many tiles of keys, in quarters of what such a tile takes: to begin and to store it, and to add
 // it to the others.
@@ -186,10 +188,10 @@ __global__ void __launch_bounds__(1024) thd_attn_split_kv_sm90(
     int* __restrict__ splits, const int2* __restrict__ key_ranges, const int* __restrict__ tile_order,
     const int* __restrict__ all_tiles, int q_rows, int num_tiles, int num_all, int num_heads, int multiprocessors,
     int max_splits) {
-  __shared__ int key_tiles[kMaxTiles], time[kMaxSplits];
+  __shared__ int key_tiles[kMaxTiles], time[kMaxKvSplits];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   auto count_key_tiles = [&](const int* tiles, int count) {
-    for (int t = warp; t < count; t += kMaxSplits) {
+    for (int t = warp; t < count; t += kMaxKvSplits) {
       int2 range[kTileM / kWarp];
       #pragma unroll
       for (int i = 0; i < kTileM / kWarp; ++i)

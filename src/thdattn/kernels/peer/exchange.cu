@@ -89,6 +89,7 @@ CHECK_AllGather;
 // ------------------------------------------------------------------------------------------------ slices for each rank
 
 constexpr int kMaxSlices = 6;
+CHECK_kMaxSlices;
 constexpr u32 kLine = 128;                                             // bytes; chunks begin at multiples of so many
 
 // What an array has for each rank, or gets from it: `rows` times so many words, one every `pitch`.

@@ -25,7 +25,7 @@ __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ 
                                float unit, const int2* __restrict__ key_ranges, float* __restrict__ stats,
                                uint4* __restrict__ cleared, size_t words, int q_rows, int stats_rows, int num_heads,
                                int row_heads) {
-  constexpr int kChunks = kVHeadDim / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
+  constexpr int kChunks = kVHeadDim / 8, kLanes = lanes_of(kVHeadDim);
   static_assert(kVHeadDim % 8 == 0 && kChunks <= kLanes, "each lane has one word of a row");
   const size_t item = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
   const int chunk = threadIdx.x % kLanes, row = item / num_heads, head = item % num_heads;
@@ -159,6 +159,9 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     const int* __restrict__ tile_order, int q_rows, int k_rows, int stats_rows, int group) {
   constexpr int kThreads = kTileN * 2 * kColumnWarps, kWarps = kThreads / kWarp;
   constexpr int kBlocks = kTileM / 8, kKCols = kHeadDim / kColumnWarps, kVCols = kVHeadDim / kColumnWarps;
+  static_assert(kStages <= 2, "query tiles are loaded one step ahead");
+  static_assert(kHeadDim % (16 * kColumnWarps) == 0 && kVHeadDim % (16 * kColumnWarps) == 0,
+                "column warps divide dk and dv into whole fragments of 16 columns");
   constexpr int kQSize = kTileM * (kHeadDim + kPad), kDoutSize = kTileM * (kVHeadDim + kPad);
   using Shared = PortableBackwardShared<T, kHeadDim, kVHeadDim, kTileM, kTileN, kStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
@@ -257,6 +260,8 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
       constexpr int kFragments = kPairs ? 2 : 1;
       constexpr int kWarpsM = kTileM / (16 * kFragments), kCols = kHeadDim / (kWarps / kWarpsM);
       const int query = warp % kWarpsM * 16 * kFragments, col = warp / kWarpsM * kCols;
+      static_assert(kWarps % kWarpsM == 0 && kCols % 16 == 0 && kCols * (kWarps / kWarpsM) == kHeadDim,
+                    "warps divide dq into whole fragments of 16 columns");
       float acc_dq[kFragments][kCols / 8][4] = {};
       const T* const a_lane = shared.ds + (lane / 16 * 8 + lane % 8) * (kTileM + kPad) + query + lane / 8 % 2 * 8;
       #pragma unroll

@@ -98,12 +98,14 @@ struct Sight {
 // A row of a tile in shared memory has kCols + 8 elements: the 16 bytes of padding put the 8 rows of an ldmatrix into
 // different banks for every head dim, without address arithmetic.
 [[maybe_unused]] constexpr int kPad = 8;
+CHECK_kPad;
 
 // Starts to copy kRows rows of one head. Rows outside the buffer and rows with an empty range become zeros; a caller
 // that knows that there are none says all_valid, which saves reading the ranges.
 template <typename T, int kRows, int kCols, int kThreads>
 __device__ __forceinline__ void load_tile(T* tile, const T* head, u32 row_stride, int first, int num_rows,
                                           const int2* ranges, bool all_valid) {
+  static_assert(kCols % 8 == 0, "a row is copied 16 bytes at a time");
   constexpr int kChunks = kCols / 8;
   const T* const source = head + (size_t)first * row_stride;
   #pragma unroll

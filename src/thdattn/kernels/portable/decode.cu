@@ -8,6 +8,7 @@
 [[maybe_unused]] constexpr int kHeads = 16;      // query heads of a thread block, of one kv head: the rows of an mma
 [[maybe_unused]] constexpr int kKeys = 16;       // keys of a warp at a time: the columns of a probability operand
 [[maybe_unused]] constexpr int kMaxSplits = 128;  // of a range of keys
+CHECK_kMaxSplits;
 
 template <typename T, int kHeadDim, int kVHeadDim, int kWarps, int kStages>
 struct DecodeTiles {
@@ -73,6 +74,7 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
     float* __restrict__ lse, const int2* key_ranges, Logits<kCaps> logits, const float* sinks,
     float* partial, float2* partial_stats, u32* arrived, int group) {
   constexpr int kThreads = kWarps * kWarp, kStep = kKeys * kWarps, kPitch = kVHeadDim + kPad, kVecs = kVHeadDim / 4;
+  static_assert(kHeadDim % 16 == 0 && kVHeadDim % 16 == 0, "fragments have 16 columns");
   using Tiles = DecodeTiles<T, kHeadDim, kVHeadDim, kWarps, kStages>;
   using Partials = DecodePartials<kVHeadDim, kWarps>;
   static_assert(same_bytes<(sizeof(Tiles) > sizeof(Partials) ? sizeof(Tiles) : sizeof(Partials)), kSharedBytes>());

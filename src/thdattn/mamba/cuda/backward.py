@@ -15,7 +15,8 @@ import numpy as np
 from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
-from thdattn.jit.tensor_map import BOX_COLUMNS, tensor_map
+from thdattn.jit.tensor_map import tensor_map
+from thdattn.kernels.configs import SLAB
 from thdattn.mamba.backward_configs import (
     CONV_BACK_COLUMNS,
     CONV_BACK_HEADS,
@@ -112,7 +113,7 @@ def dstates_launch(plan: Plan, shape: MixerShape) -> Launch:
 
 def _boxes(*rows: Array) -> list[Any]:
     """Return tensor maps of columns."""
-    boxes = (x.reshape(len(x), x.shape[1] // BOX_COLUMNS, BOX_COLUMNS) for x in rows)
+    boxes = (x.reshape(len(x), x.shape[1] // SLAB, SLAB) for x in rows)
     return [tensor_map(x, len(x), x.strides[0], CHUNK) for x in boxes]
 
 

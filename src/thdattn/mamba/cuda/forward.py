@@ -15,7 +15,8 @@ from thdattn.engines.cuda import launch
 from thdattn.engines.cuda.launch import Array, Launch
 from thdattn.jit import compiler
 from thdattn.jit.structs import MIXER_SIZE, SEGMENTS
-from thdattn.jit.tensor_map import BOX_COLUMNS, tensor_map
+from thdattn.jit.tensor_map import tensor_map
+from thdattn.kernels.configs import SLAB
 from thdattn.kernels.instances import Instance
 from thdattn.mamba.configs import (
     CONV_COLUMNS,
@@ -76,7 +77,7 @@ def _inputs(slab: Slab | SlabSm90, *rows: tuple[Array, int]) -> list[Any]:
 
 def _map(x: Array, box_rows: int) -> Any:
     """Return a tensor map of columns of rows."""
-    boxes = x.reshape(len(x), x.shape[1] // BOX_COLUMNS, BOX_COLUMNS)
+    boxes = x.reshape(len(x), x.shape[1] // SLAB, SLAB)
     return tensor_map(boxes, len(x), x.strides[0], box_rows)
 
 
