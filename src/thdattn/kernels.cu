@@ -1,61 +1,67 @@
-// Open this file first. It explains what all kernels share and holds those that work row by row, for every GPU: rows
-// moved between rank order and sequence order, and the arrays of a plan.
+// Open this file first. It states the rule and the vocabulary of all kernels. It also holds the kernels that work row
+// by row on every GPU: they reorder rows between rank order and sequence order, and make the arrays of a plan.
 //
-// One rule. The attention kernels know nothing of sequences, ranks, causality, windows or padding. They get one range
+// The rule. The attention kernels know nothing of sequences, ranks, causality, windows or padding. They get one range
 // of keys per query row (key_ranges) and its transpose (query_ranges), and
 //
 //   score(i, j) counts iff key_ranges[i].x <= j < key_ranges[i].y.
 //
-// A row whose range is empty, as that of padding, is read as zero, so that NaN there cannot spread, and written as
-// zero. The plan kernels below turn lengths and masks into ranges.
+// A row with an empty range is padding. Kernels read it as zero, so that NaN there cannot spread, and write zero to it.
+// The plan kernels below turn lengths and masks into ranges.
 //
-// Tiles. A thread block owns a tile of rows at a time and visits the tiles of the other side (keys for queries, queries
-// for keys) that one of its rows sees. Gaps between documents, chunks or windows cost nothing, and a tile that every
-// row sees whole is computed without comparisons. Tiles are aligned to the buffers, not to sequences. The plan says in
-// which order they are done.
+// Tiles. A thread block owns one tile of rows at a time. It visits only the tiles of the other side (keys for queries,
+// queries for keys) that one of its rows sees. Gaps between documents, chunks or windows therefore cost nothing. A tile
+// that every row sees completely is computed without comparisons. Tiles are aligned to the buffers, not to sequences.
+// The plan says in which order they are computed.
 //
-// Files include each other by their paths below src/thdattn; Python writes those of generated/ (jit/compiler.py).
-// kernels/configs.py has the constants of a kernel's template, and engines/cuda launches the kernels.
+// Files include each other by their paths below src/thdattn. Python writes the files of generated/ (jit/compiler.py).
+// kernels/configs.py holds the template constants of every kernel, and engines/cuda launches the kernels.
 //
-//   kernels/common.cuh                    element types, ranges of rows, reductions
-//   kernels/peer/reduce.cu                shares of the same rows, of several ranks, added up
-//   kernels/peer/exchange.cu              what ranks have for each other, put to its places
-//   kernels/peer/owners.cuh               where a backward stores shares that other ranks add up
-//   kernels/logits.cuh, sinks.cu          caps of logits and sinks, of both engines' tiles; the gradient of sinks
-//   kernels/cache.cu                      rows of keys and values into a cache
-//   kernels/portable/common.cuh           mma.sync, ldmatrix, cp.async, tiles in shared memory (sm_80 and later)
-//   kernels/portable/forward.cu           the attention forward
-//   kernels/portable/backward.cu          delta, which Hopper needs too; dk and dv with dq or without; dq; rounding
-//   kernels/portable/decode.cu            attention of few queries over long caches
-//   kernels/hopper/common.cuh             wgmma, TMA, mbarriers, tiles in shared memory, the scheduler (sm_90a)
-//   kernels/hopper/forward.cu             the attention forward
-//   kernels/hopper/softmax.cuh            what it makes of scores
-//   kernels/hopper/split_kv.cuh             how it divides keys among thread blocks, where tiles of queries are few
-//   kernels/hopper/backward_common.cuh    what all backwards share: the scheduler's steps, shares of accumulators
-//   kernels/hopper/backward_tiles.cuh     what those up to head dims 192/128 share: shared memory, the producer
-//   kernels/hopper/dq_panels.cuh         dq in the backward up to head dims 192/128
-//   kernels/hopper/backward.cu            the backward up to head dims 128
-//   kernels/hopper/backward_shared_dq.cu                the backward of head dims 192/128
-//   kernels/hopper/backward_by_gradient.cu                the backward of wider heads
-//   kernels/hopper/by_gradient_tiles.cuh         its shared memory and producer; cluster.cuh: what its two blocks exchange
-//   kernels/hopper/backward_dq.cu                  dq by itself for those, for the same bits on every run
-//   kernels/mamba/                        the Mamba-2 mixer, which has a rule and a common.cuh of its own
+//   kernels/common.cuh                        element types, ranges of rows, small reductions
+//   kernels/logits.cuh                        logits from scores: scaling, soft-capping, sinks
+//   kernels/sinks.cu                          the gradient of attention sinks
+//   kernels/cache.cu                          writes keys and values into a KV cache
+//   kernels/peer/exchange.cu                  all-gather and all-to-all over peer memory
+//   kernels/peer/reduce.cu                    adds the partial sums of several ranks
+//   kernels/peer/owners.cuh                   where a backward stores partial sums that owner ranks add
+//   kernels/portable/common.cuh               mma.sync, ldmatrix, cp.async, tiles in shared memory (sm_80 and later)
+//   kernels/portable/forward.cu               the attention forward
+//   kernels/portable/backward.cu              delta (also for Hopper); dk and dv with or without dq; dq alone; rounding
+//   kernels/portable/decode.cu                attention of few queries over long KV caches
+//   kernels/hopper/common.cuh                 wgmma, TMA, mbarriers, tiles in shared memory, the scheduler (sm_90a)
+//   kernels/hopper/forward.cu                 the attention forward
+//   kernels/hopper/softmax.cuh                its online softmax
+//   kernels/hopper/split_kv.cuh               split-KV: divides keys among thread blocks when query tiles are few
+//   kernels/hopper/backward_common.cuh        what all backwards share: steps of the scheduler, partial sums
+//   kernels/hopper/backward_tiles.cuh         shared memory and producer of the two backwards with 128 keys per block
+//   kernels/hopper/dq_panels.cuh              how these two compute dq and add its partial sums
+//   kernels/hopper/backward.cu                head dims up to 128: two warpgroups for dk and dv, one for dq
+//   kernels/hopper/backward_shared_dq.cu      head dims 192/128: two warpgroups compute dk and dv, and share dq
+//   kernels/hopper/backward_by_gradient.cu    wider heads: one warpgroup each for dk, dv and dq
+//   kernels/hopper/by_gradient_tiles.cuh      its shared memory and producer
+//   kernels/hopper/cluster.cuh                what the two thread blocks of its cluster exchange
+//   kernels/hopper/backward_dq.cu             dq alone, for the same bits on every run with wider heads
+//   kernels/mamba/                            the Mamba-2 mixer, which has a rule and a common.cuh of its own
 //
-// Words, beside those of the field. One meaning each, here and in Python:
+// Vocabulary, beside that of the field. Each word has one meaning, here and in the Python that launches the kernels:
 //
-//   in sight       rows of the other side that a row of the tile sees
+//   visible        of a row of the other side: one of the tile's rows sees it
 //   step           of a backward: one tile of keys meets one tile of queries of one head
-//   work           numbers that thread blocks draw; the scheduler says which tile of which head a number is
-//   together       how many heads are done one after another at each tile, so that their tensors share the L2 cache
-//   split          some of the query heads of a kv head, done by one thread block; others do the other splits
-//   acc, accum     accumulators in registers; fp32 accumulators in global memory, to which several blocks may add
-//   share          what one thread block brings to such an accumulator; it claims, brings and releases it
-//   semaphore      the int by which these thread blocks know whose share has arrived
-//   run          64 query rows by some columns of a share of dq: what is sent at once
+//   work           numbers that thread blocks draw; the scheduler maps a number to a tile and a head
+//   together       how many heads are computed one after another at each tile, so that their tensors share the L2 cache
+//   head split     a part of the query heads of a kv head, computed by one thread block (`splits` in BackwardSize)
+//   KV split       a part of the keys of a query tile or of a cached sequence, computed by one thread block
+//   acc            accumulators in registers
+//   accum          fp32 accumulators in global memory, to which several thread blocks may add
+//   partial        one thread block's (or rank's) term of a sum; a block claims, writes and releases it
+//   semaphore      the int that tells these thread blocks whose partial sum has arrived
+//   panel          64 query rows by some columns of a partial dq: the unit of one bulk copy
 //   stats          -lse / softmax_scale and -delta of every query row
 //   stage, ring    one of several equal buffers that are filled ahead; all of them
+//   slab           64 (or 32) columns of a tile in shared memory: the width of the swizzle and of a TMA box
 //   fragment       the part of a matrix operand that a warp holds: 16 rows by 16 columns
-//   block          8 columns of accumulators (thread blocks are called so)
+//   block          8 columns of accumulators; a CUDA block is always called thread block
+//   run            consecutive row numbers of a plan's array
 
 #pragma once
 
@@ -63,12 +69,13 @@
 
 // ------------------------------------------------------------------------------------------------ reorder
 
-// Rows of one of the arrays that are moved: where its parts and a rank's own rows lie, where the rows go, the words of
-// 16 bytes in a row, and those between the beginnings of two rows.
+// One of the arrays that are reordered. from: the rows, in parts that may be the memory of several ranks. own: this
+// rank's own rows. out: the destination. words: 16-byte words in a row. pitch, own_pitch: words from one row to the
+// next.
 struct Rows { const uint4 *from[kMaxRanks], *own; uint4* out; int words, pitch, own_pitch; };
 CHECK_Rows;
 
-// Moves a row of so many words, 16 bytes a lane, four of them at a time; or puts zeros there.
+// Copies a row of `words` 16-byte words with one warp, four words per lane at a time, or writes zeros.
 __device__ __forceinline__ void move_row(uint4* out, const uint4* in, int words, bool zero) {
   for (int i = threadIdx.x % kWarp; i < words; i += 4 * kWarp) {
     uint4 x[4];
@@ -81,17 +88,18 @@ __device__ __forceinline__ void move_row(uint4* out, const uint4* in, int words,
   }
 }
 
-// Moves whole rows of two buffers (k and v, or dk and dv) between rank order and sequence order in one launch. One warp
-// moves a row, 16 bytes a lane, so that reads and writes are contiguous in either direction; the index is read once a
-// row, not once an element. Bound by memory, or by the links.
+// Reorders whole rows of two buffers (k and v, or dk and dv) between rank order and sequence order in one launch. One
+// warp copies a row, 16 bytes per lane: reads and writes are contiguous in both directions, and the index is read once
+// per row. Bound by memory bandwidth or by the links.
 //
-//   kToRankOrder = false   out[rank_order[t]] = in[t]   gathered k, v; rows that no local query sees, padding among
-//                                                       them, become 0, as 0 * NaN would spread through a product
+//   kToRankOrder = false   out[rank_order[t]] = in[t]   gathered k, v; rows that no local query sees (also padding)
+//                                                       become 0, as 0 * NaN would spread through a product
 //   kToRankOrder = true    out[t] = in[rank_order[t]]   before dk, dv are summed; fillers become 0
 //
-// `in` comes in parts of rows_each rows, which may lie in the memory of other GPUs; the num_own rows from first_own on
-// are read from `own` instead, where a rank has them already. rank_order (num_rows): sequence-order row of row t in
-// rank order, -1 for fillers. Launch: grid (ceil(num_rows / 8), 2), block 256.
+// `in` consists of parts of rows_each rows, which may be memory of other GPUs. The num_own rows from first_own on are
+// read from `own` instead, where the rank already has them.
+// rank_order (num_rows): the row in sequence order of row t in rank order, -1 for fillers.
+// Launch: grid (ceil(num_rows / 8), 2), block 256.
 template <bool kToRankOrder>
 __global__ void __launch_bounds__(256) thd_reorder(
     const __grid_constant__ Rows first, const __grid_constant__ Rows second, const int* __restrict__ rank_order,
@@ -112,13 +120,14 @@ __global__ void __launch_bounds__(256) thd_reorder(
 
 // ------------------------------------------------------------------------------------------------ plan
 
-// The arrays of a plan from lengths on the GPU, without a copy to the host, so that a captured graph can plan anew:
-// lengths from elsewhere are checked, rows are found, then what they see, then the order of tiles. The kernels compute
-// what plan.py computes with NumPy; the tests compare them element by element. A thread computes one element from the
-// lengths, by binary search. They run once per plan, and are bound by the latency of their loads.
+// These kernels make the arrays of a plan from lengths on the GPU, without a copy to the host, so that a captured graph
+// can plan anew. They check the lengths, find the rows, what each row sees, and the order of tiles. They compute what
+// plan.py computes with NumPy, and the tests compare both element by element. One thread computes one element from the
+// lengths by binary search. The kernels run once per plan, and the latency of their loads bounds them.
 
-// Whether offsets start elsewhere than at 0, decrease, leave a sequence fewer rows than tokens or rows that are no
-// multiple, or end beyond the buffer. Asked by all threads of a block.
+// Tests whether offsets are invalid. They are if they do not start at 0, if they decrease, or if they end beyond the
+// buffer. They also are if a sequence has fewer rows than tokens, or rows that are no multiple of `multiple`. All
+// threads of a block call it.
 __device__ __forceinline__ bool are_wrong(const int* cu_seqlens, const int* cu_seqlens_padded, int num_seqs,
                                           int total_rows, int multiple) {
   bool wrong = cu_seqlens[0] != 0 || cu_seqlens_padded[0] != 0 || cu_seqlens_padded[num_seqs] > total_rows;
@@ -131,10 +140,12 @@ __device__ __forceinline__ bool are_wrong(const int* cu_seqlens, const int* cu_s
   return __syncthreads_or(wrong);
 }
 
-// checked (2, 2, num_seqs + 1): cu_seqlens and cu_seqlens_padded of the queries and of the keys, for the kernels below.
-// If some are wrong it is all 0, as sequences without rows send no kernel out of bounds, and *wrong is 1. *notice lies
-// in memory of the host, which so learns of it without a wait: it becomes `serial` if some are wrong, and else its
-// complement. Launch: one block.
+// Checks the lengths of queries and keys, and copies them for the kernels below.
+//
+// checked (2, 2, num_seqs + 1): cu_seqlens and cu_seqlens_padded of the queries and of the keys. If some are invalid,
+// all of it is 0, as sequences without rows send no kernel out of bounds, and *wrong is 1.
+// notice: in host memory, which tells the host without a wait. It becomes `serial` if some are invalid, else ~serial.
+// Launch: one block.
 __global__ void __launch_bounds__(1024) thd_plan_check(
     int* __restrict__ checked, int* __restrict__ wrong, volatile u64* notice, const int* __restrict__ cu_seqlens,
     const int* __restrict__ cu_seqlens_padded, const int* __restrict__ key_cu_seqlens,
@@ -152,8 +163,9 @@ __global__ void __launch_bounds__(1024) thd_plan_check(
   if (threadIdx.x == 0) *notice = some_are_wrong ? serial : ~serial;
 }
 
-// Results become NaN where the lengths were wrong, as zeros would pass for an answer: three arrays of 32-bit words, all
-// of whose bits are set, which is NaN in every type. Launch: any grid, early; it returns at once where all is well.
+// Sets results to NaN if the lengths were invalid, because zeros would pass for an answer. It fills three arrays of
+// 32-bit words with ones, which is NaN in every type. It returns at once if the lengths were valid.
+// Launch: any grid, early.
 __global__ void __launch_bounds__(256) thd_plan_nan_if_invalid(
     u32* __restrict__ a, u64 a_words, u32* __restrict__ b, u64 b_words, u32* __restrict__ c, u64 c_words,
     const int* wrong) {
@@ -165,7 +177,7 @@ __global__ void __launch_bounds__(256) thd_plan_nan_if_invalid(
   for (u64 i = first; i < c_words; i += step) c[i] = ~0u;
 }
 
-// The last index i < count with offsets[i] <= x: the sequence that holds row x (empty ones hold none), or the run.
+// Returns the last index i < count with offsets[i] <= x: the sequence of row x (an empty one has no row), or its run.
 __device__ __forceinline__ int sequence_of(const int* offsets, int count, int x) {
   int low = 0, high = count;
   while (high - low > 1) {
@@ -175,8 +187,8 @@ __device__ __forceinline__ int sequence_of(const int* offsets, int count, int x)
   return low;
 }
 
-// Where a row of one side, queries or keys, stands: its sequence, its position there, and the tokens of that. A
-// position beyond them is padding; all are 0 outside all sequences.
+// Position of a row of one side (queries or keys): its sequence, its position there, and the tokens of that sequence. A
+// position beyond the tokens is padding. All are 0 outside all sequences.
 struct Place { int seq, position, length; };
 
 // lengths (2, num_seqs + 1): cu_seqlens and cu_seqlens_padded of the row's side.
@@ -187,8 +199,8 @@ __device__ __forceinline__ Place place_of(int row, const int* lengths, int num_s
   return {seq, row - starts[seq], lengths[seq + 1] - lengths[seq]};
 }
 
-// An array that is made of runs, numbers that follow one another, from a table (2, count): where each begins, the
-// first one at 0, and its first number; -1 is that of a run of -1.
+// An array that consists of runs of consecutive numbers. table (2, count): the first index of each run, beginning with
+// 0, and its first number. A run whose first number is -1 repeats it.
 struct Runs {
   const int* table;
   int count;
@@ -199,14 +211,14 @@ struct Runs {
   }
 };
 
-// How the rows of a pack are spread over ranks. One rank has them in their own order, as if they were contiguous.
+// How the rows of a pack are distributed over ranks. A single rank has them in their own order, as if contiguous.
 struct Sharded {
   int cp_size, local_rows;
   bool dual_chunk;
-  Runs by_runs;  // the rows in rank order, where the host has found them; without a table, they are computed
+  Runs by_runs;  // rows in rank order, if the host made a table; else they are computed
 
-  // The row of the pack that row t in rank order is, of a pack of num_rows rows whose sequences end at row `end`; -1
-  // for fillers. dual_chunk shares out what lies behind the last sequence in equal slices.
+  // Returns the row of the pack that is row t in rank order, -1 for fillers. The pack has num_rows rows, and its
+  // sequences end at row `end`. dual_chunk divides the rows behind the last sequence into equal slices.
   __device__ __forceinline__ int row_of(int t, const int* starts, int num_seqs, int num_rows) const {
     if (by_runs.table) return by_runs[t];
     int row = t;
@@ -223,14 +235,15 @@ struct Sharded {
   }
 };
 
-// Which rows of the pack one side, queries or keys, has: ascending, then -1 for fillers. Without `rows`, all of them.
+// The rows of the pack that one side (queries or keys) has, in ascending order, then -1 for fillers. Without `rows` it
+// has all of them.
 struct Side {
   const int* rows;
   int num_rows;
 
   __device__ __forceinline__ int operator[](int i) const { return rows ? rows[i] : i; }
 
-  // How many it has before row x of the pack.
+  // Counts the rows of this side before row x of the pack.
   __device__ __forceinline__ int rows_before(int x) const {
     if (!rows) return x;
     int low = 0, high = num_rows;
@@ -241,17 +254,21 @@ struct Side {
     return low;
   }
 
-  // A range of rows of the pack, as far as this side has them: neighbours here too.
+  // Maps a range of rows of the pack to rows of this side, where they are neighbours too.
   __device__ __forceinline__ int2 range_of(int2 range) const {
     if (!is_empty(range)) range = make_int2(rows_before(range.x), rows_before(range.y));
     return is_empty(range) ? make_int2(0, 0) : range;
   }
 };
 
-// What plans of a rank have in common, whatever their masks. order (num_order): which of the num_rows rows of the pack
-// each row in rank order is; from Runs of it where the host has spread rows by runs (null: it has not). positions,
-// valid (local_rows) of this rank's rows. Where the lengths are wrong (null: they are right) every row is valid, so
-// that a loss over valid rows sees the NaN. Launch: one thread an element of order.
+// Fills what all plans of a rank share, whatever their masks.
+//
+// order (num_order): the row of the pack of each row in rank order. It comes from Runs, if the host distributed rows by
+// runs (null: it did not).
+// positions, valid (local_rows): of this rank's rows. If the lengths were invalid, every row is valid, so that a loss
+// over valid rows sees the NaN.
+// wrong: null if the lengths are known to be valid.
+// Launch: one thread per element of order.
 __global__ void thd_plan_rows(int* __restrict__ order, int* __restrict__ positions, bool* __restrict__ valid,
                               const int* __restrict__ lengths, const int* __restrict__ wrong,
                               const int* __restrict__ runs, int num_runs, int num_seqs, int cp_size, int cp_rank,
@@ -267,20 +284,21 @@ __global__ void thd_plan_rows(int* __restrict__ order, int* __restrict__ positio
   valid[i] = place.position < place.length || (wrong && *wrong);
 }
 
-// An array (size) of Runs. Launch: one thread an element.
+// Expands Runs to an array of `size` numbers. Launch: one thread per element.
 __global__ void thd_plan_runs(int* __restrict__ array, const int* __restrict__ runs, int num_runs, int size) {
   const int t = blockIdx.x * blockDim.x + threadIdx.x;
   if (t < size) array[t] = Runs{runs, num_runs}[t];
 }
 
-// The rule of the mask: of `length` positions of the other side, those that the token at place `at` among them sees.
-// left, right: window; -1 = unlimited. Its twin on the host is in_sight of mask.py, which says what masks must satisfy.
+// The rule of the mask. Returns the range of positions of the other side, of `length` positions, that the token at
+// position `at` sees. left, right: the window, -1 = unlimited. Its twin on the host is in_sight of plan/mask.py, which
+// also says what a mask must satisfy.
 __device__ __forceinline__ int2 in_sight(int at, int length, int left, int right) {
   return make_int2(left < 0 ? 0 : max(0, at - left), right < 0 ? length : min(length, at + right + 1));
 }
 
-// The rows of the other side, whose lengths are `there`, that a row sees. The last positions of both sides are the same
-// place.
+// Returns the rows of the other side that a row sees. there: the lengths of that side. The last positions of both sides
+// are aligned.
 __device__ __forceinline__ int2 sight_of(Place place, const int* there, int num_seqs, int left, int right) {
   if (place.position >= place.length) return make_int2(0, 0);
   const int begin = there[num_seqs + 1 + place.seq], length = there[place.seq + 1] - there[place.seq];
@@ -288,9 +306,12 @@ __device__ __forceinline__ int2 sight_of(Place place, const int* there, int num_
   return seen.x < seen.y ? make_int2(begin + seen.x, begin + seen.y) : make_int2(0, 0);
 }
 
-// key_ranges (local_rows) of this rank's rows of queries; causal is right = 0. query_ranges (key_rows): its rows that
-// see each key row. For keys, the sides of the window swap. rows, rows_of_keys: see Side. Where the lengths are wrong
-// (null: they are right), key_ranges say so. Launch: grid (blocks, 2), one thread a query row and one a key row.
+// Computes the ranges of both sides. For keys, the two sides of the window swap.
+//
+// key_ranges (local_rows): of this rank's query rows; (-1, -1) if the lengths were invalid. A causal mask is right = 0.
+// query_ranges (key_rows): this rank's query rows that see each key row.
+// rows, rows_of_keys: see Side. wrong: null if the lengths are known to be valid.
+// Launch: grid (blocks, 2), one thread per query row and one per key row.
 __global__ void thd_plan_ranges(int2* __restrict__ key_ranges, int2* __restrict__ query_ranges,
                                 const int* __restrict__ rows, const int* __restrict__ rows_of_keys,
                                 const int* __restrict__ queries, const int* __restrict__ keys,
@@ -308,11 +329,11 @@ __global__ void thd_plan_ranges(int2* __restrict__ key_ranges, int2* __restrict_
   }
 }
 
-// What a tile of rows is ordered by: length and first row of its longest sequence (of equal ones, the first), and its
-// span: how many rows of the other side lie between the first and the last in sight.
+// The sort key of a tile: length and first row of its longest sequence (the first of equal ones), and its span. The
+// span is the number of rows of the other side from the first visible one to the last.
 struct TileCost { int length, begin, span; };
 
-// Tiles of one side. made: their two orders, one after the other, and room for their costs behind them.
+// Tiles of one side. made: its two orders, one after the other, and behind them the costs of its tiles.
 struct Tiles {
   int* made;
   int count;
@@ -323,8 +344,8 @@ static_assert(sizeof(TileCost) == 12, "engines/cuda/plan.py allocates two orders
 
 __device__ __forceinline__ int tiles_of(int num_rows, int tile) { return (num_rows + tile - 1) / tile; }
 
-// Costs of the tiles of queries and of keys, whose ranges are given: see Tiles. Launch: grid (blocks, 2), one warp a
-// tile of queries and one a tile of keys.
+// Computes the costs of query tiles and key tiles from their ranges. Launch: grid (blocks, 2), one warp per query tile
+// and one per key tile.
 __global__ void thd_plan_tile_cost(int* __restrict__ query_tiles, int* __restrict__ key_tiles,
                                    const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
                                    const int* __restrict__ rows, const int* __restrict__ rows_of_keys,
@@ -355,16 +376,17 @@ __global__ void thd_plan_tile_cost(int* __restrict__ query_tiles, int* __restric
 
 constexpr int kFewSequences = 4;                      // FEW_SEQUENCES of plan/ranges.py
 
-// The sum of a number of every lane.
+// Adds one number of every lane of a warp.
 __device__ __forceinline__ u64 warp_sum(u64 x) {
   for (int i = kWarp / 2; i; i /= 2) x += __shfl_xor_sync(0xffffffffu, x, i);
   return x;
 }
 
-// Both orders of the tiles of queries and of keys: first by falling length of the sequence and, in a sequence, by
-// falling span; then by falling span alone. The first is the second where sequences are few: where the average span is
-// an eighth of the other side, as of four causal sequences. A tile's place is the number of tiles that come before it,
-// which one warp counts, in one launch: a pack has a few thousand tiles at most. Launch: as thd_plan_tile_cost.
+// Sorts the tiles of queries and of keys in two ways. The first order is by decreasing length of the sequence, and
+// within a sequence by decreasing span. The second order is by decreasing span alone. Both are the same if there are
+// few sequences: if the average span is at least an eighth of the other side, as with four causal sequences. One warp
+// counts the tiles that come before its tile. A pack has a few thousand tiles at most, so one launch is enough. Launch:
+// as thd_plan_tile_cost.
 __global__ void thd_plan_tile_order(int* __restrict__ query_tiles, int* __restrict__ key_tiles, int num_query_tiles,
                                     int num_key_tiles, int local_rows, int key_rows) {
   const bool of_keys = blockIdx.y;
@@ -393,7 +415,7 @@ __global__ void thd_plan_tile_order(int* __restrict__ query_tiles, int* __restri
   }
 }
 
-// How many pairs of a query and a key see each other. Launch: one block of 1024.
+// Counts the pairs of a query and a key that see each other. Launch: one block of 1024.
 __global__ void __launch_bounds__(1024) thd_plan_pairs(u64* __restrict__ pairs, const int2* __restrict__ key_ranges,
                                                        int num_rows) {
   __shared__ u64 of_warp[kWarp];
@@ -408,10 +430,12 @@ __global__ void __launch_bounds__(1024) thd_plan_pairs(u64* __restrict__ pairs, 
   if (threadIdx.x == 0) *pairs = mine;
 }
 
-// Tiles of one side in two parts, which are done one after the other. tiles (2, count): their two orders; second
-// (count): whether a tile is of the second part. parts: both orders of the num_first tiles of the first part, then both
-// of the others; in a part, tiles follow each other as they did. One warp counts those before a tile. Launch: grid
-// (blocks, 2), one warp a tile of an order.
+// Divides the tiles of one side into two parts that are computed one after the other, and keeps their orders. One warp
+// counts the tiles that come before its tile.
+//
+// tiles (2, count): both orders. second (count): whether a tile belongs to the second part.
+// parts: both orders of the num_first tiles of the first part, then both of the second part.
+// Launch: grid (blocks, 2), one warp per tile of an order.
 __global__ void thd_plan_parts(int* __restrict__ parts, const int* __restrict__ tiles, const int* __restrict__ second,
                                int count, int num_first) {
   const int i = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp, k = blockIdx.y;

@@ -1,13 +1,14 @@
-// The keys and values that a KVCache keeps of every seq: seq t has lengths[t] rows, from row t * capacity on. A seq
-// that does not fit is never cut: its length becomes capacity + 1, and stays so.
+// Writes keys and values into a KV cache. Sequence s has lengths[s] rows from row s * capacity on. A sequence that does
+// not fit is never truncated: its length becomes capacity + 1 and stays so.
 
 #pragma once
 
 #include "kernels.cu"
 
-// Writes new rows, (num_seqs * new_rows, ..), after those of their texts, counts them, and says which keys they see
-// as queries: key_ranges (num_seqs * new_rows), by the mask's rule on positions; nothing, in a seq that does not fit.
-// left, right: window, -1 = unlimited; causal is right = 0. pitch: 16-byte words per row.
+// Appends new rows (num_seqs * new_rows, ..) to their sequences, and counts them. It also writes which keys the new
+// rows see as queries, by the mask's rule on positions. They see none in a sequence that does not fit.
+//
+// key_ranges (num_seqs * new_rows); left, right: window, -1 = unlimited; pitch: 16-byte words per row
 // Launch: early, grid num_seqs, block 256.
 __global__ void __launch_bounds__(256) thd_cache_append(
     uint4* __restrict__ k_cache, const uint4* k, int k_pitch, uint4* __restrict__ v_cache,
@@ -32,9 +33,9 @@ __global__ void __launch_bounds__(256) thd_cache_append(
   if (threadIdx.x == 0) lengths[seq] = length;
 }
 
-// Copies the sequences of a pack, in sequence order, to the texts of their numbers, which lose what they had. `wrong`:
-// 1 if the lengths that the offsets come from were, and so no seq fits; null: they are right.
-// Launch: grid ceil(max(num_rows, num_seqs) / 8), block 256: one warp a row. Bound by memory.
+// Copies the sequences of a pack, in sequence order, to the cached sequences of the same numbers, and replaces those.
+// wrong: 1 if the lengths of the pack were invalid, so that no sequence fits; null if they are valid.
+// Launch: grid ceil(max(num_rows, num_seqs) / 8), block 256, one warp per row. Bound by memory bandwidth.
 __global__ void __launch_bounds__(256) thd_cache_fill(
     uint4* __restrict__ k_cache, const uint4* __restrict__ k, int k_pitch, uint4* __restrict__ v_cache,
     const uint4* __restrict__ v, int v_pitch, int* __restrict__ lengths, const int* __restrict__ cu_seqlens,

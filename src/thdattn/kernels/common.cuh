@@ -1,4 +1,4 @@
-// What every file of device code builds on: element types, ranges of rows, small reductions.
+// What all device code uses: element types, ranges of rows, small reductions.
 
 #pragma once
 
@@ -11,17 +11,17 @@ struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 
 [[maybe_unused]] constexpr int kWarp = 32;
-[[maybe_unused]] constexpr int kNone = 0x7fffffff;                    // no other row in sight
-[[maybe_unused]] constexpr int kMaxRanks = 16;                        // whose memory a kernel can read
-[[maybe_unused]] constexpr int kChunks = 4096;                        // of a rank's rows, see meeting.cu
+[[maybe_unused]] constexpr int kNone = 0x7fffffff;                    // no further visible row
+[[maybe_unused]] constexpr int kMaxRanks = 16;                        // ranks whose memory a kernel can read
+[[maybe_unused]] constexpr int kChunks = 4096;                        // chunks of a rank's rows, see peer/exchange.cu
 CHECK_kMaxRanks;
 CHECK_kChunks;
 [[maybe_unused]] constexpr float kLog2e = 1.4426950408889634f;
 [[maybe_unused]] constexpr float kLn2 = 0.6931471805599453f;
 #define kInfinity __int_as_float(0x7f800000)
 
-// kernels/configs.py computes a launch's bytes of shared memory; a wrong number does not compile. An
-// error shows both numbers.
+// Compares the bytes of shared memory that kernels/configs.py computes with those of the kernel. A wrong number does
+// not compile, and the error shows both.
 template <int kFound, int kFromPython> constexpr bool same_bytes() {
   static_assert(kFound == kFromPython, "Python computes other bytes of shared memory than the kernel has");
   return true;
@@ -46,9 +46,9 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 pair) {
   return r;
 }
 
-// For kernels that are launched early (jit.launch_early): waits until all that was written before is there, and lets
-// the next one start, which so finds all but what is written here. What the kernel before may write is read behind it,
-// and is no `const T* __restrict__`: reads of such memory know no order.
+// Waits, in a kernel that is launched early (launch_early of jit/compiler.py), for everything that was written before,
+// and lets the next kernel start. The next kernel then sees all but what this one writes. Memory that the kernel before
+// may write must be read after this call and must not be `const T* __restrict__`, whose reads may be moved ahead.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
@@ -68,11 +68,11 @@ __device__ __forceinline__ void store_pair(float* p, float x, float y) { *(float
 __device__ __forceinline__ void store_pair(bf16* p, float x, float y) { *(u32*)p = pack<bf16>(x, y); }
 __device__ __forceinline__ void store_pair(f16* p, float x, float y) { *(u32*)p = pack<f16>(x, y); }
 
-// A range [x, y) of rows of the other side that a row sees; (0, 0) marks padding, and (-1, -1) every row of queries
-// where lengths were wrong.
+// A range [x, y) of rows of the other side that a row sees. (0, 0) marks padding. (-1, -1) marks every query row of a
+// plan whose lengths were invalid.
 __device__ __forceinline__ bool is_empty(int2 range) { return range.x >= range.y; }
-// What the row of an empty range has in out, and adds to its lse of -inf: 0 or, where lengths were wrong, NaN, as zeros
-// would pass for an answer. These are the bits of the range.
+// Returns what a row with an empty range writes to out, and adds to its lse of -inf: 0, or NaN if the lengths were
+// invalid. The result has the bits of the range.
 __device__ __forceinline__ float blank_of(int2 empty) { return __int_as_float(empty.x); }
 __device__ __forceinline__ bool contains(int2 range, int i) { return (u32)(i - range.x) < (u32)(range.y - range.x); }
 __device__ __forceinline__ bool touches(int2 range, int begin, int size) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ int2 range_of(const int2* ranges, int row, int num_ro
   return row < num_rows ? ranges[row] : make_int2(0, 0);
 }
 
-// Lanes that divide a row of so many elements, 16 bytes each.
+// Returns how many lanes divide a row of so many elements, 16 bytes each.
 constexpr int lanes_of(int columns) { return columns <= 64 ? 8 : columns <= 128 ? 16 : 32; }
 CHECK_lanes_of;
 
@@ -97,19 +97,20 @@ __device__ __forceinline__ float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// Merges the attention of a row over some keys (`these`) with that over others: *lse, of the others and -inf if there
-// was none, becomes that of all keys, and the attention over all is the sum of both times their shares. A whole warp
-// calls it, four lanes a row; where a row does not count, its shares are anything.
+// Merges a row's attention over some keys (`these`) with its attention over others. *lse is the log-sum-exp over the
+// others, -inf if there were none, and becomes that over all keys. The attention over all keys is the sum of both, each
+// times its weight. A whole warp calls it, with four lanes per row. Rows that do not count get arbitrary weights.
 struct Merge { float others, these; };
 __device__ __forceinline__ Merge merge_lse(float* lse, float mine, bool counts) {
   const float others = counts ? *lse : mine, top = fmaxf(others, mine);
   const float less = exp2_fast((fminf(others, mine) - top) * kLog2e), weight = 1.f / (1.f + less);
-  __syncwarp();                                       // all four have read it
+  __syncwarp();                                       // all four lanes have read it
   if (counts && threadIdx.x % 4 == 0) *lse = top + __log2f(1.f + less) * kLn2;
   return others < mine ? Merge{less * weight, weight} : Merge{weight, less * weight};
 }
 
-// Two neighbouring 16x8 blocks of accumulators, once rounded, are the A operand of one 16x16 block: no data moves.
+// Rounds accumulators to an operand. Two neighbouring 16x8 blocks of accumulators are laid out as the A operand of one
+// 16x16 block, so no data moves between lanes.
 template <typename T, int kFragments, int kBlocks>
 __device__ __forceinline__ void round_to_operand(u32 (&a)[kFragments][kBlocks / 2][4],
                                                  const float (&c)[kFragments][kBlocks][4]) {

@@ -1,14 +1,14 @@
-// What a softmax is taken of: logits, which follow from scores, the products of a query with keys, and a sink. Inside,
-// they are in powers of two. jit/structs.py fills Logits; with -inf, which hides a key, for a score, a logit is -inf.
+// Logits from scores, and attention sinks. A score is the product of a query with a key. Inside kernels, logits are in
+// powers of two. engines/cuda/softcap.py fills Logits. A score of -inf, which hides a key, gives a logit of -inf.
 //
-// exact(score): the logit.
-// way_for(farthest, hidden): of a warp, the quickest way to logits of scores no farther from 0 than each lane's
-// `farthest`, and of -inf, if some are `hidden`. With caps alone there are several:
-// go(way, work): calls work(logit, slope), which are logit(score) and, as below, slope(score, logit).
-// quick(score): the logit by kQuick, the quickest way, where no score is `beyond` it, which is above 0 then.
-// natural(score): the logit as users know it.
-// probability(score, minus_lse): of a row, whose -lse thd_attn_delta wrote as this kind of logits wants it.
-// slope(p, minus_lse): the derivative of the logit, divided by `scale`, where the probability is p.
+// exact(score)                the logit
+// quick(score)                the logit by the cheapest approximation, which holds where `beyond` is at most 0
+// way_for(farthest, hidden)   for a warp: the cheapest approximation that holds for scores up to `farthest` from 0 in
+//                             every lane, and for -inf if some are `hidden`
+// go(way, work)               calls work(logit, slope), the functions of that approximation
+// natural(score)              the logit as users know it, in powers of e
+// probability(score, minus_lse)   the probability, with -lse in the unit in which thd_attn_delta wrote it
+// slope(p, minus_lse)         the derivative of the logit divided by `scale`, where the probability is p
 
 #pragma once
 
@@ -16,7 +16,7 @@
 
 template <bool kCaps> struct Logits;
 
-// score * scale; minus_lse is in the unit of scores.
+// Logits that are score * scale. minus_lse is in the unit of scores.
 template <> struct Logits<false> {
   float scale;
   __device__ __forceinline__ float exact(float score) const { return score * (scale * kLog2e); }
@@ -28,8 +28,8 @@ template <> struct Logits<false> {
   __device__ __forceinline__ float slope(float, float) const { return 1.f; }
 };
 
-// How far the least of these is below 0; where none is, no more than 0. As integers they are compared three at a time,
-// in two chains, as each comparison waits for the one before.
+// Returns how far the smallest number is below 0, or a number not above 0 if none is. Floats are compared as integers,
+// three at a time, in two chains, because each comparison waits for the one before.
 template <int kBlocks> __device__ __forceinline__ float depth(const float (&x)[kBlocks][4]) {
   u32 least[2] = {};
   #pragma unroll
@@ -38,7 +38,7 @@ template <int kBlocks> __device__ __forceinline__ float depth(const float (&x)[k
                                 __float_as_uint(x[i / 2][i % 2 * 2 + 1]));
   return -__uint_as_float(max(least[0], least[1]));
 }
-// How far any of these is from 0.
+// Returns how far the farthest number is from 0.
 template <int kBlocks> __device__ __forceinline__ float distance(const float (&x)[kBlocks][4]) {
   int most[2] = {};
   #pragma unroll
@@ -48,7 +48,7 @@ template <int kBlocks> __device__ __forceinline__ float distance(const float (&x
   return fmaxf(__int_as_float(max(most[0], most[1])), depth(x));
 }
 
-// An odd polynomial that is the logit where no score is farther from 0 than `reach`.
+// An odd polynomial that approximates the logit for scores at most `reach` from 0.
 template <int kTerms> struct Curve {
   float reach, coefficients[kTerms];
   __device__ __forceinline__ float operator()(float score) const {
@@ -60,14 +60,14 @@ template <int kTerms> struct Curve {
   }
 };
 
-// cap * tanh(score * scale / cap); minus_lse is in powers of two.
+// Logits that are cap * tanh(score * scale / cap). minus_lse is in powers of two.
 //
-// Hardware has tanh with an error of 2^-11, which a cap of 50 makes one of several percent in a probability; so it is a
-// polynomial, of the fewer terms the farther scores are below the cap, and exponentials take over at it, beyond the
-// reach of the longest one. Those whose last term rises, of three and of five, make -inf, which hides a key, of -inf.
+// The hardware's tanh has an error of 2^-11. With a cap of 50, that is several percent of a probability. So polynomials
+// approximate tanh, with fewer terms the farther scores are below the cap. Beyond the reach of the longest polynomial,
+// exponentials take over (kTanh). The last terms of three and five are positive, so that they map -inf to -inf.
 template <> struct Logits<true> {
   static constexpr int kQuick = 2, kTanh = 0;         // a way is the number of its terms
-  float scale, cap, inverse_cap, doubled, slopes[2];  // slopes, beside `two`: slopes[0] + slopes[1] score^2
+  float scale, cap, inverse_cap, doubled, slopes[2];  // slopes, for `two`: slopes[0] + slopes[1] score^2
   Curve<2> two;
   Curve<3> three;
   Curve<5> five;
@@ -76,7 +76,7 @@ template <> struct Logits<true> {
   }
   __device__ __forceinline__ float quick(float score) const { return two(score); }
   __device__ __forceinline__ float beyond(float farthest) const { return farthest - two.reach; }
-  // Whatever the score is, with an error of a few 2^-24 of the cap.
+  // Returns the logit of any score, with an error of a few 2^-24 of the cap.
   __device__ __forceinline__ float at(float score) const {
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + exp2_fast(score * doubled)));
@@ -105,14 +105,15 @@ template <> struct Logits<true> {
   __device__ __forceinline__ float slope_at(float logit) const {
     return __saturatef(fmaf(logit * logit, -(inverse_cap * inverse_cap), 1.f));
   }
-  // From the probability, as nobody has kept the score. Of a hidden key, where p is 0, it is 0.
+  // Computes the slope from the probability, as no kernel has kept the score. It is 0 for a hidden key, where p is 0.
   __device__ __forceinline__ float slope(float p, float minus_lse) const {
     return slope_at(log2_fast(p) - minus_lse);
   }
 };
 CHECK_Logits;
 
-// What a sink, one more logit of a row without a value, makes of the lse of its keys, and their share beside it.
+// Adds a sink to a row: one more logit without a value. Returns the new lse, and the weight of the keys beside the
+// sink.
 struct JoinedSink { float lse, keys_weight; };
 __device__ __forceinline__ JoinedSink join_sink(float lse, float sink) {
   const float top = fmaxf(lse, sink), less = exp2_fast((fminf(lse, sink) - top) * kLog2e);

@@ -4,12 +4,12 @@
 
 #include "kernels/common.cuh"
 
-// What query rows give to the gradient of the sink of their head: -exp(sink - lse) * rowsum(dout * out), as a sink has
-// a logit and no value. A thread block adds up every gridDim.y-th group of rows of one head, kLanes lanes a row, always
-// in the same order. Bound by memory.
+// Adds the terms of query rows to the gradient of their head's sink: -exp(sink - lse) * rowsum(dout * out). A thread
+// block adds every gridDim.y-th group of rows of one head, with kLanes lanes per row, always in the same order. Bound
+// by memory bandwidth.
 //
-// out, dout (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows), with the sinks; rows where it is -inf are not read
-// sinks (num_heads,); partials (gridDim.y, num_heads), of which the sum is the gradient
+// out, dout (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows), sinks included; rows with lse = -inf are not read
+// sinks (num_heads,); partials (gridDim.y, num_heads), which sum to the gradient
 // Launch: grid (num_heads, parts), block 256.
 template <typename T, int kVHeadDim>
 __global__ void __launch_bounds__(256) thd_attn_sinks_grad(

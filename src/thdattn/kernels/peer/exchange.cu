@@ -1,26 +1,26 @@
-// What ranks have for each other, offered, awaited and put to its places by one kernel, for calls that have nothing
-// else to do meanwhile. No copy engine is started and no flag awaited between launches, which takes 10 us each.
+// All-gather and all-to-all over peer memory. One kernel writes, waits for and reads what ranks exchange, for calls
+// that overlap no compute. It starts no copy engine, and waits for no flag between launches, each of which costs 10 us.
 //
-// A payload is what travels: `count` chunks of what every rank has for every other one, at least one and as many on all
-// ranks. A warp writes a chunk to where other ranks read it (`offer`), or puts one of a rank, this one's own too, to
-// its place (`place`). Where others read is their own memory, unless they read again later what is offered: a GPU
-// writes into another one's memory without waiting for answers, which it does where it reads there.
+// A payload is what travels. It has `count` chunks for every pair of ranks: at least one, and the same number on all
+// ranks. A warp writes a chunk to where other ranks read it (`offer`), or copies a chunk of one rank, also of its own,
+// to its place (`place`). Chunks are written to the reader's memory unless they are read again later. A GPU writes to
+// another one's memory without waiting for answers, but does wait when it reads there.
 //
-// A rank may write there once all ranks, not only the one whose memory it is, have said that they have taken what was
-// there before: each says so when it reads nothing of that turn any more, in nobody's memory.
+// A rank may write to another one's memory once all ranks have said that they took what was there before. It does not
+// wait for the owner of the memory alone. Each rank says so when it reads nothing more of that turn from any memory.
 
 #pragma once
 
 #include "kernels.cu"
 
-// Flags of one rank in the memory of another one: 1, or 0 once they were awaited. ready, taken: see comm/windows.py;
-// offered: of each of its chunks.
+// Flags of one rank in the memory of another. A flag is 1, or 0 after somebody waited for it. ready, taken: see
+// comm/peer/windows.py. offered: one for each of its chunks.
 struct RankFlags { u32 ready[16], taken[16], offered[kChunks]; };
 CHECK_RankFlags;
 
-// Where this rank meets the others. theirs: its flags in the memory of each; mine: those of all ranks in its own;
-// counts: of the blocks that may offer and of those that are done, 0 between calls; takes: whether this rank reads
-// nothing of what was offered after this kernel.
+// Where this rank exchanges with the others. theirs: this rank's flags in the memory of each rank. mine: the flags of
+// all ranks in its own. counts: thread blocks that may offer, and those that are done; 0 between calls. takes: whether
+// this rank reads nothing of what was offered after this kernel.
 struct PeerExchange { RankFlags *theirs[kMaxRanks], *mine; u32* counts; int rank, num_ranks, takes; };
 CHECK_PeerExchange;
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ void wait_for(const u32* flag) {
   do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory"); while (found != 1);
 }
 
-// Whether as many have come here with this call. Asked by one thread of each, after what it did.
+// Tests whether all `of` callers have come here with this call. One thread of each calls it, after its work.
 __device__ __forceinline__ bool is_last(u32* count, int of) {
   __threadfence();
   if (atomicAdd(count, 1) != of - 1) return false;
@@ -43,9 +43,9 @@ __device__ __forceinline__ bool is_last(u32* count, int of) {
 
 // ------------------------------------------------------------------------------------------------ keys of all ranks
 
-// Rows as those of thd_reorder<false>, of which `from` has one part for every other rank. What is at `own`, num_rows
-// rows, at least one, all `pitch` words of them, is offered at one place for each rank, or at one for all: the others
-// are null. rank_order (num_ranks * num_rows).
+// Keys and values of all ranks. `from` has one part for every other rank, as in thd_reorder<false>. This rank offers
+// its num_rows rows (at least one) at `own`, with all `pitch` words of each. `to` has a destination for each rank, or
+// one for all ranks; the others are null. rank_order (num_ranks * num_rows).
 struct AllGather {
   Rows keys, values;
   uint4* to[2][kMaxRanks];                                             // of keys, of values
@@ -53,7 +53,7 @@ struct AllGather {
   const int2* query_ranges;
   int num_rows;
 
-  // A chunk is so many rows one after another.
+  // A chunk is `each` consecutive rows.
   __device__ __forceinline__ int each() const { return (num_rows + kChunks - 1) / kChunks; }
   __device__ __forceinline__ int count() const { return (num_rows + each() - 1) / each(); }
   __device__ __forceinline__ int begin(int chunk) const { return chunk * each(); }
@@ -70,7 +70,7 @@ struct AllGather {
     }
   }
 
-  // The first `words` of each row to its place in sequence order.
+  // Copies the first `words` of each row to its place in sequence order.
   __device__ __forceinline__ void place(const PeerExchange& exchange, int rank, int chunk) const {
     const bool own = rank == exchange.rank;
     const uint4 *const k = own ? keys.own : keys.from[rank], *const v = own ? values.own : values.from[rank];
@@ -90,9 +90,10 @@ CHECK_AllGather;
 
 constexpr int kMaxSlices = 6;
 CHECK_kMaxSlices;
-constexpr u32 kLine = 128;                                             // bytes; chunks begin at multiples of so many
+constexpr u32 kLine = 128;                                             // bytes; chunks begin at multiples of it
 
-// What an array has for each rank, or gets from it: `rows` times so many words, one every `pitch`.
+// What an array has for each rank, or gets from each: `rows` times words[rank] words, with `pitch` words from one row
+// to the next.
 template <typename Word> struct SliceSpec {
   Word* of[kMaxRanks];
   int words[kMaxRanks], rows, pitch;
@@ -101,8 +102,8 @@ template <typename Word> struct SliceSpec {
 };
 CHECK_SliceSpec;
 
-// The words of a slice for one rank, by number: less than 2^31 of them, at least one. A product takes the place of a
-// division: it is rounded down, at most by one too much.
+// Addresses of the words of a slice for one rank, by number. A slice has at least one and fewer than 2^31 words. A
+// multiplication replaces the division: it rounds down by at most one.
 template <typename Word> struct Words {
   Word* begin;
   u32 words, inverse;
@@ -116,7 +117,7 @@ template <typename Word> struct Words {
   }
 };
 
-// A warp copies the words [begin, end), four a lane at a time, from and to where two functions say that they are.
+// Copies the words [begin, end) with a warp, four per lane at a time. Two functions return the addresses.
 template <typename Word, typename From, typename To>
 __device__ __forceinline__ void move_words(u32 begin, u32 end, From from, To to) {
   for (u32 i = begin + threadIdx.x % kWarp; i < end; i += 4 * kWarp) {
@@ -134,11 +135,12 @@ __device__ __forceinline__ void move_words(u32 begin, u32 end, From from, To to)
   }
 }
 
-// Every rank's slices of some arrays, and where those of all ranks come to. A message, what one rank has for another,
-// is its slices of all arrays, one behind another: this rank's to each rank begins at `to`, in the memory of that one,
-// and that of each rank at `from`, in its own. What this rank has for itself goes to its place at once.
+// Every rank's slices of some arrays, and where the slices of all ranks go. A message is what one rank has for another:
+// its slices of all arrays, one after another. This rank's message to each rank begins at `to`, in that rank's memory.
+// The message from each rank begins at `from`, in this rank's memory. What a rank has for itself is copied to its place
+// at once.
 //
-// Words may be narrower on one of two ranks: chunks are of the same bytes.
+// Words may be narrower on one of two ranks, as chunks have the same bytes.
 template <typename Word> struct AllToAll {
   SliceSpec<Word> out[kMaxSlices], in[kMaxSlices];
   Word *to[kMaxRanks], *from[kMaxRanks];
@@ -146,8 +148,8 @@ template <typename Word> struct AllToAll {
 
   __device__ __forceinline__ int count() const { return num_chunks; }
 
-  // Calls move(c, first, last, begin) for each array of which the chunk of a message has words: array c, the words
-  // [first, last) of its slice, which begins at this word of the message.
+  // Calls move(c, first, last, begin) for each array of which the chunk of a message has words. c is the array, [first,
+  // last) are the words of its slice, and `begin` is the word of the message where the slice begins.
   template <typename Move>
   __device__ __forceinline__ void each(const SliceSpec<Word>* slices, int rank, int chunk, Move move) const {
     u32 total = 0;
@@ -186,26 +188,26 @@ CHECK_AllToAll;
 
 // ------------------------------------------------------------------------------------------------ the kernel
 
-// Warps offer this rank's chunks.
+// Offers this rank's chunks.
 template <typename Payload>
 __device__ __forceinline__ void offer_all(const Payload& payload, const PeerExchange& exchange, int count, int warp, int warps) {
   const int lane = threadIdx.x % kWarp, per_block = blockDim.x / kWarp;
   if (warp / per_block * per_block >= count) return;                   // no warp of this block has a chunk
   if (threadIdx.x < exchange.num_ranks) wait_for(exchange.mine[threadIdx.x].taken);
   __syncthreads();
-  // Nobody says again that it has taken all before all chunks were offered, and the first warp of every block that
-  // counts has one.
+  // Nobody says again that it has taken everything before all chunks were offered. The first warp of every block that
+  // is counted has a chunk.
   if (threadIdx.x == 0 && is_last(&exchange.counts[0], (min(warps, count) + per_block - 1) / per_block))
     for (int rank = 0; rank < exchange.num_ranks; ++rank) exchange.mine[rank].taken[0] = 0;
   for (int chunk = warp; chunk < count; chunk += warps) {
     payload.offer(exchange, chunk);
-    __syncwarp();                                                      // the flag comes behind what all lanes wrote
+    __syncwarp();                                                      // the flag comes after what all lanes wrote
     if (lane < exchange.num_ranks && lane != exchange.rank) put(&exchange.theirs[lane]->offered[chunk], 1);
   }
 }
 
-// Warps put the chunks of all ranks to their places: first those of this one, while others' are on their way, then
-// those, as they are offered.
+// Copies the chunks of all ranks to their places. A warp begins with its own rank's chunks, while others arrive, and
+// then takes those as they are offered.
 template <typename Payload>
 __device__ __forceinline__ void collect_all(const Payload& payload, const PeerExchange& exchange, int count, int warp,
                                             int warps) {
@@ -217,16 +219,16 @@ __device__ __forceinline__ void collect_all(const Payload& payload, const PeerEx
         wait_for(&exchange.mine[rank].offered[chunk]);
         exchange.mine[rank].offered[chunk] = 0;
       }
-      __syncwarp();                                                    // all lanes read behind the flag
+      __syncwarp();                                                    // all lanes read after the flag
       payload.place(exchange, rank, chunk);
     }
 }
 
-// All ranks call it with cargoes of one kind. Blocks of even numbers offer, those of odd numbers collect: a block waits
-// only for one of other ranks whose number is less than its own, so that all come to an end wherever blocks start in
+// Exchanges a payload. All ranks call it with payloads of one kind. Blocks with even numbers offer, and those with odd
+// numbers collect. A block waits only for blocks of other ranks with smaller numbers, so all finish if blocks start in
 // the order of their numbers. Bound by the links.
 //
-// marks: two numbers of the watchdog, the first one written at the beginning and the second one at the end; null: none
+// marks: two numbers of the watchdog, written at the beginning and at the end; null if there is no watchdog
 // Launch: grid (any even number, the same on all ranks), block 512.
 template <typename Payload>
 __global__ void __launch_bounds__(512, 2) thd_peer_exchange(

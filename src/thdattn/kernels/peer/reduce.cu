@@ -1,22 +1,23 @@
-// What ranks have computed of the same rows, added up where it lies: in this GPU's memory, or in theirs.
+// Adds the partial sums that several ranks have of the same rows, from this GPU's memory or from that of others.
 
 #pragma once
 
 #include "kernels/common.cuh"
 
-// Where each rank's partial of two arrays begins: in memory of this GPU, or of another one that is mapped here.
+// Where each rank's partial sums of two arrays begin: in this GPU's memory, or in that of another one, mapped here.
 struct Partials { const float4* of[2][kMaxRanks]; };
 CHECK_Partials;
 
-// out = the sum of the ranks' partials, added in the order of ranks, so that every run makes the same bits, and rounded
-// once; two arrays (dk and dv) in one launch. One thread makes a word of 8 elements. Bound by memory, or by the links.
+// Sums the ranks' partial sums of two arrays (dk and dv) in one launch: in the order of ranks, so that every run gives
+// the same bits, and rounded once. One thread computes 8 elements. Bound by memory bandwidth, or by the links.
 //
-// partials (any, 8 * words): fp32, in which row t of out is row rows[t], -1: the rank has no partial; without `rows`, row t
-// rows: (num_rows,) for all ranks, or (num_ranks, num_rows), and rows_pitch is 0, or num_rows
-// own: -1, and partials has a place for every rank; or the rank whose partials are at the second place, all others' at the
-// first one
-// out (num_rows, 8 * words), between whose rows lie `pitch` words; 0 where no rank has a partial; with `own`, a row of
-// which that rank alone has a partial stays as it is
+// partials (any, 8 * words): fp32, where row rows[t] belongs to row t of out (-1: the rank has none); without `rows`,
+// row t
+// rows: (num_rows,) for all ranks with rows_pitch = 0, or (num_ranks, num_rows) with rows_pitch = num_rows
+// own: -1 if `partials` has a place for every rank; or this rank, whose rows are at the second place, and all others'
+// at the first
+// out (num_rows, 8 * words), with `pitch` words from row to row: 0 where no rank has a row; with `own`, rows that only
+// this rank has are not written
 // Launch: grid (any, 2), block 256.
 template <typename T>
 __global__ void __launch_bounds__(256) thd_peer_reduce(uint4* __restrict__ out0, int words0, int pitch0,
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(256) thd_peer_reduce(uint4* __restrict__ out0,
     for (int rank = 0; is_done && rank < num_ranks; ++rank)
       is_done = rank == own || rows[(size_t)rank * rows_pitch + t] < 0;
     if (is_done) continue;
-    float4 a = make_float4(-0.f, -0.f, -0.f, -0.f), b = a;  // as -0 + x is x, bit by bit
+    float4 a = make_float4(-0.f, -0.f, -0.f, -0.f), b = a;  // -0, as -0 + x is x bit by bit
     bool found = false;
     for (int rank = 0; rank < num_ranks; ++rank) {
       const int row = rows ? rows[(size_t)rank * rows_pitch + t] : t;

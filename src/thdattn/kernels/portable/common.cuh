@@ -1,5 +1,5 @@
-// What the portable attention kernels share (sm_80 and later): the instructions mma.sync m16n8k16, ldmatrix and
-// cp.async (PTX ISA 9.7), what a tile of rows sees, and tiles in shared memory.
+// What the portable attention kernels share (sm_80 and later): mma.sync m16n8k16, ldmatrix and cp.async (PTX ISA 9.7),
+// what a tile of rows sees, and tiles in shared memory.
 
 #pragma once
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], const void* row
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
 
-// Asynchronous copies to shared memory; they write zeros instead where `valid` is false.
+// Asynchronous copies to shared memory. They write zeros if `valid` is false.
 __device__ __forceinline__ void copy_async_16(void* dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(shared_address(dst)), "l"(src), "r"(valid ? 16 : 0));
@@ -40,7 +40,7 @@ __device__ __forceinline__ void copy_async_4(void* dst, const void* src, bool va
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;"); }
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group 0;"); }
-// All but the kPending copies that were committed last have arrived.
+// Waits until all but the kPending groups of copies that were committed last have arrived.
 template <int kPending>
 __device__ __forceinline__ void copies_wait_but() { asm volatile("cp.async.wait_group %0;" :: "n"(kPending)); }
 
@@ -55,16 +55,16 @@ __device__ __forceinline__ void add_to_global(float* p, float x, float y) {
 
 // ------------------------------------------------------------------------------------------------ ranges
 
-// Whether any of this warp's kRows rows sees one of the rows [begin, begin + size).
+// Tests whether one of this warp's kRows rows sees one of the rows [begin, begin + size).
 template <int kRows>
 __device__ __forceinline__ bool any_touches(const int2* ranges, int begin, int size) {
   return __any_sync(0xffffffffu, touches(ranges[threadIdx.x % kRows], begin, size));
 }
 
-// What the rows of one tile see of the other side: the first row in sight, and the rows [all.x, all.y) that every row
-// that counts sees. Each thread brings the range of one row, and threads beyond the tile an empty one.
+// What the rows of a tile see of the other side: the first visible row, and the range [all.x, all.y) that every row
+// sees that counts. Each thread contributes the range of one row; threads beyond the tile contribute an empty one.
 //
-// All threads publish, wait at a barrier, and then read; they wait at another barrier before they publish again.
+// All threads publish, synchronise, and then read. They synchronise again before they publish again.
 template <int kWarps>
 struct Sight {
   int minima[3][kWarps];
@@ -95,13 +95,13 @@ struct Sight {
 
 // ------------------------------------------------------------------------------------------------ tiles
 
-// A row of a tile in shared memory has kCols + 8 elements: the 16 bytes of padding put the 8 rows of an ldmatrix into
-// different banks for every head dim, without address arithmetic.
+// A row of a tile in shared memory has kCols + 8 elements. The 16 bytes of padding put the 8 rows of an ldmatrix into
+// different banks for every head dim, without a swizzle.
 [[maybe_unused]] constexpr int kPad = 8;
 CHECK_kPad;
 
-// Starts to copy kRows rows of one head. Rows outside the buffer and rows with an empty range become zeros; a caller
-// that knows that there are none says all_valid, which saves reading the ranges.
+// Starts to copy kRows rows of one head. Rows outside the buffer and rows with an empty range become zeros. all_valid:
+// the caller knows that there are none, so the ranges are not read.
 template <typename T, int kRows, int kCols, int kThreads>
 __device__ __forceinline__ void load_tile(T* tile, const T* head, u32 row_stride, int first, int num_rows,
                                           const int2* ranges, bool all_valid) {
@@ -116,8 +116,8 @@ __device__ __forceinline__ void load_tile(T* tile, const T* head, u32 row_stride
   }
 }
 
-// product[i][j] = a[i] . b[j] over kDim columns: 16 * kFragments rows of a, which are this warp's, and 8 * kBlocks rows
-// of b.
+// product[i][j] = a[i] . b[j] over kDim columns, for 16 * kFragments rows of a, which belong to this warp, and 8 *
+// kBlocks rows of b.
 template <typename T, int kDim, int kFragments, int kBlocks>
 __device__ __forceinline__ void dot_rows(float (&product)[kFragments][kBlocks][4], const T* a, const T* b) {
   static_assert(kDim % 16 == 0, "a matrix instruction takes 16 columns");
@@ -149,8 +149,8 @@ __device__ __forceinline__ void dot_rows(float (&product)[kFragments][kBlocks][4
   }
 }
 
-// acc += weights . b. The weights, 16 * kFragments rows and 16 * kDepth columns, are in registers; b, 16 * kDepth rows
-// that are kPitch elements apart, of which 8 * kBlocks columns are taken, is in shared memory.
+// acc += weights . b. The weights (16 * kFragments rows by 16 * kDepth columns) are in registers. b is in shared
+// memory: 16 * kDepth rows that are kPitch elements apart, of which 8 * kBlocks columns are used.
 template <typename T, int kPitch, int kFragments, int kDepth, int kBlocks>
 __device__ __forceinline__ void add_weighted_rows(float (&acc)[kFragments][kBlocks][4],
                                                   const u32 (&weights)[kFragments][kDepth][4], const T* b) {
