@@ -1,5 +1,5 @@
-// What the Hopper kernels (sm_90a) share: TMA, mbarriers and wgmma, tiles in shared memory, and the scheduler. Python
-// writes the wrappers of wgmma (kernels/generated.py).
+// What the Hopper kernels (sm_90a) share: TMA, mbarriers, wgmma, tiles in shared memory, and the scheduler.
+// kernels/generated.py writes the wrappers of wgmma.
 
 #pragma once
 
@@ -27,15 +27,15 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
                "wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra wait; }" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
-// Copies a box to shared memory: a slab of columns of one head, as many rows as the map says. What lies outside the
-// tensor arrives as zeros.
+// Copies a box to shared memory: one slab of columns of one head, with as many rows as the map says. Elements outside
+// the tensor arrive as zeros.
 __device__ __forceinline__ void copy_box(void* dst, const TensorMap* map, int column, int head, int row, u64* barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%2, %3, %4}], [%5];"
                :: "r"(shared_address(dst)), "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier))
                : "memory");
 }
-// The same for what is not read again: it is the first to leave the L2 cache.
+// Copies a box that is not read again: it is the first to leave the L2 cache.
 __device__ __forceinline__ void copy_box_once(void* dst, const TensorMap* map, int column, int head, int row,
                                               u64* barrier) {
   asm volatile("{ .reg .b64 policy;\n"
@@ -61,17 +61,17 @@ __device__ __forceinline__ void add_bulk(float* dst, const void* src, int bytes)
                :: "l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void add_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until what was stored and added so far has been read from shared memory, or (add_wait) until it has arrived.
+// Waits until the stores and additions so far have read shared memory, or (add_wait) have arrived in global memory.
 __device__ __forceinline__ void add_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void add_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Makes what this thread wrote to shared memory visible to wgmma and to bulk copies.
+// Makes this thread's writes to shared memory visible to wgmma and to bulk copies.
 __device__ __forceinline__ void publish_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Stores the fragments of an operand as four 8x8 blocks; lane l gives the address of row l % 8 of block l / 8.
+// Stores the fragments of an operand as four 8x8 blocks. Lane l gives the address of row l % 8 of block l / 8.
 __device__ __forceinline__ void store_matrices(void* row, const u32 (&a)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                :: "r"(shared_address(row)), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
 }
-// Reads four 8x8 blocks as the fragments of an operand; addresses as for store_matrices.
+// Loads four 8x8 blocks as the fragments of an operand. Addresses are as for store_matrices.
 __device__ __forceinline__ void load_matrices(u32 (&a)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(shared_address(row)) : "memory");
@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_matrices(u32 (&a)[4], const void* row) {
 
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Fixes the point in the program where the values are ready: the compiler keeps volatile asm in order, but not the
+// Fixes the point in the program where the values are ready. The compiler keeps volatile asm in order, but not the
 // arithmetic around it.
 template <int kBlocks>
 __device__ __forceinline__ void pin(float (&values)[kBlocks][4]) {
@@ -99,15 +99,16 @@ template <int kRegisters> __device__ __forceinline__ void registers_give() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
 }
 
-// Warp and lane of this thread, computed where they are needed, as there are no registers to keep them in.
+// Returns warp (of the warpgroup) and lane of this thread. They are computed where they are needed, as there are no
+// registers to keep them.
 struct Me { int warp, lane; };
 __device__ __forceinline__ Me me() {
   u32 thread;                                         // unsigned, as signed divisions take more than a shift
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return {(int)(thread / kWarp % 4), (int)(thread % kWarp)};
 }
-// The same value, of which the compiler no longer knows anything: it computes what follows from it where that is
-// needed, instead of keeping it.
+// Returns the same value, but hides it from the compiler, which then recomputes what follows from it instead of keeping
+// it in registers.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -116,7 +117,8 @@ __device__ __forceinline__ int opaque(int value) {
 // ------------------------------------------------------------------------------------------------ tiles
 
 // A tile is stored in slabs of 64 columns, with rows 128 bytes apart, in the 128-byte swizzle that TMA writes and wgmma
-// reads. Where 64 does not divide its columns, slabs have 32, rows are 64 bytes apart, and so the swizzle.
+// reads. If 64 does not divide the columns, slabs have 32 columns, and rows and swizzle have 64 bytes. tensor_map of
+// jit/tensor_map.py makes boxes of the same columns and swizzle.
 constexpr int kSlab = 64;
 constexpr int kRowBytes = 128;
 CHECK_kSlab;
@@ -133,7 +135,7 @@ __device__ __forceinline__ u64 descriptor(const void* tile, int slab_bytes) {
   return swizzle << 62 | (u64)(8 * kRowBytesOf<kCols> >> 4) << 32 | (u64)(slab_bytes >> 4) << 16 |
          (address & 0x3ffff) >> 4;
 }
-// Where in a row of a slab its 16 bytes number `vector` are.
+// Returns where the 16-byte vector number `vector` of a slab's row is stored, in bytes from the beginning of the row.
 template <int kCols> __device__ __forceinline__ int swizzled(int row, int vector) {
   return (vector ^ (kSlabOf<kCols> == kSlab ? row % 8 : row / 2 % 4)) * 16;
 }
@@ -148,9 +150,9 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const TensorMap* 
                                        barrier);
 }
 
-// The first operand of scores, 64 rows of a tile of kRows: the tile itself or, where there are registers left, its
-// fragments.
-// start: scores = or += these rows . k^T, with 8 * kBlocks rows of k, which are in a tile of kRowsK.
+// The first operand of scores: 64 rows of a tile of kRows, in shared memory or, if registers are left, as fragments.
+//
+// start: scores = or += these rows . k^T, with 8 * kBlocks rows of k from a tile of kRowsK rows.
 template <typename T, int kDim, int kRows, bool kInRegisters> struct ScoreRows {
   static_assert(kDim % 16 == 0, "a matrix instruction takes 16 columns");
   u64 rows;
@@ -207,8 +209,8 @@ __device__ __forceinline__ void begin_columns(float (&scores)[kBlocks][4], const
   pin(scores);
 }
 
-// Starts acc += weights . v: weights, 64 x 16 * kSteps, in registers, and as many rows of v, which are in a tile of
-// kRowsV. Without `add` the product replaces acc, whatever that was.
+// Starts acc += weights . v. The weights (64 x 16 * kSteps) are in registers. v has as many rows, from a tile of kRowsV
+// rows. Without `add`, the product replaces acc, whatever acc was.
 template <typename T, int kCols, int kRowsV, int kSteps>
 __device__ __forceinline__ void start_weighted_rows(float (&acc)[kCols / 8][4], const u32 (&weights)[1][kSteps][4],
                                                    const unsigned char* v, bool add = true) {
@@ -218,7 +220,7 @@ __device__ __forceinline__ void start_weighted_rows(float (&acc)[kCols / 8][4], 
     Wgmma<T, kCols>::template registers<1>(acc, weights[0][i], b + i * kRowBytesOf<kCols>, i > 0 || add);
 }
 
-// Four lanes hold a 4x4 block of words, a row each; after it, lane i holds column i.
+// Transposes a 4x4 block of words within a quad. Each lane holds a row before, and a column after.
 __device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
   const int lane = threadIdx.x % 4;
   #pragma unroll
@@ -232,9 +234,9 @@ __device__ __forceinline__ void transpose_in_quad(u32 (&x)[4]) {
       }
 }
 
-// Stores one (kHalf) of the two rows that this thread shares with its quad. The quad trades words so that every lane
-// stores 16 bytes. The store is asm, because a compiler short of registers makes four stores of it; the L2 cache need
-// not keep the row. A scale of 0 stores zeros, whatever the accumulators hold.
+// Stores one (kHalf) of the two rows that this thread shares with its quad. The quad exchanges words, so that every
+// lane stores 16 bytes. The store is asm, because a compiler that is short of registers splits it into four. The L2
+// cache need not keep the row. A scale of 0 stores zeros, whatever the accumulators hold.
 template <int kHalf, typename T, int kBlocks>
 __device__ __forceinline__ void store_row(T* row, const float (&acc)[kBlocks][4], float scale, bool exists) {
   static_assert(kBlocks % 4 == 0, "four blocks are stored at a time: columns of a row are a multiple of 32");
@@ -251,8 +253,8 @@ __device__ __forceinline__ void store_row(T* row, const float (&acc)[kBlocks][4]
   }
 }
 
-// A lane has two columns of every eight; neighbours trade those of blocks n and n + 1, so that each has four side by
-// side.
+// Four neighbouring columns per lane. A lane holds two columns of every eight. Neighbouring lanes exchange those of
+// blocks n and n + 1, so that each holds four columns side by side.
 __device__ __forceinline__ int first_of_four(int n) { return (n + me().lane % 2) * 8 + me().lane % 4 / 2 * 4; }
 template <int kHalf, int kBlocks>
 __device__ __forceinline__ float4 four_columns(const float (&acc)[kBlocks][4], int n, float scale) {
@@ -268,14 +270,14 @@ __device__ __forceinline__ float4 four_columns(const float (&acc)[kBlocks][4], i
 
 // ------------------------------------------------------------------------------------------------ scheduler
 
-// Flags of a tile of the other side: kLast, it is the last one in sight; for group c of 64 own rows, kSees << 2c, one
-// of them sees it, and kMasked << 2c, one of them does not see all of it.
+// Flags of a tile of the other side. kLast: it is the last visible one. For group c of 64 own rows: kSees << 2c, a row
+// of the group sees the tile; kMasked << 2c, a row of the group does not see all of it.
 constexpr u32 kLast = 1u << 31, kSees = 1, kMasked = 2;
 
-// The scheduler. Thread blocks are persistent and draw numbers of work from a counter; this says which tile of which
-// head a number is. Heads are done in groups of `together`, whose tensors share the L2 cache, and in a group all heads
-// of a tile come one after another. The last group, of `last_heads`, may be larger: it should last so long that its
-// longest tiles, which come first, end before the others do.
+// The scheduler. Thread blocks are persistent and draw numbers of work from a counter. This function maps a number to a
+// tile and a head. Heads are computed in groups of `together`, whose tensors share the L2 cache. Within a group, all
+// heads of a tile come one after another. The last group has `last_heads` heads and may be larger. It should last so
+// long that its longest tiles, which come first, end before the others do.
 struct WorkTile { int tile, head; };
 template <typename Order>
 __device__ __forceinline__ WorkTile scheduled_tile(int work, Order tile_order, int num_tiles, int num_heads,
@@ -287,11 +289,11 @@ __device__ __forceinline__ WorkTile scheduled_tile(int work, Order tile_order, i
   return {tile_order[in_group / heads], first + in_group % heads};
 }
 
-// Tells the compiler that all lanes have the same value. What follows from it is then kept in uniform registers, which
-// is where matrix products want their descriptors, instead of being moved there each time.
+// Tells the compiler that all lanes have the same value. Results then stay in uniform registers, where matrix products
+// need their descriptors, and are not moved there each time.
 __device__ __forceinline__ u32 uniform(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
 
-// A stage of a ring of buffers, and the parity to wait with on its barriers.
+// A stage of a ring of buffers, and the parity to wait for on its barriers.
 template <int kStages>
 struct Ring {
   u32 stage, parity;
@@ -299,11 +301,11 @@ struct Ring {
     stage = stage + 1 == kStages ? 0 : stage + 1;
     parity ^= stage == 0;
   }
-  // The stage of some steps ago, at most as many as there are stages.
+  // Returns the stage of some steps ago, at most as many as there are stages.
   __device__ __forceinline__ Ring back(u32 steps) const {
     return stage < steps ? Ring{stage + kStages - steps, parity ^ 1} : Ring{stage - steps, parity};
   }
-  // The stage in an array of twice as many, for what is still read while its buffer is filled again.
+  // Stages in an array of twice as many, for data that is still read while its buffer is filled again.
   __device__ __forceinline__ u32 double_stage() const { return stage + parity * kStages; }
   __device__ __forceinline__ u32 double_stage_to_fill() const { return stage + (parity ^ 1) * kStages; }
 };

@@ -1,5 +1,5 @@
-// The Hopper attention forward (sm_90a): a producer and its consumers, and at the end the kernel, thd_attn_fwd_sm90,
-// where to begin to read. softmax.cuh has what consumers make of scores.
+// The Hopper attention forward (sm_90a): a producer and its consumers. Begin to read at the end, with the kernel
+// thd_attn_fwd_sm90. softmax.cuh has the softmax of the consumers.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 #include "kernels/hopper/softmax.cuh"
 
 // What the producer tells the consumers of a query tile, and of each key tile. first, next: the flags of the key tile
-// that comes after it, known before that arrives, so that consumers do not wait for them between products; kLast where
-// there is none. word: the tile or, with kSplitKv, a packed KvSplit, of whose first part `work` is the number.
+// that comes next, so that consumers need not wait for its arrival between products; kLast if there is none. word: the
+// tile or, with kSplitKv, a packed KvSplit. work: the number of the tile's first split.
 struct QueryTile { int word, head; u32 first; int work; };
 struct KeyTile { int row; u32 next; };
 
@@ -26,7 +26,7 @@ struct ForwardShared {
   u64 q_full[kQStages], q_empty[kQStages];
   u64 k_full[kStages], k_empty[kStages];
   u64 v_full[kStages], v_empty[kStages];
-  QueryTile query_tile[2 * kQStages];                 // read after the queries are gone, as `range` is
+  QueryTile query_tile[2 * kQStages];                 // read after the queries are released, as `range` is
   KeyTile key_tile[kStages];
   int2 range[2 * kQStages][kTileM];                   // of the query rows; consumers are short of registers
 
@@ -40,16 +40,16 @@ struct ForwardShared {
   }
 };
 
-// row_heads: how many heads a row of q and out has, of which num_heads are done here.
+// row_heads: heads in a row of q and out, of which num_heads are computed here.
 struct ForwardSize { int q_rows, num_tiles, num_heads, group, together, last_heads, row_heads; };
 CHECK_ForwardSize;
 
-// Where the keys of tiles are divided (kSplitKv): what merge_splits needs, for every warp of every number of work.
+// Memory of merge_splits (kSplitKv), with a place for every warp of every number of work.
 struct KvPartials { float4* partials; u32* arrived; };
 CHECK_KvPartials;
 
-// The producer, one warp: loads every query tile of this block and the key tiles that it sees, keys one tile ahead of
-// values.
+// The producer, one warp. It loads every query tile of this thread block and the key tiles that it sees, with keys one
+// tile ahead of values.
 template <bool kSplitKv, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void produce_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, const TensorMap* map_q,
@@ -60,8 +60,8 @@ __device__ __forceinline__ void produce_forward(
   const int lane = threadIdx.x % kWarp, num_work = (kSplitKv ? tile_order[0] : size.num_tiles) * size.num_heads;
   Ring<kQStages> q_ring = {0, 1};
   Ring<kStages> k_ring = {0, 1}, v_ring = {0, 1};
-  // Behind the last word the order was not set, which initcheck reports; the loop below ends before it is used.
-  auto work_tile_of = [&](int work) {                 // of pieces without waiting for their number
+  // Behind the last split the order is not set, which initcheck reports. The loop below ends before it uses the value.
+  auto work_tile_of = [&](int work) {                 // with kSplitKv, read before the number of splits is known
     if (kSplitKv) return WorkTile{tile_order[1 + work / size.num_heads], work % size.num_heads};
     if (work >= num_work) return WorkTile{};
     return scheduled_tile(work, tile_order, size.num_tiles, size.num_heads, size.together, size.last_heads);
@@ -75,8 +75,8 @@ __device__ __forceinline__ void produce_forward(
     v_ring.advance();
   };
 
-  // The next number of work is drawn with the last key tile: early enough for its latency, and late enough that whoever
-  // is done first gets it. Whoever draws the last of all sets the counter back to zero.
+  // Draws the next number of work with the last key tile. That is early enough for its latency, and so late that the
+  // thread block that finishes first gets it. The thread block that draws the last number resets the counter to zero.
   int next_work = 0;
   auto draw_after = [&](int next_row) {
     if (next_row != kNone || lane > 0) return;
@@ -172,7 +172,7 @@ __device__ __forceinline__ void scale_rows(float (&acc)[kBlocks][4], float2 fact
 }
 
 // Merges one (kHalf) of the two rows that this thread shares with its quad: row = row * others_scale + acc * scale.
-// With a scale of 0 it stays as it is.
+// With a scale of 0 the row stays as it is.
 template <int kHalf, int kBlocks>
 __device__ __forceinline__ void merge_row(float* row, float others_scale, const float (&acc)[kBlocks][4], float scale) {
   #pragma unroll
@@ -186,8 +186,8 @@ __device__ __forceinline__ void merge_row(float* row, float others_scale, const 
   }
 }
 
-// Waits for so many cycles, until the consumer before has its first scores: consumers in step stay so, and all take
-// exponentials together while the tensor cores wait.
+// Waits for so many cycles, until the consumer before has its first scores. Consumers in step would stay so: all would
+// take exponentials at the same time, while the tensor cores wait.
 __device__ __forceinline__ void begin_in_turn(u32 cycles) {
   const u32 begin = clock();
   while ((u32)clock() - begin < cycles);
@@ -266,7 +266,7 @@ __device__ __forceinline__ void consume_forward(
       look_ahead();
       wgmma_wait<0>(score);
       add_scores();
-      bool pv_running = false;                        // the values two tiles back are being read
+      bool pv_running = false;                        // the values of two tiles back are being read
       ring.advance();
 
       u32 probability[1][kTileN / 16][4];
@@ -349,25 +349,28 @@ __device__ __forceinline__ void consume_forward(
   }
 }
 
-// Attention of query tiles over every key in their ranges, as thd_attn_fwd computes it, with wgmma and TMA.
+// Attention of query tiles over all keys in their ranges, with wgmma and TMA. It computes what thd_attn_fwd does.
 //
-// One persistent thread block per multiprocessor. One warp of its first warpgroup produces: it finds the key tiles that
-// the current query tile sees and starts the bulk copies, some tiles ahead, also for the next query tile, so that
-// consumers wait little between tiles. The other warpgroups consume: each owns 64 query rows and keeps their scores,
-// probabilities and output in registers, many of which the producer gives away. Exponentials take half as long as the
-// matrix products at head dim 128, and as long at 64; so each consumer takes them while its own product with values and
-// the other consumers' products run. Bound by the tensor cores and by exponentials.
+// One persistent thread block runs per multiprocessor. One warp of its first warpgroup is the producer. It finds the
+// key tiles that the current query tile sees, and starts the bulk copies some tiles ahead, also across query tiles, so
+// that consumers wait little between tiles. The other warpgroups are consumers. Each owns 64 query rows, and keeps
+// their scores, probabilities and output in registers, many of which the producer gives up. Exponentials take half as
+// long as the matrix products at head dim 128, and as long at 64. So they overlap the consumer's own product with
+// values and the products of the other consumers. Bound by the tensor cores and by exponentials.
 //
-// The contract is that of thd_attn_fwd, except that padding rows of k and v must hold finite numbers: a copy by tensor
-// map cannot leave rows out (the pipeline sets them to zero).
-// racecheck does not follow mbarriers: full ones order what the producer writes before reads, and empty ones, at which
-// every warp arrives once all its lanes have read, before the next fill; ranges have a second stage for late reads.
-// max_logits (all tiles of queries, num_heads, 4 * kConsumers)
-// maps of boxes of 64 * kConsumers rows of q, and of kTileN rows of k and v
-// tile_order: of some tiles or all, see scheduled_tile; counter: one int, zero, and zero again after the kernel
-// kSplitKv: tile_order is what thd_attn_split_kv_sm90 makes, and all heads of a word come one after another
-// Launch: grid at most tiles * num_heads and one block per multiprocessor, block 128 * (1 + kConsumers), shared memory
-// kSharedBytes.
+// The contract is that of thd_attn_fwd, except that padding rows of k and v must hold finite numbers: a TMA copy cannot
+// skip rows. The pipeline sets them to zero.
+//
+// racecheck does not follow mbarriers. A full barrier orders the producer's writes before reads. An empty barrier
+// orders reads before the next fill, as a warp arrives there once all its lanes have read. Ranges have a second stage
+// for late reads.
+//
+// max_logits (all query tiles, num_heads, 4 * kConsumers)
+// maps: boxes of 64 * kConsumers rows of q, and of kTileN rows of k and v
+// tile_order: some tiles or all, see scheduled_tile; counter: one int, zero, and zero again after the kernel
+// kSplitKv: tile_order comes from thd_attn_split_kv_sm90, and all heads of a split come one after another
+// Launch: grid at most tiles * num_heads and one thread block per multiprocessor, block 128 * (1 + kConsumers), shared
+// memory kSharedBytes.
 template <typename T, typename Out, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kTileN, int kConsumers,
           int kQStages, int kStages, bool kQInRegisters, bool kLazyRowMax, bool kSplitKv, int kSharedBytes>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
@@ -383,7 +386,7 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
-  constexpr bool kMost = kQInRegisters && kHeadDim > 128;  // of the registers
+  constexpr bool kMost = kQInRegisters && kHeadDim > 128;  // consumers take the most registers
   if (warpgroup == 0) {
     registers_give<kConsumers == 3 ? 32 : kMost ? 24 : 40>();
     if (threadIdx.x < kWarp)

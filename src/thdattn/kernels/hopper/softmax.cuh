@@ -1,21 +1,24 @@
-// The online softmax of the Hopper forward, and with capped logits the quickest right way to them.
+// The online softmax of the Hopper forward. With capped logits it chooses the cheapest valid approximation.
 
 #pragma once
 
 #include "kernels/hopper/common.cuh"
 
-// Online softmax of a thread's two rows, in powers of two. Probabilities are relative to a base that follows the row
-// maximum where that weighs more than what the thread has summed, and where it has grown by more than kSlack. Any base
-// gives the same quotient, sums stay far from overflow, and the accumulators rarely have to be rescaled. But only at
-// the base is a probability 1, which 16 bits hold without an error; so what most of an output is made of has to be
-// there.
-// kLazyRowMax: each thread finds by itself whether a base may have to follow: worth most where products are short.
+// Online softmax of a thread's two rows, in powers of two.
+//
+// Probabilities are relative to a base, which any value may be: the quotient is the same. The base follows the row
+// maximum only if that has grown by more than kSlack and outweighs what the thread has summed. So sums stay far from
+// overflow, and accumulators are rarely rescaled. At the base a probability is 1, which 16 bits hold exactly; so the
+// base must be near the keys that dominate an output.
+//
+// kLazyRowMax: each thread tests its own maximum, and the row's threads compare theirs only if a base may have to move.
+// This helps most if matrix products are short.
 template <bool kCaps, bool kLazyRowMax>
 struct Softmax {
   static constexpr float kSlack = 8.f, kNothingYet = -1e30f;
   Logits<kCaps> logits;
   float row_max[2] = {-kInfinity, -kInfinity}, base[2] = {kNothingYet, kNothingYet}, row_sum[2] = {};
-  float2 shrink;                                      // factor of what the rows have accumulated so far, if `rescale`
+  float2 shrink;                                      // factor for what the rows have accumulated, if `rescale`
   bool rescale;
 
   // Turns new scores into probabilities. depth: that of the scores before some were hidden, if kCaps.
@@ -32,12 +35,12 @@ struct Softmax {
     }
   }
 
-  // Mostly no base moves, and each thread finds so by itself: row_max is of its own columns, and the four threads of a
-  // row compare theirs only where a base may have to follow. So half of what the thread has summed is the limit here.
+  // Returns the largest logit with which the base need not move. It counts only what this thread has summed, a part of
+  // its row, so half of that is the limit.
   __device__ __forceinline__ float limit(int r) const {
     return fmaf(kSlack, __saturatef(fmaf(log2_fast(row_sum[r]), 1.f / kSlack, -1.f / kSlack)), base[r]);
   }
-  // Row maxima of new scores, whatever their signs, of all four threads of a row.
+  // Computes the row maxima of new scores of any sign, over all four threads of a row.
   template <int kBlocks>
   static __device__ __forceinline__ void reduce_peaks(float (&peak)[2], int2 top, const float (&score)[kBlocks][4]) {
     if (__any_sync(0xffffffffu, (top.x | top.y) < 0)) {
@@ -54,7 +57,7 @@ struct Softmax {
     float peak[2] = {__int_as_float(top.x), __int_as_float(top.y)};
     const float over = fmaxf(logits.exact(peak[0]) - limit(0), logits.exact(peak[1]) - limit(1));
     rescale = false;
-    if (!__all_sync(0xffffffffu, (top.x | top.y | ~__float_as_int(over)) >= 0)) {  // by their signs
+    if (!__all_sync(0xffffffffu, (top.x | top.y | ~__float_as_int(over)) >= 0)) {  // tests of their signs
       reduce_peaks(peak, top, score);
       follow(logits.exact(peak[0]), logits.exact(peak[1]));
     }
@@ -62,7 +65,7 @@ struct Softmax {
     weigh(score, [&](float s) { return logits.exact(s); });
   }
 
-  // The same, where mostly all scores are also in reach of the quickest way.
+  // Does the same for capped logits. Usually all scores are also within the reach of the cheapest approximation.
   template <int kBlocks>
   __device__ __forceinline__ void add_capped(float (&score)[kBlocks][4], float depth, bool hidden) {
     const int2 top = tops(score);
@@ -70,7 +73,7 @@ struct Softmax {
     const float farthest = fmaxf(fmaxf(peak[0], peak[1]), depth);
     const float over = fmaxf(fmaxf(logits.quick(peak[0]) - limit(0), logits.quick(peak[1]) - limit(1)),
                              logits.beyond(hidden ? kInfinity : farthest));
-    const bool usual = __all_sync(0xffffffffu, (top.x | top.y | ~__float_as_int(over)) >= 0);  // by their signs
+    const bool usual = __all_sync(0xffffffffu, (top.x | top.y | ~__float_as_int(over)) >= 0);  // tests of their signs
     int way = logits.kQuick;
     if (!usual) {
       reduce_peaks(peak, top, score);
@@ -88,7 +91,8 @@ struct Softmax {
       logits.go(way, [&](auto logit, auto) { follow_and_weigh(logit); });
   }
 
-  // The row maxima of new scores as integers, three at a time, where a row has a score that is not below 0.
+  // Returns the row maxima of new scores as integers, compared three at a time. They are valid if a score of the row is
+  // not below 0.
   template <int kBlocks> static __device__ __forceinline__ int2 tops(const float (&score)[kBlocks][4]) {
     int top[2] = {__float_as_int(score[0][0]), __float_as_int(score[0][2])};
     #pragma unroll
@@ -98,7 +102,7 @@ struct Softmax {
     return make_int2(top[0], top[1]);
   }
 
-  // Takes new scores into the row maxima.
+  // Raises the row maxima by new scores.
   template <int kBlocks>
   __device__ __forceinline__ void raise_tops(const float (&score)[kBlocks][4]) {
     const int2 top = tops(score);
@@ -112,7 +116,7 @@ struct Softmax {
 
   template <int kBlocks, typename Logit>
   __device__ __forceinline__ void weigh(float (&score)[kBlocks][4], Logit logit) {
-    if constexpr (kCaps) pin(score);                  // the compiler takes nothing out of several branches
+    if constexpr (kCaps) pin(score);                  // keeps the compiler from hoisting code out of the branches
     #pragma unroll
     for (int i = 0; i < 4 * kBlocks; ++i) {
       float& s = score[i / 4][i % 4];
@@ -121,8 +125,8 @@ struct Softmax {
     }
   }
 
-  // Moves the bases to the largest logits, where they have to follow: of the warp's rows those alone, as no row may
-  // change another's, and all four threads of a row.
+  // Moves bases to the largest logits where they must follow. No row may change another one's base, so only the rows of
+  // the warp that need it move, with all four of their threads.
   __device__ __forceinline__ void follow(float top0, float top1) {
     auto is_above = [&](float top, int r) {
       return top > fmaf(kSlack, __saturatef(log2_fast(row_sum[r]) / kSlack), base[r]);

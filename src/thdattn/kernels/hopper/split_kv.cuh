@@ -1,11 +1,11 @@
-// How the Hopper forward divides keys among thread blocks, where there are too few tiles of queries to keep all
-// multiprocessors at work: which splits of tiles there are, and how what they make is added.
+// Split-KV of the Hopper forward: it divides the keys of query tiles among thread blocks if there are too few tiles to
+// occupy all multiprocessors. This file chooses the splits, and merges their partial results.
 
 #pragma once
 
 #include "kernels/hopper/common.cuh"
 
-// Part `index` of the `count` equal ones that the keys of a tile of queries are num_splits into.
+// Split number `index` of `count` equal parts of the keys of a query tile.
 struct KvSplit { int tile, index, count; };
 constexpr int kMaxKvSplits = kWarp;
 CHECK_kMaxKvSplits;
@@ -14,7 +14,7 @@ __device__ __forceinline__ KvSplit unpacked(int word) { return {word & 0xffff, w
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Rows of keys between the first and the last in sight of ranges that a warp holds.
+// Returns the keys from the first visible one to the last, over ranges that a warp holds.
 template <int kRows>
 __device__ __forceinline__ int2 span_of(const int2 (&range)[kRows]) {
   int first = kNone, end = 0;
@@ -24,7 +24,7 @@ __device__ __forceinline__ int2 span_of(const int2 (&range)[kRows]) {
   return {__reduce_min_sync(0xffffffffu, first), __reduce_max_sync(0xffffffffu, end)};
 }
 
-// Cuts the ranges of a tile's rows down to one index of the keys in sight. KvPartials are multiples of kTileN keys.
+// Restricts the ranges of a tile's rows to one split. Splits are multiples of kTileN keys.
 template <int kTileN, int kRows>
 __device__ __forceinline__ void cut(int2 (&range)[kRows], KvSplit split) {
   if (split.count == 1) return;
@@ -40,24 +40,28 @@ __device__ __forceinline__ void cut(int2 (&range)[kRows], KvSplit split) {
 
 // ------------------------------------------------------------------------------------------------ partials
 
-// What one warp has of 16 rows of a split: float4 n of every lane after float4 n - 1 of all lanes, unless all rows are
-// hidden, and then (base, sum, maximum) of every row.
+// Size of a warp's partial result of 16 rows, in float4: float4 n of every lane after float4 n - 1 of all lanes, which
+// are not written if no row sees a key; then (base, sum, maximum) of every row.
 template <int kBlocks> constexpr int kPartialQuads = kBlocks * kWarp + 16;
 
-// How many count have arrived, all of whose partials can then be read.
+// Returns how many splits have arrived. All their partials can then be read.
 __device__ __forceinline__ u32 arrived_so_far(const u32* arrived) {
   u32 count; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(arrived) : "memory");
   return count;
 }
 
-// Leaves this warp's partial of a split; whoever comes last takes the sum of all count, in their order, for the same bits
-// on every run, and reads none of a index in which all its rows are hidden. partials: those of this warp's rows, `pitch`
-// float4s from index to index. arrived: zero, and zero again after the last index. hidden: which of this thread's rows see
-// no key of the index. Returns whether this warp has the sum; hidden is then of all count.
+// Writes this warp's partial of a split. The warp that comes last merges all splits, in their order, so that every run
+// gives the same bits. It skips splits in which none of its rows sees a key.
+//
+// partials: of this warp's rows, `pitch` float4s from split to split; arrived: zero, and zero again after the last
+// split
+// hidden: whether each of this thread's rows sees no key of the split, and then of all splits
+// Returns whether this warp has the merged result.
+  // The least base of a row that sees a key. Scores that are all NaN leave no base.
 template <typename Softmax, int kBlocks>
 __device__ __forceinline__ bool merge_splits(float4* partials, size_t pitch, u32* arrived, KvSplit split,
                                           float (&acc)[kBlocks][4], Softmax& softmax, bool (&hidden)[2]) {
-  constexpr float kNotHidden = Softmax::kNothingYet / 2;  // at least, and where all scores are NaN there is no base
+  constexpr float kNotHidden = Softmax::kNothingYet / 2;  // the least base of a row that sees a key; scores that are all NaN leave none
   const int lane = me().lane;
   const u32 others = split.count - 1, before = uniform(lane == 0 ? arrived_so_far(arrived) : 0);
   float4* const rows = partials + kBlocks * kWarp + lane / 4;
@@ -73,7 +77,7 @@ __device__ __forceinline__ bool merge_splits(float4* partials, size_t pitch, u32
       rows[split.index * pitch + 8 * r] = hidden[r] ? make_float4(Softmax::kNothingYet, 0.f, -kInfinity, 0.f)
                                                    : make_float4(fmaxf(softmax.base[r], kNotHidden), sum, top, 0.f);
   }
-  if (before < others) {                              // the last waits for nobody, and nobody for its partial
+  if (before < others) {                              // the last warp waits for nobody, and nobody for its partial
     __threadfence();
     __syncwarp();
     if (uniform(lane == 0 ? atomicAdd(arrived, 1) : 0) < others) return false;
@@ -82,7 +86,8 @@ __device__ __forceinline__ bool merge_splits(float4* partials, size_t pitch, u32
   if (lane == 0) *arrived = 0;
   __syncwarp();
 
-  // The base of the sum, and which count count; of several count at a time, or each would cost a trip to memory.
+  // Find the base of the merged rows, and the splits that count. Several splits are read at a time, as each read takes
+  // a trip to memory.
   constexpr int kAtOnce = 8;
   u32 seen = 0;
   softmax.base[0] = softmax.base[1] = Softmax::kNothingYet;
@@ -131,20 +136,19 @@ __device__ __forceinline__ bool merge_splits(float4* partials, size_t pitch, u32
 
 // ------------------------------------------------------------------------------------------------ splits
 
-constexpr int kMaxTiles = 512;  // of queries, that are num_splits
+constexpr int kMaxTiles = 512;  // query tiles that are split
 static_assert(kMaxTiles <= 1 << 16 && kMaxKvSplits < 1 << 7, "a split is packed into a word that is not negative");
 
-// Time of a split of so many tiles of keys, in quarters of what such a tile takes: to begin and to store it, and to add
-// it to the others.
+// Estimates the time of a split in quarters of a key tile: to begin and store it, and to merge it with the others.
 __device__ __forceinline__ int time_of(int key_tiles, int count) {
   return 4 * ceil_div(key_tiles, count) + (count == 1 ? 4 : 12 + 2 * count);
 }
-// Into how many count so many tiles of keys are num_splits, of at most `longest`; none is empty.
+// Returns how many splits a tile with so many key tiles gets if a split has at most `longest`. None is empty.
 __device__ __forceinline__ int splits_of(int key_tiles, int longest) {
   return key_tiles <= longest ? 1 : ceil_div(key_tiles, ceil_div(key_tiles, ceil_div(key_tiles, longest)));
 }
 
-// When all splits are done, if each falls to the multiprocessor that is free first; one warp.
+// Estimates when all splits are done, if each goes to the multiprocessor that is free first; one warp.
 __device__ __forceinline__ int time_of_all(const int* key_tiles, int num_tiles, int num_heads, int multiprocessors,
                                            int max_splits, int longest) {
   constexpr int kEach = 8, kNever = 1 << 30;
@@ -174,14 +178,15 @@ __device__ __forceinline__ int time_of_all(const int* key_tiles, int num_tiles, 
   return num_splits > max_splits ? kNever : __reduce_max_sync(0xffffffffu, last);
 }
 
-// Divides the keys of tiles of queries so that the multiprocessors are done soonest: tries every number of count of the
-// longest tile, and gives the others count of that length. That is chosen for all tiles and heads of a layer, so that
-// it is the same in however many launches they are done.
+// Chooses the KV splits of query tiles so that the multiprocessors finish soonest. It tries every number of splits for
+// the longest tile, and gives the other tiles splits of that length. It considers all tiles and heads of a layer, so
+// that the choice is the same in however many launches they are computed.
 //
-// splits: how many there are, and then those of some tiles in their order. What follows from them is right whatever the
-// ranges are when they are used, as each tile is there with all its count; its count are equal.
-// tile_order (num_tiles): the tiles of a launch, the longest first; all_tiles (num_all <= kMaxTiles): of the layer
-// num_heads: of the layer; max_splits: splits of its tiles that are num_splits, at most
+// splits: their number, and then the packed splits of the launch's tiles in order. They stay right if ranges change
+// before they are used, because each tile has all its splits, and these are equal parts.
+// tile_order (num_tiles): the tiles of a launch, the longest first; all_tiles (num_all <= kMaxTiles): those of the
+// layer
+// num_heads: of the layer; max_splits: at most so many splits of its tiles that have several
 // Launch: a block of 1024.
 template <int kTileM, int kTileN>
 __global__ void __launch_bounds__(1024) thd_attn_split_kv_sm90(

@@ -1,24 +1,24 @@
-// The portable attention backward (sm_80 and later): delta, which the Hopper backward needs too; dk and dv, with dq or
-// without; dq by itself; rounding. kernels.cu explains ranges and tiles.
+// The portable attention backward (sm_80 and later): delta (also for Hopper), dk and dv with or without dq, dq alone,
+// and rounding. kernels.cu explains ranges and tiles.
 
 #pragma once
 
 #include "kernels/peer/owners.cuh"
 #include "kernels/portable/common.cuh"
 
-// What the backward needs per query row besides the tensors, ready for use: the main kernels add these numbers to
-// scores and to dP, or let their accumulators begin at them, and never ask whether a query row is padding.
+// Computes what the backward needs per query row besides the tensors. The main kernels add these numbers to scores and
+// to dP, or start their accumulators with them. So they never test whether a query row is padding.
 //
 //   stats[0][head][row] = -lse / unit                    -inf on padding rows: every probability there is exactly 0
 //   stats[1][head][row] = -delta = -rowsum(dout * out)   0 on padding rows
 //
-// unit: softmax_scale, or ln 2 where logits are capped; see Logits.
+// The unit is softmax_scale, or ln 2 if logits are soft-capped; see Logits.
 //
-// It also sets `words` words of 16 bytes of `cleared` to zero: semaphores, and accumulators that the main kernel adds
-// to. kLanes lanes divide a row of a head, 16 bytes each. Bound by memory.
+// The kernel also clears `words` 16-byte words of `cleared`: semaphores, and accumulators to which the main kernel
+// adds. kLanes lanes divide a row of a head, 16 bytes each. Bound by memory bandwidth.
 //
-// out, dout (q_rows, num_heads of row_heads, kVHeadDim); lse (num_heads, q_rows); stats (2, num_heads, stats_rows),
-// where rows from q_rows on are padding.
+// out, dout (q_rows, num_heads of row_heads, kVHeadDim); lse (num_heads, q_rows)
+// stats (2, num_heads, stats_rows), where rows from q_rows on are padding
 // Launch: grid ceil(stats_rows * num_heads / (256 / kLanes)), block 256.
 template <typename T, int kVHeadDim>
 __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ dout, const float* __restrict__ lse,
@@ -52,18 +52,18 @@ __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ 
   for (size_t i = thread; i < words; i += threads) cleared[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Stores results, or adds them where they are fp32.
+// Stores a pair, or adds it to fp32.
 template <typename Out> __device__ __forceinline__ void store_or_add_pair(Out* p, float x, float y) { store_pair(p, x, y); }
 template <> __device__ __forceinline__ void store_or_add_pair(float* p, float x, float y) {
   float2& sum = *(float2*)p;
   sum.x += x, sum.y += y;
 }
 
-// out = accum * scale, rounded: dq from its accumulators; where Out is float, it is added to what is there. The main
-// kernel cannot do this, as no thread block of it knows when the last share of a row has been added. One thread rounds
-// a word of 8 elements. Bound by memory.
+// out = accum * scale, rounded: dq from its accumulators. If Out is float, the result is added to out. The main kernel
+// cannot do this, because none of its thread blocks knows when the last partial sum of a row has been added. One thread
+// rounds 8 elements. Bound by memory bandwidth.
 //
-// out, accum (q_rows, num_heads, head dim), words of 8 elements
+// out, accum (q_rows, num_heads, head dim); words: groups of 8 elements
 // Launch: grid ceil(words / 256), block 256.
 template <typename Out>
 __global__ void thd_attn_round(uint4* __restrict__ out, const float4* __restrict__ accum, float scale, size_t words) {
@@ -90,8 +90,8 @@ struct PortableBackwardShared {
   float stats[kStages * 2 * kTileM];  // -lse and -delta
 };
 
-// Turns a warp's scores, 16 keys by 8 * kBlocks queries, into probabilities; those of keys that a query does not see
-// become 0. ranges: of this lane's first key; interior: none of them hides a query.
+// Turns a warp's scores, 16 keys by 8 * kBlocks queries, into probabilities. Keys that a query does not see get 0.
+// ranges: from this lane's first key on. interior: every query of the tile sees all keys.
 template <bool kCaps, int kBlocks>
 __device__ __forceinline__ void take_exponentials(float (&score)[kBlocks][4], const float* minus_lse,
                                                   const Logits<kCaps>& logits, const int2* ranges, int first_query,
@@ -124,7 +124,7 @@ __device__ __forceinline__ void weigh(float (&p)[kBlocks][4], const float (&dp)[
   }
 }
 
-// One of the two rows of keys that this thread shares with its quad, from its first column on.
+// Stores one of the two key rows that this thread shares with its quad. row: from the thread's first column on.
 template <typename Out, int kBlocks>
 __device__ __forceinline__ void store_half(Out* row, const float (&acc)[kBlocks][4], int half, float scale,
                                            bool padding) {
@@ -134,19 +134,19 @@ __device__ __forceinline__ void store_half(Out* row, const float (&acc)[kBlocks]
 }
 
 // Gradients of one tile of key rows of one kv head. dk and dv stay in registers over all query heads of the group and
-// over all query tiles in sight, so that each is written once; with kAddDq the tile's share of dq is added to
-// accumulators in global memory, in no fixed order.
+// all visible query tiles, so that each is written once. With kAddDq, the tile's partial dq is added to accumulators in
+// global memory, in no fixed order.
 //
-// Scores are computed transposed, with keys as the rows, so that probabilities and score gradients leave the tensor
-// cores as the operand that dv and dk need; only dq takes its score gradients through shared memory. kColumnWarps warps
-// share 16 keys and divide the columns of dk and dv, where all columns would not fit the registers of one. With two
-// stages, query tiles are loaded a step ahead. Bound by mma.sync: 5 matrix products a step, and 4 without dq.
+// Scores are computed transposed, with keys as the rows. So the tensor cores return probabilities and score gradients
+// in the layout of the operands of dv and dk, and only dq takes its score gradients through shared memory. kColumnWarps
+// warps share 16 keys and divide the columns of dk and dv, if all columns would not fit the registers of one warp. With
+// two stages, query tiles are loaded one step ahead. Bound by mma.sync: 5 matrix products per step, 4 without dq.
 //
 // q (q_rows, num_heads, kHeadDim), dout (q_rows, num_heads, kVHeadDim)
 // k, dk (k_rows, num_heads / group, kHeadDim), v, dv (k_rows, num_heads / group, kVHeadDim)
-// places (k_rows), or null: a row that has a place, not -1, goes there in dk_rounded and dv_rounded instead
-// owners: where Grad is fp32, rows may go to other ranks instead
-// dq_accum (q_rows, num_heads, kHeadDim): fp32, zero at first, and still to be multiplied with softmax_scale
+// places (k_rows), or null: a row with a place other than -1 goes there in dk_rounded and dv_rounded instead
+// owners: if Grad is fp32, rows may go to other ranks instead
+// dq_accum (q_rows, num_heads, kHeadDim): fp32, zero at first, not yet multiplied by softmax_scale
 // stats from thd_attn_delta; key_ranges (q_rows), query_ranges (k_rows); tile_order: key tiles, the longest first
 // Launch: grid (tiles, num_kv_heads), block 2 * kTileN * kColumnWarps, shared memory kSharedBytes.
 template <typename T, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kTileM, int kTileN, int kColumnWarps,
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ Sight<kWarps> sight;
-  __shared__ int2 range[kThreads];    // of the tile's rows; threads beyond the tile have an empty one
+  __shared__ int2 range[kThreads];    // of the tile's rows; empty for threads beyond the tile
   Shared& shared = *(Shared*)shared_bytes;
   T *const tile_k = shared.k, *const tile_v = shared.v, *const tile_q = shared.q, *const tile_dout = shared.dout;
 
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
   const int2 mine = threadIdx.x < kTileN ? range_of(query_ranges, n0 + threadIdx.x, k_rows) : make_int2(0, 0);
   range[threadIdx.x] = mine;
   sight.publish_first(mine, 0);
-  sight.publish_all(threadIdx.x < kTileN, mine);  // padding keys count: their scores are not bounded by any lse
+  sight.publish_all(threadIdx.x < kTileN, mine);  // padding keys count: no lse bounds their scores
   const int2* const my_range = range + warp_key + lane / 4;
   __syncthreads();
   const int2 all = sight.all();
@@ -205,7 +205,8 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
   if (m0 != kNone) load_step(0, head, m0);
   copies_commit();
 
-  // Steps are found one ahead of the work. The next head begins where the tiles in sight stop rising.
+  // A step is found while the one before is computed. Visible tiles rise within a head, so the next head begins where
+  // they do not.
   auto step_after = [&](int h, int m) {
     const int found = m == kNone ? kNone : sight.first_tile(kTileM);
     return m != kNone && found == kNone && h + 1 < (kv_head + 1) * group ? first : found;
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(kTileN * 2 * kColumnWarps, 1) thd_attn_bwd(
     if (kStages == 1 && m0 != kNone) load_step(0, head, m0);
     copies_commit();
     if (kAddDq) {
-      // dq += dS k: the warps divide the tile of dq.
+      // dq += dS k. The warps divide the tile of dq.
       constexpr bool kPairs = kTileM >= 32 && kWarps * 32 >= kTileM && kHeadDim / (kWarps * 32 / kTileM) % 16 == 0;
       constexpr int kFragments = kPairs ? 2 : 1;
       constexpr int kWarpsM = kTileM / (16 * kFragments), kCols = kHeadDim / (kWarps / kWarpsM);
@@ -313,12 +314,12 @@ struct PortableDqShared {
   T k[kTileN * (kHeadDim + kPad)], v[kTileN * (kVHeadDim + kPad)];
 };
 
-// dq of one tile of query rows of one head, by itself. It is shaped like the forward: the accumulators of dq stay in
-// registers and keys come in their order, so that every run gives the same bits. The price is that scores and dP are
+// dq alone, for one tile of query rows of one head. It has the structure of the forward: the accumulators of dq stay in
+// registers, and keys come in their order, so that every run gives the same bits. The price is that scores and dP are
 // computed a second time: 7 matrix products instead of 5 in the whole backward. Bound by mma.sync, and by waiting for
 // keys and values, which are not loaded ahead.
 //
-// Shapes as in thd_attn_bwd; dq (q_rows, num_heads, kHeadDim), to which is added where Dq is float.
+// Shapes as in thd_attn_bwd; dq (q_rows, num_heads, kHeadDim). If Dq is float, the result is added to dq.
 // Launch: grid (ceil(q_rows / (16 * kWarps)), num_heads), block 32 * kWarps, shared memory kSharedBytes.
 template <typename T, typename Dq, bool kCaps, int kHeadDim, int kVHeadDim, int kTileN, int kWarps, int kSharedBytes>
 __global__ void __launch_bounds__(kWarps * kWarp, 1) thd_attn_bwd_dq(

@@ -1,5 +1,4 @@
-// Attention of few queries over long caches (sm_80 and later), split over the keys so that one text fills the GPU.
-// kernels/portable/common.cuh comes first.
+// Attention of few queries over long KV caches (sm_80 and later), with split-KV, so that one sequence fills the GPU.
 
 #pragma once
 
@@ -7,7 +6,7 @@
 
 [[maybe_unused]] constexpr int kHeads = 16;      // query heads of a thread block, of one kv head: the rows of an mma
 [[maybe_unused]] constexpr int kKeys = 16;       // keys of a warp at a time: the columns of a probability operand
-[[maybe_unused]] constexpr int kMaxSplits = 128;  // of a range of keys
+[[maybe_unused]] constexpr int kMaxSplits = 128;  // KV splits of a range of keys
 CHECK_kMaxSplits;
 
 template <typename T, int kHeadDim, int kVHeadDim, int kWarps, int kStages>
@@ -17,18 +16,18 @@ struct DecodeTiles {
   Stage stages[kWarps][kStages];
 };
 
-// After the tiles, their memory takes the partials of warps in a sum, and (largest, total) of those of splits.
+// Reuses the memory of the tiles: partial results of warps, which are summed, and (largest, total) of the KV splits.
 template <int kVHeadDim, int kWarps>
 struct DecodePartials {
   float sums[kWarps][kHeads][kVHeadDim + kPad];
   float2 splits[kMaxSplits * kHeads];
 };
 
-// Weighted values of 4 columns of one head, relative to 2^largest, and the sum of their weights.
+// A partial softmax of 4 columns of one head: weighted values relative to 2^largest, and the sum of their weights.
 struct SoftmaxPartial { float4 sum; float largest, total; };
 
-// Adds `count` partials in their order; stats(i) = (largest, total) of share i, sums(i) its 4 columns. Those without a
-// key have (-inf, 0) and zeros.
+// Merges `count` partials in their order. stats(i) = (largest, total) of partial i, sums(i) = its 4 columns. A partial
+// without a key has (-inf, 0) and zeros.
 template <typename Stats, typename Sums>
 __device__ __forceinline__ SoftmaxPartial merge_partials(int count, Stats stats, Sums sums) {
   SoftmaxPartial all = {make_float4(0.f, 0.f, 0.f, 0.f), -kInfinity, 0.f};
@@ -44,8 +43,8 @@ __device__ __forceinline__ SoftmaxPartial merge_partials(int count, Stats stats,
   return all;
 }
 
-// Whether this thread block is the last of `count` to come here; it then sees what the others wrote. *arrived is 0
-// again afterwards.
+// Tests whether this thread block is the last of `count` to come here. It then sees what the others wrote. *arrived is
+// 0 again afterwards.
 __device__ __forceinline__ bool is_last(u32* arrived, int count) {
   __shared__ bool last;
   __threadfence();
@@ -56,18 +55,21 @@ __device__ __forceinline__ bool is_last(u32* arrived, int count) {
   return last;
 }
 
-// out, lse of every query row over its range of keys. A thread block has up to 16 query heads of one kv head, so that a
-// key is read once for them, and one split of the range: splits are equal, multiples of kKeys * kWarps keys, and at most
-// gridDim.z. Each warp goes over every kWarps-th 16 keys of the split, kStages of them on their way, without waiting
-// for the others; then the partials of warps are added, and those of the splits by the block that is done last, each in
-// its order: the same inputs and grid give the same bits.
+// Computes out and lse of every query row over its range of keys.
 //
-// kCaps, kSinks: as for thd_attn_fwd.
-// q (rows, num_heads, kHeadDim); k (keys, num_heads / group, kHeadDim), v (.., kVHeadDim); out (rows, num_heads,
-// kVHeadDim); lse (num_heads, rows); key_ranges (rows), of which none leaves the buffer; partial, partial_stats: per
-// row, blockIdx.y, split and head of the block kVHeadDim floats and one pair; arrived (rows * gridDim.y), 0.
+// A thread block has up to 16 query heads of one kv head, so that a key is read once for all of them, and one KV split
+// of the range. Splits are equal multiples of kKeys * kWarps keys, at most gridDim.z. Each warp processes every
+// kWarps-th 16 keys of the split, with kStages copies in flight, without waiting for the others. Then the partials of
+// the warps are merged. The thread block that finishes last merges those of the splits. Both happen in a fixed order,
+// so the same inputs and grid give the same bits. Bound by memory bandwidth.
+//
+// kCaps, kSinks: as in thd_attn_fwd
+// q (rows, num_heads, kHeadDim); k (keys, num_heads / group, kHeadDim), v (.., kVHeadDim)
+// out (rows, num_heads, kVHeadDim); lse (num_heads, rows); key_ranges (rows), none of which leaves the buffer
+// partial, partial_stats: kVHeadDim floats and one pair per row, blockIdx.y, split and head of the thread block
+// arrived (rows * gridDim.y): 0
 // Launch: early, grid (rows, num_kv_heads * ceil(group / 16), splits <= kMaxSplits), block 32 * kWarps, shared memory
-// kSharedBytes. Bound by memory.
+// kSharedBytes.
 template <typename T, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kWarps, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ out,
@@ -195,7 +197,7 @@ __global__ void __launch_bounds__(kWarps * kWarp) thd_attn_decode(
     for (int i = threadIdx.x; i < splits * heads; i += kThreads)
       partials.splits[i] = __ldcg(partial_stats + at(i / heads, i % heads));
     __syncthreads();
-    // A warp adds every kWarps-th split.
+    // A warp merges every kWarps-th split.
     const int count = (splits - warp + kWarps - 1) / kWarps;
     for (int i = lane; i < heads * kVecs; i += kWarp) {
       const int head = i / kVecs, col = i % kVecs * 4;

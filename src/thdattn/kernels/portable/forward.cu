@@ -9,7 +9,7 @@ struct PortableForwardShared {
   T q[kTileM * (kHeadDim + kPad)], k[kTileN * (kHeadDim + kPad)], v[kTileN * (kVHeadDim + kPad)];
 };
 
-// Hides the keys that a query does not see; ranges are those of the thread's query rows.
+// Sets the scores of keys that a query does not see to -inf. range: those of the thread's query rows.
 template <int kFragments, int kBlocks>
 __device__ __forceinline__ void hide(float (&score)[kFragments][kBlocks][4], const int2* range, int first_key) {
   const int column = first_key + threadIdx.x % 4 * 2;
@@ -22,21 +22,21 @@ __device__ __forceinline__ void hide(float (&score)[kFragments][kBlocks][4], con
         if (!contains(range[16 * f + e / 2 * 8], column + n * 8 + e % 2)) score[f][n][e] = -kInfinity;
 }
 
-// Attention of one tile of query rows of one head over every key in their ranges, with an online softmax
+// Attention of one tile of query rows of one head over all keys in their ranges, with an online softmax
 // (FlashAttention-2).
 //
-// Each warp owns 16 * kFragments query rows and keeps their scores and their output in registers; two fragments use
-// every key that is read from shared memory twice. The thread block visits only tiles of keys that one of its rows
-// sees: after each it looks for the next row in sight. Values are copied while scores are computed, and the next keys
-// during the softmax. A block has few warps, so that two blocks share a multiprocessor, and one computes while the
-// other waits. Bound by mma.sync.
+// Each warp owns 16 * kFragments query rows, and keeps their scores and their output in registers. Two fragments use
+// every key read from shared memory twice. The thread block visits only key tiles that one of its rows sees: after each
+// it looks for the next visible row. Values are copied while scores are computed, and the next keys are copied during
+// the softmax. A thread block has few warps, so that two share a multiprocessor, and one computes while the other
+// waits. Bound by mma.sync.
 //
 // q (q_rows, num_heads, kHeadDim), k (k_rows, num_heads / group, kHeadDim), v (k_rows, num_heads / group, kVHeadDim)
 // out (q_rows, num_heads, kVHeadDim); lse (num_heads, q_rows): natural log of the softmax sum, -inf on padding rows
-// Where Out is float, both hold the attention over other keys, 0 and -inf if there was none, and it becomes that over
-// all keys; rows that see none here stay.
-// max_logits (all tiles, num_heads, kWarps): largest logit of each warp's rows, -inf if they are all padding
-// kCaps: of logits; kSinks: with sinks (num_heads,), which out and lse count; not where Out is float
+// Out: float means that out and lse hold the attention over other keys (0 and -inf if there were none), and become that
+// over all keys; rows that see no key here stay.
+// max_logits (all tiles, num_heads, kWarps): the largest logit of each warp's rows, -inf if all are padding
+// kCaps: logits are soft-capped. kSinks: out and lse include sinks (num_heads,); not with a float Out.
 // key_ranges (q_rows), query_ranges (k_rows); tile_order: some query tiles or all, the longest first
 // Launch: grid (tiles, num_heads), block 32 * kWarps, shared memory kSharedBytes.
 template <typename T, typename Out, bool kCaps, bool kSinks, int kHeadDim, int kVHeadDim, int kTileN, int kWarps,
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ Sight<kWarps> sight;
-  __shared__ int2 range[kThreads];    // of the tile's rows; threads beyond the tile have an empty one
+  __shared__ int2 range[kThreads];    // of the tile's rows; empty for threads beyond the tile
   Shared& shared = *(Shared*)shared_bytes;
   T *const tile_q = shared.q, *const tile_k = shared.k, *const tile_v = shared.v;
 
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   k += kv_head * kHeadDim;
   v += kv_head * kVHeadDim;
 
-  // Ranges stay in shared memory: only tiles that compare read them, and the kernel is short of registers.
+  // Ranges stay in shared memory: only tiles with comparisons read them, and the kernel is short of registers.
   const int2 mine = threadIdx.x < kTileM ? range_of(key_ranges, m0 + threadIdx.x, q_rows) : make_int2(0, 0);
   range[threadIdx.x] = mine;
   sight.publish_first(mine, 0);
@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
 
     if (in_sight) {
       if (!interior) hide(score, my_range, n0);
-      // Online softmax on unscaled scores. The maximum of a row that has seen no key yet stays -inf, and 0 stands in
-      // for it.
+      // The online softmax works on unscaled scores. The maximum of a row that has seen no key yet is -inf, and its
+      // base is 0.
       #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         float largest = row_max[r];
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
   copies_wait();
   __syncthreads();
 
-  // Normalise. The warp's own rows of tile_q hold the output for stores of 16 bytes.
+  // Normalise the output. The warp's rows of tile_q hold it for stores of 16 bytes.
   constexpr bool kMerges = sizeof(Out) == sizeof(float);
   T* const staging = tile_q + warp * kWarpRows * (kHeadDim + kPad);
   float largest = -kInfinity;
