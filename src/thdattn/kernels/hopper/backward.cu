@@ -1,11 +1,11 @@
-// The Hopper attention backward up to head dims 128 (sm_90a): the key side, and at the end the kernel,
-// thd_attn_bwd_sm90, where to begin to read. backward_tiles.cuh has the producer, query_side.cuh what makes dq.
+// The Hopper attention backward for head dims up to 128 (sm_90a). Begin to read at the end, with the kernel
+// thd_attn_bwd_sm90. This file has the key side, backward_tiles.cuh the producer, and dq_panels.cuh the query side.
 
 #pragma once
 
 #include "kernels/hopper/backward_tiles.cuh"
 
-// Turns dP into dS = P slope dP, of probabilities p or, where logits are capped, of scores, which become probabilities.
+// Turns dP into dS = P slope dP. p holds probabilities or, with capped logits, scores, which become probabilities.
 template <int kBlocks>
 __device__ __forceinline__ void take_gradients(float (&p)[kBlocks][4], float (&dp)[kBlocks][4], Logits<false>, int,
                                                const float*) {
@@ -16,7 +16,7 @@ template <int kBlocks>
 __device__ __forceinline__ void take_gradients(float (&p)[kBlocks][4], float (&dp)[kBlocks][4], Logits<true> logits,
                                                int way, const float* minus_lse) {
   logits.go(way, [&](auto logit, auto slope) {
-    pin(p);                                           // the compiler takes nothing out of several branches
+    pin(p);                                           // keeps the compiler from hoisting code out of the branches
     pin(dp);
     const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
     #pragma unroll
@@ -33,7 +33,7 @@ __device__ __forceinline__ void take_gradients(float (&p)[kBlocks][4], float (&d
   });
 }
 
-// The key side, one warpgroup: the first 64 keys of the tile, or (side 1) the last. kInRegisters: it reads them and
+// The key side, one warpgroup: the first 64 keys of the tile (side 0), or the last. kInRegisters: it reads them and
 // their values from registers, as shared memory is busy.
 template <typename T, bool kInRegisters, typename Grad, typename Shared, bool kCaps>
 __device__ __forceinline__ void run_dkdv_warpgroup(Shared& shared, int side, Gradients<Grad> grads, BackwardSize size,
@@ -41,7 +41,8 @@ __device__ __forceinline__ void run_dkdv_warpgroup(Shared& shared, int side, Gra
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
   constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kScoreQueries = Shared::kScoreQueries;
   constexpr int kDpQueries = Shared::kDpQueries, kBlocks = kDpQueries / 8, kSteps = kDpQueries / 16;
-  constexpr bool kAhead = kCaps && sizeof(Grad) == 2;  // dP before dv and dk: float32 has no registers for it
+  // dP starts before dv and dk; with float32 gradients there are no registers for it.
+  constexpr bool kAhead = kCaps && sizeof(Grad) == 2;
   Ring<Shared::kStages> ring = {0, 0};
   u32 kv_parity = 0;
   auto arrive = [&](u64* barrier) { if (me().lane == 0) barrier_arrive(barrier); };
@@ -59,7 +60,7 @@ __device__ __forceinline__ void run_dkdv_warpgroup(Shared& shared, int side, Gra
     __syncwarp();
     arrive(&shared.ds_full[ring.stage]);
   };
-  auto pass = [&] {                                   // none of the queries sees one of these 64 keys
+  auto pass = [&] {                                   // no query sees one of these 64 keys
     if (flags & kLast) arrive(&shared.kv_empty);
     wait_for_stage();
     store_no_dscore(shared, ring.stage, side);
@@ -92,7 +93,7 @@ __device__ __forceinline__ void run_dkdv_warpgroup(Shared& shared, int side, Gra
       look();
       last = flags & kLast;
       if (!sees()) { pass(); continue; }
-      // dP begins at -delta, as scores do at -lse.
+      // dP begins at -delta, as scores begin at -lse.
       float p[kScoreQueries / 8][4];
       auto start_p = [&](int first) {
         if (!kCaps) begin_columns(p, shared.minus_lse[ring.stage] + first);
@@ -101,9 +102,10 @@ __device__ __forceinline__ void run_dkdv_warpgroup(Shared& shared, int side, Gra
         keys.template start<!kCaps, kTileM>(p, shared.q_from(ring.stage, first));
         wgmma_commit();
       };
-      // Adds the queries from `first` on, whose scores are on their way, to dv and dk, without waiting for these.
+      // Adds the queries from `first` on to dv and dk, without waiting for these products. Their scores are being
+      // computed.
       auto add_queries = [&](int first) {
-        // dP, which becomes dS. P stays float32 until then: rounded first, it would be rounded twice in dS.
+        // dP becomes dS. P stays float32 until then: if it were rounded first, dS would be rounded twice.
         float dp[kBlocks][4];
         auto start_dp = [&](int row) {
           begin_columns(dp, shared.minus_delta[ring.stage] + row);
@@ -135,7 +137,7 @@ __device__ __forceinline__ void run_dkdv_warpgroup(Shared& shared, int side, Gra
           round_to_operand<T>(probability, mine);
           round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
 
-          // dv += P^T dout and dk += dS^T q, after the next dP; while they run, dS is handed over.
+          // dv += P^T dout and dk += dS^T q start after the next dP. Meanwhile, dS is handed over.
           if (kAhead && !ends) start_dp(row + kDpQueries);
           wgmma_begin();
           start_weighted_rows<T, kVHeadDim, kTileM>(acc_dv, probability, shared.dout_from(ring.stage, row));
@@ -158,8 +160,8 @@ __device__ __forceinline__ void run_dkdv_warpgroup(Shared& shared, int side, Gra
         }
         add_queries(kTileM - kScoreQueries);
         hand_over();
-        // When dv is done, the scores of the next step, while dk runs. After the last step comes one of other keys, or
-        // the end.
+        // The scores of the next step start when dv is done, while dk is computed. After the last step comes one of
+        // other keys, or the end.
         const bool was_last = flags & kLast;
         const u32 stage = ring.stage;
         ring.advance();
@@ -187,30 +189,32 @@ __device__ __forceinline__ void run_dkdv_warpgroup(Shared& shared, int side, Gra
   }
 }
 
-// Gradients of query and key tiles, as thd_attn_bwd computes them, with wgmma and TMA, for head dims whose accumulators
-// of dk and dv fit the registers of one warpgroup.
+// Gradients of query and key tiles with wgmma and TMA. It computes what thd_attn_bwd does, for head dims whose
+// accumulators of dk and dv fit the registers of one warpgroup.
 //
 // One persistent thread block per multiprocessor owns a tile of 128 key rows of one kv head at a time. Two warpgroups,
-// the key side, own 64 keys each. They compute scores transposed, so that probabilities and score gradients are in
-// registers already where dv and dk want them as operands. The query side, one warpgroup, gets the score gradients
-// through shared memory and multiplies them with the keys: dq. It works on a step while the key side is at the next
-// one. Each warp of the first warpgroup has one duty: to produce, to claim num_partials of dq, to send them, and to tell
-// other blocks that they have arrived; so none of these waits delays a product. dq of a tile of queries is the sum of
-// the num_partials of all tiles of keys in sight: the first partial is stored, others are added in the L2 cache, and whoever
-// has the last partial gets the sum, adds its own and stores dq, rounded; nothing is set to zero before, and there is no
-// rounding kernel. Where Dq is float, dq is added to what is there. Bound by the bandwidth of shared memory and by the
-// tensor cores: 5 matrix products a step.
+// the key side, own 64 keys each. They compute scores transposed, so that probabilities and score gradients are already
+// in registers as operands of dv and dk. A third warpgroup, the query side, gets the score gradients through shared
+// memory and multiplies them with the keys: dq. It works on a step while the key side works on the next one. Each warp
+// of the first warpgroup has one duty: to produce, to claim partials of dq, to send them, or to signal their arrival.
+// So none of these waits delays a product.
+//
+// dq of a query tile is the sum of the partials of all key tiles that see it. The first partial is stored, and others
+// are added in the L2 cache. The thread block with the last one reads the sum, adds its own partial, and stores dq,
+// rounded. So nothing is cleared before, and no rounding kernel follows. If Dq is float, the result is added to dq.
+// Bound by the bandwidth of shared memory and by the tensor cores: 5 matrix products per step.
 //
 // The contract is that of thd_attn_bwd, except that padding rows of q, k, v and dout must hold finite numbers.
 // stats from thd_attn_delta, with stats_rows a multiple of kTileM
 // num_partials (stats_rows / kTileM) from thd_attn_count_partials_sm90
-// dq_accum (num_heads, stats_rows / 64, panels): work space
+// dq_accum (num_heads, stats_rows / 64, panels): workspace
 // semaphores (num_heads, stats_rows / 64), and those of grads: zero
-// maps of boxes of kTileM rows of q and dout, and of 128 rows of k and v
+// maps: boxes of kTileM rows of q and dout, and of 128 rows of k and v
 // tile_order: see scheduled_tile; counter: one int, zero, and zero again after the kernel
-// kDeterministic: the same bits on every run. Then a split is a whole group, tiles come in falling order, and no block
-// waits for one with later work.
-// Launch: grid at most num_tiles * splits and one block per multiprocessor, block 512, shared memory kSharedBytes.
+// kDeterministic: every run gives the same bits. A head split is a whole group, tiles come in decreasing order, and no
+// thread block waits for one with later work.
+// Launch: grid at most num_tiles * splits and one thread block per multiprocessor, block 512, shared memory
+// kSharedBytes.
 template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kTileM, int kStages,
           int kScoreQueries, int kDpQueries, bool kInRegisters, int kPanelCols, int kDqStages, int kQueryRegisters,
           bool kDeterministic, int kSharedBytes>
@@ -220,8 +224,8 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     const Gradients<Grad> grads, Logits<kCaps> logits, float* __restrict__ dq_accum,
     int* __restrict__ semaphores,
     const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
-    const int* __restrict__ num_partials, const int* __restrict__ tile_order, int* __restrict__ counter, PackFilter filter,
-    BackwardSize size) {
+    const int* __restrict__ num_partials, const int* __restrict__ tile_order, int* __restrict__ counter,
+    PackFilter filter, BackwardSize size) {
   if (!filter.accepts()) return;
   using Shared = BackwardShared<kHeadDim, kVHeadDim, kTileM, kStages, kScoreQueries, kDpQueries, kPanelCols, kDqStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
@@ -241,7 +245,8 @@ __global__ void __launch_bounds__(512, 1) thd_attn_bwd_sm90(
     else if (threadIdx.x == 2 * kWarp)
       send_partials(shared, dq_accum, semaphores);
     else if (threadIdx.x >= 3 * kWarp)
-      release_partials<kDeterministic>(shared, dq_accum, semaphores), clear_queries<kHeadDim, kTileM>(dq, num_partials, size);
+      release_partials<kDeterministic>(shared, dq_accum, semaphores),
+          clear_queries<kHeadDim, kTileM>(dq, num_partials, size);
   } else if (warpgroup == 3) {
     registers_give<kQueryRegisters>();
     run_dq_warpgroup<T>(shared, dq, size, logits.scale);

@@ -1,16 +1,16 @@
-// The Hopper attention backward of head dims beyond 192/128 (sm_90a): the three roles, and at the end the kernels,
-// thd_attn_bwd_by_gradient_sm90, where to begin to read, and thd_attn_round_dq_sm90. wide_tiles.cuh has the producer,
-// cluster.cuh what two blocks exchange.
+// The Hopper attention backward for head dims beyond 192/128 (sm_90a): one warpgroup each for dk, dv and dq. Begin to
+// read at the end, with the kernel thd_attn_bwd_by_gradient_sm90. thd_attn_round_dq_sm90 rounds its dq.
+// by_gradient_tiles.cuh has the producer, and cluster.cuh what two thread blocks exchange.
 
 #pragma once
 
 #include "kernels/hopper/by_gradient_tiles.cuh"
 
-// Cycles between two additions of a thread in a cluster: they leave a multiprocessor slower than four warps issue them,
-// and what the other roles read from and write to shared memory would wait behind them.
+// Cycles between two additions of a thread in a cluster. Additions leave a multiprocessor slower than four warps issue
+// them, and would delay the other roles' accesses to shared memory.
 constexpr u32 kCyclesPerAdd = 48;
 
-// The query role, one warpgroup: dq = dS k, a panel at a time; in a cluster one panel, of the keys of both blocks.
+// The query role, one warpgroup: dq = dS k, one panel at a time; in a cluster one panel, from the keys of both blocks.
 template <typename T, typename Shared, typename Dq>
 __device__ __forceinline__ void run_dq_warpgroup(Shared& shared, Dq* dq, float* dq_accum, BackwardSize size,
                                                    float softmax_scale) {
@@ -114,7 +114,8 @@ __device__ __forceinline__ void run_dk_warpgroup(Shared& shared, Gradients<Grad>
         keys.template start<true, kTile>(p, shared.q[ring.stage]);
         wgmma_commit();
       };
-      // Probabilities from the saved lse, transposed; every thread leaves them for its counterpart in the value role.
+      // Computes probabilities from the saved lse, transposed. Every thread writes them for its counterpart in the
+      // value role.
       auto hand_over = [&](DsRing to) {
         const auto [warp, lane] = me();
         take_exponentials(p, logits, shared.minus_lse[ring.stage]);
@@ -130,11 +131,11 @@ __device__ __forceinline__ void run_dk_warpgroup(Shared& shared, Gradients<Grad>
       };
       start_p();
       wgmma_wait<0>(p);
-      // Now that a product has used them, they are in registers.
+      // A product has used the keys, so they are in registers now.
       if constexpr (Shared::kCluster) shared.give_back_q(ring.back(1).stage);
       hand_over(ds_ring);
       while (!(flags & kLast)) {
-        // The scores of the next step, and after them dk += dS^T q.
+        // Start the scores of the next step, and after them dk += dS^T q.
         look();
         start_p();
         barrier_wait(&shared.ds_full[ds_ring.stage], ds_ring.parity);
@@ -162,8 +163,8 @@ __device__ __forceinline__ void run_dk_warpgroup(Shared& shared, Gradients<Grad>
   }
 }
 
-// The value role hands score gradients of a step over, with its number in dout's ring: its warp's own 16 rows are
-// stored, and go to the other block too.
+// Hands over the score gradients of a step, whose number is that in dout's ring. Each warp stores its own 16 rows, and
+// also sends them to the other thread block.
 template <typename Shared>
 __device__ __forceinline__ void hand_over_dscore(Shared& shared, u32 stage, const Step& step) {
   const auto [warp, lane] = me();
@@ -239,7 +240,7 @@ __device__ __forceinline__ void run_dv_warpgroup(Shared& shared, Gradients<Grad>
       };
       start_dp();
       while (true) {
-        // dv += P^T dout, as soon as P is there; while it runs, dS is stored where P was, and the next dP begins.
+        // dv += P^T dout starts as soon as P has arrived. Meanwhile, dS is stored where P was, and the next dP begins.
         if constexpr (!kAhead) wgmma_wait<0>(dp);
         const auto [warp, lane] = me();
         barrier_wait(&shared.p_full[ds_ring.stage], ds_ring.parity);
@@ -296,9 +297,9 @@ __device__ __forceinline__ void run_dv_warpgroup(Shared& shared, Gradients<Grad>
   hand_over_dscore(shared, ds_ring.stage, shared.dout_step[ring.stage]);
 }
 
-// dq (q_rows, num_heads, kHeadDim) = dq_accum * scale, rounded, of query tiles that several tiles of keys have in
-// sight; 0 of those that none has. Where Dq is float, dq is added to what is there. A block of the size of a warpgroup
-// reads the accumulators as one left them, whatever the columns of its panels. Bound by memory.
+// dq (q_rows, num_heads, kHeadDim) = dq_accum * scale, rounded, for query tiles that several key tiles see. Tiles that
+// none sees become 0. If Dq is float, the result is added to dq. A thread block of one warpgroup's size reads the
+// accumulators as a warpgroup left them, whatever the columns of its panels. Bound by memory bandwidth.
 // Launch: grid (stats_rows / 64, num_heads), block 128.
 template <typename Dq, int kHeadDim>
 __global__ void __launch_bounds__(128) thd_attn_round_dq_sm90(
@@ -324,22 +325,24 @@ __global__ void __launch_bounds__(128) thd_attn_round_dq_sm90(
 
 // Gradients of query and key tiles of wide heads.
 //
-// Accumulators of dk and of dv for 64 keys do not both fit the registers of one warpgroup. So a persistent thread block
-// owns only 64 key rows of one kv head at a time, and its warpgroups divide the work by what they accumulate: the key
-// role computes probabilities and dk, the value role score gradients and dv, the query role dq. Probabilities, and then
-// score gradients in the same memory, pass from one to the other through shared memory. With 64 keys a block, dq has
-// twice as many num_partials as in thd_attn_bwd_sm90, whose additions in the L2 cache would bound the kernel. So where shared
-// memory has room, two blocks of a cluster (kCluster) go through the same steps with neighbouring tiles of keys: one
-// loads the queries for both and the other one their gradients, they send each other score gradients, and each adds
-// half of the columns of their common partial. Shares are added in any order, without claims, to accumulators that are
-// zero at first. Bound by the bandwidth of shared memory, and then by the tensor cores.
+// Accumulators of dk and dv for 64 keys do not both fit the registers of one warpgroup. So a persistent thread block
+// owns only 64 key rows of one kv head at a time, and its warpgroups divide the work by what they accumulate. The key
+// role computes probabilities and dk, the value role score gradients and dv, and the query role dq. Probabilities, and
+// then score gradients in the same memory, pass between roles through shared memory.
 //
-// The contract is that of thd_attn_bwd_sm90 without kDeterministic, for head dims that are multiples of 64, except that
-// dq_accum is zero and that thd_attn_round_dq_sm90 makes dq of it; maps of boxes of 64 rows.
-// kWithDq: without it, for the same bits on every run, thd_attn_bwd_dq_sm90 computes dq.
+// With 64 keys per thread block, dq has twice as many partials as in thd_attn_bwd_sm90. Their additions in the L2 cache
+// would bound the kernel. So if shared memory has room, two thread blocks form a cluster (kCluster) and perform the
+// same steps with neighbouring key tiles. One loads the queries for both, and the other loads their gradients. They
+// send each other score gradients, and each adds half of the columns of their common partial. Partials are added in any
+// order, without claims, to accumulators that are zero at first. Bound by the bandwidth of shared memory, and then by
+// the tensor cores.
+//
+// The contract is that of thd_attn_bwd_sm90 without kDeterministic, for head dims that are multiples of 64. But
+// dq_accum must be zero, thd_attn_round_dq_sm90 computes dq from it, and maps have boxes of 64 rows.
+// kWithDq: false for the same bits on every run; thd_attn_bwd_dq_sm90 then computes dq
 // tile_order: of tiles of 64 * kBlocks keys; num_tiles: of 64 keys or, in clusters, of 128
-// Launch: grid at most num_tiles * splits blocks, or clusters, and one block per multiprocessor, block 512, shared
-// memory kSharedBytes.
+// Launch: grid at most num_tiles * splits thread blocks or clusters, and one thread block per multiprocessor, block
+// 512, shared memory kSharedBytes.
 template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kQStages,
           int kDoutStages, int kDsStages, bool kWithDq, int kBlocks, int kKeyRegisters, int kValueRegisters,
           int kQueryRegisters, int kSharedBytes>
@@ -350,7 +353,8 @@ __global__ void __launch_bounds__(512, 1) __cluster_dims__(kWithDq ? kBlocks : 1
     const float* __restrict__ stats, const int2* __restrict__ query_ranges, const int* __restrict__ num_partials,
     const int* __restrict__ tile_order, int* __restrict__ counter, PackFilter filter, BackwardSize size) {
   if (!filter.accepts()) return;
-  using Shared = ByGradientShared<ByGradientTiles<kHeadDim, kVHeadDim, kQStages, kDoutStages, kDsStages, kWithDq, kBlocks>>;
+  using Shared =
+      ByGradientShared<ByGradientTiles<kHeadDim, kVHeadDim, kQStages, kDoutStages, kDsStages, kWithDq, kBlocks>>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   static_assert(kKeyRegisters % 8 == 0 && kValueRegisters % 8 == 0 && kQueryRegisters % 8 == 0 &&
                     kKeyRegisters + kValueRegisters + kQueryRegisters <= 512 - 24,
@@ -364,7 +368,8 @@ __global__ void __launch_bounds__(512, 1) __cluster_dims__(kWithDq ? kBlocks : 1
   if (warpgroup == 0) {
     registers_give<512 - kKeyRegisters - kValueRegisters - kQueryRegisters>();
     if (threadIdx.x < kWarp)
-      produce_by_gradient(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, num_partials, tile_order, counter, size);
+      produce_by_gradient(shared, &map_q, &map_k, &map_v, &map_dout, stats, query_ranges, num_partials, tile_order,
+                          counter, size);
   } else if (warpgroup == 1) {
     registers_take<kKeyRegisters>();
     run_dk_warpgroup<T>(shared, grads, size, logits);

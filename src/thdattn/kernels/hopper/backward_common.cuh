@@ -1,4 +1,4 @@
-// What the Hopper backwards partial: the scheduler with what is in sight, and accumulators of several thread blocks.
+// What the Hopper backwards share: steps of the scheduler and what they see, and sums of several thread blocks.
 
 #pragma once
 
@@ -6,25 +6,25 @@
 #include "kernels/hopper/common.cuh"
 
 // ------------------------------------------------------------------------------------------------ scheduler
-// What the producer tells the others of a step: first query row, query head, tile of keys, and flags: kLast, kSees and
-// kMasked, and those below.
+// What the producer tells the others of a step: first query row, query head, key tile, and flags. The flags are kLast,
+// kSees and kMasked, and those below.
 struct Step { int row, head, tile; u32 flags; };
-constexpr u32 kFirst = 1u << 30;                      // the first of a tile of keys
-constexpr u32 kNothing = 1u << 29;                    // no query sees the tile of keys
+constexpr u32 kFirst = 1u << 30;                      // the first step of a key tile
+constexpr u32 kNothing = 1u << 29;                    // no query sees the key tile
 constexpr u32 kEnd = 1u << 28;                        // there is no more work
-constexpr u32 kAlone = 1u << 27;                      // no other tile of keys has the query tile in sight
+constexpr u32 kAlone = 1u << 27;                      // no other key tile sees the query tile
 
 // The query heads of each kv head, `group` of them, are divided into splits of `split_heads`, which different thread
-// blocks do; `splits` counts those of all kv heads together. A row of q and dq has `row_heads` heads, of which these
-// are done here.
+// blocks compute. `splits` counts those of all kv heads. A row of q and dq has `row_heads` heads, of which these are
+// computed here.
 struct BackwardSize {
   int q_rows, k_rows, stats_rows, num_tiles, splits, together, last_splits, split_heads, group, num_kv_heads;
   int semaphore_rows, row_heads;
 };
 CHECK_BackwardSize;
 
-// Which filter a launch is for: those with [from, to) pairs of a query and a key that see each other. pairs: where only
-// the GPU knows them; null: for every pack.
+// Selects the packs for which a launch runs: those with [from, to) pairs of a query and a key that see each other.
+// pairs: the number, if only the GPU knows it; null: the launch runs for every pack.
 struct PackFilter {
   const u64* pairs;
   u64 from, to;
@@ -32,18 +32,17 @@ struct PackFilter {
 };
 CHECK_PackFilter;
 
-// Draws a number of work. The first of a block comes from here too, so that only blocks that run hold work for which
-// others may wait. Whoever draws the last of all numbers, one beyond all work for every block, sets the counter back to
-// zero.
+// Draws a number of work. The first number of a thread block is drawn too, so that only running blocks hold work for
+// which others may wait. The last of all draws, one beyond all work for every thread block, resets the counter to zero.
 __device__ __forceinline__ int draw_work(int* counter, int num_work) {
   const int work = atomicAdd(counter, 1);
   if (work == num_work + opaque(gridDim.x) - 1) *counter = 0;
   return work;
 }
 
-// What one warp knows of the queries that see a tile of keys: they are among the rows [first, end), or first is kNone
-// and there are none. Each lane keeps one bound of one group of 64 keys, so that a single vote compares a tile of
-// queries with all of them.
+// What one warp knows of the queries that see a key tile: they are among the rows [first, end), or first is kNone and
+// there are none. Each lane keeps one bound of one group of 64 keys, so that a single vote compares a query tile with
+// all of them.
 template <int kGroups, int kTileM>
 struct QuerySight {
   int first, end, bound;
@@ -69,7 +68,7 @@ struct QuerySight {
       }
     }
   }
-  // kSees and kMasked of every group, for the tile of queries from `row` on.
+  // Returns kSees and kMasked of every group, for the query tile from `row` on.
   __device__ __forceinline__ u32 flags(int row) const {
     const bool odd = me().lane % 2;
     const u32 votes = __ballot_sync(0xffffffffu, odd ? row + kTileM > bound : row < bound);
@@ -83,19 +82,21 @@ struct QuerySight {
   }
 };
 
-// The producer's scheduler, one warp: calls take(step) for every tile of keys of this block, for every query head of
-// its split, and for every tile of queries between the first and the last in sight. A tile of keys that nobody sees is
-// one step of kNothing; the last step of all is kEnd. Work is drawn with the last step of a tile: early enough for its
-// latency, and late enough that whoever is done first gets it, by one lane: draw_work(counter, how much there is).
-// kStaggered: if there are at most kFewRows of queries, tiles of keys begin at different ones of these, from kManySteps
-// tiles of them on. Most blocks are at work on the same few rows then: in step, they would add to the same dq at the
-// same time, and all wait for the first partial of it. Of more rows, those that blocks have in common stay in the L2
-// cache for less long if each begins elsewhere.
+// The producer's scheduler, one warp. It calls take(step) for every key tile of this thread block, for every query head
+// of its split, and for every query tile between the first visible one and the last. A key tile that no query sees is
+// one step with kNothing. The last step of all has kEnd. One lane draws work with the last step of a tile, by
+// draw_work(counter, how much there is). That is early enough for its latency, and so late that the block that finishes
+// first gets it.
+//
+// kStaggered: with at most kFewRows query rows, key tiles begin at different query tiles, if they see at least
+// kManySteps of them. Most thread blocks then work on the same few rows. In step, they would add to the same dq at the
+// same time, and all wait for its first partial sum. With more rows, staggered blocks would share fewer rows in the L2
+// cache.
 constexpr int kFewRows = 2048, kManySteps = 8;
 template <int kGroups, int kTileM, bool kStaggered = false, typename Order, typename Counter, typename Take>
 __device__ __forceinline__ void schedule_steps(const int2* query_ranges, const int* num_partials, Order tile_order,
                                                Counter counter, BackwardSize size, Take take) {
-  // Of what is the same for all work, nothing is kept: registers are few.
+  // Values that are the same for all work are not kept, as there are few registers.
   auto num_work = [&] { return opaque(size.num_tiles) * size.splits; };
   auto draw = [&] { return me().lane == 0 ? draw_work(counter, num_work()) : 0; };
   for (int work = __shfl_sync(0xffffffffu, draw(), 0); work < num_work(); ) {
@@ -129,22 +130,22 @@ __device__ __forceinline__ void schedule_steps(const int2* query_ranges, const i
   take(Step{0, 0, 0, kEnd});
 }
 
-// Counts for each tile of query rows how many tiles of 64 * kGroups keys have it in sight, and so a partial of its dq.
-// The backward needs this to know which partial is the last, and which is alone. It depends on the plan only and is
-// computed once per plan, by the code that the backward uses itself, so that both find the same tiles in sight. Bound
-// by latency.
+// Counts for each tile of query rows how many tiles of 64 * kGroups keys see it, and so how many partial sums its dq
+// has. The backward needs this to know the last partial sum, and the only one. It depends on the plan alone and is
+// computed once per plan. It uses the code of the backward, so that both find the same visible tiles. Bound by latency.
 //
 // num_partials (stats_rows / kTileM), zero at first
-// Launch: a block of one warp for each tile of keys.
+// Launch: a block of one warp for each key tile.
 template <int kGroups, int kTileM>
-__global__ void thd_attn_count_partials_sm90(int* __restrict__ num_partials, const int2* __restrict__ query_ranges, int k_rows) {
+__global__ void thd_attn_count_partials_sm90(int* __restrict__ num_partials, const int2* __restrict__ query_ranges,
+                                             int k_rows) {
   const QuerySight<kGroups, kTileM> sight(query_ranges, blockIdx.x * kGroups * 64, k_rows);
   for (int row = sight.first / kTileM * kTileM; row < sight.end; row += kTileM)
     if (sight.flags(row) & (kSees | kSees << 2) && threadIdx.x == 0) atomicAdd(num_partials + row / kTileM, 1);
 }
 
 // ------------------------------------------------------------------------------------------------ num_partials
-// Adds to global memory, 16 or 8 bytes at a time.
+// Add to global memory, 16 or 8 bytes at a time.
 __device__ __forceinline__ void add_quad(float* dst, float4 x) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                :: "l"(dst), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
@@ -152,7 +153,7 @@ __device__ __forceinline__ void add_quad(float* dst, float4 x) {
 __device__ __forceinline__ void add_pair(float* dst, float x, float y) {
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" :: "l"(dst), "f"(x), "f"(y) : "memory");
 }
-// Drops kFloats, a multiple of 32 and aligned to 128 bytes, from the L2 cache without writing them back; one warp.
+// Drops kFloats floats from the L2 cache without writing them back: a multiple of 32, aligned to 128 bytes; one warp.
 template <int kFloats>
 __device__ __forceinline__ void discard(float* accum) {
   #pragma unroll 1
@@ -160,14 +161,16 @@ __device__ __forceinline__ void discard(float* accum) {
     asm volatile("discard.global.L2 [%0], 128;" :: "l"(accum + i) : "memory");
 }
 
-// Several thread blocks may have num_partials of one sum, and each claims the next one to write_partial. The first stores its partial
-// in the accumulator, so that this need not be zero before; those after it add theirs; the last takes what the
-// accumulator holds, adds its own, and stores the result. kOnly: there is no other partial; kNone: nothing to write_partial.
+// Which partial of a sum over several thread blocks this is. Each block claims the next one. The first is stored in the
+// accumulator, which therefore need not be zero before. Later ones are added. The last block reads the accumulator,
+// adds its own partial, and stores the result. kOnly: there is no other partial. kNone: there is nothing to write.
 enum class Partial { kFirst, kMiddle, kLast, kOnly, kNone };
-__device__ __forceinline__ bool is_awaited(Partial partial) { return partial == Partial::kFirst || partial == Partial::kMiddle; }
+__device__ __forceinline__ bool is_awaited(Partial partial) {
+  return partial == Partial::kFirst || partial == Partial::kMiddle;
+}
 
-// A semaphore, zero at first, counts num_partials, at most 32,767: those that have arrived, and kClaimed times those that are
-// claimed.
+// A semaphore is zero at first. It counts partials, at most 32,767: those that have arrived, and kClaimed times those
+// that are claimed.
 constexpr int kClaimed = 1 << 16;
 __device__ __forceinline__ int state_of(const int* semaphore) {
   int state;
@@ -175,8 +178,8 @@ __device__ __forceinline__ int state_of(const int* semaphore) {
   return state;
 }
 
-// One warp claims one of `num_partials` num_partials and waits until it may be brought: until the first has arrived or, if it is
-// the last, until all others have.
+// Claims one of num_partials partials with one warp, and waits until it may be written: until the first has arrived or,
+// if it is the last, until all others have.
 __device__ __forceinline__ Partial claim_partial(int* semaphore, int num_partials) {
   int state = __shfl_sync(0xffffffffu, threadIdx.x % kWarp == 0 ? atomicAdd(semaphore, kClaimed) : 0, 0);
   const int before = state / kClaimed;
@@ -188,7 +191,8 @@ __device__ __forceinline__ void release_partial(int* semaphore) {
   asm volatile("red.release.gpu.add.s32 [%0], 1;" :: "l"(semaphore) : "memory");
 }
 
-// Columns of accumulators per matrix instruction: 256 would take more registers than a thread has at launch.
+// Columns of accumulators per matrix instruction. An instruction of 256 columns would take more registers than a thread
+// has at launch.
 template <int kDim> constexpr int kMostCols = kDim == 256 ? 128 : kDim;
 template <int kCols, int kBlocks>
 __device__ __forceinline__ float (&columns(float (&acc)[kBlocks][4], int first))[kCols / 8][4] {
@@ -212,14 +216,14 @@ __device__ __forceinline__ void add_row(float* row, const float (&acc)[kBlocks][
     if (exists) add_quad(row + first_of_four(n), x);
   }
 }
-// Where a row is stored that is whole: in T, if it is `rounded` there, or in fp32.
+// Destination of a complete row: in T if it is `rounded`, else in fp32.
 struct RowTarget { void* row; bool rounded; };
 
-// Stores the sum of this row and of `others`, which other thread blocks wrote; in fp32, if that is where the others
-// are, by adding to them. kMayBeWhole: the place may be one of fp32.
+// Stores the sum of this row and of `others`, which other thread blocks wrote. If the destination is `others` itself,
+// in fp32, it adds this row there. kMayBeWhole: the destination may be in fp32.
 template <int kHalf, bool kMayBeWhole, typename T, int kBlocks>
-__device__ __forceinline__ void complete_row(RowTarget target, float* others, const float (&acc)[kBlocks][4], float scale,
-                                             bool exists) {
+__device__ __forceinline__ void complete_row(RowTarget target, float* others, const float (&acc)[kBlocks][4],
+                                             float scale, bool exists) {
   constexpr int kLoads = kBlocks % 16 == 0 ? 8 : kBlocks % 12 == 0 ? 6 : 4;  // before the first is used
   constexpr int kAhead = kMayBeWhole && kBlocks > 16 ? 1 : kLoads;  // as registers allow
   static_assert(kBlocks % (2 * kAhead) == 0, "a row is loaded kAhead pairs of blocks at a time");
@@ -243,9 +247,10 @@ __device__ __forceinline__ void complete_row(RowTarget target, float* others, co
   }
 }
 
-// A row that has no others.
+// Stores a row that has no other partial.
 template <int kHalf, typename T, int kBlocks>
-__device__ __forceinline__ void store_only_row(RowTarget target, const float (&acc)[kBlocks][4], float scale, bool exists) {
+__device__ __forceinline__ void store_only_row(RowTarget target, const float (&acc)[kBlocks][4], float scale,
+                                                bool exists) {
   const int first = first_of_four(0);
   void* const begin = target.rounded ? (void*)((T*)target.row + first) : (float*)target.row + first;
   #pragma unroll
@@ -258,11 +263,13 @@ __device__ __forceinline__ void store_only_row(RowTarget target, const float (&a
   }
 }
 
-// dk (k_rows, num_kv_heads, head dim) and dv, of which each split of the query heads of a kv head has a partial.
-// dk_accum, dv_accum: their accumulators, fp32, which are dk and dv themselves where those are fp32. semaphores (2,
-// semaphore_rows, num_kv_heads): one for every 16 rows. places (k_rows), or null: where Grad is fp32, a row that has a
-// place, not -1, goes there in dk_rounded and dv_rounded instead, in 16 bits. owners: where Grad is fp32, whole rows may
-// go to other ranks instead; the accumulators are elsewhere then.
+// Gradients of keys and values: dk (k_rows, num_kv_heads, head dim) and dv. Each head split of a kv head has a partial.
+//
+// dk_accum, dv_accum: fp32 accumulators, which are dk and dv themselves if those are fp32
+// semaphores (2, semaphore_rows, num_kv_heads): one for every 16 rows
+// places (k_rows), or null: if Grad is fp32, a row with a place other than -1 goes there in dk_rounded and dv_rounded
+// instead, in 16 bits
+// owners: if Grad is fp32, complete rows may go to other ranks instead, and the accumulators are separate
 template <typename Grad>
 struct Gradients {
   Grad *dk, *dv;
@@ -272,8 +279,8 @@ struct Gradients {
   const int* places;
   Owners owners;
 
-  // One warp claims its partial of the 16 rows from `row` on; `second` is 1 for dv alone, where other warps write_partial dk. A
-  // warp that has claimed waits for nothing else, so that nobody waits in a circle.
+  // Claims this warp's partial of the 16 rows from `row` on. `second` is 1 for dv alone, if other warps write dk. A
+  // warp with a claim waits for nothing else, so no cycle of waits can form.
   __device__ __forceinline__ Partial claim(int row, int kv_head, int second, BackwardSize size) const {
     if (size.split_heads == size.group) return Partial::kOnly;
     const Partial partial = claim_partial(semaphore(row, kv_head, second, size), size.group / size.split_heads);
@@ -284,16 +291,16 @@ struct Gradients {
     __syncwarp();
     if (is_awaited(partial) && threadIdx.x % kWarp == 0) release_partial(semaphore(row, kv_head, second, size));
   }
-  // Brings a partial of dk, or (kWhich 1) of dv.
+  // Writes a partial of dk, or (kWhich = 1) of dv.
   template <typename T, int kWhich, int kBlocks>
-  __device__ __forceinline__ void write_partial(const float (&acc)[kBlocks][4], float scale, Partial partial, int row, int kv_head,
-                                        BackwardSize size) const {
+  __device__ __forceinline__ void write_partial(const float (&acc)[kBlocks][4], float scale, Partial partial, int row,
+                                                int kv_head, BackwardSize size) const {
     write_row<T, kWhich, 0>(acc, scale, partial, row + me().lane / 4, kv_head, size);
     write_row<T, kWhich, 1>(acc, scale, partial, row + me().lane / 4 + 8, kv_head, size);
   }
 
  private:
-  // Of the two rows that this thread num_partials with its quad, the one that is kHalf.
+  // Writes one (kHalf) of the two rows that this thread shares with its quad.
   template <typename T, int kWhich, int kHalf, int kBlocks>
   __device__ __forceinline__ void write_row(const float (&acc)[kBlocks][4], float scale, Partial partial, int row,
                                             int kv_head, BackwardSize size) const {
@@ -315,7 +322,7 @@ struct Gradients {
       else complete_row<kHalf, true, T>(target, accum, acc, scale, target.row);
     }
   }
-  // Of a row that is at `grad` otherwise; null: nowhere.
+  // Returns the destination of a row that is at `grad` by default; null: nowhere.
   template <typename T>
   __device__ __forceinline__ RowTarget target_of(int which, int row, Grad* grad, u32 pitch, u32 head) const {
     if (owners.places) {
@@ -333,11 +340,11 @@ struct Gradients {
 CHECK_Gradients;
 
 // ------------------------------------------------------------------------------------------------ dq
-// dq comes from one tile of keys, which stores it, or from many, whose num_partials add up in dq_accum. dq_accum, fp32, is a
-// sequence of panels of 64 query rows by some columns. A panel is stored as a warpgroup holds it in registers, float4 n
-// of every thread after float4 n - 1 of all threads, so that it is contiguous for a bulk copy.
+// dq has one partial for every key tile that sees the query tile. A single one is stored; several add up in dq_accum.
+// dq_accum, fp32, is a sequence of panels of 64 query rows by some columns. A panel is stored as a warpgroup holds it
+// in registers, float4 n of every thread after float4 n - 1 of all threads, so that one bulk copy moves it.
 
-// acc = dS k, one warpgroup: 64 queries, which are columns of ds, by the columns from first_col on of kKeys keys.
+// acc = dS k with one warpgroup: 64 queries, which are columns of ds, by the columns from first_col on of kKeys keys.
 template <typename T, int kKeys, int kHeadDim, int kBlocks>
 __device__ __forceinline__ void multiply_keys(float (&acc)[kBlocks][4], const unsigned char* ds, const unsigned char* k,
                                               int first_col) {
@@ -352,7 +359,7 @@ __device__ __forceinline__ void multiply_keys(float (&acc)[kBlocks][4], const un
   wgmma_wait<0>(acc);
 }
 
-// Stores a panel of dq (q_rows, num_heads, kHeadDim), or adds it where dq is fp32, one warpgroup: 64 rows from `row`
+// Stores a panel of dq (q_rows, num_heads, kHeadDim), or adds it if dq is fp32, with one warpgroup: 64 rows from `row`
 // on, columns from first_col on.
 template <int kHeadDim, typename Dq, int kBlocks>
 __device__ __forceinline__ void write_dq(Dq* dq, const float (&acc)[kBlocks][4], float scale, int row, int head,
@@ -374,8 +381,8 @@ __device__ __forceinline__ void write_dq(Dq* dq, const float (&acc)[kBlocks][4],
   }
 }
 
-// What a warp's accumulators of scores begin with, keys by queries: -lse of the queries, so that no arithmetic after
-// the products waits for loads; or, where logits are no multiples of scores, 0.
+// Initialises a warp's accumulators of scores, keys by queries, with -lse of the queries, so that no arithmetic after
+// the products waits for loads. If logits are no multiples of scores, they begin at 0.
 template <bool kCaps, int kBlocks>
 __device__ __forceinline__ void begin_scores(float (&p)[kBlocks][4], const float* minus_lse) {
   if constexpr (!kCaps) {
@@ -387,7 +394,7 @@ __device__ __forceinline__ void begin_scores(float (&p)[kBlocks][4], const float
   }
 }
 
-// Turns what has begun so into probabilities.
+// Turns scores that began so into probabilities.
 template <int kBlocks>
 __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits<false> logits, const float*) {
   #pragma unroll
@@ -397,7 +404,7 @@ template <int kBlocks>
 __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits<true> logits,
                                                   const float* minus_lse) {
   logits.go(logits.way_for(distance(p), false), [&](auto logit, auto) {
-    pin(p);                                           // the compiler takes nothing out of several branches
+    pin(p);                                           // keeps the compiler from hoisting code out of the branches
     const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -408,13 +415,13 @@ __device__ __forceinline__ void take_exponentials(float (&p)[kBlocks][4], Logits
   });
 }
 
-// The same where hidden keys have a score of -inf: `rounded`, the operand that probabilities make, and in p their
-// products with the slopes of their logits.
+// Turns scores, -inf for hidden keys, into the operand of probabilities (`rounded`). p becomes the probabilities times
+// the slopes of their logits.
 template <typename T, int kBlocks>
 __device__ __forceinline__ void take_weights(float (&p)[kBlocks][4], u32 (&rounded)[kBlocks / 2][4],
                                              Logits<true> logits, int way, const float* minus_lse) {
   logits.go(way, [&](auto logit, auto slope) {
-    pin(p);                                           // the compiler takes nothing out of several branches
+    pin(p);                                           // keeps the compiler from hoisting code out of the branches
     const float2* const mine = (const float2*)minus_lse + threadIdx.x % 4;
     #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -430,7 +437,7 @@ __device__ __forceinline__ void take_weights(float (&p)[kBlocks][4], u32 (&round
   });
 }
 
-// Sets probabilities, or scores, of keys that a query does not see to `hidden`; ranges are those of the warp's keys.
+// Sets the probabilities, or scores, of keys that a query does not see to `hidden`. ranges: those of the warp's keys.
 template <int kBlocks>
 __device__ __forceinline__ void hide_keys(float (&p)[kBlocks][4], const int2* ranges, int first_query,
                                           float hidden = 0.f) {

@@ -1,8 +1,8 @@
-// dq by itself on Hopper (sm_90a): a producer and two consumers, and at the end the kernel, thd_attn_bwd_dq_sm90, where
-// to begin to read.
+// dq alone on Hopper (sm_90a): a producer and two consumers. Begin to read at the end, with the kernel
+// thd_attn_bwd_dq_sm90.
 //
-// It is shaped like the forward, so that of backward_common.cuh's scheduler it takes the other side: tiles of queries
-// are its work, and the rows of a step are keys.
+// It has the structure of the forward, so it uses the scheduler of backward_common.cuh with the sides exchanged: query
+// tiles are its work, and the rows of a step are keys.
 
 #pragma once
 
@@ -28,7 +28,7 @@ struct DqShared {
   }
 };
 
-// The producer, one warp: loads every tile of queries of this block, and the tiles of keys between the first and the
+// The producer, one warp. It loads every query tile of this thread block, and the key tiles between the first and the
 // last that it sees.
 template <typename Shared>
 __device__ __forceinline__ void produce_dq(
@@ -78,9 +78,10 @@ __device__ __forceinline__ void weigh(u32 (&dscore)[1][kBlocks / 2][4], const fl
   round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
 }
 
-// A consumer, one warpgroup: 64 query rows. While it weighs, the other one's products run.
-// racecheck does not follow mbarriers: `full` orders a step before its reads, and `empty` these before the next one, as
-// matrix products or __syncwarp write_partial all lanes together before one arrives.
+// A consumer, one warpgroup: 64 query rows. While it computes score gradients, the products of the other one run.
+//
+// racecheck does not follow mbarriers. `full` orders a step before its reads, and `empty` orders reads before the next
+// step, as matrix products or __syncwarp bring all lanes together before one arrives.
 template <typename T, typename Dq, typename Shared, bool kCaps>
 __device__ __forceinline__ void consume_dq(Shared& shared, int consumer, Dq* dq, const float* stats,
                                            const int2* key_ranges, Logits<kCaps> logits, BackwardSize size) {
@@ -159,16 +160,18 @@ __device__ __forceinline__ void consume_dq(Shared& shared, int consumer, Dq* dq,
   }
 }
 
-// dq of every tile of queries, by itself: accumulators stay in registers and keys come in their order, so that every
-// run gives the same bits. The price is that scores and dP are computed a second time: 7 matrix products instead of 5
-// in the whole backward; what it saves are the num_partials of dq and their additions in thd_attn_bwd_by_gradient_sm90. One
-// persistent thread block per multiprocessor has 128 query rows of one head at a time. Bound by the tensor cores.
+// dq of every query tile, alone. Accumulators stay in registers and keys come in their order, so that every run gives
+// the same bits. The price is that scores and dP are computed a second time: 7 matrix products instead of 5 in the
+// whole backward. It saves the partials of dq and their additions in thd_attn_bwd_by_gradient_sm90. One persistent
+// thread block per multiprocessor has 128 query rows of one head at a time. Bound by the tensor cores.
 //
-// The contract is that of thd_attn_bwd_sm90. dq (q_rows, num_heads, kHeadDim), to which is added where Dq is float.
-// maps of boxes of 128 rows of q and dout, and of kTileN rows of k and v
+// The contract is that of thd_attn_bwd_sm90. dq (q_rows, num_heads, kHeadDim). If Dq is float, the result is added to
+// dq.
+// maps: boxes of 128 rows of q and dout, and of kTileN rows of k and v
 // tile_order: of tiles of 128 queries, see scheduled_tile; counter: one int, zero, and zero again after the kernel
-// size: rows of queries in the place of keys too, and each head a split by itself; group: query heads of a kv head
-// Launch: grid at most num_tiles * splits and one block per multiprocessor, block 384, shared memory kSharedBytes.
+// size: rows of queries also in the place of keys, and each head a split by itself; group: query heads of a kv head
+// Launch: grid at most num_tiles * splits and one thread block per multiprocessor, block 384, shared memory
+// kSharedBytes.
 template <typename T, typename Dq, bool kCaps, int kHeadDim, int kVHeadDim, int kTileN, int kStages, int kSharedBytes>
 __global__ void __launch_bounds__(384, 1) thd_attn_bwd_dq_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,

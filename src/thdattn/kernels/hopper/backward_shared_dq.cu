@@ -1,21 +1,21 @@
-// The Hopper attention backward of head dims 192/128 (sm_90a): the pair, two warpgroups that do all products, and at
-// the end the kernel, thd_attn_bwd_shared_dq_sm90, where to begin to read. backward_tiles.cuh has the producer,
-// query_side.cuh what brings num_partials of dq together.
+// The Hopper attention backward for head dims 192/128 (sm_90a): two warpgroups compute all products. Begin to read at
+// the end, with the kernel thd_attn_bwd_shared_dq_sm90. backward_tiles.cuh has the producer, and dq_panels.cuh adds
+// partials of dq.
 
 #pragma once
 
 #include "kernels/hopper/backward_tiles.cuh"
 
-// Where a warpgroup of the pair is, in one register: steps, exchanges of score gradients, tiles of keys and claims of
-// dq so far, and whether a step is the last.
+// Progress of a warpgroup, in one register: steps, exchanges of score gradients, key tiles and claims of dq so far, and
+// whether a step is the last.
 struct Progress {
   u32 steps : 2, exchanges : 1, tiles : 1, claims : 1, last : 1;
 };
 
-// The pair, one warpgroup of it: the first 64 keys of the tile, or (side 1) the last; of dq every second panel.
+// One of the two warpgroups: the first 64 keys of the tile (side 0), or the last, and every second panel of dq.
 template <typename T, typename Dq, typename Grad, typename Shared, bool kCaps>
-__device__ __forceinline__ void run_warpgroup(Shared& shared, int side, Dq* dq, Gradients<Grad> grads, BackwardSize size,
-                                           Logits<kCaps> logits) {
+__device__ __forceinline__ void run_warpgroup(Shared& shared, int side, Dq* dq, Gradients<Grad> grads,
+                                              BackwardSize size, Logits<kCaps> logits) {
   constexpr int kHeadDim = Shared::kHeadDim, kVHeadDim = Shared::kVHeadDim;
   constexpr int kTileM = Shared::kTileM, kTileN = Shared::kTileN, kCols = Shared::kPanelCols;
   constexpr int kScoreQueries = Shared::kScoreQueries, kBlocks = kScoreQueries / 8;
@@ -36,8 +36,8 @@ __device__ __forceinline__ void run_warpgroup(Shared& shared, int side, Dq* dq, 
   auto sees = [&] { return flags & kSees << 2 * side; };
   auto wait_for_dscore = [&] { barrier_wait(&shared.ds_empty[0], done.exchanges ^ 1); };
   auto hand_over = [&] { publish_to_async(); __syncwarp(); arrive(&shared.ds_full[0]); };
-  // dq = dS k of a step, whose score gradients both hand over: in turn two of its three panels, or one. Each product
-  // waits for all before it: there are no registers for the operands of those.
+  // dq = dS k of a step. Both warpgroups hand over their score gradients, and take turns at two of the three panels, or
+  // one. Each product waits for all before it, as there are no registers for the operands of those.
   auto write_panels = [&] {
     const Step& of = step();
     barrier_wait(&shared.ds_full[0], done.exchanges);
@@ -55,7 +55,7 @@ __device__ __forceinline__ void run_warpgroup(Shared& shared, int side, Dq* dq, 
     if (has_partial(of.flags)) ++done.claims;
     ++done.exchanges;
   };
-  auto pass = [&] {                                   // none of the queries sees one of these 64 keys
+  auto pass = [&] {                                   // no query sees one of these 64 keys
     arrive(&shared.empty[stage]);
     if (flags & (kSees | kSees << 2)) {
       wait_for_dscore();
@@ -88,7 +88,7 @@ __device__ __forceinline__ void run_warpgroup(Shared& shared, int side, Dq* dq, 
       look();
       done.last = (flags & kLast) != 0;
       if (!sees()) { pass(); continue; }
-      // dP begins at -delta, as scores do at -lse.
+      // dP begins at -delta, as scores begin at -lse.
       float p[kBlocks][4];
       auto start_p = [&](int first) {
         begin_scores<kCaps>(p, shared.minus_lse[stage] + first);
@@ -96,9 +96,11 @@ __device__ __forceinline__ void run_warpgroup(Shared& shared, int side, Dq* dq, 
         add_scores<T, kHeadDim, kTileN, kTileM>(p, mine(shared.k), shared.q[stage] + first * kRowBytes);
         wgmma_commit();
       };
-      // Adds the queries from `first` on, whose scores are on their way, to dv and dk, without waiting for these.
+      // Adds the queries from `first` on to dv and dk, without waiting for these products. Their scores are being
+      // computed.
       auto add_queries = [&](int first) {
-        // Probabilities, transposed. With capped logits they are rounded here, and p becomes products with slopes.
+        // Probabilities are transposed. With capped logits they are rounded here, and p becomes their product with
+        // slopes.
         u32 probability[1][kScoreQueries / 16][4], dscore[1][kScoreQueries / 16][4];
         const float* const minus_lse = shared.minus_lse[stage] + first;
         const bool masked = flags & kMasked << 2 * side;
@@ -115,7 +117,7 @@ __device__ __forceinline__ void run_warpgroup(Shared& shared, int side, Dq* dq, 
           hide(0.f);
         }
         pin(p);
-        // dP, which becomes dS. P stays float32 until then: rounded first, it would be rounded twice in dS.
+        // dP becomes dS. P stays float32 until then: if it were rounded first, dS would be rounded twice.
         const unsigned char* const dout = shared.dout[stage] + first * kRowBytes;
         float dp[kBlocks][4];
         begin_columns(dp, shared.minus_delta[stage] + first);
@@ -128,7 +130,7 @@ __device__ __forceinline__ void run_warpgroup(Shared& shared, int side, Dq* dq, 
         if constexpr (!kCaps) round_to_operand<T>(probability, *(float(*)[1][kBlocks][4])&p);
         round_to_operand<T>(dscore, *(float(*)[1][kBlocks][4])&dp);
 
-        // dv += P^T dout and dk += dS^T q; while they run, dS is handed over.
+        // dv += P^T dout and dk += dS^T q start. Meanwhile, dS is handed over.
         wgmma_begin();
         start_weighted_rows<T, kVHeadDim, kTileM>(acc_dv, probability, dout);
         start_weighted_rows<T, kHeadDim, kTileM>(acc_dk, dscore, shared.q[stage] + first * kRowBytes);
@@ -167,26 +169,27 @@ __device__ __forceinline__ void run_warpgroup(Shared& shared, int side, Dq* dq, 
   }
 }
 
-// Gradients of query and key tiles, as thd_attn_bwd_sm90 computes them, for head dims whose accumulators of dk and dv
-// leave no registers to a query side.
+// Gradients of query and key tiles. It computes what thd_attn_bwd_sm90 does, for head dims whose accumulators of dk and
+// dv leave no registers to a query side.
 //
-// So the pair, each of whose warpgroups owns 64 of the 128 keys, also multiplies score gradients with keys: each has
-// those of both in shared memory, and makes every second panel of dq, for each of which there is a buffer, so that none
-// waits until another has been sent. Bound by what it takes to send them, by the bandwidth of shared memory, and by the
-// tensor cores.
+// Two warpgroups own 64 of the 128 keys each, and also multiply score gradients with keys. Each finds the score
+// gradients of both in shared memory, and computes every second panel of dq. Each panel has a buffer, so that none
+// waits until another has been sent. Bound by sending the panels, by the bandwidth of shared memory, and by the tensor
+// cores.
 //
 // The contract is that of thd_attn_bwd_sm90.
-// Launch: grid at most num_tiles * splits and one block per multiprocessor, block 384, shared memory kSharedBytes.
-template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kStages, int kScoreQueries,
-          int kPanelCols, bool kDeterministic, int kSharedBytes>
+// Launch: grid at most num_tiles * splits and one thread block per multiprocessor, block 384, shared memory
+// kSharedBytes.
+template <typename T, typename Dq, typename Grad, bool kCaps, int kHeadDim, int kVHeadDim, int kStages,
+          int kScoreQueries, int kPanelCols, bool kDeterministic, int kSharedBytes>
 __global__ void __launch_bounds__(384, 1) thd_attn_bwd_shared_dq_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout, Dq* __restrict__ dq,
     const Gradients<Grad> grads, Logits<kCaps> logits, float* __restrict__ dq_accum,
     int* __restrict__ semaphores,
     const float* __restrict__ stats, const int2* __restrict__ key_ranges, const int2* __restrict__ query_ranges,
-    const int* __restrict__ num_partials, const int* __restrict__ tile_order, int* __restrict__ counter, PackFilter filter,
-    BackwardSize size) {
+    const int* __restrict__ num_partials, const int* __restrict__ tile_order, int* __restrict__ counter,
+    PackFilter filter, BackwardSize size) {
   if (!filter.accepts()) return;
   using Shared = BackwardShared<kHeadDim, kVHeadDim, 64, kStages, kScoreQueries, kScoreQueries, kPanelCols,
                                 kHeadDim / kPanelCols, 1, 8>;
@@ -206,7 +209,8 @@ __global__ void __launch_bounds__(384, 1) thd_attn_bwd_shared_dq_sm90(
     else if (threadIdx.x == 2 * kWarp)
       send_partials(shared, dq_accum, semaphores);
     else if (threadIdx.x >= 3 * kWarp)
-      release_partials<kDeterministic>(shared, dq_accum, semaphores), clear_queries<kHeadDim, 64>(dq, num_partials, size);
+      release_partials<kDeterministic>(shared, dq_accum, semaphores),
+          clear_queries<kHeadDim, 64>(dq, num_partials, size);
   } else {
     registers_take<240>();
     run_warpgroup<T>(shared, warpgroup - 1, dq, grads, size, logits);

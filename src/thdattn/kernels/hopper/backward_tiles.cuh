@@ -1,14 +1,14 @@
-// What the Hopper backwards of 128 keys at a time (sm_90a) partial: shared memory, the producer, and score gradients on
-// their way to dq.
+// What the two Hopper backwards with 128 keys per thread block share (sm_90a): shared memory, the producer, and score
+// gradients on their way to dq.
 
 #pragma once
 
 #include "kernels/hopper/dq_panels.cuh"
 
-// The key side takes the scores of kAtOnce of the queries of a step at once, and dP of kDpAtOnce: beside float32
-// probabilities, registers have no room for more. dq has panels of kCols columns, and kDqDepth stages for them.
-// kDsDepth stages hold score gradients, which kDqWarps warps multiply with keys: those of the query side or, where
-// there is none, the 8 of the key side.
+// Shared memory. The key side computes the scores of kAtOnce queries of a step at once, and dP of kDpAtOnce. Beside
+// float32 probabilities, registers have no room for more. dq has panels of kCols columns, and kDqDepth buffers for
+// them. kDsDepth buffers hold score gradients, which kDqWarps warps multiply with keys: the four of the query side or,
+// without one, the eight of the key side.
 template <int kDim, int kVDim, int kM, int kAhead, int kAtOnce, int kDpAtOnce, int kCols, int kDqDepth,
           int kDsDepth = kAhead, int kDqWarps = 4>
 struct BackwardShared {
@@ -21,7 +21,8 @@ struct BackwardShared {
   static_assert(kPanels == 1 || kPanelCols % (kHeadDim % kSlab ? kSlab / 2 : kSlab) == 0,
                 "a panel of dq begins at a slab of keys");
   static_assert(kTileM % 64 == 0, "a panel of dq has 64 rows, and a semaphore is one of them");
-  static_assert(kTileM % kScoreQueries == 0 && kTileM % kDpQueries == 0 && kScoreQueries % kDpQueries == 0 && kDpQueries % 16 == 0,
+  static_assert(kTileM % kScoreQueries == 0 && kTileM % kDpQueries == 0 && kScoreQueries % kDpQueries == 0 &&
+                    kDpQueries % 16 == 0,
                 "the key side takes all queries of a step, in equal parts of whole fragments");
   static constexpr int kKBytes = kTileBytes<kTileN, kHeadDim>, kVBytes = kTileBytes<kTileN, kVHeadDim>;
   static constexpr int kQBytes = kTileBytes<kTileM, kHeadDim>, kDoutBytes = kTileBytes<kTileM, kVHeadDim>;
@@ -36,8 +37,8 @@ struct BackwardShared {
   u64 dq_empty[kDqStages], dq_open[kDqStages], dq_full[kDqStages];
   u64 claim_full[2], claim_sent[2], claim_empty[2];
   Claim claim[2];
-  Partial partial[kDqStages];                                         // that a panel is of
-  Step step[2 * kStages];                                         // read by the query side after its tiles are gone
+  Partial partial[kDqStages];                                         // of each panel
+  Step step[2 * kStages];                                         // read by the query side after its tiles are released
   int2 range[kTileN];                                             // of the key rows
   int2 warp_tile[8];                                              // of the key side's warps: first key, kv head
 
@@ -51,7 +52,7 @@ struct BackwardShared {
       barrier_init(&claim_full[s], 1), barrier_init(&claim_sent[s], 1), barrier_init(&claim_empty[s], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  // The keys of a warpgroup, their values, and the queries of a stage from `row` on, with their gradients.
+  // Return the keys of a warpgroup, their values, and the queries of a stage from `row` on with their gradients.
   __device__ __forceinline__ const unsigned char* keys_of(int side) const {
     return k + opaque(side) * 64 * kRowBytesOf<kHeadDim>;
   }
@@ -66,7 +67,7 @@ struct BackwardShared {
   }
 };
 
-// Loads keys, values and ranges of a tile of keys, one warp. kv_full counts two arrivals.
+// Loads keys, values and ranges of a key tile, one warp. kv_full counts two arrivals.
 template <typename Shared>
 __device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* map_k, const TensorMap* map_v,
                                           const int2* query_ranges, const Step& step, BackwardSize size) {
@@ -83,11 +84,11 @@ __device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* map_k
   if (lane == 0) barrier_arrive(&shared.kv_full);
 }
 
-// The producer, one warp: loads the tensors of every step.
+// The producer, one warp. It loads the tensors of every step.
 //
-// racecheck follows no mbarriers. Full ones order steps, ranges and copies before reads, and empty ones, at which a
-// warp arrives once all its lanes have read, before the next fill. Steps have a second stage: what reads
-// one after its `empty` is done with it before the second arrival from there on.
+// racecheck does not follow mbarriers. Full barriers order steps, ranges and copies before reads. Empty barriers order
+// reads before the next fill, as a warp arrives once all its lanes have read. Steps have a second stage: a warp that
+// reads a step after its `empty` finishes before the second arrival from there on.
 template <bool kStaggered, typename Shared>
 __device__ __forceinline__ void produce_backward(
     Shared& shared, const TensorMap* map_q, const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout,
@@ -135,7 +136,7 @@ __device__ __forceinline__ void store_dscore(Shared& shared, u32 stage, int side
                    dscore[0][i - first / 16]);
 }
 
-// The same where none of the queries sees one of the keys.
+// Stores zeros, if no query of the step sees one of these 64 keys.
 template <typename Shared>
 __device__ __forceinline__ void store_no_dscore(Shared& shared, u32 stage, int side) {
   u32 zeros[1][Shared::kDpQueries / 16][4];

@@ -1,27 +1,34 @@
-// What thd_attn_bwd_by_gradient_sm90 keeps in shared memory (sm_90a), and its producer.
+// Shared memory of thd_attn_bwd_by_gradient_sm90 (sm_90a), and its producer.
 
 #pragma once
 
 #include "kernels/hopper/cluster.cuh"
 
-constexpr int kTile = 64;                         // keys of a block, query rows of a step
+constexpr int kTile = 64;                         // keys of a thread block, query rows of a step
 constexpr int kDsBytes = kTileBytes<kTile, kTile>;  // of score gradients, 16-bit, whose rows are the keys
 
-// kQAhead tiles of queries and kDoutAhead of their gradients are here, and kDsDepth stages of probabilities and, in the
-// same memory, score gradients. kBlocks: 2, if a tile of tile_order is for two blocks, which are a cluster where they
-// write_partial dq; keys are then read from registers. dq has panels of 64 rows by kPanelCols columns.
-// k: the keys; in a cluster, where these come through the ring of queries, the columns whose dq the block brings, of
-// its own keys and then of the other one's.
+// Shared memory: kQAhead query tiles, kDoutAhead tiles of their gradients, and kDsDepth stages of probabilities and, in
+// the same memory, score gradients. kBlocks: 2 if a tile of tile_order is for two thread blocks, which form a cluster
+// if they compute dq; keys are then read from registers. dq has panels of 64 rows by kPanelCols columns.
 //
-// Barriers: who arrives -> who waits. Phases of full and empty take turns, so that nobody gets two ahead of a waiter.
-// kv: copies -> the value role, before the query role has any work; value and query role, alone also keys -> producer.
-// q, dout: copies -> key role, value role; these -> producer. In a cluster the producer of one block copies to both and
-// waits for the roles of both; the other one's says to its own barrier how many bytes come. Every use of a stage but
-// kEnd, the last, has a copy: so no role is a use ahead of that producer, which would count it for the one before.
-// p_full: key role -> value role.
-// ds_full: value role -> key role, alone also query role; all_ds_full: value role, copies of the other block -> query
-// role. ds_empty: key and query role, that of the other block too -> key role: both blocks' copies have been read then.
-// An arrival does not wait for loads of registers before it; so these are used before their memory is given back.
+// k: the keys. In a cluster these come through the ring of queries, and k holds the columns for which this block
+// computes dq: of its own keys, and then of the other block's.
+//
+// Barriers: who arrives -> who waits. Phases of full and empty alternate, so that nobody gets two ahead of a waiter.
+// kv           copies -> value role, before the query role has any work; value and query role, and without a cluster
+//              also the key role -> producer
+// q, dout      copies -> key role, value role; these -> producer
+// p_full       key role -> value role
+// ds_full      value role -> key role, and without a cluster also the query role
+// all_ds_full  value role, copies of the other block -> query role
+// ds_empty     key and query role, also of the other block -> key role: both blocks' copies have been read
+//
+// In a cluster, one block's producer copies q (or dout) to both blocks and waits for the roles of both. The other
+// producer tells its own barrier how many bytes come. Every use of a stage but the last (kEnd) has a copy, so no role
+// gets a use ahead of that producer, which would count it for the use before.
+//
+// An arrival does not wait for loads of registers before it. So a role uses loaded values before it releases their
+// memory.
 template <int kDim, int kVDim, int kQAhead, int kDoutAhead, int kDsDepth, bool kBringsDq, int kBlocks>
 struct ByGradientTiles {
   static constexpr int kHeadDim = kDim, kVHeadDim = kVDim;
@@ -29,7 +36,7 @@ struct ByGradientTiles {
   static constexpr bool kWithDq = kBringsDq, kTwoBlocks = kBlocks == 2, kCluster = kTwoBlocks && kWithDq;
   static constexpr int kClusterBlocks = 1 + kCluster, kPanelCols = kCluster ? kHeadDim / 2 : kSlab;
   static constexpr int kQBytes = kTileBytes<kTile, kHeadDim>, kDoutBytes = kTileBytes<kTile, kVHeadDim>;
-  static constexpr int kKBoxes = 2 * 2;                // of 64 columns: two have those of a panel, of each block's keys
+  static constexpr int kKBoxes = 2 * 2;                // of 64 columns: two hold a panel's, of each block's keys
   static_assert(kHeadDim % kSlab == 0 && kVHeadDim % kSlab == 0, "rows of a tile are 128 bytes apart");
   static_assert(kBlocks == 1 || kBlocks == 2, "a cluster has two thread blocks");
   static_assert(kPanelCols <= 2 * kSlab, "a block of a cluster loads two boxes of keys for its half of dq");
@@ -38,8 +45,8 @@ struct ByGradientTiles {
   static constexpr int kKBytes = kCluster ? kKBoxes * kDsBytes : kQBytes, kVBytes = kDoutBytes;
   unsigned char k[kKBytes], v[kVBytes];
   unsigned char q[kQStages][kQBytes], dout[kDoutStages][kDoutBytes];
-  // Score gradients of this block and of the other one; before them, in the memory of this block's and behind all,
-  // probabilities in float32.
+  // Score gradients of this block, and then of the other one. Before them, probabilities in float32 use this block's
+  // part and the memory behind all.
   unsigned char ds[kDsStages][(kClusterBlocks + 1) * kDsBytes];
   float minus_lse[kQStages][kTile], minus_delta[kDoutStages][kTile];
   u64 kv_full, kv_empty;
@@ -48,7 +55,7 @@ struct ByGradientTiles {
   u64 p_full[kDsStages], ds_full[kDsStages], ds_empty[kDsStages];
   Step q_step[kQStages], dout_step[kDoutStages], ds_step[kDsStages];
   u32 p_q_stage[kDsStages];                                       // where the queries of probabilities are
-  int2 range[2][kTile];                                       // of the key rows, of every second tile of keys
+  int2 range[2][kTile];                                       // of the key rows, for alternate key tiles
   int2 warp_tile[8];                                              // of the key role's warps, then the value role's
 
   __device__ __forceinline__ void init() {
@@ -62,7 +69,7 @@ struct ByGradientTiles {
       barrier_init(&ds_empty[s], kWithDq ? 4 + 4 * kClusterBlocks : 4);
     }
   }
-  // One warp gives back what block `loader` copies to both of a cluster.
+  // Releases, with one warp, what block `loader` copies to both of a cluster.
   __device__ __forceinline__ void give_back(u64* empty, u32 loader) {
     if (me().lane > 0) return;
     barrier_arrive(empty);
@@ -74,8 +81,8 @@ struct ByGradientTiles {
   __device__ __forceinline__ void wait_for_stage(Ring<kDsStages> to) {
     barrier_wait(&ds_empty[to.stage], to.parity ^ 1);
   }
-  // Float4 n of every lane of a warp's probabilities, 16 keys by 64 queries: half of them where the warp's own score
-  // gradients will be, so that no warp waits for another.
+  // Returns float4 n of every lane of a warp's probabilities, 16 keys by 64 queries. Half of them are where the warp's
+  // own score gradients will be, so that no warp waits for another.
   __device__ __forceinline__ float4* probabilities(u32 stage, int warp, int n) {
     constexpr int kNumbers = kTile / 16;
     unsigned char* const half = ds[stage] + n / kNumbers * kClusterBlocks * kDsBytes;
@@ -83,7 +90,7 @@ struct ByGradientTiles {
   }
 };
 
-// Barriers of a cluster. all_ds_full: score gradients of both blocks are here.
+// Barriers of a cluster. all_ds_full: score gradients of both blocks have arrived.
 template <bool kCluster, int kDsStages> struct ByGradientBarriers {
   __device__ __forceinline__ void init() {}
 };
@@ -104,7 +111,7 @@ template <typename Tiles> struct ByGradientShared : Tiles, ByGradientBarriers<Ti
   }
 };
 
-// Loads what stays while a block is at a tile of keys, one lane.
+// Loads the keys and values of a key tile, with one lane.
 template <typename Shared>
 __device__ __forceinline__ void load_key_tile(Shared& shared, const TensorMap* map_k, const TensorMap* map_v,
                                                int kv_head, int key) {
@@ -121,13 +128,13 @@ __device__ __forceinline__ void load_key_tile(Shared& shared, const TensorMap* m
   copy_tile<kTile, Shared::kVHeadDim, true>(shared.v, map_v, kv_head, key, &shared.kv_full);
 }
 
-// An order of pairs of tiles, as one of tiles.
+// Reads an order of pairs of tiles as an order of tiles.
 struct TileOrder {
   const int* pairs;
   __device__ __forceinline__ int operator[](int i) const { return pairs[i / 2] * 2 + i % 2; }
 };
 
-// Loads a step's rows; in a cluster, where both blocks read the same, `loader` does so for both.
+// Loads a step's rows. In a cluster both blocks read the same rows, and `loader` loads them for both.
 template <typename Shared, int kCols>
 __device__ __forceinline__ void load_for_both(u32 loader, unsigned char* tile, const TensorMap* map, const Step& step,
                                               u64* full) {
@@ -135,11 +142,12 @@ __device__ __forceinline__ void load_for_both(u32 loader, unsigned char* tile, c
   else if (rank_in_cluster() == loader) copy_tile_to<kTile, kCols>(3, tile, map, step.head, step.row, full);
 }
 
-// The producer, one warp: loads the tensors of every step.
+// The producer, one warp. It loads the tensors of every step.
 //
-// racecheck follows no mbarriers. Full ones order steps, ranges and copies before reads, and empty ones, at which a
-// warp arrives once all its lanes have read, before the next fill. Probabilities and ds_step go from p_full by ds_full
-// to ds_empty, so their stage is written again only when all have read it; ranges have two, see below.
+// racecheck does not follow mbarriers. Full barriers order steps, ranges and copies before reads. Empty barriers order
+// reads before the next fill, as a warp arrives once all its lanes have read. Probabilities and ds_step pass from
+// p_full by ds_full to ds_empty, so their stage is written again only when all have read it. Ranges have two stages,
+// see below.
 template <typename Shared>
 __device__ __forceinline__ void produce_by_gradient(
     Shared& shared, const TensorMap* map_q, const TensorMap* map_k, const TensorMap* map_v, const TensorMap* map_dout,
@@ -171,7 +179,8 @@ __device__ __forceinline__ void produce_by_gradient(
   auto take = [&](const Step& step) {
     const int kv_head = step.head / size.group, key = step.tile * kTile;
     if (step.flags & kFirst) {
-      // Nobody needs these ranges any more: before the last keys were loaded, all were done with the tile before those.
+      // Nobody needs these ranges any more: when the last keys were loaded, all roles were done with the tile before
+      // those.
       #pragma unroll
       for (int i = lane; i < kTile; i += kWarp)
         shared.range[kv_parity ^ 1][i] = range_of(query_ranges, key + i, size.k_rows);
@@ -181,7 +190,7 @@ __device__ __forceinline__ void produce_by_gradient(
           barrier_expect(full, Shared::kQBytes);
           if (rank_in_cluster() != Shared::kQLoader) return;
           #pragma unroll
-          for (int block = 0; block < 2; ++block)     // keys too come from there, so that each use of a stage does
+          for (int block = 0; block < 2; ++block)  // keys come from there too, so that each use of a stage has a copy
             copy_tile_to<kTile, kHeadDim>(1 << block, shared.q[stage], map_k, kv_head,
                                               (step.tile / 2 * 2 + block) * kTile, full);
         });

@@ -9,39 +9,39 @@ __device__ __forceinline__ u32 rank_in_cluster() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// The address in the other block of what is `here` in this one.
+// Returns the address in the other block of what is `here` in this one.
 __device__ __forceinline__ u32 in_other(const void* here) {
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                : "=r"(there) : "r"(shared_address(here)), "r"(rank_in_cluster() ^ 1));
   return there;
 }
-// Says in the other block that matrix products of this warp have read what they had to. It orders nothing else: a
-// release in the cluster would wait until all that the thread has added to global memory has arrived there.
+// Arrives at a barrier of the other block after matrix products of this warp have read. It orders nothing else: a
+// release in the cluster would wait until all additions of this thread to global memory have arrived there.
 __device__ __forceinline__ void arrive_in_other(const u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(in_other(barrier)) : "memory");
 }
-// The same of what the thread itself has read and written.
+// Arrives at a barrier of the other block, after the thread's own reads and writes.
 __device__ __forceinline__ void release_in_other(const u64* barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(in_other(barrier)) : "memory");
 }
-// barrier_wait for what a thread of the other block has stored or read.
+// Waits at a barrier for what a thread of the other block has stored or read.
 __device__ __forceinline__ void wait_for_other(const u64* barrier, u32 parity) {
   asm volatile("{ .reg .pred done;\n"
                "wait: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra wait; }" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
-// Stores a word where `there` is in the other block, whose barrier counts its 4 bytes.
+// Stores a word in the other block, whose barrier counts its 4 bytes.
 __device__ __forceinline__ void store_in_other(const int* there, int word, const u64* barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];"
                :: "r"(in_other(there)), "r"(word), "r"(in_other(barrier)) : "memory");
 }
-// Copies a multiple of 16 bytes to where `there` is in the other block, whose barrier counts the bytes.
+// Copies a multiple of 16 bytes to the other block, whose barrier counts the bytes.
 __device__ __forceinline__ void copy_to_other(const void* there, const void* from, int bytes, const u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(in_other(there)), "r"(shared_address(from)), "r"(bytes), "r"(in_other(barrier)) : "memory");
 }
-// copy_tile to the same place in every block whose bit is set; the barrier there counts the bytes.
+// Copies a tile to the same place in every block whose bit is set. The barrier there counts the bytes.
 template <int kRows, int kCols>
 __device__ __forceinline__ void copy_tile_to(unsigned short blocks, unsigned char* tile, const TensorMap* map, int head,
                                              int row, u64* barrier) {
@@ -53,12 +53,12 @@ __device__ __forceinline__ void copy_tile_to(unsigned short blocks, unsigned cha
                  :: "r"(shared_address(tile + s * kSlabBytes<kRows, kCols>)), "l"(map), "r"(s * kSlab), "r"(head),
                     "r"(row), "r"(shared_address(barrier)), "h"(blocks) : "memory");
 }
-// All threads of both blocks: what one did before it is seen by the other, which is there until then.
+// Synchronises all threads of both blocks. It publishes what each has written, and neither block exits before it.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// A number of work, on its way from the first block, which draws it, to the second. draws: so far, of this block.
+// A number of work on its way from the first block, which draws it, to the second. draws: those of this block so far.
 struct DrawnWork {
   u64 full, empty;
   int work;
@@ -71,7 +71,8 @@ struct ClusterCounter {
   DrawnWork& drawn;
 };
 
-// Draws a number of work for both blocks, one lane of each. Their last number is one beyond all work for every block.
+// Draws a number of work for both blocks, with one lane of each. Their last number is one beyond all work for every
+// block.
 __device__ __forceinline__ int draw_work(const ClusterCounter& cluster, int num_work) {
   DrawnWork& drawn = cluster.drawn;
   const u32 parity = drawn.draws++ % 2;
@@ -85,7 +86,7 @@ __device__ __forceinline__ int draw_work(const ClusterCounter& cluster, int num_
     barrier_expect(&drawn.full, 4);
     wait_for_other(&drawn.full, parity);
     work = *(volatile int*)&drawn.work;
-    if (work >= 0) release_in_other(&drawn.empty);    // always, but not before it is here
+    if (work >= 0) release_in_other(&drawn.empty);    // always true, but only once it has arrived
   }
   return work;
 }

@@ -1,16 +1,18 @@
-// The query side of thd_attn_bwd_sm90 (sm_90a): the warpgroup that computes dq, and the warps that write_partial its num_partials
-// together.
+// dq of the two Hopper backwards with 128 keys per thread block (sm_90a): its panels, and the warps that add its
+// partials.
 
 #pragma once
 
 #include "kernels/hopper/backward_common.cuh"
 
-// Whether a step has a partial of a dq that others have num_partials of too.
+// Tests whether a step has a partial of a dq that has others too.
 __device__ __forceinline__ bool has_partial(u32 flags) { return flags & (kSees | kSees << 2) && !(flags & kAlone); }
 
-// A partial of the dq of a tile of queries. Its semaphore, of (num_heads, stats_rows / 64), is zero at first and is that
-// of claim_partial or, with kDeterministic, 1 + the tile of keys that may write_partial its partial now. semaphore: which one, or
-// kNoMore for the end; after: what it becomes (kDeterministic).
+// A claim of a partial of the dq of a query tile.
+//
+// semaphore: the index of one of (num_heads, stats_rows / 64) semaphores, zero at first, or kNoMore for the end. A
+// semaphore counts as in claim_partial. With kDeterministic it is 1 + the key tile that may write its partial now, and
+// `after` is its next value.
 struct Claim { int semaphore, after; Partial partial; };
 constexpr int kNoMore = -1;
 
@@ -18,15 +20,16 @@ __device__ __forceinline__ u32 semaphore_of(int head, int row, BackwardSize size
   return head * (size.stats_rows / 64) + row / 64;
 }
 
-// How many panels, of 64 rows each, a tile of queries has, and where they are in dq_accum.
+// Number of panels of a query tile, and where a panel begins in dq_accum.
 template <typename Shared> constexpr int kAllPanels = Shared::kTileM / 64 * Shared::kPanels;
 template <typename Shared> __device__ __forceinline__ size_t accum_at(Claim claim, int panel) {
   return (size_t)claim.semaphore * 64 * Shared::kHeadDim + panel * Shared::kPanelFloats;
 }
 
-// Brings a panel of dq, one warpgroup: to the warp that sends it or, where nothing is to be added any more, to dq.
-// racecheck does not see that dq_open orders the copy of others' sums and the partial before this, and dq_full and then
-// dq_empty this before the next; claim_full and claim_empty do so for claims.
+// Writes a panel of dq with one warpgroup: to the buffer that a warp sends or, if nothing more is to be added, to dq.
+//
+// racecheck does not see that dq_open orders the copy of the others' sum and the claim before this, and that dq_full
+// and then dq_empty order this before the next use. claim_full and claim_empty do so for claims.
 template <typename Shared, typename Dq, int kBlocks>
 __device__ __forceinline__ void write_panel(Shared& shared, Dq* dq, float (&acc)[kBlocks][4], const Step& step,
                                             Ring<Shared::kDqStages>& panels, int row, int first_col,
@@ -79,16 +82,16 @@ __device__ __forceinline__ void run_dq_warpgroup(Shared& shared, Dq* dq, Backwar
   }
 }
 
-// Has asynchronous copies of this thread meet what the num_partials that a claim has found at its semaphore left in the
-// accumulator: other thread blocks wrote it by such copies, and told so by a release.
+// Orders this thread's asynchronous copies after the partials that a claim found at its semaphore. Other thread blocks
+// wrote them by asynchronous copies, and signalled by a release.
 __device__ __forceinline__ void acquire_partials(const int* semaphore) {
   asm volatile("{ .reg .s32 state;\n"
                "ld.acquire.gpu.s32 state, [%0];\n"
                "fence.proxy.async.global; }" :: "l"(semaphore) : "memory");
 }
 
-// Tells the warps that send and release of claim number `claims`, and opens its panels. One thread does this alone: it
-// lets barriers go on to their next phases, and a lane that came to them later than that would wait for ever.
+// Announces claim number `claims` to the warps that send and release, and opens its panels. A single thread does this:
+// it lets barriers proceed to their next phases, and a lane that came later would wait forever.
 template <typename Shared>
 __device__ __forceinline__ void open_claim(Shared& shared, const float* dq_accum, const int* semaphores, Claim claim,
                                            u32 claims) {
@@ -113,11 +116,13 @@ __device__ __forceinline__ void open_claim(Shared& shared, const float* dq_accum
   }
 }
 
-// One warp claims num_partials of dq ahead of the products, waits until they may be brought, and opens panels for the query
-// side; for the last partial, with the sum of the others in them. Shares come in any order or, with kDeterministic, in
-// falling order of the tiles of keys, for the same bits on every run: under a causal mask each tile of keys begins with
-// queries for which it is the first, and finds the tiles before it already ahead. A block waits with its latest claim
-// only, and brings what it claimed before without waiting, so that nobody waits in a circle.
+// Claims partials of dq ahead of the products with one warp, waits until they may be written, and opens panels for the
+// query side. The panels of a last partial are filled with the sum of the others.
+//
+// Partials come in any order. With kDeterministic they come in decreasing order of the key tiles, so that every run
+// gives the same bits. Under a causal mask, each key tile begins with queries for which it is the first, and finds the
+// tiles before it already ahead. A thread block waits for its latest claim only, and writes earlier ones without
+// waiting, so no cycle of waits can form.
 template <bool kDeterministic, typename Shared>
 __device__ __forceinline__ void claim_partials(
     Shared& shared, const float* dq_accum, const int2* key_ranges, int* semaphores, const int* num_partials,
@@ -127,7 +132,7 @@ __device__ __forceinline__ void claim_partials(
   u32 steps = 0, claims = 0;                          // so far
   while (true) {
     barrier_wait(&shared.full[steps % 2], steps / 2 % 2);
-    const Step& step = shared.step[steps % 4];        // stays until two more have come through here
+    const Step& step = shared.step[steps % 4];        // stays valid until two more have passed
     const u32 flags = step.flags;
     __syncwarp();
     if (me().lane == 0) barrier_arrive(&shared.empty[steps % 2]);
@@ -170,7 +175,7 @@ __device__ __forceinline__ void claim_partials(
   }
 }
 
-// One thread sends panels of dq to global memory through the copy engine.
+// Sends panels of dq to global memory with one thread, through the copy engine.
 template <typename Shared>
 __device__ __forceinline__ void send_partials(Shared& shared, float* dq_accum, const int* semaphores) {
   constexpr int kFloats = Shared::kPanelFloats;
@@ -195,8 +200,8 @@ __device__ __forceinline__ void send_partials(Shared& shared, float* dq_accum, c
   }
 }
 
-// One warp tells other blocks which num_partials have arrived. It has no other duty because a release takes a good part of a
-// step. Accumulators that the last partial has read need not reach memory.
+// Tells other thread blocks which partials have arrived, with one warp. It has no other duty, because a release takes a
+// good part of a step. Accumulators that the last partial has read need not reach memory.
 template <bool kDeterministic, typename Shared>
 __device__ __forceinline__ void release_partials(Shared& shared, float* dq_accum, int* semaphores) {
   const int lane = threadIdx.x % kWarp;
@@ -207,7 +212,8 @@ __device__ __forceinline__ void release_partials(Shared& shared, float* dq_accum
     barrier_wait(&shared.claim_sent[claims.stage], claims.parity);
     __syncwarp();
     if (lane == 0) barrier_arrive(&shared.claim_empty[claims.stage]);
-    if (claim.partial == Partial::kLast) discard<Shared::kTileM * Shared::kHeadDim>(dq_accum + accum_at<Shared>(claim, 0));
+    if (claim.partial == Partial::kLast)
+      discard<Shared::kTileM * Shared::kHeadDim>(dq_accum + accum_at<Shared>(claim, 0));
     if (lane > 0 || !is_awaited(claim.partial)) continue;
     int* const semaphore = semaphores + claim.semaphore;
     if (kDeterministic) asm volatile("st.release.gpu.s32 [%0], %1;" :: "l"(semaphore), "r"(claim.after) : "memory");
@@ -215,8 +221,8 @@ __device__ __forceinline__ void release_partials(Shared& shared, float* dq_accum
   }
 }
 
-// One warp sets those rows of dq (q_rows, num_heads, kHeadDim) to zero that no tile of keys has in sight; where dq is
-// added to, they stay.
+// Clears the rows of dq (q_rows, num_heads, kHeadDim) that no key tile sees, with one warp. If dq is added to, they
+// stay.
 template <int kHeadDim, int kTileM, typename Dq>
 __device__ __forceinline__ void clear_queries(Dq* dq, const int* num_partials, BackwardSize size) {
   if (sizeof(Dq) == sizeof(float)) return;

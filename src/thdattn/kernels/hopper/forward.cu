@@ -200,7 +200,8 @@ template <bool kQInRegisters, bool kLazyRowMax, bool kSinks, bool kSplitKv, type
           int kHeadDim, int kVHeadDim, int kTileN, int kConsumers, int kQStages, int kStages>
 __device__ __forceinline__ void consume_forward(
     ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>& shared, int consumer, Out* out,
-    float* lse, float* max_logits, KvPartials all_partials, ForwardSize size, Logits<kCaps> logits, const float* sinks) {
+    float* lse, float* max_logits, KvPartials all_partials, ForwardSize size, Logits<kCaps> logits,
+    const float* sinks) {
   constexpr int kTileM = 64 * kConsumers, kBlocks = kTileN / 8, kOutBlocks = kVHeadDim / 8;
   const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
   Ring<kQStages> q_ring = {0, 0};
@@ -309,8 +310,9 @@ __device__ __forceinline__ void consume_forward(
       constexpr int kWarps = 4 * kConsumers, kQuads = kPartialQuads<kOutBlocks>;
       const size_t mine = (size_t)query_tile.work * kWarps + consumer * 4 + warp;
       const size_t pitch = (size_t)size.num_heads * kWarps * kQuads;
-      if (unpacked(word).count > 1 && !merge_splits(all_partials.partials + mine * kQuads, pitch, all_partials.arrived + mine,
-                                                  unpacked(word), acc_out, softmax, padding))
+      if (unpacked(word).count > 1 &&
+          !merge_splits(all_partials.partials + mine * kQuads, pitch, all_partials.arrived + mine, unpacked(word),
+                        acc_out, softmax, padding))
         continue;
     }
 
@@ -377,8 +379,8 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, Out* __restrict__ out, float* __restrict__ lse,
     Logits<kCaps> logits, const float* __restrict__ sinks, float* __restrict__ max_logits,
-    const int2* __restrict__ key_ranges, const int* __restrict__ tile_order, int* __restrict__ counter, KvPartials partials,
-    ForwardSize size) {
+    const int2* __restrict__ key_ranges, const int* __restrict__ tile_order, int* __restrict__ counter,
+    KvPartials partials, ForwardSize size) {
   using Shared = ForwardShared<kHeadDim, kVHeadDim, kTileN, kConsumers, kQStages, kStages>;
   static_assert(same_bytes<sizeof(Shared), kSharedBytes>());
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -393,7 +395,7 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1) thd_attn_fwd_sm90(
       produce_forward<kSplitKv>(shared, &map_q, &map_k, &map_v, key_ranges, tile_order, counter, size);
   } else {
     registers_take<kConsumers == 3 ? 160 : kMost ? 240 : 232>();
-    consume_forward<kQInRegisters, kLazyRowMax, kSinks, kSplitKv, T>(shared, warpgroup - 1, out, lse, max_logits, partials,
-                                                                size, logits, sinks);
+    consume_forward<kQInRegisters, kLazyRowMax, kSinks, kSplitKv, T>(
+        shared, warpgroup - 1, out, lse, max_logits, partials, size, logits, sinks);
   }
 }

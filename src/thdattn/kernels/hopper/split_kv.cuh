@@ -57,11 +57,11 @@ __device__ __forceinline__ u32 arrived_so_far(const u32* arrived) {
 // split
 // hidden: whether each of this thread's rows sees no key of the split, and then of all splits
 // Returns whether this warp has the merged result.
-  // The least base of a row that sees a key. Scores that are all NaN leave no base.
 template <typename Softmax, int kBlocks>
 __device__ __forceinline__ bool merge_splits(float4* partials, size_t pitch, u32* arrived, KvSplit split,
                                           float (&acc)[kBlocks][4], Softmax& softmax, bool (&hidden)[2]) {
-  constexpr float kNotHidden = Softmax::kNothingYet / 2;  // the least base of a row that sees a key; scores that are all NaN leave none
+  // The least base of a row that sees a key. Scores that are all NaN leave no base.
+  constexpr float kNotHidden = Softmax::kNothingYet / 2;
   const int lane = me().lane;
   const u32 others = split.count - 1, before = uniform(lane == 0 ? arrived_so_far(arrived) : 0);
   float4* const rows = partials + kBlocks * kWarp + lane / 4;

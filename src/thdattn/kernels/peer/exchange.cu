@@ -190,7 +190,8 @@ CHECK_AllToAll;
 
 // Offers this rank's chunks.
 template <typename Payload>
-__device__ __forceinline__ void offer_all(const Payload& payload, const PeerExchange& exchange, int count, int warp, int warps) {
+__device__ __forceinline__ void offer_all(const Payload& payload, const PeerExchange& exchange, int count, int warp,
+                                          int warps) {
   const int lane = threadIdx.x % kWarp, per_block = blockDim.x / kWarp;
   if (warp / per_block * per_block >= count) return;                   // no warp of this block has a chunk
   if (threadIdx.x < exchange.num_ranks) wait_for(exchange.mine[threadIdx.x].taken);

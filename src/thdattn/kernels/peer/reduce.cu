@@ -20,10 +20,9 @@ CHECK_Partials;
 // this rank has are not written
 // Launch: grid (any, 2), block 256.
 template <typename T>
-__global__ void __launch_bounds__(256) thd_peer_reduce(uint4* __restrict__ out0, int words0, int pitch0,
-                                               uint4* __restrict__ out1, int words1, int pitch1, const Partials partials,
-                                               const int* __restrict__ rows, int rows_pitch, int own,
-                                               int num_ranks, int num_rows) {
+__global__ void __launch_bounds__(256) thd_peer_reduce(
+    uint4* __restrict__ out0, int words0, int pitch0, uint4* __restrict__ out1, int words1, int pitch1,
+    const Partials partials, const int* __restrict__ rows, int rows_pitch, int own, int num_ranks, int num_rows) {
   uint4* const out = blockIdx.y ? out1 : out0;
   const int words = blockIdx.y ? words1 : words0, pitch = blockIdx.y ? pitch1 : pitch0;
   const size_t step = (size_t)gridDim.x * blockDim.x, end = (size_t)num_rows * words;

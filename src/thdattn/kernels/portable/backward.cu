@@ -53,7 +53,9 @@ __global__ void thd_attn_delta(const T* __restrict__ out, const T* __restrict__ 
 }
 
 // Stores a pair, or adds it to fp32.
-template <typename Out> __device__ __forceinline__ void store_or_add_pair(Out* p, float x, float y) { store_pair(p, x, y); }
+template <typename Out> __device__ __forceinline__ void store_or_add_pair(Out* p, float x, float y) {
+  store_pair(p, x, y);
+}
 template <> __device__ __forceinline__ void store_or_add_pair(float* p, float x, float y) {
   float2& sum = *(float2*)p;
   sum.x += x, sum.y += y;

@@ -162,7 +162,8 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
       float2* const row = (float2*)(out + (size_t)(row0 + 8 * r) * out_stride + head * kVHeadDim) + lane % 4;
       #pragma unroll
       for (int n = 0; n < kOutBlocks && !padding; ++n) {
-        const float x = acc_out[r / 2][n][r % 2 * 2], y = acc_out[r / 2][n][r % 2 * 2 + 1], scale = weights.these / total;
+        const float x = acc_out[r / 2][n][r % 2 * 2], y = acc_out[r / 2][n][r % 2 * 2 + 1],
+                    scale = weights.these / total;
         const float2 others = row[n * 4];
         row[n * 4] = make_float2(x * scale + others.x * weights.others, y * scale + others.y * weights.others);
       }
@@ -173,7 +174,8 @@ __global__ void __launch_bounds__(kWarps * kWarp, 8 / kWarps) thd_attn_fwd(
           padding ? blank - kInfinity : kSinks ? joined.lse : lse_of_keys();
     #pragma unroll
     for (int n = 0; n < kOutBlocks; ++n) {
-      const float x = acc_out[r / 2][n][r % 2 * 2], y = acc_out[r / 2][n][r % 2 * 2 + 1], scale = joined.keys_weight / total;
+      const float x = acc_out[r / 2][n][r % 2 * 2], y = acc_out[r / 2][n][r % 2 * 2 + 1],
+                  scale = joined.keys_weight / total;
       store_pair(staging + (lane / 4 + 8 * r) * (kHeadDim + kPad) + n * 8 + lane % 4 * 2,
                  padding ? blank : x * scale, padding ? blank : y * scale);
     }
